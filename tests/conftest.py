@@ -1,0 +1,34 @@
+"""Four logical CPU devices for the test process, and strategies over them."""
+
+from __future__ import annotations
+
+import functools
+import os
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
+
+import pytest
+import tensorflow as tf
+
+tf.config.set_logical_device_configuration(
+    tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 4
+)
+
+
+@functools.lru_cache
+def _mirrored(replicas: int) -> tf.distribute.Strategy:
+    # Not the default cross-device operation: two of those in one process use the same collective
+    # keys and fail. One strategy object per number of replicas serves every test.
+    if replicas == 1:
+        return tf.distribute.OneDeviceStrategy("/cpu:0")
+    return tf.distribute.MirroredStrategy(
+        [f"/cpu:{i}" for i in range(replicas)],
+        cross_device_ops=tf.distribute.ReductionToOneDevice(),
+    )
+
+
+@pytest.fixture(scope="session")
+def mirrored():
+    """``mirrored(n)``: a strategy over n logical CPU devices, the same object for the same n."""
+    return _mirrored
