@@ -1,1 +1,1 @@
-"""Datasets that come with ctl, each prepared as a TFDS folder: this directory serves as a TFDS data_dir."""
+"""Datasets that come with ctl, each as a TFDS folder: this directory serves as a TFDS data_dir."""

@@ -1,0 +1,277 @@
+"""The only place that makes datasets: which examples, in what order, and where they are kept.
+
+A dataset gives *global batches* to ``strategy.experimental_distribute_dataset``, which splits each
+over replicas and workers. Their order is a pure function of (seed, epoch, position): a step number
+is all there is to save, and the batches are the same under any number of replicas.
+
+What `ctl.Loop` asks of a dataset::
+
+    global_batch_size     examples per optimizer update
+    num_examples          examples per epoch, None where unknown
+    batches(start_step)   tf.data.Dataset of the global batches from that step on
+    resident(strategy)    tensors that stay on every replica's device, made once; () for none
+    on_replica(element, resident)   what the step sees, built in replica context from an element
+    fingerprint()         what identifies the data and their order, for a checkpoint to compare
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from ctl import tfds_source
+from ctl.errors import UsageError
+from ctl.tfds_source import DatasetInfo, Source
+
+# Elements kept ready ahead of the step. An element of `InMemory` is one slice of int64.
+_PREFETCH = 16
+
+
+def load(
+    name: str = "fashion_mnist_mini",
+    *,
+    global_batch_size: int,
+    training: bool = True,
+    split: str | None = None,
+    seed: int = 0,
+    data_dir: str | None = None,
+    download: bool = True,
+    image_shape: tuple[int, int, int] | None = None,
+    resident_limit_mib: float = 1024,
+) -> InMemory:
+    """A TFDS dataset of images and integer labels: in memory if it fits, else streamed from its
+    files.
+
+    ``split``: any TFDS split string; by default ``train`` to train, ``test`` to evaluate, or
+    ``validation`` where there is no ``test``. ``image_shape``: [H, W, C] to resize images to,
+    needed where their sizes vary. ``resident_limit_mib``: the largest decoded size that is kept in
+    memory. ``description`` of the result says in a line what was chosen and why.
+
+    Raises `UsageError` for all that can be wrong with a name, a split, the files or the network.
+    """
+    builder = tfds_source.find(name, data_dir, download=download)
+    if split is None:
+        splits = builder.info.splits
+        split = "train" if training else "test" if "test" in splits else "validation"
+    source = Source(builder, split, image_shape)
+    check_batch_size(global_batch_size, source.num_examples, training)
+    size = source.decoded_bytes / 2**20
+    return InMemory(
+        source.read(),
+        global_batch_size=global_batch_size,
+        seed=seed,
+        training=training,
+        info=source.info,
+        description=f"{source.num_examples} examples, {size:.1f} MiB <= {resident_limit_mib} MiB",
+    )
+
+
+def synthetic(
+    image_shape: tuple[int, int, int] = (28, 28, 1),
+    num_classes: int = 10,
+    num_examples: int = 10_000,
+    *,
+    global_batch_size: int,
+    seed: int = 0,
+    training: bool = True,
+) -> InMemory:
+    """Random uint8 images and labels, the same for the same seed: to time steps, not to learn."""
+    random = np.random.default_rng([seed, int(training)])
+    images = random.integers(256, size=(num_examples, *image_shape), dtype=np.uint8)
+    labels = random.integers(num_classes, size=num_examples, dtype=np.int64)
+    info = DatasetInfo("synthetic", image_shape=tuple(image_shape), num_classes=num_classes)
+    return InMemory(
+        (images, labels),
+        global_batch_size=global_batch_size,
+        seed=seed,
+        training=training,
+        info=info,
+    )
+
+
+class InMemory:
+    """Examples that fit in memory; every replica keeps all of them on its device.
+
+    What is distributed are the *indices* of a global batch; the step gathers its share. That moves
+    8 bytes per example and step instead of an image, at the cost of one copy of the arrays per
+    replica.
+
+    Training: endless; every epoch is a fresh permutation that has each example exactly once,
+    batches straddle epoch borders so that no example is dropped. Evaluation: once, in order, with
+    the last batch as small as it comes.
+    """
+
+    def __init__(
+        self,
+        arrays: Any,
+        *,
+        global_batch_size: int,
+        seed: int = 0,
+        training: bool = True,
+        info: DatasetInfo | None = None,
+        description: str = "",
+    ):
+        """``arrays``: a numpy array or any nest of them with equal leading dimension, e.g. images
+        uint8 [N, H, W, C] and labels int64 [N]. ``on_replica`` returns the same nest of batches.
+
+        Raises `UsageError` for unequal lengths, no examples, or a training batch larger than the
+        data.
+        """
+        self.arrays = tf.nest.map_structure(np.asarray, arrays)
+        lengths = {a.shape[0] if a.ndim else None for a in tf.nest.flatten(self.arrays)}
+        if len(lengths) != 1 or None in lengths:
+            raise UsageError(
+                "the arrays of a dataset must have equal leading dimensions, not "
+                + ", ".join(str(a.shape) for a in tf.nest.flatten(self.arrays))
+            )
+        self.num_examples: int = lengths.pop()
+        check_batch_size(global_batch_size, self.num_examples, training)
+        self.global_batch_size = global_batch_size
+        self.seed = seed
+        self.training = training
+        self.info = info or DatasetInfo("arrays")
+        size = sum(a.nbytes for a in tf.nest.flatten(self.arrays)) / 2**20
+        self.description = description or f"{self.num_examples} examples, {size:.1f} MiB, resident"
+
+    def batches(self, start_step: int = 0) -> tf.data.Dataset:
+        """Indices of the global batches from ``start_step`` on, int64 [global_batch_size].
+
+        Starting late costs no more than starting at 0: one permutation (two where the first batch
+        straddles epochs), wherever that is.
+        """
+        indices = self._shuffled(start_step) if self.training else self._in_order(start_step)
+        return indices.prefetch(_PREFETCH).with_options(distribution_options())
+
+    def _shuffled(self, start_step: int) -> tf.data.Dataset:
+        count, batch = self.num_examples, self.global_batch_size
+
+        def permutation(epoch: tf.Tensor) -> tf.Tensor:
+            # Not index_shuffle: its permutations of consecutive epochs are correlated.
+            return tf.random.experimental.stateless_shuffle(
+                tf.range(count, dtype=tf.int64),
+                seed=tf.stack([tf.constant(self.seed, tf.int64), epoch]),
+                alg="philox",
+            )
+
+        def batches_ending_in(epoch: tf.Tensor) -> tf.Tensor:
+            # Batch k is examples [k * batch, (k + 1) * batch) of the permutations laid end to end.
+            # It belongs to the epoch of its last example, so it can begin with the previous epoch's
+            # tail.
+            first = tf.maximum(epoch * count // batch, start_step)
+            last = (epoch + 1) * count // batch
+            begin = (epoch - 1) * count
+            two_epochs = tf.concat([permutation(epoch - 1), permutation(epoch)], axis=0)
+            return tf.reshape(two_epochs[first * batch - begin : last * batch - begin], [-1, batch])
+
+        first_epoch = ((start_step + 1) * batch - 1) // count
+        return (
+            tf.data.Dataset.range(first_epoch, tf.int64.max)
+            .map(batches_ending_in)
+            .prefetch(1)  # the next epoch is shuffled while this one is trained on
+            .flat_map(tf.data.Dataset.from_tensor_slices)
+            .apply(tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY))
+        )
+
+    def _in_order(self, start_step: int) -> tf.data.Dataset:
+        count, batch = self.num_examples, self.global_batch_size
+
+        def indices(begin: tf.Tensor) -> tf.Tensor:
+            result = tf.range(begin, tf.minimum(begin + batch, count))
+            if count % batch == 0:
+                result.set_shape([batch])
+            return result
+
+        return tf.data.Dataset.range(start_step * batch, count, batch).map(indices)
+
+    def resident(self, strategy: tf.distribute.Strategy) -> Any:
+        """One copy of the arrays on the device of every replica, as `on_replica` wants it."""
+        packed = tf.nest.map_structure(_pack, self.arrays)
+        devices = iter(strategy.extended.worker_devices)
+
+        def copy(_: tf.distribute.experimental.ValueContext) -> Any:
+            with tf.device(next(devices)):
+                return tf.nest.map_structure(tf.identity, packed)
+
+        return strategy.experimental_distribute_values_from_function(copy)
+
+    def on_replica(self, element: tf.Tensor, resident: Any) -> Any:
+        """The examples at these indices: a nest like ``arrays``, of leading dimension [n]."""
+        return tf.nest.map_structure(
+            lambda array, rows: _unpack(tf.gather(rows, element), array), self.arrays, resident
+        )
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What identifies the examples and their order; reads all of them once."""
+        content = hashlib.sha256()
+        for array in tf.nest.flatten(self.arrays):
+            content.update(f"{array.dtype.str}{array.shape}".encode())
+            content.update(np.ascontiguousarray(array).data)
+        return fingerprint(self, content.hexdigest())
+
+
+# TensorFlow gathers these on a CPU only: on a GPU, all of the data would be copied to the host at
+# every step. Rows are therefore kept as int64 words, which both gather, and looked at as what they
+# are after.
+_PACKED = (np.uint8, np.int8, np.uint16, np.int16, np.uint32, np.uint64)
+
+
+def _pack(array: np.ndarray) -> np.ndarray:
+    if array.dtype.type not in _PACKED:
+        return array
+    rows = np.ascontiguousarray(array).reshape(len(array), -1)
+    padding = -rows.shape[1] % (8 // array.itemsize)
+    if padding:
+        rows = np.pad(rows, ((0, 0), (0, padding)))
+    return rows.view(np.int64)
+
+
+def _unpack(words: tf.Tensor, array: np.ndarray) -> tf.Tensor:
+    if array.dtype.type not in _PACKED:
+        return words
+    size = int(np.prod(array.shape[1:]))
+    rows = tf.reshape(
+        tf.bitcast(words, array.dtype.type), [-1, words.shape[1] * 8 // array.itemsize]
+    )
+    shape = tf.concat([tf.shape(words)[:1], array.shape[1:]], axis=0)
+    result = tf.reshape(rows[:, :size], shape)
+    result.set_shape([words.shape[0], *array.shape[1:]])
+    return result
+
+
+def check_batch_size(global_batch_size: int, num_examples: int, training: bool) -> None:
+    if global_batch_size < 1:
+        raise UsageError(f"the global batch size must be at least 1, not {global_batch_size}")
+    if num_examples < 1:
+        raise UsageError("the dataset has no examples")
+    if training and global_batch_size > num_examples:
+        raise UsageError(
+            f"the global batch size {global_batch_size} is larger than the dataset: it has "
+            f"{num_examples} examples"
+        )
+
+
+def distribution_options() -> tf.data.Options:
+    """Every worker reads the same global batches and takes its part of each."""
+    options = tf.data.Options()
+    options.deterministic = True
+    # AUTO shards by file, which changes what is in a global batch with the number of workers.
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
+    return options
+
+
+def fingerprint(dataset: Any, content: str) -> dict[str, Any]:
+    """What the fingerprints of all datasets have in common. ``content``: a hash of the examples."""
+    return {
+        "name": dataset.info.name,
+        "version": dataset.info.version,
+        "split": dataset.info.split,
+        "num_examples": dataset.num_examples,
+        "content": content,
+        "seed": dataset.seed,
+        "global_batch_size": dataset.global_batch_size,
+        # The permutations may differ between versions of TensorFlow.
+        "tensorflow": tf.__version__,
+    }
