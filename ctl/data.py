@@ -4,18 +4,13 @@ A dataset gives *global batches* to ``strategy.experimental_distribute_dataset``
 over replicas and workers. Their order is a pure function of (seed, epoch, position): a step number
 is all there is to save, and the batches are the same under any number of replicas.
 
-What `ctl.Loop` asks of a dataset::
-
-    global_batch_size     examples per optimizer update
-    num_examples          examples per epoch, None where unknown
-    batches(start_step)   tf.data.Dataset of the global batches from that step on
-    resident(strategy)    tensors that stay on every replica's device, made once; () for none
-    on_replica(element, resident)   what the step sees, built in replica context from an element
-    fingerprint()         what identifies the data and their order, for a checkpoint to compare
+`ctl.global_batches` lists what the loop asks of a dataset; `InMemory`, `Streaming` and
+`GlobalBatches` have it, and a class of your own may.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from typing import Any
 
@@ -24,7 +19,25 @@ import tensorflow as tf
 
 from ctl import tfds_source
 from ctl.errors import UsageError
-from ctl.tfds_source import DatasetInfo, Source
+from ctl.global_batches import (
+    DatasetInfo,
+    GlobalBatches,
+    check_batch_size,
+    distribution_options,
+    fingerprint,
+)
+from ctl.streaming import Streaming
+from ctl.tfds_source import Source
+
+__all__ = [
+    "DatasetInfo",
+    "GlobalBatches",
+    "InMemory",
+    "Streaming",
+    "as_dataset",
+    "load",
+    "synthetic",
+]
 
 # Elements kept ready ahead of the step. An element of `InMemory` is one slice of int64.
 _PREFETCH = 16
@@ -41,7 +54,8 @@ def load(
     download: bool = True,
     image_shape: tuple[int, int, int] | None = None,
     resident_limit_mib: float = 1024,
-) -> InMemory:
+    shuffle_buffer: int = 8192,
+) -> InMemory | Streaming:
     """A TFDS dataset of images and integer labels: in memory if it fits, else streamed from its
     files.
 
@@ -59,14 +73,24 @@ def load(
     source = Source(builder, split, image_shape)
     check_batch_size(global_batch_size, source.num_examples, training)
     size = source.decoded_bytes / 2**20
-    return InMemory(
-        source.read(),
-        global_batch_size=global_batch_size,
-        seed=seed,
-        training=training,
-        info=source.info,
-        description=f"{source.num_examples} examples, {size:.1f} MiB <= {resident_limit_mib} MiB",
-    )
+    fits = size <= resident_limit_mib
+    order: dict[str, Any] = {
+        "global_batch_size": global_batch_size,
+        "seed": seed,
+        "training": training,
+        "description": (
+            f"{builder.info.full_name} {split}: {source.num_examples} examples, "
+            f"{'resident' if fits else 'streamed'}: {size:.1f} MiB decoded is "
+            f"{'within' if fits else 'over'} the limit of {resident_limit_mib:g} MiB"
+        ),
+    }
+    if not fits:
+        return Streaming(source, shuffle_buffer=shuffle_buffer, **order)
+    images, labels = source.read()
+    info = source.info
+    if info.num_classes is None:
+        info = dataclasses.replace(info, num_classes=int(labels.max()) + 1)
+    return InMemory((images, labels), info=info, **order)
 
 
 def synthetic(
@@ -89,6 +113,18 @@ def synthetic(
         seed=seed,
         training=training,
         info=info,
+    )
+
+
+def as_dataset(dataset: Any, *, global_batch_size: int | None = None, training: bool = True) -> Any:
+    """A dataset as the loop wants it; a ``tf.data.Dataset`` of global batches is wrapped."""
+    if isinstance(dataset, tf.data.Dataset):
+        return GlobalBatches(dataset, global_batch_size=global_batch_size, training=training)
+    if hasattr(dataset, "batches") and hasattr(dataset, "on_replica"):
+        return dataset
+    raise UsageError(
+        f"a {type(dataset).__name__} is no dataset: give a tf.data.Dataset of global batches, or "
+        "ctl.data.InMemory(arrays, global_batch_size=…)"
     )
 
 
@@ -189,6 +225,8 @@ class InMemory:
     def resident(self, strategy: tf.distribute.Strategy) -> Any:
         """One copy of the arrays on the device of every replica, as `on_replica` wants it."""
         packed = tf.nest.map_structure(_pack, self.arrays)
+        if strategy is tf.distribute.get_strategy() and not tf.distribute.has_strategy():
+            return tf.nest.map_structure(tf.convert_to_tensor, packed)  # the default: no devices
         devices = iter(strategy.extended.worker_devices)
 
         def copy(_: tf.distribute.experimental.ValueContext) -> Any:
@@ -239,39 +277,3 @@ def _unpack(words: tf.Tensor, array: np.ndarray) -> tf.Tensor:
     result = tf.reshape(rows[:, :size], shape)
     result.set_shape([words.shape[0], *array.shape[1:]])
     return result
-
-
-def check_batch_size(global_batch_size: int, num_examples: int, training: bool) -> None:
-    if global_batch_size < 1:
-        raise UsageError(f"the global batch size must be at least 1, not {global_batch_size}")
-    if num_examples < 1:
-        raise UsageError("the dataset has no examples")
-    if training and global_batch_size > num_examples:
-        raise UsageError(
-            f"the global batch size {global_batch_size} is larger than the dataset: it has "
-            f"{num_examples} examples"
-        )
-
-
-def distribution_options() -> tf.data.Options:
-    """Every worker reads the same global batches and takes its part of each."""
-    options = tf.data.Options()
-    options.deterministic = True
-    # AUTO shards by file, which changes what is in a global batch with the number of workers.
-    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
-    return options
-
-
-def fingerprint(dataset: Any, content: str) -> dict[str, Any]:
-    """What the fingerprints of all datasets have in common. ``content``: a hash of the examples."""
-    return {
-        "name": dataset.info.name,
-        "version": dataset.info.version,
-        "split": dataset.info.split,
-        "num_examples": dataset.num_examples,
-        "content": content,
-        "seed": dataset.seed,
-        "global_batch_size": dataset.global_batch_size,
-        # The permutations may differ between versions of TensorFlow.
-        "tensorflow": tf.__version__,
-    }

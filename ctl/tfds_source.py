@@ -17,7 +17,6 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,6 +24,7 @@ import tensorflow as tf
 import tensorflow_datasets as tfds
 
 from ctl.errors import UsageError
+from ctl.global_batches import DatasetInfo
 
 # What comes with ctl is a TFDS data_dir like any other, looked at after the user's own.
 EMBEDDED = pathlib.Path(str(importlib.resources.files("ctl") / "datasets"))
@@ -37,18 +37,6 @@ _UNAVAILABLE = (500, 502, 503, 504)
 
 # Decoded together by `Source.read`: enough to make the cost per element of a pipeline small.
 _READ_BATCH = 256
-
-
-@dataclass(frozen=True)
-class DatasetInfo:
-    """What a model and a report want to know. ``None`` and empty: not known."""
-
-    name: str
-    version: str = ""
-    split: str = ""
-    image_shape: tuple[int, int, int] | None = None
-    num_classes: int | None = None
-    class_names: tuple[str, ...] = ()
 
 
 def find(
