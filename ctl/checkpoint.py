@@ -1,9 +1,11 @@
-"""Saving and restoring the state of a run: the only place that moves variables to and from disk.
+"""Saving and restoring the state of a run: when it is written, which copy is good, what stays.
 
 A checkpoint is written beside the others under a scratch name, flushed to disk, renamed, and only
 then pointed to by ``latest.json``; only after that are older ones deleted. So at every moment, a
-kill or a power cut included, every ``step-*`` directory is whole. `ctl.durable` has the primitives,
-`ctl.manifest` the layout of the directory. The files need no ctl to be read::
+kill or a power cut included, every ``step-*`` directory is whole. Below this module, `ctl.bundle`
+moves variables, `ctl.manifest` knows the directory, `ctl.durable` the file system.
+
+The files need no ctl to be read::
 
     reader = tf.train.load_checkpoint("checkpoints/step-0000000200/variables")
     reader.get_tensor("model/0/.ATTRIBUTES/VARIABLE_VALUE")
@@ -12,7 +14,6 @@ kill or a power cut included, every ``step-*`` directory is whole. `ctl.durable`
 from __future__ import annotations
 
 import errno
-import itertools
 import json
 import operator
 import os
@@ -28,11 +29,10 @@ import keras
 import tensorflow as tf
 from absl import logging
 
-from ctl import durable, manifest
-from ctl.errors import CheckpointError, CtlError, DivergedError, UsageError
+from ctl import bundle, durable, manifest
+from ctl.bundle import State
+from ctl.errors import CheckpointError, CtlError, UsageError
 from ctl.manifest import Saved
-
-State = Mapping[str, Sequence[tf.Variable]]
 
 # A quota and a limit on the size of files ask for the same remedy as a full disk.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -167,16 +167,15 @@ class CheckpointManager:
         step = operator.index(step)
         if step < 0:
             raise UsageError(f"The step of a checkpoint cannot be negative: {step}")
-        variables = _raw(state)
-        tensors = {key: [v.read_value() for v in group] for key, group in variables.items()}
-        _require_finite(step, variables, tensors)
+        variables = bundle.unwrap(state)
+        tensors = bundle.snapshot(variables)
         saved = Saved(
             step=step,
             path=manifest.path_of(self.directory, step),
             time=self._clock(),
             metrics=_floats(metrics or {}),
             fingerprint=self._fingerprint,
-            variables={key: [_spec(v) for v in group] for key, group in variables.items()},
+            variables=bundle.specs(variables),
             files={},
             versions={"tensorflow": tf.__version__, "keras": keras.__version__},
         )
@@ -221,6 +220,7 @@ class CheckpointManager:
     def _open_for_writing(self) -> durable.Lock:
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
+            # Of all scratch, that of dead writers: there is no other writer while we hold the lock.
             lock = durable.Lock(self.directory / ".lock")
             durable.sweep(self.directory)
             return lock
@@ -234,24 +234,14 @@ class CheckpointManager:
             )
 
     def _write(self, saved: Saved, tensors: dict[str, list[tf.Tensor]]) -> None:
-        """Runs in the thread of the executor. Empties ``tensors``."""
-        needed = sum(
-            t.shape.num_elements() * t.dtype.size for t in itertools.chain(*tensors.values())
-        )
+        """Runs in the thread of the executor."""
+        needed = bundle.size(tensors)
         unfinished = durable.scratch(self.directory, saved.path.name)
         try:
             if saved.step <= self._committed and _is_intact(saved.path):
                 return
             os.mkdir(unfinished)
-            # Each variable takes over the buffer of its tensor; from an accelerator it is copied to
-            # the host first, and the snapshot there is let go.
-            with tf.device("/cpu:0"):
-                copies = {
-                    key: [tf.Variable(group.pop(0)) for _ in range(len(group))]
-                    for key, group in tensors.items()
-                }
-            tf.train.Checkpoint(**copies).write(str(unfinished / "variables"))
-            del copies
+            bundle.write(str(unfinished / "variables"), tensors)
             saved = replace(saved, files=durable.seal(unfinished))
             manifest.dump(saved, unfinished, via=self.directory)
             durable.publish(unfinished, saved.path)
@@ -332,7 +322,7 @@ class CheckpointManager:
           CheckpointError: none is intact, the variables or the fingerprint differ, no such step.
         """
         self.wait()
-        variables = _raw(state)
+        variables = bundle.unwrap(state)
         damaged: dict[int, durable.Damaged] = {}
         # Looks at the directory anew after each failure: a writer may be at work in it.
         while (candidate := self._next(step, damaged)) is not None:
@@ -342,7 +332,7 @@ class CheckpointManager:
                 durable.verify(path, saved.files)
                 self._require_fingerprint(saved)
                 self._require_fit(saved, variables)
-                values = _read(saved, variables)
+                values = bundle.read(saved.prefix, variables)
             except durable.Damaged as damage:
                 logging.warning("Passing over the damaged checkpoint %s: %s", path, damage)
                 damaged[candidate] = damage
@@ -354,8 +344,8 @@ class CheckpointManager:
             later = [step for step in manifest.paths(self.directory) if step > saved.step]
             if self._lock and later:
                 logging.warning(
-                    "Continuing %s from step %d: its checkpoints of later steps (%s) are deleted as "
-                    "the run passes them",
+                    "Continuing %s from step %d: its checkpoints of later steps (%s) are deleted "
+                    "as the run passes them",
                     self.directory,
                     saved.step,
                     ", ".join(map(str, later)),
@@ -430,41 +420,15 @@ class CheckpointManager:
             logging.warning("%s: %s", saved.path, "; ".join(soft))
 
     def _require_fit(self, saved: Saved, variables: Mapping[str, list[tf.Variable]]) -> None:
-        here = {key: [_spec(v) for v in group] for key, group in variables.items()}
-        differing, renamed = manifest.differences(saved.variables, here)
+        differing, renamed = manifest.differences(saved.variables, bundle.specs(variables))
         if differing:
             more = f"; and {len(differing) - 3} more" if len(differing) > 3 else ""
             raise CheckpointError(
-                f"{saved.path} does not fit: {'; '.join(differing[:3])}{more}; use the flags it was "
-                "written with or choose another --model_dir"
+                f"{saved.path} does not fit: {'; '.join(differing[:3])}{more}; use the flags it "
+                "was written with or choose another --model_dir"
             )
         if renamed:
             logging.warning("%s: %d other names, first %s", saved.path, len(renamed), renamed[0])
-
-
-def _raw(state: State) -> dict[str, list[tf.Variable]]:
-    """``state`` with the ``tf.Variable`` inside each Keras variable. Raises UsageError."""
-    for key in state:
-        # Each key becomes an attribute of a tf.train.Checkpoint.
-        taken = key in ("root", "save_counter") or hasattr(tf.train.Checkpoint, key)
-        if taken or not key.isidentifier():
-            raise UsageError(f"{key!r} cannot be a key of the state of a checkpoint; rename it")
-    return {
-        key: [v.value if isinstance(v, keras.Variable) else v for v in group]
-        for key, group in state.items()
-    }
-
-
-def _tensor_name(key: str, index: int) -> str:
-    return f"{key}/{index}/.ATTRIBUTES/VARIABLE_VALUE"
-
-
-def _spec(variable: tf.Variable) -> dict[str, Any]:
-    return {
-        "name": variable.name.removesuffix(":0"),
-        "shape": variable.shape.as_list(),
-        "dtype": variable.dtype.name,
-    }
 
 
 def _floats(metrics: Mapping[str, Any]) -> dict[str, float]:
@@ -477,47 +441,3 @@ def _is_intact(path: Path) -> bool:
     except durable.Damaged:
         return False
     return True
-
-
-@tf.function
-def _finite(tensors: list[tf.Tensor]) -> tf.Tensor:
-    """bool [len(tensors)]: is every element finite? 4 ms per 100 MB on two CPU cores."""
-    return tf.stack([tf.reduce_all(tf.math.is_finite(t)) for t in tensors])
-
-
-def _require_finite(
-    step: int, variables: Mapping[str, list[tf.Variable]], tensors: Mapping[str, list[tf.Tensor]]
-) -> None:
-    floating = [
-        (f"{key}[{i}] {variables[key][i].name.removesuffix(':0')}", tensor)
-        for key, group in tensors.items()
-        for i, tensor in enumerate(group)
-        if tensor.dtype.is_floating or tensor.dtype.is_complex
-    ]
-    if not floating:
-        return
-    names, values = zip(*floating, strict=True)
-    for name, finite in zip(names, _finite(list(values)).numpy(), strict=True):
-        if not finite:
-            raise DivergedError(
-                f"The state of step {step} has a NaN or Inf, first in {name}, and was not saved; "
-                "lower the learning rate or clip the gradients"
-            )
-
-
-def _read(saved: Saved, variables: Mapping[str, list[tf.Variable]]) -> dict[str, list[Any]]:
-    """An array for each variable. Raises `durable.Damaged` when TensorFlow does not have them."""
-    try:
-        reader = tf.train.load_checkpoint(saved.prefix)
-        shapes, dtypes = reader.get_variable_to_shape_map(), reader.get_variable_to_dtype_map()
-        for key, group in variables.items():
-            for i, variable in enumerate(group):
-                name = _tensor_name(key, i)
-                if (shapes.get(name), dtypes.get(name)) != (variable.shape, variable.dtype):
-                    raise durable.Damaged(f"{name} is not what the manifest says")
-        return {
-            key: [reader.get_tensor(_tensor_name(key, i)) for i in range(len(group))]
-            for key, group in variables.items()
-        }
-    except (tf.errors.OpError, ValueError, RuntimeError) as error:
-        raise durable.Damaged(f"TensorFlow cannot read it: {error}") from error

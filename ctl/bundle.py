@@ -1,0 +1,115 @@
+"""Variables to and from a flat ``tf.train.Checkpoint`` (a tensor bundle): snapshot, write, read.
+
+A state is ``{"model": [...], "optimizer": [...], "global_step": [v], ...}``, lists of variables.
+The i-th of ``key`` is stored as ``key/i/.ATTRIBUTES/VARIABLE_VALUE``, which is also what
+``tf.train.Checkpoint(key=[...])`` calls it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from ctl import durable
+from ctl.errors import DivergedError, UsageError
+
+State = Mapping[str, Sequence[tf.Variable]]
+
+_FLOATS = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
+
+
+def unwrap(state: State) -> dict[str, list[tf.Variable]]:
+    """``state`` with the ``tf.Variable`` inside each Keras variable. Raises UsageError."""
+    for key in state:
+        # Each key becomes an attribute of a tf.train.Checkpoint.
+        taken = key in ("root", "save_counter") or hasattr(tf.train.Checkpoint, key)
+        if taken or not key.isidentifier():
+            raise UsageError(f"{key!r} cannot be a key of the state of a checkpoint; rename it")
+    return {
+        key: [v.value if isinstance(v, keras.Variable) else v for v in group]
+        for key, group in state.items()
+    }
+
+
+def specs(variables: Mapping[str, list[tf.Variable]]) -> dict[str, list[dict[str, Any]]]:
+    """``{key: [{"name", "shape", "dtype"}, ...]}`` as a manifest has it."""
+    return {
+        key: [{"name": _name(v), "shape": v.shape.as_list(), "dtype": v.dtype.name} for v in group]
+        for key, group in variables.items()
+    }
+
+
+def snapshot(variables: Mapping[str, list[tf.Variable]]) -> dict[str, list[tf.Tensor]]:
+    """The values, without a copy: TensorFlow updates a buffer in place only while nobody else
+    holds it. Costs about 20 µs a variable, and 4 ms per 100 MB on two CPU cores to look for NaN.
+
+    Raises DivergedError when one is not finite.
+    """
+    tensors = {key: [v.read_value() for v in group] for key, group in variables.items()}
+    floating = [
+        (f"{key}[{i}] {_name(variables[key][i])}", tensor)
+        for key, group in tensors.items()
+        for i, tensor in enumerate(group)
+        if tensor.dtype in _FLOATS
+    ]
+    if floating:
+        names, values = zip(*floating, strict=True)
+        finite = _finite(list(values)).numpy()
+        if not finite.all():
+            first = names[finite.argmin()]
+            raise DivergedError(
+                f"The state has a NaN or Inf, first in {first}, and was not saved; lower the "
+                "learning rate or clip the gradients"
+            )
+    return tensors
+
+
+def size(tensors: Mapping[str, list[tf.Tensor]]) -> int:
+    """Bytes of all the tensors."""
+    return sum(t.shape.num_elements() * t.dtype.size for group in tensors.values() for t in group)
+
+
+def write(prefix: str, tensors: dict[str, list[tf.Tensor]]) -> None:
+    """Writes a snapshot, and empties ``tensors`` to let go of its buffers as early as possible."""
+    # On the CPU a variable takes over the buffer of its tensor; from an accelerator it is a copy.
+    with tf.device("/cpu:0"):
+        copies = {
+            key: [tf.Variable(group.pop(0)) for _ in range(len(group))]
+            for key, group in tensors.items()
+        }
+    tf.train.Checkpoint(**copies).write(prefix)
+
+
+def read(prefix: str, variables: Mapping[str, list[tf.Variable]]) -> dict[str, list[Any]]:
+    """An array for each of ``variables``. Raises `durable.Damaged` when they are not all there."""
+    try:
+        reader = tf.train.load_checkpoint(prefix)
+        shapes, dtypes = reader.get_variable_to_shape_map(), reader.get_variable_to_dtype_map()
+        for key, group in variables.items():
+            for i, variable in enumerate(group):
+                name = _key(key, i)
+                if (shapes.get(name), dtypes.get(name)) != (variable.shape, variable.dtype):
+                    raise durable.Damaged(f"{name} is not what the manifest says")
+        return {
+            key: [reader.get_tensor(_key(key, i)) for i in range(len(group))]
+            for key, group in variables.items()
+        }
+    except (tf.errors.OpError, ValueError, RuntimeError) as error:
+        raise durable.Damaged(f"TensorFlow cannot read it: {error}") from error
+
+
+def _key(key: str, index: int) -> str:
+    return f"{key}/{index}/.ATTRIBUTES/VARIABLE_VALUE"
+
+
+def _name(variable: tf.Variable) -> str:
+    return variable.name.removesuffix(":0")
+
+
+@tf.function
+def _finite(tensors: list[tf.Tensor]) -> tf.Tensor:
+    """bool [len(tensors)]: is every element finite?"""
+    return tf.stack([tf.reduce_all(tf.math.is_finite(t)) for t in tensors])
