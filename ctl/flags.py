@@ -22,12 +22,15 @@ flags.disclaim_key_flags()  # They belong to the command that calls a group, and
 def run(main: Callable[[], None]) -> None:
     """Parses the command line, calls ``main`` and exits.
 
-    A wrong flag is one line on stderr and exit code 2; a `CtlError` is one line and its exit code.
+    ``--help`` exits with 0. A wrong flag is one line on stderr and exit code 2; a `CtlError` is one
+    line and its exit code.
     """
 
     def parse(argv: Sequence[str]) -> list[str]:
         try:
             positional = flags.FLAGS(argv)[1:]
+        except SystemExit as shown:  # --help, after which absl exits with 1.
+            raise SystemExit(0) from shown
         except flags.Error as error:
             _fail(str(error), UsageError.exit_code)
         if positional:

@@ -97,11 +97,13 @@ def table(schedule: Schedule, total_steps: int, steps_per_epoch: float) -> str:
 
 def draw(schedule: Schedule, total_steps: int, steps_per_epoch: float) -> str:
     """An SVG document: the rate over ``total_steps`` steps, with a scale of epochs above."""
+    from ctl.schedule import Exponential, Piecewise
+
     samples = min(total_steps, RIGHT - LEFT)
     steps = [total_steps * i // samples for i in range(samples)]
     rates = [float(schedule(step)) for step in steps]
     after_warmup = [r for s, r in zip(steps, rates, strict=True) if s >= schedule.warmup_steps]
-    y, y_ticks = _rate_axis(after_warmup or rates)
+    y, y_ticks = _rate_axis(after_warmup or rates, isinstance(schedule, (Exponential, Piecewise)))
     epochs = total_steps / steps_per_epoch
 
     def x(step: float) -> float:
@@ -140,27 +142,28 @@ def draw(schedule: Schedule, total_steps: int, steps_per_epoch: float) -> str:
     )
 
 
-def _rate_axis(rates: Sequence[float]) -> tuple[Callable[[float], float], list[float]]:
-    """Where a rate is drawn, and the rates to label. A rate below the axis, early in a long
-    warm-up, is drawn at its foot."""
+def _rate_axis(
+    rates: Sequence[float], by_factors: bool
+) -> tuple[Callable[[float], float], list[float]]:
+    """Where a rate is drawn, and the rates to label.
+
+    Rates that change ``by_factors``, by 10 or more in all, are read on a logarithmic axis. A rate
+    below it, early in a long warm-up, is drawn at its foot.
+    """
     low, high = min(rates), max(rates)
-    height = BOTTOM - TOP
-    # Rates that go down by factors of ten are read on a logarithmic axis; one that goes to (nearly)
-    # 0 would have most of such an axis to itself, so it is the typical low rate that decides.
-    typical_low = sorted(rates)[len(rates) // 4]
-    if low > 0 and high >= 10 * typical_low and high <= 1e6 * low:
-        bottom, top = math.log10(low) - 0.2, math.log10(high) + 0.2
-        decades = range(math.floor(bottom), math.ceil(top) + 1)
-        digits = (1, 2, 5) if top - bottom < 2.5 else (1,)
-        ticks = [digit * 10.0**decade for decade in decades for digit in digits]
-        return (
-            lambda rate: (
-                BOTTOM - height * max(0.0, (math.log10(max(rate, low)) - bottom) / (top - bottom))
-            ),
-            [tick for tick in ticks if bottom <= math.log10(tick) <= top],
-        )
-    ceiling = 1.05 * high or 1.0
-    return lambda rate: BOTTOM - height * rate / ceiling, _ticks(ceiling)
+    if not (by_factors and 0 < 9.99 * low <= high):
+        ceiling = 1.05 * high or 1.0
+        return lambda rate: BOTTOM - (BOTTOM - TOP) * rate / ceiling, _ticks(ceiling)
+    bottom, top = math.log10(low) - 0.2, math.log10(high) + 0.2
+    digits = (1, 2, 5) if top - bottom < 2.5 else (1,)
+    decades = range(math.floor(bottom), math.ceil(top) + 1)
+    ticks = [digit * 10.0**decade for decade in decades for digit in digits]
+
+    def y(rate: float) -> float:
+        above = math.log10(rate) - bottom if rate > 0 else 0.0
+        return BOTTOM - (BOTTOM - TOP) * max(0.0, above) / (top - bottom)
+
+    return y, [tick for tick in ticks if bottom <= math.log10(tick) <= top]
 
 
 def _ticks(limit: float, least: float = 0.0) -> list[float]:
@@ -176,6 +179,7 @@ def _name(schedule: Schedule) -> str:
 
 def _arguments(schedule: Schedule) -> str:
     values = dataclasses.asdict(schedule)
+    values["warmup_steps"] = values.pop("warmup_steps")  # Last: the rates come first.
     return " ".join(f"{key}={_value(value)}" for key, value in values.items())
 
 

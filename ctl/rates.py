@@ -97,8 +97,8 @@ def check_pieces(boundaries: Sequence[int | str], values: Sequence[float | str])
     """`UsageError` unless there is one rate before, between and after all boundaries."""
     if len(values) != len(boundaries) + 1:
         raise UsageError(
-            f"{len(boundaries)} boundaries need {len(boundaries) + 1} rates (before, between and "
-            f"after them), got {len(values)}"
+            "there must be one more rate than boundaries, "
+            f"got {len(values)} rates and {len(boundaries)} boundaries"
         )
 
 

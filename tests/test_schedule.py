@@ -1,0 +1,478 @@
+"""ctl.schedule against float64 formulas, in graphs and in Keras; its flags; its picture."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from absl import flags
+
+from ctl import plot, rates
+from ctl.errors import UsageError
+from ctl.flags import define_schedule_flags, schedule_arguments
+from ctl.names import SCHEDULES
+from ctl.schedule import (
+    Constant,
+    Cosine,
+    Exponential,
+    InverseSqrt,
+    Piecewise,
+    Polynomial,
+    Schedule,
+    make_schedule,
+)
+
+BILLION = 10**9
+PI = np.float64(math.pi)
+
+
+def warm(step, warmup):
+    return min(1.0, (step + 1) / (warmup + 1)) if warmup else 1.0
+
+
+def cosine(step, rate, total, warmup=0, end=0.0):
+    left = max(total - max(step, warmup), 0) / (total - warmup)
+    # 1 - cos(a) = 2 sin(a/2)^2: the textbook form loses its digits where the rate goes to 0.
+    return warm(step, warmup) * (end + (rate - end) * np.sin(PI / 2 * left) ** 2)
+
+
+def polynomial(step, rate, total, warmup=0, end=0.0, power=1.0):
+    left = max(total - max(step, warmup), 0) / (total - warmup)
+    return warm(step, warmup) * (end + (rate - end) * np.power(left, power))
+
+
+def exponential(step, rate, decay, every, warmup=0):
+    return warm(step, warmup) * rate * np.power(decay, max(step - warmup, 0) / every)
+
+
+def inverse_sqrt(step, rate, warmup=0):
+    return rate * min((step + 1) / (warmup + 1), np.sqrt((warmup + 1) / (step + 1)))
+
+
+def piecewise(step, boundaries, values, warmup=0):
+    for boundary, value in zip(boundaries, values, strict=False):
+        if step < boundary:
+            return warm(step, warmup) * value
+    return warm(step, warmup) * values[-1]
+
+
+W, FAR = 1000, 2**24 + 1  # FAR is the first whole number that a float32 cannot hold.
+CASES = {
+    "constant": (Constant(0.3), lambda s: 0.3),
+    "constant warm": (Constant(0.3, warmup_steps=W), lambda s: 0.3 * warm(s, W)),
+    "constant long warm": (Constant(0.3, warmup_steps=FAR), lambda s: 0.3 * warm(s, FAR)),
+    "piecewise": (
+        Piecewise([W, FAR, BILLION], [1e-1, 1e-2, 1e-3, 1e-4]),
+        lambda s: piecewise(s, [W, FAR, BILLION], [1e-1, 1e-2, 1e-3, 1e-4]),
+    ),
+    "piecewise warm": (
+        Piecewise([W + 1, FAR], [1e-1, 1.0, 0.0], warmup_steps=W),
+        lambda s: piecewise(s, [W + 1, FAR], [1e-1, 1.0, 0.0], W),
+    ),
+    "cosine": (Cosine(1e-3, BILLION), lambda s: cosine(s, 1e-3, BILLION)),
+    "cosine warm": (
+        Cosine(1e-3, FAR, end_learning_rate=1e-5, warmup_steps=W),
+        lambda s: cosine(s, 1e-3, FAR, W, 1e-5),
+    ),
+    "line": (Polynomial(2.0, BILLION), lambda s: polynomial(s, 2.0, BILLION)),
+    "polynomial warm": (
+        Polynomial(2.0, FAR, end_learning_rate=0.1, power=2.5, warmup_steps=W),
+        lambda s: polynomial(s, 2.0, FAR, W, 0.1, 2.5),
+    ),
+    "exponential": (
+        Exponential(0.1, 0.97, 10**7),
+        lambda s: exponential(s, 0.1, 0.97, 10**7),
+    ),
+    "exponential warm": (
+        Exponential(1e-6, 10.0, BILLION // 4, warmup_steps=W),
+        lambda s: exponential(s, 1e-6, 10.0, BILLION // 4, W),
+    ),
+    "inverse sqrt": (InverseSqrt(0.1), lambda s: inverse_sqrt(s, 0.1)),
+    "inverse sqrt warm": (InverseSqrt(0.1, warmup_steps=W), lambda s: inverse_sqrt(s, 0.1, W)),
+}
+ALL = pytest.mark.parametrize(("schedule", "reference"), CASES.values(), ids=CASES.keys())
+STEPS = sorted(
+    {max(0, at + d) for at in (0, W, FAR, BILLION) for d in (-2, -1, 0, 1, 2)}
+    | {int(step) for step in np.geomspace(1, 2 * BILLION, 60)}
+)
+
+
+@ALL
+def test_formula_at_every_scale(schedule, reference):
+    """The float64 formula, right to the last bit of a float32 or the next."""
+    call = tf.function(schedule, input_signature=[tf.TensorSpec([], tf.int64)])
+    got = np.array([call(tf.constant(step, tf.int64)) for step in STEPS])
+    expected = np.array([np.float32(reference(step)) for step in STEPS])
+    assert got.dtype == np.float32
+    np.testing.assert_array_max_ulp(got, expected, maxulp=1)
+
+
+@ALL
+def test_any_kind_of_step(schedule, reference):
+    expected = np.float32(reference(1500))
+    for step in (
+        1500,
+        tf.constant(1500),
+        tf.Variable(1500, dtype=tf.int64),
+        keras.Variable(1500, dtype="int64"),
+    ):
+        rate = schedule(step)
+        assert rate.shape == () and rate.dtype == tf.float32
+        np.testing.assert_array_max_ulp(rate.numpy(), expected, maxulp=1)
+
+
+@ALL
+def test_in_a_loop_on_the_device(schedule, reference):
+    step = tf.Variable(W - 5, dtype=tf.int64)
+
+    @tf.function
+    def total():
+        result = tf.constant(0.0)
+        for _ in tf.range(10):
+            result += schedule(step)
+            step.assign_add(1)
+        return result
+
+    expected = sum(reference(s) for s in range(W - 5, W + 5))
+    assert float(total()) == pytest.approx(expected, rel=1e-6)
+
+
+@ALL
+def test_keras_keeps_it(schedule, reference):
+    text = json.dumps(keras.saving.serialize_keras_object(schedule))
+    assert keras.saving.deserialize_keras_object(json.loads(text)) == schedule
+    optimizer = keras.optimizers.SGD(schedule)
+    again = keras.optimizers.SGD.from_config(optimizer.get_config())
+    variable = keras.Variable(0.0)
+    again.build([variable])
+    for _ in range(3):
+        again.apply([tf.constant(1.0)])
+    assert float(variable) == pytest.approx(-sum(reference(s) for s in range(3)), rel=1e-5)
+
+
+def test_saved_with_a_model(tmp_path):
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    schedule = Piecewise([3, 7], [1e-3, 1e-4, 1e-5], warmup_steps=2)
+    model.compile(keras.optimizers.Adam(schedule), "mse")
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    assert loaded.optimizer.get_config() == model.optimizer.get_config()
+
+
+def test_the_classic_epochs():
+    """1e-3 before epoch 3, 1e-4 before epoch 7, 1e-5 after, with batches that straddle epochs."""
+    per_epoch = 60_000 / 128  # 468.75: epoch 3 begins within step 1406, epoch 7 within step 3281.
+    schedule = Piecewise.by_epoch([3, 7], [1e-3, 1e-4, 1e-5], steps_per_epoch=per_epoch)
+    assert schedule.boundaries == (1407, 3282)
+    assert [float(schedule(step)) for step in (0, 1406, 1407, 3281, 3282, 5625)] == pytest.approx(
+        [1e-3, 1e-3, 1e-4, 1e-4, 1e-5, 1e-5]
+    )
+    assert schedule == make_schedule(
+        "piecewise",
+        boundaries=["3ep", "7ep"],
+        values=["1e-3", "1e-4", "1e-5"],
+        steps_per_epoch=per_epoch,
+    )
+
+
+@pytest.mark.parametrize(
+    ("duration", "per_epoch", "steps"),
+    [
+        ("500", None, 500),
+        (500, None, 500),
+        ("1e4", None, 10_000),
+        ("0", None, 0),
+        ("0.5ep", 156.0, 78),
+        (".5ep", 156.25, 79),
+        ("3ep", 156.25, 469),
+        ("4ep", 156.25, 625),
+        ("2.ep", 10, 20),
+        ("0ep", 10, 0),
+        # Whole products that floating point puts a little above or below.
+        ("97ep", 60_000 / 97, 60_000),
+        ("49ep", 1 / 49, 1),
+        ("0.1ep", 30.0, 3),
+        ("1e3ep", 1e6, 10**9),
+    ],
+)
+def test_durations(duration, per_epoch, steps):
+    assert rates.steps_from("x", duration, per_epoch) == steps
+
+
+@pytest.mark.parametrize(
+    "text", ["", "ep", "-5", "3x", "3 ep s", "nan", "inf", "1e", "0x10", "1,2"]
+)
+def test_not_durations(text):
+    with pytest.raises(UsageError, match="--warmup: .* is not a duration: write .*500.*0.5ep"):
+        rates.steps_from("--warmup", text, 10.0)
+
+
+def test_durations_that_need_more():
+    with pytest.raises(UsageError, match=r"whole numbers, got 0.5: .*write ep \(0.5ep\)"):
+        rates.steps_from("x", "0.5", 10.0)
+    with pytest.raises(UsageError, match="length of an epoch is unknown"):
+        rates.steps_from("x", "3ep", None)
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"), [("none", 0.1), ("linear", 0.1 * 16), ("sqrt", 0.1 * 4)]
+)
+def test_scaling(rule, expected):
+    assert rates.scale_learning_rate(0.1, 4096, 256, rule) == pytest.approx(expected)
+    scaled = make_schedule(
+        "cosine",
+        learning_rate=0.1,
+        end_learning_rate=0.01,
+        total_steps=10,
+        global_batch_size=4096,
+        scaling=rule,
+    )
+    assert scaled.learning_rate == pytest.approx(expected)
+    assert scaled.end_learning_rate == pytest.approx(expected / 10)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((-0.1, 8, 8, "linear"), "learning rate must be a number of at least 0, got -0.1"),
+        ((0.1, 0, 8, "linear"), "global batch size must be above 0, got 0"),
+        ((0.1, 8, -8, "none"), "base batch size must be above 0, got -8"),
+        ((0.1, 8, 8, "lineal"), "unknown scaling rule 'lineal': did you mean 'linear'"),
+    ],
+)
+def test_scaling_errors(arguments, message):
+    with pytest.raises(UsageError, match=message):
+        rates.scale_learning_rate(*arguments)
+
+
+def test_make_every_schedule():
+    common = {"total_steps": 100, "steps_per_epoch": 10.0, "warmup_steps": "0.5ep"}
+    made = {
+        "constant": Constant(1e-3, warmup_steps=5),
+        "piecewise": Piecewise([30, 50], [3.0, 2.0, 1.0], warmup_steps=5),
+        "cosine": Cosine(1e-3, 100, warmup_steps=5),
+        "polynomial": Polynomial(1e-3, 100, warmup_steps=5),
+        "exponential": Exponential(1e-3, 0.95, 10, warmup_steps=5),
+        "inverse_sqrt": InverseSqrt(1e-3, warmup_steps=5),
+    }
+    assert set(made) == set(SCHEDULES)
+    for name, expected in made.items():
+        pieces = {"boundaries": ["30", "5ep"], "values": [3, 2, 1]} if name == "piecewise" else {}
+        assert make_schedule(name, **common, **pieces) == expected
+    assert make_schedule("polynomial", **common, power=2.0).power == 2.0
+    assert make_schedule("exponential", **common, decay_rate=0.5, decay_steps="2ep") == Exponential(
+        1e-3, 0.5, 20, warmup_steps=5
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Constant(-1e-3), "learning rate must be a number of at least 0, got -0.001"),
+        (lambda: Constant(math.inf), "learning rate .* got inf"),
+        (lambda: Constant(0.1, warmup_steps=-1), "warm-up must be a number of steps >= 0, got -1"),
+        (lambda: Constant(0.1, warmup_steps=0.5), "warm-up must be .* got 0.5"),
+        (lambda: Cosine(0.1, 10, warmup_steps=10), "warm-up of 10 .* shorter .* 10 steps"),
+        (lambda: Cosine(0.1, 0), "number of steps must be above 0, got 0"),
+        (lambda: Cosine(0.1, 10, end_learning_rate=-1), "end learning rate .* got -1"),
+        (lambda: Polynomial(0.1, 10, power=0), "power must be above 0, got 0"),
+        (lambda: Exponential(0.1, 0, 10), "decay rate must be above 0, got 0"),
+        (lambda: Exponential(0.1, 0.5, 0), "decay steps must be above 0, got 0"),
+        (lambda: Piecewise([7, 3], [1, 1, 1]), "increasing, got 7,3"),
+        (lambda: Piecewise([3, 3], [1, 1, 1]), "increasing, got 3,3"),
+        (lambda: Piecewise([0], [1, 1]), "above 0 and increasing, got 0"),
+        (lambda: Piecewise([3], [1]), "one more rate than boundaries, got 1 rates and 1"),
+        (lambda: Piecewise([3], [1, -1]), "rates must be a number of at least 0, got -1"),
+        (lambda: Piecewise([3], [1, 1], warmup_steps=3), "warm-up of 3 .* before .* step 3"),
+        (lambda: make_schedule("cosin"), "unknown schedule 'cosin': did you mean 'cosine'"),
+        (lambda: make_schedule("cosine"), "cosine schedule needs the number of steps"),
+        (lambda: make_schedule("piecewise"), "needs rates, e.g. --rates"),
+        (lambda: make_schedule("exponential"), "1ep counts epochs, and the length of an epoch"),
+        (lambda: make_schedule("constant", values=[1.0]), "--rates is for --schedule=piecewise"),
+        (lambda: make_schedule("constant", scaling="sqrt"), "needs the global batch size"),
+        (
+            lambda: make_schedule("inverse_sqrt", warmup_steps=9, total_steps=9),
+            "warm-up of 9 .* shorter",
+        ),
+    ],
+)
+def test_wrong_arguments_are_one_line(make, message):
+    with pytest.raises(UsageError, match=message) as caught:
+        make()
+    assert "\n" not in str(caught.value)
+
+
+def parse(*arguments):
+    values = flags.FlagValues()
+    define_schedule_flags(values)
+    values(["program", *arguments])
+    return values
+
+
+def test_flags_make_the_schedule():
+    values = parse(
+        "--schedule=piecewise", "--boundaries=3ep,700", "--rates=1e-3,1e-4,1e-5", "--warmup=0.5ep"
+    )
+    made = make_schedule(total_steps=1000, steps_per_epoch=100.0, **schedule_arguments(values))
+    assert made == Piecewise([300, 700], [1e-3, 1e-4, 1e-5], warmup_steps=50)
+    values = parse("--schedule=polynomial", "--power=2", "--learning_rate=0.4", "--lr_scaling=sqrt")
+    made = make_schedule(total_steps=9, global_batch_size=64, **schedule_arguments(values))
+    assert made == Polynomial(0.2, 9, power=2.0)
+    assert make_schedule(**schedule_arguments(parse())) == Constant(1e-3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--schedule=cosine --rates=1,2", "^--rates is for --schedule=piecewise, not for cosine$"),
+        ("--boundaries=3", "^--boundaries is for --schedule=piecewise, not for constant$"),
+        ("--power=2", "^--power is for --schedule=polynomial, not for constant$"),
+        ("--decay_rate=.5", "^--decay_rate is for --schedule=exponential"),
+        ("--decay_steps=5", "^--decay_steps is for --schedule=exponential"),
+        ("--end_learning_rate=0", r"^--end_learning_rate is for --schedule=cosine\|polynomial"),
+        ("--schedule=piecewise --rates=1 --learning_rate=1", "not for piecewise; give --rates$"),
+        ("--schedule=piecewise", "^--schedule=piecewise needs --rates"),
+        ("--schedule=piecewise --boundaries=3 --rates=1,2,3", "got 3 rates and 1 boundaries$"),
+        ("--schedule=piecewise --boundaries=7ep,3ep --rates=1,2,3", "increasing, got 7ep,3ep$"),
+        ("--schedule=piecewise --boundaries=3x --rates=1,2", "^--boundaries: '3x' is not"),
+        ("--schedule=piecewise --boundaries=3 --rates=1,b", "^--rates must be a number .* got b$"),
+        ("--learning_rate=-1", "^--learning_rate must be a number of at least 0, got -1.0$"),
+        ("--schedule=cosine --end_learning_rate=nan", "^--end_learning_rate must be a number"),
+        ("--schedule=exponential --decay_rate=0", "^--decay_rate must be above 0, got 0$"),
+        ("--schedule=exponential --decay_steps=0ep", "^--decay_steps must be above 0"),
+        ("--schedule=polynomial --power=-1", "^--power must be above 0, got -1$"),
+        ("--warmup=half", "^--warmup: 'half' is not a duration"),
+        ("--lr_scaling=linear --base_batch_size=0", "^--base_batch_size must be above 0"),
+        ("--base_batch_size=64", "^--base_batch_size has no effect without --lr_scaling"),
+    ],
+)
+def test_flag_errors(arguments, message):
+    with pytest.raises(flags.Error, match=message) as caught:
+        parse(*arguments.split())
+    assert "\n" not in str(caught.value)
+
+
+def test_boundaries_in_both_units_wait_for_the_length_of_an_epoch():
+    arguments = schedule_arguments(
+        parse("--schedule=piecewise", "--boundaries=3ep,200", "--rates=1,2,3")
+    )
+    assert make_schedule(steps_per_epoch=50.0, **arguments).boundaries == (150, 200)
+    with pytest.raises(UsageError, match="increasing, got 300,200"):
+        make_schedule(steps_per_epoch=100.0, **arguments)
+
+
+PICTURES = [
+    (Constant(1e-3), 100, 10.0),
+    (Constant(0.0), 3, 10.0),
+    (Cosine(1e-3, 1872, warmup_steps=78), 1872, 156.0),
+    (Cosine(3e-4, BILLION, warmup_steps=10**6), BILLION, 12_345.6),
+    (Polynomial(1e-3, 7, power=2.0), 7, 7.0),
+    (Exponential(1e-3, 0.5, 312), 1872, 156.0),
+    (InverseSqrt(7e-4, warmup_steps=4000), 100_000, 5000.5),
+    (Piecewise([468, 1092], [1e-3, 1e-4, 1e-5]), 1872, 156.0),
+    (Piecewise([400], [1.0, 1e-9], warmup_steps=100), 1000, 300.0),
+    (Piecewise([5, 10], [1e-3, 1e-4, 0.0]), 20, 10.0),
+    (Constant(1e-3, warmup_steps=50), 20, 10.0),
+]
+
+
+@pytest.mark.parametrize(("schedule", "total", "per_epoch"), PICTURES)
+def test_picture(schedule, total, per_epoch):
+    """Valid XML, the curve inside the frame from end to end, no label on another or outside."""
+    svg = ET.fromstring(plot.draw(schedule, total, per_epoch))
+    elements = {
+        name: [e for e in svg if e.get("class") == name] for name in ("x", "y", "title", "curve")
+    }
+    points = curve(elements["curve"][0].get("d"))
+    assert points[0][0] == plot.LEFT and points[-1][0] == plot.RIGHT
+    assert all(plot.TOP <= y <= plot.BOTTOM for _, y in points)
+    assert type(schedule).__name__ in elements["title"][0].text
+    heights = sorted(float(e.get("y")) for e in elements["y"])
+    assert len(heights) >= 2 and min(np.diff(heights)) >= 12
+    for height in {e.get("y") for e in elements["x"]}:
+        row = [(float(e.get("x")), e.text) for e in elements["x"] if e.get("y") == height]
+        edges = [(x - 3.5 * len(text), x + 3.5 * len(text)) for x, text in sorted(row)]
+        assert edges[0][0] >= 0 and edges[-1][1] <= plot.WIDTH
+        assert all(left[1] < right[0] for left, right in zip(edges, edges[1:], strict=False))
+
+
+def curve(path):
+    """The corners of a path of M, H and V commands."""
+    x, y = (float(number) for number in path[1:].partition("H")[0].split())
+    points = [(x, y)]
+    for command in path[path.index("H") :].replace("H", " H").replace("V", " V").split():
+        x, y = (float(command[1:]), y) if command[0] == "H" else (x, float(command[1:]))
+        points.append((x, y))
+    return points
+
+
+def test_picture_is_to_scale():
+    """On a linear axis from 0 to 105 % of the peak; the step of a boundary has the new rate."""
+    svg = ET.fromstring(plot.draw(Piecewise([4], [1.0, 0.5]), 10, 5.0))
+    (path,) = (e.get("d") for e in svg if e.get("class") == "curve")
+    height, width = plot.BOTTOM - plot.TOP, plot.RIGHT - plot.LEFT
+    corners = [p for p in curve(path) if abs(p[0] - (plot.LEFT + 0.4 * width)) < 0.1]
+    assert [y for _, y in corners] == pytest.approx(
+        [plot.BOTTOM - height / 1.05, plot.BOTTOM - height / 2.1], abs=0.1
+    )
+
+
+def test_picture_escapes_text():
+    class Mine(Schedule):
+        def decay(self, step):
+            return step
+
+    Mine.__name__ = "<Mine & yours>"
+    svg = ET.fromstring(plot.draw(Mine(), 10, 5.0))
+    assert "<Mine & yours>" in svg[0].text
+
+
+def test_table():
+    lines = plot.table(Piecewise([3, 7], [1e-3, 1e-4, 1e-5]), 10, 2.0).splitlines()
+    rows = {int(step): (epoch, rate) for step, epoch, rate in map(str.split, lines[2:])}
+    assert rows[2] == ("1.00", "0.001") and rows[3] == ("1.50", "0.0001")
+    assert rows[6] == ("3.00", "0.0001") and rows[7] == ("3.50", "1e-05")
+    assert {0, 9} <= set(rows)
+
+
+def test_command_draws(tmp_path):
+    picture = tmp_path / "rate.svg"
+    result = subprocess.run(
+        [sys.executable, "-m", "ctl.schedule", f"--plot={picture}", "--schedule=piecewise"]
+        + ["--boundaries=3ep,7ep", "--rates=1e-3,1e-4,1e-5", "--warmup=10"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "warmup_steps=10" in result.stdout and "     1,092     7.00  1e-05" in result.stdout
+    assert ET.parse(picture).getroot().tag == "{http://www.w3.org/2000/svg}svg"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "out", "error"),
+    [
+        (["--help"], 0, "--warmup: Linear warm-up", ""),
+        (["--schedule=cosine", "--rates=1"], 2, "", "--rates is for --schedule=piecewise"),
+        (["--lerning_rate=1"], 2, "", "Did you mean: learning_rate"),
+        (["--epochs=-1"], 2, "", "--epochs must be above 0, got -1"),
+        (["cosine"], 2, "", "unexpected argument 'cosine': see --help"),
+    ],
+)
+def test_command_answers_without_tensorflow(arguments, code, out, error):
+    program = (
+        "import runpy, sys; sys.modules.update(tensorflow=None, keras=None, numpy=None)\n"
+        "runpy.run_module('ctl.schedule', run_name='__main__', alter_sys=True)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == code, result.stderr
+    assert out in result.stdout and error in result.stderr
+    assert result.stderr.count("\n") == (1 if error else 0)
