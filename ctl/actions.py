@@ -1,0 +1,181 @@
+"""The only place that says when something is done during training, and what a log record holds.
+
+An action is any callable that takes a `ctl.loop.Status`. `Every` calls one every so many steps or
+seconds; a function of your own is as good as `Log`::
+
+    def report(status):
+        print(status.step, status.scalars()["loss"])
+
+    loop = ctl.Loop(..., actions=[Every(report, steps=100)])
+
+Imports no TensorFlow: flags are checked before it is loaded. Where records go is in `ctl.sinks`
+(files) and `ctl.progress` (the terminal).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import numbers
+import re
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ctl.errors import UsageError
+
+if TYPE_CHECKING:
+    from ctl.loop import Action, Status
+
+NEVER = sys.maxsize  # What `steps_until_due` returns when no step is due.
+
+# The keys of a record that are not scalars.
+CONTEXT = ("phase", "step", "until", "epoch", "time")
+
+_WINDOW = re.compile(r"\s*([0-9]+)\s*:\s*([0-9]+)\s*")
+
+
+class Every:
+    """Calls an action every so many steps or seconds, and at the end.
+
+    By ``steps``: when the global step reaches a multiple of them, wherever the run was resumed; the
+    loop ends its calls there (`steps_until_due`). By ``seconds``: at the first wake that long after
+    the last firing, or after the first wake. With both: at whichever comes first. Always at the
+    last wake (``status.final``), unless it has fired at that step.
+
+    With more than one worker, anything that reads metrics must fire by steps: a read is a
+    collective, and clocks of workers differ.
+
+    Raises:
+        UsageError: neither ``steps`` nor ``seconds``, or not positive ones.
+    """
+
+    def __init__(
+        self,
+        action: Action,
+        *,
+        steps: int | None = None,
+        seconds: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        if not callable(action):
+            raise UsageError(f"Every needs a callable that takes a Status, not {action!r}")
+        if steps is None and seconds is None:
+            raise UsageError("Every needs steps, seconds or both")
+        if steps is not None and not (isinstance(steps, numbers.Integral) and steps >= 1):
+            raise UsageError(f"Every(steps={steps!r}): steps are whole numbers from 1")
+        if seconds is not None and not (isinstance(seconds, numbers.Real) and seconds > 0):
+            raise UsageError(f"Every(seconds={seconds!r}): seconds are numbers above 0")
+        self.action = action
+        self.steps = steps
+        self.seconds = seconds
+        self._clock = clock
+        self._step: int | None = None  # of the last wake
+        self._fired_at: int | None = None
+        self._timer: float | None = None
+
+    def steps_until_due(self, step: int) -> int:
+        """How many steps after ``step`` the action is due; `NEVER` where only time decides."""
+        return self.steps - step % self.steps if self.steps else NEVER
+
+    def __call__(self, status: Status) -> None:
+        now = self._clock()
+        due = status.final and status.step != self._fired_at
+        due = due or self._crossed(status.step) or self._elapsed(now)
+        self._step = status.step
+        if due:
+            self._fired_at, self._timer = status.step, now
+            self.action(status)
+
+    def _crossed(self, step: int) -> bool:
+        if not self.steps:
+            return False
+        if self._step is None or step < self._step:  # the first wake, or an older state restored
+            return step % self.steps == 0
+        return step // self.steps > self._step // self.steps
+
+    def _elapsed(self, now: float) -> bool:
+        if self._timer is None:
+            self._timer = now
+        return self.seconds is not None and now - self._timer >= self.seconds
+
+
+class Sink(Protocol):
+    """Where records go."""
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Takes one record, see `Log`. Returns when it is out of the process's hands."""
+
+    def close(self) -> None:
+        """No record follows."""
+
+
+class Log:
+    """Reads the scalars of a window, gives them to every sink, starts the next window.
+
+    An action, usually under `Every`; `evaluated` is an evaluation action. A record is one flat dict:
+
+    * ``phase``: "train" or "eval"
+    * ``step``: global batches trained on
+    * ``until``: where training ends ("train" only)
+    * ``epoch``: ``step / steps_per_epoch``, None when that is not known
+    * ``time``: seconds since 1970
+    * the scalars by name: ``loss``, the metrics, ``learning_rate``, ``examples_per_second``, ...
+
+    With more than one worker every worker needs a `Log`, because reading metrics is a collective;
+    give the sinks to one of them.
+    """
+
+    def __init__(self, *sinks: Sink, clock: Callable[[], float] = time.time):
+        self.sinks = sinks
+        self._clock = clock
+        self._steps_per_epoch: float | None = None
+
+    def __call__(self, status: Status) -> None:
+        self._steps_per_epoch = status.steps_per_epoch
+        self._write("train", status.step, status.scalars(), until=status.until)
+        status.reset()
+
+    def evaluated(self, step: int, results: Mapping[str, float]) -> None:
+        """For ``Loop(eval_actions=[log.evaluated])``."""
+        self._write("eval", step, results)
+
+    def close(self) -> None:
+        """Closes every sink, whatever the others do."""
+        with contextlib.ExitStack() as stack:
+            for sink in self.sinks:
+                stack.callback(sink.close)
+
+    def _write(self, phase: str, step: int, scalars: Mapping[str, float], **context: int) -> None:
+        taken = [name for name in scalars if name in CONTEXT]
+        if taken:
+            raise UsageError(
+                f"a metric is called {taken[0]!r}, which every log record holds already: rename it"
+            )
+        epoch = step / self._steps_per_epoch if self._steps_per_epoch else None
+        context |= {"epoch": epoch, "time": self._clock()}
+        record = {"phase": phase, "step": step, **context, **scalars}
+        for sink in self.sinks:
+            sink.write(record)
+
+
+def scalars_of(record: Mapping[str, Any]) -> dict[str, float]:
+    """What a record holds beside its context."""
+    return {name: value for name, value in record.items() if name not in CONTEXT}
+
+
+def parse_window(text: str) -> tuple[int, int]:
+    """``"20:30"`` as (20, 30): the steps 20 to 29, counted from 0.
+
+    Raises:
+        UsageError: anything else, an empty window, or step 0: the first step of a process is mostly
+            tracing, so `ctl.profiler.Profile` never holds it.
+    """
+    match = _WINDOW.fullmatch(text)
+    start, stop = (int(match[1]), int(match[2])) if match else (0, 0)
+    if not 1 <= start < stop:
+        raise UsageError(
+            f"{text!r} is not a window of steps: write START:STOP with 1 <= START < STOP (20:30 is "
+            "the steps 20 to 29)"
+        )
+    return start, stop

@@ -1,0 +1,266 @@
+"""The only place that shows training on a terminal: a progress bar, or plain lines for a pipe."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TextIO
+
+from absl import logging
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.live import Live
+from rich.text import Text
+
+from ctl.actions import scalars_of
+from ctl.errors import CtlError
+
+if TYPE_CHECKING:
+    from ctl.loop import Status
+
+_REFRESH_SECONDS = 0.5
+_NARROWEST_BAR, _WIDEST_BAR = 8, 40
+
+
+class Lines:
+    """A sink that prints each record as one line, for output that is not a terminal."""
+
+    def __init__(self, file: TextIO | None = None):
+        self._file = file or sys.stdout
+        self._time_left = _TimeLeft()
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        left = None
+        if record["phase"] == "train":
+            left = self._time_left.seconds(record, record["time"], record)
+        try:
+            print(format_record(record, left), file=self._file, flush=True)
+        except OSError as error:
+            raise CtlError(f"cannot write to {self._file.name}: {error.strerror}") from error
+
+    def close(self) -> None:
+        """Leaves the file to whoever opened it."""
+
+
+class Progress:
+    """A progress bar at the foot of the terminal: a context manager, an action, and a sink.
+
+    As an action it follows the steps at every wake; as a sink of `ctl.actions.Log` it prints each
+    record above the bar. What else is printed or logged while it is shown goes above the bar, too::
+
+        with Progress() as progress:
+            loop = ctl.Loop(..., actions=[Every(Log(progress), steps=100), progress])
+            loop.train_and_evaluate(..., on_wake=progress.evaluating)
+
+    Args:
+        peek: reads the scalars twice a second, without ending their window. Must be False with more
+            than one worker, where a read is a collective: then the bar shows the last record's.
+        console: by default standard output.
+    """
+
+    def __init__(
+        self,
+        *,
+        peek: bool = True,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._peek = peek
+        self._clock = clock
+        self._began = clock()
+        self._read_at = -math.inf
+        self._time_left = _TimeLeft()
+        self._bar = _Bar()
+        # Standard error may go elsewhere; only what would hit the bar is taken.
+        self._live = Live(
+            console=console or Console(),
+            get_renderable=self._render,
+            refresh_per_second=1 / _REFRESH_SECONDS,
+            redirect_stderr=sys.stderr.isatty(),
+            vertical_overflow="crop",
+        )
+        self._log_stream: TextIO | None = None
+
+    def __enter__(self) -> Progress:
+        self._began = self._clock()
+        self._live.start()
+        # absl holds the stream it began with: hand it the one that prints above the bar.
+        handler = logging.get_absl_handler().python_handler
+        if handler.stream is sys.__stderr__ and sys.stderr is not sys.__stderr__:
+            self._log_stream = handler.stream
+            handler.setStream(sys.stderr)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    def __call__(self, status: Status) -> None:
+        now = self._clock()
+        scalars = self._bar.scalars
+        if self._peek and (status.final or now - self._read_at >= _REFRESH_SECONDS):
+            scalars, self._read_at = dict(status.scalars()), now
+        place = {"step": status.step, "until": status.until}
+        left = self._time_left.seconds(place, now, scalars)
+        # A new object, because another thread renders.
+        self._bar = _Bar(**place, scalars=scalars, left=left)
+
+    def evaluating(self, done: int, batches: int | None) -> None:
+        """Shows the evaluation in place of the training: ``Loop.evaluate(progress.evaluating)``."""
+        self._bar = dataclasses.replace(self._bar, evaluated=(done, batches))
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        left = None
+        if record["phase"] == "train":
+            scalars = scalars_of(record)
+            left = self._time_left.seconds(record, self._clock(), scalars)
+            self._bar = dataclasses.replace(self._bar, scalars=scalars)
+        else:
+            self._bar = dataclasses.replace(self._bar, evaluated=None)
+        # As Text, a metric called "[red]" is no markup.
+        self._live.console.print(Text(format_record(record, left)), soft_wrap=True)
+
+    def close(self) -> None:
+        """Leaves the bar as it is and gives the terminal back. Doing it twice changes nothing."""
+        if self._log_stream:
+            logging.get_absl_handler().python_handler.setStream(self._log_stream)
+            self._log_stream = None
+        self._live.stop()
+
+    def _render(self) -> _Bar:
+        return dataclasses.replace(self._bar, elapsed=self._clock() - self._began)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Bar:
+    """What the bar shows, as one line of whatever width there is."""
+
+    step: int = 0
+    until: int = 0
+    scalars: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    left: float | None = None
+    evaluated: tuple[int, int | None] | None = None
+    elapsed: float = 0.0
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if not self.until:
+            yield Text(f"tracing the first step  {_duration(self.elapsed)}", no_wrap=True)
+            return
+        done, of, head = self.step, self.until, _place(self.step, self.until)
+        if self.evaluated:
+            done, of = self.evaluated
+            head = f"step {self.step}  eval {done}" + (f"/{of}" if of else "")
+        room = options.max_width - len(head) - _NARROWEST_BAR - 2
+        tail = "".join(f"  {piece}" for piece in self._fitting(room))
+        width = min(_WIDEST_BAR, max(0, options.max_width - len(head) - len(tail) - 2))
+        filled = width * done // of if of else 0
+        full, empty = ("#", "-") if options.ascii_only else ("━", "─")
+        yield Text.assemble(
+            head + "  ",
+            (full * filled, "cyan"),
+            (empty * (width - filled), "bright_black"),
+            tail,
+            no_wrap=True,
+            overflow="crop",
+        )
+
+    def _fitting(self, room: int) -> list[str]:
+        """The pieces that fit; where not all do, the rate and the elapsed time go first, then the
+        metrics from the last, the time left at the end."""
+        pieces = _metrics(self.scalars)
+        optional = [*_rate(self.scalars), _duration(self.elapsed)]
+        left = [] if self.left is None else [f"{_duration(self.left)} left"]
+        while pieces or optional:
+            shown = [*pieces, *optional, *left]
+            if sum(Text(piece).cell_len + 2 for piece in shown) <= room:
+                return shown
+            (optional or pieces).pop()
+        return left
+
+
+class _TimeLeft:
+    """Seconds to the end, at the pace of this run: evaluations count; steps before it was resumed
+    and the first call, which is mostly tracing, do not."""
+
+    def __init__(self):
+        self._first: tuple[int, float] | None = None
+
+    def seconds(
+        self, place: Mapping[str, Any], now: float, scalars: Mapping[str, float]
+    ) -> float | None:
+        """Of ``step`` and ``until`` in ``place``; None where nothing is known or left."""
+        step, todo = place["step"], place["until"] - place["step"]
+        if todo <= 0:
+            return None
+        if self._first is None or step < self._first[0]:
+            self._first = step, now
+        first, began = self._first
+        if step > first:
+            return todo * (now - began) / (step - first)
+        rate = scalars.get("steps_per_second")
+        return todo / rate if rate else None
+
+
+def format_record(record: Mapping[str, Any], seconds_left: float | None = None) -> str:
+    """A record as one line: ``step  1200/9380  epoch 1.28  loss 0.4312  ...  0:43 left``."""
+    scalars = scalars_of(record)
+    if record["phase"] == "eval":
+        return f"eval at step {record['step']}: " + "  ".join(_metrics(scalars))
+    pieces = [_place(record["step"], record["until"])]
+    if record["epoch"] is not None:
+        pieces.append(f"epoch {record['epoch']:.2f}")
+    pieces += _metrics(scalars)
+    pieces += _rate(scalars)
+    if seconds_left is not None:
+        pieces.append(f"{_duration(seconds_left)} left")
+    return "  ".join(pieces)
+
+
+def _place(step: int, until: int) -> str:
+    return f"step {step:>{len(str(until))}}/{until}"
+
+
+# Shown by `_rate`, in its own form.
+_RATES = ("steps_per_second", "examples_per_second")
+
+
+def _metrics(scalars: Mapping[str, float]) -> list[str]:
+    pieces = []
+    for name, value in scalars.items():
+        if name == "learning_rate":
+            pieces.append(f"lr {value:.2e}")
+        elif name == "skipped_steps":
+            pieces += [f"skipped {value:.0f}"] if value else []
+        elif name not in _RATES:
+            pieces.append(f"{name} {_number(value)}")
+    return pieces
+
+
+def _rate(scalars: Mapping[str, float]) -> list[str]:
+    if "examples_per_second" in scalars:
+        return [f"{_count(scalars['examples_per_second']):>5} examples/s"]
+    if "steps_per_second" in scalars:
+        return [f"{_count(scalars['steps_per_second']):>5} steps/s"]
+    return []
+
+
+def _number(value: float) -> str:
+    small = value and abs(value) < 1e-3
+    return f"{value:.2e}" if small or abs(value) >= 1e5 else f"{value:.4f}"
+
+
+def _count(value: float) -> str:
+    """Three digits and a unit: 41.2k."""
+    for unit in ("", "k", "M", "G"):
+        if value < 999.5 or unit == "G":
+            digits = 0 if not unit and value >= 99.95 else 2 if value < 9.995 else 1
+            return f"{value:.{digits}f}{unit}"
+        value /= 1000
+    raise AssertionError("the loop ends at the last unit")
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
