@@ -104,10 +104,13 @@ STEPS = sorted(
 )
 
 
+@pytest.mark.parametrize("jit_compile", [False, True])
 @ALL
-def test_formula_at_every_scale(schedule, reference):
-    """The float64 formula, right to the last bit of a float32 or the next."""
-    call = tf.function(schedule, input_signature=[tf.TensorSpec([], tf.int64)])
+def test_formula_at_every_scale(schedule, reference, jit_compile):
+    """The float64 formula, right to the last bit of a float32 or the next, under XLA too."""
+    call = tf.function(
+        schedule, input_signature=[tf.TensorSpec([], tf.int64)], jit_compile=jit_compile
+    )
     got = np.array([call(tf.constant(step, tf.int64)) for step in STEPS])
     expected = np.array([np.float32(reference(step)) for step in STEPS])
     assert got.dtype == np.float32
@@ -155,6 +158,15 @@ def test_keras_keeps_it(schedule, reference):
     for _ in range(3):
         again.apply([tf.constant(1.0)])
     assert float(variable) == pytest.approx(-sum(reference(s) for s in range(3)), rel=1e-5)
+
+
+def test_on_replicas(mirrored):
+    strategy = mirrored(2)
+    with strategy.scope():
+        step = tf.Variable(5, dtype=tf.int64, aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA)
+    schedule = Cosine(1e-3, 100, warmup_steps=10)
+    rates = tf.function(lambda: strategy.run(lambda: schedule(step)))().values
+    assert [float(rate) for rate in rates] == [float(schedule(5))] * 2
 
 
 def test_saved_with_a_model(tmp_path):
