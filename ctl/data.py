@@ -273,7 +273,6 @@ def _unpack(words: tf.Tensor, array: np.ndarray) -> tf.Tensor:
     rows = tf.reshape(
         tf.bitcast(words, array.dtype.type), [-1, words.shape[1] * 8 // array.itemsize]
     )
-    shape = tf.concat([tf.shape(words)[:1], array.shape[1:]], axis=0)
-    result = tf.reshape(rows[:, :size], shape)
+    result = tf.reshape(rows[:, :size], [-1, *array.shape[1:]])
     result.set_shape([words.shape[0], *array.shape[1:]])
     return result

@@ -20,7 +20,8 @@ class Streaming:
     Training: endless. Every epoch reads the shards in a new order, several at a time, through a
     shuffle buffer of examples that are not decoded yet, and has each example exactly once; batches
     straddle epoch borders. The order is a pure function of (seed, epoch) and of the files. The
-    buffer of the next epoch fills while this one is trained on, so two of them are in memory.
+    buffers of the next two epochs are filled ahead, so that no step waits for one: three of them
+    are in memory.
     Evaluation: once, in the order of the files, with the last batch as small as it comes.
 
     Starting at a step reads, but does not decode, what comes before it in its epoch.
@@ -49,6 +50,7 @@ class Streaming:
         self.info = source.info
         self.description = description or f"{self.num_examples} examples, streamed"
         self._source = source
+        source.read(1)  # what is wrong with all examples is said here, not at the first step
 
     def batches(self, start_step: int = 0) -> tf.data.Dataset:
         """(images uint8 [global_batch_size, H, W, C], labels int64 [global_batch_size])."""

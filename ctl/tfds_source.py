@@ -11,6 +11,7 @@ import hashlib
 import http.client
 import importlib.resources
 import pathlib
+import re
 import threading
 import time
 import urllib.error
@@ -53,9 +54,10 @@ def find(
     builder = _builder(name, root)
     if builder and builder.is_prepared():
         return builder
-    embedded = _builder(name, str(EMBEDDED))
-    if embedded and embedded.is_prepared():
-        return embedded
+    if name.split(":")[0] in _embedded_names():
+        embedded = _builder(name, str(EMBEDDED))
+        if embedded:
+            return embedded
     if builder is None:
         raise UsageError(f"there is no dataset {name!r}{_similar(name)}")
     where = f"{builder.info.full_name} is not prepared at {builder.data_dir}"
@@ -76,19 +78,26 @@ def _builder(name: str, data_dir: str | None) -> tfds.core.DatasetBuilder | None
     except tfds.core.DatasetNotFoundError:
         return None
     except Exception as error:  # bad names, versions, configs, files: AssertionError, ValueError, …
-        raise UsageError(f"the dataset {name!r} cannot be opened: {_line(error)}") from error
+        where = f" in {data_dir}" if data_dir else ""
+        raise UsageError(f"{name!r} cannot be opened{where}: {_line(error)}") from error
+
+
+def _embedded_names() -> list[str]:
+    return [path.parent.parent.name for path in EMBEDDED.glob("*/*/dataset_info.json")]
 
 
 def _similar(name: str) -> str:
-    known = tfds.list_builders(with_community_datasets=False)
-    known += [path.parent.name for path in EMBEDDED.glob("*/LICENSE")]
+    known = tfds.list_builders(with_community_datasets=False) + _embedded_names()
     near = difflib.get_close_matches(name, known, n=3)
     return f"; near: {', '.join(near)}" if near else ""
 
 
 def _line(error: BaseException) -> str:
     """The class of an error and the first line of its text, at most 200 characters of it."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    # Without names of graph nodes and without what TFDS puts in front.
+    noise = r"\{\{.*?\}\}| \[Op:.*|Failed to construct dataset .*?\}\": "
+    text = re.sub(noise, "", str(error))
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
 
 
@@ -208,16 +217,21 @@ class Source:
             image = tf.saturate_cast(tf.round(image), tf.uint8)
         return tf.ensure_shape(image, self.info.image_shape), label
 
-    def read(self) -> tuple[np.ndarray, np.ndarray]:
-        """All examples: images uint8 [N, H, W, C], labels int64 [N]."""
-        images = np.empty((self.num_examples, *self.info.image_shape), np.uint8)
-        labels = np.empty(self.num_examples, np.int64)
+    def read(self, count: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """The first ``count`` examples, or all: images uint8 [N, H, W, C], labels int64 [N].
+
+        Raises `UsageError` where the files are damaged or hold no labels.
+        """
+        count = self.num_examples if count is None else count
+        images = np.empty((count, *self.info.image_shape), np.uint8)
+        labels = np.empty(count, np.int64)
         signature = (
             tf.TensorSpec(self.info.image_shape, tf.uint8),
             tf.TensorSpec((), tf.int64),
         )
         batches = (
             self.records()
+            .take(count)
             .batch(_READ_BATCH)
             .map(
                 lambda records: tf.map_fn(self.decode, records, fn_output_signature=signature),
@@ -232,8 +246,8 @@ class Source:
                 images[begin:end], labels[begin:end] = batch_images, batch_labels
         except tf.errors.OpError as error:
             raise self._damaged(_line(error)) from error
-        if end != self.num_examples:
-            raise self._damaged(f"{end} of {self.num_examples} examples are left")
+        if end != count:
+            raise self._damaged(f"{end} of {count} examples are left")
         if labels.min() < 0:
             raise UsageError(f"{self._name}: the split {self.info.split!r} has no labels (-1)")
         return images, labels
@@ -304,7 +318,7 @@ def _shards(builder: tfds.core.DatasetBuilder, split: str) -> list[Any]:
         if missing := [path for path in paths if not path.exists()]:
             raise UsageError(f"{info.full_name}: {missing[0]} is missing: prepare it again")
         # A record is its bytes, their length (8 bytes) and two checksums (4 bytes each).
-        expected = part.num_bytes + 16 * part.num_examples
+        expected = int(part.num_bytes) + 16 * part.num_examples
         if (size := sum(path.stat().st_size for path in paths)) < expected:
             raise UsageError(
                 f"{info.full_name}: the files of the split {part.name!r} are truncated ({size} of "

@@ -28,7 +28,7 @@ _SOURCE = flags.DEFINE_string("source_data_dir", None, "TFDS data_dir with the f
 _OUT = flags.DEFINE_string("out", None, "TFDS data_dir to write to")
 
 
-class FashionMnistMini(tfds.core.GeneratorBasedBuilder):
+class FashionMnistMini(tfds.core.GeneratorBasedBuilder, skip_registration=True):
     """The first 1,000 training and 200 test images of every class, in the order of the full set as
     TFDS prepares it."""
 

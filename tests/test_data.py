@@ -1,0 +1,277 @@
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import tensorflow as tf
+import tensorflow_datasets as tfds
+import tiny_tfds
+from tensorflow.python.framework import kernels
+
+from ctl import data
+from ctl.data import GlobalBatches, InMemory, Streaming, as_dataset, load, synthetic
+from ctl.errors import UsageError
+
+
+def numbered(count: int, **kwargs) -> InMemory:
+    """Images whose first byte, and labels that, are their number."""
+    images = np.random.default_rng(0).integers(256, size=(count, 5, 3, 1), dtype=np.uint8)
+    images[:, 0, 0, 0] = np.arange(count) % 256
+    return InMemory((images, np.arange(count)), **kwargs)
+
+
+def take(dataset, start: int, count: int) -> np.ndarray:
+    return np.stack(list(dataset.batches(start).take(count).as_numpy_iterator()))
+
+
+def test_every_epoch_has_every_example_once():
+    dataset = numbered(101, global_batch_size=12, seed=3)
+    epochs = take(dataset, 0, 101).reshape(12, 101)  # 101 batches of 12 are 12 epochs of 101
+    for epoch in epochs:
+        assert sorted(epoch) == list(range(101))
+    assert all((a != b).any() for a, b in itertools.combinations(epochs, 2))
+
+
+@pytest.mark.parametrize(("count", "batch"), [(101, 12), (96, 12), (12, 12), (13, 12), (5, 1)])
+@pytest.mark.parametrize("start", [1, 7, 8, 9, 37])
+def test_a_late_start_continues_the_same_sequence(count, batch, start):
+    dataset = numbered(count, global_batch_size=batch, seed=3)
+    np.testing.assert_array_equal(take(dataset, start, 20), take(dataset, 0, start + 20)[start:])
+
+
+def test_a_start_after_very_many_steps():
+    batches = take(numbered(100, global_batch_size=10, seed=3), 10**12, 10)
+    assert sorted(batches.ravel()) == list(range(100))
+
+
+def test_order_depends_on_the_seed_and_not_on_the_global_one():
+    first = take(numbered(101, global_batch_size=12, seed=3), 0, 5)
+    assert (first != take(numbered(101, global_batch_size=12, seed=4), 0, 5)).any()
+    tf.random.set_seed(99)
+    np.testing.assert_array_equal(first, take(numbered(101, global_batch_size=12, seed=3), 0, 5))
+
+
+def test_training_batches_are_endless_and_static():
+    batches = numbered(101, global_batch_size=12).batches()
+    assert batches.cardinality() == tf.data.INFINITE_CARDINALITY
+    assert batches.element_spec == tf.TensorSpec([12], tf.int64)
+
+
+def on_strategy(strategy, dataset, start: int, count: int):
+    """What the replicas see, put together again: (images, labels) of ``count`` global batches."""
+    iterator = iter(strategy.experimental_distribute_dataset(dataset.batches(start)))
+    resident = dataset.resident(strategy)
+    shapes = []
+
+    def step(element, resident):
+        images, labels = dataset.on_replica(element, resident)
+        shapes.append((images.shape, labels.shape))
+        return images, labels
+
+    @tf.function
+    def next_batch(iterator, resident):
+        return strategy.run(step, args=(next(iterator), resident))
+
+    for _ in range(count):
+        batch = next_batch(iterator, resident)
+        parts = [strategy.experimental_local_results(part) for part in batch]
+        yield tuple(np.concatenate([p.numpy() for p in part]) for part in parts)
+    share = dataset.global_batch_size // strategy.num_replicas_in_sync
+    assert shapes == [((share, 5, 3, 1), (share,))] * strategy.num_replicas_in_sync
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+@pytest.mark.parametrize("start", [0, 37])
+def test_global_batches_are_the_same_under_any_number_of_replicas(mirrored, replicas, start):
+    dataset = numbered(101, global_batch_size=12, seed=3)
+    images, labels = dataset.arrays
+    expected = take(dataset, start, 20)
+    seen = on_strategy(mirrored(replicas), dataset, start, 20)
+    for indices, (seen_images, seen_labels) in zip(expected, seen, strict=True):
+        np.testing.assert_array_equal(seen_labels, labels[indices])
+        np.testing.assert_array_equal(seen_images, images[indices])
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+@pytest.mark.parametrize("count", [101, 98, 97, 96, 5, 1])
+def test_evaluation_has_every_example_once_and_in_order(mirrored, replicas, count):
+    strategy = mirrored(replicas)
+    dataset = numbered(count, global_batch_size=12, training=False)
+    batches = dataset.batches()
+    assert batches.cardinality() == -(-count // 12)
+    seen = []
+    for element in strategy.experimental_distribute_dataset(batches):
+        for part in strategy.experimental_local_results(element):
+            seen.extend(part.numpy())
+    assert seen == list(range(count))
+
+
+@pytest.mark.parametrize("replicas", [2, 4])
+def test_one_copy_of_the_arrays_on_every_device(mirrored, replicas):
+    images, labels = numbered(101, global_batch_size=12).resident(mirrored(replicas))
+    for array in (images, labels):
+        devices = [value.device for value in mirrored(replicas).experimental_local_results(array)]
+        assert [device.rsplit("/", 1)[1] for device in devices] == [
+            f"device:CPU:{i}" for i in range(replicas)
+        ]
+
+
+def test_the_default_strategy_works_too():
+    dataset = numbered(101, global_batch_size=12)
+    strategy = tf.distribute.get_strategy()
+    images, labels = dataset.on_replica(tf.constant([7, 2], tf.int64), dataset.resident(strategy))
+    assert labels.numpy().tolist() == [7, 2] and images[0, 0, 0, 0] == 7
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [np.uint8, np.int8, np.uint16, np.int16, np.int32, np.uint32, np.int64, np.uint64]
+    + [np.float16, np.float32, np.float64, np.bool_],
+)
+@pytest.mark.parametrize("shape", [(), (1,), (3, 5), (2, 2, 2)])
+def test_arrays_of_any_dtype_come_back_as_they_are(dtype, shape, mirrored):
+    random = np.random.default_rng(0)
+    array = random.integers(0, 2**16, size=(11, *shape)).astype(dtype)
+    dataset = InMemory({"x": array, "y": [array]}, global_batch_size=4)
+    resident = dataset.resident(mirrored(1))
+    batch = dataset.on_replica(tf.constant([10, 0, 3], tf.int64), resident)
+    np.testing.assert_array_equal(batch["x"], array[[10, 0, 3]])
+    np.testing.assert_array_equal(batch["y"][0], array[[10, 0, 3]])
+    assert batch["x"].dtype == dtype and batch["x"].shape == (3, *shape)
+
+
+def test_gathering_runs_on_a_gpu():
+    """No op between the indices and the batch lacks a GPU kernel: such an op would copy all of the
+    data to the host at every step."""
+    dataset = numbered(101, global_batch_size=12)
+    resident = dataset.resident(tf.distribute.get_strategy())
+    graph = tf.function(dataset.on_replica).get_concrete_function(
+        tf.TensorSpec([12], tf.int64), resident
+    )
+    registered = kernels.get_registered_kernels_for_op("GatherV2").kernel
+    if not any(kernel.device_type == "GPU" for kernel in registered):
+        pytest.skip("this TensorFlow has no GPU kernels")
+    checked = 0
+    for op in graph.graph.get_operations():
+        if op.type in ("Placeholder", "Const", "Identity", "NoOp"):
+            continue
+        checked += 1
+        on_gpu = [
+            kernel
+            for kernel in kernels.get_registered_kernels_for_op(op.type).kernel
+            if kernel.device_type == "GPU"
+            and all(
+                op.get_attr(constraint.name).as_datatype_enum in constraint.allowed_values.list.type
+                for constraint in kernel.constraint
+            )
+        ]
+        assert on_gpu, f"{op.type} of {[t.dtype for t in op.inputs]}"
+    assert checked >= 3
+
+
+@pytest.mark.parametrize(
+    ("arrays", "says"),
+    [
+        ((np.zeros((3, 2)), np.zeros(4)), r"\(3, 2\), \(4,\)"),
+        ((np.zeros(3), np.float32(1)), "equal leading dimensions"),
+        (np.zeros((0, 2)), "no examples"),
+    ],
+)
+def test_arrays_that_are_no_dataset(arrays, says):
+    with pytest.raises(UsageError, match=says):
+        InMemory(arrays, global_batch_size=1)
+
+
+def test_a_batch_larger_than_the_data_is_for_evaluation_only():
+    with pytest.raises(UsageError, match="12 is larger than the dataset: it has 11"):
+        numbered(11, global_batch_size=12)
+    assert take(numbered(11, global_batch_size=12, training=False), 0, 1).shape == (1, 11)
+    with pytest.raises(UsageError, match="at least 1"):
+        numbered(11, global_batch_size=0)
+
+
+def test_fingerprint_tells_content_and_order():
+    base = numbered(20, global_batch_size=4, seed=1).fingerprint()
+    assert base == numbered(20, global_batch_size=4, seed=1).fingerprint()
+    changed = numbered(20, global_batch_size=4, seed=1)
+    changed.arrays[0][13, 4, 2, 0] ^= 1
+    assert changed.fingerprint()["content"] != base["content"]
+    assert numbered(20, global_batch_size=5, seed=1).fingerprint() != base
+    assert numbered(20, global_batch_size=4, seed=2).fingerprint() != base
+    assert {"name", "version", "split", "num_examples", "tensorflow"} <= base.keys()
+
+
+def test_synthetic_is_the_same_for_the_same_seed():
+    first, again = (synthetic((8, 9, 3), 7, 50, global_batch_size=5, seed=2) for _ in range(2))
+    images, labels = first.arrays
+    assert images.shape == (50, 8, 9, 3) and images.dtype == np.uint8
+    assert labels.dtype == np.int64 and set(labels) == set(range(7))
+    assert first.info.num_classes == 7 and first.info.image_shape == (8, 9, 3)
+    assert first.fingerprint() == again.fingerprint()
+    other = synthetic((8, 9, 3), 7, 50, global_batch_size=5, seed=2, training=False)
+    assert (other.arrays[0] != images).any()
+
+
+def test_your_own_tf_data_is_endless_to_train_and_skipped_to_resume():
+    own = tf.data.Dataset.range(10).batch(4, drop_remainder=True)
+    dataset = as_dataset(own)
+    assert isinstance(dataset, GlobalBatches) and dataset.global_batch_size == 4
+    assert dataset.batches().cardinality() == tf.data.INFINITE_CARDINALITY
+    assert take(dataset, 1, 2).tolist() == [[4, 5, 6, 7], [0, 1, 2, 3]]
+    assert dataset.resident(tf.distribute.get_strategy()) == () and dataset.fingerprint() == {}
+    assert dataset.on_replica("element", ()) == "element"
+    once = as_dataset(tf.data.Dataset.range(10).batch(4), training=False)
+    assert [len(batch) for batch in once.batches()] == [4, 4, 2]
+
+
+def test_a_batch_size_that_is_not_static_has_to_be_given():
+    own = tf.data.Dataset.range(10).batch(4)
+    with pytest.raises(UsageError, match="drop_remainder"):
+        _ = as_dataset(own).global_batch_size
+    assert as_dataset(own, global_batch_size=4).global_batch_size == 4
+
+
+def test_as_dataset_passes_datasets_and_refuses_others():
+    dataset = numbered(20, global_batch_size=4)
+    assert as_dataset(dataset) is dataset
+    with pytest.raises(UsageError, match="a list is no dataset"):
+        as_dataset([1, 2])
+
+
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory):
+    tfds.disable_progress_bar()
+    root = str(tmp_path_factory.mktemp("tfds"))
+    tiny_tfds.prepare(tiny_tfds.CtlTinyColor, root)
+    return root
+
+
+def test_load_takes_the_split_of_the_role(data_dir):
+    train = load("ctl_tiny_color", data_dir=data_dir, global_batch_size=4)
+    assert train.num_examples == 50 and train.info.split == "train"
+    # There is no split "test".
+    evaluation = load("ctl_tiny_color", data_dir=data_dir, global_batch_size=4, training=False)
+    assert evaluation.num_examples == 7 and "validation" in evaluation.description
+    part = load("ctl_tiny_color", data_dir=data_dir, global_batch_size=4, split="train[:20%]")
+    assert part.num_examples == 10 and part.info.split == "train[:20%]"
+
+
+def test_load_streams_what_is_over_the_limit(data_dir):
+    # 50 images of 4 x 6 x 3 bytes and labels of 8 bytes: 3.8 KiB.
+    kwargs = {"data_dir": data_dir, "global_batch_size": 4}
+    resident = load("ctl_tiny_color", resident_limit_mib=0.004, **kwargs)
+    streamed = load("ctl_tiny_color", resident_limit_mib=0.003, **kwargs)
+    assert isinstance(resident, InMemory) and "resident" in resident.description
+    assert isinstance(streamed, Streaming) and "streamed" in streamed.description
+    assert "\n" not in streamed.description and resident.info == streamed.info
+
+
+def test_load_checks_the_batch_size_before_it_reads(data_dir):
+    with pytest.raises(UsageError, match="it has 50 examples"):
+        load("ctl_tiny_color", data_dir=data_dir, global_batch_size=51)
+
+
+def test_public_names():
+    for name in data.__all__:
+        assert getattr(data, name).__doc__

@@ -1,0 +1,82 @@
+"""Small TFDS builders for the tests: registered with TFDS under their class names in snake case."""
+
+from __future__ import annotations
+
+import numpy as np
+import tensorflow_datasets as tfds
+
+
+class _Tiny(tfds.core.GeneratorBasedBuilder):
+    """50 training and 7 validation examples of 5 classes; every byte of an image is its number."""
+
+    VERSION = tfds.core.Version("1.0.0")
+    SHAPE: tuple[int | None, int | None, int] = (4, 6, 3)
+    SUPERVISED = ("image", "label")
+    LABEL = tfds.features.ClassLabel(names=["a", "b", "c", "d", "e"])
+
+    def _info(self):
+        return tfds.core.DatasetInfo(
+            builder=self,
+            features=tfds.features.FeaturesDict(
+                {
+                    "image": tfds.features.Image(shape=self.SHAPE, encoding_format="png"),
+                    "label": self.LABEL,
+                    "note": tfds.features.Text(),
+                }
+            ),
+            supervised_keys=self.SUPERVISED,
+        )
+
+    def _split_generators(self, dl_manager):
+        return {"train": self._generate_examples(50), "validation": self._generate_examples(7)}
+
+    def _size(self, number: int) -> tuple[int, int]:
+        return self.SHAPE[:2]
+
+    def _generate_examples(self, count: int):
+        for number in range(count):
+            image = np.full((*self._size(number), self.SHAPE[2]), number, np.uint8)
+            yield number, {"image": image, "label": number % 5, "note": "not needed"}
+
+
+class CtlTinyColor(_Tiny):
+    pass
+
+
+class CtlTinySizes(_Tiny):
+    SHAPE = (None, None, 1)
+
+    def _size(self, number: int) -> tuple[int, int]:
+        return 3 + number % 4, 5 + number % 3
+
+
+class CtlTinyNoPair(_Tiny):
+    SUPERVISED = None
+
+
+class CtlTinyText(_Tiny):
+    SUPERVISED = ("note", "label")
+
+
+class CtlTinyUnlabelled(_Tiny):
+    LABEL = tfds.features.Scalar(np.int64)
+
+    def _generate_examples(self, count: int):
+        for key, example in super()._generate_examples(count):
+            yield key, {**example, "label": -1}
+
+
+class CtlTinyDownload(_Tiny):
+    """Its test sets ``url_infos``, so that it comes from a server of the test."""
+
+    url_infos: dict[str, None] = {}
+
+    def _split_generators(self, dl_manager):
+        dl_manager.download(list(self.url_infos)[0])
+        return super()._split_generators(dl_manager)
+
+
+def prepare(builder: type[_Tiny], data_dir: str, shards: int = 1) -> None:
+    builder(data_dir=data_dir).download_and_prepare(
+        download_config=tfds.download.DownloadConfig(num_shards=shards)
+    )
