@@ -98,7 +98,8 @@ def read(prefix: str, variables: Mapping[str, list[tf.Variable]]) -> dict[str, l
             for key, group in variables.items()
         }
     except (tf.errors.OpError, ValueError, RuntimeError) as error:
-        raise durable.Damaged(f"TensorFlow cannot read it: {error}") from error
+        reason = str(error).partition("\n")[0]
+        raise durable.Damaged(f"TensorFlow cannot read it: {reason}") from error
 
 
 def _key(key: str, index: int) -> str:

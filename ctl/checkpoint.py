@@ -265,8 +265,9 @@ class CheckpointManager:
 
     def _failure(self, doing: str, error: Exception, needed: int = 0) -> CheckpointError:
         # TensorFlow keeps the text of an errno, not its number.
-        reason = (getattr(error, "strerror", None) or str(error)).splitlines()[0]
+        reason = (getattr(error, "strerror", None) or str(error)).partition("\n")[0]
         if any(os.strerror(number) in reason for number in _FULL):
+            needed = max(needed, 2**20)  # The manifest and the file system need a little too.
             free = shutil.disk_usage(self.directory).free
             missing = needed - free if needed > free else needed
             return CheckpointError(

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ctl import durable
+from ctl.errors import CheckpointError
 
 _SCHEMA = 1
 _NAME = re.compile(r"step-(\d{10,})")
@@ -48,22 +49,26 @@ class Saved:
         """What ``tf.train.load_checkpoint`` wants."""
         return str(self.path / "variables")
 
-    @property
-    def size(self) -> int:
-        """Bytes of its files."""
-        return sum(file["size"] for file in self.files.values())
-
 
 def path_of(directory: Path, step: int) -> Path:
+    """Where the checkpoint of ``step`` is, or would be."""
     return directory / f"step-{step:010d}"
 
 
 def paths(directory: Path) -> dict[int, Path]:
-    """Directories named like checkpoints, by step, ascending. They may be damaged."""
+    """Directories named like checkpoints, by step, ascending. They may be damaged.
+
+    Raises CheckpointError when ``directory`` exists but cannot be listed.
+    """
     try:
         entries = list(os.scandir(directory))
     except FileNotFoundError:
         return {}
+    except OSError as error:
+        raise CheckpointError(
+            f"Cannot look for checkpoints in {directory}: {error.strerror}; make it readable or "
+            "choose another --model_dir"
+        ) from error
     steps = [
         int(match[1])
         for entry in entries

@@ -172,7 +172,8 @@ def test_another_number_of_replicas(tmp_path, mirrored, before, after):
     ours, other = make(old, 8.0), make(new, 0.0)
     total = old.extended.read_var(ours["metric"][0]).numpy()  # A sum over the replicas.
     with CheckpointManager(tmp_path) as manager:
-        manager.save(8, ours, wait=True)
+        with old.scope():
+            manager.save(8, ours, wait=True)
         manager.restore(other)
     for copy in new.experimental_local_results(other["model"][0]):
         assert copy.numpy().tolist() == [8, 9]
@@ -709,8 +710,8 @@ def test_fingerprint(tmp_path, warnings_of):
     del other["split"]
     with pytest.raises(
         CheckpointError,
-        match=r"another run: batch was '\(absent\)', is 64; seed was 1, is 2; split was 'train', is "
-        r"'\(absent\)'; tensorflow was '2.21', is '2.22'; use the same flags",
+        match=r"another run: batch was '\(absent\)', is 64; seed was 1, is 2; split was 'train', "
+        r"is '\(absent\)'; tensorflow was '2.21', is '2.22'; use the same flags",
     ):
         restore_fresh(tmp_path, fingerprint=other)
     other = {**ours, "tensorflow": "2.22"}
@@ -835,9 +836,11 @@ def test_a_directory_that_cannot_be_written(tmp_path):
         finally:
             os.seteuid(os.getuid())
             directory.chmod(0o700)
+    (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="Cannot open .*file/run: Not a directory"):
-        (tmp_path / "file").touch()
         CheckpointManager(tmp_path / "file" / "run")
+    with pytest.raises(CheckpointError, match="Cannot look .*file: Not a directory"):
+        restore_fresh(tmp_path / "file")
 
 
 # Imports once, then forks a process per line of its input (TensorFlow has not started any thread
