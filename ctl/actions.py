@@ -67,7 +67,7 @@ class Every:
         if seconds is not None and not (isinstance(seconds, numbers.Real) and seconds > 0):
             raise UsageError(f"Every(seconds={seconds!r}): seconds are numbers above 0")
         self.action = action
-        self.steps = steps
+        self.steps = int(steps) if steps else None
         self.seconds = seconds
         self._clock = clock
         self._step: int | None = None  # of the last wake
@@ -113,7 +113,7 @@ class Sink(Protocol):
 class Log:
     """Reads the scalars of a window, gives them to every sink, starts the next window.
 
-    An action, usually under `Every`; `evaluated` is an evaluation action. A record is one flat dict:
+    An action, usually under `Every`; `evaluated` is an evaluation action. A record is a flat dict:
 
     * ``phase``: "train" or "eval"
     * ``step``: global batches trained on

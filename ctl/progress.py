@@ -101,10 +101,7 @@ class Progress:
         scalars = self._bar.scalars
         if self._peek and (status.final or now - self._read_at >= _REFRESH_SECONDS):
             scalars, self._read_at = dict(status.scalars()), now
-        place = {"step": status.step, "until": status.until}
-        left = self._time_left.seconds(place, now, scalars)
-        # A new object, because another thread renders.
-        self._bar = _Bar(**place, scalars=scalars, left=left)
+        self._show(vars(status), scalars, now)
 
     def evaluating(self, done: int, batches: int | None) -> None:
         """Shows the evaluation in place of the training: ``Loop.evaluate(progress.evaluating)``."""
@@ -113,9 +110,8 @@ class Progress:
     def write(self, record: Mapping[str, Any]) -> None:
         left = None
         if record["phase"] == "train":
-            scalars = scalars_of(record)
-            left = self._time_left.seconds(record, self._clock(), scalars)
-            self._bar = dataclasses.replace(self._bar, scalars=scalars)
+            self._show(record, scalars_of(record), self._clock())
+            left = self._bar.left
         else:
             self._bar = dataclasses.replace(self._bar, evaluated=None)
         # As Text, a metric called "[red]" is no markup.
@@ -127,6 +123,11 @@ class Progress:
             logging.get_absl_handler().python_handler.setStream(self._log_stream)
             self._log_stream = None
         self._live.stop()
+
+    def _show(self, place: Mapping[str, Any], scalars: Mapping[str, float], now: float) -> None:
+        left = self._time_left.seconds(place, now, scalars)
+        # A new object, because another thread renders.
+        self._bar = _Bar(place["step"], place["until"], scalars, left)
 
     def _render(self) -> _Bar:
         return dataclasses.replace(self._bar, elapsed=self._clock() - self._began)
@@ -144,13 +145,13 @@ class _Bar:
     elapsed: float = 0.0
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        if not self.until:
+        if not self.until and not self.evaluated:
             yield Text(f"tracing the first step  {_duration(self.elapsed)}", no_wrap=True)
             return
         done, of, head = self.step, self.until, _place(self.step, self.until)
         if self.evaluated:
             done, of = self.evaluated
-            head = f"step {self.step}  eval {done}" + (f"/{of}" if of else "")
+            head = f"eval {done}/{of}" if of else f"eval {done}"
         room = options.max_width - len(head) - _NARROWEST_BAR - 2
         tail = "".join(f"  {piece}" for piece in self._fitting(room))
         width = min(_WIDEST_BAR, max(0, options.max_width - len(head) - len(tail) - 2))
@@ -209,7 +210,7 @@ def format_record(record: Mapping[str, Any], seconds_left: float | None = None) 
         return f"eval at step {record['step']}: " + "  ".join(_metrics(scalars))
     pieces = [_place(record["step"], record["until"])]
     if record["epoch"] is not None:
-        pieces.append(f"epoch {record['epoch']:.2f}")
+        pieces.append(f"epoch {record['epoch']:5.2f}")
     pieces += _metrics(scalars)
     pieces += _rate(scalars)
     if seconds_left is not None:
@@ -252,12 +253,14 @@ def _number(value: float) -> str:
 
 def _count(value: float) -> str:
     """Three digits and a unit: 41.2k."""
-    for unit in ("", "k", "M", "G"):
-        if value < 999.5 or unit == "G":
-            digits = 0 if not unit and value >= 99.95 else 2 if value < 9.995 else 1
-            return f"{value:.{digits}f}{unit}"
+    for unit in ("", "k", "M"):
+        if value < 999.5:
+            break
         value /= 1000
-    raise AssertionError("the loop ends at the last unit")
+    else:
+        unit = "G"
+    digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
+    return f"{value:.{digits}f}{unit}"
 
 
 def _duration(seconds: float) -> str:

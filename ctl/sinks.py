@@ -35,7 +35,7 @@ class JsonLines:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             _repair(self.path)
-            self._file = open(self.path, "ab", buffering=0)
+            self._file = self.path.open("ab", buffering=0)
         except OSError as error:
             raise _unwritable(self.path, error) from error
 
@@ -76,7 +76,8 @@ class TensorBoard:
                     tf.summary.scalar(name, value)
             self._writers[phase].flush()
         except tf.errors.OpError as error:
-            raise CtlError(f"cannot write events to {self.directory}: {error.message}") from error
+            reason = error.message.splitlines()[0].split("}} ")[-1]
+            raise CtlError(f"cannot write events to {self.directory}: {reason}") from error
 
     def close(self) -> None:
         for writer in self._writers.values():

@@ -1,0 +1,113 @@
+"""A profile holds exactly the steps that were asked for."""
+
+from __future__ import annotations
+
+import logging as python_logging
+
+import keras
+import pytest
+import tensorflow as tf
+from absl import logging
+from tensorflow.tsl.profiler.protobuf import xplane_pb2
+
+from ctl.actions import NEVER
+from ctl.data import synthetic
+from ctl.errors import UsageError
+from ctl.loop import Loop
+from ctl.models import dense
+from ctl.profiler import Profile
+from ctl.step import TrainStep
+
+
+def steps_in(directory):
+    """``step_num`` of every ``ctl_step`` marker of the one trace in ``directory``; None without."""
+    files = list(directory.glob("plugins/profile/*/*.xplane.pb"))
+    if not files:
+        return None
+    (file,) = files
+    space = xplane_pb2.XSpace.FromString(file.read_bytes())
+    steps = []
+    for plane in space.planes:
+        stats = {key: meta.name for key, meta in plane.stat_metadata.items()}
+        for line in plane.lines:
+            for event in line.events:
+                if plane.event_metadata[event.metadata_id].name == "ctl_step":
+                    steps += [
+                        s.int64_value for s in event.stats if stats[s.metadata_id] == "step_num"
+                    ]
+    return sorted(steps)
+
+
+def make_loop(strategy, *actions):
+    data = synthetic((4, 4, 1), num_examples=64, global_batch_size=8)
+    with strategy.scope():
+        step = TrainStep(dense((4, 4, 1), 10), keras.optimizers.SGD(0.1))
+    return Loop(step, data, strategy=strategy, actions=actions, steps_per_loop=50)
+
+
+def test_a_profile_has_one_marker_for_each_step_of_the_window(mirrored, tmp_path, caplog):
+    profile = Profile(7, 10, tmp_path)
+    loop = make_loop(mirrored(2), profile)
+    logging.set_verbosity(logging.INFO)
+    with caplog.at_level(python_logging.INFO, logger="absl"):
+        loop.train(40)
+    assert steps_in(tmp_path) == [7, 8, 9]
+    assert f"profile of steps 7 to 9: tensorboard --logdir={tmp_path}" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("resumed_at", "until", "expected"),
+    [
+        (6, 20, [7, 8, 9]),  # step 6 is the first of the process
+        (7, 20, [8, 9]),
+        (9, 20, None),
+        (15, 20, None),
+        (0, 8, [7]),  # ends inside
+    ],
+)
+def test_a_resumed_or_short_run_profiles_what_there_is(
+    mirrored, tmp_path, resumed_at, until, expected
+):
+    loop = make_loop(mirrored(1), Profile(7, 10, tmp_path))
+    loop.step.global_step.assign(resumed_at)
+    loop.train(until)
+    assert steps_in(tmp_path) == expected
+
+
+def test_close_ends_a_trace_when_training_fails_inside(mirrored, tmp_path):
+    profile = Profile(3, 10, tmp_path)
+
+    def fail(status):
+        if status.step == 5:
+            raise KeyError("mine")
+
+    loop = make_loop(mirrored(1), profile, fail)
+    with pytest.raises(KeyError, match="mine"):
+        loop.train(20)
+    profile.close()
+    assert steps_in(tmp_path) == [3, 4]
+    profile.close()  # nothing left to do
+    loop.train(20)
+    assert steps_in(tmp_path) == [3, 4]  # once
+
+
+def test_steps_are_single_inside_the_window_only(tmp_path):
+    profile = Profile(7, 10, tmp_path)
+    due = [profile.steps_until_due(step) for step in (0, 6, 7, 9, 10, 50)]
+    assert due == [7, 1, 1, 1, NEVER, NEVER]
+
+
+def test_another_profiler_is_in_the_way(mirrored, tmp_path):
+    loop = make_loop(mirrored(1), Profile(2, 4, tmp_path))
+    tf.profiler.experimental.start(str(tmp_path))
+    try:
+        with pytest.raises(UsageError, match="another profiler"):
+            loop.train(10)
+    finally:
+        tf.profiler.experimental.stop(save=False)
+
+
+@pytest.mark.parametrize("window", [(0, 5), (5, 5), (6, 5)])
+def test_profile_refuses(window, tmp_path):
+    with pytest.raises(UsageError, match="1 <= start < stop"):
+        Profile(*window, tmp_path)

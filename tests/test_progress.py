@@ -1,0 +1,229 @@
+"""What a terminal shows, wide, narrow and piped."""
+
+from __future__ import annotations
+
+import io
+import sys
+
+import pytest
+from absl import logging
+from rich.console import Console
+
+from ctl.errors import CtlError
+from ctl.loop import Status
+from ctl.progress import Lines, Progress, _count, _duration, _number, format_record
+
+SCALARS = {
+    "loss": 0.43121,
+    "accuracy": 0.8521,
+    "learning_rate": 1e-3,
+    "steps_per_second": 640.0,
+    "examples_per_second": 41234.0,
+}
+
+
+def record(step, time=0.0, until=9380, **scalars):
+    scalars = scalars or SCALARS
+    return {"phase": "train", "step": step, "until": until, "epoch": 1.28, "time": time, **scalars}
+
+
+def status(step, scalars=lambda: SCALARS, until=9380):
+    return Status(step, until, 938.0, 0.1, step >= until, scalars, lambda: None)
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def shown():
+    """``shown(progress) -> str``: the bar as it is now, at a width."""
+
+    def render(progress, width=120):
+        console = Console(file=io.StringIO(), width=width, color_system=None)
+        console.print(progress._render())
+        return console.file.getvalue().rstrip("\n")
+
+    return render
+
+
+@pytest.fixture
+def quiet():
+    """A console that takes whatever is printed above a bar."""
+    return Console(file=io.StringIO(), force_terminal=True, width=120, color_system=None)
+
+
+def test_lines_of_training_and_evaluation():
+    assert format_record(record(1200), 43.2) == (
+        "step 1200/9380  epoch  1.28  loss 0.4312  accuracy 0.8521  lr 1.00e-03  41.2k examples/s  "
+        "0:43 left"
+    )
+    evaluation = {"phase": "eval", "step": 1560, "epoch": 1.7, "time": 0.0, "loss": 0.4, "auc": 0.9}
+    assert format_record(evaluation) == "eval at step 1560: loss 0.4000  auc 0.9000"
+
+
+def test_lines_are_aligned():
+    early = format_record(record(20, examples_per_second=999.0, loss=1.0))
+    late = format_record(record(9000, examples_per_second=99123.0, loss=0.5))
+    assert len(early) == len(late)
+
+
+def test_lines_leave_out_what_there_is_not():
+    line = format_record({**record(5, loss=1.0, skipped_steps=0.0), "epoch": None})
+    assert line == "step    5/9380  loss 1.0000"
+    assert "skipped 3" in format_record(record(5, skipped_steps=3.0))
+    assert format_record(record(5, steps_per_second=12.34)).endswith(" 12.3 steps/s")
+
+
+def test_time_left_in_lines_is_at_the_pace_of_this_run():
+    file = io.StringIO()
+    lines = Lines(file)
+    lines.write(record(5000, until=6000, time=50.0, loss=1.0))  # resumed: nothing known
+    lines.write(record(5100, until=6000, time=60.0, loss=1.0))
+    lines.write(record(6000, until=6000, time=150.0, loss=1.0))
+    ends = [line.split("  ")[-1] for line in file.getvalue().splitlines()]
+    assert ends == ["loss 1.0000", "1:30 left", "loss 1.0000"]
+
+
+def test_lines_to_a_closed_pipe():
+    class Closed(io.StringIO):
+        name = "<stdout>"
+
+        def write(self, text):
+            raise BrokenPipeError(32, "Broken pipe")
+
+    with pytest.raises(CtlError, match="cannot write to <stdout>: Broken pipe"):
+        Lines(Closed()).write(record(1))
+
+
+def test_bar_fits_every_width_and_keeps_what_matters(quiet, shown):
+    progress = Progress(console=quiet, clock=Clock())
+    progress(status(1876))
+    wide = shown(progress, 140)
+    for piece in ("step 1876/9380", "loss 0.4312", "lr 1.00e-03", "41.2k examples/s", "0:12 left"):
+        assert piece in wide
+    assert wide.count("━") == 8 and wide.count("─") == 32  # a fifth of it
+    assert "loss" in shown(progress, 60) and "examples/s" not in shown(progress, 60)
+    for width in range(30, 140):
+        line = shown(progress, width)
+        assert len(line) <= width and "\n" not in line
+        assert "step 1876/9380" in line
+        if width >= 40:
+            assert "0:12 left" in line
+    assert "\n" not in shown(progress, 10)
+
+
+def test_bar_before_the_first_step_and_during_an_evaluation(quiet, shown):
+    clock = Clock()
+    progress = Progress(console=quiet, clock=clock)
+    clock.now += 65
+    assert shown(progress) == "tracing the first step  1:05"
+    progress.evaluating(3, 12)
+    assert shown(progress).startswith("eval 3/12  ━")
+    progress.evaluating(4, None)
+    assert shown(progress).startswith("eval 4  ─")
+    progress(status(10))
+    assert shown(progress).startswith("step   10/9380")
+
+
+def test_bar_reads_scalars_at_most_twice_a_second(quiet):
+    clock, reads = Clock(), []
+    progress = Progress(console=quiet, clock=clock)
+    for step in range(1, 101):
+        progress(status(step, lambda: reads.append(1) or SCALARS))
+        clock.now += 0.02
+    assert len(reads) == 4
+    progress(status(9380, lambda: reads.append(1) or SCALARS))
+    assert len(reads) == 5  # the last in any case
+
+
+def test_bar_without_peeking_shows_the_last_record(quiet, shown):
+    def never():
+        raise AssertionError("a read is a collective")
+
+    progress = Progress(peek=False, console=quiet, clock=Clock())
+    progress(status(10, never))
+    assert "loss" not in shown(progress)
+    progress.write(record(20, loss=0.75))
+    progress(status(30, never))
+    assert "step   30/9380" in shown(progress) and "loss 0.7500" in shown(progress)
+
+
+def test_time_left_of_the_bar_leaves_out_tracing_and_earlier_runs(quiet, shown):
+    clock = Clock()
+    progress = Progress(console=quiet, clock=clock)
+    clock.now += 60  # tracing
+    progress(status(5001, lambda: {"loss": 1.0}, until=6001))
+    assert "left" not in shown(progress)
+    clock.now += 10
+    progress(status(5101, lambda: {"loss": 1.0}, until=6001))
+    assert "1:30 left" in shown(progress)
+
+
+def test_log_lines_go_above_the_bar_and_names_are_no_markup(quiet, shown):
+    with Progress(console=quiet, clock=Clock()) as progress:
+        progress(status(10))
+        progress.write(record(10, **{"[red]loss[/red]": 0.5, ":smile:": 2.0}))
+        print("my own [bold] line")
+    output = quiet.file.getvalue()
+    assert "[red]loss[/red] 0.5000  :smile: 2.0000" in output
+    assert "my own [bold] line" in output
+    assert "[red]loss[/red] 0.5000" in shown(progress)
+
+
+def test_the_terminal_is_given_back_after_an_error(quiet, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sys, "__stderr__", sys.stderr)
+    handler = logging.get_absl_handler().python_handler
+    before = handler.stream
+    handler.setStream(sys.stderr)
+    stdout, stderr = sys.stdout, sys.stderr
+    try:
+        with pytest.raises(KeyboardInterrupt), Progress(console=quiet):
+            assert sys.stdout is not stdout
+            assert handler.stream is sys.stderr is not stderr
+            raise KeyboardInterrupt
+        assert (sys.stdout, sys.stderr, handler.stream) == (stdout, stderr, stderr)
+    finally:
+        handler.setStream(before)
+    hidden, visible = "\x1b[?25l", "\x1b[?25h"
+    output = quiet.file.getvalue()
+    assert output.rindex(visible) > output.rindex(hidden)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.0, "0.0000"), (0.43121, "0.4312"), (1.2e-5, "1.20e-05"), (3.2e7, "3.20e+07")]
+    + [(float("nan"), "nan"), (-12.5, "-12.5000")],
+)
+def test_numbers(value, text):
+    assert _number(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.0, "0.00"), (9.994, "9.99"), (9.996, "10.0"), (99.94, "99.9"), (99.96, "100")]
+    + [
+        (999.4, "999"),
+        (999.6, "1.00k"),
+        (41234, "41.2k"),
+        (412345, "412k"),
+        (2.5e6, "2.50M"),
+        (3e10, "30.0G"),
+    ],
+)
+def test_counts(value, text):
+    assert _count(value) == text
+
+
+def test_durations():
+    assert [_duration(s) for s in (0, 59.6, 3599, 3600, 90061)] == [
+        "0:00",
+        "1:00",
+        "59:59",
+        "1:00:00",
+        "25:01:01",
+    ]

@@ -1,0 +1,116 @@
+"""Files of log records, whole after kills and full disks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import tensorflow as tf
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from ctl.errors import CtlError
+from ctl.sinks import JsonLines, TensorBoard
+
+
+def record(step=1, phase="train", **scalars):
+    return {"phase": phase, "step": step, "epoch": None, "time": 1.5, **scalars}
+
+
+def lines(path):
+    """As a strict reader would: NaN is no JSON."""
+
+    def refuse(constant):
+        raise ValueError(constant)
+
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+
+
+def test_json_lines_hold_records_and_a_schema_at_once(tmp_path):
+    path = tmp_path / "run" / "metrics.jsonl"
+    sink = JsonLines(path)
+    sink.write(record(loss=0.5))
+    assert lines(path) == [{"schema": 1, **record(loss=0.5)}]  # before it is closed
+    sink.close()
+    sink = JsonLines(path)
+    sink.write(record(2, loss=0.25))
+    sink.close()
+    assert [line["step"] for line in lines(path)] == [1, 2]
+
+
+def test_json_lines_keep_numbers_that_are_not_finite(tmp_path):
+    sink = JsonLines(tmp_path / "m.jsonl")
+    sink.write(record(a=float("nan"), b=float("inf"), c=-float("inf")))
+    (line,) = lines(tmp_path / "m.jsonl")
+    assert (line["a"], line["b"], line["c"]) == ("NaN", "Infinity", "-Infinity")
+    assert float(line["c"]) == -float("inf")
+
+
+@pytest.mark.parametrize("torn", ['{"step": 3, "lo', '{"step": 3}', "\0\0\0", '{"step": "\xe9'])
+def test_json_lines_repair_a_torn_last_line(tmp_path, torn):
+    path = tmp_path / "m.jsonl"
+    path.write_bytes(b'{"step": 1}\n{"step": 2}\n' + torn.encode("latin-1"))
+    sink = JsonLines(path)
+    sink.write(record(9))
+    sink.close()
+    steps = [line["step"] for line in lines(path)]
+    assert steps == ([1, 2, 3, 9] if torn.endswith("}") else [1, 2, 9])
+
+
+def test_json_lines_survive_kill_9(tmp_path):
+    code = (
+        "import os, sys, ctl.sinks\n"
+        "sink = ctl.sinks.JsonLines(sys.argv[1])\n"
+        "sink.write({'phase': 'train', 'step': 7})\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    path = tmp_path / "m.jsonl"
+    assert subprocess.run([sys.executable, "-c", code, path], check=False).returncode == -9
+    assert [line["step"] for line in lines(path)] == [7]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
+def test_json_lines_on_a_full_disk(tmp_path):
+    path = tmp_path / "m.jsonl"
+    path.symlink_to("/dev/full")
+    sink = JsonLines(path)
+    with pytest.raises(CtlError, match="cannot write .*m.jsonl: No space left on device"):
+        sink.write(record(loss=0.5))
+    sink.close()
+
+
+def test_json_lines_where_no_file_can_be(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(CtlError, match="cannot write .*m.jsonl: "):
+        JsonLines(tmp_path / "file" / "m.jsonl")
+
+
+def points(directory):
+    events = EventAccumulator(str(directory), size_guidance={"tensors": 0}).Reload()
+    return {
+        tag: [(e.step, float(tf.make_ndarray(e.tensor_proto))) for e in events.Tensors(tag)]
+        for tag in events.Tags()["tensors"]
+    }
+
+
+def test_tensorboard_has_scalars_of_both_phases_at_once(tmp_path):
+    sink = TensorBoard(tmp_path)
+    sink.write(record(5, until=9, loss=0.5, learning_rate=0.25))
+    sink.write(record(6, until=9, loss=0.25, learning_rate=0.125))
+    sink.write(record(6, "eval", loss=2.0))
+    # Before it is closed: what was written is what a killed run leaves.
+    assert points(tmp_path / "train") == {
+        "loss": [(5, 0.5), (6, 0.25)],
+        "learning_rate": [(5, 0.25), (6, 0.125)],
+    }
+    assert points(tmp_path / "eval") == {"loss": [(6, 2.0)]}
+    sink.close()
+
+
+def test_tensorboard_where_no_file_can_be(tmp_path):
+    (tmp_path / "train").touch()
+    with pytest.raises(CtlError, match=f"cannot write events to {tmp_path}: ") as raised:
+        TensorBoard(tmp_path).write(record(loss=0.5))
+    assert "\n" not in str(raised.value)
