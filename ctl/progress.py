@@ -194,7 +194,7 @@ class _TimeLeft:
         step, todo = place["step"], place["until"] - place["step"]
         if todo <= 0:
             return None
-        if self._first is None or step < self._first[0]:
+        if self._first is None:
             self._first = step, now
         first, began = self._first
         if step > first:
@@ -253,14 +253,11 @@ def _number(value: float) -> str:
 
 def _count(value: float) -> str:
     """Three digits and a unit: 41.2k."""
-    for unit in ("", "k", "M"):
-        if value < 999.5:
-            break
-        value /= 1000
-    else:
-        unit = "G"
+    power = 0
+    while value >= 999.5 and power < 3:
+        value, power = value / 1000, power + 1
     digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
-    return f"{value:.{digits}f}{unit}"
+    return f"{value:.{digits}f}" + ("", "k", "M", "G")[power]
 
 
 def _duration(seconds: float) -> str:

@@ -71,10 +71,9 @@ class TensorBoard:
             if phase not in self._writers:
                 path = self.directory / phase
                 self._writers[phase] = tf.summary.create_file_writer(str(path))
-            with self._writers[phase].as_default(step=record["step"]):
+            with self._writers[phase].as_default(step=record["step"]):  # flushes at its end
                 for name, value in scalars_of(record).items():
                     tf.summary.scalar(name, value)
-            self._writers[phase].flush()
         except tf.errors.OpError as error:
             reason = error.message.splitlines()[0].split("}} ")[-1]
             raise CtlError(f"cannot write events to {self.directory}: {reason}") from error

@@ -65,12 +65,21 @@ def test_every_fires_once_when_wakes_miss_a_multiple():
     assert steps == [23, 65]
 
 
+def test_every_does_not_fire_again_when_the_end_comes_at_the_step_it_fired_at():
+    steps = []
+    every = Every(lambda s: steps.append(s.step), steps=20)
+    every(status(40, until=100))
+    every(status(40, until=40))  # the data ended there
+    assert steps == [40]
+
+
 def test_every_goes_on_after_an_older_state_is_restored():
     steps = []
     every = Every(lambda s: steps.append(s.step), steps=20)
-    for step in (40, 35, 40):
+    for step in (60, 35, 40):
         every(status(step))
-    assert steps == [40, 40]
+    every(status(20))
+    assert steps == [60, 40, 20]
 
 
 class Clock:

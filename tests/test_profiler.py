@@ -10,7 +10,7 @@ import tensorflow as tf
 from absl import logging
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
-from ctl.actions import NEVER
+from ctl.actions import NEVER, Every
 from ctl.data import synthetic
 from ctl.errors import UsageError
 from ctl.loop import Loop
@@ -81,7 +81,7 @@ def test_close_ends_a_trace_when_training_fails_inside(mirrored, tmp_path):
         if status.step == 5:
             raise KeyError("mine")
 
-    loop = make_loop(mirrored(1), profile, fail)
+    loop = make_loop(mirrored(1), profile, Every(fail, steps=1))
     with pytest.raises(KeyError, match="mine"):
         loop.train(20)
     profile.close()

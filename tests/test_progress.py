@@ -169,7 +169,7 @@ def test_log_lines_go_above_the_bar_and_names_are_no_markup(quiet, shown):
         progress.write(record(10, **{"[red]loss[/red]": 0.5, ":smile:": 2.0}))
         print("my own [bold] line")
     output = quiet.file.getvalue()
-    assert "[red]loss[/red] 0.5000  :smile: 2.0000" in output
+    assert "epoch  1.28  [red]loss[/red] 0.5000  :smile: 2.0000" in output  # not the bar's
     assert "my own [bold] line" in output
     assert "[red]loss[/red] 0.5000" in shown(progress)
 
