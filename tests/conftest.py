@@ -32,3 +32,9 @@ def _mirrored(replicas: int) -> tf.distribute.Strategy:
 def mirrored():
     """``mirrored(n)``: a strategy over n logical CPU devices, the same object for the same n."""
     return _mirrored
+
+
+@pytest.fixture(scope="session")
+def ring2():
+    """The one strategy of the test process that uses real collectives: a ring of two devices."""
+    return tf.distribute.MirroredStrategy(["/cpu:0", "/cpu:1"])

@@ -1,0 +1,263 @@
+"""Applies gradients that are already reduced: optimizer, weight decay, EMA, loss scale.
+
+Keras's ``optimizer.apply`` would all-reduce a second time, clip before that, and judge finiteness
+on one replica. Here the update goes through ``strategy.extended.update`` and the optimizer's
+documented ``update_step``, so nothing is reduced and every replica does the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+
+import keras
+import tensorflow as tf
+
+from ctl.errors import UsageError
+
+# Optimizers of Keras whose whole update is `update_step`: a test holds each of them equal to plain
+# single-device Keras.
+PROVEN = tuple(
+    getattr(keras.optimizers, name)
+    for name in [
+        "SGD",
+        "Adam",
+        "AdamW",
+        "RMSprop",
+        "Adagrad",
+        "Adadelta",
+        "Adamax",
+        "Ftrl",
+        "Lion",
+        "Lamb",
+        "Adafactor",
+    ]
+)
+
+# Part of the update lives in these for some optimizers (Nadam, Muon); `update_step` alone would be
+# silently wrong.
+_UPDATE_METHODS = ("apply", "_backend_apply_gradients", "_backend_update_step")
+
+# What ctl does itself, after the all-reduce; the optimizer would do it before, or twice.
+_REFUSED_ARGUMENTS = {
+    "clipnorm": "TrainStep(clip_norm=...), --clip_norm: one global norm, of the reduced gradients",
+    "clipvalue": "TrainStep.clip: override it",
+    "global_clipnorm": "TrainStep(clip_norm=...), --clip_norm",
+    "gradient_accumulation_steps": "TrainStep(accumulate_steps=...), --accumulate_steps",
+    "use_ema": "TrainStep(ema_decay=...), --ema_decay",
+    "loss_scale_factor": "TrainStep(loss_scale=True), --precision=mixed_float16",
+}
+
+
+def check_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
+    """Refuses an optimizer that this module cannot apply correctly.
+
+    Raises:
+        UsageError: the optimizer's update is not wholly in ``update_step``, is not proven equal to
+            Keras, or an argument does what ctl does itself.
+    """
+    kind = type(optimizer)
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        raise UsageError(
+            "LossScaleOptimizer judges finiteness on one replica, before the all-reduce: pass the "
+            "inner optimizer and TrainStep(loss_scale=True) (--precision=mixed_float16)"
+        )
+    for method in _UPDATE_METHODS:
+        if getattr(kind, method, None) is not getattr(keras.optimizers.Optimizer, method, None):
+            raise UsageError(
+                f"optimizer {kind.__name__} overrides {method}(): part of its update is outside "
+                f"update_step() and would be lost; use one of {_names(PROVEN)}"
+            )
+    if kind not in PROVEN and kind.__module__.split(".")[0] == "keras":
+        raise UsageError(
+            f"optimizer {kind.__name__} is not proven equal to Keras in ctl; use one of "
+            f"{_names(PROVEN)}"
+        )
+    for argument, remedy in _REFUSED_ARGUMENTS.items():
+        if getattr(optimizer, argument, None):
+            raise UsageError(f"optimizer argument {argument} must not be set; use {remedy}")
+
+
+def _names(kinds: Sequence[type]) -> str:
+    return ", ".join(kind.__name__ for kind in kinds)
+
+
+class LossScale:
+    """Dynamic loss scale for float16: doubled after ``growth_steps`` finite steps, halved and the
+    update skipped after one that is not (Micikevicius et al. 2018, arXiv:1710.03740, section 3.2).
+
+    Args:
+        initial: the first scale.
+        growth_steps: finite steps in a row before the scale doubles.
+    """
+
+    def __init__(self, initial: float = 2.0**15, growth_steps: int = 2000):
+        self.growth_steps = growth_steps
+        self.scale = _counter("loss_scale", initial, tf.float32)
+        self.finite_steps = _counter("finite_steps", 0, tf.int64)
+
+    def good(self) -> None:
+        """After an update."""
+        grow = self.finite_steps + 1 >= self.growth_steps
+        self.scale.assign(tf.where(grow, self.scale * 2.0, self.scale))
+        self.finite_steps.assign(tf.where(grow, tf.zeros([], tf.int64), self.finite_steps + 1))
+
+    def bad(self) -> None:
+        """After gradients that were not finite. The scale stays at 1 or more."""
+        self.scale.assign(tf.maximum(self.scale * 0.5, 1.0))
+        self.finite_steps.assign(0)
+
+
+class Apply:
+    """Applies reduced gradients to the variables of a model; made in the strategy's scope.
+
+    Args:
+        optimizer: see `check_optimizer`. Its ``weight_decay`` is applied here (decoupled, before
+            the update, as Keras does), with its exclusions.
+        variables: the trainable `keras.Variable` s, in the order of the gradients.
+        schedule: the learning rate as a function of the step; by default the optimizer's own.
+        ema_decay: when set, keeps an exponential moving average of the weights. It starts as the
+            weights after the first update, as in Keras.
+        loss_scale: when true, scales the loss for float16, see `LossScale`.
+        skip_nonfinite: when true, gradients with a NaN or Inf skip the update.
+
+    Attributes:
+        global_step: int64 scalar variable: batches seen.
+        skipped: int64 scalar variable: updates left out because gradients were not finite.
+        ema: float variables like the trainable ones; empty without ``ema_decay``.
+
+    Raises:
+        UsageError: see `check_optimizer`.
+    """
+
+    def __init__(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        variables: Sequence[keras.Variable],
+        *,
+        schedule=None,
+        ema_decay: float | None = None,
+        loss_scale: bool = False,
+        skip_nonfinite: bool = False,
+    ):
+        check_optimizer(optimizer)
+        for variable in variables:
+            if variable.overwrite_with_gradient:
+                raise UsageError(f"variable {variable.path} is to be overwritten by its gradient")
+        if not optimizer.built:
+            optimizer.build(variables)
+        self.optimizer = optimizer
+        self.variables = list(variables)
+        self.schedule = schedule
+        self.ema_decay = ema_decay
+        self.judges_finiteness = loss_scale or skip_nonfinite
+        self.global_step = _counter("global_step", 0, tf.int64)
+        self.skipped = _counter("skipped", 0, tf.int64)
+        self.loss_scale = LossScale() if loss_scale else None
+        self.ema = []
+        if ema_decay is not None:
+            self.ema = [
+                tf.Variable(tf.convert_to_tensor(v.value), trainable=False, name="ema")
+                for v in variables
+            ]
+
+    def state(self) -> dict[str, list[tf.Variable]]:
+        """Everything here that a checkpoint must hold."""
+        state = {
+            "optimizer": [v.value for v in self.optimizer.variables],
+            "counters": [self.global_step, self.skipped],
+        }
+        if self.ema:
+            state["ema"] = self.ema
+        if self.loss_scale:
+            state["loss_scale"] = [self.loss_scale.scale, self.loss_scale.finite_steps]
+        return state
+
+    def learning_rate(self) -> tf.Tensor:
+        """The rate of the next update, a float32 scalar."""
+        rate = self.schedule(self.global_step) if self.schedule else self.optimizer.learning_rate
+        return tf.convert_to_tensor(rate.value if isinstance(rate, keras.Variable) else rate)
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """While inside, the model has its averaged weights, where there are any."""
+        pairs = list(zip(self.variables, self.ema, strict=True)) if self.ema else []
+        trained = [variable.value.read_value() for variable, _ in pairs]
+        for variable, average in pairs:
+            variable.value.assign(average.read_value())
+        try:
+            yield
+        finally:
+            for (variable, _), value in zip(pairs, trained, strict=True):
+                variable.value.assign(value)
+
+    def __call__(
+        self,
+        strategy: tf.distribute.Strategy,
+        gradients: Sequence[tf.Tensor | None],
+        finite: tf.Tensor | None = None,
+    ) -> None:
+        """One update, in cross-replica context (that is, through ``merge_call``).
+
+        Args:
+            strategy: the strategy of this context.
+            gradients: reduced, the same on every replica; None leaves a variable as it is.
+            finite: bool scalar, the same on every replica, when finiteness is judged.
+        """
+        if not self.judges_finiteness:
+            self._update(strategy, gradients)
+        else:
+            # One collective has already run on every replica; this branch holds none.
+            tf.cond(
+                strategy.experimental_local_results(finite)[0],
+                lambda: self._update(strategy, gradients),
+                self._skip,
+            )
+        self.global_step.assign_add(1)
+
+    def _update(self, strategy: tf.distribute.Strategy, gradients: Sequence) -> None:
+        optimizer = self.optimizer
+        rate = self.learning_rate()
+        first = tf.equal(optimizer.iterations.value, 0) if self.ema else None
+        # A private name of Keras: which variables `exclude_from_weight_decay` left in.
+        decays = optimizer._use_weight_decay if optimizer.weight_decay else lambda _: False
+
+        def update_one(variable, value, gradient, rate, average, first):
+            if gradient is not None:
+                if decays(variable):
+                    decay = tf.cast(optimizer.weight_decay * rate, value.dtype)
+                    value.assign_sub(value * decay)
+                optimizer.update_step(gradient, value, rate)
+                if variable.constraint is not None:
+                    value.assign(variable.constraint(value))
+            if average is not None:
+                momentum = tf.where(first, 0.0, tf.cast(self.ema_decay, value.dtype))
+                average.assign(momentum * average + (1.0 - momentum) * value)
+
+        averages = self.ema or [None] * len(self.variables)
+        for variable, gradient, average in zip(self.variables, gradients, averages, strict=True):
+            strategy.extended.update(
+                variable.value,
+                functools.partial(update_one, variable),
+                args=(gradient, rate, average, first),
+                group=False,
+            )
+        optimizer.iterations.assign_add(1)
+        if self.loss_scale:
+            self.loss_scale.good()
+
+    def _skip(self) -> None:
+        self.skipped.assign_add(1)
+        if self.loss_scale:
+            self.loss_scale.bad()
+
+
+def _counter(name: str, initial, dtype: tf.DType) -> tf.Variable:
+    return tf.Variable(
+        initial,
+        dtype=dtype,
+        trainable=False,
+        aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
+        name=name,
+    )

@@ -1,0 +1,484 @@
+"""The explicit training loop: batches in, one step on every replica, losses combined.
+
+Read `Loop._train_steps` first: it is what the project is named for. It runs `ctl.step.TrainStep` on
+every replica; the all-reduce is the one line marked ``<- here`` in `ctl.reduce.all_reduce`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+from absl import logging
+
+from ctl.checkpoint import CheckpointManager, Saved
+from ctl.data import as_dataset
+from ctl.errors import DivergedError, PeerError, Preempted, UsageError
+from ctl.step import EvalStep, TrainStep
+
+SUM = tf.distribute.ReduceOp.SUM
+
+# Python wakes at least this often (seconds), to see signals and to let actions run that are due by
+# time. A wake costs about 1 ms.
+_WAKE_SECONDS = 0.5
+
+# Updates in a row that were skipped because gradients were not finite. A loss scale needs at most
+# 15 halvings to get from its first value to 1, so after so many the run is lost.
+_MOST_SKIPPED = 100
+
+
+@dataclasses.dataclass
+class Status:
+    """What actions see when Python wakes between two calls of the loop.
+
+    Attributes:
+        step: global batches trained on so far.
+        until: the step at which `Loop.train` will end.
+        steps_per_epoch: may be fractional, because batches go on across the ends of epochs; None
+            when the size of the dataset is not known.
+        seconds_per_step: of the last call.
+        final: the last wake of this call of `Loop.train`.
+        scalars: ``() -> dict``: loss, metrics, learning rate and examples/s since `reset`. The
+            first call of a wake reads the metrics from the devices.
+        reset: starts a new window for ``scalars``.
+    """
+
+    step: int
+    until: int
+    steps_per_epoch: float | None
+    seconds_per_step: float
+    final: bool
+    scalars: Callable[[], dict[str, float]]
+    reset: Callable[[], None]
+
+
+Action = Callable[[Status], None]
+
+
+class _StopRequested(Exception):
+    """A signal arrived; unwinds to where the state can be saved."""
+
+
+class _Pace:
+    """How many steps to run in one call, so that Python wakes about every `_WAKE_SECONDS`."""
+
+    def __init__(self, steps_per_loop: int | None = None):
+        self._fixed = steps_per_loop
+        self._seconds_per_step: float | None = None
+        self._traced = False
+
+    def steps(self) -> int:
+        if self._fixed:
+            return self._fixed
+        if self._seconds_per_step is None:
+            return 1
+        return max(1, int(_WAKE_SECONDS / self._seconds_per_step))
+
+    def took(self, seconds: float, steps: int) -> bool:
+        """Learns from one call; False for the first, whose time is mostly tracing."""
+        if not self._traced:
+            self._traced = True
+            return False
+        self._seconds_per_step = seconds / steps
+        return True
+
+
+class Evaluator:
+    """Evaluates a model on every example of a dataset exactly once, on any number of replicas.
+
+    Args:
+        step: what one replica does; made in the strategy's scope, as its model and metrics.
+        dataset: see `ctl.data`; or a `tf.data.Dataset` of global batches.
+        strategy: by default the current one.
+    """
+
+    def __init__(
+        self,
+        step: EvalStep,
+        dataset: Any,
+        *,
+        strategy: tf.distribute.Strategy | None = None,
+    ):
+        self.step = step
+        self.dataset = as_dataset(dataset)
+        self.strategy = strategy or tf.distribute.get_strategy()
+        step.check_scope(self.strategy)
+        examples = self.dataset.num_examples
+        self._batches = None
+        if examples is not None:
+            self._batches = math.ceil(examples / self.dataset.global_batch_size)
+        self._iterator = None
+        self._resident = None
+        self._call = tf.function(self._eval_steps)
+        self._pace = _Pace()
+
+    def run(self, on_wake: Callable[[int, int | None], None] | None = None) -> dict[str, float]:
+        """Evaluates once.
+
+        Args:
+            on_wake: called between calls with the batches done and in all (None when unknown).
+
+        Returns:
+            ``loss`` (the mean over examples) and each metric, by name.
+        """
+        self.step.reset_metrics()
+        # One iterator serves every evaluation: it goes round a dataset whose length is known. A new
+        # one each time would cost start-up and, in TensorFlow, memory.
+        iterator, self._iterator = self._iterator or self._start(), None
+        totals, done = [0.0, 0.0], 0
+        while self._batches is None or done < self._batches:
+            steps = 1 if self._batches is None else min(self._pace.steps(), self._batches - done)
+            start = time.perf_counter()
+            try:
+                sums = self._call(iterator, self._resident, tf.constant(steps)).numpy()
+            except tf.errors.OutOfRangeError:
+                if self._batches is not None:
+                    raise
+                iterator = None
+                break
+            self._pace.took(time.perf_counter() - start, steps)
+            done += steps
+            totals = [a + float(b) for a, b in zip(totals, sums, strict=True)]
+            if on_wake:
+                on_wake(done, self._batches)
+        self._iterator = iterator
+        if not totals[1]:
+            raise UsageError("the evaluation dataset holds no valid examples")
+        return {"loss": totals[0] / totals[1], **self.step.results()}
+
+    def _start(self) -> Iterator:
+        if self._resident is None:
+            self._resident = self.dataset.resident(self.strategy)
+        batches = self.dataset.batches()
+        if self._batches is not None:
+            batches = batches.repeat()
+        return iter(self.strategy.experimental_distribute_dataset(batches))
+
+    def _eval_steps(self, iterator: Iterator, resident: Any, steps: tf.Tensor) -> tf.Tensor:
+        sums = self.strategy.run(lambda: tf.zeros([2]))
+        for _ in tf.range(steps):
+            sums = self.strategy.run(self._one_step, args=(sums, next(iterator), resident))
+        return self.strategy.reduce(SUM, sums, axis=None)
+
+    def _one_step(self, sums: tf.Tensor, element: Any, resident: Any) -> tf.Tensor:
+        return sums + self.step(self.dataset.on_replica(element, resident))
+
+
+class Loop:
+    """Trains, evaluates, saves and resumes.
+
+    Args:
+        step: what one replica does. The loop builds it.
+        dataset: see `ctl.data`; or an endless `tf.data.Dataset` of global batches.
+        strategy: by default the current one.
+        schedule: learning rate as a function of the step, see `ctl.schedule`; by default the
+            optimizer's own.
+        evaluator: what `evaluate` runs.
+        checkpoints: where `save` and `restore` go.
+        actions: called with a `Status` whenever Python wakes. One with a method
+            ``steps_until_due(step) -> int`` (see `ctl.actions.Every`) is sure to be called at that
+            step.
+        eval_actions: called with ``(step, results)`` after each evaluation.
+        steps_per_loop: steps in one call, at most; by default as many as fit in half a second.
+    """
+
+    def __init__(
+        self,
+        step: TrainStep,
+        dataset: Any,
+        *,
+        strategy: tf.distribute.Strategy | None = None,
+        schedule=None,
+        evaluator: Evaluator | None = None,
+        checkpoints: CheckpointManager | None = None,
+        actions: Sequence[Action] = (),
+        eval_actions: Sequence[Callable[[int, dict[str, float]], None]] = (),
+        steps_per_loop: int | None = None,
+    ):
+        self.step = step
+        self.dataset = as_dataset(dataset)
+        self.strategy = strategy or tf.distribute.get_strategy()
+        self.evaluator = evaluator
+        self.checkpoints = checkpoints
+        self.actions = list(actions)
+        self.eval_actions = list(eval_actions)
+        step.build(self.strategy, schedule)
+        self._call = tf.function(self._train_steps)
+        self._pace = _Pace(steps_per_loop)
+        self._iterator = None
+        self._iterator_step = -1
+        self._resident = None
+        self._signal: int | None = None
+        self._evaluated: dict[str, float] | None = None  # results at the current step
+        self._skipped_in_a_row = 0
+        self._reset_window()
+
+    # The hot path -------------------------------------------------------------------------------
+
+    def _train_steps(self, iterator: Iterator, resident: Any, steps: tf.Tensor):
+        losses = self.strategy.run(lambda: (tf.zeros([]), tf.zeros([], tf.int32)))
+        for _ in tf.range(steps):
+            losses = self.strategy.run(self._one_step, args=(losses, next(iterator), resident))
+        # Each replica has summed its own losses, which are scaled by the global batch size: one
+        # reduction for each Python call gives the sum of the mean losses of the global batches.
+        return self.strategy.reduce(SUM, losses[0], axis=None), losses[1]
+
+    def _one_step(self, losses: tuple[tf.Tensor, tf.Tensor], element: Any, resident: Any):
+        loss = losses[0] + self.step(self.dataset.on_replica(element, resident))
+        # NaN and Inf stay in the sum, so this counts the steps before the first of them.
+        return loss, losses[1] + tf.cast(tf.math.is_finite(loss), tf.int32)
+
+    # Training -----------------------------------------------------------------------------------
+
+    @property
+    def global_step(self) -> int:
+        """Global batches trained on so far."""
+        return int(self.step.global_step.numpy())
+
+    def train(self, until: int) -> dict[str, float]:
+        """Trains until the global step is ``until``.
+
+        Returns:
+            The scalars of the last window, see `Status`.
+
+        Raises:
+            DivergedError: the loss is not finite, or updates are skipped without end.
+            Preempted: a signal arrived (see `stop_on_signals`); the state was saved.
+            CheckpointError: a save in the background failed.
+        """
+        with self._saving_when_asked_to_stop():
+            return self._train(until)
+
+    def _train(self, until: int) -> dict[str, float]:
+        step = self.global_step
+        scalars: dict[str, float] = {}
+        if step < until and self._iterator_step != step:
+            self._start(step)
+        while step < until:
+            steps = min(self._pace.steps(), until - step)
+            for action in self.actions:
+                if hasattr(action, "steps_until_due"):
+                    steps = min(steps, action.steps_until_due(step))
+            skipped = self._skipped()
+            start = time.perf_counter()
+            try:
+                with tf.profiler.experimental.Trace("ctl_step", step_num=step, _r=1):
+                    loss, finite = self._call(self._iterator, self._resident, tf.constant(steps))
+                    loss = float(loss)
+            except tf.errors.OutOfRangeError:
+                step = self._iterator_step = self.global_step
+                logging.warning("the dataset ended after step %d, before step %d", step, until)
+                until = step
+                break
+            except tf.errors.DeadlineExceededError as error:
+                raise PeerError(
+                    f"an all-reduce after step {step} did not end in time: {_first_line(error)}"
+                ) from error
+            seconds = time.perf_counter() - start
+            if self.global_step != step + steps:
+                raise UsageError(
+                    f"{steps} steps were run from step {step}, but the global step is "
+                    f"{self.global_step}: does {type(self.step).__name__} call self.apply()?"
+                )
+            if not math.isfinite(loss):
+                counts = self.strategy.experimental_local_results(finite)
+                self._diverged(step + 1 + min(int(c) for c in counts), loss)
+            step = self._iterator_step = step + steps
+            self._evaluated = None
+            skipped = self._skipped() - skipped
+            self._skipped_in_a_row = self._skipped_in_a_row + skipped if skipped == steps else 0
+            if self._skipped_in_a_row >= _MOST_SKIPPED:
+                self._diverged(step, math.nan)
+            self._window_loss += loss
+            self._window_steps += steps - skipped
+            self._window_skipped += skipped
+            if self._pace.took(seconds, steps):
+                self._window_timed_steps += steps
+                self._window_seconds += seconds
+            scalars = self._wake(step, until, seconds / steps)
+            if self._signal is not None:
+                raise _StopRequested
+        return scalars
+
+    def _start(self, step: int) -> None:
+        if self._resident is None:
+            self._resident = self.dataset.resident(self.strategy)
+        batches = self.dataset.batches(step)
+        self._iterator = iter(self.strategy.experimental_distribute_dataset(batches))
+        self._iterator_step = step
+
+    def _wake(self, step: int, until: int, seconds_per_step: float) -> dict[str, float]:
+        cache: dict[str, float] = {}
+
+        def scalars() -> dict[str, float]:
+            if not cache:
+                cache.update(self._scalars())
+            return cache
+
+        examples, batch = self.dataset.num_examples, self.dataset.global_batch_size
+        status = Status(
+            step=step,
+            until=until,
+            steps_per_epoch=examples / batch if examples and batch else None,
+            seconds_per_step=seconds_per_step,
+            final=step >= until,
+            scalars=scalars,
+            reset=self._reset_window,
+        )
+        if self.checkpoints:
+            self.checkpoints.check()
+        for action in self.actions:
+            action(status)
+        return scalars() if status.final else {}
+
+    def _skipped(self) -> int:
+        applier = self.step.applier
+        return int(applier.skipped.numpy()) if applier.judges_finiteness else 0
+
+    def _reset_window(self) -> None:
+        self._window_loss = self._window_seconds = 0.0
+        self._window_steps = self._window_timed_steps = self._window_skipped = 0
+        self.step.reset_metrics()
+
+    def _scalars(self) -> dict[str, float]:
+        scalars = {"loss": self._window_loss / max(1, self._window_steps)}
+        scalars |= self.step.results()
+        scalars["learning_rate"] = float(self.step.applier.learning_rate())
+        if self._window_seconds:
+            rate = self._window_timed_steps / self._window_seconds
+            scalars["steps_per_second"] = rate
+            if self.dataset.global_batch_size:
+                scalars["examples_per_second"] = rate * self.dataset.global_batch_size
+        if self.step.applier.judges_finiteness:
+            scalars["skipped_steps"] = float(self._window_skipped)
+        if self.step.applier.loss_scale:
+            scalars["loss_scale"] = float(self.step.applier.loss_scale.scale.numpy())
+        return scalars
+
+    def _diverged(self, step: int, loss: float) -> None:
+        good = self.checkpoints.latest() if self.checkpoints else None
+        raise DivergedError(
+            (
+                f"the last {self._skipped_in_a_row} updates were skipped, their gradients were not "
+                f"finite (step {step})"
+                if self._skipped_in_a_row >= _MOST_SKIPPED
+                else f"the loss is {loss} at step {step}"
+            )
+            + f"; last good checkpoint: {good.path if good else 'none'}; try a lower learning "
+            "rate, clipping (--clip_norm) or --on_nan=skip"
+        )
+
+    # Evaluation and state -----------------------------------------------------------------------
+
+    def evaluate(
+        self, on_wake: Callable[[int, int | None], None] | None = None
+    ) -> dict[str, float]:
+        """Evaluates with the averaged weights where there are any (``ema_decay``).
+
+        Raises:
+            Preempted: as `train`.
+        """
+        if self.evaluator is None:
+            raise UsageError("this loop has no evaluator: give Loop(evaluator=Evaluator(...))")
+
+        def wake(done: int, batches: int | None) -> None:
+            if self._signal is not None:
+                raise _StopRequested
+            if on_wake:
+                on_wake(done, batches)
+
+        with self._saving_when_asked_to_stop(), self.step.applier.averaged():
+            results = self.evaluator.run(wake)
+        for action in self.eval_actions:
+            action(self.global_step, results)
+        return results
+
+    def save(self, metrics: dict[str, float] | None = None, *, wait: bool = False) -> None:
+        """Saves the state in the background; with ``wait``, returns when it is on the disk."""
+        if self.checkpoints is None:
+            raise UsageError("this loop has no checkpoints: give Loop(checkpoints=...)")
+        self.checkpoints.save(self.global_step, self.step.state(), metrics, wait=wait)
+
+    def restore(self) -> Saved | None:
+        """Goes on from the newest intact checkpoint, bit for bit; None when there is none."""
+        if self.checkpoints is None:
+            raise UsageError("this loop has no checkpoints: give Loop(checkpoints=...)")
+        saved = self.checkpoints.restore(self.step.state())
+        if saved:
+            self.step.separate_dropout()
+            self._evaluated = dict(saved.metrics) or None
+            self._reset_window()
+        return saved
+
+    def train_and_evaluate(
+        self, until: int, *, evaluate_every: int, on_wake=None
+    ) -> dict[str, float]:
+        """Trains until step ``until``; every ``evaluate_every`` steps and at the end, saves and
+        evaluates. Resumes where `restore` left it, an evaluation that is due included.
+
+        Returns:
+            The results of the last evaluation.
+        """
+        step = self.global_step
+        while True:
+            due = step and (step % evaluate_every == 0 or step >= until)
+            if due and self._evaluated is None:
+                if self.checkpoints:
+                    self.save()
+                self._evaluated = self.evaluate(on_wake)
+                if self.checkpoints:
+                    self.checkpoints.annotate(step, self._evaluated)
+            if step >= until:
+                return self._evaluated or {}
+            before = step
+            self.train(min(until, step - step % evaluate_every + evaluate_every))
+            step = self.global_step
+            if step == before:  # the data ended
+                until = step
+
+    # Signals ------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def stop_on_signals(self) -> Iterator[None]:
+        """While inside, SIGTERM and SIGINT let the current call end, save the state and raise
+        `Preempted`. A second SIGINT raises `KeyboardInterrupt` at once. Main thread only."""
+        if threading.current_thread() is not threading.main_thread():
+            raise UsageError("signals can be handled in the main thread only")
+
+        def note(number: int, frame: Any) -> None:
+            if self._signal == number == signal.SIGINT:
+                raise KeyboardInterrupt
+            self._signal = number
+
+        before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    @contextlib.contextmanager
+    def _saving_when_asked_to_stop(self) -> Iterator[None]:
+        try:
+            yield
+        except _StopRequested:
+            name = signal.Signals(self._signal).name
+            step = self.global_step
+            if self.checkpoints is None:
+                raise Preempted(f"{name} at step {step}; nothing saved, no checkpoints") from None
+            self.save(wait=True)
+            raise Preempted(
+                f"{name}: saved step {step} in {self.checkpoints.latest().path}; the same command "
+                "resumes"
+            ) from None
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0][:200]

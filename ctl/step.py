@@ -1,0 +1,430 @@
+"""What one replica does with its share of a global batch: forward, backward, reduce, clip, apply.
+
+`ctl.loop.Loop` runs the step on every replica with ``strategy.run``. To change a phase, override
+its method::
+
+    class MyStep(ctl.TrainStep):
+        def loss(self, batch):                       # per-example losses, shape [n]
+            images, labels = batch
+            return my_losses(labels, self.model(self.preprocess(images), training=True))
+
+How the loss is scaled: a replica differentiates the *sum* of its per-example losses divided by the
+*global* batch size, and gradients are summed over replicas, so N replicas equal one replica on the
+same global batch, however the examples are split. When the type of a batch does not promise that
+every batch is full (an unknown leading dimension, or sample weights), the number of valid examples
+is counted and summed with the gradients, in the same pack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from ctl.apply import Apply
+from ctl.errors import UsageError
+from ctl.reduce import all_reduce, densify
+
+# Dropout in Keras draws the same mask on every replica: its seed is mirrored. A prime step between
+# the seeds of neighbouring replicas keeps them apart.
+_SEED_STRIDE = 7919
+
+
+def cross_entropy(labels: tf.Tensor, logits: tf.Tensor, smoothing: float = 0.0) -> tf.Tensor:
+    """Softmax cross-entropy of each example, float32 [n].
+
+    Args:
+        labels: classes, integers [n].
+        logits: float [n, classes].
+        smoothing: mixes the one-hot target with the uniform distribution over the classes (Szegedy
+            et al. 2016, arXiv:1512.00567, section 7).
+    """
+    logits = tf.cast(logits, tf.float32)
+    losses = tf.nn.sparse_softmax_cross_entropy_with_logits(tf.cast(labels, tf.int32), logits)
+    if smoothing:
+        uniform = -tf.reduce_mean(tf.nn.log_softmax(logits), axis=-1)
+        losses = (1.0 - smoothing) * losses + smoothing * uniform
+    return losses
+
+
+def scale_images(features: Any) -> Any:
+    """uint8 images to float32 in [0, 1]; anything else as it is. Batches stay uint8 up to here: a
+    quarter of the bytes to move to the device."""
+    return tf.nest.map_structure(
+        lambda t: tf.cast(t, tf.float32) * (1.0 / 255.0) if t.dtype == tf.uint8 else t, features
+    )
+
+
+class _Step:
+    """What training and evaluation share: the model, the loss of a batch, the metrics."""
+
+    training: bool
+
+    def __init__(
+        self,
+        model: keras.Model,
+        loss_fn: Callable[[tf.Tensor, tf.Tensor], tf.Tensor] = cross_entropy,
+        metrics: Sequence[keras.metrics.Metric] = (),
+    ):
+        self.model = model
+        self.loss_fn = loss_fn
+        self.metrics = list(metrics)
+
+    def preprocess(self, features: Any) -> Any:
+        """Features as they come to what the model takes; here `scale_images`."""
+        return scale_images(features)
+
+    def loss(self, batch: Any) -> tf.Tensor | tuple[tf.Tensor, Any]:
+        """The loss of each example, float [n]; optionally with the outputs that metrics are made
+        of.
+
+        Args:
+            batch: this replica's part of the global batch, ``(features, labels)`` or ``(features,
+                labels, sample_weights)``, n examples. Override for any other form.
+
+        Returns:
+            Losses [n], each times its weight, or ``(losses, outputs)``.
+        """
+        features, labels, weights = unpack(batch)
+        outputs = self.model(self.preprocess(features), training=self.training)
+        losses = self.loss_fn(labels, outputs)
+        if losses.shape.rank != 1:
+            raise UsageError(
+                f"loss_fn returned shape {losses.shape}, not one loss for each example: return the "
+                "mean over the other axes, or override loss() and count()"
+            )
+        return (losses if weights is None else losses * weights), outputs
+
+    def count(self, batch: Any) -> int | tf.Tensor:
+        """How many examples are valid in this replica's batch: the sum of their weights, where it
+        has weights. A Python integer promises that *every* batch on every replica has this many."""
+        features, _, weights = unpack(batch)
+        if weights is not None:
+            return tf.reduce_sum(tf.cast(weights, tf.float32))
+        first = tf.nest.flatten(features)[0]
+        return first.shape[0] or tf.cast(tf.shape(first)[0], tf.float32)
+
+    def update_metrics(self, batch: Any, outputs: Any) -> None:
+        """Updates ``self.metrics``: no collective, replicas are combined when a result is read."""
+        _, labels, weights = unpack(batch)
+        for metric in self.metrics:
+            metric.update_state(labels, outputs, sample_weight=weights)
+
+    def check_scope(self, strategy: tf.distribute.Strategy) -> None:
+        """Raises `UsageError` when a variable was not made in the scope of ``strategy``."""
+        variables = [*self.model.variables, *(v for m in self.metrics for v in m.variables)]
+        for variable in variables:
+            if not strategy.extended.variable_created_in_scope(variable.value):
+                raise UsageError(
+                    f"variable {variable.path} was not created in the strategy's scope: build the "
+                    "model, the optimizer and the metrics inside `with strategy.scope():`"
+                )
+
+    def results(self) -> dict[str, float]:
+        """Metrics by name, over all replicas, since the last `reset_metrics`."""
+        values = {}
+        for metric in self.metrics:
+            result = metric.result()
+            values |= result if isinstance(result, dict) else {metric.name: result}
+        return {name: float(value) for name, value in values.items()}
+
+    def reset_metrics(self) -> None:
+        for metric in self.metrics:
+            metric.reset_state()
+
+
+def unpack(batch: Any) -> tuple[Any, Any, tf.Tensor | None]:
+    """``(features, labels[, weights])`` with the missing weights as None."""
+    if not isinstance(batch, tuple | list) or len(batch) not in (2, 3):
+        raise UsageError(
+            "a batch must be (features, labels) or (features, labels, weights); for any other form "
+            "override loss(), count() and update_metrics()"
+        )
+    features, labels, *weights = batch
+    return features, labels, weights[0] if weights else None
+
+
+class TrainStep(_Step):
+    """One training step of one replica. Make it, like the model, in ``strategy.scope()``.
+
+    Args:
+        model: a Keras 3 model. Layers frozen before `build` stay frozen.
+        optimizer: a Keras 3 optimizer, see `ctl.apply.check_optimizer`.
+        loss_fn: ``(labels, outputs) -> losses [n]``.
+        metrics: Keras metrics, updated with ``(labels, outputs, sample_weight)``.
+        clip_norm: largest global norm of the reduced gradient.
+        accumulate_steps: the replica's batch is cut in so many micro-batches, which go through the
+            model one after the other; their gradients are summed and reduced once.
+        ema_decay: keeps a moving average of the weights, see `ctl.apply.Apply`.
+        loss_scale: scales the loss dynamically, for float16.
+        on_nan: ``"stop"`` lets the loop stop at a loss that is not finite; ``"skip"`` leaves out
+            the update when a reduced gradient is not finite.
+        bytes_per_pack: most bytes one all-reduce moves; 0 is one pack for each dtype.
+        options: timeout and implementation of the all-reduce, see `ctl.strategy`.
+        jit_compile: compiles forward and backward with XLA; the all-reduce stays outside. Needs
+            batches of static shape.
+    """
+
+    training = True
+
+    def __init__(
+        self,
+        model: keras.Model,
+        optimizer: keras.optimizers.Optimizer,
+        loss_fn: Callable[[tf.Tensor, tf.Tensor], tf.Tensor] = cross_entropy,
+        *,
+        metrics: Sequence[keras.metrics.Metric] = (),
+        clip_norm: float | None = None,
+        accumulate_steps: int = 1,
+        ema_decay: float | None = None,
+        loss_scale: bool = False,
+        on_nan: str = "stop",
+        bytes_per_pack: int = 0,
+        options: tf.distribute.experimental.CommunicationOptions | None = None,
+        jit_compile: bool = False,
+    ):
+        super().__init__(model, loss_fn, metrics)
+        if on_nan not in ("stop", "skip"):
+            raise UsageError(f"on_nan is {on_nan!r}; it must be 'stop' or 'skip'")
+        if accumulate_steps < 1:
+            raise UsageError(f"accumulate_steps is {accumulate_steps}; it must be 1 or more")
+        self.optimizer = optimizer
+        self.clip_norm = clip_norm
+        self.accumulate_steps = accumulate_steps
+        self.ema_decay = ema_decay
+        self.loss_scale = loss_scale
+        self.on_nan = on_nan
+        self.bytes_per_pack = bytes_per_pack
+        self.options = options
+        self.jit_compile = jit_compile
+        self.strategy: tf.distribute.Strategy | None = None
+
+    def build(self, strategy: tf.distribute.Strategy, schedule=None) -> None:
+        """Makes the state beside the model: optimizer slots, counters, averages. The loop calls it.
+
+        Raises:
+            UsageError: variables of another strategy, or an optimizer that is refused.
+        """
+        if self.strategy is not None:
+            raise UsageError("this step is built already: make a new one for another loop")
+        self.check_scope(strategy)
+        if not self.model.trainable_variables:
+            raise UsageError(f"model {self.model.name} has no trainable variables; build it first")
+        self.strategy = strategy
+        self._trainable = [v.value for v in self.model.trainable_variables]
+        self._statistics = self.replica_statistics() if strategy.num_replicas_in_sync > 1 else []
+        with strategy.scope():
+            self.applier = Apply(
+                self.optimizer,
+                self.model.trainable_variables,
+                schedule=schedule,
+                ema_decay=self.ema_decay,
+                loss_scale=self.loss_scale,
+                skip_nonfinite=self.on_nan == "skip",
+            )
+        self._compute = self.compute
+        if self.jit_compile:
+            self._compute = tf.function(self.compute, jit_compile=True)
+        self.separate_dropout()
+
+    @property
+    def global_step(self) -> tf.Variable:
+        """int64 scalar: global batches seen. It is also the position in the data."""
+        return self.applier.global_step
+
+    def state(self) -> dict[str, list[tf.Variable]]:
+        """Everything that a checkpoint must hold for training to go on bit for bit."""
+        return {"model": [v.value for v in self.model.variables], **self.applier.state()}
+
+    # The step itself, on one replica ------------------------------------------------------------
+
+    def __call__(self, batch: Any) -> tf.Tensor:
+        """Trains on this replica's part of one global batch.
+
+        Returns:
+            float32 scalar: the replica's loss scaled by the global batch size; summed over replicas
+            it is the mean loss of the global batch (0 when the update was skipped).
+        """
+        count = self.count(batch)
+        loss, gradients = self.forward_backward(batch, count)
+        loss, gradients = self.reduce(loss, count, gradients)
+        finite = self.finite(gradients) if self.applier.judges_finiteness else None
+        gradients = self.clip(gradients)
+        self.apply(gradients, finite)
+        return loss if finite is None else tf.where(finite, loss, 0.0)
+
+    def forward_backward(
+        self, batch: Any, count: int | tf.Tensor
+    ) -> tuple[tf.Tensor, list[tf.Tensor | None]]:
+        """The replica's loss and gradients, over its micro-batches; updates the metrics.
+
+        ``count`` is the replica's number of valid examples. An integer is known while tracing, so
+        the loss is scaled by the global batch size here; a tensor is summed over replicas first.
+        """
+        divisor = count * self.strategy.num_replicas_in_sync if isinstance(count, int) else 1
+        if self.accumulate_steps == 1:
+            return self._micro_step(batch, divisor)
+        no_gradient = []
+
+        def body(part, loss, totals):
+            more, gradients = self._micro_step(self.micro_batch(batch, part), divisor)
+            no_gradient[:] = [g is None for g in gradients]
+            totals = [t if g is None else t + g for t, g in zip(totals, gradients, strict=True)]
+            return part + 1, loss + more, totals
+
+        # A graph loop, one iteration at a time: the memory of one micro-batch, traced once.
+        _, loss, totals = tf.while_loop(
+            lambda part, *_: part < self.accumulate_steps,
+            body,
+            (0, 0.0, [tf.zeros_like(v) for v in self._trainable]),
+            parallel_iterations=1,
+        )
+        return loss, [None if no else t for t, no in zip(totals, no_gradient, strict=True)]
+
+    def _micro_step(self, batch: Any, divisor: int) -> tuple[tf.Tensor, list[tf.Tensor | None]]:
+        loss, gradients, outputs = self._compute(batch, divisor)
+        if outputs is not None:
+            self.update_metrics(batch, outputs)
+        return loss, gradients
+
+    def compute(self, batch: Any, divisor: int) -> tuple[tf.Tensor, list[tf.Tensor | None], Any]:
+        """Forward and backward, all that XLA compiles with ``jit_compile``: the loss over
+        ``divisor``, its gradients, the outputs for the metrics."""
+        with tf.GradientTape() as tape:
+            with tf.name_scope("ctl_forward"):
+                loss, outputs = self.forward(batch)
+                loss /= float(divisor)
+            scaled = self.applier.loss_scale.scale * loss if self.loss_scale else loss
+        with tf.name_scope("ctl_backward"):
+            return loss, self.backward(tape, scaled), outputs
+
+    def forward(self, batch: Any) -> tuple[tf.Tensor, Any]:
+        """The sum of the losses of a (micro-)batch, and outputs for the metrics or None."""
+        losses = self.loss(batch)
+        losses, outputs = losses if isinstance(losses, tuple) else (losses, None)
+        loss = tf.reduce_sum(tf.cast(losses, tf.float32))
+        if self.model.losses:
+            # Regularizers count once for each global batch, however it is split.
+            penalty = tf.add_n([tf.cast(p, tf.float32) for p in self.model.losses])
+            loss += penalty * tf.cast(self.count(batch), tf.float32)
+        return loss, outputs
+
+    def backward(self, tape: tf.GradientTape, loss: tf.Tensor) -> list[tf.Tensor | None]:
+        """Gradients of ``loss`` for the trainable variables, dense; None where there is none."""
+        gradients = tape.gradient(loss, self._trainable)
+        return [None if g is None else densify(g) for g in gradients]
+
+    def micro_batch(self, batch: Any, part: tf.Tensor) -> Any:
+        """Micro-batch ``part`` of ``accumulate_steps``; sizes differ by at most one example."""
+        steps = self.accumulate_steps
+
+        def cut(tensor: tf.Tensor) -> tf.Tensor:
+            size = tensor.shape[0]
+            if size and size % steps == 0:  # keeps the shape static, for XLA
+                return tf.reshape(tensor, [steps, size // steps, *tensor.shape[1:]])[part]
+            size = tf.shape(tensor)[0]
+            return tensor[part * size // steps : (part + 1) * size // steps]
+
+        return tf.nest.map_structure(cut, batch)
+
+    def reduce(
+        self, loss: tf.Tensor, count: Any, gradients: list[tf.Tensor | None]
+    ) -> tuple[tf.Tensor, list[tf.Tensor | None]]:
+        """Sums gradients over the replicas: the one all-reduce of a step (`ctl.reduce`).
+
+        What else must be summed rides along in the packs: the number of valid examples where it is
+        not known while tracing, and BatchNorm's moving statistics, which each replica has updated
+        with its own part of the batch and which become their mean.
+
+        Returns:
+            The replica's loss over the global batch size, and the gradient of the global batch.
+        """
+        dense = [g for g in gradients if g is not None]
+        counted = [] if isinstance(count, int) else [tf.cast(count, tf.float32)]
+        statistics = [v.read_value() for v in self._statistics]
+        reduced = all_reduce(
+            [*dense, *statistics, *counted],
+            bytes_per_pack=self.bytes_per_pack,
+            options=self.options,
+        )
+        replicas = self.strategy.num_replicas_in_sync
+        means = reduced[len(dense) : len(dense) + len(statistics)]
+        for variable, total in zip(self._statistics, means, strict=True):
+            variable.assign(total / replicas)
+        dense = reduced[: len(dense)]
+        if counted:
+            dense = [tf.math.divide_no_nan(g, tf.cast(reduced[-1], g.dtype)) for g in dense]
+            loss = tf.math.divide_no_nan(loss, reduced[-1])
+        if self.loss_scale:
+            dense = [g / tf.cast(self.applier.loss_scale.scale, g.dtype) for g in dense]
+        left = iter(dense)
+        return loss, [None if g is None else next(left) for g in gradients]
+
+    def finite(self, gradients: list[tf.Tensor | None]) -> tf.Tensor:
+        """bool scalar: no NaN or Inf in the reduced gradients, so every replica says the same."""
+        return tf.reduce_all(
+            [tf.reduce_all(tf.math.is_finite(g)) for g in gradients if g is not None]
+        )
+
+    def clip(self, gradients: list[tf.Tensor | None]) -> list[tf.Tensor | None]:
+        """Scales reduced gradients so that their global norm is at most ``clip_norm``."""
+        if self.clip_norm is None:
+            return gradients
+        return tf.clip_by_global_norm(gradients, self.clip_norm)[0]
+
+    def apply(self, gradients: list[tf.Tensor | None], finite: tf.Tensor | None = None) -> None:
+        """Hands reduced gradients over to `ctl.apply.Apply`, which updates all replicas alike."""
+        tf.distribute.get_replica_context().merge_call(self.applier, args=(gradients, finite))
+
+    # State that replicas do not share by themselves ---------------------------------------------
+
+    def replica_statistics(self) -> list[tf.Variable]:
+        """Variables that the forward pass updates on each replica for itself, and whose mean over
+        replicas is right: the moving statistics of BatchNorm layers that train. Synchronized layers
+        agree by themselves. Override for layers of your own."""
+        return [
+            statistic.value
+            for layer in self.model._flatten_layers()  # Keras has no public way into nested layers
+            if isinstance(layer, keras.layers.BatchNormalization)
+            and layer.trainable
+            and not layer.synchronized
+            for statistic in (layer.moving_mean, layer.moving_variance)
+        ]
+
+    def separate_dropout(self) -> None:
+        """Gives each replica seeds of its own; after building and after every restore, which both
+        leave replica 0's seeds everywhere. Doing it twice changes nothing."""
+        seeds = [
+            v.value
+            for v in self.model.non_trainable_variables
+            if v.path.endswith("seed_generator_state")
+        ]
+
+        def shift() -> None:
+            replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+            for seed in seeds:
+                seed.assign_add(
+                    tf.cast([_SEED_STRIDE, 0], seed.dtype) * tf.cast(replica, seed.dtype)
+                )
+
+        if seeds and self.strategy.num_replicas_in_sync > 1:
+            for seed in seeds:
+                seed.assign(seed.read_value())  # replica 0's, on all
+            self.strategy.run(shift)
+
+
+class EvalStep(_Step):
+    """One evaluation step of one replica. Arguments as in `TrainStep`."""
+
+    training = False
+
+    def __call__(self, batch: Any) -> tf.Tensor:
+        """float32 [2]: sum of the losses and number of valid examples of this replica's part."""
+        losses = self.loss(batch)
+        losses, outputs = losses if isinstance(losses, tuple) else (losses, None)
+        if outputs is not None:
+            self.update_metrics(batch, outputs)
+        loss = tf.reduce_sum(tf.cast(losses, tf.float32))
+        return tf.stack([loss, tf.cast(self.count(batch), tf.float32)])

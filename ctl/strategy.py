@@ -1,0 +1,177 @@
+"""Makes a `tf.distribute` strategy from a name: the only place that knows devices."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+import urllib.parse
+from typing import NamedTuple
+
+import tensorflow as tf
+
+from ctl.errors import UsageError
+
+_TPU_PROBE_SECONDS = 5.0
+_TPU_START_SECONDS = 120.0
+
+_Implementation = tf.distribute.experimental.CommunicationImplementation
+
+
+class Placement(NamedTuple):
+    """A strategy, how its collectives are to run, and one line for the log."""
+
+    strategy: tf.distribute.Strategy
+    options: tf.distribute.experimental.CommunicationOptions
+    description: str
+
+
+def make_strategy(
+    name: str = "auto",
+    *,
+    replicas: int | None = None,
+    cross_device_ops: str = "auto",
+    collective_timeout: float = 300.0,
+    tpu: str = "",
+) -> Placement:
+    """A strategy on this machine. Call it before anything else initialises TensorFlow's devices.
+
+    Args:
+        name: ``one_device``, ``mirrored``, ``central_storage``, ``tpu``, ``default`` (TensorFlow's
+            own, without a strategy) or ``auto``: mirrored when there is more than one replica.
+        replicas: number of replicas; by default every visible GPU, or 1 without one. Without GPUs
+            the CPU is cut into this many logical devices.
+        cross_device_ops: ``nccl``, ``ring``, ``hierarchical_copy``, ``reduction_to_one_device``, or
+            ``auto``: the fastest measured for the kind of device.
+        collective_timeout: seconds after which a collective fails instead of waiting for ever.
+        tpu: for ``tpu``: its name, ``local``, or ``grpc://host:port``.
+
+    Raises:
+        UsageError: what was asked for cannot work on this machine.
+    """
+    if name == "tpu":
+        strategy = _tpu_strategy(tpu)
+        count = strategy.num_replicas_in_sync
+        return Placement(strategy, _options("auto", collective_timeout), f"tpu: {count} replicas")
+    devices = _devices(replicas)
+    if name == "auto":
+        name = "mirrored" if len(devices) > 1 else "one_device"
+    if name in ("one_device", "default") and len(devices) > 1 and replicas:
+        raise UsageError(f"--strategy={name} has one replica, not {replicas}; use mirrored")
+    on_gpu = "GPU" in devices[0]
+    if cross_device_ops == "nccl" and not on_gpu:
+        raise UsageError("--cross_device_ops=nccl needs GPUs, and TensorFlow sees none; use auto")
+    options = _options(cross_device_ops, collective_timeout)
+    if name == "mirrored":
+        operation, why = _cross_device_operation(cross_device_ops, on_gpu)
+        strategy = tf.distribute.MirroredStrategy(devices, cross_device_ops=operation)
+        return Placement(strategy, options, f"mirrored over {_names(devices)}; all-reduce: {why}")
+    if name == "central_storage":
+        strategy = tf.distribute.experimental.CentralStorageStrategy(devices, "/cpu:0")
+        return Placement(
+            strategy, options, f"central_storage: {_names(devices)}, variables on cpu:0"
+        )
+    if name == "one_device":
+        return Placement(
+            tf.distribute.OneDeviceStrategy(devices[0]), options, f"one_device: {devices[0][1:]}"
+        )
+    if name == "default":
+        return Placement(tf.distribute.get_strategy(), options, "default: no distribution")
+    raise UsageError(
+        f"unknown strategy {name!r}; choose one_device, mirrored, central_storage, tpu or default"
+    )
+
+
+def _names(devices: list[str]) -> str:
+    return f"{len(devices)} replicas ({', '.join(d[1:].lower() for d in devices)})"
+
+
+def _devices(replicas: int | None) -> list[str]:
+    """Names of the devices of the replicas; cuts the CPU into logical devices where needed."""
+    gpus = tf.config.list_physical_devices("GPU")
+    if gpus:
+        count = replicas or len(gpus)
+        if count > len(gpus):
+            raise UsageError(f"--replicas={count}, but TensorFlow sees {len(gpus)} GPUs")
+        return [f"/GPU:{i}" for i in range(count)]
+    count = replicas or 1
+    if count > 1:
+        _cut_cpu(count)
+    return [f"/CPU:{i}" for i in range(count)]
+
+
+def _cut_cpu(count: int) -> None:
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    try:
+        if len(tf.config.get_logical_device_configuration(cpu) or []) < count:
+            tf.config.set_logical_device_configuration(
+                cpu, [tf.config.LogicalDeviceConfiguration()] * count
+            )
+    except RuntimeError as error:  # TensorFlow's devices are initialised already
+        if len(tf.config.list_logical_devices("CPU")) < count:
+            raise UsageError(
+                f"{count} replicas on the CPU need {count} logical devices, which must be made "
+                "before TensorFlow runs its first operation: make the strategy first"
+            ) from error
+
+
+def _cross_device_operation(
+    name: str, on_gpu: bool
+) -> tuple[tf.distribute.CrossDeviceOps | None, str]:
+    """None stands for TensorFlow's collectives, which take ring or NCCL from the options."""
+    if name == "hierarchical_copy":
+        return tf.distribute.HierarchicalCopyAllReduce(num_packs=1), name
+    if name == "reduction_to_one_device":
+        return tf.distribute.ReductionToOneDevice(), name
+    if name == "auto" and not on_gpu:
+        return tf.distribute.ReductionToOneDevice(), (
+            "reduction_to_one_device (auto: logical CPUs share memory, so it copies nothing; a "
+            "ring takes 2-3 times as long)"
+        )
+    if name == "auto":
+        return None, "nccl (auto: TensorFlow's choice for GPUs; ctl has not measured GPUs)"
+    return None, name
+
+
+def _options(
+    cross_device_ops: str, timeout: float
+) -> tf.distribute.experimental.CommunicationOptions:
+    implementation = {"nccl": _Implementation.NCCL, "ring": _Implementation.RING}
+    return tf.distribute.experimental.CommunicationOptions(
+        timeout_seconds=timeout,
+        implementation=implementation.get(cross_device_ops, _Implementation.AUTO),
+    )
+
+
+def _tpu_strategy(address: str) -> tf.distribute.Strategy:
+    """Connects to a TPU. TensorFlow waits for ever for one that does not answer, so ask first."""
+    if not address:
+        raise UsageError("--strategy=tpu needs --tpu=NAME, --tpu=local or --tpu=grpc://host:port")
+    if address.startswith("grpc://"):
+        parts = urllib.parse.urlsplit(address)
+        try:
+            socket.create_connection((parts.hostname, parts.port), _TPU_PROBE_SECONDS).close()
+        except (OSError, ValueError) as error:
+            raise UsageError(f"no TPU answers at {address}: {error}") from error
+
+    def connect() -> tf.distribute.Strategy:
+        resolver = tf.distribute.cluster_resolver.TPUClusterResolver.connect(address)
+        return tf.distribute.TPUStrategy(resolver)
+
+    outcome: queue.Queue = queue.Queue()
+
+    def attempt() -> None:
+        try:
+            outcome.put(connect())
+        except Exception as error:
+            outcome.put(error)
+
+    # A daemon, because a connection that hangs cannot be ended and must not keep the process alive.
+    threading.Thread(target=attempt, name="connect_tpu", daemon=True).start()
+    try:
+        result = outcome.get(timeout=_TPU_START_SECONDS)
+    except queue.Empty:
+        raise UsageError(f"TPU {address} did not start in {_TPU_START_SECONDS:.0f} s") from None
+    if isinstance(result, Exception):
+        raise UsageError(f"cannot use TPU {address}: {str(result).splitlines()[0][:200]}")
+    return result
