@@ -1,7 +1,8 @@
 """Custom training loops for TensorFlow: an explicit loop that owns its all-reduce.
 
-The hot path is three files: `ctl.loop`, `ctl.step`, `ctl.reduce`. The names below are loaded when they
-are first used, so that ``import ctl`` and every ``--help`` stay fast: TensorFlow takes seconds to load.
+The hot path is three files: `ctl.loop`, `ctl.step`, `ctl.reduce`. The names below are loaded when
+they are first used, so that ``import ctl`` and every ``--help`` stay fast: TensorFlow takes
+seconds to load.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Errors that are meant for the user: one line that names the thing and the remedy.
 
-The command lines print ``str(error)`` without a traceback and exit with ``error.exit_code``. Anything
-that is not a `CtlError` is a bug: it keeps its traceback and exits with 1.
+The command lines print ``str(error)`` without a traceback and exit with ``error.exit_code``.
+Anything that is not a `CtlError` is a bug: it keeps its traceback and exits with 1.
 """
 
 

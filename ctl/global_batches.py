@@ -2,7 +2,7 @@
 
 What `ctl.Loop` asks of a dataset::
 
-    global_batch_size     examples per optimizer update
+    global_batch_size     examples per optimizer update, None where unknown
     num_examples          examples per epoch, None where unknown
     batches(start_step)   tf.data.Dataset of the global batches from that step on
     resident(strategy)    tensors that stay on every replica's device, made once; () for none
@@ -55,20 +55,15 @@ class GlobalBatches:
         self.description = "a tf.data.Dataset of global batches, resumed by skipping"
 
     @property
-    def global_batch_size(self) -> int:
-        """Raises `UsageError` where it is neither static nor was given."""
+    def global_batch_size(self) -> int | None:
+        """None where it is neither static nor was given."""
         if self._global_batch_size:
             return self._global_batch_size
         sizes = {
             spec.shape[0] if spec.shape.rank else None
             for spec in tf.nest.flatten(self._dataset.element_spec)
         }
-        if len(sizes) != 1 or None in sizes:
-            raise UsageError(
-                "the global batch size of this tf.data.Dataset is not static: batch it with "
-                "drop_remainder=True, or give global_batch_size"
-            )
-        return sizes.pop()
+        return sizes.pop() if len(sizes) == 1 else None
 
     def batches(self, start_step: int = 0) -> tf.data.Dataset:
         """The elements from ``start_step`` on, as they are."""

@@ -40,11 +40,11 @@ class Status:
 
     Attributes:
         step: global batches trained on so far.
-        until: the step at which `Loop.train` will end.
+        until: the step at which training will end.
         steps_per_epoch: may be fractional, because batches go on across the ends of epochs; None
             when the size of the dataset is not known.
         seconds_per_step: of the last call.
-        final: the last wake of this call of `Loop.train`.
+        final: the last wake: step is until.
         scalars: ``() -> dict``: loss, metrics, learning rate and examples/s since `reset`. The
             first call of a wake reads the metrics from the devices.
         reset: starts a new window for ``scalars``.
@@ -107,7 +107,7 @@ class Evaluator:
         strategy: tf.distribute.Strategy | None = None,
     ):
         self.step = step
-        self.dataset = as_dataset(dataset)
+        self.dataset = as_dataset(dataset, training=False)
         self.strategy = strategy or tf.distribute.get_strategy()
         step.check_scope(self.strategy)
         examples = self.dataset.num_examples
@@ -116,7 +116,6 @@ class Evaluator:
             self._batches = math.ceil(examples / self.dataset.global_batch_size)
         self._iterator = None
         self._resident = None
-        self._call = tf.function(self._eval_steps)
         self._pace = _Pace()
 
     def run(self, on_wake: Callable[[int, int | None], None] | None = None) -> dict[str, float]:
@@ -137,7 +136,7 @@ class Evaluator:
             steps = 1 if self._batches is None else min(self._pace.steps(), self._batches - done)
             start = time.perf_counter()
             try:
-                sums = self._call(iterator, self._resident, tf.constant(steps)).numpy()
+                sums = self._eval_steps(iterator, self._resident, tf.constant(steps)).numpy()
             except tf.errors.OutOfRangeError:
                 if self._batches is not None:
                     raise
@@ -161,6 +160,7 @@ class Evaluator:
             batches = batches.repeat()
         return iter(self.strategy.experimental_distribute_dataset(batches))
 
+    @tf.function
     def _eval_steps(self, iterator: Iterator, resident: Any, steps: tf.Tensor) -> tf.Tensor:
         sums = self.strategy.run(lambda: tf.zeros([2]))
         for _ in tf.range(steps):
@@ -209,8 +209,12 @@ class Loop:
         self.checkpoints = checkpoints
         self.actions = list(actions)
         self.eval_actions = list(eval_actions)
+        size, replicas = self.dataset.global_batch_size, self.strategy.num_replicas_in_sync
+        if size and size % replicas:
+            raise UsageError(
+                f"the global batch size {size} is not divisible by {replicas} replicas"
+            )
         step.build(self.strategy, schedule)
-        self._call = tf.function(self._train_steps)
         self._pace = _Pace(steps_per_loop)
         self._iterator = None
         self._iterator_step = -1
@@ -222,6 +226,7 @@ class Loop:
 
     # The hot path -------------------------------------------------------------------------------
 
+    @tf.function
     def _train_steps(self, iterator: Iterator, resident: Any, steps: tf.Tensor):
         losses = self.strategy.run(lambda: (tf.zeros([]), tf.zeros([], tf.int32)))
         for _ in tf.range(steps):
@@ -254,15 +259,16 @@ class Loop:
             CheckpointError: a save in the background failed.
         """
         with self._saving_when_asked_to_stop():
-            return self._train(until)
+            return self._train(until, until)
 
-    def _train(self, until: int) -> dict[str, float]:
+    def _train(self, stop: int, until: int) -> dict[str, float]:
+        """Trains to step ``stop``, on the way to ``until``."""
         step = self.global_step
         scalars: dict[str, float] = {}
-        if step < until and self._iterator_step != step:
+        if step < stop and self._iterator_step != step:
             self._start(step)
-        while step < until:
-            steps = min(self._pace.steps(), until - step)
+        while step < stop:
+            steps = min(self._pace.steps(), stop - step)
             for action in self.actions:
                 if hasattr(action, "steps_until_due"):
                     steps = min(steps, action.steps_until_due(step))
@@ -270,13 +276,14 @@ class Loop:
             start = time.perf_counter()
             try:
                 with tf.profiler.experimental.Trace("ctl_step", step_num=step, _r=1):
-                    loss, finite = self._call(self._iterator, self._resident, tf.constant(steps))
+                    loss, finite = self._train_steps(
+                        self._iterator, self._resident, tf.constant(steps)
+                    )
                     loss = float(loss)
             except tf.errors.OutOfRangeError:
                 step = self._iterator_step = self.global_step
                 logging.warning("the dataset ended after step %d, before step %d", step, until)
-                until = step
-                break
+                return self._wake(step, step, 0.0)
             except tf.errors.DeadlineExceededError as error:
                 raise PeerError(
                     f"an all-reduce after step {step} did not end in time: {_first_line(error)}"
@@ -320,7 +327,11 @@ class Loop:
         def scalars() -> dict[str, float]:
             if not cache:
                 cache.update(self._scalars())
-            return cache
+            return dict(cache)
+
+        def reset() -> None:
+            scalars()  # for who reads after
+            self._reset_window()
 
         examples, batch = self.dataset.num_examples, self.dataset.global_batch_size
         status = Status(
@@ -330,7 +341,7 @@ class Loop:
             seconds_per_step=seconds_per_step,
             final=step >= until,
             scalars=scalars,
-            reset=self._reset_window,
+            reset=reset,
         )
         if self.checkpoints:
             self.checkpoints.check()
@@ -438,7 +449,9 @@ class Loop:
             if step >= until:
                 return self._evaluated or {}
             before = step
-            self.train(min(until, step - step % evaluate_every + evaluate_every))
+            stop = min(until, step - step % evaluate_every + evaluate_every)
+            with self._saving_when_asked_to_stop():
+                self._train(stop, until)
             step = self.global_step
             if step == before:  # the data ended
                 until = step

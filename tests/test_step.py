@@ -92,7 +92,7 @@ def train(
     loop = Loop(step, dataset.repeat(), strategy=strategy, schedule=schedule)
     loop.train(steps)
     assert loop.global_step == steps
-    assert loop._call.experimental_get_tracing_count() == 1
+    assert loop._train_steps.experimental_get_tracing_count() == 1
     return loop
 
 
@@ -376,7 +376,11 @@ def test_float16_with_loss_scale_equals_keras(mirrored, replicas):
         )
     # Rounding to float16 differs with the split of the batch: 2^-11 relative per operation.
     assert largest_difference(ours.get_weights(), theirs.get_weights()) <= 5e-3
-    assert float(loop.step.applier.loss_scale.scale.numpy()) == float(reference.dynamic_scale.numpy()) == 2.0**15
+    assert (
+        float(loop.step.applier.loss_scale.scale.numpy())
+        == float(reference.dynamic_scale.numpy())
+        == 2.0**15
+    )
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
@@ -450,7 +454,9 @@ def test_evaluation_sees_every_example_once(mirrored, replicas):
 
 
 def collectives(loop) -> list[tf.Operation]:
-    concrete = loop._call.get_concrete_function(loop._iterator, loop._resident, tf.constant(1))
+    concrete = loop._train_steps.get_concrete_function(
+        loop._iterator, loop._resident, tf.constant(1)
+    )
     definition = concrete.graph.as_graph_def()
     bodies = [definition.node, *(f.node_def for f in definition.library.function)]
     return [node for body in bodies for node in body if node.op.startswith("Collective")]
@@ -486,7 +492,10 @@ def test_collectives_have_the_timeout(ring2):
         (lambda: keras.optimizers.Nadam(), ["Nadam", "_backend_update_step"]),
         (lambda: keras.optimizers.Muon(), ["Muon"]),
         (lambda: keras.optimizers.ScheduleFreeAdamW(), ["ScheduleFreeAdamW", "not proven"]),
-        (lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()), ["LossScaleOptimizer", "inner"]),
+        (
+            lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()),
+            ["LossScaleOptimizer", "inner"],
+        ),
         (lambda: keras.optimizers.SGD(clipnorm=1.0), ["clipnorm", "clip_norm"]),
         (lambda: keras.optimizers.SGD(clipvalue=1.0), ["clipvalue", "TrainStep.clip"]),
         (lambda: keras.optimizers.SGD(global_clipnorm=1.0), ["global_clipnorm", "clip_norm"]),
