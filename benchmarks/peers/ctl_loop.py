@@ -1,0 +1,42 @@
+"""ctl as its users call it: `ctl.Loop` on the embedded dataset, in memory."""
+
+from __future__ import annotations
+
+import worker
+
+
+def build(model: str, global_batch_size: int, replicas: int, jit_compile: bool):
+    import keras
+    import tensorflow as tf
+
+    import ctl
+
+    keras.utils.set_random_seed(1)
+    placement = ctl.make_strategy(replicas=replicas)
+    dataset = ctl.data.load(global_batch_size=global_batch_size)
+    with placement.strategy.scope():
+        step = ctl.TrainStep(
+            ctl.models.make_model(model, dataset.info.image_shape, dataset.info.num_classes),
+            keras.optimizers.Adam(1e-3),
+            metrics=[keras.metrics.SparseCategoricalAccuracy(name="accuracy")],
+            options=placement.options,
+            jit_compile=jit_compile,
+        )
+
+    def end_window(status) -> None:
+        if status.final:
+            status.reset()
+
+    loop = ctl.Loop(step, dataset, strategy=placement.strategy, actions=[end_window])
+
+    def train(steps: int) -> float:
+        return loop.train(loop.global_step + steps)["loss"]
+
+    return train, {
+        "versions": {"tensorflow": tf.__version__, "keras": keras.__version__},
+        "device": placement.description,
+    }
+
+
+if __name__ == "__main__":
+    worker.serve(build)
