@@ -14,6 +14,20 @@ from ctl.errors import UsageError
 MODELS = ("convnet", "dense", "resnet20", "tiny_transformer")
 SCHEDULES = ("constant", "piecewise", "cosine", "polynomial", "exponential", "inverse_sqrt")
 SCALING_RULES = ("none", "linear", "sqrt")
+STRATEGIES = ("auto", "one_device", "mirrored", "central_storage", "tpu", "default")
+CROSS_DEVICE_OPS = ("auto", "nccl", "ring", "hierarchical_copy", "reduction_to_one_device")
+OPTIMIZERS = (
+    *("sgd", "momentum", "nesterov", "adam", "adamw", "rmsprop", "adagrad", "adadelta", "adamax"),
+    *("ftrl", "lion", "lamb", "adafactor"),
+)
+
+# Optimizers of Keras that ctl refuses, and why: see `ctl.apply.check_optimizer`.
+_REFUSED = {
+    "nadam": "part of its update is outside update_step() and would be lost",
+    "muon": "part of its update is outside update_step() and would be lost",
+    "schedulefreeadamw": "it evaluates other weights than it trains, and is not proven equal",
+    "lossscaleoptimizer": "use --precision=mixed_float16",
+}
 
 _FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
@@ -31,6 +45,14 @@ def check_name(what: str, name: str, known: Iterable[str], otherwise: str = "") 
     raise UsageError(
         f"unknown {what} {name!r}: {hint}the choices are {', '.join(known)}{otherwise}"
     )
+
+
+def check_optimizer_name(name: str) -> None:
+    """Raises `UsageError` unless ``name`` is one of `OPTIMIZERS`."""
+    reason = _REFUSED.get(name.lower().replace("_", ""))
+    if reason:
+        raise UsageError(f"optimizer {name} is refused: {reason}; use {', '.join(OPTIMIZERS)}")
+    check_name("optimizer", name, OPTIMIZERS)
 
 
 def is_function_name(name: str) -> bool:

@@ -16,7 +16,8 @@ from xml.sax.saxutils import escape
 from absl import flags
 
 from ctl.errors import UsageError
-from ctl.flags import check_flags, define_schedule_flags, schedule_arguments
+from ctl.flag_groups import define_schedule_flags, schedule_arguments
+from ctl.flags import check_flags, group
 from ctl.flags import run as run_command
 from ctl.rates import check_positive
 
@@ -41,17 +42,26 @@ _STYLE = """
 """
 
 
+_USAGE = """
+Prints the learning rate of a schedule at a few steps, and draws it.
+
+  python -m ctl.schedule --schedule=cosine --learning_rate=3e-3 --warmup=1ep --plot=rate.svg
+  python -m ctl.schedule --schedule=piecewise --boundaries=3ep,7ep --rates=1e-3,1e-4,1e-5
+"""
+
+
 def run() -> None:
     """The command: parses the flags, prints a table and, with ``--plot``, draws the schedule."""
     define_schedule_flags()
-    flags.DEFINE_string("plot", None, "SVG file to write (default: only print the table).")
-    flags.DEFINE_float("epochs", 12.0, "Length of the training in epochs.")
-    flags.DEFINE_float("steps_per_epoch", 156.0, "Updates per epoch, whole or not.")
-    flags.DEFINE_integer(
-        "global_batch_size", None, "Examples per update, for --lr_scaling (default: none)."
-    )
+    with group("Picture"):
+        flags.DEFINE_string("plot", None, "SVG file to write (default: only print the table).")
+        flags.DEFINE_float("epochs", 12.0, "Length of the training in epochs.")
+        flags.DEFINE_float("steps_per_epoch", 156.0, "Updates per epoch, whole or not.")
+        flags.DEFINE_integer(
+            "global_batch_size", None, "Examples per update, for --lr_scaling (default: none)."
+        )
     check_flags(("epochs", "steps_per_epoch"), _check_length)
-    run_command(_main)
+    run_command(_main, _USAGE)
 
 
 def _check_length(epochs: float, steps_per_epoch: float) -> None:

@@ -225,10 +225,9 @@ def test_your_own_tf_data_is_endless_to_train_and_skipped_to_resume():
     assert [len(batch) for batch in once.batches()] == [4, 4, 2]
 
 
-def test_a_batch_size_that_is_not_static_has_to_be_given():
+def test_a_batch_size_that_is_not_static_is_unknown_unless_given():
     own = tf.data.Dataset.range(10).batch(4)
-    with pytest.raises(UsageError, match="drop_remainder"):
-        _ = as_dataset(own).global_batch_size
+    assert as_dataset(own).global_batch_size is None
     assert as_dataset(own, global_batch_size=4).global_batch_size == 4
 
 

@@ -16,7 +16,7 @@ from absl import flags
 
 from ctl import plot, rates
 from ctl.errors import UsageError
-from ctl.flags import define_schedule_flags, schedule_arguments
+from ctl.flag_groups import define_schedule_flags, schedule_arguments
 from ctl.names import SCHEDULES
 from ctl.schedule import (
     Constant,

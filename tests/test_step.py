@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers import (
+    BATCH,
+    CLASSES,
+    FEATURES,
+    adam,
+    assert_replicas_agree,
+    examples,
+    largest_difference,
+    mlp,
+    precision,
+)
 
 from ctl.apply import PROVEN
 from ctl.errors import UsageError
@@ -15,28 +24,9 @@ from ctl.loop import Evaluator, Loop
 from ctl.step import EvalStep, TrainStep, cross_entropy
 
 STEPS = 20
-BATCH = 16
-CLASSES = 5
-FEATURES = 12
 
 # Rates at which 20 steps move the weights by 0.01 to 1: an update left out would be seen.
 RATES = {"Adadelta": 1.0, "Ftrl": 0.05, "SGD": 0.1, "Lion": 1e-3}
-
-
-def examples(count: int = STEPS * BATCH, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    random = np.random.default_rng(seed)
-    features = random.normal(size=(count, FEATURES)).astype(np.float32)
-    return features, random.integers(0, CLASSES, count)
-
-
-def mlp(**kwargs) -> keras.Model:
-    return keras.Sequential(
-        [
-            keras.layers.Input([FEATURES]),
-            keras.layers.Dense(8, activation="tanh", **kwargs),
-            keras.layers.Dense(CLASSES, dtype="float32"),
-        ]
-    )
 
 
 def keras_loss(labels, logits):
@@ -96,20 +86,6 @@ def train(
     return loop
 
 
-def largest_difference(ours, theirs) -> float:
-    return max(
-        float(np.abs(np.asarray(a) - np.asarray(b)).max())
-        for a, b in zip(ours, theirs, strict=True)
-    )
-
-
-def assert_replicas_agree(strategy, variables) -> None:
-    for variable in variables:
-        values = [v.numpy() for v in strategy.experimental_local_results(variable.value)]
-        for value in values[1:]:
-            np.testing.assert_array_equal(values[0], value, err_msg=variable.path)
-
-
 def both(strategy, make_optimizer, arrays=None, *, make_model=mlp, reference=None, **options):
     """Trains the reference and ours from the same weights; returns both models and the loop."""
     arrays = examples() if arrays is None else arrays
@@ -149,10 +125,6 @@ def test_momentum_equals_plain_keras(mirrored, nesterov):
 
     ours, theirs, *_ = both(mirrored(2), optimizer)
     assert largest_difference(ours.get_weights(), theirs.get_weights()) <= 1e-6
-
-
-def adam(**kwargs):
-    return lambda: keras.optimizers.Adam(0.01, **kwargs)
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 4])
@@ -353,16 +325,6 @@ def test_dropout_masks_differ_between_replicas(mirrored):
     step.separate_dropout()
     step.separate_dropout()
     assert len(np.unique(masks(strategy, dropout), axis=0)) == 4
-
-
-@contextlib.contextmanager
-def precision(name: str):
-    before = keras.mixed_precision.dtype_policy()
-    keras.mixed_precision.set_dtype_policy(name)
-    try:
-        yield
-    finally:
-        keras.mixed_precision.set_dtype_policy(before)
 
 
 @pytest.mark.parametrize("replicas", [1, 2])

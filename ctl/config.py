@@ -1,0 +1,106 @@
+"""The only place that writes and reads ``config.json``: the flags that a run was started with.
+
+Imports no TensorFlow. What is read is untrusted: only known flags are taken, through their own
+parsers and validators.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+
+from ctl import durable
+from ctl.errors import UsageError
+
+SCHEMA = 1
+FILE = "config.json"
+
+# Flags that may change when a run is resumed: how it runs and what it shows, not what is computed.
+# The length may, too, where the schedule does not depend on it.
+_FREE = frozenset(
+    (
+        *("model_dir", "data_dir", "download", "resident_limit_mib", "epochs", "train_steps"),
+        *("strategy", "replicas", "tpu", "cross_device_ops", "collective_timeout"),
+        *("bytes_per_pack", "steps_per_loop", "evaluate_every", "checkpoint_every", "keep"),
+        *("keep_best", "best_metric", "keep_every_hours", "async_checkpoints", "log_every"),
+        *("tensorboard", "profile_steps", "export", "on_nan"),
+    )
+)
+_LENGTH = ("epochs", "train_steps")
+_SCHEDULES_OF_A_LENGTH = ("cosine", "polynomial")
+
+
+def write(model_dir: Path, names: list[str], values: flags.FlagValues = flags.FLAGS) -> None:
+    """Writes the flags ``names`` as they are, with the versions of what computes."""
+    versions = {"python": sys.version.split()[0]}
+    for package in ("ctl", "tensorflow", "keras", "numpy", "tensorflow-datasets"):
+        versions[package] = importlib.metadata.version(package)
+    config = {
+        "schema": SCHEMA,
+        "command": sys.argv,
+        "flags": {name: values[name].value for name in names},
+        "versions": versions,
+    }
+    durable.write_json(model_dir / FILE, config, via=model_dir)
+
+
+def read(model_dir: Path) -> dict[str, Any] | None:
+    """The flags of the run in ``model_dir``; None where there is none.
+
+    Raises:
+        UsageError: the file is not what `write` wrote.
+    """
+    path = model_dir / FILE
+    if not path.exists():
+        return None
+    try:
+        config = durable.read_json(path)
+        stored = config["flags"] if config["schema"] == SCHEMA else None
+    except (durable.Damaged, KeyError, TypeError) as error:
+        raise UsageError(f"{path} is damaged: {error}; move it away to start anew") from error
+    if not isinstance(stored, dict):
+        raise UsageError(f"{path} was not written by this version of ctl")
+    return stored
+
+
+def check_resumable(stored: dict[str, Any], values: flags.FlagValues = flags.FLAGS) -> None:
+    """Raises `UsageError` naming the flags that contradict those the run was started with."""
+    free = _FREE
+    if values.schedule in _SCHEDULES_OF_A_LENGTH:
+        free = free - set(_LENGTH)
+    differ = [
+        f"--{name} was {_show(value)}, is {_show(values[name].value)}"
+        for name, value in stored.items()
+        if name in values and name not in free and value != values[name].value
+    ]
+    if differ:
+        raise UsageError(
+            f"{values.model_dir} holds a run with other flags: {'; '.join(differ)}; use the same "
+            "flags or another --model_dir"
+        )
+
+
+def _show(value: Any) -> str:
+    return "not set" if value is None else json.dumps(value)[:80]
+
+
+def adopt(stored: dict[str, Any], values: flags.FlagValues = flags.FLAGS) -> None:
+    """Sets the flags that the command line left at their default to those of the run."""
+    for name, value in stored.items():
+        if name in values and not values[name].present and isinstance(value, _JSON_SCALARS):
+            try:
+                values[name].parse(str(value))
+            except flags.Error as error:
+                raise UsageError(f"{FILE}: {error}") from error
+    try:
+        values.validate_all_flags()
+    except flags.Error as error:
+        raise UsageError(f"{FILE}: {error}") from error
+
+
+_JSON_SCALARS = (str, int, float, bool)

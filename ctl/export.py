@@ -1,0 +1,39 @@
+"""The only place that writes a trained model for others to use: ``model.keras`` and a SavedModel.
+
+Both take float32 images in [0, 1] (`ctl.step.scale_images` of uint8 ones) and return logits.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import keras
+
+from ctl import durable
+from ctl.errors import CheckpointError
+
+KERAS_FILE = "model.keras"
+SAVED_MODEL = "saved_model"
+
+
+def export_model(model: keras.Model, directory: Path) -> list[Path]:
+    """Writes ``model`` with its weights as they are, in place of an earlier export.
+
+    Returns:
+        The paths of the Keras file and of the SavedModel.
+
+    Raises:
+        CheckpointError: the directory cannot be written; an earlier export is kept.
+    """
+    unfinished = durable.scratch(directory.parent, directory.name)
+    try:
+        unfinished.mkdir(parents=True)
+        model.save(unfinished / KERAS_FILE)
+        model.export(str(unfinished / SAVED_MODEL), verbose=False)
+        durable.publish(unfinished, directory)
+    except OSError as error:
+        raise CheckpointError(f"cannot export to {directory}: {error}; free some space") from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return [directory / KERAS_FILE, directory / SAVED_MODEL]

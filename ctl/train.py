@@ -1,0 +1,285 @@
+"""The binary: flags to objects to `ctl.Loop.train_and_evaluate`. See `main`."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from absl import flags, logging
+
+from ctl import config, console, flag_groups
+from ctl.flags import grouped_flags
+from ctl.flags import run as run_command
+from ctl.rates import steps_from
+
+if TYPE_CHECKING:
+    import keras
+
+    from ctl.loop import Loop
+    from ctl.strategy import Placement
+
+FLAGS = flags.FLAGS
+flags.disclaim_key_flags()
+
+_USAGE = """
+Trains an image classifier with an explicit loop that owns its all-reduce.
+
+  python -m ctl.train --model_dir=/tmp/run                        # embedded data, any machine
+  python -m ctl.train --model_dir=/tmp/run --dataset=mnist --replicas=2 --global_batch_size=128
+  python -m ctl.train --model_dir=/tmp/run --model=my.module:make_model --optimizer=adamw
+
+The same command again resumes, bit for bit. SIGTERM and Ctrl-C save and exit with 42.
+Exit codes: 0 done, 1 a bug, 2 wrong flags or missing data, 3 NaN or Inf, 4 checkpoints or disk,
+5 an all-reduce that timed out, 42 stopped by a signal and saved.
+"""
+
+_DEFAULT_EPOCHS = 10.0
+
+
+def run() -> None:
+    """The command line, also installed as ``ctl-train``."""
+    define_flags()
+    run_command(main, _USAGE)
+
+
+def define_flags() -> None:
+    """All groups of flags; `ctl.evaluate` has the same, to read them from ``config.json``."""
+    flag_groups.define_run_flags()
+    flag_groups.define_data_flags()
+    flag_groups.define_model_flags()
+    flag_groups.define_step_flags()
+    flag_groups.define_schedule_flags()
+    FLAGS.set_default("schedule", "cosine")
+    flag_groups.define_device_flags()
+    flag_groups.define_checkpoint_flags()
+    flag_groups.define_output_flags()
+
+
+def main() -> None:
+    """Trains, evaluates, saves, exports, and says what to try next."""
+    model_dir = Path(FLAGS.model_dir)
+    stored = config.read(model_dir)
+    if stored is not None:
+        config.check_resumable(stored)
+    console.log_to_terminal()
+    logging.info("loading TensorFlow")
+    console.load_tensorflow()
+
+    import keras
+
+    from ctl import data
+    from ctl.checkpoint import CheckpointManager
+    from ctl.strategy import make_strategy
+
+    keras.utils.set_random_seed(FLAGS.seed)
+    keras.mixed_precision.set_dtype_policy(FLAGS.precision)
+    placement = make_strategy(
+        FLAGS.strategy,
+        replicas=FLAGS.replicas,
+        cross_device_ops=FLAGS.cross_device_ops,
+        collective_timeout=FLAGS.collective_timeout,
+        tpu=FLAGS.tpu,
+    )
+    logging.info("strategy: %s", placement.description)
+    train, evaluation = load_data(data, training=True), load_data(data, training=False)
+    logging.info("training data: %s", train.description)
+    logging.info("evaluation data: %s", evaluation.description)
+    steps_per_epoch = train.num_examples / train.global_batch_size
+    total_steps = FLAGS.train_steps or math.ceil(
+        (FLAGS.epochs or _DEFAULT_EPOCHS) * steps_per_epoch - 1e-6
+    )
+    model_dir.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        checkpoints = stack.enter_context(
+            CheckpointManager(
+                model_dir / "checkpoints",
+                keep=FLAGS.keep,
+                keep_best=FLAGS.keep_best,
+                best_metric=FLAGS.best_metric,
+                best_mode="max" if FLAGS.best_metric == "accuracy" else "min",
+                keep_every_hours=FLAGS.keep_every_hours,
+                asynchronous=FLAGS.async_checkpoints,
+                fingerprint=train.fingerprint(),
+                soft_keys=("tensorflow",),
+            )
+        )
+        config.write(model_dir, grouped_flags())
+        loop = make_loop(placement, train, evaluation, total_steps, checkpoints)
+        saved = loop.restore()
+        if saved:
+            logging.info("resuming at step %d from %s", saved.step, saved.path)
+        on_wake = _add_actions(loop, stack, model_dir, steps_per_epoch)
+        started, first = time.monotonic(), loop.global_step
+        with loop.stop_on_signals():
+            logging.info("compiling the first step: this takes some seconds")
+            results = loop.train_and_evaluate(
+                total_steps,
+                evaluate_every=steps_from(
+                    "--evaluate_every", FLAGS.evaluate_every, steps_per_epoch
+                ),
+                on_wake=on_wake,
+            )
+        seconds = time.monotonic() - started
+        checkpoints.wait()
+        exported = _export(loop, model_dir) if FLAGS.export else []
+    _summarize(model_dir, results, total_steps, total_steps - first, seconds, exported)
+
+
+def load_data(data: Any, *, training: bool) -> Any:
+    """The dataset that the flags name; ``data`` is `ctl.data`, which takes TensorFlow to load."""
+    shape = flag_groups.image_shape_from(FLAGS.image_shape)
+    if FLAGS.dataset == "synthetic":
+        return data.synthetic(
+            shape or (28, 28, 1),
+            FLAGS.num_classes,
+            FLAGS.num_examples,
+            global_batch_size=FLAGS.global_batch_size,
+            seed=FLAGS.seed,
+            training=training,
+        )
+    return data.load(
+        FLAGS.dataset,
+        global_batch_size=FLAGS.global_batch_size,
+        training=training,
+        split=FLAGS.train_split if training else FLAGS.eval_split,
+        seed=FLAGS.seed,
+        data_dir=FLAGS.data_dir,
+        download=FLAGS.download,
+        image_shape=shape,
+        resident_limit_mib=FLAGS.resident_limit_mib,
+        shuffle_buffer=FLAGS.shuffle_buffer,
+    )
+
+
+def make_loop(
+    placement: Placement, train: Any, evaluation: Any, total_steps: int, checkpoints: Any
+) -> Loop:
+    """Model, optimizer, step and loop, in the strategy's scope."""
+    import keras
+
+    from ctl.loop import Evaluator, Loop
+    from ctl.models import make_model
+    from ctl.schedule import make_schedule
+    from ctl.step import EvalStep, TrainStep, cross_entropy
+
+    schedule = make_schedule(
+        total_steps=total_steps,
+        steps_per_epoch=train.num_examples / train.global_batch_size,
+        global_batch_size=train.global_batch_size,
+        **flag_groups.schedule_arguments(),
+    )
+
+    def smoothed(labels: Any, logits: Any) -> Any:
+        return cross_entropy(labels, logits, FLAGS.label_smoothing)
+
+    with placement.strategy.scope():
+        model = make_model(FLAGS.model, train.info.image_shape, train.info.num_classes)
+        step = TrainStep(
+            model,
+            make_optimizer(FLAGS.optimizer, FLAGS.momentum, FLAGS.weight_decay),
+            smoothed if FLAGS.label_smoothing else cross_entropy,
+            metrics=[keras.metrics.SparseCategoricalAccuracy("accuracy")],
+            clip_norm=FLAGS.clip_norm,
+            accumulate_steps=FLAGS.accumulate_steps,
+            ema_decay=FLAGS.ema_decay,
+            loss_scale=FLAGS.precision == "mixed_float16",
+            on_nan=FLAGS.on_nan,
+            bytes_per_pack=FLAGS.bytes_per_pack,
+            options=placement.options,
+            jit_compile=FLAGS.jit_compile,
+        )
+        eval_step = EvalStep(model, metrics=[keras.metrics.SparseCategoricalAccuracy("accuracy")])
+    return Loop(
+        step,
+        train,
+        strategy=placement.strategy,
+        schedule=schedule,
+        evaluator=Evaluator(eval_step, evaluation, strategy=placement.strategy),
+        checkpoints=checkpoints,
+        steps_per_loop=FLAGS.steps_per_loop or None,
+    )
+
+
+def make_optimizer(
+    name: str, momentum: float, weight_decay: float | None
+) -> keras.optimizers.Optimizer:
+    """The Keras optimizer of one of `ctl.names.OPTIMIZERS`; its rate comes from the schedule."""
+    import keras
+
+    if name in ("momentum", "nesterov"):
+        return keras.optimizers.SGD(
+            momentum=momentum, nesterov=name == "nesterov", weight_decay=weight_decay
+        )
+    by_name = {kind.__name__.lower(): kind for kind in keras.optimizers.Optimizer.__subclasses__()}
+    options = {} if weight_decay is None else {"weight_decay": weight_decay}
+    return by_name[name](**options)
+
+
+def _add_actions(loop: Loop, stack: Any, model_dir: Path, steps_per_epoch: float) -> Any:
+    """Logs, progress, checkpoints and profile; returns what shows the progress of evaluation."""
+    from ctl.actions import Every, Log, parse_window
+    from ctl.profiler import Profile
+    from ctl.progress import Lines, Progress
+    from ctl.sinks import JsonLines, TensorBoard
+
+    bar = stack.enter_context(Progress()) if sys.stdout.isatty() else None
+    sinks = [JsonLines(model_dir / "metrics.jsonl"), bar or Lines()]
+    if FLAGS.tensorboard:
+        sinks.append(TensorBoard(model_dir))
+    log = Log(*sinks)
+    stack.callback(log.close)
+    loop.eval_actions.append(log.evaluated)
+    loop.actions.append(
+        Every(log, steps=max(1, steps_from("--log_every", FLAGS.log_every, steps_per_epoch)))
+    )
+    if FLAGS.checkpoint_every:
+        steps = steps_from("--checkpoint_every", FLAGS.checkpoint_every, steps_per_epoch)
+        loop.actions.append(Every(lambda status: loop.save(), steps=max(1, steps)))
+    if FLAGS.profile_steps:
+        profile = Profile(*parse_window(FLAGS.profile_steps), model_dir / "train")
+        stack.callback(profile.close)
+        loop.actions.append(profile)
+    if bar:
+        loop.actions.append(bar)
+    return bar.evaluating if bar else None
+
+
+def _export(loop: Loop, model_dir: Path) -> list[Path]:
+    from ctl.export import export_model
+
+    with loop.step.applier.averaged():
+        return export_model(loop.step.model, model_dir / "export")
+
+
+def _summarize(
+    model_dir: Path,
+    results: dict[str, float],
+    total_steps: int,
+    steps: int,
+    seconds: float,
+    exported: list[Path],
+) -> None:
+    scores = "  ".join(f"{name} {value:.4f}" for name, value in results.items())
+    lines = [
+        "",
+        f"done: {total_steps} steps, {steps} of them now in {seconds:.1f} s  |  test: {scores}",
+        f"  checkpoints  {model_dir / 'checkpoints'}",
+        f"  log          {model_dir / 'metrics.jsonl'}",
+        *(f"  exported     {path}" for path in exported),
+        "next:",
+        f"  python -m ctl.evaluate --model_dir={model_dir}",
+    ]
+    if FLAGS.tensorboard:
+        lines.append(f"  tensorboard --logdir={model_dir}")
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    if os.path.basename(sys.argv[0]) == "train.py":
+        sys.argv[0] = "python -m ctl.train"
+    run()
