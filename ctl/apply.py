@@ -158,7 +158,11 @@ class Apply:
         self.ema = []
         if ema_decay is not None:
             self.ema = [
-                tf.Variable(tf.convert_to_tensor(v.value), trainable=False, name="ema")
+                tf.Variable(
+                    tf.convert_to_tensor(v.value),
+                    trainable=False,
+                    name=v.value.name.removesuffix(":0"),
+                )
                 for v in variables
             ]
 

@@ -29,7 +29,7 @@ def define_run_flags() -> None:
             "Directory of the run: checkpoints, logs, TensorBoard, exported model. The same "
             "command on the same directory resumes where it stopped. Required.",
         )
-        flags.DEFINE_float("epochs", None, "Passes over the training data (default: 10).")
+        flags.DEFINE_float("epochs", None, "Passes over the training data (default: 12).")
         flags.DEFINE_integer(
             "train_steps", None, "Global batches to train on, instead of --epochs.", lower_bound=1
         )
@@ -155,7 +155,7 @@ def define_step_flags() -> None:
         flags.DEFINE_enum(
             "precision",
             "float32",
-            ["float32", "mixed_bfloat16", "mixed_float16"],
+            names.PRECISIONS,
             "Type of the computation. Weights stay float32; float16 has a dynamic loss scale, "
             "judged on the reduced gradient.",
         )
@@ -192,7 +192,7 @@ def _check_step(clip_norm: float | None, ema_decay: float | None) -> None:
         raise UsageError(f"--ema_decay={ema_decay} must be between 0 and 1")
 
 
-def define_device_flags() -> None:
+def define_device_flags(training: bool = True) -> None:
     """Where it runs: `ctl.strategy.make_strategy`."""
     with group("Devices"):
         flags.DEFINE_enum(
@@ -219,7 +219,7 @@ def define_device_flags() -> None:
         )
         flags.DEFINE_string("tpu", "", "For --strategy=tpu: a name, local, or grpc://host:port.")
     check_flags(["strategy", "replicas", "tpu"], _check_devices)
-    if "global_batch_size" in flags.FLAGS:
+    if training:
         check_flags(["global_batch_size", "replicas"], _check_batch)
 
 

@@ -16,6 +16,7 @@ SCHEDULES = ("constant", "piecewise", "cosine", "polynomial", "exponential", "in
 SCALING_RULES = ("none", "linear", "sqrt")
 STRATEGIES = ("auto", "one_device", "mirrored", "central_storage", "tpu", "default")
 CROSS_DEVICE_OPS = ("auto", "nccl", "ring", "hierarchical_copy", "reduction_to_one_device")
+PRECISIONS = ("float32", "mixed_bfloat16", "mixed_float16")
 OPTIMIZERS = (
     *("sgd", "momentum", "nesterov", "adam", "adamw", "rmsprop", "adagrad", "adadelta", "adamax"),
     *("ftrl", "lion", "lamb", "adafactor"),

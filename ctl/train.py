@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import sys
 import time
 from pathlib import Path
@@ -38,7 +37,7 @@ Exit codes: 0 done, 1 a bug, 2 wrong flags or missing data, 3 NaN or Inf, 4 chec
 5 an all-reduce that timed out, 42 stopped by a signal and saved.
 """
 
-_DEFAULT_EPOCHS = 10.0
+_DEFAULT_EPOCHS = 12.0
 
 
 def run() -> None:
@@ -116,7 +115,8 @@ def main() -> None:
         on_wake = _add_actions(loop, stack, model_dir, steps_per_epoch)
         started, first = time.monotonic(), loop.global_step
         with loop.stop_on_signals():
-            logging.info("compiling the first step: this takes some seconds")
+            if first < total_steps:
+                logging.info("compiling the first step: this takes some seconds")
             results = loop.train_and_evaluate(
                 total_steps,
                 evaluate_every=steps_from(
@@ -280,6 +280,4 @@ def _summarize(
 
 
 if __name__ == "__main__":
-    if os.path.basename(sys.argv[0]) == "train.py":
-        sys.argv[0] = "python -m ctl.train"
     run()

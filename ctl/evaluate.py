@@ -1,0 +1,172 @@
+"""The command that evaluates a checkpoint of a run, or an exported model. See `main`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from absl import flags, logging
+
+from ctl import config, console, flag_groups, names
+from ctl.errors import CheckpointError, UsageError
+from ctl.flags import check_flags, group
+from ctl.flags import run as run_command
+from ctl.train import load_data
+
+if TYPE_CHECKING:
+    import keras
+
+    from ctl.checkpoint import Saved
+    from ctl.loop import Evaluator
+
+FLAGS = flags.FLAGS
+flags.disclaim_key_flags()
+
+_USAGE = """
+Evaluates a checkpoint of a run, or an exported model, on every example of the test data.
+
+  python -m ctl.evaluate --model_dir=/tmp/run                      # the latest checkpoint
+  python -m ctl.evaluate --model_dir=/tmp/run --checkpoint=best --replicas=2
+  python -m ctl.evaluate --model_dir=/tmp/run --watch              # each new one as it appears
+  python -m ctl.evaluate --model=/tmp/run/export/model.keras
+
+Data, model and precision are those of the run (config.json) unless given.
+"""
+
+
+def run() -> None:
+    """The command line, also installed as ``ctl-evaluate``."""
+    with group("What to evaluate"):
+        flags.DEFINE_string("model_dir", None, "Directory of a run of ctl.train.")
+        flags.DEFINE_string(
+            "model",
+            None,
+            "A .keras file instead of --model_dir; or, with --model_dir, the "
+            "package.module:function that the run was trained with.",
+        )
+        flags.DEFINE_string("checkpoint", "latest", "latest, best, or a step.")
+        flags.DEFINE_boolean("watch", False, "Evaluate each new checkpoint as it appears.")
+        flags.DEFINE_float(
+            "watch_timeout", 600, "Seconds without a new checkpoint that end --watch.", 0
+        )
+        flags.DEFINE_boolean("json", False, "Print one JSON object per evaluation.")
+    flag_groups.define_data_flags()
+    flag_groups.define_device_flags(training=False)
+    with group("Computation"):
+        flags.DEFINE_enum(
+            "precision", "float32", names.PRECISIONS, "Type of the computation, with --model_dir."
+        )
+        flags.DEFINE_integer("seed", 0, "Of synthetic data.", lower_bound=0)
+    check_flags(["model_dir", "model", "checkpoint", "watch"], _check)
+    run_command(main, _USAGE)
+
+
+def _check(model_dir: str | None, model: str | None, checkpoint: str, watch: bool) -> None:
+    if not model_dir and not model:
+        raise UsageError("give --model_dir=DIR of a run, or --model=FILE.keras")
+    if model_dir and not (Path(model_dir) / config.FILE).exists():
+        raise UsageError(f"--model_dir={model_dir} holds no run of ctl.train: no {config.FILE}")
+    if model and not model_dir and not Path(model).is_file():
+        raise UsageError(f"--model={model}: no such file")
+    if model and model_dir:
+        names.check_model_name(model)
+    if checkpoint not in ("latest", "best") and not checkpoint.isdigit():
+        raise UsageError(f"--checkpoint={checkpoint} is not latest, best or a step")
+    if watch and (not model_dir or checkpoint != "latest"):
+        raise UsageError("--watch needs --model_dir, and evaluates the latest checkpoint")
+
+
+def main() -> None:
+    """Evaluates once, or with ``--watch`` until no new checkpoint comes."""
+    averaged = _adopt_run() if FLAGS.model_dir else False
+    console.log_to_terminal()
+    console.load_tensorflow()
+
+    import keras
+
+    from ctl import data
+    from ctl.checkpoint import CheckpointManager
+    from ctl.loop import Evaluator
+    from ctl.models import make_model
+    from ctl.step import EvalStep
+    from ctl.strategy import make_strategy
+
+    keras.mixed_precision.set_dtype_policy(FLAGS.precision)
+    placement = make_strategy(
+        FLAGS.strategy,
+        replicas=FLAGS.replicas,
+        cross_device_ops=FLAGS.cross_device_ops,
+        collective_timeout=FLAGS.collective_timeout,
+        tpu=FLAGS.tpu,
+    )
+    logging.info("strategy: %s", placement.description)
+    dataset = load_data(data, training=False)
+    logging.info("evaluation data: %s", dataset.description)
+    with placement.strategy.scope():
+        if FLAGS.model_dir:
+            model = make_model(FLAGS.model, dataset.info.image_shape, dataset.info.num_classes)
+        else:
+            model = _load(Path(FLAGS.model))
+        step = EvalStep(model, metrics=[keras.metrics.SparseCategoricalAccuracy("accuracy")])
+    evaluator = Evaluator(step, dataset, strategy=placement.strategy)
+    if not FLAGS.model_dir:
+        _show(evaluator, None)
+        return
+    checkpoints = CheckpointManager(Path(FLAGS.model_dir) / "checkpoints", read_only=True)
+    state = {"model": model.variables}
+    if averaged:
+        state["ema"] = model.trainable_variables  # after, and so in place of, those of the model
+    with checkpoints:
+        wanted = FLAGS.checkpoint
+        saved = checkpoints.restore(state, int(wanted) if wanted.isdigit() else wanted)
+        if saved:
+            _show(evaluator, saved)
+        elif not FLAGS.watch:
+            raise CheckpointError(f"{checkpoints.directory} holds no checkpoint")
+        while FLAGS.watch:
+            new = checkpoints.wait_for_new(saved.step if saved else -1, FLAGS.watch_timeout)
+            if new is None:
+                logging.info("no new checkpoint in %g s", FLAGS.watch_timeout)
+                return
+            saved = checkpoints.restore(state)
+            _show(evaluator, saved)
+
+
+def _adopt_run() -> bool:
+    """Takes the flags of the run, but not code: importing a module that a file names runs it.
+
+    Returns:
+        Whether the run keeps averaged weights, which are then what is evaluated.
+    """
+    stored = config.read(Path(FLAGS.model_dir)) or {}
+    model = stored.get("model")
+    if FLAGS.model is None and names.is_function_name(str(model)):
+        raise UsageError(f"the run was trained with --model={model}: give that flag again")
+    config.adopt(stored)
+    return stored.get("ema_decay") is not None
+
+
+def _load(path: Path) -> keras.Model:
+    import keras
+
+    try:
+        return keras.saving.load_model(path, compile=False)
+    except (ValueError, TypeError, OSError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0][:200]
+        raise UsageError(f"{path} is not a Keras model that can be loaded: {reason}") from error
+
+
+def _show(evaluator: Evaluator, saved: Saved | None) -> None:
+    results = evaluator.run()
+    if FLAGS.json:
+        where = {"step": saved.step, "path": str(saved.path)} if saved else {"path": FLAGS.model}
+        print(json.dumps({**where, **results}), flush=True)
+        return
+    scores = "  ".join(f"{name} {value:.6f}" for name, value in results.items())
+    where = f"step {saved.step} ({saved.path})" if saved else FLAGS.model
+    print(f"{where}: {scores}", flush=True)
+
+
+if __name__ == "__main__":
+    run()
