@@ -24,15 +24,18 @@ _groups: list[tuple[str, list[str]]] = []  # title and flags, in the order of --
 _HELP = ("--help", "-help", "-h", "--helpshort", "--helpfull")
 
 
-def run(main: Callable[[], None], usage: str) -> None:
+def run(main: Callable[..., None], usage: str, *, takes_command: bool = False) -> None:
     """Parses the command line, calls ``main`` and exits.
+
+    With ``takes_command``, what follows ``--`` is given to ``main`` as a list.
 
     ``--help`` prints ``usage`` and every `group`, and exits with 0. A wrong flag is one line on
     stderr and exit code 2; a `CtlError` is one line and its exit code; Ctrl-C is 130.
     """
 
     def parse(argv: Sequence[str]) -> list[str]:
-        if any(argument in _HELP for argument in argv[1:]):
+        own = argv[1 : argv.index("--")] if takes_command and "--" in argv else argv[1:]
+        if any(argument in _HELP for argument in own):
             with contextlib.suppress(BrokenPipeError):  # of `--help | head`
                 print(help_text(usage), flush=True)
             os._exit(0)
@@ -40,13 +43,13 @@ def run(main: Callable[[], None], usage: str) -> None:
             positional = flags.FLAGS(argv)[1:]
         except flags.Error as error:
             _fail(str(error), UsageError.exit_code)
-        if positional:
+        if positional and not takes_command:
             _fail(f"unexpected argument {positional[0]!r}: see --help", UsageError.exit_code)
-        return argv[:1]
+        return [argv[0], *positional]
 
-    def call(_: Sequence[str]) -> None:
+    def call(argv: Sequence[str]) -> None:
         try:
-            main()
+            main(*([argv[1:]] if takes_command else []))
         except CtlError as error:
             _fail(str(error), error.exit_code)
         except KeyboardInterrupt:

@@ -1,0 +1,184 @@
+"""The only place that finds out who the workers of a job are, and waits for them to come.
+
+A cluster is described by ``TF_CONFIG``, by flags, or by Slurm. Imports no TensorFlow, so that a
+wrong description is one line at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from absl import logging
+
+from ctl.errors import PeerError, UsageError
+
+# When to say who is missing, the first time and again (seconds).
+_QUIET_SECONDS = 10.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Cluster:
+    """The workers of a job. Worker 0 is the chief: it writes checkpoints and logs.
+
+    Attributes:
+        workers: ``host:port`` of each.
+        index: which of them this process is.
+        source: where this was found, for the log.
+    """
+
+    workers: tuple[str, ...]
+    index: int
+    source: str
+
+    @property
+    def is_chief(self) -> bool:
+        return self.index == 0
+
+    def tf_config(self) -> str:
+        """The JSON that TensorFlow expects in ``TF_CONFIG``."""
+        return json.dumps(
+            {
+                "cluster": {"worker": self.workers},
+                "task": {"type": "worker", "index": self.index},
+            }
+        )
+
+
+def resolve(
+    workers: Sequence[str] | None,
+    worker_index: int | None,
+    environ: Mapping[str, str] = os.environ,
+) -> Cluster:
+    """The cluster of ``--workers`` and ``--worker_index``, or of ``TF_CONFIG``, or of Slurm.
+
+    Raises:
+        UsageError: none of them is there, or it contradicts itself.
+    """
+    if workers:
+        if worker_index is None:
+            raise UsageError("--workers needs --worker_index: which of them this process is")
+        return _checked(workers, worker_index, "--workers")
+    if worker_index is not None:
+        raise UsageError("--worker_index needs --workers=HOST:PORT,HOST:PORT,…")
+    if environ.get("TF_CONFIG"):
+        return _from_tf_config(environ["TF_CONFIG"])
+    if "SLURM_STEP_NUM_TASKS" in environ:
+        return _from_slurm()
+    raise UsageError(
+        "--strategy=multi_worker finds no cluster: give --workers=HOST:PORT,… and --worker_index, "
+        "set TF_CONFIG, or start with ctl.launch or srun"
+    )
+
+
+def _from_tf_config(text: str) -> Cluster:
+    try:
+        config = json.loads(text)
+        jobs, task = config["cluster"], config["task"]
+        kind, index = task["type"], int(task["index"])
+        # A chief is the first worker by another name.
+        chiefs = [*jobs.get("chief", []), *jobs.get("master", [])]
+        workers = [*chiefs, *jobs.get("worker", [])]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(
+            f"TF_CONFIG is not as TensorFlow wants it ({type(error).__name__}: {error}); e.g. "
+            '{"cluster": {"worker": ["host0:2222", "host1:2222"]}, '
+            '"task": {"type": "worker", "index": 0}}'
+        ) from error
+    if kind not in ("worker", "chief", "master"):
+        raise UsageError(f"TF_CONFIG: this task is a {kind!r}; multi_worker has workers only")
+    return _checked(workers, index + (len(chiefs) if kind == "worker" else 0), "TF_CONFIG")
+
+
+def _from_slurm() -> Cluster:
+    """By TensorFlow's own resolver, from the variables of a Slurm job step."""
+    import tensorflow as tf
+
+    try:
+        resolver = tf.distribute.cluster_resolver.SlurmClusterResolver(auto_set_gpu=False)
+        workers = resolver.cluster_spec().as_dict()["worker"]
+        _, index = resolver.get_task_info()
+    except (RuntimeError, ValueError, KeyError, OSError) as error:
+        raise UsageError(f"cannot read the cluster from Slurm: {error}") from error
+    return _checked(workers, index, "Slurm")
+
+
+def _checked(workers: Sequence[Any], index: int, source: str) -> Cluster:
+    for address in workers:
+        host, _, port = str(address).rpartition(":")
+        if not host or not port.isdigit() or not 0 < int(port) < 65536:
+            raise UsageError(f"{source}: {address!r} is not HOST:PORT")
+    if len(set(workers)) != len(workers):
+        raise UsageError(f"{source}: an address occurs twice in {', '.join(workers)}")
+    if not 0 <= index < len(workers):
+        raise UsageError(f"{source}: there is no worker {index}; it names {len(workers)}")
+    return Cluster(tuple(map(str, workers)), index, source)
+
+
+def check_port(cluster: Cluster) -> None:
+    """Raises `UsageError` when this worker's port is taken."""
+    host, _, port = cluster.workers[cluster.index].rpartition(":")
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", int(port)))
+        except OSError as error:
+            raise UsageError(
+                f"worker {cluster.index} cannot listen on {host}:{port}: {error.strerror}; choose "
+                "another port"
+            ) from error
+
+
+@contextlib.contextmanager
+def waiting_for_peers(cluster: Cluster, timeout: float) -> Iterator[None]:
+    """While inside, says who is missing after 10 s, and ends the process after ``timeout`` s.
+
+    TensorFlow's own connecting cannot be interrupted, and the chief's has no time limit; that is
+    why this ends the process, with the exit code of `PeerError`.
+    """
+    arrived = threading.Event()
+
+    def watch() -> None:
+        began = time.monotonic()
+        while not arrived.wait(min(_QUIET_SECONDS, max(0.1, began + timeout - time.monotonic()))):
+            seconds = time.monotonic() - began
+            missing = _missing(cluster)
+            if arrived.is_set():
+                return
+            if seconds >= timeout:
+                print(
+                    f"worker {cluster.index}: gave up after {seconds:.0f} s (--startup_timeout) "
+                    f"waiting for {missing}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                os._exit(PeerError.exit_code)
+            logging.warning("worker %d waits for %s since %.0f s", cluster.index, missing, seconds)
+
+    threading.Thread(target=watch, name="waiting_for_peers", daemon=True).start()
+    try:
+        yield
+    finally:
+        arrived.set()
+
+
+def _missing(cluster: Cluster) -> str:
+    """Names the workers that do not listen."""
+    absent = []
+    for index, address in enumerate(cluster.workers):
+        host, _, port = address.rpartition(":")
+        if index != cluster.index:
+            try:
+                socket.create_connection((host, int(port)), timeout=1.0).close()
+            except OSError as error:
+                reason = error.strerror or str(error)
+                absent.append(f"worker {index} at {address} ({reason})")
+    return ", ".join(absent) or "workers that listen but have not joined"

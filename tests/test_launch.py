@@ -1,0 +1,185 @@
+"""ctl.launch with real processes: output, codes, restarts, signals, no orphans."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from ctl.launch import cluster
+
+WHO = "import json,os,sys,time; task=json.loads(os.environ['TF_CONFIG'])['task']['index']; "
+
+
+def start(*arguments: str, code: str = "", command: list[str] | None = None) -> subprocess.Popen:
+    command = command or [sys.executable, "-c", WHO + code]
+    return subprocess.Popen(
+        [sys.executable, "-m", "ctl.launch", *arguments, "--", *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen, timeout: float = 60) -> tuple[int, str, str]:
+    try:
+        out, err = process.communicate(timeout=timeout)
+    finally:
+        process.kill()
+    return process.returncode, out, err
+
+
+def alive(pid: int) -> bool:
+    """Whether ``pid`` runs: not gone, and not a zombie that nobody has waited for."""
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until(condition, timeout: float = 20) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+
+
+def test_every_worker_gets_its_place_and_its_output_a_name():
+    code = "print(os.environ['TF_CONFIG']); print('oops', file=sys.stderr)"
+    status, out, err = finish(start("--workers=3", code=code))
+    assert status == 0
+    configs = {}
+    for line in out.splitlines():
+        name, _, text = line.partition("] ")
+        configs[name] = json.loads(text)
+    assert sorted(configs) == ["[worker 0", "[worker 1", "[worker 2"]
+    for index in range(3):
+        assert configs[f"[worker {index}"]["task"] == {"type": "worker", "index": index}
+    clusters = [config["cluster"] for config in configs.values()]
+    assert clusters[0] == clusters[1] == clusters[2]
+    assert len(set(clusters[0]["worker"])) == 3
+    assert all(address.startswith("127.0.0.1:") for address in clusters[0]["worker"])
+    assert sorted(err.splitlines()) == [f"[worker {i}] oops" for i in range(3)]
+
+
+def test_ports_differ():
+    addresses = cluster(50)["worker"]
+    assert len(set(addresses)) == 50
+
+
+def test_one_failure_ends_all_and_is_the_exit_code():
+    code = "sys.exit(7) if task == 1 else time.sleep(100)"
+    status, _, err = finish(start("--workers=2", "--grace=2", code=code))
+    assert status == 7
+    assert "[launch] worker 1 exited with 7" in err
+
+
+def test_the_cause_is_named_not_the_peers_who_lost_it():
+    """Worker 0 ends with 5, a lost peer, before worker 1 is seen to have died."""
+    code = "(time.sleep(0.4), os.kill(os.getpid(), 9)) if task else os._exit(5)"
+    status, _, err = finish(start("--workers=2", "--grace=2", code=code))
+    assert status == 137
+    assert "worker 1 died of SIGKILL" in err
+
+
+def test_restarts_on_new_ports_until_it_works(tmp_path):
+    marks = tmp_path / "marks"
+    code = (
+        f"ports=json.loads(os.environ['TF_CONFIG'])['cluster']['worker']; path={str(marks)!r}; "
+        "open(path,'a').write(ports[0]+'\\n') if task == 0 else None; time.sleep(0.5); "
+        "sys.exit(9 if task == 0 and len(open(path).readlines()) < 3 else 0)"
+    )
+    status, _, err = finish(
+        start("--workers=2", "--max_restarts=5", "--backoff=0.1", "--grace=4", code=code)
+    )
+    assert status == 0
+    assert "restart 1 of 5 in 0.1 s" in err and "restart 2 of 5 in 0.2 s" in err
+    assert "restart 3" not in err
+    assert len(set(marks.read_text().splitlines())) == 3
+
+
+def test_gives_up_with_the_last_code():
+    status, _, err = finish(
+        start("--workers=2", "--max_restarts=1", "--backoff=0", "--grace=1", code="sys.exit(9)")
+    )
+    assert status == 9
+    assert err.count("restart") == 1
+
+
+@pytest.mark.parametrize("code", [2, 3, 42])
+def test_what_a_restart_cannot_mend_is_not_restarted(code):
+    status, _, err = finish(
+        start("--workers=1", "--max_restarts=3", "--grace=1", code=f"sys.exit({code})")
+    )
+    assert status == code
+    assert "restart" not in err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_are_passed_on_and_not_restarted(number):
+    code = (
+        "import signal; [signal.signal(n, lambda n, f: (print('got', n, flush=True), os._exit(42)))"
+        " for n in (2, 15)]; print('up', flush=True); time.sleep(100)"
+    )
+    process = start("--workers=2", "--max_restarts=3", code=code)
+    assert [process.stdout.readline().strip()[-2:] for _ in range(2)] == ["up", "up"]
+    process.send_signal(number)
+    status, out, err = finish(process)
+    assert status == 42
+    assert out.count(f"got {int(number)}") == 2
+    assert "restart" not in err
+
+
+def test_who_ignores_the_signal_is_killed_after_the_grace():
+    code = "import signal; signal.signal(15, signal.SIG_IGN); print(os.getpid(), flush=True); "
+    process = start("--workers=1", "--grace=1", code=code + "time.sleep(100)")
+    pid = int(process.stdout.readline().split()[-1])
+    process.send_signal(signal.SIGTERM)
+    status, _, err = finish(process)
+    assert status == 128 + signal.SIGTERM
+    assert not alive(pid)
+
+
+def test_no_orphan_when_the_launcher_is_killed():
+    """Grandchildren too: the workers are shells with a child each."""
+    command = ["sh", "-c", "sleep 1000 & echo $$ $!; wait"]
+    process = start("--workers=2", command=command)
+    lines = [process.stdout.readline().split()[2:] for _ in range(2)]
+    pids = [int(pid) for line in lines for pid in line]
+    assert len(pids) == 4 and all(map(alive, pids))
+    process.kill()
+    process.wait()
+    try:
+        wait_until(lambda: not any(map(alive, pids)))
+    finally:
+        for pid in filter(alive, pids):
+            os.kill(pid, signal.SIGKILL)
+        process.communicate()
+
+
+def test_no_orphan_when_a_worker_leaves_one_behind():
+    command = ["sh", "-c", "sleep 1000 & echo $!; exit 0"]
+    status, out, _ = finish(start("--workers=1", command=command), timeout=30)
+    assert status == 0
+    assert not alive(int(out.split()[-1]))
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [([], "-- COMMAND"), (["no-such-program"], "no-such-program: No such file")],
+)
+def test_nothing_to_start_is_one_line(command, words):
+    process = subprocess.run(
+        [sys.executable, "-m", "ctl.launch", "--workers=2", "--", *command],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert process.returncode == 2
+    assert words in process.stderr and len(process.stderr.splitlines()) == 1
