@@ -74,14 +74,15 @@ def load(
     check_batch_size(global_batch_size, source.num_examples, training)
     size = source.decoded_bytes / 2**20
     fits = size <= resident_limit_mib
+    residence = f"{size:.1f} MiB resident"
+    if not fits:
+        residence = f"streamed: {size:.1f} MiB are over the limit of {resident_limit_mib:g} MiB"
     order: dict[str, Any] = {
         "global_batch_size": global_batch_size,
         "seed": seed,
         "training": training,
         "description": (
-            f"{builder.info.full_name} {split}: {source.num_examples} examples, "
-            f"{'resident' if fits else 'streamed'}: {size:.1f} MiB decoded is "
-            f"{'within' if fits else 'over'} the limit of {resident_limit_mib:g} MiB"
+            f"{builder.info.full_name} {split}, {source.num_examples} examples, {residence}"
         ),
     }
     if not fits:
@@ -170,7 +171,10 @@ class InMemory:
         self.training = training
         self.info = info or DatasetInfo("arrays")
         size = sum(a.nbytes for a in tf.nest.flatten(self.arrays)) / 2**20
-        self.description = description or f"{self.num_examples} examples, {size:.1f} MiB, resident"
+        self.description = (
+            description
+            or f"{self.info.name}, {self.num_examples} examples, {size:.1f} MiB resident"
+        )
 
     def batches(self, start_step: int = 0) -> tf.data.Dataset:
         """Indices of the global batches from ``start_step`` on, int64 [global_batch_size].

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -272,11 +273,21 @@ def _summarize(
         f"  log          {model_dir / 'metrics.jsonl'}",
         *(f"  exported     {path}" for path in exported),
         "next:",
-        f"  python -m ctl.evaluate --model_dir={model_dir}",
+        f"  {_python()} -m ctl.evaluate --model_dir={model_dir}",
     ]
     if FLAGS.tensorboard:
-        lines.append(f"  tensorboard --logdir={model_dir}")
+        lines.append(f"  {_python()} -m tensorboard.main --logdir={model_dir}")
     print("\n".join(lines))
+
+
+def _python() -> str:
+    """What to type here for this interpreter, whose virtual environment need not be active."""
+    python = Path(sys.executable)
+    active = shutil.which("python")
+    if active and Path(active).parent == python.parent:
+        return "python"
+    here = Path.cwd()
+    return str(python.relative_to(here) if python.is_relative_to(here) else python)
 
 
 if __name__ == "__main__":
