@@ -79,6 +79,14 @@ def resolve(
     )
 
 
+def named_by(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """The workers of ``TF_CONFIG``, where there is one that makes sense."""
+    try:
+        return _from_tf_config(environ["TF_CONFIG"]).workers
+    except (KeyError, UsageError):
+        return ()
+
+
 def _from_tf_config(text: str) -> Cluster:
     try:
         config = json.loads(text)
@@ -150,18 +158,18 @@ def waiting_for_peers(cluster: Cluster, timeout: float) -> Iterator[None]:
         began = time.monotonic()
         while not arrived.wait(min(_QUIET_SECONDS, max(0.1, began + timeout - time.monotonic()))):
             seconds = time.monotonic() - began
-            missing = _missing(cluster)
+            absent = missing(cluster)
             if arrived.is_set():
                 return
             if seconds >= timeout:
                 print(
                     f"worker {cluster.index}: gave up after {seconds:.0f} s (--startup_timeout) "
-                    f"waiting for {missing}",
+                    f"waiting for {absent}",
                     file=sys.stderr,
                     flush=True,
                 )
                 os._exit(PeerError.exit_code)
-            logging.warning("worker %d waits for %s since %.0f s", cluster.index, missing, seconds)
+            logging.warning("worker %d waits for %s since %.0f s", cluster.index, absent, seconds)
 
     threading.Thread(target=watch, name="waiting_for_peers", daemon=True).start()
     try:
@@ -170,7 +178,7 @@ def waiting_for_peers(cluster: Cluster, timeout: float) -> Iterator[None]:
         arrived.set()
 
 
-def _missing(cluster: Cluster) -> str:
+def missing(cluster: Cluster) -> str:
     """Names the workers that do not listen."""
     absent = []
     for index, address in enumerate(cluster.workers):

@@ -12,7 +12,7 @@ from typing import Any
 
 from absl import flags
 
-from ctl import names, rates
+from ctl import cluster, names, rates
 from ctl.actions import parse_window
 from ctl.errors import UsageError
 from ctl.flags import check_flags, group
@@ -220,7 +220,42 @@ def define_device_flags(training: bool = True) -> None:
         flags.DEFINE_string("tpu", "", "For --strategy=tpu: a name, local, or grpc://host:port.")
     check_flags(["strategy", "replicas", "tpu"], _check_devices)
     if training:
+        _define_worker_flags()
+    if training:
         check_flags(["global_batch_size", "replicas"], _check_batch)
+
+
+def _define_worker_flags() -> None:
+    with group("Several workers (--strategy=multi_worker)"):
+        flags.DEFINE_list(
+            "workers",
+            None,
+            "HOST:PORT of every worker, the same list on each (default: from TF_CONFIG, as "
+            "ctl.launch sets it, or from Slurm).",
+        )
+        flags.DEFINE_integer(
+            "worker_index", None, "Which of --workers this process is.", lower_bound=0
+        )
+        flags.DEFINE_enum(
+            "communication", "auto", names.COMMUNICATIONS, "How workers all-reduce; ring is gRPC."
+        )
+        flags.DEFINE_float(
+            "startup_timeout", 300.0, "Seconds to wait for the other workers.", lower_bound=1
+        )
+    check_flags(["strategy", "replicas", "workers", "worker_index"], _check_workers)
+
+
+def _check_workers(
+    strategy: str, replicas: int | None, workers: list[str] | None, worker_index: int | None
+) -> None:
+    if strategy == "multi_worker":
+        if replicas is not None:
+            raise UsageError("--replicas is for one machine; multi_worker uses every visible GPU")
+        cluster.resolve(workers, worker_index)
+    elif workers or worker_index is not None:
+        raise UsageError("--workers and --worker_index need --strategy=multi_worker")
+    elif len(cluster.named_by(os.environ)) > 1:
+        raise UsageError("TF_CONFIG names several workers: add --strategy=multi_worker")
 
 
 def _check_devices(strategy: str, replicas: int | None, tpu: str) -> None:

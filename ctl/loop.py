@@ -18,9 +18,11 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
+import ctl
+from ctl import workers
 from ctl.checkpoint import CheckpointManager, Saved
 from ctl.data import as_dataset
-from ctl.errors import DivergedError, PeerError, Preempted, UsageError
+from ctl.errors import DivergedError, Preempted, UsageError
 from ctl.step import EvalStep, TrainStep
 
 SUM = tf.distribute.ReduceOp.SUM
@@ -62,31 +64,43 @@ class Status:
 Action = Callable[[Status], None]
 
 
+# How long a worker waits for its peers to trace their first step.
+_FIRST_STEP_SECONDS = 600.0
+
+
 class _StopRequested(Exception):
     """A signal arrived; unwinds to where the state can be saved."""
 
 
 class _Pace:
-    """How many steps to run in one call, so that Python wakes about every `_WAKE_SECONDS`."""
+    """How many steps to run in one call, so that Python wakes about every `_WAKE_SECONDS`.
+
+    All workers must run the same number, and their clocks differ: they go by the mean of what all
+    of them measured, which each learns from the reduction at the end of the next call.
+    """
 
     def __init__(self, steps_per_loop: int | None = None):
         self._fixed = steps_per_loop
-        self._seconds_per_step: float | None = None
+        self._measured = self._agreed = 0.0  # seconds per step; 0: not known
         self._traced = False
 
     def steps(self) -> int:
         if self._fixed:
             return self._fixed
-        if self._seconds_per_step is None:
-            return 1
-        return max(1, int(_WAKE_SECONDS / self._seconds_per_step))
+        return max(1, int(_WAKE_SECONDS / self._agreed)) if self._agreed else 1
 
-    def took(self, seconds: float, steps: int) -> bool:
-        """Learns from one call; False for the first, whose time is mostly tracing."""
+    def report(self, stop: bool) -> tf.Tensor:
+        """float32 [2], what this worker tells the others: that it was asked to stop, its pace."""
+        return tf.constant([float(stop), self._measured])
+
+    def took(self, seconds: float, steps: int, mean: float) -> bool:
+        """Learns from one call, and from the mean of all reports; False for the first call, whose
+        time is mostly tracing."""
+        self._agreed = mean
         if not self._traced:
             self._traced = True
             return False
-        self._seconds_per_step = seconds / steps
+        self._measured = seconds / steps
         return True
 
 
@@ -118,11 +132,16 @@ class Evaluator:
         self._resident = None
         self._pace = _Pace()
 
-    def run(self, on_wake: Callable[[int, int | None], None] | None = None) -> dict[str, float]:
-        """Evaluates once.
+    def run(
+        self,
+        on_wake: Callable[[int, int | None], None] | None = None,
+        asked_to_stop: Callable[[], bool] = lambda: False,
+    ) -> dict[str, float]:
+        """Evaluates once; with several workers every one must.
 
         Args:
             on_wake: called between calls with the batches done and in all (None when unknown).
+            asked_to_stop: when it returns True on any worker, evaluation ends on all.
 
         Returns:
             ``loss`` (the mean over examples) and each metric, by name.
@@ -135,14 +154,19 @@ class Evaluator:
         while self._batches is None or done < self._batches:
             steps = 1 if self._batches is None else min(self._pace.steps(), self._batches - done)
             start = time.perf_counter()
+            report = self._pace.report(asked_to_stop())
             try:
-                sums = self._eval_steps(iterator, self._resident, tf.constant(steps)).numpy()
+                sums = self._eval_steps(iterator, self._resident, tf.constant(steps), report)
+                *sums, stop, pace = sums.numpy()
             except tf.errors.OutOfRangeError:
                 if self._batches is not None:
                     raise
                 iterator = None
                 break
-            self._pace.took(time.perf_counter() - start, steps)
+            mean = float(pace) / self.strategy.num_replicas_in_sync
+            self._pace.took(time.perf_counter() - start, steps, mean)
+            if stop or (not workers.is_multi_worker(self.strategy) and asked_to_stop()):
+                raise _StopRequested
             done += steps
             totals = [a + float(b) for a, b in zip(totals, sums, strict=True)]
             if on_wake:
@@ -161,10 +185,13 @@ class Evaluator:
         return iter(self.strategy.experimental_distribute_dataset(batches))
 
     @tf.function
-    def _eval_steps(self, iterator: Iterator, resident: Any, steps: tf.Tensor) -> tf.Tensor:
+    def _eval_steps(
+        self, iterator: Iterator, resident: Any, steps: tf.Tensor, report: tf.Tensor
+    ) -> tf.Tensor:
         sums = self.strategy.run(lambda: tf.zeros([2]))
         for _ in tf.range(steps):
             sums = self.strategy.run(self._one_step, args=(sums, next(iterator), resident))
+        sums = self.strategy.run(lambda sums: tf.concat([sums, report], 0), args=(sums,))
         return self.strategy.reduce(SUM, sums, axis=None)
 
     def _one_step(self, sums: tf.Tensor, element: Any, resident: Any) -> tf.Tensor:
@@ -219,6 +246,7 @@ class Loop:
         self._iterator = None
         self._iterator_step = -1
         self._resident = None
+        self._is_chief = workers.is_chief(self.strategy)
         self._signal: int | None = None
         self._evaluated: dict[str, float] | None = None  # results at the current step
         self._skipped_in_a_row = 0
@@ -227,13 +255,15 @@ class Loop:
     # The hot path -------------------------------------------------------------------------------
 
     @tf.function
-    def _train_steps(self, iterator: Iterator, resident: Any, steps: tf.Tensor):
+    def _train_steps(self, iterator: Iterator, resident: Any, steps: tf.Tensor, report: tf.Tensor):
         losses = self.strategy.run(lambda: (tf.zeros([]), tf.zeros([], tf.int32)))
         for _ in tf.range(steps):
             losses = self.strategy.run(self._one_step, args=(losses, next(iterator), resident))
         # Each replica has summed its own losses, which are scaled by the global batch size: one
         # reduction for each Python call gives the sum of the mean losses of the global batches.
-        return self.strategy.reduce(SUM, losses[0], axis=None), losses[1]
+        # What workers have to tell each other goes with it.
+        totals = self.strategy.run(lambda loss: tf.concat([[loss], report], 0), args=(losses[0],))
+        return self.strategy.reduce(SUM, totals, axis=None), losses[1]
 
     def _one_step(self, losses: tuple[tf.Tensor, tf.Tensor], element: Any, resident: Any):
         loss = losses[0] + self.step(self.dataset.on_replica(element, resident))
@@ -258,7 +288,7 @@ class Loop:
             Preempted: a signal arrived (see `stop_on_signals`); the state was saved.
             CheckpointError: a save in the background failed.
         """
-        with self._saving_when_asked_to_stop():
+        with self._ending_well("training"):
             return self._train(until, until)
 
     def _train(self, stop: int, until: int) -> dict[str, float]:
@@ -276,18 +306,17 @@ class Loop:
             start = time.perf_counter()
             try:
                 with tf.profiler.experimental.Trace("ctl_step", step_num=step, _r=1):
-                    loss, finite = self._train_steps(
-                        self._iterator, self._resident, tf.constant(steps)
+                    totals, finite = self._train_steps(
+                        self._iterator,
+                        self._resident,
+                        tf.constant(steps),
+                        self._pace.report(self._signal is not None),
                     )
-                    loss = float(loss)
+                    loss, stop, pace = (float(total) for total in totals.numpy())
             except tf.errors.OutOfRangeError:
                 step = self._iterator_step = self.global_step
                 logging.warning("the dataset ended after step %d, before step %d", step, until)
                 return self._wake(step, step, 0.0)
-            except tf.errors.DeadlineExceededError as error:
-                raise PeerError(
-                    f"an all-reduce after step {step} did not end in time: {_first_line(error)}"
-                ) from error
             seconds = time.perf_counter() - start
             if self.global_step != step + steps:
                 raise UsageError(
@@ -306,11 +335,11 @@ class Loop:
             self._window_loss += loss
             self._window_steps += steps - skipped
             self._window_skipped += skipped
-            if self._pace.took(seconds, steps):
+            if self._pace.took(seconds, steps, pace / self.strategy.num_replicas_in_sync):
                 self._window_timed_steps += steps
                 self._window_seconds += seconds
             scalars = self._wake(step, until, seconds / steps)
-            if self._signal is not None:
+            if stop or (self._signal is not None and not workers.is_multi_worker(self.strategy)):
                 raise _StopRequested
         return scalars
 
@@ -320,6 +349,28 @@ class Loop:
         batches = self.dataset.batches(step)
         self._iterator = iter(self.strategy.experimental_distribute_dataset(batches))
         self._iterator_step = step
+        if workers.is_multi_worker(self.strategy):
+            self._meet_peers(step)
+
+    def _meet_peers(self, step: int) -> None:
+        """Before the first step: all are about to do the same, and have traced it."""
+        workers.check_agreement(
+            self.strategy,
+            {
+                "the step": step,
+                "the code of ctl": ctl.__version__,
+                "bytes_per_pack": self.step.bytes_per_pack,
+                **{f"data: {key}": value for key, value in self.dataset.fingerprint().items()},
+                **{
+                    f"variable {number}": f"{v.path} {v.dtype} {list(v.shape)}"
+                    for number, v in enumerate(self.step.model.trainable_variables)
+                },
+            },
+        )
+        self._train_steps.get_concrete_function(
+            self._iterator, self._resident, tf.constant(1), self._pace.report(False)
+        )
+        workers.barrier(self.strategy, _FIRST_STEP_SECONDS)
 
     def _wake(self, step: int, until: int, seconds_per_step: float) -> dict[str, float]:
         cache: dict[str, float] = {}
@@ -343,7 +394,7 @@ class Loop:
             scalars=scalars,
             reset=reset,
         )
-        if self.checkpoints:
+        if self.checkpoints and self._is_chief:
             self.checkpoints.check()
         for action in self.actions:
             action(status)
@@ -399,23 +450,19 @@ class Loop:
         if self.evaluator is None:
             raise UsageError("this loop has no evaluator: give Loop(evaluator=Evaluator(...))")
 
-        def wake(done: int, batches: int | None) -> None:
-            if self._signal is not None:
-                raise _StopRequested
-            if on_wake:
-                on_wake(done, batches)
-
-        with self._saving_when_asked_to_stop(), self.step.applier.averaged():
-            results = self.evaluator.run(wake)
+        with self._ending_well("the evaluation"), self.step.applier.averaged():
+            results = self.evaluator.run(on_wake, lambda: self._signal is not None)
         for action in self.eval_actions:
             action(self.global_step, results)
         return results
 
     def save(self, metrics: dict[str, float] | None = None, *, wait: bool = False) -> None:
-        """Saves the state in the background; with ``wait``, returns when it is on the disk."""
+        """Saves the state in the background; with ``wait``, returns when it is on the disk. Of
+        several workers, the chief does."""
         if self.checkpoints is None:
             raise UsageError("this loop has no checkpoints: give Loop(checkpoints=...)")
-        self.checkpoints.save(self.global_step, self.step.state(), metrics, wait=wait)
+        if self._is_chief:
+            self.checkpoints.save(self.global_step, self.step.state(), metrics, wait=wait)
 
     def restore(self) -> Saved | None:
         """Goes on from the newest intact checkpoint, bit for bit; None when there is none."""
@@ -444,13 +491,13 @@ class Loop:
                 if self.checkpoints:
                     self.save()
                 self._evaluated = self.evaluate(on_wake)
-                if self.checkpoints:
+                if self.checkpoints and self._is_chief:
                     self.checkpoints.annotate(step, self._evaluated)
             if step >= until:
                 return self._evaluated or {}
             before = step
             stop = min(until, step - step % evaluate_every + evaluate_every)
-            with self._saving_when_asked_to_stop():
+            with self._ending_well("training"):
                 self._train(stop, until)
             step = self.global_step
             if step == before:  # the data ended
@@ -478,20 +525,20 @@ class Loop:
                 signal.signal(number, handler)
 
     @contextlib.contextmanager
-    def _saving_when_asked_to_stop(self) -> Iterator[None]:
+    def _ending_well(self, doing: str) -> Iterator[None]:
+        """Saves when a signal asked to stop; names the peers that were lost."""
         try:
-            yield
+            with workers.naming_lost_peers(self.strategy, lambda: self.global_step, doing):
+                yield
         except _StopRequested:
-            name = signal.Signals(self._signal).name
             step = self.global_step
+            name = "another worker's signal"
+            if self._signal is not None:
+                name = signal.Signals(self._signal).name
             if self.checkpoints is None:
                 raise Preempted(f"{name} at step {step}; nothing saved, no checkpoints") from None
             self.save(wait=True)
+            where = self.checkpoints.directory
             raise Preempted(
-                f"{name}: saved step {step} in {self.checkpoints.latest().path}; the same command "
-                "resumes"
+                f"{name}: saved step {step} in {where}; the same command resumes"
             ) from None
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0][:200]

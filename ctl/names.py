@@ -14,7 +14,10 @@ from ctl.errors import UsageError
 MODELS = ("convnet", "dense", "resnet20", "tiny_transformer")
 SCHEDULES = ("constant", "piecewise", "cosine", "polynomial", "exponential", "inverse_sqrt")
 SCALING_RULES = ("none", "linear", "sqrt")
-STRATEGIES = ("auto", "one_device", "mirrored", "central_storage", "tpu", "default")
+STRATEGIES = (
+    *("auto", "one_device", "mirrored", "central_storage", "tpu", "default", "multi_worker"),
+)
+COMMUNICATIONS = ("auto", "ring", "nccl")
 CROSS_DEVICE_OPS = ("auto", "nccl", "ring", "hierarchical_copy", "reduction_to_one_device")
 PRECISIONS = ("float32", "mixed_bfloat16", "mixed_float16")
 OPTIMIZERS = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import socket
 import threading
@@ -10,6 +11,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
+from ctl.cluster import Cluster, check_port, waiting_for_peers
 from ctl.errors import UsageError
 
 _TPU_PROBE_SECONDS = 5.0
@@ -24,6 +26,41 @@ class Placement(NamedTuple):
     strategy: tf.distribute.Strategy
     options: tf.distribute.experimental.CommunicationOptions
     description: str
+
+
+def make_multi_worker(
+    cluster: Cluster,
+    *,
+    communication: str = "auto",
+    collective_timeout: float = 300.0,
+    startup_timeout: float = 300.0,
+) -> Placement:
+    """MultiWorkerMirroredStrategy over ``cluster``: one process for each worker, all the same
+    command. Call it before TensorFlow runs its first operation.
+
+    Args:
+        cluster: who the workers are, see `ctl.cluster.resolve`.
+        communication: ``auto``, ``ring`` (gRPC) or ``nccl``.
+        collective_timeout: as in `make_strategy`.
+        startup_timeout: seconds to wait for the other workers. It says who is missing after 10 s,
+            and ends the process with the exit code of `PeerError` when they do not come.
+
+    Raises:
+        UsageError: this worker's port is taken, or NCCL was asked for without GPUs.
+    """
+    if communication == "nccl" and not tf.config.list_physical_devices("GPU"):
+        raise UsageError("--communication=nccl needs GPUs, and TensorFlow sees none; use auto")
+    check_port(cluster)
+    os.environ["TF_CONFIG"] = cluster.tf_config()
+    options = _options(communication, collective_timeout)
+    with waiting_for_peers(cluster, startup_timeout):
+        strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
+    return Placement(
+        strategy,
+        options,
+        f"multi_worker: worker {cluster.index} of {len(cluster.workers)} (from {cluster.source}), "
+        f"{strategy.num_replicas_in_sync} replicas in all; all-reduce: {communication}",
+    )
 
 
 def make_strategy(

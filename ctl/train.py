@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from absl import flags, logging
 
-from ctl import config, console, flag_groups
+from ctl import cluster, config, console, flag_groups
 from ctl.flags import grouped_flags
 from ctl.flags import run as run_command
 from ctl.rates import steps_from
@@ -74,17 +74,12 @@ def main() -> None:
 
     from ctl import data
     from ctl.checkpoint import CheckpointManager
-    from ctl.strategy import make_strategy
+    from ctl.workers import barrier, is_chief, is_multi_worker
 
+    placement = _place()
     keras.utils.set_random_seed(FLAGS.seed)
     keras.mixed_precision.set_dtype_policy(FLAGS.precision)
-    placement = make_strategy(
-        FLAGS.strategy,
-        replicas=FLAGS.replicas,
-        cross_device_ops=FLAGS.cross_device_ops,
-        collective_timeout=FLAGS.collective_timeout,
-        tpu=FLAGS.tpu,
-    )
+    chief = is_chief(placement.strategy)
     logging.info("strategy: %s", placement.description)
     train, evaluation = load_data(data, training=True), load_data(data, training=False)
     logging.info("training data: %s", train.description)
@@ -106,14 +101,16 @@ def main() -> None:
                 asynchronous=FLAGS.async_checkpoints,
                 fingerprint=train.fingerprint(),
                 soft_keys=("tensorflow",),
+                read_only=not chief,
             )
         )
-        config.write(model_dir, grouped_flags())
+        if chief:
+            config.write(model_dir, grouped_flags())
         loop = make_loop(placement, train, evaluation, total_steps, checkpoints)
         saved = loop.restore()
         if saved:
             logging.info("resuming at step %d from %s", saved.step, saved.path)
-        on_wake = _add_actions(loop, stack, model_dir, steps_per_epoch)
+        on_wake = _add_actions(loop, stack, model_dir, steps_per_epoch, chief)
         started, first = time.monotonic(), loop.global_step
         with loop.stop_on_signals():
             if first < total_steps:
@@ -127,8 +124,42 @@ def main() -> None:
             )
         seconds = time.monotonic() - started
         checkpoints.wait()
-        exported = _export(loop, model_dir) if FLAGS.export else []
-    _summarize(model_dir, results, total_steps, total_steps - first, seconds, exported)
+        exported = _export(loop, model_dir) if FLAGS.export and chief else []
+        if is_multi_worker(placement.strategy):
+            barrier(placement.strategy, FLAGS.startup_timeout)  # who leaves early looks lost
+    if chief:
+        _summarize(model_dir, results, total_steps, total_steps - first, seconds, exported)
+    else:
+        logging.info("done: %d steps; the chief has the results", total_steps)
+
+
+def _place() -> Placement:
+    """The strategy that the flags name. Nothing of TensorFlow may have run before."""
+    from ctl.strategy import make_multi_worker, make_strategy
+    from ctl.workers import check_agreement
+
+    if FLAGS.strategy != "multi_worker":
+        return make_strategy(
+            FLAGS.strategy,
+            replicas=FLAGS.replicas,
+            cross_device_ops=FLAGS.cross_device_ops,
+            collective_timeout=FLAGS.collective_timeout,
+            tpu=FLAGS.tpu,
+        )
+    placement = make_multi_worker(
+        cluster.resolve(FLAGS.workers, FLAGS.worker_index),
+        communication=FLAGS.communication,
+        collective_timeout=FLAGS.collective_timeout,
+        startup_timeout=FLAGS.startup_timeout,
+    )
+    check_agreement(placement.strategy, _flags_of_the_job())
+    return placement
+
+
+def _flags_of_the_job() -> dict[str, Any]:
+    """What must be the same on every worker."""
+    mine = {"worker_index", "data_dir", "download"}
+    return {f"--{name}": FLAGS[name].value for name in grouped_flags() if name not in mine}
 
 
 def load_data(data: Any, *, training: bool) -> Any:
@@ -221,16 +252,23 @@ def make_optimizer(
     return by_name[name](**options)
 
 
-def _add_actions(loop: Loop, stack: Any, model_dir: Path, steps_per_epoch: float) -> Any:
+def _add_actions(
+    loop: Loop, stack: Any, model_dir: Path, steps_per_epoch: float, chief: bool
+) -> Any:
     """Logs, progress, checkpoints and profile; returns what shows the progress of evaluation."""
     from ctl.actions import Every, Log, parse_window
     from ctl.profiler import Profile
     from ctl.progress import Lines, Progress
     from ctl.sinks import JsonLines, TensorBoard
+    from ctl.workers import cluster_of, is_multi_worker
 
-    bar = stack.enter_context(Progress()) if sys.stdout.isatty() else None
-    sinks = [JsonLines(model_dir / "metrics.jsonl"), bar or Lines()]
-    if FLAGS.tensorboard:
+    # Reading metrics is a collective: with several workers all do, at the same steps.
+    multi_worker = is_multi_worker(loop.strategy)
+    bar = None
+    if chief and sys.stdout.isatty():
+        bar = stack.enter_context(Progress(peek=not multi_worker))
+    sinks = [JsonLines(model_dir / "metrics.jsonl"), bar or Lines()] if chief else []
+    if FLAGS.tensorboard and chief:
         sinks.append(TensorBoard(model_dir))
     log = Log(*sinks)
     stack.callback(log.close)
@@ -242,7 +280,9 @@ def _add_actions(loop: Loop, stack: Any, model_dir: Path, steps_per_epoch: float
         steps = steps_from("--checkpoint_every", FLAGS.checkpoint_every, steps_per_epoch)
         loop.actions.append(Every(lambda status: loop.save(), steps=max(1, steps)))
     if FLAGS.profile_steps:
-        profile = Profile(*parse_window(FLAGS.profile_steps), model_dir / "train")
+        # On every worker, because all must stop at the same steps.
+        where = "train" if chief else f"worker-{cluster_of(loop.strategy).index}"
+        profile = Profile(*parse_window(FLAGS.profile_steps), model_dir / where)
         stack.callback(profile.close)
         loop.actions.append(profile)
     if bar:

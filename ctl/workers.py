@@ -1,0 +1,133 @@
+"""The only place where workers deal with each other outside of the step: who is there, whether all
+are about to do the same, and which one was lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import tensorflow as tf
+
+from ctl.cluster import Cluster, missing
+from ctl.errors import PeerError, UsageError
+
+SUM = tf.distribute.ReduceOp.SUM
+
+_SHOWN = 5  # differences in one message
+
+# What a collective raises when a worker died, froze, never came, or failed by itself.
+_LOST = (
+    tf.errors.UnavailableError,
+    tf.errors.DeadlineExceededError,
+    tf.errors.AbortedError,
+    tf.errors.CancelledError,
+    tf.errors.InternalError,
+)
+
+
+def is_multi_worker(strategy: tf.distribute.Strategy) -> bool:
+    return isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
+
+
+def cluster_of(strategy: tf.distribute.MultiWorkerMirroredStrategy) -> Cluster:
+    """The workers of ``strategy``, and which of them this is."""
+    resolver = strategy.cluster_resolver
+    addresses = resolver.cluster_spec().as_dict().get("worker", ["localhost:0"])
+    return Cluster(tuple(addresses), resolver.task_id or 0, "the strategy")
+
+
+def is_chief(strategy: tf.distribute.Strategy) -> bool:
+    """Whether this process writes checkpoints and logs: worker 0, or the only one."""
+    return not is_multi_worker(strategy) or cluster_of(strategy).is_chief
+
+
+@contextlib.contextmanager
+def naming_lost_peers(
+    strategy: tf.distribute.Strategy, step: Callable[[], int], doing: str
+) -> Iterator[None]:
+    """Turns TensorFlow's errors of a collective into a `PeerError` that names who is not there."""
+    try:
+        yield
+    except _LOST as error:
+        timed_out = isinstance(error, tf.errors.DeadlineExceededError)
+        if not is_multi_worker(strategy):
+            if not timed_out:
+                raise
+            raise PeerError(f"an all-reduce in {doing} after step {step()} timed out") from error
+        cluster = cluster_of(strategy)
+        what = "timed out" if timed_out else "broke off"
+        raise PeerError(
+            f"worker {cluster.index} of {len(cluster.workers)}: a collective in {doing} after step "
+            f"{step()} {what}: {_reason(error)}; waiting for {missing(cluster)}"
+        ) from error
+
+
+def _reason(error: tf.errors.OpError) -> str:
+    """Who or what TensorFlow says it was, without the graph around it."""
+    text = " ".join(error.message.split())
+    frozen = re.findall(r"/task:(\d+)", text) if "stopped sending heartbeats" in text else []
+    if frozen:
+        return f"worker {', '.join(sorted(set(frozen)))} stopped sending heartbeats"
+    _, _, cause = text.rpartition("aborted by: ")
+    return (cause or text)[:120]
+
+
+def barrier(strategy: tf.distribute.Strategy, timeout: float) -> None:
+    """Returns when every worker has called it; `tf.errors.DeadlineExceededError` after ``timeout``
+    seconds."""
+    options = tf.distribute.experimental.CommunicationOptions(timeout_seconds=timeout)
+
+    def meet() -> tf.Tensor:
+        context = tf.distribute.get_replica_context()
+        return context.all_reduce(SUM, tf.zeros([]), options=options)
+
+    tf.function(lambda: strategy.run(meet))()
+
+
+def check_agreement(strategy: tf.distribute.Strategy, facts: Mapping[str, Any]) -> None:
+    """Compares ``facts`` (JSON values by name) over all workers; every worker must call it.
+
+    Raises:
+        UsageError: on every worker, naming what differs and each worker's value.
+    """
+    mine = json.dumps(facts, sort_keys=True, default=str).encode()
+    texts = [json.loads(text) for text in _all_gather(strategy, mine)]
+    differ = [
+        name
+        for name in sorted(set().union(*texts))
+        if any(text.get(name) != texts[0].get(name) for text in texts)
+    ]
+    if differ:
+        values = "; ".join(
+            f"{name} is "
+            + ", ".join(f"{_short(text.get(name))} on worker {i}" for i, text in enumerate(texts))
+            for name in differ[:_SHOWN]
+        )
+        more = f" and {len(differ) - _SHOWN} more" if len(differ) > _SHOWN else ""
+        raise UsageError(f"the workers do not agree: {values}{more}; start all with the same")
+
+
+def _all_gather(strategy: tf.distribute.Strategy, text: bytes) -> list[bytes]:
+    """The ``text`` of every replica, in their order; the same list on every worker."""
+
+    def gather(values: tf.Tensor) -> tf.Tensor:
+        mine = strategy.experimental_distribute_values_from_function(lambda _: values)
+        return strategy.gather(mine, axis=0)
+
+    lengths = gather(tf.constant([len(text)])).numpy()
+    # As int32: not every collective takes bytes.
+    joined = bytes(gather(tf.constant(list(text), tf.int32)).numpy().tolist())
+    texts, start = [], 0
+    for length in lengths:
+        texts.append(joined[start : start + length])
+        start += length
+    return texts
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
