@@ -1,7 +1,7 @@
 """How long does a step take in ctl's loop, in a plain TensorFlow loop, and at the least?
 
     python benchmarks/step_time.py --model=dense --global_batch_size=64
-    python benchmarks/step_time.py --model=convnet --replicas=2 --global_batch_size=128 --json=out.json
+    python benchmarks/step_time.py --model=convnet --replicas=2 --global_batch_size=128
 
 Every variant trains in a process of its own (`peers/`), in blocks of --steps steps. The blocks of
 the variants are interleaved, so that all see the same disturbances of the machine. How the numbers
@@ -73,7 +73,7 @@ class Peer:
 
     def __init__(self, variant: str, arguments: Sequence[str]):
         self.variant = variant
-        self._errors = tempfile.TemporaryFile("w+")
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the process
         script, *options = VARIANTS[variant]
         self._process = subprocess.Popen(
             [sys.executable, _PEERS / script, *options, *arguments],
@@ -111,6 +111,7 @@ class Peer:
     def close(self) -> None:
         self._process.kill()
         self._process.wait()
+        self._errors.close()
 
 
 @contextlib.contextmanager
@@ -126,10 +127,11 @@ def started(variants: Sequence[str], arguments: Sequence[str]) -> Iterator[list[
 
 def measure(
     variants: Sequence[str], arguments: Sequence[str]
-) -> tuple[dict[str, list[float]], dict[str, float], dict[str, dict]]:
-    """Of each variant: ms per step of every round, the loss of the last block, what it says of
-    itself. A round's time is the median of its blocks."""
+) -> tuple[dict[str, list[float]], dict[str, list[float]], dict[str, float], dict[str, dict]]:
+    """Of each variant: ms per step of every round, wall and CPU; the loss of the last block; what
+    it says of itself. A round's time is the median of its blocks."""
     times: dict[str, list[float]] = {variant: [] for variant in variants}
+    cpu: dict[str, list[float]] = {variant: [] for variant in variants}
     losses: dict[str, float] = {}
     about: dict[str, dict] = {}
     for process in range(_PROCESSES.value):
@@ -149,12 +151,13 @@ def measure(
                     blocks = [
                         peer.train(_STEPS.value, _TIMEOUT.value) for _ in range(_BLOCKS.value)
                     ]
-                    times[peer.variant].append(
-                        statistics.median(1e3 * b["seconds"] / b["steps"] for b in blocks)
-                    )
+                    for of, key in ((times, "seconds"), (cpu, "cpu_seconds")):
+                        of[peer.variant].append(
+                            statistics.median(1e3 * b[key] / b["steps"] for b in blocks)
+                        )
                     losses[peer.variant] = blocks[-1]["loss"]
     _progress("")
-    return times, losses, about
+    return times, cpu, losses, about
 
 
 def summary(values: Sequence[float]) -> dict[str, float]:
@@ -196,11 +199,12 @@ def main() -> None:
         f"--replicas={_REPLICAS.value}",
     ]
     load = os.getloadavg()[0]
-    times, losses, about = measure(_VARIANTS.value, arguments)
+    times, cpu, losses, about = measure(_VARIANTS.value, arguments)
     reference = times[_REFERENCE.value]
     rows = {
         variant: {
             "milliseconds": summary(values),
+            "cpu_milliseconds": summary(cpu[variant]),
             "ratio": summary([a / b for a, b in zip(values, reference, strict=True)]),
             "loss": losses[variant],
             "rounds": values,
@@ -223,12 +227,16 @@ def main() -> None:
             json.dumps({"settings": settings, "machine": machine, "variants": rows}, indent=1)
         )
     print(" ".join(f"{k}={v}" for k, v in (settings | machine).items()))
-    print(f"{'':10}{'ms/step':>9}{'min':>9}{'max':>9}{'ratio':>9}{'min':>7}{'max':>7}{'loss':>10}")
+    print(
+        f"{'':10}{'ms/step':>9}{'min':>9}{'max':>9}{'ratio':>9}{'min':>7}{'max':>7}"
+        f"{'CPU ms':>10}{'loss':>10}"
+    )
     for variant, row in rows.items():
         ms, ratio = row["milliseconds"], row["ratio"]
         print(
             f"{variant:10}{ms['median']:9.3f}{ms['min']:9.3f}{ms['max']:9.3f}"
-            f"{ratio['median']:9.2f}{ratio['min']:7.2f}{ratio['max']:7.2f}{row['loss']:10.4f}"
+            f"{ratio['median']:9.2f}{ratio['min']:7.2f}{ratio['max']:7.2f}"
+            f"{row['cpu_milliseconds']['median']:10.3f}{row['loss']:10.4f}"
         )
     check_losses(losses, _TOLERANCE.value)
 

@@ -188,9 +188,9 @@ class Apply:
         """While inside, the model has its averaged weights, where there are any."""
         pairs = list(zip(self.variables, self.ema, strict=True)) if self.ema else []
         trained = [variable.value.read_value() for variable, _ in pairs]
-        for variable, average in pairs:
-            variable.value.assign(average.read_value())
         try:
+            for variable, average in pairs:
+                variable.value.assign(average.read_value())
             yield
         finally:
             for (variable, _), value in zip(pairs, trained, strict=True):

@@ -34,7 +34,11 @@ def define_run_flags() -> None:
             "train_steps", None, "Global batches to train on, instead of --epochs.", lower_bound=1
         )
         flags.DEFINE_integer(
-            "seed", 0, "Seed of the weights, the order of the data and dropout.", lower_bound=0
+            "seed",
+            0,
+            "Seed of the weights, the order of the data and dropout.",
+            lower_bound=0,
+            upper_bound=2**32 - 1,
         )
     check_flags(["model_dir"], _check_model_dir)
     check_flags(["epochs", "train_steps"], _check_length)
@@ -43,9 +47,14 @@ def define_run_flags() -> None:
 def _check_model_dir(model_dir: str | None) -> None:
     if not model_dir:
         raise UsageError("--model_dir is required: the directory of the run, e.g. /tmp/ctl-run")
+    if "://" in model_dir:
+        raise UsageError(f"--model_dir={model_dir}: mount it, runs need a POSIX file system")
     path = Path(model_dir)
-    while not path.exists():
-        path = path.parent
+    try:
+        while not path.exists():
+            path = path.parent
+    except OSError as error:
+        raise UsageError(f"--model_dir={model_dir}: {error.strerror}") from error
     if not path.is_dir():
         raise UsageError(f"--model_dir={model_dir}: {path} is a file, not a directory")
     if not os.access(path, os.W_OK | os.X_OK):
@@ -106,7 +115,7 @@ def image_shape_from(text: str | None) -> tuple[int, int, int] | None:
     if text is None:
         return None
     parts = text.split(",")
-    if len(parts) != 3 or not all(p.strip().isdigit() and int(p) for p in parts):
+    if len(parts) != 3 or not all(p.strip().isdecimal() and int(p) for p in parts):
         raise UsageError(f"--image_shape={text} is not HEIGHT,WIDTH,CHANNELS, e.g. 28,28,1")
     return tuple(int(p) for p in parts)
 
@@ -182,10 +191,15 @@ def define_step_flags() -> None:
             lower_bound=0,
         )
     check_flags(["optimizer"], lambda optimizer: names.check_optimizer_name(optimizer))
-    check_flags(["clip_norm", "ema_decay"], _check_step)
+    check_flags(
+        ["clip_norm", "ema_decay", "momentum", "weight_decay", "label_smoothing"], _check_step
+    )
 
 
-def _check_step(clip_norm: float | None, ema_decay: float | None) -> None:
+def _check_step(clip_norm: float | None, ema_decay: float | None, **shares: float | None) -> None:
+    for name, value in shares.items():
+        if value is not None:
+            rates.check_rate(f"--{name}", value)
     if clip_norm is not None:
         rates.check_positive("--clip_norm", clip_norm)
     if ema_decay is not None and not 0 < ema_decay < 1:
@@ -199,7 +213,8 @@ def define_device_flags(training: bool = True) -> None:
             "strategy",
             "auto",
             names.STRATEGIES,
-            "How replicas are distributed. auto: mirrored for several replicas, else one_device.",
+            "How replicas are distributed. auto: mirrored for several replicas, else one_device on "
+            "a GPU and default on a CPU.",
         )
         flags.DEFINE_integer(
             "replicas",

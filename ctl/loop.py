@@ -266,7 +266,9 @@ class Loop:
         return self.strategy.reduce(SUM, totals, axis=None), losses[1]
 
     def _one_step(self, losses: tuple[tf.Tensor, tf.Tensor], element: Any, resident: Any):
-        loss = losses[0] + self.step(self.dataset.on_replica(element, resident))
+        # The call that finds the data at their end must change nothing, Dropout's seeds included.
+        with tf.control_dependencies(tf.nest.flatten(element, expand_composites=True)):
+            loss = losses[0] + self.step(self.dataset.on_replica(element, resident))
         # NaN and Inf stay in the sum, so this counts the steps before the first of them.
         return loss, losses[1] + tf.cast(tf.math.is_finite(loss), tf.int32)
 
@@ -314,6 +316,8 @@ class Loop:
                     )
                     loss, stop, pace = (float(total) for total in totals.numpy())
             except tf.errors.OutOfRangeError:
+                if self.global_step > step:
+                    self._evaluated = None
                 step = self._iterator_step = self.global_step
                 logging.warning("the dataset ended after step %d, before step %d", step, until)
                 return self._wake(step, step, 0.0)
@@ -495,12 +499,11 @@ class Loop:
                     self.checkpoints.annotate(step, self._evaluated)
             if step >= until:
                 return self._evaluated or {}
-            before = step
             stop = min(until, step - step % evaluate_every + evaluate_every)
             with self._ending_well("training"):
                 self._train(stop, until)
             step = self.global_step
-            if step == before:  # the data ended
+            if step < stop:  # the data ended
                 until = step
 
     # Signals ------------------------------------------------------------------------------------
@@ -511,6 +514,7 @@ class Loop:
         `Preempted`. A second SIGINT raises `KeyboardInterrupt` at once. Main thread only."""
         if threading.current_thread() is not threading.main_thread():
             raise UsageError("signals can be handled in the main thread only")
+        self._signal = None
 
         def note(number: int, frame: Any) -> None:
             if self._signal == number == signal.SIGINT:

@@ -210,6 +210,7 @@ class TrainStep(_Step):
         if self.strategy is not None:
             raise UsageError("this step is built already: make a new one for another loop")
         self.check_scope(strategy)
+        self.check_central_storage(strategy)
         if not self.model.trainable_variables:
             raise UsageError(f"model {self.model.name} has no trainable variables; build it first")
         self.strategy = strategy
@@ -228,6 +229,20 @@ class TrainStep(_Step):
         if self.jit_compile:
             self._compute = tf.function(self.compute, jit_compile=True)
         self.separate_dropout()
+
+    def check_central_storage(self, strategy: tf.distribute.Strategy) -> None:
+        """Raises `UsageError` for layers whose forward pass updates variables, where replicas share
+        one copy of every variable: TensorFlow has no such update."""
+        central = isinstance(strategy, tf.distribute.experimental.CentralStorageStrategy)
+        if not central or strategy.num_replicas_in_sync == 1:
+            return
+        for layer in self.model._flatten_layers():
+            norm = isinstance(layer, keras.layers.BatchNormalization) and layer.trainable
+            if norm or hasattr(layer, "seed_generator"):
+                raise UsageError(
+                    f"layer {layer.name} ({type(layer).__name__}) updates variables in the forward "
+                    "pass, which central_storage with several replicas cannot; use mirrored"
+                )
 
     @property
     def global_step(self) -> tf.Variable:
@@ -412,7 +427,7 @@ class TrainStep(_Step):
         if seeds and self.strategy.num_replicas_in_sync > 1:
             for seed in seeds:
                 seed.assign(seed.read_value())  # replica 0's, on all
-            self.strategy.run(shift)
+            tf.function(lambda: self.strategy.run(shift))()  # eager, TensorFlow would warn
 
 
 class EvalStep(_Step):

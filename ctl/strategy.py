@@ -75,7 +75,8 @@ def make_strategy(
 
     Args:
         name: ``one_device``, ``mirrored``, ``central_storage``, ``tpu``, ``default`` (TensorFlow's
-            own, without a strategy) or ``auto``: mirrored when there is more than one replica.
+            own, without a strategy) or ``auto``: mirrored when there is more than one replica, else
+            one_device on a GPU and default on a CPU.
         replicas: number of replicas; by default every visible GPU, or 1 without one. Without GPUs
             the CPU is cut into this many logical devices.
         cross_device_ops: ``nccl``, ``ring``, ``hierarchical_copy``, ``reduction_to_one_device``, or
@@ -91,11 +92,13 @@ def make_strategy(
         count = strategy.num_replicas_in_sync
         return Placement(strategy, _options("auto", collective_timeout), f"tpu: {count} replicas")
     devices = _devices(replicas)
+    on_gpu = "GPU" in devices[0]
     if name == "auto":
-        name = "mirrored" if len(devices) > 1 else "one_device"
+        # one_device moves batches to a GPU ahead of time. On a CPU that is 0.1 ms per step for
+        # nothing: `default` iterates over the dataset itself.
+        name = "mirrored" if len(devices) > 1 else "one_device" if on_gpu else "default"
     if name in ("one_device", "default") and len(devices) > 1 and replicas:
         raise UsageError(f"--strategy={name} has one replica, not {replicas}; use mirrored")
-    on_gpu = "GPU" in devices[0]
     if cross_device_ops == "nccl" and not on_gpu:
         raise UsageError("--cross_device_ops=nccl needs GPUs, and TensorFlow sees none; use auto")
     options = _options(cross_device_ops, collective_timeout)

@@ -17,6 +17,7 @@ from collections.abc import Callable
 
 from absl import flags
 
+from ctl.errors import UsageError
 from ctl.flags import group, run
 from ctl.names import check_model_name
 
@@ -50,9 +51,10 @@ def serve(build: Callable[[str, int, int, bool], tuple[Callable[[int], float], d
         answer(**about)
         for line in sys.stdin:
             steps = int(line)
-            start = time.perf_counter()
+            start, cpu_start = time.perf_counter(), time.process_time()
             loss = train(steps)
-            answer(steps=steps, seconds=time.perf_counter() - start, loss=loss)
+            seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
+            answer(steps=steps, seconds=seconds, cpu_seconds=cpu_seconds, loss=loss)
 
     run(main, sys.modules["__main__"].__doc__)
 
@@ -62,7 +64,9 @@ def tensorflow_devices(replicas: int) -> list[str]:
     import tensorflow as tf
 
     if gpus := tf.config.list_physical_devices("GPU"):
-        return [f"/gpu:{i}" for i in range(len(gpus))][:replicas]
+        if len(gpus) < replicas:
+            raise UsageError(f"--replicas={replicas}, but TensorFlow sees {len(gpus)} GPUs")
+        return [f"/gpu:{i}" for i in range(replicas)]
     tf.config.set_logical_device_configuration(
         tf.config.list_physical_devices("CPU")[0],
         [tf.config.LogicalDeviceConfiguration()] * replicas,

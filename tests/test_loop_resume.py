@@ -1,0 +1,219 @@
+"""A resumed run is the uninterrupted run, bit for bit."""
+
+from __future__ import annotations
+
+import re
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import (
+    BATCH,
+    CLASSES,
+    FEATURES,
+    assert_replicas_agree,
+    examples,
+    largest_difference,
+    mlp,
+    precision,
+)
+
+from ctl.checkpoint import CheckpointManager
+from ctl.data import GlobalBatches, InMemory
+from ctl.loop import Loop
+from ctl.schedule import make_schedule
+from ctl.step import TrainStep
+
+EXAMPLES = 100  # 6.25 batches: saves at steps 17 and 12 are in the middle of an epoch
+
+
+class InfinityAtStep5(TrainStep):
+    """So that there are a skipped update and a halved loss scale to restore."""
+
+    def backward(self, tape, loss):
+        bad = tf.where(tf.equal(self.global_step, 5), np.inf, 0.0)
+        return [g + tf.cast(bad, g.dtype) for g in super().backward(tape, loss)]
+
+
+def everything(seed: int) -> keras.Model:
+    """Dropout twice (an explicit seed, the seed of the model), BatchNorm twice."""
+    keras.utils.set_random_seed(seed)
+    return keras.Sequential(
+        [
+            keras.layers.Input([FEATURES]),
+            keras.layers.Dense(16, use_bias=False),
+            keras.layers.BatchNormalization(momentum=0.8),
+            keras.layers.Dropout(0.3),
+            keras.layers.Activation("relu"),
+            keras.Sequential(
+                [
+                    keras.layers.Dense(8, use_bias=False),
+                    keras.layers.BatchNormalization(momentum=0.9),
+                ]
+            ),
+            keras.layers.Dropout(0.2, seed=seed + 7),
+            keras.layers.Dense(CLASSES, dtype="float32"),
+        ]
+    )
+
+
+def fresh(strategy, directory, *, seed=0, data=None, **options) -> Loop:
+    """Everything anew, as a new process has it; weights and masks differ with ``seed``."""
+    with precision("mixed_float16"), strategy.scope():
+        step = InfinityAtStep5(
+            everything(seed),
+            keras.optimizers.AdamW(0.01, weight_decay=0.1),
+            metrics=[keras.metrics.SparseCategoricalAccuracy("accuracy")],
+            clip_norm=0.5,
+            accumulate_steps=2,
+            ema_decay=0.9,
+            loss_scale=True,
+        )
+    loop = Loop(
+        step,
+        data or InMemory(examples(EXAMPLES), global_batch_size=BATCH, seed=5),
+        strategy=strategy,
+        schedule=make_schedule("cosine", learning_rate=0.02, total_steps=30, warmup_steps=4),
+        checkpoints=CheckpointManager(directory) if directory else None,
+        **options,
+    )
+    step.applier.loss_scale.growth_steps = 4
+    return loop
+
+
+def bits(loop) -> dict[str, np.ndarray]:
+    """Every variable of the state, on every replica."""
+    result = {}
+    for key, variables in loop.step.state().items():
+        for i, variable in enumerate(variables):
+            copies = loop.strategy.experimental_local_results(variable)
+            for replica, copy in enumerate(copies):
+                name = re.sub(r"_?\d+", "", variable.name)  # Keras numbers models and layers
+                result[f"{key}[{i}] {name} on {replica}"] = copy.numpy()
+    return result
+
+
+def assert_same(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        np.testing.assert_array_equal(value, theirs[name], err_msg=name, strict=True)
+
+
+def assert_all_is_in_play(state: dict[str, np.ndarray], replicas: int) -> None:
+    """What is compared must be able to differ."""
+
+    def values(part: str) -> list[np.ndarray]:
+        return [value for name, value in state.items() if part in name]
+
+    assert len(values("seed_generator_state")) == 2 * replicas
+    assert len({v.tobytes() for v in values("seed_generator_state")}) == 2 * replicas
+    assert len(values("moving_")) == 4 * replicas
+    assert all(np.any(v != 0) and np.any(v != 1) for v in values("moving_"))
+    assert len(values("ema")) == len({v.tobytes() for v in values("ema")}) * replicas
+    assert all(np.any(v != 0) for v in values("momentum") + values("velocity"))
+    assert {int(v) for v in values("global_step")} == {30}
+    assert min(int(v) for v in values("skipped")) >= 1
+    assert 2.0**15 not in {float(v) for v in values("loss_scale")}
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+def test_resumed_equals_uninterrupted_bit_for_bit(mirrored, tmp_path, replicas):
+    """Also the chunks (as many steps as fit, 1, 7) and saves on the way change nothing."""
+    strategy = mirrored(replicas)
+    straight = fresh(strategy, None)
+    straight.train(30)
+    want = bits(straight)
+    assert_all_is_in_play(want, replicas)
+
+    first = fresh(strategy, tmp_path, steps_per_loop=1)
+    first.train(12)
+    first.save()
+    first.train(17)
+    first.save(wait=True)
+    at_17 = bits(first)
+    first.checkpoints.close()
+
+    second = fresh(strategy, tmp_path, seed=1, steps_per_loop=7)
+    assert second.restore().step == second.global_step == 17
+    assert_same(bits(second), at_17)
+    second.train(30)
+    assert_same(bits(second), want)
+
+    # In the same process too: back to step 17, on with the same trace.
+    assert second.restore().step == 17
+    assert_same(bits(second), at_17)
+    second.train(30)
+    assert_same(bits(second), want)
+    assert second._train_steps.experimental_get_tracing_count() == 1
+    second.checkpoints.close()
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 4)])
+def test_another_number_of_replicas_goes_on_with_the_same_batches(
+    mirrored, tmp_path, before, after
+):
+    """Without Dropout and BatchNorm, which look at a replica's part of the batch only."""
+
+    def small(replicas, directory, seed=0):
+        strategy = mirrored(replicas)
+        keras.utils.set_random_seed(seed)
+        with strategy.scope():
+            step = TrainStep(mlp(), keras.optimizers.Adam(0.01), clip_norm=0.5, ema_decay=0.9)
+        return Loop(
+            step,
+            InMemory(examples(EXAMPLES), global_batch_size=BATCH, seed=5),
+            strategy=strategy,
+            checkpoints=CheckpointManager(directory),
+        )
+
+    def values(loop):
+        return {k: [v.numpy() for v in group] for k, group in loop.step.state().items()}
+
+    straight = small(before, tmp_path)
+    straight.train(17)
+    straight.save(wait=True)
+    at_17 = values(straight)
+    straight.train(30)
+    straight.checkpoints.close()
+
+    resumed = small(after, tmp_path, seed=1)
+    assert resumed.restore().step == 17
+    for key, group in values(resumed).items():
+        for ours, theirs in zip(group, at_17[key], strict=True):
+            np.testing.assert_array_equal(ours, theirs, err_msg=key)
+    assert_replicas_agree(resumed.strategy, resumed.step.model.variables)
+    resumed.train(30)
+    resumed.checkpoints.close()
+    for key, group in values(resumed).items():
+        assert largest_difference(group, values(straight)[key]) <= 1e-6, key
+    assert largest_difference(values(straight)["model"], at_17["model"]) > 1e-2
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_data_that_end_leave_a_whole_step(mirrored, caplog, replicas):
+    """23 batches in calls of 10 steps: the 24th must leave no trace, in no variable."""
+
+    class Finite(GlobalBatches):
+        def __init__(self, dataset):
+            super().__init__(dataset, training=False)
+
+    features, labels = examples(23 * BATCH)
+    batches = tf.data.Dataset.from_tensor_slices((features, labels)).batch(BATCH)
+    strategy = mirrored(replicas)
+    want = fresh(strategy, None, data=batches, steps_per_loop=1)
+    want.train(23)
+
+    wakes = []
+    loop = fresh(
+        strategy,
+        None,
+        data=Finite(batches),
+        steps_per_loop=10,
+        actions=[lambda status: wakes.append((status.step, status.until, status.final))],
+    )
+    scalars = loop.train(30)
+    assert wakes == [(10, 30, False), (20, 30, False), (23, 23, True)]
+    assert "ended after step 23, before step 30" in caplog.text
+    assert np.isfinite(scalars["loss"]) and scalars["loss"] > 0
+    assert_same(bits(loop), bits(want))
