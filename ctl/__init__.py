@@ -21,7 +21,10 @@ _WHERE = {
     "TrainStep": "ctl.step",
     "make_strategy": "ctl.strategy",
 }
-_MODULES = {"actions", "checkpoint", "data", "errors", "models", "schedule", "strategy"}
+_MODULES = {
+    *("actions", "checkpoint", "cluster", "data", "errors", "models", "schedule", "strategy"),
+    "workers",
+}
 __all__ = sorted([*_WHERE, *_MODULES])
 
 

@@ -157,7 +157,7 @@ class Evaluator:
             report = self._pace.report(asked_to_stop())
             try:
                 sums = self._eval_steps(iterator, self._resident, tf.constant(steps), report)
-                *sums, stop, pace = sums.numpy()
+                *sums, asked, pace = sums.numpy()
             except tf.errors.OutOfRangeError:
                 if self._batches is not None:
                     raise
@@ -165,7 +165,7 @@ class Evaluator:
                 break
             mean = float(pace) / self.strategy.num_replicas_in_sync
             self._pace.took(time.perf_counter() - start, steps, mean)
-            if stop or (not workers.is_multi_worker(self.strategy) and asked_to_stop()):
+            if asked or (not workers.is_multi_worker(self.strategy) and asked_to_stop()):
                 raise _StopRequested
             done += steps
             totals = [a + float(b) for a, b in zip(totals, sums, strict=True)]
@@ -314,7 +314,7 @@ class Loop:
                         tf.constant(steps),
                         self._pace.report(self._signal is not None),
                     )
-                    loss, stop, pace = (float(total) for total in totals.numpy())
+                    loss, asked, pace = (float(total) for total in totals.numpy())
             except tf.errors.OutOfRangeError:
                 if self.global_step > step:
                     self._evaluated = None
@@ -343,7 +343,7 @@ class Loop:
                 self._window_timed_steps += steps
                 self._window_seconds += seconds
             scalars = self._wake(step, until, seconds / steps)
-            if stop or (self._signal is not None and not workers.is_multi_worker(self.strategy)):
+            if asked or (self._signal is not None and not workers.is_multi_worker(self.strategy)):
                 raise _StopRequested
         return scalars
 

@@ -1,0 +1,122 @@
+"""What a worker of tests/test_multi_worker.py runs: trains the MLP of the tests, and misbehaves.
+
+python multi_worker.py OUT [fault=NAME] [step=N] [worker=I] [key=value …]
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from ctl import cluster, console
+from ctl.errors import CtlError
+
+console.log_to_terminal()
+console.load_tensorflow()
+
+import keras  # noqa: E402
+import numpy as np  # noqa: E402
+import tensorflow as tf  # noqa: E402
+from helpers import BATCH, CLASSES, FEATURES, examples  # noqa: E402
+
+import ctl  # noqa: E402
+from ctl.strategy import make_multi_worker  # noqa: E402
+
+OUT = Path(sys.argv[1])
+OPTIONS = dict(argument.split("=") for argument in sys.argv[2:])
+FAULT = OPTIONS.get("fault", "")
+AT_STEP, WORKER = int(OPTIONS.get("step", 5)), int(OPTIONS.get("worker", 1))
+TIMEOUT = float(OPTIONS.get("timeout", 60))
+
+
+def model() -> keras.Model:
+    """With all that replicas must agree on: BatchNorm, Dropout."""
+    layers = [keras.layers.Input([FEATURES]), keras.layers.Dense(8, activation="tanh")]
+    if "norm" in OPTIONS:
+        layers += [keras.layers.BatchNormalization(), keras.layers.Dropout(0.5)]
+    return keras.Sequential([*layers, keras.layers.Dense(CLASSES)])
+
+
+class Faulty:
+    """An action of one worker that does what can go wrong, once, at a step."""
+
+    def steps_until_due(self, step: int) -> int:
+        return AT_STEP - step if step < AT_STEP else sys.maxsize
+
+    def __call__(self, status) -> None:
+        if status.step != AT_STEP or me.index != WORKER or not FAULT:
+            return
+        print(f"fault {FAULT} at {time.time()}", flush=True)
+        if FAULT in ("kill", "freeze", "term"):
+            number = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP, "term": signal.SIGTERM}
+            os.kill(os.getpid(), number[FAULT])
+        elif FAULT == "raise":
+            raise RuntimeError("a bug in a worker")
+        elif FAULT == "absent":  # alive, but it never comes to the next all-reduce
+            time.sleep(1000)
+
+
+class Step(ctl.TrainStep):
+    """The loss of one worker is NaN at a step."""
+
+    def loss(self, batch):
+        losses, outputs = super().loss(batch)
+        if FAULT == "nan":
+            here = tf.equal(tf.distribute.get_replica_context().replica_id_in_sync_group, WORKER)
+            bad = tf.logical_and(here, tf.equal(self.global_step, AT_STEP))
+            losses += tf.where(bad, np.nan, 0.0)
+        return losses, outputs
+
+
+def main() -> None:
+    placement = make_multi_worker(me, collective_timeout=TIMEOUT, startup_timeout=30)
+    strategy = placement.strategy
+    keras.utils.set_random_seed(me.index if "seeds" in OPTIONS else 0)
+    with strategy.scope():
+        network = model()
+        optimizer = keras.optimizers.AdamW(0.01 + 0.01 * me.index * ("differ" in OPTIONS))
+        if "differ" in OPTIONS and me.index:
+            network = keras.Sequential(
+                [keras.layers.Input([FEATURES]), keras.layers.Dense(CLASSES)]
+            )
+        step = Step(network, optimizer, clip_norm=0.3, options=placement.options)
+        metric = keras.metrics.SparseCategoricalAccuracy("accuracy")
+        evaluation = ctl.EvalStep(network, metrics=[metric])
+    data = ctl.data.InMemory(examples(), global_batch_size=int(OPTIONS.get("batch", BATCH * 3)))
+    test = ctl.data.InMemory(examples(101, seed=1), global_batch_size=BATCH, training=False)
+    checkpoints = ctl.CheckpointManager(OUT / "checkpoints", read_only=not me.is_chief)
+    loop = ctl.Loop(
+        step,
+        data,
+        strategy=strategy,
+        evaluator=ctl.Evaluator(evaluation, test, strategy=strategy),
+        checkpoints=checkpoints,
+        actions=[Faulty(), ctl.Every(lambda status: loop.save(), steps=4)],
+        steps_per_loop=int(OPTIONS.get("loop", 0)) or None,
+    )
+    if loop.restore():
+        print(f"resumed at {loop.global_step}", flush=True)
+    with loop.stop_on_signals():
+        print("training", flush=True)
+        results = loop.train_and_evaluate(int(OPTIONS.get("until", 20)), evaluate_every=10)
+    checkpoints.close()
+    masks = strategy.run(tf.function(lambda: network(tf.ones([1, FEATURES]), training=True)))
+    np.savez(
+        OUT / f"worker-{me.index}.npz",
+        *network.get_weights(),
+        masks=strategy.experimental_local_results(masks)[0].numpy(),
+        results=np.array([results["loss"], results["accuracy"]]),
+    )
+    ctl.workers.barrier(strategy, 30)
+
+
+if __name__ == "__main__":
+    me = cluster.resolve(None, None)
+    try:
+        main()
+    except CtlError as error:
+        print(error, file=sys.stderr, flush=True)
+        os._exit(error.exit_code)

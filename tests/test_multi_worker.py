@@ -1,0 +1,262 @@
+"""Several workers, in real processes on loopback: equal to one device, and every way to fail."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+from helpers import BATCH, CLASSES, FEATURES, examples, largest_difference
+
+from ctl import launch
+from ctl.data import InMemory
+from ctl.loop import Evaluator, Loop
+from ctl.step import EvalStep, TrainStep
+
+WORKER = Path(__file__).parent / "multi_worker.py"
+BOUND = 120  # seconds for a whole job, several times what it takes
+
+
+@contextlib.contextmanager
+def job(out: Path, *options: str, workers: int = 2, addresses=None) -> Iterator[list]:
+    """Starts the workers of a job without the launcher; ends what is left of them."""
+    addresses = addresses or launch.cluster(workers)["worker"]
+    processes = []
+    out.mkdir(exist_ok=True)
+    try:
+        for index in range(workers):
+            task = {"type": "worker", "index": index}
+            config = json.dumps({"cluster": {"worker": addresses}, "task": task})
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, WORKER, out, *options],
+                    env={**os.environ, "TF_CONFIG": config, "CUDA_VISIBLE_DEVICES": "-1"},
+                    stdout=open(out / f"out-{index}", "w"),
+                    stderr=open(out / f"err-{index}", "w"),
+                )
+            )
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def said(out: Path, index: int) -> str:
+    return (out / f"out-{index}").read_text() + (out / f"err-{index}").read_text()
+
+
+def last_line(out: Path, index: int) -> str:
+    return (out / f"err-{index}").read_text().strip().splitlines()[-1]
+
+
+def codes(processes: list) -> list[int]:
+    deadline = time.monotonic() + BOUND
+    return [p.wait(max(0.1, deadline - time.monotonic())) for p in processes]
+
+
+def finished(out: Path, workers: int) -> list[dict]:
+    return [dict(np.load(out / f"worker-{i}.npz")) for i in range(workers)]
+
+
+def weights(saved: dict) -> list[np.ndarray]:
+    return [saved[f"arr_{i}"] for i in range(len(saved) - 2)]
+
+
+def one_device(mirrored, batch: int = BATCH * 3):
+    """The same training on one replica."""
+    strategy = mirrored(1)
+    keras.utils.set_random_seed(0)
+    with strategy.scope():
+        layers = [
+            keras.layers.Input([FEATURES]),
+            keras.layers.Dense(8, activation="tanh"),
+            keras.layers.Dense(CLASSES),
+        ]
+        model = keras.Sequential(layers)
+        step = TrainStep(model, keras.optimizers.AdamW(0.01), clip_norm=0.3)
+        metric = keras.metrics.SparseCategoricalAccuracy("accuracy")
+        evaluation = EvalStep(model, metrics=[metric])
+    data = InMemory(examples(), global_batch_size=batch)
+    test = InMemory(examples(101, seed=1), global_batch_size=BATCH, training=False)
+    loop = Loop(
+        step, data, strategy=strategy, evaluator=Evaluator(evaluation, test, strategy=strategy)
+    )
+    loop.train(20)
+    return model.get_weights(), loop.evaluate()
+
+
+@pytest.mark.parametrize("workers", [2, 3, 4])
+def test_equals_one_device(tmp_path, mirrored, workers):
+    """AdamW and clipping; 101 test examples in batches of 16; initial weights come from the chief,
+    although every worker has a seed of its own."""
+    with job(tmp_path, "seeds=1", workers=workers) as processes:
+        assert codes(processes) == [0] * workers, said(tmp_path, 0)[-2000:]
+    reference, results = one_device(mirrored)
+    for saved in finished(tmp_path, workers):
+        assert largest_difference(weights(saved), reference) <= 1e-6
+        np.testing.assert_allclose(saved["results"], [results["loss"], results["accuracy"]], 1e-6)
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """An uninterrupted job of 2 workers with BatchNorm and Dropout."""
+    out = tmp_path_factory.mktemp("straight")
+    with job(out, "norm=1") as processes:
+        assert codes(processes) == [0, 0], said(out, 0)[-2000:]
+    return finished(out, 2)
+
+
+def test_batch_norm_and_dropout(straight):
+    first, second = straight
+    assert largest_difference(weights(first), weights(second)) == 0  # moving statistics included
+    assert (first["masks"] != second["masks"]).any()
+
+
+def test_preempted_at_the_same_step_and_resumed_bit_for_bit(tmp_path, straight):
+    with job(tmp_path, "norm=1", "fault=term", "step=7") as processes:
+        assert codes(processes) == [42, 42], said(tmp_path, 0)[-2000:]
+    step = int(re.search(r"SIGTERM: saved step (\d+)", last_line(tmp_path, 1))[1])
+    assert f"another worker's signal: saved step {step} " in last_line(tmp_path, 0)
+    with job(tmp_path, "norm=1") as processes:
+        assert codes(processes) == [0, 0], said(tmp_path, 0)[-2000:]
+    assert all(f"resumed at {step}" in said(tmp_path, i) for i in range(2))
+    for saved, whole in zip(finished(tmp_path, 2), straight, strict=True):
+        assert largest_difference(weights(saved), weights(whole)) == 0
+
+
+def test_resumed_by_another_number_of_workers(tmp_path, mirrored):
+    with job(tmp_path, "until=8") as processes:
+        assert codes(processes) == [0, 0], said(tmp_path, 0)[-2000:]
+    with job(tmp_path, workers=3) as processes:
+        assert codes(processes) == [0] * 3, said(tmp_path, 0)[-2000:]
+    assert "resumed at 8" in said(tmp_path, 2)
+    reference, _ = one_device(mirrored)
+    for saved in finished(tmp_path, 3):
+        assert largest_difference(weights(saved), reference) <= 1e-6
+
+
+@pytest.mark.parametrize(
+    ("fault", "culprit", "bound", "words"),
+    [
+        ("kill", 1, 12, r"worker 0 of 3: .* after step \d+ broke off: .*worker 1"),
+        ("kill", 0, 12, r"worker 1 of 3: .* after step \d+ broke off"),
+        ("raise", 1, 15, r"worker 0 of 3: .* after step \d+ broke off: .*worker 1"),
+        ("freeze", 1, 25, r"worker 0 of 3: .* after step \d+ (timed out|broke off)"),
+        ("freeze", 0, 25, r"worker 1 of 3: .* after step \d+ (timed out|broke off)"),
+        ("absent", 1, 25, r"worker 0 of 3: .* after step \d+ timed out"),
+    ],
+)
+def test_survivors_end_in_time_and_say_why(tmp_path, fault, culprit, bound, words):
+    options = (f"fault={fault}", f"worker={culprit}", "timeout=10", "loop=1")
+    with job(tmp_path, *options, workers=3) as processes:
+        survivors = [i for i in range(3) if i != culprit]
+        ended = [codes([processes[i]])[0] for i in survivors]
+        over = time.time()
+        at = float(re.search(r"fault \w+ at (\S+)", said(tmp_path, culprit))[1])
+    assert ended == [5, 5], [said(tmp_path, i)[-1500:] for i in survivors]
+    assert over - at < bound
+    assert re.search(words, last_line(tmp_path, survivors[0])), last_line(tmp_path, survivors[0])
+
+
+def test_a_nan_on_one_worker_stops_all(tmp_path):
+    with job(tmp_path, "fault=nan", "step=6") as processes:
+        assert codes(processes) == [3, 3], said(tmp_path, 0)[-2000:]
+    for index in range(2):
+        assert "the loss is nan at step 7" in last_line(tmp_path, index)
+
+
+def test_workers_that_differ_do_not_start(tmp_path):
+    with job(tmp_path, "differ=1") as processes:
+        assert set(codes(processes)) <= {2, 5}
+    assert "the workers do not agree" in said(tmp_path, 0) + said(tmp_path, 1)
+
+
+def test_a_peer_that_never_comes(tmp_path):
+    code = (
+        "from ctl import cluster, console; console.log_to_terminal(); console.load_tensorflow();"
+        "from ctl.strategy import make_multi_worker;"
+        "make_multi_worker(cluster.resolve(None, None), startup_timeout=12)"
+    )
+    addresses = launch.cluster(2)["worker"]
+    task = {"type": "worker", "index": 0}
+    config = json.dumps({"cluster": {"worker": addresses}, "task": task})
+    process = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "TF_CONFIG": config},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert process.returncode == 5
+    assert f"worker 0 waits for worker 1 at {addresses[1]}" in process.stderr
+    assert "gave up after 12 s" in process.stderr.splitlines()[-1]
+
+
+def test_a_port_in_use(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        addresses = [f"127.0.0.1:{port}", *launch.cluster(1)["worker"]]
+        with job(tmp_path, workers=1, addresses=addresses) as processes:
+            assert codes(processes) == [2]
+    assert f"worker 0 cannot listen on 127.0.0.1:{port}" in last_line(tmp_path, 0)
+
+
+def test_killed_ten_times_and_restarted_gives_the_same_weights(tmp_path, straight):
+    """kill -9 of a random worker at a random moment, ten times in one job under the launcher."""
+    randoms = random.Random(0)
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "ctl.launch", "--workers=2", "--max_restarts=30"),
+            *("--backoff=0", "--grace=1", "--", sys.executable, str(WORKER), str(tmp_path)),
+            *("norm=1", "loop=1"),
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "-1"},
+    )
+    lines, kills = [], 0
+    try:
+        for line in process.stdout:
+            lines.append(line)
+            if kills < 10 and line.startswith("[worker 0] training"):
+                time.sleep(randoms.uniform(0, 3))
+                victims = _children(process.pid)
+                if victims:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(randoms.choice(victims), signal.SIGKILL)
+                        kills += 1
+        assert process.wait(60) == 0, "".join(lines)[-3000:]
+    finally:
+        process.terminate()
+        process.wait(60)
+    assert kills == 10
+    assert not [line for line in lines if "damaged" in line]
+    for saved, whole in zip(finished(tmp_path, 2), straight, strict=True):
+        assert largest_difference(weights(saved), weights(whole)) == 0
+
+
+def _children(parent: int) -> list[int]:
+    """The workers: children of the launcher that run the script, so not its guard."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, ValueError):
+            stat = (entry / "stat").read_text().rpartition(")")[2].split()
+            if int(stat[1]) == parent and WORKER.name in (entry / "cmdline").read_text():
+                found.append(int(entry.name))
+    return [pid for pid in found if b"ctl.launch" not in Path(f"/proc/{pid}/cmdline").read_bytes()]
