@@ -24,16 +24,18 @@ FOREIGN_FLAGS = {"logdir"}
 
 
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    """The fenced blocks of a language; of "", those that name none: commands."""
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    return [text for name, text in fenced if name == language]
 
 
 def commands() -> list[list[str]]:
     """The commands of ctl in the README: ``[module, flag, ...]``."""
-    lines = [line for block in blocks("(?:bash|console)?") for line in block.splitlines()]
+    lines = [line for block in blocks("") for line in block.splitlines()]
     lines += re.findall(r"`([^`\n]+)`", README)
     found = []
     for line in lines:
-        for command in re.split(r"&&|;", line.removeprefix("$ ")):
+        for command in line.split("&&"):
             words = shlex.split(command, comments=True) if "ctl." in command else []
             modules = [word for word in words if re.fullmatch(r"ctl(\.\w+)+", word)]
             if "-m" in words and modules:
@@ -90,6 +92,9 @@ module.run()
 def test_the_flags_of_every_command_parse(run):
     assert {command[0] for command in commands()} >= {"ctl.train", "ctl.evaluate", "ctl.schedule"}
     for module, *arguments in commands():
+        if "--help" in arguments:
+            assert help_of(module)
+            continue
         module = {"ctl.schedule": "ctl.plot"}.get(module, module)
         python("-c", PARSE, module, *(a.replace(RUN, str(run)) for a in arguments))
 
@@ -115,6 +120,15 @@ def test_the_programs_run(number, run, tmp_path):
     program.write_text(blocks("python")[number].replace(RUN, str(run)), encoding="utf-8")
     output = python(str(program), cwd=tmp_path).stdout
     assert output.strip(), "a program of the README shows what it does"
+
+
+def test_what_is_quoted_of_the_code_is_there():
+    code = "".join((ROOT / f"ctl/{m}.py").read_text("utf-8") for m in ("loop", "step", "reduce"))
+    lines = {line.strip() for line in code.splitlines()}
+    quoted = [line.strip() for block in blocks("py") for line in block.splitlines()]
+    quoted = [line for line in quoted if line and not line.startswith("#")]
+    assert len(quoted) > 5
+    assert set(quoted) <= lines
 
 
 def test_every_picture_and_every_module_is_there():
@@ -153,9 +167,7 @@ def test_keras_clips_before_it_reduces(mirrored):
     def ten_and_two(replica):
         return [tf.where(tf.equal(replica, 0), 10.0, 2.0)]
 
-    moved = update(
-        mirrored(2), lambda: keras.optimizers.SGD(1.0, global_clipnorm=1.0), ten_and_two
-    )
+    moved = update(mirrored(2), lambda: keras.optimizers.SGD(1.0, global_clipnorm=1.0), ten_and_two)
     np.testing.assert_allclose(moved, [-2.0])  # the sum 12, clipped, would move it by 1
 
 
