@@ -158,8 +158,10 @@ def explained(dataset: Any) -> Iterator[None]:
 
 
 def _reason(error: tf.errors.OpError) -> str:
-    """Its first line without the name of the graph node."""
-    return re.sub(r"\{\{.*?\}\} ?", "", error.message).strip().partition("\n")[0][:200]
+    """The line of its text that is neither about the graph nor about where that was made."""
+    lines = re.sub(r"\{\{.*?\}\} ?", "", error.message).splitlines()
+    about_graph = re.compile(r"\s|$|Graph execution error|Detected at|\(\d+\) |\d+ root error")
+    return next((line for line in lines if not about_graph.match(line)), type(error).__name__)[:200]
 
 
 def load_data(data: Any, *, training: bool) -> Any:

@@ -156,6 +156,8 @@ class Zygote:
         self._count += 1
         directory = self._directory / f"{self._count:03}"
         directory.mkdir()
+        for stream in ("stdout", "stderr"):
+            (directory / stream).touch()
         request = {
             "module": module,
             "argv": [module, *map(str, flags)],
