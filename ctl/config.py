@@ -9,13 +9,14 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from absl import flags
 
 from ctl import durable
-from ctl.errors import UsageError
+from ctl.errors import CheckpointError, UsageError
 
 SCHEMA = 1
 FILE = "config.json"
@@ -37,7 +38,12 @@ _SCHEDULES_OF_A_LENGTH = ("cosine", "polynomial")
 
 
 def write(model_dir: Path, names: list[str], values: flags.FlagValues = flags.FLAGS) -> None:
-    """Writes the flags ``names`` as they are, with the versions of what computes."""
+    """Writes the flags ``names`` as they are, with the versions of what computes, and deletes what
+    runs that were killed left unfinished in ``model_dir``. Only for the run that has the lock.
+
+    Raises:
+        CheckpointError: the directory cannot be written.
+    """
     versions = {"python": sys.version.split()[0]}
     for package in ("ctl", "tensorflow", "keras", "numpy", "tensorflow-datasets"):
         versions[package] = importlib.metadata.version(package)
@@ -47,7 +53,14 @@ def write(model_dir: Path, names: list[str], values: flags.FlagValues = flags.FL
         "flags": {name: values[name].value for name in names},
         "versions": versions,
     }
-    durable.write_json(model_dir / FILE, config, via=model_dir)
+    try:
+        durable.sweep(model_dir)
+        durable.write_json(model_dir / FILE, config, via=model_dir)
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot write {model_dir / FILE}: {error.strerror}; make room, or choose another "
+            "--model_dir"
+        ) from error
 
 
 def read(model_dir: Path) -> dict[str, Any] | None:
@@ -90,10 +103,17 @@ def _show(value: Any) -> str:
     return "not set" if value is None else json.dumps(value)[:80]
 
 
-def adopt(stored: dict[str, Any], values: flags.FlagValues = flags.FLAGS) -> None:
-    """Sets the flags that the command line left at their default to those of the run."""
-    for name, value in stored.items():
-        if name in values and not values[name].present and isinstance(value, _JSON_SCALARS):
+def adopt(
+    stored: dict[str, Any], names: Iterable[str], values: flags.FlagValues = flags.FLAGS
+) -> None:
+    """Sets those of the flags ``names`` that the command line left at their default as in the run.
+
+    Raises:
+        UsageError: a stored value is not one that the flag takes.
+    """
+    for name in names:
+        value = stored.get(name)
+        if not values[name].present and isinstance(value, _JSON_SCALARS):
             try:
                 values[name].parse(str(value))
             except flags.Error as error:

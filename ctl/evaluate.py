@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,15 +12,14 @@ from absl import flags, logging
 
 from ctl import config, console, flag_groups, names
 from ctl.errors import CheckpointError, UsageError
-from ctl.flags import check_flags, group
+from ctl.flags import check_flags, group, grouped_flags
 from ctl.flags import run as run_command
-from ctl.train import load_data
+from ctl.train import best_mode, explained, load_data
 
 if TYPE_CHECKING:
     import keras
 
     from ctl.checkpoint import Saved
-    from ctl.loop import Evaluator
 
 FLAGS = flags.FLAGS
 flags.disclaim_key_flags()
@@ -33,6 +34,9 @@ Evaluates a checkpoint of a run, or an exported model, on every example of the t
 
 Data, model and precision are those of the run (config.json) unless given.
 """
+
+
+_POLL_SECONDS = 1.0
 
 
 def run() -> None:
@@ -58,20 +62,22 @@ def run() -> None:
             "precision", "float32", names.PRECISIONS, "Type of the computation, with --model_dir."
         )
         flags.DEFINE_integer("seed", 0, "Of synthetic data.", lower_bound=0)
-    check_flags(["model_dir", "model", "checkpoint", "watch"], _check)
+    check_flags(["model_dir", "model", "checkpoint", "watch", "watch_timeout"], _check)
     run_command(main, _USAGE)
 
 
-def _check(model_dir: str | None, model: str | None, checkpoint: str, watch: bool) -> None:
+def _check(
+    model_dir: str | None, model: str | None, checkpoint: str, watch: bool, watch_timeout: float
+) -> None:
     if not model_dir and not model:
         raise UsageError("give --model_dir=DIR of a run, or --model=FILE.keras")
-    if model_dir and not (Path(model_dir) / config.FILE).exists():
-        raise UsageError(f"--model_dir={model_dir} holds no run of ctl.train: no {config.FILE}")
     if model and not model_dir and not Path(model).is_file():
         raise UsageError(f"--model={model}: no such file")
+    if not math.isfinite(watch_timeout):
+        raise UsageError(f"--watch_timeout={watch_timeout} must be a number of seconds")
     if model and model_dir:
         names.check_model_name(model)
-    if checkpoint not in ("latest", "best") and not checkpoint.isdigit():
+    if checkpoint not in ("latest", "best") and not checkpoint.isdecimal():
         raise UsageError(f"--checkpoint={checkpoint} is not latest, best or a step")
     if watch and (not model_dir or checkpoint != "latest"):
         raise UsageError("--watch needs --model_dir, and evaluates the latest checkpoint")
@@ -79,8 +85,8 @@ def _check(model_dir: str | None, model: str | None, checkpoint: str, watch: boo
 
 def main() -> None:
     """Evaluates once, or with ``--watch`` until no new checkpoint comes."""
-    averaged = _adopt_run() if FLAGS.model_dir else False
     console.log_to_terminal()
+    averaged, metric = _adopt_run() if FLAGS.model_dir else (False, "")
     console.load_tensorflow()
 
     import keras
@@ -88,7 +94,7 @@ def main() -> None:
     from ctl import data
     from ctl.checkpoint import CheckpointManager
     from ctl.loop import Evaluator
-    from ctl.models import make_model
+    from ctl.models import check_model, make_model
     from ctl.step import EvalStep
     from ctl.strategy import make_strategy
 
@@ -104,47 +110,73 @@ def main() -> None:
     dataset = load_data(data, training=False)
     logging.info("evaluation data: %s", dataset.description)
     with placement.strategy.scope():
+        info = dataset.info
         if FLAGS.model_dir:
-            model = make_model(FLAGS.model, dataset.info.image_shape, dataset.info.num_classes)
+            model = make_model(FLAGS.model, info.image_shape, info.num_classes)
         else:
             model = _load(Path(FLAGS.model))
+            check_model(FLAGS.model, model, info.image_shape, info.num_classes)
         step = EvalStep(model, metrics=[keras.metrics.SparseCategoricalAccuracy("accuracy")])
     evaluator = Evaluator(step, dataset, strategy=placement.strategy)
+
+    def show(saved: Saved | None) -> None:
+        with explained(dataset):
+            _print(evaluator.run(), saved)
+
     if not FLAGS.model_dir:
-        _show(evaluator, None)
+        show(None)
         return
-    checkpoints = CheckpointManager(Path(FLAGS.model_dir) / "checkpoints", read_only=True)
+    checkpoints = CheckpointManager(
+        Path(FLAGS.model_dir) / "checkpoints",
+        best_metric=metric,
+        best_mode=best_mode(metric),
+        read_only=True,
+    )
     state = {"model": model.variables}
     if averaged:
         state["ema"] = model.trainable_variables  # after, and so in place of, those of the model
     with checkpoints:
         wanted = FLAGS.checkpoint
-        saved = checkpoints.restore(state, int(wanted) if wanted.isdigit() else wanted)
+        saved = checkpoints.restore(state, int(wanted) if wanted.isdecimal() else wanted)
         if saved:
-            _show(evaluator, saved)
+            show(saved)
         elif not FLAGS.watch:
             raise CheckpointError(f"{checkpoints.directory} holds no checkpoint")
+        seen = shown = saved.step if saved else -1
         while FLAGS.watch:
-            new = checkpoints.wait_for_new(saved.step if saved else -1, FLAGS.watch_timeout)
+            new = checkpoints.wait_for_new(seen, FLAGS.watch_timeout)
             if new is None:
                 logging.info("no new checkpoint in %g s", FLAGS.watch_timeout)
                 return
+            seen = new.step
             saved = checkpoints.restore(state)
-            _show(evaluator, saved)
+            if saved and saved.step != shown:  # not where the new one is damaged
+                show(saved)
+                seen, shown = max(seen, saved.step), saved.step
 
 
-def _adopt_run() -> bool:
+def _adopt_run() -> tuple[bool, str]:
     """Takes the flags of the run, but not code: importing a module that a file names runs it.
 
     Returns:
-        Whether the run keeps averaged weights, which are then what is evaluated.
+        Whether the run keeps averaged weights, which are then what is evaluated; the metric by
+        which it tells the best checkpoint.
     """
-    stored = config.read(Path(FLAGS.model_dir)) or {}
+    model_dir = Path(FLAGS.model_dir)
+    stored = config.read(model_dir)
+    if stored is None and FLAGS.watch:
+        logging.info("waiting for a run of ctl.train in %s", model_dir)
+        deadline = time.monotonic() + FLAGS.watch_timeout
+        while stored is None and time.monotonic() < deadline:
+            time.sleep(min(_POLL_SECONDS, FLAGS.watch_timeout))
+            stored = config.read(model_dir)
+    if stored is None:
+        raise UsageError(f"--model_dir={model_dir} holds no run of ctl.train: no {config.FILE}")
     model = stored.get("model")
     if FLAGS.model is None and names.is_function_name(str(model)):
         raise UsageError(f"the run was trained with --model={model}: give that flag again")
-    config.adopt(stored)
-    return stored.get("ema_decay") is not None
+    config.adopt(stored, ["model", *grouped_flags("Data", "Computation")])
+    return stored.get("ema_decay") is not None, str(stored.get("best_metric"))
 
 
 def _load(path: Path) -> keras.Model:
@@ -157,8 +189,7 @@ def _load(path: Path) -> keras.Model:
         raise UsageError(f"{path} is not a Keras model that can be loaded: {reason}") from error
 
 
-def _show(evaluator: Evaluator, saved: Saved | None) -> None:
-    results = evaluator.run()
+def _print(results: dict[str, float], saved: Saved | None) -> None:
     if FLAGS.json:
         where = {"step": saved.step, "path": str(saved.path)} if saved else {"path": FLAGS.model}
         print(json.dumps({**where, **results}), flush=True)

@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 
 import keras
+import tensorflow as tf
 
 from ctl import durable
 from ctl.errors import CheckpointError
@@ -32,8 +33,12 @@ def export_model(model: keras.Model, directory: Path) -> list[Path]:
         model.save(unfinished / KERAS_FILE)
         model.export(str(unfinished / SAVED_MODEL), verbose=False)
         durable.publish(unfinished, directory)
-    except OSError as error:
-        raise CheckpointError(f"cannot export to {directory}: {error}; free some space") from error
+    except (OSError, tf.errors.OpError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise CheckpointError(
+            f"cannot export to {directory}: {reason.partition(chr(10))[0][:200]}; free some space "
+            "and run the same command again"
+        ) from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return [directory / KERAS_FILE, directory / SAVED_MODEL]

@@ -73,9 +73,9 @@ def group(title: str, values: flags.FlagValues = flags.FLAGS) -> Iterator[None]:
         _groups.append((title, [name for name in values._flags() if name in added]))
 
 
-def grouped_flags() -> list[str]:
-    """The names of all flags that are in a `group`."""
-    return [name for _, names in _groups for name in names]
+def grouped_flags(*titles: str) -> list[str]:
+    """The names of the flags in the groups of these ``titles``, or in any group."""
+    return [name for title, names in _groups if not titles or title in titles for name in names]
 
 
 def _shown(flag: flags.Flag) -> str:

@@ -22,7 +22,7 @@ import ctl
 from ctl import workers
 from ctl.checkpoint import CheckpointManager, Saved
 from ctl.data import as_dataset
-from ctl.errors import DivergedError, Preempted, UsageError
+from ctl.errors import CheckpointError, DivergedError, Preempted, UsageError
 from ctl.step import EvalStep, TrainStep
 
 SUM = tf.distribute.ReduceOp.SUM
@@ -429,7 +429,13 @@ class Loop:
         return scalars
 
     def _diverged(self, step: int, loss: float) -> None:
-        good = self.checkpoints.latest() if self.checkpoints else None
+        good = None
+        if self.checkpoints:
+            try:
+                self.checkpoints.wait()  # the write in flight may be the last good one
+            except CheckpointError as error:
+                logging.error("%s", error)
+            good = self.checkpoints.latest()
         raise DivergedError(
             (
                 f"the last {self._skipped_in_a_row} updates were skipped, their gradients were not "

@@ -113,7 +113,7 @@ def make_model(name: str, image_shape: Sequence[int], num_classes: int) -> keras
     if not is_function_name(name):
         return _MODELS[name](shape, num_classes)
     model = _import_function(name)(shape, num_classes)
-    _check_model(name, model, shape, num_classes)
+    check_model(name, model, shape, num_classes)
     return model
 
 
@@ -179,8 +179,11 @@ def _import_function(name: str) -> Callable[[Sequence[int], int], keras.Model]:
     return function
 
 
-def _check_model(name: str, model: object, shape: tuple[int, ...], num_classes: int) -> None:
-    """A symbolic call: builds a model that is not built yet, and computes nothing."""
+def check_model(name: str, model: object, shape: tuple[int, ...], num_classes: int) -> None:
+    """Raises `UsageError` unless ``model`` takes images of ``shape`` to logits of ``num_classes``.
+
+    A symbolic call: builds a model that is not built yet, and computes nothing.
+    """
     if not isinstance(model, keras.Model):
         raise UsageError(
             f"the model {name!r} must be a function that returns a keras.Model, "

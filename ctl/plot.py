@@ -15,6 +15,7 @@ from xml.sax.saxutils import escape
 
 from absl import flags
 
+from ctl.console import load_tensorflow
 from ctl.errors import UsageError
 from ctl.flag_groups import define_schedule_flags, schedule_arguments
 from ctl.flags import check_flags, group
@@ -70,7 +71,9 @@ def _check_length(epochs: float, steps_per_epoch: float) -> None:
 
 
 def _main() -> None:
-    import tensorflow as tf  # Slow to load: only once the flags are right.
+    load_tensorflow()  # Slow: only once the flags are right.
+
+    import tensorflow as tf
 
     from ctl.schedule import make_schedule
 

@@ -116,6 +116,7 @@ class Progress:
             self._bar = dataclasses.replace(self._bar, evaluated=None)
         # As Text, a metric called "[red]" is no markup.
         self._live.console.print(Text(format_record(record, left)), soft_wrap=True)
+        self._live.refresh()  # else the bar is behind the record until its turn comes
 
     def close(self) -> None:
         """Leaves the bar as it is and gives the terminal back. Doing it twice changes nothing."""

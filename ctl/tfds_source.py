@@ -64,7 +64,9 @@ def find(
     if not download:
         raise UsageError(f"{where}: allow the download or name another data_dir")
     if problem := _unreachable(builder.url_infos or ()):
-        raise UsageError(f"{where}, and {problem}: prepare it where there is a network")
+        raise UsageError(
+            f"{where}, and {problem}: prepare it where there is a network, and name that data_dir"
+        )
     try:
         builder.download_and_prepare()
     except Exception as error:  # the code of any dataset may run here

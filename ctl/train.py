@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
+import shlex
 import shutil
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from absl import flags, logging
 
-from ctl import cluster, config, console, flag_groups
+from ctl import cluster, config, console, flag_groups, manifest
+from ctl.errors import UsageError
 from ctl.flags import grouped_flags
 from ctl.flags import run as run_command
 from ctl.rates import steps_from
 
 if TYPE_CHECKING:
     import keras
+    import tensorflow as tf
 
     from ctl.loop import Loop
     from ctl.strategy import Placement
@@ -64,7 +69,8 @@ def main() -> None:
     """Trains, evaluates, saves, exports, and says what to try next."""
     model_dir = Path(FLAGS.model_dir)
     stored = config.read(model_dir)
-    if stored is not None:
+    # Without a checkpoint there is nothing to contradict: an attempt failed before its first step.
+    if stored is not None and manifest.paths(model_dir / "checkpoints"):
         config.check_resumable(stored)
     console.log_to_terminal()
     logging.info("loading TensorFlow")
@@ -85,10 +91,8 @@ def main() -> None:
     logging.info("training data: %s", train.description)
     logging.info("evaluation data: %s", evaluation.description)
     steps_per_epoch = train.num_examples / train.global_batch_size
-    total_steps = FLAGS.train_steps or math.ceil(
-        (FLAGS.epochs or _DEFAULT_EPOCHS) * steps_per_epoch - 1e-6
-    )
-    model_dir.mkdir(parents=True, exist_ok=True)
+    epochs = FLAGS.epochs or _DEFAULT_EPOCHS
+    total_steps = FLAGS.train_steps or max(1, math.ceil(epochs * steps_per_epoch - 1e-6))
     with contextlib.ExitStack() as stack:
         checkpoints = stack.enter_context(
             CheckpointManager(
@@ -96,7 +100,7 @@ def main() -> None:
                 keep=FLAGS.keep,
                 keep_best=FLAGS.keep_best,
                 best_metric=FLAGS.best_metric,
-                best_mode="max" if FLAGS.best_metric == "accuracy" else "min",
+                best_mode=best_mode(FLAGS.best_metric),
                 keep_every_hours=FLAGS.keep_every_hours,
                 asynchronous=FLAGS.async_checkpoints,
                 fingerprint=train.fingerprint(),
@@ -104,33 +108,31 @@ def main() -> None:
                 read_only=not chief,
             )
         )
-        if chief:
-            config.write(model_dir, grouped_flags())
         loop = make_loop(placement, train, evaluation, total_steps, checkpoints)
         saved = loop.restore()
+        if chief:
+            config.write(model_dir, grouped_flags())
         if saved:
             logging.info("resuming at step %d from %s", saved.step, saved.path)
         on_wake = _add_actions(loop, stack, model_dir, steps_per_epoch, chief)
         started, first = time.monotonic(), loop.global_step
-        with loop.stop_on_signals():
+        with loop.stop_on_signals(), explained(train):
             if first < total_steps:
                 logging.info("compiling the first step: this takes some seconds")
+            every = steps_from("--evaluate_every", FLAGS.evaluate_every, steps_per_epoch)
             results = loop.train_and_evaluate(
-                total_steps,
-                evaluate_every=steps_from(
-                    "--evaluate_every", FLAGS.evaluate_every, steps_per_epoch
-                ),
-                on_wake=on_wake,
+                total_steps, evaluate_every=max(1, every), on_wake=on_wake
             )
         seconds = time.monotonic() - started
         checkpoints.wait()
         exported = _export(loop, model_dir) if FLAGS.export and chief else []
         if is_multi_worker(placement.strategy):
             barrier(placement.strategy, FLAGS.startup_timeout)  # who leaves early looks lost
+    steps = loop.global_step
     if chief:
-        _summarize(model_dir, results, total_steps, total_steps - first, seconds, exported)
+        _summarize(model_dir, results, steps, steps - first, seconds, exported)
     else:
-        logging.info("done: %d steps; the chief has the results", total_steps)
+        logging.info("done: %d steps; the chief has the results", steps)
 
 
 def _place() -> Placement:
@@ -160,6 +162,38 @@ def _flags_of_the_job() -> dict[str, Any]:
     """What must be the same on every worker."""
     mine = {"worker_index", "data_dir", "download"}
     return {f"--{name}": FLAGS[name].value for name in grouped_flags() if name not in mine}
+
+
+def best_mode(metric: str) -> str:
+    """Whether the best value of ``--best_metric`` is the "max" or the "min"."""
+    return "max" if metric == "accuracy" else "min"
+
+
+@contextlib.contextmanager
+def explained(dataset: Any) -> Iterator[None]:
+    """What TensorFlow raises for files that go bad while they are read, and where memory ends, as a
+    `UsageError` of one line."""
+    import tensorflow as tf
+
+    unreadable = tf.errors.DataLossError, tf.errors.NotFoundError, tf.errors.PermissionDeniedError
+    try:
+        yield
+    except unreadable as error:
+        raise UsageError(
+            f"{dataset.description}: its files are damaged: {_reason(error)}; prepare it again"
+        ) from error
+    except tf.errors.ResourceExhaustedError as error:
+        raise UsageError(
+            f"out of memory: {_reason(error)}; try a smaller --global_batch_size, more "
+            "--accumulate_steps or, if it is the data that are too large, a --resident_limit_mib"
+        ) from error
+
+
+def _reason(error: tf.errors.OpError) -> str:
+    """The line of its text that is neither about the graph nor about where that was made."""
+    lines = re.sub(r"\{\{.*?\}\} ?", "", error.message).splitlines()
+    about_graph = re.compile(r"\s|$|Graph execution error|Detected at|\(\d+\) |\d+ root error")
+    return next((line for line in lines if not about_graph.match(line)), type(error).__name__)[:200]
 
 
 def load_data(data: Any, *, training: bool) -> Any:
@@ -206,6 +240,12 @@ def make_loop(
         **flag_groups.schedule_arguments(),
     )
 
+    if train.info.num_classes is None:
+        raise UsageError(
+            f"{train.description}: it does not say how many classes it has, and its labels are "
+            "counted only where it fits into memory: raise --resident_limit_mib"
+        )
+
     def smoothed(labels: Any, logits: Any) -> Any:
         return cross_entropy(labels, logits, FLAGS.label_smoothing)
 
@@ -243,11 +283,13 @@ def make_optimizer(
     """The Keras optimizer of one of `ctl.names.OPTIMIZERS`; its rate comes from the schedule."""
     import keras
 
+    from ctl.apply import PROVEN
+
     if name in ("momentum", "nesterov"):
         return keras.optimizers.SGD(
             momentum=momentum, nesterov=name == "nesterov", weight_decay=weight_decay
         )
-    by_name = {kind.__name__.lower(): kind for kind in keras.optimizers.Optimizer.__subclasses__()}
+    by_name = {kind.__name__.lower(): kind for kind in PROVEN}
     options = {} if weight_decay is None else {"weight_decay": weight_decay}
     return by_name[name](**options)
 
@@ -313,10 +355,11 @@ def _summarize(
         f"  log          {model_dir / 'metrics.jsonl'}",
         *(f"  exported     {path}" for path in exported),
         "next:",
-        f"  {_python()} -m ctl.evaluate --model_dir={model_dir}",
+        f"  {_python()} -m ctl.evaluate --model_dir={shlex.quote(str(model_dir))}",
     ]
     if FLAGS.tensorboard:
-        lines.append(f"  {_python()} -m tensorboard.main --logdir={model_dir}")
+        logdir = shlex.quote(str(model_dir))
+        lines.append(f"  {_python()} -m tensorboard.main --logdir={logdir}")
     print("\n".join(lines))
 
 

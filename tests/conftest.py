@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 
@@ -11,6 +12,7 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
 import keras
 import pytest
 import tensorflow as tf
+from zygote import Zygote
 
 tf.config.set_logical_device_configuration(
     tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 4
@@ -40,6 +42,24 @@ def same_weights_in_every_run():
 def mirrored():
     """``mirrored(n)``: a strategy over n logical CPU devices, the same object for the same n."""
     return _mirrored
+
+
+@pytest.fixture(scope="session")
+def zygote(tmp_path_factory):
+    """Runs commands in processes that need not import TensorFlow."""
+    modules = ["tensorflow", "keras", "tensorflow_datasets", "ctl.train", "ctl.evaluate"]
+    modules += ["ctl.data", "ctl.loop", "ctl.models", "ctl.sinks"]
+    with contextlib.closing(Zygote(tmp_path_factory.mktemp("commands"), modules)) as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def zygote_without_tensorflow(tmp_path_factory):
+    """Runs commands in processes in which importing TensorFlow is an error."""
+    directory = tmp_path_factory.mktemp("commands_without_tensorflow")
+    modules = ["ctl.train", "ctl.evaluate"]
+    with contextlib.closing(Zygote(directory, modules, blocked=["tensorflow"])) as started:
+        yield started
 
 
 @pytest.fixture(scope="session")

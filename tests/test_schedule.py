@@ -470,7 +470,7 @@ def test_command_draws(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "code", "out", "error"),
     [
-        (["--help"], 0, "--warmup: Linear warm-up", ""),
+        (["--help"], 0, "--warmup\n        Linear warm-up", ""),
         (["--schedule=cosine", "--rates=1"], 2, "", "--rates is for --schedule=piecewise"),
         (["--lerning_rate=1"], 2, "", "Did you mean: learning_rate"),
         (["--epochs=-1"], 2, "", "--epochs must be above 0, got -1"),

@@ -1,0 +1,174 @@
+"""The command that evaluates: which checkpoint, under which strategy, while a run goes on."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import keras
+import pytest
+
+TRAIN, EVALUATE = "ctl.train", "ctl.evaluate"
+
+
+@pytest.fixture(scope="module")
+def run(zygote, tmp_path_factory):
+    """A run with averaged weights whose best checkpoint, by the loss, is not its latest."""
+    model_dir = tmp_path_factory.mktemp("evaluated")
+    options = ["--model=dense", "--ema_decay=0.9", "--best_metric=loss", "--keep=5", "--seed=3"]
+    options += ["--train_split=train[:2000]", "--eval_split=test[:500]", "--global_batch_size=48"]
+    options += ["--schedule=piecewise", "--rates=1e-3,0.3", "--boundaries=40", "--optimizer=sgd"]
+    options += ["--train_steps=60", "--evaluate_every=20", "--label_smoothing=0.1"]
+    zygote.run(TRAIN, f"--model_dir={model_dir}", *options)
+    return model_dir
+
+
+def of_the_run(model_dir) -> dict[int, dict]:
+    lines = (Path(model_dir) / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    return {r["step"]: r for r in records if r["phase"] == "eval"}
+
+
+def evaluate(zygote, *flags, **kwargs):
+    """The objects that ``--json`` prints, and the command."""
+    command = zygote.run(EVALUATE, "--json", *flags, **kwargs)
+    return [json.loads(line) for line in command.stdout.splitlines()], command
+
+
+def assert_equal(found, expected) -> None:
+    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+    assert found["accuracy"] == expected["accuracy"]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        [],
+        ["--checkpoint=60", "--strategy=default"],
+        ["--strategy=one_device"],
+        # 500 examples are 10 batches of 48 and one of 20; or 33 of 15 and one of 5, whose second
+        # replica has less than the first.
+        ["--strategy=mirrored", "--replicas=2"],
+        ["--replicas=2", "--global_batch_size=15"],
+        ["--replicas=3", "--resident_limit_mib=0"],
+    ],
+    ids=" ".join,
+)
+def test_the_latest_under_any_strategy(zygote, run, flags):
+    (found,), command = evaluate(zygote, f"--model_dir={run}", *flags)
+    assert (found.pop("step"), found.pop("path")) == (60, f"{run}/checkpoints/step-0000000060")
+    assert set(found) == {"loss", "accuracy"}
+    assert_equal(found, of_the_run(run)[60])
+    assert "arning" not in command.stderr
+
+
+def test_the_best_and_a_step(zygote, run):
+    """Best by the metric of the run: the rate rises, the loss is lowest in the middle."""
+    losses = {step: record["loss"] for step, record in of_the_run(run).items()}
+    best = min(losses, key=losses.get)
+    accuracies = {step: record["accuracy"] for step, record in of_the_run(run).items()}
+    for checkpoint in ("best", "20"):
+        (found,), _ = evaluate(zygote, f"--model_dir={run}", f"--checkpoint={checkpoint}")
+        assert found["step"] == (best if checkpoint == "best" else 20)
+        assert_equal(found, of_the_run(run)[found["step"]])
+    command = zygote.run(EVALUATE, f"--model_dir={run}", "--checkpoint=30", exit_code=4)
+    assert command.stderr.splitlines()[-1] == (
+        f"No checkpoint of step 30 in {run}/checkpoints; choose one of 20, 40, 60"
+    )
+    assert accuracies  # both metrics are there, so that best_metric matters
+
+
+@pytest.mark.parametrize("strategy", [["--strategy=default"], ["--replicas=2"]], ids=" ".join)
+def test_the_exported_model_is_the_averaged_one(zygote, run, strategy):
+    exported = run / "export" / "model.keras"
+    data = ["--eval_split=test[:500]", "--global_batch_size=48"]
+    (found,), _ = evaluate(zygote, f"--model={exported}", *data, *strategy)
+    assert found.pop("path") == str(exported)
+    assert_equal(found, of_the_run(run)[60])
+
+
+def test_text(zygote, run):
+    command = zygote.run(EVALUATE, f"--model_dir={run}")
+    record = of_the_run(run)[60]
+    assert command.stdout == (
+        f"step 60 ({run}/checkpoints/step-0000000060): loss {record['loss']:.6f}  accuracy "
+        f"{record['accuracy']:.6f}\n"
+    )
+
+
+def test_files_that_are_no_model(zygote, tmp_path):
+    def last_line(path, *flags):
+        command = zygote.run(EVALUATE, f"--model={path}", *flags, exit_code=2)
+        assert "Traceback" not in command.stderr and command.stdout == ""
+        return command.stderr.splitlines()[-1]
+
+    text = tmp_path / "text.keras"
+    text.write_text("no model")
+    assert last_line(text).startswith(f"{text} is not a Keras model that can be loaded: ")
+    inputs = keras.Input([8, 8, 1])
+    other = tmp_path / "other.keras"
+    keras.Model(inputs, keras.layers.Dense(10)(keras.layers.Flatten()(inputs))).save(other)
+    assert f"{other}' does not take images of shape (28, 28, 1)" in last_line(other)
+    cut = tmp_path / "cut.keras"
+    cut.write_bytes(other.read_bytes()[:-200])
+    assert last_line(cut).startswith(f"{cut} is not a Keras model that can be loaded: ")
+    # A model file may hold code; Keras refuses to run it.
+    code = tmp_path / "code.keras"
+    function = keras.layers.Lambda(lambda x: x)
+    keras.Sequential([keras.Input([28, 28, 1]), function, keras.layers.Flatten()]).save(code)
+    assert "ambda" in last_line(code)
+
+
+def test_a_damaged_newest_checkpoint(zygote, run, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    next((copy / "checkpoints" / "step-0000000060").glob("*.data-*")).write_bytes(b"short")
+    (found,), command = evaluate(zygote, f"--model_dir={copy}")
+    assert found["step"] == 40
+    assert_equal(found, of_the_run(run)[40])
+    assert command.stderr.count("warning: Passing over the damaged checkpoint") == 1
+    # --watch evaluates it once, and not again and again for the damaged one.
+    results, command = evaluate(zygote, f"--model_dir={copy}", "--watch", "--watch_timeout=2")
+    assert [r["step"] for r in results] == [40]
+    assert command.stderr.count("warning: Passing over") <= 2
+    assert command.stderr.splitlines()[-1] == "no new checkpoint in 2 s"
+    shutil.rmtree(copy / "checkpoints")
+    command = zygote.run(EVALUATE, f"--model_dir={copy}", exit_code=4)
+    assert command.stderr.splitlines()[-1] == f"{copy}/checkpoints holds no checkpoint"
+
+
+def test_a_stored_function_must_be_given_again(zygote, tmp_path):
+    (tmp_path / "mine.py").write_text("from ctl.models import dense as make\n")
+    model_dir, path = tmp_path / "run", [tmp_path]
+    options = ["--model=mine:make", "--train_steps=5", "--noexport"]
+    zygote.run(TRAIN, f"--model_dir={model_dir}", *options, path=path)
+    command = zygote.run(EVALUATE, f"--model_dir={model_dir}", path=path, exit_code=2)
+    assert command.stderr == "the run was trained with --model=mine:make: give that flag again\n"
+    (found,), _ = evaluate(zygote, f"--model_dir={model_dir}", "--model=mine:make", path=path)
+    assert_equal(found, of_the_run(model_dir)[5])
+    command = zygote.run(EVALUATE, f"--model_dir={model_dir}", "--model=convnet", exit_code=4)
+    assert "step-0000000005 does not fit: " in command.stderr.splitlines()[-1]
+
+
+def test_watch_a_run_from_before_its_start(zygote, tmp_path):
+    """The evaluator is there first, and sees what the run sees."""
+    model_dir = tmp_path / "run"
+    watch = zygote.start(
+        *(EVALUATE, f"--model_dir={model_dir}", "--json", "--watch", "--watch_timeout=30"),
+        "--replicas=2",
+    )
+    watch.until("waiting for a run of ctl.train")
+    options = ["--model=dense", "--train_steps=600", "--evaluate_every=200", "--keep=10"]
+    zygote.run(TRAIN, f"--model_dir={model_dir}", *options, "--noexport")
+    watch.until('"step": 600', "stdout", timeout=120)
+    assert not zygote.ended(watch)
+    found = [json.loads(line) for line in watch.stdout.splitlines()]
+    steps = [record["step"] for record in found]
+    assert steps == sorted(set(steps)) and set(steps) <= {200, 400, 600}
+    for record in found:
+        assert_equal(record, of_the_run(model_dir)[record["step"]])
+    assert "arning" not in watch.stderr
+    watch.signal(2)
+    assert watch.wait() == 130
+    assert watch.stderr.splitlines()[-1] == "interrupted"

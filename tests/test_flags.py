@@ -1,0 +1,236 @@
+"""Command lines: what is wrong with one is said in one line before TensorFlow is loaded; --help."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from ctl import names
+
+TRAIN, EVALUATE = "ctl.train", "ctl.evaluate"
+
+
+def one_line(command) -> str:
+    """What the command says on stderr: exactly one line. It says nothing else."""
+    assert command.stdout == ""
+    (line,) = command.stderr.splitlines()
+    return line
+
+
+def flags_only(value) -> str:
+    """The id of a test: its flags, without what they are expected to say."""
+    return " ".join(value)[:40] if isinstance(value, tuple) else ""
+
+
+WRONG = [
+    ((), "--model_dir is required"),
+    (("--model_dir=gs://bucket/run",), "runs need a POSIX file system"),
+    (("--model_dir=/dev/null/run",), "/dev/null is a file, not a directory"),
+    (("--model_dir=" + "x" * 300,), "File name too long"),
+    (("--modle=dense",), "Unknown command line flag 'modle'. Did you mean: model"),
+    (("--model=convnte",), "unknown model 'convnte': did you mean 'convnet'"),
+    (("--optimizer=rmspop",), "unknown optimizer 'rmspop': did you mean 'rmsprop'"),
+    (("--optimizer=nadam",), "optimizer nadam is refused: .*update_step"),
+    (("train",), "unexpected argument 'train'"),
+    (("--replicas=3",), "--global_batch_size=64 is not divisible by --replicas=3; 66 is"),
+    (("--replicas=0",), "--replicas=0: 0 is not a positive integer"),
+    (("--learning_rate=-0.1",), "--learning_rate must be a number of at least 0, got -0.1"),
+    (("--learning_rate=nan",), "--learning_rate must be a number of at least 0, got nan"),
+    (("--learning_rate=fast",), "--learning_rate=fast"),
+    (("--epochs=2", "--train_steps=5"), "--epochs and --train_steps say the same thing"),
+    (("--epochs=0",), "--epochs=0.0 must be a number above 0"),
+    (("--epochs=inf",), "--epochs=inf must be a number above 0"),
+    (("--train_steps=0",), "--train_steps=0"),
+    (("--seed=4294967296",), "--seed=4294967296"),
+    (("--tpu=local",), "--tpu has no effect without --strategy=tpu"),
+    (("--strategy=tpu",), "--strategy=tpu needs --tpu=NAME"),
+    (("--strategy=one_device", "--replicas=2"), "one_device has one replica, not 2; use mirrored"),
+    (("--strategy=default", "--replicas=2"), "default has one replica, not 2; use mirrored"),
+    (("--strategy=best",), "--strategy=best"),
+    (("--image_shape=28x28",), "--image_shape=28x28 is not HEIGHT,WIDTH,CHANNELS"),
+    (("--image_shape=28,28,²",), "is not HEIGHT,WIDTH,CHANNELS"),
+    (("--evaluate_every=often",), "--evaluate_every: 'often' is not a duration"),
+    (("--evaluate_every=0",), "--evaluate_every must be above 0"),
+    (("--checkpoint_every=0.5",), "--checkpoint_every: steps are whole numbers, got 0.5"),
+    (("--log_every=-1",), "--log_every: '-1' is not a duration"),
+    (("--warmup=2epochs",), "--warmup: '2epochs' is not a duration"),
+    (("--clip_norm=0",), "--clip_norm must be above 0"),
+    (("--ema_decay=1",), "--ema_decay=1.0 must be between 0 and 1"),
+    (("--weight_decay=nan",), "--weight_decay must be a number of at least 0, got nan"),
+    (("--label_smoothing=2",), "--label_smoothing=2"),
+    (("--profile_steps=0:10",), "'0:10' is not a window of steps"),
+    (("--best_metric=f1",), "unknown --best_metric 'f1': .*accuracy, loss"),
+    (("--power=2",), "--power is for --schedule=polynomial, not for cosine"),
+    (("--schedule=piecewise",), "--schedule=piecewise needs --rates"),
+    (("--schedule=piecewise", "--rates=1,2", "--boundaries=1,2"), "one more rate than boundaries"),
+    (("--base_batch_size=64",), "--base_batch_size has no effect without --lr_scaling"),
+    (("--precision=float8",), "--precision=float8"),
+    (("--flagfile=/nonexistent",), "/nonexistent"),
+]
+
+
+@pytest.mark.parametrize(("given", "expected"), WRONG, ids=flags_only)
+def test_wrong_flags_of_train(zygote_without_tensorflow, tmp_path, given, expected):
+    given = [f"--model_dir={tmp_path}", *given] if given else given
+    line = one_line(zygote_without_tensorflow.run(TRAIN, *given, exit_code=2))
+    assert re.search(expected, line), line
+    assert len(line) < 400
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_model_dirs_that_cannot_be_written(zygote_without_tensorflow, tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+    line = one_line(
+        zygote_without_tensorflow.run(TRAIN, f"--model_dir={file / 'run'}", exit_code=2)
+    )
+    assert line.endswith(f"{file} is a file, not a directory")
+    # Root may write anywhere but on a file system that is read-only, as /sys or a mount.
+    mount = f"mount -t tmpfs -o ro tmpfs {tmp_path}"
+    inside = [sys.executable, "-m", TRAIN, f"--model_dir={tmp_path}/run"]
+    wrap = ["unshare", "--mount", "sh", "-c", f'{mount} && exec "$@"', "sh"]
+    if subprocess.run([*wrap, "true"], capture_output=True).returncode:
+        pytest.skip("may not mount a tmpfs")
+    ended = subprocess.run([*wrap, *inside], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr == f"--model_dir={tmp_path}/run: no permission to write in {tmp_path}\n"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ((), "give --model_dir=DIR of a run, or --model=FILE.keras"),
+        (("--model_dir=/nonexistent",), "/nonexistent holds no run of ctl.train"),
+        (("--model=/nonexistent.keras",), "--model=/nonexistent.keras: no such file"),
+        (("--model_dir=/tmp", "--checkpoint=newest"), "newest is not latest, best or a step"),
+        (("--model_dir=/tmp", "--checkpoint=²"), "is not latest, best or a step"),
+        (("--model_dir=/tmp", "--watch", "--checkpoint=best"), "--watch .* the latest checkpoint"),
+        (("--model=/dev/null", "--watch"), "--model=/dev/null: no such file|--watch needs"),
+        (("--model_dir=/tmp", "--watch", "--watch_timeout=inf"), "--watch_timeout=inf"),
+        (("--model_dir=/tmp", "--model=convnte"), "did you mean 'convnet'"),
+        (("--model_dir=/tmp", "--epochs=3"), "Unknown command line flag 'epochs'"),
+    ],
+    ids=flags_only,
+)
+def test_wrong_flags_of_evaluate(zygote_without_tensorflow, given, expected):
+    line = one_line(zygote_without_tensorflow.run(EVALUATE, *given, exit_code=2))
+    assert re.search(expected, line), line
+
+
+# The stored configuration.
+
+
+def stored_run(directory, *, schema=1, checkpoint=True, **values) -> None:
+    config = {"schema": schema, "flags": values, "command": [], "versions": {}}
+    (directory / "config.json").write_text(json.dumps(config))
+    if checkpoint:
+        (directory / "checkpoints" / "step-0000000001").mkdir(parents=True)
+
+
+def test_flags_that_contradict_the_run(zygote_without_tensorflow, tmp_path):
+    stored_run(
+        tmp_path,
+        **{"optimizer": "sgd", "clip_norm": None, "schedule": "cosine", "epochs": 3.0},
+        **{"replicas": 4, "keep": 7, "rates": None, "no_such_flag_any_more": 1, "seed": 0},
+    )
+    run = [TRAIN, f"--model_dir={tmp_path}"]
+    line = one_line(zygote_without_tensorflow.run(*run, "--clip_norm=1", exit_code=2))
+    # Not the replicas and the checkpoints to keep; the length, because the cosine depends on it.
+    assert line == (
+        f'{tmp_path} holds a run with other flags: --optimizer was "sgd", is "adam"; --clip_norm '
+        "was not set, is 1.0; --epochs was 3.0, is not set; use the same flags or another "
+        "--model_dir"
+    )
+
+
+def test_the_length_may_change_where_the_rate_does_not_depend_on_it(
+    zygote_without_tensorflow, tmp_path
+):
+    stored_run(tmp_path, schedule="constant", epochs=3.0, optimizer="sgd")
+    run = [TRAIN, f"--model_dir={tmp_path}", "--schedule=constant", "--epochs=4"]
+    line = one_line(zygote_without_tensorflow.run(*run, exit_code=2))
+    assert "--optimizer was" in line and "--epochs" not in line
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *("", "{", "[]", "null", "[" * 100_000, '{"schema": 1}', '{"flags": {}, "schema": 7}'),
+        '{"flags": [], "schema": 1}',
+    ],
+    ids=lambda v: v[:30],
+)
+@pytest.mark.parametrize("module", [TRAIN, EVALUATE])
+def test_damaged_config(zygote_without_tensorflow, tmp_path, module, content):
+    (tmp_path / "config.json").write_text(content)
+    line = one_line(zygote_without_tensorflow.run(module, f"--model_dir={tmp_path}", exit_code=2))
+    assert line.startswith(f"{tmp_path}/config.json ") and len(line) < 400
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"model": "convnte"},
+        {"model": 3},
+        {"global_batch_size": -1},
+        {"global_batch_size": "many"},
+        {"precision": "float8"},
+        {"image_shape": "$(touch x)"},
+        {"seed": -1},
+    ],
+    ids=str,
+)
+def test_hostile_config_is_refused(zygote_without_tensorflow, tmp_path, values):
+    stored_run(tmp_path, **values)
+    run = [EVALUATE, f"--model_dir={tmp_path}"]
+    line = one_line(zygote_without_tensorflow.run(*run, exit_code=2))
+    assert line.startswith("config.json: ") and len(line) < 400
+
+
+def test_a_stored_function_is_not_imported(zygote_without_tensorflow, tmp_path):
+    (tmp_path / "evil.py").write_text("raise SystemExit('imported')")
+    stored_run(tmp_path, model="evil:model")
+    command = zygote_without_tensorflow.run(
+        EVALUATE, f"--model_dir={tmp_path}", exit_code=2, path=[tmp_path]
+    )
+    assert one_line(command) == "the run was trained with --model=evil:model: give that flag again"
+
+
+# Help.
+
+
+@pytest.mark.parametrize("module", [TRAIN, EVALUATE])
+def test_help_lists_every_flag_once_with_its_default(zygote_without_tensorflow, tmp_path, module):
+    command = zygote_without_tensorflow.run(module, "--help")
+    assert command.stderr == ""
+    listed = re.findall(r"^  --(?:\[no\])?(\w+)", command.stdout, re.MULTILINE)
+    assert len(listed) == len(set(listed))
+    assert {"model_dir", "model", "dataset", "global_batch_size", "replicas", "seed"} <= set(listed)
+    assert max(map(len, command.stdout.splitlines())) <= 100
+    if module == TRAIN:
+        for text in ("(default: 64)", "(default: 1e-3)", "(default: 12)", "(default: cosine)"):
+            assert text in " ".join(command.stdout.split())
+        for optimizer in names.OPTIMIZERS:
+            assert optimizer in command.stdout
+
+
+def test_help_into_a_pipe_that_closes():
+    ended = subprocess.run(
+        ["sh", "-c", f"{sys.executable} -m ctl.train --help | head -n 1"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ended.stdout.startswith("Trains an image classifier")
+    assert ended.stderr == ""
+
+
+def test_flagfile(zygote_without_tensorflow, tmp_path):
+    file = tmp_path / "flags"
+    file.write_text(f"# A comment\n--model_dir={tmp_path}/run\n--replicas=5\n")
+    line = one_line(zygote_without_tensorflow.run(TRAIN, f"--flagfile={file}", exit_code=2))
+    assert line == "--global_batch_size=64 is not divisible by --replicas=5; 65 is"

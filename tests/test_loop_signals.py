@@ -1,0 +1,196 @@
+"""SIGTERM and SIGINT: the state of a whole step is saved, whatever the loop was doing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+from helpers import BATCH, adam, examples, mlp
+
+from ctl.actions import Every
+from ctl.checkpoint import CheckpointManager
+from ctl.data import InMemory
+from ctl.errors import Preempted, UsageError
+from ctl.loop import Evaluator, Loop
+from ctl.step import EvalStep, TrainStep
+
+UNTIL = 24
+
+
+class SignalWhileTracing(TrainStep):
+    signals: list[int] = []
+
+    def loss(self, batch):
+        while self.signals:
+            signal.raise_signal(self.signals.pop())
+        return super().loss(batch)
+
+
+def make_loop(directory=None, *, seed=0, **options) -> Loop:
+    keras.utils.set_random_seed(seed)
+    model = mlp()
+    held_out = InMemory(examples(40, seed=9), global_batch_size=8, training=False)
+    return Loop(
+        SignalWhileTracing(model, adam()(), ema_decay=0.9),
+        InMemory(examples(100), global_batch_size=BATCH),
+        evaluator=Evaluator(EvalStep(model), held_out),
+        checkpoints=CheckpointManager(directory) if directory else None,
+        **options,
+    )
+
+
+def state_of(loop) -> list[np.ndarray]:
+    return [v.numpy() for group in loop.step.state().values() for v in group]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted():
+    loop = make_loop()
+    results = loop.train_and_evaluate(UNTIL, evaluate_every=10)
+    return results, state_of(loop)
+
+
+def resumes(directory, step: int, uninterrupted) -> None:
+    """The state on the disk is that of ``step``, and leads to where it would have led."""
+    results, state = uninterrupted
+    loop = make_loop(directory, seed=1)
+    assert loop.restore().step == loop.global_step == step
+    assert loop.train_and_evaluate(UNTIL, evaluate_every=10) == results
+    loop.checkpoints.close()
+    np.testing.assert_equal(state_of(loop), state)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda n: n.name)
+@pytest.mark.parametrize("moment", ["tracing", "in an action", "evaluating", "between"])
+def test_a_signal_saves_a_whole_step(tmp_path, uninterrupted, number, moment):
+    step = {"tracing": 1, "in an action": 7, "evaluating": 20, "between": 11}[moment]
+    options = {}
+    if moment == "in an action":
+        act = Every(lambda s: signal.raise_signal(number) if s.step == 7 else None, steps=7)
+        options["actions"] = [act]
+    if moment == "between":  # after the evaluation at step 10: one more call of one step
+        options["eval_actions"] = [lambda step, results: signal.raise_signal(number)]
+        options["steps_per_loop"] = 1
+    loop = make_loop(tmp_path, **options)
+    if moment == "tracing":
+        loop.step.signals = [number]
+
+    if moment == "evaluating":
+        run = loop.evaluator._eval_steps
+
+        def interrupted(*args):
+            if loop.global_step == 20:
+                signal.raise_signal(number)
+                assert not np.array_equal(loop.step.model.get_weights()[0], trained[0])
+            return run(*args)
+
+        loop.evaluator._eval_steps = interrupted
+
+    trained = []
+    loop.actions.append(lambda s: trained.__setitem__(slice(None), loop.step.model.get_weights()))
+    handlers = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)]
+    with pytest.raises(Preempted) as error, loop.stop_on_signals():
+        loop.train_and_evaluate(UNTIL, evaluate_every=10)
+    assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)] == handlers
+    assert error.value.exit_code == 42
+    path = tmp_path / f"step-{step:010d}"
+    assert (
+        str(error.value) == f"{number.name}: saved step {step} in {path}; the same command resumes"
+    )
+    np.testing.assert_equal(loop.step.model.get_weights(), trained)
+    loop.checkpoints.close()
+    resumes(tmp_path, step, uninterrupted)
+
+
+def test_the_second_interrupt_is_at_once(tmp_path):
+    def twice(status):
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGINT)  # the first of its kind
+        reached.append(status.step)
+        signal.raise_signal(signal.SIGINT)
+        reached.append("not here")
+
+    reached = []
+    loop = make_loop(tmp_path, actions=[Every(twice, steps=5)])
+    with pytest.raises(KeyboardInterrupt), loop.stop_on_signals():
+        loop.train(20)
+    assert reached == [5]
+    loop.checkpoints.close()
+    assert loop.checkpoints.all() == []
+
+    with loop.stop_on_signals():  # what came before is forgotten
+        loop.actions.clear()
+        loop.train(8)
+    assert loop.global_step == 8
+
+
+def test_a_signal_without_checkpoints():
+    loop = make_loop(actions=[Every(lambda s: signal.raise_signal(signal.SIGTERM), steps=3)])
+    with pytest.raises(Preempted, match="SIGTERM at step 3; nothing saved"), loop.stop_on_signals():
+        loop.train(20)
+
+
+def test_signals_need_the_main_thread():
+    loop, errors = make_loop(), []
+
+    def enter():
+        try:
+            with loop.stop_on_signals():
+                pass
+        except UsageError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert errors == ["signals can be handled in the main thread only"]
+
+
+def test_a_process_that_is_told_to_stop(tmp_path):
+    """From outside, in the middle of a call of 10,000 steps: the call ends, the state is saved."""
+    command = [sys.executable, __file__, str(tmp_path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=dict(os.environ))
+    try:
+        assert process.stdout.readline() == "training\n"
+        process.send_signal(signal.SIGTERM)
+        out, _ = process.communicate(timeout=120)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 42
+    manager = CheckpointManager(tmp_path, read_only=True)
+    step = manager.latest().step
+    assert f"SIGTERM: saved step {step} in " in out
+    assert step % 10_000 == 1 and step > 1
+
+
+def main(directory: str) -> None:
+    """What the process of the last test runs."""
+
+    def announce(status):
+        if status.step == 1:
+            # From another thread, while the main one is inside of the next call.
+            threading.Timer(0.05, lambda: print("training", flush=True)).start()
+
+    signal.alarm(120)  # whatever becomes of the test
+    loop = make_loop(Path(directory), actions=[announce])
+    loop.train(1)
+    loop._pace.steps = lambda: 10_000
+    try:
+        with loop.stop_on_signals():
+            loop.train(10**9)
+    except Preempted as error:
+        loop.checkpoints.close()
+        print(error, flush=True)
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

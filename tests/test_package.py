@@ -1,0 +1,163 @@
+"""The package: what is in the wheel, what it declares, and what is fast because it is lazy."""
+
+from __future__ import annotations
+
+import ast
+import configparser
+import email
+import email.message
+import hashlib
+import importlib.metadata
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import ctl
+
+ROOT = Path(__file__).parents[1]
+SOURCES = sorted((ROOT / "ctl").rglob("*.py"))
+DATA = "ctl/datasets/fashion_mnist_mini/"
+
+# Distribution -> what of it is imported, where the names differ.
+IMPORTED_AS = {"absl-py": "absl"}
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> zipfile.ZipFile:
+    """Built from a copy, so that neither a stale ``build/`` gets in nor a new one stays."""
+    directory = tmp_path_factory.mktemp("package")
+    source = directory / "source"
+    shutil.copytree(ROOT / "ctl", source / "ctl", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("setup.py", "setup.cfg", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    # Without isolation no network is needed; TensorFlow and TensorBoard bring setuptools and wheel.
+    build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"]
+    done = subprocess.run(
+        [*build, "--wheel-dir", directory, source], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    (path,) = directory.glob("*.whl")
+    assert path.name == f"ctl-{ctl.__version__}-py3-none-any.whl"
+    with zipfile.ZipFile(path) as archive:
+        yield archive
+
+
+def metadata(wheel: zipfile.ZipFile) -> email.message.Message:
+    (path,) = [name for name in wheel.namelist() if name.endswith(".dist-info/METADATA")]
+    return email.message_from_bytes(wheel.read(path))
+
+
+def test_the_wheel_has_the_sources_the_data_and_nothing_else(wheel):
+    files = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    sources = {str(path.relative_to(ROOT)) for path in SOURCES}
+    data = {
+        str(path.relative_to(ROOT))
+        for path in (ROOT / DATA).rglob("*")
+        if path.is_file() and path.suffix not in (".py", ".pyc")
+    }
+    assert len(data) == 8  # six of the data set, its licence and its checksums
+    assert files == sources | data
+
+
+def test_the_data_in_the_wheel_are_those_of_the_checksums(wheel):
+    lines = wheel.read(f"{DATA}SHA256SUMS").decode().splitlines()
+    assert len(lines) == 6
+    for line in lines:
+        digest, name = line.split()
+        assert hashlib.sha256(wheel.read(DATA + name)).hexdigest() == digest
+    for name in ("LICENSE", "1.0.0/LICENSE"):
+        text = wheel.read(DATA + name).decode()
+        assert "The MIT License" in text and "Zalando SE" in text
+        assert "copyright notice and this permission notice shall be included" in text
+
+
+def test_metadata(wheel):
+    declared = metadata(wheel)
+    assert declared["Name"] == "ctl" and declared["Version"] == ctl.__version__
+    assert declared["Requires-Python"] == ">=3.10"
+    assert declared["License"] == "Apache-2.0"
+    assert declared["Summary"] == ctl.__doc__.splitlines()[0].rstrip(".")
+    assert declared.get_payload().strip().startswith("# ctl")
+    licences = [name for name in wheel.namelist() if re.search(r"dist-info/(.*/)?LICENSE$", name)]
+    assert len(licences) == 1 and b"Apache License" in wheel.read(licences[0])
+
+
+def test_every_console_script_can_be_called(wheel):
+    (path,) = [name for name in wheel.namelist() if name.endswith("entry_points.txt")]
+    scripts = configparser.ConfigParser()
+    scripts.read_string(wheel.read(path).decode())
+    scripts = dict(scripts["console_scripts"])
+    assert {"ctl-train", "ctl-evaluate"} <= set(scripts)
+    for name, target in scripts.items():
+        assert callable(importlib.metadata.EntryPoint(name, target, "console_scripts").load())
+
+
+def test_what_is_imported_is_declared(wheel):
+    requirements = metadata(wheel).get_all("Requires-Dist")
+    names = [re.match(r"[\w-]+", r)[0] for r in requirements if "extra ==" not in r]
+    declared = {IMPORTED_AS.get(name, name.replace("-", "_")) for name in names}
+    imported = set()
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                imported.add(node.module.split(".")[0])
+    imported -= {*sys.stdlib_module_names, "ctl"}
+    assert {"tensorflow", "keras"} <= imported <= declared
+    # Imported by others without declaring it: tf.summary and TFDS.
+    assert declared - imported == {"tensorboard", "importlib_resources"}
+
+
+# What takes seconds to load, or is not needed to answer.
+SLOW = ("tensorflow", "keras", "numpy", "tensorflow_datasets", "tensorboard")
+WITHOUT = f"import runpy, sys; sys.modules.update(dict.fromkeys({SLOW!r}))\n"
+
+COMMANDS = [
+    "ctl." + path.stem
+    for path in SOURCES
+    if path.parent.name == "ctl" and '__name__ == "__main__"' in path.read_text(encoding="utf-8")
+]
+
+
+def python(program: str, *arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_import_loads_nothing():
+    """A module that is None in ``sys.modules`` cannot be imported."""
+    python(WITHOUT + "import ctl; assert ctl.__version__ and 'Loop' in ctl.__all__")
+    loaded = python("import sys, ctl; print(*(m for m in sys.modules if m.startswith('ctl')))")
+    assert loaded.split() == ["ctl"]
+
+
+@pytest.mark.parametrize("module", COMMANDS)
+def test_help_needs_no_tensorflow(module):
+    program = WITHOUT + "runpy.run_module(sys.argv[1], run_name='__main__', alter_sys=True)"
+    assert f"python -m {module}" in python(program, module, "--help")
+
+
+def test_there_are_commands():
+    assert {"ctl.train", "ctl.evaluate", "ctl.schedule"} <= set(COMMANDS)
+
+
+def test_lazy_names():
+    assert ctl.__all__ == sorted(set(ctl.__all__))
+    for name in ctl.__all__:
+        value = getattr(ctl, name)
+        assert value.__name__.split(".")[-1] == name
+    with pytest.raises(AttributeError, match="no attribute 'Lop'"):
+        ctl.Lop  # noqa: B018
