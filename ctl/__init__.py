@@ -15,7 +15,7 @@ __version__ = "0.1.0"
 _WHERE = {
     "CheckpointManager": "ctl.checkpoint",
     "EvalStep": "ctl.step",
-    "Evaluator": "ctl.loop",
+    "Evaluator": "ctl.evaluator",
     "Every": "ctl.actions",
     "Loop": "ctl.loop",
     "TrainStep": "ctl.step",

@@ -23,13 +23,10 @@ from ctl import workers
 from ctl.checkpoint import CheckpointManager, Saved
 from ctl.data import as_dataset
 from ctl.errors import CheckpointError, DivergedError, Preempted, UsageError
-from ctl.step import EvalStep, TrainStep
+from ctl.evaluator import Evaluator, Pace, StopRequested
+from ctl.step import TrainStep
 
 SUM = tf.distribute.ReduceOp.SUM
-
-# Python wakes at least this often (seconds), to see signals and to let actions run that are due by
-# time. A wake costs about 1 ms.
-_WAKE_SECONDS = 0.5
 
 # Updates in a row that were skipped because gradients were not finite. A loss scale needs at most
 # 15 halvings to get from its first value to 1, so after so many the run is lost.
@@ -66,136 +63,6 @@ Action = Callable[[Status], None]
 
 # How long a worker waits for its peers to trace their first step.
 _FIRST_STEP_SECONDS = 600.0
-
-
-class _StopRequested(Exception):
-    """A signal arrived; unwinds to where the state can be saved."""
-
-
-class _Pace:
-    """How many steps to run in one call, so that Python wakes about every `_WAKE_SECONDS`.
-
-    All workers must run the same number, and their clocks differ: they go by the mean of what all
-    of them measured, which each learns from the reduction at the end of the next call.
-    """
-
-    def __init__(self, steps_per_loop: int | None = None):
-        self._fixed = steps_per_loop
-        self._measured = self._agreed = 0.0  # seconds per step; 0: not known
-        self._traced = False
-
-    def steps(self) -> int:
-        if self._fixed:
-            return self._fixed
-        return max(1, int(_WAKE_SECONDS / self._agreed)) if self._agreed else 1
-
-    def report(self, stop: bool) -> tf.Tensor:
-        """float32 [2], what this worker tells the others: that it was asked to stop, its pace."""
-        return tf.constant([float(stop), self._measured])
-
-    def took(self, seconds: float, steps: int, mean: float) -> bool:
-        """Learns from one call, and from the mean of all reports; False for the first call, whose
-        time is mostly tracing."""
-        self._agreed = mean
-        if not self._traced:
-            self._traced = True
-            return False
-        self._measured = seconds / steps
-        return True
-
-
-class Evaluator:
-    """Evaluates a model on every example of a dataset exactly once, on any number of replicas.
-
-    Args:
-        step: what one replica does; made in the strategy's scope, as its model and metrics.
-        dataset: see `ctl.data`; or a `tf.data.Dataset` of global batches.
-        strategy: by default the current one.
-    """
-
-    def __init__(
-        self,
-        step: EvalStep,
-        dataset: Any,
-        *,
-        strategy: tf.distribute.Strategy | None = None,
-    ):
-        self.step = step
-        self.dataset = as_dataset(dataset, training=False)
-        self.strategy = strategy or tf.distribute.get_strategy()
-        step.check_scope(self.strategy)
-        examples = self.dataset.num_examples
-        self._batches = None
-        if examples is not None:
-            self._batches = math.ceil(examples / self.dataset.global_batch_size)
-        self._iterator = None
-        self._resident = None
-        self._pace = _Pace()
-
-    def run(
-        self,
-        on_wake: Callable[[int, int | None], None] | None = None,
-        asked_to_stop: Callable[[], bool] = lambda: False,
-    ) -> dict[str, float]:
-        """Evaluates once; with several workers every one must.
-
-        Args:
-            on_wake: called between calls with the batches done and in all (None when unknown).
-            asked_to_stop: when it returns True on any worker, evaluation ends on all.
-
-        Returns:
-            ``loss`` (the mean over examples) and each metric, by name.
-        """
-        self.step.reset_metrics()
-        # One iterator serves every evaluation: it goes round a dataset whose length is known. A new
-        # one each time would cost start-up and, in TensorFlow, memory.
-        iterator, self._iterator = self._iterator or self._start(), None
-        totals, done = [0.0, 0.0], 0
-        while self._batches is None or done < self._batches:
-            steps = 1 if self._batches is None else min(self._pace.steps(), self._batches - done)
-            start = time.perf_counter()
-            report = self._pace.report(asked_to_stop())
-            try:
-                sums = self._eval_steps(iterator, self._resident, tf.constant(steps), report)
-                *sums, asked, pace = sums.numpy()
-            except tf.errors.OutOfRangeError:
-                if self._batches is not None:
-                    raise
-                iterator = None
-                break
-            mean = float(pace) / self.strategy.num_replicas_in_sync
-            self._pace.took(time.perf_counter() - start, steps, mean)
-            if asked or (not workers.is_multi_worker(self.strategy) and asked_to_stop()):
-                raise _StopRequested
-            done += steps
-            totals = [a + float(b) for a, b in zip(totals, sums, strict=True)]
-            if on_wake:
-                on_wake(done, self._batches)
-        self._iterator = iterator
-        if not totals[1]:
-            raise UsageError("the evaluation dataset holds no valid examples")
-        return {"loss": totals[0] / totals[1], **self.step.results()}
-
-    def _start(self) -> Iterator:
-        if self._resident is None:
-            self._resident = self.dataset.resident(self.strategy)
-        batches = self.dataset.batches()
-        if self._batches is not None:
-            batches = batches.repeat()
-        return iter(self.strategy.experimental_distribute_dataset(batches))
-
-    @tf.function
-    def _eval_steps(
-        self, iterator: Iterator, resident: Any, steps: tf.Tensor, report: tf.Tensor
-    ) -> tf.Tensor:
-        sums = self.strategy.run(lambda: tf.zeros([2]))
-        for _ in tf.range(steps):
-            sums = self.strategy.run(self._one_step, args=(sums, next(iterator), resident))
-        sums = self.strategy.run(lambda sums: tf.concat([sums, report], 0), args=(sums,))
-        return self.strategy.reduce(SUM, sums, axis=None)
-
-    def _one_step(self, sums: tf.Tensor, element: Any, resident: Any) -> tf.Tensor:
-        return sums + self.step(self.dataset.on_replica(element, resident))
 
 
 class Loop:
@@ -242,7 +109,7 @@ class Loop:
                 f"the global batch size {size} is not divisible by {replicas} replicas"
             )
         step.build(self.strategy, schedule)
-        self._pace = _Pace(steps_per_loop)
+        self._pace = Pace(steps_per_loop)
         self._iterator = None
         self._iterator_step = -1
         self._resident = None
@@ -300,52 +167,61 @@ class Loop:
         if step < stop and self._iterator_step != step:
             self._start(step)
         while step < stop:
-            steps = min(self._pace.steps(), stop - step)
-            for action in self.actions:
-                if hasattr(action, "steps_until_due"):
-                    steps = min(steps, action.steps_until_due(step))
-            skipped = self._skipped()
-            start = time.perf_counter()
+            steps = self._steps_until_due(step, stop)
             try:
-                with tf.profiler.experimental.Trace("ctl_step", step_num=step, _r=1):
-                    totals, finite = self._train_steps(
-                        self._iterator,
-                        self._resident,
-                        tf.constant(steps),
-                        self._pace.report(self._signal is not None),
-                    )
-                    loss, asked, pace = (float(total) for total in totals.numpy())
+                seconds, asked = self._call(step, steps)
             except tf.errors.OutOfRangeError:
                 if self.global_step > step:
                     self._evaluated = None
                 step = self._iterator_step = self.global_step
                 logging.warning("the dataset ended after step %d, before step %d", step, until)
                 return self._wake(step, step, 0.0)
-            seconds = time.perf_counter() - start
-            if self.global_step != step + steps:
-                raise UsageError(
-                    f"{steps} steps were run from step {step}, but the global step is "
-                    f"{self.global_step}: does {type(self.step).__name__} call self.apply()?"
-                )
-            if not math.isfinite(loss):
-                counts = self.strategy.experimental_local_results(finite)
-                self._diverged(step + 1 + min(int(c) for c in counts), loss)
             step = self._iterator_step = step + steps
             self._evaluated = None
-            skipped = self._skipped() - skipped
-            self._skipped_in_a_row = self._skipped_in_a_row + skipped if skipped == steps else 0
-            if self._skipped_in_a_row >= _MOST_SKIPPED:
-                self._diverged(step, math.nan)
-            self._window_loss += loss
-            self._window_steps += steps - skipped
-            self._window_skipped += skipped
-            if self._pace.took(seconds, steps, pace / self.strategy.num_replicas_in_sync):
-                self._window_timed_steps += steps
-                self._window_seconds += seconds
             scalars = self._wake(step, until, seconds / steps)
             if asked or (self._signal is not None and not workers.is_multi_worker(self.strategy)):
-                raise _StopRequested
+                raise StopRequested
         return scalars
+
+    def _steps_until_due(self, step: int, stop: int) -> int:
+        """How many steps to run in one call: to the next action that is due, at most."""
+        due = (a.steps_until_due(step) for a in self.actions if hasattr(a, "steps_until_due"))
+        return min(self._pace.steps(), stop - step, *due)
+
+    def _call(self, step: int, steps: int) -> tuple[float, bool]:
+        """Runs ``steps`` steps from ``step`` and takes their losses into the window.
+
+        Returns:
+            The seconds it took; whether a worker was asked to stop.
+        """
+        skipped = self._skipped()
+        report = self._pace.report(self._signal is not None)
+        start = time.perf_counter()
+        with tf.profiler.experimental.Trace("ctl_step", step_num=step, _r=1):
+            totals, finite = self._train_steps(
+                self._iterator, self._resident, tf.constant(steps), report
+            )
+            loss, asked, pace = (float(total) for total in totals.numpy())
+        seconds = time.perf_counter() - start
+        if self.global_step != step + steps:
+            raise UsageError(
+                f"{steps} steps were run from step {step}, but the global step is "
+                f"{self.global_step}: does {type(self.step).__name__} call self.apply()?"
+            )
+        if not math.isfinite(loss):
+            counts = self.strategy.experimental_local_results(finite)
+            self._diverged(step + 1 + min(int(c) for c in counts), loss)
+        skipped = self._skipped() - skipped
+        self._skipped_in_a_row = self._skipped_in_a_row + skipped if skipped == steps else 0
+        if self._skipped_in_a_row >= _MOST_SKIPPED:
+            self._diverged(step + steps, math.nan)
+        self._window_loss += loss
+        self._window_steps += steps - skipped
+        self._window_skipped += skipped
+        if self._pace.took(seconds, steps, pace / self.strategy.num_replicas_in_sync):
+            self._window_timed_steps += steps
+            self._window_seconds += seconds
+        return seconds, asked > 0
 
     def _start(self, step: int) -> None:
         if self._resident is None:
@@ -540,7 +416,7 @@ class Loop:
         try:
             with workers.naming_lost_peers(self.strategy, lambda: self.global_step, doing):
                 yield
-        except _StopRequested:
+        except StopRequested:
             step = self.global_step
             name = "another worker's signal"
             if self._signal is not None:

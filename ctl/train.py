@@ -228,7 +228,8 @@ def make_loop(
     """Model, optimizer, step and loop, in the strategy's scope."""
     import keras
 
-    from ctl.loop import Evaluator, Loop
+    from ctl.evaluator import Evaluator
+    from ctl.loop import Loop
     from ctl.models import make_model
     from ctl.schedule import make_schedule
     from ctl.step import EvalStep, TrainStep, cross_entropy

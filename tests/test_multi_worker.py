@@ -35,6 +35,7 @@ def job(out: Path, *options: str, workers: int = 2, addresses=None) -> Iterator[
     addresses = addresses or launch.cluster(workers)["worker"]
     processes = []
     out.mkdir(exist_ok=True)
+    stack = contextlib.ExitStack()
     try:
         for index in range(workers):
             task = {"type": "worker", "index": index}
@@ -43,8 +44,8 @@ def job(out: Path, *options: str, workers: int = 2, addresses=None) -> Iterator[
                 subprocess.Popen(
                     [sys.executable, WORKER, out, *options],
                     env={**os.environ, "TF_CONFIG": config, "CUDA_VISIBLE_DEVICES": "-1"},
-                    stdout=open(out / f"out-{index}", "w"),
-                    stderr=open(out / f"err-{index}", "w"),
+                    stdout=stack.enter_context(open(out / f"out-{index}", "w")),
+                    stderr=stack.enter_context(open(out / f"err-{index}", "w")),
                 )
             )
         yield processes
@@ -52,6 +53,7 @@ def job(out: Path, *options: str, workers: int = 2, addresses=None) -> Iterator[
         for process in processes:
             process.kill()
             process.wait()
+        stack.close()
 
 
 def said(out: Path, index: int) -> str:

@@ -1,0 +1,151 @@
+"""Evaluation over a strategy; and how many steps a call of either loop runs."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from ctl import workers
+from ctl.data import as_dataset
+from ctl.errors import UsageError
+from ctl.step import EvalStep
+
+SUM = tf.distribute.ReduceOp.SUM
+
+# Python wakes at least this often (seconds), to see signals and to let actions run that are due by
+# time. A wake costs about 1 ms.
+_WAKE_SECONDS = 0.5
+
+
+class StopRequested(Exception):
+    """A signal arrived; unwinds to where the state can be saved."""
+
+
+class Pace:
+    """How many steps to run in one call, so that Python wakes about every `_WAKE_SECONDS`.
+
+    All workers must run the same number, and their clocks differ: they go by the mean of what all
+    of them measured, which each learns from the reduction at the end of the next call.
+    """
+
+    def __init__(self, steps_per_loop: int | None = None):
+        self._fixed = steps_per_loop
+        self._measured = self._agreed = 0.0  # seconds per step; 0: not known
+        self._traced = False
+
+    def steps(self) -> int:
+        if self._fixed:
+            return self._fixed
+        return max(1, int(_WAKE_SECONDS / self._agreed)) if self._agreed else 1
+
+    def report(self, stop: bool) -> tf.Tensor:
+        """float32 [2], what this worker tells the others: that it was asked to stop, its pace."""
+        return tf.constant([float(stop), self._measured])
+
+    def took(self, seconds: float, steps: int, mean: float) -> bool:
+        """Learns from one call, and from the mean of all reports; False for the first call, whose
+        time is mostly tracing."""
+        self._agreed = mean
+        if not self._traced:
+            self._traced = True
+            return False
+        self._measured = seconds / steps
+        return True
+
+
+class Evaluator:
+    """Evaluates a model on every example of a dataset exactly once, on any number of replicas.
+
+    Args:
+        step: what one replica does; made in the strategy's scope, as its model and metrics.
+        dataset: see `ctl.data`; or a `tf.data.Dataset` of global batches.
+        strategy: by default the current one.
+    """
+
+    def __init__(
+        self,
+        step: EvalStep,
+        dataset: Any,
+        *,
+        strategy: tf.distribute.Strategy | None = None,
+    ):
+        self.step = step
+        self.dataset = as_dataset(dataset, training=False)
+        self.strategy = strategy or tf.distribute.get_strategy()
+        step.check_scope(self.strategy)
+        examples = self.dataset.num_examples
+        self._batches = None
+        if examples is not None:
+            self._batches = math.ceil(examples / self.dataset.global_batch_size)
+        self._iterator = None
+        self._resident = None
+        self._pace = Pace()
+
+    def run(
+        self,
+        on_wake: Callable[[int, int | None], None] | None = None,
+        asked_to_stop: Callable[[], bool] = lambda: False,
+    ) -> dict[str, float]:
+        """Evaluates once; with several workers every one must.
+
+        Args:
+            on_wake: called between calls with the batches done and in all (None when unknown).
+            asked_to_stop: when it returns True on any worker, evaluation ends on all.
+
+        Returns:
+            ``loss`` (the mean over examples) and each metric, by name.
+        """
+        self.step.reset_metrics()
+        # One iterator serves every evaluation: it goes round a dataset whose length is known. A new
+        # one each time would cost start-up and, in TensorFlow, memory.
+        iterator, self._iterator = self._iterator or self._start(), None
+        totals, done = [0.0, 0.0], 0
+        while self._batches is None or done < self._batches:
+            steps = 1 if self._batches is None else min(self._pace.steps(), self._batches - done)
+            start = time.perf_counter()
+            report = self._pace.report(asked_to_stop())
+            try:
+                sums = self._eval_steps(iterator, self._resident, tf.constant(steps), report)
+                *sums, asked, pace = sums.numpy()
+            except tf.errors.OutOfRangeError:
+                if self._batches is not None:
+                    raise
+                iterator = None
+                break
+            mean = float(pace) / self.strategy.num_replicas_in_sync
+            self._pace.took(time.perf_counter() - start, steps, mean)
+            if asked or (not workers.is_multi_worker(self.strategy) and asked_to_stop()):
+                raise StopRequested
+            done += steps
+            totals = [a + float(b) for a, b in zip(totals, sums, strict=True)]
+            if on_wake:
+                on_wake(done, self._batches)
+        self._iterator = iterator
+        if not totals[1]:
+            raise UsageError("the evaluation dataset holds no valid examples")
+        return {"loss": totals[0] / totals[1], **self.step.results()}
+
+    def _start(self) -> Iterator:
+        if self._resident is None:
+            self._resident = self.dataset.resident(self.strategy)
+        batches = self.dataset.batches()
+        if self._batches is not None:
+            batches = batches.repeat()
+        return iter(self.strategy.experimental_distribute_dataset(batches))
+
+    @tf.function
+    def _eval_steps(
+        self, iterator: Iterator, resident: Any, steps: tf.Tensor, report: tf.Tensor
+    ) -> tf.Tensor:
+        sums = self.strategy.run(lambda: tf.zeros([2]))
+        for _ in tf.range(steps):
+            sums = self.strategy.run(self._one_step, args=(sums, next(iterator), resident))
+        sums = self.strategy.run(lambda sums: tf.concat([sums, report], 0), args=(sums,))
+        return self.strategy.reduce(SUM, sums, axis=None)
+
+    def _one_step(self, sums: tf.Tensor, element: Any, resident: Any) -> tf.Tensor:
+        return sums + self.step(self.dataset.on_replica(element, resident))
