@@ -273,7 +273,7 @@ def _add_actions(loop: Loop, stack: Any, model_dir: Path, steps_per_epoch: float
     sinks = [JsonLines(model_dir / "metrics.jsonl"), bar or Lines()]
     if FLAGS.tensorboard:
         sinks.append(TensorBoard(model_dir))
-    log = Log(*sinks)
+    log = Log(*sinks, steps_per_epoch=steps_per_epoch)
     stack.callback(log.close)
     loop.eval_actions.append(log.evaluated)
     loop.actions.append(
