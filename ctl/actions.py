@@ -126,10 +126,16 @@ class Log:
     give the sinks to one of them.
     """
 
-    def __init__(self, *sinks: Sink, clock: Callable[[], float] = time.time):
+    def __init__(
+        self,
+        *sinks: Sink,
+        steps_per_epoch: float | None = None,
+        clock: Callable[[], float] = time.time,
+    ):
+        """``steps_per_epoch``: for evaluations that come before the first training record."""
         self.sinks = sinks
         self._clock = clock
-        self._steps_per_epoch: float | None = None
+        self._steps_per_epoch = steps_per_epoch
 
     def __call__(self, status: Status) -> None:
         self._steps_per_epoch = status.steps_per_epoch

@@ -12,7 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from ctl.actions import scalars_of
-from ctl.errors import CtlError
+from ctl.errors import CheckpointError
 
 SCHEMA = 1  # Raised when a key changes its meaning or goes away, not when one is added.
 
@@ -27,7 +27,7 @@ class JsonLines:
     with the same phase and step the later one counts.
 
     Raises:
-        CtlError: the file cannot be written, e.g. a full disk.
+        CheckpointError: the file cannot be written, e.g. a full disk.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
@@ -58,7 +58,7 @@ class TensorBoard:
     Both phases use the same names (``loss``, ``accuracy``, ...), so that they share a chart.
 
     Raises:
-        CtlError: the files cannot be written.
+        CheckpointError: the files cannot be written.
     """
 
     def __init__(self, directory: str | os.PathLike[str]):
@@ -76,7 +76,7 @@ class TensorBoard:
                     tf.summary.scalar(name, value)
         except tf.errors.OpError as error:
             reason = error.message.splitlines()[0].split("}} ")[-1]
-            raise CtlError(f"cannot write events to {self.directory}: {reason}") from error
+            raise CheckpointError(f"cannot write events to {self.directory}: {reason}") from error
 
     def close(self) -> None:
         for writer in self._writers.values():
@@ -105,5 +105,5 @@ def _valid(value: Any) -> Any:
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
-def _unwritable(path: Path, error: OSError) -> CtlError:
-    return CtlError(f"cannot write {path}: {error.strerror}")
+def _unwritable(path: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(f"cannot write {path}: {error.strerror}")

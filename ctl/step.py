@@ -109,8 +109,25 @@ class _Step:
     def update_metrics(self, batch: Any, outputs: Any) -> None:
         """Updates ``self.metrics``: no collective, replicas are combined when a result is read."""
         _, labels, weights = unpack(batch)
+        replica = tf.distribute.get_replica_context()
+        if replica and _shares_variables(replica.strategy):
+            # All replicas have one copy of a metric: what each assigned to it would be summed, with
+            # the total so far in every one of them.
+            replica.merge_call(self._update_shared_metrics, args=((labels, outputs, weights),))
+            return
         for metric in self.metrics:
             metric.update_state(labels, outputs, sample_weight=weights)
+
+    def _update_shared_metrics(self, strategy: tf.distribute.Strategy, parts: Any) -> None:
+        for replica in range(strategy.num_replicas_in_sync):
+            labels, outputs, weights = tf.nest.map_structure(
+                lambda t, i=replica: (
+                    None if t is None else strategy.experimental_local_results(t)[i]
+                ),
+                parts,
+            )
+            for metric in self.metrics:
+                metric.update_state(labels, outputs, sample_weight=weights)
 
     def check_scope(self, strategy: tf.distribute.Strategy) -> None:
         """Raises `UsageError` when a variable was not made in the scope of ``strategy``."""
@@ -133,6 +150,12 @@ class _Step:
     def reset_metrics(self) -> None:
         for metric in self.metrics:
             metric.reset_state()
+
+
+def _shares_variables(strategy: tf.distribute.Strategy) -> bool:
+    """Whether several replicas have one copy of every variable."""
+    central = isinstance(strategy, tf.distribute.experimental.CentralStorageStrategy)
+    return central and strategy.num_replicas_in_sync > 1
 
 
 def unpack(batch: Any) -> tuple[Any, Any, tf.Tensor | None]:
@@ -231,11 +254,15 @@ class TrainStep(_Step):
         self.separate_dropout()
 
     def check_central_storage(self, strategy: tf.distribute.Strategy) -> None:
-        """Raises `UsageError` for layers whose forward pass updates variables, where replicas share
-        one copy of every variable: TensorFlow has no such update."""
-        central = isinstance(strategy, tf.distribute.experimental.CentralStorageStrategy)
-        if not central or strategy.num_replicas_in_sync == 1:
+        """Raises `UsageError` where replicas share one copy of every variable, for what TensorFlow
+        cannot do then: update variables in the forward pass, in a loop, or read them under XLA."""
+        if not _shares_variables(strategy):
             return
+        if self.accumulate_steps > 1 or self.jit_compile:
+            raise UsageError(
+                "central_storage with several replicas has neither --accumulate_steps nor "
+                "--jit_compile; use mirrored"
+            )
         for layer in self.model._flatten_layers():
             norm = isinstance(layer, keras.layers.BatchNormalization) and layer.trainable
             if norm or hasattr(layer, "seed_generator"):

@@ -313,7 +313,7 @@ def _add_actions(
     sinks = [JsonLines(model_dir / "metrics.jsonl"), bar or Lines()] if chief else []
     if FLAGS.tensorboard and chief:
         sinks.append(TensorBoard(model_dir))
-    log = Log(*sinks)
+    log = Log(*sinks, steps_per_epoch=steps_per_epoch)
     stack.callback(log.close)
     loop.eval_actions.append(log.evaluated)
     loop.actions.append(

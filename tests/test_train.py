@@ -240,6 +240,7 @@ def test_options(zygote, tmp_path, options):
     assert "arning" not in command.stderr
     train = records(tmp_path, "train")
     assert [r["step"] for r in train] == [10, 20, 30]
+    assert all(r["epoch"] for r in records(tmp_path))
     if "--dataset=synthetic" not in options:  # noise
         assert train[-1]["loss"] < train[0]["loss"]
     assert not list(tmp_path.glob("*/events.*"))

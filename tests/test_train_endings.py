@@ -1,0 +1,338 @@
+"""The binary when it does not end well: killed, stopped, diverged, out of space, without data."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from tiny_tfds import CtlTinyColor, prepare
+
+from ctl import durable
+from ctl.checkpoint import CheckpointManager
+
+TRAIN = "ctl.train"
+STEPS = 1500
+# Training, saving and evaluating take about the same time, so that an end falls in each.
+MANY = [
+    *("--model=dense", f"--train_steps={STEPS}", "--evaluate_every=100", "--checkpoint_every=25"),
+    *("--log_every=10", "--steps_per_loop=5", "--optimizer=momentum", "--ema_decay=0.99"),
+]
+
+
+def tensors(model_dir) -> dict[str, np.ndarray]:
+    """Everything in the latest checkpoint."""
+    saved = CheckpointManager(Path(model_dir) / "checkpoints", read_only=True).latest()
+    reader = tf.train.load_checkpoint(saved.prefix)
+    return {name: reader.get_tensor(name) for name in reader.get_variable_to_shape_map()}
+
+
+def assert_same_end(model_dir, reference) -> None:
+    ours, theirs = tensors(model_dir), tensors(reference)
+    assert set(ours) == set(theirs)
+    for name, value in theirs.items():
+        if name != "_CHECKPOINTABLE_OBJECT_GRAPH":
+            np.testing.assert_array_equal(ours[name], value, err_msg=name)
+
+
+def evaluations(model_dir) -> dict[int, dict]:
+    """By step; of two lines the later one counts. Fails for a line that is not JSON."""
+    lines = (Path(model_dir) / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    return {r["step"]: r for r in records if r["phase"] == "eval"}
+
+
+def assert_same_evaluations(model_dir, reference) -> None:
+    ours, theirs = evaluations(model_dir), evaluations(reference)
+    assert sorted(ours) == sorted(theirs)
+    for step, record in theirs.items():
+        assert ours[step]["accuracy"] == record["accuracy"]
+        assert ours[step]["loss"] == pytest.approx(record["loss"], rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(zygote, tmp_path_factory):
+    model_dir = tmp_path_factory.mktemp("uninterrupted")
+    zygote.run(TRAIN, f"--model_dir={model_dir}", *MANY)
+    assert list(evaluations(model_dir)) == list(range(100, STEPS + 1, 100))
+    return model_dir
+
+
+def last_line(command) -> str:
+    """What the command says last; no traceback anywhere."""
+    assert "Traceback" not in command.stderr
+    return command.stderr.splitlines()[-1]
+
+
+# kill -9.
+
+
+def intact_steps(model_dir) -> list[int]:
+    """The steps of the checkpoints; fails for one whose bytes are not those of its manifest."""
+    if not (model_dir / "checkpoints").exists():
+        return []
+    saved = CheckpointManager(model_dir / "checkpoints", read_only=True).all()
+    for each in saved:
+        durable.verify(each.path, each.files)
+    return [each.step for each in saved]
+
+
+def test_killed_twenty_times(zygote, tmp_path, uninterrupted):
+    chance = random.Random(20)
+    run, kills, reached, wheres = tmp_path / "run", 0, 0, set()
+    while kills < 20:
+        command = zygote.start(TRAIN, f"--model_dir={run}", *MANY)
+        # A third of the kills fall into the start, the others into what follows the first line of
+        # the log. A run at its end only exports: 0.3 s, in which the last kills fall.
+        at_end = reached == STEPS
+        if at_end:
+            command.until("resuming at step")
+            time.sleep(chance.uniform(0, 0.6))
+        elif chance.random() < 1 / 3:
+            time.sleep(chance.uniform(0.1, 2))
+        else:
+            command.until("step ", "stdout")
+            time.sleep(chance.uniform(0, 0.7))
+        if zygote.ended(command):  # too late
+            assert command.wait() == 0
+            assert at_end, "all kills but the last must come while it trains: raise STEPS"
+            continue
+        command.signal(signal.SIGKILL)
+        assert command.wait() == -signal.SIGKILL
+        kills += 1
+        assert "arning" not in command.stderr, command.stderr
+        steps = intact_steps(run)
+        now = max(steps, default=0)
+        assert now >= reached, "a checkpoint is lost"
+        wheres.add("export" if at_end else "start" if now == reached else "training")
+        reached = now
+        if kills == 17 and reached < STEPS:  # the last three are for the export
+            zygote.run(TRAIN, f"--model_dir={run}", *MANY)
+            reached = STEPS
+    assert wheres == {"export", "start", "training"}
+    command = zygote.run(TRAIN, f"--model_dir={run}", *MANY)
+    assert "arning" not in command.stderr
+    assert intact_steps(run)[-1] == STEPS
+    assert_same_end(run, uninterrupted)
+    assert_same_evaluations(run, uninterrupted)
+    exported = sorted(p.name for p in (run / "export").iterdir())
+    assert exported == ["model.keras", "saved_model"]
+    left = [p for p in [*run.iterdir(), *(run / "checkpoints").iterdir()] if "tmp-" in p.name]
+    assert left == []
+
+
+# Signals.
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_stopped_by_a_signal(zygote, tmp_path, uninterrupted, number):
+    command = zygote.start(TRAIN, f"--model_dir={tmp_path}", *MANY)
+    command.until("step ", "stdout")
+    command.signal(number)
+    assert command.wait() == 42
+    line = last_line(command)
+    step = intact_steps(tmp_path)[-1]
+    path = tmp_path / "checkpoints" / f"step-{step:010}"
+    assert line == f"{number.name}: saved step {step} in {path}; the same command resumes"
+    assert 0 < step < STEPS
+    assert not (tmp_path / "export").exists()
+    command = zygote.run(TRAIN, f"--model_dir={tmp_path}", *MANY)
+    assert f"resuming at step {step} " in command.stderr
+    assert_same_end(tmp_path, uninterrupted)
+
+
+def test_stopped_while_it_evaluates(zygote, tmp_path):
+    # 2,000 batches: a second or more.
+    options = ["--dataset=synthetic", "--num_examples=20000", "--global_batch_size=10"]
+    options += ["--image_shape=4,4,1", "--model=dense", "--evaluate_every=5", "--train_steps=10"]
+    command = zygote.start(TRAIN, f"--model_dir={tmp_path}", *options)
+    while not intact_steps(tmp_path):
+        assert not zygote.ended(command)
+        time.sleep(0.01)
+    command.signal(signal.SIGTERM)
+    assert command.wait() == 42
+    assert "SIGTERM: saved step 5 in " in last_line(command)
+    assert not evaluations(tmp_path)
+    command = zygote.run(TRAIN, f"--model_dir={tmp_path}", *options)
+    assert list(evaluations(tmp_path)) == [5, 10]  # the one that was broken off, too
+
+
+def test_a_second_interrupt_saves_nothing(zygote, tmp_path):
+    # The disk is so slow that the first interrupt still saves when the second comes.
+    (tmp_path / "slow.py").write_text(
+        "import time\n"
+        "from ctl import bundle, models\n"
+        "def write(prefix, tensors):\n"
+        "    print('writing', flush=True)\n"
+        "    time.sleep(3)\n"
+        "    raise OSError('the end of the test')\n"
+        "bundle.write, make = write, models.dense\n"
+    )
+    options = ["--model=slow:make", "--steps_per_loop=5", "--evaluate_every=1000000"]
+    command = zygote.start(TRAIN, f"--model_dir={tmp_path}/run", *options, path=[tmp_path])
+    command.until("step ", "stdout")
+    command.signal(signal.SIGINT)
+    command.until("writing", "stdout")
+    command.signal(signal.SIGINT)
+    assert command.wait() == 130
+    assert last_line(command) == "interrupted"
+
+
+# What cannot go on.
+
+
+def test_two_runs_in_one_directory(zygote, tmp_path):
+    first = zygote.start(TRAIN, f"--model_dir={tmp_path}", *MANY)
+    try:
+        first.until("step ", "stdout")
+        second = zygote.run(TRAIN, f"--model_dir={tmp_path}", *MANY, exit_code=4)
+        assert f"is being written by process {first.pid} on " in last_line(second)
+    finally:
+        first.signal(signal.SIGKILL)
+        first.wait()
+
+
+@pytest.mark.parametrize("on_nan", ["stop", "skip"])
+def test_diverged(zygote, tmp_path, on_nan):
+    options = ["--learning_rate=1e30", "--optimizer=sgd", "--schedule=constant", "--warmup=0"]
+    options += ["--model=dense", "--train_steps=500", f"--on_nan={on_nan}", "--log_every=1"]
+    command = zygote.run(TRAIN, f"--model_dir={tmp_path}", *options, exit_code=3)
+    line = last_line(command)
+    if on_nan == "stop":
+        assert re.match(r"the loss is (nan|inf) at step \d; last good checkpoint: none; ", line)
+    else:
+        assert re.match(r"the last 100 updates were skipped, .* \(step 10\d\)", line)
+    assert "try a lower learning rate" in line
+    assert intact_steps(tmp_path) == []
+    for record in (tmp_path / "metrics.jsonl").read_text().splitlines():
+        json.loads(record)
+
+
+def test_damaged_checkpoints(zygote, tmp_path):
+    options = ["--model=dense", "--train_steps=20", "--evaluate_every=10", "--noexport"]
+    run = tmp_path / "run"
+    zygote.run(TRAIN, f"--model_dir={run}", *options)
+    for step, left in ((20, [10]), (10, [])):
+        data = next((run / "checkpoints" / f"step-{step:010}").glob("*.data-*"))
+        content = bytearray(data.read_bytes())
+        content[len(content) // 2] ^= 1
+        data.write_bytes(content)
+        if left:
+            copy = tmp_path / "copy"
+            shutil.copytree(run, copy)
+            command = zygote.run(TRAIN, f"--model_dir={copy}", *options)
+            assert "warning: Passing over the damaged checkpoint" in command.stderr
+            assert "resuming at step 10 " in command.stderr
+    command = zygote.run(TRAIN, f"--model_dir={run}", *options, exit_code=4)
+    assert "No intact checkpoint in" in last_line(command)
+
+
+def test_a_disk_that_fills_up(zygote, tmp_path):
+    """The dense model and Adam are 1.2 MiB: two checkpoints fit, the third does not."""
+    options = ["--model=dense", "--train_steps=300", "--checkpoint_every=50", "--keep=9"]
+    options += ["--evaluate_every=300", "--schedule=constant", "--log_every=10", "--noexport"]
+    disk, copy, run = tmp_path / "disk", tmp_path / "copy", tmp_path / "disk" / "run"
+    disk.mkdir()
+    script = f"""
+        mount -t tmpfs -o size=3500k tmpfs {disk} && "$@"
+        code=$?
+        cp -r {run} {copy}
+        exit $code
+    """
+    wrap = ["unshare", "--mount", "sh", "-c", script, "sh"]
+    if subprocess.run([*wrap[:4], "mount -t tmpfs tmpfs /mnt"], capture_output=True).returncode:
+        pytest.skip("may not mount a tmpfs")
+    ended = subprocess.run(
+        [*wrap, sys.executable, "-m", TRAIN, f"--model_dir={run}", *options],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.returncode == 4, ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert re.search(
+        rf"No space left to save the checkpoint of step 150 \(\d.\d MiB\): {run}/checkpoints; free "
+        r"\d.\d MiB or choose another --model_dir$",
+        ended.stderr.strip(),
+    ), ended.stderr
+    assert intact_steps(copy) == [50, 100]
+    command = zygote.run(TRAIN, f"--model_dir={copy}", *options)
+    assert "resuming at step 100 " in command.stderr and "arning" not in command.stderr
+    assert intact_steps(copy)[-1] == 300
+
+
+def test_a_limit_on_the_size_of_files(zygote, tmp_path):
+    options = ["--model=dense", "--train_steps=20", "--noexport"]
+    command = zygote.run(
+        TRAIN, f"--model_dir={tmp_path}", *options, file_limit=1 << 20, exit_code=4
+    )
+    assert "No space left to save the checkpoint of step 20" in last_line(command)
+    assert intact_steps(tmp_path) == []
+
+
+def test_an_export_that_does_not_fit(zygote, tmp_path):
+    options = [f"--model_dir={tmp_path}", "--model=dense", "--train_steps=20"]
+    zygote.run(TRAIN, *options)
+    kept = (tmp_path / "export" / "model.keras").read_bytes()
+    command = zygote.run(TRAIN, *options, file_limit=100_000, exit_code=4)
+    assert f"cannot export to {tmp_path}/export: " in last_line(command)
+    assert (tmp_path / "export" / "model.keras").read_bytes() == kept
+    assert not list(tmp_path.glob("tmp-*"))
+
+
+# Data.
+
+
+def test_unknown_dataset(zygote, tmp_path):
+    run = [TRAIN, f"--model_dir={tmp_path}/run", f"--data_dir={tmp_path}"]
+    command = zygote.run(*run, "--dataset=fashion_mnits", exit_code=2)
+    assert last_line(command).startswith("there is no dataset 'fashion_mnits'; near: fashion_mnist")
+    command = zygote.run(*run, "--dataset=mnist", "--nodownload", exit_code=2)
+    assert last_line(command).startswith(f"mnist/3.0.1 is not prepared at {tmp_path}/mnist/3.0.1")
+    command = zygote.run(*run, "--global_batch_size=20000", exit_code=2)
+    assert "20000 is larger than the dataset" in last_line(command)
+    command = zygote.run(*run, "--cross_device_ops=nccl", "--replicas=2", exit_code=2)
+    assert last_line(command).startswith("--cross_device_ops=nccl needs GPUs")
+    for option in ("--model=tiny_transformer", "--accumulate_steps=2", "--jit_compile"):
+        command = zygote.run(
+            *run, "--strategy=central_storage", "--replicas=2", option, exit_code=2
+        )
+        assert last_line(command).endswith("; use mirrored")
+    assert not (tmp_path / "run" / "config.json").exists()
+
+
+def test_no_network(zygote, tmp_path):
+    # A proxy that nobody answers for stands for the missing network, wherever this runs.
+    dead = dict.fromkeys(("http_proxy", "https_proxy", "HTTPS_PROXY"), "http://127.0.0.1:9")
+    started = time.monotonic()
+    command = zygote.run(
+        *(TRAIN, f"--model_dir={tmp_path}/run", f"--data_dir={tmp_path}", "--dataset=mnist"),
+        exit_code=2,
+        **dead,
+        no_proxy="",
+    )
+    assert re.search(r"mnist/3.0.1 is not prepared .* cannot be reached", last_line(command))
+    assert time.monotonic() - started < 60  # TFDS takes minutes
+
+
+def test_files_that_go_bad_while_they_are_streamed(zygote, tmp_path):
+    prepare(CtlTinyColor, str(tmp_path))
+    (file,) = (tmp_path / "ctl_tiny_color" / "1.0.0").glob("*-train.tfrecord-*")
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    file.write_bytes(content)
+    run = [TRAIN, f"--model_dir={tmp_path}/run", f"--data_dir={tmp_path}", "--model=dense"]
+    run += ["--dataset=ctl_tiny_color", "--global_batch_size=10"]
+    for limit in (0, 1000):
+        command = zygote.run(*run, f"--resident_limit_mib={limit}", exit_code=2)
+        line = last_line(command)
+        assert re.search("ctl_tiny_color/1.0.0.* damaged.*corrupted record at", line), line
