@@ -46,15 +46,17 @@ class Pace:
         """float32 [2], what this worker tells the others: that it was asked to stop, its pace."""
         return tf.constant([float(stop), self._measured])
 
-    def took(self, seconds: float, steps: int, mean: float) -> bool:
-        """Learns from one call, and from the mean of all reports; False for the first call, whose
-        time is mostly tracing."""
-        self._agreed = mean
-        if not self._traced:
-            self._traced = True
-            return False
-        self._measured = seconds / steps
-        return True
+    def took(self, seconds: float, steps: int, mean: float | None) -> bool:
+        """Learns from one call, and from the mean of all reports; None where there is one worker.
+
+        Returns:
+            False for the first call, whose time is mostly tracing.
+        """
+        first, self._traced = not self._traced, True
+        if not first:
+            self._measured = seconds / steps
+        self._agreed = self._measured if mean is None else mean
+        return not first
 
 
 class Evaluator:
@@ -116,8 +118,7 @@ class Evaluator:
                     raise
                 iterator = None
                 break
-            mean = float(pace) / self.strategy.num_replicas_in_sync
-            self._pace.took(time.perf_counter() - start, steps, mean)
+            self._pace.took(time.perf_counter() - start, steps, workers.mean(self.strategy, pace))
             if asked or (not workers.is_multi_worker(self.strategy) and asked_to_stop()):
                 raise StopRequested
             done += steps

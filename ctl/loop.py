@@ -218,7 +218,7 @@ class Loop:
         self._window_loss += loss
         self._window_steps += steps - skipped
         self._window_skipped += skipped
-        if self._pace.took(seconds, steps, pace / self.strategy.num_replicas_in_sync):
+        if self._pace.took(seconds, steps, workers.mean(self.strategy, pace)):
             self._window_timed_steps += steps
             self._window_seconds += seconds
         return seconds, asked > 0

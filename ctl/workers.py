@@ -45,6 +45,11 @@ def is_chief(strategy: tf.distribute.Strategy) -> bool:
     return not is_multi_worker(strategy) or cluster_of(strategy).is_chief
 
 
+def mean(strategy: tf.distribute.Strategy, total: float) -> float | None:
+    """The mean over workers of what every replica has added to ``total``; None for one worker."""
+    return float(total) / strategy.num_replicas_in_sync if is_multi_worker(strategy) else None
+
+
 @contextlib.contextmanager
 def naming_lost_peers(
     strategy: tf.distribute.Strategy, step: Callable[[], int], doing: str

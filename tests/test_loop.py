@@ -71,12 +71,12 @@ class Pretend:
         monkeypatch.setattr("ctl.loop.time", clock)
         loop._train_steps = self
 
-    def __call__(self, iterator, resident, steps):
+    def __call__(self, iterator, resident, steps, report):
         steps = int(steps)
         self.calls.append(steps)
         self._now += steps * self.seconds_per_step
         self._global_step.assign_add(steps)
-        return tf.constant(float(steps)), tf.constant(steps)
+        return tf.constant([float(steps), *report.numpy()]), tf.constant(steps)
 
 
 # When Python wakes -------------------------------------------------------------------------------

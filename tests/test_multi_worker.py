@@ -33,27 +33,22 @@ BOUND = 120  # seconds for a whole job, several times what it takes
 def job(out: Path, *options: str, workers: int = 2, addresses=None) -> Iterator[list]:
     """Starts the workers of a job without the launcher; ends what is left of them."""
     addresses = addresses or launch.cluster(workers)["worker"]
-    processes = []
     out.mkdir(exist_ok=True)
-    stack = contextlib.ExitStack()
-    try:
+    with contextlib.ExitStack() as stack:
+        processes = []
         for index in range(workers):
             task = {"type": "worker", "index": index}
             config = json.dumps({"cluster": {"worker": addresses}, "task": task})
-            processes.append(
-                subprocess.Popen(
-                    [sys.executable, WORKER, out, *options],
-                    env={**os.environ, "TF_CONFIG": config, "CUDA_VISIBLE_DEVICES": "-1"},
-                    stdout=stack.enter_context(open(out / f"out-{index}", "w")),
-                    stderr=stack.enter_context(open(out / f"err-{index}", "w")),
-                )
+            process = subprocess.Popen(
+                [sys.executable, WORKER, out, *options],
+                env={**os.environ, "TF_CONFIG": config, "CUDA_VISIBLE_DEVICES": "-1"},
+                stdout=stack.enter_context(open(out / f"out-{index}", "w")),
+                stderr=stack.enter_context(open(out / f"err-{index}", "w")),
             )
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            processes.append(process)
         yield processes
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-        stack.close()
 
 
 def said(out: Path, index: int) -> str:
