@@ -121,6 +121,9 @@ class Apply:
             weights after the first update, as in Keras.
         loss_scale: when true, scales the loss for float16, see `LossScale`.
         skip_nonfinite: when true, gradients with a NaN or Inf skip the update.
+        jit_update: compiles the update with XLA, which makes one pass over memory of what are a
+            dozen kernels for each variable. To be turned off for an optimizer that XLA cannot
+            compile.
 
     Attributes:
         global_step: int64 scalar variable: batches seen.
@@ -140,6 +143,7 @@ class Apply:
         ema_decay: float | None = None,
         loss_scale: bool = False,
         skip_nonfinite: bool = False,
+        jit_update: bool = True,
     ):
         check_optimizer(optimizer)
         for variable in variables:
@@ -151,6 +155,7 @@ class Apply:
         self.variables = list(variables)
         self.schedule = schedule
         self.ema_decay = ema_decay
+        self.jit_update = jit_update
         self.judges_finiteness = loss_scale or skip_nonfinite
         self.global_step = _counter("global_step", 0, tf.int64)
         self.skipped = _counter("skipped", 0, tf.int64)
@@ -221,13 +226,40 @@ class Apply:
         self.global_step.assign_add(1)
 
     def _update(self, strategy: tf.distribute.Strategy, gradients: Sequence) -> None:
-        optimizer = self.optimizer
         rate = self.learning_rate()
-        first = tf.equal(optimizer.iterations.value, 0) if self.ema else None
+        first = tf.equal(self.optimizer.iterations.value, 0) if self.ema else None
+        devices: dict[str, list[int]] = {}
+        for index, variable in enumerate(self.variables):
+            devices.setdefault(variable.value.device, []).append(index)
+        for indices in devices.values():
+            # All variables of a device in one function; naming any of them leads to the device.
+            update = functools.partial(self._update_device, indices)
+            if self.jit_update:
+                update = tf.function(update, jit_compile=True)
+            strategy.extended.update(
+                self.variables[indices[0]].value,
+                lambda _, *args, update=update: update(*args),
+                args=([gradients[i] for i in indices], rate, first),
+                group=False,
+            )
+        self.optimizer.iterations.assign_add(1)
+        if self.loss_scale:
+            self.loss_scale.good()
+
+    def _update_device(
+        self,
+        indices: Sequence[int],
+        gradients: Sequence[tf.Tensor | None],
+        rate: tf.Tensor,
+        first: tf.Tensor | None,
+    ) -> None:
+        """Updates the variables at ``indices``, in the update context of their device."""
+        optimizer = self.optimizer
         # A private name of Keras: which variables `exclude_from_weight_decay` left in.
         decays = optimizer._use_weight_decay if optimizer.weight_decay else lambda _: False
-
-        def update_one(variable, value, gradient, rate, average, first):
+        for index, gradient in zip(indices, gradients, strict=True):
+            variable = self.variables[index]
+            value = variable.value
             if gradient is not None:
                 if decays(variable):
                     decay = tf.cast(optimizer.weight_decay * rate, value.dtype)
@@ -235,21 +267,10 @@ class Apply:
                 optimizer.update_step(gradient, value, rate)
                 if variable.constraint is not None:
                     value.assign(variable.constraint(value))
-            if average is not None:
+            if self.ema:
                 momentum = tf.where(first, 0.0, tf.cast(self.ema_decay, value.dtype))
+                average = self.ema[index]
                 average.assign(momentum * average + (1.0 - momentum) * value)
-
-        averages = self.ema or [None] * len(self.variables)
-        for variable, gradient, average in zip(self.variables, gradients, averages, strict=True):
-            strategy.extended.update(
-                variable.value,
-                functools.partial(update_one, variable),
-                args=(gradient, rate, average, first),
-                group=False,
-            )
-        optimizer.iterations.assign_add(1)
-        if self.loss_scale:
-            self.loss_scale.good()
 
     def _skip(self) -> None:
         self.skipped.assign_add(1)

@@ -36,7 +36,8 @@ class GlobalBatches:
     """A ``tf.data.Dataset`` of your own, whose elements are global batches.
 
     It is resumed with ``skip``, which reads and drops all batches before: exact where the dataset
-    is deterministic, at a cost that grows with the step. To train, it is repeated for ever.
+    is deterministic, at a cost that grows with the step. To train, it is repeated for ever. Its
+    autotuning is turned off (`distribution_options` says why) unless its options ask for it.
     """
 
     num_examples: int | None = None
@@ -49,6 +50,10 @@ class GlobalBatches:
         training: bool = True,
     ):
         """``global_batch_size``: by default the static leading dimension of the elements."""
+        if dataset.options().autotune.enabled is None:
+            options = tf.data.Options()
+            options.autotune.enabled = False
+            dataset = dataset.with_options(options)
         self._dataset = dataset.repeat() if training else dataset
         self._global_batch_size = global_batch_size
         self.info = DatasetInfo("tf.data")
@@ -97,6 +102,10 @@ def distribution_options() -> tf.data.Options:
     """Every worker makes the same global batches and takes its part of each."""
     options = tf.data.Options()
     options.deterministic = True
+    # Autotuning has a thread that sleeps for up to a minute and now and then misses that it should
+    # end (TensorFlow 2.21); whoever frees the iterator waits for it: measured, 87 s. Without it, a
+    # parallel map has as many calls as there are threads.
+    options.autotune.enabled = False
     # AUTO shards by file: what is in a global batch would change with the number of workers.
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
     return options

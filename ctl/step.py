@@ -188,6 +188,7 @@ class TrainStep(_Step):
         options: timeout and implementation of the all-reduce, see `ctl.strategy`.
         jit_compile: compiles forward and backward with XLA; the all-reduce stays outside. Needs
             batches of static shape.
+        jit_update: compiles the update with XLA, see `ctl.apply.Apply`.
     """
 
     training = True
@@ -207,6 +208,7 @@ class TrainStep(_Step):
         bytes_per_pack: int = 0,
         options: tf.distribute.experimental.CommunicationOptions | None = None,
         jit_compile: bool = False,
+        jit_update: bool = True,
     ):
         super().__init__(model, loss_fn, metrics)
         if on_nan not in ("stop", "skip"):
@@ -222,6 +224,7 @@ class TrainStep(_Step):
         self.bytes_per_pack = bytes_per_pack
         self.options = options
         self.jit_compile = jit_compile
+        self.jit_update = jit_update
         self.strategy: tf.distribute.Strategy | None = None
 
     def build(self, strategy: tf.distribute.Strategy, schedule=None) -> None:
@@ -247,6 +250,7 @@ class TrainStep(_Step):
                 ema_decay=self.ema_decay,
                 loss_scale=self.loss_scale,
                 skip_nonfinite=self.on_nan == "skip",
+                jit_update=self.jit_update,
             )
         self._compute = self.compute
         if self.jit_compile:

@@ -14,6 +14,10 @@ import tensorflow as tf
 from ctl.cluster import Cluster, check_port, waiting_for_peers
 from ctl.errors import UsageError
 
+# What a client of gRPC says first (RFC 9113, section 3.4): the preface of HTTP/2 and an empty
+# SETTINGS frame. A server's first frame is of the same type, which is the fourth byte.
+_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
+
 _TPU_PROBE_SECONDS = 5.0
 _TPU_START_SECONDS = 120.0
 
@@ -184,15 +188,11 @@ def _options(
 
 
 def _tpu_strategy(address: str) -> tf.distribute.Strategy:
-    """Connects to a TPU. TensorFlow waits for ever for one that does not answer, so ask first."""
+    """Connects to a TPU, or says in bounded time why not."""
     if not address:
         raise UsageError("--strategy=tpu needs --tpu=NAME, --tpu=local or --tpu=grpc://host:port")
     if address.startswith("grpc://"):
-        parts = urllib.parse.urlsplit(address)
-        try:
-            socket.create_connection((parts.hostname, parts.port), _TPU_PROBE_SECONDS).close()
-        except (OSError, ValueError) as error:
-            raise UsageError(f"no TPU answers at {address}: {error}") from error
+        _require_grpc(address)
 
     def connect() -> tf.distribute.Strategy:
         resolver = tf.distribute.cluster_resolver.TPUClusterResolver.connect(address)
@@ -215,3 +215,16 @@ def _tpu_strategy(address: str) -> tf.distribute.Strategy:
     if isinstance(result, Exception):
         raise UsageError(f"cannot use TPU {address}: {str(result).splitlines()[0][:200]}")
     return result
+
+
+def _require_grpc(address: str) -> None:
+    """Raises `UsageError` unless a server of gRPC answers. TensorFlow waits for ever for one that
+    does not, and holds Python's lock meanwhile, so that no thread can give up on it."""
+    parts = urllib.parse.urlsplit(address)
+    try:
+        with socket.create_connection((parts.hostname, parts.port), _TPU_PROBE_SECONDS) as peer:
+            peer.sendall(_HELLO)
+            if peer.recv(9)[3:4] != _HELLO[-6:-5]:
+                raise ConnectionError("what answers is not gRPC")
+    except (OSError, ValueError) as error:
+        raise UsageError(f"no TPU answers at {address}: {error}") from error

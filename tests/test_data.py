@@ -274,3 +274,17 @@ def test_load_checks_the_batch_size_before_it_reads(data_dir):
 def test_public_names():
     for name in data.__all__:
         assert getattr(data, name).__doc__
+
+
+def test_no_autotuning_that_whoever_frees_an_iterator_waits_for():
+    """See `ctl.global_batches.distribution_options`. A user's own choice stands."""
+    features = np.zeros([8, 2], np.float32)
+    mine = tf.data.Dataset.from_tensor_slices(features).batch(2)
+    options = tf.data.Options()
+    options.autotune.enabled = True
+    for dataset, enabled in [
+        (InMemory(features, global_batch_size=2), False),
+        (GlobalBatches(mine), False),
+        (GlobalBatches(mine.with_options(options)), True),
+    ]:
+        assert dataset.batches(1).options().autotune.enabled is enabled

@@ -553,8 +553,8 @@ def test_batches_of_any_form_with_partial_ones(mirrored):
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_a_loop_is_freed_without_the_garbage_collector(mirrored, tmp_path, replicas):
-    """TensorFlow stalls for 10 to 80 s when the collector frees an iterator of a strategy while
-    another is at work: neither may be part of a cycle."""
+    """So that memory and threads of the pipeline go when the loop goes, not at some later step of
+    another one."""
 
     def run():
         loop = make_loop(
