@@ -214,7 +214,7 @@ class Journal:
         )
         Pretend(self.loop, monkeypatch)
 
-    def run(self, on_wake):
+    def run(self, on_wake, asked_to_stop):
         step = self.loop.global_step
         self.loop.checkpoints.wait()
         assert self.loop.checkpoints.latest().step == step, "not saved before the evaluation"
