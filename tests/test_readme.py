@@ -84,7 +84,7 @@ import importlib
 from absl import flags
 
 module = importlib.import_module(sys.argv.pop(1))
-module.run_command = lambda main, usage: flags.FLAGS(sys.argv)
+module.run_command = lambda main, usage, **_: flags.FLAGS(sys.argv)
 module.run()
 """
 
@@ -96,7 +96,8 @@ def test_the_flags_of_every_command_parse(run):
             assert help_of(module)
             continue
         module = {"ctl.schedule": "ctl.plot"}.get(module, module)
-        python("-c", PARSE, module, *(a.replace(RUN, str(run)) for a in arguments))
+        here = [a.replace(RUN, str(run)).replace("/shared/run", str(run)) for a in arguments]
+        python("-c", PARSE, module, *here)
 
 
 def test_every_flag_exists():
