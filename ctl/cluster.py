@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import os
 import socket
-import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from absl import logging
@@ -131,51 +131,93 @@ def _checked(workers: Sequence[Any], index: int, source: str) -> Cluster:
     return Cluster(tuple(map(str, workers)), index, source)
 
 
-def check_port(cluster: Cluster) -> None:
-    """Raises `UsageError` when this worker's port is taken."""
+def meet(cluster: Cluster, timeout: float) -> None:
+    """Returns when every worker of ``cluster`` is there and has called this.
+
+    TensorFlow's own connecting comes after it: that cannot be interrupted, on the chief it has no
+    time limit, and it keeps every Python thread from running. Workers greet each other on the ports
+    that TensorFlow will use; what strangers send there is ignored.
+
+    Raises:
+        PeerError: not all came within ``timeout`` seconds. Who is missing is said from 10 s on.
+        UsageError: this worker's port is taken, or a peer has another list of workers.
+    """
+    peers = set(range(len(cluster.workers))) - {cluster.index}
+    spec = hashlib.sha256("\n".join(cluster.workers).encode()).hexdigest()
     host, _, port = cluster.workers[cluster.index].rpartition(":")
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    came: set[int] = set()
+    strangers: list[str] = []
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        loopback = host in ("localhost", "127.0.0.1")
         try:
-            probe.bind(("", int(port)))
+            listener.bind(("127.0.0.1" if loopback else "", int(port)))
         except OSError as error:
             raise UsageError(
                 f"worker {cluster.index} cannot listen on {host}:{port}: {error.strerror}; choose "
                 "another port"
             ) from error
+        listener.listen()
 
+        def welcome() -> None:
+            while True:
+                try:
+                    connection, _ = listener.accept()
+                except OSError:  # closed: all have met
+                    return
+                with connection, contextlib.suppress(OSError, ValueError):
+                    connection.settimeout(5.0)
+                    index, theirs = connection.recv(200).decode().split()
+                    if theirs != spec:
+                        strangers.append(index)
+                    connection.sendall(b"welcome")
+                    came.add(int(index))
 
-@contextlib.contextmanager
-def waiting_for_peers(cluster: Cluster, timeout: float) -> Iterator[None]:
-    """While inside, says who is missing after 10 s, and ends the process after ``timeout`` s.
-
-    TensorFlow's own connecting cannot be interrupted, and the chief's has no time limit; that is
-    why this ends the process, with the exit code of `PeerError`.
-    """
-    arrived = threading.Event()
-
-    def watch() -> None:
-        began = time.monotonic()
-        while not arrived.wait(min(_QUIET_SECONDS, max(0.1, began + timeout - time.monotonic()))):
-            seconds = time.monotonic() - began
-            absent = missing(cluster)
-            if arrived.is_set():
-                return
-            if seconds >= timeout:
-                print(
-                    f"worker {cluster.index}: gave up after {seconds:.0f} s (--startup_timeout) "
-                    f"waiting for {absent}",
-                    file=sys.stderr,
-                    flush=True,
+        threading.Thread(target=welcome, name="welcome", daemon=True).start()
+        told: set[int] = set()
+        why: dict[int, str] = {}
+        began, said = time.monotonic(), 0.0
+        try:
+            while not (peers <= told and peers <= came):
+                for peer in peers - told:
+                    try:
+                        _greet(cluster.workers[peer], f"{cluster.index} {spec}".encode())
+                        told.add(peer)
+                    except OSError as error:
+                        why[peer] = error.strerror or str(error)
+                if strangers:
+                    raise UsageError(
+                        f"worker {strangers[0]} has another list of workers: give all the same"
+                    )
+                missing = ", ".join(
+                    f"worker {peer} at {cluster.workers[peer]} ({why.get(peer, 'silent')})"
+                    for peer in sorted((peers - told) | (peers - came))
                 )
-                os._exit(PeerError.exit_code)
-            logging.warning("worker %d waits for %s since %.0f s", cluster.index, absent, seconds)
+                seconds = time.monotonic() - began
+                if missing and seconds >= timeout:
+                    raise PeerError(
+                        f"worker {cluster.index}: gave up after {seconds:.0f} s "
+                        f"(--startup_timeout) waiting for {missing}"
+                    )
+                if missing and seconds - said >= _QUIET_SECONDS:
+                    said = seconds
+                    logging.warning(
+                        "worker %d waits for %s since %.0f s", cluster.index, missing, seconds
+                    )
+                time.sleep(0.05)
+        finally:
+            with contextlib.suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)  # wakes the thread in accept()
 
-    threading.Thread(target=watch, name="waiting_for_peers", daemon=True).start()
-    try:
-        yield
-    finally:
-        arrived.set()
+
+def _greet(address: str, greeting: bytes) -> None:
+    """Raises OSError when nobody answers."""
+    host, _, port = address.rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=1.0) as connection:
+        connection.settimeout(5.0)
+        connection.sendall(greeting)
+        if connection.recv(16) != b"welcome":
+            raise OSError("another program answers there")
 
 
 def missing(cluster: Cluster) -> str:

@@ -210,7 +210,8 @@ class Loop:
             )
         if not math.isfinite(loss):
             counts = self.strategy.experimental_local_results(finite)
-            self._diverged(step + 1 + min(int(c) for c in counts), loss)
+            first = step + 1 + min(int(c) for c in counts)
+            self._diverged(workers.earliest(self.strategy, first), loss)
         skipped = self._skipped() - skipped
         self._skipped_in_a_row = self._skipped_in_a_row + skipped if skipped == steps else 0
         if self._skipped_in_a_row >= _MOST_SKIPPED:
@@ -240,6 +241,7 @@ class Loop:
                 "the step": step,
                 "the code of ctl": ctl.__version__,
                 "bytes_per_pack": self.step.bytes_per_pack,
+                "the optimizer": self.step.optimizer.get_config(),
                 **{f"data: {key}": value for key, value in self.dataset.fingerprint().items()},
                 **{
                     f"variable {number}": f"{v.path} {v.dtype} {list(v.shape)}"

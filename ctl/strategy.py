@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import queue
 import socket
@@ -11,7 +12,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from ctl.cluster import Cluster, check_port, waiting_for_peers
+from ctl.cluster import Cluster, meet
 from ctl.errors import UsageError
 
 # What a client of gRPC says first (RFC 9113, section 3.4): the preface of HTTP/2 and an empty
@@ -46,19 +47,22 @@ def make_multi_worker(
         cluster: who the workers are, see `ctl.cluster.resolve`.
         communication: ``auto``, ``ring`` (gRPC) or ``nccl``.
         collective_timeout: as in `make_strategy`.
-        startup_timeout: seconds to wait for the other workers. It says who is missing after 10 s,
-            and ends the process with the exit code of `PeerError` when they do not come.
+        startup_timeout: seconds to wait for the other workers, see `ctl.cluster.meet`.
 
     Raises:
+        PeerError: the other workers did not come.
         UsageError: this worker's port is taken, or NCCL was asked for without GPUs.
     """
     if communication == "nccl" and not tf.config.list_physical_devices("GPU"):
         raise UsageError("--communication=nccl needs GPUs, and TensorFlow sees none; use auto")
-    check_port(cluster)
+    meet(cluster, startup_timeout)
     os.environ["TF_CONFIG"] = cluster.tf_config()
     options = _options(communication, collective_timeout)
-    with waiting_for_peers(cluster, startup_timeout):
-        strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
+    # All are there. Should one die at this very moment, TensorFlow would wait for ever, with
+    # Python's lock held: only a thread of C can end that.
+    faulthandler.dump_traceback_later(startup_timeout, exit=True)
+    strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
+    faulthandler.cancel_dump_traceback_later()
     return Placement(
         strategy,
         options,

@@ -116,6 +116,13 @@ def check_agreement(strategy: tf.distribute.Strategy, facts: Mapping[str, Any]) 
         raise UsageError(f"the workers do not agree: {values}{more}; start all with the same")
 
 
+def earliest(strategy: tf.distribute.Strategy, step: int) -> int:
+    """The least ``step`` of all workers; every worker must call it."""
+    if not is_multi_worker(strategy):
+        return step
+    return min(int(text) for text in _all_gather(strategy, str(step).encode()))
+
+
 def _all_gather(strategy: tf.distribute.Strategy, text: bytes) -> list[bytes]:
     """The ``text`` of every replica, in their order; the same list on every worker."""
 

@@ -29,7 +29,7 @@ OUT = Path(sys.argv[1])
 OPTIONS = dict(argument.split("=") for argument in sys.argv[2:])
 FAULT = OPTIONS.get("fault", "")
 AT_STEP, WORKER = int(OPTIONS.get("step", 5)), int(OPTIONS.get("worker", 1))
-TIMEOUT = float(OPTIONS.get("timeout", 60))
+TIMEOUT, STARTUP = float(OPTIONS.get("timeout", 60)), float(OPTIONS.get("startup", 30))
 
 
 def model() -> keras.Model:
@@ -72,20 +72,17 @@ class Step(ctl.TrainStep):
 
 
 def main() -> None:
-    placement = make_multi_worker(me, collective_timeout=TIMEOUT, startup_timeout=30)
+    placement = make_multi_worker(me, collective_timeout=TIMEOUT, startup_timeout=STARTUP)
     strategy = placement.strategy
     keras.utils.set_random_seed(me.index if "seeds" in OPTIONS else 0)
     with strategy.scope():
         network = model()
         optimizer = keras.optimizers.AdamW(0.01 + 0.01 * me.index * ("differ" in OPTIONS))
-        if "differ" in OPTIONS and me.index:
-            network = keras.Sequential(
-                [keras.layers.Input([FEATURES]), keras.layers.Dense(CLASSES)]
-            )
         step = Step(network, optimizer, clip_norm=0.3, options=placement.options)
         metric = keras.metrics.SparseCategoricalAccuracy("accuracy")
         evaluation = ctl.EvalStep(network, metrics=[metric])
-    data = ctl.data.InMemory(examples(), global_batch_size=int(OPTIONS.get("batch", BATCH * 3)))
+    batch = BATCH * 3 * (2 if "differ" in OPTIONS and me.index else 1)
+    data = ctl.data.InMemory(examples(), global_batch_size=batch)
     test = ctl.data.InMemory(examples(101, seed=1), global_batch_size=BATCH, training=False)
     checkpoints = ctl.CheckpointManager(OUT / "checkpoints", read_only=not me.is_chief)
     loop = ctl.Loop(

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
-import subprocess
-import sys
+import threading
+import time
 
 import pytest
+from absl import logging
 
-from ctl.cluster import Cluster, check_port, resolve
-from ctl.errors import UsageError
+from ctl import launch
+from ctl.cluster import Cluster, meet, resolve
+from ctl.errors import PeerError, UsageError
 
 TWO = ("a:1", "b:2")
 
@@ -65,30 +68,80 @@ def test_what_is_wrong_is_one_line(workers, index, environ, words):
     assert words in str(error.value) and "\n" not in str(error.value)
 
 
+def two_workers() -> tuple[str, str]:
+    return tuple(launch.cluster(2)["worker"])
+
+
 def test_a_port_in_use():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(UsageError, match=f"worker 0 cannot listen on 127.0.0.1:{port}: Addr"):
-            check_port(Cluster((f"127.0.0.1:{port}",), 0, "test"))
-    check_port(Cluster((f"127.0.0.1:{port}",), 0, "test"))
+            meet(Cluster((f"127.0.0.1:{port}",), 0, "test"), 1.0)
+    meet(Cluster((f"127.0.0.1:{port}",), 0, "test"), 1.0)
 
 
-def test_a_missing_peer_is_named_and_waiting_ends():
-    """In a process of its own, because giving up ends the process."""
-    code = """
-import time
-from ctl import cluster, console
-cluster._QUIET_SECONDS = 0.5
-console.log_to_terminal()
-with cluster.waiting_for_peers(cluster.Cluster(("127.0.0.1:2", "127.0.0.1:1"), 0, "test"), 2.0):
-    time.sleep(60)
-"""
-    process = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=40
-    )
-    assert process.returncode == 5
-    _, *waiting, last = process.stderr.splitlines()  # the first is absl's, about flags
-    assert waiting and all("worker 0 waits for worker 1 at 127.0.0.1:1" in w for w in waiting)
-    assert "gave up after 2 s" in last and "worker 1 at 127.0.0.1:1" in last
+def meet_all(clusters, timeout=20.0, late=0.3) -> list:
+    """What each worker's `meet` raises, or None; the workers come one after the other."""
+    outcomes = [None] * len(clusters)
+
+    def come(number):
+        time.sleep(late * number)
+        try:
+            meet(clusters[number], timeout)
+        except Exception as error:
+            outcomes[number] = error
+
+    threads = [threading.Thread(target=come, args=(n,)) for n in range(len(clusters))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    return outcomes
+
+
+@pytest.mark.parametrize("workers", [1, 2, 5])
+def test_workers_that_come_one_by_one_meet(workers):
+    addresses = tuple(launch.cluster(workers)["worker"])
+    for _ in range(3):  # on the same ports again: as TensorFlow will take them
+        clusters = [Cluster(addresses, index, "test") for index in range(workers)]
+        assert meet_all(clusters) == [None] * workers
+
+
+def test_strangers_are_ignored():
+    addresses = two_workers()
+    host, _, port = addresses[0].rpartition(":")
+
+    def disturb():
+        deadline = time.monotonic() + 2
+        while time.monotonic() < deadline:
+            with contextlib.suppress(OSError), socket.create_connection((host, int(port)), 1) as s:
+                s.sendall(bytes(range(256)))
+
+    stranger = threading.Thread(target=disturb)
+    stranger.start()
+    clusters = [Cluster(addresses, index, "test") for index in range(2)]
+    assert meet_all(clusters, late=1.0) == [None, None]
+    stranger.join()
+
+
+def test_another_list_of_workers():
+    first, second = two_workers()
+    clusters = [Cluster((first, second), 0, "test"), Cluster((first, second, "c:3"), 1, "test")]
+    refused, _ = meet_all(clusters, timeout=3.0)
+    assert isinstance(refused, UsageError)
+    assert "worker 1 has another list of workers" in str(refused)
+
+
+def test_a_missing_peer_is_named(monkeypatch):
+    monkeypatch.setattr("ctl.cluster._QUIET_SECONDS", 0.5)
+    addresses = two_workers()
+    monkeypatch.setattr(logging, "warning", lambda text, *values: said.append(text % values))
+    said = []
+    with pytest.raises(PeerError) as error:
+        meet(Cluster(addresses, 0, "test"), 1.4)
+    absent = f"worker 1 at {addresses[1]} (Connection refused)"
+    assert len(said) == 2 and all(f"worker 0 waits for {absent}" in line for line in said)
+    assert f"gave up after 1 s (--startup_timeout) waiting for {absent}" in str(error.value)
