@@ -77,7 +77,9 @@ def main() -> None:
     keras.utils.set_random_seed(me.index if "seeds" in OPTIONS else 0)
     with strategy.scope():
         network = model()
-        optimizer = keras.optimizers.AdamW(0.01 + 0.01 * me.index * ("differ" in OPTIONS))
+        optimizer = keras.optimizers.AdamW(
+            0.01, beta_1=0.8 if "differ" in OPTIONS and me.index else 0.9
+        )
         step = Step(network, optimizer, clip_norm=0.3, options=placement.options)
         metric = keras.metrics.SparseCategoricalAccuracy("accuracy")
         evaluation = ctl.EvalStep(network, metrics=[metric])

@@ -176,7 +176,7 @@ def test_a_nan_on_one_worker_stops_all(tmp_path):
 
 
 def test_workers_that_differ_do_not_start(tmp_path):
-    """In the rate of the optimizer and in the global batch size."""
+    """In a setting of the optimizer and in the global batch size."""
     with job(tmp_path, "differ=1") as processes:
         assert codes(processes) == [2, 2]
     for index in range(2):
