@@ -122,8 +122,8 @@ class Apply:
         loss_scale: when true, scales the loss for float16, see `LossScale`.
         skip_nonfinite: when true, gradients with a NaN or Inf skip the update.
         jit_update: compiles the update with XLA, which makes one pass over memory of what are a
-            dozen kernels for each variable. To be turned off for an optimizer that XLA cannot
-            compile.
+            dozen kernels for each variable. None: where the variables are on a CPU, because that is
+            where it was measured. False is for an optimizer that XLA cannot compile.
 
     Attributes:
         global_step: int64 scalar variable: batches seen.
@@ -143,7 +143,7 @@ class Apply:
         ema_decay: float | None = None,
         loss_scale: bool = False,
         skip_nonfinite: bool = False,
-        jit_update: bool = True,
+        jit_update: bool | None = None,
     ):
         check_optimizer(optimizer)
         for variable in variables:
@@ -231,10 +231,10 @@ class Apply:
         devices: dict[str, list[int]] = {}
         for index, variable in enumerate(self.variables):
             devices.setdefault(variable.value.device, []).append(index)
-        for indices in devices.values():
+        for device, indices in devices.items():
             # All variables of a device in one function; naming any of them leads to the device.
             update = functools.partial(self._update_device, indices)
-            if self.jit_update:
+            if "CPU" in device.upper() if self.jit_update is None else self.jit_update:
                 update = tf.function(update, jit_compile=True)
             strategy.extended.update(
                 self.variables[indices[0]].value,

@@ -208,7 +208,7 @@ class TrainStep(_Step):
         bytes_per_pack: int = 0,
         options: tf.distribute.experimental.CommunicationOptions | None = None,
         jit_compile: bool = False,
-        jit_update: bool = True,
+        jit_update: bool | None = None,
     ):
         super().__init__(model, loss_fn, metrics)
         if on_nan not in ("stop", "skip"):
