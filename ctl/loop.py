@@ -427,6 +427,8 @@ class Loop:
                 raise Preempted(f"{name} at step {step}; nothing saved, no checkpoints") from None
             self.save(wait=True)
             where = self.checkpoints.directory
+            if self._is_chief:
+                where = self.checkpoints.latest().path
             raise Preempted(
                 f"{name}: saved step {step} in {where}; the same command resumes"
             ) from None
