@@ -21,6 +21,7 @@ from absl import logging
 from ctl.checkpoint import CheckpointManager, Saved
 from ctl.data import as_dataset
 from ctl.errors import CheckpointError, DivergedError, PeerError, Preempted, UsageError
+from ctl.global_batches import devices_without_autotuning
 from ctl.step import EvalStep, TrainStep
 
 SUM = tf.distribute.ReduceOp.SUM
@@ -158,7 +159,8 @@ class Evaluator:
         batches = self.dataset.batches()
         if self._batches is not None:
             batches = batches.repeat()
-        return iter(self.strategy.experimental_distribute_dataset(batches))
+        with devices_without_autotuning():
+            return iter(self.strategy.experimental_distribute_dataset(batches))
 
     @tf.function
     def _eval_steps(self, iterator: Iterator, resident: Any, steps: tf.Tensor) -> tf.Tensor:
@@ -322,7 +324,8 @@ class Loop:
         if self._resident is None:
             self._resident = self.dataset.resident(self.strategy)
         batches = self.dataset.batches(step)
-        self._iterator = iter(self.strategy.experimental_distribute_dataset(batches))
+        with devices_without_autotuning():
+            self._iterator = iter(self.strategy.experimental_distribute_dataset(batches))
         self._iterator_step = step
 
     def _wake(self, step: int, until: int, seconds_per_step: float) -> dict[str, float]:
