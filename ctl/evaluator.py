@@ -12,6 +12,7 @@ import tensorflow as tf
 from ctl import workers
 from ctl.data import as_dataset
 from ctl.errors import UsageError
+from ctl.global_batches import devices_without_autotuning
 from ctl.step import EvalStep
 
 SUM = tf.distribute.ReduceOp.SUM
@@ -136,7 +137,8 @@ class Evaluator:
         batches = self.dataset.batches()
         if self._batches is not None:
             batches = batches.repeat()
-        return iter(self.strategy.experimental_distribute_dataset(batches))
+        with devices_without_autotuning():
+            return iter(self.strategy.experimental_distribute_dataset(batches))
 
     @tf.function
     def _eval_steps(

@@ -24,6 +24,7 @@ from ctl.checkpoint import CheckpointManager, Saved
 from ctl.data import as_dataset
 from ctl.errors import CheckpointError, DivergedError, Preempted, UsageError
 from ctl.evaluator import Evaluator, Pace, StopRequested
+from ctl.global_batches import devices_without_autotuning
 from ctl.step import TrainStep
 
 SUM = tf.distribute.ReduceOp.SUM
@@ -228,7 +229,8 @@ class Loop:
         if self._resident is None:
             self._resident = self.dataset.resident(self.strategy)
         batches = self.dataset.batches(step)
-        self._iterator = iter(self.strategy.experimental_distribute_dataset(batches))
+        with devices_without_autotuning():
+            self._iterator = iter(self.strategy.experimental_distribute_dataset(batches))
         self._iterator_step = step
         if workers.is_multi_worker(self.strategy):
             self._meet_peers(step)

@@ -350,6 +350,7 @@ def test_evaluation_in_the_middle_of_training(mirrored, tmp_path, replicas):
     def fail(done, of):
         raise ZeroDivisionError
 
+    loop.evaluator._pace.steps = lambda: 1  # so that three of four batches are left
     with pytest.raises(ZeroDivisionError):
         loop.evaluate(fail)
     np.testing.assert_equal(loop.step.model.get_weights(), trained)
