@@ -37,7 +37,9 @@ PROVEN = tuple(
 
 # Part of the update lives in these for some optimizers (Nadam, Muon); `update_step` alone would be
 # silently wrong.
-_UPDATE_METHODS = ("apply", "_backend_apply_gradients", "_backend_update_step")
+_UPDATE_METHODS = (
+    *("apply", "_backend_apply_gradients", "_backend_update_step", "_apply_weight_decay"),
+)
 
 # What ctl does itself, after the all-reduce; the optimizer would do it before, or twice.
 _REFUSED_ARGUMENTS = {

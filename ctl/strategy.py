@@ -61,8 +61,10 @@ def make_multi_worker(
     # All are there. Should one die at this very moment, TensorFlow would wait for ever, with
     # Python's lock held: only a thread of C can end that.
     faulthandler.dump_traceback_later(startup_timeout, exit=True)
-    strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
-    faulthandler.cancel_dump_traceback_later()
+    try:
+        strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
     return Placement(
         strategy,
         options,

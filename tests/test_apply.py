@@ -80,7 +80,9 @@ def test_a_subclass_of_a_proven_one_may_change_its_update_step(mirrored):
 
 
 @pytest.mark.parametrize(
-    "method", ["apply", "_backend_apply_gradients", "_backend_update_step"], ids=str
+    "method",
+    ["apply", "_backend_apply_gradients", "_backend_update_step", "_apply_weight_decay"],
+    ids=str,
 )
 def test_an_update_outside_of_update_step_is_refused(method):
     kind = type("Elsewhere", (keras.optimizers.SGD,), {method: lambda self, *args: None})
