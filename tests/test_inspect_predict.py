@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ctl.errors import UsageError
 from ctl.inspect import efficiency, predict_command
 from ctl.inspect.cost import ALGORITHMS, Link, Network, hierarchical, link_of, ring, tree
 from ctl.inspect.link import Measured, Point
