@@ -1,7 +1,7 @@
-"""Links of a known latency and bandwidth: network namespaces of Linux, shaped by ``tc netem``.
+"""Links of a known bandwidth and latency: network namespaces of Linux, shaped by ``tc``.
 
-Each has one virtual network card on a bridge; what it sends is delayed and its rate limited. Needs
-root, ``ip`` and ``tc``.
+Each has one virtual network card on a bridge; the rate of what it sends is limited (by tbf) and,
+where the kernel has netem, delayed. Needs root, ``ip`` and ``tc``.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ def run(*command: str) -> None:
 
 
 @contextlib.contextmanager
-def namespaces(count: int, netem: Sequence[str]) -> Iterator[list[tuple[list[str], str]]]:
-    """``count`` namespaces whose cards send as ``netem`` says, e.g. ``["delay", "2ms"]``.
+def namespaces(count: int, mbit: float, delay_ms: float) -> Iterator[list[tuple[list[str], str]]]:
+    """``count`` namespaces whose cards send ``mbit`` megabits per second at most, each packet
+    ``delay_ms`` milliseconds late.
 
     Yields:
         For each, what to put before a command to run it there, and its address. All are gone in the
         end.
 
     Raises:
-        UsageError: not root, or a program is missing.
+        UsageError: not root, a program is missing, or the kernel has no netem and is to delay.
     """
     for program in ("ip", "tc"):
         if shutil.which(program) is None:
@@ -60,6 +61,13 @@ def namespaces(count: int, netem: Sequence[str]) -> Iterator[list[tuple[list[str
             run(*inside, "ip", "link", "set", "lo", "up")
             run(*inside, "ip", "address", "add", f"{address}/24", "dev", "card")
             run(*inside, "ip", "link", "set", "card", "up")
-            run(*inside, "tc", "qdisc", "add", "dev", "card", "root", "netem", *netem)
+            run(*inside, "tc", "qdisc", "add", "dev", "card", "root", *_discipline(mbit, delay_ms))
             places.append((inside, address))
         yield places
+
+
+def _discipline(mbit: float, delay_ms: float) -> list[str]:
+    if delay_ms:
+        # A queue of 10,000 packets, because a full one drops.
+        return ["netem", "delay", f"{delay_ms:g}ms", "rate", f"{mbit:g}mbit", "limit", "10000"]
+    return ["tbf", "rate", f"{mbit:g}mbit", "burst", "256kb", "latency", "400ms"]
