@@ -220,15 +220,14 @@ def _greet(address: str, greeting: bytes) -> None:
             raise OSError("another program answers there")
 
 
-def missing(cluster: Cluster) -> str:
-    """Names the workers that do not listen."""
-    absent = []
+def unreachable(cluster: Cluster) -> dict[int, str]:
+    """The other workers that do not listen, and why not. A frozen one does: its kernel answers."""
+    why = {}
     for index, address in enumerate(cluster.workers):
         host, _, port = address.rpartition(":")
         if index != cluster.index:
             try:
                 socket.create_connection((host, int(port)), timeout=1.0).close()
             except OSError as error:
-                reason = error.strerror or str(error)
-                absent.append(f"worker {index} at {address} ({reason})")
-    return ", ".join(absent) or "workers that listen but have not joined"
+                why[index] = f"{address}: {error.strerror or error}"
+    return why

@@ -72,7 +72,9 @@ class Step(ctl.TrainStep):
 
 
 def main() -> None:
-    placement = make_multi_worker(me, collective_timeout=TIMEOUT, startup_timeout=STARTUP)
+    placement = make_multi_worker(
+        me, collective_timeout=TIMEOUT, startup_timeout=STARTUP, record_dir=OUT / "inspect"
+    )
     strategy = placement.strategy
     keras.utils.set_random_seed(me.index if "seeds" in OPTIONS else 0)
     with strategy.scope():
