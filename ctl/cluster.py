@@ -220,8 +220,16 @@ def _greet(address: str, greeting: bytes) -> None:
             raise OSError("another program answers there")
 
 
-def unreachable(cluster: Cluster) -> dict[int, str]:
-    """The other workers that do not listen, and why not. A frozen one does: its kernel answers."""
+def unreachable(cluster: Cluster, patience: float = 0.0) -> dict[int, str]:
+    """The other workers that do not listen, and why not. A frozen one does: its kernel answers. One
+    that has just failed may take until ``patience`` (seconds) to end."""
+    deadline = time.monotonic() + patience
+    while not (why := _not_listening(cluster)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return why
+
+
+def _not_listening(cluster: Cluster) -> dict[int, str]:
     why = {}
     for index, address in enumerate(cluster.workers):
         host, _, port = address.rpartition(":")

@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any
 from absl import logging
 
 from ctl.cluster import Cluster, unreachable
-from ctl.errors import PeerError
+from ctl.console import last_line
+from ctl.errors import CtlError, PeerError
 
 if TYPE_CHECKING:
     from ctl.inspect.record import Record
@@ -39,6 +40,8 @@ _MOST_OF_A_TICK = 1.0
 # Between the line and the exit: the others reach their own limits, and say what they know, before
 # their connection to this worker breaks.
 _LINGER_SECONDS = 2.0
+# How long a peer whose connection broke may take to end, so that it can be told from the others.
+_ENDING_SECONDS = 3.0
 # From when on the marks are read: that costs, and means something only when nothing moves.
 _STALLED_SECONDS = 0.5
 # A record that is younger than this and twice the limit is of the same hang.
@@ -54,6 +57,7 @@ class Section:
     Attributes:
         doing: for people.
         limit: seconds without progress after which the process ends; None: it waits for nobody.
+        otherwise: the error to end with then, instead of blaming the others.
         step: global step finished, when last looked.
         progress: reads the global step.
         marks: reads the marks of the running step: seconds since each that has fired, and the names
@@ -65,6 +69,7 @@ class Section:
 
     doing: str
     limit: float | None
+    otherwise: CtlError | None = None
     step: int | None = None
     progress: Callable[[], int] | None = None
     marks: Callable[[], tuple[dict[str, float], tuple[str, ...]]] | None = None
@@ -191,7 +196,7 @@ class Watchdog:
         section = self._section()
         if step is not None:
             section.step = step
-        gone = unreachable(self.cluster)
+        gone = unreachable(self.cluster, _ENDING_SECONDS if why == "broke off" else 0.0)
         made = self._write_record(why, gone)
         self._gave_up = True
         self._beats.send(self._beat(section))
@@ -207,17 +212,18 @@ class Watchdog:
 
     def _give_up(self, section: Section) -> None:
         """Ends the process. Nothing may keep it from that: a file system can be what hangs."""
+        if section.otherwise:
+            last_line(str(section.otherwise))
+            leave(section.otherwise.exit_code)
 
         def last_words() -> None:
             after = "" if section.step is None else f" after step {section.step}"
             waited = section.stalled
             blamed = self.blame("timed out")
-            print(
+            last_line(
                 f"worker {self.cluster.index} of {len(self.cluster.workers)}: a collective in "
                 f"{section.doing}{after} timed out: no progress for {waited:.0f} s "
-                f"(--collective_timeout); waiting for {blamed}",
-                file=sys.stderr,
-                flush=True,
+                f"(--collective_timeout); waiting for {blamed}"
             )
             end = time.monotonic() + _LINGER_SECONDS
             while time.monotonic() < end:
@@ -274,6 +280,7 @@ def collective(
     *,
     timeout: float | None = None,
     first: bool = False,
+    otherwise: CtlError | None = None,
     step: int | None = None,
     progress: Callable[[], int] | None = None,
     marks: Callable[[], tuple[dict[str, float], tuple[str, ...]]] | None = None,
@@ -285,6 +292,7 @@ def collective(
         doing: what, for the message.
         timeout: seconds without progress; by default those of `start`.
         first: a first call, which compiles: `FIRST_CALL_SECONDS`, if that is more.
+        otherwise: what is wrong when the others do not come; by default they are blamed.
         step, progress, marks, packs: see `Section`.
     """
     if _watchdog is None:
@@ -292,7 +300,7 @@ def collective(
     limit = timeout or _watchdog.timeout
     if first:
         limit = max(limit, FIRST_CALL_SECONDS)
-    return _watchdog.inside(Section(doing, limit, step, progress, marks, tuple(packs)))
+    return _watchdog.inside(Section(doing, limit, otherwise, step, progress, marks, tuple(packs)))
 
 
 def host(doing: str, step: int | None = None) -> contextlib.AbstractContextManager[None]:
@@ -300,4 +308,4 @@ def host(doing: str, step: int | None = None) -> contextlib.AbstractContextManag
     their next collective, and their limits count."""
     if _watchdog is None:
         return contextlib.nullcontext()
-    return _watchdog.inside(Section(doing, None, step))
+    return _watchdog.inside(Section(doing, None, step=step))

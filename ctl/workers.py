@@ -14,11 +14,14 @@ import tensorflow as tf
 
 from ctl import watchdog
 from ctl.cluster import Cluster
-from ctl.errors import PeerError, UsageError
+from ctl.errors import CtlError, PeerError, UsageError
 
 SUM = tf.distribute.ReduceOp.SUM
 
 _SHOWN = 5  # differences in one message
+
+# How long a worker whose data have ended waits for the others to say so too (seconds).
+_ENDED_SECONDS = 10.0
 
 # What a collective raises when a worker died, froze, never came, or failed by itself.
 _LOST = (
@@ -87,15 +90,19 @@ def _reason(error: tf.errors.OpError) -> str:
     if frozen:
         return f"worker {', '.join(sorted(set(frozen)))} stopped sending heartbeats"
     _, _, cause = text.rpartition("aborted by: ")
-    return re.split(r"\\n| Additional ", cause or text)[0][:120]
+    return re.split(r" Additional GRPC|\W+n?The error could be from", cause or text)[0][:120]
 
 
-def barrier(strategy: tf.distribute.Strategy, timeout: float) -> None:
+def barrier(
+    strategy: tf.distribute.Strategy, timeout: float, otherwise: CtlError | None = None
+) -> None:
     """Returns when every worker has called it.
 
+    When not all did within ``timeout`` seconds, the watchdog ends the process with a line of its
+    own, or with that and the exit code of ``otherwise``.
+
     Raises:
-        PeerError: not all did within ``timeout`` seconds. Where the watchdog runs, it ends the
-            process instead.
+        PeerError: a worker was lost meanwhile.
     """
     limit = watchdog.tensorflow_limit(timeout)
     options = tf.distribute.experimental.CommunicationOptions(timeout_seconds=limit)
@@ -105,8 +112,28 @@ def barrier(strategy: tf.distribute.Strategy, timeout: float) -> None:
         return context.all_reduce(SUM, tf.zeros([]), options=options)
 
     doing = "a barrier"
-    with naming_lost_peers(strategy, doing), watchdog.collective(doing, timeout=timeout):
+    section = watchdog.collective(doing, timeout=timeout, otherwise=otherwise)
+    with naming_lost_peers(strategy, doing), section:
         tf.function(lambda: strategy.run(meet))()
+
+
+def check_all_ended(strategy: tf.distribute.Strategy, step: int) -> None:
+    """Returns when the data of all workers have ended at this step.
+
+    Raises:
+        UsageError: only those of some have; the others are in the all-reduce of the next step, and
+            would take what this worker reduces next for their gradients' sums.
+    """
+    if not is_multi_worker(strategy):
+        return
+    not_all = UsageError(
+        f"worker {cluster_of(strategy).index}: its data ended after step {step}, those of other "
+        "workers go on: every worker must be given the same batches"
+    )
+    try:
+        barrier(strategy, _ENDED_SECONDS, otherwise=not_all)
+    except PeerError as error:
+        raise not_all from error
 
 
 def check_agreement(strategy: tf.distribute.Strategy, facts: Mapping[str, Any]) -> None:
@@ -140,7 +167,7 @@ def earliest(strategy: tf.distribute.Strategy, step: int) -> int:
 
 
 def _all_gather(strategy: tf.distribute.Strategy, text: bytes, doing: str) -> list[bytes]:
-    """The ``text`` of every replica, in their order; the same list on every worker."""
+    """The ``text`` of every worker, in their order; the same list on every worker."""
 
     def gather(values: tf.Tensor) -> tf.Tensor:
         mine = strategy.experimental_distribute_values_from_function(lambda _: values)
@@ -154,7 +181,7 @@ def _all_gather(strategy: tf.distribute.Strategy, text: bytes, doing: str) -> li
     for length in lengths:
         texts.append(joined[start : start + length])
         start += length
-    return texts
+    return texts[:: len(texts) // len(cluster_of(strategy).workers)]  # replicas of one say the same
 
 
 def _short(value: Any) -> str:
