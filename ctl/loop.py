@@ -19,7 +19,7 @@ import tensorflow as tf
 from absl import logging
 
 import ctl
-from ctl import watchdog, workers
+from ctl import tune, watchdog, workers
 from ctl.checkpoint import CheckpointManager, Saved
 from ctl.data import as_dataset
 from ctl.errors import CheckpointError, DivergedError, Preempted, UsageError
@@ -130,9 +130,10 @@ class Loop:
         steps: tf.Tensor,
         report: tf.Tensor,
         marks: Any = None,
+        bytes_per_pack: int = 0,
     ):
-        # `marks` is `self.step.marks`. As an argument it has a trace of its own, so that the trace
-        # without marks is kept, and is the same before and after an inspection.
+        # The last two are those of `self.step`. As arguments they have traces of their own, so that
+        # the trace without marks is kept, and is the same before and after an inspection.
         losses = self.strategy.run(lambda: (tf.zeros([]), tf.zeros([], tf.int32)))
         for _ in tf.range(steps):
             losses = self.strategy.run(self._one_step, args=(losses, next(iterator), resident))
@@ -218,9 +219,7 @@ class Loop:
             ),
             tf.profiler.experimental.Trace("ctl_step", step_num=step, _r=1),
         ):
-            totals, finite = self._train_steps(
-                self._iterator, self._resident, tf.constant(steps), report, self.step.marks
-            )
+            totals, finite = self.run_steps(self._iterator, steps, report)
             loss, asked, pace = (float(total) for total in totals.numpy())
         seconds = time.perf_counter() - start
         if self.global_step != step + steps:
@@ -243,6 +242,24 @@ class Loop:
             self._window_timed_steps += steps
             self._window_seconds += seconds
         return seconds, asked > 0
+
+    def run_steps(
+        self, iterator: Iterator, steps: int, report: tf.Tensor | None = None
+    ) -> tuple[tf.Tensor, Any]:
+        """Trains on the next ``steps`` batches of ``iterator`` and looks at nothing."""
+        report = self._pace.report(False) if report is None else report
+        static = self.step.marks, self.step.bytes_per_pack
+        return self._train_steps(iterator, self._resident, tf.constant(steps), report, *static)
+
+    def tune_packs(self) -> int:
+        """Tries sizes of packs on a few steps, keeps the fastest as the step's ``bytes_per_pack``
+        and returns it; nothing else of the training changes. Call it before `train`."""
+        with self._ending_well("the trial of packs"):
+            self._start(self.global_step)
+            self.step.bytes_per_pack = tune.fastest(self)
+            self._iterator_step = -1  # workers compare what they have chosen
+            self._reset_window()
+        return self.step.bytes_per_pack
 
     def _start(self, step: int) -> None:
         if self._resident is None:
@@ -272,7 +289,7 @@ class Loop:
         )
         self._train_steps.get_concrete_function(
             *(self._iterator, self._resident, tf.constant(1), self._pace.report(False)),
-            self.step.marks,
+            *(self.step.marks, self.step.bytes_per_pack),
         )
         workers.barrier(self.strategy, watchdog.FIRST_CALL_SECONDS)
 

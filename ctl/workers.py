@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -164,6 +164,14 @@ def earliest(strategy: tf.distribute.Strategy, step: int) -> int:
     if not is_multi_worker(strategy):
         return step
     return min(int(text) for text in _all_gather(strategy, str(step).encode(), "a gather"))
+
+
+def slowest(strategy: tf.distribute.Strategy, seconds: Sequence[float]) -> list[float]:
+    """Of each of ``seconds`` the most that any worker has; every worker must call it."""
+    if not is_multi_worker(strategy):
+        return list(seconds)
+    texts = _all_gather(strategy, json.dumps(list(seconds)).encode(), "a gather")
+    return [max(values) for values in zip(*map(json.loads, texts), strict=True)]
 
 
 def _all_gather(strategy: tf.distribute.Strategy, text: bytes, doing: str) -> list[bytes]:
