@@ -29,6 +29,7 @@ from ctl.reduce import all_reduce, densify
 
 if TYPE_CHECKING:
     from ctl.inspect.marks import Marks
+    from ctl.inspect.session import Inspection
 
 # Dropout in Keras draws the same mask on every replica: its seed is mirrored. A prime step between
 # the seeds of neighbouring replicas keeps them apart.
@@ -291,6 +292,13 @@ class TrainStep(_Step):
     def state(self) -> dict[str, list[tf.Variable]]:
         """Everything that a checkpoint must hold for training to go on bit for bit."""
         return {"model": [v.value for v in self.model.variables], **self.applier.state()}
+
+    def inspect(self, steps: int = 20) -> Inspection:
+        """``with step.inspect(steps=20) as seen: loop.train(...)``: where the time of the last
+        ``steps`` steps went, on every worker. All workers must do it."""
+        from ctl.inspect.session import Inspection
+
+        return Inspection(self, steps)
 
     def reduced_specs(self) -> list[tf.Variable | tf.TensorSpec]:
         """Like what `reduce` sums, in that order: a gradient for each trainable variable (some may
