@@ -17,8 +17,8 @@ from ctl.inspect.timeline import Timeline
 LEAST_SHARE = 0.1  # of the median step, for a step to count
 LEAST_STEPS = 0.8  # of all steps, for a worker to be named
 
-# What can make a worker late to the packs. "apply" is that of the step before: after it nobody waits
-# for anybody until the packs.
+# What can make a worker late to the packs. "apply" is that of the step before, after whose packs
+# nobody waits for anybody.
 _CAUSES = ("apply", "input", "forward", "backward")
 
 
@@ -46,8 +46,9 @@ class Blame:
 
 def accused(timeline: Timeline) -> list[tuple[int, str] | None]:
     """For each step, the row that the others waited for and the phase that made it late; None where
-    nobody waited for a tenth of the median step."""
-    if len(timeline.rows) < 2 or not timeline.packs:
+    nobody waited for a tenth of the median step. With one worker nobody is accused: replicas on a
+    CPU share its cores and compute in turn."""
+    if timeline.workers < 2 or not timeline.packs:
         return [None] * len(timeline.steps)
     least = LEAST_SHARE * float(np.median(timeline.step_seconds))
     causes, excess = _excess(timeline)
@@ -91,8 +92,6 @@ def _excess(timeline: Timeline) -> tuple[list[str], np.ndarray]:
     """How much longer each phase took on a row than on the median of the other workers' rows,
     float64 [causes, N, S]."""
     worker = np.array([row.worker for row in timeline.rows])
-    if len(timeline.clocks) == 1:  # replicas of one worker are compared with each other
-        worker = np.arange(len(worker))
     causes, all_of_them = [], []
     for cause in _CAUSES:
         took = timeline.phases[cause]

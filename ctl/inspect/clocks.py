@@ -6,12 +6,15 @@ from __future__ import annotations
 import numpy as np
 import tensorflow as tf
 
+from ctl import watchdog
 from ctl.inspect.marks import stamp
-from ctl.workers import SUM, is_multi_worker
+from ctl.workers import SUM, is_multi_worker, naming_lost_peers
 
-# The bounds of the offset are as tight as the best of so many meetings: +-0.4 to 0.5 ms on loopback,
-# in 0.2 to 0.35 s.
+# The bounds of an offset are as tight as the best of so many meetings. They take 0.2 to 0.4 s on
+# loopback.
 BARRIERS = 200
+
+_DOING = "comparing clocks"
 
 
 def barriers(
@@ -24,7 +27,7 @@ def barriers(
         [0, 2], where there is one worker.
 
     Raises:
-        tf.errors.DeadlineExceededError: a worker did not come for ``timeout`` seconds.
+        PeerError: a worker was lost, or did not come for ``timeout`` seconds.
     """
     if not is_multi_worker(strategy):
         return np.zeros([0, 2])
@@ -46,4 +49,5 @@ def barriers(
             stamps = stamps.write(number, strategy.experimental_local_results(times)[0])
         return stamps.stack()
 
-    return meet_all().numpy()
+    with naming_lost_peers(strategy, _DOING), watchdog.collective(_DOING):
+        return meet_all().numpy()

@@ -27,7 +27,8 @@ import tensorflow as tf
 from ctl.errors import UsageError
 from ctl.inspect import private
 from ctl.reduce import make_packs
-from ctl.step import TrainStep, shares_variables
+from ctl.replicas import shares_variables
+from ctl.step import TrainStep
 
 
 def mark_names(step: TrainStep) -> tuple[str, ...]:
@@ -53,8 +54,8 @@ class Store(Protocol):
         """The marks of step ``number`` follow; int64 scalar, batches seen before it."""
 
     def stamp(self, name: str, time: tf.Tensor, in_step: bool) -> None:
-        """``time`` as of `stamp`. Not ``in_step``: the mark is in the body of a loop inside the step,
-        several times a step."""
+        """``time`` as of `stamp`. Not ``in_step``: the mark is in the body of a loop inside the
+        step, several times a step."""
 
     def finish(self) -> None:
         """There are no more marks in this step."""

@@ -75,9 +75,8 @@ class Recording:
         )
         if not cluster:
             return [mine]
-        texts = all_gather(strategy, json.dumps(mine.to_json()).encode())
-        windows = [Window.from_json(json.loads(text)) for text in texts]
-        return list({window.worker: window for window in windows}.values())
+        texts = all_gather(strategy, json.dumps(mine.to_json()).encode(), "an inspection")
+        return [Window.from_json(json.loads(text)) for text in texts]
 
 
 class Inspection:

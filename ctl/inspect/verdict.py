@@ -42,7 +42,7 @@ def verdict(timeline: Timeline, measured: Measured | None = None) -> tuple[str, 
     step = float(np.median(timeline.step_seconds))
     late = blame(timeline)
     if late:
-        return _late(timeline, late, step)
+        return _late(late, step)
     parts = {
         name: float(np.median(np.nan_to_num(seconds).mean(axis=0)))
         for name, seconds in timeline.phases.items()
@@ -63,7 +63,9 @@ def verdict(timeline: Timeline, measured: Measured | None = None) -> tuple[str, 
         return (first, *_communication(timeline, measured, parts))
     exposed = f"{bounds['communication'] * _MS:.2f} ms of communication are exposed"
     if bound == "compute":
-        split = f"forward {parts['forward'] * _MS:.2f} ms, backward {parts['backward'] * _MS:.2f} ms"
+        split = (
+            f"forward {parts['forward'] * _MS:.2f} ms, backward {parts['backward'] * _MS:.2f} ms"
+        )
         if np.isnan(timeline.phases["forward"]).all():
             split = "forward and backward are one here"
         why = f"{split}; {exposed}."
@@ -75,13 +77,10 @@ def verdict(timeline: Timeline, measured: Measured | None = None) -> tuple[str, 
     return first, why, "Try a larger batch (fewer updates), or an optimizer with less state."
 
 
-def _late(timeline: Timeline, late: Blame, step: float) -> tuple[str, str, str]:
-    name = f"worker {late.worker}"
-    if timeline.workers == 1:
-        name = f"replica {late.replica}"
+def _late(late: Blame, step: float) -> tuple[str, str, str]:
     return (
-        f"The step takes {step * _MS:.2f} ms and waits for {name}: {late.seconds * _MS:.2f} ms, in "
-        f"{late.steps} of {late.of} steps.",
+        f"The step takes {step * _MS:.2f} ms and waits for worker {late.worker}: "
+        f"{late.seconds * _MS:.2f} ms, in {late.steps} of {late.of} steps.",
         f"Its {late.phase} takes {late.excess * _MS:.2f} ms longer than that of the others.",
         f"Try {_REMEDY[late.phase]}.",
     )
@@ -93,11 +92,14 @@ def _communication(
     total = timeline.hidden + timeline.exposed
     hidden = float(np.median(timeline.hidden)) / max(float(np.median(total)), 1e-9)
     if parts["wait"] > parts["transfer"] + parts["pack"]:
+        waiting = f"{parts['wait'] * _MS:.2f} ms are waiting for the last replica"
+        if timeline.workers == 1:
+            why = f"{waiting}: replicas on one CPU share its cores and compute in turn."
+        else:
+            why = f"{waiting}, and it is not one worker each time: noise, not a slow worker."
         return (
-            f"{parts['wait'] * _MS:.2f} ms are waiting for the last replica, which is another one "
-            "each time: noise, not a slow worker.",
-            "Try to leave the cores of the machine to this job, or more work per step "
-            "(--accumulate_steps).",
+            why,
+            "Try fewer other jobs on the cores, or a larger batch: more work per all-reduce.",
         )
     slowest = max(timeline.packs, key=lambda pack: float(np.median(pack.seconds)))
     share = share_of_measured(slowest, measured)
