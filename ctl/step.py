@@ -18,7 +18,7 @@ is counted and summed with the gradients, in the same pack.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
@@ -26,6 +26,9 @@ import tensorflow as tf
 from ctl.apply import Apply
 from ctl.errors import UsageError
 from ctl.reduce import all_reduce, densify
+
+if TYPE_CHECKING:
+    from ctl.inspect.plan import Plan
 
 # Dropout in Keras draws the same mask on every replica: its seed is mirrored. A prime step between
 # the seeds of neighbouring replicas keeps them apart.
@@ -226,6 +229,8 @@ class TrainStep(_Step):
         self.jit_compile = jit_compile
         self.jit_update = jit_update
         self.strategy: tf.distribute.Strategy | None = None
+        # Gives the graph that this step is traced in: the loop, which knows the batches.
+        self.traced: Callable[[], tf.types.experimental.ConcreteFunction] | None = None
 
     def build(self, strategy: tf.distribute.Strategy, schedule=None) -> None:
         """Makes the state beside the model: optimizer slots, counters, averages. The loop calls it.
@@ -283,6 +288,16 @@ class TrainStep(_Step):
     def state(self) -> dict[str, list[tf.Variable]]:
         """Everything that a checkpoint must hold for training to go on bit for bit."""
         return {"model": [v.value for v in self.model.variables], **self.applier.state()}
+
+    def plan(self) -> Plan:
+        """What one step moves between replicas: read from its graph, no step is run.
+
+        Raises:
+            UsageError: there is no loop yet, which knows the batches.
+        """
+        from ctl.inspect.collectives import plan_of_step
+
+        return plan_of_step(self)
 
     # The step itself, on one replica ------------------------------------------------------------
 
