@@ -1,7 +1,8 @@
-"""Sees through the all-reduce: what moved, how long it took, who was late, where it hangs.
+"""Sees through the all-reduce: what moves, how long it takes, who is late, where it hangs.
 
-`plan` is static: no step is run. The hot path (`ctl.loop`, `ctl.step`, `ctl.reduce`) imports none
-of this but on request. The names below are loaded when they are first used.
+Nothing in ``ctl`` needs this package to train: it looks at the loop, the step and the graph from
+outside, and through one hook, ``TrainStep.marks``, which is None when nobody looks. The names below
+are loaded when they are first used.
 """
 
 from __future__ import annotations
