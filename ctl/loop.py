@@ -12,6 +12,7 @@ import math
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -110,7 +111,7 @@ class Loop:
                 f"the global batch size {size} is not divisible by {replicas} replicas"
             )
         step.build(self.strategy, schedule)
-        step.traced = self.traced
+        step.traced = weakref.WeakMethod(self.traced)
         self._pace = Pace(steps_per_loop)
         self._iterator = None
         self._iterator_step = -1

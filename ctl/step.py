@@ -17,6 +17,7 @@ is counted and summed with the gradients, in the same pack.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -229,8 +230,8 @@ class TrainStep(_Step):
         self.jit_compile = jit_compile
         self.jit_update = jit_update
         self.strategy: tf.distribute.Strategy | None = None
-        # Gives the graph that this step is traced in: the loop, which knows the batches.
-        self.traced: Callable[[], tf.types.experimental.ConcreteFunction] | None = None
+        # What traces the graph that this step is in, of a loop; not the loop, which has the step.
+        self.traced: weakref.WeakMethod | None = None
 
     def build(self, strategy: tf.distribute.Strategy, schedule=None) -> None:
         """Makes the state beside the model: optimizer slots, counters, averages. The loop calls it.

@@ -8,7 +8,7 @@ import collections
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
@@ -16,6 +16,7 @@ import tensorflow as tf
 from ctl.errors import UsageError
 from ctl.inspect import lints, private
 from ctl.inspect.graph import Graph, Node, Tensor, constant, flops
+from ctl.inspect.packs import ASSIGN, UNPACK, Packs, bytes_of, payload_of
 from ctl.inspect.plan import Collective, Member, Plan
 from ctl.workers import cluster_of, is_multi_worker
 
@@ -28,8 +29,6 @@ _COLLECTIVE = re.compile(r"_?(Collective|Nccl)\w+|XlaAllReduce|CrossReplicaSum|A
 _JOINS = {"AddN", "ConcatV2"}
 _PACK = re.compile(r"(?:^|/)((ctl_all_reduce(?:_\d+)?)/(pack\d+))(?=/|$)")
 _REPLICA = re.compile(r"(^|/)replica_\d+/")
-# What a value passes unchanged on its way in and out of a pack.
-_UNPACK = {"Reshape", "Identity"}
 _SPLITS = {"Split", "SplitV"}
 _ASSIGN = re.compile(r"(Assign\w*VariableOp|ResourceApply\w+|ResourceScatter\w+)$")
 _REDUCES = {"CollectiveReduce", "CollectiveReduceV2", "CollectiveReduceV3", "NcclAllReduce"}
@@ -38,10 +37,11 @@ _GATHERS = {"CollectiveGather", "CollectiveGatherV2", "ConcatV2"}
 
 def plan_of_step(step: TrainStep) -> Plan:
     """The plan of a step that is in a loop, with its lints; see `TrainStep.plan`."""
-    if step.traced is None:
-        raise UsageError("the loop knows the batches: make ctl.Loop(step, ...) before step.plan()")
+    traced = step.traced and step.traced()
+    if traced is None:
+        raise UsageError("the loop knows the batches: make ctl.Loop(step, ...), then step.plan()")
     plan = plan_of(
-        step.traced(),
+        traced(),
         step.strategy,
         {v.path: v.value for v in step.model.variables},
         [v.path for v in step.model.trainable_variables],
@@ -76,103 +76,79 @@ def plan_of(
         for outer, inner in concrete.graph.captures
         if id(outer) in paths
     }
-    found = _Search(graph, handles, set(trainable)).collectives()
-    notes = private.missing()
+    shapes = {path: tuple(variable.shape) for path, variable in variables.items()}
+    found = _Search(graph, handles, shapes, set(trainable)).collectives()
     return Plan(
         strategy=type(strategy).__name__,
         replicas=strategy.num_replicas_in_sync,
         workers=workers,
         collectives=tuple(c for c in found if c.purpose == "gradients"),
         other=tuple(c for c in found if c.purpose != "gradients"),
-        notes=tuple(notes),
+        notes=tuple(private.missing()),
     )
 
 
 class _Search:
     """The communication of one graph, in the order in which it must run."""
 
-    def __init__(self, graph: Graph, handles: dict[Node, str], trainable: set[str]):
+    def __init__(
+        self,
+        graph: Graph,
+        handles: Mapping[Node, str],
+        shapes: Mapping[str, tuple[int, ...]],
+        trainable: Collection[str],
+    ):
         self.graph = graph
-        self.handles = handles
         self.trainable = trainable
-        ends = [n for n in graph.nodes if _ASSIGN.match(n.op) or self._communicates(n)]
+        self.packs = Packs(graph, handles, shapes, trainable, _communicates)
+        ends = [n for n in graph.nodes if ASSIGN.match(n.op) or _communicates(n)]
         # Autodiff also makes gradients that nothing uses, which TensorFlow then takes out again.
         self.backward = [n for n in graph.ancestors(ends) if n.backward]
         self.flops = {n: flops(n) for n in self.backward}
         self.share_by = "flops" if any(self.flops.values()) else "ops"
-        self.before: dict[Node, set[Node]] = {}
+        self.groups = _groups(graph)
+        self.name_of = {node: name for name, nodes in self.groups.items() for node in nodes}
+        self.before = {node: graph.ancestors([node]) for node in self.name_of}
 
     def collectives(self) -> list[Collective]:
-        groups = self._groups()
-        for nodes in groups.values():
-            for node in nodes:
-                self.before[node] = self.graph.ancestors([node])
-        group_of = {node: name for name, nodes in groups.items() for node in nodes}
         behind = {
             name: {
-                group_of[n]
-                for node in nodes
-                for n in self.before[node]
-                if n in group_of and group_of[n] != name
+                self.name_of[n] for node in nodes for n in self.before[node] & self.name_of.keys()
             }
-            for name, nodes in groups.items()
+            - {name}
+            for name, nodes in self.groups.items()
         }
-        order = sorted(groups, key=lambda name: len(behind[name]))
+        order = sorted(self.groups, key=lambda name: len(behind[name]))
         found = []
         for name in order:
             # Those that no other one, which this waits for too, waits for already.
             after = behind[name] - set().union(*(behind[n] for n in behind[name]))
-            found.append(self._collective(name, groups[name], [n for n in order if n in after]))
+            found.append(self._collective(name, [n for n in order if n in after]))
         return found
 
-    # What belongs together ----------------------------------------------------------------------
-
-    def _groups(self) -> dict[str, list[Node]]:
-        """The operations of each communication, over all devices, by a name for it."""
-        groups: dict[str, list[Node]] = {}
-        seen: collections.Counter[tuple] = collections.Counter()
-        for node in self.graph.nodes:
-            if not self._communicates(node):
-                continue
-            scope = _REPLICA.sub(r"\1", node.name)
-            pack = _PACK.search(scope)
-            if pack:
-                name = pack[3] if pack[2] == "ctl_all_reduce" else pack[1]
-            else:
-                # The k-th of its kind on each device is one communication.
-                base = re.sub(r"_\d+$", "", scope.removeprefix("while/"))
-                kind = (base, node.op, node.inputs[0].node.shape(node.inputs[0].port))
-                number = seen[kind, node.device]
-                seen[kind, node.device] += 1
-                name = f"{base}_{number}" if number else base
-            groups.setdefault(name, []).append(node)
-        return groups
-
-    def _communicates(self, node: Node) -> bool:
-        if node.op in _JOINS:
-            return len({t.node.device for t in node.inputs if t.node.device}) > 1
-        return bool(_COLLECTIVE.fullmatch(node.op))
-
-    # What one is --------------------------------------------------------------------------------
-
-    def _collective(self, name: str, nodes: list[Node], after: Sequence[str]) -> Collective:
+    def _collective(self, name: str, after: Sequence[str]) -> Collective:
+        nodes = self.groups[name]
         # Sums may be of sums, as in a hierarchical copy; the last ones have the results.
         roots = [n for n in nodes if not any(n in self.before[other] for other in nodes)]
         roots = [n for n in roots if n.device == roots[0].device]
         first = roots[0]
-        members = [m for root in roots for m in self._members(root, nodes)]
+        gathers = first.op in _GATHERS
+        members, again = [], set()
+        for root in () if gathers else roots:
+            found, more = self.packs.members(root, nodes)
+            members += found
+            again |= {self.name_of[n] for n in more}
         dtype = tf.as_dtype(first.attr["T"].type)
-        payloads = [_payload(root, nodes) for root in roots]
-        shape = _joined([p.node.shape(p.port) for p in payloads])
+        shape = None
+        if not gathers:
+            payloads = [payload_of(root, nodes) for root in roots]
+            shape = _joined([p.node.shape(p.port) for p in payloads])
         devices = {n.device for n in nodes}
-        group_size, timeout = _group_size(first), None
         if first.op in _JOINS:
-            sources = {t.node.device for n in nodes if n.op in _JOINS for t in n.inputs}
-            devices = {d for d in devices | sources if d}
-            group_size = len(devices)
-        elif "timeout_seconds" in first.attr:
-            timeout = first.attr["timeout_seconds"].f
-        purpose = self._purpose(nodes, members)
+            devices |= {t.node.device for n in nodes for t in n.inputs}
+        devices -= {""}
+        group_size = len(devices) if first.op in _JOINS else _group_size(first)
+        purpose = self._purpose(nodes, members, gathers)
         start, full = self._shares(nodes) if purpose == "gradients" else (None, None)
         return Collective(
             name=name,
@@ -181,86 +157,28 @@ class _Search:
             ops=len(nodes),
             dtype=dtype.name,
             shape=shape,
-            bytes=_bytes(dtype, shape),
+            bytes=bytes_of(dtype, shape),
             group_size=group_size,
-            group_key=None if first.op in _JOINS else _constant_input(first, 2),
+            group_key=_constant_input(first, 2),
             hint=first.attr["communication_hint"].s.decode(),
-            timeout=timeout,
+            timeout=first.attr["timeout_seconds"].f if "timeout_seconds" in first.attr else None,
             devices=tuple(sorted(map(_short, devices))),
             in_loop=first.in_loop,
             after=tuple(after),
             members=tuple(members),
+            again=tuple(sorted(again - {name})) if purpose == "gradients" else (),
             start_share=start,
             full_share=full,
             share_by=self.share_by,
-            wire_bytes=self._wire(roots, nodes, _bytes(dtype, shape), group_size),
-            sparse=first.op in _GATHERS and any(n.backward for n in self.before[first]),
+            wire_bytes=self._wire(roots, nodes, bytes_of(dtype, shape), group_size),
         )
 
-    def _members(self, root: Node, nodes: list[Node]) -> list[Member]:
-        """The tensors that were joined to the payload of ``root``."""
-        packed, begin, end = _packed(_payload(root, nodes))
-        split = self._split_after(root, len(packed))
-        dtype = tf.as_dtype(root.attr["T"].type)
-        members, offset = [], 0
-        for index, tensor in enumerate(packed):
-            whole = _unpacked(tensor)
-            shape = whole.node.shape(whole.port)
-            size = _bytes(dtype, shape)
-            if size is None or end is None or (offset + size > begin and offset < end):
-                out = Tensor(split, index) if split else Tensor(root, 0)
-                members.append(Member(self._lands(out, shape), shape, size))
-            offset += size or 0
-        return members
-
-    def _split_after(self, root: Node, count: int) -> Node | None:
-        """What cuts the sum of ``root`` into ``count`` tensors again."""
-        left, seen = [root], {root}
-        while left:
-            for node, _ in self.graph.consumers(Tensor(left.pop(), 0)):
-                if node.op in _SPLITS and node.outputs == count:
-                    return node
-                if node.op in {*_UNPACK, *_SPLITS, "ConcatV2"} and node not in seen:
-                    seen.add(node)
-                    left.append(node)
-        return None
-
-    def _lands(self, tensor: Tensor, shape: tuple[int, ...] | None) -> tuple[str, ...]:
-        """The variables that ``tensor`` ends up in, along values of its own shape: what scales it,
-        such as the norm of all gradients, has another."""
-        found: dict[str, None] = {}
-        left, seen = [tensor], {tensor}
-
-        def go(to: Tensor) -> None:
-            if to not in seen:
-                seen.add(to)
-                left.append(to)
-
-        while left:
-            here = left.pop()
-            for node, index in self.graph.consumers(here):
-                if _ASSIGN.match(node.op) and index:
-                    handle = node.inputs[0]
-                    path = self.handles.get(handle.node)
-                    if path is not None:
-                        found[path] = None
-                    if path not in self.trainable:  # an optimizer's slot: on to who reads it
-                        for reader, _ in self.graph.consumers(handle):
-                            if reader.op == "ReadVariableOp":
-                                go(Tensor(reader, 0))
-                elif node.op == "IdentityN":
-                    go(Tensor(node, index))
-                elif not self._communicates(node):
-                    for port in range(node.outputs):
-                        if node.op in _UNPACK or node.shape(port) == shape:
-                            go(Tensor(node, port))
-        return tuple(sorted(found, key=lambda path: path not in self.trainable))
-
-    def _purpose(self, nodes: list[Node], members: Sequence[Member]) -> str:
+    def _purpose(self, nodes: list[Node], members: Sequence[Member], gathers: bool) -> str:
         upstream = any(n.backward for node in nodes for n in self.before[node])
         if any(n.backward for n in self.graph.descendants(nodes)):
             return "backward" if upstream else "forward"
-        if upstream and any(path in self.trainable for m in members for path in m.variables):
+        lands = any(path in self.trainable for m in members for path in m.variables)
+        if nodes[0].in_loop and upstream and (lands or gathers):
             return "gradients"
         return "other" if nodes[0].in_loop else "loss"
 
@@ -301,51 +219,44 @@ class _Search:
             for node, _ in self.graph.consumers(tensor):
                 if node.device != tensor.node.device:
                     crossing.add((tensor, node.device))
-                if node.op in _UNPACK:
+                if node.op in UNPACK:
                     left.append(Tensor(node, 0))
         dtype = tf.as_dtype(roots[0].attr["T"].type)
         sent: collections.Counter[str] = collections.Counter()
         for tensor, _ in crossing:
-            sent[tensor.node.device] += _bytes(dtype, tensor.node.shape(tensor.port)) or 0
+            sent[tensor.node.device] += bytes_of(dtype, tensor.node.shape(tensor.port)) or 0
         return max(sent.values(), default=0)
+
+
+def _groups(graph: Graph) -> dict[str, list[Node]]:
+    """The operations of each communication, over all devices, by a name for it."""
+    groups: dict[str, list[Node]] = {}
+    seen: collections.Counter[tuple] = collections.Counter()
+    for node in filter(_communicates, graph.nodes):
+        scope = _REPLICA.sub(r"\1", node.name)
+        pack = _PACK.search(scope)
+        if pack:
+            name = pack[3] if pack[2] == "ctl_all_reduce" else pack[1]
+            name += "/gathers" if node.op in _GATHERS else ""
+        else:
+            # The k-th of its kind on each device is one communication.
+            base = re.sub(r"_\d+$", "", scope.removeprefix("while/"))
+            number = seen[base, node.op, node.device]
+            seen[base, node.op, node.device] += 1
+            name = f"{base}_{number}" if number else base
+        groups.setdefault(name, []).append(node)
+    return groups
+
+
+def _communicates(node: Node) -> bool:
+    if node.op in _JOINS:
+        return len({t.node.device for t in node.inputs if t.node.device}) > 1
+    return bool(_COLLECTIVE.fullmatch(node.op))
 
 
 def _group_size(node: Node) -> int:
     size = _constant_input(node, 1)
     return size if size is not None else node.attr["group_size"].i or node.attr["num_devices"].i
-
-
-def _payload(root: Node, nodes: list[Node]) -> Tensor:
-    """What one replica gives; behind the sums of sums."""
-    tensor = root.inputs[0]
-    while tensor.node in nodes or (
-        tensor.node.op == "Identity" and _unpacked(tensor).node in nodes
-    ):
-        tensor = tensor.node.inputs[0]
-    return tensor
-
-
-def _packed(tensor: Tensor) -> tuple[list[Tensor], int, int | None]:
-    """The tensors that were concatenated, or the one itself; and which bytes of them it is: from,
-    to, where that is known. A pack of a hierarchical copy is a part of a concatenation."""
-    begin, end = 0, None
-    while tensor.node.op in {*_UNPACK, *_SPLITS}:
-        node = tensor.node
-        if node.op in _SPLITS:
-            dtype = tf.as_dtype(node.attr["T"].type)
-            sizes = [_bytes(dtype, node.shape(port)) for port in range(tensor.port + 1)]
-            if None not in sizes:
-                begin, end = sum(sizes[:-1]), sum(sizes)
-        tensor = node.inputs[node.op == "Split"]
-    if tensor.node.op == "ConcatV2":
-        return tensor.node.inputs[:-1], begin, end
-    return [tensor], 0, None
-
-
-def _unpacked(tensor: Tensor) -> Tensor:
-    while tensor.node.op in _UNPACK:
-        tensor = tensor.node.inputs[0]
-    return tensor
 
 
 def _joined(shapes: list[tuple[int, ...] | None]) -> tuple[int, ...] | None:
@@ -357,13 +268,13 @@ def _joined(shapes: list[tuple[int, ...] | None]) -> tuple[int, ...] | None:
     return (sum(map(math.prod, shapes)),)
 
 
-def _bytes(dtype: tf.DType, shape: tuple[int, ...] | None) -> int | None:
-    """None for a shape that is not known."""
-    return None if shape is None or min(shape, default=0) < 0 else dtype.size * math.prod(shape)
-
-
 def _constant_input(node: Node, index: int) -> int | None:
-    if not node.op.endswith("V2") or len(node.inputs) <= index:
+    """Of the collectives that take their group as inputs."""
+    if (
+        not node.op.startswith("Collective")
+        or not node.op.endswith("V2")
+        or len(node.inputs) <= index
+    ):
         return None
     value = constant(node.inputs[index])
     return None if value is None else int(value)

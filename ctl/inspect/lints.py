@@ -20,6 +20,7 @@ FAULT_CLIFF = 32 * MIB
 def check(plan: Plan) -> tuple[Lint, ...]:
     """All lints of one plan; empty for a sensible step."""
     found = [
+        *(lint for c in plan.collectives if (lint := _reduced_twice(c))),
         *_no_overlap(plan),
         *(lint for c in plan.collectives if (lint := _page_faults(plan, c))),
         *(lint for c in plan.collectives if (lint := _ring_on_logical_cpus(plan, c))),
@@ -31,6 +32,17 @@ def check(plan: Plan) -> tuple[Lint, ...]:
 
 def _is_ring(collective: Collective) -> bool:
     return collective.kind.startswith(("Collective", "Nccl"))
+
+
+def _reduced_twice(pack: Collective) -> Lint | None:
+    if not pack.again:
+        return None
+    return Lint(
+        "reduced twice",
+        f"the gradients of {pack.name} are summed over the replicas again by "
+        f"{', '.join(pack.again)}: they are {pack.group_size} times too large",
+        "reduce once: Keras's optimizer.apply() reduces by itself, TrainStep.apply() does not",
+    )
 
 
 def _no_overlap(plan: Plan) -> list[Lint]:
@@ -78,7 +90,7 @@ def _ring_on_logical_cpus(plan: Plan, pack: Collective) -> Lint | None:
 
 
 def _gathered(collective: Collective) -> Lint | None:
-    if not collective.sparse:
+    if collective.purpose != "gradients" or collective.members:
         return None
     return Lint(
         "sparse gradients gathered",

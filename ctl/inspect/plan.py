@@ -60,7 +60,8 @@ class Collective:
         devices: of this process, in order.
         in_loop: it runs once a step; otherwise once for each call from Python.
         after: names of the communications that must have ended before.
-        members: what is packed into it.
+        members: what is packed into it; empty for gathers.
+        again: names of those that reduce the same gradients a second time.
         start_share: the share of the backward pass that must be done before it can start, in
             [0, 1]; None for what is not a gradient.
         full_share: the same for all of its operations. It differs from ``start_share`` where each
@@ -88,11 +89,11 @@ class Collective:
     in_loop: bool
     after: tuple[str, ...]
     members: tuple[Member, ...]
+    again: tuple[str, ...]
     start_share: float | None
     full_share: float | None
     share_by: str
     wire_bytes: int | None
-    sparse: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,11 +129,11 @@ class Plan:
 
     @property
     def fingerprint(self) -> str:
-        """sha256, hexadecimal, of what all workers must agree on: each communication's kind, name,
-        type, shape, group and members, in order. Two workers that differ in it would sum tensors
-        that do not belong together, in silence."""
+        """sha256, hexadecimal, of what all workers must agree on: each communication's kind, type,
+        shape, group and members, in order, not its name. Workers that differ in it sum tensors that
+        do not belong together, in silence."""
         rows = [
-            [c.kind, c.name, c.dtype, c.shape, c.group_size, c.hint, c.in_loop]
+            [c.kind, c.ops, c.dtype, c.shape, c.group_size, c.hint, c.in_loop]
             + [[m.variables, m.shape] for m in c.members]
             for c in (*self.collectives, *self.other)
         ]
