@@ -10,21 +10,15 @@ are derived is in README.md.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import pathlib
-import platform
-import queue
 import statistics
-import subprocess
-import sys
-import tempfile
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from absl import flags
+from processes import Peer, machine, progress, started
 
 from ctl.errors import CtlError, UsageError
 from ctl.flags import group, run
@@ -65,64 +59,11 @@ with group("How"):
     _TIMEOUT = flags.DEFINE_float("timeout", 300.0, "seconds for one answer of a process")
     _JSON = flags.DEFINE_string("json", None, "file for the results")
 
-_PEERS = pathlib.Path(__file__).parent / "peers"
 
-
-class Peer:
-    """A variant in a process of its own, which trains when it is told to."""
-
-    def __init__(self, variant: str, arguments: Sequence[str]):
-        self.variant = variant
-        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the process
-        script, *options = VARIANTS[variant]
-        self._process = subprocess.Popen(
-            [sys.executable, _PEERS / script, *options, *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            text=True,
-        )
-        self._lines: queue.Queue[str] = queue.Queue()
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def _read(self) -> None:
-        for line in self._process.stdout:
-            self._lines.put(line)
-        self._lines.put("")
-
-    def answer(self, seconds: float) -> dict[str, Any]:
-        """Its next line. Raises `CtlError` when it ends, or is silent for ``seconds``."""
-        try:
-            line = self._lines.get(timeout=seconds)
-        except queue.Empty:
-            raise CtlError(f"{self.variant}: no answer in {seconds:g} s; see --timeout") from None
-        if not line:
-            self._errors.seek(0)
-            said = self._errors.read().strip().splitlines()
-            raise CtlError(f"{self.variant}: its process ended: {said[-1] if said else 'silently'}")
-        return json.loads(line)
-
-    def train(self, steps: int, seconds: float) -> dict[str, Any]:
-        """One block: ``{"steps": int, "seconds": float, "loss": float}``."""
-        with contextlib.suppress(BrokenPipeError):  # the answer will tell
-            print(steps, file=self._process.stdin, flush=True)
-        return self.answer(seconds)
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        self._errors.close()
-
-
-@contextlib.contextmanager
-def started(variants: Sequence[str], arguments: Sequence[str]) -> Iterator[list[Peer]]:
-    """All peers, started at once; no process is left behind."""
-    with contextlib.ExitStack() as stack:
-        peers = []
-        for variant in variants:
-            peers.append(Peer(variant, arguments))
-            stack.callback(peers[-1].close)
-        yield peers
+def train(peer: Peer, steps: int) -> dict[str, Any]:
+    """One block: ``{"steps": int, "seconds": float, "cpu_seconds": float, "loss": float}``."""
+    peer.say(str(steps))
+    return peer.answer(_TIMEOUT.value)
 
 
 def measure(
@@ -135,28 +76,27 @@ def measure(
     losses: dict[str, float] = {}
     about: dict[str, dict] = {}
     for process in range(_PROCESSES.value):
-        with started(variants, arguments) as peers:
+        commands = {variant: [*VARIANTS[variant], *arguments] for variant in variants}
+        with started(commands) as peers:
             for peer in peers:
-                _progress(f"process {process + 1}/{_PROCESSES.value}: {peer.variant} warms up")
-                about[peer.variant] = peer.answer(_TIMEOUT.value)
+                progress(f"process {process + 1}/{_PROCESSES.value}: {peer.name} warms up")
+                about[peer.name] = peer.answer(_TIMEOUT.value)
                 for _ in range(_WARM_UP.value):
-                    peer.train(_STEPS.value, _TIMEOUT.value)
+                    train(peer, _STEPS.value)
             for number in range(_ROUNDS.value):
                 shift = number % len(peers)  # nobody always comes first
                 for peer in peers[shift:] + peers[:shift]:
-                    _progress(
+                    progress(
                         f"process {process + 1}/{_PROCESSES.value}, "
-                        f"round {number + 1}/{_ROUNDS.value}: {peer.variant}"
+                        f"round {number + 1}/{_ROUNDS.value}: {peer.name}"
                     )
-                    blocks = [
-                        peer.train(_STEPS.value, _TIMEOUT.value) for _ in range(_BLOCKS.value)
-                    ]
+                    blocks = [train(peer, _STEPS.value) for _ in range(_BLOCKS.value)]
                     for of, key in ((times, "seconds"), (cpu, "cpu_seconds")):
-                        of[peer.variant].append(
+                        of[peer.name].append(
                             statistics.median(1e3 * b[key] / b["steps"] for b in blocks)
                         )
-                    losses[peer.variant] = blocks[-1]["loss"]
-    _progress("")
+                    losses[peer.name] = blocks[-1]["loss"]
+    progress("")
     return times, cpu, losses, about
 
 
@@ -174,12 +114,6 @@ def check_losses(losses: dict[str, float], tolerance: float) -> None:
                 f"{variant} does not learn what the others do: its loss is {loss:.4f}, theirs "
                 f"{middle:.4f}; its times mean nothing (see --tolerance)"
             )
-
-
-def _progress(text: str) -> None:
-    """On one line of a terminal; nothing elsewhere."""
-    if sys.stderr.isatty():
-        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
 
 def _check() -> None:
@@ -216,17 +150,12 @@ def main() -> None:
         flag.name: flag.value
         for flag in (_MODEL, _BATCH, _REPLICAS, _REFERENCE, _PROCESSES, _ROUNDS, _BLOCKS, _STEPS)
     }
-    machine = {
-        "cores": len(os.sched_getaffinity(0)),
-        "platform": platform.platform(),
-        "python": platform.python_version(),
-        "load_before": load,
-    }
+    about_machine = machine(load)
     if _JSON.value:
         pathlib.Path(_JSON.value).write_text(
-            json.dumps({"settings": settings, "machine": machine, "variants": rows}, indent=1)
+            json.dumps({"settings": settings, "machine": about_machine, "variants": rows}, indent=1)
         )
-    print(" ".join(f"{k}={v}" for k, v in (settings | machine).items()))
+    print(" ".join(f"{k}={v}" for k, v in (settings | about_machine).items()))
     print(
         f"{'':10}{'ms/step':>9}{'min':>9}{'max':>9}{'ratio':>9}{'min':>7}{'max':>7}"
         f"{'CPU ms':>10}{'loss':>10}"

@@ -9,13 +9,12 @@ be interleaved. By hand::
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 import time
 from collections.abc import Callable
 
 from absl import flags
+from lines import answerer
 
 from ctl.errors import UsageError
 from ctl.flags import group, run
@@ -40,13 +39,7 @@ def serve(build: Callable[[str, int, int, bool], tuple[Callable[[int], float], d
 
     def main() -> None:
         check_model_name(_MODEL.value)
-        # Answers go to what stdout was. What libraries print goes to stderr.
-        answers = os.fdopen(os.dup(1), "w")
-        os.dup2(2, 1)
-
-        def answer(**values) -> None:
-            print(json.dumps(values), file=answers, flush=True)
-
+        answer = answerer()
         train, about = build(_MODEL.value, _BATCH.value, _REPLICAS.value, _JIT.value)
         answer(**about)
         for line in sys.stdin:
