@@ -8,8 +8,7 @@ are drawn by the worst of neighbouring steps, and the caller chooses the replica
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ctl import svg
@@ -31,6 +30,7 @@ class Span:
     end: float
     text: str = ""
     title: str = ""
+    level: int = 0  # of those that overlap, the place from the top
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,9 @@ def draw_step(lanes: Sequence[Lane], limit: float, name: str) -> str:
 
     top, height = 34, 66
     bottom = top + height * len(lanes)
-    parts = [_legend([(f"p-{p}", p) for p in PHASES] + [("exposed", "exposed")])]
+    seen = {span.phase for lane in lanes for span in (*lane.compute, *lane.communication)}
+    legend = [(f"p-{phase}", phase) for phase in PHASES if phase in seen]
+    parts = [_legend([*legend, ("exposed", "exposed: nothing left to compute")])]
     for tick in svg.ticks(limit * scale, about=10):
         parts.append(svg.line(x(tick / scale), top - 6, x(tick / scale), bottom))
         parts.append(svg.text(x(tick / scale), bottom + 16, f"{tick:,g}", "x"))
@@ -88,22 +90,22 @@ def draw_step(lanes: Sequence[Lane], limit: float, name: str) -> str:
             parts += _span(span, x, y, 23)
         for at in lane.ready:
             parts.append(svg.line(x(at), y + 23, x(at), y + 28, "ready"))
+        levels = 1 + max((span.level for span in lane.communication), default=0)
         for span in lane.communication:
-            parts += _span(span, x, y + 28, 19)
+            parts += _span(span, x, y + 28 + 19 * span.level / levels, 19 / levels)
         for begin, end in lane.exposed:
             parts.append(svg.rect(x(begin), y + 49, x(end) - x(begin), 4, "exposed"))
     return _figure(bottom + 44, name, parts)
 
 
-def _span(span: Span, x, y: float, height: float) -> list[str]:
+def _span(span: Span, x: Callable[[float], float], y: float, height: float) -> list[str]:
     begin, width = x(span.begin), x(span.end) - x(span.begin)
     if not width > 0:
         return []
     # A thin one cannot be pointed at: its title would only make the file larger.
-    parts = [svg.rect(begin, y, width, height, f"p-{span.phase}", span.title * (width > 1.5))]
-    if span.phase == "wait" and width > 2:
-        parts.append(svg.rect(begin, y, width, height, "hatch"))
-    if span.text and svg.text_width(span.text, 11) + 8 < width:
+    title = span.title if width > 1.5 else ""
+    parts = [svg.rect(begin, y, width, height, f"p-{span.phase}", title)]
+    if span.text and height > 12 and svg.text_width(span.text, 11) + 8 < width:
         middle = begin + width / 2
         parts.append(svg.text(middle, y + height / 2 + 4, span.text, f"x small t-{span.phase}"))
     return parts
@@ -165,7 +167,7 @@ def draw_lateness(
     step_time: float,
     name: str,
 ) -> str:
-    """How long after the median of all each row came to the step's first pack: a heat map.
+    """How much later than the others each row came to the packs: a heat map.
 
     Args:
         labels: of the rows.
@@ -185,13 +187,15 @@ def draw_lateness(
     parts = [_heat_legend(step_time)]
     cells: list[list[str]] = [[] for _ in LEVELS]
     texts = []
+    digits = 1 if step_time >= 5e-3 else 2
     titled = len(labels) * len(groups) <= 200
     width, height = svg.number(column - 1), svg.number(row - 1)
     small = "" if row >= 18 else " small"
     for number, (label, note) in enumerate(zip(labels, notes, strict=True)):
         y = top + row * number
-        parts.append(svg.text(LEFT - 8, y + row / 2 + 4, svg.shorten(label, 176), f"y{small}"))
-        parts.append(svg.text(right + 8, y + row / 2 + 4, svg.shorten(note, 92, 11), f"note{small}"))
+        middle = y + row / 2 + 4
+        parts.append(svg.text(LEFT - 8, middle, svg.shorten(label, 176), f"y{small}"))
+        parts.append(svg.text(right + 8, middle, svg.shorten(note, 92, 11), "note"))
         for index, group in enumerate(groups):
             known = [late[number][i] for i in group if math.isfinite(late[number][i])]
             if not known:
@@ -199,15 +203,14 @@ def draw_lateness(
             value, at = max(known), LEFT + column * index
             level = sum(value >= share * step_time for share in LEVELS[1:])
             title = f"{label}, step {_range(steps[group[0]], steps[group[-1]])}: "
-            title += f"{duration(value)} behind the median"
+            title += f"{duration(value)} behind"
             if titled:
                 texts.append(svg.rect(at, y, column - 1, row - 1, f"h{level}", title))
             else:
                 cells[level].append(f"M{svg.number(at)} {y}h{width}v{height}h-{width}z")
-            shown = significant(value * 1e3)
+            shown = f"{value * 1e3:.{digits}f}" if value else "0"
             if row >= 20 and svg.text_width(shown, 11) + 4 < column:
-                middle = at + column / 2
-                texts.append(svg.text(middle, y + row / 2 + 4, shown, f"x small n{level}"))
+                texts.append(svg.text(at + column / 2, middle, shown, f"x small n{level}"))
     parts += [svg.path(cell, f"h{level}") for level, cell in enumerate(cells) if cell]
     parts += texts
     parts.append(svg.text(right + 8, top - 8, "last to come", "small"))
@@ -216,7 +219,9 @@ def draw_lateness(
 
 
 def _heat_legend(step_time: float) -> str:
-    parts = [svg.text(LEFT, 13, "behind the median, in % of a step (and ms)", "small")]
+    parts = [
+        svg.text(LEFT, 13, "behind the median of the others, in % of a step (and ms)", "small")
+    ]
     at = float(LEFT)
     for level, share in enumerate(LEVELS):
         shown = f"{share:.0%}+" if level else f"below {LEVELS[1]:.0%}"
@@ -306,8 +311,6 @@ def _legend(entries: Sequence[tuple[str, str]]) -> str:
         else:
             tall = 4 if kind == "exposed" else 12
             parts.append(svg.rect(at, 9 - tall / 2, 14, tall, kind))
-            if kind == "p-wait":
-                parts.append(svg.rect(at, 3, 14, 12, "hatch"))
         parts.append(svg.text(at + 19, 13, label))
         at += 38 + svg.text_width(label)
     return "".join(parts)
@@ -316,9 +319,3 @@ def _legend(entries: Sequence[tuple[str, str]]) -> str:
 def _figure(height: float, name: str, parts: Sequence[str]) -> str:
     box = f'viewBox="0 0 {WIDTH} {svg.number(height)}"'
     return f'<svg {box} role="img" aria-label="{svg.escape(name)}">{"".join(parts)}</svg>'
-
-
-def median(values: Sequence[float]) -> float:
-    """Of the finite ones; NaN of none."""
-    values = [value for value in values if math.isfinite(value)]
-    return statistics.median(values) if values else math.nan

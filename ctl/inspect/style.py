@@ -12,7 +12,7 @@ _PHASES = {
     "forward": ("#56b4e9", "#1b1b1b"),
     "backward": ("#0072b2", "#ffffff"),
     "pack": ("#e69f00", "#1b1b1b"),
-    "wait": ("#f0a37a", "#1b1b1b"),
+    "wait": ("url(#hatch)", "#1b1b1b"),
     "transfer": ("#009e73", "#ffffff"),
     "apply": ("#e3d83a", "#1b1b1b"),
     "other": ("#a9b1ba", "#1b1b1b"),
@@ -23,8 +23,14 @@ _LIGHT_INK = ("#59636e", "#3b2410", "#3b2410", "#2b1605", "#ffffff", "#ffffff", 
 _DARK = ("#1c2229", "#3f2714", "#6b3a12", "#9f5313", "#d9741f", "#f7a35c", "#ffdcb8")
 _DARK_INK = ("#9198a1", "#e6d3c1", "#ffffff", "#ffffff", "#1b1b1b", "#1b1b1b", "#1b1b1b")
 
-_LIGHT_INKS = "--page: #fff; --card: #f6f8fa; --ink: #1f2328; --soft: #59636e; --rule: #d1d9e0; --grid: #e6eaee; --alarm: #b42318;"
-_DARK_INKS = "--page: #0d1117; --card: #151b23; --ink: #f0f6fc; --soft: #9aa4af; --rule: #3d444d; --grid: #232a33; --alarm: #ff8a72;"
+_LIGHT_INKS = (
+    "--page: #fff; --card: #f6f8fa; --ink: #1f2328; --soft: #59636e; --rule: #d1d9e0; "
+    "--grid: #e6eaee; --alarm: #b42318"
+)
+_DARK_INKS = (
+    "--page: #0d1117; --card: #151b23; --ink: #f0f6fc; --soft: #9aa4af; --rule: #3d444d; "
+    "--grid: #232a33; --alarm: #ff8a72"
+)
 
 
 def _levels(fills: tuple[str, ...], inks: tuple[str, ...]) -> str:
@@ -47,25 +53,31 @@ h1 {{ font-size: 24px; line-height: 1.25; margin: 0 0 4px }}
 h2 {{ font-size: 18px; margin: 40px 0 4px }}
 h3 {{ font-size: 15px; margin: 20px 0 6px }}
 p {{ margin: 4px 0 10px }}
-.lead, .unit, footer {{ color: var(--soft) }}
+.lead, footer {{ color: var(--soft) }}
 .alarm {{ color: var(--alarm) }}
 .verdict {{ margin: 18px 0; padding: 14px 18px; background: var(--card);
   border: 1px solid var(--rule); border-left: 5px solid #d95f0e; border-radius: 6px }}
 .verdict p {{ margin: 0 0 4px }} .verdict p:first-child {{ font-size: 17px; font-weight: 600 }}
-.verdict b {{ color: var(--soft); font-weight: 600 }}
 .figures {{ display: flex; flex-wrap: wrap; gap: 12px; margin: 0; padding: 0; list-style: none }}
-.figures li {{ flex: 1 1 150px; padding: 10px 14px; border: 1px solid var(--rule); border-radius: 6px }}
-.figures b {{ display: block; font-size: 21px; line-height: 1.3; font-variant-numeric: tabular-nums }}
+.figures li {{ flex: 1 1 150px; padding: 10px 14px; border: 1px solid var(--rule);
+  border-radius: 6px }}
+.figures b {{ display: block; font-size: 21px; line-height: 1.3;
+  font-variant-numeric: tabular-nums }}
 .figures span {{ color: var(--soft); font-size: 13px }}
 .wide {{ overflow-x: auto }}
-table {{ border-collapse: collapse; width: 100%; font-size: 13px; font-variant-numeric: tabular-nums }}
-th, td {{ padding: 4px 8px; border-bottom: 1px solid var(--grid); text-align: right; vertical-align: top }}
-th {{ color: var(--soft); font-weight: 600; border-bottom-color: var(--rule); white-space: nowrap }}
-th:first-child, td:first-child, .left {{ text-align: left }}
-td.names {{ text-align: left; overflow-wrap: anywhere }}
+table {{ border-collapse: collapse; width: 100%; font-size: 13px;
+  font-variant-numeric: tabular-nums }}
+th, td {{ padding: 4px 8px; border-bottom: 1px solid var(--grid); text-align: right;
+  vertical-align: top }}
+th {{ color: var(--soft); font-weight: 600; border-bottom-color: var(--rule);
+  white-space: nowrap }}
+th:first-child, td:first-child, .plan th, .plan td {{ text-align: left }}
+.plan td.size, .plan th.size {{ text-align: right }} td.names {{ overflow-wrap: anywhere }}
 tr.strong td {{ font-weight: 600 }}
-code, .mono {{ font: 12.5px ui-monospace, "SFMono-Regular", Menlo, Consolas, monospace; overflow-wrap: anywhere }}
-svg {{ display: block; width: 100%; min-width: 760px; height: auto }}
+.mono {{ font: 12px ui-monospace, "SFMono-Regular", Menlo, Consolas, monospace;
+  overflow-wrap: anywhere }}
+.defs {{ position: absolute }}
+.wide svg {{ display: block; width: 100%; min-width: 760px; height: auto }}
 text {{ font: 12px system-ui, "Segoe UI", Helvetica, Arial, sans-serif; fill: var(--soft);
   font-variant-numeric: tabular-nums }}
 text.strong {{ font-size: 13px; font-weight: 600; fill: var(--ink) }}
@@ -74,9 +86,9 @@ text.small, text.note {{ font-size: 11px }} text.note {{ fill: var(--ink) }}
 .grid {{ stroke: var(--grid) }} .frame {{ stroke: var(--soft) }}
 .ready {{ stroke: var(--ink); stroke-width: 1.5 }} .exposed {{ fill: var(--ink) }}
 .level {{ fill: none; stroke: var(--ink); stroke-width: 2 }}
-.hatch {{ fill: url(#hatch) }} #hatch path {{ stroke: #b8450b; stroke-width: 1.2 }}
+#hatch rect {{ fill: #f0a37a }} #hatch path {{ stroke: #b8450b; stroke-width: 1.2 }}
+text.t-wait {{ stroke: #f7c9b0; stroke-width: 4px; stroke-linejoin: round; paint-order: stroke }}
 .swatch {{ stroke: var(--rule) }}
-.line {{ fill: none; stroke: #0072b2; stroke-width: 2 }}
 {_phases()}
 {_levels(_LIGHT, _LIGHT_INK)}
 summary {{ cursor: pointer; color: var(--soft) }}
@@ -88,7 +100,7 @@ dt {{ font-weight: 600; color: var(--ink) }} dd {{ margin: 0 0 6px }}
 }}
 @media print {{
   body {{ font-size: 11px; print-color-adjust: exact; -webkit-print-color-adjust: exact }}
-  main {{ max-width: none; padding: 0 }} svg {{ min-width: 0 }}
+  main {{ max-width: none; padding: 0 }} .wide svg {{ min-width: 0 }}
   section, tr, svg {{ break-inside: avoid }} h2 {{ break-after: avoid }}
 }}
 """
