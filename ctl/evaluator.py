@@ -47,6 +47,10 @@ class Pace:
         """float32 [2], what this worker tells the others: that it was asked to stop, its pace."""
         return tf.constant([float(stop), self._measured])
 
+    def traces_again(self) -> None:
+        """The next call is traced anew, so its time says nothing."""
+        self._traced = False
+
     def took(self, seconds: float, steps: int, mean: float | None) -> bool:
         """Learns from one call, and from the mean of all reports; None where there is one worker.
 

@@ -111,6 +111,7 @@ class Loop:
             )
         step.build(self.strategy, schedule)
         self._pace = Pace(steps_per_loop)
+        self._marks = step.marks  # of the last call
         self._iterator = None
         self._iterator_step = -1
         self._resident = None
@@ -123,7 +124,16 @@ class Loop:
     # The hot path -------------------------------------------------------------------------------
 
     @tf.function
-    def _train_steps(self, iterator: Iterator, resident: Any, steps: tf.Tensor, report: tf.Tensor):
+    def _train_steps(
+        self,
+        iterator: Iterator,
+        resident: Any,
+        steps: tf.Tensor,
+        report: tf.Tensor,
+        marks: Any = None,
+    ):
+        # `marks` is `self.step.marks`. As an argument it has a trace of its own, so that the trace
+        # without marks is kept, and is the same before and after an inspection.
         losses = self.strategy.run(lambda: (tf.zeros([]), tf.zeros([], tf.int32)))
         for _ in tf.range(steps):
             losses = self.strategy.run(self._one_step, args=(losses, next(iterator), resident))
@@ -196,12 +206,15 @@ class Loop:
         Returns:
             The seconds it took; whether a worker was asked to stop.
         """
+        if self.step.marks is not self._marks:
+            self._marks = self.step.marks
+            self._pace.traces_again()
         skipped = self._skipped()
         report = self._pace.report(self._signal is not None)
         start = time.perf_counter()
         with tf.profiler.experimental.Trace("ctl_step", step_num=step, _r=1):
             totals, finite = self._train_steps(
-                self._iterator, self._resident, tf.constant(steps), report
+                self._iterator, self._resident, tf.constant(steps), report, self.step.marks
             )
             loss, asked, pace = (float(total) for total in totals.numpy())
         seconds = time.perf_counter() - start
@@ -253,7 +266,8 @@ class Loop:
             },
         )
         self._train_steps.get_concrete_function(
-            self._iterator, self._resident, tf.constant(1), self._pace.report(False)
+            *(self._iterator, self._resident, tf.constant(1), self._pace.report(False)),
+            self.step.marks,
         )
         workers.barrier(self.strategy, _FIRST_STEP_SECONDS)
 
