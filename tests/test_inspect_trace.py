@@ -6,9 +6,9 @@ import collections
 import dataclasses
 import json
 
-import inspect_samples
 import numpy as np
 import pytest
+import simulated
 
 from ctl.inspect.timeline import join
 from ctl.inspect.trace import make_trace, write_trace
@@ -24,7 +24,7 @@ def slices(trace: dict) -> dict[tuple[int, int], list[dict]]:
 
 def overlapping(seed: int = 0):
     """Two replicas of one worker whose packs do not wait for each other."""
-    (window,) = inspect_samples.windows(1, replicas=2, packs=4, seed=seed)
+    (window,) = simulated.windows(1, replicas=2, packs=4, seed=seed)
     stamps, names = window.stamps.copy(), list(window.names)
     for pack in range(4):  # all done at the same time
         stamps[:, :, names.index(f"done{pack}")] = stamps[:, :, names.index("done3")]
@@ -34,9 +34,9 @@ def overlapping(seed: int = 0):
 @pytest.mark.parametrize(
     "timeline",
     [
-        join(inspect_samples.windows(2, packs=3, late=1)),
-        join(inspect_samples.windows(2, replicas=3, late=0)),
-        join(inspect_samples.windows(1, packs=0)),
+        join(simulated.windows(2, packs=3, late=(1, "input", 0.02))),
+        join(simulated.windows(2, replicas=3, late=(0, "backward", 0.01))),
+        join(simulated.windows(1, packs=0)),
         overlapping(),
     ],
     ids=["workers", "replicas", "no packs", "overlapping packs"],
@@ -67,7 +67,7 @@ def test_events_are_what_the_format_says(timeline):
 
 
 def test_phases_have_the_length_of_the_timeline():
-    timeline = join(inspect_samples.windows(2, late=1))
+    timeline = join(simulated.windows(2, late=(1, "forward", 0.02)))
     for name in ("input", "backward", "transfer"):
         events = [e for e in make_trace(timeline)["traceEvents"] if e.get("cat") == name]
         total = sum(event["dur"] for event in events) / 1e6
@@ -78,7 +78,7 @@ def test_phases_have_the_length_of_the_timeline():
 
 
 def test_arrows_go_from_the_last_to_those_that_waited():
-    timeline = join(inspect_samples.windows(4, packs=1, late=2))
+    timeline = join(simulated.windows(4, packs=1, late=(2, "input", 0.02)))
     trace = make_trace(timeline)
     arrows = collections.defaultdict(dict)
     for event in trace["traceEvents"]:
@@ -96,7 +96,7 @@ def test_arrows_go_from_the_last_to_those_that_waited():
 
 
 def test_it_is_written_whole(tmp_path):
-    timeline = join(inspect_samples.windows())
+    timeline = join(simulated.windows())
     write_trace(timeline, tmp_path / "trace.json")
     assert json.loads((tmp_path / "trace.json").read_text()) == make_trace(timeline)
     assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]

@@ -15,7 +15,7 @@ import numpy as np
 
 from ctl.inspect import pictures
 from ctl.inspect.charts import duration, significant
-from ctl.inspect.report import Table, pack_table, percent, phase_table, row_names, scalars
+from ctl.inspect.report import Table, median, pack_table, percent, phase_table, row_names, scalars
 from ctl.inspect.style import STYLE
 from ctl.svg import escape
 
@@ -98,13 +98,13 @@ def _subtitle(timeline: Timeline) -> str:
 
 
 def _figures(timeline: Timeline, measured: Measured | None) -> str:
-    step = float(np.nanmedian(timeline.step_seconds))
+    step = float(median(timeline.step_seconds))
     values = scalars(timeline)
     exposed = values.get("allreduce/exposed_ms", np.nan) / 1e3
-    hidden = float(np.nanmedian(timeline.hidden.max(axis=0)))
+    hidden = float(median(timeline.hidden.max(axis=0)))
     cards = [(duration(step), "step, median")]
     if timeline.packs:
-        share = percent(exposed / step)
+        share = percent(exposed / step if step > 0 else None)
         cards.append((duration(exposed), f"exposed communication, {share} of the step"))
         cards.append((duration(hidden), "communication hidden behind compute"))
     if "allreduce/busbw" in values:
@@ -115,7 +115,7 @@ def _figures(timeline: Timeline, measured: Measured | None) -> str:
             said += f" ({percent(share)} of what was measured)"
         cards.append((f"{significant(values['allreduce/busbw'])} GB/s", said))
     if len(timeline.rows) > 1:
-        latest = int(np.nan_to_num(np.median(timeline.late, axis=1)).argmax())
+        latest = int(np.nan_to_num(median(timeline.late, axis=1)).argmax())
         late = values.get("allreduce/late_ms", np.nan) / 1e3
         often = int((timeline.late.argmax(axis=0) == latest).sum())
         said = f"waited for the last; {often} of {len(timeline.steps)} times for "

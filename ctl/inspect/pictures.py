@@ -13,7 +13,7 @@ import numpy as np
 
 from ctl.inspect import charts
 from ctl.inspect.charts import Bars, Lane, Span, duration
-from ctl.inspect.report import row_names
+from ctl.inspect.report import median, row_names
 
 if TYPE_CHECKING:
     from ctl.inspect.timeline import PackTimes, Timeline
@@ -96,7 +96,7 @@ def _lane(timeline: Timeline, row: int, index: int, label: str, note: str) -> La
         title = f"{label}: {pack.name}, {pack.bytes:,} bytes, wait {wait}, transfer {transfer}"
         communication.append(Span("wait", start, there, f"wait {wait}", title, level))
         communication.append(Span("transfer", there, done, pack.name, title, level))
-        ready.append(start)
+        ready.append(pack.ready[row, index] - zero)
         if done > covered:
             exposed.append((max(start, covered), done))
             covered = done
@@ -127,8 +127,8 @@ def waits_picture(timeline: Timeline) -> tuple[str, int]:
     shape = timeline.late.shape
     wait = sum((pack.wait for pack in timeline.packs), np.zeros(shape))
     transfer = sum((pack.transfer for pack in timeline.packs), np.zeros(shape))
-    late = np.median(timeline.late, axis=1)
-    rows, notes = choose(late, np.median(wait, axis=1), PANELS)
+    late = median(timeline.late, axis=1)
+    rows, notes = choose(late, median(wait, axis=1), PANELS)
     names = row_names(timeline.rows)
     bars = [
         Bars(names[row], notes.get(row, ""), wait[row], transfer[row], timeline.exposed[row])
@@ -151,7 +151,7 @@ def lateness_picture(timeline: Timeline) -> tuple[str, int]:
         [f"{last[row]} of {late.shape[1]}" if last[row] else "" for row in shown],
         timeline.late[list(shown)].tolist(),
         timeline.steps.tolist(),
-        float(np.nanmedian(timeline.step_seconds)),
+        float(median(timeline.step_seconds)),
         "How late each replica came to the all-reduces of each step",
     )
     return picture, len(shown)

@@ -56,10 +56,10 @@ def phase_table(timeline: Timeline) -> Table:
     columns = {**timeline.phases, "hidden": timeline.hidden, "exposed": timeline.exposed}
     columns = {name: columns[name] for name in (*PHASES, "hidden", "exposed") if name in columns}
     columns |= {"late": timeline.late, "step": timeline.step_seconds}
-    medians = {name: _median(values, axis=1) * 1e3 for name, values in columns.items()}
+    medians = {name: median(values, axis=1) * 1e3 for name, values in columns.items()}
     medians = {name: values for name, values in medians.items() if np.isfinite(values).any()}
     names = row_names(timeline.rows)
-    late = np.nan_to_num(_median(timeline.late, axis=1))
+    late = np.nan_to_num(median(timeline.late, axis=1))
     shown, strong = range(len(names)), set()
     table = []
     if len(names) > ROWS:
@@ -79,37 +79,43 @@ def phase_table(timeline: Timeline) -> Table:
 def pack_table(timeline: Timeline, plan: Plan | None, measured: Measured | None) -> Table:
     """What each all-reduce moved and how fast, in nccl-tests' units (GB = 1e9 bytes)."""
     shares = {c.name: c.start_share for c in plan.collectives} if plan else {}
-    did = ready_shares(timeline)
-    columns = ["", "MB", "wait ms", "transfer ms", "algbw GB/s", "busbw GB/s"]
-    columns += ["% of measured"] * bool(measured) + ["can start at", "did start at"]
-    rows, seconds = [], []
-    for pack, share in zip(timeline.packs, did, strict=True):
-        seconds.append(float(np.median(pack.seconds)))
-        cells = [pack.name, significant(pack.bytes / 1e6)]
-        cells += [significant(float(np.median(pack.wait.max(axis=0))) * 1e3)]
-        cells += [significant(v) for v in (seconds[-1] * 1e3, pack.algbw, pack.busbw)]
-        if measured:
-            reached = pack.busbw * 1e9 / measured.busbw(pack.bytes) if pack.bytes else np.nan
-            cells.append(percent(reached))
-        cells += [percent(shares.get(pack.name)), percent(share)]
-        rows.append(tuple(cells))
-    title = "all-reduces, medians; start in % of the backward pass"
+    seconds = [float(np.median(pack.seconds)) for pack in timeline.packs]
+    columns = {
+        "MB": [pack.bytes / 1e6 for pack in timeline.packs],
+        "wait ms": [float(np.median(pack.wait.max(axis=0))) * 1e3 for pack in timeline.packs],
+        "transfer ms": [1e3 * value for value in seconds],
+        "algbw GB/s": [pack.algbw for pack in timeline.packs],
+        "busbw GB/s": [pack.busbw for pack in timeline.packs],
+    }
+    cells = [[pack.name for pack in timeline.packs]]
+    cells += [[_cell(v, np.array(values)) for v in values] for values in columns.values()]
+    names = ["", *columns]
+    if measured:
+        names.append("% of measured")
+        limits = [measured.busbw(pack.bytes) / 1e9 for pack in timeline.packs]
+        reached = zip(columns["busbw GB/s"], limits, strict=True)
+        cells.append([percent(value / limit if limit > 0 else None) for value, limit in reached])
+    names += ["possible from", "ready at"]
+    cells.append([percent(shares.get(pack.name)) for pack in timeline.packs])
+    cells.append([percent(share) for share in ready_shares(timeline)])
+    rows = list(zip(*cells, strict=True))
+    title = "all-reduces, medians; possible and ready in % of the backward pass"
     if len(rows) > ROWS:
-        slowest = sorted(np.argsort(seconds)[-ROWS:].tolist())
+        slowest = sorted(np.argsort(seconds, kind="stable")[-ROWS:].tolist())
         title += f"; the {ROWS} slowest of {len(rows)}"
         rows = [rows[index] for index in slowest]
-    return Table(title, tuple(columns), tuple(rows))
+    return Table(title, tuple(names), tuple(rows))
 
 
 def ready_shares(timeline: Timeline) -> list[float]:
-    """For each pack, after which share of the backward pass it did start: the median over rows and
-    steps, in [0, 1]; NaN where the beginning of the backward pass is not known."""
+    """For each pack, after which share of the backward pass its gradients were there: the median
+    over rows and steps, in [0, 1]; NaN where the beginning of that pass is not known."""
     begin, end = timeline.marks.get("forward"), timeline.marks["backward"]
     if begin is None:
         return [np.nan] * len(timeline.packs)
     length = np.where(end > begin, end - begin, np.nan)
-    shares = [np.clip((pack.start - begin) / length, 0, 1) for pack in timeline.packs]
-    return [float(_quiet(np.nanmedian, share)) for share in shares]
+    shares = [np.clip((pack.ready - begin) / length, 0, 1) for pack in timeline.packs]
+    return [float(median(share)) for share in shares]
 
 
 def scalars(timeline: Timeline) -> dict[str, float]:
@@ -119,8 +125,8 @@ def scalars(timeline: Timeline) -> dict[str, float]:
     others waited for the latest replica. ``allreduce/busbw``, GB/s: of all packs together. What is
     not known is left out.
     """
-    exposed = float(_quiet(np.nanmedian, timeline.exposed.max(axis=0))) * 1e3
-    late = float(_quiet(np.nanmedian, timeline.late.max(axis=0))) * 1e3
+    exposed = float(median(timeline.exposed.max(axis=0))) * 1e3
+    late = float(median(timeline.late.max(axis=0))) * 1e3
     values = {"allreduce/exposed_ms": exposed, "allreduce/late_ms": late}
     seconds = sum(float(np.median(pack.seconds)) for pack in timeline.packs)
     size = sum(pack.bytes for pack in timeline.packs)
@@ -167,18 +173,15 @@ def percent(share: float | None) -> str:
 
 def _cell(value: float, column: np.ndarray) -> str:
     """With as many decimals as its whole column, three digits for the largest: to be compared."""
-    if value == 0:
-        return "0"
+    if value == 0 or not np.isfinite(value):
+        return significant(value)
     largest = np.nanmax(np.abs(column))
     decimals = 3 if largest < 1 else 2 if largest < 10 else 1 if largest < 100 else 0
-    return f"{value:,.{decimals}f}" if np.isfinite(value) and largest < 1e9 else significant(value)
+    return f"{value:,.{decimals}f}" if largest < 1e9 else significant(value)
 
 
-def _median(values: np.ndarray, axis: int) -> np.ndarray:
-    return _quiet(np.nanmedian, values, axis=axis)
-
-
-def _quiet(function, *arguments, **options):
-    with warnings.catch_warnings():  # of nothing but NaN, NaN is the answer
+def median(values: np.ndarray, axis: int | None = None) -> np.ndarray:
+    """Of what is not NaN; NaN of nothing."""
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
-        return function(*arguments, **options)
+        return np.nanmedian(values, axis=axis)

@@ -35,7 +35,11 @@ _DARK_INKS = (
 
 def _levels(fills: tuple[str, ...], inks: tuple[str, ...]) -> str:
     pairs = enumerate(zip(fills, inks, strict=True))
-    return " ".join(f".h{i} {{ fill: {a} }} .n{i} {{ fill: {b} }}" for i, (a, b) in pairs)
+    rules = (
+        f".h{i} {{ fill: {a} }} .s{i} {{ stroke: {a} }} .n{i} {{ fill: {b} }}"
+        for i, (a, b) in pairs
+    )
+    return " ".join(rules)
 
 
 def _phases() -> str:
@@ -88,6 +92,7 @@ text.small, text.note {{ font-size: 11px }} text.note {{ fill: var(--ink) }}
 .level {{ fill: none; stroke: var(--ink); stroke-width: 2 }}
 #hatch rect {{ fill: #f0a37a }} #hatch path {{ stroke: #b8450b; stroke-width: 1.2 }}
 text.t-wait {{ stroke: #f7c9b0; stroke-width: 4px; stroke-linejoin: round; paint-order: stroke }}
+.s-wait {{ stroke: url(#hatch) }} .s-transfer {{ stroke: #009e73 }}
 .swatch {{ stroke: var(--rule) }}
 {_phases()}
 {_levels(_LIGHT, _LIGHT_INK)}

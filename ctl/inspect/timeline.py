@@ -65,7 +65,8 @@ class PackTimes:
     Attributes:
         name: as in the graph, ``pack0``.
         bytes: on each replica; 0 where the shape is not known while tracing.
-        start: float64 [N, S], since `Timeline.origin`: ready, and the pack before it done.
+        ready: float64 [N, S], since `Timeline.origin`: its gradients are there.
+        start: float64 [N, S], since then, too: ready, and the pack before it done.
         wait: float64 [N, S]: for the last row to start.
         transfer: float64 [N, S]: from the start of the last row until the sums are here.
         bus_factor: 2(n-1)/n for n replicas.
@@ -73,6 +74,7 @@ class PackTimes:
 
     name: str
     bytes: int
+    ready: np.ndarray
     start: np.ndarray
     wait: np.ndarray
     transfer: np.ndarray
@@ -222,6 +224,7 @@ def _timeline(
             PackTimes(
                 pack.name,
                 pack.bytes,
+                ready,
                 start,
                 all_there - start,
                 np.maximum(done - all_there, 0.0),
