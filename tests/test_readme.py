@@ -144,7 +144,8 @@ def test_every_picture_and_every_module_is_there():
     for link in links:
         assert (ROOT / link).exists(), link
     for path in [*(ROOT / "ctl").glob("[!_]*.py"), *(ROOT / "ctl/inspect").glob("[!_]*.py")]:
-        assert f"`{path.name}`" in README, f"{path.name} is in no table of README.md"
+        name = path.relative_to(ROOT / "ctl")
+        assert f"`{name}`" in README, f"{name} is in no table of README.md"
 
 
 # What README.md says that Keras does under MirroredStrategy; where it stops, the text must change.

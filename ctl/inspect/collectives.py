@@ -84,7 +84,7 @@ def plan_of(
         workers=workers,
         collectives=tuple(c for c in found if c.purpose == "gradients"),
         other=tuple(c for c in found if c.purpose != "gradients"),
-        notes=tuple(private.missing()),
+        notes=tuple(filter(None, [private.no_definitions()])),
     )
 
 

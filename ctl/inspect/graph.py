@@ -224,8 +224,7 @@ def _input(
     if not in_function:
         return Tensor(own[name], int(rest[0]) if rest else 0)
     output, index = rest
-    offset = private.output_offset(definitions[name], output)
-    return Tensor(own[name], (offset or 0) + int(index))
+    return Tensor(own[name], private.output_offset(definitions[name], output) + int(index))
 
 
 def _real(tensor: Tensor) -> Tensor:
