@@ -115,11 +115,13 @@ def _figures(timeline: Timeline, measured: Measured | None) -> str:
             said += f" ({percent(share)} of what was measured)"
         cards.append((f"{significant(values['allreduce/busbw'])} GB/s", said))
     if len(timeline.rows) > 1:
-        latest = int(np.nan_to_num(median(timeline.late, axis=1)).argmax())
         late = values.get("allreduce/late_ms", np.nan) / 1e3
-        often = int((timeline.late.argmax(axis=0) == latest).sum())
-        said = f"waited for the last; {often} of {len(timeline.steps)} times for "
-        cards.append((duration(late), said + row_names(timeline.rows)[latest]))
+        times = np.bincount(np.nan_to_num(timeline.late).argmax(axis=0))
+        said = "waited for the last, another one each time"
+        if times.max() > len(timeline.steps) / 2:
+            name = row_names(timeline.rows)[times.argmax()]
+            said = f"waited for the last: {name}, {times.max()} of {len(timeline.steps)} times"
+        cards.append((duration(late), said))
     items = (f"<li><b>{escape(a)}</b><span>{escape(b)}</span></li>" for a, b in cards)
     return f'<ul class="figures">{"".join(items)}</ul>'
 
