@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
-from xml.sax.saxutils import escape
 
 from absl import flags
 
@@ -21,6 +20,7 @@ from ctl.flag_groups import define_schedule_flags, schedule_arguments
 from ctl.flags import check_flags, group
 from ctl.flags import run as run_command
 from ctl.rates import check_positive
+from ctl.svg import escape, line, shorten, text, ticks
 
 if TYPE_CHECKING:
     from ctl.schedule import Schedule
@@ -127,21 +127,21 @@ def draw(schedule: Schedule, total_steps: int, steps_per_epoch: float) -> str:
     for step, rate in zip(steps[1:], rates[1:], strict=True):
         path += f"H{x(step):.1f}V{y(rate):.1f}"
     parts = [f'<rect class="page" width="{WIDTH}" height="{HEIGHT}"/>']
-    parts.append(_text(LEFT, 30, f"Learning rate: {_name(schedule)}", "title"))
-    parts.append(_text(LEFT, 51, _shorten(_arguments(schedule), 100)))
+    parts.append(text(LEFT, 30, f"Learning rate: {_name(schedule)}", "title"))
+    parts.append(text(LEFT, 51, shorten(_arguments(schedule), RIGHT - LEFT)))
     for rate in y_ticks:
-        parts.append(_line(LEFT, y(rate), RIGHT, y(rate)))
-        parts.append(_text(LEFT - 8, y(rate) + 4, _rate(rate), "y"))
-    for step in _ticks(total_steps, least=1):
-        parts.append(_line(x(step), TOP, x(step), BOTTOM))
-        parts.append(_text(x(step), BOTTOM + 18, _count(step), "x"))
-    for epoch in _ticks(epochs):
+        parts.append(line(LEFT, y(rate), RIGHT, y(rate)))
+        parts.append(text(LEFT - 8, y(rate) + 4, _rate(rate), "y"))
+    for step in ticks(total_steps, least=1):
+        parts.append(line(x(step), TOP, x(step), BOTTOM))
+        parts.append(text(x(step), BOTTOM + 18, _count(step), "x"))
+    for epoch in ticks(epochs):
         at = x(epoch * steps_per_epoch)
         parts.append(f'<path class="frame" d="M{at:.1f} {TOP}v-4"/>')
-        parts.append(_text(at, TOP - 10, f"{epoch:g}", "x"))
+        parts.append(text(at, TOP - 10, f"{epoch:g}", "x"))
     middle = (LEFT + RIGHT) / 2
-    parts.append(_text(middle, TOP - 28, "epoch", "x"))
-    parts.append(_text(middle, BOTTOM + 38, "step", "x"))
+    parts.append(text(middle, TOP - 28, "epoch", "x"))
+    parts.append(text(middle, BOTTOM + 38, "step", "x"))
     parts.append(
         f'<rect class="frame" x="{LEFT}" y="{TOP}" width="{RIGHT - LEFT}" height="{BOTTOM - TOP}"/>'
     )
@@ -166,24 +166,17 @@ def _rate_axis(
     low, high = min(rates), max(rates)
     if not (by_factors and 0 < 9.99 * low <= high):
         ceiling = 1.05 * high or 1.0
-        return lambda rate: BOTTOM - (BOTTOM - TOP) * rate / ceiling, _ticks(ceiling)
+        return lambda rate: BOTTOM - (BOTTOM - TOP) * rate / ceiling, ticks(ceiling)
     bottom, top = math.log10(low) - 0.2, math.log10(high) + 0.2
     digits = (1, 2, 5) if top - bottom < 2.5 else (1,)
     decades = range(math.floor(bottom), math.ceil(top) + 1)
-    ticks = [digit * 10.0**decade for decade in decades for digit in digits]
+    rates_at = [digit * 10.0**decade for decade in decades for digit in digits]
 
     def y(rate: float) -> float:
         above = math.log10(rate) - bottom if rate > 0 else 0.0
         return BOTTOM - (BOTTOM - TOP) * max(0.0, above) / (top - bottom)
 
-    return y, [tick for tick in ticks if bottom <= math.log10(tick) <= top]
-
-
-def _ticks(limit: float, least: float = 0.0) -> list[float]:
-    """About six multiples of 1, 2 or 5 times a power of ten, from 0 to ``limit``."""
-    power = 10.0 ** math.floor(math.log10(limit / 6))
-    step = max(least, power * next(m for m in (1, 2, 5, 10) if 6 * m * power >= 0.999 * limit))
-    return [i * step for i in range(math.floor(limit / step * (1 + 1e-9)) + 1)]
+    return y, [tick for tick in rates_at if bottom <= math.log10(tick) <= top]
 
 
 def _name(schedule: Schedule) -> str:
@@ -212,16 +205,3 @@ def _rate(rate: float) -> str:
 
 def _count(step: float) -> str:
     return f"{step / 1e6:g}M" if step >= 1e6 else f"{step:,.0f}"
-
-
-def _shorten(text: str, length: int) -> str:
-    return text if len(text) <= length else f"{text[: length - 1]}…"
-
-
-def _text(x: float, y: float, text: str, kind: str = "") -> str:
-    kind = f' class="{kind}"' if kind else ""
-    return f'<text{kind} x="{x:.1f}" y="{y:.1f}">{escape(text)}</text>'
-
-
-def _line(x1: float, y1: float, x2: float, y2: float) -> str:
-    return f'<line class="grid" x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"/>'

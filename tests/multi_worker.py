@@ -59,6 +59,18 @@ class Faulty:
             time.sleep(1000)
 
 
+class Slow:
+    """An action that says each step of the chief, which takes a while; the last but one not until
+    a file is there."""
+
+    def __call__(self, status) -> None:
+        if me.is_chief:
+            print(f"step {status.step}", flush=True)
+            time.sleep(0.05)
+            while status.step == status.until - 1 and not (OUT / "go").exists():
+                time.sleep(0.05)
+
+
 class Step(ctl.TrainStep):
     """The loss of one worker is NaN at a step."""
 
@@ -93,7 +105,11 @@ def main() -> None:
         strategy=strategy,
         evaluator=ctl.Evaluator(evaluation, test, strategy=strategy),
         checkpoints=checkpoints,
-        actions=[Faulty(), ctl.Every(lambda status: loop.save(), steps=4)],
+        actions=[
+            Faulty(),
+            ctl.Every(lambda status: loop.save(), steps=4),
+            *([Slow()] if "slow" in OPTIONS else []),
+        ],
         steps_per_loop=int(OPTIONS.get("loop", 0)) or None,
     )
     if loop.restore():
