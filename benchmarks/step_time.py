@@ -268,9 +268,7 @@ def _progress(text: str) -> None:
 
 def _settings() -> Iterator[dict[str, Any]]:
     """Every combination of what is asked."""
-    for model, replicas, batch in itertools.product(
-        _MODELS.value, _REPLICAS.value, _BATCHES.value
-    ):
+    for model, replicas, batch in itertools.product(_MODELS.value, _REPLICAS.value, _BATCHES.value):
         check_model_name(model)
         for flag, value in ((_REPLICAS, replicas), (_BATCHES, batch)):
             if not value.isdecimal() or int(value) < 1:

@@ -6,13 +6,14 @@ import os
 
 import torch_data
 import worker
-
-import torch
+from torch_data import torch
 
 try:
     import lightning_fabric
 except ImportError as error:
-    raise SystemExit(f"Lightning Fabric is not installed ({error}): pip install 'ctl[bench]'") from error
+    raise SystemExit(
+        f"Lightning Fabric is not installed ({error}): pip install 'ctl[bench]'"
+    ) from error
 
 
 def build(setting: worker.Setting):

@@ -101,7 +101,9 @@ class _Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.layers(x)
         if self.added:
-            x = nn.functional.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.added))
+            x = nn.functional.pad(
+                x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.added)
+            )
         return torch.relu(x + y)
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import torch_data
 import worker
-
-import torch
+from torch_data import torch
 
 
 def build(setting: worker.Setting):
