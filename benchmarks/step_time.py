@@ -17,18 +17,13 @@ import itertools
 import json
 import os
 import pathlib
-import platform
-import queue
 import statistics
-import subprocess
-import sys
-import tempfile
-import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import bars
 from absl import flags
+from processes import Peer, machine, progress
 
 from ctl.errors import CtlError, UsageError
 from ctl.flags import group, run
@@ -81,84 +76,39 @@ with group("Results"):
     _JSON = flags.DEFINE_string("json", None, "file for the results")
     _SVG = flags.DEFINE_string("svg", None, "file for a bar chart of the times")
 
-_PEERS = pathlib.Path(__file__).parent / "peers"
 
-
-class Failed(CtlError):
-    """A variant that cannot do what is asked."""
-
-
-class Worker:
-    """A process of a variant, which trains when it is told to."""
-
-    def __init__(self, variant: str, arguments: Sequence[str]):
-        self.variant = variant
-        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the process
-        script, *options = VARIANTS[variant]
-        self._process = subprocess.Popen(
-            [sys.executable, _PEERS / script, *options, *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            text=True,
-        )
-        self._lines: queue.Queue[str] = queue.Queue()
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def _read(self) -> None:
-        for line in self._process.stdout:
-            self._lines.put(line)
-        self._lines.put("")
-
-    def ask(self, steps: int) -> None:
-        with contextlib.suppress(BrokenPipeError):  # the answer will tell
-            print(steps, file=self._process.stdin, flush=True)
-
-    def answer(self, seconds: float) -> dict[str, Any]:
-        """Its next line. Raises `Failed` when it ends, or is silent for ``seconds``."""
-        try:
-            line = self._lines.get(timeout=seconds)
-        except queue.Empty:
-            raise Failed(f"{self.variant}: no answer in {seconds:g} s; see --timeout") from None
-        if not line:
-            self._errors.seek(0)
-            said = [line for line in self._errors.read().splitlines() if line.strip()]
-            raise Failed(f"{self.variant}: its process ended: {said[-1] if said else 'silently'}")
-        return json.loads(line)
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        self._errors.close()
-
-
-class Peer:
-    """A variant: its workers, which train together."""
+class Job:
+    """A variant in processes of its own, one for each worker, which train together."""
 
     def __init__(self, variant: str, arguments: Sequence[str], workers: int):
         self.variant = variant
-        self._workers: list[Worker] = []
+        self._peers: list[Peer] = []
         addresses = cluster(workers)["worker"]
         for index in range(workers):
             task = [f"--workers={','.join(addresses)}", f"--worker_index={index}"]
-            self._workers.append(Worker(variant, [*arguments, *(task if workers > 1 else [])]))
+            command = [*VARIANTS[variant], *arguments, *(task if workers > 1 else [])]
+            self._peers.append(Peer(variant, command))
 
-    def answer(self, seconds: float) -> dict[str, Any]:
-        """That of the first worker, when all have answered; the CPU time is that of all."""
-        answers = [worker.answer(seconds) for worker in self._workers]
+    def answer(self) -> dict[str, Any]:
+        """That of the first worker, when all have answered; the CPU time is that of all.
+
+        Raises:
+            CtlError: a process ended, or is silent for too long.
+        """
+        answers = [peer.answer(_TIMEOUT.value) for peer in self._peers]
         if "cpu_seconds" in answers[0]:
             answers[0]["cpu_seconds"] = sum(answer["cpu_seconds"] for answer in answers)
         return answers[0]
 
-    def train(self, steps: int, seconds: float) -> dict[str, Any]:
+    def train(self, steps: int) -> dict[str, Any]:
         """One block: ``{"steps": int, "seconds": float, "cpu_seconds": float, "loss": float}``."""
-        for worker in self._workers:
-            worker.ask(steps)
-        return self.answer(seconds)
+        for peer in self._peers:
+            peer.say(str(steps))
+        return self.answer()
 
     def close(self) -> None:
-        for worker in self._workers:
-            worker.close()
+        for peer in self._peers:
+            peer.close()
 
 
 class Measured:
@@ -176,36 +126,34 @@ def measure(arguments: Sequence[str], where: str) -> dict[str, Measured]:
     """Runs every variant; the time of a round is the median of its blocks."""
     measured = {variant: Measured() for variant in _VARIANTS.value}
     for process in range(_PROCESSES.value):
-        progress = f"{where}, process {process + 1}/{_PROCESSES.value}"
+        title = f"{where}, process {process + 1}/{_PROCESSES.value}"
         with contextlib.ExitStack() as stack:
-            peers = []
+            jobs = []
             for variant, its in measured.items():
                 if its.failure:
                     continue
-                _progress(f"{progress}: {variant} warms up")
-                peer = Peer(variant, arguments, _WORKERS.value)
-                stack.callback(peer.close)
+                progress(f"{title}: {variant} warms up")
+                job = Job(variant, arguments, _WORKERS.value)
+                stack.callback(job.close)
                 try:
-                    its.about = peer.answer(_TIMEOUT.value)
+                    its.about = job.answer()
                     for _ in range(_WARM_UP.value):
-                        peer.train(_STEPS.value, _TIMEOUT.value)
-                except Failed as error:
+                        job.train(_STEPS.value)
+                except CtlError as error:
                     its.failure = str(error)
-                    peer.close()
+                    job.close()
                 else:
-                    peers.append(peer)
+                    jobs.append(job)
             for number in range(_ROUNDS.value):
-                shift = number % max(1, len(peers))  # nobody always comes first
-                for peer in peers[shift:] + peers[:shift]:
-                    _progress(f"{progress}, round {number + 1}/{_ROUNDS.value}: {peer.variant}")
-                    blocks = [
-                        peer.train(_STEPS.value, _TIMEOUT.value) for _ in range(_BLOCKS.value)
-                    ]
-                    its = measured[peer.variant]
+                shift = number % max(1, len(jobs))  # nobody always comes first
+                for job in jobs[shift:] + jobs[:shift]:
+                    progress(f"{title}, round {number + 1}/{_ROUNDS.value}: {job.variant}")
+                    blocks = [job.train(_STEPS.value) for _ in range(_BLOCKS.value)]
+                    its = measured[job.variant]
                     for of, key in ((its.times, "seconds"), (its.cpu_times, "cpu_seconds")):
                         of.append(statistics.median(1e3 * b[key] / b["steps"] for b in blocks))
                     its.loss = blocks[-1]["loss"]
-    _progress("")
+    progress("")
     return measured
 
 
@@ -260,12 +208,6 @@ def _show(rows: dict[str, dict[str, Any]]) -> None:
         )
 
 
-def _progress(text: str) -> None:
-    """On one line of a terminal; nothing elsewhere."""
-    if sys.stderr.isatty():
-        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
-
-
 def _settings() -> Iterator[dict[str, Any]]:
     """Every combination of what is asked."""
     for model, replicas, batch in itertools.product(_MODELS.value, _REPLICAS.value, _BATCHES.value):
@@ -294,12 +236,7 @@ def main() -> None:
         flag.name: flag.value
         for flag in (_WORKERS, _REFERENCE, _PROCESSES, _ROUNDS, _BLOCKS, _STEPS)
     }
-    machine = {
-        "cores": len(os.sched_getaffinity(0)),
-        "platform": platform.platform(),
-        "python": platform.python_version(),
-        "load_before": os.getloadavg()[0],
-    }
+    about_machine = machine(os.getloadavg()[0])
     runs = []
     for setting in settings:
         title = " ".join(f"{key}={value}" for key, value in (setting | how).items())
@@ -308,11 +245,11 @@ def main() -> None:
             if name in measured and measured[name].failure:
                 raise CtlError(measured[name].failure)
         runs.append({"settings": setting | how, "variants": _rows(measured)})
-        print(title, *(f"{key}={value}" for key, value in machine.items()))
+        print(title, *(f"{k}={v}" for k, v in about_machine.items()))
         _show(runs[-1]["variants"])
         if _JSON.value:
             pathlib.Path(_JSON.value).write_text(
-                json.dumps({"machine": machine, "runs": runs}, indent=1)
+                json.dumps({"machine": about_machine, "runs": runs}, indent=1)
             )
         if _SVG.value:
             pathlib.Path(_SVG.value).write_text(bars.chart(runs))

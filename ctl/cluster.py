@@ -220,8 +220,16 @@ def _greet(address: str, greeting: bytes) -> None:
             raise OSError("another program answers there")
 
 
-def missing(cluster: Cluster) -> str:
-    """Names the workers that do not listen."""
+def missing(cluster: Cluster, patience: float = 3.0) -> str:
+    """Names the workers that do not listen. One that has just failed may take until ``patience``
+    (seconds) to end."""
+    deadline = time.monotonic() + patience
+    while not (absent := _not_listening(cluster)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return ", ".join(absent) or "workers that listen but have not joined"
+
+
+def _not_listening(cluster: Cluster) -> list[str]:
     absent = []
     for index, address in enumerate(cluster.workers):
         host, _, port = address.rpartition(":")
@@ -231,4 +239,4 @@ def missing(cluster: Cluster) -> str:
             except OSError as error:
                 reason = error.strerror or str(error)
                 absent.append(f"worker {index} at {address} ({reason})")
-    return ", ".join(absent) or "workers that listen but have not joined"
+    return absent

@@ -175,6 +175,7 @@ class Loop:
                 if self.global_step > step:
                     self._evaluated = None
                 step = self._iterator_step = self.global_step
+                workers.check_all_ended(self.strategy, step)
                 logging.warning("the dataset ended after step %d, before step %d", step, until)
                 return self._wake(step, step, 0.0)
             step = self._iterator_step = step + steps

@@ -73,6 +73,14 @@ def main() -> None:
     if stored is not None and manifest.paths(model_dir / "checkpoints"):
         config.check_resumable(stored)
     console.log_to_terminal()
+    if FLAGS.strategy != "multi_worker":
+        return _train(model_dir)
+    me = cluster.resolve(FLAGS.workers, FLAGS.worker_index)
+    with console.log_to_file(model_dir / f"worker-{me.index}.log"):
+        _train(model_dir)
+
+
+def _train(model_dir: Path) -> None:
     logging.info("loading TensorFlow")
     console.load_tensorflow()
 

@@ -19,6 +19,9 @@ SUM = tf.distribute.ReduceOp.SUM
 
 _SHOWN = 5  # differences in one message
 
+# How long a worker whose data have ended waits for the others to say so too (seconds).
+_ENDED_SECONDS = 10.0
+
 # What a collective raises when a worker died, froze, never came, or failed by itself.
 _LOST = (
     tf.errors.UnavailableError,
@@ -78,7 +81,7 @@ def _reason(error: tf.errors.OpError) -> str:
     if frozen:
         return f"worker {', '.join(sorted(set(frozen)))} stopped sending heartbeats"
     _, _, cause = text.rpartition("aborted by: ")
-    return (cause or text)[:120]
+    return re.split(r" Additional GRPC|\W+n?The error could be from", cause or text)[0][:120]
 
 
 def barrier(strategy: tf.distribute.Strategy, timeout: float) -> None:
@@ -91,6 +94,24 @@ def barrier(strategy: tf.distribute.Strategy, timeout: float) -> None:
         return context.all_reduce(SUM, tf.zeros([]), options=options)
 
     tf.function(lambda: strategy.run(meet))()
+
+
+def check_all_ended(strategy: tf.distribute.Strategy, step: int) -> None:
+    """Returns when the data of all workers have ended at this step.
+
+    Raises:
+        UsageError: only those of some have; the others are in the all-reduce of the next step, and
+            would take what this worker reduces next for their gradients' sums.
+    """
+    if not is_multi_worker(strategy):
+        return
+    try:
+        barrier(strategy, _ENDED_SECONDS)
+    except _LOST as error:
+        raise UsageError(
+            f"worker {cluster_of(strategy).index}: its data ended after step {step}, those of "
+            "other workers go on: every worker must be given the same batches"
+        ) from error
 
 
 def check_agreement(strategy: tf.distribute.Strategy, facts: Mapping[str, Any]) -> None:
@@ -124,7 +145,7 @@ def earliest(strategy: tf.distribute.Strategy, step: int) -> int:
 
 
 def _all_gather(strategy: tf.distribute.Strategy, text: bytes) -> list[bytes]:
-    """The ``text`` of every replica, in their order; the same list on every worker."""
+    """The ``text`` of every worker, in their order; the same list on every worker."""
 
     def gather(values: tf.Tensor) -> tf.Tensor:
         mine = strategy.experimental_distribute_values_from_function(lambda _: values)
@@ -137,7 +158,7 @@ def _all_gather(strategy: tf.distribute.Strategy, text: bytes) -> list[bytes]:
     for length in lengths:
         texts.append(joined[start : start + length])
         start += length
-    return texts
+    return texts[:: len(texts) // len(cluster_of(strategy).workers)]  # replicas of one say the same
 
 
 def _short(value: Any) -> str:

@@ -72,7 +72,7 @@ def weights(saved: dict) -> list[np.ndarray]:
     return [saved[f"arr_{i}"] for i in range(len(saved) - 2)]
 
 
-def one_device(mirrored, batch: int = BATCH * 3):
+def one_device(mirrored, synchronized: bool = False):
     """The same training on one replica."""
     strategy = mirrored(1)
     keras.utils.set_random_seed(0)
@@ -80,13 +80,14 @@ def one_device(mirrored, batch: int = BATCH * 3):
         layers = [
             keras.layers.Input([FEATURES]),
             keras.layers.Dense(8, activation="tanh"),
+            *([keras.layers.BatchNormalization()] if synchronized else []),
             keras.layers.Dense(CLASSES),
         ]
         model = keras.Sequential(layers)
         step = TrainStep(model, keras.optimizers.AdamW(0.01), clip_norm=0.3)
         metric = keras.metrics.SparseCategoricalAccuracy("accuracy")
         evaluation = EvalStep(model, metrics=[metric])
-    data = InMemory(examples(), global_batch_size=batch)
+    data = InMemory(examples(), global_batch_size=BATCH * 3)
     test = InMemory(examples(101, seed=1), global_batch_size=BATCH, training=False)
     loop = Loop(
         step, data, strategy=strategy, evaluator=Evaluator(evaluation, test, strategy=strategy)
@@ -105,6 +106,20 @@ def test_equals_one_device(tmp_path, mirrored, workers):
     for saved in finished(tmp_path, workers):
         assert largest_difference(weights(saved), reference) <= 1e-6
         np.testing.assert_allclose(saved["results"], [results["loss"], results["accuracy"]], 1e-6)
+
+
+def test_several_devices_per_worker_equal_one(tmp_path, mirrored):
+    """2 workers of 2 devices. BatchNorm over all replicas, so its moving averages are compared too;
+    101 test examples in batches of 16, which 4 replicas cannot share alike."""
+    with job(tmp_path, "seeds=1", "devices=2", "synchronized=1") as processes:
+        assert codes(processes) == [0, 0], said(tmp_path, 0)[-2000:]
+    reference, results = one_device(mirrored, synchronized=True)
+    both = finished(tmp_path, 2)
+    for saved in both:
+        assert largest_difference(weights(saved), reference) <= 1e-6
+        np.testing.assert_allclose(saved["results"], [results["loss"], results["accuracy"]], 1e-6)
+    masks = np.concatenate([saved["masks"] for saved in both])
+    assert len(np.unique(masks, axis=0)) == len(masks) == 4
 
 
 @pytest.fixture(scope="module")
@@ -166,6 +181,16 @@ def test_survivors_end_in_time_and_say_why(tmp_path, fault, culprit, bound, word
     assert ended == [5, 5], [said(tmp_path, i)[-1500:] for i in survivors]
     assert over - at < bound
     assert re.search(words, last_line(tmp_path, survivors[0])), last_line(tmp_path, survivors[0])
+
+
+def test_data_that_end_on_one_worker(tmp_path):
+    """Its peer is in the next all-reduce, far from the timeout of that."""
+    with job(tmp_path, "fault=end", "timeout=100") as processes:
+        assert codes(processes) == [5, 2], said(tmp_path, 0)[-2000:]
+    at = float(re.search(r"fault end at (\S+)", said(tmp_path, 1))[1])
+    assert (tmp_path / "err-0").stat().st_mtime - at < 25
+    assert "worker 1: its data ended after step 5, those of other" in last_line(tmp_path, 1)
+    assert re.search(r"worker 0 of 2: .* waiting for worker 1 at", last_line(tmp_path, 0))
 
 
 def test_a_nan_on_one_worker_stops_all(tmp_path):

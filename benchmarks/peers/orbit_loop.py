@@ -6,6 +6,8 @@ Orbit comes inside of `tf-models-official`, whose dependencies it does not need:
 
 from __future__ import annotations
 
+import importlib.util
+
 import tutorial
 import worker
 
@@ -13,17 +15,16 @@ from ctl.errors import UsageError
 
 
 def build(setting: worker.Setting):
+    for package in ("orbit", "tf_keras"):
+        if importlib.util.find_spec(package) is None:
+            raise UsageError(
+                f"{package} is not installed: pip install --no-deps tf-models-official tf-keras"
+            )
     program = tutorial.make(setting)
 
     import keras
+    import orbit
     import tensorflow as tf
-
-    try:
-        import orbit
-    except ImportError as error:
-        raise UsageError(
-            f"orbit is not installed ({error}): pip install --no-deps tf-models-official tf-keras"
-        ) from error
 
     strategy = program.strategy
     with strategy.scope():

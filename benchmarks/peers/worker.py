@@ -10,13 +10,13 @@ of several peers can be interleaved. By hand::
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import sys
 import time
 from collections.abc import Callable
 
 from absl import flags
+from lines import answerer
 
 from ctl.errors import UsageError
 from ctl.flags import group, run
@@ -57,13 +57,7 @@ def serve(build: Callable[[Setting], tuple[Callable[[int], float], dict]]) -> No
 
     def main() -> None:
         check_model_name(_MODEL.value)
-        # Answers go to what stdout was. What libraries print goes to stderr.
-        answers = os.fdopen(os.dup(1), "w")
-        os.dup2(2, 1)
-
-        def answer(**values) -> None:
-            print(json.dumps(values), file=answers, flush=True)
-
+        answer = answerer()
         train, about = build(
             Setting(
                 model=_MODEL.value,
