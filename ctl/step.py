@@ -17,6 +17,7 @@ is counted and summed with the gradients, in the same pack.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ from ctl.reduce import all_reduce, densify
 
 if TYPE_CHECKING:
     from ctl.inspect.marks import Marks
+    from ctl.inspect.plan import Plan
 
 # Dropout in Keras draws the same mask on every replica: its seed is mirrored. A prime step between
 # the seeds of neighbouring replicas keeps them apart.
@@ -233,6 +235,8 @@ class TrainStep(_Step):
         self.jit_compile = jit_compile
         self.jit_update = jit_update
         self.strategy: tf.distribute.Strategy | None = None
+        # What traces the graph that this step is in, of a loop; not the loop, which has the step.
+        self.traced: weakref.WeakMethod | None = None
         self.marks: Marks | None = None
 
     def build(self, strategy: tf.distribute.Strategy, schedule=None) -> None:
@@ -296,6 +300,16 @@ class TrainStep(_Step):
         """Like what `reduce` sums, in that order: a gradient for each trainable variable (some may
         be None), statistics of replicas, and the number of valid examples (when it is counted)."""
         return [*self._trainable, *self._statistics, tf.TensorSpec([], tf.float32)]
+
+    def plan(self) -> Plan:
+        """What one step moves between replicas: read from its graph, no step is run.
+
+        Raises:
+            UsageError: there is no loop yet, which knows the batches.
+        """
+        from ctl.inspect.collectives import plan_of_step
+
+        return plan_of_step(self)
 
     # The step itself, on one replica ------------------------------------------------------------
 
