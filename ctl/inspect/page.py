@@ -194,8 +194,8 @@ def _plan_section(plan: Plan) -> str:
         parts.append(f"<p>and {len(everything) - COLLECTIVES} more.</p>")
     for lint in plan.lints:
         parts.append(
-            f'<p><b class="alarm">{escape(lint.name)}</b>: {escape(lint.reason)} '
-            f"{escape(lint.remedy)}</p>"
+            f'<p><b class="alarm">{escape(lint.name)}</b>: {escape(lint.reason)}. '
+            f"Try {escape(lint.remedy)}.</p>"
         )
     parts += [f'<p class="lead">{escape(note)}</p>' for note in plan.notes]
     return "".join([*parts, "</section>"])
@@ -205,7 +205,7 @@ def _collective(collective: Collective, left: int) -> tuple[str, int]:
     """A row of the plan, and how many names of variables are in it, at most ``left``."""
     starts = percent(collective.start_share)
     if collective.purpose != "gradients":
-        starts = collective.purpose
+        starts = collective.purpose + ("" if collective.in_loop else ", once per call")
     elif collective.full_share not in (None, collective.start_share):
         starts += f"–{percent(collective.full_share)}"
     kind = collective.kind + (f" ({collective.hint})" if collective.hint else "")
