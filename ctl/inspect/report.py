@@ -43,12 +43,13 @@ class Table:
 
 
 def row_names(rows: Sequence[Row]) -> list[str]:
-    """What each row is called, in the fewest words that tell it from the others."""
+    """What each row is called, in the fewest words that tell it from the others: there is little
+    room for it in a picture."""
     several = len({row.worker for row in rows}) > 1
     split = len({row.replica for row in rows}) > 1
     if not several:
         return [f"replica {row.replica}" for row in rows]
-    return [f"worker {row.worker}" + f", replica {row.replica}" * split for row in rows]
+    return [f"worker {row.worker}" + f", r{row.replica}" * split for row in rows]
 
 
 def phase_table(timeline: Timeline) -> Table:
@@ -128,11 +129,23 @@ def scalars(timeline: Timeline) -> dict[str, float]:
     exposed = float(median(timeline.exposed.max(axis=0))) * 1e3
     late = float(median(timeline.late.max(axis=0))) * 1e3
     values = {"allreduce/exposed_ms": exposed, "allreduce/late_ms": late}
-    seconds = sum(float(np.median(pack.seconds)) for pack in timeline.packs)
+    seconds = float(np.median(_transferring(timeline)))
     size = sum(pack.bytes for pack in timeline.packs)
     if seconds > 0 and size:
         values["allreduce/busbw"] = size / seconds / 1e9 * timeline.packs[0].bus_factor
     return {name: value for name, value in values.items() if np.isfinite(value)}
+
+
+def _transferring(timeline: Timeline) -> np.ndarray:
+    """Seconds of each step, [S], in which some pack was transferred: packs may overlap."""
+    seconds = np.zeros(len(timeline.steps))
+    covered = np.full(len(timeline.steps), -np.inf)
+    for pack in timeline.packs:
+        there = (pack.start + pack.wait).max(axis=0)
+        done = there + pack.seconds
+        seconds += np.maximum(0.0, done - np.maximum(there, covered))
+        covered = np.maximum(covered, done)
+    return seconds
 
 
 def print_report(
