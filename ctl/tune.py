@@ -7,6 +7,7 @@ replica is put back as it was.
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import statistics
 import time
@@ -93,13 +94,21 @@ def _time(loop: Loop, sizes: Sequence[int]) -> dict[int, list[float]]:
     try:
         for size in sizes:
             block(size, 1, traces=True)
-        alone = workers.slowest(strategy, [min(block(0, 2), block(0, 2))])[0]
+        alone = _slowest(strategy, [min(block(0, 2), block(0, 2))])[0]
         steps = min(_MOST_STEPS, max(2, int(_BLOCK_SECONDS / alone)))
         rounds = [[block(size, steps) for size in sizes] for _ in range(_ROUNDS)]
     finally:
         step.bytes_per_pack = before
-    rounds = [workers.slowest(strategy, seconds) for seconds in rounds]
+    rounds = [_slowest(strategy, seconds) for seconds in rounds]
     return dict(zip(sizes, map(list, zip(*rounds, strict=True)), strict=True))
+
+
+def _slowest(strategy: tf.distribute.Strategy, seconds: Sequence[float]) -> list[float]:
+    """Of each of ``seconds`` the most that any worker has; every worker must call it."""
+    if not workers.is_multi_worker(strategy):
+        return list(seconds)
+    texts = workers.all_gather(strategy, json.dumps(seconds).encode(), "a gather")
+    return [max(values) for values in zip(*map(json.loads, texts), strict=True)]
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -18,6 +19,7 @@ from ctl.inspect.link import Measured, Point
 from ctl.inspect.predict import Pack, Prediction, Step, predict
 
 ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 FAST, SLOW = Link(1e-6, 1e11), Link(1e-4, 1e9)
 
 
@@ -158,10 +160,13 @@ def test_strong_scaling_shares_the_examples():
 
 def run(*arguments: str) -> subprocess.CompletedProcess:
     """In a process that cannot import TensorFlow."""
-    program = "import sys; sys.modules['tensorflow'] = None\n"
-    program += "from ctl.inspect import predict_command; predict_command.run()"
+    program = "import runpy, sys; sys.modules['tensorflow'] = None\n"
+    program += "runpy.run_module('ctl.inspect', run_name='__main__', alter_sys=True)"
     return subprocess.run(
-        [sys.executable, "-c", program, *arguments], cwd=ROOT, capture_output=True, text=True
+        [sys.executable, "-c", program, "predict", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
     )
 
 
@@ -196,6 +201,14 @@ def test_a_table_a_picture_and_json(tmp_path):
         lambda size: hierarchical(network, 64, size),
     )
     assert seen == pytest.approx(vars(expected))
+
+
+def test_the_picture_of_the_readme_is_what_its_command_draws(tmp_path):
+    (command,) = re.findall(r"^python -m ctl.inspect predict (.*)$", README, re.MULTILINE)
+    arguments = command.replace("efficiency.svg", str(tmp_path / "efficiency.svg")).split()
+    assert run(*arguments).returncode == 0
+    shown = (ROOT / ".github/efficiency.svg").read_text()
+    assert (tmp_path / "efficiency.svg").read_text() == shown
 
 
 def test_a_measured_link(tmp_path):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import os
 import re
 from pathlib import Path
 
@@ -108,12 +110,14 @@ def main() -> None:
         ]
         for name in FLAGS.algorithms
     }
-    if FLAGS.json:
-        print(json.dumps(_as_json(step, network, curves)))
-    else:
-        print(table(step, network, curves))
     if FLAGS.plot:
         _plot(step, network, curves)
+    as_json = FLAGS.json
+    text = json.dumps(_as_json(step, network, curves)) if as_json else table(step, network, curves)
+    with contextlib.suppress(BrokenPipeError):  # of `predict | head`
+        print(text, flush=True)
+        return
+    os._exit(0)  # without a second attempt to write what is left
 
 
 def read_step() -> Step:
