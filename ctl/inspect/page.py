@@ -195,7 +195,7 @@ def _plan_section(plan: Plan) -> str:
     for lint in plan.lints:
         parts.append(
             f'<p><b class="alarm">{escape(lint.name)}</b>: {escape(lint.reason)}. '
-            f"Try {escape(lint.remedy)}.</p>"
+            f"Try: {escape(lint.remedy)}.</p>"
         )
     parts += [f'<p class="lead">{escape(note)}</p>' for note in plan.notes]
     return "".join([*parts, "</section>"])
