@@ -20,6 +20,7 @@ from rich.text import Text
 
 from ctl import svg
 from ctl.inspect.charts import PHASES, significant
+from ctl.inspect.verdict import share_of_measured
 
 if TYPE_CHECKING:
     from ctl.inspect.link import Measured
@@ -93,9 +94,7 @@ def pack_table(timeline: Timeline, plan: Plan | None, measured: Measured | None)
     names = ["", *columns]
     if measured:
         names.append("% of measured")
-        limits = [measured.busbw(pack.bytes) / 1e9 for pack in timeline.packs]
-        reached = zip(columns["busbw GB/s"], limits, strict=True)
-        cells.append([percent(value / limit if limit > 0 else None) for value, limit in reached])
+        cells.append([percent(share_of_measured(pack, measured)) for pack in timeline.packs])
     names += ["possible from", "ready at"]
     cells.append([percent(shares.get(pack.name)) for pack in timeline.packs])
     cells.append([percent(share) for share in ready_shares(timeline)])
