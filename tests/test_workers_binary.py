@@ -19,7 +19,10 @@ from ctl import launch
 
 ROOT = Path(ctl.__file__).parents[1]
 TRAIN = "ctl.train"
-SHORT = ["--model=dense", "--train_steps=20", "--log_every=10", "--noexport"]
+SHORT = [
+    *("--dataset=synthetic", "--num_examples=640", "--model=dense"),
+    *("--train_steps=20", "--log_every=10", "--noexport"),
+]
 
 
 def tf_config(workers: list, index: int, kind: str = "worker") -> str:
@@ -45,9 +48,8 @@ def test_the_command_of_the_readme(tmp_path):
     assert len(re.findall(r"test: .*accuracy \d", ended.stdout)) == 1
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [(r["phase"], r["step"]) for r in records] == [
-        ("train", 10),
-        ("train", 20),
-        ("eval", 20),
+        *(("train", 10), ("eval", 10)),
+        *(("train", 20), ("eval", 20)),
     ]
     for phase in ("train", "eval"):
         assert len(list((tmp_path / phase).glob("events.*"))) == 1
