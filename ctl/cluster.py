@@ -208,23 +208,22 @@ def _greet(address: str, greeting: bytes) -> None:
             raise OSError("another program answers there")
 
 
-def missing(cluster: Cluster, patience: float = 3.0) -> str:
-    """Names the workers that do not listen. One that has just failed may take until ``patience``
-    (seconds) to end."""
+def unreachable(cluster: Cluster, patience: float = 0.0) -> dict[int, str]:
+    """The other workers that do not listen, and why not. A frozen one does: its kernel answers. One
+    that has just failed may take until ``patience`` (seconds) to end."""
     deadline = time.monotonic() + patience
-    while not (absent := _not_listening(cluster)) and time.monotonic() < deadline:
+    while not (why := _not_listening(cluster)) and time.monotonic() < deadline:
         time.sleep(0.1)
-    return ", ".join(absent) or "workers that listen but have not joined"
+    return why
 
 
-def _not_listening(cluster: Cluster) -> list[str]:
-    absent = []
+def _not_listening(cluster: Cluster) -> dict[int, str]:
+    why = {}
     for index, address in enumerate(cluster.workers):
         host, _, port = address.rpartition(":")
         if index != cluster.index:
             try:
                 socket.create_connection((host, int(port)), timeout=1.0).close()
             except OSError as error:
-                reason = error.strerror or str(error)
-                absent.append(f"worker {index} at {address} ({reason})")
-    return absent
+                why[index] = f"{address}: {error.strerror or error}"
+    return why

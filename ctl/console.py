@@ -62,6 +62,15 @@ def log_to_file(path: Path) -> Iterator[None]:
             handler.close()
 
 
+def last_line(text: str) -> None:
+    """Says why the process ends on stderr and in the file of `log_to_file`: for threads."""
+    print(text, file=sys.stderr, flush=True)
+    record = python_logging.makeLogRecord({"msg": text, "levelno": python_logging.ERROR})
+    for handler in python_logging.getLogger().handlers:
+        if isinstance(handler, python_logging.FileHandler):
+            handler.handle(record)
+
+
 class _Formatter(python_logging.Formatter):
     def format(self, record: python_logging.LogRecord) -> str:
         text = record.getMessage()

@@ -18,7 +18,7 @@ is counted and summed with the gradients, in the same pack.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
@@ -26,6 +26,9 @@ import tensorflow as tf
 from ctl.apply import Apply
 from ctl.errors import UsageError
 from ctl.reduce import all_reduce, densify
+
+if TYPE_CHECKING:
+    from ctl.inspect.marks import Marks
 
 # Dropout in Keras draws the same mask on every replica: its seed is mirrored. A prime step between
 # the seeds of neighbouring replicas keeps them apart.
@@ -110,7 +113,7 @@ class _Step:
         """Updates ``self.metrics``: no collective, replicas are combined when a result is read."""
         _, labels, weights = unpack(batch)
         replica = tf.distribute.get_replica_context()
-        if replica and _shares_variables(replica.strategy):
+        if replica and shares_variables(replica.strategy):
             # All replicas have one copy of a metric: what each assigned to it would be summed, with
             # the total so far in every one of them.
             replica.merge_call(self._update_shared_metrics, args=((labels, outputs, weights),))
@@ -152,7 +155,7 @@ class _Step:
             metric.reset_state()
 
 
-def _shares_variables(strategy: tf.distribute.Strategy) -> bool:
+def shares_variables(strategy: tf.distribute.Strategy) -> bool:
     """Whether several replicas have one copy of every variable."""
     central = isinstance(strategy, tf.distribute.experimental.CentralStorageStrategy)
     return central and strategy.num_replicas_in_sync > 1
@@ -189,6 +192,10 @@ class TrainStep(_Step):
         jit_compile: compiles forward and backward with XLA; the all-reduce stays outside. Needs
             batches of static shape.
         jit_update: compiles the update with XLA, see `ctl.apply.Apply`.
+
+    Attributes:
+        marks: stamps moments of the step while somebody inspects it, see `ctl.inspect.marks`. None
+            otherwise, and then the graph of the step is what it would be without this attribute.
     """
 
     training = True
@@ -226,6 +233,7 @@ class TrainStep(_Step):
         self.jit_compile = jit_compile
         self.jit_update = jit_update
         self.strategy: tf.distribute.Strategy | None = None
+        self.marks: Marks | None = None
 
     def build(self, strategy: tf.distribute.Strategy, schedule=None) -> None:
         """Makes the state beside the model: optimizer slots, counters, averages. The loop calls it.
@@ -260,7 +268,7 @@ class TrainStep(_Step):
     def check_central_storage(self, strategy: tf.distribute.Strategy) -> None:
         """Raises `UsageError` where replicas share one copy of every variable, for what TensorFlow
         cannot do then: update variables in the forward pass, in a loop, or read them under XLA."""
-        if not _shares_variables(strategy):
+        if not shares_variables(strategy):
             return
         if self.accumulate_steps > 1 or self.jit_compile:
             raise UsageError(
@@ -284,6 +292,11 @@ class TrainStep(_Step):
         """Everything that a checkpoint must hold for training to go on bit for bit."""
         return {"model": [v.value for v in self.model.variables], **self.applier.state()}
 
+    def reduced_specs(self) -> list[tf.Variable | tf.TensorSpec]:
+        """Like what `reduce` sums, in that order: a gradient for each trainable variable (some may
+        be None), statistics of replicas, and the number of valid examples (when it is counted)."""
+        return [*self._trainable, *self._statistics, tf.TensorSpec([], tf.float32)]
+
     # The step itself, on one replica ------------------------------------------------------------
 
     def __call__(self, batch: Any) -> tf.Tensor:
@@ -293,12 +306,15 @@ class TrainStep(_Step):
             float32 scalar: the replica's loss scaled by the global batch size; summed over replicas
             it is the mean loss of the global batch (0 when the update was skipped).
         """
+        self._mark("input", batch)
         count = self.count(batch)
         loss, gradients = self.forward_backward(batch, count)
+        self._mark("backward", gradients)
         loss, gradients = self.reduce(loss, count, gradients)
         finite = self.finite(gradients) if self.applier.judges_finiteness else None
         gradients = self.clip(gradients)
         self.apply(gradients, finite)
+        self._mark("apply", self._trainable)
         return loss if finite is None else tf.where(finite, loss, 0.0)
 
     def forward_backward(
@@ -341,6 +357,7 @@ class TrainStep(_Step):
         with tf.GradientTape() as tape:
             with tf.name_scope("ctl_forward"):
                 loss, outputs = self.forward(batch)
+                self._mark("forward", loss if outputs is None else outputs)
                 loss /= float(divisor)
             scaled = self.applier.loss_scale.scale * loss if self.loss_scale else loss
         with tf.name_scope("ctl_backward"):
@@ -390,11 +407,10 @@ class TrainStep(_Step):
         dense = [g for g in gradients if g is not None]
         counted = [] if isinstance(count, int) else [tf.cast(count, tf.float32)]
         statistics = [v.read_value() for v in self._statistics]
-        reduced = all_reduce(
-            [*dense, *statistics, *counted],
-            bytes_per_pack=self.bytes_per_pack,
-            options=self.options,
-        )
+        tensors = [*dense, *statistics, *counted]
+        reduced = all_reduce(tensors, bytes_per_pack=self.bytes_per_pack, options=self.options)
+        if self.marks is not None:
+            self.marks.mark_packs(tensors, reduced)
         replicas = self.strategy.num_replicas_in_sync
         means = reduced[len(dense) : len(dense) + len(statistics)]
         for variable, total in zip(self._statistics, means, strict=True):
@@ -423,6 +439,10 @@ class TrainStep(_Step):
     def apply(self, gradients: list[tf.Tensor | None], finite: tf.Tensor | None = None) -> None:
         """Hands reduced gradients over to `ctl.apply.Apply`, which updates all replicas alike."""
         tf.distribute.get_replica_context().merge_call(self.applier, args=(gradients, finite))
+
+    def _mark(self, name: str, tensors: Any) -> None:
+        if self.marks is not None:
+            self.marks.mark(name, tensors)
 
     # State that replicas do not share by themselves ---------------------------------------------
 

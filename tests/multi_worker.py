@@ -132,7 +132,9 @@ class Ending(ctl.data.InMemory):
 def main() -> None:
     if "devices" in OPTIONS:
         cut_into_devices(int(OPTIONS["devices"]))
-    placement = make_multi_worker(me, collective_timeout=TIMEOUT, startup_timeout=STARTUP)
+    placement = make_multi_worker(
+        me, collective_timeout=TIMEOUT, startup_timeout=STARTUP, record_dir=OUT / "inspect"
+    )
     strategy = placement.strategy
     keras.utils.set_random_seed(me.index if "seeds" in OPTIONS else 0)
     with strategy.scope():

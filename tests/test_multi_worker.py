@@ -22,6 +22,7 @@ from helpers import BATCH, CLASSES, FEATURES, examples, largest_difference
 
 from ctl import launch
 from ctl.data import InMemory
+from ctl.inspect import hang
 from ctl.loop import Evaluator, Loop
 from ctl.step import EvalStep, TrainStep
 
@@ -161,17 +162,17 @@ def test_resumed_by_another_number_of_workers(tmp_path, mirrored):
 
 
 @pytest.mark.parametrize(
-    ("fault", "culprit", "bound", "words"),
+    ("fault", "culprit", "bound", "what", "blamed"),
     [
-        ("kill", 1, 12, r"worker 0 of 3: .* after step \d+ broke off: .*worker 1"),
-        ("kill", 0, 12, r"worker 1 of 3: .* after step \d+ broke off"),
-        ("raise", 1, 15, r"worker 0 of 3: .* after step \d+ broke off: .*worker 1"),
-        ("freeze", 1, 25, r"worker 0 of 3: .* after step \d+ (timed out|broke off)"),
-        ("freeze", 0, 25, r"worker 1 of 3: .* after step \d+ (timed out|broke off)"),
-        ("absent", 1, 25, r"worker 0 of 3: .* after step \d+ timed out"),
+        ("kill", 1, 12, "broke off", "gone: "),
+        ("kill", 0, 12, "broke off", "gone: "),
+        ("raise", 1, 15, "broke off", "gone: "),
+        ("freeze", 1, 25, "(timed out|broke off)", "frozen or dead: silent for "),
+        ("freeze", 0, 25, "(timed out|broke off)", "frozen or dead: silent for "),
+        ("absent", 1, 25, "timed out", "in the action Faulty after step 5 "),
     ],
 )
-def test_survivors_end_in_time_and_say_why(tmp_path, fault, culprit, bound, words):
+def test_survivors_end_in_time_and_say_why(tmp_path, fault, culprit, bound, what, blamed):
     options = (f"fault={fault}", f"worker={culprit}", "timeout=10", "loop=1")
     with job(tmp_path, *options, workers=3) as processes:
         survivors = [i for i in range(3) if i != culprit]
@@ -180,7 +181,14 @@ def test_survivors_end_in_time_and_say_why(tmp_path, fault, culprit, bound, word
         at = float(re.search(r"fault \w+ at (\S+)", said(tmp_path, culprit))[1])
     assert ended == [5, 5], [said(tmp_path, i)[-1500:] for i in survivors]
     assert over - at < bound
-    assert re.search(words, last_line(tmp_path, survivors[0])), last_line(tmp_path, survivors[0])
+    first = rf"worker {survivors[0]} of 3: a collective in training after step \d+ {what}: "
+    blamed = rf"worker {culprit} \({blamed}"
+    assert re.search(f"{first}.*; waiting for {blamed}", said(tmp_path, survivors[0]))
+    records, notes = hang.load(tmp_path)
+    assert {record.worker for record in records} >= set(survivors) and not notes
+    verdict = hang.verdict(records)
+    waiting = f"workers {survivors[0]}, {survivors[1]} wait in training"
+    assert re.search(rf"^step \d+: {waiting} since \d+ s; {blamed}[^;]*$", verdict), verdict
 
 
 def test_data_that_end_on_one_worker(tmp_path):
@@ -190,7 +198,7 @@ def test_data_that_end_on_one_worker(tmp_path):
     at = float(re.search(r"fault end at (\S+)", said(tmp_path, 1))[1])
     assert (tmp_path / "err-0").stat().st_mtime - at < 25
     assert "worker 1: its data ended after step 5, those of other" in last_line(tmp_path, 1)
-    assert re.search(r"worker 0 of 2: .* waiting for worker 1 at", last_line(tmp_path, 0))
+    assert re.search(r"worker 0 of 2: .* waiting for worker 1 \(gone: ", last_line(tmp_path, 0))
 
 
 def test_a_nan_on_one_worker_stops_all(tmp_path):

@@ -124,5 +124,7 @@ def test_a_full_disk_on_the_chief(zygote, tmp_path):
         chief.stderr.splitlines()[-1],
     )
     last = worker.stderr.splitlines()[-1]
-    assert re.search(r"^worker 1 of 2: .* after step \d+ broke off: .*waiting for worker 0", last)
+    assert re.search(
+        r"^worker 1 of 2: .* after step \d+ broke off: .*waiting for worker 0 \(", last
+    )
     assert last in (tmp_path / "worker-1.log").read_text()
