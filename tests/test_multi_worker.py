@@ -31,8 +31,11 @@ BOUND = 120  # seconds for a whole job, several times what it takes
 
 
 @contextlib.contextmanager
-def job(out: Path, *options: str, workers: int = 2, addresses=None) -> Iterator[list]:
-    """Starts the workers of a job without the launcher; ends what is left of them."""
+def job(
+    out: Path, *options: str, workers: int = 2, addresses=None, prefixes=None
+) -> Iterator[list]:
+    """Starts the workers of a job without the launcher, each by a prefix of its command; ends what
+    is left of them."""
     addresses = addresses or launch.cluster(workers)["worker"]
     out.mkdir(exist_ok=True)
     with contextlib.ExitStack() as stack:
@@ -41,7 +44,7 @@ def job(out: Path, *options: str, workers: int = 2, addresses=None) -> Iterator[
             task = {"type": "worker", "index": index}
             config = json.dumps({"cluster": {"worker": addresses}, "task": task})
             process = subprocess.Popen(
-                [sys.executable, WORKER, out, *options],
+                [*(prefixes[index] if prefixes else ()), sys.executable, WORKER, out, *options],
                 env={**os.environ, "TF_CONFIG": config, "CUDA_VISIBLE_DEVICES": "-1"},
                 stdout=stack.enter_context(open(out / f"out-{index}", "w")),
                 stderr=stack.enter_context(open(out / f"err-{index}", "w")),
