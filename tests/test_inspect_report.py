@@ -74,7 +74,7 @@ def test_many_replicas_are_the_spread_and_the_latest():
 def test_rows_are_named_in_the_fewest_words():
     assert row_names(make(1, replicas=2).rows) == ["replica 0", "replica 1"]
     assert row_names(make(2).rows) == ["worker 0", "worker 1"]
-    assert row_names(make(2, replicas=2).rows)[3] == "worker 1, replica 1"
+    assert row_names(make(2, replicas=2).rows)[3] == "worker 1, r1"
 
 
 def test_packs_are_in_the_units_of_nccl_tests():
@@ -100,6 +100,7 @@ def test_scalars_are_those_of_the_latest_replica():
     assert values["allreduce/late_ms"] == pytest.approx(20, rel=0.02)
     assert values["allreduce/exposed_ms"] == pytest.approx(20 + 3, rel=0.02)
     assert values["allreduce/busbw"] == pytest.approx(4e6 / 3e-3 / 1e9, rel=0.02)
+    assert values["allreduce/busbw"] == pytest.approx(make(2, noise=0.0).packs[0].busbw, rel=0.02)
     assert set(scalars(make(1, packs=0))) == {"allreduce/exposed_ms", "allreduce/late_ms"}
 
 

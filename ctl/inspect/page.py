@@ -115,11 +115,13 @@ def _figures(timeline: Timeline, measured: Measured | None) -> str:
             said += f" ({percent(share)} of what was measured)"
         cards.append((f"{significant(values['allreduce/busbw'])} GB/s", said))
     if len(timeline.rows) > 1:
-        latest = int(np.nan_to_num(median(timeline.late, axis=1)).argmax())
         late = values.get("allreduce/late_ms", np.nan) / 1e3
-        often = int((timeline.late.argmax(axis=0) == latest).sum())
-        said = f"waited for the last; {often} of {len(timeline.steps)} times for "
-        cards.append((duration(late), said + row_names(timeline.rows)[latest]))
+        times = np.bincount(np.nan_to_num(timeline.late).argmax(axis=0))
+        said = "waited for the last, another one each time"
+        if times.max() > len(timeline.steps) / 2:
+            name = row_names(timeline.rows)[times.argmax()]
+            said = f"waited for the last: {name}, {times.max()} of {len(timeline.steps)} times"
+        cards.append((duration(late), said))
     items = (f"<li><b>{escape(a)}</b><span>{escape(b)}</span></li>" for a, b in cards)
     return f'<ul class="figures">{"".join(items)}</ul>'
 
@@ -192,8 +194,8 @@ def _plan_section(plan: Plan) -> str:
         parts.append(f"<p>and {len(everything) - COLLECTIVES} more.</p>")
     for lint in plan.lints:
         parts.append(
-            f'<p><b class="alarm">{escape(lint.name)}</b>: {escape(lint.reason)} '
-            f"{escape(lint.remedy)}</p>"
+            f'<p><b class="alarm">{escape(lint.name)}</b>: {escape(lint.reason)}. '
+            f"Try: {escape(lint.remedy)}.</p>"
         )
     parts += [f'<p class="lead">{escape(note)}</p>' for note in plan.notes]
     return "".join([*parts, "</section>"])
@@ -203,7 +205,7 @@ def _collective(collective: Collective, left: int) -> tuple[str, int]:
     """A row of the plan, and how many names of variables are in it, at most ``left``."""
     starts = percent(collective.start_share)
     if collective.purpose != "gradients":
-        starts = collective.purpose
+        starts = collective.purpose + ("" if collective.in_loop else ", once per call")
     elif collective.full_share not in (None, collective.start_share):
         starts += f"–{percent(collective.full_share)}"
     kind = collective.kind + (f" ({collective.hint})" if collective.hint else "")

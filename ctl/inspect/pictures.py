@@ -77,14 +77,12 @@ def _lane(timeline: Timeline, row: int, index: int, label: str, note: str) -> La
     zero = timeline.begin[:, index].min()
     at = timeline.begin[row, index] - zero
     compute = []
-    for phase in ("input", "forward", "backward"):
-        seconds = timeline.phases[phase][row, index]
-        if np.isfinite(seconds):
-            compute.append(_phase(phase, at, at + seconds, label))
-            at += seconds
+    for phase, text, seconds in computed_phases(timeline, row, index):
+        compute.append(_phase(phase, at, at + seconds, label, text))
+        at += seconds
     computed, end = at, timeline.begin[row, index] - zero + timeline.step_seconds[row, index]
     apply = timeline.phases["apply"][row, index]
-    compute.append(_phase("apply", end - apply, end, label))
+    compute.append(_phase("apply", end - apply, end, label, "apply"))
     communication, ready, exposed = [], [], []
     covered = computed
     packs = timeline.packs[:PACKS]
@@ -118,15 +116,27 @@ def levels(packs: Sequence[PackTimes], row: int, index: int) -> list[int]:
     return found
 
 
-def _phase(phase: str, begin: float, end: float, label: str) -> Span:
-    return Span(phase, begin, end, phase, f"{label}: {phase}, {duration(end - begin)}")
+def computed_phases(timeline: Timeline, row: int, index: int) -> list[tuple[str, str, float]]:
+    """What a replica did before its packs were left: phase, what to call it, seconds."""
+    found = []
+    for phase in ("input", "forward", "backward"):
+        seconds = float(timeline.phases[phase][row, index])
+        joint = phase == "backward" and not np.isfinite(timeline.phases["forward"][row, index])
+        if np.isfinite(seconds):
+            found.append((phase, "forward and backward" if joint else phase, seconds))
+    return found
+
+
+def _phase(phase: str, begin: float, end: float, label: str, text: str) -> Span:
+    return Span(phase, begin, end, text, f"{label}: {text}, {duration(end - begin)}")
 
 
 def waits_picture(timeline: Timeline) -> tuple[str, int]:
     """Wait and transfer of every step, and how many replicas are in the picture."""
-    shape = timeline.late.shape
-    wait = sum((pack.wait for pack in timeline.packs), np.zeros(shape))
-    transfer = sum((pack.transfer for pack in timeline.packs), np.zeros(shape))
+    total = timeline.hidden + timeline.exposed  # not the sum over packs: they may overlap
+    wait = sum((pack.wait for pack in timeline.packs), np.zeros(total.shape))
+    wait = np.minimum(wait, total)
+    transfer = total - wait
     late = median(timeline.late, axis=1)
     rows, notes = choose(late, median(wait, axis=1), PANELS)
     names = row_names(timeline.rows)

@@ -20,6 +20,7 @@ from rich.text import Text
 
 from ctl import svg
 from ctl.inspect.charts import PHASES, significant
+from ctl.inspect.verdict import share_of_measured
 
 if TYPE_CHECKING:
     from ctl.inspect.link import Measured
@@ -43,12 +44,13 @@ class Table:
 
 
 def row_names(rows: Sequence[Row]) -> list[str]:
-    """What each row is called, in the fewest words that tell it from the others."""
+    """What each row is called, in the fewest words that tell it from the others: there is little
+    room for it in a picture."""
     several = len({row.worker for row in rows}) > 1
     split = len({row.replica for row in rows}) > 1
     if not several:
         return [f"replica {row.replica}" for row in rows]
-    return [f"worker {row.worker}" + f", replica {row.replica}" * split for row in rows]
+    return [f"worker {row.worker}" + f", r{row.replica}" * split for row in rows]
 
 
 def phase_table(timeline: Timeline) -> Table:
@@ -92,9 +94,7 @@ def pack_table(timeline: Timeline, plan: Plan | None, measured: Measured | None)
     names = ["", *columns]
     if measured:
         names.append("% of measured")
-        limits = [measured.busbw(pack.bytes) / 1e9 for pack in timeline.packs]
-        reached = zip(columns["busbw GB/s"], limits, strict=True)
-        cells.append([percent(value / limit if limit > 0 else None) for value, limit in reached])
+        cells.append([percent(share_of_measured(pack, measured)) for pack in timeline.packs])
     names += ["possible from", "ready at"]
     cells.append([percent(shares.get(pack.name)) for pack in timeline.packs])
     cells.append([percent(share) for share in ready_shares(timeline)])
@@ -128,11 +128,23 @@ def scalars(timeline: Timeline) -> dict[str, float]:
     exposed = float(median(timeline.exposed.max(axis=0))) * 1e3
     late = float(median(timeline.late.max(axis=0))) * 1e3
     values = {"allreduce/exposed_ms": exposed, "allreduce/late_ms": late}
-    seconds = sum(float(np.median(pack.seconds)) for pack in timeline.packs)
+    seconds = float(np.median(_transferring(timeline)))
     size = sum(pack.bytes for pack in timeline.packs)
     if seconds > 0 and size:
         values["allreduce/busbw"] = size / seconds / 1e9 * timeline.packs[0].bus_factor
     return {name: value for name, value in values.items() if np.isfinite(value)}
+
+
+def _transferring(timeline: Timeline) -> np.ndarray:
+    """Seconds of each step, [S], in which some pack was transferred: packs may overlap."""
+    seconds = np.zeros(len(timeline.steps))
+    covered = np.full(len(timeline.steps), -np.inf)
+    for pack in timeline.packs:
+        there = (pack.start + pack.wait).max(axis=0)
+        done = there + pack.seconds
+        seconds += np.maximum(0.0, done - np.maximum(there, covered))
+        covered = np.maximum(covered, done)
+    return seconds
 
 
 def print_report(
