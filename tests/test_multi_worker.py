@@ -73,7 +73,7 @@ def finished(out: Path, workers: int) -> list[dict]:
 
 
 def weights(saved: dict) -> list[np.ndarray]:
-    return [saved[f"arr_{i}"] for i in range(len(saved) - 2)]
+    return [value for name, value in saved.items() if name.startswith("arr_")]
 
 
 def one_device(mirrored, synchronized: bool = False):
@@ -130,7 +130,7 @@ def test_several_devices_per_worker_equal_one(tmp_path, mirrored):
 def straight(tmp_path_factory):
     """An uninterrupted job of 2 workers with BatchNorm and Dropout."""
     out = tmp_path_factory.mktemp("straight")
-    with job(out, "norm=1") as processes:
+    with job(out, "norm=1", "fit=1") as processes:
         assert codes(processes) == [0, 0], said(out, 0)[-2000:]
     return finished(out, 2)
 
@@ -139,6 +139,12 @@ def test_batch_norm_and_dropout(straight):
     first, second = straight
     assert largest_difference(weights(first), weights(second)) == 0  # moving statistics included
     assert (first["masks"] != second["masks"]).any()
+
+
+def test_fit_fails_where_this_loop_trains(straight):
+    """When this fails, what README.md says of Keras must change."""
+    for saved in straight:
+        assert re.match(r"ValueError: Attempt to convert a value \(PerReplica", str(saved["fit"]))
 
 
 def test_preempted_at_the_same_step_and_resumed_bit_for_bit(tmp_path, straight):
