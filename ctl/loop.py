@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 from absl import logging
@@ -26,6 +26,9 @@ from ctl.errors import CheckpointError, DivergedError, Preempted, UsageError
 from ctl.evaluator import Evaluator, Pace, StopRequested
 from ctl.global_batches import devices_without_autotuning
 from ctl.step import TrainStep
+
+if TYPE_CHECKING:
+    from ctl.inspect.flight import Flight
 
 SUM = tf.distribute.ReduceOp.SUM
 
@@ -106,15 +109,13 @@ class Loop:
                 f"the global batch size {size} is not divisible by {replicas} replicas"
             )
         step.build(self.strategy, schedule)
+        self._flight = self._watch()
         self._pace = Pace(steps_per_loop)
         self._marks = step.marks  # of the last call
         self._iterator = None
         self._iterator_step = -1
         self._resident = None
         self._is_chief = workers.is_chief(self.strategy)
-        workers.watch(self.strategy)
-        if checkpoints:
-            watchdog.finish_first(checkpoints.wait)
         self._signal: int | None = None
         self._evaluated: dict[str, float] | None = None  # results at the current step
         self._skipped_in_a_row = 0
@@ -211,11 +212,8 @@ class Loop:
         skipped = self._skipped()
         report = self._pace.report(self._signal is not None)
         start = time.perf_counter()
-        first = not self._pace.traced
         with (
-            watchdog.collective(
-                "training", step=step, first=first, progress=lambda: self.global_step
-            ),
+            self._watched(step, steps),
             tf.profiler.experimental.Trace("ctl_step", step_num=step, _r=1),
         ):
             totals, finite = self._train_steps(
@@ -243,6 +241,27 @@ class Loop:
             self._window_timed_steps += steps
             self._window_seconds += seconds
         return seconds, asked > 0
+
+    def _watch(self) -> Flight | None:
+        """With several workers: what ends a call that does not come back, and says where it is."""
+        if not workers.watch(self.strategy):
+            return None
+        from ctl.inspect.flight import record_marks
+
+        if self.checkpoints:
+            watchdog.finish_first(self.checkpoints.wait)
+        return record_marks(self.step)
+
+    def _watched(self, step: int, steps: int) -> contextlib.AbstractContextManager[None]:
+        flight = self._flight
+        return watchdog.collective(
+            "training",
+            first=not self._pace.traced,
+            step=step,
+            progress=lambda: self.global_step,
+            marks=flight and (lambda: flight.read(step + steps)),
+            packs=flight.packs if flight else (),
+        )
 
     def _start(self, step: int) -> None:
         if self._resident is None:
