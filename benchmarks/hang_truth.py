@@ -3,11 +3,11 @@
   python benchmarks/hang_truth.py                      # 20 jobs with a frozen worker
   python benchmarks/hang_truth.py --faults=kill,raise,host,input,forward --runs=10
 
-Each run is a job of real processes on loopback in which one worker, drawn at random, fails: it
-is stopped by SIGSTOP (freeze) or killed by SIGKILL (kill) at a random moment; or raises an exception
+Each run is a job of real processes on loopback in which one worker, drawn at random, fails: it is
+stopped by SIGSTOP (freeze) or killed by SIGKILL (kill) at a random moment; or raises an exception
 (raise) or does something else (host) between two steps; or never gets its batch (input), or never
-ends a forward pass (forward). The others must end with exit code 5, and the verdict over the records
-that they leave must name that worker and no other, and say how it failed.
+ends a forward pass (forward). The others must end with exit code 5, and the verdict over the
+records that they leave must name that worker and no other, and say how it failed.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ import math
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -109,6 +110,7 @@ class Loop:
                 f"the global batch size {size} is not divisible by {replicas} replicas"
             )
         step.build(self.strategy, schedule)
+        step.traced = weakref.WeakMethod(self.traced)
         self._flight = self._watch()
         self._pace = Pace(steps_per_loop)
         self._marks = step.marks  # of the last call
@@ -263,15 +265,27 @@ class Loop:
             packs=flight.packs if flight else (),
         )
 
+    def traced(self) -> tf.types.experimental.ConcreteFunction:
+        """The graph that `train` runs, traced now if it was not before. No step is run."""
+        if self._iterator is None:
+            self._open(self.global_step)
+        return self._train_steps.get_concrete_function(
+            *(self._iterator, self._resident, tf.constant(1), self._pace.report(False)),
+            self.step.marks,
+        )
+
     def _start(self, step: int) -> None:
+        self._open(step)
+        if workers.is_multi_worker(self.strategy):
+            self._meet_peers(step)
+
+    def _open(self, step: int) -> None:
         if self._resident is None:
             self._resident = self.dataset.resident(self.strategy)
         batches = self.dataset.batches(step)
         with devices_without_autotuning():
             self._iterator = iter(self.strategy.experimental_distribute_dataset(batches))
         self._iterator_step = step
-        if workers.is_multi_worker(self.strategy):
-            self._meet_peers(step)
 
     def _meet_peers(self, step: int) -> None:
         """Before the first step: all are about to do the same, and have traced it."""
@@ -289,10 +303,7 @@ class Loop:
                 },
             },
         )
-        self._train_steps.get_concrete_function(
-            *(self._iterator, self._resident, tf.constant(1), self._pace.report(False)),
-            self.step.marks,
-        )
+        self.traced()
         workers.barrier(self.strategy, watchdog.FIRST_CALL_SECONDS)
 
     def _wake(self, step: int, until: int, seconds_per_step: float) -> dict[str, float]:

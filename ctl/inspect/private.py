@@ -12,6 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 _MANAGER = "experimental_acd_manager"
+_DEFINITIONS = "tensorflow.python.framework.op_def_registry"
 _XPLANE = "tensorflow.tsl.profiler.protobuf.xplane_pb2"
 
 
@@ -53,5 +54,40 @@ def parse_xspace(data: bytes) -> Any:
 def _xplane() -> Any:
     try:
         return importlib.import_module(_XPLANE)
+    except ImportError:
+        return None
+
+
+def no_definitions() -> str | None:
+    """Why it cannot be told which outputs an operation has, if so."""
+    if _definitions():
+        return None
+    return (
+        f"this TensorFlow ({tf.__version__}) has no {_DEFINITIONS}: the shapes of operations with "
+        "several outputs are not known, so some sizes may be missing"
+    )
+
+
+def output_offset(node: Any, output: str) -> int:
+    """The number of the first tensor of ``output`` among all outputs of a `NodeDef`, which in the
+    body of a function is named ``node:output:index``; 0 when `no_definitions`."""
+    definitions = _definitions()
+    definition = definitions.get(node.op) if definitions else None
+    offset = 0
+    for argument in definition.output_arg if definition else ():
+        if argument.name == output:
+            break
+        if argument.number_attr:
+            offset += node.attr[argument.number_attr].i
+        elif argument.type_list_attr:
+            offset += len(node.attr[argument.type_list_attr].list.type)
+        else:
+            offset += 1
+    return offset
+
+
+def _definitions() -> Any:
+    try:
+        return importlib.import_module(_DEFINITIONS)
     except ImportError:
         return None
