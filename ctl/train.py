@@ -200,7 +200,7 @@ def _choose_packs(loop: Loop, chosen: int | None) -> None:
             loop.tune_packs()
     else:
         logging.info("bytes_per_pack: %d, chosen when the run began", chosen)
-        loop.step.bytes_per_pack = chosen
+        loop.cut(chosen)
 
 
 def best_mode(metric: str) -> str:

@@ -79,8 +79,10 @@ def fastest(loop: Loop) -> int:
 def _time(loop: Loop, sizes: Sequence[int]) -> dict[int, list[float]]:
     """Seconds per step of each block, for each of ``sizes``: those of the slowest worker."""
     step, strategy = loop.step, loop.strategy
-    before, first = step.bytes_per_pack, loop.global_step
-    batches = loop.dataset.batches(first)
+    before = step.bytes_per_pack, step.marks
+    step.marks = None  # they are those of other packs
+    nothing = tf.zeros([2])  # to report to the other workers
+    batches = loop.dataset.batches(loop.global_step)
     with devices_without_autotuning():
         iterator = iter(strategy.experimental_distribute_dataset(batches))
 
@@ -88,7 +90,7 @@ def _time(loop: Loop, sizes: Sequence[int]) -> dict[int, list[float]]:
         step.bytes_per_pack = size
         start = time.perf_counter()
         with watchdog.collective(f"trying bytes_per_pack={size}", first=traces):
-            loop.run_steps(iterator, steps)
+            loop.run_steps(iterator, steps, nothing)[0].numpy()
         return (time.perf_counter() - start) / steps
 
     try:
@@ -98,7 +100,7 @@ def _time(loop: Loop, sizes: Sequence[int]) -> dict[int, list[float]]:
         steps = min(_MOST_STEPS, max(2, int(_BLOCK_SECONDS / alone)))
         rounds = [[block(size, steps) for size in sizes] for _ in range(_ROUNDS)]
     finally:
-        step.bytes_per_pack = before
+        step.bytes_per_pack, step.marks = before
     rounds = [_slowest(strategy, seconds) for seconds in rounds]
     return dict(zip(sizes, map(list, zip(*rounds, strict=True)), strict=True))
 
