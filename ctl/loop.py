@@ -250,6 +250,7 @@ class Loop:
         """The graph that `train` runs, traced now if it was not before. No step is run."""
         if self._iterator is None:
             self._open(self.global_step)
+            self._iterator_step = -1  # nothing has begun: peers are still to be met
         return self._train_steps.get_concrete_function(
             *(self._iterator, self._resident, tf.constant(1), self._pace.report(False)),
             self.step.marks,
@@ -286,6 +287,7 @@ class Loop:
         )
         self.traced()
         workers.barrier(self.strategy, watchdog.FIRST_CALL_SECONDS)
+        workers.check_agreement(self.strategy, self.step.plan().facts())
 
     def _wake(self, step: int, until: int, seconds_per_step: float) -> dict[str, float]:
         cache: dict[str, float] = {}

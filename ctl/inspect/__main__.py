@@ -13,12 +13,14 @@ from ctl.errors import UsageError
 # Name -> module, and the line of --help.
 COMMANDS = {
     "plan": ("ctl.inspect.plan_command", "what a step will move; no step is run"),
+    "hang": ("ctl.inspect.hang", "who was where when a run was stuck"),
 }
 
 _USAGE = """
 Sees through the all-reduce of a training run.
 
   python -m ctl.inspect plan --replicas=2              # flags as for ctl.train
+  python -m ctl.inspect hang /tmp/run                  # the --model_dir of the run
 
 Each has its own --help: python -m ctl.inspect plan --help
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _COLLECTIVE = re.compile(r"_?(Collective|Nccl)\w+|XlaAllReduce|CrossReplicaSum|AllToAll")
 # These are the communication where one device sums or joins what comes from several.
 _JOINS = {"AddN", "ConcatV2"}
-_PACK = re.compile(r"(?:^|/)((ctl_all_reduce(?:_\d+)?)/(pack\d+))(?=/|$)")
+_PACK = re.compile(r"(?:^|/)((ctl_all_reduce(?:_\d+)?)/(pack\d+(?:_\d+)?))(?=/|$)")
 _REPLICA = re.compile(r"(^|/)replica_\d+/")
 _SPLITS = {"Split", "SplitV"}
 _ASSIGN = re.compile(r"(Assign\w*VariableOp|ResourceApply\w+|ResourceScatter\w+)$")

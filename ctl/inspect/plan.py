@@ -139,6 +139,17 @@ class Plan:
         ]
         return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
 
+    def facts(self) -> dict[str, str]:
+        """What all workers must agree on, by name, in words: see `ctl.workers.check_agreement`."""
+        return {
+            **{
+                f"all-reduce {number}": f"{c.purpose}: {len(c.members)} tensors, {c.dtype} "
+                f"{'of unknown size' if c.shape is None else list(c.shape)}"
+                for number, c in enumerate((*self.collectives, *self.other))
+            },
+            "the plan of all of them": self.fingerprint[:12],
+        }
+
     def to_json(self) -> dict[str, Any]:
         """As JSON values; `from_json` reads it back."""
         return {
