@@ -19,6 +19,7 @@ from typing import Any
 
 from absl import logging
 
+from ctl import slurm
 from ctl.errors import PeerError, UsageError
 
 # When to say who is missing, the first time and again (seconds).
@@ -71,8 +72,8 @@ def resolve(
         raise UsageError("--worker_index needs --workers=HOST:PORT,HOST:PORT,…")
     if environ.get("TF_CONFIG"):
         return _from_tf_config(environ["TF_CONFIG"])
-    if "SLURM_STEP_NUM_TASKS" in environ:
-        return _from_slurm()
+    if slurm.is_task(environ):
+        return _checked(*slurm.tasks(environ), "Slurm")
     raise UsageError(
         "--strategy=multi_worker finds no cluster: give --workers=HOST:PORT,… and --worker_index, "
         "set TF_CONFIG, or start with ctl.launch or srun"
@@ -104,19 +105,6 @@ def _from_tf_config(text: str) -> Cluster:
     if kind not in ("worker", "chief", "master"):
         raise UsageError(f"TF_CONFIG: this task is a {kind!r}; multi_worker has workers only")
     return _checked(workers, index + (len(chiefs) if kind == "worker" else 0), "TF_CONFIG")
-
-
-def _from_slurm() -> Cluster:
-    """By TensorFlow's own resolver, from the variables of a Slurm job step."""
-    import tensorflow as tf
-
-    try:
-        resolver = tf.distribute.cluster_resolver.SlurmClusterResolver(auto_set_gpu=False)
-        workers = resolver.cluster_spec().as_dict()["worker"]
-        _, index = resolver.get_task_info()
-    except (RuntimeError, ValueError, KeyError, OSError) as error:
-        raise UsageError(f"cannot read the cluster from Slurm: {error}") from error
-    return _checked(workers, index, "Slurm")
 
 
 def _checked(workers: Sequence[Any], index: int, source: str) -> Cluster:

@@ -143,7 +143,7 @@ def check_agreement(strategy: tf.distribute.Strategy, facts: Mapping[str, Any]) 
         UsageError: on every worker, naming what differs and each worker's value.
     """
     mine = json.dumps(facts, sort_keys=True, default=str).encode()
-    texts = [json.loads(text) for text in _all_gather(strategy, mine, "comparing the workers")]
+    texts = [json.loads(text) for text in all_gather(strategy, mine, "comparing the workers")]
     differ = [
         name
         for name in sorted(set().union(*texts))
@@ -163,10 +163,10 @@ def earliest(strategy: tf.distribute.Strategy, step: int) -> int:
     """The least ``step`` of all workers; every worker must call it."""
     if not is_multi_worker(strategy):
         return step
-    return min(int(text) for text in _all_gather(strategy, str(step).encode(), "a gather"))
+    return min(int(text) for text in all_gather(strategy, str(step).encode(), "a gather"))
 
 
-def _all_gather(strategy: tf.distribute.Strategy, text: bytes, doing: str) -> list[bytes]:
+def all_gather(strategy: tf.distribute.Strategy, text: bytes, doing: str) -> list[bytes]:
     """The ``text`` of every worker, in their order; the same list on every worker."""
 
     def gather(values: tf.Tensor) -> tf.Tensor:

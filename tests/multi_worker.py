@@ -129,6 +129,18 @@ class Ending(ctl.data.InMemory):
         return ending.repeat().with_options(batches.options())
 
 
+def fit(strategy: tf.distribute.Strategy) -> str:
+    """What ``fit`` of Keras says to the strategy: README.md has a sentence about it."""
+    with strategy.scope():
+        network = keras.Sequential([keras.Input([FEATURES]), keras.layers.Dense(CLASSES)])
+        network.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    try:
+        network.fit(*examples(), batch_size=BATCH, verbose=0)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
 def main() -> None:
     if "devices" in OPTIONS:
         cut_into_devices(int(OPTIONS["devices"]))
@@ -174,6 +186,7 @@ def main() -> None:
         OUT / f"worker-{me.index}.npz",
         *network.get_weights(),
         masks=masks(strategy),
+        fit=fit(strategy) if "fit" in OPTIONS else "",
         results=np.array([results["loss"], results["accuracy"]]),
     )
     ctl.workers.barrier(strategy, 30)

@@ -74,20 +74,20 @@ def test_many_replicas_are_the_spread_and_the_latest():
 def test_rows_are_named_in_the_fewest_words():
     assert row_names(make(1, replicas=2).rows) == ["replica 0", "replica 1"]
     assert row_names(make(2).rows) == ["worker 0", "worker 1"]
-    assert row_names(make(2, replicas=2).rows)[3] == "worker 1, replica 1"
+    assert row_names(make(2, replicas=2).rows)[3] == "worker 1, r1"
 
 
 def test_packs_are_in_the_units_of_nccl_tests():
     timeline = make(4, packs=2, noise=0.0)
     measured = Measured("multi_worker", "ring", 4, (Point(1, 1e-3), Point(2_000_000, 1e-3)))
     table = pack_table(timeline, None, measured)
-    np.testing.assert_allclose(column(table, "MB"), [2, 2])
+    assert [row[1] for row in table.rows] == ["2.00 MB", "2.00 MB"]
     np.testing.assert_allclose(column(table, "transfer ms"), [3, 3], rtol=0.02)
     # 2 MB in 3 ms; 2(n-1)/n = 1.5 for 4 replicas; what was measured is three times as fast.
     np.testing.assert_allclose(column(table, "algbw GB/s"), [2 / 3, 2 / 3], rtol=0.02)
     np.testing.assert_allclose(column(table, "busbw GB/s"), [1, 1], rtol=0.02)
     np.testing.assert_allclose(column(table, "% of measured"), [33, 33], atol=1)
-    np.testing.assert_allclose(column(table, "ready at"), [50, 100], atol=1)
+    np.testing.assert_allclose(column(table, "ready"), [50, 100], atol=1)
 
 
 def test_many_packs_are_the_slowest():
@@ -100,6 +100,7 @@ def test_scalars_are_those_of_the_latest_replica():
     assert values["allreduce/late_ms"] == pytest.approx(20, rel=0.02)
     assert values["allreduce/exposed_ms"] == pytest.approx(20 + 3, rel=0.02)
     assert values["allreduce/busbw"] == pytest.approx(4e6 / 3e-3 / 1e9, rel=0.02)
+    assert values["allreduce/busbw"] == pytest.approx(make(2, noise=0.0).packs[0].busbw, rel=0.02)
     assert set(scalars(make(1, packs=0))) == {"allreduce/exposed_ms", "allreduce/late_ms"}
 
 

@@ -11,7 +11,7 @@ import pytest
 import simulated
 
 from ctl.inspect.timeline import join
-from ctl.inspect.trace import make_trace, write_trace
+from ctl.inspect.trace import make_trace
 
 
 def slices(trace: dict) -> dict[tuple[int, int], list[dict]]:
@@ -93,10 +93,3 @@ def test_arrows_go_from_the_last_to_those_that_waited():
             thread = slices(trace)[end["pid"], end["tid"]]
             (at,) = [e for e in thread if e["ts"] <= end["ts"] < round(e["ts"] + e["dur"], 3)]
             assert at["cat"] == "transfer"
-
-
-def test_it_is_written_whole(tmp_path):
-    timeline = join(simulated.windows())
-    write_trace(timeline, tmp_path / "trace.json")
-    assert json.loads((tmp_path / "trace.json").read_text()) == make_trace(timeline)
-    assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]

@@ -31,8 +31,11 @@ BOUND = 120  # seconds for a whole job, several times what it takes
 
 
 @contextlib.contextmanager
-def job(out: Path, *options: str, workers: int = 2, addresses=None) -> Iterator[list]:
-    """Starts the workers of a job without the launcher; ends what is left of them."""
+def job(
+    out: Path, *options: str, workers: int = 2, addresses=None, prefixes=None
+) -> Iterator[list]:
+    """Starts the workers of a job without the launcher, each by a prefix of its command; ends what
+    is left of them."""
     addresses = addresses or launch.cluster(workers)["worker"]
     out.mkdir(exist_ok=True)
     with contextlib.ExitStack() as stack:
@@ -41,7 +44,7 @@ def job(out: Path, *options: str, workers: int = 2, addresses=None) -> Iterator[
             task = {"type": "worker", "index": index}
             config = json.dumps({"cluster": {"worker": addresses}, "task": task})
             process = subprocess.Popen(
-                [sys.executable, WORKER, out, *options],
+                [*(prefixes[index] if prefixes else ()), sys.executable, WORKER, out, *options],
                 env={**os.environ, "TF_CONFIG": config, "CUDA_VISIBLE_DEVICES": "-1"},
                 stdout=stack.enter_context(open(out / f"out-{index}", "w")),
                 stderr=stack.enter_context(open(out / f"err-{index}", "w")),
@@ -70,7 +73,7 @@ def finished(out: Path, workers: int) -> list[dict]:
 
 
 def weights(saved: dict) -> list[np.ndarray]:
-    return [saved[f"arr_{i}"] for i in range(len(saved) - 2)]
+    return [value for name, value in saved.items() if name.startswith("arr_")]
 
 
 def one_device(mirrored, synchronized: bool = False):
@@ -127,7 +130,7 @@ def test_several_devices_per_worker_equal_one(tmp_path, mirrored):
 def straight(tmp_path_factory):
     """An uninterrupted job of 2 workers with BatchNorm and Dropout."""
     out = tmp_path_factory.mktemp("straight")
-    with job(out, "norm=1") as processes:
+    with job(out, "norm=1", "fit=1") as processes:
         assert codes(processes) == [0, 0], said(out, 0)[-2000:]
     return finished(out, 2)
 
@@ -136,6 +139,12 @@ def test_batch_norm_and_dropout(straight):
     first, second = straight
     assert largest_difference(weights(first), weights(second)) == 0  # moving statistics included
     assert (first["masks"] != second["masks"]).any()
+
+
+def test_fit_fails_where_this_loop_trains(straight):
+    """When this fails, what README.md says of Keras must change."""
+    for saved in straight:
+        assert re.match(r"ValueError: Attempt to convert a value \(PerReplica", str(saved["fit"]))
 
 
 def test_preempted_at_the_same_step_and_resumed_bit_for_bit(tmp_path, straight):

@@ -62,7 +62,10 @@ def test_the_wheel_has_the_sources_the_data_and_nothing_else(wheel):
         if path.is_file() and path.suffix not in (".py", ".pyc")
     }
     assert len(data) == 8  # six of the data set, its licence and its checksums
-    assert files == sources | data
+    clusters = {
+        f"ctl/clusters/{name}" for name in ("slurm.sh", "kubernetes_job.yaml", "tfjob.yaml")
+    }
+    assert files == sources | data | clusters
 
 
 def test_the_data_in_the_wheel_are_those_of_the_checksums(wheel):

@@ -19,7 +19,10 @@ from ctl import launch
 
 ROOT = Path(ctl.__file__).parents[1]
 TRAIN = "ctl.train"
-SHORT = ["--model=dense", "--train_steps=20", "--log_every=10", "--noexport"]
+SHORT = [
+    *("--dataset=synthetic", "--num_examples=640", "--model=dense"),
+    *("--train_steps=20", "--log_every=10", "--noexport"),
+]
 
 
 def tf_config(workers: list, index: int, kind: str = "worker") -> str:
@@ -29,7 +32,7 @@ def tf_config(workers: list, index: int, kind: str = "worker") -> str:
 def test_the_command_of_the_readme(tmp_path):
     """A bare ``ctl.launch``, with fewer steps. The chief speaks, every worker keeps a log."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    (line,) = re.findall(r"^python (-m ctl\.launch .*multi_worker.*)$", readme, re.MULTILINE)
+    (line,) = re.findall(r"^python (-m ctl\.launch --workers=2 .*)$", readme, re.MULTILINE)
     line = re.sub(r"--model_dir=\S+", f"--model_dir={tmp_path}", line)
     command = [sys.executable if word == "python" else word for word in shlex.split(line)]
     ended = subprocess.run(
@@ -45,9 +48,8 @@ def test_the_command_of_the_readme(tmp_path):
     assert len(re.findall(r"test: .*accuracy \d", ended.stdout)) == 1
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [(r["phase"], r["step"]) for r in records] == [
-        ("train", 10),
-        ("train", 20),
-        ("eval", 20),
+        *(("train", 10), ("eval", 10)),
+        *(("train", 20), ("eval", 20)),
     ]
     for phase in ("train", "eval"):
         assert len(list((tmp_path / phase).glob("events.*"))) == 1

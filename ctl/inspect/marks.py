@@ -27,7 +27,8 @@ import tensorflow as tf
 from ctl.errors import UsageError
 from ctl.inspect import private
 from ctl.reduce import make_packs
-from ctl.step import TrainStep, shares_variables
+from ctl.replicas import shares_variables
+from ctl.step import TrainStep
 
 
 def mark_names(step: TrainStep) -> tuple[str, ...]:
@@ -37,6 +38,15 @@ def mark_names(step: TrainStep) -> tuple[str, ...]:
     return ("input", "forward", "backward", *around, "apply")
 
 
+def stamp(waits_for: Sequence[tf.Tensor]) -> tf.Tensor:
+    """The time when all of these tensors are there: float64 scalar, seconds since the epoch, 1 us
+    ticks. In a graph only; ask `private.no_marks` first."""
+    with tf.control_dependencies(waits_for):
+        time = tf.timestamp()
+    private.run_independently(time.op)  # or it would wait for all stamps before it, too
+    return time
+
+
 class Store(Protocol):
     """Takes the stamps of a step while the step is traced, in replica context."""
 
@@ -44,8 +54,8 @@ class Store(Protocol):
         """The marks of step ``number`` follow; int64 scalar, batches seen before it."""
 
     def stamp(self, name: str, time: tf.Tensor, in_step: bool) -> None:
-        """``time``: float64 scalar, seconds since the epoch of the machine's clock, 1 us ticks.
-        Not ``in_step``: the mark is in the body of a loop inside the step, several times a step."""
+        """``time`` as of `stamp`. Not ``in_step``: the mark is in the body of a loop inside the
+        step, several times a step."""
 
     def finish(self) -> None:
         """There are no more marks in this step."""
@@ -99,9 +109,7 @@ class Marks:
                 for t in tf.nest.flatten(tensors, expand_composites=True)
                 if t is not None
             ]
-            with tf.control_dependencies(waits_for):
-                time = tf.timestamp()
-            private.run_independently(time.op)
+            time = stamp(waits_for)
             for store in self.stores:
                 store.stamp(name, time, in_step)
                 if name == "apply":

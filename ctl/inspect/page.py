@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ctl.inspect import pictures
-from ctl.inspect.charts import duration, significant
+from ctl.inspect.charts import duration, significant, size_of
 from ctl.inspect.report import Table, median, pack_table, percent, phase_table, row_names, scalars
 from ctl.inspect.style import STYLE
 from ctl.svg import escape
@@ -40,6 +40,11 @@ _DEFINITIONS = (
     ("transfer", "from then until the sums are here"),
     ("hidden, exposed", "communication while this replica still computed, and after it"),
     ("late", "how much later than the median of the others a replica came to the packs"),
+    (
+        "can start",
+        "the share of the backward pass without which a pack cannot start, from the graph",
+    ),
+    ("ready", "the share of the backward pass after which its gradients were there, measured"),
     ("algbw", "bytes of a pack by its time, 1 GB = 1e9 bytes (nccl-tests)"),
     ("busbw", "algbw · 2(n−1)/n with n replicas: comparable with the speed of a link"),
 )
@@ -115,11 +120,13 @@ def _figures(timeline: Timeline, measured: Measured | None) -> str:
             said += f" ({percent(share)} of what was measured)"
         cards.append((f"{significant(values['allreduce/busbw'])} GB/s", said))
     if len(timeline.rows) > 1:
-        latest = int(np.nan_to_num(median(timeline.late, axis=1)).argmax())
         late = values.get("allreduce/late_ms", np.nan) / 1e3
-        often = int((timeline.late.argmax(axis=0) == latest).sum())
-        said = f"waited for the last; {often} of {len(timeline.steps)} times for "
-        cards.append((duration(late), said + row_names(timeline.rows)[latest]))
+        times = np.bincount(np.nan_to_num(timeline.late).argmax(axis=0))
+        said = "waited for the last, another one each time"
+        if times.max() > len(timeline.steps) / 2:
+            name = row_names(timeline.rows)[times.argmax()]
+            said = f"waited for the last: {name}, {times.max()} of {len(timeline.steps)} times"
+        cards.append((duration(late), said))
     items = (f"<li><b>{escape(a)}</b><span>{escape(b)}</span></li>" for a, b in cards)
     return f'<ul class="figures">{"".join(items)}</ul>'
 
@@ -173,12 +180,12 @@ def _html(table: Table) -> str:
 
 
 def _plan_section(plan: Plan) -> str:
-    sizes = "".join(f'<th class="size">{what}</th>' for what in ("MB", "MB sent", "starts after"))
+    sizes = "".join(f'<th class="size">{what}</th>' for what in ("size", "sent", "can start"))
     everything = (*plan.collectives, *plan.other)
     parts = [
         "<section><h2>What the step moves</h2>",
         f'<p class="lead">{escape(plan.strategy)}, {_count(plan.replicas, "replica")}. '
-        "Starts after: the share of the backward pass that must be done before.</p>",
+        "Sent: by the replica that sends most.</p>",
         '<div class="wide"><table class="plan"><tr><th>pack</th><th>operation</th><th>type</th>',
         f"<th>shape</th>{sizes}<th>variables</th></tr>",
     ]
@@ -192,8 +199,8 @@ def _plan_section(plan: Plan) -> str:
         parts.append(f"<p>and {len(everything) - COLLECTIVES} more.</p>")
     for lint in plan.lints:
         parts.append(
-            f'<p><b class="alarm">{escape(lint.name)}</b>: {escape(lint.reason)} '
-            f"{escape(lint.remedy)}</p>"
+            f'<p><b class="alarm">{escape(lint.name)}</b>: {escape(lint.reason)}. '
+            f"Try: {escape(lint.remedy)}.</p>"
         )
     parts += [f'<p class="lead">{escape(note)}</p>' for note in plan.notes]
     return "".join([*parts, "</section>"])
@@ -203,12 +210,12 @@ def _collective(collective: Collective, left: int) -> tuple[str, int]:
     """A row of the plan, and how many names of variables are in it, at most ``left``."""
     starts = percent(collective.start_share)
     if collective.purpose != "gradients":
-        starts = collective.purpose
+        starts = collective.purpose + ("" if collective.in_loop else ", once per call")
     elif collective.full_share not in (None, collective.start_share):
         starts += f"–{percent(collective.full_share)}"
     kind = collective.kind + (f" ({collective.hint})" if collective.hint else "")
     cells = [collective.name[:120], kind, collective.dtype, _shape(collective.shape)]
-    sizes = [_megabytes(collective.bytes), _megabytes(collective.wire_bytes), starts]
+    sizes = [size_of(collective.bytes), size_of(collective.wire_bytes), starts]
     members = collective.members[:left]
     names = ", ".join(_member(member) for member in members)
     if len(members) < len(collective.members):
@@ -229,10 +236,6 @@ def _shape(shape: Sequence[int] | None) -> str:
     if shape is None:
         return "[?]"
     return "[" + ", ".join("?" if size < 0 else f"{size}" for size in shape[:8]) + "]"
-
-
-def _megabytes(size: int | None) -> str:
-    return "–" if size is None else significant(size / 1e6)
 
 
 def _footer(timeline: Timeline) -> str:

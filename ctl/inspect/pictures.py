@@ -25,10 +25,12 @@ PACKS = 200  # of a lane
 
 
 def typical_and_worst(timeline: Timeline) -> list[tuple[str, int]]:
-    """Names and indices of the step of median length and of the longest; once if they are one."""
-    seconds = np.nan_to_num(timeline.step_seconds.max(axis=0))
-    order = np.argsort(seconds, kind="stable")
-    typical, worst = int(order[(len(order) - 1) // 2]), int(order[-1])
+    """Names and indices of two steps; of one if they are the same: that in which every phase of
+    every row is nearest to its median, and the longest."""
+    phases = np.nan_to_num(np.stack([*timeline.phases.values(), timeline.late]))
+    unlike = np.abs(phases - np.median(phases, axis=2, keepdims=True)).sum(axis=(0, 1))
+    typical = int(unlike.argmin())
+    worst = int(np.nan_to_num(timeline.step_seconds.max(axis=0)).argmax())
     return [("typical", typical)] + ([("worst", worst)] if worst != typical else [])
 
 
@@ -77,14 +79,12 @@ def _lane(timeline: Timeline, row: int, index: int, label: str, note: str) -> La
     zero = timeline.begin[:, index].min()
     at = timeline.begin[row, index] - zero
     compute = []
-    for phase in ("input", "forward", "backward"):
-        seconds = timeline.phases[phase][row, index]
-        if np.isfinite(seconds):
-            compute.append(_phase(phase, at, at + seconds, label))
-            at += seconds
+    for phase, text, seconds in computed_phases(timeline, row, index):
+        compute.append(_phase(phase, at, at + seconds, label, text))
+        at += seconds
     computed, end = at, timeline.begin[row, index] - zero + timeline.step_seconds[row, index]
     apply = timeline.phases["apply"][row, index]
-    compute.append(_phase("apply", end - apply, end, label))
+    compute.append(_phase("apply", end - apply, end, label, "apply"))
     communication, ready, exposed = [], [], []
     covered = computed
     packs = timeline.packs[:PACKS]
@@ -118,15 +118,27 @@ def levels(packs: Sequence[PackTimes], row: int, index: int) -> list[int]:
     return found
 
 
-def _phase(phase: str, begin: float, end: float, label: str) -> Span:
-    return Span(phase, begin, end, phase, f"{label}: {phase}, {duration(end - begin)}")
+def computed_phases(timeline: Timeline, row: int, index: int) -> list[tuple[str, str, float]]:
+    """What a replica did before its packs were left: phase, what to call it, seconds."""
+    found = []
+    for phase in ("input", "forward", "backward"):
+        seconds = float(timeline.phases[phase][row, index])
+        joint = phase == "backward" and not np.isfinite(timeline.phases["forward"][row, index])
+        if np.isfinite(seconds):
+            found.append((phase, "forward and backward" if joint else phase, seconds))
+    return found
+
+
+def _phase(phase: str, begin: float, end: float, label: str, text: str) -> Span:
+    return Span(phase, begin, end, text, f"{label}: {text}, {duration(end - begin)}")
 
 
 def waits_picture(timeline: Timeline) -> tuple[str, int]:
     """Wait and transfer of every step, and how many replicas are in the picture."""
-    shape = timeline.late.shape
-    wait = sum((pack.wait for pack in timeline.packs), np.zeros(shape))
-    transfer = sum((pack.transfer for pack in timeline.packs), np.zeros(shape))
+    total = timeline.hidden + timeline.exposed  # not the sum over packs: they may overlap
+    wait = sum((pack.wait for pack in timeline.packs), np.zeros(total.shape))
+    wait = np.minimum(wait, total)
+    transfer = total - wait
     late = median(timeline.late, axis=1)
     rows, notes = choose(late, median(wait, axis=1), PANELS)
     names = row_names(timeline.rows)

@@ -19,7 +19,8 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from ctl import svg
-from ctl.inspect.charts import PHASES, significant
+from ctl.inspect.charts import PHASES, significant, size_of
+from ctl.inspect.verdict import share_of_measured
 
 if TYPE_CHECKING:
     from ctl.inspect.link import Measured
@@ -43,12 +44,13 @@ class Table:
 
 
 def row_names(rows: Sequence[Row]) -> list[str]:
-    """What each row is called, in the fewest words that tell it from the others."""
+    """What each row is called, in the fewest words that tell it from the others: there is little
+    room for it in a picture."""
     several = len({row.worker for row in rows}) > 1
     split = len({row.replica for row in rows}) > 1
     if not several:
         return [f"replica {row.replica}" for row in rows]
-    return [f"worker {row.worker}" + f", replica {row.replica}" * split for row in rows]
+    return [f"worker {row.worker}" + f", r{row.replica}" * split for row in rows]
 
 
 def phase_table(timeline: Timeline) -> Table:
@@ -81,25 +83,23 @@ def pack_table(timeline: Timeline, plan: Plan | None, measured: Measured | None)
     shares = {c.name: c.start_share for c in plan.collectives} if plan else {}
     seconds = [float(np.median(pack.seconds)) for pack in timeline.packs]
     columns = {
-        "MB": [pack.bytes / 1e6 for pack in timeline.packs],
         "wait ms": [float(np.median(pack.wait.max(axis=0))) * 1e3 for pack in timeline.packs],
         "transfer ms": [1e3 * value for value in seconds],
         "algbw GB/s": [pack.algbw for pack in timeline.packs],
         "busbw GB/s": [pack.busbw for pack in timeline.packs],
     }
     cells = [[pack.name for pack in timeline.packs]]
+    cells.append([size_of(pack.bytes) for pack in timeline.packs])
     cells += [[_cell(v, np.array(values)) for v in values] for values in columns.values()]
-    names = ["", *columns]
+    names = ["", "size", *columns]
     if measured:
         names.append("% of measured")
-        limits = [measured.busbw(pack.bytes) / 1e9 for pack in timeline.packs]
-        reached = zip(columns["busbw GB/s"], limits, strict=True)
-        cells.append([percent(value / limit if limit > 0 else None) for value, limit in reached])
-    names += ["possible from", "ready at"]
+        cells.append([percent(share_of_measured(pack, measured)) for pack in timeline.packs])
+    names += ["can start", "ready"]
     cells.append([percent(shares.get(pack.name)) for pack in timeline.packs])
     cells.append([percent(share) for share in ready_shares(timeline)])
     rows = list(zip(*cells, strict=True))
-    title = "all-reduces, medians; possible and ready in % of the backward pass"
+    title = "all-reduces, medians; can start, ready: after so much of the backward pass"
     if len(rows) > ROWS:
         slowest = sorted(np.argsort(seconds, kind="stable")[-ROWS:].tolist())
         title += f"; the {ROWS} slowest of {len(rows)}"
@@ -128,11 +128,23 @@ def scalars(timeline: Timeline) -> dict[str, float]:
     exposed = float(median(timeline.exposed.max(axis=0))) * 1e3
     late = float(median(timeline.late.max(axis=0))) * 1e3
     values = {"allreduce/exposed_ms": exposed, "allreduce/late_ms": late}
-    seconds = sum(float(np.median(pack.seconds)) for pack in timeline.packs)
+    seconds = float(np.median(_transferring(timeline)))
     size = sum(pack.bytes for pack in timeline.packs)
     if seconds > 0 and size:
         values["allreduce/busbw"] = size / seconds / 1e9 * timeline.packs[0].bus_factor
     return {name: value for name, value in values.items() if np.isfinite(value)}
+
+
+def _transferring(timeline: Timeline) -> np.ndarray:
+    """Seconds of each step, [S], in which some pack was transferred: packs may overlap."""
+    seconds = np.zeros(len(timeline.steps))
+    covered = np.full(len(timeline.steps), -np.inf)
+    for pack in timeline.packs:
+        there = (pack.start + pack.wait).max(axis=0)
+        done = there + pack.seconds
+        seconds += np.maximum(0.0, done - np.maximum(there, covered))
+        covered = np.maximum(covered, done)
+    return seconds
 
 
 def print_report(

@@ -55,7 +55,6 @@ body {{ margin: 0; background: var(--page); color: var(--ink);
 main {{ max-width: 1104px; margin: 0 auto; padding: 28px 32px 56px }}
 h1 {{ font-size: 24px; line-height: 1.25; margin: 0 0 4px }}
 h2 {{ font-size: 18px; margin: 40px 0 4px }}
-h3 {{ font-size: 15px; margin: 20px 0 6px }}
 p {{ margin: 4px 0 10px }}
 .lead, footer {{ color: var(--soft) }}
 .alarm {{ color: var(--alarm) }}
@@ -105,7 +104,8 @@ dt {{ font-weight: 600; color: var(--ink) }} dd {{ margin: 0 0 6px }}
 }}
 @media print {{
   body {{ font-size: 11px; print-color-adjust: exact; -webkit-print-color-adjust: exact }}
-  main {{ max-width: none; padding: 0 }} .wide svg {{ min-width: 0 }}
+  main {{ max-width: none; padding: 0 }} table {{ font-size: 9px }} th, td {{ padding: 2px 4px }}
+  .wide svg {{ min-width: 0 }}
   section, tr, svg {{ break-inside: avoid }} h2 {{ break-after: avoid }}
 }}
 """

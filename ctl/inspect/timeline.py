@@ -8,11 +8,13 @@ row r, with stamps ``ready`` and ``done``:
     transfer = done - max over rows of start
 
 which needs one clock. That of worker j is ahead of worker 0's by some offset, about which one thing
-is certain: nobody leaves a barrier before the last has come to it. So of every barrier and pack
+is certain: nobody leaves a barrier before the last has come to it. So of every barrier
 
     arrived_j - done_0  <=  offset_j  <=  done_j - arrived_0
 
-and the tightest of those bounds are kept; the offset is taken to be in their middle.
+and the tightest of those bounds are kept; the offset is taken to be in their middle. Packs serve
+only where there are no barriers: whoever is late there widens the bounds, and a stamp of a busy
+worker may come after the collective has begun.
 """
 
 from __future__ import annotations
@@ -174,22 +176,26 @@ def _stamps(window: Window, steps: np.ndarray) -> dict[str, np.ndarray]:
 def _clock(window: Window, first: Window, steps: np.ndarray) -> Clock:
     if window.worker == first.worker:
         return Clock(window.worker, 0.0, 0.0)
-    mine, its = _stamps(window, steps), _stamps(first, steps)
-    arrived, done = [window.barriers[:, 0]], [window.barriers[:, 1]]
-    arrived_0, done_0 = [first.barriers[:, 0]], [first.barriers[:, 1]]
-    for number in range(len(window.packs)):
-        arrived.append(mine[f"ready{number}"].max(axis=0))
-        done.append(mine[f"done{number}"].min(axis=0))
-        arrived_0.append(its[f"ready{number}"].max(axis=0))
-        done_0.append(its[f"done{number}"].min(axis=0))
-    low = np.concatenate(arrived) - np.concatenate(done_0)
-    high = np.concatenate(done) - np.concatenate(arrived_0)
+    if len(window.barriers):
+        (arrived, done), (arrived_0, done_0) = window.barriers.T, first.barriers.T
+    else:
+        arrived, done = _around_packs(window, steps)
+        arrived_0, done_0 = _around_packs(first, steps)
+    low, high = arrived - done_0, done - arrived_0
     low, high = low[~np.isnan(low)], high[~np.isnan(high)]
     if not len(low):
         raise UsageError(
             "the windows have neither barriers nor packs: clocks of workers cannot be aligned"
         )
     return Clock(window.worker, float(low.max()), float(high.min()))
+
+
+def _around_packs(window: Window, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """When this worker came to each pack, and when it left it, [S * P] each."""
+    at = _stamps(window, steps)
+    packs = range(len(window.packs))
+    arrived = [at[f"ready{number}"].max(axis=0) for number in packs]
+    return np.ravel(arrived), np.ravel([at[f"done{number}"].min(axis=0) for number in packs])
 
 
 def _timeline(

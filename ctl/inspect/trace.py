@@ -9,13 +9,11 @@ Arrows go from the replica that came last to a pack to those that waited for it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ctl import durable, svg
-from ctl.errors import CheckpointError
+from ctl import svg
 from ctl.inspect import pictures
 
 if TYPE_CHECKING:
@@ -38,14 +36,6 @@ def make_trace(timeline: Timeline) -> dict[str, Any]:
         "displayTimeUnit": "ms",
         "otherData": {"description": svg.printable(timeline.description)},
     }
-
-
-def write_trace(timeline: Timeline, path: Path) -> None:
-    """Raises `CheckpointError` when it cannot be written."""
-    try:
-        durable.write_json(path, make_trace(timeline), via=path.parent)
-    except OSError as error:
-        raise CheckpointError(f"cannot write {path}: {error.strerror}") from error
 
 
 def _levels(timeline: Timeline) -> np.ndarray:
@@ -84,13 +74,12 @@ def _row(
         at = max(timeline.begin[row, index] - origin, free.get(thread, 0.0))
         end = timeline.begin[row, index] - origin + timeline.step_seconds[row, index]
         free[thread] = end
-        phases = {name: seconds[row, index] for name, seconds in timeline.phases.items()}
         yield from _slice(process, thread, f"step {step}", "step", at, end, {"step": step})
-        for name in ("input", "forward", "backward"):
-            if np.isfinite(phases[name]):
-                yield from _slice(process, thread, name, name, at, at + phases[name])
-                at += phases[name]
-        yield from _slice(process, thread, "apply", "apply", max(at, end - phases["apply"]), end)
+        for phase, name, seconds in pictures.computed_phases(timeline, row, index):
+            yield from _slice(process, thread, name, phase, at, at + seconds)
+            at += seconds
+        applying = end - timeline.phases["apply"][row, index]
+        yield from _slice(process, thread, "apply", "apply", max(at, applying), end)
         for pack, level in zip(timeline.packs, levels[:, row, index].tolist(), strict=True):
             on = thread + 1 + level
             start, there, done = _moments(pack, row, index, origin)
