@@ -107,7 +107,7 @@ class Loop:
                 f"the global batch size {size} is not divisible by {replicas} replicas"
             )
         step.build(self.strategy, schedule)
-        step.traced = weakref.WeakMethod(self.traced)
+        step.loop = weakref.ref(self)
         self._pace = Pace(steps_per_loop)
         self._marks = step.marks  # of the last call
         self._iterator = None
@@ -255,6 +255,15 @@ class Loop:
             *(self._iterator, self._resident, tf.constant(1), self._pace.report(False)),
             self.step.marks,
         )
+
+    def traced_step(self) -> tf.types.experimental.ConcreteFunction:
+        """The graph of one step alone, on a batch that is given: what could be compiled."""
+        self.traced()
+        none = tf.zeros([]), tf.zeros([], tf.int32)
+        step = tf.function(
+            lambda element: self.strategy.run(self._one_step, args=(none, element, self._resident))
+        )
+        return step.get_concrete_function(self._iterator.element_spec)
 
     def _start(self, step: int) -> None:
         self._open(step)

@@ -59,7 +59,10 @@ def main() -> None:
     }
     plans = {name: made.step.plan().to_json() for name, made in kinds.items()}
     (OUT / f"plans-{me.index}.json").write_text(json.dumps(plans))
-    ctl.workers.barrier(placement.strategy, 60)
+    if me.index == 0:
+        compiled = kinds["packs"].step.plan(xla=True).to_json()
+        (OUT / "compiled.json").write_text(json.dumps(compiled))
+    ctl.workers.barrier(placement.strategy, 300)
     kinds["one more"].train(1)
 
 

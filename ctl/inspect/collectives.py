@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from ctl.errors import UsageError
-from ctl.inspect import lints, private
+from ctl.inspect import lints, private, xla
 from ctl.inspect.graph import Graph, Node, Tensor, constant, flops
 from ctl.inspect.packs import ASSIGN, UNPACK, Packs, bytes_of, payload_of
 from ctl.inspect.plan import Collective, Member, Plan
@@ -35,18 +35,22 @@ _REDUCES = {"CollectiveReduce", "CollectiveReduceV2", "CollectiveReduceV3", "Ncc
 _GATHERS = {"CollectiveGather", "CollectiveGatherV2", "ConcatV2"}
 
 
-def plan_of_step(step: TrainStep) -> Plan:
+def plan_of_step(step: TrainStep, compiled: bool = False) -> Plan:
     """The plan of a step that is in a loop, with its lints; see `TrainStep.plan`."""
-    traced = step.traced and step.traced()
-    if traced is None:
+    loop = step.loop and step.loop()
+    if loop is None:
         raise UsageError("the loop knows the batches: make ctl.Loop(step, ...), then step.plan()")
     plan = plan_of(
-        traced(),
+        loop.traced(),
         step.strategy,
         {v.path: v.value for v in step.model.variables},
         [v.path for v in step.model.trainable_variables],
         len(cluster_of(step.strategy).workers) if is_multi_worker(step.strategy) else 1,
     )
+    if compiled:
+        if len({device for c in plan.collectives for device in c.devices}) > 1:
+            raise UsageError("XLA cannot compile a step whose variables are on several devices")
+        plan = dataclasses.replace(plan, xla=xla.compile_step(loop.traced_step()))
     return dataclasses.replace(plan, lints=lints.check(plan))
 
 

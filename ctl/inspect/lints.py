@@ -4,7 +4,9 @@ imports no TensorFlow.
 
 from __future__ import annotations
 
-from ctl.inspect.plan import Collective, Lint, Plan
+from collections.abc import Mapping
+
+from ctl.inspect.plan import Collective, Fused, Lint, Plan
 
 MIB = 2**20
 
@@ -26,8 +28,29 @@ def check(plan: Plan) -> tuple[Lint, ...]:
         *(lint for c in plan.collectives if (lint := _ring_on_logical_cpus(plan, c))),
         *(lint for c in (*plan.collectives, *plan.other) if (lint := _gathered(c))),
         *(lint for c in (*plan.collectives, *plan.other) if (lint := _no_timeout(c))),
+        *(lint for fused in plan.xla or () if (lint := _merged(plan, fused))),
     ]
     return tuple(found)
+
+
+def differing(plans: Mapping[int, Plan]) -> tuple[Lint, ...]:
+    """The lint of ``plans``, by worker, that are not all the same."""
+    first = min(plans)
+    facts = {worker: plan.facts() for worker, plan in plans.items()}
+    for worker, theirs in sorted(facts.items()):
+        for name in sorted({*facts[first], *theirs}):
+            ours, other = facts[first].get(name), theirs.get(name)
+            if ours != other:
+                return (
+                    Lint(
+                        "plans differ",
+                        f"{name} is {ours or 'nothing'} on worker {first}, {other or 'nothing'} on "
+                        f"worker {worker}: sums of tensors that do not belong together, in silence",
+                        "start all workers with the same code and flags; reduce in an order that "
+                        "does not depend on the worker",
+                    ),
+                )
+    return ()
 
 
 def _is_ring(collective: Collective) -> bool:
@@ -107,6 +130,18 @@ def _no_timeout(collective: Collective) -> Lint | None:
         "no timeout",
         f"{collective.name} waits for ever for a replica that does not come",
         "TrainStep(options=CommunicationOptions(timeout_seconds=...)): --collective_timeout",
+    )
+
+
+def _merged(plan: Plan, fused: Fused) -> Lint | None:
+    packs = [c for c in plan.collectives if c.kind.startswith("Collective")]
+    if fused.payloads < 2 or len(packs) < 2:
+        return None
+    return Lint(
+        "XLA merged the packs",
+        f"compiled as a whole, the step has {fused.payloads} all-reduces in one of "
+        f"{_mib(fused.bytes)}, which waits for all of the backward pass",
+        "leave the all-reduce out of what XLA compiles, as TrainStep(jit_compile=True) does",
     )
 
 

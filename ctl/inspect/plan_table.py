@@ -22,8 +22,12 @@ def show(plan: Plan, console: Console | None = None) -> None:
         console.print(_table("gradients", plan.collectives))
     if plan.other:
         console.print(_table("everything else", plan.other))
+    for fused in plan.xla or ():
+        console.print(
+            f"XLA: {escape(fused.name)}: {fused.payloads} all-reduces in one, {_size(fused.bytes)}"
+        )
     for note in plan.notes:
-        console.print(f"cannot show {escape(note)}")
+        console.print(escape(note))
     for lint in plan.lints:
         console.print(f"[yellow]{escape(lint.name)}[/]: {escape(lint.reason)}")
         console.print(f"    try {escape(lint.remedy)}")

@@ -1,5 +1,5 @@
-"""What XLA makes of the all-reduces of a step, were all of it compiled: the only place that asks the
-compiler.
+"""What XLA would make of the all-reduces of a step, were all of it compiled: the only place that
+asks the compiler.
 
 The answer comes from a child process, because TensorFlow dies when a step that has been compiled
 for collectives on a CPU ends (SIGABRT). The child needs no cluster: it gets the graph of one step,
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ctl.errors import UsageError
+from ctl.inspect import private
 from ctl.inspect.plan import Fused
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ def compile_step(concrete: tf.types.experimental.ConcreteFunction) -> tuple[Fuse
         UsageError: XLA cannot compile it, with its reason; or the child died.
     """
     graph = concrete.graph
+    if private.no_functions():
+        raise UsageError(private.no_functions())
     variables = {id(v.handle): v for v in graph.variables}
     outside: dict[str, Any] = {}
     for outer, inner in graph.captures:
@@ -64,7 +67,9 @@ def compile_step(concrete: tf.types.experimental.ConcreteFunction) -> tuple[Fuse
         hlo = directory / "hlo.txt"
         if not hlo.exists():
             lines = done.stderr.strip().splitlines() or ["no message"]
-            raise UsageError(f"XLA cannot compile the step (exit code {done.returncode}): {lines[-1]}")
+            raise UsageError(
+                f"XLA cannot compile the step (exit code {done.returncode}): {lines[-1]}"
+            )
         return read_hlo(hlo.read_text())
 
 
@@ -104,17 +109,33 @@ def _compile(directory: Path) -> None:
 
     graph_def = tf.compat.v1.GraphDef()
     graph_def.ParseFromString((directory / "graph.pb").read_bytes())
+    for function in graph_def.library.function:
+        private.define_function(function)
     outside: Mapping[str, Any] = json.loads((directory / "outside.json").read_text())
     made = {}
     for name, (is_variable, dtype, shape) in outside.items():
         if is_variable or dtype == "resource":
             made[name] = tf.Variable(tf.zeros(shape, dtype if is_variable else "float32"))
-    arguments = [n for n in graph_def.node if n.op == "Placeholder" and n.name not in made]
+    placeholders = [node for node in graph_def.node if node.op == "Placeholder"]
+    arguments = [node for node in placeholders if node.name not in made]
+
+    # Their nodes are taken out: XLA knows no Placeholder, and one stays where it is replaced.
+    given = {*made, *(node.name for node in arguments)}
+    kept = [node for node in graph_def.node if node.name not in given]
+    for node in kept:
+        inputs = [text for text in node.input if text.lstrip("^") not in given or text[0] != "^"]
+        del node.input[:]
+        node.input.extend(inputs)
+    del graph_def.node[:]
+    graph_def.node.extend(kept)
+    used = {text.split(":")[0] for node in kept for text in node.input}
 
     @tf.function(jit_compile=True)
     def step(*values):
-        inputs = {name: variable.handle for name, variable in made.items()}
+        graph = tf.compat.v1.get_default_graph()
+        inputs = {name: graph.capture(variable.handle) for name, variable in made.items()}
         inputs |= {n.name: value for n, value in zip(arguments, values, strict=True)}
+        inputs = {name: tensor for name, tensor in inputs.items() if name in used}
         tf.graph_util.import_graph_def(graph_def, inputs, name="")
 
     values = []
