@@ -276,13 +276,18 @@ class Loop:
         )
 
     def traced_step(self) -> tf.types.experimental.ConcreteFunction:
-        """The graph of one step alone, on a batch that is given: what could be compiled."""
+        """The graph of one step alone, without marks, on a batch that is given: what could be
+        compiled."""
         self.traced()
         none = tf.zeros([]), tf.zeros([], tf.int32)
         step = tf.function(
             lambda element: self.strategy.run(self._one_step, args=(none, element, self._resident))
         )
-        return step.get_concrete_function(self._iterator.element_spec)
+        marks, self.step.marks = self.step.marks, None
+        try:
+            return step.get_concrete_function(self._iterator.element_spec)
+        finally:
+            self.step.marks = marks
 
     def _start(self, step: int) -> None:
         self._open(step)

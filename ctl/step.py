@@ -289,10 +289,11 @@ class TrainStep(_Step):
         """What one step moves between replicas: read from its graph, no step is run.
 
         Args:
-            xla: adds what XLA would make of it, were all of the step compiled.
+            xla: adds what XLA would make of it, were all of the step compiled; where it cannot be,
+                a note that says why.
 
         Raises:
-            UsageError: there is no loop yet, which knows the batches; or XLA cannot compile it.
+            UsageError: there is no loop yet, which knows the batches.
         """
         from ctl.inspect.collectives import plan_of_step
 

@@ -244,6 +244,20 @@ def test_the_fingerprint_sees_what_workers_must_agree_on(mirrored):
     assert fingerprint() != fingerprint(model=frozen)
 
 
+def test_xla_cannot_compile_several_devices(mirrored):
+    loop = make_loop(mirrored(2))
+    plan = loop.step.plan(xla=True)
+    assert plan.xla is None
+    assert plan.notes == ("XLA cannot compile a step that is on several devices",)
+
+
+def test_without_a_way_to_define_functions(mirrored, monkeypatch):
+    monkeypatch.setattr(private, "_CONTEXT", "tensorflow.gone")
+    loop = make_loop(mirrored(1))
+    plan = loop.step.plan(xla=True)
+    assert "has no tensorflow.gone.context: what XLA makes" in plan.notes[0]
+
+
 def test_without_definitions_of_operations(mirrored, monkeypatch):
     loop = make_loop(mirrored(2))
     whole = loop.step.plan()

@@ -48,9 +48,12 @@ def plan_of_step(step: TrainStep, compiled: bool = False) -> Plan:
         len(cluster_of(step.strategy).workers) if is_multi_worker(step.strategy) else 1,
     )
     if compiled:
-        if len({device for c in plan.collectives for device in c.devices}) > 1:
-            raise UsageError("XLA cannot compile a step whose variables are on several devices")
-        plan = dataclasses.replace(plan, xla=xla.compile_step(loop.traced_step()))
+        try:
+            if len({device for c in plan.collectives for device in c.devices}) > 1:
+                raise UsageError("XLA cannot compile a step that is on several devices")
+            plan = dataclasses.replace(plan, xla=xla.compile_step(loop.traced_step()))
+        except UsageError as error:
+            plan = dataclasses.replace(plan, notes=(*plan.notes, str(error)))
     return dataclasses.replace(plan, lints=lints.check(plan))
 
 

@@ -151,6 +151,6 @@ if __name__ == "__main__":
     try:
         _compile(Path(sys.argv[1]))
     except Exception as error:
-        print(" ".join(str(error).split())[:300], file=sys.stderr)
+        print(" ".join(str(error).split())[:250], file=sys.stderr)
         os._exit(1)
     os._exit(0)  # what TensorFlow does at the end of a process can crash here
