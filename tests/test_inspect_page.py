@@ -160,7 +160,7 @@ def test_wild_numbers_stay_on_the_page(value):
     [
         ({"workers": 2, "packs": 3}, 20),
         ({"workers": 64, "packs": 4, "steps": 100}, 500),
-        ({"workers": 128, "packs": 1, "steps": 1000}, 10),
+        ({"workers": 100, "packs": 1, "steps": 300}, 10),
         ({"workers": 2, "packs": 300}, 2),
     ],
     ids=str,
