@@ -59,7 +59,7 @@ def profiled() -> Iterator[list[Any]]:
 def collectives(space: Any) -> dict[tuple[int, int], np.ndarray]:
     """``{(pack, replica of this worker): float64 [n, 2]}``: when each began and ended, seconds
     since the epoch, in their order. Empty where nothing was reduced by collectives."""
-    began = _began(space)
+    began = profile_began(space)
     found: dict[tuple[int, int], list[tuple[float, float]]] = {}
     for plane in space.planes:
         names = {key: metadata.name for key, metadata in plane.event_metadata.items()}
@@ -77,7 +77,7 @@ def collectives(space: Any) -> dict[tuple[int, int], np.ndarray]:
     return {key: np.array(sorted(times)) for key, times in found.items()}
 
 
-def _began(space: Any) -> float:
+def profile_began(space: Any) -> float:
     """When the profile began, seconds since the epoch."""
     for plane in space.planes:
         names = {key: metadata.name for key, metadata in plane.stat_metadata.items()}

@@ -1,4 +1,4 @@
-"""Shows a `Timeline` on the terminal and leaves its files: what `run` and `merge` have in common."""
+"""Shows a `Timeline` on the terminal and leaves its files, for `run` and `merge`."""
 
 from __future__ import annotations
 
@@ -49,8 +49,9 @@ def show(timeline: Timeline, bandwidth: str | None, directory: Path | None) -> N
     plan = plan_from_json(timeline.plan) if timeline.plan else None
     lines = verdict(timeline, measured)
     print_report(timeline, lines, plan=plan, measured=measured)
-    if measured is None and timeline.packs and len(timeline.rows) > 1:
-        print(f"For busbw as a share of what this machine can do: {measure_command(timeline)}")
+    command = measure_command(timeline)
+    if measured is None and len(timeline.rows) > 1 and not any(command in line for line in lines):
+        print(f"For busbw as a share of what this machine can do: {command}, then --bandwidth.")
     if directory is None:
         return
     page, trace = directory / "report.html", directory / "trace.json"

@@ -1,4 +1,4 @@
-"""The command ``ctl.inspect run``: runs some steps of a training and shows where their time goes."""
+"""The command ``ctl.inspect run``: runs some steps and shows where their time goes."""
 
 from __future__ import annotations
 

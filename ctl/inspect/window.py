@@ -189,8 +189,8 @@ def check_together(windows: Sequence[Window]) -> None:
             else "a worker has more than one window"
         )
     facts = {
-        "marks": {window.names[: 4 + 2 * len(window.packs)] for window in windows},
         "packs": {window.packs for window in windows},
+        "marks": {window.names[: 4 + 2 * len(window.packs)] for window in windows},
         "cross-device operations": {window.in_order for window in windows},
     }
     for what, differs in facts.items():
