@@ -94,7 +94,9 @@ def test_stamps(mirrored, options, forward, packed):
     loop.train(60)
     steps, stamps = ring.read()
     assert steps.tolist() == list(range(52, 60))  # the last 8, by how many were trained before
-    assert ring.names == latest.names == ("input", "forward", "backward", *packed, "apply")
+    assert (
+        ring.names == (*latest.names, "apply") == ("input", "forward", "backward", *packed, "apply")
+    )
     assert stamps.shape == (2, 8, len(ring.names))
     missing = np.isnan(stamps).all(axis=(0, 1))
     assert missing.tolist() == [n == "forward" and not forward for n in ring.names]
@@ -110,7 +112,9 @@ def test_stamps(mirrored, options, forward, packed):
     assert np.median(at["input"][1] - at["apply"][0]) < 0
 
     last = latest.read(59)
-    np.testing.assert_allclose(last[:, ~missing], stamps[:, -1, ~missing], rtol=0, atol=0.01)
+    np.testing.assert_allclose(
+        last[:, ~missing[:-1]], stamps[:, -1, ~missing][:, :-1], rtol=0, atol=0.01
+    )
     assert np.isnan(latest.read(58)).all()
     # In the loop of micro-batches the last one's forward pass is stamped, unless XLA compiles it.
     assert np.isfinite(last[:, 1]).all() == ("jit_compile" not in options)

@@ -48,7 +48,13 @@ def stamp(waits_for: Sequence[tf.Tensor]) -> tf.Tensor:
 
 
 class Store(Protocol):
-    """Takes the stamps of a step while the step is traced, in replica context."""
+    """Takes the stamps of a step while the step is traced, in replica context.
+
+    Attributes:
+        names: the marks that it wants.
+    """
+
+    names: Sequence[str]
 
     def begin(self, number: tf.Tensor) -> None:
         """The marks of step ``number`` follow; int64 scalar, batches seen before it."""
@@ -101,16 +107,19 @@ class Marks:
                 self._graphs[_replica()] = number.graph
                 for store in self.stores:
                     store.begin(number)
+            stores = [store for store in self.stores if name in store.names]
             in_step = tf.compat.v1.get_default_graph() is self._graphs[_replica()]
+            if not stores:
+                return
             if self.step.jit_compile and not in_step:
                 return  # XLA has no kernel for a time stamp
             waits_for = [
-                _touched(t) if isinstance(t, tf.Variable) else t
+                t.read_value() if isinstance(t, tf.Variable) else t
                 for t in tf.nest.flatten(tensors, expand_composites=True)
                 if t is not None
             ]
             time = stamp(waits_for)
-            for store in self.stores:
+            for store in stores:
                 store.stamp(name, time, in_step)
                 if name == "apply":
                     store.finish()
@@ -188,7 +197,8 @@ class Latest:
     stamped in that order.
 
     Attributes:
-        names: the marks, in the order of the step.
+        names: the marks, in the order of the step; not ``apply``, which waits for all variables and
+            is dear (`benchmarks/inspect_overhead.py`): a step is counted when its packs are done.
     """
 
     # Step modulo _STEPS times _SPAN, plus seconds since the epoch (below _SPAN until 2106), are
@@ -196,7 +206,7 @@ class Latest:
     _SPAN, _STEPS = 2**32, 4096
 
     def __init__(self, step: TrainStep):
-        self.names = mark_names(step)
+        self.names = tuple(name for name in mark_names(step) if name != "apply")
         self._last = {name: _variable(step, -1.0, f"ctl_latest_{name}") for name in self.names}
         local = step.strategy.experimental_local_results
         self._copies = [local(v) for v in self._last.values()]
@@ -207,8 +217,7 @@ class Latest:
 
     def stamp(self, name: str, time: tf.Tensor, in_step: bool) -> None:
         del in_step  # of several micro-batches the last one that came so far is shown
-        if name in self._last:
-            self._last[name].assign(time + self._offsets[_replica()])
+        self._last[name].assign(time + self._offsets[_replica()])
 
     def finish(self) -> None:
         pass
@@ -225,12 +234,6 @@ class Latest:
         last = np.array([[copy.numpy() for copy in copies] for copies in self._copies]).T
         steps, times = np.divmod(last, self._SPAN)
         return np.where((last >= 0) & (steps == number % self._STEPS), times, np.nan)
-
-
-def _touched(variable: tf.Variable) -> tf.Tensor:
-    """There when what the program did to ``variable`` so far is done. Reading it would do, too, but
-    who updates it while a copy is alive must move it: that took 30 % of a step of 0.5 ms."""
-    return tf.raw_ops.VarIsInitializedOp(resource=variable.handle)
 
 
 def _variable(step: TrainStep, value: Any, name: str) -> tf.Variable:
