@@ -22,6 +22,7 @@ import tensorflow as tf  # noqa: E402
 from helpers import BATCH, CLASSES, FEATURES, examples, mlp  # noqa: E402
 
 import ctl  # noqa: E402
+from ctl.inspect.collectives import plan_of  # noqa: E402
 from ctl.reduce import all_reduce  # noqa: E402
 from ctl.strategy import make_multi_worker  # noqa: E402
 
@@ -41,6 +42,19 @@ def wide(units: int) -> keras.Model:
     return keras.Sequential([keras.layers.Input([FEATURES]), *hidden, keras.layers.Dense(CLASSES)])
 
 
+def ending(strategy: tf.distribute.Strategy):
+    """A function that takes batches from data that end, and reduces nothing itself."""
+    dataset = tf.data.Dataset.range(8).batch(2)
+    iterator = iter(strategy.experimental_distribute_dataset(dataset))
+
+    @tf.function
+    def take(iterator):
+        for _ in tf.range(2):
+            strategy.run(lambda batch: batch + 1, args=(next(iterator),))
+
+    return take.get_concrete_function(iterator)
+
+
 def main() -> None:
     placement = make_multi_worker(me, collective_timeout=60, startup_timeout=60)
 
@@ -58,6 +72,9 @@ def main() -> None:
         "one more": loop(mlp, OneMore),
     }
     plans = {name: made.step.plan().to_json() for name, made in kinds.items()}
+    plans["data that end"] = plan_of(
+        ending(placement.strategy), placement.strategy, {}, (), workers=2
+    ).to_json()
     (OUT / f"plans-{me.index}.json").write_text(json.dumps(plans))
     if me.index == 0:
         compiled = kinds["packs"].step.plan(xla=True).to_json()

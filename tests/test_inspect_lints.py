@@ -100,6 +100,12 @@ def test_two_workers_with_a_sensible_step(plans):
     assert len(shares) == 3 and shares == sorted(shares) and shares[1] < 0.6 and shares[2] == 1
 
 
+def test_data_that_end_are_asked_for(plans):
+    plan = plans[0]["data that end"]
+    assert plan.collectives == () and {c.purpose for c in plan.other} == {"has data"}
+    assert all(c.dtype == "int64" and c.bytes == 8 and c.in_loop for c in plan.other)
+
+
 def test_no_overlap(plans):
     plan = plans[0]["one pack"]
     assert found(plan) == {"no overlap"}
