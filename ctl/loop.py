@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 from absl import logging
@@ -27,6 +27,9 @@ from ctl.errors import CheckpointError, DivergedError, Preempted, UsageError
 from ctl.evaluator import Evaluator, Pace, StopRequested
 from ctl.global_batches import devices_without_autotuning
 from ctl.step import TrainStep
+
+if TYPE_CHECKING:
+    from ctl.inspect.flight import Flight
 
 SUM = tf.distribute.ReduceOp.SUM
 
@@ -108,15 +111,13 @@ class Loop:
             )
         step.build(self.strategy, schedule)
         step.traced = weakref.WeakMethod(self.traced)
+        self._flight = self._watch()
         self._pace = Pace(steps_per_loop)
         self._marks = step.marks  # of the last call
         self._iterator = None
         self._iterator_step = -1
         self._resident = None
         self._is_chief = workers.is_chief(self.strategy)
-        workers.watch(self.strategy)
-        if checkpoints:
-            watchdog.finish_first(checkpoints.wait)
         self._signal: int | None = None
         self._evaluated: dict[str, float] | None = None  # results at the current step
         self._skipped_in_a_row = 0
@@ -213,11 +214,8 @@ class Loop:
         skipped = self._skipped()
         report = self._pace.report(self._signal is not None)
         start = time.perf_counter()
-        first = not self._pace.traced
         with (
-            watchdog.collective(
-                "training", step=step, first=first, progress=lambda: self.global_step
-            ),
+            self._watched(step, steps),
             tf.profiler.experimental.Trace("ctl_step", step_num=step, _r=1),
         ):
             totals, finite = self._train_steps(
@@ -245,6 +243,27 @@ class Loop:
             self._window_timed_steps += steps
             self._window_seconds += seconds
         return seconds, asked > 0
+
+    def _watch(self) -> Flight | None:
+        """With several workers: what ends a call that does not come back, and says where it is."""
+        if not workers.watch(self.strategy):
+            return None
+        from ctl.inspect.flight import record_marks
+
+        if self.checkpoints:
+            watchdog.finish_first(self.checkpoints.wait)
+        return record_marks(self.step)
+
+    def _watched(self, step: int, steps: int) -> contextlib.AbstractContextManager[None]:
+        flight = self._flight
+        return watchdog.collective(
+            "training",
+            first=not self._pace.traced,
+            step=step,
+            progress=lambda: self.global_step,
+            marks=flight and (lambda: flight.read(step + steps)),
+            packs=flight.packs if flight else (),
+        )
 
     def traced(self) -> tf.types.experimental.ConcreteFunction:
         """The graph that `train` runs, traced now if it was not before. No step is run."""

@@ -180,11 +180,13 @@ def test_the_replicas_drawn_are_those_that_explain_the_step():
     assert pictures.choose(np.zeros(3), np.zeros(3), 8) == ([0, 1, 2], {})
 
 
-def test_the_typical_step_is_of_median_length():
+def test_the_typical_step_is_like_most_and_the_worst_the_longest():
     timeline = make(2, steps=5, noise=0.0)
-    seconds = timeline.step_seconds * np.array([1, 9, 2, 3, 1])
-    timeline = dataclasses.replace(timeline, step_seconds=seconds)
-    assert pictures.typical_and_worst(timeline) == [("typical", 2), ("worst", 1)]
+    factors = np.array([1.1, 9, 1, 3, 1.2])
+    phases = {name: values * factors for name, values in timeline.phases.items()}
+    changed = {"phases": phases, "step_seconds": timeline.step_seconds * factors}
+    timeline = dataclasses.replace(timeline, **changed)
+    assert pictures.typical_and_worst(timeline) == [("typical", 4), ("worst", 1)]
     assert pictures.typical_and_worst(make(1, steps=1)) == [("typical", 0)]
 
 

@@ -146,7 +146,7 @@ def test_survivors_end_in_time_and_say_why(job, tmp_path, fault, culprit, bound,
     records, notes = hang.load(tmp_path)
     assert {record.worker for record in records} >= set(survivors) and not notes
     verdict = hang.verdict(records)
-    waiting = f"workers {survivors[0]}, {survivors[1]} wait in training"
+    waiting = rf"workers {survivors[0]}, {survivors[1]} wait in (pack0 of )?training"
     assert re.search(rf"^step \d+: {waiting} since \d+ s; {blamed}[^;]*$", verdict), verdict
 
 

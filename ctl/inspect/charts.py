@@ -259,6 +259,16 @@ def significant(value: float) -> str:
     return f"{value:,.{max(0, digits)}f}" if abs(value) < 1e9 else f"{value:.3g}"
 
 
+def size_of(number: float | None) -> str:
+    """Bytes with their unit, 1 MB = 1e6, as bandwidths count: 12 B, 157 kB, 2.50 MB."""
+    if number is None:
+        return "–"
+    for scale, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if number >= scale:
+            return f"{significant(number / scale)} {unit}"
+    return f"{number} B"
+
+
 def duration(seconds: float) -> str:
     """With its unit: 12.3 ms, 45.6 µs, 1.23 s."""
     for scale, unit in ((1.0, "s"), (1e3, "ms")):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ctl.inspect import pictures
-from ctl.inspect.charts import duration, significant
+from ctl.inspect.charts import duration, significant, size_of
 from ctl.inspect.report import Table, median, pack_table, percent, phase_table, row_names, scalars
 from ctl.inspect.style import STYLE
 from ctl.svg import escape
@@ -40,6 +40,11 @@ _DEFINITIONS = (
     ("transfer", "from then until the sums are here"),
     ("hidden, exposed", "communication while this replica still computed, and after it"),
     ("late", "how much later than the median of the others a replica came to the packs"),
+    (
+        "can start",
+        "the share of the backward pass without which a pack cannot start, from the graph",
+    ),
+    ("ready", "the share of the backward pass after which its gradients were there, measured"),
     ("algbw", "bytes of a pack by its time, 1 GB = 1e9 bytes (nccl-tests)"),
     ("busbw", "algbw · 2(n−1)/n with n replicas: comparable with the speed of a link"),
 )
@@ -175,12 +180,12 @@ def _html(table: Table) -> str:
 
 
 def _plan_section(plan: Plan) -> str:
-    sizes = "".join(f'<th class="size">{what}</th>' for what in ("MB", "MB sent", "starts after"))
+    sizes = "".join(f'<th class="size">{what}</th>' for what in ("size", "sent", "can start"))
     everything = (*plan.collectives, *plan.other)
     parts = [
         "<section><h2>What the step moves</h2>",
         f'<p class="lead">{escape(plan.strategy)}, {_count(plan.replicas, "replica")}. '
-        "Starts after: the share of the backward pass that must be done before.</p>",
+        "Sent: by the replica that sends most.</p>",
         '<div class="wide"><table class="plan"><tr><th>pack</th><th>operation</th><th>type</th>',
         f"<th>shape</th>{sizes}<th>variables</th></tr>",
     ]
@@ -210,7 +215,7 @@ def _collective(collective: Collective, left: int) -> tuple[str, int]:
         starts += f"–{percent(collective.full_share)}"
     kind = collective.kind + (f" ({collective.hint})" if collective.hint else "")
     cells = [collective.name[:120], kind, collective.dtype, _shape(collective.shape)]
-    sizes = [_megabytes(collective.bytes), _megabytes(collective.wire_bytes), starts]
+    sizes = [size_of(collective.bytes), size_of(collective.wire_bytes), starts]
     members = collective.members[:left]
     names = ", ".join(_member(member) for member in members)
     if len(members) < len(collective.members):
@@ -231,10 +236,6 @@ def _shape(shape: Sequence[int] | None) -> str:
     if shape is None:
         return "[?]"
     return "[" + ", ".join("?" if size < 0 else f"{size}" for size in shape[:8]) + "]"
-
-
-def _megabytes(size: int | None) -> str:
-    return "–" if size is None else significant(size / 1e6)
 
 
 def _footer(timeline: Timeline) -> str:

@@ -25,10 +25,12 @@ PACKS = 200  # of a lane
 
 
 def typical_and_worst(timeline: Timeline) -> list[tuple[str, int]]:
-    """Names and indices of the step of median length and of the longest; once if they are one."""
-    seconds = np.nan_to_num(timeline.step_seconds.max(axis=0))
-    order = np.argsort(seconds, kind="stable")
-    typical, worst = int(order[(len(order) - 1) // 2]), int(order[-1])
+    """Names and indices of two steps; of one if they are the same: that in which every phase of
+    every row is nearest to its median, and the longest."""
+    phases = np.nan_to_num(np.stack([*timeline.phases.values(), timeline.late]))
+    unlike = np.abs(phases - np.median(phases, axis=2, keepdims=True)).sum(axis=(0, 1))
+    typical = int(unlike.argmin())
+    worst = int(np.nan_to_num(timeline.step_seconds.max(axis=0)).argmax())
     return [("typical", typical)] + ([("worst", worst)] if worst != typical else [])
 
 

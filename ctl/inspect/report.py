@@ -19,7 +19,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from ctl import svg
-from ctl.inspect.charts import PHASES, significant
+from ctl.inspect.charts import PHASES, significant, size_of
 from ctl.inspect.verdict import share_of_measured
 
 if TYPE_CHECKING:
@@ -83,23 +83,23 @@ def pack_table(timeline: Timeline, plan: Plan | None, measured: Measured | None)
     shares = {c.name: c.start_share for c in plan.collectives} if plan else {}
     seconds = [float(np.median(pack.seconds)) for pack in timeline.packs]
     columns = {
-        "MB": [pack.bytes / 1e6 for pack in timeline.packs],
         "wait ms": [float(np.median(pack.wait.max(axis=0))) * 1e3 for pack in timeline.packs],
         "transfer ms": [1e3 * value for value in seconds],
         "algbw GB/s": [pack.algbw for pack in timeline.packs],
         "busbw GB/s": [pack.busbw for pack in timeline.packs],
     }
     cells = [[pack.name for pack in timeline.packs]]
+    cells.append([size_of(pack.bytes) for pack in timeline.packs])
     cells += [[_cell(v, np.array(values)) for v in values] for values in columns.values()]
-    names = ["", *columns]
+    names = ["", "size", *columns]
     if measured:
         names.append("% of measured")
         cells.append([percent(share_of_measured(pack, measured)) for pack in timeline.packs])
-    names += ["possible from", "ready at"]
+    names += ["can start", "ready"]
     cells.append([percent(shares.get(pack.name)) for pack in timeline.packs])
     cells.append([percent(share) for share in ready_shares(timeline)])
     rows = list(zip(*cells, strict=True))
-    title = "all-reduces, medians; possible and ready in % of the backward pass"
+    title = "all-reduces, medians; can start, ready: after so much of the backward pass"
     if len(rows) > ROWS:
         slowest = sorted(np.argsort(seconds, kind="stable")[-ROWS:].tolist())
         title += f"; the {ROWS} slowest of {len(rows)}"
