@@ -26,19 +26,20 @@ def start_job(
     workers: int = 2,
     addresses: Sequence[str] | None = None,
     namespaces: Sequence[str] | None = None,
+    program: Path = WORKER,
 ) -> Iterator[list[Command]]:
-    """Starts the workers of a job without the launcher, each in a network namespace where these are
-    given; ends what is left of them."""
+    """Starts the workers of a job (``run()`` of ``program``) without the launcher, each in a network
+    namespace where these are given; ends what is left of them."""
     addresses = addresses or launch.cluster(workers)["worker"]
     with contextlib.ExitStack() as stack:
         processes = []
         for index in range(workers):
             task = {"type": "worker", "index": index}
             process = zygote.start(
-                WORKER.stem,
+                program.stem,
                 str(out),
                 *options,
-                path=[WORKER.parent],
+                path=[program.parent],
                 directory=out / f"process-{index}",
                 namespace=namespaces[index] if namespaces else None,
                 TF_CONFIG=json.dumps({"cluster": {"worker": addresses}, "task": task}),

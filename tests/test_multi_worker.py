@@ -54,7 +54,8 @@ def one_device(mirrored, synchronized: bool = False):
 def test_equals_one_device(job, tmp_path, mirrored, workers):
     """AdamW and clipping; 101 test examples in batches of 16; initial weights come from the chief,
     although every worker has a seed of its own."""
-    with job(tmp_path, "seeds=1", workers=workers) as processes:
+    options = ["seeds=1", *(["tune=1"] if workers == 3 else [])]
+    with job(tmp_path, *options, workers=workers) as processes:
         assert codes(processes) == [0] * workers, said(tmp_path, 0)[-2000:]
     reference, results = one_device(mirrored)
     for saved in finished(tmp_path, workers):
