@@ -28,8 +28,8 @@ def start_job(
     namespaces: Sequence[str] | None = None,
     program: Path = WORKER,
 ) -> Iterator[list[Command]]:
-    """Starts the workers of a job (``run()`` of ``program``) without the launcher, each in a network
-    namespace where these are given; ends what is left of them."""
+    """Starts the workers of a job (``run()`` of ``program``) without the launcher, each in a
+    network namespace where these are given; ends what is left of them."""
     addresses = addresses or launch.cluster(workers)["worker"]
     with contextlib.ExitStack() as stack:
         processes = []
