@@ -26,6 +26,9 @@ from ctl.inspect.collectives import plan_of  # noqa: E402
 from ctl.reduce import all_reduce  # noqa: E402
 from ctl.strategy import make_multi_worker  # noqa: E402
 
+OUT = Path(sys.argv[1])
+me = cluster.resolve(None, None)
+
 
 class OneMore(ctl.TrainStep):
     """Worker 1 reduces one tensor more, of the same shape as one of the others."""
@@ -83,12 +86,14 @@ def main() -> None:
     kinds["one more"].train(1)
 
 
-if __name__ == "__main__":
-    OUT = Path(sys.argv[1])
-    me = cluster.resolve(None, None)
+def run() -> None:
     tf.random.set_seed(0)
     try:
         main()
     except CtlError as error:
         print(error, file=sys.stderr, flush=True)
         os._exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    run()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from helpers import BATCH, CLASSES, examples, mlp
-from test_multi_worker import codes, job, last_line, said
+from jobs import codes, last_line, said
 
 from ctl import data
 from ctl.inspect import lints
@@ -72,7 +72,7 @@ def test_a_ring_on_logical_cpus_and_no_timeout(ring2):
 
 
 @pytest.fixture(scope="module")
-def workers(tmp_path_factory) -> Path:
+def workers(job, tmp_path_factory) -> Path:
     """Where two workers left what they planned; see plan_worker.py."""
     out = tmp_path_factory.mktemp("plans")
     with job(out, program=Path(__file__).parent / "plan_worker.py") as processes:
