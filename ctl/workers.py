@@ -159,7 +159,12 @@ def check_agreement(strategy: tf.distribute.Strategy, facts: Mapping[str, Any]) 
             for name in differ[:_SHOWN]
         )
         more = f" and {len(differ) - _SHOWN} more" if len(differ) > _SHOWN else ""
-        raise UsageError(f"the workers do not agree: {values}{more}; start all with the same")
+        error = UsageError(f"the workers do not agree: {values}{more}; start all with the same")
+        # Who ends while another still gathers would look lost to it. Past the barrier, or when that
+        # breaks off because a worker has left it, all have read the texts.
+        with contextlib.suppress(PeerError):
+            barrier(strategy, _ENDED_SECONDS, otherwise=error)
+        raise error
 
 
 def earliest(strategy: tf.distribute.Strategy, step: int) -> int:
