@@ -1,4 +1,4 @@
-"""Saves and restores a state of a given size with ctl and with TensorFlow's own manager, as told.
+"""Saves and restores a state of a given size with ctl or with TensorFlow's own manager, as told.
 
 The state is trained by a loop that updates all of it at every step, as an optimizer does. So a save
 that keeps the loop waiting, or slows the steps that follow, shows in the time of the loop.
@@ -7,19 +7,19 @@ that keeps the loop waiting, or slows the steps that follow, shows in the time o
 from __future__ import annotations
 
 import os
-import tempfile
 import time
 from pathlib import Path
 
 from absl import flags
 from lines import answerer, serve
 
+from ctl.errors import UsageError
 from ctl.flags import group, run
 
 with group("This peer"):
     _MEGABYTES = flags.DEFINE_float("megabytes", 1.0, "size of the state, 10^6 bytes")
-    _VARIABLES = flags.DEFINE_integer("variables", 20, "float32 variables of equal size")
-    _DIRECTORY = flags.DEFINE_string("directory", None, "where to save; a temporary one by default")
+    _VARIABLES = flags.DEFINE_integer("variables", 20, "float32, of equal size", lower_bound=1)
+    _DIRECTORY = flags.DEFINE_string("directory", None, "where to save")
 
 
 def build(directory: Path):
@@ -44,14 +44,6 @@ def build(directory: Path):
         tf.train.Checkpoint(model=variables, step=step_of), str(directory / "tf"), max_to_keep=1
     )
 
-    def run_steps(seconds: float) -> int:
-        """How many steps it took to train for so long."""
-        end, steps = time.perf_counter() + seconds, 0
-        while time.perf_counter() < end:
-            train(tf.constant(1))
-            steps += 1
-        return steps
-
     def save_ours() -> None:
         ours.save(int(step_of.numpy()), state)
 
@@ -67,22 +59,18 @@ def build(directory: Path):
     def save(who: str) -> dict[str, float]:
         """One save in the midst of training; times in seconds."""
         save, finish = (save_ours, ours.wait) if who == "ctl" else (save_theirs, flush)
-        run_steps(0.2)
+        train(tf.constant(10))
         begin = time.perf_counter()
-        train(tf.constant(5))
-        step_seconds = (time.perf_counter() - begin) / 5
+        train(tf.constant(10))
+        a_step = (time.perf_counter() - begin) / 10
         begin = time.perf_counter()
         save()
         stands_still = time.perf_counter() - begin
         train(tf.constant(1))
-        next_step = time.perf_counter() - begin - stands_still
+        delay = time.perf_counter() - begin - a_step
         finish()
-        return {
-            "stands_still": stands_still,
-            "next_step": next_step,
-            "step": step_seconds,
-            "durable": time.perf_counter() - begin,
-        }
+        durable = time.perf_counter() - begin
+        return {"stands_still": stands_still, "delay": delay, "durable": durable}
 
     def restore(who: str) -> dict[str, float]:
         begin = time.perf_counter()
@@ -90,19 +78,20 @@ def build(directory: Path):
             ours.restore(state)
         else:
             theirs.restore_or_initialize()
-        return {"restore": time.perf_counter() - begin}
+        return {"restored": time.perf_counter() - begin}
 
-    def reply(what: str, who: str) -> dict[str, float]:
-        return {"save": save, "restore": restore}[what](who)
+    def reply(who: str) -> dict[str, float]:
+        return save(who) | restore(who)
 
     about = {"versions": {"tensorflow": tf.__version__}, "bytes": 4 * each * len(variables)}
     return about, reply
 
 
 def main() -> None:
+    if _DIRECTORY.value is None:
+        raise UsageError("give --directory")
     answer = answerer()
-    with tempfile.TemporaryDirectory(dir=_DIRECTORY.value) as directory:
-        serve(*build(Path(directory)), answer)
+    serve(*build(Path(_DIRECTORY.value)), answer)
 
 
 if __name__ == "__main__":
