@@ -13,11 +13,12 @@ import os
 import pathlib
 import platform
 import queue
+import re
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ctl.errors import CtlError
@@ -68,25 +69,16 @@ class Peer:
             raise CtlError(f"{self.name}: no answer in {seconds:g} s; see --timeout") from None
         if not line:
             self._errors.seek(0)
-            said = self._errors.read().strip().splitlines()
-            raise CtlError(f"{self.name}: its process ended: {said[-1] if said else 'silently'}")
+            said = self._errors.read().strip().splitlines() or ["silently"]
+            errors = [line for line in said if re.match(r"[\w.]+(Error|Exception|Exit)\b", line)]
+            why = (errors or said)[-1].strip()[:200]
+            raise CtlError(f"{self.name}: its process ended: {why}")
         return json.loads(line)
 
     def close(self) -> None:
         self._process.kill()
         self._process.wait()
         self._errors.close()
-
-
-@contextlib.contextmanager
-def started(commands: Mapping[str, Sequence[str]]) -> Iterator[list[Peer]]:
-    """All of ``commands``, by name, started at once; no process is left behind."""
-    with contextlib.ExitStack() as stack:
-        peers = []
-        for name, command in commands.items():
-            peers.append(Peer(name, command))
-            stack.callback(peers[-1].close)
-        yield peers
 
 
 def progress(text: str) -> None:

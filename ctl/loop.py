@@ -12,6 +12,7 @@ import math
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ import tensorflow as tf
 from absl import logging
 
 import ctl
-from ctl import workers
+from ctl import watchdog, workers
 from ctl.checkpoint import CheckpointManager, Saved
 from ctl.data import as_dataset
 from ctl.errors import CheckpointError, DivergedError, Preempted, UsageError
@@ -60,10 +61,6 @@ class Status:
 
 
 Action = Callable[[Status], None]
-
-
-# How long a worker waits for its peers to trace their first step.
-_FIRST_STEP_SECONDS = 600.0
 
 
 class Loop:
@@ -110,11 +107,16 @@ class Loop:
                 f"the global batch size {size} is not divisible by {replicas} replicas"
             )
         step.build(self.strategy, schedule)
+        step.traced = weakref.WeakMethod(self.traced)
         self._pace = Pace(steps_per_loop)
+        self._marks = step.marks  # of the last call
         self._iterator = None
         self._iterator_step = -1
         self._resident = None
         self._is_chief = workers.is_chief(self.strategy)
+        workers.watch(self.strategy)
+        if checkpoints:
+            watchdog.finish_first(checkpoints.wait)
         self._signal: int | None = None
         self._evaluated: dict[str, float] | None = None  # results at the current step
         self._skipped_in_a_row = 0
@@ -123,7 +125,16 @@ class Loop:
     # The hot path -------------------------------------------------------------------------------
 
     @tf.function
-    def _train_steps(self, iterator: Iterator, resident: Any, steps: tf.Tensor, report: tf.Tensor):
+    def _train_steps(
+        self,
+        iterator: Iterator,
+        resident: Any,
+        steps: tf.Tensor,
+        report: tf.Tensor,
+        marks: Any = None,
+    ):
+        # `marks` is `self.step.marks`. As an argument it has a trace of its own, so that the trace
+        # without marks is kept, and is the same before and after an inspection.
         losses = self.strategy.run(lambda: (tf.zeros([]), tf.zeros([], tf.int32)))
         for _ in tf.range(steps):
             losses = self.strategy.run(self._one_step, args=(losses, next(iterator), resident))
@@ -175,6 +186,7 @@ class Loop:
                 if self.global_step > step:
                     self._evaluated = None
                 step = self._iterator_step = self.global_step
+                workers.check_all_ended(self.strategy, step)
                 logging.warning("the dataset ended after step %d, before step %d", step, until)
                 return self._wake(step, step, 0.0)
             step = self._iterator_step = step + steps
@@ -195,12 +207,21 @@ class Loop:
         Returns:
             The seconds it took; whether a worker was asked to stop.
         """
+        if self.step.marks is not self._marks:
+            self._marks = self.step.marks
+            self._pace.traces_again()
         skipped = self._skipped()
         report = self._pace.report(self._signal is not None)
         start = time.perf_counter()
-        with tf.profiler.experimental.Trace("ctl_step", step_num=step, _r=1):
+        first = not self._pace.traced
+        with (
+            watchdog.collective(
+                "training", step=step, first=first, progress=lambda: self.global_step
+            ),
+            tf.profiler.experimental.Trace("ctl_step", step_num=step, _r=1),
+        ):
             totals, finite = self._train_steps(
-                self._iterator, self._resident, tf.constant(steps), report
+                self._iterator, self._resident, tf.constant(steps), report, self.step.marks
             )
             loss, asked, pace = (float(total) for total in totals.numpy())
         seconds = time.perf_counter() - start
@@ -225,15 +246,27 @@ class Loop:
             self._window_seconds += seconds
         return seconds, asked > 0
 
+    def traced(self) -> tf.types.experimental.ConcreteFunction:
+        """The graph that `train` runs, traced now if it was not before. No step is run."""
+        if self._iterator is None:
+            self._open(self.global_step)
+        return self._train_steps.get_concrete_function(
+            *(self._iterator, self._resident, tf.constant(1), self._pace.report(False)),
+            self.step.marks,
+        )
+
     def _start(self, step: int) -> None:
+        self._open(step)
+        if workers.is_multi_worker(self.strategy):
+            self._meet_peers(step)
+
+    def _open(self, step: int) -> None:
         if self._resident is None:
             self._resident = self.dataset.resident(self.strategy)
         batches = self.dataset.batches(step)
         with devices_without_autotuning():
             self._iterator = iter(self.strategy.experimental_distribute_dataset(batches))
         self._iterator_step = step
-        if workers.is_multi_worker(self.strategy):
-            self._meet_peers(step)
 
     def _meet_peers(self, step: int) -> None:
         """Before the first step: all are about to do the same, and have traced it."""
@@ -251,10 +284,8 @@ class Loop:
                 },
             },
         )
-        self._train_steps.get_concrete_function(
-            self._iterator, self._resident, tf.constant(1), self._pace.report(False)
-        )
-        workers.barrier(self.strategy, _FIRST_STEP_SECONDS)
+        self.traced()
+        workers.barrier(self.strategy, watchdog.FIRST_CALL_SECONDS)
 
     def _wake(self, step: int, until: int, seconds_per_step: float) -> dict[str, float]:
         cache: dict[str, float] = {}
@@ -281,7 +312,9 @@ class Loop:
         if self.checkpoints and self._is_chief:
             self.checkpoints.check()
         for action in self.actions:
-            action(status)
+            name = type(getattr(action, "action", action)).__name__  # what an `Every` calls
+            with watchdog.host(f"the action {name}", step):
+                action(status)
         return scalars() if status.final else {}
 
     def _skipped(self) -> int:
@@ -295,7 +328,8 @@ class Loop:
 
     def _scalars(self) -> dict[str, float]:
         scalars = {"loss": self._window_loss / max(1, self._window_steps)}
-        scalars |= self.step.results()
+        with watchdog.collective("reading the metrics"):
+            scalars |= self.step.results()
         scalars["learning_rate"] = float(self.step.applier.learning_rate())
         if self._window_seconds:
             rate = self._window_timed_steps / self._window_seconds
@@ -340,10 +374,15 @@ class Loop:
         if self.evaluator is None:
             raise UsageError("this loop has no evaluator: give Loop(evaluator=Evaluator(...))")
 
-        with self._ending_well("the evaluation"), self.step.applier.averaged():
+        with (
+            self._ending_well("the evaluation"),
+            watchdog.host("preparing the evaluation", self.global_step),
+            self.step.applier.averaged(),
+        ):
             results = self.evaluator.run(on_wake, lambda: self._signal is not None)
         for action in self.eval_actions:
-            action(self.global_step, results)
+            with watchdog.host("an action after the evaluation", self.global_step):
+                action(self.global_step, results)
         return results
 
     def save(self, metrics: dict[str, float] | None = None, *, wait: bool = False) -> None:
@@ -351,7 +390,9 @@ class Loop:
         several workers, the chief does."""
         if self.checkpoints is None:
             raise UsageError("this loop has no checkpoints: give Loop(checkpoints=...)")
-        if self._is_chief:
+        if not self._is_chief:
+            return
+        with watchdog.host("saving", self.global_step):
             self.checkpoints.save(self.global_step, self.step.state(), metrics, wait=wait)
 
     def restore(self) -> Saved | None:
@@ -418,7 +459,7 @@ class Loop:
     def _ending_well(self, doing: str) -> Iterator[None]:
         """Saves when a signal asked to stop; names the peers that were lost."""
         try:
-            with workers.naming_lost_peers(self.strategy, lambda: self.global_step, doing):
+            with workers.naming_lost_peers(self.strategy, doing, lambda: self.global_step):
                 yield
         except StopRequested:
             step = self.global_step
