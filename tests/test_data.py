@@ -12,7 +12,7 @@ from tensorflow.python.framework import kernels
 from ctl import data
 from ctl.data import GlobalBatches, InMemory, Streaming, as_dataset, load, synthetic
 from ctl.errors import UsageError
-from ctl.global_batches import devices_without_autotuning
+from ctl.global_batches import devices_without_autotuning, iterate
 
 
 def numbered(count: int, **kwargs) -> InMemory:
@@ -59,9 +59,13 @@ def test_training_batches_are_endless_and_static():
     assert batches.element_spec == tf.TensorSpec([12], tf.int64)
 
 
-def on_strategy(strategy, dataset, start: int, count: int):
-    """What the replicas see, put together again: (images, labels) of ``count`` global batches."""
-    iterator = iter(strategy.experimental_distribute_dataset(dataset.batches(start)))
+def on_strategy(strategy, dataset, start: int, count: int, whole: bool = True):
+    """What the replicas see, put together again: (images, labels) of ``count`` global batches.
+    ``whole``: as the loop iterates; otherwise it is the strategy that cuts the batches."""
+    if whole:
+        iterator = iterate(dataset, strategy, start)
+    else:
+        iterator = iter(strategy.experimental_distribute_dataset(dataset.batches(start)))
     resident = dataset.resident(strategy)
     shapes = []
 
@@ -84,11 +88,12 @@ def on_strategy(strategy, dataset, start: int, count: int):
 
 @pytest.mark.parametrize("replicas", [1, 2, 4])
 @pytest.mark.parametrize("start", [0, 37])
-def test_global_batches_are_the_same_under_any_number_of_replicas(mirrored, replicas, start):
+@pytest.mark.parametrize("whole", [True, False])
+def test_global_batches_are_the_same_under_any_number_of_replicas(mirrored, replicas, start, whole):
     dataset = numbered(101, global_batch_size=12, seed=3)
     images, labels = dataset.arrays
     expected = take(dataset, start, 20)
-    seen = on_strategy(mirrored(replicas), dataset, start, 20)
+    seen = on_strategy(mirrored(replicas), dataset, start, 20, whole)
     for indices, (seen_images, seen_labels) in zip(expected, seen, strict=True):
         np.testing.assert_array_equal(seen_labels, labels[indices])
         np.testing.assert_array_equal(seen_images, images[indices])
