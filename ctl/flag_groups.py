@@ -15,7 +15,7 @@ from absl import flags
 from ctl import cluster, names, rates
 from ctl.actions import parse_window
 from ctl.errors import UsageError
-from ctl.flags import check_flags, group
+from ctl.flags import check_flags, define_size_or_auto, group
 
 flags.disclaim_key_flags()  # They belong to the command that calls a group.
 
@@ -183,11 +183,11 @@ def define_step_flags() -> None:
         flags.DEFINE_boolean(
             "jit_compile", False, "Compile forward and backward with XLA; the all-reduce stays out."
         )
-        flags.DEFINE_integer(
+        define_size_or_auto(
             "bytes_per_pack",
             0,
-            "Most bytes that one all-reduce moves; 0: all gradients of a type in one.",
-            lower_bound=0,
+            "Most bytes that one all-reduce moves; 0: all gradients of a type in one; auto: try "
+            "some before the first step and keep the fastest, also when the run is resumed.",
         )
         flags.DEFINE_integer(
             "steps_per_loop",

@@ -7,20 +7,20 @@ every replica; the all-reduce is the one line marked ``<- here`` in `ctl.reduce.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 import signal
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 from absl import logging
 
 import ctl
-from ctl import watchdog, workers
+from ctl import tune, watchdog, workers
+from ctl.actions import Action, Status
 from ctl.checkpoint import CheckpointManager, Saved
 from ctl.data import as_dataset
 from ctl.errors import CheckpointError, DivergedError, Preempted, UsageError
@@ -28,39 +28,14 @@ from ctl.evaluator import Evaluator, Pace, StopRequested
 from ctl.global_batches import iterate
 from ctl.step import TrainStep
 
+if TYPE_CHECKING:
+    from ctl.inspect.flight import Flight
+
 SUM = tf.distribute.ReduceOp.SUM
 
 # Updates in a row that were skipped because gradients were not finite. A loss scale needs at most
 # 15 halvings to get from its first value to 1, so after so many the run is lost.
 _MOST_SKIPPED = 100
-
-
-@dataclasses.dataclass
-class Status:
-    """What actions see when Python wakes between two calls of the loop.
-
-    Attributes:
-        step: global batches trained on so far.
-        until: the step at which training will end.
-        steps_per_epoch: may be fractional, because batches go on across the ends of epochs; None
-            when the size of the dataset is not known.
-        seconds_per_step: of the last call.
-        final: the last wake: step is until.
-        scalars: ``() -> dict``: loss, metrics, learning rate and examples/s since `reset`. The
-            first call of a wake reads the metrics from the devices.
-        reset: starts a new window for ``scalars``.
-    """
-
-    step: int
-    until: int
-    steps_per_epoch: float | None
-    seconds_per_step: float
-    final: bool
-    scalars: Callable[[], dict[str, float]]
-    reset: Callable[[], None]
-
-
-Action = Callable[[Status], None]
 
 
 class Loop:
@@ -108,15 +83,13 @@ class Loop:
             )
         step.build(self.strategy, schedule)
         step.traced = weakref.WeakMethod(self.traced)
+        self._flight = self._watch()
         self._pace = Pace(steps_per_loop)
         self._marks = step.marks  # of the last call
         self._iterator = None
         self._iterator_step = -1
         self._resident = None
         self._is_chief = workers.is_chief(self.strategy)
-        workers.watch(self.strategy)
-        if checkpoints:
-            watchdog.finish_first(checkpoints.wait)
         self._signal: int | None = None
         self._evaluated: dict[str, float] | None = None  # results at the current step
         self._skipped_in_a_row = 0
@@ -132,9 +105,10 @@ class Loop:
         steps: tf.Tensor,
         report: tf.Tensor,
         marks: Any = None,
+        bytes_per_pack: int = 0,
     ):
-        # `marks` is `self.step.marks`. As an argument it has a trace of its own, so that the trace
-        # without marks is kept, and is the same before and after an inspection.
+        # The last two are those of `self.step`. As arguments they have traces of their own, so that
+        # the trace without marks is kept, and is the same before and after an inspection.
         losses = self.strategy.run(lambda: (tf.zeros([]), tf.zeros([], tf.int32)))
         for _ in tf.range(steps):
             losses = self.strategy.run(self._one_step, args=(losses, next(iterator), resident))
@@ -213,16 +187,11 @@ class Loop:
         skipped = self._skipped()
         report = self._pace.report(self._signal is not None)
         start = time.perf_counter()
-        first = not self._pace.traced
         with (
-            watchdog.collective(
-                "training", step=step, first=first, progress=lambda: self.global_step
-            ),
+            self._watched(step, steps),
             tf.profiler.experimental.Trace("ctl_step", step_num=step, _r=1),
         ):
-            totals, finite = self._train_steps(
-                self._iterator, self._resident, tf.constant(steps), report, self.step.marks
-            )
+            totals, finite = self.run_steps(self._iterator, steps, report)
             loss, asked, pace = (float(total) for total in totals.numpy())
         seconds = time.perf_counter() - start
         if self.global_step != step + steps:
@@ -246,13 +215,54 @@ class Loop:
             self._window_seconds += seconds
         return seconds, asked > 0
 
+    def run_steps(self, iterator: Iterator, steps: int, report: tf.Tensor) -> tuple[tf.Tensor, Any]:
+        """``steps`` steps on the batches of ``iterator``, and nothing around them."""
+        static = self.step.marks, self.step.bytes_per_pack
+        return self._train_steps(iterator, self._resident, tf.constant(steps), report, *static)
+
+    def cut(self, bytes_per_pack: int) -> None:
+        """Gradients are cut into such packs from the next step on, on which workers must agree."""
+        self.step.bytes_per_pack = bytes_per_pack
+        self._flight = self._watch()  # its marks are those of the packs
+        self._iterator_step = -1
+
+    def tune_packs(self) -> int:
+        """Tries sizes of packs before `train`, and keeps and returns the fastest, see `ctl.tune`.
+        Nothing else of the training changes."""
+        with self._ending_well("the trial of packs"):
+            self._start(self.global_step)
+            self.cut(tune.fastest(self))
+        self._reset_window()
+        return self.step.bytes_per_pack
+
+    def _watch(self) -> Flight | None:
+        """With several workers: what ends a call that does not come back, and says where it is."""
+        if not workers.watch(self.strategy):
+            return None
+        from ctl.inspect.flight import record_marks
+
+        if self.checkpoints:
+            watchdog.finish_first(self.checkpoints.wait)
+        return record_marks(self.step)
+
+    def _watched(self, step: int, steps: int) -> contextlib.AbstractContextManager[None]:
+        flight = self._flight
+        return watchdog.collective(
+            "training",
+            first=not self._pace.traced,
+            step=step,
+            progress=lambda: self.global_step,
+            marks=flight and (lambda: flight.read(step + steps)),
+            packs=flight.packs if flight else (),
+        )
+
     def traced(self) -> tf.types.experimental.ConcreteFunction:
         """The graph that `train` runs, traced now if it was not before. No step is run."""
         if self._iterator is None:
             self._open(self.global_step)
         return self._train_steps.get_concrete_function(
             *(self._iterator, self._resident, tf.constant(1), self._pace.report(False)),
-            self.step.marks,
+            *(self.step.marks, self.step.bytes_per_pack),
         )
 
     def _start(self, step: int) -> None:

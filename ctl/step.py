@@ -272,12 +272,12 @@ class TrainStep(_Step):
         """Everything that a checkpoint must hold for training to go on bit for bit."""
         return {"model": [v.value for v in self.model.variables], **self.applier.state()}
 
-    def inspect(self, steps: int = 20) -> Inspection:
+    def inspect(self, steps: int = 20, *, profile: bool = False) -> Inspection:
         """``with step.inspect(steps=20) as seen: loop.train(...)``: where the time of the last
-        ``steps`` steps went, on every worker. All workers must do it."""
+        ``steps`` steps went, on every worker, all of which must do it. See `Inspection`."""
         from ctl.inspect.session import Inspection
 
-        return Inspection(self, steps)
+        return Inspection(self, steps, profile=profile)
 
     def reduced_specs(self) -> list[tf.Variable | tf.TensorSpec]:
         """Like what `reduce` sums, in that order: a gradient for each trainable variable (some may

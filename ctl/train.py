@@ -17,7 +17,7 @@ from absl import flags, logging
 
 from ctl import cluster, config, console, flag_groups, manifest
 from ctl.errors import UsageError
-from ctl.flags import grouped_flags
+from ctl.flags import AUTO, grouped_flags
 from ctl.flags import run as run_command
 from ctl.rates import steps_from
 
@@ -108,10 +108,12 @@ def _train(model_dir: Path) -> None:
         )
         loop = make_loop(placement, train, evaluation, total_steps, checkpoints)
         saved = loop.restore()
-        if chief:
-            config.write(model_dir, grouped_flags())
         if saved:
             logging.info("resuming at step %d from %s", saved.step, saved.path)
+        if FLAGS.bytes_per_pack == AUTO:
+            _choose_packs(loop, config.chosen_bytes_per_pack(model_dir) if saved else None)
+        if chief:
+            config.write(model_dir, grouped_flags(), bytes_per_pack=loop.step.bytes_per_pack)
         on_wake = _add_actions(loop, stack, model_dir, steps_per_epoch, chief)
         started, first = time.monotonic(), loop.global_step
         with loop.stop_on_signals(), explained(train):
@@ -189,6 +191,16 @@ def _flags_of_the_job() -> dict[str, Any]:
     """What must be the same on every worker."""
     mine = {"worker_index", "data_dir", "download"}
     return {f"--{name}": FLAGS[name].value for name in grouped_flags() if name not in mine}
+
+
+def _choose_packs(loop: Loop, chosen: int | None) -> None:
+    if chosen is None:
+        logging.info("trying sizes of packs: this takes some seconds")
+        with explained(loop.dataset):
+            loop.tune_packs()
+    else:
+        logging.info("bytes_per_pack: %d, chosen when the run began", chosen)
+        loop.cut(chosen)
 
 
 def best_mode(metric: str) -> str:
@@ -289,7 +301,7 @@ def make_loop(
             ema_decay=FLAGS.ema_decay,
             loss_scale=FLAGS.precision == "mixed_float16",
             on_nan=FLAGS.on_nan,
-            bytes_per_pack=FLAGS.bytes_per_pack,
+            bytes_per_pack=0 if FLAGS.bytes_per_pack == AUTO else FLAGS.bytes_per_pack,
             options=placement.options,
             jit_compile=FLAGS.jit_compile,
         )

@@ -36,7 +36,7 @@ FIRST_CALL_SECONDS = 600.0
 _TICK = 0.25
 # A process that was stopped (SIGSTOP, a laptop's lid) and goes on has not waited meanwhile: of the
 # time between two ticks no more than this counts.
-_MOST_OF_A_TICK = 1.0
+_MOST_OF_A_TICK = 0.5
 # Between the line and the exit: the others reach their own limits, and say what they know, before
 # their connection to this worker breaks.
 _LINGER_SECONDS = 2.0

@@ -77,10 +77,13 @@ def naming_lost_peers(
         ) from error
 
 
-def watch(strategy: tf.distribute.Strategy) -> None:
-    """Starts `ctl.watchdog` where there are several workers, if `make_multi_worker` has not."""
-    if is_multi_worker(strategy) and len(cluster_of(strategy).workers) > 1:
+def watch(strategy: tf.distribute.Strategy) -> bool:
+    """Whether there are several workers; if so, starts `ctl.watchdog`, unless `make_multi_worker`
+    has."""
+    several = is_multi_worker(strategy) and len(cluster_of(strategy).workers) > 1
+    if several:
         watchdog.start(cluster_of(strategy))
+    return several
 
 
 def _reason(error: tf.errors.OpError) -> str:

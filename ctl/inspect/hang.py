@@ -163,8 +163,7 @@ def verdict(records: Sequence[Record]) -> str:
     """One line: who waits where since when, and for whom."""
     found = places(records)
     group, named = _judge(found)
-    if not named:
-        named = [p for p in found if not p.known]
+    named = named or [p for p in found if not p.known] or ([] if group else found)
     if not group:
         who = "nobody waits for others"
         step = max(p.step for p in found)
