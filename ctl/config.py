@@ -30,7 +30,7 @@ _FREE = frozenset(
         *("workers", "worker_index", "communication", "startup_timeout"),
         *("bytes_per_pack", "steps_per_loop", "evaluate_every", "checkpoint_every", "keep"),
         *("keep_best", "best_metric", "keep_every_hours", "async_checkpoints", "log_every"),
-        *("tensorboard", "profile_steps", "export", "on_nan"),
+        *("tensorboard", "profile_steps", "inspect_every", "export", "on_nan"),
     )
 )
 _LENGTH = ("epochs", "train_steps")

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from absl import flags, logging
 
-from ctl import cluster, config, console, flag_groups, manifest
+from ctl import cluster, config, console, flag_groups, manifest, rates
+from ctl.actions import parse_window
 from ctl.errors import UsageError
-from ctl.flags import AUTO, grouped_flags
+from ctl.flags import AUTO, check_flags, group, grouped_flags
 from ctl.flags import run as run_command
 from ctl.rates import steps_from
 
@@ -63,7 +64,36 @@ def define_flags(model_dir_required: bool = True) -> None:
     FLAGS.set_default("schedule", "cosine")
     flag_groups.define_device_flags()
     flag_groups.define_checkpoint_flags()
-    flag_groups.define_output_flags()
+    _define_output_flags()
+
+
+def _define_output_flags() -> None:
+    """What the run shows and leaves behind."""
+    with group("Output"):
+        flags.DEFINE_string("log_every", "100", "Steps (100) or epochs (0.1ep) between log lines.")
+        flags.DEFINE_boolean("tensorboard", True, "Write scalars for TensorBoard.")
+        flags.DEFINE_string(
+            "profile_steps",
+            None,
+            "START:STOP, e.g. 20:30: writes a profile of these steps for TensorBoard.",
+        )
+        flags.DEFINE_string(
+            "inspect_every",
+            None,
+            "Steps (1000) or epochs (1ep) between windows of 20 steps in which the all-reduce is "
+            "timed: allreduce/exposed_ms, busbw and late_ms in metrics.jsonl and TensorBoard "
+            "(default: never).",
+        )
+        flags.DEFINE_boolean("export", True, "Export model.keras and a SavedModel at the end.")
+    check_flags(["log_every", "inspect_every", "profile_steps"], _check_output)
+
+
+def _check_output(log_every: str, inspect_every: str | None, profile_steps: str | None) -> None:
+    for flag, value in (("--log_every", log_every), ("--inspect_every", inspect_every)):
+        if value is not None:
+            rates.check_positive(flag, steps_from(flag, value, flag_groups.LONG_EPOCH))
+    if profile_steps is not None:
+        parse_window(profile_steps)
 
 
 def main() -> None:
@@ -181,7 +211,7 @@ def _place() -> Placement:
         communication=FLAGS.communication,
         collective_timeout=FLAGS.collective_timeout,
         startup_timeout=FLAGS.startup_timeout,
-        record_dir=Path(FLAGS.model_dir) / "inspect",
+        record_dir=Path(FLAGS.model_dir) / "inspect" if FLAGS.model_dir else None,
     )
     check_agreement(placement.strategy, _flags_of_the_job())
     return placement
@@ -338,7 +368,7 @@ def _add_actions(
     loop: Loop, stack: Any, model_dir: Path, steps_per_epoch: float, chief: bool
 ) -> Any:
     """Logs, progress, checkpoints and profile; returns what shows the progress of evaluation."""
-    from ctl.actions import Every, Log, parse_window
+    from ctl.actions import Every, Log
     from ctl.profiler import Profile
     from ctl.progress import Lines, Progress
     from ctl.sinks import JsonLines, TensorBoard
@@ -361,6 +391,12 @@ def _add_actions(
     if FLAGS.checkpoint_every:
         steps = steps_from("--checkpoint_every", FLAGS.checkpoint_every, steps_per_epoch)
         loop.actions.append(Every(lambda status: loop.save(), steps=max(1, steps)))
+    if FLAGS.inspect_every:
+        from ctl.inspect.periodic import inspect_every
+
+        every = steps_from("--inspect_every", FLAGS.inspect_every, steps_per_epoch)
+        files = [sink for sink in sinks if isinstance(sink, JsonLines | TensorBoard)]
+        loop.actions += inspect_every(loop.step, max(1, every), files)
     if FLAGS.profile_steps:
         # On every worker, because all must stop at the same steps.
         where = "train" if chief else f"worker-{cluster_of(loop.strategy).index}"

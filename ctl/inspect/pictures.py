@@ -34,19 +34,22 @@ def typical_and_worst(timeline: Timeline) -> list[tuple[str, int]]:
     return [("typical", typical)] + ([("worst", worst)] if worst != typical else [])
 
 
-def choose(late: np.ndarray, wait: np.ndarray, most: int) -> tuple[list[int], dict[int, str]]:
+def choose(
+    late: np.ndarray, wait: np.ndarray, most: int, least: float
+) -> tuple[list[int], dict[int, str]]:
     """At most ``most`` rows, in order, and what to say about some of them.
 
     Args:
         late: [N], how late each row came to the packs.
         wait: [N], how long each waited in them.
         most: rows to choose, 2 at least.
+        least: seconds that are worth a word.
     """
     late, wait = np.nan_to_num(late), np.nan_to_num(wait)
     notes = {}
-    if len(late) > 1 and wait.max() > 0:
+    if len(late) > 1 and wait.max() > least:
         notes[int(wait.argmax())] = "waits longest"
-    if len(late) > 1 and late.max() > 0:
+    if len(late) > 1 and late.max() > least:
         notes[int(late.argmax())] = "comes last"
     if len(late) <= most:
         return list(range(len(late))), notes
@@ -58,12 +61,18 @@ def choose(late: np.ndarray, wait: np.ndarray, most: int) -> tuple[list[int], di
     return sorted(chosen), notes
 
 
+def noise(timeline: Timeline) -> float:
+    """Seconds that accuse nobody: somebody is always last, and clocks are as good as they are."""
+    error = max(clock.error for clock in timeline.clocks)
+    return max(0.01 * float(np.nan_to_num(median(timeline.step_seconds))), error)
+
+
 def step_picture(timeline: Timeline, index: int, name: str, limit: float) -> tuple[str, int]:
     """The picture of the step with this ``index``, and how many replicas are in it."""
     wait = sum((pack.wait[:, index] for pack in timeline.packs), np.zeros(len(timeline.rows)))
     packs = min(len(timeline.packs), PACKS)
     most = min(LANES, max(2, 240 // (packs + 4)))  # bounds the file, with packs of any number
-    rows, notes = choose(timeline.late[:, index], wait, most)
+    rows, notes = choose(timeline.late[:, index], wait, most, noise(timeline))
     names = row_names(timeline.rows)
     lanes = [_lane(timeline, row, index, names[row], notes.get(row, "")) for row in rows]
     return charts.draw_step(lanes, limit, name), len(lanes)
@@ -89,18 +98,33 @@ def _lane(timeline: Timeline, row: int, index: int, label: str, note: str) -> La
     covered = computed
     packs = timeline.packs[:PACKS]
     for pack, level in zip(packs, levels(packs, row, index), strict=True):
-        start = pack.start[row, index] - zero
-        there = start + pack.wait[row, index]
-        done = there + pack.transfer[row, index]
-        wait, transfer = duration(there - start), duration(done - there)
-        title = f"{label}: {pack.name}, {pack.bytes:,} bytes, wait {wait}, transfer {transfer}"
-        communication.append(Span("wait", start, there, f"wait {wait}", title, level))
-        communication.append(Span("transfer", there, done, pack.name, title, level))
+        parts = pack_parts(pack, row, index)
+        title = f"{label}: {pack.name}, {pack.bytes:,} bytes"
+        title += "".join(f", {name} {duration(end - begin)}" for name, begin, end in parts)
+        for name, begin, end in parts:
+            text = {"wait": f"wait {duration(end - begin)}", "transfer": pack.name}.get(name, "")
+            communication.append(Span(name, begin - zero, end - zero, text, title, level))
         ready.append(pack.ready[row, index] - zero)
+        start, done = parts[0][1] - zero, parts[-1][2] - zero
         if done > covered:
             exposed.append((max(start, covered), done))
             covered = done
     return Lane(label, note, tuple(compute), tuple(communication), tuple(ready), tuple(exposed))
+
+
+def pack_parts(pack: PackTimes, row: int, index: int) -> list[tuple[str, float, float]]:
+    """What an all-reduce was doing on a replica, from when to when: packing and unpacking, which a
+    profile shows, wait and transfer. In order, without gaps, from its start until it is done."""
+    start, begun = float(pack.start[row, index]), float(pack.begun[row, index])
+    there = begun + float(pack.wait[row, index])
+    ended = there + float(pack.transfer[row, index])
+    after = np.nan_to_num(pack.packing[row, index]) - (begun - start)
+    parts = [("wait", begun, there), ("transfer", there, ended)]
+    if begun > start:
+        parts.insert(0, ("pack", start, begun))
+    if after > 0:
+        parts.append(("pack", ended, ended + float(after)))
+    return parts
 
 
 def levels(packs: Sequence[PackTimes], row: int, index: int) -> list[int]:
@@ -109,8 +133,8 @@ def levels(packs: Sequence[PackTimes], row: int, index: int) -> list[int]:
     free_at: list[float] = []  # of each level, when the last pack that is there ends
     found = []
     for pack in packs:
-        start = float(pack.start[row, index])
-        done = start + float(pack.wait[row, index] + pack.transfer[row, index])
+        parts = pack_parts(pack, row, index)
+        start, done = parts[0][1], parts[-1][2]
         rounding = start + 1e-6
         level = next((i for i, free in enumerate(free_at) if free <= rounding), len(free_at))
         free_at[level : level + 1] = [done]
@@ -140,7 +164,7 @@ def waits_picture(timeline: Timeline) -> tuple[str, int]:
     wait = np.minimum(wait, total)
     transfer = total - wait
     late = median(timeline.late, axis=1)
-    rows, notes = choose(late, median(wait, axis=1), PANELS)
+    rows, notes = choose(late, median(wait, axis=1), PANELS, noise(timeline))
     names = row_names(timeline.rows)
     bars = [
         Bars(names[row], notes.get(row, ""), wait[row], transfer[row], timeline.exposed[row])

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING
 
 from absl import flags
 
+from ctl import durable
 from ctl.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:
+    from ctl.inspect.plan import Plan
     from ctl.inspect.timeline import Timeline
 
 flags.disclaim_key_flags()
@@ -35,7 +37,6 @@ def show(timeline: Timeline, bandwidth: str | None, directory: Path | None) -> N
     """
     from ctl.inspect import link
     from ctl.inspect.page import make_page
-    from ctl.inspect.plan import from_json as plan_from_json
     from ctl.inspect.report import print_report
     from ctl.inspect.trace import make_trace
     from ctl.inspect.verdict import measure_command, verdict
@@ -46,18 +47,35 @@ def show(timeline: Timeline, bandwidth: str | None, directory: Path | None) -> N
             f"{bandwidth} was measured with {measured.replicas} replicas, and these are "
             f"{len(timeline.rows)}: {measure_command(timeline)}"
         )
-    plan = plan_from_json(timeline.plan) if timeline.plan else None
+    plan, note = _plan(timeline)
     lines = verdict(timeline, measured)
     print_report(timeline, lines, plan=plan, measured=measured)
+    if note:
+        print(note)
     command = measure_command(timeline)
     if measured is None and len(timeline.rows) > 1 and not any(command in line for line in lines):
         print(f"For busbw as a share of what this machine can do: {command}, then --bandwidth.")
     if directory is None:
         return
-    page, trace = directory / "report.html", directory / "trace.json"
+    page = make_page(timeline, lines, plan=plan, measured=measured)
+    trace = json.dumps(make_trace(timeline), allow_nan=False, separators=(",", ":"))
+    for name, text in (("report.html", page), ("trace.json", trace)):
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            durable.write_text(directory / name, text, via=directory)
+        except OSError as error:
+            raise CheckpointError(f"cannot write {directory / name}: {error.strerror}") from error
+    print(f"page: {directory / 'report.html'}")
+    print(f"trace, for ui.perfetto.dev or chrome://tracing: {directory / 'trace.json'}")
+
+
+def _plan(timeline: Timeline) -> tuple[Plan | None, str]:
+    """What the step moves, as worker 0 wrote it; or a line that says why it cannot be shown."""
+    from ctl.inspect.plan import from_json
+
+    if timeline.plan is None:
+        return None, ""
     try:
-        page.write_text(make_page(timeline, lines, plan=plan, measured=measured), encoding="utf-8")
-        trace.write_text(json.dumps(make_trace(timeline), allow_nan=False), encoding="utf-8")
-    except OSError as error:
-        raise CheckpointError(f"cannot write to {directory}: {error.strerror}") from error
-    print(f"page: {page}   trace for ui.perfetto.dev or chrome://tracing: {trace}")
+        return from_json(timeline.plan), ""
+    except UsageError as error:
+        return None, f"what the step moves cannot be shown: {error}"

@@ -71,6 +71,7 @@ class PackTimes:
         bytes: on each replica; 0 where the shape is not known while tracing.
         ready: float64 [N, S], since `Timeline.origin`: its gradients are there.
         start: float64 [N, S], since then, too: ready, and the pack before it done.
+        begun: float64 [N, S]: when the collective itself began; ``start`` without a profile.
         packing: float64 [N, S]: before and after the collective; NaN without a profile.
         wait: float64 [N, S]: for the last row to start.
         transfer: float64 [N, S]: from the start of the last row until the sums are here.
@@ -81,6 +82,7 @@ class PackTimes:
     bytes: int
     ready: np.ndarray
     start: np.ndarray
+    begun: np.ndarray
     packing: np.ndarray
     wait: np.ndarray
     transfer: np.ndarray
@@ -245,6 +247,7 @@ def _timeline(
                 bytes=pack.bytes,
                 ready=ready,
                 start=start,
+                begun=begun,
                 packing=np.where(profiled, packing, np.nan),
                 wait=all_there - begun,
                 transfer=np.maximum(ended - all_there, 0.0),
