@@ -141,8 +141,6 @@ class InMemory:
     the last batch as small as it comes.
     """
 
-    takes_its_part = True
-
     def __init__(
         self,
         arrays: Any,
@@ -242,13 +240,7 @@ class InMemory:
         return strategy.experimental_distribute_values_from_function(copy)
 
     def on_replica(self, element: tf.Tensor, resident: Any) -> Any:
-        """The examples at these indices: a nest like ``arrays``, of leading dimension [n]. Where
-        they are all those of a global batch, only this replica's part of them."""
-        context = tf.distribute.get_replica_context()
-        replicas = context.num_replicas_in_sync if context else 1
-        if self.training and replicas > 1 and element.shape[0] == self.global_batch_size:
-            parts = tf.reshape(element, [replicas, self.global_batch_size // replicas])
-            element = parts[context.replica_id_in_sync_group]
+        """The examples at these indices: a nest like ``arrays``, of leading dimension [n]."""
         return tf.nest.map_structure(
             lambda array, rows: _unpack(tf.gather(rows, element), array), self.arrays, resident
         )

@@ -7,7 +7,6 @@ What `ctl.Loop` asks of a dataset::
     batches(start_step)   tf.data.Dataset of the global batches from that step on
     resident(strategy)    tensors that stay on every replica's device, made once; () for none
     on_replica(element, resident)   what the step sees, built in replica context from an element
-    takes_its_part        optional: on_replica finds a replica's part of a whole global batch
     fingerprint()         what identifies the data and their order, for a checkpoint to compare
 """
 
@@ -91,26 +90,6 @@ class GlobalBatches:
     def fingerprint(self) -> dict[str, Any]:
         """Empty: nothing is known of the data."""
         return {}
-
-
-def iterate(dataset: Any, strategy: tf.distribute.Strategy, start_step: int) -> Iterator:
-    """An iterator over the global batches from ``start_step`` on, for ``strategy.run``.
-
-    A strategy cuts every batch in parts and hands each through a queue and a thread of its device:
-    on two logical CPUs 0.4 ms of processor time a step, of which nothing is gained where devices
-    share memory. There a dataset that ``takes_its_part`` gives whole batches to every replica.
-    """
-    batches = dataset.batches(start_step)
-    if (
-        getattr(dataset, "takes_its_part", False)
-        and dataset.training
-        and batches.element_spec.shape[0] == dataset.global_batch_size
-        and isinstance(strategy, tf.distribute.MirroredStrategy)
-        and all("CPU" in device for device in strategy.extended.worker_devices)
-    ):
-        return iter(batches)
-    with devices_without_autotuning():
-        return iter(strategy.experimental_distribute_dataset(batches))
 
 
 @contextlib.contextmanager

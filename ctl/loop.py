@@ -25,7 +25,7 @@ from ctl.checkpoint import CheckpointManager, Saved
 from ctl.data import as_dataset
 from ctl.errors import CheckpointError, DivergedError, Preempted, UsageError
 from ctl.evaluator import Evaluator, Pace, StopRequested
-from ctl.global_batches import iterate
+from ctl.global_batches import devices_without_autotuning
 from ctl.step import TrainStep
 
 if TYPE_CHECKING:
@@ -285,7 +285,9 @@ class Loop:
     def _open(self, step: int) -> None:
         if self._resident is None:
             self._resident = self.dataset.resident(self.strategy)
-        self._iterator = iterate(self.dataset, self.strategy, step)
+        batches = self.dataset.batches(step)
+        with devices_without_autotuning():
+            self._iterator = iter(self.strategy.experimental_distribute_dataset(batches))
         self._iterator_step = step
 
     def _meet_peers(self, step: int) -> None:

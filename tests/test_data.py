@@ -12,7 +12,7 @@ from tensorflow.python.framework import kernels
 from ctl import data
 from ctl.data import GlobalBatches, InMemory, Streaming, as_dataset, load, synthetic
 from ctl.errors import UsageError
-from ctl.global_batches import devices_without_autotuning, iterate
+from ctl.global_batches import devices_without_autotuning
 
 
 def numbered(count: int, **kwargs) -> InMemory:
@@ -59,13 +59,9 @@ def test_training_batches_are_endless_and_static():
     assert batches.element_spec == tf.TensorSpec([12], tf.int64)
 
 
-def on_strategy(strategy, dataset, start: int, count: int, whole: bool = True):
-    """What the replicas see, put together again: (images, labels) of ``count`` global batches.
-    ``whole``: as the loop iterates; otherwise it is the strategy that cuts the batches."""
-    if whole:
-        iterator = iterate(dataset, strategy, start)
-    else:
-        iterator = iter(strategy.experimental_distribute_dataset(dataset.batches(start)))
+def on_strategy(strategy, dataset, start: int, count: int):
+    """What the replicas see, put together again: (images, labels) of ``count`` global batches."""
+    iterator = iter(strategy.experimental_distribute_dataset(dataset.batches(start)))
     resident = dataset.resident(strategy)
     shapes = []
 
@@ -88,12 +84,11 @@ def on_strategy(strategy, dataset, start: int, count: int, whole: bool = True):
 
 @pytest.mark.parametrize("replicas", [1, 2, 4])
 @pytest.mark.parametrize("start", [0, 37])
-@pytest.mark.parametrize("whole", [True, False])
-def test_global_batches_are_the_same_under_any_number_of_replicas(mirrored, replicas, start, whole):
+def test_global_batches_are_the_same_under_any_number_of_replicas(mirrored, replicas, start):
     dataset = numbered(101, global_batch_size=12, seed=3)
     images, labels = dataset.arrays
     expected = take(dataset, start, 20)
-    seen = on_strategy(mirrored(replicas), dataset, start, 20, whole)
+    seen = on_strategy(mirrored(replicas), dataset, start, 20)
     for indices, (seen_images, seen_labels) in zip(expected, seen, strict=True):
         np.testing.assert_array_equal(seen_labels, labels[indices])
         np.testing.assert_array_equal(seen_images, images[indices])

@@ -6,6 +6,7 @@ pipeline can be left out. `tutorial` scales in the pipeline, ctl in the step.
 
 from __future__ import annotations
 
+import contextlib
 import time
 
 from absl import flags
@@ -66,7 +67,7 @@ def build_ctl(stream: bool, tuned: bool):
     import tensorflow as tf
 
     import ctl
-    from ctl.global_batches import iterate
+    from ctl.global_batches import devices_without_autotuning
     from ctl.step import scale_images
 
     strategy = ctl.make_strategy(replicas=_REPLICAS.value).strategy
@@ -76,13 +77,13 @@ def build_ctl(stream: bool, tuned: bool):
         global_batch_size=_BATCH.value,
         **({"resident_limit_mib": 0} if stream else {}),
     )
+    batches = dataset.batches()
     if tuned:
         options = tf.data.Options()
         options.autotune.enabled = True
-        batches = dataset.batches().with_options(options)
+        batches = batches.with_options(options)
+    with contextlib.nullcontext() if tuned else devices_without_autotuning():
         iterator = iter(strategy.experimental_distribute_dataset(batches))
-    else:
-        iterator = iterate(dataset, strategy, 0)
 
     def on_replica(element, resident):
         images, labels = dataset.on_replica(element, resident)
