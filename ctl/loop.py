@@ -199,10 +199,8 @@ class Loop:
         report = self._pace.report(self._signal is not None)
         start = time.perf_counter()
         with tf.profiler.experimental.Trace("ctl_step", step_num=step, _r=1):
-            totals, finite = self._train_steps(
-                self._iterator, self._resident, tf.constant(steps), report
-            )
-            loss, asked, pace = (float(total) for total in totals.numpy())
+            totals, finite = self._run(step, steps, report)
+            loss, asked, pace = (float(total) for total in totals)
         seconds = time.perf_counter() - start
         if self.global_step != step + steps:
             raise UsageError(
@@ -224,6 +222,13 @@ class Loop:
             self._window_timed_steps += steps
             self._window_seconds += seconds
         return seconds, asked > 0
+
+    def _run(self, step: int, steps: int, report: tf.Tensor) -> tuple[Sequence[float], Any]:
+        """The totals of ``steps`` steps; how many were finite, on each replica."""
+        totals, finite = self._train_steps(
+            self._iterator, self._resident, tf.constant(steps), report
+        )
+        return totals.numpy(), finite
 
     def _start(self, step: int) -> None:
         if self._resident is None:
