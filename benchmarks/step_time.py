@@ -1,33 +1,33 @@
-"""How long does a step take in ctl's loop, in a plain TensorFlow loop, and at the least?
+"""How long does a step take in ctl's loop, in those of its peers, and at the least?
 
     python benchmarks/step_time.py --model=dense --global_batch_size=64
-    python benchmarks/step_time.py --model=convnet --replicas=2 --global_batch_size=128
+    python benchmarks/step_time.py --model=dense,convnet --replicas=1,2 --global_batch_size=128
+    python benchmarks/step_time.py --variants=ctl,plain,torch --workers=2 --global_batch_size=128
 
-Every variant trains in a process of its own (`peers/`), in blocks of --steps steps. The blocks of
-the variants are interleaved, so that all see the same disturbances of the machine. How the numbers
-are derived is in README.md.
+Every variant trains in a process of its own (`peers/`; with several workers, one for each), in
+blocks of --steps steps. The blocks of the variants are interleaved, so that all see the same
+disturbances of the machine. A peer that is not installed, or cannot do what is asked, is shown with
+its reason. How the numbers are derived is in README.md.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import pathlib
-import platform
-import queue
 import statistics
-import subprocess
-import sys
-import tempfile
-import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import bars
 from absl import flags
+from processes import Peer, machine, progress
 
 from ctl.errors import CtlError, UsageError
 from ctl.flags import group, run
+from ctl.launch import cluster
 from ctl.names import check_model_name
 
 # Variant -> its peer and what tells it from the peer's default. A `bound` sees one batch only: it
@@ -35,8 +35,14 @@ from ctl.names import check_model_name
 VARIANTS = {
     "ctl": ["ctl_loop.py"],
     "ctl_xla": ["ctl_loop.py", "--jit_compile"],
+    "fit": ["keras_fit.py"],
+    "fit_50": ["keras_fit.py", "--steps_per_execution=50"],
+    "orbit": ["orbit_loop.py"],
     "plain": ["plain_loop.py"],
     "plain_xla": ["plain_loop.py", "--jit_compile"],
+    "torch": ["torch_loop.py"],
+    "torch_compile": ["torch_loop.py", "--jit_compile"],
+    "fabric": ["fabric_loop.py"],
     "bound": ["plain_loop.py", "--fixed_batch"],
     "bound_xla": ["plain_loop.py", "--fixed_batch", "--jit_compile"],
 }
@@ -44,10 +50,13 @@ VARIANTS = {
 with group("What is measured"):
     _VARIANTS = flags.DEFINE_list("variants", "ctl,plain,bound,bound_xla", ", ".join(VARIANTS))
     _REFERENCE = flags.DEFINE_string("reference", "plain", "the variant that ratios are over")
-    _MODEL = flags.DEFINE_string("model", "dense", "a model of ctl.models")
-    _BATCH = flags.DEFINE_integer("global_batch_size", 64, "examples per step", lower_bound=1)
-    _REPLICAS = flags.DEFINE_integer(
-        "replicas", 1, "replicas; logical CPU devices where there is no GPU", lower_bound=1
+    _MODELS = flags.DEFINE_list("model", "dense", "models of ctl.models")
+    _BATCHES = flags.DEFINE_list("global_batch_size", "64", "examples per step")
+    _REPLICAS = flags.DEFINE_list(
+        "replicas", "1", "replicas in one process; logical CPU devices where there is no GPU"
+    )
+    _WORKERS = flags.DEFINE_integer(
+        "workers", 1, "processes on loopback that train together", lower_bound=1
     )
 with group("How"):
     _PROCESSES = flags.DEFINE_integer(
@@ -63,101 +72,89 @@ with group("How"):
         "tolerance", 0.2, "largest relative difference of the final losses", lower_bound=0.0
     )
     _TIMEOUT = flags.DEFINE_float("timeout", 300.0, "seconds for one answer of a process")
+with group("Results"):
     _JSON = flags.DEFINE_string("json", None, "file for the results")
+    _SVG = flags.DEFINE_string("svg", None, "file for a bar chart of the times")
 
-_PEERS = pathlib.Path(__file__).parent / "peers"
 
+class Job:
+    """A variant in processes of its own, one for each worker, which train together."""
 
-class Peer:
-    """A variant in a process of its own, which trains when it is told to."""
-
-    def __init__(self, variant: str, arguments: Sequence[str]):
+    def __init__(self, variant: str, arguments: Sequence[str], workers: int):
         self.variant = variant
-        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the process
-        script, *options = VARIANTS[variant]
-        self._process = subprocess.Popen(
-            [sys.executable, _PEERS / script, *options, *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            text=True,
-        )
-        self._lines: queue.Queue[str] = queue.Queue()
-        threading.Thread(target=self._read, daemon=True).start()
+        self._peers: list[Peer] = []
+        addresses = cluster(workers)["worker"]
+        for index in range(workers):
+            task = [f"--workers={','.join(addresses)}", f"--worker_index={index}"]
+            command = [*VARIANTS[variant], *arguments, *(task if workers > 1 else [])]
+            self._peers.append(Peer(variant, command))
 
-    def _read(self) -> None:
-        for line in self._process.stdout:
-            self._lines.put(line)
-        self._lines.put("")
+    def answer(self) -> dict[str, Any]:
+        """That of the first worker, when all have answered; the CPU time is that of all.
 
-    def answer(self, seconds: float) -> dict[str, Any]:
-        """Its next line. Raises `CtlError` when it ends, or is silent for ``seconds``."""
-        try:
-            line = self._lines.get(timeout=seconds)
-        except queue.Empty:
-            raise CtlError(f"{self.variant}: no answer in {seconds:g} s; see --timeout") from None
-        if not line:
-            self._errors.seek(0)
-            said = self._errors.read().strip().splitlines()
-            raise CtlError(f"{self.variant}: its process ended: {said[-1] if said else 'silently'}")
-        return json.loads(line)
+        Raises:
+            CtlError: a process ended, or is silent for too long.
+        """
+        answers = [peer.answer(_TIMEOUT.value) for peer in self._peers]
+        if "cpu_seconds" in answers[0]:
+            answers[0]["cpu_seconds"] = sum(answer["cpu_seconds"] for answer in answers)
+        return answers[0]
 
-    def train(self, steps: int, seconds: float) -> dict[str, Any]:
-        """One block: ``{"steps": int, "seconds": float, "loss": float}``."""
-        with contextlib.suppress(BrokenPipeError):  # the answer will tell
-            print(steps, file=self._process.stdin, flush=True)
-        return self.answer(seconds)
+    def train(self, steps: int) -> dict[str, Any]:
+        """One block: ``{"steps": int, "seconds": float, "cpu_seconds": float, "loss": float}``."""
+        for peer in self._peers:
+            peer.say(str(steps))
+        return self.answer()
 
     def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        self._errors.close()
+        for peer in self._peers:
+            peer.close()
 
 
-@contextlib.contextmanager
-def started(variants: Sequence[str], arguments: Sequence[str]) -> Iterator[list[Peer]]:
-    """All peers, started at once; no process is left behind."""
-    with contextlib.ExitStack() as stack:
-        peers = []
-        for variant in variants:
-            peers.append(Peer(variant, arguments))
-            stack.callback(peers[-1].close)
-        yield peers
+class Measured:
+    """What is known of one variant in one setting; times in ms per step, one for each round."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+        self.cpu_times: list[float] = []
+        self.loss = 0.0
+        self.about: dict[str, Any] = {}
+        self.failure = ""
 
 
-def measure(
-    variants: Sequence[str], arguments: Sequence[str]
-) -> tuple[dict[str, list[float]], dict[str, list[float]], dict[str, float], dict[str, dict]]:
-    """Of each variant: ms per step of every round, wall and CPU; the loss of the last block; what
-    it says of itself. A round's time is the median of its blocks."""
-    times: dict[str, list[float]] = {variant: [] for variant in variants}
-    cpu: dict[str, list[float]] = {variant: [] for variant in variants}
-    losses: dict[str, float] = {}
-    about: dict[str, dict] = {}
+def measure(arguments: Sequence[str], where: str) -> dict[str, Measured]:
+    """Runs every variant; the time of a round is the median of its blocks."""
+    measured = {variant: Measured() for variant in _VARIANTS.value}
     for process in range(_PROCESSES.value):
-        with started(variants, arguments) as peers:
-            for peer in peers:
-                _progress(f"process {process + 1}/{_PROCESSES.value}: {peer.variant} warms up")
-                about[peer.variant] = peer.answer(_TIMEOUT.value)
-                for _ in range(_WARM_UP.value):
-                    peer.train(_STEPS.value, _TIMEOUT.value)
+        title = f"{where}, process {process + 1}/{_PROCESSES.value}"
+        with contextlib.ExitStack() as stack:
+            jobs = []
+            for variant, its in measured.items():
+                if its.failure:
+                    continue
+                progress(f"{title}: {variant} warms up")
+                job = Job(variant, arguments, _WORKERS.value)
+                stack.callback(job.close)
+                try:
+                    its.about = job.answer()
+                    for _ in range(_WARM_UP.value):
+                        job.train(_STEPS.value)
+                except CtlError as error:
+                    its.failure = str(error)
+                    job.close()
+                else:
+                    jobs.append(job)
             for number in range(_ROUNDS.value):
-                shift = number % len(peers)  # nobody always comes first
-                for peer in peers[shift:] + peers[:shift]:
-                    _progress(
-                        f"process {process + 1}/{_PROCESSES.value}, "
-                        f"round {number + 1}/{_ROUNDS.value}: {peer.variant}"
-                    )
-                    blocks = [
-                        peer.train(_STEPS.value, _TIMEOUT.value) for _ in range(_BLOCKS.value)
-                    ]
-                    for of, key in ((times, "seconds"), (cpu, "cpu_seconds")):
-                        of[peer.variant].append(
-                            statistics.median(1e3 * b[key] / b["steps"] for b in blocks)
-                        )
-                    losses[peer.variant] = blocks[-1]["loss"]
-    _progress("")
-    return times, cpu, losses, about
+                shift = number % max(1, len(jobs))  # nobody always comes first
+                for job in jobs[shift:] + jobs[:shift]:
+                    progress(f"{title}, round {number + 1}/{_ROUNDS.value}: {job.variant}")
+                    blocks = [job.train(_STEPS.value) for _ in range(_BLOCKS.value)]
+                    its = measured[job.variant]
+                    for of, key in ((its.times, "seconds"), (its.cpu_times, "cpu_seconds")):
+                        of.append(statistics.median(1e3 * b[key] / b["steps"] for b in blocks))
+                    its.loss = blocks[-1]["loss"]
+    progress("")
+    return measured
 
 
 def summary(values: Sequence[float]) -> dict[str, float]:
@@ -176,69 +173,90 @@ def check_losses(losses: dict[str, float], tolerance: float) -> None:
             )
 
 
-def _progress(text: str) -> None:
-    """On one line of a terminal; nothing elsewhere."""
-    if sys.stderr.isatty():
-        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+def _rows(measured: dict[str, Measured]) -> dict[str, dict[str, Any]]:
+    """What is written and shown of each variant."""
+    reference = measured[_REFERENCE.value].times
+    return {
+        variant: {"failure": its.failure}
+        if its.failure
+        else {
+            "milliseconds": summary(its.times),
+            "cpu_milliseconds": summary(its.cpu_times),
+            "ratio": summary([a / b for a, b in zip(its.times, reference, strict=True)]),
+            "loss": its.loss,
+            "rounds": its.times,
+            **its.about,
+        }
+        for variant, its in measured.items()
+    }
 
 
-def _check() -> None:
-    check_model_name(_MODEL.value)
+def _show(rows: dict[str, dict[str, Any]]) -> None:
+    print(
+        f"{'':14}{'ms/step':>9}{'min':>9}{'max':>9}{'ratio':>9}{'min':>7}{'max':>7}"
+        f"{'CPU ms':>10}{'loss':>10}"
+    )
+    for variant, row in rows.items():
+        if "failure" in row:
+            print(f"{variant:14}fails: {row['failure'].removeprefix(variant + ': ')}")
+            continue
+        ms, ratio = row["milliseconds"], row["ratio"]
+        print(
+            f"{variant:14}{ms['median']:9.3f}{ms['min']:9.3f}{ms['max']:9.3f}"
+            f"{ratio['median']:9.2f}{ratio['min']:7.2f}{ratio['max']:7.2f}"
+            f"{row['cpu_milliseconds']['median']:10.3f}{row['loss']:10.4f}"
+        )
+
+
+def _settings() -> Iterator[dict[str, Any]]:
+    """Every combination of what is asked."""
+    for model, replicas, batch in itertools.product(_MODELS.value, _REPLICAS.value, _BATCHES.value):
+        check_model_name(model)
+        for flag, value in ((_REPLICAS, replicas), (_BATCHES, batch)):
+            if not value.isdecimal() or int(value) < 1:
+                raise UsageError(f"--{flag.name}={value}: must be a whole number of 1 or more")
+        shares = int(replicas) * _WORKERS.value
+        if int(batch) % shares:
+            raise UsageError(f"--global_batch_size={batch} is not divisible by {shares} replicas")
+        yield {"model": model, "replicas": int(replicas), "global_batch_size": int(batch)}
+
+
+def _check() -> list[dict[str, Any]]:
     for name in [*_VARIANTS.value, _REFERENCE.value]:
         if name not in VARIANTS:
             raise UsageError(f"unknown variant {name!r}: the choices are {', '.join(VARIANTS)}")
     if _REFERENCE.value not in _VARIANTS.value:
         raise UsageError(f"--reference={_REFERENCE.value} is not among --variants")
+    return list(_settings())
 
 
 def main() -> None:
-    _check()
-    arguments = [
-        f"--model={_MODEL.value}",
-        f"--global_batch_size={_BATCH.value}",
-        f"--replicas={_REPLICAS.value}",
-    ]
-    load = os.getloadavg()[0]
-    times, cpu, losses, about = measure(_VARIANTS.value, arguments)
-    reference = times[_REFERENCE.value]
-    rows = {
-        variant: {
-            "milliseconds": summary(values),
-            "cpu_milliseconds": summary(cpu[variant]),
-            "ratio": summary([a / b for a, b in zip(values, reference, strict=True)]),
-            "loss": losses[variant],
-            "rounds": values,
-            **about[variant],
-        }
-        for variant, values in times.items()
-    }
-    settings = {
+    settings = _check()
+    how = {
         flag.name: flag.value
-        for flag in (_MODEL, _BATCH, _REPLICAS, _REFERENCE, _PROCESSES, _ROUNDS, _BLOCKS, _STEPS)
+        for flag in (_WORKERS, _REFERENCE, _PROCESSES, _ROUNDS, _BLOCKS, _STEPS)
     }
-    machine = {
-        "cores": len(os.sched_getaffinity(0)),
-        "platform": platform.platform(),
-        "python": platform.python_version(),
-        "load_before": load,
-    }
-    if _JSON.value:
-        pathlib.Path(_JSON.value).write_text(
-            json.dumps({"settings": settings, "machine": machine, "variants": rows}, indent=1)
+    about_machine = machine(os.getloadavg()[0])
+    runs = []
+    for setting in settings:
+        title = " ".join(f"{key}={value}" for key, value in (setting | how).items())
+        measured = measure([f"--{key}={value}" for key, value in setting.items()], title)
+        for name in ("ctl", _REFERENCE.value):
+            if name in measured and measured[name].failure:
+                raise CtlError(measured[name].failure)
+        runs.append({"settings": setting | how, "variants": _rows(measured)})
+        print(title, *(f"{k}={v}" for k, v in about_machine.items()))
+        _show(runs[-1]["variants"])
+        if _JSON.value:
+            pathlib.Path(_JSON.value).write_text(
+                json.dumps({"machine": about_machine, "runs": runs}, indent=1)
+            )
+        if _SVG.value:
+            pathlib.Path(_SVG.value).write_text(bars.chart(runs))
+        check_losses(
+            {variant: its.loss for variant, its in measured.items() if not its.failure},
+            _TOLERANCE.value,
         )
-    print(" ".join(f"{k}={v}" for k, v in (settings | machine).items()))
-    print(
-        f"{'':10}{'ms/step':>9}{'min':>9}{'max':>9}{'ratio':>9}{'min':>7}{'max':>7}"
-        f"{'CPU ms':>10}{'loss':>10}"
-    )
-    for variant, row in rows.items():
-        ms, ratio = row["milliseconds"], row["ratio"]
-        print(
-            f"{variant:10}{ms['median']:9.3f}{ms['min']:9.3f}{ms['max']:9.3f}"
-            f"{ratio['median']:9.2f}{ratio['min']:7.2f}{ratio['max']:7.2f}"
-            f"{row['cpu_milliseconds']['median']:10.3f}{row['loss']:10.4f}"
-        )
-    check_losses(losses, _TOLERANCE.value)
 
 
 if __name__ == "__main__":

@@ -225,7 +225,10 @@ class Apply:
                 lambda: self._update(strategy, gradients),
                 self._skip,
             )
-        self.global_step.assign_add(1)
+        # Not before: a step that is stuck in its all-reduce is not done.
+        reduced = [strategy.experimental_local_results(g) for g in gradients if g is not None]
+        with tf.control_dependencies(tf.nest.flatten(reduced)):
+            self.global_step.assign_add(1)
 
     def _update(self, strategy: tf.distribute.Strategy, gradients: Sequence) -> None:
         rate = self.learning_rate()

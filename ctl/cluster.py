@@ -19,10 +19,11 @@ from typing import Any
 
 from absl import logging
 
+from ctl import slurm
 from ctl.errors import PeerError, UsageError
 
 # When to say who is missing, the first time and again (seconds).
-QUIET_SECONDS = 10.0
+_QUIET_SECONDS = 10.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,8 +135,8 @@ def resolve(
         raise UsageError("--worker_index needs --workers=HOST:PORT,HOST:PORT,…")
     if environ.get("TF_CONFIG"):
         return _from_tf_config(environ["TF_CONFIG"])
-    if "SLURM_STEP_NUM_TASKS" in environ:
-        return _from_slurm()
+    if slurm.is_task(environ):
+        return _checked(*slurm.tasks(environ), "Slurm")
     raise UsageError(
         "--strategy=multi_worker finds no cluster: give --workers=HOST:PORT,… and --worker_index, "
         "set TF_CONFIG, or start with ctl.launch or srun"
@@ -171,19 +172,6 @@ def _from_tf_config(text: str) -> Cluster:
     if kind not in ("worker", "chief", "master"):
         raise UsageError(f"TF_CONFIG: this task is a {kind!r}; multi_worker has workers only")
     return _checked(workers, index + (len(chiefs) if kind == "worker" else 0), "TF_CONFIG")
-
-
-def _from_slurm() -> Cluster:
-    """By TensorFlow's own resolver, from the variables of a Slurm job step."""
-    import tensorflow as tf
-
-    try:
-        resolver = tf.distribute.cluster_resolver.SlurmClusterResolver(auto_set_gpu=False)
-        workers = resolver.cluster_spec().as_dict()["worker"]
-        _, index = resolver.get_task_info()
-    except (RuntimeError, ValueError, KeyError, OSError) as error:
-        raise UsageError(f"cannot read the cluster from Slurm: {error}") from error
-    return _checked(workers, index, "Slurm")
 
 
 def _check_addresses(addresses: Sequence[Any], source: str) -> None:
@@ -270,7 +258,7 @@ def meet(cluster: Cluster, timeout: float) -> None:
                         f"worker {cluster.index}: gave up after {seconds:.0f} s "
                         f"(--startup_timeout) waiting for {missing}"
                     )
-                if missing and seconds - said >= QUIET_SECONDS:
+                if missing and seconds - said >= _QUIET_SECONDS:
                     said = seconds
                     logging.warning(
                         "worker %d waits for %s since %.0f s", cluster.index, missing, seconds
@@ -291,15 +279,22 @@ def _greet(address: str, greeting: bytes) -> None:
             raise OSError("another program answers there")
 
 
-def missing(cluster: Cluster) -> str:
-    """Names the workers that do not listen."""
-    absent = []
+def unreachable(cluster: Cluster, patience: float = 0.0) -> dict[int, str]:
+    """The other workers that do not listen, and why not. A frozen one does: its kernel answers. One
+    that has just failed may take until ``patience`` (seconds) to end."""
+    deadline = time.monotonic() + patience
+    while not (why := _not_listening(cluster)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return why
+
+
+def _not_listening(cluster: Cluster) -> dict[int, str]:
+    why = {}
     for index, address in enumerate(cluster.workers):
         host, _, port = address.rpartition(":")
         if index != cluster.index:
             try:
                 socket.create_connection((host, int(port)), timeout=1.0).close()
             except OSError as error:
-                reason = error.strerror or str(error)
-                absent.append(f"worker {index} at {address} ({reason})")
-    return ", ".join(absent) or "workers that listen but have not joined"
+                why[index] = f"{address}: {error.strerror or error}"
+    return why

@@ -12,11 +12,13 @@ import os
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from absl import logging
 
+_TIME = "%Y-%m-%dT%H:%M:%S"
 _PACKAGE = str(Path(__file__).parent) + os.sep
 
 
@@ -28,6 +30,45 @@ def log_to_terminal() -> None:
     handler = logging.get_absl_handler()
     handler.setFormatter(_Formatter())
     handler.addFilter(_is_for_the_user)
+
+
+@contextlib.contextmanager
+def log_to_file(path: Path) -> Iterator[None]:
+    """Inside, log lines go to the end of ``path``, too, each with its time (UTC); at last the error
+    that ends it. A file that cannot be written is a warning."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handler = python_logging.FileHandler(path, encoding="utf-8")
+    except OSError as error:
+        logging.warning("there will be no %s: %s", path, error.strerror)
+        yield
+        return
+    formatter = python_logging.Formatter("%(asctime)s.%(msecs)03dZ %(message)s", _TIME)
+    formatter.converter = time.gmtime
+    handler.setFormatter(formatter)
+    handler.addFilter(_is_for_the_user)
+    handler.handleError = lambda record: None  # of a full disk the checkpoints say more
+    logger = python_logging.getLogger()
+    logger.addHandler(handler)
+    try:
+        yield
+    except BaseException as error:
+        what = {"msg": f"{type(error).__name__}: {error}", "levelno": python_logging.ERROR}
+        handler.handle(python_logging.makeLogRecord(what))
+        raise
+    finally:
+        logger.removeHandler(handler)
+        with contextlib.suppress(OSError):
+            handler.close()
+
+
+def last_line(text: str) -> None:
+    """Says why the process ends on stderr and in the file of `log_to_file`: for threads."""
+    print(text, file=sys.stderr, flush=True)
+    record = python_logging.makeLogRecord({"msg": text, "levelno": python_logging.ERROR})
+    for handler in python_logging.getLogger().handlers:
+        if isinstance(handler, python_logging.FileHandler):
+            handler.handle(record)
 
 
 class _Formatter(python_logging.Formatter):

@@ -85,12 +85,16 @@ def publish(unfinished: Path, final: Path) -> None:
 
 
 def write_json(path: Path, value: Any, *, via: Path) -> None:
+    """`write_text` of ``value`` as JSON, one item on a line."""
+    write_text(path, json.dumps(value, indent=1, allow_nan=False) + "\n", via=via)
+
+
+def write_text(path: Path, text: str, *, via: Path) -> None:
     """Replaces ``path`` atomically and durably; the scratch file lies in the directory ``via``."""
     unfinished = scratch(via, path.name)
     try:
         with open(unfinished, "x", encoding="utf-8") as file:
-            json.dump(value, file, indent=1, allow_nan=False)
-            file.write("\n")
+            file.write(text)
             file.flush()
             os.fsync(file.fileno())
         os.replace(unfinished, path)

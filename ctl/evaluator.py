@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from ctl import workers
+from ctl import watchdog, workers
 from ctl.data import as_dataset
 from ctl.errors import UsageError
 from ctl.global_batches import devices_without_autotuning
@@ -36,7 +36,7 @@ class Pace:
     def __init__(self, steps_per_loop: int | None = None):
         self._fixed = steps_per_loop
         self._measured = self._agreed = 0.0  # seconds per step; 0: not known
-        self._traced = False
+        self.traced = False
 
     def steps(self) -> int:
         if self._fixed:
@@ -47,13 +47,17 @@ class Pace:
         """float32 [2], what this worker tells the others: that it was asked to stop, its pace."""
         return tf.constant([float(stop), self._measured])
 
+    def traces_again(self) -> None:
+        """The next call is traced anew, so its time says nothing."""
+        self._traced = False
+
     def took(self, seconds: float, steps: int, mean: float | None) -> bool:
         """Learns from one call, and from the mean of all reports; None where there is one worker.
 
         Returns:
             False for the first call, whose time is mostly tracing.
         """
-        first, self._traced = not self._traced, True
+        first, self.traced = not self.traced, True
         if not first:
             self._measured = seconds / steps
         self._agreed = self._measured if mean is None else mean
@@ -112,8 +116,9 @@ class Evaluator:
             start = time.perf_counter()
             report = self._pace.report(asked_to_stop())
             try:
-                sums = self._eval_steps(iterator, self._resident, tf.constant(steps), report)
-                *sums, asked, pace = sums.numpy()
+                with watchdog.collective("the evaluation", first=not self._pace.traced):
+                    sums = self._eval_steps(iterator, self._resident, tf.constant(steps), report)
+                    *sums, asked, pace = sums.numpy()
             except tf.errors.OutOfRangeError:
                 if self._batches is not None:
                     raise
@@ -129,7 +134,8 @@ class Evaluator:
         self._iterator = iterator
         if not totals[1]:
             raise UsageError("the evaluation dataset holds no valid examples")
-        return {"loss": totals[0] / totals[1], **self.step.results()}
+        with watchdog.collective("reading the metrics"):
+            return {"loss": totals[0] / totals[1], **self.step.results()}
 
     def _start(self) -> Iterator:
         if self._resident is None:

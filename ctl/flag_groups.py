@@ -20,14 +20,15 @@ from ctl.flags import check_flags, group
 flags.disclaim_key_flags()  # They belong to the command that calls a group.
 
 
-def define_run_flags() -> None:
+def define_run_flags(model_dir_required: bool = True) -> None:
     """Where a run lives and how long it takes."""
     with group("Run"):
         flags.DEFINE_string(
             "model_dir",
             None,
             "Directory of the run: checkpoints, logs, TensorBoard, exported model. The same "
-            "command on the same directory resumes where it stopped. Required.",
+            "command on the same directory resumes where it stopped."
+            + (" Required." if model_dir_required else ""),
         )
         flags.DEFINE_float("epochs", None, "Passes over the training data (default: 12).")
         flags.DEFINE_integer(
@@ -40,12 +41,16 @@ def define_run_flags() -> None:
             lower_bound=0,
             upper_bound=2**32 - 1,
         )
-    check_flags(["model_dir"], _check_model_dir)
+    check_flags(
+        ["model_dir"], lambda model_dir: _check_model_dir(model_dir, required=model_dir_required)
+    )
     check_flags(["epochs", "train_steps"], _check_length)
 
 
-def _check_model_dir(model_dir: str | None) -> None:
+def _check_model_dir(model_dir: str | None, *, required: bool) -> None:
     if not model_dir:
+        if not required:
+            return
         raise UsageError("--model_dir is required: the directory of the run, e.g. /tmp/ctl-run")
     if "://" in model_dir:
         raise UsageError(f"--model_dir={model_dir}: mount it, runs need a POSIX file system")

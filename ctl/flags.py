@@ -15,7 +15,8 @@ from typing import Any
 
 from absl import app, flags
 
-from ctl.errors import CtlError, UsageError
+from ctl.errors import CtlError, PeerError, UsageError
+from ctl.watchdog import leave
 
 flags.disclaim_key_flags()  # They belong to the command that calls a group.
 
@@ -50,6 +51,9 @@ def run(main: Callable[..., None], usage: str, *, takes_command: bool = False) -
     def call(argv: Sequence[str]) -> None:
         try:
             main(*([argv[1:]] if takes_command else []))
+        except PeerError as error:
+            print(" ".join(str(error).split()), file=sys.stderr)
+            leave(error.exit_code)
         except CtlError as error:
             _fail(str(error), error.exit_code)
         except KeyboardInterrupt:

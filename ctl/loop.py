@@ -12,20 +12,24 @@ import math
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 from absl import logging
 
 import ctl
-from ctl import workers
+from ctl import watchdog, workers
 from ctl.checkpoint import CheckpointManager, Saved
 from ctl.data import as_dataset
 from ctl.errors import CheckpointError, DivergedError, Preempted, UsageError
 from ctl.evaluator import Evaluator, Pace, StopRequested
 from ctl.global_batches import devices_without_autotuning
 from ctl.step import TrainStep
+
+if TYPE_CHECKING:
+    from ctl.inspect.flight import Flight
 
 SUM = tf.distribute.ReduceOp.SUM
 
@@ -60,10 +64,6 @@ class Status:
 
 
 Action = Callable[[Status], None]
-
-
-# How long a worker waits for its peers to trace their first step.
-_FIRST_STEP_SECONDS = 600.0
 
 
 class Loop:
@@ -110,7 +110,10 @@ class Loop:
                 f"the global batch size {size} is not divisible by {replicas} replicas"
             )
         step.build(self.strategy, schedule)
+        step.traced = weakref.WeakMethod(self.traced)
+        self._flight = self._watch()
         self._pace = Pace(steps_per_loop)
+        self._marks = step.marks  # of the last call
         self._iterator = None
         self._iterator_step = -1
         self._resident = None
@@ -123,7 +126,16 @@ class Loop:
     # The hot path -------------------------------------------------------------------------------
 
     @tf.function
-    def _train_steps(self, iterator: Iterator, resident: Any, steps: tf.Tensor, report: tf.Tensor):
+    def _train_steps(
+        self,
+        iterator: Iterator,
+        resident: Any,
+        steps: tf.Tensor,
+        report: tf.Tensor,
+        marks: Any = None,
+    ):
+        # `marks` is `self.step.marks`. As an argument it has a trace of its own, so that the trace
+        # without marks is kept, and is the same before and after an inspection.
         losses = self.strategy.run(lambda: (tf.zeros([]), tf.zeros([], tf.int32)))
         for _ in tf.range(steps):
             losses = self.strategy.run(self._one_step, args=(losses, next(iterator), resident))
@@ -175,6 +187,7 @@ class Loop:
                 if self.global_step > step:
                     self._evaluated = None
                 step = self._iterator_step = self.global_step
+                workers.check_all_ended(self.strategy, step)
                 logging.warning("the dataset ended after step %d, before step %d", step, until)
                 return self._wake(step, step, 0.0)
             step = self._iterator_step = step + steps
@@ -195,10 +208,16 @@ class Loop:
         Returns:
             The seconds it took; whether a worker was asked to stop.
         """
+        if self.step.marks is not self._marks:
+            self._marks = self.step.marks
+            self._pace.traces_again()
         skipped = self._skipped()
         report = self._pace.report(self._signal is not None)
         start = time.perf_counter()
-        with tf.profiler.experimental.Trace("ctl_step", step_num=step, _r=1):
+        with (
+            self._watched(step, steps),
+            tf.profiler.experimental.Trace("ctl_step", step_num=step, _r=1),
+        ):
             totals, finite = self._run(step, steps, report)
             loss, asked, pace = (float(total) for total in totals)
         seconds = time.perf_counter() - start
@@ -225,20 +244,52 @@ class Loop:
 
     def _run(self, step: int, steps: int, report: tf.Tensor) -> tuple[Sequence[float], Any]:
         """The totals of ``steps`` steps; how many were finite, on each replica."""
-        totals, finite = self._train_steps(
-            self._iterator, self._resident, tf.constant(steps), report
-        )
+        arguments = self._iterator, self._resident, tf.constant(steps), report, self.step.marks
+        totals, finite = self._train_steps(*arguments)
         return totals.numpy(), finite
 
+    def _watch(self) -> Flight | None:
+        """With several workers: what ends a call that does not come back, and says where it is."""
+        if not workers.watch(self.strategy):
+            return None
+        from ctl.inspect.flight import record_marks
+
+        if self.checkpoints:
+            watchdog.finish_first(self.checkpoints.wait)
+        return record_marks(self.step)
+
+    def _watched(self, step: int, steps: int) -> contextlib.AbstractContextManager[None]:
+        flight = self._flight
+        return watchdog.collective(
+            "training",
+            first=not self._pace.traced,
+            step=step,
+            progress=lambda: self.global_step,
+            marks=flight and (lambda: flight.read(step + steps)),
+            packs=flight.packs if flight else (),
+        )
+
+    def traced(self) -> tf.types.experimental.ConcreteFunction:
+        """The graph that `train` runs, traced now if it was not before. No step is run."""
+        if self._iterator is None:
+            self._open(self.global_step)
+        return self._train_steps.get_concrete_function(
+            *(self._iterator, self._resident, tf.constant(1), self._pace.report(False)),
+            self.step.marks,
+        )
+
     def _start(self, step: int) -> None:
+        self._open(step)
+        if workers.is_multi_worker(self.strategy):
+            self._meet_peers(step)
+
+    def _open(self, step: int) -> None:
         if self._resident is None:
             self._resident = self.dataset.resident(self.strategy)
         batches = self.dataset.batches(step)
         with devices_without_autotuning():
             self._iterator = iter(self.strategy.experimental_distribute_dataset(batches))
         self._iterator_step = step
-        if workers.is_multi_worker(self.strategy):
-            self._meet_peers(step)
 
     def _meet_peers(self, step: int) -> None:
         """Before the first step: all are about to do the same, and have traced it."""
@@ -256,10 +307,8 @@ class Loop:
                 },
             },
         )
-        self._train_steps.get_concrete_function(
-            self._iterator, self._resident, tf.constant(1), self._pace.report(False)
-        )
-        workers.barrier(self.strategy, _FIRST_STEP_SECONDS)
+        self.traced()
+        workers.barrier(self.strategy, watchdog.FIRST_CALL_SECONDS)
 
     def _wake(self, step: int, until: int, seconds_per_step: float) -> dict[str, float]:
         cache: dict[str, float] = {}
@@ -286,7 +335,9 @@ class Loop:
         if self.checkpoints and self._is_chief:
             self.checkpoints.check()
         for action in self.actions:
-            action(status)
+            name = type(getattr(action, "action", action)).__name__  # what an `Every` calls
+            with watchdog.host(f"the action {name}", step):
+                action(status)
         return scalars() if status.final else {}
 
     def _skipped(self) -> int:
@@ -300,7 +351,8 @@ class Loop:
 
     def _scalars(self) -> dict[str, float]:
         scalars = {"loss": self._window_loss / max(1, self._window_steps)}
-        scalars |= self.step.results()
+        with watchdog.collective("reading the metrics"):
+            scalars |= self.step.results()
         scalars["learning_rate"] = float(self.step.applier.learning_rate())
         if self._window_seconds:
             rate = self._window_timed_steps / self._window_seconds
@@ -345,10 +397,15 @@ class Loop:
         if self.evaluator is None:
             raise UsageError("this loop has no evaluator: give Loop(evaluator=Evaluator(...))")
 
-        with self._ending_well("the evaluation"), self.step.applier.averaged():
+        with (
+            self._ending_well("the evaluation"),
+            watchdog.host("preparing the evaluation", self.global_step),
+            self.step.applier.averaged(),
+        ):
             results = self.evaluator.run(on_wake, lambda: self._signal is not None)
         for action in self.eval_actions:
-            action(self.global_step, results)
+            with watchdog.host("an action after the evaluation", self.global_step):
+                action(self.global_step, results)
         return results
 
     def save(self, metrics: dict[str, float] | None = None, *, wait: bool = False) -> None:
@@ -356,7 +413,9 @@ class Loop:
         several workers, the chief does."""
         if self.checkpoints is None:
             raise UsageError("this loop has no checkpoints: give Loop(checkpoints=...)")
-        if self._is_chief:
+        if not self._is_chief:
+            return
+        with watchdog.host("saving", self.global_step):
             self.checkpoints.save(self.global_step, self.step.state(), metrics, wait=wait)
 
     def restore(self) -> Saved | None:
@@ -423,7 +482,7 @@ class Loop:
     def _ending_well(self, doing: str) -> Iterator[None]:
         """Saves when a signal asked to stop; names the peers that were lost."""
         try:
-            with workers.naming_lost_peers(self.strategy, lambda: self.global_step, doing):
+            with workers.naming_lost_peers(self.strategy, doing, lambda: self.global_step):
                 yield
         except StopRequested:
             step = self.global_step

@@ -83,7 +83,7 @@ class ParameterServerLoop(Loop):
         self._timeout = timeout
         self._coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
 
-    def _start(self, step: int) -> None:
+    def _open(self, step: int) -> None:
         """The batches of the synchronous loop, in the same order, read by the coordinator."""
         resident = self.dataset.resident(tf.distribute.get_strategy())
         batches = self.dataset.batches(step)

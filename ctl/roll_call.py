@@ -25,11 +25,12 @@ import time
 
 from absl import logging
 
-from ctl.cluster import QUIET_SECONDS, Tasks
+from ctl.cluster import Tasks
 from ctl.errors import CtlError, PeerError, Preempted, UsageError
 
 _BEAT_SECONDS = 1.0
 _SILENT_SECONDS = 30.0
+_QUIET_SECONDS = 10.0  # until it is said who is missing
 
 # A worker that is told to end serves for so much longer: the coordinator may have been told, too,
 # and then needs it for the steps that are under way.
@@ -124,7 +125,7 @@ class RollCall:
                     f"the coordinator gave up after {seconds:.0f} s (--startup_timeout) waiting "
                     f"for {missing}"
                 )
-            if seconds - said >= QUIET_SECONDS:
+            if seconds - said >= _QUIET_SECONDS:
                 said = seconds
                 logging.warning("the coordinator waits for %s since %.0f s", missing, seconds)
             time.sleep(0.02)
@@ -339,7 +340,7 @@ def _connect(tasks: Tasks, timeout: float, received: list[int]) -> _Peer:
             )
         if received:
             raise Preempted(f"{tasks.name}: left after {signal.Signals(received[0]).name}")
-        if seconds - said >= QUIET_SECONDS:
+        if seconds - said >= _QUIET_SECONDS:
             said = seconds
             logging.warning("%s waits for %s since %.0f s", tasks.name, missing, seconds)
         time.sleep(0.1)

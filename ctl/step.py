@@ -17,19 +17,22 @@ is counted and summed with the gradients, in the same pack.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
 
+from ctl import replicas
 from ctl.apply import Apply
 from ctl.errors import UsageError
 from ctl.reduce import all_reduce, densify
 
-# Dropout in Keras draws the same mask on every replica: its seed is mirrored. A prime step between
-# the seeds of neighbouring replicas keeps them apart.
-_SEED_STRIDE = 7919
+if TYPE_CHECKING:
+    from ctl.inspect.marks import Marks
+    from ctl.inspect.plan import Plan
+    from ctl.inspect.session import Inspection
 
 
 def cross_entropy(labels: tf.Tensor, logits: tf.Tensor, smoothing: float = 0.0) -> tf.Tensor:
@@ -110,7 +113,7 @@ class _Step:
         """Updates ``self.metrics``: no collective, replicas are combined when a result is read."""
         _, labels, weights = unpack(batch)
         replica = tf.distribute.get_replica_context()
-        if replica and _shares_variables(replica.strategy):
+        if replica and replicas.shares_variables(replica.strategy):
             # All replicas have one copy of a metric: what each assigned to it would be summed, with
             # the total so far in every one of them.
             replica.merge_call(self._update_shared_metrics, args=((labels, outputs, weights),))
@@ -165,12 +168,6 @@ class _Step:
             metric.reset_state()
 
 
-def _shares_variables(strategy: tf.distribute.Strategy) -> bool:
-    """Whether several replicas have one copy of every variable."""
-    central = isinstance(strategy, tf.distribute.experimental.CentralStorageStrategy)
-    return central and strategy.num_replicas_in_sync > 1
-
-
 def unpack(batch: Any) -> tuple[Any, Any, tf.Tensor | None]:
     """``(features, labels[, weights])`` with the missing weights as None."""
     if not isinstance(batch, tuple | list) or len(batch) not in (2, 3):
@@ -202,6 +199,10 @@ class TrainStep(_Step):
         jit_compile: compiles forward and backward with XLA; the all-reduce stays outside. Needs
             batches of static shape.
         jit_update: compiles the update with XLA, see `ctl.apply.Apply`.
+
+    Attributes:
+        marks: stamps moments of the step while somebody inspects it, see `ctl.inspect.marks`. None
+            otherwise, and then the graph of the step is what it would be without this attribute.
     """
 
     training = True
@@ -239,6 +240,9 @@ class TrainStep(_Step):
         self.jit_compile = jit_compile
         self.jit_update = jit_update
         self.strategy: tf.distribute.Strategy | None = None
+        # What traces the graph that this step is in, of a loop; not the loop, which has the step.
+        self.traced: weakref.WeakMethod | None = None
+        self.marks: Marks | None = None
 
     def build(self, strategy: tf.distribute.Strategy, schedule=None) -> None:
         """Makes the state beside the model: optimizer slots, counters, averages. The loop calls it.
@@ -249,7 +253,9 @@ class TrainStep(_Step):
         if self.strategy is not None:
             raise UsageError("this step is built already: make a new one for another loop")
         self.check_scope(strategy)
-        self.check_central_storage(strategy)
+        replicas.check_central_storage(
+            strategy, self.model, self.accumulate_steps, self.jit_compile
+        )
         if not self.model.trainable_variables:
             raise UsageError(f"model {self.model.name} has no trainable variables; build it first")
         self.strategy = strategy
@@ -270,24 +276,6 @@ class TrainStep(_Step):
             self._compute = tf.function(self.compute, jit_compile=True)
         self.separate_dropout()
 
-    def check_central_storage(self, strategy: tf.distribute.Strategy) -> None:
-        """Raises `UsageError` where replicas share one copy of every variable, for what TensorFlow
-        cannot do then: update variables in the forward pass, in a loop, or read them under XLA."""
-        if not _shares_variables(strategy):
-            return
-        if self.accumulate_steps > 1 or self.jit_compile:
-            raise UsageError(
-                "central_storage with several replicas has neither --accumulate_steps nor "
-                "--jit_compile; use mirrored"
-            )
-        for layer in self.model._flatten_layers():
-            norm = isinstance(layer, keras.layers.BatchNormalization) and layer.trainable
-            if norm or hasattr(layer, "seed_generator"):
-                raise UsageError(
-                    f"layer {layer.name} ({type(layer).__name__}) updates variables in the forward "
-                    "pass, which central_storage with several replicas cannot; use mirrored"
-                )
-
     @property
     def global_step(self) -> tf.Variable:
         """int64 scalar: global batches seen. It is also the position in the data."""
@@ -296,6 +284,28 @@ class TrainStep(_Step):
     def state(self) -> dict[str, list[tf.Variable]]:
         """Everything that a checkpoint must hold for training to go on bit for bit."""
         return {"model": [v.value for v in self.model.variables], **self.applier.state()}
+
+    def inspect(self, steps: int = 20) -> Inspection:
+        """``with step.inspect(steps=20) as seen: loop.train(...)``: where the time of the last
+        ``steps`` steps went, on every worker. All workers must do it."""
+        from ctl.inspect.session import Inspection
+
+        return Inspection(self, steps)
+
+    def reduced_specs(self) -> list[tf.Variable | tf.TensorSpec]:
+        """Like what `reduce` sums, in that order: a gradient for each trainable variable (some may
+        be None), statistics of replicas, and the number of valid examples (when it is counted)."""
+        return [*self._trainable, *self._statistics, tf.TensorSpec([], tf.float32)]
+
+    def plan(self) -> Plan:
+        """What one step moves between replicas: read from its graph, no step is run.
+
+        Raises:
+            UsageError: there is no loop yet, which knows the batches.
+        """
+        from ctl.inspect.collectives import plan_of_step
+
+        return plan_of_step(self)
 
     # The step itself, on one replica ------------------------------------------------------------
 
@@ -306,12 +316,15 @@ class TrainStep(_Step):
             float32 scalar: the replica's loss scaled by the global batch size; summed over replicas
             it is the mean loss of the global batch (0 when the update was skipped).
         """
+        self._mark("input", batch)
         count = self.count(batch)
         loss, gradients = self.forward_backward(batch, count)
+        self._mark("backward", gradients)
         loss, gradients = self.reduce(loss, count, gradients)
         finite = self.finite(gradients) if self.applier.judges_finiteness else None
         gradients = self.clip(gradients)
         self.apply(gradients, finite)
+        self._mark("apply", self._trainable)
         return loss if finite is None else tf.where(finite, loss, 0.0)
 
     def forward_backward(
@@ -354,6 +367,7 @@ class TrainStep(_Step):
         with tf.GradientTape() as tape:
             with tf.name_scope("ctl_forward"):
                 loss, outputs = self.forward(batch)
+                self._mark("forward", loss if outputs is None else outputs)
                 loss /= float(divisor)
             scaled = self.applier.loss_scale.scale * loss if self.loss_scale else loss
         with tf.name_scope("ctl_backward"):
@@ -403,15 +417,13 @@ class TrainStep(_Step):
         dense = [g for g in gradients if g is not None]
         counted = [] if isinstance(count, int) else [tf.cast(count, tf.float32)]
         statistics = [v.read_value() for v in self._statistics]
-        reduced = all_reduce(
-            [*dense, *statistics, *counted],
-            bytes_per_pack=self.bytes_per_pack,
-            options=self.options,
-        )
-        replicas = self.strategy.num_replicas_in_sync
+        tensors = [*dense, *statistics, *counted]
+        reduced = all_reduce(tensors, bytes_per_pack=self.bytes_per_pack, options=self.options)
+        if self.marks is not None:
+            self.marks.mark_packs(tensors, reduced)
         means = reduced[len(dense) : len(dense) + len(statistics)]
         for variable, total in zip(self._statistics, means, strict=True):
-            variable.assign(total / replicas)
+            variable.assign(total / self.strategy.num_replicas_in_sync)
         dense = reduced[: len(dense)]
         if counted:
             dense = [tf.math.divide_no_nan(g, tf.cast(reduced[-1], g.dtype)) for g in dense]
@@ -437,41 +449,22 @@ class TrainStep(_Step):
         """Hands reduced gradients over to `ctl.apply.Apply`, which updates all replicas alike."""
         tf.distribute.get_replica_context().merge_call(self.applier, args=(gradients, finite))
 
+    def _mark(self, name: str, tensors: Any) -> None:
+        if self.marks is not None:
+            self.marks.mark(name, tensors)
+
     # State that replicas do not share by themselves ---------------------------------------------
 
     def replica_statistics(self) -> list[tf.Variable]:
         """Variables that the forward pass updates on each replica for itself, and whose mean over
         replicas is right: the moving statistics of BatchNorm layers that train. Synchronized layers
         agree by themselves. Override for layers of your own."""
-        return [
-            statistic.value
-            for layer in self.model._flatten_layers()  # Keras has no public way into nested layers
-            if isinstance(layer, keras.layers.BatchNormalization)
-            and layer.trainable
-            and not layer.synchronized
-            for statistic in (layer.moving_mean, layer.moving_variance)
-        ]
+        return replicas.batch_norm_statistics(self.model)
 
     def separate_dropout(self) -> None:
         """Gives each replica seeds of its own; after building and after every restore, which both
         leave replica 0's seeds everywhere. Doing it twice changes nothing."""
-        seeds = [
-            v.value
-            for v in self.model.non_trainable_variables
-            if v.path.endswith("seed_generator_state")
-        ]
-
-        def shift() -> None:
-            replica = tf.distribute.get_replica_context().replica_id_in_sync_group
-            for seed in seeds:
-                seed.assign_add(
-                    tf.cast([_SEED_STRIDE, 0], seed.dtype) * tf.cast(replica, seed.dtype)
-                )
-
-        if seeds and self.strategy.num_replicas_in_sync > 1:
-            for seed in seeds:
-                seed.assign(seed.read_value())  # replica 0's, on all
-            tf.function(lambda: self.strategy.run(shift))()  # eager, TensorFlow would warn
+        replicas.separate_dropout(self.strategy, self.model)
 
 
 class EvalStep(_Step):

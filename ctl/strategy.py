@@ -8,10 +8,12 @@ import queue
 import socket
 import threading
 import urllib.parse
+from pathlib import Path
 from typing import NamedTuple
 
 import tensorflow as tf
 
+from ctl import watchdog
 from ctl.cluster import Cluster, Tasks, meet
 from ctl.errors import UsageError
 from ctl.roll_call import RollCall
@@ -42,6 +44,7 @@ def make_multi_worker(
     communication: str = "auto",
     collective_timeout: float = 300.0,
     startup_timeout: float = 300.0,
+    record_dir: Path | None = None,
 ) -> Placement:
     """MultiWorkerMirroredStrategy over ``cluster``: one process for each worker, all the same
     command. Call it before TensorFlow runs its first operation.
@@ -49,8 +52,10 @@ def make_multi_worker(
     Args:
         cluster: who the workers are, see `ctl.cluster.resolve`.
         communication: ``auto``, ``ring`` (gRPC) or ``nccl``.
-        collective_timeout: as in `make_strategy`.
+        collective_timeout: seconds without progress after which `ctl.watchdog` ends the process.
+            TensorFlow's own limit, which comes later, holds for collectives outside of the loop.
         startup_timeout: seconds to wait for the other workers, see `ctl.cluster.meet`.
+        record_dir: where the watchdog writes the flight record; by default nowhere.
 
     Raises:
         PeerError: the other workers did not come.
@@ -60,7 +65,7 @@ def make_multi_worker(
         raise UsageError("--communication=nccl needs GPUs, and TensorFlow sees none; use auto")
     meet(cluster, startup_timeout)
     os.environ["TF_CONFIG"] = cluster.tf_config()
-    options = _options(communication, collective_timeout)
+    options = _options(communication, watchdog.tensorflow_limit(collective_timeout))
     # All are there. Should one die at this very moment, TensorFlow would wait for ever, with
     # Python's lock held: only a thread of C can end that.
     faulthandler.dump_traceback_later(startup_timeout, exit=True)
@@ -68,6 +73,8 @@ def make_multi_worker(
         strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
     finally:
         faulthandler.cancel_dump_traceback_later()
+    if len(cluster.workers) > 1:
+        watchdog.start(cluster, collective_timeout, record_dir)
     return Placement(
         strategy,
         options,

@@ -19,9 +19,14 @@ _UNPRINTABLE = re.compile(
 _FAR = 1e5  # No picture is that large; browsers draw nonsense beyond 2**24.
 
 
+def printable(text: object) -> str:
+    """``text`` without what no page may contain and what would command a terminal."""
+    return _UNPRINTABLE.sub("\ufffd", str(text))
+
+
 def escape(text: object) -> str:
     """``text`` as it may stand between tags and in a quoted attribute of HTML, SVG and XML."""
-    return _escape(_UNPRINTABLE.sub("\ufffd", str(text)), {'"': "&quot;", "'": "&#39;"})
+    return _escape(printable(text), {'"': "&quot;", "'": "&#39;"})
 
 
 def shorten(text: object, width: float, pixel: float = 12.0) -> str:

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from absl import flags, logging
 
@@ -52,9 +52,10 @@ def run() -> None:
     run_command(main, _USAGE)
 
 
-def define_flags() -> None:
-    """All groups of flags; `ctl.evaluate` has the same, to read them from ``config.json``."""
-    flag_groups.define_run_flags()
+def define_flags(model_dir_required: bool = True) -> None:
+    """All groups of flags; `ctl.evaluate` has the same, to read them from ``config.json``, and
+    `ctl.inspect`, to look at the run that they describe."""
+    flag_groups.define_run_flags(model_dir_required)
     flag_groups.define_data_flags()
     flag_groups.define_model_flags()
     flag_groups.define_step_flags()
@@ -77,26 +78,23 @@ def main() -> None:
     if stored is not None and manifest.paths(model_dir / "checkpoints"):
         config.check_resumable(stored)
     console.log_to_terminal()
+    if FLAGS.strategy != "multi_worker":
+        return _train(model_dir)
+    me = cluster.resolve(FLAGS.workers, FLAGS.worker_index)
+    with console.log_to_file(model_dir / f"worker-{me.index}.log"):
+        _train(model_dir)
+
+
+def _train(model_dir: Path) -> None:
     logging.info("loading TensorFlow")
     console.load_tensorflow(errors=FLAGS.strategy != "parameter_server")
 
-    import keras
-
-    from ctl import data
     from ctl.checkpoint import CheckpointManager
     from ctl.workers import barrier, is_chief, is_multi_worker
 
-    placement = _place()
-    keras.utils.set_random_seed(FLAGS.seed)
-    keras.mixed_precision.set_dtype_policy(FLAGS.precision)
+    placement, train, evaluation, total_steps = prepare()
     chief = is_chief(placement.strategy)
-    logging.info("strategy: %s", placement.description)
-    train, evaluation = load_data(data, training=True), load_data(data, training=False)
-    logging.info("training data: %s", train.description)
-    logging.info("evaluation data: %s", evaluation.description)
     steps_per_epoch = train.num_examples / train.global_batch_size
-    epochs = FLAGS.epochs or _DEFAULT_EPOCHS
-    total_steps = FLAGS.train_steps or max(1, math.ceil(epochs * steps_per_epoch - 1e-6))
     with contextlib.ExitStack() as stack:
         if placement.roll_call:
             stack.enter_context(placement.roll_call)
@@ -141,6 +139,34 @@ def main() -> None:
         logging.info("done: %d steps; the chief has the results", steps)
 
 
+class Prepared(NamedTuple):
+    """What a loop is made of, see `make_loop`; the datasets are those of `ctl.data`."""
+
+    placement: Placement
+    train: Any
+    evaluation: Any
+    total_steps: int
+
+
+def prepare() -> Prepared:
+    """Strategy, seed, precision and data as the flags say; TensorFlow has run nothing before."""
+    import keras
+
+    from ctl import data
+
+    placement = _place()
+    keras.utils.set_random_seed(FLAGS.seed)
+    keras.mixed_precision.set_dtype_policy(FLAGS.precision)
+    logging.info("strategy: %s", placement.description)
+    train, evaluation = load_data(data, training=True), load_data(data, training=False)
+    logging.info("training data: %s", train.description)
+    logging.info("evaluation data: %s", evaluation.description)
+    steps_per_epoch = train.num_examples / train.global_batch_size
+    epochs = FLAGS.epochs or _DEFAULT_EPOCHS
+    total_steps = FLAGS.train_steps or max(1, math.ceil(epochs * steps_per_epoch - 1e-6))
+    return Prepared(placement, train, evaluation, total_steps)
+
+
 def _serve() -> None:
     """A worker or parameter server; ends the process."""
     console.log_to_terminal()
@@ -174,6 +200,7 @@ def _place() -> Placement:
         communication=FLAGS.communication,
         collective_timeout=FLAGS.collective_timeout,
         startup_timeout=FLAGS.startup_timeout,
+        record_dir=Path(FLAGS.model_dir) / "inspect",
     )
     check_agreement(placement.strategy, _flags_of_the_job())
     return placement
@@ -244,7 +271,7 @@ def load_data(data: Any, *, training: bool) -> Any:
 
 
 def make_loop(
-    placement: Placement, train: Any, evaluation: Any, total_steps: int, checkpoints: Any
+    placement: Placement, train: Any, evaluation: Any, total_steps: int, checkpoints: Any = None
 ) -> Loop:
     """Model, optimizer, step and loop, in the strategy's scope."""
     import keras

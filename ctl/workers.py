@@ -12,12 +12,16 @@ from typing import Any
 
 import tensorflow as tf
 
-from ctl.cluster import Cluster, missing
-from ctl.errors import PeerError, UsageError
+from ctl import watchdog
+from ctl.cluster import Cluster
+from ctl.errors import CtlError, PeerError, UsageError
 
 SUM = tf.distribute.ReduceOp.SUM
 
 _SHOWN = 5  # differences in one message
+
+# How long a worker whose data have ended waits for the others to say so too (seconds).
+_ENDED_SECONDS = 10.0
 
 # What a collective raises when a worker died, froze, never came, or failed by itself.
 _LOST = (
@@ -52,23 +56,34 @@ def mean(strategy: tf.distribute.Strategy, total: float) -> float | None:
 
 @contextlib.contextmanager
 def naming_lost_peers(
-    strategy: tf.distribute.Strategy, step: Callable[[], int], doing: str
+    strategy: tf.distribute.Strategy, doing: str, step: Callable[[], int] | None = None
 ) -> Iterator[None]:
     """Turns TensorFlow's errors of a collective into a `PeerError` that names who is not there."""
     try:
         yield
     except _LOST as error:
         timed_out = isinstance(error, tf.errors.DeadlineExceededError)
+        after = f" after step {step()}" if step else ""
         if not is_multi_worker(strategy):
             if not timed_out:
                 raise
-            raise PeerError(f"an all-reduce in {doing} after step {step()} timed out") from error
+            raise PeerError(f"an all-reduce in {doing}{after} timed out") from error
         cluster = cluster_of(strategy)
         what = "timed out" if timed_out else "broke off"
+        blamed = watchdog.broke_off(cluster, step() if step else None)
         raise PeerError(
-            f"worker {cluster.index} of {len(cluster.workers)}: a collective in {doing} after step "
-            f"{step()} {what}: {_reason(error)}; waiting for {missing(cluster)}"
+            f"worker {cluster.index} of {len(cluster.workers)}: a collective in {doing}{after} "
+            f"{what}: {_reason(error)}; waiting for {blamed}"
         ) from error
+
+
+def watch(strategy: tf.distribute.Strategy) -> bool:
+    """Whether there are several workers; if so, starts `ctl.watchdog`, unless `make_multi_worker`
+    has."""
+    several = is_multi_worker(strategy) and len(cluster_of(strategy).workers) > 1
+    if several:
+        watchdog.start(cluster_of(strategy))
+    return several
 
 
 def _reason(error: tf.errors.OpError) -> str:
@@ -78,19 +93,50 @@ def _reason(error: tf.errors.OpError) -> str:
     if frozen:
         return f"worker {', '.join(sorted(set(frozen)))} stopped sending heartbeats"
     _, _, cause = text.rpartition("aborted by: ")
-    return (cause or text)[:120]
+    return re.split(r" Additional GRPC|\W+n?The error could be from", cause or text)[0][:120]
 
 
-def barrier(strategy: tf.distribute.Strategy, timeout: float) -> None:
-    """Returns when every worker has called it; `tf.errors.DeadlineExceededError` after ``timeout``
-    seconds."""
-    options = tf.distribute.experimental.CommunicationOptions(timeout_seconds=timeout)
+def barrier(
+    strategy: tf.distribute.Strategy, timeout: float, otherwise: CtlError | None = None
+) -> None:
+    """Returns when every worker has called it.
+
+    When not all did within ``timeout`` seconds, the watchdog ends the process with a line of its
+    own, or with that and the exit code of ``otherwise``.
+
+    Raises:
+        PeerError: a worker was lost meanwhile.
+    """
+    limit = watchdog.tensorflow_limit(timeout)
+    options = tf.distribute.experimental.CommunicationOptions(timeout_seconds=limit)
 
     def meet() -> tf.Tensor:
         context = tf.distribute.get_replica_context()
         return context.all_reduce(SUM, tf.zeros([]), options=options)
 
-    tf.function(lambda: strategy.run(meet))()
+    doing = "a barrier"
+    section = watchdog.collective(doing, timeout=timeout, otherwise=otherwise)
+    with naming_lost_peers(strategy, doing), section:
+        tf.function(lambda: strategy.run(meet))()
+
+
+def check_all_ended(strategy: tf.distribute.Strategy, step: int) -> None:
+    """Returns when the data of all workers have ended at this step.
+
+    Raises:
+        UsageError: only those of some have; the others are in the all-reduce of the next step, and
+            would take what this worker reduces next for their gradients' sums.
+    """
+    if not is_multi_worker(strategy):
+        return
+    not_all = UsageError(
+        f"worker {cluster_of(strategy).index}: its data ended after step {step}, those of other "
+        "workers go on: every worker must be given the same batches"
+    )
+    try:
+        barrier(strategy, _ENDED_SECONDS, otherwise=not_all)
+    except PeerError as error:
+        raise not_all from error
 
 
 def check_agreement(strategy: tf.distribute.Strategy, facts: Mapping[str, Any]) -> None:
@@ -100,7 +146,7 @@ def check_agreement(strategy: tf.distribute.Strategy, facts: Mapping[str, Any]) 
         UsageError: on every worker, naming what differs and each worker's value.
     """
     mine = json.dumps(facts, sort_keys=True, default=str).encode()
-    texts = [json.loads(text) for text in _all_gather(strategy, mine)]
+    texts = [json.loads(text) for text in all_gather(strategy, mine, "comparing the workers")]
     differ = [
         name
         for name in sorted(set().union(*texts))
@@ -120,24 +166,25 @@ def earliest(strategy: tf.distribute.Strategy, step: int) -> int:
     """The least ``step`` of all workers; every worker must call it."""
     if not is_multi_worker(strategy):
         return step
-    return min(int(text) for text in _all_gather(strategy, str(step).encode()))
+    return min(int(text) for text in all_gather(strategy, str(step).encode(), "a gather"))
 
 
-def _all_gather(strategy: tf.distribute.Strategy, text: bytes) -> list[bytes]:
-    """The ``text`` of every replica, in their order; the same list on every worker."""
+def all_gather(strategy: tf.distribute.Strategy, text: bytes, doing: str) -> list[bytes]:
+    """The ``text`` of every worker, in their order; the same list on every worker."""
 
     def gather(values: tf.Tensor) -> tf.Tensor:
         mine = strategy.experimental_distribute_values_from_function(lambda _: values)
         return strategy.gather(mine, axis=0)
 
-    lengths = gather(tf.constant([len(text)])).numpy()
-    # As int32: not every collective takes bytes.
-    joined = bytes(gather(tf.constant(list(text), tf.int32)).numpy().tolist())
+    with naming_lost_peers(strategy, doing), watchdog.collective(doing):
+        lengths = gather(tf.constant([len(text)])).numpy()
+        # As int32: not every collective takes bytes.
+        joined = bytes(gather(tf.constant(list(text), tf.int32)).numpy().tolist())
     texts, start = [], 0
     for length in lengths:
         texts.append(joined[start : start + length])
         start += length
-    return texts
+    return texts[:: len(texts) // len(cluster_of(strategy).workers)]  # replicas of one say the same
 
 
 def _short(value: Any) -> str:

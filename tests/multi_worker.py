@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from ctl import cluster, console
@@ -21,6 +22,7 @@ import keras  # noqa: E402
 import numpy as np  # noqa: E402
 import tensorflow as tf  # noqa: E402
 from helpers import BATCH, CLASSES, FEATURES, examples  # noqa: E402
+from tensorflow.python.distribute import collective_all_reduce_strategy  # noqa: E402
 
 import ctl  # noqa: E402
 from ctl.strategy import make_multi_worker  # noqa: E402
@@ -32,12 +34,38 @@ AT_STEP, WORKER = int(OPTIONS.get("step", 5)), int(OPTIONS.get("worker", 1))
 TIMEOUT, STARTUP = float(OPTIONS.get("timeout", 60)), float(OPTIONS.get("startup", 30))
 
 
+def cut_into_devices(count: int) -> None:
+    """So many replicas for this worker, as it would have with GPUs: of CPUs TensorFlow takes one,
+    so this replaces the private method that counts them."""
+    devices = [tf.config.LogicalDeviceConfiguration()] * count
+    tf.config.set_logical_device_configuration(tf.config.list_physical_devices("CPU")[0], devices)
+    collective_all_reduce_strategy.CollectiveAllReduceExtended._initialize_local_devices = (
+        lambda self, resolver, worker: (
+            tuple(f"{worker}/device:CPU:{i}" for i in range(count)),
+            "CPU",
+        )
+    )
+
+
 def model() -> keras.Model:
     """With all that replicas must agree on: BatchNorm, Dropout."""
     layers = [keras.layers.Input([FEATURES]), keras.layers.Dense(8, activation="tanh")]
     if "norm" in OPTIONS:
         layers += [keras.layers.BatchNormalization(), keras.layers.Dropout(0.5)]
+    if "synchronized" in OPTIONS:
+        layers += [keras.layers.BatchNormalization(synchronized=True)]
     return keras.Sequential([*layers, keras.layers.Dense(CLASSES)])
+
+
+def masks(strategy: tf.distribute.Strategy) -> np.ndarray:
+    """What a Dropout lets through on each replica of this worker; float32 [replicas, 1, 64]."""
+    with strategy.scope():
+        network = keras.Sequential(
+            [keras.Input([64]), keras.layers.Dense(64, "tanh"), keras.layers.Dropout(0.5)]
+        )
+        ctl.TrainStep(network, keras.optimizers.SGD()).build(strategy)
+    values = strategy.run(tf.function(lambda: network(tf.ones([1, 64]), training=True)))
+    return np.stack([v.numpy() != 0 for v in strategy.experimental_local_results(values)])
 
 
 class Faulty:
@@ -83,8 +111,42 @@ class Step(ctl.TrainStep):
         return losses, outputs
 
 
+class Ending(ctl.data.InMemory):
+    """The data of one worker end before a step."""
+
+    def batches(self, start_step: int = 0) -> tf.data.Dataset:
+        batches = super().batches(start_step)
+        if me.index != WORKER:
+            return batches
+        rest = iter([batch.numpy() for batch in batches.take(AT_STEP - start_step)])
+
+        def once() -> Iterator[np.ndarray]:
+            yield from rest
+            print(f"fault end at {time.time()}", flush=True)
+
+        # Endless, TensorFlow thinks; it would otherwise give this worker empty batches.
+        ending = tf.data.Dataset.from_generator(once, output_signature=batches.element_spec)
+        return ending.repeat().with_options(batches.options())
+
+
+def fit(strategy: tf.distribute.Strategy) -> str:
+    """What ``fit`` of Keras says to the strategy: README.md has a sentence about it."""
+    with strategy.scope():
+        network = keras.Sequential([keras.Input([FEATURES]), keras.layers.Dense(CLASSES)])
+        network.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    try:
+        network.fit(*examples(), batch_size=BATCH, verbose=0)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
 def main() -> None:
-    placement = make_multi_worker(me, collective_timeout=TIMEOUT, startup_timeout=STARTUP)
+    if "devices" in OPTIONS:
+        cut_into_devices(int(OPTIONS["devices"]))
+    placement = make_multi_worker(
+        me, collective_timeout=TIMEOUT, startup_timeout=STARTUP, record_dir=OUT / "inspect"
+    )
     strategy = placement.strategy
     keras.utils.set_random_seed(me.index if "seeds" in OPTIONS else 0)
     with strategy.scope():
@@ -97,6 +159,8 @@ def main() -> None:
         evaluation = ctl.EvalStep(network, metrics=[metric])
     batch = BATCH * 3 * (2 if "differ" in OPTIONS and me.index else 1)
     data = ctl.data.InMemory(examples(), global_batch_size=batch)
+    if FAULT == "end":
+        data = Ending(examples(), global_batch_size=batch)
     test = ctl.data.InMemory(examples(101, seed=1), global_batch_size=BATCH, training=False)
     checkpoints = ctl.CheckpointManager(OUT / "checkpoints", read_only=not me.is_chief)
     loop = ctl.Loop(
@@ -118,11 +182,11 @@ def main() -> None:
         print("training", flush=True)
         results = loop.train_and_evaluate(int(OPTIONS.get("until", 20)), evaluate_every=10)
     checkpoints.close()
-    masks = strategy.run(tf.function(lambda: network(tf.ones([1, FEATURES]), training=True)))
     np.savez(
         OUT / f"worker-{me.index}.npz",
         *network.get_weights(),
-        masks=strategy.experimental_local_results(masks)[0].numpy(),
+        masks=masks(strategy),
+        fit=fit(strategy) if "fit" in OPTIONS else "",
         results=np.array([results["loss"], results["accuracy"]]),
     )
     ctl.workers.barrier(strategy, 30)

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 import ctl
+from ctl.inspect.__main__ import COMMANDS as INSPECT
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "ctl").rglob("*.py"))
@@ -61,7 +62,10 @@ def test_the_wheel_has_the_sources_the_data_and_nothing_else(wheel):
         if path.is_file() and path.suffix not in (".py", ".pyc")
     }
     assert len(data) == 8  # six of the data set, its licence and its checksums
-    assert files == sources | data
+    clusters = {
+        f"ctl/clusters/{name}" for name in ("slurm.sh", "kubernetes_job.yaml", "tfjob.yaml")
+    }
+    assert files == sources | data | clusters
 
 
 def test_the_data_in_the_wheel_are_those_of_the_checksums(wheel):
@@ -92,7 +96,7 @@ def test_every_console_script_can_be_called(wheel):
     scripts = configparser.ConfigParser()
     scripts.read_string(wheel.read(path).decode())
     scripts = dict(scripts["console_scripts"])
-    assert {"ctl-train", "ctl-evaluate"} <= set(scripts)
+    assert {"ctl-train", "ctl-evaluate", "ctl-inspect"} <= set(scripts)
     for name, target in scripts.items():
         assert callable(importlib.metadata.EntryPoint(name, target, "console_scripts").load())
 
@@ -122,7 +126,7 @@ COMMANDS = [
     "ctl." + path.stem
     for path in SOURCES
     if path.parent.name == "ctl" and '__name__ == "__main__"' in path.read_text(encoding="utf-8")
-]
+] + ["ctl.inspect", *(f"ctl.inspect {name}" for name in INSPECT)]
 
 
 def python(program: str, *arguments: str) -> str:
@@ -146,8 +150,8 @@ def test_import_loads_nothing():
 
 @pytest.mark.parametrize("module", COMMANDS)
 def test_help_needs_no_tensorflow(module):
-    program = WITHOUT + "runpy.run_module(sys.argv[1], run_name='__main__', alter_sys=True)"
-    assert f"python -m {module}" in python(program, module, "--help")
+    program = WITHOUT + "runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
+    assert f"python -m {module}" in python(program, *module.split(), "--help")
 
 
 def test_there_are_commands():

@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from ctl.inspect.__main__ import COMMANDS as INSPECT
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 RUN = "/tmp/ctl-run"  # what the README calls a run; here it is another directory
@@ -44,8 +46,8 @@ def commands() -> list[list[str]]:
 
 
 @functools.cache
-def help_of(module: str) -> str:
-    return python("-m", module, "--help").stdout
+def help_of(*command: str) -> str:
+    return python("-m", *command, "--help").stdout
 
 
 def python(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess:
@@ -95,6 +97,8 @@ def test_the_flags_of_every_command_parse(run):
         if "--help" in arguments:
             assert help_of(module)
             continue
+        if module == "ctl.inspect":
+            module = INSPECT[arguments.pop(0)][0]
         module = {"ctl.schedule": "ctl.plot"}.get(module, module)
         here = [a.replace(RUN, str(run)).replace("/shared/run", str(run)) for a in arguments]
         python("-c", PARSE, module, *here)
@@ -102,8 +106,9 @@ def test_the_flags_of_every_command_parse(run):
 
 def test_every_flag_exists():
     exist = set()
-    for module in {command[0] for command in commands()}:
-        exist |= set(re.findall(r"^  --(?:\[no\])?(\w+)", help_of(module), re.MULTILINE))
+    modules = {command[0] for command in commands()} - {"ctl.inspect"}
+    for command in [*((m,) for m in modules), *(("ctl.inspect", name) for name in INSPECT)]:
+        exist |= set(re.findall(r"^  --(?:\[no\])?(\w+)", help_of(*command), re.MULTILINE))
     named = set(re.findall(r"(?<![\w-])--(\w+)", README)) - FOREIGN_FLAGS - {"help"}
     unknown = {n for n in named if n not in exist and n.removeprefix("no") not in exist}
     assert not unknown
@@ -138,8 +143,9 @@ def test_every_picture_and_every_module_is_there():
     assert links
     for link in links:
         assert (ROOT / link).exists(), link
-    for path in (ROOT / "ctl").glob("[!_]*.py"):
-        assert f"`{path.name}`" in README, f"{path.name} is in no table of README.md"
+    for path in [*(ROOT / "ctl").glob("[!_]*.py"), *(ROOT / "ctl/inspect").glob("[!_]*.py")]:
+        name = path.relative_to(ROOT / "ctl")
+        assert f"`{name}`" in README, f"{name} is in no table of README.md"
 
 
 # What README.md says that Keras does under MirroredStrategy; where it stops, the text must change.

@@ -66,9 +66,10 @@ class Job:
         doing: str = "train",
         timeout: float = 20,
         silent: float = 20,
-        addresses=None,
+        alone: float = 20,
+        addresses: list[str] | None = None,
     ) -> subprocess.Popen:
-        options = [*(addresses or self.addresses), kind, doing, timeout, silent]
+        options = [*(addresses or self.addresses), kind, doing, timeout, silent, alone]
         process = subprocess.Popen(
             [sys.executable, "-c", TASK, *map(str, options)],
             stdout=subprocess.PIPE,

@@ -5,22 +5,30 @@ from __future__ import annotations
 import worker
 
 
-def build(model: str, global_batch_size: int, replicas: int, jit_compile: bool):
+def build(setting: worker.Setting):
     import keras
     import tensorflow as tf
 
     import ctl
+    from ctl import cluster
+    from ctl.strategy import make_multi_worker
 
     keras.utils.set_random_seed(1)
-    placement = ctl.make_strategy(replicas=replicas)
-    dataset = ctl.data.load(global_batch_size=global_batch_size)
+    if setting.workers:
+        me = cluster.Cluster(setting.workers, setting.worker_index, "--workers")
+        placement = make_multi_worker(me)
+    else:
+        placement = ctl.make_strategy(replicas=setting.replicas)
+    dataset = ctl.data.load(global_batch_size=setting.global_batch_size)
     with placement.strategy.scope():
         step = ctl.TrainStep(
-            ctl.models.make_model(model, dataset.info.image_shape, dataset.info.num_classes),
+            ctl.models.make_model(
+                setting.model, dataset.info.image_shape, dataset.info.num_classes
+            ),
             keras.optimizers.Adam(1e-3),
             metrics=[keras.metrics.SparseCategoricalAccuracy(name="accuracy")],
             options=placement.options,
-            jit_compile=jit_compile,
+            jit_compile=setting.jit_compile,
         )
 
     def end_window(status) -> None:

@@ -7,6 +7,7 @@ loop can reach.
 
 from __future__ import annotations
 
+import tutorial
 import worker
 from absl import flags
 
@@ -16,60 +17,30 @@ with group("This peer"):
     _FIXED_BATCH = flags.DEFINE_boolean("fixed_batch", False, "one batch only, no input pipeline")
 
 
-def build(model: str, global_batch_size: int, replicas: int, jit_compile: bool):
+def build(setting: worker.Setting):
+    program = tutorial.make(setting)
+
     import keras
     import tensorflow as tf
-    import tensorflow_datasets as tfds
 
-    from ctl.models import make_model
-    from ctl.tfds_source import EMBEDDED
-
-    devices = worker.tensorflow_devices(replicas)
-    keras.utils.set_random_seed(1)
-    if replicas > 1:
-        strategy = tf.distribute.MirroredStrategy(devices)
-    else:
-        strategy = tf.distribute.get_strategy()
-    dataset, info = tfds.load(
-        "fashion_mnist_mini",
-        data_dir=str(EMBEDDED),
-        split="train",
-        as_supervised=True,
-        with_info=True,
-    )
-    dataset = (
-        dataset.map(
-            lambda image, label: (tf.cast(image, tf.float32) / 255.0, label),
-            num_parallel_calls=tf.data.AUTOTUNE,
-        )
-        .cache()
-        .shuffle(10_000)
-        .repeat()
-        .batch(global_batch_size, drop_remainder=True)
-        .prefetch(tf.data.AUTOTUNE)
-    )
+    strategy, model, optimizer = program.strategy, program.model, program.optimizer
     with strategy.scope():
-        network = make_model(
-            model, info.features["image"].shape, info.features["label"].num_classes
-        )
-        optimizer = keras.optimizers.Adam(1e-3)
-        optimizer.build(network.trainable_variables)
-        accuracy = keras.metrics.SparseCategoricalAccuracy()
+        optimizer.build(model.trainable_variables)
         cross_entropy = keras.losses.SparseCategoricalCrossentropy(
             from_logits=True, reduction="none"
         )
 
     def step(images: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
         with tf.GradientTape() as tape:
-            logits = network(images, training=True)
+            logits = model(images, training=True)
             losses = cross_entropy(labels, logits)
-            loss = tf.nn.compute_average_loss(losses, global_batch_size=global_batch_size)
-        gradients = tape.gradient(loss, network.trainable_variables)
-        optimizer.apply(gradients, network.trainable_variables)
-        accuracy.update_state(labels, logits)
+            loss = tf.nn.compute_average_loss(losses, global_batch_size=setting.global_batch_size)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply(gradients, model.trainable_variables)
+        program.accuracy.update_state(labels, logits)
         return loss
 
-    if jit_compile:
+    if setting.jit_compile:
         step = tf.function(step, jit_compile=True)
 
     @tf.function
@@ -88,19 +59,16 @@ def build(model: str, global_batch_size: int, replicas: int, jit_compile: bool):
             total += strategy.reduce(tf.distribute.ReduceOp.SUM, losses, axis=None)
         return total / tf.cast(steps, tf.float32)
 
-    iterator = iter(strategy.experimental_distribute_dataset(dataset))
+    iterator = iter(strategy.experimental_distribute_dataset(program.dataset))
     if _FIXED_BATCH.value:
         train_steps, iterator = train_steps_on, next(iterator)
 
     def train(steps: int) -> float:
         loss = float(train_steps(iterator, tf.constant(steps)))
-        accuracy.result(), accuracy.reset_state()
+        program.accuracy.result(), program.accuracy.reset_state()
         return loss
 
-    return train, {
-        "versions": {"tensorflow": tf.__version__, "keras": keras.__version__},
-        "device": ", ".join(d[1:] for d in devices),
-    }
+    return train, program.about
 
 
 if __name__ == "__main__":

@@ -1,21 +1,22 @@
 """What the peers share: their flags, and the lines they exchange with `step_time.py`.
 
-A peer trains in a process of its own and waits on stdin. For each line, a number of steps, it
-trains on so many batches and answers with one line of JSON, so that the blocks of several peers can
-be interleaved. By hand::
+A peer trains in a process of its own (one for each worker) and waits on stdin. For each line, a
+number of steps, it trains on so many batches and answers with one line of JSON, so that the blocks
+of several peers can be interleaved. By hand::
 
     printf '200\\n500\\n500\\n' | python benchmarks/peers/plain_loop.py --model=dense
 """
 
 from __future__ import annotations
 
-import json
+import dataclasses
 import os
 import sys
 import time
 from collections.abc import Callable
 
 from absl import flags
+from lines import answerer
 
 from ctl.errors import UsageError
 from ctl.flags import group, run
@@ -27,27 +28,46 @@ with group("What is trained"):
     _REPLICAS = flags.DEFINE_integer(
         "replicas", 1, "replicas; logical CPU devices where there is no GPU", lower_bound=1
     )
+    _WORKERS = flags.DEFINE_list(
+        "workers", "", "host:port of each worker, this process being one; none means one process"
+    )
+    _INDEX = flags.DEFINE_integer("worker_index", 0, "which of the workers this is", lower_bound=0)
     _JIT = flags.DEFINE_boolean("jit_compile", False, "compile with XLA, as the peer's users would")
 
 
-def serve(build: Callable[[str, int, int, bool], tuple[Callable[[int], float], dict]]) -> None:
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What a peer is to train."""
+
+    model: str
+    global_batch_size: int
+    replicas: int
+    workers: tuple[str, ...]
+    worker_index: int
+    jit_compile: bool
+
+
+def serve(build: Callable[[Setting], tuple[Callable[[int], float], dict]]) -> None:
     """Parses the flags, builds the peer and answers until stdin ends.
 
-    ``build(model, global_batch_size, replicas, jit_compile)`` returns ``train`` and what is to be
-    said about the peer (its versions, its device). ``train(steps)`` returns the mean loss of these
-    steps; it must have waited for the devices.
+    ``build(setting)`` returns ``train`` and what is to be said about the peer (its versions, its
+    device). ``train(steps)`` returns the mean loss of these steps; it must have waited for the
+    devices.
     """
 
     def main() -> None:
         check_model_name(_MODEL.value)
-        # Answers go to what stdout was. What libraries print goes to stderr.
-        answers = os.fdopen(os.dup(1), "w")
-        os.dup2(2, 1)
-
-        def answer(**values) -> None:
-            print(json.dumps(values), file=answers, flush=True)
-
-        train, about = build(_MODEL.value, _BATCH.value, _REPLICAS.value, _JIT.value)
+        answer = answerer()
+        train, about = build(
+            Setting(
+                model=_MODEL.value,
+                global_batch_size=_BATCH.value,
+                replicas=_REPLICAS.value,
+                workers=tuple(_WORKERS.value),
+                worker_index=_INDEX.value,
+                jit_compile=_JIT.value,
+            )
+        )
         answer(**about)
         for line in sys.stdin:
             steps = int(line)
@@ -55,20 +75,12 @@ def serve(build: Callable[[str, int, int, bool], tuple[Callable[[int], float], d
             loss = train(steps)
             seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
             answer(steps=steps, seconds=seconds, cpu_seconds=cpu_seconds, loss=loss)
+        os._exit(0)  # what a library leaves running must not keep the process
 
     run(main, sys.modules["__main__"].__doc__)
 
 
-def tensorflow_devices(replicas: int) -> list[str]:
-    """Devices of the replicas, for a peer on TensorFlow; call it before anything else of it."""
-    import tensorflow as tf
-
-    if gpus := tf.config.list_physical_devices("GPU"):
-        if len(gpus) < replicas:
-            raise UsageError(f"--replicas={replicas}, but TensorFlow sees {len(gpus)} GPUs")
-        return [f"/gpu:{i}" for i in range(replicas)]
-    tf.config.set_logical_device_configuration(
-        tf.config.list_physical_devices("CPU")[0],
-        [tf.config.LogicalDeviceConfiguration()] * replicas,
-    )
-    return [f"/cpu:{i}" for i in range(replicas)]
+def refuse_workers(setting: Setting) -> None:
+    """For a peer of one process."""
+    if setting.workers:
+        raise UsageError("this peer runs in one process only")

@@ -1,0 +1,85 @@
+"""The bar chart of `step_time.py`: one group of bars for each setting, on one scale of ratios."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ctl.svg import line, number, rect, text, ticks
+
+_WIDTH, _NAMES, _VALUES = 720, 150, 120  # pixels; columns for the names and for the times
+_BAR, _GAP, _HEAD = 18, 6, 44
+
+_STYLE = """
+  .page { fill: #ffffff } .grid { stroke: #e4e8ec } .one { stroke: #818b98 }
+  .ours { fill: #0969da } .theirs { fill: #afb8c1 } .bound { fill: #dfe3e8 }
+  .spread { stroke: #59636e }
+  text { font: 12px system-ui, "Segoe UI", Helvetica, Arial, sans-serif; fill: #59636e }
+  text.title { font-size: 14px; font-weight: 600; fill: #1f2328 }
+  .middle { text-anchor: middle } .end { text-anchor: end }
+  @media (prefers-color-scheme: dark) {
+    .page { fill: #0d1117 } .grid { stroke: #262c34 } .one { stroke: #656c76 }
+    .ours { fill: #4493f8 } .theirs { fill: #57606a } .bound { fill: #30363d }
+    .spread { stroke: #9198a1 } text { fill: #9198a1 } text.title { fill: #f0f6fc }
+  }
+"""
+
+
+def chart(runs: Sequence[dict[str, Any]]) -> str:
+    """``runs`` as in the JSON of `step_time.py`: bars are median times over those of the reference
+    variant, whiskers the least and the greatest round. SVG."""
+    measured = [r["ratio"] for run in runs for r in run["variants"].values() if "ratio" in r]
+    # One slow round must not make all bars short.
+    limit = 1.15 * max(max(ratio["median"] for ratio in measured), 1.0)
+    scale = (_WIDTH - _NAMES - _VALUES) / limit
+    parts, y = [], 8.0
+    for run in runs:
+        setting = run["settings"]
+        kind = "workers" if setting["workers"] > 1 else "replicas"
+        parts.append(
+            text(
+                12,
+                y + 18,
+                f"{setting['model']}, {setting[kind]} {kind.removesuffix('s')}"
+                f"{'s' if setting[kind] > 1 else ''}, global batch {setting['global_batch_size']}",
+                "title",
+            )
+        )
+        parts.append(text(_WIDTH - 12, y + 18, f"time over that of {setting['reference']}", "end"))
+        top = y + _HEAD - 14
+        bottom = y + _HEAD + (_BAR + _GAP) * len(run["variants"])
+        for tick in ticks(limit):
+            x = _NAMES + tick * scale
+            parts.append(line(x, top, x, bottom, "one" if tick == 1 else "grid"))
+            parts.append(text(x, bottom + 14, f"{tick:g}", "middle"))
+        y += _HEAD
+        for variant, row in run["variants"].items():
+            parts.append(text(_NAMES - 8, y + 13, variant, "end"))
+            if "failure" in row:
+                parts.append(text(_NAMES + 6, y + 13, "fails"))
+            else:
+                parts += _bar(variant, row, y, scale, limit)
+            y += _BAR + _GAP
+        y += 30
+    height = number(y)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" '
+        f'width="{_WIDTH}" height="{height}"><style>{_STYLE}</style>'
+        f"{rect(0, 0, _WIDTH, y, 'page')}{''.join(parts)}</svg>\n"
+    )
+
+
+def _bar(variant: str, row: dict[str, Any], y: float, scale: float, limit: float) -> list[str]:
+    kind = "theirs"
+    if variant.startswith("ctl"):
+        kind = "ours"
+    elif variant.startswith("bound"):
+        kind = "bound"
+    ratio, middle = row["ratio"], y + _BAR / 2
+    ends = [_NAMES + min(value, limit) * scale for value in (ratio["min"], ratio["max"])]
+    return [
+        rect(_NAMES, y, ratio["median"] * scale, _BAR, kind),
+        line(ends[0], middle, ends[1], middle, "spread"),
+        text(_WIDTH - 84, y + 13, f"{ratio['median']:.2f}", "end"),
+        text(_WIDTH - 12, y + 13, f"{row['milliseconds']['median']:.2f} ms", "end"),
+    ]

@@ -1,0 +1,99 @@
+"""What the flight recorder costs a step: marks in the graph, the watchdog's threads, the beats.
+
+  python benchmarks/flight_overhead.py
+
+Trains one replica in one process, in blocks that alternate between without and with all that
+several workers have by default, and prints the ratio of their times per step: the median over pairs
+of neighbouring blocks, and the quartiles of it. The threads run in the blocks without, too, where
+they find nothing to watch; what they do in the others is what is measured. As a control, blocks
+without are compared with blocks without.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import statistics
+import time
+
+from absl import flags
+from processes import machine, progress
+
+from ctl import console, launch
+from ctl.flags import group
+from ctl.flags import run as run_command
+
+FLAGS = flags.FLAGS
+
+
+def main() -> None:
+    console.load_tensorflow()
+
+    import keras
+    import tensorflow as tf
+
+    import ctl
+    from ctl import watchdog
+    from ctl.cluster import Cluster
+    from ctl.inspect.flight import Flight
+
+    load = os.getloadavg()[0]
+    keras.utils.set_random_seed(0)
+    layers = [keras.Input([FLAGS.features])]
+    layers += [keras.layers.Dense(FLAGS.features, "relu") for _ in range(FLAGS.layers)]
+    model = keras.Sequential([*layers, keras.layers.Dense(10)])
+    step = ctl.TrainStep(model, keras.optimizers.Adam(1e-4))
+    batch = (
+        tf.random.normal([FLAGS.global_batch_size, FLAGS.features]),
+        tf.zeros([FLAGS.global_batch_size], tf.int64),
+    )
+    data = tf.data.Dataset.from_tensors(batch).cache().repeat()
+    loop = ctl.Loop(step, data, steps_per_loop=FLAGS.steps)
+    addresses = tuple(launch.cluster(2)["worker"])
+    watchdog.start(Cluster(addresses, 0, "flight_overhead"))
+    running = watchdog._watchdog
+    flight = Flight(step)
+    marks = step.marks
+
+    def block(on: bool) -> float:
+        watchdog._watchdog = running if on else None
+        step.marks, loop._flight = (marks, flight) if on else (None, None)
+        start = time.perf_counter()
+        loop.train(loop.global_step + FLAGS.steps)
+        return (time.perf_counter() - start) / FLAGS.steps
+
+    for on in (False, True) * 2:  # traces, and warms up
+        block(on)
+    pairs: dict[str, list[float]] = {"control": [], "flight": []}
+    without = []
+    for number in range(FLAGS.blocks):
+        progress(f"block {number + 1} of {FLAGS.blocks}")
+        for name, ratios in pairs.items():
+            first, second = block(False), block(name == "flight")
+            if number % 2:  # the later of two blocks must not always be the same
+                second, first = block(name == "flight"), block(False)
+            without.append(first)
+            ratios.append(second / first)
+    progress("")
+    print(f"a step of {1e3 * statistics.median(without):.2f} ms, {len(flight._latest.names)} marks")
+    rows = {}
+    for name, ratios in pairs.items():
+        low, median, high = (100 * (q - 1) for q in statistics.quantiles(ratios, n=4))
+        rows[name] = {"percent": median, "quartiles": [low, high]}
+        print(f"{name:<8} {median:+6.2f} %  (quartiles {low:+.2f} to {high:+.2f})")
+    if FLAGS.json:
+        result = {"machine": machine(load), "milliseconds": 1e3 * statistics.median(without)}
+        pathlib.Path(FLAGS.json).write_text(json.dumps(result | {"cost": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    with group("Step"):
+        flags.DEFINE_integer("features", 128, "Width of the layers.", lower_bound=1)
+        flags.DEFINE_integer("layers", 6, "Hidden layers.", lower_bound=0)
+        flags.DEFINE_integer("global_batch_size", 64, "Examples of a step.", lower_bound=1)
+    with group("Measurement"):
+        flags.DEFINE_integer("steps", 300, "Steps of a block, in one call.", lower_bound=1)
+        flags.DEFINE_integer("blocks", 40, "Pairs of blocks.", lower_bound=4)
+        flags.DEFINE_string("json", None, "File for the results.")
+    run_command(main, __doc__)

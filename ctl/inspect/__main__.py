@@ -1,0 +1,47 @@
+"""The command ``ctl.inspect``: finds the sub-command and hands the rest of the line to it.
+
+Each sub-command is a module with a function ``run``, as `ctl.train`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+from ctl.errors import UsageError
+
+# Name -> module, and the line of --help.
+COMMANDS = {
+    "plan": ("ctl.inspect.plan_command", "what a step will move; no step is run"),
+    "hang": ("ctl.inspect.hang", "who kept the workers of a run waiting, after the fact"),
+}
+
+_USAGE = """
+Sees through the all-reduce of a training run.
+
+  python -m ctl.inspect plan --replicas=2              # flags as for ctl.train
+  python -m ctl.inspect hang /tmp/ctl-workers          # a --model_dir
+
+Each has its own --help: python -m ctl.inspect plan --help
+
+"""
+
+
+def run() -> None:
+    """The command line, also installed as ``ctl-inspect``."""
+    name = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    if name in COMMANDS:
+        module, _ = COMMANDS[name]
+        sys.argv = [f"{sys.argv[0]} {name}", *sys.argv[2:]]
+        importlib.import_module(module).run()
+    elif name.lstrip("-") in ("h", "help", "helpshort", "helpfull"):
+        lines = [f"  {name:<8} {what}" for name, (_, what) in COMMANDS.items()]
+        print("\n".join([_USAGE.strip(), "", *lines]))
+    else:
+        known = ", ".join(COMMANDS)
+        print(f"unknown sub-command {name!r}: choose one of {known}", file=sys.stderr)
+        raise SystemExit(UsageError.exit_code)
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,210 @@
+"""The time of an all-reduce of any size, out of a few that were measured.
+
+Reads what ``benchmarks/all_reduce.py --json=FILE`` wrote: ``{"schema": 1, "strategy": str,
+"operation": str, "replicas": int, "points": [{"bytes": int, "seconds": float, ...}], ...}``.
+Units are those of nccl-tests: sizes are the bytes of one replica's tensor, 1 GB is 1e9 bytes,
+``algbw = bytes / seconds`` and ``busbw = algbw * 2(n-1)/n`` for n replicas. Pure Python.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from ctl.errors import UsageError
+
+SCHEMA = 1
+
+_MOST_POINTS = 1000  # in a file
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """One size that was measured: ``bytes`` of a replica's tensor, ``seconds`` to all-reduce it."""
+
+    bytes: int
+    seconds: float
+
+
+class Fit(Protocol):
+    """What tells the time of an all-reduce."""
+
+    def seconds(self, size: float) -> float:
+        """Seconds for ``size`` bytes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class AlphaBeta:
+    """``seconds = alpha + bytes / beta`` (Hockney 1994, "The communication challenge for MPP").
+
+    Attributes:
+        alpha: seconds that an all-reduce of nothing takes.
+        beta: bytes per second when it is large, an algorithm bandwidth.
+    """
+
+    alpha: float
+    beta: float
+
+    def seconds(self, size: float) -> float:
+        return self.alpha + size / self.beta
+
+    @classmethod
+    def fit(cls, points: Sequence[Point]) -> AlphaBeta:
+        """By least squares of the *relative* error: absolute ones would see the largest size alone.
+
+        Raises:
+            UsageError: fewer than two points.
+        """
+        if len(points) < 2:
+            raise UsageError("a latency and a bandwidth need two sizes at least")
+        # Minimises the sum of (alpha * u + v / beta - 1)^2 with u = 1/t and v = bytes/t.
+        u = [1 / p.seconds for p in points]
+        v = [p.bytes / p.seconds for p in points]
+        uu, vv = sum(a * a for a in u), sum(b * b for b in v)
+        uv = sum(a * b for a, b in zip(u, v, strict=True))
+        determinant = uu * vv - uv * uv
+        alpha = (sum(u) * vv - sum(v) * uv) / determinant if determinant else -1.0
+        if alpha < 0:  # then the best that is not negative is 0
+            return cls(0.0, vv / sum(v))
+        slope = (sum(v) * uu - sum(u) * uv) / determinant
+        if slope <= 0:
+            return cls(sum(u) / uu, math.inf)
+        return cls(alpha, 1 / slope)
+
+
+class PiecewiseLinear:
+    """Straight lines between the sizes that were measured. Smaller ones take as long as the
+    smallest, larger ones go on at the bandwidth of the largest."""
+
+    def __init__(self, points: Sequence[Point]):
+        if not points:
+            raise UsageError("no size was measured")
+        self.points = sorted(points, key=lambda p: p.bytes)
+
+    @classmethod
+    def fit(cls, points: Sequence[Point]) -> PiecewiseLinear:
+        return cls(points)
+
+    def seconds(self, size: float) -> float:
+        after = bisect.bisect_left([p.bytes for p in self.points], size)
+        if after == 0:
+            return self.points[0].seconds
+        if after == len(self.points):
+            return size / self.points[-1].bytes * self.points[-1].seconds
+        low, high = self.points[after - 1 : after + 1]
+        share = (size - low.bytes) / (high.bytes - low.bytes)
+        return low.seconds + share * (high.seconds - low.seconds)
+
+
+@dataclasses.dataclass(frozen=True)
+class HeldOut:
+    """Relative errors of sizes that a fit has not seen, each left out in its turn.
+
+    Attributes:
+        mean: of their absolute values.
+        worst: the largest, with its sign: below 0 the fit promised less time than it took.
+        worst_bytes: the size where that was.
+    """
+
+    mean: float
+    worst: float
+    worst_bytes: int
+
+
+def held_out(fit: Callable[[Sequence[Point]], Fit], points: Sequence[Point]) -> HeldOut | None:
+    """The error of ``fit`` on points that it was not given; the smallest and the largest always
+    are, since beyond them nothing was measured. None where fewer than four points are there."""
+    if len(points) < 4:
+        return None
+    points = sorted(points, key=lambda p: p.bytes)
+    errors = []
+    for index, point in enumerate(points[1:-1], 1):
+        predicted = fit([*points[:index], *points[index + 1 :]]).seconds(point.bytes)
+        errors.append((predicted / point.seconds - 1, point.bytes))
+    worst = max(errors, key=lambda e: abs(e[0]))
+    return HeldOut(sum(abs(e) for e, _ in errors) / len(errors), *worst)
+
+
+def bus_factor(replicas: int) -> float:
+    """busbw over algbw: what a ring sends through each link for each byte of the tensor (nccl-tests
+    doc/PERFORMANCE.md, "AllReduce")."""
+    return 2 * (replicas - 1) / replicas
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """The all-reduces of a machine.
+
+    Attributes:
+        strategy: ``mirrored`` or ``multi_worker``.
+        operation: which implementation the points are of.
+        replicas: how many took part.
+        points: by size.
+    """
+
+    strategy: str
+    operation: str
+    replicas: int
+    points: tuple[Point, ...]
+
+    def seconds(self, size: float) -> float:
+        """Seconds of an all-reduce of ``size`` bytes, interpolated."""
+        return PiecewiseLinear(self.points).seconds(size)
+
+    def busbw(self, size: float) -> float:
+        """Bytes per second on the bus that an all-reduce of ``size`` bytes reaches."""
+        return size / self.seconds(size) * bus_factor(self.replicas)
+
+
+def read(path: str | Path) -> Measured:
+    """What ``benchmarks/all_reduce.py --json`` wrote.
+
+    Raises:
+        UsageError: the file cannot be read, or is not such a file.
+    """
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise UsageError(f"{path} is not JSON: {error}") from error
+    try:
+        if content["schema"] != SCHEMA:
+            raise ValueError(f"schema {content['schema']!r}, not {SCHEMA}")
+        if not 0 < len(content["points"]) <= _MOST_POINTS:
+            raise ValueError(f"{len(content['points'])} points")
+        points = [Point(int(p["bytes"]), float(p["seconds"])) for p in content["points"]]
+        measured = Measured(
+            strategy=_name(content["strategy"]),
+            operation=_name(content["operation"]),
+            replicas=int(content["replicas"]),
+            points=tuple(sorted(points, key=lambda p: p.bytes)),
+        )
+        _check(measured)
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        what = f"no {error}" if isinstance(error, KeyError) else error
+        raise UsageError(
+            f"{path} is not from benchmarks/all_reduce.py --json ({what}); run that again"
+        ) from error
+    return measured
+
+
+def _name(value: Any) -> str:
+    if not isinstance(value, str) or not value.replace("_", "").isalnum() or len(value) > 40:
+        raise ValueError(f"{str(value)[:40]!r} is no name")
+    return value
+
+
+def _check(measured: Measured) -> None:
+    if not 2 <= measured.replicas <= 1_000_000:
+        raise ValueError(f"{measured.replicas} replicas")
+    sizes = [p.bytes for p in measured.points]
+    if min(sizes) < 1 or len(set(sizes)) < len(sizes):
+        raise ValueError("sizes that repeat, or below 1 byte")
+    if not all(0 < p.seconds < math.inf for p in measured.points):
+        raise ValueError("seconds that are not positive")

@@ -1,0 +1,93 @@
+"""The only place that touches private or undocumented names of TensorFlow.
+
+Each has a question that says, in one line for the user, what cannot be shown without it; None when
+all is well. A TensorFlow that loses one of them costs a part of a report, never a run.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import tensorflow as tf
+
+_MANAGER = "experimental_acd_manager"
+_DEFINITIONS = "tensorflow.python.framework.op_def_registry"
+_XPLANE = "tensorflow.tsl.profiler.protobuf.xplane_pb2"
+
+
+def no_marks() -> str | None:
+    """Why operations cannot be taken out of the automatic control dependencies, if so."""
+    if hasattr(tf.Graph(), _MANAGER):
+        return None
+    return (
+        f"this TensorFlow ({tf.__version__}) has no Graph.{_MANAGER}: time stamps inside the step "
+        "would wait for each other, so phases, packs and late workers cannot be shown"
+    )
+
+
+def run_independently(operation: tf.Operation) -> None:
+    """Takes a stateful operation out of the automatic control dependencies: it runs as soon as its
+    inputs are there, whatever other stateful operations come before it in the program."""
+    manager = getattr(operation.graph, _MANAGER)
+    if manager is not None:  # the graph is not made by a tf.function: nothing orders it
+        manager.run_independently(operation)
+
+
+def no_profile() -> str | None:
+    """Why a profile cannot be read, if so."""
+    if _xplane():
+        return None
+    return (
+        f"this TensorFlow ({tf.__version__}) has no {_XPLANE}: the time of a pack cannot be split "
+        "into packing, collective and unpacking"
+    )
+
+
+def parse_xspace(data: bytes) -> Any:
+    """An ``XSpace`` message from the content of a ``*.xplane.pb`` file; ask `no_profile` first."""
+    space = _xplane().XSpace()
+    space.ParseFromString(data)
+    return space
+
+
+def _xplane() -> Any:
+    try:
+        return importlib.import_module(_XPLANE)
+    except ImportError:
+        return None
+
+
+def no_definitions() -> str | None:
+    """Why it cannot be told which outputs an operation has, if so."""
+    if _definitions():
+        return None
+    return (
+        f"this TensorFlow ({tf.__version__}) has no {_DEFINITIONS}: the shapes of operations with "
+        "several outputs are not known, so some sizes may be missing"
+    )
+
+
+def output_offset(node: Any, output: str) -> int:
+    """The number of the first tensor of ``output`` among all outputs of a `NodeDef`, which in the
+    body of a function is named ``node:output:index``; 0 when `no_definitions`."""
+    definitions = _definitions()
+    definition = definitions.get(node.op) if definitions else None
+    offset = 0
+    for argument in definition.output_arg if definition else ():
+        if argument.name == output:
+            break
+        if argument.number_attr:
+            offset += node.attr[argument.number_attr].i
+        elif argument.type_list_attr:
+            offset += len(node.attr[argument.type_list_attr].list.type)
+        else:
+            offset += 1
+    return offset
+
+
+def _definitions() -> Any:
+    try:
+        return importlib.import_module(_DEFINITIONS)
+    except ImportError:
+        return None

@@ -1,0 +1,69 @@
+"""The only place that knows which variables replicas share, and which each keeps for itself."""
+
+from __future__ import annotations
+
+import keras
+import tensorflow as tf
+
+from ctl.errors import UsageError
+
+# Dropout in Keras draws the same mask on every replica: its seed is mirrored. A prime step between
+# the seeds of neighbouring replicas keeps them apart.
+_SEED_STRIDE = 7919
+
+
+def shares_variables(strategy: tf.distribute.Strategy) -> bool:
+    """Whether several replicas have one copy of every variable."""
+    central = isinstance(strategy, tf.distribute.experimental.CentralStorageStrategy)
+    return central and strategy.num_replicas_in_sync > 1
+
+
+def check_central_storage(
+    strategy: tf.distribute.Strategy, model: keras.Model, accumulate_steps: int, jit_compile: bool
+) -> None:
+    """Raises `UsageError` where replicas share one copy of every variable, for what TensorFlow
+    cannot do then: update variables in the forward pass, in a loop, or read them under XLA."""
+    if not shares_variables(strategy):
+        return
+    if accumulate_steps > 1 or jit_compile:
+        raise UsageError(
+            "central_storage with several replicas has neither --accumulate_steps nor "
+            "--jit_compile; use mirrored"
+        )
+    for layer in model._flatten_layers():
+        norm = isinstance(layer, keras.layers.BatchNormalization) and layer.trainable
+        if norm or hasattr(layer, "seed_generator"):
+            raise UsageError(
+                f"layer {layer.name} ({type(layer).__name__}) updates variables in the forward "
+                "pass, which central_storage with several replicas cannot; use mirrored"
+            )
+
+
+def batch_norm_statistics(model: keras.Model) -> list[tf.Variable]:
+    """The moving statistics that each replica updates with its own part of the batch: those of
+    BatchNorm layers that train and are not synchronized."""
+    return [
+        statistic.value
+        for layer in model._flatten_layers()  # Keras has no public way into nested layers
+        if isinstance(layer, keras.layers.BatchNormalization)
+        and layer.trainable
+        and not layer.synchronized
+        for statistic in (layer.moving_mean, layer.moving_variance)
+    ]
+
+
+def separate_dropout(strategy: tf.distribute.Strategy, model: keras.Model) -> None:
+    """Gives each replica seeds of its own, out of replica 0's."""
+    seeds = [
+        v.value for v in model.non_trainable_variables if v.path.endswith("seed_generator_state")
+    ]
+
+    def shift() -> None:
+        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+        for seed in seeds:
+            seed.assign_add(tf.cast([_SEED_STRIDE, 0], seed.dtype) * tf.cast(replica, seed.dtype))
+
+    if seeds and strategy.num_replicas_in_sync > 1:
+        for seed in seeds:
+            seed.assign(seed.read_value())  # replica 0's, on all
+        tf.function(lambda: strategy.run(shift))()  # eager, TensorFlow would warn

@@ -1,0 +1,87 @@
+"""The only place that reads what Slurm tells a task of a job step (``srun``): where all tasks are.
+
+TensorFlow's ``SlurmClusterResolver`` reads the same variables, but it needs ``nvidia-smi`` or
+fails, sorts hosts by their names, so that of ``n9`` and ``n10`` each takes itself for the other,
+and gives all jobs on a node the same ports.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Mapping
+
+from ctl.errors import UsageError
+
+# Ports for the tasks of a job on one node, by the job's number: jobs that share a node differ.
+_FIRST_PORT, _PORTS_PER_JOB, _JOBS = 10_000, 10, 2_000
+
+_HOSTS = re.compile(r"([^,\[\]]|\[[\d,-]+\])+(,([^,\[\]]|\[[\d,-]+\])+)*")
+_TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+
+
+def is_task(environ: Mapping[str, str]) -> bool:
+    """Whether this process was started by ``srun``."""
+    return "SLURM_STEP_NUM_TASKS" in environ
+
+
+def tasks(environ: Mapping[str, str]) -> tuple[list[str], int]:
+    """``host:port`` of every task of the job step, by rank, and the rank of this one.
+
+    Raises:
+        UsageError: a variable is missing or not as Slurm writes it, or ranks are not in blocks.
+    """
+    try:
+        hosts = expand_hosts(environ["SLURM_STEP_NODELIST"])
+        counts = expand_counts(environ["SLURM_STEP_TASKS_PER_NODE"])
+        rank, job = int(environ["SLURM_PROCID"]), int(environ["SLURM_JOB_ID"])
+        placed = list(zip(hosts, counts, strict=True))
+    except (KeyError, ValueError) as error:
+        raise UsageError(f"cannot read the cluster from Slurm: {error}") from error
+    port = _FIRST_PORT + job % _JOBS * _PORTS_PER_JOB
+    addresses = [f"{host}:{port + i}" for host, count in placed for i in range(count)]
+    here = environ.get("SLURMD_NODENAME")
+    if here in hosts and addresses[rank : rank + 1] and not addresses[rank].startswith(f"{here}:"):
+        raise UsageError(
+            f"Slurm: task {rank} should be on {addresses[rank].rpartition(':')[0]}, but is on "
+            f"{here}: start with srun --distribution=block"
+        )
+    return addresses, rank
+
+
+def expand_hosts(text: str) -> list[str]:
+    """``"n[9-10],gpu3"`` as ``["n9", "n10", "gpu3"]``.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if not _HOSTS.fullmatch(text):
+        raise ValueError(f"{text!r} is not a list of hosts")
+    hosts = []
+    for name in re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+", text):
+        pieces = re.findall(r"\[([^\]]*)\]|([^\[]+)", name)
+        choices = [[literal] if literal else list(_numbers(ranges)) for ranges, literal in pieces]
+        hosts += map("".join, itertools.product(*choices))
+    return hosts
+
+
+def _numbers(ranges: str) -> Iterator[str]:
+    for part in ranges.split(","):
+        first, _, last = part.partition("-")
+        for number in range(int(first), int(last or first) + 1):
+            yield str(number).zfill(len(first))
+
+
+def expand_counts(text: str) -> list[int]:
+    """``"2(x3),1"`` as ``[2, 2, 2, 1]``.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    counts: list[int] = []
+    for part in text.split(","):
+        match = _TASKS.fullmatch(part)
+        if not match:
+            raise ValueError(f"{text!r} are not numbers of tasks")
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts

@@ -1,0 +1,82 @@
+"""Windows of steps that never ran, with known truth: any number of workers, one of them late."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ctl.inspect.window import Pack, Window
+
+PHASES = {"input": 0.001, "forward": 0.004, "backward": 0.008, "apply": 0.001}
+TRANSFER = 0.003  # of each pack
+BARRIER = 0.0003
+
+
+def windows(
+    workers: int = 2,
+    replicas: int = 1,
+    steps: int = 20,
+    packs: int = 1,
+    *,
+    late: tuple[int, str, float] | None = None,
+    offsets: dict[int, float] | None = None,
+    noise: float = 0.05,
+    seed: int = 0,
+    barriers: int = 200,
+) -> list[Window]:
+    """One window of each worker.
+
+    Args:
+        late: ``(worker, phase, seconds)``: that phase of that worker takes so much longer.
+        offsets: seconds by which clocks of workers are ahead of worker 0's.
+        noise: standard deviation of each duration, relative to it.
+    """
+    random = np.random.default_rng(seed)
+    rows = workers * replicas
+    worker_of = np.arange(rows) // replicas
+
+    def takes(phase: str) -> np.ndarray:
+        seconds = PHASES[phase] * np.maximum(0.1, 1 + noise * random.normal(size=rows))
+        if late and late[1] == phase:
+            seconds = seconds + np.where(worker_of == late[0], late[2], 0.0)
+        return seconds
+
+    names = ["input", "forward", "backward"]
+    names += [f"{moment}{k}" for k in range(packs) for moment in ("ready", "done")] + ["apply"]
+    now = np.full(rows, 1.7e9)
+    stamps = np.zeros([rows, steps + 1, len(names)])
+    for step in range(steps + 1):
+        row = {"input": now + takes("input")}
+        row["forward"] = row["input"] + takes("forward")
+        backward = takes("backward")
+        row["backward"] = row["forward"] + backward
+        done = np.full(rows, -np.inf)
+        for k in range(packs):
+            row[f"ready{k}"] = row["forward"] + backward * (k + 1) / packs
+            start = np.maximum(row[f"ready{k}"], done).max()
+            transfer = TRANSFER * max(0.1, 1 + noise * random.normal())
+            done = start + transfer + 2e-5 * random.random(rows)
+            row[f"done{k}"] = done
+        now = np.maximum(done, row["backward"]) + takes("apply")
+        row["apply"] = now
+        stamps[:, step] = np.stack([row[name] for name in names], axis=1)
+    arrived = (
+        now.max()
+        + 0.01
+        + BARRIER * (2 * np.arange(barriers)[:, None] + random.random([barriers, workers]))
+    )
+    left = arrived.max(axis=1, keepdims=True) + 5e-5 + 5e-5 * random.random([barriers, workers])
+    ahead = np.array([(offsets or {}).get(worker, 0.0) for worker in range(workers)])
+    return [
+        Window(
+            worker=worker,
+            workers=workers,
+            steps=np.arange(100, 100 + steps + 1),
+            names=tuple(names),
+            stamps=stamps[worker_of == worker] + ahead[worker],
+            packs=tuple(Pack(f"pack{k}", 4_000_000 // packs) for k in range(packs)),
+            in_order=True,
+            barriers=np.stack([arrived[:, worker], left[:, worker]], axis=1) + ahead[worker],
+            description=f"simulated: {workers} workers with {replicas} replicas",
+        )
+        for worker in range(workers)
+    ]

@@ -1,0 +1,155 @@
+"""Marks: what they stamp, and that they change nothing."""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import BATCH, adam, examples, mlp, precision
+
+from ctl.data import InMemory
+from ctl.errors import UsageError
+from ctl.inspect import private
+from ctl.inspect.marks import Latest, Marks, Ring
+from ctl.loop import Loop
+from ctl.step import TrainStep
+
+
+def make_loop(strategy, **options) -> Loop:
+    keras.utils.set_random_seed(0)
+    with strategy.scope():
+        metric = keras.metrics.SparseCategoricalAccuracy("accuracy")
+        step = TrainStep(mlp(), adam()(), metrics=[metric], clip_norm=1.0, **options)
+    data = InMemory(examples(), global_batch_size=BATCH)
+    return Loop(step, data, strategy=strategy, steps_per_loop=10)
+
+
+def inspect(loop: Loop, keep: int = 20) -> tuple[Ring, Latest]:
+    ring, latest = Ring(loop.step, keep), Latest(loop.step)
+    loop.step.marks = Marks(loop.step, ring, latest)
+    return ring, latest
+
+
+def graph_of(loop: Loop) -> tf.compat.v1.GraphDef:
+    concrete = loop._train_steps.get_concrete_function(
+        loop._iterator, loop._resident, tf.constant(1), tf.zeros([2]), loop.step.marks
+    )
+    return concrete.graph.as_graph_def()
+
+
+def nodes_of(definition: tf.compat.v1.GraphDef) -> list[str]:
+    """Every operation and its inputs, without the numbers in names, which grow in a process."""
+    bodies = [definition.node, *(f.node_def for f in definition.library.function)]
+    lines = (" ".join([n.op, n.name, *n.input, *sorted(n.attr)]) for body in bodies for n in body)
+    return sorted(re.sub(r"_?\d+", "", line) for line in lines)
+
+
+def same_variables(a: Loop, b: Loop) -> None:
+    for mine, other in zip(a.step.model.variables, b.step.model.variables, strict=True):
+        np.testing.assert_array_equal(mine.numpy(), other.numpy(), err_msg=mine.path)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_weights_are_the_same_and_the_graph_is_what_it_was(mirrored, replicas):
+    plain, inspected = make_loop(mirrored(replicas)), make_loop(mirrored(replicas))
+    plain.train(60)
+    inspected.train(20)
+    before = graph_of(inspected).SerializeToString(deterministic=True)
+    inspect(inspected)
+    inspected.train(40)
+    with_marks = nodes_of(graph_of(inspected))
+    inspected.step.marks = None
+    inspected.train(60)
+    assert inspected._train_steps.experimental_get_tracing_count() == 2
+    assert graph_of(inspected).SerializeToString(deterministic=True) == before
+    assert nodes_of(graph_of(inspected)) == nodes_of(graph_of(plain))
+    assert sum(line.startswith("Timestamp") for line in with_marks) == 6 * replicas
+    assert len(with_marks) > len(nodes_of(graph_of(plain)))
+    same_variables(plain, inspected)
+
+
+PACKED = ["ready0", "done0"]
+SEVERAL = [f"{moment}{pack}" for pack in range(4) for moment in ("ready", "done")]
+
+
+@pytest.mark.parametrize(
+    ("options", "forward", "packed"),
+    [
+        ({}, True, PACKED),
+        ({"bytes_per_pack": 100}, True, SEVERAL),
+        ({"accumulate_steps": 2}, False, PACKED),
+        ({"jit_compile": True, "accumulate_steps": 2}, False, PACKED),
+        ({"loss_scale": True, "ema_decay": 0.9}, True, PACKED),
+    ],
+    ids=["plain", "packs", "accumulate", "jit", "float16"],
+)
+def test_stamps(mirrored, options, forward, packed):
+    with precision("mixed_float16" if "loss_scale" in options else "float32"):
+        loop = make_loop(mirrored(2), **options)
+    ring, latest = inspect(loop, keep=8)
+    loop.train(60)
+    steps, stamps = ring.read()
+    assert steps.tolist() == list(range(52, 60))  # the last 8, by how many were trained before
+    assert ring.names == latest.names == ("input", "forward", "backward", *packed, "apply")
+    assert stamps.shape == (2, 8, len(ring.names))
+    missing = np.isnan(stamps).all(axis=(0, 1))
+    assert missing.tolist() == [n == "forward" and not forward for n in ring.names]
+    at = dict(zip(ring.names, np.moveaxis(stamps, 2, 0), strict=True))
+    # A busy machine stamps late now and then, so the order is that of medians.
+    order = ["input", *(["forward"] if forward else []), "backward", packed[-1], "apply"]
+    for earlier, later in itertools.pairwise(order):
+        assert np.median(at[later] - at[earlier]) > 0, (earlier, later)
+    assert np.median(at["input"][:, 1:] - at["apply"][:, :-1]) > 0
+    for number in range(len(packed) // 2):
+        assert np.median(at[f"done{number}"] - at[f"ready{number}"]) > 0
+    # If stamps waited for each other, replica 1's would all come after replica 0's apply.
+    assert np.median(at["input"][1] - at["apply"][0]) < 0
+
+    numbers, last = latest.read()
+    assert numbers == [59, 59]
+    np.testing.assert_array_equal(last[:, ~missing], stamps[:, -1, ~missing])
+    # In the loop of micro-batches the last one's forward pass is stamped, unless XLA compiles it.
+    assert (last[:, 1] > 0).all() == ("jit_compile" not in options)
+
+    ring.clear()
+    assert len(ring.read()[0]) == 0
+
+
+def test_marks_are_taken_again_without_a_new_trace(mirrored):
+    loop = make_loop(mirrored(1))
+    ring, _ = inspect(loop)
+    marks = loop.step.marks
+    for until in (20, 40, 60):
+        loop.step.marks = None if until == 40 else marks
+        loop.train(until)
+    assert loop._train_steps.experimental_get_tracing_count() == 2
+    assert ring.read()[0].tolist() == list(range(40, 60))
+
+
+def test_packs_are_known_once_traced(mirrored, ring2):
+    for strategy, in_order in ((mirrored(2), False), (ring2, True)):
+        loop = make_loop(strategy)
+        inspect(loop)
+        loop.train(1)
+        sizes = [v.shape.num_elements() for v in loop.step.model.trainable_variables]
+        assert loop.step.marks.pack_bytes == [4 * sum(sizes)]
+        assert loop.step.marks.in_order == in_order
+
+
+def test_without_the_private_name(mirrored, monkeypatch):
+    monkeypatch.setattr(private, "_MANAGER", "no_such_name")
+    loop = make_loop(mirrored(1))
+    with pytest.raises(UsageError, match=r"no Graph\.no_such_name.*cannot be shown"):
+        Marks(loop.step, Ring(loop.step, 4))
+    loop.train(10)  # nothing else is lost
+
+
+def test_replicas_that_share_their_variables_are_refused():
+    strategy = tf.distribute.experimental.CentralStorageStrategy(["/cpu:0", "/cpu:1"], "/cpu:0")
+    loop = make_loop(strategy)
+    with pytest.raises(UsageError, match="--strategy=mirrored"):
+        Ring(loop.step, 4)

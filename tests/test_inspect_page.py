@@ -1,0 +1,197 @@
+"""The page: one well-formed file, without scripts or references, whatever is in it."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import hashlib
+import re
+import xml.etree.ElementTree as ET
+
+import numpy as np
+import pytest
+import simulated
+
+from ctl.inspect import pictures
+from ctl.inspect.page import make_page
+from ctl.inspect.plan import Collective, Lint, Member, Plan
+from ctl.inspect.timeline import Timeline, join
+
+HOSTILE = "</td><script>alert('1')</script>\"]]>--><svg onload=x>\x00\u202e&amp;"
+VERDICT = ("waits bound the step", "worker 1 was late", "look at its input")
+
+
+def make(*arguments, **options) -> Timeline:
+    return join(simulated.windows(*arguments, **options))
+
+
+def make_plan(packs: int = 2, variables: int = 3, name: str = "dense/kernel") -> Plan:
+    collectives = [
+        Collective(
+            name=f"pack{pack}",
+            purpose="gradients",
+            kind="CollectiveReduceV2",
+            ops=1,
+            dtype="float32",
+            shape=(500_000,),
+            bytes=2_000_000,
+            group_size=2,
+            group_key=1,
+            hint="ring",
+            timeout=300.0,
+            devices=("CPU:0",),
+            in_loop=True,
+            after=(),
+            members=tuple(
+                Member((f"{name}_{pack}_{number}",), (-1, 10), None) for number in range(variables)
+            ),
+            again=(),
+            start_share=(pack + 1) / packs,
+            full_share=(pack + 1) / packs,
+            share_by="flops",
+            wire_bytes=2_000_000,
+        )
+        for pack in range(packs)
+    ]
+    lint = Lint("one pack", f"because {name}", "smaller packs")
+    return Plan("MirroredStrategy", 2, 1, tuple(collectives), (), (lint,), (f"note {name}",))
+
+
+def parse(page: str) -> ET.Element:
+    """As strictly as XML is read: no tag is left open, no character is wrong."""
+    assert page.startswith("<!DOCTYPE html>\n")
+    return ET.fromstring(page.removeprefix("<!DOCTYPE html>\n"))
+
+
+def text_of(page: str) -> str:
+    return "".join(parse(page).itertext())
+
+
+def numbers_of(page: str) -> list[float]:
+    """All coordinates."""
+    found = []
+    for element in parse(page).iter():
+        for name in ("x", "y", "x1", "x2", "y1", "y2", "width", "height"):
+            if element.get(name):
+                found.append(float(element.get(name)))
+    return found
+
+
+def test_it_says_what_was_measured():
+    timeline = make(2, packs=2, late=(1, "input", 0.02))
+    text = text_of(make_page(timeline, VERDICT, plan=make_plan()))
+    words = ["2 workers", "20 steps", "101 to 120", "typical step", "worst step", "comes last"]
+    words += ["worker 1", "20 of 20", "busbw GB/s", "dense/kernel_1_2 [?, 10]", "one pack", "ring"]
+    for word in (*words, *VERDICT):
+        assert word in text, word
+    assert text.index(VERDICT[0]) < text.index("typical step")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"workers": 1, "packs": 0},
+        {"workers": 1, "replicas": 4, "packs": 3},
+        {"workers": 2, "steps": 1},
+        {"workers": 3, "steps": 400},
+        {"workers": 40, "replicas": 4, "steps": 4},
+    ],
+    ids=str,
+)
+def test_it_is_one_file_that_refers_to_nothing(options):
+    page = make_page(make(**options), VERDICT, plan=make_plan())
+    root = parse(page)
+    tags = {element.tag for element in root.iter()}
+    assert not tags & {"script", "link", "img", "iframe", "object", "a", "use", "image", "base"}
+    for element in root.iter():
+        for name, value in element.attrib.items():
+            assert not name.startswith("on") and name not in ("href", "src", "style"), name
+            assert "//" not in value
+    assert not re.search(r"@import|url\((?!#hatch\))", page)
+    style = root.find("head/style").text
+    policy = root.find("head/meta[@http-equiv]").get("content")
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    assert "default-src 'none'" in policy and f"style-src 'sha256-{digest}'" in policy
+
+
+def test_every_class_has_a_style():
+    page = make_page(make(2, packs=2, late=(1, "input", 0.02)), VERDICT, plan=make_plan())
+    style = parse(page).find("head/style").text
+    used = {name for e in parse(page).iter() for name in (e.get("class") or "").split()}
+    assert {name for name in used if f".{name}" not in style} == set()
+    assert {"p-wait", "h6", "exposed"} <= used
+
+
+def test_hostile_names_are_text():
+    timeline = make(2)
+    (pack,) = timeline.packs
+    pack = dataclasses.replace(pack, name=HOSTILE)
+    timeline = dataclasses.replace(timeline, packs=(pack,), description=HOSTILE)
+    plan = make_plan(name=HOSTILE)
+    first = dataclasses.replace(plan.collectives[0], name=HOSTILE, hint=HOSTILE, dtype=HOSTILE)
+    plan = dataclasses.replace(plan, strategy=HOSTILE, collectives=(first,))
+    page = make_page(timeline, [HOSTILE], plan=plan)
+    root = parse(page)
+    assert not {"script", "td[onload]"} & {e.tag for e in root.iter()}
+    assert len(list(root.iter("svg"))) == len(list(parse(make_page(timeline, [])).iter("svg")))
+    assert text_of(page).count("<script>alert('1')</script>") >= 9
+    assert "\u202e" not in page and "\x00" not in page
+
+
+@pytest.mark.parametrize("value", [np.nan, 0.0, 1e12, 1e-12, -1.0])
+def test_wild_numbers_stay_on_the_page(value):
+    """Stamps are read from files: they may be anything."""
+    timeline = make(2, packs=2, steps=4)
+    phases = {name: np.full_like(v, value) for name, v in timeline.phases.items()}
+    packs = [
+        dataclasses.replace(pack, wait=np.full_like(pack.wait, value), bytes=2**60)
+        for pack in timeline.packs
+    ]
+    wild = np.full_like(timeline.late, value)
+    changed = {"phases": phases, "packs": tuple(packs), "late": wild, "step_seconds": wild}
+    page = make_page(dataclasses.replace(timeline, **changed, exposed=wild, hidden=wild), VERDICT)
+    found = numbers_of(page)
+    assert np.isfinite(found).all() and min(found) > -100 and max(found) < 5000
+    assert not re.search(r"\b(nan|inf)\b", text_of(page).replace("exposed", ""))
+
+
+@pytest.mark.parametrize(
+    ("options", "variables"),
+    [
+        ({"workers": 2, "packs": 3}, 20),
+        ({"workers": 64, "packs": 4, "steps": 100}, 500),
+        ({"workers": 128, "packs": 1, "steps": 1000}, 10),
+        ({"workers": 2, "packs": 300}, 2),
+    ],
+    ids=str,
+)
+def test_its_size_is_bounded(options, variables):
+    timeline = make(**options, late=(1, "input", 0.02), noise=0.5)
+    plan = make_plan(packs=options["packs"], variables=variables)
+    assert len(make_page(timeline, VERDICT, plan=plan)) < 300_000
+
+
+def test_the_replicas_drawn_are_those_that_explain_the_step():
+    late, wait = np.zeros(64), np.linspace(1.0, 2.0, 64)
+    late[17], wait[40] = 5.0, 9.0
+    chosen, notes = pictures.choose(late, wait, 8)
+    assert len(chosen) == 8 and chosen == sorted(set(chosen))
+    assert notes == {17: "comes last", 40: "waits longest"} and {17, 40} <= set(chosen)
+    assert pictures.choose(np.zeros(3), np.zeros(3), 8) == ([0, 1, 2], {})
+
+
+def test_the_typical_step_is_like_most_and_the_worst_the_longest():
+    timeline = make(2, steps=5, noise=0.0)
+    factors = np.array([1.1, 9, 1, 3, 1.2])
+    phases = {name: values * factors for name, values in timeline.phases.items()}
+    changed = {"phases": phases, "step_seconds": timeline.step_seconds * factors}
+    timeline = dataclasses.replace(timeline, **changed)
+    assert pictures.typical_and_worst(timeline) == [("typical", 4), ("worst", 1)]
+    assert pictures.typical_and_worst(make(1, steps=1)) == [("typical", 0)]
+
+
+def test_what_xla_compiles_is_one_phase():
+    timeline = make(2)
+    unknown = np.full_like(timeline.late, np.nan)
+    timeline = dataclasses.replace(timeline, phases={**timeline.phases, "forward": unknown})
+    assert "worker 1: forward and backward, 8" in text_of(make_page(timeline, VERDICT))

@@ -1,0 +1,195 @@
+"""Windows of all workers joined: phases, packs, clocks, blame and verdict, against simulated truth;
+and files that are not what they should be."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import simulated
+
+from ctl.errors import UsageError
+from ctl.inspect import window
+from ctl.inspect.blame import accused, blame
+from ctl.inspect.link import Measured, Point
+from ctl.inspect.timeline import PHASES, join
+from ctl.inspect.verdict import share_of_measured, verdict
+
+
+def medians(timeline) -> dict[str, np.ndarray]:
+    return {name: np.median(seconds, axis=1) for name, seconds in timeline.phases.items()}
+
+
+@pytest.mark.parametrize(("workers", "replicas", "packs"), [(1, 1, 1), (2, 1, 4), (3, 2, 2)])
+def test_phases_add_up_and_are_those_that_were_simulated(workers, replicas, packs):
+    timeline = join(simulated.windows(workers, replicas, packs=packs, noise=0.01))
+    assert len(timeline.rows) == workers * replicas
+    assert tuple(timeline.phases) == PHASES
+    together = sum(np.nan_to_num(seconds) for seconds in timeline.phases.values())
+    np.testing.assert_allclose(together, timeline.step_seconds, atol=1e-9)
+    found = medians(timeline)
+    for name, seconds in simulated.PHASES.items():
+        np.testing.assert_allclose(found[name], seconds, rtol=0.02)
+    total = np.median(timeline.hidden + timeline.exposed, axis=1)
+    waited = sum(np.median(pack.wait, axis=1) for pack in timeline.packs)
+    np.testing.assert_allclose(total, packs * simulated.TRANSFER + waited, rtol=0.05)
+    # All but the end of the last pack is behind the backward pass, where there are several.
+    if packs == 4:
+        assert (np.median(timeline.hidden, axis=1) > 1.5 * simulated.TRANSFER).all()
+    else:
+        assert (timeline.hidden >= 0).all()
+    assert len(timeline.packs) == packs
+    for pack in timeline.packs:
+        np.testing.assert_allclose(np.median(pack.seconds), simulated.TRANSFER, rtol=0.03)
+        assert pack.busbw == pytest.approx(pack.algbw * 2 * (1 - 1 / len(timeline.rows)))
+        assert pack.algbw == pytest.approx(pack.bytes / np.median(pack.seconds) / 1e9)
+
+
+@pytest.mark.parametrize("barriers", [200, 0])
+def test_clocks_are_within_their_bounds(barriers):
+    offsets = {1: -0.5, 2: 3.217}
+    timeline = join(simulated.windows(3, offsets=offsets, barriers=barriers))
+    assert [clock.worker for clock in timeline.clocks] == [0, 1, 2]
+    for clock in timeline.clocks:
+        assert clock.low - 1e-6 <= offsets.get(clock.worker, 0.0) <= clock.high + 1e-6
+        assert clock.error < (0.001 if barriers else 0.01)  # packs are a poorer meeting
+
+
+def test_a_pack_out_of_order_and_marks_that_are_missing():
+    (only,) = simulated.windows(1, 2, packs=2)
+    stamps = only.stamps.copy()
+    stamps[:, :, only.names.index("forward")] = np.nan  # XLA, or micro-batches
+    stamps[:, :, only.names.index("ready1")] = np.nan  # reduce() of the user's own
+    timeline = join([dataclasses.replace(only, stamps=stamps, in_order=False)])
+    assert np.isnan(timeline.phases["forward"]).all()
+    np.testing.assert_allclose(medians(timeline)["backward"], 0.012, rtol=0.05)
+    assert [pack.name for pack in timeline.packs] == ["pack0"]
+    together = sum(np.nan_to_num(seconds) for seconds in timeline.phases.values())
+    np.testing.assert_allclose(together, timeline.step_seconds, atol=1e-9)
+
+
+@pytest.mark.parametrize("phase", ["input", "forward", "backward", "apply"])
+@pytest.mark.parametrize(("workers", "replicas"), [(2, 1), (3, 2), (64, 1)])
+def test_the_late_worker_and_its_phase_are_named(phase, workers, replicas):
+    late = workers - 1
+    windows = simulated.windows(
+        workers, replicas, late=(late, phase, 0.02), offsets={late: 2.0}, packs=2
+    )
+    timeline = join(windows)
+    named = blame(timeline)
+    assert (named.worker, named.phase) == (late, phase)
+    assert named.steps >= 0.95 * named.of
+    assert named.excess == pytest.approx(0.02, abs=0.0015)
+    first, why, remedy = verdict(timeline)
+    assert f"waits for worker {late}" in first
+    assert f"Its {phase} takes" in why
+    assert remedy.startswith("Try ")
+
+
+def test_noise_accuses_nobody():
+    for seed in range(20):
+        timeline = join(simulated.windows(2, noise=0.3, seed=seed))
+        assert blame(timeline) is None, seed
+        assert any(accused(timeline))  # somebody is late now and then
+
+
+def test_a_worker_that_is_late_in_half_of_the_steps_is_not_named():
+    even, late = simulated.windows(2, seed=1), simulated.windows(2, seed=1, late=(1, "input", 0.02))
+    half = len(even[0].steps) // 2
+    start = max(w.stamps[:, half - 1].max() for w in even)
+    shift = start - min(w.stamps[:, half - 1, -1].min() for w in late)
+    mixed = [
+        dataclasses.replace(
+            a, stamps=np.concatenate([a.stamps[:, :half], b.stamps[:, half:] + shift], axis=1)
+        )
+        for a, b in zip(even, late, strict=True)
+    ]
+    assert blame(join(late)).worker == 1
+    timeline = join(mixed)
+    assert 0 < sum(each is not None for each in accused(timeline)) < len(timeline.steps)
+    assert blame(timeline) is None
+
+
+def test_verdicts_without_a_late_worker():
+    link = Measured("mirrored", "ring", 2, (Point(1000, 1e-4), Point(4_000_000, 0.0015)))
+    timeline = join(simulated.windows(2, noise=0.01))
+    assert "is bound by compute: 12.0" in verdict(timeline)[0]
+    assert "--jit_compile" in verdict(timeline)[2]
+    assert share_of_measured(timeline.packs[0], link) == pytest.approx(0.5, rel=0.05)
+    assert share_of_measured(timeline.packs[0], None) is None
+
+    def scaled(**by):  # some phases take longer
+        before = dict(simulated.PHASES)
+        simulated.PHASES.update({name: before[name] * factor for name, factor in by.items()})
+        try:
+            return join(simulated.windows(2, noise=0.01))
+        finally:
+            simulated.PHASES.update(before)
+
+    assert "bound by input" in verdict(scaled(input=30))[0]
+    assert "bound by apply" in verdict(scaled(apply=30))[0]
+    first, why, remedy = verdict(scaled(forward=0.1, backward=0.1))
+    assert "bound by communication" in first
+    assert "pack0 moves 4 MB at a busbw of 1.3" in why and "0% of the communication" in why
+    assert "--bytes_per_pack=1000000" in remedy
+    _, why, _ = verdict(scaled(forward=0.1, backward=0.1), link)
+    assert "50% of what was measured" in why or "49%" in why
+
+
+def test_a_window_survives_its_file(tmp_path):
+    windows = simulated.windows(2, 2, packs=2)
+    stamps = windows[0].stamps.copy()
+    stamps[:, :, 1] = np.nan
+    windows[0] = dataclasses.replace(windows[0], stamps=stamps, plan={"collectives": []})
+    for each in windows:
+        window.write(each, tmp_path / "inspect")
+    back = window.read_all(tmp_path / "inspect")
+    for mine, other in zip(windows, back, strict=True):
+        for field in dataclasses.fields(window.Window):
+            np.testing.assert_equal(getattr(other, field.name), getattr(mine, field.name))
+
+
+BROKEN = {
+    "kind": ("record", "not a window"),
+    "schema": (2, "schema 2"),
+    "worker": (2, "its worker is 2"),
+    "workers": (True, "its workers is true"),
+    "names": (["input", "<script>"], "not those of marks"),
+    "steps": ([3, 2], "do not ascend"),
+    "stamps": ([[1.0]], "3 dimensions"),
+    "barriers": ([[1.0, None]], "not pairs"),
+    "packs": ([{"name": "pack0", "bytes": -1}], "its bytes is -1"),
+    "plan": ([], "its plan"),
+}
+
+
+@pytest.mark.parametrize("key", BROKEN)
+def test_a_file_that_is_not_a_window_is_refused(tmp_path, key):
+    value, message = BROKEN[key]
+    content = {**simulated.windows(2, steps=3)[0].to_json(), key: value}
+    path = tmp_path / "worker-0.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(UsageError, match=message) as error:
+        window.read_all(tmp_path)
+    assert str(path) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_windows_that_do_not_belong_together(tmp_path):
+    with pytest.raises(UsageError, match=r"no worker-\*\.json"):
+        window.read_all(tmp_path)
+    (tmp_path / "worker-0.json").write_text("{")
+    with pytest.raises(UsageError, match="not JSON"):
+        window.read_all(tmp_path)
+    first, second, third = simulated.windows(3)
+    with pytest.raises(UsageError, match="no window of worker 1"):
+        join([first, third])
+    with pytest.raises(UsageError, match="more than one"):
+        join([first, second, third, second])
+    with pytest.raises(UsageError, match="different numbers"):
+        join([first, second, dataclasses.replace(third, workers=2)])
+    with pytest.raises(UsageError, match="their packs differ"):
+        join([first, second, dataclasses.replace(third, packs=())])
+    with pytest.raises(UsageError, match="no two consecutive steps"):
+        join([first, second, dataclasses.replace(third, steps=third.steps + 1000)])

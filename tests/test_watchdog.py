@@ -1,0 +1,195 @@
+"""ctl.watchdog and ctl.inspect.beats, in real processes without TensorFlow: who ends, how, with
+which words; who does not."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ctl import launch, watchdog
+from ctl.inspect import beats, hang, record
+
+ROOT = Path(__file__).parents[1]
+
+# A worker: starts a watchdog over two workers, says so, then does what it is told.
+PRELUDE = """
+import contextlib, os, sys, threading, time
+from pathlib import Path
+from ctl import watchdog
+from ctl.cluster import Cluster
+from ctl.errors import UsageError
+index, addresses = int(sys.argv[1]), sys.argv[2].split(",")
+watchdog.start(Cluster(tuple(addresses), index, "test"), 1.5, Path(sys.argv[3]))
+print("started", flush=True)
+"""
+
+WAITS = "with watchdog.collective('training', step=7): time.sleep(60)"
+BUSY = "with watchdog.host('the action Sleep', 6): time.sleep(60)"
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts worker ``index`` of two, which are known to each other or ``alone``; ends what is left
+    of them."""
+    together = launch.cluster(2)["worker"]
+    processes = []
+
+    def start(index: int, program: str, alone: bool = False) -> subprocess.Popen:
+        addresses = ",".join(launch.cluster(2)["worker"] if alone else together)
+        process = subprocess.Popen(
+            [sys.executable, "-c", PRELUDE + program, str(index), addresses, tmp_path],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        processes.append(process)
+        assert process.stdout.readline() == "started\n"
+        return process
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def test_it_ends_a_process_whose_collective_does_not_come_back(start, tmp_path):
+    """And the one that keeps it waiting is told so, and writes down where it is."""
+    busy, waits = start(1, BUSY), start(0, WAITS)
+    assert waits.wait(30) == 5
+    assert busy.poll() is None
+    (line,) = waits.stderr.read().splitlines()
+    assert line.startswith(
+        "worker 0 of 2: a collective in training after step 7 timed out: no progress for "
+    )
+    records, notes = hang.load(tmp_path)
+    assert [r.worker for r in records] == [0, 1] and not notes
+    assert "<string>:10 <module>" in records[1].stacks["MainThread"][-1]
+    assert records[1].why == "worker 0 gave up"
+    # The limit of this test is below what makes a place steady.
+    steady = [record.read(record.path_of(tmp_path, i)) for i in range(2)]
+    assert [(r.step, r.doing, r.waits) for r in steady] == [
+        (7, "training", True),
+        (6, "the action Sleep", False),
+    ]
+
+
+def test_it_lets_live_what_goes_on(start):
+    """For longer than the limit: steps that move in one long call, what waits for nobody, a first
+    call that compiles."""
+    programs = [
+        "def step(): return int(10 * time.monotonic())\n"
+        "with watchdog.collective('training', progress=step): time.sleep(4)",
+        "with watchdog.host('saving'): time.sleep(4)",
+        "with watchdog.collective('training', first=True): time.sleep(4)",
+    ]
+    processes = [start(0, program, alone=True) for program in programs]
+    assert [process.wait(30) for process in processes] == [0, 0, 0]
+
+
+def test_a_process_that_was_stopped_has_not_waited(start, tmp_path):
+    """Stopped for longer than the limit: it goes on, and its peer had seen it frozen."""
+    program = """
+for step in range(40):
+    with watchdog.collective("training", step=step):
+        time.sleep(0.1)
+"""
+    frozen = start(1, program)
+    waits = start(0, WAITS)
+    time.sleep(0.5)
+    frozen.send_signal(signal.SIGSTOP)
+    time.sleep(3)
+    frozen.send_signal(signal.SIGCONT)
+    assert frozen.wait(30) == 0, frozen.stderr.read()
+    assert waits.wait(30) == 5
+
+
+def test_another_error_may_be_the_reason(start, tmp_path):
+    program = """
+wrong = UsageError("its data ended")
+with watchdog.collective("a barrier", timeout=1, otherwise=wrong): time.sleep(60)
+"""
+    process = start(0, program)
+    assert process.wait(30) == 2
+    assert process.stderr.read() == "its data ended\n"
+    assert not list(tmp_path.iterdir())
+
+
+def test_nothing_keeps_it_from_ending(start, tmp_path):
+    """A directory that cannot be written, a save that fails and never ends."""
+    (tmp_path / "flight-worker-0.json").mkdir()
+    fails = "def save(): raise OSError('full')\n"
+    hangs = "watchdog._LAST_WORDS_SECONDS = 3.0\ndef save(): time.sleep(100)\n"
+    processes = [
+        start(index, f"{program}watchdog.finish_first(save)\n{WAITS}", alone=True)
+        for index, program in enumerate((fails, hangs))
+    ]
+    assert [process.wait(30) for process in processes] == [5, 5]
+
+
+def test_without_it_sections_do_nothing():
+    assert watchdog._watchdog is None
+    with watchdog.collective("training"), watchdog.host("saving"):
+        pass
+
+
+# Beats -------------------------------------------------------------------------------------------
+
+GOOD = {
+    **{"ctl": 1, "job": "j", "worker": 1, "step": 3, "doing": "training", "phase": "pack0"},
+    **{"waits": True, "since": 0.5, "gave_up": False},
+}
+
+
+def test_a_beat_is_read():
+    worker, beat = beats.parse(json.dumps(GOOD).encode(), "j")
+    assert worker == 1 and 0 <= time.monotonic() - beat.at < 60
+    assert (beat.step, beat.doing, beat.phase, beat.waits) == (3, "training", "pack0", True)
+    assert (beat.since, beat.gave_up) == (0.5, False)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(b"", b"\xff", b"[]", b"3", b"null", b"[" * 1000, b"{}"),
+        *(
+            json.dumps(GOOD | change).encode()
+            for change in (
+                {"ctl": 2},
+                {"job": "another"},
+                {"worker": "1"},
+                {"worker": True},
+                {"step": -1},
+                {"step": 1.5},
+                {"since": float("nan")},
+                {"since": -1},
+                {"since": "1"},
+                {"waits": 1},
+                {"gave_up": None},
+                {"doing": 5},
+                {"doing": "x" * 1000},
+            )
+        ),
+        *(json.dumps({k: v for k, v in GOOD.items() if k != name}).encode() for name in GOOD),
+    ],
+)
+def test_what_is_no_beat_is_ignored(text):
+    assert beats.parse(text, "j") is None
+
+
+def test_beats_hold_no_control_characters():
+    _, beat = beats.parse(json.dumps(GOOD | {"doing": "a\x1b[2J\nb"}).encode(), "j")
+    assert beat.doing == "a[2Jb"
+
+
+def test_the_number_of_datagrams_is_bounded():
+    assert beats.interval(2) == 1.0
+    for workers in (100, 1000, 10_000):
+        assert workers / beats.interval(workers) <= 100
