@@ -33,16 +33,21 @@ class Peer:
         name: what messages call it.
         command: a script of `PEERS` and its arguments.
         environment: variables beside those of this process.
+        within: what to put before the command, e.g. ``["ip", "netns", "exec", "a"]``.
     """
 
     def __init__(
-        self, name: str, command: Sequence[str], environment: Mapping[str, str] | None = None
+        self,
+        name: str,
+        command: Sequence[str],
+        environment: Mapping[str, str] | None = None,
+        within: Sequence[str] = (),
     ):
         self.name = name
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the process
         script, *arguments = command
         self._process = subprocess.Popen(
-            [sys.executable, PEERS / script, *arguments],
+            [*within, sys.executable, PEERS / script, *arguments],
             env={**os.environ, **(environment or {})},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

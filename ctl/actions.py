@@ -1,6 +1,6 @@
 """The only place that says when something is done during training, and what a log record holds.
 
-An action is any callable that takes a `ctl.loop.Status`. `Every` calls one every so many steps or
+An action is any callable that takes a `Status`. `Every` calls one every so many steps or
 seconds; a function of your own is as good as `Log`::
 
     def report(status):
@@ -15,17 +15,44 @@ Imports no TensorFlow: flags are checked before it is loaded. Where records go i
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import numbers
 import re
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from ctl.errors import UsageError
 
-if TYPE_CHECKING:
-    from ctl.loop import Action, Status
+
+@dataclasses.dataclass
+class Status:
+    """What actions see when Python wakes between two calls of the loop.
+
+    Attributes:
+        step: global batches trained on so far.
+        until: the step at which training will end.
+        steps_per_epoch: may be fractional, because batches go on across the ends of epochs; None
+            when the size of the dataset is not known.
+        seconds_per_step: of the last call.
+        final: the last wake: step is until.
+        scalars: ``() -> dict``: loss, metrics, learning rate and examples/s since `reset`. The
+            first call of a wake reads the metrics from the devices.
+        reset: starts a new window for ``scalars``.
+    """
+
+    step: int
+    until: int
+    steps_per_epoch: float | None
+    seconds_per_step: float
+    final: bool
+    scalars: Callable[[], dict[str, float]]
+    reset: Callable[[], None]
+
+
+Action = Callable[[Status], None]
+
 
 NEVER = sys.maxsize  # What `steps_until_due` returns when no step is due.
 

@@ -31,16 +31,22 @@ _FREE = frozenset(
         "worker_timeout",
         *("bytes_per_pack", "steps_per_loop", "evaluate_every", "checkpoint_every", "keep"),
         *("keep_best", "best_metric", "keep_every_hours", "async_checkpoints", "log_every"),
-        *("tensorboard", "profile_steps", "export", "on_nan"),
+        *("tensorboard", "profile_steps", "inspect_every", "export", "on_nan"),
     )
 )
 _LENGTH = ("epochs", "train_steps")
 _SCHEDULES_OF_A_LENGTH = ("cosine", "polynomial")
 
 
-def write(model_dir: Path, names: list[str], values: flags.FlagValues = flags.FLAGS) -> None:
-    """Writes the flags ``names`` as they are, with the versions of what computes, and deletes what
-    runs that were killed left unfinished in ``model_dir``. Only for the run that has the lock.
+def write(
+    model_dir: Path,
+    names: list[str],
+    values: flags.FlagValues = flags.FLAGS,
+    bytes_per_pack: int | None = None,
+) -> None:
+    """Writes the flags ``names`` as they are, what was chosen where a flag said so, with the
+    versions of what computes, and deletes what runs that were killed left unfinished in
+    ``model_dir``. Only for the run that has the lock.
 
     Raises:
         CheckpointError: the directory cannot be written.
@@ -52,6 +58,7 @@ def write(model_dir: Path, names: list[str], values: flags.FlagValues = flags.FL
         "schema": SCHEMA,
         "command": sys.argv,
         "flags": {name: values[name].value for name in names},
+        "bytes_per_pack": bytes_per_pack,
         "versions": versions,
     }
     try:
@@ -81,6 +88,16 @@ def read(model_dir: Path) -> dict[str, Any] | None:
     if not isinstance(stored, dict):
         raise UsageError(f"{path} was not written by this version of ctl")
     return stored
+
+
+def chosen_bytes_per_pack(model_dir: Path) -> int | None:
+    """What the run in ``model_dir`` has chosen: rings of three and more add in another order when
+    packs differ, so it would not resume bit for bit with another choice. None where there is none.
+    """
+    if read(model_dir) is None:
+        return None
+    value = durable.read_json(model_dir / FILE).get("bytes_per_pack")
+    return value if type(value) is int and value >= 0 else None
 
 
 def check_resumable(stored: dict[str, Any], values: flags.FlagValues = flags.FLAGS) -> None:

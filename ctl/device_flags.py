@@ -118,6 +118,7 @@ _NOT_ASYNCHRONOUS = {
     "communication": ("auto", "there is no all-reduce"),
     "bytes_per_pack": (0, "there is no all-reduce"),
     "jit_compile": (False, "XLA cannot read variables of another process"),
+    "inspect_every": (None, "there is no all-reduce"),
     "profile_steps": (None, "no step runs in the coordinator, whose profile that would be"),
 }
 

@@ -49,7 +49,7 @@ class Pace:
 
     def traces_again(self) -> None:
         """The next call is traced anew, so its time says nothing."""
-        self._traced = False
+        self.traced = False
 
     def took(self, seconds: float, steps: int, mean: float | None) -> bool:
         """Learns from one call, and from the mean of all reports; None where there is one worker.

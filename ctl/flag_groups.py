@@ -13,9 +13,8 @@ from typing import Any
 from absl import flags
 
 from ctl import names, rates
-from ctl.actions import parse_window
 from ctl.errors import UsageError
-from ctl.flags import check_flags, group
+from ctl.flags import check_flags, define_size_or_auto, group
 
 flags.disclaim_key_flags()  # They belong to the command that calls a group.
 
@@ -183,11 +182,11 @@ def define_step_flags() -> None:
         flags.DEFINE_boolean(
             "jit_compile", False, "Compile forward and backward with XLA; the all-reduce stays out."
         )
-        flags.DEFINE_integer(
+        define_size_or_auto(
             "bytes_per_pack",
             0,
-            "Most bytes that one all-reduce moves; 0: all gradients of a type in one.",
-            lower_bound=0,
+            "Most bytes that one all-reduce moves; 0: all gradients of a type in one; auto: try "
+            "some before the first step and keep the fastest, also when the run is resumed.",
         )
         flags.DEFINE_integer(
             "steps_per_loop",
@@ -245,31 +244,11 @@ def _check_checkpoints(
 ) -> None:
     for name, value in {"evaluate": evaluate_every, "checkpoint": checkpoint_every}.items():
         if value is not None:
-            steps = rates.steps_from(f"--{name}_every", value, _LONG_EPOCH)
+            steps = rates.steps_from(f"--{name}_every", value, LONG_EPOCH)
             rates.check_positive(f"--{name}_every", steps)
     names.check_name("--best_metric", best_metric, ("accuracy", "loss"))
     if keep_every_hours is not None:
         rates.check_positive("--keep_every_hours", keep_every_hours)
-
-
-def define_output_flags() -> None:
-    """What the run shows and leaves behind."""
-    with group("Output"):
-        flags.DEFINE_string("log_every", "100", "Steps (100) or epochs (0.1ep) between log lines.")
-        flags.DEFINE_boolean("tensorboard", True, "Write scalars for TensorBoard.")
-        flags.DEFINE_string(
-            "profile_steps",
-            None,
-            "START:STOP, e.g. 20:30: writes a profile of these steps for TensorBoard.",
-        )
-        flags.DEFINE_boolean("export", True, "Export model.keras and a SavedModel at the end.")
-    check_flags(["log_every", "profile_steps"], _check_output)
-
-
-def _check_output(log_every: str, profile_steps: str | None) -> None:
-    rates.check_positive("--log_every", rates.steps_from("--log_every", log_every, _LONG_EPOCH))
-    if profile_steps is not None:
-        parse_window(profile_steps)
 
 
 def define_schedule_flags(values: flags.FlagValues = flags.FLAGS) -> None:
@@ -374,7 +353,7 @@ def _check_schedule(
             rates.check_positive(f"--{name}", options[name])
     if options["decay_steps"] is not None:
         rates.check_positive(
-            "--decay_steps", rates.steps_from("--decay_steps", options["decay_steps"], _LONG_EPOCH)
+            "--decay_steps", rates.steps_from("--decay_steps", options["decay_steps"], LONG_EPOCH)
         )
     if schedule == "piecewise":
         _check_pieces(options["boundaries"] or (), options["rates"])
@@ -384,7 +363,7 @@ def _check_schedule(
             raise UsageError("--base_batch_size has no effect without --lr_scaling=linear|sqrt")
 
 
-_LONG_EPOCH = 1e6  # Steps, for checks that do not depend on the length of an epoch.
+LONG_EPOCH = 1e6  # Steps, for checks that do not depend on the length of an epoch.
 
 
 def _check_pieces(boundaries: Sequence[str], values: Sequence[str] | None) -> None:
@@ -392,7 +371,7 @@ def _check_pieces(boundaries: Sequence[str], values: Sequence[str] | None) -> No
         raise UsageError("--schedule=piecewise needs --rates, e.g. --rates=1e-3,1e-4,1e-5")
     rates.rates_from("--rates", values)
     rates.check_pieces(boundaries, values)
-    steps = [rates.steps_from("--boundaries", b, _LONG_EPOCH) for b in boundaries]
+    steps = [rates.steps_from("--boundaries", b, LONG_EPOCH) for b in boundaries]
     if len({b.endswith("ep") for b in boundaries}) == 1:  # Else it takes the length of an epoch.
         rates.check_increasing(steps, boundaries)
 

@@ -22,6 +22,8 @@ flags.disclaim_key_flags()  # They belong to the command that calls a group.
 
 _groups: list[tuple[str, list[str]]] = []  # title and flags, in the order of --help
 
+AUTO = "auto"
+
 _HELP = ("--help", "-help", "-h", "--helpshort", "--helpfull")
 
 
@@ -80,6 +82,25 @@ def group(title: str, values: flags.FlagValues = flags.FLAGS) -> Iterator[None]:
 def grouped_flags(*titles: str) -> list[str]:
     """The names of the flags in the groups of these ``titles``, or in any group."""
     return [name for title, names in _groups if not titles or title in titles for name in names]
+
+
+class _SizeOrAuto(flags.ArgumentParser):
+    syntactic_help = "a number of bytes, or auto"
+
+    def parse(self, argument: str | int) -> str | int:
+        if argument == AUTO:
+            return AUTO
+        if str(argument).isdecimal():
+            return int(argument)
+        raise ValueError("must be a number of bytes, 0 or more, or auto")
+
+    def flag_type(self) -> str:
+        return "int or auto"
+
+
+def define_size_or_auto(name: str, default: str | int, help: str) -> None:
+    """A flag whose value is an integer, 0 or more, or `AUTO`."""
+    flags.DEFINE(_SizeOrAuto(), name, default, help, serializer=flags.ArgumentSerializer())
 
 
 def _shown(flag: flags.Flag) -> str:

@@ -7,7 +7,6 @@ every replica; the all-reduce is the one line marked ``<- here`` in `ctl.reduce.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 import signal
 import threading
@@ -20,7 +19,8 @@ import tensorflow as tf
 from absl import logging
 
 import ctl
-from ctl import watchdog, workers
+from ctl import tune, watchdog, workers
+from ctl.actions import Action, Status
 from ctl.checkpoint import CheckpointManager, Saved
 from ctl.data import as_dataset
 from ctl.errors import CheckpointError, DivergedError, Preempted, UsageError
@@ -36,34 +36,6 @@ SUM = tf.distribute.ReduceOp.SUM
 # Updates in a row that were skipped because gradients were not finite. A loss scale needs at most
 # 15 halvings to get from its first value to 1, so after so many the run is lost.
 _MOST_SKIPPED = 100
-
-
-@dataclasses.dataclass
-class Status:
-    """What actions see when Python wakes between two calls of the loop.
-
-    Attributes:
-        step: global batches trained on so far.
-        until: the step at which training will end.
-        steps_per_epoch: may be fractional, because batches go on across the ends of epochs; None
-            when the size of the dataset is not known.
-        seconds_per_step: of the last call.
-        final: the last wake: step is until.
-        scalars: ``() -> dict``: loss, metrics, learning rate and examples/s since `reset`. The
-            first call of a wake reads the metrics from the devices.
-        reset: starts a new window for ``scalars``.
-    """
-
-    step: int
-    until: int
-    steps_per_epoch: float | None
-    seconds_per_step: float
-    final: bool
-    scalars: Callable[[], dict[str, float]]
-    reset: Callable[[], None]
-
-
-Action = Callable[[Status], None]
 
 
 class Loop:
@@ -110,7 +82,7 @@ class Loop:
                 f"the global batch size {size} is not divisible by {replicas} replicas"
             )
         step.build(self.strategy, schedule)
-        step.traced = weakref.WeakMethod(self.traced)
+        step.loop = weakref.ref(self)
         self._flight = self._watch()
         self._pace = Pace(steps_per_loop)
         self._marks = step.marks  # of the last call
@@ -133,9 +105,10 @@ class Loop:
         steps: tf.Tensor,
         report: tf.Tensor,
         marks: Any = None,
+        bytes_per_pack: int = 0,
     ):
-        # `marks` is `self.step.marks`. As an argument it has a trace of its own, so that the trace
-        # without marks is kept, and is the same before and after an inspection.
+        # The last two are those of `self.step`. As arguments they have traces of their own, so that
+        # the trace without marks is kept, and is the same before and after an inspection.
         losses = self.strategy.run(lambda: (tf.zeros([]), tf.zeros([], tf.int32)))
         for _ in tf.range(steps):
             losses = self.strategy.run(self._one_step, args=(losses, next(iterator), resident))
@@ -218,8 +191,8 @@ class Loop:
             self._watched(step, steps),
             tf.profiler.experimental.Trace("ctl_step", step_num=step, _r=1),
         ):
-            totals, finite = self._run(step, steps, report)
-            loss, asked, pace = (float(total) for total in totals)
+            totals, finite = self.run_steps(self._iterator, steps, report)
+            loss, asked, pace = (float(total) for total in totals.numpy())
         seconds = time.perf_counter() - start
         if self.global_step != step + steps:
             raise UsageError(
@@ -242,11 +215,25 @@ class Loop:
             self._window_seconds += seconds
         return seconds, asked > 0
 
-    def _run(self, step: int, steps: int, report: tf.Tensor) -> tuple[Sequence[float], Any]:
-        """The totals of ``steps`` steps; how many were finite, on each replica."""
-        arguments = self._iterator, self._resident, tf.constant(steps), report, self.step.marks
-        totals, finite = self._train_steps(*arguments)
-        return totals.numpy(), finite
+    def run_steps(self, iterator: Iterator, steps: int, report: tf.Tensor) -> tuple[tf.Tensor, Any]:
+        """``steps`` steps on the batches of ``iterator``, and nothing around them."""
+        static = self.step.marks, self.step.bytes_per_pack
+        return self._train_steps(iterator, self._resident, tf.constant(steps), report, *static)
+
+    def cut(self, bytes_per_pack: int) -> None:
+        """Gradients are cut into such packs from the next step on, on which workers must agree."""
+        self.step.bytes_per_pack = bytes_per_pack
+        self._flight = self._watch()  # its marks are those of the packs
+        self._iterator_step = -1
+
+    def tune_packs(self) -> int:
+        """Tries sizes of packs before `train`, and keeps and returns the fastest, see `ctl.tune`.
+        Nothing else of the training changes."""
+        with self._ending_well("the trial of packs"):
+            self._start(self.global_step)
+            self.cut(tune.fastest(self))
+        self._reset_window()
+        return self.step.bytes_per_pack
 
     def _watch(self) -> Flight | None:
         """With several workers: what ends a call that does not come back, and says where it is."""
@@ -273,10 +260,25 @@ class Loop:
         """The graph that `train` runs, traced now if it was not before. No step is run."""
         if self._iterator is None:
             self._open(self.global_step)
+            self._iterator_step = -1  # nothing has begun: peers are still to be met
         return self._train_steps.get_concrete_function(
             *(self._iterator, self._resident, tf.constant(1), self._pace.report(False)),
-            self.step.marks,
+            *(self.step.marks, self.step.bytes_per_pack),
         )
+
+    def traced_step(self) -> tf.types.experimental.ConcreteFunction:
+        """The graph of one step alone, without marks, on a batch that is given: what could be
+        compiled."""
+        self.traced()
+        none = tf.zeros([]), tf.zeros([], tf.int32)
+        step = tf.function(
+            lambda element: self.strategy.run(self._one_step, args=(none, element, self._resident))
+        )
+        marks, self.step.marks = self.step.marks, None
+        try:
+            return step.get_concrete_function(self._iterator.element_spec)
+        finally:
+            self.step.marks = marks
 
     def _start(self, step: int) -> None:
         self._open(step)
@@ -309,6 +311,7 @@ class Loop:
         )
         self.traced()
         workers.barrier(self.strategy, watchdog.FIRST_CALL_SECONDS)
+        workers.check_agreement(self.strategy, self.step.plan().facts())
 
     def _wake(self, step: int, until: int, seconds_per_step: float) -> dict[str, float]:
         cache: dict[str, float] = {}

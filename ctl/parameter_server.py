@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -95,9 +95,12 @@ class ParameterServerLoop(Loop):
     def _train_step(self, batch: Any) -> tf.Tensor:
         return self.strategy.run(self.step, args=(batch,))
 
-    def _run(self, step: int, steps: int, report: tf.Tensor) -> tuple[Sequence[float], tf.Tensor]:
-        remote = []
-        for batch in self._iterator:
+    def run_steps(
+        self, iterator: Iterator, steps: int, report: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """As `Loop.run_steps`, each step on a worker that is free."""
+        step, remote = self.global_step, []
+        for batch in iterator:
             remote.append(self._coordinator.schedule(self._train_step, args=(batch,)))
             if len(remote) == steps:
                 break
@@ -109,7 +112,8 @@ class ParameterServerLoop(Loop):
             raise tf.errors.OutOfRangeError(None, None, "the dataset has ended")
         losses = np.array([loss.fetch() for loss in remote], np.float64)
         finite = steps if np.isfinite(losses).all() else int(np.isfinite(losses).argmin())
-        return [losses.sum(), float(self._roll_call.asked_to_stop), 0.0], tf.constant(finite)
+        totals = tf.constant([losses.sum(), float(self._roll_call.asked_to_stop), 0.0])
+        return totals, tf.constant(finite)
 
     def _wait(self) -> None:
         """Returns when all calls have ended. While a worker comes back, TensorFlow waits for every

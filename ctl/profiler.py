@@ -12,7 +12,7 @@ from ctl.actions import NEVER
 from ctl.errors import CtlError, UsageError
 
 if TYPE_CHECKING:
-    from ctl.loop import Status
+    from ctl.actions import Status
 
 
 class Profile:

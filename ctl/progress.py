@@ -18,7 +18,7 @@ from ctl.actions import scalars_of
 from ctl.errors import CtlError
 
 if TYPE_CHECKING:
-    from ctl.loop import Status
+    from ctl.actions import Status
 
 _REFRESH_SECONDS = 0.5
 _NARROWEST_BAR, _WIDEST_BAR = 8, 40

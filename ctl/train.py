@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from absl import flags, logging
 
-from ctl import cluster, config, console, device_flags, flag_groups, manifest
+from ctl import cluster, config, console, device_flags, flag_groups, manifest, rates
+from ctl.actions import parse_window
 from ctl.errors import UsageError
-from ctl.flags import grouped_flags
+from ctl.flags import AUTO, check_flags, group, grouped_flags
 from ctl.flags import run as run_command
 from ctl.rates import steps_from
 
@@ -63,8 +64,37 @@ def define_flags(model_dir_required: bool = True) -> None:
     FLAGS.set_default("schedule", "cosine")
     device_flags.define_device_flags()
     flag_groups.define_checkpoint_flags()
-    flag_groups.define_output_flags()
+    _define_output_flags()
     device_flags.check_asynchronous_flags()
+
+
+def _define_output_flags() -> None:
+    """What the run shows and leaves behind."""
+    with group("Output"):
+        flags.DEFINE_string("log_every", "100", "Steps (100) or epochs (0.1ep) between log lines.")
+        flags.DEFINE_boolean("tensorboard", True, "Write scalars for TensorBoard.")
+        flags.DEFINE_string(
+            "profile_steps",
+            None,
+            "START:STOP, e.g. 20:30: writes a profile of these steps for TensorBoard.",
+        )
+        flags.DEFINE_string(
+            "inspect_every",
+            None,
+            "Steps (1000) or epochs (1ep) between windows of 20 steps in which the all-reduce is "
+            "timed: allreduce/exposed_ms, busbw and late_ms in metrics.jsonl and TensorBoard "
+            "(default: never).",
+        )
+        flags.DEFINE_boolean("export", True, "Export model.keras and a SavedModel at the end.")
+    check_flags(["log_every", "inspect_every", "profile_steps"], _check_output)
+
+
+def _check_output(log_every: str, inspect_every: str | None, profile_steps: str | None) -> None:
+    for flag, value in (("--log_every", log_every), ("--inspect_every", inspect_every)):
+        if value is not None:
+            rates.check_positive(flag, steps_from(flag, value, flag_groups.LONG_EPOCH))
+    if profile_steps is not None:
+        parse_window(profile_steps)
 
 
 def main() -> None:
@@ -114,10 +144,12 @@ def _train(model_dir: Path) -> None:
         )
         loop = make_loop(placement, train, evaluation, total_steps, checkpoints)
         saved = loop.restore()
-        if chief:
-            config.write(model_dir, grouped_flags())
         if saved:
             logging.info("resuming at step %d from %s", saved.step, saved.path)
+        if FLAGS.bytes_per_pack == AUTO:
+            _choose_packs(loop, config.chosen_bytes_per_pack(model_dir) if saved else None)
+        if chief:
+            config.write(model_dir, grouped_flags(), bytes_per_pack=loop.step.bytes_per_pack)
         on_wake = _add_actions(loop, stack, model_dir, steps_per_epoch, chief)
         started, first = time.monotonic(), loop.global_step
         with loop.stop_on_signals(), explained(train):
@@ -200,7 +232,7 @@ def _place() -> Placement:
         communication=FLAGS.communication,
         collective_timeout=FLAGS.collective_timeout,
         startup_timeout=FLAGS.startup_timeout,
-        record_dir=Path(FLAGS.model_dir) / "inspect",
+        record_dir=Path(FLAGS.model_dir) / "inspect" if FLAGS.model_dir else None,
     )
     check_agreement(placement.strategy, _flags_of_the_job())
     return placement
@@ -210,6 +242,16 @@ def _flags_of_the_job() -> dict[str, Any]:
     """What must be the same on every worker."""
     mine = {"worker_index", "data_dir", "download"}
     return {f"--{name}": FLAGS[name].value for name in grouped_flags() if name not in mine}
+
+
+def _choose_packs(loop: Loop, chosen: int | None) -> None:
+    if chosen is None:
+        logging.info("trying sizes of packs: this takes some seconds")
+        with explained(loop.dataset):
+            loop.tune_packs()
+    else:
+        logging.info("bytes_per_pack: %d, chosen when the run began", chosen)
+        loop.cut(chosen)
 
 
 def best_mode(metric: str) -> str:
@@ -310,7 +352,7 @@ def make_loop(
             ema_decay=FLAGS.ema_decay,
             loss_scale=FLAGS.precision == "mixed_float16",
             on_nan=FLAGS.on_nan,
-            bytes_per_pack=FLAGS.bytes_per_pack,
+            bytes_per_pack=0 if FLAGS.bytes_per_pack == AUTO else FLAGS.bytes_per_pack,
             options=placement.options,
             jit_compile=FLAGS.jit_compile,
             jit_update=False if placement.roll_call else None,  # XLA stays within one process
@@ -362,7 +404,7 @@ def _add_actions(
     loop: Loop, stack: Any, model_dir: Path, steps_per_epoch: float, chief: bool
 ) -> Any:
     """Logs, progress, checkpoints and profile; returns what shows the progress of evaluation."""
-    from ctl.actions import Every, Log, parse_window
+    from ctl.actions import Every, Log
     from ctl.profiler import Profile
     from ctl.progress import Lines, Progress
     from ctl.sinks import JsonLines, TensorBoard
@@ -385,6 +427,12 @@ def _add_actions(
     if FLAGS.checkpoint_every:
         steps = steps_from("--checkpoint_every", FLAGS.checkpoint_every, steps_per_epoch)
         loop.actions.append(Every(lambda status: loop.save(), steps=max(1, steps)))
+    if FLAGS.inspect_every:
+        from ctl.inspect.periodic import inspect_every
+
+        every = steps_from("--inspect_every", FLAGS.inspect_every, steps_per_epoch)
+        files = [sink for sink in sinks if isinstance(sink, JsonLines | TensorBoard)]
+        loop.actions += inspect_every(loop.step, max(1, every), files)
     if FLAGS.profile_steps:
         # On every worker, because all must stop at the same steps.
         where = "train" if chief else f"worker-{cluster_of(loop.strategy).index}"

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from ctl import cluster, console
+from ctl import cluster, console, tune
 from ctl.errors import CtlError
 
 console.log_to_terminal()
@@ -176,6 +176,11 @@ def main() -> None:
         ],
         steps_per_loop=int(OPTIONS.get("loop", 0)) or None,
     )
+    if "tune" in OPTIONS:
+        tune.candidates = lambda tensors: [0, 128]  # the network has some hundred bytes
+        tuned = loop.tune_packs()
+        assert loop.global_step == 0
+        loop.step.bytes_per_pack = tuned or 128  # also cut where it does not pay
     if loop.restore():
         print(f"resumed at {loop.global_step}", flush=True)
     with loop.stop_on_signals():

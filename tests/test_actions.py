@@ -9,10 +9,10 @@ import sys
 import keras
 import pytest
 
-from ctl.actions import NEVER, Every, Log, parse_window
+from ctl.actions import NEVER, Every, Log, Status, parse_window
 from ctl.data import synthetic
 from ctl.errors import UsageError
-from ctl.loop import Evaluator, Loop, Status
+from ctl.loop import Evaluator, Loop
 from ctl.models import dense
 from ctl.step import EvalStep, TrainStep
 

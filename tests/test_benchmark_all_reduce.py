@@ -1,4 +1,4 @@
-"""The all-reduce benchmark: what it counts, what it refuses, and one small run with two workers."""
+"""The benchmarks of the all-reduce and of scaling: what they count and refuse, and small runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ctl.errors import CtlError
-from ctl.inspect import link
+from ctl.inspect import cost, link
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
@@ -76,9 +76,9 @@ def test_the_smallest_pack_near_the_best_is_recommended():
     assert recommend(rows) == 4
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess:
+def run(*arguments: str, script: str = "all_reduce.py") -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, BENCHMARKS / "all_reduce.py", *arguments],
+        [sys.executable, BENCHMARKS / script, *arguments],
         capture_output=True,
         text=True,
         timeout=240,
@@ -107,6 +107,51 @@ def test_two_workers(tmp_path):
         assert 5 <= row["iterations"] <= 10 and row["call"] > 0
     assert results["bytes_per_pack"]["recommended"] in (0, *(p.bytes for p in measured.points))
     assert "held-out error" in done.stdout and "recommended for ring" in done.stdout
+
+
+def test_scaling(tmp_path):
+    """The table follows from the blocks and the link that are in the file."""
+    out = tmp_path / "scaling.json"
+    small = ["--batch=8", "--layers=1", "--width=16", "--rounds=3", "--steps=3"]
+    small += ["--strategy=mirrored", "--counts=1,2", f"--json={out}"]
+    done = run(*small, script="scaling.py")
+    assert done.returncode == 0, done.stderr
+    results = json.loads(out.read_text())
+    size = results["settings"]["gradient_bytes"]
+    assert size == 4 * (784 * 16 + 16 + 16 * 10 + 10)
+    link_of_two = cost.Link(**results["link"])
+    assert link_of_two.shared
+    medians = {
+        (name, b["strong"], b["alone"]): sorted(b["milliseconds"])[1]
+        for name, blocks in results["blocks"].items()
+        for b in blocks
+    }
+    assert len(medians) == 5  # one replica has nothing to share or to leave out
+    for kind, strong in (("weak", False), ("strong", True)):
+        one, two = results[kind]
+        assert (one["replicas"], one["step"]) == (1, medians["1 replicas", False, False])
+        step, alone = (medians["2 replicas", strong, alone] for alone in (False, True))
+        assert (two["step"], two["alone"], two["exposed"]) == (step, alone, step - alone)
+        assert two["efficiency"] == one["step"] / step / (2 if strong else 1)
+        predicted = 1e3 * cost.ring(cost.Network(link_of_two), 2, size)
+        assert two["predicted_all_reduce"] == pytest.approx(predicted)
+        assert two["predicted_step"] == pytest.approx(alone + predicted)
+        assert f"{kind} scaling: 8 examples" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        (["--counts=2,3"], "1 and 2 among them"),
+        (["--counts=1,2,5"], "--batch=192 is not divisible by 5"),
+        (["--mbit=5", "--strategy=mirrored"], "--mbit is the positive rate"),
+    ],
+)
+def test_an_error_of_scaling_is_one_line(arguments, says):
+    done = run(*arguments, script="scaling.py")
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert len(done.stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize(

@@ -160,7 +160,7 @@ def test_wild_numbers_stay_on_the_page(value):
     [
         ({"workers": 2, "packs": 3}, 20),
         ({"workers": 64, "packs": 4, "steps": 100}, 500),
-        ({"workers": 128, "packs": 1, "steps": 1000}, 10),
+        ({"workers": 100, "packs": 1, "steps": 300}, 10),
         ({"workers": 2, "packs": 300}, 2),
     ],
     ids=str,
@@ -188,6 +188,17 @@ def test_the_typical_step_is_like_most_and_the_worst_the_longest():
     timeline = dataclasses.replace(timeline, **changed)
     assert pictures.typical_and_worst(timeline) == [("typical", 4), ("worst", 1)]
     assert pictures.typical_and_worst(make(1, steps=1)) == [("typical", 0)]
+
+
+def test_packing_is_drawn_where_a_profile_shows_it():
+    timeline = make(2, packs=2)
+    assert 'class="p-pack"' not in make_page(timeline, VERDICT)
+    packs = [
+        dataclasses.replace(p, begun=p.start + 1e-3, packing=np.full_like(p.start, 1e-3))
+        for p in timeline.packs
+    ]
+    page = make_page(dataclasses.replace(timeline, packs=tuple(packs)), VERDICT)
+    assert 'class="p-pack"' in page and "bytes, pack 1.00 ms, wait " in text_of(page)
 
 
 def test_what_xla_compiles_is_one_phase():

@@ -31,6 +31,21 @@ def overlapping(seed: int = 0):
     return join([dataclasses.replace(window, stamps=stamps, in_order=False)])
 
 
+def profiled():
+    """As if a profile had shown 1 ms of packing before each collective and 0.5 ms after it."""
+    timeline = join(simulated.windows(2, packs=2, noise=0.0))
+    packs = [
+        dataclasses.replace(
+            pack,
+            begun=pack.start + 1e-3,
+            packing=np.full_like(pack.start, 1.5e-3),
+            transfer=pack.transfer - 1.5e-3,
+        )
+        for pack in timeline.packs
+    ]
+    return dataclasses.replace(timeline, packs=tuple(packs))
+
+
 @pytest.mark.parametrize(
     "timeline",
     [
@@ -38,8 +53,9 @@ def overlapping(seed: int = 0):
         join(simulated.windows(2, replicas=3, late=(0, "backward", 0.01))),
         join(simulated.windows(1, packs=0)),
         overlapping(),
+        profiled(),
     ],
-    ids=["workers", "replicas", "no packs", "overlapping packs"],
+    ids=["workers", "replicas", "no packs", "overlapping packs", "profiled"],
 )
 def test_events_are_what_the_format_says(timeline):
     trace = json.loads(json.dumps(make_trace(timeline), allow_nan=False))
@@ -75,6 +91,15 @@ def test_phases_have_the_length_of_the_timeline():
         if name == "transfer":
             expected = sum(pack.transfer.sum() for pack in timeline.packs)
         np.testing.assert_allclose(total, expected, rtol=1e-3)
+
+
+def test_packing_is_around_the_collective():
+    found = collections.Counter()
+    for event in make_trace(profiled())["traceEvents"]:
+        if event.get("cat") in ("pack", "transfer"):
+            found[event["name"]] += event["dur"] / 2 / 20  # rows and steps
+    assert found["pack0 packing"] == pytest.approx(1500, rel=0.01)
+    assert found["pack0"] == pytest.approx(3000 - 1500, rel=0.02)
 
 
 def test_arrows_go_from_the_last_to_those_that_waited():

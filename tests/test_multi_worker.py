@@ -32,7 +32,7 @@ BOUND = 120  # seconds for a whole job, several times what it takes
 
 @contextlib.contextmanager
 def job(
-    out: Path, *options: str, workers: int = 2, addresses=None, prefixes=None
+    out: Path, *options: str, workers: int = 2, addresses=None, prefixes=None, program=WORKER
 ) -> Iterator[list]:
     """Starts the workers of a job without the launcher, each by a prefix of its command; ends what
     is left of them."""
@@ -44,7 +44,7 @@ def job(
             task = {"type": "worker", "index": index}
             config = json.dumps({"cluster": {"worker": addresses}, "task": task})
             process = subprocess.Popen(
-                [*(prefixes[index] if prefixes else ()), sys.executable, WORKER, out, *options],
+                [*(prefixes[index] if prefixes else ()), sys.executable, program, out, *options],
                 env={**os.environ, "TF_CONFIG": config, "CUDA_VISIBLE_DEVICES": "-1"},
                 stdout=stack.enter_context(open(out / f"out-{index}", "w")),
                 stderr=stack.enter_context(open(out / f"err-{index}", "w")),
@@ -104,7 +104,8 @@ def one_device(mirrored, synchronized: bool = False):
 def test_equals_one_device(tmp_path, mirrored, workers):
     """AdamW and clipping; 101 test examples in batches of 16; initial weights come from the chief,
     although every worker has a seed of its own."""
-    with job(tmp_path, "seeds=1", workers=workers) as processes:
+    options = ["seeds=1", *(["tune=1"] if workers == 3 else [])]
+    with job(tmp_path, *options, workers=workers) as processes:
         assert codes(processes) == [0] * workers, said(tmp_path, 0)[-2000:]
     reference, results = one_device(mirrored)
     for saved in finished(tmp_path, workers):

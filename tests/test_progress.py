@@ -9,8 +9,8 @@ import pytest
 from absl import logging
 from rich.console import Console
 
+from ctl.actions import Status
 from ctl.errors import CtlError
-from ctl.loop import Status
 from ctl.progress import Lines, Progress, _count, _duration, _number, format_record
 
 SCALARS = {

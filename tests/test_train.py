@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -199,9 +200,13 @@ def test_a_checkpoint_of_two_replicas_resumes_on_one(zygote, tmp_path, one_repli
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     zygote.run(TRAIN, f"--model_dir={whole}", *few)
     few.remove("--train_steps=12")
-    zygote.run(TRAIN, f"--model_dir={parts}", *few, "--train_steps=6", "--replicas=2")
+    few.append("--bytes_per_pack=auto")
+    command = zygote.run(TRAIN, f"--model_dir={parts}", *few, "--train_steps=6", "--replicas=2")
+    (kept,) = re.findall(r"bytes_per_pack: (\d+) is kept; tried 0: .* ms per step", command.stderr)
+    assert json.loads((parts / "config.json").read_text())["bytes_per_pack"] == int(kept)
     command = zygote.run(TRAIN, f"--model_dir={parts}", *few, "--train_steps=12")
     assert "resuming at step 6 " in command.stderr
+    assert f"bytes_per_pack: {kept}, chosen when the run began" in command.stderr
     same_numbers(parts, whole)
     # Fewer steps than there are: nothing is trained, and the summary says where the run is.
     command = zygote.run(TRAIN, f"--model_dir={parts}", *few, "--train_steps=6")

@@ -13,6 +13,9 @@ from ctl.errors import UsageError
 # Name -> module, and the line of --help.
 COMMANDS = {
     "plan": ("ctl.inspect.plan_command", "what a step will move; no step is run"),
+    "predict": ("ctl.inspect.predict_command", "time and efficiency on 2 to 100,000 replicas"),
+    "run": ("ctl.inspect.run_command", "runs some steps: where their time goes, who is late"),
+    "merge": ("ctl.inspect.merge_command", "joins what several workers saw"),
     "hang": ("ctl.inspect.hang", "who kept the workers of a run waiting, after the fact"),
 }
 
@@ -20,6 +23,8 @@ _USAGE = """
 Sees through the all-reduce of a training run.
 
   python -m ctl.inspect plan --replicas=2              # flags as for ctl.train
+  python -m ctl.inspect predict --measured=/tmp/run --link=link.json
+  python -m ctl.inspect run --replicas=2 --steps=20    # and so here
   python -m ctl.inspect hang /tmp/ctl-workers          # a --model_dir
 
 Each has its own --help: python -m ctl.inspect plan --help

@@ -1,8 +1,8 @@
 """Who is late, and in what: the only place that accuses a worker.
 
 Somebody is always last, by noise alone. So a step counts against a worker only when the others
-waited for it for a tenth of the step or more, and a worker is named only when so many steps count
-against it that noise cannot be it.
+waited for it for a tenth of the step or more, and for more than the clocks may be wrong by; and a
+worker is named only when so many steps count against it that noise cannot be it.
 """
 
 from __future__ import annotations
@@ -46,15 +46,18 @@ class Blame:
 
 def accused(timeline: Timeline) -> list[tuple[int, str] | None]:
     """For each step, the row that the others waited for and the phase that made it late; None where
-    nobody waited for a tenth of the median step. With one worker nobody is accused: replicas on a
+    nobody waited for so long that it counts. With one worker nobody is accused: replicas on a
     CPU share its cores and compute in turn."""
     if timeline.workers < 2 or not timeline.packs:
         return [None] * len(timeline.steps)
-    least = LEAST_SHARE * float(np.median(timeline.step_seconds))
+    errors = np.array([clock.error for clock in timeline.clocks])
+    # Of two clocks, each may be wrong in its own direction.
+    known = np.array([errors[row.worker] + errors.max() for row in timeline.rows])
+    least = np.maximum(LEAST_SHARE * float(np.median(timeline.step_seconds)), known)
     causes, excess = _excess(timeline)
     found: list[tuple[int, str] | None] = []
     for step, row in enumerate(timeline.late.argmax(axis=0)):
-        late = timeline.late[row, step] >= least
+        late = timeline.late[row, step] >= least[row]
         found.append((int(row), causes[int(excess[:, row, step].argmax())]) if late else None)
     return found
 

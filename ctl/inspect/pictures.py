@@ -89,18 +89,33 @@ def _lane(timeline: Timeline, row: int, index: int, label: str, note: str) -> La
     covered = computed
     packs = timeline.packs[:PACKS]
     for pack, level in zip(packs, levels(packs, row, index), strict=True):
-        start = pack.start[row, index] - zero
-        there = start + pack.wait[row, index]
-        done = there + pack.transfer[row, index]
-        wait, transfer = duration(there - start), duration(done - there)
-        title = f"{label}: {pack.name}, {pack.bytes:,} bytes, wait {wait}, transfer {transfer}"
-        communication.append(Span("wait", start, there, f"wait {wait}", title, level))
-        communication.append(Span("transfer", there, done, pack.name, title, level))
+        parts = pack_parts(pack, row, index)
+        title = f"{label}: {pack.name}, {pack.bytes:,} bytes"
+        title += "".join(f", {name} {duration(end - begin)}" for name, begin, end in parts)
+        for name, begin, end in parts:
+            text = {"wait": f"wait {duration(end - begin)}", "transfer": pack.name}.get(name, "")
+            communication.append(Span(name, begin - zero, end - zero, text, title, level))
         ready.append(pack.ready[row, index] - zero)
+        start, done = parts[0][1] - zero, parts[-1][2] - zero
         if done > covered:
             exposed.append((max(start, covered), done))
             covered = done
     return Lane(label, note, tuple(compute), tuple(communication), tuple(ready), tuple(exposed))
+
+
+def pack_parts(pack: PackTimes, row: int, index: int) -> list[tuple[str, float, float]]:
+    """What an all-reduce was doing on a replica, from when to when: packing and unpacking, which a
+    profile shows, wait and transfer. In order, without gaps, from its start until it is done."""
+    start, begun = float(pack.start[row, index]), float(pack.begun[row, index])
+    there = begun + float(pack.wait[row, index])
+    ended = there + float(pack.transfer[row, index])
+    after = np.nan_to_num(pack.packing[row, index]) - (begun - start)
+    parts = [("wait", begun, there), ("transfer", there, ended)]
+    if begun > start:
+        parts.insert(0, ("pack", start, begun))
+    if after > 0:
+        parts.append(("pack", ended, ended + float(after)))
+    return parts
 
 
 def levels(packs: Sequence[PackTimes], row: int, index: int) -> list[int]:
@@ -109,8 +124,8 @@ def levels(packs: Sequence[PackTimes], row: int, index: int) -> list[int]:
     free_at: list[float] = []  # of each level, when the last pack that is there ends
     found = []
     for pack in packs:
-        start = float(pack.start[row, index])
-        done = start + float(pack.wait[row, index] + pack.transfer[row, index])
+        parts = pack_parts(pack, row, index)
+        start, done = parts[0][1], parts[-1][2]
         rounding = start + 1e-6
         level = next((i for i, free in enumerate(free_at) if free <= rounding), len(free_at))
         free_at[level : level + 1] = [done]

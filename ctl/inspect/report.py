@@ -140,7 +140,7 @@ def _transferring(timeline: Timeline) -> np.ndarray:
     seconds = np.zeros(len(timeline.steps))
     covered = np.full(len(timeline.steps), -np.inf)
     for pack in timeline.packs:
-        there = (pack.start + pack.wait).max(axis=0)
+        there = (pack.begun + pack.wait).max(axis=0)
         done = there + pack.seconds
         seconds += np.maximum(0.0, done - np.maximum(there, covered))
         covered = np.maximum(covered, done)

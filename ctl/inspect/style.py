@@ -106,6 +106,7 @@ dt {{ font-weight: 600; color: var(--ink) }} dd {{ margin: 0 0 6px }}
   body {{ font-size: 11px; print-color-adjust: exact; -webkit-print-color-adjust: exact }}
   main {{ max-width: none; padding: 0 }} table {{ font-size: 9px }} th, td {{ padding: 2px 4px }}
   .wide svg {{ min-width: 0 }}
+  details::details-content {{ content-visibility: visible; height: auto }}
   section, tr, svg {{ break-inside: avoid }} h2 {{ break-after: avoid }}
 }}
 """

@@ -7,8 +7,10 @@ row r, with stamps ``ready`` and ``done``:
     wait     = max over rows of start - start
     transfer = done - max over rows of start
 
-which needs one clock. That of worker j is ahead of worker 0's by some offset, about which one thing
-is certain: nobody leaves a barrier before the last has come to it. So of every barrier
+Where a profile says when the collective itself began and ended, those take the places of start and
+done, and what is before and after is packing. All this needs one clock. That of worker j is ahead
+of worker 0's by some offset, about which one thing is certain: nobody leaves a barrier before the
+last has come to it. So of every barrier
 
     arrived_j - done_0  <=  offset_j  <=  done_j - arrived_0
 
@@ -69,6 +71,8 @@ class PackTimes:
         bytes: on each replica; 0 where the shape is not known while tracing.
         ready: float64 [N, S], since `Timeline.origin`: its gradients are there.
         start: float64 [N, S], since then, too: ready, and the pack before it done.
+        begun: float64 [N, S]: when the collective itself began; ``start`` without a profile.
+        packing: float64 [N, S]: before and after the collective; NaN without a profile.
         wait: float64 [N, S]: for the last row to start.
         transfer: float64 [N, S]: from the start of the last row until the sums are here.
         bus_factor: 2(n-1)/n for n replicas.
@@ -78,6 +82,8 @@ class PackTimes:
     bytes: int
     ready: np.ndarray
     start: np.ndarray
+    begun: np.ndarray
+    packing: np.ndarray
     wait: np.ndarray
     transfer: np.ndarray
     bus_factor: float
@@ -163,7 +169,11 @@ def join(windows: Sequence[Window]) -> Timeline:
         rows += [Row(window.worker, replica) for replica in range(len(window.stamps))]
         marks.append({name: t - shift for name, t in _stamps(window, steps).items()})
         begin.append(_stamps(window, steps - 1)["apply"] - shift)
-    joined = {name: np.concatenate([m[name] for m in marks]) for name in windows[0].names}
+    joined = {
+        name: np.concatenate([m[name] for m in marks])
+        for name in windows[0].names
+        if all(name in m for m in marks)  # not every worker need have a profile
+    }
     return _timeline(tuple(rows), steps, origin, np.concatenate(begin), joined, clocks, windows[0])
 
 
@@ -216,7 +226,8 @@ def _timeline(
 
     packs = []
     late = np.zeros(begin.shape)
-    union, exposed, exposed_wait = (np.zeros(begin.shape) for _ in range(3))
+    union = np.zeros(begin.shape)
+    exposed = {name: np.zeros(begin.shape) for name in ("pack", "wait", "transfer")}
     covered, covered_after = np.full(begin.shape, -np.inf), computed
     before = np.full(begin.shape, -np.inf)
     factor = 2 * (len(rows) - 1) / len(rows)
@@ -225,36 +236,45 @@ def _timeline(
         if np.isnan(ready).any() or np.isnan(done).any():
             continue  # the step's own reduce() moves something else
         start = np.minimum(np.maximum(ready, before), done) if first.in_order else ready
-        all_there = start.max(axis=0)
+        begun = np.clip(np.fmax(marks.get(f"begun{number}", start), start), None, done)
+        ended = np.clip(np.fmin(marks.get(f"ended{number}", done), done), begun, None)
+        profiled = ~np.isnan(marks.get(f"begun{number}", np.full(begin.shape, np.nan)))
+        all_there = begun.max(axis=0)
+        packing = (begun - start) + (done - ended)
         packs.append(
             PackTimes(
-                pack.name,
-                pack.bytes,
-                ready,
-                start,
-                all_there - start,
-                np.maximum(done - all_there, 0.0),
-                factor,
+                name=pack.name,
+                bytes=pack.bytes,
+                ready=ready,
+                start=start,
+                begun=begun,
+                packing=np.where(profiled, packing, np.nan),
+                wait=all_there - begun,
+                transfer=np.maximum(ended - all_there, 0.0),
+                bus_factor=factor,
             )
         )
-        late += np.maximum(0.0, start - _median_of_others(start))
+        late += np.maximum(0.0, begun - _median_of_others(begun))
         union += np.maximum(0.0, done - np.maximum(start, covered))
-        from_here = np.maximum(start, covered_after)
-        exposed += np.maximum(0.0, done - from_here)
-        exposed_wait += np.maximum(0.0, np.minimum(all_there, done) - from_here)
+        moments = [start, begun, np.clip(all_there, begun, ended), ended, done]
+        for name, since, until in zip(
+            ("pack", "wait", "transfer", "pack"), moments, moments[1:], strict=False
+        ):
+            exposed[name] += np.maximum(0.0, until - np.maximum(since, covered_after))
         covered, covered_after = np.maximum(covered, done), np.maximum(covered_after, done)
         before = done
     reduced = np.maximum(covered, computed) if packs else computed
     applied = np.maximum(applied, reduced)
+    total = exposed["pack"] + exposed["wait"] + exposed["transfer"]
     phases = {
         "input": arrived - begin,
         "forward": np.where(known, forward - arrived, np.nan),
         "backward": computed - forward,
-        "pack": np.full(begin.shape, np.nan),
-        "wait": exposed_wait,
-        "transfer": exposed - exposed_wait,
+        "pack": exposed["pack"] if "begun0" in marks else np.full(begin.shape, np.nan),
+        "wait": exposed["wait"],
+        "transfer": exposed["transfer"],
         "apply": applied - reduced,
-        "other": reduced - computed - exposed,
+        "other": reduced - computed - total,
     }
     return Timeline(
         rows=rows,
@@ -264,8 +284,8 @@ def _timeline(
         marks=marks,
         step_seconds=applied - begin,
         phases=phases,
-        hidden=union - exposed,
-        exposed=exposed,
+        hidden=union - total,
+        exposed=total,
         packs=tuple(packs),
         late=late,
         clocks=clocks,

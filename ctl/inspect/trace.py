@@ -19,6 +19,7 @@ from ctl.inspect import pictures
 if TYPE_CHECKING:
     from ctl.inspect.timeline import PackTimes, Timeline
 
+_SAID = {"pack": " packing", "wait": " wait", "transfer": ""}
 _THREADS = 10_000  # of a replica, at most: more than packs that overlap
 
 
@@ -82,21 +83,19 @@ def _row(
         yield from _slice(process, thread, "apply", "apply", max(at, applying), end)
         for pack, level in zip(timeline.packs, levels[:, row, index].tolist(), strict=True):
             on = thread + 1 + level
-            start, there, done = _moments(pack, row, index, origin)
             about = {"step": step, "bytes": pack.bytes}
-            name = svg.printable(pack.name)
-            start = max(start, free.get(on, 0.0))
-            there = max(start, there)
-            yield from _slice(process, on, f"{name} wait", "wait", start, there, about)
-            yield from _slice(process, on, name, "transfer", there, done, about)
-            free[on] = done
+            for part, since, until in pictures.pack_parts(pack, row, index):
+                name = svg.printable(pack.name) + _SAID[part]
+                since = max(since - origin, free.get(on, 0.0))
+                yield from _slice(process, on, name, part, since, until - origin, about)
+                free[on] = max(since, until - origin)
 
 
-def _moments(pack: PackTimes, row: int, index: int, origin: float) -> tuple[float, float, float]:
-    """When the pack could start, when all were there, and when it was done, since ``origin``."""
-    start = float(pack.start[row, index]) - origin
-    there = start + float(pack.wait[row, index])
-    return start, there, there + float(pack.transfer[row, index])
+def _transfer(pack: PackTimes, row: int, index: int, origin: float) -> tuple[float, float]:
+    """From when to when a pack was transferred, since ``origin``."""
+    parts = {name: times for name, *times in pictures.pack_parts(pack, row, index)}
+    there, ended = parts["transfer"]
+    return there - origin, ended - origin
 
 
 def _slice(
@@ -120,16 +119,16 @@ def _arrows(timeline: Timeline, levels: np.ndarray, origin: float) -> Iterator[d
     number = 0
     for which, pack in enumerate(timeline.packs):
         for index in range(len(timeline.steps)):
-            last = int(pack.start[:, index].argmax())
+            last = int(pack.begun[:, index].argmax())
             for row in range(len(timeline.rows)):
-                moments = [_moments(pack, of, index, origin) for of in (last, row)]
+                transfers = [_transfer(pack, of, index, origin) for of in (last, row)]
                 # An arrow starts and ends in a slice, and there is none for what took no time.
                 if row == last or not pack.wait[row, index] > 0:
                     continue
-                if not all(done - there > 1e-6 for _, there, done in moments):
+                if not all(ended - there > 1e-6 for there, ended in transfers):
                     continue
                 number += 1
-                for phase, of, (_, there, _) in zip("sf", (last, row), moments, strict=True):
+                for phase, of, (there, _) in zip("sf", (last, row), transfers, strict=True):
                     process, thread = _ids(timeline, of)
                     on = thread + 1 + int(levels[which, of, index])
                     event = {"ph": phase, "name": "waits for", "cat": "wait", "id": number}

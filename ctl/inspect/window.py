@@ -19,7 +19,7 @@ from ctl.errors import CheckpointError, UsageError
 
 SCHEMA = 1  # Raised when a key changes its meaning or goes away, not when one is added.
 
-_NAME = re.compile(r"input|forward|backward|apply|(ready|done)\d{1,6}")
+_NAME = re.compile(r"input|forward|backward|apply|(ready|begun|ended|done)\d{1,6}")
 _FILE = re.compile(r"worker-(\d{1,6})\.json")
 _MOST = 10**7  # stamps in one file
 
@@ -39,7 +39,8 @@ class Window:
     Attributes:
         worker: index of this worker, of ``workers`` in all.
         steps: int64 [S], ascending; batches seen before each.
-        names: the M marks, see `ctl.inspect.marks`.
+        names: the M marks, see `ctl.inspect.marks`; with a profile also ``begun{k}`` and
+            ``ended{k}``, around the collective of pack k.
         stamps: float64 [R, S, M], seconds since the epoch; NaN where a mark was not stamped.
         packs: in the order in which they are reduced: pack k is between ``ready{k}`` and
             ``done{k}``.
@@ -187,8 +188,13 @@ def check_together(windows: Sequence[Window]) -> None:
             if missing
             else "a worker has more than one window"
         )
-    for what in ("names", "packs", "in_order"):
-        if len({getattr(window, what) for window in windows}) > 1:
+    facts = {
+        "packs": {window.packs for window in windows},
+        "marks": {window.names[: 4 + 2 * len(window.packs)] for window in windows},
+        "cross-device operations": {window.in_order for window in windows},
+    }
+    for what, differs in facts.items():
+        if len(differs) > 1:
             raise UsageError(f"these windows are of different runs: their {what} differ")
     if len({len(window.barriers) for window in windows}) > 1:
         raise UsageError("these windows are of different runs: their barriers differ")

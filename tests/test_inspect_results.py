@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 import subprocess
 import sys
@@ -13,20 +12,15 @@ import pytest
 import simulated
 
 from ctl.errors import CheckpointError
-from ctl.inspect.output import show
 from ctl.inspect.plan import Plan
+from ctl.inspect.results import show
 from ctl.inspect.timeline import join
 
 
-def shown(timeline, directory: Path) -> str:
-    file = io.StringIO()
-    show(timeline, directory, file=file)
-    return file.getvalue()
-
-
-def test_the_page_and_the_trace_are_written_and_named(tmp_path):
+def test_the_page_and_the_trace_are_written_and_named(tmp_path, capsys):
     timeline = join(simulated.windows(2, packs=2, late=(1, "input", 0.03)))
-    text = shown(timeline, tmp_path / "inspect")
+    show(timeline, None, tmp_path / "inspect")
+    text = capsys.readouterr().out
     assert sorted(p.name for p in (tmp_path / "inspect").iterdir()) == ["report.html", "trace.json"]
     for name in ("report.html", "trace.json"):
         assert str(tmp_path / "inspect" / name) in text
@@ -37,22 +31,30 @@ def test_the_page_and_the_trace_are_written_and_named(tmp_path):
     assert "What the step moves" not in page and "cannot be shown" not in text
 
 
-def test_a_plan_that_cannot_be_read_costs_the_plan_only(tmp_path):
+def test_a_plan_that_cannot_be_read_costs_the_plan_only(tmp_path, capsys):
     plan = Plan("MirroredStrategy", 2, 1, (), ()).to_json()
     timeline = dataclasses.replace(join(simulated.windows()), plan=plan)
-    shown(timeline, tmp_path)
+    show(timeline, None, tmp_path)
     assert "What the step moves" in (tmp_path / "report.html").read_text("utf-8")
     timeline = dataclasses.replace(timeline, plan={**plan, "replicas": 3.5})
-    assert "what the step moves cannot be shown: plan.replicas" in shown(timeline, tmp_path)
+    show(timeline, None, tmp_path)
+    assert "what the step moves cannot be shown: plan.replicas" in capsys.readouterr().out
     assert "What the step moves" not in (tmp_path / "report.html").read_text("utf-8")
 
 
 def test_a_directory_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "inspect").write_text("a file")
     with pytest.raises(CheckpointError, match="cannot write .*inspect/report.html"):
-        shown(join(simulated.windows()), tmp_path / "inspect")
+        show(join(simulated.windows()), None, tmp_path / "inspect")
+
+
+def test_without_a_directory_nothing_is_written(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    show(join(simulated.windows()), None, None)
+    assert "busbw GB/s" in capsys.readouterr().out and not list(tmp_path.iterdir())
 
 
 def test_no_tensorflow_is_needed():
-    program = "import sys; sys.modules['tensorflow'] = None; import ctl.inspect.output"
+    modules = "page, ctl.inspect.report, ctl.inspect.trace, ctl.inspect.results"
+    program = f"import sys; sys.modules['tensorflow'] = None; import ctl.inspect.{modules}"
     subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[1])

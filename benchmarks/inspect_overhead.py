@@ -1,0 +1,72 @@
+"""What do marks cost? The step with and without them, in interleaved blocks of one process.
+
+    python benchmarks/inspect_overhead.py --model=dense --global_batch_size=64
+    python benchmarks/inspect_overhead.py --model=dense --replicas=2 --bytes_per_pack=100000
+
+Each variant has a trace of its own in the same loop. Printed is the median over rounds of a block's
+time by that of the plain block next to it, on the clock and in seconds of all cores; the latter
+says more where others use the machine, too. "plain again" is the noise.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+from absl import flags
+
+from ctl.flags import group, run
+
+with group("What is measured"):
+    _MODEL = flags.DEFINE_string("model", "dense", "a model of ctl.models")
+    _BATCH = flags.DEFINE_integer("global_batch_size", 64, "examples per step", lower_bound=1)
+    _REPLICAS = flags.DEFINE_integer("replicas", 1, "replicas", lower_bound=1)
+    _PACK = flags.DEFINE_integer("bytes_per_pack", 0, "most bytes in one pack", lower_bound=0)
+with group("How"):
+    _ROUNDS = flags.DEFINE_integer("rounds", 40, "blocks of each variant", lower_bound=1)
+    _STEPS = flags.DEFINE_integer("steps", 200, "steps of a block", lower_bound=1)
+    _WARM_UP = flags.DEFINE_integer("warm_up", 3, "blocks of each that are not timed")
+
+
+def main() -> None:
+    import keras
+
+    import ctl
+    from ctl.inspect.marks import Latest, Marks, Ring
+
+    placement = ctl.make_strategy(replicas=_REPLICAS.value)
+    keras.utils.set_random_seed(0)
+    with placement.strategy.scope():
+        model = ctl.models.make_model(_MODEL.value, (28, 28, 1), 10)
+        step = ctl.TrainStep(model, keras.optimizers.Adam(), bytes_per_pack=_PACK.value)
+    data = ctl.data.load(global_batch_size=_BATCH.value)
+    loop = ctl.Loop(step, data, strategy=placement.strategy, steps_per_loop=_STEPS.value)
+    variants = {
+        "plain": None,
+        "plain again": None,
+        "window": Marks(step, Ring(step, 21)),
+        "latest (flight recorder)": Marks(step, Latest(step)),
+        "both": Marks(step, Ring(step, 21), Latest(step)),
+    }
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in variants}
+    order = list(variants)
+    for number in range(_WARM_UP.value + _ROUNDS.value):
+        order = order[1:] + order[:1]
+        for name in order:
+            step.marks = variants[name]
+            start = time.perf_counter()
+            loop.train(loop.global_step + _STEPS.value)
+            if number >= _WARM_UP.value:
+                seconds[name].append((time.perf_counter() - start) / _STEPS.value)
+    plain = np.array(seconds["plain"])
+    print(
+        f"plain step: {np.median(plain) * 1e3:.3f} ms; {len(plain)} rounds of {_STEPS.value} steps"
+    )
+    for name, took in seconds.items():
+        ratios = np.percentile(np.array(took) / _STEPS.value / plain, [10, 50, 90], axis=0).T
+        cells = [f"{median:.3f} ({low:.3f}-{high:.3f})" for low, median, high in ratios]
+        print(f"{name:26} {cells[0]:22} {cells[1]}")
+
+
+if __name__ == "__main__":
+    run(main, __doc__)

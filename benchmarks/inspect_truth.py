@@ -1,0 +1,137 @@
+"""Does `ctl.inspect` measure what is there? Delays are planted in real workers, and looked for.
+
+    python benchmarks/inspect_truth.py
+
+Two workers train on loopback. For each case of 20 steps one of them sleeps in one phase; the clock
+of worker 1 is shifted afterwards, by --clock. Printed are the delay as `ctl.inspect` measured it,
+and in how many steps it blamed the right worker and phase. With nothing planted nobody may be
+named, in any of --calm runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from absl import flags
+
+from ctl import launch
+from ctl.errors import CtlError
+from ctl.flags import group, run
+from ctl.inspect.blame import accused, blame
+from ctl.inspect.timeline import Timeline, join
+from ctl.inspect.window import Window
+
+_PEER = pathlib.Path(__file__).parent / "peers" / "inspected.py"
+
+with group("What is planted"):
+    _SECONDS = flags.DEFINE_float("seconds", 0.02, "length of the delay", lower_bound=0.0)
+    _CLOCK = flags.DEFINE_float("clock", 2.0, "seconds that worker 1's clock is ahead")
+    _ROUNDS = flags.DEFINE_integer("rounds", 3, "rounds over the delays", lower_bound=1)
+    _CALM = flags.DEFINE_integer("calm", 20, "windows with nothing planted", lower_bound=0)
+with group("How"):
+    _TIMEOUT = flags.DEFINE_float("timeout", 600.0, "seconds for all of it")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A delay of ``seconds`` in ``phase`` of ``worker``, in every step of a window; none without a
+    phase."""
+
+    name: str
+    worker: int = 0
+    phase: str | None = None
+    seconds: float = 0.0
+
+
+def observe(cases: Sequence[Case], directory: pathlib.Path, timeout: float) -> list[list[Window]]:
+    """The windows of two real workers in each case.
+
+    Raises:
+        CtlError: a worker failed, or all of it took more than ``timeout`` seconds.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "cases.json").write_text(json.dumps([dataclasses.asdict(c) for c in cases]))
+    cluster = launch.cluster(2)
+    with contextlib.ExitStack() as stack:
+        workers = []
+        for index in range(2):
+            config = {"cluster": cluster, "task": {"type": "worker", "index": index}}
+            log = stack.enter_context(open(directory / f"log-{index}", "w"))
+            worker = subprocess.Popen(
+                [sys.executable, str(_PEER), str(directory)],
+                env={**os.environ, "TF_CONFIG": json.dumps(config), "CUDA_VISIBLE_DEVICES": "-1"},
+                stdout=log,
+                stderr=log,
+            )
+            stack.callback(worker.wait)
+            stack.callback(worker.kill)
+            workers.append(worker)
+        for index, worker in enumerate(workers):
+            try:
+                code = worker.wait(timeout)
+            except subprocess.TimeoutExpired:
+                raise CtlError(f"worker {index} took more than {timeout:.0f} s") from None
+            if code:
+                said = (directory / f"log-{index}").read_text().strip().splitlines()
+                raise CtlError(f"worker {index} failed: {said[-1] if said else code}")
+    found: list[Any] = [json.loads((directory / f"{c.name}.json").read_text()) for c in cases]
+    return [[Window.from_json(each) for each in windows] for windows in found]
+
+
+def shifted(windows: Sequence[Window], ahead: float) -> list[Window]:
+    """As if the clock of worker 1 were ``ahead`` by so many seconds."""
+    return [
+        dataclasses.replace(w, stamps=w.stamps + ahead, barriers=w.barriers + ahead)
+        if w.worker == 1
+        else w
+        for w in windows
+    ]
+
+
+def found_delay(timeline: Timeline, case: Case) -> tuple[float, float]:
+    """How much longer the phase of the case took on its worker than on the other, median over the
+    steps, in seconds; and the share of steps that were blamed on that worker and phase."""
+    took = timeline.phases[case.phase]
+    delay = float(np.median(took[case.worker] - took[1 - case.worker]))
+    blamed = [each == (case.worker, case.phase) for each in accused(timeline)]
+    return delay, float(np.mean(blamed))
+
+
+def main() -> None:
+    planted = [
+        Case(f"{phase}-{worker}-{number}", worker, phase, _SECONDS.value)
+        for number in range(_ROUNDS.value)
+        for phase in ("input", "forward")
+        for worker in (0, 1)
+    ]
+    calm = [Case(f"calm-{number}") for number in range(_CALM.value)]
+    with tempfile.TemporaryDirectory(prefix="ctl-truth-") as directory:
+        seen = observe([*planted, *calm], pathlib.Path(directory), _TIMEOUT.value)
+    print(f"planted: {_SECONDS.value * 1e3:.1f} ms; clock of worker 1: {_CLOCK.value:+.1f} s")
+    print("worker  phase    measured ms  others waited ms  blamed  clock ms (+- bound)")
+    for case, windows in zip(planted, seen, strict=False):
+        timeline = join(shifted(windows, _CLOCK.value))
+        delay, share = found_delay(timeline, case)
+        waited = float(np.median(timeline.late[case.worker]))
+        clock = timeline.clocks[1]
+        off = (clock.offset - _CLOCK.value) * 1e3
+        print(
+            f"{case.worker:6}  {case.phase:7}  {delay * 1e3:11.2f}  {waited * 1e3:16.2f}  "
+            f"{share:6.0%}  {off:+.2f} +- {clock.error * 1e3:.2f}"
+        )
+    named = [blame(join(windows)) for windows in seen[len(planted) :]]
+    print(f"nothing planted: somebody was named in {sum(map(bool, named))} of {len(named)} runs")
+
+
+if __name__ == "__main__":
+    run(main, __doc__)

@@ -1,0 +1,112 @@
+"""One worker that trains a network of dense layers when `scaling.py` tells it to.
+
+Beside the training as it is, it can train with the all-reduce left out, which shows what that costs
+without any instrument; and all-reduce alone, as `all_reduce_worker.py` does.
+"""
+
+from __future__ import annotations
+
+import functools
+import resource
+import sys
+import time
+from typing import Any
+
+from absl import flags
+from all_reduce_worker import Measured, place
+from lines import answerer, serve
+
+from ctl.flags import group, run
+
+with group("What is trained"):
+    _BATCH = flags.DEFINE_integer("batch", 64, "examples of a replica (weak), of all (strong)")
+    _LAYERS = flags.DEFINE_integer("layers", 4, "dense layers, two variables each")
+    _WIDTH = flags.DEFINE_integer("width", 512, "of each layer")
+    _PACK = flags.DEFINE_integer("bytes_per_pack", 0, "as in ctl.train")
+
+_FEATURES = (28, 28, 1)
+_CLASSES = 10
+
+
+class Trained:
+    """Trainings of the same network, one for each kind, made when they are first asked for."""
+
+    def __init__(self, placement: Any):
+        self.placement = placement
+        self.replicas = placement.strategy.num_replicas_in_sync
+
+    def run(self, steps: int, strong: bool, alone: bool) -> dict[str, Any]:
+        """Trains ``steps`` steps.
+
+        Args:
+            steps: how many.
+            strong: one global batch for all replicas; otherwise one for each of them.
+            alone: without the all-reduce.
+
+        Returns:
+            Its ``seconds``; processor time of all threads, ``cpu_seconds``; the most memory that
+            this process has held so far, ``peak_bytes``.
+        """
+        loop = self._loop(strong, alone)
+        start, cpu_start = time.perf_counter(), time.process_time()
+        loop.train(loop.global_step + steps)
+        return {
+            "seconds": time.perf_counter() - start,
+            "cpu_seconds": time.process_time() - cpu_start,
+            "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        }
+
+    @functools.lru_cache  # noqa: B019 - one object for the life of the process
+    def _loop(self, strong: bool, alone: bool) -> Any:
+        import keras
+
+        import ctl
+
+        class Alone(ctl.TrainStep):
+            def reduce(self, loss, count, gradients):
+                return loss, gradients
+
+        keras.utils.set_random_seed(1)
+        with self.placement.strategy.scope():
+            model = keras.Sequential([keras.layers.Input(_FEATURES), keras.layers.Flatten()])
+            for _ in range(_LAYERS.value):
+                model.add(keras.layers.Dense(_WIDTH.value, activation="relu"))
+            model.add(keras.layers.Dense(_CLASSES))
+            step = (Alone if alone else ctl.TrainStep)(
+                model,
+                keras.optimizers.SGD(1e-3),
+                bytes_per_pack=_PACK.value,
+                options=self.placement.options,
+            )
+        dataset = ctl.data.synthetic(
+            _FEATURES,
+            _CLASSES,
+            global_batch_size=_BATCH.value * (1 if strong else self.replicas),
+        )
+        return ctl.Loop(step, dataset, strategy=self.placement.strategy, steps_per_loop=sys.maxsize)
+
+    def gradient_bytes(self) -> int:
+        """Of one replica, float32."""
+        model = self._loop(False, False).step.model
+        return 4 * sum(v.value.shape.num_elements() for v in model.trainable_variables)
+
+
+def main() -> None:
+    answer = answerer()
+    if flags.FLAGS.strategy == "multi_worker" or flags.FLAGS.replicas:
+        placement = place()
+    else:
+        from ctl.strategy import make_strategy
+
+        placement = make_strategy()
+    trained, measured = Trained(placement), Measured(placement)
+
+    def reply(what: str = "all_reduce", **request: Any) -> dict[str, Any]:
+        return (trained if what == "train" else measured).run(**request)
+
+    about = {"replicas": trained.replicas, "gradient_bytes": trained.gradient_bytes()}
+    serve(about | {"device": placement.description}, reply, answer)
+
+
+if __name__ == "__main__":
+    run(main, sys.modules["__main__"].__doc__)

@@ -1,0 +1,73 @@
+"""Links of a known bandwidth and latency: network namespaces of Linux, shaped by ``tc``.
+
+Each has one virtual network card on a bridge; the rate of what it sends is limited (by tbf) and,
+where the kernel has netem, delayed. Needs root, ``ip`` and ``tc``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+
+from ctl.errors import UsageError
+
+
+def run(*command: str) -> None:
+    """Raises `UsageError` when ``command`` fails."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = (done.stderr or done.stdout).strip().splitlines()
+        raise UsageError(f"{' '.join(command)}: {said[-1] if said else done.returncode}")
+
+
+@contextlib.contextmanager
+def namespaces(count: int, mbit: float, delay_ms: float) -> Iterator[list[tuple[list[str], str]]]:
+    """``count`` namespaces whose cards send ``mbit`` megabits per second at most, each packet
+    ``delay_ms`` milliseconds late.
+
+    Yields:
+        For each, what to put before a command to run it there, and its address. All are gone in the
+        end.
+
+    Raises:
+        UsageError: not root, a program is missing, or the kernel has no netem and is to delay.
+    """
+    for program in ("ip", "tc"):
+        if shutil.which(program) is None:
+            raise UsageError(f"shaped links need the program {program}: install iproute2")
+    if os.geteuid():
+        raise UsageError("shaped links need network namespaces: run this as root")
+    mark = f"ctl{os.getpid() % 10**6}"
+    subnet = f"10.{200 + os.getpid() % 50}.{os.getpid() // 50 % 250}"
+    with contextlib.ExitStack() as stack:
+
+        def made(*command: str, undo: Sequence[str]) -> None:
+            run(*command)
+            stack.callback(subprocess.run, undo, capture_output=True, check=False)
+
+        bridge = f"{mark}b"
+        made("ip", "link", "add", bridge, "type", "bridge", undo=["ip", "link", "del", bridge])
+        run("ip", "link", "set", bridge, "up")
+        places = []
+        for index in range(count):
+            name, outside, address = f"{mark}-{index}", f"{mark}v{index}", f"{subnet}.{index + 1}"
+            inside = ["ip", "netns", "exec", name]
+            made("ip", "netns", "add", name, undo=["ip", "netns", "del", name])
+            run("ip", "link", "add", outside, "type", "veth", "peer", "name", "card", "netns", name)
+            run("ip", "link", "set", outside, "master", bridge, "up")
+            run(*inside, "ip", "link", "set", "lo", "up")
+            run(*inside, "ip", "address", "add", f"{address}/24", "dev", "card")
+            run(*inside, "ip", "link", "set", "card", "up")
+            run(*inside, "tc", "qdisc", "add", "dev", "card", "root", *_discipline(mbit, delay_ms))
+            places.append((inside, address))
+        yield places
+
+
+def _discipline(mbit: float, delay_ms: float) -> list[str]:
+    if delay_ms:
+        # A queue of 10,000 packets, because a full one drops.
+        return ["netem", "delay", f"{delay_ms:g}ms", "rate", f"{mbit:g}mbit", "limit", "10000"]
+    return ["tbf", "rate", f"{mbit:g}mbit", "burst", "256kb", "latency", "400ms"]

@@ -1,0 +1,119 @@
+"""What the reduction costs, without an instrument: the only place that takes it out of the step.
+
+The step with and without its all-reduce, in interleaved blocks, on the state as it is; which is put
+back afterwards, on every replica. What is left out is the collective and nothing else, so the
+difference is the exposed communication, waiting included.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import numpy as np
+import tensorflow as tf
+
+if TYPE_CHECKING:
+    from ctl.loop import Loop
+    from ctl.step import TrainStep
+
+_WARM_UP = 2  # blocks of each kind that are not timed: the first is traced
+
+
+@dataclasses.dataclass(frozen=True)
+class Ablation:
+    """Seconds per step of each block, float64 [rounds]; block i of one was next to that of the
+    other."""
+
+    whole: np.ndarray
+    without: np.ndarray
+
+    @property
+    def exposed(self) -> np.ndarray:
+        """float64 [rounds], seconds per step; noise can make one negative."""
+        return self.whole - self.without
+
+    def __str__(self) -> str:
+        low, median, high = np.percentile(self.exposed, [10, 50, 90]) * 1e3
+        whole, without = np.median(self.whole) * 1e3, np.median(self.without) * 1e3
+        return (
+            f"without its all-reduce the step takes {without:.2f} ms, with it {whole:.2f} ms: "
+            f"{median:.2f} ms exposed ({low:.2f} to {high:.2f}, p10 to p90 of "
+            f"{len(self.exposed)} interleaved blocks)"
+        )
+
+
+class _WithoutReduction:
+    """In the place of marks: the loop gives it a trace of its own."""
+
+    stores = ()
+
+    def mark(self, name: str, tensors: Any) -> None:
+        pass
+
+    def mark_packs(self, tensors: Any, sums: Any) -> None:
+        pass
+
+
+def ablate(loop: Loop, *, rounds: int = 8, steps: int = 20) -> Ablation:
+    """Times ``rounds`` blocks of ``steps`` steps with the all-reduce and as many without.
+
+    Nothing of the training changes: variables, metrics and the position in the data are those of
+    before. With several workers all must call it.
+    """
+    step = loop.step
+    before, variant = step.marks, _WithoutReduction()
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    with _kept(loop):
+        try:
+            for number in range(_WARM_UP + rounds):
+                for whole in (True, False) if number % 2 else (False, True):
+                    step.marks = None if whole else variant
+                    took = _block(loop, steps, whole)
+                    if number >= _WARM_UP:
+                        seconds[whole].append(took / steps)
+        finally:
+            step.marks = before
+    return Ablation(np.array(seconds[True]), np.array(seconds[False]))
+
+
+def _block(loop: Loop, steps: int, whole: bool) -> float:
+    # Where `ctl.step` looks the function up while it is traced; afterwards this changes nothing.
+    leave_out = contextlib.nullcontext() if whole else mock.patch("ctl.step.all_reduce", _nothing)
+    with leave_out:
+        start = time.perf_counter()
+        loop.train(loop.global_step + steps)
+        return time.perf_counter() - start
+
+
+def _nothing(tensors: list[tf.Tensor], **options: Any) -> list[tf.Tensor]:
+    del options
+    return [tf.identity(tensor) for tensor in tensors]
+
+
+@contextlib.contextmanager
+def _kept(loop: Loop) -> Iterator[None]:
+    """Puts every copy of every variable back, and the loop's actions away."""
+    copies = [copy for variable in _variables(loop.step) for copy in _copies(loop, variable)]
+    values = [copy.numpy() for copy in copies]
+    actions, loop.actions = loop.actions, []
+    try:
+        yield
+    finally:
+        loop.actions = actions
+        for copy, value in zip(copies, values, strict=True):
+            copy.assign(value)
+        loop._reset_window()  # of the log: it has counted these steps
+
+
+def _copies(loop: Loop, variable: tf.Variable) -> tuple[tf.Variable, ...]:
+    return loop.strategy.experimental_local_results(variable)
+
+
+def _variables(step: TrainStep) -> list[tf.Variable]:
+    state = [variable for group in step.state().values() for variable in group]
+    return state + [v.value for metric in step.metrics for v in metric.variables]

@@ -1,0 +1,303 @@
+"""The command ``ctl.inspect predict``: what is measured or given in, a table and a picture out."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+from pathlib import Path
+
+from absl import flags
+
+from ctl.errors import UsageError
+from ctl.flags import check_flags, group
+from ctl.flags import run as run_command
+from ctl.inspect import cost, link
+from ctl.inspect.cost import Link, Network
+from ctl.inspect.predict import Pack, Prediction, Step, predict
+
+FLAGS = flags.FLAGS
+flags.disclaim_key_flags()
+
+_USAGE = """
+Predicts the time of a step, its exposed communication and its efficiency on other numbers of
+replicas, with three all-reduce algorithms: a model of the step, from what was measured on a few.
+
+  python -m ctl.inspect predict --forward_ms=40 --backward_ms=80 --packs=25MiB@0.5,75MiB@1 \\
+      --topology=hosts:8 --inner=2us,200GB/s --outer=5us,50GB/s --plot=efficiency.svg
+  python -m ctl.inspect predict --plan=plan.json --forward_ms=4 --backward_ms=9 --link=link.json
+  python -m ctl.inspect predict --measured=/tmp/run --link=link.json --replicas=2,3,4,100
+
+--measured reads what `ctl.inspect run` wrote, --plan the output of `ctl.inspect plan --json`, and
+--link that of `benchmarks/all_reduce.py --json`. Formulas are in ctl/inspect/cost.py.
+"""
+
+DEFAULT_REPLICAS = [2**k for k in range(1, 17)] + [100_000]
+_MOST_REPLICAS = 10_000_000
+
+_SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
+_RATES = {"MB/s": 1e6, "GB/s": 1e9, "Mbit/s": 1e6 / 8, "Gbit/s": 1e9 / 8}
+_SIZES = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "MB": 10**6, "GB": 10**9}
+
+
+def define_flags() -> None:
+    with group("The step of one replica"):
+        flags.DEFINE_string("measured", None, "Directory of a run that was inspected: all of it.")
+        flags.DEFINE_string("plan", None, "File of a plan: the packs, and when they are ready.")
+        flags.DEFINE_list("packs", None, "Packs as SIZE@SHARE of the backward pass they need.")
+        flags.DEFINE_float("forward_ms", None, "Forward pass, milliseconds.", lower_bound=0)
+        flags.DEFINE_float("backward_ms", None, "Backward pass, milliseconds.", lower_bound=0)
+        flags.DEFINE_float("apply_ms", None, "Update of the weights.", lower_bound=0)
+        flags.DEFINE_float("other_ms", None, "Input and everything else.", lower_bound=0)
+        flags.DEFINE_float(
+            "jitter_ms", None, "Standard deviation of the compute time.", lower_bound=0
+        )
+        flags.DEFINE_float(
+            "contention",
+            1.0,
+            "Times that a transfer takes as long beside the backward pass, where both need the "
+            "same cores.",
+            lower_bound=1,
+        )
+    with group("The network"):
+        flags.DEFINE_string(
+            "topology",
+            "flat",
+            "flat: a link for each replica; hosts:N: N replicas on a host, which share its outer "
+            "link; shared: all replicas share one link, as processes of one machine.",
+        )
+        flags.DEFINE_string("outer", None, "Latency and bandwidth, e.g. 5us,50GB/s.")
+        flags.DEFINE_string("inner", None, "The same inside a host.")
+        flags.DEFINE_string("link", None, "File of a measured all-reduce, for the outer link.")
+    with group("What is predicted"):
+        flags.DEFINE_list("replicas", None, "Numbers of replicas (default: 2, 4, 8, … 100000).")
+        flags.DEFINE_list("algorithms", list(cost.ALGORITHMS), "All-reduce algorithms.")
+        flags.DEFINE_boolean("strong", False, "One global batch for all; otherwise one for each.")
+        flags.DEFINE_boolean("json", False, "Print one JSON object.")
+        flags.DEFINE_string("plot", None, "SVG file to write.")
+    check_flags(["algorithms"], _check_algorithms)
+
+
+def _check_algorithms(algorithms: list[str]) -> None:
+    for name in algorithms:
+        if name not in cost.ALGORITHMS:
+            raise UsageError(
+                f"unknown algorithm {name!r}: the choices are {', '.join(cost.ALGORITHMS)}"
+            )
+
+
+def run() -> None:
+    """The command line."""
+    define_flags()
+    run_command(main, _USAGE)
+
+
+def main() -> None:
+    """Reads, predicts, prints and draws."""
+    step, network = read_step(), read_network()
+    counts = read_replicas(FLAGS.replicas)
+    curves = {
+        name: [
+            predict(
+                step,
+                n,
+                lambda size, n=n, name=name: cost.ALGORITHMS[name](network, n, size),
+                strong=FLAGS.strong,
+            )
+            for n in counts
+        ]
+        for name in FLAGS.algorithms
+    }
+    if FLAGS.plot:
+        _plot(step, network, curves)
+    as_json = FLAGS.json
+    text = json.dumps(_as_json(step, network, curves)) if as_json else table(step, network, curves)
+    with contextlib.suppress(BrokenPipeError):  # of `predict | head`
+        print(text, flush=True)
+        return
+    os._exit(0)  # without a second attempt to write what is left
+
+
+def read_step() -> Step:
+    """The step that the flags describe.
+
+    Raises:
+        UsageError: there is none, or a file is not what it should be.
+    """
+    step = Step(0.0, 0.0, 0.0, (), contention=FLAGS.contention)
+    if FLAGS.measured:
+        from ctl.inspect.predict import measured_step
+        from ctl.inspect.timeline import join
+        from ctl.inspect.window import read_all
+
+        step = measured_step(join(read_all(Path(FLAGS.measured))), FLAGS.contention)
+    given = {
+        name: FLAGS[f"{name}_ms"].value / 1e3
+        for name in ("forward", "backward", "apply", "other", "jitter")
+        if FLAGS[f"{name}_ms"].value is not None
+    }
+    if not FLAGS.measured and not {"forward", "backward"} <= set(given):
+        raise UsageError("give --measured=DIR of a run, or --forward_ms and --backward_ms")
+    if FLAGS.plan:
+        step = dataclasses.replace(step, packs=packs_of_plan(FLAGS.plan))
+    if FLAGS.packs:
+        step = dataclasses.replace(step, packs=tuple(map(parse_pack, FLAGS.packs)))
+    if not step.packs:
+        raise UsageError("give --packs=SIZE@SHARE,…, --plan=FILE or --measured=DIR of a run")
+    return dataclasses.replace(step, **given)
+
+
+def packs_of_plan(path: str) -> tuple[Pack, ...]:
+    """The gradients' packs of a plan, in order.
+
+    Raises:
+        UsageError: the file is no plan, or does not know the size of a pack.
+    """
+    from ctl.inspect.plan import from_json
+
+    try:
+        plan = from_json(json.loads(Path(path).read_text(encoding="utf-8")))
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise UsageError(f"{path} is not JSON: {error}") from error
+    packs = []
+    for collective in plan.collectives:
+        if collective.bytes is None:
+            raise UsageError(f"{path}: the size of {collective.name} is not known; give --packs")
+        share = 1.0 if collective.full_share is None else collective.full_share
+        packs.append(Pack(collective.bytes, share))
+    return tuple(packs)
+
+
+def read_network() -> Network:
+    """The network that the flags describe.
+
+    Raises:
+        UsageError: no outer link, or an unknown topology.
+    """
+    kind, _, count = FLAGS.topology.partition(":")
+    if (kind, count) not in (("flat", ""), ("shared", "")) and (
+        kind != "hosts" or not count.isdigit() or not 0 < int(count) <= _MOST_REPLICAS
+    ):
+        raise UsageError(f"--topology={FLAGS.topology}: choose flat, shared or hosts:N")
+    if bool(FLAGS.outer) == bool(FLAGS.link):
+        raise UsageError("give one of --outer=LATENCY,BANDWIDTH and --link=FILE")
+    shared = kind == "shared"
+    if FLAGS.link:
+        outer = cost.link_of(link.read(FLAGS.link), shared=shared)
+    else:
+        outer = dataclasses.replace(parse_link("--outer", FLAGS.outer), shared=shared)
+    inner = parse_link("--inner", FLAGS.inner) if FLAGS.inner else None
+    return Network(outer, inner, int(count) if kind == "hosts" else 1)
+
+
+def parse_link(flag: str, text: str) -> Link:
+    """``5us,50GB/s``."""
+    latency, _, rate = text.partition(",")
+    try:
+        alpha, beta = _quantity(latency, _SECONDS), _quantity(rate, _RATES)
+        if beta <= 0:
+            raise ValueError
+    except ValueError:
+        raise UsageError(
+            f"{flag}={text}: give latency ({', '.join(_SECONDS)}) and bandwidth "
+            f"({', '.join(_RATES)}), e.g. 5us,50GB/s"
+        ) from None
+    return Link(alpha, beta)
+
+
+def parse_pack(text: str) -> Pack:
+    """``25MiB@0.5``."""
+    size, _, share = text.partition("@")
+    try:
+        pack = Pack(_quantity(size, _SIZES), float(share or 1))
+        if not 0 <= pack.ready <= 1:
+            raise ValueError
+    except ValueError:
+        raise UsageError(
+            f"--packs={text}: give SIZE ({', '.join(_SIZES)}) and the share of the backward pass "
+            "before it, e.g. 25MiB@0.5"
+        ) from None
+    return pack
+
+
+def _quantity(text: str, units: dict[str, float]) -> float:
+    """Raises ValueError for what is not a number with one of ``units``."""
+    found = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?)\s*([A-Za-z/]+)", text.strip())
+    if not found or found[2] not in units:
+        raise ValueError(text)
+    return float(found[1]) * units[found[2]]
+
+
+def read_replicas(texts: list[str] | None) -> list[int]:
+    """Numbers of replicas, ascending."""
+    if texts is None:
+        return DEFAULT_REPLICAS
+    for text in texts:
+        if not text.isdigit() or not 1 <= int(text) <= _MOST_REPLICAS:
+            raise UsageError(f"--replicas: {text!r} is not a number from 1 to {_MOST_REPLICAS:,}")
+    return sorted(set(map(int, texts)))
+
+
+def table(step: Step, network: Network, curves: dict[str, list[Prediction]]) -> str:
+    """One line for each number of replicas; milliseconds and percent."""
+    lines = [describe(step, network), ""]
+    lines.append(" " * 9 + "".join(f"{name:>36}" for name in curves))
+    head = f"{'step ms':>12}{'exposed ms':>12}{'efficiency':>12}"
+    lines.append(f"{'replicas':>9}" + head * len(curves))
+    for row in zip(*curves.values(), strict=True):
+        cells = "".join(
+            f"{p.step * 1e3:12.3f}{p.exposed * 1e3:12.3f}{p.efficiency:12.1%}" for p in row
+        )
+        lines.append(f"{row[0].replicas:>9,}{cells}")
+    return "\n".join(lines)
+
+
+def describe(step: Step, network: Network) -> str:
+    """What goes in, in two lines."""
+    size = sum(pack.bytes for pack in step.packs) / (1 << 20)
+    kind = "all replicas share one link" if network.outer.shared else "a link for each replica"
+    if network.per_host > 1:
+        kind = f"{network.per_host} replicas on a host ({_shown(network.inner)}), a link each"
+    return (
+        f"one replica: {step.alone * 1e3:.3f} ms (forward {step.forward * 1e3:.3f}, backward "
+        f"{step.backward * 1e3:.3f}, apply {step.apply * 1e3:.3f}, other {step.other * 1e3:.3f}), "
+        f"{size:.2f} MiB in {len(step.packs)} packs\n"
+        f"network: {kind}: {_shown(network.outer)}"
+    )
+
+
+def _shown(one: Link) -> str:
+    return f"{one.alpha * 1e6:.1f} us, {one.beta / 1e9:.2f} GB/s"
+
+
+def _as_json(step: Step, network: Network, curves: dict[str, list[Prediction]]) -> dict:
+    return {
+        "schema": 1,
+        "step": dataclasses.asdict(step),
+        "network": dataclasses.asdict(network),
+        "strong": FLAGS.strong,
+        "predictions": {
+            name: [dataclasses.asdict(p) for p in predictions]
+            for name, predictions in curves.items()
+        },
+    }
+
+
+def _plot(step: Step, network: Network, curves: dict[str, list[Prediction]]) -> None:
+    from ctl.inspect.efficiency import draw
+
+    scaling = "strong" if FLAGS.strong else "weak"
+    _, network_note = describe(step, network).splitlines()
+    size = sum(pack.bytes for pack in step.packs) / (1 << 20)
+    step_note = f"one replica: {step.alone * 1e3:.3g} ms, {size:.3g} MiB of gradients in all"
+    title = f"Predicted efficiency, {scaling} scaling"
+    try:
+        Path(FLAGS.plot).write_text(
+            draw(curves, title, (step_note, network_note)), encoding="utf-8"
+        )
+    except OSError as error:
+        raise UsageError(f"cannot write --plot={FLAGS.plot}: {error.strerror}") from error

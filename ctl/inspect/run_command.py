@@ -1,0 +1,117 @@
+"""The command ``ctl.inspect run``: runs some steps and shows where their time goes."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from absl import flags, logging
+
+from ctl import console, train
+from ctl.flags import group
+from ctl.flags import run as run_command
+from ctl.inspect.results import define_bandwidth_flag
+
+if TYPE_CHECKING:
+    from ctl.loop import Loop
+
+FLAGS = flags.FLAGS
+flags.disclaim_key_flags()
+
+_USAGE = """
+Runs some steps and shows where their time goes: phases, packs, bandwidths, who is late.
+
+  python -m ctl.inspect run --steps=20 --replicas=2
+  python -m ctl.inspect run --steps=20 --profile --ablate --model=resnet20 --bytes_per_pack=262144
+
+Takes the flags of ctl.train. With --model_dir it leaves model_dir/inspect/worker-I.json, a page and
+a trace there; checkpoints are neither read nor written. Under --strategy=multi_worker start it on
+every worker.
+"""
+
+
+def run() -> None:
+    """The command line."""
+    with group("Inspection"):
+        flags.DEFINE_integer("steps", 20, "Steps to look at.", lower_bound=1, upper_bound=10_000)
+        flags.DEFINE_integer(
+            "warm_up",
+            40,
+            "Steps before them: TensorFlow schedules an operation by what its first runs cost.",
+            lower_bound=1,
+        )
+        flags.DEFINE_boolean(
+            "profile",
+            False,
+            "Run TensorFlow's profiler over the same steps, and split a pack's time further. It "
+            "makes steps longer, by some percent.",
+        )
+        flags.DEFINE_boolean(
+            "ablate",
+            False,
+            "Measure the exposed communication without an instrument, too: the step with and "
+            "without its all-reduce in interleaved blocks.",
+        )
+        define_bandwidth_flag()
+    train.define_flags(model_dir_required=False)
+    run_command(main, _USAGE)
+
+
+def main() -> None:
+    """Warms up, looks, and shows."""
+    console.log_to_terminal()
+    console.load_tensorflow()
+
+    from ctl import workers
+    from ctl.inspect import private
+    from ctl.inspect.ablate import ablate
+
+    loop = train.make_loop(*train.prepare())
+    reason = private.no_marks()
+    if reason:
+        logging.warning("%s", reason)
+        _time(loop)
+    else:
+        _look(loop)
+    if FLAGS.ablate:
+        result = ablate(loop, steps=FLAGS.steps)
+        if workers.is_chief(loop.strategy):
+            print(result)
+    if workers.is_multi_worker(loop.strategy):
+        workers.barrier(loop.strategy, FLAGS.startup_timeout)  # who leaves early looks lost
+
+
+def _look(loop: Loop) -> None:
+    from ctl import workers
+    from ctl.inspect import window
+    from ctl.inspect.profile import profiled
+    from ctl.inspect.results import show
+    from ctl.inspect.session import Recording
+    from ctl.inspect.timeline import join
+
+    recording = Recording(loop.step, FLAGS.steps)
+    recording.start()
+    logging.info("compiling and warming up: %d steps", FLAGS.warm_up)
+    loop.train(FLAGS.warm_up)
+    with profiled() if FLAGS.profile else contextlib.nullcontext([]) as traces:
+        loop.train(FLAGS.warm_up + FLAGS.steps + 1)
+    recording.stop()
+    windows = recording.take(traces)
+    directory = Path(FLAGS.model_dir) / "inspect" if FLAGS.model_dir else None
+    multi_worker = workers.is_multi_worker(loop.strategy)
+    mine = workers.cluster_of(loop.strategy).index if multi_worker else 0
+    if directory:
+        logging.info("stamps: %s", window.write(windows[mine], directory))
+    if workers.is_chief(loop.strategy):
+        show(join(windows), FLAGS.bandwidth, directory)
+
+
+def _time(loop: Loop) -> None:
+    """All that can be said without marks."""
+    loop.train(FLAGS.warm_up)
+    start = time.perf_counter()
+    loop.train(FLAGS.warm_up + FLAGS.steps)
+    seconds = (time.perf_counter() - start) / FLAGS.steps
+    print(f"The step takes {seconds * 1e3:.2f} ms; where, cannot be shown.")

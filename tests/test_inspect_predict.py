@@ -1,0 +1,255 @@
+"""The cost model: formulas against hand-made numbers and against a simulation of every message."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ctl.inspect import efficiency, predict_command
+from ctl.inspect.cost import ALGORITHMS, Link, Network, hierarchical, link_of, ring, tree
+from ctl.inspect.link import Measured, Point
+from ctl.inspect.predict import Pack, Prediction, Step, predict
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+FAST, SLOW = Link(1e-6, 1e11), Link(1e-4, 1e9)
+
+
+def simulated_ring(network: Network, replicas: int, size: float) -> float:
+    """Every message of every step: a replica sends its next chunk when it has received the last."""
+    ready = np.zeros(replicas)
+    for _ in range(2 * (replicas - 1)):
+        arrived = np.empty(replicas)
+        for sender in range(replicas):
+            receiver = (sender + 1) % replicas
+            same_host = sender // network.per_host == receiver // network.per_host
+            link = network.inner if same_host else network.outer
+            start = max(ready[sender], ready[receiver])
+            arrived[receiver] = start + link.alpha + size / replicas / link.beta
+        ready = arrived
+    return ready.max()
+
+
+@pytest.mark.parametrize(
+    ("per_host", "replicas"), [(1, 2), (1, 3), (1, 12), (2, 2), (2, 8), (2, 12), (4, 3), (4, 12)]
+)
+def test_ring_is_what_its_messages_take(per_host, replicas):
+    network = Network(SLOW, FAST, per_host)
+    expected = simulated_ring(network, replicas, 1e6)
+    assert ring(network, replicas, 1e6) == pytest.approx(expected, rel=1e-9)
+
+
+def test_ring_formula():
+    """2(n-1)·alpha + 2(n-1)/n·B/beta."""
+    assert ring(Network(SLOW), 4, 8e6) == pytest.approx(6 * 1e-4 + 1.5 * 8e6 / 1e9)
+    shared = Network(Link(1e-4, 1e9, shared=True))
+    assert ring(shared, 4, 8e6) == pytest.approx(6 * (1e-4 + 8e6 / 1e9))
+
+
+def test_hierarchical_formula():
+    """8 replicas on 2 hosts: 3 steps of B/4 inside, 2 of B/2 outside, 3 of B/4 inside."""
+    size = 8e6
+    inside = 6 * (1e-6 + size / 4 / 1e11)
+    outside = 2 * (1e-4 + size / 2 / 1e9)
+    assert hierarchical(Network(SLOW, FAST, 4), 8, size) == pytest.approx(inside + outside)
+    for count in (2, 5, 100):  # without hosts it is a ring
+        network = Network(SLOW)
+        assert hierarchical(network, count, size) == pytest.approx(ring(network, count, size))
+
+
+@pytest.mark.parametrize("size", [1.0, 1e6, 1e9])
+def test_tree_is_the_best_of_all_chunks(size):
+    """(d + k)(alpha + w/k), for every k."""
+    hosts = 64
+    stages, transfer = 2 * math.log2(hosts), 2 * (hosts - 1) / hosts * size / SLOW.beta
+    best = min((stages + k) * (SLOW.alpha + transfer / k) for k in range(1, 100_000))
+    assert tree(Network(SLOW), hosts, size) == pytest.approx(best, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_sane_up_to_100000_replicas(name):
+    """Never below what the slowest link must carry; more replicas never take less."""
+    network, size, before = Network(SLOW, FAST, 8), 1e8, 0.0
+    for replicas in predict_command.DEFAULT_REPLICAS:
+        seconds = ALGORITHMS[name](network, replicas, size)
+        hosts = math.ceil(replicas / 8)
+        assert seconds >= 2 * (hosts - 1) / hosts * size / SLOW.beta
+        assert seconds >= before
+        before = seconds
+
+
+def test_latency_of_a_tree_grows_as_the_logarithm():
+    network, n = Network(Link(1e-5, 1e10)), 4096
+    assert ring(network, 16 * n, 1e6) > 15 * ring(network, n, 1e6)
+    assert tree(network, 16 * n, 1e6) < 1.5 * tree(network, n, 1e6)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("replicas", [2, 4])
+def test_a_link_is_found_again(shared, replicas):
+    """A ring over a known link is measured: that link comes out, and cost of another size."""
+    network = Network(Link(2e-4, 3e9, shared))
+    sizes = [2**k for k in range(10, 28)]
+    points = tuple(Point(size, ring(network, replicas, size)) for size in sizes)
+    found = link_of(Measured("multi_worker", "ring", replicas, points), shared=shared)
+    assert found.alpha == pytest.approx(2e-4) and found.beta == pytest.approx(3e9)
+    assert found.shared == shared
+    expected = ring(network, 7, 5e6)
+    assert ring(Network(found), 7, 5e6) == pytest.approx(expected)
+
+
+# The step --------------------------------------------------------------------------------------
+
+
+def step(*packs: Pack, **kwargs) -> Step:
+    return Step(forward=2.0, backward=4.0, apply=1.0, other=0.5, packs=packs, **kwargs)
+
+
+def test_one_pack_is_wholly_exposed():
+    seen = predict(step(Pack(10, 1.0)), 2, lambda size: size / 10)
+    assert (seen.step, seen.communication, seen.exposed) == (8.5, 1.0, 1.0)
+    assert seen.efficiency == 7.5 / 8.5
+
+
+def test_early_packs_hide_behind_the_backward_pass():
+    """Ready at 4 and 6; 1.5 s each: the first is hidden, the second begins when it is ready."""
+    seen = predict(step(Pack(1, 0.5), Pack(1, 1.0)), 2, lambda _: 1.5)
+    assert (seen.communication, seen.exposed) == (3.0, 1.5)
+
+
+def test_a_pack_waits_for_the_one_before_it():
+    """Ready at 3 and 4, 5 s each: the second begins at 8 and ends at 13, 7 after the backward."""
+    seen = predict(step(Pack(1, 0.25), Pack(1, 0.5)), 2, lambda _: 5.0)
+    assert (seen.communication, seen.exposed) == (10.0, 7.0)
+
+
+def test_contention_ends_with_the_backward_pass():
+    """3 s of work from 4 on: in 2 s beside the backward half as much is done, 2 s are left."""
+    seen = predict(step(Pack(1, 0.5), contention=2.0), 2, lambda _: 3.0)
+    assert (seen.communication, seen.exposed) == (4.0, 2.0)
+    seen = predict(step(Pack(1, 0.5), contention=2.0), 2, lambda _: 0.5)
+    assert (seen.communication, seen.exposed) == (1.0, 0.0)
+
+
+def test_the_slowest_of_many_is_later():
+    waits = [predict(step(Pack(1, 1), jitter=0.1), n, lambda _: 0.0).wait for n in (2, 100, 10**4)]
+    drawn = np.random.default_rng(0).normal(0, 0.1, [200, 10**4]).max(axis=1).mean()
+    assert waits[0] < waits[1] < waits[2] == pytest.approx(drawn, rel=0.15)
+    assert predict(step(Pack(1, 1), jitter=0.1), 1, lambda _: 1.0) == Prediction(
+        1, 7.5, 0.0, 0.0, 0.0, 1.0
+    )
+
+
+def test_strong_scaling_shares_the_examples():
+    """Forward and backward shrink to a quarter; apply and other do not."""
+    seen = predict(step(Pack(1, 1.0)), 4, lambda _: 0.5, strong=True)
+    assert seen.step == 0.5 + 1.0 + 0.5 + 1.0 + 0.5
+    assert seen.efficiency == 7.5 / 4 / 3.5
+
+
+# The command -----------------------------------------------------------------------------------
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess:
+    """In a process that cannot import TensorFlow."""
+    program = "import runpy, sys; sys.modules['tensorflow'] = None\n"
+    program += "runpy.run_module('ctl.inspect', run_name='__main__', alter_sys=True)"
+    return subprocess.run(
+        [sys.executable, "-c", program, "predict", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+
+
+STEP = ["--forward_ms=40", "--backward_ms=80"]
+
+
+def test_a_table_a_picture_and_json(tmp_path):
+    picture = tmp_path / "efficiency.svg"
+    arguments = [
+        *STEP,
+        "--packs=25MiB@0.5,75MiB@1",
+        "--topology=hosts:8",
+        "--inner=2us,200GB/s",
+        "--outer=5us,50GB/s",
+        f"--plot={picture}",
+    ]
+    done = run(*arguments)
+    assert done.returncode == 0, done.stderr
+    rows = [line.split() for line in done.stdout.splitlines()[5:]]
+    assert [row[0] for row in rows] == [f"{n:,}" for n in predict_command.DEFAULT_REPLICAS]
+    document = ElementTree.parse(picture).getroot()
+    curves = [e for e in document.iter() if e.get("class") in ("c0", "c1", "c2")]
+    assert len(curves) == 3
+
+    done = run(*arguments, "--json", "--replicas=8,64")
+    content = json.loads(done.stdout)
+    seen = content["predictions"]["hierarchical"][1]
+    network = Network(Link(5e-6, 5e10), Link(2e-6, 2e11), 8)
+    expected = predict(
+        Step(0.04, 0.08, 0.0, (Pack(25 << 20, 0.5), Pack(75 << 20, 1.0))),
+        64,
+        lambda size: hierarchical(network, 64, size),
+    )
+    assert seen == pytest.approx(vars(expected))
+
+
+def test_the_picture_of_the_readme_is_what_its_command_draws(tmp_path):
+    (command,) = re.findall(r"^python -m ctl.inspect predict (.*)$", README, re.MULTILINE)
+    arguments = command.replace("efficiency.svg", str(tmp_path / "efficiency.svg")).split()
+    assert run(*arguments).returncode == 0
+    shown = (ROOT / ".github/efficiency.svg").read_text()
+    assert (tmp_path / "efficiency.svg").read_text() == shown
+
+
+def test_a_measured_link(tmp_path):
+    path = tmp_path / "link.json"
+    points = [{"bytes": 2**k, "seconds": 1e-3 + 2**k / 1e9} for k in range(10, 25)]
+    content = {"schema": 1, "strategy": "multi_worker", "operation": "ring", "replicas": 2}
+    path.write_text(json.dumps(content | {"points": points}))
+    done = run(*STEP, "--packs=1MB", f"--link={path}", "--replicas=2", "--json")
+    (seen,) = json.loads(done.stdout)["predictions"]["ring"]
+    assert seen["exposed"] == pytest.approx(1e-3 + 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--outer=5us,50GB/s", "--packs=1MiB"], "--forward_ms and --backward_ms"),
+        ([*STEP, "--outer=5us,50GB/s"], "give --packs"),
+        ([*STEP, "--packs=1MiB"], "one of --outer"),
+        ([*STEP, "--packs=4", "--outer=5us,1GB/s"], "--packs=4: give SIZE"),
+        ([*STEP, "--packs=4MiB@2", "--outer=5us,1GB/s"], "--packs=4MiB@2"),
+        ([*STEP, "--packs=4MiB", "--outer=5us"], "--outer=5us: give latency"),
+        ([*STEP, "--packs=4MiB", "--outer=5us,0GB/s"], "--outer=5us,0GB/s"),
+        ([*STEP, "--packs=4MiB", "--outer=5us,1GB/s", "--topology=hosts:8"], "--inner"),
+        ([*STEP, "--packs=4MiB", "--outer=5us,1GB/s", "--topology=mesh"], "--topology=mesh"),
+        ([*STEP, "--packs=4MiB", "--outer=5us,1GB/s", "--replicas=0"], "--replicas: '0'"),
+        ([*STEP, "--packs=4MiB", "--outer=5us,1GB/s", "--algorithms=star"], "'star'"),
+        ([*STEP, "--packs=4MiB", "--link=nowhere.json"], "cannot read nowhere.json"),
+        ([*STEP, "--packs=4MiB", "--outer=5us,1GB/s", "--plot=/no/where.svg"], "cannot write"),
+    ],
+)
+def test_an_error_is_one_line(arguments, says):
+    done = run(*arguments)
+    assert done.returncode == 2
+    assert says in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_labels_of_curves_do_not_cover_each_other():
+    same = [Prediction(n, 1.0, 0.0, 0.0, 0.0, 0.5) for n in (2, 4)]
+    text = efficiency.draw({"ring": same, "tree": same, "<b>": same}, "t & t", ("a", "b"))
+    document = ElementTree.fromstring(text)
+    labels = [e for e in document.iter() if (e.get("class") or "") in ("t0", "t1", "t2")]
+    heights = sorted(float(e.get("y")) for e in labels)
+    assert len(heights) == 3 and min(np.diff(heights)) >= 16
+    assert any(e.text.startswith("<b>") for e in labels)

@@ -1,0 +1,144 @@
+"""The trial of packs: what it tries, what it keeps, and that nothing else of a training sees it."""
+
+from __future__ import annotations
+
+import logging as python_logging
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from absl import logging
+from helpers import BATCH, CLASSES, FEATURES, assert_replicas_agree, examples, mlp
+
+from ctl import tune
+from ctl.data import InMemory
+from ctl.global_batches import GlobalBatches
+from ctl.loop import Loop
+from ctl.step import TrainStep
+
+
+def tensors(*sizes: int) -> list[tf.TensorSpec]:
+    return [tf.TensorSpec([size // 4], tf.float32) for size in sizes]
+
+
+def test_candidates_are_halves_down_to_sixteenths():
+    parts = 1 << 20
+    found = tune.candidates(tensors(*[parts] * 16))
+    assert found == [0, 8 * parts, 4 * parts, 2 * parts, parts]
+
+
+def test_candidates_differ_in_their_packs():
+    """A large tensor has a pack of its own, whatever the limit."""
+    assert tune.candidates(tensors(1 << 20)) == [0]
+    found = tune.candidates(tensors(8 << 20, 1 << 20))
+    assert len(found) == 2
+
+
+def test_small_gradients_are_not_cut():
+    assert tune.candidates(tensors(*[1 << 10] * 64)) == [0]
+
+
+def loop(strategy) -> Loop:
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+        model = keras.Sequential(
+            [
+                keras.layers.Input([FEATURES]),
+                keras.layers.Dense(8),
+                keras.layers.BatchNormalization(),
+                keras.layers.Dropout(0.5),
+                keras.layers.Dense(CLASSES),
+            ]
+        )
+        step = TrainStep(
+            model,
+            keras.optimizers.AdamW(0.01),
+            metrics=[keras.metrics.SparseCategoricalAccuracy("accuracy")],
+            ema_decay=0.9,
+            clip_norm=1.0,
+        )
+    return Loop(step, InMemory(examples(), global_batch_size=BATCH), strategy=strategy)
+
+
+def weights(of: Loop) -> list[np.ndarray]:
+    """Of every replica."""
+    return [
+        part.numpy()
+        for values in of.step.state().values()
+        for variable in values
+        for part in of.strategy.experimental_local_results(variable)
+    ]
+
+
+@pytest.fixture
+def two(monkeypatch):
+    """One pack and packs of 128 bytes are tried; collects the times of every trial."""
+    times, measure = [], tune._time
+    monkeypatch.setattr(tune, "candidates", lambda tensors: [0, 128])
+    monkeypatch.setattr(tune, "_time", lambda *args: times.append(measure(*args)) or times[-1])
+    return times
+
+
+def test_a_training_does_not_see_the_trial(mirrored, two):
+    """BatchNorm, Dropout, AdamW, an average of the weights and metrics: bit for bit the same as
+    with the size that was kept, in the middle of an epoch, too."""
+    strategy = mirrored(2)
+    trained, tuned = loop(strategy), loop(strategy)
+    trained.train(3)
+    tuned.train(3)
+    before = weights(tuned)
+    kept = tuned.tune_packs()
+    assert tuned.global_step == 3 and kept == tuned.step.bytes_per_pack
+    for a, b in zip(before, weights(tuned), strict=True):
+        np.testing.assert_array_equal(a, b)
+    (times,) = two
+    assert list(times) == [0, 128]
+    assert all(len(seconds) == 3 and min(seconds) > 0 for seconds in times.values())
+    trained.step.bytes_per_pack = kept
+    trained._reset_window()
+    results = [each.train(10) for each in (trained, tuned)]
+    for a, b in zip(weights(trained), weights(tuned), strict=True):
+        np.testing.assert_array_equal(a, b)
+    for name in ("loss", "accuracy"):
+        assert results[0][name] == results[1][name]
+    assert_replicas_agree(strategy, tuned.step.model.trainable_variables)
+
+
+@pytest.mark.parametrize(("gain", "kept"), [(0.2, 128), (0.01, 0), (-0.2, 0)])
+def test_the_fastest_is_kept_where_it_gains(mirrored, monkeypatch, gain, kept):
+    monkeypatch.setattr(tune, "candidates", lambda tensors: [0, 128, 64])
+    times = {0: [1.0, 9.0, 1.0], 128: [1.0 - gain, 0.1, 1.0 - gain], 64: [1.5] * 3}
+    monkeypatch.setattr(tune, "_time", lambda loop, sizes: times)
+    lines = []
+    handler = python_logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger = logging.get_absl_logger()
+    logger.addHandler(handler)
+    level = logging.get_verbosity()
+    logging.set_verbosity(logging.INFO)
+    try:
+        each = loop(mirrored(2))
+        assert each.tune_packs() == each.step.bytes_per_pack == kept
+    finally:
+        logger.removeHandler(handler)
+        logging.set_verbosity(level)
+    assert lines[-1].startswith(f"bytes_per_pack: {kept} is kept; tried 0: 1e+03 ms, 128: ")
+
+
+def test_one_replica_has_nothing_to_try(mirrored):
+    assert loop(mirrored(1)).tune_packs() == 0
+
+
+def test_a_dataset_that_ends_is_not_an_error(mirrored, two):
+    strategy = mirrored(2)
+    with strategy.scope():
+        step = TrainStep(mlp(), keras.optimizers.SGD(0.1))
+    few = tf.data.Dataset.from_tensor_slices(examples(3 * BATCH)).batch(BATCH, drop_remainder=True)
+    each = Loop(step, GlobalBatches(few, training=False), strategy=strategy)
+    before = weights(each)
+    assert each.tune_packs() == 0 and not two
+    for a, b in zip(before, weights(each), strict=True):
+        np.testing.assert_array_equal(a, b)
+    each.train(3)
+    assert each.global_step == 3
