@@ -176,7 +176,7 @@ def all_gather(strategy: tf.distribute.Strategy, text: bytes, doing: str) -> lis
         mine = strategy.experimental_distribute_values_from_function(lambda _: values)
         return strategy.gather(mine, axis=0)
 
-    with naming_lost_peers(strategy, doing), watchdog.collective(doing):
+    with naming_lost_peers(strategy, doing), watchdog.collective(doing, first=True):
         lengths = gather(tf.constant([len(text)])).numpy()
         # As int32: not every collective takes bytes.
         joined = bytes(gather(tf.constant(list(text), tf.int32)).numpy().tolist())
