@@ -82,7 +82,7 @@ class Loop:
                 f"the global batch size {size} is not divisible by {replicas} replicas"
             )
         step.build(self.strategy, schedule)
-        step.traced = weakref.WeakMethod(self.traced)
+        step.loop = weakref.ref(self)
         self._flight = self._watch()
         self._pace = Pace(steps_per_loop)
         self._marks = step.marks  # of the last call
@@ -260,10 +260,25 @@ class Loop:
         """The graph that `train` runs, traced now if it was not before. No step is run."""
         if self._iterator is None:
             self._open(self.global_step)
+            self._iterator_step = -1  # nothing has begun: peers are still to be met
         return self._train_steps.get_concrete_function(
             *(self._iterator, self._resident, tf.constant(1), self._pace.report(False)),
             *(self.step.marks, self.step.bytes_per_pack),
         )
+
+    def traced_step(self) -> tf.types.experimental.ConcreteFunction:
+        """The graph of one step alone, without marks, on a batch that is given: what could be
+        compiled."""
+        self.traced()
+        none = tf.zeros([]), tf.zeros([], tf.int32)
+        step = tf.function(
+            lambda element: self.strategy.run(self._one_step, args=(none, element, self._resident))
+        )
+        marks, self.step.marks = self.step.marks, None
+        try:
+            return step.get_concrete_function(self._iterator.element_spec)
+        finally:
+            self.step.marks = marks
 
     def _start(self, step: int) -> None:
         self._open(step)
@@ -296,6 +311,7 @@ class Loop:
         )
         self.traced()
         workers.barrier(self.strategy, watchdog.FIRST_CALL_SECONDS)
+        workers.check_agreement(self.strategy, self.step.plan().facts())
 
     def _wake(self, step: int, until: int, seconds_per_step: float) -> dict[str, float]:
         cache: dict[str, float] = {}

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from ctl.inspect.marks import Marks
     from ctl.inspect.plan import Plan
     from ctl.inspect.session import Inspection
+    from ctl.loop import Loop
 
 
 def cross_entropy(labels: tf.Tensor, logits: tf.Tensor, smoothing: float = 0.0) -> tf.Tensor:
@@ -227,8 +228,8 @@ class TrainStep(_Step):
         self.jit_compile = jit_compile
         self.jit_update = jit_update
         self.strategy: tf.distribute.Strategy | None = None
-        # What traces the graph that this step is in, of a loop; not the loop, which has the step.
-        self.traced: weakref.WeakMethod | None = None
+        # Whose graph this step is in; not the loop itself, which has the step.
+        self.loop: weakref.ref[Loop] | None = None
         self.marks: Marks | None = None
 
     def build(self, strategy: tf.distribute.Strategy, schedule=None) -> None:
@@ -284,15 +285,19 @@ class TrainStep(_Step):
         be None), statistics of replicas, and the number of valid examples (when it is counted)."""
         return [*self._trainable, *self._statistics, tf.TensorSpec([], tf.float32)]
 
-    def plan(self) -> Plan:
+    def plan(self, *, xla: bool = False) -> Plan:
         """What one step moves between replicas: read from its graph, no step is run.
+
+        Args:
+            xla: adds what XLA would make of it, were all of the step compiled; where it cannot be,
+                a note that says why.
 
         Raises:
             UsageError: there is no loop yet, which knows the batches.
         """
         from ctl.inspect.collectives import plan_of_step
 
-        return plan_of_step(self)
+        return plan_of_step(self, xla)
 
     # The step itself, on one replica ------------------------------------------------------------
 

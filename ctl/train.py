@@ -211,7 +211,7 @@ def _place() -> Placement:
         communication=FLAGS.communication,
         collective_timeout=FLAGS.collective_timeout,
         startup_timeout=FLAGS.startup_timeout,
-        record_dir=Path(FLAGS.model_dir) / "inspect",
+        record_dir=Path(FLAGS.model_dir) / "inspect" if FLAGS.model_dir else None,
     )
     check_agreement(placement.strategy, _flags_of_the_job())
     return placement

@@ -32,7 +32,7 @@ BOUND = 120  # seconds for a whole job, several times what it takes
 
 @contextlib.contextmanager
 def job(
-    out: Path, *options: str, workers: int = 2, addresses=None, prefixes=None
+    out: Path, *options: str, workers: int = 2, addresses=None, prefixes=None, program=WORKER
 ) -> Iterator[list]:
     """Starts the workers of a job without the launcher, each by a prefix of its command; ends what
     is left of them."""
@@ -44,7 +44,7 @@ def job(
             task = {"type": "worker", "index": index}
             config = json.dumps({"cluster": {"worker": addresses}, "task": task})
             process = subprocess.Popen(
-                [*(prefixes[index] if prefixes else ()), sys.executable, WORKER, out, *options],
+                [*(prefixes[index] if prefixes else ()), sys.executable, program, out, *options],
                 env={**os.environ, "TF_CONFIG": config, "CUDA_VISIBLE_DEVICES": "-1"},
                 stdout=stack.enter_context(open(out / f"out-{index}", "w")),
                 stderr=stack.enter_context(open(out / f"err-{index}", "w")),

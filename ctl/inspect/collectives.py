@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from ctl.errors import UsageError
-from ctl.inspect import lints, private
+from ctl.inspect import lints, private, xla
 from ctl.inspect.graph import Graph, Node, Tensor, constant, flops
 from ctl.inspect.packs import ASSIGN, UNPACK, Packs, bytes_of, payload_of
 from ctl.inspect.plan import Collective, Member, Plan
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _COLLECTIVE = re.compile(r"_?(Collective|Nccl)\w+|XlaAllReduce|CrossReplicaSum|AllToAll")
 # These are the communication where one device sums or joins what comes from several.
 _JOINS = {"AddN", "ConcatV2"}
-_PACK = re.compile(r"(?:^|/)((ctl_all_reduce(?:_\d+)?)/(pack\d+))(?=/|$)")
+_PACK = re.compile(r"(?:^|/)((ctl_all_reduce(?:_\d+)?)/(pack\d+(?:_\d+)?))(?=/|$)")
 _REPLICA = re.compile(r"(^|/)replica_\d+/")
 _SPLITS = {"Split", "SplitV"}
 _ASSIGN = re.compile(r"(Assign\w*VariableOp|ResourceApply\w+|ResourceScatter\w+)$")
@@ -35,18 +35,25 @@ _REDUCES = {"CollectiveReduce", "CollectiveReduceV2", "CollectiveReduceV3", "Ncc
 _GATHERS = {"CollectiveGather", "CollectiveGatherV2", "ConcatV2"}
 
 
-def plan_of_step(step: TrainStep) -> Plan:
+def plan_of_step(step: TrainStep, compiled: bool = False) -> Plan:
     """The plan of a step that is in a loop, with its lints; see `TrainStep.plan`."""
-    traced = step.traced and step.traced()
-    if traced is None:
+    loop = step.loop and step.loop()
+    if loop is None:
         raise UsageError("the loop knows the batches: make ctl.Loop(step, ...), then step.plan()")
     plan = plan_of(
-        traced(),
+        loop.traced(),
         step.strategy,
         {v.path: v.value for v in step.model.variables},
         [v.path for v in step.model.trainable_variables],
         len(cluster_of(step.strategy).workers) if is_multi_worker(step.strategy) else 1,
     )
+    if compiled:
+        try:
+            if len({device for c in plan.collectives for device in c.devices}) > 1:
+                raise UsageError("XLA cannot compile a step that is on several devices")
+            plan = dataclasses.replace(plan, xla=xla.compile_step(loop.traced_step()))
+        except UsageError as error:
+            plan = dataclasses.replace(plan, notes=(*plan.notes, str(error)))
     return dataclasses.replace(plan, lints=lints.check(plan))
 
 

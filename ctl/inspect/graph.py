@@ -89,14 +89,26 @@ class Graph:
         """Who takes ``tensor``, as which of its inputs."""
         return self._consumers.get(tensor, [])
 
-    def ancestors(self, nodes: Iterable[Node], *, control: bool = True) -> set[Node]:
-        """All that must have run before ``nodes``; without ``control``, all whose values they
-        use."""
+    def becomes(self, node: Node, index: int) -> list[Tensor] | None:
+        """The outputs that hand on input ``index`` as it is, where ``node`` is made of other
+        nodes; None for any other operation."""
+        if node.op in ("Merge", "IdentityN"):
+            return [Tensor(node, 0 if node.op == "Merge" else index)]
+        if node.op in _BRANCHES:
+            return []
+        if node.op in _CALLS or node.op in _LOOPS:
+            # What the body returns follows the arguments; a loop's condition returns one value.
+            first = len(node.attr["Tin" if node.op in _CALLS else "T"].list.type)
+            first += node.op in _LOOPS
+            return [Tensor(node, index - first)] if index >= first else []
+        return None
+
+    def ancestors(self, nodes: Iterable[Node]) -> set[Node]:
+        """All that must have run before ``nodes``."""
 
         def before(node: Node) -> Iterator[Node]:
             yield from (tensor.node for tensor in node.inputs)
-            if control:
-                yield from node.control
+            yield from node.control
 
         return _reach(nodes, before)
 
@@ -145,10 +157,13 @@ class Graph:
         """Puts the functions that ``node`` calls in its place."""
         attr = definition.attr
         if node.op in _CALLS:
-            returned, ran = self._body(node, attr["f"].func.name, node.inputs)
+            returned, ran = self._body(node, attr["f"].func.name, list(node.inputs))
             node.control += ran
-            # XLA runs a function as a whole: its outputs come together, when all is done.
-            if returned is not None and not attr["_XlaMustCompile"].b:
+            if attr["_XlaMustCompile"].b:
+                # XLA runs a function as a whole: its outputs come together, when all is done.
+                node.inputs += returned or []
+            elif returned is not None:
+                node.control += [tensor.node for tensor in returned]
                 node.stands_for = returned
         elif node.op in _BRANCHES:
             names = [attr[key].func.name for key in ("then_branch", "else_branch") if key in attr]

@@ -4,6 +4,8 @@ imports no TensorFlow.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from ctl.inspect.plan import Collective, Lint, Plan
 
 MIB = 2**20
@@ -17,96 +19,146 @@ WORTH_SPLITTING = 2 * MIB
 FAULT_CLIFF = 32 * MIB
 
 
+_SHOWN = 3  # names in one line
+
+
 def check(plan: Plan) -> tuple[Lint, ...]:
     """All lints of one plan; empty for a sensible step."""
+    everything = (*plan.collectives, *plan.other)
     found = [
-        *(lint for c in plan.collectives if (lint := _reduced_twice(c))),
-        *_no_overlap(plan),
-        *(lint for c in plan.collectives if (lint := _page_faults(plan, c))),
-        *(lint for c in plan.collectives if (lint := _ring_on_logical_cpus(plan, c))),
-        *(lint for c in (*plan.collectives, *plan.other) if (lint := _gathered(c))),
-        *(lint for c in (*plan.collectives, *plan.other) if (lint := _no_timeout(c))),
+        *map(_reduced_twice, (c for c in plan.collectives if c.again)),
+        _no_overlap(plan),
+        _page_faults(plan),
+        _ring_on_logical_cpus(plan),
+        _gathered(plan),
+        _no_timeout([c for c in everything if c.timeout == 0 and c.group_size > 1]),
+        _merged(plan),
     ]
-    return tuple(found)
+    return tuple(lint for lint in found if lint)
+
+
+def differing(plans: Mapping[int, Plan]) -> tuple[Lint, ...]:
+    """The lint of ``plans``, by worker, that are not all the same."""
+    first = min(plans)
+    facts = {worker: plan.facts() for worker, plan in plans.items()}
+    for worker, theirs in sorted(facts.items()):
+        for name in sorted({*facts[first], *theirs}):
+            ours, other = facts[first].get(name), theirs.get(name)
+            if ours != other:
+                return (
+                    Lint(
+                        "plans differ",
+                        f"{name} is {ours or 'nothing'} on worker {first}, {other or 'nothing'} on "
+                        f"worker {worker}: sums of tensors that do not belong together, in silence",
+                        "start all workers with the same code and flags; reduce in an order that "
+                        "does not depend on the worker",
+                    ),
+                )
+    return ()
 
 
 def _is_ring(collective: Collective) -> bool:
     return collective.kind.startswith(("Collective", "Nccl"))
 
 
-def _reduced_twice(pack: Collective) -> Lint | None:
-    if not pack.again:
-        return None
+def _on_cpus(collective: Collective) -> bool:
+    return all("CPU" in device for device in collective.devices)
+
+
+def _names(collectives: Sequence[Collective]) -> str:
+    shown = [c.name for c in collectives[:_SHOWN]]
+    more = len(collectives) - len(shown)
+    return ", ".join(shown) + (f" and {more} more" if more else "")
+
+
+def _reduced_twice(pack: Collective) -> Lint:
     return Lint(
         "reduced twice",
         f"the gradients of {pack.name} are summed over the replicas again by "
-        f"{', '.join(pack.again)}: they are {pack.group_size} times too large",
+        f"{', '.join(pack.again[:_SHOWN])}: they are {pack.group_size} times too large",
         "reduce once: Keras's optimizer.apply() reduces by itself, TrainStep.apply() does not",
     )
 
 
-def _no_overlap(plan: Plan) -> list[Lint]:
+def _no_overlap(plan: Plan) -> Lint | None:
     if len(plan.collectives) != 1:
-        return []
+        return None
     (pack,) = plan.collectives
     # Logical devices of one CPU share its memory and its cores: there is no transfer to hide.
-    if plan.workers == 1 and all("CPU" in device for device in pack.devices):
-        return []
+    if plan.workers == 1 and _on_cpus(pack):
+        return None
     if pack.start_share is None or pack.start_share < 1 or (pack.bytes or 0) < WORTH_SPLITTING:
-        return []
-    return [
-        Lint(
-            "no overlap",
-            f"{pack.name} has all {_mib(pack.bytes)} and can start only when all of the backward "
-            "pass is done",
-            f"--bytes_per_pack={pack.bytes // 4}: the first packs move while the backward pass "
-            "goes on",
-        )
-    ]
-
-
-def _page_faults(plan: Plan, pack: Collective) -> Lint | None:
-    on_cpu = plan.workers > 1 and all("CPU" in device for device in pack.devices)
-    if not on_cpu or not _is_ring(pack) or (pack.bytes or 0) <= FAULT_CLIFF:
         return None
     return Lint(
-        "page faults",
-        f"{pack.name} is {_mib(pack.bytes)}; above 32 MiB every buffer of gRPC is mapped afresh, "
-        "page by page, which took 1.9 times as long (benchmarks/all_reduce.py)",
-        f"--bytes_per_pack={16 * MIB}",
+        "no overlap",
+        f"{pack.name} has all {_mib(pack.bytes)} and can start only when all of the backward pass "
+        "is done",
+        f"--bytes_per_pack={pack.bytes // 4}: the first packs move while the backward pass goes on",
     )
 
 
-def _ring_on_logical_cpus(plan: Plan, pack: Collective) -> Lint | None:
-    cpus = len(pack.devices) > 1 and all("CPU" in device for device in pack.devices)
-    if not cpus or not _is_ring(pack):
+def _page_faults(plan: Plan) -> Lint | None:
+    packs = [
+        c
+        for c in plan.collectives
+        if plan.workers > 1 and _on_cpus(c) and _is_ring(c) and (c.bytes or 0) > FAULT_CLIFF
+    ]
+    if not packs:
+        return None
+    return Lint(
+        "page faults",
+        f"{_names(packs)}: {_mib(max(c.bytes for c in packs))}; above 32 MiB every buffer of gRPC "
+        "is mapped afresh, page by page, which takes up to twice as long "
+        "(benchmarks/all_reduce.py measures it)",
+        f"--bytes_per_pack={16 * MIB}; a single tensor that is larger stays whole",
+    )
+
+
+def _ring_on_logical_cpus(plan: Plan) -> Lint | None:
+    packs = [c for c in plan.collectives if len(c.devices) > 1 and _on_cpus(c) and _is_ring(c)]
+    if not packs:
         return None
     return Lint(
         "ring on logical CPUs",
-        f"{pack.name} goes around a ring of {pack.group_size} devices that share one memory: 3 to "
-        "16 times the time of a sum on one of them (benchmarks/all_reduce.py)",
+        f"{_names(packs)}: a ring of {packs[0].group_size} devices that share one memory, several "
+        "times slower than a sum on one of them (benchmarks/all_reduce.py measures it)",
         "--cross_device_ops=auto, or MirroredStrategy(cross_device_ops=ReductionToOneDevice())",
     )
 
 
-def _gathered(collective: Collective) -> Lint | None:
-    if collective.purpose != "gradients" or collective.members:
+def _gathered(plan: Plan) -> Lint | None:
+    gathers = [c for c in plan.collectives if not c.members]
+    if not gathers:
         return None
     return Lint(
         "sparse gradients gathered",
-        f"{collective.name} gathers rows of every replica: what moves grows with the replicas, "
-        "and duplicate rows are not summed, which is wrong for most optimizers of Keras",
+        f"{_names(gathers)}: the rows of every replica are gathered, so what moves grows with the "
+        "replicas; rows that occur twice are not summed, which is wrong for most optimizers of "
+        "Keras",
         "make the gradient dense before it is reduced: ctl.reduce.densify",
     )
 
 
-def _no_timeout(collective: Collective) -> Lint | None:
-    if collective.timeout != 0 or collective.group_size < 2:
+def _no_timeout(waiting: Sequence[Collective]) -> Lint | None:
+    if not waiting:
         return None
     return Lint(
         "no timeout",
-        f"{collective.name} waits for ever for a replica that does not come",
+        f"{_names(waiting)}: waits for ever for a replica that does not come",
         "TrainStep(options=CommunicationOptions(timeout_seconds=...)): --collective_timeout",
+    )
+
+
+def _merged(plan: Plan) -> Lint | None:
+    packs = [c for c in plan.collectives if _is_ring(c)]
+    merged = [fused for fused in plan.xla or () if fused.payloads > 1]
+    if not merged or len(packs) < 2:
+        return None
+    return Lint(
+        "XLA merged the packs",
+        f"compiled as a whole, the step has {merged[0].payloads} all-reduces in one of "
+        f"{_mib(merged[0].bytes)}, which waits for all of the backward pass",
+        "leave the all-reduce out of what XLA compiles, as TrainStep(jit_compile=True) does",
     )
 
 

@@ -127,8 +127,9 @@ class Packs:
                         if split and self.communicates(total):
                             again.add(total)
                             go(Tensor(split, index), False)
-                elif node.op == "IdentityN":
-                    go(Tensor(node, index), through_slot)
+                elif (same := self.graph.becomes(node, index)) is not None:
+                    for tensor in same:
+                        go(tensor, through_slot)
                 else:
                     for port in range(node.outputs):
                         if node.op in UNPACK or node.shape(port) == shape:

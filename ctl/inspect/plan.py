@@ -97,6 +97,21 @@ class Collective:
 
 
 @dataclasses.dataclass(frozen=True)
+class Fused:
+    """An all-reduce as XLA would run it.
+
+    Attributes:
+        name: of the operation that it comes from; of several, of one of them.
+        payloads: how many all-reduces of the step it is.
+        bytes: of one replica's payloads together.
+    """
+
+    name: str
+    payloads: int
+    bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Lint:
     """Something that costs time or is wrong, see `ctl.inspect.lints`."""
 
@@ -117,6 +132,7 @@ class Plan:
         other: all other communication.
         lints: what to look at; empty for a sensible step.
         notes: what could not be shown, and why.
+        xla: the all-reduces of the step under XLA; None when it was not asked.
     """
 
     strategy: str
@@ -126,6 +142,7 @@ class Plan:
     other: tuple[Collective, ...]
     lints: tuple[Lint, ...] = ()
     notes: tuple[str, ...] = ()
+    xla: tuple[Fused, ...] | None = None
 
     @property
     def fingerprint(self) -> str:
@@ -138,6 +155,17 @@ class Plan:
             for c in (*self.collectives, *self.other)
         ]
         return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+
+    def facts(self) -> dict[str, str]:
+        """What all workers must agree on, by name, in words: see `ctl.workers.check_agreement`."""
+        return {
+            **{
+                f"all-reduce {number}": f"{c.purpose}: {len(c.members)} tensors, {c.dtype} "
+                f"{'of unknown size' if c.shape is None else list(c.shape)}"
+                for number, c in enumerate((*self.collectives, *self.other))
+            },
+            "the plan of all of them": self.fingerprint[:12],
+        }
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values; `from_json` reads it back."""

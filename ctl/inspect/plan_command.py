@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from typing import TYPE_CHECKING
 
 from absl import flags
 
 from ctl import console, train
 from ctl.flags import group
 from ctl.flags import run as run_command
+
+if TYPE_CHECKING:
+    import tensorflow as tf
+
+    from ctl.inspect.plan import Plan
 
 FLAGS = flags.FLAGS
 flags.disclaim_key_flags()
@@ -19,7 +26,8 @@ Lists what a training step moves between replicas, read from its graph: no step 
   python -m ctl.inspect plan --replicas=2
   python -m ctl.inspect plan --model=resnet20 --replicas=4 --bytes_per_pack=262144 --json
 
-Takes the flags of ctl.train. Under --strategy=multi_worker start it on every worker.
+Takes the flags of ctl.train. With --strategy=multi_worker start it on every worker, as the training
+or by ctl.launch: worker 0 prints.
 """
 
 
@@ -27,6 +35,9 @@ def run() -> None:
     """The command line."""
     with group("Plan"):
         flags.DEFINE_boolean("json", False, "Print the plan as one JSON object.")
+        flags.DEFINE_boolean(
+            "xla", False, "Add what XLA makes of the all-reduces, were the whole step compiled."
+        )
     train.define_flags(model_dir_required=False)
     run_command(main, _USAGE)
 
@@ -37,10 +48,27 @@ def main() -> None:
     console.load_tensorflow()
 
     from ctl.inspect.plan_table import show
+    from ctl.workers import barrier, is_chief, is_multi_worker
 
     loop = train.make_loop(*train.prepare())
-    plan = loop.step.plan()
-    if FLAGS.json:
+    chief = is_chief(loop.strategy)
+    plan = loop.step.plan(xla=FLAGS.xla and chief)
+    if is_multi_worker(loop.strategy):
+        plan = _compared(loop.strategy, plan)
+    if chief and FLAGS.json:
         print(json.dumps(plan.to_json()))
-    else:
+    elif chief:
         show(plan)
+    if is_multi_worker(loop.strategy):
+        barrier(loop.strategy, FLAGS.startup_timeout)  # who leaves early looks lost
+
+
+def _compared(strategy: tf.distribute.Strategy, plan: Plan) -> Plan:
+    """``plan`` with the lint of those of all workers."""
+    from ctl.inspect.lints import differing
+    from ctl.inspect.plan import from_json
+    from ctl.workers import all_gather
+
+    texts = all_gather(strategy, json.dumps(plan.to_json()).encode(), "comparing the plans")
+    plans = {worker: from_json(json.loads(text)) for worker, text in enumerate(texts)}
+    return dataclasses.replace(plan, lints=(*plan.lints, *differing(plans)))

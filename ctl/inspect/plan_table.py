@@ -22,8 +22,12 @@ def show(plan: Plan, console: Console | None = None) -> None:
         console.print(_table("gradients", plan.collectives))
     if plan.other:
         console.print(_table("everything else", plan.other))
+    for fused in plan.xla or ():
+        console.print(
+            f"XLA: {escape(fused.name)}: {fused.payloads} all-reduces in one, {_size(fused.bytes)}"
+        )
     for note in plan.notes:
-        console.print(f"cannot show {escape(note)}")
+        console.print(escape(note))
     for lint in plan.lints:
         console.print(f"[yellow]{escape(lint.name)}[/]: {escape(lint.reason)}")
         console.print(f"    try {escape(lint.remedy)}")
@@ -34,19 +38,23 @@ def show(plan: Plan, console: Console | None = None) -> None:
 
 def _table(title: str, collectives: tuple[Collective, ...]) -> Table:
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    for name in ("what", "operation", "type", "payload", "on the wire", "backward", "after"):
+    for name in ("what", "operation", "type", "payload", "sent", "backward", "after"):
+        numbers = name in ("payload", "sent", "backward")
         table.add_column(
-            name, justify="right" if name in ("payload", "on the wire", "backward") else "left"
+            name,
+            justify="right" if numbers else "left",
+            no_wrap=numbers or name == "type",
+            overflow="fold",
         )
     for c in collectives:
         table.add_row(
-            escape(c.name if c.purpose == "gradients" else f"{c.name} ({c.purpose})"),
+            escape(c.name if c.purpose == "gradients" else f"{c.purpose}: {_last(c.name)}"),
             _operation(c),
             c.dtype,
             _size(c.bytes),
             _size(c.wire_bytes),
             _share(c),
-            escape(", ".join(c.after)),
+            escape(", ".join(map(_last, c.after))),
             style="bold" if c.purpose == "gradients" else "",
         )
         for member in c.members[:_MOST_MEMBERS] if c.purpose == "gradients" else ():
@@ -59,7 +67,12 @@ def _table(title: str, collectives: tuple[Collective, ...]) -> Table:
 def _operation(c: Collective) -> str:
     times = f" x{c.ops}" if c.ops > 1 else ""
     hint = f" {c.hint}" if c.hint else ""
-    return escape(f"{c.kind}{times}{hint}, {c.group_size} replicas")
+    return escape(f"{c.kind}{times}{hint}")
+
+
+def _last(name: str) -> str:
+    """The end of a scope, enough to tell operations of a layer apart."""
+    return "/".join(name.split("/")[-2:])
 
 
 def _share(c: Collective) -> str:

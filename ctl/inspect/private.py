@@ -12,6 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 _MANAGER = "experimental_acd_manager"
+_CONTEXT = "tensorflow.python.eager.context"
 _DEFINITIONS = "tensorflow.python.framework.op_def_registry"
 _XPLANE = "tensorflow.tsl.profiler.protobuf.xplane_pb2"
 
@@ -52,8 +53,12 @@ def parse_xspace(data: bytes) -> Any:
 
 
 def _xplane() -> Any:
+    return _import(_XPLANE)
+
+
+def _import(name: str) -> Any:
     try:
-        return importlib.import_module(_XPLANE)
+        return importlib.import_module(name)
     except ImportError:
         return None
 
@@ -86,8 +91,20 @@ def output_offset(node: Any, output: str) -> int:
     return offset
 
 
-def _definitions() -> Any:
-    try:
-        return importlib.import_module(_DEFINITIONS)
-    except ImportError:
+def no_functions() -> str | None:
+    """Why functions of another process cannot be defined here, if so."""
+    if hasattr(_import(_CONTEXT), "context"):
         return None
+    return (
+        f"this TensorFlow ({tf.__version__}) has no {_CONTEXT}.context: what XLA makes of the step "
+        "cannot be shown"
+    )
+
+
+def define_function(function: Any) -> None:
+    """Makes a `FunctionDef` known, so that XLA finds it; ask `no_functions` first."""
+    _import(_CONTEXT).context().add_function_def(function)
+
+
+def _definitions() -> Any:
+    return _import(_DEFINITIONS)

@@ -1,0 +1,77 @@
+"""What a worker of tests/test_inspect_lints.py runs: plans steps of several kinds as one of two
+workers, then begins to train with a worker that reduces one tensor more.
+
+python plan_worker.py OUT
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from ctl import cluster, console
+from ctl.errors import CtlError
+
+console.log_to_terminal()
+console.load_tensorflow()
+
+import keras  # noqa: E402
+import tensorflow as tf  # noqa: E402
+from helpers import BATCH, CLASSES, FEATURES, examples, mlp  # noqa: E402
+
+import ctl  # noqa: E402
+from ctl.reduce import all_reduce  # noqa: E402
+from ctl.strategy import make_multi_worker  # noqa: E402
+
+
+class OneMore(ctl.TrainStep):
+    """Worker 1 reduces one tensor more, of the same shape as one of the others."""
+
+    def reduce(self, loss, count, gradients):
+        loss, gradients = super().reduce(loss, count, gradients)
+        if me.index == 1:
+            all_reduce([gradients[-1]], options=self.options)
+        return loss, gradients
+
+
+def wide(units: int) -> keras.Model:
+    hidden = [keras.layers.Dense(units), keras.layers.Dense(units)]
+    return keras.Sequential([keras.layers.Input([FEATURES]), *hidden, keras.layers.Dense(CLASSES)])
+
+
+def main() -> None:
+    placement = make_multi_worker(me, collective_timeout=60, startup_timeout=60)
+
+    def loop(model, step=ctl.TrainStep, **options) -> ctl.Loop:
+        with placement.strategy.scope():
+            made = step(model(), keras.optimizers.SGD(), options=placement.options, **options)
+        data = ctl.data.InMemory(examples(), global_batch_size=BATCH)
+        return ctl.Loop(made, data, strategy=placement.strategy)
+
+    kinds = {
+        "clean": loop(mlp),
+        "packs": loop(lambda: wide(800), bytes_per_pack=2**20),
+        "one pack": loop(lambda: wide(800)),
+        "large": loop(lambda: wide(3000)),
+        "one more": loop(mlp, OneMore),
+    }
+    plans = {name: made.step.plan().to_json() for name, made in kinds.items()}
+    (OUT / f"plans-{me.index}.json").write_text(json.dumps(plans))
+    if me.index == 0:
+        compiled = kinds["packs"].step.plan(xla=True).to_json()
+        (OUT / "compiled.json").write_text(json.dumps(compiled))
+    ctl.workers.barrier(placement.strategy, 300)
+    kinds["one more"].train(1)
+
+
+if __name__ == "__main__":
+    OUT = Path(sys.argv[1])
+    me = cluster.resolve(None, None)
+    tf.random.set_seed(0)
+    try:
+        main()
+    except CtlError as error:
+        print(error, file=sys.stderr, flush=True)
+        os._exit(error.exit_code)

@@ -1,0 +1,142 @@
+"""Each lint is provoked by a step that has the fault; a sensible step has none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import BATCH, CLASSES, examples, mlp
+from test_multi_worker import codes, job, last_line, said
+
+from ctl import data
+from ctl.inspect import lints
+from ctl.inspect.plan import Plan, from_json
+from ctl.inspect.xla import read_hlo
+from ctl.loop import Loop
+from ctl.step import TrainStep
+
+
+def plan_of(strategy, step_class=TrainStep, model=mlp, dataset=None, **options) -> Plan:
+    with strategy.scope():
+        step = step_class(model(), keras.optimizers.SGD(), **options)
+    dataset = dataset or data.InMemory(examples(), global_batch_size=BATCH)
+    loop = Loop(step, dataset, strategy=strategy)
+    assert loop.step is step
+    return step.plan()
+
+
+def found(plan: Plan) -> set[str]:
+    return {lint.name for lint in plan.lints}
+
+
+class KerasApplies(TrainStep):
+    def apply(self, gradients, finite=None):
+        self.optimizer.apply(gradients)
+        self.global_step.assign_add(1)
+
+
+class Sparse(TrainStep):
+    def backward(self, tape, loss):
+        return tape.gradient(loss, self._trainable)
+
+
+def words() -> keras.Model:
+    layers = [keras.layers.Embedding(10, 6), keras.layers.Flatten(), keras.layers.Dense(CLASSES)]
+    return keras.Sequential([keras.layers.Input([4], dtype="int32"), *layers])
+
+
+def test_reduced_twice(mirrored):
+    plan = plan_of(mirrored(2), KerasApplies)
+    assert found(plan) == {"reduced twice"}
+    assert len(plan.collectives) > 1
+    (lint,) = plan.lints
+    assert "pack0 are summed over the replicas again by" in lint.reason
+    assert "2 times too large" in lint.reason
+
+
+def test_sparse_gradients(mirrored):
+    tokens = data.InMemory((np.zeros([64, 4], np.int32), examples(64)[1]), global_batch_size=BATCH)
+    plan = plan_of(mirrored(2), Sparse, words, tokens)
+    assert found(plan) == {"sparse gradients gathered"}
+    assert found(plan_of(mirrored(2), TrainStep, words, tokens)) == set()
+
+
+def test_a_ring_on_logical_cpus_and_no_timeout(ring2):
+    assert found(plan_of(ring2)) == {"ring on logical CPUs", "no timeout"}
+    options = tf.distribute.experimental.CommunicationOptions(timeout_seconds=60)
+    assert found(plan_of(ring2, options=options)) == {"ring on logical CPUs"}
+
+
+@pytest.fixture(scope="module")
+def workers(tmp_path_factory) -> Path:
+    """Where two workers left what they planned; see plan_worker.py."""
+    out = tmp_path_factory.mktemp("plans")
+    with job(out, program=Path(__file__).parent / "plan_worker.py") as processes:
+        assert codes(processes) == [2, 2], said(out, 0)[-2000:]
+    return out
+
+
+@pytest.fixture(scope="module")
+def plans(workers) -> list[dict[str, Plan]]:
+    texts = [(workers / f"plans-{i}.json").read_text() for i in range(2)]
+    return [{k: from_json(v) for k, v in json.loads(text).items()} for text in texts]
+
+
+def test_two_workers_with_a_sensible_step(plans):
+    for kind in ("clean", "packs"):
+        assert plans[0][kind] == plans[1][kind]
+        assert plans[0][kind].lints == ()
+        assert lints.differing({i: plans[i][kind] for i in range(2)}) == ()
+    clean = plans[0]["clean"]
+    assert (clean.workers, clean.replicas, clean.strategy) == (2, 2, "CollectiveAllReduceStrategy")
+    (pack,) = clean.collectives
+    assert (pack.kind, pack.ops, pack.group_size) == ("CollectiveReduceV2", 1, 2)
+    assert (pack.timeout > 0, pack.wire_bytes) == (True, pack.bytes)
+    shares = [c.start_share for c in plans[0]["packs"].collectives]
+    assert len(shares) == 3 and shares == sorted(shares) and shares[1] < 0.6 and shares[2] == 1
+
+
+def test_no_overlap(plans):
+    plan = plans[0]["one pack"]
+    assert found(plan) == {"no overlap"}
+    assert plan.collectives[0].bytes > lints.WORTH_SPLITTING
+    (lint,) = plan.lints
+    assert lint.remedy.startswith(f"--bytes_per_pack={plan.collectives[0].bytes // 4}:")
+
+
+def test_page_faults(plans):
+    assert found(plans[0]["large"]) == {"no overlap", "page faults"}
+
+
+def test_plans_that_differ(plans, workers):
+    differ = {i: plans[i]["one more"] for i in range(2)}
+    (lint,) = lints.differing(differ)
+    assert lint.name == "plans differ" and "nothing on worker 0" not in lint.reason
+    assert differ[0].fingerprint != differ[1].fingerprint
+    for index in range(2):
+        line = last_line(workers, index)
+        assert "the workers do not agree: all-reduce 1 is" in line, line
+        assert "the plan of all of them is" in line
+
+
+def test_xla_merges_packs(workers):
+    plan = from_json(json.loads((workers / "compiled.json").read_text()))
+    assert found(plan) == {"XLA merged the packs"}
+    (fused,) = plan.xla
+    assert fused.payloads == 3
+    assert fused.bytes == sum(c.bytes for c in plan.collectives)
+
+
+def test_all_reduces_in_hlo():
+    text = """
+      %all-reduce.1 = bf16[3,4]{1,0} all-reduce(%x), metadata={op_name="pack0/C"}
+      ROOT %a = (f32[5]{0}, f32[]) all-reduce-start(%y, %z), channel_id=1
+      %get-tuple-element = f32[5]{0} get-tuple-element(%all-reduce), index=0
+      %done = f32[5]{0} all-reduce-done(%a)
+    """
+    seen = [(f.name, f.payloads, f.bytes) for f in read_hlo(text)]
+    assert seen == [("pack0/C", 1, 24), ("", 2, 24)]

@@ -1,0 +1,267 @@
+"""Plans against what the model says must move: bytes, variables, order, under every strategy."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import math
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import BATCH, CLASSES, FEATURES, examples, mlp, precision
+
+from ctl import data
+from ctl.errors import UsageError
+from ctl.inspect import private
+from ctl.inspect.plan import Plan, from_json
+from ctl.loop import Loop
+from ctl.step import TrainStep
+
+TIMEOUT = tf.distribute.experimental.CommunicationOptions(timeout_seconds=60)
+
+
+def make_loop(strategy, model=mlp, optimizer=keras.optimizers.Adam, dataset=None, **options):
+    with strategy.scope():
+        step = TrainStep(model(), optimizer(), **{"options": TIMEOUT, **options})
+    dataset = dataset or data.InMemory(examples(), global_batch_size=BATCH)
+    return Loop(step, dataset, strategy=strategy)
+
+
+def plan_of(*args, **kwargs) -> Plan:
+    loop = make_loop(*args, **kwargs)
+    return loop.step.plan()
+
+
+def names(plan: Plan) -> list[str]:
+    return [path for c in plan.collectives for m in c.members for path in m.variables]
+
+
+def parameters(loop: Loop) -> int:
+    return sum(math.prod(v.shape) for v in loop.step.model.trainable_variables)
+
+
+@pytest.fixture(scope="module")
+def hierarchical():
+    return tf.distribute.MirroredStrategy(
+        [f"/cpu:{i}" for i in range(4)],
+        cross_device_ops=tf.distribute.HierarchicalCopyAllReduce(num_packs=1),
+    )
+
+
+def test_one_sum_for_each_gradient_on_one_device(mirrored):
+    loop = make_loop(mirrored(2), clip_norm=1.0)
+    plan = loop.step.plan()
+    (pack,) = plan.collectives
+    assert (pack.name, pack.kind, pack.ops) == ("pack0", "AddN", 4)
+    assert pack.bytes == pack.wire_bytes == 4 * parameters(loop)
+    assert (pack.group_size, pack.devices, pack.in_loop) == (2, ("CPU:0", "CPU:1"), True)
+    # The last gradients come first, and each has a sum of its own.
+    assert names(plan) == [v.path for v in reversed(loop.step.model.trainable_variables)]
+    assert pack.start_share == 0 and pack.full_share == 1 and pack.share_by == "flops"
+    (loss,) = plan.other
+    assert (loss.purpose, loss.in_loop, loss.after) == ("loss", False, ("pack0",))
+    assert plan.lints == plan.notes == ()
+
+
+def test_four_replicas_send_from_the_one_that_sums(mirrored, hierarchical):
+    loop = make_loop(mirrored(4))
+    (pack,) = loop.step.plan().collectives
+    assert (pack.group_size, pack.wire_bytes) == (4, 3 * pack.bytes)
+    loop = make_loop(hierarchical)
+    (tree,) = loop.step.plan().collectives
+    assert (tree.kind, tree.ops, tree.group_size) == ("AddN", 3, 4)  # two pairs, and both
+    assert (tree.shape, tree.bytes) == ((parameters(loop),), pack.bytes)
+    assert tree.wire_bytes == 2 * pack.bytes  # to its neighbour and to the other pair
+    assert tree.start_share == tree.full_share == 1  # all gradients are joined first
+    assert len(tree.members) == 4
+
+
+def test_a_ring_in_packs(ring2):
+    loop = make_loop(ring2, bytes_per_pack=200, ema_decay=0.9)
+    plan = loop.step.plan()
+    kernels = [c for c in plan.collectives if c.kind == "CollectiveReduceV2"]
+    assert [c.name for c in kernels] == ["pack0", "pack1", "pack2"]
+    assert [c.after for c in kernels] == [(), ("pack0",), ("pack1",)]
+    assert [c.bytes for c in kernels] == [180, 32, 384]
+    assert [c.wire_bytes for c in kernels] == [180, 32, 384]  # 2(n-1)/n is 1 for two
+    assert [c.ops for c in kernels] == [2, 2, 2]
+    assert {(c.group_size, c.hint, c.timeout) for c in kernels} == {(2, "ring", 60.0)}
+    # 16 examples on 2 replicas; FLOPs of the backward pass: kernel of the last layer, what it
+    # hands back, kernel of the first layer.
+    last, back, first = (2 * 8 * 8 * CLASSES, 2 * 8 * 8 * CLASSES, 2 * 8 * 8 * FEATURES)
+    shares = [c.start_share for c in kernels]
+    total = last + back + first
+    np.testing.assert_allclose(shares, [last / total, (last + back) / total, 1.0])
+    assert sorted(names(plan)) == sorted(v.path for v in loop.step.model.trainable_variables)
+
+
+def test_one_replica_has_nothing_to_reduce(mirrored):
+    plan = plan_of(mirrored(1))
+    assert (plan.replicas, plan.collectives, plan.other, plan.lints) == (1, (), (), ())
+
+
+def convolutions() -> keras.Model:
+    return keras.Sequential(
+        [
+            keras.layers.Input([4, 3, 1]),
+            keras.layers.Conv2D(2, 2),
+            keras.layers.BatchNormalization(),
+            keras.layers.Dropout(0.5),
+            keras.layers.Flatten(),
+            keras.layers.Dense(CLASSES, dtype="float32"),
+        ]
+    )
+
+
+def frozen() -> keras.Model:
+    model = mlp()
+    model.layers[0].trainable = False
+    return model
+
+
+def words() -> keras.Model:
+    return keras.Sequential(
+        [
+            keras.layers.Input([4], dtype="int32"),
+            keras.layers.Embedding(10, 6),
+            keras.layers.LSTM(3),
+            keras.layers.Dense(CLASSES),
+        ]
+    )
+
+
+def images(count: int = 64):
+    features, labels = examples(count)
+    return data.InMemory((features.reshape(-1, 4, 3, 1), labels), global_batch_size=BATCH)
+
+
+def tokens():
+    features = np.zeros([64, 4], np.int32)
+    return data.InMemory((features, examples(64)[1]), global_batch_size=BATCH)
+
+
+def partial():
+    return data.as_dataset(tf.data.Dataset.from_tensor_slices(examples(20)).batch(BATCH).repeat())
+
+
+@pytest.mark.parametrize(
+    ("model", "dataset", "optimizer", "options", "beside"),
+    [
+        (convolutions, images, keras.optimizers.Lamb, {"accumulate_steps": 2}, 2),
+        (frozen, partial, keras.optimizers.Adafactor, {"ema_decay": 0.9, "clip_norm": 1.0}, 1),
+        (words, tokens, keras.optimizers.Adam, {"on_nan": "skip", "jit_update": False}, 0),
+        (convolutions, images, keras.optimizers.AdamW, {"loss_scale": True}, 2),
+        (mlp, None, keras.optimizers.SGD, {"jit_compile": True}, 0),
+    ],
+)
+def test_every_trainable_variable_is_reduced_once(
+    mirrored, model, dataset, optimizer, options, beside
+):
+    with precision("mixed_float16" if "loss_scale" in options else "float32"):
+        loop = make_loop(mirrored(2), model, optimizer, dataset and dataset(), **options)
+        plan = loop.step.plan()
+    trainable = [v.path for v in loop.step.model.trainable_variables]
+    assert sorted(path for path in names(plan) if path in trainable) == sorted(trainable)
+    # BatchNorm's moving statistics, or the number of valid examples, ride along.
+    (pack,) = plan.collectives
+    others = [m for m in pack.members if not set(m.variables) & set(trainable)]
+    assert len(others) == beside
+    assert pack.full_share == 1
+    assert plan.lints == ()
+
+
+def test_a_synchronized_batch_norm(mirrored):
+    def model():
+        layers = [keras.layers.Dense(8), keras.layers.BatchNormalization(synchronized=True)]
+        return keras.Sequential([keras.layers.Input([FEATURES]), *layers, keras.layers.Dense(5)])
+
+    plan = plan_of(mirrored(2), model)
+    purposes = [c.purpose for c in plan.other]
+    assert purposes.count("forward") == 3 and purposes.count("backward") == 2
+    assert purposes.count("loss") == 1 and len(purposes) == 6
+    (pack,) = plan.collectives
+    assert pack.again == () and plan.lints == ()
+
+
+def test_planning_runs_no_step_and_traces_once(mirrored):
+    loop = make_loop(mirrored(2))
+    before = loop.step.model.get_weights()
+    first = loop.step.plan()
+    assert loop.step.plan() == first
+    assert loop.global_step == 0
+    for ours, theirs in zip(loop.step.model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    loop.train(until=3)
+    assert loop._train_steps.experimental_get_tracing_count() == 1
+
+
+def test_a_plan_needs_a_loop(mirrored):
+    with mirrored(1).scope():
+        step = TrainStep(mlp(), keras.optimizers.SGD())
+    with pytest.raises(UsageError, match=r"make ctl.Loop\(step, ...\), then step.plan"):
+        step.plan()
+    loop = Loop(step, data.InMemory(examples(), global_batch_size=BATCH), strategy=mirrored(1))
+    assert step.plan().replicas == 1
+    del loop
+    gc.collect()
+    with pytest.raises(UsageError, match="make ctl.Loop"):
+        step.plan()
+
+
+def test_json(mirrored):
+    plan = plan_of(mirrored(2), bytes_per_pack=200)
+    value = json.loads(json.dumps(plan.to_json()))
+    assert from_json(value) == plan
+    assert value["fingerprint"] == plan.fingerprint and len(plan.fingerprint) == 64
+    for path, bad, words_ in [
+        (("schema",), 2, "not a plan of this version"),
+        (("replicas",), "2", "plan.replicas is not of type int"),
+        (("collectives",), {}, "plan.collectives is not a list"),
+        (("collectives", 0, "bytes"), 1.5, "bytes is not of type int"),
+        (("collectives", 0, "members", 0), {}, "has not the fields of a Member"),
+        (("collectives", 0, "dtype"), "float64", "does not match its fingerprint"),
+    ]:
+        broken = copy.deepcopy(value)
+        *outer, last = path
+        target = broken
+        for key in outer:
+            target = target[key]
+        target[last] = bad
+        with pytest.raises(UsageError, match=words_):
+            from_json(broken)
+
+
+def test_the_fingerprint_sees_what_workers_must_agree_on(mirrored):
+    def fingerprint(**options):
+        keras.backend.clear_session()  # the same names of layers
+        return plan_of(mirrored(2), **options).fingerprint
+
+    assert fingerprint() == fingerprint(clip_norm=1.0)  # moves the same
+    assert fingerprint() != fingerprint(bytes_per_pack=200)
+    assert fingerprint() != fingerprint(model=frozen)
+
+
+def test_xla_cannot_compile_several_devices(mirrored):
+    loop = make_loop(mirrored(2))
+    plan = loop.step.plan(xla=True)
+    assert plan.xla is None
+    assert plan.notes == ("XLA cannot compile a step that is on several devices",)
+
+
+def test_without_a_way_to_define_functions(mirrored, monkeypatch):
+    monkeypatch.setattr(private, "_CONTEXT", "tensorflow.gone")
+    loop = make_loop(mirrored(1))
+    plan = loop.step.plan(xla=True)
+    assert "has no tensorflow.gone.context: what XLA makes" in plan.notes[0]
+
+
+def test_without_definitions_of_operations(mirrored, monkeypatch):
+    loop = make_loop(mirrored(2))
+    whole = loop.step.plan()
+    monkeypatch.setattr(private, "_DEFINITIONS", "tensorflow.gone")
+    plan = loop.step.plan()
+    assert "has no tensorflow.gone" in plan.notes[0]
+    assert plan.collectives == whole.collectives
