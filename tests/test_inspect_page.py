@@ -174,10 +174,10 @@ def test_its_size_is_bounded(options, variables):
 def test_the_replicas_drawn_are_those_that_explain_the_step():
     late, wait = np.zeros(64), np.linspace(1.0, 2.0, 64)
     late[17], wait[40] = 5.0, 9.0
-    chosen, notes = pictures.choose(late, wait, 8)
+    chosen, notes = pictures.choose(late, wait, 8, least=1.0)
     assert len(chosen) == 8 and chosen == sorted(set(chosen))
     assert notes == {17: "comes last", 40: "waits longest"} and {17, 40} <= set(chosen)
-    assert pictures.choose(np.zeros(3), np.zeros(3), 8) == ([0, 1, 2], {})
+    assert pictures.choose(late[:3], wait[:3], 8, least=3.0) == ([0, 1, 2], {})
 
 
 def test_the_typical_step_is_like_most_and_the_worst_the_longest():
@@ -199,6 +199,13 @@ def test_packing_is_drawn_where_a_profile_shows_it():
     ]
     page = make_page(dataclasses.replace(timeline, packs=tuple(packs)), VERDICT)
     assert 'class="p-pack"' in page and "bytes, pack 1.00 ms, wait " in text_of(page)
+
+
+def test_noise_accuses_nobody():
+    text = text_of(make_page(make(2, noise=0.0), VERDICT))
+    assert "comes last" not in text and "waits longest" not in text
+    assert "waited for the last to come" in text
+    assert "comes last" in text_of(make_page(make(2, late=(0, "backward", 0.01)), VERDICT))
 
 
 def test_what_xla_compiles_is_one_phase():

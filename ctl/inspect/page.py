@@ -122,8 +122,8 @@ def _figures(timeline: Timeline, measured: Measured | None) -> str:
     if len(timeline.rows) > 1:
         late = values.get("allreduce/late_ms", np.nan) / 1e3
         times = np.bincount(np.nan_to_num(timeline.late).argmax(axis=0))
-        said = "waited for the last, another one each time"
-        if times.max() > len(timeline.steps) / 2:
+        said = "waited for the last to come"
+        if times.max() > len(timeline.steps) / 2 and late > pictures.noise(timeline):
             name = row_names(timeline.rows)[times.argmax()]
             said = f"waited for the last: {name}, {times.max()} of {len(timeline.steps)} times"
         cards.append((duration(late), said))

@@ -34,19 +34,22 @@ def typical_and_worst(timeline: Timeline) -> list[tuple[str, int]]:
     return [("typical", typical)] + ([("worst", worst)] if worst != typical else [])
 
 
-def choose(late: np.ndarray, wait: np.ndarray, most: int) -> tuple[list[int], dict[int, str]]:
+def choose(
+    late: np.ndarray, wait: np.ndarray, most: int, least: float
+) -> tuple[list[int], dict[int, str]]:
     """At most ``most`` rows, in order, and what to say about some of them.
 
     Args:
         late: [N], how late each row came to the packs.
         wait: [N], how long each waited in them.
         most: rows to choose, 2 at least.
+        least: seconds that are worth a word.
     """
     late, wait = np.nan_to_num(late), np.nan_to_num(wait)
     notes = {}
-    if len(late) > 1 and wait.max() > 0:
+    if len(late) > 1 and wait.max() > least:
         notes[int(wait.argmax())] = "waits longest"
-    if len(late) > 1 and late.max() > 0:
+    if len(late) > 1 and late.max() > least:
         notes[int(late.argmax())] = "comes last"
     if len(late) <= most:
         return list(range(len(late))), notes
@@ -58,12 +61,18 @@ def choose(late: np.ndarray, wait: np.ndarray, most: int) -> tuple[list[int], di
     return sorted(chosen), notes
 
 
+def noise(timeline: Timeline) -> float:
+    """Seconds that accuse nobody: somebody is always last, and clocks are as good as they are."""
+    error = max(clock.error for clock in timeline.clocks)
+    return max(0.01 * float(np.nan_to_num(median(timeline.step_seconds))), error)
+
+
 def step_picture(timeline: Timeline, index: int, name: str, limit: float) -> tuple[str, int]:
     """The picture of the step with this ``index``, and how many replicas are in it."""
     wait = sum((pack.wait[:, index] for pack in timeline.packs), np.zeros(len(timeline.rows)))
     packs = min(len(timeline.packs), PACKS)
     most = min(LANES, max(2, 240 // (packs + 4)))  # bounds the file, with packs of any number
-    rows, notes = choose(timeline.late[:, index], wait, most)
+    rows, notes = choose(timeline.late[:, index], wait, most, noise(timeline))
     names = row_names(timeline.rows)
     lanes = [_lane(timeline, row, index, names[row], notes.get(row, "")) for row in rows]
     return charts.draw_step(lanes, limit, name), len(lanes)
@@ -155,7 +164,7 @@ def waits_picture(timeline: Timeline) -> tuple[str, int]:
     wait = np.minimum(wait, total)
     transfer = total - wait
     late = median(timeline.late, axis=1)
-    rows, notes = choose(late, median(wait, axis=1), PANELS)
+    rows, notes = choose(late, median(wait, axis=1), PANELS, noise(timeline))
     names = row_names(timeline.rows)
     bars = [
         Bars(names[row], notes.get(row, ""), wait[row], transfer[row], timeline.exposed[row])
