@@ -139,16 +139,33 @@ def test_scaling(tmp_path):
         assert f"{kind} scaling: 8 examples" in done.stdout
 
 
+def test_model_size(tmp_path):
+    out = tmp_path / "size.json"
+    small = ["--variables=4,8", "--width=4", "--batch=4", "--replicas=1", "--blocks=1"]
+    done = run(*small, "--steps=2", "--long_steps=3", f"--json={out}", script="model_size.py")
+    assert done.returncode == 0, done.stderr
+    results = json.loads(out.read_text())
+    first, second = results["rows"]
+    assert first["gradient_bytes"] == 4 * (784 * 4 + 4 + 4 * 10 + 10)
+    assert second["gradient_bytes"] == first["gradient_bytes"] + 4 * 2 * (4 * 4 + 4)
+    assert abs(first["grown_bytes"]) < first["peak_bytes"] and "grown_bytes" not in second
+    for key in ("first_seconds", "step_seconds"):
+        (power,) = results["powers"][key]
+        assert first[key] * 2**power == pytest.approx(second[key])
+    assert "memory after 3 more steps of 4 variables" in done.stdout
+
+
 @pytest.mark.parametrize(
-    "arguments, says",
+    "script, arguments, says",
     [
-        (["--counts=2,3"], "1 and 2 among them"),
-        (["--counts=1,2,5"], "--batch=192 is not divisible by 5"),
-        (["--mbit=5", "--strategy=mirrored"], "--mbit is the positive rate"),
+        ("scaling.py", ["--counts=2,3"], "1 and 2 among them"),
+        ("scaling.py", ["--counts=1,2,5"], "--batch=192 is not divisible by 5"),
+        ("scaling.py", ["--mbit=5", "--strategy=mirrored"], "--mbit is the positive rate"),
+        ("model_size.py", ["--variables=4,7"], "even numbers, 4 or more"),
     ],
 )
-def test_an_error_of_scaling_is_one_line(arguments, says):
-    done = run(*arguments, script="scaling.py")
+def test_an_error_of_the_others_is_one_line(script, arguments, says):
+    done = run(*arguments, script=script)
     assert done.returncode == 2
     assert says in done.stderr
     assert len(done.stderr.splitlines()) == 1

@@ -98,7 +98,9 @@ def test_stamps(mirrored, options, forward, packed):
     assert not loop.step.marks.in_order  # no collectives: the replicas share memory
     steps, stamps = ring.read()
     assert steps.tolist() == list(range(52, 60))  # the last 8, by how many were trained before
-    assert ring.names == latest.names == ("input", "forward", "backward", *packed, "apply")
+    assert (
+        ring.names == (*latest.names, "apply") == ("input", "forward", "backward", *packed, "apply")
+    )
     assert stamps.shape == (2, 8, len(ring.names))
     missing = np.isnan(stamps).all(axis=(0, 1))
     assert missing.tolist() == [n == "forward" and not forward for n in ring.names]
@@ -113,11 +115,13 @@ def test_stamps(mirrored, options, forward, packed):
     # If stamps waited for each other, replica 1's would all come after replica 0's apply.
     assert np.median(at["input"][1] - at["apply"][0]) < 0
 
-    numbers, last = latest.read()
-    assert numbers == [59, 59]
-    np.testing.assert_array_equal(last[:, ~missing], stamps[:, -1, ~missing])
+    last = latest.read(59)
+    np.testing.assert_allclose(
+        last[:, ~missing[:-1]], stamps[:, -1, ~missing][:, :-1], rtol=0, atol=0.01
+    )
+    assert np.isnan(latest.read(58)).all()
     # In the loop of micro-batches the last one's forward pass is stamped, unless XLA compiles it.
-    assert (last[:, 1] > 0).all() == ("jit_compile" not in options)
+    assert np.isfinite(last[:, 1]).all() == ("jit_compile" not in options)
 
     ring.clear()
     assert len(ring.read()[0]) == 0

@@ -81,7 +81,14 @@ def test_it_says_what_was_measured():
     timeline = make(2, packs=2, late=(1, "input", 0.02))
     text = text_of(make_page(timeline, VERDICT, plan=make_plan()))
     words = ["2 workers", "20 steps", "101 to 120", "typical step", "worst step", "comes last"]
-    words += ["worker 1", "20 of 20", "busbw GB/s", "dense/kernel_1_2 [?, 10]", "one pack", "ring"]
+    words += [
+        "waited for worker 1, in 20 of 20 steps",
+        "20 of 20",
+        "busbw GB/s",
+        "dense/kernel_1_2 [?, 10]",
+        "one pack",
+        "ring",
+    ]
     for word in (*words, *VERDICT):
         assert word in text, word
     assert text.index(VERDICT[0]) < text.index("typical step")
@@ -204,7 +211,7 @@ def test_packing_is_drawn_where_a_profile_shows_it():
 def test_noise_accuses_nobody():
     text = text_of(make_page(make(2, noise=0.0), VERDICT))
     assert "comes last" not in text and "waits longest" not in text
-    assert "waited for the last to come" in text
+    assert "waited for the last to come" in text and "waited for worker" not in text
     assert "comes last" in text_of(make_page(make(2, late=(0, "backward", 0.01)), VERDICT))
 
 

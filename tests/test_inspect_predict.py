@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
@@ -12,11 +13,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import simulated
 
-from ctl.inspect import efficiency, predict_command
+from ctl.errors import UsageError
+from ctl.inspect import efficiency, predict_command, window
 from ctl.inspect.cost import ALGORITHMS, Link, Network, hierarchical, link_of, ring, tree
 from ctl.inspect.link import Measured, Point
-from ctl.inspect.predict import Pack, Prediction, Step, predict
+from ctl.inspect.plan import Collective, Plan
+from ctl.inspect.predict import Pack, Prediction, Step, measured_step, predict
+from ctl.inspect.timeline import join
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -155,6 +160,33 @@ def test_strong_scaling_shares_the_examples():
     assert seen.efficiency == 7.5 / 4 / 3.5
 
 
+# What was measured -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("packs", [1, 2, 4])
+def test_a_measured_step_is_predicted(packs):
+    """Out of the windows of a run on two workers: its phases, when packs are ready, and, with the
+    time of a transfer, the step that was measured."""
+    timeline = join(simulated.windows(2, packs=packs, noise=0.01))
+    found = measured_step(timeline)
+    for name in ("forward", "backward", "apply"):
+        assert getattr(found, name) == pytest.approx(simulated.PHASES[name], rel=0.05)
+    assert found.other == pytest.approx(simulated.PHASES["input"], rel=0.05)
+    assert [p.bytes for p in found.packs] == [4_000_000 // packs] * packs
+    shares = [(k + 1) / packs for k in range(packs)]
+    assert [p.ready for p in found.packs] == pytest.approx(shares, abs=0.02)
+    assert 0 < found.jitter < 0.05 * found.alone
+    seen = predict(found, 2, lambda _: simulated.TRANSFER)
+    assert seen.step == pytest.approx(float(np.median(timeline.step_seconds)), rel=0.03)
+
+
+def test_windows_without_a_forward_pass_predict_nothing():
+    timeline = join(simulated.windows(2))
+    blind = {**timeline.phases, "forward": timeline.phases["forward"] * np.nan}
+    with pytest.raises(UsageError, match="no packs or no forward pass"):
+        measured_step(dataclasses.replace(timeline, phases=blind))
+
+
 # The command -----------------------------------------------------------------------------------
 
 
@@ -209,6 +241,39 @@ def test_the_picture_of_the_readme_is_what_its_command_draws(tmp_path):
     assert run(*arguments).returncode == 0
     shown = (ROOT / ".github/efficiency.svg").read_text()
     assert (tmp_path / "efficiency.svg").read_text() == shown
+
+
+def test_a_measured_run(tmp_path):
+    for each in simulated.windows(2, packs=2):
+        window.write(each, tmp_path / "inspect")
+    arguments = [f"--measured={tmp_path}", "--outer=1ms,1GB/s", "--replicas=2", "--apply_ms=7"]
+    content = json.loads(run(*arguments, "--json").stdout)
+    timeline = join(window.read_all(tmp_path / "inspect"))
+    expected = dataclasses.replace(measured_step(timeline), apply=0.007)
+    assert content["step"] == json.loads(json.dumps(dataclasses.asdict(expected)))
+
+
+def collective(name: str, size: int | None, share: float | None) -> Collective:
+    empty = {f.name: () for f in dataclasses.fields(Collective)}
+    known = {"name": name, "purpose": "gradients", "kind": "CollectiveReduceV2", "ops": 1}
+    known |= {"dtype": "float32", "shape": None, "bytes": size, "group_size": 2, "hint": "ring"}
+    known |= {"group_key": 1, "timeout": None, "in_loop": True, "start_share": 0.1}
+    known |= {"full_share": share, "share_by": "flops", "wire_bytes": None}
+    return Collective(**(empty | known))
+
+
+def test_a_plan(tmp_path):
+    """Its gradients, in order; one that needs an unknown share needs all of the backward pass."""
+    path = tmp_path / "plan.json"
+    packs = collective("pack0", 1000, 0.25), collective("pack1", 500, None)
+    path.write_text(json.dumps(Plan("M", 2, 1, packs, (collective("loss", 4, 1.0),)).to_json()))
+    done = run(*STEP, f"--plan={path}", "--outer=1ms,1GB/s", "--replicas=2", "--json")
+    assert done.returncode == 0, done.stderr
+    expected = [{"bytes": 1000, "ready": 0.25}, {"bytes": 500, "ready": 1.0}]
+    assert json.loads(done.stdout)["step"]["packs"] == expected
+    path.write_text(json.dumps(Plan("M", 2, 1, (collective("pack0", None, 1.0),), ()).to_json()))
+    done = run(*STEP, f"--plan={path}", "--outer=1ms,1GB/s")
+    assert done.returncode == 2 and "the size of pack0 is not known" in done.stderr
 
 
 def test_a_measured_link(tmp_path):

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import simulated
 
@@ -40,6 +41,20 @@ def test_a_plan_that_cannot_be_read_costs_the_plan_only(tmp_path, capsys):
     show(timeline, None, tmp_path)
     assert "what the step moves cannot be shown: plan.replicas" in capsys.readouterr().out
     assert "What the step moves" not in (tmp_path / "report.html").read_text("utf-8")
+
+
+@pytest.mark.parametrize("share", [0.1, 1.0])
+def test_stamps_that_are_missing_break_nothing(share, tmp_path, capsys):
+    """A file is read as it is: any stamp of it can be null."""
+    random = np.random.default_rng(0)
+    windows = []
+    for window in simulated.windows(2, packs=2):
+        missing = random.random(window.stamps.shape) < share
+        windows.append(dataclasses.replace(window, stamps=np.where(missing, np.nan, window.stamps)))
+    show(join(windows), None, tmp_path)
+    assert "worker 1" in capsys.readouterr().out
+    for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]:
+        assert event["ts"] >= 0 and event.get("dur", 1) > 0
 
 
 def test_a_directory_that_cannot_be_made_is_named(tmp_path):

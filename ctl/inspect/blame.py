@@ -48,7 +48,8 @@ def accused(timeline: Timeline) -> list[tuple[int, str] | None]:
     """For each step, the row that the others waited for and the phase that made it late; None where
     nobody waited for so long that it counts. With one worker nobody is accused: replicas on a
     CPU share its cores and compute in turn."""
-    if timeline.workers < 2 or not timeline.packs:
+    measured = not np.isnan(timeline.step_seconds).all()
+    if timeline.workers < 2 or not timeline.packs or not measured:
         return [None] * len(timeline.steps)
     errors = np.array([clock.error for clock in timeline.clocks])
     # Of two clocks, each may be wrong in its own direction.

@@ -34,9 +34,10 @@ class Flight:
             For each mark that has fired on all of its replicas, the seconds since; the names of the
             others, in the order of the step.
         """
-        numbers, stamps = self._latest.read()
-        finished = int(self._step.global_step.numpy())
-        return fired(self._latest.names, numbers, stamps, finished, until, time.time())
+        running = int(self._step.global_step.numpy())
+        # All steps of the call are done: what is still to come is the reduction of the losses.
+        number = running if running < until else until - 1
+        return fired(self._latest.names, self._latest.read(number), time.time())
 
     @property
     def packs(self) -> tuple[int, ...]:
@@ -45,26 +46,14 @@ class Flight:
 
 
 def fired(
-    names: Sequence[str],
-    numbers: Sequence[int],
-    stamps: np.ndarray,
-    finished: int,
-    until: int,
-    now: float,
+    names: Sequence[str], stamps: np.ndarray, now: float
 ) -> tuple[dict[str, float], tuple[str, ...]]:
-    """See `Flight.read`; ``numbers`` and ``stamps`` as from `Latest.read`.
-
-    A stamp is of the running step when it is not older than the step's ``input``. A replica whose
-    last ``input`` is of a step that is finished has no input yet, unless that step was the call's
-    last: then it is in the reduction of the losses after it.
-    """
-    running = np.zeros(stamps.shape, bool)
-    for replica, (number, times) in enumerate(zip(numbers, stamps, strict=True)):
-        if number >= finished or finished >= until:
-            running[replica] = (times > 0) & (times >= times[0])
-    everywhere = running.all(axis=0)
+    """See `Flight.read`; ``stamps`` as from `Latest.read`."""
+    latest = stamps.max(axis=0)  # NaN where one replica has none
     ages = {
-        name: max(0.0, now - stamps[:, i].max()) for i, name in enumerate(names) if everywhere[i]
+        name: max(0.0, now - stamp)
+        for name, stamp in zip(names, latest, strict=True)
+        if not np.isnan(stamp)
     }
     return ages, tuple(name for name in names if name not in ages)
 

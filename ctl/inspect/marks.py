@@ -48,7 +48,13 @@ def stamp(waits_for: Sequence[tf.Tensor]) -> tf.Tensor:
 
 
 class Store(Protocol):
-    """Takes the stamps of a step while the step is traced, in replica context."""
+    """Takes the stamps of a step while the step is traced, in replica context.
+
+    Attributes:
+        names: the marks that it wants.
+    """
+
+    names: Sequence[str]
 
     def begin(self, number: tf.Tensor) -> None:
         """The marks of step ``number`` follow; int64 scalar, batches seen before it."""
@@ -101,7 +107,10 @@ class Marks:
                 self._graphs[_replica()] = number.graph
                 for store in self.stores:
                     store.begin(number)
+            stores = [store for store in self.stores if name in store.names]
             in_step = tf.compat.v1.get_default_graph() is self._graphs[_replica()]
+            if not stores:
+                return
             if self.step.jit_compile and not in_step:
                 return  # XLA has no kernel for a time stamp
             waits_for = [
@@ -110,7 +119,7 @@ class Marks:
                 if t is not None
             ]
             time = stamp(waits_for)
-            for store in self.stores:
+            for store in stores:
                 store.stamp(name, time, in_step)
                 if name == "apply":
                     store.finish()
@@ -180,43 +189,51 @@ class Ring:
 
 
 class Latest:
-    """The last stamp of each mark, one variable for each, assigned at the mark itself: what another
-    thread can read while the step is stuck (see `ctl.inspect.record`).
+    """When each mark was last stamped and in which step, one variable for each, assigned at the
+    mark itself: what another thread can read while the step is stuck (see `ctl.inspect.flight`).
 
-    Costs one assignment per mark: a shared vector would make marks wait for each other.
+    Costs one assignment per mark: a shared vector would make marks wait for each other. The step
+    rides along in the number of seconds, since what is in the same order as a stamp need not be
+    stamped in that order.
 
     Attributes:
-        names: the marks, in the order of the step.
+        names: the marks, in the order of the step; not ``apply``, which waits for all variables and
+            is dear (`benchmarks/inspect_overhead.py`): a step is counted when its packs are done.
     """
 
+    # Step modulo _STEPS times _SPAN, plus seconds since the epoch (below _SPAN until 2106), are
+    # below 2**44: a float64 has them to 4 ms.
+    _SPAN, _STEPS = 2**32, 4096
+
     def __init__(self, step: TrainStep):
-        self.names = mark_names(step)
-        self._number = _variable(step, 0.0, "ctl_latest_step")
-        self._times = {name: _variable(step, 0.0, f"ctl_latest_{name}") for name in self.names}
+        self.names = tuple(name for name in mark_names(step) if name != "apply")
+        self._last = {name: _variable(step, -1.0, f"ctl_latest_{name}") for name in self.names}
         local = step.strategy.experimental_local_results
-        self._copies = [local(v) for v in (self._number, *self._times.values())]
+        self._copies = [local(v) for v in self._last.values()]
+        self._offsets: dict[int, tf.Tensor] = {}  # under trace, by replica
 
     def begin(self, number: tf.Tensor) -> None:
-        self._number.assign(tf.cast(number, tf.float64))
+        self._offsets[_replica()] = tf.cast(number % self._STEPS, tf.float64) * self._SPAN
 
     def stamp(self, name: str, time: tf.Tensor, in_step: bool) -> None:
         del in_step  # of several micro-batches the last one that came so far is shown
-        if name in self._times:
-            self._times[name].assign(time)
+        self._last[name].assign(time + self._offsets[_replica()])
 
     def finish(self) -> None:
         pass
 
-    def read(self) -> tuple[list[int], np.ndarray]:
+    def read(self, number: int) -> np.ndarray:
         """At any time, from any thread; takes some milliseconds while a step runs.
 
+        Args:
+            number: of a step, batches seen before it.
+
         Returns:
-            The number of the step that each replica of this process is in, batches seen before it;
-            and stamps, float64 [R, M], seconds; 0 where a mark was never stamped. A stamp older
-            than ``input`` is of the step before.
+            Stamps, float64 [R, M], seconds; NaN where a replica's last stamp is of another step.
         """
-        numbers, *times = ([copy.numpy() for copy in copies] for copies in self._copies)
-        return [int(number) for number in numbers], np.array(times).T
+        last = np.array([[copy.numpy() for copy in copies] for copies in self._copies]).T
+        steps, times = np.divmod(last, self._SPAN)
+        return np.where((last >= 0) & (steps == number % self._STEPS), times, np.nan)
 
 
 def _variable(step: TrainStep, value: Any, name: str) -> tf.Variable:

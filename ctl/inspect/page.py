@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ctl.inspect import pictures
+from ctl.inspect.blame import blame
 from ctl.inspect.charts import duration, significant, size_of
 from ctl.inspect.report import Table, median, pack_table, percent, phase_table, row_names, scalars
 from ctl.inspect.style import STYLE
@@ -121,11 +122,14 @@ def _figures(timeline: Timeline, measured: Measured | None) -> str:
         cards.append((f"{significant(values['allreduce/busbw'])} GB/s", said))
     if len(timeline.rows) > 1:
         late = values.get("allreduce/late_ms", np.nan) / 1e3
-        times = np.bincount(np.nan_to_num(timeline.late).argmax(axis=0))
+        named = blame(timeline)
         said = "waited for the last to come"
-        if times.max() > len(timeline.steps) / 2 and late > pictures.noise(timeline):
-            name = row_names(timeline.rows)[times.argmax()]
-            said = f"waited for the last: {name}, {times.max()} of {len(timeline.steps)} times"
+        if named:
+            worker, replica = named.worker, named.replica
+            row = timeline.rows.index((worker, replica))
+            said = (
+                f"waited for {row_names(timeline.rows)[row]}, in {named.steps} of {named.of} steps"
+            )
         cards.append((duration(late), said))
     items = (f"<li><b>{escape(a)}</b><span>{escape(b)}</span></li>" for a, b in cards)
     return f'<ul class="figures">{"".join(items)}</ul>'

@@ -44,7 +44,9 @@ _SIZES = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "MB": 10**6, "
 
 def define_flags() -> None:
     with group("The step of one replica"):
-        flags.DEFINE_string("measured", None, "Directory of a run that was inspected: all of it.")
+        flags.DEFINE_string(
+            "measured", None, "A --model_dir in which `ctl.inspect run` was: all of it."
+        )
         flags.DEFINE_string("plan", None, "File of a plan: the packs, and when they are ready.")
         flags.DEFINE_list("packs", None, "Packs as SIZE@SHARE of the backward pass they need.")
         flags.DEFINE_float("forward_ms", None, "Forward pass, milliseconds.", lower_bound=0)
@@ -132,7 +134,10 @@ def read_step() -> Step:
         from ctl.inspect.timeline import join
         from ctl.inspect.window import read_all
 
-        step = measured_step(join(read_all(Path(FLAGS.measured))), FLAGS.contention)
+        directory = Path(FLAGS.measured)
+        inside = directory / "inspect"  # of a --model_dir
+        windows = read_all(inside if inside.is_dir() else directory)
+        step = measured_step(join(windows), FLAGS.contention)
     given = {
         name: FLAGS[f"{name}_ms"].value / 1e3
         for name in ("forward", "backward", "apply", "other", "jitter")

@@ -25,7 +25,8 @@ _THREADS = 10_000  # of a replica, at most: more than packs that overlap
 
 def make_trace(timeline: Timeline) -> dict[str, Any]:
     """The trace as a JSON object: metadata first, then events by time."""
-    origin = float(np.nanmin(timeline.begin))
+    known = timeline.begin[np.isfinite(timeline.begin)]
+    origin = float(known.min()) if known.size else 0.0
     levels = _levels(timeline)
     events = list(_arrows(timeline, levels, origin))
     for row in range(len(timeline.rows)):

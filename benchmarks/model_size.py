@@ -1,0 +1,128 @@
+"""What does a training cost as a model has more variables, and does it hold on to memory?
+
+    python benchmarks/model_size.py --variables=10,100,1000,2000
+    python benchmarks/model_size.py --replicas=1 --long_steps=10000
+
+Networks of dense layers are trained, one after the other, each in a process of its own. How the
+numbers are derived is in README.md.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pathlib
+import statistics
+from typing import Any
+
+from absl import flags
+from processes import Peer, machine, progress
+
+from ctl.errors import UsageError
+from ctl.flags import check_flags, group, run
+
+with group("What is trained"):
+    _VARIABLES = flags.DEFINE_list(
+        "variables", "10,30,100,300,1000,2000", "numbers of variables, even: two for each layer"
+    )
+    _WIDTH = flags.DEFINE_integer("width", 16, "of each layer", lower_bound=1)
+    _BATCH = flags.DEFINE_integer("batch", 32, "examples of a replica", lower_bound=1)
+    _REPLICAS = flags.DEFINE_integer("replicas", 2, "replicas of one process", lower_bound=1)
+with group("How"):
+    _BLOCKS = flags.DEFINE_integer("blocks", 5, "blocks of each network", lower_bound=1)
+    _STEPS = flags.DEFINE_integer("steps", 20, "of a block", lower_bound=1)
+    _LONG = flags.DEFINE_integer(
+        "long_steps", 10_000, "of the smallest network, to see whether memory grows", lower_bound=1
+    )
+    _TIMEOUT = flags.DEFINE_float("timeout", 1200.0, "seconds for one answer of a process")
+    _JSON = flags.DEFINE_string("json", None, "file for the results")
+
+
+def _check_variables(variables: list[str]) -> None:
+    if not all(v.isdigit() and int(v) >= 4 and int(v) % 2 == 0 for v in variables):
+        raise UsageError(f"--variables={','.join(variables)}: even numbers, 4 or more")
+
+
+check_flags(["variables"], _check_variables)
+
+
+def train(peer: Peer, steps: int) -> dict[str, Any]:
+    request = {"what": "train", "steps": steps, "strong": False, "alone": False}
+    peer.say(json.dumps(request))
+    return peer.answer(_TIMEOUT.value)
+
+
+def measure(variables: int, long_steps: int) -> dict[str, Any]:
+    """A row: what a network of so many variables costs. ``grown_bytes`` is by how much memory grew
+    over ``long_steps`` more steps, where there are any."""
+    command = ["scaling_worker.py", f"--layers={variables // 2 - 1}", f"--width={_WIDTH.value}"]
+    command += [f"--batch={_BATCH.value}"]
+    command += [f"--replicas={_REPLICAS.value}"] if _REPLICAS.value > 1 else []
+    peer = Peer(f"{variables} variables", command)
+    try:
+        progress(f"{peer.name}: starting")
+        about = peer.answer(_TIMEOUT.value)
+        first = train(peer, 1)
+        progress(f"{peer.name}: training")
+        blocks = [train(peer, _STEPS.value) for _ in range(_BLOCKS.value)]
+        row = {
+            "variables": variables,
+            "gradient_bytes": about["gradient_bytes"],
+            "first_seconds": first["seconds"],
+            "step_seconds": statistics.median(b["seconds"] for b in blocks) / _STEPS.value,
+            "peak_bytes": blocks[-1]["peak_bytes"],
+        }
+        if long_steps:
+            progress(f"{peer.name}: {long_steps} steps")
+            before = blocks[-1]["resident_bytes"]
+            row["grown_bytes"] = train(peer, long_steps)["resident_bytes"] - before
+        return row
+    finally:
+        peer.close()
+        progress("")
+
+
+def growth(rows: list[dict[str, Any]], key: str) -> list[float]:
+    """The power of the number of variables with which ``key`` grows from each row to the next: 1 is
+    in proportion, 2 is quadratic."""
+    return [
+        math.log(b[key] / a[key]) / math.log(b["variables"] / a["variables"])
+        for a, b in zip(rows, rows[1:], strict=False)
+    ]
+
+
+def main() -> None:
+    load = os.getloadavg()[0]
+    counts = sorted(set(map(int, _VARIABLES.value)))
+    rows = [measure(n, _LONG.value if n == counts[0] else 0) for n in counts]
+    powers = {key: growth(rows, key) for key in ("first_seconds", "step_seconds")}
+    settings = {f.name: f.value for f in (_WIDTH, _BATCH, _REPLICAS, _BLOCKS, _STEPS, _LONG)}
+    about = machine(load)
+    if _JSON.value:
+        content = {"settings": settings, "machine": about, "rows": rows, "powers": powers}
+        pathlib.Path(_JSON.value).write_text(json.dumps(content, indent=1))
+    print(" ".join(f"{k}={v}" for k, v in (settings | about).items()))
+    print(
+        f"{'variables':>9}{'KiB':>9}{'first s':>10}{'power':>7}{'step ms':>10}{'power':>7}"
+        f"{'us/variable':>13}{'peak MiB':>10}"
+    )
+    steps = zip([None, *powers["first_seconds"]], [None, *powers["step_seconds"]], strict=True)
+    for row, (first, step) in zip(rows, steps, strict=True):
+        print(
+            f"{row['variables']:9}{row['gradient_bytes'] / 1024:9.0f}{row['first_seconds']:10.2f}"
+            f"{_power(first)}{row['step_seconds'] * 1e3:10.3f}{_power(step)}"
+            f"{row['step_seconds'] * 1e6 / row['variables']:13.1f}{row['peak_bytes'] / 2**20:10.0f}"
+        )
+    print(
+        f"memory after {_LONG.value} more steps of {counts[0]} variables: "
+        f"{rows[0]['grown_bytes'] / 2**20:+.1f} MiB"
+    )
+
+
+def _power(value: float | None) -> str:
+    return f"{'':7}" if value is None else f"{value:7.2f}"
+
+
+if __name__ == "__main__":
+    run(main, __doc__)
