@@ -310,10 +310,14 @@ class _Guard:
         os.wait()
 
     def watch(self, group: int) -> None:
-        os.write(self._pipe, f"+{group}\n".encode())
+        self._tell(f"+{group}\n")
 
     def forget(self, group: int) -> None:
-        os.write(self._pipe, f"-{group}\n".encode())
+        self._tell(f"-{group}\n")
+
+    def _tell(self, line: str) -> None:
+        with contextlib.suppress(BrokenPipeError):  # someone killed it: the job is none the worse
+            os.write(self._pipe, line.encode())
 
 
 def _guard(read: int) -> None:

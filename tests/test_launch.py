@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -161,6 +163,23 @@ def test_no_orphan_when_the_launcher_is_killed():
         for pid in filter(alive, pids):
             os.kill(pid, signal.SIGKILL)
         process.communicate()
+
+
+def test_a_killed_guard_does_not_end_the_job():
+    """It is a fork of the launcher: its only child with the launcher's command line."""
+    process = start("--workers=1", code="print('up', flush=True); time.sleep(1)")
+    assert process.stdout.readline().endswith("up\n")
+    mine = Path(f"/proc/{process.pid}/cmdline").read_bytes()
+    guards = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == process.pid and (entry / "cmdline").read_bytes() == mine:
+                guards.append(int(entry.name))
+    (guard,) = guards
+    os.kill(guard, signal.SIGKILL)
+    status, _, err = finish(process)
+    assert (status, err) == (0, "")
 
 
 def test_no_orphan_when_a_worker_leaves_one_behind():
