@@ -12,6 +12,7 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
 import keras
 import pytest
 import tensorflow as tf
+from jobs import start_job
 from zygote import Zygote
 
 tf.config.set_logical_device_configuration(
@@ -51,6 +52,12 @@ def zygote(tmp_path_factory):
     modules += ["ctl.data", "ctl.loop", "ctl.models", "ctl.sinks"]
     with contextlib.closing(Zygote(tmp_path_factory.mktemp("commands"), modules)) as started:
         yield started
+
+
+@pytest.fixture(scope="session")
+def job(zygote):
+    """``with job(out, "fault=kill", workers=3) as processes:``, see `jobs.start_job`."""
+    return functools.partial(start_job, zygote)
 
 
 @pytest.fixture(scope="session")

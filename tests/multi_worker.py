@@ -27,6 +27,7 @@ from tensorflow.python.distribute import collective_all_reduce_strategy  # noqa:
 import ctl  # noqa: E402
 from ctl.strategy import make_multi_worker  # noqa: E402
 
+me = cluster.resolve(None, None)
 OUT = Path(sys.argv[1])
 OPTIONS = dict(argument.split("=") for argument in sys.argv[2:])
 FAULT = OPTIONS.get("fault", "")
@@ -197,10 +198,13 @@ def main() -> None:
     ctl.workers.barrier(strategy, 30)
 
 
-if __name__ == "__main__":
-    me = cluster.resolve(None, None)
+def run() -> None:
     try:
         main()
     except CtlError as error:
         print(error, file=sys.stderr, flush=True)
         os._exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    run()

@@ -22,8 +22,12 @@ import tensorflow as tf  # noqa: E402
 from helpers import BATCH, CLASSES, FEATURES, examples, mlp  # noqa: E402
 
 import ctl  # noqa: E402
+from ctl.inspect.collectives import plan_of  # noqa: E402
 from ctl.reduce import all_reduce  # noqa: E402
 from ctl.strategy import make_multi_worker  # noqa: E402
+
+OUT = Path(sys.argv[1])
+me = cluster.resolve(None, None)
 
 
 class OneMore(ctl.TrainStep):
@@ -39,6 +43,19 @@ class OneMore(ctl.TrainStep):
 def wide(units: int) -> keras.Model:
     hidden = [keras.layers.Dense(units), keras.layers.Dense(units)]
     return keras.Sequential([keras.layers.Input([FEATURES]), *hidden, keras.layers.Dense(CLASSES)])
+
+
+def ending(strategy: tf.distribute.Strategy):
+    """A function that takes batches from data that end, and reduces nothing itself."""
+    dataset = tf.data.Dataset.range(8).batch(2)
+    iterator = iter(strategy.experimental_distribute_dataset(dataset))
+
+    @tf.function
+    def take(iterator):
+        for _ in tf.range(2):
+            strategy.run(lambda batch: batch + 1, args=(next(iterator),))
+
+    return take.get_concrete_function(iterator)
 
 
 def main() -> None:
@@ -58,6 +75,9 @@ def main() -> None:
         "one more": loop(mlp, OneMore),
     }
     plans = {name: made.step.plan().to_json() for name, made in kinds.items()}
+    plans["data that end"] = plan_of(
+        ending(placement.strategy), placement.strategy, {}, (), workers=2
+    ).to_json()
     (OUT / f"plans-{me.index}.json").write_text(json.dumps(plans))
     if me.index == 0:
         compiled = kinds["packs"].step.plan(xla=True).to_json()
@@ -66,12 +86,14 @@ def main() -> None:
     kinds["one more"].train(1)
 
 
-if __name__ == "__main__":
-    OUT = Path(sys.argv[1])
-    me = cluster.resolve(None, None)
+def run() -> None:
     tf.random.set_seed(0)
     try:
         main()
     except CtlError as error:
         print(error, file=sys.stderr, flush=True)
         os._exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    run()

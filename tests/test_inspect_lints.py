@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from helpers import BATCH, CLASSES, examples, mlp
-from test_multi_worker import codes, job, last_line, said
+from jobs import codes, last_line, said
 
 from ctl import data
 from ctl.inspect import lints
@@ -72,7 +72,7 @@ def test_a_ring_on_logical_cpus_and_no_timeout(ring2):
 
 
 @pytest.fixture(scope="module")
-def workers(tmp_path_factory) -> Path:
+def workers(job, tmp_path_factory) -> Path:
     """Where two workers left what they planned; see plan_worker.py."""
     out = tmp_path_factory.mktemp("plans")
     with job(out, program=Path(__file__).parent / "plan_worker.py") as processes:
@@ -98,6 +98,12 @@ def test_two_workers_with_a_sensible_step(plans):
     assert (pack.timeout > 0, pack.wire_bytes) == (True, pack.bytes)
     shares = [c.start_share for c in plans[0]["packs"].collectives]
     assert len(shares) == 3 and shares == sorted(shares) and shares[1] < 0.6 and shares[2] == 1
+
+
+def test_data_that_end_are_asked_for(plans):
+    plan = plans[0]["data that end"]
+    assert plan.collectives == () and {c.purpose for c in plan.other} == {"has data"}
+    assert all(c.dtype == "int64" and c.bytes == 8 and c.in_loop for c in plan.other)
 
 
 def test_no_overlap(plans):

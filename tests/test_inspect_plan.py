@@ -244,6 +244,13 @@ def test_the_fingerprint_sees_what_workers_must_agree_on(mirrored):
     assert fingerprint() != fingerprint(model=frozen)
 
 
+def test_a_graph_that_cannot_be_read_trains_all_the_same(mirrored, monkeypatch):
+    loop = make_loop(mirrored(2))
+    assert "the plan of all of them" in loop._plan_facts()
+    monkeypatch.setattr(loop.step, "plan", lambda: 1 / 0)
+    assert loop._plan_facts() == {}
+
+
 def test_xla_cannot_compile_several_devices(mirrored):
     loop = make_loop(mirrored(2))
     plan = loop.step.plan(xla=True)

@@ -19,6 +19,7 @@ from ctl.errors import UsageError
 from ctl.inspect import efficiency, predict_command, window
 from ctl.inspect.cost import ALGORITHMS, Link, Network, hierarchical, link_of, ring, tree
 from ctl.inspect.link import Measured, Point
+from ctl.inspect.plan import Collective, Plan
 from ctl.inspect.predict import Pack, Prediction, Step, measured_step, predict
 from ctl.inspect.timeline import join
 
@@ -250,6 +251,29 @@ def test_a_measured_run(tmp_path):
     timeline = join(window.read_all(tmp_path / "inspect"))
     expected = dataclasses.replace(measured_step(timeline), apply=0.007)
     assert content["step"] == json.loads(json.dumps(dataclasses.asdict(expected)))
+
+
+def collective(name: str, size: int | None, share: float | None) -> Collective:
+    empty = {f.name: () for f in dataclasses.fields(Collective)}
+    known = {"name": name, "purpose": "gradients", "kind": "CollectiveReduceV2", "ops": 1}
+    known |= {"dtype": "float32", "shape": None, "bytes": size, "group_size": 2, "hint": "ring"}
+    known |= {"group_key": 1, "timeout": None, "in_loop": True, "start_share": 0.1}
+    known |= {"full_share": share, "share_by": "flops", "wire_bytes": None}
+    return Collective(**(empty | known))
+
+
+def test_a_plan(tmp_path):
+    """Its gradients, in order; one that needs an unknown share needs all of the backward pass."""
+    path = tmp_path / "plan.json"
+    packs = collective("pack0", 1000, 0.25), collective("pack1", 500, None)
+    path.write_text(json.dumps(Plan("M", 2, 1, packs, (collective("loss", 4, 1.0),)).to_json()))
+    done = run(*STEP, f"--plan={path}", "--outer=1ms,1GB/s", "--replicas=2", "--json")
+    assert done.returncode == 0, done.stderr
+    expected = [{"bytes": 1000, "ready": 0.25}, {"bytes": 500, "ready": 1.0}]
+    assert json.loads(done.stdout)["step"]["packs"] == expected
+    path.write_text(json.dumps(Plan("M", 2, 1, (collective("pack0", None, 1.0),), ()).to_json()))
+    done = run(*STEP, f"--plan={path}", "--outer=1ms,1GB/s")
+    assert done.returncode == 2 and "the size of pack0 is not known" in done.stderr
 
 
 def test_a_measured_link(tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import random
 import re
@@ -12,68 +11,19 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import keras
 import numpy as np
 import pytest
 from helpers import BATCH, CLASSES, FEATURES, examples, largest_difference
+from jobs import WORKER, codes, finished, last_line, said, weights
 
 from ctl import launch
 from ctl.data import InMemory
 from ctl.inspect import hang
 from ctl.loop import Evaluator, Loop
 from ctl.step import EvalStep, TrainStep
-
-WORKER = Path(__file__).parent / "multi_worker.py"
-BOUND = 120  # seconds for a whole job, several times what it takes
-
-
-@contextlib.contextmanager
-def job(
-    out: Path, *options: str, workers: int = 2, addresses=None, prefixes=None, program=WORKER
-) -> Iterator[list]:
-    """Starts the workers of a job without the launcher, each by a prefix of its command; ends what
-    is left of them."""
-    addresses = addresses or launch.cluster(workers)["worker"]
-    out.mkdir(exist_ok=True)
-    with contextlib.ExitStack() as stack:
-        processes = []
-        for index in range(workers):
-            task = {"type": "worker", "index": index}
-            config = json.dumps({"cluster": {"worker": addresses}, "task": task})
-            process = subprocess.Popen(
-                [*(prefixes[index] if prefixes else ()), sys.executable, program, out, *options],
-                env={**os.environ, "TF_CONFIG": config, "CUDA_VISIBLE_DEVICES": "-1"},
-                stdout=stack.enter_context(open(out / f"out-{index}", "w")),
-                stderr=stack.enter_context(open(out / f"err-{index}", "w")),
-            )
-            stack.callback(process.wait)
-            stack.callback(process.kill)
-            processes.append(process)
-        yield processes
-
-
-def said(out: Path, index: int) -> str:
-    return (out / f"out-{index}").read_text() + (out / f"err-{index}").read_text()
-
-
-def last_line(out: Path, index: int) -> str:
-    return (out / f"err-{index}").read_text().strip().splitlines()[-1]
-
-
-def codes(processes: list) -> list[int]:
-    deadline = time.monotonic() + BOUND
-    return [p.wait(max(0.1, deadline - time.monotonic())) for p in processes]
-
-
-def finished(out: Path, workers: int) -> list[dict]:
-    return [dict(np.load(out / f"worker-{i}.npz")) for i in range(workers)]
-
-
-def weights(saved: dict) -> list[np.ndarray]:
-    return [value for name, value in saved.items() if name.startswith("arr_")]
 
 
 def one_device(mirrored, synchronized: bool = False):
@@ -101,7 +51,7 @@ def one_device(mirrored, synchronized: bool = False):
 
 
 @pytest.mark.parametrize("workers", [2, 3, 4])
-def test_equals_one_device(tmp_path, mirrored, workers):
+def test_equals_one_device(job, tmp_path, mirrored, workers):
     """AdamW and clipping; 101 test examples in batches of 16; initial weights come from the chief,
     although every worker has a seed of its own."""
     options = ["seeds=1", *(["tune=1"] if workers == 3 else [])]
@@ -113,7 +63,7 @@ def test_equals_one_device(tmp_path, mirrored, workers):
         np.testing.assert_allclose(saved["results"], [results["loss"], results["accuracy"]], 1e-6)
 
 
-def test_several_devices_per_worker_equal_one(tmp_path, mirrored):
+def test_several_devices_per_worker_equal_one(job, tmp_path, mirrored):
     """2 workers of 2 devices. BatchNorm over all replicas, so its moving averages are compared too;
     101 test examples in batches of 16, which 4 replicas cannot share alike."""
     with job(tmp_path, "seeds=1", "devices=2", "synchronized=1") as processes:
@@ -128,7 +78,7 @@ def test_several_devices_per_worker_equal_one(tmp_path, mirrored):
 
 
 @pytest.fixture(scope="module")
-def straight(tmp_path_factory):
+def straight(job, tmp_path_factory):
     """An uninterrupted job of 2 workers with BatchNorm and Dropout."""
     out = tmp_path_factory.mktemp("straight")
     with job(out, "norm=1", "fit=1") as processes:
@@ -148,7 +98,7 @@ def test_fit_fails_where_this_loop_trains(straight):
         assert re.match(r"ValueError: Attempt to convert a value \(PerReplica", str(saved["fit"]))
 
 
-def test_preempted_at_the_same_step_and_resumed_bit_for_bit(tmp_path, straight):
+def test_preempted_at_the_same_step_and_resumed_bit_for_bit(job, tmp_path, straight):
     with job(tmp_path, "norm=1", "fault=term", "step=7") as processes:
         assert codes(processes) == [42, 42], said(tmp_path, 0)[-2000:]
     step = int(re.search(r"SIGTERM: saved step (\d+)", last_line(tmp_path, 1))[1])
@@ -160,7 +110,7 @@ def test_preempted_at_the_same_step_and_resumed_bit_for_bit(tmp_path, straight):
         assert largest_difference(weights(saved), weights(whole)) == 0
 
 
-def test_resumed_by_another_number_of_workers(tmp_path, mirrored):
+def test_resumed_by_another_number_of_workers(job, tmp_path, mirrored):
     with job(tmp_path, "until=8") as processes:
         assert codes(processes) == [0, 0], said(tmp_path, 0)[-2000:]
     with job(tmp_path, workers=3) as processes:
@@ -182,7 +132,7 @@ def test_resumed_by_another_number_of_workers(tmp_path, mirrored):
         ("absent", 1, 25, "timed out", "in the action Faulty after step 5 "),
     ],
 )
-def test_survivors_end_in_time_and_say_why(tmp_path, fault, culprit, bound, what, blamed):
+def test_survivors_end_in_time_and_say_why(job, tmp_path, fault, culprit, bound, what, blamed):
     options = (f"fault={fault}", f"worker={culprit}", "timeout=10", "loop=1")
     with job(tmp_path, *options, workers=3) as processes:
         survivors = [i for i in range(3) if i != culprit]
@@ -201,24 +151,24 @@ def test_survivors_end_in_time_and_say_why(tmp_path, fault, culprit, bound, what
     assert re.search(rf"^step \d+: {waiting} since \d+ s; {blamed}[^;]*$", verdict), verdict
 
 
-def test_data_that_end_on_one_worker(tmp_path):
+def test_data_that_end_on_one_worker(job, tmp_path):
     """Its peer is in the next all-reduce, far from the timeout of that."""
     with job(tmp_path, "fault=end", "timeout=100") as processes:
         assert codes(processes) == [5, 2], said(tmp_path, 0)[-2000:]
     at = float(re.search(r"fault end at (\S+)", said(tmp_path, 1))[1])
-    assert (tmp_path / "err-0").stat().st_mtime - at < 25
+    assert (tmp_path / "process-0" / "stderr").stat().st_mtime - at < 25
     assert "worker 1: its data ended after step 5, those of other" in last_line(tmp_path, 1)
     assert re.search(r"worker 0 of 2: .* waiting for worker 1 \(gone: ", last_line(tmp_path, 0))
 
 
-def test_a_nan_on_one_worker_stops_all(tmp_path):
+def test_a_nan_on_one_worker_stops_all(job, tmp_path):
     with job(tmp_path, "fault=nan", "step=6") as processes:
         assert codes(processes) == [3, 3], said(tmp_path, 0)[-2000:]
     for index in range(2):
         assert "the loss is nan at step 7" in last_line(tmp_path, index)
 
 
-def test_workers_that_differ_do_not_start(tmp_path):
+def test_workers_that_differ_do_not_start(job, tmp_path):
     """In a setting of the optimizer and in the global batch size."""
     with job(tmp_path, "differ=1") as processes:
         assert codes(processes) == [2, 2]
@@ -228,7 +178,7 @@ def test_workers_that_differ_do_not_start(tmp_path):
         assert "the optimizer is {" in line
 
 
-def test_a_peer_that_never_comes(tmp_path):
+def test_a_peer_that_never_comes(job, tmp_path):
     addresses = launch.cluster(2)["worker"]
     with job(tmp_path, "startup=12", workers=1, addresses=addresses) as processes:
         assert codes(processes) == [5]
@@ -237,7 +187,7 @@ def test_a_peer_that_never_comes(tmp_path):
     assert f"gave up after 12 s (--startup_timeout) waiting for {absent}" in last_line(tmp_path, 0)
 
 
-def test_a_port_in_use(tmp_path):
+def test_a_port_in_use(job, tmp_path):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

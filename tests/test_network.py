@@ -15,7 +15,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers import largest_difference
-from test_multi_worker import codes, finished, job, last_line, one_device, said, weights
+from jobs import codes, finished, last_line, said, weights
+from test_multi_worker import one_device
 
 HOSTS = ["10.77.0.1", "10.77.0.2"]
 WORKERS = [f"{host}:2222" for host in HOSTS]
@@ -86,19 +87,11 @@ def bad_link(kind: str, namespaces: list[str]) -> Iterator[None]:
         process.communicate()
 
 
-def inside(namespaces: list[str]) -> dict:
-    """Where `job` is to start its workers."""
-    return {
-        "addresses": WORKERS,
-        "prefixes": [["ip", "netns", "exec", name] for name in namespaces],
-    }
-
-
 @pytest.mark.parametrize("kind", ["netem", "wire"])
-def test_delay_and_loss_change_no_weights(tmp_path, mirrored, namespaces, kind):
+def test_delay_and_loss_change_no_weights(job, tmp_path, mirrored, namespaces, kind):
     with (
         bad_link(kind, namespaces),
-        job(tmp_path, "seeds=1", **inside(namespaces)) as processes,
+        job(tmp_path, "seeds=1", addresses=WORKERS, namespaces=namespaces) as processes,
     ):
         assert codes(processes) == [0, 0], said(tmp_path, 0)[-2000:]
     reference, results = one_device(mirrored)
@@ -107,11 +100,13 @@ def test_delay_and_loss_change_no_weights(tmp_path, mirrored, namespaces, kind):
         np.testing.assert_allclose(saved["results"], [results["loss"], results["accuracy"]], 1e-6)
 
 
-def test_a_link_that_goes_away(tmp_path, namespaces):
+def test_a_link_that_goes_away(job, tmp_path, namespaces):
     """No packet says so: neither worker is dead, each hears nothing of the other. The chief has
     trained some steps and waits; its peer waits for it."""
     connect(namespaces)
-    with job(tmp_path, "slow=1", "timeout=15", "loop=1", **inside(namespaces)) as processes:
+    with job(
+        tmp_path, "slow=1", "timeout=15", "loop=1", addresses=WORKERS, namespaces=namespaces
+    ) as processes:
         deadline = time.monotonic() + 90
         while "step 10\n" not in said(tmp_path, 0) and time.monotonic() < deadline:
             time.sleep(0.05)

@@ -67,6 +67,9 @@ while command is None:
     for source, target in ((null, 0), (out, 1), (err, 2)):
         os.dup2(source, target)
         os.close(source)
+    if command["namespace"]:
+        with open("/run/netns/" + command["namespace"]) as file:
+            assert ctypes.CDLL(None).setns(file.fileno(), 0x40000000) == 0  # CLONE_NEWNET
     if command["file_limit"]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (command["file_limit"],) * 2)
     os.environ.update(command["environ"])
@@ -150,14 +153,17 @@ class Zygote:
         *flags: str,
         path: Sequence[Path] = (),
         file_limit: int | None = None,
+        directory: Path | None = None,
+        namespace: str | None = None,
         **environ: str,
     ) -> Command:
-        """Starts ``python -m MODULE FLAGS`` (its function ``run``)."""
+        """Starts ``python -m MODULE FLAGS`` (its function ``run``), in a network ``namespace`` if
+        one is given; what it writes is in ``directory``."""
         self._count += 1
-        directory = self._directory / f"{self._count:03}"
-        directory.mkdir()
+        directory = directory or self._directory / f"{self._count:03}"
+        directory.mkdir(parents=True, exist_ok=True)
         for stream in ("stdout", "stderr"):
-            (directory / stream).touch()
+            (directory / stream).write_text("")
         request = {
             "module": module,
             "argv": [module, *map(str, flags)],
@@ -165,6 +171,7 @@ class Zygote:
             "stderr": str(directory / "stderr"),
             "path": [str(p) for p in path],
             "file_limit": file_limit,
+            "namespace": namespace,
             "environ": environ,
         }
         return Command(self, int(self.ask(request)), directory)

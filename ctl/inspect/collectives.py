@@ -182,6 +182,11 @@ class _Search:
 
     def _purpose(self, nodes: list[Node], members: Sequence[Member], gathers: bool) -> str:
         upstream = any(n.backward for node in nodes for n in self.before[node])
+        # TensorFlow sums int64 flags before every batch of data that may end.
+        if nodes[0].attr["T"].type == tf.int64.as_datatype_enum and any(
+            n.op == "OptionalHasValue" for n in self.before[nodes[0]]
+        ):
+            return "has data"
         if any(n.backward for n in self.graph.descendants(nodes)):
             return "backward" if upstream else "forward"
         lands = any(path in self.trainable for m in members for path in m.variables)
