@@ -54,14 +54,15 @@ def main() -> None:
         order = order[1:] + order[:1]
         for name in order:
             step.marks = variants[name]
-            start = time.perf_counter()
+            start, used = time.perf_counter(), time.process_time()
             loop.train(loop.global_step + _STEPS.value)
             if number >= _WARM_UP.value:
-                seconds[name].append((time.perf_counter() - start) / _STEPS.value)
-    plain = np.array(seconds["plain"])
-    print(
-        f"plain step: {np.median(plain) * 1e3:.3f} ms; {len(plain)} rounds of {_STEPS.value} steps"
-    )
+                took = time.perf_counter() - start, time.process_time() - used
+                seconds[name].append(took)
+    plain = np.array(seconds["plain"]) / _STEPS.value
+    clock, cores = np.median(plain, axis=0) * 1e3
+    print(f"plain step: {clock:.3f} ms, {cores:.3f} ms of cores; {len(plain)} rounds")
+    print(f"{'ratio to plain':26} clock (p10-p90)        cores (p10-p90)")
     for name, took in seconds.items():
         ratios = np.percentile(np.array(took) / _STEPS.value / plain, [10, 50, 90], axis=0).T
         cells = [f"{median:.3f} ({low:.3f}-{high:.3f})" for low, median, high in ratios]

@@ -181,7 +181,11 @@ def all_gather(strategy: tf.distribute.Strategy, text: bytes, doing: str) -> lis
         mine = strategy.experimental_distribute_values_from_function(lambda _: values)
         return strategy.gather(mine, axis=0)
 
-    with naming_lost_peers(strategy, doing), watchdog.collective(doing, first=True):
+    with (
+        naming_lost_peers(strategy, doing),
+        watchdog.collective(doing, first=True),
+        _without_warnings(),
+    ):
         lengths = gather(tf.constant([len(text)])).numpy()
         # As int32: not every collective takes bytes.
         joined = bytes(gather(tf.constant(list(text), tf.int32)).numpy().tolist())
@@ -190,6 +194,18 @@ def all_gather(strategy: tf.distribute.Strategy, text: bytes, doing: str) -> lis
         texts.append(joined[start : start + length])
         start += length
     return texts[:: len(texts) // len(cluster_of(strategy).workers)]  # replicas of one say the same
+
+
+@contextlib.contextmanager
+def _without_warnings() -> Iterator[None]:
+    """TensorFlow makes a function for each gather, and warns that it is made again and again."""
+    logger = tf.get_logger()
+    level = logger.level
+    logger.setLevel("ERROR")
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _short(value: Any) -> str:

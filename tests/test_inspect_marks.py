@@ -92,6 +92,10 @@ def test_stamps(mirrored, options, forward, packed):
         loop = make_loop(mirrored(2), **options)
     ring, latest = inspect(loop, keep=8)
     loop.train(60)
+    sizes = [v.shape.num_elements() for v in loop.step.model.trainable_variables]
+    assert sum(loop.step.marks.pack_bytes) == 4 * sum(sizes)
+    assert len(loop.step.marks.pack_bytes) == len(packed) // 2
+    assert not loop.step.marks.in_order  # no collectives: the replicas share memory
     steps, stamps = ring.read()
     assert steps.tolist() == list(range(52, 60))  # the last 8, by how many were trained before
     assert (
@@ -123,33 +127,14 @@ def test_stamps(mirrored, options, forward, packed):
     assert len(ring.read()[0]) == 0
 
 
-def test_marks_are_taken_again_without_a_new_trace(mirrored):
-    loop = make_loop(mirrored(1))
-    ring, _ = inspect(loop)
-    marks = loop.step.marks
-    for until in (20, 40, 60):
-        loop.step.marks = None if until == 40 else marks
-        loop.train(until)
-    assert loop._train_steps.experimental_get_tracing_count() == 2
-    assert ring.read()[0].tolist() == list(range(40, 60))
-
-
-def test_packs_are_known_once_traced(mirrored, ring2):
-    for strategy, in_order in ((mirrored(2), False), (ring2, True)):
-        loop = make_loop(strategy)
-        inspect(loop)
-        loop.train(1)
-        sizes = [v.shape.num_elements() for v in loop.step.model.trainable_variables]
-        assert loop.step.marks.pack_bytes == [4 * sum(sizes)]
-        assert loop.step.marks.in_order == in_order
-
-
 def test_without_the_private_name(mirrored, monkeypatch):
     monkeypatch.setattr(private, "_MANAGER", "no_such_name")
     loop = make_loop(mirrored(1))
     with pytest.raises(UsageError, match=r"no Graph\.no_such_name.*cannot be shown"):
         Marks(loop.step, Ring(loop.step, 4))
-    loop.train(10)  # nothing else is lost
+    with pytest.raises(UsageError, match="late workers cannot be shown"):
+        loop.step.inspect()
+    assert loop.step.marks is None  # so it trains as before
 
 
 def test_replicas_that_share_their_variables_are_refused():
