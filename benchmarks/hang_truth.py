@@ -12,6 +12,7 @@ records that they leave must name that worker and no other, and say how it faile
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import pathlib
@@ -98,6 +99,7 @@ def start(*arguments: object) -> int:
     pid = os.fork()
     if pid:
         return pid
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: dies with the benchmark
     try:
         worker(*arguments)
     except CtlError as error:
@@ -176,10 +178,9 @@ def main() -> None:
             right, verdict = one(fault, randoms)
             if not right:
                 wrong.append(verdict)
+                print(f"{fault}, run {run + 1}, wrong: {verdict}", flush=True)
         progress("")
         print(f"{fault:<8} {FLAGS.runs - len(wrong)} of {FLAGS.runs} right", flush=True)
-        for said in wrong:
-            print(f"  wrong: {said}")
         results[fault] = {"runs": FLAGS.runs, "right": FLAGS.runs - len(wrong), "wrong": wrong}
     print(f"the last verdict: {verdict}")
     if FLAGS.json:

@@ -247,7 +247,8 @@ class Apply:
                 args=([gradients[i] for i in indices], rate, first),
                 group=False,
             )
-        self.optimizer.iterations.assign_add(1)
+        # Keras's own reads and then assigns: workers that do so at the same time lose counts.
+        self.optimizer.iterations.value.assign_add(1)
         if self.loss_scale:
             self.loss_scale.good()
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from ctl import durable
@@ -19,6 +20,8 @@ from ctl.errors import DivergedError, UsageError
 State = Mapping[str, Sequence[tf.Variable]]
 
 _FLOATS = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
+
+_PART = 1 << 18  # elements
 
 
 def unwrap(state: State) -> dict[str, list[tf.Variable]]:
@@ -44,24 +47,22 @@ def specs(variables: Mapping[str, list[tf.Variable]]) -> dict[str, list[dict[str
 
 def snapshot(variables: Mapping[str, list[tf.Variable]]) -> dict[str, list[tf.Tensor]]:
     """The values, without a copy: TensorFlow updates a buffer in place only while nobody else
-    holds it. Costs about 20 µs a variable, and 4 ms per 100 MB on two CPU cores to look for NaN.
+    holds it. Costs about 10 µs a variable, and 4 ms per 100 MB on one CPU core to look for NaN.
 
     Raises DivergedError when one is not finite.
     """
-    tensors = {key: [v.read_value() for v in group] for key, group in variables.items()}
-    floating = [
-        (f"{key}[{i}] {_name(variables[key][i])}", tensor)
+    # Not read_value(), which takes twice as long, and under a strategy eight times.
+    tensors = {key: [v.value() for v in group] for key, group in variables.items()}
+    finite = {
+        f"{key}[{i}] {_name(variables[key][i])}": _is_finite(tensor)
         for key, group in tensors.items()
         for i, tensor in enumerate(group)
         if tensor.dtype in _FLOATS
-    ]
-    if floating:
-        names, values = zip(*floating, strict=True)
-        finite = _finite(list(values)).numpy()
-        if not finite.all():
-            first = names[finite.argmin()]
+    }
+    for name, is_finite in finite.items():
+        if not is_finite:
             raise DivergedError(
-                f"The state has a NaN or Inf, first in {first}, and was not saved; lower the "
+                f"The state has a NaN or Inf, first in {name}, and was not saved; lower the "
                 "learning rate or clip the gradients"
             )
     return tensors
@@ -110,7 +111,11 @@ def _name(variable: tf.Variable) -> str:
     return variable.name.removesuffix(":0")
 
 
-@tf.function
-def _finite(tensors: list[tf.Tensor]) -> tf.Tensor:
-    """bool [len(tensors)]: is every element finite?"""
-    return tf.stack([tf.reduce_all(tf.math.is_finite(t)) for t in tensors])
+def _is_finite(tensor: tf.Tensor) -> tf.Tensor | bool:
+    """Whether every element is. On an accelerator the answer may still be under way."""
+    if "CPU" not in tensor.device or tensor.dtype not in (tf.float32, tf.float64):
+        return tf.reduce_all(tf.math.is_finite(tensor))
+    # Where the tensor is, in parts that stay in a cache. A tf.function would be traced anew for
+    # each list of shapes: for 300 variables the first save would stand still for a second.
+    values = np.asarray(memoryview(tensor)).reshape(-1)
+    return all(np.isfinite(values[i : i + _PART]).all() for i in range(0, values.size, _PART))

@@ -54,6 +54,69 @@ class Cluster:
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class Tasks:
+    """The tasks of a job with parameter servers, all named by ``TF_CONFIG``.
+
+    Attributes:
+        coordinator: ``host:port`` of the task that TensorFlow calls the chief.
+        workers: ``host:port`` of each.
+        ps: ``host:port`` of each parameter server.
+        kind: what this process is: "chief", "worker" or "ps".
+        index: which of its kind.
+    """
+
+    coordinator: str
+    workers: tuple[str, ...]
+    ps: tuple[str, ...]
+    kind: str
+    index: int
+
+    @property
+    def is_coordinator(self) -> bool:
+        return self.kind == "chief"
+
+    @property
+    def name(self) -> str:
+        """What this process is called in messages and logs."""
+        return "the coordinator" if self.is_coordinator else f"{self.kind} {self.index}"
+
+    @property
+    def servers(self) -> dict[str, str]:
+        """``host:port`` of every task but the coordinator, by name."""
+        return {f"ps {i}": address for i, address in enumerate(self.ps)} | {
+            f"worker {i}": address for i, address in enumerate(self.workers)
+        }
+
+
+def resolve_tasks(environ: Mapping[str, str] = os.environ) -> Tasks:
+    """The tasks of a job with parameter servers, from ``TF_CONFIG``.
+
+    Raises:
+        UsageError: it is not there, or contradicts itself.
+    """
+    try:
+        config = json.loads(environ["TF_CONFIG"])
+        jobs = {
+            kind: tuple(map(str, config["cluster"][kind])) for kind in ("chief", "worker", "ps")
+        }
+        kind, index = str(config["task"]["type"]), int(config["task"]["index"])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(
+            "--strategy=parameter_server needs a TF_CONFIG with a chief (the coordinator), workers "
+            f"and ps, as ctl.launch --ps=1 sets it ({type(error).__name__}: {error})"
+        ) from error
+    if kind not in jobs:
+        raise UsageError(f"TF_CONFIG: this task is a {kind!r}, not chief, worker or ps")
+    if len(jobs["chief"]) != 1 or not jobs["worker"] or not jobs["ps"]:
+        counts = ", ".join(f"{len(addresses)} {kind}" for kind, addresses in jobs.items())
+        raise UsageError(f"TF_CONFIG: one chief, workers and ps are needed, not {counts}")
+    _check_addresses([address for job in jobs.values() for address in job], "TF_CONFIG")
+    if not 0 <= index < len(jobs[kind]):
+        raise UsageError(f"TF_CONFIG: there is no {kind} {index}; it names {len(jobs[kind])}")
+    return Tasks(jobs["chief"][0], jobs["worker"], jobs["ps"], kind, index)
+
+
 def resolve(
     workers: Sequence[str] | None,
     worker_index: int | None,
@@ -80,12 +143,16 @@ def resolve(
     )
 
 
-def named_by(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """The workers of ``TF_CONFIG``, where there is one that makes sense."""
+def strategy_for(environ: Mapping[str, str]) -> str:
+    """The ``--strategy`` that ``TF_CONFIG`` is for; "" where it names one process, or none."""
     try:
-        return _from_tf_config(environ["TF_CONFIG"]).workers
-    except (KeyError, UsageError):
-        return ()
+        jobs = json.loads(environ["TF_CONFIG"])["cluster"]
+        counts = {kind: len(addresses) for kind, addresses in jobs.items()}
+    except (KeyError, ValueError, TypeError, AttributeError):
+        return ""
+    if counts.get("ps"):
+        return "parameter_server"
+    return "multi_worker" if sum(counts.values()) > 1 else ""
 
 
 def _from_tf_config(text: str) -> Cluster:
@@ -107,13 +174,17 @@ def _from_tf_config(text: str) -> Cluster:
     return _checked(workers, index + (len(chiefs) if kind == "worker" else 0), "TF_CONFIG")
 
 
-def _checked(workers: Sequence[Any], index: int, source: str) -> Cluster:
-    for address in workers:
+def _check_addresses(addresses: Sequence[Any], source: str) -> None:
+    for address in addresses:
         host, _, port = str(address).rpartition(":")
         if not host or not port.isdigit() or not 0 < int(port) < 65536:
             raise UsageError(f"{source}: {address!r} is not HOST:PORT")
-    if len(set(workers)) != len(workers):
-        raise UsageError(f"{source}: an address occurs twice in {', '.join(workers)}")
+    if len(set(addresses)) != len(addresses):
+        raise UsageError(f"{source}: an address occurs twice in {', '.join(addresses)}")
+
+
+def _checked(workers: Sequence[Any], index: int, source: str) -> Cluster:
+    _check_addresses(workers, source)
     if not 0 <= index < len(workers):
         raise UsageError(f"{source}: there is no worker {index}; it names {len(workers)}")
     return Cluster(tuple(map(str, workers)), index, source)

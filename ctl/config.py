@@ -28,6 +28,7 @@ _FREE = frozenset(
         *("model_dir", "data_dir", "download", "resident_limit_mib", "epochs", "train_steps"),
         *("strategy", "replicas", "tpu", "cross_device_ops", "collective_timeout"),
         *("workers", "worker_index", "communication", "startup_timeout"),
+        "worker_timeout",
         *("bytes_per_pack", "steps_per_loop", "evaluate_every", "checkpoint_every", "keep"),
         *("keep_best", "best_metric", "keep_every_hours", "async_checkpoints", "log_every"),
         *("tensorboard", "profile_steps", "inspect_every", "export", "on_nan"),

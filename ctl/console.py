@@ -82,10 +82,16 @@ def _is_for_the_user(record: python_logging.LogRecord) -> bool:
     return record.levelno >= python_logging.WARNING or record.pathname.startswith(_PACKAGE)
 
 
-def load_tensorflow() -> None:
+def load_tensorflow(errors: bool = True) -> None:
     """Imports TensorFlow and looks for devices. What its C++ code writes to stderr meanwhile, about
-    CPU features and GPUs that are not there, is shown only when that fails."""
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    CPU features and GPUs that are not there, is shown only when that fails.
+
+    Without ``errors`` neither its C++ code nor its coordinator of parameter servers writes any: a
+    worker that is lost gets hundreds of lines, for what is no error there.
+    """
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2" if errors else "3")
+    if not errors:
+        logging.get_absl_handler().addFilter(lambda r: "cluster_coordinator" not in r.pathname)
     with _native_stderr_held():
         import tensorflow as tf
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from absl import flags, logging
 
-from ctl import config, console, flag_groups, names
+from ctl import config, console, device_flags, flag_groups, names
 from ctl.errors import CheckpointError, UsageError
 from ctl.flags import check_flags, group, grouped_flags
 from ctl.flags import run as run_command
@@ -56,7 +56,7 @@ def run() -> None:
         )
         flags.DEFINE_boolean("json", False, "Print one JSON object per evaluation.")
     flag_groups.define_data_flags()
-    flag_groups.define_device_flags(training=False)
+    device_flags.define_device_flags(training=False)
     with group("Computation"):
         flags.DEFINE_enum(
             "precision", "float32", names.PRECISIONS, "Type of the computation, with --model_dir."

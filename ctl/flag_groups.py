@@ -12,7 +12,7 @@ from typing import Any
 
 from absl import flags
 
-from ctl import cluster, names, rates
+from ctl import names, rates
 from ctl.errors import UsageError
 from ctl.flags import check_flags, define_size_or_auto, group
 
@@ -208,91 +208,6 @@ def _check_step(clip_norm: float | None, ema_decay: float | None, **shares: floa
         rates.check_positive("--clip_norm", clip_norm)
     if ema_decay is not None and not 0 < ema_decay < 1:
         raise UsageError(f"--ema_decay={ema_decay} must be between 0 and 1")
-
-
-def define_device_flags(training: bool = True) -> None:
-    """Where it runs: `ctl.strategy.make_strategy`."""
-    with group("Devices"):
-        flags.DEFINE_enum(
-            "strategy",
-            "auto",
-            names.STRATEGIES,
-            "How replicas are distributed. auto: mirrored for several replicas, else one_device on "
-            "a GPU and default on a CPU.",
-        )
-        flags.DEFINE_integer(
-            "replicas",
-            None,
-            "Replicas on this machine (default: all visible GPUs, or 1). Without GPUs the CPU is "
-            "cut into so many logical devices.",
-            lower_bound=1,
-        )
-        flags.DEFINE_enum(
-            "cross_device_ops",
-            "auto",
-            names.CROSS_DEVICE_OPS,
-            "How mirrored replicas all-reduce. auto: the fastest measured for the kind of device.",
-        )
-        flags.DEFINE_float(
-            "collective_timeout", 300.0, "Seconds after which an all-reduce fails.", lower_bound=1
-        )
-        flags.DEFINE_string("tpu", "", "For --strategy=tpu: a name, local, or grpc://host:port.")
-    check_flags(["strategy", "replicas", "tpu"], _check_devices)
-    if training:
-        _define_worker_flags()
-    if training:
-        check_flags(["global_batch_size", "replicas"], _check_batch)
-
-
-def _define_worker_flags() -> None:
-    with group("Several workers (--strategy=multi_worker)"):
-        flags.DEFINE_list(
-            "workers",
-            None,
-            "HOST:PORT of every worker, the same list on each (default: from TF_CONFIG, as "
-            "ctl.launch sets it, or from Slurm).",
-        )
-        flags.DEFINE_integer(
-            "worker_index", None, "Which of --workers this process is.", lower_bound=0
-        )
-        flags.DEFINE_enum(
-            "communication", "auto", names.COMMUNICATIONS, "How workers all-reduce; ring is gRPC."
-        )
-        flags.DEFINE_float(
-            "startup_timeout", 300.0, "Seconds to wait for the other workers.", lower_bound=1
-        )
-    check_flags(["strategy", "replicas", "workers", "worker_index"], _check_workers)
-
-
-def _check_workers(
-    strategy: str, replicas: int | None, workers: list[str] | None, worker_index: int | None
-) -> None:
-    if strategy == "multi_worker":
-        if replicas is not None:
-            raise UsageError("--replicas is for one machine; multi_worker uses every visible GPU")
-        cluster.resolve(workers, worker_index)
-    elif workers or worker_index is not None:
-        raise UsageError("--workers and --worker_index need --strategy=multi_worker")
-    elif len(cluster.named_by(os.environ)) > 1:
-        raise UsageError("TF_CONFIG names several workers: add --strategy=multi_worker")
-
-
-def _check_devices(strategy: str, replicas: int | None, tpu: str) -> None:
-    if strategy in ("one_device", "default") and (replicas or 1) > 1:
-        raise UsageError(f"--strategy={strategy} has one replica, not {replicas}; use mirrored")
-    if strategy == "tpu" and not tpu:
-        raise UsageError("--strategy=tpu needs --tpu=NAME, --tpu=local or --tpu=grpc://host:port")
-    if tpu and strategy != "tpu":
-        raise UsageError("--tpu has no effect without --strategy=tpu")
-
-
-def _check_batch(global_batch_size: int, replicas: int | None) -> None:
-    if replicas and global_batch_size % replicas:
-        more = -(-global_batch_size // replicas) * replicas
-        raise UsageError(
-            f"--global_batch_size={global_batch_size} is not divisible by --replicas={replicas}; "
-            f"{more} is"
-        )
 
 
 def define_checkpoint_flags() -> None:

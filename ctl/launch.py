@@ -1,13 +1,15 @@
 """Starts the processes of a job on this machine: free ports, ``TF_CONFIG``, output, restarts.
 
 The job is one unit: when a process fails the others are ended, and the whole job is started again,
-on new ports, to resume from its last checkpoint. No process outlives the launcher, not even when
-that is killed: a guard process notices and ends the rest.
+on new ports, to resume from its last checkpoint. Only the workers of parameter servers are started
+again one by one. No process outlives the launcher, not even when that is killed: a guard process
+notices and ends the rest.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -34,6 +36,11 @@ Starts N workers of a job on this machine and restarts the job when one fails.
   python -m ctl.launch --workers=2 -- python -m ctl.train --strategy=multi_worker --model_dir=DIR
   python -m ctl.launch --workers=4 --max_restarts=3 -- python my_training.py
 
+With --ps=M it starts a coordinator and M parameter servers, too; a worker that fails is then
+started again by itself, while the others go on.
+
+  python -m ctl.launch --workers=2 --ps=1 -- python -m ctl.train --strategy=parameter_server …
+
 Each process finds itself and its peers in TF_CONFIG. Exits with the first code that is not 0.
 """
 
@@ -47,6 +54,9 @@ def run() -> None:
     """The command line, also installed as ``ctl-launch``."""
     with group("Job"):
         flags.DEFINE_integer("workers", 1, "Worker processes.", lower_bound=1)
+        flags.DEFINE_integer(
+            "ps", 0, "Parameter servers, beside a coordinator and the workers.", lower_bound=0
+        )
         flags.DEFINE_integer(
             "max_restarts", 0, "Times that a failed job is started again.", lower_bound=0
         )
@@ -72,6 +82,7 @@ def _main(command: Sequence[str]) -> None:
     code = launch(
         command,
         workers=FLAGS.workers,
+        ps=FLAGS.ps,
         max_restarts=FLAGS.max_restarts,
         backoff=FLAGS.backoff,
         grace=FLAGS.grace,
@@ -83,6 +94,7 @@ def launch(
     command: Sequence[str],
     *,
     workers: int,
+    ps: int = 0,
     max_restarts: int = 0,
     backoff: float = 1.0,
     grace: float = 30.0,
@@ -94,7 +106,7 @@ def launch(
     """
     with _Guard() as guard, _forwarded_signals() as received:
         for attempt in range(max_restarts + 1):
-            job = _Job(command, workers, guard)
+            job = _Job(command, cluster(workers, ps), guard, backoff)
             code = job.wait(received, grace)
             if code == 0 or code in _FINAL or received or attempt == max_restarts:
                 return code
@@ -106,44 +118,80 @@ def launch(
     raise AssertionError("unreachable")
 
 
-def cluster(workers: int) -> dict[str, list[str]]:
-    """``{"worker": ["127.0.0.1:port", ...]}`` with ports that are free now, on loopback."""
+def cluster(workers: int, ps: int = 0) -> dict[str, list[str]]:
+    """``{"worker": ["127.0.0.1:port", ...]}`` with ports that are free now, on loopback; with
+    parameter servers, ``"chief"`` (the coordinator) and ``"ps"`` too."""
+    counts = {"chief": 1, "worker": workers, "ps": ps} if ps else {"worker": workers}
     with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(workers)]
-        for held in sockets:  # All are held until all are chosen, so that they differ.
+        sockets = {
+            kind: [stack.enter_context(socket.socket()) for _ in range(count)]
+            for kind, count in counts.items()
+        }
+        for held in sum(sockets.values(), []):  # All are held until all are chosen: they differ.
             held.bind(("127.0.0.1", 0))
-        return {"worker": [f"127.0.0.1:{held.getsockname()[1]}" for held in sockets]}
+        return {
+            kind: [f"127.0.0.1:{held.getsockname()[1]}" for held in group]
+            for kind, group in sockets.items()
+        }
+
+
+@dataclasses.dataclass
+class _Task:
+    """A process of a job, in a process group of its own, which may be started again."""
+
+    name: str
+    config: str
+    process: subprocess.Popen | None = None
+    starts: int = 0
+    start_at: float | None = None  # when to start it again
+
+    @property
+    def is_worker(self) -> bool:
+        return self.name.startswith("worker")
 
 
 class _Job:
-    """One try: its processes, each in a process group of its own."""
+    """One try of all its processes."""
 
-    def __init__(self, command: Sequence[str], workers: int, guard: _Guard):
-        addresses = cluster(workers)
+    def __init__(
+        self, command: Sequence[str], addresses: dict[str, list[str]], guard: _Guard, backoff: float
+    ):
+        self._command = command
         self._guard = guard
-        self._processes: list[tuple[str, subprocess.Popen]] = []
+        self._backoff = backoff
         self._readers: list[threading.Thread] = []
+        self._has_coordinator = "chief" in addresses
+        self._tasks = [
+            _Task(
+                f"{kind} {index}",
+                json.dumps({"cluster": addresses, "task": {"type": kind, "index": index}}),
+            )
+            for kind, group in addresses.items()
+            for index in range(len(group))
+        ]
         try:
-            for index in range(workers):
-                config = {"cluster": addresses, "task": {"type": "worker", "index": index}}
-                self._start(f"worker {index}", command, json.dumps(config))
+            for task in self._tasks:
+                self._start(task)
         except OSError as error:
             self.end(0.0)
             raise UsageError(f"cannot start {command[0]}: {error.strerror}") from error
 
-    def _start(self, name: str, command: Sequence[str], config: str) -> None:
-        process = subprocess.Popen(
-            command,
-            env={**os.environ, "TF_CONFIG": config, "PYTHONUNBUFFERED": "1"},
+    def _start(self, task: _Task) -> None:
+        task.process = process = subprocess.Popen(
+            self._command,
+            env={**os.environ, "TF_CONFIG": task.config, "PYTHONUNBUFFERED": "1"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
         )
         self._guard.watch(process.pid)
-        self._processes.append((name, process))
+        task.starts += 1
+        task.start_at = None
         for source, target in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
-            reader = threading.Thread(target=_copy_lines, args=(name, source, target), daemon=True)
+            reader = threading.Thread(
+                target=_copy_lines, args=(task.name, source, target), daemon=True
+            )
             reader.start()
             self._readers.append(reader)
 
@@ -151,14 +199,18 @@ class _Job:
         """Waits for all; ends the rest when one fails or a signal is received."""
         passed_on = 0
         while True:
-            codes = {name: process.poll() for name, process in self._processes}
+            if self._has_coordinator and not received:
+                self._restart_workers()
+            codes = {task.name: task.process.poll() for task in self._deciding()}
             if any(codes.values()):
                 name, code = self._cause()
                 _say(f"{name} {_how(code)}; ending the others")
-                self.end(grace, signal.SIGTERM if received else None)
+                # Servers that have not met a coordinator yet would wait for it.
+                asked = received or name.startswith("chief")
+                self.end(grace, signal.SIGTERM if asked else None)
                 return 128 - code if code < 0 else code
             if all(code == 0 for code in codes.values()):
-                self.end(0.0)
+                self.end(grace if self._has_coordinator else 0.0)
                 return 0
             if len(received) > passed_on:
                 passed_on = len(received)
@@ -174,12 +226,31 @@ class _Job:
                 return 128 + received[0]
             time.sleep(0.05)
 
+    def _deciding(self) -> list[_Task]:
+        """Those whose end is that of the job."""
+        return [t for t in self._tasks if not (self._has_coordinator and t.is_worker)]
+
+    def _restart_workers(self) -> None:
+        """A coordinator gives the work of a lost worker to others, and that which returns more. A
+        worker that ends with 0 was sent home."""
+        for task in filter(lambda task: task.is_worker, self._tasks):
+            code = task.process.poll()
+            if not code:
+                continue
+            if task.start_at is None:
+                pause = min(_LONGEST_BACKOFF, self._backoff * 2 ** (task.starts - 1))
+                task.start_at = time.monotonic() + pause
+                _say(f"{task.name} {_how(code)}; the others go on; restarting it in {pause:g} s")
+            elif time.monotonic() >= task.start_at:
+                self._kill(task)
+                self._start(task)
+
     def _cause(self) -> tuple[str, int]:
         """Who failed first. Workers that lost a peer may end before the peer itself has: they get
         a second in which another cause may show."""
         deadline = time.monotonic() + 1.0
         while True:
-            codes = [(name, process.poll()) for name, process in self._processes]
+            codes = [(task.name, task.process.poll()) for task in self._deciding()]
             failed = [(name, code) for name, code in codes if code]
             others = [failure for failure in failed if failure[1] != PeerError.exit_code]
             if others or time.monotonic() >= deadline:
@@ -195,24 +266,29 @@ class _Job:
         if grace:
             self._signal(signal.SIGTERM)
             self._wait_until_ended(grace)
-        for _, process in self._processes:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            self._guard.forget(process.pid)
+        for task in self._tasks:
+            self._kill(task)
         for reader in self._readers:
             reader.join()
 
+    def _kill(self, task: _Task) -> None:
+        """Kills the process group, whose children may outlive the process."""
+        if task.process:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(task.process.pid, signal.SIGKILL)
+            task.process.wait()
+            self._guard.forget(task.process.pid)
+
     def _signal(self, number: int) -> None:
-        for _, process in self._processes:
-            if process.poll() is None:
+        for task in self._tasks:
+            if task.process.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, number)
+                    os.killpg(task.process.pid, number)
 
     def _wait_until_ended(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            if all(process.poll() is not None for _, process in self._processes):
+            if all(task.process.poll() is not None for task in self._tasks):
                 return
             time.sleep(0.05)
 

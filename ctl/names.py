@@ -16,6 +16,7 @@ SCHEDULES = ("constant", "piecewise", "cosine", "polynomial", "exponential", "in
 SCALING_RULES = ("none", "linear", "sqrt")
 STRATEGIES = (
     *("auto", "one_device", "mirrored", "central_storage", "tpu", "default", "multi_worker"),
+    "parameter_server",
 )
 COMMUNICATIONS = ("auto", "ring", "nccl")
 CROSS_DEVICE_OPS = ("auto", "nccl", "ring", "hierarchical_copy", "reduction_to_one_device")

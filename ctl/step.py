@@ -119,6 +119,9 @@ class _Step:
             # the total so far in every one of them.
             replica.merge_call(self._update_shared_metrics, args=((labels, outputs, weights),))
             return
+        if replica and isinstance(replica.strategy, tf.distribute.ParameterServerStrategy):
+            self._add_to_metrics(labels, outputs, weights)
+            return
         for metric in self.metrics:
             metric.update_state(labels, outputs, sample_weight=weights)
 
@@ -132,6 +135,16 @@ class _Step:
             )
             for metric in self.metrics:
                 metric.update_state(labels, outputs, sample_weight=weights)
+
+    def _add_to_metrics(self, labels: Any, outputs: Any, weights: Any) -> None:
+        """Adds what this batch alone would make of the metrics: other workers do the same at the
+        same time, and where Keras reads and then assigns, theirs would be lost."""
+        for metric in self.metrics:
+            variables = metric.variables
+            none = [tf.zeros(v.shape, v.dtype) for v in variables]
+            mine = metric.stateless_update_state(none, labels, outputs, sample_weight=weights)
+            for variable, more in zip(variables, mine, strict=True):
+                variable.value.assign_add(tf.cast(more, variable.dtype))
 
     def check_scope(self, strategy: tf.distribute.Strategy) -> None:
         """Raises `UsageError` when a variable was not made in the scope of ``strategy``."""

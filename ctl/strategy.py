@@ -14,8 +14,9 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from ctl import watchdog
-from ctl.cluster import Cluster, meet
+from ctl.cluster import Cluster, Tasks, meet
 from ctl.errors import UsageError
+from ctl.roll_call import RollCall
 
 # What a client of gRPC says first (RFC 9113, section 3.4): the preface of HTTP/2 and an empty
 # SETTINGS frame. A server's first frame is of the same type, which is the fourth byte.
@@ -28,11 +29,13 @@ _Implementation = tf.distribute.experimental.CommunicationImplementation
 
 
 class Placement(NamedTuple):
-    """A strategy, how its collectives are to run, and one line for the log."""
+    """A strategy, how its collectives are to run, one line for the log; with parameter servers, who
+    is there."""
 
     strategy: tf.distribute.Strategy
     options: tf.distribute.experimental.CommunicationOptions
     description: str
+    roll_call: RollCall | None = None
 
 
 def make_multi_worker(
@@ -77,6 +80,48 @@ def make_multi_worker(
         options,
         f"multi_worker: worker {cluster.index} of {len(cluster.workers)} (from {cluster.source}), "
         f"{strategy.num_replicas_in_sync} replicas in all; all-reduce: {communication}",
+    )
+
+
+def make_parameter_server(
+    tasks: Tasks, *, startup_timeout: float = 300.0, worker_timeout: float = 60.0
+) -> Placement:
+    """ParameterServerStrategy on the coordinator of a job; see `ctl.parameter_server`. Call it
+    before TensorFlow runs its first operation.
+
+    Args:
+        tasks: who the others are, see `ctl.cluster.resolve_tasks`.
+        startup_timeout: seconds to wait for the others.
+        worker_timeout: as in `ctl.roll_call.RollCall`.
+
+    Raises:
+        PeerError: the others did not come.
+        UsageError: the coordinator's port is taken.
+    """
+    roll_call = RollCall(tasks, worker_timeout)
+    roll_call.wait_for_all(startup_timeout)
+    with socket.socket() as free:  # that of TF_CONFIG is the roll call's
+        free.bind(("", 0))
+        port = free.getsockname()[1]
+    host = tasks.coordinator.rpartition(":")[0]
+    jobs = {"chief": [f"{host}:{port}"], "worker": tasks.workers, "ps": tasks.ps}
+    resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+        tf.train.ClusterSpec(jobs), task_type="chief", task_id=0, rpc_layer="grpc"
+    )
+    # As for several workers: whoever dies now would hold TensorFlow for ever.
+    faulthandler.dump_traceback_later(startup_timeout, exit=True)
+    try:
+        strategy = tf.distribute.ParameterServerStrategy(resolver)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+    if strategy.num_replicas_in_sync > 1:
+        raise UsageError("parameter_server uses one GPU of a worker: hide the others from it")
+    return Placement(
+        strategy,
+        _options("auto", 0.0),
+        f"parameter_server: {len(tasks.workers)} workers, {len(tasks.ps)} parameter servers; no "
+        "all-reduce, updates are asynchronous",
+        roll_call,
     )
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from absl import flags, logging
 
-from ctl import cluster, config, console, flag_groups, manifest, rates
+from ctl import cluster, config, console, device_flags, flag_groups, manifest, rates
 from ctl.actions import parse_window
 from ctl.errors import UsageError
 from ctl.flags import AUTO, check_flags, group, grouped_flags
@@ -62,9 +62,10 @@ def define_flags(model_dir_required: bool = True) -> None:
     flag_groups.define_step_flags()
     flag_groups.define_schedule_flags()
     FLAGS.set_default("schedule", "cosine")
-    flag_groups.define_device_flags()
+    device_flags.define_device_flags()
     flag_groups.define_checkpoint_flags()
     _define_output_flags()
+    device_flags.check_asynchronous_flags()
 
 
 def _define_output_flags() -> None:
@@ -97,7 +98,10 @@ def _check_output(log_every: str, inspect_every: str | None, profile_steps: str 
 
 
 def main() -> None:
-    """Trains, evaluates, saves, exports, and says what to try next."""
+    """Trains, evaluates, saves, exports, and says what to try next. With parameter servers the
+    coordinator does, and every other process serves it."""
+    if FLAGS.strategy == "parameter_server" and not cluster.resolve_tasks().is_coordinator:
+        _serve()
     model_dir = Path(FLAGS.model_dir)
     stored = config.read(model_dir)
     # Without a checkpoint there is nothing to contradict: an attempt failed before its first step.
@@ -113,7 +117,7 @@ def main() -> None:
 
 def _train(model_dir: Path) -> None:
     logging.info("loading TensorFlow")
-    console.load_tensorflow()
+    console.load_tensorflow(errors=FLAGS.strategy != "parameter_server")
 
     from ctl.checkpoint import CheckpointManager
     from ctl.workers import barrier, is_chief, is_multi_worker
@@ -122,6 +126,8 @@ def _train(model_dir: Path) -> None:
     chief = is_chief(placement.strategy)
     steps_per_epoch = train.num_examples / train.global_batch_size
     with contextlib.ExitStack() as stack:
+        if placement.roll_call:
+            stack.enter_context(placement.roll_call)
         checkpoints = stack.enter_context(
             CheckpointManager(
                 model_dir / "checkpoints",
@@ -158,7 +164,7 @@ def _train(model_dir: Path) -> None:
         exported = _export(loop, model_dir) if FLAGS.export and chief else []
         if is_multi_worker(placement.strategy):
             barrier(placement.strategy, FLAGS.startup_timeout)  # who leaves early looks lost
-    steps = loop.global_step
+        steps = loop.global_step
     if chief:
         _summarize(model_dir, results, steps, steps - first, seconds, exported)
     else:
@@ -193,11 +199,26 @@ def prepare() -> Prepared:
     return Prepared(placement, train, evaluation, total_steps)
 
 
+def _serve() -> None:
+    """A worker or parameter server; ends the process."""
+    console.log_to_terminal()
+    console.load_tensorflow(errors=False)
+    from ctl.parameter_server import serve
+
+    serve(cluster.resolve_tasks(), FLAGS.startup_timeout)
+
+
 def _place() -> Placement:
     """The strategy that the flags name. Nothing of TensorFlow may have run before."""
-    from ctl.strategy import make_multi_worker, make_strategy
+    from ctl.strategy import make_multi_worker, make_parameter_server, make_strategy
     from ctl.workers import check_agreement
 
+    if FLAGS.strategy == "parameter_server":
+        return make_parameter_server(
+            cluster.resolve_tasks(),
+            startup_timeout=FLAGS.startup_timeout,
+            worker_timeout=FLAGS.worker_timeout,
+        )
     if FLAGS.strategy != "multi_worker":
         return make_strategy(
             FLAGS.strategy,
@@ -334,17 +355,32 @@ def make_loop(
             bytes_per_pack=0 if FLAGS.bytes_per_pack == AUTO else FLAGS.bytes_per_pack,
             options=placement.options,
             jit_compile=FLAGS.jit_compile,
+            jit_update=False if placement.roll_call else None,  # XLA stays within one process
         )
-        eval_step = EvalStep(model, metrics=[keras.metrics.SparseCategoricalAccuracy("accuracy")])
-    return Loop(
-        step,
-        train,
-        strategy=placement.strategy,
-        schedule=schedule,
-        evaluator=Evaluator(eval_step, evaluation, strategy=placement.strategy),
-        checkpoints=checkpoints,
-        steps_per_loop=FLAGS.steps_per_loop or None,
-    )
+        accuracy = keras.metrics.SparseCategoricalAccuracy("accuracy")
+        eval_step = EvalStep(model, metrics=[accuracy])
+    options = {
+        "strategy": placement.strategy,
+        "schedule": schedule,
+        "checkpoints": checkpoints,
+        "steps_per_loop": FLAGS.steps_per_loop or None,
+    }
+    if placement.roll_call:
+        from ctl.parameter_server import CopyEvaluator, ParameterServerLoop
+
+        copy = make_model(FLAGS.model, train.info.image_shape, train.info.num_classes)
+        accuracy = keras.metrics.SparseCategoricalAccuracy("accuracy")
+        evaluator = CopyEvaluator(model, EvalStep(copy, metrics=[accuracy]), evaluation)
+        return ParameterServerLoop(
+            step,
+            train,
+            roll_call=placement.roll_call,
+            timeout=FLAGS.collective_timeout,
+            evaluator=evaluator,
+            **options,
+        )
+    evaluator = Evaluator(eval_step, evaluation, strategy=placement.strategy)
+    return Loop(step, train, evaluator=evaluator, **options)
 
 
 def make_optimizer(

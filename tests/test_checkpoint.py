@@ -309,6 +309,20 @@ def test_state_that_is_not_finite_is_refused(tmp_path, bad):
     assert steps_in(tmp_path) == [2]
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("place", [(0, 0), (1, 2)])
+def test_what_is_not_finite_is_seen_wherever_it_is(tmp_path, monkeypatch, dtype, place):
+    monkeypatch.setattr(bundle, "_PART", 4)  # elements that are looked at together
+    values = np.ones([2, 3], "float32")
+    state = {"model": [tf.Variable(tf.cast(values, dtype)), tf.Variable(tf.zeros([0], dtype))]}
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, state)
+        values[place] = math.nan
+        state["model"][0].assign(tf.cast(values, dtype))
+        with pytest.raises(DivergedError, match=r"first in model\[0\]"):
+            manager.save(2, state)
+
+
 @pytest.mark.parametrize("key", ["write", "root", "save_counter", "a/b"])
 def test_keys_that_a_tensorflow_checkpoint_cannot_have(tmp_path, key):
     with CheckpointManager(tmp_path) as manager, pytest.raises(UsageError, match=repr(key)):

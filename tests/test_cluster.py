@@ -12,7 +12,7 @@ import pytest
 from absl import logging
 
 from ctl import launch
-from ctl.cluster import Cluster, meet, resolve
+from ctl.cluster import Cluster, Tasks, meet, resolve, resolve_tasks, strategy_for
 from ctl.errors import PeerError, UsageError
 
 TWO = ("a:1", "b:2")
@@ -145,3 +145,49 @@ def test_a_missing_peer_is_named(monkeypatch):
     absent = f"worker 1 at {addresses[1]} (Connection refused)"
     assert len(said) == 2 and all(f"worker 0 waits for {absent}" in line for line in said)
     assert f"gave up after 1 s (--startup_timeout) waiting for {absent}" in str(error.value)
+
+
+JOBS = {"chief": ["c:1"], "worker": list(TWO), "ps": ["p:1"]}
+
+
+def test_tasks_with_parameter_servers():
+    found = resolve_tasks(tf_config(JOBS, "ps"))
+    assert found == Tasks("c:1", TWO, ("p:1",), "ps", 0)
+    assert found.name == "ps 0" and not found.is_coordinator
+    assert found.servers == {"ps 0": "p:1", "worker 0": "a:1", "worker 1": "b:2"}
+    coordinator = resolve_tasks(tf_config(JOBS, "chief"))
+    assert coordinator.is_coordinator and coordinator.name == "the coordinator"
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        ({}, "needs a TF_CONFIG with a chief"),
+        ({"TF_CONFIG": "{"}, "needs a TF_CONFIG with a chief"),
+        ({"TF_CONFIG": '{"cluster": 3}'}, "needs a TF_CONFIG with a chief"),
+        (tf_config({"worker": list(TWO)}), "KeyError: 'chief'"),
+        (tf_config(JOBS, "evaluator"), "this task is a 'evaluator'"),
+        (tf_config(JOBS, "worker", 2), "there is no worker 2; it names 2"),
+        (tf_config({**JOBS, "ps": []}, "worker"), "not 1 chief, 2 worker, 0 ps"),
+        (tf_config({**JOBS, "ps": ["a:1"]}, "worker"), "an address occurs twice"),
+        (tf_config({**JOBS, "ps": ["p"]}, "worker"), "'p' is not HOST:PORT"),
+    ],
+)
+def test_tasks_that_cannot_be(environ, words):
+    with pytest.raises(UsageError) as error:
+        resolve_tasks(environ)
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("jobs", "strategy"),
+    [
+        (JOBS, "parameter_server"),
+        ({"worker": list(TWO)}, "multi_worker"),
+        ({"worker": ["a:1"]}, ""),
+        (3, ""),
+    ],
+)
+def test_the_strategy_for_a_tf_config(jobs, strategy):
+    assert strategy_for(tf_config(jobs)) == strategy
+    assert strategy_for({}) == ""

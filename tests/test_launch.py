@@ -202,3 +202,42 @@ def test_nothing_to_start_is_one_line(command, words):
     )
     assert process.returncode == 2
     assert words in process.stderr and len(process.stderr.splitlines()) == 1
+
+
+ROLE = (
+    "import json,os,sys,time; task=json.loads(os.environ['TF_CONFIG'])['task']; me=task['type']; "
+)
+
+
+def role(code: str) -> list[str]:
+    return [sys.executable, "-c", ROLE + code]
+
+
+def test_with_parameter_servers_a_worker_is_started_again_alone(tmp_path):
+    """The coordinator and the parameter server are started once. The coordinator ends when worker 1
+    has been started twice, the others then by themselves."""
+    code = (
+        f"where={str(tmp_path)!r}; name=me+str(task['index']); "
+        "open(where+'/'+name,'a').write('x')\n"
+        "def starts():\n"
+        "    try: return len(open(where+'/worker1').read())\n"
+        "    except OSError: return 0\n"
+        "if name == 'worker1' and starts() == 1: os.kill(os.getpid(), 9)\n"
+        "while starts() < 2: time.sleep(0.05)\n"
+    )
+    status, _, err = finish(
+        start("--workers=2", "--ps=1", "--backoff=0.1", "--grace=5", command=role(code))
+    )
+    assert status == 0
+    assert "worker 1 died of SIGKILL; the others go on; restarting it in 0.1 s" in err
+    assert err.count("[launch]") == 1
+    counts = {path.name: len(path.read_text()) for path in tmp_path.iterdir()}
+    assert counts == {"chief0": 1, "worker0": 1, "worker1": 2, "ps0": 1}
+
+
+@pytest.mark.parametrize(("kind", "name"), [("ps", "ps 0"), ("chief", "chief 0")])
+def test_a_parameter_server_or_coordinator_ends_the_job(kind, name):
+    code = f"sys.exit(7) if me == {kind!r} else time.sleep(100)"
+    status, _, err = finish(start("--workers=2", "--ps=1", "--grace=1", command=role(code)))
+    assert status == 7
+    assert f"[launch] {name} exited with 7; ending the others" in err

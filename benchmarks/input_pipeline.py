@@ -1,0 +1,156 @@
+"""How many images per second reach the replicas, through ctl's data and the tutorials' pipeline?
+
+    python benchmarks/input_pipeline.py
+    python benchmarks/input_pipeline.py --replicas=2 --pipelines=tutorial,ctl --json=out.json
+
+A step without a model: every replica adds up its images (`peers/images.py`). Every pipeline has a
+process of its own, and the blocks of all are interleaved. How the numbers are derived is in
+README.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pathlib
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from absl import flags
+from processes import Peer, machine, progress
+
+from ctl.errors import CtlError, UsageError
+from ctl.flags import group, run
+
+# Those of `peers/images.py`. What streams decodes its images anew in every epoch.
+_STREAMS = ("ctl_stream", "ctl_stream_tuned")
+PIPELINES = ("tutorial", "ctl", *_STREAMS)
+
+with group("What is measured"):
+    _PIPELINES = flags.DEFINE_list("pipelines", list(PIPELINES), ", ".join(PIPELINES))
+    _REPLICAS = flags.DEFINE_list(
+        "replicas", "1,2", "replicas in one process; logical CPU devices where there is no GPU"
+    )
+    _BATCH = flags.DEFINE_integer("global_batch_size", 128, "images per step", lower_bound=1)
+    _DATASET = flags.DEFINE_string("dataset", "fashion_mnist_mini", "a dataset of TFDS")
+    _DATA_DIR = flags.DEFINE_string("data_dir", None, "where it is; by default in ctl")
+with group("How"):
+    _ROUNDS = flags.DEFINE_integer("rounds", 7, "blocks of each pipeline", lower_bound=1)
+    _STEPS = flags.DEFINE_integer("steps", 2000, "steps of a block", lower_bound=1)
+    _STREAM_STEPS = flags.DEFINE_integer(
+        "stream_steps", 100, "steps of a block where images are decoded anew", lower_bound=1
+    )
+    _WARM_UP = flags.DEFINE_integer("warm_up", 2, "blocks before, not timed", lower_bound=1)
+    _TIMEOUT = flags.DEFINE_float("timeout", 300.0, "seconds for one block of a process")
+    _JSON = flags.DEFINE_string("json", None, "file for the results")
+
+
+def summary(values: Sequence[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def measure(replicas: str) -> dict[str, list[dict[str, float]]]:
+    """The answers of every pipeline, one for each round."""
+    arguments = [
+        f"--replicas={replicas}",
+        f"--global_batch_size={_BATCH.value}",
+        f"--dataset={_DATASET.value}",
+        *([f"--data_dir={_DATA_DIR.value}"] if _DATA_DIR.value else []),
+    ]
+    commands = {name: ["images.py", f"--pipeline={name}", *arguments] for name in _PIPELINES.value}
+    answers: dict[str, list[dict[str, float]]] = {name: [] for name in commands}
+    with contextlib.ExitStack() as stack:
+        peers = []
+        for name, command in commands.items():  # one after the other: none is slowed by its peers
+            progress(f"{replicas} replicas: {name} starts")
+            peers.append(Peer(name, command))
+            stack.callback(peers[-1].close)
+            peers[-1].answer(_TIMEOUT.value)
+        for number in range(-_WARM_UP.value, _ROUNDS.value):
+            shift = number % len(peers)  # nobody always comes first
+            for peer in peers[shift:] + peers[:shift]:
+                progress(f"{replicas} replicas, round {number + 1}/{_ROUNDS.value}: {peer.name}")
+                steps = _STREAM_STEPS if peer.name in _STREAMS else _STEPS
+                peer.say(json.dumps({"steps": steps.value}))
+                answer = peer.answer(_TIMEOUT.value)
+                if number >= 0:
+                    answers[peer.name].append(answer)
+    progress("")
+    return answers
+
+
+def summarize(answers: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, Any]]:
+    reference = answers["tutorial"]
+    rows = {}
+    for name, rounds in answers.items():
+        rates, cpu_rates = (
+            [[a["images"] / a[key] for a in of] for of in (rounds, reference)]
+            for key in ("seconds", "cpu_seconds")
+        )
+        rows[name] = {
+            "images_per_second": summary(rates[0]),
+            "images_per_cpu_second": summary(cpu_rates[0]),
+            "ratio": summary([a / b for a, b in zip(*rates, strict=True)]),
+            "cpu_ratio": summary([a / b for a, b in zip(*cpu_rates, strict=True)]),
+            "mean": rounds[-1]["mean"],
+            "rounds": rounds,
+        }
+    return rows
+
+
+def check(rows: dict[str, dict[str, Any]]) -> None:
+    """Raises `CtlError` unless all pipelines deliver the same kind of images."""
+    middle = statistics.median(row["mean"] for row in rows.values())
+    for name, row in rows.items():
+        if not abs(row["mean"] - middle) <= 0.05 * middle:
+            raise CtlError(
+                f"{name} gives other images than the others: their mean sum is {row['mean']:.1f}, "
+                f"not {middle:.1f}; its rate means nothing"
+            )
+
+
+def show(rows: dict[str, dict[str, Any]]) -> None:
+    print(
+        f"{'':18}{'images/s':>10}{'min':>10}{'max':>10}{'ratio':>7}{'min':>6}{'max':>6}"
+        f"{'per CPU s':>11}{'ratio':>7}"
+    )
+    for name, row in rows.items():
+        rate, ratio = row["images_per_second"], row["ratio"]
+        print(
+            f"{name:18}{rate['median']:10.0f}{rate['min']:10.0f}{rate['max']:10.0f}"
+            f"{ratio['median']:7.2f}{ratio['min']:6.2f}{ratio['max']:6.2f}"
+            f"{row['images_per_cpu_second']['median']:11.0f}{row['cpu_ratio']['median']:7.2f}"
+        )
+    print()
+
+
+def main() -> None:
+    for name in _PIPELINES.value:
+        if name not in PIPELINES:
+            raise UsageError(f"unknown pipeline {name!r}: the choices are {', '.join(PIPELINES)}")
+    if "tutorial" not in _PIPELINES.value:
+        raise UsageError("--pipelines needs tutorial: ratios are over it")
+    for replicas in _REPLICAS.value:
+        if not replicas.isdecimal() or int(replicas) < 1:
+            raise UsageError(f"--replicas={replicas}: must be whole numbers of 1 or more")
+        if _BATCH.value % int(replicas):
+            raise UsageError(
+                f"--global_batch_size={_BATCH.value} is not divisible by {replicas} replicas"
+            )
+    about = machine(os.getloadavg()[0])
+    print("  ".join(f"{key}={value}" for key, value in about.items()), end="\n\n")
+    runs = {}
+    for replicas in _REPLICAS.value:
+        print(f"{replicas} replicas, global batch {_BATCH.value}, {_DATASET.value}")
+        runs[replicas] = summarize(measure(replicas))
+        show(runs[replicas])
+        if _JSON.value:
+            results = {"machine": about, "replicas": runs}
+            pathlib.Path(_JSON.value).write_text(json.dumps(results, indent=1))
+        check(runs[replicas])
+
+
+if __name__ == "__main__":
+    run(main, __doc__)

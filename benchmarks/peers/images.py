@@ -1,0 +1,135 @@
+"""The images of one input pipeline, added up on every replica: a step without a model.
+
+Every image is scaled to float32 in [0, 1], as a model gets it, and summed, so that no part of the
+pipeline can be left out. `tutorial` scales in the pipeline, ctl in the step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+from absl import flags
+from lines import answerer, serve
+
+from ctl.flags import group, run
+
+PIPELINES = ("tutorial", "ctl", "ctl_stream", "ctl_stream_tuned")
+
+with group("This peer"):
+    _PIPELINE = flags.DEFINE_enum("pipeline", "ctl", PIPELINES, "where the images come from")
+    _DATASET = flags.DEFINE_string("dataset", "fashion_mnist_mini", "a dataset of TFDS")
+    _DATA_DIR = flags.DEFINE_string("data_dir", None, "where it is; by default in ctl")
+    _BATCH = flags.DEFINE_integer("global_batch_size", 128, "images per step", lower_bound=1)
+    _REPLICAS = flags.DEFINE_integer(
+        "replicas", 1, "replicas; logical CPU devices where there is no GPU", lower_bound=1
+    )
+
+
+def build_tutorial():
+    """The pipeline of the TensorFlow tutorials, and their strategy."""
+    import tensorflow as tf
+    import tensorflow_datasets as tfds
+
+    from ctl.tfds_source import EMBEDDED
+
+    strategy = tf.distribute.get_strategy()
+    if _REPLICAS.value > 1:
+        kind = "GPU" if tf.config.list_physical_devices("GPU") else "CPU"
+        if kind == "CPU":
+            tf.config.set_logical_device_configuration(
+                tf.config.list_physical_devices("CPU")[0],
+                [tf.config.LogicalDeviceConfiguration()] * _REPLICAS.value,
+            )
+        strategy = tf.distribute.MirroredStrategy([f"/{kind}:{i}" for i in range(_REPLICAS.value)])
+    dataset = tfds.load(
+        _DATASET.value,
+        data_dir=_DATA_DIR.value or str(EMBEDDED),
+        split="train",
+        as_supervised=True,
+    )
+    dataset = (
+        dataset.map(
+            lambda image, label: (tf.cast(image, tf.float32) / 255.0, label),
+            num_parallel_calls=tf.data.AUTOTUNE,
+        )
+        .cache()
+        .shuffle(10_000)
+        .repeat()
+        .batch(_BATCH.value, drop_remainder=True)
+        .prefetch(tf.data.AUTOTUNE)
+    )
+    return strategy, strategy.experimental_distribute_dataset(dataset), (), lambda x, _: x
+
+
+def build_ctl(stream: bool, tuned: bool):
+    """What `ctl.Loop` does with `ctl.data.load`."""
+    import tensorflow as tf
+
+    import ctl
+    from ctl.global_batches import devices_without_autotuning
+    from ctl.step import scale_images
+
+    strategy = ctl.make_strategy(replicas=_REPLICAS.value).strategy
+    dataset = ctl.data.load(
+        _DATASET.value,
+        data_dir=_DATA_DIR.value,
+        global_batch_size=_BATCH.value,
+        **({"resident_limit_mib": 0} if stream else {}),
+    )
+    batches = dataset.batches()
+    if tuned:
+        options = tf.data.Options()
+        options.autotune.enabled = True
+        batches = batches.with_options(options)
+    with contextlib.nullcontext() if tuned else devices_without_autotuning():
+        iterator = iter(strategy.experimental_distribute_dataset(batches))
+
+    def on_replica(element, resident):
+        images, labels = dataset.on_replica(element, resident)
+        return scale_images(images), labels
+
+    return strategy, iterator, dataset.resident(strategy), on_replica
+
+
+def build():
+    import tensorflow as tf
+
+    name = _PIPELINE.value
+    if name == "tutorial":
+        strategy, batches, resident, on_replica = build_tutorial()
+    else:
+        strategy, batches, resident, on_replica = build_ctl("stream" in name, "tuned" in name)
+    iterator = iter(batches)
+
+    def add_up(total, element, resident) -> tf.Tensor:
+        images, labels = on_replica(element, resident)
+        return total + tf.reduce_sum(images) + tf.reduce_sum(tf.cast(labels, tf.float32))
+
+    @tf.function
+    def take(steps: tf.Tensor) -> tf.Tensor:
+        totals = strategy.run(lambda: tf.zeros([]))
+        for _ in tf.range(steps):
+            totals = strategy.run(add_up, args=(totals, next(iterator), resident))
+        return strategy.reduce(tf.distribute.ReduceOp.SUM, totals, axis=None)
+
+    def reply(steps: int) -> dict[str, float]:
+        start, cpu_start = time.perf_counter(), time.process_time()
+        total = float(take(tf.constant(steps)))
+        return {
+            "seconds": time.perf_counter() - start,
+            "cpu_seconds": time.process_time() - cpu_start,
+            "images": steps * _BATCH.value,
+            "mean": total / (steps * _BATCH.value),
+        }
+
+    return {"versions": {"tensorflow": tf.__version__}}, reply
+
+
+def main() -> None:
+    answer = answerer()
+    serve(*build(), answer)
+
+
+if __name__ == "__main__":
+    run(main, __doc__)

@@ -1,0 +1,123 @@
+"""How long from the start of a process to its first step, to `--help`, to the error of a bad flag?
+
+    python benchmarks/startup.py
+    python benchmarks/startup.py --what=help,bad_flag,tensorflow --rounds=9 --json=out.json
+
+Everything is a process of its own, from its start to the moment it has answered; they take turns.
+How the numbers are derived is in README.md.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+
+from absl import flags
+from processes import Peer, machine, progress
+
+from ctl.errors import CtlError, UsageError
+from ctl.flags import group, run
+
+
+def _ends(*arguments: str, exit_code: int = 0) -> Callable[[], float]:
+    """Seconds until a process of Python has ended."""
+
+    def measure() -> float:
+        begin = time.perf_counter()
+        with tempfile.TemporaryDirectory() as directory:
+            done = subprocess.run(
+                [sys.executable, *(a.replace("MODEL_DIR", directory) for a in arguments)],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=_TIMEOUT.value,
+            )
+            seconds = time.perf_counter() - begin
+        if done.returncode != exit_code:
+            said = done.stderr.strip().splitlines() or ["nothing"]
+            raise CtlError(f"{' '.join(arguments)}: exit code {done.returncode}: {said[-1]}")
+        return seconds
+
+    return measure
+
+
+def _first_step(script: str, *arguments: str) -> Callable[[], float]:
+    """Seconds until a peer of `step_time.py` has trained on one batch."""
+
+    def measure() -> float:
+        begin = time.perf_counter()
+        peer = Peer(script, [script, f"--model={_MODEL.value}", *arguments])
+        try:
+            peer.answer(_TIMEOUT.value)
+            peer.say("1")
+            peer.answer(_TIMEOUT.value)
+            return time.perf_counter() - begin
+        finally:
+            peer.close()
+
+    return measure
+
+
+WHAT = {
+    "python": _ends("-c", "pass"),
+    "help": _ends("-m", "ctl.train", "--help"),
+    "bad_flag": _ends("-m", "ctl.train", "--epohs=3", exit_code=2),
+    "tensorflow": _ends("-c", "import tensorflow, keras"),
+    "ctl": _first_step("ctl_loop.py"),
+    "plain": _first_step("plain_loop.py"),
+    "fit": _first_step("keras_fit.py"),
+    "train": _ends("-m", "ctl.train", "--model_dir=MODEL_DIR", "--train_steps=1", "--noexport"),
+}
+
+with group("What is measured"):
+    _WHAT = flags.DEFINE_list("what", list(WHAT), "see README.md")
+    _MODEL = flags.DEFINE_string("model", "dense", "a model of ctl.models, for a first step")
+with group("How"):
+    _ROUNDS = flags.DEFINE_integer("rounds", 5, "processes of each", lower_bound=1)
+    _TIMEOUT = flags.DEFINE_float("timeout", 300.0, "seconds for one process")
+    _JSON = flags.DEFINE_string("json", None, "file for the results")
+
+
+def summary(values: Sequence[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def main() -> None:
+    for name in _WHAT.value:
+        if name not in WHAT:
+            raise UsageError(f"nothing is called {name!r}: the choices are {', '.join(WHAT)}")
+    about = machine(os.getloadavg()[0])
+    seconds: dict[str, list[float]] = {name: [] for name in _WHAT.value}
+    for number in range(_ROUNDS.value):
+        shift = number % len(seconds)  # nobody always comes first
+        for name in [*seconds][shift:] + [*seconds][:shift]:
+            progress(f"round {number + 1}/{_ROUNDS.value}: {name}")
+            try:
+                seconds[name].append(WHAT[name]())
+            except subprocess.TimeoutExpired:
+                raise CtlError(
+                    f"{name}: not ended in {_TIMEOUT.value:g} s; see --timeout"
+                ) from None
+    progress("")
+    print("  ".join(f"{key}={value}" for key, value in about.items()), end="\n\n")
+    print(f"{'seconds':14}{'median':>9}{'min':>9}{'max':>9}")
+    for name, values in seconds.items():
+        of = summary(values)
+        print(f"{name:14}{of['median']:9.2f}{of['min']:9.2f}{of['max']:9.2f}")
+    if _JSON.value:
+        results = {
+            name: {"seconds": summary(values), "rounds": values} for name, values in seconds.items()
+        }
+        written = json.dumps({"machine": about, "what": results}, indent=1)
+        pathlib.Path(_JSON.value).write_text(written)
+
+
+if __name__ == "__main__":
+    run(main, __doc__)

@@ -1,0 +1,125 @@
+"""What does Keras `fit` do on several replicas, and is it still what README.md says?
+
+    python benchmarks/why_not_fit.py
+    python benchmarks/why_not_fit.py --claims=clipping,uneven --json=claims.json
+
+Each claim is two small programs that train the same weight, one in Keras and one in ctl
+(`peers/claims.py`); what is right can be told by hand. Each runs in a process of its own, beside
+its counterpart: two replicas on logical CPUs, or two workers on loopback. A claim that no longer
+holds is shown as such, and has to leave README.md; the exit code is 0 all the same. It is 1 when
+ctl itself does not do what README.md says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pathlib
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+from absl import flags
+from peers.claims import CLAIMS, Claim
+from processes import Peer, machine, progress
+
+from ctl.errors import CtlError, UsageError
+from ctl.flags import group, run
+from ctl.launch import cluster
+
+_SIDES = ("keras", "ctl")
+
+with group("What is shown"):
+    _CLAIMS = flags.DEFINE_list("claims", list(CLAIMS), "what Keras is said to do")
+with group("How"):
+    _PATIENCE = flags.DEFINE_float(
+        "patience", 40.0, "seconds after which who says nothing is said to hang", lower_bound=0.0
+    )
+    _TIMEOUT = flags.DEFINE_float("timeout", 180.0, "seconds for any other answer of a process")
+    _JSON = flags.DEFINE_string("json", None, "file for the results")
+
+
+def ask(name: str, claim: Claim) -> dict[str, Any]:
+    """What both sides do, at the same time: a row of the table."""
+    with contextlib.ExitStack() as stack:
+        firsts = {}
+        for side in _SIDES:
+            peers = _start(name, side, claim)
+            for peer in peers:
+                stack.callback(peer.close)
+            firsts[side] = peers[0]
+        versions = [first.answer(_TIMEOUT.value)["versions"] for first in firsts.values()][0]
+        row = {"claim": claim.says, "versions": versions}
+        for side in reversed(_SIDES):  # Keras may be silent: its patience covers ctl's answer
+            row[side] = _seen(firsts[side], claim.silent, may_be_silent=side == "keras")
+    return row | {"still_true": row["keras"]["as_said"]}
+
+
+def _start(name: str, side: str, claim: Claim) -> list[Peer]:
+    command, title = ["claims.py", name, side], f"{name}, {side}"
+    if claim.workers == 1:
+        return [Peer(title, command)]
+    addresses = cluster(claim.workers)
+    tasks = [{"type": "worker", "index": index} for index in range(claim.started)]
+    return [
+        Peer(title, command, {"TF_CONFIG": json.dumps({"cluster": addresses, "task": task})})
+        for task in tasks
+    ]
+
+
+def _seen(peer: Peer, silent: bool, may_be_silent: bool) -> dict[str, Any]:
+    seconds = _PATIENCE.value if silent else _TIMEOUT.value
+    try:
+        return peer.answer(seconds)
+    except CtlError as error:
+        if not silent or "no answer" not in str(error):
+            return {"seen": str(error), "as_said": False}
+        return {"seen": f"nothing for {seconds:g} s, then killed", "as_said": may_be_silent}
+
+
+def show(rows: dict[str, dict[str, Any]]) -> None:
+    widths = (28, 34, 30, 5)
+    lines: list[Sequence[str]] = [("README.md", "Keras", "ctl", "true?")]
+    for row in rows.values():
+        wrong = "" if row["ctl"]["as_said"] else "WRONG: "
+        verdict = "yes" if row["still_true"] else "NO"
+        ctl = wrong + row["ctl"]["seen"]
+        lines.append((row["claim"].replace("`", ""), row["keras"]["seen"], ctl, verdict))
+    for cells in lines:
+        wrapped = [
+            textwrap.wrap(textwrap.shorten(cell, 150, placeholder=" …"), width)
+            for cell, width in zip(cells, widths, strict=True)
+        ]
+        for number in range(max(map(len, wrapped))):
+            parts = (cell[number] if number < len(cell) else "" for cell in wrapped)
+            print("  ".join(p.ljust(w) for p, w in zip(parts, widths, strict=True)).rstrip())
+        print()
+
+
+def main() -> None:
+    for name in _CLAIMS.value:
+        if name not in CLAIMS:
+            raise UsageError(f"unknown claim {name!r}: the choices are {', '.join(CLAIMS)}")
+    load = os.getloadavg()[0]
+    rows = {}
+    for number, name in enumerate(_CLAIMS.value, 1):
+        progress(f"{number}/{len(_CLAIMS.value)}: {name}")
+        rows[name] = ask(name, CLAIMS[name])
+    progress("")
+    versions = next(iter(rows.values()))["versions"]
+    print("  ".join(f"{name} {version}" for name, version in versions.items()), end="\n\n")
+    show(rows)
+    refuted = [name for name, row in rows.items() if not row["still_true"]]
+    if refuted:
+        print(f"NO LONGER TRUE, to be taken out of README.md: {', '.join(refuted)}")
+    if _JSON.value:
+        results = {"claims": rows, "machine": machine(load)}
+        pathlib.Path(_JSON.value).write_text(json.dumps(results, indent=1))
+    wrong = [name for name, row in rows.items() if not row["ctl"]["as_said"]]
+    if wrong:
+        raise CtlError(f"ctl does not do what README.md says: {', '.join(wrong)}")
+
+
+if __name__ == "__main__":
+    run(main, __doc__)

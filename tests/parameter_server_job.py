@@ -1,0 +1,107 @@
+"""What a task of tests/test_parameter_server.py runs. The coordinator does what it is told, a word
+in each line: train (20 steps), evaluate, save; and says how things are after each.
+
+python parameter_server_job.py OUT
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from pathlib import Path
+
+from ctl import cluster, console
+from ctl.errors import CtlError
+
+console.log_to_terminal()
+console.load_tensorflow(errors=False)
+
+import keras  # noqa: E402
+import numpy as np  # noqa: E402
+import tensorflow as tf  # noqa: E402
+from helpers import BATCH, CLASSES, FEATURES, examples  # noqa: E402
+
+import ctl  # noqa: E402
+from ctl.parameter_server import CopyEvaluator, ParameterServerLoop, serve  # noqa: E402
+from ctl.strategy import make_parameter_server  # noqa: E402
+
+OUT = Path(sys.argv[1])
+STEPS = 20
+
+
+def network() -> keras.Model:
+    layers = [keras.layers.Input([FEATURES]), keras.layers.Dense(8, activation="tanh")]
+    layers += [keras.layers.BatchNormalization(), keras.layers.Dense(CLASSES)]
+    return keras.Sequential(layers)
+
+
+def accuracy() -> keras.metrics.Metric:
+    return keras.metrics.SparseCategoricalAccuracy("accuracy")
+
+
+class Recovered(logging.Handler):
+    """Prints what TensorFlow logs when it can use a worker again."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "has been recovered" in record.getMessage():
+            print(record.getMessage(), flush=True)
+
+
+def obey(loop: ctl.Loop) -> None:
+    while True:
+        step = loop.global_step
+        np.savez(OUT / f"step-{step}.npz", *loop.step.model.get_weights())
+        examples_seen = int(loop.step.metrics[0].count.value.numpy())
+        updates = int(loop.step.optimizer.iterations.value.numpy())
+        print(f"at {step}: {updates} updates, {examples_seen} examples", flush=True)
+        loop.step.reset_metrics()
+        order = sys.stdin.readline()
+        if not order:
+            return  # the test has ended
+        if order == "train\n":
+            loop.train(step + STEPS)
+        elif order == "evaluate\n":
+            print("results", json.dumps(loop.evaluate()), flush=True)
+        elif order == "save\n":
+            loop.save(wait=True)
+
+
+def make_loop(placement) -> ctl.Loop:
+    keras.utils.set_random_seed(0)
+    with placement.strategy.scope():
+        model = network()
+        step = ctl.TrainStep(
+            model,
+            keras.optimizers.AdamW(0.01),
+            metrics=[accuracy()],
+            clip_norm=0.3,
+            jit_update=False,
+        )
+    copy = ctl.EvalStep(network(), metrics=[accuracy()])
+    test = ctl.data.InMemory(examples(101, seed=1), global_batch_size=BATCH, training=False)
+    return ParameterServerLoop(
+        step,
+        ctl.data.InMemory(examples(), global_batch_size=BATCH),
+        strategy=placement.strategy,
+        roll_call=placement.roll_call,
+        schedule=ctl.schedule.Cosine(0.01, 200, warmup_steps=10),
+        evaluator=CopyEvaluator(model, copy, test),
+        checkpoints=ctl.CheckpointManager(OUT / "checkpoints"),
+    )
+
+
+if __name__ == "__main__":
+    tasks = cluster.resolve_tasks()
+    if not tasks.is_coordinator:
+        serve(tasks, 60.0)
+    try:
+        placed = make_parameter_server(tasks, startup_timeout=60.0, worker_timeout=3.0)
+        with placed.roll_call:
+            logger = tf.get_logger()
+            logger.addHandler(Recovered())
+            logger.setLevel(logging.INFO)
+            obey(make_loop(placed))
+    except CtlError as error:
+        print(error, file=sys.stderr, flush=True)
+        raise SystemExit(error.exit_code) from None

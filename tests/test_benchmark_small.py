@@ -1,0 +1,93 @@
+"""The benchmarks of input, checkpoints and start run and say what they did; no time is judged."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+def run(script: str, *arguments: str, exit_code: int = 0) -> subprocess.CompletedProcess:
+    done = subprocess.run(
+        [sys.executable, BENCHMARKS / script, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == exit_code, done.stderr
+    return done
+
+
+def test_checkpoint(tmp_path):
+    out, there = tmp_path / "out.json", tmp_path / "there"
+    there.mkdir()
+    done = run(
+        "checkpoint.py",
+        "--megabytes=0.1",
+        "--variables=3",
+        "--rounds=2",
+        f"--directory={there}",
+        f"--json={out}",
+    )
+    (result,) = json.loads(out.read_text())["results"]
+    assert result["bytes"] == pytest.approx(1e5, rel=1e-3) and len(result["rounds"]) == 3
+    for who in ("ctl", "tf"):
+        of = result["seconds"][who]
+        assert set(of) == {"stands_still", "delay", "durable", "restored"}
+        assert 0 < of["stands_still"]["min"] <= of["durable"]["max"]
+        assert result["first"][who] == result["rounds"][0][who]["stands_still"]
+    ours, theirs = (result["rounds"][1][who]["durable"] for who in ("ctl", "tf"))
+    ratio = result["ratio"]["durable"]
+    assert ratio["min"] <= ours / theirs <= ratio["max"]
+    assert "0.1 MB in 3 variables" in done.stdout
+    assert list(there.iterdir()) == []  # nothing is left behind
+
+
+def test_input_pipeline(tmp_path):
+    out = tmp_path / "out.json"
+    run(
+        "input_pipeline.py",
+        "--replicas=2",
+        "--pipelines=tutorial,ctl",
+        "--rounds=2",
+        "--steps=80",
+        "--warm_up=1",
+        f"--json={out}",
+    )
+    rows = json.loads(out.read_text())["replicas"]["2"]
+    assert rows["tutorial"]["ratio"] == {"median": 1.0, "min": 1.0, "max": 1.0}
+    # One epoch or so: the images are those of the same dataset, in the same units.
+    assert rows["ctl"]["mean"] == pytest.approx(rows["tutorial"]["mean"], rel=0.02)
+    rounds = rows["ctl"]["rounds"]
+    assert [r["images"] for r in rounds] == [80 * 128] * 2
+    assert rows["ctl"]["images_per_second"]["max"] == max(
+        r["images"] / r["seconds"] for r in rounds
+    )
+
+
+def test_startup(tmp_path):
+    out = tmp_path / "out.json"
+    done = run("startup.py", "--what=python,bad_flag,ctl", "--rounds=1", f"--json={out}")
+    seconds = {name: of["rounds"] for name, of in json.loads(out.read_text())["what"].items()}
+    assert list(seconds) == ["python", "bad_flag", "ctl"]
+    assert 0 < seconds["python"][0] < seconds["ctl"][0]  # one of them imports TensorFlow
+    assert "bad_flag " in done.stdout
+
+
+@pytest.mark.parametrize(
+    "script, argument, says",
+    [
+        ("checkpoint.py", "--megabytes=1,x", "--megabytes=x: must be a positive number"),
+        ("input_pipeline.py", "--pipelines=ctl", "--pipelines needs tutorial"),
+        ("input_pipeline.py", "--replicas=3", "is not divisible by 3 replicas"),
+        ("startup.py", "--what=helpp", "nothing is called 'helpp'"),
+    ],
+)
+def test_an_error_is_one_line(script, argument, says):
+    done = run(script, argument, exit_code=2)
+    assert says in done.stderr and len(done.stderr.splitlines()) == 1

@@ -1,0 +1,82 @@
+"""The table of claims against Keras: what runs, what is shown of a claim that no longer holds."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+# The command with rows that are given, instead of those that processes answer.
+GIVEN_ROWS = """
+import json, sys
+
+sys.path.insert(0, sys.argv.pop(1))
+rows = json.loads(sys.argv.pop(1))
+import why_not_fit
+
+why_not_fit.ask = lambda name, claim: rows[name]
+why_not_fit.run(why_not_fit.main, "")
+"""
+
+
+def python(*arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)], capture_output=True, text=True, timeout=240
+    )
+
+
+def row(keras: bool, ctl: bool) -> dict:
+    return {
+        "claim": "`a flag`",
+        "versions": {"keras": "9.9"},
+        "keras": {"seen": "the weight is 2", "as_said": keras},
+        "ctl": {"seen": "the weight is 1", "as_said": ctl},
+        "still_true": keras,
+    }
+
+
+@pytest.mark.parametrize(
+    "keras, ctl, exit_code, says, is_silent_about",
+    [
+        (True, True, 0, "yes", ["NO", "WRONG"]),
+        (False, True, 0, "NO LONGER TRUE, to be taken out of README.md: uneven", ["WRONG"]),
+        (True, False, 1, "WRONG: the weight is 1", ["NO"]),
+    ],
+)
+def test_a_claim_that_is_refuted_is_shown(keras, ctl, exit_code, says, is_silent_about):
+    rows = json.dumps({"uneven": row(keras, ctl)})
+    done = python("-c", GIVEN_ROWS, BENCHMARKS, rows, "--claims=uneven")
+    assert done.returncode == exit_code, done.stderr
+    assert says in done.stdout and "keras 9.9" in done.stdout
+    assert not any(word in done.stdout for word in is_silent_about)
+    assert ("ctl does not do what README.md says: uneven" in done.stderr) == (not ctl)
+
+
+def test_both_sides_run_and_who_is_silent_is_killed(tmp_path):
+    out = tmp_path / "out.json"
+    script = BENCHMARKS / "why_not_fit.py"
+    done = python(script, "--claims=several_steps,missing", "--patience=0", f"--json={out}")
+    rows = json.loads(out.read_text())["claims"]
+    assert rows["several_steps"]["ctl"] == {"seen": "the weight is -21, as it should"} | {
+        "as_said": True
+    }
+    assert rows["several_steps"]["still_true"], "take it out of README.md"
+    assert "InvalidArgumentError" in done.stdout
+    # Without patience, ctl has no time to name the worker that is missing.
+    silence = "nothing for 0 s, then killed"
+    assert rows["missing"]["keras"] == {"seen": silence, "as_said": True}
+    assert rows["missing"]["ctl"] == {"seen": silence, "as_said": False}
+    assert done.returncode == 1
+    assert "ctl does not do what README.md says: missing" in done.stderr
+
+
+def test_an_unknown_claim_is_one_line():
+    done = python(BENCHMARKS / "why_not_fit.py", "--claims=clippping")
+    assert done.returncode == 2
+    assert "unknown claim 'clippping': the choices are clipping, " in done.stderr
+    assert len(done.stderr.splitlines()) == 1
