@@ -42,9 +42,9 @@ def write(
     model_dir: Path,
     names: list[str],
     values: flags.FlagValues = flags.FLAGS,
-    bytes_per_pack: int | None = None,
+    chosen: Mapping[str, Any] | None = None,
 ) -> None:
-    """Writes the flags ``names`` as they are, what was chosen where a flag said so, with the
+    """Writes the flags ``names`` as they are, what was ``chosen`` where a flag said so, and the
     versions of what computes, and deletes what runs that were killed left unfinished in
     ``model_dir``. Only for the run that has the lock.
 
@@ -58,7 +58,7 @@ def write(
         "schema": SCHEMA,
         "command": sys.argv,
         "flags": {name: values[name].value for name in names},
-        "bytes_per_pack": bytes_per_pack,
+        "chosen": dict(chosen or {}),
         "versions": versions,
     }
     try:
@@ -90,14 +90,16 @@ def read(model_dir: Path) -> dict[str, Any] | None:
     return stored
 
 
-def chosen_bytes_per_pack(model_dir: Path) -> int | None:
-    """What the run in ``model_dir`` has chosen: rings of three and more add in another order when
-    packs differ, so it would not resume bit for bit with another choice. None where there is none.
+def chosen(model_dir: Path, name: str, kind: type) -> Any:
+    """What the run in ``model_dir`` has chosen for the flag ``name``: it would not resume bit for
+    bit with another choice, since XLA, and rings of three and more, add in another order. None
+    where there is none of this ``kind``.
     """
     if read(model_dir) is None:
         return None
-    value = durable.read_json(model_dir / FILE).get("bytes_per_pack")
-    return value if type(value) is int and value >= 0 else None
+    of = durable.read_json(model_dir / FILE).get("chosen")
+    value = of.get(name) if isinstance(of, dict) else None
+    return value if type(value) is kind and value >= 0 else None
 
 
 def check_resumable(stored: dict[str, Any], values: flags.FlagValues = flags.FLAGS) -> None:

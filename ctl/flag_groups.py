@@ -179,8 +179,12 @@ def define_step_flags() -> None:
             "What to do when the loss (stop) or the reduced gradient (skip) is NaN or Inf: stop "
             "the run, or leave out the update.",
         )
-        flags.DEFINE_boolean(
-            "jit_compile", False, "Compile forward and backward with XLA; the all-reduce stays out."
+        flags.DEFINE_enum(
+            "jit_compile",
+            "off",
+            ["on", "off", AUTO],
+            "Compile forward and backward with XLA; the all-reduce stays out, the update on a CPU "
+            "is always compiled. auto: try both before the first step and keep the faster.",
         )
         define_size_or_auto(
             "bytes_per_pack",

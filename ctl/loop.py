@@ -106,8 +106,9 @@ class Loop:
         report: tf.Tensor,
         marks: Any = None,
         bytes_per_pack: int = 0,
+        jit_compile: bool = False,
     ):
-        # The last two are those of `self.step`: here, each has a trace of its own, which is kept.
+        # The last three are those of `self.step`: here, each has a trace of its own, which is kept.
         losses = self.strategy.run(lambda: (tf.zeros([]), tf.zeros([], tf.int32)))
         for _ in tf.range(steps):
             losses = self.strategy.run(self._one_step, args=(losses, next(iterator), resident))
@@ -216,8 +217,12 @@ class Loop:
 
     def run_steps(self, iterator: Iterator, steps: int, report: tf.Tensor) -> tuple[tf.Tensor, Any]:
         """``steps`` steps on the batches of ``iterator``, and nothing around them."""
-        static = self.step.marks, self.step.bytes_per_pack
-        return self._train_steps(iterator, self._resident, tf.constant(steps), report, *static)
+        steps = tf.constant(steps)
+        return self._train_steps(iterator, self._resident, steps, report, *self._traced_for())
+
+    def _traced_for(self) -> tuple:
+        """What may change between calls: each has a trace of its own."""
+        return self.step.marks, self.step.bytes_per_pack, self.step.jit_compile
 
     def cut(self, bytes_per_pack: int) -> None:
         """Gradients are cut into such packs from the next step on, on which workers must agree."""
@@ -229,9 +234,18 @@ class Loop:
         """Tries sizes of packs before `train`; keeps and returns the fastest, see `ctl.tune`."""
         with self._ending_well("the trial of packs"):
             self._start(self.global_step)
-            self.cut(tune.fastest(self))
+            self.cut(tune.bytes_per_pack(self))
         self._reset_window()
         return self.step.bytes_per_pack
+
+    def tune_jit_compile(self) -> bool:
+        """Tries ``jit_compile`` before `train`, as `tune_packs` does packs."""
+        with self._ending_well("the trial of jit_compile"):
+            self._start(self.global_step)
+            self.step.jit_compile = tune.jit_compile(self)
+            self._iterator_step = -1
+        self._reset_window()
+        return self.step.jit_compile
 
     def _watch(self) -> Flight | None:
         """With several workers: what ends a call that does not come back, and says where it is."""
@@ -261,7 +275,7 @@ class Loop:
             self._iterator_step = -1  # nothing has begun: peers are still to be met
         return self._train_steps.get_concrete_function(
             *(self._iterator, self._resident, tf.constant(1), self._pace.report(False)),
-            *(self.step.marks, self.step.bytes_per_pack),
+            *self._traced_for(),
         )
 
     def traced_step(self) -> tf.types.experimental.ConcreteFunction:

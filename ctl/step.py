@@ -272,9 +272,7 @@ class TrainStep(_Step):
                 skip_nonfinite=self.on_nan == "skip",
                 jit_update=self.jit_update,
             )
-        self._compute = self.compute
-        if self.jit_compile:
-            self._compute = tf.function(self.compute, jit_compile=True)
+        self._compiled = tf.function(self.compute, jit_compile=True)
         self.separate_dropout()
 
     @property
@@ -361,7 +359,8 @@ class TrainStep(_Step):
         return loss, [None if no else t for t, no in zip(totals, no_gradient, strict=True)]
 
     def _micro_step(self, batch: Any, divisor: int) -> tuple[tf.Tensor, list[tf.Tensor | None]]:
-        loss, gradients, outputs = self._compute(batch, divisor)
+        compute = self._compiled if self.jit_compile else self.compute
+        loss, gradients, outputs = compute(batch, divisor)
         if outputs is not None:
             self.update_metrics(batch, outputs)
         return loss, gradients

@@ -146,10 +146,9 @@ def _train(model_dir: Path) -> None:
         saved = loop.restore()
         if saved:
             logging.info("resuming at step %d from %s", saved.step, saved.path)
-        if FLAGS.bytes_per_pack == AUTO:
-            _choose_packs(loop, config.chosen_bytes_per_pack(model_dir) if saved else None)
+        chosen = _choose(loop, model_dir if saved else None)
         if chief:
-            config.write(model_dir, grouped_flags(), bytes_per_pack=loop.step.bytes_per_pack)
+            config.write(model_dir, grouped_flags(), chosen=chosen)
         on_wake = _add_actions(loop, stack, model_dir, steps_per_epoch, chief)
         started, first = time.monotonic(), loop.global_step
         with loop.stop_on_signals(), explained(train):
@@ -244,14 +243,25 @@ def _flags_of_the_job() -> dict[str, Any]:
     return {f"--{name}": FLAGS[name].value for name in grouped_flags() if name not in mine}
 
 
-def _choose_packs(loop: Loop, chosen: int | None) -> None:
-    if chosen is None:
-        logging.info("trying sizes of packs: this takes some seconds")
-        with explained(loop.dataset):
-            loop.tune_packs()
-    else:
-        logging.info("bytes_per_pack: %d, chosen when the run began", chosen)
-        loop.cut(chosen)
+def _choose(loop: Loop, resumed: Path | None) -> dict[str, Any]:
+    """What flags leave to a trial: as the run that is ``resumed`` has chosen, else by trying."""
+    choices: dict[str, Any] = {}
+    for name, kind, choose in (
+        ("jit_compile", bool, loop.tune_jit_compile),
+        ("bytes_per_pack", int, loop.tune_packs),
+    ):
+        if FLAGS[name].value != AUTO:
+            continue
+        chosen = config.chosen(resumed, name, kind) if resumed else None
+        if chosen is None:
+            logging.info("trying values of %s: this takes some seconds", name)
+            with explained(loop.dataset):
+                choices[name] = choose()
+        else:
+            logging.info("%s: %s, chosen when the run began", name, chosen)
+            setattr(loop.step, name, chosen)
+            choices[name] = chosen
+    return choices
 
 
 def best_mode(metric: str) -> str:
@@ -354,7 +364,7 @@ def make_loop(
             on_nan=FLAGS.on_nan,
             bytes_per_pack=0 if FLAGS.bytes_per_pack == AUTO else FLAGS.bytes_per_pack,
             options=placement.options,
-            jit_compile=FLAGS.jit_compile,
+            jit_compile=FLAGS.jit_compile == "on",
             jit_update=False if placement.roll_call else None,  # XLA stays within one process
         )
         accuracy = keras.metrics.SparseCategoricalAccuracy("accuracy")

@@ -1,4 +1,5 @@
-"""Tries sizes of packs on a few steps and keeps the fastest: ``--bytes_per_pack=auto``.
+"""Tries settings of a step on a few steps and keeps the fastest: ``--bytes_per_pack=auto``,
+``--jit_compile=auto``.
 
 Nothing else of a training sees the trial: it has batches of its own, and every variable on every
 replica is put back as it was.
@@ -20,6 +21,7 @@ from absl import logging
 from ctl import watchdog, workers
 from ctl.global_batches import devices_without_autotuning
 from ctl.reduce import make_packs
+from ctl.replicas import shares_variables
 
 if TYPE_CHECKING:
     from ctl.loop import Loop
@@ -46,63 +48,89 @@ def candidates(tensors: Sequence[Any]) -> list[int]:
     return list(found)
 
 
-def fastest(loop: Loop) -> int:
+def bytes_per_pack(loop: Loop) -> int:
     """The ``bytes_per_pack`` with which the steps of ``loop`` take the least time, the same on all
-    workers; all must call it.
-
-    Each candidate is traced, which takes as long as the first step of a training, then steps of all
-    are timed in turn. While it runs, the state of the training is held twice.
-    """
-    step, strategy = loop.step, loop.strategy
-    if strategy.num_replicas_in_sync == 1:
+    workers; all must call it."""
+    if loop.strategy.num_replicas_in_sync == 1:
         logging.info("bytes_per_pack: 0, there is one replica and nothing to reduce")
         return 0
-    sizes = candidates(step.reduced_specs())
+    sizes = candidates(loop.step.reduced_specs())
     if len(sizes) == 1:
         logging.info("bytes_per_pack: 0, the gradients are too small to cut")
         return 0
+    return _fastest(loop, "bytes_per_pack", sizes)
+
+
+def jit_compile(loop: Loop) -> bool:
+    """Whether the steps of ``loop`` take less time with ``jit_compile``, the same on all workers;
+    all must call it. On a CPU, XLA may double the speed of small steps, and cut that of
+    convolutions to a quarter."""
+    if shares_variables(loop.strategy):
+        logging.info("jit_compile: off, replicas share their variables")
+        return False
+    return _fastest(loop, "jit_compile", [False, True])
+
+
+def _fastest(loop: Loop, name: str, values: Sequence[Any]) -> Any:
+    """Which of ``values`` of the step's attribute ``name`` gives the fastest steps; the first, when
+    others gain next to nothing, or the data end too soon to tell.
+
+    Each is traced, which takes as long as the first step of a training, then steps of all are timed
+    in turn. While it runs, the state of the training is held twice.
+    """
+    step, strategy = loop.step, loop.strategy
+    first = values[0]
     try:
         with preserved(strategy, [v for values in step.state().values() for v in values]):
-            times = _time(loop, sizes)
+            times = _time(loop, name, values)
     except tf.errors.OutOfRangeError:
-        logging.warning("bytes_per_pack: 0, the dataset has too few batches to try others")
-        return 0
-    typical = {size: statistics.median(seconds) for size, seconds in times.items()}
-    best = min(sizes, key=typical.get)
-    if typical[best] > (1 - _LEAST_GAIN) * typical[0]:
-        best = 0
-    tried = ", ".join(f"{size}: {1e3 * typical[size]:.3g} ms" for size in sizes)
-    logging.info("bytes_per_pack: %d is kept; tried %s per step", best, tried)
+        logging.warning("%s: %s, the dataset has too few batches to try others", name, first)
+        return first
+    typical = {value: statistics.median(seconds) for value, seconds in times.items()}
+    best = min(typical, key=typical.get)
+    if typical[best] > (1 - _LEAST_GAIN) * typical[first]:
+        best = first
+    tried = ", ".join(f"{value}: {1e3 * seconds:.3g} ms" for value, seconds in typical.items())
+    logging.info("%s: %s is kept; tried %s per step", name, best, tried)
     return best
 
 
-def _time(loop: Loop, sizes: Sequence[int]) -> dict[int, list[float]]:
-    """Seconds per step of each block, for each of ``sizes``: those of the slowest worker."""
+def _time(loop: Loop, name: str, values: Sequence[Any]) -> dict[Any, list[float]]:
+    """Seconds per step of each block, for each of ``values`` that can be compiled: those of the
+    slowest worker."""
     step, strategy = loop.step, loop.strategy
-    before = step.bytes_per_pack, step.marks
+    before, marks = getattr(step, name), step.marks
     step.marks = None  # they are those of other packs
     nothing = tf.zeros([2])  # to report to the other workers
     batches = loop.dataset.batches(loop.global_step)
     with devices_without_autotuning():
         iterator = iter(strategy.experimental_distribute_dataset(batches))
 
-    def block(size: int, steps: int, traces: bool = False) -> float:
-        step.bytes_per_pack = size
+    def block(value: Any, steps: int, traces: bool = False) -> float:
+        setattr(step, name, value)
         start = time.perf_counter()
-        with watchdog.collective(f"trying bytes_per_pack={size}", first=traces):
+        with watchdog.collective(f"trying {name}={value}", first=traces):
             loop.run_steps(iterator, steps, nothing)[0].numpy()
         return (time.perf_counter() - start) / steps
 
     try:
-        for size in sizes:
-            block(size, 1, traces=True)
-        alone = _slowest(strategy, [min(block(0, 2), block(0, 2))])[0]
+        for value in list(values):
+            try:
+                block(value, 1, traces=True)
+            except (tf.errors.InvalidArgumentError, tf.errors.UnimplementedError) as error:
+                if value == values[0]:
+                    raise
+                reason = error.message.strip().partition("\n")[0]
+                logging.warning("%s: %s is not possible: %.200s", name, value, reason)
+                values = [other for other in values if other != value]
+        alone = _slowest(strategy, [min(block(values[0], 2), block(values[0], 2))])[0]
         steps = min(_MOST_STEPS, max(2, int(_BLOCK_SECONDS / alone)))
-        rounds = [[block(size, steps) for size in sizes] for _ in range(_ROUNDS)]
+        rounds = [[block(value, steps) for value in values] for _ in range(_ROUNDS)]
     finally:
-        step.bytes_per_pack, step.marks = before
+        setattr(step, name, before)
+        step.marks = marks
     rounds = [_slowest(strategy, seconds) for seconds in rounds]
-    return dict(zip(sizes, map(list, zip(*rounds, strict=True)), strict=True))
+    return dict(zip(values, map(list, zip(*rounds, strict=True)), strict=True))
 
 
 def _slowest(strategy: tf.distribute.Strategy, seconds: Sequence[float]) -> list[float]:

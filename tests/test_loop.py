@@ -71,7 +71,7 @@ class Pretend:
         monkeypatch.setattr("ctl.loop.time", clock)
         loop._train_steps = self
 
-    def __call__(self, iterator, resident, steps, report, marks, bytes_per_pack):
+    def __call__(self, iterator, resident, steps, report, *static):
         steps = int(steps)
         self.calls.append(steps)
         self._now += steps * self.seconds_per_step

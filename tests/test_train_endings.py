@@ -302,7 +302,7 @@ def test_unknown_dataset(zygote, tmp_path):
     assert "20000 is larger than the dataset" in last_line(command)
     command = zygote.run(*run, "--cross_device_ops=nccl", "--replicas=2", exit_code=2)
     assert last_line(command).startswith("--cross_device_ops=nccl needs GPUs")
-    for option in ("--model=tiny_transformer", "--accumulate_steps=2", "--jit_compile"):
+    for option in ("--model=tiny_transformer", "--accumulate_steps=2", "--jit_compile=on"):
         command = zygote.run(
             *run, "--strategy=central_storage", "--replicas=2", option, exit_code=2
         )
