@@ -19,7 +19,7 @@ import tensorflow as tf
 from absl import logging
 
 import ctl
-from ctl import tune, watchdog, workers
+from ctl import watchdog, workers
 from ctl.actions import Action, Status
 from ctl.checkpoint import CheckpointManager, Saved
 from ctl.data import as_dataset
@@ -224,14 +224,6 @@ class Loop:
         self.step.bytes_per_pack = bytes_per_pack
         self._flight = self._watch()  # its marks are those of the packs
         self._iterator_step = -1
-
-    def tune_packs(self) -> int:
-        """Tries sizes of packs before `train`; keeps and returns the fastest, see `ctl.tune`."""
-        with self._ending_well("the trial of packs"):
-            self._start(self.global_step)
-            self.cut(tune.fastest(self))
-        self._reset_window()
-        return self.step.bytes_per_pack
 
     def _watch(self) -> Flight | None:
         """With several workers: what ends a call that does not come back, and says where it is."""

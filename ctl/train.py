@@ -245,10 +245,12 @@ def _flags_of_the_job() -> dict[str, Any]:
 
 
 def _choose_packs(loop: Loop, chosen: int | None) -> None:
+    from ctl.tune import tune_packs
+
     if chosen is None:
         logging.info("trying sizes of packs: this takes some seconds")
         with explained(loop.dataset):
-            loop.tune_packs()
+            tune_packs(loop)
     else:
         logging.info("bytes_per_pack: %d, chosen when the run began", chosen)
         loop.cut(chosen)

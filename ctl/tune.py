@@ -46,6 +46,16 @@ def candidates(tensors: Sequence[Any]) -> list[int]:
     return list(found)
 
 
+def tune_packs(loop: Loop) -> int:
+    """Tries sizes of packs before ``loop.train``, keeps the fastest and returns it, the same on all
+    workers; all must call it. Nothing else of the training changes."""
+    with loop._ending_well("the trial of packs"):
+        loop._start(loop.global_step)
+        loop.cut(fastest(loop))
+    loop._reset_window()
+    return loop.step.bytes_per_pack
+
+
 def fastest(loop: Loop) -> int:
     """The ``bytes_per_pack`` with which the steps of ``loop`` take the least time, the same on all
     workers; all must call it.

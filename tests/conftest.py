@@ -12,7 +12,7 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
 import keras
 import pytest
 import tensorflow as tf
-from jobs import start_job
+from worker_jobs import start_job
 from zygote import Zygote
 
 tf.config.set_logical_device_configuration(

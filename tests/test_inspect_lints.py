@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from helpers import BATCH, CLASSES, examples, mlp
-from jobs import codes, last_line, said
+from worker_jobs import codes, last_line, said
 
 from ctl import data
 from ctl.inspect import lints

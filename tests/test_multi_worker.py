@@ -17,7 +17,7 @@ import keras
 import numpy as np
 import pytest
 from helpers import BATCH, CLASSES, FEATURES, examples, largest_difference
-from jobs import WORKER, codes, finished, last_line, said, weights
+from worker_jobs import WORKER, codes, finished, last_line, said, weights
 
 from ctl import launch
 from ctl.data import InMemory

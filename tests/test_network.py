@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers import largest_difference
-from jobs import codes, finished, last_line, said, weights
 from test_multi_worker import one_device
+from worker_jobs import codes, finished, last_line, said, weights
 
 HOSTS = ["10.77.0.1", "10.77.0.2"]
 WORKERS = [f"{host}:2222" for host in HOSTS]

@@ -88,7 +88,7 @@ def test_a_training_does_not_see_the_trial(mirrored, two):
     trained.train(3)
     tuned.train(3)
     before = weights(tuned)
-    kept = tuned.tune_packs()
+    kept = tune.tune_packs(tuned)
     assert tuned.global_step == 3 and kept == tuned.step.bytes_per_pack
     for a, b in zip(before, weights(tuned), strict=True):
         np.testing.assert_array_equal(a, b)
@@ -119,7 +119,7 @@ def test_the_fastest_is_kept_where_it_gains(mirrored, monkeypatch, gain, kept):
     logging.set_verbosity(logging.INFO)
     try:
         each = loop(mirrored(2))
-        assert each.tune_packs() == each.step.bytes_per_pack == kept
+        assert tune.tune_packs(each) == each.step.bytes_per_pack == kept
     finally:
         logger.removeHandler(handler)
         logging.set_verbosity(level)
@@ -127,7 +127,7 @@ def test_the_fastest_is_kept_where_it_gains(mirrored, monkeypatch, gain, kept):
 
 
 def test_one_replica_has_nothing_to_try(mirrored):
-    assert loop(mirrored(1)).tune_packs() == 0
+    assert tune.tune_packs(loop(mirrored(1))) == 0
 
 
 def test_a_dataset_that_ends_is_not_an_error(mirrored, two):
@@ -137,7 +137,7 @@ def test_a_dataset_that_ends_is_not_an_error(mirrored, two):
     few = tf.data.Dataset.from_tensor_slices(examples(3 * BATCH)).batch(BATCH, drop_remainder=True)
     each = Loop(step, GlobalBatches(few, training=False), strategy=strategy)
     before = weights(each)
-    assert each.tune_packs() == 0 and not two
+    assert tune.tune_packs(each) == 0 and not two
     for a, b in zip(before, weights(each), strict=True):
         np.testing.assert_array_equal(a, b)
     each.train(3)
