@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 

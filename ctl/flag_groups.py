@@ -14,7 +14,7 @@ from absl import flags
 
 from ctl import names, rates
 from ctl.errors import UsageError
-from ctl.flags import check_flags, define_size_or_auto, group
+from ctl.flags import AUTO, check_flags, define_size_or_auto, group
 
 flags.disclaim_key_flags()  # They belong to the command that calls a group.
 

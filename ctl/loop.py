@@ -19,7 +19,7 @@ import tensorflow as tf
 from absl import logging
 
 import ctl
-from ctl import tune, watchdog, workers
+from ctl import watchdog, workers
 from ctl.actions import Action, Status
 from ctl.checkpoint import CheckpointManager, Saved
 from ctl.data import as_dataset
@@ -224,28 +224,12 @@ class Loop:
         """What may change between calls: each has a trace of its own."""
         return self.step.marks, self.step.bytes_per_pack, self.step.jit_compile
 
-    def cut(self, bytes_per_pack: int) -> None:
-        """Gradients are cut into such packs from the next step on, on which workers must agree."""
-        self.step.bytes_per_pack = bytes_per_pack
+    def change(self, name: str, value: Any) -> None:
+        """``step.bytes_per_pack`` or ``step.jit_compile`` is ``value`` from the next step on;
+        workers must agree on it."""
+        setattr(self.step, name, value)
         self._flight = self._watch()  # its marks are those of the packs
         self._iterator_step = -1
-
-    def tune_packs(self) -> int:
-        """Tries sizes of packs before `train`; keeps and returns the fastest, see `ctl.tune`."""
-        with self._ending_well("the trial of packs"):
-            self._start(self.global_step)
-            self.cut(tune.bytes_per_pack(self))
-        self._reset_window()
-        return self.step.bytes_per_pack
-
-    def tune_jit_compile(self) -> bool:
-        """Tries ``jit_compile`` before `train`, as `tune_packs` does packs."""
-        with self._ending_well("the trial of jit_compile"):
-            self._start(self.global_step)
-            self.step.jit_compile = tune.jit_compile(self)
-            self._iterator_step = -1
-        self._reset_window()
-        return self.step.jit_compile
 
     def _watch(self) -> Flight | None:
         """With several workers: what ends a call that does not come back, and says where it is."""

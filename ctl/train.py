@@ -245,10 +245,12 @@ def _flags_of_the_job() -> dict[str, Any]:
 
 def _choose(loop: Loop, resumed: Path | None) -> dict[str, Any]:
     """What flags leave to a trial: as the run that is ``resumed`` has chosen, else by trying."""
+    from ctl.tune import tune_jit_compile, tune_packs
+
     choices: dict[str, Any] = {}
     for name, kind, choose in (
-        ("jit_compile", bool, loop.tune_jit_compile),
-        ("bytes_per_pack", int, loop.tune_packs),
+        ("jit_compile", bool, tune_jit_compile),
+        ("bytes_per_pack", int, tune_packs),
     ):
         if FLAGS[name].value != AUTO:
             continue
@@ -256,10 +258,10 @@ def _choose(loop: Loop, resumed: Path | None) -> dict[str, Any]:
         if chosen is None:
             logging.info("trying values of %s: this takes some seconds", name)
             with explained(loop.dataset):
-                choices[name] = choose()
+                choices[name] = choose(loop)
         else:
             logging.info("%s: %s, chosen when the run began", name, chosen)
-            setattr(loop.step, name, chosen)
+            loop.change(name, chosen)
             choices[name] = chosen
     return choices
 

@@ -12,7 +12,7 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
@@ -48,9 +48,27 @@ def candidates(tensors: Sequence[Any]) -> list[int]:
     return list(found)
 
 
-def bytes_per_pack(loop: Loop) -> int:
-    """The ``bytes_per_pack`` with which the steps of ``loop`` take the least time, the same on all
-    workers; all must call it."""
+def tune_packs(loop: Loop) -> int:
+    """Tries sizes of packs before ``loop.train``, keeps the fastest and returns it, the same on all
+    workers; all must call it. Nothing else of the training changes."""
+    return _tune(loop, "bytes_per_pack", _best_size)
+
+
+def tune_jit_compile(loop: Loop) -> bool:
+    """Tries ``jit_compile`` as `tune_packs` does packs. On a CPU, XLA may double the speed of small
+    steps, and cut that of convolutions to a quarter."""
+    return _tune(loop, "jit_compile", _best_jit_compile)
+
+
+def _tune(loop: Loop, name: str, best: Callable[[Loop], Any]) -> Any:
+    with loop._ending_well(f"the trial of {name}"):
+        loop._start(loop.global_step)
+        loop.change(name, best(loop))
+    loop._reset_window()
+    return getattr(loop.step, name)
+
+
+def _best_size(loop: Loop) -> int:
     if loop.strategy.num_replicas_in_sync == 1:
         logging.info("bytes_per_pack: 0, there is one replica and nothing to reduce")
         return 0
@@ -61,10 +79,7 @@ def bytes_per_pack(loop: Loop) -> int:
     return _fastest(loop, "bytes_per_pack", sizes)
 
 
-def jit_compile(loop: Loop) -> bool:
-    """Whether the steps of ``loop`` take less time with ``jit_compile``, the same on all workers;
-    all must call it. On a CPU, XLA may double the speed of small steps, and cut that of
-    convolutions to a quarter."""
+def _best_jit_compile(loop: Loop) -> bool:
     if shares_variables(loop.strategy):
         logging.info("jit_compile: off, replicas share their variables")
         return False

@@ -179,9 +179,9 @@ def main() -> None:
     )
     if "tune" in OPTIONS:
         tune.candidates = lambda tensors: [0, 128]  # the network has some hundred bytes
-        tuned = loop.tune_packs()
+        tuned = tune.tune_packs(loop)
         assert loop.global_step == 0
-        loop.step.bytes_per_pack = tuned or 128  # also cut where it does not pay
+        loop.change("bytes_per_pack", tuned or 128)  # also where it does not pay
     if loop.restore():
         print(f"resumed at {loop.global_step}", flush=True)
     with loop.stop_on_signals():

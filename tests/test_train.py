@@ -200,13 +200,18 @@ def test_a_checkpoint_of_two_replicas_resumes_on_one(zygote, tmp_path, one_repli
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     zygote.run(TRAIN, f"--model_dir={whole}", *few)
     few.remove("--train_steps=12")
-    few.append("--bytes_per_pack=auto")
+    few += ["--bytes_per_pack=auto", "--jit_compile=auto"]
     command = zygote.run(TRAIN, f"--model_dir={parts}", *few, "--train_steps=6", "--replicas=2")
     (kept,) = re.findall(r"bytes_per_pack: (\d+) is kept; tried 0: .* ms per step", command.stderr)
-    assert json.loads((parts / "config.json").read_text())["chosen"] == {"bytes_per_pack": int(kept)}
+    (compiled,) = re.findall(
+        r"jit_compile: (\w+) is kept; tried False: .* ms, True", command.stderr
+    )
+    chosen = json.loads((parts / "config.json").read_text())["chosen"]
+    assert chosen == {"bytes_per_pack": int(kept), "jit_compile": compiled == "True"}
     command = zygote.run(TRAIN, f"--model_dir={parts}", *few, "--train_steps=12")
     assert "resuming at step 6 " in command.stderr
     assert f"bytes_per_pack: {kept}, chosen when the run began" in command.stderr
+    assert f"jit_compile: {compiled}, chosen when the run began" in command.stderr
     same_numbers(parts, whole)
     # Fewer steps than there are: nothing is trained, and the summary says where the run is.
     command = zygote.run(TRAIN, f"--model_dir={parts}", *few, "--train_steps=6")
@@ -229,7 +234,12 @@ def run_few(zygote, model_dir, *options, steps=30, model="dense", **kwargs):
     [
         ["--precision=mixed_bfloat16", "--replicas=2"],
         ["--precision=mixed_float16", "--clip_norm=1"],
-        ["--jit_compile=on", "--accumulate_steps=4", "--label_smoothing=0.1", "--weight_decay=1e-3"],
+        [
+            "--jit_compile=on",
+            "--accumulate_steps=4",
+            "--label_smoothing=0.1",
+            "--weight_decay=1e-3",
+        ],
         ["--resident_limit_mib=0", "--shuffle_buffer=100", "--optimizer=adamw"],
         ["--dataset=synthetic", "--image_shape=8,8,3", "--num_classes=3", "--num_examples=500"],
         ["--image_shape=14,14,1", "--train_split=train[:50%]", "--on_nan=skip"],

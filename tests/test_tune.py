@@ -88,7 +88,7 @@ def test_a_training_does_not_see_the_trial(mirrored, two):
     trained.train(3)
     tuned.train(3)
     before = weights(tuned)
-    kept = tuned.tune_packs()
+    kept = tune.tune_packs(tuned)
     assert tuned.global_step == 3 and kept == tuned.step.bytes_per_pack
     for a, b in zip(before, weights(tuned), strict=True):
         np.testing.assert_array_equal(a, b)
@@ -109,7 +109,7 @@ def test_a_training_does_not_see_the_trial(mirrored, two):
 def test_the_fastest_is_kept_where_it_gains(mirrored, monkeypatch, gain, kept):
     monkeypatch.setattr(tune, "candidates", lambda tensors: [0, 128, 64])
     times = {0: [1.0, 9.0, 1.0], 128: [1.0 - gain, 0.1, 1.0 - gain], 64: [1.5] * 3}
-    monkeypatch.setattr(tune, "_time", lambda loop, sizes: times)
+    monkeypatch.setattr(tune, "_time", lambda *_: times)
     lines = []
     handler = python_logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
@@ -119,15 +119,50 @@ def test_the_fastest_is_kept_where_it_gains(mirrored, monkeypatch, gain, kept):
     logging.set_verbosity(logging.INFO)
     try:
         each = loop(mirrored(2))
-        assert each.tune_packs() == each.step.bytes_per_pack == kept
+        assert tune.tune_packs(each) == each.step.bytes_per_pack == kept
     finally:
         logger.removeHandler(handler)
         logging.set_verbosity(level)
     assert lines[-1].startswith(f"bytes_per_pack: {kept} is kept; tried 0: 1e+03 ms, 128: ")
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_compiling_is_tried_and_leaves_no_trace(mirrored, replicas):
+    strategy = mirrored(replicas)
+    trained, tuned = loop(strategy), loop(strategy)
+    before = weights(tuned)
+    kept = tune.tune_jit_compile(tuned)
+    assert kept is tuned.step.jit_compile
+    for a, b in zip(before, weights(tuned), strict=True):
+        np.testing.assert_array_equal(a, b)
+    trained.step.jit_compile = kept
+    for each in (trained, tuned):
+        each.train(5)
+    for a, b in zip(weights(trained), weights(tuned), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+class Unique(TrainStep):
+    """XLA has no shape for what is unique."""
+
+    def loss(self, batch):
+        losses, logits = super().loss(batch)
+        found = tf.unique(batch[1])[0]
+        return losses + 0.0 * tf.reduce_sum(tf.cast(found, tf.float32)), logits
+
+
+def test_what_cannot_be_compiled_is_not(mirrored):
+    strategy = mirrored(2)
+    with strategy.scope():
+        step = Unique(mlp(), keras.optimizers.SGD(0.1))
+    each = Loop(step, InMemory(examples(), global_batch_size=BATCH), strategy=strategy)
+    assert tune.tune_jit_compile(each) is False
+    each.train(3)
+    assert each.global_step == 3
+
+
 def test_one_replica_has_nothing_to_try(mirrored):
-    assert loop(mirrored(1)).tune_packs() == 0
+    assert tune.tune_packs(loop(mirrored(1))) == 0
 
 
 def test_a_dataset_that_ends_is_not_an_error(mirrored, two):
@@ -137,7 +172,7 @@ def test_a_dataset_that_ends_is_not_an_error(mirrored, two):
     few = tf.data.Dataset.from_tensor_slices(examples(3 * BATCH)).batch(BATCH, drop_remainder=True)
     each = Loop(step, GlobalBatches(few, training=False), strategy=strategy)
     before = weights(each)
-    assert each.tune_packs() == 0 and not two
+    assert tune.tune_packs(each) == 0 and not two
     for a, b in zip(before, weights(each), strict=True):
         np.testing.assert_array_equal(a, b)
     each.train(3)
