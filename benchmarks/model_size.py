@@ -1,10 +1,10 @@
 """What does a training cost as a model has more variables, and does it hold on to memory?
 
     python benchmarks/model_size.py --variables=10,100,1000,2000
-    python benchmarks/model_size.py --replicas=1 --long_steps=10000
+    python benchmarks/model_size.py --replicas=2 --long_steps=10000
 
-Networks of dense layers are trained, one after the other, each in a process of its own. How the
-numbers are derived is in README.md.
+The same matrix is cut into more and more variables and trained, each time in a process of its own.
+How the numbers are derived is in README.md.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from ctl.flags import check_flags, group, run
 
 with group("What is trained"):
     _VARIABLES = flags.DEFINE_list(
-        "variables", "10,30,100,300,1000,2000", "numbers of variables, even: two for each layer"
+        "variables", "10,30,100,300,1000,2000", "numbers of variables, of the same bytes in all"
     )
-    _WIDTH = flags.DEFINE_integer("width", 16, "of each layer", lower_bound=1)
-    _BATCH = flags.DEFINE_integer("batch", 32, "examples of a replica", lower_bound=1)
-    _REPLICAS = flags.DEFINE_integer("replicas", 2, "replicas of one process", lower_bound=1)
+    _ROWS = flags.DEFINE_integer("rows", 1000, "of the matrix, and columns", lower_bound=1)
+    _BATCH = flags.DEFINE_integer("batch", 8, "examples of a replica", lower_bound=1)
+    _REPLICAS = flags.DEFINE_integer("replicas", 1, "replicas of one process", lower_bound=1)
 with group("How"):
     _BLOCKS = flags.DEFINE_integer("blocks", 5, "blocks of each network", lower_bound=1)
     _STEPS = flags.DEFINE_integer("steps", 20, "of a block", lower_bound=1)
@@ -40,43 +40,51 @@ with group("How"):
 
 
 def _check_variables(variables: list[str]) -> None:
-    if not all(v.isdigit() and int(v) >= 4 and int(v) % 2 == 0 for v in variables):
-        raise UsageError(f"--variables={','.join(variables)}: even numbers, 4 or more")
+    if not all(v.isdecimal() and int(v) >= 1 for v in variables):
+        raise UsageError(f"--variables={','.join(variables)}: whole numbers, 1 or more")
 
 
 check_flags(["variables"], _check_variables)
 
 
-def train(peer: Peer, steps: int) -> dict[str, Any]:
-    request = {"what": "train", "steps": steps, "strong": False, "alone": False}
-    peer.say(json.dumps(request))
+def train(peer: Peer, what: str, steps: int) -> dict[str, Any]:
+    peer.say(json.dumps({"what": what, "steps": steps}))
     return peer.answer(_TIMEOUT.value)
 
 
 def measure(variables: int, long_steps: int) -> dict[str, Any]:
-    """A row: what a network of so many variables costs. ``grown_bytes`` is by how much memory grew
-    over ``long_steps`` more steps, where there are any."""
-    command = ["scaling_worker.py", f"--layers={variables // 2 - 1}", f"--width={_WIDTH.value}"]
-    command += [f"--batch={_BATCH.value}"]
-    command += [f"--replicas={_REPLICAS.value}"] if _REPLICAS.value > 1 else []
+    """A row: what so many variables cost. ``grown_bytes`` is by how much memory grew over
+    ``long_steps`` more steps, where there are any."""
+    command = ["variables_worker.py", f"--variables={variables}", f"--rows={_ROWS.value}"]
+    command += [f"--batch={_BATCH.value}", f"--replicas={_REPLICAS.value}"]
     peer = Peer(f"{variables} variables", command)
     try:
         progress(f"{peer.name}: starting")
         about = peer.answer(_TIMEOUT.value)
-        first = train(peer, 1)
+        first = train(peer, "step", 1)
+        seconds: dict[str, list[float]] = {"step": [], "own": []}
+        for what in seconds:
+            train(peer, what, _STEPS.value)
         progress(f"{peer.name}: training")
-        blocks = [train(peer, _STEPS.value) for _ in range(_BLOCKS.value)]
+        for _ in range(_BLOCKS.value):
+            for what, of in seconds.items():
+                block = train(peer, what, _STEPS.value)
+                of.append(block["seconds"] / _STEPS.value)
+        beyond = [step - own for step, own in zip(*seconds.values(), strict=True)]
         row = {
             "variables": variables,
             "gradient_bytes": about["gradient_bytes"],
             "first_seconds": first["seconds"],
-            "step_seconds": statistics.median(b["seconds"] for b in blocks) / _STEPS.value,
-            "peak_bytes": blocks[-1]["peak_bytes"],
+            "step_seconds": statistics.median(seconds["step"]),
+            "own_seconds": statistics.median(seconds["own"]),
+            "beyond_seconds": statistics.median(beyond),
+            "peak_bytes": block["peak_bytes"],
         }
         if long_steps:
             progress(f"{peer.name}: {long_steps} steps")
-            before = blocks[-1]["resident_bytes"]
-            row["grown_bytes"] = train(peer, long_steps)["resident_bytes"] - before
+            before = train(peer, "step", 100)["resident_bytes"]
+            after = train(peer, "step", long_steps)["resident_bytes"]
+            row |= {"resident_bytes": before, "grown_bytes": after - before}
         return row
     finally:
         peer.close()
@@ -97,26 +105,28 @@ def main() -> None:
     counts = sorted(set(map(int, _VARIABLES.value)))
     rows = [measure(n, _LONG.value if n == counts[0] else 0) for n in counts]
     powers = {key: growth(rows, key) for key in ("first_seconds", "step_seconds")}
-    settings = {f.name: f.value for f in (_WIDTH, _BATCH, _REPLICAS, _BLOCKS, _STEPS, _LONG)}
+    settings = {f.name: f.value for f in (_ROWS, _BATCH, _REPLICAS, _BLOCKS, _STEPS, _LONG)}
     about = machine(load)
     if _JSON.value:
         content = {"settings": settings, "machine": about, "rows": rows, "powers": powers}
         pathlib.Path(_JSON.value).write_text(json.dumps(content, indent=1))
     print(" ".join(f"{k}={v}" for k, v in (settings | about).items()))
     print(
-        f"{'variables':>9}{'KiB':>9}{'first s':>10}{'power':>7}{'step ms':>10}{'power':>7}"
-        f"{'us/variable':>13}{'peak MiB':>10}"
+        f"{'variables':>9}{'first s':>10}{'power':>7}{'step ms':>10}{'power':>7}{'own ms':>10}"
+        f"{'beyond ms':>11}{'ratio':>7}{'peak MiB':>10}"
     )
     steps = zip([None, *powers["first_seconds"]], [None, *powers["step_seconds"]], strict=True)
     for row, (first, step) in zip(rows, steps, strict=True):
+        ratio = row["beyond_seconds"] / rows[0]["beyond_seconds"]
         print(
-            f"{row['variables']:9}{row['gradient_bytes'] / 1024:9.0f}{row['first_seconds']:10.2f}"
-            f"{_power(first)}{row['step_seconds'] * 1e3:10.3f}{_power(step)}"
-            f"{row['step_seconds'] * 1e6 / row['variables']:13.1f}{row['peak_bytes'] / 2**20:10.0f}"
+            f"{row['variables']:9}{row['first_seconds']:10.2f}{_power(first)}"
+            f"{row['step_seconds'] * 1e3:10.3f}{_power(step)}{row['own_seconds'] * 1e3:10.3f}"
+            f"{row['beyond_seconds'] * 1e3:11.3f}{ratio:7.1f}{row['peak_bytes'] / 2**20:10.0f}"
         )
+    grown, before = rows[0]["grown_bytes"], rows[0]["resident_bytes"]
     print(
         f"memory after {_LONG.value} more steps of {counts[0]} variables: "
-        f"{rows[0]['grown_bytes'] / 2**20:+.1f} MiB"
+        f"{grown / 2**20:+.1f} MiB, {1 + grown / before:.3f} of that after 100"
     )
 
 

@@ -41,6 +41,10 @@ _UPDATE_METHODS = (
     *("apply", "_backend_apply_gradients", "_backend_update_step", "_apply_weight_decay"),
 )
 
+# In one compiled function: what a call of it costs grows faster than its variables, and several run
+# at once (`benchmarks/model_size.py`).
+_VARIABLES_PER_UPDATE = 32
+
 # What ctl does itself, after the all-reduce; the optimizer would do it before, or twice.
 _REFUSED_ARGUMENTS = {
     "clipnorm": "TrainStep(clip_norm=...), --clip_norm: one global norm, of the reduced gradients",
@@ -236,8 +240,8 @@ class Apply:
         devices: dict[str, list[int]] = {}
         for index, variable in enumerate(self.variables):
             devices.setdefault(variable.value.device, []).append(index)
-        for device, indices in devices.items():
-            # All variables of a device in one function; naming any of them leads to the device.
+        for device, indices in _in_parts(devices):
+            # One function for all of them; naming any of them leads to the device.
             update = functools.partial(self._update_device, indices)
             if "CPU" in device.upper() if self.jit_update is None else self.jit_update:
                 update = tf.function(update, jit_compile=True)
@@ -282,6 +286,13 @@ class Apply:
         self.skipped.assign_add(1)
         if self.loss_scale:
             self.loss_scale.bad()
+
+
+def _in_parts(devices: dict[str, list[int]]) -> Iterator[tuple[str, list[int]]]:
+    """The variables of each device, `_VARIABLES_PER_UPDATE` at a time."""
+    for device, indices in devices.items():
+        for start in range(0, len(indices), _VARIABLES_PER_UPDATE):
+            yield device, indices[start : start + _VARIABLES_PER_UPDATE]
 
 
 def _counter(name: str, initial, dtype: tf.DType) -> tf.Variable:

@@ -141,14 +141,15 @@ def test_scaling(tmp_path):
 
 def test_model_size(tmp_path):
     out = tmp_path / "size.json"
-    small = ["--variables=4,8", "--width=4", "--batch=4", "--replicas=1", "--blocks=1"]
+    small = ["--variables=4,8", "--rows=16", "--batch=4", "--blocks=1"]
     done = run(*small, "--steps=2", "--long_steps=3", f"--json={out}", script="model_size.py")
     assert done.returncode == 0, done.stderr
     results = json.loads(out.read_text())
     first, second = results["rows"]
-    assert first["gradient_bytes"] == 4 * (784 * 4 + 4 + 4 * 10 + 10)
-    assert second["gradient_bytes"] == first["gradient_bytes"] + 4 * 2 * (4 * 4 + 4)
+    assert first["gradient_bytes"] == second["gradient_bytes"] == 4 * 16**2
     assert abs(first["grown_bytes"]) < first["peak_bytes"] and "grown_bytes" not in second
+    for row in (first, second):  # one block each
+        assert row["beyond_seconds"] == pytest.approx(row["step_seconds"] - row["own_seconds"])
     for key in ("first_seconds", "step_seconds"):
         (power,) = results["powers"][key]
         assert first[key] * 2**power == pytest.approx(second[key])
@@ -161,7 +162,7 @@ def test_model_size(tmp_path):
         ("scaling.py", ["--counts=2,3"], "1 and 2 among them"),
         ("scaling.py", ["--counts=1,2,5"], "--batch=192 is not divisible by 5"),
         ("scaling.py", ["--mbit=5", "--strategy=mirrored"], "--mbit is the positive rate"),
-        ("model_size.py", ["--variables=4,7"], "even numbers, 4 or more"),
+        ("model_size.py", ["--variables=4,x"], "whole numbers, 1 or more"),
     ],
 )
 def test_an_error_of_the_others_is_one_line(script, arguments, says):
