@@ -27,6 +27,8 @@ from ctl.reduce import all_reduce  # noqa: E402
 from ctl.strategy import make_multi_worker  # noqa: E402
 
 OUT = Path(sys.argv[1])
+STEPS = 20
+LOOPBACK = Path("/sys/class/net/lo/statistics/tx_bytes")
 me = cluster.resolve(None, None)
 
 
@@ -58,6 +60,20 @@ def ending(strategy: tf.distribute.Strategy):
     return take.get_concrete_function(iterator)
 
 
+def wire(loop: ctl.Loop) -> dict[str, float]:
+    """What the loopback interface has moved in some steps, and what the plan says of them."""
+    loop.train(2)
+    ctl.workers.barrier(loop.strategy, 60)
+    before = int(LOOPBACK.read_text())
+    loop.train(2 + STEPS)
+    ctl.workers.barrier(loop.strategy, 60)
+    sent = sum(c.wire_bytes for c in loop.step.plan().collectives if c.in_loop)
+    return {
+        "counted": int(LOOPBACK.read_text()) - before,
+        "planned": sent * loop.strategy.num_replicas_in_sync * STEPS,
+    }
+
+
 def main() -> None:
     placement = make_multi_worker(me, collective_timeout=60, startup_timeout=60)
 
@@ -83,6 +99,8 @@ def main() -> None:
         compiled = kinds["packs"].step.plan(xla=True).to_json()
         (OUT / "compiled.json").write_text(json.dumps(compiled))
     ctl.workers.barrier(placement.strategy, 300)
+    if LOOPBACK.exists():
+        (OUT / f"wire-{me.index}.json").write_text(json.dumps(wire(kinds["packs"])))
     kinds["one more"].train(1)
 
 

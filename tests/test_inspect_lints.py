@@ -100,6 +100,17 @@ def test_two_workers_with_a_sensible_step(plans):
     assert len(shares) == 3 and shares == sorted(shares) and shares[1] < 0.6 and shares[2] == 1
 
 
+def test_the_wire_carries_what_the_plan_says(workers):
+    """By the counter of the loopback interface, on which nothing else is of that size."""
+    files = sorted(workers.glob("wire-*.json"))
+    if not files:
+        pytest.skip("this machine has no counter of its loopback interface")
+    for file in files:
+        bytes_ = json.loads(file.read_text())
+        assert bytes_["planned"] > 5e7
+        assert 0.9 < bytes_["counted"] / bytes_["planned"] < 1.1
+
+
 def test_data_that_end_are_asked_for(plans):
     plan = plans[0]["data that end"]
     assert plan.collectives == () and {c.purpose for c in plan.other} == {"has data"}
