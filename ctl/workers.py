@@ -88,7 +88,10 @@ def watch(strategy: tf.distribute.Strategy) -> bool:
 
 def _reason(error: tf.errors.OpError) -> str:
     """Who or what TensorFlow says it was, without the graph around it."""
-    text = " ".join(error.message.split())
+    said = error.message.split("\n\t [[")[0].strip()
+    if "(most recent call last)" in said:  # the stack of the graph, then the error
+        said = said.splitlines()[-1]
+    text = " ".join(said.split())
     frozen = re.findall(r"/task:(\d+)", text) if "stopped sending heartbeats" in text else []
     if frozen:
         return f"worker {', '.join(sorted(set(frozen)))} stopped sending heartbeats"

@@ -18,6 +18,7 @@ except ImportError as error:
 
 def build(setting: worker.Setting):
     if setting.workers:
+        torch.set_num_threads(1)  # as `torchrun` does
         host, _, port = setting.workers[0].rpartition(":")
         os.environ |= {
             "MASTER_ADDR": host,

@@ -171,8 +171,9 @@ class _TinyTransformer(nn.Module):
 
 
 def join_group(setting: worker.Setting) -> None:
-    """Meets the other workers, at the address of the first."""
+    """Meets the other workers, at the address of the first; one thread each, as `torchrun` does."""
     if setting.workers:
+        torch.set_num_threads(1)
         torch.distributed.init_process_group(
             "gloo",
             init_method=f"tcp://{setting.workers[0]}",

@@ -1,0 +1,34 @@
+"""What is said of a worker that was lost; that it is said is tested with real ones elsewhere."""
+
+from __future__ import annotations
+
+import pytest
+import tensorflow as tf
+
+from ctl import workers
+
+GRAPH = (
+    "Graph execution error:\n\nDetected at node while/CollectiveReduceV2 defined at (most recent "
+    "call last):\n<stack traces unavailable>\n{}\n\t [[{{{{node while/CollectiveReduceV2}}}}]] "
+    "[Op:__inference__train_steps_2065]"
+)
+HEARTBEATS = (
+    "Error reported from /job:worker/replica:0/task:1: The tasks have crashed or stopped sending "
+    "heartbeats:\n/job:worker/replica:0/task:1"
+)
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        (GRAPH.format("Collective has timed out."), "Collective has timed out."),
+        (
+            GRAPH.format("Collective ops is aborted by: Socket closed Additional GRPC error info"),
+            "Socket closed",
+        ),
+        ("Collective ops is aborted by: Connection reset by peer", "Connection reset by peer"),
+        (HEARTBEATS, "worker 1 stopped sending heartbeats"),
+    ],
+)
+def test_the_reason_is_without_the_graph_around_it(message, reason):
+    assert workers._reason(tf.errors.UnavailableError(None, None, message)) == reason
