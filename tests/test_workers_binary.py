@@ -32,7 +32,9 @@ def tf_config(workers: list, index: int, kind: str = "worker") -> str:
 def test_the_command_of_the_readme(tmp_path):
     """A bare ``ctl.launch``, with fewer steps. The chief speaks, every worker keeps a log."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    (line,) = re.findall(r"^python (-m ctl\.launch --workers=2 .*)$", readme, re.MULTILINE)
+    (line,) = re.findall(
+        r"^python (-m ctl\.launch .*strategy=multi_worker .*ctl-workers)$", readme, re.M
+    )
     line = re.sub(r"--model_dir=\S+", f"--model_dir={tmp_path}", line)
     command = [sys.executable if word == "python" else word for word in shlex.split(line)]
     ended = subprocess.run(
