@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -22,6 +23,9 @@ _SHOWN = 5  # differences in one message
 
 # How long a worker whose data have ended waits for the others to say so too (seconds).
 _ENDED_SECONDS = 10.0
+
+# Who has passed a barrier may still have to send what lets another pass it.
+_LAST_MESSAGES_SECONDS = 0.5
 
 # What a collective raises when a worker died, froze, never came, or failed by itself.
 _LOST = (
@@ -121,6 +125,14 @@ def barrier(
     section = watchdog.collective(doing, timeout=timeout, otherwise=otherwise)
     with naming_lost_peers(strategy, doing), section:
         tf.function(lambda: strategy.run(meet))()
+
+
+def leave_together(strategy: tf.distribute.Strategy, timeout: float) -> None:
+    """The last meeting, when everything is done and saved: who leaves early looks lost to those who
+    still compute. Returns when every worker has come, or has been here and left."""
+    with contextlib.suppress(PeerError):
+        barrier(strategy, timeout)
+        time.sleep(_LAST_MESSAGES_SECONDS)
 
 
 def check_all_ended(strategy: tf.distribute.Strategy, step: int) -> None:

@@ -195,7 +195,7 @@ def main() -> None:
         fit=fit(strategy) if "fit" in OPTIONS else "",
         results=np.array([results["loss"], results["accuracy"]]),
     )
-    ctl.workers.barrier(strategy, 30)
+    ctl.workers.leave_together(strategy, 30)
 
 
 def run() -> None:

@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 
 from ctl import workers
+from ctl.errors import PeerError
 
 GRAPH = (
     "Graph execution error:\n\nDetected at node while/CollectiveReduceV2 defined at (most recent "
@@ -32,3 +33,16 @@ HEARTBEATS = (
 )
 def test_the_reason_is_without_the_graph_around_it(message, reason):
     assert workers._reason(tf.errors.UnavailableError(None, None, message)) == reason
+
+
+def test_who_has_left_at_the_end_is_not_lost(monkeypatch):
+    """All is done then: a worker that passed the last barrier may be gone before another has."""
+    calls = []
+
+    def broken(strategy, timeout):
+        calls.append(timeout)
+        raise PeerError("Socket closed")
+
+    monkeypatch.setattr(workers, "barrier", broken)
+    workers.leave_together(tf.distribute.get_strategy(), 7.0)
+    assert calls == [7.0]

@@ -88,7 +88,7 @@ def main() -> None:
             (out / f"{case['name']}.json").write_text(json.dumps(content))
     recording.stop()
     assert window.SCHEMA == 1
-    ctl.workers.barrier(strategy, 60)
+    ctl.workers.leave_together(strategy, 60)
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ def main() -> None:
     console.load_tensorflow()
 
     from ctl.inspect.plan_table import show
-    from ctl.workers import barrier, is_chief, is_multi_worker
+    from ctl.workers import is_chief, is_multi_worker, leave_together
 
     loop = train.make_loop(*train.prepare())
     chief = is_chief(loop.strategy)
@@ -60,7 +60,7 @@ def main() -> None:
     elif chief:
         show(plan)
     if is_multi_worker(loop.strategy):
-        barrier(loop.strategy, FLAGS.startup_timeout)  # who leaves early looks lost
+        leave_together(loop.strategy, FLAGS.startup_timeout)
 
 
 def _compared(strategy: tf.distribute.Strategy, plan: Plan) -> Plan:

@@ -80,7 +80,7 @@ def main() -> None:
         if workers.is_chief(loop.strategy):
             print(result)
     if workers.is_multi_worker(loop.strategy):
-        workers.barrier(loop.strategy, FLAGS.startup_timeout)  # who leaves early looks lost
+        workers.leave_together(loop.strategy, FLAGS.startup_timeout)
 
 
 def _look(loop: Loop) -> None:
