@@ -69,7 +69,7 @@ def verdict(timeline: Timeline, measured: Measured | None = None) -> tuple[str, 
         if np.isnan(timeline.phases["forward"]).all():
             split = "forward and backward are one here"
         why = f"{split}; {exposed}."
-        return first, why, "Try --jit_compile, --precision=mixed_bfloat16 or a larger batch."
+        return first, why, "Try --jit_compile=auto, --precision=mixed_bfloat16 or a larger batch."
     if bound == "input":
         why = f"Between two steps the replicas wait for their batch; {exposed}."
         return first, why, "Try data that stay resident, a larger batch, or more --steps_per_loop."
