@@ -15,13 +15,11 @@ import itertools
 import json
 import os
 import pathlib
-import statistics
 import tempfile
-from collections.abc import Sequence
 from typing import Any
 
 from absl import flags
-from processes import Peer, machine, progress
+from processes import Peer, machine, progress, summary
 
 from ctl.errors import UsageError
 from ctl.flags import group, run
@@ -69,10 +67,6 @@ def measure(megabytes: str, variables: str) -> dict[str, Any]:
             rounds.append(row)
     progress("")
     return {"megabytes": float(megabytes), "variables": int(variables), **about, "rounds": rounds}
-
-
-def summary(values: Sequence[float]) -> dict[str, float]:
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
 def summarize(result: dict[str, Any]) -> dict[str, Any]:

@@ -15,11 +15,10 @@ import json
 import os
 import pathlib
 import statistics
-from collections.abc import Sequence
 from typing import Any
 
 from absl import flags
-from processes import Peer, machine, progress
+from processes import Peer, machine, progress, summary
 
 from ctl.errors import CtlError, UsageError
 from ctl.flags import group, run
@@ -45,10 +44,6 @@ with group("How"):
     _WARM_UP = flags.DEFINE_integer("warm_up", 2, "blocks before, not timed", lower_bound=1)
     _TIMEOUT = flags.DEFINE_float("timeout", 300.0, "seconds for one block of a process")
     _JSON = flags.DEFINE_string("json", None, "file for the results")
-
-
-def summary(values: Sequence[float]) -> dict[str, float]:
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
 def measure(replicas: str) -> dict[str, list[dict[str, float]]]:

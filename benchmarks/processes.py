@@ -14,6 +14,7 @@ import pathlib
 import platform
 import queue
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -84,6 +85,10 @@ class Peer:
         self._process.kill()
         self._process.wait()
         self._errors.close()
+
+
+def summary(values: Sequence[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
 def progress(text: str) -> None:

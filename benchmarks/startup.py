@@ -12,15 +12,14 @@ from __future__ import annotations
 import json
 import os
 import pathlib
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from absl import flags
-from processes import Peer, machine, progress
+from processes import Peer, machine, progress, summary
 
 from ctl.errors import CtlError, UsageError
 from ctl.flags import group, run
@@ -83,10 +82,6 @@ with group("How"):
     _ROUNDS = flags.DEFINE_integer("rounds", 5, "processes of each", lower_bound=1)
     _TIMEOUT = flags.DEFINE_float("timeout", 300.0, "seconds for one process")
     _JSON = flags.DEFINE_string("json", None, "file for the results")
-
-
-def summary(values: Sequence[float]) -> dict[str, float]:
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ from typing import Any
 
 import bars
 from absl import flags
-from processes import Peer, machine, progress
+from processes import Peer, machine, progress, summary
 
 from ctl.errors import CtlError, UsageError
 from ctl.flags import group, run
@@ -155,10 +155,6 @@ def measure(arguments: Sequence[str], where: str) -> dict[str, Measured]:
                     its.loss = blocks[-1]["loss"]
     progress("")
     return measured
-
-
-def summary(values: Sequence[float]) -> dict[str, float]:
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
 def check_losses(losses: dict[str, float], tolerance: float) -> None:

@@ -120,7 +120,7 @@ def _train(model_dir: Path) -> None:
     console.load_tensorflow(errors=FLAGS.strategy != "parameter_server")
 
     from ctl.checkpoint import CheckpointManager
-    from ctl.workers import is_chief, is_multi_worker, leave_together
+    from ctl.workers import is_chief, leave_together
 
     placement, train, evaluation, total_steps = prepare()
     chief = is_chief(placement.strategy)
@@ -161,8 +161,7 @@ def _train(model_dir: Path) -> None:
         seconds = time.monotonic() - started
         checkpoints.wait()
         exported = _export(loop, model_dir) if FLAGS.export and chief else []
-        if is_multi_worker(placement.strategy):
-            leave_together(placement.strategy, FLAGS.startup_timeout)
+        leave_together(placement.strategy, FLAGS.startup_timeout)
         steps = loop.global_step
     if chief:
         _summarize(model_dir, results, steps, steps - first, seconds, exported)

@@ -129,7 +129,10 @@ def barrier(
 
 def leave_together(strategy: tf.distribute.Strategy, timeout: float) -> None:
     """The last meeting, when everything is done and saved: who leaves early looks lost to those who
-    still compute. Returns when every worker has come, or has been here and left."""
+    still compute. Returns when every worker has come, or has been here and left; at once where
+    there is one."""
+    if not is_multi_worker(strategy):
+        return
     with contextlib.suppress(PeerError):
         barrier(strategy, timeout)
         time.sleep(_LAST_MESSAGES_SECONDS)

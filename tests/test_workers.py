@@ -45,4 +45,7 @@ def test_who_has_left_at_the_end_is_not_lost(monkeypatch):
 
     monkeypatch.setattr(workers, "barrier", broken)
     workers.leave_together(tf.distribute.get_strategy(), 7.0)
+    assert calls == []  # one worker has nobody to meet
+    monkeypatch.setattr(workers, "is_multi_worker", lambda strategy: True)
+    workers.leave_together(tf.distribute.get_strategy(), 7.0)
     assert calls == [7.0]

@@ -7,7 +7,6 @@ without any instrument; and all-reduce alone, as `all_reduce_worker.py` does.
 from __future__ import annotations
 
 import functools
-import resource
 import sys
 import time
 from typing import Any
@@ -44,17 +43,12 @@ class Trained:
             alone: without the all-reduce.
 
         Returns:
-            Its ``seconds``; memory of this process, now and the most so far, ``resident_bytes`` and
-            ``peak_bytes``.
+            Its ``seconds``.
         """
         loop = self._loop(strong, alone)
         start = time.perf_counter()
         loop.train(loop.global_step + steps)
-        return {
-            "seconds": time.perf_counter() - start,
-            "resident_bytes": resident_bytes(),
-            "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        }
+        return {"seconds": time.perf_counter() - start}
 
     @functools.lru_cache  # noqa: B019 - one object for the life of the process
     def _loop(self, strong: bool, alone: bool) -> Any:
@@ -89,11 +83,6 @@ class Trained:
         """Of one replica, float32."""
         model = self._loop(False, False).step.model
         return 4 * sum(v.value.shape.num_elements() for v in model.trainable_variables)
-
-
-def resident_bytes() -> int:
-    with open("/proc/self/statm") as statm:
-        return int(statm.read().split()[1]) * resource.getpagesize()
 
 
 def main() -> None:

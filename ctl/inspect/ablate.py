@@ -17,6 +17,8 @@ from unittest import mock
 import numpy as np
 import tensorflow as tf
 
+from ctl.tune import preserved
+
 if TYPE_CHECKING:
     from ctl.loop import Loop
     from ctl.step import TrainStep
@@ -98,20 +100,13 @@ def _nothing(tensors: list[tf.Tensor], **options: Any) -> list[tf.Tensor]:
 @contextlib.contextmanager
 def _kept(loop: Loop) -> Iterator[None]:
     """Puts every copy of every variable back, and the loop's actions away."""
-    copies = [copy for variable in _variables(loop.step) for copy in _copies(loop, variable)]
-    values = [copy.numpy() for copy in copies]
     actions, loop.actions = loop.actions, []
     try:
-        yield
+        with preserved(loop.strategy, _variables(loop.step)):
+            yield
     finally:
         loop.actions = actions
-        for copy, value in zip(copies, values, strict=True):
-            copy.assign(value)
         loop._reset_window()  # of the log: it has counted these steps
-
-
-def _copies(loop: Loop, variable: tf.Variable) -> tuple[tf.Variable, ...]:
-    return loop.strategy.experimental_local_results(variable)
 
 
 def _variables(step: TrainStep) -> list[tf.Variable]:

@@ -59,8 +59,7 @@ def main() -> None:
         print(json.dumps(plan.to_json()))
     elif chief:
         show(plan)
-    if is_multi_worker(loop.strategy):
-        leave_together(loop.strategy, FLAGS.startup_timeout)
+    leave_together(loop.strategy, FLAGS.startup_timeout)
 
 
 def _compared(strategy: tf.distribute.Strategy, plan: Plan) -> Plan:

@@ -79,8 +79,7 @@ def main() -> None:
         result = ablate(loop, steps=FLAGS.steps)
         if workers.is_chief(loop.strategy):
             print(result)
-    if workers.is_multi_worker(loop.strategy):
-        workers.leave_together(loop.strategy, FLAGS.startup_timeout)
+    workers.leave_together(loop.strategy, FLAGS.startup_timeout)
 
 
 def _look(loop: Loop) -> None:
