@@ -26,6 +26,7 @@ from ctl.global_batches import (
     distribution_options,
     fingerprint,
 )
+from ctl.replicas import is_default
 from ctl.streaming import Streaming
 from ctl.tfds_source import Source
 
@@ -229,8 +230,8 @@ class InMemory:
     def resident(self, strategy: tf.distribute.Strategy) -> Any:
         """One copy of the arrays on the device of every replica, as `on_replica` wants it."""
         packed = tf.nest.map_structure(_pack, self.arrays)
-        if strategy is tf.distribute.get_strategy() and not tf.distribute.has_strategy():
-            return tf.nest.map_structure(tf.convert_to_tensor, packed)  # the default: no devices
+        if is_default(strategy):  # it has no devices
+            return tf.nest.map_structure(tf.convert_to_tensor, packed)
         devices = iter(strategy.extended.worker_devices)
 
         def copy(_: tf.distribute.experimental.ValueContext) -> Any:

@@ -18,6 +18,18 @@ def shares_variables(strategy: tf.distribute.Strategy) -> bool:
     return central and strategy.num_replicas_in_sync > 1
 
 
+def is_default(strategy: tf.distribute.Strategy) -> bool:
+    """Whether it is TensorFlow's own strategy, which knows no devices."""
+    with strategy.scope():
+        return not tf.distribute.has_strategy()
+
+
+def is_alone(strategy: tf.distribute.Strategy) -> bool:
+    """Whether there is one replica, in a strategy that runs it like any other function: it can be
+    one compiled function then, from the batch to the update."""
+    return isinstance(strategy, tf.distribute.OneDeviceStrategy) or is_default(strategy)
+
+
 def check_central_storage(
     strategy: tf.distribute.Strategy, model: keras.Model, accumulate_steps: int, jit_compile: bool
 ) -> None:

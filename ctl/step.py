@@ -197,8 +197,9 @@ class TrainStep(_Step):
             the update when a reduced gradient is not finite.
         bytes_per_pack: most bytes one all-reduce moves; 0 is one pack for each dtype.
         options: timeout and implementation of the all-reduce, see `ctl.strategy`.
-        jit_compile: compiles forward and backward with XLA; the all-reduce stays outside. Needs
-            batches of static shape.
+        jit_compile: compiles forward and backward with XLA; the all-reduce stays outside. Where
+            one replica has nothing to reduce, all of the step from its batch to the update, metrics
+            included. Needs batches of static shape.
         jit_update: compiles the update with XLA, see `ctl.apply.Apply`.
 
     Attributes:
@@ -272,7 +273,9 @@ class TrainStep(_Step):
                 skip_nonfinite=self.on_nan == "skip",
                 jit_update=self.jit_update,
             )
+        self._alone = replicas.is_alone(strategy)
         self._compiled = tf.function(self.compute, jit_compile=True)
+        self._compiled_phases = tf.function(self.phases, jit_compile=True)
         self.separate_dropout()
 
     @property
@@ -320,6 +323,14 @@ class TrainStep(_Step):
             it is the mean loss of the global batch (0 when the update was skipped).
         """
         self._mark("input", batch)
+        phases = self._compiled_phases if self.jit_compile and self._alone else self.phases
+        loss = phases(batch)
+        self._mark("apply", self._trainable)
+        return loss
+
+    def phases(self, batch: Any) -> tf.Tensor:
+        """Forward, backward, reduce, clip, apply; takes and returns what a call of the step does.
+        With ``jit_compile``, XLA compiles all of it where there is one replica."""
         count = self.count(batch)
         loss, gradients = self.forward_backward(batch, count)
         self._mark("backward", gradients)
@@ -327,7 +338,6 @@ class TrainStep(_Step):
         finite = self.finite(gradients) if self.applier.judges_finiteness else None
         gradients = self.clip(gradients)
         self.apply(gradients, finite)
-        self._mark("apply", self._trainable)
         return loss if finite is None else tf.where(finite, loss, 0.0)
 
     def forward_backward(

@@ -261,6 +261,20 @@ class TestEqualsPlainKeras:
         self.check(mirrored, replicas, adam(), jit_compile=True, accumulate_steps=2)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"accumulate_steps": 2}, {"ema_decay": 0.9}, {"loss_scale": True}, {"on_nan": "skip"}],
+    ids=lambda options: next(iter(options), "plain"),
+)
+def test_all_of_the_step_compiled_equals_plain_keras(options):
+    default = tf.distribute.get_strategy()
+    ours, theirs, loop, _ = both(default, adam(), jit_compile=True, **options)
+    assert largest_difference(ours.get_weights(), theirs.get_weights()) <= 1e-6
+    functions = loop.traced().graph.as_graph_def().library.function
+    (body,) = (f.node_def for f in functions if any("IteratorGetNext" in n.op for n in f.node_def))
+    assert sum(node.attr["_XlaMustCompile"].b for node in body) == 1  # forward, update and all
+
+
 @pytest.mark.parametrize("replicas", [1, 2, 4])
 def test_batch_norm_statistics_are_the_mean_over_replicas(mirrored, replicas):
     def model():

@@ -118,7 +118,8 @@ class Timeline:
         marks: each mark's name -> float64 [N, S]; NaN where it was not stamped.
         step_seconds: float64 [N, S].
         phases: each of `PHASES` -> float64 [N, S], durations which add up to ``step_seconds``; NaN
-            where one cannot be told: "forward" is in "backward" then, "pack" in "transfer".
+            where one cannot be told: "forward" and "apply" are in "backward" then, "pack" in
+            "transfer".
         hidden: float64 [N, S]: communication while this row was still computing.
         exposed: float64 [N, S]: communication after its backward pass.
         packs: in the order in which they are reduced.
@@ -221,7 +222,9 @@ def _timeline(
     arrived = np.maximum(marks["input"], begin)
     forward = np.fmax(marks["forward"], arrived) if "forward" in marks else arrived
     known = ~np.isnan(marks["forward"]) if "forward" in marks else np.zeros(arrived.shape, bool)
-    computed = np.maximum(marks["backward"], forward)
+    # Where XLA compiled all of the step as one, only its begin and its end can be stamped.
+    whole = np.isnan(marks["backward"])
+    computed = np.maximum(np.where(whole, marks["apply"], marks["backward"]), forward)
     applied = np.maximum(marks["apply"], computed)
 
     packs = []
@@ -273,7 +276,7 @@ def _timeline(
         "pack": exposed["pack"] if "begun0" in marks else np.full(begin.shape, np.nan),
         "wait": exposed["wait"],
         "transfer": exposed["transfer"],
-        "apply": applied - reduced,
+        "apply": np.where(whole, np.nan, applied - reduced),
         "other": reduced - computed - total,
     }
     return Timeline(

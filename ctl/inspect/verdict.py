@@ -68,6 +68,9 @@ def verdict(timeline: Timeline, measured: Measured | None = None) -> tuple[str, 
         )
         if np.isnan(timeline.phases["forward"]).all():
             split = "forward and backward are one here"
+        if np.isnan(timeline.phases["apply"]).all():
+            why = f"XLA compiled all of the step as one; {exposed}."
+            return first, why, "Try a larger batch; --jit_compile=off shows the phases apart."
         why = f"{split}; {exposed}."
         return first, why, "Try --jit_compile=auto, --precision=mixed_bfloat16 or a larger batch."
     if bound == "input":
