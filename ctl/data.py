@@ -40,6 +40,9 @@ __all__ = [
     "synthetic",
 ]
 
+# Batches of `InMemory` in one element of a strategy's iterator, see `ctl.feed`.
+_STEPS_PER_ELEMENT = 32
+
 # Elements kept ready ahead of the step. An element of `InMemory` is one slice of int64.
 _PREFETCH = 16
 
@@ -168,6 +171,7 @@ class InMemory:
         self.num_examples: int = lengths.pop()
         check_batch_size(global_batch_size, self.num_examples, training)
         self.global_batch_size = global_batch_size
+        self.steps_per_element = _STEPS_PER_ELEMENT if training else 1
         self.seed = seed
         self.training = training
         self.info = info or DatasetInfo("arrays")

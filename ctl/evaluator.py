@@ -12,7 +12,7 @@ import tensorflow as tf
 from ctl import watchdog, workers
 from ctl.data import as_dataset
 from ctl.errors import UsageError
-from ctl.global_batches import devices_without_autotuning
+from ctl.feed import distribute
 from ctl.step import EvalStep
 
 SUM = tf.distribute.ReduceOp.SUM
@@ -143,8 +143,7 @@ class Evaluator:
         batches = self.dataset.batches()
         if self._batches is not None:
             batches = batches.repeat()
-        with devices_without_autotuning():
-            return iter(self.strategy.experimental_distribute_dataset(batches))
+        return distribute(self.strategy, batches)
 
     @tf.function
     def _eval_steps(

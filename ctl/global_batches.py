@@ -8,21 +8,16 @@ What `ctl.Loop` asks of a dataset::
     resident(strategy)    tensors that stay on every replica's device, made once; () for none
     on_replica(element, resident)   what the step sees, built in replica context from an element
     fingerprint()         what identifies the data and their order, for a checkpoint to compare
+    steps_per_element     optional: batches that may be read at once, where they are small, cheap,
+                          endless and of one shape (`ctl.feed`)
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
-
-try:
-    from tensorflow.python.data.ops import multi_device_iterator_ops
-except ImportError:
-    multi_device_iterator_ops = None
 
 from ctl.errors import UsageError
 
@@ -90,25 +85,6 @@ class GlobalBatches:
     def fingerprint(self) -> dict[str, Any]:
         """Empty: nothing is known of the data."""
         return {}
-
-
-@contextlib.contextmanager
-def devices_without_autotuning() -> Iterator[None]:
-    """Inside, iterators of a strategy get no autotuning for their part on each device either, see
-    `distribution_options`. That part has one parameter, fixed, but no options of its own; where the
-    private function that makes it has another name, an iterator may be slow to be freed."""
-    create = getattr(multi_device_iterator_ops, "_create_device_dataset", None)
-    options = tf.data.Options()
-    options.autotune.enabled = False
-    if create:
-        multi_device_iterator_ops._create_device_dataset = lambda *args: create(*args).with_options(
-            options
-        )
-    try:
-        yield
-    finally:
-        if create:
-            multi_device_iterator_ops._create_device_dataset = create
 
 
 def check_batch_size(global_batch_size: int, num_examples: int, training: bool) -> None:

@@ -25,7 +25,7 @@ from ctl.checkpoint import CheckpointManager, Saved
 from ctl.data import as_dataset
 from ctl.errors import CheckpointError, DivergedError, Preempted, UsageError
 from ctl.evaluator import Evaluator, Pace, StopRequested
-from ctl.global_batches import devices_without_autotuning
+from ctl.feed import Feed, next_batch
 from ctl.step import TrainStep
 
 if TYPE_CHECKING:
@@ -86,8 +86,8 @@ class Loop:
         self._flight = self._watch()
         self._pace = Pace(steps_per_loop)
         self._marks = step.marks  # of the last call
-        self._iterator = None
-        self._iterator_step = -1
+        self._feed: Feed | None = None
+        self._feed_step = -1
         self._resident = None
         self._is_chief = workers.is_chief(self.strategy)
         self._signal: int | None = None
@@ -101,6 +101,7 @@ class Loop:
     def _train_steps(
         self,
         iterator: Iterator,
+        position: tuple,
         resident: Any,
         steps: tf.Tensor,
         report: tf.Tensor,
@@ -111,17 +112,18 @@ class Loop:
         # The last three are those of `self.step`: here, each has a trace of its own, which is kept.
         losses = self.strategy.run(lambda: (tf.zeros([]), tf.zeros([], tf.int32)))
         for _ in tf.range(steps):
-            losses = self.strategy.run(self._one_step, args=(losses, next(iterator), resident))
+            batch, position = next_batch(self.strategy, iterator, position)
+            losses = self.strategy.run(self._one_step, args=(losses, batch, resident))
         # Each replica has summed its own losses, which are scaled by the global batch size: one
         # reduction for each Python call gives the sum of the mean losses of the global batches.
         # What workers have to tell each other goes with it.
         totals = self.strategy.run(lambda loss: tf.concat([[loss], report], 0), args=(losses[0],))
-        return self.strategy.reduce(SUM, totals, axis=None), losses[1]
+        return self.strategy.reduce(SUM, totals, axis=None), losses[1], position
 
-    def _one_step(self, losses: tuple[tf.Tensor, tf.Tensor], element: Any, resident: Any):
+    def _one_step(self, losses: tuple[tf.Tensor, tf.Tensor], batch: Any, resident: Any):
         # The call that finds the data at their end must change nothing, Dropout's seeds included.
-        with tf.control_dependencies(tf.nest.flatten(element, expand_composites=True)):
-            loss = losses[0] + self.step(self.dataset.on_replica(element, resident))
+        with tf.control_dependencies(tf.nest.flatten(batch, expand_composites=True)):
+            loss = losses[0] + self.step(self.dataset.on_replica(batch, resident))
         # NaN and Inf stay in the sum, so this counts the steps before the first of them.
         return loss, losses[1] + tf.cast(tf.math.is_finite(loss), tf.int32)
 
@@ -150,7 +152,7 @@ class Loop:
         """Trains to step ``stop``, on the way to ``until``."""
         step = self.global_step
         scalars: dict[str, float] = {}
-        if step < stop and self._iterator_step != step:
+        if step < stop and self._feed_step != step:
             self._start(step)
         while step < stop:
             steps = self._steps_until_due(step, stop)
@@ -159,11 +161,11 @@ class Loop:
             except tf.errors.OutOfRangeError:
                 if self.global_step > step:
                     self._evaluated = None
-                step = self._iterator_step = self.global_step
+                step = self._feed_step = self.global_step
                 workers.check_all_ended(self.strategy, step)
                 logging.warning("the dataset ended after step %d, before step %d", step, until)
                 return self._wake(step, step, 0.0)
-            step = self._iterator_step = step + steps
+            step = self._feed_step = step + steps
             self._evaluated = None
             scalars = self._wake(step, until, seconds / steps)
             if asked or (self._signal is not None and not workers.is_multi_worker(self.strategy)):
@@ -191,7 +193,7 @@ class Loop:
             self._watched(step, steps),
             tf.profiler.experimental.Trace("ctl_step", step_num=step, _r=1),
         ):
-            totals, finite = self.run_steps(self._iterator, steps, report)
+            totals, finite = self.run_steps(self._feed, steps, report)
             loss, asked, pace = (float(total) for total in totals.numpy())
         seconds = time.perf_counter() - start
         if self.global_step != step + steps:
@@ -215,10 +217,13 @@ class Loop:
             self._window_seconds += seconds
         return seconds, asked > 0
 
-    def run_steps(self, iterator: Iterator, steps: int, report: tf.Tensor) -> tuple[tf.Tensor, Any]:
-        """``steps`` steps on the batches of ``iterator``, and nothing around them."""
-        steps = tf.constant(steps)
-        return self._train_steps(iterator, self._resident, steps, report, *self._traced_for())
+    def run_steps(self, feed: Feed, steps: int, report: tf.Tensor) -> tuple[tf.Tensor, Any]:
+        """``steps`` steps on the batches of ``feed``, and nothing around them."""
+        totals, finite, feed.position = self._train_steps(
+            *(feed.iterator, feed.position, self._resident, tf.constant(steps), report),
+            *self._traced_for(),
+        )
+        return totals, finite
 
     def _traced_for(self) -> tuple:
         """What may change between calls: each has a trace of its own."""
@@ -229,7 +234,7 @@ class Loop:
         workers must agree on it."""
         setattr(self.step, name, value)
         self._flight = self._watch()  # its marks are those of the packs
-        self._iterator_step = -1
+        self._feed_step = -1
 
     def _watch(self) -> Flight | None:
         """With several workers: what ends a call that does not come back, and says where it is."""
@@ -254,11 +259,12 @@ class Loop:
 
     def traced(self) -> tf.types.experimental.ConcreteFunction:
         """The graph that `train` runs, traced now if it was not before. No step is run."""
-        if self._iterator is None:
+        if self._feed is None:
             self._open(self.global_step)
-            self._iterator_step = -1  # nothing has begun: peers are still to be met
+            self._feed_step = -1  # nothing has begun: peers are still to be met
+        feed, report = self._feed, self._pace.report(False)
         return self._train_steps.get_concrete_function(
-            *(self._iterator, self._resident, tf.constant(1), self._pace.report(False)),
+            *(feed.iterator, feed.position, self._resident, tf.constant(1), report),
             *self._traced_for(),
         )
 
@@ -267,11 +273,13 @@ class Loop:
         self.traced()
         none = tf.zeros([]), tf.zeros([], tf.int32)
         step = tf.function(
-            lambda element: self.strategy.run(self._one_step, args=(none, element, self._resident))
+            lambda element: self.strategy.run(
+                self._one_step, args=(none, self._feed.first_batch(element), self._resident)
+            )
         )
         marks, self.step.marks = self.step.marks, None
         try:
-            return step.get_concrete_function(self._iterator.element_spec)
+            return step.get_concrete_function(self._feed.iterator.element_spec)
         finally:
             self.step.marks = marks
 
@@ -283,10 +291,8 @@ class Loop:
     def _open(self, step: int) -> None:
         if self._resident is None:
             self._resident = self.dataset.resident(self.strategy)
-        batches = self.dataset.batches(step)
-        with devices_without_autotuning():
-            self._iterator = iter(self.strategy.experimental_distribute_dataset(batches))
-        self._iterator_step = step
+        self._feed = Feed(self.dataset, self.strategy, step)
+        self._feed_step = step
 
     def _meet_peers(self, step: int) -> None:
         """Before the first step: all are about to do the same, and have traced it."""

@@ -88,19 +88,19 @@ class ParameterServerLoop(Loop):
         resident = self.dataset.resident(tf.distribute.get_strategy())
         batches = self.dataset.batches(step)
         examples = batches.map(lambda *element: self.dataset.on_replica(_one(element), resident))
-        self._iterator = iter(examples.prefetch(_PREFETCH))
-        self._iterator_step = step
+        self._feed = iter(examples.prefetch(_PREFETCH))
+        self._feed_step = step
 
     @tf.function
     def _train_step(self, batch: Any) -> tf.Tensor:
         return self.strategy.run(self.step, args=(batch,))
 
     def run_steps(
-        self, iterator: Iterator, steps: int, report: tf.Tensor
+        self, feed: Iterator, steps: int, report: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """As `Loop.run_steps`, each step on a worker that is free."""
         step, remote = self.global_step, []
-        for batch in iterator:
+        for batch in feed:
             remote.append(self._coordinator.schedule(self._train_step, args=(batch,)))
             if len(remote) == steps:
                 break

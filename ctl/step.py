@@ -322,7 +322,8 @@ class TrainStep(_Step):
             float32 scalar: the replica's loss scaled by the global batch size; summed over replicas
             it is the mean loss of the global batch (0 when the update was skipped).
         """
-        self._mark("input", batch)
+        if self.marks is not None:
+            batch = self.marks.begin(batch)
         phases = self._compiled_phases if self.jit_compile and self._alone else self.phases
         loss = phases(batch)
         self._mark("apply", self._trainable)

@@ -19,7 +19,7 @@ import tensorflow as tf
 from absl import logging
 
 from ctl import watchdog, workers
-from ctl.global_batches import devices_without_autotuning
+from ctl.feed import Feed
 from ctl.reduce import make_packs
 from ctl.replicas import shares_variables
 
@@ -117,15 +117,13 @@ def _time(loop: Loop, name: str, values: Sequence[Any]) -> dict[Any, list[float]
     before, marks = getattr(step, name), step.marks
     step.marks = None  # they are those of other packs
     nothing = tf.zeros([2])  # to report to the other workers
-    batches = loop.dataset.batches(loop.global_step)
-    with devices_without_autotuning():
-        iterator = iter(strategy.experimental_distribute_dataset(batches))
+    feed = Feed(loop.dataset, strategy, loop.global_step)
 
     def block(value: Any, steps: int, traces: bool = False) -> float:
         setattr(step, name, value)
         start = time.perf_counter()
         with watchdog.collective(f"trying {name}={value}", first=traces):
-            loop.run_steps(iterator, steps, nothing)[0].numpy()
+            loop.run_steps(feed, steps, nothing)[0].numpy()
         return (time.perf_counter() - start) / steps
 
     try:

@@ -115,6 +115,8 @@ class Step(ctl.TrainStep):
 class Ending(ctl.data.InMemory):
     """The data of one worker end before a step."""
 
+    steps_per_element = property(lambda self: 1, lambda self, value: None)
+
     def batches(self, start_step: int = 0) -> tf.data.Dataset:
         batches = super().batches(start_step)
         if me.index != WORKER:

@@ -12,7 +12,6 @@ from tensorflow.python.framework import kernels
 from ctl import data
 from ctl.data import GlobalBatches, InMemory, Streaming, as_dataset, load, synthetic
 from ctl.errors import UsageError
-from ctl.global_batches import devices_without_autotuning
 
 
 def numbered(count: int, **kwargs) -> InMemory:
@@ -289,19 +288,3 @@ def test_no_autotuning_that_whoever_frees_an_iterator_waits_for():
         (GlobalBatches(mine.with_options(options)), True),
     ]:
         assert dataset.batches(1).options().autotune.enabled is enabled
-
-
-def test_nor_on_the_devices_of_a_strategy(mirrored, monkeypatch):
-    """TensorFlow's private function is still there, and is itself again afterwards."""
-    from tensorflow.python.data.ops import multi_device_iterator_ops as module
-
-    original, calls = module._create_device_dataset, []
-    spy = lambda *args: calls.append(args) or original(*args)  # noqa: E731
-    monkeypatch.setattr(module, "_create_device_dataset", spy)
-    dataset = mirrored(2).experimental_distribute_dataset(tf.data.Dataset.range(8).batch(2))
-    with devices_without_autotuning():
-        iterator = iter(dataset)
-        assert len(calls) == 2
-        assert module._create_device_dataset(*calls[0]).options().autotune.enabled is False
-    assert module._create_device_dataset is spy
-    assert next(iterator).values[1].numpy() == [1]

@@ -35,10 +35,7 @@ def inspect(loop: Loop, keep: int = 20) -> tuple[Ring, Latest]:
 
 
 def graph_of(loop: Loop) -> tf.compat.v1.GraphDef:
-    concrete = loop._train_steps.get_concrete_function(
-        loop._iterator, loop._resident, tf.constant(1), tf.zeros([2]), loop.step.marks
-    )
-    return concrete.graph.as_graph_def()
+    return loop.traced().graph.as_graph_def()
 
 
 def nodes_of(definition: tf.compat.v1.GraphDef) -> list[str]:
@@ -143,7 +140,7 @@ def test_a_step_compiled_as_one():
         inspected.train(40)
     phases = {name: np.isfinite(seconds).all() for name, seconds in seen.timeline.phases.items()}
     assert not (phases["forward"] or phases["apply"]) and phases["backward"]
-    assert "compiled all of the step as one" in seen.verdict()[1]
+    assert (seen.timeline.phases["backward"] > 0).any()
 
 
 def test_without_the_private_name(mirrored, monkeypatch):

@@ -120,6 +120,14 @@ def test_verdicts_without_a_late_worker():
     assert share_of_measured(timeline.packs[0], link) == pytest.approx(0.5, rel=0.05)
     assert share_of_measured(timeline.packs[0], None) is None
 
+    (alone,) = simulated.windows(1, noise=0.01)
+    inside = [name not in ("input", "apply") for name in alone.names]
+    stamps = np.where(inside, np.nan, alone.stamps)
+    timeline = join([dataclasses.replace(alone, stamps=stamps)])
+    phases = {name for name, seconds in timeline.phases.items() if np.nanmax(seconds) > 0}
+    assert phases == {"input", "backward"}  # what is one compiled function is not told apart
+    assert "XLA compiled all of the step as one" in verdict(timeline)[1]
+
     def scaled(**by):  # some phases take longer
         before = dict(simulated.PHASES)
         simulated.PHASES.update({name: before[name] * factor for name, factor in by.items()})

@@ -71,12 +71,12 @@ class Pretend:
         monkeypatch.setattr("ctl.loop.time", clock)
         loop._train_steps = self
 
-    def __call__(self, iterator, resident, steps, report, *static):
+    def __call__(self, iterator, position, resident, steps, report, *static):
         steps = int(steps)
         self.calls.append(steps)
         self._now += steps * self.seconds_per_step
         self._global_step.assign_add(steps)
-        return tf.constant([float(steps), *report.numpy()]), tf.constant(steps)
+        return tf.constant([float(steps), *report.numpy()]), tf.constant(steps), position
 
 
 # When Python wakes -------------------------------------------------------------------------------
@@ -568,13 +568,13 @@ def test_a_loop_is_freed_without_the_garbage_collector(mirrored, tmp_path, repli
         )
         loop.train_and_evaluate(4, evaluate_every=2)
         loop.restore()
-        first = weakref.ref(loop._iterator)
+        first = weakref.ref(loop._feed.iterator)
         loop.train(6)
         loop._start(2)
         assert first() is None
         loop.train(8)
         loop.checkpoints.close()
-        return [weakref.ref(o) for o in (loop, loop.evaluator, loop._iterator)] + [
+        return [weakref.ref(o) for o in (loop, loop.evaluator, loop._feed.iterator)] + [
             weakref.ref(loop.evaluator._iterator)
         ]
 

@@ -430,10 +430,7 @@ def test_evaluation_sees_every_example_once(mirrored, replicas):
 
 
 def collectives(loop) -> list[tf.Operation]:
-    concrete = loop._train_steps.get_concrete_function(
-        loop._iterator, loop._resident, tf.constant(1), tf.zeros([2])
-    )
-    definition = concrete.graph.as_graph_def()
+    definition = loop.traced().graph.as_graph_def()
     bodies = [definition.node, *(f.node_def for f in definition.library.function)]
     return [node for body in bodies for node in body if node.op.startswith("Collective")]
 

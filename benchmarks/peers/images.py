@@ -67,7 +67,7 @@ def build_ctl(stream: bool, tuned: bool):
     import tensorflow as tf
 
     import ctl
-    from ctl.global_batches import devices_without_autotuning
+    from ctl.feed import devices_without_autotuning
     from ctl.step import scale_images
 
     strategy = ctl.make_strategy(replicas=_REPLICAS.value).strategy

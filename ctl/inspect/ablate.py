@@ -54,6 +54,9 @@ class _WithoutReduction:
 
     stores = ()
 
+    def begin(self, batch: Any) -> Any:
+        return batch
+
     def mark(self, name: str, tensors: Any) -> None:
         pass
 

@@ -93,13 +93,23 @@ class Marks:
         self.in_order = False
         self._graphs: dict[int, tf.Graph] = {}  # what each replica is traced in
 
-    def mark(self, name: str, tensors: Any) -> None:
+    def begin(self, batch: Any) -> Any:
+        """Stamps ``input``. What it returns, the same batch, is there when that is done: else the
+        stamp, for which nothing waits, finds all threads busy with the step and comes late."""
+        time = self.mark("input", batch)
+        with tf.control_dependencies([] if time is None else [time]):
+            return tf.nest.map_structure(tf.identity, batch, expand_composites=True)
+
+    def mark(self, name: str, tensors: Any) -> tf.Tensor | None:
         """Stamps the moment at which all of ``tensors`` are there.
 
         Args:
             name: one of `mark_names`.
             tensors: a nest of tensors, variables and Nones; of a variable, the moment at which what
                 the program did to it so far is done.
+
+        Returns:
+            The stamp, see `stamp`; None where nobody wants it or it cannot be.
         """
         with tf.name_scope("ctl_mark"):
             if name == "input":
@@ -110,9 +120,9 @@ class Marks:
             stores = [store for store in self.stores if name in store.names]
             in_step = tf.compat.v1.get_default_graph() is self._graphs[_replica()]
             if not stores:
-                return
+                return None
             if self.step.jit_compile and not in_step:
-                return  # XLA has no kernel for a time stamp
+                return None  # XLA has no kernel for a time stamp
             waits_for = [
                 t.read_value() if isinstance(t, tf.Variable) else t
                 for t in tf.nest.flatten(tensors, expand_composites=True)
@@ -123,6 +133,7 @@ class Marks:
                 store.stamp(name, time, in_step)
                 if name == "apply":
                     store.finish()
+            return time
 
     def mark_packs(self, tensors: Sequence[tf.Tensor], sums: Sequence[tf.Tensor]) -> None:
         """Stamps around each pack of an all-reduce that made ``sums`` of ``tensors``."""

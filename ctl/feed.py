@@ -1,0 +1,110 @@
+"""The only place that gives a dataset to a strategy and takes its global batches out again.
+
+A strategy's iterator hands every element from thread to thread and from device to device: several
+times what a small step takes (`benchmarks/input_pipeline.py`). Where batches are small, as indices
+are, its elements are therefore *blocks*: each replica has its part of several global batches at
+once, and the step takes one of them after the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+
+try:
+    from tensorflow.python.data.ops import multi_device_iterator_ops
+except ImportError:
+    multi_device_iterator_ops = None
+
+from ctl.replicas import is_default
+
+
+class Feed:
+    """The global batches of a dataset from one step on.
+
+    Attributes:
+        iterator: of the strategy.
+        position: what `next_batch` needs beside it: ``()``, or the block (a nest of tensors [n,
+            steps, ...] on each replica) and how many of its steps were taken, int32 scalar.
+    """
+
+    def __init__(self, dataset: Any, strategy: tf.distribute.Strategy, start_step: int):
+        """``dataset``: see `ctl.global_batches`."""
+        batches = dataset.batches(start_step)
+        steps = 1 if is_default(strategy) else getattr(dataset, "steps_per_element", 1)
+        self.position: tuple = ()
+        if steps > 1:
+            options = batches.options()
+            batches = batches.batch(steps, drop_remainder=True).map(
+                lambda *element: tf.nest.map_structure(_swap, _one(element))
+            )
+            batches = batches.prefetch(2).with_options(options)
+        self.iterator = distribute(strategy, batches)
+        if steps > 1:
+            spec = self.iterator.element_spec
+            none = tf.nest.map_structure(
+                lambda s: tf.zeros(s.shape, s.dtype), spec, expand_composites=True
+            )
+            self.position = none, tf.constant(steps)
+        self._strategy = strategy
+
+    def first_batch(self, element: Any) -> Any:
+        """A global batch out of what the iterator gave; in a graph."""
+        return _batch(self._strategy, element, 0) if self.position else element
+
+
+def distribute(strategy: tf.distribute.Strategy, batches: tf.data.Dataset) -> Iterator:
+    """The iterator of the strategy over ``batches``, whose first axis it splits over replicas."""
+    with devices_without_autotuning():
+        return iter(strategy.experimental_distribute_dataset(batches))
+
+
+def next_batch(
+    strategy: tf.distribute.Strategy, iterator: Iterator, position: tuple
+) -> tuple[Any, tuple]:
+    """The next global batch and the position after it; in a graph, in cross-replica context."""
+    if not position:
+        return next(iterator), position
+    block, used = position
+    if used == tf.nest.flatten(block, expand_composites=True)[0].shape[1]:
+        block, used = next(iterator), 0
+    return _batch(strategy, block, used), (block, used + 1)
+
+
+def _batch(strategy: tf.distribute.Strategy, block: Any, step: tf.Tensor | int) -> Any:
+    def on_replica(block: Any, step: tf.Tensor | int) -> Any:
+        return tf.nest.map_structure(lambda t: t[:, step], block)
+
+    return strategy.run(on_replica, args=(block, step))
+
+
+def _one(element: tuple) -> Any:
+    return element[0] if len(element) == 1 else element
+
+
+def _swap(tensor: tf.Tensor) -> tf.Tensor:
+    """[steps, n, ...] to [n, steps, ...]: strategies split the first axis."""
+    return tf.transpose(tensor, [1, 0, *range(2, tensor.shape.rank)])
+
+
+@contextlib.contextmanager
+def devices_without_autotuning() -> Iterator[None]:
+    """Inside, iterators of a strategy get no autotuning for their part on each device either, see
+    `ctl.global_batches.distribution_options`. That part has one parameter, fixed, but no options of
+    its own; where the private function that makes it has another name, an iterator may be slow to
+    be freed."""
+    create = getattr(multi_device_iterator_ops, "_create_device_dataset", None)
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    if create:
+        multi_device_iterator_ops._create_device_dataset = lambda *args: create(*args).with_options(
+            options
+        )
+    try:
+        yield
+    finally:
+        if create:
+            multi_device_iterator_ops._create_device_dataset = create

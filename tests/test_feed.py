@@ -1,0 +1,61 @@
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from ctl.data import InMemory
+from ctl.feed import Feed, devices_without_autotuning, distribute, next_batch
+from ctl.global_batches import GlobalBatches
+
+
+def taken(strategy, feed, steps):
+    """The next global batches, by calls of a function as the loop has it."""
+
+    @tf.function
+    def take(iterator, position, steps):
+        batches = tf.TensorArray(tf.int64, steps, element_shape=[None])
+        for number in tf.range(steps):
+            batch, position = next_batch(strategy, iterator, position)
+            parts = strategy.experimental_local_results(batch)
+            batches = batches.write(number, tf.concat(parts, 0))
+        return batches.stack(), position
+
+    batches, feed.position = take(feed.iterator, feed.position, tf.constant(steps))
+    return batches.numpy()
+
+
+@pytest.mark.parametrize("start", [0, 7])
+@pytest.mark.parametrize("replicas", [0, 1, 2, 4])
+def test_batches_in_blocks_are_those_of_the_dataset(mirrored, replicas, start):
+    """Several blocks, over epoch borders, by calls that end in the middle of one."""
+    strategy = mirrored(replicas) if replicas else tf.distribute.get_strategy()
+    dataset = InMemory(np.arange(50), global_batch_size=12)
+    want = np.stack(list(dataset.batches(start).take(80).as_numpy_iterator()))
+    feed = Feed(dataset, strategy, start)
+    assert bool(feed.position) == (replicas > 0)
+    got = np.concatenate([taken(strategy, feed, steps) for steps in (1, 31, 1, 40, 7)])
+    np.testing.assert_array_equal(got, want)
+    with strategy.scope():
+        part = strategy.experimental_local_results(feed.first_batch(next(feed.iterator)))[0]
+    assert part.shape == [12 // max(1, replicas)]
+
+
+def test_what_is_not_said_to_be_small_comes_one_by_one(mirrored):
+    dataset = GlobalBatches(tf.data.Dataset.range(8).batch(4, drop_remainder=True))
+    feed = Feed(dataset, mirrored(2), 0)
+    assert feed.position == ()
+    assert taken(mirrored(2), feed, 3).tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [0, 1, 2, 3]]
+
+
+def test_nor_on_the_devices_of_a_strategy(mirrored, monkeypatch):
+    """TensorFlow's private function is still there, and is itself again afterwards."""
+    from tensorflow.python.data.ops import multi_device_iterator_ops as module
+
+    original, calls = module._create_device_dataset, []
+    spy = lambda *args: calls.append(args) or original(*args)  # noqa: E731
+    monkeypatch.setattr(module, "_create_device_dataset", spy)
+    iterator = distribute(mirrored(2), tf.data.Dataset.range(8).batch(2))
+    assert len(calls) == 2
+    with devices_without_autotuning():
+        assert module._create_device_dataset(*calls[0]).options().autotune.enabled is False
+    assert module._create_device_dataset is spy
+    assert next(iterator).values[1].numpy() == [1]
