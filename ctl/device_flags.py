@@ -37,12 +37,6 @@ def define_device_flags(training: bool = True) -> None:
             names.CROSS_DEVICE_OPS,
             "How mirrored replicas all-reduce. auto: the fastest measured for the kind of device.",
         )
-        flags.DEFINE_float(
-            "collective_timeout",
-            300.0,
-            "Seconds after which an all-reduce fails; with parameter servers, without a step.",
-            lower_bound=1,
-        )
         flags.DEFINE_string("tpu", "", "For --strategy=tpu: a name, local, or grpc://host:port.")
     check_flags(["strategy", "replicas", "tpu"], _check_devices)
     if training:
@@ -67,6 +61,13 @@ def _define_worker_flags() -> None:
         )
         flags.DEFINE_float(
             "startup_timeout", 300.0, "Seconds to wait for the other workers.", lower_bound=1
+        )
+        flags.DEFINE_float(
+            "collective_timeout",
+            300.0,
+            "Seconds without progress after which an all-reduce has failed; with parameter "
+            "servers, without a step.",
+            lower_bound=1,
         )
         flags.DEFINE_float(
             "worker_timeout",

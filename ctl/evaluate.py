@@ -103,7 +103,6 @@ def main() -> None:
         FLAGS.strategy,
         replicas=FLAGS.replicas,
         cross_device_ops=FLAGS.cross_device_ops,
-        collective_timeout=FLAGS.collective_timeout,
         tpu=FLAGS.tpu,
     )
     logging.info("strategy: %s", placement.description)

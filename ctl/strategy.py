@@ -53,7 +53,6 @@ def make_multi_worker(
         cluster: who the workers are, see `ctl.cluster.resolve`.
         communication: ``auto``, ``ring`` (gRPC) or ``nccl``.
         collective_timeout: seconds without progress after which `ctl.watchdog` ends the process.
-            TensorFlow's own limit, which comes later, holds for collectives outside of the loop.
         startup_timeout: seconds to wait for the other workers, see `ctl.cluster.meet`.
         record_dir: where the watchdog writes the flight record; by default nowhere.
 
@@ -65,7 +64,7 @@ def make_multi_worker(
         raise UsageError("--communication=nccl needs GPUs, and TensorFlow sees none; use auto")
     meet(cluster, startup_timeout)
     os.environ["TF_CONFIG"] = cluster.tf_config()
-    options = _options(communication, watchdog.tensorflow_limit(collective_timeout))
+    options = _options(communication)
     # All are there. Should one die at this very moment, TensorFlow would wait for ever, with
     # Python's lock held: only a thread of C can end that.
     faulthandler.dump_traceback_later(startup_timeout, exit=True)
@@ -118,7 +117,7 @@ def make_parameter_server(
         raise UsageError("parameter_server uses one GPU of a worker: hide the others from it")
     return Placement(
         strategy,
-        _options("auto", 0.0),
+        _options("auto"),
         f"parameter_server: {len(tasks.workers)} workers, {len(tasks.ps)} parameter servers; no "
         "all-reduce, updates are asynchronous",
         roll_call,
@@ -130,7 +129,6 @@ def make_strategy(
     *,
     replicas: int | None = None,
     cross_device_ops: str = "auto",
-    collective_timeout: float = 300.0,
     tpu: str = "",
 ) -> Placement:
     """A strategy on this machine. Call it before anything else initialises TensorFlow's devices.
@@ -143,7 +141,6 @@ def make_strategy(
             the CPU is cut into this many logical devices.
         cross_device_ops: ``nccl``, ``ring``, ``hierarchical_copy``, ``reduction_to_one_device``, or
             ``auto``: the fastest measured for the kind of device.
-        collective_timeout: seconds after which a collective fails instead of waiting for ever.
         tpu: for ``tpu``: its name, ``local``, or ``grpc://host:port``.
 
     Raises:
@@ -152,7 +149,7 @@ def make_strategy(
     if name == "tpu":
         strategy = _tpu_strategy(tpu)
         count = strategy.num_replicas_in_sync
-        return Placement(strategy, _options("auto", collective_timeout), f"tpu: {count} replicas")
+        return Placement(strategy, _options("auto"), f"tpu: {count} replicas")
     devices = _devices(replicas)
     on_gpu = "GPU" in devices[0]
     if name == "auto":
@@ -163,7 +160,7 @@ def make_strategy(
         raise UsageError(f"--strategy={name} has one replica, not {replicas}; use mirrored")
     if cross_device_ops == "nccl" and not on_gpu:
         raise UsageError("--cross_device_ops=nccl needs GPUs, and TensorFlow sees none; use auto")
-    options = _options(cross_device_ops, collective_timeout)
+    options = _options(cross_device_ops)
     if name == "mirrored":
         operation, why = _cross_device_operation(cross_device_ops, on_gpu)
         strategy = tf.distribute.MirroredStrategy(devices, cross_device_ops=operation)
@@ -235,12 +232,10 @@ def _cross_device_operation(
     return None, name
 
 
-def _options(
-    cross_device_ops: str, timeout: float
-) -> tf.distribute.experimental.CommunicationOptions:
+def _options(cross_device_ops: str) -> tf.distribute.experimental.CommunicationOptions:
+    """Without TensorFlow's own time limit, see `ctl.watchdog`."""
     implementation = {"nccl": _Implementation.NCCL, "ring": _Implementation.RING}
     return tf.distribute.experimental.CommunicationOptions(
-        timeout_seconds=timeout,
         implementation=implementation.get(cross_device_ops, _Implementation.AUTO),
     )
 

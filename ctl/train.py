@@ -222,7 +222,6 @@ def _place() -> Placement:
             FLAGS.strategy,
             replicas=FLAGS.replicas,
             cross_device_ops=FLAGS.cross_device_ops,
-            collective_timeout=FLAGS.collective_timeout,
             tpu=FLAGS.tpu,
         )
     placement = make_multi_worker(

@@ -1,10 +1,11 @@
 """The only place that ends a process whose collective does not come back.
 
-TensorFlow's own time limit frees what the threads of the ring still use: now and then the process
-dies of SIGABRT instead of raising. So it is only the last resort (`tensorflow_limit`), and a thread
-of ours comes first: it knows in which section of the code the main thread is, sees whether that
-makes progress, and after ``--collective_timeout`` writes a flight record, prints one line and
-leaves with `os._exit`. With several workers it is on by default; with one, there is no thread.
+TensorFlow's own time limit is not used. It starts a thread for each collective, which sleeps for
+all of the limit: at 300 steps per second a process has 30,000 after two minutes, and dies. And what
+it does then frees what the threads of the ring still use. Here one thread knows in which section of
+the code the main thread is, sees whether that makes progress, and after ``--collective_timeout``
+writes a flight record, prints one line and leaves with `os._exit`. With several workers it is on by
+default; with one there is none, and nobody to wait for.
 """
 
 from __future__ import annotations
@@ -270,9 +271,9 @@ def broke_off(cluster: Cluster, step: int | None) -> str:
     return str(unreachable(cluster) or "workers that listen but do not come")
 
 
-def tensorflow_limit(timeout: float) -> float:
-    """What to give to TensorFlow as the time limit of a collective, so that ours comes first."""
-    return max(timeout, FIRST_CALL_SECONDS) + 15.0
+def running() -> bool:
+    """Whether this process is watched."""
+    return _watchdog is not None
 
 
 def collective(

@@ -114,12 +114,9 @@ def barrier(
     Raises:
         PeerError: a worker was lost meanwhile.
     """
-    limit = watchdog.tensorflow_limit(timeout)
-    options = tf.distribute.experimental.CommunicationOptions(timeout_seconds=limit)
 
     def meet() -> tf.Tensor:
-        context = tf.distribute.get_replica_context()
-        return context.all_reduce(SUM, tf.zeros([]), options=options)
+        return tf.distribute.get_replica_context().all_reduce(SUM, tf.zeros([]))
 
     doing = "a barrier"
     section = watchdog.collective(doing, timeout=timeout, otherwise=otherwise)

@@ -65,10 +65,12 @@ def test_sparse_gradients(mirrored):
     assert found(plan_of(mirrored(2), TrainStep, words, tokens)) == set()
 
 
-def test_a_ring_on_logical_cpus_and_no_timeout(ring2):
-    assert found(plan_of(ring2)) == {"ring on logical CPUs", "no timeout"}
+def test_a_ring_on_logical_cpus_and_a_timeout_of_tensorflow(ring2):
+    assert found(plan_of(ring2)) == {"ring on logical CPUs"}
     options = tf.distribute.experimental.CommunicationOptions(timeout_seconds=60)
-    assert found(plan_of(ring2, options=options)) == {"ring on logical CPUs"}
+    plan = plan_of(ring2, options=options)
+    assert found(plan) == {"ring on logical CPUs", "a thread for every all-reduce"}
+    assert "pack0" in plan.lints[1].reason and "60 s" in plan.lints[1].reason
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +97,9 @@ def test_two_workers_with_a_sensible_step(plans):
     assert (clean.workers, clean.replicas, clean.strategy) == (2, 2, "CollectiveAllReduceStrategy")
     (pack,) = clean.collectives
     assert (pack.kind, pack.ops, pack.group_size) == ("CollectiveReduceV2", 1, 2)
-    assert (pack.timeout > 0, pack.wire_bytes) == (True, pack.bytes)
+    assert (pack.timeout, pack.wire_bytes) == (0, pack.bytes)
+    (unwatched,) = lints.check(clean, watched=False)
+    assert unwatched.name == "no timeout" and "pack0" in unwatched.reason
     shares = [c.start_share for c in plans[0]["packs"].collectives]
     assert len(shares) == 3 and shares == sorted(shares) and shares[1] < 0.6 and shares[2] == 1
 

@@ -453,7 +453,7 @@ def test_one_gradient_collective_per_device_per_step(ring2, options, packs):
     assert names == {f"pack{i}" for i in range(packs)}
 
 
-def test_collectives_have_the_timeout(ring2):
+def test_collectives_have_the_options(ring2):
     options = tf.distribute.experimental.CommunicationOptions(timeout_seconds=7.0)
     loop = train(ring2, mlp, adam(), examples(), steps=1, options=options)
     assert {node.attr["timeout_seconds"].f for node in collectives(loop)} == {7.0}

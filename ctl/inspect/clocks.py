@@ -17,9 +17,7 @@ BARRIERS = 200
 _DOING = "comparing clocks"
 
 
-def barriers(
-    strategy: tf.distribute.Strategy, count: int = BARRIERS, timeout: float = 300.0
-) -> np.ndarray:
+def barriers(strategy: tf.distribute.Strategy, count: int = BARRIERS) -> np.ndarray:
     """Meets all workers ``count`` times; every worker must call it.
 
     Returns:
@@ -27,17 +25,16 @@ def barriers(
         [0, 2], where there is one worker.
 
     Raises:
-        PeerError: a worker was lost, or did not come for ``timeout`` seconds.
+        PeerError: a worker was lost.
     """
     if not is_multi_worker(strategy):
         return np.zeros([0, 2])
-    options = tf.distribute.experimental.CommunicationOptions(timeout_seconds=timeout)
 
     def meet(token: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         arrived = stamp([token])
         with tf.control_dependencies([arrived]):  # never stamped after the meeting has begun
             token = tf.identity(token)
-        total = tf.distribute.get_replica_context().all_reduce(SUM, token, options=options)
+        total = tf.distribute.get_replica_context().all_reduce(SUM, token)
         return total, tf.stack([arrived, stamp([total])])
 
     @tf.function

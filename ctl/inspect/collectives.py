@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
+from ctl import watchdog
 from ctl.errors import UsageError
 from ctl.inspect import lints, private, xla
 from ctl.inspect.graph import Graph, Node, Tensor, constant, flops
@@ -54,7 +55,7 @@ def plan_of_step(step: TrainStep, compiled: bool = False) -> Plan:
             plan = dataclasses.replace(plan, xla=xla.compile_step(loop.traced_step()))
         except UsageError as error:
             plan = dataclasses.replace(plan, notes=(*plan.notes, str(error)))
-    return dataclasses.replace(plan, lints=lints.check(plan))
+    return dataclasses.replace(plan, lints=lints.check(plan, watchdog.running()))
 
 
 def plan_of(

@@ -22,16 +22,18 @@ FAULT_CLIFF = 32 * MIB
 _SHOWN = 3  # names in one line
 
 
-def check(plan: Plan) -> tuple[Lint, ...]:
-    """All lints of one plan; empty for a sensible step."""
+def check(plan: Plan, watched: bool) -> tuple[Lint, ...]:
+    """All lints of one plan; empty for a sensible step. ``watched``: `ctl.watchdog` runs."""
     everything = (*plan.collectives, *plan.other)
+    endless = plan.workers > 1 and not watched
     found = [
         *map(_reduced_twice, (c for c in plan.collectives if c.again)),
         _no_overlap(plan),
         _page_faults(plan),
         _ring_on_logical_cpus(plan),
         _gathered(plan),
-        _no_timeout([c for c in everything if c.timeout == 0 and c.group_size > 1]),
+        _no_timeout([c for c in everything if c.timeout == 0 and endless]),
+        _threads([c for c in everything if c.timeout and c.in_loop]),
         _merged(plan),
     ]
     return tuple(lint for lint in found if lint)
@@ -145,7 +147,19 @@ def _no_timeout(waiting: Sequence[Collective]) -> Lint | None:
     return Lint(
         "no timeout",
         f"{_names(waiting)}: waits for ever for a replica that does not come",
-        "TrainStep(options=CommunicationOptions(timeout_seconds=...)): --collective_timeout",
+        "train with ctl.Loop, which starts ctl.watchdog: --collective_timeout",
+    )
+
+
+def _threads(limited: Sequence[Collective]) -> Lint | None:
+    if not limited:
+        return None
+    seconds = max(c.timeout for c in limited)
+    return Lint(
+        "a thread for every all-reduce",
+        f"{_names(limited)}: TensorFlow's own time limit is a thread for each call, which sleeps "
+        f"for all of the {seconds:g} s; a process dies of some ten thousand",
+        "CommunicationOptions without timeout_seconds; ctl.watchdog limits the time",
     )
 
 
