@@ -34,8 +34,10 @@ sys.meta_path.insert(0, Refuse)
 from absl import app, logging
 
 logging.use_absl_handler()  # before TensorFlow is imported, as in a command
+sys.path.insert(0, sys.argv[3])
 for name in preload:
     importlib.import_module(name)
+sys.path.remove(sys.argv[3])
 app._init_callbacks.clear()  # TensorFlow asks to be called by app.run, which it never finds running
 running, command = set(), None
 print("ready", flush=True)
@@ -122,13 +124,15 @@ class Command:
 
 
 class Zygote:
-    """See the module. ``preload``: modules to import; ``blocked``: modules that must not be."""
+    """See the module. ``preload``: modules to import, also those beside this one; ``blocked``:
+    modules that must not be."""
 
     def __init__(self, directory: Path, preload: list[str], blocked: Sequence[str] = ()):
         self._directory = directory
         self._count = 0
+        here = str(Path(__file__).parent)
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _ZYGOTE, json.dumps(preload), json.dumps(blocked)],
+            [sys.executable, "-c", _ZYGOTE, json.dumps(preload), json.dumps(blocked), here],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": "-1"},
