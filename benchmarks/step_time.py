@@ -33,7 +33,8 @@ from ctl.names import check_model_name
 # Variant -> its peer and what tells it from the peer's default. A `bound` sees one batch only: it
 # has no input pipeline, and does not learn the task.
 VARIANTS = {
-    "ctl": ["ctl_loop.py"],
+    "ctl": ["ctl_loop.py", "--tune"],
+    "ctl_off": ["ctl_loop.py"],
     "ctl_xla": ["ctl_loop.py", "--jit_compile"],
     "fit": ["keras_fit.py"],
     "fit_50": ["keras_fit.py", "--steps_per_execution=50"],
@@ -75,6 +76,9 @@ with group("How"):
 with group("Results"):
     _JSON = flags.DEFINE_string("json", None, "file for the results")
     _SVG = flags.DEFINE_string("svg", None, "file for a bar chart of the times")
+
+# Below, the examples are known by heart: how well says nothing of the work that was done.
+_BY_HEART = 0.1
 
 
 class Job:
@@ -162,7 +166,7 @@ def check_losses(losses: dict[str, float], tolerance: float) -> None:
     learned = {v: loss for v, loss in losses.items() if not v.startswith("bound")}
     middle = statistics.median(learned.values())
     for variant, loss in learned.items():
-        if not abs(loss - middle) <= tolerance * middle:
+        if not abs(loss - middle) <= tolerance * max(middle, _BY_HEART):
             raise CtlError(
                 f"{variant} does not learn what the others do: its loss is {loss:.4f}, theirs "
                 f"{middle:.4f}; its times mean nothing (see --tolerance)"

@@ -19,8 +19,6 @@ try:
 except ImportError:
     multi_device_iterator_ops = None
 
-from ctl.replicas import is_default
-
 
 class Feed:
     """The global batches of a dataset from one step on.
@@ -34,7 +32,7 @@ class Feed:
     def __init__(self, dataset: Any, strategy: tf.distribute.Strategy, start_step: int):
         """``dataset``: see `ctl.global_batches`."""
         batches = dataset.batches(start_step)
-        steps = 1 if is_default(strategy) else getattr(dataset, "steps_per_element", 1)
+        steps = getattr(dataset, "steps_per_element", 1)
         self.position: tuple = ()
         if steps > 1:
             options = batches.options()
@@ -53,7 +51,7 @@ class Feed:
 
     def first_batch(self, element: Any) -> Any:
         """A global batch out of what the iterator gave; in a graph."""
-        return _batch(self._strategy, element, 0) if self.position else element
+        return self._strategy.run(batch_of, args=(element, 0)) if self.position else element
 
 
 def distribute(strategy: tf.distribute.Strategy, batches: tf.data.Dataset) -> Iterator:
@@ -68,17 +66,35 @@ def next_batch(
     """The next global batch and the position after it; in a graph, in cross-replica context."""
     if not position:
         return next(iterator), position
+    (block, used), _ = _not_used_up(iterator, position)
+    return strategy.run(batch_of, args=(block, used)), (block, used + 1)
+
+
+def next_block(
+    iterator: Iterator, position: tuple, most: tf.Tensor
+) -> tuple[tuple[Any, tf.Tensor], tf.Tensor, tuple]:
+    """What is at hand of the next ``most`` global batches, where they come in blocks.
+
+    Returns:
+        The block and the number of the first batch in it; how many to take; the position after
+        them.
+    """
+    (block, used), left = _not_used_up(iterator, position)
+    count = tf.minimum(left, most)
+    return (block, used), count, (block, used + count)
+
+
+def batch_of(block: Any, number: tf.Tensor | int) -> Any:
+    """Batch ``number`` of a block, on one replica."""
+    return tf.nest.map_structure(lambda t: tf.gather(t, number, axis=1), block)
+
+
+def _not_used_up(iterator: Iterator, position: tuple) -> tuple[tuple, tf.Tensor]:
     block, used = position
-    if used == tf.nest.flatten(block, expand_composites=True)[0].shape[1]:
+    steps = tf.nest.flatten(block, expand_composites=True)[0].shape[1]
+    if used == steps:
         block, used = next(iterator), 0
-    return _batch(strategy, block, used), (block, used + 1)
-
-
-def _batch(strategy: tf.distribute.Strategy, block: Any, step: tf.Tensor | int) -> Any:
-    def on_replica(block: Any, step: tf.Tensor | int) -> Any:
-        return tf.nest.map_structure(lambda t: t[:, step], block)
-
-    return strategy.run(on_replica, args=(block, step))
+    return (block, used), steps - used
 
 
 def _one(element: tuple) -> Any:

@@ -25,7 +25,7 @@ from ctl.checkpoint import CheckpointManager, Saved
 from ctl.data import as_dataset
 from ctl.errors import CheckpointError, DivergedError, Preempted, UsageError
 from ctl.evaluator import Evaluator, Pace, StopRequested
-from ctl.feed import Feed, next_batch
+from ctl.feed import Feed, batch_of, next_batch, next_block
 from ctl.step import TrainStep
 
 if TYPE_CHECKING:
@@ -111,9 +111,17 @@ class Loop:
     ):
         # The last three are those of `self.step`: here, each has a trace of its own, which is kept.
         losses = self.strategy.run(lambda: (tf.zeros([]), tf.zeros([], tf.int32)))
-        for _ in tf.range(steps):
-            batch, position = next_batch(self.strategy, iterator, position)
-            losses = self.strategy.run(self._one_step, args=(losses, batch, resident))
+        if position and jit_compile and marks is None and self.step.alone:
+            while steps > 0:  # one replica has nothing to reduce: XLA can have many steps at once
+                block, count, position = next_block(iterator, position, steps)
+                losses = self.strategy.run(
+                    self._compiled_steps, args=(losses, *block, count, resident)
+                )
+                steps -= count
+        else:
+            for _ in tf.range(steps):
+                batch, position = next_batch(self.strategy, iterator, position)
+                losses = self.strategy.run(self._one_step, args=(losses, batch, resident))
         # Each replica has summed its own losses, which are scaled by the global batch size: one
         # reduction for each Python call gives the sum of the mean losses of the global batches.
         # What workers have to tell each other goes with it.
@@ -126,6 +134,21 @@ class Loop:
             loss = losses[0] + self.step(self.dataset.on_replica(batch, resident))
         # NaN and Inf stay in the sum, so this counts the steps before the first of them.
         return loss, losses[1] + tf.cast(tf.math.is_finite(loss), tf.int32)
+
+    @tf.function(jit_compile=True)
+    def _compiled_steps(
+        self,
+        losses: tuple[tf.Tensor, tf.Tensor],
+        block: Any,
+        first: tf.Tensor,
+        count: tf.Tensor,
+        resident: Any,
+    ):
+        number = first  # over a `tf.range`, XLA would compile each count by itself
+        while number < first + count:
+            losses = self._one_step(losses, batch_of(block, number), resident)
+            number += 1
+        return losses
 
     # Training -----------------------------------------------------------------------------------
 

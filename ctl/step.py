@@ -198,8 +198,8 @@ class TrainStep(_Step):
         bytes_per_pack: most bytes one all-reduce moves; 0 is one pack for each dtype.
         options: timeout and implementation of the all-reduce, see `ctl.strategy`.
         jit_compile: compiles forward and backward with XLA; the all-reduce stays outside. Where
-            one replica has nothing to reduce, all of the step from its batch to the update, metrics
-            included. Needs batches of static shape.
+            one replica has nothing to reduce, all of the step, metrics included, and several steps
+            at once where batches come in blocks (`ctl.feed`). Needs batches of static shape.
         jit_update: compiles the update with XLA, see `ctl.apply.Apply`.
 
     Attributes:
@@ -273,7 +273,7 @@ class TrainStep(_Step):
                 skip_nonfinite=self.on_nan == "skip",
                 jit_update=self.jit_update,
             )
-        self._alone = replicas.is_alone(strategy)
+        self.alone = replicas.is_alone(strategy)
         self._compiled = tf.function(self.compute, jit_compile=True)
         self._compiled_phases = tf.function(self.phases, jit_compile=True)
         self.separate_dropout()
@@ -324,7 +324,7 @@ class TrainStep(_Step):
         """
         if self.marks is not None:
             batch = self.marks.begin(batch)
-        phases = self._compiled_phases if self.jit_compile and self._alone else self.phases
+        phases = self._compiled_phases if self.jit_compile and self.alone else self.phases
         loss = phases(batch)
         self._mark("apply", self._trainable)
         return loss

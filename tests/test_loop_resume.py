@@ -58,7 +58,7 @@ def everything(seed: int) -> keras.Model:
     )
 
 
-def fresh(strategy, directory, *, seed=0, data=None, **options) -> Loop:
+def fresh(strategy, directory, *, seed=0, data=None, jit_compile=False, **options) -> Loop:
     """Everything anew, as a new process has it; weights and masks differ with ``seed``."""
     with precision("mixed_float16"), strategy.scope():
         step = InfinityAtStep5(
@@ -69,10 +69,14 @@ def fresh(strategy, directory, *, seed=0, data=None, **options) -> Loop:
             accumulate_steps=2,
             ema_decay=0.9,
             loss_scale=True,
+            jit_compile=jit_compile,
         )
+    if data is None:
+        data = InMemory(examples(EXAMPLES), global_batch_size=BATCH, seed=5)
+        data.steps_per_element = 8
     loop = Loop(
         step,
-        data or InMemory(examples(EXAMPLES), global_batch_size=BATCH, seed=5),
+        data,
         strategy=strategy,
         schedule=make_schedule("cosine", learning_rate=0.02, total_steps=30, warmup_steps=4),
         checkpoints=CheckpointManager(directory) if directory else None,
@@ -117,16 +121,16 @@ def assert_all_is_in_play(state: dict[str, np.ndarray], replicas: int) -> None:
     assert 2.0**15 not in {float(v) for v in values("loss_scale")}
 
 
-@pytest.mark.parametrize("replicas", [1, 2, 4])
-def test_resumed_equals_uninterrupted_bit_for_bit(mirrored, tmp_path, replicas):
+@pytest.mark.parametrize(("replicas", "compiled"), [(1, False), (2, False), (4, False), (1, True)])
+def test_resumed_equals_uninterrupted_bit_for_bit(mirrored, tmp_path, replicas, compiled):
     """Also the chunks (as many steps as fit, 1, 7) and saves on the way change nothing."""
-    strategy = mirrored(replicas)
-    straight = fresh(strategy, None)
+    strategy = tf.distribute.get_strategy() if compiled else mirrored(replicas)
+    straight = fresh(strategy, None, jit_compile=compiled)
     straight.train(30)
     want = bits(straight)
     assert_all_is_in_play(want, replicas)
 
-    first = fresh(strategy, tmp_path, steps_per_loop=1)
+    first = fresh(strategy, tmp_path, jit_compile=compiled, steps_per_loop=1)
     first.train(12)
     first.save()
     first.train(17)
@@ -134,7 +138,7 @@ def test_resumed_equals_uninterrupted_bit_for_bit(mirrored, tmp_path, replicas):
     at_17 = bits(first)
     first.checkpoints.close()
 
-    second = fresh(strategy, tmp_path, seed=1, steps_per_loop=7)
+    second = fresh(strategy, tmp_path, seed=1, jit_compile=compiled, steps_per_loop=7)
     assert second.restore().step == second.global_step == 17
     assert_same(bits(second), at_17)
     second.train(30)

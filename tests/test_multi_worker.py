@@ -61,8 +61,9 @@ def test_equals_one_device(job, tmp_path, mirrored, workers):
     for saved in finished(tmp_path, workers):
         assert largest_difference(weights(saved), reference) <= 1e-6
         np.testing.assert_allclose(saved["results"], [results["loss"], results["accuracy"]], 1e-6)
-        # TensorFlow's own time limit would be a thread for every step, which outlives it.
-        assert len(saved["threads"]) > 10 and "collective_ops" not in saved["threads"]
+        # TensorFlow's own time limit would be a thread for every step, which outlives it; some are
+        # left of how the strategy began.
+        assert (saved["threads"] == "collective_ops").sum() < 10 < len(saved["threads"])
 
 
 def test_several_devices_per_worker_equal_one(job, tmp_path, mirrored):

@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import worker
+from absl import flags
+
+from ctl.flags import group
+
+with group("This peer"):
+    _TUNE = flags.DEFINE_boolean("tune", False, "choose jit_compile by a trial, as auto does")
 
 
 def build(setting: worker.Setting):
@@ -12,6 +18,7 @@ def build(setting: worker.Setting):
     import ctl
     from ctl import cluster
     from ctl.strategy import make_multi_worker
+    from ctl.tune import tune_jit_compile
 
     keras.utils.set_random_seed(1)
     if setting.workers:
@@ -37,12 +44,16 @@ def build(setting: worker.Setting):
 
     loop = ctl.Loop(step, dataset, strategy=placement.strategy, actions=[end_window])
 
+    if _TUNE.value:
+        tune_jit_compile(loop)
+
     def train(steps: int) -> float:
         return loop.train(loop.global_step + steps)["loss"]
 
     return train, {
         "versions": {"tensorflow": tf.__version__, "keras": keras.__version__},
         "device": placement.description,
+        "jit_compile": step.jit_compile,
     }
 
 

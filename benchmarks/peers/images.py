@@ -6,9 +6,9 @@ pipeline can be left out. `tutorial` scales in the pipeline, ctl in the step.
 
 from __future__ import annotations
 
-import contextlib
 import time
 
+import pipeline
 from absl import flags
 from lines import answerer, serve
 
@@ -28,38 +28,16 @@ with group("This peer"):
 
 def build_tutorial():
     """The pipeline of the TensorFlow tutorials, and their strategy."""
-    import tensorflow as tf
-    import tensorflow_datasets as tfds
+    devices = pipeline.devices(_REPLICAS.value)
 
-    from ctl.tfds_source import EMBEDDED
+    import tensorflow as tf
 
     strategy = tf.distribute.get_strategy()
     if _REPLICAS.value > 1:
-        kind = "GPU" if tf.config.list_physical_devices("GPU") else "CPU"
-        if kind == "CPU":
-            tf.config.set_logical_device_configuration(
-                tf.config.list_physical_devices("CPU")[0],
-                [tf.config.LogicalDeviceConfiguration()] * _REPLICAS.value,
-            )
-        strategy = tf.distribute.MirroredStrategy([f"/{kind}:{i}" for i in range(_REPLICAS.value)])
-    dataset = tfds.load(
-        _DATASET.value,
-        data_dir=_DATA_DIR.value or str(EMBEDDED),
-        split="train",
-        as_supervised=True,
-    )
-    dataset = (
-        dataset.map(
-            lambda image, label: (tf.cast(image, tf.float32) / 255.0, label),
-            num_parallel_calls=tf.data.AUTOTUNE,
-        )
-        .cache()
-        .shuffle(10_000)
-        .repeat()
-        .batch(_BATCH.value, drop_remainder=True)
-        .prefetch(tf.data.AUTOTUNE)
-    )
-    return strategy, strategy.experimental_distribute_dataset(dataset), (), lambda x, _: x
+        strategy = tf.distribute.MirroredStrategy(devices)
+    dataset, _ = pipeline.load(_DATASET.value, _BATCH.value, _DATA_DIR.value)
+    iterator = iter(strategy.experimental_distribute_dataset(dataset))
+    return strategy, (iterator, ()), (), lambda x, _: x
 
 
 def build_ctl(stream: bool, tuned: bool):
@@ -67,7 +45,7 @@ def build_ctl(stream: bool, tuned: bool):
     import tensorflow as tf
 
     import ctl
-    from ctl.feed import devices_without_autotuning
+    from ctl.feed import Feed
     from ctl.step import scale_images
 
     strategy = ctl.make_strategy(replicas=_REPLICAS.value).strategy
@@ -77,45 +55,52 @@ def build_ctl(stream: bool, tuned: bool):
         global_batch_size=_BATCH.value,
         **({"resident_limit_mib": 0} if stream else {}),
     )
-    batches = dataset.batches()
     if tuned:
         options = tf.data.Options()
         options.autotune.enabled = True
-        batches = batches.with_options(options)
-    with contextlib.nullcontext() if tuned else devices_without_autotuning():
-        iterator = iter(strategy.experimental_distribute_dataset(batches))
+        batches = dataset.batches().with_options(options)
+        feed = iter(strategy.experimental_distribute_dataset(batches)), ()
+    else:
+        of_loop = Feed(dataset, strategy, 0)
+        feed = of_loop.iterator, of_loop.position
 
     def on_replica(element, resident):
         images, labels = dataset.on_replica(element, resident)
         return scale_images(images), labels
 
-    return strategy, iterator, dataset.resident(strategy), on_replica
+    return strategy, feed, dataset.resident(strategy), on_replica
 
 
 def build():
-    import tensorflow as tf
-
     name = _PIPELINE.value
     if name == "tutorial":
-        strategy, batches, resident, on_replica = build_tutorial()
+        strategy, feed, resident, on_replica = build_tutorial()
     else:
-        strategy, batches, resident, on_replica = build_ctl("stream" in name, "tuned" in name)
-    iterator = iter(batches)
+        strategy, feed, resident, on_replica = build_ctl("stream" in name, "tuned" in name)
+
+    import tensorflow as tf
+
+    from ctl.feed import next_batch
+
+    iterator, position = feed
 
     def add_up(total, element, resident) -> tf.Tensor:
         images, labels = on_replica(element, resident)
         return total + tf.reduce_sum(images) + tf.reduce_sum(tf.cast(labels, tf.float32))
 
     @tf.function
-    def take(steps: tf.Tensor) -> tf.Tensor:
+    def take(position: tuple, steps: tf.Tensor) -> tuple[tf.Tensor, tuple]:
         totals = strategy.run(lambda: tf.zeros([]))
         for _ in tf.range(steps):
-            totals = strategy.run(add_up, args=(totals, next(iterator), resident))
-        return strategy.reduce(tf.distribute.ReduceOp.SUM, totals, axis=None)
+            batch, position = next_batch(strategy, iterator, position)
+            totals = strategy.run(add_up, args=(totals, batch, resident))
+        return strategy.reduce(tf.distribute.ReduceOp.SUM, totals, axis=None), position
 
     def reply(steps: int) -> dict[str, float]:
+        nonlocal position
         start, cpu_start = time.perf_counter(), time.process_time()
-        total = float(take(tf.constant(steps)))
+        total, position = take(position, tf.constant(steps))
+        total = float(total)
         return {
             "seconds": time.perf_counter() - start,
             "cpu_seconds": time.process_time() - cpu_start,

@@ -9,9 +9,8 @@ import json
 import os
 from typing import Any
 
+import pipeline
 import worker
-
-from ctl.errors import UsageError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,12 +31,10 @@ def make(setting: worker.Setting) -> Tutorial:
 
     import keras
     import tensorflow as tf
-    import tensorflow_datasets as tfds
 
     from ctl.models import make_model
-    from ctl.tfds_source import EMBEDDED
 
-    devices = _devices(setting.replicas)
+    devices = pipeline.devices(setting.replicas)
     keras.utils.set_random_seed(1)
     if setting.workers:
         strategy = tf.distribute.MultiWorkerMirroredStrategy()
@@ -45,24 +42,7 @@ def make(setting: worker.Setting) -> Tutorial:
         strategy = tf.distribute.MirroredStrategy(devices)
     else:
         strategy = tf.distribute.get_strategy()
-    dataset, info = tfds.load(
-        "fashion_mnist_mini",
-        data_dir=str(EMBEDDED),
-        split="train",
-        as_supervised=True,
-        with_info=True,
-    )
-    dataset = (
-        dataset.map(
-            lambda image, label: (tf.cast(image, tf.float32) / 255.0, label),
-            num_parallel_calls=tf.data.AUTOTUNE,
-        )
-        .cache()
-        .shuffle(10_000)
-        .repeat()
-        .batch(setting.global_batch_size, drop_remainder=True)
-        .prefetch(tf.data.AUTOTUNE)
-    )
+    dataset, info = pipeline.load("fashion_mnist_mini", setting.global_batch_size)
     with strategy.scope():
         model = make_model(
             setting.model, info.features["image"].shape, info.features["label"].num_classes
@@ -74,19 +54,3 @@ def make(setting: worker.Setting) -> Tutorial:
         "device": ", ".join(d[1:] for d in devices),
     }
     return Tutorial(strategy, dataset, model, optimizer, accuracy, about)
-
-
-def _devices(replicas: int) -> list[str]:
-    """Devices of the replicas; call it before anything else of TensorFlow."""
-    import tensorflow as tf
-
-    if gpus := tf.config.list_physical_devices("GPU"):
-        if len(gpus) < replicas:
-            raise UsageError(f"--replicas={replicas}, but TensorFlow sees {len(gpus)} GPUs")
-        return [f"/gpu:{i}" for i in range(replicas)]
-    if replicas > 1:
-        tf.config.set_logical_device_configuration(
-            tf.config.list_physical_devices("CPU")[0],
-            [tf.config.LogicalDeviceConfiguration()] * replicas,
-        )
-    return [f"/cpu:{i}" for i in range(replicas)]

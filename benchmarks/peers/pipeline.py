@@ -1,0 +1,56 @@
+"""Devices and input pipeline of a program on plain TensorFlow, as its tutorials have them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ctl.errors import UsageError
+
+if TYPE_CHECKING:
+    import tensorflow as tf
+
+
+def devices(replicas: int) -> list[str]:
+    """Devices of the replicas; call it before anything else of TensorFlow."""
+    import tensorflow as tf
+
+    if gpus := tf.config.list_physical_devices("GPU"):
+        if len(gpus) < replicas:
+            raise UsageError(f"--replicas={replicas}, but TensorFlow sees {len(gpus)} GPUs")
+        return [f"/gpu:{i}" for i in range(replicas)]
+    if replicas > 1:
+        tf.config.set_logical_device_configuration(
+            tf.config.list_physical_devices("CPU")[0],
+            [tf.config.LogicalDeviceConfiguration()] * replicas,
+        )
+    return [f"/cpu:{i}" for i in range(replicas)]
+
+
+def load(
+    name: str, global_batch_size: int, data_dir: str | None = None
+) -> tuple[tf.data.Dataset, Any]:
+    """Endless global batches of scaled images and labels; what TFDS says of the dataset."""
+    import tensorflow as tf
+    import tensorflow_datasets as tfds
+
+    from ctl.tfds_source import EMBEDDED
+
+    dataset, info = tfds.load(
+        name,
+        data_dir=data_dir or str(EMBEDDED),
+        split="train",
+        as_supervised=True,
+        with_info=True,
+    )
+    dataset = (
+        dataset.map(
+            lambda image, label: (tf.cast(image, tf.float32) / 255.0, label),
+            num_parallel_calls=tf.data.AUTOTUNE,
+        )
+        .cache()
+        .shuffle(10_000)
+        .repeat()
+        .batch(global_batch_size, drop_remainder=True)
+        .prefetch(tf.data.AUTOTUNE)
+    )
+    return dataset, info
