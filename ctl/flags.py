@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 import textwrap
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -51,6 +53,7 @@ def run(main: Callable[..., None], usage: str, *, takes_command: bool = False) -
         return [argv[0], *positional]
 
     def call(argv: Sequence[str]) -> None:
+        sys.unraisablehook = _interrupt_again
         try:
             main(*([argv[1:]] if takes_command else []))
         except PeerError as error:
@@ -62,6 +65,16 @@ def run(main: Callable[..., None], usage: str, *, takes_command: bool = False) -
             _fail("interrupted", 130)
 
     app.run(call, flags_parser=parse)
+
+
+def _interrupt_again(unraisable: Any) -> None:
+    """Python ignores what is raised while it frees an object: a Ctrl-C that comes then, too. It
+    would be ignored again if it was raised here."""
+    if issubclass(unraisable.exc_type, KeyboardInterrupt):
+        main = threading.main_thread().ident
+        threading.Timer(0.05, signal.pthread_kill, (main, signal.SIGINT)).start()
+    else:
+        sys.__unraisablehook__(unraisable)
 
 
 def _fail(message: str, exit_code: int) -> None:

@@ -234,3 +234,21 @@ def test_flagfile(zygote_without_tensorflow, tmp_path):
     file.write_text(f"# A comment\n--model_dir={tmp_path}/run\n--replicas=5\n")
     line = one_line(zygote_without_tensorflow.run(TRAIN, f"--flagfile={file}", exit_code=2))
     assert line == "--global_batch_size=64 is not divisible by --replicas=5; 65 is"
+
+
+def test_an_interrupt_while_an_object_is_freed_is_not_lost(zygote_without_tensorflow, tmp_path):
+    (tmp_path / "freeing.py").write_text(
+        "import signal, time\n"
+        "from ctl import flags\n"
+        "class Freed:\n"
+        "    def __del__(self):\n"
+        "        signal.raise_signal(signal.SIGINT)\n"
+        "def main():\n"
+        "    Freed()\n"
+        "    print('freed', flush=True)\n"
+        "    time.sleep(60)\n"
+        "def run():\n"
+        "    flags.run(main, '')\n"
+    )
+    command = zygote_without_tensorflow.run("freeing", path=[tmp_path], exit_code=130)
+    assert (command.stdout, command.stderr) == ("freed\n", "interrupted\n")
