@@ -25,7 +25,7 @@ import tensorflow as tf
 import tensorflow_datasets as tfds
 
 from ctl.errors import UsageError
-from ctl.global_batches import DatasetInfo
+from ctl.global_batches import DatasetInfo, distribution_options
 
 # What comes with ctl is a TFDS data_dir like any other, looked at after the user's own.
 EMBEDDED = pathlib.Path(str(importlib.resources.files("ctl") / "datasets"))
@@ -240,6 +240,7 @@ class Source:
                 num_parallel_calls=tf.data.AUTOTUNE,
                 deterministic=True,
             )
+            .with_options(distribution_options())
         )
         end = 0
         try:

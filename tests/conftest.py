@@ -21,7 +21,7 @@ tf.config.set_logical_device_configuration(
 
 
 @functools.lru_cache
-def _mirrored(replicas: int) -> tf.distribute.Strategy:
+def mirrored_strategy(replicas: int) -> tf.distribute.Strategy:
     # Not the default cross-device operation: two of those in one process use the same collective
     # keys and fail. One strategy object per number of replicas serves every test.
     if replicas == 1:
@@ -42,7 +42,7 @@ def same_weights_in_every_run():
 @pytest.fixture(scope="session")
 def mirrored():
     """``mirrored(n)``: a strategy over n logical CPU devices, the same object for the same n."""
-    return _mirrored
+    return mirrored_strategy
 
 
 @pytest.fixture(scope="session")

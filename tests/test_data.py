@@ -12,6 +12,7 @@ from tensorflow.python.framework import kernels
 from ctl import data
 from ctl.data import GlobalBatches, InMemory, Streaming, as_dataset, load, synthetic
 from ctl.errors import UsageError
+from ctl.feed import distribute
 
 
 def numbered(count: int, **kwargs) -> InMemory:
@@ -60,7 +61,7 @@ def test_training_batches_are_endless_and_static():
 
 def on_strategy(strategy, dataset, start: int, count: int):
     """What the replicas see, put together again: (images, labels) of ``count`` global batches."""
-    iterator = iter(strategy.experimental_distribute_dataset(dataset.batches(start)))
+    iterator = distribute(strategy, dataset.batches(start))
     resident = dataset.resident(strategy)
     shapes = []
 
@@ -101,7 +102,7 @@ def test_evaluation_has_every_example_once_and_in_order(mirrored, replicas, coun
     batches = dataset.batches()
     assert batches.cardinality() == -(-count // 12)
     seen = []
-    for element in strategy.experimental_distribute_dataset(batches):
+    for element in distribute(strategy, batches):
         for part in strategy.experimental_local_results(element):
             seen.extend(part.numpy())
     assert seen == list(range(count))

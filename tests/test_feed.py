@@ -52,7 +52,7 @@ def test_nor_on_the_devices_of_a_strategy(mirrored, monkeypatch):
     original, calls = module._create_device_dataset, []
     spy = lambda *args: calls.append(args) or original(*args)  # noqa: E731
     monkeypatch.setattr(module, "_create_device_dataset", spy)
-    iterator = distribute(mirrored(2), tf.data.Dataset.range(8).batch(2))
+    iterator = distribute(mirrored(2), GlobalBatches(tf.data.Dataset.range(8).batch(2)).batches())
     assert len(calls) == 2
     with devices_without_autotuning():
         assert module._create_device_dataset(*calls[0]).options().autotune.enabled is False

@@ -7,6 +7,7 @@ import tensorflow_datasets as tfds
 import tiny_tfds
 
 from ctl.errors import UsageError
+from ctl.feed import distribute
 from ctl.streaming import Streaming
 from ctl.tfds_source import Source, find
 
@@ -72,7 +73,7 @@ def test_global_batches_are_the_same_under_any_number_of_replicas(sources, mirro
     strategy = mirrored(replicas)
     dataset = Streaming(sources["train"], global_batch_size=8, seed=3)
     expected = dataset.batches(37).take(10).as_numpy_iterator()
-    iterator = iter(strategy.experimental_distribute_dataset(dataset.batches(37)))
+    iterator = distribute(strategy, dataset.batches(37))
     for images, labels in expected:
         element = dataset.on_replica(next(iterator), dataset.resident(strategy))
         for whole, part in zip((images, labels), element, strict=True):
@@ -97,7 +98,7 @@ def test_evaluation_has_every_example_once_and_in_order(sources, mirrored, repli
     dataset = Streaming(source, global_batch_size=5, training=False)
     assert dataset.batches().cardinality() == 2 and dataset.batches(1).cardinality() == 1
     seen = []
-    for images, _ in strategy.experimental_distribute_dataset(dataset.batches()):
+    for images, _ in distribute(strategy, dataset.batches()):
         for part in strategy.experimental_local_results(images):
             seen.extend(part.numpy()[:, 0, 0, 0])
     np.testing.assert_array_equal(seen, source.read()[0][:, 0, 0, 0])
