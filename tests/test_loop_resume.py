@@ -121,7 +121,8 @@ def assert_all_is_in_play(state: dict[str, np.ndarray], replicas: int) -> None:
     assert 2.0**15 not in {float(v) for v in values("loss_scale")}
 
 
-@pytest.mark.parametrize(("replicas", "compiled"), [(1, False), (2, False), (4, False), (1, True)])
+# With 2 replicas the order of a sum changes nothing.
+@pytest.mark.parametrize(("replicas", "compiled"), [(1, False), (4, False), (1, True)])
 def test_resumed_equals_uninterrupted_bit_for_bit(mirrored, tmp_path, replicas, compiled):
     """Also the chunks (as many steps as fit, 1, 7) and saves on the way change nothing."""
     strategy = tf.distribute.get_strategy() if compiled else mirrored(replicas)

@@ -69,10 +69,10 @@ def python(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory) -> Path:
+def run(zygote, tmp_path_factory) -> Path:
     """A short run, with a model to load."""
     directory = tmp_path_factory.mktemp("readme") / "run"
-    python("-m", "ctl.train", f"--model_dir={directory}", "--train_steps=20")
+    zygote.run("ctl.train", f"--model_dir={directory}", "--train_steps=20")
     return directory
 
 

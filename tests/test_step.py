@@ -25,6 +25,10 @@ from ctl.step import EvalStep, TrainStep, cross_entropy
 
 STEPS = 20
 
+REPLICAS = pytest.mark.parametrize("replicas", [1, 2, 4])
+# Where nothing depends on their number but that there are several.
+FEW_REPLICAS = pytest.mark.parametrize("replicas", [1, 2])
+
 # Rates at which 20 steps move the weights by 0.01 to 1: an update left out would be seen.
 RATES = {"Adadelta": 1.0, "Ftrl": 0.05, "SGD": 0.1, "Lion": 1e-3}
 
@@ -101,7 +105,7 @@ def both(strategy, make_optimizer, arrays=None, *, make_model=mlp, reference=Non
     return ours, theirs, loop, optimizer
 
 
-@pytest.mark.parametrize("replicas", [1, 2, 4])
+@REPLICAS
 @pytest.mark.parametrize("kind", PROVEN, ids=lambda kind: kind.__name__)
 def test_every_optimizer_equals_plain_keras(mirrored, kind, replicas):
     def optimizer():
@@ -127,7 +131,6 @@ def test_momentum_equals_plain_keras(mirrored, nesterov):
     assert largest_difference(ours.get_weights(), theirs.get_weights()) <= 1e-6
 
 
-@pytest.mark.parametrize("replicas", [1, 2, 4])
 class TestEqualsPlainKeras:
     """Each feature, against Keras's own on one device."""
 
@@ -136,6 +139,7 @@ class TestEqualsPlainKeras:
         assert largest_difference(ours.get_weights(), theirs.get_weights()) <= 1e-6
         return loop, reference
 
+    @REPLICAS
     def test_clipping_by_global_norm_after_the_reduction(self, mirrored, replicas):
         def sgd(**kwargs):
             return lambda: keras.optimizers.SGD(0.5, **kwargs)
@@ -143,10 +147,12 @@ class TestEqualsPlainKeras:
         self.check(mirrored, replicas, sgd(), reference=sgd(global_clipnorm=0.05), clip_norm=0.05)
 
     @pytest.mark.parametrize("parts", [2, 3])
+    @REPLICAS
     def test_accumulation(self, mirrored, replicas, parts):
         """3 does not divide a replica's batch: micro-batches of different sizes."""
         self.check(mirrored, replicas, adam(), accumulate_steps=parts)
 
+    @REPLICAS
     def test_averaged_weights(self, mirrored, replicas):
         loop, reference = self.check(
             mirrored,
@@ -162,6 +168,7 @@ class TestEqualsPlainKeras:
             assert largest_difference(loop.step.model.get_weights(), theirs) <= 1e-6
         assert largest_difference(loop.step.model.get_weights(), trained) == 0
 
+    @REPLICAS
     def test_weight_decay_with_exclusions(self, mirrored, replicas):
         def adamw():
             optimizer = keras.optimizers.AdamW(0.01, weight_decay=0.3)
@@ -170,14 +177,17 @@ class TestEqualsPlainKeras:
 
         self.check(mirrored, replicas, adamw)
 
+    @FEW_REPLICAS
     def test_weight_decay_of_any_optimizer(self, mirrored, replicas):
         self.check(mirrored, replicas, lambda: keras.optimizers.SGD(0.1, weight_decay=0.1))
 
+    @FEW_REPLICAS
     def test_schedule(self, mirrored, replicas):
         self.check(
             mirrored, replicas, adam(), schedule=lambda s: 0.01 * 0.9 ** tf.cast(s, "float32")
         )
 
+    @FEW_REPLICAS
     def test_constraint(self, mirrored, replicas):
         self.check(
             mirrored,
@@ -186,6 +196,7 @@ class TestEqualsPlainKeras:
             make_model=lambda: mlp(kernel_constraint=keras.constraints.MaxNorm(0.5)),
         )
 
+    @FEW_REPLICAS
     def test_regularizer_counts_once(self, mirrored, replicas):
         self.check(
             mirrored,
@@ -194,6 +205,7 @@ class TestEqualsPlainKeras:
             make_model=lambda: mlp(kernel_regularizer=keras.regularizers.L2(0.05)),
         )
 
+    @REPLICAS
     def test_sparse_gradients_with_duplicate_rows(self, mirrored, replicas):
         def model():
             return keras.Sequential(
@@ -210,11 +222,13 @@ class TestEqualsPlainKeras:
         arrays = (words, random.integers(0, CLASSES, STEPS * BATCH))
         self.check(mirrored, replicas, adam(), arrays, make_model=model)
 
+    @REPLICAS
     def test_partial_batches(self, mirrored, replicas):
         """The last batch of the 20 has 5 examples: on 4 replicas 2, 2, 1 and none."""
         arrays = examples((STEPS - 1) * BATCH + 5)
         self.check(mirrored, replicas, lambda: keras.optimizers.SGD(0.1), arrays, full=False)
 
+    @REPLICAS
     def test_partial_batches_with_accumulation_and_clipping(self, mirrored, replicas):
         def sgd(**kwargs):
             return lambda: keras.optimizers.SGD(0.5, **kwargs)
@@ -230,11 +244,13 @@ class TestEqualsPlainKeras:
             accumulate_steps=2,
         )
 
+    @FEW_REPLICAS
     def test_weighted_examples(self, mirrored, replicas):
         """Half of the weights are 0, so replicas differ in their number of valid examples."""
         weights = np.random.default_rng(2).integers(0, 2, STEPS * BATCH).astype(np.float32)
         self.check(mirrored, replicas, lambda: keras.optimizers.SGD(0.1), (*examples(), weights))
 
+    @FEW_REPLICAS
     def test_frozen_layers(self, mirrored, replicas):
         def model():
             model = mlp()
@@ -251,12 +267,15 @@ class TestEqualsPlainKeras:
         loop, _ = self.check(mirrored, replicas, adam(), make_model=model, step_class=Step)
         assert largest_difference(loop.step.model.layers[0].get_weights(), before) == 0
 
+    @FEW_REPLICAS
     def test_several_packs(self, mirrored, replicas):
         self.check(mirrored, replicas, adam(), bytes_per_pack=200)
 
+    @FEW_REPLICAS
     def test_compiled_forward_and_backward(self, mirrored, replicas):
         self.check(mirrored, replicas, adam(), jit_compile=True)
 
+    @FEW_REPLICAS
     def test_compiled_with_accumulation(self, mirrored, replicas):
         self.check(mirrored, replicas, adam(), jit_compile=True, accumulate_steps=2)
 
@@ -275,7 +294,7 @@ def test_all_of_the_step_compiled_equals_plain_keras(options):
     assert sum(node.attr["_XlaMustCompile"].b for node in body) == 1  # forward, update and all
 
 
-@pytest.mark.parametrize("replicas", [1, 2, 4])
+@REPLICAS
 def test_batch_norm_statistics_are_the_mean_over_replicas(mirrored, replicas):
     def model():
         return keras.Sequential(
@@ -376,7 +395,7 @@ class InfinityOnLastReplica(TrainStep):
         return [g + tf.where(bad, np.inf, 0.0) for g in super().backward(tape, loss)]
 
 
-@pytest.mark.parametrize("replicas", [1, 2, 4])
+@REPLICAS
 @pytest.mark.parametrize("options", [{"loss_scale": True}, {"on_nan": "skip"}], ids=str)
 def test_an_infinity_on_one_replica_skips_the_update_on_all(mirrored, replicas, options):
     strategy = mirrored(replicas)
@@ -405,7 +424,7 @@ def test_label_smoothing_equals_keras():
     np.testing.assert_allclose(cross_entropy(labels, logits, 0.1), theirs, rtol=1e-6)
 
 
-@pytest.mark.parametrize("replicas", [1, 2, 4])
+@REPLICAS
 def test_evaluation_sees_every_example_once(mirrored, replicas):
     """101 examples in batches of 16: the last has 5, on 4 replicas 2, 2, 1 and none."""
     features, labels = examples(101)
