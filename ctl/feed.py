@@ -25,7 +25,8 @@ class Feed:
 
     Attributes:
         iterator: of the strategy.
-        position: what `next_batch` needs beside it: ``()``, or the block (a nest of tensors [n,
+        in_blocks: whether its elements are blocks; else each is a global batch.
+        position: what `next_block` needs beside it: ``()``, or the block (a nest of tensors [n,
             steps, ...] on each replica) and how many of its steps were taken, int32 scalar.
     """
 
@@ -33,25 +34,21 @@ class Feed:
         """``dataset``: see `ctl.global_batches`."""
         batches = dataset.batches(start_step)
         steps = getattr(dataset, "steps_per_element", 1)
+        self.in_blocks = steps > 1
         self.position: tuple = ()
-        if steps > 1:
+        if self.in_blocks:
             options = batches.options()
             batches = batches.batch(steps, drop_remainder=True).map(
                 lambda *element: tf.nest.map_structure(_swap, _one(element))
             )
             batches = batches.prefetch(2).with_options(options)
         self.iterator = distribute(strategy, batches)
-        if steps > 1:
+        if self.in_blocks:
             spec = self.iterator.element_spec
             none = tf.nest.map_structure(
                 lambda s: tf.zeros(s.shape, s.dtype), spec, expand_composites=True
             )
             self.position = none, tf.constant(steps)
-        self._strategy = strategy
-
-    def first_batch(self, element: Any) -> Any:
-        """A global batch out of what the iterator gave; in a graph."""
-        return self._strategy.run(batch_of, args=(element, 0)) if self.position else element
 
 
 def distribute(strategy: tf.distribute.Strategy, batches: tf.data.Dataset) -> Iterator:
@@ -60,41 +57,30 @@ def distribute(strategy: tf.distribute.Strategy, batches: tf.data.Dataset) -> It
         return iter(strategy.experimental_distribute_dataset(batches))
 
 
-def next_batch(
-    strategy: tf.distribute.Strategy, iterator: Iterator, position: tuple
-) -> tuple[Any, tuple]:
-    """The next global batch and the position after it; in a graph, in cross-replica context."""
-    if not position:
-        return next(iterator), position
-    (block, used), _ = _not_used_up(iterator, position)
-    return strategy.run(batch_of, args=(block, used)), (block, used + 1)
-
-
 def next_block(
     iterator: Iterator, position: tuple, most: tf.Tensor
-) -> tuple[tuple[Any, tf.Tensor], tf.Tensor, tuple]:
-    """What is at hand of the next ``most`` global batches, where they come in blocks.
+) -> tuple[Any, tf.Tensor, tf.Tensor, tuple]:
+    """What is at hand of the next ``most`` global batches; in a graph, in cross-replica context.
 
     Returns:
-        The block and the number of the first batch in it; how many to take; the position after
-        them.
+        The block; the number of the first batch to take from it; how many to take; the position
+        after them.
     """
-    (block, used), left = _not_used_up(iterator, position)
-    count = tf.minimum(left, most)
-    return (block, used), count, (block, used + count)
-
-
-def batch_of(block: Any, number: tf.Tensor | int) -> Any:
-    """Batch ``number`` of a block, on one replica."""
-    return tf.nest.map_structure(lambda t: tf.gather(t, number, axis=1), block)
-
-
-def _not_used_up(iterator: Iterator, position: tuple) -> tuple[tuple, tf.Tensor]:
+    if not position:
+        return next(iterator), tf.constant(0), tf.constant(1), position
     block, used = position
     steps = tf.nest.flatten(block, expand_composites=True)[0].shape[1]
     if used == steps:
         block, used = next(iterator), 0
-    return (block, used), steps - used
+    count = tf.minimum(steps - used, most)
+    return block, used, count, (block, used + count)
+
+
+def batch_of(block: Any, number: tf.Tensor | int, in_blocks: bool) -> Any:
+    """Batch ``number`` of a block, on one replica; ``in_blocks`` of the `Feed`."""
+    if not in_blocks:  # an operation of its own: what must wait for the batch waits for that
+        return tf.nest.map_structure(tf.identity, block, expand_composites=True)
+    return tf.nest.map_structure(lambda t: tf.gather(t, number, axis=1), block)
 
 
 def _one(element: tuple) -> Any:

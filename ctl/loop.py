@@ -25,7 +25,7 @@ from ctl.checkpoint import CheckpointManager, Saved
 from ctl.data import as_dataset
 from ctl.errors import CheckpointError, DivergedError, Preempted, UsageError
 from ctl.evaluator import Evaluator, Pace, StopRequested
-from ctl.feed import Feed, batch_of, next_batch, next_block
+from ctl.feed import Feed, batch_of, next_block
 from ctl.step import TrainStep
 
 if TYPE_CHECKING:
@@ -110,25 +110,27 @@ class Loop:
         jit_compile: bool = False,
     ):
         # The last three are those of `self.step`: here, each has a trace of its own, which is kept.
-        losses = self.strategy.run(lambda: (tf.zeros([]), tf.zeros([], tf.int32)))
-        if position and jit_compile and marks is None and self.step.alone:
-            while steps > 0:  # one replica has nothing to reduce: XLA can have many steps at once
-                block, count, position = next_block(iterator, position, steps)
-                losses = self.strategy.run(
-                    self._compiled_steps, args=(losses, *block, count, resident)
-                )
-                steps -= count
-        else:
-            for _ in tf.range(steps):
-                batch, position = next_batch(self.strategy, iterator, position)
-                losses = self.strategy.run(self._one_step, args=(losses, batch, resident))
+        strategy = self.strategy
+        losses = strategy.run(lambda: (tf.zeros([]), tf.zeros([], tf.int32)))
+        while steps > 0:
+            block, first, count, position = next_block(iterator, position, steps)
+            if jit_compile and marks is None and self.step.alone:
+                every = losses, block, first, count, resident
+                losses = strategy.run(self._compiled_steps, args=every)
+            else:
+                for number in tf.range(first, first + count):
+                    losses = strategy.run(self._one_step, args=(losses, block, number, resident))
+            steps -= count
         # Each replica has summed its own losses, which are scaled by the global batch size: one
         # reduction for each Python call gives the sum of the mean losses of the global batches.
         # What workers have to tell each other goes with it.
-        totals = self.strategy.run(lambda loss: tf.concat([[loss], report], 0), args=(losses[0],))
-        return self.strategy.reduce(SUM, totals, axis=None), losses[1], position
+        totals = strategy.run(lambda loss: tf.concat([[loss], report], 0), args=(losses[0],))
+        return strategy.reduce(SUM, totals, axis=None), losses[1], position
 
-    def _one_step(self, losses: tuple[tf.Tensor, tf.Tensor], batch: Any, resident: Any):
+    def _one_step(
+        self, losses: tuple[tf.Tensor, tf.Tensor], block: Any, number: tf.Tensor, resident: Any
+    ):
+        batch = batch_of(block, number, self._feed.in_blocks)
         # The call that finds the data at their end must change nothing, Dropout's seeds included.
         with tf.control_dependencies(tf.nest.flatten(batch, expand_composites=True)):
             loss = losses[0] + self.step(self.dataset.on_replica(batch, resident))
@@ -136,17 +138,11 @@ class Loop:
         return loss, losses[1] + tf.cast(tf.math.is_finite(loss), tf.int32)
 
     @tf.function(jit_compile=True)
-    def _compiled_steps(
-        self,
-        losses: tuple[tf.Tensor, tf.Tensor],
-        block: Any,
-        first: tf.Tensor,
-        count: tf.Tensor,
-        resident: Any,
-    ):
+    def _compiled_steps(self, losses, block, first, count, resident):
+        """Steps of one replica, which has nothing to reduce, as one program of XLA."""
         number = first  # over a `tf.range`, XLA would compile each count by itself
         while number < first + count:
-            losses = self._one_step(losses, batch_of(block, number), resident)
+            losses = self._one_step(losses, block, number, resident)
             number += 1
         return losses
 
@@ -296,9 +292,7 @@ class Loop:
         self.traced()
         none = tf.zeros([]), tf.zeros([], tf.int32)
         step = tf.function(
-            lambda element: self.strategy.run(
-                self._one_step, args=(none, self._feed.first_batch(element), self._resident)
-            )
+            lambda block: self.strategy.run(self._one_step, args=(none, block, 0, self._resident))
         )
         marks, self.step.marks = self.step.marks, None
         try:

@@ -80,20 +80,22 @@ def build():
 
     import tensorflow as tf
 
-    from ctl.feed import next_batch
+    from ctl.feed import batch_of, next_block
 
     iterator, position = feed
 
-    def add_up(total, element, resident) -> tf.Tensor:
-        images, labels = on_replica(element, resident)
+    def add_up(total, block, number, resident) -> tf.Tensor:
+        images, labels = on_replica(batch_of(block, number, bool(position)), resident)
         return total + tf.reduce_sum(images) + tf.reduce_sum(tf.cast(labels, tf.float32))
 
     @tf.function
     def take(position: tuple, steps: tf.Tensor) -> tuple[tf.Tensor, tuple]:
         totals = strategy.run(lambda: tf.zeros([]))
-        for _ in tf.range(steps):
-            batch, position = next_batch(strategy, iterator, position)
-            totals = strategy.run(add_up, args=(totals, batch, resident))
+        while steps > 0:
+            block, first, count, position = next_block(iterator, position, steps)
+            for number in tf.range(first, first + count):
+                totals = strategy.run(add_up, args=(totals, block, number, resident))
+            steps -= count
         return strategy.reduce(tf.distribute.ReduceOp.SUM, totals, axis=None), position
 
     def reply(steps: int) -> dict[str, float]:
