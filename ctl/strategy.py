@@ -25,6 +25,10 @@ _HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 _TPU_PROBE_SECONDS = 5.0
 _TPU_START_SECONDS = 120.0
 
+# gRPC's event engine wakes more threads for each message than what it replaces: small all-reduces
+# take 1.2 times as long (benchmarks/README.md, which says how to see it).
+_GRPC = "-event_engine_client,-event_engine_listener"
+
 _Implementation = tf.distribute.experimental.CommunicationImplementation
 
 
@@ -64,6 +68,7 @@ def make_multi_worker(
         raise UsageError("--communication=nccl needs GPUs, and TensorFlow sees none; use auto")
     meet(cluster, startup_timeout)
     os.environ["TF_CONFIG"] = cluster.tf_config()
+    os.environ.setdefault("GRPC_EXPERIMENTS", _GRPC)
     options = _options(communication)
     # All are there. Should one die at this very moment, TensorFlow would wait for ever, with
     # Python's lock held: only a thread of C can end that.
