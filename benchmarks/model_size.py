@@ -29,6 +29,7 @@ with group("What is trained"):
     _ROWS = flags.DEFINE_integer("rows", 1000, "of the matrix, and columns", lower_bound=1)
     _BATCH = flags.DEFINE_integer("batch", 8, "examples of a replica", lower_bound=1)
     _REPLICAS = flags.DEFINE_integer("replicas", 1, "replicas of one process", lower_bound=1)
+    _JIT = flags.DEFINE_boolean("jit_compile", False, "compile the step with XLA")
 with group("How"):
     _BLOCKS = flags.DEFINE_integer("blocks", 5, "blocks of each network", lower_bound=1)
     _STEPS = flags.DEFINE_integer("steps", 20, "of a block", lower_bound=1)
@@ -57,6 +58,7 @@ def measure(variables: int, long_steps: int) -> dict[str, Any]:
     ``long_steps`` more steps, where there are any."""
     command = ["variables_worker.py", f"--variables={variables}", f"--rows={_ROWS.value}"]
     command += [f"--batch={_BATCH.value}", f"--replicas={_REPLICAS.value}"]
+    command += ["--jit_compile"] if _JIT.value else []
     peer = Peer(f"{variables} variables", command)
     try:
         progress(f"{peer.name}: starting")
@@ -105,7 +107,7 @@ def main() -> None:
     counts = sorted(set(map(int, _VARIABLES.value)))
     rows = [measure(n, _LONG.value if n == counts[0] else 0) for n in counts]
     powers = {key: growth(rows, key) for key in ("first_seconds", "step_seconds")}
-    settings = {f.name: f.value for f in (_ROWS, _BATCH, _REPLICAS, _BLOCKS, _STEPS, _LONG)}
+    settings = {f.name: f.value for f in (_ROWS, _BATCH, _REPLICAS, _JIT, _BLOCKS, _STEPS, _LONG)}
     about = machine(load)
     if _JSON.value:
         content = {"settings": settings, "machine": about, "rows": rows, "powers": powers}

@@ -1,8 +1,8 @@
 """The only place that ends a process whose collective does not come back.
 
 TensorFlow's own time limit is not used. It starts a thread for each collective, which sleeps for
-all of the limit: at 300 steps per second a process has 30,000 after two minutes, and dies. And what
-it does then frees what the threads of the ring still use. Here one thread knows in which section of
+all of the limit: a job of small steps has too many of them within minutes, and dies. And when one
+wakes up, it frees what the threads of the ring still use. Here one thread knows in which section of
 the code the main thread is, sees whether that makes progress, and after ``--collective_timeout``
 writes a flight record, prints one line and leaves with `os._exit`. With several workers it is on by
 default; with one there is none, and nobody to wait for.

@@ -23,6 +23,7 @@ with group("What is trained"):
     _ROWS = flags.DEFINE_integer("rows", 1000, "of the matrix, which has as many columns")
     _BATCH = flags.DEFINE_integer("batch", 8, "examples of a replica")
     _REPLICAS = flags.DEFINE_integer("replicas", 1, "of one process", lower_bound=1)
+    _JIT = flags.DEFINE_boolean("jit_compile", False, "compile the step with XLA")
 
 
 def make_loops() -> dict[str, Any]:
@@ -66,7 +67,12 @@ def make_loops() -> dict[str, Any]:
         keras.utils.set_random_seed(1)
         with placement.strategy.scope():
             model = keras.Sequential([keras.Input([_ROWS.value]), Matrix()])
-            step = kind(model, keras.optimizers.Adam(1e-3), options=placement.options)
+            step = kind(
+                model,
+                keras.optimizers.Adam(1e-3),
+                options=placement.options,
+                jit_compile=_JIT.value,
+            )
         data = ctl.data.InMemory(arrays, global_batch_size=_BATCH.value * _REPLICAS.value)
         loops[name] = ctl.Loop(step, data, strategy=placement.strategy, steps_per_loop=sys.maxsize)
     return loops

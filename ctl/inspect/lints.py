@@ -158,7 +158,7 @@ def _threads(limited: Sequence[Collective]) -> Lint | None:
     return Lint(
         "a thread for every all-reduce",
         f"{_names(limited)}: TensorFlow's own time limit is a thread for each call, which sleeps "
-        f"for all of the {seconds:g} s; a process dies of some ten thousand",
+        f"for all of the {seconds:g} s; a process that has too many of them dies",
         "CommunicationOptions without timeout_seconds; ctl.watchdog limits the time",
     )
 
