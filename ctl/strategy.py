@@ -7,6 +7,7 @@ import os
 import queue
 import socket
 import threading
+import time
 import urllib.parse
 from pathlib import Path
 from typing import NamedTuple
@@ -15,7 +16,7 @@ import tensorflow as tf
 
 from ctl import watchdog
 from ctl.cluster import Cluster, Tasks, meet
-from ctl.errors import UsageError
+from ctl.errors import PeerError, UsageError
 from ctl.roll_call import RollCall
 
 # What a client of gRPC says first (RFC 9113, section 3.4): the preface of HTTP/2 and an empty
@@ -25,9 +26,9 @@ _HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 _TPU_PROBE_SECONDS = 5.0
 _TPU_START_SECONDS = 120.0
 
-# gRPC's event engine wakes more threads for each message than what it replaces: small all-reduces
-# take 1.2 times as long (benchmarks/README.md, which says how to see it).
-_GRPC = "-event_engine_client,-event_engine_listener"
+# gRPC's event engine wakes more threads for each message than what it replaces: a small step takes
+# 1.4 times as long with it (benchmarks/README.md, which says how to see it).
+_GRPC = "-event_engine_client"
 
 _Implementation = tf.distribute.experimental.CommunicationImplementation
 
@@ -67,6 +68,8 @@ def make_multi_worker(
     if communication == "nccl" and not tf.config.list_physical_devices("GPU"):
         raise UsageError("--communication=nccl needs GPUs, and TensorFlow sees none; use auto")
     meet(cluster, startup_timeout)
+    if not cluster.is_chief:
+        _wait_for_chief(cluster, startup_timeout)
     os.environ["TF_CONFIG"] = cluster.tf_config()
     os.environ.setdefault("GRPC_EXPERIMENTS", _GRPC)
     options = _options(communication)
@@ -280,9 +283,31 @@ def _require_grpc(address: str) -> None:
     does not, and holds Python's lock meanwhile, so that no thread can give up on it."""
     parts = urllib.parse.urlsplit(address)
     try:
-        with socket.create_connection((parts.hostname, parts.port), _TPU_PROBE_SECONDS) as peer:
-            peer.sendall(_HELLO)
-            if peer.recv(9)[3:4] != _HELLO[-6:-5]:
-                raise ConnectionError("what answers is not gRPC")
+        _ask_grpc(parts.hostname, parts.port, _TPU_PROBE_SECONDS)
     except (OSError, ValueError) as error:
         raise UsageError(f"no TPU answers at {address}: {error}") from error
+
+
+def _ask_grpc(host: str | None, port: int | None, timeout: float) -> None:
+    """Raises OSError unless a server of gRPC answers."""
+    with socket.create_connection((host, port), timeout) as peer:
+        peer.sendall(_HELLO)
+        if peer.recv(9)[3:4] != _HELLO[-6:-5]:
+            raise ConnectionError("what answers is not gRPC")
+
+
+def _wait_for_chief(cluster: Cluster, timeout: float) -> None:
+    """Returns when TensorFlow listens on the chief. The client of gRPC that comes earlier, to where
+    the workers have met, may wait for 20 s until it tries again."""
+    host, _, port = cluster.workers[0].rpartition(":")
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            return _ask_grpc(host, int(port), 1.0)
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise PeerError(
+                    f"worker 0 at {cluster.workers[0]} has not started TensorFlow after "
+                    f"{timeout:.0f} s (--startup_timeout): {error}"
+                ) from error
+        time.sleep(0.02)

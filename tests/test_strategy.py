@@ -13,8 +13,9 @@ import tensorflow as tf
 from helpers import BATCH, CLASSES, FEATURES, examples, largest_difference, mlp
 
 from ctl import strategy as strategy_module
+from ctl.cluster import Cluster
 from ctl.data import InMemory
-from ctl.errors import UsageError
+from ctl.errors import PeerError, UsageError
 from ctl.loop import Evaluator, Loop
 from ctl.step import EvalStep, TrainStep
 from ctl.strategy import make_strategy
@@ -151,7 +152,7 @@ _PROCESS = """
 import sys
 import tensorflow as tf
 from ctl import strategy
-from ctl.errors import UsageError
+from ctl.errors import PeerError, UsageError
 
 strategy._TPU_PROBE_SECONDS = 1.0
 placement = strategy.make_strategy("mirrored", replicas=3)  # cuts the CPU, here for the first time
@@ -192,3 +193,11 @@ def test_tpus_that_are_not_there():
         assert why in line
     assert name.startswith("cannot use TPU no-such-tpu: ")
     assert done.returncode == 0, done.stderr
+
+
+def test_a_chief_that_does_not_start_tensorflow():
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        chief = f"127.0.0.1:{silent.getsockname()[1]}"
+        one = Cluster((chief, "127.0.0.1:1"), 1, "a test")
+        with pytest.raises(PeerError, match=f"worker 0 at {chief} has not started TensorFlow"):
+            strategy_module._wait_for_chief(one, 0.1)
