@@ -105,10 +105,14 @@ def test_a_training_does_not_see_the_trial(mirrored, two):
     assert_replicas_agree(strategy, tuned.step.model.trainable_variables)
 
 
-@pytest.mark.parametrize(("gain", "kept"), [(0.2, 128), (0.01, 0), (-0.2, 0)])
-def test_the_fastest_is_kept_where_it_gains(mirrored, monkeypatch, gain, kept):
+@pytest.mark.parametrize(
+    ("gain", "last", "kept"),
+    [(0.2, 0.8, 128), (0.2, 1.1, 0), (0.01, 0.99, 0), (-0.2, 1.2, 0)],
+    ids=["gains", "not in every round", "next to nothing", "loses"],
+)
+def test_the_fastest_is_kept_where_it_gains(mirrored, monkeypatch, gain, last, kept):
     monkeypatch.setattr(tune, "candidates", lambda tensors: [0, 128, 64])
-    times = {0: [1.0, 9.0, 1.0], 128: [1.0 - gain, 0.1, 1.0 - gain], 64: [1.5] * 3}
+    times = {0: [1.0, 9.0, 1.0], 128: [1.0 - gain, 0.1, last], 64: [1.5] * 3}
     monkeypatch.setattr(tune, "_time", lambda *_: times)
     lines = []
     handler = python_logging.Handler()
