@@ -183,8 +183,9 @@ def define_step_flags() -> None:
             "jit_compile",
             "off",
             ["on", "off", AUTO],
-            "Compile forward and backward with XLA; the all-reduce stays out, the update on a CPU "
-            "is always compiled. auto: try both before the first step and keep the faster.",
+            "Compile forward and backward with XLA; with one replica, all of the step. The "
+            "all-reduce stays out, the update on a CPU is always compiled. auto: try both before "
+            "the first step and keep the faster.",
         )
         define_size_or_auto(
             "bytes_per_pack",
