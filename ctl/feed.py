@@ -39,7 +39,7 @@ class Feed:
         if self.in_blocks:
             options = batches.options()
             batches = batches.batch(steps, drop_remainder=True).map(
-                lambda *element: tf.nest.map_structure(_swap, _one(element))
+                lambda *arguments: tf.nest.map_structure(_swap, element_of(arguments))
             )
             batches = batches.prefetch(2).with_options(options)
         self.iterator = distribute(strategy, batches)
@@ -83,8 +83,9 @@ def batch_of(block: Any, number: tf.Tensor | int, in_blocks: bool) -> Any:
     return tf.nest.map_structure(lambda t: tf.gather(t, number, axis=1), block)
 
 
-def _one(element: tuple) -> Any:
-    return element[0] if len(element) == 1 else element
+def element_of(arguments: tuple) -> Any:
+    """The element of a dataset whose ``map`` has called a function with these arguments."""
+    return arguments[0] if len(arguments) == 1 else arguments
 
 
 def _swap(tensor: tf.Tensor) -> tf.Tensor:

@@ -22,6 +22,7 @@ import tensorflow as tf
 from ctl.cluster import Tasks
 from ctl.errors import CtlError, PeerError, UsageError
 from ctl.evaluator import Evaluator
+from ctl.feed import element_of
 from ctl.loop import Loop
 from ctl.roll_call import RollCall, attend
 from ctl.step import EvalStep, TrainStep
@@ -87,7 +88,9 @@ class ParameterServerLoop(Loop):
         """The batches of the synchronous loop, in the same order, read by the coordinator."""
         resident = self.dataset.resident(tf.distribute.get_strategy())
         batches = self.dataset.batches(step)
-        examples = batches.map(lambda *element: self.dataset.on_replica(_one(element), resident))
+        examples = batches.map(
+            lambda *arguments: self.dataset.on_replica(element_of(arguments), resident)
+        )
         self._feed = iter(examples.prefetch(_PREFETCH))
         self._feed_step = step
 
@@ -133,10 +136,6 @@ class ParameterServerLoop(Loop):
                         f"step {step}"
                     )
             time.sleep(_POLL_SECONDS)
-
-
-def _one(element: tuple) -> Any:
-    return element[0] if len(element) == 1 else element
 
 
 class CopyEvaluator(Evaluator):

@@ -196,7 +196,7 @@ class TrainStep(_Step):
         on_nan: ``"stop"`` lets the loop stop at a loss that is not finite; ``"skip"`` leaves out
             the update when a reduced gradient is not finite.
         bytes_per_pack: most bytes one all-reduce moves; 0 is one pack for each dtype.
-        options: timeout and implementation of the all-reduce, see `ctl.strategy`.
+        options: how the all-reduce is run, see `ctl.strategy`.
         jit_compile: compiles forward and backward with XLA; the all-reduce stays outside. Where
             one replica has nothing to reduce, all of the step, metrics included, and several steps
             at once where batches come in blocks (`ctl.feed`). Needs batches of static shape.
