@@ -64,7 +64,8 @@ def log_to_file(path: Path) -> Iterator[None]:
 
 def last_line(text: str) -> None:
     """Says why the process ends on stderr and in the file of `log_to_file`: for threads."""
-    print(text, file=sys.stderr, flush=True)
+    sys.stderr.write(text + "\n")  # at once: `print` writes the end of the line apart
+    sys.stderr.flush()
     record = python_logging.makeLogRecord({"msg": text, "levelno": python_logging.ERROR})
     for handler in python_logging.getLogger().handlers:
         if isinstance(handler, python_logging.FileHandler):

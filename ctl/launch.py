@@ -49,6 +49,8 @@ _FINAL = (UsageError.exit_code, DivergedError.exit_code, Preempted.exit_code)
 
 _LONGEST_BACKOFF = 30.0
 
+_WRITING = threading.Lock()
+
 
 def run() -> None:
     """The command line, also installed as ``ctl-launch``."""
@@ -361,7 +363,7 @@ def _pause(seconds: float, received: list[int]) -> None:
 def _copy_lines(name: str, source, target: TextIO) -> None:
     for line in source:
         text = line.decode(errors="replace").rstrip("\n")
-        print(f"[{name}] {text}", file=target, flush=True)
+        _write(target, f"[{name}] {text}")
 
 
 def _how(code: int) -> str:
@@ -369,7 +371,22 @@ def _how(code: int) -> str:
 
 
 def _say(text: str) -> None:
-    print(f"[launch] {text}", file=sys.stderr, flush=True)
+    _write(sys.stderr, f"[launch] {text}")
+
+
+def _write(target: TextIO, line: str) -> None:
+    """Writes a whole line, whoever else writes; drops it where nobody reads (``| head``, a full
+    disk), for a worker whose output stays in the pipe would wait for ever."""
+    with _WRITING:
+        try:
+            target.write(line + "\n")  # at once: `print` writes the end of the line apart
+            target.flush()
+        except OSError as error:
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, target.fileno())
+            os.close(null)
+            lost = f"cannot write to {target.name}: {error.strerror}; the job goes on without it"
+            print(f"[launch] {lost}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

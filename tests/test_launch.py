@@ -70,6 +70,27 @@ def test_every_worker_gets_its_place_and_its_output_a_name():
     assert sorted(err.splitlines()) == [f"[worker {i}] oops" for i in range(3)]
 
 
+def test_lines_stay_whole():
+    code = "[print('x' * 50, flush=True) for _ in range(1000)]"
+    status, out, _ = finish(start("--workers=4", code=code))
+    assert status == 0
+    assert sorted(out.splitlines()) == sorted(1000 * [f"[worker {i}] {'x' * 50}" for i in range(4)])
+
+
+def test_a_job_whose_output_nobody_reads_goes_on():
+    code = "[print('x' * 50, flush=True) for _ in range(10000)]; print('end', file=sys.stderr)"
+    process = start("--workers=2", code=code)
+    process.stdout.readline()
+    process.stdout.close()
+    err = process.stderr.read()
+    assert process.wait(timeout=60) == 0
+    assert sorted(err.splitlines()) == [
+        "[launch] cannot write to <stdout>: Broken pipe; the job goes on without it",
+        "[worker 0] end",
+        "[worker 1] end",
+    ]
+
+
 def test_ports_differ():
     addresses = cluster(50)["worker"]
     assert len(set(addresses)) == 50
