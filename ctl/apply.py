@@ -244,7 +244,7 @@ class Apply:
             # One function for all of them; naming any of them leads to the device.
             update = functools.partial(self._update_device, indices)
             if "CPU" in device.upper() if self.jit_update is None else self.jit_update:
-                update = tf.function(update, jit_compile=True)
+                update = tf.function(update, jit_compile=True, autograph=False)
             strategy.extended.update(
                 self.variables[indices[0]].value,
                 lambda _, *args, update=update: update(*args),
@@ -256,6 +256,7 @@ class Apply:
         if self.loss_scale:
             self.loss_scale.good()
 
+    @tf.autograph.experimental.do_not_convert
     def _update_device(
         self,
         indices: Sequence[int],

@@ -7,6 +7,7 @@ errors, and what ctl itself says, stay.
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging as python_logging
 import os
 import shutil
@@ -93,10 +94,14 @@ def load_tensorflow(errors: bool = True) -> None:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2" if errors else "3")
     if not errors:
         logging.get_absl_handler().addFilter(lambda r: "cluster_coordinator" not in r.pathname)
+    gc.disable()  # modules stay: to look for garbage among them is a tenth of a start
     with _native_stderr_held():
+        import keras  # noqa: F401
         import tensorflow as tf
 
         tf.config.list_physical_devices()
+    gc.freeze()
+    gc.enable()
 
 
 @contextlib.contextmanager

@@ -193,6 +193,7 @@ class InMemory:
     def _shuffled(self, start_step: int) -> tf.data.Dataset:
         count, batch = self.num_examples, self.global_batch_size
 
+        @tf.autograph.experimental.do_not_convert
         def permutation(epoch: tf.Tensor) -> tf.Tensor:
             # Not index_shuffle: its permutations of consecutive epochs are correlated.
             return tf.random.experimental.stateless_shuffle(
@@ -201,6 +202,7 @@ class InMemory:
                 alg="philox",
             )
 
+        @tf.autograph.experimental.do_not_convert
         def batches_ending_in(epoch: tf.Tensor) -> tf.Tensor:
             # Batch k is examples [k * batch, (k + 1) * batch) of the permutations laid end to end.
             # It belongs to the epoch of its last example, so it can begin with the previous epoch's
@@ -223,6 +225,7 @@ class InMemory:
     def _in_order(self, start_step: int) -> tf.data.Dataset:
         count, batch = self.num_examples, self.global_batch_size
 
+        @tf.autograph.experimental.do_not_convert
         def indices(begin: tf.Tensor) -> tf.Tensor:
             result = tf.range(begin, tf.minimum(begin + batch, count))
             if count % batch == 0:
@@ -244,6 +247,7 @@ class InMemory:
 
         return strategy.experimental_distribute_values_from_function(copy)
 
+    @tf.autograph.experimental.do_not_convert
     def on_replica(self, element: tf.Tensor, resident: Any) -> Any:
         """The examples at these indices: a nest like ``arrays``, of leading dimension [n]."""
         return tf.nest.map_structure(

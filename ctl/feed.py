@@ -76,6 +76,7 @@ def next_block(
     return block, used, count, (block, used + count)
 
 
+@tf.autograph.experimental.do_not_convert
 def batch_of(block: Any, number: tf.Tensor | int, in_blocks: bool) -> Any:
     """Batch ``number`` of a block, on one replica; ``in_blocks`` of the `Feed`."""
     if not in_blocks:  # an operation of its own: what must wait for the batch waits for that
@@ -83,11 +84,13 @@ def batch_of(block: Any, number: tf.Tensor | int, in_blocks: bool) -> Any:
     return tf.nest.map_structure(lambda t: tf.gather(t, number, axis=1), block)
 
 
+@tf.autograph.experimental.do_not_convert
 def element_of(arguments: tuple) -> Any:
     """The element of a dataset whose ``map`` has called a function with these arguments."""
     return arguments[0] if len(arguments) == 1 else arguments
 
 
+@tf.autograph.experimental.do_not_convert
 def _swap(tensor: tf.Tensor) -> tf.Tensor:
     """[steps, n, ...] to [n, steps, ...]: strategies split the first axis."""
     return tf.transpose(tensor, [1, 0, *range(2, tensor.shape.rank)])

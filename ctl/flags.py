@@ -35,7 +35,8 @@ def run(main: Callable[..., None], usage: str, *, takes_command: bool = False) -
     With ``takes_command``, what follows ``--`` is given to ``main`` as a list.
 
     ``--help`` prints ``usage`` and every `group`, and exits with 0. A wrong flag is one line on
-    stderr and exit code 2; a `CtlError` is one line and its exit code; Ctrl-C is 130.
+    stderr and exit code 2; a `CtlError` is one line and its exit code; Ctrl-C is 130; a pipe that
+    nobody reads is 141.
     """
 
     def parse(argv: Sequence[str]) -> list[str]:
@@ -56,6 +57,7 @@ def run(main: Callable[..., None], usage: str, *, takes_command: bool = False) -
         sys.unraisablehook = _interrupt_again
         try:
             main(*([argv[1:]] if takes_command else []))
+            sys.stdout.flush()
         except PeerError as error:
             print(" ".join(str(error).split()), file=sys.stderr)
             leave(error.exit_code)
@@ -63,6 +65,9 @@ def run(main: Callable[..., None], usage: str, *, takes_command: bool = False) -
             _fail(str(error), error.exit_code)
         except KeyboardInterrupt:
             _fail("interrupted", 130)
+        except BrokenPipeError:  # of `| head`, which has read enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise SystemExit(128 + signal.SIGPIPE) from None
 
     app.run(call, flags_parser=parse)
 
@@ -72,7 +77,10 @@ def _interrupt_again(unraisable: Any) -> None:
     would be ignored again if it was raised here."""
     if issubclass(unraisable.exc_type, KeyboardInterrupt):
         main = threading.main_thread().ident
-        threading.Timer(0.05, signal.pthread_kill, (main, signal.SIGINT)).start()
+        try:
+            threading.Timer(0.05, signal.pthread_kill, (main, signal.SIGINT)).start()
+        except KeyboardInterrupt:  # `start` waits for the thread: on a busy machine, for longer
+            _interrupt_again(unraisable)
     else:
         sys.__unraisablehook__(unraisable)
 

@@ -42,6 +42,7 @@ def make_packs(tensors: Sequence[tf.Tensor], bytes_per_pack: int = 0) -> list[li
     return packs
 
 
+@tf.autograph.experimental.do_not_convert
 def all_reduce(
     tensors: Sequence[tf.Tensor],
     *,
@@ -68,6 +69,7 @@ def all_reduce(
     return reduced
 
 
+@tf.autograph.experimental.do_not_convert
 def densify(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:
     """A dense tensor of the same value: rows that occur twice are summed.
 

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from ctl.loop import Loop
 
 
+@tf.autograph.experimental.do_not_convert
 def cross_entropy(labels: tf.Tensor, logits: tf.Tensor, smoothing: float = 0.0) -> tf.Tensor:
     """Softmax cross-entropy of each example, float32 [n].
 
@@ -53,6 +54,7 @@ def cross_entropy(labels: tf.Tensor, logits: tf.Tensor, smoothing: float = 0.0) 
     return losses
 
 
+@tf.autograph.experimental.do_not_convert
 def scale_images(features: Any) -> Any:
     """uint8 images to float32 in [0, 1]; anything else as it is. Batches stay uint8 up to here: a
     quarter of the bytes to move to the device."""
@@ -101,6 +103,7 @@ class _Step:
             )
         return (losses if weights is None else losses * weights), outputs
 
+    @tf.autograph.experimental.do_not_convert
     def count(self, batch: Any) -> int | tf.Tensor:
         """How many examples are valid in this replica's batch: the sum of their weights, where it
         has weights. A Python integer promises that *every* batch on every replica has this many."""
@@ -169,6 +172,7 @@ class _Step:
             metric.reset_state()
 
 
+@tf.autograph.experimental.do_not_convert
 def unpack(batch: Any) -> tuple[Any, Any, tf.Tensor | None]:
     """``(features, labels[, weights])`` with the missing weights as None."""
     if not isinstance(batch, tuple | list) or len(batch) not in (2, 3):
@@ -404,6 +408,7 @@ class TrainStep(_Step):
         gradients = tape.gradient(loss, self._trainable)
         return [None if g is None else densify(g) for g in gradients]
 
+    @tf.autograph.experimental.do_not_convert
     def micro_batch(self, batch: Any, part: tf.Tensor) -> Any:
         """Micro-batch ``part`` of ``accumulate_steps``; sizes differ by at most one example."""
         steps = self.accumulate_steps
@@ -417,6 +422,7 @@ class TrainStep(_Step):
 
         return tf.nest.map_structure(cut, batch)
 
+    @tf.autograph.experimental.do_not_convert
     def reduce(
         self, loss: tf.Tensor, count: Any, gradients: list[tf.Tensor | None]
     ) -> tuple[tf.Tensor, list[tf.Tensor | None]]:
@@ -448,12 +454,14 @@ class TrainStep(_Step):
         left = iter(dense)
         return loss, [None if g is None else next(left) for g in gradients]
 
+    @tf.autograph.experimental.do_not_convert
     def finite(self, gradients: list[tf.Tensor | None]) -> tf.Tensor:
         """bool scalar: no NaN or Inf in the reduced gradients, so every replica says the same."""
         return tf.reduce_all(
             [tf.reduce_all(tf.math.is_finite(g)) for g in gradients if g is not None]
         )
 
+    @tf.autograph.experimental.do_not_convert
     def clip(self, gradients: list[tf.Tensor | None]) -> list[tf.Tensor | None]:
         """Scales reduced gradients so that their global norm is at most ``clip_norm``."""
         if self.clip_norm is None:

@@ -193,6 +193,7 @@ class Source:
         skips = tf.constant([shard.skip for shard in self._shards], tf.int64)
         takes = tf.constant([shard.take for shard in self._shards], tf.int64)
 
+        @tf.autograph.experimental.do_not_convert
         def read(shard: tf.Tensor) -> tf.data.Dataset:
             records = tf.data.TFRecordDataset(files[shard], buffer_size=1 << 20)
             return records.skip(skips[shard]).take(takes[shard])
@@ -210,6 +211,7 @@ class Source:
             deterministic=True,
         )
 
+    @tf.autograph.experimental.do_not_convert
     def decode(self, record: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """(image uint8 [H, W, C], label int64 []) of one serialized example."""
         example = self._features.deserialize_example(record)

@@ -236,19 +236,47 @@ def test_flagfile(zygote_without_tensorflow, tmp_path):
     assert line == "--global_batch_size=64 is not divisible by --replicas=5; 65 is"
 
 
-def test_an_interrupt_while_an_object_is_freed_is_not_lost(zygote_without_tensorflow, tmp_path):
+@pytest.mark.parametrize("busy", [False, True])
+def test_an_interrupt_while_an_object_is_freed_is_not_lost(
+    zygote_without_tensorflow, tmp_path, busy
+):
     (tmp_path / "freeing.py").write_text(
-        "import signal, time\n"
+        "import signal, threading, time\n"
         "from ctl import flags\n"
+        f"delays = [{1.0 if busy else 0.0}]\n"
+        "class Slow(threading.Timer):\n"
+        "    def start(self):\n"
+        "        super().start()\n"
+        "        time.sleep(delays.pop() if delays else 0.0)\n"
+        "threading.Timer = Slow\n"
         "class Freed:\n"
         "    def __del__(self):\n"
         "        signal.raise_signal(signal.SIGINT)\n"
         "def main():\n"
         "    Freed()\n"
-        "    print('freed', flush=True)\n"
         "    time.sleep(60)\n"
         "def run():\n"
         "    flags.run(main, '')\n"
     )
     command = zygote_without_tensorflow.run("freeing", path=[tmp_path], exit_code=130)
-    assert (command.stdout, command.stderr) == ("freed\n", "interrupted\n")
+    assert command.stderr == "interrupted\n"
+
+
+@pytest.mark.parametrize("lines", [1, 100_000])
+def test_a_pipe_that_nobody_reads_is_no_traceback(lines):
+    code = (
+        "import sys; from ctl import flags; sys.argv[1:] = []; "
+        f"flags.run(lambda: [print('x') for _ in range({lines})], '')"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", f"import os; os.read(0, 1); {code}"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    process.stdout.close()
+    process.stdin.write("begin")
+    process.stdin.close()
+    assert process.stderr.read() == ""
+    assert process.wait(timeout=60) == 141

@@ -96,6 +96,12 @@ def until_lines(command, count: int, seconds: float = 60) -> None:
         time.sleep(0.005)
 
 
+def warnings(command) -> list[str]:
+    """But the one that is right: a kill may leave a checkpoint that is whole but not committed."""
+    passed = "are deleted as the run passes them"
+    return [t for t in command.stderr.splitlines() if "arning" in t and passed not in t]
+
+
 def test_killed_twenty_times(zygote, tmp_path, uninterrupted):
     chance = random.Random(20)
     run, kills, reached, wheres = tmp_path / "run", 0, 0, Counter()
@@ -119,7 +125,7 @@ def test_killed_twenty_times(zygote, tmp_path, uninterrupted):
             continue
         assert command.wait() == -signal.SIGKILL
         kills += 1
-        assert "arning" not in command.stderr, command.stderr
+        assert warnings(command) == []
         steps = intact_steps(run)
         now = max(steps, default=0)
         assert now >= reached, "a checkpoint is lost"
@@ -130,7 +136,7 @@ def test_killed_twenty_times(zygote, tmp_path, uninterrupted):
             reached = STEPS
     assert min(wheres[where] for where in ("export", "start", "training")) >= 2, wheres
     command = zygote.run(TRAIN, f"--model_dir={run}", *MANY)
-    assert "arning" not in command.stderr
+    assert warnings(command) == []
     assert intact_steps(run)[-1] == STEPS
     assert_same_end(run, uninterrupted)
     assert_same_evaluations(run, uninterrupted)
