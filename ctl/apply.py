@@ -189,9 +189,10 @@ class Apply:
             state["loss_scale"] = [self.loss_scale.scale, self.loss_scale.finite_steps]
         return state
 
-    def learning_rate(self) -> tf.Tensor:
-        """The rate of the next update, a float32 scalar."""
-        rate = self.schedule(self.global_step) if self.schedule else self.optimizer.learning_rate
+    def learning_rate(self, step: tf.Tensor | None = None) -> tf.Tensor:
+        """The rate of the update at ``step``, by default the next one: a float32 scalar."""
+        step = self.global_step if step is None else step
+        rate = self.schedule(step) if self.schedule else self.optimizer.learning_rate
         return tf.convert_to_tensor(rate.value if isinstance(rate, keras.Variable) else rate)
 
     @contextlib.contextmanager

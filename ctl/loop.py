@@ -19,7 +19,7 @@ import tensorflow as tf
 from absl import logging
 
 import ctl
-from ctl import watchdog, workers
+from ctl import outline, watchdog, workers
 from ctl.actions import Action, Status
 from ctl.checkpoint import CheckpointManager, Saved
 from ctl.data import as_dataset
@@ -83,6 +83,7 @@ class Loop:
             )
         step.build(self.strategy, schedule)
         step.loop = weakref.ref(self)
+        self._is_apart = outline.is_needed(step.model)
         self._flight = self._watch()
         self._pace = Pace(steps_per_loop)
         self._marks = step.marks  # of the last call
@@ -118,14 +119,22 @@ class Loop:
                 every = losses, block, first, count, resident
                 losses = strategy.run(self._compiled_steps, args=every)
             else:
+                one_step = self._every_replica_apart if self._is_apart else self._every_replica
+                static = marks, bytes_per_pack, jit_compile
                 for number in tf.range(first, first + count):
-                    losses = strategy.run(self._one_step, args=(losses, block, number, resident))
+                    losses = one_step(losses, block, number, resident, *static)
             steps -= count
         # Each replica has summed its own losses, which are scaled by the global batch size: one
         # reduction for each Python call gives the sum of the mean losses of the global batches.
         # What workers have to tell each other goes with it.
         totals = strategy.run(lambda loss: tf.concat([[loss], report], 0), args=(losses[0],))
         return strategy.reduce(SUM, totals, axis=None), losses[1], position
+
+    def _every_replica(self, losses: Any, block: Any, number: tf.Tensor, resident: Any, *static):
+        """One step. ``static``: for what it is traced, as `_train_steps` is."""
+        return self.strategy.run(self._one_step, args=(losses, block, number, resident))
+
+    _every_replica_apart = outline.apart(_every_replica)
 
     def _one_step(
         self, losses: tuple[tf.Tensor, tf.Tensor], block: Any, number: tf.Tensor, resident: Any
@@ -381,16 +390,17 @@ class Loop:
         scalars = {"loss": self._window_loss / max(1, self._window_steps)}
         with watchdog.collective("reading the metrics"):
             scalars |= self.step.results()
-        scalars["learning_rate"] = float(self.step.applier.learning_rate())
+        applier = self.step.applier
+        scalars["learning_rate"] = float(applier.learning_rate(applier.global_step - 1))
         if self._window_seconds:
             rate = self._window_timed_steps / self._window_seconds
             scalars["steps_per_second"] = rate
             if self.dataset.global_batch_size:
                 scalars["examples_per_second"] = rate * self.dataset.global_batch_size
-        if self.step.applier.judges_finiteness:
+        if applier.judges_finiteness:
             scalars["skipped_steps"] = float(self._window_skipped)
-        if self.step.applier.loss_scale:
-            scalars["loss_scale"] = float(self.step.applier.loss_scale.scale.numpy())
+        if applier.loss_scale:
+            scalars["loss_scale"] = float(applier.loss_scale.scale.numpy())
         return scalars
 
     def _diverged(self, step: int, loss: float) -> None:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 import tensorflow as tf
 
-from ctl import replicas
+from ctl import outline, replicas
 from ctl.apply import Apply
 from ctl.errors import UsageError
 from ctl.reduce import all_reduce, densify
@@ -279,6 +279,9 @@ class TrainStep(_Step):
             )
         self.alone = replicas.is_alone(strategy)
         self._compiled = tf.function(self.compute, jit_compile=True)
+        self._computed = self.compute
+        if self.accumulate_steps > 1 and outline.is_needed(self.model):
+            self._computed = outline.apart(self.compute)  # of the loop over micro-batches
         self._compiled_phases = tf.function(self.phases, jit_compile=True)
         self.separate_dropout()
 
@@ -374,7 +377,7 @@ class TrainStep(_Step):
         return loss, [None if no else t for t, no in zip(totals, no_gradient, strict=True)]
 
     def _micro_step(self, batch: Any, divisor: int) -> tuple[tf.Tensor, list[tf.Tensor | None]]:
-        compute = self._compiled if self.jit_compile else self.compute
+        compute = self._compiled if self.jit_compile else self._computed
         loss, gradients, outputs = compute(batch, divisor)
         if outputs is not None:
             self.update_metrics(batch, outputs)

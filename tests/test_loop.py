@@ -195,6 +195,36 @@ def test_a_step_that_does_not_advance_is_named():
         make_loop(step_class=Forgetful).train(3)
 
 
+def test_python_of_the_user_decides_on_tensors(mirrored):
+    """AutoGraph is off in much of ctl, and must not be in what ctl calls."""
+
+    def rate(step):
+        if step < 2:
+            return 0.5
+        return 0.25
+
+    class Half(TrainStep):
+        def loss(self, batch):
+            losses, outputs = super().loss(batch)
+            if tf.reduce_sum(losses) > 0:
+                losses = losses * 0.0
+            return losses, outputs
+
+    loop = make_loop(
+        mirrored(2),
+        step_class=Half,
+        schedule=lambda step: rate(tf.cast(step, tf.int32)),
+        optimizer=lambda: keras.optimizers.SGD(1.0),
+        steps_per_loop=1,
+    )
+    before = [v.numpy() for v in loop.step.model.trainable_variables]
+    rates = [loop.train(step)["learning_rate"] for step in (1, 2, 3)]
+    assert rates == [0.5, 0.5, 0.25], "not those that the steps were made with"
+    assert loop.train(4)["loss"] == 0.0
+    for variable, value in zip(loop.step.model.trainable_variables, before, strict=True):
+        np.testing.assert_array_equal(variable.numpy(), value)
+
+
 # Training and evaluation -------------------------------------------------------------------------
 
 
