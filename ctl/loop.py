@@ -83,7 +83,7 @@ class Loop:
             )
         step.build(self.strategy, schedule)
         step.loop = weakref.ref(self)
-        self._is_apart = outline.is_needed(step.model)
+        self._is_apart = outline.is_needed(self.strategy, step.model)
         self._flight = self._watch()
         self._pace = Pace(steps_per_loop)
         self._marks = step.marks  # of the last call

@@ -14,6 +14,8 @@ from collections.abc import Callable
 import keras
 import tensorflow as tf
 
+from ctl.replicas import has_one_device
+
 _MAX_POOLING = (
     keras.layers.MaxPooling1D,
     keras.layers.MaxPooling2D,
@@ -21,10 +23,12 @@ _MAX_POOLING = (
 )
 
 
-def is_needed(model: keras.Model) -> bool:
-    """Whether ``model`` has layers of max-pooling, and its variables are on a CPU."""
+def is_needed(strategy: tf.distribute.Strategy, model: keras.Model) -> bool:
+    """Whether ``model`` has layers of max-pooling, and one replica on a CPU in this process. The
+    graph of several is cut into parts, where the order was right in each of 10 processes."""
     on_cpu = "CPU" in model.trainable_variables[0].value.device.upper()
-    return on_cpu and any(isinstance(layer, _MAX_POOLING) for layer in model._flatten_layers())
+    pools = any(isinstance(layer, _MAX_POOLING) for layer in model._flatten_layers())
+    return on_cpu and pools and has_one_device(strategy)
 
 
 def apart(function: Callable) -> Callable:

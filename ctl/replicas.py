@@ -30,6 +30,11 @@ def is_alone(strategy: tf.distribute.Strategy) -> bool:
     return isinstance(strategy, tf.distribute.OneDeviceStrategy) or is_default(strategy)
 
 
+def has_one_device(strategy: tf.distribute.Strategy) -> bool:
+    """Whether one replica runs in this process."""
+    return is_default(strategy) or len(strategy.extended.worker_devices) == 1
+
+
 def check_central_storage(
     strategy: tf.distribute.Strategy, model: keras.Model, accumulate_steps: int, jit_compile: bool
 ) -> None:

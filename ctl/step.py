@@ -280,7 +280,7 @@ class TrainStep(_Step):
         self.alone = replicas.is_alone(strategy)
         self._compiled = tf.function(self.compute, jit_compile=True)
         self._computed = self.compute
-        if self.accumulate_steps > 1 and outline.is_needed(self.model):
+        if self.accumulate_steps > 1 and outline.is_needed(strategy, self.model):
             self._computed = outline.apart(self.compute)  # of the loop over micro-batches
         self._compiled_phases = tf.function(self.phases, jit_compile=True)
         self.separate_dropout()

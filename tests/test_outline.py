@@ -9,6 +9,7 @@ import weakref
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from helpers import mlp
 
 from ctl import outline
@@ -38,14 +39,16 @@ def make_loop(strategy, accumulate_steps: int = 1) -> Loop:
     return Loop(step, data, strategy=strategy)
 
 
-def test_needed_where_there_is_max_pooling():
-    assert outline.is_needed(pooling())
-    assert not outline.is_needed(mlp())
+def test_needed_where_there_is_max_pooling_and_one_replica(mirrored):
+    assert outline.is_needed(tf.distribute.get_strategy(), pooling())
+    assert outline.is_needed(mirrored(1), pooling())
+    assert not outline.is_needed(mirrored(2), pooling())
+    assert not outline.is_needed(mirrored(1), mlp())
 
 
 @pytest.mark.parametrize("accumulate_steps", [1, 2])
 def test_its_gradient_is_in_no_graph_with_loops(mirrored, accumulate_steps):
-    library = make_loop(mirrored(2), accumulate_steps).traced().graph.as_graph_def().library
+    library = make_loop(mirrored(1), accumulate_steps).traced().graph.as_graph_def().library
     pools = [f for f in library.function if any(n.op == "MaxPoolGrad" for n in f.node_def)]
     assert pools
     for function in pools:
@@ -53,11 +56,13 @@ def test_its_gradient_is_in_no_graph_with_loops(mirrored, accumulate_steps):
         assert not [n.op for n in function.node_def if n.op in ("While", "StatelessWhile")]
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("accumulate_steps", [1, 2])
-def test_trains_as_one_replica_without(mirrored, monkeypatch, accumulate_steps):
-    loop = make_loop(mirrored(2), accumulate_steps)
+def test_trains_as_one_replica_without(mirrored, monkeypatch, replicas, accumulate_steps):
+    monkeypatch.setattr(outline, "is_needed", lambda *_: True)
+    loop = make_loop(mirrored(replicas), accumulate_steps)
     result = loop.train(5)
-    monkeypatch.setattr(outline, "is_needed", lambda _: False)
+    monkeypatch.setattr(outline, "is_needed", lambda *_: False)
     plain = make_loop(mirrored(1))
     assert result["loss"] == pytest.approx(plain.train(5)["loss"], rel=1e-5)
     for one, other in zip(loop.step.model.variables, plain.step.model.variables, strict=True):
