@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TextIO
 
 from absl import logging
 
@@ -102,6 +103,14 @@ def load_tensorflow(errors: bool = True) -> None:
         tf.config.list_physical_devices()
     gc.freeze()
     gc.enable()
+
+
+def give_up(stream: TextIO) -> None:
+    """What is written to ``stream`` from here on is lost, also what is in its buffer: it cannot be
+    written, and would raise again when the process ends."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, stream.fileno())
+    os.close(null)
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from typing import Any
 
 from absl import app, flags
 
+from ctl.console import give_up
 from ctl.errors import CtlError, PeerError, UsageError
 from ctl.watchdog import leave
 
@@ -66,7 +67,7 @@ def run(main: Callable[..., None], usage: str, *, takes_command: bool = False) -
         except KeyboardInterrupt:
             _fail("interrupted", 130)
         except BrokenPipeError:  # of `| head`, which has read enough
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            give_up(sys.stdout)
             raise SystemExit(128 + signal.SIGPIPE) from None
 
     app.run(call, flags_parser=parse)

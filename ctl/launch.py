@@ -23,6 +23,7 @@ from typing import TextIO
 
 from absl import flags
 
+from ctl.console import give_up
 from ctl.errors import DivergedError, PeerError, Preempted, UsageError
 from ctl.flags import group
 from ctl.flags import run as run_command
@@ -381,12 +382,12 @@ def _write(target: TextIO, line: str) -> None:
         try:
             target.write(line + "\n")  # at once: `print` writes the end of the line apart
             target.flush()
+            return
         except OSError as error:
-            null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, target.fileno())
-            os.close(null)
-            lost = f"cannot write to {target.name}: {error.strerror}; the job goes on without it"
-            print(f"[launch] {lost}", file=sys.stderr, flush=True)
+            give_up(target)
+            reason = error.strerror
+    # Not in a `print`: of `2>&1 | head`, nobody reads this either.
+    _say(f"cannot write to {target.name}: {reason}; the job goes on without it")
 
 
 if __name__ == "__main__":

@@ -91,6 +91,24 @@ def test_a_job_whose_output_nobody_reads_goes_on():
     ]
 
 
+def test_a_job_of_which_nobody_reads_anything_goes_on(tmp_path):
+    """`2>&1 | head`: what it says of that is not read either."""
+    write = "[print('x' * 50, flush=True) for _ in range(10000)]"
+    code = f"{write}; open('{tmp_path}/' + str(task), 'w').close()"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ctl.launch", "--workers=2", "--", sys.executable, "-c", WHO + code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    process.stdout.readline()
+    process.stdout.close()
+    try:
+        assert process.wait(timeout=60) == 0
+    finally:
+        process.kill()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["0", "1"]
+
+
 def test_ports_differ():
     addresses = cluster(50)["worker"]
     assert len(set(addresses)) == 50
