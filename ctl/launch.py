@@ -386,7 +386,7 @@ def _write(target: TextIO, line: str) -> None:
         except OSError as error:
             give_up(target)
             reason = error.strerror
-    # Not in a `print`: of `2>&1 | head`, nobody reads this either.
+    # Of `2>&1 | head`, nobody reads this either.
     _say(f"cannot write to {target.name}: {reason}; the job goes on without it")
 
 

@@ -83,7 +83,6 @@ class Loop:
             )
         step.build(self.strategy, schedule)
         step.loop = weakref.ref(self)
-        self._is_apart = outline.is_needed(self.strategy, step.model)
         self._flight = self._watch()
         self._pace = Pace(steps_per_loop)
         self._marks = step.marks  # of the last call
@@ -119,7 +118,7 @@ class Loop:
                 every = losses, block, first, count, resident
                 losses = strategy.run(self._compiled_steps, args=every)
             else:
-                one_step = self._every_replica_apart if self._is_apart else self._every_replica
+                one_step = self._every_replica_apart if self.step.apart else self._every_replica
                 static = marks, bytes_per_pack, jit_compile
                 for number in tf.range(first, first + count):
                     losses = one_step(losses, block, number, resident, *static)

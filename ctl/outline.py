@@ -14,7 +14,7 @@ from collections.abc import Callable
 import keras
 import tensorflow as tf
 
-from ctl.replicas import has_one_device
+from ctl.replicas import has_one_device, layers_of
 
 _MAX_POOLING = (
     keras.layers.MaxPooling1D,
@@ -27,7 +27,7 @@ def is_needed(strategy: tf.distribute.Strategy, model: keras.Model) -> bool:
     """Whether ``model`` has layers of max-pooling, and one replica on a CPU in this process. The
     graph of several is cut into parts, where the order was right in each of 10 processes."""
     on_cpu = "CPU" in model.trainable_variables[0].value.device.upper()
-    pools = any(isinstance(layer, _MAX_POOLING) for layer in model._flatten_layers())
+    pools = any(isinstance(layer, _MAX_POOLING) for layer in layers_of(model))
     return on_cpu and pools and has_one_device(strategy)
 
 

@@ -35,6 +35,11 @@ def has_one_device(strategy: tf.distribute.Strategy) -> bool:
     return is_default(strategy) or len(strategy.extended.worker_devices) == 1
 
 
+def layers_of(model: keras.Model) -> list[keras.Layer]:
+    """Its layers, nested ones too."""
+    return list(model._flatten_layers())  # Keras has no public way into nested layers
+
+
 def check_central_storage(
     strategy: tf.distribute.Strategy, model: keras.Model, accumulate_steps: int, jit_compile: bool
 ) -> None:
@@ -47,7 +52,7 @@ def check_central_storage(
             "central_storage with several replicas has neither --accumulate_steps nor "
             "--jit_compile; use mirrored"
         )
-    for layer in model._flatten_layers():
+    for layer in layers_of(model):
         norm = isinstance(layer, keras.layers.BatchNormalization) and layer.trainable
         if norm or hasattr(layer, "seed_generator"):
             raise UsageError(
@@ -61,7 +66,7 @@ def batch_norm_statistics(model: keras.Model) -> list[tf.Variable]:
     BatchNorm layers that train and are not synchronized."""
     return [
         statistic.value
-        for layer in model._flatten_layers()  # Keras has no public way into nested layers
+        for layer in layers_of(model)
         if isinstance(layer, keras.layers.BatchNormalization)
         and layer.trainable
         and not layer.synchronized

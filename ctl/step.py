@@ -278,9 +278,11 @@ class TrainStep(_Step):
                 jit_update=self.jit_update,
             )
         self.alone = replicas.is_alone(strategy)
+        # Whether the loop must call it as a function of its own.
+        self.apart = outline.is_needed(strategy, self.model)
         self._compiled = tf.function(self.compute, jit_compile=True)
         self._computed = self.compute
-        if self.accumulate_steps > 1 and outline.is_needed(strategy, self.model):
+        if self.apart and self.accumulate_steps > 1:
             self._computed = outline.apart(self.compute)  # of the loop over micro-batches
         self._compiled_phases = tf.function(self.phases, jit_compile=True)
         self.separate_dropout()
