@@ -42,7 +42,7 @@ def define_device_flags(training: bool = True) -> None:
     if training:
         _define_worker_flags()
     if training:
-        check_flags(["global_batch_size", "replicas"], _check_batch)
+        check_flags(["global_batch_size", "replicas", "accumulate_steps"], _check_batch)
 
 
 def _define_worker_flags() -> None:
@@ -60,7 +60,11 @@ def _define_worker_flags() -> None:
             "communication", "auto", names.COMMUNICATIONS, "How workers all-reduce; ring is gRPC."
         )
         flags.DEFINE_float(
-            "startup_timeout", 300.0, "Seconds to wait for the other workers.", lower_bound=1
+            "startup_timeout",
+            300.0,
+            "Seconds to wait for the other workers: to come, to load their data and build their "
+            "model.",
+            lower_bound=1,
         )
         flags.DEFINE_float(
             "collective_timeout",
@@ -104,12 +108,17 @@ def _check_devices(strategy: str, replicas: int | None, tpu: str) -> None:
         raise UsageError("--tpu has no effect without --strategy=tpu")
 
 
-def _check_batch(global_batch_size: int, replicas: int | None) -> None:
+def _check_batch(global_batch_size: int, replicas: int | None, accumulate_steps: int) -> None:
     if replicas and global_batch_size % replicas:
         more = -(-global_batch_size // replicas) * replicas
         raise UsageError(
             f"--global_batch_size={global_batch_size} is not divisible by --replicas={replicas}; "
             f"{more} is"
+        )
+    if accumulate_steps > global_batch_size // (replicas or 1):
+        raise UsageError(
+            f"--accumulate_steps={accumulate_steps} cannot cut the "
+            f"{global_batch_size // (replicas or 1)} examples of a replica; use as many at most"
         )
 
 

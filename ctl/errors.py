@@ -10,6 +10,10 @@ class CtlError(Exception):
 
     exit_code = 1
 
+    def __str__(self) -> str:
+        """The one line, without the stack that AutoGraph puts before it while it traces."""
+        return super().__str__().rstrip().rpartition(f"\n    {type(self).__name__}: ")[2]
+
 
 class UsageError(CtlError):
     """The request cannot work: a bad flag, missing data, a wrong argument."""

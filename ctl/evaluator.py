@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from ctl import watchdog, workers
+from ctl import share, watchdog, workers
 from ctl.data import as_dataset
 from ctl.errors import UsageError
 from ctl.feed import distribute
@@ -116,7 +116,10 @@ class Evaluator:
             start = time.perf_counter()
             report = self._pace.report(asked_to_stop())
             try:
-                with watchdog.collective("the evaluation", first=not self._pace.traced):
+                with (
+                    watchdog.collective("the evaluation", first=not self._pace.traced),
+                    share.refusals(),
+                ):
                     sums = self._eval_steps(iterator, self._resident, tf.constant(steps), report)
                     *sums, asked, pace = sums.numpy()
             except tf.errors.OutOfRangeError:

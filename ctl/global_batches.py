@@ -19,6 +19,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from ctl import share
 from ctl.errors import UsageError
 
 
@@ -38,8 +39,9 @@ class GlobalBatches:
     """A ``tf.data.Dataset`` of your own, whose elements are global batches.
 
     It is resumed with ``skip``, which reads and drops all batches before: exact where the dataset
-    is deterministic, at a cost that grows with the step. To train, it is repeated for ever. Its
-    autotuning is turned off (`distribution_options` says why) unless its options ask for it.
+    is deterministic, at a cost that grows with the step. To train, it is repeated for ever.
+    Elements without examples are left out. Its autotuning is turned off (`distribution_options`
+    says why) unless its options ask for it.
     """
 
     num_examples: int | None = None
@@ -56,6 +58,8 @@ class GlobalBatches:
             options = tf.data.Options()
             options.autotune.enabled = False
             dataset = dataset.with_options(options)
+        if None in _sizes(dataset):
+            dataset = dataset.filter(_has_examples)
         self._dataset = dataset.repeat() if training else dataset
         self._global_batch_size = global_batch_size
         self.info = DatasetInfo("tf.data")
@@ -66,10 +70,7 @@ class GlobalBatches:
         """None where it is neither static nor was given."""
         if self._global_batch_size:
             return self._global_batch_size
-        sizes = {
-            spec.shape[0] if spec.shape.rank else None
-            for spec in tf.nest.flatten(self._dataset.element_spec)
-        }
+        sizes = _sizes(self._dataset)
         return sizes.pop() if len(sizes) == 1 else None
 
     def batches(self, start_step: int = 0) -> tf.data.Dataset:
@@ -85,6 +86,17 @@ class GlobalBatches:
     def fingerprint(self) -> dict[str, Any]:
         """Empty: nothing is known of the data."""
         return {}
+
+
+def _sizes(dataset: tf.data.Dataset) -> set[int | None]:
+    """Leading dimensions of what is in an element of ``dataset``, None where they may vary."""
+    specs = tf.nest.flatten(dataset.element_spec)
+    return {spec.shape[0] if spec.shape.rank else None for spec in specs}
+
+
+@tf.autograph.experimental.do_not_convert
+def _has_examples(*element: Any) -> tf.Tensor:
+    return share.rows(element) > 0
 
 
 def check_batch_size(global_batch_size: int, num_examples: int, training: bool) -> None:

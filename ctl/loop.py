@@ -19,7 +19,7 @@ import tensorflow as tf
 from absl import logging
 
 import ctl
-from ctl import outline, watchdog, workers
+from ctl import outline, share, watchdog, workers
 from ctl.actions import Action, Status
 from ctl.checkpoint import CheckpointManager, Saved
 from ctl.data import as_dataset
@@ -81,6 +81,12 @@ class Loop:
             raise UsageError(
                 f"the global batch size {size} is not divisible by {replicas} replicas"
             )
+        if size and step.accumulate_steps > size // replicas:
+            raise UsageError(
+                f"accumulate_steps={step.accumulate_steps} cannot cut the {size // replicas} "
+                "examples of a replica; use as many at most"
+            )
+        workers.watch(self.strategy)
         step.build(self.strategy, schedule)
         step.loop = weakref.ref(self)
         self._flight = self._watch()
@@ -519,7 +525,10 @@ class Loop:
     def _ending_well(self, doing: str) -> Iterator[None]:
         """Saves when a signal asked to stop; names the peers that were lost."""
         try:
-            with workers.naming_lost_peers(self.strategy, doing, lambda: self.global_step):
+            with (
+                workers.naming_lost_peers(self.strategy, doing, lambda: self.global_step),
+                share.refusals(),
+            ):
                 yield
         except StopRequested:
             step = self.global_step

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import keras
 import tensorflow as tf
 
@@ -74,11 +77,38 @@ def batch_norm_statistics(model: keras.Model) -> list[tf.Variable]:
     ]
 
 
+def synchronizes(model: keras.Model) -> bool:
+    """Whether a layer that trains makes statistics of all replicas in its forward pass."""
+    return any(
+        isinstance(layer, keras.layers.BatchNormalization)
+        and layer.trainable
+        and layer.synchronized
+        for layer in layers_of(model)
+    )
+
+
+def dropout_seeds(model: keras.Model) -> list[tf.Variable]:
+    """The state of its seed generators, integers [2]: a seed, and how many masks it has drawn."""
+    variables = model.non_trainable_variables
+    return [v.value for v in variables if v.path.endswith("seed_generator_state")]
+
+
+@contextlib.contextmanager
+def drawing_alike(model: keras.Model, parts: int | tf.Tensor, most: int) -> Iterator[None]:
+    """Inside, ``model`` is called ``parts`` times, at most ``most``. Afterwards its seeds are as if
+    it had been called ``most`` times: replicas whose ``parts`` differ stay in step, and the seeds
+    of replica 0 tell those of all, as `separate_dropout` wants it after a restore."""
+    seeds = [] if isinstance(parts, int) else dropout_seeds(model)
+    before = [seed.read_value() for seed in seeds]
+    yield
+    for seed, old in zip(seeds, before, strict=True):
+        drawn = (seed.read_value() - old) // tf.cast(parts, seed.dtype)
+        seed.assign(old + drawn * tf.cast(most, seed.dtype))
+
+
 def separate_dropout(strategy: tf.distribute.Strategy, model: keras.Model) -> None:
     """Gives each replica seeds of its own, out of replica 0's."""
-    seeds = [
-        v.value for v in model.non_trainable_variables if v.path.endswith("seed_generator_state")
-    ]
+    seeds = dropout_seeds(model)
 
     def shift() -> None:
         replica = tf.distribute.get_replica_context().replica_id_in_sync_group

@@ -17,6 +17,7 @@ is counted and summed with the gradients, in the same pack.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 import tensorflow as tf
 
-from ctl import outline, replicas
+from ctl import outline, replicas, share
 from ctl.apply import Apply
 from ctl.errors import UsageError
 from ctl.reduce import all_reduce, densify
@@ -93,21 +94,41 @@ class _Step:
         Returns:
             Losses [n], each times its weight, or ``(losses, outputs)``.
         """
-        features, labels, weights = unpack(batch)
+        features, labels, weights = share.unpack(batch)
         outputs = self.model(self.preprocess(features), training=self.training)
         losses = self.loss_fn(labels, outputs)
         if losses.shape.rank != 1:
             raise UsageError(
                 f"loss_fn returned shape {losses.shape}, not one loss for each example: return the "
-                "mean over the other axes, or override loss() and count()"
+                "mean over the other axes"
             )
-        return (losses if weights is None else losses * weights), outputs
+        if weights is None:
+            return losses, outputs
+        if not weights.shape.is_compatible_with(losses.shape) or weights.shape.rank is None:
+            raise UsageError(
+                f"the weights of a batch have shape {weights.shape}, its losses {losses.shape}: "
+                "give one weight for each example, [n] or [n, 1]"
+            )
+        return losses * tf.cast(weights, losses.dtype), outputs
+
+    def total_loss(self, batch: Any) -> tuple[tf.Tensor, Any]:
+        """The sum of what `loss` returns, a float32 scalar, and the outputs for metrics or None.
+
+        Raises:
+            UsageError: `loss` returned anything but one loss for each example.
+        """
+        losses = self.loss(batch)
+        losses, outputs = losses if isinstance(losses, tuple) else (losses, None)
+        # A step that counts by itself, views of examples for instance, has as many losses as that.
+        count = share.rows(batch) if type(self).count is _Step.count else None
+        losses = share.one_for_each_example(losses, count)
+        return tf.reduce_sum(tf.cast(losses, tf.float32)), outputs
 
     @tf.autograph.experimental.do_not_convert
     def count(self, batch: Any) -> int | tf.Tensor:
         """How many examples are valid in this replica's batch: the sum of their weights, where it
         has weights. A Python integer promises that *every* batch on every replica has this many."""
-        features, _, weights = unpack(batch)
+        features, _, weights = share.unpack(batch)
         if weights is not None:
             return tf.reduce_sum(tf.cast(weights, tf.float32))
         first = tf.nest.flatten(features)[0]
@@ -115,7 +136,7 @@ class _Step:
 
     def update_metrics(self, batch: Any, outputs: Any) -> None:
         """Updates ``self.metrics``: no collective, replicas are combined when a result is read."""
-        _, labels, weights = unpack(batch)
+        _, labels, weights = share.unpack(batch)
         replica = tf.distribute.get_replica_context()
         if replica and replicas.shares_variables(replica.strategy):
             # All replicas have one copy of a metric: what each assigned to it would be summed, with
@@ -170,18 +191,6 @@ class _Step:
     def reset_metrics(self) -> None:
         for metric in self.metrics:
             metric.reset_state()
-
-
-@tf.autograph.experimental.do_not_convert
-def unpack(batch: Any) -> tuple[Any, Any, tf.Tensor | None]:
-    """``(features, labels[, weights])`` with the missing weights as None."""
-    if not isinstance(batch, tuple | list) or len(batch) not in (2, 3):
-        raise UsageError(
-            "a batch must be (features, labels) or (features, labels, weights); for any other form "
-            "override loss(), count() and update_metrics()"
-        )
-    features, labels, *weights = batch
-    return features, labels, weights[0] if weights else None
 
 
 class TrainStep(_Step):
@@ -267,6 +276,7 @@ class TrainStep(_Step):
         self.strategy = strategy
         self._trainable = [v.value for v in self.model.trainable_variables]
         self._statistics = self.replica_statistics() if strategy.num_replicas_in_sync > 1 else []
+        self._synchronizes = replicas.synchronizes(self.model)
         with strategy.scope():
             self.applier = Apply(
                 self.optimizer,
@@ -363,24 +373,33 @@ class TrainStep(_Step):
             return self._micro_step(batch, divisor)
         no_gradient = []
 
-        def body(part, loss, totals):
-            more, gradients = self._micro_step(self.micro_batch(batch, part), divisor)
+        def body(micro_batch, part, loss, totals):
+            more, gradients = self._micro_step(micro_batch(part), divisor)
             no_gradient[:] = [g is None for g in gradients]
             totals = [t if g is None else t + g for t, g in zip(totals, gradients, strict=True)]
             return part + 1, loss + more, totals
 
-        # A graph loop, one iteration at a time: the memory of one micro-batch, traced once.
-        _, loss, totals = tf.while_loop(
-            lambda part, *_: part < self.accumulate_steps,
-            body,
-            (0, 0.0, [tf.zeros_like(v) for v in self._trainable]),
-            parallel_iterations=1,
-        )
+        loss, totals = 0.0, [tf.zeros_like(v) for v in self._trainable]
+        groups = share.micro_batches(batch, self.accumulate_steps)
+        done = sum(parts for parts, _ in groups)
+        with replicas.drawing_alike(self.model, done, self.accumulate_steps):
+            for parts, micro_batch in groups:
+                # A graph loop, one iteration at a time: the memory of one micro-batch.
+                _, loss, totals = tf.while_loop(
+                    lambda part, *_, parts=parts: part < parts,
+                    functools.partial(body, micro_batch),
+                    (0, loss, totals),
+                    parallel_iterations=1,
+                )
         return loss, [None if no else t for t, no in zip(totals, no_gradient, strict=True)]
 
     def _micro_step(self, batch: Any, divisor: int) -> tuple[tf.Tensor, list[tf.Tensor | None]]:
         compute = self._compiled if self.jit_compile else self._computed
-        loss, gradients, outputs = compute(batch, divisor)
+        computed, empty = share.filled(batch)
+        if empty is not None and self._synchronizes:
+            share.refuse_empty(empty)
+        loss, gradients, outputs = compute(computed, divisor)
+        (loss, gradients), outputs = share.dropped(empty, (loss, gradients), outputs)
         if outputs is not None:
             self.update_metrics(batch, outputs)
         return loss, gradients
@@ -399,9 +418,7 @@ class TrainStep(_Step):
 
     def forward(self, batch: Any) -> tuple[tf.Tensor, Any]:
         """The sum of the losses of a (micro-)batch, and outputs for the metrics or None."""
-        losses = self.loss(batch)
-        losses, outputs = losses if isinstance(losses, tuple) else (losses, None)
-        loss = tf.reduce_sum(tf.cast(losses, tf.float32))
+        loss, outputs = self.total_loss(batch)
         if self.model.losses:
             # Regularizers count once for each global batch, however it is split.
             penalty = tf.add_n([tf.cast(p, tf.float32) for p in self.model.losses])
@@ -414,20 +431,6 @@ class TrainStep(_Step):
         return [None if g is None else densify(g) for g in gradients]
 
     @tf.autograph.experimental.do_not_convert
-    def micro_batch(self, batch: Any, part: tf.Tensor) -> Any:
-        """Micro-batch ``part`` of ``accumulate_steps``; sizes differ by at most one example."""
-        steps = self.accumulate_steps
-
-        def cut(tensor: tf.Tensor) -> tf.Tensor:
-            size = tensor.shape[0]
-            if size and size % steps == 0:  # keeps the shape static, for XLA
-                return tf.reshape(tensor, [steps, size // steps, *tensor.shape[1:]])[part]
-            size = tf.shape(tensor)[0]
-            return tensor[part * size // steps : (part + 1) * size // steps]
-
-        return tf.nest.map_structure(cut, batch)
-
-    @tf.autograph.experimental.do_not_convert
     def reduce(
         self, loss: tf.Tensor, count: Any, gradients: list[tf.Tensor | None]
     ) -> tuple[tf.Tensor, list[tf.Tensor | None]]:
@@ -435,7 +438,7 @@ class TrainStep(_Step):
 
         What else must be summed rides along in the packs: the number of valid examples where it is
         not known while tracing, and BatchNorm's moving statistics, which each replica has updated
-        with its own part of the batch and which become their mean.
+        with its own part of the batch and which become their mean, weighted by that number.
 
         Returns:
             The replica's loss over the global batch size, and the gradient of the global batch.
@@ -443,13 +446,18 @@ class TrainStep(_Step):
         dense = [g for g in gradients if g is not None]
         counted = [] if isinstance(count, int) else [tf.cast(count, tf.float32)]
         statistics = [v.read_value() for v in self._statistics]
+        if counted:  # what a replica without examples has made of its own counts nothing, NaN too
+            weigh = tf.math.multiply_no_nan
+            statistics = [weigh(s, tf.cast(count, s.dtype)) for s in statistics]
         tensors = [*dense, *statistics, *counted]
         reduced = all_reduce(tensors, bytes_per_pack=self.bytes_per_pack, options=self.options)
         if self.marks is not None:
             self.marks.mark_packs(tensors, reduced)
-        means = reduced[len(dense) : len(dense) + len(statistics)]
-        for variable, total in zip(self._statistics, means, strict=True):
-            variable.assign(total / self.strategy.num_replicas_in_sync)
+        everything = reduced[-1] if counted else self.strategy.num_replicas_in_sync
+        totals = reduced[len(dense) : len(dense) + len(statistics)]
+        for variable, total in zip(self._statistics, totals, strict=True):
+            mean = total / tf.cast(everything, total.dtype)
+            variable.assign(tf.where(everything > 0, mean, variable) if counted else mean)
         dense = reduced[: len(dense)]
         if counted:
             dense = [tf.math.divide_no_nan(g, tf.cast(reduced[-1], g.dtype)) for g in dense]
@@ -502,9 +510,8 @@ class EvalStep(_Step):
 
     def __call__(self, batch: Any) -> tf.Tensor:
         """float32 [2]: sum of the losses and number of valid examples of this replica's part."""
-        losses = self.loss(batch)
-        losses, outputs = losses if isinstance(losses, tuple) else (losses, None)
+        computed, empty = share.filled(batch)
+        loss, outputs = share.dropped(empty, *self.total_loss(computed))
         if outputs is not None:
             self.update_metrics(batch, outputs)
-        loss = tf.reduce_sum(tf.cast(losses, tf.float32))
         return tf.stack([loss, tf.cast(self.count(batch), tf.float32)])

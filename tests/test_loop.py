@@ -525,6 +525,12 @@ def test_batches_that_replicas_cannot_share(mirrored, replicas):
         make_loop(mirrored(replicas), data=data)
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_more_micro_batches_than_examples(mirrored, replicas):
+    with pytest.raises(UsageError, match=f"accumulate_steps=17 .* the {16 // replicas} examples"):
+        make_loop(mirrored(replicas), step_options={"accumulate_steps": 17})
+
+
 @pytest.mark.parametrize("method", ["save", "restore"])
 def test_without_checkpoints_or_evaluator(method):
     loop = make_loop()

@@ -10,12 +10,17 @@ from helpers import (
     BATCH,
     CLASSES,
     FEATURES,
+    STEPS,
     adam,
     assert_replicas_agree,
+    both,
+    cut,
     examples,
+    keras_loss,
     largest_difference,
     mlp,
     precision,
+    train,
 )
 
 from ctl.apply import PROVEN
@@ -23,86 +28,12 @@ from ctl.errors import UsageError
 from ctl.loop import Evaluator, Loop
 from ctl.step import EvalStep, TrainStep, cross_entropy
 
-STEPS = 20
-
 REPLICAS = pytest.mark.parametrize("replicas", [1, 2, 4])
 # Where nothing depends on their number but that there are several.
 FEW_REPLICAS = pytest.mark.parametrize("replicas", [1, 2])
 
 # Rates at which 20 steps move the weights by 0.01 to 1: an update left out would be seen.
 RATES = {"Adadelta": 1.0, "Ftrl": 0.05, "SGD": 0.1, "Lion": 1e-3}
-
-
-def keras_loss(labels, logits):
-    return keras.losses.sparse_categorical_crossentropy(labels, logits, from_logits=True)
-
-
-def plain_keras(model, optimizer, batches, *, schedule=None) -> None:
-    """The reference: one device, no strategy, Keras's own optimizer.apply of the mean loss."""
-    variables = model.trainable_variables
-
-    @tf.function(reduce_retracing=True)
-    def step(features, labels, weights):
-        with tf.GradientTape() as tape:
-            losses = keras_loss(labels, model(features, training=True)) * weights
-            loss = tf.reduce_sum(losses) / tf.reduce_sum(weights)
-            loss += tf.add_n(model.losses) if model.losses else 0.0
-            scaled = optimizer.scale_loss(loss)
-        gradients = tape.gradient(scaled, [v.value for v in variables])
-        # Densified: Keras does not sum duplicate rows of sparse gradients.
-        optimizer.apply([tf.convert_to_tensor(g) for g in gradients], variables)
-
-    for number, (features, labels, *weights) in enumerate(batches):
-        if schedule:
-            optimizer.learning_rate = float(schedule(number))
-        weights = weights[0] if weights else np.ones(len(labels), np.float32)
-        step(tf.constant(features), tf.constant(labels), tf.constant(weights))
-
-
-def cut(arrays, size: int = BATCH) -> list[tuple]:
-    return [tuple(a[i : i + size] for a in arrays) for i in range(0, len(arrays[0]), size)]
-
-
-def train(
-    strategy,
-    make_model,
-    make_optimizer,
-    arrays,
-    *,
-    weights=None,
-    full=True,
-    schedule=None,
-    steps=STEPS,
-    step_class=TrainStep,
-    **options,
-):
-    """Trains with ctl on batches of ``arrays``; full batches of a static shape unless told."""
-    with strategy.scope():
-        model = make_model()
-        if weights is not None:
-            model.set_weights(weights)
-        step = step_class(model, make_optimizer(), **options)
-    dataset = tf.data.Dataset.from_tensor_slices(arrays).batch(BATCH, drop_remainder=full)
-    loop = Loop(step, dataset.repeat(), strategy=strategy, schedule=schedule)
-    loop.train(steps)
-    assert loop.global_step == steps
-    assert loop._train_steps.experimental_get_tracing_count() == 1
-    return loop
-
-
-def both(strategy, make_optimizer, arrays=None, *, make_model=mlp, reference=None, **options):
-    """Trains the reference and ours from the same weights; returns both models and the loop."""
-    arrays = examples() if arrays is None else arrays
-    theirs = make_model()
-    weights = [w.copy() for w in theirs.get_weights()]
-    optimizer = (reference or make_optimizer)()
-    plain_keras(theirs, optimizer, cut(arrays), schedule=options.get("schedule"))
-    loop = train(strategy, make_model, make_optimizer, arrays, weights=weights, **options)
-    ours = loop.step.model
-    assert_replicas_agree(strategy, ours.trainable_variables)
-    moved = largest_difference(ours.get_weights(), weights)
-    assert moved > 5e-3, f"20 steps moved the weights by {moved} only"
-    return ours, theirs, loop, optimizer
 
 
 @REPLICAS

@@ -1,0 +1,388 @@
+"""A replica's share of a batch: micro-batches, no examples at all, and losses and weights of shapes
+that would be scaled wrongly."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import (
+    BATCH,
+    CLASSES,
+    FEATURES,
+    STEPS,
+    adam,
+    assert_replicas_agree,
+    both,
+    examples,
+    largest_difference,
+    mlp,
+    train,
+)
+
+from ctl import share
+from ctl.checkpoint import CheckpointManager
+from ctl.data import GlobalBatches, InMemory
+from ctl.errors import UsageError
+from ctl.evaluator import Evaluator
+from ctl.loop import Loop
+from ctl.step import EvalStep, TrainStep
+
+# 19 batches of 16 and one of 5: on 4 replicas 2, 2, 1 and no examples.
+PARTIAL = (STEPS - 1) * BATCH + 5
+
+
+def convolutions() -> keras.Model:
+    """Of no examples, a convolution makes a tensor of another shape, and its gradient aborts the
+    process. What comes after it says so in evaluation, too."""
+    return keras.Sequential(
+        [
+            keras.layers.Input([FEATURES]),
+            keras.layers.Reshape([3, 4, 1]),
+            keras.layers.Conv2D(4, 2, activation="tanh", padding="same", use_bias=False),
+            keras.layers.Rescaling([1.0, 2.0, 3.0, 4.0], 0.1),
+            keras.layers.Flatten(),
+            keras.layers.Dense(CLASSES),
+        ]
+    )
+
+
+def unit_length() -> keras.Model:
+    """Of an example of zeros it makes NaN, and so do its gradients."""
+    return keras.Sequential(
+        [
+            keras.layers.Input([FEATURES]),
+            keras.layers.Dense(8, use_bias=False),
+            keras.layers.Lambda(lambda x: x / tf.norm(x, axis=-1, keepdims=True)),
+            keras.layers.Dense(CLASSES),
+        ]
+    )
+
+
+def normalized(**options) -> keras.Model:
+    return keras.Sequential(
+        [
+            keras.layers.Input([FEATURES]),
+            keras.layers.BatchNormalization(momentum=0.8, **options),
+            keras.layers.Dropout(0.3, seed=3),
+            keras.layers.Dense(CLASSES),
+        ]
+    )
+
+
+class TestMicroBatches:
+    @pytest.mark.parametrize("static", [True, False], ids=["static", "dynamic"])
+    @pytest.mark.parametrize("parts", [2, 3, 8])
+    def test_all_examples_in_order_of_sizes_that_differ_by_one(self, parts, static):
+        for count in range(1 if static else 0, 20):
+            spec = tf.TensorSpec([count if static else None, 2], tf.int32)
+
+            @tf.function(input_signature=[spec])
+            def cut(examples):
+                groups = share.micro_batches({"x": examples}, parts)
+                sizes = tf.TensorArray(tf.int32, parts, element_shape=[])
+                joined, done = tf.zeros([0, 2], tf.int32), 0
+                for number, micro_batch in groups:
+                    for part in tf.range(number):
+                        tf.autograph.experimental.set_loop_options(
+                            shape_invariants=[(joined, tf.TensorShape([None, 2]))]
+                        )
+                        piece = micro_batch(part)["x"]
+                        joined = tf.concat([joined, piece], 0)
+                        sizes = sizes.write(done, tf.shape(piece)[0])
+                        done += 1
+                return joined, sizes.stack()[:done]
+
+            values = np.arange(2 * count, dtype=np.int32).reshape(count, 2)
+            joined, sizes = cut(tf.constant(values, shape=[count, 2]))
+            np.testing.assert_array_equal(joined, values)
+            assert len(sizes) == max(1, min(parts, count))
+            assert max(sizes) - min(sizes) <= 1
+
+    @pytest.mark.parametrize("replicas", [1, 2])
+    @pytest.mark.parametrize("count", [STEPS * BATCH, PARTIAL], ids=["full", "partial"])
+    @pytest.mark.parametrize("model", [mlp, convolutions])
+    @pytest.mark.parametrize("parts", [3, 5])
+    def test_compiled(self, mirrored, replicas, count, model, parts):
+        """Micro-batches of two sizes; XLA took a slice of both sizes for one of the larger."""
+        default = tf.distribute.get_strategy()
+        strategy = default if replicas == 1 else mirrored(replicas)
+        ours, theirs, *_ = both(
+            strategy,
+            adam(),
+            examples(count),
+            make_model=model,
+            full=count != PARTIAL,
+            jit_compile=True,
+            accumulate_steps=parts,
+        )
+        assert largest_difference(ours.get_weights(), theirs.get_weights()) <= 2e-6
+
+
+class TestNoExamples:
+    @pytest.mark.parametrize(
+        "options",
+        [{}, {"accumulate_steps": 3}, {"jit_compile": True}, {"bytes_per_pack": 200}],
+        ids=lambda options: next(iter(options), "plain"),
+    )
+    @pytest.mark.parametrize("model", [convolutions, unit_length])
+    def test_training_equals_one_device(self, mirrored, model, options):
+        ours, theirs, *_ = both(
+            mirrored(4),
+            lambda: keras.optimizers.SGD(0.1),
+            examples(PARTIAL),
+            make_model=model,
+            full=False,
+            **options,
+        )
+        assert largest_difference(ours.get_weights(), theirs.get_weights()) <= 1e-6
+
+    @pytest.mark.parametrize("parts", [1, 3])
+    def test_statistics_are_those_of_replicas_with_examples(self, mirrored, parts):
+        features, labels = examples(6)
+        strategy = mirrored(4)
+        with strategy.scope():
+            model = normalized()
+            step = TrainStep(model, keras.optimizers.SGD(0.0), accumulate_steps=parts)
+        # TensorFlow splits them as 2, 2, 2 and 0.
+        batches = tf.data.Dataset.from_tensor_slices((features, labels)).batch(6)
+        Loop(step, batches, strategy=strategy).train(3)
+        mean, variance = np.zeros(FEATURES), np.ones(FEATURES)
+        for _ in range(3):
+            means, variances = [], []
+            for share_of_one in np.split(features.astype(np.float64), 3):
+                # A micro-batch has 1 example, where there are more than one.
+                pieces = np.split(share_of_one, min(parts, 2))
+                m, v = mean, variance
+                for piece in pieces:
+                    m = 0.8 * m + 0.2 * piece.mean(axis=0)
+                    v = 0.8 * v + 0.2 * piece.var(axis=0)
+                means.append(m)
+                variances.append(v)
+            mean, variance = np.mean(means, axis=0), np.mean(variances, axis=0)
+        norm = model.layers[0]
+        np.testing.assert_allclose(norm.moving_mean.numpy(), mean, atol=1e-6)
+        np.testing.assert_allclose(norm.moving_variance.numpy(), variance, atol=1e-6)
+        assert_replicas_agree(strategy, norm.variables)
+
+    @pytest.mark.parametrize("parts", [1, 3])
+    def test_resumed_bit_for_bit(self, mirrored, tmp_path, parts):
+        """Masks of Dropout, too: replicas that have drawn fewer of them stay in step."""
+        strategy = mirrored(4)
+
+        def fresh(directory) -> Loop:
+            keras.utils.set_random_seed(1)
+            with strategy.scope():
+                step = TrainStep(normalized(), adam()(), accumulate_steps=parts)
+            batches = tf.data.Dataset.from_tensor_slices(examples(BATCH + 5)).batch(BATCH)
+            checkpoints = CheckpointManager(directory)
+            return Loop(step, batches, strategy=strategy, checkpoints=checkpoints)
+
+        def bits(loop: Loop) -> list[np.ndarray]:
+            variables = [v for group in loop.step.state().values() for v in group]
+            copies = [strategy.experimental_local_results(v) for v in variables]
+            return [copy.numpy() for group in copies for copy in group]
+
+        straight = fresh(tmp_path / "straight")
+        straight.train(7)
+        first = fresh(tmp_path / "first")
+        first.train(4)  # the last of them was of 5 examples
+        first.save(wait=True)
+        first.checkpoints.close()
+        resumed = fresh(tmp_path / "first")
+        assert resumed.restore().step == 4
+        resumed.train(7)
+        for ours, theirs in zip(bits(resumed), bits(straight), strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+        for loop in (straight, resumed):
+            loop.checkpoints.close()
+
+    @pytest.mark.parametrize("kind", ["resident", "tf.data"])
+    def test_evaluation(self, mirrored, kind):
+        """65 examples in batches of 16: the last has one."""
+        features, labels = examples(65)
+        strategy = mirrored(4)
+        with strategy.scope():
+            model = convolutions()
+            metric = keras.metrics.SparseCategoricalAccuracy("accuracy")
+            step = EvalStep(model, metrics=[metric])
+        data = tf.data.Dataset.from_tensor_slices((features, labels)).batch(16)
+        if kind == "resident":
+            data = InMemory((features, labels), global_batch_size=16, training=False)
+        logits = model(features).numpy()
+        losses = keras.losses.sparse_categorical_crossentropy(labels, logits, from_logits=True)
+        want = {
+            "loss": losses.numpy().mean(),
+            "accuracy": (logits.argmax(axis=1) == labels).mean(),
+        }
+        assert Evaluator(step, data, strategy=strategy).run() == pytest.approx(want, rel=1e-6)
+
+    def test_metrics_see_no_example_that_stands_for_none(self, mirrored):
+        loop = train(
+            mirrored(4),
+            convolutions,
+            adam(),
+            examples(5),
+            full=False,
+            steps=3,
+            step_class=lambda *args, **options: TrainStep(
+                *args, metrics=[keras.metrics.SparseCategoricalAccuracy("accuracy")], **options
+            ),
+        )
+        (metric,) = loop.step.metrics
+        assert float(tf.convert_to_tensor(metric.variables[1].value)) == 3 * 5
+
+    @pytest.mark.parametrize("kind", ["ragged", "strings"])
+    def test_features_of_any_kind(self, mirrored, kind):
+        """One step on 5 examples of different lengths: 4 replicas equal one."""
+        lengths = [1, 4, 2, 3, 2]
+        words = tf.ragged.constant([[str(i) for i in range(n)] for n in lengths])
+
+        class Step(TrainStep):
+            def loss(self, batch):
+                texts, labels = batch
+                if kind == "strings":
+                    texts = tf.strings.split(texts)
+                numbers = tf.strings.to_number(texts)
+                numbers = tf.reduce_sum(numbers, axis=1, keepdims=True)
+                return tf.reduce_sum((self.model(numbers) - tf.cast(labels, tf.float32)) ** 2, 1)
+
+            def count(self, batch):
+                return tf.cast(tf.shape(batch[1])[0], tf.float32)
+
+        features = words if kind == "ragged" else tf.strings.reduce_join(words, 1, separator=" ")
+        weights = []
+        for replicas in (1, 4):
+            strategy = mirrored(replicas)
+            with strategy.scope():
+                model = keras.Sequential([keras.Input([1]), keras.layers.Dense(1)])
+                model.set_weights([np.ones([1, 1]), np.zeros([1])])
+                step = Step(model, keras.optimizers.SGD(0.01))
+            labels = tf.range(5)[:, None]
+            data = tf.data.Dataset.from_tensor_slices((features, labels)).batch(5)
+            Loop(step, data, strategy=strategy).train(2)
+            weights.append(model.get_weights())
+        assert largest_difference(*weights) <= 1e-6
+        assert abs(weights[0][0] - 1) > 1e-3
+
+    def test_synchronized_batch_norm_is_refused(self, mirrored):
+        with pytest.raises(UsageError, match="left a replica without examples.*drop_remainder"):
+            train(
+                mirrored(4),
+                lambda: normalized(synchronized=True),
+                adam(),
+                examples(BATCH + 5),
+                full=False,
+            )
+
+    def test_elements_without_examples_are_left_out(self):
+        sizes = [3, 0, 2, 0]
+        data = tf.data.Dataset.from_generator(
+            lambda: (np.zeros([n, 2], np.float32) for n in sizes),
+            output_signature=tf.TensorSpec([None, 2]),
+        )
+        batches = GlobalBatches(data).batches(start_step=1)
+        assert [len(batch) for batch in batches.take(3)] == [2, 3, 2]
+
+
+class Returns(TrainStep):
+    """A loss of the shape that ``change`` makes of [n]."""
+
+    change = staticmethod(lambda losses: losses)
+
+    def loss(self, batch):
+        losses, outputs = super().loss(batch)
+        return self.change(losses), outputs
+
+
+class TestShapes:
+    def test_weights_with_an_axis_more(self, mirrored):
+        """[n, 1] is [n]: it was broadcast against the losses to [n, n]."""
+        weights = np.random.default_rng(2).integers(0, 3, STEPS * BATCH)
+        features, labels = examples()
+        results = []
+        for shape in ([-1], [-1, 1]):
+            keras.utils.set_random_seed(0)
+            with mirrored(2).scope():
+                metric = keras.metrics.SparseCategoricalAccuracy("accuracy")
+            loop = train(
+                mirrored(2),
+                mlp,
+                adam(),
+                (features, labels, weights.reshape(shape)),
+                step_class=lambda *args, metric=metric: TrainStep(*args, metrics=[metric]),
+            )
+            results.append([*loop.step.model.get_weights(), loop.step.results()["accuracy"]])
+        assert largest_difference(*results) == 0
+
+    @pytest.mark.parametrize("shape", [[BATCH, 2], [BATCH, 1, 1], [BATCH, BATCH]], ids=str)
+    def test_weights_of_no_example_are_refused(self, mirrored, shape):
+        data = tf.data.Dataset.from_tensors((*(a[:BATCH] for a in examples()), np.ones(shape)))
+        with mirrored(1).scope():
+            step = TrainStep(mlp(), adam()())
+        with pytest.raises(UsageError, match=r"weights of a batch have shape .*\[n\] or \[n, 1\]"):
+            Loop(step, data, strategy=mirrored(1)).train(1)
+
+    @pytest.mark.parametrize("replicas", [1, 2])
+    @pytest.mark.parametrize("full", [True, False], ids=["full", "partial"])
+    @pytest.mark.parametrize("jit_compile", [False, True], ids=["", "xla"])
+    @pytest.mark.parametrize(
+        "change",
+        [
+            tf.reduce_mean,
+            lambda losses: losses[:, None],
+            lambda losses: losses[:1],
+            lambda losses: tf.repeat(losses, 2),
+            lambda losses: losses[:, None] + losses,
+        ],
+        ids=["mean", "column", "one", "twice", "square"],
+    )
+    def test_losses_that_are_not_those_of_examples_are_refused(
+        self, mirrored, replicas, full, jit_compile, change
+    ):
+        class Step(Returns):
+            pass
+
+        Step.change = staticmethod(change)
+        with pytest.raises(UsageError, match="one loss for each example") as error:
+            train(
+                mirrored(replicas),
+                mlp,
+                adam(),
+                examples(),
+                full=full,
+                step_class=Step,
+                jit_compile=jit_compile,
+            )
+        assert "\n" not in str(error.value)
+
+    @pytest.mark.parametrize("change", [tf.reduce_mean, lambda losses: losses[:1]])
+    def test_in_evaluation_too(self, mirrored, change):
+        class Step(EvalStep):
+            def loss(self, batch):
+                return change(super().loss(batch)[0])
+
+        data = tf.data.Dataset.from_tensor_slices(examples()).batch(BATCH)
+        with mirrored(2).scope():
+            step = Step(mlp())
+        with pytest.raises(UsageError, match="one loss for each example"):
+            Evaluator(step, data, strategy=mirrored(2)).run()
+
+    def test_as_many_losses_as_are_counted(self, mirrored):
+        """Two views of each example, counted as two, are one batch of twice the size."""
+
+        class Views(TrainStep):
+            def loss(self, batch):
+                losses, _ = super().loss(batch)
+                return tf.concat([losses, losses], 0)
+
+            def count(self, batch):
+                return 2 * super().count(batch)
+
+        results = []
+        for step_class in (TrainStep, Views):
+            keras.utils.set_random_seed(0)
+            loop = train(mirrored(2), mlp, adam(), examples(), step_class=step_class)
+            results.append(loop.step.model.get_weights())
+        assert largest_difference(*results) <= 1e-6
