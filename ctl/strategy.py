@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from ctl import watchdog
+from ctl import workers
 from ctl.cluster import Cluster, Tasks, meet
 from ctl.errors import PeerError, UsageError
 from ctl.roll_call import RollCall
@@ -58,7 +58,8 @@ def make_multi_worker(
         cluster: who the workers are, see `ctl.cluster.resolve`.
         communication: ``auto``, ``ring`` (gRPC) or ``nccl``.
         collective_timeout: seconds without progress after which `ctl.watchdog` ends the process.
-        startup_timeout: seconds to wait for the other workers, see `ctl.cluster.meet`.
+        startup_timeout: seconds to wait for the other workers: to come, see `ctl.cluster.meet`; and
+            then to load their data and build their model, wherever a variable is made.
         record_dir: where the watchdog writes the flight record; by default nowhere.
 
     Raises:
@@ -80,8 +81,12 @@ def make_multi_worker(
         strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
     finally:
         faulthandler.cancel_dump_traceback_later()
-    if len(cluster.workers) > 1:
-        watchdog.start(cluster, collective_timeout, record_dir)
+    workers.watch(
+        strategy,
+        timeout=collective_timeout,
+        startup_timeout=startup_timeout,
+        record_dir=record_dir,
+    )
     return Placement(
         strategy,
         options,

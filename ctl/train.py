@@ -15,7 +15,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from absl import flags, logging
 
-from ctl import cluster, config, console, device_flags, flag_groups, manifest, rates
+from ctl import (
+    cluster,
+    config,
+    console,
+    device_flags,
+    flag_groups,
+    manifest,
+    rates,
+    watchdog,
+)
 from ctl.actions import parse_window
 from ctl.errors import UsageError
 from ctl.flags import AUTO, check_flags, group, grouped_flags
@@ -188,7 +197,8 @@ def prepare() -> Prepared:
     keras.utils.set_random_seed(FLAGS.seed)
     keras.mixed_precision.set_dtype_policy(FLAGS.precision)
     logging.info("strategy: %s", placement.description)
-    train, evaluation = load_data(data, training=True), load_data(data, training=False)
+    with watchdog.host("loading the data"):
+        train, evaluation = load_data(data, training=True), load_data(data, training=False)
     logging.info("training data: %s", train.description)
     logging.info("evaluation data: %s", evaluation.description)
     steps_per_epoch = train.num_examples / train.global_batch_size
@@ -350,7 +360,7 @@ def make_loop(
     def smoothed(labels: Any, logits: Any) -> Any:
         return cross_entropy(labels, logits, FLAGS.label_smoothing)
 
-    with placement.strategy.scope():
+    with placement.strategy.scope(), watchdog.host("building the model"):
         model = make_model(FLAGS.model, train.info.image_shape, train.info.num_classes)
         step = TrainStep(
             model,

@@ -47,6 +47,8 @@ _ENDING_SECONDS = 3.0
 _STALLED_SECONDS = 0.5
 # A record that is younger than this and twice the limit is of the same hang.
 _SAME_HANG_SECONDS = 120.0
+# From when on it is said who is waited for, and again whenever that time has doubled.
+_QUIET_SECONDS = 10.0
 # For everything that is done before the exit, a checkpoint in flight included.
 _LAST_WORDS_SECONDS = 60.0
 
@@ -58,6 +60,7 @@ class Section:
     Attributes:
         doing: for people.
         limit: seconds without progress after which the process ends; None: it waits for nobody.
+        flag: that sets the limit.
         otherwise: the error to end with then, instead of blaming the others.
         step: global step finished, when last looked.
         progress: reads the global step.
@@ -70,6 +73,7 @@ class Section:
 
     doing: str
     limit: float | None
+    flag: str = "--collective_timeout"
     otherwise: CtlError | None = None
     step: int | None = None
     progress: Callable[[], int] | None = None
@@ -79,6 +83,7 @@ class Section:
     fired: dict[str, float] = dataclasses.field(default_factory=dict)
     not_fired: tuple[str, ...] = ()
     phase: str = ""
+    quiet_until: float = _QUIET_SECONDS  # while `stalled` is less
 
 
 class Watchdog:
@@ -87,15 +92,23 @@ class Watchdog:
     Args:
         cluster: the workers; beats go to all of them.
         timeout: seconds without progress in a collective.
+        startup_timeout: seconds to wait for workers that do not build their variables.
         record_dir: where flight records go; None: nowhere.
     """
 
-    def __init__(self, cluster: Cluster, timeout: float, record_dir: Path | None = None):
+    def __init__(
+        self,
+        cluster: Cluster,
+        timeout: float,
+        startup_timeout: float,
+        record_dir: Path | None = None,
+    ):
         # Here, and not where they are used: nothing can be imported while a file system hangs.
         from ctl.inspect import hang, record
         from ctl.inspect.beats import Beats
 
         self.cluster, self.timeout, self.record_dir = cluster, timeout, record_dir
+        self.startup_timeout = startup_timeout
         self.finish_first: Callable[[], Any] = lambda: None
         self._hang, self._record = hang, record
         self._sections = [Section("host code", None)]
@@ -152,12 +165,27 @@ class Watchdog:
                 section.stalled += min(now - before, _MOST_OF_A_TICK)
             else:
                 section.stalled, section.phase = 0.0, ""
+                section.quiet_until = _QUIET_SECONDS
             before, place = now, (section, section.step)
             self._listen_to_those_who_give_up()
-            if section.limit is None or section.stalled < section.limit:
+            if section.limit is None:
+                continue
+            if section.stalled >= section.quiet_until:
+                section.quiet_until *= 2
+                self._say_for_whom(section)
+            if section.stalled < section.limit:
                 continue
             if section is self._sections[-1] and self._giving_up.acquire(blocking=False):
                 self._give_up(section)
+
+    def _say_for_whom(self, section: Section) -> None:
+        """Nothing where all wait in the same place: they compile, or compute."""
+        made = self._record.make(self.cluster, "waits", section, self._beats.peers, {})
+        if named := self._hang.suspects([made]):
+            logging.warning(
+                "worker %d waits in %s since %.0f s for %s",
+                *(self.cluster.index, section.doing, section.stalled, ", ".join(map(str, named))),
+            )
 
     def _beat(self, section: Section) -> dict[str, Any]:
         return {
@@ -224,7 +252,7 @@ class Watchdog:
             last_line(
                 f"worker {self.cluster.index} of {len(self.cluster.workers)}: a collective in "
                 f"{section.doing}{after} timed out: no progress for {waited:.0f} s "
-                f"(--collective_timeout); waiting for {blamed}"
+                f"({section.flag}); waiting for {blamed}"
             )
             end = time.monotonic() + _LINGER_SECONDS
             while time.monotonic() < end:
@@ -251,11 +279,16 @@ def leave(exit_code: int) -> None:
 _watchdog: Watchdog | None = None
 
 
-def start(cluster: Cluster, timeout: float = 300.0, record_dir: Path | None = None) -> None:
+def start(
+    cluster: Cluster,
+    timeout: float = 300.0,
+    record_dir: Path | None = None,
+    startup_timeout: float = 300.0,
+) -> None:
     """Starts the threads, once in a process: what comes later has no effect."""
     global _watchdog
     if _watchdog is None:
-        _watchdog = Watchdog(cluster, timeout, record_dir)
+        _watchdog = Watchdog(cluster, timeout, startup_timeout, record_dir)
 
 
 def finish_first(work: Callable[[], Any]) -> None:
@@ -301,7 +334,25 @@ def collective(
     limit = timeout or _watchdog.timeout
     if first:
         limit = max(limit, FIRST_CALL_SECONDS)
-    return _watchdog.inside(Section(doing, limit, otherwise, step, progress, marks, tuple(packs)))
+    return _watchdog.inside(
+        Section(
+            doing,
+            limit,
+            otherwise=otherwise,
+            step=step,
+            progress=progress,
+            marks=marks,
+            packs=tuple(packs),
+        )
+    )
+
+
+def building(doing: str) -> contextlib.AbstractContextManager[None]:
+    """The main thread may wait inside for workers that still load their data or build their model:
+    ``--startup_timeout``."""
+    if _watchdog is None:
+        return contextlib.nullcontext()
+    return _watchdog.inside(Section(doing, _watchdog.startup_timeout, "--startup_timeout"))
 
 
 def host(doing: str, step: int | None = None) -> contextlib.AbstractContextManager[None]:

@@ -81,18 +81,40 @@ def naming_lost_peers(
         ) from error
 
 
-def watch(strategy: tf.distribute.Strategy) -> bool:
-    """Whether there are several workers; if so, starts `ctl.watchdog`, unless `make_multi_worker`
-    has."""
+def watch(strategy: tf.distribute.Strategy, **options: Any) -> bool:
+    """Whether there are several workers; if so, nothing that this thread does from here on waits
+    for one of them without `ctl.watchdog`. Doing it twice changes nothing.
+
+    Args:
+        strategy: any.
+        options: of `ctl.watchdog.start`.
+    """
     several = is_multi_worker(strategy) and len(cluster_of(strategy).workers) > 1
-    if several:
-        watchdog.start(cluster_of(strategy))
+    if several and not watchdog.running():
+        watchdog.start(cluster_of(strategy), **options)
+        _never_left.enter_context(tf.variable_creator_scope(_watched_creator(strategy)))
     return several
+
+
+# Of which `watch` is the only user.
+_never_left = contextlib.ExitStack()
+
+
+def _watched_creator(strategy: tf.distribute.Strategy) -> Callable[..., tf.Variable]:
+    """For the variables of a model, an optimizer or anybody: workers get their values from the
+    chief."""
+
+    def create(next_creator: Callable[..., tf.Variable], **options: Any) -> tf.Variable:
+        doing = "making variables"
+        with naming_lost_peers(strategy, doing), watchdog.building(doing):
+            return next_creator(**options)
+
+    return create
 
 
 def _reason(error: tf.errors.OpError) -> str:
     """Who or what TensorFlow says it was, without the graph around it."""
-    said = error.message.split("\n\t [[")[0].strip()
+    said = re.sub(r"\{\{.*?\}\} ?", "", error.message).split("\n\t [[")[0].strip()
     if "(most recent call last)" in said:  # the stack of the graph, then the error
         said = said.splitlines()[-1]
     text = " ".join(said.split())

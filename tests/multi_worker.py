@@ -30,7 +30,7 @@ from ctl.strategy import make_multi_worker  # noqa: E402
 me = cluster.resolve(None, None)
 OUT = Path(sys.argv[1])
 OPTIONS = dict(argument.split("=") for argument in sys.argv[2:])
-FAULT = OPTIONS.get("fault", "")
+FAULT, PLACE = OPTIONS.get("fault", ""), OPTIONS.get("place", "training")
 AT_STEP, WORKER = int(OPTIONS.get("step", 5)), int(OPTIONS.get("worker", 1))
 TIMEOUT, STARTUP = float(OPTIONS.get("timeout", 60)), float(OPTIONS.get("startup", 30))
 
@@ -76,16 +76,21 @@ class Faulty:
         return AT_STEP - step if step < AT_STEP else sys.maxsize
 
     def __call__(self, status) -> None:
-        if status.step != AT_STEP or me.index != WORKER or not FAULT:
-            return
-        print(f"fault {FAULT} at {time.time()}", flush=True)
-        if FAULT in ("kill", "freeze", "term"):
-            number = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP, "term": signal.SIGTERM}
-            os.kill(os.getpid(), number[FAULT])
-        elif FAULT == "raise":
-            raise RuntimeError("a bug in a worker")
-        elif FAULT == "absent":  # alive, but it never comes to the next all-reduce
-            time.sleep(1000)
+        if status.step == AT_STEP and PLACE == "training":
+            misbehave()
+
+
+def misbehave() -> None:
+    if me.index != WORKER or not FAULT:
+        return
+    print(f"fault {FAULT} at {time.time()}", flush=True)
+    if FAULT in ("kill", "freeze", "term"):
+        number = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP, "term": signal.SIGTERM}
+        os.kill(os.getpid(), number[FAULT])
+    elif FAULT == "raise":
+        raise RuntimeError("a bug in a worker")
+    elif FAULT == "absent":  # alive, but it never comes to the next all-reduce
+        time.sleep(1000)
 
 
 class Slow:
@@ -154,6 +159,8 @@ def main() -> None:
     keras.utils.set_random_seed(me.index if "seeds" in OPTIONS else 0)
     with strategy.scope():
         network = model()
+        if PLACE == "building":
+            misbehave()
         optimizer = keras.optimizers.AdamW(
             0.01, beta_1=0.8 if "differ" in OPTIONS and me.index else 0.9
         )

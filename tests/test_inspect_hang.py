@@ -115,6 +115,25 @@ def test_a_worker_that_nobody_knows():
     )
 
 
+def test_who_waits_at_the_end_of_the_step_waits_with_the_others():
+    """Worker 3 was frozen after it had reduced the loss of a call, whose sum worker 1 had not read
+    yet, and which the others had: those are in the next step. Its own step is not counted later."""
+    frozen = {3: peer(since=0.1, silent=96.0)}
+    at_the_end = record(1, phase="", not_fired=(), peers=frozen)
+    records = [record(0, peers=frozen), at_the_end, record(2, peers=frozen)]
+    assert hang.verdict(records).startswith("step 412: workers 0, 1, 2 wait in pack0 of training")
+    assert [p.worker for p in hang.suspects(records)] == [3]
+    seen = record(0, peers={1: peer(phase=""), 2: peer(), **frozen})
+    assert [p.worker for p in hang.suspects([seen])] == [3]
+
+
+def test_who_has_given_up_has_waited():
+    gone = {3: peer(since=0.1, silent=96.0)}
+    first = record(1, step=410, phase="input", why="broke off", peers=gone)
+    records = [record(0, peers=gone), first, record(2, peers=gone)]
+    assert hang.verdict(records).startswith("step 412: workers 0, 1, 2 wait in pack0")
+
+
 def test_all_in_the_same_place():
     verdict = hang.verdict([record(i) for i in range(4)])
     assert verdict == (

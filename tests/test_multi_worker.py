@@ -154,6 +154,36 @@ def test_survivors_end_in_time_and_say_why(job, tmp_path, fault, culprit, bound,
     assert re.search(rf"^step \d+: {waiting} since \d+ s; {blamed}[^;]*$", verdict), verdict
 
 
+@pytest.mark.parametrize(
+    ("fault", "culprit", "bound", "what", "blamed"),
+    [
+        ("kill", 1, 25, "broke off", "gone: "),
+        ("raise", 0, 25, "broke off", "gone: "),
+        ("freeze", 1, 25, "(timed out|broke off)", "frozen or dead: silent for "),
+        ("absent", 0, 30, "timed out", "in host code "),
+        ("absent", 1, 30, "timed out", "in host code "),
+    ],
+)
+def test_while_the_model_is_built(job, tmp_path, fault, culprit, bound, what, blamed):
+    """The others wait for its variables: in code of users, before there is a loop."""
+    options = (f"fault={fault}", f"worker={culprit}", "place=building", "startup=14")
+    with job(tmp_path, *options, workers=3) as processes:
+        survivors = [i for i in range(3) if i != culprit]
+        ended = [codes([processes[i]])[0] for i in survivors]
+        over = time.time()
+        at = float(re.search(r"fault \w+ at (\S+)", said(tmp_path, culprit))[1])
+    assert ended == [5, 5], [said(tmp_path, i)[-1500:] for i in survivors]
+    assert over - at < bound
+    blamed = rf"worker {culprit} \({blamed}"
+    for index in survivors:
+        line = last_line(tmp_path, index)
+        building = rf"worker {index} of 3: a collective in making variables {what}: "
+        assert re.match(rf"{building}.*; waiting for {blamed}", line), line
+        if fault == "absent":
+            early = rf"worker {index} waits in making variables since 10 s for {blamed}"
+            assert re.search(early, said(tmp_path, index))
+
+
 def test_data_that_end_on_one_worker(job, tmp_path):
     """Its peer is in the next all-reduce, far from the timeout of that."""
     with job(tmp_path, "fault=end", "timeout=100") as processes:

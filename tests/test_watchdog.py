@@ -26,7 +26,7 @@ from ctl import watchdog
 from ctl.cluster import Cluster
 from ctl.errors import UsageError
 index, addresses = int(sys.argv[1]), sys.argv[2].split(",")
-watchdog.start(Cluster(tuple(addresses), index, "test"), 1.5, Path(sys.argv[3]))
+watchdog.start(Cluster(tuple(addresses), index, "test"), 1.5, Path(sys.argv[3]), 1.5)
 print("started", flush=True)
 """
 
@@ -79,6 +79,39 @@ def test_it_ends_a_process_whose_collective_does_not_come_back(start, tmp_path):
         (7, "training", True),
         (6, "the action Sleep", False),
     ]
+
+
+def test_it_says_for_whom_it_waits(start):
+    """Once, and again when twice the time is over; nothing where all wait in the same place."""
+    quiet = "from ctl import console\nconsole.log_to_terminal()\n"
+    quiet += "watchdog._QUIET_SECONDS = 4.0\nwatchdog._watchdog.timeout = 9.0\n"
+    busy = start(1, BUSY)
+    waits = start(0, quiet + WAITS)
+    assert waits.wait(30) == 5
+    *said, last = waits.stderr.read().splitlines()
+    said = [line for line in said if line.startswith("warning: ")]
+    assert len(said) == 2 and "timed out" in last
+    for line in said:
+        assert "worker 0 waits in training since " in line
+        assert "for worker 1 (in the action Sleep" in line
+    busy.kill()
+    busy.wait()
+    waits, also_waits = start(0, quiet + WAITS), start(1, quiet + WAITS)
+    assert [waits.wait(30), also_waits.wait(30)] == [5, 5]
+    for process in (waits, also_waits):
+        (line,) = process.stderr.read().splitlines()
+        assert "timed out" in line
+
+
+def test_building_has_the_limit_of_the_start(start):
+    building = (
+        "watchdog._watchdog.{} = 60\nwith watchdog.building('making variables'): time.sleep({})"
+    )
+    waits = start(0, building.format("timeout", 60), alone=True)
+    goes_on = start(0, building.format("startup_timeout", 4), alone=True)
+    assert waits.wait(30) == 5
+    assert "no progress for 2 s (--startup_timeout); waiting for" in waits.stderr.read()
+    assert goes_on.wait(30) == 0
 
 
 def test_it_lets_live_what_goes_on(start):

@@ -17,6 +17,7 @@ HEARTBEATS = (
     "Error reported from /job:worker/replica:0/task:1: The tasks have crashed or stopped sending "
     "heartbeats:\n/job:worker/replica:0/task:1"
 )
+HEARTBEATS_OF_1 = "worker 1 stopped sending heartbeats"
 
 
 @pytest.mark.parametrize(
@@ -28,7 +29,8 @@ HEARTBEATS = (
             "Socket closed",
         ),
         ("Collective ops is aborted by: Connection reset by peer", "Connection reset by peer"),
-        (HEARTBEATS, "worker 1 stopped sending heartbeats"),
+        ("{{function_node __wrapped__Send_device_/task:0/CPU:0}} " + HEARTBEATS, HEARTBEATS_OF_1),
+        (HEARTBEATS, HEARTBEATS_OF_1),
     ],
 )
 def test_the_reason_is_without_the_graph_around_it(message, reason):

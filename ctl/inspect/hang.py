@@ -153,7 +153,12 @@ def _judge(found: Sequence[Place]) -> tuple[list[Place], list[Place]]:
         return waiting, lost
     # Of two as large, the one that is further: who is behind keeps the others waiting.
     most = max(groups, key=lambda place: (groups[place], place[0], place[2].startswith("pack")))
-    group = [p for p in waiting if (p.step, p.doing, p.phase) == most or not p.steady]
+    # Without a phase, all of its step is done but the loss at the end, for which it waits, too.
+    group = [
+        p
+        for p in waiting
+        if (p.step, p.doing, p.phase) in (most, (*most[:2], "")) or p.gave_up or not p.steady
+    ]
     elsewhere = [p for p in found if p.known and p not in group and p not in lost and not p.gave_up]
     elsewhere = [p for p in elsewhere if p.steady]
     return group, lost + sorted(elsewhere, key=lambda p: (p.waits, p.step))
