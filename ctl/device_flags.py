@@ -115,10 +115,11 @@ def _check_batch(global_batch_size: int, replicas: int | None, accumulate_steps:
             f"--global_batch_size={global_batch_size} is not divisible by --replicas={replicas}; "
             f"{more} is"
         )
-    if accumulate_steps > global_batch_size // (replicas or 1):
+    examples = global_batch_size // (replicas or 1)
+    if accumulate_steps > examples:
         raise UsageError(
-            f"--accumulate_steps={accumulate_steps} cannot cut the "
-            f"{global_batch_size // (replicas or 1)} examples of a replica; use as many at most"
+            f"--accumulate_steps={accumulate_steps}, but a replica has {examples} examples: use "
+            f"{examples} or less"
         )
 
 

@@ -4,7 +4,7 @@ What `ctl.Loop` asks of a dataset::
 
     global_batch_size     examples per optimizer update, None where unknown
     num_examples          examples per epoch, None where unknown
-    batches(start_step)   tf.data.Dataset of the global batches from that step on
+    batches(start_step)   tf.data.Dataset of the global batches from that step on, none empty
     resident(strategy)    tensors that stay on every replica's device, made once; () for none
     on_replica(element, resident)   what the step sees, built in replica context from an element
     fingerprint()         what identifies the data and their order, for a checkpoint to compare
@@ -58,7 +58,8 @@ class GlobalBatches:
             options = tf.data.Options()
             options.autotune.enabled = False
             dataset = dataset.with_options(options)
-        if None in _sizes(dataset):
+        specs = tf.nest.flatten(dataset.element_spec)
+        if any(spec.shape.rank != 0 and spec.shape[0] is None for spec in specs):
             dataset = dataset.filter(_has_examples)
         self._dataset = dataset.repeat() if training else dataset
         self._global_batch_size = global_batch_size
@@ -70,7 +71,10 @@ class GlobalBatches:
         """None where it is neither static nor was given."""
         if self._global_batch_size:
             return self._global_batch_size
-        sizes = _sizes(self._dataset)
+        sizes = {
+            spec.shape[0] if spec.shape.rank else None
+            for spec in tf.nest.flatten(self._dataset.element_spec)
+        }
         return sizes.pop() if len(sizes) == 1 else None
 
     def batches(self, start_step: int = 0) -> tf.data.Dataset:
@@ -88,15 +92,9 @@ class GlobalBatches:
         return {}
 
 
-def _sizes(dataset: tf.data.Dataset) -> set[int | None]:
-    """Leading dimensions of what is in an element of ``dataset``, None where they may vary."""
-    specs = tf.nest.flatten(dataset.element_spec)
-    return {spec.shape[0] if spec.shape.rank else None for spec in specs}
-
-
 @tf.autograph.experimental.do_not_convert
 def _has_examples(*element: Any) -> tf.Tensor:
-    return share.rows(element) > 0
+    return tf.constant(True) if isinstance(share.rows(element), int) else share.rows(element) > 0
 
 
 def check_batch_size(global_batch_size: int, num_examples: int, training: bool) -> None:

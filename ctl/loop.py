@@ -83,11 +83,12 @@ class Loop:
             )
         if size and step.accumulate_steps > size // replicas:
             raise UsageError(
-                f"accumulate_steps={step.accumulate_steps} cannot cut the {size // replicas} "
-                "examples of a replica; use as many at most"
+                f"accumulate_steps={step.accumulate_steps}, but a replica has {size // replicas} "
+                f"examples: use {size // replicas} or less"
             )
         workers.watch(self.strategy)
-        step.build(self.strategy, schedule)
+        with workers.watching_variables(self.strategy):
+            step.build(self.strategy, schedule)
         step.loop = weakref.ref(self)
         self._flight = self._watch()
         self._pace = Pace(steps_per_loop)

@@ -64,40 +64,43 @@ def check_central_storage(
             )
 
 
+def _training_norms(model: keras.Model, synchronized: bool) -> list[keras.Layer]:
+    return [
+        layer
+        for layer in layers_of(model)
+        if isinstance(layer, keras.layers.BatchNormalization)
+        and layer.trainable
+        and layer.synchronized == synchronized
+    ]
+
+
 def batch_norm_statistics(model: keras.Model) -> list[tf.Variable]:
     """The moving statistics that each replica updates with its own part of the batch: those of
     BatchNorm layers that train and are not synchronized."""
     return [
         statistic.value
-        for layer in layers_of(model)
-        if isinstance(layer, keras.layers.BatchNormalization)
-        and layer.trainable
-        and not layer.synchronized
+        for layer in _training_norms(model, synchronized=False)
         for statistic in (layer.moving_mean, layer.moving_variance)
     ]
 
 
 def synchronizes(model: keras.Model) -> bool:
-    """Whether a layer that trains makes statistics of all replicas in its forward pass."""
-    return any(
-        isinstance(layer, keras.layers.BatchNormalization)
-        and layer.trainable
-        and layer.synchronized
-        for layer in layers_of(model)
-    )
+    """Whether a BatchNorm layer that trains normalizes over the batches of all replicas."""
+    return bool(_training_norms(model, synchronized=True))
 
 
 def dropout_seeds(model: keras.Model) -> list[tf.Variable]:
-    """The state of its seed generators, integers [2]: a seed, and how many masks it has drawn."""
+    """The states of the model's seed generators, integers [2]: the seed, and the number of masks
+    that were drawn."""
     variables = model.non_trainable_variables
     return [v.value for v in variables if v.path.endswith("seed_generator_state")]
 
 
 @contextlib.contextmanager
 def drawing_alike(model: keras.Model, parts: int | tf.Tensor, most: int) -> Iterator[None]:
-    """Inside, ``model`` is called ``parts`` times, at most ``most``. Afterwards its seeds are as if
-    it had been called ``most`` times: replicas whose ``parts`` differ stay in step, and the seeds
-    of replica 0 tell those of all, as `separate_dropout` wants it after a restore."""
+    """Inside, call ``model`` ``parts`` times, which must be at most ``most``. Afterwards its seeds
+    are as if it had been called ``most`` times. So the seeds of all replicas stay in step, and
+    after a restore `separate_dropout` can tell them from those of replica 0."""
     seeds = [] if isinstance(parts, int) else dropout_seeds(model)
     before = [seed.read_value() for seed in seeds]
     yield

@@ -1,9 +1,9 @@
-"""A replica's share of a global batch: how many examples it has, its micro-batches, and what is
-computed where it has none.
+"""A replica's share of a global batch: its number of examples, its micro-batches, and what is
+computed where it has no examples.
 
 TensorFlow splits 9 examples over 4 replicas as 3, 3, 3 and 0. A convolution of 0 examples can abort
-the process and BatchNorm makes NaN of them, so a replica without examples computes with one example
-of zeros, and its result is dropped.
+the process, and BatchNorm makes NaN of them. A replica without examples therefore computes with one
+example of zeros, and its result is dropped.
 """
 
 from __future__ import annotations
@@ -17,73 +17,92 @@ import tensorflow as tf
 
 from ctl.errors import UsageError
 
-# What an operation that has failed while the graph ran says to users, by its name.
+# The message for users, by the name of the check that failed in the graph.
 _LOSSES, _EMPTY = "ctl_one_loss_for_each_example", "ctl_no_empty_share"
-_CHECKS = {
+_TENSORS = "ctl_tensors_of_one_length"
+_MESSAGES = {
     _LOSSES: (
-        "loss() must return one loss for each example of the replica, [n]; the mean over the "
-        "examples is taken later, and other axes must be summed or averaged in loss()"
+        "{} must return one loss for each example of the replica, [n]: sum or average over other "
+        "axes only; ctl takes the mean over the examples"
     ),
     _EMPTY: (
-        "a batch has left a replica without examples, where a synchronized BatchNormalization "
-        "cannot train: give batches of one size, for instance with drop_remainder=True"
+        "a replica has no examples of this batch, and a synchronized BatchNormalization cannot "
+        "train then: give batches of one size, for instance with drop_remainder=True"
     ),
+    _TENSORS: "accumulate_steps cannot cut tensors of different numbers of examples{}",
 }
 
 
 @tf.autograph.experimental.do_not_convert
 def rows(batch: Any) -> int | tf.Tensor:
-    """Examples in ``batch``, the leading dimension of its first dense tensor: a Python integer
-    where the type of the batch promises it, else an int32 scalar."""
-    leaves = tf.nest.flatten(batch)
-    dense = [leaf for leaf in leaves if isinstance(leaf, tf.Tensor) and leaf.shape.rank != 0]
-    if not dense:
-        raise UsageError("no tensor of a batch has its examples as the first axis")
-    first = dense[0]
-    static = first.shape[0] if first.shape.rank else None
-    return static or tf.shape(first)[0]
+    """The number of examples in ``batch``, the leading dimension of its first tensor that has one:
+    a Python integer where the type of the batch promises it, else an int32 scalar."""
+    for leaf in tf.nest.flatten(batch):
+        if isinstance(leaf, tf.RaggedTensor):
+            return leaf.shape[0] or leaf.nrows(tf.int32)
+        if isinstance(leaf, tf.SparseTensor):
+            return leaf.shape[0] or tf.cast(leaf.dense_shape[0], tf.int32)
+        if isinstance(leaf, tf.Tensor) and leaf.shape.rank != 0:
+            static = leaf.shape[0] if leaf.shape.rank else None
+            return static or tf.shape(leaf)[0]
+    raise UsageError("no tensor of a batch has the examples as its first axis")
 
 
 @tf.autograph.experimental.do_not_convert
-def unpack(batch: Any) -> tuple[Any, Any, tf.Tensor | None]:
-    """``(features, labels[, weights])`` with the missing weights as None; weights [n, 1] as [n]."""
+def unpack(batch: Any) -> tuple[Any, Any, Any]:
+    """``(features, labels[, weights])``. Missing weights are None, weights [n, 1] become [n]."""
     if not isinstance(batch, tuple | list) or len(batch) not in (2, 3):
         raise UsageError(
             "a batch must be (features, labels) or (features, labels, weights); for any other form "
             "override loss(), count() and update_metrics()"
         )
-    features, labels, *weights = batch
-    if not weights or weights[0] is None:
-        return features, labels, None
-    (weights,) = weights
-    if weights.shape.rank == 2 and weights.shape[1] == 1:
+    features, labels, *rest = batch
+    weights = rest[0] if rest else None
+    if isinstance(weights, tf.Tensor) and weights.shape.rank == 2 and weights.shape[1] == 1:
         weights = tf.squeeze(weights, axis=1)
     return features, labels, weights
 
 
+# Micro-batches ------------------------------------------------------------------------------------
+
+
 @tf.autograph.experimental.do_not_convert
 def micro_batches(batch: Any, parts: int) -> list[tuple[Any, Callable[[tf.Tensor], Any]]]:
-    """Cuts ``batch`` into ``parts`` micro-batches whose sizes differ by at most one example; into
-    fewer where it has fewer examples, so that none but an only one is empty.
+    """Cuts ``batch`` into ``parts`` micro-batches whose sizes differ by at most one example.
+
+    A batch with fewer examples gives fewer micro-batches. A micro-batch is empty only if the batch
+    is.
 
     Returns:
-        At most two groups, each of micro-batches of one size: how many there are, and a function
-        that gives one by its number. XLA needs one size: a slice whose size depends on the counter
-        of a loop is silently wrong there (TensorFlow 2.21).
+        One or two groups, each of micro-batches of one size: their number, and a function that
+        gives one of them by its index. Each group needs a loop of its own: XLA is silently wrong
+        about a slice whose size depends on the counter of a loop (TensorFlow 2.21).
+
+    Raises:
+        UsageError: the tensors of the batch have different numbers of examples.
     """
-    count = rows(batch)
+    leaves = tf.nest.flatten(batch)
+    if not all(isinstance(leaf, tf.Tensor | tf.RaggedTensor) for leaf in leaves):
+        raise UsageError("accumulate_steps cuts dense and ragged tensors only")
+    static = {leaf.shape[0] for leaf in leaves if leaf.shape.rank} - {None}
+    if len(static) > 1:
+        raise UsageError(_MESSAGES[_TENSORS].format(f": {', '.join(map(str, sorted(static)))}"))
+    count = static.pop() if static else rows(batch)
+    leaves = [
+        leaf if leaf.shape.rank == 0 else _of_length(leaf, count, _TENSORS) for leaf in leaves
+    ]
     low, high = (min, max) if isinstance(count, int) else (tf.minimum, tf.maximum)
-    some = low(count, 1)
     least, longer = count // parts, count % parts
     shorter = low(high(count, 1), parts) - longer
+    # XLA also compiles a loop that never runs. Its body takes part 0, so there must be one.
+    some = low(count, 1)
     groups = []
     for number, size, from_end in ((shorter, high(least, some), False), (longer, least + 1, True)):
         if isinstance(number, int) and not number:
             continue
-        # XLA compiles a loop that has no iteration, too, and none can take a part of nothing.
         length = high(number, some)
         begin = count - length * size if from_end else 0
-        stacks = [_stack(tensor, begin, length, size) for tensor in tf.nest.flatten(batch)]
+        stacks = [_stack(leaf, begin, length, size) for leaf in leaves]
         groups.append((number, functools.partial(_pick, batch, stacks)))
     return groups
 
@@ -94,101 +113,124 @@ def _pick(batch: Any, stacks: list[Callable[[tf.Tensor], Any]], part: tf.Tensor)
 
 def _stack(tensor: Any, begin: Any, length: Any, size: Any) -> Callable[[tf.Tensor], Any]:
     """Gives one of ``length`` parts of ``size`` examples of ``tensor``, from ``begin`` on."""
-    if not isinstance(tensor, tf.Tensor):  # ragged; XLA takes none
+    if isinstance(tensor, tf.RaggedTensor):  # XLA takes none
         return lambda part: tensor[begin + part * size : begin + (part + 1) * size]
+    if tensor.shape.rank == 0:
+        return lambda part: tensor
     shape = tf.concat([[length, size], tf.shape(tensor)[1:]], axis=0)
     stack = tf.reshape(tensor[begin : begin + length * size], shape)
     static = [n if isinstance(n, int) else None for n in (length, size)]
-    stack.set_shape([*static, *tensor.shape[1:]])
+    stack.set_shape(tf.TensorShape(static).concatenate(tensor.shape[1:]))
     return lambda part: stack[part]
+
+
+# No examples --------------------------------------------------------------------------------------
 
 
 @tf.autograph.experimental.do_not_convert
 def filled(batch: Any) -> tuple[Any, tf.Tensor | None]:
-    """What to compute with: ``batch``, or one example of zeros where it has no examples.
+    """The batch to compute with: ``batch``, or one example of zeros where it has no examples.
 
     Returns:
-        The batch; whether it stands for none, a bool scalar, or None where that cannot be.
+        That batch; and a bool scalar, whether it is the example of zeros. None where no replica
+        can be without examples.
     """
+    # A single replica gets the whole batch. Of a batch of static size, every replica gets examples.
     if tf.distribute.get_strategy().num_replicas_in_sync == 1 or isinstance(rows(batch), int):
-        return batch, None  # one replica has all of a batch, and each has a part of a full one
+        return batch, None
     empty = tf.equal(rows(batch), 0)
     leaves = tf.nest.flatten(batch)
     dense = [leaf for leaf in leaves if isinstance(leaf, tf.Tensor)]
-    dense = iter(tf.cond(empty, lambda: [_zeros_of_one(t) for t in dense], lambda: dense))
-    leaves = [
-        next(dense) if isinstance(leaf, tf.Tensor) else _one_more_row(leaf, empty)
-        for leaf in leaves
-    ]
+    zeros = tf.cond(empty, lambda: [_zeros_of_one(t) for t in dense], lambda: dense)
+    for tensor, new in zip(dense, zeros, strict=True):
+        if tensor.shape.rank:
+            new.set_shape(tf.TensorShape([None]).concatenate(tensor.shape[1:]))
+    computed = iter(zeros)
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, tf.Tensor):
+            leaves[index] = next(computed)
+        elif isinstance(leaf, tf.RaggedTensor):  # an example without elements
+            splits = [leaf.row_splits, leaf.row_splits[: tf.cast(empty, tf.int32)]]
+            leaves[index] = tf.RaggedTensor.from_row_splits(
+                leaf.values, tf.concat(splits, axis=0), validate=False
+            )
     return tf.nest.pack_sequence_as(batch, leaves), empty
-
-
-@tf.autograph.experimental.do_not_convert
-def dropped(empty: tf.Tensor | None, sums: Any, outputs: Any) -> tuple[Any, Any]:
-    """What was computed with a `filled` batch, of which nothing is left where it stands for none.
-
-    Args:
-        empty: what `filled` returned.
-        sums: a nest of tensors and None; zeros then.
-        outputs: a nest of tensors or None; those whose first axis is the examples [n] have n = 0.
-    """
-    if empty is None:
-        return sums, outputs
-    leaves = [leaf for leaf in tf.nest.flatten(sums) if leaf is not None]
-    # Not a product: what zeros give may be NaN. And nothing is copied.
-    kept = iter(tf.cond(empty, lambda: [tf.zeros_like(leaf) for leaf in leaves], lambda: leaves))
-    sums = tf.nest.map_structure(lambda leaf: None if leaf is None else next(kept), sums)
-
-    def cut(output: Any) -> Any:
-        if output is None or not output.shape.rank or output.shape[0] is not None:
-            return output
-        return output[: tf.where(empty, 0, tf.shape(output)[0])]
-
-    return sums, tf.nest.map_structure(cut, outputs)
 
 
 def _zeros_of_one(tensor: tf.Tensor) -> tf.Tensor:
     if tensor.shape.rank == 0:
         return tensor
-    inner = tensor.shape[1:]
-    if not inner.is_fully_defined():
-        inner = tf.maximum(tf.shape(tensor)[1:], 1)
+    inner = tf.maximum(tf.shape(tensor)[1:], 1)
     return tf.zeros(tf.concat([[1], inner], axis=0), tensor.dtype)
 
 
-def _one_more_row(value: tf.RaggedTensor | tf.SparseTensor, empty: tf.Tensor) -> Any:
-    """``value``, and where it is ``empty`` an example without elements."""
-    more = tf.cast(empty, tf.int32)
-    if isinstance(value, tf.RaggedTensor):
-        splits = tf.concat([value.row_splits, value.row_splits[:more]], axis=0)
-        return tf.RaggedTensor.from_row_splits(value.values, splits, validate=False)
-    shape = value.dense_shape + tf.one_hot(0, value.shape.rank, tf.cast(more, tf.int64), 0)
-    return tf.SparseTensor(value.indices, value.values, shape)
+@tf.autograph.experimental.do_not_convert
+def dropped(empty: tf.Tensor | None, sums: Any, outputs: Any) -> tuple[Any, Any]:
+    """The results of a `filled` batch, without those of the example of zeros.
+
+    Args:
+        empty: what `filled` returned.
+        sums: a nest of tensors and None, made of all examples.
+        outputs: a nest of tensors, usually of each example, [n, ...]; or None.
+
+    Returns:
+        ``sums`` and ``outputs``. Where ``empty``, outputs of unknown n have n = 0, and everything
+        else is zeros.
+    """
+    if empty is None:
+        return sums, outputs
+
+    def of_examples(output: Any) -> bool:
+        kinds = tf.Tensor | tf.RaggedTensor
+        return isinstance(output, kinds) and bool(output.shape.rank) and output.shape[0] is None
+
+    def rest(output: Any) -> Any:
+        return output[: tf.where(empty, 0, rows(output))] if of_examples(output) else output
+
+    all_sums, outputs = tf.nest.flatten(sums), tf.nest.map_structure(rest, outputs)
+    others = [output for output in tf.nest.flatten(outputs) if not of_examples(output)]
+    tensors = [leaf for leaf in (*all_sums, *others) if isinstance(leaf, tf.Tensor)]
+    # Not a product: the example of zeros may give NaN, and 0 * NaN is NaN. Nothing is copied.
+    kept = tf.cond(empty, lambda: [tf.zeros_like(t) for t in tensors], lambda: tensors)
+    kept = dict(zip(map(id, tensors), kept, strict=True))
+    return tf.nest.map_structure(lambda leaf: kept.get(id(leaf), leaf), (sums, outputs))
+
+
+# Checks -------------------------------------------------------------------------------------------
 
 
 @tf.autograph.experimental.do_not_convert
-def one_for_each_example(losses: tf.Tensor, count: int | tf.Tensor | None) -> tf.Tensor:
-    """``losses``, which must be float [n].
+def one_for_each_example(losses: Any, count: Any = None, source: str = "loss()") -> tf.Tensor:
+    """Returns ``losses``, which must be float [n].
 
     Args:
-        losses: what a step's ``loss()`` returned.
-        count: n; None for any.
+        losses: what ``source`` returned.
+        count: n, an integer or an int32 scalar; None for any.
+        source: for the message.
 
     Raises:
-        UsageError: they have another shape. See `refusals` for a number of losses that is not
-            known while tracing.
+        UsageError: they have another shape. A wrong n that is known only when the graph runs ends
+            the graph, see `refusals`.
     """
-    losses = tf.convert_to_tensor(losses)
+    if not isinstance(losses, tf.RaggedTensor | tf.SparseTensor):
+        losses = tf.convert_to_tensor(losses)
     wanted = [count if isinstance(count, int) else None]
     if losses.shape.rank != 1 or not losses.shape.is_compatible_with(wanted):
-        raise UsageError(f"{_CHECKS[_LOSSES]}; it has returned shape {losses.shape}")
-    if count is None or losses.shape[0] is not None and isinstance(count, int):
-        return losses
-    with tf.name_scope(_LOSSES):
-        tf.debugging.Assert(tf.equal(tf.shape(losses)[0], count), [_LOSSES])
-        return tf.reshape(
-            losses, [count]
-        )  # XLA leaves the assertion out, TensorFlow's optimizer this
+        raise UsageError(f"{_MESSAGES[_LOSSES].format(source)}; it returned shape {losses.shape}")
+    return losses if count is None else _of_length(losses, count, _LOSSES)
+
+
+def _of_length(tensor: Any, count: int | tf.Tensor, name: str) -> Any:
+    """``tensor``, whose first axis must have ``count`` entries; else the check ``name`` fails."""
+    if isinstance(count, int) and tensor.shape[0] is not None:
+        return tensor
+    with tf.name_scope(name):
+        # XLA removes the assertion, and fails at the reshape. TensorFlow's optimizer removes the
+        # reshape, and fails at the assertion.
+        tf.debugging.Assert(tf.equal(rows(tensor), count), [name])
+        if isinstance(tensor, tf.RaggedTensor):
+            return tensor
+        return tf.reshape(tensor, tf.concat([[count], tf.shape(tensor)[1:]], axis=0))
 
 
 @tf.autograph.experimental.do_not_convert
@@ -200,11 +242,11 @@ def refuse_empty(empty: tf.Tensor) -> None:
 
 @contextlib.contextmanager
 def refusals() -> Iterator[None]:
-    """Inside, a graph that an operation of this module ends raises a `UsageError`."""
+    """Turns a check of this module that fails in a running graph into a `UsageError`."""
     try:
         yield
     except tf.errors.InvalidArgumentError as error:
-        for name, message in _CHECKS.items():
+        for name, message in _MESSAGES.items():
             if name in error.message:
-                raise UsageError(message) from error
+                raise UsageError(message.format("loss()" if name == _LOSSES else "")) from error
         raise

@@ -97,29 +97,29 @@ class _Step:
         features, labels, weights = share.unpack(batch)
         outputs = self.model(self.preprocess(features), training=self.training)
         losses = self.loss_fn(labels, outputs)
-        if losses.shape.rank != 1:
-            raise UsageError(
-                f"loss_fn returned shape {losses.shape}, not one loss for each example: return the "
-                "mean over the other axes"
-            )
+        losses = share.one_for_each_example(losses, source="loss_fn")
         if weights is None:
             return losses, outputs
-        if not weights.shape.is_compatible_with(losses.shape) or weights.shape.rank is None:
+        if not weights.shape.is_compatible_with(losses.shape):
             raise UsageError(
                 f"the weights of a batch have shape {weights.shape}, its losses {losses.shape}: "
                 "give one weight for each example, [n] or [n, 1]"
             )
+        if weights.shape.rank is None:
+            weights = tf.reshape(weights, tf.shape(losses))
         return losses * tf.cast(weights, losses.dtype), outputs
 
-    def total_loss(self, batch: Any) -> tuple[tf.Tensor, Any]:
-        """The sum of what `loss` returns, a float32 scalar, and the outputs for metrics or None.
+    @tf.autograph.experimental.do_not_convert
+    def sum_of(self, losses: Any, batch: Any) -> tuple[tf.Tensor, Any]:
+        """The sum of what `loss` returned for ``batch``, a float32 scalar, and the outputs for
+        metrics or None.
 
         Raises:
-            UsageError: `loss` returned anything but one loss for each example.
+            UsageError: that was anything but one loss for each example.
         """
-        losses = self.loss(batch)
         losses, outputs = losses if isinstance(losses, tuple) else (losses, None)
-        # A step that counts by itself, views of examples for instance, has as many losses as that.
+        # A step with a count of its own may have another number of losses, for instance one for
+        # each view of an example.
         count = share.rows(batch) if type(self).count is _Step.count else None
         losses = share.one_for_each_example(losses, count)
         return tf.reduce_sum(tf.cast(losses, tf.float32)), outputs
@@ -131,8 +131,8 @@ class _Step:
         features, _, weights = share.unpack(batch)
         if weights is not None:
             return tf.reduce_sum(tf.cast(weights, tf.float32))
-        first = tf.nest.flatten(features)[0]
-        return first.shape[0] or tf.cast(tf.shape(first)[0], tf.float32)
+        examples = share.rows(features)
+        return examples if isinstance(examples, int) else tf.cast(examples, tf.float32)
 
     def update_metrics(self, batch: Any, outputs: Any) -> None:
         """Updates ``self.metrics``: no collective, replicas are combined when a result is read."""
@@ -354,11 +354,16 @@ class TrainStep(_Step):
         count = self.count(batch)
         loss, gradients = self.forward_backward(batch, count)
         self._mark("backward", gradients)
-        loss, gradients = self.reduce(loss, count, gradients)
+        loss, gradients = self.reduce(loss, count, gradients, **self._uneven(batch))
         finite = self.finite(gradients) if self.applier.judges_finiteness else None
         gradients = self.clip(gradients)
         self.apply(gradients, finite)
         return loss if finite is None else tf.where(finite, loss, 0.0)
+
+    def _uneven(self, batch: Any) -> dict[str, tf.Tensor]:
+        """What `reduce` must be told where replicas may have unequal numbers of examples."""
+        examples = share.rows(batch) if self._statistics else 0
+        return {} if isinstance(examples, int) else {"examples": examples}
 
     def forward_backward(
         self, batch: Any, count: int | tf.Tensor
@@ -418,7 +423,7 @@ class TrainStep(_Step):
 
     def forward(self, batch: Any) -> tuple[tf.Tensor, Any]:
         """The sum of the losses of a (micro-)batch, and outputs for the metrics or None."""
-        loss, outputs = self.total_loss(batch)
+        loss, outputs = self.sum_of(self.loss(batch), batch)
         if self.model.losses:
             # Regularizers count once for each global batch, however it is split.
             penalty = tf.add_n([tf.cast(p, tf.float32) for p in self.model.losses])
@@ -432,13 +437,23 @@ class TrainStep(_Step):
 
     @tf.autograph.experimental.do_not_convert
     def reduce(
-        self, loss: tf.Tensor, count: Any, gradients: list[tf.Tensor | None]
+        self,
+        loss: tf.Tensor,
+        count: Any,
+        gradients: list[tf.Tensor | None],
+        examples: tf.Tensor | None = None,
     ) -> tuple[tf.Tensor, list[tf.Tensor | None]]:
         """Sums gradients over the replicas: the one all-reduce of a step (`ctl.reduce`).
 
         What else must be summed rides along in the packs: the number of valid examples where it is
         not known while tracing, and BatchNorm's moving statistics, which each replica has updated
-        with its own part of the batch and which become their mean, weighted by that number.
+        with its own part of the batch and which become their mean.
+
+        Args:
+            loss, gradients: what `forward_backward` returned.
+            count: what `count` returned.
+            examples: how many examples this replica has, an int32 scalar: the weight of its
+                statistics. None where all replicas have as many.
 
         Returns:
             The replica's loss over the global batch size, and the gradient of the global batch.
@@ -446,18 +461,21 @@ class TrainStep(_Step):
         dense = [g for g in gradients if g is not None]
         counted = [] if isinstance(count, int) else [tf.cast(count, tf.float32)]
         statistics = [v.read_value() for v in self._statistics]
-        if counted:  # what a replica without examples has made of its own counts nothing, NaN too
+        if examples is not None:
+            # Those of a replica without examples do not count, even where they are NaN.
+            wide = [tf.cast(s, tf.float32) if s.dtype.size < 4 else s for s in statistics]
             weigh = tf.math.multiply_no_nan
-            statistics = [weigh(s, tf.cast(count, s.dtype)) for s in statistics]
+            statistics = [weigh(s, tf.cast(examples, s.dtype)) for s in wide]
+            statistics.append(tf.cast(examples, tf.float32))
         tensors = [*dense, *statistics, *counted]
         reduced = all_reduce(tensors, bytes_per_pack=self.bytes_per_pack, options=self.options)
         if self.marks is not None:
             self.marks.mark_packs(tensors, reduced)
-        everything = reduced[-1] if counted else self.strategy.num_replicas_in_sync
         totals = reduced[len(dense) : len(dense) + len(statistics)]
+        weights = self.strategy.num_replicas_in_sync if examples is None else totals.pop()
         for variable, total in zip(self._statistics, totals, strict=True):
-            mean = total / tf.cast(everything, total.dtype)
-            variable.assign(tf.where(everything > 0, mean, variable) if counted else mean)
+            mean = total / tf.cast(weights, total.dtype)
+            variable.assign(tf.cast(mean, variable.dtype))
         dense = reduced[: len(dense)]
         if counted:
             dense = [tf.math.divide_no_nan(g, tf.cast(reduced[-1], g.dtype)) for g in dense]
@@ -511,7 +529,7 @@ class EvalStep(_Step):
     def __call__(self, batch: Any) -> tf.Tensor:
         """float32 [2]: sum of the losses and number of valid examples of this replica's part."""
         computed, empty = share.filled(batch)
-        loss, outputs = share.dropped(empty, *self.total_loss(computed))
+        loss, outputs = share.dropped(empty, *self.sum_of(self.loss(computed), computed))
         if outputs is not None:
             self.update_metrics(batch, outputs)
         return tf.stack([loss, tf.cast(self.count(batch), tf.float32)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import queue
@@ -33,6 +34,10 @@ _GRPC = "-event_engine_client"
 _Implementation = tf.distribute.experimental.CommunicationImplementation
 
 
+# Holds the scope that `make_multi_worker` enters: without a reference, it would be left at once.
+_never_left = contextlib.ExitStack()
+
+
 class Placement(NamedTuple):
     """A strategy, how its collectives are to run, one line for the log; with parameter servers, who
     is there."""
@@ -58,8 +63,8 @@ def make_multi_worker(
         cluster: who the workers are, see `ctl.cluster.resolve`.
         communication: ``auto``, ``ring`` (gRPC) or ``nccl``.
         collective_timeout: seconds without progress after which `ctl.watchdog` ends the process.
-        startup_timeout: seconds to wait for the other workers: to come, see `ctl.cluster.meet`; and
-            then to load their data and build their model, wherever a variable is made.
+        startup_timeout: seconds to wait for the other workers: until they come, see
+            `ctl.cluster.meet`; and again for each variable, while they load data or build a model.
         record_dir: where the watchdog writes the flight record; by default nowhere.
 
     Raises:
@@ -87,6 +92,8 @@ def make_multi_worker(
         startup_timeout=startup_timeout,
         record_dir=record_dir,
     )
+    # Whoever makes a variable: a model, an optimizer, a metric.
+    _never_left.enter_context(workers.watching_variables(strategy))
     return Placement(
         strategy,
         options,

@@ -47,10 +47,12 @@ _ENDING_SECONDS = 3.0
 _STALLED_SECONDS = 0.5
 # A record that is younger than this and twice the limit is of the same hang.
 _SAME_HANG_SECONDS = 120.0
-# From when on it is said who is waited for, and again whenever that time has doubled.
+# A worker that has waited for so long says for whom, and again each time the wait has doubled.
 _QUIET_SECONDS = 10.0
 # For everything that is done before the exit, a checkpoint in flight included.
 _LAST_WORDS_SECONDS = 60.0
+# For what was printed to reach a reader that may be stuck itself.
+_FLUSH_SECONDS = 2.0
 
 
 @dataclasses.dataclass(eq=False)
@@ -60,7 +62,7 @@ class Section:
     Attributes:
         doing: for people.
         limit: seconds without progress after which the process ends; None: it waits for nobody.
-        flag: that sets the limit.
+        flag: the flag that sets the limit.
         otherwise: the error to end with then, instead of blaming the others.
         step: global step finished, when last looked.
         progress: reads the global step.
@@ -68,6 +70,7 @@ class Section:
             of those that have not, in order.
         packs: bytes of each pack of gradients, where known.
         stalled: seconds since the last progress.
+        quiet_until: it says nothing before ``stalled`` reaches this.
         fired, not_fired, phase: of the running step, while it is stalled.
     """
 
@@ -80,10 +83,10 @@ class Section:
     marks: Callable[[], tuple[dict[str, float], tuple[str, ...]]] | None = None
     packs: tuple[int, ...] = ()
     stalled: float = 0.0
+    quiet_until: float = math.inf
     fired: dict[str, float] = dataclasses.field(default_factory=dict)
     not_fired: tuple[str, ...] = ()
     phase: str = ""
-    quiet_until: float = _QUIET_SECONDS  # while `stalled` is less
 
 
 class Watchdog:
@@ -92,7 +95,7 @@ class Watchdog:
     Args:
         cluster: the workers; beats go to all of them.
         timeout: seconds without progress in a collective.
-        startup_timeout: seconds to wait for workers that do not build their variables.
+        startup_timeout: seconds to wait for workers that load their data or build their model.
         record_dir: where flight records go; None: nowhere.
     """
 
@@ -179,13 +182,16 @@ class Watchdog:
                 self._give_up(section)
 
     def _say_for_whom(self, section: Section) -> None:
-        """Nothing where all wait in the same place: they compile, or compute."""
+        """Logs for whom this worker waits; nothing where all wait in the same place, since they
+        compile or compute."""
         made = self._record.make(self.cluster, "waits", section, self._beats.peers, {})
-        if named := self._hang.suspects([made]):
-            logging.warning(
-                "worker %d waits in %s since %.0f s for %s",
-                *(self.cluster.index, section.doing, section.stalled, ", ".join(map(str, named))),
-            )
+        named = ", ".join(map(str, self._hang.suspects([made])))
+        line = (
+            f"worker {self.cluster.index} waits in {section.doing} since {section.stalled:.0f} s "
+            f"for {named}"
+        )
+        if named:  # in a thread of its own: what reads the log may be what hangs
+            threading.Thread(target=logging.warning, args=("%s", line), daemon=True).start()
 
     def _beat(self, section: Section) -> dict[str, Any]:
         return {
@@ -241,39 +247,47 @@ class Watchdog:
 
     def _give_up(self, section: Section) -> None:
         """Ends the process. Nothing may keep it from that: a file system can be what hangs."""
+        _within(_LAST_WORDS_SECONDS, lambda: self._last_words(section))
+        leave((section.otherwise or PeerError).exit_code)
+
+    def _last_words(self, section: Section) -> None:
         if section.otherwise:
             last_line(str(section.otherwise))
-            leave(section.otherwise.exit_code)
-
-        def last_words() -> None:
-            after = "" if section.step is None else f" after step {section.step}"
-            waited = section.stalled
-            blamed = self.blame("timed out")
-            last_line(
-                f"worker {self.cluster.index} of {len(self.cluster.workers)}: a collective in "
-                f"{section.doing}{after} timed out: no progress for {waited:.0f} s "
-                f"({section.flag}); waiting for {blamed}"
-            )
-            end = time.monotonic() + _LINGER_SECONDS
-            while time.monotonic() < end:
-                self._beats.exchange(self._beat(section), _TICK)
-            with contextlib.suppress(Exception):  # a failed save must not change the exit code
-                self.finish_first()
-
-        speaker = threading.Thread(target=last_words, name="ctl_last_words", daemon=True)
-        speaker.start()
-        speaker.join(_LAST_WORDS_SECONDS)
-        leave(PeerError.exit_code)
+            return
+        after = "" if section.step is None else f" after step {section.step}"
+        waited = section.stalled
+        blamed = self.blame("timed out")
+        last_line(
+            f"worker {self.cluster.index} of {len(self.cluster.workers)}: a collective in "
+            f"{section.doing}{after} timed out: no progress for {waited:.0f} s "
+            f"({section.flag}); waiting for {blamed}"
+        )
+        end = time.monotonic() + _LINGER_SECONDS
+        while time.monotonic() < end:
+            self._beats.exchange(self._beat(section), _TICK)
+        with contextlib.suppress(Exception):  # a failed save must not change the exit code
+            self.finish_first()
 
 
 def leave(exit_code: int) -> None:
     """Ends the process at once. TensorFlow's threads are still in the collective that failed: an
     orderly end would wait for them, or crash with them and exit with another code."""
+    _within(_FLUSH_SECONDS, _flush)
+    os._exit(exit_code)
+
+
+def _flush() -> None:
     logging.flush()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
-    os._exit(exit_code)
+
+
+def _within(seconds: float, work: Callable[[], None]) -> None:
+    """Returns when ``work`` is done or its time is over."""
+    thread = threading.Thread(target=work, name="ctl_last_words", daemon=True)
+    thread.start()
+    thread.join(seconds)
 
 
 _watchdog: Watchdog | None = None
@@ -348,8 +362,8 @@ def collective(
 
 
 def building(doing: str) -> contextlib.AbstractContextManager[None]:
-    """The main thread may wait inside for workers that still load their data or build their model:
-    ``--startup_timeout``."""
+    """Inside, the main thread may wait up to ``--startup_timeout`` for workers that load their data
+    or build their model."""
     if _watchdog is None:
         return contextlib.nullcontext()
     return _watchdog.inside(Section(doing, _watchdog.startup_timeout, "--startup_timeout"))

@@ -82,34 +82,33 @@ def naming_lost_peers(
 
 
 def watch(strategy: tf.distribute.Strategy, **options: Any) -> bool:
-    """Whether there are several workers; if so, nothing that this thread does from here on waits
-    for one of them without `ctl.watchdog`. Doing it twice changes nothing.
-
-    Args:
-        strategy: any.
-        options: of `ctl.watchdog.start`.
-    """
+    """Whether there are several workers. If so, starts `ctl.watchdog` with ``options`` unless it
+    runs already."""
     several = is_multi_worker(strategy) and len(cluster_of(strategy).workers) > 1
-    if several and not watchdog.running():
+    if several:
         watchdog.start(cluster_of(strategy), **options)
-        _never_left.enter_context(tf.variable_creator_scope(_watched_creator(strategy)))
     return several
 
 
-# Of which `watch` is the only user.
-_never_left = contextlib.ExitStack()
+@contextlib.contextmanager
+def watching_variables(strategy: tf.distribute.Strategy) -> Iterator[None]:
+    """Inside, this thread makes every variable under the watchdog: of several workers, each waits
+    there for the chief, which sends the value.
 
-
-def _watched_creator(strategy: tf.distribute.Strategy) -> Callable[..., tf.Variable]:
-    """For the variables of a model, an optimizer or anybody: workers get their values from the
-    chief."""
+    Raises:
+        PeerError: a worker was lost meanwhile.
+    """
+    doing = "making variables"
 
     def create(next_creator: Callable[..., tf.Variable], **options: Any) -> tf.Variable:
-        doing = "making variables"
         with naming_lost_peers(strategy, doing), watchdog.building(doing):
             return next_creator(**options)
 
-    return create
+    if not is_multi_worker(strategy):
+        yield
+        return
+    with tf.variable_creator_scope(create):
+        yield
 
 
 def _reason(error: tf.errors.OpError) -> str:

@@ -5,6 +5,7 @@ python multi_worker.py OUT [fault=NAME] [step=N] [worker=I] [key=value …]
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -152,10 +153,23 @@ def fit(strategy: tf.distribute.Strategy) -> str:
 def main() -> None:
     if "devices" in OPTIONS:
         cut_into_devices(int(OPTIONS["devices"]))
-    placement = make_multi_worker(
-        me, collective_timeout=TIMEOUT, startup_timeout=STARTUP, record_dir=OUT / "inspect"
-    )
-    strategy = placement.strategy
+    if "own" in OPTIONS:  # as in TensorFlow's tutorials, the loop inside of the scope
+        strategy, options = tf.distribute.MultiWorkerMirroredStrategy(), None
+        scope = strategy.scope()
+    else:
+        placement = make_multi_worker(
+            me, collective_timeout=TIMEOUT, startup_timeout=STARTUP, record_dir=OUT / "inspect"
+        )
+        strategy, options = placement.strategy, placement.options
+        scope = contextlib.nullcontext()
+    with scope:
+        train(strategy, options)
+
+
+def train(
+    strategy: tf.distribute.Strategy,
+    options: tf.distribute.experimental.CommunicationOptions | None,
+) -> None:
     keras.utils.set_random_seed(me.index if "seeds" in OPTIONS else 0)
     with strategy.scope():
         network = model()
@@ -164,7 +178,7 @@ def main() -> None:
         optimizer = keras.optimizers.AdamW(
             0.01, beta_1=0.8 if "differ" in OPTIONS and me.index else 0.9
         )
-        step = Step(network, optimizer, clip_norm=0.3, options=placement.options)
+        step = Step(network, optimizer, clip_norm=0.3, options=options)
         metric = keras.metrics.SparseCategoricalAccuracy("accuracy")
         evaluation = ctl.EvalStep(network, metrics=[metric])
     batch = BATCH * 3 * (2 if "differ" in OPTIONS and me.index else 1)

@@ -37,8 +37,11 @@ WRONG = [
     (("--optimizer=nadam",), "optimizer nadam is refused: .*update_step"),
     (("train",), "unexpected argument 'train'"),
     (("--replicas=3",), "--global_batch_size=64 is not divisible by --replicas=3; 66 is"),
-    (("--accumulate_steps=65",), "--accumulate_steps=65 cannot cut the 64 examples of a replica"),
-    (("--accumulate_steps=33", "--replicas=2"), "=33 cannot cut the 32 examples of a replica"),
+    (("--accumulate_steps=65",), "--accumulate_steps=65, but a replica has 64 examples: use 64 or"),
+    (
+        ("--accumulate_steps=33", "--replicas=2"),
+        "=33, but a replica has 32 examples: use 32 or less",
+    ),
     (("--replicas=0",), "--replicas=0: 0 is not a positive integer"),
     (("--learning_rate=-0.1",), "--learning_rate must be a number of at least 0, got -0.1"),
     (("--learning_rate=nan",), "--learning_rate must be a number of at least 0, got nan"),

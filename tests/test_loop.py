@@ -527,7 +527,9 @@ def test_batches_that_replicas_cannot_share(mirrored, replicas):
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_more_micro_batches_than_examples(mirrored, replicas):
-    with pytest.raises(UsageError, match=f"accumulate_steps=17 .* the {16 // replicas} examples"):
+    with pytest.raises(
+        UsageError, match=f"=17, but a replica has {16 // replicas} examples: use {16 // replicas}"
+    ):
         make_loop(mirrored(replicas), step_options={"accumulate_steps": 17})
 
 

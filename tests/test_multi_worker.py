@@ -80,6 +80,15 @@ def test_several_devices_per_worker_equal_one(job, tmp_path, mirrored):
     assert len(np.unique(masks, axis=0)) == len(masks) == 4
 
 
+def test_a_strategy_of_ones_own(job, tmp_path, mirrored):
+    """And all of it made inside of its scope, the loop too."""
+    with job(tmp_path, "own=1") as processes:
+        assert codes(processes) == [0, 0], said(tmp_path, 0)[-2000:]
+    reference, _ = one_device(mirrored)
+    for saved in finished(tmp_path, 2):
+        assert largest_difference(weights(saved), reference) <= 1e-6
+
+
 @pytest.fixture(scope="module")
 def straight(job, tmp_path_factory):
     """An uninterrupted job of 2 workers with BatchNorm and Dropout."""

@@ -18,6 +18,7 @@ from helpers import (
     examples,
     largest_difference,
     mlp,
+    precision,
     train,
 )
 
@@ -34,14 +35,27 @@ PARTIAL = (STEPS - 1) * BATCH + 5
 
 
 def convolutions() -> keras.Model:
-    """Of no examples, a convolution makes a tensor of another shape, and its gradient aborts the
-    process. What comes after it says so in evaluation, too."""
+    """With no examples, a convolution gives a tensor of a wrong shape, and its gradient aborts the
+    process."""
     return keras.Sequential(
         [
             keras.layers.Input([FEATURES]),
-            keras.layers.Reshape([3, 4, 1]),
-            keras.layers.Conv2D(4, 2, activation="tanh", padding="same", use_bias=False),
-            keras.layers.Rescaling([1.0, 2.0, 3.0, 4.0], 0.1),
+            keras.layers.Reshape([2, 2, 3]),
+            keras.layers.Conv2D(4, 2, activation="tanh"),
+            keras.layers.Flatten(),
+            keras.layers.Dense(CLASSES),
+        ]
+    )
+
+
+def normalized_convolutions() -> keras.Model:
+    """With no examples, it fails in evaluation, too."""
+    return keras.Sequential(
+        [
+            keras.layers.Input([FEATURES]),
+            keras.layers.Reshape([2, 2, 3]),
+            keras.layers.Conv2D(16, 3, padding="same", use_bias=False),
+            keras.layers.BatchNormalization(),
             keras.layers.Flatten(),
             keras.layers.Dense(CLASSES),
         ]
@@ -119,6 +133,54 @@ class TestMicroBatches:
         )
         assert largest_difference(ours.get_weights(), theirs.get_weights()) <= 2e-6
 
+    @pytest.mark.parametrize("jit_compile", [False, True], ids=["", "xla"])
+    @pytest.mark.parametrize("full", [True, False], ids=["full", "partial"])
+    def test_tensors_of_different_lengths_are_refused(self, full, jit_compile):
+        """Two views of each example: which belong to a micro-batch, only the user knows."""
+
+        class Step(TrainStep):
+            def loss(self, batch):
+                losses = keras.losses.sparse_categorical_crossentropy(
+                    batch["labels"], self.model(batch["views"]), from_logits=True
+                )
+                return losses
+
+            def count(self, batch):
+                return super().count((batch["views"], None))
+
+        features, labels = examples(4 * BATCH)
+        data = tf.data.Dataset.from_tensor_slices({"features": features, "labels": labels})
+        views = data.batch(BATCH, drop_remainder=full).map(
+            lambda batch: {**batch, "views": tf.repeat(batch["features"], 2, axis=0)}
+        )
+        if full:
+            views = views.map(
+                lambda batch: {
+                    **batch,
+                    "views": tf.ensure_shape(batch["views"], [2 * BATCH, FEATURES]),
+                }
+            )
+        step = Step(mlp(), adam()(), accumulate_steps=2, jit_compile=jit_compile)
+        with pytest.raises(UsageError, match="accumulate_steps cannot cut tensors of different"):
+            Loop(step, views, strategy=tf.distribute.get_strategy()).train(1)
+
+    def test_what_has_no_examples_is_in_each(self):
+        """A scalar; and a tensor of unknown rank is cut as others are."""
+
+        @tf.function(input_signature=[tf.TensorSpec([6]), tf.TensorSpec([]), tf.TensorSpec(None)])
+        def cut(examples, scalar, unknown):
+            ((number, micro_batch),) = share.micro_batches((examples, scalar, unknown), 3)
+            assert number == 3
+            return micro_batch(tf.constant(1))
+
+        examples, scalar, unknown = cut(tf.range(6.0), 7.0, tf.reshape(tf.range(12.0), [6, 2]))
+        assert examples.numpy().tolist() == [2, 3] and scalar == 7
+        assert unknown.numpy().tolist() == [[4, 5], [6, 7]]
+
+    def test_sparse_tensors_are_refused(self):
+        with pytest.raises(UsageError, match="cuts dense and ragged tensors only"):
+            share.micro_batches(tf.sparse.from_dense(np.eye(4)), 2)
+
 
 class TestNoExamples:
     @pytest.mark.parametrize(
@@ -138,33 +200,47 @@ class TestNoExamples:
         )
         assert largest_difference(ours.get_weights(), theirs.get_weights()) <= 1e-6
 
+    @pytest.mark.parametrize("weights", [None, [1.0, -0.9, 1.0, -0.9, 0.0], [0.0] * 5], ids=str)
     @pytest.mark.parametrize("parts", [1, 3])
-    def test_statistics_are_those_of_replicas_with_examples(self, mirrored, parts):
-        features, labels = examples(6)
+    def test_statistics_are_weighted_by_examples(self, mirrored, parts, weights):
+        """Not by the weights of examples, which BatchNorm does not know."""
+        features, labels = examples(5)
+        arrays = (features, labels) if weights is None else (features, labels, np.array(weights))
         strategy = mirrored(4)
         with strategy.scope():
             model = normalized()
             step = TrainStep(model, keras.optimizers.SGD(0.0), accumulate_steps=parts)
-        # TensorFlow splits them as 2, 2, 2 and 0.
-        batches = tf.data.Dataset.from_tensor_slices((features, labels)).batch(6)
+        # TensorFlow splits them as 2, 2, 1 and 0.
+        batches = tf.data.Dataset.from_tensor_slices(arrays).batch(5)
         Loop(step, batches, strategy=strategy).train(3)
         mean, variance = np.zeros(FEATURES), np.ones(FEATURES)
         for _ in range(3):
             means, variances = [], []
-            for share_of_one in np.split(features.astype(np.float64), 3):
-                # A micro-batch has 1 example, where there are more than one.
-                pieces = np.split(share_of_one, min(parts, 2))
+            for rows in np.split(features.astype(np.float64), [2, 4]):
                 m, v = mean, variance
-                for piece in pieces:
-                    m = 0.8 * m + 0.2 * piece.mean(axis=0)
-                    v = 0.8 * v + 0.2 * piece.var(axis=0)
+                for micro_batch in np.split(rows, min(parts, len(rows))):
+                    m = 0.8 * m + 0.2 * micro_batch.mean(axis=0)
+                    v = 0.8 * v + 0.2 * micro_batch.var(axis=0)
                 means.append(m)
                 variances.append(v)
-            mean, variance = np.mean(means, axis=0), np.mean(variances, axis=0)
+            mean = np.average(means, axis=0, weights=[2, 2, 1])
+            variance = np.average(variances, axis=0, weights=[2, 2, 1])
         norm = model.layers[0]
         np.testing.assert_allclose(norm.moving_mean.numpy(), mean, atol=1e-6)
         np.testing.assert_allclose(norm.moving_variance.numpy(), variance, atol=1e-6)
         assert_replicas_agree(strategy, norm.variables)
+
+    def test_statistics_in_float16_do_not_overflow(self, mirrored):
+        features, labels = examples(514)
+        strategy = mirrored(2)
+        with precision("float16"), strategy.scope():
+            model = normalized()
+            step = TrainStep(model, keras.optimizers.SGD(0.0))
+        batches = tf.data.Dataset.from_tensor_slices((20 * features, labels)).batch(514)
+        Loop(step, batches, strategy=strategy).train(9)
+        variance = model.layers[0].moving_variance
+        assert variance.dtype == "float16"
+        assert variance.numpy().min() > 200 and variance.numpy().max() < 600
 
     @pytest.mark.parametrize("parts", [1, 3])
     def test_resumed_bit_for_bit(self, mirrored, tmp_path, parts):
@@ -204,7 +280,7 @@ class TestNoExamples:
         features, labels = examples(65)
         strategy = mirrored(4)
         with strategy.scope():
-            model = convolutions()
+            model = normalized_convolutions()
             metric = keras.metrics.SparseCategoricalAccuracy("accuracy")
             step = EvalStep(model, metrics=[metric])
         data = tf.data.Dataset.from_tensor_slices((features, labels)).batch(16)
@@ -232,6 +308,72 @@ class TestNoExamples:
         )
         (metric,) = loop.step.metrics
         assert float(tf.convert_to_tensor(metric.variables[1].value)) == 3 * 5
+
+    def test_outputs_of_all_examples_are_zeros_too(self, mirrored):
+        """A metric of one's own, of a sum and a number: 3 steps with 5 examples."""
+
+        class Step(TrainStep):
+            def loss(self, batch):
+                losses, logits = super().loss(batch)
+                return losses, {"seen": tf.reduce_sum(tf.ones_like(losses)), "one": 1.0}
+
+            def update_metrics(self, batch, outputs):
+                (metric,) = self.metrics
+                metric.update_state(outputs["one"], sample_weight=outputs["seen"])
+
+        with mirrored(4).scope():
+            step = Step(mlp(), adam()(), metrics=[keras.metrics.Mean("mean")])
+        data = tf.data.Dataset.from_tensor_slices(examples(5)).batch(5)
+        Loop(step, data, strategy=mirrored(4)).train(3)
+        assert float(tf.convert_to_tensor(step.metrics[0].variables[1].value)) == 3 * 5
+
+    @pytest.mark.parametrize("training", [True, False])
+    def test_inner_axes_stay_known(self, mirrored, training):
+        """Sequences of any length, of 8 features: layers ask for the 8."""
+        seen = []
+
+        class Step(TrainStep if training else EvalStep):
+            def loss(self, batch):
+                seen.append(batch[0].shape.as_list())
+                return super().loss(batch)
+
+        random = np.random.default_rng(0)
+        sequences = tf.data.Dataset.from_generator(
+            lambda: ((random.normal(size=[n, 8]), n % CLASSES) for n in (2, 5, 3, 4)),
+            output_signature=(tf.TensorSpec([None, 8]), tf.TensorSpec([], tf.int32)),
+        ).padded_batch(4)
+        with mirrored(2).scope():
+            layers = [keras.layers.GroupNormalization(2), keras.layers.GRU(3)]
+            network = keras.Sequential(
+                [keras.Input([None, 8]), *layers, keras.layers.Dense(CLASSES)]
+            )
+            step = Step(network, adam()()) if training else Step(network)
+        if training:
+            Loop(step, sequences, strategy=mirrored(2)).train(1)
+        else:
+            Evaluator(step, sequences, strategy=mirrored(2)).run()
+        assert set(map(tuple, seen)) == {(None, None, 8)}
+
+    def test_full_batches_of_sparse_tensors(self, mirrored):
+        """Which TensorFlow can split over replicas where each gets some."""
+
+        class Step(TrainStep):
+            def loss(self, batch):
+                return super().loss((tf.sparse.to_dense(batch[0]), batch[1]))
+
+            def count(self, batch):
+                return super().count((batch[1], batch[1]))
+
+        features, labels = examples(STEPS * BATCH)
+        results = []
+        for replicas in (1, 2):
+            keras.utils.set_random_seed(0)
+            with mirrored(replicas).scope():
+                step = Step(mlp(), adam()())
+            data = tf.data.Dataset.from_tensor_slices((tf.sparse.from_dense(features), labels))
+            Loop(step, data.batch(BATCH), strategy=mirrored(replicas)).train(STEPS)
+            results.append(step.model.get_weights())
+        assert largest_difference(*results) <= 1e-6
 
     @pytest.mark.parametrize("kind", ["ragged", "strings"])
     def test_features_of_any_kind(self, mirrored, kind):
@@ -267,7 +409,7 @@ class TestNoExamples:
         assert abs(weights[0][0] - 1) > 1e-3
 
     def test_synchronized_batch_norm_is_refused(self, mirrored):
-        with pytest.raises(UsageError, match="left a replica without examples.*drop_remainder"):
+        with pytest.raises(UsageError, match="a replica has no examples .*drop_remainder"):
             train(
                 mirrored(4),
                 lambda: normalized(synchronized=True),
@@ -275,6 +417,14 @@ class TestNoExamples:
                 examples(BATCH + 5),
                 full=False,
             )
+
+    def test_elements_of_ragged_tensors_and_of_scalars(self):
+        words = tf.ragged.constant([[1, 2], [3], [4, 5, 6]])
+        assert len(list(GlobalBatches(tf.data.Dataset.from_tensors(words)).batches().take(2))) == 2
+        batched = tf.data.Dataset.from_tensor_slices(words).batch(2)
+        assert len(list(GlobalBatches(batched, training=False).batches())) == 2
+        numbers = tf.data.Dataset.range(3)
+        assert len(list(GlobalBatches(numbers, training=False).batches())) == 3
 
     def test_elements_without_examples_are_left_out(self):
         sizes = [3, 0, 2, 0]
@@ -316,6 +466,23 @@ class TestShapes:
             results.append([*loop.step.model.get_weights(), loop.step.results()["accuracy"]])
         assert largest_difference(*results) == 0
 
+    def test_weights_of_unknown_rank(self, mirrored):
+        features, labels = examples()
+        weights = np.random.default_rng(2).integers(0, 3, STEPS * BATCH)
+        results = []
+        for known in (True, False):
+            keras.utils.set_random_seed(0)
+            data = tf.data.Dataset.from_tensor_slices((features, labels, weights))
+            data = data.batch(BATCH, drop_remainder=True)
+            if not known:
+                data = data.map(
+                    lambda x, y, w: (x, y, tf.numpy_function(lambda w: w[:, None], [w], tf.int64))
+                )
+            step = TrainStep(mlp(), adam()())
+            Loop(step, data, strategy=tf.distribute.get_strategy()).train(STEPS)
+            results.append(step.model.get_weights())
+        assert largest_difference(*results) == 0
+
     @pytest.mark.parametrize("shape", [[BATCH, 2], [BATCH, 1, 1], [BATCH, BATCH]], ids=str)
     def test_weights_of_no_example_are_refused(self, mirrored, shape):
         data = tf.data.Dataset.from_tensors((*(a[:BATCH] for a in examples()), np.ones(shape)))
@@ -335,8 +502,9 @@ class TestShapes:
             lambda losses: losses[:1],
             lambda losses: tf.repeat(losses, 2),
             lambda losses: losses[:, None] + losses,
+            lambda losses: tf.RaggedTensor.from_row_lengths(losses, tf.ones_like(losses, tf.int32)),
         ],
-        ids=["mean", "column", "one", "twice", "square"],
+        ids=["mean", "column", "one", "twice", "square", "ragged"],
     )
     def test_losses_that_are_not_those_of_examples_are_refused(
         self, mirrored, replicas, full, jit_compile, change

@@ -167,6 +167,25 @@ def test_nothing_keeps_it_from_ending(start, tmp_path):
     assert [process.wait(30) for process in processes] == [5, 5]
 
 
+def test_a_reader_that_is_stuck_keeps_nobody(start):
+    """Nobody reads standard error, which is full: neither who waits for whom, nor the last line,
+    nor what was printed before keeps the process from its exit code."""
+    full = """
+from ctl import console
+console.log_to_terminal()
+watchdog._QUIET_SECONDS, watchdog._LAST_WORDS_SECONDS = 3.5, 3.0
+watchdog._watchdog.timeout = 5.0
+os.set_blocking(2, False)
+with contextlib.suppress(BlockingIOError):
+    while True:
+        os.write(2, bytes(4096))
+os.set_blocking(2, True)
+"""
+    start(1, BUSY)
+    ends = [full + WAITS, full + WAITS.replace("step=7", "otherwise=UsageError('its data ended')")]
+    assert [start(0, program).wait(40) for program in ends] == [5, 2]
+
+
 def test_without_it_sections_do_nothing():
     assert watchdog._watchdog is None
     with watchdog.collective("training"), watchdog.host("saving"):

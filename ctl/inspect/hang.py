@@ -153,7 +153,7 @@ def _judge(found: Sequence[Place]) -> tuple[list[Place], list[Place]]:
         return waiting, lost
     # Of two as large, the one that is further: who is behind keeps the others waiting.
     most = max(groups, key=lambda place: (groups[place], place[0], place[2].startswith("pack")))
-    # Without a phase, all of its step is done but the loss at the end, for which it waits, too.
+    # A worker without a phase has finished its step, and waits for the loss at the end.
     group = [
         p
         for p in waiting
