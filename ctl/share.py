@@ -82,15 +82,13 @@ def micro_batches(batch: Any, parts: int) -> list[tuple[Any, Callable[[tf.Tensor
         UsageError: the tensors of the batch have different numbers of examples.
     """
     leaves = tf.nest.flatten(batch)
-    if not all(isinstance(leaf, tf.Tensor | tf.RaggedTensor) for leaf in leaves):
-        raise UsageError("accumulate_steps cuts dense and ragged tensors only")
-    static = {leaf.shape[0] for leaf in leaves if leaf.shape.rank} - {None}
+    if any(isinstance(leaf, tf.SparseTensor) for leaf in leaves):
+        raise UsageError("accumulate_steps cannot cut sparse tensors; give dense or ragged ones")
+    static = {leaf.shape[0] for leaf in leaves if leaf is not None and leaf.shape.rank} - {None}
     if len(static) > 1:
         raise UsageError(_MESSAGES[_TENSORS].format(f": {', '.join(map(str, sorted(static)))}"))
     count = static.pop() if static else rows(batch)
-    leaves = [
-        leaf if leaf.shape.rank == 0 else _of_length(leaf, count, _TENSORS) for leaf in leaves
-    ]
+    leaves = [leaf if _has_no_rows(leaf) else _of_length(leaf, count, _TENSORS) for leaf in leaves]
     low, high = (min, max) if isinstance(count, int) else (tf.minimum, tf.maximum)
     least, longer = count // parts, count % parts
     shorter = low(high(count, 1), parts) - longer
@@ -111,12 +109,16 @@ def _pick(batch: Any, stacks: list[Callable[[tf.Tensor], Any]], part: tf.Tensor)
     return tf.nest.pack_sequence_as(batch, [stack(part) for stack in stacks])
 
 
+def _has_no_rows(leaf: Any) -> bool:
+    return leaf is None or leaf.shape.rank == 0
+
+
 def _stack(tensor: Any, begin: Any, length: Any, size: Any) -> Callable[[tf.Tensor], Any]:
     """Gives one of ``length`` parts of ``size`` examples of ``tensor``, from ``begin`` on."""
+    if _has_no_rows(tensor):
+        return lambda part: tensor
     if isinstance(tensor, tf.RaggedTensor):  # XLA takes none
         return lambda part: tensor[begin + part * size : begin + (part + 1) * size]
-    if tensor.shape.rank == 0:
-        return lambda part: tensor
     shape = tf.concat([[length, size], tf.shape(tensor)[1:]], axis=0)
     stack = tf.reshape(tensor[begin : begin + length * size], shape)
     static = [n if isinstance(n, int) else None for n in (length, size)]

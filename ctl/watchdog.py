@@ -173,10 +173,10 @@ class Watchdog:
             self._listen_to_those_who_give_up()
             if section.limit is None:
                 continue
-            if section.stalled >= section.quiet_until:
-                section.quiet_until *= 2
-                self._say_for_whom(section)
             if section.stalled < section.limit:
+                if section.stalled >= section.quiet_until:
+                    section.quiet_until *= 2
+                    self._say_for_whom(section)
                 continue
             if section is self._sections[-1] and self._giving_up.acquire(blocking=False):
                 self._give_up(section)
@@ -184,8 +184,9 @@ class Watchdog:
     def _say_for_whom(self, section: Section) -> None:
         """Logs for whom this worker waits; nothing where all wait in the same place, since they
         compile or compute."""
-        made = self._record.make(self.cluster, "waits", section, self._beats.peers, {})
-        named = ", ".join(map(str, self._hang.suspects([made])))
+        named = self._named(
+            self._record.make(self.cluster, "waits", section, self._beats.peers, {})
+        )
         line = (
             f"worker {self.cluster.index} waits in {section.doing} since {section.stalled:.0f} s "
             f"for {named}"
@@ -235,8 +236,12 @@ class Watchdog:
         made = self._write_record(why, gone)
         self._gave_up = True
         self._beats.send(self._beat(section))
-        named = self._hang.suspects([made])
-        return ", ".join(map(str, named)) or "workers that are there but do not come"
+        return self._named(made) or "workers that are there but do not come"
+
+    def _named(self, made: Record) -> str:
+        """Those whom this worker waits for, by its own record. It does not wait for itself."""
+        others = [p for p in self._hang.suspects([made]) if p.worker != self.cluster.index]
+        return ", ".join(map(str, others))
 
     def broke_off(self, step: int | None) -> str:
         """`blame` for the main thread, to which TensorFlow raised an error. Does not return when

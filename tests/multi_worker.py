@@ -174,6 +174,7 @@ def train(
     with strategy.scope():
         network = model()
         if PLACE == "building":
+            time.sleep(3)  # until all have heard of all
             misbehave()
         optimizer = keras.optimizers.AdamW(
             0.01, beta_1=0.8 if "differ" in OPTIONS and me.index else 0.9

@@ -115,6 +115,13 @@ def test_a_worker_that_nobody_knows():
     )
 
 
+def test_who_was_never_heard_is_named_where_others_were():
+    """Where nobody was heard, the datagrams may be what is lost."""
+    heard = record(0, workers=3, peers={2: peer()})
+    assert [p.worker for p in hang.suspects([heard])] == [1]
+    assert hang.suspects([record(0, workers=3)]) == []
+
+
 def test_who_waits_at_the_end_of_the_step_waits_with_the_others():
     """Worker 3 was frozen after it had reduced the loss of a call, whose sum worker 1 had not read
     yet, and which the others had: those are in the next step. Its own step is not counted later."""

@@ -165,20 +165,21 @@ class TestMicroBatches:
             Loop(step, views, strategy=tf.distribute.get_strategy()).train(1)
 
     def test_what_has_no_examples_is_in_each(self):
-        """A scalar; and a tensor of unknown rank is cut as others are."""
+        """A scalar and None; and a tensor of unknown rank is cut as others are."""
 
         @tf.function(input_signature=[tf.TensorSpec([6]), tf.TensorSpec([]), tf.TensorSpec(None)])
         def cut(examples, scalar, unknown):
-            ((number, micro_batch),) = share.micro_batches((examples, scalar, unknown), 3)
+            ((number, micro_batch),) = share.micro_batches((examples, scalar, unknown, None), 3)
             assert number == 3
             return micro_batch(tf.constant(1))
 
-        examples, scalar, unknown = cut(tf.range(6.0), 7.0, tf.reshape(tf.range(12.0), [6, 2]))
-        assert examples.numpy().tolist() == [2, 3] and scalar == 7
+        values = tf.range(6.0), 7.0, tf.reshape(tf.range(12.0), [6, 2])
+        examples, scalar, unknown, none = cut(*values)
+        assert none is None and examples.numpy().tolist() == [2, 3] and scalar == 7
         assert unknown.numpy().tolist() == [[4, 5], [6, 7]]
 
     def test_sparse_tensors_are_refused(self):
-        with pytest.raises(UsageError, match="cuts dense and ragged tensors only"):
+        with pytest.raises(UsageError, match="cannot cut sparse tensors"):
             share.micro_batches(tf.sparse.from_dense(np.eye(4)), 2)
 
 

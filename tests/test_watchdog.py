@@ -103,6 +103,15 @@ def test_it_says_for_whom_it_waits(start):
         assert "timed out" in line
 
 
+def test_nobody_waits_for_itself(start):
+    """Two workers in two places: each blames the other, whichever is right."""
+    quiet = "watchdog._watchdog.timeout = 5.0\n"
+    pair = [start(i, quiet + WAITS.replace("training", f"place {i}")) for i in range(2)]
+    assert [process.wait(30) for process in pair] == [5, 5]
+    for index, process in enumerate(pair):
+        assert f"waiting for worker {index} " not in process.stderr.read()
+
+
 def test_building_has_the_limit_of_the_start(start):
     building = (
         "watchdog._watchdog.{} = 60\nwith watchdog.building('making variables'): time.sleep({})"

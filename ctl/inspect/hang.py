@@ -139,9 +139,11 @@ def suspects(records: Sequence[Record]) -> list[Place]:
 
     Those that are gone, frozen or dead; else those that stand still elsewhere than most of the
     workers that wait: at an earlier step, in another part of the code, busy with something of their
-    own.
+    own; else those that nobody has heard of, where others were heard.
     """
-    return _judge(places(records))[1]
+    found = places(records)
+    unheard = [p for p in found if not p.known]
+    return _judge(found)[1] or (unheard if len(found) - len(unheard) > 1 else [])
 
 
 def _judge(found: Sequence[Place]) -> tuple[list[Place], list[Place]]:
