@@ -133,6 +133,18 @@ def test_resumed_by_another_number_of_workers(job, tmp_path, mirrored):
         assert largest_difference(weights(saved), reference) <= 1e-6
 
 
+def end_of(job, tmp_path, fault: str, culprit: int, *options: str) -> tuple[list[int], float]:
+    """The two workers of three that outlive the fault of one, which must end with 5; and the
+    seconds from the fault to their end."""
+    survivors = [i for i in range(3) if i != culprit]
+    with job(tmp_path, f"fault={fault}", f"worker={culprit}", *options, workers=3) as processes:
+        ended = [codes([processes[i]])[0] for i in survivors]
+        over = time.time()
+        at = float(re.search(r"fault \w+ at (\S+)", said(tmp_path, culprit))[1])
+    assert ended == [5, 5], [said(tmp_path, i)[-1500:] for i in survivors]
+    return survivors, over - at
+
+
 @pytest.mark.parametrize(
     ("fault", "culprit", "bound", "what", "blamed"),
     [
@@ -145,14 +157,8 @@ def test_resumed_by_another_number_of_workers(job, tmp_path, mirrored):
     ],
 )
 def test_survivors_end_in_time_and_say_why(job, tmp_path, fault, culprit, bound, what, blamed):
-    options = (f"fault={fault}", f"worker={culprit}", "timeout=10", "loop=1")
-    with job(tmp_path, *options, workers=3) as processes:
-        survivors = [i for i in range(3) if i != culprit]
-        ended = [codes([processes[i]])[0] for i in survivors]
-        over = time.time()
-        at = float(re.search(r"fault \w+ at (\S+)", said(tmp_path, culprit))[1])
-    assert ended == [5, 5], [said(tmp_path, i)[-1500:] for i in survivors]
-    assert over - at < bound
+    survivors, seconds = end_of(job, tmp_path, fault, culprit, "timeout=10", "loop=1")
+    assert seconds < bound
     first = rf"worker {survivors[0]} of 3: a collective in training after step \d+ {what}: "
     blamed = rf"worker {culprit} \({blamed}"
     assert re.search(f"{first}.*; waiting for {blamed}", said(tmp_path, survivors[0]))
@@ -175,14 +181,8 @@ def test_survivors_end_in_time_and_say_why(job, tmp_path, fault, culprit, bound,
 )
 def test_while_the_model_is_built(job, tmp_path, fault, culprit, bound, what, blamed):
     """The others wait for its variables: in code of users, before there is a loop."""
-    options = (f"fault={fault}", f"worker={culprit}", "place=building", "startup=14")
-    with job(tmp_path, *options, workers=3) as processes:
-        survivors = [i for i in range(3) if i != culprit]
-        ended = [codes([processes[i]])[0] for i in survivors]
-        over = time.time()
-        at = float(re.search(r"fault \w+ at (\S+)", said(tmp_path, culprit))[1])
-    assert ended == [5, 5], [said(tmp_path, i)[-1500:] for i in survivors]
-    assert over - at < bound
+    survivors, seconds = end_of(job, tmp_path, fault, culprit, "place=building", "startup=14")
+    assert seconds < bound
     blamed = rf"worker {culprit} \({blamed}"
     for index in survivors:
         building = rf"worker {index} of 3: a collective in making variables {what}: "
