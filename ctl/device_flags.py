@@ -41,7 +41,6 @@ def define_device_flags(training: bool = True) -> None:
     check_flags(["strategy", "replicas", "tpu"], _check_devices)
     if training:
         _define_worker_flags()
-    if training:
         check_flags(["global_batch_size", "replicas", "accumulate_steps"], _check_batch)
 
 

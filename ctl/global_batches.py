@@ -94,7 +94,7 @@ class GlobalBatches:
 
 @tf.autograph.experimental.do_not_convert
 def _has_examples(*element: Any) -> tf.Tensor:
-    return tf.constant(True) if isinstance(share.rows(element), int) else share.rows(element) > 0
+    return tf.greater(share.rows(element), 0)
 
 
 def check_batch_size(global_batch_size: int, num_examples: int, training: bool) -> None:

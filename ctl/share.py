@@ -29,7 +29,7 @@ _MESSAGES = {
         "a replica has no examples of this batch, and a synchronized BatchNormalization cannot "
         "train then: give batches of one size, for instance with drop_remainder=True"
     ),
-    _TENSORS: "accumulate_steps cannot cut tensors of different numbers of examples{}",
+    _TENSORS: "accumulate_steps cannot cut tensors of different numbers of examples",
 }
 
 
@@ -86,7 +86,7 @@ def micro_batches(batch: Any, parts: int) -> list[tuple[Any, Callable[[tf.Tensor
         raise UsageError("accumulate_steps cannot cut sparse tensors; give dense or ragged ones")
     static = {leaf.shape[0] for leaf in leaves if leaf is not None and leaf.shape.rank} - {None}
     if len(static) > 1:
-        raise UsageError(_MESSAGES[_TENSORS].format(f": {', '.join(map(str, sorted(static)))}"))
+        raise UsageError(f"{_MESSAGES[_TENSORS]}: {', '.join(map(str, sorted(static)))}")
     count = static.pop() if static else rows(batch)
     leaves = [leaf if _has_no_rows(leaf) else _of_length(leaf, count, _TENSORS) for leaf in leaves]
     low, high = (min, max) if isinstance(count, int) else (tf.minimum, tf.maximum)
@@ -138,9 +138,12 @@ def filled(batch: Any) -> tuple[Any, tf.Tensor | None]:
         can be without examples.
     """
     # A single replica gets the whole batch. Of a batch of static size, every replica gets examples.
-    if tf.distribute.get_strategy().num_replicas_in_sync == 1 or isinstance(rows(batch), int):
+    if tf.distribute.get_strategy().num_replicas_in_sync == 1:
         return batch, None
-    empty = tf.equal(rows(batch), 0)
+    count = rows(batch)
+    if isinstance(count, int):
+        return batch, None
+    empty = tf.equal(count, 0)
     leaves = tf.nest.flatten(batch)
     dense = [leaf for leaf in leaves if isinstance(leaf, tf.Tensor)]
     zeros = tf.cond(empty, lambda: [_zeros_of_one(t) for t in dense], lambda: dense)
@@ -250,5 +253,5 @@ def refusals() -> Iterator[None]:
     except tf.errors.InvalidArgumentError as error:
         for name, message in _MESSAGES.items():
             if name in error.message:
-                raise UsageError(message.format("loss()" if name == _LOSSES else "")) from error
+                raise UsageError(message.format("loss()")) from error
         raise

@@ -62,13 +62,13 @@ class Section:
     Attributes:
         doing: for people.
         limit: seconds without progress after which the process ends; None: it waits for nobody.
-        flag: the flag that sets the limit.
         otherwise: the error to end with then, instead of blaming the others.
         step: global step finished, when last looked.
         progress: reads the global step.
         marks: reads the marks of the running step: seconds since each that has fired, and the names
             of those that have not, in order.
         packs: bytes of each pack of gradients, where known.
+        flag: the flag that sets the limit.
         stalled: seconds since the last progress.
         quiet_until: it says nothing before ``stalled`` reaches this.
         fired, not_fired, phase: of the running step, while it is stalled.
@@ -76,12 +76,12 @@ class Section:
 
     doing: str
     limit: float | None
-    flag: str = "--collective_timeout"
     otherwise: CtlError | None = None
     step: int | None = None
     progress: Callable[[], int] | None = None
     marks: Callable[[], tuple[dict[str, float], tuple[str, ...]]] | None = None
     packs: tuple[int, ...] = ()
+    flag: str = "--collective_timeout"
     stalled: float = 0.0
     quiet_until: float = math.inf
     fired: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -353,17 +353,7 @@ def collective(
     limit = timeout or _watchdog.timeout
     if first:
         limit = max(limit, FIRST_CALL_SECONDS)
-    return _watchdog.inside(
-        Section(
-            doing,
-            limit,
-            otherwise=otherwise,
-            step=step,
-            progress=progress,
-            marks=marks,
-            packs=tuple(packs),
-        )
-    )
+    return _watchdog.inside(Section(doing, limit, otherwise, step, progress, marks, tuple(packs)))
 
 
 def building(doing: str) -> contextlib.AbstractContextManager[None]:
@@ -371,7 +361,7 @@ def building(doing: str) -> contextlib.AbstractContextManager[None]:
     or build their model."""
     if _watchdog is None:
         return contextlib.nullcontext()
-    return _watchdog.inside(Section(doing, _watchdog.startup_timeout, "--startup_timeout"))
+    return _watchdog.inside(Section(doing, _watchdog.startup_timeout, flag="--startup_timeout"))
 
 
 def host(doing: str, step: int | None = None) -> contextlib.AbstractContextManager[None]:
