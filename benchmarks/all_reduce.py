@@ -15,7 +15,7 @@ seconds, bytes and bytes per second::
      "bytes_per_pack": {...}, "settings": {...}, "machine": {...}}
 
 The ``points`` at the top are those of ``operation``, the one that `ctl.train` takes by default.
-`ctl.inspect.link.read` reads them.
+`ctl.inspect.measure.link.read` reads them.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from processes import Peer, machine, progress
 
 from ctl import launch
 from ctl.errors import UsageError
-from ctl.flags import check_flags, group, run
-from ctl.inspect.link import SCHEMA, AlphaBeta, PiecewiseLinear, Point, held_out
+from ctl.flags.parsing import check_flags, group, run_command
+from ctl.inspect.measure.link import SCHEMA, AlphaBeta, PiecewiseLinear, Point, held_out
 
 MIB = 1 << 20
 
@@ -289,4 +289,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run(main, __doc__)
+    run_command(main, __doc__)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ctl.svg import line, number, rect, text, ticks
+from ctl.logs.svg import line, number, rect, text, ticks
 
 _WIDTH, _NAMES, _VALUES = 720, 150, 120  # pixels; columns for the names and for the times
 _BAR, _GAP, _HEAD = 18, 6, 44

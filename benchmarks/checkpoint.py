@@ -22,7 +22,7 @@ from absl import flags
 from processes import Peer, machine, progress, summary
 
 from ctl.errors import UsageError
-from ctl.flags import group, run
+from ctl.flags.parsing import group, run_command
 
 _WHO = ("ctl", "tf")
 _TIMES = ("stands_still", "delay", "durable", "restored")
@@ -114,4 +114,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run(main, __doc__)
+    run_command(main, __doc__)

@@ -20,9 +20,9 @@ import time
 from absl import flags
 from processes import machine, progress
 
-from ctl import console, launch
-from ctl.flags import group
-from ctl.flags import run as run_command
+from ctl import launch
+from ctl.flags.parsing import group, run_command
+from ctl.logs import console
 
 FLAGS = flags.FLAGS
 
@@ -34,9 +34,9 @@ def main() -> None:
     import tensorflow as tf
 
     import ctl
-    from ctl import watchdog
     from ctl.cluster import Cluster
-    from ctl.inspect.flight import Flight
+    from ctl.watch import watchdog
+    from ctl.watch.flight import Flight
 
     load = os.getloadavg()[0]
     keras.utils.set_random_seed(0)

@@ -26,10 +26,10 @@ import time
 from absl import flags
 from processes import progress
 
-from ctl import console, launch
+from ctl import launch
 from ctl.errors import CtlError
-from ctl.flags import group
-from ctl.flags import run as run_command
+from ctl.flags.parsing import group, run_command
+from ctl.logs import console
 
 FLAGS = flags.FLAGS
 
@@ -112,7 +112,7 @@ def start(*arguments: object) -> int:
 
 def one(fault: str, randoms: random.Random) -> tuple[bool, str]:
     """One job. Returns whether the verdict is right, and what it says."""
-    from ctl.inspect import hang
+    from ctl.watch import hang
 
     workers, late = FLAGS.workers, randoms.randrange(FLAGS.workers)
     addresses = launch.cluster(workers)["worker"]

@@ -21,7 +21,7 @@ from absl import flags
 from processes import Peer, machine, progress, summary
 
 from ctl.errors import CtlError, UsageError
-from ctl.flags import group, run
+from ctl.flags.parsing import group, run_command
 
 # Those of `peers/images.py`. What streams decodes its images anew in every epoch.
 _STREAMS = ("ctl_stream", "ctl_stream_tuned")
@@ -148,4 +148,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run(main, __doc__)
+    run_command(main, __doc__)

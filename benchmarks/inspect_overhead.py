@@ -15,7 +15,7 @@ import time
 import numpy as np
 from absl import flags
 
-from ctl.flags import group, run
+from ctl.flags.parsing import group, run_command
 
 with group("What is measured"):
     _MODEL = flags.DEFINE_string("model", "dense", "a model of ctl.models")
@@ -32,7 +32,7 @@ def main() -> None:
     import keras
 
     import ctl
-    from ctl.inspect.marks import Latest, Marks, Ring
+    from ctl.marks import Latest, Marks, Ring
 
     placement = ctl.make_strategy(replicas=_REPLICAS.value)
     keras.utils.set_random_seed(0)
@@ -70,4 +70,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run(main, __doc__)
+    run_command(main, __doc__)

@@ -26,10 +26,10 @@ from absl import flags
 
 from ctl import launch
 from ctl.errors import CtlError
-from ctl.flags import group, run
-from ctl.inspect.blame import accused, blame
-from ctl.inspect.timeline import Timeline, join
-from ctl.inspect.window import Window
+from ctl.flags.parsing import group, run_command
+from ctl.inspect.measure.blame import accused, blame
+from ctl.inspect.measure.timeline import Timeline, join
+from ctl.inspect.measure.window import Window
 
 _PEER = pathlib.Path(__file__).parent / "peers" / "inspected.py"
 
@@ -134,4 +134,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run(main, __doc__)
+    run_command(main, __doc__)

@@ -14,7 +14,7 @@ from typing import Any
 from processes import Peer
 
 from ctl.errors import CtlError
-from ctl.inspect.link import bus_factor
+from ctl.inspect.measure.link import bus_factor
 
 _LEAST_ITERATIONS = 5
 

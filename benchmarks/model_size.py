@@ -20,7 +20,7 @@ from absl import flags
 from processes import Peer, machine, progress
 
 from ctl.errors import UsageError
-from ctl.flags import check_flags, group, run
+from ctl.flags.parsing import check_flags, group, run_command
 
 with group("What is trained"):
     _VARIABLES = flags.DEFINE_list(
@@ -137,4 +137,4 @@ def _power(value: float | None) -> str:
 
 
 if __name__ == "__main__":
-    run(main, __doc__)
+    run_command(main, __doc__)

@@ -27,10 +27,10 @@ from processes import Peer, machine, progress
 
 from ctl import launch
 from ctl.errors import UsageError
-from ctl.flags import check_flags, group, run
-from ctl.inspect import cost
-from ctl.inspect.link import Measured, PiecewiseLinear, Point
-from ctl.inspect.predict import Pack, Step, predict
+from ctl.flags.parsing import check_flags, group, run_command
+from ctl.inspect.measure.link import Measured, PiecewiseLinear, Point
+from ctl.inspect.predict import cost
+from ctl.inspect.predict.model import Pack, Step, predict
 
 with group("What is trained"):
     _STRATEGY = flags.DEFINE_enum(
@@ -283,4 +283,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run(main, __doc__)
+    run_command(main, __doc__)

@@ -22,7 +22,7 @@ from absl import flags
 from processes import Peer, machine, progress, summary
 
 from ctl.errors import CtlError, UsageError
-from ctl.flags import group, run
+from ctl.flags.parsing import group, run_command
 
 
 def _ends(*arguments: str, exit_code: int = 0) -> Callable[[], float]:
@@ -115,4 +115,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run(main, __doc__)
+    run_command(main, __doc__)

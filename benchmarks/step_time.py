@@ -26,9 +26,9 @@ from absl import flags
 from processes import Peer, machine, progress, summary
 
 from ctl.errors import CtlError, UsageError
-from ctl.flags import group, run
+from ctl.flags.names import check_model_name
+from ctl.flags.parsing import group, run_command
 from ctl.launch import cluster
-from ctl.names import check_model_name
 
 # Variant -> its peer and what tells it from the peer's default. A `bound` sees one batch only: it
 # has no input pipeline, and does not learn the task.
@@ -260,4 +260,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run(main, __doc__)
+    run_command(main, __doc__)

@@ -25,7 +25,7 @@ from peers.claims import CLAIMS, Claim
 from processes import Peer, machine, progress
 
 from ctl.errors import CtlError, UsageError
-from ctl.flags import group, run
+from ctl.flags.parsing import group, run_command
 from ctl.launch import cluster
 
 _SIDES = ("keras", "ctl")
@@ -122,4 +122,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run(main, __doc__)
+    run_command(main, __doc__)

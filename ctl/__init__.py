@@ -1,16 +1,46 @@
 """Custom training loops for TensorFlow: an explicit loop that owns its all-reduce.
 
-The hot path is three files: `ctl.loop`, `ctl.step`, `ctl.reduce`. The names below are loaded when
-they are first used, so that ``import ctl`` and every ``--help`` stay fast: TensorFlow takes
-seconds to load.
+The hot path is `ctl.loop`, `ctl.step` and `ctl.reduce`, to be read in this order.
+
+The names below are loaded when they are first used: ``import ctl`` and every ``--help`` are fast,
+while TensorFlow takes seconds to load.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # for editors and type checkers
+    from ctl import actions, checkpoint, cluster, data, errors, models, schedule, strategy, workers
+    from ctl.actions import Every
+    from ctl.checkpoint import CheckpointManager
+    from ctl.evaluator import Evaluator
+    from ctl.loop import Loop
+    from ctl.step import EvalStep, TrainStep
+    from ctl.strategy import make_strategy
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "CheckpointManager",
+    "EvalStep",
+    "Evaluator",
+    "Every",
+    "Loop",
+    "TrainStep",
+    "actions",
+    "checkpoint",
+    "cluster",
+    "data",
+    "errors",
+    "make_strategy",
+    "models",
+    "schedule",
+    "strategy",
+    "workers",
+]
 
 _WHERE = {
     "CheckpointManager": "ctl.checkpoint",
@@ -21,16 +51,27 @@ _WHERE = {
     "TrainStep": "ctl.step",
     "make_strategy": "ctl.strategy",
 }
-_MODULES = {
-    *("actions", "checkpoint", "cluster", "data", "errors", "models", "schedule", "strategy"),
-    "workers",
-}
-__all__ = sorted([*_WHERE, *_MODULES])
 
 
-def __getattr__(name: str) -> Any:
-    if name in _WHERE:
-        return getattr(importlib.import_module(_WHERE[name]), name)
-    if name in _MODULES:
-        return importlib.import_module(f"ctl.{name}")
-    raise AttributeError(f"module 'ctl' has no attribute {name!r}")
+def load_lazily(
+    package: str, names: list[str], where: Mapping[str, str]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """The ``__getattr__`` and ``__dir__`` of a package that loads its names when they are used.
+
+    Args:
+        package: its ``__name__``.
+        names: its ``__all__``.
+        where: the module that defines a name; a name that is not here is a module of the package.
+    """
+
+    def get(name: str) -> Any:
+        if name in where:
+            return getattr(importlib.import_module(where[name]), name)
+        if name in names:
+            return importlib.import_module(f"{package}.{name}")
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+
+    return get, lambda: sorted({*names, *importlib.import_module(package).__dict__})
+
+
+__getattr__, __dir__ = load_lazily(__name__, __all__, _WHERE)

@@ -8,8 +8,8 @@ seconds; a function of your own is as good as `Log`::
 
     loop = ctl.Loop(..., actions=[Every(report, steps=100)])
 
-Imports no TensorFlow: flags are checked before it is loaded. Where records go is in `ctl.sinks`
-(files) and `ctl.progress` (the terminal).
+Imports no TensorFlow: flags are checked before it is loaded. Records go to `ctl.logs.sinks`
+(files) and `ctl.logs.progress` (the terminal).
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ def parse_window(text: str) -> tuple[int, int]:
 
     Raises:
         UsageError: anything else, an empty window, or step 0: the first step of a process is mostly
-            tracing, so `ctl.profiler.Profile` never holds it.
+            tracing, so `ctl.logs.profiler.Profile` never holds it.
     """
     match = _WINDOW.fullmatch(text)
     start, stop = (int(match[1]), int(match[2])) if match else (0, 0)

@@ -15,25 +15,11 @@ import keras
 import tensorflow as tf
 
 from ctl.errors import UsageError
+from ctl.flags.names import OPTIMIZERS
 
 # Optimizers of Keras whose whole update is `update_step`: a test holds each of them equal to plain
 # single-device Keras.
-PROVEN = tuple(
-    getattr(keras.optimizers, name)
-    for name in [
-        "SGD",
-        "Adam",
-        "AdamW",
-        "RMSprop",
-        "Adagrad",
-        "Adadelta",
-        "Adamax",
-        "Ftrl",
-        "Lion",
-        "Lamb",
-        "Adafactor",
-    ]
-)
+PROVEN = tuple(getattr(keras.optimizers, kind) for kind in dict.fromkeys(OPTIMIZERS.values()))
 
 # Part of the update lives in these for some optimizers (Nadam, Muon); `update_step` alone would be
 # silently wrong.

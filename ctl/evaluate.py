@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING
 
 from absl import flags, logging
 
-from ctl import config, console, device_flags, flag_groups, names
+from ctl.build import best_mode, load_data
 from ctl.errors import CheckpointError, UsageError
-from ctl.flags import check_flags, group, grouped_flags
-from ctl.flags import run as run_command
-from ctl.train import best_mode, explained, load_data
+from ctl.flags import config, devices, groups, names
+from ctl.flags.parsing import check_flags, group, grouped_flags, run_command
+from ctl.logs import console
 
 if TYPE_CHECKING:
     import keras
 
-    from ctl.checkpoint import Saved
+    from ctl.checkpoint.manager import Saved
 
 FLAGS = flags.FLAGS
 flags.disclaim_key_flags()
@@ -55,8 +55,8 @@ def run() -> None:
             "watch_timeout", 600, "Seconds without a new checkpoint that end --watch.", 0
         )
         flags.DEFINE_boolean("json", False, "Print one JSON object per evaluation.")
-    flag_groups.define_data_flags()
-    device_flags.define_device_flags(training=False)
+    groups.define_data_flags()
+    devices.define_device_flags(training=False)
     with group("Computation"):
         flags.DEFINE_enum(
             "precision", "float32", names.PRECISIONS, "Type of the computation, with --model_dir."
@@ -91,9 +91,9 @@ def main() -> None:
 
     import keras
 
-    from ctl import data
-    from ctl.checkpoint import CheckpointManager
-    from ctl.loop import Evaluator
+    from ctl.checkpoint.manager import CheckpointManager
+    from ctl.data.explained import explained
+    from ctl.evaluator import Evaluator
     from ctl.models import check_model, make_model
     from ctl.step import EvalStep
     from ctl.strategy import make_strategy
@@ -106,7 +106,7 @@ def main() -> None:
         tpu=FLAGS.tpu,
     )
     logging.info("strategy: %s", placement.description)
-    dataset = load_data(data, training=False)
+    dataset = load_data(training=False)
     logging.info("evaluation data: %s", dataset.description)
     with placement.strategy.scope():
         info = dataset.info

@@ -9,11 +9,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from ctl import share, watchdog, workers
-from ctl.data import as_dataset
+from ctl import share, workers
+from ctl.data.feed import distribute
+from ctl.data.global_batches import as_dataset
 from ctl.errors import UsageError
-from ctl.feed import distribute
 from ctl.step import EvalStep
+from ctl.watch import watchdog
 
 SUM = tf.distribute.ReduceOp.SUM
 

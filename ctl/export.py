@@ -11,7 +11,7 @@ from pathlib import Path
 import keras
 import tensorflow as tf
 
-from ctl import durable
+from ctl.checkpoint import durable
 from ctl.errors import CheckpointError
 
 KERAS_FILE = "model.keras"

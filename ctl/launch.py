@@ -23,10 +23,9 @@ from typing import TextIO
 
 from absl import flags
 
-from ctl.console import give_up
 from ctl.errors import DivergedError, PeerError, Preempted, UsageError
-from ctl.flags import group
-from ctl.flags import run as run_command
+from ctl.flags.parsing import group, run_command
+from ctl.logs.console import give_up
 
 FLAGS = flags.FLAGS
 flags.disclaim_key_flags()

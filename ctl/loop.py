@@ -19,17 +19,18 @@ import tensorflow as tf
 from absl import logging
 
 import ctl
-from ctl import outline, share, watchdog, workers
+from ctl import noinline, share, workers
 from ctl.actions import Action, Status
-from ctl.checkpoint import CheckpointManager, Saved
-from ctl.data import as_dataset
+from ctl.checkpoint.manager import CheckpointManager, Saved
+from ctl.data.feed import Feed, batch_of, next_block
+from ctl.data.global_batches import as_dataset
 from ctl.errors import CheckpointError, DivergedError, Preempted, UsageError
 from ctl.evaluator import Evaluator, Pace, StopRequested
-from ctl.feed import Feed, batch_of, next_block
 from ctl.step import TrainStep
+from ctl.watch import watchdog
 
 if TYPE_CHECKING:
-    from ctl.inspect.flight import Flight
+    from ctl.watch.flight import Flight
 
 SUM = tf.distribute.ReduceOp.SUM
 
@@ -140,7 +141,7 @@ class Loop:
         """One step. ``static``: for what it is traced, as `_train_steps` is."""
         return self.strategy.run(self._one_step, args=(losses, block, number, resident))
 
-    _every_replica_apart = outline.apart(_every_replica)
+    _every_replica_apart = noinline.apart(_every_replica)
 
     def _one_step(
         self, losses: tuple[tf.Tensor, tf.Tensor], block: Any, number: tf.Tensor, resident: Any
@@ -274,7 +275,7 @@ class Loop:
         """With several workers: what ends a call that does not come back, and says where it is."""
         if not workers.watch(self.strategy):
             return None
-        from ctl.inspect.flight import record_marks
+        from ctl.watch.flight import record_marks
 
         if self.checkpoints:
             watchdog.finish_first(self.checkpoints.wait)

@@ -15,7 +15,7 @@ import keras
 from keras import layers
 
 from ctl.errors import UsageError
-from ctl.names import check_model_name, is_function_name
+from ctl.flags.names import check_model_name, is_function_name
 
 
 def convnet(image_shape: Sequence[int], num_classes: int) -> keras.Model:
@@ -85,18 +85,10 @@ def tiny_transformer(image_shape: Sequence[int], num_classes: int) -> keras.Mode
     return keras.Model(inputs, _logits(x, num_classes), name="tiny_transformer")
 
 
-_MODELS: dict[str, Callable[[Sequence[int], int], keras.Model]] = {
-    "convnet": convnet,
-    "dense": dense,
-    "resnet20": resnet20,
-    "tiny_transformer": tiny_transformer,
-}
-
-
 def make_model(name: str, image_shape: Sequence[int], num_classes: int) -> keras.Model:
     """The model called ``name``, built for images of ``image_shape`` = (height, width, channels).
 
-    ``name`` is one of `ctl.names.MODELS`, or ``package.module:function`` for the user's own
+    ``name`` is one of `ctl.flags.names.MODELS`, or ``package.module:function`` for the user's own
     function, which is called with ``(image_shape, num_classes)`` and returns a `keras.Model`. Call
     it inside ``strategy.scope()``: the variables are created here.
 
@@ -111,7 +103,7 @@ def make_model(name: str, image_shape: Sequence[int], num_classes: int) -> keras
             f"got {shape} and {num_classes}"
         )
     if not is_function_name(name):
-        return _MODELS[name](shape, num_classes)
+        return globals()[name](shape, num_classes)  # `MODELS` are the functions above
     model = _import_function(name)(shape, num_classes)
     check_model(name, model, shape, num_classes)
     return model

@@ -25,16 +25,16 @@ from typing import TYPE_CHECKING, Any
 import keras
 import tensorflow as tf
 
-from ctl import outline, replicas, share
+from ctl import noinline, replicas, share
 from ctl.apply import Apply
 from ctl.errors import UsageError
 from ctl.reduce import all_reduce, densify
 
 if TYPE_CHECKING:
-    from ctl.inspect.marks import Marks
-    from ctl.inspect.plan import Plan
+    from ctl.inspect.plan.plan import Plan
     from ctl.inspect.session import Inspection
     from ctl.loop import Loop
+    from ctl.marks import Marks
 
 
 @tf.autograph.experimental.do_not_convert
@@ -212,11 +212,11 @@ class TrainStep(_Step):
         options: how the all-reduce is run, see `ctl.strategy`.
         jit_compile: compiles forward and backward with XLA; the all-reduce stays outside. Where
             one replica has nothing to reduce, all of the step, metrics included, and several steps
-            at once where batches come in blocks (`ctl.feed`). Needs batches of static shape.
+            at once where batches come in blocks (`ctl.data.feed`). Needs batches of static shape.
         jit_update: compiles the update with XLA, see `ctl.apply.Apply`.
 
     Attributes:
-        marks: stamps moments of the step while somebody inspects it, see `ctl.inspect.marks`. None
+        marks: stamps moments of the step while somebody inspects it, see `ctl.marks`. None
             otherwise, and then the graph of the step is what it would be without this attribute.
     """
 
@@ -289,11 +289,11 @@ class TrainStep(_Step):
             )
         self.alone = replicas.is_alone(strategy)
         # Whether the loop must call it as a function of its own.
-        self.apart = outline.is_needed(strategy, self.model)
+        self.apart = noinline.is_needed(strategy, self.model)
         self._compiled = tf.function(self.compute, jit_compile=True)
         self._computed = self.compute
         if self.apart and self.accumulate_steps > 1:
-            self._computed = outline.apart(self.compute)  # of the loop over micro-batches
+            self._computed = noinline.apart(self.compute)  # of the loop over micro-batches
         self._compiled_phases = tf.function(self.phases, jit_compile=True)
         self.separate_dropout()
 
@@ -328,7 +328,7 @@ class TrainStep(_Step):
         Raises:
             UsageError: there is no loop yet, which knows the batches.
         """
-        from ctl.inspect.collectives import plan_of_step
+        from ctl.inspect.plan.collectives import plan_of_step
 
         return plan_of_step(self, xla)
 

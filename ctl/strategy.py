@@ -16,9 +16,10 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from ctl import workers
-from ctl.cluster import Cluster, Tasks, meet
+from ctl.asynchronous.roll_call import RollCall
+from ctl.cluster.members import Cluster, Tasks
+from ctl.cluster.rendezvous import meet
 from ctl.errors import PeerError, UsageError
-from ctl.roll_call import RollCall
 
 # What a client of gRPC says first (RFC 9113, section 3.4): the preface of HTTP/2 and an empty
 # SETTINGS frame. A server's first frame is of the same type, which is the fourth byte.
@@ -62,7 +63,8 @@ def make_multi_worker(
     Args:
         cluster: who the workers are, see `ctl.cluster.resolve`.
         communication: ``auto``, ``ring`` (gRPC) or ``nccl``.
-        collective_timeout: seconds without progress after which `ctl.watchdog` ends the process.
+        collective_timeout: seconds without progress after which `ctl.watch.watchdog` ends the
+            process.
         startup_timeout: seconds to wait for the other workers: until they come, see
             `ctl.cluster.meet`; and again for each variable, while they load data or build a model.
         record_dir: where the watchdog writes the flight record; by default nowhere.
@@ -105,13 +107,13 @@ def make_multi_worker(
 def make_parameter_server(
     tasks: Tasks, *, startup_timeout: float = 300.0, worker_timeout: float = 60.0
 ) -> Placement:
-    """ParameterServerStrategy on the coordinator of a job; see `ctl.parameter_server`. Call it
-    before TensorFlow runs its first operation.
+    """ParameterServerStrategy on the coordinator of a job; see `ctl.asynchronous.parameter_server`.
+    Call it before TensorFlow runs its first operation.
 
     Args:
         tasks: who the others are, see `ctl.cluster.resolve_tasks`.
         startup_timeout: seconds to wait for the others.
-        worker_timeout: as in `ctl.roll_call.RollCall`.
+        worker_timeout: as in `ctl.asynchronous.roll_call.RollCall`.
 
     Raises:
         PeerError: the others did not come.
@@ -253,7 +255,7 @@ def _cross_device_operation(
 
 
 def _options(cross_device_ops: str) -> tf.distribute.experimental.CommunicationOptions:
-    """Without TensorFlow's own time limit, see `ctl.watchdog`."""
+    """Without TensorFlow's own time limit, see `ctl.watch.watchdog`."""
     implementation = {"nccl": _Implementation.NCCL, "ring": _Implementation.RING}
     return tf.distribute.experimental.CommunicationOptions(
         implementation=implementation.get(cross_device_ops, _Implementation.AUTO),

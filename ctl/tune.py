@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 from absl import logging
 
-from ctl import watchdog, workers
-from ctl.feed import Feed
+from ctl import workers
+from ctl.data.feed import Feed
 from ctl.reduce import make_packs
 from ctl.replicas import shares_variables
+from ctl.watch import watchdog
 
 if TYPE_CHECKING:
     from ctl.loop import Loop

@@ -13,9 +13,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from ctl import watchdog
-from ctl.cluster import Cluster
+from ctl.cluster.members import Cluster
 from ctl.errors import CtlError, PeerError, UsageError
+from ctl.watch import watchdog
 
 SUM = tf.distribute.ReduceOp.SUM
 
@@ -82,8 +82,8 @@ def naming_lost_peers(
 
 
 def watch(strategy: tf.distribute.Strategy, **options: Any) -> bool:
-    """Whether there are several workers. If so, starts `ctl.watchdog` with ``options`` unless it
-    runs already."""
+    """Whether there are several workers. If so, starts `ctl.watch.watchdog` with ``options``
+    unless it runs already."""
     several = is_multi_worker(strategy) and len(cluster_of(strategy).workers) > 1
     if several:
         watchdog.start(cluster_of(strategy), **options)

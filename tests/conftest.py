@@ -53,7 +53,14 @@ def mirrored():
 def zygote(tmp_path_factory):
     """Runs commands in processes that need not import TensorFlow."""
     modules = ["tensorflow", "keras", "tensorflow_datasets", "ctl.train", "ctl.evaluate"]
-    modules += ["ctl.data", "ctl.loop", "ctl.models", "ctl.sinks", "ctl.strategy", "warm_start"]
+    modules += [
+        "ctl.data",
+        "ctl.loop",
+        "ctl.models",
+        "ctl.logs.sinks",
+        "ctl.strategy",
+        "warm_start",
+    ]
     with contextlib.closing(Zygote(tmp_path_factory.mktemp("commands"), modules)) as started:
         yield started
 

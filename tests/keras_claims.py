@@ -1,7 +1,7 @@
 """What Keras does of what README.md says, a line of JSON for each name of a claim.
 
 In a process of its own: the pipelines of `fit` have autotuning, and whoever frees one now and then
-waits for most of a minute (`ctl.global_batches.distribution_options`).
+waits for most of a minute (`ctl.data.dataset.distribution_options`).
 
 python keras_claims.py NAME …
 """

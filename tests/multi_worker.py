@@ -13,8 +13,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from ctl import cluster, console, tune
+from ctl import cluster, tune
 from ctl.errors import CtlError
+from ctl.logs import console
 
 console.log_to_terminal()
 console.load_tensorflow()

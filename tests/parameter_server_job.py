@@ -11,8 +11,9 @@ import logging
 import sys
 from pathlib import Path
 
-from ctl import cluster, console
+from ctl import cluster
 from ctl.errors import CtlError
+from ctl.logs import console
 
 console.log_to_terminal()
 console.load_tensorflow(errors=False)
@@ -23,7 +24,11 @@ import tensorflow as tf  # noqa: E402
 from helpers import BATCH, CLASSES, FEATURES, examples  # noqa: E402
 
 import ctl  # noqa: E402
-from ctl.parameter_server import CopyEvaluator, ParameterServerLoop, serve  # noqa: E402
+from ctl.asynchronous.parameter_server import (  # noqa: E402
+    CopyEvaluator,
+    ParameterServerLoop,
+    serve,
+)
 from ctl.strategy import make_parameter_server  # noqa: E402
 
 OUT = Path(sys.argv[1])

@@ -11,8 +11,9 @@ import os
 import sys
 from pathlib import Path
 
-from ctl import cluster, console
+from ctl import cluster
 from ctl.errors import CtlError
+from ctl.logs import console
 
 console.log_to_terminal()
 console.load_tensorflow()
@@ -22,7 +23,7 @@ import tensorflow as tf  # noqa: E402
 from helpers import BATCH, CLASSES, FEATURES, examples, mlp  # noqa: E402
 
 import ctl  # noqa: E402
-from ctl.inspect.collectives import plan_of  # noqa: E402
+from ctl.inspect.plan.collectives import plan_of  # noqa: E402
 from ctl.reduce import all_reduce  # noqa: E402
 from ctl.strategy import make_multi_worker  # noqa: E402
 

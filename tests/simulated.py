@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ctl.inspect.window import Pack, Window
+from ctl.inspect.measure.window import Pack, Window
 
 PHASES = {"input": 0.001, "forward": 0.004, "backward": 0.008, "apply": 0.001}
 TRANSFER = 0.003  # of each pack

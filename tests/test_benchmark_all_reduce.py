@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from ctl.errors import CtlError
-from ctl.inspect import cost, link
+from ctl.inspect.measure import link
+from ctl.inspect.predict import cost
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))

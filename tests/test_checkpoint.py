@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ctl import bundle, durable
-from ctl.checkpoint import CheckpointManager
+from ctl.checkpoint import CheckpointManager, bundle, durable
 from ctl.errors import CheckpointError, DivergedError, UsageError
 
 
@@ -751,7 +750,8 @@ def test_wait_for_new(tmp_path):
 
 
 def test_one_writer(tmp_path):
-    code = "import sys, time; from ctl.durable import Lock; Lock(sys.argv[1]); print(1, flush=True)"
+    code = "import sys, time; from ctl.checkpoint.durable import Lock; "
+    code += "Lock(sys.argv[1]); print(1, flush=True)"
     with subprocess.Popen(
         [sys.executable, "-c", f"{code}; time.sleep(600)", str(tmp_path / ".lock")],
         stdout=subprocess.PIPE,
@@ -771,7 +771,8 @@ def test_one_writer(tmp_path):
 
 
 def test_listing_needs_no_tensorflow():
-    code = "import sys, ctl.manifest; assert not {'tensorflow', 'keras', 'numpy'} & {*sys.modules}"
+    code = "import sys, ctl.checkpoint.manifest; "
+    code += "assert not {'tensorflow', 'keras', 'numpy'} & {*sys.modules}"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

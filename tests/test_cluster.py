@@ -136,7 +136,7 @@ def test_another_list_of_workers():
 
 
 def test_a_missing_peer_is_named(monkeypatch):
-    monkeypatch.setattr("ctl.cluster._QUIET_SECONDS", 0.5)
+    monkeypatch.setattr("ctl.cluster.rendezvous._QUIET_SECONDS", 0.5)
     addresses = two_workers()
     monkeypatch.setattr(logging, "warning", lambda text, *values: said.append(text % values))
     said = []

@@ -19,7 +19,7 @@ import ctl
 from ctl import launch
 from ctl.errors import DivergedError, PeerError, Preempted, UsageError
 
-FILES = Path(ctl.__file__).parent / "clusters"
+FILES = Path(ctl.__file__).parent / "cluster/examples"
 SLURM = FILES / "slurm.sh"
 SHORT = [
     *("--dataset=synthetic", "--image_shape=4,4,1", "--num_examples=640", "--model=dense"),

@@ -11,8 +11,8 @@ from tensorflow.python.framework import kernels
 
 from ctl import data
 from ctl.data import GlobalBatches, InMemory, Streaming, as_dataset, load, synthetic
+from ctl.data.feed import distribute
 from ctl.errors import UsageError
-from ctl.feed import distribute
 
 
 def numbered(count: int, **kwargs) -> InMemory:
@@ -278,7 +278,7 @@ def test_public_names():
 
 
 def test_no_autotuning_that_whoever_frees_an_iterator_waits_for():
-    """See `ctl.global_batches.distribution_options`. A user's own choice stands."""
+    """See `ctl.data.dataset.distribution_options`. A user's own choice stands."""
     features = np.zeros([8, 2], np.float32)
     mine = tf.data.Dataset.from_tensor_slices(features).batch(2)
     options = tf.data.Options()

@@ -3,8 +3,8 @@ import pytest
 import tensorflow as tf
 
 from ctl.data import InMemory
-from ctl.feed import Feed, batch_of, devices_without_autotuning, distribute, next_block
-from ctl.global_batches import GlobalBatches
+from ctl.data.feed import Feed, batch_of, devices_without_autotuning, distribute, next_block
+from ctl.data.global_batches import GlobalBatches
 
 
 def taken(strategy, feed, steps):

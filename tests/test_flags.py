@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from ctl import names
+from ctl.flags import names
 
 TRAIN, EVALUATE = "ctl.train", "ctl.evaluate"
 
@@ -247,7 +247,7 @@ def test_an_interrupt_while_an_object_is_freed_is_not_lost(
 ):
     (tmp_path / "freeing.py").write_text(
         "import signal, threading, time\n"
-        "from ctl import flags\n"
+        "from ctl.flags import parsing\n"
         f"delays = [{1.0 if busy else 0.0}]\n"
         "class Slow(threading.Timer):\n"
         "    def start(self):\n"
@@ -261,7 +261,7 @@ def test_an_interrupt_while_an_object_is_freed_is_not_lost(
         "    Freed()\n"
         "    time.sleep(60)\n"
         "def run():\n"
-        "    flags.run(main, '')\n"
+        "    parsing.run_command(main, '')\n"
     )
     command = zygote_without_tensorflow.run("freeing", path=[tmp_path], exit_code=130)
     assert (command.stdout, command.stderr) == ("", "interrupted\n")
@@ -270,8 +270,8 @@ def test_an_interrupt_while_an_object_is_freed_is_not_lost(
 @pytest.mark.parametrize("lines", [1, 100_000])
 def test_a_pipe_that_nobody_reads_is_no_traceback(lines):
     code = (
-        "import sys; from ctl import flags; sys.argv[1:] = []; "
-        f"flags.run(lambda: [print('x') for _ in range({lines})], '')"
+        "import sys; from ctl.flags import parsing; sys.argv[1:] = []; "
+        f"parsing.run_command(lambda: [print('x') for _ in range({lines})], '')"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", f"import os; os.read(0, 1); {code}"],

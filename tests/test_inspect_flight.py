@@ -1,12 +1,12 @@
-"""ctl.inspect.flight: which marks of the running step have fired, by the last stamps of all."""
+"""ctl.watch.flight: which marks of the running step have fired, by the last stamps of all."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from ctl.inspect.flight import fired
-from ctl.inspect.record import phase_of
+from ctl.watch.flight import fired
+from ctl.watch.record import phase_of
 
 NAMES = ("input", "forward", "backward", "ready0", "done0", "apply")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import tensorflow as tf
 
-from ctl.inspect.graph import Graph, Node, Tensor, constant, flops
+from ctl.inspect.plan.graph import Graph, Node, Tensor, constant, flops
 
 
 def graph_of(function, *specs) -> Graph:

@@ -1,4 +1,4 @@
-"""ctl.inspect.hang: verdicts on made-up records, and on files that nobody should trust."""
+"""ctl.watch.hang: verdicts on made-up records, and on files that nobody should trust."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import re
 import pytest
 
 from ctl.errors import UsageError
-from ctl.inspect import hang
-from ctl.inspect.record import Peer, Record, path_of, phase_of, read, write
+from ctl.inspect import hang_command
+from ctl.watch import hang
+from ctl.watch.record import Peer, Record, path_of, phase_of, read, write
 
 
 def peer(step=411, doing="training", phase="pack0", waits=True, since=97.0, **changes) -> Peer:
@@ -234,7 +235,7 @@ def test_the_report(tmp_path, capsys):
     write(tmp_path / "inspect", record(1, time=100.0))
     write(tmp_path / "inspect", record(3))
     path_of(tmp_path / "inspect", 7).write_text('{"schema": 9}')
-    hang.main([str(tmp_path)])
+    hang_command.main([str(tmp_path)])
     first, *rest = capsys.readouterr().out.splitlines()
     assert first.startswith(WAITING + "worker 1 (frozen or dead: silent for 50 s")
     assert "flight-worker-1.json is not used: 900 s older than the last" in rest
@@ -244,12 +245,12 @@ def test_the_report(tmp_path, capsys):
 
 def test_no_records(tmp_path):
     with pytest.raises(UsageError, match="no flight record in .*give the --model_dir"):
-        hang.main([str(tmp_path)])
+        hang_command.main([str(tmp_path)])
     path_of(tmp_path, 0).write_bytes(b"\xff\xfe")
     with pytest.raises(UsageError, match=r"flight-worker-0.json is not used"):
-        hang.main([str(tmp_path)])
+        hang_command.main([str(tmp_path)])
     with pytest.raises(UsageError, match="one directory"):
-        hang.main([])
+        hang_command.main([])
 
 
 BAD = {
@@ -300,7 +301,7 @@ def test_nothing_from_a_file_moves_the_cursor(tmp_path, capsys):
         0, 2, doing=evil, stacks={"MainThread": (evil,)}, why=evil, waits=False, gone={1: evil}
     )
     write(tmp_path, one)
-    hang.main([str(tmp_path)])
+    hang_command.main([str(tmp_path)])
     out = capsys.readouterr().out
     assert "\x1b" not in out and "[2Jpwnedsecond line" in out
     assert not re.search(r"^second", out, re.MULTILINE)

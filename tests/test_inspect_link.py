@@ -8,7 +8,7 @@ import math
 import pytest
 
 from ctl.errors import UsageError
-from ctl.inspect.link import (
+from ctl.inspect.measure.link import (
     AlphaBeta,
     Measured,
     PiecewiseLinear,

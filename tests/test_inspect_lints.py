@@ -13,9 +13,9 @@ from helpers import BATCH, CLASSES, examples, mlp
 from worker_jobs import codes, last_line, said
 
 from ctl import data
-from ctl.inspect import lints
-from ctl.inspect.plan import Plan, from_json
-from ctl.inspect.xla import read_hlo
+from ctl.inspect.plan import lints
+from ctl.inspect.plan.plan import Plan, from_json
+from ctl.inspect.plan.xla import read_hlo
 from ctl.loop import Loop
 from ctl.step import TrainStep
 

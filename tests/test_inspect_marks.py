@@ -11,11 +11,11 @@ import pytest
 import tensorflow as tf
 from helpers import BATCH, adam, examples, mlp, precision
 
+from ctl import private
 from ctl.data import InMemory
 from ctl.errors import UsageError
-from ctl.inspect import private
-from ctl.inspect.marks import Latest, Marks, Ring
 from ctl.loop import Loop
+from ctl.marks import Latest, Marks, Ring
 from ctl.step import TrainStep
 
 

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import simulated
 
-from ctl.inspect import pictures
-from ctl.inspect.page import make_page
-from ctl.inspect.plan import Collective, Lint, Member, Plan
-from ctl.inspect.timeline import Timeline, join
+from ctl.inspect.measure.timeline import Timeline, join
+from ctl.inspect.plan.plan import Collective, Lint, Member, Plan
+from ctl.inspect.show import pictures
+from ctl.inspect.show.page import make_page
 
 HOSTILE = "</td><script>alert('1')</script>\"]]>--><svg onload=x>\x00\u202e&amp;"
 VERDICT = ("waits bound the step", "worker 1 was late", "look at its input")

@@ -13,10 +13,9 @@ import pytest
 import tensorflow as tf
 from helpers import BATCH, CLASSES, FEATURES, examples, mlp, precision
 
-from ctl import data
+from ctl import data, private
 from ctl.errors import UsageError
-from ctl.inspect import private
-from ctl.inspect.plan import Plan, from_json
+from ctl.inspect.plan.plan import Plan, from_json
 from ctl.loop import Loop
 from ctl.step import TrainStep
 

@@ -16,12 +16,14 @@ import pytest
 import simulated
 
 from ctl.errors import UsageError
-from ctl.inspect import efficiency, predict_command, window
-from ctl.inspect.cost import ALGORITHMS, Link, Network, hierarchical, link_of, ring, tree
-from ctl.inspect.link import Measured, Point
-from ctl.inspect.plan import Collective, Plan
-from ctl.inspect.predict import Pack, Prediction, Step, measured_step, predict
-from ctl.inspect.timeline import join
+from ctl.inspect import predict_command
+from ctl.inspect.measure import window
+from ctl.inspect.measure.link import Measured, Point
+from ctl.inspect.measure.timeline import join
+from ctl.inspect.plan.plan import Collective, Plan
+from ctl.inspect.predict import efficiency
+from ctl.inspect.predict.cost import ALGORITHMS, Link, Network, hierarchical, link_of, ring, tree
+from ctl.inspect.predict.model import Pack, Prediction, Step, measured_step, predict
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import simulated
 
-from ctl.inspect.link import Measured, Point
-from ctl.inspect.report import (
+from ctl.inspect.measure.link import Measured, Point
+from ctl.inspect.measure.timeline import Timeline, join
+from ctl.inspect.show.report import (
     ROWS,
     WORST,
     pack_table,
@@ -19,7 +20,6 @@ from ctl.inspect.report import (
     row_names,
     scalars,
 )
-from ctl.inspect.timeline import Timeline, join
 
 VERDICT = ("waits bound the step", "worker 1 was late", "look at its input")
 

@@ -13,9 +13,9 @@ import pytest
 import simulated
 
 from ctl.errors import CheckpointError
-from ctl.inspect.plan import Plan
-from ctl.inspect.results import show
-from ctl.inspect.timeline import join
+from ctl.inspect.measure.timeline import join
+from ctl.inspect.plan.plan import Plan
+from ctl.inspect.show.results import show
 
 
 def test_the_page_and_the_trace_are_written_and_named(tmp_path, capsys):
@@ -70,6 +70,6 @@ def test_without_a_directory_nothing_is_written(tmp_path, monkeypatch, capsys):
 
 
 def test_no_tensorflow_is_needed():
-    modules = "page, ctl.inspect.report, ctl.inspect.trace, ctl.inspect.results"
-    program = f"import sys; sys.modules['tensorflow'] = None; import ctl.inspect.{modules}"
+    modules = "page, ctl.inspect.show.report, ctl.inspect.show.trace, ctl.inspect.show.results"
+    program = f"import sys; sys.modules['tensorflow'] = None; import ctl.inspect.show.{modules}"
     subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[1])

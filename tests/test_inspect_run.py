@@ -12,17 +12,17 @@ import numpy as np
 import pytest
 from helpers import BATCH, FEATURES, adam, examples, mlp
 
+from ctl import private
 from ctl.data import InMemory
 from ctl.errors import UsageError
-from ctl.inspect import private
-from ctl.inspect.ablate import ablate
-from ctl.inspect.blame import blame
-from ctl.inspect.periodic import inspect_every
-from ctl.inspect.profile import profile_began, profiled
-from ctl.inspect.session import Recording
-from ctl.inspect.timeline import join
+from ctl.inspect.measure.ablate import ablate
+from ctl.inspect.measure.blame import blame
+from ctl.inspect.measure.profile import profile_began, profiled
+from ctl.inspect.measure.recording import Recording
+from ctl.inspect.measure.timeline import join
 from ctl.loop import Loop
 from ctl.step import TrainStep
+from ctl.train import inspect_every
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 

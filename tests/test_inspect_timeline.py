@@ -11,11 +11,11 @@ import pytest
 import simulated
 
 from ctl.errors import UsageError
-from ctl.inspect import window
-from ctl.inspect.blame import accused, blame
-from ctl.inspect.link import Measured, Point
-from ctl.inspect.timeline import PHASES, join
-from ctl.inspect.verdict import share_of_measured, verdict
+from ctl.inspect.measure import window
+from ctl.inspect.measure.blame import accused, blame
+from ctl.inspect.measure.link import Measured, Point
+from ctl.inspect.measure.timeline import PHASES, join
+from ctl.inspect.measure.verdict import share_of_measured, verdict
 
 
 def medians(timeline) -> dict[str, np.ndarray]:

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import simulated
 
-from ctl.inspect.timeline import join
-from ctl.inspect.trace import make_trace
+from ctl.inspect.measure.timeline import join
+from ctl.inspect.show.trace import make_trace
 
 
 def slices(trace: dict) -> dict[tuple[int, int], list[dict]]:

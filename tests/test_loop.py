@@ -16,9 +16,8 @@ import pytest
 import tensorflow as tf
 from helpers import BATCH, adam, assert_replicas_agree, examples, largest_difference, mlp
 
-from ctl import durable
 from ctl.actions import Every
-from ctl.checkpoint import CheckpointManager
+from ctl.checkpoint import CheckpointManager, durable
 from ctl.data import GlobalBatches, InMemory
 from ctl.errors import CheckpointError, DivergedError, UsageError
 from ctl.loop import Evaluator, Loop

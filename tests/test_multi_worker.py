@@ -21,9 +21,9 @@ from worker_jobs import WORKER, codes, finished, last_line, said, weights
 
 from ctl import launch
 from ctl.data import InMemory
-from ctl.inspect import hang
 from ctl.loop import Evaluator, Loop
 from ctl.step import EvalStep, TrainStep
+from ctl.watch import hang
 
 
 def one_device(mirrored, synchronized: bool = False):

@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 from helpers import mlp
 
-from ctl import outline
+from ctl import noinline
 from ctl.data import InMemory
 from ctl.loop import Loop
 from ctl.step import TrainStep
@@ -40,10 +40,10 @@ def make_loop(strategy, accumulate_steps: int = 1) -> Loop:
 
 
 def test_needed_where_there_is_max_pooling_and_one_replica(mirrored):
-    assert outline.is_needed(tf.distribute.get_strategy(), pooling())
-    assert outline.is_needed(mirrored(1), pooling())
-    assert not outline.is_needed(mirrored(2), pooling())
-    assert not outline.is_needed(mirrored(1), mlp())
+    assert noinline.is_needed(tf.distribute.get_strategy(), pooling())
+    assert noinline.is_needed(mirrored(1), pooling())
+    assert not noinline.is_needed(mirrored(2), pooling())
+    assert not noinline.is_needed(mirrored(1), mlp())
 
 
 @pytest.mark.parametrize("accumulate_steps", [1, 2])
@@ -59,10 +59,10 @@ def test_its_gradient_is_in_no_graph_with_loops(mirrored, accumulate_steps):
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("accumulate_steps", [1, 2])
 def test_trains_as_one_replica_without(mirrored, monkeypatch, replicas, accumulate_steps):
-    monkeypatch.setattr(outline, "is_needed", lambda *_: True)
+    monkeypatch.setattr(noinline, "is_needed", lambda *_: True)
     loop = make_loop(mirrored(replicas), accumulate_steps)
     result = loop.train(5)
-    monkeypatch.setattr(outline, "is_needed", lambda *_: False)
+    monkeypatch.setattr(noinline, "is_needed", lambda *_: False)
     plain = make_loop(mirrored(1))
     assert result["loss"] == pytest.approx(plain.train(5)["loss"], rel=1e-5)
     for one, other in zip(loop.step.model.variables, plain.step.model.variables, strict=True):

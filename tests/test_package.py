@@ -63,7 +63,7 @@ def test_the_wheel_has_the_sources_the_data_and_nothing_else(wheel):
     }
     assert len(data) == 8  # six of the data set, its licence and its checksums
     clusters = {
-        f"ctl/clusters/{name}" for name in ("slurm.sh", "kubernetes_job.yaml", "tfjob.yaml")
+        f"ctl/cluster/examples/{name}" for name in ("slurm.sh", "kubernetes_job.yaml", "tfjob.yaml")
     }
     assert files == sources | data | clusters
 
@@ -123,10 +123,11 @@ SLOW = ("tensorflow", "keras", "numpy", "tensorflow_datasets", "tensorboard")
 WITHOUT = f"import runpy, sys; sys.modules.update(dict.fromkeys({SLOW!r}))\n"
 
 COMMANDS = [
-    "ctl." + path.stem
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__")
     for path in SOURCES
-    if path.parent.name == "ctl" and '__name__ == "__main__"' in path.read_text(encoding="utf-8")
-] + ["ctl.inspect", *(f"ctl.inspect {name}" for name in INSPECT)]
+    if '__name__ == "__main__"' in path.read_text(encoding="utf-8")
+    and {"datasets", "plan"}.isdisjoint(path.parts)
+] + [f"ctl.inspect {name}" for name in INSPECT]
 
 
 def python(program: str, *arguments: str) -> str:

@@ -13,9 +13,9 @@ from tensorflow.tsl.profiler.protobuf import xplane_pb2
 from ctl.actions import NEVER, Every
 from ctl.data import synthetic
 from ctl.errors import UsageError
+from ctl.logs.profiler import Profile
 from ctl.loop import Loop
 from ctl.models import dense
-from ctl.profiler import Profile
 from ctl.step import TrainStep
 
 

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from ctl.actions import Status
 from ctl.errors import CtlError
-from ctl.progress import Lines, Progress, _count, _duration, _number, format_record
+from ctl.logs.progress import Lines, Progress, _count, _duration, _number, format_record
 
 SCALARS = {
     "loss": 0.43121,

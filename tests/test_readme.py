@@ -101,7 +101,7 @@ def test_the_flags_of_every_command_parse(run):
             continue
         if module == "ctl.inspect":
             module = INSPECT[arguments.pop(0)][0]
-        module = {"ctl.schedule": "ctl.plot"}.get(module, module)
+        module = {"ctl.schedule": "ctl.schedule.plot"}.get(module, module)
         here = [a.replace(RUN, str(run)).replace("/shared/run", str(run)) for a in arguments]
         python("-c", PARSE, module, *here)
 
@@ -139,15 +139,26 @@ def test_what_is_quoted_of_the_code_is_there():
     assert set(quoted) <= lines
 
 
-def test_every_picture_and_every_module_is_there():
+def test_every_picture_and_every_package_is_there():
     links = re.findall(r"\]\((?!https?:|#)([^)\s]+)\)", README)
     links += re.findall(r'src="([^"]+)"', README)
     assert links
     for link in links:
         assert (ROOT / link).exists(), link
-    for path in [*(ROOT / "ctl").glob("[!_]*.py"), *(ROOT / "ctl/inspect").glob("[!_]*.py")]:
-        name = path.relative_to(ROOT / "ctl")
-        assert f"`{name}`" in README, f"{name} is in no table of README.md"
+    packages = [f"{path.parent.name}/" for path in (ROOT / "ctl").glob("*/__init__.py")]
+    for name in [*(path.name for path in (ROOT / "ctl").glob("[!_]*.py")), *packages]:
+        assert f"`{name}`" in README or name == "datasets/", f"{name} is in no table of README.md"
+
+
+def test_who_wants_to_change_something_finds_it():
+    rows = re.findall(r"^\| [^|]+ \| (`.*`) \|$", README.partition("| I want to change |")[2], re.M)
+    assert len(rows) > 5
+    for row in rows:
+        for place in row.split("; "):
+            name, file = re.fullmatch(r"`([\w.]+)`, `([\w/.]+)`", place).groups()
+            text = (ROOT / "ctl" / file).read_text(encoding="utf-8")
+            for part in name.split("."):
+                assert re.search(rf"^ *(def|class) {part}\b", text, re.M), place
 
 
 # What README.md says of Keras; where it is no longer so, the text must change. ctl's side of it is

@@ -1,5 +1,5 @@
-"""ctl.roll_call: who is missed, who is lost, how all end. In processes without TensorFlow, because
-a coordinator ends its process."""
+"""ctl.asynchronous.roll_call: who is missed, who is lost, how all end. In processes without
+TensorFlow, because a coordinator ends its process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ctl.launch import cluster
 TASK = """
 import sys, time
 from absl import logging
-from ctl import roll_call
+from ctl.asynchronous import roll_call
 from ctl.cluster import Tasks
 from ctl.errors import CtlError, UsageError
 

@@ -14,10 +14,10 @@ import pytest
 import tensorflow as tf
 from absl import flags
 
-from ctl import plot, rates
 from ctl.errors import UsageError
-from ctl.flag_groups import define_schedule_flags, schedule_arguments
-from ctl.names import SCHEDULES
+from ctl.flags import durations
+from ctl.flags.groups import define_schedule_flags, schedule_arguments
+from ctl.flags.names import SCHEDULES
 from ctl.schedule import (
     Constant,
     Cosine,
@@ -27,6 +27,7 @@ from ctl.schedule import (
     Polynomial,
     Schedule,
     make_schedule,
+    plot,
 )
 
 BILLION = 10**9
@@ -165,8 +166,8 @@ def test_on_replicas(mirrored):
     with strategy.scope():
         step = tf.Variable(5, dtype=tf.int64, aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA)
     schedule = Cosine(1e-3, 100, warmup_steps=10)
-    rates = tf.function(lambda: strategy.run(lambda: schedule(step)))().values
-    assert [float(rate) for rate in rates] == [float(schedule(5))] * 2
+    durations = tf.function(lambda: strategy.run(lambda: schedule(step)))().values
+    assert [float(rate) for rate in durations] == [float(schedule(5))] * 2
 
 
 def test_saved_with_a_model(tmp_path):
@@ -215,7 +216,7 @@ def test_the_classic_epochs():
     ],
 )
 def test_durations(duration, per_epoch, steps):
-    assert rates.steps_from("x", duration, per_epoch) == steps
+    assert durations.steps_from("x", duration, per_epoch) == steps
 
 
 @pytest.mark.parametrize(
@@ -223,21 +224,21 @@ def test_durations(duration, per_epoch, steps):
 )
 def test_not_durations(text):
     with pytest.raises(UsageError, match="--warmup: .* is not a duration: write .*500.*0.5ep"):
-        rates.steps_from("--warmup", text, 10.0)
+        durations.steps_from("--warmup", text, 10.0)
 
 
 def test_durations_that_need_more():
     with pytest.raises(UsageError, match=r"whole numbers, got 0.5: .*write ep \(0.5ep\)"):
-        rates.steps_from("x", "0.5", 10.0)
+        durations.steps_from("x", "0.5", 10.0)
     with pytest.raises(UsageError, match="length of an epoch is unknown"):
-        rates.steps_from("x", "3ep", None)
+        durations.steps_from("x", "3ep", None)
 
 
 @pytest.mark.parametrize(
     ("rule", "expected"), [("none", 0.1), ("linear", 0.1 * 16), ("sqrt", 0.1 * 4)]
 )
 def test_scaling(rule, expected):
-    assert rates.scale_learning_rate(0.1, 4096, 256, rule) == pytest.approx(expected)
+    assert durations.scale_learning_rate(0.1, 4096, 256, rule) == pytest.approx(expected)
     scaled = make_schedule(
         "cosine",
         learning_rate=0.1,
@@ -261,7 +262,7 @@ def test_scaling(rule, expected):
 )
 def test_scaling_errors(arguments, message):
     with pytest.raises(UsageError, match=message):
-        rates.scale_learning_rate(*arguments)
+        durations.scale_learning_rate(*arguments)
 
 
 def test_make_every_schedule():

@@ -12,7 +12,7 @@ import tensorflow as tf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from ctl.errors import CtlError
-from ctl.sinks import JsonLines, TensorBoard
+from ctl.logs.sinks import JsonLines, TensorBoard
 
 
 def record(step=1, phase="train", **scalars):
@@ -61,8 +61,8 @@ def test_json_lines_repair_a_torn_last_line(tmp_path, torn):
 
 def test_json_lines_survive_kill_9(tmp_path):
     code = (
-        "import os, sys, ctl.sinks\n"
-        "sink = ctl.sinks.JsonLines(sys.argv[1])\n"
+        "import os, sys, ctl.logs.sinks\n"
+        "sink = ctl.logs.sinks.JsonLines(sys.argv[1])\n"
         "sink.write({'phase': 'train', 'step': 7})\n"
         "os.kill(os.getpid(), 9)\n"
     )

@@ -1,4 +1,4 @@
-"""ctl.slurm: who the workers are, by the variables of srun."""
+"""ctl.cluster.slurm: who the workers are, by the variables of srun."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import pytest
 from tensorflow.python.distribute.cluster_resolver import slurm_cluster_resolver
 
 from ctl.cluster import Cluster, resolve
+from ctl.cluster.slurm import expand_counts, expand_hosts
 from ctl.errors import UsageError
-from ctl.slurm import expand_counts, expand_hosts
 
 
 def step(hosts="n[9-10]", counts="1(x2)", rank=0, job=7, **more) -> dict[str, str]:

@@ -6,10 +6,10 @@ import tensorflow as tf
 import tensorflow_datasets as tfds
 import tiny_tfds
 
+from ctl.data.feed import distribute
+from ctl.data.streaming import Streaming
+from ctl.data.tfds_source import Source, find
 from ctl.errors import UsageError
-from ctl.feed import distribute
-from ctl.streaming import Streaming
-from ctl.tfds_source import Source, find
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from ctl import svg
+from ctl.logs import svg
 
 HOSTILE = "</text><script>alert(1)</script>\"'&]]>\x00\x1b[31m\ud800\u202egnp.exe"
 

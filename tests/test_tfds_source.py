@@ -11,9 +11,9 @@ import pytest
 import tensorflow_datasets as tfds
 import tiny_tfds
 
-from ctl import tfds_source
+from ctl.data import tfds_source
+from ctl.data.tfds_source import EMBEDDED, Source, find
 from ctl.errors import UsageError
-from ctl.tfds_source import EMBEDDED, Source, find
 
 TRAIN_FILE = "fashion_mnist_mini/1.0.0/fashion_mnist_mini-train.tfrecord-00000-of-00001"
 

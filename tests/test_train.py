@@ -16,9 +16,9 @@ import pytest
 import tensorflow as tf
 
 import ctl
+from ctl.build import make_optimizer
 from ctl.checkpoint import CheckpointManager
-from ctl.names import OPTIMIZERS
-from ctl.train import make_optimizer
+from ctl.flags.names import OPTIMIZERS
 
 TRAIN = "ctl.train"
 

@@ -18,8 +18,7 @@ import pytest
 import tensorflow as tf
 from tiny_tfds import CtlTinyColor, prepare
 
-from ctl import durable
-from ctl.checkpoint import CheckpointManager
+from ctl.checkpoint import CheckpointManager, durable
 
 TRAIN = "ctl.train"
 STEPS = 1500
@@ -186,7 +185,8 @@ def test_a_second_interrupt_saves_nothing(zygote, tmp_path):
     # The disk is so slow that the first interrupt still saves when the second comes.
     (tmp_path / "slow.py").write_text(
         "import time\n"
-        "from ctl import bundle, models\n"
+        "from ctl import models\n"
+        "from ctl.checkpoint import bundle\n"
         "def write(prefix, tensors):\n"
         "    print('writing', flush=True)\n"
         "    time.sleep(3)\n"

@@ -13,7 +13,7 @@ from helpers import BATCH, CLASSES, FEATURES, assert_replicas_agree, examples, m
 
 from ctl import tune
 from ctl.data import InMemory
-from ctl.global_batches import GlobalBatches
+from ctl.data.global_batches import GlobalBatches
 from ctl.loop import Loop
 from ctl.step import TrainStep
 

@@ -1,4 +1,4 @@
-"""ctl.watchdog and ctl.inspect.beats, in real processes without TensorFlow: who ends, how, with
+"""ctl.watch.watchdog and ctl.watch.beats, in real processes without TensorFlow: who ends, how, with
 which words; who does not."""
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from ctl import launch, watchdog
-from ctl.inspect import beats, hang, record
+from ctl import launch
+from ctl.inspect import hang_command
+from ctl.watch import beats, record, watchdog
 
 ROOT = Path(__file__).parents[1]
 
@@ -22,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 PRELUDE = """
 import contextlib, os, sys, threading, time
 from pathlib import Path
-from ctl import watchdog
+from ctl.watch import watchdog
 from ctl.cluster import Cluster
 from ctl.errors import UsageError
 index, addresses = int(sys.argv[1]), sys.argv[2].split(",")
@@ -69,7 +70,7 @@ def test_it_ends_a_process_whose_collective_does_not_come_back(start, tmp_path):
     assert line.startswith(
         "worker 0 of 2: a collective in training after step 7 timed out: no progress for "
     )
-    records, notes = hang.load(tmp_path)
+    records, notes = hang_command.load(tmp_path)
     assert [r.worker for r in records] == [0, 1] and not notes
     assert "<string>:10 <module>" in records[1].stacks["MainThread"][-1]
     assert records[1].why == "worker 0 gave up"
@@ -83,7 +84,7 @@ def test_it_ends_a_process_whose_collective_does_not_come_back(start, tmp_path):
 
 def test_it_says_for_whom_it_waits(start):
     """Once, and again when twice the time is over; nothing where all wait in the same place."""
-    quiet = "from ctl import console\nconsole.log_to_terminal()\n"
+    quiet = "from ctl.logs import console\nconsole.log_to_terminal()\n"
     quiet += "watchdog._QUIET_SECONDS = 4.0\nwatchdog._watchdog.timeout = 9.0\n"
     busy = start(1, BUSY)
     waits = start(0, quiet + WAITS)
@@ -180,7 +181,7 @@ def test_a_reader_that_is_stuck_keeps_nobody(start):
     """Nobody reads standard error, which is full: neither who waits for whom, nor the last line,
     nor what was printed before keeps the process from its exit code."""
     full = """
-from ctl import console
+from ctl.logs import console
 console.log_to_terminal()
 watchdog._QUIET_SECONDS, watchdog._LAST_WORDS_SECONDS = 3.5, 3.0
 watchdog._watchdog.timeout = 5.0

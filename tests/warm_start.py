@@ -15,8 +15,8 @@ import tensorflow_datasets as tfds
 from tensorflow.python.autograph.core import converter
 from tensorflow.python.autograph.impl import api
 
-TRACED = ["apply", "data", "evaluator", "feed", "loop", "reduce", "replicas", "schedule", "step"]
-TRACED += ["tfds_source"]
+TRACED = ["apply", "evaluator", "loop", "reduce", "replicas", "step", "schedule.schedules"]
+TRACED += ["data.dataset", "data.feed", "data.in_memory", "data.streaming", "data.tfds_source"]
 
 
 def functions(module: ModuleType) -> Iterator[tuple[FunctionType, bool]]:

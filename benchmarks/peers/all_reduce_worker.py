@@ -19,7 +19,7 @@ from lines import answerer, serve
 
 from ctl import cluster
 from ctl.errors import UsageError
-from ctl.flags import group, run
+from ctl.flags.parsing import group, run_command
 
 with group("What is measured"):
     _STRATEGY = flags.DEFINE_enum("strategy", "mirrored", ["mirrored", "multi_worker"], "which")
@@ -139,4 +139,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run(main, sys.modules["__main__"].__doc__)
+    run_command(main, sys.modules["__main__"].__doc__)

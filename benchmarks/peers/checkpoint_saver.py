@@ -14,7 +14,7 @@ from absl import flags
 from lines import answerer, serve
 
 from ctl.errors import UsageError
-from ctl.flags import group, run
+from ctl.flags.parsing import group, run_command
 
 with group("This peer"):
     _MEGABYTES = flags.DEFINE_float("megabytes", 1.0, "size of the state, 10^6 bytes")
@@ -95,4 +95,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run(main, __doc__)
+    run_command(main, __doc__)

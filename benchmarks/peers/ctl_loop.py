@@ -5,7 +5,7 @@ from __future__ import annotations
 import worker
 from absl import flags
 
-from ctl.flags import group
+from ctl.flags.parsing import group
 
 with group("This peer"):
     _TUNE = flags.DEFINE_boolean("tune", False, "choose jit_compile by a trial, as auto does")

@@ -12,7 +12,7 @@ import pipeline
 from absl import flags
 from lines import answerer, serve
 
-from ctl.flags import group, run
+from ctl.flags.parsing import group, run_command
 
 PIPELINES = ("tutorial", "ctl", "ctl_stream", "ctl_stream_tuned")
 
@@ -45,7 +45,7 @@ def build_ctl(stream: bool, tuned: bool):
     import tensorflow as tf
 
     import ctl
-    from ctl.feed import Feed
+    from ctl.data.feed import Feed
     from ctl.step import scale_images
 
     strategy = ctl.make_strategy(replicas=_REPLICAS.value).strategy
@@ -80,7 +80,7 @@ def build():
 
     import tensorflow as tf
 
-    from ctl.feed import batch_of, next_block
+    from ctl.data.feed import batch_of, next_block
 
     iterator, position = feed
 
@@ -119,4 +119,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run(main, __doc__)
+    run_command(main, __doc__)

@@ -14,7 +14,8 @@ import sys
 import time
 from pathlib import Path
 
-from ctl import cluster, console
+from ctl import cluster
+from ctl.logs import console
 
 console.load_tensorflow()
 
@@ -23,8 +24,8 @@ import numpy as np  # noqa: E402
 import tensorflow as tf  # noqa: E402
 
 import ctl  # noqa: E402
-from ctl.inspect import window  # noqa: E402
-from ctl.inspect.session import Recording  # noqa: E402
+from ctl.inspect.measure import window  # noqa: E402
+from ctl.inspect.measure.recording import Recording  # noqa: E402
 from ctl.strategy import make_multi_worker  # noqa: E402
 
 STEPS = 20

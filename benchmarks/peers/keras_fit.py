@@ -9,7 +9,7 @@ import tutorial
 import worker
 from absl import flags
 
-from ctl.flags import group
+from ctl.flags.parsing import group
 
 with group("This peer"):
     _STEPS_PER_EXECUTION = flags.DEFINE_integer(

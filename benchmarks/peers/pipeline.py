@@ -33,7 +33,7 @@ def load(
     import tensorflow as tf
     import tensorflow_datasets as tfds
 
-    from ctl.tfds_source import EMBEDDED
+    from ctl.data.tfds_source import EMBEDDED
 
     dataset, info = tfds.load(
         name,

@@ -11,7 +11,7 @@ import tutorial
 import worker
 from absl import flags
 
-from ctl.flags import group
+from ctl.flags.parsing import group
 
 with group("This peer"):
     _FIXED_BATCH = flags.DEFINE_boolean("fixed_batch", False, "one batch only, no input pipeline")

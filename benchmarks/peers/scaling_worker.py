@@ -15,7 +15,7 @@ from absl import flags
 from all_reduce_worker import Measured, place
 from lines import answerer, serve
 
-from ctl.flags import group, run
+from ctl.flags.parsing import group, run_command
 
 with group("What is trained"):
     _BATCH = flags.DEFINE_integer("batch", 64, "examples of a replica (weak), of all (strong)")
@@ -103,4 +103,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run(main, sys.modules["__main__"].__doc__)
+    run_command(main, sys.modules["__main__"].__doc__)

@@ -24,7 +24,7 @@ def load() -> tuple[torch.Tensor, torch.Tensor]:
     """Images uint8 [n, 1, height, width] and labels int64 [n]."""
     import tensorflow_datasets as tfds
 
-    from ctl.tfds_source import EMBEDDED
+    from ctl.data.tfds_source import EMBEDDED
 
     images, labels = tfds.as_numpy(
         tfds.load(

@@ -14,7 +14,7 @@ from typing import Any
 from absl import flags
 from lines import answerer, serve
 
-from ctl.flags import group, run
+from ctl.flags.parsing import group, run_command
 
 with group("What is trained"):
     _VARIABLES = flags.DEFINE_integer(
@@ -102,4 +102,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run(main, sys.modules["__main__"].__doc__)
+    run_command(main, sys.modules["__main__"].__doc__)

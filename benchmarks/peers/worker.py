@@ -19,8 +19,8 @@ from absl import flags
 from lines import answerer
 
 from ctl.errors import UsageError
-from ctl.flags import group, run
-from ctl.names import check_model_name
+from ctl.flags.names import check_model_name
+from ctl.flags.parsing import group, run_command
 
 with group("What is trained"):
     _MODEL = flags.DEFINE_string("model", "dense", "a model of ctl.models")
@@ -77,7 +77,7 @@ def serve(build: Callable[[Setting], tuple[Callable[[int], float], dict]]) -> No
             answer(steps=steps, seconds=seconds, cpu_seconds=cpu_seconds, loss=loss)
         os._exit(0)  # what a library leaves running must not keep the process
 
-    run(main, sys.modules["__main__"].__doc__)
+    run_command(main, sys.modules["__main__"].__doc__)
 
 
 def refuse_workers(setting: Setting) -> None:

@@ -1,24 +1,21 @@
-"""Sees through the all-reduce: what moves, how long it takes, who is late, where it hangs.
+"""Sees through the all-reduce: what moves, how long it takes, who is late.
 
-Nothing in ``ctl`` needs this package to train: it looks at the loop, the step and the graph from
-outside, and through one hook, ``TrainStep.marks``, which is None when nobody looks. The names below
-are loaded when they are first used.
+The core opens this package through two doors only, `ctl.TrainStep.plan` and
+`ctl.TrainStep.inspect`. The other direction is free: it looks at the loop, the step and the graph
+from outside, and attaches to a step as its observer (`ctl.marks`).
 """
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
+from typing import TYPE_CHECKING
 
-_WHERE = {
-    "Collective": "ctl.inspect.plan",
-    "Lint": "ctl.inspect.plan",
-    "Plan": "ctl.inspect.plan",
-}
-__all__ = sorted(_WHERE)
+from ctl import load_lazily
 
+if TYPE_CHECKING:
+    from ctl.inspect.plan.plan import Collective, Lint, Plan
 
-def __getattr__(name: str) -> Any:
-    if name in _WHERE:
-        return getattr(importlib.import_module(_WHERE[name]), name)
-    raise AttributeError(f"module 'ctl.inspect' has no attribute {name!r}")
+__all__ = ["Collective", "Lint", "Plan"]
+
+__getattr__, __dir__ = load_lazily(
+    __name__, __all__, dict.fromkeys(__all__, "ctl.inspect.plan.plan")
+)

@@ -16,7 +16,7 @@ COMMANDS = {
     "predict": ("ctl.inspect.predict_command", "time and efficiency on 2 to 100,000 replicas"),
     "run": ("ctl.inspect.run_command", "runs some steps: where their time goes, who is late"),
     "merge": ("ctl.inspect.merge_command", "joins what several workers saw"),
-    "hang": ("ctl.inspect.hang", "who kept the workers of a run waiting, after the fact"),
+    "hang": ("ctl.inspect.hang_command", "who kept the workers of a run waiting, after the fact"),
 }
 
 _USAGE = """

@@ -8,9 +8,8 @@ from pathlib import Path
 from absl import flags
 
 from ctl.errors import UsageError
-from ctl.flags import group
-from ctl.flags import run as run_command
-from ctl.inspect.results import define_bandwidth_flag
+from ctl.flags.parsing import group, run_command
+from ctl.inspect.show.results import define_bandwidth_flag
 
 FLAGS = flags.FLAGS
 flags.disclaim_key_flags()
@@ -36,9 +35,9 @@ def main(arguments: Sequence[str]) -> None:
     if len(arguments) != 1:
         raise UsageError("name one directory: python -m ctl.inspect merge /tmp/run/inspect")
 
-    from ctl.inspect.results import show
-    from ctl.inspect.timeline import join
-    from ctl.inspect.window import read_all
+    from ctl.inspect.measure.timeline import join
+    from ctl.inspect.measure.window import read_all
+    from ctl.inspect.show.results import show
 
     directory = Path(arguments[0])
     show(join(read_all(directory)), FLAGS.bandwidth, directory)

@@ -9,46 +9,34 @@ from typing import TYPE_CHECKING
 from absl import logging
 
 from ctl.actions import Sink
-from ctl.inspect import private
-from ctl.inspect.blame import blame
-from ctl.inspect.report import scalars
-from ctl.inspect.session import Recording
-from ctl.inspect.timeline import join
+from ctl.inspect.measure.blame import blame
+from ctl.inspect.measure.recording import Recording
+from ctl.inspect.measure.timeline import join
+from ctl.inspect.show.report import scalars
 
 if TYPE_CHECKING:
     from ctl.loop import Status
-    from ctl.step import TrainStep
 
-_STEPS = 20
 _WARM_UP = 40  # steps after the first switch, which has a trace of its own
 # Clocks are compared every so many windows: that takes 0.2 to 0.4 s, and they drift by some ppm.
 _ALIGN_EVERY = 10
 
 
-def inspect_every(step: TrainStep, every: int, sinks: Sequence[Sink]) -> list[Periodic]:
-    """The action for ``--inspect_every``; a warning and none where this TensorFlow cannot stamp."""
-    reason = private.no_marks()
-    if reason:
-        logging.warning("--inspect_every: %s", reason)
-        return []
-    return [Periodic(step, every, sinks)]
-
-
 class Periodic:
-    """An action that inspects 20 steps every ``every`` steps and writes ``allreduce/exposed_ms``,
+    """An action that inspects some steps every ``every`` steps and writes ``allreduce/exposed_ms``,
     ``allreduce/busbw`` and ``allreduce/late_ms``; a late worker is named in the log.
 
     With several workers all need one. The first window costs a trace of the step; in a window marks
     cost what `benchmarks/inspect_overhead.py` prints, and nothing outside of it.
 
     Args:
-        step: a built step.
+        recording: of so many steps as a window has.
         every: steps from the begin of a window to that of the next.
         sinks: where scalars go; none on workers that do not log.
     """
 
-    def __init__(self, step: TrainStep, every: int, sinks: Sequence[Sink]):
-        self._recording = Recording(step, _STEPS)
+    def __init__(self, recording: Recording, every: int, sinks: Sequence[Sink]):
+        self._recording = recording
         self._every = every
         self._sinks = sinks
         self._until: int | None = None  # the step at which the window ends that is under way
@@ -65,7 +53,9 @@ class Periodic:
             self._finish(status.step)
         if self._until is None and status.step % self._every == 0 and not status.final:
             self._recording.start()
-            self._until = status.step + _STEPS + 1 + (0 if self._windows else _WARM_UP)
+            self._until = (
+                status.step + self._recording.steps + 1 + (0 if self._windows else _WARM_UP)
+            )
 
     def _finish(self, step: int) -> None:
         self._recording.stop()

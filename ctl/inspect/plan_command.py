@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING
 
 from absl import flags
 
-from ctl import console, train
-from ctl.flags import group
-from ctl.flags import run as run_command
+from ctl import build
+from ctl.flags import training
+from ctl.flags.parsing import group, run_command
+from ctl.logs import console
 
 if TYPE_CHECKING:
     import tensorflow as tf
 
-    from ctl.inspect.plan import Plan
+    from ctl.inspect.plan.plan import Plan
 
 FLAGS = flags.FLAGS
 flags.disclaim_key_flags()
@@ -38,7 +39,7 @@ def run() -> None:
         flags.DEFINE_boolean(
             "xla", False, "Add what XLA makes of the all-reduces, were the whole step compiled."
         )
-    train.define_flags(model_dir_required=False)
+    training.define_flags(model_dir_required=False)
     run_command(main, _USAGE)
 
 
@@ -47,10 +48,10 @@ def main() -> None:
     console.log_to_terminal()
     console.load_tensorflow()
 
-    from ctl.inspect.plan_table import show
+    from ctl.inspect.plan.table import show
     from ctl.workers import is_chief, is_multi_worker, leave_together
 
-    loop = train.make_loop(*train.prepare())
+    loop = build.make_loop(*build.prepare())
     chief = is_chief(loop.strategy)
     plan = loop.step.plan(xla=FLAGS.xla and chief)
     if is_multi_worker(loop.strategy):
@@ -64,8 +65,8 @@ def main() -> None:
 
 def _compared(strategy: tf.distribute.Strategy, plan: Plan) -> Plan:
     """``plan`` with the lint of those of all workers."""
-    from ctl.inspect.lints import differing
-    from ctl.inspect.plan import from_json
+    from ctl.inspect.plan.lints import differing
+    from ctl.inspect.plan.plan import from_json
     from ctl.workers import all_gather
 
     texts = all_gather(strategy, json.dumps(plan.to_json()).encode(), "comparing the plans")

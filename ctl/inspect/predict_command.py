@@ -12,11 +12,11 @@ from pathlib import Path
 from absl import flags
 
 from ctl.errors import UsageError
-from ctl.flags import check_flags, group
-from ctl.flags import run as run_command
-from ctl.inspect import cost, link
-from ctl.inspect.cost import Link, Network
-from ctl.inspect.predict import Pack, Prediction, Step, predict
+from ctl.flags.parsing import check_flags, group, run_command
+from ctl.inspect.measure import link
+from ctl.inspect.predict import cost
+from ctl.inspect.predict.cost import Link, Network
+from ctl.inspect.predict.model import Pack, Prediction, Step, predict
 
 FLAGS = flags.FLAGS
 flags.disclaim_key_flags()
@@ -130,9 +130,9 @@ def read_step() -> Step:
     """
     step = Step(0.0, 0.0, 0.0, (), contention=FLAGS.contention)
     if FLAGS.measured:
-        from ctl.inspect.predict import measured_step
-        from ctl.inspect.timeline import join
-        from ctl.inspect.window import read_all
+        from ctl.inspect.measure.timeline import join
+        from ctl.inspect.measure.window import read_all
+        from ctl.inspect.predict.model import measured_step
 
         directory = Path(FLAGS.measured)
         inside = directory / "inspect"  # of a --model_dir
@@ -160,7 +160,7 @@ def packs_of_plan(path: str) -> tuple[Pack, ...]:
     Raises:
         UsageError: the file is no plan, or does not know the size of a pack.
     """
-    from ctl.inspect.plan import from_json
+    from ctl.inspect.plan.plan import from_json
 
     try:
         plan = from_json(json.loads(Path(path).read_text(encoding="utf-8")))
@@ -293,7 +293,7 @@ def _as_json(step: Step, network: Network, curves: dict[str, list[Prediction]]) 
 
 
 def _plot(step: Step, network: Network, curves: dict[str, list[Prediction]]) -> None:
-    from ctl.inspect.efficiency import draw
+    from ctl.inspect.predict.efficiency import draw
 
     scaling = "strong" if FLAGS.strong else "weak"
     _, network_note = describe(step, network).splitlines()

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 
 from absl import flags, logging
 
-from ctl import console, train
-from ctl.flags import group
-from ctl.flags import run as run_command
-from ctl.inspect.results import define_bandwidth_flag
+from ctl import build
+from ctl.flags import training
+from ctl.flags.parsing import group, run_command
+from ctl.inspect.show.results import define_bandwidth_flag
+from ctl.logs import console
 
 if TYPE_CHECKING:
     from ctl.loop import Loop
@@ -55,7 +56,7 @@ def run() -> None:
             "without its all-reduce in interleaved blocks.",
         )
         define_bandwidth_flag()
-    train.define_flags(model_dir_required=False)
+    training.define_flags(model_dir_required=False)
     run_command(main, _USAGE)
 
 
@@ -64,11 +65,10 @@ def main() -> None:
     console.log_to_terminal()
     console.load_tensorflow()
 
-    from ctl import workers
-    from ctl.inspect import private
-    from ctl.inspect.ablate import ablate
+    from ctl import private, workers
+    from ctl.inspect.measure.ablate import ablate
 
-    loop = train.make_loop(*train.prepare())
+    loop = build.make_loop(*build.prepare())
     reason = private.no_marks()
     if reason:
         logging.warning("%s", reason)
@@ -84,11 +84,11 @@ def main() -> None:
 
 def _look(loop: Loop) -> None:
     from ctl import workers
-    from ctl.inspect import window
-    from ctl.inspect.profile import profiled
-    from ctl.inspect.results import show
-    from ctl.inspect.session import Recording
-    from ctl.inspect.timeline import join
+    from ctl.inspect.measure import window
+    from ctl.inspect.measure.profile import profiled
+    from ctl.inspect.measure.recording import Recording
+    from ctl.inspect.measure.timeline import join
+    from ctl.inspect.show.results import show
 
     recording = Recording(loop.step, FLAGS.steps)
     recording.start()

@@ -1,96 +1,26 @@
-"""Inspects some steps: the only place that turns marks on and off and gathers what they saw."""
+"""Inspects steps while a loop trains: what `ctl.TrainStep.inspect` gives."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
-import numpy as np
-import tensorflow as tf
-
+from ctl.actions import Sink
 from ctl.errors import UsageError
-from ctl.inspect.blame import Blame, blame
-from ctl.inspect.clocks import barriers
-from ctl.inspect.link import Measured
-from ctl.inspect.marks import Marks, Ring
-from ctl.inspect.plan import Plan
-from ctl.inspect.plan import from_json as plan_from_json
-from ctl.inspect.profile import profiled, with_collectives
-from ctl.inspect.report import print_report
-from ctl.inspect.timeline import Timeline, join
-from ctl.inspect.verdict import verdict
-from ctl.inspect.window import Pack, Window
+from ctl.inspect.measure.blame import Blame, blame
+from ctl.inspect.measure.link import Measured
+from ctl.inspect.measure.profile import profiled
+from ctl.inspect.measure.recording import Recording
+from ctl.inspect.measure.timeline import Timeline, join
+from ctl.inspect.measure.verdict import verdict
+from ctl.inspect.measure.window import Window
+from ctl.inspect.periodic import Periodic
+from ctl.inspect.plan.plan import Plan
+from ctl.inspect.plan.plan import from_json as plan_from_json
+from ctl.inspect.show.report import print_report
 from ctl.step import TrainStep
-from ctl.workers import all_gather, cluster_of, is_multi_worker
-
-
-class Recording:
-    """Marks that can be switched on and off any number of times, with one trace.
-
-    With several workers all must do so at the same steps, and all must call `take`.
-
-    Args:
-        step: a built step.
-        steps: how many the windows hold; the last of those that ran.
-    """
-
-    def __init__(self, step: TrainStep, steps: int):
-        if steps < 1:
-            raise UsageError(f"a window of {steps} steps: it must have 1 or more")
-        self.step = step
-        self._ring = Ring(step, steps + 1)  # a step begins where the one before was applied
-        self._before: Marks | None = None
-        before = step.marks.stores if step.marks else ()
-        self._marks = Marks(step, *before, self._ring)
-        self._barriers: np.ndarray | None = None
-        self._plan: dict[str, Any] | None = None
-
-    def start(self) -> None:
-        """From the next call of the loop on, steps are stamped."""
-        self._ring.clear()
-        self._before, self.step.marks = self.step.marks, self._marks
-
-    def stop(self) -> None:
-        """The steps that follow are not stamped."""
-        if self._plan is None and len(self._ring.read()[0]):
-            self._plan = self.step.plan().to_json()  # of the trace that has run
-        self.step.marks = self._before
-
-    def take(self, traces: Sequence[Any] = (), *, align: bool = True) -> list[Window]:
-        """The windows of all workers, in their order, on every worker.
-
-        Args:
-            traces: of the profiler over the same steps, see `ctl.inspect.profile`.
-            align: meet the other workers to compare clocks, which takes 0.2 to 0.4 s; otherwise the
-                last meeting counts, or this one when it is the first.
-        """
-        strategy = self.step.strategy
-        if align or self._barriers is None:
-            self._barriers = barriers(strategy)
-        steps, stamps = self._ring.read()
-        cluster = cluster_of(strategy) if is_multi_worker(strategy) else None
-        mine = Window(
-            worker=cluster.index if cluster else 0,
-            workers=len(cluster.workers) if cluster else 1,
-            steps=steps,
-            names=self._ring.names,
-            stamps=stamps,
-            packs=tuple(
-                Pack(f"pack{number}", size) for number, size in enumerate(self._marks.pack_bytes)
-            ),
-            in_order=self._marks.in_order,
-            barriers=self._barriers,
-            description=_describe(self.step),
-            plan=self._plan,
-        )
-        mine = with_collectives(mine, traces)
-        if not cluster:
-            return [mine]
-        texts = all_gather(strategy, json.dumps(mine.to_json()).encode(), "an inspection")
-        return [Window.from_json(json.loads(text)) for text in texts]
 
 
 class Inspection:
@@ -106,7 +36,7 @@ class Inspection:
 
     Attributes, after the block:
         windows: of all workers, in their order.
-        timeline: of all of them, see `ctl.inspect.timeline`.
+        timeline: of all of them, see `ctl.inspect.measure.timeline`.
     """
 
     windows: list[Window]
@@ -136,6 +66,10 @@ class Inspection:
             self.windows = self._recording.take(self._traces)
             self.timeline = join(self.windows)
 
+    def every(self, steps: int, sinks: Sequence[Sink]) -> Periodic:
+        """The same every ``steps`` steps of a training: an action for ``Loop(actions=...)``."""
+        return Periodic(self._recording, steps, sinks)
+
     @property
     def plan(self) -> Plan | None:
         """What the steps moved."""
@@ -153,13 +87,3 @@ class Inspection:
     def show(self, measured: Measured | None = None) -> None:
         """Prints the tables and the verdict."""
         print_report(self.timeline, self.verdict(measured), plan=self.plan, measured=measured)
-
-
-def _describe(step: TrainStep) -> str:
-    strategy = step.strategy
-    kind = type(strategy).__name__
-    replicas = strategy.num_replicas_in_sync
-    return (
-        f"{step.model.name}, {step.model.count_params():,} parameters, {replicas} "
-        f"replica{'s' if replicas > 1 else ''} under {kind}, TensorFlow {tf.__version__}"
-    )

@@ -1,0 +1,367 @@
+"""The only place where the tasks of a job with parameter servers hear of each other: who is there,
+who was lost, and with which exit code all of them end.
+
+TensorFlow's servers never end by themselves, and its coordinator waits for ever for one that is
+frozen. So every worker and parameter server keeps a connection of its own to the coordinator, at
+the address that ``TF_CONFIG`` gives that; TensorFlow takes another port there. Both sides send a
+line every second. Whose connection closes has ended; who is silent is frozen, or cut off. Imports
+no TensorFlow.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import hashlib
+import os
+import re
+import selectors
+import signal
+import socket
+import sys
+import threading
+import time
+
+from absl import logging
+
+from ctl.cluster.members import Tasks
+from ctl.errors import CtlError, PeerError, Preempted, UsageError
+
+_BEAT_SECONDS = 1.0
+_SILENT_SECONDS = 30.0
+_QUIET_SECONDS = 10.0  # until it is said who is missing
+
+# A worker that is told to end serves for so much longer: the coordinator may have been told, too,
+# and then needs it for the steps that are under way.
+_LEAVING_SECONDS = 5.0
+
+# When the main thread of the coordinator has not ended the job by then, TensorFlow holds it: in a
+# read from a parameter server that is frozen, which nothing can interrupt.
+_REACTION_SECONDS = 5.0
+
+_LONGEST_LINE = 200
+
+
+@dataclasses.dataclass
+class _Peer:
+    connection: socket.socket
+    name: str = ""  # until it has said it
+    heard: float = dataclasses.field(default_factory=time.monotonic)
+    unread: bytes = b""
+
+    def lines(self) -> list[str] | None:
+        """What has come since the last call; None when the connection is closed."""
+        try:
+            data = self.connection.recv(_LONGEST_LINE)
+        except BlockingIOError:
+            return []
+        except OSError:
+            return None
+        *lines, self.unread = (self.unread + data).split(b"\n")
+        if not data or len(self.unread) > _LONGEST_LINE:
+            return None
+        self.heard = time.monotonic()
+        return [line.decode(errors="replace") for line in lines]
+
+    def say(self, line: str) -> None:
+        # A full buffer is that of a peer that does not listen: its silence will be noticed.
+        with contextlib.suppress(OSError):
+            self.connection.send(line.encode() + b"\n")
+
+    @property
+    def is_silent(self) -> bool:
+        return time.monotonic() - self.heard > _SILENT_SECONDS
+
+
+class RollCall:
+    """The coordinator's side, a context manager. What leaves it decides the exit code of this
+    process, which, when it ends, ends all others with the same.
+
+    Args:
+        tasks: who is to come.
+        worker_timeout: seconds to wait for a worker when none is left.
+
+    Raises:
+        UsageError: the coordinator's port is taken.
+    """
+
+    def __init__(self, tasks: Tasks, worker_timeout: float = 60.0):
+        self._tasks = tasks
+        self._worker_timeout = worker_timeout
+        self._workers = [name for name in tasks.servers if name.startswith("worker")]
+        self._ps = [name for name in tasks.servers if name.startswith("ps")]
+        self._spec = _spec(tasks)
+        self._peers: dict[str, _Peer] = {}
+        self._why: dict[str, str] = {}  # a server is not there
+        self._refused: list[str] = []
+        self._complete = False
+        self._worker_seen = time.monotonic()
+        self._asked_to_stop = False
+        self._code = 1
+        self._selector = selectors.DefaultSelector()
+        self._listener = _listen(tasks.coordinator)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._run, name="roll-call", daemon=True)
+        self._thread.start()
+
+    # For the main thread ------------------------------------------------------------------------
+
+    def wait_for_all(self, timeout: float) -> None:
+        """Returns when every server is there. TensorFlow's connecting must not begin earlier: that
+        waits for ever for one that is missing.
+
+        Raises:
+            PeerError: not all came within ``timeout`` seconds. Who is missing is said from 10 s on.
+            UsageError: a server has another ``TF_CONFIG``.
+        """
+        began, said = time.monotonic(), 0.0
+        while missing := self._missing(self._tasks.servers):
+            if self._refused:
+                raise UsageError(f"{self._refused[0]} has another TF_CONFIG: give all the same")
+            seconds = time.monotonic() - began
+            if seconds >= timeout:
+                raise PeerError(
+                    f"the coordinator gave up after {seconds:.0f} s (--startup_timeout) waiting "
+                    f"for {missing}"
+                )
+            if seconds - said >= _QUIET_SECONDS:
+                said = seconds
+                logging.warning("the coordinator waits for %s since %.0f s", missing, seconds)
+            time.sleep(0.02)
+        self._complete = True
+
+    def check(self) -> None:
+        """Raises `PeerError` when a parameter server is lost, a server is frozen, or there was no
+        worker for ``worker_timeout`` seconds. That one has ended is no error."""
+        if reason := self._lost() or self._no_worker():
+            raise PeerError(reason)
+
+    @property
+    def asked_to_stop(self) -> bool:
+        """Whether a parameter server was told to end, which holds a part of the state."""
+        return self._asked_to_stop
+
+    def __enter__(self) -> RollCall:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
+        """Raises `PeerError` in place of an exception that a lost server may be the cause of."""
+        atexit.register(self._end)
+        self._code = error.exit_code if isinstance(error, CtlError) else int(error is not None)
+        if isinstance(error, KeyboardInterrupt):
+            self._code = 130
+        elif isinstance(error, Exception) and (reason := self._cause_of(error)):
+            self._code = PeerError.exit_code
+            raise PeerError(reason) from error
+
+    def _cause_of(self, error: Exception) -> str | None:
+        # TensorFlow may have noticed a moment before the roll call does.
+        deadline = time.monotonic() + (0.0 if isinstance(error, CtlError) else 2 * _BEAT_SECONDS)
+        while not (reason := self._lost()) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return reason
+
+    def _end(self) -> None:
+        """The last thing that this process does: what TensorFlow does after it talks to servers
+        that are no more."""
+        self._complete = False  # from here on nobody is lost
+        for peer in list(self._peers.values()):
+            peer.say(f"end {self._code}")
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(self._code)
+
+    # The thread ---------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        beat = fine = time.monotonic()
+        while True:
+            for key, _ in self._selector.select(_BEAT_SECONDS / 2):
+                if key.data is None:
+                    self._accept()
+                else:
+                    self._hear(key.data)
+            now = time.monotonic()
+            if now - beat >= _BEAT_SECONDS:
+                beat = now
+                for peer in list(self._peers.values()):
+                    peer.say("beat")
+                self._drop_strangers()
+            reason = self._lost()
+            if not reason:
+                fine = now
+            elif now - fine > _REACTION_SECONDS:
+                print(reason, file=sys.stderr)
+                self._code = PeerError.exit_code
+                self._end()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            connection, _ = self._listener.accept()
+            connection.setblocking(False)
+            self._selector.register(connection, selectors.EVENT_READ, _Peer(connection))
+
+    def _hear(self, peer: _Peer) -> None:
+        lines = peer.lines()
+        if lines is None:
+            self._drop(peer, "its process has ended")
+            return
+        for line in lines:
+            if line == "leave":
+                self._asked_to_stop |= peer.name in self._ps
+            elif line != "beat" and not self._welcome(peer, line):
+                self._drop(peer, "refused")
+                return
+
+    def _welcome(self, peer: _Peer, line: str) -> bool:
+        spec, _, name = line.partition(" ")
+        if name not in self._tasks.servers or peer.name:
+            return False  # not one of ours
+        if spec != self._spec:
+            self._refused.append(name)
+            peer.say("refused")
+            return False
+        peer.name = name
+        if self._complete:
+            logging.info("%s is back", name)
+        before, self._peers[name] = self._peers.get(name), peer
+        if before:
+            self._close(before)
+        return True
+
+    def _drop(self, peer: _Peer, why: str) -> None:
+        self._close(peer)
+        if self._peers.get(peer.name) is peer:
+            self._why[peer.name] = why
+            del self._peers[peer.name]
+            if peer.name in self._workers:
+                self._worker_seen = time.monotonic()
+                if self._complete:
+                    logging.warning("%s was lost", peer.name)
+
+    def _drop_strangers(self) -> None:
+        for key in list(self._selector.get_map().values()):
+            if key.data and not key.data.name and key.data.is_silent:
+                self._close(key.data)
+
+    def _close(self, peer: _Peer) -> None:
+        self._selector.unregister(peer.connection)
+        peer.connection.close()
+
+    # What it means ------------------------------------------------------------------------------
+
+    def _missing(self, names) -> str:
+        return ", ".join(
+            f"{name} at {self._tasks.servers[name]} ({self._why.get(name, 'not there yet')})"
+            for name in names
+            if name not in self._peers
+        )
+
+    def _lost(self) -> str | None:
+        """What cannot be mended without starting the job again."""
+        if not self._complete:
+            return None
+        peers = dict(self._peers)
+        silent = [name for name, peer in peers.items() if peer.is_silent]
+        if silent:
+            address = self._tasks.servers[silent[0]]
+            return f"{silent[0]} at {address} has been silent for {_SILENT_SECONDS:.0f} s"
+        gone = self._missing(self._ps)
+        return f"lost {gone}; the same command resumes from the last checkpoint" if gone else None
+
+    def _no_worker(self) -> str | None:
+        if any(name in self._peers for name in self._workers):
+            return None
+        seconds = time.monotonic() - self._worker_seen
+        if seconds < self._worker_timeout:
+            return None
+        missing = self._missing(self._workers)
+        return f"no worker is left for {seconds:.0f} s (--worker_timeout): {missing}"
+
+
+def attend(tasks: Tasks, timeout: float) -> int:
+    """The side of a worker or parameter server, which serves already; main thread only.
+
+    Returns:
+        The coordinator's exit code, when that has ended the job.
+
+    Raises:
+        PeerError: the coordinator did not come within ``timeout`` seconds, ended without a word or
+            is silent.
+        Preempted: SIGTERM or SIGINT came.
+        UsageError: the coordinator has another ``TF_CONFIG``.
+    """
+    received: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, _: received.append(number))
+    where = f"the coordinator at {tasks.coordinator}"
+    peer = _connect(tasks, timeout, received)
+    peer.say(f"{_spec(tasks)} {tasks.name}")
+    leave_at = float("inf")
+    while True:
+        with selectors.DefaultSelector() as selector:
+            selector.register(peer.connection, selectors.EVENT_READ)
+            selector.select(_BEAT_SECONDS)
+        lines = peer.lines()
+        if lines is None:
+            raise PeerError(f"{tasks.name}: {where} is gone")
+        for line in lines:
+            if line == "refused":
+                raise UsageError(f"{tasks.name}: {where} has another TF_CONFIG: give all the same")
+            if end := re.fullmatch(r"end (\d{1,3})", line):
+                return int(end[1])
+        if peer.is_silent:
+            raise PeerError(f"{tasks.name}: {where} has been silent for {_SILENT_SECONDS:.0f} s")
+        peer.say("beat")
+        if received and leave_at == float("inf"):
+            # The state is in the parameter servers: they stay until the coordinator has saved it.
+            leave_at = time.monotonic() + _LEAVING_SECONDS if tasks.kind == "worker" else 1e300
+            peer.say("leave")
+        if time.monotonic() >= leave_at or len(received) > 1:
+            raise Preempted(f"{tasks.name}: left after {signal.Signals(received[0]).name}")
+
+
+def _connect(tasks: Tasks, timeout: float, received: list[int]) -> _Peer:
+    host, _, port = tasks.coordinator.rpartition(":")
+    began, said = time.monotonic(), 0.0
+    while True:
+        try:
+            connection = socket.create_connection((host, int(port)), timeout=1.0)
+            connection.setblocking(False)
+            return _Peer(connection)
+        except OSError as error:
+            seconds, why = time.monotonic() - began, error.strerror or str(error)
+        missing = f"the coordinator at {tasks.coordinator} ({why})"
+        if seconds >= timeout:
+            raise PeerError(
+                f"{tasks.name}: gave up after {seconds:.0f} s (--startup_timeout) waiting for "
+                f"{missing}"
+            )
+        if received:
+            raise Preempted(f"{tasks.name}: left after {signal.Signals(received[0]).name}")
+        if seconds - said >= _QUIET_SECONDS:
+            said = seconds
+            logging.warning("%s waits for %s since %.0f s", tasks.name, missing, seconds)
+        time.sleep(0.1)
+
+
+def _listen(address: str) -> socket.socket:
+    host, _, port = address.rpartition(":")
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(("127.0.0.1" if host in ("localhost", "127.0.0.1") else "", int(port)))
+    except OSError as error:
+        listener.close()
+        raise UsageError(
+            f"the coordinator cannot listen on {address}: {error.strerror}; choose another port"
+        ) from error
+    listener.listen()
+    listener.setblocking(False)
+    return listener
+
+
+def _spec(tasks: Tasks) -> str:
+    addresses = (tasks.coordinator, *tasks.workers, "", *tasks.ps)
+    return hashlib.sha256("\n".join(addresses).encode()).hexdigest()

@@ -1,0 +1,208 @@
+"""Flags to objects: strategy, data, model, optimizer, step and loop.
+
+`ctl.train`, `ctl.evaluate` and `ctl.inspect` share it. Importing it loads no TensorFlow.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from absl import flags, logging
+
+from ctl import cluster
+from ctl.errors import UsageError
+from ctl.flags import groups
+from ctl.flags.names import OPTIMIZERS
+from ctl.flags.parsing import AUTO, grouped_flags
+from ctl.watch import watchdog
+
+if TYPE_CHECKING:
+    import keras
+
+    from ctl.data import Dataset
+    from ctl.loop import Loop
+    from ctl.strategy import Placement
+
+FLAGS = flags.FLAGS
+
+_DEFAULT_EPOCHS = 12.0
+
+
+class Prepared(NamedTuple):
+    """What a loop is made of, see `make_loop`; the datasets are those of `ctl.data`."""
+
+    placement: Placement
+    train: Any
+    evaluation: Any
+    total_steps: int
+
+
+def prepare() -> Prepared:
+    """Strategy, seed, precision and data as the flags say; TensorFlow has run nothing before."""
+    import keras
+
+    placement = _place()
+    keras.utils.set_random_seed(FLAGS.seed)
+    keras.mixed_precision.set_dtype_policy(FLAGS.precision)
+    logging.info("strategy: %s", placement.description)
+    with watchdog.host("loading the data"):
+        train, evaluation = load_data(training=True), load_data(training=False)
+    logging.info("training data: %s", train.description)
+    logging.info("evaluation data: %s", evaluation.description)
+    steps_per_epoch = train.num_examples / train.global_batch_size
+    epochs = FLAGS.epochs or _DEFAULT_EPOCHS
+    total_steps = FLAGS.train_steps or max(1, math.ceil(epochs * steps_per_epoch - 1e-6))
+    return Prepared(placement, train, evaluation, total_steps)
+
+
+def _place() -> Placement:
+    """The strategy that the flags name. Nothing of TensorFlow may have run before."""
+    from ctl.strategy import make_multi_worker, make_parameter_server, make_strategy
+    from ctl.workers import check_agreement
+
+    if FLAGS.strategy == "parameter_server":
+        return make_parameter_server(
+            cluster.resolve_tasks(),
+            startup_timeout=FLAGS.startup_timeout,
+            worker_timeout=FLAGS.worker_timeout,
+        )
+    if FLAGS.strategy != "multi_worker":
+        return make_strategy(
+            FLAGS.strategy,
+            replicas=FLAGS.replicas,
+            cross_device_ops=FLAGS.cross_device_ops,
+            tpu=FLAGS.tpu,
+        )
+    placement = make_multi_worker(
+        cluster.resolve(FLAGS.workers, FLAGS.worker_index),
+        communication=FLAGS.communication,
+        collective_timeout=FLAGS.collective_timeout,
+        startup_timeout=FLAGS.startup_timeout,
+        record_dir=Path(FLAGS.model_dir) / "inspect" if FLAGS.model_dir else None,
+    )
+    check_agreement(placement.strategy, _flags_of_the_job())
+    return placement
+
+
+def _flags_of_the_job() -> dict[str, Any]:
+    """What must be the same on every worker."""
+    mine = {"worker_index", "data_dir", "download"}
+    return {f"--{name}": FLAGS[name].value for name in grouped_flags() if name not in mine}
+
+
+def best_mode(metric: str) -> str:
+    """Whether the best value of ``--best_metric`` is the "max" or the "min"."""
+    return "max" if metric == "accuracy" else "min"
+
+
+def load_data(*, training: bool) -> Dataset:
+    """The dataset that the flags name."""
+    from ctl import data
+
+    shape = groups.image_shape_from(FLAGS.image_shape)
+    if FLAGS.dataset == "synthetic":
+        return data.synthetic(
+            shape or (28, 28, 1),
+            FLAGS.num_classes,
+            FLAGS.num_examples,
+            global_batch_size=FLAGS.global_batch_size,
+            seed=FLAGS.seed,
+            training=training,
+        )
+    return data.load(
+        FLAGS.dataset,
+        global_batch_size=FLAGS.global_batch_size,
+        training=training,
+        split=FLAGS.train_split if training else FLAGS.eval_split,
+        seed=FLAGS.seed,
+        data_dir=FLAGS.data_dir,
+        download=FLAGS.download,
+        image_shape=shape,
+        resident_limit_mib=FLAGS.resident_limit_mib,
+        shuffle_buffer=FLAGS.shuffle_buffer,
+    )
+
+
+def make_loop(
+    placement: Placement, train: Any, evaluation: Any, total_steps: int, checkpoints: Any = None
+) -> Loop:
+    """Model, optimizer, step and loop, in the strategy's scope."""
+    import keras
+
+    from ctl.evaluator import Evaluator
+    from ctl.loop import Loop
+    from ctl.models import make_model
+    from ctl.schedule.schedules import make_schedule
+    from ctl.step import EvalStep, TrainStep, cross_entropy
+
+    schedule = make_schedule(
+        total_steps=total_steps,
+        steps_per_epoch=train.num_examples / train.global_batch_size,
+        global_batch_size=train.global_batch_size,
+        **groups.schedule_arguments(),
+    )
+
+    if train.info.num_classes is None:
+        raise UsageError(
+            f"{train.description}: it does not say how many classes it has, and its labels are "
+            "counted only where it fits into memory: raise --resident_limit_mib"
+        )
+
+    def smoothed(labels: Any, logits: Any) -> Any:
+        return cross_entropy(labels, logits, FLAGS.label_smoothing)
+
+    with placement.strategy.scope(), watchdog.host("building the model"):
+        model = make_model(FLAGS.model, train.info.image_shape, train.info.num_classes)
+        step = TrainStep(
+            model,
+            make_optimizer(FLAGS.optimizer, FLAGS.momentum, FLAGS.weight_decay),
+            smoothed if FLAGS.label_smoothing else cross_entropy,
+            metrics=[keras.metrics.SparseCategoricalAccuracy("accuracy")],
+            clip_norm=FLAGS.clip_norm,
+            accumulate_steps=FLAGS.accumulate_steps,
+            ema_decay=FLAGS.ema_decay,
+            loss_scale=FLAGS.precision == "mixed_float16",
+            on_nan=FLAGS.on_nan,
+            bytes_per_pack=0 if FLAGS.bytes_per_pack == AUTO else FLAGS.bytes_per_pack,
+            options=placement.options,
+            jit_compile=FLAGS.jit_compile == "on",
+            jit_update=False if placement.roll_call else None,  # XLA stays within one process
+        )
+        accuracy = keras.metrics.SparseCategoricalAccuracy("accuracy")
+        eval_step = EvalStep(model, metrics=[accuracy])
+    options = {
+        "strategy": placement.strategy,
+        "schedule": schedule,
+        "checkpoints": checkpoints,
+        "steps_per_loop": FLAGS.steps_per_loop or None,
+    }
+    if placement.roll_call:
+        from ctl.asynchronous.parameter_server import CopyEvaluator, ParameterServerLoop
+
+        copy = make_model(FLAGS.model, train.info.image_shape, train.info.num_classes)
+        accuracy = keras.metrics.SparseCategoricalAccuracy("accuracy")
+        evaluator = CopyEvaluator(model, EvalStep(copy, metrics=[accuracy]), evaluation)
+        return ParameterServerLoop(
+            step,
+            train,
+            roll_call=placement.roll_call,
+            timeout=FLAGS.collective_timeout,
+            evaluator=evaluator,
+            **options,
+        )
+    evaluator = Evaluator(eval_step, evaluation, strategy=placement.strategy)
+    return Loop(step, train, evaluator=evaluator, **options)
+
+
+def make_optimizer(
+    name: str, momentum: float, weight_decay: float | None
+) -> keras.optimizers.Optimizer:
+    """The Keras optimizer of this name; its rate comes from the schedule."""
+    import keras
+
+    options: dict[str, Any] = {} if weight_decay is None else {"weight_decay": weight_decay}
+    if name in ("momentum", "nesterov"):
+        options |= {"momentum": momentum, "nesterov": name == "nesterov"}
+    return getattr(keras.optimizers, OPTIMIZERS[name])(**options)

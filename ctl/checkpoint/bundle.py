@@ -1,0 +1,121 @@
+"""Variables to and from a flat ``tf.train.Checkpoint`` (a tensor bundle): snapshot, write, read.
+
+A state is ``{"model": [...], "optimizer": [...], "global_step": [v], ...}``, lists of variables.
+The i-th of ``key`` is stored as ``key/i/.ATTRIBUTES/VARIABLE_VALUE``, which is also what
+``tf.train.Checkpoint(key=[...])`` calls it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from ctl.checkpoint import durable
+from ctl.errors import DivergedError, UsageError
+
+State = Mapping[str, Sequence[tf.Variable]]
+
+_FLOATS = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
+
+_PART = 1 << 18  # elements
+
+
+def unwrap(state: State) -> dict[str, list[tf.Variable]]:
+    """``state`` with the ``tf.Variable`` inside each Keras variable. Raises UsageError."""
+    for key in state:
+        # Each key becomes an attribute of a tf.train.Checkpoint.
+        taken = key in ("root", "save_counter") or hasattr(tf.train.Checkpoint, key)
+        if taken or not key.isidentifier():
+            raise UsageError(f"{key!r} cannot be a key of the state of a checkpoint; rename it")
+    return {
+        key: [v.value if isinstance(v, keras.Variable) else v for v in group]
+        for key, group in state.items()
+    }
+
+
+def specs(variables: Mapping[str, list[tf.Variable]]) -> dict[str, list[dict[str, Any]]]:
+    """``{key: [{"name", "shape", "dtype"}, ...]}`` as a manifest has it."""
+    return {
+        key: [{"name": _name(v), "shape": v.shape.as_list(), "dtype": v.dtype.name} for v in group]
+        for key, group in variables.items()
+    }
+
+
+def snapshot(variables: Mapping[str, list[tf.Variable]]) -> dict[str, list[tf.Tensor]]:
+    """The values, without a copy: TensorFlow updates a buffer in place only while nobody else
+    holds it. Costs about 10 µs a variable, and 4 ms per 100 MB on one CPU core to look for NaN.
+
+    Raises DivergedError when one is not finite.
+    """
+    # Not read_value(), which takes twice as long, and under a strategy eight times.
+    tensors = {key: [v.value() for v in group] for key, group in variables.items()}
+    finite = {
+        f"{key}[{i}] {_name(variables[key][i])}": _is_finite(tensor)
+        for key, group in tensors.items()
+        for i, tensor in enumerate(group)
+        if tensor.dtype in _FLOATS
+    }
+    for name, is_finite in finite.items():
+        if not is_finite:
+            raise DivergedError(
+                f"The state has a NaN or Inf, first in {name}, and was not saved; lower the "
+                "learning rate or clip the gradients"
+            )
+    return tensors
+
+
+def size(tensors: Mapping[str, list[tf.Tensor]]) -> int:
+    """Bytes of all the tensors."""
+    return sum(t.shape.num_elements() * t.dtype.size for group in tensors.values() for t in group)
+
+
+def write(prefix: str, tensors: dict[str, list[tf.Tensor]]) -> None:
+    """Writes a snapshot, and empties ``tensors`` to let go of its buffers as early as possible."""
+    # On the CPU a variable takes over the buffer of its tensor; from an accelerator it is a copy.
+    with tf.device("/cpu:0"):
+        copies = {
+            key: [tf.Variable(group.pop(0)) for _ in range(len(group))]
+            for key, group in tensors.items()
+        }
+    tf.train.Checkpoint(**copies).write(prefix)
+
+
+def read(prefix: str, variables: Mapping[str, list[tf.Variable]]) -> dict[str, list[Any]]:
+    """An array for each of ``variables``. Raises `durable.Damaged` when they are not all there."""
+    try:
+        reader = tf.train.load_checkpoint(prefix)
+        shapes, dtypes = reader.get_variable_to_shape_map(), reader.get_variable_to_dtype_map()
+        for key, group in variables.items():
+            for i, variable in enumerate(group):
+                name = _key(key, i)
+                if (shapes.get(name), dtypes.get(name)) != (variable.shape, variable.dtype):
+                    raise durable.Damaged(f"{name} is not what the manifest says")
+        return {
+            key: [reader.get_tensor(_key(key, i)) for i in range(len(group))]
+            for key, group in variables.items()
+        }
+    except (tf.errors.OpError, ValueError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise durable.Damaged(f"TensorFlow cannot read it: {reason}") from error
+
+
+def _key(key: str, index: int) -> str:
+    return f"{key}/{index}/.ATTRIBUTES/VARIABLE_VALUE"
+
+
+def _name(variable: tf.Variable) -> str:
+    return variable.name.removesuffix(":0")
+
+
+def _is_finite(tensor: tf.Tensor) -> tf.Tensor | bool:
+    """Whether every element is. On an accelerator the answer may still be under way."""
+    if "CPU" not in tensor.device or tensor.dtype not in (tf.float32, tf.float64):
+        return tf.reduce_all(tf.math.is_finite(tensor))
+    # Where the tensor is, in parts that stay in a cache. A tf.function would be traced anew for
+    # each list of shapes: for 300 variables the first save would stand still for a second.
+    values = np.asarray(memoryview(tensor)).reshape(-1)
+    return all(np.isfinite(values[i : i + _PART]).all() for i in range(0, values.size, _PART))

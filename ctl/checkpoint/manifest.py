@@ -1,0 +1,244 @@
+"""What is in a directory of checkpoints and which of them stay. No TensorFlow here: it lists fast.
+
+    step-0000000200/manifest.json              what it is, checksums; written before the rename
+    step-0000000200/variables.index, .data-…   a flat tf.train.Checkpoint
+    latest.json                                the last one committed; written last
+    .lock                                      held by the one writer
+
+Everything is read as untrusted input: a name, a link or a manifest that is not exactly what a
+writer makes is not a checkpoint.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ctl.checkpoint import durable
+from ctl.errors import CheckpointError
+
+_SCHEMA = 1
+_NAME = re.compile(r"step-(\d{10,})")
+_FILE = re.compile(r"variables\.(index|data-\d{5}-of-\d{5})")
+
+
+@dataclass(frozen=True)
+class Saved:
+    """One checkpoint, as its manifest describes it."""
+
+    step: int
+    path: Path
+    time: float
+    """Seconds since the epoch at which its state was taken."""
+    metrics: Mapping[str, float]
+    fingerprint: Mapping[str, Any] | None = field(repr=False)
+    variables: Mapping[str, Sequence[Mapping[str, Any]]] = field(repr=False)
+    """``{key of the state: [{"name", "shape", "dtype"}, …]}`` in the order of the state."""
+    files: Mapping[str, Mapping[str, Any]] = field(repr=False)
+    """``{name: {"size", "sha256"}}``"""
+    versions: Mapping[str, str] = field(repr=False)
+
+    @property
+    def prefix(self) -> str:
+        """What ``tf.train.load_checkpoint`` wants."""
+        return str(self.path / "variables")
+
+
+def path_of(directory: Path, step: int) -> Path:
+    """Where the checkpoint of ``step`` is, or would be."""
+    return directory / f"step-{step:010d}"
+
+
+def paths(directory: Path) -> dict[int, Path]:
+    """Directories named like checkpoints, by step, ascending. They may be damaged.
+
+    Raises CheckpointError when ``directory`` exists but cannot be listed.
+    """
+    try:
+        entries = list(os.scandir(directory))
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise CheckpointError(
+            f"Cannot look for checkpoints in {directory}: {error.strerror}; make it readable or "
+            "choose another --model_dir"
+        ) from error
+    steps = [
+        int(match[1])
+        for entry in entries
+        if (match := _NAME.fullmatch(entry.name)) and entry.is_dir(follow_symlinks=False)
+    ]
+    return {step: path_of(directory, step) for step in sorted(steps)}
+
+
+def load(path: Path) -> Saved:
+    """The checkpoint at ``path``. Raises `durable.Damaged`; does not read the other files."""
+    content = durable.read_json(path / "manifest.json")
+
+    def require(holds: bool, otherwise: str) -> None:
+        if not holds:
+            raise durable.Damaged(f"manifest.json: {otherwise}")
+
+    require(isinstance(content, dict), "not an object")
+    require(content.get("schema") == _SCHEMA, f"schema {content.get('schema')!r} is not {_SCHEMA}")
+    step, metrics, files = (content.get(key) for key in ("step", "metrics", "files"))
+    require(type(step) is int and path.name == f"step-{step:010d}", f"it is of step {step!r}")
+    require(_is_number(content.get("time")), "no time")
+    require(isinstance(metrics, dict), "no metrics")
+    require(all(v is None or _is_number(v) for v in metrics.values()), "a metric is no number")
+    require(isinstance(files, dict) and "variables.index" in files, "no variables.index")
+    for name, file in files.items():
+        require(_FILE.fullmatch(name) is not None, f"not a file of a checkpoint: {name!r}")
+        require(
+            isinstance(file, dict)
+            and type(file.get("size")) is int
+            and isinstance(file.get("sha256"), str),
+            f"no size and sha256 of {name}",
+        )
+    fingerprint, versions = content.get("fingerprint"), content.get("versions")
+    require(fingerprint is None or isinstance(fingerprint, dict), "the fingerprint is no object")
+    require(isinstance(versions, dict), "no versions")
+    variables = content.get("variables")
+    require(isinstance(variables, dict), "no variables")
+    for group in variables.values():
+        require(isinstance(group, list), "the variables of a key are no list")
+        for spec in group:
+            require(
+                isinstance(spec, dict)
+                and isinstance(spec.get("name"), str)
+                and isinstance(spec.get("shape"), list)
+                and isinstance(spec.get("dtype"), str),
+                "a variable has no name, shape and dtype",
+            )
+    return Saved(
+        step=step,
+        path=path,
+        time=content["time"],
+        metrics={name: math.nan if v is None else v for name, v in metrics.items()},
+        fingerprint=fingerprint,
+        variables=variables,
+        files=files,
+        versions=versions,
+    )
+
+
+def dump(saved: Saved, directory: Path, *, via: Path) -> None:
+    """Writes or replaces ``manifest.json`` in ``directory``, durably."""
+    content = {
+        "schema": _SCHEMA,
+        "step": saved.step,
+        "time": saved.time,
+        # JSON has no NaN.
+        "metrics": {k: v if math.isfinite(v) else None for k, v in saved.metrics.items()},
+        "fingerprint": saved.fingerprint,
+        "versions": saved.versions,
+        "files": saved.files,
+        "variables": saved.variables,
+    }
+    durable.write_json(directory / "manifest.json", content, via=via)
+
+
+def load_all(directory: Path) -> list[Saved]:
+    """Every checkpoint with a valid manifest, in ascending order of steps."""
+    found = []
+    for path in paths(directory).values():
+        try:
+            found.append(load(path))
+        except durable.Damaged:
+            continue
+    return found
+
+
+def committed(directory: Path) -> int:
+    """The step in ``latest.json``. Raises `durable.Damaged` when it names none."""
+    pointer = durable.read_json(directory / "latest.json")
+    step = pointer.get("step") if isinstance(pointer, dict) else None
+    if type(step) is not int or step < 0:
+        raise durable.Damaged("latest.json names no step")
+    return step
+
+
+def commit(directory: Path, step: int) -> None:
+    """Points ``latest.json`` to ``step``, durably."""
+    pointer = {"schema": _SCHEMA, "step": step, "directory": path_of(directory, step).name}
+    durable.write_json(directory / "latest.json", pointer, via=directory)
+
+
+def differences(
+    old: Mapping[str, Sequence[Mapping[str, Any]]], new: Mapping[str, Sequence[Mapping[str, Any]]]
+) -> tuple[list[str], list[str]]:
+    """Why variables ``new`` cannot take the values of ``old``, and which only have other names.
+
+    Compares, place by place, the lists of every key in ``new``; see `Saved.variables`.
+    """
+    differing, renamed = [], []
+    for key, ours in new.items():
+        theirs = old.get(key)
+        if theirs is None:
+            differing.append(f"it has no {key!r}, only {', '.join(old) or 'nothing'}")
+            continue
+        if len(theirs) != len(ours):
+            differing.append(f"it has {len(theirs)} variables in {key!r} instead of {len(ours)}")
+        for i, (a, b) in enumerate(itertools.zip_longest(theirs, ours)):
+            if a is None:
+                differing.append(f"{key}[{i}] {_describe(b)} is missing")
+            elif b is None:
+                differing.append(f"{key}[{i}] {_describe(a)} is extra")
+            elif (a["shape"], a["dtype"]) != (b["shape"], b["dtype"]):
+                differing.append(f"{key}[{i}] is {_describe(a)} instead of {_describe(b)}")
+            elif _unnumbered(a["name"]) != _unnumbered(b["name"]):
+                renamed.append(f"{key}[{i}] is {a['name']} instead of {b['name']}")
+    return differing, renamed
+
+
+def ranked(saved: Sequence[Saved], metric: str, mode: str) -> list[Saved]:
+    """Those that have a finite ``metric``, best first; of equals, the earlier step first."""
+    sign = -1 if mode == "max" else 1
+    eligible = [s for s in saved if math.isfinite(s.metrics.get(metric, math.nan))]
+    return sorted(eligible, key=lambda s: (sign * s.metrics[metric], s.step))
+
+
+def retained(
+    saved: Sequence[Saved],
+    *,
+    keep: int,
+    keep_best: int,
+    best_metric: str,
+    best_mode: str,
+    keep_every_hours: float | None,
+) -> set[int]:
+    """The steps to keep of ``saved``, which is in ascending order of steps.
+
+    The union of the last ``keep``, the first ``keep_best`` of `ranked`, and one for every
+    ``keep_every_hours``: the first, then each that is at least so many hours younger than the one
+    chosen before it. Choosing again among the chosen changes nothing.
+    """
+    chosen = {s.step for s in saved[-keep:]}
+    chosen |= {s.step for s in ranked(saved, best_metric, best_mode)[:keep_best]}
+    if keep_every_hours is not None:
+        due = -math.inf
+        for s in saved:
+            if s.time >= due:
+                chosen.add(s.step)
+                due = s.time + 3600 * keep_every_hours
+    return chosen
+
+
+def _describe(variable: Mapping[str, Any]) -> str:
+    return f"{variable['name']} {variable['dtype']}{variable['shape']}"
+
+
+def _unnumbered(name: str) -> str:
+    # Keras numbers the layers of a class in the order in which the process makes them.
+    return re.sub(r"_\d+", "", name)
+
+
+def _is_number(value: Any) -> bool:
+    # An int beyond that would overflow a float.
+    return type(value) is float or (type(value) is int and abs(value) < 2**63)

@@ -1,0 +1,14 @@
+"""Who the workers of a job are. Imports no TensorFlow: a wrong description is refused at once."""
+
+from ctl.cluster.members import Cluster, Tasks, resolve, resolve_tasks, strategy_for
+from ctl.cluster.rendezvous import meet, unreachable
+
+__all__ = [
+    "Cluster",
+    "Tasks",
+    "meet",
+    "resolve",
+    "resolve_tasks",
+    "strategy_for",
+    "unreachable",
+]

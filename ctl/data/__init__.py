@@ -1,0 +1,18 @@
+"""Datasets: which examples, in what order, and where they are kept. See `ctl.data.dataset`."""
+
+from ctl.data.dataset import Dataset, DatasetInfo
+from ctl.data.global_batches import GlobalBatches, as_dataset
+from ctl.data.in_memory import InMemory
+from ctl.data.load import load, synthetic
+from ctl.data.streaming import Streaming
+
+__all__ = [
+    "Dataset",
+    "DatasetInfo",
+    "GlobalBatches",
+    "InMemory",
+    "Streaming",
+    "as_dataset",
+    "load",
+    "synthetic",
+]

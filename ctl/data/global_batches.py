@@ -1,0 +1,87 @@
+"""A user's own ``tf.data.Dataset`` of global batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from ctl import share
+from ctl.data.dataset import Dataset, DatasetInfo
+from ctl.errors import UsageError
+
+
+class GlobalBatches:
+    """A ``tf.data.Dataset`` of your own, whose elements are global batches.
+
+    It is resumed with ``skip``, which reads and drops all batches before: exact where the dataset
+    is deterministic, at a cost that grows with the step. To train, it is repeated for ever.
+    Elements without examples are left out. Its autotuning is turned off (`distribution_options`
+    says why) unless its options ask for it.
+    """
+
+    num_examples: int | None = None
+
+    def __init__(
+        self,
+        dataset: tf.data.Dataset,
+        *,
+        global_batch_size: int | None = None,
+        training: bool = True,
+    ):
+        """``global_batch_size``: by default the static leading dimension of the elements."""
+        if dataset.options().autotune.enabled is None:
+            options = tf.data.Options()
+            options.autotune.enabled = False
+            dataset = dataset.with_options(options)
+        specs = tf.nest.flatten(dataset.element_spec)
+        if any(spec.shape.rank != 0 and spec.shape[0] is None for spec in specs):
+            dataset = dataset.filter(_has_examples)
+        self._dataset = dataset.repeat() if training else dataset
+        self._global_batch_size = global_batch_size
+        self.info = DatasetInfo("tf.data")
+        self.description = "a tf.data.Dataset of global batches, resumed by skipping"
+
+    @property
+    def global_batch_size(self) -> int | None:
+        """None where it is neither static nor was given."""
+        if self._global_batch_size:
+            return self._global_batch_size
+        sizes = {
+            spec.shape[0] if spec.shape.rank else None
+            for spec in tf.nest.flatten(self._dataset.element_spec)
+        }
+        return sizes.pop() if len(sizes) == 1 else None
+
+    def batches(self, start_step: int = 0) -> tf.data.Dataset:
+        """The elements from ``start_step`` on, as they are."""
+        return self._dataset.skip(start_step) if start_step else self._dataset
+
+    def resident(self, strategy: tf.distribute.Strategy) -> tuple[()]:
+        return ()
+
+    def on_replica(self, element: Any, resident: tuple[()]) -> Any:
+        return element
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Empty: nothing is known of the data."""
+        return {}
+
+
+@tf.autograph.experimental.do_not_convert
+def _has_examples(*element: Any) -> tf.Tensor:
+    return tf.greater(share.rows(element), 0)
+
+
+def as_dataset(
+    dataset: Any, *, global_batch_size: int | None = None, training: bool = True
+) -> Dataset:
+    """A dataset as the loop wants it; a ``tf.data.Dataset`` of global batches is wrapped."""
+    if isinstance(dataset, tf.data.Dataset):
+        return GlobalBatches(dataset, global_batch_size=global_batch_size, training=training)
+    if hasattr(dataset, "batches") and hasattr(dataset, "on_replica"):
+        return dataset
+    raise UsageError(
+        f"a {type(dataset).__name__} is no dataset: give a tf.data.Dataset of global batches, or "
+        "ctl.data.InMemory(arrays, global_batch_size=…)"
+    )

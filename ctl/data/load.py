@@ -1,0 +1,88 @@
+"""Datasets by name: from TensorFlow Datasets, or synthetic; kept in memory where they fit."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from ctl.data import tfds_source
+from ctl.data.dataset import DatasetInfo, check_batch_size
+from ctl.data.in_memory import InMemory
+from ctl.data.streaming import Streaming
+from ctl.data.tfds_source import Source
+
+
+def load(
+    name: str = "fashion_mnist_mini",
+    *,
+    global_batch_size: int,
+    training: bool = True,
+    split: str | None = None,
+    seed: int = 0,
+    data_dir: str | None = None,
+    download: bool = True,
+    image_shape: tuple[int, int, int] | None = None,
+    resident_limit_mib: float = 1024,
+    shuffle_buffer: int = 8192,
+) -> InMemory | Streaming:
+    """A TFDS dataset of images and integer labels: in memory if it fits, else streamed from its
+    files.
+
+    ``split``: any TFDS split string; by default ``train`` to train, ``test`` to evaluate, or
+    ``validation`` where there is no ``test``. ``image_shape``: [H, W, C] to resize images to,
+    needed where their sizes vary. ``resident_limit_mib``: the largest decoded size that is kept in
+    memory. ``description`` of the result says in a line what was chosen and why.
+
+    Raises `UsageError` for all that can be wrong with a name, a split, the files or the network.
+    """
+    builder = tfds_source.find(name, data_dir, download=download)
+    if split is None:
+        splits = builder.info.splits
+        split = "train" if training else "test" if "test" in splits else "validation"
+    source = Source(builder, split, image_shape)
+    check_batch_size(global_batch_size, source.num_examples, training)
+    size = source.decoded_bytes / 2**20
+    fits = size <= resident_limit_mib
+    residence = f"{size:.1f} MiB resident"
+    if not fits:
+        residence = f"streamed: {size:.1f} MiB are over the limit of {resident_limit_mib:g} MiB"
+    order: dict[str, Any] = {
+        "global_batch_size": global_batch_size,
+        "seed": seed,
+        "training": training,
+        "description": (
+            f"{builder.info.full_name} {split}, {source.num_examples} examples, {residence}"
+        ),
+    }
+    if not fits:
+        return Streaming(source, shuffle_buffer=shuffle_buffer, **order)
+    images, labels = source.read()
+    info = source.info
+    if info.num_classes is None:
+        info = dataclasses.replace(info, num_classes=int(labels.max()) + 1)
+    return InMemory((images, labels), info=info, **order)
+
+
+def synthetic(
+    image_shape: tuple[int, int, int] = (28, 28, 1),
+    num_classes: int = 10,
+    num_examples: int = 10_000,
+    *,
+    global_batch_size: int,
+    seed: int = 0,
+    training: bool = True,
+) -> InMemory:
+    """Random uint8 images and labels, the same for the same seed: to time steps, not to learn."""
+    random = np.random.default_rng([seed, int(training)])
+    images = random.integers(256, size=(num_examples, *image_shape), dtype=np.uint8)
+    labels = random.integers(num_classes, size=num_examples, dtype=np.int64)
+    info = DatasetInfo("synthetic", image_shape=tuple(image_shape), num_classes=num_classes)
+    return InMemory(
+        (images, labels),
+        global_batch_size=global_batch_size,
+        seed=seed,
+        training=training,
+        info=info,
+    )

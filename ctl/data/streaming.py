@@ -1,0 +1,108 @@
+"""The only place that reads examples from their files while training: data larger than memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from ctl.data.dataset import check_batch_size, distribution_options, fingerprint
+from ctl.data.tfds_source import Source
+
+# Shards read at the same time. Part of the order of the examples: do not make it depend on a
+# machine.
+_CYCLE_LENGTH = 8
+
+
+class Streaming:
+    """Examples decoded from their files at every epoch, as the step asks for them.
+
+    Training: endless. Every epoch reads the shards in a new order, several at a time, through a
+    shuffle buffer of examples that are not decoded yet, and has each example exactly once; batches
+    straddle epoch borders. The order is a pure function of (seed, epoch) and of the files. The
+    buffers of the next two epochs are filled ahead, so that no step waits for one: three of them
+    are in memory.
+    Evaluation: once, in the order of the files, with the last batch as small as it comes.
+
+    Starting at a step reads, but does not decode, what comes before it in its epoch.
+
+    With several workers each of them reads and decodes every global batch and keeps its part: the
+    batches are the same under any number of workers, but the input of a worker gets no faster.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        *,
+        global_batch_size: int,
+        seed: int = 0,
+        training: bool = True,
+        shuffle_buffer: int = 8192,
+        description: str = "",
+    ):
+        """``shuffle_buffer``: examples that wait, as stored, to be drawn from."""
+        self.num_examples = source.num_examples
+        check_batch_size(global_batch_size, self.num_examples, training)
+        self.global_batch_size = global_batch_size
+        self.seed = seed
+        self.training = training
+        self.shuffle_buffer = shuffle_buffer
+        self.info = source.info
+        self.description = description or f"{self.num_examples} examples, streamed"
+        self._source = source
+        source.read(1)  # what is wrong with all examples is said here, not at the first step
+
+    def batches(self, start_step: int = 0) -> tf.data.Dataset:
+        """(images uint8 [global_batch_size, H, W, C], labels int64 [global_batch_size])."""
+        first = start_step * self.global_batch_size
+        records = self._shuffled(first) if self.training else self._source.records().skip(first)
+        batches = records.map(
+            self._source.decode, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True
+        ).batch(self.global_batch_size, drop_remainder=self.training)
+        if self.training:
+            cardinality = tf.data.INFINITE_CARDINALITY
+        else:
+            cardinality = -(-max(0, self.num_examples - first) // self.global_batch_size)
+        return (
+            batches.apply(tf.data.experimental.assert_cardinality(cardinality))
+            .prefetch(tf.data.AUTOTUNE)
+            .with_options(distribution_options())
+        )
+
+    def _shuffled(self, first: int) -> tf.data.Dataset:
+        first_epoch, begin = divmod(first, self.num_examples)
+        cycle_length = min(_CYCLE_LENGTH, self._source.num_shards)
+
+        def read(epoch: tf.Tensor) -> tf.data.Dataset:
+            seed = tf.stack([tf.constant(self.seed, tf.int64), epoch])
+            shards = tf.random.experimental.stateless_shuffle(
+                tf.range(self._source.num_shards, dtype=tf.int64), seed=seed, alg="philox"
+            )
+            # The seed of `shuffle` is mixed with the global one, unless this graph has its own.
+            tf.compat.v1.set_random_seed(1)
+            buffer_seed = tf.random.stateless_uniform(
+                (), seed=seed, minval=None, maxval=None, dtype=tf.int64, alg="philox"
+            )
+            return (
+                self._source.records(shards, cycle_length)
+                .shuffle(self.shuffle_buffer, seed=buffer_seed, reshuffle_each_iteration=False)
+                .skip(tf.where(epoch == first_epoch, tf.constant(begin, tf.int64), 0))
+            )
+
+        # One epoch at a time, but in parallel, so that the next one is opened and read ahead.
+        return tf.data.Dataset.range(first_epoch, tf.int64.max).interleave(
+            read, cycle_length=1, num_parallel_calls=1, deterministic=True
+        )
+
+    def resident(self, strategy: tf.distribute.Strategy) -> tuple[()]:
+        return ()
+
+    def on_replica(self, element: Any, resident: tuple[()]) -> Any:
+        return element
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What identifies the files and the order; reads no example."""
+        return {
+            **fingerprint(self, self._source.content_hash()),
+            "shuffle_buffer": self.shuffle_buffer,
+        }

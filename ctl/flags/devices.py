@@ -1,0 +1,145 @@
+"""The flags that say where a run runs: devices, workers, parameter servers."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from absl import flags
+
+from ctl import cluster
+from ctl.errors import UsageError
+from ctl.flags import names
+from ctl.flags.parsing import check_flags, group
+
+flags.disclaim_key_flags()  # They belong to the command that calls a group.
+
+
+def define_device_flags(training: bool = True) -> None:
+    """Where it runs: `ctl.strategy.make_strategy`."""
+    with group("Devices"):
+        flags.DEFINE_enum(
+            "strategy",
+            "auto",
+            names.STRATEGIES,
+            "How replicas are distributed. auto: mirrored for several replicas, else one_device on "
+            "a GPU and default on a CPU.",
+        )
+        flags.DEFINE_integer(
+            "replicas",
+            None,
+            "Replicas on this machine (default: all visible GPUs, or 1). Without GPUs the CPU is "
+            "cut into so many logical devices.",
+            lower_bound=1,
+        )
+        flags.DEFINE_enum(
+            "cross_device_ops",
+            "auto",
+            names.CROSS_DEVICE_OPS,
+            "How mirrored replicas all-reduce. auto: the fastest measured for the kind of device.",
+        )
+        flags.DEFINE_string("tpu", "", "For --strategy=tpu: a name, local, or grpc://host:port.")
+    check_flags(["strategy", "replicas", "tpu"], _check_devices)
+    if training:
+        _define_worker_flags()
+        check_flags(["global_batch_size", "replicas", "accumulate_steps"], _check_batch)
+
+
+def _define_worker_flags() -> None:
+    with group("Several workers (--strategy=multi_worker or parameter_server)"):
+        flags.DEFINE_list(
+            "workers",
+            None,
+            "HOST:PORT of every worker, the same list on each (default: from TF_CONFIG, as "
+            "ctl.launch sets it, or from Slurm).",
+        )
+        flags.DEFINE_integer(
+            "worker_index", None, "Which of --workers this process is.", lower_bound=0
+        )
+        flags.DEFINE_enum(
+            "communication", "auto", names.COMMUNICATIONS, "How workers all-reduce; ring is gRPC."
+        )
+        flags.DEFINE_float(
+            "startup_timeout",
+            300.0,
+            "Seconds to wait for the other workers: to come, to load their data and build their "
+            "model.",
+            lower_bound=1,
+        )
+        flags.DEFINE_float(
+            "collective_timeout",
+            300.0,
+            "Seconds without progress after which an all-reduce has failed; with parameter "
+            "servers, without a step.",
+            lower_bound=1,
+        )
+        flags.DEFINE_float(
+            "worker_timeout",
+            60.0,
+            "With parameter servers: seconds to wait for a worker when none is left.",
+            lower_bound=1,
+        )
+    check_flags(["strategy", "replicas", "workers", "worker_index"], _check_workers)
+
+
+def _check_workers(
+    strategy: str, replicas: int | None, workers: list[str] | None, worker_index: int | None
+) -> None:
+    if strategy == "multi_worker":
+        if replicas is not None:
+            raise UsageError("--replicas is for one machine; multi_worker uses every visible GPU")
+        cluster.resolve(workers, worker_index)
+    elif workers or worker_index is not None:
+        raise UsageError("--workers and --worker_index need --strategy=multi_worker")
+    elif strategy == "parameter_server":
+        if replicas is not None:
+            raise UsageError("--replicas is for one machine; a parameter_server job has N workers")
+        cluster.resolve_tasks()
+    elif fitting := cluster.strategy_for(os.environ):
+        raise UsageError(f"TF_CONFIG names several processes: add --strategy={fitting}")
+
+
+def _check_devices(strategy: str, replicas: int | None, tpu: str) -> None:
+    if strategy in ("one_device", "default") and (replicas or 1) > 1:
+        raise UsageError(f"--strategy={strategy} has one replica, not {replicas}; use mirrored")
+    if strategy == "tpu" and not tpu:
+        raise UsageError("--strategy=tpu needs --tpu=NAME, --tpu=local or --tpu=grpc://host:port")
+    if tpu and strategy != "tpu":
+        raise UsageError("--tpu has no effect without --strategy=tpu")
+
+
+def _check_batch(global_batch_size: int, replicas: int | None, accumulate_steps: int) -> None:
+    if replicas and global_batch_size % replicas:
+        more = -(-global_batch_size // replicas) * replicas
+        raise UsageError(
+            f"--global_batch_size={global_batch_size} is not divisible by --replicas={replicas}; "
+            f"{more} is"
+        )
+    examples = global_batch_size // (replicas or 1)
+    if accumulate_steps > examples:
+        raise UsageError(
+            f"--accumulate_steps={accumulate_steps}, but a replica has {examples} examples: use "
+            f"{examples} or less"
+        )
+
+
+# What there is not without an all-reduce, or with variables in another process; its default.
+_NOT_ASYNCHRONOUS = {
+    "cross_device_ops": ("auto", "there is no all-reduce"),
+    "communication": ("auto", "there is no all-reduce"),
+    "bytes_per_pack": (0, "there is no all-reduce"),
+    "jit_compile": ("off", "XLA cannot read variables of another process"),
+    "inspect_every": (None, "there is no all-reduce"),
+    "profile_steps": (None, "no step runs in the coordinator, whose profile that would be"),
+}
+
+
+def check_asynchronous_flags() -> None:
+    """Of all groups, once they are defined: what cannot be had with parameter servers."""
+    check_flags(["strategy", *_NOT_ASYNCHRONOUS], _check_asynchronous)
+
+
+def _check_asynchronous(strategy: str, **values: Any) -> None:
+    for name, (default, why) in _NOT_ASYNCHRONOUS.items():
+        if strategy == "parameter_server" and values[name] != default:
+            raise UsageError(f"--{name} cannot be had with --strategy=parameter_server: {why}")

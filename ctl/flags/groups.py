@@ -1,0 +1,400 @@
+"""The flags that commands share, in groups: what they are called, their units and defaults, and
+what can be said to be wrong with them before TensorFlow is loaded.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+
+from ctl.errors import UsageError
+from ctl.flags import durations, names
+from ctl.flags.parsing import AUTO, check_flags, define_size_or_auto, group
+
+flags.disclaim_key_flags()  # They belong to the command that calls a group.
+
+
+def define_run_flags(model_dir_required: bool = True) -> None:
+    """Where a run lives and how long it takes."""
+    with group("Run"):
+        flags.DEFINE_string(
+            "model_dir",
+            None,
+            "Directory of the run: checkpoints, logs, TensorBoard, exported model. The same "
+            "command on the same directory resumes where it stopped."
+            + (" Required." if model_dir_required else ""),
+        )
+        flags.DEFINE_float("epochs", None, "Passes over the training data (default: 12).")
+        flags.DEFINE_integer(
+            "train_steps", None, "Global batches to train on, instead of --epochs.", lower_bound=1
+        )
+        flags.DEFINE_integer(
+            "seed",
+            0,
+            "Seed of the weights, the order of the data and dropout.",
+            lower_bound=0,
+            upper_bound=2**32 - 1,
+        )
+    check_flags(
+        ["model_dir"], lambda model_dir: _check_model_dir(model_dir, required=model_dir_required)
+    )
+    check_flags(["epochs", "train_steps"], _check_length)
+
+
+def _check_model_dir(model_dir: str | None, *, required: bool) -> None:
+    if not model_dir:
+        if not required:
+            return
+        raise UsageError("--model_dir is required: the directory of the run, e.g. /tmp/ctl-run")
+    if "://" in model_dir:
+        raise UsageError(f"--model_dir={model_dir}: mount it, runs need a POSIX file system")
+    path = Path(model_dir)
+    try:
+        while not path.exists():
+            path = path.parent
+    except OSError as error:
+        raise UsageError(f"--model_dir={model_dir}: {error.strerror}") from error
+    if not path.is_dir():
+        raise UsageError(f"--model_dir={model_dir}: {path} is a file, not a directory")
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise UsageError(f"--model_dir={model_dir}: no permission to write in {path}")
+
+
+def _check_length(epochs: float | None, train_steps: int | None) -> None:
+    if epochs is not None and train_steps is not None:
+        raise UsageError("--epochs and --train_steps say the same thing: give one of them")
+    if epochs is not None and not (math.isfinite(epochs) and epochs > 0):
+        raise UsageError(f"--epochs={epochs} must be a number above 0")
+
+
+def define_data_flags() -> None:
+    """Which examples: `ctl.data.load`, `ctl.data.synthetic`."""
+    with group("Data"):
+        flags.DEFINE_string(
+            "dataset",
+            "fashion_mnist_mini",
+            "A TFDS dataset of images and integer labels, or synthetic. The default comes with "
+            "ctl: 10,000 + 2,000 images of Fashion-MNIST.",
+        )
+        flags.DEFINE_string("data_dir", None, "Where TFDS keeps datasets (default: TFDS's own).")
+        flags.DEFINE_boolean("download", True, "Download and prepare a dataset that is not there.")
+        flags.DEFINE_string("train_split", None, "TFDS split to train on (default: train).")
+        flags.DEFINE_string(
+            "eval_split", None, "TFDS split to evaluate on (default: test, or else validation)."
+        )
+        flags.DEFINE_integer(
+            "global_batch_size",
+            64,
+            "Examples per update, over all replicas together.",
+            lower_bound=1,
+        )
+        flags.DEFINE_string(
+            "image_shape",
+            None,
+            "HEIGHT,WIDTH,CHANNELS: resizes images of a TFDS dataset; the shape of synthetic ones "
+            "(28,28,1).",
+        )
+        flags.DEFINE_integer("num_classes", 10, "Of synthetic data.", lower_bound=2)
+        flags.DEFINE_integer("num_examples", 10_000, "Of synthetic data.", lower_bound=1)
+        flags.DEFINE_float(
+            "resident_limit_mib",
+            1024,
+            "Datasets of at most so many MiB, decoded, are kept in memory on every device and "
+            "gathered there; larger ones are streamed from their files.",
+            lower_bound=0,
+        )
+        flags.DEFINE_integer(
+            "shuffle_buffer", 8192, "Examples in the shuffle buffer of a stream.", lower_bound=1
+        )
+    check_flags(["image_shape"], lambda image_shape: image_shape_from(image_shape))
+
+
+def image_shape_from(text: str | None) -> tuple[int, int, int] | None:
+    """``"28,28,1"`` as (28, 28, 1)."""
+    if text is None:
+        return None
+    parts = text.split(",")
+    if len(parts) != 3 or not all(p.strip().isdecimal() and int(p) for p in parts):
+        raise UsageError(f"--image_shape={text} is not HEIGHT,WIDTH,CHANNELS, e.g. 28,28,1")
+    return tuple(int(p) for p in parts)
+
+
+def define_model_flags() -> None:
+    """What is trained: `ctl.models.make_model`."""
+    with group("Model"):
+        flags.DEFINE_string(
+            "model",
+            "convnet",
+            f"{', '.join(names.MODELS)}, or package.module:function for your own: called with "
+            "(image_shape, num_classes), returns a Keras model that gives logits.",
+        )
+    check_flags(["model"], lambda model: names.check_model_name(model))
+
+
+def define_step_flags() -> None:
+    """How a step trains: `ctl.step.TrainStep`."""
+    with group("Optimizer and step"):
+        flags.DEFINE_string("optimizer", "adam", f"One of {', '.join(names.OPTIMIZERS)}.")
+        flags.DEFINE_float(
+            "momentum", 0.9, "Of --optimizer=momentum and nesterov.", lower_bound=0, upper_bound=1
+        )
+        flags.DEFINE_float(
+            "weight_decay",
+            None,
+            "Decoupled weight decay, times the learning rate (default: 0.004 for adamw, or none).",
+            lower_bound=0,
+        )
+        flags.DEFINE_float(
+            "label_smoothing", 0.0, "Share of the uniform target.", lower_bound=0, upper_bound=1
+        )
+        flags.DEFINE_float("clip_norm", None, "Largest global norm of the reduced gradient.")
+        flags.DEFINE_integer(
+            "accumulate_steps",
+            1,
+            "Micro-batches that a replica's batch is cut into to save memory; reduced once.",
+            lower_bound=1,
+        )
+        flags.DEFINE_float(
+            "ema_decay",
+            None,
+            "Decay per step of a moving average of the weights, e.g. 0.999. The average is then "
+            "what is evaluated and exported.",
+        )
+        flags.DEFINE_enum(
+            "precision",
+            "float32",
+            names.PRECISIONS,
+            "Type of the computation. Weights stay float32; float16 has a dynamic loss scale, "
+            "judged on the reduced gradient.",
+        )
+        flags.DEFINE_enum(
+            "on_nan",
+            "stop",
+            ["stop", "skip"],
+            "What to do when the loss (stop) or the reduced gradient (skip) is NaN or Inf: stop "
+            "the run, or leave out the update.",
+        )
+        flags.DEFINE_enum(
+            "jit_compile",
+            "off",
+            ["on", "off", AUTO],
+            "Compile forward and backward with XLA; with one replica, all of the step. The "
+            "all-reduce stays out, the update on a CPU is always compiled. auto: try both before "
+            "the first step and keep the faster.",
+        )
+        define_size_or_auto(
+            "bytes_per_pack",
+            0,
+            "Most bytes that one all-reduce moves; 0: all gradients of a type in one; auto: try "
+            "some before the first step and keep the fastest, also when the run is resumed.",
+        )
+        flags.DEFINE_integer(
+            "steps_per_loop",
+            0,
+            "Steps per call from Python, at most; 0: as many as fit in half a second.",
+            lower_bound=0,
+        )
+    check_flags(["optimizer"], lambda optimizer: names.check_optimizer_name(optimizer))
+    check_flags(
+        ["clip_norm", "ema_decay", "momentum", "weight_decay", "label_smoothing"], _check_step
+    )
+
+
+def _check_step(clip_norm: float | None, ema_decay: float | None, **shares: float | None) -> None:
+    for name, value in shares.items():
+        if value is not None:
+            durations.check_rate(f"--{name}", value)
+    if clip_norm is not None:
+        durations.check_positive("--clip_norm", clip_norm)
+    if ema_decay is not None and not 0 < ema_decay < 1:
+        raise UsageError(f"--ema_decay={ema_decay} must be between 0 and 1")
+
+
+def define_checkpoint_flags() -> None:
+    """When the run saves and evaluates: `ctl.checkpoint.CheckpointManager`."""
+    with group("Evaluation and checkpoints"):
+        flags.DEFINE_string(
+            "evaluate_every", "1ep", "Steps (500) or epochs (1ep) between evaluations."
+        )
+        flags.DEFINE_string(
+            "checkpoint_every",
+            None,
+            "Steps (500) or epochs (0.5ep) between checkpoints, beside those at every evaluation.",
+        )
+        flags.DEFINE_integer("keep", 3, "Last checkpoints to keep.", lower_bound=1)
+        flags.DEFINE_integer("keep_best", 1, "Best checkpoints to keep besides.", lower_bound=0)
+        flags.DEFINE_string(
+            "best_metric", "accuracy", "What is best: accuracy (highest) or loss (lowest)."
+        )
+        flags.DEFINE_float(
+            "keep_every_hours", None, "Keep one checkpoint for every so many hours besides."
+        )
+        flags.DEFINE_boolean("async_checkpoints", True, "Write checkpoints in the background.")
+    check_flags(
+        ["evaluate_every", "checkpoint_every", "best_metric", "keep_every_hours"],
+        _check_checkpoints,
+    )
+
+
+def _check_checkpoints(
+    evaluate_every: str,
+    checkpoint_every: str | None,
+    best_metric: str,
+    keep_every_hours: float | None,
+) -> None:
+    for name, value in {"evaluate": evaluate_every, "checkpoint": checkpoint_every}.items():
+        if value is not None:
+            steps = durations.steps_from(f"--{name}_every", value, LONG_EPOCH)
+            durations.check_positive(f"--{name}_every", steps)
+    names.check_name("--best_metric", best_metric, ("accuracy", "loss"))
+    if keep_every_hours is not None:
+        durations.check_positive("--keep_every_hours", keep_every_hours)
+
+
+def define_schedule_flags(values: flags.FlagValues = flags.FLAGS) -> None:
+    """The learning rate as a function of the step: `ctl.schedule.make_schedule`."""
+    with group("Learning rate", values):
+        _define_schedule_flags(values)
+    check_flags(_SCHEDULE_FLAGS, _check_schedule, values)
+
+
+def _define_schedule_flags(values: flags.FlagValues) -> None:
+    flags.DEFINE_enum(
+        "schedule", "constant", names.SCHEDULES, "Learning rate schedule.", flag_values=values
+    )
+    flags.DEFINE_float(
+        "learning_rate",
+        None,
+        "Learning rate, at its highest (default: 1e-3). Not for --schedule=piecewise.",
+        flag_values=values,
+    )
+    flags.DEFINE_list(
+        "boundaries",
+        None,
+        "Piecewise: where the next of --rates begins, in steps (500) or epochs counted from 0 "
+        "(3ep,7ep: before epoch 3, before epoch 7, after) (default: none).",
+        flag_values=values,
+    )
+    flags.DEFINE_list(
+        "rates",
+        None,
+        "Piecewise: the learning rates, one more than --boundaries (1e-3,1e-4,1e-5).",
+        flag_values=values,
+    )
+    flags.DEFINE_string(
+        "warmup",
+        "0",
+        "Linear warm-up of any schedule, in steps (500) or epochs (0.5ep).",
+        flag_values=values,
+    )
+    flags.DEFINE_float(
+        "end_learning_rate",
+        None,
+        "Cosine, polynomial: learning rate at the end of the training (default: 0).",
+        flag_values=values,
+    )
+    flags.DEFINE_float(
+        "decay_rate",
+        None,
+        "Exponential: factor by which the rate changes every --decay_steps (default: 0.95).",
+        flag_values=values,
+    )
+    flags.DEFINE_string(
+        "decay_steps",
+        None,
+        "Exponential: steps (500) or epochs (2ep) per --decay_rate (default: 1ep).",
+        flag_values=values,
+    )
+    flags.DEFINE_float(
+        "power", None, "Polynomial: exponent (default: 1, a line).", flag_values=values
+    )
+    flags.DEFINE_enum(
+        "lr_scaling",
+        "none",
+        names.SCALING_RULES,
+        "Multiplies every rate by k = global batch size / --base_batch_size (linear), by the "
+        "square root of k (sqrt) or not at all.",
+        flag_values=values,
+    )
+    flags.DEFINE_integer(
+        "base_batch_size",
+        None,
+        "Examples per update for which the rates were chosen; with --lr_scaling (default: 256).",
+        flag_values=values,
+    )
+
+
+_SCHEDULE_FLAGS = (
+    "schedule",
+    "learning_rate",
+    "boundaries",
+    "rates",
+    "warmup",
+    "end_learning_rate",
+    "decay_rate",
+    "decay_steps",
+    "power",
+    "lr_scaling",
+    "base_batch_size",
+)
+
+
+def _check_schedule(
+    schedule: str, warmup: str, lr_scaling: str, base_batch_size: int | None, **options: Any
+) -> None:
+    """What can be said before the data are known. Ends in what `ctl.schedule` says afterwards."""
+    durations.check_unused(schedule, **options)
+    durations.steps_from("--warmup", warmup, 1.0)
+    for name in ("learning_rate", "end_learning_rate"):
+        if options[name] is not None:
+            durations.check_rate(f"--{name}", options[name])
+    for name in ("decay_rate", "power"):
+        if options[name] is not None:
+            durations.check_positive(f"--{name}", options[name])
+    if options["decay_steps"] is not None:
+        durations.check_positive(
+            "--decay_steps",
+            durations.steps_from("--decay_steps", options["decay_steps"], LONG_EPOCH),
+        )
+    if schedule == "piecewise":
+        _check_pieces(options["boundaries"] or (), options["rates"])
+    if base_batch_size is not None:
+        durations.check_positive("--base_batch_size", base_batch_size)
+        if lr_scaling == "none":
+            raise UsageError("--base_batch_size has no effect without --lr_scaling=linear|sqrt")
+
+
+LONG_EPOCH = 1e6  # Steps, for checks that do not depend on the length of an epoch.
+
+
+def _check_pieces(boundaries: Sequence[str], values: Sequence[str] | None) -> None:
+    if values is None:
+        raise UsageError("--schedule=piecewise needs --rates, e.g. --rates=1e-3,1e-4,1e-5")
+    durations.rates_from("--rates", values)
+    durations.check_pieces(boundaries, values)
+    steps = [durations.steps_from("--boundaries", b, LONG_EPOCH) for b in boundaries]
+    if len({b.endswith("ep") for b in boundaries}) == 1:  # Else it takes the length of an epoch.
+        durations.check_increasing(steps, boundaries)
+
+
+def schedule_arguments(values: flags.FlagValues = flags.FLAGS) -> dict[str, Any]:
+    """The flags as arguments of `ctl.schedule.make_schedule`, all but ``total_steps``,
+    ``steps_per_epoch`` and ``global_batch_size``, which the caller knows."""
+    return {
+        "name": values.schedule,
+        "learning_rate": values.learning_rate,
+        "warmup_steps": values.warmup,
+        "boundaries": values.boundaries,
+        "values": values.rates,
+        "decay_rate": values.decay_rate,
+        "decay_steps": values.decay_steps,
+        "end_learning_rate": values.end_learning_rate,
+        "power": values.power,
+        "base_batch_size": values.base_batch_size,
+        "scaling": values.lr_scaling,
+    }

@@ -1,0 +1,84 @@
+"""The only place for the short names that flags and builders share, and for what a wrong one says.
+
+Imports no TensorFlow: flags are checked before it is loaded.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+
+from ctl.errors import UsageError
+
+MODELS = ("convnet", "dense", "resnet20", "tiny_transformer")
+SCHEDULES = ("constant", "piecewise", "cosine", "polynomial", "exponential", "inverse_sqrt")
+SCALING_RULES = ("none", "linear", "sqrt")
+STRATEGIES = (
+    *("auto", "one_device", "mirrored", "central_storage", "tpu", "default", "multi_worker"),
+    "parameter_server",
+)
+COMMUNICATIONS = ("auto", "ring", "nccl")
+CROSS_DEVICE_OPS = ("auto", "nccl", "ring", "hierarchical_copy", "reduction_to_one_device")
+PRECISIONS = ("float32", "mixed_bfloat16", "mixed_float16")
+# Each with its class of `keras.optimizers`. A test holds every class equal to plain Keras.
+OPTIMIZERS = {
+    "sgd": "SGD",
+    "momentum": "SGD",
+    "nesterov": "SGD",
+    "adam": "Adam",
+    "adamw": "AdamW",
+    "rmsprop": "RMSprop",
+    "adagrad": "Adagrad",
+    "adadelta": "Adadelta",
+    "adamax": "Adamax",
+    "ftrl": "Ftrl",
+    "lion": "Lion",
+    "lamb": "Lamb",
+    "adafactor": "Adafactor",
+}
+
+# Optimizers of Keras that ctl refuses, and why: see `ctl.apply.check_optimizer`.
+_REFUSED = {
+    "nadam": "part of its update is outside update_step() and would be lost",
+    "muon": "part of its update is outside update_step() and would be lost",
+    "schedulefreeadamw": "it evaluates other weights than it trains, and is not proven equal",
+    "lossscaleoptimizer": "use --precision=mixed_float16",
+}
+
+_FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
+
+
+def check_name(what: str, name: str, known: Iterable[str], otherwise: str = "") -> None:
+    """Raises `UsageError` with the closest known name unless ``name`` is one of ``known``.
+
+    ``otherwise`` is what else the user may write, appended to the list of names.
+    """
+    known = tuple(known)
+    if name in known:
+        return
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    raise UsageError(
+        f"unknown {what} {name!r}: {hint}the choices are {', '.join(known)}{otherwise}"
+    )
+
+
+def check_optimizer_name(name: str) -> None:
+    """Raises `UsageError` unless ``name`` is one of `OPTIMIZERS`."""
+    reason = _REFUSED.get(name.lower().replace("_", ""))
+    if reason:
+        raise UsageError(f"optimizer {name} is refused: {reason}; use {', '.join(OPTIMIZERS)}")
+    check_name("optimizer", name, OPTIMIZERS)
+
+
+def is_function_name(name: str) -> bool:
+    """Whether ``name`` has the form ``package.module:function``."""
+    return _FUNCTION.fullmatch(name) is not None
+
+
+def check_model_name(name: str) -> None:
+    """Raises `UsageError` unless ``name`` is one of `MODELS` or has the form
+    ``package.module:function``. Whether that function exists is seen when it is imported."""
+    if not is_function_name(name):
+        check_name("model", name, MODELS, ", or package.module:function for your own")

@@ -1,0 +1,166 @@
+"""How every command line behaves: grouped ``--help``, one line for what is wrong, exit codes.
+
+Imports no TensorFlow, so that ``--help`` and a wrong flag answer at once. The flags themselves are
+in `ctl.flags.groups`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import textwrap
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from absl import app, flags
+
+from ctl.errors import CtlError, PeerError, UsageError
+from ctl.logs.console import give_up
+from ctl.watch.watchdog import leave
+
+flags.disclaim_key_flags()  # They belong to the command that calls a group.
+
+_groups: list[tuple[str, list[str]]] = []  # title and flags, in the order of --help
+
+AUTO = "auto"
+
+_HELP = ("--help", "-help", "-h", "--helpshort", "--helpfull")
+
+
+def run_command(main: Callable[..., None], usage: str, *, takes_command: bool = False) -> None:
+    """Parses the command line, calls ``main`` and exits.
+
+    With ``takes_command``, what follows ``--`` is given to ``main`` as a list.
+
+    ``--help`` prints ``usage`` and every `group`, and exits with 0. A wrong flag is one line on
+    stderr and exit code 2; a `CtlError` is one line and its exit code; Ctrl-C is 130; a pipe that
+    nobody reads is 141.
+    """
+
+    def parse(argv: Sequence[str]) -> list[str]:
+        own = argv[1 : argv.index("--")] if takes_command and "--" in argv else argv[1:]
+        if any(argument in _HELP for argument in own):
+            with contextlib.suppress(BrokenPipeError):  # of `--help | head`
+                print(help_text(usage), flush=True)
+            os._exit(0)
+        try:
+            positional = flags.FLAGS(argv)[1:]
+        except flags.Error as error:
+            _fail(str(error), UsageError.exit_code)
+        if positional and not takes_command:
+            _fail(f"unexpected argument {positional[0]!r}: see --help", UsageError.exit_code)
+        return [argv[0], *positional]
+
+    def call(argv: Sequence[str]) -> None:
+        sys.unraisablehook = _interrupt_again
+        try:
+            main(*([argv[1:]] if takes_command else []))
+            sys.stdout.flush()
+        except PeerError as error:
+            print(" ".join(str(error).split()), file=sys.stderr)
+            leave(error.exit_code)
+        except CtlError as error:
+            _fail(str(error), error.exit_code)
+        except KeyboardInterrupt:
+            _fail("interrupted", 130)
+        except BrokenPipeError:  # of `| head`, which has read enough
+            give_up(sys.stdout)
+            raise SystemExit(128 + signal.SIGPIPE) from None
+
+    app.run(call, flags_parser=parse)
+
+
+def _interrupt_again(unraisable: Any) -> None:
+    """Python ignores what is raised while it frees an object: a Ctrl-C that comes then, too. It
+    would be ignored again if it was raised here."""
+    if issubclass(unraisable.exc_type, KeyboardInterrupt):
+        main = threading.main_thread().ident
+        try:
+            threading.Timer(0.05, signal.pthread_kill, (main, signal.SIGINT)).start()
+        except KeyboardInterrupt:  # `start` waits for the thread: on a busy machine, for longer
+            _interrupt_again(unraisable)
+    else:
+        sys.__unraisablehook__(unraisable)
+
+
+def _fail(message: str, exit_code: int) -> None:
+    print(" ".join(message.split()), file=sys.stderr)
+    raise SystemExit(exit_code)
+
+
+@contextlib.contextmanager
+def group(title: str, values: flags.FlagValues = flags.FLAGS) -> Iterator[None]:
+    """The flags that are defined inside appear in ``--help`` under ``title``, in that order."""
+    before = set(values)
+    yield
+    if values is flags.FLAGS:
+        added = values._flags().keys() - before  # the only way to their order of definition
+        _groups.append((title, [name for name in values._flags() if name in added]))
+
+
+def grouped_flags(*titles: str) -> list[str]:
+    """The names of the flags in the groups of these ``titles``, or in any group."""
+    return [name for title, names in _groups if not titles or title in titles for name in names]
+
+
+class _SizeOrAuto(flags.ArgumentParser):
+    syntactic_help = "a number of bytes, or auto"
+
+    def parse(self, argument: str | int) -> str | int:
+        if argument == AUTO:
+            return AUTO
+        if str(argument).isdecimal():
+            return int(argument)
+        raise ValueError("must be a number of bytes, 0 or more, or auto")
+
+    def flag_type(self) -> str:
+        return "int or auto"
+
+
+def define_size_or_auto(name: str, default: str | int, help: str) -> None:
+    """A flag whose value is an integer, 0 or more, or `AUTO`."""
+    flags.DEFINE(_SizeOrAuto(), name, default, help, serializer=flags.ArgumentSerializer())
+
+
+def _shown(flag: flags.Flag) -> str:
+    return str(flag.default).lower() if flag.boolean else str(flag.default)
+
+
+def help_text(usage: str, values: flags.FlagValues = flags.FLAGS) -> str:
+    """``usage`` and the flags of every `group`, with their defaults."""
+    lines = [usage.strip(), "", "Flags, also from a file: --flagfile=FILE"]
+    for title, names in _groups:
+        lines += ["", f"{title}:"]
+        for name in names:
+            flag = values[name]
+            value = "[no]" if flag.boolean else ""
+            choices = getattr(flag.parser, "enum_values", None)
+            choices = f"={'|'.join(choices)}" if choices else ""
+            default = "" if flag.default in (None, "") else f" (default: {_shown(flag)})"
+            lines.append(f"  --{value}{name}{choices}")
+            lines += textwrap.wrap(
+                flag.help + default, 92, initial_indent=" " * 8, subsequent_indent=" " * 8
+            )
+    return "\n".join(lines)
+
+
+def check_flags(
+    names: Sequence[str], check: Callable[..., None], values: flags.FlagValues = flags.FLAGS
+) -> None:
+    """Calls ``check`` with the flags ``names`` as keywords after parsing and after every change.
+
+    A `UsageError` becomes the error of the command line, with its one line as it is: absl would put
+    all flags and their values before it.
+    """
+
+    def checker(flag_values: dict[str, Any]) -> bool:
+        try:
+            check(**flag_values)
+        except UsageError as error:
+            raise flags.IllegalFlagValueError(str(error)) from error
+        return True
+
+    flags.register_multi_flags_validator(names, checker, flag_values=values)

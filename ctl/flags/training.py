@@ -1,0 +1,56 @@
+"""All flags of ``ctl.train``; `ctl.inspect` has them too, to look at the run that they describe."""
+
+from __future__ import annotations
+
+from absl import flags
+
+from ctl.actions import parse_window
+from ctl.flags import devices, durations, groups
+from ctl.flags.durations import steps_from
+from ctl.flags.parsing import check_flags, group
+
+FLAGS = flags.FLAGS
+flags.disclaim_key_flags()
+
+
+def define_flags(model_dir_required: bool = True) -> None:
+    """Defines them, group by group."""
+    groups.define_run_flags(model_dir_required)
+    groups.define_data_flags()
+    groups.define_model_flags()
+    groups.define_step_flags()
+    groups.define_schedule_flags()
+    FLAGS.set_default("schedule", "cosine")
+    devices.define_device_flags()
+    groups.define_checkpoint_flags()
+    _define_output_flags()
+    devices.check_asynchronous_flags()
+
+
+def _define_output_flags() -> None:
+    """What the run shows and leaves behind."""
+    with group("Output"):
+        flags.DEFINE_string("log_every", "100", "Steps (100) or epochs (0.1ep) between log lines.")
+        flags.DEFINE_boolean("tensorboard", True, "Write scalars for TensorBoard.")
+        flags.DEFINE_string(
+            "profile_steps",
+            None,
+            "START:STOP, e.g. 20:30: writes a profile of these steps for TensorBoard.",
+        )
+        flags.DEFINE_string(
+            "inspect_every",
+            None,
+            "Steps (1000) or epochs (1ep) between windows of 20 steps in which the all-reduce is "
+            "timed: allreduce/exposed_ms, busbw and late_ms in metrics.jsonl and TensorBoard "
+            "(default: never).",
+        )
+        flags.DEFINE_boolean("export", True, "Export model.keras and a SavedModel at the end.")
+    check_flags(["log_every", "inspect_every", "profile_steps"], _check_output)
+
+
+def _check_output(log_every: str, inspect_every: str | None, profile_steps: str | None) -> None:
+    for flag, value in (("--log_every", log_every), ("--inspect_every", inspect_every)):
+        if value is not None:
+            durations.check_positive(flag, steps_from(flag, value, groups.LONG_EPOCH))
+    if profile_steps is not None:
+        parse_window(profile_steps)

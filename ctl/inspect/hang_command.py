@@ -1,0 +1,83 @@
+"""The command ``ctl.inspect hang``: one verdict from the flight records of all workers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ctl.errors import UsageError
+from ctl.flags.parsing import run_command
+from ctl.watch.hang import places, suspects, verdict
+from ctl.watch.record import Record, read
+
+# The records of one hang are written within seconds of each other. What is older by more than this,
+# and by more than twice the longest wait, is of an attempt before.
+_SAME_HANG_SECONDS = 120.0
+
+_USAGE = """
+Says who kept the workers of a run waiting, from the flight records that they wrote.
+
+  python -m ctl.inspect hang /tmp/run            # a --model_dir, or a directory of records
+"""
+
+
+def load(directory: Path) -> tuple[list[Record], list[str]]:
+    """The records of the last hang in ``directory``, or in ``inspect/`` below it, and one line for
+    each file that is not used.
+
+    Raises:
+        UsageError: there is none.
+    """
+    paths: list[Path] = []
+    for place in (directory, directory / "inspect"):
+        paths += sorted(place.glob("flight-worker-*.json"))
+    records, notes = [], []
+    for path in paths:
+        try:
+            record = read(path)
+        except (OSError, ValueError) as error:
+            notes.append(f"{path.name} is not used: {error}")
+            continue
+        records.append((path, record))
+    if not records:
+        raise UsageError(
+            "; ".join([f"no flight record in {directory}: give the --model_dir of the run", *notes])
+        )
+    newest = max(record.time for _, record in records)
+    longest = max(record.since for _, record in records)
+    used = []
+    for path, record in records:
+        if newest - record.time > max(_SAME_HANG_SECONDS, 2 * longest):
+            notes.append(
+                f"{path.name} is not used: {newest - record.time:.0f} s older than the last"
+            )
+        else:
+            used.append(record)
+    return used, notes
+
+
+def report(directory: Path) -> str:
+    """The verdict, then a line for each worker."""
+    records, notes = load(directory)
+    lines = [verdict(records), ""]
+    for place in places(records):
+        source = "its own record" if place.own else "last beat" if place.known else "nothing"
+        state = str(place).partition("(")[2][:-1]
+        lines.append(f"  worker {place.worker}: {state}  [{source}]")
+    stuck = {r.worker: r.stacks.get("MainThread", ()) for r in records}
+    for place in suspects(records):
+        if stuck.get(place.worker):
+            lines += ["", f"worker {place.worker}, main thread, innermost last:"]
+            lines += [f"    {entry}" for entry in stuck[place.worker][-8:]]
+    return "\n".join([*lines, *notes])
+
+
+def run() -> None:
+    """The command line ``python -m ctl.inspect hang``."""
+    run_command(main, _USAGE, takes_command=True)
+
+
+def main(arguments: Sequence[str]) -> None:
+    if len(arguments) != 1:
+        raise UsageError(f"hang takes one directory, not {len(arguments)}: see --help")
+    print(report(Path(arguments[0])))

@@ -1,0 +1,306 @@
+"""Joins what all workers saw of some steps: the only place that turns stamps into durations.
+
+A *row* is one replica of one worker; rows are in the order of workers, then replicas. For pack p on
+row r, with stamps ``ready`` and ``done``:
+
+    start    = max(ready[p], done[p-1])      the collective waits for the one before it
+    wait     = max over rows of start - start
+    transfer = done - max over rows of start
+
+Where a profile says when the collective itself began and ended, those take the places of start and
+done, and what is before and after is packing. All this needs one clock. That of worker j is ahead
+of worker 0's by some offset, about which one thing is certain: nobody leaves a barrier before the
+last has come to it. So of every barrier
+
+    arrived_j - done_0  <=  offset_j  <=  done_j - arrived_0
+
+and the tightest of those bounds are kept; the offset is taken to be in their middle. Packs serve
+only where there are no barriers: whoever is late there widens the bounds, and a stamp of a busy
+worker may come after the collective has begun.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ctl.errors import UsageError
+from ctl.inspect.measure.window import Window, check_together
+
+# Of a step, in this order; they add up to it. "wait" and "transfer" are what of the packs is not
+# hidden behind the backward pass; "pack" is known from a profile only, and else in "transfer".
+PHASES = ("input", "forward", "backward", "pack", "wait", "transfer", "apply", "other")
+
+
+class Row(NamedTuple):
+    """One replica of one worker; ``replica`` counts within the worker."""
+
+    worker: int
+    replica: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Clock:
+    """How far the clock of a worker is ahead of worker 0's, in seconds.
+
+    The offset is between ``low`` and ``high``, which are certain while clocks do not drift; times
+    of this worker are wrong by half of their difference, at most."""
+
+    worker: int
+    low: float
+    high: float
+
+    @property
+    def offset(self) -> float:
+        return (self.low + self.high) / 2
+
+    @property
+    def error(self) -> float:
+        return abs(self.high - self.low) / 2
+
+
+@dataclasses.dataclass(frozen=True)
+class PackTimes:
+    """One all-reduce on N rows in S steps; times in seconds.
+
+    Attributes:
+        name: as in the graph, ``pack0``.
+        bytes: on each replica; 0 where the shape is not known while tracing.
+        ready: float64 [N, S], since `Timeline.origin`: its gradients are there.
+        start: float64 [N, S], since then, too: ready, and the pack before it done.
+        begun: float64 [N, S]: when the collective itself began; ``start`` without a profile.
+        packing: float64 [N, S]: before and after the collective; NaN without a profile.
+        wait: float64 [N, S]: for the last row to start.
+        transfer: float64 [N, S]: from the start of the last row until the sums are here.
+        bus_factor: 2(n-1)/n for n replicas.
+    """
+
+    name: str
+    bytes: int
+    ready: np.ndarray
+    start: np.ndarray
+    begun: np.ndarray
+    packing: np.ndarray
+    wait: np.ndarray
+    transfer: np.ndarray
+    bus_factor: float
+
+    @property
+    def seconds(self) -> np.ndarray:
+        """float64 [S]: from the start of the last row until the last has the sums."""
+        return self.transfer.max(axis=0)
+
+    @property
+    def algbw(self) -> float:
+        """Bytes over the median time, in GB/s, GB = 1e9 bytes, as nccl-tests; NaN for no time."""
+        seconds = float(np.median(self.seconds))
+        return self.bytes / seconds / 1e9 if seconds > 0 and self.bytes else float("nan")
+
+    @property
+    def busbw(self) -> float:
+        """algbw * 2(n-1)/n, in GB/s: comparable with the speed of the links, whatever n (NVIDIA
+        nccl-tests, doc/PERFORMANCE.md)."""
+        return self.algbw * self.bus_factor
+
+
+@dataclasses.dataclass(frozen=True)
+class Timeline:
+    """N rows (replicas of workers) in S steps; all times in seconds, on worker 0's clock.
+
+    Attributes:
+        rows: N of them.
+        steps: int64 [S]; batches seen before each.
+        origin: seconds since the epoch, of all times below that are not durations.
+        begin: float64 [N, S]: when the step began, which is when the one before was applied.
+        marks: each mark's name -> float64 [N, S]; NaN where it was not stamped.
+        step_seconds: float64 [N, S].
+        phases: each of `PHASES` -> float64 [N, S], durations which add up to ``step_seconds``; NaN
+            where one cannot be told: "forward" and "apply" are in "backward" then, "pack" in
+            "transfer".
+        hidden: float64 [N, S]: communication while this row was still computing.
+        exposed: float64 [N, S]: communication after its backward pass.
+        packs: in the order in which they are reduced.
+        late: float64 [N, S]: how much later than the median of the other rows this one came to the
+            packs; what the others waited for it.
+        clocks: of every worker.
+        description: of the run, for people.
+        plan: of worker 0, as JSON, see `ctl.inspect.plan.plan`; or None.
+    """
+
+    rows: tuple[Row, ...]
+    steps: np.ndarray
+    origin: float
+    begin: np.ndarray
+    marks: Mapping[str, np.ndarray]
+    step_seconds: np.ndarray
+    phases: Mapping[str, np.ndarray]
+    hidden: np.ndarray
+    exposed: np.ndarray
+    packs: tuple[PackTimes, ...]
+    late: np.ndarray
+    clocks: tuple[Clock, ...]
+    description: str = ""
+    plan: Mapping[str, Any] | None = None
+
+    @property
+    def workers(self) -> int:
+        return len(self.clocks)
+
+
+def join(windows: Sequence[Window]) -> Timeline:
+    """The timeline of the steps that all ``windows`` have and whose predecessors they have, too.
+
+    Raises:
+        UsageError: the windows are not of all workers of one run, or share no two steps in a row.
+    """
+    windows = sorted(windows, key=lambda window: window.worker)
+    check_together(windows)
+    common = set.intersection(*(set(window.steps.tolist()) for window in windows))
+    steps = np.array(sorted(step for step in common if step - 1 in common), np.int64)
+    if not len(steps):
+        raise UsageError("the workers' windows have no two consecutive steps in common")
+    clocks = tuple(_clock(window, windows[0], np.array(sorted(common))) for window in windows)
+    origin = float(_stamps(windows[0], steps - 1)["apply"].min())
+    rows, marks, begin = [], [], []
+    for window, clock in zip(windows, clocks, strict=True):
+        shift = origin + clock.offset
+        rows += [Row(window.worker, replica) for replica in range(len(window.stamps))]
+        marks.append({name: t - shift for name, t in _stamps(window, steps).items()})
+        begin.append(_stamps(window, steps - 1)["apply"] - shift)
+    joined = {
+        name: np.concatenate([m[name] for m in marks])
+        for name in windows[0].names
+        if all(name in m for m in marks)  # not every worker need have a profile
+    }
+    return _timeline(tuple(rows), steps, origin, np.concatenate(begin), joined, clocks, windows[0])
+
+
+def _stamps(window: Window, steps: np.ndarray) -> dict[str, np.ndarray]:
+    """Each mark's [R, S] in these ``steps``."""
+    stamps = window.stamps[:, np.searchsorted(window.steps, steps)]
+    return {name: stamps[:, :, index] for index, name in enumerate(window.names)}
+
+
+def _clock(window: Window, first: Window, steps: np.ndarray) -> Clock:
+    if window.worker == first.worker:
+        return Clock(window.worker, 0.0, 0.0)
+    if len(window.barriers):
+        (arrived, done), (arrived_0, done_0) = window.barriers.T, first.barriers.T
+    else:
+        arrived, done = _around_packs(window, steps)
+        arrived_0, done_0 = _around_packs(first, steps)
+    low, high = arrived - done_0, done - arrived_0
+    low, high = low[~np.isnan(low)], high[~np.isnan(high)]
+    if not len(low):
+        raise UsageError(
+            "the windows have neither barriers nor packs: clocks of workers cannot be aligned"
+        )
+    return Clock(window.worker, float(low.max()), float(high.min()))
+
+
+def _around_packs(window: Window, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """When this worker came to each pack, and when it left it, [S * P] each."""
+    at = _stamps(window, steps)
+    packs = range(len(window.packs))
+    arrived = [at[f"ready{number}"].max(axis=0) for number in packs]
+    return np.ravel(arrived), np.ravel([at[f"done{number}"].min(axis=0) for number in packs])
+
+
+def _timeline(
+    rows: tuple[Row, ...],
+    steps: np.ndarray,
+    origin: float,
+    begin: np.ndarray,
+    marks: dict[str, np.ndarray],
+    clocks: tuple[Clock, ...],
+    first: Window,
+) -> Timeline:
+    # What a thread stamps late, because the machine was busy, must not make a phase negative.
+    arrived = np.maximum(marks["input"], begin)
+    forward = np.fmax(marks["forward"], arrived) if "forward" in marks else arrived
+    known = ~np.isnan(marks["forward"]) if "forward" in marks else np.zeros(arrived.shape, bool)
+    # Where XLA compiled all of the step as one, only its begin and its end can be stamped.
+    whole = np.isnan(marks["backward"])
+    computed = np.maximum(np.where(whole, marks["apply"], marks["backward"]), forward)
+    applied = np.maximum(marks["apply"], computed)
+
+    packs = []
+    late = np.zeros(begin.shape)
+    union = np.zeros(begin.shape)
+    exposed = {name: np.zeros(begin.shape) for name in ("pack", "wait", "transfer")}
+    covered, covered_after = np.full(begin.shape, -np.inf), computed
+    before = np.full(begin.shape, -np.inf)
+    factor = 2 * (len(rows) - 1) / len(rows)
+    for number, pack in enumerate(first.packs):
+        ready, done = marks[f"ready{number}"], marks[f"done{number}"]
+        if np.isnan(ready).any() or np.isnan(done).any():
+            continue  # the step's own reduce() moves something else
+        start = np.minimum(np.maximum(ready, before), done) if first.in_order else ready
+        begun = np.clip(np.fmax(marks.get(f"begun{number}", start), start), None, done)
+        ended = np.clip(np.fmin(marks.get(f"ended{number}", done), done), begun, None)
+        profiled = ~np.isnan(marks.get(f"begun{number}", np.full(begin.shape, np.nan)))
+        all_there = begun.max(axis=0)
+        packing = (begun - start) + (done - ended)
+        packs.append(
+            PackTimes(
+                name=pack.name,
+                bytes=pack.bytes,
+                ready=ready,
+                start=start,
+                begun=begun,
+                packing=np.where(profiled, packing, np.nan),
+                wait=all_there - begun,
+                transfer=np.maximum(ended - all_there, 0.0),
+                bus_factor=factor,
+            )
+        )
+        late += np.maximum(0.0, begun - _median_of_others(begun))
+        union += np.maximum(0.0, done - np.maximum(start, covered))
+        moments = [start, begun, np.clip(all_there, begun, ended), ended, done]
+        for name, since, until in zip(
+            ("pack", "wait", "transfer", "pack"), moments, moments[1:], strict=False
+        ):
+            exposed[name] += np.maximum(0.0, until - np.maximum(since, covered_after))
+        covered, covered_after = np.maximum(covered, done), np.maximum(covered_after, done)
+        before = done
+    reduced = np.maximum(covered, computed) if packs else computed
+    applied = np.maximum(applied, reduced)
+    total = exposed["pack"] + exposed["wait"] + exposed["transfer"]
+    phases = {
+        "input": arrived - begin,
+        "forward": np.where(known, forward - arrived, np.nan),
+        "backward": computed - forward,
+        "pack": exposed["pack"] if "begun0" in marks else np.full(begin.shape, np.nan),
+        "wait": exposed["wait"],
+        "transfer": exposed["transfer"],
+        "apply": np.where(whole, np.nan, applied - reduced),
+        "other": reduced - computed - total,
+    }
+    return Timeline(
+        rows=rows,
+        steps=steps,
+        origin=origin,
+        begin=begin,
+        marks=marks,
+        step_seconds=applied - begin,
+        phases=phases,
+        hidden=union - total,
+        exposed=total,
+        packs=tuple(packs),
+        late=late,
+        clocks=clocks,
+        description=first.description,
+        plan=first.plan,
+    )
+
+
+def _median_of_others(values: np.ndarray) -> np.ndarray:
+    """[N, S] -> [N, S]: the median over the other rows; a single row's own."""
+    if len(values) == 1:
+        return values
+    return np.stack(
+        [np.median(np.delete(values, row, axis=0), axis=0) for row in range(len(values))]
+    )

@@ -1,0 +1,121 @@
+"""What bounds the step, why, and what to try next: the only place that turns a `Timeline` into
+advice. Three lines, from medians over the steps."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ctl.inspect.measure.blame import Blame, blame
+from ctl.inspect.measure.link import Measured
+from ctl.inspect.measure.timeline import PackTimes, Timeline
+
+_MS = 1e3
+_HIDDEN = 0.2  # share of the communication below which it is called not hidden
+
+_REMEDY = {
+    "input": "a faster input there: its files, its disk, what else runs on that machine",
+    "forward": "see what else runs on that machine, and whether its part of the batch is larger",
+    "backward": "see what else runs on that machine, and whether its part of the batch is larger",
+    "apply": "see what that worker does between steps: checkpoints, logs, callbacks",
+}
+
+
+def measure_command(timeline: Timeline) -> str:
+    """What measures the bandwidth that a pack's is compared with."""
+    if timeline.workers > 1:
+        how = f"--strategy=multi_worker --workers={timeline.workers}"
+    else:
+        how = f"--replicas={len(timeline.rows)}"
+    return f"python benchmarks/all_reduce.py {how} --json=link.json"
+
+
+def share_of_measured(pack: PackTimes, measured: Measured | None) -> float | None:
+    """The bandwidth of a pack over the one that was measured at its size; None where either is not
+    known. Not above 1 but by noise: in training it competes with the backward pass."""
+    if measured is None or not pack.bytes or not np.isfinite(pack.algbw):
+        return None
+    return pack.algbw * 1e9 / (pack.bytes / measured.seconds(pack.bytes))
+
+
+def verdict(timeline: Timeline, measured: Measured | None = None) -> tuple[str, str, str]:
+    """What bounds the step; why; what to try next."""
+    step = float(np.median(timeline.step_seconds))
+    late = blame(timeline)
+    if late:
+        return _late(late, step)
+    parts = {
+        name: float(np.median(np.nan_to_num(seconds).mean(axis=0)))
+        for name, seconds in timeline.phases.items()
+    }
+    compute = parts["forward"] + parts["backward"]
+    bounds = {
+        "compute": compute,
+        "input": parts["input"],
+        "apply": parts["apply"],
+        "communication": parts["wait"] + parts["transfer"] + parts["pack"],
+    }
+    bound = max(bounds, key=bounds.get)
+    first = (
+        f"The step takes {step * _MS:.2f} ms and is bound by {bound}: "
+        f"{bounds[bound] * _MS:.2f} ms, {bounds[bound] / step:.0%}."
+    )
+    if bound == "communication":
+        return (first, *_communication(timeline, measured, parts))
+    exposed = f"{bounds['communication'] * _MS:.2f} ms of communication are exposed"
+    if bound == "compute":
+        split = (
+            f"forward {parts['forward'] * _MS:.2f} ms, backward {parts['backward'] * _MS:.2f} ms"
+        )
+        if np.isnan(timeline.phases["forward"]).all():
+            split = "forward and backward are one here"
+        if np.isnan(timeline.phases["apply"]).all():
+            why = f"XLA compiled all of the step as one; {exposed}."
+            return first, why, "Try a larger batch; --jit_compile=off shows the phases apart."
+        why = f"{split}; {exposed}."
+        return first, why, "Try --jit_compile=auto, --precision=mixed_bfloat16 or a larger batch."
+    if bound == "input":
+        why = f"Between two steps the replicas wait for their batch; {exposed}."
+        return first, why, "Try data that stay resident, a larger batch, or more --steps_per_loop."
+    why = f"Clipping and the update of the variables; {exposed}."
+    return first, why, "Try a larger batch (fewer updates), or an optimizer with less state."
+
+
+def _late(late: Blame, step: float) -> tuple[str, str, str]:
+    return (
+        f"The step takes {step * _MS:.2f} ms and waits for worker {late.worker}: "
+        f"{late.seconds * _MS:.2f} ms, in {late.steps} of {late.of} steps.",
+        f"Its {late.phase} takes {late.excess * _MS:.2f} ms longer than that of the others.",
+        f"Try {_REMEDY[late.phase]}.",
+    )
+
+
+def _communication(
+    timeline: Timeline, measured: Measured | None, parts: dict[str, float]
+) -> tuple[str, str]:
+    total = timeline.hidden + timeline.exposed
+    hidden = float(np.median(timeline.hidden)) / max(float(np.median(total)), 1e-9)
+    if parts["wait"] > parts["transfer"] + parts["pack"]:
+        waiting = f"{parts['wait'] * _MS:.2f} ms are waiting for the last replica"
+        if timeline.workers == 1:
+            why = f"{waiting}: replicas on one CPU share its cores and compute in turn."
+        else:
+            why = f"{waiting}, and it is not one worker each time: noise, not a slow worker."
+        return (
+            why,
+            "Try fewer other jobs on the cores, or a larger batch: more work per all-reduce.",
+        )
+    slowest = max(timeline.packs, key=lambda pack: float(np.median(pack.seconds)))
+    share = share_of_measured(slowest, measured)
+    why = (
+        f"{slowest.name} moves {slowest.bytes / 1e6:.3g} MB at a busbw of {slowest.busbw:.3g} GB/s"
+        + (f", {share:.0%} of what was measured here" if share is not None else "")
+        + f"; {hidden:.0%} of the communication is hidden behind the backward pass."
+    )
+    size = sum(pack.bytes for pack in timeline.packs)
+    if measured and slowest.bytes and measured.seconds(slowest.bytes) < 2 * measured.seconds(1):
+        return why, "Its latency counts, not its bytes: try --accumulate_steps or fewer packs."
+    if hidden < _HIDDEN and len(timeline.packs) == 1 and size > 1 << 20:
+        return why, f"Try --bytes_per_pack={size // 4}: packs start before the backward pass ends."
+    if measured is None:
+        return why, f"Compare with the machine: {measure_command(timeline)}, then --bandwidth."
+    return why, "Try fewer bytes (--precision, a smaller model), or --accumulate_steps."

@@ -1,0 +1,1 @@
+"""What a step moves, read from its traced graph."""

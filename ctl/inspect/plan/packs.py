@@ -1,0 +1,165 @@
+"""What is in a pack and where it ends: which variable each tensor of an all-reduce is for. The only
+place that knows how tensors are joined to one payload and cut out of its sum again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Collection, Mapping
+
+import tensorflow as tf
+
+from ctl.inspect.plan.graph import Graph, Node, Tensor
+from ctl.inspect.plan.plan import Member
+
+# What hands a value on unchanged.
+UNPACK = {"Reshape", "Identity"}
+SPLITS = {"Split", "SplitV"}
+ASSIGN = re.compile(r"(Assign\w*VariableOp|ResourceApply\w+|ResourceScatter\w+)$")
+
+
+def bytes_of(dtype: tf.DType, shape: tuple[int, ...] | None) -> int | None:
+    """None for a shape that is not known."""
+    return None if shape is None or min(shape, default=0) < 0 else dtype.size * math.prod(shape)
+
+
+def payload_of(root: Node, nodes: Collection[Node]) -> Tensor:
+    """What one replica gives to the sum ``root``; behind sums of sums, ``nodes``."""
+    tensor = root.inputs[0]
+    while tensor.node in nodes or (tensor.node.op == "Identity" and _behind(tensor) in nodes):
+        tensor = tensor.node.inputs[0]
+    return tensor
+
+
+def _behind(tensor: Tensor) -> Node:
+    while tensor.node.op in UNPACK:
+        tensor = tensor.node.inputs[0]
+    return tensor.node
+
+
+@dataclasses.dataclass
+class Packs:
+    """Follows tensors from a sum to the variables.
+
+    Attributes:
+        graph: the graph.
+        handles: paths of the model's variables, by what gives their handle.
+        shapes: of these variables, by path.
+        trainable: the paths of those that have gradients.
+        communicates: whether a node moves something between replicas.
+    """
+
+    graph: Graph
+    handles: Mapping[Node, str]
+    shapes: Mapping[str, tuple[int, ...]]
+    trainable: Collection[str]
+    communicates: Callable[[Node], bool]
+
+    def members(self, root: Node, nodes: Collection[Node]) -> tuple[list[Member], set[Node]]:
+        """The tensors that were joined to the payload of the sum ``root`` of ``nodes``; and those
+        that sum one of them a second time."""
+        packed, begin, end = _packed(payload_of(root, nodes))
+        split = self._split_after(root, len(packed))
+        dtype = tf.as_dtype(root.attr["T"].type)
+        members, again, offset = [], set(), 0
+        for index, tensor in enumerate(packed):
+            out = Tensor(split, index) if split else Tensor(root, 0)
+            for shape in _shapes(tensor):
+                paths, more = self._lands(out, shape)
+                if paths:
+                    break
+            else:
+                shape, paths = _shapes(tensor)[:2][-1], ()
+            size = bytes_of(dtype, shape)
+            if size is None or end is None or (offset + size > begin and offset < end):
+                members.append(Member(paths, shape, size))
+                again |= more
+            offset += size or 0
+        return members, again
+
+    def _split_after(self, root: Node, count: int) -> Node | None:
+        """What cuts the sum ``root`` into ``count`` tensors again."""
+        left, seen = [root], {root}
+        while left:
+            for node, _ in self.graph.consumers(Tensor(left.pop(), 0)):
+                if node.op in SPLITS and node.outputs == count:
+                    return node
+                if node.op in {*UNPACK, *SPLITS, "ConcatV2"} and node not in seen:
+                    seen.add(node)
+                    left.append(node)
+        return None
+
+    def _lands(
+        self, tensor: Tensor, shape: tuple[int, ...] | None
+    ) -> tuple[tuple[str, ...], set[Node]]:
+        """The variables that ``tensor`` ends up in, along values of ``shape``: what scales it, such
+        as the norm of all gradients, has another. And what sums it over replicas on its way."""
+        found: set[str] = set()
+        again: set[Node] = set()
+        left, seen = [(tensor, False)], {tensor}
+
+        def go(to: Tensor, through_slot: bool) -> None:
+            if to not in seen:
+                seen.add(to)
+                left.append((to, through_slot))
+
+        while left:
+            here, through_slot = left.pop()
+            for node, index in self.graph.consumers(here):
+                if ASSIGN.match(node.op):
+                    handle = node.inputs[0]
+                    path = self.handles.get(handle.node)
+                    if index and path is None:  # a slot of the optimizer: on to who reads it
+                        for reader, _ in self.graph.consumers(handle):
+                            if reader.op == "ReadVariableOp":
+                                go(Tensor(reader, 0), True)
+                    elif index and self.shapes[path] == shape:
+                        found.add(path)
+                elif self.communicates(node):
+                    if not through_slot:
+                        again.add(node)
+                        go(Tensor(node, 0), False)
+                elif node.op == "ConcatV2" and not through_slot:
+                    for total, _ in self.graph.consumers(Tensor(node, 0)):
+                        split = self._split_after(total, len(node.inputs) - 1)
+                        if split and self.communicates(total):
+                            again.add(total)
+                            go(Tensor(split, index), False)
+                elif (same := self.graph.becomes(node, index)) is not None:
+                    for tensor in same:
+                        go(tensor, through_slot)
+                else:
+                    for port in range(node.outputs):
+                        if node.op in UNPACK or node.shape(port) == shape:
+                            go(Tensor(node, port), through_slot)
+        return tuple(sorted(found, key=lambda path: (path not in self.trainable, path))), again
+
+
+def _packed(payload: Tensor) -> tuple[list[Tensor], int, int | None]:
+    """The tensors that were concatenated, or the one itself; and which bytes of them it is: from,
+    to, where that is known. A pack of a hierarchical copy is a part of a concatenation."""
+    begin, end = 0, None
+    tensor = alone = payload
+    while tensor.node.op in {*UNPACK, *SPLITS}:
+        node = tensor.node
+        if node.op in SPLITS:
+            dtype = tf.as_dtype(node.attr["T"].type)
+            sizes = [bytes_of(dtype, node.shape(port)) for port in range(tensor.port + 1)]
+            if None not in sizes:
+                begin, end = sum(sizes[:-1]), sum(sizes)
+            alone = node.inputs[node.op == "Split"]
+        tensor = node.inputs[node.op == "Split"]
+    if tensor.node.op == "ConcatV2":
+        return tensor.node.inputs[:-1], begin, end
+    return [alone], 0, None
+
+
+def _shapes(tensor: Tensor) -> list[tuple[int, ...] | None]:
+    """Its shape, and those that it had before it was made flat."""
+    shapes = [tensor.node.shape(tensor.port)]
+    while tensor.node.op in UNPACK:
+        tensor = tensor.node.inputs[0]
+        shapes.append(tensor.node.shape(tensor.port))
+    return shapes

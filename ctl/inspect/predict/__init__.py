@@ -1,0 +1,1 @@
+"""Step time and efficiency on other numbers of replicas, from a model."""

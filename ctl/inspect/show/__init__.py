@@ -1,0 +1,1 @@
+"""Tables, pictures and files of what was measured."""

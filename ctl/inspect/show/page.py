@@ -1,0 +1,270 @@
+"""The only place that makes the HTML page of a `Timeline`.
+
+One file that opens offline: pictures are inline SVG, there is no script, and its content security
+policy forbids everything but its own style. Everything that comes from a file is escaped.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ctl.inspect.measure.blame import blame
+from ctl.inspect.show import pictures
+from ctl.inspect.show.charts import duration, significant, size_of
+from ctl.inspect.show.report import (
+    Table,
+    median,
+    pack_table,
+    percent,
+    phase_table,
+    row_names,
+    scalars,
+)
+from ctl.inspect.show.style import STYLE
+from ctl.logs.svg import escape
+
+if TYPE_CHECKING:
+    from ctl.inspect.measure.link import Measured
+    from ctl.inspect.measure.timeline import Timeline
+    from ctl.inspect.plan.plan import Collective, Member, Plan
+
+COLLECTIVES = 64  # of the plan, in the page
+NAMES = 400  # variables, in the page
+
+_HATCH = (
+    '<svg width="0" height="0" aria-hidden="true" class="defs"><defs><pattern id="hatch" '
+    'width="6" height="6" patternUnits="userSpaceOnUse"><rect width="6" height="6"/>'
+    '<path d="M0 6L6 0M-1 1L1 -1M5 7L7 5"/>'
+    "</pattern></defs></svg>"
+)
+
+_DEFINITIONS = (
+    ("input", "from the end of the step before until the replica has its part of the batch"),
+    ("wait", "from when this replica could start a pack until the last one could"),
+    ("transfer", "from then until the sums are here"),
+    ("hidden, exposed", "communication while this replica still computed, and after it"),
+    ("late", "how much later than the median of the others a replica came to the packs"),
+    (
+        "can start",
+        "the share of the backward pass without which a pack cannot start, from the graph",
+    ),
+    ("ready", "the share of the backward pass after which its gradients were there, measured"),
+    ("algbw", "bytes of a pack by its time, 1 GB = 1e9 bytes (nccl-tests)"),
+    ("busbw", "algbw · 2(n−1)/n with n replicas: comparable with the speed of a link"),
+)
+
+
+def make_page(
+    timeline: Timeline,
+    verdict: Sequence[str],
+    *,
+    plan: Plan | None = None,
+    measured: Measured | None = None,
+) -> str:
+    """The page, HTML that is well-formed XML, too.
+
+    Args:
+        timeline: what was measured.
+        verdict: lines: what bounds the step, why, what to try next.
+        plan: what the step moves.
+        measured: what this machine's links can do.
+    """
+    style = base64.b64encode(hashlib.sha256(STYLE.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'sha256-{style}'; base-uri 'none'; form-action 'none'"
+    title = "The all-reduce, seen through"
+    body = [
+        f"<h1>{title}</h1>",
+        f'<p class="lead">{escape(_subtitle(timeline))}</p>',
+        '<div class="verdict">' + "".join(f"<p>{escape(v)}</p>" for v in verdict) + "</div>",
+        _figures(timeline, measured),
+        *_step_sections(timeline),
+    ]
+    if timeline.packs and len(timeline.rows) > 1:
+        body += [_waits_section(timeline), _lateness_section(timeline)]
+    for table in (phase_table(timeline), pack_table(timeline, plan, measured)):
+        if table.rows:
+            body.append(
+                f"<section><h2>{escape(_capital(table.title))}</h2>{_html(table)}</section>"
+            )
+    if plan:
+        body.append(_plan_section(plan))
+    body.append(_footer(timeline))
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/>'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}"/>'
+        '<meta name="viewport" content="width=device-width, initial-scale=1"/>'
+        f"<title>{title}</title><style>{STYLE}</style></head>\n<body>{_HATCH}<main>\n"
+        + "\n".join(body)
+        + "\n</main></body></html>\n"
+    )
+
+
+def _subtitle(timeline: Timeline) -> str:
+    first, last = int(timeline.steps[0]), int(timeline.steps[-1])
+    words = [_count(timeline.workers, "worker"), _count(len(timeline.rows), "replica")]
+    words.append(f"{_count(len(timeline.steps), 'step')} ({first:,} to {last:,})")
+    return " · ".join([*words, timeline.description] if timeline.description else words)
+
+
+def _figures(timeline: Timeline, measured: Measured | None) -> str:
+    step = float(median(timeline.step_seconds))
+    values = scalars(timeline)
+    exposed = values.get("allreduce/exposed_ms", np.nan) / 1e3
+    hidden = float(median(timeline.hidden.max(axis=0)))
+    cards = [(duration(step), "step, median")]
+    if timeline.packs:
+        share = percent(exposed / step if step > 0 else None)
+        cards.append((duration(exposed), f"exposed communication, {share} of the step"))
+        cards.append((duration(hidden), "communication hidden behind compute"))
+    if "allreduce/busbw" in values:
+        said = "bus bandwidth of the all-reduces"
+        if measured:
+            size = sum(pack.bytes for pack in timeline.packs)
+            share = values["allreduce/busbw"] * 1e9 / measured.busbw(size)
+            said += f" ({percent(share)} of what was measured)"
+        cards.append((f"{significant(values['allreduce/busbw'])} GB/s", said))
+    if len(timeline.rows) > 1:
+        late = values.get("allreduce/late_ms", np.nan) / 1e3
+        named = blame(timeline)
+        said = "waited for the last to come"
+        if named:
+            worker, replica = named.worker, named.replica
+            row = timeline.rows.index((worker, replica))
+            said = (
+                f"waited for {row_names(timeline.rows)[row]}, in {named.steps} of {named.of} steps"
+            )
+        cards.append((duration(late), said))
+    items = (f"<li><b>{escape(a)}</b><span>{escape(b)}</span></li>" for a, b in cards)
+    return f'<ul class="figures">{"".join(items)}</ul>'
+
+
+def _step_sections(timeline: Timeline) -> list[str]:
+    chosen = pictures.typical_and_worst(timeline)
+    lengths = [pictures.length(timeline, index) for _, index in chosen]
+    # One scale, unless the typical one would be too small to read on it.
+    shared = max(lengths) if max(lengths) <= 2.5 * lengths[0] else None
+    sections = []
+    for (what, index), seconds in zip(chosen, lengths, strict=True):
+        number = int(timeline.steps[index])
+        name = f"The {what} step, number {number:,}: {duration(seconds)}"
+        picture, shown = pictures.step_picture(timeline, index, name, shared or seconds)
+        note = _shown(shown, timeline)
+        if what == "worst" and not shared:
+            note += " The scale is another one than above."
+        sections.append(_section(name, note, picture))
+    return sections
+
+
+def _waits_section(timeline: Timeline) -> str:
+    picture, shown = pictures.waits_picture(timeline)
+    note = "What a replica spends in all-reduces, all packs together. " + _shown(shown, timeline)
+    return _section("Wait and transfer, step by step", note, picture)
+
+
+def _lateness_section(timeline: Timeline) -> str:
+    picture, shown = pictures.lateness_picture(timeline)
+    note = "One replica in one colour: it makes the others wait. Scattered: noise. "
+    return _section("Who comes late", note + _shown(shown, timeline), picture)
+
+
+def _shown(shown: int, timeline: Timeline) -> str:
+    rows = len(timeline.rows)
+    return "" if shown == rows else f"{shown} of {rows} replicas are shown; trace.json has all."
+
+
+def _section(title: str, note: str, picture: str) -> str:
+    note = f'<p class="lead">{escape(note.strip())}</p>' if note.strip() else ""
+    return f'<section><h2>{escape(title)}</h2>{note}<div class="wide">{picture}</div></section>'
+
+
+def _html(table: Table) -> str:
+    head = "".join(f"<th>{escape(column)}</th>" for column in table.columns)
+    rows = []
+    for number, row in enumerate(table.rows):
+        strong = ' class="strong"' if number in table.strong else ""
+        rows.append(f"<tr{strong}>" + "".join(f"<td>{escape(c)}</td>" for c in row) + "</tr>")
+    return f'<div class="wide"><table><tr>{head}</tr>{"".join(rows)}</table></div>'
+
+
+def _plan_section(plan: Plan) -> str:
+    sizes = "".join(f'<th class="size">{what}</th>' for what in ("size", "sent", "can start"))
+    everything = (*plan.collectives, *plan.other)
+    parts = [
+        "<section><h2>What the step moves</h2>",
+        f'<p class="lead">{escape(plan.strategy)}, {_count(plan.replicas, "replica")}. '
+        "Sent: by the replica that sends most.</p>",
+        '<div class="wide"><table class="plan"><tr><th>pack</th><th>operation</th><th>type</th>',
+        f"<th>shape</th>{sizes}<th>variables</th></tr>",
+    ]
+    left = NAMES
+    for collective in everything[:COLLECTIVES]:
+        cells, used = _collective(collective, left)
+        left -= used
+        parts.append(cells)
+    parts.append("</table></div>")
+    if len(everything) > COLLECTIVES:
+        parts.append(f"<p>and {len(everything) - COLLECTIVES} more.</p>")
+    for lint in plan.lints:
+        parts.append(
+            f'<p><b class="alarm">{escape(lint.name)}</b>: {escape(lint.reason)}. '
+            f"Try: {escape(lint.remedy)}.</p>"
+        )
+    parts += [f'<p class="lead">{escape(note)}</p>' for note in plan.notes]
+    return "".join([*parts, "</section>"])
+
+
+def _collective(collective: Collective, left: int) -> tuple[str, int]:
+    """A row of the plan, and how many names of variables are in it, at most ``left``."""
+    starts = percent(collective.start_share)
+    if collective.purpose != "gradients":
+        starts = collective.purpose + ("" if collective.in_loop else ", once per call")
+    elif collective.full_share not in (None, collective.start_share):
+        starts += f"–{percent(collective.full_share)}"
+    kind = collective.kind + (f" ({collective.hint})" if collective.hint else "")
+    cells = [collective.name[:120], kind, collective.dtype, _shape(collective.shape)]
+    sizes = [size_of(collective.bytes), size_of(collective.wire_bytes), starts]
+    members = collective.members[:left]
+    names = ", ".join(_member(member) for member in members)
+    if len(members) < len(collective.members):
+        names += f" and {len(collective.members) - len(members)} more"
+    if len(members) > 8:
+        names = f"<details><summary>{len(collective.members)} tensors</summary>{names}</details>"
+    row = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
+    row += "".join(f'<td class="size">{escape(size)}</td>' for size in sizes)
+    return f'<tr>{row}<td class="names"><span class="mono">{names}</span></td></tr>', len(members)
+
+
+def _member(member: Member) -> str:
+    names = " = ".join(name[:120] for name in member.variables[:4]) or "(not a variable)"
+    return escape(f"{names} {_shape(member.shape)}")
+
+
+def _shape(shape: Sequence[int] | None) -> str:
+    if shape is None:
+        return "[?]"
+    return "[" + ", ".join("?" if size < 0 else f"{size}" for size in shape[:8]) + "]"
+
+
+def _footer(timeline: Timeline) -> str:
+    terms = "".join(f"<dt>{escape(a)}</dt><dd>{escape(b)}</dd>" for a, b in _DEFINITIONS)
+    clocks = ""
+    if timeline.workers > 1:
+        error = max(clock.error for clock in timeline.clocks)
+        clocks = (
+            f"<p>The clocks of the workers are aligned to ±{escape(duration(error))}; what differs "
+            "by less between workers is not known.</p>"
+        )
+    return f"<footer>{clocks}<dl>{terms}</dl></footer>"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def _capital(title: str) -> str:
+    return title[:1].upper() + title[1:]

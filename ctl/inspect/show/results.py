@@ -1,0 +1,81 @@
+"""Shows a `Timeline` on the terminal and leaves its files, for `run` and `merge`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from absl import flags
+
+from ctl.checkpoint import durable
+from ctl.errors import CheckpointError, UsageError
+
+if TYPE_CHECKING:
+    from ctl.inspect.measure.timeline import Timeline
+    from ctl.inspect.plan.plan import Plan
+
+flags.disclaim_key_flags()
+
+
+def define_bandwidth_flag() -> None:
+    """``--bandwidth``, in the group of the caller."""
+    flags.DEFINE_string(
+        "bandwidth",
+        None,
+        "What benchmarks/all_reduce.py --json wrote on this machine: bandwidths are shown as "
+        "percentages of it.",
+    )
+
+
+def show(timeline: Timeline, bandwidth: str | None, directory: Path | None) -> None:
+    """Prints tables and verdict; with ``directory``, writes ``report.html`` and ``trace.json``.
+
+    Raises:
+        UsageError: the file ``bandwidth`` is not what it should be.
+        CheckpointError: a file cannot be written.
+    """
+    from ctl.inspect.measure import link
+    from ctl.inspect.measure.verdict import measure_command, verdict
+    from ctl.inspect.show.page import make_page
+    from ctl.inspect.show.report import print_report
+    from ctl.inspect.show.trace import make_trace
+
+    measured = link.read(bandwidth) if bandwidth else None
+    if measured and measured.replicas != len(timeline.rows):
+        raise UsageError(
+            f"{bandwidth} was measured with {measured.replicas} replicas, and these are "
+            f"{len(timeline.rows)}: {measure_command(timeline)}"
+        )
+    plan, note = _plan(timeline)
+    lines = verdict(timeline, measured)
+    print_report(timeline, lines, plan=plan, measured=measured)
+    if note:
+        print(note)
+    command = measure_command(timeline)
+    if measured is None and len(timeline.rows) > 1 and not any(command in line for line in lines):
+        print(f"For busbw as a share of what this machine can do: {command}, then --bandwidth.")
+    if directory is None:
+        return
+    page = make_page(timeline, lines, plan=plan, measured=measured)
+    trace = json.dumps(make_trace(timeline), allow_nan=False, separators=(",", ":"))
+    for name, text in (("report.html", page), ("trace.json", trace)):
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            durable.write_text(directory / name, text, via=directory)
+        except OSError as error:
+            raise CheckpointError(f"cannot write {directory / name}: {error.strerror}") from error
+    print(f"page: {directory / 'report.html'}")
+    print(f"trace, for ui.perfetto.dev or chrome://tracing: {directory / 'trace.json'}")
+
+
+def _plan(timeline: Timeline) -> tuple[Plan | None, str]:
+    """What the step moves, as worker 0 wrote it; or a line that says why it cannot be shown."""
+    from ctl.inspect.plan.plan import from_json
+
+    if timeline.plan is None:
+        return None, ""
+    try:
+        return from_json(timeline.plan), ""
+    except UsageError as error:
+        return None, f"what the step moves cannot be shown: {error}"

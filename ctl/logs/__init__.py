@@ -1,0 +1,1 @@
+"""What a run shows and records: the terminal, the progress bar, metrics, profiles, SVG."""

@@ -1,0 +1,206 @@
+"""The only place that prints and draws a learning rate schedule: ``python -m ctl.schedule``.
+
+The curve is drawn by calling the schedule itself, the code that trains. The picture is one SVG that
+needs nothing else, with colours for light and dark pages.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from absl import flags
+
+from ctl.errors import UsageError
+from ctl.flags.durations import check_positive
+from ctl.flags.groups import define_schedule_flags, schedule_arguments
+from ctl.flags.parsing import check_flags, group, run_command
+from ctl.logs.console import load_tensorflow
+from ctl.logs.svg import escape, line, shorten, text, ticks
+
+if TYPE_CHECKING:
+    from ctl.schedule.schedules import Schedule
+
+flags.disclaim_key_flags()
+
+WIDTH, HEIGHT = 720, 400
+LEFT, RIGHT, TOP, BOTTOM = 76, 690, 104, 344  # The frame of the curve.
+
+_STYLE = """
+  .page { fill: #ffffff } .frame { fill: none; stroke: #818b98 } .grid { stroke: #e4e8ec }
+  .curve { fill: none; stroke: #0969da; stroke-width: 2; stroke-linejoin: round }
+  text { font: 12px system-ui, "Segoe UI", Helvetica, Arial, sans-serif; fill: #59636e }
+  text.title { font-size: 16px; font-weight: 600; fill: #1f2328 }
+  .x { text-anchor: middle } .y { text-anchor: end }
+  @media (prefers-color-scheme: dark) {
+    .page { fill: #0d1117 } .frame { stroke: #656c76 } .grid { stroke: #262c34 }
+    .curve { stroke: #4493f8 } text { fill: #9198a1 } text.title { fill: #f0f6fc }
+  }
+"""
+
+
+_USAGE = """
+Prints the learning rate of a schedule at a few steps, and draws it.
+
+  python -m ctl.schedule --schedule=cosine --learning_rate=3e-3 --warmup=1ep --plot=rate.svg
+  python -m ctl.schedule --schedule=piecewise --boundaries=3ep,7ep --rates=1e-3,1e-4,1e-5
+"""
+
+
+def run() -> None:
+    """The command: parses the flags, prints a table and, with ``--plot``, draws the schedule."""
+    define_schedule_flags()
+    with group("Picture"):
+        flags.DEFINE_string("plot", None, "SVG file to write (default: only print the table).")
+        flags.DEFINE_float("epochs", 12.0, "Length of the training in epochs.")
+        flags.DEFINE_float("steps_per_epoch", 156.0, "Updates per epoch, whole or not.")
+        flags.DEFINE_integer(
+            "global_batch_size", None, "Examples per update, for --lr_scaling (default: none)."
+        )
+    check_flags(("epochs", "steps_per_epoch"), _check_length)
+    run_command(_main, _USAGE)
+
+
+def _check_length(epochs: float, steps_per_epoch: float) -> None:
+    check_positive("--epochs", epochs)
+    check_positive("--steps_per_epoch", steps_per_epoch)
+
+
+def _main() -> None:
+    load_tensorflow()  # Slow: only once the flags are right.
+
+    import tensorflow as tf
+
+    from ctl.schedule.schedules import make_schedule
+
+    tf.config.set_visible_devices([], "GPU")  # It may be training, and has no part in a picture.
+    steps_per_epoch = flags.FLAGS.steps_per_epoch
+    total_steps = math.ceil(flags.FLAGS.epochs * steps_per_epoch)
+    schedule = make_schedule(
+        total_steps=total_steps,
+        steps_per_epoch=steps_per_epoch,
+        global_batch_size=flags.FLAGS.global_batch_size,
+        **schedule_arguments(),
+    )
+    print(table(schedule, total_steps, steps_per_epoch))
+    if flags.FLAGS.plot:
+        try:
+            Path(flags.FLAGS.plot).write_text(
+                draw(schedule, total_steps, steps_per_epoch), encoding="utf-8"
+            )
+        except OSError as error:
+            raise UsageError(f"cannot write --plot={flags.FLAGS.plot}: {error.strerror}") from error
+
+
+def table(schedule: Schedule, total_steps: int, steps_per_epoch: float) -> str:
+    """The rate at the steps where something happens, as text of one line per step."""
+    steps = {total_steps * i // 8 for i in range(8)} | {schedule.warmup_steps, total_steps - 1}
+    for boundary in getattr(schedule, "boundaries", ()):
+        steps |= {boundary - 1, boundary}
+    lines = [f"{_name(schedule)}: {_arguments(schedule)}", "      step    epoch  learning rate"]
+    for step in sorted(step for step in steps if step < total_steps):
+        rate = float(schedule(step))
+        lines.append(f"{step:>10,} {step / steps_per_epoch:>8.2f}  {rate:.6g}")
+    return "\n".join(lines)
+
+
+def draw(schedule: Schedule, total_steps: int, steps_per_epoch: float) -> str:
+    """An SVG document: the rate over ``total_steps`` steps, with a scale of epochs above."""
+    from ctl.schedule.schedules import Exponential, Piecewise
+
+    samples = min(total_steps, RIGHT - LEFT)
+    steps = [total_steps * i // samples for i in range(samples)]
+    rates = [float(schedule(step)) for step in steps]
+    after_warmup = [r for s, r in zip(steps, rates, strict=True) if s >= schedule.warmup_steps]
+    y, y_ticks = _rate_axis(after_warmup or rates, isinstance(schedule, (Exponential, Piecewise)))
+    epochs = total_steps / steps_per_epoch
+
+    def x(step: float) -> float:
+        return LEFT + (RIGHT - LEFT) * step / total_steps
+
+    # A rate is held for the whole step (M, then horizontal, vertical, ...).
+    path = f"M{LEFT} {y(rates[0]):.1f}"
+    for step, rate in zip(steps[1:], rates[1:], strict=True):
+        path += f"H{x(step):.1f}V{y(rate):.1f}"
+    parts = [f'<rect class="page" width="{WIDTH}" height="{HEIGHT}"/>']
+    parts.append(text(LEFT, 30, f"Learning rate: {_name(schedule)}", "title"))
+    parts.append(text(LEFT, 51, shorten(_arguments(schedule), RIGHT - LEFT)))
+    for rate in y_ticks:
+        parts.append(line(LEFT, y(rate), RIGHT, y(rate)))
+        parts.append(text(LEFT - 8, y(rate) + 4, _rate(rate), "y"))
+    for step in ticks(total_steps, least=1):
+        parts.append(line(x(step), TOP, x(step), BOTTOM))
+        parts.append(text(x(step), BOTTOM + 18, _count(step), "x"))
+    for epoch in ticks(epochs):
+        at = x(epoch * steps_per_epoch)
+        parts.append(f'<path class="frame" d="M{at:.1f} {TOP}v-4"/>')
+        parts.append(text(at, TOP - 10, f"{epoch:g}", "x"))
+    middle = (LEFT + RIGHT) / 2
+    parts.append(text(middle, TOP - 28, "epoch", "x"))
+    parts.append(text(middle, BOTTOM + 38, "step", "x"))
+    parts.append(
+        f'<rect class="frame" x="{LEFT}" y="{TOP}" width="{RIGHT - LEFT}" height="{BOTTOM - TOP}"/>'
+    )
+    parts.append(f'<path class="curve" d="{path}H{RIGHT}"/>')
+    name = escape(f"Learning rate schedule {_name(schedule)}: {_arguments(schedule)}")
+    body = "\n".join(parts)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
+        f'width="{WIDTH}" height="{HEIGHT}" role="img">\n'
+        f"<title>{name}</title>\n<style>{_STYLE}</style>\n{body}\n</svg>\n"
+    )
+
+
+def _rate_axis(
+    rates: Sequence[float], by_factors: bool
+) -> tuple[Callable[[float], float], list[float]]:
+    """Where a rate is drawn, and the rates to label.
+
+    Rates that change ``by_factors``, by 10 or more in all, are read on a logarithmic axis. A rate
+    below it, early in a long warm-up, is drawn at its foot.
+    """
+    low, high = min(rates), max(rates)
+    if not (by_factors and 0 < 9.99 * low <= high):
+        ceiling = 1.05 * high or 1.0
+        return lambda rate: BOTTOM - (BOTTOM - TOP) * rate / ceiling, ticks(ceiling)
+    bottom, top = math.log10(low) - 0.2, math.log10(high) + 0.2
+    digits = (1, 2, 5) if top - bottom < 2.5 else (1,)
+    decades = range(math.floor(bottom), math.ceil(top) + 1)
+    rates_at = [digit * 10.0**decade for decade in decades for digit in digits]
+
+    def y(rate: float) -> float:
+        above = math.log10(rate) - bottom if rate > 0 else 0.0
+        return BOTTOM - (BOTTOM - TOP) * max(0.0, above) / (top - bottom)
+
+    return y, [tick for tick in rates_at if bottom <= math.log10(tick) <= top]
+
+
+def _name(schedule: Schedule) -> str:
+    return type(schedule).__name__
+
+
+def _arguments(schedule: Schedule) -> str:
+    values = dataclasses.asdict(schedule)
+    values["warmup_steps"] = values.pop("warmup_steps")  # Last: the rates come first.
+    return " ".join(f"{key}={_value(value)}" for key, value in values.items())
+
+
+def _value(value: float | Sequence[float]) -> str:
+    if isinstance(value, tuple):
+        return ",".join(_value(item) for item in value)
+    return str(value) if isinstance(value, int) else _rate(value)
+
+
+def _rate(rate: float) -> str:
+    """1e-3 rather than 0.001 or 1e-03, 0.05 as it is."""
+    if rate == 0 or 0.01 <= rate < 1e4:
+        return f"{rate:.4g}"
+    mantissa, exponent = f"{rate:.3e}".split("e")
+    return f"{float(mantissa):g}e{int(exponent)}"
+
+
+def _count(step: float) -> str:
+    return f"{step / 1e6:g}M" if step >= 1e6 else f"{step:,.0f}"

@@ -1,0 +1,1 @@
+"""The watchdog: ends a worker whose collective does not return, and says who was where."""

@@ -1,0 +1,179 @@
+"""Who keeps whom waiting: pure functions over the flight records of some or all workers.
+
+`ctl.watch.watchdog` asks with the one record that it has, the command ``python -m ctl.inspect hang
+DIR`` with the files of all workers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Sequence
+
+from ctl.watch.record import Record
+
+# Beats come once a second, so where a worker is said to be means something only when it did not
+# move for longer.
+_STEADY_SECONDS = 3.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a worker was.
+
+    Attributes:
+        worker: its index.
+        known: anything was heard of it.
+        own: by its own record; else by the last beat that anyone heard.
+        step: global step it had finished; -1 when not known.
+        doing, phase, waits, since: see `Record`.
+        steady: it was there for so long that others can be compared with it.
+        silent: seconds without a beat, where those were too many: it is frozen or dead.
+        gone: why nothing listens at its address, or "".
+        gave_up: it ended because a collective had failed, so it is not the cause.
+        at: the innermost frame of its main thread, or "".
+    """
+
+    worker: int
+    known: bool = False
+    own: bool = False
+    step: int = -1
+    doing: str = ""
+    phase: str = ""
+    waits: bool = False
+    since: float = 0.0
+    steady: bool = False
+    silent: float = 0.0
+    gone: str = ""
+    gave_up: bool = False
+    at: str = ""
+
+    @property
+    def where(self) -> str:
+        after = f" after step {self.step}" if self.step >= 0 else ""
+        return (f"{self.phase} of " if self.phase else "") + self.doing + after
+
+    @property
+    def _last(self) -> str:
+        return f", last seen in {self.where}" if self.known else ""
+
+    def __str__(self) -> str:
+        """The worker, and in brackets what is the matter with it."""
+        if self.gone:
+            what = f"gone: {self.gone}{self._last}"
+        elif not self.known:
+            what = "it left no record, and nobody heard of it"
+        elif self.silent:
+            what = f"frozen or dead: silent for {self.silent:.0f} s{self._last}"
+        else:
+            at = f", {self.at}" if self.at and not self.waits else ""
+            what = f"in {self.where} for {self.since:.0f} s{at}"
+        return f"worker {self.worker} ({what})"
+
+
+def places(records: Sequence[Record]) -> list[Place]:
+    """Where each worker was: by its own record, else by the one who heard it last."""
+    return [_place(worker, records) for worker in range(max(r.workers for r in records))]
+
+
+def _place(worker: int, records: Sequence[Record]) -> Place:
+    own = max((r for r in records if r.worker == worker), key=lambda r: r.time, default=None)
+    heard = [r for r in records if worker in r.peers]
+    last = max(heard, key=lambda r: r.time - r.peers[worker].silent, default=None)
+    silent = 0.0
+    if last and last.peers[worker].silent > last.silent_after:
+        silent = last.peers[worker].silent
+    if own:
+        # It lives, or did: only silence before it wrote counts (it was frozen and went on).
+        if silent and own.time < last.time - silent + last.silent_after:
+            silent = 0.0
+        main = own.stacks.get("MainThread", ())
+        return Place(
+            worker,
+            known=True,
+            own=True,
+            step=-1 if own.step is None else own.step,
+            doing=own.doing,
+            phase=own.phase,
+            waits=own.waits,
+            since=own.since,
+            steady=own.since >= _STEADY_SECONDS,
+            silent=silent,
+            gave_up=own.why == "broke off",
+            at=main[-1] if main else "",
+        )
+    gone = next((r.gone[worker] for r in records if worker in r.gone), "")
+    if not last:
+        return Place(worker, gone=gone)
+    peer = last.peers[worker]
+    return Place(
+        worker,
+        known=True,
+        step=peer.step,
+        doing=peer.doing,
+        phase=peer.phase,
+        waits=peer.waits,
+        since=peer.since,
+        steady=peer.since >= _STEADY_SECONDS,
+        silent=0.0 if peer.gave_up else silent,
+        gone="" if peer.gave_up else gone,
+        gave_up=peer.gave_up,
+    )
+
+
+def suspects(records: Sequence[Record]) -> list[Place]:
+    """The workers that the others wait for, the surest first; none when that cannot be told.
+
+    Those that are gone, frozen or dead; else those that stand still elsewhere than most of the
+    workers that wait: at an earlier step, in another part of the code, busy with something of their
+    own; else those that nobody has heard of, where others were heard.
+    """
+    found = places(records)
+    unheard = [p for p in found if not p.known]
+    return _judge(found)[1] or (unheard if len(found) - len(unheard) > 1 else [])
+
+
+def _judge(found: Sequence[Place]) -> tuple[list[Place], list[Place]]:
+    """Those who wait together, and those they wait for."""
+    lost = [p for p in found if p.gone or p.silent]
+    waiting = [p for p in found if p.known and p.waits and p not in lost]
+    groups = Counter((p.step, p.doing, p.phase) for p in waiting if p.steady)
+    if not groups:
+        return waiting, lost
+    # Of two as large, the one that is further: who is behind keeps the others waiting.
+    most = max(groups, key=lambda place: (groups[place], place[0], place[2].startswith("pack")))
+    # A worker without a phase has finished its step, and waits for the loss at the end.
+    group = [
+        p
+        for p in waiting
+        if (p.step, p.doing, p.phase) in (most, (*most[:2], "")) or p.gave_up or not p.steady
+    ]
+    elsewhere = [p for p in found if p.known and p not in group and p not in lost and not p.gave_up]
+    elsewhere = [p for p in elsewhere if p.steady]
+    return group, lost + sorted(elsewhere, key=lambda p: (p.waits, p.step))
+
+
+def verdict(records: Sequence[Record]) -> str:
+    """One line: who waits where since when, and for whom."""
+    found = places(records)
+    group, named = _judge(found)
+    named = named or [p for p in found if not p.known] or ([] if group else found)
+    if not group:
+        who = "nobody waits for others"
+        step = max(p.step for p in found)
+    else:
+        one = max(group, key=lambda p: (p.steady, p.since))
+        step = one.step
+        where = f"{one.phase} of {one.doing}" if one.phase else one.doing
+        many = "wait" if len(group) > 1 else "waits"
+        who = f"{_workers(group)} {many} in {where} since {one.since:.0f} s"
+    whom = "; ".join(str(place) for place in named)
+    if not whom:
+        whom = "all are in the same place: it is the network between them, or the runtime itself"
+    # A step is counted when it is finished: the one that hangs is the next.
+    return (f"step {step + 1}: " if step >= 0 else "before step 1: ") + f"{who}; {whom}"
+
+
+def _workers(group: Sequence[Place]) -> str:
+    numbers = ", ".join(str(place.worker) for place in group)
+    return f"worker{'s' if len(group) > 1 else ''} {numbers}"

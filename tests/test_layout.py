@@ -1,0 +1,82 @@
+"""The layout holds: no import circle, two doors into `ctl.inspect`, one registry for each name."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def name_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {name_of(path): ast.parse(path.read_text("utf-8")) for path in ROOT.glob("ctl/**/*.py")}
+
+
+def is_for_types(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+
+
+def imports(tree: ast.AST, function: str = "") -> Iterator[tuple[str, str]]:
+    """The modules of ctl that ``tree`` imports when it runs, and the function that does, or ""."""
+    for node in ast.iter_child_nodes(tree):
+        if is_for_types(node):
+            continue
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("ctl"):
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                yield full if full in MODULES else node.module, function
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.startswith("ctl"):
+                    yield alias.name, function
+        is_function = isinstance(node, ast.FunctionDef)
+        yield from imports(node, node.name if is_function else function)
+
+
+# The doors: the only ways from the core into the inspector.
+DOORS = {("ctl.step", "plan"), ("ctl.step", "inspect")}
+
+
+def is_door(module: str, imported: str, function: str) -> bool:
+    return imported.startswith("ctl.inspect") and (module, function) in DOORS
+
+
+def test_the_core_opens_the_inspector_through_two_doors():
+    found = {
+        (module, function)
+        for module, tree in MODULES.items()
+        for imported, function in imports(tree)
+        if imported.startswith("ctl.inspect") and not module.startswith("ctl.inspect")
+    }
+    assert found == DOORS
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_no_module_imports_itself_by_way_of_others(module):
+    """The imports inside of functions count, too; the two doors do not."""
+    seen, left = set(), [(module, ())]
+    while left:
+        at, way = left.pop()
+        for imported, function in imports(MODULES[at]):
+            if is_door(at, imported, function) or imported == "ctl":
+                continue
+            assert imported != module, " -> ".join([*way, at, module])
+            if imported not in seen:
+                seen.add(imported)
+                left.append((imported, (*way, at)))
+
+
+def test_what_the_flags_need_loads_no_tensorflow_at_the_top():
+    """`--help` and a wrong flag answer at once; `tests/test_package.py` runs them."""
+    light = [m for m in MODULES if m.startswith(("ctl.flags", "ctl.cluster", "ctl.watch.watchdog"))]
+    assert len(light) > 8
+    for module in light:
+        for node in MODULES[module].body:
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            assert not {"tensorflow", "keras", "numpy"} & set(names), module
