@@ -112,6 +112,7 @@ def start(*arguments: object) -> int:
 
 def one(fault: str, randoms: random.Random) -> tuple[bool, str]:
     """One job. Returns whether the verdict is right, and what it says."""
+    from ctl.inspect import hang_command
     from ctl.watch import hang
 
     workers, late = FLAGS.workers, randoms.randrange(FLAGS.workers)
@@ -144,7 +145,7 @@ def one(fault: str, randoms: random.Random) -> tuple[bool, str]:
         said = (out / "stderr").read_text()
         if codes != [5] * len(others):
             return False, f"exit codes {codes}: {said[-500:]}"
-        verdict = hang.verdict(hang.load(out)[0])
+        verdict = hang.verdict(hang_command.load(out)[0])
     named = re.findall(r"worker (\d+) \(", verdict)
     right = named == [str(late)] and re.search(WORDS[fault], verdict) is not None
     return right, verdict

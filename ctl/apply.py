@@ -101,7 +101,7 @@ class LossScale:
         self.finite_steps.assign(0)
 
 
-class Apply:
+class Updater:
     """Applies reduced gradients to the variables of a model; made in the strategy's scope.
 
     Args:

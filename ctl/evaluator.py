@@ -1,4 +1,4 @@
-"""Evaluation over a strategy; and how many steps a call of either loop runs."""
+"""Evaluation over a strategy."""
 
 from __future__ import annotations
 
@@ -13,56 +13,11 @@ from ctl import share, workers
 from ctl.data.feed import distribute
 from ctl.data.global_batches import as_dataset
 from ctl.errors import UsageError
+from ctl.pace import Pace, StopRequested
 from ctl.step import EvalStep
 from ctl.watch import watchdog
 
 SUM = tf.distribute.ReduceOp.SUM
-
-# Python wakes at least this often (seconds), to see signals and to let actions run that are due by
-# time. A wake costs about 1 ms.
-_WAKE_SECONDS = 0.5
-
-
-class StopRequested(Exception):
-    """A signal arrived; unwinds to where the state can be saved."""
-
-
-class Pace:
-    """How many steps to run in one call, so that Python wakes about every `_WAKE_SECONDS`.
-
-    All workers must run the same number, and their clocks differ: they go by the mean of what all
-    of them measured, which each learns from the reduction at the end of the next call.
-    """
-
-    def __init__(self, steps_per_loop: int | None = None):
-        self._fixed = steps_per_loop
-        self._measured = self._agreed = 0.0  # seconds per step; 0: not known
-        self.traced = False
-
-    def steps(self) -> int:
-        if self._fixed:
-            return self._fixed
-        return max(1, int(_WAKE_SECONDS / self._agreed)) if self._agreed else 1
-
-    def report(self, stop: bool) -> tf.Tensor:
-        """float32 [2], what this worker tells the others: that it was asked to stop, its pace."""
-        return tf.constant([float(stop), self._measured])
-
-    def traces_again(self) -> None:
-        """The next call is traced anew, so its time says nothing."""
-        self.traced = False
-
-    def took(self, seconds: float, steps: int, mean: float | None) -> bool:
-        """Learns from one call, and from the mean of all reports; None where there is one worker.
-
-        Returns:
-            False for the first call, whose time is mostly tracing.
-        """
-        first, self.traced = not self.traced, True
-        if not first:
-            self._measured = seconds / steps
-        self._agreed = self._measured if mean is None else mean
-        return not first
 
 
 class Evaluator:

@@ -25,7 +25,7 @@ from absl import flags
 
 from ctl.errors import DivergedError, PeerError, Preempted, UsageError
 from ctl.flags.parsing import group, run_command
-from ctl.logs.console import give_up
+from ctl.logs.console import discard_output
 
 FLAGS = flags.FLAGS
 flags.disclaim_key_flags()
@@ -383,7 +383,7 @@ def _write(target: TextIO, line: str) -> None:
             target.flush()
             return
         except OSError as error:
-            give_up(target)
+            discard_output(target)
             reason = error.strerror
     # Of `2>&1 | head`, nobody reads this either.
     _say(f"cannot write to {target.name}: {reason}; the job goes on without it")

@@ -25,7 +25,8 @@ from ctl.checkpoint.manager import CheckpointManager, Saved
 from ctl.data.feed import Feed, batch_of, next_block
 from ctl.data.global_batches import as_dataset
 from ctl.errors import CheckpointError, DivergedError, Preempted, UsageError
-from ctl.evaluator import Evaluator, Pace, StopRequested
+from ctl.evaluator import Evaluator
+from ctl.pace import Pace, StopRequested
 from ctl.step import TrainStep
 from ctl.watch import watchdog
 
@@ -122,11 +123,11 @@ class Loop:
         losses = strategy.run(lambda: (tf.zeros([]), tf.zeros([], tf.int32)))
         while steps > 0:
             block, first, count, position = next_block(iterator, position, steps)
-            if jit_compile and marks is None and self.step.alone:
+            if jit_compile and marks is None and self.step.single_replica:
                 every = losses, block, first, count, resident
                 losses = strategy.run(self._compiled_steps, args=every)
             else:
-                one_step = self._every_replica_apart if self.step.apart else self._every_replica
+                one_step = self._run_step_noinline if self.step.noinline else self._run_step
                 static = marks, bytes_per_pack, jit_compile
                 for number in tf.range(first, first + count):
                     losses = one_step(losses, block, number, resident, *static)
@@ -137,11 +138,11 @@ class Loop:
         totals = strategy.run(lambda loss: tf.concat([[loss], report], 0), args=(losses[0],))
         return strategy.reduce(SUM, totals, axis=None), losses[1], position
 
-    def _every_replica(self, losses: Any, block: Any, number: tf.Tensor, resident: Any, *static):
+    def _run_step(self, losses: Any, block: Any, number: tf.Tensor, resident: Any, *static):
         """One step. ``static``: for what it is traced, as `_train_steps` is."""
         return self.strategy.run(self._one_step, args=(losses, block, number, resident))
 
-    _every_replica_apart = noinline.apart(_every_replica)
+    _run_step_noinline = noinline.noinline(_run_step)
 
     def _one_step(
         self, losses: tuple[tf.Tensor, tf.Tensor], block: Any, number: tf.Tensor, resident: Any
@@ -264,7 +265,7 @@ class Loop:
         """What may change between calls: each has a trace of its own."""
         return self.step.marks, self.step.bytes_per_pack, self.step.jit_compile
 
-    def change(self, name: str, value: Any) -> None:
+    def set_step_option(self, name: str, value: Any) -> None:
         """``step.bytes_per_pack`` or ``step.jit_compile`` is ``value`` from the next step on;
         workers must agree on it."""
         setattr(self.step, name, value)
@@ -275,11 +276,11 @@ class Loop:
         """With several workers: what ends a call that does not come back, and says where it is."""
         if not workers.watch(self.strategy):
             return None
-        from ctl.watch.flight import record_marks
+        from ctl.watch.flight import attach_progress_marks
 
         if self.checkpoints:
             watchdog.finish_first(self.checkpoints.wait)
-        return record_marks(self.step)
+        return attach_progress_marks(self.step)
 
     def _watched(self, step: int, steps: int) -> contextlib.AbstractContextManager[None]:
         flight = self._flight
@@ -385,8 +386,8 @@ class Loop:
         return scalars() if status.final else {}
 
     def _skipped(self) -> int:
-        applier = self.step.applier
-        return int(applier.skipped.numpy()) if applier.judges_finiteness else 0
+        updater = self.step.updater
+        return int(updater.skipped.numpy()) if updater.judges_finiteness else 0
 
     def _reset_window(self) -> None:
         self._window_loss = self._window_seconds = 0.0
@@ -397,17 +398,17 @@ class Loop:
         scalars = {"loss": self._window_loss / max(1, self._window_steps)}
         with watchdog.collective("reading the metrics"):
             scalars |= self.step.results()
-        applier = self.step.applier
-        scalars["learning_rate"] = float(applier.learning_rate(applier.global_step - 1))
+        updater = self.step.updater
+        scalars["learning_rate"] = float(updater.learning_rate(updater.global_step - 1))
         if self._window_seconds:
             rate = self._window_timed_steps / self._window_seconds
             scalars["steps_per_second"] = rate
             if self.dataset.global_batch_size:
                 scalars["examples_per_second"] = rate * self.dataset.global_batch_size
-        if applier.judges_finiteness:
+        if updater.judges_finiteness:
             scalars["skipped_steps"] = float(self._window_skipped)
-        if applier.loss_scale:
-            scalars["loss_scale"] = float(applier.loss_scale.scale.numpy())
+        if updater.loss_scale:
+            scalars["loss_scale"] = float(updater.loss_scale.scale.numpy())
         return scalars
 
     def _diverged(self, step: int, loss: float) -> None:
@@ -445,7 +446,7 @@ class Loop:
         with (
             self._ending_well("the evaluation"),
             watchdog.host("preparing the evaluation", self.global_step),
-            self.step.applier.averaged(),
+            self.step.updater.averaged(),
         ):
             results = self.evaluator.run(on_wake, lambda: self._signal is not None)
         for action in self.eval_actions:
@@ -469,7 +470,7 @@ class Loop:
             raise UsageError("this loop has no checkpoints: give Loop(checkpoints=...)")
         saved = self.checkpoints.restore(self.step.state())
         if saved:
-            self.step.separate_dropout()
+            self.step.offset_dropout_seeds()
             self._evaluated = dict(saved.metrics) or None
             self._reset_window()
         return saved

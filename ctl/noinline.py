@@ -31,6 +31,6 @@ def is_needed(strategy: tf.distribute.Strategy, model: keras.Model) -> bool:
     return on_cpu and pools and has_one_device(strategy)
 
 
-def apart(function: Callable) -> Callable:
+def noinline(function: Callable) -> Callable:
     """``function`` as one that TensorFlow does not inline in the graph that calls it."""
     return tf.function(function, experimental_attributes={"_noinline": True})

@@ -1,4 +1,4 @@
-"""The only place that touches private or undocumented names of TensorFlow.
+"""Private and undocumented names of TensorFlow; `tests/test_layout.py` finds them elsewhere.
 
 Each has a question that says, in one line for the user, what cannot be shown without it; None when
 all is well. A TensorFlow that loses one of them costs a part of a report, never a run.
@@ -6,7 +6,9 @@ all is well. A TensorFlow that loses one of them costs a part of a report, never
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -14,6 +16,7 @@ import tensorflow as tf
 _MANAGER = "experimental_acd_manager"
 _CONTEXT = "tensorflow.python.eager.context"
 _DEFINITIONS = "tensorflow.python.framework.op_def_registry"
+_ITERATORS = "tensorflow.python.data.ops.multi_device_iterator_ops"
 _XPLANE = "tensorflow.tsl.profiler.protobuf.xplane_pb2"
 
 
@@ -108,3 +111,22 @@ def define_function(function: Any) -> None:
 
 def _definitions() -> Any:
     return _import(_DEFINITIONS)
+
+
+@contextlib.contextmanager
+def devices_without_autotuning() -> Iterator[None]:
+    """Inside, iterators of a strategy get no autotuning for their part on each device either, see
+    `ctl.data.dataset.distribution_options`. That part has one parameter, fixed, but no options of
+    its own; where the private function that makes it has another name, an iterator may be slow to
+    be freed."""
+    module = _import(_ITERATORS)
+    create = getattr(module, "_create_device_dataset", None)
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    if create:
+        module._create_device_dataset = lambda *args: create(*args).with_options(options)
+    try:
+        yield
+    finally:
+        if create:
+            module._create_device_dataset = create

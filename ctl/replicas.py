@@ -100,7 +100,7 @@ def dropout_seeds(model: keras.Model) -> list[tf.Variable]:
 def drawing_alike(model: keras.Model, parts: int | tf.Tensor, most: int) -> Iterator[None]:
     """Inside, call ``model`` ``parts`` times, which must be at most ``most``. Afterwards its seeds
     are as if it had been called ``most`` times. So the seeds of all replicas stay in step, and
-    after a restore `separate_dropout` can tell them from those of replica 0."""
+    after a restore `offset_dropout_seeds` can tell them from those of replica 0."""
     seeds = [] if isinstance(parts, int) else dropout_seeds(model)
     before = [seed.read_value() for seed in seeds]
     yield
@@ -109,7 +109,7 @@ def drawing_alike(model: keras.Model, parts: int | tf.Tensor, most: int) -> Iter
         seed.assign(old + drawn * tf.cast(most, seed.dtype))
 
 
-def separate_dropout(strategy: tf.distribute.Strategy, model: keras.Model) -> None:
+def offset_dropout_seeds(strategy: tf.distribute.Strategy, model: keras.Model) -> None:
     """Gives each replica seeds of its own, out of replica 0's."""
     seeds = dropout_seeds(model)
 

@@ -26,7 +26,8 @@ import keras
 import tensorflow as tf
 
 from ctl import noinline, replicas, share
-from ctl.apply import Apply
+from ctl.apply import Updater
+from ctl.base_step import BaseStep, cross_entropy, scale_images
 from ctl.errors import UsageError
 from ctl.reduce import all_reduce, densify
 
@@ -36,164 +37,10 @@ if TYPE_CHECKING:
     from ctl.loop import Loop
     from ctl.marks import Marks
 
-
-@tf.autograph.experimental.do_not_convert
-def cross_entropy(labels: tf.Tensor, logits: tf.Tensor, smoothing: float = 0.0) -> tf.Tensor:
-    """Softmax cross-entropy of each example, float32 [n].
-
-    Args:
-        labels: classes, integers [n].
-        logits: float [n, classes].
-        smoothing: mixes the one-hot target with the uniform distribution over the classes (Szegedy
-            et al. 2016, arXiv:1512.00567, section 7).
-    """
-    logits = tf.cast(logits, tf.float32)
-    losses = tf.nn.sparse_softmax_cross_entropy_with_logits(tf.cast(labels, tf.int32), logits)
-    if smoothing:
-        uniform = -tf.reduce_mean(tf.nn.log_softmax(logits), axis=-1)
-        losses = (1.0 - smoothing) * losses + smoothing * uniform
-    return losses
+__all__ = ["EvalStep", "TrainStep", "cross_entropy", "scale_images"]
 
 
-@tf.autograph.experimental.do_not_convert
-def scale_images(features: Any) -> Any:
-    """uint8 images to float32 in [0, 1]; anything else as it is. Batches stay uint8 up to here: a
-    quarter of the bytes to move to the device."""
-    return tf.nest.map_structure(
-        lambda t: tf.cast(t, tf.float32) * (1.0 / 255.0) if t.dtype == tf.uint8 else t, features
-    )
-
-
-class _Step:
-    """What training and evaluation share: the model, the loss of a batch, the metrics."""
-
-    training: bool
-
-    def __init__(
-        self,
-        model: keras.Model,
-        loss_fn: Callable[[tf.Tensor, tf.Tensor], tf.Tensor] = cross_entropy,
-        metrics: Sequence[keras.metrics.Metric] = (),
-    ):
-        self.model = model
-        self.loss_fn = loss_fn
-        self.metrics = list(metrics)
-
-    def preprocess(self, features: Any) -> Any:
-        """Features as they come to what the model takes; here `scale_images`."""
-        return scale_images(features)
-
-    def loss(self, batch: Any) -> tf.Tensor | tuple[tf.Tensor, Any]:
-        """The loss of each example, float [n]; optionally with the outputs that metrics are made
-        of.
-
-        Args:
-            batch: this replica's part of the global batch, ``(features, labels)`` or ``(features,
-                labels, sample_weights)``, n examples. Override for any other form.
-
-        Returns:
-            Losses [n], each times its weight, or ``(losses, outputs)``.
-        """
-        features, labels, weights = share.unpack(batch)
-        outputs = self.model(self.preprocess(features), training=self.training)
-        losses = self.loss_fn(labels, outputs)
-        losses = share.one_for_each_example(losses, source="loss_fn")
-        if weights is None:
-            return losses, outputs
-        if not weights.shape.is_compatible_with(losses.shape):
-            raise UsageError(
-                f"the weights of a batch have shape {weights.shape}, its losses {losses.shape}: "
-                "give one weight for each example, [n] or [n, 1]"
-            )
-        if weights.shape.rank is None:
-            weights = tf.reshape(weights, tf.shape(losses))
-        return losses * tf.cast(weights, losses.dtype), outputs
-
-    @tf.autograph.experimental.do_not_convert
-    def sum_of(self, losses: Any, batch: Any) -> tuple[tf.Tensor, Any]:
-        """The sum of what `loss` returned for ``batch``, a float32 scalar, and the outputs for
-        metrics or None.
-
-        Raises:
-            UsageError: that was anything but one loss for each example.
-        """
-        losses, outputs = losses if isinstance(losses, tuple) else (losses, None)
-        # A step with a count of its own may have another number of losses, for instance one for
-        # each view of an example.
-        count = share.rows(batch) if type(self).count is _Step.count else None
-        losses = share.one_for_each_example(losses, count)
-        return tf.reduce_sum(tf.cast(losses, tf.float32)), outputs
-
-    @tf.autograph.experimental.do_not_convert
-    def count(self, batch: Any) -> int | tf.Tensor:
-        """How many examples are valid in this replica's batch: the sum of their weights, where it
-        has weights. A Python integer promises that *every* batch on every replica has this many."""
-        features, _, weights = share.unpack(batch)
-        if weights is not None:
-            return tf.reduce_sum(tf.cast(weights, tf.float32))
-        examples = share.rows(features)
-        return examples if isinstance(examples, int) else tf.cast(examples, tf.float32)
-
-    def update_metrics(self, batch: Any, outputs: Any) -> None:
-        """Updates ``self.metrics``: no collective, replicas are combined when a result is read."""
-        _, labels, weights = share.unpack(batch)
-        replica = tf.distribute.get_replica_context()
-        if replica and replicas.shares_variables(replica.strategy):
-            # All replicas have one copy of a metric: what each assigned to it would be summed, with
-            # the total so far in every one of them.
-            replica.merge_call(self._update_shared_metrics, args=((labels, outputs, weights),))
-            return
-        if replica and isinstance(replica.strategy, tf.distribute.ParameterServerStrategy):
-            self._add_to_metrics(labels, outputs, weights)
-            return
-        for metric in self.metrics:
-            metric.update_state(labels, outputs, sample_weight=weights)
-
-    def _update_shared_metrics(self, strategy: tf.distribute.Strategy, parts: Any) -> None:
-        for replica in range(strategy.num_replicas_in_sync):
-            labels, outputs, weights = tf.nest.map_structure(
-                lambda t, i=replica: (
-                    None if t is None else strategy.experimental_local_results(t)[i]
-                ),
-                parts,
-            )
-            for metric in self.metrics:
-                metric.update_state(labels, outputs, sample_weight=weights)
-
-    def _add_to_metrics(self, labels: Any, outputs: Any, weights: Any) -> None:
-        """Adds what this batch alone would make of the metrics: other workers do the same at the
-        same time, and where Keras reads and then assigns, theirs would be lost."""
-        for metric in self.metrics:
-            variables = metric.variables
-            none = [tf.zeros(v.shape, v.dtype) for v in variables]
-            mine = metric.stateless_update_state(none, labels, outputs, sample_weight=weights)
-            for variable, more in zip(variables, mine, strict=True):
-                variable.value.assign_add(tf.cast(more, variable.dtype))
-
-    def check_scope(self, strategy: tf.distribute.Strategy) -> None:
-        """Raises `UsageError` when a variable was not made in the scope of ``strategy``."""
-        variables = [*self.model.variables, *(v for m in self.metrics for v in m.variables)]
-        for variable in variables:
-            if not strategy.extended.variable_created_in_scope(variable.value):
-                raise UsageError(
-                    f"variable {variable.path} was not created in the strategy's scope: build the "
-                    "model, the optimizer and the metrics inside `with strategy.scope():`"
-                )
-
-    def results(self) -> dict[str, float]:
-        """Metrics by name, over all replicas, since the last `reset_metrics`."""
-        values = {}
-        for metric in self.metrics:
-            result = metric.result()
-            values |= result if isinstance(result, dict) else {metric.name: result}
-        return {name: float(value) for name, value in values.items()}
-
-    def reset_metrics(self) -> None:
-        for metric in self.metrics:
-            metric.reset_state()
-
-
-class TrainStep(_Step):
+class TrainStep(BaseStep):
     """One training step of one replica. Make it, like the model, in ``strategy.scope()``.
 
     Args:
@@ -204,7 +51,7 @@ class TrainStep(_Step):
         clip_norm: largest global norm of the reduced gradient.
         accumulate_steps: the replica's batch is cut in so many micro-batches, which go through the
             model one after the other; their gradients are summed and reduced once.
-        ema_decay: keeps a moving average of the weights, see `ctl.apply.Apply`.
+        ema_decay: keeps a moving average of the weights, see `ctl.apply.Updater`.
         loss_scale: scales the loss dynamically, for float16.
         on_nan: ``"stop"`` lets the loop stop at a loss that is not finite; ``"skip"`` leaves out
             the update when a reduced gradient is not finite.
@@ -213,7 +60,7 @@ class TrainStep(_Step):
         jit_compile: compiles forward and backward with XLA; the all-reduce stays outside. Where
             one replica has nothing to reduce, all of the step, metrics included, and several steps
             at once where batches come in blocks (`ctl.data.feed`). Needs batches of static shape.
-        jit_update: compiles the update with XLA, see `ctl.apply.Apply`.
+        jit_update: compiles the update with XLA, see `ctl.apply.Updater`.
 
     Attributes:
         marks: stamps moments of the step while somebody inspects it, see `ctl.marks`. None
@@ -278,7 +125,7 @@ class TrainStep(_Step):
         self._statistics = self.replica_statistics() if strategy.num_replicas_in_sync > 1 else []
         self._synchronizes = replicas.synchronizes(self.model)
         with strategy.scope():
-            self.applier = Apply(
+            self.updater = Updater(
                 self.optimizer,
                 self.model.trainable_variables,
                 schedule=schedule,
@@ -287,24 +134,24 @@ class TrainStep(_Step):
                 skip_nonfinite=self.on_nan == "skip",
                 jit_update=self.jit_update,
             )
-        self.alone = replicas.is_alone(strategy)
+        self.single_replica = replicas.is_alone(strategy)
         # Whether the loop must call it as a function of its own.
-        self.apart = noinline.is_needed(strategy, self.model)
-        self._compiled = tf.function(self.compute, jit_compile=True)
-        self._computed = self.compute
-        if self.apart and self.accumulate_steps > 1:
-            self._computed = noinline.apart(self.compute)  # of the loop over micro-batches
+        self.noinline = noinline.is_needed(strategy, self.model)
+        self._xla_gradient_fn = tf.function(self.compute, jit_compile=True)
+        self._gradient_fn = self.compute
+        if self.noinline and self.accumulate_steps > 1:
+            self._gradient_fn = noinline.noinline(self.compute)  # of the loop over micro-batches
         self._compiled_phases = tf.function(self.phases, jit_compile=True)
-        self.separate_dropout()
+        self.offset_dropout_seeds()
 
     @property
     def global_step(self) -> tf.Variable:
         """int64 scalar: global batches seen. It is also the position in the data."""
-        return self.applier.global_step
+        return self.updater.global_step
 
     def state(self) -> dict[str, list[tf.Variable]]:
         """Everything that a checkpoint must hold for training to go on bit for bit."""
-        return {"model": [v.value for v in self.model.variables], **self.applier.state()}
+        return {"model": [v.value for v in self.model.variables], **self.updater.state()}
 
     def inspect(self, steps: int = 20, *, profile: bool = False) -> Inspection:
         """``with step.inspect(steps=20) as seen: loop.train(...)``: where the time of the last
@@ -343,7 +190,7 @@ class TrainStep(_Step):
         """
         if self.marks is not None:
             batch = self.marks.begin(batch)
-        phases = self._compiled_phases if self.jit_compile and self.alone else self.phases
+        phases = self._compiled_phases if self.jit_compile and self.single_replica else self.phases
         loss = phases(batch)
         self._mark("apply", self._trainable)
         return loss
@@ -355,7 +202,7 @@ class TrainStep(_Step):
         loss, gradients = self.forward_backward(batch, count)
         self._mark("backward", gradients)
         loss, gradients = self.reduce(loss, count, gradients, **self._uneven(batch))
-        finite = self.finite(gradients) if self.applier.judges_finiteness else None
+        finite = self.finite(gradients) if self.updater.judges_finiteness else None
         gradients = self.clip(gradients)
         self.apply(gradients, finite)
         return loss if finite is None else tf.where(finite, loss, 0.0)
@@ -399,7 +246,7 @@ class TrainStep(_Step):
         return loss, [None if no else t for t, no in zip(totals, no_gradient, strict=True)]
 
     def _micro_step(self, batch: Any, divisor: int) -> tuple[tf.Tensor, list[tf.Tensor | None]]:
-        compute = self._compiled if self.jit_compile else self._computed
+        compute = self._xla_gradient_fn if self.jit_compile else self._gradient_fn
         computed, empty = share.filled(batch)
         if empty is not None and self._synchronizes:
             share.refuse_empty(empty)
@@ -417,7 +264,7 @@ class TrainStep(_Step):
                 loss, outputs = self.forward(batch)
                 self._mark("forward", loss if outputs is None else outputs)
                 loss /= float(divisor)
-            scaled = self.applier.loss_scale.scale * loss if self.loss_scale else loss
+            scaled = self.updater.loss_scale.scale * loss if self.loss_scale else loss
         with tf.name_scope("ctl_backward"):
             return loss, self.backward(tape, scaled), outputs
 
@@ -481,7 +328,7 @@ class TrainStep(_Step):
             dense = [tf.math.divide_no_nan(g, tf.cast(reduced[-1], g.dtype)) for g in dense]
             loss = tf.math.divide_no_nan(loss, reduced[-1])
         if self.loss_scale:
-            dense = [g / tf.cast(self.applier.loss_scale.scale, g.dtype) for g in dense]
+            dense = [g / tf.cast(self.updater.loss_scale.scale, g.dtype) for g in dense]
         left = iter(dense)
         return loss, [None if g is None else next(left) for g in gradients]
 
@@ -500,8 +347,8 @@ class TrainStep(_Step):
         return tf.clip_by_global_norm(gradients, self.clip_norm)[0]
 
     def apply(self, gradients: list[tf.Tensor | None], finite: tf.Tensor | None = None) -> None:
-        """Hands reduced gradients over to `ctl.apply.Apply`, which updates all replicas alike."""
-        tf.distribute.get_replica_context().merge_call(self.applier, args=(gradients, finite))
+        """Hands reduced gradients over to `ctl.apply.Updater`, which updates all replicas alike."""
+        tf.distribute.get_replica_context().merge_call(self.updater, args=(gradients, finite))
 
     def _mark(self, name: str, tensors: Any) -> None:
         if self.marks is not None:
@@ -515,13 +362,13 @@ class TrainStep(_Step):
         agree by themselves. Override for layers of your own."""
         return replicas.batch_norm_statistics(self.model)
 
-    def separate_dropout(self) -> None:
+    def offset_dropout_seeds(self) -> None:
         """Gives each replica seeds of its own; after building and after every restore, which both
         leave replica 0's seeds everywhere. Doing it twice changes nothing."""
-        replicas.separate_dropout(self.strategy, self.model)
+        replicas.offset_dropout_seeds(self.strategy, self.model)
 
 
-class EvalStep(_Step):
+class EvalStep(BaseStep):
     """One evaluation step of one replica. Arguments as in `TrainStep`."""
 
     training = False

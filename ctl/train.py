@@ -150,7 +150,7 @@ def _choose(loop: Loop, resumed: Path | None) -> dict[str, Any]:
                 choices[name] = choose(loop)
         else:
             logging.info("%s: %s, chosen when the run began", name, chosen)
-            loop.change(name, chosen)
+            loop.set_step_option(name, chosen)
             choices[name] = chosen
     return choices
 
@@ -211,7 +211,7 @@ def inspect_every(step: TrainStep, every: int, sinks: Sequence[Sink]) -> list[Ac
 def _export(loop: Loop, model_dir: Path) -> list[Path]:
     from ctl.export import export_model
 
-    with loop.step.applier.averaged():
+    with loop.step.updater.averaged():
         return export_model(loop.step.model, model_dir / "export")
 
 

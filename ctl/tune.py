@@ -65,7 +65,7 @@ def tune_jit_compile(loop: Loop) -> bool:
 def _tune(loop: Loop, name: str, best: Callable[[Loop], Any]) -> Any:
     with loop._ending_well(f"the trial of {name}"):
         loop._start(loop.global_step)
-        loop.change(name, best(loop))
+        loop.set_step_option(name, best(loop))
     loop._reset_window()
     return getattr(loop.step, name)
 

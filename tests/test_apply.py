@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ctl.apply import PROVEN, Apply, LossScale, check_optimizer
+from ctl.apply import PROVEN, LossScale, Updater, check_optimizer
 from ctl.errors import UsageError
 from ctl.schedule import make_schedule
 
@@ -22,7 +22,7 @@ class Mine(keras.optimizers.Optimizer):
         variable.assign_sub(tf.cast(learning_rate, variable.dtype) * tf.sign(gradient))
 
 
-def make(strategy, optimizer, **options) -> Apply:
+def make(strategy, optimizer, **options) -> Updater:
     with strategy.scope():
         constraint = options.pop("constraint", None)
         variables = [
@@ -30,10 +30,10 @@ def make(strategy, optimizer, **options) -> Apply:
             keras.Variable(np.ones(2, "float32"), name="b"),
         ]
         variables[0].constraint = constraint
-        return Apply(optimizer(), variables, **options)
+        return Updater(optimizer(), variables, **options)
 
 
-def update(strategy, applier, *gradients, finite=None) -> None:
+def update(strategy, updater, *gradients, finite=None) -> None:
     """One update, as the step does it."""
 
     @tf.function
@@ -41,15 +41,15 @@ def update(strategy, applier, *gradients, finite=None) -> None:
         def replica():
             tensors = [None if g is None else tf.constant(g, tf.float32) for g in gradients]
             judged = None if finite is None else tf.constant(finite)
-            tf.distribute.get_replica_context().merge_call(applier, args=(tensors, judged))
+            tf.distribute.get_replica_context().merge_call(updater, args=(tensors, judged))
 
         strategy.run(replica)
 
     run()
 
 
-def values(applier) -> list[np.ndarray]:
-    return [v.numpy() for v in applier.variables]
+def values(updater) -> list[np.ndarray]:
+    return [v.numpy() for v in updater.variables]
 
 
 def sgd(rate=0.5, **options):
@@ -62,11 +62,11 @@ ONES = ([1.0, 1.0, 1.0], [1.0, 1.0])
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_an_optimizer_of_ones_own(mirrored, replicas):
     strategy = mirrored(replicas)
-    applier = make(strategy, lambda: Mine(0.25))
-    update(strategy, applier, [3.0, -5.0, 0.0], [7.0, -1.0])
-    np.testing.assert_array_equal(values(applier)[0], [-0.25, 0.25, 0])
-    np.testing.assert_array_equal(values(applier)[1], [0.75, 1.25])
-    assert int(applier.global_step.numpy()) == int(applier.optimizer.iterations.numpy()) == 1
+    updater = make(strategy, lambda: Mine(0.25))
+    update(strategy, updater, [3.0, -5.0, 0.0], [7.0, -1.0])
+    np.testing.assert_array_equal(values(updater)[0], [-0.25, 0.25, 0])
+    np.testing.assert_array_equal(values(updater)[1], [0.75, 1.25])
+    assert int(updater.global_step.numpy()) == int(updater.optimizer.iterations.numpy()) == 1
 
 
 def test_a_subclass_of_a_proven_one_may_change_its_update_step(mirrored):
@@ -74,9 +74,9 @@ def test_a_subclass_of_a_proven_one_may_change_its_update_step(mirrored):
         def update_step(self, gradient, variable, learning_rate):
             super().update_step(gradient, variable, 2 * learning_rate)
 
-    applier = make(mirrored(1), lambda: Twice(0.5))
-    update(mirrored(1), applier, *ONES)
-    np.testing.assert_array_equal(values(applier)[1], [0.0, 0.0])
+    updater = make(mirrored(1), lambda: Twice(0.5))
+    update(mirrored(1), updater, *ONES)
+    np.testing.assert_array_equal(values(updater)[1], [0.0, 0.0])
 
 
 @pytest.mark.parametrize(
@@ -102,28 +102,28 @@ def test_a_variable_overwritten_by_its_gradient_is_refused(mirrored):
         variable = keras.Variable(np.zeros(2, "float32"))
         variable.overwrite_with_gradient = True
         with pytest.raises(UsageError, match="overwritten by its gradient"):
-            Apply(keras.optimizers.SGD(), [variable])
+            Updater(keras.optimizers.SGD(), [variable])
 
 
 def test_none_leaves_a_variable_as_it_is(mirrored):
     """Weight decay too; its average goes on."""
-    applier = make(mirrored(1), sgd(weight_decay=0.5), ema_decay=0.5)
-    update(mirrored(1), applier, ONES[0], None)
-    np.testing.assert_array_equal(values(applier)[0], [-0.5] * 3)
-    np.testing.assert_array_equal(values(applier)[1], [1.0, 1.0])
-    np.testing.assert_array_equal(applier.ema[1].numpy(), [1.0, 1.0])
+    updater = make(mirrored(1), sgd(weight_decay=0.5), ema_decay=0.5)
+    update(mirrored(1), updater, ONES[0], None)
+    np.testing.assert_array_equal(values(updater)[0], [-0.5] * 3)
+    np.testing.assert_array_equal(values(updater)[1], [1.0, 1.0])
+    np.testing.assert_array_equal(updater.ema[1].numpy(), [1.0, 1.0])
 
 
 def test_weight_decay_comes_before_the_update(mirrored):
-    applier = make(mirrored(1), sgd(0.5, weight_decay=0.25))
-    update(mirrored(1), applier, *ONES)
-    np.testing.assert_array_equal(values(applier)[1], [1 - 0.25 * 0.5 - 0.5] * 2)
+    updater = make(mirrored(1), sgd(0.5, weight_decay=0.25))
+    update(mirrored(1), updater, *ONES)
+    np.testing.assert_array_equal(values(updater)[1], [1 - 0.25 * 0.5 - 0.5] * 2)
 
 
 def test_a_constraint_holds_after_the_update(mirrored):
-    applier = make(mirrored(1), sgd(), constraint=keras.constraints.NonNeg())
-    update(mirrored(1), applier, [1.0, -1.0, 0.0], ONES[1])
-    np.testing.assert_array_equal(values(applier)[0], [0, 0.5, 0])
+    updater = make(mirrored(1), sgd(), constraint=keras.constraints.NonNeg())
+    update(mirrored(1), updater, [1.0, -1.0, 0.0], ONES[1])
+    np.testing.assert_array_equal(values(updater)[0], [0, 0.5, 0])
 
 
 def keras_schedule():
@@ -148,23 +148,23 @@ def keras_schedule():
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_the_rate_is_the_one_that_is_said(mirrored, optimizer, schedule, rates, replicas):
     strategy = mirrored(replicas)
-    applier = make(strategy, optimizer, schedule=schedule)
+    updater = make(strategy, optimizer, schedule=schedule)
     if rates is None:
         rates = [float(schedule(step)) for step in range(4)]
         assert len(set(rates)) > 1
     for rate in rates:
-        before = values(applier)[0]
-        assert float(applier.learning_rate()) == rate
-        assert applier.learning_rate().dtype == tf.float32
-        update(strategy, applier, *ONES)
-        np.testing.assert_array_equal(values(applier)[0], before - np.float32(rate))
+        before = values(updater)[0]
+        assert float(updater.learning_rate()) == rate
+        assert updater.learning_rate().dtype == tf.float32
+        update(strategy, updater, *ONES)
+        np.testing.assert_array_equal(values(updater)[0], before - np.float32(rate))
 
 
 def test_a_rate_set_during_training_is_used(mirrored):
-    applier = make(mirrored(1), sgd(0.5))
-    applier.optimizer.learning_rate = 0.25
-    update(mirrored(1), applier, *ONES)
-    np.testing.assert_array_equal(values(applier)[1], [0.75, 0.75])
+    updater = make(mirrored(1), sgd(0.5))
+    updater.optimizer.learning_rate = 0.25
+    update(mirrored(1), updater, *ONES)
+    np.testing.assert_array_equal(values(updater)[1], [0.75, 0.75])
 
 
 @pytest.mark.parametrize("options", [{"loss_scale": True}, {"skip_nonfinite": True}], ids=str)
@@ -173,20 +173,20 @@ def test_gradients_that_are_not_finite_leave_everything_but_the_counters(
     mirrored, options, replicas
 ):
     strategy = mirrored(replicas)
-    applier = make(strategy, lambda: keras.optimizers.AdamW(0.1), ema_decay=0.5, **options)
-    update(strategy, applier, *ONES, finite=True)
-    state = {k: [v.numpy() for v in group] for k, group in applier.state().items()}
-    before = values(applier)
-    update(strategy, applier, [np.nan] * 3, ONES[1], finite=False)
-    np.testing.assert_equal(values(applier), before)
-    after = {k: [v.numpy() for v in group] for k, group in applier.state().items()}
+    updater = make(strategy, lambda: keras.optimizers.AdamW(0.1), ema_decay=0.5, **options)
+    update(strategy, updater, *ONES, finite=True)
+    state = {k: [v.numpy() for v in group] for k, group in updater.state().items()}
+    before = values(updater)
+    update(strategy, updater, [np.nan] * 3, ONES[1], finite=False)
+    np.testing.assert_equal(values(updater), before)
+    after = {k: [v.numpy() for v in group] for k, group in updater.state().items()}
     for key in ("optimizer", "ema"):
         np.testing.assert_equal(after[key], state[key])
     assert [int(c) for c in after["counters"]] == [2, 1]  # the position in the data goes on
-    update(strategy, applier, *ONES, finite=True)
-    assert int(applier.skipped.numpy()) == 1
-    assert int(applier.optimizer.iterations.numpy()) == 2
-    assert all((a != b).all() for a, b in zip(values(applier), before, strict=True))
+    update(strategy, updater, *ONES, finite=True)
+    assert int(updater.skipped.numpy()) == 1
+    assert int(updater.optimizer.iterations.numpy()) == 2
+    assert all((a != b).all() for a, b in zip(values(updater), before, strict=True))
 
 
 def test_a_loss_scale_grows_halves_and_stays_above_one():
@@ -213,36 +213,36 @@ def test_a_loss_scale_grows_halves_and_stays_above_one():
 def test_averages(mirrored, replicas):
     """The weights after the first update, then decay * average + (1 - decay) * weights."""
     strategy = mirrored(replicas)
-    applier = make(strategy, sgd(0.5), ema_decay=0.75)
-    update(strategy, applier, *ONES)
-    np.testing.assert_array_equal(applier.ema[1].numpy(), [0.5, 0.5])
-    update(strategy, applier, *ONES)
-    np.testing.assert_array_equal(applier.ema[1].numpy(), [0.375, 0.375])
-    with applier.averaged():
-        np.testing.assert_array_equal(values(applier)[1], [0.375, 0.375])
-    np.testing.assert_array_equal(values(applier)[1], [0.0, 0.0])
-    with pytest.raises(ZeroDivisionError), applier.averaged():
+    updater = make(strategy, sgd(0.5), ema_decay=0.75)
+    update(strategy, updater, *ONES)
+    np.testing.assert_array_equal(updater.ema[1].numpy(), [0.5, 0.5])
+    update(strategy, updater, *ONES)
+    np.testing.assert_array_equal(updater.ema[1].numpy(), [0.375, 0.375])
+    with updater.averaged():
+        np.testing.assert_array_equal(values(updater)[1], [0.375, 0.375])
+    np.testing.assert_array_equal(values(updater)[1], [0.0, 0.0])
+    with pytest.raises(ZeroDivisionError), updater.averaged():
         raise ZeroDivisionError
-    np.testing.assert_array_equal(values(applier)[1], [0.0, 0.0])
+    np.testing.assert_array_equal(values(updater)[1], [0.0, 0.0])
 
 
 def test_weights_are_put_back_when_swapping_fails_half_way(mirrored, monkeypatch):
-    applier = make(mirrored(1), sgd(), ema_decay=0.5)
-    update(mirrored(1), applier, *ONES)
-    update(mirrored(1), applier, *ONES)
-    trained = values(applier)
+    updater = make(mirrored(1), sgd(), ema_decay=0.5)
+    update(mirrored(1), updater, *ONES)
+    update(mirrored(1), updater, *ONES)
+    trained = values(updater)
 
     def interrupted():
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(applier.ema[1], "read_value", interrupted)
-    with pytest.raises(KeyboardInterrupt), applier.averaged():
+    monkeypatch.setattr(updater.ema[1], "read_value", interrupted)
+    with pytest.raises(KeyboardInterrupt), updater.averaged():
         pass
-    np.testing.assert_equal(values(applier), trained)
+    np.testing.assert_equal(values(updater), trained)
 
 
 def test_without_averages_the_weights_are_the_weights(mirrored):
-    applier = make(mirrored(1), sgd())
-    assert applier.ema == [] and "ema" not in applier.state()
-    with applier.averaged():
-        np.testing.assert_array_equal(values(applier)[1], [1.0, 1.0])
+    updater = make(mirrored(1), sgd())
+    assert updater.ema == [] and "ema" not in updater.state()
+    with updater.averaged():
+        np.testing.assert_array_equal(values(updater)[1], [1.0, 1.0])

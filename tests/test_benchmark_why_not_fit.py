@@ -20,7 +20,7 @@ rows = json.loads(sys.argv.pop(1))
 import why_not_fit
 
 why_not_fit.ask = lambda name, claim: rows[name]
-why_not_fit.run(why_not_fit.main, "")
+why_not_fit.run_command(why_not_fit.main, "")
 """
 
 

@@ -3,8 +3,9 @@ import pytest
 import tensorflow as tf
 
 from ctl.data import InMemory
-from ctl.data.feed import Feed, batch_of, devices_without_autotuning, distribute, next_block
+from ctl.data.feed import Feed, batch_of, distribute, next_block
 from ctl.data.global_batches import GlobalBatches
+from ctl.private import devices_without_autotuning
 
 
 def taken(strategy, feed, steps):

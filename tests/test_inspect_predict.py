@@ -26,7 +26,7 @@ from ctl.inspect.predict.cost import ALGORITHMS, Link, Network, hierarchical, li
 from ctl.inspect.predict.model import Pack, Prediction, Step, measured_step, predict
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "ctl/inspect/predict/README.md").read_text(encoding="utf-8")
 FAST, SLOW = Link(1e-6, 1e11), Link(1e-4, 1e9)
 
 
@@ -238,7 +238,7 @@ def test_a_table_a_picture_and_json(tmp_path):
 
 
 def test_the_picture_of_the_readme_is_what_its_command_draws(tmp_path):
-    (command,) = re.findall(r"^python -m ctl.inspect predict (.*)$", README, re.MULTILINE)
+    (command,) = re.findall(r"^python -m ctl.inspect predict (.*)$", PAGE, re.MULTILINE)
     arguments = command.replace("efficiency.svg", str(tmp_path / "efficiency.svg")).split()
     assert run(*arguments).returncode == 0
     shown = (ROOT / ".github/efficiency.svg").read_text()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -80,3 +81,13 @@ def test_what_the_flags_need_loads_no_tensorflow_at_the_top():
         for node in MODULES[module].body:
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             assert not {"tensorflow", "keras", "numpy"} & set(names), module
+
+
+def test_private_names_of_tensorflow_are_in_one_module():
+    pattern = re.compile(r"tensorflow\.(python|tsl|core|compiler)\b")
+    found = {
+        str(p.relative_to(ROOT))
+        for p in ROOT.glob("ctl/**/*.py")
+        if pattern.search(p.read_text("utf-8"))
+    }
+    assert found == {"ctl/private.py"}

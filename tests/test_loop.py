@@ -362,7 +362,7 @@ def test_evaluation_in_the_middle_of_training(mirrored, tmp_path, replicas):
     loop = make_loop(strategy, evaluate=True, directory=tmp_path, **options)
     loop.train(5)
     trained = loop.step.model.get_weights()
-    averages = [average.numpy() for average in loop.step.applier.ema]
+    averages = [average.numpy() for average in loop.step.updater.ema]
     assert largest_difference(trained, averages) > 1e-2
 
     for _ in range(2):  # the second goes round with the iterator of the first
@@ -478,7 +478,7 @@ def test_skipping_goes_on_and_counts(mirrored):
     strategy = mirrored(2)
     loop = make_loop(strategy, data=poisoned(3, 4, 12), step_options={"on_nan": "skip"})
     scalars = loop.train(20)
-    assert scalars["skipped_steps"] == int(loop.step.applier.skipped.numpy()) == 3
+    assert scalars["skipped_steps"] == int(loop.step.updater.skipped.numpy()) == 3
     assert 0.5 < scalars["loss"] < 5
     assert loop.global_step == 20 and int(loop.step.optimizer.iterations.numpy()) == 17
     assert all(np.isfinite(w).all() for w in loop.step.model.get_weights())

@@ -82,7 +82,7 @@ def fresh(strategy, directory, *, seed=0, data=None, jit_compile=False, **option
         checkpoints=CheckpointManager(directory) if directory else None,
         **options,
     )
-    step.applier.loss_scale.growth_steps = 4
+    step.updater.loss_scale.growth_steps = 4
     return loop
 
 

@@ -21,6 +21,7 @@ from worker_jobs import WORKER, codes, finished, last_line, said, weights
 
 from ctl import launch
 from ctl.data import InMemory
+from ctl.inspect import hang_command
 from ctl.loop import Evaluator, Loop
 from ctl.step import EvalStep, TrainStep
 from ctl.watch import hang
@@ -162,7 +163,7 @@ def test_survivors_end_in_time_and_say_why(job, tmp_path, fault, culprit, bound,
     first = rf"worker {survivors[0]} of 3: a collective in training after step \d+ {what}: "
     blamed = rf"worker {culprit} \({blamed}"
     assert re.search(f"{first}.*; waiting for {blamed}", said(tmp_path, survivors[0]))
-    records, notes = hang.load(tmp_path)
+    records, notes = hang_command.load(tmp_path)
     assert {record.worker for record in records} >= set(survivors) and not notes
     verdict = hang.verdict(records)
     waiting = rf"workers {survivors[0]}, {survivors[1]} wait in (pack0 of )?training"

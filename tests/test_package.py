@@ -65,7 +65,7 @@ def test_the_wheel_has_the_sources_the_data_and_nothing_else(wheel):
     clusters = {
         f"ctl/cluster/examples/{name}" for name in ("slurm.sh", "kubernetes_job.yaml", "tfjob.yaml")
     }
-    assert files == sources | data | clusters
+    assert files == sources | data | clusters | {"ctl/py.typed"}
 
 
 def test_the_data_in_the_wheel_are_those_of_the_checksums(wheel):
@@ -164,5 +164,9 @@ def test_lazy_names():
     for name in ctl.__all__:
         value = getattr(ctl, name)
         assert value.__name__.split(".")[-1] == name
+    for package in (ctl, ctl.checkpoint, ctl.inspect, ctl.schedule):
+        assert set(package.__all__) <= {*dir(package)}
+        for name in package.__all__:
+            assert getattr(package, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'Lop'"):
         ctl.Lop  # noqa: B018

@@ -1,4 +1,6 @@
-"""README.md is true: its commands parse, its programs run, what it says of Keras can be seen."""
+"""README.md and the pages of the packages are true: their commands parse, their programs run, what
+is said of Keras can be seen.
+"""
 
 from __future__ import annotations
 
@@ -20,23 +22,26 @@ sys.path.insert(0, str(ROOT / "benchmarks/peers"))
 
 from claims import CLAIMS  # noqa: E402
 
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-RUN = "/tmp/ctl-run"  # what the README calls a run; here it is another directory
+PAGES = [ROOT / "README.md", *sorted((ROOT / "ctl").glob("**/README.md"))]
+TEXTS = {page: page.read_text(encoding="utf-8") for page in PAGES}
+README, ALL = TEXTS[PAGES[0]], "\n".join(TEXTS.values())
+LINES = 250  # README.md is read in one go; what is longer has a page of its own
+RUN = "/tmp/ctl-run"  # what the pages call a run; here it is another directory
 
 # Of other programs: pip, TensorBoard.
 FOREIGN_FLAGS = {"logdir"}
 
 
-def blocks(language: str) -> list[str]:
+def blocks(language: str, text: str = ALL) -> list[str]:
     """The fenced blocks of a language; of "", those that name none: commands."""
-    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     return [text for name, text in fenced if name == language]
 
 
 def commands() -> list[list[str]]:
-    """The commands of ctl in the README: ``[module, flag, ...]``."""
+    """The commands of ctl on all pages: ``[module, flag, ...]``."""
     lines = [line for block in blocks("") for line in block.splitlines()]
-    lines += re.findall(r"`([^`\n]+)`", README)
+    lines += re.findall(r"`([^`\n]+)`", ALL)
     found = []
     for line in lines:
         for command in line.split("&&"):
@@ -77,9 +82,13 @@ def run(zygote, tmp_path_factory) -> Path:
 
 
 def test_it_opens_with_the_two_commands():
-    first = [line.split("#")[0].split() for line in blocks("")[0].splitlines()]
+    first = [line.split("#")[0].split() for line in blocks("", README)[0].splitlines()]
     assert [line[-1] for line in first] == [f"--model_dir={RUN}", "pytest"]
     assert README.index("```") < 600
+
+
+def test_it_is_short():
+    assert len(README.splitlines()) <= LINES
 
 
 PARSE = """
@@ -111,7 +120,7 @@ def test_every_flag_exists():
     modules = {command[0] for command in commands()} - {"ctl.inspect"}
     for command in [*((m,) for m in modules), *(("ctl.inspect", name) for name in INSPECT)]:
         exist |= set(re.findall(r"^  --(?:\[no\])?(\w+)", help_of(*command), re.MULTILINE))
-    named = set(re.findall(r"(?<![\w-])--(\w+)", README)) - FOREIGN_FLAGS - {"help"}
+    named = set(re.findall(r"(?<![\w-])--(\w+)", ALL)) - FOREIGN_FLAGS - {"help"}
     unknown = {n for n in named if n not in exist and n.removeprefix("no") not in exist}
     assert not unknown
     assert len(named) > 20
@@ -127,24 +136,44 @@ def test_the_programs_run(number, run, tmp_path):
     program = tmp_path / "program.py"
     program.write_text(blocks("python")[number].replace(RUN, str(run)), encoding="utf-8")
     output = python(str(program), cwd=tmp_path).stdout
-    assert output.strip(), "a program of the README shows what it does"
+    assert output.strip(), "a program of a page shows what it does"
 
 
 def test_what_is_quoted_of_the_code_is_there():
     code = "".join((ROOT / f"ctl/{m}.py").read_text("utf-8") for m in ("loop", "step", "reduce"))
     lines = {line.strip() for line in code.splitlines()}
-    quoted = [line.strip() for block in blocks("py") for line in block.splitlines()]
+    quoted = [line.strip() for block in blocks("py", README) for line in block.splitlines()]
     quoted = [line for line in quoted if line and not line.startswith("#")]
     assert len(quoted) > 5
     assert set(quoted) <= lines
 
 
-def test_every_picture_and_every_package_is_there():
-    links = re.findall(r"\]\((?!https?:|#)([^)\s]+)\)", README)
-    links += re.findall(r'src="([^"]+)"', README)
-    assert links
+def anchors(text: str) -> set[str]:
+    """What GitHub makes of the headings of a page."""
+    titles = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S), re.M)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_and_every_picture_is_there(page):
+    links = re.findall(r"\]\((?!https?:)([^)\s]+)\)", TEXTS[page])
+    links += re.findall(r'src="([^"]+)"', TEXTS[page])
     for link in links:
-        assert (ROOT / link).exists(), link
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target.read_text(encoding="utf-8")), link
+    assert links or page != PAGES[0]
+
+
+def test_every_page_can_be_reached_and_names_every_file():
+    for page in PAGES[1:]:
+        assert f"]({page.relative_to(ROOT)})" in README, f"{page} is not linked in README.md"
+        for path in page.parent.glob("[!_]*.py"):
+            assert f"`{path.name}`" in TEXTS[page], f"{path} is not on its page"
+
+
+def test_every_package_is_there():
     packages = [f"{path.parent.name}/" for path in (ROOT / "ctl").glob("*/__init__.py")]
     for name in [*(path.name for path in (ROOT / "ctl").glob("[!_]*.py")), *packages]:
         assert f"`{name}`" in README or name == "datasets/", f"{name} is in no table of README.md"

@@ -93,9 +93,9 @@ class TestEqualsPlainKeras:
             ema_decay=0.9,
         )
         theirs = reference._model_variables_moving_average
-        assert largest_difference(loop.step.applier.ema, theirs) <= 1e-6
+        assert largest_difference(loop.step.updater.ema, theirs) <= 1e-6
         trained = loop.step.model.get_weights()
-        with loop.step.applier.averaged():
+        with loop.step.updater.averaged():
             assert largest_difference(loop.step.model.get_weights(), theirs) <= 1e-6
         assert largest_difference(loop.step.model.get_weights(), trained) == 0
 
@@ -286,8 +286,8 @@ def test_dropout_masks_differ_between_replicas(mirrored):
     assert len(np.unique(masks(strategy, dropout), axis=0)) == 1  # what Keras does
     step.build(strategy)
     assert len(np.unique(masks(strategy, dropout), axis=0)) == 4
-    step.separate_dropout()
-    step.separate_dropout()
+    step.offset_dropout_seeds()
+    step.offset_dropout_seeds()
     assert len(np.unique(masks(strategy, dropout), axis=0)) == 4
 
 
@@ -303,7 +303,7 @@ def test_float16_with_loss_scale_equals_keras(mirrored, replicas):
     # Rounding to float16 differs with the split of the batch: 2^-11 relative per operation.
     assert largest_difference(ours.get_weights(), theirs.get_weights()) <= 5e-3
     assert (
-        float(loop.step.applier.loss_scale.scale.numpy())
+        float(loop.step.updater.loss_scale.scale.numpy())
         == float(reference.dynamic_scale.numpy())
         == 2.0**15
     )
@@ -335,10 +335,10 @@ def test_an_infinity_on_one_replica_skips_the_update_on_all(mirrored, replicas, 
         strategy, mlp, adam(), arrays, step_class=InfinityOnLastReplica, steps=2, **options
     )
     assert_replicas_agree(strategy, loop.step.model.trainable_variables)
-    assert int(loop.step.applier.skipped.numpy()) == 1
+    assert int(loop.step.updater.skipped.numpy()) == 1
     assert int(loop.step.optimizer.iterations.numpy()) == 1
     if "loss_scale" in options:
-        assert float(loop.step.applier.loss_scale.scale.numpy()) == 2.0**14
+        assert float(loop.step.updater.loss_scale.scale.numpy()) == 2.0**14
     weights = loop.step.model.get_weights()
     assert all(np.isfinite(w).all() for w in weights)
     scalars = loop.train(3)  # and the third goes on

@@ -1,4 +1,4 @@
-"""The binary on several workers: the command of README.md, and what a user sees when it fails."""
+"""The binary on several workers: the command of its page, and what a user sees when it fails."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def tf_config(workers: list, index: int, kind: str = "worker") -> str:
 
 def test_the_command_of_the_readme(tmp_path):
     """A bare ``ctl.launch``, with fewer steps. The chief speaks, every worker keeps a log."""
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    readme = (ROOT / "ctl/cluster/README.md").read_text(encoding="utf-8")
     (line,) = re.findall(
         r"^python (-m ctl\.launch .*strategy=multi_worker .*ctl-workers)$", readme, re.M
     )

@@ -15,7 +15,16 @@ import tensorflow_datasets as tfds
 from tensorflow.python.autograph.core import converter
 from tensorflow.python.autograph.impl import api
 
-TRACED = ["apply", "evaluator", "loop", "reduce", "replicas", "step", "schedule.schedules"]
+TRACED = [
+    "apply",
+    "base_step",
+    "evaluator",
+    "loop",
+    "reduce",
+    "replicas",
+    "step",
+    "schedule.schedules",
+]
 TRACED += ["data.dataset", "data.feed", "data.in_memory", "data.streaming", "data.tfds_source"]
 
 

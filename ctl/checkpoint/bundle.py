@@ -1,6 +1,6 @@
 """Variables to and from a flat ``tf.train.Checkpoint`` (a tensor bundle): snapshot, write, read.
 
-A state is ``{"model": [...], "optimizer": [...], "global_step": [v], ...}``, lists of variables.
+A state is ``{"model": [...], "optimizer": [...], "counters": [...], ...}``, lists of variables.
 The i-th of ``key`` is stored as ``key/i/.ATTRIBUTES/VARIABLE_VALUE``, which is also what
 ``tf.train.Checkpoint(key=[...])`` calls it.
 """

@@ -14,7 +14,6 @@ The files need no ctl to be read::
 
 from __future__ import annotations
 
-import errno
 import json
 import operator
 import os
@@ -33,16 +32,14 @@ from absl import logging
 from ctl.checkpoint import bundle, durable, manifest
 from ctl.checkpoint.bundle import State
 from ctl.checkpoint.manifest import Saved
+from ctl.checkpoint.refusals import failure, require_fingerprint, require_fit
 from ctl.errors import CheckpointError, CtlError, UsageError
-
-# A quota and a limit on the size of files ask for the same remedy as a full disk.
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class CheckpointManager:
     """The checkpoints of one run in one directory: one writer, any number of readers.
 
-    The state is ``{"model": [...], "optimizer": [...], "global_step": [v], ...}``, lists of
+    The state is ``{"model": [...], "optimizer": [...], "counters": [...], ...}``, lists of
     ``tf.Variable`` (mirrored ones too) or Keras variables. A variable is known by its place in
     these lists, so a checkpoint restores under any strategy and any number of replicas.
 
@@ -204,7 +201,8 @@ class CheckpointManager:
             manifest.dump(saved, saved.path, via=self.directory)
             self._apply_retention()
         except OSError as error:
-            raise self._failure(f"add metrics to the checkpoint of step {step}", error) from error
+            doing = f"add metrics to the checkpoint of step {step}"
+            raise failure(self.directory, doing, error) from error
         return saved
 
     def check(self) -> None:
@@ -226,7 +224,8 @@ class CheckpointManager:
             durable.sweep(self.directory)
             return lock
         except OSError as error:
-            raise self._failure("open the checkpoints for writing", error) from error
+            doing = "open the checkpoints for writing"
+            raise failure(self.directory, doing, error) from error
 
     def _require_writer(self) -> None:
         if self._lock is None:
@@ -255,7 +254,7 @@ class CheckpointManager:
         except (OSError, tf.errors.OpError) as error:
             shutil.rmtree(unfinished, ignore_errors=True)
             doing = f"save the checkpoint of step {saved.step}"
-            raise self._failure(doing, error, needed) from error
+            raise failure(self.directory, doing, error, needed) from error
 
     def _apply_retention(self) -> None:
         past = [s for s in self.all() if s.step <= self._committed]
@@ -263,24 +262,6 @@ class CheckpointManager:
         for saved in past:
             if saved.step not in kept:
                 durable.discard(saved.path)
-
-    def _failure(self, doing: str, error: Exception, needed: int = 0) -> CheckpointError:
-        # TensorFlow keeps the text of an errno, not its number.
-        reason = (getattr(error, "strerror", None) or str(error)).partition("\n")[0]
-        if any(os.strerror(number) in reason for number in _FULL):
-            needed = max(needed, 2**20)  # The manifest and the file system need a little too.
-            free = shutil.disk_usage(self.directory).free
-            missing = needed - free if needed > free else needed
-            return CheckpointError(
-                f"No space left to {doing} ({needed / 2**20:.1f} MiB): {self.directory}; "
-                f"free {missing / 2**20:.1f} MiB or choose another --model_dir"
-            )
-        if os.strerror(errno.ENOENT) in reason and not self.directory.exists():
-            reason = "the directory is gone"
-        return CheckpointError(
-            f"Cannot {doing}: {self.directory}: {reason}; make it writable or choose another "
-            "--model_dir"
-        )
 
     # Reading.
 
@@ -332,8 +313,8 @@ class CheckpointManager:
             try:
                 saved = manifest.load(path)
                 durable.verify(path, saved.files)
-                self._require_fingerprint(saved)
-                self._require_fit(saved, variables)
+                require_fingerprint(saved, self._fingerprint, self._soft_keys)
+                require_fit(saved, variables)
                 values = bundle.read(saved.prefix, variables)
             except durable.Damaged as damage:
                 logging.warning("Passing over the damaged checkpoint %s: %s", path, damage)
@@ -401,36 +382,6 @@ class CheckpointManager:
                 )
             steps = [operator.index(wanted)]
         return next((step for step in steps if step not in damaged), None)
-
-    def _require_fingerprint(self, saved: Saved) -> None:
-        if self._fingerprint is None or saved.fingerprint is None:
-            return
-        old, new, absent = saved.fingerprint, self._fingerprint, "(absent)"
-        differing = {
-            key: f"{key} was {old.get(key, absent)!r}, is {new.get(key, absent)!r}"
-            for key in sorted({*old, *new})
-            if old.get(key, absent) != new.get(key, absent)
-        }
-        soft = [text for key, text in differing.items() if key in self._soft_keys]
-        hard = [text for key, text in differing.items() if key not in self._soft_keys]
-        if hard:
-            raise CheckpointError(
-                f"{saved.path} is of another run: {'; '.join(hard)}; use the same flags or choose "
-                "another --model_dir"
-            )
-        if soft:
-            logging.warning("%s: %s", saved.path, "; ".join(soft))
-
-    def _require_fit(self, saved: Saved, variables: Mapping[str, list[tf.Variable]]) -> None:
-        differing, renamed = manifest.differences(saved.variables, bundle.specs(variables))
-        if differing:
-            more = f"; and {len(differing) - 3} more" if len(differing) > 3 else ""
-            raise CheckpointError(
-                f"{saved.path} does not fit: {'; '.join(differing[:3])}{more}; use the flags it "
-                "was written with or choose another --model_dir"
-            )
-        if renamed:
-            logging.warning("%s: %d other names, first %s", saved.path, len(renamed), renamed[0])
 
 
 def _floats(metrics: Mapping[str, Any]) -> dict[str, float]:

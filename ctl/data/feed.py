@@ -8,16 +8,12 @@ once, and the step takes one of them after the other.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
 
-try:
-    from tensorflow.python.data.ops import multi_device_iterator_ops
-except ImportError:
-    multi_device_iterator_ops = None
+from ctl import private
 
 
 class Feed:
@@ -53,7 +49,7 @@ class Feed:
 
 def distribute(strategy: tf.distribute.Strategy, batches: tf.data.Dataset) -> Iterator:
     """The iterator of the strategy over ``batches``, whose first axis it splits over replicas."""
-    with devices_without_autotuning():
+    with private.devices_without_autotuning():
         return iter(strategy.experimental_distribute_dataset(batches))
 
 
@@ -94,23 +90,3 @@ def element_of(arguments: tuple) -> Any:
 def _swap(tensor: tf.Tensor) -> tf.Tensor:
     """[steps, n, ...] to [n, steps, ...]: strategies split the first axis."""
     return tf.transpose(tensor, [1, 0, *range(2, tensor.shape.rank)])
-
-
-@contextlib.contextmanager
-def devices_without_autotuning() -> Iterator[None]:
-    """Inside, iterators of a strategy get no autotuning for their part on each device either, see
-    `ctl.data.dataset.distribution_options`. That part has one parameter, fixed, but no options of
-    its own; where the private function that makes it has another name, an iterator may be slow to
-    be freed."""
-    create = getattr(multi_device_iterator_ops, "_create_device_dataset", None)
-    options = tf.data.Options()
-    options.autotune.enabled = False
-    if create:
-        multi_device_iterator_ops._create_device_dataset = lambda *args: create(*args).with_options(
-            options
-        )
-    try:
-        yield
-    finally:
-        if create:
-            multi_device_iterator_ops._create_device_dataset = create

@@ -18,7 +18,7 @@ from typing import Any
 from absl import app, flags
 
 from ctl.errors import CtlError, PeerError, UsageError
-from ctl.logs.console import give_up
+from ctl.logs.console import discard_output
 from ctl.watch.watchdog import leave
 
 flags.disclaim_key_flags()  # They belong to the command that calls a group.
@@ -67,7 +67,7 @@ def run_command(main: Callable[..., None], usage: str, *, takes_command: bool = 
         except KeyboardInterrupt:
             _fail("interrupted", 130)
         except BrokenPipeError:  # of `| head`, which has read enough
-            give_up(sys.stdout)
+            discard_output(sys.stdout)
             raise SystemExit(128 + signal.SIGPIPE) from None
 
     app.run(call, flags_parser=parse)

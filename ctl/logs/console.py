@@ -105,7 +105,7 @@ def load_tensorflow(errors: bool = True) -> None:
     gc.enable()
 
 
-def give_up(stream: TextIO) -> None:
+def discard_output(stream: TextIO) -> None:
     """What is written to ``stream`` from here on is lost, also what is in its buffer: it cannot be
     written, and would raise again when the process ends."""
     null = os.open(os.devnull, os.O_WRONLY)

@@ -1,6 +1,6 @@
 """The marks of the running step, for `ctl.watch.watchdog`: on by default with several workers.
 
-Unlike the rest of this package it is there before anybody looks, since a hang cannot be repeated.
+It records before anybody looks, because a hang cannot be repeated.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def fired(
     return ages, tuple(name for name in names if name not in ages)
 
 
-def record_marks(step: TrainStep) -> Flight | None:
+def attach_progress_marks(step: TrainStep) -> Flight | None:
     """A `Flight` in ``step``, where this TensorFlow can stamp."""
     reason = private.no_marks()
     if reason:

@@ -169,10 +169,10 @@ class Watchdog:
         for worker, beat in self._beats.peers.items():
             if beat.gave_up and worker not in self._heard_giving_up:
                 self._heard_giving_up.add(worker)
-                record = threading.Thread(
+                writer = threading.Thread(
                     target=self._write_record, args=(f"worker {worker} gave up",), daemon=True
                 )
-                record.start()
+                writer.start()
 
     def _write_record(self, why: str, gone: dict[int, str] | None = None) -> Record:
         """The record of now, which is also written to its file; the first of a hang stays there."""

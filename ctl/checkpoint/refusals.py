@@ -1,0 +1,83 @@
+"""Why a checkpoint cannot be written or does not fit, in one line with the remedy."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+from absl import logging
+
+from ctl.checkpoint import bundle, manifest
+from ctl.checkpoint.manifest import Saved
+from ctl.errors import CheckpointError
+
+# A quota and a limit on the size of files ask for the same remedy as a full disk.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def failure(directory: Path, doing: str, error: Exception, needed: int = 0) -> CheckpointError:
+    """The error of ``doing`` something in ``directory``, which needs ``needed`` bytes."""
+    # TensorFlow keeps the text of an errno, not its number.
+    reason = (getattr(error, "strerror", None) or str(error)).partition("\n")[0]
+    if any(os.strerror(number) in reason for number in _FULL):
+        needed = max(needed, 2**20)  # The manifest and the file system need a little too.
+        free = shutil.disk_usage(directory).free
+        missing = needed - free if needed > free else needed
+        return CheckpointError(
+            f"No space left to {doing} ({needed / 2**20:.1f} MiB): {directory}; "
+            f"free {missing / 2**20:.1f} MiB or choose another --model_dir"
+        )
+    if os.strerror(errno.ENOENT) in reason and not directory.exists():
+        reason = "the directory is gone"
+    return CheckpointError(
+        f"Cannot {doing}: {directory}: {reason}; make it writable or choose another --model_dir"
+    )
+
+
+def require_fingerprint(
+    saved: Saved, fingerprint: Mapping[str, Any] | None, soft_keys: Collection[str]
+) -> None:
+    """Warns where keys of ``soft_keys`` differ.
+
+    Raises:
+        CheckpointError: ``saved`` is of a run with another fingerprint.
+    """
+    if fingerprint is None or saved.fingerprint is None:
+        return
+    old, new, absent = saved.fingerprint, fingerprint, "(absent)"
+    differing = {
+        key: f"{key} was {old.get(key, absent)!r}, is {new.get(key, absent)!r}"
+        for key in sorted({*old, *new})
+        if old.get(key, absent) != new.get(key, absent)
+    }
+    soft = [text for key, text in differing.items() if key in soft_keys]
+    hard = [text for key, text in differing.items() if key not in soft_keys]
+    if hard:
+        raise CheckpointError(
+            f"{saved.path} is of another run: {'; '.join(hard)}; use the same flags or choose "
+            "another --model_dir"
+        )
+    if soft:
+        logging.warning("%s: %s", saved.path, "; ".join(soft))
+
+
+def require_fit(saved: Saved, variables: Mapping[str, list[tf.Variable]]) -> None:
+    """Warns where variables have other names.
+
+    Raises:
+        CheckpointError: their number, shapes or dtypes differ from those in ``saved``.
+    """
+    differing, renamed = manifest.differences(saved.variables, bundle.specs(variables))
+    if differing:
+        more = f"; and {len(differing) - 3} more" if len(differing) > 3 else ""
+        raise CheckpointError(
+            f"{saved.path} does not fit: {'; '.join(differing[:3])}{more}; use the flags it "
+            "was written with or choose another --model_dir"
+        )
+    if renamed:
+        logging.warning("%s: %d other names, first %s", saved.path, len(renamed), renamed[0])

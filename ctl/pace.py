@@ -1,0 +1,51 @@
+"""How many steps one call of a loop runs, and what asks it to stop."""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+# Python wakes at least this often (seconds), to see signals and to let actions run that are due by
+# time. A wake costs about 1 ms.
+_WAKE_SECONDS = 0.5
+
+
+class StopRequested(Exception):
+    """A signal arrived; unwinds to where the state can be saved."""
+
+
+class Pace:
+    """How many steps to run in one call, so that Python wakes about every `_WAKE_SECONDS`.
+
+    All workers must run the same number, and their clocks differ: they go by the mean of what all
+    of them measured, which each learns from the reduction at the end of the next call.
+    """
+
+    def __init__(self, steps_per_loop: int | None = None):
+        self._fixed = steps_per_loop
+        self._measured = self._agreed = 0.0  # seconds per step; 0: not known
+        self.traced = False
+
+    def steps(self) -> int:
+        if self._fixed:
+            return self._fixed
+        return max(1, int(_WAKE_SECONDS / self._agreed)) if self._agreed else 1
+
+    def report(self, stop: bool) -> tf.Tensor:
+        """float32 [2], what this worker tells the others: that it was asked to stop, its pace."""
+        return tf.constant([float(stop), self._measured])
+
+    def traces_again(self) -> None:
+        """The next call is traced anew, so its time says nothing."""
+        self.traced = False
+
+    def took(self, seconds: float, steps: int, mean: float | None) -> bool:
+        """Learns from one call, and from the mean of all reports; None where there is one worker.
+
+        Returns:
+            False for the first call, whose time is mostly tracing.
+        """
+        first, self.traced = not self.traced, True
+        if not first:
+            self._measured = seconds / steps
+        self._agreed = self._measured if mean is None else mean
+        return not first
