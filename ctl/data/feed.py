@@ -27,7 +27,7 @@ class Feed:
     """
 
     def __init__(self, dataset: Any, strategy: tf.distribute.Strategy, start_step: int):
-        """``dataset``: see `ctl.data.global_batches`."""
+        """``dataset``: see `ctl.data.dataset.Dataset`."""
         batches = dataset.batches(start_step)
         steps = getattr(dataset, "steps_per_element", 1)
         self.in_blocks = steps > 1
