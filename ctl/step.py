@@ -105,6 +105,8 @@ class TrainStep(BaseStep):
         # Whose graph this step is in; not the loop itself, which has the step.
         self.loop: weakref.ref[Loop] | None = None
         self.marks: Marks | None = None
+        # `ctl.reduce.all_reduce`, or what takes its place; seen when the step is traced.
+        self.all_reduce = all_reduce
 
     def build(self, strategy: tf.distribute.Strategy, schedule=None) -> None:
         """Makes the state beside the model: optimizer slots, counters, averages. The loop calls it.
@@ -315,7 +317,7 @@ class TrainStep(BaseStep):
             statistics = [weigh(s, tf.cast(examples, s.dtype)) for s in wide]
             statistics.append(tf.cast(examples, tf.float32))
         tensors = [*dense, *statistics, *counted]
-        reduced = all_reduce(tensors, bytes_per_pack=self.bytes_per_pack, options=self.options)
+        reduced = self.all_reduce(tensors, bytes_per_pack=self.bytes_per_pack, options=self.options)
         if self.marks is not None:
             self.marks.mark_packs(tensors, reduced)
         totals = reduced[len(dense) : len(dense) + len(statistics)]
