@@ -8,11 +8,7 @@ from pathlib import Path
 from ctl.errors import UsageError
 from ctl.flags.parsing import run_command
 from ctl.watch.hang import places, suspects, verdict
-from ctl.watch.record import Record, read
-
-# The records of one hang are written within seconds of each other. What is older by more than this,
-# and by more than twice the longest wait, is of an attempt before.
-_SAME_HANG_SECONDS = 120.0
+from ctl.watch.record import SAME_HANG_SECONDS, Record, read
 
 _USAGE = """
 Says who kept the workers of a run waiting, from the flight records that they wrote.
@@ -47,7 +43,7 @@ def load(directory: Path) -> tuple[list[Record], list[str]]:
     longest = max(record.since for _, record in records)
     used = []
     for path, record in records:
-        if newest - record.time > max(_SAME_HANG_SECONDS, 2 * longest):
+        if newest - record.time > max(SAME_HANG_SECONDS, 2 * longest):
             notes.append(
                 f"{path.name} is not used: {newest - record.time:.0f} s older than the last"
             )

@@ -25,6 +25,10 @@ from ctl.watch.section import Section
 
 SCHEMA = 1
 
+# The records of one hang are written within seconds of each other. What is older by more than this,
+# and by more than twice the longest wait, is of an attempt before.
+SAME_HANG_SECONDS = 120.0
+
 _MOST_FRAMES = 60
 _LARGEST_FILE = 4 << 20
 

@@ -46,8 +46,6 @@ _LINGER_SECONDS = 2.0
 _ENDING_SECONDS = 3.0
 # From when on the marks are read: that costs, and means something only when nothing moves.
 _STALLED_SECONDS = 0.5
-# A record that is younger than this and twice the limit is of the same hang.
-_SAME_HANG_SECONDS = 120.0
 # A worker that has waited for so long says for whom, and again each time the wait has doubled.
 _QUIET_SECONDS = 10.0
 # For everything that is done before the exit, a checkpoint in flight included.
@@ -177,7 +175,7 @@ class Watchdog:
     def _write_record(self, why: str, gone: dict[int, str] | None = None) -> Record:
         """The record of now, which is also written to its file; the first of a hang stays there."""
         made = record.make(self.cluster, why, self._section(), self._beats.peers, gone or {})
-        recently = time.monotonic() - self._recorded < 2 * self.timeout + _SAME_HANG_SECONDS
+        recently = time.monotonic() - self._recorded < 2 * self.timeout + record.SAME_HANG_SECONDS
         if self.record_dir and not recently:
             self._recorded = time.monotonic()
             try:
