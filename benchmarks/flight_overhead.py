@@ -35,6 +35,7 @@ def main() -> None:
 
     import ctl
     from ctl.cluster import Cluster
+    from ctl.observer import NO_OBSERVER
     from ctl.watch import watchdog
     from ctl.watch.flight import Flight
 
@@ -54,11 +55,11 @@ def main() -> None:
     watchdog.start(Cluster(addresses, 0, "flight_overhead"))
     running = watchdog._watchdog
     flight = Flight(step)
-    marks = step.marks
+    marks = step.observer
 
     def block(on: bool) -> tuple[float, float]:
         watchdog._watchdog = running if on else None
-        step.marks, loop._flight = (marks, flight) if on else (None, None)
+        step.observer, loop._flight = (marks, flight) if on else (NO_OBSERVER, None)
         wall, cpu = time.perf_counter(), time.process_time()
         loop.train(loop.global_step + FLAGS.steps)
         return time.perf_counter() - wall, time.process_time() - cpu

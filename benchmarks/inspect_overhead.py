@@ -33,6 +33,7 @@ def main() -> None:
 
     import ctl
     from ctl.marks import Latest, Marks, Ring
+    from ctl.observer import NO_OBSERVER
 
     placement = ctl.make_strategy(replicas=_REPLICAS.value)
     keras.utils.set_random_seed(0)
@@ -42,8 +43,8 @@ def main() -> None:
     data = ctl.data.load(global_batch_size=_BATCH.value)
     loop = ctl.Loop(step, data, strategy=placement.strategy, steps_per_loop=_STEPS.value)
     variants = {
-        "plain": None,
-        "plain again": None,
+        "plain": NO_OBSERVER,
+        "plain again": NO_OBSERVER,
         "window": Marks(step, Ring(step, 21)),
         "latest (flight recorder)": Marks(step, Latest(step)),
         "both": Marks(step, Ring(step, 21), Latest(step)),
@@ -53,7 +54,7 @@ def main() -> None:
     for number in range(_WARM_UP.value + _ROUNDS.value):
         order = order[1:] + order[:1]
         for name in order:
-            step.marks = variants[name]
+            step.observer = variants[name]
             start, used = time.perf_counter(), time.process_time()
             loop.train(loop.global_step + _STEPS.value)
             if number >= _WARM_UP.value:

@@ -175,6 +175,10 @@ class Updater:
             state["loss_scale"] = [self.loss_scale.scale, self.loss_scale.finite_steps]
         return state
 
+    def skipped_so_far(self) -> int:
+        """Updates that were left out; 0 where finiteness is not judged."""
+        return int(self.skipped.numpy()) if self.judges_finiteness else 0
+
     def learning_rate(self, step: tf.Tensor | None = None) -> tf.Tensor:
         """The rate of the update at ``step``, by default the next one: a float32 scalar."""
         step = self.global_step if step is None else step

@@ -10,10 +10,11 @@ from typing import Any
 import tensorflow as tf
 
 from ctl import share, workers
+from ctl.control.pace import Pace
+from ctl.control.signals import StopRequested
 from ctl.data.feed import distribute
 from ctl.data.global_batches import as_dataset
 from ctl.errors import UsageError
-from ctl.pace import Pace, StopRequested
 from ctl.step import EvalStep
 from ctl.watch import watchdog
 

@@ -1,9 +1,9 @@
-"""Time stamps inside the step: the only place that puts them into the graph and reads them out.
+"""Time stamps inside the step.
 
 A mark is a ``tf.timestamp()`` that waits for the tensors whose moment it records, and for nothing
-else. With ``step.marks = Marks(step, Ring(step, keep=20))`` the loop traces the step again, with
-marks; with ``step.marks = None`` it goes back to the trace that has none. The marks, in the order
-of the step:
+else. After ``step.observer = Marks(step, Ring(step, keep=20))`` the loop traces the step again,
+with marks; after ``step.observer = NO_OBSERVER`` it goes back to the trace without. The marks, in
+the order of the step:
 
 ======================  ==========================================================================
 ``input``               the replica has its part of the global batch
@@ -26,7 +26,8 @@ import tensorflow as tf
 
 from ctl import private
 from ctl.errors import UsageError
-from ctl.reduce import make_packs
+from ctl.observer import Observer
+from ctl.reduce import all_reduce, make_packs
 from ctl.replicas import shares_variables
 
 if TYPE_CHECKING:
@@ -69,8 +70,8 @@ class Store(Protocol):
         """There are no more marks in this step."""
 
 
-class Marks:
-    """The hook ``TrainStep.marks``: stamps moments of the step into every store.
+class Marks(Observer):
+    """Stamps moments of the step into every store.
 
     Args:
         step: a built step.
@@ -85,6 +86,8 @@ class Marks:
         UsageError: this TensorFlow cannot stamp, or replicas share one copy of every variable.
     """
 
+    stamps = True
+
     def __init__(self, step: TrainStep, *stores: Store):
         reason = private.no_marks()
         if reason:
@@ -96,8 +99,8 @@ class Marks:
         self._graphs: dict[int, tf.Graph] = {}  # what each replica is traced in
 
     def begin(self, batch: Any) -> Any:
-        """Stamps ``input``. What it returns, the same batch, is there when that is done: else the
-        stamp, for which nothing waits, finds all threads busy with the step and comes late."""
+        """Stamps ``input``. Returns ``batch``, delayed until the stamp is taken: nothing else
+        depends on the stamp, so without this it would run late."""
         time = self.mark("input", batch)
         with tf.control_dependencies([] if time is None else [time]):
             return tf.nest.map_structure(tf.identity, batch, expand_composites=True)
@@ -133,13 +136,20 @@ class Marks:
             time = stamp(waits_for)
             for store in stores:
                 store.stamp(name, time, in_step)
-                if name == "apply":
-                    store.finish()
             return time
 
-    def mark_packs(self, tensors: Sequence[tf.Tensor], sums: Sequence[tf.Tensor]) -> None:
-        """Stamps around each pack of an all-reduce that made ``sums`` of ``tensors``."""
-        packs = make_packs(tensors, self.step.bytes_per_pack)
+    def end(self) -> None:
+        """Stamps ``apply``."""
+        self.mark("apply", [v.value for v in self.step.model.trainable_variables])
+        for store in self.stores:
+            store.finish()
+
+    def all_reduce(
+        self, tensors: Sequence[tf.Tensor], *, bytes_per_pack: int = 0, **options: Any
+    ) -> list[tf.Tensor]:
+        """`ctl.reduce.all_reduce`, with stamps around each pack."""
+        sums = all_reduce(tensors, bytes_per_pack=bytes_per_pack, **options)
+        packs = make_packs(tensors, bytes_per_pack)
         self.pack_bytes = [
             sum((tensors[i].shape.num_elements() or 0) * tensors[i].dtype.size for i in pack)
             for pack in packs
@@ -150,6 +160,7 @@ class Marks:
         for number, pack in enumerate(packs):
             self.mark(f"ready{number}", [tensors[i] for i in pack])
             self.mark(f"done{number}", [sums[i] for i in pack])
+        return sums
 
 
 class Ring:

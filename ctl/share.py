@@ -33,6 +33,22 @@ _MESSAGES = {
 }
 
 
+def check_sizes(global_batch_size: int | None, replicas: int, accumulate_steps: int) -> None:
+    """Raises `UsageError` where replicas would have unequal shares, or too few micro-batches."""
+    if not global_batch_size:
+        return
+    share = global_batch_size // replicas
+    if global_batch_size % replicas:
+        raise UsageError(
+            f"the global batch size {global_batch_size} is not divisible by {replicas} replicas"
+        )
+    if accumulate_steps > share:
+        raise UsageError(
+            f"accumulate_steps={accumulate_steps}, but a replica has {share} examples: use {share} "
+            "or less"
+        )
+
+
 @tf.autograph.experimental.do_not_convert
 def rows(batch: Any) -> int | tf.Tensor:
     """The number of examples in ``batch``, the leading dimension of its first tensor that has one:

@@ -18,9 +18,10 @@ is counted and summed with the gradients, in the same pack.
 from __future__ import annotations
 
 import functools
+import inspect
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -29,15 +30,23 @@ from ctl import noinline, replicas, share
 from ctl.apply import Updater
 from ctl.base_step import BaseStep, cross_entropy, scale_images
 from ctl.errors import UsageError
-from ctl.reduce import all_reduce, densify
+from ctl.observer import NO_OBSERVER, Observer
+from ctl.reduce import densify
 
 if TYPE_CHECKING:
     from ctl.inspect.plan.plan import Plan
     from ctl.inspect.session import Inspection
     from ctl.loop import Loop
-    from ctl.marks import Marks
 
 __all__ = ["EvalStep", "TrainStep", "cross_entropy", "scale_images"]
+
+
+class TraceKey(NamedTuple):
+    """What the graph of a step depends on beside its batch, and may change between steps."""
+
+    observer: Observer
+    bytes_per_pack: int
+    jit_compile: bool
 
 
 class TrainStep(BaseStep):
@@ -63,8 +72,8 @@ class TrainStep(BaseStep):
         jit_update: compiles the update with XLA, see `ctl.apply.Updater`.
 
     Attributes:
-        marks: stamps moments of the step while somebody inspects it, see `ctl.marks`. None
-            otherwise, and then the graph of the step is what it would be without this attribute.
+        observer: watches the phases and the all-reduce, see `ctl.observer`. By default it adds
+            nothing to the graph of the step.
     """
 
     training = True
@@ -104,9 +113,7 @@ class TrainStep(BaseStep):
         self.strategy: tf.distribute.Strategy | None = None
         # Whose graph this step is in; not the loop itself, which has the step.
         self.loop: weakref.ref[Loop] | None = None
-        self.marks: Marks | None = None
-        # `ctl.reduce.all_reduce`, or what takes its place; seen when the step is traced.
-        self.all_reduce = all_reduce
+        self.observer: Observer = NO_OBSERVER
 
     def build(self, strategy: tf.distribute.Strategy, schedule=None) -> None:
         """Makes the state beside the model: optimizer slots, counters, averages. The loop calls it.
@@ -116,6 +123,7 @@ class TrainStep(BaseStep):
         """
         if self.strategy is not None:
             raise UsageError("this step is built already: make a new one for another loop")
+        _check_overrides(type(self))
         self.check_scope(strategy)
         replicas.check_central_storage(
             strategy, self.model, self.accumulate_steps, self.jit_compile
@@ -139,12 +147,16 @@ class TrainStep(BaseStep):
         self.single_replica = replicas.is_alone(strategy)
         # Whether the loop must call it as a function of its own.
         self.noinline = noinline.is_needed(strategy, self.model)
-        self._xla_gradient_fn = tf.function(self.compute, jit_compile=True)
-        self._gradient_fn = self.compute
-        if self.noinline and self.accumulate_steps > 1:
-            self._gradient_fn = noinline.noinline(self.compute)  # of the loop over micro-batches
-        self._compiled_phases = tf.function(self.phases, jit_compile=True)
+        self._xla_gradient_fn = tf.function(self.loss_and_gradients, jit_compile=True)
+        self._gradient_fn = self.loss_and_gradients
+        if self.noinline and self.accumulate_steps > 1:  # the loop over micro-batches calls it
+            self._gradient_fn = noinline.noinline(self.loss_and_gradients)
         self.offset_dropout_seeds()
+
+    @property
+    def trace_key(self) -> TraceKey:
+        """The loop keeps a trace of the step for each key."""
+        return TraceKey(self.observer, self.bytes_per_pack, self.jit_compile)
 
     @property
     def global_step(self) -> tf.Variable:
@@ -190,29 +202,14 @@ class TrainStep(BaseStep):
             float32 scalar: the replica's loss scaled by the global batch size; summed over replicas
             it is the mean loss of the global batch (0 when the update was skipped).
         """
-        if self.marks is not None:
-            batch = self.marks.begin(batch)
-        phases = self._compiled_phases if self.jit_compile and self.single_replica else self.phases
-        loss = phases(batch)
-        self._mark("apply", self._trainable)
-        return loss
-
-    def phases(self, batch: Any) -> tf.Tensor:
-        """Forward, backward, reduce, clip, apply; takes and returns what a call of the step does.
-        With ``jit_compile``, XLA compiles all of it where there is one replica."""
         count = self.count(batch)
         loss, gradients = self.forward_backward(batch, count)
-        self._mark("backward", gradients)
-        loss, gradients = self.reduce(loss, count, gradients, **self._uneven(batch))
+        self.observer.mark("backward", gradients)
+        loss, gradients = self.reduce(loss, count, gradients, batch)
         finite = self.finite(gradients) if self.updater.judges_finiteness else None
         gradients = self.clip(gradients)
         self.apply(gradients, finite)
         return loss if finite is None else tf.where(finite, loss, 0.0)
-
-    def _uneven(self, batch: Any) -> dict[str, tf.Tensor]:
-        """What `reduce` must be told where replicas may have unequal numbers of examples."""
-        examples = share.rows(batch) if self._statistics else 0
-        return {} if isinstance(examples, int) else {"examples": examples}
 
     def forward_backward(
         self, batch: Any, count: int | tf.Tensor
@@ -248,23 +245,25 @@ class TrainStep(BaseStep):
         return loss, [None if no else t for t, no in zip(totals, no_gradient, strict=True)]
 
     def _micro_step(self, batch: Any, divisor: int) -> tuple[tf.Tensor, list[tf.Tensor | None]]:
-        compute = self._xla_gradient_fn if self.jit_compile else self._gradient_fn
+        gradient_fn = self._xla_gradient_fn if self.jit_compile else self._gradient_fn
         computed, empty = share.filled(batch)
         if empty is not None and self._synchronizes:
             share.refuse_empty(empty)
-        loss, gradients, outputs = compute(computed, divisor)
+        loss, gradients, outputs = gradient_fn(computed, divisor)
         (loss, gradients), outputs = share.dropped(empty, (loss, gradients), outputs)
         if outputs is not None:
             self.update_metrics(batch, outputs)
         return loss, gradients
 
-    def compute(self, batch: Any, divisor: int) -> tuple[tf.Tensor, list[tf.Tensor | None], Any]:
-        """Forward and backward, all that XLA compiles with ``jit_compile``: the loss over
-        ``divisor``, its gradients, the outputs for the metrics."""
+    def loss_and_gradients(
+        self, batch: Any, divisor: int
+    ) -> tuple[tf.Tensor, list[tf.Tensor | None], Any]:
+        """Forward and backward: the loss over ``divisor``, its gradients, and the outputs for the
+        metrics. With ``jit_compile``, XLA compiles this."""
         with tf.GradientTape() as tape:
             with tf.name_scope("ctl_forward"):
                 loss, outputs = self.forward(batch)
-                self._mark("forward", loss if outputs is None else outputs)
+                self.observer.mark("forward", loss if outputs is None else outputs)
                 loss /= float(divisor)
             scaled = self.updater.loss_scale.scale * loss if self.loss_scale else loss
         with tf.name_scope("ctl_backward"):
@@ -290,7 +289,7 @@ class TrainStep(BaseStep):
         loss: tf.Tensor,
         count: Any,
         gradients: list[tf.Tensor | None],
-        examples: tf.Tensor | None = None,
+        batch: Any,
     ) -> tuple[tf.Tensor, list[tf.Tensor | None]]:
         """Sums gradients over the replicas: the one all-reduce of a step (`ctl.reduce`).
 
@@ -301,8 +300,8 @@ class TrainStep(BaseStep):
         Args:
             loss, gradients: what `forward_backward` returned.
             count: what `count` returned.
-            examples: how many examples this replica has, an int32 scalar: the weight of its
-                statistics. None where all replicas have as many.
+            batch: this replica's part of the global batch. Its number of examples is the weight of
+                the replica's statistics.
 
         Returns:
             The replica's loss over the global batch size, and the gradient of the global batch.
@@ -310,18 +309,21 @@ class TrainStep(BaseStep):
         dense = [g for g in gradients if g is not None]
         counted = [] if isinstance(count, int) else [tf.cast(count, tf.float32)]
         statistics = [v.read_value() for v in self._statistics]
-        if examples is not None:
+        examples = share.rows(batch) if statistics else 0
+        uneven = not isinstance(examples, int)
+        if uneven:
             # Those of a replica without examples do not count, even where they are NaN.
             wide = [tf.cast(s, tf.float32) if s.dtype.size < 4 else s for s in statistics]
             weigh = tf.math.multiply_no_nan
             statistics = [weigh(s, tf.cast(examples, s.dtype)) for s in wide]
             statistics.append(tf.cast(examples, tf.float32))
-        tensors = [*dense, *statistics, *counted]
-        reduced = self.all_reduce(tensors, bytes_per_pack=self.bytes_per_pack, options=self.options)
-        if self.marks is not None:
-            self.marks.mark_packs(tensors, reduced)
+        reduced = self.observer.all_reduce(
+            [*dense, *statistics, *counted],
+            bytes_per_pack=self.bytes_per_pack,
+            options=self.options,
+        )
         totals = reduced[len(dense) : len(dense) + len(statistics)]
-        weights = self.strategy.num_replicas_in_sync if examples is None else totals.pop()
+        weights = totals.pop() if uneven else self.strategy.num_replicas_in_sync
         for variable, total in zip(self._statistics, totals, strict=True):
             mean = total / tf.cast(weights, total.dtype)
             variable.assign(tf.cast(mean, variable.dtype))
@@ -352,10 +354,6 @@ class TrainStep(BaseStep):
         """Hands reduced gradients over to `ctl.apply.Updater`, which updates all replicas alike."""
         tf.distribute.get_replica_context().merge_call(self.updater, args=(gradients, finite))
 
-    def _mark(self, name: str, tensors: Any) -> None:
-        if self.marks is not None:
-            self.marks.mark(name, tensors)
-
     # State that replicas do not share by themselves ---------------------------------------------
 
     def replica_statistics(self) -> list[tf.Variable]:
@@ -382,3 +380,16 @@ class EvalStep(BaseStep):
         if outputs is not None:
             self.update_metrics(batch, outputs)
         return tf.stack([loss, tf.cast(self.count(batch), tf.float32)])
+
+
+def _check_overrides(kind: type[TrainStep]) -> None:
+    """Refuses what an earlier release would have called, and this one would not."""
+    for before, now in {"compute": "loss_and_gradients", "phases": "__call__"}.items():
+        if hasattr(kind, before):
+            raise UsageError(f"{kind.__name__}.{before}() is {now}() in this release: rename it")
+    try:
+        inspect.signature(kind.reduce).bind(*("self", "loss", "count", "gradients", "batch"))
+    except TypeError:
+        raise UsageError(
+            f"{kind.__name__}.reduce() must take (loss, count, gradients, batch)"
+        ) from None

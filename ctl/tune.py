@@ -19,7 +19,8 @@ import tensorflow as tf
 from absl import logging
 
 from ctl import workers
-from ctl.data.feed import Feed
+from ctl.control.ending import ending_well
+from ctl.observer import NO_OBSERVER
 from ctl.reduce import make_packs
 from ctl.replicas import shares_variables
 from ctl.watch import watchdog
@@ -63,10 +64,10 @@ def tune_jit_compile(loop: Loop) -> bool:
 
 
 def _tune(loop: Loop, name: str, best: Callable[[Loop], Any]) -> Any:
-    with loop._ending_well(f"the trial of {name}"):
-        loop._start(loop.global_step)
+    with ending_well(loop, f"the trial of {name}"):
+        loop.begin(loop.global_step)
         loop.set_step_option(name, best(loop))
-    loop._reset_window()
+    loop.scalars.reset()
     return getattr(loop.step, name)
 
 
@@ -117,16 +118,19 @@ def _time(loop: Loop, name: str, values: Sequence[Any]) -> dict[Any, list[float]
     """Seconds per step of each block, for each of ``values`` that can be compiled: those of the
     slowest worker."""
     step, strategy = loop.step, loop.strategy
-    before, marks = getattr(step, name), step.marks
-    step.marks = None  # they are those of other packs
+    before, observer = getattr(step, name), step.observer
+    step.observer = NO_OBSERVER  # marks are those of other packs
     nothing = tf.zeros([2])  # to report to the other workers
-    feed = Feed(loop.dataset, strategy, loop.global_step)
+    feed = loop.steps.open(loop.global_step)
 
     def block(value: Any, steps: int, traces: bool = False) -> float:
+        nonlocal feed
         setattr(step, name, value)
         start = time.perf_counter()
         with watchdog.collective(f"trying {name}={value}", first=traces):
-            loop.run_steps(feed, steps, nothing)[0].numpy()
+            outcome = loop.steps.run(feed, tf.constant(steps), nothing, step.trace_key)
+            outcome.totals.numpy()
+        feed = feed._replace(position=outcome.position)
         return (time.perf_counter() - start) / steps
 
     try:
@@ -144,7 +148,7 @@ def _time(loop: Loop, name: str, values: Sequence[Any]) -> dict[Any, list[float]
         rounds = [[block(value, steps) for value in values] for _ in range(_ROUNDS)]
     finally:
         setattr(step, name, before)
-        step.marks = marks
+        step.observer = observer
     rounds = [_slowest(strategy, seconds) for seconds in rounds]
     return dict(zip(values, map(list, zip(*rounds, strict=True)), strict=True))
 

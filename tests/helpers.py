@@ -114,7 +114,7 @@ def train(
     loop = Loop(step, dataset.repeat(), strategy=strategy, schedule=schedule)
     loop.train(steps)
     assert loop.global_step == steps
-    assert loop._train_steps.experimental_get_tracing_count() == 1
+    assert loop.steps.run.experimental_get_tracing_count() == 1
     return loop
 
 

@@ -3,7 +3,7 @@ import pytest
 import tensorflow as tf
 
 from ctl.data import InMemory
-from ctl.data.feed import Feed, batch_of, distribute, next_block
+from ctl.data.feed import batch_of, distribute, next_block, open_feed
 from ctl.data.global_batches import GlobalBatches
 from ctl.private import devices_without_autotuning
 
@@ -12,20 +12,21 @@ def taken(strategy, feed, steps):
     """The next global batches, by calls of a function as the loop has it."""
 
     @tf.function
-    def take(iterator, position, steps):
+    def take(feed, steps):
+        position = feed.position
         batches = tf.TensorArray(tf.int64, steps, element_shape=[None])
         done = 0
         while done < steps:
-            block, first, count, position = next_block(iterator, position, steps - done)
-            for number in tf.range(first, first + count):
-                batch = strategy.run(batch_of, args=(block, number, feed.in_blocks))
+            block, position = next_block(feed, position, steps - done)
+            for number in tf.range(block.first, block.end):
+                batch = strategy.run(batch_of, args=(block, number, feed.batches_per_block))
                 parts = strategy.experimental_local_results(batch)
                 batches = batches.write(done, tf.concat(parts, 0))
                 done += 1
         return batches.stack(), position
 
-    batches, feed.position = take(feed.iterator, feed.position, tf.constant(steps))
-    return batches.numpy()
+    batches, position = take(feed, tf.constant(steps))
+    return batches.numpy(), feed._replace(position=position)
 
 
 @pytest.mark.parametrize("start", [0, 7])
@@ -35,17 +36,21 @@ def test_batches_in_blocks_are_those_of_the_dataset(mirrored, replicas, start):
     strategy = mirrored(replicas) if replicas else tf.distribute.get_strategy()
     dataset = InMemory(np.arange(50), global_batch_size=12)
     want = np.stack(list(dataset.batches(start).take(80).as_numpy_iterator()))
-    feed = Feed(dataset, strategy, start)
-    got = np.concatenate([taken(strategy, feed, steps) for steps in (1, 31, 1, 40, 7)])
-    np.testing.assert_array_equal(got, want)
-    assert feed.in_blocks
+    feed = open_feed(dataset, strategy, start)
+    assert feed.batches_per_block > 1
+    got = []
+    for steps in (1, 31, 1, 40, 7):
+        batches, feed = taken(strategy, feed, steps)
+        got.append(batches)
+    np.testing.assert_array_equal(np.concatenate(got), want)
 
 
 def test_what_is_not_said_to_be_small_comes_one_by_one(mirrored):
     dataset = GlobalBatches(tf.data.Dataset.range(8).batch(4, drop_remainder=True))
-    feed = Feed(dataset, mirrored(2), 0)
-    assert feed.position == () and not feed.in_blocks
-    assert taken(mirrored(2), feed, 3).tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [0, 1, 2, 3]]
+    feed = open_feed(dataset, mirrored(2), 0)
+    assert feed.position == () and feed.batches_per_block == 1
+    batches, _ = taken(mirrored(2), feed, 3)
+    assert batches.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [0, 1, 2, 3]]
 
 
 def test_nor_on_the_devices_of_a_strategy(mirrored, monkeypatch):

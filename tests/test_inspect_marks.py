@@ -16,6 +16,7 @@ from ctl.data import InMemory
 from ctl.errors import UsageError
 from ctl.loop import Loop
 from ctl.marks import Latest, Marks, Ring
+from ctl.observer import NO_OBSERVER
 from ctl.step import TrainStep
 
 
@@ -30,7 +31,7 @@ def make_loop(strategy, **options) -> Loop:
 
 def inspect(loop: Loop, keep: int = 20) -> tuple[Ring, Latest]:
     ring, latest = Ring(loop.step, keep), Latest(loop.step)
-    loop.step.marks = Marks(loop.step, ring, latest)
+    loop.step.observer = Marks(loop.step, ring, latest)
     return ring, latest
 
 
@@ -59,9 +60,9 @@ def test_weights_are_the_same_and_the_graph_is_what_it_was(mirrored, replicas):
     inspect(inspected)
     inspected.train(40)
     with_marks = nodes_of(graph_of(inspected))
-    inspected.step.marks = None
+    inspected.step.observer = NO_OBSERVER
     inspected.train(60)
-    assert inspected._train_steps.experimental_get_tracing_count() == 2
+    assert inspected.steps.run.experimental_get_tracing_count() == 2
     assert graph_of(inspected).SerializeToString(deterministic=True) == before
     assert nodes_of(graph_of(inspected)) == nodes_of(graph_of(plain))
     assert sum(line.startswith("Timestamp") for line in with_marks) == 6 * replicas
@@ -90,9 +91,9 @@ def test_stamps(mirrored, options, forward, packed):
     ring, latest = inspect(loop, keep=8)
     loop.train(60)
     sizes = [v.shape.num_elements() for v in loop.step.model.trainable_variables]
-    assert sum(loop.step.marks.pack_bytes) == 4 * sum(sizes)
-    assert len(loop.step.marks.pack_bytes) == len(packed) // 2
-    assert not loop.step.marks.in_order  # no collectives: the replicas share memory
+    assert sum(loop.step.observer.pack_bytes) == 4 * sum(sizes)
+    assert len(loop.step.observer.pack_bytes) == len(packed) // 2
+    assert not loop.step.observer.in_order  # no collectives: the replicas share memory
     steps, stamps = ring.read()
     assert steps.tolist() == list(range(52, 60))  # the last 8, by how many were trained before
     assert (
@@ -150,7 +151,7 @@ def test_without_the_private_name(mirrored, monkeypatch):
         Marks(loop.step, Ring(loop.step, 4))
     with pytest.raises(UsageError, match="late workers cannot be shown"):
         loop.step.inspect()
-    assert loop.step.marks is None  # so it trains as before
+    assert loop.step.observer is NO_OBSERVER  # so it trains as before
 
 
 def test_replicas_that_share_their_variables_are_refused():

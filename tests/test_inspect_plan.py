@@ -14,6 +14,7 @@ import tensorflow as tf
 from helpers import BATCH, CLASSES, FEATURES, examples, mlp, precision
 
 from ctl import data, private
+from ctl.control.agreement import plan_facts
 from ctl.errors import UsageError
 from ctl.inspect.plan.plan import Plan, from_json
 from ctl.loop import Loop
@@ -194,7 +195,7 @@ def test_planning_runs_no_step_and_traces_once(mirrored):
     for ours, theirs in zip(loop.step.model.get_weights(), before, strict=True):
         np.testing.assert_array_equal(ours, theirs)
     loop.train(until=3)
-    assert loop._train_steps.experimental_get_tracing_count() == 1
+    assert loop.steps.run.experimental_get_tracing_count() == 1
 
 
 def test_a_plan_needs_a_loop(mirrored):
@@ -245,9 +246,9 @@ def test_the_fingerprint_sees_what_workers_must_agree_on(mirrored):
 
 def test_a_graph_that_cannot_be_read_trains_all_the_same(mirrored, monkeypatch):
     loop = make_loop(mirrored(2))
-    assert "the plan of all of them" in loop._plan_facts()
+    assert "the plan of all of them" in plan_facts(loop.step)
     monkeypatch.setattr(loop.step, "plan", lambda: 1 / 0)
-    assert loop._plan_facts() == {}
+    assert plan_facts(loop.step) == {}
 
 
 def test_xla_cannot_compile_several_devices(mirrored):

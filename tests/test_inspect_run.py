@@ -21,6 +21,7 @@ from ctl.inspect.measure.profile import profile_began, profiled
 from ctl.inspect.measure.recording import Recording
 from ctl.inspect.measure.timeline import join
 from ctl.loop import Loop
+from ctl.observer import NO_OBSERVER
 from ctl.step import TrainStep
 from ctl.train import inspect_every
 
@@ -105,7 +106,7 @@ def test_a_block_of_research_code(mirrored, capsys):
     loop = make_loop(mirrored(2))
     with loop.step.inspect(steps=8) as seen:
         loop.train(40)
-    assert loop.step.marks is None
+    assert loop.step.observer is NO_OBSERVER
     assert seen.timeline.steps.tolist() == list(range(32, 40))
     assert seen.blame is None  # replicas of one process are not accused
     assert len(seen.verdict()) == 3
@@ -115,7 +116,7 @@ def test_a_block_of_research_code(mirrored, capsys):
 
     with pytest.raises(ZeroDivisionError), loop.step.inspect(steps=8):
         raise ZeroDivisionError
-    assert loop.step.marks is None
+    assert loop.step.observer is NO_OBSERVER
     with pytest.raises(UsageError, match="no two consecutive steps"), loop.step.inspect():
         pass
     with pytest.raises(UsageError, match="make the Loop first"):
@@ -142,8 +143,8 @@ def test_windows_now_and_then(mirrored, monkeypatch):
     for record in sink.records:
         assert record["phase"] == "inspect"
         assert {"allreduce/exposed_ms", "allreduce/busbw", "allreduce/late_ms"} < set(record)
-    assert loop.step.marks is None
-    assert loop._train_steps.experimental_get_tracing_count() == 2
+    assert loop.step.observer is NO_OBSERVER
+    assert loop.steps.run.experimental_get_tracing_count() == 2
     monkeypatch.setattr(private, "_MANAGER", "no_such_name")
     assert inspect_every(loop.step, 100, [sink]) == []
 
@@ -172,7 +173,7 @@ def test_ablation_leaves_everything_as_it_was(ring2):
     assert set(seen) == {20}
     # What was timed as "without" had no collective on gradients in its graph.
     reduces = []
-    for function in ablated._train_steps._list_all_concrete_functions():
+    for function in ablated.steps.run._list_all_concrete_functions():
         definition = function.graph.as_graph_def()
         bodies = [definition.node, *(f.node_def for f in definition.library.function)]
         names = [n.name for body in bodies for n in body if n.op == "CollectiveReduceV2"]

@@ -6,6 +6,10 @@ Resuming is in test_loop_resume.py, signals are in test_loop_signals.py.
 from __future__ import annotations
 
 import gc
+import re
+import sys
+import threading
+import traceback
 import types
 import weakref
 from concurrent import futures
@@ -16,11 +20,12 @@ import pytest
 import tensorflow as tf
 from helpers import BATCH, adam, assert_replicas_agree, examples, largest_difference, mlp
 
+import ctl.loop
 from ctl.actions import Every
 from ctl.checkpoint import CheckpointManager, durable
 from ctl.data import GlobalBatches, InMemory
 from ctl.errors import CheckpointError, DivergedError, UsageError
-from ctl.loop import Evaluator, Loop
+from ctl.loop import Evaluator, Loop, Outcome
 from ctl.step import EvalStep, TrainStep
 
 EVALUATED = 51  # three batches of 16 and one of 3
@@ -68,14 +73,15 @@ class Pretend:
         self._global_step = loop.step.global_step
         clock = types.SimpleNamespace(perf_counter=lambda: self._now)
         monkeypatch.setattr("ctl.loop.time", clock)
-        loop._train_steps = self
+        loop.steps.run = self
 
-    def __call__(self, iterator, position, resident, steps, report, *static):
+    def __call__(self, feed, steps, report, trace_key):
         steps = int(steps)
         self.calls.append(steps)
         self._now += steps * self.seconds_per_step
         self._global_step.assign_add(steps)
-        return tf.constant([float(steps), *report.numpy()]), tf.constant(steps), position
+        totals = tf.constant([float(steps), *report.numpy()])
+        return Outcome(totals, tf.constant(steps), feed.position)
 
 
 # When Python wakes -------------------------------------------------------------------------------
@@ -394,7 +400,7 @@ def test_evaluation_in_the_middle_of_training(mirrored, tmp_path, replicas):
     np.testing.assert_equal(loop.step.model.get_weights(), at_8)
     loop.evaluate()
     loop.checkpoints.close()
-    assert loop._train_steps.experimental_get_tracing_count() == 1
+    assert loop.steps.run.experimental_get_tracing_count() == 1
     assert loop.evaluator._eval_steps.experimental_get_tracing_count() == 1
 
     keras.utils.set_random_seed(3)
@@ -584,7 +590,7 @@ def test_batches_of_any_form_with_partial_ones(mirrored):
         )
         scalars.append(loop.train(10))
         weights.append(loop.step.model.get_weights())
-        assert loop._train_steps.experimental_get_tracing_count() == 1
+        assert loop.steps.run.experimental_get_tracing_count() == 1
     assert largest_difference(weights[0], weights[1]) <= 1e-6
     assert largest_difference(weights[0], weights[2]) <= 1e-6
     assert len({s["accuracy"] for s in scalars}) == 1
@@ -605,13 +611,13 @@ def test_a_loop_is_freed_without_the_garbage_collector(mirrored, tmp_path, repli
         )
         loop.train_and_evaluate(4, evaluate_every=2)
         loop.restore()
-        first = weakref.ref(loop._feed.iterator)
+        first = weakref.ref(loop.feed.iterator)
         loop.train(6)
-        loop._start(2)
+        loop.begin(2)
         assert first() is None
         loop.train(8)
         loop.checkpoints.close()
-        return [weakref.ref(o) for o in (loop, loop.evaluator, loop._feed.iterator)] + [
+        return [weakref.ref(o) for o in (loop, loop.evaluator, loop.feed.iterator)] + [
             weakref.ref(loop.evaluator._iterator)
         ]
 
@@ -621,3 +627,32 @@ def test_a_loop_is_freed_without_the_garbage_collector(mirrored, tmp_path, repli
         assert [reference() for reference in run()] == [None] * 4
     finally:
         gc.enable()
+
+
+# The hot path -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("replicas", [0, 2])
+def test_six_calls_lead_from_train_to_the_collective(mirrored, monkeypatch, replicas):
+    """Those that the docstring of `ctl.loop` shows. With several replicas, each has a thread."""
+    stacks = []
+    original = tf.distribute.ReplicaContext.all_reduce
+
+    def spy(self, *args, **kwargs):
+        threads = {threading.get_ident(), threading.main_thread().ident}
+        names = [
+            frame.name.removeprefix("tf__")  # AutoGraph's copy of a function
+            for thread in sorted(threads, key=threading.main_thread().ident.__eq__, reverse=True)
+            for frame in traceback.extract_stack(sys._current_frames()[thread])
+            if "/ctl/" in frame.filename or frame.name.startswith("tf__")
+        ]
+        stacks.append(names)
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(tf.distribute.ReplicaContext, "all_reduce", spy)
+    loop = make_loop(mirrored(replicas) if replicas else tf.distribute.get_strategy())
+    loop.train(2)
+    path = ["train", "run", "_one_step", "__call__", "reduce", "all_reduce"]
+    assert stacks == [path] * max(1, replicas)
+    drawn = re.findall(r"^ +(?:\w+\.)*(\w+)  ", ctl.loop.__doc__, re.MULTILINE)
+    assert drawn == path

@@ -150,7 +150,7 @@ def test_resumed_equals_uninterrupted_bit_for_bit(mirrored, tmp_path, replicas, 
     assert_same(bits(second), at_17)
     second.train(30)
     assert_same(bits(second), want)
-    assert second._train_steps.experimental_get_tracing_count() == 1
+    assert second.steps.run.experimental_get_tracing_count() == 1
     second.checkpoints.close()
 
 

@@ -11,6 +11,7 @@ import re
 import shlex
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -140,12 +141,14 @@ def test_the_programs_run(number, run, tmp_path):
 
 
 def test_what_is_quoted_of_the_code_is_there():
-    code = "".join((ROOT / f"ctl/{m}.py").read_text("utf-8") for m in ("loop", "step", "reduce"))
-    lines = {line.strip() for line in code.splitlines()}
-    quoted = [line.strip() for block in blocks("py", README) for line in block.splitlines()]
-    quoted = [line for line in quoted if line and not line.startswith("#")]
-    assert len(quoted) > 5
-    assert set(quoted) <= lines
+    """Line by line, with nothing left out."""
+    (block,) = blocks("py", README)
+    quotes = re.findall(r"^# (\S+): .*\n((?:(?!# ).*\n)+)", block, re.MULTILINE)
+    assert [file for file, _ in quotes] == ["ctl/loop.py", "ctl/step.py", "ctl/reduce.py"]
+    for file, quote in quotes:
+        code = (ROOT / file).read_text("utf-8")
+        depth = re.search(rf"^( *){re.escape(quote.splitlines()[0])}$", code, re.MULTILINE)[1]
+        assert textwrap.indent(quote.strip(), depth) in code
 
 
 def anchors(text: str) -> set[str]:

@@ -96,7 +96,7 @@ def test_a_training_does_not_see_the_trial(mirrored, two):
     assert list(times) == [0, 128]
     assert all(len(seconds) == 3 and min(seconds) > 0 for seconds in times.values())
     trained.step.bytes_per_pack = kept
-    trained._reset_window()
+    trained.scalars.reset()
     results = [each.train(10) for each in (trained, tuned)]
     for a, b in zip(weights(trained), weights(tuned), strict=True):
         np.testing.assert_array_equal(a, b)

@@ -18,6 +18,7 @@ from tensorflow.python.autograph.impl import api
 TRACED = [
     "apply",
     "base_step",
+    "control.pace",
     "evaluator",
     "loop",
     "reduce",

@@ -7,6 +7,7 @@ pipeline can be left out. `tutorial` scales in the pipeline, ctl in the step.
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pipeline
 from absl import flags
@@ -32,12 +33,14 @@ def build_tutorial():
 
     import tensorflow as tf
 
+    from ctl.data.feed import Feed
+
     strategy = tf.distribute.get_strategy()
     if _REPLICAS.value > 1:
         strategy = tf.distribute.MirroredStrategy(devices)
     dataset, _ = pipeline.load(_DATASET.value, _BATCH.value, _DATA_DIR.value)
     iterator = iter(strategy.experimental_distribute_dataset(dataset))
-    return strategy, (iterator, ()), (), lambda x, _: x
+    return strategy, Feed(iterator, ()), lambda x, _: x
 
 
 def build_ctl(stream: bool, tuned: bool):
@@ -45,7 +48,7 @@ def build_ctl(stream: bool, tuned: bool):
     import tensorflow as tf
 
     import ctl
-    from ctl.data.feed import Feed
+    from ctl.data.feed import Feed, open_feed
     from ctl.step import scale_images
 
     strategy = ctl.make_strategy(replicas=_REPLICAS.value).strategy
@@ -59,50 +62,50 @@ def build_ctl(stream: bool, tuned: bool):
         options = tf.data.Options()
         options.autotune.enabled = True
         batches = dataset.batches().with_options(options)
-        feed = iter(strategy.experimental_distribute_dataset(batches)), ()
+        iterator = iter(strategy.experimental_distribute_dataset(batches))
+        feed = Feed(iterator, dataset.resident(strategy))
     else:
-        of_loop = Feed(dataset, strategy, 0)
-        feed = of_loop.iterator, of_loop.position
+        feed = open_feed(dataset, strategy, 0, dataset.resident(strategy))
 
     def on_replica(element, resident):
         images, labels = dataset.on_replica(element, resident)
         return scale_images(images), labels
 
-    return strategy, feed, dataset.resident(strategy), on_replica
+    return strategy, feed, on_replica
 
 
 def build():
     name = _PIPELINE.value
     if name == "tutorial":
-        strategy, feed, resident, on_replica = build_tutorial()
+        strategy, feed, on_replica = build_tutorial()
     else:
-        strategy, feed, resident, on_replica = build_ctl("stream" in name, "tuned" in name)
+        strategy, feed, on_replica = build_ctl("stream" in name, "tuned" in name)
 
     import tensorflow as tf
 
-    from ctl.data.feed import batch_of, next_block
-
-    iterator, position = feed
+    from ctl.data.feed import Feed, batch_of, next_block
 
     def add_up(total, block, number, resident) -> tf.Tensor:
-        images, labels = on_replica(batch_of(block, number, bool(position)), resident)
+        batch = batch_of(block, number, feed.batches_per_block)
+        images, labels = on_replica(batch, resident)
         return total + tf.reduce_sum(images) + tf.reduce_sum(tf.cast(labels, tf.float32))
 
     @tf.function
-    def take(position: tuple, steps: tf.Tensor) -> tuple[tf.Tensor, tuple]:
+    def take(feed: Feed, steps: tf.Tensor) -> tuple[tf.Tensor, Any]:
+        position = feed.position
         totals = strategy.run(lambda: tf.zeros([]))
         while steps > 0:
-            block, first, count, position = next_block(iterator, position, steps)
-            for number in tf.range(first, first + count):
-                totals = strategy.run(add_up, args=(totals, block, number, resident))
-            steps -= count
+            block, position = next_block(feed, position, steps)
+            for number in tf.range(block.first, block.end):
+                totals = strategy.run(add_up, args=(totals, block, number, feed.resident))
+            steps -= block.end - block.first
         return strategy.reduce(tf.distribute.ReduceOp.SUM, totals, axis=None), position
 
     def reply(steps: int) -> dict[str, float]:
-        nonlocal position
+        nonlocal feed
         start, cpu_start = time.perf_counter(), time.process_time()
-        total, position = take(position, tf.constant(steps))
-        total = float(total)
+        total, position = take(feed, tf.constant(steps))
+        feed, total = feed._replace(position=position), float(total)
         return {
             "seconds": time.perf_counter() - start,
             "cpu_seconds": time.process_time() - cpu_start,

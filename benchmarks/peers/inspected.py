@@ -32,27 +32,34 @@ STEPS = 20
 WARM_UP = 30
 
 
-class Delayed(ctl.TrainStep):
-    """A step that sleeps before its batch is there, or before its forward pass."""
+class Delay:
+    """Sleeps for ``seconds``, which can be changed, in a graph."""
 
-    def plant(self) -> None:
-        self.seconds = {phase: tf.Variable(0.0, trainable=False) for phase in ("input", "forward")}
+    def __init__(self):
+        self.seconds = tf.Variable(0.0, trainable=False)
 
-    def sleep(self, phase: str, tensors):
+    def __call__(self, tensors):
         def slept(seconds):
             if seconds:
                 time.sleep(float(seconds))
             return np.int32(0)
 
-        done = tf.numpy_function(slept, [self.seconds[phase]], tf.int32)
-        with tf.control_dependencies([done]):
+        with tf.control_dependencies([tf.numpy_function(slept, [self.seconds], tf.int32)]):
             return tf.nest.map_structure(tf.identity, tensors)
 
-    def __call__(self, batch):
-        return super().__call__(self.sleep("input", batch))
+
+class DelayedInput(ctl.data.InMemory):
+    """Sleeps before a replica has its batch."""
+
+    def on_replica(self, element, resident):
+        return self.delay(super().on_replica(element, resident))
+
+
+class DelayedForward(ctl.TrainStep):
+    """Sleeps before the forward pass."""
 
     def loss(self, batch):
-        return super().loss(self.sleep("forward", batch))
+        return super().loss(self.delay(batch))
 
 
 def main() -> None:
@@ -63,27 +70,24 @@ def main() -> None:
     with strategy.scope():
         layers = [keras.layers.Dense(512, "relu") for _ in range(3)]
         model = keras.Sequential([keras.Input([256]), *layers, keras.layers.Dense(10)])
-        step = Delayed(model, keras.optimizers.SGD(0.01))
-    step.plant()
+        step = DelayedForward(model, keras.optimizers.SGD(0.01))
     random = np.random.default_rng(0)
     data = random.normal(size=(1024, 256)).astype("float32"), random.integers(0, 10, 1024)
-    loop = ctl.Loop(
-        step,
-        ctl.data.InMemory(data, global_batch_size=128),
-        strategy=strategy,
-        steps_per_loop=STEPS + 5,
-    )
+    dataset = DelayedInput(data, global_batch_size=128)
+    dataset.delay, step.delay = Delay(), Delay()
+    delays = {"input": dataset.delay, "forward": step.delay}
+    loop = ctl.Loop(step, dataset, strategy=strategy, steps_per_loop=STEPS + 5)
     recording = Recording(step, STEPS)
     recording.start()
     loop.train(WARM_UP)
     for case in json.loads((out / "cases.json").read_text()):
         here = case["worker"] == me.index
         if case["phase"]:
-            step.seconds[case["phase"]].assign(case["seconds"] if here else 0.0)
+            delays[case["phase"]].seconds.assign(case["seconds"] if here else 0.0)
         loop.train(loop.global_step + STEPS + 5)
         windows = recording.take()
         if case["phase"]:
-            step.seconds[case["phase"]].assign(0.0)
+            delays[case["phase"]].seconds.assign(0.0)
         if me.is_chief:
             content = [each.to_json() for each in windows]
             (out / f"{case['name']}.json").write_text(json.dumps(content))

@@ -1,4 +1,4 @@
-"""The only place that trains asynchronously: workers that do not wait for each other.
+"""Asynchronous training: workers that do not wait for each other.
 
 The coordinator runs the program. It hands each global batch to a worker that is free, as one call
 of the same `ctl.step.TrainStep`: the worker reads the variables from the parameter servers, and
@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -21,11 +20,12 @@ import tensorflow as tf
 
 from ctl.asynchronous.roll_call import RollCall, attend
 from ctl.cluster.members import Tasks
-from ctl.data.feed import element_of
+from ctl.data.dataset import Dataset
+from ctl.data.feed import Feed, element_of
 from ctl.errors import CtlError, PeerError, UsageError
 from ctl.evaluator import Evaluator
-from ctl.loop import Loop
-from ctl.step import EvalStep, TrainStep
+from ctl.loop import Loop, Outcome, Steps
+from ctl.step import EvalStep, TraceKey, TrainStep
 
 _POLL_SECONDS = 0.001
 _LOOK_SECONDS = 1.0
@@ -59,6 +59,77 @@ def serve(tasks: Tasks, startup_timeout: float) -> None:
     os._exit(code)  # TensorFlow's servers know no other end
 
 
+class _RemoteSteps(Steps):
+    """Each step on a worker that is free."""
+
+    def __init__(
+        self,
+        step: TrainStep,
+        dataset: Dataset,
+        strategy: tf.distribute.ParameterServerStrategy,
+        roll_call: RollCall,
+        timeout: float,
+    ):
+        super().__init__(step, dataset, strategy)
+        self._roll_call = roll_call
+        self._timeout = timeout
+        self._coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
+
+    def open(self, start_step: int) -> Feed:
+        """The batches of the synchronous loop, in the same order, read by the coordinator."""
+        resident = self.dataset.resident(tf.distribute.get_strategy())
+        batches = self.dataset.batches(start_step)
+        examples = batches.map(
+            lambda *arguments: self.dataset.on_replica(element_of(arguments), resident)
+        )
+        return Feed(iter(examples.prefetch(_PREFETCH)), ())
+
+    @tf.function
+    def _train_step(self, batch: Any) -> tf.Tensor:
+        return self.strategy.run(self.step, args=(batch,))
+
+    def run(self, feed: Feed, steps: tf.Tensor, report: tf.Tensor, trace_key: TraceKey) -> Outcome:
+        """See `Steps.run`."""
+        del report, trace_key
+        begin, count, remote = self._step_number(), int(steps), []
+        for batch in feed.iterator:
+            remote.append(self._coordinator.schedule(self._train_step, args=(batch,)))
+            if len(remote) == count:
+                break
+        self._wait()
+        if self._step_number() > begin + len(remote):
+            # A batch whose worker was lost has gone to another one, and was counted by both.
+            self.step.global_step.assign(begin + len(remote))
+        if len(remote) < count:
+            raise tf.errors.OutOfRangeError(None, None, "the dataset has ended")
+        losses = np.array([loss.fetch() for loss in remote], np.float64)
+        finite = count if np.isfinite(losses).all() else int(np.isfinite(losses).argmin())
+        totals = tf.constant([losses.sum(), float(self._roll_call.asked_to_stop), 0.0])
+        return Outcome(totals, tf.constant(finite), ())
+
+    def _step_number(self) -> int:
+        return int(self.step.global_step.numpy())
+
+    def _wait(self) -> None:
+        """Returns when all calls have ended. While a worker comes back, TensorFlow waits for every
+        other that is missing, too: there may be a worker, and yet no step."""
+        counted, changed = self._step_number(), time.monotonic()
+        looked = changed
+        while not self._coordinator.done():
+            self._roll_call.check()
+            now = time.monotonic()
+            if now - looked > _LOOK_SECONDS:
+                looked, step = now, self._step_number()
+                if step != counted:
+                    counted, changed = step, now
+                if now - changed > self._timeout:
+                    raise PeerError(
+                        f"no step was made for {now - changed:.0f} s (--collective_timeout) after "
+                        f"step {step}"
+                    )
+            time.sleep(_POLL_SECONDS)
+
+
 class ParameterServerLoop(Loop):
     """A `ctl.Loop` whose steps run on the workers, at the same time.
 
@@ -80,62 +151,7 @@ class ParameterServerLoop(Loop):
         **others: Any,
     ):
         super().__init__(step, dataset, strategy=strategy, **others)
-        self._roll_call = roll_call
-        self._timeout = timeout
-        self._coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
-
-    def _open(self, step: int) -> None:
-        """The batches of the synchronous loop, in the same order, read by the coordinator."""
-        resident = self.dataset.resident(tf.distribute.get_strategy())
-        batches = self.dataset.batches(step)
-        examples = batches.map(
-            lambda *arguments: self.dataset.on_replica(element_of(arguments), resident)
-        )
-        self._feed = iter(examples.prefetch(_PREFETCH))
-        self._feed_step = step
-
-    @tf.function
-    def _train_step(self, batch: Any) -> tf.Tensor:
-        return self.strategy.run(self.step, args=(batch,))
-
-    def run_steps(
-        self, feed: Iterator, steps: int, report: tf.Tensor
-    ) -> tuple[tf.Tensor, tf.Tensor]:
-        """As `Loop.run_steps`, each step on a worker that is free."""
-        step, remote = self.global_step, []
-        for batch in feed:
-            remote.append(self._coordinator.schedule(self._train_step, args=(batch,)))
-            if len(remote) == steps:
-                break
-        self._wait()
-        if self.global_step > step + len(remote):
-            # A batch whose worker was lost has gone to another one, and was counted by both.
-            self.step.global_step.assign(step + len(remote))
-        if len(remote) < steps:
-            raise tf.errors.OutOfRangeError(None, None, "the dataset has ended")
-        losses = np.array([loss.fetch() for loss in remote], np.float64)
-        finite = steps if np.isfinite(losses).all() else int(np.isfinite(losses).argmin())
-        totals = tf.constant([losses.sum(), float(self._roll_call.asked_to_stop), 0.0])
-        return totals, tf.constant(finite)
-
-    def _wait(self) -> None:
-        """Returns when all calls have ended. While a worker comes back, TensorFlow waits for every
-        other that is missing, too: there may be a worker, and yet no step."""
-        counted, changed = self.global_step, time.monotonic()
-        looked = changed
-        while not self._coordinator.done():
-            self._roll_call.check()
-            now = time.monotonic()
-            if now - looked > _LOOK_SECONDS:
-                looked, step = now, self.global_step
-                if step != counted:
-                    counted, changed = step, now
-                if now - changed > self._timeout:
-                    raise PeerError(
-                        f"no step was made for {now - changed:.0f} s (--collective_timeout) after "
-                        f"step {step}"
-                    )
-            time.sleep(_POLL_SECONDS)
+        self.steps = _RemoteSteps(step, self.dataset, strategy, roll_call, timeout)
 
 
 class CopyEvaluator(Evaluator):

@@ -1,4 +1,4 @@
-"""The only place that gives a dataset to a strategy and takes its global batches out again.
+"""Gives a dataset to a strategy and takes its global batches out again.
 
 A strategy's iterator hands every element from thread to thread and from device to device: several
 times what a small step takes (`benchmarks/input_pipeline.py`). Where batches are small, as indices
@@ -9,42 +9,57 @@ once, and the step takes one of them after the other.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from ctl import private
+from ctl.data.dataset import Dataset
 
 
-class Feed:
-    """The global batches of a dataset from one step on.
+class Position(NamedTuple):
+    """Where the next batch is: in a block, of which some batches were used."""
 
-    Attributes:
-        iterator: of the strategy.
-        in_blocks: whether its elements are blocks; else each is a global batch.
-        position: what `next_block` needs beside it: ``()``, or the block (a nest of tensors [n,
-            steps, ...] on each replica) and how many of its steps were taken, int32 scalar.
-    """
+    block: Any  # a nest of tensors [n, batches, ...] on each replica
+    used: tf.Tensor  # int32 scalar
 
-    def __init__(self, dataset: Any, strategy: tf.distribute.Strategy, start_step: int):
-        """``dataset``: see `ctl.data.dataset.Dataset`."""
-        batches = dataset.batches(start_step)
-        steps = getattr(dataset, "steps_per_element", 1)
-        self.in_blocks = steps > 1
-        self.position: tuple = ()
-        if self.in_blocks:
-            options = batches.options()
-            batches = batches.batch(steps, drop_remainder=True).map(
-                lambda *arguments: tf.nest.map_structure(_swap, element_of(arguments))
-            )
-            batches = batches.prefetch(2).with_options(options)
-        self.iterator = distribute(strategy, batches)
-        if self.in_blocks:
-            spec = self.iterator.element_spec
-            none = tf.nest.map_structure(
-                lambda s: tf.zeros(s.shape, s.dtype), spec, expand_composites=True
-            )
-            self.position = none, tf.constant(steps)
+
+class Feed(NamedTuple):
+    """Where the batches of the next steps come from."""
+
+    iterator: Iterator  # of the strategy
+    resident: Any  # see `Dataset.resident`
+    position: Position | tuple[()] = ()  # empty where elements are single batches
+    batches_per_block: int = 1
+
+
+class Block(NamedTuple):
+    """The batches at hand: those from ``first`` up to ``end``."""
+
+    batches: Any  # a nest of tensors on each replica: one batch, or as in `Position`
+    first: tf.Tensor  # int32 scalars
+    end: tf.Tensor
+
+
+def open_feed(
+    dataset: Dataset, strategy: tf.distribute.Strategy, start_step: int, resident: Any = ()
+) -> Feed:
+    """The global batches of ``dataset`` from ``start_step`` on."""
+    batches = dataset.batches(start_step)
+    size = getattr(dataset, "steps_per_element", 1)
+    if size == 1:
+        return Feed(distribute(strategy, batches), resident)
+    options = batches.options()
+    batches = batches.batch(size, drop_remainder=True).map(
+        lambda *arguments: tf.nest.map_structure(_swap, element_of(arguments))
+    )
+    iterator = distribute(strategy, batches.prefetch(2).with_options(options))
+    used_up = tf.nest.map_structure(
+        lambda spec: tf.zeros(spec.shape, spec.dtype),
+        iterator.element_spec,
+        expand_composites=True,
+    )
+    return Feed(iterator, resident, Position(used_up, tf.constant(size)), size)
 
 
 def distribute(strategy: tf.distribute.Strategy, batches: tf.data.Dataset) -> Iterator:
@@ -54,30 +69,25 @@ def distribute(strategy: tf.distribute.Strategy, batches: tf.data.Dataset) -> It
 
 
 def next_block(
-    iterator: Iterator, position: tuple, most: tf.Tensor
-) -> tuple[Any, tf.Tensor, tf.Tensor, tuple]:
-    """What is at hand of the next ``most`` global batches; in a graph, in cross-replica context.
-
-    Returns:
-        The block; the number of the first batch to take from it; how many to take; the position
-        after them.
-    """
+    feed: Feed, position: Position | tuple[()], steps: tf.Tensor
+) -> tuple[Block, Position | tuple[()]]:
+    """At most ``steps`` global batches, and the position after them. In a graph, in cross-replica
+    context."""
     if not position:
-        return next(iterator), tf.constant(0), tf.constant(1), position
+        return Block(next(feed.iterator), tf.constant(0), tf.constant(1)), position
     block, used = position
-    steps = tf.nest.flatten(block, expand_composites=True)[0].shape[1]
-    if used == steps:
-        block, used = next(iterator), 0
-    count = tf.minimum(steps - used, most)
-    return block, used, count, (block, used + count)
+    if used == feed.batches_per_block:
+        block, used = next(feed.iterator), 0
+    end = tf.minimum(used + steps, feed.batches_per_block)
+    return Block(block, used, end), Position(block, end)
 
 
 @tf.autograph.experimental.do_not_convert
-def batch_of(block: Any, number: tf.Tensor | int, in_blocks: bool) -> Any:
-    """Batch ``number`` of a block, on one replica; ``in_blocks`` of the `Feed`."""
-    if not in_blocks:  # an operation of its own: what must wait for the batch waits for that
-        return tf.nest.map_structure(tf.identity, block, expand_composites=True)
-    return tf.nest.map_structure(lambda t: tf.gather(t, number, axis=1), block)
+def batch_of(block: Block, number: tf.Tensor | int, batches_per_block: int) -> Any:
+    """Batch ``number`` of a block, on one replica."""
+    if batches_per_block == 1:  # an operation of its own, for which others can wait
+        return tf.nest.map_structure(tf.identity, block.batches, expand_composites=True)
+    return tf.nest.map_structure(lambda t: tf.gather(t, number, axis=1), block.batches)
 
 
 @tf.autograph.experimental.do_not_convert

@@ -2,7 +2,7 @@
 
 The core opens this package through two doors only, `ctl.TrainStep.plan` and
 `ctl.TrainStep.inspect`. The other direction is free: it looks at the loop, the step and the graph
-from outside, and through one hook, ``TrainStep.marks``, which is None when nobody looks.
+from outside, and through one hook, ``TrainStep.observer``.
 """
 
 from __future__ import annotations

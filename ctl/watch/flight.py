@@ -5,15 +5,18 @@ It records before anybody looks, because a hang cannot be repeated.
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+import tensorflow as tf
 from absl import logging
 
 from ctl import private
 from ctl.marks import Latest, Marks
+from ctl.watch import watchdog
 
 if TYPE_CHECKING:
     from ctl.step import TrainStep
@@ -25,7 +28,7 @@ class Flight:
     def __init__(self, step: TrainStep):
         self._step = step
         self._latest = Latest(step)
-        step.marks = Marks(step, self._latest)
+        step.observer = Marks(step, self._latest)
 
     def read(self, until: int) -> tuple[dict[str, float], tuple[str, ...]]:
         """Where this process is in its step.
@@ -45,7 +48,7 @@ class Flight:
     @property
     def packs(self) -> tuple[int, ...]:
         """Bytes of each pack, known once the step was traced."""
-        return tuple(self._step.marks.pack_bytes) if self._step.marks else ()
+        return tuple(getattr(self._step.observer, "pack_bytes", ()))
 
 
 def fired(
@@ -68,3 +71,25 @@ def attach_progress_marks(step: TrainStep) -> Flight | None:
         logging.warning("flight records will not say where in a step a worker is: %s", reason)
         return None
     return Flight(step)
+
+
+@contextlib.contextmanager
+def watched_call(
+    step: TrainStep, begin: int, steps: int, flight: Flight | None, *, first: bool
+) -> Iterator[None]:
+    """Around a call of ``steps`` steps from ``begin`` on: the watchdog, and a marker for profiles.
+
+    ``first``: the call traces the step, so it has more time.
+    """
+    with (
+        watchdog.collective(
+            "training",
+            first=first,
+            step=begin,
+            progress=lambda: int(step.global_step.numpy()),
+            marks=flight and (lambda: flight.read(begin + steps)),
+            packs=flight.packs if flight else (),
+        ),
+        tf.profiler.experimental.Trace("ctl_step", step_num=begin, _r=1),
+    ):
+        yield

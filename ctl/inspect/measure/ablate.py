@@ -1,4 +1,4 @@
-"""What the reduction costs, without an instrument: the only place that takes it out of the step.
+"""What the reduction costs, by taking it out of the step.
 
 The step with and without its all-reduce, in interleaved blocks, on the state as it is; which is put
 back afterwards, on every replica. What is left out is the collective and nothing else, so the
@@ -10,12 +10,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tensorflow as tf
 
+from ctl.observer import NO_OBSERVER, Observer
 from ctl.tune import preserved
 
 if TYPE_CHECKING:
@@ -48,19 +49,13 @@ class Ablation:
         )
 
 
-class _WithoutReduction:
-    """In the place of marks: the loop gives it a trace of its own."""
+class _WithoutReduction(Observer):
+    """The step as it is, without its all-reduce."""
 
-    stores = ()
-
-    def begin(self, batch: Any) -> Any:
-        return batch
-
-    def mark(self, name: str, tensors: Any) -> None:
-        pass
-
-    def mark_packs(self, tensors: Any, sums: Any) -> None:
-        pass
+    @staticmethod
+    def all_reduce(tensors: Sequence[tf.Tensor], **options: Any) -> list[tf.Tensor]:
+        del options
+        return [tf.identity(tensor) for tensor in tensors]
 
 
 def ablate(loop: Loop, *, rounds: int = 8, steps: int = 20) -> Ablation:
@@ -70,36 +65,21 @@ def ablate(loop: Loop, *, rounds: int = 8, steps: int = 20) -> Ablation:
     before. With several workers all must call it.
     """
     step = loop.step
-    before, variant = step.marks, _WithoutReduction()
+    before = step.observer
+    observers = {True: NO_OBSERVER, False: _WithoutReduction()}
     seconds: dict[bool, list[float]] = {True: [], False: []}
     with _kept(loop):
         try:
             for number in range(_WARM_UP + rounds):
                 for whole in (True, False) if number % 2 else (False, True):
-                    step.marks = None if whole else variant
-                    took = _block(loop, steps, whole)
+                    step.observer = observers[whole]
+                    start = time.perf_counter()
+                    loop.train(loop.global_step + steps)
                     if number >= _WARM_UP:
-                        seconds[whole].append(took / steps)
+                        seconds[whole].append((time.perf_counter() - start) / steps)
         finally:
-            step.marks = before
+            step.observer = before
     return Ablation(np.array(seconds[True]), np.array(seconds[False]))
-
-
-def _block(loop: Loop, steps: int, whole: bool) -> float:
-    step, before = loop.step, loop.step.all_reduce
-    if not whole:
-        step.all_reduce = _nothing  # seen when the step is traced; afterwards this changes nothing
-    try:
-        start = time.perf_counter()
-        loop.train(loop.global_step + steps)
-        return time.perf_counter() - start
-    finally:
-        step.all_reduce = before
-
-
-def _nothing(tensors: list[tf.Tensor], **options: Any) -> list[tf.Tensor]:
-    del options
-    return [tf.identity(tensor) for tensor in tensors]
 
 
 @contextlib.contextmanager
@@ -111,7 +91,7 @@ def _kept(loop: Loop) -> Iterator[None]:
             yield
     finally:
         loop.actions = actions
-        loop._reset_window()  # of the log: it has counted these steps
+        loop.scalars.reset()  # the log has counted these steps
 
 
 def _variables(step: TrainStep) -> list[tf.Variable]:

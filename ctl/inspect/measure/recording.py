@@ -36,22 +36,22 @@ class Recording:
         self.step = step
         self.steps = steps
         self._ring = Ring(step, steps + 1)  # a step begins where the one before was applied
-        self._before: Marks | None = None
-        before = step.marks.stores if step.marks else ()
-        self._marks = Marks(step, *before, self._ring)
+        self._before = step.observer
+        others = step.observer.stores if isinstance(step.observer, Marks) else ()
+        self._marks = Marks(step, *others, self._ring)
         self._barriers: np.ndarray | None = None
         self._plan: dict[str, Any] | None = None
 
     def start(self) -> None:
         """From the next call of the loop on, steps are stamped."""
         self._ring.clear()
-        self._before, self.step.marks = self.step.marks, self._marks
+        self._before, self.step.observer = self.step.observer, self._marks
 
     def stop(self) -> None:
         """The steps that follow are not stamped."""
         if self._plan is None and len(self._ring.read()[0]):
             self._plan = self.step.plan().to_json()  # of the trace that has run
-        self.step.marks = self._before
+        self.step.observer = self._before
 
     def take(self, traces: Sequence[Any] = (), *, align: bool = True) -> list[Window]:
         """The windows of all workers, in their order, on every worker.

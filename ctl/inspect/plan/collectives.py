@@ -1,6 +1,4 @@
-"""Finds the communication in a traced graph and says what each moves: the only place that knows how
-TensorFlow spells an all-reduce.
-"""
+"""Finds the communication in a traced graph and says what each moves."""
 
 from __future__ import annotations
 
@@ -14,15 +12,18 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from ctl import private
+from ctl.data.feed import Block, batch_of
 from ctl.errors import UsageError
 from ctl.inspect.plan import lints, xla
 from ctl.inspect.plan.graph import Graph, Node, Tensor, constant, flops
 from ctl.inspect.plan.packs import ASSIGN, UNPACK, Packs, bytes_of, payload_of
 from ctl.inspect.plan.plan import Collective, Member, Plan
+from ctl.observer import NO_OBSERVER
 from ctl.watch import watchdog
 from ctl.workers import cluster_of, is_multi_worker
 
 if TYPE_CHECKING:
+    from ctl.loop import Loop
     from ctl.step import TrainStep
 
 # Operations that TensorFlow's own collectives and NCCL are made of.
@@ -53,10 +54,26 @@ def plan_of_step(step: TrainStep, compiled: bool = False) -> Plan:
         try:
             if len({device for c in plan.collectives for device in c.devices}) > 1:
                 raise UsageError("XLA cannot compile a step that is on several devices")
-            plan = dataclasses.replace(plan, xla=xla.compile_step(loop.traced_step()))
+            plan = dataclasses.replace(plan, xla=xla.compile_step(_graph_of_one_step(loop)))
         except UsageError as error:
             plan = dataclasses.replace(plan, notes=(*plan.notes, str(error)))
     return dataclasses.replace(plan, lints=lints.check(plan, watchdog.running()))
+
+
+def _graph_of_one_step(loop: Loop) -> tf.types.experimental.ConcreteFunction:
+    """A step on a given element of the feed: what XLA could be asked to compile."""
+    feed = loop.feed
+
+    def one_step(element: Any, resident: Any) -> tf.Tensor:
+        batch = batch_of(Block(element, 0, 1), 0, feed.batches_per_block)
+        return loop.step(loop.dataset.on_replica(batch, resident))
+
+    function = tf.function(lambda e: loop.strategy.run(one_step, args=(e, feed.resident)))
+    observer, loop.step.observer = loop.step.observer, NO_OBSERVER
+    try:
+        return function.get_concrete_function(feed.iterator.element_spec)
+    finally:
+        loop.step.observer = observer
 
 
 def plan_of(

@@ -1,6 +1,8 @@
-"""How many steps one call of a loop runs, and what asks it to stop."""
+"""How many steps one call of a loop runs."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import tensorflow as tf
 
@@ -9,8 +11,12 @@ import tensorflow as tf
 _WAKE_SECONDS = 0.5
 
 
-class StopRequested(Exception):
-    """A signal arrived; unwinds to where the state can be saved."""
+class Totals(NamedTuple):
+    """What all replicas have summed in a call of the loop: losses, and what workers reported."""
+
+    loss: float  # of the mean losses of the global batches
+    stop: float  # above 0: a worker was asked to stop
+    pace: float  # see `Pace`
 
 
 class Pace:

@@ -1,0 +1,1 @@
+"""What a loop decides between two calls: how far to go, whether to stop, whether all is well."""

@@ -1,0 +1,55 @@
+"""What a log record says of the steps since the last one: loss, metrics, learning rate, speed."""
+
+from __future__ import annotations
+
+from ctl.step import TrainStep
+from ctl.watch import watchdog
+
+
+class Scalars:
+    """A window of steps.
+
+    Args:
+        step: a built step.
+        global_batch_size: None where unknown.
+    """
+
+    def __init__(self, step: TrainStep, global_batch_size: int | None):
+        self._step = step
+        self._global_batch_size = global_batch_size
+        self.reset()
+
+    def reset(self) -> None:
+        """Starts a new window."""
+        self._loss = self._seconds = 0.0
+        self._updates = self._timed_steps = self._skipped = 0
+        self._step.reset_metrics()
+
+    def add(self, loss: float, steps: int, skipped: int) -> None:
+        """``steps`` more, of which ``skipped`` updated nothing; ``loss`` is the sum of the rest."""
+        self._loss += loss
+        self._updates += steps - skipped
+        self._skipped += skipped
+
+    def add_time(self, seconds: float, steps: int) -> None:
+        """``steps`` took ``seconds``."""
+        self._seconds += seconds
+        self._timed_steps += steps
+
+    def read(self) -> dict[str, float]:
+        """By name; with several workers all must read at the same steps."""
+        scalars = {"loss": self._loss / max(1, self._updates)}
+        with watchdog.collective("reading the metrics"):
+            scalars |= self._step.results()
+        updater = self._step.updater
+        scalars["learning_rate"] = float(updater.learning_rate(updater.global_step - 1))
+        if self._seconds:
+            rate = self._timed_steps / self._seconds
+            scalars["steps_per_second"] = rate
+            if self._global_batch_size:
+                scalars["examples_per_second"] = rate * self._global_batch_size
+        if updater.judges_finiteness:
+            scalars["skipped_steps"] = float(self._skipped)
+        if updater.loss_scale:
+            scalars["loss_scale"] = float(updater.loss_scale.scale.numpy())
+        return scalars
