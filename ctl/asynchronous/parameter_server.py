@@ -152,6 +152,7 @@ class ParameterServerLoop(Loop):
     ):
         super().__init__(step, dataset, strategy=strategy, **others)
         self.steps = _RemoteSteps(step, self.dataset, strategy, roll_call, timeout)
+        roll_call.keep(self)
 
 
 class CopyEvaluator(Evaluator):

@@ -98,6 +98,7 @@ class RollCall:
         self._complete = False
         self._worker_seen = time.monotonic()
         self._asked_to_stop = False
+        self._kept: list[object] = []
         self._code = 1
         self._selector = selectors.DefaultSelector()
         self._listener = _listen(tasks.coordinator)
@@ -141,6 +142,11 @@ class RollCall:
     def asked_to_stop(self) -> bool:
         """Whether a parameter server was told to end, which holds a part of the state."""
         return self._asked_to_stop
+
+    def keep(self, owner: object) -> None:
+        """Keeps the functions of ``owner`` until the process ends. TensorFlow removes a function
+        that is freed from all servers, and complains about each that was lost."""
+        self._kept.append(owner)
 
     def __enter__(self) -> RollCall:
         return self
