@@ -74,7 +74,7 @@ class Evaluator:
             report = self._pace.report(asked_to_stop())
             try:
                 with (
-                    watchdog.collective("the evaluation", first=not self._pace.traced),
+                    watchdog.collective("the evaluation", first=self._pace.traces()),
                     share.refusals(),
                 ):
                     sums = self._eval_steps(iterator, self._resident, tf.constant(steps), report)

@@ -205,7 +205,6 @@ class Loop:
         self._is_chief = workers.is_chief(self.strategy)
         self.feed: Feed | None = None
         self._feed_step = -1
-        self._traced_for = step.trace_key  # of the last call
         self._evaluated: dict[str, float] | None = None  # results at the current step
 
     # Training -----------------------------------------------------------------------------------
@@ -239,16 +238,13 @@ class Loop:
             while step < until:
                 due = steps_until_due(self.actions, step)
                 steps = min(self._pace.steps(), until - step, due)
-                report = self._pace.report(self.signals.arrived)
+                report, key = self._pace.report(self.signals.arrived), self.step.trace_key
                 skipped = self.step.updater.skipped_so_far()
+                call = watched_call(self.step, step, steps, self._flight, self._pace.traces(key))
                 start = time.perf_counter()
                 try:
-                    with watched_call(
-                        *(self.step, step, steps, self._flight), first=not self._pace.traced
-                    ):
-                        outcome = self.steps.run(
-                            self.feed, tf.constant(steps), report, self._trace_key()
-                        )
+                    with call:
+                        outcome = self.steps.run(self.feed, tf.constant(steps), report, key)
                         totals = Totals(*outcome.totals.numpy().tolist())
                 except tf.errors.OutOfRangeError:
                     return self._ended(step, total)
@@ -262,13 +258,6 @@ class Loop:
                 if totals.stop or (self.signals.arrived and not self._several_workers):
                     raise StopRequested
         return scalars
-
-    def _trace_key(self) -> TraceKey:
-        key = self.step.trace_key
-        if key != self._traced_for:
-            self._traced_for = key
-            self._pace.traces_again()
-        return key
 
     def _judge(self, step: int, steps: int, loss: float, finite: Any, skipped: int) -> None:
         """Takes the last call into the window; raises where it went wrong."""

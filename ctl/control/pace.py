@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -29,7 +29,8 @@ class Pace:
     def __init__(self, steps_per_loop: int | None = None):
         self._fixed = steps_per_loop
         self._measured = self._agreed = 0.0  # seconds per step; 0: not known
-        self.traced = False
+        self._traced_for: Any = None
+        self._first = True
 
     def steps(self) -> int:
         if self._fixed:
@@ -40,18 +41,19 @@ class Pace:
         """float32 [2], what this worker tells the others: that it was asked to stop, its pace."""
         return tf.constant([float(stop), self._measured])
 
-    def traces_again(self) -> None:
-        """The next call is traced anew, so its time says nothing."""
-        self.traced = False
+    def traces(self, key: Any = ()) -> bool:
+        """Whether the next call is traced before it runs, so that its time says nothing. The loop
+        keeps a trace for each ``key``."""
+        self._first, self._traced_for = key != self._traced_for, key
+        return self._first
 
     def took(self, seconds: float, steps: int, mean: float | None) -> bool:
         """Learns from one call, and from the mean of all reports; None where there is one worker.
 
         Returns:
-            False for the first call, whose time is mostly tracing.
+            False for a call whose time is mostly tracing.
         """
-        first, self.traced = not self.traced, True
-        if not first:
+        if not self._first:
             self._measured = seconds / steps
         self._agreed = self._measured if mean is None else mean
-        return not first
+        return not self._first

@@ -75,7 +75,7 @@ def attach_progress_marks(step: TrainStep) -> Flight | None:
 
 @contextlib.contextmanager
 def watched_call(
-    step: TrainStep, begin: int, steps: int, flight: Flight | None, *, first: bool
+    step: TrainStep, begin: int, steps: int, flight: Flight | None, first: bool
 ) -> Iterator[None]:
     """Around a call of ``steps`` steps from ``begin`` on: the watchdog, and a marker for profiles.
 
