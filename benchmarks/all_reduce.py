@@ -4,9 +4,9 @@
     python benchmarks/all_reduce.py --strategy=multi_worker --workers=2 --json=link.json
     python benchmarks/all_reduce.py --replicas=4 --max_bytes=1048576 --dtype=bfloat16
 
-Every operation has processes of its own (`peers/`), and all take a size in turn, so that all see
-the same disturbances of the machine. How the numbers are derived is in README.md. --json writes, in
-seconds, bytes and bytes per second::
+Every operation has its own processes (`peers/`). All operations take a size in turn, so that all
+see the same disturbances of the machine. README.md says how the numbers are derived. --json writes,
+in seconds, bytes and bytes per second::
 
     {"schema": 1, "strategy": "multi_worker", "operation": "ring", "replicas": 2,
      "points": [{"bytes": 1024, "seconds": 1e-3, "p99": 2e-3, "call": 4e-4, "algbw": 1e6,
@@ -14,8 +14,8 @@ seconds, bytes and bytes per second::
      "operations": {"ring": {"points": [...], "fits": {...}}, "copy": ..., "tcp": ..., ...},
      "bytes_per_pack": {...}, "settings": {...}, "machine": {...}}
 
-The ``points`` at the top are those of ``operation``, the one that `ctl.train` takes by default.
-`ctl.inspect.measure.link.read` reads them.
+The ``points`` at the top are those of ``operation``: the default of `ctl.train`, or the first of
+--operations. `ctl.inspect.measure.link.read` reads them.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from ctl.inspect.measure.link import SCHEMA, AlphaBeta, PiecewiseLinear, Point, 
 
 MIB = 1 << 20
 
-# In the order of preference of `ctl.train`; the first that works is what it takes by default.
+# By preference of `ctl.train`: its default is the first that works.
 OPERATIONS = {
     "mirrored": ["nccl", "reduction_to_one_device", "hierarchical_copy", "ring"],
     "multi_worker": ["nccl", "ring"],
 }
-# What an all-reduce is held against. The limits have no replicas, hence no bus.
+# What an all-reduce is compared with. The limits have no replicas, hence no bus bandwidth.
 LIMITS = ["copy", "tcp"]
 BESIDE = [*LIMITS, "gloo"]
 
@@ -82,11 +82,11 @@ with group("How"):
     _TIMEOUT = flags.DEFINE_float("timeout", 300.0, "seconds for one answer of a process")
     _JSON = flags.DEFINE_string("json", None, "file for the results")
 
-_SMOOTH = 16 * MIB  # up to here a line fits; beyond, other limits of a machine set in
+_SMOOTH = 16 * MIB  # a line fits up to here; larger sizes meet other limits of a machine
 
 
 def commands(name: str) -> list[tuple[list[str], dict[str, str]]]:
-    """The processes of an operation: command and environment of each."""
+    """Command and environment of each process of an operation."""
     several = _WORKERS.value if _STRATEGY.value == "multi_worker" else _REPLICAS.value
     if name in LIMITS:
         return [(["limits.py", name], {})]
@@ -113,8 +113,11 @@ def commands(name: str) -> list[tuple[list[str], dict[str, str]]]:
 
 @contextlib.contextmanager
 def started(names: Sequence[str], asked_for: bool) -> Iterator[list[Job]]:
-    """The operations that work here. What does not is said; where the user has ``asked_for`` it by
-    name, it is a `UsageError`. No process is left behind."""
+    """Starts those of ``names`` that work on this device, and ends all processes on exit.
+
+    An operation that does not work is printed. If the user has ``asked_for`` operations by name, it
+    is a `UsageError`, unless it is one of `BESIDE`.
+    """
     effort = Effort(_ITERATIONS.value, _SECONDS.value, _WARM_UP.value, _TIMEOUT.value)
     with contextlib.ExitStack() as stack:
         jobs = []
@@ -138,7 +141,7 @@ def started(names: Sequence[str], asked_for: bool) -> Iterator[list[Job]]:
 
 
 def sizes() -> list[int]:
-    """From --min_bytes to --max_bytes."""
+    """Bytes, from --min_bytes to at most --max_bytes."""
     found = [_MIN.value]
     while found[-1] * _FACTOR.value <= _MAX.value:
         found.append(found[-1] * _FACTOR.value)
@@ -146,7 +149,8 @@ def sizes() -> list[int]:
 
 
 def fits(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Latency and bandwidth, and the errors of both fits on sizes that they have not seen."""
+    """Fits latency (seconds) and bandwidth (bytes per second), and finds the errors of this fit and
+    of straight lines on sizes that were left out."""
     found = {}
     for name, limit in (("up to 16 MiB", _SMOOTH), ("all sizes", max(_SMOOTH, _MAX.value))):
         points = [Point(row["bytes"], row["seconds"]) for row in rows if row["bytes"] <= limit]
@@ -161,8 +165,9 @@ def fits(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def try_packs(job: Job) -> dict[str, Any]:
-    """The pack that the table recommends held against one pack, on 64 gradients of --max_bytes in
-    all; one pack where that is faster by more than a tenth."""
+    """Compares the pack size that ``job`` recommends with a single pack, on 64 gradients of
+    --max_bytes in all. ``recommended`` is 0, a single pack, where packs take more than 1.1 times as
+    long."""
     pack, size, tensors = recommend(job.rows), _MAX.value, 64
     tried: dict[str, Any] = {"candidate": pack, "size": size}
     for name, limit in (("one_pack", 0), ("packs", max(pack, size // tensors))):
@@ -200,7 +205,7 @@ def print_table(job: Job) -> None:
 
 
 def print_summary(jobs: Sequence[Job]) -> None:
-    """GB/s of all, one column each: busbw, and what the limits copy or send."""
+    """Prints GB/s, a column for each job: busbw, or the bytes that a limit copies or sends."""
     print("\nGB/s (busbw; copy and tcp: bytes moved)")
     print(f"{'size':>12}" + "".join(f"{job.name[:18]:>19}" for job in jobs))
     for rows in zip(*(job.rows for job in jobs), strict=True):
@@ -228,7 +233,7 @@ def shown(size: int) -> str:
 
 
 def count(size: int) -> int:
-    """Elements in ``size`` bytes."""
+    """Elements of --dtype in ``size`` bytes."""
     return size // {"float64": 8, "bfloat16": 2, "float16": 2}.get(_DTYPE.value, 4)
 
 
@@ -253,7 +258,7 @@ def main() -> None:
     names = _OPERATIONS.value or OPERATIONS[_STRATEGY.value]
     with started([*names, *_BESIDE.value], bool(_OPERATIONS.value)) as jobs:
         for number, size in enumerate(sizes()):
-            shift = number % len(jobs)  # nobody always comes first
+            shift = number % len(jobs)  # no job always goes first
             for job in jobs[shift:] + jobs[:shift]:
                 progress(f"{shown(size)} of {shown(_MAX.value)}: {job.name}")
                 job.rows.append(job.measure(size))

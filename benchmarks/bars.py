@@ -1,4 +1,4 @@
-"""The bar chart of `step_time.py`: one group of bars for each setting, on one scale of ratios."""
+"""The bar chart of `step_time.py`: a group of bars for each setting, all on one scale of ratios."""
 
 from __future__ import annotations
 
@@ -26,10 +26,13 @@ _STYLE = """
 
 
 def chart(runs: Sequence[dict[str, Any]]) -> str:
-    """``runs`` as in the JSON of `step_time.py`: bars are median times over those of the reference
-    variant, whiskers the least and the greatest round. SVG."""
+    """Draws the ``runs`` of a JSON file of `step_time.py` as SVG.
+
+    A bar is the median ratio of a variant's time to that of the reference variant; its whisker goes
+    from the least to the greatest ratio of a round.
+    """
     measured = [r["ratio"] for run in runs for r in run["variants"].values() if "ratio" in r]
-    # One slow round must not make all bars short.
+    # The medians set the scale: a whisker is cut, so that one slow round does not shorten all bars.
     limit = 1.15 * max(max(ratio["median"] for ratio in measured), 1.0)
     scale = (_WIDTH - _NAMES - _VALUES) / limit
     parts, y = [], 8.0

@@ -3,9 +3,9 @@
     python benchmarks/checkpoint.py
     python benchmarks/checkpoint.py --megabytes=100 --variables=20 --json=out.json
 
-`ctl.CheckpointManager` beside `tf.train.CheckpointManager`, whose `save` is synchronous: the same
-state in the same process (`peers/checkpoint_saver.py`), one save of each in turn, in the midst of a
-loop that updates all of it at every step. How the numbers are derived is in README.md.
+Compares `ctl.CheckpointManager` with `tf.train.CheckpointManager`, whose `save` is synchronous.
+Both save the same state in the same process (`peers/checkpoint_saver.py`), in turns, while a loop
+updates all of the state at every step. README.md says how the numbers are derived.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ with group("How"):
 
 
 def measure(megabytes: str, variables: str) -> dict[str, Any]:
-    """``{"rounds": [{who: {time: seconds}}, ...]}``, the first of which is the first save."""
+    """Returns ``{"rounds": [{who: {time: seconds}}, ...], ...}``. The first round has the first
+    saves of the process."""
     where = f"{megabytes} MB in {variables} variables"
     with (
         tempfile.TemporaryDirectory(dir=_DIRECTORY.value) as directory,
@@ -61,7 +62,7 @@ def measure(megabytes: str, variables: str) -> dict[str, Any]:
         for number in range(1 + _ROUNDS.value):
             progress(f"{where}: {number}/{_ROUNDS.value}")
             row = {}
-            for who in _WHO if number % 2 == 0 else reversed(_WHO):  # nobody always comes first
+            for who in _WHO if number % 2 == 0 else reversed(_WHO):  # neither always goes first
                 peer.say(json.dumps({"who": who}))
                 row[who] = peer.answer(_TIMEOUT.value)
             rounds.append(row)
@@ -70,7 +71,8 @@ def measure(megabytes: str, variables: str) -> dict[str, Any]:
 
 
 def summarize(result: dict[str, Any]) -> dict[str, Any]:
-    """Adds the first save, the seconds of the later ones, and the ratios of ctl to TensorFlow."""
+    """Adds the time of the first saves, the seconds of the later ones, and the ratios of ctl to
+    TensorFlow."""
     first, *later = result["rounds"]
     return result | {
         "first": {who: first[who]["stands_still"] for who in _WHO},

@@ -1,12 +1,12 @@
-"""What the flight recorder costs a step: marks in the graph, the watchdog's threads, the beats.
+"""What does the flight recorder cost a step, with its marks, the watchdog's threads and the beats?
 
   python benchmarks/flight_overhead.py
 
-Trains one replica in one process, in blocks that alternate between without and with all that
-several workers have by default, and prints the ratio of their times per step, and of the processor
-time (of all threads): the median over pairs of neighbouring blocks, and the quartiles of it. The
-threads run in the blocks without, too, where they find nothing to watch; what they do in the others
-is what is measured. As a control, blocks without are compared with blocks without.
+Trains one replica in one process, in pairs of neighbouring blocks: one with the recorder, which
+several workers have by default, and one without. Prints how much longer, in per cent, the step
+takes with it in wall time and in processor time (of all threads): median and quartiles over the
+pairs. The watchdog's threads run in both blocks; without the recorder they have nothing to watch.
+As a control, blocks without it are compared with each other.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def main() -> None:
         loop.train(loop.global_step + FLAGS.steps)
         return time.perf_counter() - wall, time.process_time() - cpu
 
-    for on in (False, True) * 2:  # traces, and warms up
+    for on in (False, True) * 2:  # traces and warms up
         block(on)
     pairs: dict[str, list[tuple[float, float]]] = {"control": [], "flight": []}
     without = []
@@ -72,7 +72,7 @@ def main() -> None:
         progress(f"block {number + 1} of {FLAGS.blocks}")
         for name, ratios in pairs.items():
             both = {}
-            # The later of two blocks must not always be the same.
+            # The order alternates, so that neither kind always comes second.
             for second in (False, True) if number % 2 else (True, False):
                 both[second] = block(second and name == "flight")
             without.append(both[False][0] / FLAGS.steps)

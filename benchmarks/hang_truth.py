@@ -3,11 +3,17 @@
   python benchmarks/hang_truth.py                      # 20 jobs with a frozen worker
   python benchmarks/hang_truth.py --faults=kill,raise,host,input,forward --runs=10
 
-Each run is a job of real processes on loopback in which one worker, drawn at random, fails: it is
-stopped by SIGSTOP (freeze) or killed by SIGKILL (kill) at a random moment; or raises an exception
-(raise) or does something else (host) between two steps; or never gets its batch (input), or never
-ends a forward pass (forward). The others must end with exit code 5, and the verdict over the
-records that they leave must name that worker and no other, and say how it failed.
+Each run is a job of real processes on loopback in which one worker, drawn at random, fails:
+
+  freeze    SIGSTOP stops it at a random moment
+  kill      SIGKILL kills it at a random moment
+  raise     it raises an exception between two steps
+  host      it sleeps between two steps
+  input     it never gets its batch
+  forward   its forward pass never ends
+
+The other workers must end with exit code 5. The verdict over their records must name that worker
+and no other, and say how it failed.
 """
 
 from __future__ import annotations
@@ -33,7 +39,7 @@ from ctl.logs import console
 
 FLAGS = flags.FLAGS
 
-# What the verdict must say of the worker that fails.
+# For each fault, what the verdict must say of the worker.
 WORDS = {
     "kill": "gone: ",
     "raise": "gone: ",
@@ -46,7 +52,7 @@ _AT_STEP = 5
 
 
 def worker(index: int, addresses: list[str], out: pathlib.Path, fault: str, timeout: float) -> None:
-    """Trains until it is ended; ``fault`` is "" on all workers but one."""
+    """Trains until the process is killed; ``fault`` is "" on all workers but one."""
     import keras
     import numpy as np
     import tensorflow as tf
@@ -94,8 +100,8 @@ def worker(index: int, addresses: list[str], out: pathlib.Path, fault: str, time
 
 
 def start(*arguments: object) -> int:
-    """A process that runs `worker`. It is forked after TensorFlow was imported, which is safe until
-    the first operation, so that a run costs seconds less."""
+    """Starts a process that runs `worker` and returns its id. It is forked after TensorFlow was
+    imported, which saves seconds and is safe until the first operation."""
     pid = os.fork()
     if pid:
         return pid
@@ -111,7 +117,7 @@ def start(*arguments: object) -> int:
 
 
 def one(fault: str, randoms: random.Random) -> tuple[bool, str]:
-    """One job. Returns whether the verdict is right, and what it says."""
+    """Runs one job. Returns whether the verdict is right, and its text or what went wrong."""
     from ctl.inspect import hang_command
     from ctl.watch import hang
 

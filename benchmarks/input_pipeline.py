@@ -3,9 +3,8 @@
     python benchmarks/input_pipeline.py
     python benchmarks/input_pipeline.py --replicas=2 --pipelines=tutorial,ctl --json=out.json
 
-A step without a model: every replica adds up its images (`peers/images.py`). Every pipeline has a
-process of its own, and the blocks of all are interleaved. How the numbers are derived is in
-README.md.
+The step has no model: every replica sums its images (`peers/images.py`). Every pipeline has its own
+process, and their blocks are interleaved. README.md says how the numbers are derived.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from processes import Peer, machine, progress, summary
 from ctl.errors import CtlError, UsageError
 from ctl.flags.parsing import group, run_command
 
-# Those of `peers/images.py`. What streams decodes its images anew in every epoch.
+# The names are those of `peers/images.py`. The streams decode every image in every epoch.
 _STREAMS = ("ctl_stream", "ctl_stream_tuned")
 PIPELINES = ("tutorial", "ctl", *_STREAMS)
 
@@ -47,7 +46,7 @@ with group("How"):
 
 
 def measure(replicas: str) -> dict[str, list[dict[str, float]]]:
-    """The answers of every pipeline, one for each round."""
+    """For every pipeline, its answer in each round."""
     arguments = [
         f"--replicas={replicas}",
         f"--global_batch_size={_BATCH.value}",
@@ -58,13 +57,13 @@ def measure(replicas: str) -> dict[str, list[dict[str, float]]]:
     answers: dict[str, list[dict[str, float]]] = {name: [] for name in commands}
     with contextlib.ExitStack() as stack:
         peers = []
-        for name, command in commands.items():  # one after the other: none is slowed by its peers
+        for name, command in commands.items():  # one at a time, so that no start slows another
             progress(f"{replicas} replicas: {name} starts")
             peers.append(Peer(name, command))
             stack.callback(peers[-1].close)
             peers[-1].answer(_TIMEOUT.value)
         for number in range(-_WARM_UP.value, _ROUNDS.value):
-            shift = number % len(peers)  # nobody always comes first
+            shift = number % len(peers)  # no pipeline always goes first
             for peer in peers[shift:] + peers[:shift]:
                 progress(f"{replicas} replicas, round {number + 1}/{_ROUNDS.value}: {peer.name}")
                 steps = _STREAM_STEPS if peer.name in _STREAMS else _STEPS
@@ -77,6 +76,7 @@ def measure(replicas: str) -> dict[str, list[dict[str, float]]]:
 
 
 def summarize(answers: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, Any]]:
+    """Rates in images per second, and their ratios to ``tutorial`` in the same round."""
     reference = answers["tutorial"]
     rows = {}
     for name, rounds in answers.items():
@@ -96,7 +96,7 @@ def summarize(answers: dict[str, list[dict[str, float]]]) -> dict[str, dict[str,
 
 
 def check(rows: dict[str, dict[str, Any]]) -> None:
-    """Raises `CtlError` unless all pipelines deliver the same kind of images."""
+    """Raises `CtlError` if the mean sum of an image differs by more than 5 % from the median."""
     middle = statistics.median(row["mean"] for row in rows.values())
     for name, row in rows.items():
         if not abs(row["mean"] - middle) <= 0.05 * middle:

@@ -1,11 +1,12 @@
-"""What do marks cost? The step with and without them, in interleaved blocks of one process.
+"""What do marks cost? Times the step with and without them, in interleaved blocks of one process.
 
     python benchmarks/inspect_overhead.py --model=dense --global_batch_size=64
     python benchmarks/inspect_overhead.py --model=dense --replicas=2 --bytes_per_pack=100000
 
-Each variant has a trace of its own in the same loop. Printed is the median over rounds of a block's
-time by that of the plain block next to it, on the clock and in seconds of all cores; the latter
-says more where others use the machine, too. "plain again" is the noise.
+All variants train in the same loop, each with its own trace. For each, the table shows the time of
+a block over that of the plain block in the same round: median and 10th to 90th percentile, in wall
+time and in CPU time of the process. CPU time depends less on other programs. "plain again" is the
+noise.
 """
 
 from __future__ import annotations

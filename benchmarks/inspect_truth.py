@@ -1,11 +1,11 @@
-"""Does `ctl.inspect` measure what is there? Delays are planted in real workers, and looked for.
+"""Does `ctl.inspect` measure what is there? Plants delays in real workers and looks for them.
 
     python benchmarks/inspect_truth.py
 
-Two workers train on loopback. For each case of 20 steps one of them sleeps in one phase; the clock
-of worker 1 is shifted afterwards, by --clock. Printed are the delay as `ctl.inspect` measured it,
-and in how many steps it blamed the right worker and phase. With nothing planted nobody may be
-named, in any of --calm runs.
+Two workers train on loopback. In each case of 20 steps, one of them sleeps in one phase. Afterwards
+the time stamps of worker 1 are shifted by --clock. The table shows the delay that `ctl.inspect`
+measured and the share of steps in which it blamed the right worker and phase. In the --calm runs,
+where nothing is planted, it should name no worker.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ with group("How"):
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A delay of ``seconds`` in ``phase`` of ``worker``, in every step of a window; none without a
-    phase."""
+    """A window of steps in which ``worker`` sleeps for ``seconds`` in ``phase`` of every step. With
+    ``phase`` None, no worker sleeps."""
 
     name: str
     worker: int = 0
@@ -54,10 +54,13 @@ class Case:
 
 
 def observe(cases: Sequence[Case], directory: pathlib.Path, timeout: float) -> list[list[Window]]:
-    """The windows of two real workers in each case.
+    """Trains two real workers, which keep their files in ``directory``.
+
+    Returns:
+        For each case, the windows of both workers.
 
     Raises:
-        CtlError: a worker failed, or all of it took more than ``timeout`` seconds.
+        CtlError: a worker failed, or had not ended after ``timeout`` seconds.
     """
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "cases.json").write_text(json.dumps([dataclasses.asdict(c) for c in cases]))
@@ -89,7 +92,7 @@ def observe(cases: Sequence[Case], directory: pathlib.Path, timeout: float) -> l
 
 
 def shifted(windows: Sequence[Window], ahead: float) -> list[Window]:
-    """As if the clock of worker 1 were ``ahead`` by so many seconds."""
+    """``windows`` as they would be if the clock of worker 1 was ``ahead`` seconds fast."""
     return [
         dataclasses.replace(w, stamps=w.stamps + ahead, barriers=w.barriers + ahead)
         if w.worker == 1
@@ -99,8 +102,12 @@ def shifted(windows: Sequence[Window], ahead: float) -> list[Window]:
 
 
 def found_delay(timeline: Timeline, case: Case) -> tuple[float, float]:
-    """How much longer the phase of the case took on its worker than on the other, median over the
-    steps, in seconds; and the share of steps that were blamed on that worker and phase."""
+    """How well ``timeline`` shows the delay of ``case``.
+
+    Returns:
+        Seconds that the phase took longer on the delayed worker than on the other one, median over
+        the steps; the share of steps in which this worker and phase are accused.
+    """
     took = timeline.phases[case.phase]
     delay = float(np.median(took[case.worker] - took[1 - case.worker]))
     blamed = [each == (case.worker, case.phase) for each in accused(timeline)]

@@ -1,6 +1,6 @@
-"""Several processes that run one operation together, timed from the last arrival to the last end.
+"""Runs one operation in several processes, and times it from the last arrival to the last end.
 
-The part of `all_reduce.py` that knows neither flags nor tables.
+`all_reduce.py` and `scaling.py` use it; flags and tables are there.
 """
 
 from __future__ import annotations
@@ -21,8 +21,14 @@ _LEAST_ITERATIONS = 5
 
 @dataclasses.dataclass(frozen=True)
 class Effort:
-    """How much of each size: ``warm_up`` iterations that do not count, then as many as fit in
-    ``seconds``, ``iterations`` at most; ``timeout`` seconds for one answer of a process."""
+    """How long each size is measured.
+
+    Attributes:
+        iterations: at most so many.
+        seconds: as many iterations as fit in this time, but at least 5.
+        warm_up: iterations before, which do not count.
+        timeout: seconds for one answer of a process.
+    """
 
     iterations: int
     seconds: float
@@ -32,8 +38,8 @@ class Effort:
 
 @dataclasses.dataclass
 class Job:
-    """An operation and the processes that run it together; ``has_bus`` is false for a limit, which
-    no replicas take part in."""
+    """An operation and the processes that run it together. ``has_bus``: whether replicas exchange
+    data, so that there is a bus bandwidth; a limit (`limits.py`) has none."""
 
     name: str
     peers: Sequence[Peer]
@@ -47,8 +53,9 @@ class Job:
         """Runs ``request`` on all processes; see `peers/all_reduce_worker.py`.
 
         Returns:
-            ``seconds`` of each iteration, from when the last replica of all was ready to when the
-            last was done; the longest ``call`` of each; how many elements were ``wrong`` in all.
+            ``seconds``: for each iteration, from the time when the last replica was ready to the
+            time when the last one was done. ``call``: the longest of each iteration, in seconds.
+            ``wrong``: the number of wrong elements in all.
         """
         for peer in self.peers:
             peer.say(json.dumps(request))
@@ -65,7 +72,8 @@ class Job:
         }
 
     def measure(self, size: int, **request: Any) -> dict[str, Any]:
-        """One size: a row of the table."""
+        """Measures ``size`` bytes and returns a row of the table; times in seconds, bandwidths in
+        bytes per second. Raises `CtlError` if a sum is wrong."""
         warm = self.ask(size=size, iterations=self.effort.warm_up, **request)
         typical = min(warm["seconds"]) + max(0.0, min(warm["call"]))
         wanted = max(_LEAST_ITERATIONS, int(self.effort.seconds / typical))
@@ -88,13 +96,13 @@ class Job:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The least value that at least ``percent`` of the values do not exceed."""
+    """The smallest of ``values`` that at least ``percent`` per cent of them do not exceed."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(-(-len(ordered) * percent // 100)) - 1)]
 
 
 def recommend(rows: Sequence[dict[str, Any]]) -> int:
-    """The smallest pack whose bandwidth is within 10 % of the best: small packs are ready early in
-    the backward pass, and each costs the latency of a collective."""
+    """The smallest size in bytes whose bandwidth is within 10 % of the best. Small packs are ready
+    early in the backward pass, but each costs the latency of a collective."""
     best = max(row["algbw"] for row in rows)
     return min(row["bytes"] for row in rows if row["algbw"] >= 0.9 * best)

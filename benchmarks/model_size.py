@@ -1,10 +1,10 @@
-"""What does a training cost as a model has more variables, and does it hold on to memory?
+"""How does the cost of training grow with the number of variables, and does memory grow?
 
     python benchmarks/model_size.py --variables=10,100,1000,2000
     python benchmarks/model_size.py --replicas=2 --long_steps=10000
 
-The same matrix is cut into more and more variables and trained, each time in a process of its own.
-How the numbers are derived is in README.md.
+The same matrix is cut into more and more variables and trained, each time in a new process.
+README.md says how the numbers are derived.
 """
 
 from __future__ import annotations
@@ -49,13 +49,14 @@ check_flags(["variables"], _check_variables)
 
 
 def train(peer: Peer, what: str, steps: int) -> dict[str, Any]:
+    """Trains ``steps`` steps of ``what``, "step" or "own"; see `peers/variables_worker.py`."""
     peer.say(json.dumps({"what": what, "steps": steps}))
     return peer.answer(_TIMEOUT.value)
 
 
 def measure(variables: int, long_steps: int) -> dict[str, Any]:
-    """A row: what so many variables cost. ``grown_bytes`` is by how much memory grew over
-    ``long_steps`` more steps, where there are any."""
+    """A row of the table for ``variables`` variables. If ``long_steps`` is not 0, it has
+    ``grown_bytes``: how much the resident memory grew over so many more steps."""
     command = ["variables_worker.py", f"--variables={variables}", f"--rows={_ROWS.value}"]
     command += [f"--batch={_BATCH.value}", f"--replicas={_REPLICAS.value}"]
     command += ["--jit_compile"] if _JIT.value else []
@@ -94,8 +95,8 @@ def measure(variables: int, long_steps: int) -> dict[str, Any]:
 
 
 def growth(rows: list[dict[str, Any]], key: str) -> list[float]:
-    """The power of the number of variables with which ``key`` grows from each row to the next: 1 is
-    in proportion, 2 is quadratic."""
+    """The power of the number of variables with which ``key`` grows from each row to the next: 1
+    means in proportion, 2 quadratic."""
     return [
         math.log(b[key] / a[key]) / math.log(b["variables"] / a["variables"])
         for a, b in zip(rows, rows[1:], strict=False)

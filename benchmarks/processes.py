@@ -1,8 +1,8 @@
-"""What the benchmarks share: processes that work when they are told to, and how progress looks.
+"""What the benchmarks share: processes that work on request, a progress line, facts of the machine.
 
-What is measured runs in a process of its own, since what one thing leaves behind (threads, buffers,
-the memory allocator) would slow the next. Each waits on stdin, without using the processor, so that
-the measurements of several can be interleaved. One line in, one line of JSON out.
+Each thing that is measured runs in its own process, because its threads, buffers and memory would
+slow the next one. Between requests a process waits on stdin and uses no processor time, so that the
+measurements of several can be interleaved. A request is one line, its answer one line of JSON.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class Peer:
     """A process that answers each line on its stdin with one line of JSON.
 
     Args:
-        name: what messages call it.
-        command: a script of `PEERS` and its arguments.
-        environment: variables beside those of this process.
-        within: what to put before the command, e.g. ``["ip", "netns", "exec", "a"]``.
+        name: its name in messages.
+        command: a script in `PEERS` and its arguments.
+        environment: environment variables in addition to those of this process.
+        within: a prefix of the command, e.g. ``["ip", "netns", "exec", "a"]``.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Peer:
         within: Sequence[str] = (),
     ):
         self.name = name
-        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the process
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - `close` closes it
         script, *arguments = command
         self._process = subprocess.Popen(
             [*within, sys.executable, PEERS / script, *arguments],
@@ -64,11 +64,12 @@ class Peer:
         self._lines.put("")
 
     def say(self, line: str) -> None:
-        with contextlib.suppress(BrokenPipeError):  # the answer will tell
+        """Sends a request."""
+        with contextlib.suppress(BrokenPipeError):  # `answer` tells why it ended
             print(line, file=self._process.stdin, flush=True)
 
     def answer(self, seconds: float) -> dict[str, Any]:
-        """Its next line. Raises `CtlError` when it ends, or is silent for ``seconds``."""
+        """Its next answer. Raises `CtlError` if it ended or does not answer in ``seconds``."""
         try:
             line = self._lines.get(timeout=seconds)
         except queue.Empty:
@@ -82,6 +83,7 @@ class Peer:
         return json.loads(line)
 
     def close(self) -> None:
+        """Kills the process and waits for its end."""
         self._process.kill()
         self._process.wait()
         self._errors.close()
@@ -92,13 +94,13 @@ def summary(values: Sequence[float]) -> dict[str, float]:
 
 
 def progress(text: str) -> None:
-    """On one line of a terminal; nothing elsewhere."""
+    """Replaces the progress line on stderr; prints nothing if that is not a terminal."""
     if sys.stderr.isatty():
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
 
 def machine(load: float) -> dict[str, Any]:
-    """What the numbers were measured on; ``load`` is that before the run."""
+    """Facts of this machine for the results; ``load`` is its load average before the run."""
     return {
         "cores": len(os.sched_getaffinity(0)),
         "platform": platform.platform(),

@@ -4,9 +4,10 @@
     python benchmarks/scaling.py --strategy=mirrored --counts=1,2,4   # devices of one process
     sudo python benchmarks/scaling.py --mbit=500                   # workers on links of 500 Mbit/s
 
-The jobs of all sizes are alive at once and train in turn, so that all see the same disturbances of
-the machine. The link is measured on 2 replicas; what `ctl.inspect predict` makes of it for the
-others is printed beside what they really took. How the numbers are derived is in README.md.
+The jobs of all sizes stay alive and train in turn, so that all see the same disturbances of the
+machine. The link is measured on 2 replicas. From it the cost model of `ctl.inspect predict`
+computes the times of the other jobs, which are printed beside the measured times. README.md says
+how the numbers are derived.
 """
 
 from __future__ import annotations
@@ -74,13 +75,20 @@ check_flags(["counts", "strategy", "batch", "mbit"], _check_counts)
 
 @dataclasses.dataclass
 class Group:
-    """A job of some replicas, and milliseconds per step of its blocks, by kind of training."""
+    """A job with some number of replicas.
+
+    Attributes:
+        job: its processes.
+        gradient_bytes: size of the gradients of one replica.
+        blocks: ms per step of each block, by ``(strong, alone)``; see `train`.
+    """
 
     job: Job
     gradient_bytes: int
     blocks: dict[tuple[bool, bool], list[float]] = dataclasses.field(default_factory=dict)
 
     def train(self, strong: bool, alone: bool, keep: bool = True) -> None:
+        """Trains one block: with strong or weak scaling; if ``alone``, without the all-reduce."""
         request = {"what": "train", "steps": _STEPS.value, "strong": strong, "alone": alone}
         for peer in self.job.peers:
             peer.say(json.dumps(request))
@@ -89,7 +97,7 @@ class Group:
             self.blocks.setdefault((strong, alone), []).append(1e3 * seconds / _STEPS.value)
 
     def milliseconds(self, strong: bool, alone: bool) -> float:
-        """The median block. One replica has no all-reduce, and nothing to share."""
+        """Per step, median over the blocks. All kinds are the same on one replica."""
         if self.job.replicas == 1:
             strong = alone = False
         return statistics.median(self.blocks[strong, alone])
@@ -97,7 +105,7 @@ class Group:
 
 @contextlib.contextmanager
 def started(counts: list[int]) -> Iterator[list[Group]]:
-    """A job for each of ``counts``; no process is left behind."""
+    """Starts a job for each of ``counts`` and ends all processes on exit."""
     with contextlib.ExitStack() as stack:
         places: list[tuple[list[str], str]] = []
         if _MBIT.value:
@@ -122,7 +130,7 @@ def started(counts: list[int]) -> Iterator[list[Group]]:
 def _processes(
     count: int, places: list[tuple[list[str], str]]
 ) -> list[tuple[list[str], dict[str, str], list[str]]]:
-    """Command, environment and what goes before the command, of each process."""
+    """Command, environment and prefix of the command, for each process."""
     script = ["scaling_worker.py", f"--batch={_BATCH.value}", f"--layers={_LAYERS.value}"]
     script += [f"--width={_WIDTH.value}", "--operation=auto", "--nocheck"]
     if count == 1:
@@ -148,9 +156,9 @@ def _processes(
 
 
 def train_in_turn(groups: list[Group]) -> None:
-    """Every kind of training of every job, --rounds times, after one block to warm up."""
+    """Trains --rounds blocks of every kind in every job, after one block each to warm up."""
     for number in range(-1, _ROUNDS.value):
-        shift = max(0, number) % len(groups)  # nobody always comes first
+        shift = max(0, number) % len(groups)  # no job always goes first
         for each in groups[shift:] + groups[:shift]:
             progress(f"round {number + 1} of {_ROUNDS.value}: {each.job.name}")
             kinds = [(False, False), (False, True), (True, False), (True, True)]
@@ -160,7 +168,7 @@ def train_in_turn(groups: list[Group]) -> None:
 
 
 def measure_links(groups: list[Group]) -> None:
-    """All-reduces of all jobs with several replicas, each size in turn."""
+    """Measures all-reduces in all jobs with several replicas, which take each size in turn."""
     for size in sorted({*_LINK_SIZES, groups[0].gradient_bytes}):
         for each in groups:
             if each.job.replicas > 1:
@@ -170,13 +178,14 @@ def measure_links(groups: list[Group]) -> None:
 
 
 def link_between(groups: list[Group]) -> cost.Link:
-    """From what 2 replicas took. On one machine they share it, unless links are shaped."""
+    """The link, fitted to the all-reduces of 2 replicas. All replicas share it, without --mbit."""
     (two,) = [each.job for each in groups if each.job.replicas == 2]
     measured = Measured(_STRATEGY.value, "ring", 2, points_of(two))
     return cost.link_of(measured, shared=_MBIT.value is None)
 
 
 def points_of(job: Job) -> tuple[Point, ...]:
+    """Sizes and times of the all-reduces of ``job``."""
     return tuple(Point(row["bytes"], row["seconds"]) for row in job.rows)
 
 
@@ -192,7 +201,7 @@ def scaling(groups: list[Group], link: cost.Link, strong: bool) -> list[dict[str
         row = {"replicas": n, "step": step, "alone": alone, "efficiency": useful / step}
         row["at_most"] = min(1.0, cores / n)
         if n > 1:
-            # One pack, which needs all of the backward pass: nothing hides it.
+            # One pack is complete when the backward pass ends, so that it hides behind nothing.
             model = Step(0.0, alone / 1e3, 0.0, (Pack(size, 1.0),))
             predicted = predict(model, n, lambda size, n=n: cost.ring(network, n, size))
             transfer = PiecewiseLinear(points_of(each.job)).seconds(size)
@@ -228,7 +237,7 @@ def print_table(rows: list[dict[str, Any]], strong: bool) -> None:
 
 
 def errors(rows: list[dict[str, Any]], key: str) -> float:
-    """The mean absolute error on the numbers of replicas that the link was not measured on."""
+    """The mean absolute error in ``key`` over the rows with more than 2 replicas."""
     return statistics.mean(abs(row[key]) for row in rows if row["replicas"] > 2)
 
 

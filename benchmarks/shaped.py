@@ -1,7 +1,7 @@
 """Links of a known bandwidth and latency: network namespaces of Linux, shaped by ``tc``.
 
-Each has one virtual network card on a bridge; the rate of what it sends is limited (by tbf) and,
-where the kernel has netem, delayed. Needs root, ``ip`` and ``tc``.
+Each namespace has one virtual network card on a bridge. What the card sends is limited in rate
+(tbf) or, with a delay, delayed and limited (netem). Needs root, ``ip`` and ``tc``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ctl.errors import UsageError
 
 
 def run(*command: str) -> None:
-    """Raises `UsageError` when ``command`` fails."""
+    """Runs ``command``. Raises `UsageError` if it fails."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         said = (done.stderr or done.stdout).strip().splitlines()
@@ -25,15 +25,19 @@ def run(*command: str) -> None:
 
 @contextlib.contextmanager
 def namespaces(count: int, mbit: float, delay_ms: float) -> Iterator[list[tuple[list[str], str]]]:
-    """``count`` namespaces whose cards send ``mbit`` megabits per second at most, each packet
-    ``delay_ms`` milliseconds late.
+    """Makes ``count`` namespaces, and deletes them on exit.
+
+    Args:
+        count: how many.
+        mbit: the most that each card sends, in megabits per second.
+        delay_ms: the delay of each packet, in milliseconds.
 
     Yields:
-        For each, what to put before a command to run it there, and its address. All are gone in the
-        end.
+        For each namespace, a prefix that runs a command in it, and its IP address.
 
     Raises:
-        UsageError: not root, a program is missing, or the kernel has no netem and is to delay.
+        UsageError: the user is not root, a program is missing, or ``delay_ms`` is not 0 and the
+            kernel has no netem.
     """
     for program in ("ip", "tc"):
         if shutil.which(program) is None:
@@ -68,6 +72,6 @@ def namespaces(count: int, mbit: float, delay_ms: float) -> Iterator[list[tuple[
 
 def _discipline(mbit: float, delay_ms: float) -> list[str]:
     if delay_ms:
-        # A queue of 10,000 packets, because a full one drops.
+        # A queue of 10,000 packets, because a full queue drops packets.
         return ["netem", "delay", f"{delay_ms:g}ms", "rate", f"{mbit:g}mbit", "limit", "10000"]
     return ["tbf", "rate", f"{mbit:g}mbit", "burst", "256kb", "latency", "400ms"]

@@ -3,8 +3,8 @@
     python benchmarks/startup.py
     python benchmarks/startup.py --what=help,bad_flag,tensorflow --rounds=9 --json=out.json
 
-Everything is a process of its own, from its start to the moment it has answered; they take turns.
-How the numbers are derived is in README.md.
+Each is a new process, timed from its start until it ends or answers. They take turns. README.md
+says what each row measures.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from ctl.flags.parsing import group, run_command
 
 
 def _ends(*arguments: str, exit_code: int = 0) -> Callable[[], float]:
-    """Seconds until a process of Python has ended."""
+    """A function that runs Python with ``arguments`` and returns the seconds until it ended. It
+    raises `CtlError` if the exit code is not ``exit_code``."""
 
     def measure() -> float:
         begin = time.perf_counter()
@@ -48,7 +49,7 @@ def _ends(*arguments: str, exit_code: int = 0) -> Callable[[], float]:
 
 
 def _first_step(script: str, *arguments: str) -> Callable[[], float]:
-    """Seconds until a peer of `step_time.py` has trained on one batch."""
+    """A function that returns the seconds until a peer of `step_time.py` trained on one batch."""
 
     def measure() -> float:
         begin = time.perf_counter()
@@ -91,7 +92,7 @@ def main() -> None:
     about = machine(os.getloadavg()[0])
     seconds: dict[str, list[float]] = {name: [] for name in _WHAT.value}
     for number in range(_ROUNDS.value):
-        shift = number % len(seconds)  # nobody always comes first
+        shift = number % len(seconds)  # no process always goes first
         for name in [*seconds][shift:] + [*seconds][:shift]:
             progress(f"round {number + 1}/{_ROUNDS.value}: {name}")
             try:

@@ -1,13 +1,13 @@
-"""How long does a step take in ctl's loop, in those of its peers, and at the least?
+"""How long does a step take in ctl's loop, in other loops, and at the least?
 
     python benchmarks/step_time.py --model=dense --global_batch_size=64
     python benchmarks/step_time.py --model=dense,convnet --replicas=1,2 --global_batch_size=128
     python benchmarks/step_time.py --variants=ctl,plain,torch --workers=2 --global_batch_size=128
 
-Every variant trains in a process of its own (`peers/`; with several workers, one for each), in
-blocks of --steps steps. The blocks of the variants are interleaved, so that all see the same
-disturbances of the machine. A peer that is not installed, or cannot do what is asked, is shown with
-its reason. How the numbers are derived is in README.md.
+Every variant trains in its own process (`peers/`; with several workers, one for each), in blocks of
+--steps steps. The blocks of the variants are interleaved, so that all see the same disturbances of
+the machine. A variant that is not installed, or cannot do what is asked, is shown with the reason.
+README.md says how the numbers are derived.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from ctl.flags.names import check_model_name
 from ctl.flags.parsing import group, run_command
 from ctl.launch import cluster
 
-# Variant -> its peer and what tells it from the peer's default. A `bound` sees one batch only: it
-# has no input pipeline, and does not learn the task.
+# Variant -> script and its arguments. A `bound` trains on one fixed batch: it has no input
+# pipeline, and does not learn the task.
 VARIANTS = {
     "ctl": ["ctl_loop.py", "--tune"],
     "ctl_off": ["ctl_loop.py"],
@@ -77,12 +77,12 @@ with group("Results"):
     _JSON = flags.DEFINE_string("json", None, "file for the results")
     _SVG = flags.DEFINE_string("svg", None, "file for a bar chart of the times")
 
-# Below, the examples are known by heart: how well says nothing of the work that was done.
+# Below this loss a network has memorized the examples; relative differences mean nothing.
 _BY_HEART = 0.1
 
 
 class Job:
-    """A variant in processes of its own, one for each worker, which train together."""
+    """A variant and its processes, one for each worker, which train together."""
 
     def __init__(self, variant: str, arguments: Sequence[str], workers: int):
         self.variant = variant
@@ -94,10 +94,10 @@ class Job:
             self._peers.append(Peer(variant, command))
 
     def answer(self) -> dict[str, Any]:
-        """That of the first worker, when all have answered; the CPU time is that of all.
+        """Waits for all workers and returns the answer of the first, with the CPU time of all.
 
         Raises:
-            CtlError: a process ended, or is silent for too long.
+            CtlError: a process ended, or did not answer in --timeout seconds.
         """
         answers = [peer.answer(_TIMEOUT.value) for peer in self._peers]
         if "cpu_seconds" in answers[0]:
@@ -105,18 +105,26 @@ class Job:
         return answers[0]
 
     def train(self, steps: int) -> dict[str, Any]:
-        """One block: ``{"steps": int, "seconds": float, "cpu_seconds": float, "loss": float}``."""
+        """Trains a block of ``steps`` steps.
+
+        Returns:
+            ``{"steps": int, "seconds": float, "cpu_seconds": float, "loss": float}``.
+
+        Raises:
+            CtlError: as `answer`.
+        """
         for peer in self._peers:
             peer.say(str(steps))
         return self.answer()
 
     def close(self) -> None:
+        """Kills the processes."""
         for peer in self._peers:
             peer.close()
 
 
 class Measured:
-    """What is known of one variant in one setting; times in ms per step, one for each round."""
+    """Results of one variant in one setting; ms per step, one value for each round."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -127,7 +135,8 @@ class Measured:
 
 
 def measure(arguments: Sequence[str], where: str) -> dict[str, Measured]:
-    """Runs every variant; the time of a round is the median of its blocks."""
+    """Runs every variant. The time of a round is the median of its blocks. ``where`` is the title
+    of the progress line."""
     measured = {variant: Measured() for variant in _VARIANTS.value}
     for process in range(_PROCESSES.value):
         title = f"{where}, process {process + 1}/{_PROCESSES.value}"
@@ -149,7 +158,7 @@ def measure(arguments: Sequence[str], where: str) -> dict[str, Measured]:
                 else:
                     jobs.append(job)
             for number in range(_ROUNDS.value):
-                shift = number % max(1, len(jobs))  # nobody always comes first
+                shift = number % max(1, len(jobs))  # no variant always goes first
                 for job in jobs[shift:] + jobs[:shift]:
                     progress(f"{title}, round {number + 1}/{_ROUNDS.value}: {job.variant}")
                     blocks = [job.train(_STEPS.value) for _ in range(_BLOCKS.value)]
@@ -162,7 +171,8 @@ def measure(arguments: Sequence[str], where: str) -> dict[str, Measured]:
 
 
 def check_losses(losses: dict[str, float], tolerance: float) -> None:
-    """Raises `CtlError` unless the variants that learn the task ended at the same loss."""
+    """Raises `CtlError` if a final loss differs from the median by more than ``tolerance``
+    (relative). Variants that train on one fixed batch are left out."""
     learned = {v: loss for v, loss in losses.items() if not v.startswith("bound")}
     middle = statistics.median(learned.values())
     for variant, loss in learned.items():
@@ -174,7 +184,7 @@ def check_losses(losses: dict[str, float], tolerance: float) -> None:
 
 
 def _rows(measured: dict[str, Measured]) -> dict[str, dict[str, Any]]:
-    """What is written and shown of each variant."""
+    """What the JSON file and the table have of each variant."""
     reference = measured[_REFERENCE.value].times
     return {
         variant: {"failure": its.failure}
@@ -209,7 +219,7 @@ def _show(rows: dict[str, dict[str, Any]]) -> None:
 
 
 def _settings() -> Iterator[dict[str, Any]]:
-    """Every combination of what is asked."""
+    """Every combination of --model, --replicas and --global_batch_size."""
     for model, replicas, batch in itertools.product(_MODELS.value, _REPLICAS.value, _BATCHES.value):
         check_model_name(model)
         for flag, value in ((_REPLICAS, replicas), (_BATCHES, batch)):

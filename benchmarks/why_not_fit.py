@@ -3,11 +3,11 @@
     python benchmarks/why_not_fit.py
     python benchmarks/why_not_fit.py --claims=clipping,uneven --json=claims.json
 
-Each claim is two small programs that train the same weight, one in Keras and one in ctl
-(`peers/claims.py`); what is right can be told by hand. Each runs in a process of its own, beside
-its counterpart: two replicas on logical CPUs, or two workers on loopback. A claim that no longer
-holds is shown as such, and has to leave README.md; the exit code is 0 all the same. It is 1 when
-ctl itself does not do what README.md says.
+Each claim is two small programs, one in Keras and one in ctl (`peers/claims.py`). Both train the
+same weight, whose right value is known by hand. They run at the same time, each in its own process:
+two replicas on logical CPUs, or two workers on loopback. A claim that no longer holds is marked and
+must leave README.md; the exit code is still 0. The exit code is 1 when ctl does not do what
+README.md says.
 """
 
 from __future__ import annotations
@@ -16,17 +16,21 @@ import contextlib
 import json
 import os
 import pathlib
+import sys
 import textwrap
 from collections.abc import Sequence
 from typing import Any
 
 from absl import flags
-from peers.claims import CLAIMS, Claim
-from processes import Peer, machine, progress
+from processes import PEERS, Peer, machine, progress
 
 from ctl.errors import CtlError, UsageError
 from ctl.flags.parsing import group, run_command
 from ctl.launch import cluster
+
+sys.path.append(str(PEERS))
+
+from claims import CLAIMS, Claim  # noqa: E402
 
 _SIDES = ("keras", "ctl")
 
@@ -41,7 +45,8 @@ with group("How"):
 
 
 def ask(name: str, claim: Claim) -> dict[str, Any]:
-    """What both sides do, at the same time: a row of the table."""
+    """Runs both sides of ``claim`` at the same time and returns a row of the table: ``claim``,
+    ``versions``, what each side answered, and whether the claim is ``still_true``."""
     with contextlib.ExitStack() as stack:
         firsts = {}
         for side in _SIDES:
@@ -51,7 +56,7 @@ def ask(name: str, claim: Claim) -> dict[str, Any]:
             firsts[side] = peers[0]
         versions = [first.answer(_TIMEOUT.value)["versions"] for first in firsts.values()][0]
         row = {"claim": claim.says, "versions": versions}
-        for side in reversed(_SIDES):  # Keras may be silent: its patience covers ctl's answer
+        for side in reversed(_SIDES):  # ctl first: Keras may be silent
             row[side] = _seen(firsts[side], claim.silent, may_be_silent=side == "keras")
     return row | {"still_true": row["keras"]["as_said"]}
 

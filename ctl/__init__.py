@@ -1,9 +1,9 @@
 """Custom training loops for TensorFlow: an explicit loop that owns its all-reduce.
 
-The hot path is `ctl.loop`, `ctl.step` and `ctl.reduce`, to be read in this order.
+Read the hot path in this order: `ctl.loop`, `ctl.step`, `ctl.reduce`.
 
-The names below are loaded when they are first used: ``import ctl`` and every ``--help`` are fast,
-while TensorFlow takes seconds to load.
+Names load on first use, so ``import ctl`` and ``--help`` do not wait for TensorFlow, which takes
+seconds to load.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ _WHERE = {
 def load_lazily(
     package: str, names: list[str], where: Mapping[str, str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """The ``__getattr__`` and ``__dir__`` of a package that loads its names when they are used.
+    """Makes the ``__getattr__`` and ``__dir__`` of a package whose names load on first use.
 
     Args:
-        package: its ``__name__``.
-        names: its ``__all__``.
-        where: the module that defines a name; a name that is not here is a module of the package.
+        package: ``__name__`` of the package.
+        names: ``__all__`` of the package.
+        where: the module that defines each name. A name without an entry is a submodule.
     """
 
     def get(name: str) -> Any:

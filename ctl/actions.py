@@ -1,15 +1,15 @@
-"""The only place that says when something is done during training, and what a log record holds.
+"""Actions that run during training, and the form of a log record.
 
-An action is any callable that takes a `Status`. `Every` calls one every so many steps or
-seconds; a function of your own is as good as `Log`::
+An action is a callable that takes a `Status`. `Every` calls an action every so many steps or
+seconds::
 
     def report(status):
         print(status.step, status.scalars()["loss"])
 
     loop = ctl.Loop(..., actions=[Every(report, steps=100)])
 
-Imports no TensorFlow: flags are checked before it is loaded. Records go to `ctl.logs.sinks`
-(files) and `ctl.logs.progress` (the terminal).
+`ctl.logs.sinks` writes records to files; `ctl.logs.progress` shows them on the terminal. Imports no
+TensorFlow, because flags are checked before TensorFlow is loaded.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from ctl.errors import UsageError
 
 @dataclasses.dataclass
 class Status:
-    """What actions see when Python wakes between two calls of the loop.
+    """The state of training at a wake: the moment when Python runs between two calls of the loop.
 
     Attributes:
         step: global batches trained on so far.
-        until: the step at which training will end.
-        steps_per_epoch: may be fractional, because batches go on across the ends of epochs; None
-            when the size of the dataset is not known.
-        seconds_per_step: of the last call.
-        final: the last wake: step is until.
-        scalars: ``() -> dict``: loss, metrics, learning rate and examples/s since `reset`. The
-            first call of a wake reads the metrics from the devices.
+        until: the step at which training ends.
+        steps_per_epoch: may be fractional, because batches span the ends of epochs; None when the
+            size of the dataset is unknown.
+        seconds_per_step: mean of the last call.
+        final: whether this is the last wake.
+        scalars: returns loss, metrics, learning rate and examples/s since `reset`. The first call
+            at a wake reads the metrics from the devices.
         reset: starts a new window for ``scalars``.
     """
 
@@ -54,7 +54,7 @@ class Status:
 Action = Callable[[Status], None]
 
 
-NEVER = sys.maxsize  # What `steps_until_due` returns when no step is due.
+NEVER = sys.maxsize  # `steps_until_due` returns it when no step is due.
 
 # The keys of a record that are not scalars.
 CONTEXT = ("phase", "step", "until", "epoch", "time")
@@ -63,18 +63,22 @@ _WINDOW = re.compile(r"\s*([0-9]+)\s*:\s*([0-9]+)\s*")
 
 
 class Every:
-    """Calls an action every so many steps or seconds, and at the end.
+    """Calls an action every so many steps or seconds, and at the last wake.
 
-    By ``steps``: when the global step reaches a multiple of them, wherever the run was resumed; the
-    loop ends its calls there (`steps_until_due`). By ``seconds``: at the first wake that long after
-    the last firing, or after the first wake. With both: at whichever comes first. Always at the
-    last wake (``status.final``), unless it has fired at that step.
+    With more than one worker, an action that reads metrics must fire by steps: a read is a
+    collective, and the clocks of workers differ.
 
-    With more than one worker, anything that reads metrics must fire by steps: a read is a
-    collective, and clocks of workers differ.
+    Args:
+        action: also called at the last wake, unless it was called at that step already.
+        steps: calls the action when the global step reaches a multiple of ``steps``, also in a
+            resumed run. The loop ends a call at that step (see `steps_until_due`).
+        seconds: calls the action at the first wake at which so much time has passed since its last
+            call, or since the first wake. With ``steps`` too, whichever comes first.
+        clock: returns seconds.
 
     Raises:
-        UsageError: neither ``steps`` nor ``seconds``, or not positive ones.
+        UsageError: ``action`` is not callable, ``steps`` and ``seconds`` are both None, ``steps``
+            is not a whole number from 1, or ``seconds`` is not a number above 0.
     """
 
     def __init__(
@@ -102,7 +106,7 @@ class Every:
         self._timer: float | None = None
 
     def steps_until_due(self, step: int) -> int:
-        """How many steps after ``step`` the action is due; `NEVER` where only time decides."""
+        """Steps from ``step`` until the action is due; `NEVER` if only time decides."""
         return self.steps - step % self.steps if self.steps else NEVER
 
     def __call__(self, status: Status) -> None:
@@ -128,29 +132,33 @@ class Every:
 
 
 class Sink(Protocol):
-    """Where records go."""
+    """Receives log records."""
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Takes one record, see `Log`. Returns when it is out of the process's hands."""
+        """Writes and flushes one record, see `Log`."""
 
     def close(self) -> None:
-        """No record follows."""
+        """Called after the last record."""
 
 
 class Log:
-    """Reads the scalars of a window, gives them to every sink, starts the next window.
+    """Reads the scalars of a window, writes them to every sink and starts the next window.
 
-    An action, usually under `Every`; `evaluated` is an evaluation action. A record is a flat dict:
+    It is an action, usually under `Every`; `evaluated` is an evaluation action. A record is a flat
+    dict:
 
     * ``phase``: "train" or "eval"
-    * ``step``: global batches trained on
-    * ``until``: where training ends ("train" only)
-    * ``epoch``: ``step / steps_per_epoch``, None when that is not known
-    * ``time``: seconds since 1970
+    * ``step``: global batches trained on so far
+    * ``until``: the step at which training ends ("train" only)
+    * ``epoch``: ``step / steps_per_epoch``, or None when the length of an epoch is unknown
+    * ``time``: Unix time in seconds
     * the scalars by name: ``loss``, the metrics, ``learning_rate``, ``examples_per_second``, ...
 
-    With more than one worker every worker needs a `Log`, because reading metrics is a collective;
-    give the sinks to one of them.
+    With more than one worker, every worker needs a `Log`, because reading metrics is a collective.
+    Give sinks to one worker only.
+
+    Raises:
+        UsageError: when called, if a metric has the name of another key of the record.
     """
 
     def __init__(
@@ -159,7 +167,7 @@ class Log:
         steps_per_epoch: float | None = None,
         clock: Callable[[], float] = time.time,
     ):
-        """``steps_per_epoch``: for evaluations that come before the first training record."""
+        """``steps_per_epoch`` is used until the first training record."""
         self.sinks = sinks
         self._clock = clock
         self._steps_per_epoch = steps_per_epoch
@@ -170,16 +178,18 @@ class Log:
         status.reset()
 
     def evaluated(self, step: int, results: Mapping[str, float]) -> None:
-        """For ``Loop(eval_actions=[log.evaluated])``."""
+        """Writes an "eval" record. For ``Loop(eval_actions=[log.evaluated])``."""
         self._write("eval", step, results)
 
     def close(self) -> None:
-        """Closes every sink, whatever the others do."""
+        """Closes every sink, even if closing another one raises."""
         with contextlib.ExitStack() as stack:
             for sink in self.sinks:
                 stack.callback(sink.close)
 
-    def _write(self, phase: str, step: int, scalars: Mapping[str, float], **context: int) -> None:
+    def _write(
+        self, phase: str, step: int, scalars: Mapping[str, float], **context: float | None
+    ) -> None:
         taken = [name for name in scalars if name in CONTEXT]
         if taken:
             raise UsageError(
@@ -193,16 +203,16 @@ class Log:
 
 
 def scalars_of(record: Mapping[str, Any]) -> dict[str, float]:
-    """What a record holds beside its context."""
+    """The entries of ``record`` that are not in `CONTEXT`."""
     return {name: value for name, value in record.items() if name not in CONTEXT}
 
 
 def parse_window(text: str) -> tuple[int, int]:
-    """``"20:30"`` as (20, 30): the steps 20 to 29, counted from 0.
+    """Parses ``"20:30"`` as (20, 30): the steps 20 to 29, counted from 0.
 
     Raises:
-        UsageError: anything else, an empty window, or step 0: the first step of a process is mostly
-            tracing, so `ctl.logs.profiler.Profile` never holds it.
+        UsageError: the text has another form, the window is empty, or it begins at step 0. The
+            first step is mostly tracing and is not profiled.
     """
     match = _WINDOW.fullmatch(text)
     start, stop = (int(match[1]), int(match[2])) if match else (0, 0)

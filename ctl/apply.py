@@ -1,15 +1,16 @@
 """Applies gradients that are already reduced: optimizer, weight decay, EMA, loss scale.
 
-Keras's ``optimizer.apply`` would all-reduce a second time, clip before that, and judge finiteness
-on one replica. Here the update goes through ``strategy.extended.update`` and the optimizer's
-documented ``update_step``, so nothing is reduced and every replica does the same.
+Keras's ``optimizer.apply`` would reduce them a second time, clip before that reduction, and check
+finiteness on one replica. This module calls the optimizer's documented ``update_step`` through
+``strategy.extended.update``, which reduces nothing and does the same on every replica.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -17,21 +18,21 @@ import tensorflow as tf
 from ctl.errors import UsageError
 from ctl.flags.names import OPTIMIZERS
 
-# Optimizers of Keras whose whole update is `update_step`: a test holds each of them equal to plain
-# single-device Keras.
+# Optimizers of Keras whose whole update is in `update_step`. A test compares each of them with
+# plain Keras on one device.
 PROVEN = tuple(getattr(keras.optimizers, kind) for kind in dict.fromkeys(OPTIMIZERS.values()))
 
-# Part of the update lives in these for some optimizers (Nadam, Muon); `update_step` alone would be
-# silently wrong.
+# Some optimizers (Nadam, Muon) override one of these methods and do a part of the update there.
+# `update_step` alone would then be silently wrong.
 _UPDATE_METHODS = (
     *("apply", "_backend_apply_gradients", "_backend_update_step", "_apply_weight_decay"),
 )
 
-# In one compiled function: what a call of it costs grows faster than its variables, and several run
-# at once (`benchmarks/model_size.py`).
+# Variables per compiled function. The cost of a call grows faster than its number of variables, and
+# several functions run at once (`benchmarks/model_size.py`).
 _VARIABLES_PER_UPDATE = 32
 
-# What ctl does itself, after the all-reduce; the optimizer would do it before, or twice.
+# ctl does this itself, after the all-reduce. The optimizer would do it before, or a second time.
 _REFUSED_ARGUMENTS = {
     "clipnorm": "TrainStep(clip_norm=...), --clip_norm: one global norm, of the reduced gradients",
     "clipvalue": "TrainStep.clip: override it",
@@ -46,8 +47,8 @@ def check_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
     """Refuses an optimizer that this module cannot apply correctly.
 
     Raises:
-        UsageError: the optimizer's update is not wholly in ``update_step``, is not proven equal to
-            Keras, or an argument does what ctl does itself.
+        UsageError: a part of the update is outside ``update_step``, no test compares the optimizer
+            with Keras, or an argument duplicates what ctl does itself.
     """
     kind = type(optimizer)
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
@@ -76,12 +77,18 @@ def _names(kinds: Sequence[type]) -> str:
 
 
 class LossScale:
-    """Dynamic loss scale for float16: doubled after ``growth_steps`` finite steps, halved and the
-    update skipped after one that is not (Micikevicius et al. 2018, arXiv:1710.03740, section 3.2).
+    """Dynamic loss scale for float16 (Micikevicius et al. 2018, arXiv:1710.03740, section 3.2).
+
+    The scale doubles after ``growth_steps`` finite steps in a row. It halves after a step with a
+    gradient that is not finite; `Updater` skips the update of that step.
 
     Args:
-        initial: the first scale.
+        initial: initial scale.
         growth_steps: finite steps in a row before the scale doubles.
+
+    Attributes:
+        scale: float32 scalar variable.
+        finite_steps: int64 scalar variable: finite steps since the scale changed.
     """
 
     def __init__(self, initial: float = 2.0**15, growth_steps: int = 2000):
@@ -90,40 +97,40 @@ class LossScale:
         self.finite_steps = _counter("finite_steps", 0, tf.int64)
 
     def good(self) -> None:
-        """After an update."""
+        """Counts a finite step; doubles the scale when there are enough in a row."""
         grow = self.finite_steps + 1 >= self.growth_steps
         self.scale.assign(tf.where(grow, self.scale * 2.0, self.scale))
         self.finite_steps.assign(tf.where(grow, tf.zeros([], tf.int64), self.finite_steps + 1))
 
     def bad(self) -> None:
-        """After gradients that were not finite. The scale stays at 1 or more."""
+        """Halves the scale, to 1 at least, after gradients that are not finite."""
         self.scale.assign(tf.maximum(self.scale * 0.5, 1.0))
         self.finite_steps.assign(0)
 
 
 class Updater:
-    """Applies reduced gradients to the variables of a model; made in the strategy's scope.
+    """Applies reduced gradients to the variables of a model. Create it in the strategy's scope.
 
     Args:
-        optimizer: see `check_optimizer`. Its ``weight_decay`` is applied here (decoupled, before
-            the update, as Keras does), with its exclusions.
-        variables: the trainable `keras.Variable` s, in the order of the gradients.
-        schedule: the learning rate as a function of the step; by default the optimizer's own.
-        ema_decay: when set, keeps an exponential moving average of the weights. It starts as the
-            weights after the first update, as in Keras.
-        loss_scale: when true, scales the loss for float16, see `LossScale`.
-        skip_nonfinite: when true, gradients with a NaN or Inf skip the update.
-        jit_update: compiles the update with XLA, which makes one pass over memory of what are a
-            dozen kernels for each variable. None: where the variables are on a CPU, because that is
-            where it was measured. False is for an optimizer that XLA cannot compile.
+        optimizer: see `check_optimizer`. As in Keras, its ``weight_decay`` is decoupled and applied
+            before the update, except to the variables that the optimizer excludes.
+        variables: trainable `keras.Variable` objects, in the order of the gradients.
+        schedule: learning rate as a function of the step; by default that of the optimizer.
+        ema_decay: decay of an exponential moving average of the weights; None keeps no average. As
+            in Keras, the average starts as the weights after the first update.
+        loss_scale: whether to scale the loss for float16, see `LossScale`.
+        skip_nonfinite: whether to skip an update when a gradient has a NaN or Inf.
+        jit_update: whether XLA compiles the update: one pass over memory replaces a dozen kernels
+            per variable. None compiles it on CPUs only, where it was measured. Use False for an
+            optimizer that XLA cannot compile.
 
     Attributes:
         global_step: int64 scalar variable: batches seen.
-        skipped: int64 scalar variable: updates left out because gradients were not finite.
-        ema: float variables like the trainable ones; empty without ``ema_decay``.
+        skipped: int64 scalar variable: updates skipped because a gradient was not finite.
+        ema: variables like the trainable ones; empty without ``ema_decay``.
 
     Raises:
-        UsageError: see `check_optimizer`.
+        UsageError: see `check_optimizer`; or a variable is to be overwritten by its gradient.
     """
 
     def __init__(
@@ -131,7 +138,7 @@ class Updater:
         optimizer: keras.optimizers.Optimizer,
         variables: Sequence[keras.Variable],
         *,
-        schedule=None,
+        schedule: Callable[[Any], Any] | None = None,
         ema_decay: float | None = None,
         loss_scale: bool = False,
         skip_nonfinite: bool = False,
@@ -164,7 +171,7 @@ class Updater:
             ]
 
     def state(self) -> dict[str, list[tf.Variable]]:
-        """Everything here that a checkpoint must hold."""
+        """Variables that a checkpoint must hold, by group."""
         state = {
             "optimizer": [v.value for v in self.optimizer.variables],
             "counters": [self.global_step, self.skipped],
@@ -176,18 +183,18 @@ class Updater:
         return state
 
     def skipped_so_far(self) -> int:
-        """Updates that were left out; 0 where finiteness is not judged."""
+        """Number of skipped updates; 0 if finiteness is not checked."""
         return int(self.skipped.numpy()) if self.judges_finiteness else 0
 
     def learning_rate(self, step: tf.Tensor | None = None) -> tf.Tensor:
-        """The rate of the update at ``step``, by default the next one: a float32 scalar."""
+        """Learning rate of the update at ``step`` (by default the next one), a float32 scalar."""
         step = self.global_step if step is None else step
         rate = self.schedule(step) if self.schedule else self.optimizer.learning_rate
         return tf.convert_to_tensor(rate.value if isinstance(rate, keras.Variable) else rate)
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
-        """While inside, the model has its averaged weights, where there are any."""
+        """While inside, the model has the averaged weights, if there are any."""
         pairs = list(zip(self.variables, self.ema, strict=True)) if self.ema else []
         trained = [variable.value.read_value() for variable, _ in pairs]
         try:
@@ -204,23 +211,23 @@ class Updater:
         gradients: Sequence[tf.Tensor | None],
         finite: tf.Tensor | None = None,
     ) -> None:
-        """One update, in cross-replica context (that is, through ``merge_call``).
+        """Makes one update. Call it in cross-replica context, through ``merge_call``.
 
         Args:
             strategy: the strategy of this context.
-            gradients: reduced, the same on every replica; None leaves a variable as it is.
-            finite: bool scalar, the same on every replica, when finiteness is judged.
+            gradients: reduced, equal on every replica; None leaves the variable unchanged.
+            finite: bool scalar, equal on every replica; None if finiteness is not checked.
         """
         if not self.judges_finiteness:
             self._update(strategy, gradients)
         else:
-            # One collective has already run on every replica; this branch holds none.
+            # The all-reduce has run on every replica before; neither branch has a collective.
             tf.cond(
                 strategy.experimental_local_results(finite)[0],
                 lambda: self._update(strategy, gradients),
                 self._skip,
             )
-        # Not before: a step that is stuck in its all-reduce is not done.
+        # The step counts only after its all-reduce: a step that is stuck there is not done.
         reduced = [strategy.experimental_local_results(g) for g in gradients if g is not None]
         with tf.control_dependencies(tf.nest.flatten(reduced)):
             self.global_step.assign_add(1)
@@ -232,7 +239,7 @@ class Updater:
         for index, variable in enumerate(self.variables):
             devices.setdefault(variable.value.device, []).append(index)
         for device, indices in _in_parts(devices):
-            # One function for all of them; naming any of them leads to the device.
+            # One function updates all of them. The first variable determines the device.
             update = functools.partial(self._update_device, indices)
             if "CPU" in device.upper() if self.jit_update is None else self.jit_update:
                 update = tf.function(update, jit_compile=True, autograph=False)
@@ -242,7 +249,7 @@ class Updater:
                 args=([gradients[i] for i in indices], rate, first),
                 group=False,
             )
-        # Keras's own reads and then assigns: workers that do so at the same time lose counts.
+        # Not Keras's own increment: it reads and then assigns, so concurrent workers lose counts.
         self.optimizer.iterations.value.assign_add(1)
         if self.loss_scale:
             self.loss_scale.good()
@@ -257,7 +264,7 @@ class Updater:
     ) -> None:
         """Updates the variables at ``indices``, in the update context of their device."""
         optimizer = self.optimizer
-        # A private name of Keras: which variables `exclude_from_weight_decay` left in.
+        # A private name of Keras: whether `exclude_from_weight_decay` left the variable in.
         decays = optimizer._use_weight_decay if optimizer.weight_decay else lambda _: False
         for index, gradient in zip(indices, gradients, strict=True):
             variable = self.variables[index]
@@ -281,13 +288,13 @@ class Updater:
 
 
 def _in_parts(devices: dict[str, list[int]]) -> Iterator[tuple[str, list[int]]]:
-    """The variables of each device, `_VARIABLES_PER_UPDATE` at a time."""
+    """Yields the variables of each device, `_VARIABLES_PER_UPDATE` at a time."""
     for device, indices in devices.items():
         for start in range(0, len(indices), _VARIABLES_PER_UPDATE):
             yield device, indices[start : start + _VARIABLES_PER_UPDATE]
 
 
-def _counter(name: str, initial, dtype: tf.DType) -> tf.Variable:
+def _counter(name: str, initial: float, dtype: tf.DType) -> tf.Variable:
     return tf.Variable(
         initial,
         dtype=dtype,

@@ -1,4 +1,4 @@
-"""What training and evaluation steps share: the model, the loss of a batch, the metrics."""
+"""Base class of training and evaluation steps: model, loss of a batch, metrics."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def cross_entropy(labels: tf.Tensor, logits: tf.Tensor, smoothing: float = 0.0) 
     Args:
         labels: classes, integers [n].
         logits: float [n, classes].
-        smoothing: mixes the one-hot target with the uniform distribution over the classes (Szegedy
-            et al. 2016, arXiv:1512.00567, section 7).
+        smoothing: weight in [0, 1] of the uniform distribution over the classes, which is mixed
+            into the one-hot target (Szegedy et al. 2016, arXiv:1512.00567, section 7).
     """
     logits = tf.cast(logits, tf.float32)
     losses = tf.nn.sparse_softmax_cross_entropy_with_logits(tf.cast(labels, tf.int32), logits)
@@ -32,18 +32,17 @@ def cross_entropy(labels: tf.Tensor, logits: tf.Tensor, smoothing: float = 0.0) 
 
 @tf.autograph.experimental.do_not_convert
 def scale_images(features: Any) -> Any:
-    """uint8 images to float32 in [0, 1]; anything else as it is. Batches stay uint8 up to here: a
-    quarter of the bytes to move to the device."""
+    """Scales uint8 tensors to float32 in [0, 1]; returns other tensors unchanged.
+
+    Batches stay uint8 until this point, so that a quarter of the bytes moves to the device.
+    """
     return tf.nest.map_structure(
         lambda t: tf.cast(t, tf.float32) * (1.0 / 255.0) if t.dtype == tf.uint8 else t, features
     )
 
 
 class BaseStep:
-    """The model, the loss of a batch and the metrics.
-
-    Arguments as in `ctl.TrainStep`.
-    """
+    """The model, the loss of a batch and the metrics. Arguments as in `ctl.TrainStep`."""
 
     training: bool
 
@@ -58,19 +57,21 @@ class BaseStep:
         self.metrics = list(metrics)
 
     def preprocess(self, features: Any) -> Any:
-        """Features as they come to what the model takes; here `scale_images`."""
+        """Turns the features of a batch into the input of the model; by default `scale_images`."""
         return scale_images(features)
 
     def loss(self, batch: Any) -> tf.Tensor | tuple[tf.Tensor, Any]:
-        """The loss of each example, float [n]; optionally with the outputs that metrics are made
-        of.
+        """The loss of each example, optionally with the outputs for the metrics.
 
         Args:
-            batch: this replica's part of the global batch, ``(features, labels)`` or ``(features,
-                labels, sample_weights)``, n examples. Override for any other form.
+            batch: n examples, this replica's part of the global batch: ``(features, labels)`` or
+                ``(features, labels, sample_weights)``. Override for any other form.
 
         Returns:
-            Losses [n], each times its weight, or ``(losses, outputs)``.
+            ``losses`` or ``(losses, outputs)``. ``losses`` is float [n], each times its weight.
+
+        Raises:
+            UsageError: ``loss_fn`` does not return [n], or there is not one weight per example.
         """
         features, labels, weights = share.unpack(batch)
         outputs = self.model(self.preprocess(features), training=self.training)
@@ -89,23 +90,29 @@ class BaseStep:
 
     @tf.autograph.experimental.do_not_convert
     def sum_of(self, losses: Any, batch: Any) -> tuple[tf.Tensor, Any]:
-        """The sum of what `loss` returned for ``batch``, a float32 scalar, and the outputs for
-        metrics or None.
+        """Returns the sum of ``losses``, a float32 scalar, and the outputs for metrics or None.
+
+        Args:
+            losses: as returned by `loss`.
+            batch: the batch that `loss` was given.
 
         Raises:
-            UsageError: that was anything but one loss for each example.
+            UsageError: there is not one loss for each example.
         """
         losses, outputs = losses if isinstance(losses, tuple) else (losses, None)
-        # A step with a count of its own may have another number of losses, for instance one for
-        # each view of an example.
+        # A step that overrides `count` may have another number of losses, for instance one for each
+        # view of an example.
         count = share.rows(batch) if type(self).count is BaseStep.count else None
         losses = share.one_for_each_example(losses, count)
         return tf.reduce_sum(tf.cast(losses, tf.float32)), outputs
 
     @tf.autograph.experimental.do_not_convert
     def count(self, batch: Any) -> int | tf.Tensor:
-        """How many examples are valid in this replica's batch: the sum of their weights, where it
-        has weights. A Python integer promises that *every* batch on every replica has this many."""
+        """Number of valid examples in this replica's batch; with weights, the sum of the weights.
+
+        Returns:
+            A Python integer if *every* batch on every replica has this many; else a float32 scalar.
+        """
         features, _, weights = share.unpack(batch)
         if weights is not None:
             return tf.reduce_sum(tf.cast(weights, tf.float32))
@@ -113,12 +120,12 @@ class BaseStep:
         return examples if isinstance(examples, int) else tf.cast(examples, tf.float32)
 
     def update_metrics(self, batch: Any, outputs: Any) -> None:
-        """Updates ``self.metrics``: no collective, replicas are combined when a result is read."""
+        """Updates ``self.metrics`` without a collective. Reading a result combines the replicas."""
         _, labels, weights = share.unpack(batch)
         replica = tf.distribute.get_replica_context()
         if replica and replicas.shares_variables(replica.strategy):
-            # All replicas have one copy of a metric: what each assigned to it would be summed, with
-            # the total so far in every one of them.
+            # All replicas share one copy of a metric. TensorFlow would sum the values that the
+            # replicas assign, and each of these values includes the total so far.
             replica.merge_call(self._update_shared_metrics, args=((labels, outputs, weights),))
             return
         if replica and isinstance(replica.strategy, tf.distribute.ParameterServerStrategy):
@@ -139,8 +146,8 @@ class BaseStep:
                 metric.update_state(labels, outputs, sample_weight=weights)
 
     def _add_to_metrics(self, labels: Any, outputs: Any, weights: Any) -> None:
-        """Adds what this batch alone would make of the metrics: other workers do the same at the
-        same time, and where Keras reads and then assigns, theirs would be lost."""
+        """Adds the values of this batch: Keras reads and then assigns, which loses updates that
+        other workers make at the same time."""
         for metric in self.metrics:
             variables = metric.variables
             none = [tf.zeros(v.shape, v.dtype) for v in variables]
@@ -149,7 +156,7 @@ class BaseStep:
                 variable.value.assign_add(tf.cast(more, variable.dtype))
 
     def check_scope(self, strategy: tf.distribute.Strategy) -> None:
-        """Raises `UsageError` when a variable was not made in the scope of ``strategy``."""
+        """Raises `UsageError` if a variable was not created in the scope of ``strategy``."""
         variables = [*self.model.variables, *(v for m in self.metrics for v in m.variables)]
         for variable in variables:
             if not strategy.extended.variable_created_in_scope(variable.value):
@@ -159,13 +166,14 @@ class BaseStep:
                 )
 
     def results(self) -> dict[str, float]:
-        """Metrics by name, over all replicas, since the last `reset_metrics`."""
-        values = {}
+        """Values of the metrics by name, over all replicas, since the last `reset_metrics`."""
+        values: dict[str, Any] = {}
         for metric in self.metrics:
             result = metric.result()
             values |= result if isinstance(result, dict) else {metric.name: result}
         return {name: float(value) for name, value in values.items()}
 
     def reset_metrics(self) -> None:
+        """Resets ``self.metrics``."""
         for metric in self.metrics:
             metric.reset_state()

@@ -1,13 +1,13 @@
-"""Flags to objects: strategy, data, model, optimizer, step and loop.
+"""Builds strategy, data, model, optimizer, step and loop from the flags.
 
-`ctl.train`, `ctl.evaluate` and `ctl.inspect` share it. Importing it loads no TensorFlow.
+Shared by `ctl.train`, `ctl.evaluate` and `ctl.inspect`. Importing this module loads no TensorFlow.
 """
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from absl import flags, logging
 
@@ -21,7 +21,8 @@ from ctl.watch import watchdog
 if TYPE_CHECKING:
     import keras
 
-    from ctl.data import Dataset
+    from ctl.data import InMemory, Streaming
+    from ctl.evaluator import Evaluator
     from ctl.loop import Loop
     from ctl.strategy import Placement
 
@@ -31,7 +32,7 @@ _DEFAULT_EPOCHS = 12.0
 
 
 class Prepared(NamedTuple):
-    """What a loop is made of, see `make_loop`; the datasets are those of `ctl.data`."""
+    """Arguments of `make_loop`. The datasets are those of `ctl.data`."""
 
     placement: Placement
     train: Any
@@ -40,7 +41,10 @@ class Prepared(NamedTuple):
 
 
 def prepare() -> Prepared:
-    """Strategy, seed, precision and data as the flags say; TensorFlow has run nothing before."""
+    """Makes the strategy, sets seed and precision, and loads the data, all from the flags.
+
+    Call it before TensorFlow runs any operation.
+    """
     import keras
 
     placement = _place()
@@ -58,7 +62,7 @@ def prepare() -> Prepared:
 
 
 def _place() -> Placement:
-    """The strategy that the flags name. Nothing of TensorFlow may have run before."""
+    """Makes the strategy. TensorFlow must not have run any operation before."""
     from ctl.strategy import make_multi_worker, make_parameter_server, make_strategy
     from ctl.workers import check_agreement
 
@@ -87,18 +91,18 @@ def _place() -> Placement:
 
 
 def _flags_of_the_job() -> dict[str, Any]:
-    """What must be the same on every worker."""
+    """The flags that must be equal on every worker."""
     mine = {"worker_index", "data_dir", "download"}
     return {f"--{name}": FLAGS[name].value for name in grouped_flags() if name not in mine}
 
 
-def best_mode(metric: str) -> str:
-    """Whether the best value of ``--best_metric`` is the "max" or the "min"."""
+def best_mode(metric: str) -> Literal["max", "min"]:
+    """Whether the highest or the lowest value of ``metric`` is the best."""
     return "max" if metric == "accuracy" else "min"
 
 
-def load_data(*, training: bool) -> Dataset:
-    """The dataset that the flags name."""
+def load_data(*, training: bool) -> InMemory | Streaming:
+    """Loads the training or evaluation dataset named by the flags."""
     from ctl import data
 
     shape = groups.image_shape_from(FLAGS.image_shape)
@@ -125,10 +129,29 @@ def load_data(*, training: bool) -> Dataset:
     )
 
 
+def check_classes(dataset: InMemory | Streaming) -> None:
+    """Raises `UsageError` if the number of classes of ``dataset`` is unknown."""
+    if dataset.info.num_classes is None:
+        raise UsageError(
+            f"{dataset.description}: it does not say how many classes it has, and its labels are "
+            "counted only where it fits into memory: raise --resident_limit_mib"
+        )
+
+
 def make_loop(
     placement: Placement, train: Any, evaluation: Any, total_steps: int, checkpoints: Any = None
 ) -> Loop:
-    """Model, optimizer, step and loop, in the strategy's scope."""
+    """Makes model, optimizer, step and loop, in the strategy's scope.
+
+    Args:
+        placement: the strategy, see `ctl.strategy`.
+        train, evaluation: see `ctl.data`.
+        total_steps: length of the training in global batches.
+        checkpoints: a `ctl.checkpoint.CheckpointManager`, or None.
+
+    Raises:
+        UsageError: the model, the optimizer, the schedule or the number of classes is not usable.
+    """
     import keras
 
     from ctl.evaluator import Evaluator
@@ -144,11 +167,7 @@ def make_loop(
         **groups.schedule_arguments(),
     )
 
-    if train.info.num_classes is None:
-        raise UsageError(
-            f"{train.description}: it does not say how many classes it has, and its labels are "
-            "counted only where it fits into memory: raise --resident_limit_mib"
-        )
+    check_classes(train)
 
     def smoothed(labels: Any, logits: Any) -> Any:
         return cross_entropy(labels, logits, FLAGS.label_smoothing)
@@ -168,7 +187,7 @@ def make_loop(
             bytes_per_pack=0 if FLAGS.bytes_per_pack == AUTO else FLAGS.bytes_per_pack,
             options=placement.options,
             jit_compile=FLAGS.jit_compile == "on",
-            jit_update=False if placement.roll_call else None,  # XLA stays within one process
+            jit_update=False if placement.roll_call else None,  # XLA works within one process
         )
         accuracy = keras.metrics.SparseCategoricalAccuracy("accuracy")
         eval_step = EvalStep(model, metrics=[accuracy])
@@ -183,7 +202,7 @@ def make_loop(
 
         copy = make_model(FLAGS.model, train.info.image_shape, train.info.num_classes)
         accuracy = keras.metrics.SparseCategoricalAccuracy("accuracy")
-        evaluator = CopyEvaluator(model, EvalStep(copy, metrics=[accuracy]), evaluation)
+        evaluator: Evaluator = CopyEvaluator(model, EvalStep(copy, metrics=[accuracy]), evaluation)
         return ParameterServerLoop(
             step,
             train,
@@ -199,7 +218,13 @@ def make_loop(
 def make_optimizer(
     name: str, momentum: float, weight_decay: float | None
 ) -> keras.optimizers.Optimizer:
-    """The Keras optimizer of this name; its rate comes from the schedule."""
+    """Makes a Keras optimizer. The schedule sets its learning rate.
+
+    Args:
+        name: a key of `ctl.flags.names.OPTIMIZERS`.
+        momentum: used by "momentum" and "nesterov".
+        weight_decay: decoupled, times the learning rate; None for the default of Keras.
+    """
     import keras
 
     options: dict[str, Any] = {} if weight_decay is None else {"weight_decay": weight_decay}

@@ -1,17 +1,17 @@
-"""Errors that are meant for the user: one line that names the thing and the remedy.
+"""Errors for the user: one line that names the problem and the remedy.
 
-The command lines print ``str(error)`` without a traceback and exit with ``error.exit_code``.
-Anything that is not a `CtlError` is a bug: it keeps its traceback and exits with 1.
+A command line prints ``str(error)`` without a traceback and exits with ``error.exit_code``. Any
+other exception is a bug: it keeps its traceback, and the exit code is 1.
 """
 
 
 class CtlError(Exception):
-    """Base class. ``exit_code`` is what a command line exits with."""
+    """Base class. ``exit_code`` is the exit code of the command line."""
 
     exit_code = 1
 
     def __str__(self) -> str:
-        """The one line, without the stack that AutoGraph puts before it while it traces."""
+        """The message, without the stack that AutoGraph prepends while it traces."""
         return super().__str__().rstrip().rpartition(f"\n    {type(self).__name__}: ")[2]
 
 
@@ -28,19 +28,22 @@ class DivergedError(CtlError):
 
 
 class CheckpointError(CtlError):
-    """State cannot be written or read: a full disk, no intact checkpoint, other variables."""
+    """State cannot be written or read: a full disk, no intact checkpoint, variables that differ."""
 
     exit_code = 4
 
 
 class PeerError(CtlError):
-    """Another worker died, froze or never came."""
+    """Another worker died, froze or did not start."""
 
     exit_code = 5
 
 
 class Preempted(CtlError):
-    """SIGTERM or SIGINT arrived and the state was saved: the same command resumes (42 as in
-    ``tf.distribute.experimental.PreemptionCheckpointHandler``)."""
+    """SIGTERM or SIGINT stopped the training after the state was saved.
+
+    The same command resumes. `tf.distribute.experimental.PreemptionCheckpointHandler` exits with 42
+    too.
+    """
 
     exit_code = 42

@@ -6,11 +6,11 @@ import json
 import math
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from absl import flags, logging
 
-from ctl.build import best_mode, load_data
+from ctl.build import best_mode, check_classes, load_data
 from ctl.errors import CheckpointError, UsageError
 from ctl.flags import config, devices, groups, names
 from ctl.flags.parsing import check_flags, group, grouped_flags, run_command
@@ -84,7 +84,13 @@ def _check(
 
 
 def main() -> None:
-    """Evaluates once, or with ``--watch`` until no new checkpoint comes."""
+    """Evaluates once; with ``--watch``, evaluates each new checkpoint until none appears for
+    ``--watch_timeout`` seconds.
+
+    Raises:
+        UsageError: the directory holds no run, or the flags, the model or the data are not usable.
+        CheckpointError: there is no intact checkpoint.
+    """
     console.log_to_terminal()
     averaged, metric = _adopt_run() if FLAGS.model_dir else (False, "")
     console.load_tensorflow()
@@ -108,8 +114,9 @@ def main() -> None:
     logging.info("strategy: %s", placement.description)
     dataset = load_data(training=False)
     logging.info("evaluation data: %s", dataset.description)
+    check_classes(dataset)
     with placement.strategy.scope():
-        info = dataset.info
+        info: Any = dataset.info  # shape and number of classes are known
         if FLAGS.model_dir:
             model = make_model(FLAGS.model, info.image_shape, info.num_classes)
         else:
@@ -133,7 +140,7 @@ def main() -> None:
     )
     state = {"model": model.variables}
     if averaged:
-        state["ema"] = model.trainable_variables  # after, and so in place of, those of the model
+        state["ema"] = model.trainable_variables  # restored last, over the weights in "model"
     with checkpoints:
         wanted = FLAGS.checkpoint
         saved = checkpoints.restore(state, int(wanted) if wanted.isdecimal() else wanted)
@@ -149,18 +156,13 @@ def main() -> None:
                 return
             seen = new.step
             saved = checkpoints.restore(state)
-            if saved and saved.step != shown:  # not where the new one is damaged
+            if saved and saved.step != shown:  # it is the old one if the new one is damaged
                 show(saved)
                 seen, shown = max(seen, saved.step), saved.step
 
 
 def _adopt_run() -> tuple[bool, str]:
-    """Takes the flags of the run, but not code: importing a module that a file names runs it.
-
-    Returns:
-        Whether the run keeps averaged weights, which are then what is evaluated; the metric by
-        which it tells the best checkpoint.
-    """
+    """Adopts the flags of the run; returns whether it averages weights, and its ``best_metric``."""
     model_dir = Path(FLAGS.model_dir)
     stored = config.read(model_dir)
     if stored is None and FLAGS.watch:
@@ -172,6 +174,7 @@ def _adopt_run() -> tuple[bool, str]:
     if stored is None:
         raise UsageError(f"--model_dir={model_dir} holds no run of ctl.train: no {config.FILE}")
     model = stored.get("model")
+    # Importing a module runs it, so a name in a file is not enough to import one.
     if FLAGS.model is None and names.is_function_name(str(model)):
         raise UsageError(f"the run was trained with --model={model}: give that flag again")
     config.adopt(stored, ["model", *grouped_flags("Data", "Computation")])
@@ -190,8 +193,8 @@ def _load(path: Path) -> keras.Model:
 
 def _print(results: dict[str, float], saved: Saved | None) -> None:
     if FLAGS.json:
-        where = {"step": saved.step, "path": str(saved.path)} if saved else {"path": FLAGS.model}
-        print(json.dumps({**where, **results}), flush=True)
+        head = {"step": saved.step, "path": str(saved.path)} if saved else {"path": FLAGS.model}
+        print(json.dumps({**head, **results}), flush=True)
         return
     scores = "  ".join(f"{name} {value:.6f}" for name, value in results.items())
     where = f"step {saved.step} ({saved.path})" if saved else FLAGS.model

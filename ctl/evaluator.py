@@ -1,4 +1,4 @@
-"""Evaluation over a strategy."""
+"""Evaluation on every replica of a strategy."""
 
 from __future__ import annotations
 
@@ -15,19 +15,24 @@ from ctl.control.signals import StopRequested
 from ctl.data.feed import distribute
 from ctl.data.global_batches import as_dataset
 from ctl.errors import UsageError
+from ctl.reduce import SUM
 from ctl.step import EvalStep
 from ctl.watch import watchdog
 
-SUM = tf.distribute.ReduceOp.SUM
+# Takes the number of batches done, and of all batches (None if unknown).
+OnWake = Callable[[int, int | None], None]
 
 
 class Evaluator:
     """Evaluates a model on every example of a dataset exactly once, on any number of replicas.
 
     Args:
-        step: what one replica does; made in the strategy's scope, as its model and metrics.
-        dataset: see `ctl.data`; or a `tf.data.Dataset` of global batches.
-        strategy: by default the current one.
+        step: the step to evaluate with. Create its model and metrics in ``strategy.scope()``.
+        dataset: a dataset of `ctl.data`, or a finite `tf.data.Dataset` of global batches.
+        strategy: by default the current strategy.
+
+    Raises:
+        UsageError: ``dataset`` is not a dataset, or a variable was created outside the scope.
     """
 
     def __init__(
@@ -41,31 +46,36 @@ class Evaluator:
         self.dataset = as_dataset(dataset, training=False)
         self.strategy = strategy or tf.distribute.get_strategy()
         step.check_scope(self.strategy)
-        examples = self.dataset.num_examples
-        self._batches = None
-        if examples is not None:
-            self._batches = math.ceil(examples / self.dataset.global_batch_size)
-        self._iterator = None
-        self._resident = None
+        examples, batch_size = self.dataset.num_examples, self.dataset.global_batch_size
+        self._batches: int | None = None
+        if examples is not None and batch_size is not None:
+            self._batches = math.ceil(examples / batch_size)
+        self._iterator: Iterator | None = None
+        self._resident: Any = None
         self._pace = Pace()
 
     def run(
         self,
-        on_wake: Callable[[int, int | None], None] | None = None,
+        on_wake: OnWake | None = None,
         asked_to_stop: Callable[[], bool] = lambda: False,
     ) -> dict[str, float]:
-        """Evaluates once; with several workers every one must.
+        """Evaluates once. With several workers, all of them must call it.
 
         Args:
-            on_wake: called between calls with the batches done and in all (None when unknown).
-            asked_to_stop: when it returns True on any worker, evaluation ends on all.
+            on_wake: called after each group of batches, see `OnWake`.
+            asked_to_stop: if it returns True on any worker, the evaluation stops on all workers.
 
         Returns:
-            ``loss`` (the mean over examples) and each metric, by name.
+            ``loss`` (the mean over valid examples) and each metric, by name.
+
+        Raises:
+            UsageError: the dataset has no valid examples.
+            StopRequested: a worker was asked to stop.
         """
         self.step.reset_metrics()
-        # One iterator serves every evaluation: it goes round a dataset whose length is known. A new
-        # one each time would cost start-up and, in TensorFlow, memory.
+        # If the length of the dataset is known, the dataset repeats and one iterator serves every
+        # evaluation. A new iterator each time would cost start-up time and, in TensorFlow, memory.
+        iterator: Iterator | None
         iterator, self._iterator = self._iterator or self._start(), None
         totals, done = [0.0, 0.0], 0
         while self._batches is None or done < self._batches:

@@ -1,6 +1,7 @@
-"""The only place that writes a trained model for others to use: ``model.keras`` and a SavedModel.
+"""Exports a trained model as ``model.keras`` and as a SavedModel.
 
-Both take float32 images in [0, 1] (`ctl.step.scale_images` of uint8 ones) and return logits.
+Both take float32 images in [0, 1] of shape [batch, height, width, channels] and return logits of
+shape [batch, classes]. `ctl.step.scale_images` converts uint8 images.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ SAVED_MODEL = "saved_model"
 
 
 def export_model(model: keras.Model, directory: Path) -> list[Path]:
-    """Writes ``model`` with its weights as they are, in place of an earlier export.
+    """Writes ``model`` with its current weights to ``directory``, replacing an earlier export.
 
     Returns:
         The paths of the Keras file and of the SavedModel.
 
     Raises:
-        CheckpointError: the directory cannot be written; an earlier export is kept.
+        CheckpointError: the directory cannot be written. An earlier export is kept.
     """
     unfinished = durable.scratch(directory.parent, directory.name)
     try:

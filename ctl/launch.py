@@ -1,9 +1,8 @@
 """Starts the processes of a job on this machine: free ports, ``TF_CONFIG``, output, restarts.
 
-The job is one unit: when a process fails the others are ended, and the whole job is started again,
-on new ports, to resume from its last checkpoint. Only the workers of parameter servers are started
-again one by one. No process outlives the launcher, not even when that is killed: a guard process
-notices and ends the rest.
+When a process fails, the launcher ends the others and restarts the whole job on new ports; the job
+resumes from its last checkpoint. With parameter servers, a failed worker is restarted alone. When
+the launcher itself is killed, a guard process kills the processes of the job.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from typing import TextIO
+from typing import IO, TextIO
 
 from absl import flags
 
@@ -44,7 +43,7 @@ started again by itself, while the others go on.
 Each process finds itself and its peers in TF_CONFIG. Exits with the first code that is not 0.
 """
 
-# To try again would give the same: a wrong flag, a loss that is NaN, a user who said stop.
+# Not restarted: a wrong flag, a loss that is NaN, a stop by the user.
 _FINAL = (UsageError.exit_code, DivergedError.exit_code, Preempted.exit_code)
 
 _LONGEST_BACKOFF = 30.0
@@ -101,10 +100,13 @@ def launch(
     backoff: float = 1.0,
     grace: float = 30.0,
 ) -> int:
-    """Runs the job to its end; main thread only.
+    """Runs the job to its end. Arguments as for the command, see ``--help``; main thread only.
 
     Returns:
-        0, or the exit code of the process that failed first (128 + n for signal n) in the last try.
+        0, or the exit code of the first failed process of the last attempt (128 + signal number).
+
+    Raises:
+        UsageError: the command cannot be started.
     """
     with _Guard() as guard, _forwarded_signals() as received:
         for attempt in range(max_restarts + 1):
@@ -121,15 +123,15 @@ def launch(
 
 
 def cluster(workers: int, ps: int = 0) -> dict[str, list[str]]:
-    """``{"worker": ["127.0.0.1:port", ...]}`` with ports that are free now, on loopback; with
-    parameter servers, ``"chief"`` (the coordinator) and ``"ps"`` too."""
+    """``{"worker": ["127.0.0.1:port", ...]}`` with ports that are free now. With parameter
+    servers, it has the keys ``"chief"`` (the coordinator) and ``"ps"``, too."""
     counts = {"chief": 1, "worker": workers, "ps": ps} if ps else {"worker": workers}
     with contextlib.ExitStack() as stack:
         sockets = {
             kind: [stack.enter_context(socket.socket()) for _ in range(count)]
             for kind, count in counts.items()
         }
-        for held in sum(sockets.values(), []):  # All are held until all are chosen: they differ.
+        for held in sum(sockets.values(), []):  # all stay open until the end, so ports differ
             held.bind(("127.0.0.1", 0))
         return {
             kind: [f"127.0.0.1:{held.getsockname()[1]}" for held in group]
@@ -139,13 +141,17 @@ def cluster(workers: int, ps: int = 0) -> dict[str, list[str]]:
 
 @dataclasses.dataclass
 class _Task:
-    """A process of a job, in a process group of its own, which may be started again."""
+    """A process of a job, in a process group of its own. It may be started several times."""
 
     name: str
     config: str
-    process: subprocess.Popen | None = None
+    process: subprocess.Popen[bytes] | None = None
     starts: int = 0
     start_at: float | None = None  # when to start it again
+
+    def poll(self) -> int | None:
+        """The exit code; None while it runs, and before it is started."""
+        return self.process.poll() if self.process else None
 
     @property
     def is_worker(self) -> bool:
@@ -153,7 +159,7 @@ class _Task:
 
 
 class _Job:
-    """One try of all its processes."""
+    """One attempt to run all processes."""
 
     def __init__(
         self, command: Sequence[str], addresses: dict[str, list[str]], guard: _Guard, backoff: float
@@ -198,16 +204,16 @@ class _Job:
             self._readers.append(reader)
 
     def wait(self, received: list[int], grace: float) -> int:
-        """Waits for all; ends the rest when one fails or a signal is received."""
+        """Waits for all; ends the rest when one fails or a signal arrives. Returns the code."""
         passed_on = 0
         while True:
             if self._has_coordinator and not received:
                 self._restart_workers()
-            codes = {task.name: task.process.poll() for task in self._deciding()}
+            codes = {task.name: task.poll() for task in self._deciding()}
             if any(codes.values()):
                 name, code = self._cause()
                 _say(f"{name} {_how(code)}; ending the others")
-                # Servers that have not met a coordinator yet would wait for it.
+                # Ask at once if the coordinator failed: servers it has not reached would wait.
                 asked = received or name.startswith("chief")
                 self.end(grace, signal.SIGTERM if asked else None)
                 return 128 - code if code < 0 else code
@@ -229,15 +235,14 @@ class _Job:
             time.sleep(0.05)
 
     def _deciding(self) -> list[_Task]:
-        """Those whose end is that of the job."""
+        """The tasks that end the job when they end."""
         return [t for t in self._tasks if not (self._has_coordinator and t.is_worker)]
 
     def _restart_workers(self) -> None:
-        """A coordinator gives the work of a lost worker to others, and that which returns more. A
-        worker that ends with 0 was sent home."""
+        """Restarts failed workers. The coordinator gives their work to others until they return."""
         for task in filter(lambda task: task.is_worker, self._tasks):
-            code = task.process.poll()
-            if not code:
+            code = task.poll()
+            if not code:  # it runs, or the coordinator has told it to end
                 continue
             if task.start_at is None:
                 pause = min(_LONGEST_BACKOFF, self._backoff * 2 ** (task.starts - 1))
@@ -248,11 +253,11 @@ class _Job:
                 self._start(task)
 
     def _cause(self) -> tuple[str, int]:
-        """Who failed first. Workers that lost a peer may end before the peer itself has: they get
-        a second in which another cause may show."""
+        """The task that failed first, and its code."""
+        # A worker that lost a peer may end before the peer does: wait a second for the cause.
         deadline = time.monotonic() + 1.0
         while True:
-            codes = [(task.name, task.process.poll()) for task in self._deciding()]
+            codes = [(task.name, task.poll()) for task in self._deciding()]
             failed = [(name, code) for name, code in codes if code]
             others = [failure for failure in failed if failure[1] != PeerError.exit_code]
             if others or time.monotonic() >= deadline:
@@ -260,10 +265,10 @@ class _Job:
             time.sleep(0.05)
 
     def end(self, grace: float, first: int | None = None) -> None:
-        """Waits up to half of ``grace`` for processes to end by themselves (they notice a lost
-        peer), asks them to with SIGTERM for the other half, then kills their groups."""
+        """Sends SIGTERM after half of ``grace`` seconds, or at once with a ``first`` signal; kills
+        the process groups after the rest."""
         if first is None and grace:
-            self._wait_until_ended(grace / 2)
+            self._wait_until_ended(grace / 2)  # processes that lost a peer end by themselves
             grace /= 2
         if grace:
             self._signal(signal.SIGTERM)
@@ -274,7 +279,7 @@ class _Job:
             reader.join()
 
     def _kill(self, task: _Task) -> None:
-        """Kills the process group, whose children may outlive the process."""
+        """Kills the process group: children may outlive the process."""
         if task.process:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(task.process.pid, signal.SIGKILL)
@@ -283,20 +288,20 @@ class _Job:
 
     def _signal(self, number: int) -> None:
         for task in self._tasks:
-            if task.process.poll() is None:
+            if task.process and task.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(task.process.pid, number)
 
     def _wait_until_ended(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            if all(task.process.poll() is not None for task in self._tasks):
+            if all(task.poll() is not None for task in self._tasks):
                 return
             time.sleep(0.05)
 
 
 class _Guard:
-    """A process that kills the process groups it was told of when the launcher is gone."""
+    """A process that kills the watched process groups when the launcher is gone."""
 
     def __enter__(self) -> _Guard:
         read, write = os.pipe()
@@ -307,7 +312,7 @@ class _Guard:
         self._pipe = write
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_: object) -> None:
         os.close(self._pipe)
         os.wait()
 
@@ -318,16 +323,16 @@ class _Guard:
         self._tell(f"-{group}\n")
 
     def _tell(self, line: str) -> None:
-        with contextlib.suppress(BrokenPipeError):  # someone killed it: the job is none the worse
+        with contextlib.suppress(BrokenPipeError):  # a killed guard does not end the job
             os.write(self._pipe, line.encode())
 
 
 def _guard(read: int) -> None:
-    """Runs in the guard process, and ends it."""
-    os.setsid()  # Ctrl-C and a killed process group are not meant for it.
+    """The guard process. Does not return."""
+    os.setsid()  # apart from the group of the launcher, which may get Ctrl-C or be killed
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    groups = set()
+    groups: set[int] = set()
     with os.fdopen(read) as lines:
         for line in lines:  # until the launcher's end of the pipe is closed
             change = groups.add if line[0] == "+" else groups.discard
@@ -340,10 +345,10 @@ def _guard(read: int) -> None:
 
 @contextlib.contextmanager
 def _forwarded_signals() -> Iterator[list[int]]:
-    """Collects SIGTERM and SIGINT instead of dying of them."""
+    """Collects SIGTERM and SIGINT in a list, so that they do not end the launcher."""
     received: list[int] = []
 
-    def note(number: int, frame) -> None:
+    def note(number: int, frame: object) -> None:
         received.append(number)
 
     before = {n: signal.signal(n, note) for n in (signal.SIGTERM, signal.SIGINT)}
@@ -360,7 +365,7 @@ def _pause(seconds: float, received: list[int]) -> None:
         time.sleep(0.05)
 
 
-def _copy_lines(name: str, source, target: TextIO) -> None:
+def _copy_lines(name: str, source: IO[bytes], target: TextIO) -> None:
     for line in source:
         text = line.decode(errors="replace").rstrip("\n")
         _write(target, f"[{name}] {text}")
@@ -375,17 +380,17 @@ def _say(text: str) -> None:
 
 
 def _write(target: TextIO, line: str) -> None:
-    """Writes a whole line, whoever else writes; drops it where nobody reads (``| head``, a full
-    disk), for a worker whose output stays in the pipe would wait for ever."""
+    """Writes a whole line under a lock; drops all output once ``target`` fails."""
+    # It fails with `| head` or a full disk. The caller reads on, or workers would block.
     with _WRITING:
         try:
-            target.write(line + "\n")  # at once: `print` writes the end of the line apart
+            target.write(line + "\n")  # in one piece: `print` writes the newline separately
             target.flush()
             return
         except OSError as error:
             discard_output(target)
             reason = error.strerror
-    # Of `2>&1 | head`, nobody reads this either.
+    # With `2>&1 | head`, this line fails, too.
     _say(f"cannot write to {target.name}: {reason}; the job goes on without it")
 
 

@@ -1,7 +1,7 @@
 """The explicit training loop: batches in, one step on every replica, losses combined.
 
-Read `Steps.run` first: it is what the project is named for. From `Loop.train` to the collective
-there are six calls:
+Read `Steps.run` first: it is the custom training loop. Six calls lead from `Loop.train` to the
+collective:
 
     Loop.train                        how many steps to run; what follows from them
       Steps.run                       one graph: iterator, strategy.run, strategy.reduce(SUM)
@@ -10,9 +10,9 @@ there are six calls:
             TrainStep.reduce          gradients, and what must be summed with them
               ctl.reduce.all_reduce   in packs: context.all_reduce(SUM, ...)  # <- here
 
-`Steps._variant` chooses how a step becomes a program. With ``jit_compile``, XLA compiles all of a
-step where there is one replica, and forward and backward (`TrainStep.loss_and_gradients`) where
-there are several.
+`Steps._variant` chooses how a step becomes a program. With ``jit_compile``, XLA compiles the whole
+step on a single replica. On several replicas, it compiles the forward and backward pass
+(`TrainStep.loss_and_gradients`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from ctl.data.dataset import Dataset
 from ctl.data.feed import Block, Feed, Position, batch_of, next_block, open_feed
 from ctl.data.global_batches import as_dataset
 from ctl.errors import UsageError
-from ctl.evaluator import Evaluator
+from ctl.evaluator import Evaluator, OnWake
 from ctl.logs.scalars import Scalars
 from ctl.reduce import SUM
 from ctl.step import TraceKey, TrainStep
@@ -49,27 +49,27 @@ from ctl.watch.flight import attach_progress_marks, watched_call
 
 
 class Losses(NamedTuple):
-    """What one replica has summed in a call."""
+    """Sums over the steps of one call, on one replica."""
 
-    total: tf.Tensor  # float32 scalar, of losses that are scaled by the global batch size
-    finite: tf.Tensor  # int32 scalar: steps before the first whose loss is not finite
+    total: tf.Tensor  # float32 scalar: sum of the losses, each divided by the global batch size
+    finite: tf.Tensor  # int32 scalar: number of steps before the first non-finite loss
 
 
 class Outcome(NamedTuple):
-    """What a call of `Steps.run` returns."""
+    """Result of one call of `Steps.run`."""
 
     totals: tf.Tensor  # float32 [3], see `Totals`
-    finite: tf.Tensor  # of each replica, see `Losses`
-    position: Position | tuple[()]  # in the feed, after the steps
+    finite: tf.Tensor  # `Losses.finite` of each replica
+    position: Position | tuple[()]  # position in the feed after the steps
 
 
 class Steps:
     """Runs steps on every replica.
 
     Args:
-        step: what one replica does, built.
-        dataset: where the batches come from.
-        strategy: that of ``step``.
+        step: the step, already built.
+        dataset: source of the global batches.
+        strategy: the strategy that ``step`` was built for.
     """
 
     def __init__(self, step: TrainStep, dataset: Dataset, strategy: tf.distribute.Strategy):
@@ -80,7 +80,7 @@ class Steps:
         self._batches_per_block = 1
 
     def open(self, start_step: int) -> Feed:
-        """The batches from ``start_step`` on."""
+        """Opens a feed of the global batches from ``start_step`` on."""
         if self._resident is None:
             self._resident = self.dataset.resident(self.strategy)
         feed = open_feed(self.dataset, self.strategy, start_step, self._resident)
@@ -89,9 +89,10 @@ class Steps:
 
     @tf.function
     def run(self, feed: Feed, steps: tf.Tensor, report: tf.Tensor, trace_key: TraceKey) -> Outcome:
-        """Runs ``steps`` steps on the batches of ``feed``.
+        """Runs ``steps`` (int32 scalar) steps on the batches of ``feed``.
 
-        ``trace_key`` is an argument so that TensorFlow keeps one trace for each.
+        ``report`` (float32 [2], see `Pace.report`) is summed over replicas. ``trace_key`` is an
+        argument so that TensorFlow keeps one trace per key.
         """
         strategy, position = self.strategy, feed.position
         strategy_run, numbers = self._variant()
@@ -101,18 +102,18 @@ class Steps:
             for number in numbers(block.first, block.end):
                 losses = strategy_run(args=(losses, block, number, feed.resident))
             steps -= block.end - block.first
-        # Each replica has summed its own losses, which are scaled by the global batch size, so one
-        # reduction for each call gives the sum of the mean losses of the global batches. What
-        # workers have to tell each other goes with it.
+        # Losses are divided by the global batch size, so the sum over replicas is the sum of the
+        # mean losses of the global batches. The reports of the workers share this reduction.
         totals = strategy.run(lambda loss: tf.concat([[loss], report], 0), args=(losses.total,))
         return Outcome(strategy.reduce(SUM, totals, axis=None), losses.finite, position)
 
     def _one_step(
         self, step: Callable, losses: Losses, block: Block, number: tf.Tensor, resident: Any
     ) -> Losses:
-        """One step on one replica, of batch ``number`` of ``block``."""
+        """Runs one step on one replica, with batch ``number`` of ``block``."""
         batch = batch_of(block, number, self._batches_per_block)
-        # The call that finds the data at their end must change nothing, Dropout's seeds included.
+        # The step that finds the data at their end must change nothing. Operations that change
+        # state, such as Dropout's seeds, therefore wait for the batch.
         with tf.control_dependencies(tf.nest.flatten(batch, expand_composites=True)):
             batch = self.step.observer.begin(self.dataset.on_replica(batch, resident))
             total = losses.total + step(batch)
@@ -122,14 +123,9 @@ class Steps:
 
     @tf.autograph.experimental.do_not_convert
     def _variant(self) -> tuple[Callable[..., Losses], Callable]:
-        """How a step becomes a program, chosen while `run` is traced.
-
-        Returns:
-            What runs on every replica: one step, or all steps of a block; and, of the batches of a
-            block, the numbers at which to call it.
-        """
+        """Returns what to run on every replica, and at which batch numbers of a block."""
         step: Any = self.step
-        # One replica has nothing to reduce, so XLA can compile all of its step.
+        # A single replica has nothing to reduce, so XLA can compile the whole step.
         whole = step.jit_compile and step.single_replica
         if whole and not step.observer.stamps:
             block = tf.function(self._steps_of_block, jit_compile=True)
@@ -141,7 +137,7 @@ class Steps:
         return (noinline.noinline(run) if step.noinline else run), tf.range
 
     def _steps_of_block(self, losses: Losses, block: Block, number: Any, resident: Any) -> Losses:
-        while number < block.end:  # XLA would compile each length of a `tf.range` by itself
+        while number < block.end:  # XLA would compile once per length of a `tf.range`
             losses = self._one_step(self.step, losses, block, number, resident)
             number += 1
         return losses
@@ -151,18 +147,21 @@ class Loop:
     """Trains, evaluates, saves and resumes.
 
     Args:
-        step: what one replica does. The loop builds it.
-        dataset: see `ctl.data`; or an endless `tf.data.Dataset` of global batches.
-        strategy: by default the current one.
-        schedule: learning rate as a function of the step, see `ctl.schedule`; by default the
-            optimizer's own.
-        evaluator: what `evaluate` runs.
-        checkpoints: where `save` and `restore` go.
-        actions: called with a `Status` whenever Python wakes. One with a method
-            ``steps_until_due(step) -> int`` (see `ctl.actions.Every`) is sure to be called at that
-            step.
+        step: the step to train with. The loop builds it.
+        dataset: a dataset of `ctl.data`, or a `tf.data.Dataset` of global batches (repeated).
+        strategy: by default the current strategy.
+        schedule: learning rate as a function of the step, see `ctl.schedule`; by default that of
+            the optimizer.
+        evaluator: used by `evaluate`.
+        checkpoints: used by `save` and `restore`.
+        actions: called with a `Status` after each call of `Steps.run`. If an action has a method
+            ``steps_until_due(step) -> int`` (see `ctl.actions.Every`), a call ends at that step.
         eval_actions: called with ``(step, results)`` after each evaluation.
-        steps_per_loop: steps in one call, at most; by default as many as fit in half a second.
+        steps_per_loop: maximum steps per call; by default, as many as fit in half a second.
+
+    Raises:
+        UsageError: see `ctl.data.global_batches.as_dataset`, `ctl.share.check_sizes` and
+            `TrainStep.build`.
     """
 
     def __init__(
@@ -171,7 +170,7 @@ class Loop:
         dataset: Any,
         *,
         strategy: tf.distribute.Strategy | None = None,
-        schedule=None,
+        schedule: Callable[[Any], Any] | None = None,
         evaluator: Evaluator | None = None,
         checkpoints: CheckpointManager | None = None,
         actions: Sequence[Action] = (),
@@ -211,23 +210,26 @@ class Loop:
 
     @property
     def global_step(self) -> int:
-        """Global batches trained on so far."""
+        """Number of global batches trained on so far."""
         return int(self.step.global_step.numpy())
 
     def train(self, until: int, *, total: int | None = None) -> dict[str, float]:
         """Trains until the global step is ``until``.
 
         Args:
-            until: batches trained on at the end, those before this call included.
-            total: where the training ends of which this call is a part; by default ``until``.
+            until: global step at the end of this call.
+            total: global step at the end of the whole training; by default ``until``.
 
         Returns:
-            The scalars of the last window, see `Status`; empty before ``total``.
+            Scalars of the last window (see `Status`) if ``total`` was reached or the data ended;
+            otherwise an empty dict.
 
         Raises:
-            DivergedError: the loss is not finite, or updates are skipped without end.
+            DivergedError: the loss is not finite, or too many updates in a row were skipped.
             Preempted: a signal arrived (see `stop_on_signals`); the state was saved.
             CheckpointError: a save in the background failed.
+            PeerError: another worker was lost.
+            UsageError: the workers do not agree, or the step does not fit the batches.
         """
         total = until if total is None else total
         scalars: dict[str, float] = {}
@@ -249,6 +251,7 @@ class Loop:
                 except tf.errors.OutOfRangeError:
                     return self._ended(step, total)
                 seconds = time.perf_counter() - start
+                assert self.feed is not None  # opened by `begin`
                 self.feed = self.feed._replace(position=outcome.position)
                 step = self._feed_step = step + steps
                 self._judge(step, steps, totals.loss, outcome.finite, skipped)
@@ -260,7 +263,7 @@ class Loop:
         return scalars
 
     def _judge(self, step: int, steps: int, loss: float, finite: Any, skipped: int) -> None:
-        """Takes the last call into the window; raises where it went wrong."""
+        """Raises an error if the last call went wrong; else adds it to the window of scalars."""
         if self.global_step != step:
             raise UsageError(
                 f"{steps} steps were run to step {step}, but the global step is "
@@ -277,7 +280,7 @@ class Loop:
         self.scalars.add(loss, steps, skipped)
 
     def _ended(self, before: int, total: int) -> dict[str, float]:
-        """The data ended in a call that began at step ``before``."""
+        """Handles the end of the data in a call that began at step ``before``."""
         step = self._feed_step = self.global_step
         if step > before:
             self._evaluated = None
@@ -286,23 +289,23 @@ class Loop:
         return self._wake(step, step, 0.0)
 
     def set_step_option(self, name: str, value: Any) -> None:
-        """``step.bytes_per_pack`` or ``step.jit_compile`` is ``value`` from the next step on;
-        workers must agree on it."""
+        """Sets ``step.bytes_per_pack`` or ``step.jit_compile`` from the next step on. All workers
+        must set the same value."""
         setattr(self.step, name, value)
         if self._several_workers:
-            self._flight = attach_progress_marks(self.step)  # one for each pack
+            self._flight = attach_progress_marks(self.step)  # the packs have changed
         self._feed_step = -1
 
     def traced(self) -> tf.types.experimental.ConcreteFunction:
-        """The graph that `train` runs, traced now if it was not before. No step is run."""
+        """Returns the graph that `train` runs, and traces it if necessary. Runs no step."""
         if self.feed is None:
-            self.feed = self.steps.open(self.global_step)  # workers have still to agree
+            self.feed = self.steps.open(self.global_step)  # the workers have not agreed on it yet
         return self.steps.run.get_concrete_function(
             self.feed, tf.constant(1), self._pace.report(False), self.step.trace_key
         )
 
     def begin(self, step: int) -> None:
-        """Makes the batches from ``step`` on ready. Several workers make sure that they agree."""
+        """Opens the batches from ``step`` on. Several workers check that they agree (`agree`)."""
         if self._feed_step != step:
             self.feed, self._feed_step = self.steps.open(step), step
             if self._several_workers:
@@ -317,13 +320,11 @@ class Loop:
 
     # Evaluation and state -----------------------------------------------------------------------
 
-    def evaluate(
-        self, on_wake: Callable[[int, int | None], None] | None = None
-    ) -> dict[str, float]:
-        """Evaluates with the averaged weights where there are any (``ema_decay``).
+    def evaluate(self, on_wake: OnWake | None = None) -> dict[str, float]:
+        """Evaluates, with the averaged weights if there are any (``ema_decay``).
 
-        Raises:
-            Preempted: as `train`.
+        Returns the results of `Evaluator.run`. Raises `Preempted` and `PeerError` as `train` does,
+        and `UsageError` if the loop has no evaluator.
         """
         if self.evaluator is None:
             raise UsageError("this loop has no evaluator: give Loop(evaluator=Evaluator(...))")
@@ -340,8 +341,9 @@ class Loop:
         return results
 
     def save(self, metrics: dict[str, float] | None = None, *, wait: bool = False) -> None:
-        """Saves the state in the background; with ``wait``, returns when it is on the disk. Of
-        several workers, the chief does."""
+        """Saves the state and ``metrics`` in the background; with ``wait``, returns when they are
+        on disk. Only the chief saves. Raises `CheckpointError` if a save failed, and `UsageError`
+        if the loop has no checkpoints."""
         if self.checkpoints is None:
             raise UsageError("this loop has no checkpoints: give Loop(checkpoints=...)")
         if not self._is_chief:
@@ -350,7 +352,9 @@ class Loop:
             self.checkpoints.save(self.global_step, self.step.state(), metrics, wait=wait)
 
     def restore(self) -> Saved | None:
-        """Goes on from the newest intact checkpoint, bit for bit; None when there is none."""
+        """Restores the newest intact checkpoint and returns it; None if there is none. Training
+        resumes bit for bit. Raises `CheckpointError` if it does not fit or none is intact, and
+        `UsageError` if the loop has no checkpoints."""
         if self.checkpoints is None:
             raise UsageError("this loop has no checkpoints: give Loop(checkpoints=...)")
         saved = self.checkpoints.restore(self.step.state())
@@ -361,10 +365,10 @@ class Loop:
         return saved
 
     def train_and_evaluate(
-        self, until: int, *, evaluate_every: int, on_wake=None
+        self, until: int, *, evaluate_every: int, on_wake: OnWake | None = None
     ) -> dict[str, float]:
-        """Trains until step ``until``; every ``evaluate_every`` steps and at the end, saves and
-        evaluates. Resumes where `restore` left it, an evaluation that is due included.
+        """Trains until step ``until``. Saves and evaluates every ``evaluate_every`` steps and at
+        the end. If `restore` ended at a step whose evaluation is missing, evaluates first.
 
         Returns:
             The results of the last evaluation.

@@ -1,19 +1,19 @@
 """Time stamps inside the step.
 
-A mark is a ``tf.timestamp()`` that waits for the tensors whose moment it records, and for nothing
-else. After ``step.observer = Marks(step, Ring(step, keep=20))`` the loop traces the step again,
-with marks; after ``step.observer = NO_OBSERVER`` it goes back to the trace without. The marks, in
-the order of the step:
+A mark is a ``tf.timestamp()`` that waits only for the tensors whose completion it records. After
+``step.observer = Marks(step, Ring(step, keep=20))``, the loop traces the step again, with marks.
+After ``step.observer = NO_OBSERVER``, it uses the trace without marks. The marks, in the order of
+the step:
 
 ======================  ==========================================================================
 ``input``               the replica has its part of the global batch
-``forward``             the outputs of the model are there (not the mean loss: it is computed later)
-``backward``            all gradients are there
+``forward``             the outputs of the model are computed (the mean loss is computed later)
+``backward``            all gradients are computed
 ``ready0``, ``done0``   pack 0 can be reduced, pack 0 is reduced; then ``ready1``, ``done1``, ...
 ``apply``               all variables are updated
 ======================  ==========================================================================
 
-On a GPU a stamp says when the host had enqueued the work, not when the device had done it.
+On a GPU, a stamp is the time when the host enqueued the work, not when the device finished it.
 """
 
 from __future__ import annotations
@@ -35,55 +35,59 @@ if TYPE_CHECKING:
 
 
 def mark_names(step: TrainStep) -> tuple[str, ...]:
-    """The names of all marks that ``step`` (built) can have, in the order of the step."""
+    """Names of all marks that a built ``step`` can have, in the order of the step."""
     packs = len(make_packs(step.reduced_specs(), step.bytes_per_pack))
     around = [f"{moment}{pack}" for pack in range(packs) for moment in ("ready", "done")]
     return ("input", "forward", "backward", *around, "apply")
 
 
 def stamp(waits_for: Sequence[tf.Tensor]) -> tf.Tensor:
-    """The time when all of these tensors are there: float64 scalar, seconds since the epoch, 1 us
-    ticks. In a graph only; ask `private.no_marks` first."""
+    """The time at which all of ``waits_for`` are computed.
+
+    Call it in a graph, after a check with `private.no_marks`.
+
+    Returns:
+        float64 scalar: seconds since the epoch, with a resolution of 1 us.
+    """
     with tf.control_dependencies(waits_for):
         time = tf.timestamp()
-    private.run_independently(time.op)  # or it would wait for all stamps before it, too
+    private.run_independently(time.op)  # otherwise it would also wait for all earlier stamps
     return time
 
 
 class Store(Protocol):
-    """Takes the stamps of a step while the step is traced, in replica context.
+    """Receives the stamps of a step. All methods are called in replica context, while tracing."""
 
-    Attributes:
-        names: the marks that it wants.
-    """
-
-    names: Sequence[str]
+    @property
+    def names(self) -> Sequence[str]:
+        """The marks to stamp."""
 
     def begin(self, number: tf.Tensor) -> None:
-        """The marks of step ``number`` follow; int64 scalar, batches seen before it."""
+        """Starts a step. ``number`` is an int64 scalar: the batches seen before the step."""
 
     def stamp(self, name: str, time: tf.Tensor, in_step: bool) -> None:
-        """``time`` as of `stamp`. Not ``in_step``: the mark is in the body of a loop inside the
-        step, several times a step."""
+        """Receives the stamp ``time`` (see `stamp`) of the mark ``name``. ``in_step`` is False for
+        a mark in the body of a loop, which is stamped several times per step."""
 
     def finish(self) -> None:
-        """There are no more marks in this step."""
+        """Ends the step."""
 
 
 class Marks(Observer):
-    """Stamps moments of the step into every store.
+    """Observer that stamps the marks of a step into stores.
 
     Args:
         step: a built step.
         stores: a `Ring`, a `Latest`, or both.
 
     Attributes:
-        pack_bytes: bytes of each pack, known once the step was traced; 0 for a pack of a shape that
-            is not known while tracing.
-        in_order: whether each pack waits for the one before it, as collectives do; known then, too.
+        pack_bytes: bytes of each pack, set when the step is traced. A tensor whose shape is unknown
+            while tracing counts as 0 bytes.
+        in_order: whether each pack waits for the one before it, as TensorFlow's collectives do; set
+            when the step is traced.
 
     Raises:
-        UsageError: this TensorFlow cannot stamp, or replicas share one copy of every variable.
+        UsageError: this TensorFlow cannot stamp (see `private.no_marks`).
     """
 
     stamps = True
@@ -96,29 +100,31 @@ class Marks(Observer):
         self.stores = stores
         self.pack_bytes: list[int] = []
         self.in_order = False
-        self._graphs: dict[int, tf.Graph] = {}  # what each replica is traced in
+        self._graphs: dict[int, tf.Graph] = {}  # the graph in which each replica is traced
 
+    @tf.autograph.experimental.do_not_convert
     def begin(self, batch: Any) -> Any:
-        """Stamps ``input``. Returns ``batch``, delayed until the stamp is taken: nothing else
-        depends on the stamp, so without this it would run late."""
+        """Stamps ``input``. Returns ``batch`` with a dependency on the stamp, because a stamp that
+        nothing depends on would run late."""
         time = self.mark("input", batch)
         with tf.control_dependencies([] if time is None else [time]):
             return tf.nest.map_structure(tf.identity, batch, expand_composites=True)
 
+    @tf.autograph.experimental.do_not_convert
     def mark(self, name: str, tensors: Any) -> tf.Tensor | None:
-        """Stamps the moment at which all of ``tensors`` are there.
+        """Stamps the time at which all of ``tensors`` are computed.
 
         Args:
             name: one of `mark_names`.
-            tensors: a nest of tensors, variables and Nones; of a variable, the moment at which what
-                the program did to it so far is done.
+            tensors: a nest of tensors, variables and None. For a variable, the stamp waits for all
+                earlier updates in the program.
 
         Returns:
-            The stamp, see `stamp`; None where nobody wants it or it cannot be.
+            The stamp, see `stamp`; None if no store asks for it, or if XLA compiles this place.
         """
         with tf.name_scope("ctl_mark"):
             if name == "input":
-                number = self.step.global_step.read_value()  # before it is counted up
+                number = self.step.global_step.read_value()  # before its increment
                 self._graphs[_replica()] = number.graph
                 for store in self.stores:
                     store.begin(number)
@@ -138,16 +144,18 @@ class Marks(Observer):
                 store.stamp(name, time, in_step)
             return time
 
+    @tf.autograph.experimental.do_not_convert
     def end(self) -> None:
         """Stamps ``apply``."""
         self.mark("apply", [v.value for v in self.step.model.trainable_variables])
         for store in self.stores:
             store.finish()
 
+    @tf.autograph.experimental.do_not_convert
     def all_reduce(
         self, tensors: Sequence[tf.Tensor], *, bytes_per_pack: int = 0, **options: Any
     ) -> list[tf.Tensor]:
-        """`ctl.reduce.all_reduce`, with stamps around each pack."""
+        """Calls `ctl.reduce.all_reduce` and stamps each pack before and after."""
         sums = all_reduce(tensors, bytes_per_pack=bytes_per_pack, **options)
         packs = make_packs(tensors, bytes_per_pack)
         self.pack_bytes = [
@@ -164,9 +172,15 @@ class Marks(Observer):
 
 
 class Ring:
-    """The stamps of the last ``keep`` steps, one row per step, on each replica: a window.
+    """Store for the stamps of the last ``keep`` steps, on each replica. Costs one scatter of a row
+    per step.
 
-    Costs one scatter of a row per step.
+    Args:
+        step: a built step.
+        keep: number of steps.
+
+    Raises:
+        UsageError: replicas share one copy of every variable.
     """
 
     def __init__(self, step: TrainStep, keep: int):
@@ -176,16 +190,20 @@ class Ring:
         self._rows = _variable(step, empty, "ctl_marks")
         self._copies = step.strategy.experimental_local_results(self._rows)
         self._empty = empty
-        self._steps: dict[int, tuple[tf.Tensor, dict[str, tf.Tensor]]] = {}  # under trace
+        # The step that each replica is tracing: its number and stamps.
+        self._steps: dict[int, tuple[tf.Tensor, dict[str, tf.Tensor]]] = {}
 
     def begin(self, number: tf.Tensor) -> None:
+        """See `Store`."""
         self._steps[_replica()] = number, {}
 
     def stamp(self, name: str, time: tf.Tensor, in_step: bool) -> None:
-        if in_step:  # else it cannot leave the loop's body
+        """See `Store`."""
+        if in_step:  # otherwise the tensor cannot leave the body of its loop
             self._steps[_replica()][1][name] = time
 
     def finish(self) -> None:
+        """See `Store`."""
         number, times = self._steps.pop(_replica())
         missing = tf.constant(np.nan, tf.float64)
         row = [tf.cast(number, tf.float64), *(times.get(name, missing) for name in self.names)]
@@ -194,17 +212,18 @@ class Ring:
         )
 
     def clear(self) -> None:
-        """Forgets all steps."""
+        """Deletes the stamps of all steps."""
         for copy in self._copies:
             copy.assign(self._empty)
 
     def read(self) -> tuple[np.ndarray, np.ndarray]:
-        """What is there, between two calls of the loop.
+        """Reads the stamps. Call it between two calls of the loop.
 
         Returns:
-            The numbers of the steps, int64 [S], ascending: batches seen before each; and the stamps
-            on this process's replicas, float64 [R, S, M], seconds; NaN where a mark is not stamped:
-            ``forward`` inside what XLA compiles or with micro-batches.
+            ``(numbers, stamps)``. ``numbers`` is int64 [S], ascending: the batches seen before each
+            step. ``stamps`` is float64 [R, S, M], in seconds since the epoch, for the R replicas of
+            this process and the M marks of ``names``. A mark without a stamp is NaN: ``forward``
+            with XLA or micro-batches.
         """
         rows = np.stack([copy.numpy() for copy in self._copies])
         rows = rows[:, ~np.isnan(rows[:, :, 0]).any(axis=0)]
@@ -213,20 +232,23 @@ class Ring:
 
 
 class Latest:
-    """When each mark was last stamped and in which step, one variable for each, assigned at the
-    mark itself: what another thread can read while the step is stuck (see `ctl.watch.flight`).
+    """Store for the last stamp of each mark. Another thread can read it while the step is stuck
+    (see `ctl.watch.flight`).
 
-    Costs one assignment per mark: a shared vector would make marks wait for each other. The step
-    rides along in the number of seconds, since what is in the same order as a stamp need not be
-    stamped in that order.
+    Each mark has its own variable and costs one assignment. A shared vector would make the marks
+    wait for each other. Each value encodes the number of the step as well as the time, since two
+    separate variables could be assigned in another order than the marks.
 
     Attributes:
-        names: the marks, in the order of the step; not ``apply``, which waits for all variables and
-            is dear (`benchmarks/inspect_overhead.py`): a step is counted when its packs are done.
+        names: the marks, in the order of the step. ``apply`` is left out: it waits for all
+            variables, which is expensive (`benchmarks/inspect_overhead.py`).
+
+    Raises:
+        UsageError: replicas share one copy of every variable.
     """
 
-    # Step modulo _STEPS times _SPAN, plus seconds since the epoch (below _SPAN until 2106), are
-    # below 2**44: a float64 has them to 4 ms.
+    # A value is (step modulo _STEPS) * _SPAN + seconds since the epoch, which are below _SPAN until
+    # 2106. It is below 2**44, so a float64 holds it to 4 ms.
     _SPAN, _STEPS = 2**32, 4096
 
     def __init__(self, step: TrainStep):
@@ -234,26 +256,29 @@ class Latest:
         self._last = {name: _variable(step, -1.0, f"ctl_latest_{name}") for name in self.names}
         local = step.strategy.experimental_local_results
         self._copies = [local(v) for v in self._last.values()]
-        self._offsets: dict[int, tf.Tensor] = {}  # under trace, by replica
+        self._offsets: dict[int, tf.Tensor] = {}  # of the step that each replica is tracing
 
     def begin(self, number: tf.Tensor) -> None:
+        """See `Store`."""
         self._offsets[_replica()] = tf.cast(number % self._STEPS, tf.float64) * self._SPAN
 
     def stamp(self, name: str, time: tf.Tensor, in_step: bool) -> None:
-        del in_step  # of several micro-batches the last one that came so far is shown
+        """See `Store`. Keeps the latest stamp of several micro-batches."""
+        del in_step
         self._last[name].assign(time + self._offsets[_replica()])
 
     def finish(self) -> None:
-        pass
+        """See `Store`."""
 
     def read(self, number: int) -> np.ndarray:
-        """At any time, from any thread; takes some milliseconds while a step runs.
+        """Reads the stamps, at any time and from any thread. Takes some ms while a step runs.
 
         Args:
-            number: of a step, batches seen before it.
+            number: the batches seen before the step of interest.
 
         Returns:
-            Stamps, float64 [R, M], seconds; NaN where a replica's last stamp is of another step.
+            float64 [R, M]: seconds since the epoch, for the R replicas of this process and the M
+            marks of ``names``. NaN where a replica's last stamp is of another step.
         """
         last = np.array([[copy.numpy() for copy in copies] for copies in self._copies]).T
         steps, times = np.divmod(last, self._SPAN)
@@ -261,7 +286,8 @@ class Latest:
 
 
 def _variable(step: TrainStep, value: Any, name: str) -> tf.Variable:
-    """A float64 variable of which each replica has its own, that nothing combines."""
+    """Makes a float64 variable with a separate value on each replica, which TensorFlow does not
+    aggregate."""
     if shares_variables(step.strategy):
         raise UsageError(
             "central_storage with several replicas keeps one copy of every variable, so replicas "
@@ -280,4 +306,4 @@ def _variable(step: TrainStep, value: Any, name: str) -> tf.Variable:
 
 def _replica() -> int:
     number = tf.distribute.get_replica_context().replica_id_in_sync_group
-    return int(tf.get_static_value(number))  # a tensor where there is one replica
+    return int(tf.get_static_value(number))  # a tensor if there is one replica

@@ -1,9 +1,9 @@
-"""The only place for the few image classifiers that the binary and the benchmarks need.
+"""Image classifiers for the commands and the benchmarks.
 
 Every model maps float32 images in [0, 1] of shape [batch, height, width, channels] to float32
-logits of shape [batch, classes], without softmax. The last layer computes in float32 whatever the
-dtype policy, because a softmax over bfloat16 or float16 logits loses the digits that matter. Only
-built-in layers are used, so a saved ``.keras`` file loads where ctl is not installed.
+logits of shape [batch, classes], without softmax. The last layer computes in float32 under any
+dtype policy, because a softmax over bfloat16 or float16 logits is too inexact. All layers are
+built into Keras, so a saved ``.keras`` file loads without ctl.
 """
 
 from __future__ import annotations
@@ -19,8 +19,12 @@ from ctl.flags.names import check_model_name, is_function_name
 
 
 def convnet(image_shape: Sequence[int], num_classes: int) -> keras.Model:
-    """One convolution of 32 filters, max-pooling, 64 hidden units: 347,146 parameters for 28x28x1
-    images and 10 classes. Images of at least 4x4 pixels."""
+    """One 3x3 convolution of 32 filters, max-pooling and 64 hidden units: 347,146 parameters for
+    28x28x1 images and 10 classes.
+
+    Raises:
+        UsageError: the images are smaller than 4x4 pixels.
+    """
     height, width, _ = image_shape
     if min(height, width) < 4:
         raise UsageError(
@@ -47,8 +51,8 @@ def resnet20(image_shape: Sequence[int], num_classes: int) -> keras.Model:
     """ResNet-20 for small images: 269,722 trainable parameters for 32x32x3 images and 10 classes.
 
     He et al., "Deep Residual Learning for Image Recognition", 2015, section 4.2 with n = 3:
-    post-activation blocks and shortcuts without parameters (option A). Its weight decay of 1e-4 is
-    the optimizer's business and is not in the model.
+    post-activation blocks and shortcuts without parameters (option A). The model has no weight
+    decay; the optimizer must apply the 1e-4 of the paper.
     """
     inputs = keras.Input(image_shape, name="image")
     x = _conv_norm(inputs, 16)
@@ -65,8 +69,8 @@ def tiny_transformer(image_shape: Sequence[int], num_classes: int) -> keras.Mode
 
     Two pre-LN blocks (Xiong et al. 2020) of width 128 with 4 heads over the patches of the image
     (Dosovitskiy et al. 2020), learned positions, dropout 0.1, mean over the patches. Patches are
-    4x4, or as large as it takes to have at most 8x8 of them, since attention costs the square of
-    their number; an image that they do not divide gets zeros at the bottom and on the right.
+    4x4 pixels, or larger so that there are at most 8x8 of them, because the cost of attention is
+    quadratic in their number. Images are zero-padded at the bottom and right to whole patches.
     """
     width, heads, blocks = 128, 4, 2
     inputs = keras.Input(image_shape, name="image")
@@ -86,14 +90,18 @@ def tiny_transformer(image_shape: Sequence[int], num_classes: int) -> keras.Mode
 
 
 def make_model(name: str, image_shape: Sequence[int], num_classes: int) -> keras.Model:
-    """The model called ``name``, built for images of ``image_shape`` = (height, width, channels).
+    """Builds a model. Call it inside ``strategy.scope()``, because it creates variables.
 
-    ``name`` is one of `ctl.flags.names.MODELS`, or ``package.module:function`` for the user's own
-    function, which is called with ``(image_shape, num_classes)`` and returns a `keras.Model`. Call
-    it inside ``strategy.scope()``: the variables are created here.
+    Args:
+        name: one of `ctl.flags.names.MODELS`, or ``package.module:function``. That function is
+            called with ``(image_shape, num_classes)`` and returns a `keras.Model`.
+        image_shape: (height, width, channels).
+        num_classes: number of logits.
 
-    Raises `UsageError` when the name is unknown, the function cannot be imported, or what it
-    returns is not a Keras model from images to logits of shape [batch, num_classes].
+    Raises:
+        UsageError: the name is unknown, the function cannot be imported, the sizes are not
+            positive, or the function does not return a Keras model from images to logits of shape
+            [batch, num_classes].
     """
     check_model_name(name)
     shape = tuple(int(size) for size in image_shape)
@@ -103,7 +111,7 @@ def make_model(name: str, image_shape: Sequence[int], num_classes: int) -> keras
             f"got {shape} and {num_classes}"
         )
     if not is_function_name(name):
-        return globals()[name](shape, num_classes)  # `MODELS` are the functions above
+        return globals()[name](shape, num_classes)  # a function above for each of `MODELS`
     model = _import_function(name)(shape, num_classes)
     check_model(name, model, shape, num_classes)
     return model
@@ -127,14 +135,14 @@ def _residual_block(x: keras.KerasTensor, filters: int) -> keras.KerasTensor:
     y = layers.ReLU()(_conv_norm(x, filters, strides))
     y = _conv_norm(y, filters)
     if channels != filters:
-        # Option A: every second pixel, and zeros for the channels that are new.
+        # Option A: every second pixel, and zeros for the new channels.
         x = layers.MaxPooling2D(1, strides, padding="same")(x)
         x = keras.ops.pad(x, ((0, 0), (0, 0), (0, 0), (0, filters - channels)))
     return layers.ReLU()(layers.Add()([x, y]))
 
 
 def _patches(images: keras.KerasTensor) -> keras.KerasTensor:
-    """[batch, height, width, channels] to [batch, patches, values of a patch]."""
+    """[batch, height, width, channels] to [batch, patches, values per patch]."""
     _, height, width, channels = images.shape
     size = max(4, -(-max(height, width) // 8))
     rows, columns = -(-height // size), -(-width // size)
@@ -145,7 +153,7 @@ def _patches(images: keras.KerasTensor) -> keras.KerasTensor:
 
 
 def _position_aware(tokens: keras.KerasTensor, width: int) -> keras.KerasTensor:
-    """One projection for every token, and a bias for each position: the learned positions."""
+    """Projects every token to ``width`` and adds a learned bias for its position."""
     return layers.EinsumDense(
         "bnp,pd->bnd",
         output_shape=(tokens.shape[1], width),
@@ -172,9 +180,9 @@ def _import_function(name: str) -> Callable[[Sequence[int], int], keras.Model]:
 
 
 def check_model(name: str, model: object, shape: tuple[int, ...], num_classes: int) -> None:
-    """Raises `UsageError` unless ``model`` takes images of ``shape`` to logits of ``num_classes``.
+    """Raises `UsageError` unless ``model`` maps images of ``shape`` to ``num_classes`` logits.
 
-    A symbolic call: builds a model that is not built yet, and computes nothing.
+    Calls the model on a symbolic input, which builds it if necessary and computes nothing.
     """
     if not isinstance(model, keras.Model):
         raise UsageError(

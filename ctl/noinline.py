@@ -1,10 +1,10 @@
-"""The only place that knows which functions must not be part of a graph that has loops.
+"""Keeps max-pooling out of graphs with loops, where TensorFlow may run its gradient slowly.
 
-TensorFlow turns operations on a CPU into those of oneDNN one after the other. In a graph with loops
-their order differs from process to process, and the gradient of a max-pooling that comes before its
-max-pooling is left as it is: a convolutional network of ours took 1.7 times as long then. A
-function that is not inlined has a graph of its own. To call it costs 0.05 to 0.1 ms in each step,
-so only networks that have such layers do.
+On a CPU, TensorFlow replaces operations by those of oneDNN, one after the other. In a graph with
+loops, their order differs from process to process. If the gradient of a max-pooling comes before
+the max-pooling itself, it is not replaced: one convolutional network took 1.7 times as long. A
+function that is not inlined has its own graph without loops. Calling it costs 0.05 to 0.1 ms per
+step, so only networks with max-pooling use one.
 """
 
 from __future__ import annotations
@@ -24,13 +24,16 @@ _MAX_POOLING = (
 
 
 def is_needed(strategy: tf.distribute.Strategy, model: keras.Model) -> bool:
-    """Whether ``model`` has layers of max-pooling, and one replica on a CPU in this process. The
-    graph of several is cut into parts, where the order was right in each of 10 processes."""
+    """Whether ``model`` has max-pooling layers and one replica runs on a CPU in this process.
+
+    With several replicas, TensorFlow cuts the graph into parts. There, the order was right in each
+    of 10 processes.
+    """
     on_cpu = "CPU" in model.trainable_variables[0].value.device.upper()
     pools = any(isinstance(layer, _MAX_POOLING) for layer in layers_of(model))
     return on_cpu and pools and has_one_device(strategy)
 
 
 def noinline(function: Callable) -> Callable:
-    """``function`` as one that TensorFlow does not inline in the graph that calls it."""
+    """Returns ``function`` as a `tf.function` that TensorFlow does not inline into its caller."""
     return tf.function(function, experimental_attributes={"_noinline": True})

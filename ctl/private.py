@@ -1,7 +1,7 @@
-"""Private and undocumented names of TensorFlow; `tests/test_layout.py` finds them elsewhere.
+"""Private and undocumented names of TensorFlow; `tests/test_layout.py` keeps them in this module.
 
-Each has a question that says, in one line for the user, what cannot be shown without it; None when
-all is well. A TensorFlow that loses one of them costs a part of a report, never a run.
+For each name, a function ``no_...`` returns None if this TensorFlow has the name, else one line for
+the user that says what cannot be shown. Without the name, a report loses a part; training runs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _XPLANE = "tensorflow.tsl.profiler.protobuf.xplane_pb2"
 
 
 def no_marks() -> str | None:
-    """Why operations cannot be taken out of the automatic control dependencies, if so."""
+    """Says why time stamps are impossible (see `run_independently`); None if they are possible."""
     if hasattr(tf.Graph(), _MANAGER):
         return None
     return (
@@ -31,15 +31,16 @@ def no_marks() -> str | None:
 
 
 def run_independently(operation: tf.Operation) -> None:
-    """Takes a stateful operation out of the automatic control dependencies: it runs as soon as its
-    inputs are there, whatever other stateful operations come before it in the program."""
+    """Excludes a stateful operation from the automatic control dependencies. It then runs as soon
+    as its inputs are computed, regardless of earlier stateful operations. Check `no_marks` first.
+    """
     manager = getattr(operation.graph, _MANAGER)
-    if manager is not None:  # the graph is not made by a tf.function: nothing orders it
+    if manager is not None:  # None in a graph that no tf.function made, where nothing is ordered
         manager.run_independently(operation)
 
 
 def no_profile() -> str | None:
-    """Why a profile cannot be read, if so."""
+    """Says why a profile cannot be read; None if it can."""
     if _xplane():
         return None
     return (
@@ -49,7 +50,7 @@ def no_profile() -> str | None:
 
 
 def parse_xspace(data: bytes) -> Any:
-    """An ``XSpace`` message from the content of a ``*.xplane.pb`` file; ask `no_profile` first."""
+    """Parses the bytes of a ``*.xplane.pb`` file to an ``XSpace``. Check `no_profile` first."""
     space = _xplane().XSpace()
     space.ParseFromString(data)
     return space
@@ -67,7 +68,7 @@ def _import(name: str) -> Any:
 
 
 def no_definitions() -> str | None:
-    """Why it cannot be told which outputs an operation has, if so."""
+    """Says why the outputs of an operation cannot be looked up; None if they can."""
     if _definitions():
         return None
     return (
@@ -77,8 +78,11 @@ def no_definitions() -> str | None:
 
 
 def output_offset(node: Any, output: str) -> int:
-    """The number of the first tensor of ``output`` among all outputs of a `NodeDef`, which in the
-    body of a function is named ``node:output:index``; 0 when `no_definitions`."""
+    """Index of the first tensor of ``output`` among all outputs of a `NodeDef`.
+
+    In the body of a function, tensors are named ``node:output:index``, relative to ``output``.
+    Returns 0 if the definitions are missing (see `no_definitions`).
+    """
     definitions = _definitions()
     definition = definitions.get(node.op) if definitions else None
     offset = 0
@@ -95,7 +99,7 @@ def output_offset(node: Any, output: str) -> int:
 
 
 def no_functions() -> str | None:
-    """Why functions of another process cannot be defined here, if so."""
+    """Says why functions of another process cannot be defined here; None if they can."""
     if hasattr(_import(_CONTEXT), "context"):
         return None
     return (
@@ -105,7 +109,7 @@ def no_functions() -> str | None:
 
 
 def define_function(function: Any) -> None:
-    """Makes a `FunctionDef` known, so that XLA finds it; ask `no_functions` first."""
+    """Registers a `FunctionDef` so that XLA finds it. Check `no_functions` first."""
     _import(_CONTEXT).context().add_function_def(function)
 
 
@@ -115,10 +119,12 @@ def _definitions() -> Any:
 
 @contextlib.contextmanager
 def devices_without_autotuning() -> Iterator[None]:
-    """Inside, iterators of a strategy get no autotuning for their part on each device either, see
-    `ctl.data.dataset.distribution_options`. That part has one parameter, fixed, but no options of
-    its own; where the private function that makes it has another name, an iterator may be slow to
-    be freed."""
+    """While inside, iterators of a strategy are made without autotuning on each device, too.
+
+    `ctl.data.dataset.distribution_options` says why. The dataset on each device has only a fixed
+    parameter to tune, but does not inherit the options. If this TensorFlow lacks the private
+    function that makes it, freeing an iterator may take long.
+    """
     module = _import(_ITERATORS)
     create = getattr(module, "_create_device_dataset", None)
     options = tf.data.Options()

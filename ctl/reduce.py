@@ -1,9 +1,8 @@
-"""The all-reduce: the only place that calls a collective on gradients.
+"""The all-reduce of the gradients.
 
-A *pack* is the list of tensors that one all-reduce moves. Packs are cut by dtype and by size, in
-reverse order of the variables, because the backward pass has the last layer's gradient first. Their
-names (``pack0``, ``pack1``, ...) are the same in the graph, in a profiler's trace and in every
-report.
+A *pack* is a list of tensors that one all-reduce moves. All tensors of a pack have one dtype. Packs
+are filled in reverse order of the variables, because the backward pass computes the gradients of
+the last layer first. The graph, profiler traces and reports name them ``pack0``, ``pack1``, ...
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ def make_packs(tensors: Sequence[tf.Tensor], bytes_per_pack: int = 0) -> list[li
     """Cuts ``tensors`` into packs.
 
     Args:
-        tensors: what is to be reduced, dense, in the order of the variables.
-        bytes_per_pack: most bytes in one pack; 0 means one pack for each dtype. A tensor that is
-            larger has a pack of its own. Small packs can start before the backward pass has ended;
-            each costs a collective.
+        tensors: dense tensors to reduce, in the order of the variables. A tensor whose shape is
+            unknown while tracing counts as 0 bytes.
+        bytes_per_pack: maximum bytes per pack. A larger tensor gets a pack of its own. 0 means one
+            pack per dtype. Small packs can be reduced before the backward pass ends, but each pack
+            costs a collective.
 
     Returns:
-        For each pack, indices into ``tensors``, last first. A tensor whose shape is not known while
-        tracing counts as 0 bytes.
+        For each pack, the indices of its tensors, in descending order.
     """
     packs: list[list[int]] = []
     open_packs: dict[tf.DType, tuple[list[int], int]] = {}
@@ -49,15 +48,15 @@ def all_reduce(
     bytes_per_pack: int = 0,
     options: tf.distribute.experimental.CommunicationOptions | None = None,
 ) -> list[tf.Tensor]:
-    """Sums each tensor over all replicas; call it in replica context.
+    """Sums each tensor over all replicas. Call it in replica context.
 
     Args:
-        tensors: this replica's values, dense (see `densify`); the same shapes on every replica.
+        tensors: this replica's dense tensors (see `densify`), of the same shapes on every replica.
         bytes_per_pack: see `make_packs`.
         options: timeout and implementation of the collective.
 
     Returns:
-        The sums, in the order of ``tensors``, equal on every replica.
+        The sums, in the order of ``tensors``; equal on every replica.
     """
     context = tf.distribute.get_replica_context()
     reduced: list[tf.Tensor | None] = [None] * len(tensors)
@@ -71,10 +70,10 @@ def all_reduce(
 
 @tf.autograph.experimental.do_not_convert
 def densify(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:
-    """A dense tensor of the same value: rows that occur twice are summed.
+    """Converts a gradient to a dense tensor; rows that occur twice are summed.
 
     Keras 3 optimizers do not sum duplicate rows of `tf.IndexedSlices` (Adam is wrong by 1e-2), and
-    gathering slices costs five collectives where the dense sum costs none beyond its pack. The
-    price is the memory and the bytes of the whole table.
+    gathering slices costs five collectives, while a dense sum needs only its pack. The price is the
+    memory and the traffic of the whole table.
     """
     return tf.convert_to_tensor(gradient)

@@ -1,4 +1,4 @@
-"""The only place that knows which variables replicas share, and which each keeps for itself."""
+"""Which variables the replicas of a strategy share, and which differ between replicas."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ import tensorflow as tf
 
 from ctl.errors import UsageError
 
-# Dropout in Keras draws the same mask on every replica: its seed is mirrored. A prime step between
-# the seeds of neighbouring replicas keeps them apart.
+# Keras mirrors the seed of Dropout, so all replicas would draw the same mask. The seeds of
+# neighbouring replicas are therefore this prime number apart.
 _SEED_STRIDE = 7919
 
 
 def shares_variables(strategy: tf.distribute.Strategy) -> bool:
-    """Whether several replicas have one copy of every variable."""
+    """Whether several replicas share one copy of every variable."""
     central = isinstance(strategy, tf.distribute.experimental.CentralStorageStrategy)
     return central and strategy.num_replicas_in_sync > 1
 
 
 def is_default(strategy: tf.distribute.Strategy) -> bool:
-    """Whether it is TensorFlow's own strategy, which knows no devices."""
+    """Whether ``strategy`` is TensorFlow's default strategy, which has no devices of its own."""
     with strategy.scope():
         return not tf.distribute.has_strategy()
 
 
 def is_alone(strategy: tf.distribute.Strategy) -> bool:
-    """Whether there is one replica, in a strategy that runs it like any other function: it can be
-    one compiled function then, from the batch to the update."""
+    """Whether there is one replica and the strategy runs it like a plain function. XLA can then
+    compile the whole step as one function."""
     return isinstance(strategy, tf.distribute.OneDeviceStrategy) or is_default(strategy)
 
 
@@ -39,15 +39,16 @@ def has_one_device(strategy: tf.distribute.Strategy) -> bool:
 
 
 def layers_of(model: keras.Model) -> list[keras.Layer]:
-    """Its layers, nested ones too."""
+    """All layers of ``model``, nested ones included."""
     return list(model._flatten_layers())  # Keras has no public way into nested layers
 
 
 def check_central_storage(
     strategy: tf.distribute.Strategy, model: keras.Model, accumulate_steps: int, jit_compile: bool
 ) -> None:
-    """Raises `UsageError` where replicas share one copy of every variable, for what TensorFlow
-    cannot do then: update variables in the forward pass, in a loop, or read them under XLA."""
+    """Raises `UsageError` if replicas share one copy of every variable and the step needs what
+    TensorFlow cannot do then: update variables in the forward pass or in a loop, or read them under
+    XLA."""
     if not shares_variables(strategy):
         return
     if accumulate_steps > 1 or jit_compile:
@@ -75,8 +76,8 @@ def _training_norms(model: keras.Model, synchronized: bool) -> list[keras.Layer]
 
 
 def batch_norm_statistics(model: keras.Model) -> list[tf.Variable]:
-    """The moving statistics that each replica updates with its own part of the batch: those of
-    BatchNorm layers that train and are not synchronized."""
+    """Moving statistics that each replica updates with its own part of the batch. These belong to
+    the BatchNorm layers that train and are not synchronized."""
     return [
         statistic.value
         for layer in _training_norms(model, synchronized=False)
@@ -90,17 +91,20 @@ def synchronizes(model: keras.Model) -> bool:
 
 
 def dropout_seeds(model: keras.Model) -> list[tf.Variable]:
-    """The states of the model's seed generators, integers [2]: the seed, and the number of masks
-    that were drawn."""
+    """States of the model's seed generators, integers [2]: the seed and the number of masks drawn
+    so far."""
     variables = model.non_trainable_variables
     return [v.value for v in variables if v.path.endswith("seed_generator_state")]
 
 
 @contextlib.contextmanager
 def drawing_alike(model: keras.Model, parts: int | tf.Tensor, most: int) -> Iterator[None]:
-    """Inside, call ``model`` ``parts`` times, which must be at most ``most``. Afterwards its seeds
-    are as if it had been called ``most`` times. So the seeds of all replicas stay in step, and
-    after a restore `offset_dropout_seeds` can tell them from those of replica 0."""
+    """Keeps the Dropout seeds of all replicas in step while each calls ``model`` ``parts`` times.
+
+    An integer ``parts`` is the same on every replica. A tensor may differ between replicas, up to
+    ``most``; the seeds then end as if ``model`` had been called ``most`` times. After a restore,
+    `offset_dropout_seeds` can therefore derive every seed from that of replica 0.
+    """
     seeds = [] if isinstance(parts, int) else dropout_seeds(model)
     before = [seed.read_value() for seed in seeds]
     yield
@@ -110,7 +114,7 @@ def drawing_alike(model: keras.Model, parts: int | tf.Tensor, most: int) -> Iter
 
 
 def offset_dropout_seeds(strategy: tf.distribute.Strategy, model: keras.Model) -> None:
-    """Gives each replica seeds of its own, out of replica 0's."""
+    """Gives each replica its own Dropout seeds, derived from those of replica 0."""
     seeds = dropout_seeds(model)
 
     def shift() -> None:
@@ -120,5 +124,5 @@ def offset_dropout_seeds(strategy: tf.distribute.Strategy, model: keras.Model) -
 
     if seeds and strategy.num_replicas_in_sync > 1:
         for seed in seeds:
-            seed.assign(seed.read_value())  # replica 0's, on all
-        tf.function(lambda: strategy.run(shift))()  # eager, TensorFlow would warn
+            seed.assign(seed.read_value())  # copies the seed of replica 0 to all replicas
+        tf.function(lambda: strategy.run(shift))()  # TensorFlow warns about an eager `run`

@@ -1,9 +1,8 @@
-"""A replica's share of a global batch: its number of examples, its micro-batches, and what is
-computed where it has no examples.
+"""A replica's share of a global batch: its number of examples, micro-batches and empty shares.
 
-TensorFlow splits 9 examples over 4 replicas as 3, 3, 3 and 0. A convolution of 0 examples can abort
-the process, and BatchNorm makes NaN of them. A replica without examples therefore computes with one
-example of zeros, and its result is dropped.
+TensorFlow splits 9 examples over 4 replicas as 3, 3, 3 and 0. With 0 examples, a convolution can
+abort the process, and BatchNorm computes NaN. A replica without examples therefore computes with
+one example of zeros and drops the result.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import tensorflow as tf
 
 from ctl.errors import UsageError
 
-# The message for users, by the name of the check that failed in the graph.
+# Messages for users, by the name of the check that fails in the graph.
 _LOSSES, _EMPTY = "ctl_one_loss_for_each_example", "ctl_no_empty_share"
 _TENSORS = "ctl_tensors_of_one_length"
 _MESSAGES = {
@@ -34,7 +33,8 @@ _MESSAGES = {
 
 
 def check_sizes(global_batch_size: int | None, replicas: int, accumulate_steps: int) -> None:
-    """Raises `UsageError` where replicas would have unequal shares, or too few micro-batches."""
+    """Raises `UsageError` if replicas would get unequal shares, or fewer examples than
+    ``accumulate_steps``. Checks nothing if ``global_batch_size`` is None."""
     if not global_batch_size:
         return
     share = global_batch_size // replicas
@@ -51,8 +51,14 @@ def check_sizes(global_batch_size: int | None, replicas: int, accumulate_steps: 
 
 @tf.autograph.experimental.do_not_convert
 def rows(batch: Any) -> int | tf.Tensor:
-    """The number of examples in ``batch``, the leading dimension of its first tensor that has one:
-    a Python integer where the type of the batch promises it, else an int32 scalar."""
+    """The number of examples in ``batch``: the leading dimension of its first non-scalar tensor.
+
+    Returns:
+        A Python integer if the dimension is known while tracing, else an int32 scalar.
+
+    Raises:
+        UsageError: all tensors are scalars.
+    """
     for leaf in tf.nest.flatten(batch):
         if isinstance(leaf, tf.RaggedTensor):
             return leaf.shape[0] or leaf.nrows(tf.int32)
@@ -66,7 +72,11 @@ def rows(batch: Any) -> int | tf.Tensor:
 
 @tf.autograph.experimental.do_not_convert
 def unpack(batch: Any) -> tuple[Any, Any, Any]:
-    """``(features, labels[, weights])``. Missing weights are None, weights [n, 1] become [n]."""
+    """Returns ``(features, labels, weights)`` of a batch.
+
+    Missing weights are None. Weights [n, 1] become [n]. Raises `UsageError` for any other batch
+    than ``(features, labels)`` and ``(features, labels, weights)``.
+    """
     if not isinstance(batch, tuple | list) or len(batch) not in (2, 3):
         raise UsageError(
             "a batch must be (features, labels) or (features, labels, weights); for any other form "
@@ -86,16 +96,16 @@ def unpack(batch: Any) -> tuple[Any, Any, Any]:
 def micro_batches(batch: Any, parts: int) -> list[tuple[Any, Callable[[tf.Tensor], Any]]]:
     """Cuts ``batch`` into ``parts`` micro-batches whose sizes differ by at most one example.
 
-    A batch with fewer examples gives fewer micro-batches. A micro-batch is empty only if the batch
-    is.
+    A batch of fewer examples gives fewer micro-batches. A micro-batch is empty only if ``batch`` is
+    empty.
 
     Returns:
-        One or two groups, each of micro-batches of one size: their number, and a function that
-        gives one of them by its index. Each group needs a loop of its own: XLA is silently wrong
-        about a slice whose size depends on the counter of a loop (TensorFlow 2.21).
+        One or two groups ``(number, micro_batch)``. All micro-batches of a group have one size, and
+        ``micro_batch(index)`` returns one of them. Loop over each group separately: XLA silently
+        computes wrong values for a slice whose size depends on a loop counter (TensorFlow 2.21).
 
     Raises:
-        UsageError: the tensors of the batch have different numbers of examples.
+        UsageError: the tensors have different numbers of examples, or one of them is sparse.
     """
     leaves = tf.nest.flatten(batch)
     if any(isinstance(leaf, tf.SparseTensor) for leaf in leaves):
@@ -108,9 +118,9 @@ def micro_batches(batch: Any, parts: int) -> list[tuple[Any, Callable[[tf.Tensor
     low, high = (min, max) if isinstance(count, int) else (tf.minimum, tf.maximum)
     least, longer = count // parts, count % parts
     shorter = low(high(count, 1), parts) - longer
-    # XLA also compiles a loop that never runs. Its body takes part 0, so there must be one.
+    # XLA also compiles the body of a loop that does not run, so part 0 must exist.
     some = low(count, 1)
-    groups = []
+    groups: list[tuple[Any, Callable[[tf.Tensor], Any]]] = []
     for number, size, from_end in ((shorter, high(least, some), False), (longer, least + 1, True)):
         if isinstance(number, int) and not number:
             continue
@@ -130,10 +140,10 @@ def _has_no_rows(leaf: Any) -> bool:
 
 
 def _stack(tensor: Any, begin: Any, length: Any, size: Any) -> Callable[[tf.Tensor], Any]:
-    """Gives one of ``length`` parts of ``size`` examples of ``tensor``, from ``begin`` on."""
+    """Returns a function of ``part``: the ``size`` examples at ``begin + part * size``."""
     if _has_no_rows(tensor):
         return lambda part: tensor
-    if isinstance(tensor, tf.RaggedTensor):  # XLA takes none
+    if isinstance(tensor, tf.RaggedTensor):  # XLA does not support these
         return lambda part: tensor[begin + part * size : begin + (part + 1) * size]
     shape = tf.concat([[length, size], tf.shape(tensor)[1:]], axis=0)
     stack = tf.reshape(tensor[begin : begin + length * size], shape)
@@ -142,18 +152,18 @@ def _stack(tensor: Any, begin: Any, length: Any, size: Any) -> Callable[[tf.Tens
     return lambda part: stack[part]
 
 
-# No examples --------------------------------------------------------------------------------------
+# Empty shares -------------------------------------------------------------------------------------
 
 
 @tf.autograph.experimental.do_not_convert
 def filled(batch: Any) -> tuple[Any, tf.Tensor | None]:
-    """The batch to compute with: ``batch``, or one example of zeros where it has no examples.
+    """Replaces a batch without examples by one example of zeros.
 
     Returns:
-        That batch; and a bool scalar, whether it is the example of zeros. None where no replica
-        can be without examples.
+        ``(computed, empty)``: ``batch`` or the example of zeros, and a bool scalar that is true for
+        the latter. ``empty`` is None if every replica must have examples.
     """
-    # A single replica gets the whole batch. Of a batch of static size, every replica gets examples.
+    # A single replica gets the whole batch. A batch of static size has examples for every replica.
     if tf.distribute.get_strategy().num_replicas_in_sync == 1:
         return batch, None
     count = rows(batch)
@@ -187,16 +197,16 @@ def _zeros_of_one(tensor: tf.Tensor) -> tf.Tensor:
 
 @tf.autograph.experimental.do_not_convert
 def dropped(empty: tf.Tensor | None, sums: Any, outputs: Any) -> tuple[Any, Any]:
-    """The results of a `filled` batch, without those of the example of zeros.
+    """Removes the example of zeros from the results of a `filled` batch.
 
     Args:
-        empty: what `filled` returned.
-        sums: a nest of tensors and None, made of all examples.
-        outputs: a nest of tensors, usually of each example, [n, ...]; or None.
+        empty: as returned by `filled`.
+        sums: a nest of tensors and None, each a sum over all examples.
+        outputs: a nest of tensors, usually one row per example, [n, ...]; or None.
 
     Returns:
-        ``sums`` and ``outputs``. Where ``empty``, outputs of unknown n have n = 0, and everything
-        else is zeros.
+        ``sums`` and ``outputs``. If ``empty``, outputs whose n is unknown while tracing have n = 0,
+        and all other tensors are zeros.
     """
     if empty is None:
         return sums, outputs
@@ -211,7 +221,7 @@ def dropped(empty: tf.Tensor | None, sums: Any, outputs: Any) -> tuple[Any, Any]
     all_sums, outputs = tf.nest.flatten(sums), tf.nest.map_structure(rest, outputs)
     others = [output for output in tf.nest.flatten(outputs) if not of_examples(output)]
     tensors = [leaf for leaf in (*all_sums, *others) if isinstance(leaf, tf.Tensor)]
-    # Not a product: the example of zeros may give NaN, and 0 * NaN is NaN. Nothing is copied.
+    # Not a product: the example of zeros may give NaN, and 0 * NaN is NaN. `cond` copies nothing.
     kept = tf.cond(empty, lambda: [tf.zeros_like(t) for t in tensors], lambda: tensors)
     kept = dict(zip(map(id, tensors), kept, strict=True))
     return tf.nest.map_structure(lambda leaf: kept.get(id(leaf), leaf), (sums, outputs))
@@ -222,16 +232,16 @@ def dropped(empty: tf.Tensor | None, sums: Any, outputs: Any) -> tuple[Any, Any]
 
 @tf.autograph.experimental.do_not_convert
 def one_for_each_example(losses: Any, count: Any = None, source: str = "loss()") -> tf.Tensor:
-    """Returns ``losses``, which must be float [n].
+    """Returns ``losses`` after a check that their shape is [n].
 
     Args:
-        losses: what ``source`` returned.
-        count: n, an integer or an int32 scalar; None for any.
-        source: for the message.
+        losses: as returned by ``source``.
+        count: n, a Python integer or an int32 scalar; None allows any n.
+        source: name of the function for the message.
 
     Raises:
-        UsageError: they have another shape. A wrong n that is known only when the graph runs ends
-            the graph, see `refusals`.
+        UsageError: the shape is not [n]. If n is known only when the graph runs, the graph fails
+            instead, see `refusals`.
     """
     if not isinstance(losses, tf.RaggedTensor | tf.SparseTensor):
         losses = tf.convert_to_tensor(losses)
@@ -242,12 +252,11 @@ def one_for_each_example(losses: Any, count: Any = None, source: str = "loss()")
 
 
 def _of_length(tensor: Any, count: int | tf.Tensor, name: str) -> Any:
-    """``tensor``, whose first axis must have ``count`` entries; else the check ``name`` fails."""
+    """Returns ``tensor`` after the check ``name`` that its first axis has ``count`` entries."""
     if isinstance(count, int) and tensor.shape[0] is not None:
         return tensor
     with tf.name_scope(name):
-        # XLA removes the assertion, and fails at the reshape. TensorFlow's optimizer removes the
-        # reshape, and fails at the assertion.
+        # Both are needed: XLA removes the assertion, TensorFlow's graph optimizer the reshape.
         tf.debugging.Assert(tf.equal(rows(tensor), count), [name])
         if isinstance(tensor, tf.RaggedTensor):
             return tensor
@@ -256,14 +265,14 @@ def _of_length(tensor: Any, count: int | tf.Tensor, name: str) -> Any:
 
 @tf.autograph.experimental.do_not_convert
 def refuse_empty(empty: tf.Tensor) -> None:
-    """Ends the graph while it runs, see `refusals`, where a replica is ``empty``."""
+    """Makes the running graph fail if ``empty`` (a bool scalar) is true, see `refusals`."""
     with tf.name_scope(_EMPTY):
         tf.debugging.Assert(tf.logical_not(empty), [_EMPTY])
 
 
 @contextlib.contextmanager
 def refusals() -> Iterator[None]:
-    """Turns a check of this module that fails in a running graph into a `UsageError`."""
+    """Turns the failure of a check of this module in a running graph into a `UsageError`."""
     try:
         yield
     except tf.errors.InvalidArgumentError as error:

@@ -1,4 +1,4 @@
-"""What one replica does with its share of a global batch: forward, backward, reduce, clip, apply.
+"""One training step on a replica's share of a batch: forward, backward, reduce, clip, apply.
 
 `ctl.loop.Loop` runs the step on every replica with ``strategy.run``. To change a phase, override
 its method::
@@ -8,11 +8,10 @@ its method::
             images, labels = batch
             return my_losses(labels, self.model(self.preprocess(images), training=True))
 
-How the loss is scaled: a replica differentiates the *sum* of its per-example losses divided by the
-*global* batch size, and gradients are summed over replicas, so N replicas equal one replica on the
-same global batch, however the examples are split. When the type of a batch does not promise that
-every batch is full (an unknown leading dimension, or sample weights), the number of valid examples
-is counted and summed with the gradients, in the same pack.
+A replica differentiates the *sum* of its per-example losses divided by the *global* batch size, and
+gradients are summed over replicas. N replicas therefore equal one replica on the same global batch,
+however the examples are split. If batches have an unknown leading dimension or sample weights, the
+valid examples are counted, and their number is summed in the same packs as the gradients.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ __all__ = ["EvalStep", "TrainStep", "cross_entropy", "scale_images"]
 
 
 class TraceKey(NamedTuple):
-    """What the graph of a step depends on beside its batch, and may change between steps."""
+    """Settings that may change between steps and that the graph of a step depends on."""
 
     observer: Observer
     bytes_per_pack: int
@@ -50,30 +49,30 @@ class TraceKey(NamedTuple):
 
 
 class TrainStep(BaseStep):
-    """One training step of one replica. Make it, like the model, in ``strategy.scope()``.
+    """One training step on one replica. Create it, like the model, in ``strategy.scope()``.
 
     Args:
         model: a Keras 3 model. Layers frozen before `build` stay frozen.
         optimizer: a Keras 3 optimizer, see `ctl.apply.check_optimizer`.
         loss_fn: ``(labels, outputs) -> losses [n]``.
         metrics: Keras metrics, updated with ``(labels, outputs, sample_weight)``.
-        clip_norm: largest global norm of the reduced gradient.
-        accumulate_steps: the replica's batch is cut in so many micro-batches, which go through the
-            model one after the other; their gradients are summed and reduced once.
-        ema_decay: keeps a moving average of the weights, see `ctl.apply.Updater`.
-        loss_scale: scales the loss dynamically, for float16.
-        on_nan: ``"stop"`` lets the loop stop at a loss that is not finite; ``"skip"`` leaves out
-            the update when a reduced gradient is not finite.
-        bytes_per_pack: most bytes one all-reduce moves; 0 is one pack for each dtype.
-        options: how the all-reduce is run, see `ctl.strategy`.
-        jit_compile: compiles forward and backward with XLA; the all-reduce stays outside. Where
-            one replica has nothing to reduce, all of the step, metrics included, and several steps
-            at once where batches come in blocks (`ctl.data.feed`). Needs batches of static shape.
+        clip_norm: maximum global norm of the reduced gradient; None does not clip.
+        accumulate_steps: number of micro-batches per batch of a replica. They go through the model
+            one after the other. Their gradients are summed and then reduced once.
+        ema_decay: decay of a moving average of the weights, see `ctl.apply.Updater`.
+        loss_scale: scales the loss dynamically for float16, see `ctl.apply.LossScale`.
+        on_nan: with ``"stop"``, the loop stops at a loss that is not finite. With ``"skip"``, the
+            update is skipped when a reduced gradient is not finite.
+        bytes_per_pack: maximum bytes per all-reduce, see `ctl.reduce.make_packs`.
+        options: options of the all-reduce, see `ctl.strategy.Placement`.
+        jit_compile: compiles the forward and backward pass with XLA, which needs batches of static
+            shape. On a single replica (`ctl.replicas.is_alone`), compiles the whole step with its
+            metrics, and several steps at once if batches come in blocks (`ctl.data.feed`).
         jit_update: compiles the update with XLA, see `ctl.apply.Updater`.
 
     Attributes:
-        observer: watches the phases and the all-reduce, see `ctl.observer`. By default it adds
-            nothing to the graph of the step.
+        strategy: None until `build`.
+        observer: watches the phases and the all-reduce, see `ctl.observer`.
     """
 
     training = True
@@ -110,16 +109,16 @@ class TrainStep(BaseStep):
         self.options = options
         self.jit_compile = jit_compile
         self.jit_update = jit_update
-        self.strategy: tf.distribute.Strategy | None = None
-        # Whose graph this step is in; not the loop itself, which has the step.
+        self.strategy: Any = None
+        # The loop that runs this step. Weak, because the loop holds the step.
         self.loop: weakref.ref[Loop] | None = None
         self.observer: Observer = NO_OBSERVER
 
-    def build(self, strategy: tf.distribute.Strategy, schedule=None) -> None:
-        """Makes the state beside the model: optimizer slots, counters, averages. The loop calls it.
+    def build(self, strategy: tf.distribute.Strategy, schedule: Callable | None = None) -> None:
+        """Creates optimizer slots, counters and averages. The loop calls it once.
 
         Raises:
-            UsageError: variables of another strategy, or an optimizer that is refused.
+            UsageError: the step was built before, or its model or optimizer cannot be used.
         """
         if self.strategy is not None:
             raise UsageError("this step is built already: make a new one for another loop")
@@ -145,7 +144,7 @@ class TrainStep(BaseStep):
                 jit_update=self.jit_update,
             )
         self.single_replica = replicas.is_alone(strategy)
-        # Whether the loop must call it as a function of its own.
+        # Whether the loop calls the step as a function that is not inlined.
         self.noinline = noinline.is_needed(strategy, self.model)
         self._xla_gradient_fn = tf.function(self.loss_and_gradients, jit_compile=True)
         self._gradient_fn = self.loss_and_gradients
@@ -155,39 +154,39 @@ class TrainStep(BaseStep):
 
     @property
     def trace_key(self) -> TraceKey:
-        """The loop keeps a trace of the step for each key."""
+        """The loop keeps one trace of the step per key."""
         return TraceKey(self.observer, self.bytes_per_pack, self.jit_compile)
 
     @property
     def global_step(self) -> tf.Variable:
-        """int64 scalar: global batches seen. It is also the position in the data."""
+        """int64 scalar: number of global batches seen, which is also the position in the data."""
         return self.updater.global_step
 
     def state(self) -> dict[str, list[tf.Variable]]:
-        """Everything that a checkpoint must hold for training to go on bit for bit."""
+        """Variables that a checkpoint must hold so that training resumes bit for bit, by group."""
         return {"model": [v.value for v in self.model.variables], **self.updater.state()}
 
     def inspect(self, steps: int = 20, *, profile: bool = False) -> Inspection:
-        """``with step.inspect(steps=20) as seen: loop.train(...)``: where the time of the last
-        ``steps`` steps went, on every worker, all of which must do it. See `Inspection`."""
+        """Records where the time of the last ``steps`` steps goes, see `Inspection`. Use it on all
+        workers: ``with step.inspect(steps=20) as seen: loop.train(...)``."""
         from ctl.inspect.session import Inspection
 
         return Inspection(self, steps, profile=profile)
 
     def reduced_specs(self) -> list[tf.Variable | tf.TensorSpec]:
-        """Like what `reduce` sums, in that order: a gradient for each trainable variable (some may
-        be None), statistics of replicas, and the number of valid examples (when it is counted)."""
+        """Shapes and dtypes of the tensors that `reduce` may sum, in its order: gradients (some may
+        be None), statistics of the replica, and the number of valid examples (if counted)."""
         return [*self._trainable, *self._statistics, tf.TensorSpec([], tf.float32)]
 
     def plan(self, *, xla: bool = False) -> Plan:
-        """What one step moves between replicas: read from its graph, no step is run.
+        """Reads from the graph what one step moves between replicas. Runs no step.
 
         Args:
-            xla: adds what XLA would make of it, were all of the step compiled; where it cannot be,
-                a note that says why.
+            xla: adds the program that XLA would make of the whole step, or a note that says why
+                XLA cannot compile it.
 
         Raises:
-            UsageError: there is no loop yet, which knows the batches.
+            UsageError: the step is not in a loop.
         """
         from ctl.inspect.plan.collectives import plan_of_step
 
@@ -199,8 +198,8 @@ class TrainStep(BaseStep):
         """Trains on this replica's part of one global batch.
 
         Returns:
-            float32 scalar: the replica's loss scaled by the global batch size; summed over replicas
-            it is the mean loss of the global batch (0 when the update was skipped).
+            float32 scalar: the replica's loss divided by the global batch size; 0 if the update was
+            skipped. The sum over replicas is the mean loss of the global batch.
         """
         count = self.count(batch)
         loss, gradients = self.forward_backward(batch, count)
@@ -214,17 +213,17 @@ class TrainStep(BaseStep):
     def forward_backward(
         self, batch: Any, count: int | tf.Tensor
     ) -> tuple[tf.Tensor, list[tf.Tensor | None]]:
-        """The replica's loss and gradients, over its micro-batches; updates the metrics.
+        """Computes the replica's loss (float32 scalar) and gradients; updates the metrics.
 
-        ``count`` is the replica's number of valid examples. An integer is known while tracing, so
-        the loss is scaled by the global batch size here; a tensor is summed over replicas first.
+        If ``count`` (see `count`) is an integer, the global batch size is known while tracing, and
+        both are divided by it here. If it is a tensor, `reduce` sums it and divides.
         """
         divisor = count * self.strategy.num_replicas_in_sync if isinstance(count, int) else 1
         if self.accumulate_steps == 1:
             return self._micro_step(batch, divisor)
-        no_gradient = []
+        no_gradient: list[bool] = []
 
-        def body(micro_batch, part, loss, totals):
+        def body(micro_batch: Callable, part: Any, loss: Any, totals: Any) -> tuple[Any, Any, Any]:
             more, gradients = self._micro_step(micro_batch(part), divisor)
             no_gradient[:] = [g is None for g in gradients]
             totals = [t if g is None else t + g for t, g in zip(totals, gradients, strict=True)]
@@ -235,7 +234,7 @@ class TrainStep(BaseStep):
         done = sum(parts for parts, _ in groups)
         with replicas.drawing_alike(self.model, done, self.accumulate_steps):
             for parts, micro_batch in groups:
-                # A graph loop, one iteration at a time: the memory of one micro-batch.
+                # One iteration at a time needs the memory of one micro-batch only.
                 _, loss, totals = tf.while_loop(
                     lambda part, *_, parts=parts: part < parts,
                     functools.partial(body, micro_batch),
@@ -258,28 +257,30 @@ class TrainStep(BaseStep):
     def loss_and_gradients(
         self, batch: Any, divisor: int
     ) -> tuple[tf.Tensor, list[tf.Tensor | None], Any]:
-        """Forward and backward: the loss over ``divisor``, its gradients, and the outputs for the
-        metrics. With ``jit_compile``, XLA compiles this."""
+        """Forward and backward pass, compiled by XLA with ``jit_compile``. Returns the loss divided
+        by ``divisor``, its gradients (times the loss scale), and outputs for the metrics."""
         with tf.GradientTape() as tape:
             with tf.name_scope("ctl_forward"):
                 loss, outputs = self.forward(batch)
                 self.observer.mark("forward", loss if outputs is None else outputs)
                 loss /= float(divisor)
-            scaled = self.updater.loss_scale.scale * loss if self.loss_scale else loss
+            loss_scale = self.updater.loss_scale
+            scaled = loss if loss_scale is None else loss_scale.scale * loss
         with tf.name_scope("ctl_backward"):
             return loss, self.backward(tape, scaled), outputs
 
     def forward(self, batch: Any) -> tuple[tf.Tensor, Any]:
-        """The sum of the losses of a (micro-)batch, and outputs for the metrics or None."""
+        """Returns the sum of the losses of a (micro-)batch, a float32 scalar with regularization,
+        and the outputs for the metrics or None."""
         loss, outputs = self.sum_of(self.loss(batch), batch)
         if self.model.losses:
-            # Regularizers count once for each global batch, however it is split.
+            # Times the count, so that regularization counts once per global batch.
             penalty = tf.add_n([tf.cast(p, tf.float32) for p in self.model.losses])
             loss += penalty * tf.cast(self.count(batch), tf.float32)
         return loss, outputs
 
     def backward(self, tape: tf.GradientTape, loss: tf.Tensor) -> list[tf.Tensor | None]:
-        """Gradients of ``loss`` for the trainable variables, dense; None where there is none."""
+        """Dense gradients of ``loss``, one per trainable variable (None if there is none)."""
         gradients = tape.gradient(loss, self._trainable)
         return [None if g is None else densify(g) for g in gradients]
 
@@ -291,20 +292,20 @@ class TrainStep(BaseStep):
         gradients: list[tf.Tensor | None],
         batch: Any,
     ) -> tuple[tf.Tensor, list[tf.Tensor | None]]:
-        """Sums gradients over the replicas: the one all-reduce of a step (`ctl.reduce`).
+        """Sums gradients over replicas with `ctl.reduce.all_reduce`.
 
-        What else must be summed rides along in the packs: the number of valid examples where it is
-        not known while tracing, and BatchNorm's moving statistics, which each replica has updated
-        with its own part of the batch and which become their mean.
+        The packs also carry the number of valid examples, unless it is known while tracing, and
+        the moving statistics of BatchNorm. Each replica has updated these with its own part of the
+        batch. They become their mean over replicas.
 
         Args:
-            loss, gradients: what `forward_backward` returned.
-            count: what `count` returned.
-            batch: this replica's part of the global batch. Its number of examples is the weight of
-                the replica's statistics.
+            loss, gradients: as returned by `forward_backward`.
+            count: as returned by `count`.
+            batch: this replica's part of the global batch, whose size weights the statistics.
 
         Returns:
-            The replica's loss over the global batch size, and the gradient of the global batch.
+            The replica's loss divided by the global batch size, and the gradients of the mean loss
+            of the global batch, equal on every replica.
         """
         dense = [g for g in gradients if g is not None]
         counted = [] if isinstance(count, int) else [tf.cast(count, tf.float32)]
@@ -312,7 +313,7 @@ class TrainStep(BaseStep):
         examples = share.rows(batch) if statistics else 0
         uneven = not isinstance(examples, int)
         if uneven:
-            # Those of a replica without examples do not count, even where they are NaN.
+            # A replica without examples adds 0, even if its statistics are NaN.
             wide = [tf.cast(s, tf.float32) if s.dtype.size < 4 else s for s in statistics]
             weigh = tf.math.multiply_no_nan
             statistics = [weigh(s, tf.cast(examples, s.dtype)) for s in wide]
@@ -331,50 +332,52 @@ class TrainStep(BaseStep):
         if counted:
             dense = [tf.math.divide_no_nan(g, tf.cast(reduced[-1], g.dtype)) for g in dense]
             loss = tf.math.divide_no_nan(loss, reduced[-1])
-        if self.loss_scale:
-            dense = [g / tf.cast(self.updater.loss_scale.scale, g.dtype) for g in dense]
+        loss_scale = self.updater.loss_scale
+        if loss_scale is not None:
+            dense = [g / tf.cast(loss_scale.scale, g.dtype) for g in dense]
         left = iter(dense)
         return loss, [None if g is None else next(left) for g in gradients]
 
     @tf.autograph.experimental.do_not_convert
     def finite(self, gradients: list[tf.Tensor | None]) -> tf.Tensor:
-        """bool scalar: no NaN or Inf in the reduced gradients, so every replica says the same."""
+        """bool scalar: whether the reduced gradients have no NaN or Inf; equal on all replicas."""
         return tf.reduce_all(
             [tf.reduce_all(tf.math.is_finite(g)) for g in gradients if g is not None]
         )
 
     @tf.autograph.experimental.do_not_convert
     def clip(self, gradients: list[tf.Tensor | None]) -> list[tf.Tensor | None]:
-        """Scales reduced gradients so that their global norm is at most ``clip_norm``."""
+        """Scales reduced gradients so that their global norm is at most ``clip_norm`` (Pascanu et
+        al. 2013, arXiv:1211.5063, section 3.2)."""
         if self.clip_norm is None:
             return gradients
         return tf.clip_by_global_norm(gradients, self.clip_norm)[0]
 
     def apply(self, gradients: list[tf.Tensor | None], finite: tf.Tensor | None = None) -> None:
-        """Hands reduced gradients over to `ctl.apply.Updater`, which updates all replicas alike."""
+        """Applies reduced gradients with `ctl.apply.Updater`, in the same way on all replicas."""
         tf.distribute.get_replica_context().merge_call(self.updater, args=(gradients, finite))
 
-    # State that replicas do not share by themselves ---------------------------------------------
+    # State that differs between replicas --------------------------------------------------------
 
     def replica_statistics(self) -> list[tf.Variable]:
-        """Variables that the forward pass updates on each replica for itself, and whose mean over
-        replicas is right: the moving statistics of BatchNorm layers that train. Synchronized layers
-        agree by themselves. Override for layers of your own."""
+        """Variables that the forward pass updates separately on each replica and that `reduce`
+        replaces by their mean: the moving statistics of BatchNorm layers that train, unless they
+        are synchronized. Override to add those of your own layers."""
         return replicas.batch_norm_statistics(self.model)
 
     def offset_dropout_seeds(self) -> None:
-        """Gives each replica seeds of its own; after building and after every restore, which both
-        leave replica 0's seeds everywhere. Doing it twice changes nothing."""
+        """Gives each replica its own Dropout seeds. `build` and `Loop.restore` call it, because all
+        replicas start with the seeds of replica 0. A second call changes nothing."""
         replicas.offset_dropout_seeds(self.strategy, self.model)
 
 
 class EvalStep(BaseStep):
-    """One evaluation step of one replica. Arguments as in `TrainStep`."""
+    """One evaluation step on one replica. Arguments as in `TrainStep`."""
 
     training = False
 
     def __call__(self, batch: Any) -> tf.Tensor:
-        """float32 [2]: sum of the losses and number of valid examples of this replica's part."""
+        """Updates the metrics. Returns float32 [2]: sum of the losses, number of valid examples."""
         computed, empty = share.filled(batch)
         loss, outputs = share.dropped(empty, *self.sum_of(self.loss(computed), computed))
         if outputs is not None:
@@ -383,7 +386,7 @@ class EvalStep(BaseStep):
 
 
 def _check_overrides(kind: type[TrainStep]) -> None:
-    """Refuses what an earlier release would have called, and this one would not."""
+    """Refuses overrides that an earlier release would call, and this one would not."""
     for before, now in {"compute": "loss_and_gradients", "phases": "__call__"}.items():
         if hasattr(kind, before):
             raise UsageError(f"{kind.__name__}.{before}() is {now}() in this release: rename it")

@@ -1,4 +1,4 @@
-"""Makes a `tf.distribute` strategy from a name: the only place that knows devices."""
+"""Makes a `tf.distribute` strategy from a name, and chooses devices and communication."""
 
 from __future__ import annotations
 
@@ -21,27 +21,33 @@ from ctl.cluster.members import Cluster, Tasks
 from ctl.cluster.rendezvous import meet
 from ctl.errors import PeerError, UsageError
 
-# What a client of gRPC says first (RFC 9113, section 3.4): the preface of HTTP/2 and an empty
-# SETTINGS frame. A server's first frame is of the same type, which is the fourth byte.
+# The first bytes of a gRPC client: the preface of HTTP/2 and an empty SETTINGS frame (RFC 9113,
+# section 3.4). A server answers with a SETTINGS frame. The fourth byte of a frame is its type.
 _HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 
 _TPU_PROBE_SECONDS = 5.0
 _TPU_START_SECONDS = 120.0
 
-# gRPC's event engine wakes more threads for each message than what it replaces: a small step takes
-# 1.4 times as long with it (benchmarks/README.md, which says how to see it).
+# Turns off gRPC's event engine. It wakes more threads per message than its predecessor, so a small
+# step takes 1.4 times as long (benchmarks/README.md has the command).
 _GRPC = "-event_engine_client"
 
 _Implementation = tf.distribute.experimental.CommunicationImplementation
 
 
-# Holds the scope that `make_multi_worker` enters: without a reference, it would be left at once.
+# Keeps open the scope that `make_multi_worker` enters. Without a reference, it would close at once.
 _never_left = contextlib.ExitStack()
 
 
 class Placement(NamedTuple):
-    """A strategy, how its collectives are to run, one line for the log; with parameter servers, who
-    is there."""
+    """A strategy and how to use it.
+
+    Attributes:
+        strategy: the strategy.
+        options: options of its collectives, for `ctl.TrainStep`.
+        description: one line for the log.
+        roll_call: which tasks are alive, with parameter servers; else None.
+    """
 
     strategy: tf.distribute.Strategy
     options: tf.distribute.experimental.CommunicationOptions
@@ -57,21 +63,22 @@ def make_multi_worker(
     startup_timeout: float = 300.0,
     record_dir: Path | None = None,
 ) -> Placement:
-    """MultiWorkerMirroredStrategy over ``cluster``: one process for each worker, all the same
-    command. Call it before TensorFlow runs its first operation.
+    """Makes a MultiWorkerMirroredStrategy over ``cluster``, with one process per worker.
+
+    All workers run the same command. Call it before TensorFlow runs its first operation.
 
     Args:
-        cluster: who the workers are, see `ctl.cluster.resolve`.
+        cluster: the workers, see `ctl.cluster.resolve`.
         communication: ``auto``, ``ring`` (gRPC) or ``nccl``.
         collective_timeout: seconds without progress after which `ctl.watch.watchdog` ends the
             process.
-        startup_timeout: seconds to wait for the other workers: until they come, see
-            `ctl.cluster.meet`; and again for each variable, while they load data or build a model.
-        record_dir: where the watchdog writes the flight record; by default nowhere.
+        startup_timeout: seconds to wait for the other workers to start (see `ctl.cluster.meet`),
+            and again for each variable, while they load data or build a model.
+        record_dir: directory for the flight record of the watchdog; None writes none.
 
     Raises:
-        PeerError: the other workers did not come.
-        UsageError: this worker's port is taken, or NCCL was asked for without GPUs.
+        PeerError: the other workers did not start in time.
+        UsageError: this worker's port is taken, or ``nccl`` has no GPUs.
     """
     if communication == "nccl" and not tf.config.list_physical_devices("GPU"):
         raise UsageError("--communication=nccl needs GPUs, and TensorFlow sees none; use auto")
@@ -81,8 +88,8 @@ def make_multi_worker(
     os.environ["TF_CONFIG"] = cluster.tf_config()
     os.environ.setdefault("GRPC_EXPERIMENTS", _GRPC)
     options = _options(communication)
-    # All are there. Should one die at this very moment, TensorFlow would wait for ever, with
-    # Python's lock held: only a thread of C can end that.
+    # All workers are here. If one dies at this moment, TensorFlow waits without end and holds
+    # Python's lock. Only a C thread, as that of faulthandler, can then end the process.
     faulthandler.dump_traceback_later(startup_timeout, exit=True)
     try:
         strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
@@ -94,7 +101,7 @@ def make_multi_worker(
         startup_timeout=startup_timeout,
         record_dir=record_dir,
     )
-    # Whoever makes a variable: a model, an optimizer, a metric.
+    # For all variables from now on, of models, optimizers and metrics.
     _never_left.enter_context(workers.watching_variables(strategy))
     return Placement(
         strategy,
@@ -107,21 +114,22 @@ def make_multi_worker(
 def make_parameter_server(
     tasks: Tasks, *, startup_timeout: float = 300.0, worker_timeout: float = 60.0
 ) -> Placement:
-    """ParameterServerStrategy on the coordinator of a job; see `ctl.asynchronous.parameter_server`.
-    Call it before TensorFlow runs its first operation.
+    """Makes a ParameterServerStrategy on the coordinator of a job.
+
+    See `ctl.asynchronous.parameter_server`. Call it before TensorFlow runs its first operation.
 
     Args:
-        tasks: who the others are, see `ctl.cluster.resolve_tasks`.
-        startup_timeout: seconds to wait for the others.
-        worker_timeout: as in `ctl.asynchronous.roll_call.RollCall`.
+        tasks: the tasks of the job, see `ctl.cluster.resolve_tasks`.
+        startup_timeout: seconds to wait for the other tasks to start.
+        worker_timeout: seconds, see `ctl.asynchronous.roll_call.RollCall`.
 
     Raises:
-        PeerError: the others did not come.
-        UsageError: the coordinator's port is taken.
+        PeerError: the other tasks did not start in time.
+        UsageError: the coordinator's port is taken, or a worker has several GPUs.
     """
     roll_call = RollCall(tasks, worker_timeout)
     roll_call.wait_for_all(startup_timeout)
-    with socket.socket() as free:  # that of TF_CONFIG is the roll call's
+    with socket.socket() as free:  # the roll call uses the port of TF_CONFIG
         free.bind(("", 0))
         port = free.getsockname()[1]
     host = tasks.coordinator.rpartition(":")[0]
@@ -129,7 +137,7 @@ def make_parameter_server(
     resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
         tf.train.ClusterSpec(jobs), task_type="chief", task_id=0, rpc_layer="grpc"
     )
-    # As for several workers: whoever dies now would hold TensorFlow for ever.
+    # As in `make_multi_worker`: if a task dies now, TensorFlow waits without end.
     faulthandler.dump_traceback_later(startup_timeout, exit=True)
     try:
         strategy = tf.distribute.ParameterServerStrategy(resolver)
@@ -153,20 +161,23 @@ def make_strategy(
     cross_device_ops: str = "auto",
     tpu: str = "",
 ) -> Placement:
-    """A strategy on this machine. Call it before anything else initialises TensorFlow's devices.
+    """Makes a strategy on this machine, or on a TPU.
+
+    Call it before anything else initialises TensorFlow's devices.
 
     Args:
-        name: ``one_device``, ``mirrored``, ``central_storage``, ``tpu``, ``default`` (TensorFlow's
-            own, without a strategy) or ``auto``: mirrored when there is more than one replica, else
+        name: ``one_device``, ``mirrored``, ``central_storage``, ``tpu``, ``default`` (TensorFlow
+            without a strategy) or ``auto``. ``auto`` is mirrored for several replicas, else
             one_device on a GPU and default on a CPU.
-        replicas: number of replicas; by default every visible GPU, or 1 without one. Without GPUs
-            the CPU is cut into this many logical devices.
-        cross_device_ops: ``nccl``, ``ring``, ``hierarchical_copy``, ``reduction_to_one_device``, or
-            ``auto``: the fastest measured for the kind of device.
-        tpu: for ``tpu``: its name, ``local``, or ``grpc://host:port``.
+        replicas: number of replicas; by default the number of visible GPUs, or 1 without GPUs.
+            Without GPUs, the CPU is cut into this many logical devices.
+        cross_device_ops: all-reduce of ``mirrored``: ``nccl``, ``ring``, ``hierarchical_copy``,
+            ``reduction_to_one_device``, or ``auto``. On CPUs, ``auto`` is the fastest measured; on
+            GPUs, it is NCCL.
+        tpu: for ``tpu``: name of the TPU, ``local``, or ``grpc://host:port``.
 
     Raises:
-        UsageError: what was asked for cannot work on this machine.
+        UsageError: the strategy cannot work on this machine.
     """
     if name == "tpu":
         strategy = _tpu_strategy(tpu)
@@ -175,8 +186,8 @@ def make_strategy(
     devices = _devices(replicas)
     on_gpu = "GPU" in devices[0]
     if name == "auto":
-        # one_device moves batches to a GPU ahead of time. On a CPU that is 0.1 ms per step for
-        # nothing: `default` iterates over the dataset itself.
+        # one_device moves batches to a GPU ahead of time. On a CPU, that costs 0.1 ms per step and
+        # gains nothing; `default` iterates over the dataset directly.
         name = "mirrored" if len(devices) > 1 else "one_device" if on_gpu else "default"
     if name in ("one_device", "default") and len(devices) > 1 and replicas:
         raise UsageError(f"--strategy={name} has one replica, not {replicas}; use mirrored")
@@ -208,7 +219,7 @@ def _names(devices: list[str]) -> str:
 
 
 def _devices(replicas: int | None) -> list[str]:
-    """Names of the devices of the replicas; cuts the CPU into logical devices where needed."""
+    """Returns one device per replica; cuts the CPU into logical devices if necessary."""
     gpus = tf.config.list_physical_devices("GPU")
     if gpus:
         count = replicas or len(gpus)
@@ -239,7 +250,7 @@ def _cut_cpu(count: int) -> None:
 def _cross_device_operation(
     name: str, on_gpu: bool
 ) -> tuple[tf.distribute.CrossDeviceOps | None, str]:
-    """None stands for TensorFlow's collectives, which take ring or NCCL from the options."""
+    """Returns the operation and a description. None: TensorFlow's collectives, see `_options`."""
     if name == "hierarchical_copy":
         return tf.distribute.HierarchicalCopyAllReduce(num_packs=1), name
     if name == "reduction_to_one_device":
@@ -255,7 +266,7 @@ def _cross_device_operation(
 
 
 def _options(cross_device_ops: str) -> tf.distribute.experimental.CommunicationOptions:
-    """Without TensorFlow's own time limit, see `ctl.watch.watchdog`."""
+    """Makes options without a time limit of TensorFlow; `ctl.watch.watchdog` has its own."""
     implementation = {"nccl": _Implementation.NCCL, "ring": _Implementation.RING}
     return tf.distribute.experimental.CommunicationOptions(
         implementation=implementation.get(cross_device_ops, _Implementation.AUTO),
@@ -263,7 +274,7 @@ def _options(cross_device_ops: str) -> tf.distribute.experimental.CommunicationO
 
 
 def _tpu_strategy(address: str) -> tf.distribute.Strategy:
-    """Connects to a TPU, or says in bounded time why not."""
+    """Connects to a TPU, or raises `UsageError` in bounded time."""
     if not address:
         raise UsageError("--strategy=tpu needs --tpu=NAME, --tpu=local or --tpu=grpc://host:port")
     if address.startswith("grpc://"):
@@ -281,7 +292,7 @@ def _tpu_strategy(address: str) -> tf.distribute.Strategy:
         except Exception as error:
             outcome.put(error)
 
-    # A daemon, because a connection that hangs cannot be ended and must not keep the process alive.
+    # A daemon thread, because a hanging connection cannot be ended and must not block the exit.
     threading.Thread(target=attempt, name="connect_tpu", daemon=True).start()
     try:
         result = outcome.get(timeout=_TPU_START_SECONDS)
@@ -293,8 +304,8 @@ def _tpu_strategy(address: str) -> tf.distribute.Strategy:
 
 
 def _require_grpc(address: str) -> None:
-    """Raises `UsageError` unless a server of gRPC answers. TensorFlow waits for ever for one that
-    does not, and holds Python's lock meanwhile, so that no thread can give up on it."""
+    """Raises `UsageError` unless a gRPC server answers. TensorFlow would wait for it without end
+    and hold Python's lock, so that no thread could give up."""
     parts = urllib.parse.urlsplit(address)
     try:
         _ask_grpc(parts.hostname, parts.port, _TPU_PROBE_SECONDS)
@@ -303,7 +314,7 @@ def _require_grpc(address: str) -> None:
 
 
 def _ask_grpc(host: str | None, port: int | None, timeout: float) -> None:
-    """Raises OSError unless a server of gRPC answers."""
+    """Raises OSError unless a gRPC server answers."""
     with socket.create_connection((host, port), timeout) as peer:
         peer.sendall(_HELLO)
         if peer.recv(9)[3:4] != _HELLO[-6:-5]:
@@ -311,8 +322,8 @@ def _ask_grpc(host: str | None, port: int | None, timeout: float) -> None:
 
 
 def _wait_for_chief(cluster: Cluster, timeout: float) -> None:
-    """Returns when TensorFlow listens on the chief. The client of gRPC that comes earlier, to where
-    the workers have met, may wait for 20 s until it tries again."""
+    """Returns when TensorFlow listens on the chief. A gRPC client that connects earlier may wait
+    for 20 s before it tries again."""
     host, _, port = cluster.workers[0].rpartition(":")
     deadline = time.monotonic() + timeout
     while True:

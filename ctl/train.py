@@ -1,4 +1,4 @@
-"""The binary: flags to objects to `ctl.Loop.train_and_evaluate`. See `main`."""
+"""The training command: builds objects from flags and runs `ctl.Loop.train_and_evaluate`."""
 
 from __future__ import annotations
 
@@ -50,13 +50,15 @@ def run() -> None:
 
 
 def main() -> None:
-    """Trains, evaluates, saves, exports, and says what to try next. With parameter servers the
-    coordinator does, and every other process serves it."""
+    """Trains, evaluates, saves, exports and prints which commands to run next.
+
+    With parameter servers, the coordinator does this; the other processes serve it.
+    """
     if FLAGS.strategy == "parameter_server" and not cluster.resolve_tasks().is_coordinator:
         _serve()
     model_dir = Path(FLAGS.model_dir)
     stored = config.read(model_dir)
-    # Without a checkpoint there is nothing to contradict: an attempt failed before its first step.
+    # Without a checkpoint, flags may change: the earlier attempt trained nothing that was saved.
     if stored is not None and manifest.paths(model_dir / "checkpoints"):
         config.check_resumable(stored)
     console.log_to_terminal()
@@ -123,7 +125,7 @@ def _train(model_dir: Path) -> None:
 
 
 def _serve() -> None:
-    """A worker or parameter server; ends the process."""
+    """Runs a worker or parameter server; ends the process."""
     console.log_to_terminal()
     console.load_tensorflow(errors=False)
     from ctl.asynchronous.parameter_server import serve
@@ -132,7 +134,7 @@ def _serve() -> None:
 
 
 def _choose(loop: Loop, resumed: Path | None) -> dict[str, Any]:
-    """What flags leave to a trial: as the run that is ``resumed`` has chosen, else by trying."""
+    """Sets the flags that are "auto": to the choice of the ``resumed`` run, else by a trial."""
     from ctl.data.explained import explained
     from ctl.tune import tune_jit_compile, tune_packs
 
@@ -158,14 +160,14 @@ def _choose(loop: Loop, resumed: Path | None) -> dict[str, Any]:
 def _add_actions(
     loop: Loop, stack: Any, model_dir: Path, steps_per_epoch: float, chief: bool
 ) -> Any:
-    """Logs, progress, checkpoints and profile; returns what shows the progress of evaluation."""
+    """Adds logs, progress, checkpoints and profile; returns the ``on_wake`` of evaluations."""
     from ctl.actions import Every, Log
     from ctl.logs.profiler import Profile
     from ctl.logs.progress import Lines, Progress
     from ctl.logs.sinks import JsonLines, TensorBoard
     from ctl.workers import cluster_of, is_multi_worker
 
-    # Reading metrics is a collective: with several workers all do, at the same steps.
+    # Reading metrics is a collective: all workers read them, at the same steps.
     multi_worker = is_multi_worker(loop.strategy)
     bar = None
     if chief and sys.stdout.isatty():
@@ -187,7 +189,7 @@ def _add_actions(
         files = [sink for sink in sinks if isinstance(sink, JsonLines | TensorBoard)]
         loop.actions += inspect_every(loop.step, max(1, every), files)
     if FLAGS.profile_steps:
-        # On every worker, because all must stop at the same steps.
+        # On every worker, because all calls must end at the same steps.
         where = "train" if chief else f"worker-{cluster_of(loop.strategy).index}"
         profile = Profile(*parse_window(FLAGS.profile_steps), model_dir / where)
         stack.callback(profile.close)
@@ -198,7 +200,8 @@ def _add_actions(
 
 
 def inspect_every(step: TrainStep, every: int, sinks: Sequence[Sink]) -> list[Action]:
-    """The action for ``--inspect_every``; a warning and none where this TensorFlow cannot stamp."""
+    """The action that inspects ``step`` every ``every`` steps; an empty list, with a warning, if
+    this TensorFlow cannot stamp."""
     from ctl import private
 
     reason = private.no_marks()
@@ -240,7 +243,7 @@ def _summarize(
 
 
 def _python() -> str:
-    """What to type here for this interpreter, whose virtual environment need not be active."""
+    """The command that runs this interpreter; its virtual environment need not be active."""
     python = Path(sys.executable)
     active = shutil.which("python")
     if active and Path(active).parent == python.parent:

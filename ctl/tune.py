@@ -1,8 +1,8 @@
-"""Tries settings of a step on a few steps and keeps the fastest: ``--bytes_per_pack=auto``,
+"""Tries values of a setting and keeps the fastest: ``--bytes_per_pack=auto``,
 ``--jit_compile=auto``.
 
-Nothing else of a training sees the trial: it has batches of its own, and every variable on every
-replica is put back as it was.
+A trial does not affect training: it reads batches of its own and restores every variable on every
+replica.
 """
 
 from __future__ import annotations
@@ -28,19 +28,23 @@ from ctl.watch import watchdog
 if TYPE_CHECKING:
     from ctl.loop import Loop
 
-# One collective costs about a millisecond between machines; below this it moves next to nothing.
+# In bytes. A collective takes about a millisecond between machines, mostly latency below this size.
 _SMALLEST = 64 << 10
 _ROUNDS = 3
 _BLOCK_SECONDS = 0.1
-_MOST_STEPS = 100  # of a block
-# A gain that is smaller, or not there in every round, is noise. Packs have a price too: each is an
-# operation more.
+_MOST_STEPS = 100  # in a block
+# A smaller gain, or one that is missing in a round, is noise. Each pack also adds an operation.
 _LEAST_GAIN = 0.03
 
 
 def candidates(tensors: Sequence[Any]) -> list[int]:
-    """Values of ``bytes_per_pack`` that cut ``tensors``, which have a shape and a dtype, into
-    different packs: one pack (0), then halves, quarters, down to sixteenths of all."""
+    """Values of ``bytes_per_pack`` to try: 0 (no limit), then a half, a quarter, an eighth and a
+    sixteenth of the size of all ``tensors``, except sizes that give the same packs or are too
+    small.
+
+    Args:
+        tensors: objects with a ``shape`` and a ``dtype``.
+    """
     total = sum((t.shape.num_elements() or 0) * t.dtype.size for t in tensors)
     found = {0: make_packs(tensors)}
     for parts in (2, 4, 8, 16):
@@ -52,14 +56,18 @@ def candidates(tensors: Sequence[Any]) -> list[int]:
 
 
 def tune_packs(loop: Loop) -> int:
-    """Tries sizes of packs before ``loop.train``, keeps the fastest and returns it, the same on all
-    workers; all must call it. Nothing else of the training changes."""
+    """Tries pack sizes before ``loop.train`` and sets the fastest as the step's ``bytes_per_pack``.
+
+    All workers must call it; all get the same size, in bytes.
+    """
     return _tune(loop, "bytes_per_pack", _best_size)
 
 
 def tune_jit_compile(loop: Loop) -> bool:
-    """Tries ``jit_compile`` as `tune_packs` does packs. On a CPU, XLA may double the speed of small
-    steps, and cut that of convolutions to a quarter."""
+    """Tries both values of ``jit_compile``, as `tune_packs` tries pack sizes.
+
+    On a CPU, XLA may double the speed of small steps and cut that of convolutions to a quarter.
+    """
     return _tune(loop, "jit_compile", _best_jit_compile)
 
 
@@ -90,12 +98,8 @@ def _best_jit_compile(loop: Loop) -> bool:
 
 
 def _fastest(loop: Loop, name: str, values: Sequence[Any]) -> Any:
-    """Which of ``values`` of the step's attribute ``name`` gives the fastest steps; the first, when
-    others gain next to nothing, or the data end too soon to tell.
-
-    Each is traced, which takes as long as the first step of a training, then steps of all are timed
-    in turn. While it runs, the state of the training is held twice.
-    """
+    """The fastest of ``values`` for ``name``; the first if the gain or the data are too small."""
+    # Tracing each value takes as long as a first step. The state is held twice meanwhile.
     step, strategy = loop.step, loop.strategy
     first = values[0]
     try:
@@ -105,7 +109,7 @@ def _fastest(loop: Loop, name: str, values: Sequence[Any]) -> Any:
         logging.warning("%s: %s, the dataset has too few batches to try others", name, first)
         return first
     typical = {value: statistics.median(seconds) for value, seconds in times.items()}
-    best = min(typical, key=typical.get)
+    best = min(typical, key=typical.__getitem__)
     always = all(mine < other for mine, other in zip(times[best], times[first], strict=True))
     if not always or typical[best] > (1 - _LEAST_GAIN) * typical[first]:
         best = first
@@ -115,12 +119,11 @@ def _fastest(loop: Loop, name: str, values: Sequence[Any]) -> Any:
 
 
 def _time(loop: Loop, name: str, values: Sequence[Any]) -> dict[Any, list[float]]:
-    """Seconds per step of each block, for each of ``values`` that can be compiled: those of the
-    slowest worker."""
+    """Seconds per step of each block on the slowest worker, for each value that compiles."""
     step, strategy = loop.step, loop.strategy
     before, observer = getattr(step, name), step.observer
-    step.observer = NO_OBSERVER  # marks are those of other packs
-    nothing = tf.zeros([2])  # to report to the other workers
+    step.observer = NO_OBSERVER  # the marks belong to the packs of `before`
+    nothing = tf.zeros([2])  # the report to the other workers
     feed = loop.steps.open(loop.global_step)
 
     def block(value: Any, steps: int, traces: bool = False) -> float:
@@ -154,7 +157,7 @@ def _time(loop: Loop, name: str, values: Sequence[Any]) -> dict[Any, list[float]
 
 
 def _slowest(strategy: tf.distribute.Strategy, seconds: Sequence[float]) -> list[float]:
-    """Of each of ``seconds`` the most that any worker has; every worker must call it."""
+    """The maximum over workers of each of ``seconds``; every worker must call it."""
     if not workers.is_multi_worker(strategy):
         return list(seconds)
     texts = workers.all_gather(strategy, json.dumps(seconds).encode(), "a gather")
@@ -163,7 +166,7 @@ def _slowest(strategy: tf.distribute.Strategy, seconds: Sequence[float]) -> list
 
 @contextlib.contextmanager
 def preserved(strategy: tf.distribute.Strategy, variables: Iterable[tf.Variable]) -> Iterator[None]:
-    """Afterwards ``variables`` are what they were before, each replica's own value included."""
+    """Restores ``variables`` on exit, on each replica to its own value."""
     parts = [p for v in variables for p in strategy.experimental_local_results(v)]
     values = [part.read_value() for part in parts]
     try:

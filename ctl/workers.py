@@ -1,6 +1,4 @@
-"""The only place where workers deal with each other outside of the step: who is there, whether all
-are about to do the same, and which one was lost.
-"""
+"""Coordinates workers outside of the step: membership, barriers, agreement and lost workers."""
 
 from __future__ import annotations
 
@@ -15,19 +13,19 @@ import tensorflow as tf
 
 from ctl.cluster.members import Cluster
 from ctl.errors import CtlError, PeerError, UsageError
+from ctl.reduce import SUM
 from ctl.watch import watchdog
-
-SUM = tf.distribute.ReduceOp.SUM
 
 _SHOWN = 5  # differences in one message
 
-# How long a worker whose data have ended waits for the others to say so too (seconds).
+# Seconds that a worker whose data have ended waits for the data of the others to end.
 _ENDED_SECONDS = 10.0
 
-# Who has passed a barrier may still have to send what lets another pass it.
+# Seconds that a worker waits after a barrier before it exits: it may still owe others the message
+# that releases them.
 _LAST_MESSAGES_SECONDS = 0.5
 
-# What a collective raises when a worker died, froze, never came, or failed by itself.
+# Errors that a collective raises when a worker died, froze, did not start or failed.
 _LOST = (
     tf.errors.UnavailableError,
     tf.errors.DeadlineExceededError,
@@ -38,23 +36,24 @@ _LOST = (
 
 
 def is_multi_worker(strategy: tf.distribute.Strategy) -> bool:
+    """Whether ``strategy`` is a `tf.distribute.MultiWorkerMirroredStrategy`."""
     return isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
 
 
 def cluster_of(strategy: tf.distribute.MultiWorkerMirroredStrategy) -> Cluster:
-    """The workers of ``strategy``, and which of them this is."""
+    """The addresses of the workers of ``strategy``, and the index of this worker."""
     resolver = strategy.cluster_resolver
     addresses = resolver.cluster_spec().as_dict().get("worker", ["localhost:0"])
     return Cluster(tuple(addresses), resolver.task_id or 0, "the strategy")
 
 
 def is_chief(strategy: tf.distribute.Strategy) -> bool:
-    """Whether this process writes checkpoints and logs: worker 0, or the only one."""
+    """Whether this process writes checkpoints and logs: worker 0, or the only process."""
     return not is_multi_worker(strategy) or cluster_of(strategy).is_chief
 
 
 def mean(strategy: tf.distribute.Strategy, total: float) -> float | None:
-    """The mean over workers of what every replica has added to ``total``; None for one worker."""
+    """Divides ``total``, a sum over replicas, by their number; None unless `is_multi_worker`."""
     return float(total) / strategy.num_replicas_in_sync if is_multi_worker(strategy) else None
 
 
@@ -62,7 +61,13 @@ def mean(strategy: tf.distribute.Strategy, total: float) -> float | None:
 def naming_lost_peers(
     strategy: tf.distribute.Strategy, doing: str, step: Callable[[], int] | None = None
 ) -> Iterator[None]:
-    """Turns TensorFlow's errors of a collective into a `PeerError` that names who is not there."""
+    """Turns TensorFlow's errors of a collective into a `PeerError` that names the lost worker.
+
+    Args:
+        strategy: the strategy whose collectives run inside.
+        doing: what the caller does, for the message.
+        step: returns the global step for the message.
+    """
     try:
         yield
     except _LOST as error:
@@ -82,8 +87,8 @@ def naming_lost_peers(
 
 
 def watch(strategy: tf.distribute.Strategy, **options: Any) -> bool:
-    """Whether there are several workers. If so, starts `ctl.watch.watchdog` with ``options``
-    unless it runs already."""
+    """Returns whether there are several workers. If so, starts `ctl.watch.watchdog` with
+    ``options``, unless it runs already."""
     several = is_multi_worker(strategy) and len(cluster_of(strategy).workers) > 1
     if several:
         watchdog.start(cluster_of(strategy), **options)
@@ -92,11 +97,12 @@ def watch(strategy: tf.distribute.Strategy, **options: Any) -> bool:
 
 @contextlib.contextmanager
 def watching_variables(strategy: tf.distribute.Strategy) -> Iterator[None]:
-    """Inside, this thread makes every variable under the watchdog: of several workers, each waits
-    there for the chief, which sends the value.
+    """While inside, the watchdog watches this thread create variables.
+
+    With several workers, each waits there for the initial value, which the chief sends.
 
     Raises:
-        PeerError: a worker was lost meanwhile.
+        PeerError: a worker was lost while it created a variable.
     """
     doing = "making variables"
 
@@ -112,9 +118,9 @@ def watching_variables(strategy: tf.distribute.Strategy) -> Iterator[None]:
 
 
 def _reason(error: tf.errors.OpError) -> str:
-    """Who or what TensorFlow says it was, without the graph around it."""
+    """The cause of ``error`` in TensorFlow's words, without the description of the graph."""
     said = re.sub(r"\{\{.*?\}\} ?", "", error.message).split("\n\t [[")[0].strip()
-    if "(most recent call last)" in said:  # the stack of the graph, then the error
+    if "(most recent call last)" in said:  # a stack trace of the graph; the error is last
         said = said.splitlines()[-1]
     text = " ".join(said.split())
     frozen = re.findall(r"/task:(\d+)", text) if "stopped sending heartbeats" in text else []
@@ -129,11 +135,13 @@ def barrier(
 ) -> None:
     """Returns when every worker has called it.
 
-    When not all did within ``timeout`` seconds, the watchdog ends the process with a line of its
-    own, or with that and the exit code of ``otherwise``.
+    Args:
+        strategy: the strategy of the workers.
+        timeout: seconds after which the watchdog ends the process.
+        otherwise: error whose message and exit code the watchdog then uses; by default its own.
 
     Raises:
-        PeerError: a worker was lost meanwhile.
+        PeerError: a worker was lost.
     """
 
     def meet() -> tf.Tensor:
@@ -146,9 +154,11 @@ def barrier(
 
 
 def leave_together(strategy: tf.distribute.Strategy, timeout: float) -> None:
-    """The last meeting, when everything is done and saved: who leaves early looks lost to those who
-    still compute. Returns when every worker has come, or has been here and left; at once where
-    there is one."""
+    """Waits, after everything is done and saved, until every worker is here or has left.
+
+    A worker that exits earlier would look lost to those that still compute. Returns at once unless
+    `is_multi_worker`. After ``timeout`` seconds, the watchdog ends the process.
+    """
     if not is_multi_worker(strategy):
         return
     with contextlib.suppress(PeerError):
@@ -160,8 +170,8 @@ def check_all_ended(strategy: tf.distribute.Strategy, step: int) -> None:
     """Returns when the data of all workers have ended at this step.
 
     Raises:
-        UsageError: only those of some have; the others are in the all-reduce of the next step, and
-            would take what this worker reduces next for their gradients' sums.
+        UsageError: the data of some workers go on. These are in the all-reduce of the next step and
+            would sum their gradients with whatever this worker reduces next.
     """
     if not is_multi_worker(strategy):
         return
@@ -176,10 +186,10 @@ def check_all_ended(strategy: tf.distribute.Strategy, step: int) -> None:
 
 
 def check_agreement(strategy: tf.distribute.Strategy, facts: Mapping[str, Any]) -> None:
-    """Compares ``facts`` (JSON values by name) over all workers; every worker must call it.
+    """Compares ``facts`` (JSON values by name) over all workers. All workers must call it.
 
     Raises:
-        UsageError: on every worker, naming what differs and each worker's value.
+        UsageError: facts differ. It is raised on every worker and names the values of each.
     """
     mine = json.dumps(facts, sort_keys=True, default=str).encode()
     texts = [json.loads(text) for text in all_gather(strategy, mine, "comparing the workers")]
@@ -196,22 +206,34 @@ def check_agreement(strategy: tf.distribute.Strategy, facts: Mapping[str, Any]) 
         )
         more = f" and {len(differ) - _SHOWN} more" if len(differ) > _SHOWN else ""
         error = UsageError(f"the workers do not agree: {values}{more}; start all with the same")
-        # Who ends while another still gathers would look lost to it. Past the barrier, or when that
-        # breaks off because a worker has left it, all have read the texts.
+        # A worker that exits now would look lost to one that still gathers. After the barrier, all
+        # have read the texts. It breaks off if a worker has left it already, which means the same.
         with contextlib.suppress(PeerError):
             barrier(strategy, _ENDED_SECONDS, otherwise=error)
         raise error
 
 
 def earliest(strategy: tf.distribute.Strategy, step: int) -> int:
-    """The least ``step`` of all workers; every worker must call it."""
+    """The minimum of ``step`` over all workers. All workers must call it."""
     if not is_multi_worker(strategy):
         return step
     return min(int(text) for text in all_gather(strategy, str(step).encode(), "a gather"))
 
 
 def all_gather(strategy: tf.distribute.Strategy, text: bytes, doing: str) -> list[bytes]:
-    """The ``text`` of every worker, in their order; the same list on every worker."""
+    """Gathers the ``text`` of every worker. All workers must call it.
+
+    Args:
+        strategy: a `tf.distribute.MultiWorkerMirroredStrategy`.
+        text: this worker's bytes, of any length.
+        doing: what the caller does, for messages.
+
+    Returns:
+        One text per worker, in the order of the workers; the same list on every worker.
+
+    Raises:
+        PeerError: a worker was lost.
+    """
 
     def gather(values: tf.Tensor) -> tf.Tensor:
         mine = strategy.experimental_distribute_values_from_function(lambda _: values)
@@ -229,12 +251,13 @@ def all_gather(strategy: tf.distribute.Strategy, text: bytes, doing: str) -> lis
     for length in lengths:
         texts.append(joined[start : start + length])
         start += length
-    return texts[:: len(texts) // len(cluster_of(strategy).workers)]  # replicas of one say the same
+    # All replicas of a worker gather the same text.
+    return texts[:: len(texts) // len(cluster_of(strategy).workers)]
 
 
 @contextlib.contextmanager
 def _without_warnings() -> Iterator[None]:
-    """TensorFlow makes a function for each gather, and warns that it is made again and again."""
+    """Silences TensorFlow, which makes a function for each gather and warns of retracing."""
     logger = tf.get_logger()
     level = logger.level
     logger.setLevel("ERROR")

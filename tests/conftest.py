@@ -24,6 +24,16 @@ tf.config.set_logical_device_configuration(
 )
 
 
+# Fixtures that start processes.
+PROCESSES = {"job", "zygote", "zygote_without_tensorflow"}
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if PROCESSES & set(item.fixturenames):
+            item.add_marker("slow")
+
+
 @functools.lru_cache
 def mirrored_strategy(replicas: int) -> tf.distribute.Strategy:
     # Not the default cross-device operation: two of those in one process use the same collective

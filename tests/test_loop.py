@@ -18,48 +18,25 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import BATCH, adam, assert_replicas_agree, examples, largest_difference, mlp
+from helpers import (
+    BATCH,
+    accuracy,
+    assert_replicas_agree,
+    examples,
+    largest_difference,
+    make_loop,
+    mlp,
+)
 
 import ctl.loop
 from ctl.actions import Every
-from ctl.checkpoint import CheckpointManager, durable
+from ctl.checkpoint import durable
 from ctl.data import GlobalBatches, InMemory
 from ctl.errors import CheckpointError, DivergedError, UsageError
 from ctl.loop import Evaluator, Loop, Outcome
 from ctl.step import EvalStep, TrainStep
 
 EVALUATED = 51  # three batches of 16 and one of 3
-
-
-def accuracy():
-    return [keras.metrics.SparseCategoricalAccuracy("accuracy")]
-
-
-def make_loop(
-    strategy=None,
-    *,
-    data=None,
-    directory=None,
-    step_class=TrainStep,
-    optimizer=None,
-    step_options=None,
-    evaluate=False,
-    **options,
-) -> Loop:
-    strategy = strategy or tf.distribute.OneDeviceStrategy("/cpu:0")
-    with strategy.scope():
-        model = mlp()
-        optimizer = (optimizer or adam())()
-        step = step_class(model, optimizer, metrics=accuracy(), **(step_options or {}))
-        eval_step = EvalStep(model, metrics=accuracy())
-    if data is None:
-        data = InMemory(examples(100), global_batch_size=BATCH)
-    if evaluate is True:
-        held_out = InMemory(examples(EVALUATED, seed=9), global_batch_size=BATCH, training=False)
-        options["evaluator"] = Evaluator(eval_step, held_out, strategy=strategy)
-    if directory:
-        options["checkpoints"] = CheckpointManager(directory)
-    return Loop(step, data, strategy=strategy, **options)
 
 
 class Pretend:
@@ -335,7 +312,7 @@ def test_data_that_end_are_evaluated_once_more(tmp_path, count):
     loop = make_loop(
         data=Finite(data),
         directory=tmp_path,
-        evaluate=True,
+        evaluate=EVALUATED,
         eval_actions=[lambda step, results: evaluated.append((step, results))],
     )
     results = loop.train_and_evaluate(100, evaluate_every=10)
@@ -363,9 +340,9 @@ def results_of(model) -> dict[str, float]:
 def test_evaluation_in_the_middle_of_training(mirrored, tmp_path, replicas):
     """With the averaged weights, on every example, with one trace; training goes on untouched."""
     strategy = mirrored(replicas)
-    options = {"step_options": {"ema_decay": 0.9}, "optimizer": lambda: keras.optimizers.SGD(0.5)}
+    options = {"ema_decay": 0.9, "optimizer": lambda: keras.optimizers.SGD(0.5)}
     keras.utils.set_random_seed(3)
-    loop = make_loop(strategy, evaluate=True, directory=tmp_path, **options)
+    loop = make_loop(strategy, evaluate=EVALUATED, directory=tmp_path, **options)
     loop.train(5)
     trained = loop.step.model.get_weights()
     averages = [average.numpy() for average in loop.step.updater.ema]
@@ -416,7 +393,7 @@ def test_evaluation_of_a_dataset_of_unknown_length(mirrored):
     strategy = mirrored(2)
     with strategy.scope():
         model = mlp()
-        evaluator = Evaluator(EvalStep(model, metrics=accuracy()), data, strategy=strategy)
+        evaluator = Evaluator(EvalStep(model, metrics=[accuracy()]), data, strategy=strategy)
     for _ in range(2):
         batches = []
         results = evaluator.run(lambda done, of: batches.append((done, of)))  # noqa: B023
@@ -482,7 +459,7 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path):
 def test_skipping_goes_on_and_counts(mirrored):
     """3 of 20 updates; the mean loss is that of the other 17."""
     strategy = mirrored(2)
-    loop = make_loop(strategy, data=poisoned(3, 4, 12), step_options={"on_nan": "skip"})
+    loop = make_loop(strategy, data=poisoned(3, 4, 12), on_nan="skip")
     scalars = loop.train(20)
     assert scalars["skipped_steps"] == int(loop.step.updater.skipped.numpy()) == 3
     assert 0.5 < scalars["loss"] < 5
@@ -493,9 +470,7 @@ def test_skipping_goes_on_and_counts(mirrored):
 
 @pytest.mark.parametrize("options", [{"on_nan": "skip"}, {"loss_scale": True}], ids=str)
 def test_skipping_without_end_stops(options):
-    loop = make_loop(
-        data=poisoned(*range(1, 21)), step_options=options, steps_per_loop=30, actions=[]
-    )
+    loop = make_loop(data=poisoned(*range(1, 21)), steps_per_loop=30, **options)
     with pytest.raises(DivergedError, match="the last 120 updates were skipped.*step 120"):
         loop.train(1000)
     assert loop.global_step == 120
@@ -535,7 +510,7 @@ def test_more_micro_batches_than_examples(mirrored, replicas):
     with pytest.raises(
         UsageError, match=f"=17, but a replica has {16 // replicas} examples: use {16 // replicas}"
     ):
-        make_loop(mirrored(replicas), step_options={"accumulate_steps": 17})
+        make_loop(mirrored(replicas), accumulate_steps=17)
 
 
 @pytest.mark.parametrize("method", ["save", "restore"])
@@ -604,10 +579,10 @@ def test_a_loop_is_freed_without_the_garbage_collector(mirrored, tmp_path, repli
     def run():
         loop = make_loop(
             mirrored(replicas),
-            evaluate=True,
+            evaluate=EVALUATED,
             directory=tmp_path,
             actions=[Every(lambda status: status.scalars(), steps=3)],
-            step_options={"ema_decay": 0.9},
+            ema_decay=0.9,
         )
         loop.train_and_evaluate(4, evaluate_every=2)
         loop.restore()

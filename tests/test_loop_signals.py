@@ -9,17 +9,17 @@ import sys
 import threading
 from pathlib import Path
 
-import keras
 import numpy as np
 import pytest
-from helpers import BATCH, adam, examples, mlp
+import tensorflow as tf
+from helpers import make_loop
+from paths import SUPPORT
 
 from ctl.actions import Every
 from ctl.checkpoint import CheckpointManager
-from ctl.data import InMemory
 from ctl.errors import Preempted, UsageError
-from ctl.loop import Evaluator, Loop
-from ctl.step import EvalStep, TrainStep
+from ctl.loop import Loop
+from ctl.step import TrainStep
 
 UNTIL = 24
 
@@ -33,15 +33,14 @@ class SignalWhileTracing(TrainStep):
         return super().loss(batch)
 
 
-def make_loop(directory=None, *, seed=0, **options) -> Loop:
-    keras.utils.set_random_seed(seed)
-    model = mlp()
-    held_out = InMemory(examples(40, seed=9), global_batch_size=8, training=False)
-    return Loop(
-        SignalWhileTracing(model, adam()(), ema_decay=0.9),
-        InMemory(examples(100), global_batch_size=BATCH),
-        evaluator=Evaluator(EvalStep(model), held_out),
-        checkpoints=CheckpointManager(directory) if directory else None,
+def stoppable(directory=None, *, seed=0, **options) -> Loop:
+    return make_loop(
+        tf.distribute.get_strategy(),
+        step_class=SignalWhileTracing,
+        evaluate=40,
+        directory=directory,
+        seed=seed,
+        ema_decay=0.9,
         **options,
     )
 
@@ -52,7 +51,7 @@ def state_of(loop) -> list[np.ndarray]:
 
 @pytest.fixture(scope="module")
 def uninterrupted():
-    loop = make_loop()
+    loop = stoppable()
     results = loop.train_and_evaluate(UNTIL, evaluate_every=10)
     return results, state_of(loop)
 
@@ -60,7 +59,7 @@ def uninterrupted():
 def resumes(directory, step: int, uninterrupted) -> None:
     """The state on the disk is that of ``step``, and leads to where it would have led."""
     results, state = uninterrupted
-    loop = make_loop(directory, seed=1)
+    loop = stoppable(directory, seed=1)
     assert loop.restore().step == loop.global_step == step
     assert loop.train_and_evaluate(UNTIL, evaluate_every=10) == results
     loop.checkpoints.close()
@@ -78,7 +77,7 @@ def test_a_signal_saves_a_whole_step(tmp_path, uninterrupted, number, moment):
     if moment == "between":  # after the evaluation at step 10: one more call of one step
         options["eval_actions"] = [lambda step, results: signal.raise_signal(number)]
         options["steps_per_loop"] = 1
-    loop = make_loop(tmp_path, **options)
+    loop = stoppable(tmp_path, **options)
     if moment == "tracing":
         loop.step.signals = [number]
 
@@ -118,7 +117,7 @@ def test_the_second_interrupt_is_at_once(tmp_path):
         reached.append("not here")
 
     reached = []
-    loop = make_loop(tmp_path, actions=[Every(twice, steps=5)])
+    loop = stoppable(tmp_path, actions=[Every(twice, steps=5)])
     with pytest.raises(KeyboardInterrupt), loop.stop_on_signals():
         loop.train(20)
     assert reached == [5]
@@ -132,13 +131,13 @@ def test_the_second_interrupt_is_at_once(tmp_path):
 
 
 def test_a_signal_without_checkpoints():
-    loop = make_loop(actions=[Every(lambda s: signal.raise_signal(signal.SIGTERM), steps=3)])
+    loop = stoppable(actions=[Every(lambda s: signal.raise_signal(signal.SIGTERM), steps=3)])
     with pytest.raises(Preempted, match="SIGTERM at step 3; nothing saved"), loop.stop_on_signals():
         loop.train(20)
 
 
 def test_signals_need_the_main_thread():
-    loop, errors = make_loop(), []
+    loop, errors = stoppable(), []
 
     def enter():
         try:
@@ -156,7 +155,9 @@ def test_signals_need_the_main_thread():
 def test_a_process_that_is_told_to_stop(tmp_path):
     """From outside, in the middle of a call of 10,000 steps: the call ends, the state is saved."""
     command = [sys.executable, __file__, str(tmp_path)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=dict(os.environ))
+    path = os.pathsep.join([str(SUPPORT), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     try:
         assert process.stdout.readline() == "training\n"
         process.send_signal(signal.SIGTERM)
@@ -180,7 +181,7 @@ def main(directory: str) -> None:
             threading.Timer(0.05, lambda: print("training", flush=True)).start()
 
     signal.alarm(120)  # whatever becomes of the test
-    loop = make_loop(Path(directory), actions=[announce])
+    loop = stoppable(Path(directory), actions=[announce])
     loop.train(1)
     loop._pace.steps = lambda: 10_000
     try:

@@ -10,11 +10,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
 from helpers import largest_difference
+from paths import SUPPORT
 from test_multi_worker import one_device
 from worker_jobs import codes, finished, last_line, said, weights
 
@@ -73,7 +73,7 @@ def bad_link(kind: str, namespaces: list[str]) -> Iterator[None]:
     ends = [word for pair in zip(namespaces, HOSTS, strict=True) for word in pair]
     rates = [str(DELAY_MS / 1000), str(LOSS_PERCENT / 100)]
     process = subprocess.Popen(
-        [sys.executable, Path(__file__).parent / "wire.py", *ends, *rates],
+        [sys.executable, SUPPORT / "wire.py", *ends, *rates],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -13,14 +13,13 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from pathlib import Path
 
 import pytest
+from paths import ROOT
 
 import ctl
 from ctl.inspect.__main__ import COMMANDS as INSPECT
 
-ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "ctl").rglob("*.py"))
 DATA = "ctl/datasets/fashion_mnist_mini/"
 

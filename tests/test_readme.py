@@ -15,10 +15,10 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from paths import ROOT, SUPPORT
 
 from ctl.inspect.__main__ import COMMANDS as INSPECT
 
-ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks/peers"))
 
 from claims import CLAIMS  # noqa: E402
@@ -203,7 +203,7 @@ ALONE = [name for name, c in CLAIMS.items() if c.workers == 1 and name != "sever
 
 @pytest.fixture(scope="module")
 def keras_claims(zygote) -> dict[str, dict]:
-    command = zygote.run("keras_claims", *ALONE, path=[Path(__file__).parent])
+    command = zygote.run("keras_claims", *ALONE, path=[SUPPORT])
     seen = [json.loads(line) for line in command.stdout.splitlines() if line.startswith("{")]
     return {each["name"]: each for each in seen}
 

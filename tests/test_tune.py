@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from absl import logging
-from helpers import BATCH, CLASSES, FEATURES, assert_replicas_agree, examples, mlp
+from helpers import BATCH, CLASSES, FEATURES, assert_replicas_agree, examples, make_loop, mlp
 
 from ctl import tune
 from ctl.data import InMemory
@@ -39,26 +39,23 @@ def test_small_gradients_are_not_cut():
     assert tune.candidates(tensors(*[1 << 10] * 64)) == [0]
 
 
-def loop(strategy) -> Loop:
-    keras.utils.set_random_seed(3)
-    with strategy.scope():
-        model = keras.Sequential(
-            [
-                keras.layers.Input([FEATURES]),
-                keras.layers.Dense(8),
-                keras.layers.BatchNormalization(),
-                keras.layers.Dropout(0.5),
-                keras.layers.Dense(CLASSES),
-            ]
-        )
-        step = TrainStep(
-            model,
-            keras.optimizers.AdamW(0.01),
-            metrics=[keras.metrics.SparseCategoricalAccuracy("accuracy")],
-            ema_decay=0.9,
-            clip_norm=1.0,
-        )
-    return Loop(step, InMemory(examples(), global_batch_size=BATCH), strategy=strategy)
+def network() -> keras.Model:
+    return keras.Sequential(
+        [
+            keras.layers.Input([FEATURES]),
+            keras.layers.Dense(8),
+            keras.layers.BatchNormalization(),
+            keras.layers.Dropout(0.5),
+            keras.layers.Dense(CLASSES),
+        ]
+    )
+
+
+def tunable(strategy) -> Loop:
+    adamw = lambda: keras.optimizers.AdamW(0.01)  # noqa: E731
+    data = InMemory(examples(), global_batch_size=BATCH)
+    options = {"ema_decay": 0.9, "clip_norm": 1.0}
+    return make_loop(strategy, model=network, optimizer=adamw, data=data, seed=3, **options)
 
 
 def weights(of: Loop) -> list[np.ndarray]:
@@ -84,7 +81,7 @@ def test_a_training_does_not_see_the_trial(mirrored, two):
     """BatchNorm, Dropout, AdamW, an average of the weights and metrics: bit for bit the same as
     with the size that was kept, in the middle of an epoch, too."""
     strategy = mirrored(2)
-    trained, tuned = loop(strategy), loop(strategy)
+    trained, tuned = tunable(strategy), tunable(strategy)
     trained.train(3)
     tuned.train(3)
     before = weights(tuned)
@@ -122,7 +119,7 @@ def test_the_fastest_is_kept_where_it_gains(mirrored, monkeypatch, gain, last, k
     level = logging.get_verbosity()
     logging.set_verbosity(logging.INFO)
     try:
-        each = loop(mirrored(2))
+        each = tunable(mirrored(2))
         assert tune.tune_packs(each) == each.step.bytes_per_pack == kept
     finally:
         logger.removeHandler(handler)
@@ -133,7 +130,7 @@ def test_the_fastest_is_kept_where_it_gains(mirrored, monkeypatch, gain, last, k
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_compiling_is_tried_and_leaves_no_trace(mirrored, replicas):
     strategy = mirrored(replicas)
-    trained, tuned = loop(strategy), loop(strategy)
+    trained, tuned = tunable(strategy), tunable(strategy)
     before = weights(tuned)
     kept = tune.tune_jit_compile(tuned)
     assert kept is tuned.step.jit_compile
@@ -166,7 +163,7 @@ def test_what_cannot_be_compiled_is_not(mirrored):
 
 
 def test_one_replica_has_nothing_to_try(mirrored):
-    assert tune.tune_packs(loop(mirrored(1))) == 0
+    assert tune.tune_packs(tunable(mirrored(1))) == 0
 
 
 def test_a_dataset_that_ends_is_not_an_error(mirrored, two):

@@ -1,6 +1,6 @@
-"""One worker that all-reduces with `ctl.reduce.all_reduce` when `all_reduce.py` tells it to.
+"""A worker that all-reduces with `ctl.reduce.all_reduce` on request of `all_reduce.py`.
 
-The clock is read in the graph, before and after the all-reduce, on every replica. By hand::
+Every replica reads the clock in the graph, before and after the all-reduce. By hand::
 
     echo '{"size": 1024, "iterations": 3}' |
         python benchmarks/peers/all_reduce_worker.py --replicas=2
@@ -30,7 +30,11 @@ with group("What is measured"):
 
 
 def place() -> Any:
-    """The strategy; of several workers, which they are is in ``TF_CONFIG``."""
+    """The `Placement` of --strategy. ``TF_CONFIG`` lists the workers of multi_worker.
+
+    Raises:
+        UsageError: this device or strategy does not have --operation.
+    """
     from ctl.strategy import make_multi_worker, make_strategy
 
     if _STRATEGY.value == "multi_worker":
@@ -43,7 +47,7 @@ def place() -> Any:
 
 
 class Measured:
-    """All-reduces of given sizes, and when they began and ended."""
+    """Runs all-reduces of given sizes and measures when they begin and end."""
 
     def __init__(self, placement: Any):
         import tensorflow as tf
@@ -54,12 +58,12 @@ class Measured:
     def run(
         self, size: int, iterations: int, tensors: int = 1, bytes_per_pack: int = 0
     ) -> dict[str, Any]:
-        """All-reduces ``size`` bytes, cut into ``tensors``, ``iterations`` times.
+        """All-reduces ``size`` bytes, cut into ``tensors`` tensors, ``iterations`` times.
 
         Returns:
-            For each iteration, of the replicas of this worker: when the last was ready and when the
-            last was done (seconds since 1970), and the seconds that the call from Python added to
-            the work of the graph; elements that were wrong in all.
+            Over the replicas of this worker, a list with one value for each iteration: ``ready``
+            and ``done``, when the last replica was (seconds since 1970); ``call``, the seconds that
+            the call from Python took beyond the graph. ``wrong``: the number of wrong elements.
         """
         count = max(1, size // self.dtype.size // tensors)
         call = self._function(count, tensors, bytes_per_pack)
@@ -82,23 +86,23 @@ class Measured:
     def _on_replicas(self, value: Any) -> Any:
         return self.strategy.experimental_distribute_values_from_function(value)
 
-    @functools.lru_cache(maxsize=1)  # noqa: B019 - one object for the life of the process
+    @functools.lru_cache(maxsize=1)  # noqa: B019 - one object in the process
     def _function(self, count: int, tensors: int, bytes_per_pack: int) -> Any:
-        """Traced for these shapes alone, as the step of a training is."""
+        """A function that is traced for these static shapes, as a training step is."""
         body = functools.partial(self._on_replica, bytes_per_pack=bytes_per_pack)
         return self.tf.function(
             lambda patterns, turn: self.strategy.run(body, args=(patterns, turn))
         )
 
     def _on_replica(self, patterns: Sequence[Any], turn: Any, *, bytes_per_pack: int) -> Any:
-        """Stamps float64 [4]: entered, ready, done, left; wrong elements, int64 scalar."""
+        """Stamps, float64 [4]: entered, ready, done, left. Wrong elements, int64 scalar."""
         from ctl.reduce import all_reduce
 
         tf, replicas = self.tf, self.strategy.num_replicas_in_sync
         entered = self._stamp()
         with tf.control_dependencies([entered]):
             me = tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, self.dtype)
-            # Different on each replica and in each turn; the sums are small whole numbers.
+            # The values differ by replica and turn; their sums are small whole numbers, so exact.
             mine = [pattern + turn + me for pattern in patterns]
         ready = self._stamp(*mine)
         with tf.control_dependencies([ready]):
@@ -116,10 +120,10 @@ class Measured:
         return tf.stack([entered, ready, done, self._stamp(done, wrong)]), wrong
 
     def _stamp(self, *after: Any) -> Any:
-        """The time when ``after`` were there, float64 scalar."""
+        """The time when ``after`` are computed, float64 scalar."""
         with self.tf.control_dependencies(after):
             now = self.tf.timestamp()
-        # Automatic control dependencies would put the stamps of all replicas in one row.
+        # Automatic control dependencies would run the stamps of all replicas one after the other.
         now.graph.experimental_acd_manager.run_independently(now.op)
         return now
 
@@ -128,7 +132,7 @@ def main() -> None:
     answer = answerer()
     try:
         placement = place()
-    except UsageError as error:  # this operation does not work on this device
+    except UsageError as error:  # the operation does not work on this device
         answer(unavailable=str(error))
         return
     about = {

@@ -1,7 +1,7 @@
-"""Saves and restores a state of a given size with ctl or with TensorFlow's own manager, as told.
+"""Saves and restores a state with ctl or with `tf.train.CheckpointManager`, on request.
 
-The state is trained by a loop that updates all of it at every step, as an optimizer does. So a save
-that keeps the loop waiting, or slows the steps that follow, shows in the time of the loop.
+A loop updates all of the state at every step, as an optimizer does. So the time of the loop shows a
+save that stops it or slows the next steps.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ with group("This peer"):
 
 
 def build(directory: Path):
+    """Facts of the state, and the function that answers a request."""
     import tensorflow as tf
 
     import ctl
@@ -51,13 +52,13 @@ def build(directory: Path):
         theirs.save(int(step_of.numpy()))
 
     def flush() -> None:
-        """What TensorFlow leaves undone: `save` returns with the bytes in the page cache."""
+        """TensorFlow's `save` leaves the bytes in the page cache; this writes them to the disk."""
         for path in Path(directory / "tf").iterdir():
             with path.open("rb") as file:
                 os.fsync(file.fileno())
 
     def save(who: str) -> dict[str, float]:
-        """One save in the midst of training; times in seconds."""
+        """One save during training; times in seconds."""
         save, finish = (save_ours, ours.wait) if who == "ctl" else (save_theirs, flush)
         train(tf.constant(10))
         begin = time.perf_counter()

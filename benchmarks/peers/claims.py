@@ -1,13 +1,11 @@
-"""What README.md says of Keras `fit`, each as two small programs: one in Keras, one in ctl.
+"""README.md's claims about Keras `fit`, each as two small programs: one in Keras, one in ctl.
 
-Nearly all train the same thing, one weight from 0, with SGD 1.0 and losses `label * weight`. So the
-gradient of an example is its label, that of a batch is the mean of its labels, and after a step the
-weight is minus that: what is right can be told without running anything.
+Nearly all train the weight of `one_weight.py`, whose right value is known by hand.
 
     python benchmarks/peers/claims.py clipping keras
 
-runs one program and answers with lines of JSON (`lines.py`): `benchmarks/why_not_fit.py` runs all
-of them, `tests/test_readme.py` those that need one process.
+runs one program and answers with lines of JSON (`lines.py`). `benchmarks/why_not_fit.py` runs all
+programs, `tests/test_readme.py` those for Keras that need one process.
 """
 
 from __future__ import annotations
@@ -18,205 +16,97 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
-# Seconds that ctl waits, where a peer is missing. Keras gets longer, see --patience.
-_TIMEOUT = 8.0
+from one_weight import (
+    Seen,
+    fails,
+    fit,
+    make_embedding,
+    make_loop,
+    make_model,
+    misses,
+    reaches,
+    sgd,
+    train,
+)
 
-
-class Seen(NamedTuple):
-    """What a program did, in words, and whether README.md says that it does."""
-
-    text: str
-    as_said: bool
+_TIMEOUT = 8.0  # seconds that ctl waits for a missing worker; for Keras, see --patience
 
 
 @dataclasses.dataclass(frozen=True)
 class Claim:
-    """``says`` is the first cell of a row in README.md's table, as it is written there."""
+    """A row of the table in README.md.
+
+    Attributes:
+        says: the first cell of the row, as README.md has it.
+        keras, ctl: the programs. Each takes a strategy of two replicas.
+        workers: processes that the program expects.
+        started: how many of them are started.
+        silent: whether README.md says that Keras hangs without a message.
+    """
 
     says: str
     keras: Callable[[Any], Seen]
     ctl: Callable[[Any], Seen]
     workers: int = 1
-    started: int = 1  # of them; the others never come
-    silent: bool = False  # Keras is said to wait without a word
+    started: int = 1
+    silent: bool = False
 
 
-def _model():
-    import keras
-
-    return keras.Sequential(
-        [keras.Input([1]), keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")]
-    )
-
-
-def _embedding():
-    import keras
-
-    row = keras.layers.Embedding(1, 1, embeddings_initializer="zeros")
-    return keras.Sequential([keras.Input([1]), row, keras.layers.Flatten()])
-
-
-def _data(labels: Sequence[float], ids: bool = False):
-    import numpy as np
-
-    labels = np.array(labels, "float32")[:, None]
-    return np.zeros_like(labels) if ids else np.ones_like(labels), labels
-
-
-def _loss(labels, outputs):
-    return labels[:, 0] * outputs[:, 0]
-
-
-def _sgd(**arguments):
-    import keras
-
-    return lambda: keras.optimizers.SGD(1.0, **arguments)
-
-
-def _fit(
-    strategy,
-    labels: Sequence[float],
-    batch_size: int,
-    optimizer: Callable[[], Any],
-    model: Callable[[], Any] = _model,
-    callbacks: Sequence[Any] = (),
-    **options: Any,
-) -> float:
-    """The weight after one epoch of `fit`."""
-    with strategy.scope():
-        network = model()
-        network.compile(optimizer(), loss=_loss, **options)
-    network.fit(
-        *_data(labels, ids=model is _embedding),
-        batch_size=batch_size,
-        shuffle=False,
-        verbose=0,
-        callbacks=list(callbacks),
-    )
-    return network.get_weights()[0].item()
-
-
-def _loop(
-    strategy,
-    labels: Sequence[float],
-    batch_size: int,
-    optimizer: Callable[[], Any],
-    model: Callable[[], Any] = _model,
-    checkpoints=None,
-    actions: Sequence[Any] = (),
-    **options: Any,
-):
-    """A `ctl.Loop` on the same, and its weight."""
-    import tensorflow as tf
-
-    import ctl
-
-    with strategy.scope():
-        step = ctl.TrainStep(model(), optimizer(), _loss, **options)
-    batches = tf.data.Dataset.from_tensor_slices(_data(labels, ids=model is _embedding))
-    loop = ctl.Loop(
-        step,
-        batches.batch(batch_size),
-        strategy=strategy,
-        checkpoints=checkpoints,
-        actions=actions,
-    )
-    return loop, lambda: step.model.get_weights()[0].item()
-
-
-def _train(strategy, labels: Sequence[float], batch_size: int, *args: Any, **options: Any) -> float:
-    """The weight after one epoch of a `ctl.Loop`."""
-    loop, weight = _loop(strategy, labels, batch_size, *args, **options)
-    loop.train(-(-len(labels) // batch_size))
-    return weight()
-
-
-def _moved(weight: float, right: float) -> tuple[str, bool]:
-    """In words, and whether it is right."""
-    import math
-
-    if math.isclose(weight, right, rel_tol=1e-4, abs_tol=1e-6):
-        return f"the weight is {weight:g}, as it should", True
-    return f"the weight is {weight:g} instead of {right:g}", False
-
-
-def _wrong(weight: float, right: float) -> Seen:
-    text, is_right = _moved(weight, right)
-    return Seen(text, not is_right)
-
-
-def _right(weight: float, right: float) -> Seen:
-    return Seen(*_moved(weight, right))
-
-
-def _fails(run: Callable[[], float], kind: type[Exception], says: str) -> Seen:
-    """Whether ``run`` raises ``kind`` with a text that contains ``says``."""
-    try:
-        weight = run()
-    except Exception as error:
-        _, found, rest = " ".join(str(error).split()).partition(says)
-        text = found + rest if found else str(error)
-        return Seen(
-            f"{type(error).__name__}: {text[:200]}", isinstance(error, kind) and bool(found)
-        )
-    return Seen(f"trains; the weight is {weight:g}", False)
-
-
-# Clipping. The gradients are 10 on replica 0 and 2 on replica 1, their mean is 6.
+# Clipping. The gradients are 10 on replica 0 and 2 on replica 1; their mean is 6.
 _TEN_AND_TWO = [10.0, 2.0]
 
 
 def _keras_clipping(strategy) -> Seen:
-    return _wrong(_fit(strategy, _TEN_AND_TWO, 2, _sgd(global_clipnorm=1.0)), -1.0)
+    return misses(fit(strategy, _TEN_AND_TWO, 2, sgd(global_clipnorm=1.0)), -1.0)
 
 
 def _ctl_clipping(strategy) -> Seen:
-    return _right(_train(strategy, _TEN_AND_TWO, 2, _sgd(), clip_norm=1.0), -1.0)
+    return reaches(train(strategy, _TEN_AND_TWO, 2, sgd(), clip_norm=1.0), -1.0)
 
 
 # Accumulation. Two micro-batches, one update.
 def _keras_accumulation(strategy) -> Seen:
-    return _fails(
-        lambda: _fit(strategy, [1, 2, 3, 4], 2, _sgd(gradient_accumulation_steps=2)),
+    return fails(
+        lambda: fit(strategy, [1, 2, 3, 4], 2, sgd(gradient_accumulation_steps=2)),
         RuntimeError,
         "`merge_call` called while defining a new graph or a tf.function",
     )
 
 
 def _ctl_accumulation(strategy) -> Seen:
-    return _right(_train(strategy, [1, 2, 3, 4], 4, _sgd(), accumulate_steps=2), -2.5)
+    return reaches(train(strategy, [1, 2, 3, 4], 4, sgd(), accumulate_steps=2), -2.5)
 
 
-# The loss scale, 2**15, makes an Inf of the gradient on replica 1. The update must be left out.
+# The loss scale, 2**15, turns the gradient on replica 1 into an Inf. The update must be skipped.
 _OVERFLOW = [1.0, 3e38]
 
 
 def _keras_loss_scale(strategy) -> Seen:
     import keras
 
-    return _wrong(
-        _fit(strategy, _OVERFLOW, 2, lambda: keras.optimizers.LossScaleOptimizer(_sgd()())), 0.0
+    return misses(
+        fit(strategy, _OVERFLOW, 2, lambda: keras.optimizers.LossScaleOptimizer(sgd()())), 0.0
     )
 
 
 def _ctl_loss_scale(strategy) -> Seen:
-    return _right(_train(strategy, _OVERFLOW, 2, _sgd(), loss_scale=True), 0.0)
+    return reaches(train(strategy, _OVERFLOW, 2, sgd(), loss_scale=True), 0.0)
 
 
-# An uneven last batch: two examples for replica 0 and one for replica 1. The full batch before it
-# moves nothing.
+# An uneven last batch: two examples on replica 0 and one on replica 1. The batch before it has zero
+# gradients.
 _UNEVEN = [0.0, 0.0, 0.0, 0.0, 1.0, 2.0, 6.0]
 
 
 def _keras_uneven(strategy) -> Seen:
-    return _wrong(_fit(strategy, _UNEVEN, 4, _sgd()), -3.0)
+    return misses(fit(strategy, _UNEVEN, 4, sgd()), -3.0)
 
 
 def _ctl_uneven(strategy) -> Seen:
-    return _right(_train(strategy, _UNEVEN, 4, _sgd()), -3.0)
+    return reaches(train(strategy, _UNEVEN, 4, sgd()), -3.0)
 
 
 def _same_masks(strategy, layer) -> tuple[str, bool]:
@@ -248,13 +138,13 @@ def _ctl_dropout(strategy) -> Seen:
             [keras.Input([1]), keras.layers.Dropout(0.5), keras.layers.Dense(1)]
         )
 
-    loop, _ = _loop(strategy, [1.0, 1.0], 2, _sgd(), model)
+    loop, _ = make_loop(strategy, [1.0, 1.0], 2, sgd(), model)
     text, equal = _same_masks(strategy, loop.step.model.layers[0])
     return Seen(text, not equal)
 
 
-# A row that is looked up twice in a batch, with gradients of 1 and 3. Adagrad divides the mean
-# gradient, 2, by the root of its square.
+# A row that is looked up twice in a batch, with gradients of 1 and 3. The first update of Adagrad
+# is the mean gradient, 2, over the root of its square.
 def _adagrad():
     import keras
 
@@ -262,15 +152,15 @@ def _adagrad():
 
 
 def _keras_embedding(strategy) -> Seen:
-    return _wrong(_fit(strategy, [1.0, 3.0], 2, _adagrad, _embedding), -1.0)
+    return misses(fit(strategy, [1.0, 3.0], 2, _adagrad, make_embedding), -1.0)
 
 
 def _ctl_embedding(strategy) -> Seen:
-    return _right(_train(strategy, [1.0, 3.0], 2, _adagrad, _embedding), -1.0)
+    return reaches(train(strategy, [1.0, 3.0], 2, _adagrad, make_embedding), -1.0)
 
 
-# Stopped after 4 of the 6 batches of an epoch, where the state had just been saved, and resumed:
-# the mean gradients of the batches are 1 to 6.
+# An epoch of 6 batches, whose mean gradients are 1 to 6, is interrupted after batch 4, just after a
+# save, and resumed.
 _SIX_BATCHES = [float(batch) for batch in range(1, 7) for _ in range(2)]
 
 
@@ -288,8 +178,8 @@ def _keras_resume(strategy) -> Seen:
             return keras.callbacks.BackupAndRestore(directory, save_freq=2)
 
         with contextlib.suppress(KeyboardInterrupt):
-            _fit(strategy, _SIX_BATCHES, 2, _sgd(), callbacks=[backup(), Stop()])
-        return _wrong(_fit(strategy, _SIX_BATCHES, 2, _sgd(), callbacks=[backup()]), -21.0)
+            fit(strategy, _SIX_BATCHES, 2, sgd(), callbacks=[backup(), Stop()])
+        return misses(fit(strategy, _SIX_BATCHES, 2, sgd(), callbacks=[backup()]), -21.0)
 
 
 def _ctl_resume(strategy) -> Seen:
@@ -298,31 +188,31 @@ def _ctl_resume(strategy) -> Seen:
     with tempfile.TemporaryDirectory() as directory:
         for until in (4, 6):
             with ctl.CheckpointManager(directory) as checkpoints:
-                loop, weight = _loop(strategy, _SIX_BATCHES, 2, _sgd(), checkpoints=checkpoints)
+                loop, weight = make_loop(strategy, _SIX_BATCHES, 2, sgd(), checkpoints=checkpoints)
                 loop.restore()
                 loop.train(until)
                 loop.save()
-    return _right(weight(), -21.0)
+    return reaches(weight(), -21.0)
 
 
-# Several steps in one call. ctl takes as many as fit in half a second, here all.
+# Several steps in one call. ctl runs as many as fit in half a second: here, all.
 def _keras_several_steps(strategy) -> Seen:
     import tensorflow as tf
 
-    return _fails(
-        lambda: _fit(strategy, _SIX_BATCHES, 2, _sgd(), steps_per_execution=3),
+    return fails(
+        lambda: fit(strategy, _SIX_BATCHES, 2, sgd(), steps_per_execution=3),
         tf.errors.InvalidArgumentError,
         "You must feed a value for placeholder",
     )
 
 
 def _ctl_several_steps(strategy) -> Seen:
-    return _right(_train(strategy, _SIX_BATCHES, 2, _sgd()), -21.0)
+    return reaches(train(strategy, _SIX_BATCHES, 2, sgd()), -21.0)
 
 
 def _keras_workers(strategy) -> Seen:
-    return _fails(
-        lambda: _fit(strategy, _SIX_BATCHES, 2, _sgd()),
+    return fails(
+        lambda: fit(strategy, _SIX_BATCHES, 2, sgd()),
         ValueError,
         "Attempt to convert a value (PerReplica",
     )
@@ -332,18 +222,18 @@ def _worker(strategy) -> int:
     return strategy.cluster_resolver.task_id
 
 
-# The second of two workers is alive and never comes to the third all-reduce.
+# Worker 1 of two stays alive, but does not join the third all-reduce.
 def _sleep(_=None) -> None:
     time.sleep(3600)
 
 
 def _keras_absent(strategy) -> Seen:
-    """Keras's optimizer in a loop by hand, since `fit` does not get there."""
+    """Keras's optimizer in a hand-written loop, since `fit` fails before it trains."""
     import tensorflow as tf
 
     with strategy.scope():
-        variables = _model().trainable_variables
-        optimizer = _sgd()()
+        variables = make_model().trainable_variables
+        optimizer = sgd()()
         optimizer.build(variables)
 
     @tf.function
@@ -361,7 +251,7 @@ def _ctl_absent(strategy) -> Seen:
     import ctl
 
     actions = [ctl.Every(_sleep, steps=2)] if _worker(strategy) == 1 else []
-    loop, _ = _loop(strategy, _SIX_BATCHES, 2, _sgd(), actions=actions)
+    loop, _ = make_loop(strategy, _SIX_BATCHES, 2, sgd(), actions=actions)
     loop.train(6)
     return Seen("trains", False)
 
@@ -400,7 +290,7 @@ CLAIMS = {
 
 
 def _strategy(side: str, workers: int):
-    """Of two replicas on CPUs, as the users of each would make it."""
+    """Two replicas on CPUs, made as a user of ``side`` would."""
     import tensorflow as tf
 
     from ctl import cluster
@@ -423,7 +313,7 @@ def _strategy(side: str, workers: int):
 def main(name: str, side: str) -> None:
     from lines import answerer
 
-    os.environ["CUDA_VISIBLE_DEVICES"] = "-1"  # two replicas, whatever the machine has
+    os.environ["CUDA_VISIBLE_DEVICES"] = "-1"  # two replicas on any machine
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
     answer = answerer()
 
@@ -441,7 +331,7 @@ def main(name: str, side: str) -> None:
         seconds = time.monotonic() - begun
         seen = Seen(f"exit code {error.exit_code} after {seconds:.0f} s: {error}", claim.silent)
     answer(seen=seen.text, as_said=seen.as_said)
-    sys.stdin.read()  # its peers may not have ended
+    sys.stdin.read()  # other workers may still need this one
 
 
 if __name__ == "__main__":

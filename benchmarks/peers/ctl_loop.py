@@ -1,4 +1,4 @@
-"""ctl as its users call it: `ctl.Loop` on the embedded dataset, in memory."""
+"""`ctl.Loop` as its users call it, on the embedded dataset, in memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lightning Fabric: the PyTorch loop, with Fabric's strategy, backward and loaders set up."""
+"""Lightning Fabric: the loop of `torch_loop.py` with Fabric's strategy and backward."""
 
 from __future__ import annotations
 

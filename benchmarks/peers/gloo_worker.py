@@ -1,4 +1,4 @@
-"""One worker of an all-reduce by gloo, of PyTorch, over loopback: what others do in our place.
+"""A worker that all-reduces with PyTorch's gloo over loopback, to compare.
 
 Started by `all_reduce.py` with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 """

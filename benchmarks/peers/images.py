@@ -1,7 +1,7 @@
-"""The images of one input pipeline, added up on every replica: a step without a model.
+"""A step without a model: every replica sums the images of one input pipeline.
 
-Every image is scaled to float32 in [0, 1], as a model gets it, and summed, so that no part of the
-pipeline can be left out. `tutorial` scales in the pipeline, ctl in the step.
+Every image is scaled to float32 in [0, 1], as for a model, and summed, so that TensorFlow cannot
+leave out a part of the pipeline. `tutorial` scales in the pipeline, ctl in the step.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ with group("This peer"):
 
 
 def build_tutorial():
-    """The pipeline of the TensorFlow tutorials, and their strategy."""
+    """Strategy, feed and preparation of a batch, as in the TensorFlow tutorials."""
     devices = pipeline.devices(_REPLICAS.value)
 
     import tensorflow as tf
@@ -44,7 +44,8 @@ def build_tutorial():
 
 
 def build_ctl(stream: bool, tuned: bool):
-    """What `ctl.Loop` does with `ctl.data.load`."""
+    """The same three, as `ctl.Loop` has them with `ctl.data.load`. ``tuned``: with the autotuning
+    of `tf.data`, which ctl turns off."""
     import tensorflow as tf
 
     import ctl
@@ -75,6 +76,7 @@ def build_ctl(stream: bool, tuned: bool):
 
 
 def build():
+    """Facts of the peer, and the function that answers a request."""
     name = _PIPELINE.value
     if name == "tutorial":
         strategy, feed, on_replica = build_tutorial()

@@ -2,8 +2,9 @@
 
     python inspected.py OUT
 
-``OUT/cases.json`` is a list of ``{"name", "worker", "phase", "seconds", "clock", "profile"}``. For
-each, worker 0 writes ``OUT/NAME.json``: what `ctl.inspect` saw of it, on every worker.
+``OUT/cases.json`` is a list of ``{"name", "worker", "phase", "seconds"}`` (`inspect_truth.Case`).
+For each case, worker 0 writes ``OUT/NAME.json``: the windows that `ctl.inspect` recorded on all
+workers.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ WARM_UP = 30
 
 
 class Delay:
-    """Sleeps for ``seconds``, which can be changed, in a graph."""
+    """Sleeps in a graph. ``seconds`` is a variable, so that no case traces again."""
 
     def __init__(self):
         self.seconds = tf.Variable(0.0, trainable=False)
@@ -49,7 +50,7 @@ class Delay:
 
 
 class DelayedInput(ctl.data.InMemory):
-    """Sleeps before a replica has its batch."""
+    """Sleeps before a replica gets its batch."""
 
     def on_replica(self, element, resident):
         return self.delay(super().on_replica(element, resident))
@@ -98,4 +99,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    os._exit(0)  # the shutdown of TensorFlow's server takes seconds
+    os._exit(0)  # TensorFlow's server would take seconds to shut down

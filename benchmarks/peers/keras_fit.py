@@ -1,4 +1,4 @@
-"""Keras `Model.fit`: compile and fit, one epoch for each block."""
+"""Keras `Model.fit`: one call, with an epoch for each block."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def build(setting: worker.Setting):
             jit_compile=setting.jit_compile,
         )
 
-    # One fit for all blocks, as its users run it, because each call of fit makes a new iterator and
-    # fills the shuffle buffer anew: it runs in a thread that waits between its epochs.
+    # One call of fit for all blocks, as users run it: each call would make a new iterator and
+    # refill the shuffle buffer. It runs in a thread that waits between epochs.
     asked: queue.Queue[None] = queue.Queue()
     ended: queue.Queue[float | Exception] = queue.Queue()
 
@@ -52,7 +52,7 @@ def build(setting: worker.Setting):
                 verbose=0,
                 callbacks=[Blocks()],
             )
-        except Exception as error:  # it belongs to the thread that asked
+        except Exception as error:  # raised in the thread that asked
             ended.put(error)
 
     thread: list[threading.Thread] = []

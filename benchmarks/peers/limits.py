@@ -1,4 +1,4 @@
-"""What no all-reduce on this machine can beat: ``copy``, memory to memory, and ``tcp``, loopback.
+"""Limits of an all-reduce on this machine: ``copy``, memory to memory, and ``tcp``, over loopback.
 
 echo '{"size": 1048576, "iterations": 3}' | python benchmarks/peers/limits.py tcp
 """
@@ -19,12 +19,14 @@ _CHUNK = 1 << 20  # bytes of one call to receive
 
 
 def copy(size: int) -> Callable[[], None]:
+    """A function that copies ``size`` bytes, always the same buffers."""
     source, target = np.ones(size, np.uint8), np.zeros(size, np.uint8)
     return lambda: np.copyto(target, source)
 
 
 def tcp() -> Callable[[int], Callable[[], None]]:
-    """Sends to another process, which answers with one byte when it has all."""
+    """Makes functions that send a number of bytes to another process and wait for its answer, one
+    byte."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(1)
@@ -48,7 +50,7 @@ def tcp() -> Callable[[int], Callable[[], None]]:
 
 
 def _acknowledge(connection: socket.socket) -> None:
-    """Ends with the process that it serves."""
+    """Receives until the other process closes the connection or ends."""
     buffer = memoryview(bytearray(_CHUNK))
     while header := connection.recv(8, socket.MSG_WAITALL):
         left = int.from_bytes(header, "little")

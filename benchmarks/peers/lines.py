@@ -1,4 +1,4 @@
-"""How a peer talks: one line of JSON for each line on stdin, on what stdout was at the start."""
+"""How a peer answers: with one line of JSON on stdout for each line on stdin."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 
 
 def answerer() -> Callable[..., None]:
-    """``answer(**values)``. From here on, what libraries print goes to stderr."""
+    """Returns ``answer(**values)``, which prints a line of JSON on stdout. All other output of this
+    process goes to stderr from now on."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 

@@ -1,6 +1,6 @@
 """Orbit's `StandardTrainer` and `Controller`, with a Keras 3 model and optimizer.
 
-Orbit comes inside of `tf-models-official`, whose dependencies it does not need:
+Orbit is a part of `tf-models-official`, but does not need all of its dependencies:
 `pip install --no-deps tf-models-official tf-keras`.
 """
 

@@ -1,4 +1,4 @@
-"""Devices and input pipeline of a program on plain TensorFlow, as its tutorials have them."""
+"""Devices and input pipeline of a plain TensorFlow program, as in the TensorFlow tutorials."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ if TYPE_CHECKING:
 
 
 def devices(replicas: int) -> list[str]:
-    """Devices of the replicas; call it before anything else of TensorFlow."""
+    """Names of a device for each replica: GPUs if there are any, else logical CPU devices. Call it
+    before any other TensorFlow operation. Raises `UsageError` if there are too few GPUs."""
     import tensorflow as tf
 
     if gpus := tf.config.list_physical_devices("GPU"):
@@ -29,7 +30,7 @@ def devices(replicas: int) -> list[str]:
 def load(
     name: str, global_batch_size: int, data_dir: str | None = None
 ) -> tuple[tf.data.Dataset, Any]:
-    """Endless global batches of scaled images and labels; what TFDS says of the dataset."""
+    """Endless global batches, images float32 in [0, 1] and labels; the `DatasetInfo` of TFDS."""
     import tensorflow as tf
     import tensorflow_datasets as tfds
 

@@ -1,8 +1,8 @@
 """The loop as the TensorFlow tutorials write it: Keras model, Keras optimizer, `tf.data` pipeline,
 and `tf.range` over the steps inside one `tf.function`.
 
-With --fixed_batch the same step trains on one batch without any input pipeline, which bounds what a
-loop can reach.
+With --fixed_batch the same step trains on one batch, without an input pipeline. That is a bound for
+such loops.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""One worker that trains a network of dense layers when `scaling.py` tells it to.
+"""A worker that trains a network of dense layers on request of `scaling.py`.
 
-Beside the training as it is, it can train with the all-reduce left out, which shows what that costs
-without any instrument; and all-reduce alone, as `all_reduce_worker.py` does.
+It can also train without the all-reduce, which shows what the all-reduce costs without any time
+stamps, and run all-reduces alone, as `all_reduce_worker.py` does.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _CLASSES = 10
 
 
 class Trained:
-    """Trainings of the same network, one for each kind, made when they are first asked for."""
+    """Trains one network in several ways. Each way has its own loop, made at the first request."""
 
     def __init__(self, placement: Any):
         self.placement = placement
@@ -39,25 +39,25 @@ class Trained:
 
         Args:
             steps: how many.
-            strong: one global batch for all replicas; otherwise one for each of them.
+            strong: --batch is the global batch; otherwise it is the batch of each replica.
             alone: without the all-reduce.
 
         Returns:
-            Its ``seconds``.
+            ``seconds``.
         """
         loop = self._loop(strong, alone)
         start = time.perf_counter()
         loop.train(loop.global_step + steps)
         return {"seconds": time.perf_counter() - start}
 
-    @functools.lru_cache  # noqa: B019 - one object for the life of the process
+    @functools.lru_cache  # noqa: B019 - one object in the process
     def _loop(self, strong: bool, alone: bool) -> Any:
         import keras
 
         import ctl
 
         class Alone(ctl.TrainStep):
-            def reduce(self, loss, count, gradients):
+            def reduce(self, loss, count, gradients, batch):
                 return loss, gradients
 
         keras.utils.set_random_seed(1)
@@ -80,7 +80,7 @@ class Trained:
         return ctl.Loop(step, dataset, strategy=self.placement.strategy, steps_per_loop=sys.maxsize)
 
     def gradient_bytes(self) -> int:
-        """Of one replica, float32."""
+        """Bytes of the float32 gradients of one replica."""
         model = self._loop(False, False).step.model
         return 4 * sum(v.value.shape.num_elements() for v in model.trainable_variables)
 

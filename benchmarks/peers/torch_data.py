@@ -1,8 +1,8 @@
 """What the PyTorch peers share: the embedded images as tensors, the models of ctl.models in
 PyTorch, and the process group.
 
-The images lie in memory and a batch is gathered with an index, which is faster than any
-`DataLoader` for data of this size.
+The images are in memory and an index gathers a batch, which is faster than a `DataLoader` for data
+of this size.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def load() -> tuple[torch.Tensor, torch.Tensor]:
 def batches(
     images: torch.Tensor, labels: torch.Tensor, setting: worker.Setting
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """This worker's part of every global batch: float images in [0, 1] and labels, without end."""
+    """This worker's part of every global batch, without end: images float32 in [0, 1], [n, 1,
+    height, width], and labels int64 [n]."""
     workers = max(1, len(setting.workers))
     size = setting.global_batch_size // workers
     generator = torch.Generator().manual_seed(1)
@@ -57,8 +58,8 @@ def batches(
 
 
 def make_model(name: str) -> nn.Module:
-    """The layers, parameters and initial values of the model of this name in ctl.models, for images
-    of 28x28x1 and 10 classes."""
+    """The model of this name in ctl.models, with its layers, parameters and initial distributions,
+    for images of 28x28x1 and 10 classes. Raises `UsageError` for a name that is not here."""
     makers = {
         "dense": lambda: nn.Sequential(
             nn.Flatten(), nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 10)
@@ -79,7 +80,7 @@ def make_model(name: str) -> nn.Module:
         raise UsageError(f"the PyTorch peers have no model {name!r}, only {', '.join(makers)}")
     torch.manual_seed(1)
     model = makers[name]()
-    for module in model.modules():  # as Keras begins
+    for module in model.modules():  # the initial values of Keras
         if isinstance(module, nn.Linear):
             nn.init.xavier_uniform_(module.weight)
             if module.bias is not None:
@@ -171,7 +172,8 @@ class _TinyTransformer(nn.Module):
 
 
 def join_group(setting: worker.Setting) -> None:
-    """Meets the other workers, at the address of the first; one thread each, as `torchrun` does."""
+    """Joins the process group at the address of the first worker. With several workers, each has
+    one thread, as `torchrun` sets it."""
     if setting.workers:
         torch.set_num_threads(1)
         torch.distributed.init_process_group(
@@ -183,6 +185,7 @@ def join_group(setting: worker.Setting) -> None:
 
 
 def mean_over_workers(value: torch.Tensor, setting: worker.Setting) -> float:
+    """The mean of a scalar over the workers; changes ``value``."""
     if setting.workers:
         torch.distributed.all_reduce(value)
         value /= len(setting.workers)

@@ -1,5 +1,4 @@
-"""The PyTorch loop as its documentation writes it; `DistributedDataParallel` over gloo with several
-workers."""
+"""The loop of the PyTorch documentation, with `DistributedDataParallel` for several workers."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ def build(setting: worker.Setting):
     network.train()
 
     def train(steps: int) -> float:
-        # Read once at the end, so that nothing waits for a number in each step.
+        # Tensors, read once at the end, so that no step waits for a value.
         total, correct = torch.zeros([]), torch.zeros([])
         for _ in range(steps):
             images, labels = next(data)

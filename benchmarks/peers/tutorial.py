@@ -1,5 +1,5 @@
-"""What a program on plain TensorFlow has before its loop begins, as the TensorFlow tutorials write
-it: strategy, input pipeline, Keras model, Adam and a metric.
+"""The parts of a plain TensorFlow program before its loop, as in the TensorFlow tutorials:
+strategy, input pipeline, Keras model, Adam and a metric.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import worker
 
 @dataclasses.dataclass(frozen=True)
 class Tutorial:
+    """The parts. ``about`` has the versions and the devices, for the results."""
+
     strategy: Any
     dataset: Any
     model: Any
@@ -24,6 +26,7 @@ class Tutorial:
 
 
 def make(setting: worker.Setting) -> Tutorial:
+    """Makes the parts. With several workers, it sets ``TF_CONFIG``."""
     if setting.workers:
         task = {"type": "worker", "index": setting.worker_index}
         config = {"cluster": {"worker": setting.workers}, "task": task}

@@ -1,7 +1,7 @@
-"""Trains a network of one matrix, cut into so many variables, when `model_size.py` tells it to.
+"""Trains a network of one matrix, cut into --variables variables, on request of `model_size.py`.
 
-The number of bytes is the same however they are cut. Beside the step as it is, ``own`` runs the
-model's part of it alone: forward and backward, without the all-reduce and the update.
+The bytes are the same for every number of variables. ``step`` is the whole step; ``own`` is the
+model's part of it, forward and backward, without the all-reduce and the update.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ with group("What is trained"):
 
 
 def make_loops() -> dict[str, Any]:
+    """The loops of ``step`` and of ``own``."""
     import keras
     import numpy as np
     import tensorflow as tf
@@ -34,7 +35,7 @@ def make_loops() -> dict[str, Any]:
     import ctl
 
     class Matrix(keras.layers.Layer):
-        """[batch, rows] to [batch, rows]: a product with all variables, one after the other."""
+        """[batch, rows] times the matrix [rows, rows], which all variables make up together."""
 
         def build(self, shape: tuple[int | None, ...]) -> None:
             sizes = np.diff(np.linspace(0, _ROWS.value**2, _VARIABLES.value + 1).astype(int))
@@ -48,9 +49,9 @@ def make_loops() -> dict[str, Any]:
             return tf.matmul(x, tf.reshape(matrix, [_ROWS.value, _ROWS.value]))
 
     class Own(ctl.TrainStep):
-        """The step without what is ours."""
+        """The step without all-reduce and update."""
 
-        def reduce(self, loss, count, gradients):
+        def reduce(self, loss, count, gradients, batch):
             return loss, gradients
 
         def apply(self, gradients, finite=None):
@@ -79,6 +80,7 @@ def make_loops() -> dict[str, Any]:
 
 
 def resident_bytes() -> int:
+    """Resident memory of this process."""
     with open("/proc/self/statm") as statm:
         return int(statm.read().split()[1]) * resource.getpagesize()
 
@@ -88,7 +90,7 @@ def main() -> None:
     loops = make_loops()
 
     def reply(what: str, steps: int) -> dict[str, Any]:
-        """Its ``seconds``; memory of this process, now and the most so far."""
+        """Trains; returns ``seconds``, and the memory of this process, now and at most so far."""
         loop = loops[what]
         start = time.perf_counter()
         loop.train(loop.global_step + steps)

@@ -1,8 +1,8 @@
-"""What the peers share: their flags, and the lines they exchange with `step_time.py`.
+"""What the peers share: their flags, and the lines that they exchange with `step_time.py`.
 
-A peer trains in a process of its own (one for each worker) and waits on stdin. For each line, a
-number of steps, it trains on so many batches and answers with one line of JSON, so that the blocks
-of several peers can be interleaved. By hand::
+A peer trains in its own process (one for each worker) and waits on stdin between blocks, so that
+the blocks of several peers can be interleaved. Each line is a number of steps; the peer trains so
+many and answers with one line of JSON. By hand::
 
     printf '200\\n500\\n500\\n' | python benchmarks/peers/plain_loop.py --model=dense
 """
@@ -37,7 +37,16 @@ with group("What is trained"):
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What a peer is to train."""
+    """What a peer has to train.
+
+    Attributes:
+        model: a name of ctl.models.
+        global_batch_size: examples per step, of all replicas.
+        replicas: of one process.
+        workers: ``host:port`` of each worker; empty for a single process.
+        worker_index: which of the workers this is.
+        jit_compile: compile with XLA, or with `torch.compile`.
+    """
 
     model: str
     global_batch_size: int
@@ -50,9 +59,8 @@ class Setting:
 def serve(build: Callable[[Setting], tuple[Callable[[int], float], dict]]) -> None:
     """Parses the flags, builds the peer and answers until stdin ends.
 
-    ``build(setting)`` returns ``train`` and what is to be said about the peer (its versions, its
-    device). ``train(steps)`` returns the mean loss of these steps; it must have waited for the
-    devices.
+    ``build(setting)`` returns ``train`` and the first answer (versions, device). ``train(steps)``
+    waits for the devices and returns the mean loss of these steps.
     """
 
     def main() -> None:
@@ -75,12 +83,12 @@ def serve(build: Callable[[Setting], tuple[Callable[[int], float], dict]]) -> No
             loss = train(steps)
             seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
             answer(steps=steps, seconds=seconds, cpu_seconds=cpu_seconds, loss=loss)
-        os._exit(0)  # what a library leaves running must not keep the process
+        os._exit(0)  # threads of a library must not keep the process alive
 
     run_command(main, sys.modules["__main__"].__doc__)
 
 
 def refuse_workers(setting: Setting) -> None:
-    """For a peer of one process."""
+    """Raises `UsageError` with several workers, for a peer of one process."""
     if setting.workers:
         raise UsageError("this peer runs in one process only")

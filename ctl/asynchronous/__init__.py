@@ -1,1 +1,1 @@
-"""Asynchronous training with parameter servers: no all-reduce, no worker waits for another."""
+"""Asynchronous training with parameter servers, without an all-reduce."""

@@ -1,10 +1,10 @@
 """Asynchronous training: workers that do not wait for each other.
 
-The coordinator runs the program. It hands each global batch to a worker that is free, as one call
-of the same `ctl.step.TrainStep`: the worker reads the variables from the parameter servers, and
-adds its own update to them. There is no all-reduce; an update is made of gradients that are some
-updates old. The coordinator waits for all calls where the loop wakes, so that actions, evaluation
-and checkpoints see a state that stands still after an exact number of steps.
+The coordinator runs the program. It schedules each global batch on a free worker, as one call of
+the same `ctl.step.TrainStep`. The worker reads the variables from the parameter servers and adds
+its own update to them. There is no all-reduce, and gradients are some updates old when they are
+applied. The coordinator waits for all calls before the loop wakes, so that actions, evaluation and
+checkpoints see a state that does not change, after an exact number of steps.
 """
 
 from __future__ import annotations
@@ -30,12 +30,16 @@ from ctl.step import EvalStep, TraceKey, TrainStep
 _POLL_SECONDS = 0.001
 _LOOK_SECONDS = 1.0
 
-# Batches kept ready ahead of the calls.
+# Batches to prepare ahead of the calls.
 _PREFETCH = 4
 
 
 def serve(tasks: Tasks, startup_timeout: float) -> None:
     """Runs a worker or a parameter server; ends the process when the coordinator ends or is lost.
+
+    Args:
+        tasks: the job, and which of its tasks this process is.
+        startup_timeout: seconds to wait for the coordinator.
 
     Raises:
         UsageError: the port is taken.
@@ -56,11 +60,11 @@ def serve(tasks: Tasks, startup_timeout: float) -> None:
         code = error.exit_code
     sys.stderr.flush()
     del server
-    os._exit(code)  # TensorFlow's servers know no other end
+    os._exit(code)  # TensorFlow's servers cannot be stopped in another way
 
 
 class _RemoteSteps(Steps):
-    """Each step on a worker that is free."""
+    """Runs each step on a free worker."""
 
     def __init__(
         self,
@@ -76,7 +80,8 @@ class _RemoteSteps(Steps):
         self._coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
 
     def open(self, start_step: int) -> Feed:
-        """The batches of the synchronous loop, in the same order, read by the coordinator."""
+        """Opens the same batches, in the same order, as the synchronous loop; the coordinator reads
+        them."""
         resident = self.dataset.resident(tf.distribute.get_strategy())
         batches = self.dataset.batches(start_step)
         examples = batches.map(
@@ -98,7 +103,7 @@ class _RemoteSteps(Steps):
                 break
         self._wait()
         if self._step_number() > begin + len(remote):
-            # A batch whose worker was lost has gone to another one, and was counted by both.
+            # If a worker is lost after it has counted its batch, another worker counts it again.
             self.step.global_step.assign(begin + len(remote))
         if len(remote) < count:
             raise tf.errors.OutOfRangeError(None, None, "the dataset has ended")
@@ -111,8 +116,11 @@ class _RemoteSteps(Steps):
         return int(self.step.global_step.numpy())
 
     def _wait(self) -> None:
-        """Returns when all calls have ended. While a worker comes back, TensorFlow waits for every
-        other that is missing, too: there may be a worker, and yet no step."""
+        """Returns when all calls have ended.
+
+        Raises PeerError after ``timeout`` seconds without a step, even if a worker is there: while
+        one worker comes back, TensorFlow also waits for all others that are missing.
+        """
         counted, changed = self._step_number(), time.monotonic()
         looked = changed
         while not self._coordinator.done():
@@ -131,13 +139,13 @@ class _RemoteSteps(Steps):
 
 
 class ParameterServerLoop(Loop):
-    """A `ctl.Loop` whose steps run on the workers, at the same time.
+    """A `ctl.Loop` whose steps run on all workers at the same time.
 
     Args:
-        roll_call: who is there.
-        timeout: seconds without a single step after which the job has failed.
-        others: as for `ctl.Loop`; the strategy must be that of `connect`, and the evaluator a
-            `CopyEvaluator`.
+        step, dataset, others: as for `ctl.Loop`; an evaluator must be a `CopyEvaluator`.
+        strategy: see `ctl.strategy.make_parameter_server`.
+        roll_call: tells which tasks are there.
+        timeout: seconds without a finished step after which the job has failed.
     """
 
     def __init__(
@@ -156,11 +164,11 @@ class ParameterServerLoop(Loop):
 
 
 class CopyEvaluator(Evaluator):
-    """Evaluates on the coordinator: every example once, whatever becomes of the workers.
+    """Evaluates a copy of the model on the coordinator, so that it does not depend on workers.
 
     Args:
-        model: what is trained.
-        step: evaluates a model like it, which was not made in the strategy's scope.
+        model: the model that is trained.
+        step: evaluates another model of the same architecture, made outside the strategy's scope.
         dataset: see `ctl.data`.
     """
 
@@ -169,12 +177,12 @@ class CopyEvaluator(Evaluator):
         self._model = model
 
     def copy(self) -> keras.Model:
-        """The evaluator's model, with the weights that are trained."""
+        """Copies the trained weights to the model of the evaluator, and returns that."""
         for mine, trained in zip(self.step.model.variables, self._model.variables, strict=True):
             mine.value.assign(trained.value.read_value())
         return self.step.model
 
-    def run(self, *args, **kwargs) -> dict[str, float]:
+    def run(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """See `Evaluator.run`."""
         self.copy()
         return super().run(*args, **kwargs)

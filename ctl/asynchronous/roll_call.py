@@ -1,10 +1,10 @@
-"""The only place where the tasks of a job with parameter servers hear of each other: who is there,
-who was lost, and with which exit code all of them end.
+"""The roll call of a job with parameter servers: which tasks are there, which were lost, and the
+exit code of the job.
 
-TensorFlow's servers never end by themselves, and its coordinator waits for ever for one that is
-frozen. So every worker and parameter server keeps a connection of its own to the coordinator, at
-the address that ``TF_CONFIG`` gives that; TensorFlow takes another port there. Both sides send a
-line every second. Whose connection closes has ended; who is silent is frozen, or cut off. Imports
+TensorFlow's servers do not end by themselves, and its coordinator waits forever for a frozen one.
+So every worker and parameter server keeps a connection to the coordinator, at the coordinator's
+address in ``TF_CONFIG``; TensorFlow uses another port there. Both sides send a line every second. A
+closed connection means that the task ended. Silence means that it is frozen or unreachable. Imports
 no TensorFlow.
 """
 
@@ -22,6 +22,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterable
 
 from absl import logging
 
@@ -30,14 +31,14 @@ from ctl.errors import CtlError, PeerError, Preempted, UsageError
 
 _BEAT_SECONDS = 1.0
 _SILENT_SECONDS = 30.0
-_QUIET_SECONDS = 10.0  # until it is said who is missing
+_QUIET_SECONDS = 10.0  # until a warning names the missing tasks, and between such warnings
 
-# A worker that is told to end serves for so much longer: the coordinator may have been told, too,
-# and then needs it for the steps that are under way.
+# A worker serves for so long after a signal to end. The coordinator may have received the signal
+# too, and then needs the worker for the steps in progress.
 _LEAVING_SECONDS = 5.0
 
-# When the main thread of the coordinator has not ended the job by then, TensorFlow holds it: in a
-# read from a parameter server that is frozen, which nothing can interrupt.
+# How long the main thread of the coordinator may take to end the job after a loss. TensorFlow can
+# hold it in a read from a frozen parameter server, which cannot be interrupted.
 _REACTION_SECONDS = 5.0
 
 _LONGEST_LINE = 200
@@ -46,12 +47,12 @@ _LONGEST_LINE = 200
 @dataclasses.dataclass
 class _Peer:
     connection: socket.socket
-    name: str = ""  # until it has said it
+    name: str = ""  # empty until the task has sent its name
     heard: float = dataclasses.field(default_factory=time.monotonic)
     unread: bytes = b""
 
     def lines(self) -> list[str] | None:
-        """What has come since the last call; None when the connection is closed."""
+        """The lines received since the last call; None when the connection is closed."""
         try:
             data = self.connection.recv(_LONGEST_LINE)
         except BlockingIOError:
@@ -65,7 +66,7 @@ class _Peer:
         return [line.decode(errors="replace") for line in lines]
 
     def say(self, line: str) -> None:
-        # A full buffer is that of a peer that does not listen: its silence will be noticed.
+        # A buffer is full if the peer does not read. Such a peer is found by its silence.
         with contextlib.suppress(OSError):
             self.connection.send(line.encode() + b"\n")
 
@@ -75,11 +76,13 @@ class _Peer:
 
 
 class RollCall:
-    """The coordinator's side, a context manager. What leaves it decides the exit code of this
-    process, which, when it ends, ends all others with the same.
+    """The coordinator's side of the roll call, a context manager.
+
+    The exception that leaves the context, or its absence, sets the exit code of this process. When
+    this process ends, it ends all other tasks with the same code.
 
     Args:
-        tasks: who is to come.
+        tasks: the tasks of the job.
         worker_timeout: seconds to wait for a worker when none is left.
 
     Raises:
@@ -93,7 +96,7 @@ class RollCall:
         self._ps = [name for name in tasks.servers if name.startswith("ps")]
         self._spec = _spec(tasks)
         self._peers: dict[str, _Peer] = {}
-        self._why: dict[str, str] = {}  # a server is not there
+        self._why: dict[str, str] = {}  # the reason for each missing server
         self._refused: list[str] = []
         self._complete = False
         self._worker_seen = time.monotonic()
@@ -109,12 +112,13 @@ class RollCall:
     # For the main thread ------------------------------------------------------------------------
 
     def wait_for_all(self, timeout: float) -> None:
-        """Returns when every server is there. TensorFlow's connecting must not begin earlier: that
-        waits for ever for one that is missing.
+        """Returns when all workers and parameter servers are connected.
+
+        Call it before TensorFlow connects, which waits forever for a missing server.
 
         Raises:
-            PeerError: not all came within ``timeout`` seconds. Who is missing is said from 10 s on.
-            UsageError: a server has another ``TF_CONFIG``.
+            PeerError: one is missing after ``timeout`` seconds. Warnings name it from 10 s on.
+            UsageError: one has another ``TF_CONFIG``.
         """
         began, said = time.monotonic(), 0.0
         while missing := self._missing(self._tasks.servers):
@@ -133,26 +137,33 @@ class RollCall:
         self._complete = True
 
     def check(self) -> None:
-        """Raises `PeerError` when a parameter server is lost, a server is frozen, or there was no
-        worker for ``worker_timeout`` seconds. That one has ended is no error."""
+        """Checks that the job can go on; a worker that has ended is no error.
+
+        Raises:
+            PeerError: a parameter server is lost, a task is silent, or there has been no worker for
+                ``worker_timeout`` seconds.
+        """
         if reason := self._lost() or self._no_worker():
             raise PeerError(reason)
 
     @property
     def asked_to_stop(self) -> bool:
-        """Whether a parameter server was told to end, which holds a part of the state."""
+        """Whether a parameter server, which holds a part of the state, was told to end."""
         return self._asked_to_stop
 
     def keep(self, owner: object) -> None:
-        """Keeps the functions of ``owner`` until the process ends. TensorFlow removes a function
-        that is freed from all servers, and complains about each that was lost."""
+        """Keeps ``owner`` and its functions alive until the process ends.
+
+        When a function is freed, TensorFlow removes it from all servers, and logs an error for each
+        server that was lost.
+        """
         self._kept.append(owner)
 
     def __enter__(self) -> RollCall:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
-        """Raises `PeerError` in place of an exception that a lost server may be the cause of."""
+        """Raises `PeerError` in place of an exception that a lost server may have caused."""
         atexit.register(self._end)
         self._code = error.exit_code if isinstance(error, CtlError) else int(error is not None)
         if isinstance(error, KeyboardInterrupt):
@@ -169,9 +180,8 @@ class RollCall:
         return reason
 
     def _end(self) -> None:
-        """The last thing that this process does: what TensorFlow does after it talks to servers
-        that are no more."""
-        self._complete = False  # from here on nobody is lost
+        """Ends the process at once: TensorFlow's exit would talk to servers that have ended."""
+        self._complete = False  # from here on, a closed connection is no loss
         for peer in list(self._peers.values()):
             peer.say(f"end {self._code}")
         sys.stdout.flush()
@@ -223,7 +233,7 @@ class RollCall:
     def _welcome(self, peer: _Peer, line: str) -> bool:
         spec, _, name = line.partition(" ")
         if name not in self._tasks.servers or peer.name:
-            return False  # not one of ours
+            return False  # not a task of this job
         if spec != self._spec:
             self._refused.append(name)
             peer.say("refused")
@@ -255,9 +265,9 @@ class RollCall:
         self._selector.unregister(peer.connection)
         peer.connection.close()
 
-    # What it means ------------------------------------------------------------------------------
+    # Conclusions --------------------------------------------------------------------------------
 
-    def _missing(self, names) -> str:
+    def _missing(self, names: Iterable[str]) -> str:
         return ", ".join(
             f"{name} at {self._tasks.servers[name]} ({self._why.get(name, 'not there yet')})"
             for name in names
@@ -265,7 +275,7 @@ class RollCall:
         )
 
     def _lost(self) -> str | None:
-        """What cannot be mended without starting the job again."""
+        """Describes a loss that ends the job; None if there is none."""
         if not self._complete:
             return None
         peers = dict(self._peers)
@@ -287,15 +297,15 @@ class RollCall:
 
 
 def attend(tasks: Tasks, timeout: float) -> int:
-    """The side of a worker or parameter server, which serves already; main thread only.
+    """Runs the side of a worker or parameter server, whose server has started; main thread only.
 
     Returns:
-        The coordinator's exit code, when that has ended the job.
+        The coordinator's exit code, when it has ended the job.
 
     Raises:
-        PeerError: the coordinator did not come within ``timeout`` seconds, ended without a word or
-            is silent.
-        Preempted: SIGTERM or SIGINT came.
+        PeerError: the coordinator did not come within ``timeout`` seconds, closed the connection
+            without an exit code, or sent no line for 30 s.
+        Preempted: SIGTERM or SIGINT was received.
         UsageError: the coordinator has another ``TF_CONFIG``.
     """
     received: list[int] = []
@@ -321,7 +331,7 @@ def attend(tasks: Tasks, timeout: float) -> int:
             raise PeerError(f"{tasks.name}: {where} has been silent for {_SILENT_SECONDS:.0f} s")
         peer.say("beat")
         if received and leave_at == float("inf"):
-            # The state is in the parameter servers: they stay until the coordinator has saved it.
+            # Parameter servers hold the state, so they stay until the coordinator has saved it.
             leave_at = time.monotonic() + _LEAVING_SECONDS if tasks.kind == "worker" else 1e300
             peer.say("leave")
         if time.monotonic() >= leave_at or len(received) > 1:

@@ -1,4 +1,4 @@
-"""Checkpoints: when they are written, which are good, which stay. See `CheckpointManager`."""
+"""Checkpoints: saving, verification, retention and restoring. See `CheckpointManager`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Variables to and from a flat ``tf.train.Checkpoint`` (a tensor bundle): snapshot, write, read.
+"""Writes variables to, and reads them from, a flat ``tf.train.Checkpoint`` (a tensor bundle).
 
 A state is ``{"model": [...], "optimizer": [...], "counters": [...], ...}``, lists of variables.
-The i-th of ``key`` is stored as ``key/i/.ATTRIBUTES/VARIABLE_VALUE``, which is also what
-``tf.train.Checkpoint(key=[...])`` calls it.
+Variable ``i`` of ``key`` is stored as ``key/i/.ATTRIBUTES/VARIABLE_VALUE``, the name that
+``tf.train.Checkpoint(key=[...])`` gives it.
 """
 
 from __future__ import annotations
@@ -25,9 +25,13 @@ _PART = 1 << 18  # elements
 
 
 def unwrap(state: State) -> dict[str, list[tf.Variable]]:
-    """``state`` with the ``tf.Variable`` inside each Keras variable. Raises UsageError."""
+    """Returns ``state`` with each Keras variable replaced by its ``tf.Variable``.
+
+    Raises:
+        UsageError: a key cannot be an attribute of a ``tf.train.Checkpoint``.
+    """
     for key in state:
-        # Each key becomes an attribute of a tf.train.Checkpoint.
+        # `write` makes each key an attribute of a tf.train.Checkpoint.
         taken = key in ("root", "save_counter") or hasattr(tf.train.Checkpoint, key)
         if taken or not key.isidentifier():
             raise UsageError(f"{key!r} cannot be a key of the state of a checkpoint; rename it")
@@ -38,7 +42,7 @@ def unwrap(state: State) -> dict[str, list[tf.Variable]]:
 
 
 def specs(variables: Mapping[str, list[tf.Variable]]) -> dict[str, list[dict[str, Any]]]:
-    """``{key: [{"name", "shape", "dtype"}, ...]}`` as a manifest has it."""
+    """Returns ``{key: [{"name", "shape", "dtype"}, ...]}``, as in a manifest."""
     return {
         key: [{"name": _name(v), "shape": v.shape.as_list(), "dtype": v.dtype.name} for v in group]
         for key, group in variables.items()
@@ -46,12 +50,15 @@ def specs(variables: Mapping[str, list[tf.Variable]]) -> dict[str, list[dict[str
 
 
 def snapshot(variables: Mapping[str, list[tf.Variable]]) -> dict[str, list[tf.Tensor]]:
-    """The values, without a copy: TensorFlow updates a buffer in place only while nobody else
-    holds it. Costs about 10 µs a variable, and 4 ms per 100 MB on one CPU core to look for NaN.
+    """Returns the values without a copy.
 
-    Raises DivergedError when one is not finite.
+    TensorFlow does not update a buffer in place while something else refers to it. The call takes
+    about 10 µs a variable, and 4 ms per 100 MB on one CPU core to look for NaN and Inf.
+
+    Raises:
+        DivergedError: a value is NaN or Inf.
     """
-    # Not read_value(), which takes twice as long, and under a strategy eight times.
+    # read_value() takes twice as long, and eight times under a strategy.
     tensors = {key: [v.value() for v in group] for key, group in variables.items()}
     finite = {
         f"{key}[{i}] {_name(variables[key][i])}": _is_finite(tensor)
@@ -69,13 +76,16 @@ def snapshot(variables: Mapping[str, list[tf.Variable]]) -> dict[str, list[tf.Te
 
 
 def size(tensors: Mapping[str, list[tf.Tensor]]) -> int:
-    """Bytes of all the tensors."""
+    """Returns the size of all tensors in bytes."""
     return sum(t.shape.num_elements() * t.dtype.size for group in tensors.values() for t in group)
 
 
 def write(prefix: str, tensors: dict[str, list[tf.Tensor]]) -> None:
-    """Writes a snapshot, and empties ``tensors`` to let go of its buffers as early as possible."""
-    # On the CPU a variable takes over the buffer of its tensor; from an accelerator it is a copy.
+    """Writes a snapshot to files that begin with ``prefix``.
+
+    Empties the lists of ``tensors``, so that buffers are freed as early as possible.
+    """
+    # A variable takes over the buffer of a tensor on the CPU, and copies one on an accelerator.
     with tf.device("/cpu:0"):
         copies = {
             key: [tf.Variable(group.pop(0)) for _ in range(len(group))]
@@ -85,7 +95,11 @@ def write(prefix: str, tensors: dict[str, list[tf.Tensor]]) -> None:
 
 
 def read(prefix: str, variables: Mapping[str, list[tf.Variable]]) -> dict[str, list[Any]]:
-    """An array for each of ``variables``. Raises `durable.Damaged` when they are not all there."""
+    """Reads one array for each of ``variables``, of its shape and dtype.
+
+    Raises:
+        durable.Damaged: one is missing, unreadable, or of another shape or dtype.
+    """
     try:
         reader = tf.train.load_checkpoint(prefix)
         shapes, dtypes = reader.get_variable_to_shape_map(), reader.get_variable_to_dtype_map()
@@ -112,10 +126,10 @@ def _name(variable: tf.Variable) -> str:
 
 
 def _is_finite(tensor: tf.Tensor) -> tf.Tensor | bool:
-    """Whether every element is. On an accelerator the answer may still be under way."""
+    """Whether all elements are finite; a tensor, maybe not ready yet, on an accelerator."""
     if "CPU" not in tensor.device or tensor.dtype not in (tf.float32, tf.float64):
         return tf.reduce_all(tf.math.is_finite(tensor))
-    # Where the tensor is, in parts that stay in a cache. A tf.function would be traced anew for
-    # each list of shapes: for 300 variables the first save would stand still for a second.
+    # NumPy reads the buffer in place, in parts that fit into a cache. A tf.function would be traced
+    # for each list of shapes, which delays the first save of 300 variables by a second.
     values = np.asarray(memoryview(tensor)).reshape(-1)
     return all(np.isfinite(values[i : i + _PART]).all() for i in range(0, values.size, _PART))

@@ -1,10 +1,10 @@
-"""File-system primitives that outlive a kill, a power cut and a full disk. No TensorFlow here.
+"""File-system primitives that survive a kill, a power cut and a full disk. No TensorFlow here.
 
-Whatever is not yet, or no longer, valid has a name that `scratch` made (``tmp-…``); everything else
-became visible by one ``rename`` after its bytes had reached the disk. `sweep` deletes the scratch
-of dead writers, and a `Lock` makes sure that there is one writer only.
+Unfinished and discarded files have names from `scratch` (``tmp-…``). A file gets its final name by
+one ``rename``, after its bytes have reached the disk. `sweep` deletes the scratch files of dead
+writers. A `Lock` admits one writer.
 
-POSIX only: ``fsync`` of directories, ``rename`` and ``flock`` are what the promises rest on.
+POSIX only: these guarantees need ``fsync`` of directories, ``rename`` and ``flock``.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import shutil
 import socket
 import stat
 from collections.abc import Mapping
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -29,23 +30,23 @@ _JSON_LIMIT = 64 << 20
 
 
 class Damaged(Exception):
-    """What is on disk is not what was written; the text says what differs."""
+    """The files differ from what was written; the message says how."""
 
 
 def scratch(directory: Path, name: str) -> Path:
-    """A path in ``directory``, not created, that no reader takes for ``name``."""
+    """Returns a new path in ``directory`` that no reader takes for ``name``; creates nothing."""
     return directory / f"tmp-{name}-{os.getpid()}-{secrets.token_hex(4)}"
 
 
 def sweep(directory: Path) -> None:
-    """Deletes all scratch in ``directory``. Only for the holder of its `Lock`."""
+    """Deletes all scratch files in ``directory``. The caller must hold its `Lock`."""
     for entry in os.scandir(directory):
         if _SCRATCH.fullmatch(entry.name):
             _delete(Path(entry.path))
 
 
 def discard(path: Path) -> None:
-    """Deletes ``path``, a file or a whole directory, so that it is never seen half deleted."""
+    """Renames ``path``, a file or a directory, to a scratch name, and then deletes it."""
     doomed = scratch(path.parent, path.name)
     os.rename(path, doomed)
     _delete(doomed)
@@ -63,7 +64,11 @@ def seal(directory: Path) -> dict[str, dict[str, Any]]:
 
 
 def verify(directory: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raises `Damaged` unless every one of ``files`` is in ``directory`` as `seal` found it."""
+    """Checks that all ``files``, as `seal` returned them, are unchanged in ``directory``.
+
+    Raises:
+        Damaged: a file is missing or unreadable, or its size or sha256 differs.
+    """
     for name, expected in files.items():
         try:
             with _open_regular(directory / name) as file:
@@ -77,7 +82,7 @@ def verify(directory: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def publish(unfinished: Path, final: Path) -> None:
-    """Makes the sealed directory ``unfinished`` visible as ``final``, in place of what is there."""
+    """Renames the sealed directory ``unfinished`` to ``final``, and replaces an existing one."""
     if os.path.lexists(final):
         discard(final)
     os.rename(unfinished, final)
@@ -85,12 +90,12 @@ def publish(unfinished: Path, final: Path) -> None:
 
 
 def write_json(path: Path, value: Any, *, via: Path) -> None:
-    """`write_text` of ``value`` as JSON, one item on a line."""
+    """Writes ``value`` as JSON, one item on a line, like `write_text`."""
     write_text(path, json.dumps(value, indent=1, allow_nan=False) + "\n", via=via)
 
 
 def write_text(path: Path, text: str, *, via: Path) -> None:
-    """Replaces ``path`` atomically and durably; the scratch file lies in the directory ``via``."""
+    """Replaces ``path`` atomically and durably, by way of a scratch file in directory ``via``."""
     unfinished = scratch(via, path.name)
     try:
         with open(unfinished, "x", encoding="utf-8") as file:
@@ -105,7 +110,11 @@ def write_text(path: Path, text: str, *, via: Path) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """The value in a small JSON file; raises `Damaged` for whatever is in the way of it."""
+    """Returns the value in a JSON file.
+
+    Raises:
+        Damaged: the file is missing, unreadable, larger than 64 MiB, or not JSON.
+    """
     try:
         with _open_regular(path) as file:
             data = file.read(_JSON_LIMIT + 1)
@@ -120,7 +129,7 @@ def read_json(path: Path) -> Any:
 
 
 def fsync_directory(directory: Path) -> None:
-    """Makes the names in ``directory`` durable: ``fsync`` of a file does not cover its name."""
+    """Makes the names in ``directory`` durable, which ``fsync`` of the files does not."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -129,10 +138,14 @@ def fsync_directory(directory: Path) -> None:
 
 
 class Lock:
-    """An exclusive ``flock``. The kernel frees it when the holder dies, however it dies."""
+    """An exclusive ``flock``, which the kernel frees when its process dies."""
 
     def __init__(self, path: Path):
-        """Raises CheckpointError that names the holder when another process, or object, has it."""
+        """Takes the lock.
+
+        Raises:
+            CheckpointError: another process or object holds it; the message names the process.
+        """
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -150,13 +163,14 @@ class Lock:
             raise
 
     def release(self) -> None:
-        # Unlocked by name, not only closed: a forked child may still hold a copy of the descriptor.
+        """Frees the lock."""
+        # Closing is not enough: a forked child may still hold a copy of the descriptor.
         fcntl.flock(self._descriptor, fcntl.LOCK_UN)
         os.close(self._descriptor)
 
 
-def _open_regular(path: Path):
-    """Opens for reading, but follows no link and does not block on a FIFO."""
+def _open_regular(path: Path) -> BufferedReader:
+    """Opens a file for reading; follows no link and does not block on a FIFO."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -164,7 +178,7 @@ def _open_regular(path: Path):
     return os.fdopen(descriptor, "rb")
 
 
-def _sha256(file) -> str:
+def _sha256(file: BufferedReader) -> str:
     digest, chunk = hashlib.sha256(), bytearray(1 << 20)
     while count := file.readinto(chunk):
         digest.update(memoryview(chunk)[:count])

@@ -1,12 +1,11 @@
-"""Saving and restoring the state of a run: when it is written, which copy is good, what stays.
+"""Saves, verifies, restores and deletes the checkpoints of a run.
 
-A checkpoint is written beside the others under a scratch name, flushed to disk, renamed, and only
-then pointed to by ``latest.json``; only after that are older ones deleted. So at every moment, a
-kill or a power cut included, every ``step-*`` directory is whole. Below this module,
-`ctl.checkpoint.bundle` moves variables, `ctl.checkpoint.manifest` knows the directory,
-`ctl.checkpoint.durable` the file system.
+A checkpoint is written under a scratch name, flushed to disk, renamed, and then named by
+``latest.json``. Older ones are deleted after that. So a kill or a power cut leaves whole ``step-*``
+directories. `ctl.checkpoint.bundle` reads and writes variables, `ctl.checkpoint.manifest` knows the
+layout of the directory, and `ctl.checkpoint.durable` handles the file system.
 
-The files need no ctl to be read::
+TensorFlow reads the files without ctl::
 
     reader = tf.train.load_checkpoint("checkpoints/step-0000000200/variables")
     reader.get_tensor("model/0/.ATTRIBUTES/VARIABLE_VALUE")
@@ -37,14 +36,14 @@ from ctl.errors import CheckpointError, CtlError, UsageError
 
 
 class CheckpointManager:
-    """The checkpoints of one run in one directory: one writer, any number of readers.
+    """The checkpoints of one run in one directory, with one writer and any number of readers.
 
     The state is ``{"model": [...], "optimizer": [...], "counters": [...], ...}``, lists of
-    ``tf.Variable`` (mirrored ones too) or Keras variables. A variable is known by its place in
+    ``tf.Variable`` (mirrored ones too) or Keras variables. A variable is identified by its place in
     these lists, so a checkpoint restores under any strategy and any number of replicas.
 
-    To be used from one thread, as a context manager or with `close` at the end, which surfaces the
-    failure of the last write.
+    Use it from one thread, as a context manager or with a final `close`, which raises the error of
+    the last write.
     """
 
     def __init__(
@@ -62,21 +61,21 @@ class CheckpointManager:
         read_only: bool = False,
         clock: Callable[[], float] = time.time,
     ):
-        """Opens ``directory``; a writer creates it and deletes what dead writers left unfinished.
+        """Opens ``directory``. A writer creates it and deletes unfinished files of dead writers.
 
         Args:
           directory: on a POSIX file system.
-          keep: how many of the last checkpoints stay, at least 1.
-          keep_best: how many of the best by ``best_metric`` stay besides; of equals the earlier.
-          best_metric: a name among the metrics given to `save` or `annotate`.
+          keep: number of latest checkpoints to keep, at least 1.
+          keep_best: number of best ones by ``best_metric`` to keep too; of equals, the earlier.
+          best_metric: name of a metric given to `save` or `annotate`.
           best_mode: whether "max" or "min" is best.
-          keep_every_hours: one for every so many hours stays besides.
-          asynchronous: a thread writes the files; `save` returns once it has a snapshot.
-          fingerprint: JSON scalars that identify the run (data, model, optimizer). Stored with each
-            checkpoint; `restore` refuses one that has another. ``None``: not stored, not checked.
-          soft_keys: keys of the fingerprint that may differ with no more than a warning.
+          keep_every_hours: also keep one checkpoint per this many hours.
+          asynchronous: a thread writes the files, and `save` returns after the snapshot.
+          fingerprint: JSON scalars that identify the run (data, model, optimizer), stored with each
+            checkpoint. `restore` refuses a checkpoint with other ones. ``None``: no check.
+          soft_keys: keys of the fingerprint that may differ; `restore` then logs a warning.
           read_only: for evaluators and exporters. Creates, locks and deletes nothing.
-          clock: seconds since the epoch.
+          clock: returns seconds since the epoch.
 
         Raises:
           UsageError: an argument is out of range.
@@ -96,14 +95,14 @@ class CheckpointManager:
             raise UsageError(f"best_mode must be 'max' or 'min', not {best_mode!r}")
         self.directory = Path(directory)
         self._best = (best_metric, best_mode)
-        self._retention = {
+        self._retention: dict[str, Any] = {
             "keep": keep,
             "keep_best": keep_best,
             "best_metric": best_metric,
             "best_mode": best_mode,
             "keep_every_hours": keep_every_hours,
         }
-        # Through JSON, so that a tuple equals the list that comes back.
+        # JSON turns tuples into lists, as in the fingerprint that is read back.
         self._fingerprint = None if fingerprint is None else json.loads(json.dumps(fingerprint))
         self._soft_keys = frozenset(soft_keys)
         self._asynchronous = asynchronous
@@ -112,23 +111,23 @@ class CheckpointManager:
         self._lock = None if read_only else self._open_for_writing()
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="ctl-checkpoint")
         latest = self.latest()
-        # The last step that belongs to this run. Checkpoints beyond it are not of its past: the run
-        # went back to an earlier step, or they are damaged. `save` deletes those that it passes.
+        # The last step in the history of this run. A later checkpoint is damaged, or was written
+        # before the run went back to an earlier step. `save` deletes it when it passes its step.
         self._committed = latest.step if latest else -1
 
     def __enter__(self) -> CheckpointManager:
         return self
 
-    def __exit__(self, kind, value, traceback) -> None:
+    def __exit__(self, kind: type[BaseException] | None, value: object, traceback: object) -> None:
         try:
             self.close()
         except CtlError as error:
             if kind is None:
                 raise
-            logging.error("%s", error)  # The exception on its way out is the one to report.
+            logging.error("%s", error)  # The pending exception is the one to report.
 
     def close(self) -> None:
-        """Waits for the write in flight, raises what it met, lets another writer in."""
+        """Waits for the write in progress, raises its error, and frees the lock."""
         try:
             self.wait()
         finally:
@@ -149,16 +148,16 @@ class CheckpointManager:
     ) -> Path:
         """Saves ``state`` as the checkpoint of ``step``; returns the directory it will be in.
 
-        The caller stands still until the write before this one has ended, and for the snapshot: a
-        reference to the buffer of every variable (TensorFlow updates a variable in place only while
-        nobody else holds its buffer) and one pass over them that looks for NaN and Inf. Until the
-        write has ended, the state may occupy memory twice.
+        The call waits for the previous write, and takes a snapshot: a reference to the buffer of
+        each variable, and one pass over the values that looks for NaN and Inf. An update of a
+        variable then uses a new buffer, so the state may occupy memory twice until the write ends.
 
-        An intact checkpoint of ``step`` in the past of this run is left as it is.
+        An intact checkpoint of ``step`` in the history of this run stays as it is.
 
         Raises:
+          UsageError: ``step`` is negative, or a key of ``state`` cannot be stored.
           DivergedError: the state is not finite; nothing is written.
-          CheckpointError: the write before this one failed or, when waiting, this one.
+          CheckpointError: the previous write failed, or this one if the call waits for it.
         """
         self._require_writer()
         self.wait()
@@ -183,9 +182,9 @@ class CheckpointManager:
         return saved.path
 
     def annotate(self, step: int, metrics: Mapping[str, float]) -> Saved:
-        """Adds metrics that came after the save of ``step``, and applies retention anew.
+        """Adds metrics to the checkpoint of ``step``, and applies retention again.
 
-        Waits for the write in flight. Raises CheckpointError: no such checkpoint, cannot write.
+        Waits for the write in progress. Raises CheckpointError: no such checkpoint, cannot write.
         """
         self._require_writer()
         self.wait()
@@ -206,12 +205,12 @@ class CheckpointManager:
         return saved
 
     def check(self) -> None:
-        """Raises what the last write met if it has ended; does not wait."""
+        """Raises the error of the last write if it has ended; does not wait."""
         if self._pending is not None and self._pending.done():
             self.wait()
 
     def wait(self) -> None:
-        """Waits for the write in flight; raises CheckpointError if it failed."""
+        """Waits for the write in progress; raises CheckpointError if it failed."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
@@ -219,7 +218,7 @@ class CheckpointManager:
     def _open_for_writing(self) -> durable.Lock:
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            # Of all scratch, that of dead writers: there is no other writer while we hold the lock.
+            # While this process holds the lock, all scratch files are those of dead writers.
             lock = durable.Lock(self.directory / ".lock")
             durable.sweep(self.directory)
             return lock
@@ -234,7 +233,7 @@ class CheckpointManager:
             )
 
     def _write(self, saved: Saved, tensors: dict[str, list[tf.Tensor]]) -> None:
-        """Runs in the thread of the executor."""
+        """Writes a checkpoint, in the thread of the executor."""
         needed = bundle.size(tensors)
         unfinished = durable.scratch(self.directory, saved.path.name)
         try:
@@ -270,7 +269,7 @@ class CheckpointManager:
         return manifest.load_all(self.directory)
 
     def latest(self) -> Saved | None:
-        """The last one committed; where ``latest.json`` fails, the one of the highest step."""
+        """The last one committed; if that is damaged, the valid one of the highest step."""
         try:
             return manifest.load(
                 manifest.path_of(self.directory, manifest.committed(self.directory))
@@ -279,27 +278,27 @@ class CheckpointManager:
             return next(reversed(self.all()), None)
 
     def best(self) -> Saved | None:
-        """The one with the best ``best_metric`` among those that have it."""
+        """The one with the best ``best_metric``; ``None`` if none has it."""
         return next(iter(manifest.ranked(self.all(), *self._best)), None)
 
     def restore(
         self, state: State, step: int | Literal["latest", "best"] | None = None
     ) -> Saved | None:
-        """Assigns the values of a checkpoint to the variables of ``state``: to all or to none.
+        """Assigns the values of a checkpoint to the variables of ``state``, to all or to none.
 
-        Checksums are verified first. In place of a damaged checkpoint the one before it (the next
-        best) is restored, with a warning. Keys of the checkpoint that ``state`` does not have are
-        left alone: ``{"model": [...]}`` is enough to evaluate. The host holds the values once.
+        Checksums are verified first. A damaged checkpoint is passed over with a warning, and the
+        one before it (or the next best) is tried. Keys that ``state`` lacks are ignored, so
+        ``{"model": [...]}`` is enough to evaluate. The host holds one copy of the values.
 
-        The run continues from the restored step: `save` deletes checkpoints of later steps as it
-        passes them. To keep them, continue in another directory.
+        The run continues from the restored step, and `save` deletes checkpoints of later steps as
+        it passes them. To keep them, continue in another directory.
 
         Args:
           state: the variables; see the class.
-          step: "latest" (as ``None``), "best", or a step: that one and no other.
+          step: "latest" (same as ``None``), "best", or the number of one step.
 
         Returns:
-          The checkpoint, or ``None`` where there is none at all.
+          The checkpoint, or ``None`` if there is no checkpoint.
 
         Raises:
           CheckpointError: none is intact, the variables or the fingerprint differ, no such step.
@@ -307,7 +306,7 @@ class CheckpointManager:
         self.wait()
         variables = bundle.unwrap(state)
         damaged: dict[int, durable.Damaged] = {}
-        # Looks at the directory anew after each failure: a writer may be at work in it.
+        # `_next` lists the directory again after each failure: a writer may be changing it.
         while (candidate := self._next(step, damaged)) is not None:
             path = manifest.path_of(self.directory, candidate)
             try:
@@ -335,9 +334,9 @@ class CheckpointManager:
                 )
             return saved
         if damaged:
-            first, damage = next(iter(damaged.items()))
+            first, reason = next(iter(damaged.items()))
             raise CheckpointError(
-                f"No intact checkpoint in {self.directory}: step {first}: {damage}; restore a copy "
+                f"No intact checkpoint in {self.directory}: step {first}: {reason}; restore a copy "
                 "of it or choose another --model_dir"
             )
         return None
@@ -345,7 +344,7 @@ class CheckpointManager:
     def wait_for_new(
         self, after_step: int, timeout: float, *, poll_seconds: float = 1.0
     ) -> Saved | None:
-        """The latest checkpoint once it is beyond ``after_step``; ``None`` after ``timeout`` s."""
+        """Waits until `latest` is beyond ``after_step``; ``None`` after ``timeout`` seconds."""
         deadline = time.monotonic() + timeout
         while True:
             saved = self.latest()
@@ -356,15 +355,17 @@ class CheckpointManager:
                 return None
             time.sleep(min(poll_seconds, left))
 
-    def _next(self, wanted: int | str | None, damaged: Mapping[int, Any]) -> int | None:
-        """The step to try next, best candidates first."""
+    def _next(
+        self, wanted: int | Literal["latest", "best"] | None, damaged: Mapping[int, Any]
+    ) -> int | None:
+        """The next step to try; ``None`` when all candidates are damaged."""
         steps = list(manifest.paths(self.directory))
         if wanted is None or wanted == "latest":
             try:
                 last = manifest.committed(self.directory)
             except durable.Damaged:
                 last = max(steps, default=0)
-            # From the committed one downwards, and only then what lies beyond it.
+            # First the committed step and those before it, then later ones; the highest first.
             steps.sort(key=lambda step: (step <= last, step), reverse=True)
         elif wanted == "best":
             with_metric = [s.step for s in manifest.ranked(self.all(), *self._best)]

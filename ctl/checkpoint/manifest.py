@@ -1,12 +1,12 @@
-"""What is in a directory of checkpoints and which of them stay. No TensorFlow here: it lists fast.
+"""The layout of a directory of checkpoints, and retention. No TensorFlow here, so listing is fast.
 
-    step-0000000200/manifest.json              what it is, checksums; written before the rename
+    step-0000000200/manifest.json              description and checksums; written before the rename
     step-0000000200/variables.index, .data-…   a flat tf.train.Checkpoint
-    latest.json                                the last one committed; written last
-    .lock                                      held by the one writer
+    latest.json                                names the last one committed; written last
+    .lock                                      held by the writer
 
-Everything is read as untrusted input: a name, a link or a manifest that is not exactly what a
-writer makes is not a checkpoint.
+All of it is untrusted input: a name, a link or a manifest that a writer would not have made is not
+taken for a checkpoint.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Saved:
     step: int
     path: Path
     time: float
-    """Seconds since the epoch at which its state was taken."""
+    """When its state was taken, in seconds since the epoch."""
     metrics: Mapping[str, float]
     fingerprint: Mapping[str, Any] | None = field(repr=False)
     variables: Mapping[str, Sequence[Mapping[str, Any]]] = field(repr=False)
@@ -46,19 +46,20 @@ class Saved:
 
     @property
     def prefix(self) -> str:
-        """What ``tf.train.load_checkpoint`` wants."""
+        """The argument for ``tf.train.load_checkpoint``."""
         return str(self.path / "variables")
 
 
 def path_of(directory: Path, step: int) -> Path:
-    """Where the checkpoint of ``step`` is, or would be."""
+    """Returns the directory of the checkpoint of ``step``, whether it exists or not."""
     return directory / f"step-{step:010d}"
 
 
 def paths(directory: Path) -> dict[int, Path]:
-    """Directories named like checkpoints, by step, ascending. They may be damaged.
+    """Returns the directories named like checkpoints by step, ascending. They may be damaged.
 
-    Raises CheckpointError when ``directory`` exists but cannot be listed.
+    Raises:
+        CheckpointError: ``directory`` exists but cannot be listed.
     """
     try:
         entries = list(os.scandir(directory))
@@ -78,7 +79,11 @@ def paths(directory: Path) -> dict[int, Path]:
 
 
 def load(path: Path) -> Saved:
-    """The checkpoint at ``path``. Raises `durable.Damaged`; does not read the other files."""
+    """Returns the checkpoint at ``path`` from its manifest; reads no other file.
+
+    Raises:
+        durable.Damaged: the manifest is unreadable or not valid.
+    """
     content = durable.read_json(path / "manifest.json")
 
     def require(holds: bool, otherwise: str) -> None:
@@ -145,7 +150,7 @@ def dump(saved: Saved, directory: Path, *, via: Path) -> None:
 
 
 def load_all(directory: Path) -> list[Saved]:
-    """Every checkpoint with a valid manifest, in ascending order of steps."""
+    """Returns all checkpoints with a valid manifest, in ascending order of steps."""
     found = []
     for path in paths(directory).values():
         try:
@@ -156,7 +161,11 @@ def load_all(directory: Path) -> list[Saved]:
 
 
 def committed(directory: Path) -> int:
-    """The step in ``latest.json``. Raises `durable.Damaged` when it names none."""
+    """Returns the step in ``latest.json``.
+
+    Raises:
+        durable.Damaged: the file is unreadable or names no step.
+    """
     pointer = durable.read_json(directory / "latest.json")
     step = pointer.get("step") if isinstance(pointer, dict) else None
     if type(step) is not int or step < 0:
@@ -173,9 +182,14 @@ def commit(directory: Path, step: int) -> None:
 def differences(
     old: Mapping[str, Sequence[Mapping[str, Any]]], new: Mapping[str, Sequence[Mapping[str, Any]]]
 ) -> tuple[list[str], list[str]]:
-    """Why variables ``new`` cannot take the values of ``old``, and which only have other names.
+    """Compares variables by their place in the lists of every key in ``new``.
 
-    Compares, place by place, the lists of every key in ``new``; see `Saved.variables`.
+    Args:
+        old: of a checkpoint, see `Saved.variables`.
+        new: of the state to restore.
+
+    Returns:
+        Differences that prevent a restore, and variables that differ only in name; one text each.
     """
     differing, renamed = [], []
     for key, ours in new.items():
@@ -198,7 +212,7 @@ def differences(
 
 
 def ranked(saved: Sequence[Saved], metric: str, mode: str) -> list[Saved]:
-    """Those that have a finite ``metric``, best first; of equals, the earlier step first."""
+    """Returns those with a finite ``metric``, best first; of equal ones, the earlier step first."""
     sign = -1 if mode == "max" else 1
     eligible = [s for s in saved if math.isfinite(s.metrics.get(metric, math.nan))]
     return sorted(eligible, key=lambda s: (sign * s.metrics[metric], s.step))
@@ -213,11 +227,11 @@ def retained(
     best_mode: str,
     keep_every_hours: float | None,
 ) -> set[int]:
-    """The steps to keep of ``saved``, which is in ascending order of steps.
+    """Returns the steps to keep of ``saved``, which is in ascending order of steps.
 
-    The union of the last ``keep``, the first ``keep_best`` of `ranked`, and one for every
-    ``keep_every_hours``: the first, then each that is at least so many hours younger than the one
-    chosen before it. Choosing again among the chosen changes nothing.
+    These are the last ``keep``, the first ``keep_best`` of `ranked`, and one for every
+    ``keep_every_hours``: the first, then each that was taken at least that much later than the one
+    chosen before it.
     """
     chosen = {s.step for s in saved[-keep:]}
     chosen |= {s.step for s in ranked(saved, best_metric, best_mode)[:keep_best]}
@@ -235,10 +249,10 @@ def _describe(variable: Mapping[str, Any]) -> str:
 
 
 def _unnumbered(name: str) -> str:
-    # Keras numbers the layers of a class in the order in which the process makes them.
+    # Keras numbers the layers of a class in the order of their creation in a process.
     return re.sub(r"_\d+", "", name)
 
 
 def _is_number(value: Any) -> bool:
-    # An int beyond that would overflow a float.
+    # A larger int could overflow a float.
     return type(value) is float or (type(value) is int and abs(value) < 2**63)

@@ -1,4 +1,4 @@
-"""Why a checkpoint cannot be written or does not fit, in one line with the remedy."""
+"""Errors for checkpoints that cannot be written or restored: one line each, with the remedy."""
 
 from __future__ import annotations
 
@@ -16,12 +16,19 @@ from ctl.checkpoint import bundle, manifest
 from ctl.checkpoint.manifest import Saved
 from ctl.errors import CheckpointError
 
-# A quota and a limit on the size of files ask for the same remedy as a full disk.
+# A quota and a limit on file sizes have the same remedy as a full disk.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def failure(directory: Path, doing: str, error: Exception, needed: int = 0) -> CheckpointError:
-    """The error of ``doing`` something in ``directory``, which needs ``needed`` bytes."""
+    """Returns the error for an operation that failed in ``directory``.
+
+    Args:
+        directory: where the checkpoints are.
+        doing: the operation, as it continues "Cannot".
+        error: the exception of Python or TensorFlow.
+        needed: bytes that the operation writes.
+    """
     # TensorFlow keeps the text of an errno, not its number.
     reason = (getattr(error, "strerror", None) or str(error)).partition("\n")[0]
     if any(os.strerror(number) in reason for number in _FULL):
@@ -42,10 +49,10 @@ def failure(directory: Path, doing: str, error: Exception, needed: int = 0) -> C
 def require_fingerprint(
     saved: Saved, fingerprint: Mapping[str, Any] | None, soft_keys: Collection[str]
 ) -> None:
-    """Warns where keys of ``soft_keys`` differ.
+    """Compares the fingerprint of ``saved``, and logs a warning where keys in ``soft_keys`` differ.
 
     Raises:
-        CheckpointError: ``saved`` is of a run with another fingerprint.
+        CheckpointError: other keys differ, so ``saved`` is of another run.
     """
     if fingerprint is None or saved.fingerprint is None:
         return
@@ -67,10 +74,10 @@ def require_fingerprint(
 
 
 def require_fit(saved: Saved, variables: Mapping[str, list[tf.Variable]]) -> None:
-    """Warns where variables have other names.
+    """Compares ``variables`` with those of ``saved``, and logs a warning where only names differ.
 
     Raises:
-        CheckpointError: their number, shapes or dtypes differ from those in ``saved``.
+        CheckpointError: their number, shapes or dtypes differ.
     """
     differing, renamed = manifest.differences(saved.variables, bundle.specs(variables))
     if differing:

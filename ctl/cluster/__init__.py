@@ -1,4 +1,4 @@
-"""Who the workers of a job are. Imports no TensorFlow: a wrong description is refused at once."""
+"""The workers of a job. Imports no TensorFlow, so a wrong description is refused at once."""
 
 from ctl.cluster.members import Cluster, Tasks, resolve, resolve_tasks, strategy_for
 from ctl.cluster.rendezvous import meet, unreachable

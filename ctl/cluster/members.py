@@ -1,7 +1,6 @@
-"""The only place that finds out who the workers of a job are, and waits for them to come.
+"""Finds the workers of a job from flags, from ``TF_CONFIG``, or from Slurm.
 
-A cluster is described by ``TF_CONFIG``, by flags, or by Slurm. Imports no TensorFlow, so that a
-wrong description is one line at once.
+Imports no TensorFlow, so that a wrong description is refused at once.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ class Cluster:
     """The workers of a job. Worker 0 is the chief: it writes checkpoints and logs.
 
     Attributes:
-        workers: ``host:port`` of each.
-        index: which of them this process is.
-        source: where this was found, for the log.
+        workers: ``host:port`` of each worker.
+        index: index of this process in ``workers``.
+        source: where the description was found, for the log.
     """
 
     workers: tuple[str, ...]
@@ -32,6 +31,7 @@ class Cluster:
 
     @property
     def is_chief(self) -> bool:
+        """Whether this process is worker 0."""
         return self.index == 0
 
     def tf_config(self) -> str:
@@ -50,10 +50,10 @@ class Tasks:
 
     Attributes:
         coordinator: ``host:port`` of the task that TensorFlow calls the chief.
-        workers: ``host:port`` of each.
+        workers: ``host:port`` of each worker.
         ps: ``host:port`` of each parameter server.
-        kind: what this process is: "chief", "worker" or "ps".
-        index: which of its kind.
+        kind: kind of this process: "chief", "worker" or "ps".
+        index: index of this process within its kind.
     """
 
     coordinator: str
@@ -64,26 +64,27 @@ class Tasks:
 
     @property
     def is_coordinator(self) -> bool:
+        """Whether this process is the coordinator."""
         return self.kind == "chief"
 
     @property
     def name(self) -> str:
-        """What this process is called in messages and logs."""
+        """The name of this process in messages and logs."""
         return "the coordinator" if self.is_coordinator else f"{self.kind} {self.index}"
 
     @property
     def servers(self) -> dict[str, str]:
-        """``host:port`` of every task but the coordinator, by name."""
+        """``host:port`` of every task except the coordinator, by name."""
         return {f"ps {i}": address for i, address in enumerate(self.ps)} | {
             f"worker {i}": address for i, address in enumerate(self.workers)
         }
 
 
 def resolve_tasks(environ: Mapping[str, str] = os.environ) -> Tasks:
-    """The tasks of a job with parameter servers, from ``TF_CONFIG``.
+    """Returns the tasks of a job with parameter servers, from ``TF_CONFIG``.
 
     Raises:
-        UsageError: it is not there, or contradicts itself.
+        UsageError: ``TF_CONFIG`` is missing or contradicts itself.
     """
     try:
         config = json.loads(environ["TF_CONFIG"])
@@ -112,10 +113,10 @@ def resolve(
     worker_index: int | None,
     environ: Mapping[str, str] = os.environ,
 ) -> Cluster:
-    """The cluster of ``--workers`` and ``--worker_index``, or of ``TF_CONFIG``, or of Slurm.
+    """Returns the cluster of ``--workers`` and ``--worker_index``, else ``TF_CONFIG``, else Slurm.
 
     Raises:
-        UsageError: none of them is there, or it contradicts itself.
+        UsageError: there is no description, or it contradicts itself.
     """
     if workers:
         if worker_index is None:
@@ -134,7 +135,7 @@ def resolve(
 
 
 def strategy_for(environ: Mapping[str, str]) -> str:
-    """The ``--strategy`` that ``TF_CONFIG`` is for; "" where it names one process, or none."""
+    """Returns the ``--strategy`` for ``TF_CONFIG``; "" if it names fewer than two processes."""
     try:
         jobs = json.loads(environ["TF_CONFIG"])["cluster"]
         counts = {kind: len(addresses) for kind, addresses in jobs.items()}
@@ -150,7 +151,7 @@ def _from_tf_config(text: str) -> Cluster:
         config = json.loads(text)
         jobs, task = config["cluster"], config["task"]
         kind, index = task["type"], int(task["index"])
-        # A chief is the first worker by another name.
+        # TensorFlow calls the first worker chief, or formerly master.
         chiefs = [*jobs.get("chief", []), *jobs.get("master", [])]
         workers = [*chiefs, *jobs.get("worker", [])]
     except (ValueError, KeyError, TypeError, AttributeError) as error:

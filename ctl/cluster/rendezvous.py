@@ -1,4 +1,4 @@
-"""The workers of a job wait for each other to come, before TensorFlow connects them."""
+"""Waits until all workers of a job have started, before TensorFlow connects them."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from absl import logging
 from ctl.cluster.members import Cluster
 from ctl.errors import PeerError, UsageError
 
-# When to say who is missing, the first time and again (seconds).
+# Seconds until a warning names the missing workers, and between such warnings.
 _QUIET_SECONDS = 10.0
 
 
 def meet(cluster: Cluster, timeout: float) -> None:
-    """Returns when every worker of ``cluster`` is there and has called this.
+    """Returns when every worker of ``cluster`` has called this.
 
-    TensorFlow's own connecting comes after it: that cannot be interrupted, on the chief it has no
-    time limit, and it keeps every Python thread from running. Workers greet each other on the ports
-    that TensorFlow will use; what strangers send there is ignored.
+    Call it before TensorFlow connects the workers: that cannot be interrupted, has no time limit on
+    the chief, and keeps every Python thread from running. Workers greet each other on the ports
+    that TensorFlow will use. Messages of other programs are ignored.
 
     Raises:
-        PeerError: not all came within ``timeout`` seconds. Who is missing is said from 10 s on.
+        PeerError: a worker is missing after ``timeout`` seconds. Warnings name it from 10 s on.
         UsageError: this worker's port is taken, or a peer has another list of workers.
     """
     peers = set(range(len(cluster.workers))) - {cluster.index}
@@ -97,7 +97,7 @@ def meet(cluster: Cluster, timeout: float) -> None:
 
 
 def _greet(address: str, greeting: bytes) -> None:
-    """Raises OSError when nobody answers."""
+    """Sends ``greeting``; raises OSError unless a worker of ctl answers."""
     host, _, port = address.rpartition(":")
     with socket.create_connection((host, int(port)), timeout=1.0) as connection:
         connection.settimeout(5.0)
@@ -107,8 +107,11 @@ def _greet(address: str, greeting: bytes) -> None:
 
 
 def unreachable(cluster: Cluster, patience: float = 0.0) -> dict[int, str]:
-    """The other workers that do not listen, and why not. A frozen one does: its kernel answers. One
-    that has just failed may take until ``patience`` (seconds) to end."""
+    """Returns the other workers that do not listen, and the reason for each.
+
+    A frozen worker listens, since its kernel accepts connections. If all listen, the call tries
+    again for up to ``patience`` seconds, because a failed worker may take a moment to end.
+    """
     deadline = time.monotonic() + patience
     while not (why := _not_listening(cluster)) and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -1,8 +1,8 @@
-"""The only place that reads what Slurm tells a task of a job step (``srun``): where all tasks are.
+"""Finds all tasks of a Slurm job step (``srun``) from the environment of one of them.
 
-TensorFlow's ``SlurmClusterResolver`` reads the same variables, but it needs ``nvidia-smi`` or
-fails, sorts hosts by their names, so that of ``n9`` and ``n10`` each takes itself for the other,
-and gives all jobs on a node the same ports.
+TensorFlow's ``SlurmClusterResolver`` reads the same variables, but fails without ``nvidia-smi`` and
+gives all jobs on a node the same ports. It also sorts hosts by name: of ``n9`` and ``n10``, each
+takes itself for the other.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 
 from ctl.errors import UsageError
 
-# Ports for the tasks of a job on one node, by the job's number: jobs that share a node differ.
+# The number of a job selects its ports, so that jobs on one node rarely share any.
 _FIRST_PORT, _PORTS_PER_JOB, _JOBS = 10_000, 10, 2_000
 
 _HOSTS = re.compile(r"([^,\[\]]|\[[\d,-]+\])+(,([^,\[\]]|\[[\d,-]+\])+)*")
@@ -26,10 +26,10 @@ def is_task(environ: Mapping[str, str]) -> bool:
 
 
 def tasks(environ: Mapping[str, str]) -> tuple[list[str], int]:
-    """``host:port`` of every task of the job step, by rank, and the rank of this one.
+    """Returns ``host:port`` of every task of the job step, by rank, and the rank of this one.
 
     Raises:
-        UsageError: a variable is missing or not as Slurm writes it, or ranks are not in blocks.
+        UsageError: a variable is missing or malformed, or the nodes do not hold blocks of ranks.
     """
     try:
         hosts = expand_hosts(environ["SLURM_STEP_NODELIST"])
@@ -50,14 +50,14 @@ def tasks(environ: Mapping[str, str]) -> tuple[list[str], int]:
 
 
 def expand_hosts(text: str) -> list[str]:
-    """``"n[9-10],gpu3"`` as ``["n9", "n10", "gpu3"]``.
+    """Expands ``"n[9-10],gpu3"`` to ``["n9", "n10", "gpu3"]``.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: ``text`` is not a list of hosts.
     """
     if not _HOSTS.fullmatch(text):
         raise ValueError(f"{text!r} is not a list of hosts")
-    hosts = []
+    hosts: list[str] = []
     for name in re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+", text):
         pieces = re.findall(r"\[([^\]]*)\]|([^\[]+)", name)
         choices = [[literal] if literal else list(_numbers(ranges)) for ranges, literal in pieces]
@@ -73,10 +73,10 @@ def _numbers(ranges: str) -> Iterator[str]:
 
 
 def expand_counts(text: str) -> list[int]:
-    """``"2(x3),1"`` as ``[2, 2, 2, 1]``.
+    """Expands ``"2(x3),1"`` to ``[2, 2, 2, 1]``.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: ``text`` is not a list of counts.
     """
     counts: list[int] = []
     for part in text.split(","):

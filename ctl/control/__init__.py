@@ -1,1 +1,1 @@
-"""What a loop decides between two calls: how far to go, whether to stop, whether all is well."""
+"""Decisions of a loop between two calls: how many steps to run, when to stop, what is lost."""

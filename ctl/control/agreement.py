@@ -1,4 +1,4 @@
-"""Whether all workers are about to do the same: TensorFlow would sum wrong pairs in silence."""
+"""Checks that all workers run the same step; TensorFlow would silently sum the wrong tensors."""
 
 from __future__ import annotations
 
@@ -15,11 +15,15 @@ from ctl.watch import watchdog
 
 
 def agree(step: TrainStep, dataset: Dataset, trace: Callable[[], Any]) -> None:
-    """Before the first step: compares with the other workers what they train, on what, and how it
-    is reduced. ``trace`` traces the step, for which all of them wait.
+    """Compares model, optimizer, data and all-reduces over all workers, before the first step.
+
+    Args:
+        step: a built step.
+        dataset: the dataset of the loop.
+        trace: traces the step. All workers wait until each has traced it.
 
     Raises:
-        UsageError: they differ.
+        UsageError: the workers differ.
         PeerError: a worker is missing.
     """
     strategy = step.strategy
@@ -43,9 +47,9 @@ def agree(step: TrainStep, dataset: Dataset, trace: Callable[[], Any]) -> None:
 
 
 def plan_facts(step: TrainStep) -> dict[str, str]:
-    """What the graph of the step would move; empty where it cannot be read."""
+    """The all-reduces in the graph of the step; empty if the graph cannot be read."""
     try:
         return step.plan().facts()
-    except Exception as error:  # a graph that cannot be read trains all the same
+    except Exception as error:  # training works without the plan
         logging.warning("the plan of the all-reduces is not compared: %r", error)
         return {}

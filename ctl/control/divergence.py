@@ -1,4 +1,4 @@
-"""Whether a training is lost: its loss is not finite, or nothing is updated any more."""
+"""Detects a diverged training: the loss is not finite, or all updates are skipped."""
 
 from __future__ import annotations
 
@@ -10,13 +10,17 @@ from absl import logging
 from ctl.checkpoint.manager import CheckpointManager
 from ctl.errors import CheckpointError, DivergedError
 
-# Updates in a row that were skipped because gradients were not finite. A loss scale needs at most
-# 15 halvings to get from its first value to 1, so after so many the run is lost.
+# Skipped updates in a row after which a run is lost. The loss scale needs at most 15 halvings from
+# its initial value to 1, so more skips than that are not its search for a scale.
 _MOST_SKIPPED = 100
 
 
 class Divergence:
-    """Judges the steps of each call. ``checkpoints``: where the last good state is, or None."""
+    """Checks the steps of each call.
+
+    Args:
+        checkpoints: named in the message as the last good state, if any.
+    """
 
     def __init__(self, checkpoints: CheckpointManager | None):
         self._checkpoints = checkpoints
@@ -25,13 +29,17 @@ class Divergence:
     def check(
         self, step: int, steps: int, loss: float, skipped: int, first_bad: Callable[[], int]
     ) -> None:
-        """Raises `DivergedError` where the training is lost.
+        """Checks one call of the loop.
 
         Args:
-            step: the global step, after ``steps`` steps.
-            loss: the sum of their losses.
-            skipped: how many of them updated nothing.
-            first_bad: the step whose loss is not finite; called where ``loss`` is not.
+            step: global step after the call.
+            steps: number of steps of the call.
+            loss: sum of the losses of these steps.
+            skipped: number of these steps whose update was skipped.
+            first_bad: returns the first step whose loss is not finite; called if ``loss`` is not.
+
+        Raises:
+            DivergedError: ``loss`` is not finite, or 100 or more updates in a row were skipped.
         """
         if not math.isfinite(loss):
             self._end(f"the loss is {loss} at step {first_bad()}")
@@ -46,7 +54,7 @@ class Divergence:
         good = None
         if self._checkpoints:
             try:
-                self._checkpoints.wait()  # the write in flight may be the last good one
+                self._checkpoints.wait()  # the pending save may be the last good checkpoint
             except CheckpointError as error:
                 logging.error("%s", error)
             good = self._checkpoints.latest()

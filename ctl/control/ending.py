@@ -1,4 +1,4 @@
-"""How a training ends early: it is saved, or it names the worker that was lost."""
+"""Ends a training early: saves the state after a signal, or names a worker that was lost."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def ending_well(loop: Loop, doing: str) -> Iterator[None]:
-    """Around what a loop is ``doing``, for messages.
+    """Wraps training or evaluation and turns early ends into errors for the user.
+
+    Args:
+        loop: the loop that runs.
+        doing: what it does, for messages.
 
     Raises:
         Preempted: a signal asked to stop; the state was saved.

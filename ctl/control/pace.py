@@ -1,4 +1,4 @@
-"""How many steps one call of a loop runs."""
+"""Chooses how many steps one call of a loop runs."""
 
 from __future__ import annotations
 
@@ -6,24 +6,27 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-# Python wakes at least this often (seconds), to see signals and to let actions run that are due by
-# time. A wake costs about 1 ms.
+# Target duration of a call, in seconds. Between calls, Python handles signals and runs actions that
+# are due by time, which costs about 1 ms.
 _WAKE_SECONDS = 0.5
 
 
 class Totals(NamedTuple):
-    """What all replicas have summed in a call of the loop: losses, and what workers reported."""
+    """Sums over all replicas after a call of the loop: losses and the reports of the workers."""
 
-    loss: float  # of the mean losses of the global batches
-    stop: float  # above 0: a worker was asked to stop
-    pace: float  # see `Pace`
+    loss: float  # sum of the mean losses of the global batches
+    stop: float  # above 0 if a worker was asked to stop
+    pace: float  # sum of the seconds per step that workers measured, see `Pace.report`
 
 
 class Pace:
-    """How many steps to run in one call, so that Python wakes about every `_WAKE_SECONDS`.
+    """Chooses the number of steps per call, so that a call takes about half a second.
 
-    All workers must run the same number, and their clocks differ: they go by the mean of what all
-    of them measured, which each learns from the reduction at the end of the next call.
+    All workers must run the same number of steps, but their clocks differ. They therefore use the
+    mean of their measurements, which the reduction at the end of the next call gives to each.
+
+    Args:
+        steps_per_loop: a fixed number of steps per call.
     """
 
     def __init__(self, steps_per_loop: int | None = None):
@@ -33,25 +36,31 @@ class Pace:
         self._first = True
 
     def steps(self) -> int:
+        """The number of steps of the next call."""
         if self._fixed:
             return self._fixed
         return max(1, int(_WAKE_SECONDS / self._agreed)) if self._agreed else 1
 
     def report(self, stop: bool) -> tf.Tensor:
-        """float32 [2], what this worker tells the others: that it was asked to stop, its pace."""
+        """float32 [2]: 1 if this worker was asked to stop (else 0), and its seconds per step."""
         return tf.constant([float(stop), self._measured])
 
     def traces(self, key: Any = ()) -> bool:
-        """Whether the next call is traced before it runs, so that its time says nothing. The loop
-        keeps a trace for each ``key``."""
+        """Whether the next call is traced before it runs, which makes its duration meaningless.
+        Call it once before each call; the loop keeps one trace per ``key``."""
         self._first, self._traced_for = key != self._traced_for, key
         return self._first
 
     def took(self, seconds: float, steps: int, mean: float | None) -> bool:
-        """Learns from one call, and from the mean of all reports; None where there is one worker.
+        """Updates the pace after a call.
+
+        Args:
+            seconds: duration of the call.
+            steps: number of steps of the call.
+            mean: mean of the workers' reports, in seconds per step; None for one worker.
 
         Returns:
-            False for a call whose time is mostly tracing.
+            False if the call was traced, so that its duration means nothing.
         """
         if not self._first:
             self._measured = seconds / steps

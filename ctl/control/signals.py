@@ -12,7 +12,7 @@ from ctl.errors import UsageError
 
 
 class StopRequested(Exception):
-    """A signal arrived; unwinds to where the state can be saved."""
+    """A signal arrived. Unwinds the stack to where the state can be saved."""
 
 
 class Signals:
@@ -28,14 +28,18 @@ class Signals:
 
     @property
     def name(self) -> str:
-        """Who asked to stop, for a message."""
+        """Name of the signal for a message."""
         if self._number is None:
             return "another worker's signal"
         return signal.Signals(self._number).name
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
-        """While inside, the first signal is noted. A second SIGINT raises `KeyboardInterrupt`."""
+        """While inside, notes the first signal. A second SIGINT raises `KeyboardInterrupt`.
+
+        Raises:
+            UsageError: entered outside the main thread.
+        """
         if threading.current_thread() is not threading.main_thread():
             raise UsageError("signals can be handled in the main thread only")
         self._number = None

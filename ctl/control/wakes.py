@@ -1,4 +1,4 @@
-"""What happens when Python wakes between two calls of a loop: actions see a `Status`."""
+"""Runs actions between two calls of a loop, each with a `Status`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ctl.watch import watchdog
 
 
 def steps_until_due(actions: Sequence[Action], step: int) -> int:
-    """After how many steps the next of ``actions`` is due."""
+    """Number of steps until the next of ``actions`` is due; `NEVER` if none is."""
     due = [a.steps_until_due(step) for a in actions if hasattr(a, "steps_until_due")]
     return min(due, default=NEVER)
 
@@ -19,7 +19,7 @@ def steps_until_due(actions: Sequence[Action], step: int) -> int:
 def status_of(
     step: int, until: int, seconds_per_step: float, dataset: Dataset, window: Scalars
 ) -> Status:
-    """The status at ``step``. Its scalars are read once, when an action asks for them."""
+    """Makes the status at ``step``. Its scalars are read once, when an action asks for them."""
     read: dict[str, float] = {}
 
     def scalars() -> dict[str, float]:
@@ -28,7 +28,7 @@ def status_of(
         return dict(read)
 
     def reset() -> None:
-        scalars()  # for actions that read after this one
+        scalars()  # keeps them for actions that read them later
         window.reset()
 
     examples, batch = dataset.num_examples, dataset.global_batch_size
@@ -44,8 +44,8 @@ def status_of(
 
 
 def run_actions(actions: Sequence[Action], status: Status) -> None:
-    """Calls each of ``actions``; of several workers, one that hangs is named."""
+    """Calls each of ``actions``. With several workers, the watchdog names an action that hangs."""
     for action in actions:
-        name = type(getattr(action, "action", action)).__name__  # what an `Every` calls
+        name = type(getattr(action, "action", action)).__name__  # an `Every` holds the action
         with watchdog.host(f"the action {name}", status.step):
             action(status)

@@ -1,4 +1,4 @@
-"""Datasets: which examples, in what order, and where they are kept. See `ctl.data.dataset`."""
+"""Datasets: examples, their order, and where they are kept. See `ctl.data.dataset`."""
 
 from ctl.data.dataset import Dataset, DatasetInfo
 from ctl.data.global_batches import GlobalBatches, as_dataset

@@ -1,4 +1,4 @@
-"""What the loop asks of a dataset, and what all datasets share."""
+"""The interface of datasets, and code that they share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,12 @@ from ctl.errors import UsageError
 
 @dataclass(frozen=True)
 class DatasetInfo:
-    """What a model and a report want to know. ``None`` and empty: not known."""
+    """A description of a dataset, for models and reports. ``None`` and empty mean unknown.
+
+    Attributes:
+        image_shape: [height, width, channels].
+        class_names: in the order of the labels.
+    """
 
     name: str
     version: str = ""
@@ -25,16 +30,16 @@ class DatasetInfo:
 class Dataset(Protocol):
     """Global batches, which the strategy splits over replicas and workers.
 
-    The order must be a pure function of (seed, epoch, position): then a step number is all that a
-    checkpoint has to hold, and the batches are the same for any number of replicas.
+    The order must be a pure function of (seed, epoch, position). A checkpoint then needs the step
+    number only, and the batches are the same for any number of replicas.
 
     Attributes:
         global_batch_size: examples per optimizer update; None where unknown.
         num_examples: examples per epoch; None where unknown.
         info: see `DatasetInfo`.
         description: one line for the log.
-        steps_per_element: optional, 1 by default. Batches that `ctl.data.feed` may read at once:
-            more than 1 where they are small, endless and of one shape.
+        steps_per_element: optional, 1 by default. Number of batches that `ctl.data.feed` may read
+            at once. More than 1 requires endless batches of one shape, and pays if they are small.
     """
 
     info: DatasetInfo
@@ -47,20 +52,23 @@ class Dataset(Protocol):
     def num_examples(self) -> int | None: ...
 
     def batches(self, start_step: int = 0) -> tf.data.Dataset:
-        """The global batches from ``start_step`` on. None of them is empty."""
+        """Returns the global batches from ``start_step`` on, none of them empty."""
 
     def resident(self, strategy: tf.distribute.Strategy) -> Any:
-        """Tensors that stay on every replica's device, made once; ``()`` for none."""
+        """Returns tensors that stay on every replica's device, ``()`` for none. Called once."""
 
     def on_replica(self, element: Any, resident: Any) -> Any:
-        """The batch that the step sees, built in replica context from one element."""
+        """Returns the batch for the step, from a replica's part of one element of `batches`.
+
+        Called in replica context.
+        """
 
     def fingerprint(self) -> dict[str, Any]:
-        """Identifies the data and their order; a checkpoint compares it."""
+        """Returns JSON values that identify the data and their order; a restore compares them."""
 
 
 def check_batch_size(global_batch_size: int, num_examples: int, training: bool) -> None:
-    """Raises `UsageError` where not one batch can be made."""
+    """Raises `UsageError` if the examples do not make one batch."""
     if global_batch_size < 1:
         raise UsageError(f"the global batch size must be at least 1, not {global_batch_size}")
     if num_examples < 1:
@@ -73,20 +81,20 @@ def check_batch_size(global_batch_size: int, num_examples: int, training: bool) 
 
 
 def distribution_options() -> tf.data.Options:
-    """Every worker makes the same global batches and takes its part of each."""
+    """Returns options with which every worker makes the same global batches and takes its part."""
     options = tf.data.Options()
     options.deterministic = True
-    # Autotuning has a thread that sleeps for up to a minute and now and then misses that it should
-    # end (TensorFlow 2.21); whoever frees the iterator waits for it: measured, 87 s. Without it, a
-    # parallel map has as many calls as there are threads.
+    # Autotuning has a thread that sleeps for up to a minute and sometimes misses that it should end
+    # (TensorFlow 2.21). Freeing the iterator then waits for the thread: 87 s in one measurement.
+    # Without autotuning, a parallel map makes as many calls as there are threads.
     options.autotune.enabled = False
-    # AUTO shards by file: what is in a global batch would change with the number of workers.
+    # AUTO shards by file, so global batches would change with the number of workers.
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
     return options
 
 
 def fingerprint(dataset: Any, content: str) -> dict[str, Any]:
-    """What identifies the examples and their order. ``content``: a hash of the examples."""
+    """Returns the `Dataset.fingerprint` of ``dataset``; ``content`` is a hash of its examples."""
     return {
         "name": dataset.info.name,
         "version": dataset.info.version,

@@ -1,4 +1,4 @@
-"""TensorFlow's errors while data are read, as one line for the user."""
+"""Turns TensorFlow's errors while it reads data into one line for the user."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from ctl.errors import UsageError
 
 @contextlib.contextmanager
 def explained(dataset: Any) -> Iterator[None]:
-    """What TensorFlow raises for files that go bad while they are read, and where memory ends, as a
-    `UsageError` of one line."""
+    """Turns errors of TensorFlow that are raised inside into a `UsageError` of one line.
+
+    These are the errors for files that are damaged or missing and for memory that is exhausted.
+    """
     unreadable = tf.errors.DataLossError, tf.errors.NotFoundError, tf.errors.PermissionDeniedError
     try:
         yield
@@ -31,7 +33,7 @@ def explained(dataset: Any) -> Iterator[None]:
 
 
 def _reason(error: tf.errors.OpError) -> str:
-    """The line of its text that is neither about the graph nor about where that was made."""
+    """The first line of the message that describes neither the graph nor its source code."""
     lines = re.sub(r"\{\{.*?\}\} ?", "", error.message).splitlines()
     about_graph = re.compile(r"\s|$|Graph execution error|Detected at|\(\d+\) |\d+ root error")
     return next((line for line in lines if not about_graph.match(line)), type(error).__name__)[:200]

@@ -1,9 +1,9 @@
-"""Gives a dataset to a strategy and takes its global batches out again.
+"""Distributes a dataset over replicas, and yields its global batches.
 
-A strategy's iterator hands every element from thread to thread and from device to device: several
-times what a small step takes (`benchmarks/input_pipeline.py`). Where batches are small, as indices
-are, its elements are therefore *blocks*: each replica has its part of several global batches at
-once, and the step takes one of them after the other.
+A strategy's iterator passes every element between threads and devices, which takes several times as
+long as a small step (`benchmarks/input_pipeline.py`). Where batches are small, such as indices, its
+elements are therefore *blocks*: each replica receives its part of several global batches at once,
+and the step takes them one by one.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from ctl.data.dataset import Dataset
 
 
 class Position(NamedTuple):
-    """Where the next batch is: in a block, of which some batches were used."""
+    """The position of the next batch: a block, and how many of its batches were used."""
 
     block: Any  # a nest of tensors [n, batches, ...] on each replica
     used: tf.Tensor  # int32 scalar
 
 
 class Feed(NamedTuple):
-    """Where the batches of the next steps come from."""
+    """The source of the batches for the next steps."""
 
     iterator: Iterator  # of the strategy
     resident: Any  # see `Dataset.resident`
@@ -34,7 +34,7 @@ class Feed(NamedTuple):
 
 
 class Block(NamedTuple):
-    """The batches at hand: those from ``first`` up to ``end``."""
+    """Batches that are read: those from ``first`` (inclusive) to ``end`` (exclusive)."""
 
     batches: Any  # a nest of tensors on each replica: one batch, or as in `Position`
     first: tf.Tensor  # int32 scalars
@@ -44,7 +44,10 @@ class Block(NamedTuple):
 def open_feed(
     dataset: Dataset, strategy: tf.distribute.Strategy, start_step: int, resident: Any = ()
 ) -> Feed:
-    """The global batches of ``dataset`` from ``start_step`` on."""
+    """Returns a feed of the global batches of ``dataset`` from ``start_step`` on.
+
+    ``resident``: the result of `Dataset.resident`.
+    """
     batches = dataset.batches(start_step)
     size = getattr(dataset, "steps_per_element", 1)
     if size == 1:
@@ -62,8 +65,8 @@ def open_feed(
     return Feed(iterator, resident, Position(used_up, tf.constant(size)), size)
 
 
-def distribute(strategy: tf.distribute.Strategy, batches: tf.data.Dataset) -> Iterator:
-    """The iterator of the strategy over ``batches``, whose first axis it splits over replicas."""
+def distribute(strategy: tf.distribute.Strategy, batches: tf.data.Dataset) -> Any:
+    """Returns the iterator of the strategy over ``batches``, split over replicas by first axis."""
     with private.devices_without_autotuning():
         return iter(strategy.experimental_distribute_dataset(batches))
 
@@ -71,8 +74,10 @@ def distribute(strategy: tf.distribute.Strategy, batches: tf.data.Dataset) -> It
 def next_block(
     feed: Feed, position: Position | tuple[()], steps: tf.Tensor
 ) -> tuple[Block, Position | tuple[()]]:
-    """At most ``steps`` global batches, and the position after them. In a graph, in cross-replica
-    context."""
+    """Returns at most ``steps`` global batches, and the position after them.
+
+    For use in a graph, in cross-replica context. ``steps`` is an int32 scalar.
+    """
     if not position:
         return Block(next(feed.iterator), tf.constant(0), tf.constant(1)), position
     block, used = position
@@ -84,15 +89,15 @@ def next_block(
 
 @tf.autograph.experimental.do_not_convert
 def batch_of(block: Block, number: tf.Tensor | int, batches_per_block: int) -> Any:
-    """Batch ``number`` of a block, on one replica."""
-    if batches_per_block == 1:  # an operation of its own, for which others can wait
+    """Returns batch ``number`` of a block, on one replica."""
+    if batches_per_block == 1:  # operations that need the batch depend on this identity
         return tf.nest.map_structure(tf.identity, block.batches, expand_composites=True)
     return tf.nest.map_structure(lambda t: tf.gather(t, number, axis=1), block.batches)
 
 
 @tf.autograph.experimental.do_not_convert
 def element_of(arguments: tuple) -> Any:
-    """The element of a dataset whose ``map`` has called a function with these arguments."""
+    """Returns the element for which ``map`` of a dataset calls a function with ``arguments``."""
     return arguments[0] if len(arguments) == 1 else arguments
 
 

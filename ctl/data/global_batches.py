@@ -12,12 +12,12 @@ from ctl.errors import UsageError
 
 
 class GlobalBatches:
-    """A ``tf.data.Dataset`` of your own, whose elements are global batches.
+    """A user's ``tf.data.Dataset`` whose elements are global batches.
 
-    It is resumed with ``skip``, which reads and drops all batches before: exact where the dataset
-    is deterministic, at a cost that grows with the step. To train, it is repeated for ever.
-    Elements without examples are left out. Its autotuning is turned off (`distribution_options`
-    says why) unless its options ask for it.
+    It resumes with ``skip``, which reads and drops all earlier batches. This is exact if the
+    dataset is deterministic, at a cost that grows with the step. In training, the dataset is
+    repeated without end. Elements without examples are left out. Autotuning is turned off (see
+    `distribution_options`) unless the dataset's options turn it on.
     """
 
     num_examples: int | None = None
@@ -29,7 +29,13 @@ class GlobalBatches:
         global_batch_size: int | None = None,
         training: bool = True,
     ):
-        """``global_batch_size``: by default the static leading dimension of the elements."""
+        """Wraps ``dataset``.
+
+        Args:
+            dataset: its elements are nests of tensors with equal leading dimension.
+            global_batch_size: examples in an element; by default its static leading dimension.
+            training: whether to repeat ``dataset`` without end.
+        """
         if dataset.options().autotune.enabled is None:
             options = tf.data.Options()
             options.autotune.enabled = False
@@ -44,7 +50,7 @@ class GlobalBatches:
 
     @property
     def global_batch_size(self) -> int | None:
-        """None where it is neither static nor was given."""
+        """Examples per global batch; None if it is neither static nor given."""
         if self._global_batch_size:
             return self._global_batch_size
         sizes = {
@@ -54,17 +60,19 @@ class GlobalBatches:
         return sizes.pop() if len(sizes) == 1 else None
 
     def batches(self, start_step: int = 0) -> tf.data.Dataset:
-        """The elements from ``start_step`` on, as they are."""
+        """Returns the elements from ``start_step`` on, unchanged."""
         return self._dataset.skip(start_step) if start_step else self._dataset
 
     def resident(self, strategy: tf.distribute.Strategy) -> tuple[()]:
+        """See `Dataset.resident`."""
         return ()
 
     def on_replica(self, element: Any, resident: tuple[()]) -> Any:
+        """See `Dataset.on_replica`."""
         return element
 
     def fingerprint(self) -> dict[str, Any]:
-        """Empty: nothing is known of the data."""
+        """Returns an empty dict, since the data are unknown."""
         return {}
 
 
@@ -76,7 +84,11 @@ def _has_examples(*element: Any) -> tf.Tensor:
 def as_dataset(
     dataset: Any, *, global_batch_size: int | None = None, training: bool = True
 ) -> Dataset:
-    """A dataset as the loop wants it; a ``tf.data.Dataset`` of global batches is wrapped."""
+    """Returns ``dataset`` as a `Dataset`; wraps a ``tf.data.Dataset`` of global batches.
+
+    Raises:
+        UsageError: ``dataset`` is neither.
+    """
     if isinstance(dataset, tf.data.Dataset):
         return GlobalBatches(dataset, global_batch_size=global_batch_size, training=training)
     if hasattr(dataset, "batches") and hasattr(dataset, "on_replica"):

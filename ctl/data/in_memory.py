@@ -1,4 +1,4 @@
-"""Examples that fit in memory: indices are distributed, the step gathers the examples."""
+"""Examples that fit in memory: a strategy distributes indices, and the step gathers examples."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from ctl.replicas import is_default
 # Batches of `InMemory` in one element of a strategy's iterator, see `ctl.data.feed`.
 _STEPS_PER_ELEMENT = 32
 
-# Elements kept ready ahead of the step. An element of `InMemory` is one slice of int64.
+# Elements to prepare ahead of the step. An element of `InMemory` is one slice of int64.
 _PREFETCH = 16
 
 
 class InMemory:
     """Examples that fit in memory; every replica keeps all of them on its device.
 
-    What is distributed are the *indices* of a global batch; the step gathers its share. That moves
-    8 bytes per example and step instead of an image, at the cost of one copy of the arrays per
-    replica.
+    The strategy distributes the *indices* of a global batch, and each replica gathers its share of
+    the examples. This moves 8 bytes per example and step instead of an image, and costs one copy of
+    the arrays per replica.
 
-    Training: endless; every epoch is a fresh permutation that has each example exactly once,
-    batches straddle epoch borders so that no example is dropped. Evaluation: once, in order, with
-    the last batch as small as it comes.
+    Training is endless. Every epoch is a new permutation, which has each example once, and batches
+    straddle epochs so that no example is dropped. Evaluation reads the examples once, in order; the
+    last batch may be smaller.
     """
 
     def __init__(
@@ -41,14 +41,22 @@ class InMemory:
         info: DatasetInfo | None = None,
         description: str = "",
     ):
-        """``arrays``: a numpy array or any nest of them with equal leading dimension, e.g. images
-        uint8 [N, H, W, C] and labels int64 [N]. ``on_replica`` returns the same nest of batches.
+        """Makes a dataset of ``arrays``.
 
-        Raises `UsageError` for unequal lengths, no examples, or a training batch larger than the
-        data.
+        Args:
+            arrays: a NumPy array or a nest of them with equal leading dimension, e.g. images uint8
+                [N, H, W, C] and labels int64 [N]. A batch is a nest of the same structure.
+            global_batch_size: examples per batch.
+            seed: of the permutations.
+            training: whether to shuffle and repeat.
+            info: what is known of the data.
+            description: one line for the log; made from the above by default.
+
+        Raises:
+            UsageError: lengths differ, there are no examples, or fewer than a training batch.
         """
         self.arrays = tf.nest.map_structure(np.asarray, arrays)
-        lengths = {a.shape[0] if a.ndim else None for a in tf.nest.flatten(self.arrays)}
+        lengths: set[Any] = {a.shape[0] if a.ndim else None for a in tf.nest.flatten(self.arrays)}
         if len(lengths) != 1 or None in lengths:
             raise UsageError(
                 "the arrays of a dataset must have equal leading dimensions, not "
@@ -68,10 +76,9 @@ class InMemory:
         )
 
     def batches(self, start_step: int = 0) -> tf.data.Dataset:
-        """Indices of the global batches from ``start_step`` on, int64 [global_batch_size].
+        """Returns indices of the global batches from ``start_step`` on, int64 [global_batch_size].
 
-        Starting late costs no more than starting at 0: one permutation (two where the first batch
-        straddles epochs), wherever that is.
+        The cost does not depend on ``start_step``.
         """
         indices = self._shuffled(start_step) if self.training else self._in_order(start_step)
         return indices.prefetch(_PREFETCH).with_options(distribution_options())
@@ -81,7 +88,7 @@ class InMemory:
 
         @tf.autograph.experimental.do_not_convert
         def permutation(epoch: tf.Tensor) -> tf.Tensor:
-            # Not index_shuffle: its permutations of consecutive epochs are correlated.
+            # The permutations of index_shuffle are correlated in consecutive epochs.
             return tf.random.experimental.stateless_shuffle(
                 tf.range(count, dtype=tf.int64),
                 seed=tf.stack([tf.constant(self.seed, tf.int64), epoch]),
@@ -90,9 +97,8 @@ class InMemory:
 
         @tf.autograph.experimental.do_not_convert
         def batches_ending_in(epoch: tf.Tensor) -> tf.Tensor:
-            # Batch k is examples [k * batch, (k + 1) * batch) of the permutations laid end to end.
-            # It belongs to the epoch of its last example, so it can begin with the previous epoch's
-            # tail.
+            # Batch k is examples [k * batch, (k + 1) * batch) of the concatenated permutations. It
+            # belongs to the epoch of its last example, so it can begin in the epoch before.
             first = tf.maximum(epoch * count // batch, start_step)
             last = (epoch + 1) * count // batch
             begin = (epoch - 1) * count
@@ -103,7 +109,7 @@ class InMemory:
         return (
             tf.data.Dataset.range(first_epoch, tf.int64.max)
             .map(batches_ending_in)
-            .prefetch(1)  # the next epoch is shuffled while this one is trained on
+            .prefetch(1)  # shuffles the next epoch during the current one
             .flat_map(tf.data.Dataset.from_tensor_slices)
             .apply(tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY))
         )
@@ -121,9 +127,9 @@ class InMemory:
         return tf.data.Dataset.range(start_step * batch, count, batch).map(indices)
 
     def resident(self, strategy: tf.distribute.Strategy) -> Any:
-        """One copy of the arrays on the device of every replica, as `on_replica` wants it."""
+        """Returns a copy of the arrays on the device of every replica, for `on_replica`."""
         packed = tf.nest.map_structure(_pack, self.arrays)
-        if is_default(strategy):  # it has no devices
+        if is_default(strategy):  # the default strategy has no devices
             return tf.nest.map_structure(tf.convert_to_tensor, packed)
         devices = iter(strategy.extended.worker_devices)
 
@@ -135,13 +141,13 @@ class InMemory:
 
     @tf.autograph.experimental.do_not_convert
     def on_replica(self, element: tf.Tensor, resident: Any) -> Any:
-        """The examples at these indices: a nest like ``arrays``, of leading dimension [n]."""
+        """Returns the examples at indices ``element``, int64 [n]; a nest like ``arrays``."""
         return tf.nest.map_structure(
             lambda array, rows: _unpack(tf.gather(rows, element), array), self.arrays, resident
         )
 
     def fingerprint(self) -> dict[str, Any]:
-        """What identifies the examples and their order; reads all of them once."""
+        """Returns what identifies the examples and their order; reads all examples once."""
         content = hashlib.sha256()
         for array in tf.nest.flatten(self.arrays):
             content.update(f"{array.dtype.str}{array.shape}".encode())
@@ -149,9 +155,8 @@ class InMemory:
         return fingerprint(self, content.hexdigest())
 
 
-# TensorFlow gathers these on a CPU only: on a GPU, all of the data would be copied to the host at
-# every step. Rows are therefore kept as int64 words, which both gather, and looked at as what they
-# are after.
+# TensorFlow gathers these dtypes on a CPU only, so on a GPU every step would copy all data to the
+# host. Rows are therefore kept as int64 words, which both devices gather, and cast back by bits.
 _PACKED = (np.uint8, np.int8, np.uint16, np.int16, np.uint32, np.uint64)
 
 

@@ -1,4 +1,4 @@
-"""Datasets by name: from TensorFlow Datasets, or synthetic; kept in memory where they fit."""
+"""Datasets by name, from TensorFlow Datasets, and synthetic ones; in memory if they fit."""
 
 from __future__ import annotations
 
@@ -27,15 +27,26 @@ def load(
     resident_limit_mib: float = 1024,
     shuffle_buffer: int = 8192,
 ) -> InMemory | Streaming:
-    """A TFDS dataset of images and integer labels: in memory if it fits, else streamed from its
-    files.
+    """Loads a TFDS dataset of images and integer labels, in memory if it fits, else streamed.
 
-    ``split``: any TFDS split string; by default ``train`` to train, ``test`` to evaluate, or
-    ``validation`` where there is no ``test``. ``image_shape``: [H, W, C] to resize images to,
-    needed where their sizes vary. ``resident_limit_mib``: the largest decoded size that is kept in
-    memory. ``description`` of the result says in a line what was chosen and why.
+    The ``description`` of the result says which of the two was chosen, and why.
 
-    Raises `UsageError` for all that can be wrong with a name, a split, the files or the network.
+    Args:
+        name: of the dataset; may include a config and a version, as for ``tfds.builder``.
+        global_batch_size: examples per batch.
+        training: whether to shuffle and repeat.
+        split: a TFDS split string; by default ``train`` to train, and to evaluate ``test``, or
+            ``validation`` where there is no ``test``.
+        seed: of the order of examples.
+        data_dir: where to look for and prepare datasets; by default that of TFDS.
+        download: whether a dataset that is not prepared may be downloaded.
+        image_shape: [H, W, C] to resize images to; needed where their sizes vary.
+        resident_limit_mib: largest decoded size, in MiB, that is kept in memory.
+        shuffle_buffer: see `Streaming`.
+
+    Raises:
+        UsageError: the name or the split is unknown, the files are damaged or not suitable, the
+            download fails, or there are fewer examples than a training batch.
     """
     builder = tfds_source.find(name, data_dir, download=download)
     if split is None:
@@ -74,11 +85,11 @@ def synthetic(
     seed: int = 0,
     training: bool = True,
 ) -> InMemory:
-    """Random uint8 images and labels, the same for the same seed: to time steps, not to learn."""
+    """Returns random uint8 images and int64 labels, fixed by ``seed``, to time steps with."""
     random = np.random.default_rng([seed, int(training)])
     images = random.integers(256, size=(num_examples, *image_shape), dtype=np.uint8)
     labels = random.integers(num_classes, size=num_examples, dtype=np.int64)
-    info = DatasetInfo("synthetic", image_shape=tuple(image_shape), num_classes=num_classes)
+    info = DatasetInfo("synthetic", image_shape=(*image_shape,), num_classes=num_classes)
     return InMemory(
         (images, labels),
         global_batch_size=global_batch_size,

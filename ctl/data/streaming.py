@@ -1,4 +1,4 @@
-"""The only place that reads examples from their files while training: data larger than memory."""
+"""Data larger than memory: reads examples from their files while training."""
 
 from __future__ import annotations
 
@@ -9,25 +9,24 @@ import tensorflow as tf
 from ctl.data.dataset import check_batch_size, distribution_options, fingerprint
 from ctl.data.tfds_source import Source
 
-# Shards read at the same time. Part of the order of the examples: do not make it depend on a
-# machine.
+# Shards read at the same time. The order of the examples depends on it, so it must not depend on
+# the machine.
 _CYCLE_LENGTH = 8
 
 
 class Streaming:
-    """Examples decoded from their files at every epoch, as the step asks for them.
+    """Examples that are read from their files and decoded in every epoch.
 
-    Training: endless. Every epoch reads the shards in a new order, several at a time, through a
-    shuffle buffer of examples that are not decoded yet, and has each example exactly once; batches
-    straddle epoch borders. The order is a pure function of (seed, epoch) and of the files. The
-    buffers of the next two epochs are filled ahead, so that no step waits for one: three of them
-    are in memory.
-    Evaluation: once, in the order of the files, with the last batch as small as it comes.
+    Training is endless. Every epoch reads the shards in a new order, several at a time, through a
+    shuffle buffer of encoded examples, and has each example once. Batches straddle epochs. The
+    order is a pure function of (seed, epoch), of the files and of ``shuffle_buffer``. The buffers
+    of the next two epochs are filled ahead, so that no step waits for one; three are in memory.
+    Evaluation reads the examples once, in the order of the files; the last batch may be smaller.
 
-    Starting at a step reads, but does not decode, what comes before it in its epoch.
+    Starting at a step reads, but does not decode, the examples before it in its epoch.
 
-    With several workers each of them reads and decodes every global batch and keeps its part: the
-    batches are the same under any number of workers, but the input of a worker gets no faster.
+    Every worker reads and decodes all global batches, and keeps its part. So the batches do not
+    depend on the number of workers, but more workers do not make the input faster.
     """
 
     def __init__(
@@ -40,7 +39,19 @@ class Streaming:
         shuffle_buffer: int = 8192,
         description: str = "",
     ):
-        """``shuffle_buffer``: examples that wait, as stored, to be drawn from."""
+        """Reads one example of ``source`` as a check.
+
+        Args:
+            source: the examples.
+            global_batch_size: examples per batch.
+            seed: of the order of examples.
+            training: whether to shuffle and repeat.
+            shuffle_buffer: number of encoded examples in the buffer.
+            description: one line for the log.
+
+        Raises:
+            UsageError: the files are damaged, or there are fewer examples than a training batch.
+        """
         self.num_examples = source.num_examples
         check_batch_size(global_batch_size, self.num_examples, training)
         self.global_batch_size = global_batch_size
@@ -50,10 +61,13 @@ class Streaming:
         self.info = source.info
         self.description = description or f"{self.num_examples} examples, streamed"
         self._source = source
-        source.read(1)  # what is wrong with all examples is said here, not at the first step
+        source.read(1)  # reports errors of all examples here, not at the first step
 
     def batches(self, start_step: int = 0) -> tf.data.Dataset:
-        """(images uint8 [global_batch_size, H, W, C], labels int64 [global_batch_size])."""
+        """Returns the batches from ``start_step`` on.
+
+        An element is (images uint8 [global_batch_size, H, W, C], labels int64 [global_batch_size]).
+        """
         first = start_step * self.global_batch_size
         records = self._shuffled(first) if self.training else self._source.records().skip(first)
         batches = records.map(
@@ -78,7 +92,7 @@ class Streaming:
             shards = tf.random.experimental.stateless_shuffle(
                 tf.range(self._source.num_shards, dtype=tf.int64), seed=seed, alg="philox"
             )
-            # The seed of `shuffle` is mixed with the global one, unless this graph has its own.
+            # `shuffle` mixes its seed with the global one, unless this graph has a seed of its own.
             tf.compat.v1.set_random_seed(1)
             buffer_seed = tf.random.stateless_uniform(
                 (), seed=seed, minval=None, maxval=None, dtype=tf.int64, alg="philox"
@@ -89,19 +103,21 @@ class Streaming:
                 .skip(tf.where(epoch == first_epoch, tf.constant(begin, tf.int64), 0))
             )
 
-        # One epoch at a time, but in parallel, so that the next one is opened and read ahead.
+        # One epoch at a time, but with a parallel call, so that the next one is read ahead.
         return tf.data.Dataset.range(first_epoch, tf.int64.max).interleave(
             read, cycle_length=1, num_parallel_calls=1, deterministic=True
         )
 
     def resident(self, strategy: tf.distribute.Strategy) -> tuple[()]:
+        """See `Dataset.resident`."""
         return ()
 
     def on_replica(self, element: Any, resident: tuple[()]) -> Any:
+        """See `Dataset.on_replica`."""
         return element
 
     def fingerprint(self) -> dict[str, Any]:
-        """What identifies the files and the order; reads no example."""
+        """Returns what identifies the files and the order; reads no example."""
         return {
             **fingerprint(self, self._source.content_hash()),
             "shuffle_buffer": self.shuffle_buffer,

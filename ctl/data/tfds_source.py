@@ -1,7 +1,7 @@
-"""The only place that finds, prepares and reads a TFDS dataset.
+"""Finds, prepares and reads TFDS datasets.
 
-A dataset is looked for on disk first. Only when it is not there is anything downloaded, and only
-after its hosts have been probed: without a network, TFDS itself takes minutes to say so.
+A dataset is downloaded only if it is not on disk. Its hosts are probed first, because TFDS itself
+takes minutes to report a missing network.
 """
 
 from __future__ import annotations
@@ -27,28 +27,30 @@ import tensorflow_datasets as tfds
 from ctl.data.dataset import DatasetInfo, distribution_options
 from ctl.errors import UsageError
 
-# What comes with ctl is a TFDS data_dir like any other, looked at after the user's own.
+# A TFDS data_dir that comes with ctl. It is searched after the user's own.
 EMBEDDED = pathlib.Path(str(importlib.resources.files("ctl") / "datasets"))
 
-# Seconds for all hosts together to answer, name resolution included.
+# Limit in seconds for the answers of all hosts together, including name resolution.
 PROBE_SECONDS = 5.0
 
-# Status codes that the downloader retries for minutes.
+# Status codes for which the downloader retries for minutes.
 _UNAVAILABLE = (500, 502, 503, 504)
 
-# Decoded together by `Source.read`: enough to make the cost per element of a pipeline small.
+# Examples that `Source.read` decodes together, to make the cost per element of a pipeline small.
 _READ_BATCH = 256
 
 
 def find(
     name: str, data_dir: str | None = None, *, download: bool = True
 ) -> tfds.core.DatasetBuilder:
-    """The builder of a prepared dataset; prepares it first where need be.
+    """Returns the builder of a prepared dataset; prepares the dataset if necessary.
 
-    Looks in ``data_dir`` (default: that of TFDS), then among what comes with ctl, then downloads
-    into ``data_dir`` with the progress bar of TFDS.
+    Looks in ``data_dir`` (default: that of TFDS), then in `EMBEDDED`, and then downloads into
+    ``data_dir`` with the progress bar of TFDS.
 
-    Raises `UsageError`, within 10 s where there is no network.
+    Raises:
+        UsageError: there is no such dataset, or it cannot be opened, downloaded or prepared.
+            Without a network, this takes less than 10 s.
     """
     root = str(pathlib.Path(data_dir).expanduser()) if data_dir else None
     builder = _builder(name, root)
@@ -69,7 +71,7 @@ def find(
         )
     try:
         builder.download_and_prepare()
-    except Exception as error:  # the code of any dataset may run here
+    except Exception as error:  # this runs code of the dataset
         raise UsageError(f"{where}, and preparing it failed: {_line(error)}") from error
     return builder
 
@@ -95,8 +97,8 @@ def _similar(name: str) -> str:
 
 
 def _line(error: BaseException) -> str:
-    """The class of an error and the first line of its text, at most 200 characters of it."""
-    # Without names of graph nodes and without what TFDS puts in front.
+    """The class of an error, and at most 200 characters of the first line of its message."""
+    # Names of graph nodes, and the prefix that TFDS adds.
     noise = r"\{\{.*?\}\}| \[Op:.*|Failed to construct dataset .*?\}\": "
     text = re.sub(noise, "", str(error))
     lines = [line.strip() for line in text.splitlines() if line.strip()]
@@ -104,11 +106,10 @@ def _line(error: BaseException) -> str:
 
 
 def _unreachable(urls: Iterable[str]) -> str | None:
-    """What is wrong with the hosts of these URLs, within `PROBE_SECONDS` for all of them.
+    """Describes a host of ``urls`` that cannot be reached; None if all answer in `PROBE_SECONDS`.
 
-    Each host is asked once, in a thread of its own: a name resolution has no time limit, nor has a
-    connection that gives one byte at a time. A thread that hangs is a daemon and ends with the
-    process.
+    Each host is asked once, in a daemon thread, because neither a name resolution nor a connection
+    that yields one byte at a time has a time limit.
     """
     by_host = {urllib.parse.urlsplit(url).netloc: url for url in urls if url.startswith("http")}
     answers: dict[str, str] = {}
@@ -138,8 +139,7 @@ def _unreachable(urls: Iterable[str]) -> str | None:
 class Source:
     """One split of a prepared TFDS dataset of uint8 images and integer labels.
 
-    Examples are numbered in the order of the files: shard after shard. That is a function of the
-    files only, not of how many are read at a time.
+    Examples are numbered in the order of the files, shard after shard.
     """
 
     def __init__(
@@ -148,46 +148,56 @@ class Source:
         split: str,
         image_shape: tuple[int, int, int] | None = None,
     ):
-        """``split``: a TFDS split string such as ``train[:80%]``. ``image_shape``: resize images to
-        this [H, W, C]; needed where their sizes vary. Raises `UsageError` for data that ctl cannot
-        read.
+        """Opens a split.
+
+        Args:
+            builder: of a prepared dataset, see `find`.
+            split: a TFDS split string such as ``train[:80%]``.
+            image_shape: [H, W, C] to resize images to; needed where their sizes vary.
+
+        Raises:
+            UsageError: the split, its files, its features or ``image_shape`` are not suitable.
         """
         self._name = builder.info.full_name
         self._folder = pathlib.Path(builder.data_dir)
         self._image_key, self._label_key = _supervised_pair(builder)
         features = builder.info.features
         image, label = features[self._image_key], features[self._label_key]
-        # Only these two are parsed and decoded, whatever else an example has.
+        # Other features of the examples are neither parsed nor decoded.
         self._features = tfds.features.FeaturesDict(
             {self._image_key: image, self._label_key: label}
         )
         self._shards = _shards(builder, split)
         self.num_examples = sum(shard.take for shard in self._shards)
+        self._image_shape = _image_shape(self._name, image.shape, image_shape)
         is_class = isinstance(label, tfds.features.ClassLabel)
         self.info = DatasetInfo(
             name=builder.name,
             version=str(builder.info.version),
             split=split,
-            image_shape=_image_shape(self._name, image.shape, image_shape),
+            image_shape=self._image_shape,
             num_classes=label.num_classes if is_class else None,
             class_names=tuple(label.names or ()) if is_class else (),
         )
-        self._resize = self.info.image_shape != tuple(image.shape)
+        self._resize = self._image_shape != tuple(image.shape)
 
     @property
     def num_shards(self) -> int:
+        """Number of files that the split uses."""
         return len(self._shards)
 
     @property
     def decoded_bytes(self) -> int:
         """Bytes of all decoded images and labels."""
-        return self.num_examples * (int(np.prod(self.info.image_shape)) + 8)
+        return self.num_examples * (int(np.prod(self._image_shape)) + 8)
 
     def records(self, shards: tf.Tensor | None = None, cycle_length: int = 1) -> tf.data.Dataset:
-        """Serialized examples (scalar strings), not decoded: cheap to shuffle and to skip.
+        """Returns serialized examples (scalar strings), which are cheap to shuffle and to skip.
 
-        ``shards``: the order of the shards (int64 [num_shards]), that of the files by default.
-        ``cycle_length``: shards read at the same time, their records interleaved in a fixed order.
+        Args:
+            shards: order of the shards, int64 [num_shards]; by default that of the files.
+            cycle_length: number of shards read at the same time; their records are interleaved in a
+                fixed order.
         """
         files = tf.constant([shard.filename for shard in self._shards])
         skips = tf.constant([shard.skip for shard in self._shards], tf.int64)
@@ -213,24 +223,25 @@ class Source:
 
     @tf.autograph.experimental.do_not_convert
     def decode(self, record: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """(image uint8 [H, W, C], label int64 []) of one serialized example."""
+        """Returns (image uint8 [H, W, C], label int64 []) of one serialized example."""
         example = self._features.deserialize_example(record)
         image, label = example[self._image_key], tf.cast(example[self._label_key], tf.int64)
         if self._resize:
-            image = tf.image.resize(image, self.info.image_shape[:2], antialias=True)
+            image = tf.image.resize(image, self._image_shape[:2], antialias=True)
             image = tf.saturate_cast(tf.round(image), tf.uint8)
-        return tf.ensure_shape(image, self.info.image_shape), label
+        return tf.ensure_shape(image, self._image_shape), label
 
     def read(self, count: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """The first ``count`` examples, or all: images uint8 [N, H, W, C], labels int64 [N].
+        """Returns the first ``count`` or all examples: images uint8 [N, H, W, C], labels int64 [N].
 
-        Raises `UsageError` where the files are damaged or hold no labels.
+        Raises:
+            UsageError: the files are damaged or hold no labels.
         """
         count = self.num_examples if count is None else count
-        images = np.empty((count, *self.info.image_shape), np.uint8)
+        images = np.empty((count, *self._image_shape), np.uint8)
         labels = np.empty(count, np.int64)
         signature = (
-            tf.TensorSpec(self.info.image_shape, tf.uint8),
+            tf.TensorSpec(self._image_shape, tf.uint8),
             tf.TensorSpec((), tf.int64),
         )
         batches = (
@@ -264,7 +275,7 @@ class Source:
         )
 
     def content_hash(self) -> str:
-        """sha256 over names and sizes of the files and what TFDS says of them; reads no example."""
+        """Returns a sha256 of the names and sizes of the files and of TFDS's metadata."""
         content = hashlib.sha256()
         for shard in self._shards:
             path = pathlib.Path(shard.filename)
@@ -277,7 +288,7 @@ class Source:
 
 
 def _supervised_pair(builder: tfds.core.DatasetBuilder) -> tuple[str, str]:
-    """The feature names of the image and of the label."""
+    """The names of the features for the image and the label."""
     keys, features, name = (
         builder.info.supervised_keys,
         builder.info.features,
@@ -300,7 +311,7 @@ def _supervised_pair(builder: tfds.core.DatasetBuilder) -> tuple[str, str]:
 
 
 def _shards(builder: tfds.core.DatasetBuilder, split: str) -> list[Any]:
-    """What to read of which file (``FileInstruction`` of TFDS); checks that the files are whole."""
+    """The parts of files to read (``FileInstruction`` of TFDS), after a check of all file sizes."""
     info = builder.info
     try:
         shards = info.splits[split].file_instructions
@@ -322,7 +333,7 @@ def _shards(builder: tfds.core.DatasetBuilder, split: str) -> list[Any]:
             continue
         if missing := [path for path in paths if not path.exists()]:
             raise UsageError(f"{info.full_name}: {missing[0]} is missing: prepare it again")
-        # A record is its bytes, their length (8 bytes) and two checksums (4 bytes each).
+        # A record has a length (8 bytes), two checksums (4 bytes each) and its data.
         expected = int(part.num_bytes) + 16 * part.num_examples
         if (size := sum(path.stat().st_size for path in paths)) < expected:
             raise UsageError(
@@ -333,8 +344,9 @@ def _shards(builder: tfds.core.DatasetBuilder, split: str) -> list[Any]:
 
 
 def _image_shape(
-    name: str, stored: tuple[int | None, ...], wanted: tuple[int, int, int] | None
+    name: str, stored: tuple[Any, ...], wanted: tuple[int, int, int] | None
 ) -> tuple[int, int, int]:
+    """The shape of all images. ``stored`` is that of TFDS: int, or None where it varies."""
     if wanted is None:
         if None in stored:
             raise UsageError(
@@ -347,4 +359,4 @@ def _image_shape(
             f"image_shape must be height, width and the {stored[2]} channels of {name}, not "
             f"{','.join(map(str, wanted))}"
         )
-    return tuple(wanted)
+    return (*wanted,)

@@ -1,1 +1,1 @@
-"""Datasets that come with ctl, each as a TFDS folder: this directory serves as a TFDS data_dir."""
+"""Datasets that come with ctl. This directory is a TFDS data_dir with one folder per dataset."""

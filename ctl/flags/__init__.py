@@ -1,1 +1,1 @@
-"""Command lines: parsing, the groups of flags, what is checked before TensorFlow is loaded."""
+"""Command lines: parsing, groups of flags, and checks before TensorFlow is loaded."""

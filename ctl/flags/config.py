@@ -1,6 +1,6 @@
-"""The only place that writes and reads ``config.json``: the flags that a run was started with.
+"""Writes and reads ``config.json``, the flags of a run.
 
-Imports no TensorFlow. What is read is untrusted: only known flags are taken, through their own
+Imports no TensorFlow. The file is not trusted: only known flags are adopted, through their own
 parsers and validators.
 """
 
@@ -21,8 +21,8 @@ from ctl.errors import CheckpointError, UsageError
 SCHEMA = 1
 FILE = "config.json"
 
-# Flags that may change when a run is resumed: how it runs and what it shows, not what is computed.
-# The length may, too, where the schedule does not depend on it.
+# Flags that may change when a run is resumed: they say how it runs and what it shows, not what it
+# computes. The length may change only if the schedule does not depend on it.
 _FREE = frozenset(
     (
         *("model_dir", "data_dir", "download", "resident_limit_mib", "epochs", "train_steps"),
@@ -44,9 +44,10 @@ def write(
     values: flags.FlagValues = flags.FLAGS,
     chosen: Mapping[str, Any] | None = None,
 ) -> None:
-    """Writes the flags ``names`` as they are, what was ``chosen`` where a flag said so, and the
-    versions of what computes, and deletes what runs that were killed left unfinished in
-    ``model_dir``. Only for the run that has the lock.
+    """Writes the flags ``names``, the values ``chosen`` for flags that are "auto", and versions of
+    packages. Deletes unfinished files of killed runs in ``model_dir``.
+
+    Only for the run that holds the lock.
 
     Raises:
         CheckpointError: the directory cannot be written.
@@ -72,10 +73,10 @@ def write(
 
 
 def read(model_dir: Path) -> dict[str, Any] | None:
-    """The flags of the run in ``model_dir``; None where there is none.
+    """The flags of the run in ``model_dir``; None if there is no run.
 
     Raises:
-        UsageError: the file is not what `write` wrote.
+        UsageError: the file is damaged or of another version.
     """
     path = model_dir / FILE
     if not path.exists():
@@ -90,10 +91,14 @@ def read(model_dir: Path) -> dict[str, Any] | None:
     return stored
 
 
-def chosen(model_dir: Path, name: str, kind: type) -> Any:
-    """What the run in ``model_dir`` has chosen for the flag ``name``: it would not resume bit for
-    bit with another choice, since XLA, and rings of three and more, add in another order. None
-    where there is none of this ``kind``.
+def chosen(model_dir: Path, name: str, kind: type[int]) -> Any:
+    """The value that the run in ``model_dir`` chose for the flag ``name``, if it is a ``kind``.
+
+    With another value, the run would not resume bit for bit: XLA, and rings of three or more, would
+    add in another order.
+
+    Returns:
+        The value; None if there is no run, no choice, or a choice of another type.
     """
     if read(model_dir) is None:
         return None
@@ -103,7 +108,7 @@ def chosen(model_dir: Path, name: str, kind: type) -> Any:
 
 
 def check_resumable(stored: dict[str, Any], values: flags.FlagValues = flags.FLAGS) -> None:
-    """Raises `UsageError` naming the flags that contradict those the run was started with."""
+    """Raises `UsageError` if flags that must not change differ from the ``stored`` ones."""
     free = _FREE
     if values.schedule in _SCHEDULES_OF_A_LENGTH:
         free = free - set(_LENGTH)
@@ -126,10 +131,10 @@ def _show(value: Any) -> str:
 def adopt(
     stored: dict[str, Any], names: Iterable[str], values: flags.FlagValues = flags.FLAGS
 ) -> None:
-    """Sets those of the flags ``names`` that the command line left at their default as in the run.
+    """Sets the flags ``names`` to their ``stored`` values, except flags on the command line.
 
     Raises:
-        UsageError: a stored value is not one that the flag takes.
+        UsageError: a flag does not accept its stored value.
     """
     for name in names:
         value = stored.get(name)

@@ -1,4 +1,4 @@
-"""The flags that say where a run runs: devices, workers, parameter servers."""
+"""The flags of devices, workers and parameter servers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ flags.disclaim_key_flags()  # They belong to the command that calls a group.
 
 
 def define_device_flags(training: bool = True) -> None:
-    """Where it runs: `ctl.strategy.make_strategy`."""
+    """Defines the flags of `ctl.strategy`: devices and, if ``training``, several workers."""
     with group("Devices"):
         flags.DEFINE_enum(
             "strategy",
@@ -123,7 +123,7 @@ def _check_batch(global_batch_size: int, replicas: int | None, accumulate_steps:
         )
 
 
-# What there is not without an all-reduce, or with variables in another process; its default.
+# Flags that need an all-reduce or local variables, with their defaults.
 _NOT_ASYNCHRONOUS = {
     "cross_device_ops": ("auto", "there is no all-reduce"),
     "communication": ("auto", "there is no all-reduce"),
@@ -135,7 +135,10 @@ _NOT_ASYNCHRONOUS = {
 
 
 def check_asynchronous_flags() -> None:
-    """Of all groups, once they are defined: what cannot be had with parameter servers."""
+    """Checks that no flag is set that parameter servers do not support.
+
+    Call it once all groups are defined.
+    """
     check_flags(["strategy", *_NOT_ASYNCHRONOUS], _check_asynchronous)
 
 

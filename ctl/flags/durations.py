@@ -1,7 +1,7 @@
-"""The only place that reads durations and rates from text, and scales a rate with the batch size.
+"""Parses durations and rates from text, and scales a rate with the batch size.
 
-Imports no TensorFlow: flags are checked before it is loaded. The schedules themselves, as functions
-of the step, are in `ctl.schedule`; the checks below serve both.
+Imports no TensorFlow, because flags are checked before TensorFlow is loaded. `ctl.schedule` makes
+the same checks.
 """
 
 from __future__ import annotations
@@ -18,12 +18,20 @@ _DURATION = re.compile(r"([0-9]+(?:\.[0-9]*)?(?:e[0-9]+)?|\.[0-9]+)(ep)?")
 
 
 def steps_from(what: str, duration: int | float | str, steps_per_epoch: float | None) -> int:
-    """A duration as a whole number of optimizer updates.
+    """Parses a duration as a whole number of optimizer updates.
 
-    ``"500"`` or ``500`` is 500 steps, ``"0.5ep"`` half an epoch. Epochs need ``steps_per_epoch``,
-    which may be fractional because batches straddle epochs; the result is the first step that does
-    not begin before that point of the data, ``ceil(epochs * steps_per_epoch)``. ``what`` is named
-    in the `UsageError` for anything that is not such a duration.
+    Args:
+        what: names the duration in errors.
+        duration: ``"500"`` or ``500`` is 500 steps, ``"0.5ep"`` is half an epoch.
+        steps_per_epoch: may be fractional, because batches span the ends of epochs. Needed for a
+            duration in epochs.
+
+    Returns:
+        The steps. For epochs, ``ceil(epochs * steps_per_epoch)``: the first step that does not
+        begin before that point of the data.
+
+    Raises:
+        UsageError: ``duration`` has another form, or ``steps_per_epoch`` is missing.
     """
     match = _DURATION.fullmatch(str(duration).strip())
     if match is None:
@@ -43,13 +51,13 @@ def steps_from(what: str, duration: int | float | str, steps_per_epoch: float | 
         raise UsageError(
             f"{what}: {duration} counts epochs, and the length of an epoch is unknown: give steps"
         )
-    # The small number undoes the rounding of a product such as 97 * (60000 / 97) that is whole: it
-    # lies between the error of float64 up to 1e9 steps and one example of a batch of 1e5.
+    # 1e-6 corrects rounding in whole products such as 97 * (60000 / 97): it is more than the error
+    # of float64 up to 1e9 steps, and less than one example in a batch of 1e5.
     return math.ceil(amount * steps_per_epoch - 1e-6)
 
 
 def rates_from(what: str, rates: Iterable[float | str]) -> tuple[float, ...]:
-    """Learning rates as floats; `UsageError` for one that is not a finite number >= 0."""
+    """``rates`` as floats; `UsageError` unless each is a finite number >= 0."""
     return tuple(check_rate(what, rate) for rate in rates)
 
 
@@ -70,7 +78,7 @@ def check_positive(what: str, value: float) -> None:
         raise UsageError(f"{what} must be above 0, got {value:g}")
 
 
-# The options that only some schedules use, by the name of their flag.
+# The schedules that use an option, by the name of its flag.
 _USED_BY = {
     "learning_rate": tuple(name for name in SCHEDULES if name != "piecewise"),
     "boundaries": ("piecewise",),
@@ -83,7 +91,7 @@ _USED_BY = {
 
 
 def check_unused(schedule: str, **options: object) -> None:
-    """`UsageError` for an option that is given (not ``None``) but not used by ``schedule``."""
+    """`UsageError` if an option is not ``None`` and ``schedule`` does not use it."""
     for option, value in options.items():
         if value is not None and schedule not in _USED_BY[option]:
             instead = "; give --rates" if option == "learning_rate" else ""
@@ -94,7 +102,7 @@ def check_unused(schedule: str, **options: object) -> None:
 
 
 def check_pieces(boundaries: Sequence[int | str], values: Sequence[float | str]) -> None:
-    """`UsageError` unless there is one rate before, between and after all boundaries."""
+    """`UsageError` unless there is one rate more than boundaries."""
     if len(values) != len(boundaries) + 1:
         raise UsageError(
             "there must be one more rate than boundaries, "
@@ -103,8 +111,10 @@ def check_pieces(boundaries: Sequence[int | str], values: Sequence[float | str])
 
 
 def check_increasing(boundaries: Sequence[int], written: Sequence[int | str]) -> None:
-    """`UsageError` unless the boundaries, in steps, are positive and strictly increasing.
-    ``written`` is how the user wrote them."""
+    """`UsageError` unless ``boundaries``, in steps, are positive and strictly increasing.
+
+    ``written`` is the form in which the user wrote them, for the message.
+    """
     if any(later <= earlier for earlier, later in itertools.pairwise((0, *boundaries))):
         raise UsageError(
             f"boundaries must be above 0 and increasing, got {','.join(map(str, written))}"
@@ -114,16 +124,19 @@ def check_increasing(boundaries: Sequence[int], written: Sequence[int | str]) ->
 def scale_learning_rate(
     base: float, global_batch_size: int, base_batch_size: int, rule: str
 ) -> float:
-    """The rate for ``global_batch_size``, where ``base`` was found good for ``base_batch_size``.
+    """Scales ``base``, a rate tuned for ``base_batch_size``, to ``global_batch_size``.
 
-    * ``linear``: times k = global / base batch size. Goyal et al., "Accurate, Large Minibatch SGD",
-      2017, section 2.1, which wants it together with a warm-up of some epochs (section 2.2).
-    * ``sqrt``: times the square root of k, which keeps the variance of the update. Krizhevsky, "One
-      weird trick for parallelizing convolutional neural networks", 2014; Hoffer et al., "Train
-      longer, generalize better", 2017. The usual choice for Adam.
-    * ``none``: unchanged.
+    With k = global / base batch size, the rules are:
 
-    Raises `UsageError` for another rule, a rate below 0 or a batch size that is not positive.
+    * ``linear``: base * k. Goyal et al., "Accurate, Large Minibatch SGD", 2017, section 2.1;
+      section 2.2 combines it with a warm-up of some epochs.
+    * ``sqrt``: base * sqrt(k), which keeps the variance of the update. Krizhevsky, "One weird trick
+      for parallelizing convolutional neural networks", 2014; Hoffer et al., "Train longer,
+      generalize better", 2017. The usual choice for Adam.
+    * ``none``: base.
+
+    Raises:
+        UsageError: the rule is unknown, the rate is below 0 or a batch size is not positive.
     """
     check_name("scaling rule", rule, SCALING_RULES)
     check_rate("learning rate", base)

@@ -1,6 +1,4 @@
-"""The flags that commands share, in groups: what they are called, their units and defaults, and
-what can be said to be wrong with them before TensorFlow is loaded.
-"""
+"""The flags that commands share, in groups, with the checks made before TensorFlow is loaded."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ flags.disclaim_key_flags()  # They belong to the command that calls a group.
 
 
 def define_run_flags(model_dir_required: bool = True) -> None:
-    """Where a run lives and how long it takes."""
+    """Defines the directory, the length and the seed of a run."""
     with group("Run"):
         flags.DEFINE_string(
             "model_dir",
@@ -73,7 +71,7 @@ def _check_length(epochs: float | None, train_steps: int | None) -> None:
 
 
 def define_data_flags() -> None:
-    """Which examples: `ctl.data.load`, `ctl.data.synthetic`."""
+    """Defines the flags of the data, see `ctl.data.load` and `ctl.data.synthetic`."""
     with group("Data"):
         flags.DEFINE_string(
             "dataset",
@@ -115,17 +113,18 @@ def define_data_flags() -> None:
 
 
 def image_shape_from(text: str | None) -> tuple[int, int, int] | None:
-    """``"28,28,1"`` as (28, 28, 1)."""
+    """Parses ``"28,28,1"`` as (28, 28, 1); None stays None. `UsageError` for any other text."""
     if text is None:
         return None
     parts = text.split(",")
     if len(parts) != 3 or not all(p.strip().isdecimal() and int(p) for p in parts):
         raise UsageError(f"--image_shape={text} is not HEIGHT,WIDTH,CHANNELS, e.g. 28,28,1")
-    return tuple(int(p) for p in parts)
+    height, width, channels = map(int, parts)
+    return height, width, channels
 
 
 def define_model_flags() -> None:
-    """What is trained: `ctl.models.make_model`."""
+    """Defines the flag of the model, see `ctl.models.make_model`."""
     with group("Model"):
         flags.DEFINE_string(
             "model",
@@ -137,7 +136,7 @@ def define_model_flags() -> None:
 
 
 def define_step_flags() -> None:
-    """How a step trains: `ctl.step.TrainStep`."""
+    """Defines the flags of optimizer and step, see `ctl.step.TrainStep`."""
     with group("Optimizer and step"):
         flags.DEFINE_string("optimizer", "adam", f"One of {', '.join(names.OPTIMIZERS)}.")
         flags.DEFINE_float(
@@ -216,7 +215,7 @@ def _check_step(clip_norm: float | None, ema_decay: float | None, **shares: floa
 
 
 def define_checkpoint_flags() -> None:
-    """When the run saves and evaluates: `ctl.checkpoint.CheckpointManager`."""
+    """Defines when a run evaluates and saves, see `ctl.checkpoint.CheckpointManager`."""
     with group("Evaluation and checkpoints"):
         flags.DEFINE_string(
             "evaluate_every", "1ep", "Steps (500) or epochs (1ep) between evaluations."
@@ -257,7 +256,7 @@ def _check_checkpoints(
 
 
 def define_schedule_flags(values: flags.FlagValues = flags.FLAGS) -> None:
-    """The learning rate as a function of the step: `ctl.schedule.make_schedule`."""
+    """Defines the flags of the learning rate, see `ctl.schedule.make_schedule`."""
     with group("Learning rate", values):
         _define_schedule_flags(values)
     check_flags(_SCHEDULE_FLAGS, _check_schedule, values)
@@ -347,7 +346,7 @@ _SCHEDULE_FLAGS = (
 def _check_schedule(
     schedule: str, warmup: str, lr_scaling: str, base_batch_size: int | None, **options: Any
 ) -> None:
-    """What can be said before the data are known. Ends in what `ctl.schedule` says afterwards."""
+    """Checks what does not depend on the data; `ctl.schedule` checks the rest."""
     durations.check_unused(schedule, **options)
     durations.steps_from("--warmup", warmup, 1.0)
     for name in ("learning_rate", "end_learning_rate"):
@@ -369,7 +368,7 @@ def _check_schedule(
             raise UsageError("--base_batch_size has no effect without --lr_scaling=linear|sqrt")
 
 
-LONG_EPOCH = 1e6  # Steps, for checks that do not depend on the length of an epoch.
+LONG_EPOCH = 1e6  # In steps, for checks that do not depend on the length of an epoch.
 
 
 def _check_pieces(boundaries: Sequence[str], values: Sequence[str] | None) -> None:
@@ -378,13 +377,13 @@ def _check_pieces(boundaries: Sequence[str], values: Sequence[str] | None) -> No
     durations.rates_from("--rates", values)
     durations.check_pieces(boundaries, values)
     steps = [durations.steps_from("--boundaries", b, LONG_EPOCH) for b in boundaries]
-    if len({b.endswith("ep") for b in boundaries}) == 1:  # Else it takes the length of an epoch.
+    if len({b.endswith("ep") for b in boundaries}) == 1:  # a mix needs the length of an epoch
         durations.check_increasing(steps, boundaries)
 
 
 def schedule_arguments(values: flags.FlagValues = flags.FLAGS) -> dict[str, Any]:
-    """The flags as arguments of `ctl.schedule.make_schedule`, all but ``total_steps``,
-    ``steps_per_epoch`` and ``global_batch_size``, which the caller knows."""
+    """The flags as arguments of `ctl.schedule.make_schedule`. The caller adds ``total_steps``,
+    ``steps_per_epoch`` and ``global_batch_size``."""
     return {
         "name": values.schedule,
         "learning_rate": values.learning_rate,

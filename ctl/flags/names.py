@@ -1,6 +1,6 @@
-"""The only place for the short names that flags and builders share, and for what a wrong one says.
+"""The names that flags accept and builders know, and the errors for other names.
 
-Imports no TensorFlow: flags are checked before it is loaded.
+Imports no TensorFlow, because flags are checked before TensorFlow is loaded.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ STRATEGIES = (
 COMMUNICATIONS = ("auto", "ring", "nccl")
 CROSS_DEVICE_OPS = ("auto", "nccl", "ring", "hierarchical_copy", "reduction_to_one_device")
 PRECISIONS = ("float32", "mixed_bfloat16", "mixed_float16")
-# Each with its class of `keras.optimizers`. A test holds every class equal to plain Keras.
+# Names and their classes in `keras.optimizers`. A test compares every class with plain Keras.
 OPTIMIZERS = {
     "sgd": "SGD",
     "momentum": "SGD",
@@ -38,7 +38,7 @@ OPTIMIZERS = {
     "adafactor": "Adafactor",
 }
 
-# Optimizers of Keras that ctl refuses, and why: see `ctl.apply.check_optimizer`.
+# Optimizers of Keras that ctl refuses, with the reason; see `ctl.apply.check_optimizer`.
 _REFUSED = {
     "nadam": "part of its update is outside update_step() and would be lost",
     "muon": "part of its update is outside update_step() and would be lost",
@@ -50,9 +50,9 @@ _FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
 
 def check_name(what: str, name: str, known: Iterable[str], otherwise: str = "") -> None:
-    """Raises `UsageError` with the closest known name unless ``name`` is one of ``known``.
+    """Raises `UsageError`, with the closest known name, unless ``name`` is one of ``known``.
 
-    ``otherwise`` is what else the user may write, appended to the list of names.
+    ``what`` describes the name in the message. ``otherwise`` is appended to the list of choices.
     """
     known = tuple(known)
     if name in known:
@@ -78,7 +78,9 @@ def is_function_name(name: str) -> bool:
 
 
 def check_model_name(name: str) -> None:
-    """Raises `UsageError` unless ``name`` is one of `MODELS` or has the form
-    ``package.module:function``. Whether that function exists is seen when it is imported."""
+    """Raises `UsageError` unless ``name`` is one of `MODELS` or a ``package.module:function``.
+
+    Does not import the function, so it may not exist.
+    """
     if not is_function_name(name):
         check_name("model", name, MODELS, ", or package.module:function for your own")

@@ -1,7 +1,7 @@
-"""How every command line behaves: grouped ``--help``, one line for what is wrong, exit codes.
+"""The behaviour of every command line: grouped ``--help``, errors on one line, exit codes.
 
-Imports no TensorFlow, so that ``--help`` and a wrong flag answer at once. The flags themselves are
-in `ctl.flags.groups`.
+Imports no TensorFlow, so that ``--help`` and errors in flags appear at once. `ctl.flags.groups`
+defines the flags.
 """
 
 from __future__ import annotations
@@ -33,17 +33,21 @@ _HELP = ("--help", "-help", "-h", "--helpshort", "--helpfull")
 def run_command(main: Callable[..., None], usage: str, *, takes_command: bool = False) -> None:
     """Parses the command line, calls ``main`` and exits.
 
-    With ``takes_command``, what follows ``--`` is given to ``main`` as a list.
+    ``--help`` prints ``usage`` and the flags of every `group`. Errors are one line on stderr. Exit
+    codes: 0 for ``--help``, 2 for a wrong flag, that of a `CtlError`, 130 for Ctrl-C, 141 for a
+    closed pipe.
 
-    ``--help`` prints ``usage`` and every `group`, and exits with 0. A wrong flag is one line on
-    stderr and exit code 2; a `CtlError` is one line and its exit code; Ctrl-C is 130; a pipe that
-    nobody reads is 141.
+    Args:
+        main: called without arguments; with ``takes_command``, with the list of arguments that
+            follow the flags or ``--``.
+        usage: the first part of ``--help``.
+        takes_command: whether the command line may end with ``-- COMMAND``.
     """
 
     def parse(argv: Sequence[str]) -> list[str]:
         own = argv[1 : argv.index("--")] if takes_command and "--" in argv else argv[1:]
         if any(argument in _HELP for argument in own):
-            with contextlib.suppress(BrokenPipeError):  # of `--help | head`
+            with contextlib.suppress(BrokenPipeError):  # as in `--help | head`
                 print(help_text(usage), flush=True)
             os._exit(0)
         try:
@@ -66,7 +70,7 @@ def run_command(main: Callable[..., None], usage: str, *, takes_command: bool = 
             _fail(str(error), error.exit_code)
         except KeyboardInterrupt:
             _fail("interrupted", 130)
-        except BrokenPipeError:  # of `| head`, which has read enough
+        except BrokenPipeError:  # as in `| head`
             discard_output(sys.stdout)
             raise SystemExit(128 + signal.SIGPIPE) from None
 
@@ -74,13 +78,13 @@ def run_command(main: Callable[..., None], usage: str, *, takes_command: bool = 
 
 
 def _interrupt_again(unraisable: Any) -> None:
-    """Python ignores what is raised while it frees an object: a Ctrl-C that comes then, too. It
-    would be ignored again if it was raised here."""
+    """Sends Ctrl-C again if it came while Python freed an object, where errors are ignored."""
+    # Raised here, it would be ignored again.
     if issubclass(unraisable.exc_type, KeyboardInterrupt):
         main = threading.main_thread().ident
         try:
             threading.Timer(0.05, signal.pthread_kill, (main, signal.SIGINT)).start()
-        except KeyboardInterrupt:  # `start` waits for the thread: on a busy machine, for longer
+        except KeyboardInterrupt:  # `start` waits for the thread, long on a busy machine
             _interrupt_again(unraisable)
     else:
         sys.__unraisablehook__(unraisable)
@@ -93,7 +97,7 @@ def _fail(message: str, exit_code: int) -> None:
 
 @contextlib.contextmanager
 def group(title: str, values: flags.FlagValues = flags.FLAGS) -> Iterator[None]:
-    """The flags that are defined inside appear in ``--help`` under ``title``, in that order."""
+    """Flags defined inside appear in ``--help`` under ``title``, in the order of definition."""
     before = set(values)
     yield
     if values is flags.FLAGS:
@@ -102,7 +106,7 @@ def group(title: str, values: flags.FlagValues = flags.FLAGS) -> Iterator[None]:
 
 
 def grouped_flags(*titles: str) -> list[str]:
-    """The names of the flags in the groups of these ``titles``, or in any group."""
+    """Names of the flags in the groups ``titles``; without titles, in all groups."""
     return [name for title, names in _groups if not titles or title in titles for name in names]
 
 
@@ -121,7 +125,7 @@ class _SizeOrAuto(flags.ArgumentParser):
 
 
 def define_size_or_auto(name: str, default: str | int, help: str) -> None:
-    """A flag whose value is an integer, 0 or more, or `AUTO`."""
+    """Defines a flag whose value is an integer, 0 or more, or `AUTO`."""
     flags.DEFINE(_SizeOrAuto(), name, default, help, serializer=flags.ArgumentSerializer())
 
 
@@ -148,12 +152,12 @@ def help_text(usage: str, values: flags.FlagValues = flags.FLAGS) -> str:
 
 
 def check_flags(
-    names: Sequence[str], check: Callable[..., None], values: flags.FlagValues = flags.FLAGS
+    names: Sequence[str], check: Callable[..., object], values: flags.FlagValues = flags.FLAGS
 ) -> None:
     """Calls ``check`` with the flags ``names`` as keywords after parsing and after every change.
 
-    A `UsageError` becomes the error of the command line, with its one line as it is: absl would put
-    all flags and their values before it.
+    A `UsageError` of ``check`` is reported as an error in flags, with its message unchanged; absl
+    would put all flags and their values before it.
     """
 
     def checker(flag_values: dict[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""All flags of ``ctl.train``; `ctl.inspect` has them too, to look at the run that they describe."""
+"""All flags of `ctl.train`. `ctl.inspect` defines them too, to inspect the run they describe."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ flags.disclaim_key_flags()
 
 
 def define_flags(model_dir_required: bool = True) -> None:
-    """Defines them, group by group."""
+    """Defines all groups of flags."""
     groups.define_run_flags(model_dir_required)
     groups.define_data_flags()
     groups.define_model_flags()
@@ -28,7 +28,7 @@ def define_flags(model_dir_required: bool = True) -> None:
 
 
 def _define_output_flags() -> None:
-    """What the run shows and leaves behind."""
+    """Defines what the run logs and exports."""
     with group("Output"):
         flags.DEFINE_string("log_every", "100", "Steps (100) or epochs (0.1ep) between log lines.")
         flags.DEFINE_boolean("tensorboard", True, "Write scalars for TensorBoard.")

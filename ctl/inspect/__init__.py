@@ -1,8 +1,7 @@
-"""Sees through the all-reduce: what moves, how long it takes, who is late.
+"""Inspects the all-reduce: what it moves, how long it takes, which worker is late.
 
-The core opens this package through two doors only, `ctl.TrainStep.plan` and
-`ctl.TrainStep.inspect`. The other direction is free: it looks at the loop, the step and the graph
-from outside, and through one hook, ``TrainStep.observer``.
+The core imports this package only inside `ctl.TrainStep.plan` and `ctl.TrainStep.inspect`. This
+package may import anything of the core; it measures a step through ``TrainStep.observer``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The command ``ctl.inspect``: finds the sub-command and hands the rest of the line to it.
+"""The command ``ctl.inspect``: runs a sub-command with the rest of the command line.
 
-Each sub-command is a module with a function ``run``, as `ctl.train`.
+Each sub-command is a module with a function ``run``, as is `ctl.train`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 
 from ctl.errors import UsageError
 
-# Name -> module, and the line of --help.
+# Name -> (module, line in --help).
 COMMANDS = {
     "plan": ("ctl.inspect.plan_command", "what a step will move; no step is run"),
     "predict": ("ctl.inspect.predict_command", "time and efficiency on 2 to 100,000 replicas"),
@@ -33,7 +33,11 @@ Each has its own --help: python -m ctl.inspect plan --help
 
 
 def run() -> None:
-    """The command line, also installed as ``ctl-inspect``."""
+    """Runs the command line; also installed as ``ctl-inspect``.
+
+    Raises:
+        SystemExit: the sub-command is unknown.
+    """
     name = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if name in COMMANDS:
         module, _ = COMMANDS[name]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ctl.errors import UsageError
 from ctl.flags.parsing import run_command
+from ctl.inspect.measure import FOLDER
 from ctl.watch.hang import places, suspects, verdict
 from ctl.watch.record import SAME_HANG_SECONDS, Record, read
 
@@ -18,14 +19,16 @@ Says who kept the workers of a run waiting, from the flight records that they wr
 
 
 def load(directory: Path) -> tuple[list[Record], list[str]]:
-    """The records of the last hang in ``directory``, or in ``inspect/`` below it, and one line for
-    each file that is not used.
+    """Reads the records of the last hang in ``directory`` and in its folder ``inspect``.
+
+    Returns:
+        The records, and one line for each file that is not used.
 
     Raises:
-        UsageError: there is none.
+        UsageError: there is no readable record.
     """
     paths: list[Path] = []
-    for place in (directory, directory / "inspect"):
+    for place in (directory, directory / FOLDER):
         paths += sorted(place.glob("flight-worker-*.json"))
     records, notes = [], []
     for path in paths:
@@ -53,7 +56,11 @@ def load(directory: Path) -> tuple[list[Record], list[str]]:
 
 
 def report(directory: Path) -> str:
-    """The verdict, then a line for each worker."""
+    """The verdict, a line for each worker, and the stacks of the suspects.
+
+    Raises:
+        UsageError: there is no readable record.
+    """
     records, notes = load(directory)
     lines = [verdict(records), ""]
     for place in places(records):
@@ -69,11 +76,19 @@ def report(directory: Path) -> str:
 
 
 def run() -> None:
-    """The command line ``python -m ctl.inspect hang``."""
+    """Runs the command."""
     run_command(main, _USAGE, takes_command=True)
 
 
 def main(arguments: Sequence[str]) -> None:
+    """Prints the report on one directory.
+
+    Args:
+        arguments: the directory.
+
+    Raises:
+        UsageError: not one directory, or it has no readable record.
+    """
     if len(arguments) != 1:
         raise UsageError(f"hang takes one directory, not {len(arguments)}: see --help")
     print(report(Path(arguments[0])))

@@ -1,4 +1,4 @@
-"""The command ``ctl.inspect merge``: joins the files of workers, anywhere, without TensorFlow."""
+"""The command ``ctl.inspect merge``: joins the files of all workers; needs no TensorFlow."""
 
 from __future__ import annotations
 
@@ -24,14 +24,22 @@ Prints the tables and the verdict, and leaves report.html and trace.json in that
 
 
 def run() -> None:
-    """The command line."""
+    """Defines the flags and runs the command."""
     with group("Merge"):
         define_bandwidth_flag()
     run_command(main, _USAGE, takes_command=True)
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Reads, joins and shows."""
+    """Joins the windows of all workers and shows the result.
+
+    Args:
+        arguments: the directory with the windows.
+
+    Raises:
+        UsageError: not one directory, or its files are not the windows of one run.
+        CheckpointError: the page or the trace cannot be written.
+    """
     if len(arguments) != 1:
         raise UsageError("name one directory: python -m ctl.inspect merge /tmp/run/inspect")
 

@@ -33,7 +33,7 @@ or by ctl.launch: worker 0 prints.
 
 
 def run() -> None:
-    """The command line."""
+    """Defines the flags and runs the command."""
     with group("Plan"):
         flags.DEFINE_boolean("json", False, "Print the plan as one JSON object.")
         flags.DEFINE_boolean(
@@ -44,7 +44,7 @@ def run() -> None:
 
 
 def main() -> None:
-    """Traces, and prints the plan."""
+    """Traces the step and prints its plan, on worker 0."""
     console.log_to_terminal()
     console.load_tensorflow()
 
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def _compared(strategy: tf.distribute.Strategy, plan: Plan) -> Plan:
-    """``plan`` with the lint of those of all workers."""
+    """``plan``, with a lint if the plans of the workers differ."""
     from ctl.inspect.plan.lints import differing
     from ctl.inspect.plan.plan import from_json
     from ctl.workers import all_gather

@@ -1,22 +1,26 @@
-"""The command ``ctl.inspect predict``: what is measured or given in, a table and a picture out."""
+"""The command ``ctl.inspect predict``: predicts efficiency, as a table and as a picture."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from absl import flags
 
 from ctl.errors import UsageError
 from ctl.flags.parsing import check_flags, group, run_command
-from ctl.inspect.measure import link
+from ctl.inspect.measure import FOLDER, link
 from ctl.inspect.predict import cost
 from ctl.inspect.predict.cost import Link, Network
 from ctl.inspect.predict.model import Pack, Prediction, Step, predict
+from ctl.inspect.units import GIB, KIB, MIB
 
 FLAGS = flags.FLAGS
 flags.disclaim_key_flags()
@@ -31,7 +35,7 @@ replicas, with three all-reduce algorithms: a model of the step, from what was m
   python -m ctl.inspect predict --measured=/tmp/run --link=link.json --replicas=2,3,4,100
 
 --measured reads what `ctl.inspect run` wrote, --plan the output of `ctl.inspect plan --json`, and
---link that of `benchmarks/all_reduce.py --json`. Formulas are in ctl/inspect/cost.py.
+--link that of `benchmarks/all_reduce.py --json`. Formulas are in ctl/inspect/predict/cost.py.
 """
 
 DEFAULT_REPLICAS = [2**k for k in range(1, 17)] + [100_000]
@@ -39,10 +43,11 @@ _MOST_REPLICAS = 10_000_000
 
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
 _RATES = {"MB/s": 1e6, "GB/s": 1e9, "Mbit/s": 1e6 / 8, "Gbit/s": 1e9 / 8}
-_SIZES = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "MB": 10**6, "GB": 10**9}
+_SIZES = {"B": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB, "MB": 10**6, "GB": 10**9}
 
 
 def define_flags() -> None:
+    """Defines the flags of the step, of the network and of the output."""
     with group("The step of one replica"):
         flags.DEFINE_string(
             "measured", None, "A --model_dir in which `ctl.inspect run` was: all of it."
@@ -91,13 +96,13 @@ def _check_algorithms(algorithms: list[str]) -> None:
 
 
 def run() -> None:
-    """The command line."""
+    """Defines the flags and runs the command."""
     define_flags()
     run_command(main, _USAGE)
 
 
 def main() -> None:
-    """Reads, predicts, prints and draws."""
+    """Predicts the step that the flags describe; prints the predictions and draws them."""
     step, network = read_step(), read_network()
     counts = read_replicas(FLAGS.replicas)
     curves = {
@@ -105,7 +110,7 @@ def main() -> None:
             predict(
                 step,
                 n,
-                lambda size, n=n, name=name: cost.ALGORITHMS[name](network, n, size),
+                functools.partial(cost.ALGORITHMS[name], network, n),
                 strong=FLAGS.strong,
             )
             for n in counts
@@ -116,17 +121,17 @@ def main() -> None:
         _plot(step, network, curves)
     as_json = FLAGS.json
     text = json.dumps(_as_json(step, network, curves)) if as_json else table(step, network, curves)
-    with contextlib.suppress(BrokenPipeError):  # of `predict | head`
+    with contextlib.suppress(BrokenPipeError):  # as in `predict | head`
         print(text, flush=True)
         return
-    os._exit(0)  # without a second attempt to write what is left
+    os._exit(0)  # without another attempt to write the rest
 
 
 def read_step() -> Step:
     """The step that the flags describe.
 
     Raises:
-        UsageError: there is none, or a file is not what it should be.
+        UsageError: a part of the step is missing, or a file is not what it should be.
     """
     step = Step(0.0, 0.0, 0.0, (), contention=FLAGS.contention)
     if FLAGS.measured:
@@ -135,14 +140,14 @@ def read_step() -> Step:
         from ctl.inspect.predict.model import measured_step
 
         directory = Path(FLAGS.measured)
-        inside = directory / "inspect"  # of a --model_dir
+        inside = directory / FOLDER  # if it is a --model_dir
         windows = read_all(inside if inside.is_dir() else directory)
         step = measured_step(join(windows), FLAGS.contention)
-    given = {
-        name: FLAGS[f"{name}_ms"].value / 1e3
-        for name in ("forward", "backward", "apply", "other", "jitter")
-        if FLAGS[f"{name}_ms"].value is not None
-    }
+    given: dict[str, Any] = {}
+    for name in ("forward", "backward", "apply", "other", "jitter"):
+        milliseconds = FLAGS[f"{name}_ms"].value
+        if milliseconds is not None:
+            given[name] = milliseconds / 1e3
     if not FLAGS.measured and not {"forward", "backward"} <= set(given):
         raise UsageError("give --measured=DIR of a run, or --forward_ms and --backward_ms")
     if FLAGS.plan:
@@ -155,10 +160,10 @@ def read_step() -> Step:
 
 
 def packs_of_plan(path: str) -> tuple[Pack, ...]:
-    """The gradients' packs of a plan, in order.
+    """The packs of the gradients in a plan's file, in order.
 
     Raises:
-        UsageError: the file is no plan, or does not know the size of a pack.
+        UsageError: the file cannot be read or is no plan, or the size of a pack is unknown.
     """
     from ctl.inspect.plan.plan import from_json
 
@@ -181,7 +186,7 @@ def read_network() -> Network:
     """The network that the flags describe.
 
     Raises:
-        UsageError: no outer link, or an unknown topology.
+        UsageError: a link is missing or malformed, or the topology is unknown.
     """
     kind, _, count = FLAGS.topology.partition(":")
     if (kind, count) not in (("flat", ""), ("shared", "")) and (
@@ -200,7 +205,15 @@ def read_network() -> Network:
 
 
 def parse_link(flag: str, text: str) -> Link:
-    """``5us,50GB/s``."""
+    """The link of a text such as ``5us,50GB/s``.
+
+    Args:
+        flag: the flag of the text, for the message.
+        text: latency and bandwidth.
+
+    Raises:
+        UsageError: the text is not of this form.
+    """
     latency, _, rate = text.partition(",")
     try:
         alpha, beta = _quantity(latency, _SECONDS), _quantity(rate, _RATES)
@@ -215,7 +228,11 @@ def parse_link(flag: str, text: str) -> Link:
 
 
 def parse_pack(text: str) -> Pack:
-    """``25MiB@0.5``."""
+    """The pack of a text such as ``25MiB@0.5``: size, and share of the backward pass (default 1).
+
+    Raises:
+        UsageError: the text is not of this form.
+    """
     size, _, share = text.partition("@")
     try:
         pack = Pack(_quantity(size, _SIZES), float(share or 1))
@@ -229,8 +246,8 @@ def parse_pack(text: str) -> Pack:
     return pack
 
 
-def _quantity(text: str, units: dict[str, float]) -> float:
-    """Raises ValueError for what is not a number with one of ``units``."""
+def _quantity(text: str, units: Mapping[str, float]) -> float:
+    """The value of a number with one of ``units``; raises ValueError for any other text."""
     found = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?)\s*([A-Za-z/]+)", text.strip())
     if not found or found[2] not in units:
         raise ValueError(text)
@@ -238,7 +255,11 @@ def _quantity(text: str, units: dict[str, float]) -> float:
 
 
 def read_replicas(texts: list[str] | None) -> list[int]:
-    """Numbers of replicas, ascending."""
+    """Numbers of replicas, ascending; `DEFAULT_REPLICAS` for None.
+
+    Raises:
+        UsageError: a text is not a number in range.
+    """
     if texts is None:
         return DEFAULT_REPLICAS
     for text in texts:
@@ -248,7 +269,7 @@ def read_replicas(texts: list[str] | None) -> list[int]:
 
 
 def table(step: Step, network: Network, curves: dict[str, list[Prediction]]) -> str:
-    """One line for each number of replicas; milliseconds and percent."""
+    """The predictions as text: a line for each number of replicas, in milliseconds and percent."""
     lines = [describe(step, network), ""]
     lines.append(" " * 9 + "".join(f"{name:>36}" for name in curves))
     head = f"{'step ms':>12}{'exposed ms':>12}{'efficiency':>12}"
@@ -262,15 +283,15 @@ def table(step: Step, network: Network, curves: dict[str, list[Prediction]]) -> 
 
 
 def describe(step: Step, network: Network) -> str:
-    """What goes in, in two lines."""
-    size = sum(pack.bytes for pack in step.packs) / (1 << 20)
+    """The step and the network in two lines of text."""
     kind = "all replicas share one link" if network.outer.shared else "a link for each replica"
     if network.per_host > 1:
+        assert network.inner is not None  # checked by Network
         kind = f"{network.per_host} replicas on a host ({_shown(network.inner)}), a link each"
     return (
         f"one replica: {step.alone * 1e3:.3f} ms (forward {step.forward * 1e3:.3f}, backward "
         f"{step.backward * 1e3:.3f}, apply {step.apply * 1e3:.3f}, other {step.other * 1e3:.3f}), "
-        f"{size:.2f} MiB in {len(step.packs)} packs\n"
+        f"{step.bytes / MIB:.2f} MiB in {len(step.packs)} packs\n"
         f"network: {kind}: {_shown(network.outer)}"
     )
 
@@ -297,8 +318,9 @@ def _plot(step: Step, network: Network, curves: dict[str, list[Prediction]]) -> 
 
     scaling = "strong" if FLAGS.strong else "weak"
     _, network_note = describe(step, network).splitlines()
-    size = sum(pack.bytes for pack in step.packs) / (1 << 20)
-    step_note = f"one replica: {step.alone * 1e3:.3g} ms, {size:.3g} MiB of gradients in all"
+    step_note = (
+        f"one replica: {step.alone * 1e3:.3g} ms, {step.bytes / MIB:.3g} MiB of gradients in all"
+    )
     title = f"Predicted efficiency, {scaling} scaling"
     try:
         Path(FLAGS.plot).write_text(

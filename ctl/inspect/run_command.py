@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from absl import flags, logging
 
 from ctl import build
 from ctl.flags import training
 from ctl.flags.parsing import group, run_command
+from ctl.inspect import measure
 from ctl.inspect.show.results import define_bandwidth_flag
 from ctl.logs import console
 
@@ -34,12 +35,12 @@ every worker.
 
 
 def run() -> None:
-    """The command line."""
+    """Defines the flags and runs the command."""
     with group("Inspection"):
         flags.DEFINE_integer("steps", 20, "Steps to look at.", lower_bound=1, upper_bound=10_000)
         flags.DEFINE_integer(
             "warm_up",
-            40,
+            measure.WARM_UP,
             "Steps before them: TensorFlow schedules an operation by what its first runs cost.",
             lower_bound=1,
         )
@@ -61,7 +62,7 @@ def run() -> None:
 
 
 def main() -> None:
-    """Warms up, looks, and shows."""
+    """Warms up, measures some steps and shows them. Without marks, prints the step time only."""
     console.log_to_terminal()
     console.load_tensorflow()
 
@@ -94,11 +95,14 @@ def _look(loop: Loop) -> None:
     recording.start()
     logging.info("compiling and warming up: %d steps", FLAGS.warm_up)
     loop.train(FLAGS.warm_up)
-    with profiled() if FLAGS.profile else contextlib.nullcontext([]) as traces:
+    profiler: contextlib.AbstractContextManager[list[Any]] = (
+        profiled() if FLAGS.profile else contextlib.nullcontext([])
+    )
+    with profiler as traces:
         loop.train(FLAGS.warm_up + FLAGS.steps + 1)
     recording.stop()
     windows = recording.take(traces)
-    directory = Path(FLAGS.model_dir) / "inspect" if FLAGS.model_dir else None
+    directory = Path(FLAGS.model_dir) / measure.FOLDER if FLAGS.model_dir else None
     multi_worker = workers.is_multi_worker(loop.strategy)
     mine = workers.cluster_of(loop.strategy).index if multi_worker else 0
     if directory:
@@ -108,7 +112,7 @@ def _look(loop: Loop) -> None:
 
 
 def _time(loop: Loop) -> None:
-    """All that can be said without marks."""
+    """Prints the time of a step, which needs no marks."""
     loop.train(FLAGS.warm_up)
     start = time.perf_counter()
     loop.train(FLAGS.warm_up + FLAGS.steps)

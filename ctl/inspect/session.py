@@ -1,4 +1,4 @@
-"""Inspects steps while a loop trains: what `ctl.TrainStep.inspect` gives."""
+"""Inspects steps while a loop trains; see `ctl.TrainStep.inspect`."""
 
 from __future__ import annotations
 
@@ -24,19 +24,26 @@ from ctl.step import TrainStep
 
 
 class Inspection:
-    """What `TrainStep.inspect` gives: the last ``steps`` steps that a loop runs inside the block.
+    """A context manager that inspects the last ``steps`` steps that a loop runs inside it.
 
         with step.inspect(steps=20) as seen:
             loop.train(until=100)
         print(*seen.verdict(), sep="\\n")
 
-    Warm up before, for 30 steps at least: the first are scheduled in other ways. With ``profile``,
-    TensorFlow's profiler runs over the block, too, and the times of packs are split further; train
-    no more than some hundred steps then.
+    Train at least 30 steps before: TensorFlow schedules its first steps differently.
 
-    Attributes, after the block:
-        windows: of all workers, in their order.
-        timeline: of all of them, see `ctl.inspect.measure.timeline`.
+    Args:
+        step: belongs to a `ctl.Loop`.
+        steps: number of steps to inspect, 1 or more.
+        profile: also run TensorFlow's profiler, which splits the times of packs further. Train no
+            more than some hundred steps inside the block then.
+
+    Attributes:
+        windows: of all workers, in order; set when the block ends.
+        timeline: the windows joined, see `ctl.inspect.measure.timeline`; set when the block ends.
+
+    Raises:
+        UsageError: ``step`` belongs to no loop or cannot be stamped, or ``steps`` is below 1.
     """
 
     windows: list[Window]
@@ -46,7 +53,9 @@ class Inspection:
         if step.strategy is None:
             raise UsageError("a step is inspected while a loop runs it: make the Loop first")
         self._recording = Recording(step, steps)
-        self._profile = profiled() if profile else contextlib.nullcontext([])
+        self._profile: contextlib.AbstractContextManager[list[Any]] = (
+            profiled() if profile else contextlib.nullcontext([])
+        )
         self._traces: list[Any] = []
 
     def __enter__(self) -> Inspection:
@@ -67,23 +76,23 @@ class Inspection:
             self.timeline = join(self.windows)
 
     def every(self, steps: int, sinks: Sequence[Sink]) -> Periodic:
-        """The same every ``steps`` steps of a training: an action for ``Loop(actions=...)``."""
+        """An action for ``Loop(actions=...)`` that inspects every ``steps`` steps of a training."""
         return Periodic(self._recording, steps, sinks)
 
     @property
     def plan(self) -> Plan | None:
-        """What the steps moved."""
+        """The plan of the inspected step, from worker 0; None if there is none."""
         return plan_from_json(self.timeline.plan) if self.timeline.plan else None
 
     @property
     def blame(self) -> Blame | None:
-        """The worker that is late again and again; None where there is none."""
+        """The worker that is late in most steps; None if there is none."""
         return blame(self.timeline)
 
     def verdict(self, measured: Measured | None = None) -> tuple[str, str, str]:
-        """What bounds the step; why; what to try next."""
+        """Three lines: what bounds the step; why; what to try next."""
         return verdict(self.timeline, measured)
 
     def show(self, measured: Measured | None = None) -> None:
-        """Prints the tables and the verdict."""
+        """Prints the tables and the verdict. ``measured`` adds bandwidths relative to it."""
         print_report(self.timeline, self.verdict(measured), plan=self.plan, measured=measured)

@@ -1,1 +1,1 @@
-"""What a run shows and records: the terminal, the progress bar, metrics, profiles, SVG."""
+"""Output of a run: terminal, progress bar, metrics, profiles, SVG."""

@@ -1,7 +1,7 @@
-"""The only place that decides what the commands let through to standard error.
+"""Filters what the commands write to standard error and to log files.
 
-TensorFlow and TFDS log a page of start-up lines that are not about the user's run; warnings and
-errors, and what ctl itself says, stay.
+TensorFlow and TFDS log a page of start-up lines that do not concern the run. Their warnings and
+errors stay, and so do all lines of ctl.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 
 
 def log_to_terminal() -> None:
-    """Log lines as plain text on stderr: all of ctl's, warnings of everything else."""
+    """Logs to stderr as plain text: all lines of ctl, warnings and errors of other packages."""
     logging.use_absl_handler()
     logging.set_verbosity(logging.INFO)
     logging.set_stderrthreshold(logging.INFO)
@@ -36,11 +36,14 @@ def log_to_terminal() -> None:
 
 @contextlib.contextmanager
 def log_to_file(path: Path) -> Iterator[None]:
-    """Inside, log lines go to the end of ``path``, too, each with its time (UTC); at last the error
-    that ends it. A file that cannot be written is a warning."""
+    """Inside, also appends log lines to ``path``, each with its time (UTC).
+
+    An error that ends the context is appended, too. If the file cannot be opened, a warning is
+    logged.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handler = python_logging.FileHandler(path, encoding="utf-8")
+        handler = _LogFile(path, encoding="utf-8")
     except OSError as error:
         logging.warning("there will be no %s: %s", path, error.strerror)
         yield
@@ -49,7 +52,6 @@ def log_to_file(path: Path) -> Iterator[None]:
     formatter.converter = time.gmtime
     handler.setFormatter(formatter)
     handler.addFilter(_is_for_the_user)
-    handler.handleError = lambda record: None  # of a full disk the checkpoints say more
     logger = python_logging.getLogger()
     logger.addHandler(handler)
     try:
@@ -65,13 +67,18 @@ def log_to_file(path: Path) -> Iterator[None]:
 
 
 def last_line(text: str) -> None:
-    """Says why the process ends on stderr and in the file of `log_to_file`: for threads."""
-    sys.stderr.write(text + "\n")  # at once: `print` writes the end of the line apart
+    """Writes to stderr and the file of `log_to_file` why the process ends. For any thread."""
+    sys.stderr.write(text + "\n")  # in one piece: `print` writes the newline separately
     sys.stderr.flush()
     record = python_logging.makeLogRecord({"msg": text, "levelno": python_logging.ERROR})
     for handler in python_logging.getLogger().handlers:
         if isinstance(handler, python_logging.FileHandler):
             handler.handle(record)
+
+
+class _LogFile(python_logging.FileHandler):
+    def handleError(self, record: python_logging.LogRecord) -> None:
+        """Nothing: checkpoints report a full disk with more detail."""
 
 
 class _Formatter(python_logging.Formatter):
@@ -86,16 +93,19 @@ def _is_for_the_user(record: python_logging.LogRecord) -> bool:
 
 
 def load_tensorflow(errors: bool = True) -> None:
-    """Imports TensorFlow and looks for devices. What its C++ code writes to stderr meanwhile, about
-    CPU features and GPUs that are not there, is shown only when that fails.
+    """Imports TensorFlow and Keras and lists the devices.
 
-    Without ``errors`` neither its C++ code nor its coordinator of parameter servers writes any: a
-    worker that is lost gets hundreds of lines, for what is no error there.
+    TensorFlow's C++ code writes to stderr meanwhile, about CPU features and missing GPUs. That
+    output is shown only if the import fails.
+
+    Args:
+        errors: False silences errors of the C++ code and of the coordinator of parameter servers,
+            which writes hundreds of lines about a lost worker, a normal event there.
     """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2" if errors else "3")
     if not errors:
         logging.get_absl_handler().addFilter(lambda r: "cluster_coordinator" not in r.pathname)
-    gc.disable()  # modules stay: to look for garbage among them is a tenth of a start
+    gc.disable()  # collecting garbage among modules, which stay, takes a tenth of the start
     with _native_stderr_held():
         import keras  # noqa: F401
         import tensorflow as tf
@@ -106,8 +116,10 @@ def load_tensorflow(errors: bool = True) -> None:
 
 
 def discard_output(stream: TextIO) -> None:
-    """What is written to ``stream`` from here on is lost, also what is in its buffer: it cannot be
-    written, and would raise again when the process ends."""
+    """Discards the buffer of ``stream`` and all that is written to it from now on.
+
+    For a stream that cannot be written: its buffer would raise again when the process ends.
+    """
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, stream.fileno())
     os.close(null)

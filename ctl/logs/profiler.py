@@ -1,4 +1,4 @@
-"""The only place that starts and stops TensorFlow's profiler."""
+"""An action that profiles some steps with TensorFlow's profiler."""
 
 from __future__ import annotations
 
@@ -18,17 +18,20 @@ if TYPE_CHECKING:
 class Profile:
     """An action that profiles the steps [start, stop), once.
 
-    Inside the window the loop runs one step in a call, so that each step has one marker in the
-    trace: ``ctl_step`` with its ``step_num``. The first step that a process runs is mostly tracing
-    and never profiled: a run that is resumed at or inside the window profiles the rest of it, one
-    that is resumed beyond it nothing.
+    Inside the window the loop runs one step per call, so that each step has its own marker in the
+    trace: ``ctl_step`` with its ``step_num``. The first step of a process is mostly tracing and is
+    not profiled. A run that resumes at or inside the window profiles the rest of the window.
 
-    With more than one worker every worker needs one, with a directory of its own: calls must have
-    the same number of steps everywhere.
+    With more than one worker, every worker needs a `Profile` with a directory of its own, because
+    calls must have the same number of steps on all workers.
 
     Args:
         start, stop: global steps, 1 <= start < stop; see `ctl.actions.parse_window`.
         directory: gets ``plugins/profile/...``, where TensorBoard looks for traces.
+
+    Raises:
+        UsageError: the window is not valid; when called, if another profiler runs.
+        CtlError: when called or closed, if the profile cannot be written.
     """
 
     def __init__(self, start: int, stop: int, directory: str | os.PathLike[str]):
@@ -37,12 +40,12 @@ class Profile:
         self.start = start
         self.stop = stop
         self.directory = os.fspath(directory)
-        self._first: int | None = None  # the first step in the trace, once there is one
+        self._first: int | None = None  # the first step in the trace
         self._step = 0
         self._running = False
 
     def steps_until_due(self, step: int) -> int:
-        """Steps to the window, 1 inside it, `NEVER` after it."""
+        """Steps until the window begins; 1 inside it, `NEVER` after it."""
         if step < self.start:
             return self.start - step
         over = step >= self.stop or (self._first is not None and not self._running)
@@ -57,7 +60,7 @@ class Profile:
             self._start(status.step)
 
     def close(self) -> None:
-        """Ends a trace that is under way; for ``finally``, when training ends inside the window."""
+        """Ends a running trace. Call it in ``finally``: training may end inside the window."""
         if not self._running:
             return
         self._running = False

@@ -1,4 +1,4 @@
-"""The only place that shows training on a terminal: a progress bar, or plain lines for a pipe."""
+"""Shows training on a terminal: a progress bar, or plain lines for a pipe."""
 
 from __future__ import annotations
 
@@ -41,23 +41,25 @@ class Lines:
             raise CtlError(f"cannot write to {self._file.name}: {error.strerror}") from error
 
     def close(self) -> None:
-        """Leaves the file to whoever opened it."""
+        """Does nothing: the file stays open."""
 
 
 class Progress:
     """A progress bar at the foot of the terminal: a context manager, an action, and a sink.
 
-    As an action it follows the steps at every wake; as a sink of `ctl.actions.Log` it prints each
-    record above the bar. What else is printed or logged while it is shown goes above the bar, too::
+    As an action, it updates the bar at every wake. As a sink of `ctl.actions.Log`, it prints each
+    record above the bar. Other output appears above the bar, too::
 
         with Progress() as progress:
             loop = ctl.Loop(..., actions=[Every(Log(progress), steps=100), progress])
             loop.train_and_evaluate(..., on_wake=progress.evaluating)
 
     Args:
-        peek: reads the scalars twice a second, without ending their window. Must be False with more
-            than one worker, where a read is a collective: then the bar shows the last record's.
+        peek: whether to read the scalars twice a second, without ending their window. Must be
+            False with more than one worker, where a read is a collective; the bar then shows the
+            scalars of the last record.
         console: by default standard output.
+        clock: returns seconds.
     """
 
     def __init__(
@@ -73,7 +75,7 @@ class Progress:
         self._read_at = -math.inf
         self._time_left = _TimeLeft()
         self._bar = _Bar()
-        # Standard error may go elsewhere; only what would hit the bar is taken.
+        # Only redirected where it would overwrite the bar: standard error may go elsewhere.
         self._live = Live(
             console=console or Console(),
             get_renderable=self._render,
@@ -86,7 +88,7 @@ class Progress:
     def __enter__(self) -> Progress:
         self._began = self._clock()
         self._live.start()
-        # absl holds the stream it began with: hand it the one that prints above the bar.
+        # absl keeps its first stream: set the one that prints above the bar.
         handler = logging.get_absl_handler().python_handler
         if handler.stream is sys.__stderr__ and sys.stderr is not sys.__stderr__:
             self._log_stream = handler.stream
@@ -104,7 +106,10 @@ class Progress:
         self._show(vars(status), scalars, now)
 
     def evaluating(self, done: int, batches: int | None) -> None:
-        """Shows the evaluation in place of the training: ``Loop.evaluate(progress.evaluating)``."""
+        """Shows evaluation progress, ``done`` of ``batches`` (None: unknown), instead of training.
+
+        For ``Loop.evaluate(progress.evaluating)``.
+        """
         self._bar = dataclasses.replace(self._bar, evaluated=(done, batches))
 
     def write(self, record: Mapping[str, Any]) -> None:
@@ -114,12 +119,12 @@ class Progress:
             left = self._bar.left
         else:
             self._bar = dataclasses.replace(self._bar, evaluated=None)
-        # As Text, a metric called "[red]" is no markup.
+        # Text, so that a metric called "[red]" is not read as markup.
         self._live.console.print(Text(format_record(record, left)), soft_wrap=True)
-        self._live.refresh()  # else the bar is behind the record until its turn comes
+        self._live.refresh()  # or the bar would lag behind the record
 
     def close(self) -> None:
-        """Leaves the bar as it is and gives the terminal back. Doing it twice changes nothing."""
+        """Leaves the bar on the screen and releases the terminal. A second call has no effect."""
         if self._log_stream:
             logging.get_absl_handler().python_handler.setStream(self._log_stream)
             self._log_stream = None
@@ -136,7 +141,7 @@ class Progress:
 
 @dataclasses.dataclass(frozen=True)
 class _Bar:
-    """What the bar shows, as one line of whatever width there is."""
+    """The content of the bar, rendered as one line of the width of the terminal."""
 
     step: int = 0
     until: int = 0
@@ -149,6 +154,7 @@ class _Bar:
         if not self.until and not self.evaluated:
             yield Text(f"tracing the first step  {_duration(self.elapsed)}", no_wrap=True)
             return
+        of: int | None
         done, of, head = self.step, self.until, _place(self.step, self.until)
         if self.evaluated:
             done, of = self.evaluated
@@ -168,8 +174,7 @@ class _Bar:
         )
 
     def _fitting(self, room: int) -> list[str]:
-        """The pieces that fit; where not all do, the rate and the elapsed time go first, then the
-        metrics from the last, the time left at the end."""
+        """The pieces that fit. Dropped first: elapsed time, rate, then metrics from the last."""
         pieces = _metrics(self.scalars)
         optional = [*_rate(self.scalars), _duration(self.elapsed)]
         left = [] if self.left is None else [f"{_duration(self.left)} left"]
@@ -182,20 +187,19 @@ class _Bar:
 
 
 class _TimeLeft:
-    """Seconds to the end, at the pace of this run: evaluations count; steps before it was resumed
-    and the first call, which is mostly tracing, do not."""
+    """Seconds to the end, at the pace since the first wake; evaluations count."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._first: tuple[int, float] | None = None
 
     def seconds(
         self, place: Mapping[str, Any], now: float, scalars: Mapping[str, float]
     ) -> float | None:
-        """Of ``step`` and ``until`` in ``place``; None where nothing is known or left."""
+        """From ``step`` and ``until`` in ``place``; None if unknown or at the end."""
         step, todo = place["step"], place["until"] - place["step"]
         if todo <= 0:
             return None
-        if self._first is None:
+        if self._first is None:  # after the first call, which is mostly tracing
             self._first = step, now
         first, began = self._first
         if step > first:
@@ -205,7 +209,7 @@ class _TimeLeft:
 
 
 def format_record(record: Mapping[str, Any], seconds_left: float | None = None) -> str:
-    """A record as one line: ``step  1200/9380  epoch 1.28  loss 0.4312  ...  0:43 left``."""
+    """Formats a record as ``step  1200/9380  epoch 1.28  loss 0.4312  ...  0:43 left``."""
     scalars = scalars_of(record)
     if record["phase"] == "eval":
         return f"eval at step {record['step']}: " + "  ".join(_metrics(scalars))
@@ -223,7 +227,7 @@ def _place(step: int, until: int) -> str:
     return f"step {step:>{len(str(until))}}/{until}"
 
 
-# Shown by `_rate`, in its own form.
+# Formatted by `_rate`.
 _RATES = ("steps_per_second", "examples_per_second")
 
 
@@ -253,7 +257,7 @@ def _number(value: float) -> str:
 
 
 def _count(value: float) -> str:
-    """Three digits and a unit: 41.2k."""
+    """Three digits and a unit, such as 41.2k."""
     power = 0
     while value >= 999.5 and power < 3:
         value, power = value / 1000, power + 1

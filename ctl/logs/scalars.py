@@ -1,4 +1,4 @@
-"""What a log record says of the steps since the last one: loss, metrics, learning rate, speed."""
+"""The scalars of a log record: loss, metrics, learning rate and speed since the last record."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from ctl.watch import watchdog
 
 
 class Scalars:
-    """A window of steps.
+    """Collects the scalars of a window of steps.
 
     Args:
         step: a built step.
-        global_batch_size: None where unknown.
+        global_batch_size: None if unknown; then `read` gives no ``examples_per_second``.
     """
 
     def __init__(self, step: TrainStep, global_batch_size: int | None):
@@ -26,18 +26,18 @@ class Scalars:
         self._step.reset_metrics()
 
     def add(self, loss: float, steps: int, skipped: int) -> None:
-        """``steps`` more, of which ``skipped`` updated nothing; ``loss`` is the sum of the rest."""
+        """Adds ``steps``, ``skipped`` of them without update; ``loss`` is the sum of the others."""
         self._loss += loss
         self._updates += steps - skipped
         self._skipped += skipped
 
     def add_time(self, seconds: float, steps: int) -> None:
-        """``steps`` took ``seconds``."""
+        """Adds the duration of ``steps`` steps."""
         self._seconds += seconds
         self._timed_steps += steps
 
     def read(self) -> dict[str, float]:
-        """By name; with several workers all must read at the same steps."""
+        """The scalars by name. With several workers, all must read at the same steps."""
         scalars = {"loss": self._loss / max(1, self._updates)}
         with watchdog.collective("reading the metrics"):
             scalars |= self._step.results()

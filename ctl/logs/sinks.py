@@ -1,4 +1,4 @@
-"""The only place that writes log records to files: lines of JSON, and TensorBoard's event files."""
+"""Writes log records to files: JSON lines, and event files of TensorBoard."""
 
 from __future__ import annotations
 
@@ -14,20 +14,19 @@ import tensorflow as tf
 from ctl.actions import scalars_of
 from ctl.errors import CheckpointError
 
-SCHEMA = 1  # Raised when a key changes its meaning or goes away, not when one is added.
+SCHEMA = 1  # Incremented when a key changes its meaning or is removed, not when one is added.
 
 
 class JsonLines:
-    """One JSON object per record, appended to a file: ``{"schema": 1, "phase": "train", ...}``.
+    """Appends records to a file as JSON lines: ``{"schema": 1, "phase": "train", ...}``.
 
-    Every line of the file is valid JSON: numbers that are not finite become the strings "NaN",
-    "Infinity" and "-Infinity" (as in protobuf's JSON mapping; ``float()`` reads them). Each line is
-    written whole and at once; a run that was killed within one leaves a torn last line, which the
-    next run cuts off. A resumed run appends, so steps after the checkpoint come twice: of two lines
-    with the same phase and step the later one counts.
+    Numbers that are not finite become the strings "NaN", "Infinity" and "-Infinity" (as in the JSON
+    mapping of protobuf; ``float()`` reads them). Each line is written at once, without a buffer. A
+    killed run may leave an incomplete last line, which the next run cuts off. A resumed run appends
+    steps after the checkpoint again: of two lines with the same phase and step, the later counts.
 
     Raises:
-        CheckpointError: the file cannot be written, e.g. a full disk.
+        CheckpointError: the file cannot be written, e.g. because the disk is full.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
@@ -53,9 +52,9 @@ class JsonLines:
 
 
 class TensorBoard:
-    """Scalars as TensorBoard reads them, under ``train/`` and ``eval/`` of a directory.
+    """Writes scalars for TensorBoard, under ``train/`` and ``eval/`` of a directory.
 
-    Both phases use the same names (``loss``, ``accuracy``, ...), so that they share a chart.
+    Both phases use the same names (``loss``, ``accuracy``, ...), so that they share charts.
 
     Raises:
         CheckpointError: the files cannot be written.
@@ -71,7 +70,7 @@ class TensorBoard:
             if phase not in self._writers:
                 path = self.directory / phase
                 self._writers[phase] = tf.summary.create_file_writer(str(path))
-            with self._writers[phase].as_default(step=record["step"]):  # flushes at its end
+            with self._writers[phase].as_default(step=record["step"]):  # flushes on exit
                 for name, value in scalars_of(record).items():
                     tf.summary.scalar(name, value)
         except tf.errors.OpError as error:
@@ -84,7 +83,7 @@ class TensorBoard:
 
 
 def _repair(path: Path) -> None:
-    """Ends the file with a newline, or cuts off what follows the last one if that is no JSON."""
+    """Completes the last line with a newline, or cuts it off if it is not valid JSON."""
     if not path.is_file():
         return
     with open(path, "r+b") as file:

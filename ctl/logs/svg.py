@@ -1,7 +1,7 @@
-"""The only place that writes SVG elements: coordinates, text that is escaped, ticks of an axis.
+"""Writes SVG elements: coordinates, escaped text, ticks of an axis.
 
-What is drawn comes from files and from users' names, so nothing here trusts it: text is escaped and
-rid of what no page may contain, coordinates are finite and short.
+The content comes from files and from names that users choose, so it is not trusted: text is
+escaped and its unprintable characters are replaced; coordinates are finite and short.
 """
 
 from __future__ import annotations
@@ -12,28 +12,25 @@ import unicodedata
 from collections.abc import Iterable
 from xml.sax.saxutils import escape as _escape
 
-# Not allowed in XML, invisible, or turning the direction of the text around them.
+# Not allowed in XML, invisible, or changing the direction of text.
 _UNPRINTABLE = re.compile(
     "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff\u200b-\u200f\u202a-\u202e\u2066-\u2069]"
 )
-_FAR = 1e5  # No picture is that large; browsers draw nonsense beyond 2**24.
+_FAR = 1e5  # Larger than any picture; browsers fail beyond 2**24.
 
 
 def printable(text: object) -> str:
-    """``text`` without what no page may contain and what would command a terminal."""
+    """``text`` with U+FFFD in place of characters that are invalid in XML or control a terminal."""
     return _UNPRINTABLE.sub("\ufffd", str(text))
 
 
 def escape(text: object) -> str:
-    """``text`` as it may stand between tags and in a quoted attribute of HTML, SVG and XML."""
+    """`printable` text, escaped for content and quoted attributes of HTML, SVG and XML."""
     return _escape(printable(text), {'"': "&quot;", "'": "&#39;"})
 
 
 def shorten(text: object, width: float, pixel: float = 12.0) -> str:
-    """``text``, cut at the end with "…" where it would be wider than ``width`` pixels.
-
-    The width is an estimate, from above: there is no font here to measure it with.
-    """
+    """Cuts ``text`` and ends it with "…" if it is wider than ``width`` pixels, see `text_width`."""
     text = str(text)
     if text_width(text, pixel) <= width:
         return text
@@ -43,42 +40,51 @@ def shorten(text: object, width: float, pixel: float = 12.0) -> str:
 
 
 def text_width(text: str, pixel: float = 12.0) -> float:
-    """About how wide ``text`` is in a sans-serif font of ``pixel`` pixels."""
+    """Estimates the width of ``text`` in pixels, rather too wide, in a sans-serif font of
+    ``pixel`` pixels."""
     wide = sum(unicodedata.east_asian_width(c) in "WF" for c in text)
     return pixel * (0.58 * (len(text) - wide) + 1.05 * wide)
 
 
 def number(value: float) -> str:
-    """A coordinate: one decimal, finite, on the page."""
+    """Formats a coordinate with one decimal, limited to ±1e5; 0 if it is not finite."""
     if not math.isfinite(value):
         value = 0.0
     return f"{min(max(value, -_FAR), _FAR):.1f}".removesuffix(".0")
 
 
 def text(x: float, y: float, content: object, kind: str = "") -> str:
-    """A line of text whose base line starts (or, by ``kind``, ends) at ``(x, y)``."""
+    """A ``<text>`` element at ``(x, y)``, the start of its base line.
+
+    ``kind`` is its class, which may move the anchor to the middle or the end.
+    """
     return f'<text{_class(kind)} x="{number(x)}" y="{number(y)}">{escape(content)}</text>'
 
 
 def line(x1: float, y1: float, x2: float, y2: float, kind: str = "grid") -> str:
-    x1, y1, x2, y2 = map(number, (x1, y1, x2, y2))
-    return f'<line{_class(kind)} x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2}"/>'
+    """A ``<line>`` element of class ``kind``."""
+    ends = f'x1="{number(x1)}" y1="{number(y1)}" x2="{number(x2)}" y2="{number(y2)}"'
+    return f"<line{_class(kind)} {ends}/>"
 
 
 def rect(x: float, y: float, width: float, height: float, kind: str, title: str = "") -> str:
-    """A rectangle; ``title`` is what a browser shows where the pointer rests."""
-    x, y, width, height = map(number, (x, y, max(width, 0.0), max(height, 0.0)))
-    start = f'<rect{_class(kind)} x="{x}" y="{y}" width="{width}" height="{height}"'
+    """A ``<rect>`` element of class ``kind``; browsers show ``title`` as a tooltip."""
+    place = f'x="{number(x)}" y="{number(y)}"'
+    size = f'width="{number(max(width, 0.0))}" height="{number(max(height, 0.0))}"'
+    start = f"<rect{_class(kind)} {place} {size}"
     return f"{start}><title>{escape(title)}</title></rect>" if title else f"{start}/>"
 
 
 def path(parts: Iterable[str], kind: str) -> str:
-    """``parts`` are commands made of `number`, e.g. ``M3 4h5``."""
+    """A ``<path>`` element; ``parts`` are commands such as ``M3 4h5``, not escaped."""
     return f'<path{_class(kind)} d="{"".join(parts)}"/>'
 
 
 def ticks(limit: float, least: float = 0.0, about: int = 6) -> list[float]:
-    """At most ``about`` multiples of 1, 2 or 5 times a power of ten in (0, ``limit``], and 0."""
+    """0 and at most ``about`` ticks in (0, ``limit``], where ``limit`` is above 0.
+
+    Their distance is 1, 2 or 5 times a power of ten, or ``least`` if that is more.
+    """
     power = 10.0 ** math.floor(math.log10(limit / about))
     step = next(m for m in (1, 2, 5, 10) if about * m * power >= 0.999 * limit) * power
     step = max(least, step)

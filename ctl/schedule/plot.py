@@ -1,7 +1,7 @@
-"""The only place that prints and draws a learning rate schedule: ``python -m ctl.schedule``.
+"""Prints and draws a learning rate schedule: ``python -m ctl.schedule``.
 
-The curve is drawn by calling the schedule itself, the code that trains. The picture is one SVG that
-needs nothing else, with colours for light and dark pages.
+The curve is drawn by calling the schedule itself, the same code as in training. The picture is one
+self-contained SVG file, with colours for light and dark pages.
 """
 
 from __future__ import annotations
@@ -70,13 +70,13 @@ def _check_length(epochs: float, steps_per_epoch: float) -> None:
 
 
 def _main() -> None:
-    load_tensorflow()  # Slow: only once the flags are right.
+    load_tensorflow()  # slow, so after the flags are checked
 
     import tensorflow as tf
 
     from ctl.schedule.schedules import make_schedule
 
-    tf.config.set_visible_devices([], "GPU")  # It may be training, and has no part in a picture.
+    tf.config.set_visible_devices([], "GPU")  # not needed, and a training may be using it
     steps_per_epoch = flags.FLAGS.steps_per_epoch
     total_steps = math.ceil(flags.FLAGS.epochs * steps_per_epoch)
     schedule = make_schedule(
@@ -96,7 +96,8 @@ def _main() -> None:
 
 
 def table(schedule: Schedule, total_steps: int, steps_per_epoch: float) -> str:
-    """The rate at the steps where something happens, as text of one line per step."""
+    """A text table of the rate, one line per step: at eighths of the training, at the end of the
+    warm-up, and around boundaries."""
     steps = {total_steps * i // 8 for i in range(8)} | {schedule.warmup_steps, total_steps - 1}
     for boundary in getattr(schedule, "boundaries", ()):
         steps |= {boundary - 1, boundary}
@@ -108,7 +109,7 @@ def table(schedule: Schedule, total_steps: int, steps_per_epoch: float) -> str:
 
 
 def draw(schedule: Schedule, total_steps: int, steps_per_epoch: float) -> str:
-    """An SVG document: the rate over ``total_steps`` steps, with a scale of epochs above."""
+    """An SVG document: the rate over ``total_steps`` steps, with an axis of epochs at the top."""
     from ctl.schedule.schedules import Exponential, Piecewise
 
     samples = min(total_steps, RIGHT - LEFT)
@@ -131,9 +132,9 @@ def draw(schedule: Schedule, total_steps: int, steps_per_epoch: float) -> str:
     for rate in y_ticks:
         parts.append(line(LEFT, y(rate), RIGHT, y(rate)))
         parts.append(text(LEFT - 8, y(rate) + 4, _rate(rate), "y"))
-    for step in ticks(total_steps, least=1):
-        parts.append(line(x(step), TOP, x(step), BOTTOM))
-        parts.append(text(x(step), BOTTOM + 18, _count(step), "x"))
+    for tick in ticks(total_steps, least=1):
+        parts.append(line(x(tick), TOP, x(tick), BOTTOM))
+        parts.append(text(x(tick), BOTTOM + 18, _count(tick), "x"))
     for epoch in ticks(epochs):
         at = x(epoch * steps_per_epoch)
         parts.append(f'<path class="frame" d="M{at:.1f} {TOP}v-4"/>')
@@ -157,10 +158,10 @@ def draw(schedule: Schedule, total_steps: int, steps_per_epoch: float) -> str:
 def _rate_axis(
     rates: Sequence[float], by_factors: bool
 ) -> tuple[Callable[[float], float], list[float]]:
-    """Where a rate is drawn, and the rates to label.
+    """The y coordinate of a rate, and the rates to label.
 
-    Rates that change ``by_factors``, by 10 or more in all, are read on a logarithmic axis. A rate
-    below it, early in a long warm-up, is drawn at its foot.
+    The axis is logarithmic if rates change ``by_factors``, and by 10 or more in all. Rates below
+    the axis, early in a long warm-up, are drawn at its bottom.
     """
     low, high = min(rates), max(rates)
     if not (by_factors and 0 < 9.99 * low <= high):
@@ -184,18 +185,18 @@ def _name(schedule: Schedule) -> str:
 
 def _arguments(schedule: Schedule) -> str:
     values = dataclasses.asdict(schedule)
-    values["warmup_steps"] = values.pop("warmup_steps")  # Last: the rates come first.
+    values["warmup_steps"] = values.pop("warmup_steps")  # last, after the rates
     return " ".join(f"{key}={_value(value)}" for key, value in values.items())
 
 
-def _value(value: float | Sequence[float]) -> str:
+def _value(value: float | tuple[float, ...]) -> str:
     if isinstance(value, tuple):
         return ",".join(_value(item) for item in value)
     return str(value) if isinstance(value, int) else _rate(value)
 
 
 def _rate(rate: float) -> str:
-    """1e-3 rather than 0.001 or 1e-03, 0.05 as it is."""
+    """Below 0.01 as 1e-3, rather than 0.001 or 1e-03."""
     if rate == 0 or 0.01 <= rate < 1e4:
         return f"{rate:.4g}"
     mantissa, exponent = f"{rate:.3e}".split("e")

@@ -1,13 +1,13 @@
-"""The only place that turns a step number into a learning rate.
+"""Learning rate schedules: functions from the step to the rate.
 
-A schedule is a pure function of the step, inside a graph or out: ``schedule(step)`` is the float32
-rate of the update that is made when ``step`` updates have been made, so the first update gets
-``schedule(0)``. Each is also a `keras.optimizers.schedules.LearningRateSchedule`.
+``schedule(step)`` is the float32 rate of the update that follows ``step`` updates, so the first
+update gets ``schedule(0)``. It depends on the step alone and works inside and outside of graphs.
+Each schedule is also a `keras.optimizers.schedules.LearningRateSchedule`.
 
     python -m ctl.schedule --schedule=cosine --warmup=0.5ep --epochs=12 --steps_per_epoch=156 \\
         --plot=rate.svg
 
-prints and draws one (`ctl.schedule.plot`).
+prints and draws a schedule (`ctl.schedule.plot`).
 """
 
 from __future__ import annotations
@@ -38,15 +38,18 @@ _serializable = keras.saving.register_keras_serializable(package="ctl")
 
 @dataclasses.dataclass(frozen=True)
 class Schedule(keras.optimizers.schedules.LearningRateSchedule):
-    """A linear warm-up, then `decay`. Subclasses give `decay`.
+    """A linear warm-up, then `decay`, which subclasses define.
 
-    During the first W = ``warmup_steps`` updates the rate is multiplied by (step + 1) / (W + 1): it
-    rises in equal parts, no update is wasted on a rate of 0, and step W is the first at the full
-    rate (the gradual warm-up of Goyal et al. 2017, section 2.2).
+    During the first W = ``warmup_steps`` updates, the rate is multiplied by (step + 1) / (W + 1):
+    it rises in equal parts, the first update has a rate above 0, and step W is the first at the
+    full rate (the gradual warm-up of Goyal et al. 2017, section 2.2).
 
-    Steps may be int32 or int64 tensors, variables or Python integers. A float32 holds every step
-    only up to 2^24, so the rate is computed in float64 and rounded to float32 once, at the end.
-    That is at most 16 scalar operations, 1 to 3 microseconds of a step on a CPU.
+    Steps may be int32 or int64 tensors, variables or Python integers. float32 is exact for steps up
+    to 2^24 only, so the rate is computed in float64 and rounded to float32 at the end. This takes
+    at most 16 scalar operations, 1 to 3 microseconds of a step on a CPU.
+
+    Raises:
+        UsageError: an argument is out of range.
     """
 
     warmup_steps: int = dataclasses.field(default=0, kw_only=True)
@@ -64,7 +67,7 @@ class Schedule(keras.optimizers.schedules.LearningRateSchedule):
         return tf.cast(rate, tf.float32)
 
     def decay(self, step: tf.Tensor) -> tf.Tensor:
-        """The float64 rate ``step`` updates after the end of the warm-up; ``step`` is float64."""
+        """The float64 rate, ``step`` updates (float64) after the end of the warm-up."""
         raise NotImplementedError
 
     def get_config(self) -> dict[str, Any]:
@@ -91,10 +94,10 @@ class Constant(Schedule):
 class Piecewise(Schedule):
     """``values[0]`` before step ``boundaries[0]``, ``values[1]`` from that step on, and so on.
 
-    The step of a boundary already has the new rate, so a boundary of ``3 * steps_per_epoch`` means
-    "before epoch 3" for epochs counted from 0. (`keras.optimizers.schedules.PiecewiseConstantDecay`
-    gives it the old rate.) Boundaries are counted from step 0, not from the end of the warm-up,
-    which has to end before the first of them.
+    The step of a boundary has the new rate, so ``3 * steps_per_epoch`` means "before epoch 3",
+    counted from 0. (In `keras.optimizers.schedules.PiecewiseConstantDecay` it has the old rate.)
+    Boundaries are counted from step 0, not from the end of the warm-up. The warm-up must end before
+    the first boundary.
     """
 
     boundaries: Sequence[int]
@@ -109,8 +112,10 @@ class Piecewise(Schedule):
         steps_per_epoch: float,
         warmup_steps: int = 0,
     ) -> Piecewise:
-        """Boundaries in epochs; ``steps_per_epoch`` may be fractional. A step that begins before
-        the boundary and ends after it still has the old rate."""
+        """Takes boundaries in epochs; ``steps_per_epoch`` may be fractional.
+
+        A step that begins before a boundary and ends after it has the old rate.
+        """
         steps = [steps_from("boundaries", f"{b}ep", steps_per_epoch) for b in boundaries]
         return cls(steps, values, warmup_steps=warmup_steps)
 
@@ -134,8 +139,7 @@ class Piecewise(Schedule):
 
 @dataclasses.dataclass(frozen=True)
 class _ToEnd(Schedule):
-    """From ``learning_rate`` at the end of the warm-up to ``end_learning_rate`` at step
-    ``total_steps``, which is kept from there on."""
+    """From ``learning_rate`` after the warm-up to ``end_learning_rate`` from ``total_steps`` on."""
 
     learning_rate: float
     total_steps: int
@@ -158,7 +162,8 @@ class _ToEnd(Schedule):
         return self.end_learning_rate + (self.learning_rate - self.end_learning_rate) * left
 
     def shape(self, left: tf.Tensor) -> tf.Tensor:
-        """What is left of the way down, 1 to 0, when ``left`` of the steps is left, 1 to 0."""
+        """The share of the decay that is left, from 1 to 0, when a share ``left`` of the steps is
+        left. Both are float64."""
         raise NotImplementedError
 
 
@@ -172,7 +177,7 @@ class Cosine(_ToEnd):
     """
 
     def shape(self, left: tf.Tensor) -> tf.Tensor:
-        # (1 + cos(pi * (1 - left))) / 2, in the form that keeps its digits towards 0.
+        # (1 + cos(pi * (1 - left))) / 2, in a form that is accurate near 0.
         return tf.square(tf.sin(left * (math.pi / 2)))
 
 
@@ -196,8 +201,8 @@ class Polynomial(_ToEnd):
 class Exponential(Schedule):
     """rate * decay_rate ** (t / decay_steps), t steps after the warm-up, continuous, without end.
 
-    A ``decay_rate`` above 1 grows: a learning rate range test (Smith, "Cyclical Learning Rates for
-    Training Neural Networks", 2015, section 3.3).
+    A ``decay_rate`` above 1 makes the rate grow, as in a learning rate range test (Smith, "Cyclical
+    Learning Rates for Training Neural Networks", 2015, section 3.3).
     """
 
     learning_rate: float
@@ -219,8 +224,9 @@ class Exponential(Schedule):
 class InverseSqrt(Schedule):
     """rate * sqrt((warmup_steps + 1) / (step + 1)) after the warm-up, without end.
 
-    Vaswani et al., "Attention Is All You Need", 2017, equation 3, with ``learning_rate`` as the
-    peak instead of a power of the width of the model; they count steps from 1.
+    Vaswani et al., "Attention Is All You Need", 2017, equation 3, with two differences:
+    ``learning_rate`` is the peak instead of a power of the width of the model, and steps count
+    from 0 instead of 1.
     """
 
     learning_rate: float
@@ -250,15 +256,16 @@ def make_schedule(
     base_batch_size: int | None = None,
     scaling: str = "none",
 ) -> Schedule:
-    """The schedule called ``name``, one of `ctl.flags.names.SCHEDULES`.
+    """Makes the schedule ``name``, one of `ctl.flags.names.SCHEDULES`.
 
     Durations (``warmup_steps``, ``boundaries``, ``decay_steps``) are steps, or text such as
     ``"0.5ep"`` for epochs of ``steps_per_epoch`` steps. ``total_steps`` is the length of the
-    training. ``None`` stands for the default that the flags document (`ctl.flags.groups`); an
-    option that the schedule does not use must be ``None``. ``scaling`` multiplies the whole
-    curve, its end included, as `ctl.flags.durations.scale_learning_rate` says.
+    training. ``None`` means the default that the flags document (`ctl.flags.groups`). An option
+    that the schedule does not use must be ``None``. ``scaling`` multiplies the whole curve, its end
+    included; see `ctl.flags.durations.scale_learning_rate`.
 
-    Raises `UsageError` with one line for whatever is wrong or missing.
+    Raises:
+        UsageError: an option is missing, unused or out of range.
     """
     check_name("schedule", name, SCHEDULES)
     check_unused(

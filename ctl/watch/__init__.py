@@ -1,1 +1,1 @@
-"""The watchdog: ends a worker whose collective does not return, and says who was where."""
+"""The watchdog ends a worker whose collective does not return, and reports where others were."""

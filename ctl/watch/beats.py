@@ -1,9 +1,10 @@
-"""Beats: every worker tells every other where it is, about once a second.
+"""Beats: about once a second, every worker tells the others where it is.
 
-Datagrams between the workers themselves, on the UDP port of the same number as TensorFlow's TCP
-port: a stopped chief silences nobody else, no call can block, and no private name of TensorFlow is
-needed (its coordination service is served by the chief, and blocks when that is stopped). They are
-not authenticated: they are shown to people and decide nothing.
+Workers send datagrams to each other, on the UDP port with the number of TensorFlow's TCP port. So a
+stopped chief silences only itself, no sender waits for a receiver, and no private name of
+TensorFlow is needed. (The chief serves TensorFlow's coordination service, which blocks when the
+chief is stopped.) Beats are not authenticated. They inform messages and flight records, and end no
+process.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ class Beat:
     """Where a worker was.
 
     Attributes:
-        step: global step it had finished.
-        doing, phase: see `ctl.watch.watchdog.Section`.
-        waits: whether it was where it can wait for others.
+        step: last global step that it finished.
+        doing, phase: see `ctl.watch.section.Section`.
+        waits: whether it was in a section where it may wait for others.
         since: seconds without progress.
-        gave_up: it is about to end because a collective failed.
-        at: when it was received (`time.monotonic` of the receiver).
+        gave_up: whether it is about to end because a collective failed.
+        at: when the beat was received (`time.monotonic` of the receiver).
     """
 
     step: int
@@ -58,12 +59,12 @@ class Beat:
 
 
 class Beats:
-    """Sends and receives; only `exchange` waits, and only for as long as it is told to.
+    """Sends and receives the beats of one worker.
 
     Attributes:
-        peers: the last beat of each other worker that was heard.
-        interval: seconds between two beats of a worker that stays where it is; one that moves sends
-            four times as many. Grows with the number of workers: 100 datagrams a second, or 400.
+        peers: the last beat received from each other worker.
+        interval: seconds between beats while step, section and phase stay the same, see `interval`;
+            a quarter of that while they change.
     """
 
     def __init__(self, cluster: Cluster):
@@ -77,12 +78,13 @@ class Beats:
             if index != cluster.index
         }
         self._resolved: dict[int, tuple[str, int]] = {}
-        self._sent, self._last = -self.interval, {}
+        self._sent = -self.interval
+        self._last: dict[str, Any] = {}
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self._socket.setblocking(False)
         host, _, port = cluster.workers[cluster.index].rpartition(":")
         try:
-            # As in ctl.cluster.meet: a name of this host need not be one that can be bound.
+            # As in ctl.cluster.meet: the address of a host name need not be one to bind to.
             loopback = host in ("localhost", "127.0.0.1")
             self._socket.bind(("127.0.0.1" if loopback else "", int(port)))
         except OSError as error:
@@ -91,7 +93,7 @@ class Beats:
             )
 
     def exchange(self, mine: dict[str, Any], seconds: float) -> None:
-        """Sends ``mine`` (a `Beat` without ``at``) if that is due, and receives for ``seconds``."""
+        """Sends ``mine`` (a `Beat` without ``at``) if it is due, and receives for ``seconds``."""
         moved = any(mine[name] != self._last.get(name) for name in ("step", "doing", "phase"))
         if time.monotonic() - self._sent >= self.interval / (4 if moved else 1):
             self.send(mine)
@@ -101,30 +103,39 @@ class Beats:
                 self._receive()
 
     def send(self, mine: dict[str, Any]) -> None:
+        """Sends ``mine`` to all other workers at once; drops what cannot be sent."""
         self._sent, self._last = time.monotonic(), mine
         beat = {"ctl": _VERSION, "job": self._job, "worker": self._index, **mine}
         text = json.dumps(beat).encode()
         for index, address in self._others.items():
-            with contextlib.suppress(OSError):  # nobody there, a full buffer: the next may arrive
+            with contextlib.suppress(OSError):  # no listener or a full buffer
                 if index not in self._resolved:
                     host, _, port = address.rpartition(":")
                     self._resolved[index] = (socket.gethostbyname(host), int(port))
                 self._socket.sendto(text, self._resolved[index])
 
     def _receive(self) -> None:
-        with contextlib.suppress(OSError):  # also what a closed port of a peer answered
+        with contextlib.suppress(OSError):  # among them the answer of a closed port
             text = self._socket.recv(_LARGEST + 1)
-            worker, beat = parse(text, self._job) or (None, None)
-            if worker in self._others:
-                self.peers[worker] = beat
+            parsed = parse(text, self._job)
+            if parsed and parsed[0] in self._others:
+                self.peers[parsed[0]] = parsed[1]
 
 
 def interval(workers: int) -> float:
+    """Returns the seconds between two beats, at least 1.
+
+    Above 100 workers it grows, so that each sends at most 100 datagrams a second, or 400 while it
+    makes progress.
+    """
     return max(1.0, workers / 100)
 
 
 def parse(text: bytes, job: str) -> tuple[int, Beat] | None:
-    """The worker and the beat of a datagram; None for anything else. Anybody can send one."""
+    """Returns the worker and the beat in a datagram, or None if it is not a beat of ``job``.
+
+    Other programs may send datagrams too, so every field is checked.
+    """
     try:
         data = json.loads(text) if len(text) <= _LARGEST else None
     except (ValueError, RecursionError):

@@ -1,6 +1,6 @@
-"""The marks of the running step, for `ctl.watch.watchdog`: on by default with several workers.
+"""The marks of the running step, for `ctl.watch.watchdog`; on by default with several workers.
 
-It records before anybody looks, because a hang cannot be repeated.
+Marks are recorded in every step, because a hang cannot be repeated.
 """
 
 from __future__ import annotations
@@ -23,7 +23,11 @@ if TYPE_CHECKING:
 
 
 class Flight:
-    """Puts marks into ``step`` (built, not traced), whose last stamps another thread can read."""
+    """Adds marks to ``step``, whose latest stamps another thread can read.
+
+    Args:
+        step: built, but not traced yet.
+    """
 
     def __init__(self, step: TrainStep):
         self._step = step
@@ -31,30 +35,36 @@ class Flight:
         step.observer = Marks(step, self._latest)
 
     def read(self, until: int) -> tuple[dict[str, float], tuple[str, ...]]:
-        """Where this process is in its step.
+        """Reads where this process is in its step; from any thread.
 
         Args:
-            until: the global step at which the call ends that is running.
+            until: global step at which the running call ends.
 
         Returns:
-            For each mark that has fired on all of its replicas, the seconds since; the names of the
-            others, in the order of the step.
+            Seconds since each mark that has fired on all replicas of this process; and the names of
+            the other marks, in the order of the step.
         """
         running = int(self._step.global_step.numpy())
-        # All steps of the call are done: what is still to come is the reduction of the losses.
+        # After the last step of a call, only the reduction of the losses is left.
         number = running if running < until else until - 1
         return fired(self._latest.names, self._latest.read(number), time.time())
 
     @property
     def packs(self) -> tuple[int, ...]:
-        """Bytes of each pack, known once the step was traced."""
+        """Bytes of each pack; empty until the step is traced."""
         return tuple(getattr(self._step.observer, "pack_bytes", ()))
 
 
 def fired(
     names: Sequence[str], stamps: np.ndarray, now: float
 ) -> tuple[dict[str, float], tuple[str, ...]]:
-    """See `Flight.read`; ``stamps`` as from `Latest.read`."""
+    """Returns the same as `Flight.read`, from stamps.
+
+    Args:
+        names: the marks, in the order of the step.
+        stamps: float64 [replicas, marks], seconds since the epoch or NaN, see `Latest.read`.
+        now: seconds since the epoch.
+    """
     latest = stamps.max(axis=0)  # NaN where one replica has none
     ages = {
         name: max(0.0, now - stamp)
@@ -65,7 +75,7 @@ def fired(
 
 
 def attach_progress_marks(step: TrainStep) -> Flight | None:
-    """A `Flight` in ``step``, where this TensorFlow can stamp."""
+    """Returns a `Flight` for ``step``; None, with a warning, if this TensorFlow cannot stamp."""
     reason = private.no_marks()
     if reason:
         logging.warning("flight records will not say where in a step a worker is: %s", reason)
@@ -77,9 +87,9 @@ def attach_progress_marks(step: TrainStep) -> Flight | None:
 def watched_call(
     step: TrainStep, begin: int, steps: int, flight: Flight | None, first: bool
 ) -> Iterator[None]:
-    """Around a call of ``steps`` steps from ``begin`` on: the watchdog, and a marker for profiles.
+    """Wraps a call of ``steps`` steps from ``begin`` on in the watchdog and a marker for profiles.
 
-    ``first``: the call traces the step, so it has more time.
+    ``first``: the call traces the step, so its time limit is longer.
     """
     with (
         watchdog.collective(
@@ -87,7 +97,7 @@ def watched_call(
             first=first,
             step=begin,
             progress=lambda: int(step.global_step.numpy()),
-            marks=flight and (lambda: flight.read(begin + steps)),
+            marks=(lambda: flight.read(begin + steps)) if flight else None,
             packs=flight.packs if flight else (),
         ),
         tf.profiler.experimental.Trace("ctl_step", step_num=begin, _r=1),

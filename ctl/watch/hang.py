@@ -1,7 +1,7 @@
-"""Who keeps whom waiting: pure functions over the flight records of some or all workers.
+"""Finds which worker keeps the others waiting: pure functions over flight records.
 
-`ctl.watch.watchdog` asks with the one record that it has, the command ``python -m ctl.inspect hang
-DIR`` with the files of all workers.
+`ctl.watch.watchdog` passes its own record; ``python -m ctl.inspect hang DIR`` passes the records of
+all workers.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 from ctl.watch.record import Record
 
-# Beats come once a second, so where a worker is said to be means something only when it did not
-# move for longer.
+# Beats come once a second, so the place of a worker is reliable only if the worker has stayed there
+# for longer than that.
 _STEADY_SECONDS = 3.0
 
 
@@ -23,15 +23,15 @@ class Place:
 
     Attributes:
         worker: its index.
-        known: anything was heard of it.
-        own: by its own record; else by the last beat that anyone heard.
-        step: global step it had finished; -1 when not known.
+        known: whether it left a record or a beat of it was received.
+        own: whether this is from its own record; else it is from the last beat received.
+        step: last global step that it finished; -1 if not known.
         doing, phase, waits, since: see `Record`.
-        steady: it was there for so long that others can be compared with it.
-        silent: seconds without a beat, where those were too many: it is frozen or dead.
+        steady: whether it was there for long enough to be compared with others.
+        silent: seconds without a beat, if more than ``silent_after`` (frozen or dead); else 0.
         gone: why nothing listens at its address, or "".
-        gave_up: it ended because a collective had failed, so it is not the cause.
-        at: the innermost frame of its main thread, or "".
+        gave_up: whether it ended because a collective had failed; then it is not the cause.
+        at: innermost frame of its main thread, or "".
     """
 
     worker: int
@@ -50,6 +50,7 @@ class Place:
 
     @property
     def where(self) -> str:
+        """Phase, section and step, for messages."""
         after = f" after step {self.step}" if self.step >= 0 else ""
         return (f"{self.phase} of " if self.phase else "") + self.doing + after
 
@@ -58,7 +59,7 @@ class Place:
         return f", last seen in {self.where}" if self.known else ""
 
     def __str__(self) -> str:
-        """The worker, and in brackets what is the matter with it."""
+        """The worker, and its state in brackets."""
         if self.gone:
             what = f"gone: {self.gone}{self._last}"
         elif not self.known:
@@ -72,7 +73,7 @@ class Place:
 
 
 def places(records: Sequence[Record]) -> list[Place]:
-    """Where each worker was: by its own record, else by the one who heard it last."""
+    """Returns the place of each worker, from its own record or else from its last beat."""
     return [_place(worker, records) for worker in range(max(r.workers for r in records))]
 
 
@@ -84,8 +85,9 @@ def _place(worker: int, records: Sequence[Record]) -> Place:
     if last and last.peers[worker].silent > last.silent_after:
         silent = last.peers[worker].silent
     if own:
-        # It lives, or did: only silence before it wrote counts (it was frozen and went on).
-        if silent and own.time < last.time - silent + last.silent_after:
+        # Silence after its record only means that it ended. Silence before its record means that it
+        # was frozen and went on.
+        if last and silent and own.time < last.time - silent + last.silent_after:
             silent = 0.0
         main = own.stacks.get("MainThread", ())
         return Place(
@@ -122,11 +124,12 @@ def _place(worker: int, records: Sequence[Record]) -> Place:
 
 
 def suspects(records: Sequence[Record]) -> list[Place]:
-    """The workers that the others wait for, the surest first; none when that cannot be told.
+    """Returns the workers that the others wait for, the most certain first; empty if unknown.
 
-    Those that are gone, frozen or dead; else those that stand still elsewhere than most of the
-    workers that wait: at an earlier step, in another part of the code, busy with something of their
-    own; else those that nobody has heard of, where others were heard.
+    First come the workers that are gone, frozen or dead. Then come those that stand still elsewhere
+    than most waiting workers: at an earlier step, in another section, or in work of their own. If
+    there are none of either, the result is the workers without a record or a beat, provided that
+    at least two workers have one.
     """
     found = places(records)
     unheard = [p for p in found if not p.known]
@@ -134,15 +137,15 @@ def suspects(records: Sequence[Record]) -> list[Place]:
 
 
 def _judge(found: Sequence[Place]) -> tuple[list[Place], list[Place]]:
-    """Those who wait together, and those they wait for."""
+    """Returns the workers that wait in the same place, and those that they wait for."""
     lost = [p for p in found if p.gone or p.silent]
     waiting = [p for p in found if p.known and p.waits and p not in lost]
     groups = Counter((p.step, p.doing, p.phase) for p in waiting if p.steady)
     if not groups:
         return waiting, lost
-    # Of two as large, the one that is further: who is behind keeps the others waiting.
+    # Of equally large groups, take the one that is further: workers behind it keep it waiting.
     most = max(groups, key=lambda place: (groups[place], place[0], place[2].startswith("pack")))
-    # A worker without a phase has finished its step, and waits for the loss at the end.
+    # A worker without a phase has finished its step and waits for the sum of the losses.
     group = [
         p
         for p in waiting
@@ -154,7 +157,7 @@ def _judge(found: Sequence[Place]) -> tuple[list[Place], list[Place]]:
 
 
 def verdict(records: Sequence[Record]) -> str:
-    """One line: who waits where since when, and for whom."""
+    """Returns one line: which workers wait where, for how long, and for which workers."""
     found = places(records)
     group, named = _judge(found)
     named = named or [p for p in found if not p.known] or ([] if group else found)
@@ -170,7 +173,7 @@ def verdict(records: Sequence[Record]) -> str:
     whom = "; ".join(str(place) for place in named)
     if not whom:
         whom = "all are in the same place: it is the network between them, or the runtime itself"
-    # A step is counted when it is finished: the one that hangs is the next.
+    # A step is counted when it is finished, so the next one is the one that hangs.
     return (f"step {step + 1}: " if step >= 0 else "before step 1: ") + f"{who}; {whom}"
 
 

@@ -1,8 +1,8 @@
-"""The flight record: the only place that knows what a worker writes down when a step is stuck.
+"""The flight record: the file that a worker writes when a step is stuck.
 
-``model_dir/inspect/flight-worker-I.json`` says where worker I was and where it last saw the others;
-`ctl.watch.hang` merges the files of all workers. No TensorFlow here: a record is also written
-when TensorFlow is what hangs.
+``model_dir/inspect/flight-worker-I.json`` says where worker I was and where it last saw the others.
+`ctl.watch.hang` merges the records of all workers. No TensorFlow here, because a record is also
+written when TensorFlow hangs.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from ctl.watch.section import Section
 
 SCHEMA = 1
 
-# The records of one hang are written within seconds of each other. What is older by more than this,
-# and by more than twice the longest wait, is of an attempt before.
+# The records of one hang are written within seconds of each other. A record that is older by more
+# than this, and by more than twice the longest wait, is of an earlier attempt.
 SAME_HANG_SECONDS = 120.0
 
 _MOST_FRAMES = 60
@@ -35,11 +35,11 @@ _LARGEST_FILE = 4 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Peer:
-    """Another worker, as the one that writes last heard of it.
+    """The last beat that the writer of a record received from another worker.
 
     Attributes:
-        step, doing, phase, waits, since, gave_up: of its last beat, see `ctl.watch.beats.Beat`.
-        silent: seconds since that beat came.
+        step, doing, phase, waits, since, gave_up: see `ctl.watch.beats.Beat`.
+        silent: seconds since the beat was received.
     """
 
     step: int
@@ -53,25 +53,26 @@ class Peer:
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """What one worker knows.
+    """The state of one worker at a hang, and its last news of the others.
 
     Attributes:
-        worker, workers: which of how many.
-        time: seconds since the epoch.
+        worker: its index.
+        workers: number of workers.
+        time: when the record was made, in seconds since the epoch.
         why: "timed out", "broke off" or "worker I gave up".
-        step: global step finished; None before there is one.
-        doing: the section of the code, see `ctl.watch.watchdog.Section`.
-        phase: of the step, see `phase_of`.
-        waits: whether it can wait for others there.
+        step: last global step that it finished; None before the first section with steps.
+        doing: section of the code, see `ctl.watch.section.Section`.
+        phase: what the step waits for, see `phase_of`.
+        waits: whether it may wait for others in this section.
         since: seconds without progress.
-        silent_after: seconds without a beat after which a peer is frozen or dead.
-        fired: for each mark of the running step that has fired, seconds since then.
-        not_fired: the marks that have not, in the order of the step.
-        peers: the others that were heard.
-        gone: workers that do not listen any more, and the reason.
+        silent_after: seconds without a beat after which a peer counts as frozen or dead.
+        fired: seconds since each mark of the running step that has fired.
+        not_fired: the other marks, in the order of the step.
+        peers: the other workers whose beats were received, by index.
+        gone: the reason for each worker that no longer listens, by index.
         packs: bytes of each pack of gradients, where known.
-        stacks: of every Python thread by name, ``file:line function``, the innermost last.
-        versions: of packages.
+        stacks: frames of every Python thread by its name, ``file:line function``, innermost last.
+        versions: of Python and packages, by name.
     """
 
     worker: int
@@ -100,7 +101,7 @@ def make(
     peers: Mapping[int, Beat],
     gone: Mapping[int, str],
 ) -> Record:
-    """The record of this process, now."""
+    """Returns the record of this process at this moment; `Record` says what the arguments are."""
     now = time.monotonic()
     return Record(
         worker=cluster.index,
@@ -130,15 +131,15 @@ def make(
 
 
 def phase_of(fired: Collection[str], not_fired: Sequence[str]) -> str:
-    """What a step waits for, by its marks: ``input``, ``forward``, ``backward``, ``apply``, or the
-    name of a pack that is being reduced; "" when all have fired.
+    """Returns what a step waits for, by its marks: ``input``, ``forward``, ``backward``, ``apply``,
+    or ``packI`` while pack I is being reduced; "" when all marks have fired.
 
-    What the replica does on its own comes first: while it is not through with the backward pass it
-    keeps others waiting, whatever packs it has sent already.
+    Phases of the replica itself come first: until its backward pass ends it keeps others waiting,
+    even if it has sent some packs.
     """
     local = [name for name in ("input", "forward", "backward") if name in (*fired, *not_fired)]
     last = max((i for i, name in enumerate(local) if name in fired), default=-1)
-    if last + 1 < len(local):  # one that is skipped is not stamped at all: forward under XLA
+    if last + 1 < len(local):  # some marks are left out of a step: forward under XLA
         return local[last + 1]
     for name in not_fired:
         if name.startswith("done"):
@@ -169,11 +170,16 @@ def _versions() -> dict[str, str]:
 
 
 def path_of(directory: Path, worker: int) -> Path:
+    """Returns the file for the record of ``worker``."""
     return directory / f"flight-worker-{worker}.json"
 
 
 def write(directory: Path, record: Record) -> Path:
-    """Writes the file of ``record``, in place of an older one. Raises OSError."""
+    """Writes the file of ``record``, replaces an older one, and returns its path.
+
+    Raises:
+        OSError: it cannot be written.
+    """
     path = path_of(directory, record.worker)
     directory.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(f".tmp-{os.getpid()}-{threading.get_ident()}")
@@ -183,11 +189,11 @@ def write(directory: Path, record: Record) -> Path:
 
 
 def read(path: Path) -> Record:
-    """The record in a file, which anybody may have written.
+    """Reads the record in a file, which is untrusted input.
 
     Raises:
-        ValueError: it is not one; the text says why.
-        OSError: it cannot be read.
+        ValueError: the file is not a record; the message says why.
+        OSError: the file cannot be read.
     """
     with open(path, "rb") as file:
         text = file.read(_LARGEST_FILE + 1)
@@ -241,7 +247,7 @@ def read(path: Path) -> Record:
 
 
 def _number(data: Any, name: str, kind: type, low: float = 0, high: float = 1e12) -> Any:
-    value = data.get(name) if isinstance(data, dict) else None
+    value: Any = data.get(name) if isinstance(data, dict) else None
     kinds = (int,) if kind is int else (int, float)
     if type(value) not in kinds or not low <= value <= high:
         raise ValueError(f"{_line(name)} is not a number from {low:g} to {high:g}")
@@ -263,7 +269,7 @@ def _text(data: Any, name: str) -> str:
 
 
 def _line(value: Any) -> str:
-    """At most 300 characters that a terminal only prints."""
+    """The first 300 printable characters, so that a terminal obeys none of them."""
     if not isinstance(value, str):
         raise ValueError("not a text")
     return "".join(c for c in value if c.isprintable())[:300]
@@ -276,7 +282,7 @@ def _list(value: Any, name: str) -> list:
 
 
 def _items(data: dict, name: str, whole: bool = False) -> list[tuple[str, Any]]:
-    """Keys and values of an object in ``data``; with ``whole``, each key with the object itself."""
+    """Keys and values of the object ``name``; with ``whole``, the object in place of each value."""
     value = data.get(name)
     if not isinstance(value, dict):
         raise ValueError(f"{name} is not an object")

@@ -1,4 +1,4 @@
-"""A section of the code: what the main thread is at, as the watchdog sees it."""
+"""A section of the code that the main thread is in, as the watchdog sees it."""
 
 from __future__ import annotations
 
@@ -11,21 +11,23 @@ from ctl.errors import CtlError
 
 @dataclasses.dataclass(eq=False)
 class Section:
-    """What the main thread is at.
+    """The current work of the main thread.
 
     Attributes:
-        doing: for people.
-        limit: seconds without progress after which the process ends; None: it waits for nobody.
-        otherwise: the error to end with then, instead of blaming the others.
-        step: global step finished, when last looked.
-        progress: reads the global step.
-        marks: reads the marks of the running step: seconds since each that has fired, and the names
-            of those that have not, in order.
+        doing: description for messages.
+        limit: seconds without progress after which the process ends; None for work that waits for
+            no other worker.
+        otherwise: error to end with at the limit, in place of one that blames other workers.
+        step: last known global step.
+        progress: returns the global step.
+        marks: returns the seconds since each mark of the running step that has fired, and the names
+            of those that have not, in the order of the step.
         packs: bytes of each pack of gradients, where known.
         flag: the flag that sets the limit.
         stalled: seconds since the last progress.
-        quiet_until: it says nothing before ``stalled`` reaches this.
-        fired, not_fired, phase: of the running step, while it is stalled.
+        quiet_until: value of ``stalled`` at which the watchdog next logs whom it waits for.
+        fired, not_fired: last result of ``marks``, read while the step makes no progress.
+        phase: what the running step waits for, see `ctl.watch.record.phase_of`.
     """
 
     doing: str

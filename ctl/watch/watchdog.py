@@ -1,11 +1,50 @@
-"""The only place that ends a process whose collective does not come back.
+"""Ends a process whose collective does not return.
 
-TensorFlow's own time limit is not used. It starts a thread for each collective, which sleeps for
-all of the limit: a job of small steps has too many of them within minutes, and dies. And when one
-wakes up, it frees what the threads of the ring still use. Here one thread knows in which section of
-the code the main thread is, sees whether that makes progress, and after ``--collective_timeout``
-writes a flight record, prints one line and leaves with `os._exit`. With several workers it is on by
-default; with one there is none, and nobody to wait for.
+TensorFlow's own time limit is not used. It starts a thread for each collective that sleeps for the
+whole limit, so a job of small steps dies of too many threads within minutes. And when a thread
+wakes up, it frees memory that the threads of the ring still use. Here, one thread watches whether
+the main thread makes progress in its section of the code. After ``--collective_timeout`` it writes
+a flight record, prints one line and calls `os._exit`. It runs by default with several workers.
+
+Time limits of the watchdog, workers and clusters, with the defaults of flags. The last column names
+the code that decides, and its reason:
+
+=======  ================================  =====================================================
+Seconds  Name                              Decision
+=======  ================================  =====================================================
+600      `FIRST_CALL_SECONDS`              watchdog ends the process: no progress in a section
+                                           that compiles, or that waits for others to compile
+300      ``--collective_timeout``          watchdog ends the process: no progress in any other
+                                           collective; with parameter servers, the coordinator
+                                           ends the job: no step finished
+300      ``--startup_timeout``             `meet`, `ctl.strategy`, `wait_for_all` and `attend`
+                                           give up: a task has not come; watchdog ends the
+                                           process: no progress in `building` or `leave_together`
+120      `record.SAME_HANG_SECONDS`        `ctl.inspect hang` ignores a record older by this, or by
+                                           twice the longest wait if that is more
+60       ``--worker_timeout``              `RollCall.check` ends the job: no worker is connected
+60       `_LAST_WORDS_SECONDS`             watchdog exits, even if record or checkpoint hangs
+30       `roll_call._SILENT_SECONDS`       both sides of the roll call give up: no line received
+10       `workers._ENDED_SECONDS`          watchdog ends the process: others have not reached the
+                                           barrier at the end of the data, or of a disagreement
+10       ``_QUIET_SECONDS``                watchdog, `meet` and roll call log that they wait
+5        `roll_call._REACTION_SECONDS`     roll call ends a coordinator that TensorFlow holds
+5        `roll_call._LEAVING_SECONDS`      `attend` ends a worker so long after SIGTERM
+4        `record.Record.silent_after`      `hang` calls a peer frozen or dead: no beat for 4 times
+                                           `beats.interval`; this affects messages only
+3        `hang._STEADY_SECONDS`            `hang` compares workers that have not moved for so long
+3        `_ENDING_SECONDS`                 `blame` waits for a failed peer to stop listening
+2        `_LINGER_SECONDS`                 watchdog waits after its last line
+2        `_FLUSH_SECONDS`                  `leave` exits, even if the output is not read
+1        `roll_call._BEAT_SECONDS`         interval of the lines of the roll call
+1        `beats.interval`                  interval of beats; longer above 100 workers
+0.5      `_STALLED_SECONDS`                watchdog reads the marks: no progress
+0.5      `workers._LAST_MESSAGES_SECONDS`  a worker stays so long after the last barrier
+=======  ================================  =====================================================
+
+"Silent" thus means: no line for 30 s in the roll call, no beat for 4 s in `hang` (`Place.silent`),
+no greeting yet in `meet`, and any time since the last beat in `Peer.silent`. Lack of progress of
+this process itself is `Section.stalled`.
 """
 
 from __future__ import annotations
@@ -32,36 +71,36 @@ from ctl.watch.beats import Beats
 from ctl.watch.record import Record
 from ctl.watch.section import Section
 
-# How long a first call may take: it compiles, and workers differ in how long that takes them.
+# Limit of a first call, which compiles. Workers differ in how long that takes.
 FIRST_CALL_SECONDS = 600.0
 
 _TICK = 0.25
-# A process that was stopped (SIGSTOP, a laptop's lid) and goes on has not waited meanwhile: of the
-# time between two ticks no more than this counts.
+# The time between two ticks counts up to this much, so that a process that was stopped (SIGSTOP, a
+# laptop's lid) does not take the pause for a wait.
 _MOST_OF_A_TICK = 0.5
-# Between the line and the exit: the others reach their own limits, and say what they know, before
-# their connection to this worker breaks.
+# Pause between the last line and the exit. It lets other workers reach their own limits, and print
+# what they know, before their connections to this worker break.
 _LINGER_SECONDS = 2.0
-# How long a peer whose connection broke may take to end, so that it can be told from the others.
+# A peer whose connection broke may take so long to end. Only then can it be told from the others.
 _ENDING_SECONDS = 3.0
-# From when on the marks are read: that costs, and means something only when nothing moves.
+# Marks are read after so long without progress: reading costs time, and tells nothing earlier.
 _STALLED_SECONDS = 0.5
-# A worker that has waited for so long says for whom, and again each time the wait has doubled.
+# A worker logs which workers it waits for after so long, and each time the wait has doubled.
 _QUIET_SECONDS = 10.0
-# For everything that is done before the exit, a checkpoint in flight included.
+# Limit of all that is done before the exit, including the end of a checkpoint's write.
 _LAST_WORDS_SECONDS = 60.0
-# For what was printed to reach a reader that may be stuck itself.
+# Limit of flushing the output, whose reader may be stuck.
 _FLUSH_SECONDS = 2.0
 
 
 class Watchdog:
-    """See the module. One for each process; `start` makes it.
+    """The watchdog of a process, made by `start`. See the module.
 
     Args:
-        cluster: the workers; beats go to all of them.
-        timeout: seconds without progress in a collective.
-        startup_timeout: seconds to wait for workers that load their data or build their model.
-        record_dir: where flight records go; None: nowhere.
+        cluster: the workers, which all receive beats.
+        timeout: limit, in seconds, without progress in a collective.
+        startup_timeout: limit, in seconds, while workers load their data or build their model.
+        record_dir: directory of flight records; None for no records.
     """
 
     def __init__(
@@ -82,14 +121,15 @@ class Watchdog:
         self._recorded = -math.inf
         self._heard_giving_up: set[int] = set()
         self._giving_up = threading.Lock()
-        # Reading a variable can block for as long as the step does (on a GPU it queues behind the
-        # collective), so it is not for the thread that watches.
+        # `_read` has a thread of its own, because reading a variable can block for as long as the
+        # step does: on a GPU it queues behind the collective.
         for work in (self._watch, self._read):
             threading.Thread(target=work, name=f"ctl{work.__name__}", daemon=True).start()
         atexit.register(self._stopped.set)
 
     @contextlib.contextmanager
     def inside(self, section: Section) -> Iterator[None]:
+        """Makes ``section`` the one that is watched, inside the context."""
         if section.step is None:
             section.step = self._sections[-1].step
         self._broken = None
@@ -110,7 +150,7 @@ class Watchdog:
     def _read(self) -> None:
         while not self._stopped.wait(_TICK):
             section = self._section()
-            # The variables may be gone by now, with the loop that had them.
+            # The loop may have ended, and its variables with it.
             with contextlib.suppress(Exception):
                 if section.progress:
                     section.step = section.progress()
@@ -142,14 +182,13 @@ class Watchdog:
                 self._give_up(section)
 
     def _say_for_whom(self, section: Section) -> None:
-        """Logs for whom this worker waits; nothing where all wait in the same place, since they
-        compile or compute."""
+        """Logs for whom this worker waits; nothing if all are in one place, and compute."""
         named = self._named(record.make(self.cluster, "waits", section, self._beats.peers, {}))
         line = (
             f"worker {self.cluster.index} waits in {section.doing} since {section.stalled:.0f} s "
             f"for {named}"
         )
-        if named:  # in a thread of its own: what reads the log may be what hangs
+        if named:  # in a thread, because the reader of the log may hang
             threading.Thread(target=logging.warning, args=("%s", line), daemon=True).start()
 
     def _beat(self, section: Section) -> dict[str, Any]:
@@ -163,7 +202,7 @@ class Watchdog:
         }
 
     def _listen_to_those_who_give_up(self) -> None:
-        """Who keeps the others waiting writes down where it is: it may never come to know."""
+        """Writes a record when a peer gives up: this worker may be the cause and not know it."""
         for worker, beat in self._beats.peers.items():
             if beat.gave_up and worker not in self._heard_giving_up:
                 self._heard_giving_up.add(worker)
@@ -173,7 +212,7 @@ class Watchdog:
                 writer.start()
 
     def _write_record(self, why: str, gone: dict[int, str] | None = None) -> Record:
-        """The record of now, which is also written to its file; the first of a hang stays there."""
+        """Makes a record, and writes it unless this hang has one already."""
         made = record.make(self.cluster, why, self._section(), self._beats.peers, gone or {})
         recently = time.monotonic() - self._recorded < 2 * self.timeout + record.SAME_HANG_SECONDS
         if self.record_dir and not recently:
@@ -185,8 +224,15 @@ class Watchdog:
         return made
 
     def blame(self, why: str, step: int | None = None) -> str:
-        """Writes the record of a collective that failed, tells the others, and names who is to
-        blame as far as this worker can know."""
+        """Writes the record of a collective that failed, and tells the other workers.
+
+        Args:
+            why: "timed out" or "broke off", see `Record`.
+            step: last global step that was finished; None to keep the one that is known.
+
+        Returns:
+            The workers that this one waits for, as far as it can know.
+        """
         section = self._section()
         if step is not None:
             section.step = step
@@ -197,19 +243,21 @@ class Watchdog:
         return self._named(made) or "workers that are there but do not come"
 
     def _named(self, made: Record) -> str:
-        """Those whom this worker waits for, by its own record. It does not wait for itself."""
+        """The other workers that this one waits for, by its own record."""
         others = [p for p in hang.suspects([made]) if p.worker != self.cluster.index]
         return ", ".join(map(str, others))
 
     def broke_off(self, step: int | None) -> str:
-        """`blame` for the main thread, to which TensorFlow raised an error. Does not return when
-        the watchdog is about to end the process: that has a line of its own."""
+        """Calls `blame` for the main thread, after TensorFlow raised an error.
+
+        If the watchdog is about to end the process and print its own line, this waits for that.
+        """
         if not self._giving_up.acquire(blocking=False):
             time.sleep(2 * _LAST_WORDS_SECONDS)
         return self.blame("broke off", step)
 
     def _give_up(self, section: Section) -> None:
-        """Ends the process. Nothing may keep it from that: a file system can be what hangs."""
+        """Ends the process, even if the last words hang, for example in a file system."""
         _within(_LAST_WORDS_SECONDS, lambda: self._last_words(section))
         leave((section.otherwise or PeerError).exit_code)
 
@@ -233,8 +281,11 @@ class Watchdog:
 
 
 def leave(exit_code: int) -> None:
-    """Ends the process at once. TensorFlow's threads are still in the collective that failed: an
-    orderly end would wait for them, or crash with them and exit with another code."""
+    """Ends the process at once, after a flush of at most 2 s.
+
+    TensorFlow's threads are still in the collective that failed. An orderly end would wait for
+    them, or crash with them and exit with another code.
+    """
     _within(_FLUSH_SECONDS, _flush)
     os._exit(exit_code)
 
@@ -247,7 +298,7 @@ def _flush() -> None:
 
 
 def _within(seconds: float, work: Callable[[], None]) -> None:
-    """Returns when ``work`` is done or its time is over."""
+    """Returns when ``work`` is done, or after ``seconds``."""
     thread = threading.Thread(target=work, name="ctl_last_words", daemon=True)
     thread.start()
     thread.join(seconds)
@@ -262,27 +313,30 @@ def start(
     record_dir: Path | None = None,
     startup_timeout: float = 300.0,
 ) -> None:
-    """Starts the threads, once in a process: what comes later has no effect."""
+    """Starts the `Watchdog` of this process. Later calls have no effect."""
     global _watchdog
     if _watchdog is None:
         _watchdog = Watchdog(cluster, timeout, startup_timeout, record_dir)
 
 
 def finish_first(work: Callable[[], Any]) -> None:
-    """``work`` is done before the watchdog ends the process, if it is done in time."""
+    """Registers a function that the watchdog calls before it ends the process after a timeout.
+
+    The process ends anyway after 60 s.
+    """
     if _watchdog:
         _watchdog.finish_first = work
 
 
 def broke_off(cluster: Cluster, step: int | None) -> str:
-    """A collective raised: writes the record, and names the workers that are to blame."""
+    """Writes the record of a collective that raised, and returns the workers to blame."""
     if _watchdog:
         return _watchdog.broke_off(step)
     return str(unreachable(cluster) or "workers that listen but do not come")
 
 
 def running() -> bool:
-    """Whether this process is watched."""
+    """Returns whether this process has a watchdog."""
     return _watchdog is not None
 
 
@@ -297,13 +351,13 @@ def collective(
     marks: Callable[[], tuple[dict[str, float], tuple[str, ...]]] | None = None,
     packs: Sequence[int] = (),
 ) -> contextlib.AbstractContextManager[None]:
-    """The main thread may wait for other workers inside.
+    """Returns a context in which the main thread may wait for other workers.
 
     Args:
-        doing: what, for the message.
-        timeout: seconds without progress; by default those of `start`.
-        first: a first call, which compiles: `FIRST_CALL_SECONDS`, if that is more.
-        otherwise: what is wrong when the others do not come; by default they are blamed.
+        doing: description, for messages.
+        timeout: limit in seconds without progress; by default that of `start`.
+        first: whether the call compiles; the limit is then at least `FIRST_CALL_SECONDS`.
+        otherwise: error to end with at the limit; by default one that blames the other workers.
         step, progress, marks, packs: see `Section`.
     """
     if _watchdog is None:
@@ -315,16 +369,18 @@ def collective(
 
 
 def building(doing: str) -> contextlib.AbstractContextManager[None]:
-    """Inside, the main thread may wait up to ``--startup_timeout`` for workers that load their data
-    or build their model."""
+    """Returns a context in which the main thread may wait, up to ``--startup_timeout``, for workers
+    that load their data or build their model."""
     if _watchdog is None:
         return contextlib.nullcontext()
     return _watchdog.inside(Section(doing, _watchdog.startup_timeout, flag="--startup_timeout"))
 
 
 def host(doing: str, step: int | None = None) -> contextlib.AbstractContextManager[None]:
-    """The main thread does something on its own inside, however long it takes: its peers wait in
-    their next collective, and their limits count."""
+    """Returns a context without a limit, for work that waits for no other worker.
+
+    The limits of the peers still apply: they wait in their next collective.
+    """
     if _watchdog is None:
         return contextlib.nullcontext()
     return _watchdog.inside(Section(doing, None, step=step))

@@ -2,11 +2,11 @@
 
     python -m ctl.datasets.fashion_mnist_mini.build --source_data_dir=DATA_DIR --out=DIR
 
-``DATA_DIR`` is a TFDS data_dir that holds ``fashion_mnist/3.0.1``; the dataset is written to
-``DIR/fashion_mnist_mini/1.0.0``. The committed copy lies beside this file; ``SHA256SUMS`` lists its
-files and is what a new build is compared with.
+``DATA_DIR`` is a TFDS data_dir that contains ``fashion_mnist/3.0.1``. The dataset is written to
+``DIR/fashion_mnist_mini/1.0.0`` and compared with ``SHA256SUMS``, which lists the files of the
+committed copy beside this file.
 
-The PNG bytes are copied as they are, not encoded again, so the result depends on no image library.
+The PNG bytes are copied, not encoded again, so the result does not depend on an image library.
 """
 
 from __future__ import annotations
@@ -29,15 +29,18 @@ _SOURCE = flags.DEFINE_string("source_data_dir", None, "TFDS data_dir with the f
 _OUT = flags.DEFINE_string("out", None, "TFDS data_dir to write to")
 
 
-class FashionMnistMini(tfds.core.GeneratorBasedBuilder, skip_registration=True):
-    """The first 1,000 training and 200 test images of every class, in the order of the full set as
-    TFDS prepares it."""
+class FashionMnistMini(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # type: ignore[call-arg]
+    """The first 1,000 training and 200 test images of every class, in the order of the full dataset
+    as TFDS prepares it.
 
-    # Recorded in dataset_info.json: the same whether this file is imported or run.
+    ``source_data_dir`` contains the full dataset; None for the default of TFDS.
+    """
+
+    # Recorded in dataset_info.json, so it must not depend on whether this file is imported or run.
     __module__ = "ctl.datasets.fashion_mnist_mini.build"
     VERSION = tfds.core.Version("1.0.0")
 
-    def __init__(self, *, source_data_dir: str, **kwargs: Any):
+    def __init__(self, *, source_data_dir: str | None, **kwargs: Any):
         self._source = tfds.builder("fashion_mnist:3.0.1", data_dir=source_data_dir)
         super().__init__(**kwargs)
 
@@ -78,10 +81,8 @@ class FashionMnistMini(tfds.core.GeneratorBasedBuilder, skip_registration=True):
 
 
 def _sort_features(path: pathlib.Path) -> None:
-    """Writes the examples of a file again with their features in alphabetical order.
-
-    They are a protobuf map, which TFDS serializes in an order that changes from process to process.
-    """
+    """Rewrites the examples of a file with their features in alphabetical order."""
+    # Features are a protobuf map, which TFDS serializes in an order that differs between processes.
     examples = [
         tf.train.Example.FromString(record)
         for record in tf.data.TFRecordDataset(str(path)).as_numpy_iterator()
@@ -92,7 +93,7 @@ def _sort_features(path: pathlib.Path) -> None:
 
 
 def checksums(folder: pathlib.Path) -> str:
-    """The files of a folder in the format of ``sha256sum``, sorted by name."""
+    """The checksums of the files in ``folder``, in the format of ``sha256sum``, sorted by name."""
     return "".join(
         f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {folder.name}/{path.name}\n"
         for path in sorted(folder.iterdir())
@@ -100,6 +101,7 @@ def checksums(folder: pathlib.Path) -> str:
 
 
 def main(argv: list[str]) -> int:
+    """Builds the dataset and prints its checksums. Returns 0 if they match, else 1."""
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments: {' '.join(argv[1:])}")
     builder = FashionMnistMini(source_data_dir=_SOURCE.value, data_dir=_OUT.value)

@@ -1,8 +1,8 @@
-"""What the reduction costs, by taking it out of the step.
+"""Measures the cost of the all-reduce by leaving it out of the step.
 
-The step with and without its all-reduce, in interleaved blocks, on the state as it is; which is put
-back afterwards, on every replica. What is left out is the collective and nothing else, so the
-difference is the exposed communication, waiting included.
+Runs the step with and without its all-reduce in interleaved blocks, and restores the state of every
+replica afterwards. Only the collective is left out, so the difference is the exposed communication,
+including the wait for other replicas.
 """
 
 from __future__ import annotations
@@ -23,20 +23,24 @@ if TYPE_CHECKING:
     from ctl.loop import Loop
     from ctl.step import TrainStep
 
-_WARM_UP = 2  # blocks of each kind that are not timed: the first is traced
+_WARM_UP = 2  # untimed blocks of each kind: the first one is traced
 
 
 @dataclasses.dataclass(frozen=True)
 class Ablation:
-    """Seconds per step of each block, float64 [rounds]; block i of one was next to that of the
-    other."""
+    """The times of blocks with and without the all-reduce. Blocks i of both kinds ran in turn.
+
+    Attributes:
+        whole: float64 [rounds], seconds per step with the all-reduce.
+        without: float64 [rounds], seconds per step without it.
+    """
 
     whole: np.ndarray
     without: np.ndarray
 
     @property
     def exposed(self) -> np.ndarray:
-        """float64 [rounds], seconds per step; noise can make one negative."""
+        """Exposed communication, float64 [rounds], seconds per step; noise can make it negative."""
         return self.whole - self.without
 
     def __str__(self) -> str:
@@ -50,7 +54,7 @@ class Ablation:
 
 
 class _WithoutReduction(Observer):
-    """The step as it is, without its all-reduce."""
+    """The step without its all-reduce."""
 
     @staticmethod
     def all_reduce(tensors: Sequence[tf.Tensor], **options: Any) -> list[tf.Tensor]:
@@ -61,8 +65,13 @@ class _WithoutReduction(Observer):
 def ablate(loop: Loop, *, rounds: int = 8, steps: int = 20) -> Ablation:
     """Times ``rounds`` blocks of ``steps`` steps with the all-reduce and as many without.
 
-    Nothing of the training changes: variables, metrics and the position in the data are those of
-    before. With several workers all must call it.
+    Variables, metrics and the position in the data are restored afterwards. With several workers,
+    all must call it.
+
+    Args:
+        loop: the loop of the step.
+        rounds: the number of blocks of each kind.
+        steps: the number of steps of a block.
     """
     step = loop.step
     before = step.observer
@@ -84,14 +93,14 @@ def ablate(loop: Loop, *, rounds: int = 8, steps: int = 20) -> Ablation:
 
 @contextlib.contextmanager
 def _kept(loop: Loop) -> Iterator[None]:
-    """Puts every copy of every variable back, and the loop's actions away."""
+    """Restores every copy of every variable afterwards, and runs no action of the loop."""
     actions, loop.actions = loop.actions, []
     try:
         with preserved(loop.strategy, _variables(loop.step)):
             yield
     finally:
         loop.actions = actions
-        loop.scalars.reset()  # the log has counted these steps
+        loop.scalars.reset()  # it has counted these steps
 
 
 def _variables(step: TrainStep) -> list[tf.Variable]:

@@ -1,8 +1,8 @@
-"""Who is late, and in what: the only place that accuses a worker.
+"""Names the worker that is late, and the phase that makes it late.
 
-Somebody is always last, by noise alone. So a step counts against a worker only when the others
-waited for it for a tenth of the step or more, and for more than the clocks may be wrong by; and a
-worker is named only when so many steps count against it that noise cannot be it.
+By noise alone, some worker is last in every step. So a step counts against a worker only if the
+others waited for it for at least a tenth of the median step and at least the error of the clocks. A
+worker is named only if at least 80 % of the steps count against it.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import numpy as np
 
 from ctl.inspect.measure.timeline import Timeline
 
-LEAST_SHARE = 0.1  # of the median step, for a step to count
-LEAST_STEPS = 0.8  # of all steps, for a worker to be named
+LEAST_SHARE = 0.1  # of the median step: the shortest wait that counts
+LEAST_STEPS = 0.8  # of all steps: as many must count against a worker to name it
 
-# What can make a worker late to the packs. "apply" is that of the step before, after whose packs
-# nobody waits for anybody.
+# The phases that can make a worker late to the packs. "apply" is that of the step before: it comes
+# after the packs of that step, so nobody waits for it until the next ones.
 _CAUSES = ("apply", "input", "forward", "backward")
 
 
@@ -28,11 +28,12 @@ class Blame:
 
     Attributes:
         worker: its index.
-        replica: of that worker, where it has several.
-        phase: in which it loses most of the time; "apply" is that of the step before.
-        steps: in how many of ``of`` steps the others waited for it, for a tenth of a step or more.
-        seconds: how long they waited, median over those steps.
-        excess: how much longer its phase took than that of the others, median over those steps.
+        replica: the late replica, counted within the worker.
+        phase: the phase in which it loses most time; "apply" is that of the step before.
+        steps: the number of steps that count against it.
+        of: the number of all steps.
+        seconds: how long the others waited for it, median over ``steps``.
+        excess: how many seconds longer ``phase`` took than on the others, median over ``steps``.
     """
 
     worker: int
@@ -45,14 +46,15 @@ class Blame:
 
 
 def accused(timeline: Timeline) -> list[tuple[int, str] | None]:
-    """For each step, the row that the others waited for and the phase that made it late; None where
-    nobody waited for so long that it counts. With one worker nobody is accused: replicas on a
-    CPU share its cores and compute in turn."""
+    """For each step, the late row and the phase that made it late; None if no wait counts.
+
+    With one worker every step has None: its replicas on a CPU share the cores and compute in turn.
+    """
     measured = not np.isnan(timeline.step_seconds).all()
     if timeline.workers < 2 or not timeline.packs or not measured:
         return [None] * len(timeline.steps)
     errors = np.array([clock.error for clock in timeline.clocks])
-    # Of two clocks, each may be wrong in its own direction.
+    # Two clocks may be wrong in opposite directions, so their errors add up.
     known = np.array([errors[row.worker] + errors.max() for row in timeline.rows])
     least = np.maximum(LEAST_SHARE * float(np.median(timeline.step_seconds)), known)
     causes, excess = _excess(timeline)
@@ -64,7 +66,7 @@ def accused(timeline: Timeline) -> list[tuple[int, str] | None]:
 
 
 def blame(timeline: Timeline) -> Blame | None:
-    """The worker that is late again and again; None where there is none."""
+    """The worker that is late in most steps; None if there is none."""
     steps = accused(timeline)
     workers = collections.Counter(timeline.rows[each[0]].worker for each in steps if each)
     if not workers:
@@ -93,8 +95,7 @@ def blame(timeline: Timeline) -> Blame | None:
 
 
 def _excess(timeline: Timeline) -> tuple[list[str], np.ndarray]:
-    """How much longer each phase took on a row than on the median of the other workers' rows,
-    float64 [causes, N, S]."""
+    """Seconds by which each phase exceeds the median of other workers, float64 [causes, N, S]."""
     worker = np.array([row.worker for row in timeline.rows])
     causes, all_of_them = [], []
     for cause in _CAUSES:

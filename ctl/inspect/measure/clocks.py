@@ -1,5 +1,4 @@
-"""The only place that meets other workers to compare clocks; what is made of it is in
-`ctl.inspect.measure.timeline`."""
+"""Meets all workers at barriers, by which `ctl.inspect.measure.timeline` compares their clocks."""
 
 from __future__ import annotations
 
@@ -10,8 +9,7 @@ from ctl.marks import stamp
 from ctl.watch import watchdog
 from ctl.workers import SUM, is_multi_worker, naming_lost_peers
 
-# The bounds of an offset are as tight as the best of so many meetings. They take 0.2 to 0.4 s on
-# loopback.
+# The tightest of so many meetings bounds the offset of a clock. They take 0.2 to 0.4 s on loopback.
 BARRIERS = 200
 
 _DOING = "comparing clocks"
@@ -21,8 +19,8 @@ def barriers(strategy: tf.distribute.Strategy, count: int = BARRIERS) -> np.ndar
     """Meets all workers ``count`` times; every worker must call it.
 
     Returns:
-        float64 [count, 2], seconds on this worker's clock: before and after each meeting. None,
-        [0, 2], where there is one worker.
+        float64 [count, 2], seconds since the epoch on this worker's clock: before and after each
+        meeting. With one worker, [0, 2].
 
     Raises:
         PeerError: a worker was lost.
@@ -32,7 +30,7 @@ def barriers(strategy: tf.distribute.Strategy, count: int = BARRIERS) -> np.ndar
 
     def meet(token: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         arrived = stamp([token])
-        with tf.control_dependencies([arrived]):  # never stamped after the meeting has begun
+        with tf.control_dependencies([arrived]):  # the stamp precedes the meeting
             token = tf.identity(token)
         total = tf.distribute.get_replica_context().all_reduce(SUM, token)
         return total, tf.stack([arrived, stamp([total])])

@@ -1,6 +1,6 @@
-"""The time of an all-reduce of any size, out of a few that were measured.
+"""The time of an all-reduce of any size, from a few measured sizes.
 
-Reads what ``benchmarks/all_reduce.py --json=FILE`` wrote: ``{"schema": 1, "strategy": str,
+Reads the output of ``benchmarks/all_reduce.py --json=FILE``: ``{"schema": 1, "strategy": str,
 "operation": str, "replicas": int, "points": [{"bytes": int, "seconds": float, ...}], ...}``.
 Units are those of nccl-tests: sizes are the bytes of one replica's tensor, 1 GB is 1e9 bytes,
 ``algbw = bytes / seconds`` and ``busbw = algbw * 2(n-1)/n`` for n replicas. Pure Python.
@@ -25,17 +25,17 @@ _MOST_POINTS = 1000  # in a file
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """One size that was measured: ``bytes`` of a replica's tensor, ``seconds`` to all-reduce it."""
+    """One measured size: ``bytes`` of a replica's tensor, ``seconds`` to all-reduce it."""
 
     bytes: int
     seconds: float
 
 
 class Fit(Protocol):
-    """What tells the time of an all-reduce."""
+    """A model of the time of an all-reduce."""
 
     def seconds(self, size: float) -> float:
-        """Seconds for ``size`` bytes."""
+        """Seconds of an all-reduce of ``size`` bytes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,19 +43,20 @@ class AlphaBeta:
     """``seconds = alpha + bytes / beta`` (Hockney 1994, "The communication challenge for MPP").
 
     Attributes:
-        alpha: seconds that an all-reduce of nothing takes.
-        beta: bytes per second when it is large, an algorithm bandwidth.
+        alpha: the latency: seconds of an all-reduce of 0 bytes.
+        beta: the bandwidth of a large all-reduce (algbw), bytes per second.
     """
 
     alpha: float
     beta: float
 
     def seconds(self, size: float) -> float:
+        """Seconds of an all-reduce of ``size`` bytes."""
         return self.alpha + size / self.beta
 
     @classmethod
     def fit(cls, points: Sequence[Point]) -> AlphaBeta:
-        """By least squares of the *relative* error: absolute ones would see the largest size alone.
+        """Fits by least squares of the relative error; the largest size dominates absolute errors.
 
         Raises:
             UsageError: fewer than two points.
@@ -69,7 +70,7 @@ class AlphaBeta:
         uv = sum(a * b for a, b in zip(u, v, strict=True))
         determinant = uu * vv - uv * uv
         alpha = (sum(u) * vv - sum(v) * uv) / determinant if determinant else -1.0
-        if alpha < 0:  # then the best that is not negative is 0
+        if alpha < 0:  # then 0 is the best that is not negative
             return cls(0.0, vv / sum(v))
         slope = (sum(v) * uu - sum(u) * uv) / determinant
         if slope <= 0:
@@ -78,8 +79,13 @@ class AlphaBeta:
 
 
 class PiecewiseLinear:
-    """Straight lines between the sizes that were measured. Smaller ones take as long as the
-    smallest, larger ones go on at the bandwidth of the largest."""
+    """Linear interpolation between measured sizes.
+
+    Below the smallest size the time is constant; above the largest, the bandwidth is constant.
+
+    Raises:
+        UsageError: ``points`` is empty.
+    """
 
     def __init__(self, points: Sequence[Point]):
         if not points:
@@ -88,9 +94,11 @@ class PiecewiseLinear:
 
     @classmethod
     def fit(cls, points: Sequence[Point]) -> PiecewiseLinear:
+        """The interpolation of ``points``, for use where a fit is expected."""
         return cls(points)
 
     def seconds(self, size: float) -> float:
+        """Seconds of an all-reduce of ``size`` bytes."""
         after = bisect.bisect_left([p.bytes for p in self.points], size)
         if after == 0:
             return self.points[0].seconds
@@ -103,12 +111,12 @@ class PiecewiseLinear:
 
 @dataclasses.dataclass(frozen=True)
 class HeldOut:
-    """Relative errors of sizes that a fit has not seen, each left out in its turn.
+    """Relative errors of a fit at sizes that are left out of it, one at a time.
 
     Attributes:
-        mean: of their absolute values.
-        worst: the largest, with its sign: below 0 the fit promised less time than it took.
-        worst_bytes: the size where that was.
+        mean: the mean of the absolute errors.
+        worst: the error with the largest absolute value; negative if the fit is too fast.
+        worst_bytes: the size of that error.
     """
 
     mean: float
@@ -117,8 +125,10 @@ class HeldOut:
 
 
 def held_out(fit: Callable[[Sequence[Point]], Fit], points: Sequence[Point]) -> HeldOut | None:
-    """The error of ``fit`` on points that it was not given; the smallest and the largest always
-    are, since beyond them nothing was measured. None where fewer than four points are there."""
+    """The errors of ``fit`` at points that it is not given; None for fewer than four points.
+
+    The smallest and the largest point are never left out: a fit need not extrapolate.
+    """
     if len(points) < 4:
         return None
     points = sorted(points, key=lambda p: p.bytes)
@@ -131,20 +141,22 @@ def held_out(fit: Callable[[Sequence[Point]], Fit], points: Sequence[Point]) -> 
 
 
 def bus_factor(replicas: int) -> float:
-    """busbw over algbw: what a ring sends through each link for each byte of the tensor (nccl-tests
-    doc/PERFORMANCE.md, "AllReduce")."""
+    """busbw / algbw of n replicas, 2(n-1)/n: bytes on each link of a ring per byte of the tensor.
+
+    Source: nccl-tests, doc/PERFORMANCE.md, "AllReduce".
+    """
     return 2 * (replicas - 1) / replicas
 
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """The all-reduces of a machine.
+    """Measured all-reduces of one machine.
 
     Attributes:
         strategy: ``mirrored`` or ``multi_worker``.
-        operation: which implementation the points are of.
-        replicas: how many took part.
-        points: by size.
+        operation: the implementation that was measured.
+        replicas: the number of replicas that took part.
+        points: ascending by size.
     """
 
     strategy: str
@@ -156,16 +168,20 @@ class Measured:
         """Seconds of an all-reduce of ``size`` bytes, interpolated."""
         return PiecewiseLinear(self.points).seconds(size)
 
+    def algbw(self, size: float) -> float:
+        """Bytes of the tensor per second in an all-reduce of ``size`` bytes."""
+        return size / self.seconds(size)
+
     def busbw(self, size: float) -> float:
-        """Bytes per second on the bus that an all-reduce of ``size`` bytes reaches."""
-        return size / self.seconds(size) * bus_factor(self.replicas)
+        """Bytes per second on the bus in an all-reduce of ``size`` bytes."""
+        return self.algbw(size) * bus_factor(self.replicas)
 
 
 def read(path: str | Path) -> Measured:
-    """What ``benchmarks/all_reduce.py --json`` wrote.
+    """Reads the output of ``benchmarks/all_reduce.py --json``.
 
     Raises:
-        UsageError: the file cannot be read, or is not such a file.
+        UsageError: the file cannot be read, or is not such an output.
     """
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))

@@ -1,7 +1,7 @@
-"""Reads a trace of TensorFlow's profiler: the only place that finds the collectives in it.
+"""Finds the collectives in a trace of TensorFlow's profiler.
 
-Marks say when a pack's gradients were there and when its sums were. A trace says, too, when in
-between the collective itself ran; the rest is packing, queueing and unpacking.
+Marks say when the gradients of a pack and when its sums were ready. A trace also says when the
+collective itself ran in between; the rest is packing, queueing and unpacking.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +24,19 @@ from ctl.inspect.measure.window import Window
 _COLLECTIVE = re.compile(
     r"ctl_all_reduce/pack(\d+)/CollectiveReduceV2(?:_(\d+))?:CollectiveReduceV2"
 )
-# On the same thread inside of a collective's event: its work is done and what waits for it is told.
-# What that starts is still in the event.
+# An event inside the event of a collective, on the same thread: the collective is done and calls
+# back. The event of the collective ends later, after the operations that the callback starts.
 _DONE = "CollectiveExecutor::ExecuteAsync::Done"
 
 
 @contextlib.contextmanager
 def profiled() -> Iterator[list[Any]]:
-    """Profiles what runs inside; the list has the trace afterwards (an ``XSpace``), or nothing and
-    the log says why."""
+    """Profiles what runs inside the block.
+
+    Yields:
+        A list, filled at the end of the block with the traces (``XSpace``). If there is no profile,
+        the list stays empty and the log says why.
+    """
     traces: list[Any] = []
     reason = private.no_profile()
     if reason:
@@ -57,8 +61,12 @@ def profiled() -> Iterator[list[Any]]:
 
 
 def collectives(space: Any) -> dict[tuple[int, int], np.ndarray]:
-    """``{(pack, replica of this worker): float64 [n, 2]}``: when each began and ended, seconds
-    since the epoch, in their order. Empty where nothing was reduced by collectives."""
+    """When the collectives in a trace, an ``XSpace``, began and ended.
+
+    Returns:
+        ``{(pack, replica of this worker): float64 [n, 2]}``, seconds since the epoch, ascending.
+        Empty if the step uses no collectives.
+    """
     began = profile_began(space)
     found: dict[tuple[int, int], list[tuple[float, float]]] = {}
     for plane in space.planes:
@@ -78,7 +86,7 @@ def collectives(space: Any) -> dict[tuple[int, int], np.ndarray]:
 
 
 def profile_began(space: Any) -> float:
-    """When the profile began, seconds since the epoch."""
+    """When the profile began, seconds since the epoch; NaN if the trace does not say."""
     for plane in space.planes:
         names = {key: metadata.name for key, metadata in plane.stat_metadata.items()}
         for stat in plane.stats:
@@ -87,9 +95,11 @@ def profile_began(space: Any) -> float:
     return float("nan")
 
 
-def with_collectives(window: Window, traces: list[Any]) -> Window:
-    """``window`` with marks ``begun{k}`` and ``ended{k}`` around the collective of each pack; as it
-    is where the trace has none of them, e.g. because replicas share memory and use none."""
+def with_collectives(window: Window, traces: Sequence[Any]) -> Window:
+    """``window`` with the marks ``begun{k}`` and ``ended{k}`` around the collective of each pack k.
+
+    Without collectives in ``traces`` it is returned unchanged: replicas that share memory use none.
+    """
     found: dict[tuple[int, int], np.ndarray] = {}
     for trace in traces:
         found |= collectives(trace)
@@ -102,7 +112,7 @@ def with_collectives(window: Window, traces: list[Any]) -> Window:
         around = np.full([*window.stamps.shape[:2], 2], np.nan)
         for replica, done in enumerate(window.stamps[:, :, names.index(f"done{pack}")]):
             times = found.get((pack, replica), np.zeros([0, 2]))
-            # It belongs to the first step whose sums were there after it ended.
+            # A collective belongs to the first step whose sums were ready after it ended.
             step = np.searchsorted(done, times[:, 1])
             inside = (step < len(done)) & (times[:, 1] > done[0])
             around[replica, step[inside]] = times[inside]

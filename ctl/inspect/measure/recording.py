@@ -1,4 +1,4 @@
-"""Switches the marks of a step on and off, and gathers what they saw on every worker."""
+"""Switches the marks of a step on and off, and gathers their stamps from all workers."""
 
 from __future__ import annotations
 
@@ -21,13 +21,16 @@ if TYPE_CHECKING:
 
 
 class Recording:
-    """Marks that can be switched on and off any number of times, with one trace.
+    """Marks that can be switched on and off repeatedly, with one trace of the step.
 
-    With several workers all must do so at the same steps, and all must call `take`.
+    With several workers, all must switch at the same steps, and all must call `take`.
 
     Args:
         step: a built step.
-        steps: how many the windows hold; the last of those that ran.
+        steps: the length of a window: it holds the last so many steps that ran.
+
+    Raises:
+        UsageError: ``steps`` is below 1, or the step cannot be stamped (see `ctl.marks.Marks`).
     """
 
     def __init__(self, step: TrainStep, steps: int):
@@ -35,7 +38,7 @@ class Recording:
             raise UsageError(f"a window of {steps} steps: it must have 1 or more")
         self.step = step
         self.steps = steps
-        self._ring = Ring(step, steps + 1)  # a step begins where the one before was applied
+        self._ring = Ring(step, steps + 1)  # a step begins when the one before was applied
         self._before = step.observer
         others = step.observer.stores if isinstance(step.observer, Marks) else ()
         self._marks = Marks(step, *others, self._ring)
@@ -43,23 +46,26 @@ class Recording:
         self._plan: dict[str, Any] | None = None
 
     def start(self) -> None:
-        """From the next call of the loop on, steps are stamped."""
+        """Stamps steps from the next call of the loop on; forgets earlier ones."""
         self._ring.clear()
         self._before, self.step.observer = self.step.observer, self._marks
 
     def stop(self) -> None:
-        """The steps that follow are not stamped."""
+        """Stamps no more steps."""
         if self._plan is None and len(self._ring.read()[0]):
             self._plan = self.step.plan().to_json()  # of the trace that has run
         self.step.observer = self._before
 
     def take(self, traces: Sequence[Any] = (), *, align: bool = True) -> list[Window]:
-        """The windows of all workers, in their order, on every worker.
+        """The windows of all workers, in order, on every worker.
 
         Args:
-            traces: of the profiler over the same steps, see `ctl.inspect.measure.profile`.
-            align: meet the other workers to compare clocks, which takes 0.2 to 0.4 s; otherwise the
-                last meeting counts, or this one when it is the first.
+            traces: profiles of the same steps, see `ctl.inspect.measure.profile`.
+            align: compare clocks with the other workers, which takes 0.2 to 0.4 s. Otherwise use
+                the last comparison, if there is one.
+
+        Raises:
+            PeerError: a worker was lost.
         """
         strategy = self.step.strategy
         if align or self._barriers is None:
@@ -89,6 +95,7 @@ class Recording:
 
 def _describe(step: TrainStep) -> str:
     strategy = step.strategy
+    assert strategy is not None  # the step is built
     kind = type(strategy).__name__
     replicas = strategy.num_replicas_in_sync
     return (

@@ -1,22 +1,23 @@
-"""Joins what all workers saw of some steps: the only place that turns stamps into durations.
+"""Joins the windows of all workers, and turns their stamps into durations.
 
-A *row* is one replica of one worker; rows are in the order of workers, then replicas. For pack p on
-row r, with stamps ``ready`` and ``done``:
+A *row* is one replica of one worker; rows are ordered by worker, then by replica. For pack p on a
+row, with stamps ``ready`` and ``done``:
 
     start    = max(ready[p], done[p-1])      the collective waits for the one before it
     wait     = max over rows of start - start
     transfer = done - max over rows of start
 
-Where a profile says when the collective itself began and ended, those take the places of start and
-done, and what is before and after is packing. All this needs one clock. That of worker j is ahead
-of worker 0's by some offset, about which one thing is certain: nobody leaves a barrier before the
-last has come to it. So of every barrier
+If a profile says when the collective itself began and ended, those times replace start and done,
+and the time before and after them is packing.
+
+All rows need one clock. The clock of worker j is ahead of the clock of worker 0 by an unknown
+offset. No worker leaves a barrier before the last one has come to it, so each barrier has bounds:
 
     arrived_j - done_0  <=  offset_j  <=  done_j - arrived_0
 
-and the tightest of those bounds are kept; the offset is taken to be in their middle. Packs serve
-only where there are no barriers: whoever is late there widens the bounds, and a stamp of a busy
-worker may come after the collective has begun.
+The middle of the tightest bounds is taken as the offset. Packs serve as barriers only if there are
+no others: a late worker widens their bounds, and a busy worker may stamp its arrival after the
+collective has begun.
 """
 
 from __future__ import annotations
@@ -28,10 +29,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ctl.errors import UsageError
+from ctl.inspect.measure.link import bus_factor
 from ctl.inspect.measure.window import Window, check_together
 
-# Of a step, in this order; they add up to it. "wait" and "transfer" are what of the packs is not
-# hidden behind the backward pass; "pack" is known from a profile only, and else in "transfer".
+# The phases of a step, in order; they add up to it. "wait" and "transfer" are communication that
+# the backward pass does not hide. Without a profile, "pack" is part of "transfer".
 PHASES = ("input", "forward", "backward", "pack", "wait", "transfer", "apply", "other")
 
 
@@ -44,10 +46,12 @@ class Row(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Clock:
-    """How far the clock of a worker is ahead of worker 0's, in seconds.
+    """How far the clock of a worker is ahead of the clock of worker 0, in seconds.
 
-    The offset is between ``low`` and ``high``, which are certain while clocks do not drift; times
-    of this worker are wrong by half of their difference, at most."""
+    Attributes:
+        worker: its index.
+        low, high: bounds of the offset; certain as long as the clocks do not drift.
+    """
 
     worker: int
     low: float
@@ -55,10 +59,12 @@ class Clock:
 
     @property
     def offset(self) -> float:
+        """The middle of the bounds, seconds."""
         return (self.low + self.high) / 2
 
     @property
     def error(self) -> float:
+        """The most by which `offset` may be wrong, seconds."""
         return abs(self.high - self.low) / 2
 
 
@@ -67,14 +73,15 @@ class PackTimes:
     """One all-reduce on N rows in S steps; times in seconds.
 
     Attributes:
-        name: as in the graph, ``pack0``.
-        bytes: on each replica; 0 where the shape is not known while tracing.
-        ready: float64 [N, S], since `Timeline.origin`: its gradients are there.
-        start: float64 [N, S], since then, too: ready, and the pack before it done.
-        begun: float64 [N, S]: when the collective itself began; ``start`` without a profile.
+        name: as in the graph, such as ``pack0``.
+        bytes: on each replica; 0 if the shape is unknown while tracing.
+        ready: float64 [N, S], since `Timeline.origin`: when its gradients were ready.
+        start: float64 [N, S], since the origin: when it was ready and the pack before it done.
+        begun: float64 [N, S], since the origin: when the collective itself began; ``start`` without
+            a profile.
         packing: float64 [N, S]: before and after the collective; NaN without a profile.
-        wait: float64 [N, S]: for the last row to start.
-        transfer: float64 [N, S]: from the start of the last row until the sums are here.
+        wait: float64 [N, S]: until the last row has begun.
+        transfer: float64 [N, S]: from when the last row has begun until this row has the sums.
         bus_factor: 2(n-1)/n for n replicas.
     """
 
@@ -90,19 +97,21 @@ class PackTimes:
 
     @property
     def seconds(self) -> np.ndarray:
-        """float64 [S]: from the start of the last row until the last has the sums."""
+        """float64 [S]: from when the last row has begun until all rows have the sums."""
         return self.transfer.max(axis=0)
 
     @property
     def algbw(self) -> float:
-        """Bytes over the median time, in GB/s, GB = 1e9 bytes, as nccl-tests; NaN for no time."""
+        """Bytes over the median time, in GB/s (1e9 bytes, as nccl-tests); NaN if either is 0."""
         seconds = float(np.median(self.seconds))
         return self.bytes / seconds / 1e9 if seconds > 0 and self.bytes else float("nan")
 
     @property
     def busbw(self) -> float:
-        """algbw * 2(n-1)/n, in GB/s: comparable with the speed of the links, whatever n (NVIDIA
-        nccl-tests, doc/PERFORMANCE.md)."""
+        """algbw · 2(n-1)/n, in GB/s: comparable with the speed of a link for any n.
+
+        Source: NVIDIA nccl-tests, doc/PERFORMANCE.md.
+        """
         return self.algbw * self.bus_factor
 
 
@@ -111,23 +120,23 @@ class Timeline:
     """N rows (replicas of workers) in S steps; all times in seconds, on worker 0's clock.
 
     Attributes:
-        rows: N of them.
-        steps: int64 [S]; batches seen before each.
-        origin: seconds since the epoch, of all times below that are not durations.
-        begin: float64 [N, S]: when the step began, which is when the one before was applied.
-        marks: each mark's name -> float64 [N, S]; NaN where it was not stamped.
-        step_seconds: float64 [N, S].
-        phases: each of `PHASES` -> float64 [N, S], durations which add up to ``step_seconds``; NaN
-            where one cannot be told: "forward" and "apply" are in "backward" then, "pack" in
-            "transfer".
-        hidden: float64 [N, S]: communication while this row was still computing.
+        rows: the N rows.
+        steps: int64 [S]: batches seen before each step.
+        origin: seconds since the epoch; points in time below are relative to it.
+        begin: float64 [N, S]: when the step began, that is, when the one before was applied.
+        marks: name of the mark -> float64 [N, S], when it was stamped; NaN if it was not.
+        step_seconds: float64 [N, S], durations.
+        phases: each of `PHASES` -> float64 [N, S], durations that add up to ``step_seconds``. NaN
+            for a phase that cannot be told apart: "forward" and "apply" are then part of
+            "backward", and "pack" is part of "transfer".
+        hidden: float64 [N, S]: communication while this row still computed.
         exposed: float64 [N, S]: communication after its backward pass.
         packs: in the order in which they are reduced.
-        late: float64 [N, S]: how much later than the median of the other rows this one came to the
-            packs; what the others waited for it.
-        clocks: of every worker.
+        late: float64 [N, S]: how much later than the median of the other rows this row came to the
+            packs, summed over the packs.
+        clocks: one for each worker.
         description: of the run, for people.
-        plan: of worker 0, as JSON, see `ctl.inspect.plan.plan`; or None.
+        plan: the plan of worker 0 as JSON, see `ctl.inspect.plan.plan`; or None.
     """
 
     rows: tuple[Row, ...]
@@ -147,11 +156,17 @@ class Timeline:
 
     @property
     def workers(self) -> int:
+        """The number of workers."""
         return len(self.clocks)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all packs on each replica."""
+        return sum(pack.bytes for pack in self.packs)
 
 
 def join(windows: Sequence[Window]) -> Timeline:
-    """The timeline of the steps that all ``windows`` have and whose predecessors they have, too.
+    """The timeline of the steps that all ``windows`` have together with the step before.
 
     Raises:
         UsageError: the windows are not of all workers of one run, or share no two steps in a row.
@@ -173,13 +188,13 @@ def join(windows: Sequence[Window]) -> Timeline:
     joined = {
         name: np.concatenate([m[name] for m in marks])
         for name in windows[0].names
-        if all(name in m for m in marks)  # not every worker need have a profile
+        if all(name in m for m in marks)  # some workers may have no profile
     }
     return _timeline(tuple(rows), steps, origin, np.concatenate(begin), joined, clocks, windows[0])
 
 
 def _stamps(window: Window, steps: np.ndarray) -> dict[str, np.ndarray]:
-    """Each mark's [R, S] in these ``steps``."""
+    """Name of the mark -> [R, S], its stamps in these ``steps``."""
     stamps = window.stamps[:, np.searchsorted(window.steps, steps)]
     return {name: stamps[:, :, index] for index, name in enumerate(window.names)}
 
@@ -202,7 +217,7 @@ def _clock(window: Window, first: Window, steps: np.ndarray) -> Clock:
 
 
 def _around_packs(window: Window, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """When this worker came to each pack, and when it left it, [S * P] each."""
+    """When this worker came to each pack and when it left it, [P * S] each."""
     at = _stamps(window, steps)
     packs = range(len(window.packs))
     arrived = [at[f"ready{number}"].max(axis=0) for number in packs]
@@ -218,11 +233,11 @@ def _timeline(
     clocks: tuple[Clock, ...],
     first: Window,
 ) -> Timeline:
-    # What a thread stamps late, because the machine was busy, must not make a phase negative.
+    # A busy machine stamps late: clip the stamps, so that no phase is negative.
     arrived = np.maximum(marks["input"], begin)
     forward = np.fmax(marks["forward"], arrived) if "forward" in marks else arrived
     known = ~np.isnan(marks["forward"]) if "forward" in marks else np.zeros(arrived.shape, bool)
-    # Where XLA compiled all of the step as one, only its begin and its end can be stamped.
+    # If XLA compiled the whole step, only its beginning and its end are stamped.
     whole = np.isnan(marks["backward"])
     computed = np.maximum(np.where(whole, marks["apply"], marks["backward"]), forward)
     applied = np.maximum(marks["apply"], computed)
@@ -233,11 +248,11 @@ def _timeline(
     exposed = {name: np.zeros(begin.shape) for name in ("pack", "wait", "transfer")}
     covered, covered_after = np.full(begin.shape, -np.inf), computed
     before = np.full(begin.shape, -np.inf)
-    factor = 2 * (len(rows) - 1) / len(rows)
+    factor = bus_factor(len(rows))
     for number, pack in enumerate(first.packs):
         ready, done = marks[f"ready{number}"], marks[f"done{number}"]
         if np.isnan(ready).any() or np.isnan(done).any():
-            continue  # the step's own reduce() moves something else
+            continue  # an overridden reduce() moves other tensors
         start = np.minimum(np.maximum(ready, before), done) if first.in_order else ready
         begun = np.clip(np.fmax(marks.get(f"begun{number}", start), start), None, done)
         ended = np.clip(np.fmin(marks.get(f"ended{number}", done), done), begun, None)
@@ -298,7 +313,7 @@ def _timeline(
 
 
 def _median_of_others(values: np.ndarray) -> np.ndarray:
-    """[N, S] -> [N, S]: the median over the other rows; a single row's own."""
+    """[N, S] -> [N, S]: the median over the other rows; a single row keeps its values."""
     if len(values) == 1:
         return values
     return np.stack(

@@ -1,5 +1,4 @@
-"""What bounds the step, why, and what to try next: the only place that turns a `Timeline` into
-advice. Three lines, from medians over the steps."""
+"""Turns a `Timeline` into three lines: what bounds the step, why, and what to try next."""
 
 from __future__ import annotations
 
@@ -8,9 +7,10 @@ import numpy as np
 from ctl.inspect.measure.blame import Blame, blame
 from ctl.inspect.measure.link import Measured
 from ctl.inspect.measure.timeline import PackTimes, Timeline
+from ctl.inspect.units import MIB, size_text
 
 _MS = 1e3
-_HIDDEN = 0.2  # share of the communication below which it is called not hidden
+_HIDDEN = 0.2  # communication of which a smaller share is hidden counts as not hidden
 
 _REMEDY = {
     "input": "a faster input there: its files, its disk, what else runs on that machine",
@@ -21,7 +21,7 @@ _REMEDY = {
 
 
 def measure_command(timeline: Timeline) -> str:
-    """What measures the bandwidth that a pack's is compared with."""
+    """The command that measures the all-reduce of this machine, for comparison."""
     if timeline.workers > 1:
         how = f"--strategy=multi_worker --workers={timeline.workers}"
     else:
@@ -30,15 +30,17 @@ def measure_command(timeline: Timeline) -> str:
 
 
 def share_of_measured(pack: PackTimes, measured: Measured | None) -> float | None:
-    """The bandwidth of a pack over the one that was measured at its size; None where either is not
-    known. Not above 1 but by noise: in training it competes with the backward pass."""
+    """The bandwidth of a pack relative to the measured one at its size; None if one is unknown.
+
+    Only noise makes it larger than 1: in training, a pack competes with the backward pass.
+    """
     if measured is None or not pack.bytes or not np.isfinite(pack.algbw):
         return None
-    return pack.algbw * 1e9 / (pack.bytes / measured.seconds(pack.bytes))
+    return pack.algbw * 1e9 / measured.algbw(pack.bytes)
 
 
 def verdict(timeline: Timeline, measured: Measured | None = None) -> tuple[str, str, str]:
-    """What bounds the step; why; what to try next."""
+    """Three lines, from medians over the steps: what bounds the step; why; what to try next."""
     step = float(np.median(timeline.step_seconds))
     late = blame(timeline)
     if late:
@@ -54,7 +56,7 @@ def verdict(timeline: Timeline, measured: Measured | None = None) -> tuple[str, 
         "apply": parts["apply"],
         "communication": parts["wait"] + parts["transfer"] + parts["pack"],
     }
-    bound = max(bounds, key=bounds.get)
+    bound = max(bounds, key=lambda name: bounds[name])
     first = (
         f"The step takes {step * _MS:.2f} ms and is bound by {bound}: "
         f"{bounds[bound] * _MS:.2f} ms, {bounds[bound] / step:.0%}."
@@ -107,15 +109,18 @@ def _communication(
     slowest = max(timeline.packs, key=lambda pack: float(np.median(pack.seconds)))
     share = share_of_measured(slowest, measured)
     why = (
-        f"{slowest.name} moves {slowest.bytes / 1e6:.3g} MB at a busbw of {slowest.busbw:.3g} GB/s"
+        f"{slowest.name} moves {size_text(slowest.bytes)} at a busbw of {slowest.busbw:.3g} GB/s"
         + (f", {share:.0%} of what was measured here" if share is not None else "")
         + f"; {hidden:.0%} of the communication is hidden behind the backward pass."
     )
-    size = sum(pack.bytes for pack in timeline.packs)
+    size = timeline.bytes
     if measured and slowest.bytes and measured.seconds(slowest.bytes) < 2 * measured.seconds(1):
         return why, "Its latency counts, not its bytes: try --accumulate_steps or fewer packs."
-    if hidden < _HIDDEN and len(timeline.packs) == 1 and size > 1 << 20:
-        return why, f"Try --bytes_per_pack={size // 4}: packs start before the backward pass ends."
+    if hidden < _HIDDEN and len(timeline.packs) == 1 and size > MIB:
+        return (
+            why,
+            f"Try --bytes_per_pack={size // 4}: packs start before the backward pass ends.",
+        )
     if measured is None:
         return why, f"Compare with the machine: {measure_command(timeline)}, then --bandwidth."
     return why, "Try fewer bytes (--precision, a smaller model), or --accumulate_steps."

@@ -1,6 +1,6 @@
-"""What one worker saw of some steps, and its file: the only place that knows their form.
+"""A window: the stamps of one worker in some steps, and their file.
 
-No TensorFlow here: files are joined where there need be none.
+Imports no TensorFlow, so that files can be joined without it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from ctl.checkpoint import durable
 from ctl.errors import CheckpointError, UsageError
 
-SCHEMA = 1  # Raised when a key changes its meaning or goes away, not when one is added.
+SCHEMA = 1  # Incremented when a key changes its meaning or is removed, not when one is added.
 
 _NAME = re.compile(r"input|forward|backward|apply|(ready|begun|ended|done)\d{1,6}")
 _FILE = re.compile(r"worker-(\d{1,6})\.json")
@@ -26,7 +26,7 @@ _MOST = 10**7  # stamps in one file
 
 @dataclasses.dataclass(frozen=True)
 class Pack:
-    """What one all-reduce moves: its name in the graph, and its bytes on each replica."""
+    """One all-reduce: its name in the graph, and its bytes on each replica."""
 
     name: str
     bytes: int
@@ -37,18 +37,20 @@ class Window:
     """The stamps of some steps on the replicas of one worker, on that worker's own clock.
 
     Attributes:
-        worker: index of this worker, of ``workers`` in all.
-        steps: int64 [S], ascending; batches seen before each.
-        names: the M marks, see `ctl.marks`; with a profile also ``begun{k}`` and
-            ``ended{k}``, around the collective of pack k.
-        stamps: float64 [R, S, M], seconds since the epoch; NaN where a mark was not stamped.
+        worker: the index of this worker.
+        workers: the number of all workers.
+        steps: int64 [S], ascending: batches seen before each step.
+        names: the M marks, see `ctl.marks`; with a profile also ``begun{k}`` and ``ended{k}``,
+            around the collective of pack k.
+        stamps: float64 [R, S, M], for R replicas, seconds since the epoch; NaN if a mark was not
+            stamped.
         packs: in the order in which they are reduced: pack k is between ``ready{k}`` and
             ``done{k}``.
-        in_order: each pack waits for the one before it.
-        barriers: float64 [K, 2], seconds: when this worker came to a barrier of all workers, and
-            when it left it; the same K barriers on every worker, K = 0 for one worker.
+        in_order: whether each pack waits for the one before it.
+        barriers: float64 [K, 2], seconds since the epoch: when this worker came to each barrier of
+            all workers, and when it left. All workers have the same K barriers; one worker has 0.
         description: of the run, for people.
-        plan: what the step moves, see `ctl.inspect.plan.plan`, as JSON; or None.
+        plan: the plan of the step as JSON, see `ctl.inspect.plan.plan`; or None.
     """
 
     worker: int
@@ -63,8 +65,9 @@ class Window:
     plan: Mapping[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object; NaN is null."""
-        stamps = np.where(np.isnan(self.stamps), None, self.stamps)
+        """The window as a JSON object; NaN becomes null."""
+        null: Any = None
+        stamps = np.where(np.isnan(self.stamps), null, self.stamps)
         return {
             "schema": SCHEMA,
             "kind": "window",
@@ -82,7 +85,11 @@ class Window:
 
     @classmethod
     def from_json(cls, value: Any) -> Window:
-        """Raises ValueError, in one line, for whatever is not a window."""
+        """The window that `to_json` wrote.
+
+        Raises:
+            ValueError: ``value`` is no window; the message is one line.
+        """
         if not isinstance(value, dict) or value.get("kind") != "window":
             raise ValueError("it is not a window of ctl.inspect")
         if value.get("schema") != SCHEMA:
@@ -131,12 +138,12 @@ class Window:
 
 
 def path_of(directory: Path, worker: int) -> Path:
-    """Where the window of a worker is, or would be; ``directory`` is ``model_dir/inspect``."""
+    """The file of a worker's window in ``directory``, which is ``model_dir/inspect``."""
     return directory / f"worker-{worker}.json"
 
 
 def write(window: Window, directory: Path) -> Path:
-    """Writes ``worker-I.json`` whole or not at all, and returns its path.
+    """Writes ``worker-I.json`` atomically and returns its path.
 
     Raises:
         CheckpointError: it cannot be written.
@@ -151,7 +158,11 @@ def write(window: Window, directory: Path) -> Path:
 
 
 def read(path: Path) -> Window:
-    """Raises `UsageError`, naming the file and what is wrong with it."""
+    """Reads the window of one worker.
+
+    Raises:
+        UsageError: the file is damaged or no window; the message names it and the reason.
+    """
     try:
         return Window.from_json(durable.read_json(path))
     except (durable.Damaged, ValueError) as error:
@@ -159,7 +170,7 @@ def read(path: Path) -> Window:
 
 
 def read_all(directory: Path) -> list[Window]:
-    """The windows of all workers in ``directory``, in their order.
+    """Reads the windows of all workers in ``directory``, in order.
 
     Raises:
         UsageError: there is none, one is damaged, or they are not of one run.
@@ -176,7 +187,11 @@ def read_all(directory: Path) -> list[Window]:
 
 
 def check_together(windows: Sequence[Window]) -> None:
-    """Raises `UsageError` unless ``windows`` are those of all workers of one run."""
+    """Checks that ``windows`` are those of all workers of one run.
+
+    Raises:
+        UsageError: a worker is missing or there twice, or the windows are of different runs.
+    """
     workers = windows[0].workers
     have = sorted(window.worker for window in windows)
     if any(window.workers != workers for window in windows):
@@ -188,7 +203,7 @@ def check_together(windows: Sequence[Window]) -> None:
             if missing
             else "a worker has more than one window"
         )
-    facts = {
+    facts: dict[str, set[Any]] = {
         "packs": {window.packs for window in windows},
         "marks": {window.names[: 4 + 2 * len(window.packs)] for window in windows},
         "cross-device operations": {window.in_order for window in windows},
@@ -213,7 +228,7 @@ def _integer(value: Mapping[str, Any], key: str, least: int, most: int) -> int:
 
 
 def _array(value: Mapping[str, Any], key: str, rank: int) -> np.ndarray:
-    """A float64 array of numbers and nulls (NaN), of this rank; an empty one has zeros for it."""
+    """A float64 array of this rank, null becomes NaN; an empty array has the shape [0] * rank."""
     try:
         array = np.array(value.get(key), dtype=np.float64)
     except (TypeError, ValueError, OverflowError):

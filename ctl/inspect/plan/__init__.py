@@ -1,1 +1,1 @@
-"""What a step moves, read from its traced graph."""
+"""Reads from the traced graph of a step what the step moves between replicas."""

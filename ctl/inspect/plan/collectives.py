@@ -1,4 +1,4 @@
-"""Finds the communication in a traced graph and says what each moves."""
+"""Finds the communication in a traced graph and describes what it moves."""
 
 from __future__ import annotations
 
@@ -26,21 +26,28 @@ if TYPE_CHECKING:
     from ctl.loop import Loop
     from ctl.step import TrainStep
 
-# Operations that TensorFlow's own collectives and NCCL are made of.
+# Collective operations of TensorFlow and of NCCL.
 _COLLECTIVE = re.compile(r"_?(Collective|Nccl)\w+|XlaAllReduce|CrossReplicaSum|AllToAll")
-# These are the communication where one device sums or joins what comes from several.
+# These communicate if their inputs come from several devices.
 _JOINS = {"AddN", "ConcatV2"}
 _PACK = re.compile(r"(?:^|/)((ctl_all_reduce(?:_\d+)?)/(pack\d+(?:_\d+)?))(?=/|$)")
 _REPLICA = re.compile(r"(^|/)replica_\d+/")
-_SPLITS = {"Split", "SplitV"}
-_ASSIGN = re.compile(r"(Assign\w*VariableOp|ResourceApply\w+|ResourceScatter\w+)$")
 _REDUCES = {"CollectiveReduce", "CollectiveReduceV2", "CollectiveReduceV3", "NcclAllReduce"}
 _GATHERS = {"CollectiveGather", "CollectiveGatherV2", "ConcatV2"}
 
 
 def plan_of_step(step: TrainStep, compiled: bool = False) -> Plan:
-    """The plan of a step that is in a loop, with its lints; see `TrainStep.plan`."""
-    loop = step.loop and step.loop()
+    """The plan, with lints, of a step that belongs to a `ctl.Loop`; see `TrainStep.plan`.
+
+    Args:
+        step: no step is run.
+        compiled: also ask XLA how it would combine the all-reduces. If it cannot tell, the plan has
+            a note that says why.
+
+    Raises:
+        UsageError: the step belongs to no loop.
+    """
+    loop = step.loop() if step.loop else None
     if loop is None:
         raise UsageError("the loop knows the batches: make ctl.Loop(step, ...), then step.plan()")
     plan = plan_of(
@@ -61,8 +68,10 @@ def plan_of_step(step: TrainStep, compiled: bool = False) -> Plan:
 
 
 def _graph_of_one_step(loop: Loop) -> tf.types.experimental.ConcreteFunction:
-    """A step on a given element of the feed: what XLA could be asked to compile."""
+    """The graph of one step on one element of the feed."""
     feed = loop.feed
+    assert feed is not None  # `Loop.traced` opened it
+    iterator: Any = feed.iterator
 
     def one_step(element: Any, resident: Any) -> tf.Tensor:
         batch = batch_of(Block(element, 0, 1), 0, feed.batches_per_block)
@@ -71,7 +80,7 @@ def _graph_of_one_step(loop: Loop) -> tf.types.experimental.ConcreteFunction:
     function = tf.function(lambda e: loop.strategy.run(one_step, args=(e, feed.resident)))
     observer, loop.step.observer = loop.step.observer, NO_OBSERVER
     try:
-        return function.get_concrete_function(feed.iterator.element_spec)
+        return function.get_concrete_function(iterator.element_spec)
     finally:
         loop.step.observer = observer
 
@@ -83,14 +92,14 @@ def plan_of(
     trainable: Iterable[str],
     workers: int = 1,
 ) -> Plan:
-    """What the traced function ``concrete`` moves between replicas.
+    """The plan, without lints, of the traced function ``concrete``.
 
     Args:
         concrete: a `tf.types.experimental.ConcreteFunction`.
-        strategy: the one that it was traced under.
-        variables: by path; those that members of a pack are named after.
-        trainable: the paths of those that have gradients.
-        workers: processes of the job.
+        strategy: the strategy under which ``concrete`` was traced.
+        variables: path -> variable; members of a pack are named by these paths.
+        trainable: the paths of the variables that have gradients.
+        workers: the number of processes of the job.
     """
     graph = Graph(concrete.graph.as_graph_def(add_shapes=True))
     paths = {}
@@ -115,7 +124,7 @@ def plan_of(
 
 
 class _Search:
-    """The communication of one graph, in the order in which it must run."""
+    """Finds the communication of one graph and orders it by dependency."""
 
     def __init__(
         self,
@@ -128,7 +137,7 @@ class _Search:
         self.trainable = trainable
         self.packs = Packs(graph, handles, shapes, trainable, _communicates)
         ends = [n for n in graph.nodes if ASSIGN.match(n.op) or _communicates(n)]
-        # Autodiff also makes gradients that nothing uses, which TensorFlow then takes out again.
+        # Autodiff also makes gradients that nothing uses; TensorFlow removes them later.
         self.backward = [n for n in graph.ancestors(ends) if n.backward]
         self.flops = {n: flops(n) for n in self.backward}
         self.share_by = "flops" if any(self.flops.values()) else "ops"
@@ -147,14 +156,14 @@ class _Search:
         order = sorted(self.groups, key=lambda name: len(behind[name]))
         found = []
         for name in order:
-            # Those that no other one, which this waits for too, waits for already.
+            # Direct dependencies only, without those that another dependency implies.
             after = behind[name] - set().union(*(behind[n] for n in behind[name]))
             found.append(self._collective(name, [n for n in order if n in after]))
         return found
 
     def _collective(self, name: str, after: Sequence[str]) -> Collective:
         nodes = self.groups[name]
-        # Sums may be of sums, as in a hierarchical copy; the last ones have the results.
+        # A hierarchical copy sums sums; only the last sums hold the results.
         roots = [n for n in nodes if not any(n in self.before[other] for other in nodes)]
         roots = [n for n in roots if n.device == roots[0].device]
         first = roots[0]
@@ -174,6 +183,7 @@ class _Search:
             devices |= {t.node.device for n in nodes for t in n.inputs}
         devices -= {""}
         group_size = len(devices) if first.op in _JOINS else _group_size(first)
+        size = bytes_of(dtype, shape)
         purpose = self._purpose(nodes, members, gathers)
         start, full = self._shares(nodes) if purpose == "gradients" else (None, None)
         return Collective(
@@ -183,7 +193,7 @@ class _Search:
             ops=len(nodes),
             dtype=dtype.name,
             shape=shape,
-            bytes=bytes_of(dtype, shape),
+            bytes=size,
             group_size=group_size,
             group_key=_constant_input(first, 2),
             hint=first.attr["communication_hint"].s.decode(),
@@ -196,12 +206,12 @@ class _Search:
             start_share=start,
             full_share=full,
             share_by=self.share_by,
-            wire_bytes=self._wire(roots, nodes, bytes_of(dtype, shape), group_size),
+            wire_bytes=self._wire(roots, nodes, size, group_size),
         )
 
     def _purpose(self, nodes: list[Node], members: Sequence[Member], gathers: bool) -> str:
         upstream = any(n.backward for node in nodes for n in self.before[node])
-        # TensorFlow sums int64 flags before every batch of data that may end.
+        # For data that may end, TensorFlow sums int64 flags before every batch.
         if nodes[0].attr["T"].type == tf.int64.as_datatype_enum and any(
             n.op == "OptionalHasValue" for n in self.before[nodes[0]]
         ):
@@ -214,7 +224,7 @@ class _Search:
         return "other" if nodes[0].in_loop else "loss"
 
     def _shares(self, nodes: list[Node]) -> tuple[float, float]:
-        """The share of the backward pass before the first and before the last of ``nodes``."""
+        """Shares of the backward pass: before the earliest of ``nodes``, and before all of them."""
         each = [self._share(self.before[node]) for node in nodes]
         return min(each), self._share(set().union(*(self.before[node] for node in nodes)))
 
@@ -231,7 +241,7 @@ class _Search:
     def _wire(
         self, roots: list[Node], nodes: list[Node], size: int | None, group: int
     ) -> int | None:
-        """Bytes that the busiest replica sends."""
+        """Bytes that the busiest replica sends; see `Collective.wire_bytes`."""
         if size is None:
             return None
         if roots[0].op in _REDUCES:
@@ -260,7 +270,7 @@ class _Search:
 
 
 def _groups(graph: Graph) -> dict[str, list[Node]]:
-    """The operations of each communication, over all devices, by a name for it."""
+    """Name -> operations, over all devices, of each communication."""
     groups: dict[str, list[Node]] = {}
     seen: collections.Counter[tuple] = collections.Counter()
     for node in filter(_communicates, graph.nodes):
@@ -270,7 +280,7 @@ def _groups(graph: Graph) -> dict[str, list[Node]]:
             name = pack[3] if pack[2] == "ctl_all_reduce" else pack[1]
             name += "/gathers" if node.op in _GATHERS else ""
         else:
-            # The k-th of its kind on each device is one communication.
+            # The k-th operation of a kind on every device belongs to one communication.
             base = re.sub(r"_\d+$", "", scope.removeprefix("while/"))
             number = seen[base, node.op, node.device]
             seen[base, node.op, node.device] += 1
@@ -291,16 +301,17 @@ def _group_size(node: Node) -> int:
 
 
 def _joined(shapes: list[tuple[int, ...] | None]) -> tuple[int, ...] | None:
-    """The shape of one payload; of several, their elements in one dimension."""
+    """The shape of one payload; for several, one dimension that holds all their elements."""
     if len(shapes) == 1:
         return shapes[0]
-    if any(s is None or min(s, default=0) < 0 for s in shapes):
+    known = [s for s in shapes if s is not None and min(s, default=0) >= 0]
+    if len(known) < len(shapes):
         return None
-    return (sum(map(math.prod, shapes)),)
+    return (sum(math.prod(s) for s in known),)
 
 
 def _constant_input(node: Node, index: int) -> int | None:
-    """Of the collectives that take their group as inputs."""
+    """The constant at input ``index`` of a V2 collective, which takes its group as inputs."""
     if (
         not node.op.startswith("Collective")
         or not node.op.endswith("V2")

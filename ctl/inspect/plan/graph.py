@@ -1,5 +1,6 @@
-"""The only place that reads a TensorFlow graph: a `GraphDef` with the bodies of its functions,
-loops and branches put in place of the calls, so that one walk sees all of it.
+"""Flattens a TensorFlow graph: a `GraphDef` becomes one list of operations.
+
+The bodies of functions, loops and branches replace their calls, so that one walk covers everything.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ _CALLS = {"PartitionedCall", "StatefulPartitionedCall"}
 _BRANCHES = {"If", "StatelessIf", "Case", "StatelessCase"}
 _LOOPS = {"While", "StatelessWhile"}
 
-# Gradient operations are named so by `tf.GradientTape`, and functions of gradients so by autodiff.
+# Scopes of gradient operations (`tf.GradientTape`, `ctl.TrainStep`), and the names of functions of
+# gradients (autodiff).
 _BACKWARD = re.compile(r"gradient_tape/|ctl_backward")
 _BACKWARD_FUNCTION = re.compile(r"__(inference_)?_*backward")
 
@@ -36,13 +38,15 @@ class Node:
     """One operation.
 
     Attributes:
-        name: as in TensorFlow; behind the names of the calls it is in, where it is in functions.
-        op: the type of the operation; ``Merge`` is what leaves a branch.
+        name: as in TensorFlow; in a function, the names of the calls are put before it.
+        op: the type of the operation; ``Merge`` stands for one output of a branch.
         device: such as ``/job:worker/task:0/device:CPU:0``; may be empty.
-        inputs: tensors; behind calls, those that are really computed.
-        control: what must have run before, besides ``inputs``.
-        in_loop: whether it is in the body of a loop.
+        attr: the attributes of the `NodeDef`; None for ``Merge``.
+        in_loop: whether it is in the condition or the body of a loop.
         backward: whether it belongs to the backward pass.
+        inputs: input tensors; the output of a call is replaced by the tensor of its body.
+        control: nodes that must run before this one, besides those of ``inputs``.
+        stands_for: for a call that was replaced by its body, the tensor behind each output.
     """
 
     name: str
@@ -53,11 +57,10 @@ class Node:
     backward: bool
     inputs: list[Tensor] = dataclasses.field(default_factory=list)
     control: list[Node] = dataclasses.field(default_factory=list)
-    # What each output really is, for a call that was replaced by its body.
     stands_for: list[Tensor] | None = None
 
     def shape(self, port: int = 0) -> tuple[int, ...] | None:
-        """Of an output; -1 for a dimension that is not known, None when not even the rank is."""
+        """The shape of output ``port``: -1 for an unknown dimension, None for an unknown rank."""
         shapes = self.attr["_output_shapes"].list.shape if self.attr else ()
         if port >= len(shapes) or shapes[port].unknown_rank:
             return None
@@ -65,12 +68,20 @@ class Node:
 
     @property
     def outputs(self) -> int:
-        """How many outputs are known to have a shape; at least 1."""
+        """The number of outputs whose shape is recorded; at least 1."""
         return max(1, len(self.attr["_output_shapes"].list.shape) if self.attr else 1)
 
 
 class Graph:
-    """All operations that a call of ``graph_def`` may run; loops appear as if they ran once."""
+    """All operations that a call of ``graph_def`` may run; loops appear as if they ran once.
+
+    Args:
+        graph_def: a `GraphDef` with shapes, from ``graph.as_graph_def(add_shapes=True)``.
+
+    Attributes:
+        nodes: all operations.
+        main: name -> operation, for those outside of functions.
+    """
 
     def __init__(self, graph_def: Any):
         self.nodes: list[Node] = []
@@ -86,25 +97,29 @@ class Graph:
                 self._followers[tensor.node].append(node)
 
     def consumers(self, tensor: Tensor) -> list[tuple[Node, int]]:
-        """Who takes ``tensor``, as which of its inputs."""
+        """The nodes that take ``tensor``, each with the index of that input."""
         return self._consumers.get(tensor, [])
 
     def becomes(self, node: Node, index: int) -> list[Tensor] | None:
-        """The outputs that hand on input ``index`` as it is, where ``node`` is made of other
-        nodes; None for any other operation."""
+        """The outputs of ``node`` that equal its input ``index``.
+
+        Returns:
+            A list, which may be empty, for calls, loops, branches, ``Merge`` and ``IdentityN``;
+            None for any other operation.
+        """
         if node.op in ("Merge", "IdentityN"):
             return [Tensor(node, 0 if node.op == "Merge" else index)]
         if node.op in _BRANCHES:
             return []
         if node.op in _CALLS or node.op in _LOOPS:
-            # What the body returns follows the arguments; a loop's condition returns one value.
+            # The results of the body follow the arguments; a loop's condition has one result.
             first = len(node.attr["Tin" if node.op in _CALLS else "T"].list.type)
             first += node.op in _LOOPS
             return [Tensor(node, index - first)] if index >= first else []
         return None
 
     def ancestors(self, nodes: Iterable[Node]) -> set[Node]:
-        """All that must have run before ``nodes``."""
+        """All nodes that must run before ``nodes``, by data or control dependencies."""
 
         def before(node: Node) -> Iterator[Node]:
             yield from (tensor.node for tensor in node.inputs)
@@ -113,7 +128,7 @@ class Graph:
         return _reach(nodes, before)
 
     def descendants(self, nodes: Iterable[Node]) -> set[Node]:
-        """All that use the values of ``nodes``."""
+        """All nodes that use values of ``nodes``, directly or not."""
         return _reach(nodes, lambda node: self._followers.get(node, ()))
 
     def _instantiate(
@@ -127,7 +142,7 @@ class Graph:
         in_loop: bool = False,
         backward: bool = False,
     ) -> dict[str, Node]:
-        """Adds the nodes of one body, and of all it calls; returns them by their names in it."""
+        """Adds the nodes of a body and of all it calls; returns its own, by their names in it."""
         definitions = {n.name: n for n in node_defs}
         own: dict[str, Node] = {}
         for name, definition in definitions.items():
@@ -154,13 +169,13 @@ class Graph:
         return own
 
     def _put_bodies(self, node: Node, definition: Any) -> None:
-        """Puts the functions that ``node`` calls in its place."""
+        """Replaces the functions that ``node`` calls by their bodies."""
         attr = definition.attr
         if node.op in _CALLS:
             returned, ran = self._body(node, attr["f"].func.name, list(node.inputs))
             node.control += ran
             if attr["_XlaMustCompile"].b:
-                # XLA runs a function as a whole: its outputs come together, when all is done.
+                # XLA runs a function as a whole: all outputs are ready when all of it is done.
                 node.inputs += returned or []
             elif returned is not None:
                 node.control += [tensor.node for tensor in returned]
@@ -195,8 +210,7 @@ class Graph:
     def _body(
         self, caller: Node, name: str, inputs: list[Tensor], in_loop: bool = False
     ) -> tuple[list[Tensor] | None, list[Node]]:
-        """Puts function ``name`` into the graph; returns what it returns and what it must have run.
-        Nothing and None for a function that is not in the library."""
+        """Adds a function's body; returns its results (None: unknown) and its control outputs."""
         function = self._functions.get(name)
         if function is None:
             return None, []
@@ -204,7 +218,7 @@ class Graph:
         own = self._instantiate(
             function.node_def,
             arguments,
-            # The body of a loop or of a branch bears the scope in its names, a function does not.
+            # Names in the body of a loop or a branch contain the scope; in a function they do not.
             "" if caller.op not in _CALLS else f"{caller.name}/",
             caller,
             in_function=True,
@@ -213,7 +227,7 @@ class Graph:
         )
         passed = set(inputs)
         for node in own.values():
-            if passed.issuperset(node.inputs):  # nothing in the body is before it
+            if passed.issuperset(node.inputs):  # it waits for nothing in the body
                 node.control += caller.control
         definitions = {n.name: n for n in function.node_def}
         returned = [
@@ -243,7 +257,7 @@ def _input(
 
 
 def _real(tensor: Tensor) -> Tensor:
-    """What is behind calls."""
+    """The tensor behind the output of a call."""
     while tensor.node.stands_for is not None:
         tensor = tensor.node.stands_for[tensor.port]
     return tensor
@@ -261,7 +275,7 @@ def _reach(starts: Iterable[Node], step: Callable[[Node], Iterable[Node]]) -> se
 
 
 def constant(tensor: Tensor) -> Any:
-    """The value, where it is a constant; else None."""
+    """The value of a constant, also behind Identity and Cast, as a NumPy array; otherwise None."""
     node = tensor.node
     while node.op in ("Identity", "Cast") and node.inputs:
         node = node.inputs[0].node
@@ -269,10 +283,9 @@ def constant(tensor: Tensor) -> Any:
 
 
 def flops(node: Node) -> int:
-    """Multiplications and additions of a matrix product or a convolution; 0 for what is not one.
+    """Multiplications and additions of a matrix product or a convolution; 0 for other operations.
 
-    A dimension that is not known counts as 1, so that for a batch of any size the proportions
-    stay.
+    An unknown dimension counts as 1: the ratio of two operations does not depend on the batch size.
     """
     out = node.shape()
     if out is None or node.op not in _FLOPS:
@@ -303,7 +316,7 @@ def _conv(node: Node, out: tuple[int, ...]) -> int:
 
 
 def _conv_backward(node: Node, out: tuple[int, ...]) -> int:
-    """Of its input or of its kernel: as many as the convolution itself."""
+    """The gradient of the input or of the kernel costs as much as the convolution itself."""
     kernel = _operand(node, 1) if "Input" in node.op else out
     return 2 * math.prod(_operand(node, 2)) * math.prod(kernel[:-1])
 

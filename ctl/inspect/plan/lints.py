@@ -1,29 +1,30 @@
-"""What is wrong with a plan, or costs time: the only place that judges one. Reads plans only, so it
-imports no TensorFlow.
-"""
+"""Lints of a plan: findings that are wrong or cost time. Imports no TensorFlow."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
 from ctl.inspect.plan.plan import Collective, Lint, Plan
+from ctl.inspect.units import MIB, size_text
 
-MIB = 2**20
-
-# Splitting a pack in two hides at most the transfer of one half, bytes/2 over the bandwidth b, and
-# costs one more start of a collective, a. It pays above 2·a·b: with a = 1.2 ms and b = 0.77 GB/s of
-# TensorFlow's gRPC ring over loopback (benchmarks/all_reduce.py) that is 1.8 MB.
+# Splitting a pack in two hides at most half of its transfer: it saves bytes / (2·b) seconds at
+# bandwidth b, and costs the latency a of one more collective. It pays above 2·a·b bytes: 1.8 MB for
+# TensorFlow's gRPC ring over loopback, a = 1.2 ms and b = 0.77 GB/s (benchmarks/all_reduce.py).
 WORTH_SPLITTING = 2 * MIB
 
-# glibc gets buffers above 32 MiB afresh from the system each time, and every page of them faults.
+# glibc maps a buffer above 32 MiB anew at each allocation, so that each of its pages faults.
 FAULT_CLIFF = 32 * MIB
-
 
 _SHOWN = 3  # names in one line
 
 
 def check(plan: Plan, watched: bool) -> tuple[Lint, ...]:
-    """All lints of one plan; empty for a sensible step. ``watched``: `ctl.watch.watchdog` runs."""
+    """All lints of one plan; empty for a sensible step.
+
+    Args:
+        plan: the plan to judge.
+        watched: whether `ctl.watch.watchdog` runs in this process.
+    """
     everything = (*plan.collectives, *plan.other)
     endless = plan.workers > 1 and not watched
     found = [
@@ -40,7 +41,11 @@ def check(plan: Plan, watched: bool) -> tuple[Lint, ...]:
 
 
 def differing(plans: Mapping[int, Plan]) -> tuple[Lint, ...]:
-    """The lint of ``plans``, by worker, that are not all the same."""
+    """A lint for the first difference between plans; empty if all workers have the same.
+
+    Args:
+        plans: worker -> plan.
+    """
     first = min(plans)
     facts = {worker: plan.facts() for worker, plan in plans.items()}
     for worker, theirs in sorted(facts.items()):
@@ -89,13 +94,14 @@ def _no_overlap(plan: Plan) -> Lint | None:
     # Logical devices of one CPU share its memory and its cores: there is no transfer to hide.
     if plan.workers == 1 and _on_cpus(pack):
         return None
-    if pack.start_share is None or pack.start_share < 1 or (pack.bytes or 0) < WORTH_SPLITTING:
+    size = pack.bytes or 0
+    if pack.start_share is None or pack.start_share < 1 or size < WORTH_SPLITTING:
         return None
     return Lint(
         "no overlap",
-        f"{pack.name} has all {_mib(pack.bytes)} and can start only when all of the backward pass "
+        f"{pack.name} has all {size_text(size)} and can start only when all of the backward pass "
         "is done",
-        f"--bytes_per_pack={pack.bytes // 4}: the first packs move while the backward pass goes on",
+        f"--bytes_per_pack={size // 4}: the first packs move while the backward pass goes on",
     )
 
 
@@ -107,9 +113,10 @@ def _page_faults(plan: Plan) -> Lint | None:
     ]
     if not packs:
         return None
+    largest = max(c.bytes or 0 for c in packs)
     return Lint(
         "page faults",
-        f"{_names(packs)}: {_mib(max(c.bytes for c in packs))}; above 32 MiB every buffer of gRPC "
+        f"{_names(packs)}: {size_text(largest)}; above 32 MiB every buffer of gRPC "
         "is mapped afresh, page by page, which takes up to twice as long "
         "(benchmarks/all_reduce.py measures it)",
         f"--bytes_per_pack={16 * MIB}; a single tensor that is larger stays whole",
@@ -154,7 +161,7 @@ def _no_timeout(waiting: Sequence[Collective]) -> Lint | None:
 def _threads(limited: Sequence[Collective]) -> Lint | None:
     if not limited:
         return None
-    seconds = max(c.timeout for c in limited)
+    seconds = max(c.timeout or 0.0 for c in limited)
     return Lint(
         "a thread for every all-reduce",
         f"{_names(limited)}: TensorFlow's own time limit is a thread for each call, which sleeps "
@@ -171,10 +178,6 @@ def _merged(plan: Plan) -> Lint | None:
     return Lint(
         "XLA merged the packs",
         f"compiled as a whole, the step has {merged[0].payloads} all-reduces in one of "
-        f"{_mib(merged[0].bytes)}, which waits for all of the backward pass",
+        f"{size_text(merged[0].bytes)}, which waits for all of the backward pass",
         "leave the all-reduce out of what XLA compiles, as TrainStep(jit_compile=True) does",
     )
-
-
-def _mib(size: int) -> str:
-    return f"{size / MIB:.1f} MiB"

@@ -1,5 +1,6 @@
-"""What is in a pack and where it ends: which variable each tensor of an all-reduce is for. The only
-place that knows how tensors are joined to one payload and cut out of its sum again.
+"""The contents of packs: which variable each tensor of an all-reduce belongs to.
+
+Follows a payload back to the tensors that it joins, and its sum on to the variables.
 """
 
 from __future__ import annotations
@@ -14,19 +15,24 @@ import tensorflow as tf
 from ctl.inspect.plan.graph import Graph, Node, Tensor
 from ctl.inspect.plan.plan import Member
 
-# What hands a value on unchanged.
+# Operations that pass a value on unchanged.
 UNPACK = {"Reshape", "Identity"}
 SPLITS = {"Split", "SplitV"}
 ASSIGN = re.compile(r"(Assign\w*VariableOp|ResourceApply\w+|ResourceScatter\w+)$")
 
 
 def bytes_of(dtype: tf.DType, shape: tuple[int, ...] | None) -> int | None:
-    """None for a shape that is not known."""
+    """The size of a tensor in bytes; None if its shape is not fully known."""
     return None if shape is None or min(shape, default=0) < 0 else dtype.size * math.prod(shape)
 
 
 def payload_of(root: Node, nodes: Collection[Node]) -> Tensor:
-    """What one replica gives to the sum ``root``; behind sums of sums, ``nodes``."""
+    """The tensor that one replica contributes to a sum.
+
+    Args:
+        root: the last operation of the sum.
+        nodes: all operations of the sum; a hierarchical copy sums sums.
+    """
     tensor = root.inputs[0]
     while tensor.node in nodes or (tensor.node.op == "Identity" and _behind(tensor) in nodes):
         tensor = tensor.node.inputs[0]
@@ -41,14 +47,14 @@ def _behind(tensor: Tensor) -> Node:
 
 @dataclasses.dataclass
 class Packs:
-    """Follows tensors from a sum to the variables.
+    """Maps the tensors of a sum to variables.
 
     Attributes:
-        graph: the graph.
-        handles: paths of the model's variables, by what gives their handle.
-        shapes: of these variables, by path.
-        trainable: the paths of those that have gradients.
-        communicates: whether a node moves something between replicas.
+        graph: the graph to search.
+        handles: the node of a variable's handle -> the path of that variable of the model.
+        shapes: path -> shape of these variables.
+        trainable: the paths of the variables that have gradients.
+        communicates: whether a node moves data between replicas.
     """
 
     graph: Graph
@@ -58,12 +64,22 @@ class Packs:
     communicates: Callable[[Node], bool]
 
     def members(self, root: Node, nodes: Collection[Node]) -> tuple[list[Member], set[Node]]:
-        """The tensors that were joined to the payload of the sum ``root`` of ``nodes``; and those
-        that sum one of them a second time."""
+        """The tensors that a sum reduces.
+
+        Args:
+            root: the last operation of the sum.
+            nodes: all operations of the sum, see `payload_of`.
+
+        Returns:
+            The tensors, in the order of the payload; and the nodes that sum one of them over the
+            replicas again.
+        """
         packed, begin, end = _packed(payload_of(root, nodes))
         split = self._split_after(root, len(packed))
         dtype = tf.as_dtype(root.attr["T"].type)
-        members, again, offset = [], set(), 0
+        members: list[Member] = []
+        again: set[Node] = set()
+        offset = 0
         for index, tensor in enumerate(packed):
             out = Tensor(split, index) if split else Tensor(root, 0)
             for shape in _shapes(tensor):
@@ -80,7 +96,7 @@ class Packs:
         return members, again
 
     def _split_after(self, root: Node, count: int) -> Node | None:
-        """What cuts the sum ``root`` into ``count`` tensors again."""
+        """The operation that splits the sum ``root`` into ``count`` tensors, if there is one."""
         left, seen = [root], {root}
         while left:
             for node, _ in self.graph.consumers(Tensor(left.pop(), 0)):
@@ -94,8 +110,8 @@ class Packs:
     def _lands(
         self, tensor: Tensor, shape: tuple[int, ...] | None
     ) -> tuple[tuple[str, ...], set[Node]]:
-        """The variables that ``tensor`` ends up in, along values of ``shape``: what scales it, such
-        as the norm of all gradients, has another. And what sums it over replicas on its way."""
+        """The variables that ``tensor`` ends up in, and the nodes that sum it again on the way."""
+        # Only values of ``shape`` are followed: a factor, such as a norm, has another shape.
         found: set[str] = set()
         again: set[Node] = set()
         left, seen = [(tensor, False)], {tensor}
@@ -111,11 +127,11 @@ class Packs:
                 if ASSIGN.match(node.op):
                     handle = node.inputs[0]
                     path = self.handles.get(handle.node)
-                    if index and path is None:  # a slot of the optimizer: on to who reads it
+                    if index and path is None:  # a slot of the optimizer: go on at its reads
                         for reader, _ in self.graph.consumers(handle):
                             if reader.op == "ReadVariableOp":
                                 go(Tensor(reader, 0), True)
-                    elif index and self.shapes[path] == shape:
+                    elif index and path is not None and self.shapes[path] == shape:
                         found.add(path)
                 elif self.communicates(node):
                     if not through_slot:
@@ -138,17 +154,19 @@ class Packs:
 
 
 def _packed(payload: Tensor) -> tuple[list[Tensor], int, int | None]:
-    """The tensors that were concatenated, or the one itself; and which bytes of them it is: from,
-    to, where that is known. A pack of a hierarchical copy is a part of a concatenation."""
-    begin, end = 0, None
+    """The tensors that ``payload`` concatenates; begin and end, if known, of its bytes in them."""
+    # A pack of a hierarchical copy is a part of a concatenation.
+    begin: int = 0
+    end: int | None = None
     tensor = alone = payload
     while tensor.node.op in {*UNPACK, *SPLITS}:
         node = tensor.node
         if node.op in SPLITS:
             dtype = tf.as_dtype(node.attr["T"].type)
             sizes = [bytes_of(dtype, node.shape(port)) for port in range(tensor.port + 1)]
-            if None not in sizes:
-                begin, end = sum(sizes[:-1]), sum(sizes)
+            known = [size for size in sizes if size is not None]
+            if len(known) == len(sizes):
+                begin, end = sum(known[:-1]), sum(known)
             alone = node.inputs[node.op == "Split"]
         tensor = node.inputs[node.op == "Split"]
     if tensor.node.op == "ConcatV2":
@@ -157,7 +175,7 @@ def _packed(payload: Tensor) -> tuple[list[Tensor], int, int | None]:
 
 
 def _shapes(tensor: Tensor) -> list[tuple[int, ...] | None]:
-    """Its shape, and those that it had before it was made flat."""
+    """The shape of ``tensor``, and its shapes before it was flattened."""
     shapes = [tensor.node.shape(tensor.port)]
     while tensor.node.op in UNPACK:
         tensor = tensor.node.inputs[0]

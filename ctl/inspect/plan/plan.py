@@ -1,11 +1,11 @@
-"""What a step moves between replicas, as data: the only place that knows the form of a plan.
+"""A plan: what a step moves between replicas, as frozen dataclasses.
 
-Everything is frozen, so that a test can say what a step must do::
+A test can state what a step must do::
 
     (collective,) = step.plan().collectives
     assert collective.bytes == 4 * parameters
 
-Imports no TensorFlow: plans are read back where there is none.
+Imports no TensorFlow, so that plans can be read without it.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class Member:
     """One tensor of a collective.
 
     Attributes:
-        variables: paths of what it ends up in: the weight whose gradient it is, or a moving
-            statistic. Empty for what is not assigned, such as the number of valid examples.
-        shape: -1 where it is not known while tracing; None when even the rank is not.
-        bytes: None when the shape is not known.
+        variables: paths of the variables that it ends up in: the weight whose gradient it is, or a
+            moving statistic. Empty if it is not assigned, such as the number of valid examples.
+        shape: -1 for a dimension that is unknown while tracing; None for an unknown rank.
+        bytes: its size; None if the shape is not fully known.
     """
 
     variables: tuple[str, ...]
@@ -40,38 +40,37 @@ class Member:
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One communication between replicas, on all of their devices together.
+    """One communication between replicas, over all of their devices.
 
     Attributes:
-        name: ``pack0``, … for what `ctl.reduce` moves; else the scope of the operation.
-        purpose: ``gradients``, ``forward`` and ``backward`` (a layer that reduces, such as a
-            synchronized BatchNorm), ``has data`` (whether a worker's data have ended), ``loss``
-            (what is reported once for each call from Python), or ``other``.
-        kind: the type of the operation in TensorFlow's graph. ``AddN`` and ``ConcatV2`` are those
-            whose inputs are on several devices.
-        ops: how many operations of the graph this is, over all devices of this process.
-        dtype: of the payload.
+        name: ``pack0``, … for the packs of `ctl.reduce`; otherwise the scope of the operation.
+        purpose: ``gradients``; ``forward`` or ``backward`` (a layer that reduces, such as a
+            synchronized BatchNorm); ``has data`` (whether a worker's data have ended); ``loss``
+            (reported once for each call from Python); or ``other``.
+        kind: the type of the operation in TensorFlow's graph. ``AddN`` and ``ConcatV2`` communicate
+            if their inputs are on several devices.
+        ops: the number of operations in the graph, over all devices of this process.
+        dtype: the name of the payload's type, such as ``float32``.
         shape: of one replica's payload, flat for a pack; as in `Member`.
-        bytes: of one replica's payload.
-        group_size: replicas that take part.
-        group_key: TensorFlow's number of the group; None where it has none.
-        hint: ``ring``, ``nccl`` or ``auto``; empty where the graph itself does the reducing.
-        timeout: seconds; 0 is for ever; None where the operation has none.
-        devices: of this process, in order.
-        in_loop: it runs once a step; otherwise once for each call from Python.
-        after: names of the communications that must have ended before.
-        members: what is packed into it; empty for gathers.
-        again: names of those that reduce the same gradients a second time.
-        start_share: the share of the backward pass that must be done before it can start, in
-            [0, 1]; None for what is not a gradient.
-        full_share: the same for all of its operations. It differs from ``start_share`` where each
-            gradient is summed by an operation of its own.
-        share_by: what the shares are counted in: ``flops`` of matrix products and convolutions, or
-            ``ops`` where there are none.
-        wire_bytes: what the busiest replica sends; None when not known. For a ring of n this is
-            2(n-1)/n·bytes (Patarasuk and Yuan 2009, section 3); where one device sums for all, what
-            it sends to the others.
-        sparse: it moves rows of a sparse gradient.
+        bytes: the size of one replica's payload; None if unknown.
+        group_size: the number of replicas that take part.
+        group_key: TensorFlow's number of the group; None if it has none.
+        hint: ``ring``, ``nccl`` or ``auto``; empty if the operation is no collective.
+        timeout: seconds; 0 means no limit; None if the operation has no such attribute.
+        devices: those of this process, sorted.
+        in_loop: True if it runs once a step, False if once for each call from Python.
+        after: names of the communications that it waits for directly.
+        members: the tensors in it; empty for gathers.
+        again: names of the communications that reduce the same gradients a second time.
+        start_share: the share of the backward pass, in [0, 1], that must be done before its first
+            operation can start; None unless ``purpose`` is ``gradients``.
+        full_share: the share that must be done before all of its operations can start. It differs
+            from ``start_share`` if an operation of its own sums each gradient.
+        share_by: the unit of the shares: ``flops`` of matrix products and convolutions, or ``ops``
+            if there are none.
+        wire_bytes: bytes that the busiest replica sends; None if unknown. In a ring of n replicas
+            these are 2(n-1)/n·bytes (Patarasuk and Yuan 2009, section 3). If one device sums for
+            all, they are its copies to the others.
     """
 
     name: str
@@ -98,12 +97,12 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class Fused:
-    """An all-reduce as XLA would run it.
+    """One all-reduce as XLA would run it.
 
     Attributes:
-        name: of the operation that it comes from; of several, of one of them.
-        payloads: how many all-reduces of the step it is.
-        bytes: of one replica's payloads together.
+        name: of the operation that it comes from, or of one of them.
+        payloads: the number of all-reduces of the step that it combines.
+        bytes: the total size of one replica's payloads.
     """
 
     name: str
@@ -113,7 +112,13 @@ class Fused:
 
 @dataclasses.dataclass(frozen=True)
 class Lint:
-    """Something that costs time or is wrong, see `ctl.inspect.plan.lints`."""
+    """A finding that is wrong or costs time, see `ctl.inspect.plan.lints`.
+
+    Attributes:
+        name: of the kind of finding.
+        reason: what was found, and what it costs.
+        remedy: what to try.
+    """
 
     name: str
     reason: str
@@ -125,14 +130,14 @@ class Plan:
     """What one step moves.
 
     Attributes:
-        strategy: the name of the class.
-        replicas: in all workers together.
-        workers: processes.
-        collectives: those that reduce gradients, in the order in which they run.
-        other: all other communication.
-        lints: what to look at; empty for a sensible step.
-        notes: what could not be shown, and why.
-        xla: the all-reduces of the step under XLA; None when it was not asked.
+        strategy: the name of the strategy's class.
+        replicas: the number of replicas of all workers together.
+        workers: the number of processes.
+        collectives: the communications that reduce gradients, in the order in which they run.
+        other: all other communications.
+        lints: findings; empty for a sensible step.
+        notes: what could not be determined, and why.
+        xla: the all-reduces of the step under XLA; None if XLA was not asked or could not tell.
     """
 
     strategy: str
@@ -146,9 +151,11 @@ class Plan:
 
     @property
     def fingerprint(self) -> str:
-        """sha256, hexadecimal, of what all workers must agree on: each communication's kind, type,
-        shape, group and members, in order, not its name. Workers that differ in it sum tensors that
-        do not belong together, in silence."""
+        """SHA-256, in hexadecimal, of everything that all workers must agree on.
+
+        It covers kind, type, shape, group and members of each communication, in order, but not its
+        name. Workers that differ in it silently sum tensors that do not belong together.
+        """
         rows = [
             [c.kind, c.ops, c.dtype, c.shape, c.group_size, c.hint, c.in_loop]
             + [[m.variables, m.shape] for m in c.members]
@@ -157,7 +164,7 @@ class Plan:
         return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
 
     def facts(self) -> dict[str, str]:
-        """What all workers must agree on, by name, in words: see `ctl.workers.check_agreement`."""
+        """What all workers must agree on, as name -> text; see `ctl.workers.check_agreement`."""
         return {
             **{
                 f"all-reduce {number}": f"{c.purpose}: {len(c.members)} tensors, {c.dtype} "
@@ -168,7 +175,7 @@ class Plan:
         }
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON values; `from_json` reads it back."""
+        """The plan as JSON values; `from_json` reads it back."""
         return {
             "schema": SCHEMA,
             "fingerprint": self.fingerprint,
@@ -180,7 +187,7 @@ def from_json(value: Any) -> Plan:
     """The plan that `Plan.to_json` wrote.
 
     Raises:
-        UsageError: it is not such a plan, or of another version of ctl.
+        UsageError: ``value`` is no plan, has another schema, or does not match its fingerprint.
     """
     if not isinstance(value, dict) or value.get("schema") != SCHEMA:
         raise UsageError(f"not a plan of this version of ctl (schema {SCHEMA})")
@@ -198,7 +205,7 @@ def _read(wanted: Any, value: Any, where: str) -> Any:
         if value is None and type(None) in arguments:
             return None
         return _read(next(a for a in arguments if a is not type(None)), value, where)
-    if dataclasses.is_dataclass(wanted):
+    if isinstance(wanted, type) and dataclasses.is_dataclass(wanted):
         hints = typing.get_type_hints(wanted)
         if not isinstance(value, dict) or set(value) != set(hints):
             raise UsageError(f"{where} has not the fields of a {wanted.__name__}")

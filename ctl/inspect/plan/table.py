@@ -1,4 +1,4 @@
-"""Shows a plan on the terminal: the only place that knows how it looks there."""
+"""Prints a plan on the terminal."""
 
 from __future__ import annotations
 
@@ -7,12 +7,18 @@ from rich.markup import escape
 from rich.table import Table
 
 from ctl.inspect.plan.plan import Collective, Member, Plan
+from ctl.inspect.units import size_text
 
-_MOST_MEMBERS = 4  # rows of one pack; the rest is counted
+_MOST_MEMBERS = 4  # shown for each pack; the rest is counted
 
 
 def show(plan: Plan, console: Console | None = None) -> None:
-    """Prints the plan, what is noteworthy about it, and its fingerprint."""
+    """Prints the plan, its notes and lints, and its fingerprint.
+
+    Args:
+        plan: what to print.
+        console: where to print it; by default on standard output.
+    """
     console = console or Console(highlight=False)
     workers = f" on {plan.workers} workers" if plan.workers > 1 else ""
     console.print(f"{escape(plan.strategy)}: {plan.replicas} replicas{workers}", style="bold")
@@ -24,7 +30,8 @@ def show(plan: Plan, console: Console | None = None) -> None:
         console.print(_table("everything else", plan.other))
     for fused in plan.xla or ():
         console.print(
-            f"XLA: {escape(fused.name)}: {fused.payloads} all-reduces in one, {_size(fused.bytes)}"
+            f"XLA: {escape(fused.name)}: {fused.payloads} all-reduces in one, "
+            f"{size_text(fused.bytes)}"
         )
     for note in plan.notes:
         console.print(escape(note))
@@ -51,14 +58,14 @@ def _table(title: str, collectives: tuple[Collective, ...]) -> Table:
             escape(c.name if c.purpose == "gradients" else f"{c.purpose}: {_last(c.name)}"),
             _operation(c),
             c.dtype,
-            _size(c.bytes),
-            _size(c.wire_bytes),
+            size_text(c.bytes),
+            size_text(c.wire_bytes),
             _share(c),
             escape(", ".join(map(_last, c.after))),
             style="bold" if c.purpose == "gradients" else "",
         )
         for member in c.members[:_MOST_MEMBERS] if c.purpose == "gradients" else ():
-            table.add_row(f"  {_member(member)}", "", "", _size(member.bytes), "", "", "")
+            table.add_row(f"  {_member(member)}", "", "", size_text(member.bytes), "", "", "")
         if c.purpose == "gradients" and len(c.members) > _MOST_MEMBERS:
             table.add_row(f"  and {len(c.members) - _MOST_MEMBERS} more", *[""] * 6)
     return table
@@ -71,12 +78,12 @@ def _operation(c: Collective) -> str:
 
 
 def _last(name: str) -> str:
-    """The end of a scope, enough to tell operations of a layer apart."""
+    """The end of a scope, which tells the operations of a layer apart."""
     return "/".join(name.split("/")[-2:])
 
 
 def _share(c: Collective) -> str:
-    """The share of the backward pass that comes first."""
+    """The share of the backward pass that must be done first."""
     if c.start_share is None:
         return "" if c.in_loop else "once per call"
     if c.start_share == c.full_share:
@@ -86,12 +93,3 @@ def _share(c: Collective) -> str:
 
 def _member(member: Member) -> str:
     return escape(", ".join(member.variables) or "a number beside the gradients")
-
-
-def _size(size: int | None) -> str:
-    if size is None:
-        return "unknown"
-    for unit, factor in (("MiB", 2**20), ("KiB", 2**10)):
-        if size >= factor:
-            return f"{size / factor:.1f} {unit}"
-    return f"{size} B"

@@ -1,9 +1,8 @@
-"""What XLA would make of the all-reduces of a step, were all of it compiled: the only place that
-asks the compiler.
+"""Asks XLA how it would combine the all-reduces of a step if it compiled all of the step.
 
-The answer comes from a child process, because TensorFlow dies when a step that has been compiled
-for collectives on a CPU ends (SIGABRT). The child needs no cluster: it gets the graph of one step,
-with a variable and a number for everything that the graph takes from outside. Nothing is run.
+A child process compiles the graph of one step and runs nothing. It is a child because TensorFlow
+aborts (SIGABRT) at the end of a step that was compiled for collectives on a CPU. The child needs no
+cluster: variables and zeros of its own replace everything that the graph takes from outside.
 """
 
 from __future__ import annotations
@@ -34,10 +33,13 @@ _OP_NAME = re.compile(r'op_name="([^"]*)"')
 
 
 def compile_step(concrete: tf.types.experimental.ConcreteFunction) -> tuple[Fused, ...]:
-    """The all-reduces of ``concrete``, one step on one replica, as XLA combines them.
+    """The all-reduces of one step on one replica, as XLA combines them.
+
+    Args:
+        concrete: the traced step.
 
     Raises:
-        UsageError: XLA cannot compile it, with its reason; or the child died.
+        UsageError: XLA cannot compile the step or takes too long, or the child died.
     """
     graph = concrete.graph
     if private.no_functions():
@@ -74,7 +76,7 @@ def compile_step(concrete: tf.types.experimental.ConcreteFunction) -> tuple[Fuse
 
 
 def _portable(graph_def: Any) -> Any:
-    """Without devices of a cluster, and for the one kind of collective that XLA knows."""
+    """Removes the devices of a cluster, and asks for the one kind of collective that XLA knows."""
     bodies = [graph_def.node, *(function.node_def for function in graph_def.library.function)]
     for body in bodies:
         for node in body:
@@ -85,7 +87,7 @@ def _portable(graph_def: Any) -> Any:
 
 
 def read_hlo(text: str) -> tuple[Fused, ...]:
-    """The all-reduces in the text of an optimized HLO module."""
+    """The all-reduces in the text of an optimized HLO module, in its order."""
     found = []
     for line in text.splitlines():
         match = _ALL_REDUCE.search(line)
@@ -104,7 +106,7 @@ def _bytes(shape: tuple[str, str]) -> int:
 
 
 def _compile(directory: Path) -> None:
-    """In the child."""
+    """Writes the optimized HLO of the graph in ``directory``; runs in the child."""
     import tensorflow as tf
 
     graph_def = tf.compat.v1.GraphDef()
@@ -119,7 +121,7 @@ def _compile(directory: Path) -> None:
     placeholders = [node for node in graph_def.node if node.op == "Placeholder"]
     arguments = [node for node in placeholders if node.name not in made]
 
-    # Their nodes are taken out: XLA knows no Placeholder, and one stays where it is replaced.
+    # Remove the nodes of all inputs: XLA knows no Placeholder, and an import keeps replaced nodes.
     given = {*made, *(node.name for node in arguments)}
     kept = [node for node in graph_def.node if node.name not in given]
     for node in kept:
@@ -131,7 +133,7 @@ def _compile(directory: Path) -> None:
     used = {text.split(":")[0] for node in kept for text in node.input}
 
     @tf.function(jit_compile=True)
-    def step(*values):
+    def step(*values: tf.Tensor) -> None:
         graph = tf.compat.v1.get_default_graph()
         inputs = {name: graph.capture(variable.handle) for name, variable in made.items()}
         inputs |= {n.name: value for n, value in zip(arguments, values, strict=True)}
@@ -153,4 +155,4 @@ if __name__ == "__main__":
     except Exception as error:
         print(" ".join(str(error).split())[:250], file=sys.stderr)
         os._exit(1)
-    os._exit(0)  # what TensorFlow does at the end of a process can crash here
+    os._exit(0)  # the normal end of a process can crash in TensorFlow here

@@ -1,4 +1,4 @@
-"""The picture of efficiency against replicas: one self-contained SVG, for light and dark pages."""
+"""Draws efficiency against replicas: one self-contained SVG for light and dark pages."""
 
 from __future__ import annotations
 
@@ -6,33 +6,51 @@ import math
 from collections.abc import Mapping, Sequence
 
 from ctl.inspect.predict.model import Prediction
+from ctl.inspect.show.style import (
+    BLUE,
+    DARK_INK,
+    DARK_PAGE,
+    DARK_SOFT,
+    FONT,
+    GREEN,
+    LIGHT_INK,
+    LIGHT_SOFT,
+    SKY_BLUE,
+    VERMILION,
+)
 from ctl.logs import svg
 
 _WIDTH, _HEIGHT = 720, 400
-_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 590, 92, 336  # Labels of the curves are right of it.
+_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 590, 92, 336  # the labels of the curves are right of the frame
 
-# Okabe and Ito (2008): told apart with any colour vision; the dashes do it on paper.
-_STYLE = """
-  .page { fill: #ffffff } .frame { fill: none; stroke: #818b98 } .grid { stroke: #e4e8ec }
-  text { font: 12px system-ui, "Segoe UI", Helvetica, Arial, sans-serif; fill: #59636e }
-  text.title { font-size: 16px; font-weight: 600; fill: #1f2328 }
-  .x { text-anchor: middle } .y { text-anchor: end }
-  .c0, .c1, .c2 { fill: none; stroke-width: 2; stroke-linejoin: round }
-  .c0 { stroke: #0072b2 } .c1 { stroke: #d55e00; stroke-dasharray: 7 4 }
-  .c2 { stroke: #009e73; stroke-dasharray: 2 3 }
-  text.t0 { fill: #0072b2 } text.t1 { fill: #b04c00 } text.t2 { fill: #00795a }
-  @media (prefers-color-scheme: dark) {
-    .page { fill: #0d1117 } .frame { stroke: #656c76 } .grid { stroke: #262c34 }
-    text { fill: #9198a1 } text.title { fill: #f0f6fc }
-    .c0 { stroke: #56b4e9 } .c1 { stroke: #f0883e } .c2 { stroke: #3fb98f }
-    text.t0 { fill: #56b4e9 } text.t1 { fill: #f0883e } text.t2 { fill: #3fb98f }
-  }
+# For dark pages; on paper, dashes tell the curves apart.
+_ORANGE, _GREEN = "#f0883e", "#3fb98f"
+_STYLE = f"""
+  .page {{ fill: #ffffff }} .frame {{ fill: none; stroke: #818b98 }} .grid {{ stroke: #e4e8ec }}
+  text {{ font: 12px {FONT}; fill: {LIGHT_SOFT} }}
+  text.title {{ font-size: 16px; font-weight: 600; fill: {LIGHT_INK} }}
+  .x {{ text-anchor: middle }} .y {{ text-anchor: end }}
+  .c0, .c1, .c2 {{ fill: none; stroke-width: 2; stroke-linejoin: round }}
+  .c0 {{ stroke: {BLUE} }} .c1 {{ stroke: {VERMILION}; stroke-dasharray: 7 4 }}
+  .c2 {{ stroke: {GREEN}; stroke-dasharray: 2 3 }}
+  text.t0 {{ fill: {BLUE} }} text.t1 {{ fill: #b04c00 }} text.t2 {{ fill: #00795a }}
+  @media (prefers-color-scheme: dark) {{
+    .page {{ fill: {DARK_PAGE} }} .frame {{ stroke: #656c76 }} .grid {{ stroke: #262c34 }}
+    text {{ fill: {DARK_SOFT} }} text.title {{ fill: {DARK_INK} }}
+    .c0 {{ stroke: {SKY_BLUE} }} .c1 {{ stroke: {_ORANGE} }} .c2 {{ stroke: {_GREEN} }}
+    text.t0 {{ fill: {SKY_BLUE} }} text.t1 {{ fill: {_ORANGE} }} text.t2 {{ fill: {_GREEN} }}
+  }}
 """
 
 
 def draw(curves: Mapping[str, Sequence[Prediction]], title: str, notes: Sequence[str]) -> str:
-    """An SVG document: a curve for each of three algorithms at most, by name; ``notes`` are two
-    lines below the title."""
+    """An SVG document with a curve for each algorithm.
+
+    Args:
+        curves: name of the algorithm -> its predictions; 3 algorithms at most.
+        title: the title of the picture.
+        notes: two lines below the title.
+    """
     counts = [p.replicas for predictions in curves.values() for p in predictions]
     low, high = math.log10(min(counts)), math.log10(max(counts))
 
@@ -74,8 +92,7 @@ def draw(curves: Mapping[str, Sequence[Prediction]], title: str, notes: Sequence
 
 
 def _decades(low: float, high: float) -> list[int]:
-    """Powers of ten within reach of the curves, or of two where there are fewer than two of those.
-    ``low`` and ``high`` are logarithms."""
+    """Powers of ten, or else of two, from 10^``low`` to 10^``high``."""
     for base in (10, 2):
         powers = [base**k for k in range(40) if low - 1e-9 <= math.log10(base**k) <= high + 1e-9]
         if len(powers) > 1:
@@ -84,7 +101,7 @@ def _decades(low: float, high: float) -> list[int]:
 
 
 def _apart(labels: Sequence[tuple[float, str, str]]) -> list[tuple[float, str, str]]:
-    """``labels``, as near to where they belong as leaves 16 pixels between them."""
+    """``labels``, moved up so far that they are 16 pixels apart."""
     placed: list[tuple[float, str, str]] = []
     for at, label, kind in sorted(labels, reverse=True):  # from the foot upwards
         placed.append((min(at, placed[-1][0] - 16) if placed else at, label, kind))

@@ -1,8 +1,8 @@
-"""How long a step would take on other numbers of replicas, and how much of it is communication.
+"""Predicts the time of a step on other numbers of replicas, and how much of it is communication.
 
-The step is simulated: packs become ready during the backward pass, as the plan or the marks say,
-and go through the network one after the other, in the time that `ctl.inspect.predict.cost` gives.
-Pure Python: what was measured comes from files, what was not from flags.
+The step is simulated. Packs become ready during the backward pass, as a plan or marks say, and go
+through the network one after the other, each in the time that `ctl.inspect.predict.cost` gives.
+Pure Python, except for `measured_step`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Pack:
     """One all-reduce of a step.
 
     Attributes:
-        bytes: on each replica.
+        bytes: its size on each replica.
         ready: the share of the backward pass that must be done before it can start, in [0, 1].
     """
 
@@ -37,11 +37,11 @@ class Step:
 
     Attributes:
         forward, backward, apply: the phases.
-        other: what is left: input, metrics, the host.
         packs: in the order in which they are reduced; each waits for the one before it.
-        jitter: standard deviation of the compute time from step to step.
-        contention: how many times as long a transfer takes while the backward pass is running
-            beside it; 1 where they share nothing.
+        other: the rest: input, metrics, the host.
+        jitter: the standard deviation of the compute time from step to step.
+        contention: the factor by which a transfer takes longer while the backward pass runs; 1 if
+            they share nothing.
     """
 
     forward: float
@@ -53,13 +53,17 @@ class Step:
     contention: float = 1.0
 
     @property
+    def bytes(self) -> float:
+        """Bytes of all packs on each replica."""
+        return sum(pack.bytes for pack in self.packs)
+
+    @property
     def alone(self) -> float:
         """Seconds of a step without any communication."""
         return self.forward + self.backward + self.apply + self.other
 
     def with_share(self, share: float) -> Step:
-        """The step with that share of the examples: strong scaling. What does not depend on the
-        examples (apply, other) stays."""
+        """The step with this share of the examples, for strong scaling; apply and other stay."""
         return dataclasses.replace(
             self, forward=self.forward * share, backward=self.backward * share
         )
@@ -67,16 +71,16 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """Of a step on some replicas; seconds.
+    """A predicted step on several replicas; seconds.
 
     Attributes:
-        replicas: how many.
+        replicas: their number n.
         step: the whole step.
         communication: all transfers, hidden or not.
-        exposed: that part of the transfers that nothing hides.
-        wait: for the slowest of the replicas.
-        efficiency: useful work over time: the step of one replica alone over this one (weak
-            scaling), or that over n times this one (strong scaling).
+        exposed: the part of the transfers that the backward pass does not hide.
+        wait: the wait for the slowest replica.
+        efficiency: the step of one replica alone over this step (weak scaling), or over n times
+            this step (strong scaling).
     """
 
     replicas: int
@@ -90,16 +94,16 @@ class Prediction:
 def predict(
     step: Step, replicas: int, seconds: Callable[[float], float], *, strong: bool = False
 ) -> Prediction:
-    """The step on ``replicas`` replicas.
+    """Predicts the step on ``replicas`` replicas.
 
     Args:
-        step: on one replica.
-        replicas: how many take part.
-        seconds: the time of an all-reduce of so many bytes on that many replicas.
-        strong: the global batch stays that of one replica, so each has 1/n of the examples. By
-            default each has all of them: weak scaling.
+        step: the step on one replica.
+        replicas: their number n.
+        seconds: bytes -> seconds of an all-reduce on that many replicas.
+        strong: strong scaling: n replicas share the batch of one, so each has 1/n of its examples.
+            By default each replica has a whole batch: weak scaling.
 
-    The slowest of n replicas whose times are normal with standard deviation s is expected
+    If the times of n replicas are normal with standard deviation s, the slowest is expected
     s·sqrt(2·ln n) after the mean (Cramér 1946, section 28.6, the leading term).
     """
     share = step.with_share(1 / replicas) if strong else step
@@ -119,8 +123,7 @@ def predict(
 
 
 def _end(start: float, seconds: float, backward_end: float, contention: float) -> float:
-    """When a transfer ends that takes ``seconds`` by itself and ``contention`` times as long up to
-    ``backward_end``."""
+    """When a transfer ends that is ``contention`` times as slow until ``backward_end``."""
     beside = max(0.0, backward_end - start)
     if seconds * contention <= beside:
         return start + seconds * contention
@@ -128,10 +131,14 @@ def _end(start: float, seconds: float, backward_end: float, contention: float) -
 
 
 def measured_step(timeline: Timeline, contention: float = 1.0) -> Step:
-    """The step that ``python -m ctl.inspect run`` measured: medians over its replicas and steps.
+    """The step that ``python -m ctl.inspect run`` measured: medians over replicas and steps.
+
+    Args:
+        timeline: what was measured.
+        contention: see `Step`.
 
     Raises:
-        UsageError: it has no forward pass or no packs, or stamped none of them.
+        UsageError: the timeline has no forward pass or no packs.
     """
     import numpy as np
 
@@ -150,8 +157,8 @@ def measured_step(timeline: Timeline, contention: float = 1.0) -> Step:
         )
         for k, pack in enumerate(timeline.packs)
     ]
-    # Half of the span in which two thirds are: a standard deviation that a rare long step, which no
-    # normal distribution has, does not blow up.
+    # Half of the span that holds two thirds of the values: a standard deviation that is robust
+    # against rare long steps, which a normal distribution does not have.
     low, high = np.nanpercentile(phases["forward"] + phases["backward"], [16, 84], axis=1)
     return Step(
         forward=median(phases["forward"]),

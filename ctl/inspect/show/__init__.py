@@ -1,1 +1,1 @@
-"""Tables, pictures and files of what was measured."""
+"""Shows measurements as tables, pictures and files."""

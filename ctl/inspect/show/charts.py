@@ -1,8 +1,8 @@
-"""The only place that draws what was measured: one step, communication per step, lateness.
+"""Draws measurements: one step, communication per step, lateness.
 
-Each function takes plain numbers in seconds and returns one SVG element whose colours are classes
-of `ctl.inspect.show.page`. A picture has a bounded number of elements whatever it is given: long
-windows are drawn by the worst of neighbouring steps, and the caller chooses the replicas.
+Each function takes plain numbers in seconds and returns one SVG element, whose colours are classes
+of `ctl.inspect.show.style`. To bound the size of a picture, long windows show the worst of
+neighbouring steps, and the caller chooses the replicas.
 """
 
 from __future__ import annotations
@@ -11,35 +11,47 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ctl.inspect.measure.timeline import PHASES
 from ctl.logs import svg
 
 WIDTH = 1040
-LEFT, RIGHT = 190, 1024  # Between them is what is measured; labels are left of it.
-PHASES = ("input", "forward", "backward", "pack", "wait", "transfer", "apply", "other")
-COLUMNS = 120  # Most columns of a picture of steps.
-TITLES = 200  # Most elements that say what they are where the pointer rests.
-# Lateness in a share of the step: where each level of the heat map begins.
+LEFT, RIGHT = 190, 1024  # the measurements are between them, labels left of them
+COLUMNS = 120  # the most columns of a picture of steps
+TITLES = 200  # the most elements with a tooltip
+# Where each level of the heat map begins: lateness as a share of the step.
 LEVELS = (0.0, 0.01, 0.02, 0.05, 0.10, 0.20, 0.50)
 
 
 @dataclass(frozen=True)
 class Span:
-    """What a replica did from ``begin`` to ``end``, seconds from the left end of the picture."""
+    """What a replica did during a time.
+
+    Attributes:
+        phase: one of `PHASES`.
+        begin, end: seconds from the left end of the picture.
+        text: written on it if there is room.
+        title: the tooltip.
+        level: its place from the top among spans that overlap.
+    """
 
     phase: str
     begin: float
     end: float
     text: str = ""
     title: str = ""
-    level: int = 0  # of those that overlap, the place from the top
+    level: int = 0
 
 
 @dataclass(frozen=True)
 class Lane:
     """One replica in the picture of a step.
 
-    ``ready`` are the times at which the gradients of a pack were there; ``exposed`` the intervals
-    in which the replica had nothing to compute because it communicated.
+    Attributes:
+        label: its name.
+        note: a second line below the label.
+        compute, communication: what it did.
+        ready: seconds; when the gradients of each pack were ready.
+        exposed: intervals in seconds; the replica communicated and had nothing left to compute.
     """
 
     label: str
@@ -52,7 +64,13 @@ class Lane:
 
 @dataclass(frozen=True)
 class Bars:
-    """Communication of one replica, seconds per step."""
+    """Communication of one replica.
+
+    Attributes:
+        label: its name.
+        note: a second line below the label.
+        wait, transfer, exposed: [steps], seconds.
+    """
 
     label: str
     note: str
@@ -62,9 +80,12 @@ class Bars:
 
 
 def draw_step(lanes: Sequence[Lane], limit: float, name: str) -> str:
-    """One step, a lane per replica: what it computed and, below that, what it communicated.
+    """Draws one step: for each replica a lane of computation, and of communication below it.
 
-    ``limit`` is the time at the right end, so that two steps can be drawn on one scale.
+    Args:
+        lanes: the replicas.
+        limit: seconds at the right end, so that two steps can be drawn on one scale.
+        name: a description for screen readers.
     """
     limit = limit if math.isfinite(limit) and limit > 0 else 1e-3
     scale, unit = _unit(limit)
@@ -103,7 +124,7 @@ def _span(span: Span, x: Callable[[float], float], y: float, height: float) -> l
     begin, width = x(span.begin), x(span.end) - x(span.begin)
     if not width > 0:
         return []
-    # A thin one cannot be pointed at: its title would only make the file larger.
+    # No tooltip for a span that is too thin to point at.
     title = span.title if width > 1.5 else ""
     parts = [svg.rect(begin, y, width, height, f"p-{span.phase}", title)]
     if span.text and height > 12 and svg.text_width(span.text, 11) + 8 < width:
@@ -113,7 +134,13 @@ def _span(span: Span, x: Callable[[float], float], y: float, height: float) -> l
 
 
 def draw_bars(rows: Sequence[Bars], steps: Sequence[int], name: str) -> str:
-    """Wait and transfer of each step, one panel per replica, all on the same scales."""
+    """Draws wait and transfer of each step: one panel for each replica, all on one scale.
+
+    Args:
+        rows: the replicas.
+        steps: the numbers of the steps.
+        name: a description for screen readers.
+    """
     groups = _groups(len(steps))
     panels = [_worst_of(row, groups) for row in rows]
     totals = [wait + transfer for panel in panels for wait, transfer, _ in panel]
@@ -176,15 +203,15 @@ def draw_lateness(
     step_time: float,
     name: str,
 ) -> str:
-    """How much later than the others each row came to the packs: a heat map.
+    """Draws how much later than the others each row came to the packs: a heat map.
 
     Args:
-        labels: of the rows.
-        notes: for each row what is written right of it.
-        late: ``[rows, steps]``, seconds; NaN where it is not known.
-        steps: their numbers.
-        step_time: seconds; the colours are shares of it, the same from run to run.
-        name: for those who cannot see the picture.
+        labels: the names of the rows.
+        notes: a text on the right of each row.
+        late: ``[rows, steps]``, seconds; NaN if unknown.
+        steps: the numbers of the steps.
+        step_time: seconds; the colours are shares of it, so that runs can be compared.
+        name: a description for screen readers.
     """
     step_time = step_time if math.isfinite(step_time) and step_time > 0 else 1e-3
     groups = _groups(len(steps))
@@ -228,7 +255,7 @@ def draw_lateness(
 
 
 def _stroke(parts: Sequence[str], kind: str, width: float) -> str:
-    """Rectangles as thick strokes of one element: a thousand of them take a third of the bytes."""
+    """Rectangles as thick strokes of one element, which takes a third of the bytes."""
     return f'<g stroke-width="{svg.number(width)}">{svg.path(parts, kind)}</g>' if parts else ""
 
 
@@ -248,7 +275,7 @@ def _heat_legend(step_time: float) -> str:
 
 
 def significant(value: float) -> str:
-    """Three digits, never in powers of ten: 0.012, 1.23, 12.3, 123, 1,234."""
+    """``value`` with three digits, without an exponent below 1e9: 0.012, 1.23, 12.3, 123, 1,234."""
     if not math.isfinite(value):
         return "–"
     if value == 0:
@@ -259,18 +286,8 @@ def significant(value: float) -> str:
     return f"{value:,.{max(0, digits)}f}" if abs(value) < 1e9 else f"{value:.3g}"
 
 
-def size_of(number: float | None) -> str:
-    """Bytes with their unit, 1 MB = 1e6, as bandwidths count: 12 B, 157 kB, 2.50 MB."""
-    if number is None:
-        return "–"
-    for scale, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if number >= scale:
-            return f"{significant(number / scale)} {unit}"
-    return f"{number} B"
-
-
 def duration(seconds: float) -> str:
-    """With its unit: 12.3 ms, 45.6 µs, 1.23 s."""
+    """Seconds with a unit: 12.3 ms, 45.6 µs, 1.23 s."""
     for scale, unit in ((1.0, "s"), (1e3, "ms")):
         if abs(seconds) * scale >= 1:
             return f"{significant(seconds * scale)} {unit}"
@@ -278,13 +295,12 @@ def duration(seconds: float) -> str:
 
 
 def _unit(limit: float) -> tuple[float, str]:
-    """Units in a second, and what they are called, for an axis from 0 to ``limit`` seconds."""
+    """The unit of an axis from 0 to ``limit`` seconds: how many are in a second, and its name."""
     return (1e6, "µs") if limit < 5e-4 else (1e3, "ms") if limit < 20 else (1.0, "s")
 
 
 def _limit(values: Sequence[float]) -> tuple[float, bool]:
-    """The end of an axis, and whether some values lie beyond it: those that would flatten the
-    rest, more than four times what nine of ten stay below."""
+    """The end of an axis, and whether values lie beyond it: over 4 times the 90th percentile."""
     values = sorted(value for value in values if math.isfinite(value) and value > 0)
     if not values:
         return 1e-3, False
@@ -299,12 +315,15 @@ def _groups(count: int) -> list[range]:
 
 
 def _worst_of(row: Bars, groups: Sequence[range]) -> list[tuple[float, float, float]]:
-    """Of each group, wait, transfer and exposed of the step with the longest communication."""
+    """Wait, transfer and exposed of the step with the longest communication in each group."""
+
+    def finite(value: float) -> float:
+        return value if math.isfinite(value) else 0.0
+
     found = []
     for group in groups:
         values = [
-            tuple(v if math.isfinite(v) else 0.0 for v in triple)
-            for triple in ((row.wait[i], row.transfer[i], row.exposed[i]) for i in group)
+            (finite(row.wait[i]), finite(row.transfer[i]), finite(row.exposed[i])) for i in group
         ]
         found.append(max(values, key=lambda triple: triple[0] + triple[1]))
     return found
@@ -328,7 +347,8 @@ def _range(first: int, last: int) -> str:
 
 
 def _legend(entries: Sequence[tuple[str, str]]) -> str:
-    parts, at = [], LEFT
+    parts = []
+    at: float = LEFT
     for kind, label in entries:
         if kind == "level":
             parts.append(svg.path([f"M{at} 9h14"], "level"))

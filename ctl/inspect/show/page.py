@@ -1,7 +1,7 @@
-"""The only place that makes the HTML page of a `Timeline`.
+"""Makes the HTML page of a `Timeline`.
 
-One file that opens offline: pictures are inline SVG, there is no script, and its content security
-policy forbids everything but its own style. Everything that comes from a file is escaped.
+The page is one file that opens offline. Pictures are inline SVG, there is no script, and the
+content security policy allows only its own style. Text that comes from a file is escaped.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 from ctl.inspect.measure.blame import blame
 from ctl.inspect.show import pictures
-from ctl.inspect.show.charts import duration, significant, size_of
+from ctl.inspect.show.charts import duration, significant
 from ctl.inspect.show.report import (
     Table,
     median,
@@ -26,6 +26,7 @@ from ctl.inspect.show.report import (
     scalars,
 )
 from ctl.inspect.show.style import STYLE
+from ctl.inspect.units import size_text
 from ctl.logs.svg import escape
 
 if TYPE_CHECKING:
@@ -33,8 +34,8 @@ if TYPE_CHECKING:
     from ctl.inspect.measure.timeline import Timeline
     from ctl.inspect.plan.plan import Collective, Member, Plan
 
-COLLECTIVES = 64  # of the plan, in the page
-NAMES = 400  # variables, in the page
+COLLECTIVES = 64  # the most of a plan in the page
+NAMES = 400  # the most variables in the page
 
 _HATCH = (
     '<svg width="0" height="0" aria-hidden="true" class="defs"><defs><pattern id="hatch" '
@@ -66,13 +67,13 @@ def make_page(
     plan: Plan | None = None,
     measured: Measured | None = None,
 ) -> str:
-    """The page, HTML that is well-formed XML, too.
+    """The page as HTML, which is also well-formed XML.
 
     Args:
         timeline: what was measured.
         verdict: lines: what bounds the step, why, what to try next.
         plan: what the step moves.
-        measured: what this machine's links can do.
+        measured: the all-reduce of this machine, for comparison.
     """
     style = base64.b64encode(hashlib.sha256(STYLE.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'sha256-{style}'; base-uri 'none'; form-action 'none'"
@@ -124,9 +125,8 @@ def _figures(timeline: Timeline, measured: Measured | None) -> str:
     if "allreduce/busbw" in values:
         said = "bus bandwidth of the all-reduces"
         if measured:
-            size = sum(pack.bytes for pack in timeline.packs)
-            share = values["allreduce/busbw"] * 1e9 / measured.busbw(size)
-            said += f" ({percent(share)} of what was measured)"
+            reached = values["allreduce/busbw"] * 1e9 / measured.busbw(timeline.bytes)
+            said += f" ({percent(reached)} of what was measured)"
         cards.append((f"{significant(values['allreduce/busbw'])} GB/s", said))
     if len(timeline.rows) > 1:
         late = values.get("allreduce/late_ms", np.nan) / 1e3
@@ -146,7 +146,7 @@ def _figures(timeline: Timeline, measured: Measured | None) -> str:
 def _step_sections(timeline: Timeline) -> list[str]:
     chosen = pictures.typical_and_worst(timeline)
     lengths = [pictures.length(timeline, index) for _, index in chosen]
-    # One scale, unless the typical one would be too small to read on it.
+    # One scale, unless the typical step would be too small on it.
     shared = max(lengths) if max(lengths) <= 2.5 * lengths[0] else None
     sections = []
     for (what, index), seconds in zip(chosen, lengths, strict=True):
@@ -219,7 +219,7 @@ def _plan_section(plan: Plan) -> str:
 
 
 def _collective(collective: Collective, left: int) -> tuple[str, int]:
-    """A row of the plan, and how many names of variables are in it, at most ``left``."""
+    """A row of the plan, and the number of variables in it, at most ``left``."""
     starts = percent(collective.start_share)
     if collective.purpose != "gradients":
         starts = collective.purpose + ("" if collective.in_loop else ", once per call")
@@ -227,7 +227,7 @@ def _collective(collective: Collective, left: int) -> tuple[str, int]:
         starts += f"–{percent(collective.full_share)}"
     kind = collective.kind + (f" ({collective.hint})" if collective.hint else "")
     cells = [collective.name[:120], kind, collective.dtype, _shape(collective.shape)]
-    sizes = [size_of(collective.bytes), size_of(collective.wire_bytes), starts]
+    sizes = [size_text(collective.bytes), size_text(collective.wire_bytes), starts]
     members = collective.members[:left]
     names = ", ".join(_member(member) for member in members)
     if len(members) < len(collective.members):

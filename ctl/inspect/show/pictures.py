@@ -1,7 +1,7 @@
-"""The only place that chooses what of a `Timeline` is drawn: which steps, which replicas.
+"""Chooses the steps and replicas of a `Timeline` to draw.
 
-Two workers are drawn in full; of 64 those that explain the step: who came last, who waited longest,
-and some between them.
+A few replicas are drawn in full. Of many, those that explain the step are drawn: the last to come,
+the one that waited longest, and some between them.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ from ctl.inspect.show.report import median, row_names
 if TYPE_CHECKING:
     from ctl.inspect.measure.timeline import PackTimes, Timeline
 
-LANES = 8  # replicas in the picture of a step
-PANELS = 4  # replicas in the picture of waits
-CELLS = 64  # rows of the heat map
-PACKS = 200  # of a lane
+LANES = 8  # the most replicas in the picture of a step
+PANELS = 4  # the most replicas in the picture of waits
+CELLS = 64  # the most rows of the heat map
+PACKS = 200  # the most packs of a lane
 
 
 def typical_and_worst(timeline: Timeline) -> list[tuple[str, int]]:
-    """Names and indices of two steps; of one if they are the same: that in which every phase of
-    every row is nearest to its median, and the longest."""
+    """Names and indices of two steps, or of one if they are the same.
+
+    The phases of the typical step are nearest to their medians; the worst step is the longest.
+    """
     phases = np.nan_to_num(np.stack([*timeline.phases.values(), timeline.late]))
     unlike = np.abs(phases - np.median(phases, axis=2, keepdims=True)).sum(axis=(0, 1))
     typical = int(unlike.argmin())
@@ -37,13 +39,16 @@ def typical_and_worst(timeline: Timeline) -> list[tuple[str, int]]:
 def choose(
     late: np.ndarray, wait: np.ndarray, most: int, least: float
 ) -> tuple[list[int], dict[int, str]]:
-    """At most ``most`` rows, in order, and what to say about some of them.
+    """Chooses at most ``most`` rows.
 
     Args:
-        late: [N], how late each row came to the packs.
-        wait: [N], how long each waited in them.
-        most: rows to choose, 2 at least.
-        least: seconds that are worth a word.
+        late: [N], seconds: how late each row came to the packs.
+        wait: [N], seconds: how long each row waited in them.
+        most: the number of rows to choose, 2 or more.
+        least: seconds; a row gets a note only above.
+
+    Returns:
+        The rows, ascending; and row -> note, for some of them.
     """
     late, wait = np.nan_to_num(late), np.nan_to_num(wait)
     notes = {}
@@ -62,16 +67,26 @@ def choose(
 
 
 def noise(timeline: Timeline) -> float:
-    """Seconds that accuse nobody: somebody is always last, and clocks are as good as they are."""
+    """Seconds of lateness that are noise: 1 % of the median step, or the error of the clocks."""
     error = max(clock.error for clock in timeline.clocks)
     return max(0.01 * float(np.nan_to_num(median(timeline.step_seconds))), error)
 
 
 def step_picture(timeline: Timeline, index: int, name: str, limit: float) -> tuple[str, int]:
-    """The picture of the step with this ``index``, and how many replicas are in it."""
+    """Draws one step.
+
+    Args:
+        timeline: what was measured.
+        index: of the step, in the timeline.
+        name: a description for screen readers.
+        limit: seconds at the right end.
+
+    Returns:
+        The SVG, and the number of replicas in it.
+    """
     wait = sum((pack.wait[:, index] for pack in timeline.packs), np.zeros(len(timeline.rows)))
     packs = min(len(timeline.packs), PACKS)
-    most = min(LANES, max(2, 240 // (packs + 4)))  # bounds the file, with packs of any number
+    most = min(LANES, max(2, 240 // (packs + 4)))  # bounds the file for any number of packs
     rows, notes = choose(timeline.late[:, index], wait, most, noise(timeline))
     names = row_names(timeline.rows)
     lanes = [_lane(timeline, row, index, names[row], notes.get(row, "")) for row in rows]
@@ -113,8 +128,12 @@ def _lane(timeline: Timeline, row: int, index: int, label: str, note: str) -> La
 
 
 def pack_parts(pack: PackTimes, row: int, index: int) -> list[tuple[str, float, float]]:
-    """What an all-reduce was doing on a replica, from when to when: packing and unpacking, which a
-    profile shows, wait and transfer. In order, without gaps, from its start until it is done."""
+    """The parts of an all-reduce on a replica in one step, in order and without gaps.
+
+    Returns:
+        Name, begin and end, seconds since `Timeline.origin`. The names are "wait", "transfer" and,
+        with a profile, "pack" for packing and unpacking.
+    """
     start, begun = float(pack.start[row, index]), float(pack.begun[row, index])
     there = begun + float(pack.wait[row, index])
     ended = there + float(pack.transfer[row, index])
@@ -128,9 +147,8 @@ def pack_parts(pack: PackTimes, row: int, index: int) -> list[tuple[str, float, 
 
 
 def levels(packs: Sequence[PackTimes], row: int, index: int) -> list[int]:
-    """For each pack, below how many others it has to be drawn so that none overlap: packs that wait
-    for each other are all at 0."""
-    free_at: list[float] = []  # of each level, when the last pack that is there ends
+    """For each pack, the level at which it overlaps no other; 0 for packs that run in turn."""
+    free_at: list[float] = []  # for each level, the end of its last pack
     found = []
     for pack in packs:
         parts = pack_parts(pack, row, index)
@@ -143,7 +161,7 @@ def levels(packs: Sequence[PackTimes], row: int, index: int) -> list[int]:
 
 
 def computed_phases(timeline: Timeline, row: int, index: int) -> list[tuple[str, str, float]]:
-    """What a replica did before its packs were left: phase, what to call it, seconds."""
+    """The phases that a replica computed up to its last gradients: phase, text to show, seconds."""
     found = []
     for phase in ("input", "forward", "backward"):
         seconds = float(timeline.phases[phase][row, index])
@@ -158,8 +176,8 @@ def _phase(phase: str, begin: float, end: float, label: str, text: str) -> Span:
 
 
 def waits_picture(timeline: Timeline) -> tuple[str, int]:
-    """Wait and transfer of every step, and how many replicas are in the picture."""
-    total = timeline.hidden + timeline.exposed  # not the sum over packs: they may overlap
+    """Draws wait and transfer of every step; returns the SVG and the number of replicas in it."""
+    total = timeline.hidden + timeline.exposed  # not the sum over packs, which may overlap
     wait = sum((pack.wait for pack in timeline.packs), np.zeros(total.shape))
     wait = np.minimum(wait, total)
     transfer = total - wait
@@ -175,7 +193,11 @@ def waits_picture(timeline: Timeline) -> tuple[str, int]:
 
 
 def lateness_picture(timeline: Timeline) -> tuple[str, int]:
-    """The heat map of lateness, and how many replicas are in it: all, or those that come last."""
+    """Draws the heat map of lateness of all replicas, or of the latest if there are too many.
+
+    Returns:
+        The SVG, and the number of replicas in it.
+    """
     late = np.nan_to_num(timeline.late)
     shown: Sequence[int] = range(len(late))
     if len(late) > CELLS:

@@ -1,7 +1,7 @@
-"""The only place that turns a `Timeline` into tables, and prints them on the terminal.
+"""Turns a `Timeline` into tables, and prints them on the terminal.
 
-The page shows the same tables (`ctl.inspect.show.page`). Many replicas and packs are told in a
-bounded number of rows: the spread, and those that the others wait for.
+The page shows the same tables (`ctl.inspect.show.page`). The number of rows is bounded: a table of
+many replicas has their spread and the latest ones, a table of many packs has the slowest.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from ctl.inspect.measure.timeline import PHASES
 from ctl.inspect.measure.verdict import share_of_measured
-from ctl.inspect.show.charts import PHASES, significant, size_of
+from ctl.inspect.show.charts import significant
+from ctl.inspect.units import size_text
 from ctl.logs import svg
 
 if TYPE_CHECKING:
@@ -27,15 +29,21 @@ if TYPE_CHECKING:
     from ctl.inspect.measure.timeline import Row, Timeline
     from ctl.inspect.plan.plan import Plan
 
-ROWS = 16  # of a table; more are summarised
-WORST = 5  # named one by one where the rest is summarised
-WIDE = 160  # columns of a "terminal" that is a file: nothing may be cut off
+ROWS = 16  # the most rows of a table; more are summarised
+WORST = 5  # rows that are still shown if the rest is summarised
+WIDE = 160  # columns if the output is no terminal, so that no text is cut off
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table as text. The first cell of a row is its name; ``strong`` are the numbers of the rows
-    to be seen first."""
+    """A table of texts.
+
+    Attributes:
+        title: the title.
+        columns: the names of the columns.
+        rows: the cells of each row; the first cell is its name.
+        strong: the indices of rows to highlight.
+    """
 
     title: str
     columns: tuple[str, ...]
@@ -44,8 +52,7 @@ class Table:
 
 
 def row_names(rows: Sequence[Row]) -> list[str]:
-    """What each row is called, in the fewest words that tell it from the others: there is little
-    room for it in a picture."""
+    """A name for each row, with just the words that tell it from the others."""
     several = len({row.worker for row in rows}) > 1
     split = len({row.replica for row in rows}) > 1
     if not several:
@@ -54,7 +61,7 @@ def row_names(rows: Sequence[Row]) -> list[str]:
 
 
 def phase_table(timeline: Timeline) -> Table:
-    """Medians over the steps, ms: what each replica did, and how its communication overlapped."""
+    """Medians over the steps, in ms: phases, hidden and exposed communication, lateness, step."""
     columns = {**timeline.phases, "hidden": timeline.hidden, "exposed": timeline.exposed}
     columns = {name: columns[name] for name in (*PHASES, "hidden", "exposed") if name in columns}
     columns |= {"late": timeline.late, "step": timeline.step_seconds}
@@ -62,7 +69,8 @@ def phase_table(timeline: Timeline) -> Table:
     medians = {name: values for name, values in medians.items() if np.isfinite(values).any()}
     names = row_names(timeline.rows)
     late = np.nan_to_num(median(timeline.late, axis=1))
-    shown, strong = range(len(names)), set()
+    shown: Sequence[int] = range(len(names))
+    strong: set[int] = set()
     table = []
     if len(names) > ROWS:
         shown = sorted(np.argsort(-late, kind="stable")[:WORST].tolist())
@@ -79,7 +87,13 @@ def phase_table(timeline: Timeline) -> Table:
 
 
 def pack_table(timeline: Timeline, plan: Plan | None, measured: Measured | None) -> Table:
-    """What each all-reduce moved and how fast, in nccl-tests' units (GB = 1e9 bytes)."""
+    """The size and speed of each all-reduce, in the units of nccl-tests (1 GB = 1e9 bytes).
+
+    Args:
+        timeline: what was measured.
+        plan: adds the share of the backward pass after which a pack can start.
+        measured: adds the bandwidth relative to it.
+    """
     shares = {c.name: c.start_share for c in plan.collectives} if plan else {}
     seconds = [float(np.median(pack.seconds)) for pack in timeline.packs]
     columns = {
@@ -89,7 +103,7 @@ def pack_table(timeline: Timeline, plan: Plan | None, measured: Measured | None)
         "busbw GB/s": [pack.busbw for pack in timeline.packs],
     }
     cells = [[pack.name for pack in timeline.packs]]
-    cells.append([size_of(pack.bytes) for pack in timeline.packs])
+    cells.append([size_text(pack.bytes) for pack in timeline.packs])
     cells += [[_cell(v, np.array(values)) for v in values] for values in columns.values()]
     names = ["", "size", *columns]
     if measured:
@@ -108,8 +122,10 @@ def pack_table(timeline: Timeline, plan: Plan | None, measured: Measured | None)
 
 
 def ready_shares(timeline: Timeline) -> list[float]:
-    """For each pack, after which share of the backward pass its gradients were there: the median
-    over rows and steps, in [0, 1]; NaN where the beginning of that pass is not known."""
+    """For each pack, the share of the backward pass after which its gradients were ready.
+
+    Medians over rows and steps, in [0, 1]; NaN if the beginning of the pass is unknown.
+    """
     begin, end = timeline.marks.get("forward"), timeline.marks["backward"]
     if begin is None:
         return [np.nan] * len(timeline.packs)
@@ -119,24 +135,23 @@ def ready_shares(timeline: Timeline) -> list[float]:
 
 
 def scalars(timeline: Timeline) -> dict[str, float]:
-    """For TensorBoard: medians over the steps, of the replica where each is largest.
+    """Scalars for TensorBoard; unknown ones are left out.
 
-    ``allreduce/exposed_ms``: communication that nothing hides. ``allreduce/late_ms``: what the
-    others waited for the latest replica. ``allreduce/busbw``, GB/s: of all packs together. What is
-    not known is left out.
+    ``allreduce/exposed_ms``: communication that the backward pass does not hide.
+    ``allreduce/late_ms``: how long the others waited for the latest replica. Both are medians over
+    the steps of the largest value of any replica. ``allreduce/busbw``, GB/s: of all packs together.
     """
     exposed = float(median(timeline.exposed.max(axis=0))) * 1e3
     late = float(median(timeline.late.max(axis=0))) * 1e3
     values = {"allreduce/exposed_ms": exposed, "allreduce/late_ms": late}
     seconds = float(np.median(_transferring(timeline)))
-    size = sum(pack.bytes for pack in timeline.packs)
-    if seconds > 0 and size:
-        values["allreduce/busbw"] = size / seconds / 1e9 * timeline.packs[0].bus_factor
+    if seconds > 0 and timeline.bytes:
+        values["allreduce/busbw"] = timeline.bytes / seconds / 1e9 * timeline.packs[0].bus_factor
     return {name: value for name, value in values.items() if np.isfinite(value)}
 
 
 def _transferring(timeline: Timeline) -> np.ndarray:
-    """Seconds of each step, [S], in which some pack was transferred: packs may overlap."""
+    """[S], seconds of each step in which any pack was transferred; packs may overlap."""
     seconds = np.zeros(len(timeline.steps))
     covered = np.full(len(timeline.steps), -np.inf)
     for pack in timeline.packs:
@@ -155,8 +170,16 @@ def print_report(
     measured: Measured | None = None,
     file: TextIO | None = None,
 ) -> None:
-    """The tables and the verdict; without colours and never cut off where ``file`` (default:
-    standard output) is no terminal."""
+    """Prints the tables and the verdict.
+
+    Args:
+        timeline: what was measured.
+        verdict: lines below the tables.
+        plan: see `pack_table`.
+        measured: see `pack_table`.
+        file: by default standard output. If it is no terminal, tables have no colours and are
+            `WIDE` columns wide.
+    """
     file = file or sys.stdout
     console = Console(file=file, highlight=False, width=None if file.isatty() else WIDE)
     for table in (phase_table(timeline), pack_table(timeline, plan, measured)):
@@ -179,12 +202,12 @@ def _rich(table: Table) -> RichTable:
 
 
 def percent(share: float | None) -> str:
-    """A share as whole percents; "–" for None and what is not finite."""
+    """A share as whole percents; "–" if it is None or not finite."""
     return "–" if share is None or not np.isfinite(share) else f"{share:.0%}"
 
 
 def _cell(value: float, column: np.ndarray) -> str:
-    """With as many decimals as its whole column, three digits for the largest: to be compared."""
+    """``value`` with as many decimals as its column, which has three digits for its largest."""
     if value == 0 or not np.isfinite(value):
         return significant(value)
     largest = np.nanmax(np.abs(column))
@@ -193,7 +216,7 @@ def _cell(value: float, column: np.ndarray) -> str:
 
 
 def median(values: np.ndarray, axis: int | None = None) -> np.ndarray:
-    """Of what is not NaN; NaN of nothing."""
+    """The median of the values that are not NaN; NaN if there are none."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         return np.nanmedian(values, axis=axis)

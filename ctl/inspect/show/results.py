@@ -1,4 +1,4 @@
-"""Shows a `Timeline` on the terminal and leaves its files, for `run` and `merge`."""
+"""Shows a `Timeline` on the terminal and writes its files, for the commands run and merge."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ flags.disclaim_key_flags()
 
 
 def define_bandwidth_flag() -> None:
-    """``--bandwidth``, in the group of the caller."""
+    """Defines ``--bandwidth`` in the group of the caller."""
     flags.DEFINE_string(
         "bandwidth",
         None,
@@ -29,10 +29,15 @@ def define_bandwidth_flag() -> None:
 
 
 def show(timeline: Timeline, bandwidth: str | None, directory: Path | None) -> None:
-    """Prints tables and verdict; with ``directory``, writes ``report.html`` and ``trace.json``.
+    """Prints tables and verdict; writes ``report.html`` and ``trace.json``.
+
+    Args:
+        timeline: what was measured.
+        bandwidth: a file from ``benchmarks/all_reduce.py --json``, to compare with; or None.
+        directory: where the files are written; None writes none.
 
     Raises:
-        UsageError: the file ``bandwidth`` is not what it should be.
+        UsageError: ``bandwidth`` is no such file, or of another number of replicas.
         CheckpointError: a file cannot be written.
     """
     from ctl.inspect.measure import link
@@ -70,7 +75,7 @@ def show(timeline: Timeline, bandwidth: str | None, directory: Path | None) -> N
 
 
 def _plan(timeline: Timeline) -> tuple[Plan | None, str]:
-    """What the step moves, as worker 0 wrote it; or a line that says why it cannot be shown."""
+    """The plan of worker 0, or a line that says why it cannot be shown."""
     from ctl.inspect.plan.plan import from_json
 
     if timeline.plan is None:

@@ -1,34 +1,45 @@
-"""The only place that knows the colours of the page, for light, dark and paper.
+"""The colours and the style sheet of the page, for light pages, dark pages and paper.
 
-Phases have the colours of Okabe and Ito (2008), told apart with any colour vision; the wait is
-hatched as well. Lateness has one hue, from the colour of the page to the far end.
+Lateness has one hue, which begins at the colour of the page. The wait is hatched.
 """
 
 from __future__ import annotations
 
+FONT = 'system-ui, "Segoe UI", Helvetica, Arial, sans-serif'
+
+# Okabe and Ito (2008), "Color Universal Design": distinguishable with any colour vision.
+BLUE, SKY_BLUE, GREEN = "#0072b2", "#56b4e9", "#009e73"
+ORANGE, VERMILION, PURPLE = "#e69f00", "#d55e00", "#cc79a7"
+
+DARK_PAGE = "#0d1117"
+LIGHT_INK, LIGHT_SOFT = "#1f2328", "#59636e"
+DARK_INK, DARK_SOFT = "#f0f6fc", "#9198a1"
+_BLACK, _WHITE = "#1b1b1b", "#ffffff"
+
 # Fill of a phase and the text on it, the same on light and dark pages.
 _PHASES = {
-    "input": ("#cc79a7", "#1b1b1b"),
-    "forward": ("#56b4e9", "#1b1b1b"),
-    "backward": ("#0072b2", "#ffffff"),
-    "pack": ("#e69f00", "#1b1b1b"),
-    "wait": ("url(#hatch)", "#1b1b1b"),
-    "transfer": ("#009e73", "#ffffff"),
-    "apply": ("#e3d83a", "#1b1b1b"),
-    "other": ("#a9b1ba", "#1b1b1b"),
+    "input": (PURPLE, _BLACK),
+    "forward": (SKY_BLUE, _BLACK),
+    "backward": (BLUE, _WHITE),
+    "pack": (ORANGE, _BLACK),
+    "wait": ("url(#hatch)", _BLACK),
+    "transfer": (GREEN, _WHITE),
+    "apply": ("#e3d83a", _BLACK),
+    "other": ("#a9b1ba", _BLACK),
 }
 # Fill of a level of lateness and the number on it.
-_LIGHT = ("#f0f2f5", "#fde0c5", "#fcb782", "#f5893d", "#d95f0e", "#a33f05", "#642100")
-_LIGHT_INK = ("#59636e", "#3b2410", "#3b2410", "#2b1605", "#ffffff", "#ffffff", "#ffffff")
+_STRONG = "#d95f0e"
+_LIGHT = ("#f0f2f5", "#fde0c5", "#fcb782", "#f5893d", _STRONG, "#a33f05", "#642100")
+_ON_LIGHT = (LIGHT_SOFT, "#3b2410", "#3b2410", "#2b1605", _WHITE, _WHITE, _WHITE)
 _DARK = ("#1c2229", "#3f2714", "#6b3a12", "#9f5313", "#d9741f", "#f7a35c", "#ffdcb8")
-_DARK_INK = ("#9198a1", "#e6d3c1", "#ffffff", "#ffffff", "#1b1b1b", "#1b1b1b", "#1b1b1b")
+_ON_DARK = (DARK_SOFT, "#e6d3c1", _WHITE, _WHITE, _BLACK, _BLACK, _BLACK)
 
-_LIGHT_INKS = (
-    "--page: #fff; --card: #f6f8fa; --ink: #1f2328; --soft: #59636e; --rule: #d1d9e0; "
+_LIGHT_COLOURS = (
+    f"--page: #fff; --card: #f6f8fa; --ink: {LIGHT_INK}; --soft: {LIGHT_SOFT}; --rule: #d1d9e0; "
     "--grid: #e6eaee; --alarm: #b42318"
 )
-_DARK_INKS = (
-    "--page: #0d1117; --card: #151b23; --ink: #f0f6fc; --soft: #9aa4af; --rule: #3d444d; "
+_DARK_COLOURS = (
+    f"--page: {DARK_PAGE}; --card: #151b23; --ink: {DARK_INK}; --soft: #9aa4af; --rule: #3d444d; "
     "--grid: #232a33; --alarm: #ff8a72"
 )
 
@@ -48,10 +59,10 @@ def _phases() -> str:
 
 
 STYLE = f"""
-:root {{ color-scheme: light dark; {_LIGHT_INKS} }}
+:root {{ color-scheme: light dark; {_LIGHT_COLOURS} }}
 * {{ box-sizing: border-box }}
 body {{ margin: 0; background: var(--page); color: var(--ink);
-  font: 15px/1.5 system-ui, "Segoe UI", Helvetica, Arial, sans-serif }}
+  font: 15px/1.5 {FONT} }}
 main {{ max-width: 1104px; margin: 0 auto; padding: 28px 32px 56px }}
 h1 {{ font-size: 24px; line-height: 1.25; margin: 0 0 4px }}
 h2 {{ font-size: 18px; margin: 40px 0 4px }}
@@ -59,7 +70,7 @@ p {{ margin: 4px 0 10px }}
 .lead, footer {{ color: var(--soft) }}
 .alarm {{ color: var(--alarm) }}
 .verdict {{ margin: 18px 0; padding: 14px 18px; background: var(--card);
-  border: 1px solid var(--rule); border-left: 5px solid #d95f0e; border-radius: 6px }}
+  border: 1px solid var(--rule); border-left: 5px solid {_STRONG}; border-radius: 6px }}
 .verdict p {{ margin: 0 0 4px }} .verdict p:first-child {{ font-size: 17px; font-weight: 600 }}
 .figures {{ display: flex; flex-wrap: wrap; gap: 12px; margin: 0; padding: 0; list-style: none }}
 .figures li {{ flex: 1 1 150px; padding: 10px 14px; border: 1px solid var(--rule);
@@ -81,7 +92,7 @@ tr.strong td {{ font-weight: 600 }}
   overflow-wrap: anywhere }}
 .defs {{ position: absolute }}
 .wide svg {{ display: block; width: 100%; min-width: 760px; height: auto }}
-text {{ font: 12px system-ui, "Segoe UI", Helvetica, Arial, sans-serif; fill: var(--soft);
+text {{ font: 12px {FONT}; fill: var(--soft);
   font-variant-numeric: tabular-nums }}
 text.strong {{ font-size: 13px; font-weight: 600; fill: var(--ink) }}
 text.small, text.note {{ font-size: 11px }} text.note {{ fill: var(--ink) }}
@@ -91,16 +102,16 @@ text.small, text.note {{ font-size: 11px }} text.note {{ fill: var(--ink) }}
 .level {{ fill: none; stroke: var(--ink); stroke-width: 2 }}
 #hatch rect {{ fill: #f0a37a }} #hatch path {{ stroke: #b8450b; stroke-width: 1.2 }}
 text.t-wait {{ stroke: #f7c9b0; stroke-width: 4px; stroke-linejoin: round; paint-order: stroke }}
-.s-wait {{ stroke: url(#hatch) }} .s-transfer {{ stroke: #009e73 }}
+.s-wait {{ stroke: url(#hatch) }} .s-transfer {{ stroke: {GREEN} }}
 .swatch {{ stroke: var(--rule) }}
 {_phases()}
-{_levels(_LIGHT, _LIGHT_INK)}
+{_levels(_LIGHT, _ON_LIGHT)}
 summary {{ cursor: pointer; color: var(--soft) }}
 footer {{ margin-top: 44px; padding-top: 12px; border-top: 1px solid var(--rule); font-size: 13px }}
 dt {{ font-weight: 600; color: var(--ink) }} dd {{ margin: 0 0 6px }}
 @media screen and (prefers-color-scheme: dark) {{
-  :root {{ {_DARK_INKS} }}
-  {_levels(_DARK, _DARK_INK)}
+  :root {{ {_DARK_COLOURS} }}
+  {_levels(_DARK, _ON_DARK)}
 }}
 @media print {{
   body {{ font-size: 11px; print-color-adjust: exact; -webkit-print-color-adjust: exact }}

@@ -1,9 +1,9 @@
-"""The only place that writes a `Timeline` as a trace for Perfetto and ``chrome://tracing``.
+"""Writes a `Timeline` as a trace for Perfetto and ``chrome://tracing``.
 
-A process is a worker; each replica has a thread for what it computes and one for its all-reduces;
-more where these overlap, since slices of one thread must not.
-Arrows go from the replica that came last to a pack to those that waited for it. The form is that of
-"Trace Event Format" (Google, 2016): times are microseconds from the first event.
+A process is a worker. Each replica has a thread for computation and one for its all-reduces, or
+several if all-reduces overlap, since slices of one thread must not overlap. Arrows go from the last
+replica to come to a pack to those that waited for it. The format is "Trace Event Format" (Google,
+2016); times are microseconds from the first event.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ctl.inspect.measure.timeline import PackTimes, Timeline
 
 _SAID = {"pack": " packing", "wait": " wait", "transfer": ""}
-_THREADS = 10_000  # of a replica, at most: more than packs that overlap
+_THREADS = 10_000  # the most threads of a replica: more than packs that overlap
 
 
 def make_trace(timeline: Timeline) -> dict[str, Any]:
@@ -31,7 +31,7 @@ def make_trace(timeline: Timeline) -> dict[str, Any]:
     events = list(_arrows(timeline, levels, origin))
     for row in range(len(timeline.rows)):
         events += _row(timeline, levels, row, origin)
-    # What begins at one time: the longer one first, so that it is the outer one; arrows last.
+    # Of events that begin together, the longest comes first, as the outer one, and arrows last.
     events.sort(key=lambda event: (event["ts"], -event.get("dur", -1.0)))
     return {
         "traceEvents": [*_names(timeline, levels), *events],
@@ -41,7 +41,7 @@ def make_trace(timeline: Timeline) -> dict[str, Any]:
 
 
 def _levels(timeline: Timeline) -> np.ndarray:
-    """int [packs, N, S]: which of the replica's communication threads has the pack."""
+    """int [packs, N, S]: the communication thread of the replica that has the pack."""
     shape = (len(timeline.rows), len(timeline.steps), len(timeline.packs))
     found = np.zeros(shape, int)
     for row, index in np.ndindex(*shape[:2]):
@@ -62,7 +62,7 @@ def _names(timeline: Timeline, levels: np.ndarray) -> Iterator[dict[str, Any]]:
 
 
 def _ids(timeline: Timeline, row: int) -> tuple[int, int]:
-    """Of the process, and of the thread that computes; those that communicate come after it."""
+    """Ids of the process and of the computing thread; communicating threads have the next ids."""
     worker, replica = timeline.rows[row]
     return worker + 1, (replica + 1) * _THREADS  # process 0 is the idle one
 
@@ -71,7 +71,7 @@ def _row(
     timeline: Timeline, levels: np.ndarray, row: int, origin: float
 ) -> Iterator[dict[str, Any]]:
     process, thread = _ids(timeline, row)
-    free: dict[int, float] = {}  # of each thread: what begins there must not overlap what was
+    free: dict[int, float] = {}  # for each thread, the end of its last slice
     for index, step in enumerate(timeline.steps.tolist()):
         at = max(timeline.begin[row, index] - origin, free.get(thread, 0.0))
         end = timeline.begin[row, index] - origin + timeline.step_seconds[row, index]
@@ -93,7 +93,7 @@ def _row(
 
 
 def _transfer(pack: PackTimes, row: int, index: int, origin: float) -> tuple[float, float]:
-    """From when to when a pack was transferred, since ``origin``."""
+    """Begin and end of a pack's transfer, seconds since ``origin``."""
     parts = {name: times for name, *times in pictures.pack_parts(pack, row, index)}
     there, ended = parts["transfer"]
     return there - origin, ended - origin
@@ -112,7 +112,7 @@ def _slice(
     if first is None or last is None or last <= first:
         return
     event = {"ph": "X", "name": name, "cat": category, "pid": process, "tid": thread, "ts": first}
-    # The difference of rounded times: neighbours touch and never overlap.
+    # The difference of rounded times, so that neighbours touch and do not overlap.
     yield {**event, "dur": round(last - first, 3), **({"args": about} if about else {})}
 
 
@@ -123,7 +123,7 @@ def _arrows(timeline: Timeline, levels: np.ndarray, origin: float) -> Iterator[d
             last = int(pack.begun[:, index].argmax())
             for row in range(len(timeline.rows)):
                 transfers = [_transfer(pack, of, index, origin) for of in (last, row)]
-                # An arrow starts and ends in a slice, and there is none for what took no time.
+                # An arrow must start and end in a slice; a transfer that took no time has none.
                 if row == last or not pack.wait[row, index] > 0:
                     continue
                 if not all(ended - there > 1e-6 for there, ended in transfers):

@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+from paths import BENCHMARKS
 
 # The command with rows that are given, instead of those that processes answer.
 GIVEN_ROWS = """

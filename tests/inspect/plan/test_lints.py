@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from helpers import BATCH, CLASSES, examples, mlp
+from paths import SUPPORT
 from worker_jobs import codes, last_line, said
 
 from ctl import data
@@ -77,7 +78,7 @@ def test_a_ring_on_logical_cpus_and_a_timeout_of_tensorflow(ring2):
 def workers(job, tmp_path_factory) -> Path:
     """Where two workers left what they planned; see plan_worker.py."""
     out = tmp_path_factory.mktemp("plans")
-    with job(out, program=Path(__file__).parent / "plan_worker.py") as processes:
+    with job(out, program=SUPPORT / "plan_worker.py") as processes:
         assert codes(processes) == [2, 2], said(out, 0)[-2000:]
     return out
 

@@ -140,7 +140,7 @@ def test_verdicts_without_a_late_worker():
     assert "bound by apply" in verdict(scaled(apply=30))[0]
     first, why, remedy = verdict(scaled(forward=0.1, backward=0.1))
     assert "bound by communication" in first
-    assert "pack0 moves 4 MB at a busbw of 1.3" in why and "0% of the communication" in why
+    assert "pack0 moves 3.8 MiB at a busbw of 1.3" in why and "0% of the communication" in why
     assert "--bytes_per_pack=1000000" in remedy
     _, why, _ = verdict(scaled(forward=0.1, backward=0.1), link)
     assert "50% of what was measured" in why or "49%" in why

@@ -11,9 +11,10 @@ from __future__ import annotations
 import json
 import os
 import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks/peers"))
+from paths import BENCHMARKS
+
+sys.path.insert(0, str(BENCHMARKS / "peers"))
 
 from claims import CLAIMS  # noqa: E402
 from conftest import mirrored_strategy  # noqa: E402

@@ -10,11 +10,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+from paths import SUPPORT
 from zygote import Command, Zygote
 
 from ctl import launch
 
-WORKER = Path(__file__).parent / "multi_worker.py"
+WORKER = SUPPORT / "multi_worker.py"
 BOUND = 300  # seconds for a whole job, many times what it takes
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import re
 import sys
-from pathlib import Path
 
 import keras
 import numpy as np
 import pytest
-from helpers import BATCH, FEATURES, adam, examples, mlp
+from helpers import BATCH, FEATURES, adam, examples, make_loop, mlp
+from paths import BENCHMARKS
 
 from ctl import private
 from ctl.data import InMemory
@@ -25,20 +25,16 @@ from ctl.observer import NO_OBSERVER
 from ctl.step import TrainStep
 from ctl.train import inspect_every
 
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.append(str(BENCHMARKS))
 
 from inspect_truth import Case, found_delay, observe, shifted  # noqa: E402
 
 SECONDS = 0.02
 
 
-def make_loop(strategy, **options) -> Loop:
-    keras.utils.set_random_seed(0)
-    with strategy.scope():
-        metric = keras.metrics.SparseCategoricalAccuracy("accuracy")
-        step = TrainStep(mlp(), adam()(), metrics=[metric], **options)
+def inspectable(strategy) -> Loop:
     data = InMemory(examples(), global_batch_size=BATCH)
-    return Loop(step, data, strategy=strategy, steps_per_loop=10)
+    return make_loop(strategy, data=data, seed=0, steps_per_loop=10)
 
 
 def test_the_command_and_a_merge_elsewhere(zygote, zygote_without_tensorflow, tmp_path):
@@ -103,7 +99,7 @@ def test_delays_of_real_workers_are_found(tmp_path):
 
 
 def test_a_block_of_research_code(mirrored, capsys):
-    loop = make_loop(mirrored(2))
+    loop = inspectable(mirrored(2))
     with loop.step.inspect(steps=8) as seen:
         loop.train(40)
     assert loop.step.observer is NO_OBSERVER
@@ -135,7 +131,7 @@ class Sink:
 
 
 def test_windows_now_and_then(mirrored, monkeypatch):
-    loop, sink = make_loop(mirrored(2)), Sink()
+    loop, sink = inspectable(mirrored(2)), Sink()
     loop.actions += inspect_every(loop.step, 100, [sink])
     loop.train(240)
     # The first window comes after a trace and a warm-up; the second has neither.
@@ -155,7 +151,7 @@ def copies(loop: Loop) -> list[np.ndarray]:
 
 
 def test_ablation_leaves_everything_as_it_was(ring2):
-    plain, ablated = make_loop(ring2), make_loop(ring2)
+    plain, ablated = inspectable(ring2), inspectable(ring2)
     for loop in (plain, ablated):
         loop.train(10)
     before = copies(ablated)
@@ -222,7 +218,7 @@ def test_stamps_agree_with_the_profiler(mirrored):
 
 def test_without_what_reads_profiles_the_rest_is_shown(mirrored, monkeypatch, caplog):
     monkeypatch.setattr(private, "_XPLANE", "tensorflow.no_such_name")
-    loop = make_loop(mirrored(1))
+    loop = inspectable(mirrored(1))
     with loop.step.inspect(steps=5, profile=True) as seen:
         loop.train(20)
     assert "cannot be split" in caplog.text

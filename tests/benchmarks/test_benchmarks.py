@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import pathlib
 import subprocess
 import sys
 import xml.etree.ElementTree
 
 import pytest
-
-BENCHMARKS = pathlib.Path(__file__).parents[1] / "benchmarks"
+from paths import BENCHMARKS
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from paths import BENCHMARKS
 
 from ctl.errors import CtlError
 from ctl.inspect.measure import link
 from ctl.inspect.predict import cost
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 from jobs import Effort, Job, percentile, recommend  # noqa: E402

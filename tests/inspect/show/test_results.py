@@ -6,11 +6,11 @@ import dataclasses
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import simulated
+from paths import ROOT
 
 from ctl.errors import CheckpointError
 from ctl.inspect.measure.timeline import join
@@ -72,4 +72,4 @@ def test_without_a_directory_nothing_is_written(tmp_path, monkeypatch, capsys):
 def test_no_tensorflow_is_needed():
     modules = "page, ctl.inspect.show.report, ctl.inspect.show.trace, ctl.inspect.show.results"
     program = f"import sys; sys.modules['tensorflow'] = None; import ctl.inspect.show.{modules}"
-    subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[1])
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)

@@ -72,7 +72,7 @@ def obey(loop: ctl.Loop) -> None:
             loop.save(wait=True)
 
 
-def make_loop(placement) -> ctl.Loop:
+def asynchronous_loop(placement) -> ctl.Loop:
     keras.utils.set_random_seed(0)
     with placement.strategy.scope():
         model = network()
@@ -106,7 +106,7 @@ if __name__ == "__main__":
             logger = tf.get_logger()
             logger.addHandler(Recovered())
             logger.setLevel(logging.INFO)
-            obey(make_loop(placed))
+            obey(asynchronous_loop(placed))
     except CtlError as error:
         print(error, file=sys.stderr, flush=True)
         raise SystemExit(error.exit_code) from None

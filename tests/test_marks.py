@@ -5,11 +5,10 @@ from __future__ import annotations
 import itertools
 import re
 
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import BATCH, adam, examples, mlp, precision
+from helpers import BATCH, examples, make_loop, precision
 
 from ctl import private
 from ctl.data import InMemory
@@ -17,16 +16,11 @@ from ctl.errors import UsageError
 from ctl.loop import Loop
 from ctl.marks import Latest, Marks, Ring
 from ctl.observer import NO_OBSERVER
-from ctl.step import TrainStep
 
 
-def make_loop(strategy, **options) -> Loop:
-    keras.utils.set_random_seed(0)
-    with strategy.scope():
-        metric = keras.metrics.SparseCategoricalAccuracy("accuracy")
-        step = TrainStep(mlp(), adam()(), metrics=[metric], clip_norm=1.0, **options)
+def inspectable(strategy, **options) -> Loop:
     data = InMemory(examples(), global_batch_size=BATCH)
-    return Loop(step, data, strategy=strategy, steps_per_loop=10)
+    return make_loop(strategy, data=data, seed=0, steps_per_loop=10, clip_norm=1.0, **options)
 
 
 def inspect(loop: Loop, keep: int = 20) -> tuple[Ring, Latest]:
@@ -53,7 +47,7 @@ def same_variables(a: Loop, b: Loop) -> None:
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_weights_are_the_same_and_the_graph_is_what_it_was(mirrored, replicas):
-    plain, inspected = make_loop(mirrored(replicas)), make_loop(mirrored(replicas))
+    plain, inspected = (inspectable(mirrored(replicas)) for _ in "ab")
     plain.train(60)
     inspected.train(20)
     before = graph_of(inspected).SerializeToString(deterministic=True)
@@ -87,7 +81,7 @@ SEVERAL = [f"{moment}{pack}" for pack in range(4) for moment in ("ready", "done"
 )
 def test_stamps(mirrored, options, forward, packed):
     with precision("mixed_float16" if "loss_scale" in options else "float32"):
-        loop = make_loop(mirrored(2), **options)
+        loop = inspectable(mirrored(2), **options)
     ring, latest = inspect(loop, keep=8)
     loop.train(60)
     sizes = [v.shape.num_elements() for v in loop.step.model.trainable_variables]
@@ -130,7 +124,7 @@ def test_stamps(mirrored, options, forward, packed):
 
 def test_a_step_compiled_as_one():
     """One replica, all of the step in XLA: its begin and its end can be stamped."""
-    plain, inspected = (make_loop(tf.distribute.get_strategy(), jit_compile=True) for _ in "ab")
+    plain, inspected = (inspectable(tf.distribute.get_strategy(), jit_compile=True) for _ in "ab")
     ring, _ = inspect(inspected)
     plain.train(20), inspected.train(20)
     same_variables(plain, inspected)
@@ -146,7 +140,7 @@ def test_a_step_compiled_as_one():
 
 def test_without_the_private_name(mirrored, monkeypatch):
     monkeypatch.setattr(private, "_MANAGER", "no_such_name")
-    loop = make_loop(mirrored(1))
+    loop = inspectable(mirrored(1))
     with pytest.raises(UsageError, match=r"no Graph\.no_such_name.*cannot be shown"):
         Marks(loop.step, Ring(loop.step, 4))
     with pytest.raises(UsageError, match="late workers cannot be shown"):
@@ -156,6 +150,6 @@ def test_without_the_private_name(mirrored, monkeypatch):
 
 def test_replicas_that_share_their_variables_are_refused():
     strategy = tf.distribute.experimental.CentralStorageStrategy(["/cpu:0", "/cpu:1"], "/cpu:0")
-    loop = make_loop(strategy)
+    loop = inspectable(strategy)
     with pytest.raises(UsageError, match="--strategy=mirrored"):
         Ring(loop.step, 4)

@@ -81,7 +81,7 @@ def test_packs_are_in_the_units_of_nccl_tests():
     timeline = make(4, packs=2, noise=0.0)
     measured = Measured("multi_worker", "ring", 4, (Point(1, 1e-3), Point(2_000_000, 1e-3)))
     table = pack_table(timeline, None, measured)
-    assert [row[1] for row in table.rows] == ["2.00 MB", "2.00 MB"]
+    assert [row[1] for row in table.rows] == ["1.9 MiB", "1.9 MiB"]
     np.testing.assert_allclose(column(table, "transfer ms"), [3, 3], rtol=0.02)
     # 2 MB in 3 ms; 2(n-1)/n = 1.5 for 4 replicas; what was measured is three times as fast.
     np.testing.assert_allclose(column(table, "algbw GB/s"), [2 / 3, 2 / 3], rtol=0.02)

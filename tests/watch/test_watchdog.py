@@ -9,15 +9,13 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
+from paths import ROOT
 
 from ctl import launch
 from ctl.inspect import hang_command
 from ctl.watch import beats, record, watchdog
-
-ROOT = Path(__file__).parents[1]
 
 # A worker: starts a watchdog over two workers, says so, then does what it is told.
 PRELUDE = """

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import BATCH, CLASSES, FEATURES, examples, mlp, precision
+from helpers import BATCH, CLASSES, FEATURES, examples, make_loop, mlp, precision
 
 from ctl import data, private
 from ctl.control.agreement import plan_facts
@@ -23,15 +23,13 @@ from ctl.step import TrainStep
 TIMEOUT = tf.distribute.experimental.CommunicationOptions(timeout_seconds=60)
 
 
-def make_loop(strategy, model=mlp, optimizer=keras.optimizers.Adam, dataset=None, **options):
-    with strategy.scope():
-        step = TrainStep(model(), optimizer(), **{"options": TIMEOUT, **options})
-    dataset = dataset or data.InMemory(examples(), global_batch_size=BATCH)
-    return Loop(step, dataset, strategy=strategy)
+def planned(strategy, **options) -> Loop:
+    defaults = {"optimizer": keras.optimizers.Adam, "options": TIMEOUT}
+    return make_loop(strategy, **defaults | options)
 
 
 def plan_of(*args, **kwargs) -> Plan:
-    loop = make_loop(*args, **kwargs)
+    loop = planned(*args, **kwargs)
     return loop.step.plan()
 
 
@@ -52,7 +50,7 @@ def hierarchical():
 
 
 def test_one_sum_for_each_gradient_on_one_device(mirrored):
-    loop = make_loop(mirrored(2), clip_norm=1.0)
+    loop = planned(mirrored(2), clip_norm=1.0)
     plan = loop.step.plan()
     (pack,) = plan.collectives
     assert (pack.name, pack.kind, pack.ops) == ("pack0", "AddN", 4)
@@ -67,10 +65,10 @@ def test_one_sum_for_each_gradient_on_one_device(mirrored):
 
 
 def test_four_replicas_send_from_the_one_that_sums(mirrored, hierarchical):
-    loop = make_loop(mirrored(4))
+    loop = planned(mirrored(4))
     (pack,) = loop.step.plan().collectives
     assert (pack.group_size, pack.wire_bytes) == (4, 3 * pack.bytes)
-    loop = make_loop(hierarchical)
+    loop = planned(hierarchical)
     (tree,) = loop.step.plan().collectives
     assert (tree.kind, tree.ops, tree.group_size) == ("AddN", 3, 4)  # two pairs, and both
     assert (tree.shape, tree.bytes) == ((parameters(loop),), pack.bytes)
@@ -80,7 +78,7 @@ def test_four_replicas_send_from_the_one_that_sums(mirrored, hierarchical):
 
 
 def test_a_ring_in_packs(ring2):
-    loop = make_loop(ring2, bytes_per_pack=200, ema_decay=0.9)
+    loop = planned(ring2, bytes_per_pack=200, ema_decay=0.9)
     plan = loop.step.plan()
     kernels = [c for c in plan.collectives if c.kind == "CollectiveReduceV2"]
     assert [c.name for c in kernels] == ["pack0", "pack1", "pack2"]
@@ -161,7 +159,13 @@ def test_every_trainable_variable_is_reduced_once(
     mirrored, model, dataset, optimizer, options, beside
 ):
     with precision("mixed_float16" if "loss_scale" in options else "float32"):
-        loop = make_loop(mirrored(2), model, optimizer, dataset and dataset(), **options)
+        loop = planned(
+            mirrored(2),
+            model=model,
+            optimizer=optimizer,
+            data=dataset and dataset(),
+            **options,
+        )
         plan = loop.step.plan()
     trainable = [v.path for v in loop.step.model.trainable_variables]
     assert sorted(path for path in names(plan) if path in trainable) == sorted(trainable)
@@ -178,7 +182,7 @@ def test_a_synchronized_batch_norm(mirrored):
         layers = [keras.layers.Dense(8), keras.layers.BatchNormalization(synchronized=True)]
         return keras.Sequential([keras.layers.Input([FEATURES]), *layers, keras.layers.Dense(5)])
 
-    plan = plan_of(mirrored(2), model)
+    plan = plan_of(mirrored(2), model=model)
     purposes = [c.purpose for c in plan.other]
     assert purposes.count("forward") == 3 and purposes.count("backward") == 2
     assert purposes.count("loss") == 1 and len(purposes) == 6
@@ -187,7 +191,7 @@ def test_a_synchronized_batch_norm(mirrored):
 
 
 def test_planning_runs_no_step_and_traces_once(mirrored):
-    loop = make_loop(mirrored(2))
+    loop = planned(mirrored(2))
     before = loop.step.model.get_weights()
     first = loop.step.plan()
     assert loop.step.plan() == first
@@ -245,14 +249,14 @@ def test_the_fingerprint_sees_what_workers_must_agree_on(mirrored):
 
 
 def test_a_graph_that_cannot_be_read_trains_all_the_same(mirrored, monkeypatch):
-    loop = make_loop(mirrored(2))
+    loop = planned(mirrored(2))
     assert "the plan of all of them" in plan_facts(loop.step)
     monkeypatch.setattr(loop.step, "plan", lambda: 1 / 0)
     assert plan_facts(loop.step) == {}
 
 
 def test_xla_cannot_compile_several_devices(mirrored):
-    loop = make_loop(mirrored(2))
+    loop = planned(mirrored(2))
     plan = loop.step.plan(xla=True)
     assert plan.xla is None
     assert plan.notes == ("XLA cannot compile a step that is on several devices",)
@@ -260,13 +264,13 @@ def test_xla_cannot_compile_several_devices(mirrored):
 
 def test_without_a_way_to_define_functions(mirrored, monkeypatch):
     monkeypatch.setattr(private, "_CONTEXT", "tensorflow.gone")
-    loop = make_loop(mirrored(1))
+    loop = planned(mirrored(1))
     plan = loop.step.plan(xla=True)
     assert "has no tensorflow.gone.context: what XLA makes" in plan.notes[0]
 
 
 def test_without_definitions_of_operations(mirrored, monkeypatch):
-    loop = make_loop(mirrored(2))
+    loop = planned(mirrored(2))
     whole = loop.step.plan()
     monkeypatch.setattr(private, "_DEFINITIONS", "tensorflow.gone")
     plan = loop.step.plan()

@@ -9,11 +9,11 @@ import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
-from pathlib import Path
 
 import numpy as np
 import pytest
 import simulated
+from paths import ROOT
 
 from ctl.errors import UsageError
 from ctl.inspect import predict_command
@@ -25,7 +25,6 @@ from ctl.inspect.predict import efficiency
 from ctl.inspect.predict.cost import ALGORITHMS, Link, Network, hierarchical, link_of, ring, tree
 from ctl.inspect.predict.model import Pack, Prediction, Step, measured_step, predict
 
-ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "ctl/inspect/predict/README.md").read_text(encoding="utf-8")
 FAST, SLOW = Link(1e-6, 1e11), Link(1e-4, 1e9)
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import keras
 import numpy as np
 from helpers import BATCH, CLASSES, FEATURES, examples, largest_difference
+from paths import SUPPORT
 
 from ctl import launch
 from ctl.checkpoint import CheckpointManager
@@ -23,7 +24,7 @@ from ctl.loop import Evaluator, Loop
 from ctl.schedule import Cosine
 from ctl.step import EvalStep, TrainStep
 
-JOB = Path(__file__).parent / "parameter_server_job.py"
+JOB = SUPPORT / "parameter_server_job.py"
 BOUND = 120  # seconds to wait for anything
 
 

@@ -18,6 +18,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from paths import SUPPORT
+
 # Reads requests, one JSON object per line, and answers each with one line.
 _ZYGOTE = r"""
 import ctypes, importlib, json, os, resource, select, signal, sys, time
@@ -130,7 +132,7 @@ class Zygote:
     def __init__(self, directory: Path, preload: list[str], blocked: Sequence[str] = ()):
         self._directory = directory
         self._count = 0
-        here = str(Path(__file__).parent)
+        here = str(SUPPORT)
         self._process = subprocess.Popen(
             [sys.executable, "-c", _ZYGOTE, json.dumps(preload), json.dumps(blocked), here],
             stdin=subprocess.PIPE,

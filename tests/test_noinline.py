@@ -10,12 +10,11 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import mlp
+from helpers import make_loop, mlp
 
 from ctl import noinline
 from ctl.data import InMemory
 from ctl.loop import Loop
-from ctl.step import TrainStep
 
 
 def pooling() -> keras.Model:
@@ -30,13 +29,14 @@ def pooling() -> keras.Model:
     )
 
 
-def make_loop(strategy, accumulate_steps: int = 1) -> Loop:
+def pooling_loop(strategy, accumulate_steps: int = 1) -> Loop:
     random = np.random.default_rng(5)
     images = random.normal(size=(48, 8, 8, 1)).astype(np.float32)
     data = InMemory((images, random.integers(0, 3, 48)), global_batch_size=16)
-    with strategy.scope():
-        step = TrainStep(pooling(), keras.optimizers.SGD(0.1), accumulate_steps=accumulate_steps)
-    return Loop(step, data, strategy=strategy)
+    sgd = lambda: keras.optimizers.SGD(0.1)  # noqa: E731
+    return make_loop(
+        strategy, model=pooling, optimizer=sgd, data=data, accumulate_steps=accumulate_steps
+    )
 
 
 def test_needed_where_there_is_max_pooling_and_one_replica(mirrored):
@@ -48,7 +48,7 @@ def test_needed_where_there_is_max_pooling_and_one_replica(mirrored):
 
 @pytest.mark.parametrize("accumulate_steps", [1, 2])
 def test_its_gradient_is_in_no_graph_with_loops(mirrored, accumulate_steps):
-    library = make_loop(mirrored(1), accumulate_steps).traced().graph.as_graph_def().library
+    library = pooling_loop(mirrored(1), accumulate_steps).traced().graph.as_graph_def().library
     pools = [f for f in library.function if any(n.op == "MaxPoolGrad" for n in f.node_def)]
     assert pools
     for function in pools:
@@ -60,17 +60,17 @@ def test_its_gradient_is_in_no_graph_with_loops(mirrored, accumulate_steps):
 @pytest.mark.parametrize("accumulate_steps", [1, 2])
 def test_trains_as_one_replica_without(mirrored, monkeypatch, replicas, accumulate_steps):
     monkeypatch.setattr(noinline, "is_needed", lambda *_: True)
-    loop = make_loop(mirrored(replicas), accumulate_steps)
+    loop = pooling_loop(mirrored(replicas), accumulate_steps)
     result = loop.train(5)
     monkeypatch.setattr(noinline, "is_needed", lambda *_: False)
-    plain = make_loop(mirrored(1))
+    plain = pooling_loop(mirrored(1))
     assert result["loss"] == pytest.approx(plain.train(5)["loss"], rel=1e-5)
     for one, other in zip(loop.step.model.variables, plain.step.model.variables, strict=True):
         np.testing.assert_allclose(one.numpy(), other.numpy(), atol=1e-6)
 
 
 def test_a_loop_is_freed_without_the_garbage_collector(mirrored):
-    loop = make_loop(mirrored(1))
+    loop = pooling_loop(mirrored(1))
     loop.train(2)
     freed = weakref.ref(loop)
     gc.disable()

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import logging as python_logging
 
-import keras
 import pytest
 import tensorflow as tf
 from absl import logging
+from helpers import make_loop
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 from ctl.actions import NEVER, Every
-from ctl.data import synthetic
 from ctl.errors import UsageError
 from ctl.logs.profiler import Profile
-from ctl.loop import Loop
-from ctl.models import dense
-from ctl.step import TrainStep
 
 
 def steps_in(directory):
@@ -38,16 +34,9 @@ def steps_in(directory):
     return sorted(steps)
 
 
-def make_loop(strategy, *actions):
-    data = synthetic((4, 4, 1), num_examples=64, global_batch_size=8)
-    with strategy.scope():
-        step = TrainStep(dense((4, 4, 1), 10), keras.optimizers.SGD(0.1))
-    return Loop(step, data, strategy=strategy, actions=actions, steps_per_loop=50)
-
-
 def test_a_profile_has_one_marker_for_each_step_of_the_window(mirrored, tmp_path, caplog):
     profile = Profile(7, 10, tmp_path)
-    loop = make_loop(mirrored(2), profile)
+    loop = make_loop(mirrored(2), actions=[profile], steps_per_loop=50)
     logging.set_verbosity(logging.INFO)
     with caplog.at_level(python_logging.INFO, logger="absl"):
         loop.train(40)
@@ -68,7 +57,7 @@ def test_a_profile_has_one_marker_for_each_step_of_the_window(mirrored, tmp_path
 def test_a_resumed_or_short_run_profiles_what_there_is(
     mirrored, tmp_path, resumed_at, until, expected
 ):
-    loop = make_loop(mirrored(1), Profile(7, 10, tmp_path))
+    loop = make_loop(mirrored(1), actions=[Profile(7, 10, tmp_path)], steps_per_loop=50)
     loop.step.global_step.assign(resumed_at)
     loop.train(until)
     assert steps_in(tmp_path) == expected
@@ -81,7 +70,7 @@ def test_close_ends_a_trace_when_training_fails_inside(mirrored, tmp_path):
         if status.step == 5:
             raise KeyError("mine")
 
-    loop = make_loop(mirrored(1), profile, Every(fail, steps=1))
+    loop = make_loop(mirrored(1), actions=[profile, Every(fail, steps=1)], steps_per_loop=50)
     with pytest.raises(KeyError, match="mine"):
         loop.train(20)
     profile.close()
@@ -98,7 +87,7 @@ def test_steps_are_single_inside_the_window_only(tmp_path):
 
 
 def test_another_profiler_is_in_the_way(mirrored, tmp_path):
-    loop = make_loop(mirrored(1), Profile(2, 4, tmp_path))
+    loop = make_loop(mirrored(1), actions=[Profile(2, 4, tmp_path)], steps_per_loop=50)
     tf.profiler.experimental.start(str(tmp_path))
     try:
         with pytest.raises(UsageError, match="another profiler"):

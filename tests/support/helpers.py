@@ -8,8 +8,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from ctl.checkpoint import CheckpointManager
+from ctl.data import InMemory
+from ctl.evaluator import Evaluator
 from ctl.loop import Loop
-from ctl.step import TrainStep
+from ctl.step import EvalStep, TrainStep
 
 BATCH = 16
 CLASSES = 5
@@ -35,6 +38,54 @@ def mlp(**kwargs) -> keras.Model:
 
 def adam(**kwargs):
     return lambda: keras.optimizers.Adam(0.01, **kwargs)
+
+
+def accuracy() -> keras.metrics.Metric:
+    return keras.metrics.SparseCategoricalAccuracy("accuracy")
+
+
+OF_LOOP = {"actions", "checkpoints", "eval_actions", "evaluator", "schedule", "steps_per_loop"}
+
+
+def make_loop(
+    strategy=None,
+    *,
+    model=mlp,
+    optimizer=None,
+    step_class=TrainStep,
+    data=None,
+    evaluate=0,
+    directory=None,
+    seed=None,
+    **options,
+) -> Loop:
+    """A loop over small data.
+
+    Args:
+        strategy: by default one device.
+        model, optimizer: make them; by default `mlp` and Adam.
+        data: by default `examples`, in memory.
+        evaluate: examples to evaluate on.
+        directory: of the checkpoints.
+        seed: of the weights; by default whatever comes next.
+        options: of the loop (`OF_LOOP`) and of the step (all others).
+    """
+    strategy = strategy or tf.distribute.OneDeviceStrategy("/cpu:0")
+    of_loop = {name: options.pop(name) for name in OF_LOOP & options.keys()}
+    if seed is not None:
+        keras.utils.set_random_seed(seed)
+    with strategy.scope():
+        trained = model()
+        step = step_class(trained, (optimizer or adam())(), metrics=[accuracy()], **options)
+        eval_step = EvalStep(trained, metrics=[accuracy()])
+    if data is None:
+        data = InMemory(examples(100), global_batch_size=BATCH)
+    if evaluate:
+        held_out = InMemory(examples(evaluate, seed=9), global_batch_size=BATCH, training=False)
+        of_loop["evaluator"] = Evaluator(eval_step, held_out, strategy=strategy)
+    if directory:
+        of_loop["checkpoints"] = CheckpointManager(directory)
+    return Loop(step, data, strategy=strategy, **of_loop)
 
 
 def largest_difference(ours, theirs) -> float:
