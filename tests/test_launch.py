@@ -15,6 +15,8 @@ import pytest
 
 from ctl.launch import cluster
 
+pytestmark = pytest.mark.slow  # starts processes
+
 WHO = "import json,os,sys,time; task=json.loads(os.environ['TF_CONFIG'])['task']['index']; "
 
 

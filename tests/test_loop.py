@@ -336,6 +336,7 @@ def results_of(model) -> dict[str, float]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 4])
 def test_evaluation_in_the_middle_of_training(mirrored, tmp_path, replicas):
     """With the averaged weights, on every example, with one trace; training goes on untouched."""
@@ -419,6 +420,7 @@ def poisoned(*steps: int) -> tf.data.Dataset:
     return tf.data.Dataset.from_tensor_slices((features, labels)).batch(BATCH, drop_remainder=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("replicas", "step"), [(1, 12), (2, 12), (4, 12), (2, 14), (2, 8), (2, 1)])
 def test_nan_names_its_step_and_the_last_good_checkpoint(mirrored, tmp_path, replicas, step):
     """In calls of up to 7 steps that end at 7, 10, 14: in the middle, at the end, at the start."""
@@ -571,6 +573,7 @@ def test_batches_of_any_form_with_partial_ones(mirrored):
     assert len({s["accuracy"] for s in scalars}) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_a_loop_is_freed_without_the_garbage_collector(mirrored, tmp_path, replicas):
     """So that memory and threads of the pipeline go when the loop goes, not at some later step of

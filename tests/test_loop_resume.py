@@ -122,6 +122,7 @@ def assert_all_is_in_play(state: dict[str, np.ndarray], replicas: int) -> None:
 
 
 # With 2 replicas the order of a sum changes nothing.
+@pytest.mark.slow
 @pytest.mark.parametrize(("replicas", "compiled"), [(1, False), (4, False), (1, True)])
 def test_resumed_equals_uninterrupted_bit_for_bit(mirrored, tmp_path, replicas, compiled):
     """Also the chunks (as many steps as fit, 1, 7) and saves on the way change nothing."""
@@ -154,6 +155,7 @@ def test_resumed_equals_uninterrupted_bit_for_bit(mirrored, tmp_path, replicas, 
     second.checkpoints.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 4)])
 def test_another_number_of_replicas_goes_on_with_the_same_batches(
     mirrored, tmp_path, before, after
@@ -195,6 +197,7 @@ def test_another_number_of_replicas_goes_on_with_the_same_batches(
     assert largest_difference(values(straight)["model"], at_17["model"]) > 1e-2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_data_that_end_leave_a_whole_step(mirrored, caplog, replicas):
     """23 batches in calls of 10 steps: the 24th must leave no trace, in no variable."""

@@ -66,6 +66,7 @@ def resumes(directory, step: int, uninterrupted) -> None:
     np.testing.assert_equal(state_of(loop), state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda n: n.name)
 @pytest.mark.parametrize("moment", ["tracing", "in an action", "evaluating", "between"])
 def test_a_signal_saves_a_whole_step(tmp_path, uninterrupted, number, moment):
@@ -152,6 +153,7 @@ def test_signals_need_the_main_thread():
     assert errors == ["signals can be handled in the main thread only"]
 
 
+@pytest.mark.slow
 def test_a_process_that_is_told_to_stop(tmp_path):
     """From outside, in the middle of a call of 10,000 steps: the call ends, the state is saved."""
     command = [sys.executable, __file__, str(tmp_path)]

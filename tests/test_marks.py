@@ -45,6 +45,7 @@ def same_variables(a: Loop, b: Loop) -> None:
         np.testing.assert_array_equal(mine.numpy(), other.numpy(), err_msg=mine.path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_weights_are_the_same_and_the_graph_is_what_it_was(mirrored, replicas):
     plain, inspected = (inspectable(mirrored(replicas)) for _ in "ab")

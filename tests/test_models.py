@@ -80,6 +80,7 @@ def test_logits_are_float32_under_a_mixed_policy(name, mixed, policy):
     assert {v.dtype for v in model.trainable_variables} == {"float32"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", names.MODELS)
 def test_trains(name):
     keras.utils.set_random_seed(1)
@@ -120,6 +121,7 @@ def test_save_and_load(name, tmp_path):
     np.testing.assert_array_equal(loaded(x).numpy(), model(x).numpy())
 
 
+@pytest.mark.slow
 def test_saved_models_load_without_ctl(tmp_path):
     for name in names.MODELS:
         models.make_model(name, (9, 9, 3), 4).save(tmp_path / f"{name}.keras")

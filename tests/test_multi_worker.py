@@ -26,6 +26,8 @@ from ctl.loop import Evaluator, Loop
 from ctl.step import EvalStep, TrainStep
 from ctl.watch import hang
 
+pytestmark = pytest.mark.slow  # starts processes
+
 
 def one_device(mirrored, synchronized: bool = False):
     """The same training on one replica."""

@@ -18,6 +18,8 @@ from paths import SUPPORT
 from test_multi_worker import one_device
 from worker_jobs import codes, finished, last_line, said, weights
 
+pytestmark = pytest.mark.slow  # starts processes
+
 HOSTS = ["10.77.0.1", "10.77.0.2"]
 WORKERS = [f"{host}:2222" for host in HOSTS]
 DELAY_MS, LOSS_PERCENT = 5, 2  # of each packet, one way

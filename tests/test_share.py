@@ -86,6 +86,7 @@ def normalized(**options) -> keras.Model:
 
 
 class TestMicroBatches:
+    @pytest.mark.slow
     @pytest.mark.parametrize("static", [True, False], ids=["static", "dynamic"])
     @pytest.mark.parametrize("parts", [2, 3, 8])
     def test_all_examples_in_order_of_sizes_that_differ_by_one(self, parts, static):
@@ -114,6 +115,7 @@ class TestMicroBatches:
             assert len(sizes) == max(1, min(parts, count))
             assert max(sizes) - min(sizes) <= 1
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("replicas", [1, 2])
     @pytest.mark.parametrize("count", [STEPS * BATCH, PARTIAL], ids=["full", "partial"])
     @pytest.mark.parametrize("model", [mlp, convolutions])
@@ -184,6 +186,7 @@ class TestMicroBatches:
 
 
 class TestNoExamples:
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         "options",
         [{}, {"accumulate_steps": 3}, {"jit_compile": True}, {"bytes_per_pack": 200}],
@@ -201,6 +204,7 @@ class TestNoExamples:
         )
         assert largest_difference(ours.get_weights(), theirs.get_weights()) <= 1e-6
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("weights", [None, [1.0, -0.9, 1.0, -0.9, 0.0], [0.0] * 5], ids=str)
     @pytest.mark.parametrize("parts", [1, 3])
     def test_statistics_are_weighted_by_examples(self, mirrored, parts, weights):
@@ -231,6 +235,7 @@ class TestNoExamples:
         np.testing.assert_allclose(norm.moving_variance.numpy(), variance, atol=1e-6)
         assert_replicas_agree(strategy, norm.variables)
 
+    @pytest.mark.slow
     def test_statistics_in_float16_do_not_overflow(self, mirrored):
         features, labels = examples(514)
         strategy = mirrored(2)
@@ -243,6 +248,7 @@ class TestNoExamples:
         assert variance.dtype == "float16"
         assert variance.numpy().min() > 200 and variance.numpy().max() < 600
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("parts", [1, 3])
     def test_resumed_bit_for_bit(self, mirrored, tmp_path, parts):
         """Masks of Dropout, too: replicas that have drawn fewer of them stay in step."""
@@ -295,6 +301,7 @@ class TestNoExamples:
         }
         assert Evaluator(step, data, strategy=strategy).run() == pytest.approx(want, rel=1e-6)
 
+    @pytest.mark.slow
     def test_metrics_see_no_example_that_stands_for_none(self, mirrored):
         loop = train(
             mirrored(4),
@@ -310,6 +317,7 @@ class TestNoExamples:
         (metric,) = loop.step.metrics
         assert float(tf.convert_to_tensor(metric.variables[1].value)) == 3 * 5
 
+    @pytest.mark.slow
     def test_outputs_of_all_examples_are_zeros_too(self, mirrored):
         """A metric of one's own, of a sum and a number: 3 steps with 5 examples."""
 
@@ -328,6 +336,7 @@ class TestNoExamples:
         Loop(step, data, strategy=mirrored(4)).train(3)
         assert float(tf.convert_to_tensor(step.metrics[0].variables[1].value)) == 3 * 5
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("training", [True, False])
     def test_inner_axes_stay_known(self, mirrored, training):
         """Sequences of any length, of 8 features: layers ask for the 8."""
@@ -355,6 +364,7 @@ class TestNoExamples:
             Evaluator(step, sequences, strategy=mirrored(2)).run()
         assert set(map(tuple, seen)) == {(None, None, 8)}
 
+    @pytest.mark.slow
     def test_full_batches_of_sparse_tensors(self, mirrored):
         """Which TensorFlow can split over replicas where each gets some."""
 
@@ -376,6 +386,7 @@ class TestNoExamples:
             results.append(step.model.get_weights())
         assert largest_difference(*results) <= 1e-6
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("kind", ["ragged", "strings"])
     def test_features_of_any_kind(self, mirrored, kind):
         """One step on 5 examples of different lengths: 4 replicas equal one."""
@@ -492,6 +503,7 @@ class TestShapes:
         with pytest.raises(UsageError, match=r"weights of a batch have shape .*\[n\] or \[n, 1\]"):
             Loop(step, data, strategy=mirrored(1)).train(1)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("replicas", [1, 2])
     @pytest.mark.parametrize("full", [True, False], ids=["full", "partial"])
     @pytest.mark.parametrize("jit_compile", [False, True], ids=["", "xla"])

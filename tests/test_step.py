@@ -36,6 +36,7 @@ FEW_REPLICAS = pytest.mark.parametrize("replicas", [1, 2])
 RATES = {"Adadelta": 1.0, "Ftrl": 0.05, "SGD": 0.1, "Lion": 1e-3}
 
 
+@pytest.mark.slow
 @REPLICAS
 @pytest.mark.parametrize("kind", PROVEN, ids=lambda kind: kind.__name__)
 def test_every_optimizer_equals_plain_keras(mirrored, kind, replicas):
@@ -83,6 +84,7 @@ class TestEqualsPlainKeras:
         """3 does not divide a replica's batch: micro-batches of different sizes."""
         self.check(mirrored, replicas, adam(), accumulate_steps=parts)
 
+    @pytest.mark.slow
     @REPLICAS
     def test_averaged_weights(self, mirrored, replicas):
         loop, reference = self.check(
@@ -99,6 +101,7 @@ class TestEqualsPlainKeras:
             assert largest_difference(loop.step.model.get_weights(), theirs) <= 1e-6
         assert largest_difference(loop.step.model.get_weights(), trained) == 0
 
+    @pytest.mark.slow
     @REPLICAS
     def test_weight_decay_with_exclusions(self, mirrored, replicas):
         def adamw():
@@ -159,6 +162,7 @@ class TestEqualsPlainKeras:
         arrays = examples((STEPS - 1) * BATCH + 5)
         self.check(mirrored, replicas, lambda: keras.optimizers.SGD(0.1), arrays, full=False)
 
+    @pytest.mark.slow
     @REPLICAS
     def test_partial_batches_with_accumulation_and_clipping(self, mirrored, replicas):
         def sgd(**kwargs):
@@ -202,6 +206,7 @@ class TestEqualsPlainKeras:
     def test_several_packs(self, mirrored, replicas):
         self.check(mirrored, replicas, adam(), bytes_per_pack=200)
 
+    @pytest.mark.slow
     @FEW_REPLICAS
     def test_compiled_forward_and_backward(self, mirrored, replicas):
         self.check(mirrored, replicas, adam(), jit_compile=True)
@@ -211,6 +216,7 @@ class TestEqualsPlainKeras:
         self.check(mirrored, replicas, adam(), jit_compile=True, accumulate_steps=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [{}, {"accumulate_steps": 2}, {"ema_decay": 0.9}, {"loss_scale": True}, {"on_nan": "skip"}],

@@ -45,6 +45,7 @@ def on_one_device():
     return train(tf.distribute.OneDeviceStrategy("/cpu:0"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "replicas", "words"),
     [
@@ -167,6 +168,7 @@ for address in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 def test_tpus_that_are_not_there():
     """Also one that accepts the connection and never says a word."""
     with socket.socket() as silent, socket.socket() as closed:

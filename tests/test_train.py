@@ -20,6 +20,8 @@ from ctl.build import make_optimizer
 from ctl.checkpoint import CheckpointManager
 from ctl.flags.names import OPTIMIZERS
 
+pytestmark = pytest.mark.slow  # starts processes
+
 TRAIN = "ctl.train"
 
 

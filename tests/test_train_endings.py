@@ -20,6 +20,8 @@ from tiny_tfds import CtlTinyColor, prepare
 
 from ctl.checkpoint import CheckpointManager, durable
 
+pytestmark = pytest.mark.slow  # starts processes
+
 TRAIN = "ctl.train"
 STEPS = 1500
 # Training, saving and evaluating take about the same time, so that an end falls in each.

@@ -77,6 +77,7 @@ def two(monkeypatch):
     return times
 
 
+@pytest.mark.slow
 def test_a_training_does_not_see_the_trial(mirrored, two):
     """BatchNorm, Dropout, AdamW, an average of the weights and metrics: bit for bit the same as
     with the size that was kept, in the middle of an epoch, too."""
@@ -127,6 +128,7 @@ def test_the_fastest_is_kept_where_it_gains(mirrored, monkeypatch, gain, last, k
     assert lines[-1].startswith(f"bytes_per_pack: {kept} is kept; tried 0: 1e+03 ms, 128: ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_compiling_is_tried_and_leaves_no_trace(mirrored, replicas):
     strategy = mirrored(replicas)

@@ -17,6 +17,8 @@ import pytest
 import ctl
 from ctl import launch
 
+pytestmark = pytest.mark.slow  # starts processes
+
 ROOT = Path(ctl.__file__).parents[1]
 TRAIN = "ctl.train"
 SHORT = [

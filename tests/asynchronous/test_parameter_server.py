@@ -14,6 +14,7 @@ from pathlib import Path
 
 import keras
 import numpy as np
+import pytest
 from helpers import BATCH, CLASSES, FEATURES, examples, largest_difference
 from paths import SUPPORT
 
@@ -23,6 +24,8 @@ from ctl.data import InMemory
 from ctl.loop import Evaluator, Loop
 from ctl.schedule import Cosine
 from ctl.step import EvalStep, TrainStep
+
+pytestmark = pytest.mark.slow  # starts processes
 
 JOB = SUPPORT / "parameter_server_job.py"
 BOUND = 120  # seconds to wait for anything

@@ -23,6 +23,8 @@ from ctl.asynchronous import roll_call
 from ctl.cluster import Tasks
 from ctl.errors import CtlError, UsageError
 
+pytestmark = pytest.mark.slow  # starts processes
+
 logging.set_verbosity(logging.INFO)
 roll_call._BEAT_SECONDS, roll_call._LEAVING_SECONDS = 0.1, 0.3
 roll_call._SILENT_SECONDS = float(sys.argv[7])

@@ -17,6 +17,8 @@ sys.path.insert(0, str(BENCHMARKS))
 
 from jobs import Effort, Job, percentile, recommend  # noqa: E402
 
+pytestmark = pytest.mark.slow  # starts processes
+
 
 class Canned:
     """A process that answers what it was told to."""

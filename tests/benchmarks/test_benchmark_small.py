@@ -9,6 +9,8 @@ import sys
 import pytest
 from paths import BENCHMARKS
 
+pytestmark = pytest.mark.slow  # starts processes
+
 
 def run(script: str, *arguments: str, exit_code: int = 0) -> subprocess.CompletedProcess:
     done = subprocess.run(

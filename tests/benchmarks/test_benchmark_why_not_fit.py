@@ -17,6 +17,8 @@ sys.path.insert(0, sys.argv.pop(1))
 rows = json.loads(sys.argv.pop(1))
 import why_not_fit
 
+pytestmark = pytest.mark.slow  # starts processes
+
 why_not_fit.ask = lambda name, claim: rows[name]
 why_not_fit.run_command(why_not_fit.main, "")
 """

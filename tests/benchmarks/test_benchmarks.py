@@ -10,6 +10,8 @@ import xml.etree.ElementTree
 import pytest
 from paths import BENCHMARKS
 
+pytestmark = pytest.mark.slow  # starts processes
+
 
 def run(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(

@@ -816,6 +816,7 @@ with CheckpointManager(directory) as manager:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("means", ["tmpfs", "limit"])
 def test_full_disk(tmp_path, means):
     wrap = ()
@@ -897,6 +898,7 @@ for line in sys.stdin:
 """
 
 
+@pytest.mark.slow
 def test_kill_at_any_moment(tmp_path):
     code = "import itertools, os, signal, sys, time\nimport tensorflow as tf\n"
     code += "from ctl.checkpoint import CheckpointManager\n" + KILL

@@ -102,6 +102,7 @@ def meet_all(clusters, timeout=20.0, late=0.3) -> list:
     return outcomes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2, 5])
 def test_workers_that_come_one_by_one_meet(workers):
     addresses = tuple(launch.cluster(workers)["worker"])

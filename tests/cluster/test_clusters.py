@@ -93,6 +93,7 @@ def free_job() -> int:
         return job
 
 
+@pytest.mark.slow
 def test_slurm_trains(slurm, tmp_path):
     assert subprocess.run(["bash", "-n", SLURM]).returncode == 0
     ended = slurm(

@@ -76,6 +76,7 @@ def test_the_command_and_a_merge_elsewhere(zygote, zygote_without_tensorflow, tm
         assert said in failed.stderr and "Traceback" not in failed.stderr
 
 
+@pytest.mark.slow
 def test_delays_of_real_workers_are_found(tmp_path):
     """±1.5 ms is what benchmarks/inspect_truth.py shows; here it must hold on a busy machine."""
     cases = [

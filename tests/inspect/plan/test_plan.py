@@ -238,6 +238,7 @@ def test_json(mirrored):
             from_json(broken)
 
 
+@pytest.mark.slow
 def test_the_fingerprint_sees_what_workers_must_agree_on(mirrored):
     def fingerprint(**options):
         keras.backend.clear_session()  # the same names of layers
