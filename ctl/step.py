@@ -221,7 +221,7 @@ class TrainStep(BaseStep):
         divisor = count * self.strategy.num_replicas_in_sync if isinstance(count, int) else 1
         if self.accumulate_steps == 1:
             return self._micro_step(batch, divisor)
-        no_gradient: list[bool] = []
+        no_gradient = [False] * len(self._trainable)
 
         def body(micro_batch: Callable, part: Any, loss: Any, totals: Any) -> tuple[Any, Any, Any]:
             more, gradients = self._micro_step(micro_batch(part), divisor)

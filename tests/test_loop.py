@@ -6,6 +6,7 @@ Resuming is in test_loop_resume.py, signals are in test_loop_signals.py.
 from __future__ import annotations
 
 import gc
+import importlib
 import re
 import sys
 import threading
@@ -18,6 +19,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from autographed import convert, functions
 from helpers import (
     BATCH,
     accuracy,
@@ -634,3 +636,13 @@ def test_six_calls_lead_from_train_to_the_collective(mirrored, monkeypatch, repl
     assert stacks == [path] * max(1, replicas)
     drawn = re.findall(r"^ +(?:\w+\.)*(\w+)  ", ctl.loop.__doc__, re.MULTILINE)
     assert drawn == path
+
+
+@pytest.mark.parametrize(
+    "module", ["loop", "step", "base_step", "share", "observer", "evaluator", "data.feed"]
+)
+def test_autograph_reads_the_hot_path(module):
+    """A function that it cannot read runs as it is, with a warning. So does the loss of a user that
+    the function calls, which may decide on tensors."""
+    for function, requested in functions(importlib.import_module(f"ctl.{module}")):
+        convert(function, requested)

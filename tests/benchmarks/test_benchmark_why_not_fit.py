@@ -9,6 +9,8 @@ import sys
 import pytest
 from paths import BENCHMARKS
 
+pytestmark = pytest.mark.slow  # starts processes
+
 # The command with rows that are given, instead of those that processes answer.
 GIVEN_ROWS = """
 import json, sys
@@ -16,8 +18,6 @@ import json, sys
 sys.path.insert(0, sys.argv.pop(1))
 rows = json.loads(sys.argv.pop(1))
 import why_not_fit
-
-pytestmark = pytest.mark.slow  # starts processes
 
 why_not_fit.ask = lambda name, claim: rows[name]
 why_not_fit.run_command(why_not_fit.main, "")

@@ -17,6 +17,8 @@ from ctl import launch
 from ctl.inspect import hang_command
 from ctl.watch import beats, record, watchdog
 
+pytestmark = pytest.mark.slow  # starts processes
+
 # A worker: starts a watchdog over two workers, says so, then does what it is told.
 PRELUDE = """
 import contextlib, os, sys, threading, time
@@ -180,8 +182,6 @@ def test_a_reader_that_is_stuck_keeps_nobody(start):
     nor what was printed before keeps the process from its exit code."""
     full = """
 from ctl.logs import console
-
-pytestmark = pytest.mark.slow  # starts processes
 console.log_to_terminal()
 watchdog._QUIET_SECONDS, watchdog._LAST_WORDS_SECONDS = 3.5, 3.0
 watchdog._watchdog.timeout = 5.0
