@@ -130,6 +130,7 @@ def keras_schedule():
     return keras.optimizers.schedules.PiecewiseConstantDecay([1, 2], [1.0, 2.0, 4.0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("optimizer", "schedule", "rates"),
     [

@@ -99,6 +99,7 @@ def test_the_pace_follows_the_steps(monkeypatch):
     assert steps.calls == [1, 1, 64, 64, 64, 4, 4]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps_per_loop", [None, 1, 7])
 @pytest.mark.parametrize("start", [0, 13])
 @pytest.mark.parametrize("periods", [(1,), (10,), (4, 6), (7, 10, 15), (100, 3), (1000,)], ids=str)

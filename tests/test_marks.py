@@ -69,6 +69,7 @@ PACKED = ["ready0", "done0"]
 SEVERAL = [f"{moment}{pack}" for pack in range(4) for moment in ("ready", "done")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "forward", "packed"),
     [
@@ -123,6 +124,7 @@ def test_stamps(mirrored, options, forward, packed):
     assert len(ring.read()[0]) == 0
 
 
+@pytest.mark.slow
 def test_a_step_compiled_as_one():
     """One replica, all of the step in XLA: its begin and its end can be stamped."""
     plain, inspected = (inspectable(tf.distribute.get_strategy(), jit_compile=True) for _ in "ab")

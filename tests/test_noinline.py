@@ -56,6 +56,7 @@ def test_its_gradient_is_in_no_graph_with_loops(mirrored, accumulate_steps):
         assert not [n.op for n in function.node_def if n.op in ("While", "StatelessWhile")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("accumulate_steps", [1, 2])
 def test_trains_as_one_replica_without(mirrored, monkeypatch, replicas, accumulate_steps):

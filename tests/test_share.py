@@ -281,6 +281,7 @@ class TestNoExamples:
         for loop in (straight, resumed):
             loop.checkpoints.close()
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("kind", ["resident", "tf.data"])
     def test_evaluation(self, mirrored, kind):
         """65 examples in batches of 16: the last has one."""
@@ -420,6 +421,7 @@ class TestNoExamples:
         assert largest_difference(*weights) <= 1e-6
         assert abs(weights[0][0] - 1) > 1e-3
 
+    @pytest.mark.slow
     def test_synchronized_batch_norm_is_refused(self, mirrored):
         with pytest.raises(UsageError, match="a replica has no examples .*drop_remainder"):
             train(
@@ -459,6 +461,7 @@ class Returns(TrainStep):
 
 
 class TestShapes:
+    @pytest.mark.slow
     def test_weights_with_an_axis_more(self, mirrored):
         """[n, 1] is [n]: it was broadcast against the losses to [n, n]."""
         weights = np.random.default_rng(2).integers(0, 3, STEPS * BATCH)
@@ -550,6 +553,7 @@ class TestShapes:
         with pytest.raises(UsageError, match="one loss for each example"):
             Evaluator(step, data, strategy=mirrored(2)).run()
 
+    @pytest.mark.slow
     def test_as_many_losses_as_are_counted(self, mirrored):
         """Two views of each example, counted as two, are one batch of twice the size."""
 

@@ -78,6 +78,7 @@ class TestEqualsPlainKeras:
 
         self.check(mirrored, replicas, sgd(), reference=sgd(global_clipnorm=0.05), clip_norm=0.05)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("parts", [2, 3])
     @REPLICAS
     def test_accumulation(self, mirrored, replicas, parts):
@@ -139,6 +140,7 @@ class TestEqualsPlainKeras:
             make_model=lambda: mlp(kernel_regularizer=keras.regularizers.L2(0.05)),
         )
 
+    @pytest.mark.slow
     @REPLICAS
     def test_sparse_gradients_with_duplicate_rows(self, mirrored, replicas):
         def model():
@@ -156,6 +158,7 @@ class TestEqualsPlainKeras:
         arrays = (words, random.integers(0, CLASSES, STEPS * BATCH))
         self.check(mirrored, replicas, adam(), arrays, make_model=model)
 
+    @pytest.mark.slow
     @REPLICAS
     def test_partial_batches(self, mirrored, replicas):
         """The last batch of the 20 has 5 examples: on 4 replicas 2, 2, 1 and none."""
@@ -185,6 +188,7 @@ class TestEqualsPlainKeras:
         weights = np.random.default_rng(2).integers(0, 2, STEPS * BATCH).astype(np.float32)
         self.check(mirrored, replicas, lambda: keras.optimizers.SGD(0.1), (*examples(), weights))
 
+    @pytest.mark.slow
     @FEW_REPLICAS
     def test_frozen_layers(self, mirrored, replicas):
         def model():
@@ -202,6 +206,7 @@ class TestEqualsPlainKeras:
         loop, _ = self.check(mirrored, replicas, adam(), make_model=model, step_class=Step)
         assert largest_difference(loop.step.model.layers[0].get_weights(), before) == 0
 
+    @pytest.mark.slow
     @FEW_REPLICAS
     def test_several_packs(self, mirrored, replicas):
         self.check(mirrored, replicas, adam(), bytes_per_pack=200)
@@ -211,6 +216,7 @@ class TestEqualsPlainKeras:
     def test_compiled_forward_and_backward(self, mirrored, replicas):
         self.check(mirrored, replicas, adam(), jit_compile=True)
 
+    @pytest.mark.slow
     @FEW_REPLICAS
     def test_compiled_with_accumulation(self, mirrored, replicas):
         self.check(mirrored, replicas, adam(), jit_compile=True, accumulate_steps=2)
@@ -297,6 +303,7 @@ def test_dropout_masks_differ_between_replicas(mirrored):
     assert len(np.unique(masks(strategy, dropout), axis=0)) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_float16_with_loss_scale_equals_keras(mirrored, replicas):
     with precision("mixed_float16"):
@@ -315,6 +322,7 @@ def test_float16_with_loss_scale_equals_keras(mirrored, replicas):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_bfloat16_equals_keras(mirrored, replicas):
     with precision("mixed_bfloat16"):
@@ -361,6 +369,7 @@ def test_label_smoothing_equals_keras():
     np.testing.assert_allclose(cross_entropy(labels, logits, 0.1), theirs, rtol=1e-6)
 
 
+@pytest.mark.slow
 @REPLICAS
 def test_evaluation_sees_every_example_once(mirrored, replicas):
     """101 examples in batches of 16: the last has 5, on 4 replicas 2, 2, 1 and none."""

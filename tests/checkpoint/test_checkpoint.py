@@ -385,6 +385,7 @@ def test_closed_or_read_only_managers_do_not_write(tmp_path):
 HOUR = 3600.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rule", "expected"),
     [

@@ -34,6 +34,7 @@ def test_every_epoch_has_every_example_once():
     assert all((a != b).any() for a, b in itertools.combinations(epochs, 2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("count", "batch"), [(101, 12), (96, 12), (12, 12), (13, 12), (5, 1)])
 @pytest.mark.parametrize("start", [1, 7, 8, 9, 37])
 def test_a_late_start_continues_the_same_sequence(count, batch, start):

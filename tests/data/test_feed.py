@@ -29,6 +29,7 @@ def taken(strategy, feed, steps):
     return batches.numpy(), feed._replace(position=position)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", [0, 7])
 @pytest.mark.parametrize("replicas", [0, 1, 2, 4])
 def test_batches_in_blocks_are_those_of_the_dataset(mirrored, replicas, start):

@@ -151,6 +151,7 @@ def copies(loop: Loop) -> list[np.ndarray]:
     return [c.numpy() for v in variables for c in loop.strategy.experimental_local_results(v)]
 
 
+@pytest.mark.slow
 def test_ablation_leaves_everything_as_it_was(ring2):
     plain, ablated = inspectable(ring2), inspectable(ring2)
     for loop in (plain, ablated):

@@ -44,6 +44,7 @@ def test_a_profile_has_one_marker_for_each_step_of_the_window(mirrored, tmp_path
     assert f"profile of steps 7 to 9: tensorboard --logdir={tmp_path}" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("resumed_at", "until", "expected"),
     [

@@ -145,6 +145,7 @@ def partial():
     return data.as_dataset(tf.data.Dataset.from_tensor_slices(examples(20)).batch(BATCH).repeat())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "dataset", "optimizer", "options", "beside"),
     [
