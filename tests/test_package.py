@@ -8,6 +8,7 @@ import email
 import email.message
 import hashlib
 import importlib.metadata
+import inspect
 import re
 import shutil
 import subprocess
@@ -156,6 +157,21 @@ def test_help_needs_no_tensorflow(module):
 
 def test_there_are_commands():
     assert {"ctl.train", "ctl.evaluate", "ctl.schedule"} <= set(COMMANDS)
+
+
+def test_public_names_have_docstrings():
+    """Methods, too; one that overrides another has that of the other."""
+    found = []
+    for package in (ctl, ctl.checkpoint, ctl.data, ctl.inspect, ctl.schedule):
+        for name in package.__all__:
+            public = getattr(package, name)
+            assert inspect.getdoc(public), name
+            for member, value in inspect.getmembers(public) if inspect.isclass(public) else ():
+                of_ctl = (getattr(value, "__module__", None) or "").startswith("ctl")
+                if not member.startswith("_") and (of_ctl or isinstance(value, property)):
+                    assert inspect.getdoc(value), f"{name}.{member}"
+                    found.append(member)
+    assert {"train", "reduce", "all", "batches"} <= set(found)
 
 
 def test_lazy_names():

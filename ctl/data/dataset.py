@@ -34,8 +34,6 @@ class Dataset(Protocol):
     number only, and the batches are the same for any number of replicas.
 
     Attributes:
-        global_batch_size: examples per optimizer update; None where unknown.
-        num_examples: examples per epoch; None where unknown.
         info: see `DatasetInfo`.
         description: one line for the log.
         steps_per_element: optional, 1 by default. Number of batches that `ctl.data.feed` may read
@@ -46,10 +44,12 @@ class Dataset(Protocol):
     description: str
 
     @property
-    def global_batch_size(self) -> int | None: ...
+    def global_batch_size(self) -> int | None:
+        """Examples per optimizer update; None where unknown."""
 
     @property
-    def num_examples(self) -> int | None: ...
+    def num_examples(self) -> int | None:
+        """Examples per epoch; None where unknown."""
 
     def batches(self, start_step: int = 0) -> tf.data.Dataset:
         """Returns the global batches from ``start_step`` on, none of them empty."""

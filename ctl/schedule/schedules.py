@@ -71,6 +71,7 @@ class Schedule(keras.optimizers.schedules.LearningRateSchedule):
         raise NotImplementedError
 
     def get_config(self) -> dict[str, Any]:
+        """The arguments, for a saved model."""
         return dataclasses.asdict(self)
 
 
