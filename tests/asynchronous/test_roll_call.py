@@ -15,6 +15,8 @@ import pytest
 from ctl.cluster import Tasks
 from ctl.launch import cluster
 
+pytestmark = pytest.mark.slow  # starts processes
+
 # A coordinator, its worker or its parameter server: says what it learns.
 TASK = """
 import sys, time
@@ -22,8 +24,6 @@ from absl import logging
 from ctl.asynchronous import roll_call
 from ctl.cluster import Tasks
 from ctl.errors import CtlError, UsageError
-
-pytestmark = pytest.mark.slow  # starts processes
 
 logging.set_verbosity(logging.INFO)
 roll_call._BEAT_SECONDS, roll_call._LEAVING_SECONDS = 0.1, 0.3
