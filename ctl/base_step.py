@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -177,3 +178,16 @@ class BaseStep:
         """Resets ``self.metrics``."""
         for metric in self.metrics:
             metric.reset_state()
+
+
+def check_overrides(kind: Any) -> None:
+    """Refuses overrides that an earlier release would call, and this one would not."""
+    for before, now in {"compute": "loss_and_gradients", "phases": "__call__"}.items():
+        if hasattr(kind, before):
+            raise UsageError(f"{kind.__name__}.{before}() is {now}() in this release: rename it")
+    try:
+        inspect.signature(kind.reduce).bind(*("self", "loss", "count", "gradients", "batch"))
+    except TypeError:
+        raise UsageError(
+            f"{kind.__name__}.reduce() must take (loss, count, gradients, batch)"
+        ) from None

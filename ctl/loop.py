@@ -238,11 +238,11 @@ class Loop:
             if step < until:
                 self.begin(step)
             while step < until:
-                due = steps_until_due(self.actions, step)
-                steps = min(self._pace.steps(), until - step, due)
+                steps = min(self._pace.steps(), until - step, steps_until_due(self.actions, step))
                 report, key = self._pace.report(self.signals.arrived), self.step.trace_key
                 skipped = self.step.updater.skipped_so_far()
                 call = watched_call(self.step, step, steps, self._flight, self._pace.traces(key))
+                self._feed_step = -1  # a call that fails has taken an unknown number of batches
                 start = time.perf_counter()
                 try:
                     with call:

@@ -75,14 +75,17 @@ def _training_norms(model: keras.Model, synchronized: bool) -> list[keras.Layer]
     ]
 
 
-def batch_norm_statistics(model: keras.Model) -> list[tf.Variable]:
-    """Moving statistics that each replica updates with its own part of the batch. These belong to
-    the BatchNorm layers that train and are not synchronized."""
-    return [
-        statistic.value
-        for layer in _training_norms(model, synchronized=False)
-        for statistic in (layer.moving_mean, layer.moving_variance)
-    ]
+def batch_norm_statistics(model: keras.Model, synchronized: bool) -> list[tf.Variable]:
+    """Variables that the forward pass of BatchNorm layers updates: moving statistics, with
+    ``renorm`` also its own. Layers that are frozen update none.
+
+    Args:
+        model: the layers are those of this model.
+        synchronized: those of layers that use the batches of all replicas; otherwise, of layers
+            that use the replica's own part.
+    """
+    layers = _training_norms(model, synchronized)
+    return [v.value for layer in layers for v in layer.non_trainable_variables]
 
 
 def synchronizes(model: keras.Model) -> bool:

@@ -17,7 +17,6 @@ valid examples are counted, and their number is summed in the same packs as the 
 from __future__ import annotations
 
 import functools
-import inspect
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -27,7 +26,7 @@ import tensorflow as tf
 
 from ctl import noinline, replicas, share
 from ctl.apply import Updater
-from ctl.base_step import BaseStep, cross_entropy, scale_images
+from ctl.base_step import BaseStep, check_overrides, cross_entropy, scale_images
 from ctl.errors import UsageError
 from ctl.observer import NO_OBSERVER, Observer
 from ctl.reduce import densify
@@ -122,7 +121,7 @@ class TrainStep(BaseStep):
         """
         if self.strategy is not None:
             raise UsageError("this step is built already: make a new one for another loop")
-        _check_overrides(type(self))
+        check_overrides(type(self))
         self.check_scope(strategy)
         replicas.check_central_storage(
             strategy, self.model, self.accumulate_steps, self.jit_compile
@@ -132,6 +131,10 @@ class TrainStep(BaseStep):
         self.strategy = strategy
         self._trainable = [v.value for v in self.model.trainable_variables]
         self._statistics = self.replica_statistics() if strategy.num_replicas_in_sync > 1 else []
+        self._undone = []
+        if self.loss_scale or self.on_nan == "skip":
+            synchronized = replicas.batch_norm_statistics(self.model, synchronized=True)
+            self._undone = [*self.replica_statistics(), *synchronized]
         self._synchronizes = replicas.synchronizes(self.model)
         with strategy.scope():
             self.updater = Updater(
@@ -201,14 +204,14 @@ class TrainStep(BaseStep):
             float32 scalar: the replica's loss divided by the global batch size; 0 if the update was
             skipped. The sum over replicas is the mean loss of the global batch.
         """
-        count = self.count(batch)
+        count, statistics = self.count(batch), self.read_statistics()
         loss, gradients = self.forward_backward(batch, count)
         self.observer.mark("backward", gradients)
         loss, gradients = self.reduce(loss, count, gradients, batch)
         finite = self.finite(gradients) if self.updater.judges_finiteness else None
         gradients = self.clip(gradients)
         self.apply(gradients, finite)
-        return loss if finite is None else tf.where(finite, loss, 0.0)
+        return loss if finite is None else self.undo_unless(finite, loss, statistics)
 
     def forward_backward(
         self, batch: Any, count: int | tf.Tensor
@@ -357,13 +360,23 @@ class TrainStep(BaseStep):
         """Applies reduced gradients with `ctl.apply.Updater`, in the same way on all replicas."""
         tf.distribute.get_replica_context().merge_call(self.updater, args=(gradients, finite))
 
+    def read_statistics(self) -> list[tf.Tensor]:
+        """Moving statistics before the step, for `undo_unless`; empty if no step is skipped."""
+        return [v.read_value() for v in self._undone]
+
+    def undo_unless(self, finite: tf.Tensor, loss: tf.Tensor, statistics: list) -> tf.Tensor:
+        """Unless ``finite``, restores the ``statistics``. Returns the loss, or 0 in that case."""
+        for variable, before in zip(self._undone, statistics, strict=True):
+            variable.assign(tf.where(finite, variable.read_value(), before))
+        return tf.where(finite, loss, 0.0)
+
     # State that differs between replicas --------------------------------------------------------
 
     def replica_statistics(self) -> list[tf.Variable]:
         """Variables that the forward pass updates separately on each replica and that `reduce`
         replaces by their mean: the moving statistics of BatchNorm layers that train, unless they
         are synchronized. Override to add those of your own layers."""
-        return replicas.batch_norm_statistics(self.model)
+        return replicas.batch_norm_statistics(self.model, synchronized=False)
 
     def offset_dropout_seeds(self) -> None:
         """Gives each replica its own Dropout seeds. `build` and `Loop.restore` call it, because all
@@ -383,16 +396,3 @@ class EvalStep(BaseStep):
         if outputs is not None:
             self.update_metrics(batch, outputs)
         return tf.stack([loss, tf.cast(self.count(batch), tf.float32)])
-
-
-def _check_overrides(kind: type[TrainStep]) -> None:
-    """Refuses overrides that an earlier release would call, and this one would not."""
-    for before, now in {"compute": "loss_and_gradients", "phases": "__call__"}.items():
-        if hasattr(kind, before):
-            raise UsageError(f"{kind.__name__}.{before}() is {now}() in this release: rename it")
-    try:
-        inspect.signature(kind.reduce).bind(*("self", "loss", "count", "gradients", "batch"))
-    except TypeError:
-        raise UsageError(
-            f"{kind.__name__}.reduce() must take (loss, count, gradients, batch)"
-        ) from None

@@ -15,6 +15,7 @@ from helpers import (
     assert_replicas_agree,
     examples,
     largest_difference,
+    make_loop,
     mlp,
     precision,
 )
@@ -225,3 +226,37 @@ def test_data_that_end_leave_a_whole_step(mirrored, caplog, replicas):
     assert "ended after step 23, before step 30" in caplog.text
     assert np.isfinite(scalars["loss"]) and scalars["loss"] > 0
     assert_same(bits(loop), bits(want))
+
+
+@pytest.mark.parametrize("in_blocks", [True, False])
+def test_after_a_step_that_failed_restore_goes_on_with_the_same_batches(tmp_path, in_blocks):
+    """The step fails while the call runs, so some of its batches were taken from the feed."""
+
+    class FailsAt(TrainStep):
+        limit = tf.Variable(10**6, dtype=tf.int64, trainable=False)
+
+        def loss(self, batch):
+            with tf.control_dependencies([tf.debugging.assert_less(self.global_step, self.limit)]):
+                return super().loss(batch)
+
+    arrays = examples(EXAMPLES)
+    dataset = tf.data.Dataset.from_tensor_slices(arrays).batch(BATCH, drop_remainder=True)
+    weights = []
+    for limit in (10**6, 14):
+        data = InMemory(arrays, global_batch_size=BATCH) if in_blocks else GlobalBatches(dataset)
+        loop = make_loop(
+            step_class=FailsAt, data=data, directory=tmp_path / f"{limit}", seed=1, steps_per_loop=8
+        )
+        loop.train(10)
+        loop.save(wait=True)
+        loop.step.limit.assign(limit)
+        if limit == 14:
+            with pytest.raises(tf.errors.InvalidArgumentError):
+                loop.train(20)
+            loop.step.limit.assign(10**6)
+            loop.restore()
+        loop.train(20)
+        loop.checkpoints.close()
+        weights.append(loop.step.model.get_weights())
+    for a, b in zip(*weights, strict=True):
+        np.testing.assert_array_equal(a, b)

@@ -169,6 +169,16 @@ def test_every_link_and_every_picture_is_there(page):
     assert links or page != PAGES[0]
 
 
+def test_every_file_that_is_named_is_there():
+    """On the pages, in docstrings and in comments."""
+    texts = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "benchmarks/README.md"]
+    texts += [*ROOT.glob("ctl/**/*.py"), *ROOT.glob("benchmarks/**/*.py")]
+    for path in texts:
+        named = re.findall(r"\b(?:ctl|tests|benchmarks)/[a-z_/]+\.py\b", path.read_text("utf-8"))
+        for name in named:
+            assert (ROOT / name).exists(), f"{path} names {name}"
+
+
 def test_every_page_can_be_reached_and_names_every_file():
     for page in PAGES[1:]:
         assert f"]({page.relative_to(ROOT)})" in README, f"{page} is not linked in README.md"

@@ -489,3 +489,50 @@ def test_a_step_that_overrides_one_phase(mirrored):
         results.append(mine.get_weights())
     assert largest_difference(results[0], results[1]) <= 1e-6
     assert largest_difference(results[0], weights) > 1e-2
+
+
+@pytest.mark.parametrize("synchronized", [False, True])
+@pytest.mark.parametrize(("replicas", "jit_compile"), [(1, False), (1, True), (2, False)])
+def test_a_skipped_step_leaves_batch_norm_as_it_was(mirrored, replicas, jit_compile, synchronized):
+    """The statistics are those of a training that never saw the batch."""
+
+    def model():
+        keras.utils.set_random_seed(4)
+        return keras.Sequential(
+            [
+                keras.layers.Input([FEATURES]),
+                keras.layers.BatchNormalization(momentum=0.5, synchronized=synchronized),
+                keras.layers.Dense(CLASSES),
+            ]
+        )
+
+    batches = cut(examples(4 * BATCH))
+    poisoned = batches[1][0].copy()
+    poisoned[3, 2] = np.nan
+    states = []
+    for given in ([*batches[:2], (poisoned, batches[1][1]), *batches[2:]], batches):
+        arrays = tuple(np.concatenate(parts) for parts in zip(*given, strict=True))
+        loop = train(
+            mirrored(replicas),
+            model,
+            adam(),
+            arrays,
+            steps=len(given),
+            on_nan="skip",
+            jit_compile=jit_compile,
+        )
+        states.append(loop.step.model.get_weights())
+    for a, b in zip(*states, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_the_statistics_of_renorm_are_the_same_on_all_replicas(mirrored):
+    def model():
+        layers = keras.layers
+        norm = layers.BatchNormalization(momentum=0.5, renorm=True, renorm_momentum=0.5)
+        return keras.Sequential([layers.Input([FEATURES]), norm, layers.Dense(CLASSES)])
+
+    loop = train(mirrored(2), model, adam(), examples())
+    norm = loop.step.model.layers[0]
+    assert len(norm.non_trainable_variables) == 5
+    assert_replicas_agree(mirrored(2), norm.non_trainable_variables)
