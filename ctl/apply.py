@@ -76,6 +76,18 @@ def _names(kinds: Sequence[type]) -> str:
     return ", ".join(kind.__name__ for kind in kinds)
 
 
+def average_dtype(dtype: tf.DType) -> tf.DType:
+    """Type of the moving average of a variable: float32, or that of the variable if it is wider."""
+    return tf.float32 if dtype.size < 4 else dtype
+
+
+def average_like(variable: keras.Variable) -> tf.Variable:
+    """A variable for the moving average of ``variable``, which it starts with."""
+    value = variable.value
+    start, name = tf.cast(value, average_dtype(value.dtype)), value.name.removesuffix(":0")
+    return tf.Variable(start, trainable=False, name=name)
+
+
 class LossScale:
     """Dynamic loss scale for float16 (Micikevicius et al. 2018, arXiv:1710.03740, section 3.2).
 
@@ -161,14 +173,7 @@ class Updater:
         self.loss_scale = LossScale() if loss_scale else None
         self.ema = []
         if ema_decay is not None:
-            self.ema = [
-                tf.Variable(
-                    tf.convert_to_tensor(v.value),
-                    trainable=False,
-                    name=v.value.name.removesuffix(":0"),
-                )
-                for v in variables
-            ]
+            self.ema = [average_like(v) for v in variables]
 
     def state(self) -> dict[str, list[tf.Variable]]:
         """Variables that a checkpoint must hold, by group."""
@@ -199,7 +204,7 @@ class Updater:
         trained = [variable.value.read_value() for variable, _ in pairs]
         try:
             for variable, average in pairs:
-                variable.value.assign(average.read_value())
+                variable.value.assign(tf.cast(average.read_value(), variable.value.dtype))
             yield
         finally:
             for (variable, _), value in zip(pairs, trained, strict=True):
@@ -277,9 +282,10 @@ class Updater:
                 if variable.constraint is not None:
                     value.assign(variable.constraint(value))
             if self.ema:
-                momentum = tf.where(first, 0.0, tf.cast(self.ema_decay, value.dtype))
                 average = self.ema[index]
-                average.assign(momentum * average + (1.0 - momentum) * value)
+                decay = tf.constant(self.ema_decay, average.dtype)
+                momentum = tf.where(first, tf.zeros_like(decay), decay)
+                average.assign(momentum * average + (1.0 - momentum) * tf.cast(value, decay.dtype))
 
     def _skip(self) -> None:
         self.skipped.assign_add(1)

@@ -97,6 +97,7 @@ def main() -> None:
 
     import keras
 
+    from ctl.apply import average_dtype, average_like
     from ctl.checkpoint.manager import CheckpointManager
     from ctl.data.explained import explained
     from ctl.evaluator import Evaluator
@@ -125,7 +126,16 @@ def main() -> None:
         step = EvalStep(model, metrics=[keras.metrics.SparseCategoricalAccuracy("accuracy")])
     evaluator = Evaluator(step, dataset, strategy=placement.strategy)
 
+    averages = []
+    if averaged:  # restored over the weights, or beside them if their type is narrower
+        for variable in model.trainable_variables:
+            narrow = average_dtype(variable.value.dtype) != variable.value.dtype
+            averages.append((variable, average_like(variable) if narrow else variable))
+
     def show(saved: Saved | None) -> None:
+        for variable, average in averages:
+            if average is not variable:
+                variable.assign(keras.ops.cast(average, variable.dtype))
         with explained(dataset):
             _print(evaluator.run(), saved)
 
@@ -140,7 +150,8 @@ def main() -> None:
     )
     state = {"model": model.variables}
     if averaged:
-        state["ema"] = model.trainable_variables  # restored last, over the weights in "model"
+        # Restored last, over the weights in "model".
+        state["ema"] = [average for _, average in averages]
     with checkpoints:
         wanted = FLAGS.checkpoint
         saved = checkpoints.restore(state, int(wanted) if wanted.isdecimal() else wanted)
