@@ -13,7 +13,7 @@ from absl import flags, logging
 from ctl.build import best_mode, check_classes, load_data
 from ctl.errors import CheckpointError, UsageError
 from ctl.flags import config, devices, groups, names
-from ctl.flags.parsing import check_flags, group, grouped_flags, run_command
+from ctl.flags.parsing import check_flags, define_path, group, grouped_flags, run_command
 from ctl.logs import console
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ _POLL_SECONDS = 1.0
 def run() -> None:
     """The command line, also installed as ``ctl-evaluate``."""
     with group("What to evaluate"):
-        flags.DEFINE_string("model_dir", None, "Directory of a run of ctl.train.")
+        define_path("model_dir", None, "Directory of a run of ctl.train.")
         flags.DEFINE_string(
             "model",
             None,

@@ -17,6 +17,7 @@ from ctl import cluster
 from ctl.actions import parse_window
 from ctl.build import best_mode, make_loop, prepare
 from ctl.checkpoint import manifest
+from ctl.errors import UsageError
 from ctl.flags import config, training
 from ctl.flags.durations import steps_from
 from ctl.flags.parsing import AUTO, grouped_flags, run_command
@@ -61,6 +62,10 @@ def main() -> None:
     # Without a checkpoint, flags may change: the earlier attempt trained nothing that was saved.
     if stored is not None and manifest.paths(model_dir / "checkpoints"):
         config.check_resumable(stored)
+    try:
+        model_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--model_dir={model_dir}: {error.strerror}") from error
     console.log_to_terminal()
     if FLAGS.strategy != "multi_worker":
         return _train(model_dir)

@@ -7,7 +7,9 @@ Variable ``i`` of ``key`` is stored as ``key/i/.ATTRIBUTES/VARIABLE_VALUE``, the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -101,20 +103,38 @@ def read(prefix: str, variables: Mapping[str, list[tf.Variable]]) -> dict[str, l
         durable.Damaged: one is missing, unreadable, or of another shape or dtype.
     """
     try:
-        reader = tf.train.load_checkpoint(prefix)
-        shapes, dtypes = reader.get_variable_to_shape_map(), reader.get_variable_to_dtype_map()
-        for key, group in variables.items():
-            for i, variable in enumerate(group):
-                name = _key(key, i)
-                if (shapes.get(name), dtypes.get(name)) != (variable.shape, variable.dtype):
-                    raise durable.Damaged(f"{name} is not what the manifest says")
-        return {
-            key: [reader.get_tensor(_key(key, i)) for i in range(len(group))]
-            for key, group in variables.items()
-        }
+        with _literal(prefix) as path:
+            return _read(tf.train.load_checkpoint(path), variables)
     except (tf.errors.OpError, ValueError, RuntimeError) as error:
         reason = str(error).partition("\n")[0]
         raise durable.Damaged(f"TensorFlow cannot read it: {reason}") from error
+
+
+def _read(reader: Any, variables: Mapping[str, list[tf.Variable]]) -> dict[str, list[Any]]:
+    shapes, dtypes = reader.get_variable_to_shape_map(), reader.get_variable_to_dtype_map()
+    for key, group in variables.items():
+        for i, variable in enumerate(group):
+            name = _key(key, i)
+            if (shapes.get(name), dtypes.get(name)) != (variable.shape, variable.dtype):
+                raise durable.Damaged(f"{name} is not what the manifest says")
+    return {
+        key: [reader.get_tensor(_key(key, i)) for i in range(len(group))]
+        for key, group in variables.items()
+    }
+
+
+@contextlib.contextmanager
+def _literal(prefix: str) -> Iterator[str]:
+    """``prefix`` by a path without the characters that TensorFlow takes for a pattern."""
+    if not set(prefix) & set("*?[]\\"):
+        yield prefix
+        return
+    directory, name = os.path.split(prefix)
+    number = os.open(directory, os.O_RDONLY)
+    try:
+        yield f"/proc/self/fd/{number}/{name}"
+    finally:
+        os.close(number)
 
 
 def _key(key: str, index: int) -> str:

@@ -12,7 +12,7 @@ from absl import flags
 
 from ctl.errors import UsageError
 from ctl.flags import durations, names
-from ctl.flags.parsing import AUTO, check_flags, define_size_or_auto, group
+from ctl.flags.parsing import AUTO, check_flags, define_path, define_size_or_auto, group
 
 flags.disclaim_key_flags()  # They belong to the command that calls a group.
 
@@ -20,7 +20,7 @@ flags.disclaim_key_flags()  # They belong to the command that calls a group.
 def define_run_flags(model_dir_required: bool = True) -> None:
     """Defines the directory, the length and the seed of a run."""
     with group("Run"):
-        flags.DEFINE_string(
+        define_path(
             "model_dir",
             None,
             "Directory of the run: checkpoints, logs, TensorBoard, exported model. The same "
@@ -53,6 +53,9 @@ def _check_model_dir(model_dir: str | None, *, required: bool) -> None:
         raise UsageError(f"--model_dir={model_dir}: mount it, runs need a POSIX file system")
     path = Path(model_dir)
     try:
+        if path.is_symlink() and not path.exists():
+            target = os.readlink(path)
+            raise UsageError(f"--model_dir={model_dir}: a link to {target}, which is missing")
         while not path.exists():
             path = path.parent
     except OSError as error:
@@ -79,7 +82,7 @@ def define_data_flags() -> None:
             "A TFDS dataset of images and integer labels, or synthetic. The default comes with "
             "ctl: 10,000 + 2,000 images of Fashion-MNIST.",
         )
-        flags.DEFINE_string("data_dir", None, "Where TFDS keeps datasets (default: TFDS's own).")
+        define_path("data_dir", None, "Where TFDS keeps datasets (default: TFDS's own).")
         flags.DEFINE_boolean("download", True, "Download and prepare a dataset that is not there.")
         flags.DEFINE_string("train_split", None, "TFDS split to train on (default: train).")
         flags.DEFINE_string(

@@ -124,6 +124,19 @@ class _SizeOrAuto(flags.ArgumentParser):
         return "int or auto"
 
 
+class _Path(flags.ArgumentParser):
+    syntactic_help = "a path"
+
+    def parse(self, argument: str) -> str:
+        return os.path.expanduser(argument)
+
+
+def define_path(name: str, default: str | None, help: str) -> None:
+    """Defines a flag whose value is a path, in which ``~`` is the home directory. The shell leaves
+    the ``~`` of ``--flag=~/path`` as it is."""
+    flags.DEFINE(_Path(), name, default, help, serializer=flags.ArgumentSerializer())
+
+
 def define_size_or_auto(name: str, default: str | int, help: str) -> None:
     """Defines a flag whose value is an integer, 0 or more, or `AUTO`."""
     flags.DEFINE(_SizeOrAuto(), name, default, help, serializer=flags.ArgumentSerializer())

@@ -860,6 +860,15 @@ def test_a_directory_that_cannot_be_written(tmp_path):
         restore_fresh(tmp_path / "file")
 
 
+@pytest.mark.parametrize("name", ["a[1]", "b[", "c*", "d?", "e\\f"])
+def test_a_directory_whose_name_is_a_pattern(tmp_path, name):
+    (tmp_path / "a1").mkdir()  # what a pattern could find
+    save_steps(tmp_path / name, [1, 2])
+    saved, values = restore_fresh(tmp_path / name)
+    assert saved.step == 2 and set(values) == {2.0}
+    assert restore_fresh(tmp_path / name, 1)[0].step == 1
+
+
 # Imports once, then forks a process per line of its input (TensorFlow has not started any thread
 # yet) and kills it at a random moment while it saves in a loop.
 KILL = """

@@ -87,6 +87,25 @@ def test_wrong_flags_of_train(zygote_without_tensorflow, tmp_path, given, expect
     assert list(tmp_path.iterdir()) == []
 
 
+def test_model_dirs_that_cannot_be(zygote_without_tensorflow, tmp_path):
+    """Told before TensorFlow is loaded."""
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "gone")
+    for path, reason in (
+        (link, f"a link to {tmp_path}/gone, which is missing"),
+        ("/proc/run", "No such"),
+    ):
+        ended = zygote_without_tensorflow.run(TRAIN, f"--model_dir={path}", exit_code=2)
+        assert re.fullmatch(f"--model_dir={path}: {reason}.*\n", ended.stderr)
+
+
+def test_a_tilde_is_the_home_directory(zygote, tmp_path):
+    options = ["--dataset=synthetic", "--num_examples=64", "--model=dense", "--train_steps=1"]
+    options += ["--image_shape=4,4,1", "--noexport", "--model_dir=~/run"]
+    zygote.run(TRAIN, *options, HOME=str(tmp_path))
+    assert (tmp_path / "run/checkpoints").is_dir()
+
+
 def test_model_dirs_that_cannot_be_written(zygote_without_tensorflow, tmp_path):
     file = tmp_path / "file"
     file.touch()
