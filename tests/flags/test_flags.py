@@ -92,7 +92,7 @@ def test_model_dirs_that_cannot_be(zygote_without_tensorflow, tmp_path):
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "gone")
     for path, reason in (
-        (link, f"a link to {tmp_path}/gone, which is missing"),
+        (link, "a link to a path that is missing"),
         ("/proc/run", "No such"),
     ):
         ended = zygote_without_tensorflow.run(TRAIN, f"--model_dir={path}", exit_code=2)
