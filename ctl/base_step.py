@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from ctl import replicas, share
@@ -164,6 +165,25 @@ class BaseStep:
                 raise UsageError(
                     f"variable {variable.path} was not created in the strategy's scope: build the "
                     "model, the optimizer and the metrics inside `with strategy.scope():`"
+                )
+
+    def check_labels(self, dataset: Any) -> None:
+        """Raises `UsageError` if labels in memory are not classes of the model. Looks at integer
+        labels of a loss that is `cross_entropy`; others may mean anything."""
+        batch: Any = getattr(dataset, "arrays", None)
+        shape: Any = getattr(self.model, "output_shape", None)
+        loss_fn = getattr(self.loss_fn, "func", self.loss_fn)  # of a `functools.partial`
+        known = isinstance(batch, tuple | list) and len(batch) in (2, 3) and type(shape) is tuple
+        if not known or loss_fn is not cross_entropy or type(self).loss is not BaseStep.loss:
+            return
+        labels, classes = batch[1], shape[-1]
+        if getattr(labels, "ndim", 0) == 1 and labels.dtype.kind in "iu" and classes:
+            wrong = np.flatnonzero((labels < 0) | (labels >= classes))
+            if wrong.size:
+                raise UsageError(
+                    f"label {labels[wrong[0]]} of example {wrong[0]} is no class: the model has "
+                    f"{classes} outputs, so labels must be 0 to {classes - 1} ({wrong.size} of "
+                    f"{labels.size} are not)"
                 )
 
     def results(self) -> dict[str, float]:

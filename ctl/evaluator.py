@@ -46,6 +46,7 @@ class Evaluator:
         self.dataset = as_dataset(dataset, training=False)
         self.strategy = strategy or tf.distribute.get_strategy()
         step.check_scope(self.strategy)
+        step.check_labels(self.dataset)
         examples, batch_size = self.dataset.num_examples, self.dataset.global_batch_size
         self._batches: int | None = None
         if examples is not None and batch_size is not None:

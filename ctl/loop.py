@@ -184,11 +184,9 @@ class Loop:
         self.checkpoints = checkpoints
         self.actions = list(actions)
         self.eval_actions = list(eval_actions)
-        share.check_sizes(
-            self.dataset.global_batch_size,
-            self.strategy.num_replicas_in_sync,
-            step.accumulate_steps,
-        )
+        size, replicas = self.dataset.global_batch_size, self.strategy.num_replicas_in_sync
+        share.check_sizes(size, replicas, step.accumulate_steps)
+        step.check_labels(self.dataset)
         self._several_workers = workers.watch(self.strategy)
         if self._several_workers and checkpoints:
             watchdog.finish_first(checkpoints.wait)
@@ -199,7 +197,7 @@ class Loop:
         self.steps = Steps(step, self.dataset, self.strategy)
         self._flight = attach_progress_marks(step) if self._several_workers else None
         self._pace = Pace(steps_per_loop)
-        self.scalars = Scalars(step, self.dataset.global_batch_size)
+        self.scalars = Scalars(step, size)
         self._divergence = Divergence(checkpoints)
         self._is_chief = workers.is_chief(self.strategy)
         self.feed: Feed | None = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,6 +20,8 @@ from ctl.errors import UsageError
 # Messages for users, by the name of the check that fails in the graph.
 _LOSSES, _EMPTY = "ctl_one_loss_for_each_example", "ctl_no_empty_share"
 _TENSORS = "ctl_tensors_of_one_length"
+# TensorFlow's message for a label outside of the classes.
+_LABEL = re.compile(r"label value of (-?\d+) which is outside the valid range of \[0, (\d+)\)")
 _MESSAGES = {
     _LOSSES: (
         "{} must return one loss for each example of the replica, [n]: sum or average over other "
@@ -279,4 +282,10 @@ def refusals() -> Iterator[None]:
         for name, message in _MESSAGES.items():
             if name in error.message:
                 raise UsageError(message.format("loss()")) from error
+        if label := _LABEL.search(error.message):
+            value, classes = label[1], int(label[2])
+            raise UsageError(
+                f"label {value} is no class: the model has {classes} outputs, so labels must be 0 "
+                f"to {classes - 1}"
+            ) from error
         raise

@@ -17,6 +17,7 @@ from helpers import (
     both,
     examples,
     largest_difference,
+    make_loop,
     mlp,
     precision,
     train,
@@ -571,3 +572,44 @@ class TestShapes:
             loop = train(mirrored(2), mlp, adam(), examples(), step_class=step_class)
             results.append(loop.step.model.get_weights())
         assert largest_difference(*results) <= 1e-6
+
+
+class TestLabels:
+    """Labels that are no class of the model: seen where they are in memory, else in the step."""
+
+    def made(self, labels, *, in_memory, step_class=TrainStep, **options):
+        features = np.zeros([len(labels), FEATURES], np.float32)
+        arrays = features, np.array(labels)
+        data = InMemory(arrays, global_batch_size=4)
+        if not in_memory:
+            data = tf.data.Dataset.from_tensor_slices(arrays).batch(4)
+        return make_loop(data=data, step_class=step_class, **options)
+
+    @pytest.mark.parametrize(("wrong", "dtype"), [(-1, "int64"), (CLASSES, "uint8")])
+    def test_in_memory(self, wrong, dtype):
+        labels = np.array([0, CLASSES - 1, wrong, 1], dtype)
+        reason = f"^label {labels[2]} of example 2 is no class: .* 5 outputs, .* 0 to 4 .1 of 4"
+        with pytest.raises(UsageError, match=reason):
+            self.made(labels, in_memory=True)
+        with pytest.raises(UsageError, match=reason):
+            data = InMemory((np.zeros([4, FEATURES]), labels), global_batch_size=4, training=False)
+            Evaluator(EvalStep(mlp()), data)
+
+    def test_in_the_step(self):
+        loop = self.made([0, CLASSES, 1, 1], in_memory=False)
+        with pytest.raises(
+            UsageError, match="^label 5 is no class: the model has 5 outputs, .* 4$"
+        ):
+            loop.train(1)
+
+    def test_labels_that_mean_something_else(self):
+        class Shifted(TrainStep):
+            def loss(self, batch):
+                features, labels = batch
+                return super().loss((features, labels - 10))
+
+            def update_metrics(self, batch, outputs):
+                pass
+
+        labels = [10, 11, 14, 12]
+        assert self.made(labels, in_memory=True, step_class=Shifted).train(2)["loss"] > 0
