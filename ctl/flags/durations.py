@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from ctl.errors import UsageError
 from ctl.flags.names import SCALING_RULES, SCHEDULES, check_name
 
+_MOST = 1e15  # steps or epochs; NumPy and TensorFlow count in int64
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]*)?(?:e[0-9]+)?|\.[0-9]+)(ep)?")
 
 
@@ -34,7 +35,7 @@ def steps_from(what: str, duration: int | float | str, steps_per_epoch: float | 
         UsageError: ``duration`` has another form, or ``steps_per_epoch`` is missing.
     """
     match = _DURATION.fullmatch(str(duration).strip())
-    if match is None:
+    if match is None or float(match[1]) > _MOST:
         raise UsageError(
             f"{what}: {str(duration)!r} is not a duration: write a number of steps (500) or of "
             "epochs (0.5ep)"

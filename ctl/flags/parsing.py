@@ -7,6 +7,7 @@ defines the flags.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import sys
@@ -54,6 +55,11 @@ def run_command(main: Callable[..., None], usage: str, *, takes_command: bool = 
             positional = flags.FLAGS(argv)[1:]
         except flags.Error as error:
             _fail(str(error), UsageError.exit_code)
+        for _, names in _groups:
+            for name in names:
+                value = flags.FLAGS[name].value
+                if isinstance(value, float) and not math.isfinite(value):
+                    _fail(f"--{name}={value} must be a finite number", UsageError.exit_code)
         if positional and not takes_command:
             _fail(f"unexpected argument {positional[0]!r}: see --help", UsageError.exit_code)
         return [argv[0], *positional]

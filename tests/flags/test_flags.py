@@ -28,6 +28,10 @@ def flags_only(value) -> str:
 
 WRONG = [
     ((), "--model_dir is required"),
+    (("--collective_timeout=nan",), "--collective_timeout=nan must be a finite number"),
+    (("--resident_limit_mib=1e999",), "--resident_limit_mib=inf must be a finite number"),
+    (("--log_every=1e999",), "'1e999' is not a duration"),
+    (("--warmup=1e999ep",), "'1e999ep' is not a duration"),
     (("--model_dir=gs://bucket/run",), "runs need a POSIX file system"),
     (("--model_dir=/dev/null/run",), "/dev/null is a file, not a directory"),
     (("--model_dir=" + "x" * 300,), "File name too long"),
