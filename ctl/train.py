@@ -60,7 +60,12 @@ def main() -> None:
     model_dir = Path(FLAGS.model_dir)
     stored = config.read(model_dir)
     # Without a checkpoint, flags may change: the earlier attempt trained nothing that was saved.
-    if stored is not None and manifest.paths(model_dir / "checkpoints"):
+    if manifest.paths(model_dir / "checkpoints"):
+        if stored is None:
+            raise UsageError(
+                f"{model_dir} holds checkpoints, but no {config.FILE} that says which flags they "
+                "are of: restore it or choose another --model_dir"
+            )
         config.check_resumable(stored)
     try:
         model_dir.mkdir(parents=True, exist_ok=True)

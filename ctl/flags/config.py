@@ -85,7 +85,9 @@ def read(model_dir: Path) -> dict[str, Any] | None:
         config = durable.read_json(path)
         stored = config["flags"] if config["schema"] == SCHEMA else None
     except (durable.Damaged, KeyError, TypeError) as error:
-        raise UsageError(f"{path} is damaged: {error}; move it away to start anew") from error
+        raise UsageError(
+            f"{path} is damaged: {error}; restore a copy of it or choose another --model_dir"
+        ) from error
     if not isinstance(stored, dict):
         raise UsageError(f"{path} was not written by this version of ctl")
     return stored

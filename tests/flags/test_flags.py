@@ -199,6 +199,15 @@ def test_damaged_config(zygote_without_tensorflow, tmp_path, module, content):
     assert line.startswith(f"{tmp_path}/config.json ") and len(line) < 400
 
 
+def test_checkpoints_without_a_config_are_not_resumed(zygote_without_tensorflow, tmp_path):
+    """Moved away, a damaged one would let the run go on with any flags."""
+    stored_run(tmp_path)
+    (tmp_path / "config.json").unlink()
+    run = [TRAIN, f"--model_dir={tmp_path}", "--learning_rate=7"]
+    line = one_line(zygote_without_tensorflow.run(*run, exit_code=2))
+    assert line.startswith(f"{tmp_path} holds checkpoints, but no config.json that says")
+
+
 @pytest.mark.parametrize(
     "values",
     [
