@@ -33,6 +33,7 @@ def export_model(model: keras.Model, directory: Path) -> list[Path]:
         unfinished.mkdir(parents=True)
         model.save(unfinished / KERAS_FILE)
         model.export(str(unfinished / SAVED_MODEL), verbose=False)
+        durable.flush(unfinished)
         durable.publish(unfinished, directory)
     except (OSError, tf.errors.OpError) as error:
         reason = getattr(error, "strerror", None) or str(error)

@@ -23,6 +23,8 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
+from absl import logging
+
 from ctl.errors import CheckpointError
 
 _SCRATCH = re.compile(r"tmp-[\w.-]+-\d+-[0-9a-f]{8}")
@@ -81,12 +83,25 @@ def verify(directory: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
             raise Damaged(f"{name} cannot be read ({error.strerror})") from error
 
 
+def flush(directory: Path) -> None:
+    """Flushes all files below ``directory``, and their names, to disk."""
+    for folder, _, names in os.walk(directory):
+        for name in names:
+            with _open_regular(Path(folder) / name) as file:
+                os.fsync(file.fileno())
+        fsync_directory(Path(folder))
+
+
 def publish(unfinished: Path, final: Path) -> None:
-    """Renames the sealed directory ``unfinished`` to ``final``, and replaces an existing one."""
-    if os.path.lexists(final):
-        discard(final)
+    """Renames the flushed directory ``unfinished`` to ``final``. An existing one is deleted after
+    the new one is in its place."""
+    replaced = scratch(final.parent, final.name) if os.path.lexists(final) else None
+    if replaced:
+        os.rename(final, replaced)
     os.rename(unfinished, final)
     fsync_directory(final.parent)
+    if replaced:
+        _delete(replaced)
 
 
 def write_json(path: Path, value: Any, *, via: Path) -> None:
@@ -186,7 +201,12 @@ def _sha256(file: BufferedReader) -> str:
 
 
 def _delete(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+    """Deletes scratch. What cannot be deleted now, such as a file that another machine of an NFS
+    has open, stays until the next `sweep`: readers do not see it."""
+    try:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        logging.warning("cannot delete %s: %s; it is not needed any more", path, error.strerror)

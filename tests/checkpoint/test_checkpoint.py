@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -858,6 +859,45 @@ def test_a_directory_that_cannot_be_written(tmp_path):
         CheckpointManager(tmp_path / "file" / "run")
     with pytest.raises(CheckpointError, match="Cannot look .*file: Not a directory"):
         restore_fresh(tmp_path / "file")
+
+
+def test_scratch_that_cannot_be_deleted_ends_nothing(tmp_path, monkeypatch):
+    """As on an NFS, where a file that somebody has open stays as ``.nfs…``."""
+
+    def busy(path, ignore_errors=False):
+        if not ignore_errors:
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(durable.shutil, "rmtree", busy)
+        save_steps(tmp_path, [1, 2, 3], keep=1)
+        assert steps_in(tmp_path) == [3]
+        left = [path for path in tmp_path.iterdir() if path.name.startswith("tmp-")]
+        assert len(left) == 2
+        save_steps(tmp_path, [4], keep=1)  # the sweep at its start fails, too
+    save_steps(tmp_path, [5], keep=1)
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith("tmp-")]
+
+
+def test_a_directory_is_replaced_after_the_new_one_is_on_the_disk(tmp_path, monkeypatch):
+    events = []
+    for name in ("rename", "fsync"):
+        original = getattr(os, name)
+        monkeypatch.setattr(
+            os, name, lambda *args, o=original, n=name: (events.append(n), o(*args))[1]
+        )
+    delete = durable._delete
+    monkeypatch.setattr(durable, "_delete", lambda path: (events.append("delete"), delete(path)))
+    final, new = tmp_path / "export", tmp_path / "tmp-export-1-00000000"
+    (final / "old").mkdir(parents=True)
+    (new / "deep").mkdir(parents=True)
+    (new / "deep" / "file").write_text("new")
+    durable.flush(new)
+    assert events == ["fsync"] * 3  # the file and two directories
+    durable.publish(new, final)
+    assert events[3:] == ["rename", "rename", "fsync", "delete"]
+    assert [p.name for p in tmp_path.iterdir()] == ["export"]
+    assert (final / "deep" / "file").read_text() == "new"
 
 
 @pytest.mark.parametrize("name", ["a[1]", "b[", "c*", "d?", "e\\f"])
