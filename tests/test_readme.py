@@ -213,7 +213,7 @@ ALONE = [name for name, c in CLAIMS.items() if c.workers == 1 and name != "sever
 
 @pytest.fixture(scope="module")
 def keras_claims(zygote) -> dict[str, dict]:
-    command = zygote.run("keras_claims", *ALONE, path=[SUPPORT])
+    command = zygote.run("keras_claims", *ALONE, path=[SUPPORT, SUPPORT.parent])
     seen = [json.loads(line) for line in command.stdout.splitlines() if line.startswith("{")]
     return {each["name"]: each for each in seen}
 
