@@ -47,6 +47,7 @@ Each process finds itself and its peers in TF_CONFIG. Exits with the first code 
 _FINAL = (UsageError.exit_code, DivergedError.exit_code, Preempted.exit_code)
 
 _LONGEST_BACKOFF = 30.0
+_LAST_LINES_SECONDS = 5.0  # of ended processes; a grandchild may keep their pipe open
 
 _WRITING = threading.Lock()
 
@@ -221,13 +222,13 @@ class _Job:
                 self.end(grace if self._has_coordinator else 0.0)
                 return 0
             if len(received) > passed_on:
-                passed_on = len(received)
-                if passed_on == 1:
+                if not passed_on:
                     _say(f"{signal.Signals(received[0]).name}: passed on")
                     self._signal(received[0])
                     deadline = time.monotonic() + grace
-                else:
+                elif signal.SIGINT in received[passed_on:]:  # a scheduler may repeat SIGTERM
                     deadline = time.monotonic()
+                passed_on = len(received)
             if passed_on and time.monotonic() >= deadline:
                 _say(f"not ended {grace:g} s after the signal: killed")
                 self.end(0.0)
@@ -275,8 +276,9 @@ class _Job:
             self._wait_until_ended(grace)
         for task in self._tasks:
             self._kill(task)
+        deadline = time.monotonic() + _LAST_LINES_SECONDS
         for reader in self._readers:
-            reader.join()
+            reader.join(max(0.0, deadline - time.monotonic()))
 
     def _kill(self, task: _Task) -> None:
         """Kills the process group: children may outlive the process."""

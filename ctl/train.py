@@ -116,7 +116,7 @@ def _train(model_dir: Path) -> None:
             config.write(model_dir, grouped_flags(), chosen=chosen)
         on_wake = _add_actions(loop, stack, model_dir, steps_per_epoch, chief)
         started, first = time.monotonic(), loop.global_step
-        with loop.stop_on_signals(), explained(train):
+        with loop.signals.noted(last=True), explained(train):
             if first < total_steps:
                 logging.info("compiling the first step: this takes some seconds")
             every = steps_from("--evaluate_every", FLAGS.evaluate_every, steps_per_epoch)

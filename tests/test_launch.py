@@ -179,6 +179,36 @@ def test_signals_are_passed_on_and_not_restarted(number):
     assert "restart" not in err
 
 
+@pytest.mark.parametrize(("second", "code"), [(signal.SIGTERM, 42), (signal.SIGINT, 143)])
+def test_a_second_signal(second, code):
+    """A scheduler may repeat SIGTERM while a worker saves; a user who presses Ctrl-C again means
+    it."""
+    save = "print('saving', flush=True); time.sleep(2); os._exit(42)"
+    worker = f"import signal\ndef stop(*_): {save}\nsignal.signal(15, stop)\n"
+    process = start("--workers=1", code=worker + "print('up', flush=True); time.sleep(100)")
+    assert process.stdout.readline().endswith("up\n")
+    process.send_signal(signal.SIGTERM)
+    assert process.stdout.readline().endswith("saving\n")
+    process.send_signal(second)
+    assert finish(process)[0] == code
+
+
+def test_a_grandchild_that_keeps_a_pipe_open_is_not_waited_for():
+    """It has left the process group, and holds the standard output of the worker."""
+    code = (
+        "import subprocess; child = subprocess.Popen(['sleep', '1000'], start_new_session=True); "
+        "print(child.pid, flush=True)"
+    )
+    process = start("--workers=1", code=code)
+    pid = int(process.stdout.readline().split()[-1])
+    try:
+        assert process.wait(60) == 0
+        assert alive(pid)
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        process.communicate()
+
+
 def test_who_ignores_the_signal_is_killed_after_the_grace():
     code = "import signal; signal.signal(15, signal.SIG_IGN); print(os.getpid(), flush=True); "
     process = start("--workers=1", "--grace=1", code=code + "time.sleep(100)")

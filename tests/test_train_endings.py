@@ -167,6 +167,17 @@ def test_stopped_by_a_signal(zygote, tmp_path, uninterrupted, number):
     assert_same_end(tmp_path, uninterrupted)
 
 
+def test_sigterm_again_and_again_changes_nothing(zygote, tmp_path):
+    """A scheduler may repeat it until the process has ended, also after the state was saved."""
+    command = zygote.start(TRAIN, f"--model_dir={tmp_path}", *MANY)
+    command.until("step ", "stdout")
+    while not zygote.ended(command):
+        command.signal(signal.SIGTERM)
+        time.sleep(0.002)
+    assert command.wait() == 42
+    assert "SIGTERM: saved step " in last_line(command)
+
+
 def test_stopped_while_it_evaluates(zygote, tmp_path):
     # 2,000 batches: a second or more.
     options = ["--dataset=synthetic", "--num_examples=20000", "--global_batch_size=10"]

@@ -34,8 +34,12 @@ class Signals:
         return signal.Signals(self._number).name
 
     @contextlib.contextmanager
-    def noted(self) -> Iterator[None]:
+    def noted(self, *, last: bool = False) -> Iterator[None]:
         """While inside, notes the first signal. A second SIGINT raises `KeyboardInterrupt`.
+
+        Args:
+            last: if a signal arrived, ignore SIGTERM afterwards. The process is about to end, and a
+                scheduler that repeats SIGTERM must not change its exit code.
 
         Raises:
             UsageError: entered outside the main thread.
@@ -53,5 +57,7 @@ class Signals:
         try:
             yield
         finally:
+            if last and self.arrived:
+                before[signal.SIGTERM] = signal.SIG_IGN
             for number, handler in before.items():
                 signal.signal(number, handler)
