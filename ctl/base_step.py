@@ -1,4 +1,4 @@
-"""Base class of training and evaluation steps: model, loss of a batch, metrics."""
+"""The evaluation step, and what the training step shares with it: model, loss, metrics."""
 
 from __future__ import annotations
 
@@ -198,6 +198,20 @@ class BaseStep:
         """Resets ``self.metrics``."""
         for metric in self.metrics:
             metric.reset_state()
+
+
+class EvalStep(BaseStep):
+    """One evaluation step on one replica. Arguments as in `TrainStep`."""
+
+    training = False
+
+    def __call__(self, batch: Any) -> tf.Tensor:
+        """Updates the metrics. Returns float32 [2]: sum of the losses, number of valid examples."""
+        computed, empty = share.filled(batch)
+        loss, outputs = share.dropped(empty, *self.sum_of(self.loss(computed), computed))
+        if outputs is not None:
+            self.update_metrics(batch, outputs)
+        return tf.stack([loss, tf.cast(self.count(batch), tf.float32)])
 
 
 def check_overrides(kind: Any) -> None:

@@ -74,6 +74,20 @@ def rows(batch: Any) -> int | tf.Tensor:
 
 
 @tf.autograph.experimental.do_not_convert
+def power_of_two(count: tf.Tensor) -> tf.Tensor:
+    """float32 scalar: the power of two next below ``count`` (float32); 1 if that is 0 or infinite.
+    To divide by it and multiply by it is exact."""
+    exponent = tf.bitwise.bitwise_and(tf.bitcast(count, tf.int32), 0x7F800000)
+    power = tf.bitcast(exponent, tf.float32)
+    return tf.where(tf.math.is_finite(power) & (power > 0), power, 1.0)
+
+
+def widened(tensor: tf.Tensor) -> tf.Tensor:
+    """``tensor`` in float32, if its type is narrower: sums of float16 overflow early."""
+    return tf.cast(tensor, tf.float32) if tensor.dtype.size < 4 else tensor
+
+
+@tf.autograph.experimental.do_not_convert
 def unpack(batch: Any) -> tuple[Any, Any, Any]:
     """Returns ``(features, labels, weights)`` of a batch.
 

@@ -26,7 +26,7 @@ import tensorflow as tf
 
 from ctl import noinline, replicas, share
 from ctl.apply import Updater
-from ctl.base_step import BaseStep, check_overrides, cross_entropy, scale_images
+from ctl.base_step import BaseStep, EvalStep, check_overrides, cross_entropy, scale_images
 from ctl.errors import UsageError
 from ctl.observer import NO_OBSERVER, Observer
 from ctl.reduce import densify
@@ -219,9 +219,11 @@ class TrainStep(BaseStep):
         """Computes the replica's loss (float32 scalar) and gradients; updates the metrics.
 
         If ``count`` (see `count`) is an integer, the global batch size is known while tracing, and
-        both are divided by it here. If it is a tensor, `reduce` sums it and divides.
+        both are divided by it here. If it is a tensor, `reduce` sums it and divides. Here, both are
+        then divided by `share.power_of_two` of it, so that gradients in float16 do not overflow.
         """
-        divisor = count * self.strategy.num_replicas_in_sync if isinstance(count, int) else 1
+        divisor: Any = self.strategy.num_replicas_in_sync
+        divisor = count * divisor if isinstance(count, int) else share.power_of_two(count)
         if self.accumulate_steps == 1:
             return self._micro_step(batch, divisor)
         no_gradient = [False] * len(self._trainable)
@@ -246,7 +248,7 @@ class TrainStep(BaseStep):
                 )
         return loss, [None if no else t for t, no in zip(totals, no_gradient, strict=True)]
 
-    def _micro_step(self, batch: Any, divisor: int) -> tuple[tf.Tensor, list[tf.Tensor | None]]:
+    def _micro_step(self, batch: Any, divisor: Any) -> tuple[tf.Tensor, list[tf.Tensor | None]]:
         gradient_fn = self._xla_gradient_fn if self.jit_compile else self._gradient_fn
         computed, empty = share.filled(batch)
         if empty is not None and self._synchronizes:
@@ -258,7 +260,7 @@ class TrainStep(BaseStep):
         return loss, gradients
 
     def loss_and_gradients(
-        self, batch: Any, divisor: int
+        self, batch: Any, divisor: Any
     ) -> tuple[tf.Tensor, list[tf.Tensor | None], Any]:
         """Forward and backward pass, compiled by XLA with ``jit_compile``. Returns the loss divided
         by ``divisor``, its gradients (times the loss scale), and outputs for the metrics."""
@@ -266,7 +268,7 @@ class TrainStep(BaseStep):
             with tf.name_scope("ctl_forward"):
                 loss, outputs = self.forward(batch)
                 self.observer.mark("forward", loss if outputs is None else outputs)
-                loss /= float(divisor)
+                loss /= float(divisor) if isinstance(divisor, int) else divisor
             loss_scale = self.updater.loss_scale
             scaled = loss if loss_scale is None else loss_scale.scale * loss
         with tf.name_scope("ctl_backward"):
@@ -311,13 +313,19 @@ class TrainStep(BaseStep):
             of the global batch, equal on every replica.
         """
         dense = [g for g in gradients if g is not None]
+        dtypes = [g.dtype for g in dense]
         counted = [] if isinstance(count, int) else [tf.cast(count, tf.float32)]
+        if counted:
+            divisor = share.power_of_two(counted[0])  # as in `forward_backward`
+            loss *= divisor
+            wide = [share.widened(g) for g in dense]
+            dense = [g * tf.cast(divisor, g.dtype) for g in wide]
         statistics = [v.read_value() for v in self._statistics]
         examples = share.rows(batch) if statistics else 0
         uneven = not isinstance(examples, int)
         if uneven:
             # A replica without examples adds 0, even if its statistics are NaN.
-            wide = [tf.cast(s, tf.float32) if s.dtype.size < 4 else s for s in statistics]
+            wide = [share.widened(s) for s in statistics]
             weigh = tf.math.multiply_no_nan
             statistics = [weigh(s, tf.cast(examples, s.dtype)) for s in wide]
             statistics.append(tf.cast(examples, tf.float32))
@@ -334,6 +342,7 @@ class TrainStep(BaseStep):
         dense = reduced[: len(dense)]
         if counted:
             dense = [tf.math.divide_no_nan(g, tf.cast(reduced[-1], g.dtype)) for g in dense]
+            dense = [tf.cast(g, dtype) for g, dtype in zip(dense, dtypes, strict=True)]
             loss = tf.math.divide_no_nan(loss, reduced[-1])
         loss_scale = self.updater.loss_scale
         if loss_scale is not None:
@@ -382,17 +391,3 @@ class TrainStep(BaseStep):
         """Gives each replica its own Dropout seeds. `build` and `Loop.restore` call it, because all
         replicas start with the seeds of replica 0. A second call changes nothing."""
         replicas.offset_dropout_seeds(self.strategy, self.model)
-
-
-class EvalStep(BaseStep):
-    """One evaluation step on one replica. Arguments as in `TrainStep`."""
-
-    training = False
-
-    def __call__(self, batch: Any) -> tf.Tensor:
-        """Updates the metrics. Returns float32 [2]: sum of the losses, number of valid examples."""
-        computed, empty = share.filled(batch)
-        loss, outputs = share.dropped(empty, *self.sum_of(self.loss(computed), computed))
-        if outputs is not None:
-            self.update_metrics(batch, outputs)
-        return tf.stack([loss, tf.cast(self.count(batch), tf.float32)])

@@ -536,3 +536,39 @@ def test_the_statistics_of_renorm_are_the_same_on_all_replicas(mirrored):
     norm = loop.step.model.layers[0]
     assert len(norm.non_trainable_variables) == 5
     assert_replicas_agree(mirrored(2), norm.non_trainable_variables)
+
+
+@pytest.mark.parametrize("accumulate_steps", [1, 3])
+@pytest.mark.parametrize("policy", ["mixed_float16", "float16"])
+@pytest.mark.parametrize(("replicas", "jit_compile"), [(1, False), (2, False), (2, True)])
+def test_counted_batches_do_not_overflow(mirrored, policy, replicas, jit_compile, accumulate_steps):
+    """The sum of the gradients of 16 examples is more than float16 can hold, their mean is not."""
+    features, labels = examples(4 * BATCH)
+    arrays = 2e4 * np.sign(features), labels
+
+    def model():
+        keras.utils.set_random_seed(0)
+        layers = [
+            keras.layers.Input([FEATURES]),
+            keras.layers.Dense(CLASSES, kernel_initializer="zeros"),
+        ]
+        return keras.Sequential(layers)
+
+    weights = []
+    for constant in (True, False):  # sample weights are counted
+        with precision(policy):
+            loop = train(
+                mirrored(replicas),
+                model,
+                lambda: keras.optimizers.SGD(1e-4),
+                arrays if constant else (*arrays, np.ones(len(labels), "float32")),
+                steps=1,
+                on_nan="skip",
+                jit_compile=jit_compile,
+                accumulate_steps=accumulate_steps,
+            )
+        assert loop.step.updater.skipped_so_far() == 0
+        weights.append(loop.step.model.get_weights())
+    assert np.abs(weights[0][0]).max() > 0
+    for a, b in zip(*weights, strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-3)

@@ -16,6 +16,7 @@ from absl import logging
 
 from ctl import private
 from ctl.marks import Latest, Marks
+from ctl.observer import Observer
 from ctl.watch import watchdog
 
 if TYPE_CHECKING:
@@ -77,6 +78,8 @@ def fired(
 def attach_progress_marks(step: TrainStep) -> Flight | None:
     """Returns a `Flight` for ``step``; None, with a warning, if this TensorFlow cannot stamp."""
     reason = private.no_marks()
+    if type(step.observer) not in (Observer, Marks):
+        reason = "the step has an observer of its own, which is not a ctl.marks.Marks"
     if reason:
         logging.warning("flight records will not say where in a step a worker is: %s", reason)
         return None

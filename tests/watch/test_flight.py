@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from helpers import make_loop
 
-from ctl.watch.flight import fired
+from ctl.marks import Marks
+from ctl.observer import NO_OBSERVER, Observer
+from ctl.watch.flight import attach_progress_marks, fired
 from ctl.watch.record import phase_of
 
 NAMES = ("input", "forward", "backward", "ready0", "done0", "apply")
@@ -44,3 +47,18 @@ def test_the_replica_that_is_behind_counts():
 def test_a_clock_that_was_set_back_gives_no_negative_age():
     ages, _ = fired(NAMES, stamps(11.0), now=10.0)
     assert ages == {"input": 0.0}
+
+
+def test_an_observer_of_the_user_is_kept(mirrored, caplog):
+    class Mine(Observer):
+        pass
+
+    step = make_loop(mirrored(2)).step
+    step.observer = mine = Mine()
+    assert attach_progress_marks(step) is None
+    assert step.observer is mine
+    assert "the step has an observer of its own" in caplog.text
+    step.observer = NO_OBSERVER
+    assert attach_progress_marks(step) and isinstance(step.observer, Marks)
+    first = step.observer
+    assert attach_progress_marks(step) and step.observer is not first  # for other packs
