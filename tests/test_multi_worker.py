@@ -222,6 +222,24 @@ def test_workers_that_differ_do_not_start(job, tmp_path):
         assert "the optimizer is {" in line
 
 
+@pytest.mark.parametrize(
+    ("option", "expected"),
+    [
+        (
+            "code=1",
+            'the code of the step is "[0-9a-f]{12}" on worker 0, "[0-9a-f]{12}" on worker 1;',
+        ),
+        ("clip=1", "clip_norm is 0.3 on worker 0, 0.4 on worker 1;"),
+    ],
+)
+def test_workers_whose_steps_differ_do_not_start(job, tmp_path, option, expected):
+    """What they reduce is the same, so only this tells."""
+    with job(tmp_path, option) as processes:
+        assert codes(processes) == [2, 2]
+    for index in range(2):
+        assert re.search(f"the workers do not agree: {expected}", last_line(tmp_path, index))
+
+
 def test_a_peer_that_never_comes(job, tmp_path):
     addresses = launch.cluster(2)["worker"]
     with job(tmp_path, "startup=12", workers=1, addresses=addresses) as processes:

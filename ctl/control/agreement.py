@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import hashlib
+import inspect
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
+import keras
 from absl import logging
 
 import ctl
-from ctl import workers
+from ctl import replicas, workers
 from ctl.data.dataset import Dataset
 from ctl.step import TrainStep
 from ctl.watch import watchdog
+
+# Arguments of a step on which its result depends.
+_SETTINGS = (
+    *("clip_norm", "accumulate_steps", "ema_decay", "loss_scale", "on_nan"),
+    *("bytes_per_pack", "jit_compile", "jit_update"),
+)
+_NOT_OF_THE_USER = ("builtins", "ctl", "keras", "tensorflow")
 
 
 def agree(step: TrainStep, dataset: Dataset, trace: Callable[[], Any]) -> None:
@@ -31,8 +43,8 @@ def agree(step: TrainStep, dataset: Dataset, trace: Callable[[], Any]) -> None:
         strategy,
         {
             "the step": int(step.global_step.numpy()),
-            "the code of ctl": ctl.__version__,
-            "bytes_per_pack": step.bytes_per_pack,
+            **_sources(step),
+            **{name: getattr(step, name) for name in _SETTINGS},
             "the optimizer": step.optimizer.get_config(),
             **{f"data: {key}": value for key, value in dataset.fingerprint().items()},
             **{
@@ -44,6 +56,51 @@ def agree(step: TrainStep, dataset: Dataset, trace: Callable[[], Any]) -> None:
     trace()
     workers.barrier(strategy, watchdog.FIRST_CALL_SECONDS)
     workers.check_agreement(strategy, plan_facts(step))
+
+
+def _sources(step: TrainStep) -> dict[str, str]:
+    """Hashes of the code that decides what a step does: of ctl, and of classes of the user."""
+    kinds = [*type(step).__mro__, *(type(layer) for layer in replicas.layers_of(step.model))]
+    users = [k for k in dict.fromkeys([*kinds, step.loss_fn]) if _is_of_the_user(k)]
+    return {
+        "the code of ctl": f"{ctl.__version__} {_hash_of_ctl()}",
+        "the code of the step": _hash(_source(k) for k in users),
+        "the model": _hash([_config(step.model)]),
+    }
+
+
+@functools.cache
+def _hash_of_ctl() -> str:
+    package = Path(ctl.__file__).parent
+    files = sorted(package.rglob("*.py"))
+    names = [f.relative_to(package).as_posix().encode() for f in files]
+    return _hash([*names, *(f.read_bytes() for f in files)])
+
+
+def _is_of_the_user(code: Any) -> bool:
+    owner = getattr(code, "func", code)  # of a `functools.partial`
+    return (getattr(owner, "__module__", None) or "").split(".")[0] not in _NOT_OF_THE_USER
+
+
+def _source(code: Any) -> bytes:
+    try:
+        return inspect.getsource(code).encode()
+    except (OSError, TypeError):  # for instance, typed in at a prompt
+        return getattr(code, "__qualname__", type(code).__qualname__).encode()
+
+
+def _config(model: keras.Model) -> bytes:
+    try:
+        return model.to_json().encode()
+    except Exception:  # a model of the user that has no configuration
+        return model.name.encode()
+
+
+def _hash(parts: Iterable[bytes]) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(hashlib.sha256(part).digest())
+    return digest.hexdigest()[:12]
 
 
 def plan_facts(step: TrainStep) -> dict[str, str]:

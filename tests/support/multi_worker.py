@@ -119,6 +119,14 @@ class Step(ctl.TrainStep):
         return losses, outputs
 
 
+class Other(Step):
+    """Other code than on the other worker, for the same graph of all-reduces."""
+
+    def reduce(self, loss, count, gradients, batch):
+        loss, gradients = super().reduce(loss, count, gradients, batch)
+        return loss, [2 * gradient for gradient in gradients]
+
+
 class Ending(ctl.data.InMemory):
     """The data of one worker end before a step."""
 
@@ -180,7 +188,9 @@ def train(
         optimizer = keras.optimizers.AdamW(
             0.01, beta_1=0.8 if "differ" in OPTIONS and me.index else 0.9
         )
-        step = Step(network, optimizer, clip_norm=0.3, options=options)
+        kind = Other if "code" in OPTIONS and me.index else Step
+        clip = 0.4 if "clip" in OPTIONS and me.index else 0.3
+        step = kind(network, optimizer, clip_norm=clip, options=options)
         metric = keras.metrics.SparseCategoricalAccuracy("accuracy")
         evaluation = ctl.EvalStep(network, metrics=[metric])
     batch = BATCH * 3 * (2 if "differ" in OPTIONS and me.index else 1)
