@@ -290,3 +290,17 @@ def test_no_autotuning_that_whoever_frees_an_iterator_waits_for():
         (GlobalBatches(mine.with_options(options)), True),
     ]:
         assert dataset.batches(1).options().autotune.enabled is enabled
+
+
+def test_the_order_is_the_one_of_earlier_releases():
+    """A run that was saved resumes with its next batch. If the order must change, let
+    `ctl.data.dataset.fingerprint` tell the versions apart, else it resumes with other batches in
+    silence."""
+    in_memory = InMemory(np.arange(10), global_batch_size=4, seed=3)
+    batches = [batch.tolist() for batch in in_memory.batches().take(6).as_numpy_iterator()]
+    assert batches[:3] == [[8, 3, 2, 4], [5, 7, 9, 1], [0, 6, 7, 1]]
+    assert batches[3:] == [[8, 5, 0, 9], [2, 3, 6, 4], [5, 7, 6, 1]]
+    streaming = load(global_batch_size=8, resident_limit_mib=0, seed=3)
+    assert isinstance(streaming, Streaming)
+    labels = [labels.tolist() for _, labels in streaming.batches().take(2).as_numpy_iterator()]
+    assert labels == [[5, 6, 9, 1, 3, 4, 4, 7], [7, 6, 7, 3, 4, 4, 2, 3]]
