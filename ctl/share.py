@@ -75,9 +75,10 @@ def rows(batch: Any) -> int | tf.Tensor:
 
 @tf.autograph.experimental.do_not_convert
 def power_of_two(count: tf.Tensor) -> tf.Tensor:
-    """float32 scalar: the power of two next below ``count`` (float32); 1 if that is 0 or infinite.
-    To divide by it and multiply by it is exact."""
-    exponent = tf.bitwise.bitwise_and(tf.bitcast(count, tf.int32), 0x7F800000)
+    """float32 scalar: the largest power of two up to ``count``; 1 if that is 0 or not finite. To
+    divide by it and to multiply by it is exact."""
+    bits = tf.bitcast(tf.cast(count, tf.float32), tf.int32)
+    exponent = tf.bitwise.bitwise_and(bits, 0x7F800000)  # of float32, the rest is 0
     power = tf.bitcast(exponent, tf.float32)
     return tf.where(tf.math.is_finite(power) & (power > 0), power, 1.0)
 

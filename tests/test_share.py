@@ -574,6 +574,36 @@ class TestShapes:
         assert largest_difference(*results) <= 1e-6
 
 
+class TestPowerOfTwo:
+    @pytest.mark.parametrize("jit_compile", [False, True])
+    def test_is_the_largest_up_to_the_count(self, jit_compile):
+        function = tf.function(share.power_of_two, jit_compile=jit_compile)
+        counts = [0.0, 0.3, 1.0, 1.9, 2.0, 5.0, 63.99, 64.0, 1e9, -5.0, np.inf, -np.inf, np.nan]
+        expected = [1, 0.25, 1, 1, 2, 4, 32, 64, 2**29, 4, 1, 1, 1]
+        assert [float(function(tf.constant(c))) for c in counts] == expected
+        for dtype in (tf.int32, tf.int64, tf.float64, tf.float16):
+            assert float(share.power_of_two(tf.constant(17, dtype))) == 16
+
+    def test_counts_of_any_type(self):
+        """A step may count in integers; what is divided before the backward pass is multiplied
+        after it."""
+
+        def counting(dtype):
+            class Counting(TrainStep):
+                def count(self, batch):
+                    return tf.cast(tf.shape(batch[0])[0], dtype)
+
+            return Counting
+
+        trained = []
+        for kind in (TrainStep, counting(tf.int32), counting(tf.float64)):
+            loop = make_loop(step_class=kind, seed=0)
+            loop.train(5)
+            trained.append(loop.step.model.get_weights())
+        for weights in trained[1:]:
+            assert largest_difference(weights, trained[0]) <= 1e-6
+
+
 class TestLabels:
     """Labels that are no class of the model: seen where they are in memory, else in the step."""
 
