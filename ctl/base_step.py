@@ -214,14 +214,18 @@ class EvalStep(BaseStep):
         return tf.stack([loss, tf.cast(self.count(batch), tf.float32)])
 
 
-def check_overrides(kind: Any) -> None:
-    """Refuses overrides that an earlier release would call, and this one would not."""
+def check_overrides(step: Any) -> None:
+    """Refuses what an earlier release would use of a subclass, and this one would ignore."""
+    kind = type(step).__name__
     for before, now in {"compute": "loss_and_gradients", "phases": "__call__"}.items():
-        if hasattr(kind, before):
-            raise UsageError(f"{kind.__name__}.{before}() is {now}() in this release: rename it")
-    try:
-        inspect.signature(kind.reduce).bind(*("self", "loss", "count", "gradients", "batch"))
-    except TypeError:
+        if hasattr(type(step), before):
+            raise UsageError(f"{kind}.{before}() is {now}() in this release: rename it")
+    for before in ("all_reduce", "marks"):
+        if before in vars(step):
+            raise UsageError(f"{kind}.{before} is part of {kind}.observer in this release")
+    parameters = [*inspect.signature(step.reduce).parameters]
+    if parameters[3:4] != ["batch"]:
         raise UsageError(
-            f"{kind.__name__}.reduce() must take (loss, count, gradients, batch)"
-        ) from None
+            f"{kind}.reduce() must take (loss, count, gradients, batch), not "
+            f"({', '.join(parameters)})"
+        )

@@ -46,8 +46,7 @@ Each process finds itself and its peers in TF_CONFIG. Exits with the first code 
 # Not restarted: a wrong flag, a loss that is NaN, a stop by the user.
 _FINAL = (UsageError.exit_code, DivergedError.exit_code, Preempted.exit_code)
 
-_LONGEST_BACKOFF = 30.0
-_LAST_LINES_SECONDS = 5.0  # of ended processes; a grandchild may keep their pipe open
+_LONGEST_BACKOFF, _LAST_LINES_SECONDS = 30.0, 5.0  # a grandchild may keep a pipe open
 
 _WRITING = threading.Lock()
 
@@ -278,7 +277,8 @@ class _Job:
             self._kill(task)
         deadline = time.monotonic() + _LAST_LINES_SECONDS
         for reader in self._readers:
-            reader.join(max(0.0, deadline - time.monotonic()))
+            while reader.is_alive() and (_WRITING.locked() or time.monotonic() < deadline):
+                reader.join(0.05)
 
     def _kill(self, task: _Task) -> None:
         """Kills the process group: children may outlive the process."""

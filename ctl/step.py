@@ -121,7 +121,7 @@ class TrainStep(BaseStep):
         """
         if self.strategy is not None:
             raise UsageError("this step is built already: make a new one for another loop")
-        check_overrides(type(self))
+        check_overrides(self)
         self.check_scope(strategy)
         replicas.check_central_storage(
             strategy, self.model, self.accumulate_steps, self.jit_compile
@@ -132,7 +132,8 @@ class TrainStep(BaseStep):
         self._trainable = [v.value for v in self.model.trainable_variables]
         self._statistics = self.replica_statistics() if strategy.num_replicas_in_sync > 1 else []
         self._undone = []
-        if self.loss_scale or self.on_nan == "skip":
+        shared = isinstance(strategy, tf.distribute.ParameterServerStrategy)
+        if (self.loss_scale or self.on_nan == "skip") and not shared:
             synchronized = replicas.batch_norm_statistics(self.model, synchronized=True)
             self._undone = [*self.replica_statistics(), *synchronized]
         self._synchronizes = replicas.synchronizes(self.model)
@@ -219,11 +220,19 @@ class TrainStep(BaseStep):
         """Computes the replica's loss (float32 scalar) and gradients; updates the metrics.
 
         If ``count`` (see `count`) is an integer, the global batch size is known while tracing, and
-        both are divided by it here. If it is a tensor, `reduce` sums it and divides. Here, both are
-        then divided by `share.power_of_two` of it, so that gradients in float16 do not overflow.
+        both are divided by it here. If it is a tensor, both are sums, in float32 at least, and
+        `reduce` divides them.
         """
-        divisor: Any = self.strategy.num_replicas_in_sync
-        divisor = count * divisor if isinstance(count, int) else share.power_of_two(count)
+        if isinstance(count, int):
+            return self._micro_steps(batch, count * self.strategy.num_replicas_in_sync)
+        # The backward pass computes means, which float16 can hold where it cannot hold sums.
+        power = share.power_of_two(count)
+        loss, gradients = self._micro_steps(batch, power)
+        wide = [None if g is None else share.widened(g) for g in gradients]
+        return loss * power, [None if g is None else g * tf.cast(power, g.dtype) for g in wide]
+
+    def _micro_steps(self, batch: Any, divisor: Any) -> tuple[tf.Tensor, list[tf.Tensor | None]]:
+        """The loss and the gradients of all micro-batches, divided by ``divisor``."""
         if self.accumulate_steps == 1:
             return self._micro_step(batch, divisor)
         no_gradient = [False] * len(self._trainable)
@@ -313,13 +322,7 @@ class TrainStep(BaseStep):
             of the global batch, equal on every replica.
         """
         dense = [g for g in gradients if g is not None]
-        dtypes = [g.dtype for g in dense]
         counted = [] if isinstance(count, int) else [tf.cast(count, tf.float32)]
-        if counted:
-            divisor = share.power_of_two(counted[0])  # as in `forward_backward`
-            loss *= divisor
-            wide = [share.widened(g) for g in dense]
-            dense = [g * tf.cast(divisor, g.dtype) for g in wide]
         statistics = [v.read_value() for v in self._statistics]
         examples = share.rows(batch) if statistics else 0
         uneven = not isinstance(examples, int)
@@ -342,6 +345,8 @@ class TrainStep(BaseStep):
         dense = reduced[: len(dense)]
         if counted:
             dense = [tf.math.divide_no_nan(g, tf.cast(reduced[-1], g.dtype)) for g in dense]
+            variables = zip(gradients, self._trainable, strict=True)
+            dtypes = [v.dtype for g, v in variables if g is not None]
             dense = [tf.cast(g, dtype) for g, dtype in zip(dense, dtypes, strict=True)]
             loss = tf.math.divide_no_nan(loss, reduced[-1])
         loss_scale = self.updater.loss_scale

@@ -20,6 +20,7 @@ from absl import logging
 
 from ctl import workers
 from ctl.control.ending import ending_well
+from ctl.marks import Marks
 from ctl.observer import NO_OBSERVER
 from ctl.reduce import make_packs
 from ctl.replicas import shares_variables
@@ -122,7 +123,8 @@ def _time(loop: Loop, name: str, values: Sequence[Any]) -> dict[Any, list[float]
     """Seconds per step of each block on the slowest worker, for each value that compiles."""
     step, strategy = loop.step, loop.strategy
     before, observer = getattr(step, name), step.observer
-    step.observer = NO_OBSERVER  # the marks belong to the packs of `before`
+    if isinstance(observer, Marks):
+        step.observer = NO_OBSERVER  # the marks belong to the packs of `before`
     nothing = tf.zeros([2])  # the report to the other workers
     feed = loop.steps.open(loop.global_step)
 

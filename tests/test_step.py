@@ -18,6 +18,7 @@ from helpers import (
     examples,
     keras_loss,
     largest_difference,
+    make_loop,
     mlp,
     precision,
     train,
@@ -572,3 +573,58 @@ def test_counted_batches_do_not_overflow(mirrored, policy, replicas, jit_compile
     assert np.abs(weights[0][0]).max() > 0
     for a, b in zip(*weights, strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-3)
+
+
+def test_what_an_earlier_release_would_have_used_is_refused():
+    class Compute(TrainStep):
+        def compute(self, batch, divisor):
+            raise AssertionError
+
+    class Reduce(TrainStep):
+        def reduce(self, loss, count, gradients, examples=None):
+            raise AssertionError
+
+    class AllReduce(TrainStep):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.all_reduce = lambda tensors, **options: tensors
+
+    for kind, reason in (
+        (Compute, r"^Compute.compute\(\) is loss_and_gradients\(\) in this release: rename it"),
+        (
+            Reduce,
+            r"^Reduce.reduce\(\) must take \(loss, count, gradients, batch\), not \(loss, cou",
+        ),
+        (AllReduce, "^AllReduce.all_reduce is part of AllReduce.observer in this release"),
+    ):
+        with pytest.raises(UsageError, match=reason):
+            make_loop(step_class=kind)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_counted_gradients_are_sums_until_they_are_reduced(dtype):
+    """A step of one's own may override either side of it."""
+    with precision(dtype):
+        model = keras.Sequential([keras.layers.Input([FEATURES]), keras.layers.Dense(CLASSES)])
+        step = TrainStep(model, keras.optimizers.SGD(0.1))
+    strategy = tf.distribute.get_strategy()
+    step.build(strategy)
+    features, labels = examples(7)
+    batch = tf.constant(features), tf.constant(labels), tf.ones([7])
+
+    @tf.function
+    def both_sides():
+        def replica():
+            loss, sums = step.forward_backward(batch, tf.constant(7.0))
+            return sums, step.reduce(loss, tf.constant(7.0), sums, batch)[1]
+
+        return strategy.run(replica)
+
+    sums, means = both_sides()
+    logits = model(features).numpy().astype("float64")
+    expected = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+    expected[np.arange(7), labels] -= 1
+    tolerance = 1e-5 if dtype == "float32" else 2e-2
+    np.testing.assert_allclose(sums[-1], expected.sum(0), atol=tolerance)  # of the bias
+    np.testing.assert_allclose(means[-1], expected.mean(0), atol=tolerance)
+    assert sums[-1].dtype == "float32" and means[-1].dtype == dtype

@@ -98,7 +98,12 @@ def publish(unfinished: Path, final: Path) -> None:
     replaced = scratch(final.parent, final.name) if os.path.lexists(final) else None
     if replaced:
         os.rename(final, replaced)
-    os.rename(unfinished, final)
+    try:
+        os.rename(unfinished, final)
+    except OSError:
+        if replaced:
+            os.rename(replaced, final)
+        raise
     fsync_directory(final.parent)
     if replaced:
         _delete(replaced)

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import keras
 from absl import logging
 
 import ctl
@@ -59,13 +58,16 @@ def agree(step: TrainStep, dataset: Dataset, trace: Callable[[], Any]) -> None:
 
 
 def _sources(step: TrainStep) -> dict[str, str]:
-    """Hashes of the code that decides what a step does: of ctl, and of classes of the user."""
-    kinds = [*type(step).__mro__, *(type(layer) for layer in replicas.layers_of(step.model))]
-    users = [k for k in dict.fromkeys([*kinds, step.loss_fn]) if _is_of_the_user(k)]
+    """Hashes of the code that decides what a step does: of ctl, and of the user."""
+    loss_fn = getattr(step.loss_fn, "func", step.loss_fn)  # of a `functools.partial`
+    layers = [type(layer) for layer in replicas.layers_of(step.model)]
+    loss: Any = loss_fn if hasattr(loss_fn, "__code__") else type(loss_fn)
+    code: list[Any] = [*type(step).__mro__, *layers, loss]
+    owners = {c: str(c.__module__).partition(".")[0] for c in code}
+    users = [c for c, owner in owners.items() if owner not in _NOT_OF_THE_USER]
     return {
         "the code of ctl": f"{ctl.__version__} {_hash_of_ctl()}",
-        "the code of the step": _hash(_source(k) for k in users),
-        "the model": _hash([_config(step.model)]),
+        "the code of the step": _hash(_source(c) for c in users),
     }
 
 
@@ -77,23 +79,12 @@ def _hash_of_ctl() -> str:
     return _hash([*names, *(f.read_bytes() for f in files)])
 
 
-def _is_of_the_user(code: Any) -> bool:
-    owner = getattr(code, "func", code)  # of a `functools.partial`
-    return (getattr(owner, "__module__", None) or "").split(".")[0] not in _NOT_OF_THE_USER
-
-
+@functools.cache  # what runs, not what the file has become meanwhile
 def _source(code: Any) -> bytes:
     try:
         return inspect.getsource(code).encode()
-    except (OSError, TypeError):  # for instance, typed in at a prompt
-        return getattr(code, "__qualname__", type(code).__qualname__).encode()
-
-
-def _config(model: keras.Model) -> bytes:
-    try:
-        return model.to_json().encode()
-    except Exception:  # a model of the user that has no configuration
-        return model.name.encode()
+    except Exception:  # typed in at a prompt, or the file has changed and cannot be parsed
+        return code.__qualname__.encode()
 
 
 def _hash(parts: Iterable[bytes]) -> str:

@@ -900,6 +900,15 @@ def test_a_directory_is_replaced_after_the_new_one_is_on_the_disk(tmp_path, monk
     assert (final / "deep" / "file").read_text() == "new"
 
 
+def test_what_cannot_be_replaced_stays(tmp_path, monkeypatch):
+    final, new = tmp_path / "export", tmp_path / "tmp-export-1-00000000"
+    final.mkdir()
+    (final / "old").touch()
+    with pytest.raises(FileNotFoundError):
+        durable.publish(new, final)  # there is none
+    assert (final / "old").exists()
+
+
 @pytest.mark.parametrize("name", ["a[1]", "b[", "c*", "d?", "e\\f"])
 def test_a_directory_whose_name_is_a_pattern(tmp_path, name):
     (tmp_path / "a1").mkdir()  # what a pattern could find

@@ -21,7 +21,7 @@ from ctl.inspect.measure.profile import profile_began, profiled
 from ctl.inspect.measure.recording import Recording
 from ctl.inspect.measure.timeline import join
 from ctl.loop import Loop
-from ctl.observer import NO_OBSERVER
+from ctl.observer import NO_OBSERVER, Observer
 from ctl.step import TrainStep
 from ctl.train import inspect_every
 
@@ -129,6 +129,16 @@ class Sink:
 
     def close(self):
         pass
+
+
+def test_an_observer_of_the_user_is_not_replaced(mirrored):
+    class Mine(Observer):
+        pass
+
+    loop = inspectable(mirrored(1))
+    loop.step.observer = Mine()
+    with pytest.raises(UsageError, match="an observer of its own, which an inspection would"):
+        loop.step.inspect()
 
 
 def test_windows_now_and_then(mirrored, monkeypatch):

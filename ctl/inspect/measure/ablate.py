@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import tensorflow as tf
 
+from ctl.marks import Marks
 from ctl.observer import NO_OBSERVER, Observer
 from ctl.tune import preserved
 
@@ -75,17 +76,18 @@ def ablate(loop: Loop, *, rounds: int = 8, steps: int = 20) -> Ablation:
     """
     step = loop.step
     before = step.observer
-    observers = {True: NO_OBSERVER, False: _WithoutReduction()}
+    whole = NO_OBSERVER if isinstance(before, Marks) else before
+    observers = {True: whole, False: _WithoutReduction()}
     seconds: dict[bool, list[float]] = {True: [], False: []}
     with _kept(loop):
         try:
             for number in range(_WARM_UP + rounds):
-                for whole in (True, False) if number % 2 else (False, True):
-                    step.observer = observers[whole]
+                for reduces in (True, False) if number % 2 else (False, True):
+                    step.observer = observers[reduces]
                     start = time.perf_counter()
                     loop.train(loop.global_step + steps)
                     if number >= _WARM_UP:
-                        seconds[whole].append((time.perf_counter() - start) / steps)
+                        seconds[reduces].append((time.perf_counter() - start) / steps)
         finally:
             step.observer = before
     return Ablation(np.array(seconds[True]), np.array(seconds[False]))

@@ -14,6 +14,7 @@ from ctl.inspect.measure.clocks import barriers
 from ctl.inspect.measure.profile import with_collectives
 from ctl.inspect.measure.window import Pack, Window
 from ctl.marks import Marks, Ring
+from ctl.observer import Observer
 from ctl.workers import all_gather, cluster_of, is_multi_worker
 
 if TYPE_CHECKING:
@@ -39,6 +40,11 @@ class Recording:
         self.step = step
         self.steps = steps
         self._ring = Ring(step, steps + 1)  # a step begins when the one before was applied
+        if type(step.observer) not in (Observer, Marks):
+            raise UsageError(
+                "the step has an observer of its own, which an inspection would replace: set "
+                "step.observer = ctl.observer.NO_OBSERVER before"
+            )
         self._before = step.observer
         others = step.observer.stores if isinstance(step.observer, Marks) else ()
         self._marks = Marks(step, *others, self._ring)

@@ -78,7 +78,8 @@ def _graph_of_one_step(loop: Loop) -> tf.types.experimental.ConcreteFunction:
         return loop.step(loop.dataset.on_replica(batch, resident))
 
     function = tf.function(lambda e: loop.strategy.run(one_step, args=(e, feed.resident)))
-    observer, loop.step.observer = loop.step.observer, NO_OBSERVER
+    observer = loop.step.observer
+    loop.step.observer = NO_OBSERVER if observer.stamps else observer
     try:
         return function.get_concrete_function(iterator.element_spec)
     finally:
