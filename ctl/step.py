@@ -131,11 +131,6 @@ class TrainStep(BaseStep):
         self.strategy = strategy
         self._trainable = [v.value for v in self.model.trainable_variables]
         self._statistics = self.replica_statistics() if strategy.num_replicas_in_sync > 1 else []
-        self._undone = []
-        shared = isinstance(strategy, tf.distribute.ParameterServerStrategy)
-        if (self.loss_scale or self.on_nan == "skip") and not shared:
-            synchronized = replicas.batch_norm_statistics(self.model, synchronized=True)
-            self._undone = [*self.replica_statistics(), *synchronized]
         self._synchronizes = replicas.synchronizes(self.model)
         with strategy.scope():
             self.updater = Updater(
@@ -147,6 +142,11 @@ class TrainStep(BaseStep):
                 skip_nonfinite=self.on_nan == "skip",
                 jit_update=self.jit_update,
             )
+        self._undone = []
+        shared = isinstance(strategy, tf.distribute.ParameterServerStrategy)
+        if self.updater.judges_finiteness and not shared:
+            synchronized = replicas.batch_norm_statistics(self.model, synchronized=True)
+            self._undone = [*self.replica_statistics(), *synchronized]
         self.single_replica = replicas.is_alone(strategy)
         # Whether the loop calls the step as a function that is not inlined.
         self.noinline = noinline.is_needed(strategy, self.model)
