@@ -127,6 +127,8 @@ class Updater:
         optimizer: see `check_optimizer`. As in Keras, its ``weight_decay`` is decoupled and applied
             before the update, except to the variables that the optimizer excludes.
         variables: trainable `keras.Variable` objects, in the order of the gradients.
+        statistics: moving statistics of BatchNorm, which ``ema_decay`` averages too: those of the
+            trained weights do not fit averaged weights.
         schedule: learning rate as a function of the step; by default that of the optimizer.
         ema_decay: decay of an exponential moving average of the weights; None keeps no average. As
             in Keras, the average starts as the weights after the first update.
@@ -139,7 +141,7 @@ class Updater:
     Attributes:
         global_step: int64 scalar variable: batches seen.
         skipped: int64 scalar variable: updates skipped because a gradient was not finite.
-        ema: variables like the trainable ones; empty without ``ema_decay``.
+        ema: variables like ``variables`` and ``statistics``; empty without ``ema_decay``.
 
     Raises:
         UsageError: see `check_optimizer`; or a variable is to be overwritten by its gradient.
@@ -150,6 +152,7 @@ class Updater:
         optimizer: keras.optimizers.Optimizer,
         variables: Sequence[keras.Variable],
         *,
+        statistics: Sequence[keras.Variable] = (),
         schedule: Callable[[Any], Any] | None = None,
         ema_decay: float | None = None,
         loss_scale: bool = False,
@@ -164,6 +167,8 @@ class Updater:
             optimizer.build(variables)
         self.optimizer = optimizer
         self.variables = list(variables)
+        if ema_decay is not None:
+            self.variables += statistics
         self.schedule = schedule
         self.ema_decay = ema_decay
         self.jit_update = jit_update
@@ -173,7 +178,7 @@ class Updater:
         self.loss_scale = LossScale() if loss_scale else None
         self.ema = []
         if ema_decay is not None:
-            self.ema = [average_like(v) for v in variables]
+            self.ema = [average_like(v) for v in self.variables]
 
     def state(self) -> dict[str, list[tf.Variable]]:
         """Variables that a checkpoint must hold, by group."""
@@ -239,6 +244,7 @@ class Updater:
 
     def _update(self, strategy: tf.distribute.Strategy, gradients: Sequence) -> None:
         rate = self.learning_rate()
+        gradients = [*gradients, *[None] * (len(self.variables) - len(gradients))]
         first = tf.equal(self.optimizer.iterations.value, 0) if self.ema else None
         devices: dict[str, list[int]] = {}
         for index, variable in enumerate(self.variables):

@@ -224,8 +224,8 @@ def check_overrides(step: Any) -> None:
         if before in vars(step):
             raise UsageError(f"{kind}.{before} is part of {kind}.observer in this release")
     parameters = [*inspect.signature(step.reduce).parameters]
-    if parameters[3:4] != ["batch"]:
+    if parameters[3:4] != ["before"]:
         raise UsageError(
-            f"{kind}.reduce() must take (loss, count, gradients, batch), not "
-            f"({', '.join(parameters)})"
+            f"{kind}.reduce() must take (loss, count, gradients, before) and return (loss, count, "
+            f"gradients); it takes ({', '.join(parameters)})"
         )

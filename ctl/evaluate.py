@@ -102,6 +102,7 @@ def main() -> None:
     from ctl.data.explained import explained
     from ctl.evaluator import Evaluator
     from ctl.models import check_model, make_model
+    from ctl.replicas import statistics_of, training_norms
     from ctl.step import EvalStep
     from ctl.strategy import make_strategy
 
@@ -128,7 +129,7 @@ def main() -> None:
 
     averages = []
     if averaged:  # restored over the weights, or beside them if their type is narrower
-        for variable in model.trainable_variables:
+        for variable in [*model.trainable_variables, *statistics_of(training_norms(model))]:
             narrow = average_dtype(variable.value.dtype) != variable.value.dtype
             averages.append((variable, average_like(variable) if narrow else variable))
 

@@ -23,7 +23,7 @@ import functools
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import tensorflow as tf
 from absl import logging
@@ -31,37 +31,23 @@ from absl import logging
 from ctl import noinline, share, workers
 from ctl.actions import Action
 from ctl.checkpoint.manager import CheckpointManager, Saved
-from ctl.control.agreement import agree
+from ctl.control.agreement import agree, check_state
 from ctl.control.divergence import Divergence
 from ctl.control.ending import ending_well
-from ctl.control.pace import Pace, Totals
+from ctl.control.pace import Pace
 from ctl.control.signals import Signals, StopRequested
 from ctl.control.wakes import run_actions, status_of, steps_until_due
 from ctl.data.dataset import Dataset
-from ctl.data.feed import Block, Feed, Position, batch_of, next_block, open_feed
+from ctl.data.feed import Block, Feed, batch_of, next_block, open_feed
 from ctl.data.global_batches import as_dataset
 from ctl.errors import UsageError
 from ctl.evaluator import Evaluator, OnWake
 from ctl.logs.scalars import Scalars
+from ctl.losses import Losses, Outcome, Totals, no_losses
 from ctl.reduce import SUM
 from ctl.step import TraceKey, TrainStep
 from ctl.watch import watchdog
 from ctl.watch.flight import attach_progress_marks, watched_call
-
-
-class Losses(NamedTuple):
-    """Sums over the steps of one call, on one replica."""
-
-    total: tf.Tensor  # float32 scalar: sum of the losses, each divided by the global batch size
-    finite: tf.Tensor  # int32 scalar: number of steps before the first non-finite loss
-
-
-class Outcome(NamedTuple):
-    """Result of one call of `Steps.run`."""
-
-    totals: tf.Tensor  # float32 [3], see `Totals`
-    finite: tf.Tensor  # `Losses.finite` of each replica
-    position: Position | tuple[()]  # position in the feed after the steps
 
 
 class Steps:
@@ -97,15 +83,16 @@ class Steps:
         """
         strategy, position = self.strategy, feed.position
         strategy_run, numbers = self._variant()
-        losses = strategy.run(_no_losses)
+        losses = strategy.run(no_losses)
         while steps > 0:
             block, position = next_block(feed, position, steps)
             for number in numbers(block.first, block.end):
                 losses = strategy_run(args=(losses, block, number, feed.resident))
             steps -= block.end - block.first
-        # Losses are divided by the global batch size, so the sum over replicas is the sum of the
-        # mean losses of the global batches. The reports of the workers share this reduction.
-        totals = strategy.run(lambda loss: tf.concat([[loss], report], 0), args=(losses.total,))
+        # Each replica divides its losses by the number of examples of all replicas, so their sum is
+        # the mean loss. The reports of the workers share this reduction.
+        replicas = strategy.num_replicas_in_sync
+        totals = strategy.run(lambda losses: losses.totals(report, replicas), args=(losses,))
         return Outcome(strategy.reduce(SUM, totals, axis=None), losses.finite, position)
 
     def _one_step(
@@ -117,10 +104,9 @@ class Steps:
         # state, such as Dropout's seeds, therefore wait for the batch.
         with tf.control_dependencies(tf.nest.flatten(batch, expand_composites=True)):
             batch = self.step.observer.begin(self.dataset.on_replica(batch, resident))
-            total = losses.total + step(batch)
+            loss, count = step(batch)
             self.step.observer.end()
-        # NaN and Inf stay in the sum, so this counts the steps before the first of them.
-        return Losses(total, losses.finite + tf.cast(tf.math.is_finite(total), tf.int32))
+        return losses.plus(loss, count)
 
     @tf.autograph.experimental.do_not_convert
     def _variant(self) -> tuple[Callable[..., Losses], Callable]:
@@ -204,6 +190,7 @@ class Loop:
         self.feed: Feed | None = None
         self._feed_step = -1
         self._evaluated: dict[str, float] | None = None  # results at the current step
+        self._state_checked = False
 
     # Training -----------------------------------------------------------------------------------
 
@@ -253,7 +240,7 @@ class Loop:
                 assert self.feed is not None  # opened by `begin`
                 self.feed = self.feed._replace(position=outcome.position)
                 step = self._feed_step = step + steps
-                self._judge(step, steps, totals.loss, outcome.finite, skipped)
+                self._judge(step, steps, totals, outcome.finite, skipped)
                 if self._pace.took(seconds, steps, workers.mean(self.strategy, totals.pace)):
                     self.scalars.add_time(seconds, steps)
                 scalars = self._wake(step, total, seconds / steps)
@@ -261,7 +248,7 @@ class Loop:
                     raise StopRequested
         return scalars
 
-    def _judge(self, step: int, steps: int, loss: float, finite: Any, skipped: int) -> None:
+    def _judge(self, step: int, steps: int, totals: Totals, finite: Any, skipped: int) -> None:
         """Raises an error if the last call went wrong; else adds it to the window of scalars."""
         if self.global_step != step:
             raise UsageError(
@@ -273,10 +260,13 @@ class Loop:
             counts = self.strategy.experimental_local_results(finite)
             return workers.earliest(self.strategy, step - steps + 1 + min(int(c) for c in counts))
 
+        if not self._state_checked:
+            check_state(self.step)
+            self._state_checked = True
         skipped = self.step.updater.skipped_so_far() - skipped
-        self._divergence.check(step, steps, loss, skipped, first_bad)
+        self._divergence.check(step, steps, totals.loss, skipped, first_bad)
         self._evaluated = None
-        self.scalars.add(loss, steps, skipped)
+        self.scalars.add(totals.loss, totals.examples, skipped)
 
     def _ended(self, before: int, total: int) -> dict[str, float]:
         """Handles the end of the data in a call that began at step ``before``."""
@@ -342,12 +332,13 @@ class Loop:
     def save(self, metrics: dict[str, float] | None = None, *, wait: bool = False) -> None:
         """Saves the state and ``metrics`` in the background; with ``wait``, returns when they are
         on disk. Only the chief saves. Raises `CheckpointError` if a save failed, and `UsageError`
-        if the loop has no checkpoints."""
+        if the loop has no checkpoints or replicas differ in their state (`check_state`)."""
         if self.checkpoints is None:
             raise UsageError("this loop has no checkpoints: give Loop(checkpoints=...)")
         if not self._is_chief:
             return
         with watchdog.host("saving", self.global_step):
+            check_state(self.step, this_worker=True)
             self.checkpoints.save(self.global_step, self.step.state(), metrics, wait=wait)
 
     def restore(self) -> Saved | None:
@@ -393,7 +384,3 @@ class Loop:
         """While inside, SIGTERM and SIGINT let the current call end, save the state and raise
         `Preempted`. A second SIGINT raises `KeyboardInterrupt` at once. Main thread only."""
         return self.signals.noted()
-
-
-def _no_losses() -> Losses:
-    return Losses(tf.zeros([]), tf.zeros([], tf.int32))

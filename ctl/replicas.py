@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import keras
 import tensorflow as tf
@@ -65,32 +65,15 @@ def check_central_storage(
             )
 
 
-def _training_norms(model: keras.Model, synchronized: bool) -> list[keras.Layer]:
-    return [
-        layer
-        for layer in layers_of(model)
-        if isinstance(layer, keras.layers.BatchNormalization)
-        and layer.trainable
-        and layer.synchronized == synchronized
-    ]
+def training_norms(model: keras.Model) -> list[keras.layers.BatchNormalization]:
+    """BatchNorm layers that update their statistics in the forward pass: those not frozen."""
+    kind = keras.layers.BatchNormalization
+    return [layer for layer in layers_of(model) if isinstance(layer, kind) and layer.trainable]
 
 
-def batch_norm_statistics(model: keras.Model, synchronized: bool) -> list[tf.Variable]:
-    """Variables that the forward pass of BatchNorm layers updates: moving statistics, with
-    ``renorm`` also its own. Layers that are frozen update none.
-
-    Args:
-        model: the layers are those of this model.
-        synchronized: those of layers that use the batches of all replicas; otherwise, of layers
-            that use the replica's own part.
-    """
-    layers = _training_norms(model, synchronized)
-    return [v.value for layer in layers for v in layer.non_trainable_variables]
-
-
-def synchronizes(model: keras.Model) -> bool:
-    """Whether a BatchNorm layer that trains normalizes over the batches of all replicas."""
-    return bool(_training_norms(model, synchronized=True))
+def statistics_of(norms: Iterable[keras.layers.BatchNormalization]) -> list[keras.Variable]:
+    """Moving statistics of ``norms``, with ``renorm`` also its own."""
+    return [variable for norm in norms for variable in norm.non_trainable_variables]
 
 
 def dropout_seeds(model: keras.Model) -> list[tf.Variable]:
@@ -98,6 +81,14 @@ def dropout_seeds(model: keras.Model) -> list[tf.Variable]:
     so far."""
     variables = model.non_trainable_variables
     return [v.value for v in variables if v.path.endswith("seed_generator_state")]
+
+
+def other_state(model: keras.Model) -> list[keras.Variable]:
+    """Non-trainable variables of which ctl knows no purpose: neither statistics of `training_norms`
+    nor seeds."""
+    statistics = [variable.value for variable in statistics_of(training_norms(model))]
+    known = {id(variable) for variable in [*statistics, *dropout_seeds(model)]}
+    return [v for v in model.non_trainable_variables if id(v.value) not in known]
 
 
 @contextlib.contextmanager

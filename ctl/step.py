@@ -30,6 +30,7 @@ from ctl.base_step import BaseStep, EvalStep, check_overrides, cross_entropy, sc
 from ctl.errors import UsageError
 from ctl.observer import NO_OBSERVER, Observer
 from ctl.reduce import densify
+from ctl.statistics import Before, make_statistics
 
 if TYPE_CHECKING:
     from ctl.inspect.plan.plan import Plan
@@ -130,23 +131,26 @@ class TrainStep(BaseStep):
             raise UsageError(f"model {self.model.name} has no trainable variables; build it first")
         self.strategy = strategy
         self._trainable = [v.value for v in self.model.trainable_variables]
-        self._statistics = self.replica_statistics() if strategy.num_replicas_in_sync > 1 else []
-        self._synchronizes = replicas.synchronizes(self.model)
+        norms = replicas.training_norms(self.model)
+        self._synchronizes = any(norm.synchronized for norm in norms)
         with strategy.scope():
             self.updater = Updater(
                 self.optimizer,
                 self.model.trainable_variables,
+                statistics=replicas.statistics_of(norms),
                 schedule=schedule,
                 ema_decay=self.ema_decay,
                 loss_scale=self.loss_scale,
                 skip_nonfinite=self.on_nan == "skip",
                 jit_update=self.jit_update,
             )
-        self._undone = []
-        shared = isinstance(strategy, tf.distribute.ParameterServerStrategy)
-        if self.updater.judges_finiteness and not shared:
-            synchronized = replicas.batch_norm_statistics(self.model, synchronized=True)
-            self._undone = [*self.replica_statistics(), *synchronized]
+        self.statistics = make_statistics(
+            self.model,
+            self.replica_statistics(),
+            strategy,
+            micro_batches=self.accumulate_steps > 1,
+            undoes=self.updater.judges_finiteness,
+        )
         self.single_replica = replicas.is_alone(strategy)
         # Whether the loop calls the step as a function that is not inlined.
         self.noinline = noinline.is_needed(strategy, self.model)
@@ -180,7 +184,7 @@ class TrainStep(BaseStep):
     def reduced_specs(self) -> list[tf.Variable | tf.TensorSpec]:
         """Shapes and dtypes of the tensors that `reduce` may sum, in its order: gradients (some may
         be None), statistics of the replica, and the number of valid examples (if counted)."""
-        return [*self._trainable, *self._statistics, tf.TensorSpec([], tf.float32)]
+        return [*self._trainable, *self.statistics.specs(), tf.TensorSpec([], tf.float32)]
 
     def plan(self, *, xla: bool = False) -> Plan:
         """Reads from the graph what one step moves between replicas. Runs no step.
@@ -198,21 +202,22 @@ class TrainStep(BaseStep):
 
     # The step itself, on one replica ------------------------------------------------------------
 
-    def __call__(self, batch: Any) -> tf.Tensor:
+    def __call__(self, batch: Any) -> tuple[tf.Tensor, tf.Tensor]:
         """Trains on this replica's part of one global batch.
 
         Returns:
-            float32 scalar: the replica's loss divided by the global batch size; 0 if the update was
-            skipped. The sum over replicas is the mean loss of the global batch.
+            ``(loss, count)``, float32 scalars: the replica's loss divided by the global batch size,
+            and that size. The sum of the losses over replicas is the mean loss of the global batch.
+            Both are 0 if the update was skipped.
         """
-        count, statistics = self.count(batch), self.read_statistics()
+        count, before = self.count(batch), self.statistics.before(batch)
         loss, gradients = self.forward_backward(batch, count)
         self.observer.mark("backward", gradients)
-        loss, gradients = self.reduce(loss, count, gradients, batch)
+        loss, count, gradients = self.reduce(loss, count, gradients, before)
         finite = self.finite(gradients) if self.updater.judges_finiteness else None
         gradients = self.clip(gradients)
         self.apply(gradients, finite)
-        return loss if finite is None else self.undo_unless(finite, loss, statistics)
+        return self.outcome(loss, count, finite, before)
 
     def forward_backward(
         self, batch: Any, count: int | tf.Tensor
@@ -300,60 +305,46 @@ class TrainStep(BaseStep):
 
     @tf.autograph.experimental.do_not_convert
     def reduce(
-        self,
-        loss: tf.Tensor,
-        count: Any,
-        gradients: list[tf.Tensor | None],
-        batch: Any,
-    ) -> tuple[tf.Tensor, list[tf.Tensor | None]]:
+        self, loss: tf.Tensor, count: Any, gradients: list[tf.Tensor | None], before: Before
+    ) -> tuple[tf.Tensor, Any, list[tf.Tensor | None]]:
         """Sums gradients over replicas with `ctl.reduce.all_reduce`.
 
         The packs also carry the number of valid examples, unless it is known while tracing, and
-        the moving statistics of BatchNorm. Each replica has updated these with its own part of the
-        batch. They become their mean over replicas.
+        the moving statistics that each replica has updated with its own part of the batch.
 
         Args:
             loss, gradients: as returned by `forward_backward`.
             count: as returned by `count`.
-            batch: this replica's part of the global batch, whose size weights the statistics.
+            before: the statistics before the forward pass.
 
         Returns:
-            The replica's loss divided by the global batch size, and the gradients of the mean loss
-            of the global batch, equal on every replica.
+            The replica's loss divided by the global batch size, that size (an integer if ``count``
+            is one), and the gradients of the mean loss of the global batch, equal on every replica.
         """
         dense = [g for g in gradients if g is not None]
         counted = [] if isinstance(count, int) else [tf.cast(count, tf.float32)]
-        statistics = [v.read_value() for v in self._statistics]
-        examples = share.rows(batch) if statistics else 0
-        uneven = not isinstance(examples, int)
-        if uneven:
-            # A replica without examples adds 0, even if its statistics are NaN.
-            wide = [share.widened(s) for s in statistics]
-            weigh = tf.math.multiply_no_nan
-            statistics = [weigh(s, tf.cast(examples, s.dtype)) for s in wide]
-            statistics.append(tf.cast(examples, tf.float32))
+        statistics = self.statistics.terms(before)
         reduced = self.observer.all_reduce(
             [*dense, *statistics, *counted],
             bytes_per_pack=self.bytes_per_pack,
             options=self.options,
         )
-        totals = reduced[len(dense) : len(dense) + len(statistics)]
-        weights = totals.pop() if uneven else self.strategy.num_replicas_in_sync
-        for variable, total in zip(self._statistics, totals, strict=True):
-            mean = total / tf.cast(weights, total.dtype)
-            variable.assign(tf.cast(mean, variable.dtype))
-        dense = reduced[: len(dense)]
+        after = len(dense) + len(statistics)
+        replicas_in_sync = self.strategy.num_replicas_in_sync
+        self.statistics.assign(reduced[len(dense) : after], before, replicas_in_sync)
+        dense, total = reduced[: len(dense)], reduced[after:]
         if counted:
-            dense = [tf.math.divide_no_nan(g, tf.cast(reduced[-1], g.dtype)) for g in dense]
+            dense = [tf.math.divide_no_nan(g, tf.cast(total[0], g.dtype)) for g in dense]
             variables = zip(gradients, self._trainable, strict=True)
             dtypes = [v.dtype for g, v in variables if g is not None]
             dense = [tf.cast(g, dtype) for g, dtype in zip(dense, dtypes, strict=True)]
-            loss = tf.math.divide_no_nan(loss, reduced[-1])
+            loss = tf.math.divide_no_nan(loss, total[0])
         loss_scale = self.updater.loss_scale
         if loss_scale is not None:
             dense = [g / tf.cast(loss_scale.scale, g.dtype) for g in dense]
         left = iter(dense)
-        return loss, [None if g is None else next(left) for g in gradients]
+        gradients = [None if g is None else next(left) for g in gradients]
+        return loss, total[0] if counted else count * replicas_in_sync, gradients
 
     @tf.autograph.experimental.do_not_convert
     def finite(self, gradients: list[tf.Tensor | None]) -> tf.Tensor:
@@ -374,15 +365,15 @@ class TrainStep(BaseStep):
         """Applies reduced gradients with `ctl.apply.Updater`, in the same way on all replicas."""
         tf.distribute.get_replica_context().merge_call(self.updater, args=(gradients, finite))
 
-    def read_statistics(self) -> list[tf.Tensor]:
-        """Moving statistics before the step, for `undo_unless`; empty if no step is skipped."""
-        return [v.read_value() for v in self._undone]
-
-    def undo_unless(self, finite: tf.Tensor, loss: tf.Tensor, statistics: list) -> tf.Tensor:
-        """Unless ``finite``, restores the ``statistics``. Returns the loss, or 0 in that case."""
-        for variable, before in zip(self._undone, statistics, strict=True):
-            variable.assign(tf.where(finite, variable.read_value(), before))
-        return tf.where(finite, loss, 0.0)
+    def outcome(
+        self, loss: tf.Tensor, count: Any, finite: tf.Tensor | None, before: Before
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """Returns ``loss`` and ``count``; zeros, with the statistics undone, unless ``finite``."""
+        count = tf.cast(count, tf.float32)
+        if finite is None:
+            return loss, count
+        self.statistics.undo_unless(finite, before)
+        return tf.where(finite, loss, 0.0), tf.where(finite, count, 0.0)
 
     # State that differs between replicas --------------------------------------------------------
 
@@ -390,7 +381,9 @@ class TrainStep(BaseStep):
         """Variables that the forward pass updates separately on each replica and that `reduce`
         replaces by their mean: the moving statistics of BatchNorm layers that train, unless they
         are synchronized. Override to add those of your own layers."""
-        return replicas.batch_norm_statistics(self.model, synchronized=False)
+        norms = replicas.training_norms(self.model)
+        own = replicas.statistics_of(norm for norm in norms if not norm.synchronized)
+        return [variable.value for variable in own]
 
     def offset_dropout_seeds(self) -> None:
         """Gives each replica its own Dropout seeds. `build` and `Loop.restore` call it, because all

@@ -59,7 +59,7 @@ class Pretend:
         self.calls.append(steps)
         self._now += steps * self.seconds_per_step
         self._global_step.assign_add(steps)
-        totals = tf.constant([float(steps), *report.numpy()])
+        totals = tf.constant([1.0, float(steps), *report.numpy()])
         return Outcome(totals, tf.constant(steps), feed.position)
 
 

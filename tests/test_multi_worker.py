@@ -16,7 +16,7 @@ from pathlib import Path
 import keras
 import numpy as np
 import pytest
-from helpers import BATCH, CLASSES, FEATURES, examples, largest_difference
+from helpers import BATCH, CLASSES, FEATURES, batches_of_files, examples, largest_difference
 from worker_jobs import WORKER, codes, finished, last_line, said, weights
 
 from ctl import launch
@@ -29,7 +29,7 @@ from ctl.watch import hang
 pytestmark = pytest.mark.slow  # starts processes
 
 
-def one_device(mirrored, synchronized: bool = False):
+def one_device(mirrored, synchronized: bool = False, data=None):
     """The same training on one replica."""
     strategy = mirrored(1)
     keras.utils.set_random_seed(0)
@@ -44,7 +44,7 @@ def one_device(mirrored, synchronized: bool = False):
         step = TrainStep(model, keras.optimizers.AdamW(0.01), clip_norm=0.3)
         metric = keras.metrics.SparseCategoricalAccuracy("accuracy")
         evaluation = EvalStep(model, metrics=[metric])
-    data = InMemory(examples(), global_batch_size=BATCH * 3)
+    data = data or InMemory(examples(), global_batch_size=BATCH * 3)
     test = InMemory(examples(101, seed=1), global_batch_size=BATCH, training=False)
     loop = Loop(
         step, data, strategy=strategy, evaluator=Evaluator(evaluation, test, strategy=strategy)
@@ -67,6 +67,25 @@ def test_equals_one_device(job, tmp_path, mirrored, workers):
         # TensorFlow's own time limit would be a thread for every step, which outlives it; some are
         # left of how the strategy began.
         assert (saved["threads"] == "collective_ops").sum() < 10 < len(saved["threads"])
+
+
+def test_files_of_ones_own_equal_one_device(job, tmp_path, mirrored):
+    """With one file for each worker, the global batches would be others."""
+    data = batches_of_files(tmp_path, BATCH * 3)
+    reference, _ = one_device(mirrored, data=data)
+    with job(tmp_path, "files=1") as processes:
+        assert codes(processes) == [0, 0], said(tmp_path, 0)[-2000:]
+    for saved in finished(tmp_path, 2):
+        assert largest_difference(weights(saved), reference) <= 1e-6
+
+
+def test_workers_that_shuffle_differently_are_refused(job, tmp_path):
+    batches_of_files(tmp_path, 1)
+    with job(tmp_path, "shuffle=1", "seeds=1") as processes:
+        assert codes(processes) == [2, 2]
+    for worker in range(2):
+        said_last = last_line(tmp_path, worker)
+        assert "the workers do not agree: data: first batch is " in said_last
 
 
 def test_several_devices_per_worker_equal_one(job, tmp_path, mirrored):

@@ -239,7 +239,9 @@ def test_all_of_the_step_compiled_equals_plain_keras(options):
 
 
 @REPLICAS
-def test_batch_norm_statistics_are_the_mean_over_replicas(mirrored, replicas):
+def test_batch_norm_statistics_are_those_of_one_replica(mirrored, replicas):
+    """The layer sees the data, so its statistics do not depend on how batches are split."""
+
     def model():
         return keras.Sequential(
             [
@@ -254,9 +256,8 @@ def test_batch_norm_statistics_are_the_mean_over_replicas(mirrored, replicas):
     loop = train(strategy, model, lambda: keras.optimizers.SGD(0.0), arrays)
     mean, variance = np.zeros(FEATURES), np.ones(FEATURES)
     for features, _ in cut(arrays):
-        parts = np.split(features.astype(np.float64), replicas)
-        mean = 0.8 * mean + 0.2 * np.mean([p.mean(axis=0) for p in parts], axis=0)
-        variance = 0.8 * variance + 0.2 * np.mean([p.var(axis=0) for p in parts], axis=0)
+        mean = 0.8 * mean + 0.2 * features.astype(np.float64).mean(axis=0)
+        variance = 0.8 * variance + 0.2 * features.astype(np.float64).var(axis=0)
     norm = loop.step.model.get_layer("norm")
     np.testing.assert_allclose(norm.moving_mean.numpy(), mean, atol=1e-6)
     np.testing.assert_allclose(norm.moving_variance.numpy(), variance, atol=1e-6)
@@ -593,7 +594,7 @@ def test_what_an_earlier_release_would_have_used_is_refused():
         (Compute, r"^Compute.compute\(\) is loss_and_gradients\(\) in this release: rename it"),
         (
             Reduce,
-            r"^Reduce.reduce\(\) must take \(loss, count, gradients, batch\), not \(loss, cou",
+            r"^Reduce.reduce\(\) must take \(loss, count, gradients, before\) and return",
         ),
         (AllReduce, "^AllReduce.all_reduce is part of AllReduce.observer in this release"),
     ):
@@ -616,7 +617,8 @@ def test_counted_gradients_are_sums_until_they_are_reduced(dtype):
     def both_sides():
         def replica():
             loss, sums = step.forward_backward(batch, tf.constant(7.0))
-            return sums, step.reduce(loss, tf.constant(7.0), sums, batch)[1]
+            before = step.statistics.before(batch)
+            return sums, step.reduce(loss, tf.constant(7.0), sums, before)[2]
 
         return strategy.run(replica)
 

@@ -57,8 +57,8 @@ class Trained:
         import ctl
 
         class Alone(ctl.TrainStep):
-            def reduce(self, loss, count, gradients, batch):
-                return loss, gradients
+            def reduce(self, loss, count, gradients, before):
+                return loss, count, gradients
 
         keras.utils.set_random_seed(1)
         with self.placement.strategy.scope():

@@ -51,8 +51,8 @@ def make_loops() -> dict[str, Any]:
     class Own(ctl.TrainStep):
         """The step without all-reduce and update."""
 
-        def reduce(self, loss, count, gradients, batch):
-            return loss, gradients
+        def reduce(self, loss, count, gradients, before):
+            return loss, count, gradients
 
         def apply(self, gradients, finite=None):
             with tf.control_dependencies([g for g in gradients if g is not None]):

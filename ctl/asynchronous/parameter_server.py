@@ -24,7 +24,8 @@ from ctl.data.dataset import Dataset
 from ctl.data.feed import Feed, element_of
 from ctl.errors import CtlError, PeerError, UsageError
 from ctl.evaluator import Evaluator
-from ctl.loop import Loop, Outcome, Steps
+from ctl.loop import Loop, Steps
+from ctl.losses import Outcome
 from ctl.step import EvalStep, TraceKey, TrainStep
 
 _POLL_SECONDS = 0.001
@@ -90,7 +91,7 @@ class _RemoteSteps(Steps):
         return Feed(iter(examples.prefetch(_PREFETCH)), ())
 
     @tf.function
-    def _train_step(self, batch: Any) -> tf.Tensor:
+    def _train_step(self, batch: Any) -> tuple[tf.Tensor, tf.Tensor]:
         return self.strategy.run(self.step, args=(batch,))
 
     def run(self, feed: Feed, steps: tf.Tensor, report: tf.Tensor, trace_key: TraceKey) -> Outcome:
@@ -107,9 +108,11 @@ class _RemoteSteps(Steps):
             self.step.global_step.assign(begin + len(remote))
         if len(remote) < count:
             raise tf.errors.OutOfRangeError(None, None, "the dataset has ended")
-        losses = np.array([loss.fetch() for loss in remote], np.float64)
+        losses, examples = np.array([pair.fetch() for pair in remote], np.float64).T
         finite = count if np.isfinite(losses).all() else int(np.isfinite(losses).argmin())
-        totals = tf.constant([losses.sum(), float(self._roll_call.asked_to_stop), 0.0])
+        mean = (losses * examples).sum() / max(examples.sum(), np.finfo(np.float64).tiny)
+        stop = float(self._roll_call.asked_to_stop)
+        totals = tf.constant([mean, examples.sum(), stop, 0.0])
         return Outcome(totals, tf.constant(finite), ())
 
     def _step_number(self) -> int:

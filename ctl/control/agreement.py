@@ -1,10 +1,14 @@
-"""Checks that all workers run the same step; TensorFlow would silently sum the wrong tensors."""
+"""Checks that all workers run the same step, and that all replicas hold the same state.
+
+TensorFlow would silently sum the wrong tensors, and a checkpoint holds the state of one replica.
+"""
 
 from __future__ import annotations
 
 import functools
 import hashlib
 import inspect
+import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -14,6 +18,7 @@ from absl import logging
 import ctl
 from ctl import replicas, workers
 from ctl.data.dataset import Dataset
+from ctl.errors import UsageError
 from ctl.step import TrainStep
 from ctl.watch import watchdog
 
@@ -55,6 +60,41 @@ def agree(step: TrainStep, dataset: Dataset, trace: Callable[[], Any]) -> None:
     trace()
     workers.barrier(strategy, watchdog.FIRST_CALL_SECONDS)
     workers.check_agreement(strategy, plan_facts(step))
+
+
+def check_state(step: TrainStep, *, this_worker: bool = False) -> None:
+    """Refuses state of a user's layers that differs between replicas.
+
+    Args:
+        step: a built step, after at least one call.
+        this_worker: compares the replicas of this worker only. Otherwise all workers must call it.
+
+    Raises:
+        UsageError: the forward pass has given a variable another value on each replica.
+    """
+    strategy, combined = step.strategy, {id(v) for v in step.statistics.combined}
+    state = [v for v in replicas.other_state(step.model) if id(v.value) not in combined]
+    if not state or strategy.num_replicas_in_sync == 1:
+        return
+    values = {
+        v.path: {
+            _hash([one.numpy().tobytes()]) for one in strategy.experimental_local_results(v.value)
+        }
+        for v in state
+    }
+    if not this_worker and workers.is_multi_worker(strategy):
+        mine = json.dumps({path: sorted(hashes) for path, hashes in values.items()}).encode()
+        for text in workers.all_gather(strategy, mine, "comparing the state"):
+            for path, hashes in json.loads(text).items():
+                values[path].update(hashes)
+    different = [path for path, hashes in values.items() if len(hashes) > 1]
+    if different:
+        raise UsageError(
+            f"variable {', '.join(different)} differs between replicas: its layer updates it with "
+            "the replica's part of the batch, and a checkpoint holds one value. For the mean over "
+            "replicas, return its .value from TrainStep.replica_statistics(); for the value of "
+            "replica 0, make it with add_weight(aggregation='only_first_replica')"
+        )
 
 
 def _sources(step: TrainStep) -> dict[str, str]:

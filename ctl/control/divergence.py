@@ -34,7 +34,7 @@ class Divergence:
         Args:
             step: global step after the call.
             steps: number of steps of the call.
-            loss: sum of the losses of these steps.
+            loss: mean loss of these steps.
             skipped: number of these steps whose update was skipped.
             first_bad: returns the first step whose loss is not finite; called if ``loss`` is not.
 

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import tensorflow as tf
 
 # Target duration of a call, in seconds. Between calls, Python handles signals and runs actions that
 # are due by time, which costs about 1 ms.
 _WAKE_SECONDS = 0.5
-
-
-class Totals(NamedTuple):
-    """Sums over all replicas after a call of the loop: losses and the reports of the workers."""
-
-    loss: float  # sum of the mean losses of the global batches
-    stop: float  # above 0 if a worker was asked to stop
-    pace: float  # sum of the seconds per step that workers measured, see `Pace.report`
 
 
 class Pace:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import tensorflow as tf
@@ -17,7 +18,10 @@ class GlobalBatches:
     It resumes with ``skip``, which reads and drops all earlier batches. This is exact if the
     dataset is deterministic, at a cost that grows with the step. In training, the dataset is
     repeated without end. Elements without examples are left out. Autotuning is turned off (see
-    `distribution_options`) unless the dataset's options turn it on.
+    `ctl.data.dataset.distribution_options`) unless the dataset's options turn it on.
+
+    With several workers, each reads all global batches and takes its part of each, unless the
+    dataset's options have an ``auto_shard_policy``.
     """
 
     num_examples: int | None = None
@@ -36,10 +40,13 @@ class GlobalBatches:
             global_batch_size: examples in an element; by default its static leading dimension.
             training: whether to repeat ``dataset`` without end.
         """
-        if dataset.options().autotune.enabled is None:
-            options = tf.data.Options()
+        given, policies = dataset.options(), tf.data.experimental.AutoShardPolicy
+        options = tf.data.Options()
+        if given.autotune.enabled is None:
             options.autotune.enabled = False
-            dataset = dataset.with_options(options)
+        if given.experimental_distribute.auto_shard_policy == policies.AUTO:
+            options.experimental_distribute.auto_shard_policy = policies.DATA
+        dataset = dataset.with_options(options)
         specs = tf.nest.flatten(dataset.element_spec)
         if any(spec.shape.rank != 0 and spec.shape[0] is None for spec in specs):
             dataset = dataset.filter(_has_examples)
@@ -72,8 +79,12 @@ class GlobalBatches:
         return element
 
     def fingerprint(self) -> dict[str, Any]:
-        """Returns an empty dict, since the data are unknown."""
-        return {}
+        """Returns a hash of the first batch: workers must not shuffle differently."""
+        content = hashlib.sha256()
+        for batch in self._dataset.take(1):
+            for tensor in tf.nest.flatten(batch, expand_composites=True):
+                content.update(tf.io.serialize_tensor(tensor).numpy())
+        return {"first batch": content.hexdigest()[:12]}
 
 
 @tf.autograph.experimental.do_not_convert

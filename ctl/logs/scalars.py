@@ -21,14 +21,15 @@ class Scalars:
 
     def reset(self) -> None:
         """Starts a new window."""
-        self._loss = self._seconds = 0.0
-        self._updates = self._timed_steps = self._skipped = 0
+        self._loss = self._examples = self._seconds = 0.0
+        self._timed_steps = self._skipped = 0
         self._step.reset_metrics()
 
-    def add(self, loss: float, steps: int, skipped: int) -> None:
-        """Adds ``steps``, ``skipped`` of them without update; ``loss`` is the sum of the others."""
-        self._loss += loss
-        self._updates += steps - skipped
+    def add(self, loss: float, examples: float, skipped: int) -> None:
+        """Adds steps: their mean ``loss`` over ``examples`` (or the sum of the weights), and the
+        number of steps whose update was ``skipped``, which have no part in the loss."""
+        self._loss += loss * examples
+        self._examples += examples
         self._skipped += skipped
 
     def add_time(self, seconds: float, steps: int) -> None:
@@ -38,7 +39,7 @@ class Scalars:
 
     def read(self) -> dict[str, float]:
         """The scalars by name. With several workers, all must read at the same steps."""
-        scalars = {"loss": self._loss / max(1, self._updates)}
+        scalars = {"loss": self._loss / self._examples if self._examples else 0.0}
         with watchdog.collective("reading the metrics"):
             scalars |= self._step.results()
         updater = self._step.updater

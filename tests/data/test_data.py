@@ -221,10 +221,28 @@ def test_your_own_tf_data_is_endless_to_train_and_skipped_to_resume():
     assert isinstance(dataset, GlobalBatches) and dataset.global_batch_size == 4
     assert dataset.batches().cardinality() == tf.data.INFINITE_CARDINALITY
     assert take(dataset, 1, 2).tolist() == [[4, 5, 6, 7], [0, 1, 2, 3]]
-    assert dataset.resident(tf.distribute.get_strategy()) == () and dataset.fingerprint() == {}
+    assert dataset.resident(tf.distribute.get_strategy()) == ()
     assert dataset.on_replica("element", ()) == "element"
     once = as_dataset(tf.data.Dataset.range(10).batch(4), training=False)
     assert [len(batch) for batch in once.batches()] == [4, 4, 2]
+
+
+def test_your_own_tf_data_is_not_sharded_by_file_unless_you_say_so():
+    policy = tf.data.experimental.AutoShardPolicy
+    for given, wanted in ((policy.AUTO, policy.DATA), (policy.FILE, policy.FILE)):
+        options = tf.data.Options()
+        options.experimental_distribute.auto_shard_policy = given
+        own = tf.data.Dataset.range(10).batch(4).with_options(options)
+        of_batches = as_dataset(own).batches().options().experimental_distribute
+        assert of_batches.auto_shard_policy == wanted
+
+
+def test_workers_that_shuffle_differently_have_other_first_batches():
+    def first(seed):
+        own = tf.data.Dataset.range(100).shuffle(100, seed=seed).batch(10)
+        return as_dataset(own.map(lambda batch: {"x": tf.strings.as_string(batch)})).fingerprint()
+
+    assert first(1) == first(1) != first(2)
 
 
 def test_a_batch_size_that_is_not_static_is_unknown_unless_given():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -24,6 +25,22 @@ def examples(count: int = 20 * BATCH, seed: int = 0) -> tuple[np.ndarray, np.nda
     random = np.random.default_rng(seed)
     features = random.normal(size=(count, FEATURES)).astype(np.float32)
     return features, random.integers(0, CLASSES, count)
+
+
+def batches_of_files(directory: Path, size: int) -> tf.data.Dataset:
+    """The `examples` from two files, which TensorFlow would give to one worker each."""
+    paths = [directory / f"{number}.records" for number in range(2)]
+    if not all(path.exists() for path in paths):
+        for path, part in zip(paths, np.array_split(np.c_[examples()], 2), strict=True):
+            with tf.io.TFRecordWriter(str(path)) as writer:
+                for row in part.astype("float32"):
+                    writer.write(row.tobytes())
+
+    def parsed(record):
+        row = tf.ensure_shape(tf.io.decode_raw(record, tf.float32), [FEATURES + 1])
+        return row[:-1], tf.cast(row[-1], tf.int64)
+
+    return tf.data.TFRecordDataset([str(path) for path in paths]).map(parsed).batch(size)
 
 
 def mlp(**kwargs) -> keras.Model:

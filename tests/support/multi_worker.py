@@ -23,7 +23,7 @@ console.load_tensorflow()
 import keras  # noqa: E402
 import numpy as np  # noqa: E402
 import tensorflow as tf  # noqa: E402
-from helpers import BATCH, CLASSES, FEATURES, examples  # noqa: E402
+from helpers import BATCH, CLASSES, FEATURES, batches_of_files, examples  # noqa: E402
 from tensorflow.python.distribute import collective_all_reduce_strategy  # noqa: E402
 
 import ctl  # noqa: E402
@@ -122,9 +122,9 @@ class Step(ctl.TrainStep):
 class Other(Step):
     """Other code than on the other worker, for the same graph of all-reduces."""
 
-    def reduce(self, loss, count, gradients, batch):
-        loss, gradients = super().reduce(loss, count, gradients, batch)
-        return loss, [2 * gradient for gradient in gradients]
+    def reduce(self, loss, count, gradients, before):
+        loss, count, gradients = super().reduce(loss, count, gradients, before)
+        return loss, count, [2 * gradient for gradient in gradients]
 
 
 class Ending(ctl.data.InMemory):
@@ -195,6 +195,10 @@ def train(
         evaluation = ctl.EvalStep(network, metrics=[metric])
     batch = BATCH * 3 * (2 if "differ" in OPTIONS and me.index else 1)
     data = ctl.data.InMemory(examples(), global_batch_size=batch)
+    if "files" in OPTIONS:
+        data = batches_of_files(OUT, batch)
+    if "shuffle" in OPTIONS:  # its seed is that of the process
+        data = batches_of_files(OUT, batch).unbatch().shuffle(99).batch(batch)
     if FAULT == "end":
         data = Ending(examples(), global_batch_size=batch)
     test = ctl.data.InMemory(examples(101, seed=1), global_batch_size=BATCH, training=False)

@@ -36,11 +36,11 @@ me = cluster.resolve(None, None)
 class OneMore(ctl.TrainStep):
     """Worker 1 reduces one tensor more, of the same shape as one of the others."""
 
-    def reduce(self, loss, count, gradients, batch):
-        loss, gradients = super().reduce(loss, count, gradients, batch)
+    def reduce(self, loss, count, gradients, before):
+        loss, count, gradients = super().reduce(loss, count, gradients, before)
         if me.index == 1:
             all_reduce([gradients[-1]], options=self.options)
-        return loss, gradients
+        return loss, count, gradients
 
 
 def wide(units: int) -> keras.Model:

@@ -1,0 +1,52 @@
+"""Losses of the steps of one call: added up on each replica, then combined over replicas."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+
+class Losses(NamedTuple):
+    """Sums over the steps of one call, on one replica. Batches may differ in size."""
+
+    total: tf.Tensor  # float32 scalar: sum of the replica's losses of all examples
+    examples: tf.Tensor  # float32 scalar: number of valid examples of all replicas
+    finite: tf.Tensor  # int32 scalar: number of steps before the first non-finite loss
+
+    @tf.autograph.experimental.do_not_convert
+    def plus(self, loss: tf.Tensor, count: tf.Tensor) -> Losses:
+        """Adds a step. Arguments as returned by `ctl.TrainStep.__call__`."""
+        # NaN and Inf stay in the sum, so `finite` counts the steps before the first of them.
+        total = self.total + loss * count
+        finite = self.finite + tf.cast(tf.math.is_finite(total), tf.int32)
+        return Losses(total, self.examples + count, finite)
+
+    @tf.autograph.experimental.do_not_convert
+    def totals(self, report: tf.Tensor, replicas: int) -> tf.Tensor:
+        """float32 [4] that gives `Totals` when it is summed over ``replicas``. ``report``: see
+        `ctl.control.pace.Pace.report`."""
+        loss = tf.math.divide_no_nan(self.total, self.examples)
+        return tf.concat([[loss, self.examples / replicas], report], axis=0)
+
+
+class Totals(NamedTuple):
+    """Sums over all replicas after a call of the loop: losses and the reports of the workers."""
+
+    loss: float  # mean over the valid examples of all steps whose update was not skipped
+    examples: float  # number of these examples, or the sum of their weights
+    stop: float  # above 0 if a worker was asked to stop
+    pace: float  # sum of the seconds per step that workers measured, see `Pace.report`
+
+
+class Outcome(NamedTuple):
+    """Result of one call of `ctl.loop.Steps.run`."""
+
+    totals: tf.Tensor  # float32 [4], see `Totals`
+    finite: tf.Tensor  # `Losses.finite` of each replica
+    position: Any  # position in the feed after the steps, see `ctl.data.feed`
+
+
+def no_losses() -> Losses:
+    """The losses of no step."""
+    return Losses(tf.zeros([]), tf.zeros([]), tf.zeros([], tf.int32))

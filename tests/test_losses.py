@@ -1,0 +1,58 @@
+"""The logged loss is the mean over examples, whatever the sizes of the batches."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import BATCH, examples, keras_loss, make_loop
+
+SIZES = BATCH, 5
+
+
+def batches(features, labels, weights) -> tf.data.Dataset:
+    """A batch of 16 and one of 5, again and again."""
+    parts = [np.split(array, [BATCH]) for array in (features, labels, weights)]
+
+    def given():
+        yield from zip(*parts, strict=True)
+
+    signature = tuple(
+        tf.TensorSpec([None, *array.shape[1:]], array.dtype)
+        for array in (features, labels, weights)
+    )
+    return tf.data.Dataset.from_generator(given, output_signature=signature)
+
+
+def logged(strategy, given, **options) -> tuple[float, keras.Model]:
+    loop = make_loop(
+        strategy, optimizer=lambda: keras.optimizers.SGD(0.0), data=batches(*given), **options
+    )
+    return loop.train(6)["loss"], loop.step.model
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("options", [{}, {"accumulate_steps": 2}, {"on_nan": "skip"}], ids=str)
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_it_is_the_mean_over_examples(mirrored, replicas, options, weighted):
+    features, labels = examples(sum(SIZES))
+    weights = np.ones(len(labels), "float32")
+    if weighted:
+        weights[:BATCH] = np.linspace(0, 3, BATCH)
+    labels[BATCH:] = labels[0]  # the short batches have another loss
+    loss, model = logged(mirrored(replicas), (features, labels, weights), **options)
+    losses = keras_loss(labels, model(features)).numpy().astype("float64")
+    means = [losses[:BATCH].mean(), losses[BATCH:].mean()]
+    expected = np.average(losses, weights=weights)
+    assert abs(np.mean(means) - expected) > 1e-2
+    assert loss == pytest.approx(expected, rel=1e-5)
+
+
+def test_skipped_batches_have_no_part_in_it(mirrored):
+    features, labels = examples(sum(SIZES))
+    features[2, 3] = np.nan
+    weights = np.ones(len(labels), "float32")
+    loss, model = logged(mirrored(2), (features, labels, weights), on_nan="skip")
+    short = keras_loss(labels[BATCH:], model(features[BATCH:]))
+    assert loss == pytest.approx(float(tf.reduce_mean(short)), rel=1e-5)
