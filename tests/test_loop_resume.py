@@ -113,7 +113,7 @@ def assert_all_is_in_play(state: dict[str, np.ndarray], replicas: int) -> None:
 
     assert len(values("seed_generator_state")) == 2 * replicas
     assert len({v.tobytes() for v in values("seed_generator_state")}) == 2 * replicas
-    assert len(values("moving_")) == 4 * replicas
+    assert len(values("moving_")) == 8 * replicas  # with their averages
     assert all(np.any(v != 0) and np.any(v != 1) for v in values("moving_"))
     assert len(values("ema")) == len({v.tobytes() for v in values("ema")}) * replicas
     assert all(np.any(v != 0) for v in values("momentum") + values("velocity"))
