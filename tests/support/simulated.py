@@ -18,6 +18,7 @@ def windows(
     packs: int = 1,
     *,
     late: tuple[int, str, float] | None = None,
+    in_order: bool = True,
     offsets: dict[int, float] | None = None,
     noise: float = 0.05,
     seed: int = 0,
@@ -27,6 +28,7 @@ def windows(
 
     Args:
         late: ``(worker, phase, seconds)``: that phase of that worker takes so much longer.
+        in_order: whether each pack waits for the one before it.
         offsets: seconds by which clocks of workers are ahead of worker 0's.
         noise: standard deviation of each duration, relative to it.
     """
@@ -52,11 +54,12 @@ def windows(
         done = np.full(rows, -np.inf)
         for k in range(packs):
             row[f"ready{k}"] = row["forward"] + backward * (k + 1) / packs
-            start = np.maximum(row[f"ready{k}"], done).max()
+            start = np.maximum(row[f"ready{k}"], done if in_order else 0.0).max()
             transfer = TRANSFER * max(0.1, 1 + noise * random.normal())
             done = start + transfer + 2e-5 * random.random(rows)
             row[f"done{k}"] = done
-        now = np.maximum(done, row["backward"]) + takes("apply")
+        reduced = np.max([row[f"done{k}"] for k in range(packs)] + [row["backward"]], axis=0)
+        now = reduced + takes("apply")
         row["apply"] = now
         stamps[:, step] = np.stack([row[name] for name in names], axis=1)
     arrived = (
@@ -74,7 +77,7 @@ def windows(
             names=tuple(names),
             stamps=stamps[worker_of == worker] + ahead[worker],
             packs=tuple(Pack(f"pack{k}", 4_000_000 // packs) for k in range(packs)),
-            in_order=True,
+            in_order=in_order,
             barriers=np.stack([arrived[:, worker], left[:, worker]], axis=1) + ahead[worker],
             description=f"simulated: {workers} workers with {replicas} replicas",
         )

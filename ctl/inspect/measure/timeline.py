@@ -132,8 +132,9 @@ class Timeline:
         hidden: float64 [N, S]: communication while this row still computed.
         exposed: float64 [N, S]: communication after its backward pass.
         packs: in the order in which they are reduced.
-        late: float64 [N, S]: how much later than the median of the other rows this row came to the
-            packs, summed over the packs.
+        late: float64 [N, S]: how much later than the median of the other rows this row had the
+            gradients of a pack ready; of the pack for which this is longest, at least 0. So a delay
+            counts once, however many packs it makes late.
         clocks: one for each worker.
         description: of the run, for people.
         plan: the plan of worker 0 as JSON, see `ctl.inspect.plan.plan`; or None.
@@ -242,9 +243,8 @@ def _timeline(
     computed = np.maximum(np.where(whole, marks["apply"], marks["backward"]), forward)
     applied = np.maximum(marks["apply"], computed)
 
-    packs = []
+    packs, spans = [], []
     late = np.zeros(begin.shape)
-    union = np.zeros(begin.shape)
     exposed = {name: np.zeros(begin.shape) for name in ("pack", "wait", "transfer")}
     covered, covered_after = np.full(begin.shape, -np.inf), computed
     before = np.full(begin.shape, -np.inf)
@@ -272,8 +272,10 @@ def _timeline(
                 bus_factor=factor,
             )
         )
-        late += np.maximum(0.0, begun - _median_of_others(begun))
-        union += np.maximum(0.0, done - np.maximum(start, covered))
+        # Not ``begun``: it waits for the pack before, which the same delay has made late.
+        came = np.minimum(ready, done)
+        late = np.maximum(late, came - _median_of_others(came))
+        spans.append((start, done))
         moments = [start, begun, np.clip(all_there, begun, ended), ended, done]
         for name, since, until in zip(
             ("pack", "wait", "transfer", "pack"), moments, moments[1:], strict=False
@@ -302,7 +304,7 @@ def _timeline(
         marks=marks,
         step_seconds=applied - begin,
         phases=phases,
-        hidden=union - total,
+        hidden=covered_seconds(spans) - total,
         exposed=total,
         packs=tuple(packs),
         late=late,
@@ -310,6 +312,24 @@ def _timeline(
         description=first.description,
         plan=first.plan,
     )
+
+
+def covered_seconds(spans: Sequence[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
+    """Seconds that lie in at least one of the spans, of which any may overlap.
+
+    Args:
+        spans: begin and end of each span, seconds, float64 arrays of one shape.
+
+    Returns:
+        float64 of that shape; 0.0 if there are no spans.
+    """
+    if not spans:
+        return np.zeros([])
+    begin, end = (np.stack(moments) for moments in zip(*spans, strict=True))
+    order = np.argsort(begin, axis=0)
+    begin, end = np.take_along_axis(begin, order, 0), np.take_along_axis(end, order, 0)
+    begin[1:] = np.maximum(begin[1:], np.maximum.accumulate(end, axis=0)[:-1])
+    return np.maximum(0.0, end - begin).sum(axis=0)
 
 
 def _median_of_others(values: np.ndarray) -> np.ndarray:

@@ -49,7 +49,11 @@ _DEFINITIONS = (
     ("wait", "from when this replica could start a pack until the last one could"),
     ("transfer", "from then until the sums are here"),
     ("hidden, exposed", "communication while this replica still computed, and after it"),
-    ("late", "how much later than the median of the others a replica came to the packs"),
+    (
+        "late",
+        "how much later than the median of the others a replica had the gradients of a pack ready; "
+        "of the pack for which this is longest, so a delay counts once",
+    ),
     (
         "can start",
         "the share of the backward pass without which a pack cannot start, from the graph",

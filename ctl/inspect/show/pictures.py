@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ctl.inspect.measure.timeline import covered_seconds
 from ctl.inspect.show import charts
 from ctl.inspect.show.charts import Bars, Lane, Span, duration
 from ctl.inspect.show.report import median, row_names
@@ -84,7 +85,7 @@ def step_picture(timeline: Timeline, index: int, name: str, limit: float) -> tup
     Returns:
         The SVG, and the number of replicas in it.
     """
-    wait = sum((pack.wait[:, index] for pack in timeline.packs), np.zeros(len(timeline.rows)))
+    wait = _waited(timeline)[:, index]
     packs = min(len(timeline.packs), PACKS)
     most = min(LANES, max(2, 240 // (packs + 4)))  # bounds the file for any number of packs
     rows, notes = choose(timeline.late[:, index], wait, most, noise(timeline))
@@ -178,8 +179,7 @@ def _phase(phase: str, begin: float, end: float, label: str, text: str) -> Span:
 def waits_picture(timeline: Timeline) -> tuple[str, int]:
     """Draws wait and transfer of every step; returns the SVG and the number of replicas in it."""
     total = timeline.hidden + timeline.exposed  # not the sum over packs, which may overlap
-    wait = sum((pack.wait for pack in timeline.packs), np.zeros(total.shape))
-    wait = np.minimum(wait, total)
+    wait = np.minimum(_waited(timeline), total)  # they may differ by rounding
     transfer = total - wait
     late = median(timeline.late, axis=1)
     rows, notes = choose(late, median(wait, axis=1), PANELS, noise(timeline))
@@ -190,6 +190,12 @@ def waits_picture(timeline: Timeline) -> tuple[str, int]:
     ]
     name = "Wait and transfer of each step"
     return charts.draw_bars(bars, timeline.steps.tolist(), name), len(bars)
+
+
+def _waited(timeline: Timeline) -> np.ndarray:
+    """[N, S], seconds in which a row waited in any pack; packs may overlap."""
+    spans = [(pack.begun, pack.begun + pack.wait) for pack in timeline.packs]
+    return np.zeros(timeline.late.shape) + covered_seconds(spans)
 
 
 def lateness_picture(timeline: Timeline) -> tuple[str, int]:

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from ctl.inspect.measure.timeline import PHASES
+from ctl.inspect.measure.timeline import PHASES, covered_seconds
 from ctl.inspect.measure.verdict import share_of_measured
 from ctl.inspect.show.charts import significant
 from ctl.inspect.units import size_text
@@ -138,8 +138,9 @@ def scalars(timeline: Timeline) -> dict[str, float]:
     """Scalars for TensorBoard; unknown ones are left out.
 
     ``allreduce/exposed_ms``: communication that the backward pass does not hide.
-    ``allreduce/late_ms``: how long the others waited for the latest replica. Both are medians over
-    the steps of the largest value of any replica. ``allreduce/busbw``, GB/s: of all packs together.
+    ``allreduce/late_ms``: how much later than the others the latest replica came to the packs; a
+    delay counts once, for any number of packs. Both are medians over the steps of the largest value
+    of any replica. ``allreduce/busbw``, GB/s: of all packs together.
     """
     exposed = float(median(timeline.exposed.max(axis=0))) * 1e3
     late = float(median(timeline.late.max(axis=0))) * 1e3
@@ -152,14 +153,10 @@ def scalars(timeline: Timeline) -> dict[str, float]:
 
 def _transferring(timeline: Timeline) -> np.ndarray:
     """[S], seconds of each step in which any pack was transferred; packs may overlap."""
-    seconds = np.zeros(len(timeline.steps))
-    covered = np.full(len(timeline.steps), -np.inf)
-    for pack in timeline.packs:
-        there = (pack.begun + pack.wait).max(axis=0)
-        done = there + pack.seconds
-        seconds += np.maximum(0.0, done - np.maximum(there, covered))
-        covered = np.maximum(covered, done)
-    return seconds
+    there = [(pack.begun + pack.wait).max(axis=0) for pack in timeline.packs]
+    return covered_seconds(
+        [(at, at + pack.seconds) for at, pack in zip(there, timeline.packs, strict=True)]
+    )
 
 
 def print_report(

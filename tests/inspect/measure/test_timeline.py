@@ -14,7 +14,7 @@ from ctl.errors import UsageError
 from ctl.inspect.measure import window
 from ctl.inspect.measure.blame import accused, blame
 from ctl.inspect.measure.link import Measured, Point
-from ctl.inspect.measure.timeline import PHASES, join
+from ctl.inspect.measure.timeline import PHASES, covered_seconds, join
 from ctl.inspect.measure.verdict import share_of_measured, verdict
 
 
@@ -86,6 +86,30 @@ def test_the_late_worker_and_its_phase_are_named(phase, workers, replicas):
     assert f"waits for worker {late}" in first
     assert f"Its {phase} takes" in why
     assert remedy.startswith("Try ")
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+@pytest.mark.parametrize("packs", [1, 2, 3, 8])
+@pytest.mark.parametrize("phase", ["input", "backward"])
+def test_one_delay_counts_once_for_any_number_of_packs(phase, packs, in_order):
+    planted = {"late": (1, phase, 0.02), "packs": packs, "in_order": in_order}
+    timeline = join(simulated.windows(3, noise=0.0, **planted))
+    np.testing.assert_allclose(timeline.late[1], 0.02, rtol=0.01)
+    np.testing.assert_allclose(timeline.late[[0, 2]], 0, atol=1e-3)
+
+
+def test_two_delays_between_packs_add_up():
+    windows = simulated.windows(2, packs=2, noise=0.0, in_order=False)
+    for name, seconds in {"ready0": 0.01, "done0": 0.01, "ready1": 0.03, "done1": 0.03}.items():
+        windows[1].stamps[:, :, windows[1].names.index(name)] += seconds
+    np.testing.assert_allclose(join(windows).late[1], 0.03, rtol=0.01)
+
+
+def test_seconds_of_overlapping_spans_count_once():
+    spans = [(4.0, 9.0), (0.0, 3.0), (1.0, 2.0), (8.0, 10.0)]  # in any order
+    arrays = [(np.full([2, 3], begin), np.full([2, 3], end)) for begin, end in spans]
+    np.testing.assert_array_equal(covered_seconds(arrays), np.full([2, 3], 9.0))
+    assert covered_seconds([]) == 0
 
 
 def test_noise_accuses_nobody():

@@ -98,6 +98,8 @@ def test_many_packs_are_the_slowest():
 def test_scalars_are_those_of_the_latest_replica():
     values = scalars(make(2, late=(1, "input", 0.02), noise=0.0))
     assert values["allreduce/late_ms"] == pytest.approx(20, rel=0.02)
+    several = make(2, packs=4, in_order=False, late=(1, "input", 0.02), noise=0.0)
+    assert scalars(several)["allreduce/late_ms"] == pytest.approx(20, rel=0.02)
     assert values["allreduce/exposed_ms"] == pytest.approx(20 + 3, rel=0.02)
     assert values["allreduce/busbw"] == pytest.approx(4e6 / 3e-3 / 1e9, rel=0.02)
     assert values["allreduce/busbw"] == pytest.approx(make(2, noise=0.0).packs[0].busbw, rel=0.02)
