@@ -41,8 +41,8 @@ def _define_output_flags() -> None:
             "inspect_every",
             None,
             "Steps (1000) or epochs (1ep) between windows of 20 steps in which the all-reduce is "
-            "timed: allreduce/exposed_ms, busbw and late_ms in metrics.jsonl and TensorBoard "
-            "(default: never).",
+            "timed: allreduce/exposed_ms, busbw, late_ms, late_p95_ms and late_worst_ms in "
+            "metrics.jsonl and TensorBoard (default: never).",
         )
         flags.DEFINE_boolean("export", True, "Export model.keras and a SavedModel at the end.")
     check_flags(["log_every", "inspect_every", "profile_steps"], _check_output)

@@ -65,6 +65,6 @@ class Periodic:
         late = blame(timeline)
         if late and self._sinks:
             logging.warning(
-                "worker %d is late: the others wait %.1f ms in %d of %d steps, its %s takes longer",
-                *(late.worker, late.seconds * 1e3, late.steps, late.of, late.phase),
+                "worker %d is late: the others wait %.1f ms %s, its %s takes longer",
+                *(late.worker, late.seconds * 1e3, late.when, late.phase),
             )

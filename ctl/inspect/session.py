@@ -86,11 +86,11 @@ class Inspection:
 
     @property
     def blame(self) -> Blame | None:
-        """The worker that is late in most steps; None if there is none."""
+        """The worker that is late in most steps or in a rhythm; None if there is none."""
         return blame(self.timeline)
 
-    def verdict(self, measured: Measured | None = None) -> tuple[str, str, str]:
-        """Three lines: what bounds the step; why; what to try next."""
+    def verdict(self, measured: Measured | None = None) -> tuple[str, ...]:
+        """Lines: what bounds the step; why; what to try next; a worker late in a rhythm, if any."""
         return verdict(self.timeline, measured)
 
     def show(self, measured: Measured | None = None) -> None:

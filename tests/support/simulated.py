@@ -18,6 +18,7 @@ def windows(
     packs: int = 1,
     *,
     late: tuple[int, str, float] | None = None,
+    every: int = 1,
     in_order: bool = True,
     offsets: dict[int, float] | None = None,
     noise: float = 0.05,
@@ -28,6 +29,7 @@ def windows(
 
     Args:
         late: ``(worker, phase, seconds)``: that phase of that worker takes so much longer.
+        every: it does so only in the steps whose number is a multiple of ``every``.
         in_order: whether each pack waits for the one before it.
         offsets: seconds by which clocks of workers are ahead of worker 0's.
         noise: standard deviation of each duration, relative to it.
@@ -36,9 +38,9 @@ def windows(
     rows = workers * replicas
     worker_of = np.arange(rows) // replicas
 
-    def takes(phase: str) -> np.ndarray:
+    def takes(phase: str, number: int) -> np.ndarray:
         seconds = PHASES[phase] * np.maximum(0.1, 1 + noise * random.normal(size=rows))
-        if late and late[1] == phase:
+        if late and late[1] == phase and number % every == 0:
             seconds = seconds + np.where(worker_of == late[0], late[2], 0.0)
         return seconds
 
@@ -46,10 +48,11 @@ def windows(
     names += [f"{moment}{k}" for k in range(packs) for moment in ("ready", "done")] + ["apply"]
     now = np.full(rows, 1.7e9)
     stamps = np.zeros([rows, steps + 1, len(names)])
-    for step in range(steps + 1):
-        row = {"input": now + takes("input")}
-        row["forward"] = row["input"] + takes("forward")
-        backward = takes("backward")
+    numbers = np.arange(100, 100 + steps + 1)
+    for step, number in enumerate(numbers):
+        row = {"input": now + takes("input", number)}
+        row["forward"] = row["input"] + takes("forward", number)
+        backward = takes("backward", number)
         row["backward"] = row["forward"] + backward
         done = np.full(rows, -np.inf)
         for k in range(packs):
@@ -59,7 +62,7 @@ def windows(
             done = start + transfer + 2e-5 * random.random(rows)
             row[f"done{k}"] = done
         reduced = np.max([row[f"done{k}"] for k in range(packs)] + [row["backward"]], axis=0)
-        now = reduced + takes("apply")
+        now = reduced + takes("apply", number)
         row["apply"] = now
         stamps[:, step] = np.stack([row[name] for name in names], axis=1)
     arrived = (
@@ -73,7 +76,7 @@ def windows(
         Window(
             worker=worker,
             workers=workers,
-            steps=np.arange(100, 100 + steps + 1),
+            steps=numbers,
             names=tuple(names),
             stamps=stamps[worker_of == worker] + ahead[worker],
             packs=tuple(Pack(f"pack{k}", 4_000_000 // packs) for k in range(packs)),

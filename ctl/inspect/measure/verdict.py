@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ctl.inspect.measure.blame import Blame, blame
+from ctl.inspect.measure.blame import blame
 from ctl.inspect.measure.link import Measured
 from ctl.inspect.measure.timeline import PackTimes, Timeline
 from ctl.inspect.units import MIB, size_text
@@ -39,12 +39,26 @@ def share_of_measured(pack: PackTimes, measured: Measured | None) -> float | Non
     return pack.algbw * 1e9 / measured.algbw(pack.bytes)
 
 
-def verdict(timeline: Timeline, measured: Measured | None = None) -> tuple[str, str, str]:
-    """Three lines, from medians over the steps: what bounds the step; why; what to try next."""
+def verdict(timeline: Timeline, measured: Measured | None = None) -> tuple[str, ...]:
+    """Three lines, from medians over the steps: what bounds the step; why; what to try next.
+
+    A fourth line names a worker that is late in a rhythm, such as in every 4th step.
+    """
     step = float(np.median(timeline.step_seconds))
     late = blame(timeline)
-    if late:
-        return _late(late, step)
+    if late is None:
+        return _bound(timeline, step, measured)
+    why = f"{late.phase} takes {late.excess * _MS:.2f} ms longer than that of the others."
+    remedy = f"Try {_REMEDY[late.phase]}."
+    waited = f"{late.seconds * _MS:.2f} ms"
+    if late.every == 1:
+        first = f"The step takes {step * _MS:.2f} ms and waits for worker {late.worker}: {waited}"
+        return f"{first}, {late.when}.", f"Its {why}", remedy
+    rhythm = f"Worker {late.worker} is late by {waited} {late.when}: its {why} {remedy}"
+    return *_bound(timeline, step, measured), rhythm
+
+
+def _bound(timeline: Timeline, step: float, measured: Measured | None) -> tuple[str, str, str]:
     parts = {
         name: float(np.median(np.nan_to_num(seconds).mean(axis=0)))
         for name, seconds in timeline.phases.items()
@@ -82,15 +96,6 @@ def verdict(timeline: Timeline, measured: Measured | None = None) -> tuple[str, 
     return first, why, "Try a larger batch (fewer updates), or an optimizer with less state."
 
 
-def _late(late: Blame, step: float) -> tuple[str, str, str]:
-    return (
-        f"The step takes {step * _MS:.2f} ms and waits for worker {late.worker}: "
-        f"{late.seconds * _MS:.2f} ms, in {late.steps} of {late.of} steps.",
-        f"Its {late.phase} takes {late.excess * _MS:.2f} ms longer than that of the others.",
-        f"Try {_REMEDY[late.phase]}.",
-    )
-
-
 def _communication(
     timeline: Timeline, measured: Measured | None, parts: dict[str, float]
 ) -> tuple[str, str]:
@@ -101,7 +106,7 @@ def _communication(
         if timeline.workers == 1:
             why = f"{waiting}: replicas on one CPU share its cores and compute in turn."
         else:
-            why = f"{waiting}, and it is not one worker each time: noise, not a slow worker."
+            why = f"{waiting}, and no phase of one worker explains it in most steps."
         return (
             why,
             "Try fewer other jobs on the cores, or a larger batch: more work per all-reduce.",

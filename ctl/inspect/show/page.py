@@ -54,6 +54,7 @@ _DEFINITIONS = (
         "how much later than the median of the others a replica had the gradients of a pack ready; "
         "of the pack for which this is longest, so a delay counts once",
     ),
+    ("late p95, late worst", "the 95th percentile of late over the steps, and its largest value"),
     (
         "can start",
         "the share of the backward pass without which a pack cannot start, from the graph",
@@ -139,9 +140,8 @@ def _figures(timeline: Timeline, measured: Measured | None) -> str:
         if named:
             worker, replica = named.worker, named.replica
             row = timeline.rows.index((worker, replica))
-            said = (
-                f"waited for {row_names(timeline.rows)[row]}, in {named.steps} of {named.of} steps"
-            )
+            late = named.seconds
+            said = f"waited for {row_names(timeline.rows)[row]}, {named.when}"
         cards.append((duration(late), said))
     items = (f"<li><b>{escape(a)}</b><span>{escape(b)}</span></li>" for a, b in cards)
     return f'<ul class="figures">{"".join(items)}</ul>'

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 ROWS = 16  # the most rows of a table; more are summarised
 WORST = 5  # rows that are still shown if the rest is summarised
+# How late replicas are: name of a column or scalar -> quantile over the steps. A median does not
+# show a replica that is late in every 4th step.
+LATE = {"late": 0.5, "late p95": 0.95, "late worst": 1.0}
 WIDE = 160  # columns if the output is no terminal, so that no text is cut off
 
 
@@ -61,29 +64,31 @@ def row_names(rows: Sequence[Row]) -> list[str]:
 
 
 def phase_table(timeline: Timeline) -> Table:
-    """Medians over the steps, in ms: phases, hidden and exposed communication, lateness, step."""
+    """Medians over the steps, in ms: phases, hidden and exposed communication, lateness, step. Of
+    the lateness, also the 95th percentile and the largest value."""
     columns = {**timeline.phases, "hidden": timeline.hidden, "exposed": timeline.exposed}
     columns = {name: columns[name] for name in (*PHASES, "hidden", "exposed") if name in columns}
-    columns |= {"late": timeline.late, "step": timeline.step_seconds}
-    medians = {name: median(values, axis=1) * 1e3 for name, values in columns.items()}
-    medians = {name: values for name, values in medians.items() if np.isfinite(values).any()}
+    cells_ms = {name: median(values, axis=1) * 1e3 for name, values in columns.items()}
+    cells_ms |= {name: quantile(timeline.late, q, axis=1) * 1e3 for name, q in LATE.items()}
+    cells_ms["step"] = median(timeline.step_seconds, axis=1) * 1e3
+    latest = np.argsort(-np.nan_to_num(cells_ms["late p95"]), kind="stable")
+    cells_ms = {name: values for name, values in cells_ms.items() if np.isfinite(values).any()}
     names = row_names(timeline.rows)
-    late = np.nan_to_num(median(timeline.late, axis=1))
     shown: Sequence[int] = range(len(names))
     strong: set[int] = set()
     table = []
     if len(names) > ROWS:
-        shown = sorted(np.argsort(-late, kind="stable")[:WORST].tolist())
+        shown = sorted(latest[:WORST].tolist())
         for what, of in (("min", np.nanmin), ("median", np.nanmedian), ("max", np.nanmax)):
-            cells = (_cell(of(values), values) for values in medians.values())
+            cells = (_cell(of(values), values) for values in cells_ms.values())
             table.append((f"{what} of {len(names)}", *cells))
         strong = {1}
     for row in shown:
-        table.append((names[row], *(_cell(values[row], values) for values in medians.values())))
+        table.append((names[row], *(_cell(values[row], values) for values in cells_ms.values())))
     title = f"one step, ms: medians of {len(timeline.steps)} steps"
     if len(names) > ROWS:
         title += f"; the {len(shown)} that come last to the packs"
-    return Table(title, ("", *medians), tuple(table), frozenset(strong))
+    return Table(title, ("", *cells_ms), tuple(table), frozenset(strong))
 
 
 def pack_table(timeline: Timeline, plan: Plan | None, measured: Measured | None) -> Table:
@@ -140,11 +145,13 @@ def scalars(timeline: Timeline) -> dict[str, float]:
     ``allreduce/exposed_ms``: communication that the backward pass does not hide.
     ``allreduce/late_ms``: how much later than the others the latest replica came to the packs; a
     delay counts once, for any number of packs. Both are medians over the steps of the largest value
-    of any replica. ``allreduce/busbw``, GB/s: of all packs together.
+    of any replica. ``allreduce/late_p95_ms`` and ``allreduce/late_worst_ms``: the 95th percentile
+    and the largest value of the lateness. ``allreduce/busbw``, GB/s: of all packs together.
     """
-    exposed = float(median(timeline.exposed.max(axis=0))) * 1e3
-    late = float(median(timeline.late.max(axis=0))) * 1e3
-    values = {"allreduce/exposed_ms": exposed, "allreduce/late_ms": late}
+    values = {"allreduce/exposed_ms": float(median(timeline.exposed.max(axis=0))) * 1e3}
+    for name, share in LATE.items():
+        late = float(quantile(timeline.late.max(axis=0), share)) * 1e3
+        values[f"allreduce/{name.replace(' ', '_')}_ms"] = late
     seconds = float(np.median(_transferring(timeline)))
     if seconds > 0 and timeline.bytes:
         values["allreduce/busbw"] = timeline.bytes / seconds / 1e9 * timeline.packs[0].bus_factor
@@ -214,6 +221,11 @@ def _cell(value: float, column: np.ndarray) -> str:
 
 def median(values: np.ndarray, axis: int | None = None) -> np.ndarray:
     """The median of the values that are not NaN; NaN if there are none."""
+    return quantile(values, 0.5, axis)
+
+
+def quantile(values: np.ndarray, share: float, axis: int | None = None) -> np.ndarray:
+    """The quantile of the values that are not NaN, ``share`` in [0, 1]; NaN if there are none."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
-        return np.nanmedian(values, axis=axis)
+        return np.nanquantile(values, share, axis=axis)

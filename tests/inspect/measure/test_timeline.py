@@ -12,7 +12,7 @@ import simulated
 
 from ctl.errors import UsageError
 from ctl.inspect.measure import window
-from ctl.inspect.measure.blame import accused, blame
+from ctl.inspect.measure.blame import _rhythm, accused, blame
 from ctl.inspect.measure.link import Measured, Point
 from ctl.inspect.measure.timeline import PHASES, covered_seconds, join
 from ctl.inspect.measure.verdict import share_of_measured, verdict
@@ -117,6 +117,70 @@ def test_noise_accuses_nobody():
         timeline = join(simulated.windows(2, noise=0.3, seed=seed))
         assert blame(timeline) is None, seed
         assert any(accused(timeline))  # somebody is late now and then
+
+
+def test_a_worker_that_no_phase_makes_late_is_not_named():
+    """The sums reach worker 1 later than worker 0, in every step."""
+    windows = simulated.windows(2)
+    windows[1].stamps[:] += 0.01
+    timeline = join(windows)
+    np.testing.assert_allclose(np.median(timeline.late[1]), 0.01, rtol=0.1)
+    assert blame(timeline) is None
+    assert not any("worker 1" in line for line in verdict(timeline))
+
+
+def test_the_excess_is_that_of_the_steps_in_which_the_phase_is_late():
+    timeline = join(simulated.windows(2, late=(1, "input", 0.02), noise=0.0))
+    phases = {name: seconds.copy() for name, seconds in timeline.phases.items()}
+    phases["input"][1, 8:] -= 0.02
+    phases["forward"][1, 8:14] += 0.02
+    phases["backward"][1, 14:] += 0.02
+    named = blame(dataclasses.replace(timeline, phases=phases))
+    assert (named.phase, named.steps) == ("input", 20)
+    assert named.excess == pytest.approx(0.02, rel=0.01)
+
+
+@pytest.mark.parametrize("phase", ["input", "backward", "apply"])
+@pytest.mark.parametrize(("every", "ordinal"), [(2, "2nd"), (3, "3rd"), (4, "4th"), (5, "5th")])
+def test_a_worker_that_is_late_in_a_rhythm_is_named(every, ordinal, phase):
+    for seed in range(5):
+        windows = simulated.windows(3, late=(1, phase, 0.02), every=every, packs=2, seed=seed)
+        timeline = join(windows)
+        named = blame(timeline)
+        assert (named.worker, named.phase, named.every) == (1, phase, every)
+        assert 20 // every <= named.steps <= named.of <= 20 // every + 1
+        assert named.seconds == pytest.approx(0.02, abs=0.0015)
+        assert named.excess == pytest.approx(0.02, abs=0.0015)
+    *bound, rhythm = verdict(timeline)
+    assert len(bound) == 3 and "bound by" in bound[0]
+    assert rhythm.startswith("Worker 1 is late by ")
+    assert f" ms in every {ordinal} step: its {phase} takes " in rhythm
+
+
+def test_a_rhythm_shows_among_shorter_delays():
+    for seed in range(20):
+        windows = simulated.windows(2, late=(1, "input", 0.05), every=4, noise=0.3, seed=seed)
+        named = blame(join(windows))
+        assert (named.worker, named.phase, named.every) == (1, "input", 4), seed
+
+
+def test_noise_has_no_rhythm():
+    for seed in range(200):
+        assert blame(join(simulated.windows(2, noise=0.4, seed=seed))) is None, seed
+    # Delays of any length in any steps, but in random order, as often as they hide a rhythm best.
+    random = np.random.default_rng(0)
+    for steps in (7, 20, 40):
+        numbers = np.arange(100, 100 + steps)
+        late = random.exponential(size=[500, steps]) * (random.random([500, steps]) < 0.3)
+        found = sum(_rhythm(numbers, each) is not None for each in late)
+        assert found <= 5, steps  # 1 %; `CHANCE` is half of it
+
+
+def test_one_long_pause_is_no_rhythm():
+    late = np.zeros(40)
+    late[[3, 11, 12, 13, 14]] = 0.02, 5.0, 5.0, 5.0, 5.0
+    assert _rhythm(np.arange(40), late) is None
+    assert _rhythm(np.arange(3), np.ones(3)) is None
 
 
 def test_a_worker_that_is_late_in_half_of_the_steps_is_not_named():

@@ -220,3 +220,8 @@ def test_what_xla_compiles_is_one_phase():
     unknown = np.full_like(timeline.late, np.nan)
     timeline = dataclasses.replace(timeline, phases={**timeline.phases, "forward": unknown})
     assert "worker 1: forward and backward, 8" in text_of(make_page(timeline, VERDICT))
+
+
+def test_a_worker_that_is_late_in_a_rhythm_is_a_figure():
+    text = text_of(make_page(make(2, late=(1, "input", 0.02), every=4, noise=0.0), VERDICT))
+    assert "20.0 mswaited for worker 1, in every 4th step" in text

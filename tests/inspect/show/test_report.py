@@ -103,7 +103,23 @@ def test_scalars_are_those_of_the_latest_replica():
     assert values["allreduce/exposed_ms"] == pytest.approx(20 + 3, rel=0.02)
     assert values["allreduce/busbw"] == pytest.approx(4e6 / 3e-3 / 1e9, rel=0.02)
     assert values["allreduce/busbw"] == pytest.approx(make(2, noise=0.0).packs[0].busbw, rel=0.02)
-    assert set(scalars(make(1, packs=0))) == {"allreduce/exposed_ms", "allreduce/late_ms"}
+    late = {"allreduce/late_ms", "allreduce/late_p95_ms", "allreduce/late_worst_ms"}
+    assert set(scalars(make(1, packs=0))) == {"allreduce/exposed_ms", *late}
+
+
+def test_tails_show_a_replica_that_is_late_now_and_then():
+    timeline = make(2, late=(1, "input", 0.02), every=4, noise=0.01)
+    table = phase_table(timeline)
+    np.testing.assert_allclose(column(table, "late"), [0, 0], atol=1)
+    np.testing.assert_allclose(column(table, "late p95"), [0, 20], atol=1)
+    np.testing.assert_allclose(column(table, "late worst"), [0, 20], atol=1)
+    values = scalars(timeline)
+    assert values["allreduce/late_ms"] < 1
+    assert values["allreduce/late_p95_ms"] == pytest.approx(20, abs=1)
+    assert values["allreduce/late_worst_ms"] == pytest.approx(20, abs=1)
+    # Among many, it is one of those that are shown.
+    many = phase_table(make(64, late=(17, "input", 0.02), every=4, steps=40))
+    assert "worker 17" in [row[0] for row in many.rows]
 
 
 def test_what_is_printed_is_plain_and_whole_where_there_is_no_terminal():
