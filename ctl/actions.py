@@ -147,7 +147,7 @@ class Log:
     It is an action, usually under `Every`; `evaluated` is an evaluation action. A record is a flat
     dict:
 
-    * ``phase``: "train" or "eval"
+    * ``phase``: "train", "eval" or "test"
     * ``step``: global batches trained on so far
     * ``until``: the step at which training ends ("train" only)
     * ``epoch``: ``step / steps_per_epoch``, or None when the length of an epoch is unknown
@@ -180,6 +180,10 @@ class Log:
     def evaluated(self, step: int, results: Mapping[str, float]) -> None:
         """Writes an "eval" record. For ``Loop(eval_actions=[log.evaluated])``."""
         self._write("eval", step, results)
+
+    def tested(self, step: int, results: Mapping[str, float]) -> None:
+        """Writes a "test" record, of an evaluation that selects no checkpoint."""
+        self._write("test", step, results)
 
     def close(self) -> None:
         """Closes every sink, even if closing another one raises."""

@@ -21,7 +21,7 @@ from ctl.watch import watchdog
 if TYPE_CHECKING:
     import keras
 
-    from ctl.data import InMemory, Streaming
+    from ctl.data import InMemory, Splits, Streaming
     from ctl.evaluator import Evaluator
     from ctl.loop import Loop
     from ctl.strategy import Placement
@@ -32,11 +32,20 @@ _DEFAULT_EPOCHS = 12.0
 
 
 class Prepared(NamedTuple):
-    """Arguments of `make_loop`. The datasets are those of `ctl.data`."""
+    """What `make_loop` makes a loop of.
+
+    Attributes:
+        placement: the strategy, see `ctl.strategy`.
+        train: the training data, a dataset of `ctl.data`.
+        evaluation: the data to evaluate on while training.
+        test: the data to evaluate on at the end; None if ``evaluation`` is that.
+        total_steps: length of the training in global batches.
+    """
 
     placement: Placement
     train: Any
     evaluation: Any
+    test: Any
     total_steps: int
 
 
@@ -52,13 +61,41 @@ def prepare() -> Prepared:
     keras.mixed_precision.set_dtype_policy(FLAGS.precision)
     logging.info("strategy: %s", placement.description)
     with watchdog.host("loading the data"):
-        train, evaluation = load_data(training=True), load_data(training=False)
+        splits = _splits()
+        train = load_data(splits.train, training=True)
+        evaluation = load_data(splits.evaluation, training=False)
+        test = load_data(splits.test, training=False) if splits.test else None
     logging.info("training data: %s", train.description)
     logging.info("evaluation data: %s", evaluation.description)
+    if FLAGS.keep_best:
+        where = evaluation.info.split or evaluation.info.name
+        logging.info(
+            "the best checkpoints are those with the best %s on %s", FLAGS.best_metric, where
+        )
+    if test:
+        logging.info("test data, for the end: %s", test.description)
     steps_per_epoch = train.num_examples / train.global_batch_size
     epochs = FLAGS.epochs or _DEFAULT_EPOCHS
     total_steps = FLAGS.train_steps or max(1, math.ceil(epochs * steps_per_epoch - 1e-6))
-    return Prepared(placement, train, evaluation, total_steps)
+    return Prepared(placement, train, evaluation, test, total_steps)
+
+
+def _splits() -> Splits:
+    """The splits that the flags ask for."""
+    from ctl import data
+
+    given = data.Splits(FLAGS.train_split, FLAGS.eval_split)
+    if not FLAGS.keep_best or FLAGS.eval_split or FLAGS.dataset == "synthetic":
+        return given
+    splits = data.selection_splits(FLAGS.dataset, FLAGS.data_dir, download=FLAGS.download)
+    if splits.train == "train":
+        return splits._replace(train=FLAGS.train_split)
+    if FLAGS.train_split:
+        raise UsageError(
+            f"--keep_best selects on a part of train that --train_split={FLAGS.train_split} leaves "
+            "out: name this part with --eval_split"
+        )
+    return splits
 
 
 def _place() -> Placement:
@@ -101,8 +138,11 @@ def best_mode(metric: str) -> Literal["max", "min"]:
     return "max" if metric == "accuracy" else "min"
 
 
-def load_data(*, training: bool) -> InMemory | Streaming:
-    """Loads the training or evaluation dataset named by the flags."""
+def load_data(split: str | None, *, training: bool) -> InMemory | Streaming:
+    """Loads a split of the dataset named by the flags, to train or to evaluate.
+
+    ``split`` is None for the default, see `ctl.data.load`. Synthetic data have no splits.
+    """
     from ctl import data
 
     shape = groups.image_shape_from(FLAGS.image_shape)
@@ -119,7 +159,7 @@ def load_data(*, training: bool) -> InMemory | Streaming:
         FLAGS.dataset,
         global_batch_size=FLAGS.global_batch_size,
         training=training,
-        split=FLAGS.train_split if training else FLAGS.eval_split,
+        split=split,
         seed=FLAGS.seed,
         data_dir=FLAGS.data_dir,
         download=FLAGS.download,
@@ -138,15 +178,11 @@ def check_classes(dataset: InMemory | Streaming) -> None:
         )
 
 
-def make_loop(
-    placement: Placement, train: Any, evaluation: Any, total_steps: int, checkpoints: Any = None
-) -> Loop:
+def make_loop(prepared: Prepared, checkpoints: Any = None) -> Loop:
     """Makes model, optimizer, step and loop, in the strategy's scope.
 
     Args:
-        placement: the strategy, see `ctl.strategy`.
-        train, evaluation: see `ctl.data`.
-        total_steps: length of the training in global batches.
+        prepared: see `prepare`.
         checkpoints: a `ctl.checkpoint.CheckpointManager`, or None.
 
     Raises:
@@ -160,6 +196,7 @@ def make_loop(
     from ctl.schedule.schedules import make_schedule
     from ctl.step import EvalStep, TrainStep, cross_entropy
 
+    placement, train, evaluation, _, total_steps = prepared
     schedule = make_schedule(
         total_steps=total_steps,
         steps_per_epoch=train.num_examples / train.global_batch_size,

@@ -114,9 +114,17 @@ def main() -> None:
         tpu=FLAGS.tpu,
     )
     logging.info("strategy: %s", placement.description)
-    dataset = load_data(training=False)
+    dataset = load_data(FLAGS.eval_split, training=False)
     logging.info("evaluation data: %s", dataset.description)
     check_classes(dataset)
+    if FLAGS.model_dir and FLAGS.checkpoint == "best":
+        selected = config.chosen(Path(FLAGS.model_dir), "eval_split", str)
+        if selected == dataset.info.split:
+            logging.warning(
+                "the best checkpoint was selected on these data, %s, so its result is too good: "
+                "--keep_best=1 without --eval_split selects on other data",
+                selected,
+            )
     with placement.strategy.scope():
         info: Any = dataset.info  # shape and number of classes are known
         if FLAGS.model_dir:

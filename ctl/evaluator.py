@@ -55,6 +55,10 @@ class Evaluator:
         self._resident: Any = None
         self._pace = Pace()
 
+    def on(self, dataset: Any) -> Evaluator:
+        """Returns an evaluator of the same model on another ``dataset``."""
+        return Evaluator(self.step, dataset, strategy=self.strategy)
+
     def run(
         self,
         on_wake: OnWake | None = None,

@@ -24,7 +24,8 @@ from ctl.flags.parsing import AUTO, grouped_flags, run_command
 from ctl.logs import console
 
 if TYPE_CHECKING:
-    from ctl.actions import Action, Sink
+    from ctl.actions import Action, Log, Sink
+    from ctl.evaluator import OnWake
     from ctl.loop import Loop
     from ctl.step import TrainStep
 
@@ -87,7 +88,10 @@ def _train(model_dir: Path) -> None:
     from ctl.data.explained import explained
     from ctl.workers import is_chief, leave_together
 
-    placement, train, evaluation, total_steps = prepare()
+    prepared = prepare()
+    placement, train, evaluation, test, total_steps = prepared
+    if manifest.paths(model_dir / "checkpoints"):
+        _check_evaluation(model_dir, evaluation.info.split)
     chief = is_chief(placement.strategy)
     steps_per_epoch = train.num_examples / train.global_batch_size
     with contextlib.ExitStack() as stack:
@@ -107,22 +111,29 @@ def _train(model_dir: Path) -> None:
                 read_only=not chief,
             )
         )
-        loop = make_loop(placement, train, evaluation, total_steps, checkpoints)
+        loop = make_loop(prepared, checkpoints)
+        assert loop.evaluator is not None
+        tester = loop.evaluator.on(test) if test else None
         saved = loop.restore()
         if saved:
             logging.info("resuming at step %d from %s", saved.step, saved.path)
         chosen = _choose(loop, model_dir if saved else None)
         if chief:
-            config.write(model_dir, grouped_flags(), chosen=chosen)
-        on_wake = _add_actions(loop, stack, model_dir, steps_per_epoch, chief)
+            splits = {"train_split": train.info.split, "eval_split": evaluation.info.split}
+            config.write(model_dir, grouped_flags(), chosen=chosen | splits)
+        log, on_wake = _add_actions(loop, stack, model_dir, steps_per_epoch, chief)
         started, first = time.monotonic(), loop.global_step
         with loop.signals.noted(last=True), explained(train):
             if first < total_steps:
                 logging.info("compiling the first step: this takes some seconds")
             every = steps_from("--evaluate_every", FLAGS.evaluate_every, steps_per_epoch)
-            results = loop.train_and_evaluate(
+            last = loop.train_and_evaluate(
                 total_steps, evaluate_every=max(1, every), on_wake=on_wake
             )
+            results = {evaluation.info.split or "test": last}
+            if tester:
+                loop.evaluator, loop.eval_actions = tester, [log.tested]
+                results[test.info.split] = loop.evaluate(on_wake)
         seconds = time.monotonic() - started
         checkpoints.wait()
         exported = _export(loop, model_dir) if FLAGS.export and chief else []
@@ -132,6 +143,16 @@ def _train(model_dir: Path) -> None:
         _summarize(model_dir, results, steps, steps - first, seconds, exported)
     else:
         logging.info("done: %d steps; the chief has the results", steps)
+
+
+def _check_evaluation(model_dir: Path, split: str) -> None:
+    """Raises `UsageError` if the run in ``model_dir`` was evaluated on another split."""
+    before = config.chosen(model_dir, "eval_split", str)
+    if before not in (None, split):
+        raise UsageError(
+            f"{model_dir} holds a run that is evaluated on {before}, not on {split}: use the same "
+            "--keep_best, which chooses it, or another --model_dir"
+        )
 
 
 def _serve() -> None:
@@ -169,8 +190,9 @@ def _choose(loop: Loop, resumed: Path | None) -> dict[str, Any]:
 
 def _add_actions(
     loop: Loop, stack: Any, model_dir: Path, steps_per_epoch: float, chief: bool
-) -> Any:
-    """Adds logs, progress, checkpoints and profile; returns the ``on_wake`` of evaluations."""
+) -> tuple[Log, OnWake | None]:
+    """Adds logs, progress, checkpoints and profile; returns the log, and the ``on_wake`` of
+    evaluations."""
     from ctl.actions import Every, Log
     from ctl.logs.profiler import Profile
     from ctl.logs.progress import Lines, Progress
@@ -206,7 +228,7 @@ def _add_actions(
         loop.actions.append(profile)
     if bar:
         loop.actions.append(bar)
-    return bar.evaluating if bar else None
+    return log, bar.evaluating if bar else None
 
 
 def inspect_every(step: TrainStep, every: int, sinks: Sequence[Sink]) -> list[Action]:
@@ -230,21 +252,25 @@ def _export(loop: Loop, model_dir: Path) -> list[Path]:
 
 def _summarize(
     model_dir: Path,
-    results: dict[str, float],
+    results: dict[str, dict[str, float]],
     total_steps: int,
     steps: int,
     seconds: float,
     exported: list[Path],
 ) -> None:
-    scores = "  ".join(f"{name} {value:.4f}" for name, value in results.items())
+    scores = "".join(
+        f"  |  {split}: " + "  ".join(f"{name} {value:.4f}" for name, value in scalars.items())
+        for split, scalars in results.items()
+    )
+    best = " --checkpoint=best" if FLAGS.keep_best else ""
     lines = [
         "",
-        f"done: {total_steps} steps, {steps} of them now in {seconds:.1f} s  |  test: {scores}",
+        f"done: {total_steps} steps, {steps} of them now in {seconds:.1f} s{scores}",
         f"  checkpoints  {model_dir / 'checkpoints'}",
         f"  log          {model_dir / 'metrics.jsonl'}",
         *(f"  exported     {path}" for path in exported),
         "next:",
-        f"  {_python()} -m ctl.evaluate --model_dir={shlex.quote(str(model_dir))}",
+        f"  {_python()} -m ctl.evaluate --model_dir={shlex.quote(str(model_dir))}{best}",
     ]
     if FLAGS.tensorboard:
         logdir = shlex.quote(str(model_dir))

@@ -157,7 +157,9 @@ def test_log_of_an_evaluation():
     log.evaluated(10, {"loss": 0.5})  # resumed right before it: the epoch is not known yet
     log(status(20))
     log.evaluated(20, {"loss": 0.25})
-    before, _, after = sink.records
+    log.tested(20, {"loss": 0.75})
+    before, _, after, tested = sink.records
+    assert tested == {**after, "phase": "test", "loss": 0.75}
     assert before == {"phase": "eval", "step": 10, "epoch": None, "time": 1.0, "loss": 0.5}
     assert after == {"phase": "eval", "step": 20, "epoch": 2.0, "time": 1.0, "loss": 0.25}
 

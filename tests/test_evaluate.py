@@ -73,8 +73,10 @@ def test_the_best_and_a_step(zygote, run, tmp_path):
     with CheckpointManager(copy / "checkpoints", keep=5) as manager:
         manager.annotate(60, {"accuracy": 1.0})  # best by what the run does not go by
     for checkpoint, step in (("best", 40), ("20", 20)):
-        (found,), _ = evaluate(zygote, f"--model_dir={copy}", f"--checkpoint={checkpoint}")
+        (found,), command = evaluate(zygote, f"--model_dir={copy}", f"--checkpoint={checkpoint}")
         assert found["step"] == step
+        on_the_same = "the best checkpoint was selected on these data, test[:500]"
+        assert (on_the_same in command.stderr) == (checkpoint == "best")
         assert_equal(found, of_the_run(run)[step])
     command = zygote.run(EVALUATE, f"--model_dir={run}", "--checkpoint=30", exit_code=4)
     assert command.stderr.splitlines()[-1] == (

@@ -209,7 +209,9 @@ def test_a_checkpoint_of_two_replicas_resumes_on_one(zygote, tmp_path, one_repli
         r"jit_compile: (\w+) is kept; tried False: .* ms, True", command.stderr
     )
     chosen = json.loads((parts / "config.json").read_text())["chosen"]
-    assert chosen == {"bytes_per_pack": int(kept), "jit_compile": compiled == "True"}
+    splits = {"train_split": "train", "eval_split": "test"}
+    tried = {"bytes_per_pack": int(kept), "jit_compile": compiled == "True"}
+    assert chosen == tried | splits
     command = zygote.run(TRAIN, f"--model_dir={parts}", *few, "--train_steps=12")
     assert "resuming at step 6 " in command.stderr
     assert f"bytes_per_pack: {kept}, chosen when the run began" in command.stderr
@@ -271,6 +273,39 @@ def test_options(zygote, tmp_path, options):
         assert rates == pytest.approx([1e-3 * 0.5 ** ((step - 1) / 10) for step in (10, 20, 30)])
     if "--schedule=piecewise" in options:
         assert rates == pytest.approx([1e-3, 1e-4, 1e-4])
+
+
+def test_the_best_checkpoint_is_not_selected_on_the_test_data(zygote, tmp_path):
+    options = ["--keep_best=1", "--keep=1", "--evaluate_every=10"]
+    # The rate jumps, so the best is not the last.
+    options += ["--schedule=piecewise", "--rates=1e-3,1", "--boundaries=20"]
+    command = run_few(zygote, tmp_path, *options)
+    assert "train[:90%], 9000 examples" in command.stderr
+    assert "best checkpoints are those with the best accuracy on train[90%:]" in command.stderr
+    chosen = json.loads((tmp_path / "config.json").read_text())["chosen"]
+    assert chosen == {"train_split": "train[:90%]", "eval_split": "train[90%:]"}
+    evaluated, (tested,) = records(tmp_path, "eval"), records(tmp_path, "test")
+    best = max(evaluated, key=lambda record: record["accuracy"])
+    assert tested["step"] == 30 and best["step"] < 30
+    kept = CheckpointManager(tmp_path / "checkpoints", read_only=True)
+    assert [saved.step for saved in kept.all()] == [best["step"], 30]
+    done = next(line for line in command.stdout.splitlines() if line.startswith("done: "))
+    for split, record in (("train[90%:]", evaluated[-1]), ("test", tested)):
+        scores = f"{split}: loss {record['loss']:.4f}  accuracy {record['accuracy']:.4f}"
+        assert f"  |  {scores}" in done
+    command = zygote.run("ctl.evaluate", f"--model_dir={tmp_path}", "--json")
+    assert json.loads(command.stdout)["loss"] == pytest.approx(tested["loss"], rel=1e-6)
+    # Without the flag, the run would train on the examples that selected its best checkpoint.
+    command = run_few(zygote, tmp_path, *options, "--keep_best=0", exit_code=2)
+    assert "is evaluated on train[90%:], not on test: use the same --keep_best" in command.stderr
+
+
+def test_a_part_of_train_leaves_the_choice_of_the_other_part(zygote, tmp_path):
+    part = ["--keep_best=1", "--train_split=train[:500]"]
+    command = run_few(zygote, tmp_path, *part, exit_code=2)
+    assert command.stderr.splitlines()[-1].endswith("name this part with --eval_split")
+    run_few(zygote, tmp_path, *part, "--eval_split=train[500:600]", steps=10)
+    assert len(records(tmp_path, "eval")) == 2 and not records(tmp_path, "test")
 
 
 def test_profile(zygote, tmp_path):

@@ -179,6 +179,10 @@ class CopyEvaluator(Evaluator):
         super().__init__(step, dataset)
         self._model = model
 
+    def on(self, dataset: Any) -> CopyEvaluator:
+        """See `Evaluator.on`."""
+        return CopyEvaluator(self._model, self.step, dataset)
+
     def copy(self) -> keras.Model:
         """Copies the trained weights to the model of the evaluator, and returns that."""
         for mine, trained in zip(self.step.model.variables, self._model.variables, strict=True):

@@ -3,7 +3,7 @@
 from ctl.data.dataset import Dataset, DatasetInfo
 from ctl.data.global_batches import GlobalBatches, as_dataset
 from ctl.data.in_memory import InMemory
-from ctl.data.load import load, synthetic
+from ctl.data.load import Splits, load, selection_splits, synthetic
 from ctl.data.streaming import Streaming
 
 __all__ = [
@@ -11,8 +11,10 @@ __all__ = [
     "DatasetInfo",
     "GlobalBatches",
     "InMemory",
+    "Splits",
     "Streaming",
     "as_dataset",
     "load",
+    "selection_splits",
     "synthetic",
 ]

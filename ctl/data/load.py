@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -12,6 +12,36 @@ from ctl.data.dataset import DatasetInfo, check_batch_size
 from ctl.data.in_memory import InMemory
 from ctl.data.streaming import Streaming
 from ctl.data.tfds_source import Source
+
+
+class Splits(NamedTuple):
+    """TFDS split strings: what to train on, to evaluate on meanwhile, and to test on at the end.
+
+    None is the default of `load`; for ``test``, that there is no such split.
+    """
+
+    train: str | None = None
+    evaluation: str | None = None
+    test: str | None = None
+
+
+def selection_splits(name: str, data_dir: str | None = None, *, download: bool = True) -> Splits:
+    """Returns splits for a training that selects its best checkpoint: not on what it is tested on.
+
+    It selects on ``validation``. If there is no such split, it selects on the last tenth of
+    ``train``, and trains on the rest. TFDS has shuffled the examples when it prepared them.
+
+    Args:
+        name, data_dir, download: see `load`.
+
+    Raises:
+        UsageError: as `load` does for these arguments.
+    """
+    splits = tfds_source.find(name, data_dir, download=download).info.splits
+    test = "test" if "test" in splits else None
+    if "validation" in splits:
+        return Splits("train", "validation", test)
+    return Splits("train[:90%]", "train[90%:]", test)
 
 
 def load(

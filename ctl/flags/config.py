@@ -44,8 +44,8 @@ def write(
     values: flags.FlagValues = flags.FLAGS,
     chosen: Mapping[str, Any] | None = None,
 ) -> None:
-    """Writes the flags ``names``, the values ``chosen`` for flags that are "auto", and versions of
-    packages. Deletes unfinished files of killed runs in ``model_dir``.
+    """Writes the flags ``names``, the values ``chosen`` for flags that leave a choice, and versions
+    of packages. Deletes unfinished files of killed runs in ``model_dir``.
 
     Only for the run that holds the lock.
 
@@ -93,11 +93,11 @@ def read(model_dir: Path) -> dict[str, Any] | None:
     return stored
 
 
-def chosen(model_dir: Path, name: str, kind: type[int]) -> Any:
+def chosen(model_dir: Path, name: str, kind: type[int] | type[str]) -> Any:
     """The value that the run in ``model_dir`` chose for the flag ``name``, if it is a ``kind``.
 
-    With another value, the run would not resume bit for bit: XLA, and rings of three or more, would
-    add in another order.
+    With another value, the run would not continue as it began: XLA, and rings of three or more,
+    would add in another order, and its best checkpoint would be selected on two splits.
 
     Returns:
         The value; None if there is no run, no choice, or a choice of another type.
@@ -106,7 +106,9 @@ def chosen(model_dir: Path, name: str, kind: type[int]) -> Any:
         return None
     of = durable.read_json(model_dir / FILE).get("chosen")
     value = of.get(name) if isinstance(of, dict) else None
-    return value if type(value) is kind and value >= 0 else None
+    if type(value) is not kind or (isinstance(value, int) and value < 0):
+        return None
+    return value
 
 
 def check_resumable(stored: dict[str, Any], values: flags.FlagValues = flags.FLAGS) -> None:

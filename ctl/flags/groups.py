@@ -84,7 +84,10 @@ def define_data_flags() -> None:
         flags.DEFINE_boolean("download", True, "Download and prepare a dataset that is not there.")
         flags.DEFINE_string("train_split", None, "TFDS split to train on (default: train).")
         flags.DEFINE_string(
-            "eval_split", None, "TFDS split to evaluate on (default: test, or else validation)."
+            "eval_split",
+            None,
+            "TFDS split to evaluate on (default: test, or else validation; of a training with "
+            "--keep_best, see there).",
         )
         flags.DEFINE_integer(
             "global_batch_size",
@@ -213,47 +216,6 @@ def _check_step(clip_norm: float | None, ema_decay: float | None, **shares: floa
         durations.check_positive("--clip_norm", clip_norm)
     if ema_decay is not None and not 0 < ema_decay < 1:
         raise UsageError(f"--ema_decay={ema_decay} must be between 0 and 1")
-
-
-def define_checkpoint_flags() -> None:
-    """Defines when a run evaluates and saves, see `ctl.checkpoint.CheckpointManager`."""
-    with group("Evaluation and checkpoints"):
-        flags.DEFINE_string(
-            "evaluate_every", "1ep", "Steps (500) or epochs (1ep) between evaluations."
-        )
-        flags.DEFINE_string(
-            "checkpoint_every",
-            None,
-            "Steps (500) or epochs (0.5ep) between checkpoints, beside those at every evaluation.",
-        )
-        flags.DEFINE_integer("keep", 3, "Last checkpoints to keep.", lower_bound=1)
-        flags.DEFINE_integer("keep_best", 1, "Best checkpoints to keep besides.", lower_bound=0)
-        flags.DEFINE_string(
-            "best_metric", "accuracy", "What is best: accuracy (highest) or loss (lowest)."
-        )
-        flags.DEFINE_float(
-            "keep_every_hours", None, "Keep one checkpoint for every so many hours besides."
-        )
-        flags.DEFINE_boolean("async_checkpoints", True, "Write checkpoints in the background.")
-    check_flags(
-        ["evaluate_every", "checkpoint_every", "best_metric", "keep_every_hours"],
-        _check_checkpoints,
-    )
-
-
-def _check_checkpoints(
-    evaluate_every: str,
-    checkpoint_every: str | None,
-    best_metric: str,
-    keep_every_hours: float | None,
-) -> None:
-    for name, value in {"evaluate": evaluate_every, "checkpoint": checkpoint_every}.items():
-        if value is not None:
-            steps = durations.steps_from(f"--{name}_every", value, LONG_EPOCH)
-            durations.check_positive(f"--{name}_every", steps)
-    names.check_name("--best_metric", best_metric, ("accuracy", "loss"))
-    if keep_every_hours is not None:
-        durations.check_positive("--keep_every_hours", keep_every_hours)
 
 
 def define_schedule_flags(values: flags.FlagValues = flags.FLAGS) -> None:

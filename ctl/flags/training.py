@@ -5,7 +5,7 @@ from __future__ import annotations
 from absl import flags
 
 from ctl.actions import parse_window
-from ctl.flags import devices, durations, groups
+from ctl.flags import devices, durations, groups, names
 from ctl.flags.durations import steps_from
 from ctl.flags.parsing import check_flags, group
 
@@ -22,9 +22,57 @@ def define_flags(model_dir_required: bool = True) -> None:
     groups.define_schedule_flags()
     FLAGS.set_default("schedule", "cosine")
     devices.define_device_flags()
-    groups.define_checkpoint_flags()
+    _define_checkpoint_flags()
     _define_output_flags()
     devices.check_asynchronous_flags()
+
+
+def _define_checkpoint_flags() -> None:
+    """Defines when a run evaluates and saves, see `ctl.checkpoint.CheckpointManager`."""
+    with group("Evaluation and checkpoints"):
+        flags.DEFINE_string(
+            "evaluate_every", "1ep", "Steps (500) or epochs (1ep) between evaluations."
+        )
+        flags.DEFINE_string(
+            "checkpoint_every",
+            None,
+            "Steps (500) or epochs (0.5ep) between checkpoints, beside those at every evaluation.",
+        )
+        flags.DEFINE_integer("keep", 3, "Last checkpoints to keep.", lower_bound=1)
+        flags.DEFINE_integer(
+            "keep_best",
+            0,
+            "Best checkpoints to keep besides, by their evaluation. Unless --eval_split is given, "
+            "this is on validation, or else on the last tenth of train, which is then not trained "
+            "on; test is evaluated at the end only.",
+            lower_bound=0,
+        )
+        flags.DEFINE_string(
+            "best_metric", "accuracy", "What is best: accuracy (highest) or loss (lowest)."
+        )
+        flags.DEFINE_float(
+            "keep_every_hours", None, "Keep one checkpoint for every so many hours besides."
+        )
+        flags.DEFINE_boolean("async_checkpoints", True, "Write checkpoints in the background.")
+    check_flags(
+        ["evaluate_every", "checkpoint_every", "best_metric", "keep_every_hours"],
+        _check_checkpoints,
+    )
+
+
+def _check_checkpoints(
+    evaluate_every: str,
+    checkpoint_every: str | None,
+    best_metric: str,
+    keep_every_hours: float | None,
+) -> None:
+    for name, value in {"evaluate": evaluate_every, "checkpoint": checkpoint_every}.items():
+        if value is not None:
+            steps = steps_from(f"--{name}_every", value, groups.LONG_EPOCH)
+            durations.check_positive(f"--{name}_every", steps)
+    names.check_name("--best_metric", best_metric, ("accuracy", "loss"))
+    if keep_every_hours is not None:
+        durations.check_positive("--keep_every_hours", keep_every_hours)
 
 
 def _define_output_flags() -> None:

@@ -51,7 +51,7 @@ def main() -> None:
     from ctl.inspect.plan.table import show
     from ctl.workers import is_chief, is_multi_worker, leave_together
 
-    loop = build.make_loop(*build.prepare())
+    loop = build.make_loop(build.prepare())
     chief = is_chief(loop.strategy)
     plan = loop.step.plan(xla=FLAGS.xla and chief)
     if is_multi_worker(loop.strategy):

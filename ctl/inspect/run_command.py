@@ -69,7 +69,7 @@ def main() -> None:
     from ctl import private, workers
     from ctl.inspect.measure.ablate import ablate
 
-    loop = build.make_loop(*build.prepare())
+    loop = build.make_loop(build.prepare())
     reason = private.no_marks()
     if reason:
         logging.warning("%s", reason)

@@ -211,8 +211,8 @@ class _TimeLeft:
 def format_record(record: Mapping[str, Any], seconds_left: float | None = None) -> str:
     """Formats a record as ``step  1200/9380  epoch 1.28  loss 0.4312  ...  0:43 left``."""
     scalars = scalars_of(record)
-    if record["phase"] == "eval":
-        return f"eval at step {record['step']}: " + "  ".join(_metrics(scalars))
+    if record["phase"] != "train":
+        return f"{record['phase']} at step {record['step']}: " + "  ".join(_metrics(scalars))
     pieces = [_place(record["step"], record["until"])]
     if record["epoch"] is not None:
         pieces.append(f"epoch {record['epoch']:5.2f}")

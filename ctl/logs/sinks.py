@@ -52,9 +52,9 @@ class JsonLines:
 
 
 class TensorBoard:
-    """Writes scalars for TensorBoard, under ``train/`` and ``eval/`` of a directory.
+    """Writes scalars for TensorBoard, under ``train/``, ``eval/`` and ``test/`` of a directory.
 
-    Both phases use the same names (``loss``, ``accuracy``, ...), so that they share charts.
+    All phases use the same names (``loss``, ``accuracy``, ...), so that they share charts.
 
     Raises:
         CheckpointError: the files cannot be written.

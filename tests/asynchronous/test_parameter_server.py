@@ -15,10 +15,11 @@ from pathlib import Path
 import keras
 import numpy as np
 import pytest
-from helpers import BATCH, CLASSES, FEATURES, examples, largest_difference
+from helpers import BATCH, CLASSES, FEATURES, examples, largest_difference, mlp
 from paths import SUPPORT
 
 from ctl import launch
+from ctl.asynchronous.parameter_server import CopyEvaluator
 from ctl.checkpoint import CheckpointManager
 from ctl.data import InMemory
 from ctl.loop import Evaluator, Loop
@@ -220,3 +221,11 @@ def task_of(pid: int) -> tuple[str, int] | None:
             task = json.loads(entry.partition(b"=")[2])["task"]
             return task["type"], task["index"]
     return None
+
+
+def test_a_copy_is_evaluated_on_other_data_too():
+    trained, copy = mlp(), mlp()
+    data = [InMemory(examples(count), global_batch_size=BATCH, training=False) for count in (8, 20)]
+    other = CopyEvaluator(trained, EvalStep(copy), data[0]).on(data[1])
+    assert other.dataset is data[1]
+    assert other.run() == Evaluator(EvalStep(trained), data[1]).run()

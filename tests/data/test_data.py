@@ -10,7 +10,15 @@ import tiny_tfds
 from tensorflow.python.framework import kernels
 
 from ctl import data
-from ctl.data import GlobalBatches, InMemory, Streaming, as_dataset, load, synthetic
+from ctl.data import (
+    GlobalBatches,
+    InMemory,
+    Streaming,
+    as_dataset,
+    load,
+    selection_splits,
+    synthetic,
+)
 from ctl.data.feed import distribute
 from ctl.errors import UsageError
 
@@ -274,6 +282,20 @@ def test_load_takes_the_split_of_the_role(data_dir):
     assert evaluation.num_examples == 7 and "validation" in evaluation.description
     part = load("ctl_tiny_color", data_dir=data_dir, global_batch_size=4, split="train[:20%]")
     assert part.num_examples == 10 and part.info.split == "train[:20%]"
+
+
+def test_splits_that_select_are_not_those_that_test(data_dir):
+    assert selection_splits("ctl_tiny_color", data_dir) == ("train", "validation", None)
+    splits = selection_splits("fashion_mnist_mini")
+    assert splits == ("train[:90%]", "train[90%:]", "test")
+    options = {"global_batch_size": 64, "training": False}
+    train, held_out, both = (
+        load(split=split, **options).arrays for split in (splits.train, splits.evaluation, "train")
+    )
+    assert len(held_out[1]) == 1000
+    for parts in zip(train, held_out, both, strict=True):
+        np.testing.assert_array_equal(np.concatenate(parts[:2]), parts[2])
+    assert np.bincount(held_out[1]).min() > 80  # of each class, so TFDS has shuffled them
 
 
 def test_load_streams_what_is_over_the_limit(data_dir):

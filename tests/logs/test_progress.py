@@ -63,6 +63,8 @@ def test_lines_of_training_and_evaluation():
     )
     evaluation = {"phase": "eval", "step": 1560, "epoch": 1.7, "time": 0.0, "loss": 0.4, "auc": 0.9}
     assert format_record(evaluation) == "eval at step 1560: loss 0.4000  auc 0.9000"
+    tested = format_record({**evaluation, "phase": "test"})
+    assert tested == "test at step 1560: loss 0.4000  auc 0.9000"
 
 
 def test_lines_are_aligned():
