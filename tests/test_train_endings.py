@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tensorflow as tf
-from tiny_tfds import CtlTinyColor, prepare
+from tiny_tfds import CtlTinyColor, prepare, rewrite
 
 from ctl.checkpoint import CheckpointManager, durable
 
@@ -365,3 +365,30 @@ def test_files_that_go_bad_while_they_are_streamed(zygote, tmp_path):
         command = zygote.run(*run, f"--resident_limit_mib={limit}", exit_code=2)
         line = last_line(command)
         assert re.search("ctl_tiny_color/1.0.0.* damaged.*corrupted record at", line), line
+
+
+def test_records_that_are_wrong_while_they_are_streamed(zygote, tmp_path):
+    """Also with XLA, which makes a loss of NaN of a label that is no class."""
+    prepare(CtlTinyColor, str(tmp_path))
+    (file,) = (tmp_path / "ctl_tiny_color" / "1.0.0").glob("*-train.tfrecord-*")
+    intact = file.read_bytes()
+
+    def no_class(example):
+        example.features.feature["label"].int64_list.value[0] = 99
+
+    def no_image(example):
+        png = example.features.feature["image"].bytes_list.value
+        png[0] = b"x" * len(png[0])
+
+    run = [TRAIN, f"--model_dir={tmp_path}/run", f"--data_dir={tmp_path}", "--model=dense"]
+    run += ["--dataset=ctl_tiny_color", "--global_batch_size=10"]
+    said = {
+        no_class: "label 99 .*is no class: .*0 to 4",
+        no_image: "ctl_tiny_color.*(cannot be decoded|are damaged)",
+    }
+    for wrong, what in said.items():
+        file.write_bytes(intact)
+        rewrite(file, wrong)
+        for options in (["--resident_limit_mib=0", "--jit_compile=on"], ["--jit_compile=off"]):
+            line = last_line(zygote.run(*run, *options, exit_code=2))
+            assert re.search(what, line), line

@@ -9,14 +9,20 @@ from typing import Any
 
 import tensorflow as tf
 
+from ctl.data.streaming import NO_CLASS
 from ctl.errors import UsageError
+
+_LABEL = re.compile(rf"\[{re.escape(NO_CLASS)}\] \[(-?\d+)\] \[(\d+)\]")
+# Operations that TFDS decodes examples with.
+_UNDECODABLE = re.compile(r"\b(Decode(Image|Png|Jpeg|Bmp|Gif|Raw)|Parse(Single)?Example)")
 
 
 @contextlib.contextmanager
 def explained(dataset: Any) -> Iterator[None]:
     """Turns errors of TensorFlow that are raised inside into a `UsageError` of one line.
 
-    These are the errors for files that are damaged or missing and for memory that is exhausted.
+    These are the errors for files that are damaged or missing, for labels that are no classes and
+    for memory that is exhausted.
     """
     unreadable = tf.errors.DataLossError, tf.errors.NotFoundError, tf.errors.PermissionDeniedError
     try:
@@ -25,6 +31,19 @@ def explained(dataset: Any) -> Iterator[None]:
         raise UsageError(
             f"{dataset.description}: its files are damaged: {_reason(error)}; prepare it again"
         ) from error
+    except tf.errors.InvalidArgumentError as error:
+        if label := _LABEL.search(error.message):
+            value, classes = label.groups()
+            raise UsageError(
+                f"{dataset.description}: label {value} is no class: the dataset has {classes} "
+                f"classes, so labels must be 0 to {int(classes) - 1}; prepare it again"
+            ) from error
+        if _UNDECODABLE.search(error.message):
+            raise UsageError(
+                f"{dataset.description}: an example cannot be decoded: {_reason(error)}; prepare "
+                "it again"
+            ) from error
+        raise
     except tf.errors.ResourceExhaustedError as error:
         raise UsageError(
             f"out of memory: {_reason(error)}; try a smaller --global_batch_size, more "

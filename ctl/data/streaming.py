@@ -14,6 +14,10 @@ from ctl.data.tfds_source import Source
 _CYCLE_LENGTH = 8
 
 
+# Begins the message of the error for a label outside of the classes, see `ctl.data.explained`.
+NO_CLASS = "no class of the dataset:"
+
+
 class Streaming:
     """Examples that are read from their files and decoded in every epoch.
 
@@ -71,7 +75,7 @@ class Streaming:
         first = start_step * self.global_batch_size
         records = self._shuffled(first) if self.training else self._source.records().skip(first)
         batches = records.map(
-            self._source.decode, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True
+            self._decode, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True
         ).batch(self.global_batch_size, drop_remainder=self.training)
         if self.training:
             cardinality = tf.data.INFINITE_CARDINALITY
@@ -82,6 +86,17 @@ class Streaming:
             .prefetch(tf.data.AUTOTUNE)
             .with_options(distribution_options())
         )
+
+    @tf.autograph.experimental.do_not_convert
+    def _decode(self, record: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        image, label = self._source.decode(record)
+        classes = self.info.num_classes
+        if not classes:
+            return image, label
+        # XLA would turn such a label into a loss of NaN.
+        known = tf.logical_and(label >= 0, label < classes)
+        with tf.control_dependencies([tf.debugging.Assert(known, [NO_CLASS, label, classes])]):
+            return image, tf.identity(label)
 
     def _shuffled(self, first: int) -> tf.data.Dataset:
         first_epoch, begin = divmod(first, self.num_examples)

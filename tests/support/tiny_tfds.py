@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pathlib
+from collections.abc import Callable
+
 import numpy as np
+import tensorflow as tf
 import tensorflow_datasets as tfds
 
 
@@ -80,3 +84,14 @@ def prepare(builder: type[_Tiny], data_dir: str, shards: int = 1) -> None:
     builder(data_dir=data_dir).download_and_prepare(
         download_config=tfds.download.DownloadConfig(num_shards=shards)
     )
+
+
+def rewrite(file: pathlib.Path, change: Callable[[tf.train.Example], None]) -> None:
+    """Writes the records of ``file`` again, with valid checksums, after ``change`` of all but the
+    first, which is read as a check."""
+    records = [tf.train.Example.FromString(r.numpy()) for r in tf.data.TFRecordDataset(str(file))]
+    with tf.io.TFRecordWriter(str(file)) as writer:
+        for number, record in enumerate(records):
+            if number:
+                change(record)
+            writer.write(record.SerializeToString())
