@@ -75,6 +75,8 @@ WRONG = {
     ),
     "no address": (tf_config(["127.0.0.1:1", ""], 1), "TF_CONFIG: '' is not HOST:PORT"),
     "no port": (tf_config(["127.0.0.1:1", "host1"], 1), "TF_CONFIG: 'host1' is not HOST:PORT"),
+    "a half": (tf_config(["127.0.0.1:1", "127.0.0.1:2"], 0.5), "index 0.5 is not a whole number"),
+    "two names": (tf_config(["127.0.0.1:1", "localhost:1"], 0), "an address occurs twice"),
     "no cluster": ('{"task": {"type": "worker", "index": 0}}', "'cluster'"),
 }
 

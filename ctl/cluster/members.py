@@ -8,11 +8,19 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
+import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ctl.cluster import slurm
 from ctl.errors import UsageError
+
+_HOST = re.compile(r"[\w-]{1,63}(\.[\w-]{1,63})*\.?", re.ASCII)
+_PORT = re.compile(r"[0-9]{1,5}")
+
+# What can be raised while a ``TF_CONFIG`` is read that is none.
+_UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,8 +99,8 @@ def resolve_tasks(environ: Mapping[str, str] = os.environ) -> Tasks:
         jobs = {
             kind: tuple(map(str, config["cluster"][kind])) for kind in ("chief", "worker", "ps")
         }
-        kind, index = str(config["task"]["type"]), int(config["task"]["index"])
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        kind, index = _task(config)
+    except _UNREADABLE as error:
         raise UsageError(
             "--strategy=parameter_server needs a TF_CONFIG with a chief (the coordinator), workers "
             f"and ps, as ctl.launch --ps=1 sets it ({type(error).__name__}: {error})"
@@ -103,8 +111,7 @@ def resolve_tasks(environ: Mapping[str, str] = os.environ) -> Tasks:
         counts = ", ".join(f"{len(addresses)} {kind}" for kind, addresses in jobs.items())
         raise UsageError(f"TF_CONFIG: one chief, workers and ps are needed, not {counts}")
     _check_addresses([address for job in jobs.values() for address in job], "TF_CONFIG")
-    if not 0 <= index < len(jobs[kind]):
-        raise UsageError(f"TF_CONFIG: there is no {kind} {index}; it names {len(jobs[kind])}")
+    _check_index(kind, index, len(jobs[kind]), "TF_CONFIG")
     return Tasks(jobs["chief"][0], jobs["worker"], jobs["ps"], kind, index)
 
 
@@ -135,12 +142,16 @@ def resolve(
 
 
 def strategy_for(environ: Mapping[str, str]) -> str:
-    """Returns the ``--strategy`` for ``TF_CONFIG``; "" if it names fewer than two processes."""
+    """Returns the ``--strategy`` for ``TF_CONFIG``; "" if it names fewer than two processes.
+
+    Raises:
+        UsageError: ``TF_CONFIG`` cannot be read.
+    """
     try:
-        jobs = json.loads(environ["TF_CONFIG"])["cluster"]
+        jobs = json.loads(environ.get("TF_CONFIG") or "{}").get("cluster", {})
         counts = {kind: len(addresses) for kind, addresses in jobs.items()}
-    except (KeyError, ValueError, TypeError, AttributeError):
-        return ""
+    except _UNREADABLE as error:
+        raise _unreadable(error) from error
     if counts.get("ps"):
         return "parameter_server"
     return "multi_worker" if sum(counts.values()) > 1 else ""
@@ -149,33 +160,74 @@ def strategy_for(environ: Mapping[str, str]) -> str:
 def _from_tf_config(text: str) -> Cluster:
     try:
         config = json.loads(text)
-        jobs, task = config["cluster"], config["task"]
-        kind, index = task["type"], int(task["index"])
+        jobs, (kind, index) = config["cluster"], _task(config)
         # TensorFlow calls the first worker chief, or formerly master.
-        chiefs = [*jobs.get("chief", []), *jobs.get("master", [])]
-        workers = [*chiefs, *jobs.get("worker", [])]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(
-            f"TF_CONFIG is not as TensorFlow wants it ({type(error).__name__}: {error}); e.g. "
-            '{"cluster": {"worker": ["host0:2222", "host1:2222"]}, '
-            '"task": {"type": "worker", "index": 0}}'
-        ) from error
-    if kind not in ("worker", "chief", "master"):
+        groups = {name: [*jobs.get(name, [])] for name in ("chief", "master", "worker")}
+    except _UNREADABLE as error:
+        raise _unreadable(error) from error
+    if kind not in groups:
         raise UsageError(f"TF_CONFIG: this task is a {kind!r}; multi_worker has workers only")
-    return _checked(workers, index + (len(chiefs) if kind == "worker" else 0), "TF_CONFIG")
+    _check_index(kind, index, len(groups[kind]), "TF_CONFIG")
+    workers: list[Any] = []
+    for name, group in groups.items():
+        if name == kind:
+            index += len(workers)
+        workers += group
+    return _checked(workers, index, "TF_CONFIG")
 
 
-def _check_addresses(addresses: Sequence[Any], source: str) -> None:
-    for address in addresses:
-        host, _, port = str(address).rpartition(":")
-        if not host or not port.isdigit() or not 0 < int(port) < 65536:
-            raise UsageError(f"{source}: {address!r} is not HOST:PORT")
-    if len(set(addresses)) != len(addresses):
-        raise UsageError(f"{source}: an address occurs twice in {', '.join(addresses)}")
+def _task(config: dict[str, Any]) -> tuple[str, int]:
+    """Returns kind and index of the task; raises one of `_UNREADABLE`."""
+    kind, index = config["task"]["type"], config["task"]["index"]
+    # int() would also take 1.7 and true.
+    if type(index) not in (int, str):
+        raise ValueError(f"the index {index!r} is not a whole number")
+    return str(kind), int(index)
+
+
+def _unreadable(error: Exception) -> UsageError:
+    return UsageError(
+        f"TF_CONFIG is not as TensorFlow wants it ({type(error).__name__}: {error}); e.g. "
+        '{"cluster": {"worker": ["host0:2222", "host1:2222"]}, '
+        '"task": {"type": "worker", "index": 0}}'
+    )
 
 
 def _checked(workers: Sequence[Any], index: int, source: str) -> Cluster:
     _check_addresses(workers, source)
-    if not 0 <= index < len(workers):
-        raise UsageError(f"{source}: there is no worker {index}; it names {len(workers)}")
+    _check_index("worker", index, len(workers), source)
     return Cluster(tuple(map(str, workers)), index, source)
+
+
+def _check_index(kind: str, index: int, count: int, source: str) -> None:
+    if not 0 <= index < count:
+        raise UsageError(f"{source}: there is no {kind} {index}; it names {count}")
+
+
+def _check_addresses(addresses: Sequence[Any], source: str) -> None:
+    seen: dict[tuple[str, int], str] = {}
+    for address in map(str, addresses):
+        host, _, port = address.rpartition(":")
+        if host.startswith("[") or host.count(":") > 1:
+            raise UsageError(
+                f"{source}: {address!r} is an IPv6 address, which ctl does not support: give a "
+                "name or an IPv4 address"
+            )
+        valid = _HOST.fullmatch(host) and _PORT.fullmatch(port)
+        if not valid or not 0 < int(port) < 65536:
+            raise UsageError(f"{source}: {address!r} is not HOST:PORT")
+        place = (_machine(host), int(port))
+        if place in seen:
+            raise UsageError(f"{source}: an address occurs twice: {seen[place]} and {address}")
+        seen[place] = address
+
+
+def _machine(host: str) -> str:
+    """Returns the same for two spellings of a host, as far as no name server need be asked."""
+    name = host.lower().removesuffix(".")
+    try:
+        name = socket.inet_ntoa(socket.inet_aton(name))  # it also reads 127.1
+    except OSError:
+        return "127.0.0.1" if name == "localhost" else name
+    # TensorFlow listens on all interfaces, so a port of one address of loopback is taken on all.
+    return "127.0.0.1" if name.startswith(("127.", "0.")) else name

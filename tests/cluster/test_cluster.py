@@ -33,7 +33,13 @@ def test_flags_come_first():
 
 
 def test_tf_config():
-    assert resolve(None, None, tf_config({"worker": list(TWO)}, index=1)).index == 1
+    for index in (1, "1"):
+        assert resolve(None, None, tf_config({"worker": TWO}, index=index)).index == 1
+
+
+def test_one_host_may_have_several_ports():
+    workers = ("localhost:1", "127.0.0.1:2", "host0:2", "host1:2", "10.0.0.1:2")
+    assert resolve(workers, 4, {}).workers == workers
 
 
 @pytest.mark.parametrize("chief", ["chief", "master"])
@@ -53,14 +59,33 @@ def test_a_chief_is_the_first_worker(chief):
         (("a:1", "a:1"), 0, {}, "occurs twice"),
         (("a", "b:2"), 0, {}, "'a' is not HOST:PORT"),
         (("a:1", "b:99999"), 0, {}, "'b:99999' is not HOST:PORT"),
+        (("a:1", "a:٣"), 0, {}, "'a:٣' is not HOST:PORT"),
+        (("a b:1", "b:2"), 0, {}, "'a b:1' is not HOST:PORT"),
+        (("a..b:1", "b:2"), 0, {}, "'a..b:1' is not HOST:PORT"),
+        (("grpc://a:1", "b:2"), 0, {}, "'grpc://a:1' is not HOST:PORT"),
+        (("[::1]:1", "[::1]:2"), 0, {}, "'[::1]:1' is an IPv6 address"),
+        (("fe80::1:2", "b:2"), 0, {}, "'fe80::1:2' is an IPv6 address"),
+        (("localhost:1", "127.0.0.1:1"), 0, {}, "twice: localhost:1 and 127.0.0.1:1"),
+        (("127.0.0.2:1", "0.0.0.0:1"), 0, {}, "twice: 127.0.0.2:1 and 0.0.0.0:1"),
+        (("10.0.1:01", "10.0.0.1:1"), 0, {}, "twice: 10.0.1:01 and 10.0.0.1:1"),
+        (("Host0.net:1", "host0.net.:1"), 0, {}, "twice: Host0.net:1 and host0.net.:1"),
+        (None, None, {"TF_CONFIG": "[" * 100_000}, "TF_CONFIG is not as TensorFlow wants it"),
+        (None, None, tf_config({"worker": TWO}, index=float("inf")), "index inf is not a whole"),
+        (None, None, tf_config({"worker": TWO}, index=1.7), "index 1.7 is not a whole number"),
+        (None, None, tf_config({"worker": TWO}, index=True), "index True is not a whole number"),
+        (None, None, tf_config({"worker": TWO}, index="1.7"), "invalid literal"),
+        (None, None, tf_config({"worker": None}), "TypeError"),
+        (None, None, tf_config({"worker": TWO}, ["worker"]), "this task is a \"['worker']\""),
+        (None, None, tf_config({"chief": ["c:1"], "worker": TWO}, "chief", 1), "no chief 1"),
+        (None, None, tf_config({"chief": ["c:1"], "worker": TWO}, index=-1), "no worker -1"),
         (None, None, {"TF_CONFIG": "{"}, "TF_CONFIG is not as TensorFlow wants it"),
         (None, None, {"TF_CONFIG": "[]"}, "TF_CONFIG is not as TensorFlow wants it"),
         (None, None, {"TF_CONFIG": '{"cluster": {}}'}, "'task'"),
         (None, None, tf_config({"worker": ["a:1"]}, index=1), "there is no worker 1"),
         (None, None, tf_config({"ps": ["a:1"]}, "ps"), "this task is a 'ps'"),
-        (None, None, tf_config({"worker": [7]}), "7 is not HOST:PORT"),
+        (None, None, tf_config({"worker": [7]}), "'7' is not HOST:PORT"),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:100],
 )
 def test_what_is_wrong_is_one_line(workers, index, environ, words):
     with pytest.raises(UsageError) as error:
@@ -172,6 +197,9 @@ def test_tasks_with_parameter_servers():
         (tf_config({**JOBS, "ps": []}, "worker"), "not 1 chief, 2 worker, 0 ps"),
         (tf_config({**JOBS, "ps": ["a:1"]}, "worker"), "an address occurs twice"),
         (tf_config({**JOBS, "ps": ["p"]}, "worker"), "'p' is not HOST:PORT"),
+        (tf_config(JOBS, "worker", 0.5), "index 0.5 is not a whole number"),
+        (tf_config(JOBS, "worker", float("inf")), "index inf is not a whole number"),
+        ({"TF_CONFIG": "[" * 100_000}, "RecursionError"),
     ],
 )
 def test_tasks_that_cannot_be(environ, words):
@@ -186,9 +214,19 @@ def test_tasks_that_cannot_be(environ, words):
         (JOBS, "parameter_server"),
         ({"worker": list(TWO)}, "multi_worker"),
         ({"worker": ["a:1"]}, ""),
-        (3, ""),
+        ({}, ""),
     ],
 )
 def test_the_strategy_for_a_tf_config(jobs, strategy):
     assert strategy_for(tf_config(jobs)) == strategy
-    assert strategy_for({}) == ""
+
+
+@pytest.mark.parametrize("environ", [{}, {"TF_CONFIG": ""}, {"TF_CONFIG": "{}"}])
+def test_the_strategy_without_a_cluster(environ):
+    assert strategy_for(environ) == ""
+
+
+@pytest.mark.parametrize("text", ["{", "3", '{"cluster": 3}', "[" * 100_000])
+def test_a_tf_config_that_cannot_be_read_is_not_passed_over(text):
+    with pytest.raises(UsageError, match="TF_CONFIG is not as TensorFlow wants it"):
+        strategy_for({"TF_CONFIG": text})
