@@ -24,6 +24,7 @@ from absl import flags
 
 from ctl.errors import DivergedError, PeerError, Preempted, UsageError
 from ctl.flags.parsing import group, run_command
+from ctl.guard import Guard
 from ctl.logs.console import discard_output
 
 FLAGS = flags.FLAGS
@@ -108,7 +109,7 @@ def launch(
     Raises:
         UsageError: the command cannot be started.
     """
-    with _Guard() as guard, _forwarded_signals() as received:
+    with Guard() as guard, _forwarded_signals() as received:
         for attempt in range(max_restarts + 1):
             job = _Job(command, cluster(workers, ps), guard, backoff)
             code = job.wait(received, grace)
@@ -162,7 +163,7 @@ class _Job:
     """One attempt to run all processes."""
 
     def __init__(
-        self, command: Sequence[str], addresses: dict[str, list[str]], guard: _Guard, backoff: float
+        self, command: Sequence[str], addresses: dict[str, list[str]], guard: Guard, backoff: float
     ):
         self._command = command
         self._guard = guard
@@ -300,49 +301,6 @@ class _Job:
             if all(task.poll() is not None for task in self._tasks):
                 return
             time.sleep(0.05)
-
-
-class _Guard:
-    """A process that kills the watched process groups when the launcher is gone."""
-
-    def __enter__(self) -> _Guard:
-        read, write = os.pipe()
-        if os.fork() == 0:
-            os.close(write)
-            _guard(read)
-        os.close(read)
-        self._pipe = write
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self._pipe)
-        os.wait()
-
-    def watch(self, group: int) -> None:
-        self._tell(f"+{group}\n")
-
-    def forget(self, group: int) -> None:
-        self._tell(f"-{group}\n")
-
-    def _tell(self, line: str) -> None:
-        with contextlib.suppress(BrokenPipeError):  # a killed guard does not end the job
-            os.write(self._pipe, line.encode())
-
-
-def _guard(read: int) -> None:
-    """The guard process. Does not return."""
-    os.setsid()  # apart from the group of the launcher, which may get Ctrl-C or be killed
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    groups: set[int] = set()
-    with os.fdopen(read) as lines:
-        for line in lines:  # until the launcher's end of the pipe is closed
-            change = groups.add if line[0] == "+" else groups.discard
-            change(int(line[1:]))
-    for group_id in groups:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(group_id, signal.SIGKILL)
-    os._exit(0)
 
 
 @contextlib.contextmanager
