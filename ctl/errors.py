@@ -34,7 +34,7 @@ class CheckpointError(CtlError):
 
 
 class PeerError(CtlError):
-    """Another worker died, froze or did not start."""
+    """Another worker died, froze or did not start, or the port of this one is taken."""
 
     exit_code = 5
 

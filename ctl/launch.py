@@ -115,7 +115,7 @@ def launch(
             code = job.wait(received, grace)
             if code == 0 or code in _FINAL or received or attempt == max_restarts:
                 return code
-            pause = min(_LONGEST_BACKOFF, backoff * 2**attempt)
+            pause = _pause_before(attempt, backoff)
             _say(f"restart {attempt + 1} of {max_restarts} in {pause:g} s")
             _pause(pause, received)
             if received:
@@ -246,7 +246,7 @@ class _Job:
             if not code:  # it runs, or the coordinator has told it to end
                 continue
             if task.start_at is None:
-                pause = min(_LONGEST_BACKOFF, self._backoff * 2 ** (task.starts - 1))
+                pause = _pause_before(task.starts - 1, self._backoff)
                 task.start_at = time.monotonic() + pause
                 _say(f"{task.name} {_how(code)}; the others go on; restarting it in {pause:g} s")
             elif time.monotonic() >= task.start_at:
@@ -317,6 +317,11 @@ def _forwarded_signals() -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _pause_before(restart: int, backoff: float) -> float:
+    """Returns the seconds to wait before a restart, of which ``restart`` came before."""
+    return min(_LONGEST_BACKOFF, backoff * 2.0 ** min(restart, 1000))
 
 
 def _pause(seconds: float, received: list[int]) -> None:

@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 import urllib.parse
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -77,8 +78,8 @@ def make_multi_worker(
         record_dir: directory for the flight record of the watchdog; None writes none.
 
     Raises:
-        PeerError: the other workers did not start in time.
-        UsageError: this worker's port is taken, or ``nccl`` has no GPUs.
+        PeerError: the other workers did not start in time, or this worker's port is taken.
+        UsageError: ``nccl`` has no GPUs, or a worker has another list of workers.
     """
     if communication == "nccl" and not tf.config.list_physical_devices("GPU"):
         raise UsageError("--communication=nccl needs GPUs, and TensorFlow sees none; use auto")
@@ -88,13 +89,8 @@ def make_multi_worker(
     os.environ["TF_CONFIG"] = cluster.tf_config()
     os.environ.setdefault("GRPC_EXPERIMENTS", _GRPC)
     options = _options(communication)
-    # All workers are here. If one dies at this moment, TensorFlow waits without end and holds
-    # Python's lock. Only a C thread, as that of faulthandler, can then end the process.
-    faulthandler.dump_traceback_later(startup_timeout, exit=True)
-    try:
+    with _connecting(f"worker {cluster.index}", startup_timeout):
         strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
-    finally:
-        faulthandler.cancel_dump_traceback_later()
     workers.watch(
         strategy,
         timeout=collective_timeout,
@@ -124,8 +120,8 @@ def make_parameter_server(
         worker_timeout: seconds, see `ctl.asynchronous.roll_call.RollCall`.
 
     Raises:
-        PeerError: the other tasks did not start in time.
-        UsageError: the coordinator's port is taken, or a worker has several GPUs.
+        PeerError: the other tasks did not start in time, or the coordinator's port is taken.
+        UsageError: a worker has several GPUs.
     """
     roll_call = RollCall(tasks, worker_timeout)
     roll_call.wait_for_all(startup_timeout)
@@ -137,12 +133,8 @@ def make_parameter_server(
     resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
         tf.train.ClusterSpec(jobs), task_type="chief", task_id=0, rpc_layer="grpc"
     )
-    # As in `make_multi_worker`: if a task dies now, TensorFlow waits without end.
-    faulthandler.dump_traceback_later(startup_timeout, exit=True)
-    try:
+    with _connecting(tasks.name, startup_timeout):
         strategy = tf.distribute.ParameterServerStrategy(resolver)
-    finally:
-        faulthandler.cancel_dump_traceback_later()
     if strategy.num_replicas_in_sync > 1:
         raise UsageError("parameter_server uses one GPU of a worker: hide the others from it")
     return Placement(
@@ -152,6 +144,26 @@ def make_parameter_server(
         "all-reduce, updates are asynchronous",
         roll_call,
     )
+
+
+@contextlib.contextmanager
+def _connecting(name: str, timeout: float) -> Iterator[None]:
+    """Limits the time in which TensorFlow connects the tasks of a job.
+
+    All are here. If one dies at this moment, TensorFlow waits without end and holds Python's lock.
+    Only a C thread, as that of faulthandler, can then end the process.
+
+    Raises:
+        PeerError: TensorFlow lost a task, or its port, which was free a moment ago.
+    """
+    faulthandler.dump_traceback_later(timeout, exit=True)
+    try:
+        yield
+    except tf.errors.OpError as error:
+        reason = error.message.splitlines()[0]
+        raise PeerError(f"{name}: TensorFlow cannot connect the job: {reason}") from error
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def make_strategy(

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from ctl import launch
 from ctl.launch import cluster
 
 pytestmark = pytest.mark.slow  # starts processes
@@ -145,6 +146,40 @@ def test_restarts_on_new_ports_until_it_works(tmp_path):
     assert "restart 1 of 5 in 0.1 s" in err and "restart 2 of 5 in 0.2 s" in err
     assert "restart 3" not in err
     assert len(set(marks.read_text().splitlines())) == 3
+
+
+def test_the_pause_before_a_restart():
+    """It doubles up to 30 seconds, also when two to the number of restarts is no float."""
+    pauses = [launch._pause_before(restart, 0.5) for restart in (0, 1, 5, 6, 1024, 10**6)]
+    assert pauses == [0.5, 1, 16, 30, 30, 30]
+    assert launch._pause_before(10**6, 0.0) == 0
+
+
+MEET = """
+import os, socket, sys
+from pathlib import Path
+from ctl import cluster
+from ctl.errors import CtlError
+me, mark = cluster.resolve(None, None), Path(sys.argv[1])
+taken = socket.socket()
+if me.index == 1 and not mark.exists():
+    mark.touch()
+    taken.bind(("127.0.0.1", int(me.workers[1].rpartition(":")[2])))
+    taken.listen()
+try:
+    cluster.meet(me, 60.0)
+except CtlError as error:
+    print(error)
+    raise SystemExit(error.exit_code)
+"""
+
+
+def test_a_port_that_was_taken_in_between_is_chosen_again(tmp_path):
+    command = [sys.executable, "-c", MEET, str(tmp_path / "mark")]
+    options = ["--workers=2", "--max_restarts=1", "--backoff=0", "--grace=1"]
+    status, out, err = finish(start(*options, command=command))
+    assert "[worker 1] worker 1 cannot listen on 127.0.0.1:" in out
+    assert "restart 1 of 1" in err and status == 0
 
 
 def test_gives_up_with_the_last_code():

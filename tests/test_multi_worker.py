@@ -275,7 +275,7 @@ def test_a_port_in_use(job, tmp_path):
         port = taken.getsockname()[1]
         addresses = [f"127.0.0.1:{port}", *launch.cluster(1)["worker"]]
         with job(tmp_path, workers=1, addresses=addresses) as processes:
-            assert codes(processes) == [2]
+            assert codes(processes) == [5]
     assert f"worker 0 cannot listen on 127.0.0.1:{port}" in last_line(tmp_path, 0)
 
 

@@ -197,6 +197,17 @@ def test_tpus_that_are_not_there():
     assert done.returncode == 0, done.stderr
 
 
+def test_a_port_that_is_taken_after_the_workers_have_met():
+    """Not a bug with a traceback: the launcher chooses another port."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        words = "worker 0: TensorFlow cannot connect the job: Could not start gRPC server"
+        with pytest.raises(PeerError, match=words), strategy_module._connecting("worker 0", 60.0):
+            tf.distribute.Server({"worker": [address]}, "worker", 0, protocol="grpc")
+
+
 def test_a_chief_that_does_not_start_tensorflow():
     with socket.create_server(("127.0.0.1", 0)) as silent:
         chief = f"127.0.0.1:{silent.getsockname()[1]}"

@@ -22,7 +22,7 @@ from ctl.asynchronous.roll_call import RollCall, attend
 from ctl.cluster.members import Tasks
 from ctl.data.dataset import Dataset
 from ctl.data.feed import Feed, element_of
-from ctl.errors import CtlError, PeerError, UsageError
+from ctl.errors import CtlError, PeerError
 from ctl.evaluator import Evaluator
 from ctl.loop import Loop, Steps
 from ctl.losses import Outcome
@@ -43,16 +43,16 @@ def serve(tasks: Tasks, startup_timeout: float) -> None:
         startup_timeout: seconds to wait for the coordinator.
 
     Raises:
-        UsageError: the port is taken.
+        PeerError: the port is taken.
     """
     jobs = {"worker": tasks.workers, "ps": tasks.ps}
     address = jobs[tasks.kind][tasks.index]
     try:
         server = tf.distribute.Server(jobs, tasks.kind, tasks.index, protocol="grpc")
     except tf.errors.OpError as error:
-        raise UsageError(
+        raise PeerError(
             f"{tasks.name} cannot listen on {address}: {error.message.splitlines()[0]}; choose "
-            "another port"
+            "another port, or free it"
         ) from error
     try:
         code = attend(tasks, startup_timeout)

@@ -86,7 +86,7 @@ class RollCall:
         worker_timeout: seconds to wait for a worker when none is left.
 
     Raises:
-        UsageError: the coordinator's port is taken.
+        PeerError: the coordinator's port is taken.
     """
 
     def __init__(self, tasks: Tasks, worker_timeout: float = 60.0):
@@ -370,8 +370,9 @@ def _listen(address: str) -> socket.socket:
         listener.bind(("127.0.0.1" if host in ("localhost", "127.0.0.1") else "", int(port)))
     except OSError as error:
         listener.close()
-        raise UsageError(
-            f"the coordinator cannot listen on {address}: {error.strerror}; choose another port"
+        raise PeerError(
+            f"the coordinator cannot listen on {address}: {error.strerror}; choose another port, "
+            "or free it"
         ) from error
     listener.listen()
     listener.setblocking(False)

@@ -25,8 +25,9 @@ def meet(cluster: Cluster, timeout: float) -> None:
     that TensorFlow will use. Messages of other programs are ignored.
 
     Raises:
-        PeerError: a worker is missing after ``timeout`` seconds. Warnings name it from 10 s on.
-        UsageError: this worker's port is taken, or a peer has another list of workers.
+        PeerError: a worker is missing after ``timeout`` seconds, or this worker's port is taken.
+            Warnings name who is missing from 10 s on.
+        UsageError: a peer has another list of workers.
     """
     peers = set(range(len(cluster.workers))) - {cluster.index}
     spec = hashlib.sha256("\n".join(cluster.workers).encode()).hexdigest()
@@ -39,9 +40,9 @@ def meet(cluster: Cluster, timeout: float) -> None:
         try:
             listener.bind(("127.0.0.1" if loopback else "", int(port)))
         except OSError as error:
-            raise UsageError(
+            raise PeerError(
                 f"worker {cluster.index} cannot listen on {host}:{port}: {error.strerror}; choose "
-                "another port"
+                "another port, or free it"
             ) from error
         listener.listen()
 

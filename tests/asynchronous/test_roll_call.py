@@ -237,7 +237,7 @@ def test_a_port_in_use(job):
         taken.bind(("127.0.0.1", int(job.addresses[0].split(":")[1])))
         taken.listen()
         code, said = ended(job.start("chief"))
-    assert code == 2
+    assert code == 5
     assert said.startswith(f"the coordinator cannot listen on {job.addresses[0]}: ")
 
 

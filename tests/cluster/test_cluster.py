@@ -102,7 +102,7 @@ def test_a_port_in_use():
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(UsageError, match=f"worker 0 cannot listen on 127.0.0.1:{port}: Addr"):
+        with pytest.raises(PeerError, match=f"worker 0 cannot listen on 127.0.0.1:{port}: Addr"):
             meet(Cluster((f"127.0.0.1:{port}",), 0, "test"), 1.0)
     meet(Cluster((f"127.0.0.1:{port}",), 0, "test"), 1.0)
 

@@ -23,7 +23,7 @@ srun --distribution=block --kill-on-bad-exit=0 --wait=60 \
     "$PYTHON" -m ctl.train --strategy=multi_worker "$@"
 code=$? # the highest of all workers
 
-lost=$((code == 5 || code > 128)) # 5: a peer did not answer; above 128: killed by a signal
+lost=$((code == 5 || code > 128)) # 5: a peer did not answer, or a port is in use; above 128: killed by a signal
 if ((code == 42 || (lost && ${SLURM_RESTART_COUNT:-0} < MAX_RESTARTS))); then
     scontrol requeue "$SLURM_JOB_ID"
 fi
