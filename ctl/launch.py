@@ -18,10 +18,12 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from secrets import token_hex
 from typing import IO, TextIO
 
 from absl import flags
 
+from ctl.cluster import secret
 from ctl.errors import DivergedError, PeerError, Preempted, UsageError
 from ctl.flags.parsing import group, run_command
 from ctl.guard import Guard
@@ -41,7 +43,8 @@ started again by itself, while the others go on.
 
   python -m ctl.launch --workers=2 --ps=1 -- python -m ctl.train --strategy=parameter_server …
 
-Each process finds itself and its peers in TF_CONFIG. Exits with the first code that is not 0.
+Each process finds itself and its peers in TF_CONFIG, and what they share in CTL_JOB_SECRET. Exits
+with the first code that is not 0.
 """
 
 # Not restarted: a wrong flag, a loss that is NaN, a stop by the user.
@@ -178,6 +181,9 @@ class _Job:
             for kind, group in addresses.items()
             for index in range(len(group))
         ]
+        self._environ = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        if len(self._tasks) > 1:  # a single worker may have peers on other machines
+            self._environ.setdefault(secret.VARIABLE, token_hex(16))
         try:
             for task in self._tasks:
                 self._start(task)
@@ -188,7 +194,7 @@ class _Job:
     def _start(self, task: _Task) -> None:
         task.process = process = subprocess.Popen(
             self._command,
-            env={**os.environ, "TF_CONFIG": task.config, "PYTHONUNBUFFERED": "1"},
+            env={**self._environ, "TF_CONFIG": task.config},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -8,10 +8,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from waiting import wait_until
 
 from ctl import launch
 from ctl.launch import cluster
@@ -46,13 +46,6 @@ def alive(pid: int) -> bool:
             return stat.read().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
-
-
-def wait_until(condition, timeout: float = 20) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)
 
 
 def test_every_worker_gets_its_place_and_its_output_a_name():
@@ -180,6 +173,23 @@ def test_a_port_that_was_taken_in_between_is_chosen_again(tmp_path):
     status, out, err = finish(start(*options, command=command))
     assert "[worker 1] worker 1 cannot listen on 127.0.0.1:" in out
     assert "restart 1 of 1" in err and status == 0
+
+
+SECRET = "print(os.environ.get('CTL_JOB_SECRET'))"
+
+
+def test_the_processes_of_a_job_share_a_secret():
+    one, two = (finish(start("--workers=2", code=SECRET))[1].split() for _ in range(2))
+    assert one[2] == one[5] != two[2] == two[5]
+    assert len(one[2]) == 32
+
+
+def test_a_secret_of_the_user_stays(monkeypatch):
+    """And a single worker, which may have peers on other machines, gets none."""
+    assert finish(start("--workers=1", code=SECRET))[1] == "[worker 0] None\n"
+    monkeypatch.setenv("CTL_JOB_SECRET", "sesame")
+    assert finish(start("--workers=1", code=SECRET))[1] == "[worker 0] sesame\n"
+    assert finish(start("--workers=2", code=SECRET))[1].split()[2::3] == ["sesame"] * 2
 
 
 def test_gives_up_with_the_last_code():

@@ -13,7 +13,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
-import hashlib
 import os
 import re
 import selectors
@@ -26,8 +25,9 @@ from collections.abc import Iterable
 
 from absl import logging
 
+from ctl.cluster.door import Door, greet
 from ctl.cluster.members import Tasks
-from ctl.errors import CtlError, PeerError, Preempted, UsageError
+from ctl.errors import CtlError, PeerError, Preempted
 
 _BEAT_SECONDS = 1.0
 _SILENT_SECONDS = 30.0
@@ -43,11 +43,13 @@ _REACTION_SECONDS = 5.0
 
 _LONGEST_LINE = 200
 
+_COORDINATOR = "the coordinator"
+
 
 @dataclasses.dataclass
 class _Peer:
     connection: socket.socket
-    name: str = ""  # empty until the task has sent its name
+    name: str
     heard: float = dataclasses.field(default_factory=time.monotonic)
     unread: bytes = b""
 
@@ -94,18 +96,16 @@ class RollCall:
         self._worker_timeout = worker_timeout
         self._workers = [name for name in tasks.servers if name.startswith("worker")]
         self._ps = [name for name in tasks.servers if name.startswith("ps")]
-        self._spec = _spec(tasks)
         self._peers: dict[str, _Peer] = {}
         self._why: dict[str, str] = {}  # the reason for each missing server
-        self._refused: list[str] = []
         self._complete = False
         self._worker_seen = time.monotonic()
         self._asked_to_stop = False
         self._kept: list[object] = []
         self._code = 1
+        self._door = Door(tasks.coordinator, _COORDINATOR, tasks.fingerprint, tasks.servers)
         self._selector = selectors.DefaultSelector()
-        self._listener = _listen(tasks.coordinator)
-        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._door, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, name="roll-call", daemon=True)
         self._thread.start()
 
@@ -118,12 +118,9 @@ class RollCall:
 
         Raises:
             PeerError: one is missing after ``timeout`` seconds. Warnings name it from 10 s on.
-            UsageError: one has another ``TF_CONFIG``.
         """
         began, said = time.monotonic(), 0.0
         while missing := self._missing(self._tasks.servers):
-            if self._refused:
-                raise UsageError(f"{self._refused[0]} has another TF_CONFIG: give all the same")
             seconds = time.monotonic() - began
             if seconds >= timeout:
                 raise PeerError(
@@ -194,16 +191,15 @@ class RollCall:
         beat = fine = time.monotonic()
         while True:
             for key, _ in self._selector.select(_BEAT_SECONDS / 2):
-                if key.data is None:
-                    self._accept()
-                else:
+                if key.data:
                     self._hear(key.data)
+            for name, connection in self._door.arrivals():
+                self._admit(_Peer(connection, name))
             now = time.monotonic()
             if now - beat >= _BEAT_SECONDS:
                 beat = now
                 for peer in list(self._peers.values()):
                     peer.say("beat")
-                self._drop_strangers()
             reason = self._lost()
             if not reason:
                 fine = now
@@ -212,39 +208,20 @@ class RollCall:
                 self._code = PeerError.exit_code
                 self._end()
 
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            connection, _ = self._listener.accept()
-            connection.setblocking(False)
-            self._selector.register(connection, selectors.EVENT_READ, _Peer(connection))
+    def _admit(self, peer: _Peer) -> None:
+        if self._complete:
+            logging.info("%s is back", peer.name)
+        self._selector.register(peer.connection, selectors.EVENT_READ, peer)
+        before, self._peers[peer.name] = self._peers.get(peer.name), peer
+        if before:
+            self._close(before)
 
     def _hear(self, peer: _Peer) -> None:
         lines = peer.lines()
         if lines is None:
             self._drop(peer, "its process has ended")
-            return
-        for line in lines:
-            if line == "leave":
-                self._asked_to_stop |= peer.name in self._ps
-            elif line != "beat" and not self._welcome(peer, line):
-                self._drop(peer, "refused")
-                return
-
-    def _welcome(self, peer: _Peer, line: str) -> bool:
-        spec, _, name = line.partition(" ")
-        if name not in self._tasks.servers or peer.name:
-            return False  # not a task of this job
-        if spec != self._spec:
-            self._refused.append(name)
-            peer.say("refused")
-            return False
-        peer.name = name
-        if self._complete:
-            logging.info("%s is back", name)
-        before, self._peers[name] = self._peers.get(name), peer
-        if before:
-            self._close(before)
-        return True
+        elif "leave" in lines:
+            self._asked_to_stop |= peer.name in self._ps
 
     def _drop(self, peer: _Peer, why: str) -> None:
         self._close(peer)
@@ -256,11 +233,6 @@ class RollCall:
                 if self._complete:
                     logging.warning("%s was lost", peer.name)
 
-    def _drop_strangers(self) -> None:
-        for key in list(self._selector.get_map().values()):
-            if key.data and not key.data.name and key.data.is_silent:
-                self._close(key.data)
-
     def _close(self, peer: _Peer) -> None:
         self._selector.unregister(peer.connection)
         peer.connection.close()
@@ -268,8 +240,9 @@ class RollCall:
     # Conclusions --------------------------------------------------------------------------------
 
     def _missing(self, names: Iterable[str]) -> str:
+        why = self._why | dict.fromkeys(self._door.differing, "has another TF_CONFIG")
         return ", ".join(
-            f"{name} at {self._tasks.servers[name]} ({self._why.get(name, 'not there yet')})"
+            f"{name} at {self._tasks.servers[name]} ({why.get(name, 'not there yet')})"
             for name in names
             if name not in self._peers
         )
@@ -306,14 +279,13 @@ def attend(tasks: Tasks, timeout: float) -> int:
         PeerError: the coordinator did not come within ``timeout`` seconds, closed the connection
             without an exit code, or sent no line for 30 s.
         Preempted: SIGTERM or SIGINT was received.
-        UsageError: the coordinator has another ``TF_CONFIG``.
+        UsageError: the coordinator has other addresses in its ``TF_CONFIG``.
     """
     received: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: received.append(number))
     where = f"the coordinator at {tasks.coordinator}"
     peer = _connect(tasks, timeout, received)
-    peer.say(f"{_spec(tasks)} {tasks.name}")
     leave_at = float("inf")
     while True:
         with selectors.DefaultSelector() as selector:
@@ -323,8 +295,6 @@ def attend(tasks: Tasks, timeout: float) -> int:
         if lines is None:
             raise PeerError(f"{tasks.name}: {where} is gone")
         for line in lines:
-            if line == "refused":
-                raise UsageError(f"{tasks.name}: {where} has another TF_CONFIG: give all the same")
             if end := re.fullmatch(r"end (\d{1,3})", line):
                 return int(end[1])
         if peer.is_silent:
@@ -339,13 +309,12 @@ def attend(tasks: Tasks, timeout: float) -> int:
 
 
 def _connect(tasks: Tasks, timeout: float, received: list[int]) -> _Peer:
-    host, _, port = tasks.coordinator.rpartition(":")
     began, said = time.monotonic(), 0.0
     while True:
         try:
-            connection = socket.create_connection((host, int(port)), timeout=1.0)
+            connection = greet(tasks.coordinator, _COORDINATOR, tasks.name, tasks.fingerprint)
             connection.setblocking(False)
-            return _Peer(connection)
+            return _Peer(connection, _COORDINATOR)
         except OSError as error:
             seconds, why = time.monotonic() - began, error.strerror or str(error)
         missing = f"the coordinator at {tasks.coordinator} ({why})"
@@ -360,25 +329,3 @@ def _connect(tasks: Tasks, timeout: float, received: list[int]) -> _Peer:
             said = seconds
             logging.warning("%s waits for %s since %.0f s", tasks.name, missing, seconds)
         time.sleep(0.1)
-
-
-def _listen(address: str) -> socket.socket:
-    host, _, port = address.rpartition(":")
-    listener = socket.socket()
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind(("127.0.0.1" if host in ("localhost", "127.0.0.1") else "", int(port)))
-    except OSError as error:
-        listener.close()
-        raise PeerError(
-            f"the coordinator cannot listen on {address}: {error.strerror}; choose another port, "
-            "or free it"
-        ) from error
-    listener.listen()
-    listener.setblocking(False)
-    return listener
-
-
-def _spec(tasks: Tasks) -> str:
-    addresses = (tasks.coordinator, *tasks.workers, "", *tasks.ps)
-    return hashlib.sha256("\n".join(addresses).encode()).hexdigest()

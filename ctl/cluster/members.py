@@ -6,6 +6,7 @@ Imports no TensorFlow, so that a wrong description is refused at once.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
 import re
@@ -41,6 +42,11 @@ class Cluster:
     def is_chief(self) -> bool:
         """Whether this process is worker 0."""
         return self.index == 0
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of all addresses, in hexadecimal: equal for the workers of a job."""
+        return _hash(self.workers)
 
     def tf_config(self) -> str:
         """The JSON that TensorFlow expects in ``TF_CONFIG``."""
@@ -79,6 +85,11 @@ class Tasks:
     def name(self) -> str:
         """The name of this process in messages and logs."""
         return "the coordinator" if self.is_coordinator else f"{self.kind} {self.index}"
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of all addresses, in hexadecimal: equal for the tasks of a job."""
+        return _hash((self.coordinator, *self.workers, "", *self.ps))
 
     @property
     def servers(self) -> dict[str, str]:
@@ -231,3 +242,7 @@ def _machine(host: str) -> str:
         return "127.0.0.1" if name == "localhost" else name
     # TensorFlow listens on all interfaces, so a port of one address of loopback is taken on all.
     return "127.0.0.1" if name.startswith(("127.", "0.")) else name
+
+
+def _hash(addresses: Sequence[str]) -> str:
+    return hashlib.sha256("\n".join(addresses).encode()).hexdigest()

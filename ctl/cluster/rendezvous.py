@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import socket
 import threading
 import time
 
 from absl import logging
 
+from ctl.cluster.door import Door, greet
 from ctl.cluster.members import Cluster
 from ctl.errors import PeerError, UsageError
 
 # Seconds until a warning names the missing workers, and between such warnings.
 _QUIET_SECONDS = 10.0
+
+# A worker that has found another list of addresses still answers for so long, so that its peers
+# find that, too.
+_STAY_SECONDS = 2.0
 
 
 def meet(cluster: Cluster, timeout: float) -> None:
@@ -27,84 +30,55 @@ def meet(cluster: Cluster, timeout: float) -> None:
     Raises:
         PeerError: a worker is missing after ``timeout`` seconds, or this worker's port is taken.
             Warnings name who is missing from 10 s on.
-        UsageError: a peer has another list of workers.
+        UsageError: a peer has another list of workers, or the index of another worker.
     """
-    peers = set(range(len(cluster.workers))) - {cluster.index}
-    spec = hashlib.sha256("\n".join(cluster.workers).encode()).hexdigest()
-    host, _, port = cluster.workers[cluster.index].rpartition(":")
-    came: set[int] = set()
-    strangers: list[str] = []
-    with socket.socket() as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        loopback = host in ("localhost", "127.0.0.1")
-        try:
-            listener.bind(("127.0.0.1" if loopback else "", int(port)))
-        except OSError as error:
-            raise PeerError(
-                f"worker {cluster.index} cannot listen on {host}:{port}: {error.strerror}; choose "
-                "another port, or free it"
-            ) from error
-        listener.listen()
+    peers = {f"worker {index}": address for index, address in enumerate(cluster.workers)}
+    me = f"worker {cluster.index}"
+    came: set[str] = set()
+    ended = threading.Event()
+    with Door(peers.pop(me), me, cluster.fingerprint, peers) as door:
 
         def welcome() -> None:
-            while True:
-                try:
-                    connection, _ = listener.accept()
-                except OSError:  # closed: all have met
-                    return
-                with connection, contextlib.suppress(OSError, ValueError):
-                    connection.settimeout(5.0)
-                    index, theirs = connection.recv(200).decode().split()
-                    if theirs != spec:
-                        strangers.append(index)
-                    connection.sendall(b"welcome")
-                    came.add(int(index))
+            while not ended.is_set():
+                for name, connection in door.arrivals(0.05):
+                    connection.close()
+                    came.add(name)
 
-        threading.Thread(target=welcome, name="welcome", daemon=True).start()
-        told: set[int] = set()
-        why: dict[int, str] = {}
+        thread = threading.Thread(target=welcome, name="welcome", daemon=True)
+        thread.start()
+        untold, why = set(peers), dict.fromkeys(peers, "silent")
         began, said = time.monotonic(), 0.0
         try:
-            while not (peers <= told and peers <= came):
-                for peer in peers - told:
+            while untold or not came.issuperset(peers):
+                for peer in sorted(untold):
                     try:
-                        _greet(cluster.workers[peer], f"{cluster.index} {spec}".encode())
-                        told.add(peer)
+                        greet(peers[peer], peer, me, cluster.fingerprint).close()
+                        untold.remove(peer)
+                        why[peer] = "silent"
                     except OSError as error:
                         why[peer] = error.strerror or str(error)
-                if strangers:
-                    raise UsageError(
-                        f"worker {strangers[0]} has another list of workers: give all the same"
-                    )
+                why |= dict.fromkeys(door.differing, "has another list of addresses")
                 missing = ", ".join(
-                    f"worker {peer} at {cluster.workers[peer]} ({why.get(peer, 'silent')})"
-                    for peer in sorted((peers - told) | (peers - came))
+                    f"{peer} at {address} ({why[peer]})"
+                    for peer, address in peers.items()
+                    if peer in untold or peer not in came
                 )
                 seconds = time.monotonic() - began
                 if missing and seconds >= timeout:
                     raise PeerError(
-                        f"worker {cluster.index}: gave up after {seconds:.0f} s "
-                        f"(--startup_timeout) waiting for {missing}"
+                        f"{me}: gave up after {seconds:.0f} s (--startup_timeout) waiting for "
+                        f"{missing}"
                     )
                 if missing and seconds - said >= _QUIET_SECONDS:
                     said = seconds
-                    logging.warning(
-                        "worker %d waits for %s since %.0f s", cluster.index, missing, seconds
-                    )
+                    logging.warning("%s waits for %s since %.0f s", me, missing, seconds)
                 time.sleep(0.05)
+        except UsageError:
+            time.sleep(_STAY_SECONDS)
+            raise
         finally:
-            with contextlib.suppress(OSError):
-                listener.shutdown(socket.SHUT_RDWR)  # wakes the thread in accept()
-
-
-def _greet(address: str, greeting: bytes) -> None:
-    """Sends ``greeting``; raises OSError unless a worker of ctl answers."""
-    host, _, port = address.rpartition(":")
-    with socket.create_connection((host, int(port)), timeout=1.0) as connection:
-        connection.settimeout(5.0)
-        connection.sendall(greeting)
-        if connection.recv(16) != b"welcome":
-            raise OSError("another program answers there")
+            ended.set()
+            thread.join()
 
 
 def unreachable(cluster: Cluster, patience: float = 0.0) -> dict[int, str]:

@@ -3,15 +3,14 @@
 Workers send datagrams to each other, on the UDP port with the number of TensorFlow's TCP port. So a
 stopped chief silences only itself, no sender waits for a receiver, and no private name of
 TensorFlow is needed. (The chief serves TensorFlow's coordination service, which blocks when the
-chief is stopped.) Beats are not authenticated. They inform messages and flight records, and end no
-process.
+chief is stopped.) Beats are signed, see `ctl.cluster.secret`. They inform messages and flight
+records, and end no process.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 import select
 import socket
@@ -20,7 +19,9 @@ from typing import Any
 
 from absl import logging
 
+from ctl.cluster.door import interface
 from ctl.cluster.members import Cluster
+from ctl.cluster.secret import sign, verified
 
 _VERSION = 1
 _LARGEST = 1024  # bytes of a datagram
@@ -71,7 +72,7 @@ class Beats:
         self.peers: dict[int, Beat] = {}
         self.interval = interval(len(cluster.workers))
         self._index = cluster.index
-        self._job = hashlib.sha256("\n".join(cluster.workers).encode()).hexdigest()[:16]
+        self._job = cluster.fingerprint[:16]
         self._others = {
             index: address
             for index, address in enumerate(cluster.workers)
@@ -84,9 +85,7 @@ class Beats:
         self._socket.setblocking(False)
         host, _, port = cluster.workers[cluster.index].rpartition(":")
         try:
-            # As in ctl.cluster.meet: the address of a host name need not be one to bind to.
-            loopback = host in ("localhost", "127.0.0.1")
-            self._socket.bind(("127.0.0.1" if loopback else "", int(port)))
+            self._socket.bind((interface(host), int(port)))
         except OSError as error:
             logging.warning(
                 "UDP port %s: %s; a flight record will not know where others are", port, error
@@ -106,18 +105,17 @@ class Beats:
         """Sends ``mine`` to all other workers at once; drops what cannot be sent."""
         self._sent, self._last = time.monotonic(), mine
         beat = {"ctl": _VERSION, "job": self._job, "worker": self._index, **mine}
-        text = json.dumps(beat).encode()
+        datagram = sign(json.dumps(beat))
         for index, address in self._others.items():
             with contextlib.suppress(OSError):  # no listener or a full buffer
                 if index not in self._resolved:
                     host, _, port = address.rpartition(":")
                     self._resolved[index] = (socket.gethostbyname(host), int(port))
-                self._socket.sendto(text, self._resolved[index])
+                self._socket.sendto(datagram, self._resolved[index])
 
     def _receive(self) -> None:
         with contextlib.suppress(OSError):  # among them the answer of a closed port
-            text = self._socket.recv(_LARGEST + 1)
-            parsed = parse(text, self._job)
+            parsed = parse(self._socket.recv(_LARGEST + 1), self._job)
             if parsed and parsed[0] in self._others:
                 self.peers[parsed[0]] = parsed[1]
 
@@ -131,13 +129,14 @@ def interval(workers: int) -> float:
     return max(1.0, workers / 100)
 
 
-def parse(text: bytes, job: str) -> tuple[int, Beat] | None:
+def parse(datagram: bytes, job: str) -> tuple[int, Beat] | None:
     """Returns the worker and the beat in a datagram, or None if it is not a beat of ``job``.
 
-    Other programs may send datagrams too, so every field is checked.
+    Other programs may send datagrams too, so the signature and every field are checked.
     """
+    text = verified(datagram) if len(datagram) <= _LARGEST else None
     try:
-        data = json.loads(text) if len(text) <= _LARGEST else None
+        data = json.loads(text) if text else None
     except (ValueError, RecursionError):
         return None
     if not isinstance(data, dict) or data.get("ctl") != _VERSION or data.get("job") != job:

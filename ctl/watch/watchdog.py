@@ -29,11 +29,14 @@ Seconds  Name                              Decision
                                            barrier at the end of the data, or of a disagreement
 10       ``_QUIET_SECONDS``                watchdog, `meet` and roll call log that they wait
 5        `roll_call._REACTION_SECONDS`     roll call ends a coordinator that TensorFlow holds
+5        `door._GREETING_SECONDS`          `Door` and `greet` close a connection: no greeting
 5        `roll_call._LEAVING_SECONDS`      `attend` ends a worker so long after SIGTERM
 4        `record.Record.silent_after`      `hang` calls a peer frozen or dead: no beat for 4 times
                                            `beats.interval`; this affects messages only
 3        `hang._STEADY_SECONDS`            `hang` compares workers that have not moved for so long
 3        `_ENDING_SECONDS`                 `blame` waits for a failed peer to stop listening
+2        `rendezvous._STAY_SECONDS`        `meet` still answers after it found another list of
+                                           workers
 2        `_LINGER_SECONDS`                 watchdog waits after its last line
 2        `_FLUSH_SECONDS`                  `leave` exits, even if the output is not read
 1        `roll_call._BEAT_SECONDS`         interval of the lines of the roll call

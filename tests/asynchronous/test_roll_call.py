@@ -209,16 +209,22 @@ def test_a_coordinator_that_does_not_come(job):
 
 def test_another_list_of_tasks(job):
     others = [*job.addresses[:2], "127.0.0.1:1"]
-    chief, worker = job.start("chief"), job.start("worker", addresses=others)
-    assert ended(worker)[0] == 2
-    assert ended(chief) == (2, "worker 0 has another TF_CONFIG: give all the same")
+    worker = job.start("worker", addresses=others)
+    assert worker.stdout.readline() == "up\n"
+    chief = job.start("chief", timeout=4)
+    where = f"the coordinator at {job.addresses[0]}"
+    assert ended(worker) == (2, f"{where} has another list of addresses: give all tasks the same")
+    code, said = ended(chief)
+    assert code == 5
+    assert f"worker 0 at {job.addresses[1]} (has another TF_CONFIG)" in said
 
 
 def test_strangers_are_ignored(job):
     chief, worker = job.start("chief"), job.start("worker")
     assert worker.stdout.readline() == "up\n"
     host, port = job.addresses[0].split(":")
-    for greeting in (b"\xff\n", b"GET / HTTP/1.1\r\n\r\n", b"x" * 1000, b"end 0\nleave\n"):
+    greetings = [b"\xff\n", b"GET / HTTP/1.1\r\n\r\n", b"x" * 1000, b"end 0\nleave\n"]
+    for greeting in [*greetings, b"x worker 0\n", b"x ps 0\n"]:
         while True:
             try:
                 with socket.create_connection((host, int(port))) as stranger:

@@ -136,29 +136,37 @@ def test_workers_that_come_one_by_one_meet(workers):
         assert meet_all(clusters) == [None] * workers
 
 
-def test_strangers_are_ignored():
+@pytest.mark.parametrize("words", [bytes(range(256)), b"1 x", b""])
+def test_strangers_are_ignored(words):
+    """Also 150 that are silent, more than wait at a port."""
     addresses = two_workers()
     host, _, port = addresses[0].rpartition(":")
+    with contextlib.ExitStack() as open_connections:
 
-    def disturb():
-        deadline = time.monotonic() + 2
-        while time.monotonic() < deadline:
-            with contextlib.suppress(OSError), socket.create_connection((host, int(port)), 1) as s:
-                s.sendall(bytes(range(256)))
+        def disturb():
+            for _ in range(150):
+                with contextlib.suppress(OSError):
+                    stranger = socket.create_connection((host, int(port)), 1)
+                    open_connections.enter_context(stranger).sendall(words)
 
-    stranger = threading.Thread(target=disturb)
-    stranger.start()
-    clusters = [Cluster(addresses, index, "test") for index in range(2)]
-    assert meet_all(clusters, late=1.0) == [None, None]
-    stranger.join()
+        def worker_1_comes_after_them():
+            time.sleep(0.3)  # until worker 0 listens
+            disturb()
+            meet(Cluster(addresses, 1, "test"), 20.0)
+
+        peer = threading.Thread(target=worker_1_comes_after_them)
+        peer.start()
+        meet(Cluster(addresses, 0, "test"), 20.0)
+        peer.join()
 
 
+@pytest.mark.slow
 def test_another_list_of_workers():
     first, second = two_workers()
     clusters = [Cluster((first, second), 0, "test"), Cluster((first, second, "c:3"), 1, "test")]
-    refused, _ = meet_all(clusters, timeout=3.0)
-    assert isinstance(refused, UsageError)
-    assert "worker 1 has another list of workers" in str(refused)
+    for index, refused in enumerate(meet_all(clusters)):
+        assert isinstance(refused, UsageError)
+        assert f"worker {1 - index} at {(second, first)[index]} has another list" in str(refused)
 
 
 def test_a_missing_peer_is_named(monkeypatch):

@@ -123,9 +123,12 @@ def test_slurm_trains(slurm, tmp_path):
 def test_slurm_requeues(slurm, tmp_path, code, restarts, requeued):
     """In place of Python, a command that exits with ``code``."""
     program = tmp_path / "python"
-    program.write_text(f"#!/bin/sh\nexit {code}\n")
+    program.write_text(f"#!/bin/sh\necho $CTL_JOB_SECRET\nexit {code}\n")
     program.chmod(stat.S_IRWXU)
-    assert slurm(str(program), SLURM_RESTART_COUNT=str(restarts)).returncode == code
+    ended = slurm(str(program), SLURM_RESTART_COUNT=str(restarts))
+    assert ended.returncode == code
+    first, second = ended.stdout.split()  # of the two tasks
+    assert first == second and len(first) == 32
     assert (tmp_path / "scontrol").exists() == requeued
     if requeued:
         assert (tmp_path / "scontrol").read_text() == "requeue 7\n"

@@ -3,6 +3,7 @@ which words; who does not."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -12,8 +13,10 @@ import time
 
 import pytest
 from paths import ROOT
+from waiting import wait_until
 
 from ctl import launch
+from ctl.cluster import Cluster, secret
 from ctl.inspect import hang_command
 from ctl.watch import beats, record, watchdog
 
@@ -210,8 +213,12 @@ GOOD = {
 }
 
 
+def datagram(beat: dict) -> bytes:
+    return secret.sign(json.dumps(beat))
+
+
 def test_a_beat_is_read():
-    worker, beat = beats.parse(json.dumps(GOOD).encode(), "j")
+    worker, beat = beats.parse(datagram(GOOD), "j")
     assert worker == 1 and 0 <= time.monotonic() - beat.at < 60
     assert (beat.step, beat.doing, beat.phase, beat.waits) == (3, "training", "pack0", True)
     assert (beat.since, beat.gave_up) == (0.5, False)
@@ -220,9 +227,10 @@ def test_a_beat_is_read():
 @pytest.mark.parametrize(
     "text",
     [
-        *(b"", b"\xff", b"[]", b"3", b"null", b"[" * 1000, b"{}"),
+        *(b"", b"\xff", json.dumps(GOOD).encode(), datagram(GOOD)[1:], b"0" + datagram(GOOD)[1:]),
+        *map(secret.sign, ["", "[]", "3", "null", "[" * 900, "{}"]),
         *(
-            json.dumps(GOOD | change).encode()
+            datagram(GOOD | change)
             for change in (
                 {"ctl": 2},
                 {"job": "another"},
@@ -239,7 +247,7 @@ def test_a_beat_is_read():
                 {"doing": "x" * 1000},
             )
         ),
-        *(json.dumps({k: v for k, v in GOOD.items() if k != name}).encode() for name in GOOD),
+        *(datagram({k: v for k, v in GOOD.items() if k != name}) for name in GOOD),
     ],
 )
 def test_what_is_no_beat_is_ignored(text):
@@ -247,8 +255,27 @@ def test_what_is_no_beat_is_ignored(text):
 
 
 def test_beats_hold_no_control_characters():
-    _, beat = beats.parse(json.dumps(GOOD | {"doing": "a\x1b[2J\nb"}).encode(), "j")
+    _, beat = beats.parse(datagram(GOOD | {"doing": "a\x1b[2J\nb"}), "j")
     assert beat.doing == "a[2Jb"
+
+
+def test_only_who_knows_the_secret_can_send_a_beat(monkeypatch):
+    """A stranger knows the rest: the addresses, and the program."""
+    monkeypatch.setenv(secret.VARIABLE, "open sesame")
+    addresses = tuple(launch.cluster(2)["worker"])
+    with contextlib.ExitStack() as stack:
+        mine, peer, forger = (beats.Beats(Cluster(addresses, i, "test")) for i in (0, 1, 1))
+        for opened in (mine, peer, forger):
+            stack.callback(opened._socket.close)
+        where = {name: GOOD[name] for name in ("doing", "phase", "waits", "since", "gave_up")}
+        with monkeypatch.context() as without_it:
+            without_it.setenv(secret.VARIABLE, "")
+            forger.send({**where, "step": 9, "gave_up": True})
+        mine.exchange({**where, "step": 1}, 0.5)
+        assert mine.peers == {}
+        peer.send({**where, "step": 3})
+        wait_until(lambda: mine.exchange({**where, "step": 1}, 0.05) or mine.peers)
+        assert mine.peers[1].step == 3
 
 
 def test_the_number_of_datagrams_is_bounded():

@@ -17,6 +17,8 @@
 set -u
 PYTHON=${PYTHON:-python}
 MAX_RESTARTS=${MAX_RESTARTS:-3}
+# Other users of the nodes cannot sign messages of this job.
+export CTL_JOB_SECRET=${CTL_JOB_SECRET:-$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')}
 
 # Workers that lose one end by themselves, with a line that says which: Slurm gives them a minute.
 srun --distribution=block --kill-on-bad-exit=0 --wait=60 \
