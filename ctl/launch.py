@@ -27,7 +27,6 @@ from ctl.cluster import secret
 from ctl.errors import DivergedError, PeerError, Preempted, UsageError
 from ctl.flags.parsing import group, run_command
 from ctl.guard import Guard
-from ctl.logs.console import discard_output
 
 FLAGS = flags.FLAGS
 flags.disclaim_key_flags()
@@ -78,7 +77,7 @@ def run() -> None:
             "come, before they are killed.",
             lower_bound=0,
         )
-    run_command(_main, _USAGE, takes_command=True)
+    run_command(_main, _USAGE, takes_command=True, output_is_log=True)
 
 
 def _main(command: Sequence[str]) -> None:
@@ -92,7 +91,8 @@ def _main(command: Sequence[str]) -> None:
         backoff=FLAGS.backoff,
         grace=FLAGS.grace,
     )
-    raise SystemExit(code)
+    if code:
+        raise SystemExit(code)
 
 
 def launch(
@@ -351,18 +351,12 @@ def _say(text: str) -> None:
 
 
 def _write(target: TextIO, line: str) -> None:
-    """Writes a whole line under a lock; drops all output once ``target`` fails."""
-    # It fails with `| head` or a full disk. The caller reads on, or workers would block.
-    with _WRITING:
-        try:
-            target.write(line + "\n")  # in one piece: `print` writes the newline separately
-            target.flush()
-            return
-        except OSError as error:
-            discard_output(target)
-            reason = error.strerror
-    # With `2>&1 | head`, this line fails, too.
-    _say(f"cannot write to {target.name}: {reason}; the job goes on without it")
+    """Writes a whole line under a lock. The job goes on when nobody reads the output."""
+    with _WRITING, contextlib.suppress(BrokenPipeError):  # as in `| head`; raised once
+        target.write(line + "\n")  # in one piece: `print` writes the newline separately
+        target.flush()
+        return
+    _say("nobody reads the standard output; the job goes on without it")
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ Exit codes: 0 done, 1 a bug, 2 wrong flags or missing data, 3 NaN or Inf, 4 chec
 def run() -> None:
     """The command line, also installed as ``ctl-train``."""
     training.define_flags()
-    run_command(main, _USAGE)
+    run_command(main, _USAGE, output_is_log=True)
 
 
 def main() -> None:

@@ -318,6 +318,18 @@ def test_an_export_that_does_not_fit(zygote, tmp_path):
     assert not list(tmp_path.glob("tmp-*"))
 
 
+def test_output_on_a_full_disk_does_not_end_the_training(zygote, tmp_path):
+    (tmp_path / "output").mkdir()
+    (tmp_path / "output" / "stdout").symlink_to("/dev/full")
+    options = ["--model=dense", "--train_steps=20", "--log_every=5", "--noexport"]
+    command = zygote.run(
+        TRAIN, f"--model_dir={tmp_path}/run", *options, directory=tmp_path / "output"
+    )
+    assert last_line(command).startswith("some of the standard output was lost: No space left")
+    assert intact_steps(tmp_path / "run") == [20]
+    assert list(evaluations(tmp_path / "run")) == [20]
+
+
 # Data.
 
 

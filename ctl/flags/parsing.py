@@ -18,8 +18,8 @@ from typing import Any
 
 from absl import app, flags
 
-from ctl.errors import CtlError, PeerError, UsageError
-from ctl.logs.console import discard_output
+from ctl.errors import CheckpointError, CtlError, PeerError, UsageError
+from ctl.logs import streams
 from ctl.watch.watchdog import leave
 
 flags.disclaim_key_flags()  # They belong to the command that calls a group.
@@ -31,26 +31,31 @@ AUTO = "auto"
 _HELP = ("--help", "-help", "-h", "--helpshort", "--helpfull")
 
 
-def run_command(main: Callable[..., None], usage: str, *, takes_command: bool = False) -> None:
-    """Parses the command line, calls ``main`` and exits.
+def run_command(
+    main: Callable[..., None],
+    usage: str,
+    *,
+    takes_command: bool = False,
+    output_is_log: bool = False,
+) -> None:
+    """Parses the command line, calls ``main`` and exits, see `exit_codes`.
 
-    ``--help`` prints ``usage`` and the flags of every `group`. Errors are one line on stderr. Exit
-    codes: 0 for ``--help``, 2 for a wrong flag, that of a `CtlError`, 130 for Ctrl-C, 141 for a
-    closed pipe.
+    ``--help`` prints ``usage`` and the flags of every `group`. A wrong flag is one line on stderr.
 
     Args:
         main: called without arguments; with ``takes_command``, with the list of arguments that
             follow the flags or ``--``.
         usage: the first part of ``--help``.
         takes_command: whether the command line may end with ``-- COMMAND``.
+        output_is_log: see `exit_codes`.
     """
 
     def parse(argv: Sequence[str]) -> list[str]:
         own = argv[1 : argv.index("--")] if takes_command and "--" in argv else argv[1:]
         if any(argument in _HELP for argument in own):
-            with contextlib.suppress(BrokenPipeError):  # as in `--help | head`
-                print(help_text(usage), flush=True)
-            os._exit(0)
+            with exit_codes():
+                print(help_text(usage))
+            raise SystemExit(0)
         try:
             positional = flags.FLAGS(argv)[1:]
         except flags.Error as error:
@@ -66,21 +71,47 @@ def run_command(main: Callable[..., None], usage: str, *, takes_command: bool = 
 
     def call(argv: Sequence[str]) -> None:
         sys.unraisablehook = _interrupt_again
-        try:
+        with exit_codes(output_is_log):
             main(*([argv[1:]] if takes_command else []))
-            sys.stdout.flush()
-        except PeerError as error:
-            print(" ".join(str(error).split()), file=sys.stderr)
-            leave(error.exit_code)
-        except CtlError as error:
-            _fail(str(error), error.exit_code)
-        except KeyboardInterrupt:
-            _fail("interrupted", 130)
-        except BrokenPipeError:  # as in `| head`
-            discard_output(sys.stdout)
-            raise SystemExit(128 + signal.SIGPIPE) from None
 
+    streams.guard()
     app.run(call, flags_parser=parse)
+
+
+@contextlib.contextmanager
+def exit_codes(output_is_log: bool = False) -> Iterator[None]:
+    """Turns errors inside into one line on stderr and an exit code: that of a `CtlError`, 130 for
+    Ctrl-C. If nothing else went wrong, 141 if the reader of the output has ended, and 4 if the
+    output could not be written.
+
+    Args:
+        output_is_log: whether the result of the command is elsewhere. Output that could not be
+            written then does not change the exit code.
+    """
+    streams.guard()
+    try:
+        try:
+            yield
+        finally:
+            lost = streams.lost_output()
+            reader_ended = isinstance(lost, BrokenPipeError)
+            if lost and not reader_ended:
+                _say(f"some of the standard output was lost: {lost.strerror}")
+        if reader_ended:
+            raise SystemExit(128 + signal.SIGPIPE)
+        if lost and not output_is_log:
+            raise SystemExit(CheckpointError.exit_code)
+    except PeerError as error:
+        _say(str(error))
+        leave(error.exit_code)
+    except CtlError as error:
+        _fail(str(error), error.exit_code)
+    except KeyboardInterrupt:
+        _fail("interrupted", 130)
+    except BrokenPipeError:
+        if not reader_ended:  # of another pipe
+            raise
+        raise SystemExit(128 + signal.SIGPIPE) from None
 
 
 def _interrupt_again(unraisable: Any) -> None:
@@ -96,8 +127,12 @@ def _interrupt_again(unraisable: Any) -> None:
         sys.__unraisablehook__(unraisable)
 
 
-def _fail(message: str, exit_code: int) -> None:
+def _say(message: str) -> None:
     print(" ".join(message.split()), file=sys.stderr)
+
+
+def _fail(message: str, exit_code: int) -> None:
+    _say(message)
     raise SystemExit(exit_code)
 
 

@@ -9,6 +9,7 @@ import importlib
 import sys
 
 from ctl.errors import UsageError
+from ctl.flags.parsing import exit_codes
 
 # Name -> (module, line in --help).
 COMMANDS = {
@@ -45,11 +46,11 @@ def run() -> None:
         importlib.import_module(module).run()
     elif name.lstrip("-") in ("h", "help", "helpshort", "helpfull"):
         lines = [f"  {name:<8} {what}" for name, (_, what) in COMMANDS.items()]
-        print("\n".join([_USAGE.strip(), "", *lines]))
+        with exit_codes():
+            print("\n".join([_USAGE.strip(), "", *lines]))
     else:
-        known = ", ".join(COMMANDS)
-        print(f"unknown sub-command {name!r}: choose one of {known}", file=sys.stderr)
-        raise SystemExit(UsageError.exit_code)
+        with exit_codes():
+            raise UsageError(f"unknown sub-command {name!r}: choose one of {', '.join(COMMANDS)}")
 
 
 if __name__ == "__main__":

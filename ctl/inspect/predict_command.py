@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import json
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -120,11 +118,7 @@ def main() -> None:
     if FLAGS.plot:
         _plot(step, network, curves)
     as_json = FLAGS.json
-    text = json.dumps(_as_json(step, network, curves)) if as_json else table(step, network, curves)
-    with contextlib.suppress(BrokenPipeError):  # as in `predict | head`
-        print(text, flush=True)
-        return
-    os._exit(0)  # without another attempt to write the rest
+    print(json.dumps(_as_json(step, network, curves)) if as_json else table(step, network, curves))
 
 
 def read_step() -> Step:

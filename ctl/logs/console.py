@@ -16,7 +16,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TextIO
 
 from absl import logging
 
@@ -113,16 +112,6 @@ def load_tensorflow(errors: bool = True) -> None:
         tf.config.list_physical_devices()
     gc.freeze()
     gc.enable()
-
-
-def discard_output(stream: TextIO) -> None:
-    """Discards the buffer of ``stream`` and all that is written to it from now on.
-
-    For a stream that cannot be written: its buffer would raise again when the process ends.
-    """
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, stream.fileno())
-    os.close(null)
 
 
 @contextlib.contextmanager

@@ -15,7 +15,6 @@ from rich.live import Live
 from rich.text import Text
 
 from ctl.actions import scalars_of
-from ctl.errors import CtlError
 
 if TYPE_CHECKING:
     from ctl.actions import Status
@@ -35,10 +34,7 @@ class Lines:
         left = None
         if record["phase"] == "train":
             left = self._time_left.seconds(record, record["time"], record)
-        try:
-            print(format_record(record, left), file=self._file, flush=True)
-        except OSError as error:
-            raise CtlError(f"cannot write to {self._file.name}: {error.strerror}") from error
+        print(format_record(record, left), file=self._file, flush=True)
 
     def close(self) -> None:
         """Does nothing: the file stays open."""
@@ -87,11 +83,12 @@ class Progress:
 
     def __enter__(self) -> Progress:
         self._began = self._clock()
+        before = sys.stderr
         self._live.start()
         # absl keeps its first stream: set the one that prints above the bar.
         handler = logging.get_absl_handler().python_handler
-        if handler.stream is sys.__stderr__ and sys.stderr is not sys.__stderr__:
-            self._log_stream = handler.stream
+        if handler.stream is before and sys.stderr is not before:
+            self._log_stream = before
             handler.setStream(sys.stderr)
         return self
 

@@ -10,7 +10,6 @@ from absl import logging
 from rich.console import Console
 
 from ctl.actions import Status
-from ctl.errors import CtlError
 from ctl.logs.progress import Lines, Progress, _count, _duration, _number, format_record
 
 SCALARS = {
@@ -92,12 +91,10 @@ def test_time_left_in_lines_is_at_the_pace_of_this_run():
 
 def test_lines_to_a_closed_pipe():
     class Closed(io.StringIO):
-        name = "<stdout>"
-
         def write(self, text):
             raise BrokenPipeError(32, "Broken pipe")
 
-    with pytest.raises(CtlError, match="cannot write to <stdout>: Broken pipe"):
+    with pytest.raises(BrokenPipeError):  # exit code 141
         Lines(Closed()).write(record(1))
 
 

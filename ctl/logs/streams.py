@@ -1,0 +1,83 @@
+"""Standard output and standard error that may fail without an end to the command.
+
+A disk may be full, a terminal gone or a stream closed. A training goes on without its output, and
+`ctl.flags.parsing.exit_codes` says at the end that some of it was lost.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import select
+import sys
+from typing import Any
+
+from absl import logging
+
+
+class Descriptor(io.FileIO):
+    """A standard stream whose failed writes are noted in ``lost`` and raise nothing.
+
+    Standard output raises `BrokenPipeError` once, as in ``| head``: then nobody wants the rest.
+    """
+
+    lost: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            while (written := super().write(data)) is None:  # another program made it non-blocking
+                select.select([], [self], [])
+            return written
+        except OSError as error:
+            reader_ended = isinstance(error, BrokenPipeError)
+            first = reader_ended and not isinstance(self.lost, BrokenPipeError)
+            if first or not self.lost:
+                self.lost = error
+            if first and self.name == "<stdout>":
+                raise
+            return len(data)
+
+
+def guard() -> None:
+    """Makes ``sys.stdout`` and ``sys.stderr`` streams that note failed writes.
+
+    Call it before files are opened: those would get the numbers of closed streams, and TensorFlow
+    would write its errors into them. A stream that was replaced stays. A second call does nothing.
+    """
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:  # closed, as in `>&-`
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    if sys.stdout is sys.__stdout__:
+        sys.stdout = _guarded(1, "<stdout>", sys.stdout)
+    if sys.stderr is sys.__stderr__:
+        sys.stderr = _guarded(2, "<stderr>", sys.stderr)
+        # absl keeps its first stream, and writes each line twice if that is not `sys.stderr`.
+        logging.get_absl_handler().python_handler.setStream(sys.stderr)
+
+
+def _guarded(number: int, name: str, before: Any) -> io.TextIOWrapper:
+    """``before`` is None if the stream was closed."""
+    descriptor = Descriptor(number, "w", closefd=False)
+    descriptor.name = name
+    if before is None:
+        return io.TextIOWrapper(io.BufferedWriter(descriptor))
+    before.flush()
+    return io.TextIOWrapper(
+        io.BufferedWriter(descriptor),
+        encoding=before.encoding,
+        errors=before.errors,
+        line_buffering=before.line_buffering or before.write_through,  # `python -u`
+    )
+
+
+def lost_output() -> OSError | None:
+    """Flushes standard output. Returns an error if some of it was lost; `BrokenPipeError` if its
+    reader ended."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError as error:
+        return error
+    descriptor = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
+    return descriptor.lost if isinstance(descriptor, Descriptor) else None
