@@ -22,6 +22,7 @@ from ctl.flags import config, training
 from ctl.flags.durations import steps_from
 from ctl.flags.parsing import AUTO, grouped_flags, run_command
 from ctl.logs import console
+from ctl.logs.streams import native_stderr_held
 
 if TYPE_CHECKING:
     from ctl.actions import Action, Log, Sink
@@ -135,9 +136,10 @@ def _train(model_dir: Path) -> None:
                 loop.evaluator, loop.eval_actions = tester, [log.tested]
                 results[test.info.split] = loop.evaluate(on_wake)
         seconds = time.monotonic() - started
+        # The others need not wait for what only the chief does, however long it takes.
+        leave_together(placement.strategy)
         checkpoints.wait()
         exported = _export(loop, model_dir) if FLAGS.export and chief else []
-        leave_together(placement.strategy, FLAGS.startup_timeout)
         steps = loop.global_step
     if chief:
         _summarize(model_dir, results, steps, steps - first, seconds, exported)
@@ -245,8 +247,12 @@ def inspect_every(step: TrainStep, every: int, sinks: Sequence[Sink]) -> list[Ac
 
 def _export(loop: Loop, model_dir: Path) -> list[Path]:
     from ctl.export import export_model
+    from ctl.workers import is_multi_worker
 
-    with loop.step.updater.averaged():
+    # TensorFlow reports workers that left 10 s ago as crashed.
+    several = is_multi_worker(loop.strategy)
+    quiet = native_stderr_held() if several else contextlib.nullcontext()
+    with quiet, loop.step.updater.averaged():
         return export_model(loop.step.model, model_dir / "export")
 
 

@@ -131,13 +131,15 @@ def _reason(error: tf.errors.OpError) -> str:
 
 
 def barrier(
-    strategy: tf.distribute.Strategy, timeout: float, otherwise: CtlError | None = None
+    strategy: tf.distribute.Strategy,
+    timeout: float | None = None,
+    otherwise: CtlError | None = None,
 ) -> None:
     """Returns when every worker has called it.
 
     Args:
         strategy: the strategy of the workers.
-        timeout: seconds after which the watchdog ends the process.
+        timeout: seconds after which the watchdog ends the process; by default its own limit.
         otherwise: error whose message and exit code the watchdog then uses; by default its own.
 
     Raises:
@@ -153,16 +155,16 @@ def barrier(
         tf.function(lambda: strategy.run(meet))()
 
 
-def leave_together(strategy: tf.distribute.Strategy, timeout: float) -> None:
-    """Waits, after everything is done and saved, until every worker is here or has left.
+def leave_together(strategy: tf.distribute.Strategy) -> None:
+    """Waits, after the last collective, until every worker is here or has left.
 
-    A worker that exits earlier would look lost to those that still compute. Returns at once unless
-    `is_multi_worker`. After ``timeout`` seconds, the watchdog ends the process.
+    A worker that exits earlier would look lost to those that still compute. Work of one worker
+    alone, such as an export, follows. Returns at once unless `is_multi_worker`.
     """
     if not is_multi_worker(strategy):
         return
     with contextlib.suppress(PeerError):
-        barrier(strategy, timeout)
+        barrier(strategy)
         time.sleep(_LAST_MESSAGES_SECONDS)
 
 

@@ -116,6 +116,30 @@ def test_a_port_in_use(zygote, tmp_path):
     assert re.search(rf"gave up after \d+ s .* waiting for worker 1 at {addresses[1]}", last)
 
 
+def test_nobody_waits_for_the_export_of_the_chief(zygote, tmp_path):
+    (tmp_path / "slow.py").write_text(
+        "import os, time, keras\n"
+        "class Slow(keras.Sequential):\n"
+        "    def save(self, path):\n"
+        f"        while not os.path.exists('{tmp_path}/go'):\n"
+        "            time.sleep(0.1)\n"
+        "        super().save(path)\n"
+        "def make(shape, classes):\n"
+        "    layers = [keras.layers.Flatten(), keras.layers.Dense(classes)]\n"
+        "    return Slow([keras.Input(shape), *layers])\n"
+    )
+    flags, addresses = ["--model=slow:make", "--export"], launch.cluster(2)["worker"]
+    run = tmp_path / "run"
+    chief, worker = [
+        start(zygote, run, addresses, index, *flags, path=[tmp_path]) for index in range(2)
+    ]
+    assert worker.wait() == 0
+    assert not zygote.ended(chief)
+    (tmp_path / "go").touch()
+    assert chief.wait() == 0
+    assert sorted(p.name for p in (run / "export").iterdir()) == ["model.keras", "saved_model"]
+
+
 def test_a_full_disk_on_the_chief(zygote, tmp_path):
     addresses = launch.cluster(2)["worker"]
     flags = ["--checkpoint_every=10", "--train_steps=100000"]

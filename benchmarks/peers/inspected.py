@@ -94,7 +94,7 @@ def main() -> None:
             (out / f"{case['name']}.json").write_text(json.dumps(content))
     recording.stop()
     assert window.SCHEMA == 1
-    ctl.workers.leave_together(strategy, 60)
+    ctl.workers.leave_together(strategy)
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ def main() -> None:
         print(json.dumps(plan.to_json()))
     elif chief:
         show(plan)
-    leave_together(loop.strategy, FLAGS.startup_timeout)
+    leave_together(loop.strategy)
 
 
 def _compared(strategy: tf.distribute.Strategy, plan: Plan) -> Plan:

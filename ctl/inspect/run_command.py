@@ -80,7 +80,7 @@ def main() -> None:
         result = ablate(loop, steps=FLAGS.steps)
         if workers.is_chief(loop.strategy):
             print(result)
-    workers.leave_together(loop.strategy, FLAGS.startup_timeout)
+    workers.leave_together(loop.strategy)
 
 
 def _look(loop: Loop) -> None:

@@ -10,14 +10,14 @@ import contextlib
 import gc
 import logging as python_logging
 import os
-import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from absl import logging
+
+from ctl.logs.streams import native_stderr_held
 
 _TIME = "%Y-%m-%dT%H:%M:%S"
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
@@ -105,29 +105,10 @@ def load_tensorflow(errors: bool = True) -> None:
     if not errors:
         logging.get_absl_handler().addFilter(lambda r: "cluster_coordinator" not in r.pathname)
     gc.disable()  # collecting garbage among modules, which stay, takes a tenth of the start
-    with _native_stderr_held():
+    with native_stderr_held():
         import keras  # noqa: F401
         import tensorflow as tf
 
         tf.config.list_physical_devices()
     gc.freeze()
     gc.enable()
-
-
-@contextlib.contextmanager
-def _native_stderr_held() -> Iterator[None]:
-    sys.stderr.flush()
-    kept = os.dup(2)
-    with tempfile.TemporaryFile() as held:
-        os.dup2(held.fileno(), 2)
-        try:
-            yield
-        except BaseException:
-            os.dup2(kept, 2)
-            held.seek(0)
-            with os.fdopen(os.dup(kept), "wb") as stderr:
-                shutil.copyfileobj(held, stderr)
-            raise
-        finally:
-            os.dup2(kept, 2)
-            os.close(kept)

@@ -6,10 +6,14 @@ A disk may be full, a terminal gone or a stream closed. A training goes on witho
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import select
+import shutil
 import sys
+import tempfile
+from collections.abc import Iterator
 from typing import Any
 
 from absl import logging
@@ -59,7 +63,8 @@ def guard() -> None:
 
 def _guarded(number: int, name: str, before: Any) -> io.TextIOWrapper:
     """``before`` is None if the stream was closed."""
-    descriptor = Descriptor(number, "w", closefd=False)
+    # Another number for standard error, so that `native_stderr_held` does not hold it.
+    descriptor = Descriptor(number if number == 1 else os.dup(number), "w", closefd=False)
     descriptor.name = name
     if before is None:
         return io.TextIOWrapper(io.BufferedWriter(descriptor))
@@ -81,3 +86,24 @@ def lost_output() -> OSError | None:
         return error
     descriptor = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
     return descriptor.lost if isinstance(descriptor, Descriptor) else None
+
+
+@contextlib.contextmanager
+def native_stderr_held() -> Iterator[None]:
+    """Holds what C++ code writes to standard error inside; shows it only if an exception ends the
+    context. Python's lines appear at once, after `guard`."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    with tempfile.TemporaryFile() as held:
+        os.dup2(held.fileno(), 2)
+        try:
+            yield
+        except BaseException:
+            os.dup2(kept, 2)
+            held.seek(0)
+            with os.fdopen(os.dup(kept), "wb") as stderr:
+                shutil.copyfileobj(held, stderr)
+            raise
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)

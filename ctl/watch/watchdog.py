@@ -19,7 +19,7 @@ Seconds  Name                              Decision
                                            ends the job: no step finished
 300      ``--startup_timeout``             `meet`, `ctl.strategy`, `wait_for_all` and `attend`
                                            give up: a task has not come; watchdog ends the
-                                           process: no progress in `building` or `leave_together`
+                                           process: no progress in `building`
 120      `record.SAME_HANG_SECONDS`        `ctl.inspect hang` ignores a record older by this, or by
                                            twice the longest wait if that is more
 60       ``--worker_timeout``              `RollCall.check` ends the job: no worker is connected

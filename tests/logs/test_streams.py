@@ -69,6 +69,21 @@ def test_a_pipe_that_is_not_the_output_keeps_its_traceback():
     assert ended.returncode == 1 and "of a worker" in ended.stderr
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("fails", [False, True])
+def test_errors_of_native_code_can_be_held_and_those_of_python_are_not(fails):
+    code = (
+        "import os, sys; from ctl.logs.streams import guard, native_stderr_held; guard()\n"
+        "with native_stderr_held():\n"
+        "    os.write(2, b'native\\n')\n"
+        "    print('python', file=sys.stderr)\n"
+        f"    {fails} and sys.exit(3)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == (3 if fails else 0)
+    assert ended.stderr == ("python\nnative\n" if fails else "python\n")
+
+
 def test_only_standard_output_says_that_its_reader_has_ended_and_only_once():
     for name, raised in (("<stdout>", 1), ("<stderr>", 0)):
         read, write = os.pipe()

@@ -235,7 +235,7 @@ def train(
         results=np.array([results["loss"], results["accuracy"]]),
         threads=[thread.read_text().strip() for thread in Path("/proc/self/task").glob("*/comm")],
     )
-    ctl.workers.leave_together(strategy, 30)
+    ctl.workers.leave_together(strategy)
 
 
 def run() -> None:
