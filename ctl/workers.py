@@ -25,6 +25,11 @@ _ENDED_SECONDS = 10.0
 # that releases them.
 _LAST_MESSAGES_SECONDS = 0.5
 
+# A stack trace of the graph, up to its last frame.
+_GRAPH = re.compile(
+    r'.*(?:<stack traces unavailable>|\n  File "[^\n]*(?:\n    [^\n]*)?)\n', flags=re.DOTALL
+)
+
 # Errors that a collective raises when a worker died, froze, did not start or failed.
 _LOST = (
     tf.errors.UnavailableError,
@@ -118,16 +123,18 @@ def watching_variables(strategy: tf.distribute.Strategy) -> Iterator[None]:
 
 
 def _reason(error: tf.errors.OpError) -> str:
-    """The cause of ``error`` in TensorFlow's words, without the description of the graph."""
-    said = re.sub(r"\{\{.*?\}\} ?", "", error.message).split("\n\t [[")[0].strip()
-    if "(most recent call last)" in said:  # a stack trace of the graph; the error is last
-        said = said.splitlines()[-1]
-    text = " ".join(said.split())
-    frozen = re.findall(r"/task:(\d+)", text) if "stopped sending heartbeats" in text else []
+    """The cause of ``error`` in TensorFlow's words, without what TensorFlow puts around it: the
+    graph before it, and behind it how other workers passed the error on."""
+    said = re.sub(r"\{\{.*?\}\} ?", "", error.message).split("\n\t [[")[0]
+    text = " ".join(_GRAPH.sub("", said).split())
+    frozen = re.search(r"stopped sending heartbeats\)?:((?: /job:\w+/replica:\d+/task:\d+)+)", text)
     if frozen:
-        return f"worker {', '.join(sorted(set(frozen)))} stopped sending heartbeats"
-    _, _, cause = text.rpartition("aborted by: ")
-    return re.split(r" Additional GRPC|\W+n?The error could be from", cause or text)[0][:120]
+        tasks = sorted(map(int, re.findall(r"task:(\d+)", frozen[1])))
+        who = f"worker{'s' if len(tasks) > 1 else ''} {', '.join(map(str, tasks))}"
+        return f"{who} stopped sending heartbeats"
+    aborted = re.search(r"(?:Collective ops is aborted by: )+(.*)", text)
+    text = aborted[1] if aborted else text
+    return re.split(r" Additional GRPC|\W+The error could be from| \[Op:", text)[0][:120]
 
 
 def barrier(

@@ -139,21 +139,24 @@ def suspects(records: Sequence[Record]) -> list[Place]:
 def _judge(found: Sequence[Place]) -> tuple[list[Place], list[Place]]:
     """Returns the workers that wait in the same place, and those that they wait for."""
     lost = [p for p in found if p.gone or p.silent]
-    waiting = [p for p in found if p.known and p.waits and p not in lost]
-    groups = Counter((p.step, p.doing, p.phase) for p in waiting if p.steady)
+    # Who gave up had waited, also where that was not expected: in a collective of an action. So did
+    # the others in that place.
+    where = {_at(p) for p in found if p.known and (p.waits or p.gave_up)}
+    waiting = [p for p in found if p.known and _at(p) in where and p not in lost]
+    groups = Counter(_at(p) for p in waiting if p.steady)
     if not groups:
         return waiting, lost
     # Of equally large groups, take the one that is further: workers behind it keep it waiting.
     most = max(groups, key=lambda place: (groups[place], place[0], place[2].startswith("pack")))
     # A worker without a phase has finished its step and waits for the sum of the losses.
-    group = [
-        p
-        for p in waiting
-        if (p.step, p.doing, p.phase) in (most, (*most[:2], "")) or p.gave_up or not p.steady
-    ]
+    group = [p for p in waiting if _at(p) in (most, (*most[:2], "")) or p.gave_up or not p.steady]
     elsewhere = [p for p in found if p.known and p not in group and p not in lost and not p.gave_up]
     elsewhere = [p for p in elsewhere if p.steady]
     return group, lost + sorted(elsewhere, key=lambda p: (p.waits, p.step))
+
+
+def _at(place: Place) -> tuple[int, str, str]:
+    return place.step, place.doing, place.phase
 
 
 def verdict(records: Sequence[Record]) -> str:

@@ -29,6 +29,9 @@ SCHEMA = 1
 # than this, and by more than twice the longest wait, is of an earlier attempt.
 SAME_HANG_SECONDS = 120.0
 
+# Values of `Record.why` of a worker whose own collective failed.
+GAVE_UP = ("timed out", "broke off")
+
 _MOST_FRAMES = 60
 _LARGEST_FILE = 4 << 20
 

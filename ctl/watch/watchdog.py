@@ -121,7 +121,7 @@ class Watchdog:
         self._beats = Beats(cluster)
         self._stopped = threading.Event()
         self._gave_up = False
-        self._recorded = -math.inf
+        self._recorded, self._recorded_in = -math.inf, self._sections[0]
         self._heard_giving_up: set[int] = set()
         self._giving_up = threading.Lock()
         # `_read` has a thread of its own, because reading a variable can block for as long as the
@@ -215,11 +215,17 @@ class Watchdog:
                 writer.start()
 
     def _write_record(self, why: str, gone: dict[int, str] | None = None) -> Record:
-        """Makes a record, and writes it unless this hang has one already."""
-        made = record.make(self.cluster, why, self._section(), self._beats.peers, gone or {})
+        """Makes a record, and writes it unless this hang has one already.
+
+        If this worker gives up in the section in which it had heard of another, it had waited
+        there, too: that record is replaced.
+        """
+        section = self._section()
+        made = record.make(self.cluster, why, section, self._beats.peers, gone or {})
         recently = time.monotonic() - self._recorded < 2 * self.timeout + record.SAME_HANG_SECONDS
-        if self.record_dir and not recently:
-            self._recorded = time.monotonic()
+        had_waited = why in record.GAVE_UP and section is self._recorded_in
+        if self.record_dir and (had_waited or not recently):
+            self._recorded, self._recorded_in = time.monotonic(), section
             try:
                 record.write(self.record_dir, made)
             except OSError as error:

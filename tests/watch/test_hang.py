@@ -142,6 +142,19 @@ def test_who_has_given_up_has_waited():
     assert hang.verdict(records).startswith("step 412: workers 0, 1, 2 wait in pack0")
 
 
+def test_who_was_caught_in_an_action_that_waits():
+    """An action may have collectives of its own, of which the watchdog does not know."""
+    action = {"doing": "the action Sum", "phase": "", "waits": False, "why": "broke off"}
+    records = [record(i, 3, gone={1: "refused"}, since=0.2, **action) for i in (0, 2)]
+    assert hang.verdict(records) == (
+        "step 412: workers 0, 2 wait in the action Sum since 0 s; worker 1 (gone: refused)"
+    )
+    heard = {2: peer(doing="the action Sum", phase="", waits=False)}  # it has not given up yet
+    alone = record(0, 3, gone={1: "refused"}, peers=heard, **action)
+    assert hang.verdict([alone]).startswith("step 412: workers 0, 2 wait in the action Sum")
+    assert [p.worker for p in hang.suspects([alone])] == [1]
+
+
 def test_all_in_the_same_place():
     verdict = hang.verdict([record(i) for i in range(4)])
     assert verdict == (

@@ -168,6 +168,30 @@ with watchdog.collective("a barrier", timeout=1, otherwise=wrong): time.sleep(60
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("left", [False, True])
+def test_who_gives_up_where_it_heard_of_another_had_waited_there(start, tmp_path, left):
+    """In a collective of an action; where it had ``left`` the action, that was the cause."""
+    give_up = """
+def fail():
+    while not Path(sys.argv[3], "flight-worker-0.json").exists():
+        time.sleep(0.1)
+    {leave}
+    raise ValueError("Socket closed")
+with contextlib.suppress(ValueError), contextlib.ExitStack() as stack:
+    stack.enter_context(watchdog.host("the action Sum", 6))
+    fail()
+watchdog.broke_off(None, 6)
+"""
+    leave = "stack.close(); stack.enter_context(watchdog.collective('training', step=6))"
+    busy = start(0, give_up.format(leave=leave if left else ""))
+    waits = start(1, WAITS)
+    assert waits.wait(30) == 5
+    assert busy.wait(30) == 0
+    found = record.read(record.path_of(tmp_path, 0))
+    assert found.doing == "the action Sum"
+    assert found.why == ("worker 1 gave up" if left else "broke off")
+
+
 def test_nothing_keeps_it_from_ending(start, tmp_path):
     """A directory that cannot be written, a save that fails and never ends."""
     (tmp_path / "flight-worker-0.json").mkdir()
