@@ -175,10 +175,11 @@ class Loop:
         share.check_sizes(size, replicas, step.accumulate_steps)
         step.check_labels(self.dataset)
         self._several_workers = workers.watch(self.strategy)
-        if self._several_workers and checkpoints:
-            watchdog.finish_first(checkpoints.wait)
         with workers.watching_variables(self.strategy):
             step.build(self.strategy, schedule)
+        if checkpoints:
+            watchdog.finish_first(checkpoints.wait)
+            checkpoints.note_constants(step.state())
         step.loop = weakref.ref(self)
         self.signals = Signals()
         self.steps = Steps(step, self.dataset, self.strategy)
@@ -350,7 +351,7 @@ class Loop:
         saved = self.checkpoints.restore(self.step.state())
         if saved:
             self.step.offset_dropout_seeds()
-            self._evaluated = dict(saved.metrics) or None
+            self._evaluated = {name: saved.metrics[name] for name in saved.evaluated} or None
             self.scalars.reset()
         return saved
 

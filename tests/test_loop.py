@@ -302,6 +302,19 @@ def test_a_run_resumed_between_evaluations_does_not_evaluate_first(tmp_path, mon
     assert [e[:2] for e in again.events] == [("train", 20), ("evaluated", 20)]
 
 
+def test_metrics_that_were_saved_are_no_evaluation(tmp_path, monkeypatch):
+    run = Journal(tmp_path, monkeypatch)
+    run.loop.train(20)
+    run.loop.save({"accuracy": 0.9, "note": 1.0}, wait=True)
+    run.loop.checkpoints.close()  # the process ends before the evaluation
+    for evaluated in ([("evaluated", 20)], []):
+        again = Journal(tmp_path, monkeypatch)
+        again.loop.restore()
+        assert again.go(20) == {"accuracy": 0.2}
+        assert [e[:2] for e in again.events] == evaluated
+    assert again.saved() == {20: {"accuracy": 0.2, "note": 1.0}}
+
+
 @pytest.mark.parametrize("count", [20, 23])
 def test_data_that_end_are_evaluated_once_more(tmp_path, count):
     """Also where they end at an evaluation, or between two."""
@@ -459,6 +472,33 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path):
         loop.save(wait=True)
     loop.checkpoints.close()
     assert loop.checkpoints.all() == []
+
+
+def test_a_constant_inf_is_saved(tmp_path):
+    """A layer of the model adds a mask to its input."""
+
+    class Masked(keras.layers.Layer):
+        def build(self, shape):
+            self.mask = self.add_weight(shape=shape[1:], trainable=False, initializer="zeros")
+            self.mask.assign(np.where(np.arange(shape[-1]), 0.0, -np.inf))
+
+        def call(self, inputs):
+            return keras.ops.where(self.mask < 0, 0.0, inputs)
+
+    def masked():
+        first, last = mlp().layers
+        return keras.Sequential([keras.layers.Input(first.input.shape[1:]), first, Masked(), last])
+
+    loop = make_loop(model=masked, directory=tmp_path)
+    with loop.checkpoints as checkpoints:
+        loop.train(2)
+        loop.save(wait=True)
+        loop.train(3)
+        bias = loop.step.model.trainable_variables[-1]
+        bias.assign(np.full(bias.shape, np.inf))
+        with pytest.raises(DivergedError, match="NaN or Inf"):
+            loop.save(wait=True)
+        assert [saved.step for saved in checkpoints.all()] == [2]
 
 
 def test_skipping_goes_on_and_counts(mirrored):

@@ -108,6 +108,7 @@ class CheckpointManager:
         self._asynchronous = asynchronous
         self._clock = clock
         self._pending: Future[None] | None = None
+        self._constants: dict[tuple[str, int], tf.Tensor] = {}
         self._lock = None if read_only else self._open_for_writing()
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="ctl-checkpoint")
         latest = self.latest()
@@ -151,6 +152,7 @@ class CheckpointManager:
         The call waits for the previous write, and takes a snapshot: a reference to the buffer of
         each variable, and one pass over the values that looks for NaN and Inf. An update of a
         variable then uses a new buffer, so the state may occupy memory twice until the write ends.
+        Variables that were not finite before training (see `note_constants`) may stay as they are.
 
         An intact checkpoint of ``step`` in the history of this run stays as it is.
 
@@ -166,11 +168,13 @@ class CheckpointManager:
             raise UsageError(f"The step of a checkpoint cannot be negative: {step}")
         variables = bundle.unwrap(state)
         tensors = bundle.snapshot(variables)
+        bundle.require_finite(tensors, self._constants, variables)
         saved = Saved(
             step=step,
             path=manifest.path_of(self.directory, step),
             time=self._clock(),
-            metrics=_floats(metrics or {}),
+            metrics={name: float(value) for name, value in (metrics or {}).items()},
+            evaluated=(),
             fingerprint=self._fingerprint,
             variables=bundle.specs(variables),
             files={},
@@ -181,8 +185,12 @@ class CheckpointManager:
             self.wait()
         return saved.path
 
+    def note_constants(self, state: State) -> None:
+        """Notes which variables have a NaN or Inf before training, such as the Inf of a mask."""
+        self._constants = bundle.not_finite(bundle.snapshot(bundle.unwrap(state)))
+
     def annotate(self, step: int, metrics: Mapping[str, float]) -> Saved:
-        """Adds metrics to the checkpoint of ``step``, and applies retention again.
+        """Adds the results of an evaluation to the checkpoint of ``step``; applies retention again.
 
         Waits for the write in progress. Raises CheckpointError: no such checkpoint, cannot write.
         """
@@ -195,7 +203,11 @@ class CheckpointManager:
                 f"No checkpoint of step {step} in {self.directory} to add metrics to ({damage}); "
                 "evaluate before retention deletes it, or raise keep"
             ) from damage
-        saved = replace(saved, metrics={**saved.metrics, **_floats(metrics)})
+        saved = replace(
+            saved,
+            metrics={**saved.metrics, **{name: float(value) for name, value in metrics.items()}},
+            evaluated=sorted({*saved.evaluated, *metrics}),
+        )
         try:
             manifest.dump(saved, saved.path, via=self.directory)
             self._apply_retention()
@@ -237,7 +249,7 @@ class CheckpointManager:
         needed = bundle.size(tensors)
         unfinished = durable.scratch(self.directory, saved.path.name)
         try:
-            if saved.step <= self._committed and _is_intact(saved.path):
+            if saved.step <= self._committed and manifest.is_intact(saved.path):
                 return
             os.mkdir(unfinished)
             bundle.write(str(unfinished / "variables"), tensors)
@@ -322,6 +334,7 @@ class CheckpointManager:
             for key, group in variables.items():
                 for variable in group:
                     variable.assign(values[key].pop(0))
+            self.note_constants(state)
             self._committed = saved.step
             later = [step for step in manifest.paths(self.directory) if step > saved.step]
             if self._lock and later:
@@ -383,15 +396,3 @@ class CheckpointManager:
                 )
             steps = [operator.index(wanted)]
         return next((step for step in steps if step not in damaged), None)
-
-
-def _floats(metrics: Mapping[str, Any]) -> dict[str, float]:
-    return {name: float(value) for name, value in metrics.items()}
-
-
-def _is_intact(path: Path) -> bool:
-    try:
-        durable.verify(path, manifest.load(path).files)
-    except durable.Damaged:
-        return False
-    return True

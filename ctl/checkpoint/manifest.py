@@ -37,6 +37,8 @@ class Saved:
     time: float
     """When its state was taken, in seconds since the epoch."""
     metrics: Mapping[str, float]
+    evaluated: Sequence[str]
+    """Names of the metrics that an evaluation of this state gave, see `annotate`."""
     fingerprint: Mapping[str, Any] | None = field(repr=False)
     variables: Mapping[str, Sequence[Mapping[str, Any]]] = field(repr=False)
     """``{key of the state: [{"name", "shape", "dtype"}, …]}`` in the order of the state."""
@@ -97,6 +99,11 @@ def load(path: Path) -> Saved:
     require(_is_number(content.get("time")), "no time")
     require(isinstance(metrics, dict), "no metrics")
     require(all(v is None or _is_number(v) for v in metrics.values()), "a metric is no number")
+    evaluated = content.get("evaluated", list(metrics))  # absent in the first version
+    require(
+        isinstance(evaluated, list) and all(type(n) is str and n in metrics for n in evaluated),
+        "it names no metrics that were evaluated",
+    )
     require(isinstance(files, dict) and "variables.index" in files, "no variables.index")
     for name, file in files.items():
         require(_FILE.fullmatch(name) is not None, f"not a file of a checkpoint: {name!r}")
@@ -126,11 +133,21 @@ def load(path: Path) -> Saved:
         path=path,
         time=content["time"],
         metrics={name: math.nan if v is None else v for name, v in metrics.items()},
+        evaluated=evaluated,
         fingerprint=fingerprint,
         variables=variables,
         files=files,
         versions=versions,
     )
+
+
+def is_intact(path: Path) -> bool:
+    """Whether the manifest of the checkpoint at ``path`` is valid and its files are as it says."""
+    try:
+        durable.verify(path, load(path).files)
+    except durable.Damaged:
+        return False
+    return True
 
 
 def dump(saved: Saved, directory: Path, *, via: Path) -> None:
@@ -141,6 +158,7 @@ def dump(saved: Saved, directory: Path, *, via: Path) -> None:
         "time": saved.time,
         # JSON has no NaN.
         "metrics": {k: v if math.isfinite(v) else None for k, v in saved.metrics.items()},
+        "evaluated": list(saved.evaluated),
         "fingerprint": saved.fingerprint,
         "versions": saved.versions,
         "files": saved.files,

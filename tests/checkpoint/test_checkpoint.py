@@ -323,6 +323,30 @@ def test_what_is_not_finite_is_seen_wherever_it_is(tmp_path, monkeypatch, dtype,
             manager.save(2, state)
 
 
+@pytest.mark.parametrize("resumed", [False, True])
+def test_what_was_not_finite_before_training_may_stay_as_it_is(tmp_path, resumed):
+    """The Inf of a mask. It may not change, and nothing else may become Inf."""
+    state = {"model": [tf.Variable([0.0, -math.inf]), tf.Variable([1.0, 2.0], name="kernel")]}
+    manager = CheckpointManager(tmp_path)
+    manager.note_constants(state)
+    manager.save(1, state)
+    if resumed:
+        manager.close()
+        manager = CheckpointManager(tmp_path)
+        manager.restore(state)
+    with manager:
+        state["model"][1].assign([1.0, math.inf])
+        with pytest.raises(DivergedError, match=r"first in model\[1\] kernel"):
+            manager.save(2, state)
+        state["model"][1].assign([1.0, 2.0])
+        state["model"][0].assign([-math.inf, 0.0])
+        with pytest.raises(DivergedError, match=r"first in model\[0\]"):
+            manager.save(2, state)
+        state["model"][0].assign([0.0, -math.inf])
+        manager.save(2, state)
+    assert steps_in(tmp_path) == [1, 2]
+
+
 @pytest.mark.parametrize("key", ["write", "root", "save_counter", "a/b"])
 def test_keys_that_a_tensorflow_checkpoint_cannot_have(tmp_path, key):
     with CheckpointManager(tmp_path) as manager, pytest.raises(UsageError, match=repr(key)):
@@ -431,6 +455,7 @@ def test_metrics_that_come_late(tmp_path, monkeypatch):
         threading.Timer(0.1, gate.opened.set).start()
         saved = manager.annotate(1, {"accuracy": np.float32(0.5)})  # While it is being written.
         assert dict(saved.metrics) == {"loss": 3.0, "accuracy": 0.5}
+        assert manager.latest().evaluated == ["accuracy"]
         for step in (2, 3, 4):
             manager.save(step, state_of(step))
             manager.annotate(step, {"accuracy": step / 100})
@@ -527,6 +552,7 @@ DAMAGES = {
     "step": (edit_manifest(step=20), "of step 20"),
     "no_files": (edit_manifest(files={}), "no variables.index"),
     "types": (edit_manifest(metrics={"accuracy": "high"}), "a metric is no number"),
+    "evaluated": (edit_manifest(evaluated=["loss"]), "it names no metrics that were evaluated"),
     "list": (lambda path: (path / "manifest.json").write_text("[]"), "not an object"),
     "bomb": (lambda path: (path / "manifest.json").write_text("[" * 100000), "is not JSON"),
     "other_content": (other_content, "is not what the manifest says"),
