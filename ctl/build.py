@@ -13,7 +13,7 @@ from absl import flags, logging
 
 from ctl import cluster
 from ctl.errors import UsageError
-from ctl.flags import groups
+from ctl.flags import defaults, groups
 from ctl.flags.names import OPTIMIZERS
 from ctl.flags.parsing import AUTO, grouped_flags
 from ctl.watch import watchdog
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from ctl.strategy import Placement
 
 FLAGS = flags.FLAGS
-
-_DEFAULT_EPOCHS = 12.0
 
 
 class Prepared(NamedTuple):
@@ -75,7 +73,7 @@ def prepare() -> Prepared:
     if test:
         logging.info("test data, for the end: %s", test.description)
     steps_per_epoch = train.num_examples / train.global_batch_size
-    epochs = FLAGS.epochs or _DEFAULT_EPOCHS
+    epochs = FLAGS.epochs or defaults.EPOCHS
     total_steps = FLAGS.train_steps or max(1, math.ceil(epochs * steps_per_epoch - 1e-6))
     return Prepared(placement, train, evaluation, test, total_steps)
 
@@ -148,7 +146,7 @@ def load_data(split: str | None, *, training: bool) -> InMemory | Streaming:
     shape = groups.image_shape_from(FLAGS.image_shape)
     if FLAGS.dataset == "synthetic":
         return data.synthetic(
-            shape or (28, 28, 1),
+            shape or defaults.SYNTHETIC_SHAPE,
             FLAGS.num_classes,
             FLAGS.num_examples,
             global_batch_size=FLAGS.global_batch_size,

@@ -17,6 +17,7 @@ from absl import flags
 
 from ctl.checkpoint import durable
 from ctl.errors import CheckpointError, UsageError
+from ctl.flags.defaults import spelled_out
 
 SCHEMA = 1
 FILE = "config.json"
@@ -112,14 +113,19 @@ def chosen(model_dir: Path, name: str, kind: type[int] | type[str]) -> Any:
 
 
 def check_resumable(stored: dict[str, Any], values: flags.FlagValues = flags.FLAGS) -> None:
-    """Raises `UsageError` if flags that must not change differ from the ``stored`` ones."""
+    """Raises `UsageError` if flags that must not change differ from the ``stored`` ones.
+
+    A default is equal to the same value spelled out.
+    """
     free = _FREE
     if values.schedule in _SCHEDULES_OF_A_LENGTH:
         free = free - set(_LENGTH)
+    now = {name: values[name].value for name in stored if name in values}
+    before, after = spelled_out(stored), spelled_out(now)
     differ = [
-        f"--{name} was {_show(value)}, is {_show(values[name].value)}"
-        for name, value in stored.items()
-        if name in values and name not in free and value != values[name].value
+        f"--{name} was {_show(stored[name])}, is {_show(value)}"
+        for name, value in now.items()
+        if name not in free and before[name] != after[name]
     ]
     if differ:
         raise UsageError(

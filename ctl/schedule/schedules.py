@@ -21,6 +21,7 @@ import keras
 import tensorflow as tf
 
 from ctl.errors import UsageError
+from ctl.flags import defaults
 from ctl.flags.durations import (
     check_increasing,
     check_pieces,
@@ -261,7 +262,7 @@ def make_schedule(
 
     Durations (``warmup_steps``, ``boundaries``, ``decay_steps``) are steps, or text such as
     ``"0.5ep"`` for epochs of ``steps_per_epoch`` steps. ``total_steps`` is the length of the
-    training. ``None`` means the default that the flags document (`ctl.flags.groups`). An option
+    training. ``None`` means the default of the flags (`ctl.flags.defaults`). An option
     that the schedule does not use must be ``None``. ``scaling`` multiplies the whole curve, its end
     included; see `ctl.flags.durations.scale_learning_rate`.
 
@@ -285,7 +286,9 @@ def make_schedule(
             return rate
         if global_batch_size is None:
             raise UsageError("the scaling of the learning rate needs the global batch size")
-        return scale_learning_rate(rate, global_batch_size, base_batch_size or 256, scaling)
+        return scale_learning_rate(
+            rate, global_batch_size, base_batch_size or defaults.BASE_BATCH_SIZE, scaling
+        )
 
     def steps(what: str, duration: int | str) -> int:
         return steps_from(what, duration, steps_per_epoch)
@@ -303,7 +306,7 @@ def make_schedule(
             [scaled(rate) for rate in rates_from("rates", values)],
             warmup_steps=warmup,
         )
-    rate = scaled(1e-3 if learning_rate is None else learning_rate)
+    rate = scaled(defaults.LEARNING_RATE if learning_rate is None else learning_rate)
     if name == "constant":
         return Constant(rate, warmup_steps=warmup)
     if name == "inverse_sqrt":
@@ -311,19 +314,19 @@ def make_schedule(
     if name == "exponential":
         return Exponential(
             rate,
-            0.95 if decay_rate is None else decay_rate,
-            steps("decay steps", "1ep" if decay_steps is None else decay_steps),
+            defaults.DECAY_RATE if decay_rate is None else decay_rate,
+            steps("decay steps", defaults.DECAY_STEPS if decay_steps is None else decay_steps),
             warmup_steps=warmup,
         )
     if total_steps is None:
         raise UsageError(f"the {name} schedule needs the number of steps of the training")
-    end = scaled(0.0 if end_learning_rate is None else end_learning_rate)
+    end = scaled(defaults.END_LEARNING_RATE if end_learning_rate is None else end_learning_rate)
     if name == "cosine":
         return Cosine(rate, total_steps, end_learning_rate=end, warmup_steps=warmup)
     return Polynomial(
         rate,
         total_steps,
         end_learning_rate=end,
-        power=1.0 if power is None else power,
+        power=defaults.POWER if power is None else power,
         warmup_steps=warmup,
     )

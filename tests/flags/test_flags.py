@@ -9,7 +9,9 @@ import sys
 
 import pytest
 
+from ctl.build import make_optimizer
 from ctl.flags import names
+from ctl.flags.defaults import spelled_out
 
 TRAIN, EVALUATE = "ctl.train", "ctl.evaluate"
 
@@ -173,6 +175,48 @@ def test_flags_that_contradict_the_run(zygote_without_tensorflow, tmp_path):
         "was not set, is 1.0; --epochs was 3.0, is not set; use the same flags or another "
         "--model_dir"
     )
+
+
+# Two schedules, because each refuses options of the other.
+SPELLED_OUT = [
+    {
+        **{"schedule": "exponential", "learning_rate": 1e-3, "decay_rate": 0.95},
+        **{"decay_steps": "1ep", "lr_scaling": "linear", "base_batch_size": 256},
+        **{"optimizer": "adamw", "weight_decay": 0.004, "train_split": "train"},
+    },
+    {
+        **{"schedule": "polynomial", "end_learning_rate": 0.0, "power": 1.0, "epochs": 12.0},
+        **{"dataset": "synthetic", "image_shape": "28,28,1", "weight_decay": 0.0},
+        "eval_split": "test",
+    },
+]
+
+
+@pytest.mark.parametrize("stored_is_spelled_out", [True, False])
+@pytest.mark.parametrize("flags", SPELLED_OUT, ids=["exponential", "polynomial"])
+def test_a_default_may_be_spelled_out(
+    zygote_without_tensorflow, tmp_path, flags, stored_is_spelled_out
+):
+    needed = ("schedule", "lr_scaling", "optimizer", "dataset")
+    short = {name: value if name in needed else None for name, value in flags.items()}
+    stored, given = (flags, short) if stored_is_spelled_out else (short, flags)
+    stored_run(tmp_path, **stored, model="dense")
+    command = [f"--{name}={value}" for name, value in given.items() if value is not None]
+    run = zygote_without_tensorflow.run(TRAIN, f"--model_dir={tmp_path}", *command, exit_code=2)
+    differ = one_line(run).partition("other flags: ")[2]
+    assert differ == '--model was "dense", is "convnet"; use the same flags or another --model_dir'
+
+
+def test_defaults_are_what_help_says_and_keras_does(zygote_without_tensorflow):
+    unset = dict.fromkeys(["learning_rate", "end_learning_rate", "power", "decay_rate"])
+    unset |= dict.fromkeys(["decay_steps", "base_batch_size", "epochs", "train_split"])
+    text = zygote_without_tensorflow.run(TRAIN, "--help").stdout
+    for name, value in spelled_out(unset).items():
+        said = re.search(rf"^  --{name}\n(?s:.*?)\(default:\s([^,)]*)", text, re.MULTILINE)[1]
+        assert said == value or float(said) == value
+    for name in names.OPTIMIZERS:
+        decay = make_optimizer(name, 0.9, None).weight_decay or 0.0
+        assert spelled_out({"optimizer": name, "weight_decay": None})["weight_decay"] == decay
 
 
 def test_the_length_may_change_where_the_rate_does_not_depend_on_it(

@@ -1,0 +1,40 @@
+"""What a flag means that is not set, where another value of the flag means the same.
+
+Such flags are None by default, because some combinations of flags refuse a value that is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+EPOCHS = 12.0
+LEARNING_RATE = 1e-3
+END_LEARNING_RATE = 0.0
+POWER = 1.0
+DECAY_RATE = 0.95
+DECAY_STEPS = "1ep"
+BASE_BATCH_SIZE = 256
+SYNTHETIC_SHAPE = (28, 28, 1)
+
+
+def spelled_out(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the values of all flags by name, with the default in place of None.
+
+    None stays where it has no other spelling.
+    """
+    synthetic = flags.get("dataset") == "synthetic"
+    defaults = {
+        "epochs": EPOCHS if flags.get("train_steps") is None else None,
+        "train_split": "train",
+        "eval_split": "test",  # where there is none, it cannot be spelled out
+        "image_shape": ",".join(map(str, SYNTHETIC_SHAPE)) if synthetic else None,
+        "weight_decay": 0.004 if flags.get("optimizer") == "adamw" else 0.0,  # as in Keras
+        "learning_rate": LEARNING_RATE,
+        "end_learning_rate": END_LEARNING_RATE,
+        "power": POWER,
+        "decay_rate": DECAY_RATE,
+        "decay_steps": DECAY_STEPS,
+        "base_batch_size": BASE_BATCH_SIZE,
+    }
+    return {n: defaults.get(n) if value is None else value for n, value in flags.items()}
