@@ -1,0 +1,220 @@
+"""One training as data, and hypothesis strategies that draw valid ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+
+# Known not to hold yet; set to True to draw these.
+STATE_ON_SEVERAL_REPLICAS = False  # of a user's layer, updated in the forward pass
+INFINITE_AND_SAVED = False  # constants with Inf in a model that is saved
+
+CLASSES = 3
+FLOATS = {"dense", "image", "two", "sparse"}  # features with numbers that may be NaN
+INTEGERS = ("int64", "int32", "int16", "int8", "uint8", "uint16", "uint32", "uint64")
+OPTIMIZERS = (
+    *("SGD", "Momentum", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax", "Ftrl"),
+    *("Lion", "Lamb", "Adafactor"),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training. Every default is the simplest value."""
+
+    # The model.
+    features: str = "dense"  # dense, image, bytes, ids, ragged, sparse, two
+    norm: str = "none"  # none, batch, renorm, synchronized: a BatchNormalization layer
+    frozen: str = ""  # hidden, norm: a layer that does not train
+    shared: bool = False  # a layer is used twice
+    idle: bool = False  # a trainable variable has no gradient
+    state: bool = False  # a layer counts its calls in a variable
+    infinite: bool = False  # a layer has a constant Inf
+    regularizer: str = ""  # L1, L2
+    heads: int = 1  # 2: a classifier and a regression
+    policy: str = "float32"  # of Keras
+    float32_head: bool = False  # the last layer is float32 under any policy
+
+    # The batches.
+    sizes: tuple[int, ...] = (4, 4)  # examples of each
+    source: str = "dataset"  # memory: `InMemory`; static: a dataset of static shapes
+    weights: str = ""  # flat [n], column [n, 1], zeros (half of them), nothing (in batch 0)
+    labels: str = "int64"
+    fault: str = ""  # nan, label
+    fault_row: int = 0
+    bad_label: int = CLASSES
+
+    # The options.
+    replicas: int = 1
+    accumulate_steps: int = 1
+    clip_norm: float | None = None
+    ema_decay: float | None = None
+    loss_scale: bool = False
+    on_nan: str = "stop"
+    jit_compile: bool = False
+    jit_update: bool = False
+    optimizer: str = "SGD"
+    weight_decay: float | None = None
+    schedule: str = ""  # decay, cosine
+    bytes_per_pack: int = 0
+    steps_per_loop: int | None = None
+
+    pause: int = 0  # save after this many steps, and resume; 0 does not
+    seed: int = 0
+
+    def __str__(self) -> str:
+        """JSON of what differs from the defaults."""
+        changed = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if getattr(self, field.name) != field.default
+        }
+        return json.dumps(changed)
+
+    @property
+    def steps(self) -> int:
+        return len(self.sizes)
+
+
+def parsed(values: dict[str, Any]) -> Case:
+    """The case of a JSON object; what is left out is simplest."""
+    return Case(**(values | ({"sizes": tuple(values["sizes"])} if "sizes" in values else {})))
+
+
+def valid(case: Case) -> Case:
+    """``case`` without what contradicts the rest of it."""
+    changes: dict[str, Any] = {}
+    rows = sum(case.sizes)
+    if case.features in ("ragged", "sparse"):
+        changes |= {"jit_compile": False, "source": "dataset"}  # XLA has no such tensors
+    if changes.get("source", case.source) != "dataset":
+        changes |= {"sizes": (case.sizes[0],) * case.steps}
+        rows = case.sizes[0] * case.steps
+    if case.fault == "nan" and case.features not in FLOATS:
+        changes |= {"fault": ""}
+    if case.state and case.replicas > 1 and not STATE_ON_SEVERAL_REPLICAS:
+        changes |= {"state": False}
+    if case.infinite and case.pause and not INFINITE_AND_SAVED:
+        changes |= {"infinite": False}
+    if case.frozen == "norm" and case.norm == "none":
+        changes |= {"frozen": ""}
+    if case.heads == 1 and case.float32_head and case.policy == "float32":
+        changes |= {"float32_head": False}
+    changes |= {"pause": min(case.pause, case.steps - 1), "fault_row": case.fault_row % rows}
+    return dataclasses.replace(case, **changes)
+
+
+def _bad_labels(dtype: str) -> list[int]:
+    """Labels of ``dtype`` that are no classes. The last ones are classes if they lose bits."""
+    bits = int(dtype.lstrip("uint"))
+    negative = [] if dtype.startswith("u") else [-1, -(2 ** (bits - 1))]
+    wraps = [2**32 + 1] if bits == 64 else []
+    return [CLASSES, *negative, *wraps]
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """Draws valid cases."""
+
+    def rarely(one_in: int) -> bool:
+        return draw(st.integers(0, one_in - 1)) == one_in - 1
+
+    def choice(*values: Any) -> Any:
+        return draw(st.sampled_from(values))
+
+    replicas = draw(st.integers(1, 4))
+    source = choice("dataset", "dataset", "memory", "static")
+    size = st.one_of(st.integers(1, 9), st.integers(1, 70))
+    if source != "dataset" and not rarely(10):
+        size = size.map(lambda n: n + -n % replicas)
+    labels = choice(*INTEGERS)
+    case = Case(
+        features=choice("dense", "image", "bytes", "ids", "two", "ragged", "sparse"),
+        norm=choice("none", "none", "batch", "batch", "renorm", "synchronized"),
+        frozen=choice("", "", "hidden", "norm"),
+        shared=rarely(4),
+        idle=rarely(6),
+        state=rarely(4),
+        infinite=rarely(8),
+        regularizer=choice("", "", "L1", "L2"),
+        heads=choice(1, 1, 2),
+        policy=choice(
+            *("float32", "float32", "float32", "float64", "bfloat16", "float16"),
+            *("mixed_bfloat16", "mixed_float16"),
+        ),
+        float32_head=choice(True, False),
+        sizes=tuple(draw(st.lists(size, min_size=2, max_size=4))),
+        source=source,
+        weights=choice("", "", "", "flat", "column", "zeros", "nothing"),
+        labels=labels,
+        fault=choice("nan", "label") if rarely(6) else "",
+        fault_row=draw(st.integers(0, 279)),
+        bad_label=choice(*_bad_labels(labels)),
+        replicas=replicas,
+        accumulate_steps=choice(1, 1, 2, 3, 5),
+        clip_norm=choice(None, None, 0.05, 1.0),
+        ema_decay=choice(None, None, 0.9),
+        loss_scale=rarely(4),
+        on_nan=choice("stop", "skip"),
+        jit_compile=rarely(8),
+        jit_update=rarely(8),
+        optimizer=choice(*OPTIMIZERS),
+        weight_decay=choice(None, None, 0.1),
+        schedule=choice("", "", "decay", "cosine"),
+        bytes_per_pack=choice(0, 0, 1, 64),
+        steps_per_loop=choice(None, 1, 2),
+        pause=draw(st.integers(1, 3)) if rarely(3) else 0,
+        seed=draw(st.integers(0, 99)),
+    )
+    return valid(case)
+
+
+def drawn(count: int, number: int) -> list[Case]:
+    """``count`` cases of the seed ``number``; always the same for one version of hypothesis."""
+    found: dict[Case, None] = {}
+
+    @seed(number)
+    @settings(
+        max_examples=4 * count,
+        phases=[Phase.generate],
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(cases())
+    def collect(case: Case) -> None:
+        found[case] = None
+
+    collect()
+    # Cases that hypothesis draws one after the other are often alike.
+    return random.Random(number).sample(list(found), min(count, len(found)))
+
+
+def simpler(case: Case) -> Iterator[Case]:
+    """Cases that are nearer to the simplest one than ``case``, the simplest first."""
+    tried = {case}
+    sizes = [(4,) * case.steps, *(case.sizes[:n] for n in range(1, case.steps)), case.sizes[1:]]
+    sizes += [tuple(max(1, n // 2) for n in case.sizes)]
+    sizes += [tuple(n - (i == j and n > 1) for j, n in enumerate(case.sizes)) for i in range(4)]
+    values = {
+        field.name: [field.default]
+        for field in dataclasses.fields(case)
+        if getattr(case, field.name) != field.default
+    }
+    values["sizes"] = [s for s in sizes if s]
+    for name in ("replicas", "accumulate_steps", "pause", "fault_row"):
+        values.setdefault(name, [])
+        values[name] += range(1, getattr(case, name))
+    for name, choices in values.items():
+        for value in choices:
+            new = valid(dataclasses.replace(case, **{name: value}))
+            if new not in tried:
+                tried.add(new)
+                yield new

@@ -1,0 +1,333 @@
+"""The oracle: trains a case on one device without ctl, and predicts how ctl ends.
+
+It differentiates the mean loss of the whole global batch at once. Only where a layer sees which
+examples are together (BatchNormalization) or how often it is called (state of its own), it follows
+what ctl/README.md promises: each replica normalizes over its own part, micro-batches go through the
+model one after the other, and statistics are averaged over replicas, weighted by their examples.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from .cases import CLASSES, Case
+from .models import losses_of, make_model, make_optimizer, rate_of
+
+# See the docstring of the package.
+NOISE = 16.0
+MARGIN = 4.0
+_UNITS = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+
+
+class End(NamedTuple):
+    """How a training ends.
+
+    Attributes:
+        verdict: "equal", "refused", "diverged", or "unclear": rounding decides whether a float16
+            gradient overflows.
+        text: regular expression of the error; "" for "equal".
+        values: of the variables at the end, by name; also "loss" and "label", if they are defined.
+    """
+
+    verdict: str
+    text: str = ""
+    values: dict[str, np.ndarray] = {}  # noqa: RUF012
+
+
+class Tolerance(NamedTuple):
+    """The end of a training, and by how much each value may differ."""
+
+    end: End
+    allowed: dict[str, float]
+
+
+def predict(case: Case, arrays: Any, batches: list[Any]) -> Tolerance:
+    """Trains ``case`` on ``batches``; ``arrays`` are all examples."""
+    refusal = _refused_early(case, arrays)
+    if refusal:
+        return Tolerance(End("refused", refusal), {})
+    end = _train(case, batches)
+    if end.verdict != "equal":
+        return Tolerance(end, {})
+    unit = unit_of(case)
+    others = [_train(case, batches, noise=sign * NOISE * unit) for sign in (1, -1)]
+    if "float16" in case.policy:
+        others.append(_train(case, batches, scaled=2.0))
+    if any(o[:2] != end[:2] or o.values["skipped"] != end.values["skipped"] for o in others):
+        return Tolerance(End("unclear"), {})
+    allowed = {}
+    for name, value in end.values.items():
+        if not np.issubdtype(value.dtype, np.inexact) and value.dtype.name != "bfloat16":
+            allowed[name] = 0.0
+            continue
+        wide, own = value.astype(np.float64), _UNITS[value.dtype.name]
+        # The weights are rounded once a step. Statistics of a batch are as exact as activations.
+        rounding = case.steps * own + (0.0 if name.startswith("trainable") else unit)
+        with np.errstate(invalid="ignore"):  # Inf - Inf
+            changes = [wide - other.values[name].astype(np.float64) for other in others[:2]]
+            change = np.nan_to_num(np.abs(changes)).max(initial=0.0)
+            largest = np.abs(np.where(np.isfinite(wide), wide, 0.0)).max(initial=0.0)
+        allowed[name] = MARGIN * change + 8.0 * rounding * largest
+    return Tolerance(end, allowed)
+
+
+def unit_of(case: Case) -> float:
+    """Unit roundoff of the type that the model and its loss compute in."""
+    computes = keras.dtype_policies.get(case.policy).compute_dtype
+    return max(_UNITS[computes], _UNITS["float32"])
+
+
+# Refusals -----------------------------------------------------------------------------------------
+
+
+def _refused_early(case: Case, arrays: Any) -> str:
+    """What must be refused before a batch is read."""
+    size = case.sizes[0]
+    # Their batch size is known before.
+    if case.source != "dataset":
+        if size % case.replicas:
+            return f"batch size {size} is not divisible by {case.replicas} replicas"
+        if case.accumulate_steps > size // case.replicas:
+            return f"accumulate_steps={case.accumulate_steps}, but a replica has"
+    synchronized = case.norm == "synchronized" and _trains_norm(case) and case.replicas > 1
+    if synchronized and (case.accumulate_steps > 1 or case.jit_compile):
+        return "a synchronized BatchNormalization .* neither --accumulate_steps nor --jit_compile"
+    if case.features == "sparse" and case.accumulate_steps > 1:
+        return "accumulate_steps cannot cut sparse tensors"
+    if case.source == "memory" and case.heads == 1:
+        return _refused_labels(arrays[1])
+    return ""
+
+
+def _refused_labels(labels: Any) -> str:
+    classes = labels["class"] if isinstance(labels, dict) else labels
+    wrong = [int(label) for label in classes if not 0 <= int(label) < CLASSES]
+    return f"label {wrong[0]} .*is no class.*labels must be 0 to {CLASSES - 1}" if wrong else ""
+
+
+def _refused_batch(case: Case, batch: Any) -> str:
+    """What must be refused when the step meets ``batch``."""
+    rows = tf.nest.flatten(batch)[0].shape[0]
+    empty = any(not len(part) for part in _shares(rows, case.replicas))
+    if empty and case.features == "sparse":
+        return "a replica has no examples .* sparse"
+    if empty and _trains_norm(case) and case.norm == "synchronized":
+        return "a replica has no examples .* synchronized BatchNormalization"
+    return _refused_labels(batch[1])
+
+
+# Training -----------------------------------------------------------------------------------------
+
+
+def _trains_norm(case: Case) -> bool:
+    return case.norm != "none" and case.frozen != "norm"
+
+
+def _shares(rows: int, replicas: int) -> list[np.ndarray]:
+    """The examples of each replica: as TensorFlow splits a batch, the last ones may get none."""
+    share = -(-rows // replicas)
+    return [np.arange(rows)[r * share : (r + 1) * share] for r in range(replicas)]
+
+
+def _calls(case: Case, rows: int) -> list[list[np.ndarray]]:
+    """The examples of each call of the model, for each replica whose calls matter."""
+    if not _trains_norm(case) and not case.state:
+        return [[np.arange(rows)]]
+    parts = case.accumulate_steps
+    shares = _shares(rows, 1 if case.norm == "synchronized" else case.replicas)
+    calls = []
+    for share in shares:
+        if len(share):
+            # The longer micro-batches are the last ones.
+            pieces = np.array_split(share[::-1], min(len(share), parts))
+            calls.append([piece[::-1] for piece in pieces[::-1]])
+    return calls
+
+
+class _Training:
+    """The state of a plain training loop.
+
+    Args:
+        case: what to train.
+        noise: how far to move each gradient, relative to the largest; of either sign.
+        scaled: factor of the loss while it is differentiated, to see what overflows.
+    """
+
+    def __init__(self, case: Case, noise: float, scaled: float):
+        self.case, self.noise, self.scaled = case, noise, scaled
+        self.model = make_model(case)
+        self.variables = self.model.trainable_variables
+        self.optimizer = make_optimizer(case)
+        self.optimizer.build(self.variables)
+        self.averages: list[np.ndarray] = []
+        self.loss_scale, self.finite_steps = 2.0**15, 0
+        self.skipped = self.updates = 0
+        self.random = np.random.default_rng(1)
+
+    def step(self, number: int, batch: Any) -> float:
+        """Makes one step. Returns the mean loss, NaN if the training has diverged."""
+        case = self.case
+        layers = self.model.layers if _trains_norm(case) else []
+        norms = [
+            v for layer in layers if layer.name == "norm" for v in layer.non_trainable_variables
+        ]
+        before = [v.numpy() for v in norms]
+        loss, gradients = self.differentiate(batch, norms, before)
+        finite = all(np.isfinite(g).all() for g in gradients if g is not None)
+        if (case.loss_scale or case.on_nan == "skip") and not finite:
+            for variable, value in zip(norms, before, strict=True):
+                variable.assign(value)
+            self.skipped += 1
+            self.loss_scale, self.finite_steps = max(self.loss_scale / 2, 1.0), 0
+            return 0.0
+        self.update(number, gradients)
+        return loss
+
+    def differentiate(self, batch: Any, norms: list, before: list) -> tuple[float, list]:
+        """The mean loss of ``batch`` and its gradients, in float64; updates the statistics."""
+        case = self.case
+        features, labels, *rest = batch
+        rows = tf.nest.flatten(features)[0].shape[0]
+        weights = rest[0].reshape(-1) if rest else np.ones(rows, np.float32)
+        total = float(weights.sum()) or 1.0  # without examples, the loss and its gradients are 0
+        # A sum over examples that cancels is no more exact than its terms.
+        weights = weights * (1.0 + self.noise * self.signs(rows))
+        scale = self.scaled * (self.loss_scale if case.loss_scale else 1.0)
+        loss, sums, after = 0.0, [None] * len(self.variables), []
+        for calls in _calls(case, rows):
+            for variable, value in zip(norms, before, strict=True):
+                variable.assign(value)
+            for examples in calls:
+                part = tf.nest.map_structure(lambda a, e=examples: a[e], (features, labels))
+                with tf.GradientTape() as tape:
+                    mean = self.mean_loss(*part, weights[examples], total)
+                    scaled = mean * scale
+                found = tape.gradient(scaled, [v.value for v in self.variables])
+                loss += float(mean)
+                sums = [_plus(s, g) for s, g in zip(sums, found, strict=True)]
+            after.append((sum(map(len, calls)), [v.numpy().astype(np.float64) for v in norms]))
+        examples = sum(count for count, _ in after)
+        for index, variable in enumerate(norms):
+            mean = sum(count / examples * values[index] for count, values in after)
+            variable.assign(mean.astype(variable.numpy().dtype))
+        gradients = [None if s is None else s / scale for s in sums]
+        return loss, self.moved(gradients)
+
+    def mean_loss(self, features: Any, labels: Any, weights: Any, total: float) -> tf.Tensor:
+        """The part of these examples in the mean loss of the global batch."""
+        if self.case.features == "bytes":
+            features = features.astype(np.float32) * np.float32(1 / 255)
+        outputs = self.model(features, training=True)
+        if self.case.heads == 2:
+            losses = losses_of(labels, outputs)
+        else:
+            logits = tf.nn.log_softmax(tf.cast(outputs, tf.float32))
+            losses = -tf.gather(logits, labels.astype(np.int64), axis=1, batch_dims=1)
+        loss = tf.reduce_sum(losses * weights.astype(np.float32)) / total
+        for penalty in self.model.losses:
+            loss += tf.cast(penalty, tf.float32) * (float(weights.sum()) / total)
+        return loss
+
+    def moved(self, gradients: list) -> list:
+        """``gradients``, each moved at random by ``noise`` times the largest."""
+        largest = max(np.abs(g).max(initial=0.0) for g in gradients if g is not None)
+        if not self.noise or not np.isfinite(largest):
+            return gradients
+        bound = self.noise * largest
+        return [
+            # What is exactly 0, such as the row of a word that does not occur, is exact.
+            None if g is None else g + bound * self.signs(g.shape) * (g != 0)
+            for g in gradients
+        ]
+
+    def signs(self, shape: Any) -> np.ndarray:
+        return self.random.choice([-1.0, 1.0], shape)
+
+    def update(self, number: int, gradients: list) -> None:
+        case = self.case
+        if case.clip_norm is not None:
+            norm = math.sqrt(sum((g**2).sum() for g in gradients if g is not None))
+            factor = case.clip_norm / max(norm, case.clip_norm) if np.isfinite(norm) else np.nan
+            gradients = [None if g is None else g * factor for g in gradients]
+        pairs = [(g, v) for g, v in zip(gradients, self.variables, strict=True) if g is not None]
+        self.optimizer.learning_rate = schedule(case, number) or rate_of(case)
+        self.optimizer.apply([tf.cast(g, v.dtype) for g, v in pairs], [v for _, v in pairs])
+        if case.ema_decay is not None:
+            decay = case.ema_decay if self.updates else 0.0
+            weights = self.weights()
+            pairs = zip(self.averages or weights, weights, strict=True)
+            self.averages = [(decay * a + (1.0 - decay) * w).astype(w.dtype) for a, w in pairs]
+        self.updates += 1
+        self.finite_steps += 1
+
+    def weights(self) -> list[np.ndarray]:
+        """In the types of their averages: float32, or wider as the variable."""
+        wide = [np.promote_types(np.float32, v.dtype) for v in self.variables]
+        return [v.numpy().astype(t) for v, t in zip(self.variables, wide, strict=True)]
+
+    def values(self) -> dict[str, np.ndarray]:
+        """The variables by name, in the order of ctl's."""
+        values = {f"trainable {v.path}": v.numpy() for v in self.variables}
+        values |= {f"state {v.path}": v.numpy() for v in self.model.non_trainable_variables}
+        values |= slots_of(self.optimizer)
+        if self.case.ema_decay is not None:
+            values |= {f"ema {i}": a for i, a in enumerate(self.averages or self.weights())}
+        if self.case.loss_scale:
+            values["loss scale"] = np.float64(self.loss_scale)
+        return values | {"skipped": np.int64(self.skipped)}
+
+
+def slots_of(optimizer: keras.optimizers.Optimizer) -> dict[str, np.ndarray]:
+    """The state of ``optimizer`` by name, without the learning rate."""
+    variables = [v for v in optimizer.variables if not v.path.endswith("learning_rate")]
+    return {f"slot {i} {v.name}": v.numpy() for i, v in enumerate(variables)}
+
+
+def schedule(case: Case, step: Any) -> Any:
+    """The rate at ``step``, a number or a tensor; None without a schedule."""
+    if case.schedule == "decay":
+        return rate_of(case) * 0.8**step
+    if case.schedule == "cosine":  # warm-up of one step, then to 0 at step 6
+        warm = min((step + 1) / 2, 1.0)
+        return rate_of(case) * warm * 0.5 * (1.0 + math.cos(math.pi * max(step - 1, 0) / 5))
+    return None
+
+
+def _plus(total: Any, gradient: Any) -> Any:
+    if gradient is None:
+        return total
+    dense = tf.convert_to_tensor(gradient).numpy().astype(np.float64)
+    return dense if total is None else total + dense
+
+
+def _train(case: Case, batches: list[Any], noise: float = 0.0, scaled: float = 1.0) -> End:
+    """Trains until the end or until what ctl must end with."""
+    training = _Training(case, noise, scaled)
+    losses = []
+    for number, batch in enumerate(batches):
+        refusal = _refused_batch(case, batch)
+        if refusal:
+            return End("refused", refusal)
+        skipped = training.skipped
+        loss = training.step(number, batch)
+        if not math.isfinite(loss):
+            return End("diverged", f"the loss is .* at step {number + 1};")
+        if number + 1 == case.pause and not _finite(training.values()):
+            return End("diverged", "The state has a NaN or Inf")
+        if training.skipped == skipped:
+            losses.append(loss)
+    values = training.values()
+    # The logged loss has one definition only where all batches have the same number of examples.
+    if len(set(case.sizes)) == 1 and not case.weights:
+        values["loss"] = np.float32(sum(losses) / max(1, len(losses)))
+    return End("equal", values=values)
+
+
+def _finite(values: dict[str, np.ndarray]) -> bool:
+    changing = (v for name, v in values.items() if v.dtype.kind != "i" and "cap/cap" not in name)
+    return all(np.isfinite(v).all() for v in changing)

@@ -1,0 +1,226 @@
+"""Trains one case with ctl, and compares its end with the oracle's."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import tempfile
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from ctl.checkpoint import CheckpointManager
+from ctl.data import InMemory
+from ctl.errors import DivergedError, UsageError
+from ctl.loop import Loop
+from ctl.schedule import Cosine
+from ctl.step import TrainStep, cross_entropy
+
+from . import oracle
+from .cases import Case
+from .models import arrays_of, cut, losses_of, make_model, make_optimizer, rate_of
+
+Mirrored = Callable[[int], tf.distribute.Strategy]  # see tests/conftest.py
+
+
+class Verdict(NamedTuple):
+    """``kind`` is "equal", "refused", "diverged", "unclear" or "bug"; ``text`` is one line."""
+
+    kind: str
+    text: str = ""
+
+
+class Step(TrainStep):
+    """Makes dense tensors of ragged and sparse ones, as a user would."""
+
+    def preprocess(self, features: Any) -> Any:
+        if isinstance(features, tf.RaggedTensor):
+            return features.to_tensor(shape=[None, 5])
+        if isinstance(features, tf.SparseTensor):
+            return tf.ensure_shape(tf.sparse.to_dense(features), [None, 6])
+        return super().preprocess(features)
+
+
+def judge(case: Case, mirrored: Mirrored) -> Verdict:
+    """Trains ``case`` with ctl, and says whether it ended as the oracle predicts."""
+    try:
+        arrays = arrays_of(case)
+        dataset, batches = _data(case, arrays)
+        expected, allowed = oracle.predict(case, arrays, batches)
+        if expected.verdict == "unclear":
+            return Verdict("unclear")
+        with tempfile.TemporaryDirectory() as directory:
+            return _compare(case, dataset, mirrored(case.replicas), directory, expected, allowed)
+    finally:
+        keras.utils.clear_session()
+
+
+def _compare(
+    case: Case,
+    dataset: Any,
+    strategy: tf.distribute.Strategy,
+    directory: str,
+    expected: oracle.End,
+    allowed: dict[str, float],
+) -> Verdict:
+    wanted = f"expected: {expected.verdict} {expected.text}"
+    try:
+        loop, scalars = _train(case, dataset, strategy, directory)
+        if expected.verdict != "equal":
+            return Verdict("bug", f"trained to the end; {wanted}")
+        wrong = _difference(loop, scalars, expected, allowed)
+        if not wrong and case.pause:
+            wrong = _resumed(case, dataset, strategy, directory, loop)
+        return Verdict("bug", wrong) if wrong else Verdict("equal")
+    except Exception as error:  # noqa: BLE001
+        kind = {UsageError: "refused", DivergedError: "diverged"}.get(type(error))
+        if kind == expected.verdict and re.search(expected.text, str(error)):
+            return Verdict(kind, re.sub(r"-?\d+", "#", str(error)))
+        line = " ".join(str(error).split())  # of a long text, begin and end
+        line = line if len(line) < 500 else f"{line[:250]} … {line[-250:]}"
+        return Verdict("bug", f"{type(error).__name__}: {line}; {wanted}")
+
+
+def _data(case: Case, arrays: Any) -> tuple[Any, list[Any]]:
+    """The dataset for ctl, and its global batches as arrays."""
+    if case.source == "memory":
+        dataset = InMemory(arrays, global_batch_size=case.sizes[0], seed=case.seed)
+        order = list(dataset.batches().take(case.steps).as_numpy_iterator())
+        return dataset, [tf.nest.map_structure(lambda a, i=i: a[i], arrays) for i in order]
+    batches = cut(case, arrays)
+    kinds = {"ragged": tf.RaggedTensor.from_tensor, "sparse": tf.sparse.from_dense}
+    kind = kinds.get(case.features, tf.convert_to_tensor)
+    padding = {"padding": 0} if case.features == "ragged" else {}
+    elements = [
+        (tf.nest.map_structure(lambda a: kind(a, **padding), features), *rest)
+        for features, *rest in batches
+    ]
+
+    def spec(value: Any) -> Any:
+        if isinstance(value, tf.RaggedTensor):
+            return tf.RaggedTensorSpec([None, None], value.dtype)
+        shape = [len(value) if case.source == "static" else None, *value.shape[1:]]
+        if isinstance(value, tf.SparseTensor):
+            return tf.SparseTensorSpec([None, *value.shape[1:]], value.dtype)
+        return tf.TensorSpec(shape, value.dtype)
+
+    signature = tf.nest.map_structure(spec, elements[0])
+    return tf.data.Dataset.from_generator(lambda: elements, output_signature=signature), batches
+
+
+def _make_loop(case: Case, dataset: Any, strategy: tf.distribute.Strategy, directory: str) -> Loop:
+    with strategy.scope():
+        heads = case.heads == 2
+        metric = keras.metrics.MeanMetricWrapper(_class_of, name="label")
+        step = Step(
+            make_model(case),
+            make_optimizer(case),
+            losses_of if heads else cross_entropy,
+            metrics=[metric],
+            clip_norm=case.clip_norm,
+            accumulate_steps=case.accumulate_steps,
+            ema_decay=case.ema_decay,
+            loss_scale=case.loss_scale,
+            on_nan=case.on_nan,
+            bytes_per_pack=case.bytes_per_pack,
+            jit_compile=case.jit_compile,
+            jit_update=case.jit_update,
+        )
+    rate = rate_of(case)
+    schedules = {
+        "decay": lambda number: rate * 0.8 ** tf.cast(number, tf.float32),
+        "cosine": Cosine(rate, total_steps=6, warmup_steps=1),
+    }
+    return Loop(
+        step,
+        dataset,
+        strategy=strategy,
+        schedule=schedules.get(case.schedule),
+        checkpoints=CheckpointManager(directory) if case.pause else None,
+        steps_per_loop=case.steps_per_loop,
+    )
+
+
+def _class_of(labels: Any, outputs: Any) -> tf.Tensor:
+    return tf.cast(labels["class"] if isinstance(labels, dict) else labels, tf.float32)
+
+
+def _train(
+    case: Case, dataset: Any, strategy: tf.distribute.Strategy, directory: str
+) -> tuple[Loop, dict[str, float]]:
+    loop = _make_loop(case, dataset, strategy, directory)
+    if case.pause:
+        loop.train(case.pause, total=case.steps)
+        loop.save(wait=True)
+        assert loop.checkpoints
+        loop.checkpoints.close()
+    return loop, loop.train(case.steps)
+
+
+def _difference(
+    loop: Loop, scalars: dict[str, float], expected: oracle.End, allowed: dict[str, float]
+) -> str:
+    """What differs from the oracle, in one line; "" if nothing does."""
+    values = _values(loop) | {k: np.float32(v) for k, v in scalars.items() if k in expected.values}
+    if values.keys() != expected.values.keys():
+        return f"other values: {sorted(values.keys() ^ expected.values.keys())}"
+    for name, wanted in expected.values.items():
+        got = values[name].astype(np.float64)
+        wanted = wanted.astype(np.float64)
+        with np.errstate(invalid="ignore"):
+            wrong = (got != wanted) & ~(np.abs(got - wanted) <= allowed[name])
+        wrong &= ~(np.isnan(got) & np.isnan(wanted))
+        if wrong.any():
+            where = np.unravel_index(wrong.argmax(), wrong.shape)
+            return (
+                f"{name}{[int(i) for i in where]} is {got[where]:.9g}, not {wanted[where]:.9g} "
+                f"(within {allowed[name]:.2g})"
+            )
+    for name, copies in _bits(loop).items():
+        if len(set(copies)) > 1:
+            return f"replicas differ in {name}"
+    return ""
+
+
+def _values(loop: Loop) -> dict[str, np.ndarray]:
+    """As `oracle._Training.values`."""
+    model, updater = loop.step.model, loop.step.updater
+    values = {f"trainable {v.path}": v.numpy() for v in model.trainable_variables}
+    values |= {f"state {v.path}": v.numpy() for v in model.non_trainable_variables}
+    values |= oracle.slots_of(loop.step.optimizer)
+    values |= {f"ema {i}": v.numpy() for i, v in enumerate(updater.ema)}
+    if updater.loss_scale:
+        values["loss scale"] = updater.loss_scale.scale.numpy().astype(np.float64)
+    return values | {"skipped": np.int64(updater.skipped_so_far())}
+
+
+def _bits(loop: Loop) -> dict[str, list[bytes]]:
+    """Every variable of the state, on every replica."""
+    return {
+        f"{key}[{i}] {variable.name}": [
+            copy.numpy().tobytes() for copy in loop.strategy.experimental_local_results(variable)
+        ]
+        for key, variables in loop.step.state().items()
+        for i, variable in enumerate(variables)
+    }
+
+
+def _resumed(
+    case: Case, dataset: Any, strategy: tf.distribute.Strategy, directory: str, straight: Loop
+) -> str:
+    """Restores the checkpoint of the pause into new objects, with other weights at first. Returns
+    what differs at the end from the training that went on, "" if nothing does."""
+    other = dataclasses.replace(case, seed=case.seed + 1)
+    loop = _make_loop(other, dataset, strategy, directory)
+    assert loop.checkpoints
+    saved = loop.restore()
+    loop.checkpoints.close()
+    if not saved or saved.step != case.pause:
+        return f"restored {saved}, not step {case.pause}"
+    loop.train(case.steps)
+    # Keras numbers models and optimizers, so names may differ.
+    pairs = zip(_bits(straight).items(), _bits(loop).values(), strict=True)
+    return next((f"resumed, {name} differs" for (name, a), b in pairs if a != b), "")
