@@ -88,6 +88,17 @@ def average_like(variable: keras.Variable) -> tf.Variable:
     return tf.Variable(start, trainable=False, name=name)
 
 
+@tf.autograph.experimental.do_not_convert
+def global_norm(gradients: Sequence[tf.Tensor | None]) -> tf.Tensor:
+    """The norm of all ``gradients`` together, a float64 scalar.
+
+    They may have several types, which `tf.linalg.global_norm` refuses. It also squares float16 as
+    float16, which is Inf from 256 on and 0 below 2e-4.
+    """
+    wide = [tf.cast(g, average_dtype(g.dtype)) for g in gradients if g is not None]
+    return tf.sqrt(2.0 * tf.add_n([tf.cast(tf.nn.l2_loss(g), tf.float64) for g in wide]))
+
+
 class LossScale:
     """Dynamic loss scale for float16 (Micikevicius et al. 2018, arXiv:1710.03740, section 3.2).
 

@@ -25,7 +25,7 @@ import keras
 import tensorflow as tf
 
 from ctl import noinline, replicas, share
-from ctl.apply import Updater
+from ctl.apply import Updater, global_norm
 from ctl.base_step import BaseStep, EvalStep, check_overrides, cross_entropy, scale_images
 from ctl.errors import UsageError
 from ctl.observer import NO_OBSERVER, Observer
@@ -359,7 +359,7 @@ class TrainStep(BaseStep):
         al. 2013, arXiv:1211.5063, section 3.2)."""
         if self.clip_norm is None:
             return gradients
-        return tf.clip_by_global_norm(gradients, self.clip_norm)[0]
+        return tf.clip_by_global_norm(gradients, self.clip_norm, global_norm(gradients))[0]
 
     def apply(self, gradients: list[tf.Tensor | None], finite: tf.Tensor | None = None) -> None:
         """Applies reduced gradients with `ctl.apply.Updater`, in the same way on all replicas."""

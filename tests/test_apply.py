@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ctl.apply import PROVEN, LossScale, Updater, check_optimizer
+from ctl.apply import PROVEN, LossScale, Updater, check_optimizer, global_norm
 from ctl.errors import UsageError
 from ctl.schedule import make_schedule
 
@@ -107,6 +107,14 @@ def test_a_variable_overwritten_by_its_gradient_is_refused(mirrored):
         variable.overwrite_with_gradient = True
         with pytest.raises(UsageError, match="overwritten by its gradient"):
             Updater(keras.optimizers.SGD(), [variable])
+
+
+def test_the_norm_of_gradients_of_several_types():
+    """As float16, the square of 300 is Inf, and that of 1e-4 is 0."""
+    large = [tf.constant([300.0], tf.float16), None, tf.constant([400.0], tf.float64)]
+    assert float(global_norm(large)) == 500.0
+    small = [tf.constant([1e-4] * 4, tf.float16), tf.constant([0.0], tf.bfloat16)]
+    assert float(global_norm(small)) == pytest.approx(2e-4, rel=1e-3)
 
 
 def test_none_leaves_a_variable_as_it_is(mirrored):
