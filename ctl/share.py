@@ -19,6 +19,8 @@ from ctl.errors import UsageError
 
 # Messages for users, by the name of the check that fails in the graph.
 _LOSSES, _EMPTY = "ctl_one_loss_for_each_example", "ctl_no_empty_share"
+# TensorFlow's message for a sparse tensor whose share for a replica is empty.
+_SPARSE = "Serialized sparse should have at least 1 serialized tensor"
 _TENSORS = "ctl_tensors_of_one_length"
 # TensorFlow's message for a label outside of the classes.
 _LABEL = re.compile(r"label value of (-?\d+) which is outside the valid range of \[0, (\d+)\)")
@@ -30,6 +32,10 @@ _MESSAGES = {
     _EMPTY: (
         "a replica has no examples of this batch, and a synchronized BatchNormalization cannot "
         "train then: give batches of one size, for instance with drop_remainder=True"
+    ),
+    _SPARSE: (
+        "a replica has no examples of this batch, and TensorFlow cannot give it an empty sparse "
+        "tensor: give larger batches, for instance with drop_remainder=True, or dense tensors"
     ),
     _TENSORS: "accumulate_steps cannot cut tensors of different numbers of examples",
 }
