@@ -76,6 +76,24 @@ def statistics_of(norms: Iterable[keras.layers.BatchNormalization]) -> list[kera
     return [variable for norm in norms for variable in norm.non_trainable_variables]
 
 
+def synchronizes(model: keras.Model) -> bool:
+    """Whether a BatchNorm layer that trains normalizes over the batches of all replicas."""
+    return any(norm.synchronized for norm in training_norms(model))
+
+
+def check_synchronized(
+    strategy: tf.distribute.Strategy, model: keras.Model, accumulate_steps: int, jit_compile: bool
+) -> None:
+    """Raises `UsageError` if replicas must exchange statistics in the forward pass, and that runs
+    in a loop or under XLA, where TensorFlow has no collectives between the replicas."""
+    in_graph = accumulate_steps > 1 or jit_compile
+    if in_graph and strategy.num_replicas_in_sync > 1 and synchronizes(model):
+        raise UsageError(
+            "a synchronized BatchNormalization that trains on several replicas can have neither "
+            "--accumulate_steps nor --jit_compile: use synchronized=False, or one replica"
+        )
+
+
 def dropout_seeds(model: keras.Model) -> list[tf.Variable]:
     """States of the model's seed generators, integers [2]: the seed and the number of masks drawn
     so far."""

@@ -29,7 +29,7 @@ from ctl.apply import Updater, global_norm
 from ctl.base_step import BaseStep, EvalStep, check_overrides, cross_entropy, scale_images
 from ctl.errors import UsageError
 from ctl.observer import NO_OBSERVER, Observer
-from ctl.reduce import densify
+from ctl.reduce import all_reduce, densify
 from ctl.statistics import Before, make_statistics
 
 if TYPE_CHECKING:
@@ -124,15 +124,14 @@ class TrainStep(BaseStep):
             raise UsageError("this step is built already: make a new one for another loop")
         check_overrides(self)
         self.check_scope(strategy)
-        replicas.check_central_storage(
-            strategy, self.model, self.accumulate_steps, self.jit_compile
-        )
+        for check in (replicas.check_central_storage, replicas.check_synchronized):
+            check(strategy, self.model, self.accumulate_steps, self.jit_compile)
         if not self.model.trainable_variables:
             raise UsageError(f"model {self.model.name} has no trainable variables; build it first")
         self.strategy = strategy
         self._trainable = [v.value for v in self.model.trainable_variables]
         norms = replicas.training_norms(self.model)
-        self._synchronizes = any(norm.synchronized for norm in norms)
+        self._synchronizes = replicas.synchronizes(self.model)
         with strategy.scope():
             self.updater = Updater(
                 self.optimizer,
@@ -230,8 +229,9 @@ class TrainStep(BaseStep):
         """
         if isinstance(count, int):
             return self._micro_steps(batch, count * self.strategy.num_replicas_in_sync)
-        # The backward pass computes means, which float16 can hold where it cannot hold sums.
-        power = share.power_of_two(count)
+        # The backward pass computes means, which float16 can hold where it cannot hold sums. If its
+        # gradients cross replicas, as in a synchronized BatchNorm, all must divide by one number.
+        power = share.power_of_two(all_reduce([count])[0] if self._synchronizes else count)
         loss, gradients = self._micro_steps(batch, power)
         wide = [None if g is None else share.widened(g) for g in gradients]
         return loss * power, [None if g is None else g * tf.cast(power, g.dtype) for g in wide]

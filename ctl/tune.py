@@ -23,7 +23,7 @@ from ctl.control.ending import ending_well
 from ctl.marks import Marks
 from ctl.observer import NO_OBSERVER
 from ctl.reduce import make_packs
-from ctl.replicas import shares_variables
+from ctl.replicas import shares_variables, synchronizes
 from ctl.watch import watchdog
 
 if TYPE_CHECKING:
@@ -94,6 +94,9 @@ def _best_size(loop: Loop) -> int:
 def _best_jit_compile(loop: Loop) -> bool:
     if shares_variables(loop.strategy):
         logging.info("jit_compile: off, replicas share their variables")
+        return False
+    if loop.strategy.num_replicas_in_sync > 1 and synchronizes(loop.step.model):
+        logging.info("jit_compile: off, replicas exchange the statistics of BatchNormalization")
         return False
     return _fastest(loop, "jit_compile", [False, True])
 

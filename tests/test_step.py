@@ -278,6 +278,39 @@ def test_synchronized_batch_norm_equals_one_replica(mirrored):
     assert largest_difference(ours.get_weights(), theirs.get_weights()) <= 1e-6
 
 
+@pytest.mark.slow
+def test_gradients_of_a_synchronized_batch_norm_cross_replicas_of_other_counts(mirrored):
+    """Gradients of the first layer are those of all replicas, whose weights differ."""
+
+    def model():
+        return keras.Sequential(
+            [
+                keras.layers.Input([FEATURES]),
+                keras.layers.Dense(8, activation="tanh"),
+                keras.layers.BatchNormalization(synchronized=True),
+                keras.layers.Dense(CLASSES),
+            ]
+        )
+
+    weights = np.tile(np.repeat([1.0, 0.1], BATCH // 2), STEPS).astype(np.float32)
+    arrays = (*examples(), weights)
+    ours, theirs, *_ = both(
+        mirrored(2), lambda: keras.optimizers.SGD(0.1), arrays, make_model=model
+    )
+    assert largest_difference(ours.get_weights(), theirs.get_weights()) <= 1e-6
+
+
+@pytest.mark.parametrize("options", [{"accumulate_steps": 2}, {"jit_compile": True}], ids=str)
+def test_a_synchronized_batch_norm_in_a_loop_or_under_xla_is_refused(mirrored, options):
+    def model():
+        norm = keras.layers.BatchNormalization(synchronized=True)
+        return keras.Sequential([keras.layers.Input([FEATURES]), norm, keras.layers.Dense(CLASSES)])
+
+    make_loop(mirrored(1), model=model, **options)
+    with pytest.raises(UsageError, match="neither --accumulate_steps nor --jit_compile: use"):
+        make_loop(mirrored(2), model=model, **options)
+
+
 def dropout_model():
     return keras.Sequential([keras.layers.Input([64]), keras.layers.Dropout(0.5, seed=3)])
 

@@ -180,3 +180,11 @@ def test_a_dataset_that_ends_is_not_an_error(mirrored, two):
         np.testing.assert_array_equal(a, b)
     each.train(3)
     assert each.global_step == 3
+
+
+def test_replicas_that_exchange_statistics_try_no_xla(mirrored):
+    def model():
+        norm = keras.layers.BatchNormalization(synchronized=True)
+        return keras.Sequential([keras.layers.Input([FEATURES]), norm, keras.layers.Dense(CLASSES)])
+
+    assert tune.tune_jit_compile(make_loop(mirrored(2), model=model)) is False
