@@ -25,7 +25,8 @@ def cross_entropy(labels: tf.Tensor, logits: tf.Tensor, smoothing: float = 0.0) 
             into the one-hot target (Szegedy et al. 2016, arXiv:1512.00567, section 7).
     """
     logits = tf.cast(logits, tf.float32)
-    losses = tf.nn.sparse_softmax_cross_entropy_with_logits(tf.cast(labels, tf.int32), logits)
+    # As int32, a label of 2**32 + 1 would be class 1.
+    losses = tf.nn.sparse_softmax_cross_entropy_with_logits(tf.cast(labels, tf.int64), logits)
     if smoothing:
         uniform = -tf.reduce_mean(tf.nn.log_softmax(logits), axis=-1)
         losses = (1.0 - smoothing) * losses + smoothing * uniform

@@ -629,10 +629,11 @@ class TestLabels:
             data = InMemory((np.zeros([4, FEATURES]), labels), global_batch_size=4, training=False)
             Evaluator(EvalStep(mlp()), data)
 
-    def test_in_the_step(self):
-        loop = self.made([0, CLASSES, 1, 1], in_memory=False)
+    @pytest.mark.parametrize("wrong", [CLASSES, 2**32 + 1])
+    def test_in_the_step(self, wrong):
+        loop = self.made([0, wrong, 1, 1], in_memory=False)
         with pytest.raises(
-            UsageError, match="^label 5 is no class: the model has 5 outputs, .* 4$"
+            UsageError, match=f"^label {wrong} is no class: the model has 5 outputs, .* 4$"
         ):
             loop.train(1)
 
