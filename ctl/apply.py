@@ -90,13 +90,14 @@ def average_like(variable: keras.Variable) -> tf.Variable:
 
 @tf.autograph.experimental.do_not_convert
 def global_norm(gradients: Sequence[tf.Tensor | None]) -> tf.Tensor:
-    """The norm of all ``gradients`` together, a float64 scalar.
+    """The norm of all ``gradients`` together, a scalar of float32, or float64 if one of them is.
 
-    They may have several types, which `tf.linalg.global_norm` refuses. It also squares float16 as
-    float16, which is Inf from 256 on and 0 below 2e-4.
+    `tf.linalg.global_norm` refuses several types. It also squares float16 as float16, which is Inf
+    from 256 on and 0 below 2e-4.
     """
-    wide = [tf.cast(g, average_dtype(g.dtype)) for g in gradients if g is not None]
-    return tf.sqrt(2.0 * tf.add_n([tf.cast(tf.nn.l2_loss(g), tf.float64) for g in wide]))
+    given = [g for g in gradients if g is not None]
+    dtype = tf.float64 if any(g.dtype == tf.float64 for g in given) else tf.float32
+    return tf.linalg.global_norm([tf.cast(g, dtype) for g in given])
 
 
 class LossScale:

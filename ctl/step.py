@@ -130,13 +130,12 @@ class TrainStep(BaseStep):
             raise UsageError(f"model {self.model.name} has no trainable variables; build it first")
         self.strategy = strategy
         self._trainable = [v.value for v in self.model.trainable_variables]
-        norms = replicas.training_norms(self.model)
         self._synchronizes = replicas.synchronizes(self.model)
         with strategy.scope():
             self.updater = Updater(
                 self.optimizer,
                 self.model.trainable_variables,
-                statistics=replicas.statistics_of(norms),
+                statistics=replicas.statistics_of(replicas.training_norms(self.model)),
                 schedule=schedule,
                 ema_decay=self.ema_decay,
                 loss_scale=self.loss_scale,
@@ -231,7 +230,9 @@ class TrainStep(BaseStep):
             return self._micro_steps(batch, count * self.strategy.num_replicas_in_sync)
         # The backward pass computes means, which float16 can hold where it cannot hold sums. If its
         # gradients cross replicas, as in a synchronized BatchNorm, all must divide by one number.
-        power = share.power_of_two(all_reduce([count])[0] if self._synchronizes else count)
+        power = share.power_of_two(
+            all_reduce([count], options=self.options)[0] if self._synchronizes else count
+        )
         loss, gradients = self._micro_steps(batch, power)
         wide = [None if g is None else share.widened(g) for g in gradients]
         return loss * power, [None if g is None else g * tf.cast(power, g.dtype) for g in wide]
