@@ -206,7 +206,7 @@ class CheckpointManager:
         saved = replace(
             saved,
             metrics={**saved.metrics, **{name: float(value) for name, value in metrics.items()}},
-            evaluated=sorted({*saved.evaluated, *metrics}),
+            evaluated=list(dict.fromkeys([*saved.evaluated, *metrics])),
         )
         try:
             manifest.dump(saved, saved.path, via=self.directory)

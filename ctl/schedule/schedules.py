@@ -262,8 +262,8 @@ def make_schedule(
 
     Durations (``warmup_steps``, ``boundaries``, ``decay_steps``) are steps, or text such as
     ``"0.5ep"`` for epochs of ``steps_per_epoch`` steps. ``total_steps`` is the length of the
-    training. ``None`` means the default of the flags (`ctl.flags.defaults`). An option
-    that the schedule does not use must be ``None``. ``scaling`` multiplies the whole curve, its end
+    training. ``None`` means the default of the flags (`ctl.flags.defaults`). An option that the
+    schedule does not use must be ``None``. ``scaling`` multiplies the whole curve, its end
     included; see `ctl.flags.durations.scale_learning_rate`.
 
     Raises:

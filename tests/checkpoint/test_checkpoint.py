@@ -455,7 +455,8 @@ def test_metrics_that_come_late(tmp_path, monkeypatch):
         threading.Timer(0.1, gate.opened.set).start()
         saved = manager.annotate(1, {"accuracy": np.float32(0.5)})  # While it is being written.
         assert dict(saved.metrics) == {"loss": 3.0, "accuracy": 0.5}
-        assert manager.latest().evaluated == ["accuracy"]
+        assert saved.evaluated == ["accuracy"]
+        assert manager.annotate(1, {"aaa": 1.0}).evaluated == ["accuracy", "aaa"]
         for step in (2, 3, 4):
             manager.save(step, state_of(step))
             manager.annotate(step, {"accuracy": step / 100})
