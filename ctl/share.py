@@ -22,6 +22,8 @@ _LOSSES, _EMPTY = "ctl_one_loss_for_each_example", "ctl_no_empty_share"
 # TensorFlow's message for a sparse tensor whose share for a replica is empty.
 _SPARSE = "Serialized sparse should have at least 1 serialized tensor"
 _TENSORS = "ctl_tensors_of_one_length"
+# The nodes in a message that only wait for the one that failed.
+_WAITING = re.compile(r"\[\[(?!\{\{node).*?\]\]")
 # TensorFlow's message for a label outside of the classes.
 _LABEL = re.compile(r"label value of (-?\d+) which is outside the valid range of \[0, (\d+)\)")
 _MESSAGES = {
@@ -300,10 +302,11 @@ def refusals() -> Iterator[None]:
     try:
         yield
     except tf.errors.InvalidArgumentError as error:
+        text = _WAITING.sub("", error.message)
         for name, message in _MESSAGES.items():
-            if name in error.message:
+            if name in text:
                 raise UsageError(message.format("loss()")) from error
-        if label := _LABEL.search(error.message):
+        if label := _LABEL.search(text):
             value, classes = label[1], int(label[2])
             raise UsageError(
                 f"label {value} is no class: the model has {classes} outputs, so labels must be 0 "

@@ -637,6 +637,15 @@ class TestLabels:
         ):
             loop.train(1)
 
+    def test_a_check_that_waits_for_the_labels_has_not_failed(self):
+        message = (
+            "Received a label value of 3 which is outside the valid range of [0, 3).\n"
+            "\t [[{{node while/SparseSoftmaxCrossEntropyWithLogits}}]]\n"
+            "\t [[while/body/_1/ctl_one_loss_for_each_example/Reshape/_258]]"
+        )
+        with pytest.raises(UsageError, match="^label 3 is no class"), share.refusals():
+            raise tf.errors.InvalidArgumentError(None, None, message)
+
     def test_labels_that_mean_something_else(self):
         class Shifted(TrainStep):
             def loss(self, batch):
