@@ -14,6 +14,7 @@ from keras import layers
 from .cases import CLASSES, Case
 
 HIDDEN, WORDS, LENGTH = 5, 7, 5
+MOMENTUM = 0.8  # of moving statistics
 
 # Rates at which a few steps move the weights by much more than rounding.
 _RATES = {"SGD": 0.1, "Momentum": 0.05, "Adadelta": 1.0, "Ftrl": 0.05, "Adagrad": 0.05}
@@ -82,7 +83,7 @@ def _make_model(case: Case) -> keras.Model:
     x = hidden(x)
     if case.norm != "none":
         norm = layers.BatchNormalization(
-            momentum=0.8,
+            momentum=MOMENTUM,
             renorm=case.norm == "renorm",
             renorm_clipping={"rmax": 1.5, "rmin": 0.7, "dmax": 0.5},
             renorm_momentum=0.7,

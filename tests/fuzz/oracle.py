@@ -4,6 +4,7 @@ It differentiates the mean loss of the whole global batch at once. Only where a 
 examples are together (BatchNormalization) or how often it is called (state of its own), it follows
 what ctl/README.md promises: each replica normalizes over its own part, micro-batches go through the
 model one after the other, and statistics are averaged over replicas, weighted by their examples.
+Without micro-batches, the variance includes that between the means of the replicas.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from .cases import CLASSES, Case
-from .models import losses_of, make_model, make_optimizer, rate_of
+from .models import MOMENTUM, losses_of, make_model, make_optimizer, rate_of
 
 # See the docstring of the package.
 NOISE = 16.0
@@ -162,6 +163,9 @@ class _Training:
         self.case, self.noise, self.scaled = case, noise, scaled
         self.model = make_model(case)
         self.variables = self.model.trainable_variables
+        self.norms = (
+            self.model.get_layer("norm").non_trainable_variables if _trains_norm(case) else []
+        )
         self.optimizer = make_optimizer(case)
         self.optimizer.build(self.variables)
         self.averages: list[np.ndarray] = []
@@ -171,16 +175,12 @@ class _Training:
 
     def step(self, number: int, batch: Any) -> float:
         """Makes one step. Returns the mean loss, NaN if the training has diverged."""
-        case = self.case
-        layers = self.model.layers if _trains_norm(case) else []
-        norms = [
-            v for layer in layers if layer.name == "norm" for v in layer.non_trainable_variables
-        ]
-        before = [v.numpy() for v in norms]
-        loss, gradients = self.differentiate(batch, norms, before)
+        case, state = self.case, self.model.non_trainable_variables
+        before = [v.numpy() for v in state]
+        loss, gradients = self.differentiate(batch)
         finite = all(np.isfinite(g).all() for g in gradients if g is not None)
         if (case.loss_scale or case.on_nan == "skip") and not finite:
-            for variable, value in zip(norms, before, strict=True):
+            for variable, value in zip(state, before, strict=True):
                 variable.assign(value)
             self.skipped += 1
             self.loss_scale, self.finite_steps = max(self.loss_scale / 2, 1.0), 0
@@ -188,19 +188,20 @@ class _Training:
         self.update(number, gradients)
         return loss
 
-    def differentiate(self, batch: Any, norms: list, before: list) -> tuple[float, list]:
-        """The mean loss of ``batch`` and its gradients, in float64; updates the statistics."""
-        case = self.case
-        features, labels, *rest = batch
+    def differentiate(self, batch: Any) -> tuple[float, list]:
+        """The mean loss of ``batch`` and its gradients, in float64; updates the state."""
+        case, state = self.case, self.model.non_trainable_variables
+        before = [v.numpy() for v in state]
+        features, labels, *_ = batch
         rows = tf.nest.flatten(features)[0].shape[0]
-        weights = rest[0].reshape(-1) if rest else np.ones(rows, np.float32)
+        weights = weights_of(batch)
         total = float(weights.sum()) or 1.0  # without examples, the loss and its gradients are 0
         # A sum over examples that cancels is no more exact than its terms.
         weights = weights * (1.0 + self.noise * self.signs(rows))
         scale = self.scaled * (self.loss_scale if case.loss_scale else 1.0)
         loss, sums, after = 0.0, [None] * len(self.variables), []
         for calls in _calls(case, rows):
-            for variable, value in zip(norms, before, strict=True):
+            for variable, value in zip(state, before, strict=True):
                 variable.assign(value)
             for examples in calls:
                 part = tf.nest.map_structure(lambda a, e=examples: a[e], (features, labels))
@@ -210,13 +211,22 @@ class _Training:
                 found = tape.gradient(scaled, [v.value for v in self.variables])
                 loss += float(mean)
                 sums = [_plus(s, g) for s, g in zip(sums, found, strict=True)]
-            after.append((sum(map(len, calls)), [v.numpy().astype(np.float64) for v in norms]))
-        examples = sum(count for count, _ in after)
-        for index, variable in enumerate(norms):
-            mean = sum(count / examples * values[index] for count, values in after)
-            variable.assign(mean.astype(variable.numpy().dtype))
+            values = {v.name: v.numpy().astype(np.float64) for v in self.norms}
+            after.append((sum(map(len, calls)) / rows, values))
+        self.combine(after)
         gradients = [None if s is None else s / scale for s in sums]
         return loss, self.moved(gradients)
+
+    def combine(self, after: list[tuple[float, dict[str, np.ndarray]]]) -> None:
+        """Assigns the statistics. ``after``: each replica's share of the examples, and its own."""
+        for variable in self.norms:
+            value = sum(share * values[variable.name] for share, values in after)
+            if variable.name == "moving_variance" and self.case.accumulate_steps == 1:
+                mean = sum(share * values["moving_mean"] for share, values in after)
+                spread = sum(share * (values["moving_mean"] - mean) ** 2 for share, values in after)
+                moved = 0.0 if self.case.norm == "renorm" else 1.0 - MOMENTUM
+                value = value + (spread / moved if moved else 0.0)  # (moved * distance)**2 / moved
+            variable.assign(np.asarray(value).astype(variable.numpy().dtype))
 
     def mean_loss(self, features: Any, labels: Any, weights: Any, total: float) -> tf.Tensor:
         """The part of these examples in the mean loss of the global batch."""
@@ -266,9 +276,10 @@ class _Training:
         self.finite_steps += 1
 
     def weights(self) -> list[np.ndarray]:
-        """In the types of their averages: float32, or wider as the variable."""
-        wide = [np.promote_types(np.float32, v.dtype) for v in self.variables]
-        return [v.numpy().astype(t) for v, t in zip(self.variables, wide, strict=True)]
+        """And statistics, in the types of their averages: float32, or wider as the variable."""
+        averaged = [*self.variables, *self.norms]
+        wide = [np.promote_types(np.float32, v.dtype) for v in averaged]
+        return [v.numpy().astype(t) for v, t in zip(averaged, wide, strict=True)]
 
     def values(self) -> dict[str, np.ndarray]:
         """The variables by name, in the order of ctl's."""
@@ -280,6 +291,13 @@ class _Training:
         if self.case.loss_scale:
             values["loss scale"] = np.float64(self.loss_scale)
         return values | {"skipped": np.int64(self.skipped)}
+
+
+def weights_of(batch: Any) -> np.ndarray:
+    """The weight of each example, float32 [n]."""
+    features, _, *rest = batch
+    rows = tf.nest.flatten(features)[0].shape[0]
+    return rest[0].reshape(-1) if rest else np.ones(rows, np.float32)
 
 
 def slots_of(optimizer: keras.optimizers.Optimizer) -> dict[str, np.ndarray]:
@@ -308,7 +326,7 @@ def _plus(total: Any, gradient: Any) -> Any:
 def _train(case: Case, batches: list[Any], noise: float = 0.0, scaled: float = 1.0) -> End:
     """Trains until the end or until what ctl must end with."""
     training = _Training(case, noise, scaled)
-    losses = []
+    losses = counts = 0.0
     for number, batch in enumerate(batches):
         refusal = _refused_batch(case, batch)
         if refusal:
@@ -320,11 +338,10 @@ def _train(case: Case, batches: list[Any], noise: float = 0.0, scaled: float = 1
         if number + 1 == case.pause and not _finite(training.values()):
             return End("diverged", "The state has a NaN or Inf")
         if training.skipped == skipped:
-            losses.append(loss)
+            count = float(weights_of(batch).sum())
+            losses, counts = losses + loss * count, counts + count
     values = training.values()
-    # The logged loss has one definition only where all batches have the same number of examples.
-    if len(set(case.sizes)) == 1 and not case.weights:
-        values["loss"] = np.float32(sum(losses) / max(1, len(losses)))
+    values["loss"] = np.float32(losses / counts if counts else 0.0)
     return End("equal", values=values)
 
 
