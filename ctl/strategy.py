@@ -78,7 +78,8 @@ def make_multi_worker(
         record_dir: directory for the flight record of the watchdog; None writes none.
 
     Raises:
-        PeerError: the other workers did not start in time, or this worker's port is taken.
+        PeerError: the other workers did not start in time, one was lost meanwhile, or this worker's
+            port is taken.
         UsageError: ``nccl`` has no GPUs, or a worker has another list of workers.
     """
     if communication == "nccl" and not tf.config.list_physical_devices("GPU"):
@@ -90,7 +91,10 @@ def make_multi_worker(
     os.environ.setdefault("GRPC_EXPERIMENTS", _GRPC)
     options = _options(communication)
     with _connecting(f"worker {cluster.index}", startup_timeout):
-        strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
+        try:
+            strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
+        except workers.LOST as error:
+            raise workers.lost_peer(cluster, "connecting to the others", error) from error
     workers.watch(
         strategy,
         timeout=collective_timeout,
@@ -150,8 +154,8 @@ def make_parameter_server(
 def _connecting(name: str, timeout: float) -> Iterator[None]:
     """Limits the time in which TensorFlow connects the tasks of a job.
 
-    All are here. If one dies at this moment, TensorFlow waits without end and holds Python's lock.
-    Only a C thread, as that of faulthandler, can then end the process.
+    All are here. If one dies at this moment, TensorFlow raises an error, or waits without end and
+    holds Python's lock. Then only a C thread, as that of faulthandler, can end the process.
 
     Raises:
         PeerError: TensorFlow lost a task, or its port, which was free a moment ago.

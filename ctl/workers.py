@@ -31,7 +31,7 @@ _GRAPH = re.compile(
 )
 
 # Errors that a collective raises when a worker died, froze, did not start or failed.
-_LOST = (
+LOST = (
     tf.errors.UnavailableError,
     tf.errors.DeadlineExceededError,
     tf.errors.AbortedError,
@@ -75,20 +75,34 @@ def naming_lost_peers(
     """
     try:
         yield
-    except _LOST as error:
-        timed_out = isinstance(error, tf.errors.DeadlineExceededError)
-        after = f" after step {step()}" if step else ""
-        if not is_multi_worker(strategy):
-            if not timed_out:
-                raise
-            raise PeerError(f"an all-reduce in {doing}{after} timed out") from error
-        cluster = cluster_of(strategy)
-        what = "timed out" if timed_out else "broke off"
-        blamed = watchdog.broke_off(cluster, step() if step else None)
-        raise PeerError(
-            f"worker {cluster.index} of {len(cluster.workers)}: a collective in {doing}{after} "
-            f"{what}: {_reason(error)}; waiting for {blamed}"
-        ) from error
+    except LOST as error:
+        number = step() if step else None
+        where = doing if number is None else f"{doing} after step {number}"
+        if is_multi_worker(strategy):
+            what = f"a collective in {where}"
+            raise lost_peer(cluster_of(strategy), what, error, number) from error
+        if not isinstance(error, tf.errors.DeadlineExceededError):
+            raise
+        raise PeerError(f"an all-reduce in {where} timed out") from error
+
+
+def lost_peer(
+    cluster: Cluster, what: str, error: tf.errors.OpError, step: int | None = None
+) -> PeerError:
+    """The `PeerError` for one of `LOST`: names the worker that is to blame.
+
+    Args:
+        cluster: all workers.
+        what: this worker did when TensorFlow raised ``error``.
+        error: of TensorFlow.
+        step: last global step that was finished; None if it is not known.
+    """
+    how = "timed out" if isinstance(error, tf.errors.DeadlineExceededError) else "broke off"
+    blamed = watchdog.broke_off(cluster, step)
+    return PeerError(
+        f"worker {cluster.index} of {len(cluster.workers)}: {what} {how}: {_reason(error)}; "
+        f"waiting for {blamed}"
+    )
 
 
 def watch(strategy: tf.distribute.Strategy, **options: Any) -> bool:

@@ -12,13 +12,15 @@ import pytest
 import tensorflow as tf
 from helpers import BATCH, CLASSES, FEATURES, examples, largest_difference, mlp
 
+from ctl import launch
 from ctl import strategy as strategy_module
 from ctl.cluster import Cluster
 from ctl.data import InMemory
 from ctl.errors import PeerError, UsageError
 from ctl.loop import Evaluator, Loop
 from ctl.step import EvalStep, TrainStep
-from ctl.strategy import make_strategy
+from ctl.strategy import make_multi_worker, make_strategy
+from ctl.watch import watchdog
 
 
 def train(strategy, options=None, model=mlp):
@@ -214,3 +216,23 @@ def test_a_chief_that_does_not_start_tensorflow():
         one = Cluster((chief, "127.0.0.1:1"), 1, "a test")
         with pytest.raises(PeerError, match=f"worker 0 at {chief} has not started TensorFlow"):
             strategy_module._wait_for_chief(one, 0.1)
+
+
+def test_a_worker_that_is_lost_while_tensorflow_connects(monkeypatch):
+    """All have met, then one dies: the others name it and end with the code of a lost peer."""
+    chief, gone = launch.cluster(2)["worker"]
+
+    def connect(**options):
+        raise tf.errors.UnavailableError(None, None, "Socket closed")
+
+    monkeypatch.setattr(strategy_module, "meet", lambda cluster, timeout: None)
+    monkeypatch.setattr(tf.distribute, "MultiWorkerMirroredStrategy", connect)
+    monkeypatch.setattr(watchdog, "_ENDING_SECONDS", 0.1)
+    monkeypatch.setenv("TF_CONFIG", "")
+    monkeypatch.setenv("GRPC_EXPERIMENTS", "")
+    with pytest.raises(PeerError) as raised:
+        make_multi_worker(Cluster((chief, gone), 0, "a test"))
+    assert str(raised.value) == (
+        "worker 0 of 2: connecting to the others broke off: Socket closed; waiting for worker 1 "
+        f"(gone: {gone}: Connection refused)"
+    )

@@ -95,6 +95,8 @@ _LAST_WORDS_SECONDS = 60.0
 # Limit of flushing the output, whose reader may be stuck.
 _FLUSH_SECONDS = 2.0
 
+_ALL_LISTEN = "workers that are there but do not come"  # if none can be named
+
 
 class Watchdog:
     """The watchdog of a process, made by `start`. See the module.
@@ -249,7 +251,7 @@ class Watchdog:
         made = self._write_record(why, gone)
         self._gave_up = True
         self._beats.send(self._beat(section))
-        return self._named(made) or "workers that are there but do not come"
+        return self._named(made) or _ALL_LISTEN
 
     def _named(self, made: Record) -> str:
         """The other workers that this one waits for, by its own record."""
@@ -341,7 +343,8 @@ def broke_off(cluster: Cluster, step: int | None) -> str:
     """Writes the record of a collective that raised, and returns the workers to blame."""
     if _watchdog:
         return _watchdog.broke_off(step)
-    return str(unreachable(cluster) or "workers that listen but do not come")
+    gone = unreachable(cluster, _ENDING_SECONDS).items()
+    return ", ".join(f"worker {i} (gone: {why})" for i, why in gone) or _ALL_LISTEN
 
 
 def running() -> bool:
