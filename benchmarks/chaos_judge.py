@@ -29,6 +29,9 @@ _AFTER_THAW = 35.0  # then TensorFlow and the roll call notice that they are alo
 # A task with one of these marks owes its peers no gradients any more.
 _LATE = ("trained", "exporting", "leaving", "done")
 
+# What TensorFlow's threads log while a process ends, and empty lines.
+_NOISE = re.compile(r"[IWEF]\d{4} |Additional GRPC|:[A-Z]+:|\s*$")
+
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
@@ -109,7 +112,8 @@ def _judge_task(attempt: Attempt, name: str) -> list[Failure]:
     ends = [code for code, _ in attempt.ends[name]]
     if not ends:  # killed by the runner, which `stuck` says or the fault explains
         return []
-    last = ([line for line in attempt.said[name].splitlines() if line.strip()] or ["nothing"])[-1]
+    lines = [line for line in attempt.said[name].splitlines() if not _NOISE.match(line)]
+    last = (lines or ["nothing"])[-1]
     allowed = _allowed(attempt, name)
     if ends[0] not in allowed:
         codes = ", ".join(map(str, sorted(allowed)))
@@ -121,7 +125,8 @@ def _judge_task(attempt: Attempt, name: str) -> list[Failure]:
     if innocent := named - culprits:
         return [Failure("blame", f"{name} names {_names(innocent)}: {last[:400]}")]
     known = culprits - _hit_by(attempt, "cut")  # both ends of a lost connection are there
-    if known and not named and name not in culprits and "chief 0" not in attempt.names:
+    speaks = name == "chief 0" or "chief 0" not in attempt.names  # servers are told to end
+    if known and not named and speaks and name not in culprits:
         return [Failure("blame", f"{name} does not name {_names(culprits)}: {last[:400]}")]
     return []
 
@@ -155,10 +160,14 @@ def _named(own: str, line: str) -> set[str]:
 def _allowed(attempt: Attempt, name: str) -> set[int]:
     """The exit codes that a task may have."""
     codes: set[int] = set()
-    servers = "chief 0" in attempt.names
+    of_task = _codes_of_servers if "chief 0" in attempt.names else _codes_of_workers
     for hit in attempt.hits:
-        if hit.fault.kind not in _BENIGN:
-            codes |= _codes_of_servers(hit, name) if servers else _codes_of_workers(hit, name)
+        if hit.fault.kind in _BENIGN:
+            continue
+        codes |= of_task(hit, name)
+        connecting = min(map(_order, hit.marks.values())) < MARKS.index("placed")
+        if connecting and re.search(r"^Timeout \(", attempt.said[name], re.MULTILINE):
+            codes.add(1)  # TensorFlow holds Python's lock, see the limits in ctl/watch/README.md
     if len(attempt.hits) > 1 and codes - {0} and name in _hit_by(attempt, "term"):
         codes.add(-15)  # it was about to end when the signal came
     return codes or {0}

@@ -93,6 +93,14 @@ def test_a_wrong_blame(tmp_path, last):
     assert checks(attempt, tmp_path) == ["blame"]
 
 
+def test_what_tensorflow_logs_afterwards_is_no_blame(tmp_path):
+    attempt = killed()
+    attempt.said["worker 2"] += (
+        "\nE0000 00:00:1 executor.cc:252] Socket closed\n:UNKNOWN:Error {}\n"
+    )
+    assert checks(attempt, tmp_path) == []
+
+
 def test_a_lost_checkpoint(tmp_path):
     """Two workers resume from the begin although step 5 was saved, and it is gone."""
     attempt = killed()
