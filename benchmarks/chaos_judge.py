@@ -27,7 +27,7 @@ _GRACE = 15.0  # "named within 15 s": until the survivors have ended
 _HEARTBEATS, _ROLL_CALL = 25.0, 35.0 + 10.0  # a frozen worker; a frozen task beside servers
 _AFTER_THAW = 35.0  # then TensorFlow and the roll call notice that they are alone
 # A task with one of these marks owes its peers no gradients any more.
-_LATE = ("trained", "exporting", "leaving", "done")
+_LATE = (f"step {STEPS - 1}", f"step {STEPS}", "trained", "exporting", "leaving", "done")
 
 # What TensorFlow's threads log while a process ends, and empty lines.
 _NOISE = re.compile(r"[IWEF]\d{4} |Additional GRPC|:[A-Z]+:|\s*$")
@@ -165,6 +165,8 @@ def _allowed(attempt: Attempt, name: str) -> set[int]:
         if hit.fault.kind in _BENIGN:
             continue
         codes |= of_task(hit, name)
+        if any(mark == f"resumed {STEPS}" for _, mark in attempt.marks[name]):
+            codes.add(0)  # there was nothing left to train
         connecting = min(map(_order, hit.marks.values())) < MARKS.index("placed")
         if connecting and re.search(r"^Timeout \(", attempt.said[name], re.MULTILINE):
             codes.add(1)  # TensorFlow holds Python's lock, see the limits in ctl/watch/README.md
@@ -175,7 +177,7 @@ def _allowed(attempt: Attempt, name: str) -> set[int]:
 
 def _codes_of_workers(hit: Hit, name: str) -> set[int]:
     kind, mark = hit.fault.kind, hit.marks[name]
-    late = any(hit.marks[n] in (*_LATE, f"step {STEPS}", f"step {STEPS - 1}") for n in hit.tasks)
+    late = any(hit.marks[n] in _LATE for n in hit.tasks)
     if name in hit.tasks:
         own = {"kill": {-9}, "raise": {1}, "hang": {5}, "cut": {0, 5}, "freeze": {5}}
         own["disk"] = {0, 4} if late else {4}
@@ -193,7 +195,7 @@ def _codes_of_workers(hit: Hit, name: str) -> set[int]:
 
 def _codes_of_servers(hit: Hit, name: str) -> set[int]:
     kind, chief = hit.fault.kind, hit.marks["chief 0"]
-    late = chief in (*_LATE, f"step {STEPS}", f"step {STEPS - 1}")
+    late = chief in _LATE
     codes = {"kill": {5}, "freeze": {5}, "cut": {0, 5}, "raise": {1}, "disk": {4}, "term": {42}}
     ends = codes[kind]
     if _order(chief) < MARKS.index("training") and kind == "term":

@@ -254,6 +254,8 @@ class _Running:
         for connection in self._opened:
             connection.close()
         chaos_faults.free(self.disk)
+        if (self.run_dir / "inspect").exists():
+            shutil.copytree(self.run_dir / "inspect", self.out / "inspect")
         for name in self.schedule.tasks:
             path = self.out / f"{name}.stderr"
             self.result.said[name] = path.read_text(errors="replace") if path.exists() else ""
