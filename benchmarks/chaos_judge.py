@@ -23,7 +23,7 @@ CHECKS = ("time", "code", "blame", "state")
 
 _BENIGN = ("pause", "slow", "garbage", "damage")
 _SLOWER = 5.0  # how much longer than undisturbed an attempt may take that goes on
-_GRACE = 15.0  # "named within 15 s": until the survivors have ended
+_GRACE = 15.0  # until the survivors of a kill in the training have ended
 _HEARTBEATS, _ROLL_CALL = 25.0, 35.0 + 10.0  # a frozen worker; a frozen task beside servers
 _AFTER_THAW = 35.0  # then TensorFlow and the roll call notice that they are alone
 # A task with one of these marks owes its peers no gradients any more.
@@ -89,7 +89,10 @@ def bound(attempt: Attempt, hit: Hit) -> float:
         if hit.fault.place in ("layer", "schedule") or slowest == MARKS.index("training"):
             return max(COLLECTIVE_TIMEOUT, COMPILING_TIMEOUT) + _GRACE
         return STARTUP_TIMEOUT + _GRACE
-    return STARTUP_TIMEOUT + _GRACE if hit.fault.place in MARKS else _HEARTBEATS
+    if slowest > MARKS.index("training"):  # they may wait for the export of the chief
+        return STARTUP_TIMEOUT + _GRACE
+    noticed_at_once = slowest == MARKS.index("training") and hit.fault.kind in ("kill", "raise")
+    return _GRACE if noticed_at_once else _HEARTBEATS
 
 
 def judge(attempt: Attempt, run_dir: Path, before: int) -> list[Failure]:

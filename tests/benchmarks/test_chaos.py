@@ -118,7 +118,9 @@ def test_a_pause_must_change_nothing(tmp_path):
 @pytest.mark.parametrize(
     ("attempt", "seconds"),
     [
-        (killed(), 25),
+        (killed(), 15),
+        (killed("built"), 25),
+        (killed("exporting"), 35),
         (killed(kind="freeze"), 25),
         (killed("start"), 55),  # the others wait for it, and then for TensorFlow
         (killed(kind="hang"), 35),  # maybe in a call that compiles
