@@ -149,7 +149,8 @@ def _culprits(attempt: Attempt) -> set[str]:
         for name in _hit_by(attempt, "term")
         if "chief 0" in attempt.names or any(code == -15 for code, _ in attempt.ends[name])
     }
-    return termed | _hit_by(attempt, *("kill", "freeze", "hang", "raise", "cut", "disk"))
+    stopped = {name for name in attempt.names if _dumped_stack(attempt, name)}
+    return termed | stopped | _hit_by(attempt, *("kill", "freeze", "hang", "raise", "cut", "disk"))
 
 
 def _named(own: str, line: str) -> set[str]:
@@ -158,6 +159,12 @@ def _named(own: str, line: str) -> set[str]:
     blamed = line.rpartition("waiting for ")[2]
     named = {" ".join(pair) for pair in re.findall(r"\b(worker|ps) (\d+) (?:at|\()", blamed)}
     return named | ({"chief 0"} if re.search(r"^(ps|worker) .*the coordinator at", line) else set())
+
+
+def _dumped_stack(attempt: Attempt, name: str) -> bool:
+    """Whether TensorFlow held Python's lock until the limit: see the limits in ctl/watch/README.md.
+    To those that it had connected, the task looks lost."""
+    return re.search(r"^Timeout \(", attempt.said[name], re.MULTILINE) is not None
 
 
 def _allowed(attempt: Attempt, name: str) -> set[int]:
@@ -171,8 +178,8 @@ def _allowed(attempt: Attempt, name: str) -> set[int]:
         if any(mark == f"resumed {STEPS}" for _, mark in attempt.marks[name]):
             codes.add(0)  # there was nothing left to train
         connecting = min(map(_order, hit.marks.values())) < MARKS.index("placed")
-        if connecting and re.search(r"^Timeout \(", attempt.said[name], re.MULTILINE):
-            codes.add(1)  # TensorFlow holds Python's lock, see the limits in ctl/watch/README.md
+        if connecting and _dumped_stack(attempt, name):
+            codes.add(1)
     if len(attempt.hits) > 1 and codes - {0} and name in _hit_by(attempt, "term"):
         codes.add(-15)  # it was about to end when the signal came
     return codes or {0}
