@@ -45,7 +45,7 @@ _PARSE = """
 import sys
 from absl import flags
 from ctl import cluster, train
-train.run_command = lambda main, usage: flags.FLAGS(sys.argv)
+train.run_command = lambda *_, **__: flags.FLAGS(sys.argv)
 train.run()
 assert flags.FLAGS.strategy == "multi_worker"
 found = cluster.resolve(flags.FLAGS.workers, flags.FLAGS.worker_index)
