@@ -75,8 +75,8 @@ class Runner:
         seconds, state = self._undisturbed(schedule.workers, schedule.servers)
         failures, attempts = self._attempts(schedule, seconds)
         checkpoints = self._disk / "run" / "checkpoints"
-        if len(attempts) < len(schedule.attempts):
-            pass
+        if failures:
+            pass  # the last attempt was not reached, or has not finished
         elif schedule.servers:
             if wrong := _judge_variables(checkpoints):
                 failures.append(Failure("state", wrong))

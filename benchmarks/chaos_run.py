@@ -78,10 +78,6 @@ class Attempt:
     damaged: str = ""
     thawed: float = 0.0
 
-    def last_mark(self, name: str) -> str:
-        """The last mark of a task, "" before the first."""
-        return self.marks[name][-1][1] if self.marks.get(name) else ""
-
     @property
     def seconds(self) -> float:
         """From the begin to the last end."""
