@@ -19,7 +19,7 @@ STEPPED = ("action", "data", "forward")
 PLACES = (*STEPPED, "model", "layer", "schedule", "metric", "evaluated", "export")
 
 # Of a task, in this order; "step N" is between the last two.
-MARKS = ("start", "placed", "built", "training", "trained", "exporting", "leaving")
+MARKS = ("start", "placed", "built", "training", "trained", "leaving", "exporting")
 
 KINDS = {
     "kill": "SIGKILL to a task",
@@ -131,7 +131,10 @@ def _fault(number: int, schedule: Schedule, randoms: random.Random) -> Fault:
     kind = randoms.choice(sorted(kinds))
     task = randoms.randrange(len(schedule.tasks))
     if kind in ("slow", "hang", "raise"):
-        places = [p for p in PLACES if not schedule.servers or p != "forward"]
+        never = {"forward"} if schedule.servers else set()
+        if kind == "hang":  # nobody waits for the export
+            never |= {"export"}
+        places = [place for place in PLACES if place not in never]
         place = randoms.choice(places)
         if schedule.servers or place == "export":
             task = 0

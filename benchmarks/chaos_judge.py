@@ -27,7 +27,7 @@ _GRACE = 15.0  # until the survivors of a kill in the training have ended
 _HEARTBEATS, _ROLL_CALL = 25.0, 35.0 + 10.0  # a frozen worker; a frozen task beside servers
 _AFTER_THAW = 35.0  # then TensorFlow and the roll call notice that they are alone
 # A task with one of these marks owes its peers no gradients any more.
-_LATE = (f"step {STEPS - 1}", f"step {STEPS}", "trained", "exporting", "leaving", "done")
+_LATE = (f"step {STEPS - 1}", f"step {STEPS}", "trained", "leaving", "exporting", "done")
 
 # What TensorFlow's threads log while a process ends, and empty lines.
 _NOISE = re.compile(r"[IWEF]\d{4} |Additional GRPC|:[A-Z]+:|\s*$")
@@ -89,8 +89,8 @@ def bound(attempt: Attempt, hit: Hit) -> float:
         if hit.fault.place in ("layer", "schedule") or slowest == MARKS.index("training"):
             return max(COLLECTIVE_TIMEOUT, COMPILING_TIMEOUT) + _GRACE
         return STARTUP_TIMEOUT + _GRACE
-    if slowest > MARKS.index("training"):  # they may wait for the export of the chief
-        return STARTUP_TIMEOUT + _GRACE
+    if slowest > MARKS.index("training"):  # they leave together
+        return COLLECTIVE_TIMEOUT + _GRACE
     noticed_at_once = slowest == MARKS.index("training") and hit.fault.kind in ("kill", "raise")
     return _GRACE if noticed_at_once else _HEARTBEATS
 

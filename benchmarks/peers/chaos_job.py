@@ -229,7 +229,7 @@ def _batches(users: Users) -> tf.data.Dataset:
 
 
 def _train(placement: Placement, run_dir: Path, users: Users, mark: Marks) -> None:
-    """The order of `ctl.train`: build, resume, train and evaluate, export, leave together."""
+    """The order of `ctl.train`: build, resume, train and evaluate, leave together, export."""
     strategy, asynchronous = placement.strategy, placement.roll_call is not None
     chief = workers.is_chief(strategy)
     mark("placed")
@@ -286,11 +286,11 @@ def _train(placement: Placement, run_dir: Path, users: Users, mark: Marks) -> No
             mark("training")
             loop.train_and_evaluate(STEPS, evaluate_every=EVALUATE_EVERY)
             mark("trained")
+        mark("leaving")
+        workers.leave_together(strategy)
         checkpoints.wait()
         if chief:
             mark("exporting")
             with loop.step.updater.averaged():
                 export_model(model, run_dir / "export")
-        mark("leaving")
-        workers.leave_together(strategy, STARTUP_TIMEOUT)
     mark("done")

@@ -304,7 +304,7 @@ def attend(tasks: Tasks, timeout: float) -> int:
             # Parameter servers hold the state, so they stay until the coordinator has saved it.
             leave_at = time.monotonic() + _LEAVING_SECONDS if tasks.kind == "worker" else 1e300
             peer.say("leave")
-        if time.monotonic() >= leave_at or len(received) > 1:
+        if time.monotonic() >= leave_at or received.count(signal.SIGINT) > 1:
             raise Preempted(f"{tasks.name}: left after {signal.Signals(received[0]).name}")
 
 

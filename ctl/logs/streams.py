@@ -56,15 +56,12 @@ def guard() -> None:
     if sys.stdout is sys.__stdout__:
         sys.stdout = _guarded(1, "<stdout>", sys.stdout)
     if sys.stderr is sys.__stderr__:
-        sys.stderr = _guarded(2, "<stderr>", sys.stderr)
-        # absl keeps its first stream, and writes each line twice if that is not `sys.stderr`.
-        logging.get_absl_handler().python_handler.setStream(sys.stderr)
+        _set_stderr(_guarded(2, "<stderr>", sys.stderr))
 
 
 def _guarded(number: int, name: str, before: Any) -> io.TextIOWrapper:
     """``before`` is None if the stream was closed."""
-    # Another number for standard error, so that `native_stderr_held` does not hold it.
-    descriptor = Descriptor(number if number == 1 else os.dup(number), "w", closefd=False)
+    descriptor = Descriptor(number, "w", closefd=False)
     descriptor.name = name
     if before is None:
         return io.TextIOWrapper(io.BufferedWriter(descriptor))
@@ -77,6 +74,12 @@ def _guarded(number: int, name: str, before: Any) -> io.TextIOWrapper:
     )
 
 
+def _set_stderr(stream: Any) -> None:
+    sys.stderr = stream
+    # absl keeps its first stream, and writes each line twice if that is not `sys.stderr`.
+    logging.get_absl_handler().python_handler.setStream(stream)
+
+
 def lost_output() -> OSError | None:
     """Flushes standard output. Returns an error if some of it was lost; `BrokenPipeError` if its
     reader ended."""
@@ -84,17 +87,26 @@ def lost_output() -> OSError | None:
         sys.stdout.flush()
     except BrokenPipeError as error:
         return error
-    descriptor = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
-    return descriptor.lost if isinstance(descriptor, Descriptor) else None
+    descriptor = _descriptor(sys.stdout)
+    return descriptor.lost if descriptor else None
+
+
+def _descriptor(stream: Any) -> Descriptor | None:
+    raw = getattr(getattr(stream, "buffer", None), "raw", None)
+    return raw if isinstance(raw, Descriptor) else None
 
 
 @contextlib.contextmanager
 def native_stderr_held() -> Iterator[None]:
     """Holds what C++ code writes to standard error inside; shows it only if an exception ends the
     context. Python's lines appear at once, after `guard`."""
-    sys.stderr.flush()
+    before = sys.stderr
+    before.flush()
     kept = os.dup(2)
+    guarded = _descriptor(before) is not None
     with tempfile.TemporaryFile() as held:
+        if guarded:
+            _set_stderr(_guarded(kept, "<stderr>", before))
         os.dup2(held.fileno(), 2)
         try:
             yield
@@ -106,4 +118,7 @@ def native_stderr_held() -> Iterator[None]:
             raise
         finally:
             os.dup2(kept, 2)
+            if guarded:
+                sys.stderr.flush()
+                _set_stderr(before)
             os.close(kept)

@@ -23,7 +23,7 @@ from ctl.cluster.door import interface
 from ctl.cluster.members import Cluster
 from ctl.cluster.secret import sign, verified
 
-_VERSION = 1
+_VERSION = 2
 _LARGEST = 1024  # bytes of a datagram
 
 _KINDS = {
@@ -33,7 +33,7 @@ _KINDS = {
     "phase": (str,),
     "waits": (bool,),
     "since": (int, float),
-    "gave_up": (bool,),
+    "gave_up": (str,),
 }
 
 
@@ -46,7 +46,7 @@ class Beat:
         doing, phase: see `ctl.watch.section.Section`.
         waits: whether it was in a section where it may wait for others.
         since: seconds without progress.
-        gave_up: whether it is about to end because a collective failed.
+        gave_up: "timed out" or "broke off" if a collective failed and it is about to end; else "".
         at: when the beat was received (`time.monotonic` of the receiver).
     """
 
@@ -55,7 +55,7 @@ class Beat:
     phase: str
     waits: bool
     since: float
-    gave_up: bool
+    gave_up: str
     at: float
 
 
@@ -146,6 +146,6 @@ def parse(datagram: bytes, job: str) -> tuple[int, Beat] | None:
     if not 0 <= data["since"] < 1e9 or not 0 <= data["step"] < 1e12:
         return None
     beat = {name: data[name] for name in _KINDS if name != "worker"}
-    for name in ("doing", "phase"):
+    for name in ("doing", "phase", "gave_up"):
         beat[name] = "".join(c for c in beat[name] if c.isprintable())
     return data["worker"], Beat(**beat, at=time.monotonic())

@@ -30,7 +30,8 @@ class Place:
         steady: whether it was there for long enough to be compared with others.
         silent: seconds without a beat, if more than ``silent_after`` (frozen or dead); else 0.
         gone: why nothing listens at its address, or "".
-        gave_up: whether it ended because a collective had failed; then it is not the cause.
+        gave_up: whether it ended because a collective broke off; then it is not the cause. A worker
+            whose collective timed out may be.
         at: innermost frame of its main thread, or "".
     """
 
@@ -119,7 +120,7 @@ def _place(worker: int, records: Sequence[Record]) -> Place:
         steady=peer.since >= _STEADY_SECONDS,
         silent=0.0 if peer.gave_up else silent,
         gone="" if peer.gave_up else gone,
-        gave_up=peer.gave_up,
+        gave_up=peer.gave_up == "broke off",
     )
 
 

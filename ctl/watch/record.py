@@ -23,7 +23,7 @@ from ctl.cluster.members import Cluster
 from ctl.watch.beats import Beat, interval
 from ctl.watch.section import Section
 
-SCHEMA = 1
+SCHEMA = 2
 
 # The records of one hang are written within seconds of each other. A record that is older by more
 # than this, and by more than twice the longest wait, is of an earlier attempt.
@@ -50,7 +50,7 @@ class Peer:
     phase: str
     waits: bool
     since: float
-    gave_up: bool
+    gave_up: str
     silent: float
 
 
@@ -232,7 +232,7 @@ def read(path: Path) -> Record:
                 phase=_text(peer, "phase"),
                 waits=_flag(peer, "waits"),
                 since=_number(peer, "since", float),
-                gave_up=_flag(peer, "gave_up"),
+                gave_up=_text(peer, "gave_up"),
                 silent=_number(peer, "silent", float),
             )
             for key, peer in _items(data, "peers")

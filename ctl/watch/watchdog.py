@@ -122,7 +122,7 @@ class Watchdog:
         self._broken: Section | None = None
         self._beats = Beats(cluster)
         self._stopped = threading.Event()
-        self._gave_up = False
+        self._gave_up = ""
         self._recorded, self._recorded_in = -math.inf, self._sections[0]
         self._heard_giving_up: set[int] = set()
         self._giving_up = threading.Lock()
@@ -249,7 +249,7 @@ class Watchdog:
             section.step = step
         gone = unreachable(self.cluster, _ENDING_SECONDS if why == "broke off" else 0.0)
         made = self._write_record(why, gone)
-        self._gave_up = True
+        self._gave_up = why
         self._beats.send(self._beat(section))
         return self._named(made) or _ALL_LISTEN
 

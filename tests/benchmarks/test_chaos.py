@@ -120,7 +120,7 @@ def test_a_pause_must_change_nothing(tmp_path):
     [
         (killed(), 15),
         (killed("built"), 25),
-        (killed("exporting"), 35),
+        (killed("leaving"), 25),
         (killed(kind="freeze"), 25),
         (killed("start"), 55),  # the others wait for it, and then for TensorFlow
         (killed(kind="hang"), 35),  # maybe in a call that compiles

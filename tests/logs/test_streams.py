@@ -70,6 +70,19 @@ def test_a_pipe_that_is_not_the_output_keeps_its_traceback():
 
 
 @pytest.mark.slow
+def test_standard_error_goes_where_its_descriptor_goes(tmp_path):
+    """As in a child process that redirects its output."""
+    code = (
+        "import os, sys; from ctl.logs.streams import guard; guard()\n"
+        f"os.dup2(os.open({str(tmp_path / 'log')!r}, os.O_WRONLY | os.O_CREAT), 2)\n"
+        "print('python', file=sys.stderr)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert (tmp_path / "log").read_text() == "python\n"
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("fails", [False, True])
 def test_errors_of_native_code_can_be_held_and_those_of_python_are_not(fails):
     code = (

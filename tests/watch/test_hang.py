@@ -15,7 +15,7 @@ from ctl.watch.record import Peer, Record, path_of, phase_of, read, write
 
 
 def peer(step=411, doing="training", phase="pack0", waits=True, since=97.0, **changes) -> Peer:
-    return Peer(step, doing, phase, waits, since, **{"gave_up": False, "silent": 0.5} | changes)
+    return Peer(step, doing, phase, waits, since, **{"gave_up": "", "silent": 0.5} | changes)
 
 
 def record(worker: int, workers: int = 4, **changes) -> Record:
@@ -89,11 +89,21 @@ def test_a_frozen_worker_that_went_on_afterwards():
 def test_a_worker_that_has_given_up_before_is_not_blamed():
     """Silence after its own record is of its exit; the last record is by who stayed longest."""
     gone = record(0, time=990.0)
-    records = [record(2, time=1000.0, peers={0: peer(silent=9.9, gave_up=True)}), record(3)]
+    records = [record(2, time=1000.0, peers={0: peer(silent=9.9, gave_up="broke off")}), record(3)]
     late = record(1, phase="input")
     assert [p.worker for p in hang.suspects([gone, *records, late])] == [1]
     unheard = [record(2, time=1000.0, peers={0: peer(silent=9.5)}), record(3)]
     assert [p.worker for p in hang.suspects([gone, *unheard, late])] == [1]
+
+
+def test_a_worker_that_hangs_until_its_own_limit_is_to_blame():
+    """It was in the collective's section, so it times out with those that wait for it."""
+    hung = peer(step=5, phase="forward", since=10.0, gave_up="timed out")
+    waits = record(
+        0, step=5, phase="pack0", since=10.0, why="timed out", workers=2, peers={1: hung}
+    )
+    assert [p.worker for p in hang.suspects([waits])] == [1]
+    assert "worker 1 (in forward of training after step 5" in hang.verdict([waits])
 
 
 def test_a_worker_that_died():
@@ -252,7 +262,7 @@ def test_the_report(tmp_path, capsys):
     first, *rest = capsys.readouterr().out.splitlines()
     assert first.startswith(WAITING + "worker 1 (frozen or dead: silent for 50 s")
     assert "flight-worker-1.json is not used: 900 s older than the last" in rest
-    assert "flight-worker-7.json is not used: schema 9, not 1" in rest
+    assert "flight-worker-7.json is not used: schema 9, not 2" in rest
     assert any("worker 0: in pack0 of training after step 411" in line for line in rest)
 
 

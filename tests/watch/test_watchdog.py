@@ -232,8 +232,8 @@ def test_without_it_sections_do_nothing():
 # Beats -------------------------------------------------------------------------------------------
 
 GOOD = {
-    **{"ctl": 1, "job": "j", "worker": 1, "step": 3, "doing": "training", "phase": "pack0"},
-    **{"waits": True, "since": 0.5, "gave_up": False},
+    **{"ctl": 2, "job": "j", "worker": 1, "step": 3, "doing": "training", "phase": "pack0"},
+    **{"waits": True, "since": 0.5, "gave_up": ""},
 }
 
 
@@ -245,7 +245,7 @@ def test_a_beat_is_read():
     worker, beat = beats.parse(datagram(GOOD), "j")
     assert worker == 1 and 0 <= time.monotonic() - beat.at < 60
     assert (beat.step, beat.doing, beat.phase, beat.waits) == (3, "training", "pack0", True)
-    assert (beat.since, beat.gave_up) == (0.5, False)
+    assert (beat.since, beat.gave_up) == (0.5, "")
 
 
 @pytest.mark.parametrize(
@@ -256,7 +256,7 @@ def test_a_beat_is_read():
         *(
             datagram(GOOD | change)
             for change in (
-                {"ctl": 2},
+                {"ctl": 1},
                 {"job": "another"},
                 {"worker": "1"},
                 {"worker": True},
@@ -294,7 +294,7 @@ def test_only_who_knows_the_secret_can_send_a_beat(monkeypatch):
         where = {name: GOOD[name] for name in ("doing", "phase", "waits", "since", "gave_up")}
         with monkeypatch.context() as without_it:
             without_it.setenv(secret.VARIABLE, "")
-            forger.send({**where, "step": 9, "gave_up": True})
+            forger.send({**where, "step": 9, "gave_up": "broke off"})
         mine.exchange({**where, "step": 1}, 0.5)
         assert mine.peers == {}
         peer.send({**where, "step": 3})
