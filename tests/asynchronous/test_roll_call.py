@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
@@ -186,6 +187,8 @@ def test_sigterm(job):
     assert ended(worker) == (42, "up\nworker 0: left after SIGTERM")
     job.start("worker")
     ps.send_signal(signal.SIGTERM)
+    time.sleep(0.02)
+    ps.send_signal(signal.SIGTERM)  # impatience changes nothing
     code, said = ended(chief)
     assert code == 0 and "saved" in said.splitlines()
     assert ended(ps)[0] == 0
