@@ -30,7 +30,9 @@ _AFTER_THAW = 35.0  # then TensorFlow and the roll call notice that they are alo
 _LATE = (f"step {STEPS - 1}", f"step {STEPS}", "trained", "leaving", "exporting", "done")
 
 # What TensorFlow's threads log while a process ends, and empty lines.
-_NOISE = re.compile(r"[IWEF]\d{4} |Additional GRPC|:[A-Z]+:|\s*$")
+_NOISE = re.compile(
+    r"[IWEF]\d{4} |Additional GRPC|:[A-Z]+:|/job:|The tasks have crashed|The error could be|\s*$"
+)
 
 
 @dataclasses.dataclass(frozen=True)
