@@ -21,7 +21,7 @@ from .models import MOMENTUM, losses_of, make_model, make_optimizer, rate_of
 
 # See the docstring of the package.
 NOISE = 16.0
-MARGIN = 4.0
+MARGIN = 16.0
 _UNITS = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 
 
