@@ -58,7 +58,9 @@ def predict(case: Case, arrays: Any, batches: list[Any]) -> Tolerance:
     unit = unit_of(case)
     others = [_train(case, batches, noise=sign * NOISE * unit) for sign in (1, -1)]
     if "float16" in case.policy:
-        others.append(_train(case, batches, scaled=2.0))
+        # A replica divides by its own count, so that its gradients may be larger than here.
+        larger = 2.0 * case.replicas * (8.0 if case.weights else 1.0)
+        others.append(_train(case, batches, scaled=larger))
     if any(o[:2] != end[:2] or o.values["skipped"] != end.values["skipped"] for o in others):
         return Tolerance(End("unclear"), {})
     allowed = {}
