@@ -76,9 +76,11 @@ def statistics_of(norms: Iterable[keras.layers.BatchNormalization]) -> list[kera
     return [variable for norm in norms for variable in norm.non_trainable_variables]
 
 
-def synchronizes(model: keras.Model) -> bool:
-    """Whether a BatchNorm layer that trains normalizes over the batches of all replicas."""
-    return any(norm.synchronized for norm in training_norms(model))
+def synchronizes(strategy: tf.distribute.Strategy, model: keras.Model) -> bool:
+    """Whether there are several replicas, and a BatchNorm layer that trains normalizes over the
+    batches of all."""
+    several = strategy.num_replicas_in_sync > 1
+    return several and any(norm.synchronized for norm in training_norms(model))
 
 
 def check_synchronized(
@@ -87,7 +89,7 @@ def check_synchronized(
     """Raises `UsageError` if replicas must exchange statistics in the forward pass, and that runs
     in a loop or under XLA, where TensorFlow has no collectives between the replicas."""
     in_graph = accumulate_steps > 1 or jit_compile
-    if in_graph and strategy.num_replicas_in_sync > 1 and synchronizes(model):
+    if in_graph and synchronizes(strategy, model):
         raise UsageError(
             "a synchronized BatchNormalization that trains on several replicas can have neither "
             "--accumulate_steps nor --jit_compile: use synchronized=False, or one replica"

@@ -130,7 +130,7 @@ class TrainStep(BaseStep):
             raise UsageError(f"model {self.model.name} has no trainable variables; build it first")
         self.strategy = strategy
         self._trainable = [v.value for v in self.model.trainable_variables]
-        self._synchronizes = replicas.synchronizes(self.model)
+        self._synchronizes = replicas.synchronizes(strategy, self.model)
         with strategy.scope():
             self.updater = Updater(
                 self.optimizer,
