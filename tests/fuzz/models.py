@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
+from helpers import precision
 from keras import layers
 
 from .cases import CLASSES, Case
@@ -57,20 +56,10 @@ class Idle(layers.Layer):
         return x
 
 
-@contextlib.contextmanager
-def _policy(name: str) -> Iterator[None]:
-    before = keras.mixed_precision.dtype_policy()
-    keras.mixed_precision.set_dtype_policy(name)
-    try:
-        yield
-    finally:
-        keras.mixed_precision.set_dtype_policy(before)
-
-
 def make_model(case: Case) -> keras.Model:
     """The model of ``case``, with the weights of its seed."""
     keras.utils.set_random_seed(case.seed)
-    with _policy(case.policy):
+    with precision(case.policy):
         return _make_model(case)
 
 
