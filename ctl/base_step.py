@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from ctl import replicas, share
 from ctl.errors import UsageError
+from ctl.watch import watchdog
 
 
 @tf.autograph.experimental.do_not_convert
@@ -188,12 +189,19 @@ class BaseStep:
                 )
 
     def results(self) -> dict[str, float]:
-        """Values of the metrics by name, over all replicas, since the last `reset_metrics`."""
+        """Values of the metrics by name, over all replicas, since the last `reset_metrics`.
+
+        With several workers, all must call it at the same steps.
+        """
+        # A worker that hangs in a user's `result` must not look as if it waited for others.
+        with watchdog.collective("reading the metrics"):
+            totals = [[tf.identity(v.value) for v in m.variables] for m in self.metrics]
         values: dict[str, Any] = {}
-        for metric in self.metrics:
-            result = metric.result()
-            values |= result if isinstance(result, dict) else {metric.name: result}
-        return {name: float(value) for name, value in values.items()}
+        with watchdog.host("the results of the metrics"):
+            for metric, variables in zip(self.metrics, totals, strict=True):
+                result = metric.stateless_result(variables)
+                values |= result if isinstance(result, dict) else {metric.name: result}
+            return {name: float(value) for name, value in values.items()}
 
     def reset_metrics(self) -> None:
         """Resets ``self.metrics``."""

@@ -109,8 +109,7 @@ class Evaluator:
         self._iterator = iterator
         if not totals[1]:
             raise UsageError("the evaluation dataset holds no valid examples")
-        with watchdog.collective("reading the metrics"):
-            return {"loss": totals[0] / totals[1], **self.step.results()}
+        return {"loss": totals[0] / totals[1], **self.step.results()}
 
     def _start(self) -> Iterator:
         if self._resident is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from ctl.step import TrainStep
-from ctl.watch import watchdog
 
 
 class Scalars:
@@ -40,8 +39,7 @@ class Scalars:
     def read(self) -> dict[str, float]:
         """The scalars by name. With several workers, all must read at the same steps."""
         scalars = {"loss": self._loss / self._examples if self._examples else 0.0}
-        with watchdog.collective("reading the metrics"):
-            scalars |= self._step.results()
+        scalars |= self._step.results()
         updater = self._step.updater
         scalars["learning_rate"] = float(updater.learning_rate(updater.global_step - 1))
         if self._seconds:

@@ -33,11 +33,14 @@ class End(NamedTuple):
             gradient overflows.
         text: regular expression of the error; "" for "equal".
         values: of the variables at the end, by name; also "loss" and "label", if they are defined.
+        largest_at_first: the largest of each variable before the first step, by name: rounding is
+            relative to that, too, where a step replaces a large weight by a small one, as of Ftrl.
     """
 
     verdict: str
     text: str = ""
     values: dict[str, np.ndarray] = {}  # noqa: RUF012
+    largest_at_first: dict[str, float] = {}  # noqa: RUF012
 
 
 class Tolerance(NamedTuple):
@@ -74,9 +77,14 @@ def predict(case: Case, arrays: Any, batches: list[Any]) -> Tolerance:
         with np.errstate(invalid="ignore"):  # Inf - Inf
             changes = [wide - other.values[name].astype(np.float64) for other in others[:2]]
             change = np.nan_to_num(np.abs(changes)).max(initial=0.0)
-            largest = np.abs(np.where(np.isfinite(wide), wide, 0.0)).max(initial=0.0)
+        largest = max(_largest(value), end.largest_at_first.get(name, 0.0))
         allowed[name] = MARGIN * change + 8.0 * rounding * largest
     return Tolerance(end, allowed)
+
+
+def _largest(value: np.ndarray) -> float:
+    wide = np.abs(value.astype(np.float64))
+    return wide.max(initial=0.0, where=np.isfinite(wide))
 
 
 def unit_of(case: Case) -> float:
@@ -283,6 +291,16 @@ class _Training:
         wide = [np.promote_types(np.float32, v.dtype) for v in averaged]
         return [v.numpy().astype(t) for v, t in zip(averaged, wide, strict=True)]
 
+    def largest(self) -> dict[str, float]:
+        """The largest of each variable by name."""
+        largest = {name: _largest(value) for name, value in self.values().items()}
+        if self.case.optimizer == "Ftrl":
+            # Its weights are -linear * rate / sqrt(accumulator), with 0.1 in the accumulator.
+            weights = max(largest[f"trainable {v.path}"] for v in self.variables)
+            linear = weights * math.sqrt(0.1) / rate_of(self.case)
+            largest |= {name: linear for name in largest if name.endswith("_linear")}
+        return largest
+
     def values(self) -> dict[str, np.ndarray]:
         """The variables by name, in the order of ctl's."""
         values = {f"trainable {v.path}": v.numpy() for v in self.variables}
@@ -328,6 +346,7 @@ def _plus(total: Any, gradient: Any) -> Any:
 def _train(case: Case, batches: list[Any], noise: float = 0.0, scaled: float = 1.0) -> End:
     """Trains until the end or until what ctl must end with."""
     training = _Training(case, noise, scaled)
+    first = training.largest()
     losses = counts = 0.0
     for number, batch in enumerate(batches):
         refusal = _refused_batch(case, batch)
@@ -344,7 +363,7 @@ def _train(case: Case, batches: list[Any], noise: float = 0.0, scaled: float = 1
             losses, counts = losses + loss * count, counts + count
     values = training.values()
     values["loss"] = np.float32(losses / counts if counts else 0.0)
-    return End("equal", values=values)
+    return End("equal", values=values, largest_at_first=first)
 
 
 def _finite(values: dict[str, np.ndarray]) -> bool:
