@@ -151,7 +151,7 @@ def _culprits(attempt: Attempt) -> set[str]:
         for name in _hit_by(attempt, "term")
         if "chief 0" in attempt.names or any(code == -15 for code, _ in attempt.ends[name])
     }
-    stopped = {name for name in attempt.names if _dumped_stack(attempt, name)}
+    stopped = {name for name in attempt.names if _gave_up_connecting(attempt, name)}
     return termed | stopped | _hit_by(attempt, *("kill", "freeze", "hang", "raise", "cut", "disk"))
 
 
@@ -163,10 +163,10 @@ def _named(own: str, line: str) -> set[str]:
     return named | ({"chief 0"} if re.search(r"^(ps|worker) .*the coordinator at", line) else set())
 
 
-def _dumped_stack(attempt: Attempt, name: str) -> bool:
-    """Whether TensorFlow held Python's lock until the limit: see the limits in ctl/watch/README.md.
-    To those that it had connected, the task looks lost."""
-    return re.search(r"^Timeout \(", attempt.said[name], re.MULTILINE) is not None
+def _gave_up_connecting(attempt: Attempt, name: str) -> bool:
+    """Whether TensorFlow never connected the task. To those that it had connected, the task looks
+    lost: see the limits in ctl/watch/README.md."""
+    return "TensorFlow has not connected the job" in attempt.said[name]
 
 
 def _allowed(attempt: Attempt, name: str) -> set[int]:
@@ -179,9 +179,6 @@ def _allowed(attempt: Attempt, name: str) -> set[int]:
         codes |= of_task(hit, name)
         if any(mark == f"resumed {STEPS}" for _, mark in attempt.marks[name]):
             codes.add(0)  # there was nothing left to train
-        connecting = min(map(_order, hit.marks.values())) < MARKS.index("placed")
-        if connecting and _dumped_stack(attempt, name):
-            codes.add(1)
     if len(attempt.hits) > 1 and codes - {0} and name in _hit_by(attempt, "term"):
         codes.add(-15)  # it was about to end when the signal came
     return codes or {0}

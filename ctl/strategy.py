@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import os
 import queue
 import socket
 import threading
 import time
 import urllib.parse
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,13 +17,11 @@ import tensorflow as tf
 
 from ctl import workers
 from ctl.asynchronous.roll_call import RollCall
+from ctl.cluster import connecting
+from ctl.cluster.connecting import ask_grpc
 from ctl.cluster.members import Cluster, Tasks
 from ctl.cluster.rendezvous import meet
 from ctl.errors import PeerError, UsageError
-
-# The first bytes of a gRPC client: the preface of HTTP/2 and an empty SETTINGS frame (RFC 9113,
-# section 3.4). A server answers with a SETTINGS frame. The fourth byte of a frame is its type.
-_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 
 _TPU_PROBE_SECONDS = 5.0
 _TPU_START_SECONDS = 120.0
@@ -90,7 +87,8 @@ def make_multi_worker(
     os.environ["TF_CONFIG"] = cluster.tf_config()
     os.environ.setdefault("GRPC_EXPERIMENTS", _GRPC)
     options = _options(communication)
-    with _connecting(f"worker {cluster.index}", startup_timeout):
+    peers = {f"worker {i}": a for i, a in enumerate(cluster.workers) if i != cluster.index}
+    with _connecting(f"worker {cluster.index}", peers, startup_timeout):
         try:
             strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
         except workers.LOST as error:
@@ -137,7 +135,7 @@ def make_parameter_server(
     resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
         tf.train.ClusterSpec(jobs), task_type="chief", task_id=0, rpc_layer="grpc"
     )
-    with _connecting(tasks.name, startup_timeout):
+    with _connecting(tasks.name, tasks.servers, startup_timeout):
         strategy = tf.distribute.ParameterServerStrategy(resolver)
     if strategy.num_replicas_in_sync > 1:
         raise UsageError("parameter_server uses one GPU of a worker: hide the others from it")
@@ -151,23 +149,18 @@ def make_parameter_server(
 
 
 @contextlib.contextmanager
-def _connecting(name: str, timeout: float) -> Iterator[None]:
-    """Limits the time in which TensorFlow connects the tasks of a job.
-
-    All are here. If one dies at this moment, TensorFlow raises an error, or waits without end and
-    holds Python's lock. Then only a C thread, as that of faulthandler, can end the process.
+def _connecting(me: str, peers: Mapping[str, str], timeout: float) -> Iterator[None]:
+    """Where TensorFlow connects the tasks of a job, see `ctl.cluster.connecting`.
 
     Raises:
         PeerError: TensorFlow lost a task, or its port, which was free a moment ago.
     """
-    faulthandler.dump_traceback_later(timeout, exit=True)
-    try:
-        yield
-    except tf.errors.OpError as error:
-        reason = error.message.splitlines()[0]
-        raise PeerError(f"{name}: TensorFlow cannot connect the job: {reason}") from error
-    finally:
-        faulthandler.cancel_dump_traceback_later()
+    with connecting.limited(me, peers, timeout):
+        try:
+            yield
+        except tf.errors.OpError as error:
+            reason = error.message.splitlines()[0]
+            raise PeerError(f"{me}: TensorFlow cannot connect the job: {reason}") from error
 
 
 def make_strategy(
@@ -324,17 +317,9 @@ def _require_grpc(address: str) -> None:
     and hold Python's lock, so that no thread could give up."""
     parts = urllib.parse.urlsplit(address)
     try:
-        _ask_grpc(parts.hostname, parts.port, _TPU_PROBE_SECONDS)
+        ask_grpc(parts.hostname, parts.port, _TPU_PROBE_SECONDS)
     except (OSError, ValueError) as error:
         raise UsageError(f"no TPU answers at {address}: {error}") from error
-
-
-def _ask_grpc(host: str | None, port: int | None, timeout: float) -> None:
-    """Raises OSError unless a gRPC server answers."""
-    with socket.create_connection((host, port), timeout) as peer:
-        peer.sendall(_HELLO)
-        if peer.recv(9)[3:4] != _HELLO[-6:-5]:
-            raise ConnectionError("what answers is not gRPC")
 
 
 def _wait_for_chief(cluster: Cluster, timeout: float) -> None:
@@ -344,7 +329,7 @@ def _wait_for_chief(cluster: Cluster, timeout: float) -> None:
     deadline = time.monotonic() + timeout
     while True:
         try:
-            return _ask_grpc(host, int(port), 1.0)
+            return ask_grpc(host, int(port), 1.0)
         except OSError as error:
             if time.monotonic() > deadline:
                 raise PeerError(

@@ -206,7 +206,8 @@ def test_a_port_that_is_taken_after_the_workers_have_met():
         taken.listen()
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         words = "worker 0: TensorFlow cannot connect the job: Could not start gRPC server"
-        with pytest.raises(PeerError, match=words), strategy_module._connecting("worker 0", 60.0):
+        connecting = strategy_module._connecting("worker 0", {}, 60.0)
+        with pytest.raises(PeerError, match=words), connecting:
             tf.distribute.Server({"worker": [address]}, "worker", 0, protocol="grpc")
 
 
