@@ -72,6 +72,25 @@ def check_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
             raise UsageError(f"optimizer argument {argument} must not be set; use {remedy}")
 
 
+def check_precision(
+    optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]
+) -> None:
+    """Refuses an optimizer whose ``beta_2`` rounds to 1 in the type of a variable. Its correction
+    of the bias is 0 then: Adam would never move the variable, and Lamb could make it NaN.
+
+    Raises:
+        UsageError: names the variable.
+    """
+    beta: Any = getattr(optimizer, "beta_2", 0.0)
+    for variable in variables:
+        if float(tf.cast(beta, variable.dtype)) == 1.0:
+            raise UsageError(
+                f"optimizer {type(optimizer).__name__} has beta_2={beta:g}, which is 1 in "
+                f"{variable.dtype}, so it would not move {variable.path}: keep the weights in "
+                "float32 (--precision=mixed_bfloat16), or use beta_2=0.99"
+            )
+
+
 def _names(kinds: Sequence[type]) -> str:
     return ", ".join(kind.__name__ for kind in kinds)
 
@@ -156,7 +175,8 @@ class Updater:
         ema: variables like ``variables`` and ``statistics``; empty without ``ema_decay``.
 
     Raises:
-        UsageError: see `check_optimizer`; or a variable is to be overwritten by its gradient.
+        UsageError: see `check_optimizer` and `check_precision`; or a variable is to be overwritten
+            by its gradient.
     """
 
     def __init__(
@@ -172,6 +192,7 @@ class Updater:
         jit_update: bool | None = None,
     ):
         check_optimizer(optimizer)
+        check_precision(optimizer, variables)
         for variable in variables:
             if variable.overwrite_with_gradient:
                 raise UsageError(f"variable {variable.path} is to be overwritten by its gradient")

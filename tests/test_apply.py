@@ -239,6 +239,22 @@ def test_averages(mirrored, replicas):
     np.testing.assert_array_equal(values(updater)[1], [0.0, 0.0])
 
 
+@pytest.mark.parametrize("kind", ["Adam", "AdamW", "Adamax", "Lamb"])
+def test_a_decay_that_rounds_to_1_is_refused(mirrored, kind):
+    """Keras's Adam leaves such weights as they are, for ever and in silence."""
+    optimizer = getattr(keras.optimizers, kind)
+    words = f"{kind} has beta_2=0.999, which is 1 in bfloat16, so it would not move weights: keep"
+    with mirrored(1).scope():
+        weights = keras.Variable(np.ones(3), dtype="bfloat16", name="weights")
+        with pytest.raises(UsageError, match=words):
+            Updater(optimizer(), [weights])
+        updater = Updater(optimizer(0.1, beta_2=0.99), [weights])
+    gradient = tf.constant([1.0, 0.5, 0.0], tf.bfloat16)
+    tf.function(lambda: mirrored(1).run(lambda: merge(updater, [gradient])))()
+    moved = weights.numpy().astype("float32") - 1.0
+    assert (moved[:2] < -0.05).all()
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
 def test_averages_of_other_types_than_float32(mirrored, dtype):
     """Kept in float32 at least: in bfloat16, 0.999 is 1."""
