@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import gc
 import json
 import multiprocessing
 import queue
@@ -72,7 +73,10 @@ def _prepare() -> None:
     import conftest  # noqa: F401
     import tensorflow as tf
 
+    from . import trial  # noqa: F401
+
     tf.get_logger().setLevel("ERROR")
+    gc.freeze()  # each case ends with a collection, which need not look at modules
 
 
 def _judge(case: Case) -> tuple[str, str]:
