@@ -169,22 +169,36 @@ class BaseStep:
                     "model, the optimizer and the metrics inside `with strategy.scope():`"
                 )
 
-    def check_labels(self, dataset: Any) -> None:
-        """Raises `UsageError` if labels in memory are not classes of the model. Looks at integer
-        labels of a loss that is `cross_entropy`; others may mean anything."""
-        batch: Any = getattr(dataset, "arrays", None)
-        shape: Any = getattr(self.model, "output_shape", None)
+    def check_labels(self, dataset: Any, step: int | None = None) -> None:
+        """Raises `UsageError` if labels are not classes of the model. Looks at integer labels of a
+        loss that is `cross_entropy`; others may mean anything.
+
+        Args:
+            dataset: all of its labels are checked if they are in memory, else those of one batch.
+            step: the step of that batch, which is read again.
+        """
         loss_fn = getattr(self.loss_fn, "func", self.loss_fn)  # of a `functools.partial`
-        known = isinstance(batch, tuple | list) and len(batch) in (2, 3) and type(shape) is tuple
-        if not known or loss_fn is not cross_entropy or type(self).loss is not BaseStep.loss:
+        if loss_fn is not cross_entropy or type(self).loss is not BaseStep.loss:
+            return
+        batch, where = getattr(dataset, "arrays", None), ""
+        if batch is None and step is not None:
+            batch = next(iter(dataset.batches(step - 1)), None)
+            where = f" in the batch of step {step}"
+        shape: Any = getattr(self.model, "output_shape", None)
+        if (
+            not isinstance(batch, tuple | list)
+            or len(batch) not in (2, 3)
+            or type(shape) is not tuple
+        ):
             return
         labels, classes = batch[1], shape[-1]
-        if getattr(labels, "ndim", 0) == 1 and labels.dtype.kind in "iu" and classes:
-            wrong = np.flatnonzero((labels < 0) | (labels >= classes))
+        if len(getattr(labels, "shape", "")) == 1 and tf.as_dtype(labels.dtype).is_integer:
+            labels = np.asarray(labels)
+            wrong = np.flatnonzero((labels < 0) | (labels >= classes)) if classes else labels[:0]
             if wrong.size:
                 raise UsageError(
-                    f"label {labels[wrong[0]]} of example {wrong[0]} is no class: the model has "
-                    f"{classes} outputs, so labels must be 0 to {classes - 1} ({wrong.size} of "
+                    f"label {labels[wrong[0]]} of example {wrong[0]}{where} is no class: the model "
+                    f"has {classes} outputs, so labels must be 0 to {classes - 1} ({wrong.size} of "
                     f"{labels.size} are not)"
                 )
 

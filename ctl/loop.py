@@ -259,7 +259,10 @@ class Loop:
 
         def first_bad() -> int:
             counts = self.strategy.experimental_local_results(finite)
-            return workers.earliest(self.strategy, step - steps + 1 + min(int(c) for c in counts))
+            bad = workers.earliest(self.strategy, step - steps + 1 + min(int(c) for c in counts))
+            with watchdog.host("the labels of a batch"):  # XLA makes a NaN of one that is no class
+                self.step.check_labels(self.dataset, bad)
+            return bad
 
         if not self._state_checked:
             check_state(self.step)

@@ -637,6 +637,19 @@ class TestLabels:
         ):
             loop.train(1)
 
+    @pytest.mark.parametrize("replicas", [1, 2])
+    def test_under_xla(self, mirrored, replicas):
+        """It computes NaN where the CPU's kernel fails."""
+        labels = [0] * 9 + [CLASSES + 2] + [0] * 6
+        loop = self.made(
+            labels, in_memory=False, jit_compile=True, strategy=mirrored(replicas), steps_per_loop=2
+        )
+        with pytest.raises(
+            UsageError,
+            match="^label 7 of example 1 in the batch of step 3 is no class: .* 5 outputs, .* 0 to",
+        ):
+            loop.train(4)
+
     def test_a_check_that_waits_for_the_labels_has_not_failed(self):
         message = (
             "Received a label value of 3 which is outside the valid range of [0, 3).\n"

@@ -34,7 +34,5 @@ float16 Embedding under Adadelta, a float32 head under Ftrl); what were bugs, by
     python -m tests.fuzz.run --case='{"replicas": 2}'  # one case; what is left out is simplest
     python -m tests.fuzz.run --case='{...}' --shrink   # the simplest case with the same bug
 
-What is known not to hold yet is not drawn: see the switches in `cases.py`.
-
 A bug is printed as a JSON case and one line. Shrink it, mend the cause, and add it to `kept.json`.
 """
