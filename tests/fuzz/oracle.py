@@ -259,11 +259,16 @@ class _Training:
         if not self.noise or not np.isfinite(largest):
             return gradients
         bound = self.noise * largest
-        return [
-            # What is exactly 0, such as the row of a word that does not occur, is exact.
-            None if g is None else g + bound * self.signs(g.shape) * (g != 0)
-            for g in gradients
-        ]
+        moved = []
+        for gradient, variable in zip(gradients, self.variables, strict=True):
+            if gradient is not None:
+                # What is exactly 0, such as the row of a word that does not occur, is exact. But a
+                # bias that a normalization removes has a gradient of 0 only if its terms cancel.
+                cancels = self.case.norm != "none" and variable.path == "hidden/bias"
+                inexact = cancels | (gradient != 0)
+                gradient = gradient + bound * self.signs(gradient.shape) * inexact
+            moved.append(gradient)
+        return moved
 
     def signs(self, shape: Any) -> np.ndarray:
         return self.random.choice([-1.0, 1.0], shape)
@@ -275,7 +280,9 @@ class _Training:
             factor = case.clip_norm / max(norm, case.clip_norm) if np.isfinite(norm) else np.nan
             gradients = [None if g is None else g * factor for g in gradients]
         pairs = [(g, v) for g, v in zip(gradients, self.variables, strict=True) if g is not None]
-        self.optimizer.learning_rate = schedule(case, number) or rate_of(case)
+        rounding = 2 * _UNITS["float32"] * np.sign(self.noise)  # the type of the rate
+        rate = schedule(case, number) or rate_of(case)
+        self.optimizer.learning_rate = rate * (1.0 + rounding)
         self.optimizer.apply([tf.cast(g, v.dtype) for g, v in pairs], [v for _, v in pairs])
         if case.ema_decay is not None:
             decay = case.ema_decay if self.updates else 0.0
