@@ -102,7 +102,7 @@ def valid(case: Case) -> Case:
         changes |= {"jit_compile": False}
     if case.state and case.replicas > 1:  # it counts micro-batches, which may differ in number
         changes |= {"accumulate_steps": 1}
-    if case.norm != "none" and case.optimizer != "Momentum" and _smallest_call(case, changes) == 1:
+    if case.norm != "none" and case.optimizer != "Momentum" and smallest_call(case, **changes) == 1:
         changes |= {"optimizer": "SGD"}
     if case.frozen == "norm" and case.norm == "none":
         changes |= {"frozen": ""}
@@ -112,7 +112,7 @@ def valid(case: Case) -> Case:
     return dataclasses.replace(case, **changes)
 
 
-def _smallest_call(case: Case, changes: dict[str, Any]) -> int:
+def smallest_call(case: Case, **changes: Any) -> int:
     """The fewest examples that a BatchNormalization sees at once. The gradients before one example
     are 0 but for rounding, and most optimizers divide them by their own size."""
     smallest = []

@@ -16,7 +16,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from .cases import CLASSES, Case
+from .cases import CLASSES, Case, smallest_call
 from .models import MOMENTUM, losses_of, make_model, make_optimizer, rate_of
 
 # See the docstring of the package.
@@ -262,9 +262,10 @@ class _Training:
         moved = []
         for gradient, variable in zip(gradients, self.variables, strict=True):
             if gradient is not None:
-                # What is exactly 0, such as the row of a word that does not occur, is exact. But a
-                # bias that a normalization removes has a gradient of 0 only if its terms cancel.
-                cancels = self.case.norm != "none" and variable.path == "hidden/bias"
+                # What is exactly 0, such as the row of a word that does not occur, is exact. But
+                # where a normalization removes a bias, or has one example, terms cancel to 0.
+                alone = smallest_call(self.case) == 1
+                cancels = self.case.norm != "none" and (alone or variable.path == "hidden/bias")
                 inexact = cancels | (gradient != 0)
                 gradient = gradient + bound * self.signs(gradient.shape) * inexact
             moved.append(gradient)
