@@ -28,10 +28,14 @@ tf.config.set_logical_device_configuration(
 PROCESSES = {"job", "zygote", "zygote_without_tensorflow"}
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items):
     for item in items:
-        if PROCESSES & set(item.fixturenames):
+        uses = PROCESSES & set(item.fixturenames)
+        if uses:
             item.add_marker("slow")
+        if uses or hasattr(item.module, "subprocess"):
+            item.add_marker(pytest.mark.xdist_group("processes"))
 
 
 @functools.lru_cache

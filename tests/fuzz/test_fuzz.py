@@ -10,6 +10,9 @@ from .cases import Case, drawn
 from .run import judged, kept
 
 
+pytestmark = pytest.mark.xdist_group("processes")
+
+
 def bugs(chosen: list[Case], jobs: int = 2) -> list[str]:
     with contextlib.closing(judged(chosen, jobs)) as results:
         return [f"{case}\n  {text}" for case, kind, text in results if kind == "bug"]
@@ -17,8 +20,8 @@ def bugs(chosen: list[Case], jobs: int = 2) -> list[str]:
 
 @pytest.mark.slow
 def test_drawn_cases():
-    """The same 60 in every run. To draw others: ``python -m tests.fuzz.run``."""
-    found = bugs(drawn(60, number=0))
+    """The same 150 in every run. To draw others: ``python -m tests.fuzz.run``."""
+    found = bugs(drawn(150, number=0))
     assert not found, "\n".join(found)
 
 
