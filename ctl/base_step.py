@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -235,20 +234,3 @@ class EvalStep(BaseStep):
         if outputs is not None:
             self.update_metrics(batch, outputs)
         return tf.stack([loss, tf.cast(self.count(batch), tf.float32)])
-
-
-def check_overrides(step: Any) -> None:
-    """Refuses what an earlier release would use of a subclass, and this one would ignore."""
-    kind = type(step).__name__
-    for before, now in {"compute": "loss_and_gradients", "phases": "__call__"}.items():
-        if hasattr(type(step), before):
-            raise UsageError(f"{kind}.{before}() is {now}() in this release: rename it")
-    for before in ("all_reduce", "marks"):
-        if before in vars(step):
-            raise UsageError(f"{kind}.{before} is part of {kind}.observer in this release")
-    parameters = [*inspect.signature(step.reduce).parameters]
-    if parameters[3:4] != ["before"]:
-        raise UsageError(
-            f"{kind}.reduce() must take (loss, count, gradients, before) and return (loss, count, "
-            f"gradients); it takes ({', '.join(parameters)})"
-        )

@@ -31,6 +31,7 @@ from absl import logging
 from ctl import noinline, share, workers
 from ctl.actions import Action
 from ctl.checkpoint.manager import CheckpointManager, Saved
+from ctl.checks import check_trainable
 from ctl.control.agreement import agree, check_state
 from ctl.control.divergence import Divergence
 from ctl.control.ending import ending_well
@@ -299,6 +300,7 @@ class Loop:
 
     def begin(self, step: int) -> None:
         """Opens the batches from ``step`` on. Several workers check that they agree (`agree`)."""
+        check_trainable(self.step)
         if self._feed_step != step:
             self.feed, self._feed_step = self.steps.open(step), step
             if self._several_workers:

@@ -7,9 +7,12 @@ the last layer first. The graph, profiler traces and reports name them ``pack0``
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 
 import tensorflow as tf
+
+from ctl.errors import UsageError
 
 SUM = tf.distribute.ReduceOp.SUM
 
@@ -66,6 +69,41 @@ def all_reduce(
         for index, total in zip(pack, sums, strict=True):
             reduced[index] = total
     return reduced
+
+
+@tf.autograph.experimental.do_not_convert
+def summed_apart(
+    gradients: Sequence[tf.Tensor],
+    own: Sequence[tf.Tensor],
+    loss_scale: tf.Tensor | None,
+    sum_gradients: Callable[[list[tf.Tensor]], list[tf.Tensor]],
+    sum_own: Callable[[list[tf.Tensor]], list[tf.Tensor]],
+) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+    """Sums gradients with a user's function, and other tensors with ctl's own all-reduce.
+
+    Args:
+        gradients: this replica's, times ``loss_scale``.
+        own: other tensors to sum.
+        loss_scale: float32 scalar, or None.
+        sum_gradients: see `ctl.TrainStep.sum_gradients`.
+        sum_own: sums a list of tensors over replicas.
+
+    Returns:
+        The sums of both. If a gradient of any replica has a NaN or Inf, so have all sums.
+
+    Raises:
+        UsageError: ``sum_gradients`` returned tensors of other shapes or another number.
+    """
+    wide = [tf.cast(g, tf.float32) if g.dtype.size < 4 else g for g in gradients]
+    if loss_scale is not None:
+        wide = [g / tf.cast(loss_scale, g.dtype) for g in wide]
+    broken = tf.reduce_any([tf.reduce_any(~tf.math.is_finite(g)) for g in wide])
+    *own, broken = sum_own([*own, tf.where(broken, math.nan, 0.0)])
+    sums = sum_gradients(wide)
+    given, returned = ([tuple(t.shape) for t in tensors] for tensors in (wide, sums))
+    if given != returned:
+        raise UsageError(f"sum_gradients() was given shapes {given}, and returned {returned}")
+    return [s + tf.cast(broken, s.dtype) for s in sums], own
 
 
 @tf.autograph.experimental.do_not_convert

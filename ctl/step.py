@@ -25,11 +25,13 @@ import keras
 import tensorflow as tf
 
 from ctl import noinline, replicas, share
+from ctl.accumulate import accumulated
 from ctl.apply import Updater, global_norm
-from ctl.base_step import BaseStep, EvalStep, check_overrides, cross_entropy, scale_images
+from ctl.base_step import BaseStep, EvalStep, cross_entropy, scale_images
+from ctl.checks import check_gradients, check_overrides, check_penalties
 from ctl.errors import UsageError
 from ctl.observer import NO_OBSERVER, Observer
-from ctl.reduce import all_reduce, densify
+from ctl.reduce import all_reduce, densify, summed_apart
 from ctl.statistics import Before, make_statistics
 
 if TYPE_CHECKING:
@@ -241,27 +243,9 @@ class TrainStep(BaseStep):
         """The loss and the gradients of all micro-batches, divided by ``divisor``."""
         if self.accumulate_steps == 1:
             return self._micro_step(batch, divisor)
-        no_gradient = [False] * len(self._trainable)
-
-        def body(micro_batch: Callable, part: Any, loss: Any, totals: Any) -> tuple[Any, Any, Any]:
-            more, gradients = self._micro_step(micro_batch(part), divisor)
-            no_gradient[:] = [g is None for g in gradients]
-            totals = [t if g is None else t + g for t, g in zip(totals, gradients, strict=True)]
-            return part + 1, loss + more, totals
-
-        loss, totals = 0.0, [tf.zeros_like(v) for v in self._trainable]
-        groups = share.micro_batches(batch, self.accumulate_steps)
-        done = sum(parts for parts, _ in groups)
-        with replicas.drawing_alike(self.model, done, self.accumulate_steps):
-            for parts, micro_batch in groups:
-                # One iteration at a time needs the memory of one micro-batch only.
-                _, loss, totals = tf.while_loop(
-                    lambda part, *_, parts=parts: part < parts,
-                    functools.partial(body, micro_batch),
-                    (0, loss, totals),
-                    parallel_iterations=1,
-                )
-        return loss, [None if no else t for t, no in zip(totals, no_gradient, strict=True)]
+        micro_step = functools.partial(self._micro_step, divisor=divisor)
+        parts, variables = self.accumulate_steps, self._trainable
+        return accumulated(micro_step, batch, parts, self.model, variables)
 
     def _micro_step(self, batch: Any, divisor: Any) -> tuple[tf.Tensor, list[tf.Tensor | None]]:
         gradient_fn = self._xla_gradient_fn if self.jit_compile else self._gradient_fn
@@ -279,29 +263,35 @@ class TrainStep(BaseStep):
     ) -> tuple[tf.Tensor, list[tf.Tensor | None], Any]:
         """Forward and backward pass, compiled by XLA with ``jit_compile``. Returns the loss divided
         by ``divisor``, its gradients (times the loss scale), and outputs for the metrics."""
-        with tf.GradientTape() as tape:
-            with tf.name_scope("ctl_forward"):
-                loss, outputs = self.forward(batch)
-                self.observer.mark("forward", loss if outputs is None else outputs)
-                loss /= float(divisor) if isinstance(divisor, int) else divisor
-            loss_scale = self.updater.loss_scale
-            scaled = loss if loss_scale is None else loss_scale.scale * loss
+        with tf.GradientTape() as tape, tf.name_scope("ctl_forward"):
+            loss, outputs = self.forward(batch)
+            self.observer.mark("forward", loss if outputs is None else outputs)
+            loss /= float(divisor) if isinstance(divisor, int) else divisor
         with tf.name_scope("ctl_backward"):
-            return loss, self.backward(tape, scaled), outputs
+            gradients = self.backward(tape, loss)
+            check_gradients(self, gradients, self._trainable)
+            return loss, gradients, outputs
 
     def forward(self, batch: Any) -> tuple[tf.Tensor, Any]:
         """Returns the sum of the losses of a (micro-)batch, a float32 scalar with regularization,
         and the outputs for the metrics or None."""
         loss, outputs = self.sum_of(self.loss(batch), batch)
-        if self.model.losses:
+        if penalties := self.model.losses:
             # Times the count, so that regularization counts once per global batch.
-            penalty = tf.add_n([tf.cast(p, tf.float32) for p in self.model.losses])
+            check_penalties(penalties)
+            penalty = tf.add_n([tf.cast(p, tf.float32) for p in penalties])
             loss += penalty * tf.cast(self.count(batch), tf.float32)
         return loss, outputs
 
-    def backward(self, tape: tf.GradientTape, loss: tf.Tensor) -> list[tf.Tensor | None]:
-        """Dense gradients of ``loss``, one per trainable variable (None if there is none)."""
-        gradients = tape.gradient(loss, self._trainable)
+    def backward(
+        self, tape: tf.GradientTape, loss: tf.Tensor, variables: Sequence[tf.Variable] | None = None
+    ) -> list[tf.Tensor | None]:
+        """Dense gradients of ``loss``, times the loss scale, of ``variables``; by default one per
+        trainable variable. None where ``loss`` does not depend on the variable."""
+        scale = self.updater.loss_scale
+        seed = None if scale is None else tf.cast(scale.scale, loss.dtype)
+        variables = self._trainable if variables is None else variables
+        gradients = tape.gradient(loss, variables, output_gradients=seed)
         return [None if g is None else densify(g) for g in gradients]
 
     @tf.autograph.experimental.do_not_convert
@@ -323,29 +313,42 @@ class TrainStep(BaseStep):
             is one), and the gradients of the mean loss of the global batch, equal on every replica.
         """
         dense = [g for g in gradients if g is not None]
+        variables = [v for g, v in zip(gradients, self._trainable, strict=True) if g is not None]
         counted = [] if isinstance(count, int) else [tf.cast(count, tf.float32)]
-        statistics = self.statistics.terms(before)
-        reduced = self.observer.all_reduce(
-            [*dense, *statistics, *counted],
-            bytes_per_pack=self.bytes_per_pack,
-            options=self.options,
-        )
-        after = len(dense) + len(statistics)
-        replicas_in_sync = self.strategy.num_replicas_in_sync
-        self.statistics.assign(reduced[len(dense) : after], before, replicas_in_sync)
-        dense, total = reduced[: len(dense)], reduced[after:]
+        own = [*self.statistics.terms(before), *counted]
+        scale = self.updater.loss_scale and self.updater.loss_scale.scale
+        if type(self).sum_gradients is TrainStep.sum_gradients:
+            reduced = self.sum_gradients([*dense, *own])
+            dense, own = reduced[: len(dense)], reduced[len(dense) :]
+        else:
+            dense, own = summed_apart(dense, own, scale, self.sum_gradients, self._all_reduce)
+            scale = None
+        total = own.pop() if counted else count * self.strategy.num_replicas_in_sync
+        self.statistics.assign(own, before, self.strategy.num_replicas_in_sync)
         if counted:
-            dense = [tf.math.divide_no_nan(g, tf.cast(total[0], g.dtype)) for g in dense]
-            variables = zip(gradients, self._trainable, strict=True)
-            dtypes = [v.dtype for g, v in variables if g is not None]
-            dense = [tf.cast(g, dtype) for g, dtype in zip(dense, dtypes, strict=True)]
-            loss = tf.math.divide_no_nan(loss, total[0])
-        loss_scale = self.updater.loss_scale
-        if loss_scale is not None:
-            dense = [g / tf.cast(loss_scale.scale, g.dtype) for g in dense]
+            dense = [tf.math.divide_no_nan(g, tf.cast(total, g.dtype)) for g in dense]
+            loss = tf.math.divide_no_nan(loss, total)
+        dense = [tf.cast(g, v.dtype) for g, v in zip(dense, variables, strict=True)]
+        if scale is not None:
+            dense = [g / tf.cast(scale, g.dtype) for g in dense]
         left = iter(dense)
-        gradients = [None if g is None else next(left) for g in gradients]
-        return loss, total[0] if counted else count * replicas_in_sync, gradients
+        return loss, total, [None if g is None else next(left) for g in gradients]
+
+    def sum_gradients(self, gradients: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Sums dense tensors over replicas, with `ctl.reduce.all_reduce`.
+
+        Override it to sum gradients in another way, for instance compressed. An override gets this
+        replica's gradients without the loss scale, in float32 at least. It must return tensors of
+        the same shapes that are equal on all replicas. The number of examples and the statistics
+        of the replicas have an all-reduce of their own then, and a NaN or Inf in ``gradients`` on
+        any replica is noticed whatever the override makes of it.
+        """
+        return self._all_reduce(gradients)
+
+    def _all_reduce(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        return self.observer.all_reduce(
+            tensors, bytes_per_pack=self.bytes_per_pack, options=self.options
+        )
 
     @tf.autograph.experimental.do_not_convert
     def finite(self, gradients: list[tf.Tensor | None]) -> tf.Tensor:

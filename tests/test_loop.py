@@ -462,9 +462,9 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path):
     """The loss of step 5 is finite, its gradient is not: only the next loss would tell."""
 
     class NanGradient(TrainStep):
-        def backward(self, tape, loss):
+        def backward(self, tape, loss, variables=None):
             bad = tf.where(tf.equal(self.global_step, 4), np.nan, 0.0)
-            return [g + bad for g in super().backward(tape, loss)]
+            return [g + bad for g in super().backward(tape, loss, variables)]
 
     loop = make_loop(step_class=NanGradient, directory=tmp_path)
     loop.train(5)

@@ -32,9 +32,9 @@ EXAMPLES = 100  # 6.25 batches: saves at steps 17 and 12 are in the middle of an
 class InfinityAtStep5(TrainStep):
     """So that there are a skipped update and a halved loss scale to restore."""
 
-    def backward(self, tape, loss):
+    def backward(self, tape, loss, variables=None):
         bad = tf.where(tf.equal(self.global_step, 5), np.inf, 0.0)
-        return [g + tf.cast(bad, g.dtype) for g in super().backward(tape, loss)]
+        return [g + tf.cast(bad, g.dtype) for g in super().backward(tape, loss, variables)]
 
 
 def everything(seed: int) -> keras.Model:

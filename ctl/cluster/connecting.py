@@ -1,9 +1,9 @@
 """Limits the time in which TensorFlow connects the tasks of a job.
 
 All tasks are here. If one of them freezes or dies at this moment, TensorFlow may wait without end,
-and holds Python's lock, so that no thread can give up. A second process can: this file is its
-program. It names the tasks that do not answer, and ends the first process by a signal whose handler
-is C's ``_exit``. The handler is called with the number of the signal, so that is the exit code.
+and holds Python's lock, so that no thread can give up. A second process can: it runs `main`. It
+names the tasks that do not answer, and ends the first process by a signal whose handler is C's
+``_exit``. The handler is called with the number of the signal, so that is the exit code.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ _HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 
 _SIGNAL = signal.SIGTRAP  # number 5, the exit code of `ctl.errors.PeerError`
 _QUIET_SECONDS = 10.0  # until a line names the tasks that do not answer; it doubles each time
+_PROGRAM = "import runpy, sys; runpy.run_path(sys.argv.pop(1))['main']()"
 _ANSWER_SECONDS = 2.0
 _LINGER_SECONDS = 2.0  # after the last line: who looks now must still find this task here
 
@@ -51,7 +52,7 @@ def limited(me: str, peers: Mapping[str, str], timeout: float) -> Iterator[None]
     libc.signal.argtypes, libc.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
     before = libc.signal(_SIGNAL, ctypes.cast(libc._exit, ctypes.c_void_p))
     # Without the site's packages, it starts in 20 ms.
-    program = [sys.executable, "-I", "-S", __file__]
+    program = [sys.executable, "-I", "-S", "-c", _PROGRAM, __file__]
     watcher = subprocess.Popen(
         [*program, me, str(timeout), json.dumps(dict(peers))], stdin=subprocess.PIPE
     )
@@ -93,7 +94,3 @@ def main() -> None:
         sys.stderr.write(f"{me}: TensorFlow connects the job since {quiet:.0f} s; {silent}\n")
         sys.stderr.flush()
         quiet = min(2 * quiet, timeout)
-
-
-if __name__ == "__main__":
-    main()

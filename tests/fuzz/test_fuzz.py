@@ -9,7 +9,6 @@ import pytest
 from .cases import Case, drawn
 from .run import judged, kept
 
-
 pytestmark = pytest.mark.xdist_group("processes")
 
 

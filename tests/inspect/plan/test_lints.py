@@ -41,7 +41,7 @@ class KerasApplies(TrainStep):
 
 
 class Sparse(TrainStep):
-    def backward(self, tape, loss):
+    def backward(self, tape, loss, variables=None):
         return tape.gradient(loss, self._trainable)
 
 

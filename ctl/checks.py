@@ -1,0 +1,94 @@
+"""What a subclass of the step can get wrong, in one line instead of wrong numbers."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from ctl.errors import UsageError
+
+_CONTRACTS = {
+    "reduce": "(loss, count, gradients, before) and return (loss, count, gradients)",
+    "backward": "(tape, loss, variables=None) and return gradients times the loss scale, as "
+    "TrainStep.backward does",
+}
+
+
+def check_overrides(step: Any) -> None:
+    """Refuses what an earlier release would use of a subclass, and this one would ignore."""
+    kind = type(step).__name__
+    for before, now in {"compute": "loss_and_gradients", "phases": "__call__"}.items():
+        if hasattr(type(step), before):
+            raise UsageError(f"{kind}.{before}() is {now}() in this release: rename it")
+    for before in ("all_reduce", "marks"):
+        if before in vars(step):
+            raise UsageError(f"{kind}.{before} is part of {kind}.observer in this release")
+    for method, at, name in (("reduce", 3, "before"), ("backward", 2, "variables")):
+        parameters = [*inspect.signature(getattr(step, method)).parameters]
+        if parameters[at : at + 1] != [name]:
+            raise UsageError(
+                f"{kind}.{method}() must take {_CONTRACTS[method]}; it takes "
+                f"({', '.join(parameters)})"
+            )
+
+
+@tf.autograph.experimental.do_not_convert
+def check_gradients(
+    step: Any, gradients: Sequence[tf.Tensor | None], variables: Sequence[tf.Variable]
+) -> None:
+    """Raises `UsageError` unless there is one gradient, or None, for each variable."""
+    kind = type(step).__name__
+    if len(gradients) != len(variables):
+        raise UsageError(
+            f"{kind}.backward() returned {len(gradients)} gradients for {len(variables)} trainable "
+            "variables: return one for each, None where there is none"
+        )
+    for gradient, variable in zip(gradients, variables, strict=True):
+        if gradient is not None and not variable.shape.is_compatible_with(gradient.shape):
+            raise UsageError(
+                f"{kind}.backward() returned a gradient of shape {gradient.shape} for variable "
+                f"{variable.name} of shape {variable.shape}: return them in the order of "
+                "model.trainable_variables"
+            )
+
+
+@tf.autograph.experimental.do_not_convert
+def check_penalties(penalties: Sequence[tf.Tensor]) -> None:
+    """Refuses losses that layers of another replica have added.
+
+    Keras keeps what a layer adds in a list of the layer, which all replicas share. If they exchange
+    tensors in the forward pass, TensorFlow traces one up to there, then the next, and each finds
+    losses of the others in the list.
+
+    Raises:
+        UsageError: a loss was read by another replica before.
+    """
+    me = threading.get_ident()  # each replica is traced by a thread of its own
+    for penalty in penalties:
+        if not tf.is_symbolic_tensor(penalty):
+            continue
+        if getattr(penalty, "_ctl_thread", me) != me:
+            raise UsageError(
+                "layers of the model add losses (add_loss, activity_regularizer), and replicas "
+                "exchange tensors in the forward pass, so Keras gives each the losses of others: "
+                "add them in loss() of the step, or use one replica"
+            )
+        penalty._ctl_thread = me
+
+
+def check_trainable(step: Any) -> None:
+    """Refuses layers that were frozen or unfrozen after the step was built: it would not notice."""
+    now = [v.value for v in step.model.trainable_variables]
+    built = step.updater.variables[: len(step._trainable)]
+    if [id(v) for v in now] != [id(v) for v in step._trainable]:
+        names = {id(v.value): v.path for v in [*built, *step.model.trainable_variables]}
+        changed = {id(v) for v in now} ^ {id(v) for v in step._trainable}
+        which = ", ".join(sorted(names[i] for i in changed)) or "their order"
+        raise UsageError(
+            f"the trainable variables of model {step.model.name} have changed since the step was "
+            f"built ({which}): set layer.trainable before, or make a new step and loop"
+        )

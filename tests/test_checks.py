@@ -1,0 +1,124 @@
+"""Mistakes in a subclass of the step are one line, not wrong numbers."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import CLASSES, FEATURES, make_loop, mlp
+from keras import layers
+
+from ctl.errors import UsageError
+from ctl.step import TrainStep
+
+
+def test_what_an_earlier_release_would_have_used_is_refused():
+    class Compute(TrainStep):
+        def compute(self, batch, divisor):
+            raise AssertionError
+
+    class Reduce(TrainStep):
+        def reduce(self, loss, count, gradients, examples=None):
+            raise AssertionError
+
+    class Backward(TrainStep):
+        def backward(self, tape, loss):
+            raise AssertionError
+
+    class AllReduce(TrainStep):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.all_reduce = lambda tensors, **options: tensors
+
+    for kind, reason in (
+        (Compute, r"^Compute.compute\(\) is loss_and_gradients\(\) in this release: rename it"),
+        (
+            Reduce,
+            r"^Reduce.reduce\(\) must take \(loss, count, gradients, before\) and return .* it "
+            r"takes \(loss, count, gradients, examples\)$",
+        ),
+        (Backward, r"^Backward.backward\(\) must take \(tape, loss, variables=None\) and return"),
+        (AllReduce, "^AllReduce.all_reduce is part of AllReduce.observer in this release"),
+    ):
+        with pytest.raises(UsageError, match=reason):
+            make_loop(step_class=kind)
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_gradients_of_the_wrong_number_or_shape(jit_compile):
+    class TooFew(TrainStep):
+        def backward(self, tape, loss, variables=None):
+            return super().backward(tape, loss, variables)[1:]
+
+    class Reversed(TrainStep):
+        def backward(self, tape, loss, variables=None):
+            return super().backward(tape, loss, variables)[::-1]
+
+    for kind, reason in (
+        (TooFew, r"^TooFew.backward\(\) returned 3 gradients for 4 trainable variables: "),
+        (Reversed, r"^Reversed.backward\(\) returned a gradient of shape \(5,\) for variable .* "),
+    ):
+        loop = make_loop(step_class=kind, jit_compile=jit_compile)
+        with pytest.raises(UsageError, match=reason):
+            loop.train(1)
+
+
+def penalized(synchronized: bool) -> keras.Model:
+    penalty = keras.regularizers.L2(0.1)
+    parts = [layers.Dense(5, activity_regularizer=penalty, kernel_regularizer="l2")]
+    parts += [layers.BatchNormalization(synchronized=synchronized), layers.Dense(CLASSES)]
+    return keras.Sequential([keras.Input([FEATURES]), *parts])
+
+
+def test_losses_that_layers_of_another_replica_have_added(mirrored):
+    """Two replicas were 0.04 off, in silence."""
+    with pytest.raises(UsageError, match="^layers of the model add losses .*add_loss.* one repl"):
+        make_loop(mirrored(2), model=lambda: penalized(True)).train(1)
+    for replicas, synchronized in ((1, True), (2, False)):
+        make_loop(mirrored(replicas), model=lambda s=synchronized: penalized(s)).train(1)
+
+
+@pytest.mark.parametrize("trainable", [True, False])
+def test_layers_that_are_frozen_too_late(trainable):
+    def model():
+        made = mlp()
+        made.layers[-1].trainable = not trainable
+        return made
+
+    loop = make_loop(model=model)
+    loop.train(1)
+    before = loop.step.model.get_weights()
+    loop.step.model.layers[-1].trainable = trainable
+    reason = r"have changed since the step was built \(\S+/bias, \S+/kernel\): set layer.trainable"
+    with pytest.raises(UsageError, match=reason):
+        loop.train(2)
+    np.testing.assert_equal(loop.step.model.get_weights(), before)
+
+
+def test_gradients_of_chosen_variables():
+    """`backward` scales those of any tape and any variables alike."""
+
+    class Halves(TrainStep):
+        def backward(self, tape, loss, variables=None):
+            first, second = self._trainable[:2], self._trainable[2:]
+            return [*super().backward(tape, loss, first), *super().backward(tape, loss, second)]
+
+        def loss_and_gradients(self, batch, divisor):
+            with tf.GradientTape(persistent=True) as tape:
+                loss, outputs = self.forward(batch)
+                loss /= float(divisor)
+            return loss, self.backward(tape, loss), outputs
+
+    trained = [
+        make_loop(step_class=kind, loss_scale=scale, seed=1)
+        for kind in (TrainStep, Halves)
+        for scale in (False, True)
+    ]
+    weights = []
+    for loop in trained:
+        loop.train(3)
+        weights.append(loop.step.model.get_weights())
+    for others in weights[1:]:
+        for a, b in zip(weights[0], others, strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-6)
