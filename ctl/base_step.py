@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import tensorflow as tf
 
 from ctl import replicas, share
 from ctl.errors import UsageError
+from ctl.parts import Parts
 from ctl.watch import watchdog
 
 
@@ -158,14 +160,21 @@ class BaseStep:
             for variable, more in zip(variables, mine, strict=True):
                 variable.value.assign_add(tf.cast(more, variable.dtype))
 
+    @functools.cached_property
+    def parts(self) -> Parts:
+        """The model and what was assigned to attributes, see `ctl.parts`. Used first by the loop or
+        the evaluator, when the step is complete."""
+        return Parts(self)
+
     def check_scope(self, strategy: tf.distribute.Strategy) -> None:
         """Raises `UsageError` if a variable was not created in the scope of ``strategy``."""
-        variables = [*self.model.variables, *(v for m in self.metrics for v in m.variables)]
-        for variable in variables:
-            if not strategy.extended.variable_created_in_scope(variable.value):
+        metrics = [v.value for m in [*self.metrics, *self.parts.metrics] for v in m.variables]
+        for variable in [*(v.value for v in self.model.variables), *self.parts.own, *metrics]:
+            if not strategy.extended.variable_created_in_scope(variable):
                 raise UsageError(
-                    f"variable {variable.path} was not created in the strategy's scope: build the "
-                    "model, the optimizer and the metrics inside `with strategy.scope():`"
+                    f"variable {variable.name} was not created in the strategy's scope: build the "
+                    "model, the optimizer, the metrics and what the step has of its own inside "
+                    "`with strategy.scope():`"
                 )
 
     def check_labels(self, dataset: Any, step: int | None = None) -> None:
@@ -202,23 +211,25 @@ class BaseStep:
                 )
 
     def results(self) -> dict[str, float]:
-        """Values of the metrics by name, over all replicas, since the last `reset_metrics`.
+        """Values of the metrics by name, over all replicas, since the last `reset_metrics`: of
+        ``self.metrics``, and of those that are attributes of their own.
 
         With several workers, all must call it at the same steps.
         """
         # A worker that hangs in a user's `result` must not look as if it waited for others.
         with watchdog.collective("reading the metrics"):
-            totals = [[tf.identity(v.value) for v in m.variables] for m in self.metrics]
+            metrics = [*self.metrics, *self.parts.metrics]
+            totals = [[tf.identity(v.value) for v in m.variables] for m in metrics]
         values: dict[str, Any] = {}
         with watchdog.host("the results of the metrics"):
-            for metric, variables in zip(self.metrics, totals, strict=True):
+            for metric, variables in zip(metrics, totals, strict=True):
                 result = metric.stateless_result(variables)
                 values |= result if isinstance(result, dict) else {metric.name: result}
             return {name: float(value) for name, value in values.items()}
 
     def reset_metrics(self) -> None:
-        """Resets ``self.metrics``."""
-        for metric in self.metrics:
+        """Resets the metrics of `results`."""
+        for metric in [*self.metrics, *self.parts.metrics]:
             metric.reset_state()
 
 

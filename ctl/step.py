@@ -127,12 +127,13 @@ class TrainStep(BaseStep):
         check_overrides(self)
         self.check_scope(strategy)
         for check in (replicas.check_central_storage, replicas.check_synchronized):
-            check(strategy, self.model, self.accumulate_steps, self.jit_compile)
+            check(strategy, self.parts.layer, self.accumulate_steps, self.jit_compile)
         if not self.model.trainable_variables:
             raise UsageError(f"model {self.model.name} has no trainable variables; build it first")
+        self.parts.check_trained()
         self.strategy = strategy
         self._trainable = [v.value for v in self.model.trainable_variables]
-        self._synchronizes = replicas.synchronizes(strategy, self.model)
+        self._synchronizes = replicas.synchronizes(strategy, self.parts.layer)
         with strategy.scope():
             self.updater = Updater(
                 self.optimizer,
@@ -145,7 +146,7 @@ class TrainStep(BaseStep):
                 jit_update=self.jit_update,
             )
         self.statistics = make_statistics(
-            self.model,
+            self.parts.layer,
             self.replica_statistics(),
             strategy,
             micro_batches=self.accumulate_steps > 1,
@@ -153,7 +154,7 @@ class TrainStep(BaseStep):
         )
         self.single_replica = replicas.is_alone(strategy)
         # Whether the loop calls the step as a function that is not inlined.
-        self.noinline = noinline.is_needed(strategy, self.model)
+        self.noinline = noinline.is_needed(strategy, self.parts.layer)
         self._xla_gradient_fn = tf.function(self.loss_and_gradients, jit_compile=True)
         self._gradient_fn = self.loss_and_gradients
         if self.noinline and self.accumulate_steps > 1:  # the loop over micro-batches calls it
@@ -172,7 +173,8 @@ class TrainStep(BaseStep):
 
     def state(self) -> dict[str, list[tf.Variable]]:
         """Variables that a checkpoint must hold so that training resumes bit for bit, by group."""
-        return {"model": [v.value for v in self.model.variables], **self.updater.state()}
+        own = {"step": self.parts.own} if self.parts.own else {}
+        return {"model": [v.value for v in self.model.variables], **own, **self.updater.state()}
 
     def inspect(self, steps: int = 20, *, profile: bool = False) -> Inspection:
         """Records where the time of the last ``steps`` steps goes, see `Inspection`. Use it on all
@@ -245,7 +247,7 @@ class TrainStep(BaseStep):
             return self._micro_step(batch, divisor)
         micro_step = functools.partial(self._micro_step, divisor=divisor)
         parts, variables = self.accumulate_steps, self._trainable
-        return accumulated(micro_step, batch, parts, self.model, variables)
+        return accumulated(micro_step, batch, parts, self.parts.layer, variables)
 
     def _micro_step(self, batch: Any, divisor: Any) -> tuple[tf.Tensor, list[tf.Tensor | None]]:
         gradient_fn = self._xla_gradient_fn if self.jit_compile else self._gradient_fn
@@ -385,11 +387,11 @@ class TrainStep(BaseStep):
         """Variables that the forward pass updates separately on each replica and that `reduce`
         replaces by their mean: the moving statistics of BatchNorm layers that train, unless they
         are synchronized. Override to add those of your own layers."""
-        norms = replicas.training_norms(self.model)
+        norms = replicas.training_norms(self.parts.layer)
         own = replicas.statistics_of(norm for norm in norms if not norm.synchronized)
         return [variable.value for variable in own]
 
     def offset_dropout_seeds(self) -> None:
         """Gives each replica its own Dropout seeds. `build` and `Loop.restore` call it, because all
         replicas start with the seeds of replica 0. A second call changes nothing."""
-        replicas.offset_dropout_seeds(self.strategy, self.model)
+        replicas.offset_dropout_seeds(self.strategy, self.parts.layer)

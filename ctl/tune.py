@@ -95,7 +95,7 @@ def _best_jit_compile(loop: Loop) -> bool:
     if shares_variables(loop.strategy):
         logging.info("jit_compile: off, replicas share their variables")
         return False
-    if synchronizes(loop.strategy, loop.step.model):
+    if synchronizes(loop.strategy, loop.step.parts.layer):
         logging.info("jit_compile: off, replicas exchange the statistics of BatchNormalization")
         return False
     return _fastest(loop, "jit_compile", [False, True])

@@ -53,7 +53,7 @@ def agree(step: TrainStep, dataset: Dataset, trace: Callable[[], Any]) -> None:
             **{f"data: {key}": value for key, value in dataset.fingerprint().items()},
             **{
                 f"variable {number}": f"{v.path} {v.dtype} {list(v.shape)}"
-                for number, v in enumerate(step.model.trainable_variables)
+                for number, v in enumerate(step.parts.layer.trainable_variables)
             },
         },
     )
@@ -73,14 +73,14 @@ def check_state(step: TrainStep, *, this_worker: bool = False) -> None:
         UsageError: the forward pass has given a variable another value on each replica.
     """
     strategy, combined = step.strategy, {id(v) for v in step.statistics.combined}
-    state = [v for v in replicas.other_state(step.model) if id(v.value) not in combined]
+    own = {v.path: v.value for v in replicas.other_state(step.parts.layer)}
+    own |= {v.name: v for v in step.parts.plain}
+    state = {name: v for name, v in own.items() if id(v) not in combined}
     if not state or strategy.num_replicas_in_sync == 1:
         return
     values = {
-        v.path: {
-            _hash([one.numpy().tobytes()]) for one in strategy.experimental_local_results(v.value)
-        }
-        for v in state
+        name: {_hash([one.numpy().tobytes()]) for one in strategy.experimental_local_results(v)}
+        for name, v in state.items()
     }
     if not this_worker and workers.is_multi_worker(strategy):
         mine = json.dumps({path: sorted(hashes) for path, hashes in values.items()}).encode()
@@ -100,7 +100,7 @@ def check_state(step: TrainStep, *, this_worker: bool = False) -> None:
 def _sources(step: TrainStep) -> dict[str, str]:
     """Hashes of the code that decides what a step does: of ctl, and of the user."""
     loss_fn = getattr(step.loss_fn, "func", step.loss_fn)  # of a `functools.partial`
-    layers = [type(layer) for layer in replicas.layers_of(step.model)]
+    layers = [type(layer) for layer in replicas.layers_of(step.parts.layer)]
     loss: Any = loss_fn if hasattr(loss_fn, "__code__") else type(loss_fn)
     code: list[Any] = [*type(step).__mro__, *layers, loss]
     owners = {c: str(c.__module__).partition(".")[0] for c in code}

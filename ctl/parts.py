@@ -1,0 +1,82 @@
+"""What belongs to a step: its model, and what is assigned to its attributes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from ctl.errors import UsageError
+
+# What each step has by its arguments, and handles itself.
+_KNOWN = ("model", "optimizer", "metrics")
+
+
+class _Layer(keras.Layer):
+    """Keras finds layers, variables and seed generators in a list."""
+
+    def __init__(self, parts: list[Any]):
+        super().__init__(name="step")
+        self.parts = parts
+        self.built = True
+
+
+class Parts:
+    """The model of a step, and the layers, variables, metrics, optimizers and seed generators that
+    are attributes of the step, or in lists and dicts that are.
+
+    Attributes:
+        layer: the model and all layers, Keras variables and seed generators as one layer.
+        metrics: those that are attributes of their own.
+        plain: TensorFlow variables that are attributes, or in a `tf.Module`.
+        own: all variables, ``plain`` ones included, that belong neither to the model nor to a
+            metric, in the order of the attributes.
+    """
+
+    def __init__(self, step: Any):
+        attributes = [value for name, value in vars(step).items() if name not in _KNOWN]
+        found = [part for value in attributes for part in _leaves(value)]
+        kinds = keras.Layer, keras.Variable, keras.random.SeedGenerator
+        self.layer = _Layer(
+            [step.model, *(p for p in found if isinstance(p, kinds) and not _is_metric(p))]
+        )
+        self.metrics = [p for p in found if _is_metric(p) and p not in step.metrics]
+        optimizers = [p for p in found if isinstance(p, keras.optimizers.Optimizer)]
+        self.plain = [p for p in found if isinstance(p, tf.Variable)]
+        self.plain += [v for p in found if isinstance(p, tf.Module) for v in p.variables]
+        mine = [v.value for part in (self.layer, *optimizers) for v in part.variables]
+        models = {id(v.value) for v in step.model.variables}
+        self.own = list({id(v): v for v in mine + self.plain if id(v) not in models}.values())
+        trained = {id(v.value) for o in optimizers for v in o._trainable_variables}
+        trained |= models
+        untrained = [
+            v
+            for v in [*(v.value for v in self.layer.trainable_variables), *self.plain]
+            if v.trainable and v.dtype.is_floating and id(v) not in trained
+        ]
+        self._untrained = untrained[0].name if untrained else ""
+
+    def check_trained(self) -> None:
+        """Raises `UsageError` if a variable is trainable, and in no optimizer."""
+        if self._untrained:
+            raise UsageError(
+                f"variable {self._untrained} of the step is trainable, but no optimizer trains it: "
+                "make it part of the model, build an optimizer of the step with it "
+                "(self.my_optimizer.build(variables)), or set trainable=False"
+            )
+
+
+def _is_metric(part: Any) -> bool:
+    return isinstance(part, keras.metrics.Metric)
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        for element in value:
+            yield from _leaves(element)
+    else:
+        yield value

@@ -1,0 +1,183 @@
+"""What is assigned to a step is the step's: saved, restored, and checked like its model."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import CLASSES, FEATURES, make_loop, mlp
+from keras import layers
+
+from ctl.errors import UsageError
+from ctl.step import TrainStep
+
+REPLICAS = pytest.mark.parametrize("replicas", [1, 2])
+
+
+def small(name: str) -> keras.Model:
+    parts = [layers.Dense(6, "tanh"), layers.Dropout(0.3), layers.Dense(CLASSES)]
+    return keras.Sequential([keras.Input([FEATURES]), *parts], name=name)
+
+
+class MeanTeacher(TrainStep):
+    """Tarvainen and Valpola 2017, arXiv:1703.01780, with noise on the features of the student."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        teacher = small("teacher")
+        teacher.trainable = False
+        self.kept = {"teachers": [teacher], "noise": keras.random.SeedGenerator(5)}
+        self.updates = tf.Variable(0, trainable=False, name="updates")
+
+    def loss(self, batch):
+        features, labels = batch
+        features = self.preprocess(features)
+        target = self.kept["teachers"][0](features)
+        features += keras.random.normal(features.shape, stddev=0.1, seed=self.kept["noise"])
+        outputs = self.model(features, training=True)
+        distance = tf.reduce_mean((outputs - target) ** 2, axis=1)
+        return self.loss_fn(labels, outputs) + distance, outputs
+
+    def apply(self, gradients, finite=None):
+        super().apply(gradients, finite)
+        tf.distribute.get_replica_context().merge_call(self._follow)
+
+    def _follow(self, strategy):
+        pairs = zip(self.kept["teachers"][0].variables, self.model.variables, strict=True)
+        for mine, student in pairs:
+            if mine.dtype == "float32":
+                strategy.extended.update(
+                    mine.value,
+                    lambda v, new: v.assign(0.5 * v + 0.5 * new),
+                    args=(student.value,),
+                )
+        strategy.extended.update(self.updates, lambda v: v.assign_add(1))
+
+
+def bits(loop) -> list[bytes]:
+    return [
+        copy.numpy().tobytes()
+        for variables in loop.step.state().values()
+        for variable in variables
+        for copy in loop.strategy.experimental_local_results(variable)
+    ]
+
+
+@REPLICAS
+def test_a_mean_teacher_resumes_bit_for_bit(mirrored, replicas, tmp_path):
+    def make(seed, directory=None):
+        return make_loop(
+            mirrored(replicas),
+            model=lambda: small("student"),
+            step_class=MeanTeacher,
+            directory=directory,
+            seed=seed,
+        )
+
+    straight = make(1)
+    straight.train(6)
+    first = make(1, tmp_path)
+    first.train(3, total=6)
+    first.save(wait=True)
+    first.checkpoints.close()
+    other = make(2, tmp_path)
+    assert other.restore().step == 3
+    other.train(6)
+    assert int(other.step.updates.numpy()) == 6
+    assert bits(other) == bits(straight) and len(bits(other)) > 20
+
+
+def test_replicas_draw_other_noise(mirrored):
+    loop = make_loop(mirrored(2), model=lambda: small("student"), step_class=MeanTeacher)
+    draw = tf.function(
+        lambda: mirrored(2).run(lambda: keras.random.normal([3], seed=loop.step.kept["noise"]))
+    )
+    first, second = mirrored(2).experimental_local_results(draw())
+    assert np.abs(first - second).max() > 1e-3
+
+
+class Adversarial(TrainStep):
+    """Trains a second model with an optimizer of its own."""
+
+    def __init__(self, *args, build=True, **options):
+        super().__init__(*args, **options)
+        self.critic = small("critic")
+        self.critic_optimizer = keras.optimizers.Adam(0.1)
+        if build:
+            self.critic_optimizer.build(self.critic.trainable_variables)
+
+
+def test_a_second_model_and_its_optimizer_are_saved(mirrored, tmp_path):
+    first = make_loop(mirrored(2), step_class=Adversarial, directory=tmp_path)
+    step = first.step
+    for variable in [*step.critic.trainable_variables, *step.critic_optimizer.variables]:
+        variable.assign(np.ones(variable.shape) * 7)
+    first.save(wait=True)
+    first.checkpoints.close()
+    second = make_loop(mirrored(2), step_class=Adversarial, directory=tmp_path)
+    second.restore()
+    for variable in [*second.step.critic.variables, *second.step.critic_optimizer.variables]:
+        if "seed" not in variable.path:
+            assert (variable.numpy() == 7).all(), variable.path
+
+
+def test_what_nobody_trains_is_refused(mirrored):
+    class Temperature(TrainStep):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            self.temperature = tf.Variable(1.0, name="temperature")
+
+    with pytest.raises(UsageError, match="^variable temperature.* but no optimizer trains it"):
+        make_loop(step_class=Temperature)
+    with pytest.raises(UsageError, match="^variable .*kernel.* but no optimizer trains it"):
+        make_loop(step_class=Adversarial, build=False)
+
+
+def test_what_was_created_out_of_scope_is_refused(mirrored):
+    outside = tf.Variable(1.0, trainable=False, name="outside")
+
+    class Step(TrainStep):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            self.outside = [outside]
+
+    with pytest.raises(UsageError, match="^variable outside.* was not created in the strategy's"):
+        make_loop(mirrored(2), step_class=Step)
+
+
+def test_a_variable_that_differs_between_replicas_is_refused(mirrored):
+    class Counts(TrainStep):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            none = tf.VariableAggregation.NONE
+            self.seen = tf.Variable(0.0, trainable=False, name="seen", aggregation=none)
+
+        def loss(self, batch):
+            replica = tf.distribute.get_replica_context()
+            mine = replica.strategy.experimental_local_results(self.seen)
+            for number, variable in enumerate(mine):
+                with tf.control_dependencies([]):
+                    mine_now = tf.equal(replica.replica_id_in_sync_group, number)
+                    variable.assign_add(tf.where(mine_now, tf.reduce_sum(batch[0]), 0.0))
+            return super().loss(batch)
+
+    with pytest.raises(UsageError, match="^variable seen.* differs between replicas"):
+        make_loop(mirrored(2), step_class=Counts).train(2)
+
+
+@REPLICAS
+def test_a_metric_of_ones_own_is_logged_and_reset(mirrored, replicas):
+    class Measured(TrainStep):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            self.size = keras.metrics.Sum(name="examples_seen")
+
+        def loss(self, batch):
+            self.size.update_state(tf.cast(tf.shape(batch[0])[0], tf.float32))
+            return super().loss(batch)
+
+    loop = make_loop(mirrored(replicas), model=mlp, step_class=Measured)
+    assert loop.train(2)["examples_seen"] == 2 * loop.dataset.global_batch_size
+    loop.step.reset_metrics()
+    assert loop.train(3)["examples_seen"] == loop.dataset.global_batch_size
