@@ -5,6 +5,7 @@ Shared by `ctl.train`, `ctl.evaluate` and `ctl.inspect`. Importing this module l
 
 from __future__ import annotations
 
+import functools
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -204,9 +205,7 @@ def make_loop(prepared: Prepared, checkpoints: Any = None) -> Loop:
 
     check_classes(train)
 
-    def smoothed(labels: Any, logits: Any) -> Any:
-        return cross_entropy(labels, logits, FLAGS.label_smoothing)
-
+    smoothed = functools.partial(cross_entropy, smoothing=FLAGS.label_smoothing)
     with placement.strategy.scope(), watchdog.host("building the model"):
         model = make_model(FLAGS.model, train.info.image_shape, train.info.num_classes)
         step = TrainStep(

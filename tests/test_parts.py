@@ -167,7 +167,8 @@ def test_a_variable_that_differs_between_replicas_is_refused(mirrored):
 
 
 @REPLICAS
-def test_a_metric_of_ones_own_is_logged_and_reset(mirrored, replicas):
+@pytest.mark.parametrize("options", [{}, {"accumulate_steps": 2}, {"jit_compile": True}], ids=str)
+def test_a_metric_of_ones_own_is_logged_and_reset(mirrored, replicas, options):
     class Measured(TrainStep):
         def __init__(self, *args, **options):
             super().__init__(*args, **options)
@@ -177,7 +178,7 @@ def test_a_metric_of_ones_own_is_logged_and_reset(mirrored, replicas):
             self.size.update_state(tf.cast(tf.shape(batch[0])[0], tf.float32))
             return super().loss(batch)
 
-    loop = make_loop(mirrored(replicas), model=mlp, step_class=Measured)
+    loop = make_loop(mirrored(replicas), model=mlp, step_class=Measured, **options)
     assert loop.train(2)["examples_seen"] == 2 * loop.dataset.global_batch_size
     loop.step.reset_metrics()
     assert loop.train(3)["examples_seen"] == loop.dataset.global_batch_size
