@@ -17,8 +17,8 @@ import tensorflow as tf
 
 from ctl import workers
 from ctl.asynchronous.roll_call import RollCall
-from ctl.cluster import connecting
-from ctl.cluster.connecting import ask_grpc
+from ctl.cluster import held
+from ctl.cluster.held import ask_grpc
 from ctl.cluster.members import Cluster, Tasks
 from ctl.cluster.rendezvous import meet
 from ctl.errors import PeerError, UsageError
@@ -150,12 +150,13 @@ def make_parameter_server(
 
 @contextlib.contextmanager
 def _connecting(me: str, peers: Mapping[str, str], timeout: float) -> Iterator[None]:
-    """Where TensorFlow connects the tasks of a job, see `ctl.cluster.connecting`.
+    """Where TensorFlow connects the tasks of a job, see `ctl.cluster.held`.
 
     Raises:
         PeerError: TensorFlow lost a task, or its port, which was free a moment ago.
     """
-    with connecting.limited(me, peers, timeout):
+    doing = f"{me}: TensorFlow connects the job"
+    with held.limited(doing, peers, timeout, "--startup_timeout"):
         try:
             yield
         except tf.errors.OpError as error:

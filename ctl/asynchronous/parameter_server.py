@@ -134,9 +134,10 @@ class _RemoteSteps(Steps):
                 if step != counted:
                     counted, changed = step, now
                 if now - changed > self._timeout:
+                    quiet = self._roll_call.quiet()
                     raise PeerError(
                         f"no step was made for {now - changed:.0f} s (--collective_timeout) after "
-                        f"step {step}"
+                        f"step {step}" + (quiet and f"; waiting for {quiet}")
                     )
             time.sleep(_POLL_SECONDS)
 

@@ -26,10 +26,12 @@ from collections.abc import Iterable
 from absl import logging
 
 from ctl.cluster.door import Door, greet
+from ctl.cluster.held import Keeper
 from ctl.cluster.members import Tasks
 from ctl.errors import CtlError, PeerError, Preempted
 
 _BEAT_SECONDS = 1.0
+_QUIET_BEATS = 4
 _SILENT_SECONDS = 30.0
 _QUIET_SECONDS = 10.0  # until a warning names the missing tasks, and between such warnings
 
@@ -103,6 +105,7 @@ class RollCall:
         self._asked_to_stop = False
         self._kept: list[object] = []
         self._code = 1
+        self._keeper: Keeper | None = None
         self._door = Door(tasks.coordinator, _COORDINATOR, tasks.fingerprint, tasks.servers)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._door, selectors.EVENT_READ)
@@ -132,6 +135,10 @@ class RollCall:
                 logging.warning("the coordinator waits for %s since %.0f s", missing, seconds)
             time.sleep(0.02)
         self._complete = True
+        # While TensorFlow waits for a frozen server, it may hold Python's lock and stop `_run`.
+        limit = _SILENT_SECONDS + _REACTION_SECONDS
+        doing = "the coordinator: TensorFlow holds its process"
+        self._keeper = Keeper(doing, self._tasks.servers, limit, "", patient=True)
 
     def check(self) -> None:
         """Checks that the job can go on; a worker that has ended is no error.
@@ -142,6 +149,15 @@ class RollCall:
         """
         if reason := self._lost() or self._no_worker():
             raise PeerError(reason)
+
+    def quiet(self) -> str:
+        """The tasks that have missed some beats, and for how long they were silent; "" for none."""
+        now = time.monotonic()
+        return ", ".join(
+            f"{name} at {self._tasks.servers[name]}, silent for {now - peer.heard:.0f} s"
+            for name, peer in list(self._peers.items())
+            if now - peer.heard > _QUIET_BEATS * _BEAT_SECONDS
+        )
 
     @property
     def asked_to_stop(self) -> bool:
@@ -198,6 +214,8 @@ class RollCall:
             now = time.monotonic()
             if now - beat >= _BEAT_SECONDS:
                 beat = now
+                if self._keeper:
+                    self._keeper.beat()
                 for peer in list(self._peers.values()):
                     peer.say("beat")
             reason = self._lost()

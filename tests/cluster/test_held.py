@@ -1,10 +1,12 @@
-"""ctl.cluster.connecting: a process that holds Python's lock ends in time, and says for whom it
+"""ctl.cluster.held: a process that holds Python's lock ends in time, and says for whom it
 waited."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -16,7 +18,7 @@ import pytest
 from paths import ROOT
 
 from ctl import launch
-from ctl.cluster import connecting
+from ctl.cluster import held
 
 pytestmark = pytest.mark.slow  # starts processes
 
@@ -25,13 +27,13 @@ HOLDS_THE_LOCK = "ctypes.PyDLL(None).sleep(60)"
 
 @pytest.fixture
 def start():
-    """Starts a process that executes a line in `connecting.limited`, which then prints "on"."""
+    """Starts a process that executes a line in `held.limited`, which then prints "on"."""
     processes = []
 
     def start(inside: str, timeout: float, peers: dict[str, str]) -> subprocess.Popen:
         program = (
-            "import ctypes, time; from ctl.cluster import connecting\n"
-            f"with connecting.limited('worker 0', {peers}, {timeout}):\n"
+            "import ctypes, time; from ctl.cluster import held\n"
+            f"with held.limited('worker 0: it connects', {peers}, {timeout}, '--flag'):\n"
             f"    print('inside', flush=True); {inside}\n"
             "print('on', flush=True)\n"
             "time.sleep(60)\n"
@@ -57,18 +59,18 @@ def start():
 def server(answer: bytes):
     """Yields the address of a server that answers each connection with ``answer``."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        held = []
+        connections = []
 
         def serve() -> None:
             with contextlib.suppress(OSError):
                 while True:
-                    held.append(listener.accept()[0])
-                    held[-1].sendall(answer)
+                    connections.append(listener.accept()[0])
+                    connections[-1].sendall(answer)
 
         threading.Thread(target=serve, daemon=True).start()
         yield f"127.0.0.1:{listener.getsockname()[1]}"
         listener.shutdown(socket.SHUT_RDWR)
-        for connection in held:
+        for connection in connections:
             connection.close()
 
 
@@ -79,33 +81,74 @@ def test_a_process_that_holds_the_lock_ends_and_names_who_does_not_answer(start)
         process = start(HOLDS_THE_LOCK, 1.0, peers)
         errors = process.communicate(timeout=40)[1]
     assert process.returncode == 5
-    assert errors == (
-        "worker 0: TensorFlow has not connected the job after 1 s (--startup_timeout); waiting for "
-        f"worker 2 (at {frozen}: timed out), worker 3 (at {gone}: Connection refused)\n"
+    begin, _, rest = errors.partition(" since ")
+    assert begin == "worker 0: it connects"
+    assert re.fullmatch(
+        rf"\d+ s \(--flag\); gave up; waiting for worker 2 \(at {frozen}: timed out\), "
+        rf"worker 3 \(at {gone}: Connection refused\)\n",
+        rest,
     )
+
+
+def run_main(monkeypatch, peers: dict[str, str], patient: bool, beats: int = 0) -> list:
+    """Runs the program of the second process here, with short times. Returns its calls of kill."""
+    for name, value in (("_TICK", 0.05), ("_QUIET_SECONDS", 0.2), ("_LINGER_SECONDS", 0.0)):
+        monkeypatch.setattr(held, name, value)
+    task = ["worker 0: it connects", peers, 1.0, "--flag", patient]
+    monkeypatch.setattr(sys, "argv", ["", json.dumps(task)])
+    ended: list = []
+    monkeypatch.setattr(os, "kill", lambda *call: ended.append(call))
+    reader, writer = os.pipe()
+
+    def live() -> None:
+        for _ in range(beats):
+            time.sleep(0.1)
+            os.write(writer, b".")
+        if beats or patient:
+            time.sleep(2.0)
+            os.close(writer)
+
+    thread = threading.Thread(target=live)
+    thread.start()
+    with open(reader) as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        held.main()
+    thread.join()
+    return ended
 
 
 def test_it_says_for_whom_it_waits(monkeypatch, capfd):
     """And gives no more than the time that it has."""
-    monkeypatch.setattr(connecting, "_QUIET_SECONDS", 0.2)
-    monkeypatch.setattr(connecting, "_ANSWER_SECONDS", 0.1)
-    monkeypatch.setattr(connecting, "_LINGER_SECONDS", 0.0)
-    ended = []
-    monkeypatch.setattr(os, "kill", lambda *call: ended.append(call))
-    reader, writer = os.pipe()
     gone = launch.cluster(1)["worker"][0]
-    monkeypatch.setattr(sys, "argv", ["", "worker 0", "1.0", f'{{"ps 0": "{gone}"}}'])
-    with open(reader) as stdin, open(writer, "w"):
-        monkeypatch.setattr(sys, "stdin", stdin)
-        began = time.monotonic()
-        connecting.main()
+    began = time.monotonic()
+    assert run_main(monkeypatch, {"ps 0": gone}, patient=False) == [(os.getppid(), 5)]
     assert time.monotonic() - began >= 1.0
-    assert ended == [(os.getppid(), 5)]
-    lines = capfd.readouterr().err.splitlines()
-    assert [line.partition(";")[0] for line in lines[:-1]] == [
-        f"worker 0: TensorFlow connects the job since {seconds} s" for seconds in (0, 0, 1)
-    ]
-    assert all(f"ps 0 (at {gone}: Connection refused)" in line for line in lines)
+    *lines, last = capfd.readouterr().err.splitlines()
+    whom = f"waiting for ps 0 (at {gone}: Connection refused)"
+    assert len(lines) == 3
+    assert all(
+        re.fullmatch(rf"worker 0: it connects since \d s; {re.escape(whom)}", x) for x in lines
+    )
+    assert last == f"worker 0: it connects since 1 s (--flag); gave up; {whom}"
+
+
+def test_patience_with_a_process_that_is_busy(monkeypatch, capfd):
+    """Python's lock may be held for a good reason."""
+    with server(b"\0\0\0\4\0\0\0\0\0") as well:
+        assert run_main(monkeypatch, {"ps 0": well}, patient=True) == []
+    assert capfd.readouterr().err == ""
+    gone = launch.cluster(1)["worker"][0]
+    assert run_main(monkeypatch, {"ps 0": gone}, patient=True) == [(os.getppid(), 5)]
+
+
+def test_a_beat_begins_anew(monkeypatch, capfd):
+    gone = launch.cluster(1)["worker"][0]
+    began = time.monotonic()
+    assert run_main(monkeypatch, {"ps 0": gone}, patient=True, beats=15) == [(os.getppid(), 5)]
+    assert time.monotonic() - began >= 2.4
+    assert capfd.readouterr().err.endswith(
+        "gave up; waiting for ps 0 (at " + gone + ": Connection refused)\n"
+    )
 
 
 def test_who_is_connected_in_time_goes_on(start):
@@ -129,13 +172,13 @@ def test_a_worker_that_freezes_while_tensorflow_connects():
     program = """
 import os, signal, sys
 import tensorflow as tf
-from ctl.cluster import Cluster, connecting
+from ctl.cluster import Cluster, held
 from ctl.strategy import make_multi_worker
 if sys.argv[1] == "1":
     tf.distribute.MultiWorkerMirroredStrategy = lambda **_: os.kill(os.getpid(), signal.SIGSTOP)
 addresses = tuple(sys.argv[2].split(","))
-limited = connecting.limited
-connecting.limited = lambda me, peers, timeout: limited(me, peers, 3.0)
+limited = held.limited
+held.limited = lambda doing, peers, timeout, flag: limited(doing, peers, 3.0, flag)
 make_multi_worker(Cluster(addresses, int(sys.argv[1]), "a test"))
 """
     addresses = launch.cluster(2)["worker"]
@@ -156,5 +199,7 @@ make_multi_worker(Cluster(addresses, int(sys.argv[1]), "a test"))
             process.communicate()
     assert processes[0].returncode == 5, errors
     last = errors.splitlines()[-1]
-    assert last.startswith("worker 0: TensorFlow has not connected the job after 3 s"), errors
-    assert f"waiting for worker 1 (at {addresses[1]}: " in last
+    begin = (
+        r"worker 0: TensorFlow connects the job since \d+ s \(--startup_timeout\); gave up; waiting"
+    )
+    assert re.match(rf"{begin} for worker 1 \(at {addresses[1]}: ", last), errors

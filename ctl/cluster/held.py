@@ -1,0 +1,130 @@
+"""Ends this process if TensorFlow holds it because of another task.
+
+TensorFlow may wait without end for a task that is frozen or dead. If it holds Python's lock
+meanwhile, no thread of Python can give up. A second process can: it runs `main`. It names the tasks
+that do not answer, and ends the first process by a signal whose handler is C's ``_exit``. The
+handler is called with the number of the signal, so that is the exit code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+
+# The first bytes of a gRPC client: the preface of HTTP/2 and an empty SETTINGS frame (RFC 9113,
+# section 3.4). A server answers with a SETTINGS frame. The fourth byte of a frame is its type.
+_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
+
+_SIGNAL = signal.SIGTRAP  # number 5, the exit code of `ctl.errors.PeerError`
+_PROGRAM = "import runpy, sys; runpy.run_path(sys.argv.pop(1))['main']()"
+_TICK = 0.5
+_QUIET_SECONDS = 10.0  # until a line names the tasks that do not answer; it doubles each time
+_ANSWER_SECONDS = 2.0
+_LINGER_SECONDS = 2.0  # after the last line: who looks now must still find this task here
+
+
+def ask_grpc(host: str | None, port: int | None, timeout: float) -> None:
+    """Raises OSError unless a gRPC server answers. It answers with Python's lock held, too."""
+    with socket.create_connection((host, port), timeout) as peer:
+        peer.sendall(_HELLO)
+        if peer.recv(9)[3:4] != _HELLO[-6:-5]:
+            raise ConnectionError("what answers is not gRPC")
+
+
+class Keeper:
+    """The second process. It ends with this one.
+
+    Args:
+        doing: this task and what TensorFlow does, for messages.
+        peers: ``host:port`` of each other task that runs a gRPC server, by name.
+        timeout: seconds without `beat` after which it ends this process with code 5.
+        flag: the flag that sets ``timeout``, or "".
+        patient: whether to end it only if a task does not answer.
+    """
+
+    def __init__(
+        self, doing: str, peers: Mapping[str, str], timeout: float, flag: str, *, patient: bool
+    ):
+        self._libc = ctypes.CDLL(None)
+        self._libc.signal.argtypes = ctypes.c_int, ctypes.c_void_p
+        self._libc.signal.restype = ctypes.c_void_p
+        handler = ctypes.cast(self._libc._exit, ctypes.c_void_p)
+        self._before = self._libc.signal(_SIGNAL, handler)
+        task = json.dumps([doing, dict(peers), timeout, flag, patient])
+        # Without the site's packages, it starts in 20 ms.
+        program = [sys.executable, "-I", "-S", "-c", _PROGRAM, __file__, task]
+        self._process = subprocess.Popen(program, stdin=subprocess.PIPE)
+
+    def beat(self) -> None:
+        """Says that Python runs."""
+        assert self._process.stdin
+        with contextlib.suppress(OSError):
+            os.write(self._process.stdin.fileno(), b".")
+
+    def close(self) -> None:
+        """Ends the second process."""
+        self._process.kill()
+        self._process.communicate()
+        self._libc.signal(_SIGNAL, self._before)
+
+
+@contextlib.contextmanager
+def limited(doing: str, peers: Mapping[str, str], timeout: float, flag: str) -> Iterator[None]:
+    """A context that ends this process with code 5 if it is not left after ``timeout`` seconds.
+    Arguments as of `Keeper`."""
+    keeper = Keeper(doing, peers, timeout, flag, patient=False)
+    try:
+        yield
+    finally:
+        keeper.close()
+
+
+def _silent(peers: Mapping[str, str]) -> str:
+    """The tasks that do not answer, and why."""
+    found = []
+    for name, address in peers.items():
+        host, _, port = address.rpartition(":")
+        try:
+            ask_grpc(host, int(port), _ANSWER_SECONDS)
+        except OSError as error:
+            found.append(f"{name} (at {address}: {error.strerror or error})")
+    return ", ".join(found)
+
+
+def main() -> None:
+    """Ends the parent after the limit, unless it beats, closes stdin or ends before."""
+    doing, peers, timeout, flag, patient = json.loads(sys.argv[1])
+    waited, quiet = 0.0, min(_QUIET_SECONDS, timeout)
+    while True:
+        # Ticks are counted, so that a job that was stopped as a whole has not waited.
+        if select.select([sys.stdin], [], [], _TICK)[0]:
+            if not os.read(sys.stdin.fileno(), 1000):
+                return
+            waited, quiet = 0.0, min(_QUIET_SECONDS, timeout)
+            continue
+        waited += _TICK
+        if waited < quiet:
+            continue
+        began = time.monotonic()
+        silent = _silent(peers)
+        waited += time.monotonic() - began
+        ends = quiet >= timeout and (silent or not patient)
+        if silent or not patient:
+            how = f"{flag and f' ({flag})'}; gave up" if ends else ""
+            for_whom = silent or "tasks that all answer"
+            sys.stderr.write(f"{doing} since {waited:.0f} s{how}; waiting for {for_whom}\n")
+            sys.stderr.flush()
+        if ends:
+            time.sleep(_LINGER_SECONDS)
+            os.kill(os.getppid(), _SIGNAL)
+            return
+        quiet = min(2 * quiet, timeout) if quiet < timeout else waited + _QUIET_SECONDS
