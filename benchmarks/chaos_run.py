@@ -29,6 +29,7 @@ from ctl.logs import console
 _TICK = 0.02
 _RESTART_SECONDS = 1.0  # as the launcher's first --backoff
 _SECONDS_BETWEEN_SIGNALS = 0.01
+_LEFT_SECONDS = 10.0  # a child that ends when its parent was killed may take a moment
 _BY_THE_TASK = ("slow", "hang", "raise")  # the task marks when it meets one of these
 
 
@@ -243,7 +244,10 @@ class _Running:
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
         self._pids.clear()
-        self.result.left = _of_sessions(self._sessions)
+        until = time.time() + _LEFT_SECONDS
+        while (left := _of_sessions(self._sessions)) and time.time() < until:
+            time.sleep(_TICK)
+        self.result.left = left
         for pid in self.result.left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

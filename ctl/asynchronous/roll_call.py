@@ -197,6 +197,8 @@ class RollCall:
         self._complete = False  # from here on, a closed connection is no loss
         for peer in list(self._peers.values()):
             peer.say(f"end {self._code}")
+        if self._keeper:
+            self._keeper.close()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(self._code)
