@@ -122,11 +122,10 @@ class _Running:
             os.setsid()
             ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: dies with the runner
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-            for number in (0, 1, 2):
-                os.close(number)
-            os.open(os.devnull, os.O_RDONLY)
-            for stream in ("stdout", "stderr"):
-                os.open(self.out / f"{name}.{stream}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            for number, stream in ((1, "stdout"), (2, "stderr")):
+                path = self.out / f"{name}.{stream}"
+                os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
             from peers import chaos_job
 
             chaos_job.run(name, self._addresses, self.out, self.run_dir, faults)

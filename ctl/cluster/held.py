@@ -121,8 +121,12 @@ def main() -> None:
         if silent or not patient:
             how = f"{flag and f' ({flag})'}; gave up" if ends else ""
             for_whom = silent or "tasks that all answer"
-            sys.stderr.write(f"{doing} since {waited:.0f} s{how}; waiting for {for_whom}\n")
-            sys.stderr.flush()
+            with contextlib.suppress(Exception):  # nobody may read it, and the rest must go on
+                print(
+                    f"{doing} since {waited:.0f} s{how}; waiting for {for_whom}",
+                    file=sys.stderr,
+                    flush=True,
+                )
         if ends:
             time.sleep(_LINGER_SECONDS)
             os.kill(os.getppid(), _SIGNAL)

@@ -130,11 +130,12 @@ def suspects(records: Sequence[Record]) -> list[Place]:
     First come the workers that are gone, frozen or dead. Then come those that stand still elsewhere
     than most waiting workers: at an earlier step, in another section, or in work of their own. If
     there are none of either, the result is the workers without a record or a beat, provided that
-    at least two workers have one.
+    at least two workers have one, or that there are only two.
     """
     found = places(records)
     unheard = [p for p in found if not p.known]
-    return _judge(found)[1] or (unheard if len(found) - len(unheard) > 1 else [])
+    sure = len(found) - len(unheard) > 1 or len(found) == 2
+    return _judge(found)[1] or (unheard if sure else [])
 
 
 def _judge(found: Sequence[Place]) -> tuple[list[Place], list[Place]]:

@@ -30,9 +30,11 @@ def start():
     """Starts a process that executes a line in `held.limited`, which then prints "on"."""
     processes = []
 
-    def start(inside: str, timeout: float, peers: dict[str, str]) -> subprocess.Popen:
+    def start(
+        inside: str, timeout: float, peers: dict[str, str], before: str = "pass"
+    ) -> subprocess.Popen:
         program = (
-            "import ctypes, time; from ctl.cluster import held\n"
+            f"import ctypes, os, time; from ctl.cluster import held; {before}\n"
             f"with held.limited('worker 0: it connects', {peers}, {timeout}, '--flag'):\n"
             f"    print('inside', flush=True); {inside}\n"
             "print('on', flush=True)\n"
@@ -88,6 +90,11 @@ def test_a_process_that_holds_the_lock_ends_and_names_who_does_not_answer(start)
         rf"worker 3 \(at {gone}: Connection refused\)\n",
         rest,
     )
+
+
+def test_it_ends_though_nobody_can_read_why(start):
+    process = start(HOLDS_THE_LOCK, 1.0, {}, before="os.close(2)")
+    assert process.wait(40) == 5
 
 
 def run_main(monkeypatch, peers: dict[str, str], patient: bool, beats: int = 0) -> list:
