@@ -26,7 +26,7 @@ class Losses(NamedTuple):
     def totals(self, report: tf.Tensor, replicas: int) -> tf.Tensor:
         """float32 [4] that gives `Totals` when it is summed over ``replicas``. ``report``: see
         `ctl.control.pace.Pace.report`."""
-        loss = tf.math.divide_no_nan(self.total, self.examples)
+        loss = self.total / tf.where(self.examples > 0.0, self.examples, 1.0)  # keeps a NaN
         return tf.concat([[loss, self.examples / replicas], report], axis=0)
 
 

@@ -328,8 +328,9 @@ class TrainStep(BaseStep):
         total = own.pop() if counted else count * self.strategy.num_replicas_in_sync
         self.statistics.assign(own, before, self.strategy.num_replicas_in_sync)
         if counted:
-            dense = [tf.math.divide_no_nan(g, tf.cast(total, g.dtype)) for g in dense]
-            loss = tf.math.divide_no_nan(loss, total)
+            divisor = tf.where(total > 0.0, total, 1.0)  # without examples, a NaN remains one
+            dense = [g / tf.cast(divisor, g.dtype) for g in dense]
+            loss /= divisor
         dense = [tf.cast(g, v.dtype) for g, v in zip(dense, variables, strict=True)]
         if scale is not None:
             dense = [g / tf.cast(scale, g.dtype) for g in dense]
