@@ -153,8 +153,14 @@ def _judge(found: Sequence[Place]) -> tuple[list[Place], list[Place]]:
     # A worker without a phase has finished its step and waits for the sum of the losses.
     group = [p for p in waiting if _at(p) in (most, (*most[:2], "")) or p.gave_up or not p.steady]
     elsewhere = [p for p in found if p.known and p not in group and p not in lost and not p.gave_up]
-    elsewhere = [p for p in elsewhere if p.steady]
+    # A ring can end on one worker a step before it ends on the next: who waits in an all-reduce
+    # waits for those that are lost, too.
+    elsewhere = [p for p in elsewhere if p.steady and not (lost and p.waits and _reduces(p))]
     return group, lost + sorted(elsewhere, key=lambda p: (p.waits, p.step))
+
+
+def _reduces(place: Place) -> bool:
+    return place.phase.startswith("pack")
 
 
 def _at(place: Place) -> tuple[int, str, str]:

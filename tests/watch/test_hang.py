@@ -145,6 +145,21 @@ def test_who_waits_at_the_end_of_the_step_waits_with_the_others():
     assert [p.worker for p in hang.suspects([seen])] == [3]
 
 
+def test_a_ring_that_ended_on_some_workers_only():
+    """Worker 1 froze in the action; worker 2 still waits for the last part of the sum before."""
+    frozen = peer(step=408, doing="the action Save", phase="", since=0.2, silent=96.0)
+    own = [record(worker, step=412, peers={1: frozen, 2: peer()}) for worker in (0, 3)]
+    assert [p.worker for p in hang.suspects(own)] == [1]
+    behind = [record(worker, step=412, peers={2: peer()}) for worker in (0, 3)]
+    assert [p.worker for p in hang.suspects(behind)] == [2]
+
+
+def test_of_two_workers_the_other_one_is_named_even_if_nobody_heard_it():
+    (place,) = hang.suspects([record(0, workers=2, peers={})])
+    assert place.worker == 1 and str(place).endswith("nobody heard of it)")
+    assert hang.suspects([record(0, workers=3, peers={})]) == []
+
+
 def test_who_has_given_up_has_waited():
     gone = {3: peer(since=0.1, silent=96.0)}
     first = record(1, step=410, phase="input", why="broke off", peers=gone)
