@@ -139,7 +139,8 @@ def damage(checkpoints: Path, how: str, randoms: random.Random) -> str:
     if len(steps) < 2:
         return ""
     newest = manifest.path_of(checkpoints, steps[-1])
-    path = randoms.choice([*sorted(newest.iterdir()), checkpoints / "latest.json"])
+    latest = checkpoints / "latest.json"  # which may have been deleted before
+    path = randoms.choice([*sorted(newest.iterdir()), *([latest] if latest.exists() else [])])
     content = bytearray(path.read_bytes())
     if how == "delete":
         path.unlink()

@@ -13,7 +13,18 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for editors and type checkers
-    from ctl import actions, checkpoint, cluster, data, errors, models, schedule, strategy, workers
+    from ctl import (
+        actions,
+        checkpoint,
+        cluster,
+        data,
+        errors,
+        models,
+        schedule,
+        strategy,
+        testing,
+        workers,
+    )
     from ctl.actions import Every
     from ctl.checkpoint import CheckpointManager
     from ctl.evaluator import Evaluator
@@ -39,6 +50,7 @@ __all__ = [
     "models",
     "schedule",
     "strategy",
+    "testing",
     "workers",
 ]
 
