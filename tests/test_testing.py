@@ -88,12 +88,14 @@ class Drifts(TrainStep):
     def apply(self, gradients, finite=None):
         super().apply(gradients, finite)
         context = tf.distribute.get_replica_context()
-        number = tf.cast(context.replica_id_in_sync_group, tf.float32)
+        number = 1e-3 * tf.cast(context.replica_id_in_sync_group, tf.float32)
         context.merge_call(self._drift, args=(number,))
 
     def _drift(self, strategy, number):
         bias = self.model.layers[0].bias.value
-        strategy.extended.update(bias, lambda v, n: v.assign_add(1e-3 * n), args=(number,))
+        strategy.extended.update(
+            bias, lambda v, n: v.assign_add(tf.fill(v.shape, n)), args=(number,)
+        )
 
 
 class Traces(TrainStep):

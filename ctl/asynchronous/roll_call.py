@@ -135,8 +135,9 @@ class RollCall:
                 logging.warning("the coordinator waits for %s since %.0f s", missing, seconds)
             time.sleep(0.02)
         self._complete = True
-        # While TensorFlow waits for a frozen server, it may hold Python's lock and stop `_run`.
-        limit = _SILENT_SECONDS + _REACTION_SECONDS
+        # While TensorFlow waits for a frozen server, it may hold Python's lock and stop `_run`. The
+        # others would end then, and could not be told from the frozen one.
+        limit = _SILENT_SECONDS - _REACTION_SECONDS
         doing = "the coordinator: TensorFlow holds its process"
         self._keeper = Keeper(doing, self._tasks.servers, limit, "", patient=True)
 

@@ -88,14 +88,17 @@ def limited(doing: str, peers: Mapping[str, str], timeout: float, flag: str) -> 
         keeper.close()
 
 
-def _silent(peers: Mapping[str, str]) -> str:
-    """The tasks that do not answer, and why."""
+def _silent(peers: Mapping[str, str], patient: bool) -> str:
+    """The tasks that do not answer, and why; with patience, without workers that are gone, since
+    they are started again."""
     found = []
     for name, address in peers.items():
         host, _, port = address.rpartition(":")
         try:
             ask_grpc(host, int(port), _ANSWER_SECONDS)
         except OSError as error:
+            if patient and name.startswith("worker") and isinstance(error, ConnectionRefusedError):
+                continue
             found.append(f"{name} (at {address}: {error.strerror or error})")
     return ", ".join(found)
 
@@ -115,7 +118,7 @@ def main() -> None:
         if waited < quiet:
             continue
         began = time.monotonic()
-        silent = _silent(peers)
+        silent = _silent(peers, patient)
         waited += time.monotonic() - began
         ends = quiet >= timeout and (silent or not patient)
         if silent or not patient:

@@ -145,6 +145,7 @@ def test_patience_with_a_process_that_is_busy(monkeypatch, capfd):
         assert run_main(monkeypatch, {"ps 0": well}, patient=True) == []
     assert capfd.readouterr().err == ""
     gone = launch.cluster(1)["worker"][0]
+    assert run_main(monkeypatch, {"worker 0": gone}, patient=True) == []  # it is started again
     assert run_main(monkeypatch, {"ps 0": gone}, patient=True) == [(os.getppid(), 5)]
 
 
