@@ -27,7 +27,7 @@ def accumulated(
         micro_step: returns the loss of a micro-batch, a float32 scalar, and its gradients.
         batch: examples of this replica.
         micro_batches: at most this many; fewer if there are fewer examples.
-        model: its Dropout draws for each micro-batch on all replicas alike.
+        model: see `replicas.drawing_alike`.
         variables: one for each gradient.
     """
     no_gradient = [False] * len(variables)

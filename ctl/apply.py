@@ -75,13 +75,16 @@ def check_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
 def check_precision(
     optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]
 ) -> None:
-    """Refuses an optimizer whose ``beta_2`` rounds to 1 in the type of a variable. Its correction
-    of the bias is 0 then: Adam would never move the variable, and Lamb could make it NaN.
+    """Refuses Adam, AdamW and Lamb if ``beta_2`` rounds to 1 in the type of a variable. Their
+    correction of the bias is 0 then: Adam never moves the variable, and Lamb may make it NaN.
 
     Raises:
         UsageError: names the variable.
     """
-    beta: Any = getattr(optimizer, "beta_2", 0.0)
+    corrected = keras.optimizers.Adam, keras.optimizers.Lamb
+    if not isinstance(optimizer, corrected):
+        return
+    beta = float(optimizer.beta_2)
     for variable in variables:
         if float(tf.cast(beta, variable.dtype)) == 1.0:
             raise UsageError(

@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from ctl import replicas, share
+from ctl.data.global_batches import read_again
 from ctl.errors import UsageError
 from ctl.parts import Parts
 from ctl.watch import watchdog
@@ -168,6 +169,13 @@ class BaseStep:
 
     def check_scope(self, strategy: tf.distribute.Strategy) -> None:
         """Raises `UsageError` if a variable was not created in the scope of ``strategy``."""
+        shared = replicas.shares_variables(strategy)
+        asynchronous = isinstance(strategy, tf.distribute.ParameterServerStrategy)
+        if self.parts.metrics and (shared or asynchronous):
+            raise UsageError(
+                f"metric {self.parts.metrics[0].name} is an attribute of the step, whose updates "
+                "by several replicas would be lost with this strategy: give it as one of metrics"
+            )
         metrics = [v.value for m in [*self.metrics, *self.parts.metrics] for v in m.variables]
         for variable in [*(v.value for v in self.model.variables), *self.parts.own, *metrics]:
             if not strategy.extended.variable_created_in_scope(variable):
@@ -183,15 +191,14 @@ class BaseStep:
 
         Args:
             dataset: all of its labels are checked if they are in memory, else those of one batch.
-            step: the step of that batch, which is read again.
+            step: the step of that batch, which is read again if that takes little time.
         """
         loss_fn = getattr(self.loss_fn, "func", self.loss_fn)  # of a `functools.partial`
         if loss_fn is not cross_entropy or type(self).loss is not BaseStep.loss:
             return
         batch, where = getattr(dataset, "arrays", None), ""
         if batch is None and step is not None:
-            batch = next(iter(dataset.batches(step - 1)), None)
-            where = f" in the batch of step {step}"
+            batch, where = read_again(dataset, step), f" in the batch of step {step}"
         shape: Any = getattr(self.model, "output_shape", None)
         if (
             not isinstance(batch, tuple | list)
@@ -241,7 +248,9 @@ class EvalStep(BaseStep):
     def __call__(self, batch: Any) -> tf.Tensor:
         """Updates the metrics. Returns float32 [2]: sum of the losses, number of valid examples."""
         computed, empty = share.filled(batch)
-        loss, outputs = share.dropped(empty, *self.sum_of(self.loss(computed), computed))
+        with self.parts.counted_unless(empty):
+            losses = self.loss(computed)
+        loss, outputs = share.dropped(empty, *self.sum_of(losses, computed))
         if outputs is not None:
             self.update_metrics(batch, outputs)
         return tf.stack([loss, tf.cast(self.count(batch), tf.float32)])

@@ -44,13 +44,13 @@ def check_gradients(
     kind = type(step).__name__
     if len(gradients) != len(variables):
         raise UsageError(
-            f"{kind}.backward() returned {len(gradients)} gradients for {len(variables)} trainable "
+            f"{kind} computed {len(gradients)} gradients for {len(variables)} trainable "
             "variables: return one for each, None where there is none"
         )
     for gradient, variable in zip(gradients, variables, strict=True):
         if gradient is not None and not variable.shape.is_compatible_with(gradient.shape):
             raise UsageError(
-                f"{kind}.backward() returned a gradient of shape {gradient.shape} for variable "
+                f"{kind} computed a gradient of shape {gradient.shape} for variable "
                 f"{variable.name} of shape {variable.shape}: return them in the order of "
                 "model.trainable_variables"
             )

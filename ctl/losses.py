@@ -26,7 +26,8 @@ class Losses(NamedTuple):
     def totals(self, report: tf.Tensor, replicas: int) -> tf.Tensor:
         """float32 [4] that gives `Totals` when it is summed over ``replicas``. ``report``: see
         `ctl.control.pace.Pace.report`."""
-        loss = self.total / tf.where(self.examples > 0.0, self.examples, 1.0)  # keeps a NaN
+        divisor = tf.where(tf.equal(self.examples, 0.0), 1.0, self.examples)  # a NaN remains one
+        loss = self.total / divisor
         return tf.concat([[loss, self.examples / replicas], report], axis=0)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,8 +32,9 @@ class Parts:
         layer: the model and all layers, Keras variables and seed generators as one layer.
         metrics: those that are attributes of their own.
         plain: TensorFlow variables that are attributes, or in a `tf.Module`.
-        own: all variables, ``plain`` ones included, that belong neither to the model nor to a
-            metric, in the order of the attributes.
+        own: all variables that belong neither to the model nor to a metric: Keras variables, those
+            of seed generators, of layers, of optimizers, and ``plain`` ones, each kind in the order
+            of the attributes.
     """
 
     def __init__(self, step: Any):
@@ -49,6 +51,7 @@ class Parts:
         mine = [v.value for part in (self.layer, *optimizers) for v in part.variables]
         models = {id(v.value) for v in step.model.variables}
         self.own = list({id(v): v for v in mine + self.plain if id(v) not in models}.values())
+        # Keras has no public name for the variables that an optimizer was built with.
         trained = {id(v.value) for o in optimizers for v in o._trainable_variables}
         trained |= models
         untrained = [
@@ -57,15 +60,32 @@ class Parts:
             if v.trainable and v.dtype.is_floating and id(v) not in trained
         ]
         self._untrained = untrained[0].name if untrained else ""
+        self._generators = any(isinstance(p, tf.random.Generator) for p in found)
 
-    def check_trained(self) -> None:
-        """Raises `UsageError` if a variable is trainable, and in no optimizer."""
+    def check(self) -> None:
+        """Raises `UsageError` if a variable is trainable, and in no optimizer; or for a generator
+        of TensorFlow, which is not saved and draws the same numbers on all replicas."""
+        if self._generators:
+            raise UsageError(
+                "the step has a tf.random.Generator, which ctl cannot save: use "
+                "keras.random.SeedGenerator"
+            )
         if self._untrained:
             raise UsageError(
                 f"variable {self._untrained} of the step is trainable, but no optimizer trains it: "
                 "make it part of the model, build an optimizer of the step with it "
                 "(self.my_optimizer.build(variables)), or set trainable=False"
             )
+
+    @contextlib.contextmanager
+    def counted_unless(self, empty: tf.Tensor | None) -> Iterator[None]:
+        """Undoes what is done to ``metrics`` inside the context if ``empty``, a bool scalar or None
+        for never: a replica without examples computes with one that does not count."""
+        variables = [] if empty is None else [v.value for m in self.metrics for v in m.variables]
+        before = [variable.read_value() for variable in variables]
+        yield
+        for variable, old in zip(variables, before, strict=True):
+            variable.assign(tf.where(empty, old, variable.read_value()))
 
 
 def _is_metric(part: Any) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
+from ctl import share
 from ctl.errors import UsageError
 
 SUM = tf.distribute.ReduceOp.SUM
@@ -94,7 +95,7 @@ def summed_apart(
     Raises:
         UsageError: ``sum_gradients`` returned tensors of other shapes or another number.
     """
-    wide = [tf.cast(g, tf.float32) if g.dtype.size < 4 else g for g in gradients]
+    wide = [share.widened(g) for g in gradients]
     if loss_scale is not None:
         wide = [g / tf.cast(loss_scale, g.dtype) for g in wide]
     broken = tf.reduce_any([tf.reduce_any(~tf.math.is_finite(g)) for g in wide])

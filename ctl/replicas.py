@@ -99,7 +99,7 @@ def check_synchronized(
 def dropout_seeds(model: keras.Model) -> list[tf.Variable]:
     """States of the model's seed generators, integers [2]: the seed and the number of masks drawn
     so far."""
-    variables = model.non_trainable_variables
+    variables = {id(v): v for v in model.non_trainable_variables}.values()
     return [v.value for v in variables if v.path.endswith("seed_generator_state")]
 
 

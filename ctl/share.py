@@ -93,7 +93,12 @@ def power_of_two(count: tf.Tensor) -> tf.Tensor:
 
 def widened(tensor: tf.Tensor) -> tf.Tensor:
     """``tensor`` in float32, if its type is narrower: sums of float16 overflow early."""
-    return tf.cast(tensor, tf.float32) if tensor.dtype.size < 4 else tensor
+    return tf.cast(tensor, wide(tensor.dtype))
+
+
+def wide(dtype: tf.DType) -> tf.DType:
+    """float32, or ``dtype`` if that is wider."""
+    return tf.float32 if dtype.size < 4 else dtype
 
 
 @tf.autograph.experimental.do_not_convert

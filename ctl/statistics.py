@@ -114,6 +114,7 @@ def make_statistics(
     own: Sequence[tf.Variable],
     strategy: tf.distribute.Strategy,
     *,
+    plain: Sequence[tf.Variable],
     micro_batches: bool,
     undoes: bool,
 ) -> Statistics:
@@ -123,6 +124,7 @@ def make_statistics(
         model: the model that trains.
         own: see `ctl.TrainStep.replica_statistics`.
         strategy: the strategy of the step.
+        plain: TensorFlow variables of the step.
         micro_batches: whether the forward pass sees a replica's part in pieces. The variance is
             then that within these, as on one replica.
         undoes: whether updates may be skipped.
@@ -136,6 +138,7 @@ def make_statistics(
     if undoes and not shared:
         others = [*replicas.statistics_of(norms), *replicas.other_state(model)]
         mine = [*own, *(v.value for v in others if v.aggregation == "none")]
+        mine += [v for v in plain if v.aggregation == tf.VariableAggregation.NONE]
         undone = {id(variable): variable for variable in mine}
     several = strategy.num_replicas_in_sync > 1
     return Statistics(own if several else [], [] if micro_batches else norms, [*undone.values()])

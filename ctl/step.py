@@ -130,7 +130,7 @@ class TrainStep(BaseStep):
             check(strategy, self.parts.layer, self.accumulate_steps, self.jit_compile)
         if not self.model.trainable_variables:
             raise UsageError(f"model {self.model.name} has no trainable variables; build it first")
-        self.parts.check_trained()
+        self.parts.check()
         self.strategy = strategy
         self._trainable = [v.value for v in self.model.trainable_variables]
         self._synchronizes = replicas.synchronizes(strategy, self.parts.layer)
@@ -149,12 +149,12 @@ class TrainStep(BaseStep):
             self.parts.layer,
             self.replica_statistics(),
             strategy,
+            plain=self.parts.plain,
             micro_batches=self.accumulate_steps > 1,
             undoes=self.updater.judges_finiteness,
         )
         self.single_replica = replicas.is_alone(strategy)
-        # Whether the loop calls the step as a function that is not inlined.
-        self.noinline = noinline.is_needed(strategy, self.parts.layer)
+        self.noinline = noinline.is_needed(strategy, self.parts.layer)  # see `Steps._variant`
         self._xla_gradient_fn = tf.function(self.loss_and_gradients, jit_compile=True)
         self._gradient_fn = self.loss_and_gradients
         if self.noinline and self.accumulate_steps > 1:  # the loop over micro-batches calls it
@@ -184,8 +184,10 @@ class TrainStep(BaseStep):
         return Inspection(self, steps, profile=profile)
 
     def reduced_specs(self) -> list[tf.Variable | tf.TensorSpec]:
-        """Shapes and dtypes of the tensors that `reduce` may sum, in its order: gradients (some may
-        be None), statistics of the replica, and the number of valid examples (if counted)."""
+        """Shapes and dtypes of what `sum_gradients` may sum, in its order: gradients (some may be
+        None), statistics of the replica, and the number of valid examples (if counted)."""
+        if self._sums_apart:
+            return [tf.TensorSpec(v.shape, share.wide(v.dtype)) for v in self._trainable]
         return [*self._trainable, *self.statistics.specs(), tf.TensorSpec([], tf.float32)]
 
     def plan(self, *, xla: bool = False) -> Plan:
@@ -245,16 +247,17 @@ class TrainStep(BaseStep):
         """The loss and the gradients of all micro-batches, divided by ``divisor``."""
         if self.accumulate_steps == 1:
             return self._micro_step(batch, divisor)
-        micro_step = functools.partial(self._micro_step, divisor=divisor)
-        parts, variables = self.accumulate_steps, self._trainable
-        return accumulated(micro_step, batch, parts, self.parts.layer, variables)
+        step, parts = functools.partial(self._micro_step, divisor=divisor), self.accumulate_steps
+        return accumulated(step, batch, parts, self.parts.layer, self._trainable)
 
     def _micro_step(self, batch: Any, divisor: Any) -> tuple[tf.Tensor, list[tf.Tensor | None]]:
         gradient_fn = self._xla_gradient_fn if self.jit_compile else self._gradient_fn
         computed, empty = share.filled(batch)
         if empty is not None and self._synchronizes:
             share.refuse_empty(empty)
-        loss, gradients, outputs = gradient_fn(computed, divisor)
+        with self.parts.counted_unless(empty):
+            loss, gradients, outputs = gradient_fn(computed, divisor)
+        check_gradients(self, gradients, self._trainable)
         (loss, gradients), outputs = share.dropped(empty, (loss, gradients), outputs)
         if outputs is not None:
             self.update_metrics(batch, outputs)
@@ -270,9 +273,7 @@ class TrainStep(BaseStep):
             self.observer.mark("forward", loss if outputs is None else outputs)
             loss /= float(divisor) if isinstance(divisor, int) else divisor
         with tf.name_scope("ctl_backward"):
-            gradients = self.backward(tape, loss)
-            check_gradients(self, gradients, self._trainable)
-            return loss, gradients, outputs
+            return loss, self.backward(tape, loss), outputs
 
     def forward(self, batch: Any) -> tuple[tf.Tensor, Any]:
         """Returns the sum of the losses of a (micro-)batch, a float32 scalar with regularization,
@@ -300,7 +301,7 @@ class TrainStep(BaseStep):
     def reduce(
         self, loss: tf.Tensor, count: Any, gradients: list[tf.Tensor | None], before: Before
     ) -> tuple[tf.Tensor, Any, list[tf.Tensor | None]]:
-        """Sums gradients over replicas with `ctl.reduce.all_reduce`.
+        """Sums gradients over replicas with `sum_gradients`.
 
         The packs also carry the number of valid examples, unless it is known while tracing, and
         the moving statistics that each replica has updated with its own part of the batch.
@@ -319,16 +320,17 @@ class TrainStep(BaseStep):
         counted = [] if isinstance(count, int) else [tf.cast(count, tf.float32)]
         own = [*self.statistics.terms(before), *counted]
         scale = self.updater.loss_scale and self.updater.loss_scale.scale
-        if type(self).sum_gradients is TrainStep.sum_gradients:
+        if not self._sums_apart:
             reduced = self.sum_gradients([*dense, *own])
             dense, own = reduced[: len(dense)], reduced[len(dense) :]
         else:
-            dense, own = summed_apart(dense, own, scale, self.sum_gradients, self._all_reduce)
+            sum_own = functools.partial(all_reduce, options=self.options)
+            dense, own = summed_apart(dense, own, scale, self.sum_gradients, sum_own)
             scale = None
         total = own.pop() if counted else count * self.strategy.num_replicas_in_sync
         self.statistics.assign(own, before, self.strategy.num_replicas_in_sync)
         if counted:
-            divisor = tf.where(total > 0.0, total, 1.0)  # without examples, a NaN remains one
+            divisor = tf.where(tf.equal(total, 0.0), 1.0, total)  # a NaN remains one
             dense = [g / tf.cast(divisor, g.dtype) for g in dense]
             loss /= divisor
         dense = [tf.cast(g, v.dtype) for g, v in zip(dense, variables, strict=True)]
@@ -340,18 +342,18 @@ class TrainStep(BaseStep):
     def sum_gradients(self, gradients: list[tf.Tensor]) -> list[tf.Tensor]:
         """Sums dense tensors over replicas, with `ctl.reduce.all_reduce`.
 
-        Override it to sum gradients in another way, for instance compressed. An override gets this
-        replica's gradients without the loss scale, in float32 at least. It must return tensors of
-        the same shapes that are equal on all replicas. The number of examples and the statistics
-        of the replicas have an all-reduce of their own then, and a NaN or Inf in ``gradients`` on
-        any replica is noticed whatever the override makes of it.
+        An override, for instance a compressed sum, gets this replica's gradients without the loss
+        scale, in float32 at least. It returns tensors of the same shapes, equal on all replicas. A
+        NaN or Inf on any replica is noticed whatever it makes of it. The number of examples and the
+        statistics have an all-reduce of their own then.
         """
-        return self._all_reduce(gradients)
-
-    def _all_reduce(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         return self.observer.all_reduce(
-            tensors, bytes_per_pack=self.bytes_per_pack, options=self.options
+            gradients, bytes_per_pack=self.bytes_per_pack, options=self.options
         )
+
+    @property
+    def _sums_apart(self) -> bool:
+        return getattr(self.sum_gradients, "__func__", None) is not TrainStep.sum_gradients
 
     @tf.autograph.experimental.do_not_convert
     def finite(self, gradients: list[tf.Tensor | None]) -> tf.Tensor:

@@ -56,8 +56,8 @@ def test_gradients_of_the_wrong_number_or_shape(jit_compile):
             return super().backward(tape, loss, variables)[::-1]
 
     for kind, reason in (
-        (TooFew, r"^TooFew.backward\(\) returned 3 gradients for 4 trainable variables: "),
-        (Reversed, r"^Reversed.backward\(\) returned a gradient of shape \(5,\) for variable .* "),
+        (TooFew, r"^TooFew computed 3 gradients for 4 trainable variables: "),
+        (Reversed, r"^Reversed computed a gradient of shape \(5,\) for variable .* "),
     ):
         loop = make_loop(step_class=kind, jit_compile=jit_compile)
         with pytest.raises(UsageError, match=reason):

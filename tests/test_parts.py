@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import CLASSES, FEATURES, make_loop, mlp
+from helpers import CLASSES, FEATURES, examples, make_loop, mlp
 from keras import layers
 
 from ctl.errors import UsageError
@@ -166,19 +166,72 @@ def test_a_variable_that_differs_between_replicas_is_refused(mirrored):
         make_loop(mirrored(2), step_class=Counts).train(2)
 
 
+class Measured(TrainStep):
+    """Counts examples in a metric of its own."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.size = keras.metrics.Sum(name="examples_seen")
+
+    def loss(self, batch):
+        self.size.update_state(tf.cast(tf.shape(batch[0])[0], tf.float32))
+        return super().loss(batch)
+
+
 @REPLICAS
 @pytest.mark.parametrize("options", [{}, {"accumulate_steps": 2}, {"jit_compile": True}], ids=str)
 def test_a_metric_of_ones_own_is_logged_and_reset(mirrored, replicas, options):
-    class Measured(TrainStep):
-        def __init__(self, *args, **options):
-            super().__init__(*args, **options)
-            self.size = keras.metrics.Sum(name="examples_seen")
-
-        def loss(self, batch):
-            self.size.update_state(tf.cast(tf.shape(batch[0])[0], tf.float32))
-            return super().loss(batch)
-
     loop = make_loop(mirrored(replicas), model=mlp, step_class=Measured, **options)
     assert loop.train(2)["examples_seen"] == 2 * loop.dataset.global_batch_size
     loop.step.reset_metrics()
     assert loop.train(3)["examples_seen"] == loop.dataset.global_batch_size
+
+
+@pytest.mark.parametrize("replicas", [1, 4])
+def test_a_metric_of_ones_own_on_a_replica_without_examples(mirrored, replicas):
+    """9 examples over 4 replicas are 3, 3, 3 and 0, and the last computes with one of zeros."""
+    data = tf.data.Dataset.from_tensor_slices(examples(9)).batch(9)
+    loop = make_loop(mirrored(replicas), step_class=Measured, data=data)
+    assert loop.train(2)["examples_seen"] == 18
+
+
+def test_a_metric_of_ones_own_where_replicas_share_variables():
+    cpus = tf.config.list_logical_devices("CPU")[:2]
+    strategy = tf.distribute.experimental.CentralStorageStrategy([c.name for c in cpus])
+    with pytest.raises(
+        UsageError, match="^metric examples_seen is an attribute of the step, whose"
+    ):
+        make_loop(strategy, step_class=Measured)
+
+
+def test_a_generator_of_tensorflow_is_refused():
+    class Draws(TrainStep):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            self.generator = tf.random.Generator.from_seed(1)
+
+    with pytest.raises(UsageError, match="tf.random.Generator, .* use keras.random.SeedGenerator"):
+        make_loop(step_class=Draws)
+
+
+@REPLICAS
+def test_a_skipped_step_undoes_a_variable_of_the_step(mirrored, replicas):
+    class Remembers(TrainStep):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            mean = tf.VariableAggregation.NONE
+            self.last = tf.Variable(0.0, trainable=False, name="last", aggregation=mean)
+            self.other = tf.Variable(0.0, trainable=False, name="last", aggregation=mean)
+
+        def loss(self, batch):
+            losses, outputs = super().loss(batch)
+            self.last.assign(tf.reduce_max(batch[0]))
+            return losses, outputs
+
+    features, labels = examples(16)
+    features[:] = 1.0
+    features[8:] = np.nan
+    data = tf.data.Dataset.from_tensor_slices((features, labels)).batch(8, drop_remainder=True)
+    loop = make_loop(mirrored(replicas), step_class=Remembers, data=data, on_nan="skip")
+    assert loop.train(2)["skipped_steps"] == 1
+    assert float(loop.step.last.numpy()) == 1.0

@@ -213,7 +213,8 @@ def differences(
     for key, ours in new.items():
         theirs = old.get(key)
         if theirs is None:
-            differing.append(f"it has no {key!r}, only {', '.join(old) or 'nothing'}")
+            why = ", the variables of the step's own" if key == "step" else ""
+            differing.append(f"it has no {key!r}{why}, only {', '.join(old) or 'nothing'}")
             continue
         if len(theirs) != len(ours):
             differing.append(f"it has {len(theirs)} variables in {key!r} instead of {len(ours)}")

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 # The first bytes of a gRPC client: the preface of HTTP/2 and an empty SETTINGS frame (RFC 9113,
 # section 3.4). A server answers with a SETTINGS frame. The fourth byte of a frame is its type.
@@ -59,7 +60,7 @@ class Keeper:
         self._libc.signal.restype = ctypes.c_void_p
         handler = ctypes.cast(self._libc._exit, ctypes.c_void_p)
         self._before = self._libc.signal(_SIGNAL, handler)
-        task = json.dumps([doing, dict(peers), timeout, flag, patient])
+        task = json.dumps([os.getpid(), doing, dict(peers), timeout, flag, patient])
         # Without the site's packages, it starts in 20 ms.
         program = [sys.executable, "-I", "-S", "-c", _PROGRAM, __file__, task]
         self._process = subprocess.Popen(program, stdin=subprocess.PIPE)
@@ -67,7 +68,7 @@ class Keeper:
     def beat(self) -> None:
         """Says that Python runs."""
         assert self._process.stdin
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):  # it has ended, or is closed
             os.write(self._process.stdin.fileno(), b".")
 
     def close(self) -> None:
@@ -89,23 +90,31 @@ def limited(doing: str, peers: Mapping[str, str], timeout: float, flag: str) -> 
 
 
 def _silent(peers: Mapping[str, str], patient: bool) -> str:
-    """The tasks that do not answer, and why; with patience, without workers that are gone, since
-    they are started again."""
-    found = []
-    for name, address in peers.items():
+    """The tasks that do not answer, and why: the frozen ones, or else those that are gone, which
+    may have given up as this one does. With patience, without workers that are gone, since they are
+    started again."""
+
+    def ask(name: str, address: str) -> tuple[bool, str] | None:
         host, _, port = address.rpartition(":")
         try:
             ask_grpc(host, int(port), _ANSWER_SECONDS)
         except OSError as error:
-            if patient and name.startswith("worker") and isinstance(error, ConnectionRefusedError):
-                continue
-            found.append(f"{name} (at {address}: {error.strerror or error})")
-    return ", ".join(found)
+            gone = isinstance(error, ConnectionRefusedError)
+            if gone and patient and name.startswith("worker"):
+                return None
+            why = f"{name} (at {address}: {error.strerror or error})"
+            return isinstance(error, TimeoutError), why
+        return None
+
+    with ThreadPoolExecutor(max(1, len(peers))) as threads:
+        found = [one for one in threads.map(ask, peers, peers.values()) if one]
+    frozen = [why for is_frozen, why in found if is_frozen]
+    return ", ".join(frozen or [why for _, why in found])
 
 
 def main() -> None:
     """Ends the parent after the limit, unless it beats, closes stdin or ends before."""
-    doing, peers, timeout, flag, patient = json.loads(sys.argv[1])
+    parent, doing, peers, timeout, flag, patient = json.loads(sys.argv[1])
     waited, quiet = 0.0, min(_QUIET_SECONDS, timeout)
     while True:
         # Ticks are counted, so that a job that was stopped as a whole has not waited.
@@ -131,7 +140,9 @@ def main() -> None:
                     flush=True,
                 )
         if ends:
-            time.sleep(_LINGER_SECONDS)
-            os.kill(os.getppid(), _SIGNAL)
+            if select.select([sys.stdin], [], [], _LINGER_SECONDS)[0]:
+                continue  # it goes on after all, or has ended
+            if os.getppid() == parent:
+                os.kill(parent, _SIGNAL)
             return
         quiet = min(2 * quiet, timeout) if quiet < timeout else waited + _QUIET_SECONDS

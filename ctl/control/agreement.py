@@ -63,7 +63,7 @@ def agree(step: TrainStep, dataset: Dataset, trace: Callable[[], Any]) -> None:
 
 
 def check_state(step: TrainStep, *, this_worker: bool = False) -> None:
-    """Refuses state of a user's layers that differs between replicas.
+    """Refuses state of a user's layers and step that differs between replicas.
 
     Args:
         step: a built step, after at least one call.
@@ -73,27 +73,28 @@ def check_state(step: TrainStep, *, this_worker: bool = False) -> None:
         UsageError: the forward pass has given a variable another value on each replica.
     """
     strategy, combined = step.strategy, {id(v) for v in step.statistics.combined}
-    own = {v.path: v.value for v in replicas.other_state(step.parts.layer)}
-    own |= {v.name: v for v in step.parts.plain}
-    state = {name: v for name, v in own.items() if id(v) not in combined}
+    own = [(v.path, v.value) for v in replicas.other_state(step.parts.layer)]
+    own += [(v.name, v) for v in step.parts.plain]
+    state = [(name, v) for name, v in own if id(v) not in combined]
     if not state or strategy.num_replicas_in_sync == 1:
         return
-    values = {
-        name: {_hash([one.numpy().tobytes()]) for one in strategy.experimental_local_results(v)}
-        for name, v in state.items()
-    }
+    values = [
+        {_hash([one.numpy().tobytes()]) for one in strategy.experimental_local_results(v)}
+        for _, v in state
+    ]
     if not this_worker and workers.is_multi_worker(strategy):
-        mine = json.dumps({path: sorted(hashes) for path, hashes in values.items()}).encode()
+        mine = json.dumps([sorted(hashes) for hashes in values]).encode()
         for text in workers.all_gather(strategy, mine, "comparing the state"):
-            for path, hashes in json.loads(text).items():
-                values[path].update(hashes)
-    different = [path for path, hashes in values.items() if len(hashes) > 1]
+            for hashes, theirs in zip(values, json.loads(text), strict=True):
+                hashes.update(theirs)
+    different = [name for (name, _), hashes in zip(state, values, strict=True) if len(hashes) > 1]
     if different:
         raise UsageError(
-            f"variable {', '.join(different)} differs between replicas: its layer updates it with "
-            "the replica's part of the batch, and a checkpoint holds one value. For the mean over "
-            "replicas, return its .value from TrainStep.replica_statistics(); for the value of "
-            "replica 0, make it with add_weight(aggregation='only_first_replica')"
+            f"variable {', '.join(different)} differs between replicas: the forward pass updates "
+            "it with the replica's part of the batch, and a checkpoint holds one value. For the "
+            "mean over replicas, return it (of a Keras variable, its .value) from "
+            "TrainStep.replica_statistics(); for the value of replica 0, make it with "
+            "aggregation='only_first_replica'"
         )
 
 

@@ -134,7 +134,7 @@ def suspects(records: Sequence[Record]) -> list[Place]:
     """
     found = places(records)
     unheard = [p for p in found if not p.known]
-    sure = len(found) - len(unheard) > 1 or len(found) == 2
+    sure = len(found) - len(unheard) > 1 or (len(found) == 2 and len(unheard) == 1)
     return _judge(found)[1] or (unheard if sure else [])
 
 

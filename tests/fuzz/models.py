@@ -122,7 +122,7 @@ def make_optimizer(case: Case) -> keras.optimizers.Optimizer:
     kind = case.optimizer
     if kind == "Momentum":
         kind, options = "SGD", options | {"momentum": 0.9, "nesterov": True}
-    if case.policy == "bfloat16" and kind in ("Adam", "AdamW", "Adamax", "Lamb"):
+    if case.policy == "bfloat16" and kind in ("Adam", "AdamW", "Lamb"):
         options |= {"beta_2": 0.99}  # ctl refuses the default, which is 1 there
     return getattr(keras.optimizers, kind)(rate_of(case), **options)
 
