@@ -27,8 +27,9 @@ Seconds  Name                              Decision
 30       `roll_call._SILENT_SECONDS`       both sides of the roll call give up: no line received
 10       `workers._ENDED_SECONDS`          watchdog ends the process: others have not reached the
                                            barrier at the end of the data, or of a disagreement
-10       ``_QUIET_SECONDS``                watchdog, `meet` and roll call log that they wait
-5        `roll_call._REACTION_SECONDS`     roll call ends a coordinator that TensorFlow holds
+10       ``_QUIET_SECONDS``                watchdog, `meet`, roll call, `held` log that they wait
+5        `roll_call._REACTION_SECONDS`     roll call ends a coordinator that TensorFlow holds; with
+                                           Python's lock held, `held` does, 5 s before the 30 s
 5        `door._GREETING_SECONDS`          `Door` and `greet` close a connection: no greeting
 5        `roll_call._LEAVING_SECONDS`      `attend` ends a worker so long after SIGTERM
 4        `record.Record.silent_after`      `hang` calls a peer frozen or dead: no beat for 4 times
@@ -37,7 +38,7 @@ Seconds  Name                              Decision
 3        `_ENDING_SECONDS`                 `blame` waits for a failed peer to stop listening
 2        `rendezvous._STAY_SECONDS`        `meet` still answers after it found another list of
                                            workers
-2        `_LINGER_SECONDS`                 watchdog waits after its last line
+2        ``_LINGER_SECONDS``               watchdog and `held` wait after their last line
 2        `_FLUSH_SECONDS`                  `leave` exits, even if the output is not read
 1        `roll_call._BEAT_SECONDS`         interval of the lines of the roll call
 1        `beats.interval`                  interval of beats; longer above 100 workers
