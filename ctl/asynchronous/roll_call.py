@@ -178,7 +178,7 @@ class RollCall:
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
         """Raises `PeerError` in place of an exception that a lost server may have caused."""
-        atexit.register(self._end)
+        atexit.register(lambda: self._end(self._code))
         self._code = error.exit_code if isinstance(error, CtlError) else int(error is not None)
         if isinstance(error, KeyboardInterrupt):
             self._code = 130
@@ -193,16 +193,16 @@ class RollCall:
             time.sleep(0.02)
         return reason
 
-    def _end(self) -> None:
+    def _end(self, code: int) -> None:
         """Ends the process at once: TensorFlow's exit would talk to servers that have ended."""
         self._complete = False  # from here on, a closed connection is no loss
         for peer in list(self._peers.values()):
-            peer.say(f"end {self._code}")
+            peer.say(f"end {code}")
         if self._keeper:
             self._keeper.close()
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(self._code)
+        os._exit(code)
 
     # The thread ---------------------------------------------------------------------------------
 
@@ -226,8 +226,7 @@ class RollCall:
                 fine = now
             elif now - fine > _REACTION_SECONDS:
                 print(reason, file=sys.stderr)
-                self._code = PeerError.exit_code
-                self._end()
+                self._end(PeerError.exit_code)  # the main thread may set `_code` meanwhile
 
     def _admit(self, peer: _Peer) -> None:
         if self._complete:
