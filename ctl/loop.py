@@ -3,13 +3,13 @@
 Read `Steps.run` first: it is the custom training loop. Seven calls lead from `Loop.train` to the
 collective:
 
-    Loop.train                        how many steps to run; what follows from them
-      Steps.run                       one graph: iterator, strategy.run, strategy.reduce(SUM)
-        Steps._one_step               on each replica: its part of one batch
-          TrainStep.__call__          forward, backward, reduce, clip, apply
-            TrainStep.reduce          gradients, and what must be summed with them
-              TrainStep.sum_gradients the part to override
-                ctl.reduce.all_reduce in packs: context.all_reduce(SUM, ...)  # <- here
+    Loop.train                           how many steps to run; what follows from them
+      Steps.run                          one graph: iterator, strategy.run, strategy.reduce(SUM)
+        Steps._one_step                  on each replica: its part of one batch
+          TrainStep.__call__             forward, backward, reduce, clip, apply
+            TrainStep.reduce             gradients, and what must be summed with them
+              TrainStep.sum_gradients    to override for another collective
+                ctl.reduce.all_reduce    in packs: context.all_reduce(SUM, ...)  # <- here
 
 `Steps._variant` chooses how a step becomes a program. With ``jit_compile``, XLA compiles the whole
 step on a single replica, and forward and backward (`TrainStep.loss_and_gradients`) on several. On a

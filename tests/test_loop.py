@@ -654,7 +654,7 @@ def test_a_loop_is_freed_without_the_garbage_collector(mirrored, tmp_path, repli
 
 
 @pytest.mark.parametrize("replicas", [0, 2])
-def test_six_calls_lead_from_train_to_the_collective(mirrored, monkeypatch, replicas):
+def test_seven_calls_lead_from_train_to_the_collective(mirrored, monkeypatch, replicas):
     """Those that the docstring of `ctl.loop` shows. With several replicas, each has a thread."""
     stacks = []
     original = tf.distribute.ReplicaContext.all_reduce
@@ -673,7 +673,7 @@ def test_six_calls_lead_from_train_to_the_collective(mirrored, monkeypatch, repl
     monkeypatch.setattr(tf.distribute.ReplicaContext, "all_reduce", spy)
     loop = make_loop(mirrored(replicas) if replicas else tf.distribute.get_strategy())
     loop.train(2)
-    path = ["train", "run", "_one_step", "__call__", "reduce", "all_reduce"]
+    path = ["train", "run", "_one_step", "__call__", "reduce", "sum_gradients", "all_reduce"]
     assert stacks == [path] * max(1, replicas)
     drawn = re.findall(r"^ +(?:\w+\.)*(\w+)  ", ctl.loop.__doc__, re.MULTILINE)
     assert drawn == path
