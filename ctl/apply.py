@@ -15,6 +15,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from ctl import share
 from ctl.errors import UsageError
 from ctl.flags.names import OPTIMIZERS
 
@@ -98,15 +99,10 @@ def _names(kinds: Sequence[type]) -> str:
     return ", ".join(kind.__name__ for kind in kinds)
 
 
-def average_dtype(dtype: tf.DType) -> tf.DType:
-    """Type of the moving average of a variable: float32, or that of the variable if it is wider."""
-    return tf.float32 if dtype.size < 4 else dtype
-
-
 def average_like(variable: keras.Variable) -> tf.Variable:
     """A variable for the moving average of ``variable``, which it starts with."""
     value = variable.value
-    start, name = tf.cast(value, average_dtype(value.dtype)), value.name.removesuffix(":0")
+    start, name = tf.cast(value, share.wide(value.dtype)), value.name.removesuffix(":0")
     return tf.Variable(start, trainable=False, name=name)
 
 

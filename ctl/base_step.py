@@ -169,14 +169,12 @@ class BaseStep:
 
     def check_scope(self, strategy: tf.distribute.Strategy) -> None:
         """Raises `UsageError` if a variable was not created in the scope of ``strategy``."""
-        shared = replicas.shares_variables(strategy)
-        asynchronous = isinstance(strategy, tf.distribute.ParameterServerStrategy)
-        if self.parts.metrics and (shared or asynchronous):
+        if self.parts.metrics and replicas.has_one_copy(strategy):
             raise UsageError(
                 f"metric {self.parts.metrics[0].name} is an attribute of the step, whose updates "
                 "by several replicas would be lost with this strategy: give it as one of metrics"
             )
-        metrics = [v.value for m in [*self.metrics, *self.parts.metrics] for v in m.variables]
+        metrics = [v.value for m in self._all_metrics() for v in m.variables]
         for variable in [*(v.value for v in self.model.variables), *self.parts.own, *metrics]:
             if not strategy.extended.variable_created_in_scope(variable):
                 raise UsageError(
@@ -225,7 +223,7 @@ class BaseStep:
         """
         # A worker that hangs in a user's `result` must not look as if it waited for others.
         with watchdog.collective("reading the metrics"):
-            metrics = [*self.metrics, *self.parts.metrics]
+            metrics = self._all_metrics()
             totals = [[tf.identity(v.value) for v in m.variables] for m in metrics]
         values: dict[str, Any] = {}
         with watchdog.host("the results of the metrics"):
@@ -236,8 +234,11 @@ class BaseStep:
 
     def reset_metrics(self) -> None:
         """Resets the metrics of `results`."""
-        for metric in [*self.metrics, *self.parts.metrics]:
+        for metric in self._all_metrics():
             metric.reset_state()
+
+    def _all_metrics(self) -> list[keras.metrics.Metric]:
+        return [*self.metrics, *self.parts.metrics]
 
 
 class EvalStep(BaseStep):

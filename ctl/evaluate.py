@@ -97,7 +97,8 @@ def main() -> None:
 
     import keras
 
-    from ctl.apply import average_dtype, average_like
+    from ctl import share
+    from ctl.apply import average_like
     from ctl.checkpoint.manager import CheckpointManager
     from ctl.data.explained import explained
     from ctl.evaluator import Evaluator
@@ -138,7 +139,7 @@ def main() -> None:
     averages = []
     if averaged:  # restored over the weights, or beside them if their type is narrower
         for variable in [*model.trainable_variables, *statistics_of(training_norms(model))]:
-            narrow = average_dtype(variable.value.dtype) != variable.value.dtype
+            narrow = share.wide(variable.value.dtype) != variable.value.dtype
             averages.append((variable, average_like(variable) if narrow else variable))
 
     def show(saved: Saved | None) -> None:

@@ -21,6 +21,12 @@ def shares_variables(strategy: tf.distribute.Strategy) -> bool:
     return central and strategy.num_replicas_in_sync > 1
 
 
+def has_one_copy(strategy: tf.distribute.Strategy) -> bool:
+    """Whether there is one copy of every variable, which several devices or workers update."""
+    asynchronous = isinstance(strategy, tf.distribute.ParameterServerStrategy)
+    return asynchronous or shares_variables(strategy)
+
+
 def is_default(strategy: tf.distribute.Strategy) -> bool:
     """Whether ``strategy`` is TensorFlow's default strategy, which has no devices of its own."""
     with strategy.scope():

@@ -130,12 +130,8 @@ def make_statistics(
         undoes: whether updates may be skipped.
     """
     norms = replicas.training_norms(model)
-    # A strategy with one copy of every variable cannot undo what one replica did to it.
-    shared = replicas.shares_variables(strategy) or isinstance(
-        strategy, tf.distribute.ParameterServerStrategy
-    )
     undone: dict[int, tf.Variable] = {}
-    if undoes and not shared:
+    if undoes and not replicas.has_one_copy(strategy):  # else it cannot undo what one replica did
         others = [*replicas.statistics_of(norms), *replicas.other_state(model)]
         mine = [*own, *(v.value for v in others if v.aggregation == "none")]
         mine += [v for v in plain if v.aggregation == tf.VariableAggregation.NONE]

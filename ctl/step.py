@@ -112,8 +112,7 @@ class TrainStep(BaseStep):
         self.jit_compile = jit_compile
         self.jit_update = jit_update
         self.strategy: Any = None
-        # The loop that runs this step. Weak, because the loop holds the step.
-        self.loop: weakref.ref[Loop] | None = None
+        self.loop: weakref.ref[Loop] | None = None  # weak, because the loop holds the step
         self.observer: Observer = NO_OBSERVER
 
     def build(self, strategy: tf.distribute.Strategy, schedule: Callable | None = None) -> None:
@@ -186,7 +185,7 @@ class TrainStep(BaseStep):
     def reduced_specs(self) -> list[tf.Variable | tf.TensorSpec]:
         """Shapes and dtypes of what `sum_gradients` may sum, in its order: gradients (some may be
         None), statistics of the replica, and the number of valid examples (if counted)."""
-        if self._sums_apart:
+        if self.sums_apart:
             return [tf.TensorSpec(v.shape, share.wide(v.dtype)) for v in self._trainable]
         return [*self._trainable, *self.statistics.specs(), tf.TensorSpec([], tf.float32)]
 
@@ -320,7 +319,7 @@ class TrainStep(BaseStep):
         counted = [] if isinstance(count, int) else [tf.cast(count, tf.float32)]
         own = [*self.statistics.terms(before), *counted]
         scale = self.updater.loss_scale and self.updater.loss_scale.scale
-        if not self._sums_apart:
+        if not self.sums_apart:
             reduced = self.sum_gradients([*dense, *own])
             dense, own = reduced[: len(dense)], reduced[len(dense) :]
         else:
@@ -352,7 +351,8 @@ class TrainStep(BaseStep):
         )
 
     @property
-    def _sums_apart(self) -> bool:
+    def sums_apart(self) -> bool:
+        """Whether `sum_gradients` is overridden."""
         return getattr(self.sum_gradients, "__func__", None) is not TrainStep.sum_gradients
 
     @tf.autograph.experimental.do_not_convert

@@ -259,12 +259,12 @@ class _Training:
         if not self.noise or not np.isfinite(largest):
             return gradients
         bound = self.noise * largest
+        alone = smallest_call(self.case) == 1
         moved = []
         for gradient, variable in zip(gradients, self.variables, strict=True):
             if gradient is not None:
                 # What is exactly 0, such as the row of a word that does not occur, is exact. But
                 # where a normalization removes a bias, or has one example, terms cancel to 0.
-                alone = smallest_call(self.case) == 1
                 cancels = self.case.norm != "none" and (alone or variable.path == "hidden/bias")
                 inexact = cancels | (gradient != 0)
                 gradient = gradient + bound * self.signs(gradient.shape) * inexact
