@@ -3,45 +3,53 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
-import keras
 import tensorflow as tf
 
-from ctl import replicas, share
+from ctl import noinline, replicas, share
+from ctl.checks import check_gradients
+
+if TYPE_CHECKING:
+    from ctl.step import TrainStep
 
 Gradients = list[tf.Tensor | None]
 
 
-def accumulated(
-    micro_step: Callable[[Any], tuple[tf.Tensor, Gradients]],
-    batch: Any,
-    micro_batches: int,
-    model: keras.Model,
-    variables: Sequence[tf.Variable],
-) -> tuple[tf.Tensor, Gradients]:
-    """The sums of the losses and of the gradients of ``micro_batches`` parts of ``batch``.
+def gradient_fns(step: TrainStep) -> dict[bool, Callable]:
+    """`TrainStep.loss_and_gradients` with a third argument, see `ctl.seeds.Seeds.place`: compiled
+    by XLA (True) or not."""
 
-    Args:
-        micro_step: returns the loss of a micro-batch, a float32 scalar, and its gradients.
-        batch: examples of this replica.
-        micro_batches: at most this many; fewer if there are fewer examples.
-        model: see `replicas.drawing_alike`.
-        variables: one for each gradient.
-    """
-    no_gradient = [False] * len(variables)
+    def placed(batch: Any, divisor: Any, place: tf.Tensor) -> Any:
+        with step.seeds.inside(place):
+            return step.loss_and_gradients(batch, divisor)
+
+    apart = step.noinline and step.accumulate_steps > 1  # the loop over micro-batches calls it
+    return {
+        True: tf.function(placed, jit_compile=True),
+        False: noinline.noinline(placed) if apart else placed,
+    }
+
+
+def micro_steps(step: TrainStep, batch: Any, divisor: Any) -> tuple[tf.Tensor, Gradients]:
+    """The loss and the gradients of all micro-batches of ``batch``, the examples of a replica, both
+    divided by ``divisor``. Updates the metrics."""
+    if step.accumulate_steps == 1:
+        return micro_step(step, batch, divisor, 0)
+    no_gradient = [False] * len(step.trained)
 
     def body(micro_batch: Callable, part: Any, loss: Any, totals: Any) -> tuple[Any, Any, Any]:
-        more, gradients = micro_step(micro_batch(part))
+        more, gradients = micro_step(step, micro_batch(part), divisor, part)
         no_gradient[:] = [g is None for g in gradients]
         totals = [t if g is None else t + g for t, g in zip(totals, gradients, strict=True)]
         return part + 1, loss + more, totals
 
-    loss, totals = 0.0, [tf.zeros_like(v) for v in variables]
-    groups = share.micro_batches(batch, micro_batches)
+    loss, totals = 0.0, [tf.zeros_like(v) for v in step.trained]
+    # Fewer micro-batches than asked for, if there are fewer examples.
+    groups = share.micro_batches(batch, step.accumulate_steps)
     done = sum(parts for parts, _ in groups)
-    with replicas.drawing_alike(model, done, micro_batches):
+    with replicas.drawing_alike(step.parts.layer, done, step.accumulate_steps):
         for parts, micro_batch in groups:
             # One iteration at a time needs the memory of one micro-batch only.
             _, loss, totals = tf.while_loop(
@@ -51,3 +59,20 @@ def accumulated(
                 parallel_iterations=1,
             )
     return loss, [None if no else t for t, no in zip(totals, no_gradient, strict=True)]
+
+
+def micro_step(
+    step: TrainStep, batch: Any, divisor: Any, number: int | tf.Tensor
+) -> tuple[tf.Tensor, Gradients]:
+    """The loss and the gradients of micro-batch ``number``, see `micro_steps`."""
+    computed, empty = share.filled(batch)
+    if empty is not None and step.synchronizes:
+        share.refuse_empty(empty)
+    with step.parts.counted_unless(empty, *step.logged.variables):
+        gradient_fn = step.gradient_fns[step.jit_compile]
+        loss, gradients, outputs = gradient_fn(computed, divisor, step.seeds.place(number))
+    check_gradients(step, gradients, step.trained)
+    (loss, gradients), outputs = share.dropped(empty, (loss, gradients), outputs)
+    if outputs is not None:
+        step.update_metrics(batch, outputs)
+    return loss, gradients

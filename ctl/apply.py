@@ -17,86 +17,11 @@ import tensorflow as tf
 
 from ctl import share
 from ctl.errors import UsageError
-from ctl.flags.names import OPTIMIZERS
-
-# Optimizers of Keras whose whole update is in `update_step`. A test compares each of them with
-# plain Keras on one device.
-PROVEN = tuple(getattr(keras.optimizers, kind) for kind in dict.fromkeys(OPTIMIZERS.values()))
-
-# Some optimizers (Nadam, Muon) override one of these methods and do a part of the update there.
-# `update_step` alone would then be silently wrong.
-_UPDATE_METHODS = (
-    *("apply", "_backend_apply_gradients", "_backend_update_step", "_apply_weight_decay"),
-)
+from ctl.optimizers import Optimizers, make_groups
 
 # Variables per compiled function. The cost of a call grows faster than its number of variables, and
 # several functions run at once (`benchmarks/model_size.py`).
 _VARIABLES_PER_UPDATE = 32
-
-# ctl does this itself, after the all-reduce. The optimizer would do it before, or a second time.
-_REFUSED_ARGUMENTS = {
-    "clipnorm": "TrainStep(clip_norm=...), --clip_norm: one global norm, of the reduced gradients",
-    "clipvalue": "TrainStep.clip: override it",
-    "global_clipnorm": "TrainStep(clip_norm=...), --clip_norm",
-    "gradient_accumulation_steps": "TrainStep(accumulate_steps=...), --accumulate_steps",
-    "use_ema": "TrainStep(ema_decay=...), --ema_decay",
-    "loss_scale_factor": "TrainStep(loss_scale=True), --precision=mixed_float16",
-}
-
-
-def check_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
-    """Refuses an optimizer that this module cannot apply correctly.
-
-    Raises:
-        UsageError: a part of the update is outside ``update_step``, no test compares the optimizer
-            with Keras, or an argument duplicates what ctl does itself.
-    """
-    kind = type(optimizer)
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        raise UsageError(
-            "LossScaleOptimizer judges finiteness on one replica, before the all-reduce: pass the "
-            "inner optimizer and TrainStep(loss_scale=True) (--precision=mixed_float16)"
-        )
-    for method in _UPDATE_METHODS:
-        if getattr(kind, method, None) is not getattr(keras.optimizers.Optimizer, method, None):
-            raise UsageError(
-                f"optimizer {kind.__name__} overrides {method}(): part of its update is outside "
-                f"update_step() and would be lost; use one of {_names(PROVEN)}"
-            )
-    if kind not in PROVEN and kind.__module__.split(".")[0] == "keras":
-        raise UsageError(
-            f"optimizer {kind.__name__} is not proven equal to Keras in ctl; use one of "
-            f"{_names(PROVEN)}"
-        )
-    for argument, remedy in _REFUSED_ARGUMENTS.items():
-        if getattr(optimizer, argument, None):
-            raise UsageError(f"optimizer argument {argument} must not be set; use {remedy}")
-
-
-def check_precision(
-    optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]
-) -> None:
-    """Refuses Adam, AdamW and Lamb if ``beta_2`` rounds to 1 in the type of a variable. Their
-    correction of the bias is 0 then: Adam never moves the variable, and Lamb may make it NaN.
-
-    Raises:
-        UsageError: names the variable.
-    """
-    corrected = keras.optimizers.Adam, keras.optimizers.Lamb
-    if not isinstance(optimizer, corrected):
-        return
-    beta = float(optimizer.beta_2)
-    for variable in variables:
-        if float(tf.cast(beta, variable.dtype)) == 1.0:
-            raise UsageError(
-                f"optimizer {type(optimizer).__name__} has beta_2={beta:g}, which is 1 in "
-                f"{variable.dtype}, so it would not move {variable.path}: keep the weights in "
-                "float32 (--precision=mixed_bfloat16), or use beta_2=0.99"
-            )
-
-
-def _names(kinds: Sequence[type]) -> str:
-    return ", ".join(kind.__name__ for kind in kinds)
 
 
 def average_like(variable: keras.Variable) -> tf.Variable:
@@ -154,14 +79,15 @@ class Updater:
     """Applies reduced gradients to the variables of a model. Create it in the strategy's scope.
 
     Args:
-        optimizer: see `check_optimizer`. As in Keras, its ``weight_decay`` is decoupled and applied
-            before the update, except to the variables that the optimizer excludes.
-        variables: trainable `keras.Variable` objects, in the order of the gradients.
+        optimizer: one, or several with their variables, see `ctl.optimizers`. As in Keras, its
+            ``weight_decay`` is decoupled and applied before the update, except to the variables
+            that the optimizer excludes.
+        variables: the trainable `keras.Variable` objects of the model.
         statistics: moving statistics of BatchNorm, which ``ema_decay`` averages too: those of the
             trained weights do not fit averaged weights.
         schedule: learning rate as a function of the step; by default that of the optimizer.
-        ema_decay: decay of an exponential moving average of the weights; None keeps no average. As
-            in Keras, the average starts as the weights after the first update.
+        ema_decay: decay of an exponential moving average of ``variables``; None keeps no average.
+            As in Keras, the average starts as the weights after the first update.
         loss_scale: whether to scale the loss for float16, see `LossScale`.
         skip_nonfinite: whether to skip an update when a gradient has a NaN or Inf.
         jit_update: whether XLA compiles the update: one pass over memory replaces a dozen kernels
@@ -169,18 +95,22 @@ class Updater:
             optimizer that XLA cannot compile.
 
     Attributes:
+        groups: the parameter groups.
+        of_model: ``variables``.
+        trained: all variables that are trained, in the order of the gradients: ``variables``, then
+            others of the groups.
         global_step: int64 scalar variable: batches seen.
         skipped: int64 scalar variable: updates skipped because a gradient was not finite.
-        ema: variables like ``variables`` and ``statistics``; empty without ``ema_decay``.
+        averaged_variables: ``variables`` and ``statistics``; empty without ``ema_decay``.
+        ema: the averages of ``averaged_variables``.
 
     Raises:
-        UsageError: see `check_optimizer` and `check_precision`; or a variable is to be overwritten
-            by its gradient.
+        UsageError: see `ctl.optimizers.make_groups`.
     """
 
     def __init__(
         self,
-        optimizer: keras.optimizers.Optimizer,
+        optimizer: Optimizers,
         variables: Sequence[keras.Variable],
         *,
         statistics: Sequence[keras.Variable] = (),
@@ -190,32 +120,27 @@ class Updater:
         skip_nonfinite: bool = False,
         jit_update: bool | None = None,
     ):
-        check_optimizer(optimizer)
-        check_precision(optimizer, variables)
-        for variable in variables:
-            if variable.overwrite_with_gradient:
-                raise UsageError(f"variable {variable.path} is to be overwritten by its gradient")
-        if not optimizer.built:
-            optimizer.build(variables)
-        self.optimizer = optimizer
-        self.variables = list(variables)
-        if ema_decay is not None:
-            self.variables += statistics
-        self.schedule = schedule
+        self.groups = make_groups(optimizer, variables, schedule)
+        self.of_model = list(variables)
+        grouped = [v for group in self.groups for v in group.variables]
+        self.trained = list({id(v): v for v in [*variables, *grouped]}.values())
+        self._group_of = {id(v): n for n, group in enumerate(self.groups) for v in group.variables}
+        self.averaged_variables = [] if ema_decay is None else [*variables, *statistics]
+        others = [] if ema_decay is None else list(statistics)
+        self.variables = [*self.trained, *others]
         self.ema_decay = ema_decay
         self.jit_update = jit_update
         self.judges_finiteness = loss_scale or skip_nonfinite
         self.global_step = _counter("global_step", 0, tf.int64)
         self.skipped = _counter("skipped", 0, tf.int64)
         self.loss_scale = LossScale() if loss_scale else None
-        self.ema = []
-        if ema_decay is not None:
-            self.ema = [average_like(v) for v in self.variables]
+        self.ema = [average_like(v) for v in self.averaged_variables]
+        self._average_of = dict(zip(map(id, self.averaged_variables), self.ema, strict=True))
 
     def state(self) -> dict[str, list[tf.Variable]]:
         """Variables that a checkpoint must hold, by group."""
         state = {
-            "optimizer": [v.value for v in self.optimizer.variables],
+            "optimizer": [v.value for g in self.groups for v in g.optimizer.variables],
             "counters": [self.global_step, self.skipped],
         }
         if self.ema:
@@ -228,16 +153,41 @@ class Updater:
         """Number of skipped updates; 0 if finiteness is not checked."""
         return int(self.skipped.numpy()) if self.judges_finiteness else 0
 
-    def learning_rate(self, step: tf.Tensor | None = None) -> tf.Tensor:
-        """Learning rate of the update at ``step`` (by default the next one), a float32 scalar."""
+    def learning_rates(self, step: tf.Tensor | None = None) -> list[tf.Tensor]:
+        """Learning rate of each group in the update at ``step`` (by default the next one), float32
+        scalars."""
         step = self.global_step if step is None else step
-        rate = self.schedule(step) if self.schedule else self.optimizer.learning_rate
-        return tf.convert_to_tensor(rate.value if isinstance(rate, keras.Variable) else rate)
+        rates = [g.schedule(step) if g.schedule else g.optimizer.learning_rate for g in self.groups]
+        values = [rate.value if isinstance(rate, keras.Variable) else rate for rate in rates]
+        return [tf.convert_to_tensor(value) for value in values]
+
+    def by_group(
+        self, gradients_of: Callable[..., list[tf.Tensor | None]], losses: list[tf.Tensor]
+    ) -> list[tf.Tensor | None]:
+        """Returns the gradients, in the order of ``trained``, of one loss for each group.
+
+        Args:
+            gradients_of: ``(loss, variables) -> gradients``.
+            losses: scalars.
+
+        Raises:
+            UsageError: there is another number of losses than of groups.
+        """
+        if len(losses) != len(self.groups):
+            raise UsageError(
+                f"loss() returned a list of {len(losses)} losses, and the optimizer has "
+                f"{len(self.groups)} parameter groups: return one for each"
+            )
+        found: dict[int, tf.Tensor | None] = {}
+        for loss, group in zip(losses, self.groups, strict=True):
+            gradients = gradients_of(loss, [v.value for v in group.variables])
+            found.update(zip(map(id, group.variables), gradients, strict=True))
+        return [found[id(variable)] for variable in self.trained]
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
         """While inside, the model has the averaged weights, if there are any."""
-        pairs = list(zip(self.variables, self.ema, strict=True)) if self.ema else []
+        pairs = list(zip(self.averaged_variables, self.ema, strict=True))
         trained = [variable.value.read_value() for variable, _ in pairs]
         try:
             for variable, average in pairs:
@@ -275,9 +225,10 @@ class Updater:
             self.global_step.assign_add(1)
 
     def _update(self, strategy: tf.distribute.Strategy, gradients: Sequence) -> None:
-        rate = self.learning_rate()
+        rates = self.learning_rates()
         gradients = [*gradients, *[None] * (len(self.variables) - len(gradients))]
-        first = tf.equal(self.optimizer.iterations.value, 0) if self.ema else None
+        iterations = [group.optimizer.iterations.value for group in self.groups]
+        first = tf.equal(iterations[0], 0) if self.ema else None
         devices: dict[str, list[int]] = {}
         for index, variable in enumerate(self.variables):
             devices.setdefault(variable.value.device, []).append(index)
@@ -289,11 +240,12 @@ class Updater:
             strategy.extended.update(
                 self.variables[indices[0]].value,
                 lambda _, *args, update=update: update(*args),
-                args=([gradients[i] for i in indices], rate, first),
+                args=([gradients[i] for i in indices], rates, first),
                 group=False,
             )
         # Not Keras's own increment: it reads and then assigns, so concurrent workers lose counts.
-        self.optimizer.iterations.value.assign_add(1)
+        for iteration in iterations:
+            iteration.assign_add(1)
         if self.loss_scale:
             self.loss_scale.good()
 
@@ -302,25 +254,25 @@ class Updater:
         self,
         indices: Sequence[int],
         gradients: Sequence[tf.Tensor | None],
-        rate: tf.Tensor,
+        rates: Sequence[tf.Tensor],
         first: tf.Tensor | None,
     ) -> None:
         """Updates the variables at ``indices``, in the update context of their device."""
-        optimizer = self.optimizer
-        # A private name of Keras: whether `exclude_from_weight_decay` left the variable in.
-        decays = optimizer._use_weight_decay if optimizer.weight_decay else lambda _: False
         for index, gradient in zip(indices, gradients, strict=True):
             variable = self.variables[index]
             value = variable.value
             if gradient is not None:
-                if decays(variable):
+                number = self._group_of[id(variable)]
+                optimizer, rate = self.groups[number].optimizer, rates[number]
+                # A private name of Keras: whether `exclude_from_weight_decay` left it in.
+                if optimizer.weight_decay and optimizer._use_weight_decay(variable):
                     decay = tf.cast(optimizer.weight_decay * rate, value.dtype)
                     value.assign_sub(value * decay)
                 optimizer.update_step(gradient, value, rate)
                 if variable.constraint is not None:
                     value.assign(variable.constraint(value))
-            if self.ema:
-                average = self.ema[index]
+            if id(variable) in self._average_of:
+                average = self._average_of[id(variable)]
                 decay = tf.constant(self.ema_decay, average.dtype)
                 momentum = tf.where(first, tf.zeros_like(decay), decay)
                 average.assign(momentum * average + (1.0 - momentum) * tf.cast(value, decay.dtype))

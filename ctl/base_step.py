@@ -13,6 +13,7 @@ import tensorflow as tf
 from ctl import replicas, share
 from ctl.data.global_batches import read_again
 from ctl.errors import UsageError
+from ctl.logged import Logged
 from ctl.parts import Parts
 from ctl.watch import watchdog
 
@@ -61,6 +62,7 @@ class BaseStep:
         self.model = model
         self.loss_fn = loss_fn
         self.metrics = list(metrics)
+        self.logged = Logged()
 
     def preprocess(self, features: Any) -> Any:
         """Turns the features of a batch into the input of the model; by default `scale_images`."""
@@ -74,7 +76,8 @@ class BaseStep:
                 ``(features, labels, sample_weights)``. Override for any other form.
 
         Returns:
-            ``losses`` or ``(losses, outputs)``. ``losses`` is float [n], each times its weight.
+            ``losses`` or ``(losses, outputs)``. ``losses`` is float [n], each times its weight; or
+            a list of those, one for each parameter group.
 
         Raises:
             UsageError: ``loss_fn`` does not return [n], or there is not one weight per example.
@@ -95,8 +98,9 @@ class BaseStep:
         return losses * tf.cast(weights, losses.dtype), outputs
 
     @tf.autograph.experimental.do_not_convert
-    def sum_of(self, losses: Any, batch: Any) -> tuple[tf.Tensor, Any]:
-        """Returns the sum of ``losses``, a float32 scalar, and the outputs for metrics or None.
+    def sum_of(self, losses: Any, batch: Any) -> tuple[tf.Tensor | list[tf.Tensor], Any]:
+        """Returns the sum of ``losses``, a float32 scalar, and the outputs for metrics or None. A
+        list of losses gives a list of sums.
 
         Args:
             losses: as returned by `loss`.
@@ -109,8 +113,11 @@ class BaseStep:
         # A step that overrides `count` may have another number of losses, for instance one for each
         # view of an example.
         count = share.rows(batch) if type(self).count is BaseStep.count else None
-        losses = share.one_for_each_example(losses, count)
-        return tf.reduce_sum(tf.cast(losses, tf.float32)), outputs
+
+        def total(one: Any) -> tf.Tensor:
+            return tf.reduce_sum(tf.cast(share.one_for_each_example(one, count), tf.float32))
+
+        return [total(o) for o in losses] if isinstance(losses, list) else total(losses), outputs
 
     @tf.autograph.experimental.do_not_convert
     def count(self, batch: Any) -> int | tf.Tensor:
@@ -215,9 +222,23 @@ class BaseStep:
                     f"{labels.size} are not)"
                 )
 
+    def log(self, name: str, value: tf.Tensor | float, reduce: str = "mean") -> None:
+        """Adds a scalar to the log records, from any phase. It needs no collective of its own.
+
+        Args:
+            name: in the record. No metric or other scalar may have it.
+            value: float of any shape. A replica without examples logs nothing.
+            reduce: ``"mean"`` or ``"sum"`` of all elements that all replicas have logged since the
+                last record, their ``"max"``, or the ``"last"`` on replica 0 (a mean over elements).
+
+        Raises:
+            UsageError: see `ctl.logged.Logged.add`.
+        """
+        self.logged.add(name, value, reduce, [metric.name for metric in self._all_metrics()])
+
     def results(self) -> dict[str, float]:
-        """Values of the metrics by name, over all replicas, since the last `reset_metrics`: of
-        ``self.metrics``, and of those that are attributes of their own.
+        """Values by name, over all replicas, since the last `reset_metrics`: of ``self.metrics``,
+        of metrics that are attributes of their own, and of what `log` was given.
 
         With several workers, all must call it at the same steps.
         """
@@ -230,10 +251,11 @@ class BaseStep:
             for metric, variables in zip(metrics, totals, strict=True):
                 result = metric.stateless_result(variables)
                 values |= result if isinstance(result, dict) else {metric.name: result}
-            return {name: float(value) for name, value in values.items()}
+            return {name: float(value) for name, value in (values | self.logged.values()).items()}
 
     def reset_metrics(self) -> None:
-        """Resets the metrics of `results`."""
+        """Resets what `results` returns."""
+        self.logged.reset()
         for metric in self._all_metrics():
             metric.reset_state()
 
@@ -249,9 +271,10 @@ class EvalStep(BaseStep):
     def __call__(self, batch: Any) -> tf.Tensor:
         """Updates the metrics. Returns float32 [2]: sum of the losses, number of valid examples."""
         computed, empty = share.filled(batch)
-        with self.parts.counted_unless(empty):
+        with self.parts.counted_unless(empty, *self.logged.variables):
             losses = self.loss(computed)
-        loss, outputs = share.dropped(empty, *self.sum_of(losses, computed))
+        loss, outputs = self.sum_of(losses, computed)
+        loss, outputs = share.dropped(empty, tf.reduce_sum(loss), outputs)
         if outputs is not None:
             self.update_metrics(batch, outputs)
         return tf.stack([loss, tf.cast(self.count(batch), tf.float32)])

@@ -82,11 +82,10 @@ def check_penalties(penalties: Sequence[tf.Tensor]) -> None:
 
 def check_trainable(step: Any) -> None:
     """Refuses layers that were frozen or unfrozen after the step was built: it would not notice."""
-    now = [v.value for v in step.model.trainable_variables]
-    built = step.updater.variables[: len(step._trainable)]
-    if [id(v) for v in now] != [id(v) for v in step._trainable]:
-        names = {id(v.value): v.path for v in [*built, *step.model.trainable_variables]}
-        changed = {id(v) for v in now} ^ {id(v) for v in step._trainable}
+    now, built = step.model.trainable_variables, step.updater.of_model
+    names = {id(v): v.path for v in [*now, *built]}
+    if [id(v) for v in now] != [id(v) for v in built]:
+        changed = {id(v) for v in now} ^ {id(v) for v in built}
         which = ", ".join(sorted(names[i] for i in changed)) or "their order"
         raise UsageError(
             f"the trainable variables of model {step.model.name} have changed since the step was "

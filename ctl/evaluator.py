@@ -46,6 +46,8 @@ class Evaluator:
         self.dataset = as_dataset(dataset, training=False)
         self.strategy = strategy or tf.distribute.get_strategy()
         step.check_scope(self.strategy)
+        with workers.watching_variables(self.strategy):
+            step.logged.create(self.strategy)
         step.check_labels(self.dataset)
         examples, batch_size = self.dataset.num_examples, self.dataset.global_batch_size
         self._batches: int | None = None
@@ -93,7 +95,7 @@ class Evaluator:
                     share.refusals(),
                 ):
                     sums = self._eval_steps(iterator, self._resident, tf.constant(steps), report)
-                    *sums, asked, pace = sums.numpy()
+                    loss, examples, asked, pace, *logged = sums.numpy().tolist()
             except tf.errors.OutOfRangeError:
                 if self._batches is not None:
                     raise
@@ -103,7 +105,8 @@ class Evaluator:
             if asked or (not workers.is_multi_worker(self.strategy) and asked_to_stop()):
                 raise StopRequested
             done += steps
-            totals = [a + float(b) for a, b in zip(totals, sums, strict=True)]
+            totals = [totals[0] + loss, totals[1] + examples]
+            self.step.logged.collect(logged, self.strategy.num_replicas_in_sync)
             if on_wake:
                 on_wake(done, self._batches)
         self._iterator = iterator
@@ -126,7 +129,9 @@ class Evaluator:
         sums = self.strategy.run(lambda: tf.zeros([2]))
         for _ in tf.range(steps):
             sums = self.strategy.run(self._one_step, args=(sums, next(iterator), resident))
-        sums = self.strategy.run(lambda sums: tf.concat([sums, report], 0), args=(sums,))
+        sums = self.strategy.run(
+            lambda sums: tf.concat([sums, report, self.step.logged.terms()], 0), args=(sums,)
+        )
         return self.strategy.reduce(SUM, sums, axis=None)
 
     def _one_step(self, sums: tf.Tensor, element: Any, resident: Any) -> tf.Tensor:

@@ -94,7 +94,9 @@ class Steps:
         # Each replica divides its losses by the number of examples of all replicas, so their sum is
         # the mean loss. The reports of the workers share this reduction.
         replicas = strategy.num_replicas_in_sync
-        totals = strategy.run(lambda losses: losses.totals(report, replicas), args=(losses,))
+        totals = strategy.run(
+            lambda losses: losses.totals(report, replicas, self.step.logged.terms()), (losses,)
+        )
         return Outcome(strategy.reduce(SUM, totals, axis=None), losses.finite, position)
 
     def _one_step(
@@ -237,7 +239,7 @@ class Loop:
                 try:
                     with call:
                         outcome = self.steps.run(self.feed, tf.constant(steps), report, key)
-                        totals = Totals(*outcome.totals.numpy().tolist())
+                        totals = outcome.totals()
                 except tf.errors.OutOfRangeError:
                     return self._ended(step, total)
                 seconds = time.perf_counter() - start
@@ -275,7 +277,7 @@ class Loop:
         skipped = self.step.updater.skipped_so_far() - skipped
         self._divergence.check(step, steps, totals.loss, skipped, first_bad)
         self._evaluated = None
-        self.scalars.add(totals.loss, totals.examples, skipped)
+        self.scalars.add(totals, skipped)
 
     def _ended(self, before: int, total: int) -> dict[str, float]:
         """Handles the end of the data in a call that began at step ``before``."""

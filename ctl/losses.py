@@ -23,12 +23,12 @@ class Losses(NamedTuple):
         return Losses(total, self.examples + count, finite)
 
     @tf.autograph.experimental.do_not_convert
-    def totals(self, report: tf.Tensor, replicas: int) -> tf.Tensor:
-        """float32 [4] that gives `Totals` when it is summed over ``replicas``. ``report``: see
-        `ctl.control.pace.Pace.report`."""
+    def totals(self, report: tf.Tensor, replicas: int, logged: tf.Tensor) -> tf.Tensor:
+        """float32 [4 + k] that gives `Totals` when it is summed over ``replicas``. ``report``: see
+        `ctl.control.pace.Pace.report`; ``logged`` [k]: see `ctl.logged.Logged.terms`."""
         divisor = tf.where(tf.equal(self.examples, 0.0), 1.0, self.examples)  # a NaN remains one
         loss = self.total / divisor
-        return tf.concat([[loss, self.examples / replicas], report], axis=0)
+        return tf.concat([[loss, self.examples / replicas], report, logged], axis=0)
 
 
 class Totals(NamedTuple):
@@ -38,14 +38,20 @@ class Totals(NamedTuple):
     examples: float  # number of these examples, or the sum of their weights
     stop: float  # above 0 if a worker was asked to stop
     pace: float  # sum of the seconds per step that workers measured, see `Pace.report`
+    logged: list[float]  # see `ctl.logged.Logged.collect`
 
 
 class Outcome(NamedTuple):
     """Result of one call of `ctl.loop.Steps.run`."""
 
-    totals: tf.Tensor  # float32 [4], see `Totals`
+    sums: tf.Tensor  # float32 [4 + k], see `totals`
     finite: tf.Tensor  # `Losses.finite` of each replica
     position: Any  # position in the feed after the steps, see `ctl.data.feed`
+
+    def totals(self) -> Totals:
+        """Waits for the sums, and returns them by name."""
+        loss, examples, stop, pace, *logged = self.sums.numpy().tolist()
+        return Totals(loss, examples, stop, pace, logged)
 
 
 def no_losses() -> Losses:

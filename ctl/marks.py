@@ -147,7 +147,7 @@ class Marks(Observer):
     @tf.autograph.experimental.do_not_convert
     def end(self) -> None:
         """Stamps ``apply``."""
-        self.mark("apply", [v.value for v in self.step.model.trainable_variables])
+        self.mark("apply", self.step.trained)
         for store in self.stores:
             store.finish()
 

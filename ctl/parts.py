@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
@@ -52,36 +52,34 @@ class Parts:
         models = {id(v.value) for v in step.model.variables}
         self.own = list({id(v): v for v in mine + self.plain if id(v) not in models}.values())
         # Keras has no public name for the variables that an optimizer was built with.
-        trained = {id(v.value) for o in optimizers for v in o._trainable_variables}
-        trained |= models
-        untrained = [
-            v
-            for v in [*(v.value for v in self.layer.trainable_variables), *self.plain]
-            if v.trainable and v.dtype.is_floating and id(v) not in trained
-        ]
-        self._untrained = untrained[0].name if untrained else ""
+        self._trained = {id(v.value) for o in optimizers for v in o._trainable_variables}
         self._generators = any(isinstance(p, tf.random.Generator) for p in found)
 
-    def check(self) -> None:
-        """Raises `UsageError` if a variable is trainable, and in no optimizer; or for a generator
-        of TensorFlow, which is not saved and draws the same numbers on all replicas."""
+    def check(self, trained: Sequence[tf.Variable]) -> None:
+        """Raises `UsageError` if a variable is trainable, and neither one of ``trained`` nor in an
+        optimizer that is an attribute; or for a generator of TensorFlow, which is not saved and
+        draws the same numbers on all replicas."""
         if self._generators:
             raise UsageError(
                 "the step has a tf.random.Generator, which ctl cannot save: use "
                 "keras.random.SeedGenerator"
             )
-        if self._untrained:
-            raise UsageError(
-                f"variable {self._untrained} of the step is trainable, but no optimizer trains it: "
-                "make it part of the model, build an optimizer of the step with it "
-                "(self.my_optimizer.build(variables)), or set trainable=False"
-            )
+        found = {id(v) for v in trained} | self._trained
+        for variable in [*(v.value for v in self.layer.trainable_variables), *self.plain]:
+            if variable.trainable and variable.dtype.is_floating and id(variable) not in found:
+                raise UsageError(
+                    f"variable {variable.name} of the step is trainable, but no optimizer trains "
+                    "it: make it part of the model or of a parameter group, build an optimizer of "
+                    "the step with it (self.my_optimizer.build(variables)), or set trainable=False"
+                )
 
     @contextlib.contextmanager
-    def counted_unless(self, empty: tf.Tensor | None) -> Iterator[None]:
-        """Undoes what is done to ``metrics`` inside the context if ``empty``, a bool scalar or None
-        for never: a replica without examples computes with one that does not count."""
-        variables = [] if empty is None else [v.value for m in self.metrics for v in m.variables]
+    def counted_unless(self, empty: tf.Tensor | None, *others: tf.Variable) -> Iterator[None]:
+        """Undoes what is done to ``metrics`` and ``others`` inside the context if ``empty``, a bool
+        scalar or None for never: a replica without examples computes with one that does not count.
+        """
+        variables = [v.value for m in self.metrics for v in m.variables] + [*others]
+        variables = [] if empty is None else variables
         before = [variable.read_value() for variable in variables]
         yield
         for variable, old in zip(variables, before, strict=True):

@@ -25,13 +25,15 @@ import keras
 import tensorflow as tf
 
 from ctl import noinline, replicas, share
-from ctl.accumulate import accumulated
+from ctl.accumulate import gradient_fns, micro_steps
 from ctl.apply import Updater, global_norm
 from ctl.base_step import BaseStep, EvalStep, cross_entropy, scale_images
-from ctl.checks import check_gradients, check_overrides, check_penalties
+from ctl.checks import check_overrides, check_penalties
 from ctl.errors import UsageError
 from ctl.observer import NO_OBSERVER, Observer
+from ctl.optimizers import Optimizers
 from ctl.reduce import all_reduce, densify, summed_apart
+from ctl.seeds import Seeds
 from ctl.statistics import Before, make_statistics
 
 if TYPE_CHECKING:
@@ -55,7 +57,9 @@ class TrainStep(BaseStep):
 
     Args:
         model: a Keras 3 model. Layers frozen before `build` stay frozen.
-        optimizer: a Keras 3 optimizer, see `ctl.apply.check_optimizer`.
+        optimizer: a Keras 3 optimizer, see `ctl.optimizers.check_optimizer`. Or a list of parameter
+            groups ``(optimizer, variables[, schedule])``: variables of the model, and of layers
+            that are attributes of the step. A layer stands for its variables.
         loss_fn: ``(labels, outputs) -> losses [n]``.
         metrics: Keras metrics, updated with ``(labels, outputs, sample_weight)``.
         clip_norm: maximum global norm of the reduced gradient; None does not clip.
@@ -71,6 +75,7 @@ class TrainStep(BaseStep):
             shape. On a single replica (`ctl.replicas.is_alone`), compiles the whole step with its
             metrics, and several steps at once if batches come in blocks (`ctl.data.feed`).
         jit_update: compiles the update with XLA, see `ctl.apply.Updater`.
+        random_seed: of the run, for `seed`.
 
     Attributes:
         strategy: None until `build`.
@@ -82,7 +87,7 @@ class TrainStep(BaseStep):
     def __init__(
         self,
         model: keras.Model,
-        optimizer: keras.optimizers.Optimizer,
+        optimizer: Optimizers,
         loss_fn: Callable[[tf.Tensor, tf.Tensor], tf.Tensor] = cross_entropy,
         *,
         metrics: Sequence[keras.metrics.Metric] = (),
@@ -95,6 +100,7 @@ class TrainStep(BaseStep):
         options: tf.distribute.experimental.CommunicationOptions | None = None,
         jit_compile: bool = False,
         jit_update: bool | None = None,
+        random_seed: int = 0,
     ):
         super().__init__(model, loss_fn, metrics)
         if on_nan not in ("stop", "skip"):
@@ -111,6 +117,7 @@ class TrainStep(BaseStep):
         self.options = options
         self.jit_compile = jit_compile
         self.jit_update = jit_update
+        self.seeds = Seeds(random_seed)
         self.strategy: Any = None
         self.loop: weakref.ref[Loop] | None = None  # weak, because the loop holds the step
         self.observer: Observer = NO_OBSERVER
@@ -129,10 +136,9 @@ class TrainStep(BaseStep):
             check(strategy, self.parts.layer, self.accumulate_steps, self.jit_compile)
         if not self.model.trainable_variables:
             raise UsageError(f"model {self.model.name} has no trainable variables; build it first")
-        self.parts.check()
         self.strategy = strategy
-        self._trainable = [v.value for v in self.model.trainable_variables]
-        self._synchronizes = replicas.synchronizes(strategy, self.parts.layer)
+        self.synchronizes = replicas.synchronizes(strategy, self.parts.layer)
+        self.logged.create(strategy)
         with strategy.scope():
             self.updater = Updater(
                 self.optimizer,
@@ -144,20 +150,19 @@ class TrainStep(BaseStep):
                 skip_nonfinite=self.on_nan == "skip",
                 jit_update=self.jit_update,
             )
+        self.trained = [v.value for v in self.updater.trained]
+        self.parts.check(self.trained)
         self.statistics = make_statistics(
             self.parts.layer,
             self.replica_statistics(),
             strategy,
-            plain=self.parts.plain,
+            plain=[*self.parts.plain, *self.logged.variables],
             micro_batches=self.accumulate_steps > 1,
             undoes=self.updater.judges_finiteness,
         )
         self.single_replica = replicas.is_alone(strategy)
         self.noinline = noinline.is_needed(strategy, self.parts.layer)  # see `Steps._variant`
-        self._xla_gradient_fn = tf.function(self.loss_and_gradients, jit_compile=True)
-        self._gradient_fn = self.loss_and_gradients
-        if self.noinline and self.accumulate_steps > 1:  # the loop over micro-batches calls it
-            self._gradient_fn = noinline.noinline(self.loss_and_gradients)
+        self.gradient_fns = gradient_fns(self)
         self.offset_dropout_seeds()
 
     @property
@@ -186,8 +191,8 @@ class TrainStep(BaseStep):
         """Shapes and dtypes of what `sum_gradients` may sum, in its order: gradients (some may be
         None), statistics of the replica, and the number of valid examples (if counted)."""
         if self.sums_apart:
-            return [tf.TensorSpec(v.shape, share.wide(v.dtype)) for v in self._trainable]
-        return [*self._trainable, *self.statistics.specs(), tf.TensorSpec([], tf.float32)]
+            return [tf.TensorSpec(v.shape, share.wide(v.dtype)) for v in self.trained]
+        return [*self.trained, *self.statistics.specs(), tf.TensorSpec([], tf.float32)]
 
     def plan(self, *, xla: bool = False) -> Plan:
         """Reads from the graph what one step moves between replicas. Runs no step.
@@ -232,57 +237,44 @@ class TrainStep(BaseStep):
         `reduce` divides them.
         """
         if isinstance(count, int):
-            return self._micro_steps(batch, count * self.strategy.num_replicas_in_sync)
+            return micro_steps(self, batch, count * self.strategy.num_replicas_in_sync)
         # The backward pass computes means, which float16 can hold where it cannot hold sums. If its
         # gradients cross replicas, as in a synchronized BatchNorm, all must divide by one number.
         power = share.power_of_two(
-            all_reduce([count], options=self.options)[0] if self._synchronizes else count
+            all_reduce([count], options=self.options)[0] if self.synchronizes else count
         )
-        loss, gradients = self._micro_steps(batch, power)
+        loss, gradients = micro_steps(self, batch, power)
         wide = [None if g is None else share.widened(g) for g in gradients]
         return loss * power, [None if g is None else g * tf.cast(power, g.dtype) for g in wide]
-
-    def _micro_steps(self, batch: Any, divisor: Any) -> tuple[tf.Tensor, list[tf.Tensor | None]]:
-        """The loss and the gradients of all micro-batches, divided by ``divisor``."""
-        if self.accumulate_steps == 1:
-            return self._micro_step(batch, divisor)
-        step, parts = functools.partial(self._micro_step, divisor=divisor), self.accumulate_steps
-        return accumulated(step, batch, parts, self.parts.layer, self._trainable)
-
-    def _micro_step(self, batch: Any, divisor: Any) -> tuple[tf.Tensor, list[tf.Tensor | None]]:
-        gradient_fn = self._xla_gradient_fn if self.jit_compile else self._gradient_fn
-        computed, empty = share.filled(batch)
-        if empty is not None and self._synchronizes:
-            share.refuse_empty(empty)
-        with self.parts.counted_unless(empty):
-            loss, gradients, outputs = gradient_fn(computed, divisor)
-        check_gradients(self, gradients, self._trainable)
-        (loss, gradients), outputs = share.dropped(empty, (loss, gradients), outputs)
-        if outputs is not None:
-            self.update_metrics(batch, outputs)
-        return loss, gradients
 
     def loss_and_gradients(
         self, batch: Any, divisor: Any
     ) -> tuple[tf.Tensor, list[tf.Tensor | None], Any]:
         """Forward and backward pass, compiled by XLA with ``jit_compile``. Returns the loss divided
         by ``divisor``, its gradients (times the loss scale), and outputs for the metrics."""
-        with tf.GradientTape() as tape, tf.name_scope("ctl_forward"):
+        several = len(self.updater.groups) > 1
+        with tf.GradientTape(persistent=several) as tape, tf.name_scope("ctl_forward"):
             loss, outputs = self.forward(batch)
             self.observer.mark("forward", loss if outputs is None else outputs)
-            loss /= float(divisor) if isinstance(divisor, int) else divisor
+            divisor = float(divisor) if isinstance(divisor, int) else divisor
+            losses = tf.nest.map_structure(lambda one: one / divisor, loss)
         with tf.name_scope("ctl_backward"):
-            return loss, self.backward(tape, loss), outputs
+            if not isinstance(losses, list):
+                return losses, self.backward(tape, losses), outputs
+            gradients = self.updater.by_group(functools.partial(self.backward, tape), losses)
+            return tf.add_n(losses), gradients, outputs
 
-    def forward(self, batch: Any) -> tuple[tf.Tensor, Any]:
+    def forward(self, batch: Any) -> tuple[tf.Tensor | list[tf.Tensor], Any]:
         """Returns the sum of the losses of a (micro-)batch, a float32 scalar with regularization,
-        and the outputs for the metrics or None."""
+        and the outputs for the metrics or None. If `loss` returns a list, so does this."""
         loss, outputs = self.sum_of(self.loss(batch), batch)
-        if penalties := self.model.losses:
+        penalized = self.model if len(self.updater.groups) == 1 else self.parts.layer
+        if penalties := penalized.losses:
             # Times the count, so that regularization counts once per global batch.
             check_penalties(penalties)
             penalty = tf.add_n([tf.cast(p, tf.float32) for p in penalties])
-            loss += penalty * tf.cast(self.count(batch), tf.float32)
+            penalty *= tf.cast(self.count(batch), tf.float32)
+            loss = tf.nest.map_structure(lambda one: one + penalty, loss)
         return loss, outputs
 
     def backward(
@@ -292,7 +284,7 @@ class TrainStep(BaseStep):
         trainable variable. None where ``loss`` does not depend on the variable."""
         scale = self.updater.loss_scale
         seed = None if scale is None else tf.cast(scale.scale, loss.dtype)
-        variables = self._trainable if variables is None else variables
+        variables = self.trained if variables is None else variables
         gradients = tape.gradient(loss, variables, output_gradients=seed)
         return [None if g is None else densify(g) for g in gradients]
 
@@ -315,7 +307,7 @@ class TrainStep(BaseStep):
             is one), and the gradients of the mean loss of the global batch, equal on every replica.
         """
         dense = [g for g in gradients if g is not None]
-        variables = [v for g, v in zip(gradients, self._trainable, strict=True) if g is not None]
+        variables = [v for g, v in zip(gradients, self.trained, strict=True) if g is not None]
         counted = [] if isinstance(count, int) else [tf.cast(count, tf.float32)]
         own = [*self.statistics.terms(before), *counted]
         scale = self.updater.loss_scale and self.updater.loss_scale.scale
@@ -383,6 +375,14 @@ class TrainStep(BaseStep):
             return loss, count
         self.statistics.undo_unless(finite, before)
         return tf.where(finite, loss, 0.0), tf.where(finite, count, 0.0)
+
+    def seed(self, salt: int | str = 0, *, per_replica: bool = True) -> tf.Tensor:
+        """A seed for `tf.random.stateless_normal` and its like, int64 [2].
+
+        It is a function of ``random_seed``, the step and ``salt``, and by default also of the
+        replica and the micro-batch. So a resume changes nothing, and there is no state to save.
+        """
+        return self.seeds.make(salt, self.global_step, per_replica)
 
     # State that differs between replicas --------------------------------------------------------
 

@@ -169,7 +169,7 @@ def check_reduced_once(make: Make, replicas: int) -> None:
     found = [path for c in plan.collectives for member in c.members for path in member.variables]
     if loop.step.sums_apart:
         return  # what an own collective moves need not have the shape of a variable
-    for variable in loop.step.model.trainable_variables:
+    for variable in loop.step.updater.trained:
         count = found.count(variable.path)
         assert count == 1, f"the gradient of {variable.path} is reduced {count} times in the graph"
 
@@ -186,7 +186,7 @@ def check_noise(make: Make, replicas: int) -> None:
     @tf.function
     def losses() -> Any:
         def replica() -> tf.Tensor:
-            return loop.step.sum_of(loop.step.loss(batch), batch)[0]
+            return tf.reduce_sum(loop.step.sum_of(loop.step.loss(batch), batch)[0])
 
         return loop.strategy.run(replica)
 

@@ -137,7 +137,7 @@ def _time(loop: Loop, name: str, values: Sequence[Any]) -> dict[Any, list[float]
         start = time.perf_counter()
         with watchdog.collective(f"trying {name}={value}", first=traces):
             outcome = loop.steps.run(feed, tf.constant(steps), nothing, step.trace_key)
-            outcome.totals.numpy()
+            outcome.totals()
         feed = feed._replace(position=outcome.position)
         return (time.perf_counter() - start) / steps
 

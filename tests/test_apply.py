@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ctl.apply import PROVEN, LossScale, Updater, check_optimizer, global_norm
+from ctl.apply import LossScale, Updater, global_norm
 from ctl.errors import UsageError
+from ctl.optimizers import PROVEN, check_optimizer
 from ctl.schedule import make_schedule
 
 
@@ -70,7 +71,8 @@ def test_an_optimizer_of_ones_own(mirrored, replicas):
     update(strategy, updater, [3.0, -5.0, 0.0], [7.0, -1.0])
     np.testing.assert_array_equal(values(updater)[0], [-0.25, 0.25, 0])
     np.testing.assert_array_equal(values(updater)[1], [0.75, 1.25])
-    assert int(updater.global_step.numpy()) == int(updater.optimizer.iterations.numpy()) == 1
+    assert int(updater.global_step.numpy()) == 1
+    assert int(updater.groups[0].optimizer.iterations.numpy()) == 1
 
 
 def test_a_subclass_of_a_proven_one_may_change_its_update_step(mirrored):
@@ -167,15 +169,15 @@ def test_the_rate_is_the_one_that_is_said(mirrored, optimizer, schedule, rates, 
         assert len(set(rates)) > 1
     for rate in rates:
         before = values(updater)[0]
-        assert float(updater.learning_rate()) == rate
-        assert updater.learning_rate().dtype == tf.float32
+        assert float(updater.learning_rates()[0]) == rate
+        assert updater.learning_rates()[0].dtype == tf.float32
         update(strategy, updater, *ONES)
         np.testing.assert_array_equal(values(updater)[0], before - np.float32(rate))
 
 
 def test_a_rate_set_during_training_is_used(mirrored):
     updater = make(mirrored(1), sgd(0.5))
-    updater.optimizer.learning_rate = 0.25
+    updater.groups[0].optimizer.learning_rate = 0.25
     update(mirrored(1), updater, *ONES)
     np.testing.assert_array_equal(values(updater)[1], [0.75, 0.75])
 
@@ -198,7 +200,7 @@ def test_gradients_that_are_not_finite_leave_everything_but_the_counters(
     assert [int(c) for c in after["counters"]] == [2, 1]  # the position in the data goes on
     update(strategy, updater, *ONES, finite=True)
     assert int(updater.skipped.numpy()) == 1
-    assert int(updater.optimizer.iterations.numpy()) == 2
+    assert int(updater.groups[0].optimizer.iterations.numpy()) == 2
     assert all((a != b).all() for a, b in zip(values(updater), before, strict=True))
 
 

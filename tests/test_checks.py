@@ -101,7 +101,7 @@ def test_gradients_of_chosen_variables():
 
     class Halves(TrainStep):
         def backward(self, tape, loss, variables=None):
-            first, second = self._trainable[:2], self._trainable[2:]
+            first, second = self.trained[:2], self.trained[2:]
             return [*super().backward(tape, loss, first), *super().backward(tape, loss, second)]
 
         def loss_and_gradients(self, batch, divisor):

@@ -24,9 +24,9 @@ from helpers import (
     train,
 )
 
-from ctl.apply import PROVEN
 from ctl.errors import UsageError
 from ctl.loop import Evaluator, Loop
+from ctl.optimizers import PROVEN
 from ctl.step import EvalStep, TrainStep, cross_entropy
 
 REPLICAS = pytest.mark.parametrize("replicas", [1, 2, 4])

@@ -219,7 +219,7 @@ class DecaysTwice(TrainStep):
 
 class Unscaled(TrainStep):
     def backward(self, tape, loss, variables=None):
-        return tape.gradient(loss, self._trainable)
+        return tape.gradient(loss, self.trained)
 
 
 class Forgets(TrainStep):

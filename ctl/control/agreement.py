@@ -49,7 +49,7 @@ def agree(step: TrainStep, dataset: Dataset, trace: Callable[[], Any]) -> None:
             "the step": int(step.global_step.numpy()),
             **_sources(step),
             **{name: getattr(step, name) for name in _SETTINGS},
-            "the optimizer": step.optimizer.get_config(),
+            "the optimizer": [g.optimizer.get_config() for g in step.updater.groups],
             **{f"data: {key}": value for key, value in dataset.fingerprint().items()},
             **{
                 f"variable {number}": f"{v.path} {v.dtype} {list(v.shape)}"

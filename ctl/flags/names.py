@@ -38,7 +38,7 @@ OPTIMIZERS = {
     "adafactor": "Adafactor",
 }
 
-# Optimizers of Keras that ctl refuses, with the reason; see `ctl.apply.check_optimizer`.
+# Optimizers of Keras that ctl refuses, with the reason; see `ctl.optimizers.check_optimizer`.
 _REFUSED = {
     "nadam": "part of its update is outside update_step() and would be lost",
     "muon": "part of its update is outside update_step() and would be lost",

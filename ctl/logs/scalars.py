@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ctl.losses import Totals
 from ctl.step import TrainStep
 
 
@@ -24,12 +25,13 @@ class Scalars:
         self._timed_steps = self._skipped = 0
         self._step.reset_metrics()
 
-    def add(self, loss: float, examples: float, skipped: int) -> None:
-        """Adds steps: their mean ``loss`` over ``examples`` (or the sum of the weights), and the
-        number of steps whose update was ``skipped``, which have no part in the loss."""
-        self._loss += loss * examples
-        self._examples += examples
+    def add(self, totals: Totals, skipped: int) -> None:
+        """Adds the steps of a call: their ``totals``, and the number of those whose update was
+        ``skipped``, which have no part in the loss."""
+        self._loss += totals.loss * totals.examples
+        self._examples += totals.examples
         self._skipped += skipped
+        self._step.logged.collect(totals.logged, self._step.strategy.num_replicas_in_sync)
 
     def add_time(self, seconds: float, steps: int) -> None:
         """Adds the duration of ``steps`` steps."""
@@ -41,7 +43,8 @@ class Scalars:
         scalars = {"loss": self._loss / self._examples if self._examples else 0.0}
         scalars |= self._step.results()
         updater = self._step.updater
-        scalars["learning_rate"] = float(updater.learning_rate(updater.global_step - 1))
+        for number, rate in enumerate(updater.learning_rates(updater.global_step - 1), start=1):
+            scalars["learning_rate" + (f"_{number}" if number > 1 else "")] = float(rate)
         if self._seconds:
             rate = self._timed_steps / self._seconds
             scalars["steps_per_second"] = rate

@@ -53,8 +53,8 @@ def plan_of_step(step: TrainStep, compiled: bool = False) -> Plan:
     plan = plan_of(
         loop.traced(),
         step.strategy,
-        {v.path: v.value for v in step.model.variables},
-        [v.path for v in step.model.trainable_variables],
+        {v.path: v.value for v in [*step.model.variables, *step.updater.trained]},
+        [v.path for v in step.updater.trained],
         len(cluster_of(step.strategy).workers) if is_multi_worker(step.strategy) else 1,
     )
     if compiled:

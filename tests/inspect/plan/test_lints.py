@@ -42,7 +42,7 @@ class KerasApplies(TrainStep):
 
 class Sparse(TrainStep):
     def backward(self, tape, loss, variables=None):
-        return tape.gradient(loss, self._trainable)
+        return tape.gradient(loss, self.trained)
 
 
 def words() -> keras.Model:
