@@ -15,6 +15,7 @@ from ctl.data.global_batches import read_again
 from ctl.errors import UsageError
 from ctl.logged import Logged
 from ctl.parts import Parts
+from ctl.replica_variables import ReplicaVariables
 from ctl.watch import watchdog
 
 
@@ -63,6 +64,7 @@ class BaseStep:
         self.loss_fn = loss_fn
         self.metrics = list(metrics)
         self.logged = Logged()
+        self.of_replicas = ReplicaVariables()
 
     def preprocess(self, features: Any) -> Any:
         """Turns the features of a batch into the input of the model; by default `scale_images`."""
@@ -168,6 +170,40 @@ class BaseStep:
             for variable, more in zip(variables, mine, strict=True):
                 variable.value.assign_add(tf.cast(more, variable.dtype))
 
+    def variable(
+        self,
+        name: str,
+        shape: Sequence[int],
+        dtype: str = "float32",
+        *,
+        per_replica: bool = False,
+        on_resize: str = "refuse",
+    ) -> tf.Variable:
+        """A variable of the step's own, of zeros, that the phases may assign to. Make it in
+        ``__init__``, in the scope; assign it to an attribute, so that it is saved.
+
+        Args:
+            name: of the variable.
+            shape: of the value on one replica.
+            dtype: of the value.
+            per_replica: whether each replica has its own value. Else, all must assign the same.
+            on_resize: what a restore on another number of replicas does with values of each
+                replica: ``"refuse"`` raises `CheckpointError`, ``"sum"`` gives replica 0 their sum
+                and the others zeros, ``"zero"`` gives all zeros.
+
+        Raises:
+            UsageError: ``on_resize`` is another, or all replicas share one copy of every variable.
+        """
+        if per_replica:
+            return self.of_replicas.make(name, shape, dtype, on_resize)
+        return tf.Variable(
+            tf.zeros(shape, dtype),
+            trainable=False,
+            synchronization=tf.VariableSynchronization.ON_READ,
+            aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
+            name=name,
+        )
+
     @functools.cached_property
     def parts(self) -> Parts:
         """The model and what was assigned to attributes, see `ctl.parts`. Used first by the loop or
@@ -182,7 +218,8 @@ class BaseStep:
                 "by several replicas would be lost with this strategy: give it as one of metrics"
             )
         metrics = [v.value for m in self._all_metrics() for v in m.variables]
-        for variable in [*(v.value for v in self.model.variables), *self.parts.own, *metrics]:
+        own = [*self.parts.own, *self.of_replicas.variables]
+        for variable in [*(v.value for v in self.model.variables), *own, *metrics]:
             if not strategy.extended.variable_created_in_scope(variable):
                 raise UsageError(
                     f"variable {variable.name} was not created in the strategy's scope: build the "

@@ -19,7 +19,10 @@ _CONTRACTS = {
 
 
 def check_overrides(step: Any) -> None:
-    """Refuses what an earlier release would use of a subclass, and this one would ignore."""
+    """Refuses a step that is built, and what an earlier release would use of a subclass, and this
+    one would ignore."""
+    if step.strategy is not None:
+        raise UsageError("this step is built already: make a new one for another loop")
     kind = type(step).__name__
     for before, now in {"compute": "loss_and_gradients", "phases": "__call__"}.items():
         if hasattr(type(step), before):

@@ -343,10 +343,11 @@ class Loop:
 
     def save(self, metrics: dict[str, float] | None = None, *, wait: bool = False) -> None:
         """Saves the state and ``metrics`` in the background; with ``wait``, returns when they are
-        on disk. Only the chief saves. Raises `CheckpointError` if a save failed, and `UsageError`
-        if the loop has no checkpoints or replicas differ in their state (`check_state`)."""
+        on disk. Call it on all workers; the chief writes. Raises `CheckpointError` if a save
+        failed, `UsageError` if the loop has no checkpoints or replicas differ (`check_state`)."""
         if self.checkpoints is None:
             raise UsageError("this loop has no checkpoints: give Loop(checkpoints=...)")
+        self.step.of_replicas.collect(self.strategy)
         if not self._is_chief:
             return
         with watchdog.host("saving", self.global_step):
@@ -362,6 +363,7 @@ class Loop:
         saved = self.checkpoints.restore(self.step.state())
         if saved:
             self.step.offset_dropout_seeds()
+            self.step.of_replicas.spread(self.strategy)
             self._evaluated = {name: saved.metrics[name] for name in saved.evaluated} or None
             self.scalars.reset()
         return saved

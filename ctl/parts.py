@@ -31,7 +31,8 @@ class Parts:
     Attributes:
         layer: the model and all layers, Keras variables and seed generators as one layer.
         metrics: those that are attributes of their own.
-        plain: TensorFlow variables that are attributes, or in a `tf.Module`.
+        plain: TensorFlow variables that are attributes, or in a `tf.Module`, except those with a
+            value of each replica.
         own: all variables that belong neither to the model nor to a metric: Keras variables, those
             of seed generators, of layers, of optimizers, and ``plain`` ones, each kind in the order
             of the attributes.
@@ -46,7 +47,8 @@ class Parts:
         )
         self.metrics = [p for p in found if _is_metric(p) and p not in step.metrics]
         optimizers = [p for p in found if isinstance(p, keras.optimizers.Optimizer)]
-        self.plain = [p for p in found if isinstance(p, tf.Variable)]
+        apart = {id(v) for v in step.of_replicas.variables}
+        self.plain = [p for p in found if isinstance(p, tf.Variable) and id(p) not in apart]
         self.plain += [v for p in found if isinstance(p, tf.Module) for v in p.variables]
         mine = [v.value for part in (self.layer, *optimizers) for v in part.variables]
         models = {id(v.value) for v in step.model.variables}

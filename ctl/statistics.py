@@ -134,7 +134,8 @@ def make_statistics(
     if undoes and not replicas.has_one_copy(strategy):  # else it cannot undo what one replica did
         others = [*replicas.statistics_of(norms), *replicas.other_state(model)]
         mine = [*own, *(v.value for v in others if v.aggregation == "none")]
-        mine += [v for v in plain if v.aggregation == tf.VariableAggregation.NONE]
+        none, on_read = tf.VariableAggregation.NONE, tf.VariableSynchronization.ON_READ
+        mine += [v for v in plain if v.aggregation == none or v.synchronization == on_read]
         undone = {id(variable): variable for variable in mine}
     several = strategy.num_replicas_in_sync > 1
     return Statistics(own if several else [], [] if micro_batches else norms, [*undone.values()])

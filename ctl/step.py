@@ -128,8 +128,6 @@ class TrainStep(BaseStep):
         Raises:
             UsageError: the step was built before, or its model or optimizer cannot be used.
         """
-        if self.strategy is not None:
-            raise UsageError("this step is built already: make a new one for another loop")
         check_overrides(self)
         self.check_scope(strategy)
         for check in (replicas.check_central_storage, replicas.check_synchronized):
@@ -139,6 +137,7 @@ class TrainStep(BaseStep):
         self.strategy = strategy
         self.synchronizes = replicas.synchronizes(strategy, self.parts.layer)
         self.logged.create(strategy)
+        self.of_replicas.create(strategy)
         with strategy.scope():
             self.updater = Updater(
                 self.optimizer,
@@ -156,12 +155,12 @@ class TrainStep(BaseStep):
             self.parts.layer,
             self.replica_statistics(),
             strategy,
-            plain=[*self.parts.plain, *self.logged.variables],
+            plain=[*self.parts.plain, *self.of_replicas.variables, *self.logged.variables],
             micro_batches=self.accumulate_steps > 1,
             undoes=self.updater.judges_finiteness,
         )
         self.single_replica = replicas.is_alone(strategy)
-        self.noinline = noinline.is_needed(strategy, self.parts.layer)  # see `Steps._variant`
+        self.noinline = noinline.is_needed(strategy, self.parts.layer)
         self.gradient_fns = gradient_fns(self)
         self.offset_dropout_seeds()
 
@@ -177,8 +176,9 @@ class TrainStep(BaseStep):
 
     def state(self) -> dict[str, list[tf.Variable]]:
         """Variables that a checkpoint must hold so that training resumes bit for bit, by group."""
-        own = {"step": self.parts.own} if self.parts.own else {}
-        return {"model": [v.value for v in self.model.variables], **own, **self.updater.state()}
+        own = {"step": self.parts.own, "replicas": self.of_replicas.saved}
+        groups = {"model": [v.value for v in self.model.variables], **own, **self.updater.state()}
+        return {group: variables for group, variables in groups.items() if variables}
 
     def inspect(self, steps: int = 20, *, profile: bool = False) -> Inspection:
         """Records where the time of the last ``steps`` steps goes, see `Inspection`. Use it on all

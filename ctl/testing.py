@@ -286,16 +286,17 @@ def _made(
 
 def _variables(loop: Loop) -> Iterator[tuple[str, tf.Variable]]:
     """All variables of the state, with names that two loops share: Keras numbers its own."""
+    loop.step.of_replicas.collect(loop.strategy)
     for group, variables in loop.step.state().items():
         for number, variable in enumerate(variables):
             yield f"{group} {number} ({variable.name.removesuffix(':0')})", variable
 
 
 def _state(loop: Loop) -> dict[str, np.ndarray]:
-    values = [v.numpy() for _, v in _variables(loop)]
     return {
-        name.partition(" (")[0]: value.astype(np.float64)
-        for (name, _), value in zip(_variables(loop), values, strict=True)
+        name.partition(" (")[0]: variable.numpy().astype(np.float64)
+        for name, variable in _variables(loop)
+        if not name.startswith("replicas ")  # has other values on each
     }
 
 

@@ -258,24 +258,40 @@ def all_gather(strategy: tf.distribute.Strategy, text: bytes, doing: str) -> lis
         PeerError: a worker was lost.
     """
 
-    def gather(values: tf.Tensor) -> tf.Tensor:
+    def all_of(values: tf.Tensor) -> tf.Tensor:
         mine = strategy.experimental_distribute_values_from_function(lambda _: values)
-        return strategy.gather(mine, axis=0)
+        return gather(strategy, mine, doing)
 
-    with (
-        naming_lost_peers(strategy, doing),
-        watchdog.collective(doing, first=True),
-        _without_warnings(),
-    ):
-        lengths = gather(tf.constant([len(text)])).numpy()
-        # As int32: not every collective takes bytes.
-        joined = bytes(gather(tf.constant(list(text), tf.int32)).numpy().tolist())
+    lengths = all_of(tf.constant([len(text)])).numpy()
+    # As int32: not every collective takes bytes.
+    joined = bytes(all_of(tf.constant(list(text), tf.int32)).numpy().tolist())
     texts, start = [], 0
     for length in lengths:
         texts.append(joined[start : start + length])
         start += length
     # All replicas of a worker gather the same text.
     return texts[:: len(texts) // len(cluster_of(strategy).workers)]
+
+
+def gather(strategy: tf.distribute.Strategy, parts: Any, doing: str) -> tf.Tensor:
+    """Concatenates the ``parts`` of all replicas along their first axis. All workers must call it.
+
+    Args:
+        strategy: any.
+        parts: a tensor for each replica, as returned by ``strategy.run``.
+        doing: what the caller does, for messages.
+
+    Raises:
+        PeerError: a worker was lost.
+    """
+    if strategy.num_replicas_in_sync == 1:
+        return strategy.experimental_local_results(parts)[0]
+    with (
+        naming_lost_peers(strategy, doing),
+        watchdog.collective(doing, first=True),
+        _without_warnings(),
+    ):
+        return strategy.gather(parts, axis=0)
 
 
 @contextlib.contextmanager

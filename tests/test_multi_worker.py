@@ -102,6 +102,34 @@ def test_several_devices_per_worker_equal_one(job, tmp_path, mirrored):
     assert len(np.unique(masks, axis=0)) == len(masks) == 4
 
 
+def test_state_of_each_replica_is_resumed(job, tmp_path):
+    """2 workers of 2 devices, with parameter groups, noise and logged scalars besides."""
+    saved = []
+    for directory, steps in ((tmp_path / "straight", [20]), (tmp_path / "paused", [8, 20])):
+        for until in steps:
+            with job(directory, "devices=2", "state=1", f"until={until}") as processes:
+                assert codes(processes) == [0, 0], said(directory, 0)[-2000:]
+        saved.append(finished(directory, 2))
+    for straight, resumed in zip(*saved, strict=True):
+        assert largest_difference(weights(straight), weights(resumed)) == 0
+        assert largest_difference([straight["left"]], [resumed["left"]]) == 0
+        np.testing.assert_array_equal(straight["logged"], resumed["logged"])
+    first, second = saved[0]
+    np.testing.assert_array_equal(first["logged"], second["logged"])
+    parts = np.concatenate([first["left"], second["left"]])
+    assert parts.shape == (4, FEATURES, 8) and len(np.unique(parts, axis=0)) == 4
+    noise, largest, feature, rate = first["logged"]
+    assert abs(noise) < 0.1 and 3 < largest < 6 and rate == np.float32(0.01)
+    assert feature == pytest.approx(first_features(15, 20), abs=1e-6)
+
+
+def first_features(start: int, stop: int) -> float:
+    """The mean of the first feature in the batches of these steps."""
+    data = InMemory(examples(), global_batch_size=BATCH * 3)
+    rows = np.concatenate([np.ravel(rows.numpy()) for rows in data.batches().take(stop)])
+    return float(data.arrays[0][rows[start * BATCH * 3 : stop * BATCH * 3], 0].mean())
+
+
 def test_a_strategy_of_ones_own(job, tmp_path, mirrored):
     """And all of it made inside of its scope, the loop too."""
     with job(tmp_path, "own=1") as processes:

@@ -43,10 +43,17 @@ def unwrap(state: State) -> dict[str, list[tf.Variable]]:
     }
 
 
-def specs(variables: Mapping[str, list[tf.Variable]]) -> dict[str, list[dict[str, Any]]]:
-    """Returns ``{key: [{"name", "shape", "dtype"}, ...]}``, as in a manifest."""
+def specs(
+    variables: Mapping[str, list[tf.Variable]],
+    tensors: Mapping[str, list[tf.Tensor]] | None = None,
+) -> dict[str, list[dict[str, Any]]]:
+    """Returns ``{key: [{"name", "shape", "dtype"}, ...]}``, as in a manifest. Shapes are those of
+    ``tensors``, a `snapshot`, or of the variables, which may have None for a size that varies."""
     return {
-        key: [{"name": _name(v), "shape": v.shape.as_list(), "dtype": v.dtype.name} for v in group]
+        key: [
+            {"name": _name(v), "shape": value.shape.as_list(), "dtype": v.dtype.name}
+            for v, value in zip(group, (tensors or variables)[key], strict=True)
+        ]
         for key, group in variables.items()
     }
 
@@ -132,7 +139,8 @@ def _read(reader: Any, variables: Mapping[str, list[tf.Variable]]) -> dict[str, 
     for key, group in variables.items():
         for i, variable in enumerate(group):
             name = _key(key, i)
-            if (shapes.get(name), dtypes.get(name)) != (variable.shape, variable.dtype):
+            shape = shapes.get(name, ())
+            if dtypes.get(name) != variable.dtype or not variable.shape.is_compatible_with(shape):
                 raise durable.Damaged(f"{name} is not what the manifest says")
     return {
         key: [reader.get_tensor(_key(key, i)) for i in range(len(group))]

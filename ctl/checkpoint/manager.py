@@ -176,7 +176,7 @@ class CheckpointManager:
             metrics={name: float(value) for name, value in (metrics or {}).items()},
             evaluated=(),
             fingerprint=self._fingerprint,
-            variables=bundle.specs(variables),
+            variables=bundle.specs(variables, tensors),
             files={},
             versions={"tensorflow": tf.__version__, "keras": keras.__version__},
         )

@@ -197,6 +197,18 @@ def commit(directory: Path, step: int) -> None:
     durable.write_json(directory / "latest.json", pointer, via=directory)
 
 
+_RESIZED = (
+    ", one value for each replica: resume on as many, or make the variable with on_resize='sum' or "
+    "'zero'"
+)
+
+
+def _fits(shape: Sequence[int], wanted: Sequence[int | None]) -> bool:
+    return len(shape) == len(wanted) and all(
+        w in (None, s) for s, w in zip(shape, wanted, strict=True)
+    )
+
+
 def differences(
     old: Mapping[str, Sequence[Mapping[str, Any]]], new: Mapping[str, Sequence[Mapping[str, Any]]]
 ) -> tuple[list[str], list[str]]:
@@ -223,8 +235,9 @@ def differences(
                 differing.append(f"{key}[{i}] {_describe(b)} is missing")
             elif b is None:
                 differing.append(f"{key}[{i}] {_describe(a)} is extra")
-            elif (a["shape"], a["dtype"]) != (b["shape"], b["dtype"]):
-                differing.append(f"{key}[{i}] is {_describe(a)} instead of {_describe(b)}")
+            elif a["dtype"] != b["dtype"] or not _fits(a["shape"], b["shape"]):
+                text = f"{key}[{i}] is {_describe(a)} instead of {_describe(b)}"
+                differing.append(text + (_RESIZED if key == "replicas" else ""))
             elif _unnumbered(a["name"]) != _unnumbered(b["name"]):
                 renamed.append(f"{key}[{i}] is {a['name']} instead of {b['name']}")
     return differing, renamed

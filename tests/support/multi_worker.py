@@ -71,6 +71,11 @@ def masks(strategy: tf.distribute.Strategy) -> np.ndarray:
     return np.stack([v.numpy() != 0 for v in strategy.experimental_local_results(values)])
 
 
+def left(strategy: tf.distribute.Strategy, step: Own) -> np.ndarray:
+    """The error feedback of the replicas of this worker."""
+    return np.stack([v.numpy() for v in strategy.experimental_local_results(step.left)])
+
+
 class Faulty:
     """An action of one worker that does what can go wrong, once, at a step."""
 
@@ -125,6 +130,32 @@ class Other(Step):
     def reduce(self, loss, count, gradients, before):
         loss, count, gradients = super().reduce(loss, count, gradients, before)
         return loss, count, [2 * gradient for gradient in gradients]
+
+
+class Own(Step):
+    """Two parameter groups, noise, error feedback of each replica, and a log of its own."""
+
+    def __init__(self, network, optimizer, **options):
+        first, last = network.layers[0], network.layers[1:]
+        groups = [
+            (keras.optimizers.SGD(0.1), first),
+            (optimizer, [v for layer in last for v in layer.variables]),
+        ]
+        super().__init__(network, groups, **options)
+        self.left = self.variable("left", first.kernel.shape, per_replica=True)
+
+    def loss(self, batch):
+        noise = tf.random.stateless_normal(tf.shape(batch[0]), self.seed("noise"))
+        self.log("noise", noise)
+        self.log("largest", noise, reduce="max")
+        self.log("first", batch[0][:, 0])
+        return super().loss((batch[0] + 0.1 * noise, batch[1]))
+
+    def sum_gradients(self, gradients):
+        whole = gradients[0] + self.left.read_value()
+        sent = tf.reduce_mean(tf.abs(whole)) * tf.sign(whole)
+        self.left.assign(whole - sent)
+        return super().sum_gradients([sent, *gradients[1:]])
 
 
 class Ending(ctl.data.InMemory):
@@ -188,7 +219,7 @@ def train(
         optimizer = keras.optimizers.AdamW(
             0.01, beta_1=0.8 if "differ" in OPTIONS and me.index else 0.9
         )
-        kind = Other if "code" in OPTIONS and me.index else Step
+        kind = Other if "code" in OPTIONS and me.index else Own if "state" in OPTIONS else Step
         clip = 0.4 if "clip" in OPTIONS and me.index else 0.3
         step = kind(network, optimizer, clip_norm=clip, options=options)
         metric = keras.metrics.SparseCategoricalAccuracy("accuracy")
@@ -202,6 +233,12 @@ def train(
     if FAULT == "end":
         data = Ending(examples(), global_batch_size=batch)
     test = ctl.data.InMemory(examples(101, seed=1), global_batch_size=BATCH, training=False)
+    logged: dict[str, float] = {}
+
+    def window(status) -> None:
+        logged.update(status.scalars())
+        status.reset()
+
     checkpoints = ctl.CheckpointManager(OUT / "checkpoints", read_only=not me.is_chief)
     loop = ctl.Loop(
         step,
@@ -213,6 +250,7 @@ def train(
             Faulty(),
             ctl.Every(lambda status: loop.save(), steps=4),
             *([Slow()] if "slow" in OPTIONS else []),
+            ctl.Every(window, steps=5),
         ],
         steps_per_loop=int(OPTIONS.get("loop", 0)) or None,
     )
@@ -233,6 +271,8 @@ def train(
         masks=masks(strategy),
         fit=fit(strategy) if "fit" in OPTIONS else "",
         results=np.array([results["loss"], results["accuracy"]]),
+        left=left(strategy, step) if "state" in OPTIONS else 0.0,
+        logged=[logged.get(name, 0.0) for name in ("noise", "largest", "first", "learning_rate_2")],
         threads=[thread.read_text().strip() for thread in Path("/proc/self/task").glob("*/comm")],
     )
     ctl.workers.leave_together(strategy)

@@ -1,0 +1,127 @@
+"""A variable with a value on each replica is saved part by part, and restored where it belongs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import BATCH, examples, make_loop
+
+from ctl import testing
+from ctl.errors import CheckpointError, UsageError
+from ctl.step import TrainStep
+
+
+class ErrorFeedback(TrainStep):
+    """Sums signs of gradients, and keeps what they leave out (Seide et al. 2014)."""
+
+    on_resize = "refuse"
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.left = [
+            self.variable(f"left{n}", v.shape, per_replica=True, on_resize=self.on_resize)
+            for n, v in enumerate(self.model.trainable_variables)
+        ]
+        self.updates = self.variable("updates", [], "int64")
+
+    def sum_gradients(self, gradients):
+        sent = []
+        for gradient, left in zip(gradients, self.left, strict=True):
+            whole = gradient + left.read_value()
+            sent.append(tf.reduce_mean(tf.abs(whole)) * tf.sign(whole))
+            left.assign(whole - sent[-1])
+        self.updates.assign_add(1)
+        return super().sum_gradients(sent)
+
+
+class Sums(ErrorFeedback):
+    on_resize = "sum"
+
+
+class Zeros(ErrorFeedback):
+    on_resize = "zero"
+
+
+def make(strategy, step_class=ErrorFeedback, **options):
+    return make_loop(strategy, step_class=step_class, **options)
+
+
+def left(loop) -> list[np.ndarray]:
+    """The values of all replicas, [replicas, ...]."""
+    return [
+        np.stack([one.numpy() for one in loop.strategy.experimental_local_results(variable)])
+        for variable in loop.step.left
+    ]
+
+
+def saved(loop, steps: int) -> None:
+    loop.train(steps)
+    loop.save(wait=True)
+    loop.checkpoints.close()
+
+
+@pytest.mark.parametrize("options", [{}, {"jit_compile": True}, {"on_nan": "skip"}], ids=str)
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+def test_a_resume_changes_no_bit(mirrored, replicas, options):
+    if replicas == 4 and options:
+        pytest.skip("as with two")
+
+    def loop(strategy, checkpoints):
+        return make(strategy, checkpoints=checkpoints, **options)
+
+    testing.check_resumed(loop, replicas)
+
+
+def test_each_replica_gets_its_own(mirrored, tmp_path):
+    first = make(mirrored(4), directory=tmp_path)
+    saved(first, 3)
+    wanted = left(first)
+    assert np.abs(wanted[0][0] - wanted[0][3]).max() > 1e-4
+    second = make(mirrored(4), directory=tmp_path)
+    second.restore()
+    for a, b in zip(wanted, left(second), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert int(second.step.updates.numpy()) == 3
+
+
+@pytest.mark.parametrize(("before", "now"), [(4, 2), (2, 4), (2, 1)])
+def test_another_number_of_replicas(mirrored, tmp_path, before, now):
+    for kind in (Sums, Zeros):
+        first = make(mirrored(before), kind, directory=tmp_path / kind.__name__)
+        saved(first, 3)
+        second = make(mirrored(now), kind, directory=tmp_path / kind.__name__)
+        second.restore()
+        for old, new in zip(left(first), left(second), strict=True):
+            total = old.sum(axis=0) if kind is Sums else np.zeros_like(old[0])
+            np.testing.assert_allclose(new[0], total, rtol=1e-5, atol=1e-7)
+            assert not np.abs(new[1:]).any()
+        second.train(5)
+    first = make(mirrored(before), directory=tmp_path / "refused")
+    saved(first, 3)
+    with pytest.raises(CheckpointError, match=r"left0.*resume on as many, or .*on_resize='sum'"):
+        make(mirrored(now), directory=tmp_path / "refused").restore()
+
+
+def test_a_skipped_update_changes_nothing(mirrored):
+    features, labels = examples(2 * BATCH)
+    features[BATCH] = np.nan  # on replica 0 of the second batch
+    data = tf.data.Dataset.from_tensor_slices((features, labels)).batch(BATCH)
+    loop = make(mirrored(2), data=data, on_nan="skip")
+    loop.train(1, total=2)
+    before = left(loop)
+    loop.train(2)
+    assert loop.step.updater.skipped_so_far() == 1 == int(loop.step.updates.numpy())
+    for a, b in zip(before, left(loop), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_what_cannot_be_is_refused(mirrored):
+    step = make(mirrored(1)).step
+    with pytest.raises(UsageError, match="on_resize='mean' is not one of refuse, sum, zero"):
+        step.variable("mine", [], per_replica=True, on_resize="mean")
+    with pytest.raises(UsageError, match="make the variables of a step before its loop"):
+        step.variable("mine", [], per_replica=True)
+    strategy = tf.distribute.experimental.CentralStorageStrategy(["/cpu:0", "/cpu:1"], "/cpu:0")
+    with pytest.raises(UsageError, match="left0 cannot have a value on each replica"):
+        make(strategy)
