@@ -71,7 +71,7 @@ def run() -> None:
         flags.DEFINE_enum(
             "precision", "float32", names.PRECISIONS, "Type of the computation, with --model_dir."
         )
-        flags.DEFINE_integer("seed", 0, "Of synthetic data.", lower_bound=0)
+        flags.DEFINE_integer("seed", 0, "Of synthetic data, and of your own.", lower_bound=0)
     check_flags(["model_dir", "model", "checkpoint", "watch", "watch_timeout"], _check)
     run_command(main, _USAGE)
 

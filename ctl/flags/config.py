@@ -161,23 +161,25 @@ def adopt(
         UsageError: a flag does not accept its stored value.
     """
     for name in names:
-        value = stored.get(name)
-        if isinstance(value, list) and all(isinstance(v, _JSON_SCALARS) for v in value):
-            texts = [str(v) for v in value]
-            value = texts if isinstance(values[name], flags.MultiFlag) else ",".join(texts)
-        elif isinstance(value, _JSON_SCALARS):
-            value = str(value)
-        else:
-            continue
-        if not values[name].present:
+        if stored.get(name) is not None and not values[name].present:
             try:
-                values[name].parse(value)
+                values[name].parse(_as_given(values[name], stored[name]))
             except flags.Error as error:
                 raise UsageError(f"{FILE}: {error}") from error
     try:
         values.validate_all_flags()
     except flags.Error as error:
         raise UsageError(f"{FILE}: {error}") from error
+
+
+def _as_given(flag: flags.Flag, value: Any) -> str | list[str]:
+    """A stored ``value`` as ``flag`` takes it; raises `UsageError` for one of another kind."""
+    is_list = isinstance(flag, flags.MultiFlag) or isinstance(flag.parser, flags.ListParser)
+    parts = value if isinstance(value, list) and is_list else [value]
+    if not all(isinstance(part, _JSON_SCALARS) for part in parts):
+        raise UsageError(f"{FILE}: --{flag.name} cannot be {_show(value)}: give that flag")
+    texts = [str(part) for part in parts]
+    return texts if isinstance(flag, flags.MultiFlag) else ",".join(texts)
 
 
 _JSON_SCALARS = (str, int, float, bool)

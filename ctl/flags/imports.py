@@ -14,8 +14,8 @@ from absl import flags
 from ctl.errors import UsageError
 from ctl.flags.names import is_function_name
 
+# The flags whose value may name code.
 NAMING = ("step", "model", "dataset", "loss", "metrics")
-"""The flags whose value may name code."""
 
 
 def named(arguments: Sequence[str]) -> dict[str, str]:

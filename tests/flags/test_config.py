@@ -44,6 +44,11 @@ def test_flags_of_any_kind_are_adopted_and_compared(tmp_path):
     assert (adopted.rate, adopted.fast, adopted.colour) == (0.75, True, Colour.BLUE)
     assert (adopted.widths, adopted.layer) == (["6", "5"], [3, 4])
 
+    hostile = {"model_dir": ["evil:module"], "rate": [1], "widths": {"a": 1}, "layer": [[1]]}
+    for name, value in hostile.items():
+        with pytest.raises(UsageError, match=f"--{name} cannot be .*: give that flag"):
+            config.adopt({name: value}, [name], flag_values())
+
     config.check_resumable(stored, flag_values(*GIVEN))
     with pytest.raises(UsageError, match=r"--widths was \[.6., .5.\], is \[.8.\]; .*RED"):
         config.check_resumable(stored, flag_values(*GIVEN[:2], *GIVEN[3:5]))

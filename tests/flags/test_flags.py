@@ -261,6 +261,7 @@ def test_checkpoints_without_a_config_are_not_resumed(zygote_without_tensorflow,
     [
         {"model": "convnte"},
         {"model": 3},
+        {"dataset": ["evil:load"]},
         {"global_batch_size": -1},
         {"global_batch_size": "many"},
         {"precision": "float8"},
