@@ -7,7 +7,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -91,6 +91,7 @@ def _train(model_dir: Path) -> None:
 
     from ctl.checkpoint.manager import CheckpointManager
     from ctl.data.explained import explained
+    from ctl.step import EvalStep
     from ctl.workers import is_chief, leave_together
 
     prepared = prepare()
@@ -118,8 +119,9 @@ def _train(model_dir: Path) -> None:
         loop = make_loop(prepared, checkpoints)
         assert loop.evaluator is not None
         if FLAGS.keep_best or FLAGS["best_metric"].present:
-            evaluated = ["loss", *loop.evaluator.step.results()]
-            check_name("--best_metric", FLAGS.best_metric, evaluated)
+            if type(loop.evaluator.step) is EvalStep:  # a user's own may log() more
+                _check_best(0, {"loss": 0.0, **loop.evaluator.step.results()})
+            loop.eval_actions.append(_check_best)
         tester = loop.evaluator.on(test) if test else None
         saved = loop.restore()
         if saved:
@@ -163,6 +165,11 @@ def _check_evaluation(model_dir: Path, split: str) -> None:
             f"{model_dir} holds a run that is evaluated on {before}, not on {split}: use the same "
             "--keep_best, which chooses it, or another --model_dir"
         )
+
+
+def _check_best(step: int, results: Mapping[str, float]) -> None:
+    """Raises `UsageError` if an evaluation gives no ``--best_metric``. An evaluation action."""
+    check_name("--best_metric", FLAGS.best_metric, results)
 
 
 def _serve() -> None:

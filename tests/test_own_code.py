@@ -27,6 +27,7 @@ flags.DEFINE_list("widths", ["8"], "Hidden units.")
 class Doubled(ctl.EvalStep):
     def loss(self, batch):
         losses, outputs = super().loss(batch)
+        self.log("doubled", 2.0 * losses)
         return 2.0 * losses, outputs
 
 
@@ -81,7 +82,7 @@ def variables(model_dir) -> bytes:
 def whole(zygote, path, tmp_path_factory):
     """A run on two replicas without a stop; it keeps its best checkpoint by its own metric."""
     model_dir = tmp_path_factory.mktemp("whole")
-    best = ["--keep_best=1", "--best_metric=mse", "--best_mode=min", "--evaluate_every=15"]
+    best = ["--keep_best=1", "--best_metric=doubled", "--best_mode=min", "--evaluate_every=15"]
     command = zygote.run(TRAIN, f"--model_dir={model_dir}", "--replicas=2", *ALL, *best, path=path)
     return model_dir, command
 
@@ -96,8 +97,9 @@ def test_trains_with_all_of_it(whole):
     shapes = [spec["shape"] for spec in manifest["variables"]["model"]]
     assert shapes == [[4, 6], [6], [6, 5], [5], [5, 1], [1]]
     for result in evaluations(model_dir).values():
-        assert set(result) == {"schema", "phase", "step", "epoch", "time", "loss", "mse"}
+        assert set(result) == {"schema", "phase", "step", "epoch", "time", "loss", "mse", "doubled"}
         assert result["loss"] == pytest.approx(2 * result["mse"])
+        assert result["doubled"] == pytest.approx(result["loss"])
     assert sorted(evaluations(model_dir)) == [15, 30]
     again = "--step=mine:Mine --model=mine:model --dataset=mine:load --checkpoint=best"
     assert f"ctl.evaluate --model_dir={model_dir} {again}" in command.stdout
@@ -155,7 +157,12 @@ WRONG = [
     ([*OWN, "--train_split=train"], "--train_split has no effect with --dataset=mine:load"),
     (OWN, "--dataset=mine:load: .* epochs cannot be counted: give --train_steps"),
     ([*OWN[:2], "--train_steps=3"], "the data do not say the shape .* which the model convnet"),
-    ([*ALL, "--best_metric=mae", "--best_mode=min"], "unknown --best_metric 'mae': .*loss, mse"),
+    (["--best_metric=mae", "--best_mode=min"], "unknown --best_metric 'mae': .*loss, accuracy"),
+    # An evaluation step of one's own may log what nobody knows before.
+    (
+        [*ALL, "--best_metric=mae", "--best_mode=min", "--train_steps=2"],
+        "unknown --best_metric 'mae': .*loss, mse, doubled",
+    ),
     ([*ALL, "--evaluate_every=1ep"], "--evaluate_every: 1ep counts epochs, and the length"),
 ]
 

@@ -55,7 +55,9 @@ def _define_checkpoint_flags() -> None:
             lower_bound=0,
         )
         flags.DEFINE_string(
-            "best_metric", "accuracy", "What decides which is best: loss, or one of the metrics."
+            "best_metric",
+            "accuracy",
+            "What decides which is best: loss, or another result of an evaluation.",
         )
         flags.DEFINE_enum(
             "best_mode",
