@@ -8,23 +8,24 @@ from __future__ import annotations
 import functools
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from absl import flags, logging
 
 from ctl import cluster
 from ctl.errors import UsageError
 from ctl.flags import defaults, groups
-from ctl.flags.names import OPTIMIZERS
+from ctl.flags.names import OPTIMIZERS, is_function_name
 from ctl.flags.parsing import AUTO, grouped_flags
 from ctl.watch import watchdog
 
 if TYPE_CHECKING:
     import keras
 
-    from ctl.data import InMemory, Splits, Streaming
+    from ctl.data import Dataset, InMemory, Splits, Streaming
     from ctl.evaluator import Evaluator
     from ctl.loop import Loop
+    from ctl.step import EvalStep
     from ctl.strategy import Placement
 
 FLAGS = flags.FLAGS
@@ -39,6 +40,7 @@ class Prepared(NamedTuple):
         evaluation: the data to evaluate on while training.
         test: the data to evaluate on at the end; None if ``evaluation`` is that.
         total_steps: length of the training in global batches.
+        steps_per_epoch: may be fractional; None if the number of examples is unknown.
     """
 
     placement: Placement
@@ -46,24 +48,36 @@ class Prepared(NamedTuple):
     evaluation: Any
     test: Any
     total_steps: int
+    steps_per_epoch: float | None
 
 
 def prepare() -> Prepared:
     """Makes the strategy, sets seed and precision, and loads the data, all from the flags.
 
     Call it before TensorFlow runs any operation.
+
+    Raises:
+        UsageError: a flag is not usable with the others or with the data.
     """
     import keras
+
+    from ctl import named
 
     placement = _place()
     keras.utils.set_random_seed(FLAGS.seed)
     keras.mixed_precision.set_dtype_policy(FLAGS.precision)
     logging.info("strategy: %s", placement.description)
+    named.step_class(FLAGS.step)  # what is wrong is said before data are loaded
+    named.check_metrics(FLAGS.metrics)
+    test = None
     with watchdog.host("loading the data"):
-        splits = _splits()
-        train = load_data(splits.train, training=True)
-        evaluation = load_data(splits.evaluation, training=False)
-        test = load_data(splits.test, training=False) if splits.test else None
+        if is_function_name(FLAGS.dataset):
+            train, evaluation = _own_data()
+        else:
+            splits = _splits()
+            train = load_data(splits.train, training=True)
+            evaluation = load_data(splits.evaluation, training=False)
+            test = load_data(splits.test, training=False) if splits.test else None
     logging.info("training data: %s", train.description)
     logging.info("evaluation data: %s", evaluation.description)
     if FLAGS.keep_best:
@@ -73,10 +87,32 @@ def prepare() -> Prepared:
         )
     if test:
         logging.info("test data, for the end: %s", test.description)
-    steps_per_epoch = train.num_examples / train.global_batch_size
-    epochs = FLAGS.epochs or defaults.EPOCHS
-    total_steps = FLAGS.train_steps or max(1, math.ceil(epochs * steps_per_epoch - 1e-6))
-    return Prepared(placement, train, evaluation, test, total_steps)
+    steps_per_epoch = None
+    if train.num_examples and train.global_batch_size:
+        steps_per_epoch = train.num_examples / train.global_batch_size
+    total_steps = FLAGS.train_steps or _steps_of(FLAGS.epochs or defaults.EPOCHS, steps_per_epoch)
+    return Prepared(placement, train, evaluation, test, total_steps, steps_per_epoch)
+
+
+def _steps_of(epochs: float, steps_per_epoch: float | None) -> int:
+    if steps_per_epoch is None:
+        raise UsageError(
+            f"--dataset={FLAGS.dataset}: the number of examples is unknown, so epochs cannot be "
+            "counted: give --train_steps"
+        )
+    return max(1, math.ceil(epochs * steps_per_epoch - 1e-6))
+
+
+def _own_data() -> tuple[Dataset, Dataset]:
+    """What the function returns that ``--dataset`` names: data to train and to evaluate on."""
+    from ctl import named
+
+    return named.datasets(
+        FLAGS.dataset,
+        global_batch_size=FLAGS.global_batch_size,
+        seed=FLAGS.seed,
+        data_dir=FLAGS.data_dir,
+    )
 
 
 def _splits() -> Splits:
@@ -132,9 +168,11 @@ def _flags_of_the_job() -> dict[str, Any]:
     return {f"--{name}": FLAGS[name].value for name in grouped_flags() if name not in mine}
 
 
-def best_mode(metric: str) -> Literal["max", "min"]:
-    """Whether the highest or the lowest value of ``metric`` is the best."""
-    return "max" if metric == "accuracy" else "min"
+def load_evaluation_data() -> Dataset:
+    """Loads the data to evaluate on that the flags of `ctl.evaluate` describe."""
+    if is_function_name(FLAGS.dataset):
+        return _own_data()[1]
+    return load_data(FLAGS.eval_split, training=False)
 
 
 def load_data(split: str | None, *, training: bool) -> InMemory | Streaming:
@@ -168,13 +206,23 @@ def load_data(split: str | None, *, training: bool) -> InMemory | Streaming:
     )
 
 
-def check_classes(dataset: InMemory | Streaming) -> None:
-    """Raises `UsageError` if the number of classes of ``dataset`` is unknown."""
-    if dataset.info.num_classes is None:
+def check_classes(dataset: Dataset) -> None:
+    """Raises `UsageError` if the number of classes of ``dataset`` is unknown, unless it is data of
+    the user's own, which need not have classes."""
+    if dataset.info.num_classes is None and not is_function_name(FLAGS.dataset):
         raise UsageError(
             f"{dataset.description}: it does not say how many classes it has, and its labels are "
             "counted only where it fits into memory: raise --resident_limit_mib"
         )
+
+
+def make_eval_step(model: keras.Model) -> EvalStep:
+    """Makes the evaluation step that ``--step``, ``--loss`` and ``--metrics`` describe."""
+    from ctl import named
+
+    kind = named.step_class(FLAGS.step).eval_step
+    metrics = named.make_metrics(FLAGS.metrics, FLAGS.loss, kind)
+    return kind(model, named.loss_function(FLAGS.loss), metrics)
 
 
 def make_loop(prepared: Prepared, checkpoints: Any = None) -> Loop:
@@ -185,34 +233,38 @@ def make_loop(prepared: Prepared, checkpoints: Any = None) -> Loop:
         checkpoints: a `ctl.checkpoint.CheckpointManager`, or None.
 
     Raises:
-        UsageError: the model, the optimizer, the schedule or the number of classes is not usable.
+        UsageError: the model, the step, the optimizer, the schedule, the metrics or the number of
+            classes is not usable.
     """
-    import keras
-
+    from ctl import named
     from ctl.evaluator import Evaluator
     from ctl.loop import Loop
     from ctl.models import make_model
     from ctl.schedule.schedules import make_schedule
-    from ctl.step import EvalStep, TrainStep, cross_entropy
+    from ctl.step import cross_entropy
 
-    placement, train, evaluation, _, total_steps = prepared
+    placement, train, evaluation, _, total_steps, steps_per_epoch = prepared
     schedule = make_schedule(
         total_steps=total_steps,
-        steps_per_epoch=train.num_examples / train.global_batch_size,
+        steps_per_epoch=steps_per_epoch,
         global_batch_size=train.global_batch_size,
         **groups.schedule_arguments(),
     )
 
     check_classes(train)
 
+    def model_of_the_data() -> keras.Model:
+        return make_model(FLAGS.model, train.info.image_shape, train.info.num_classes)
+
     smoothed = functools.partial(cross_entropy, smoothing=FLAGS.label_smoothing)
+    step_class = named.step_class(FLAGS.step)
     with placement.strategy.scope(), watchdog.host("building the model"):
-        model = make_model(FLAGS.model, train.info.image_shape, train.info.num_classes)
-        step = TrainStep(
+        model = model_of_the_data()
+        step = step_class(
             model,
             make_optimizer(FLAGS.optimizer, FLAGS.momentum, FLAGS.weight_decay),
-            smoothed if FLAGS.label_smoothing else cross_entropy,
-            metrics=[keras.metrics.SparseCategoricalAccuracy("accuracy")],
+            smoothed if FLAGS.label_smoothing else named.loss_function(FLAGS.loss),
+            metrics=named.make_metrics(FLAGS.metrics, FLAGS.loss, step_class),
             clip_norm=FLAGS.clip_norm,
             accumulate_steps=FLAGS.accumulate_steps,
             ema_decay=FLAGS.ema_decay,
@@ -223,8 +275,7 @@ def make_loop(prepared: Prepared, checkpoints: Any = None) -> Loop:
             jit_compile=FLAGS.jit_compile == "on",
             jit_update=False if placement.roll_call else None,  # XLA works within one process
         )
-        accuracy = keras.metrics.SparseCategoricalAccuracy("accuracy")
-        eval_step = EvalStep(model, metrics=[accuracy])
+        eval_step = make_eval_step(model)
     options = {
         "strategy": placement.strategy,
         "schedule": schedule,
@@ -234,9 +285,8 @@ def make_loop(prepared: Prepared, checkpoints: Any = None) -> Loop:
     if placement.roll_call:
         from ctl.asynchronous.parameter_server import CopyEvaluator, ParameterServerLoop
 
-        copy = make_model(FLAGS.model, train.info.image_shape, train.info.num_classes)
-        accuracy = keras.metrics.SparseCategoricalAccuracy("accuracy")
-        evaluator: Evaluator = CopyEvaluator(model, EvalStep(copy, metrics=[accuracy]), evaluation)
+        copied = make_eval_step(model_of_the_data())
+        evaluator: Evaluator = CopyEvaluator(model, copied, evaluation)
         return ParameterServerLoop(
             step,
             train,

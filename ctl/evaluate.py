@@ -10,10 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 from absl import flags, logging
 
-from ctl.build import best_mode, check_classes, load_data
+from ctl.build import check_classes, load_evaluation_data, make_eval_step
 from ctl.errors import CheckpointError, UsageError
-from ctl.flags import config, devices, groups, names
-from ctl.flags.parsing import check_flags, define_path, group, grouped_flags, run_command
+from ctl.flags import code, config, devices, groups, names, training
+from ctl.flags.imports import NAMING
+from ctl.flags.parsing import (
+    check_flags,
+    define_path,
+    group,
+    grouped_flags,
+    imported_flags,
+    run_command,
+)
 from ctl.logs import console
 
 if TYPE_CHECKING:
@@ -32,7 +40,8 @@ Evaluates a checkpoint of a run, or an exported model, on every example of the t
   python -m ctl.evaluate --model_dir=/tmp/run --watch              # each new one as it appears
   python -m ctl.evaluate --model=/tmp/run/export/model.keras
 
-Data, model and precision are those of the run (config.json) unless given.
+Data, model, step, loss, metrics and precision are those of the run (config.json) unless given. Code
+of your own must be named again: --model=my.module:make_model
 """
 
 
@@ -56,12 +65,13 @@ def run() -> None:
         )
         flags.DEFINE_boolean("json", False, "Print one JSON object per evaluation.")
     groups.define_data_flags()
+    code.define_code_flags()
     devices.define_device_flags(training=False)
     with group("Computation"):
         flags.DEFINE_enum(
             "precision", "float32", names.PRECISIONS, "Type of the computation, with --model_dir."
         )
-        flags.DEFINE_integer("seed", 0, "Of synthetic data.", lower_bound=0)
+        flags.DEFINE_integer("seed", 0, "Of synthetic data, and of your own.", lower_bound=0)
     check_flags(["model_dir", "model", "checkpoint", "watch", "watch_timeout"], _check)
     run_command(main, _USAGE)
 
@@ -92,19 +102,18 @@ def main() -> None:
         CheckpointError: there is no intact checkpoint.
     """
     console.log_to_terminal()
-    averaged, metric = _adopt_run() if FLAGS.model_dir else (False, "")
+    averaged, best = _adopt_run() if FLAGS.model_dir else (False, {})
     console.load_tensorflow()
 
     import keras
 
-    from ctl import share
+    from ctl import named, share
     from ctl.apply import average_like
     from ctl.checkpoint.manager import CheckpointManager
     from ctl.data.explained import explained
     from ctl.evaluator import Evaluator
     from ctl.models import check_model, make_model
     from ctl.replicas import statistics_of, training_norms
-    from ctl.step import EvalStep
     from ctl.strategy import make_strategy
 
     keras.mixed_precision.set_dtype_policy(FLAGS.precision)
@@ -115,7 +124,9 @@ def main() -> None:
         tpu=FLAGS.tpu,
     )
     logging.info("strategy: %s", placement.description)
-    dataset = load_data(FLAGS.eval_split, training=False)
+    named.step_class(FLAGS.step)  # what is wrong is said before data are loaded
+    named.check_metrics(FLAGS.metrics)
+    dataset = load_evaluation_data()
     logging.info("evaluation data: %s", dataset.description)
     check_classes(dataset)
     if FLAGS.model_dir and FLAGS.checkpoint == "best":
@@ -124,16 +135,17 @@ def main() -> None:
             logging.warning(
                 "the best checkpoint was selected on these data, %s, so its result is too good: "
                 "--keep_best=1 without --eval_split selects on other data",
-                selected,
+                selected or dataset.info.name,
             )
     with placement.strategy.scope():
-        info: Any = dataset.info  # shape and number of classes are known
+        info: Any = dataset.info
         if FLAGS.model_dir:
             model = make_model(FLAGS.model, info.image_shape, info.num_classes)
         else:
             model = _load(Path(FLAGS.model))
-            check_model(FLAGS.model, model, info.image_shape, info.num_classes)
-        step = EvalStep(model, metrics=[keras.metrics.SparseCategoricalAccuracy("accuracy")])
+            if info.image_shape and info.num_classes:
+                check_model(FLAGS.model, model, info.image_shape, info.num_classes)
+        step = make_eval_step(model)
     evaluator = Evaluator(step, dataset, strategy=placement.strategy)
 
     averages = []
@@ -154,8 +166,7 @@ def main() -> None:
         return
     checkpoints = CheckpointManager(
         Path(FLAGS.model_dir) / "checkpoints",
-        best_metric=metric,
-        best_mode=best_mode(metric),
+        **best,
         read_only=True,
     )
     state = {"model": model.variables}
@@ -182,8 +193,9 @@ def main() -> None:
                 seen, shown = max(seen, saved.step), saved.step
 
 
-def _adopt_run() -> tuple[bool, str]:
-    """Adopts the flags of the run; returns whether it averages weights, and its ``best_metric``."""
+def _adopt_run() -> tuple[bool, dict[str, Any]]:
+    """Adopts the flags of the run; returns whether it averages weights, and its ``best_metric`` and
+    ``best_mode``."""
     model_dir = Path(FLAGS.model_dir)
     stored = config.read(model_dir)
     if stored is None and FLAGS.watch:
@@ -194,12 +206,20 @@ def _adopt_run() -> tuple[bool, str]:
             stored = config.read(model_dir)
     if stored is None:
         raise UsageError(f"--model_dir={model_dir} holds no run of ctl.train: no {config.FILE}")
-    model = stored.get("model")
     # Importing a module runs it, so a name in a file is not enough to import one.
-    if FLAGS.model is None and names.is_function_name(str(model)):
-        raise UsageError(f"the run was trained with --model={model}: give that flag again")
-    config.adopt(stored, ["model", *grouped_flags("Data", "Computation")])
-    return stored.get("ema_decay") is not None, str(stored.get("best_metric"))
+    again = [
+        f"--{name}={stored.get(name)}"
+        for name in NAMING
+        if not FLAGS[name].present and names.is_function_name(str(stored.get(name)))
+    ]
+    if again:
+        those = "that flag" if len(again) == 1 else "those flags"
+        raise UsageError(f"the run was trained with {' '.join(again)}: give {those} again")
+    groups_of_the_run = grouped_flags("Data", "Step, loss and metrics", "Computation")
+    config.adopt(stored, ["model", *groups_of_the_run, *imported_flags()])
+    metric, mode = str(stored.get("best_metric")), stored.get("best_mode")
+    best = {"best_metric": metric, "best_mode": training.best_mode(metric, mode)}
+    return stored.get("ema_decay") is not None, best
 
 
 def _load(path: Path) -> keras.Model:

@@ -33,6 +33,7 @@ from ctl import noinline, share, workers
 from ctl.actions import Action
 from ctl.checkpoint.manager import CheckpointManager, Saved
 from ctl.checks import check_trainable
+from ctl.control import code
 from ctl.control.agreement import agree, check_state
 from ctl.control.divergence import Divergence
 from ctl.control.ending import ending_well
@@ -184,6 +185,7 @@ class Loop:
         if checkpoints:
             watchdog.finish_first(checkpoints.wait)
             checkpoints.note_constants(step.state())
+            checkpoints.code = code.identity(step)
         step.loop = weakref.ref(self)
         self.signals = Signals()
         self.steps = Steps(step, self.dataset, self.strategy)
@@ -356,8 +358,8 @@ class Loop:
 
     def restore(self) -> Saved | None:
         """Restores the newest intact checkpoint and returns it; None if there is none. Training
-        resumes bit for bit. Raises `CheckpointError` if it does not fit or none is intact, and
-        `UsageError` if the loop has no checkpoints."""
+        resumes bit for bit. Raises `CheckpointError` if it does not fit, is of a step of another
+        class or none is intact, and `UsageError` if the loop has no checkpoints."""
         if self.checkpoints is None:
             raise UsageError("this loop has no checkpoints: give Loop(checkpoints=...)")
         saved = self.checkpoints.restore(self.step.state())

@@ -8,13 +8,14 @@ built into Keras, so a saved ``.keras`` file loads without ctl.
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Sequence
 
 import keras
 from keras import layers
 
 from ctl.errors import UsageError
+from ctl.flags.imports import find
 from ctl.flags.names import check_model_name, is_function_name
 
 
@@ -89,21 +90,32 @@ def tiny_transformer(image_shape: Sequence[int], num_classes: int) -> keras.Mode
     return keras.Model(inputs, _logits(x, num_classes), name="tiny_transformer")
 
 
-def make_model(name: str, image_shape: Sequence[int], num_classes: int) -> keras.Model:
+def make_model(
+    name: str, image_shape: Sequence[int] | None, num_classes: int | None
+) -> keras.Model:
     """Builds a model. Call it inside ``strategy.scope()``, because it creates variables.
 
     Args:
-        name: one of `ctl.flags.names.MODELS`, or ``package.module:function``. That function is
-            called with ``(image_shape, num_classes)`` and returns a `keras.Model`.
-        image_shape: (height, width, channels).
-        num_classes: number of logits.
+        name: one of `ctl.flags.names.MODELS`, or ``package.module:function``. That function
+            returns a `keras.Model`. It is called with ``(image_shape, num_classes)``, or without
+            arguments if it has no parameters; then the model may be for data of any kind.
+        image_shape: (height, width, channels); None if the data do not say it.
+        num_classes: number of logits; None if the data do not say it.
 
     Raises:
-        UsageError: the name is unknown, the function cannot be imported, the sizes are not
-            positive, or the function does not return a Keras model from images to logits of shape
-            [batch, num_classes].
+        UsageError: the name is unknown, the function cannot be imported, the sizes are unknown or
+            not positive, or the function does not return a Keras model; or, if it has parameters,
+            not one from images to logits of shape [batch, num_classes].
     """
     check_model_name(name)
+    if is_function_name(name) and not inspect.signature(find("model", name)).parameters:
+        return _checked_type(name, find("model", name)())
+    if image_shape is None or num_classes is None:
+        raise UsageError(
+            f"the data do not say the shape of their images and the number of classes, which the "
+            f"model {name} needs: give --model=package.module:function, a function without "
+            "parameters, or data with a ctl.data.DatasetInfo"
+        )
     shape = tuple(int(size) for size in image_shape)
     if len(shape) != 3 or min(shape) < 1 or num_classes < 1:
         raise UsageError(
@@ -112,7 +124,7 @@ def make_model(name: str, image_shape: Sequence[int], num_classes: int) -> keras
         )
     if not is_function_name(name):
         return globals()[name](shape, num_classes)  # a function above for each of `MODELS`
-    model = _import_function(name)(shape, num_classes)
+    model = find("model", name)(shape, num_classes)
     check_model(name, model, shape, num_classes)
     return model
 
@@ -163,34 +175,13 @@ def _position_aware(tokens: keras.KerasTensor, width: int) -> keras.KerasTensor:
     )(tokens)
 
 
-def _import_function(name: str) -> Callable[[Sequence[int], int], keras.Model]:
-    module_name, _, function_name = name.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise UsageError(
-            f"cannot import the model {name!r}: {error}; is its folder on PYTHONPATH?"
-        ) from error
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        raise UsageError(
-            f"cannot find the model {name!r}: {module_name} has no function {function_name!r}"
-        )
-    return function
-
-
 def check_model(name: str, model: object, shape: tuple[int, ...], num_classes: int) -> None:
     """Raises `UsageError` unless ``model`` maps images of ``shape`` to ``num_classes`` logits.
 
     Calls the model on a symbolic input, which builds it if necessary and computes nothing.
     """
-    if not isinstance(model, keras.Model):
-        raise UsageError(
-            f"the model {name!r} must be a function that returns a keras.Model, "
-            f"it returned {type(model).__name__}"
-        )
     try:
-        output = model(keras.Input(shape, name="image"))
+        output = _checked_type(name, model)(keras.Input(shape, name="image"))
     except (TypeError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise UsageError(
@@ -201,3 +192,12 @@ def check_model(name: str, model: object, shape: tuple[int, ...], num_classes: i
         raise UsageError(
             f"the model {name!r} must return logits of shape (batch, {num_classes}), got {got}"
         )
+
+
+def _checked_type(name: str, model: object) -> keras.Model:
+    if not isinstance(model, keras.Model):
+        raise UsageError(
+            f"the model {name!r} must be a function that returns a keras.Model, "
+            f"it returned {type(model).__name__}"
+        )
+    return model

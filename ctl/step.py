@@ -71,9 +71,8 @@ class TrainStep(BaseStep):
             update is skipped when a reduced gradient is not finite.
         bytes_per_pack: maximum bytes per all-reduce, see `ctl.reduce.make_packs`.
         options: options of the all-reduce, see `ctl.strategy.Placement`.
-        jit_compile: compiles the forward and backward pass with XLA, which needs batches of static
-            shape. On a single replica (`ctl.replicas.is_alone`), compiles the whole step with its
-            metrics, and several steps at once if batches come in blocks (`ctl.data.feed`).
+        jit_compile: compiles forward and backward with XLA, for batches of static shape; on one
+            replica the whole step, and several at once if batches come in blocks (`ctl.data.feed`).
         jit_update: compiles the update with XLA, see `ctl.apply.Updater`.
         random_seed: of the run, for `seed`.
 
@@ -83,6 +82,7 @@ class TrainStep(BaseStep):
     """
 
     training = True
+    eval_step: type[EvalStep] = EvalStep  # what `ctl.train --step` and `ctl.evaluate` evaluate with
 
     def __init__(
         self,

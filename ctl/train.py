@@ -7,7 +7,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +15,13 @@ from absl import flags, logging
 
 from ctl import cluster
 from ctl.actions import parse_window
-from ctl.build import best_mode, make_loop, prepare
+from ctl.build import make_loop, prepare
 from ctl.checkpoint import manifest
 from ctl.errors import UsageError
 from ctl.flags import config, training
 from ctl.flags.durations import steps_from
+from ctl.flags.imports import NAMING
+from ctl.flags.names import check_name, is_function_name
 from ctl.flags.parsing import AUTO, grouped_flags, run_command
 from ctl.logs import console
 from ctl.logs.streams import native_stderr_held
@@ -39,6 +41,8 @@ Trains an image classifier with an explicit loop that owns its all-reduce.
   python -m ctl.train --model_dir=/tmp/run                        # embedded data, any machine
   python -m ctl.train --model_dir=/tmp/run --dataset=mnist --replicas=2 --global_batch_size=128
   python -m ctl.train --model_dir=/tmp/run --model=my.module:make_model --optimizer=adamw
+  python -m ctl.train --model_dir=/tmp/run --step=my.module:MyStep --dataset=my.module:load \\
+      --model=my.module:make_model --loss=mean_squared_error --train_steps=1000
 
 The same command again resumes, bit for bit. SIGTERM and Ctrl-C save and exit with 42.
 Exit codes: 0 done, 1 a bug, 2 wrong flags or missing data, 3 NaN or Inf, 4 checkpoints or disk,
@@ -87,14 +91,14 @@ def _train(model_dir: Path) -> None:
 
     from ctl.checkpoint.manager import CheckpointManager
     from ctl.data.explained import explained
+    from ctl.step import EvalStep
     from ctl.workers import is_chief, leave_together
 
     prepared = prepare()
-    placement, train, evaluation, test, total_steps = prepared
+    placement, train, evaluation, test, total_steps, steps_per_epoch = prepared
     if manifest.paths(model_dir / "checkpoints"):
         _check_evaluation(model_dir, evaluation.info.split)
     chief = is_chief(placement.strategy)
-    steps_per_epoch = train.num_examples / train.global_batch_size
     with contextlib.ExitStack() as stack:
         if placement.roll_call:
             stack.enter_context(placement.roll_call)
@@ -104,7 +108,7 @@ def _train(model_dir: Path) -> None:
                 keep=FLAGS.keep,
                 keep_best=FLAGS.keep_best,
                 best_metric=FLAGS.best_metric,
-                best_mode=best_mode(FLAGS.best_metric),
+                best_mode=training.best_mode(FLAGS.best_metric, FLAGS.best_mode),
                 keep_every_hours=FLAGS.keep_every_hours,
                 asynchronous=FLAGS.async_checkpoints,
                 fingerprint=train.fingerprint(),
@@ -114,6 +118,10 @@ def _train(model_dir: Path) -> None:
         )
         loop = make_loop(prepared, checkpoints)
         assert loop.evaluator is not None
+        if FLAGS.keep_best or FLAGS["best_metric"].present:
+            if type(loop.evaluator.step) is EvalStep:  # a user's own may log() more
+                _check_best(0, {"loss": 0.0, **loop.evaluator.step.results()})
+            loop.eval_actions.append(_check_best)
         tester = loop.evaluator.on(test) if test else None
         saved = loop.restore()
         if saved:
@@ -121,13 +129,15 @@ def _train(model_dir: Path) -> None:
         chosen = _choose(loop, model_dir if saved else None)
         if chief:
             splits = {"train_split": train.info.split, "eval_split": evaluation.info.split}
-            config.write(model_dir, grouped_flags(), chosen=chosen | splits)
+            config.write(model_dir, grouped_flags(), chosen=chosen | splits, code=checkpoints.code)
         log, on_wake = _add_actions(loop, stack, model_dir, steps_per_epoch, chief)
         started, first = time.monotonic(), loop.global_step
         with loop.signals.noted(last=True), explained(train):
             if first < total_steps:
                 logging.info("compiling the first step: this takes some seconds")
-            every = steps_from("--evaluate_every", FLAGS.evaluate_every, steps_per_epoch)
+            every = total_steps
+            if steps_per_epoch is not None or FLAGS["evaluate_every"].present:
+                every = steps_from("--evaluate_every", FLAGS.evaluate_every, steps_per_epoch)
             last = loop.train_and_evaluate(
                 total_steps, evaluate_every=max(1, every), on_wake=on_wake
             )
@@ -155,6 +165,11 @@ def _check_evaluation(model_dir: Path, split: str) -> None:
             f"{model_dir} holds a run that is evaluated on {before}, not on {split}: use the same "
             "--keep_best, which chooses it, or another --model_dir"
         )
+
+
+def _check_best(step: int, results: Mapping[str, float]) -> None:
+    """Raises `UsageError` if an evaluation gives no ``--best_metric``. An evaluation action."""
+    check_name("--best_metric", FLAGS.best_metric, results)
 
 
 def _serve() -> None:
@@ -191,7 +206,7 @@ def _choose(loop: Loop, resumed: Path | None) -> dict[str, Any]:
 
 
 def _add_actions(
-    loop: Loop, stack: Any, model_dir: Path, steps_per_epoch: float, chief: bool
+    loop: Loop, stack: Any, model_dir: Path, steps_per_epoch: float | None, chief: bool
 ) -> tuple[Log, OnWake | None]:
     """Adds logs, progress, checkpoints and profile; returns the log, and the ``on_wake`` of
     evaluations."""
@@ -268,6 +283,7 @@ def _summarize(
         f"  |  {split}: " + "  ".join(f"{name} {value:.4f}" for name, value in scalars.items())
         for split, scalars in results.items()
     )
+    again = [f" --{n}={FLAGS[n].value}" for n in NAMING if is_function_name(FLAGS[n].value or "")]
     best = " --checkpoint=best" if FLAGS.keep_best else ""
     lines = [
         "",
@@ -276,7 +292,8 @@ def _summarize(
         f"  log          {model_dir / 'metrics.jsonl'}",
         *(f"  exported     {path}" for path in exported),
         "next:",
-        f"  {_python()} -m ctl.evaluate --model_dir={shlex.quote(str(model_dir))}{best}",
+        f"  {_python()} -m ctl.evaluate --model_dir={shlex.quote(str(model_dir))}"
+        f"{''.join(again)}{best}",
     ]
     if FLAGS.tensorboard:
         logdir = shlex.quote(str(model_dir))

@@ -234,6 +234,12 @@ def other_images(image_shape, num_classes):
 def broken(image_shape, num_classes):
     return 1 / 0
 
+def of_any_data():
+    return keras.Sequential([keras.Input([3]), keras.layers.Dense(2)])
+
+def any_nothing():
+    pass
+
 number = 3
 """
 
@@ -260,8 +266,8 @@ def test_users_own_model(user_module, function):
     [
         ("no_such_module:f", "cannot import .*no_such_module.*PYTHONPATH"),
         ("users_broken:f", "cannot import .*no_such_package"),
-        ("users_models:missing", "users_models has no function 'missing'"),
-        ("users_models:number", "users_models has no function 'number'"),
+        ("users_models:missing", "users_models has no class or function 'missing'"),
+        ("users_models:number", "users_models has no class or function 'number'"),
         ("users_models:nothing", "returns a keras.Model, it returned NoneType"),
         ("users_models:wrong_classes", r"logits of shape \(batch, 3\), got \(None, 4\)"),
         ("users_models:unflattened", r"logits of shape \(batch, 3\), got \(None, 4, 4, 3\)"),
@@ -273,6 +279,16 @@ def test_users_mistakes_are_one_line(user_module, name, message):
     with pytest.raises(UsageError, match=message) as caught:
         models.make_model(name, (4, 4, 1), 3)
     assert "\n" not in str(caught.value)
+
+
+def test_a_function_without_parameters_is_for_data_of_any_kind(user_module):
+    model = models.make_model("users_models:of_any_data", None, None)
+    assert model.output_shape == (None, 2)
+    with pytest.raises(UsageError, match="returns a keras.Model, it returned NoneType"):
+        models.make_model("users_models:any_nothing", None, None)
+    for name in ("dense", "users_models:good"):
+        with pytest.raises(UsageError, match=f"do not say .* which the model {name} needs"):
+            models.make_model(name, (4, 4, 1), None)
 
 
 def test_an_error_inside_the_users_function_keeps_its_traceback(user_module):

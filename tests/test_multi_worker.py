@@ -274,7 +274,8 @@ def test_workers_that_differ_do_not_start(job, tmp_path):
     [
         (
             "code=1",
-            'the code of the step is "[0-9a-f]{12}" on worker 0, "[0-9a-f]{12}" on worker 1;',
+            'the class of the step is "multi_worker:Step" on worker 0, "multi_worker:Other" on '
+            'worker 1; the code of the step is "[0-9a-f]{12}" on worker 0, "[0-9a-f]{12}" on ',
         ),
         ("clip=1", "clip_norm is 0.3 on worker 0, 0.4 on worker 1;"),
     ],

@@ -348,8 +348,8 @@ def test_a_model_of_ones_own(zygote, tmp_path):
     run_few(zygote, run, model="mine:make", path=path)
     names = [spec["name"] for spec in latest(run).variables["model"]]
     assert names and all("mine" in name for name in names)
-    command = run_few(zygote, run, model="mine:gone", path=path, exit_code=2)
-    assert "--model was" in command.stderr
+    command = run_few(zygote, run, model="mine:wrong", path=path, exit_code=2)
+    assert '--model was "mine:make", is "mine:wrong"' in command.stderr
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -28,10 +28,10 @@ import keras
 import tensorflow as tf
 from absl import logging
 
-from ctl.checkpoint import bundle, durable, manifest
+from ctl.checkpoint import bundle, durable, manifest, refusals
 from ctl.checkpoint.bundle import State
 from ctl.checkpoint.manifest import Saved
-from ctl.checkpoint.refusals import failure, require_fingerprint, require_fit
+from ctl.checkpoint.refusals import failure
 from ctl.errors import CheckpointError, CtlError, UsageError
 
 
@@ -44,6 +44,10 @@ class CheckpointManager:
 
     Use it from one thread, as a context manager or with a final `close`, which raises the error of
     the last write.
+
+    Attributes:
+      code: the step that writes, see `ctl.control.code.identity`; the loop sets it. `restore`
+        refuses a checkpoint of another class. ``None``: no check.
     """
 
     def __init__(
@@ -81,18 +85,7 @@ class CheckpointManager:
           UsageError: an argument is out of range.
           CheckpointError: the directory cannot be written, or another writer has it.
         """
-        if "://" in os.fspath(directory):
-            raise UsageError(
-                f"Checkpoints need a POSIX file system, not {directory}; mount it or choose "
-                "another --model_dir"
-            )
-        if keep < 1 or keep_best < 0 or (keep_every_hours is not None and keep_every_hours <= 0):
-            raise UsageError(
-                "A checkpoint manager needs keep >= 1, keep_best >= 0 and keep_every_hours > 0, "
-                f"not {keep}, {keep_best} and {keep_every_hours}"
-            )
-        if best_mode not in ("max", "min"):
-            raise UsageError(f"best_mode must be 'max' or 'min', not {best_mode!r}")
+        self.code: Mapping[str, str] | None = None
         self.directory = Path(directory)
         self._best = (best_metric, best_mode)
         self._retention: dict[str, Any] = {
@@ -102,6 +95,7 @@ class CheckpointManager:
             "best_mode": best_mode,
             "keep_every_hours": keep_every_hours,
         }
+        refusals.check_options(directory, **self._retention)
         # JSON turns tuples into lists, as in the fingerprint that is read back.
         self._fingerprint = None if fingerprint is None else json.loads(json.dumps(fingerprint))
         self._soft_keys = frozenset(soft_keys)
@@ -179,6 +173,7 @@ class CheckpointManager:
             variables=bundle.specs(variables, tensors),
             files={},
             versions={"tensorflow": tf.__version__, "keras": keras.__version__},
+            code=self.code,
         )
         self._pending = self._executor.submit(self._write, saved, tensors)
         if wait or not self._asynchronous:
@@ -313,7 +308,8 @@ class CheckpointManager:
           The checkpoint, or ``None`` if there is no checkpoint.
 
         Raises:
-          CheckpointError: none is intact, the variables or the fingerprint differ, no such step.
+          CheckpointError: none is intact, the variables, the fingerprint or the class of the step
+            differ, no such step.
         """
         self.wait()
         variables = bundle.unwrap(state)
@@ -324,8 +320,9 @@ class CheckpointManager:
             try:
                 saved = manifest.load(path)
                 durable.verify(path, saved.files)
-                require_fingerprint(saved, self._fingerprint, self._soft_keys)
-                require_fit(saved, variables)
+                refusals.require_fingerprint(saved, self._fingerprint, self._soft_keys)
+                refusals.require_code(saved, self.code)
+                refusals.require_fit(saved, variables)
                 values = bundle.read(saved.prefix, variables)
             except durable.Damaged as damage:
                 logging.warning("Passing over the damaged checkpoint %s: %s", path, damage)

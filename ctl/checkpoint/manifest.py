@@ -45,6 +45,8 @@ class Saved:
     files: Mapping[str, Mapping[str, Any]] = field(repr=False)
     """``{name: {"size", "sha256"}}``"""
     versions: Mapping[str, str] = field(repr=False)
+    code: Mapping[str, str] | None = field(repr=False)
+    """See `CheckpointManager.code`."""
 
     @property
     def prefix(self) -> str:
@@ -116,6 +118,12 @@ def load(path: Path) -> Saved:
     fingerprint, versions = content.get("fingerprint"), content.get("versions")
     require(fingerprint is None or isinstance(fingerprint, dict), "the fingerprint is no object")
     require(isinstance(versions, dict), "no versions")
+    code = content.get("code")  # absent in the first version
+    require(
+        code is None
+        or (isinstance(code, dict) and all(type(code.get(k)) is str for k in ("step", "source"))),
+        "its code has no step and source",
+    )
     variables = content.get("variables")
     require(isinstance(variables, dict), "no variables")
     for group in variables.values():
@@ -138,6 +146,7 @@ def load(path: Path) -> Saved:
         variables=variables,
         files=files,
         versions=versions,
+        code=code,
     )
 
 
@@ -161,6 +170,7 @@ def dump(saved: Saved, directory: Path, *, via: Path) -> None:
         "evaluated": list(saved.evaluated),
         "fingerprint": saved.fingerprint,
         "versions": saved.versions,
+        "code": saved.code,
         "files": saved.files,
         "variables": saved.variables,
     }

@@ -14,7 +14,7 @@ from absl import logging
 
 from ctl.checkpoint import bundle, manifest
 from ctl.checkpoint.manifest import Saved
-from ctl.errors import CheckpointError
+from ctl.errors import CheckpointError, UsageError
 
 # A quota and a limit on file sizes have the same remedy as a full disk.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -46,6 +46,30 @@ def failure(directory: Path, doing: str, error: Exception, needed: int = 0) -> C
     )
 
 
+def check_options(
+    directory: str | os.PathLike[str],
+    *,
+    keep: int,
+    keep_best: int,
+    best_metric: str,
+    best_mode: str,
+    keep_every_hours: float | None,
+) -> None:
+    """Raises `UsageError` if an argument of `CheckpointManager` is out of range."""
+    if "://" in os.fspath(directory):
+        raise UsageError(
+            f"Checkpoints need a POSIX file system, not {directory}; mount it or choose another "
+            "--model_dir"
+        )
+    if keep < 1 or keep_best < 0 or (keep_every_hours is not None and keep_every_hours <= 0):
+        raise UsageError(
+            "A checkpoint manager needs keep >= 1, keep_best >= 0 and keep_every_hours > 0, "
+            f"not {keep}, {keep_best} and {keep_every_hours}"
+        )
+    if best_mode not in ("max", "min"):
+        raise UsageError(f"best_mode must be 'max' or 'min', not {best_mode!r}")
+
+
 def require_fingerprint(
     saved: Saved, fingerprint: Mapping[str, Any] | None, soft_keys: Collection[str]
 ) -> None:
@@ -71,6 +95,29 @@ def require_fingerprint(
         )
     if soft:
         logging.warning("%s: %s", saved.path, "; ".join(soft))
+
+
+def require_code(saved: Saved, code: Mapping[str, str] | None) -> None:
+    """Compares the class and the sources of the step, see `CheckpointManager.code`. Logs a warning
+    where only the sources differ: they may have been mended, or moved to another machine.
+
+    Raises:
+        CheckpointError: ``saved`` is of another class, unless that was only moved.
+    """
+    if code is None or saved.code is None or saved.code["source"] == code["source"]:
+        return
+    old, new = saved.code["step"], code["step"]
+    if old != new:
+        raise CheckpointError(
+            f"{saved.path} was written by the step {old}, not by {new}: use that class, or choose "
+            "another --model_dir"
+        )
+    logging.warning(
+        "%s was written with another source of the step %s, of its layers or of its loss: the run "
+        "continues with the present one",
+        saved.path,
+        new,
+    )
 
 
 def require_fit(saved: Saved, variables: Mapping[str, list[tf.Variable]]) -> None:

@@ -5,18 +5,14 @@ TensorFlow would silently sum the wrong tensors, and a checkpoint holds the stat
 
 from __future__ import annotations
 
-import functools
-import hashlib
-import inspect
 import json
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 from absl import logging
 
-import ctl
 from ctl import replicas, workers
+from ctl.control import code
 from ctl.data.dataset import Dataset
 from ctl.errors import UsageError
 from ctl.step import TrainStep
@@ -27,7 +23,6 @@ _SETTINGS = (
     *("clip_norm", "accumulate_steps", "ema_decay", "loss_scale", "on_nan"),
     *("bytes_per_pack", "jit_compile", "jit_update"),
 )
-_NOT_OF_THE_USER = ("builtins", "ctl", "keras", "tensorflow")
 
 
 def agree(step: TrainStep, dataset: Dataset, trace: Callable[[], Any]) -> None:
@@ -47,7 +42,9 @@ def agree(step: TrainStep, dataset: Dataset, trace: Callable[[], Any]) -> None:
         strategy,
         {
             "the step": int(step.global_step.numpy()),
-            **_sources(step),
+            "the code of ctl": code.of_ctl(),
+            "the class of the step": code.class_name(step),
+            "the code of the step": code.of_step(step),
             **{name: getattr(step, name) for name in _SETTINGS},
             "the optimizer": [g.optimizer.get_config() for g in step.updater.groups],
             **{f"data: {key}": value for key, value in dataset.fingerprint().items()},
@@ -79,7 +76,7 @@ def check_state(step: TrainStep, *, this_worker: bool = False) -> None:
     if not state or strategy.num_replicas_in_sync == 1:
         return
     values = [
-        {_hash([one.numpy().tobytes()]) for one in strategy.experimental_local_results(v)}
+        {code.hash_of([one.numpy().tobytes()]) for one in strategy.experimental_local_results(v)}
         for _, v in state
     ]
     if not this_worker and workers.is_multi_worker(strategy):
@@ -96,43 +93,6 @@ def check_state(step: TrainStep, *, this_worker: bool = False) -> None:
             "TrainStep.replica_statistics(); for the value of replica 0, make it with "
             "aggregation='only_first_replica'"
         )
-
-
-def _sources(step: TrainStep) -> dict[str, str]:
-    """Hashes of the code that decides what a step does: of ctl, and of the user."""
-    loss_fn = getattr(step.loss_fn, "func", step.loss_fn)  # of a `functools.partial`
-    layers = [type(layer) for layer in replicas.layers_of(step.parts.layer)]
-    loss: Any = loss_fn if hasattr(loss_fn, "__code__") else type(loss_fn)
-    code: list[Any] = [*type(step).__mro__, *layers, loss]
-    owners = {c: str(c.__module__).partition(".")[0] for c in code}
-    users = [c for c, owner in owners.items() if owner not in _NOT_OF_THE_USER]
-    return {
-        "the code of ctl": f"{ctl.__version__} {_hash_of_ctl()}",
-        "the code of the step": _hash(_source(c) for c in users),
-    }
-
-
-@functools.cache
-def _hash_of_ctl() -> str:
-    package = Path(ctl.__file__).parent
-    files = sorted(package.rglob("*.py"))
-    names = [f.relative_to(package).as_posix().encode() for f in files]
-    return _hash([*names, *(f.read_bytes() for f in files)])
-
-
-@functools.cache  # what runs, not what the file has become meanwhile
-def _source(code: Any) -> bytes:
-    try:
-        return inspect.getsource(code).encode()
-    except Exception:  # typed in at a prompt, or the file has changed and cannot be parsed
-        return code.__qualname__.encode()
-
-
-def _hash(parts: Iterable[bytes]) -> str:
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(hashlib.sha256(part).digest())
-    return digest.hexdigest()[:12]
 
 
 def plan_facts(step: TrainStep) -> dict[str, str]:

@@ -43,7 +43,12 @@ class GlobalBatches:
             dataset: its elements are nests of tensors with equal leading dimension.
             global_batch_size: examples in an element; by default its static leading dimension.
             training: whether to repeat ``dataset`` without end.
+
+        Raises:
+            UsageError: ``dataset`` is for an evaluation and never ends.
         """
+        if not training and dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
+            raise UsageError("the data of an evaluation must end: do not repeat() them")
         given, policies = dataset.options(), tf.data.experimental.AutoShardPolicy
         options = tf.data.Options()
         if given.autotune.enabled is None:

@@ -6,6 +6,7 @@ parsers and validators.
 
 from __future__ import annotations
 
+import enum
 import importlib.metadata
 import json
 import sys
@@ -31,7 +32,8 @@ _FREE = frozenset(
         *("workers", "worker_index", "communication", "startup_timeout"),
         "worker_timeout",
         *("bytes_per_pack", "steps_per_loop", "evaluate_every", "checkpoint_every", "keep"),
-        *("keep_best", "best_metric", "keep_every_hours", "async_checkpoints", "log_every"),
+        *("keep_best", "best_metric", "best_mode", "metrics", "keep_every_hours"),
+        *("async_checkpoints", "log_every"),
         *("tensorboard", "profile_steps", "inspect_every", "export", "on_nan"),
     )
 )
@@ -44,9 +46,11 @@ def write(
     names: list[str],
     values: flags.FlagValues = flags.FLAGS,
     chosen: Mapping[str, Any] | None = None,
+    code: Mapping[str, str] | None = None,
 ) -> None:
-    """Writes the flags ``names``, the values ``chosen`` for flags that leave a choice, and versions
-    of packages. Deletes unfinished files of killed runs in ``model_dir``.
+    """Writes the flags ``names``, the values ``chosen`` for flags that leave a choice, the ``code``
+    of the step (`ctl.control.code.identity`), and versions of packages. Deletes unfinished files of
+    killed runs in ``model_dir``.
 
     Only for the run that holds the lock.
 
@@ -59,8 +63,9 @@ def write(
     config = {
         "schema": SCHEMA,
         "command": sys.argv,
-        "flags": {name: values[name].value for name in names},
+        "flags": {name: _stored(values[name]) for name in names},
         "chosen": dict(chosen or {}),
+        "code": dict(code or {}),
         "versions": versions,
     }
     try:
@@ -120,7 +125,7 @@ def check_resumable(stored: dict[str, Any], values: flags.FlagValues = flags.FLA
     free = _FREE
     if values.schedule in _SCHEDULES_OF_A_LENGTH:
         free = free - set(_LENGTH)
-    now = {name: values[name].value for name in stored if name in values}
+    now = {name: _stored(values[name]) for name in stored if name in values}
     before, after = spelled_out(stored), spelled_out(now)
     differ = [
         f"--{name} was {_show(stored[name])}, is {_show(value)}"
@@ -132,6 +137,15 @@ def check_resumable(stored: dict[str, Any], values: flags.FlagValues = flags.FLA
             f"{values.model_dir} holds a run with other flags: {'; '.join(differ)}; use the same "
             "flags or another --model_dir"
         )
+
+
+def _stored(flag: flags.Flag) -> Any:
+    """The value of ``flag`` as JSON gives it back; as text where JSON has no such value."""
+
+    def as_text(value: Any) -> str:
+        return value.name if isinstance(value, enum.Enum) else str(value)
+
+    return json.loads(json.dumps(flag.value, default=as_text))
 
 
 def _show(value: Any) -> str:
@@ -147,16 +161,25 @@ def adopt(
         UsageError: a flag does not accept its stored value.
     """
     for name in names:
-        value = stored.get(name)
-        if not values[name].present and isinstance(value, _JSON_SCALARS):
+        if stored.get(name) is not None and not values[name].present:
             try:
-                values[name].parse(str(value))
+                values[name].parse(_as_given(values[name], stored[name]))
             except flags.Error as error:
                 raise UsageError(f"{FILE}: {error}") from error
     try:
         values.validate_all_flags()
     except flags.Error as error:
         raise UsageError(f"{FILE}: {error}") from error
+
+
+def _as_given(flag: flags.Flag, value: Any) -> str | list[str]:
+    """A stored ``value`` as ``flag`` takes it; raises `UsageError` for one of another kind."""
+    is_list = isinstance(flag, flags.MultiFlag) or isinstance(flag.parser, flags.ListParser)
+    parts = value if isinstance(value, list) and is_list else [value]
+    if not all(isinstance(part, _JSON_SCALARS) for part in parts):
+        raise UsageError(f"{FILE}: --{flag.name} cannot be {_show(value)}: give that flag")
+    texts = [str(part) for part in parts]
+    return texts if isinstance(flag, flags.MultiFlag) else ",".join(texts)
 
 
 _JSON_SCALARS = (str, int, float, bool)

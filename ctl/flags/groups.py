@@ -78,7 +78,10 @@ def define_data_flags() -> None:
             "dataset",
             "fashion_mnist_mini",
             "A TFDS dataset of images and integer labels, or synthetic. The default comes with "
-            "ctl: 10,000 + 2,000 images of Fashion-MNIST.",
+            "ctl: 10,000 + 2,000 images of Fashion-MNIST. Or package.module:function for your own: "
+            "called with those of the keywords global_batch_size, seed and data_dir that it "
+            "declares, returns two datasets, to train and to evaluate: of ctl.data, or a "
+            "tf.data.Dataset of global batches, which needs --train_steps.",
         )
         define_path("data_dir", None, "Where TFDS keeps datasets (default: TFDS's own).")
         flags.DEFINE_boolean("download", True, "Download and prepare a dataset that is not there.")
@@ -114,6 +117,21 @@ def define_data_flags() -> None:
             "shuffle_buffer", 8192, "Examples in the shuffle buffer of a stream.", lower_bound=1
         )
     check_flags(["image_shape"], lambda image_shape: image_shape_from(image_shape))
+    check_flags(["dataset", *_NOT_FOR_OWN_DATA], _check_own_data)
+
+
+# What data of the user's own say or do themselves, with the defaults of the flags.
+_NOT_FOR_OWN_DATA = {
+    **{"train_split": None, "eval_split": None, "image_shape": None, "num_classes": 10},
+    **{"num_examples": 10_000, "download": True, "resident_limit_mib": 1024.0},
+    "shuffle_buffer": 8192,
+}
+
+
+def _check_own_data(dataset: str, **values: Any) -> None:
+    for name, default in _NOT_FOR_OWN_DATA.items():
+        if names.is_function_name(dataset) and values[name] != default:
+            raise UsageError(f"--{name} has no effect with --dataset={dataset}: decide it there")
 
 
 def image_shape_from(text: str | None) -> tuple[int, int, int] | None:
@@ -125,18 +143,6 @@ def image_shape_from(text: str | None) -> tuple[int, int, int] | None:
         raise UsageError(f"--image_shape={text} is not HEIGHT,WIDTH,CHANNELS, e.g. 28,28,1")
     height, width, channels = map(int, parts)
     return height, width, channels
-
-
-def define_model_flags() -> None:
-    """Defines the flag of the model, see `ctl.models.make_model`."""
-    with group("Model"):
-        flags.DEFINE_string(
-            "model",
-            "convnet",
-            f"{', '.join(names.MODELS)}, or package.module:function for your own: called with "
-            "(image_shape, num_classes), returns a Keras model that gives logits.",
-        )
-    check_flags(["model"], lambda model: names.check_model_name(model))
 
 
 def define_step_flags() -> None:
@@ -203,9 +209,15 @@ def define_step_flags() -> None:
             lower_bound=0,
         )
     check_flags(["optimizer"], lambda optimizer: names.check_optimizer_name(optimizer))
+    check_flags(["loss", "label_smoothing"], _check_smoothing)
     check_flags(
         ["clip_norm", "ema_decay", "momentum", "weight_decay", "label_smoothing"], _check_step
     )
+
+
+def _check_smoothing(loss: str, label_smoothing: float) -> None:
+    if label_smoothing and loss != "cross_entropy":
+        raise UsageError(f"--label_smoothing is for --loss=cross_entropy, not for {loss}")
 
 
 def _check_step(clip_norm: float | None, ema_decay: float | None, **shares: float | None) -> None:

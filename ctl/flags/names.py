@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from ctl.errors import UsageError
 
 MODELS = ("convnet", "dense", "resnet20", "tiny_transformer")
+LOSSES = ("cross_entropy", "binary_cross_entropy", "mean_squared_error")
 SCHEDULES = ("constant", "piecewise", "cosine", "polynomial", "exponential", "inverse_sqrt")
 SCALING_RULES = ("none", "linear", "sqrt")
 STRATEGIES = (
@@ -82,5 +83,10 @@ def check_model_name(name: str) -> None:
 
     Does not import the function, so it may not exist.
     """
+    check_code_name("model", name, MODELS)
+
+
+def check_code_name(what: str, name: str, known: Iterable[str]) -> None:
+    """As `check_name`, but ``name`` may also be a ``package.module:function``."""
     if not is_function_name(name):
-        check_name("model", name, MODELS, ", or package.module:function for your own")
+        check_name(what, name, known, ", or package.module:function for your own")

@@ -19,12 +19,14 @@ from typing import Any
 from absl import app, flags
 
 from ctl.errors import CheckpointError, CtlError, PeerError, UsageError
-from ctl.logs import streams
+from ctl.flags import imports
+from ctl.logs import console, streams
 from ctl.watch.watchdog import leave
 
 flags.disclaim_key_flags()  # They belong to the command that calls a group.
 
 _groups: list[tuple[str, list[str]]] = []  # title and flags, in the order of --help
+_imported: list[str] = []  # titles of those that modules of the user's define
 
 AUTO = "auto"
 
@@ -41,6 +43,7 @@ def run_command(
     """Parses the command line, calls ``main`` and exits, see `exit_codes`.
 
     ``--help`` prints ``usage`` and the flags of every `group`. A wrong flag is one line on stderr.
+    Modules that flags name (`ctl.flags.imports`) are imported first: they may define flags.
 
     Args:
         main: called without arguments; with ``takes_command``, with the list of arguments that
@@ -52,6 +55,8 @@ def run_command(
 
     def parse(argv: Sequence[str]) -> list[str]:
         own = argv[1 : argv.index("--")] if takes_command and "--" in argv else argv[1:]
+        with exit_codes():
+            _import_named(own)
         if any(argument in _HELP for argument in own):
             with exit_codes():
                 print(help_text(usage))
@@ -76,6 +81,27 @@ def run_command(
 
     streams.guard()
     app.run(call, flags_parser=parse)
+
+
+def _import_named(arguments: Sequence[str]) -> None:
+    """Imports the modules that ``arguments`` name. Their flags become a `group` each.
+
+    Raises:
+        UsageError: a module cannot be imported, or lacks what is named.
+    """
+    try:
+        named = imports.named(arguments)
+    except flags.Error as error:
+        raise UsageError(str(error)) from error
+    if named:
+        console.load_tensorflow()  # in silence; the modules would load it
+    for flag, name in named.items():
+        imports.find(flag, name)
+        module = name.partition(":")[0]
+        added = [n for n in imports.flags_of(module.partition(".")[0]) if n not in grouped_flags()]
+        if added:
+            _groups.append((f"Your module {module}", added))
+            _imported.append(f"Your module {module}")
 
 
 @contextlib.contextmanager
@@ -146,6 +172,11 @@ def group(title: str, values: flags.FlagValues = flags.FLAGS) -> Iterator[None]:
         _groups.append((title, [name for name in values._flags() if name in added]))
 
 
+def imported_flags() -> list[str]:
+    """Names of the flags that modules of the user's define, see `run_command`."""
+    return grouped_flags(*_imported) if _imported else []
+
+
 def grouped_flags(*titles: str) -> list[str]:
     """Names of the flags in the groups ``titles``; without titles, in all groups."""
     return [name for title, names in _groups if not titles or title in titles for name in names]
@@ -200,7 +231,7 @@ def help_text(usage: str, values: flags.FlagValues = flags.FLAGS) -> str:
             default = "" if flag.default in (None, "") else f" (default: {_shown(flag)})"
             lines.append(f"  --{value}{name}{choices}")
             lines += textwrap.wrap(
-                flag.help + default, 92, initial_indent=" " * 8, subsequent_indent=" " * 8
+                (flag.help or "") + default, 92, initial_indent=" " * 8, subsequent_indent=" " * 8
             )
     return "\n".join(lines)
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from absl import flags
 
 from ctl.actions import parse_window
-from ctl.flags import devices, durations, groups, names
+from ctl.errors import UsageError
+from ctl.flags import code, devices, durations, groups
 from ctl.flags.durations import steps_from
 from ctl.flags.parsing import check_flags, group
 
@@ -17,7 +20,8 @@ def define_flags(model_dir_required: bool = True) -> None:
     """Defines all groups of flags."""
     groups.define_run_flags(model_dir_required)
     groups.define_data_flags()
-    groups.define_model_flags()
+    code.define_model_flags()
+    code.define_code_flags()
     groups.define_step_flags()
     groups.define_schedule_flags()
     FLAGS.set_default("schedule", "cosine")
@@ -31,7 +35,10 @@ def _define_checkpoint_flags() -> None:
     """Defines when a run evaluates and saves, see `ctl.checkpoint.CheckpointManager`."""
     with group("Evaluation and checkpoints"):
         flags.DEFINE_string(
-            "evaluate_every", "1ep", "Steps (500) or epochs (1ep) between evaluations."
+            "evaluate_every",
+            "1ep",
+            "Steps (500) or epochs (1ep) between evaluations. Where the length of an epoch is "
+            "unknown, the default is one evaluation, at the end.",
         )
         flags.DEFINE_string(
             "checkpoint_every",
@@ -48,29 +55,49 @@ def _define_checkpoint_flags() -> None:
             lower_bound=0,
         )
         flags.DEFINE_string(
-            "best_metric", "accuracy", "What is best: accuracy (highest) or loss (lowest)."
+            "best_metric",
+            "accuracy",
+            "What decides which is best: loss, or another result of an evaluation.",
+        )
+        flags.DEFINE_enum(
+            "best_mode",
+            None,
+            ["max", "min"],
+            "Whether the highest or the lowest --best_metric is best (default: min for loss, max "
+            "for accuracy; for others, say it).",
         )
         flags.DEFINE_float(
             "keep_every_hours", None, "Keep one checkpoint for every so many hours besides."
         )
         flags.DEFINE_boolean("async_checkpoints", True, "Write checkpoints in the background.")
     check_flags(
-        ["evaluate_every", "checkpoint_every", "best_metric", "keep_every_hours"],
+        ["evaluate_every", "checkpoint_every", "keep_every_hours"],
         _check_checkpoints,
     )
+    check_flags(["best_metric", "best_mode"], best_mode)
+
+
+def best_mode(best_metric: str, best_mode: str | None) -> Literal["max", "min"]:
+    """Whether the highest or the lowest value of ``best_metric`` is the best.
+
+    Raises:
+        UsageError: ``best_mode`` is None, and the metric is neither ``loss`` nor ``accuracy``.
+    """
+    mode = best_mode or {"accuracy": "max", "loss": "min"}.get(best_metric)
+    if mode is None:
+        raise UsageError(f"--best_metric={best_metric}: add --best_mode=max or --best_mode=min")
+    return "max" if mode == "max" else "min"
 
 
 def _check_checkpoints(
     evaluate_every: str,
     checkpoint_every: str | None,
-    best_metric: str,
     keep_every_hours: float | None,
 ) -> None:
     for name, value in {"evaluate": evaluate_every, "checkpoint": checkpoint_every}.items():
         if value is not None:
             steps = steps_from(f"--{name}_every", value, groups.LONG_EPOCH)
             durations.check_positive(f"--{name}_every", steps)
-    names.check_name("--best_metric", best_metric, ("accuracy", "loss"))
     if keep_every_hours is not None:
         durations.check_positive("--keep_every_hours", keep_every_hours)
 

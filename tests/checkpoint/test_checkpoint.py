@@ -554,6 +554,7 @@ DAMAGES = {
     "no_files": (edit_manifest(files={}), "no variables.index"),
     "types": (edit_manifest(metrics={"accuracy": "high"}), "a metric is no number"),
     "evaluated": (edit_manifest(evaluated=["loss"]), "it names no metrics that were evaluated"),
+    "code": (edit_manifest(code={"step": 3}), "its code has no step and source"),
     "list": (lambda path: (path / "manifest.json").write_text("[]"), "not an object"),
     "bomb": (lambda path: (path / "manifest.json").write_text("[" * 100000), "is not JSON"),
     "other_content": (other_content, "is not what the manifest says"),
@@ -760,6 +761,32 @@ def test_fingerprint(tmp_path, warnings_of):
     saved, _ = restore_fresh(tmp_path, fingerprint=other, soft_keys=("tensorflow",))
     assert saved.step == 10
     assert "tensorflow was '2.21', is '2.22'" in warnings_of()[-1]
+
+
+def test_the_code_of_the_step(tmp_path, warnings_of):
+    """As `ctl.control.code.identity` describes it."""
+
+    def restore(code):
+        with CheckpointManager(tmp_path) as manager:
+            manager.code = code
+            return manager.restore(state_of(0)).step
+
+    def code(step, source):
+        return {"step": step, "source": source}
+
+    with CheckpointManager(tmp_path) as manager:
+        manager.code = code("mine:A", "0a")
+        manager.save(10, state_of(1))
+    assert restore(None) == 10  # a reader that has no step
+    assert restore(code("mine:A", "0a")) == 10
+    assert restore(code("moved.there:A", "0a")) == 10
+    assert warnings_of() == []
+    assert restore(code("mine:A", "0b")) == 10
+    assert "with another source of the step mine:A" in warnings_of()[0]
+    with pytest.raises(CheckpointError, match="written by the step mine:A, not by mine:B: use"):
+        restore(code("mine:B", "0b"))
+    edit_manifest(code=None)(tmp_path / "step-0000000010")  # of the first version
+    assert restore(code("mine:B", "0b")) == 10
 
 
 # Several processes.

@@ -74,7 +74,11 @@ WRONG = [
     (("--weight_decay=nan",), "--weight_decay must be a number of at least 0, got nan"),
     (("--label_smoothing=2",), "--label_smoothing=2"),
     (("--profile_steps=0:10",), "'0:10' is not a window of steps"),
-    (("--best_metric=f1",), "unknown --best_metric 'f1': .*accuracy, loss"),
+    (("--best_metric=f1",), "--best_metric=f1: add --best_mode=max or --best_mode=min"),
+    (("--loss=mse",), "unknown loss 'mse': .*mean_squared_error, or package.module:function"),
+    (("--loss=mean_squared_error", "--label_smoothing=0.1"), "--label_smoothing is for --loss=c"),
+    (("--step=MyStep",), "--step=MyStep is not package.module:MyStep, a subclass of"),
+    (("--metrics=a:b,accuracy",), "--metrics=a:b,accuracy is not NAME,NAME"),
     (("--power=2",), "--power is for --schedule=polynomial, not for cosine"),
     (("--schedule=piecewise",), "--schedule=piecewise needs --rates"),
     (("--schedule=piecewise", "--rates=1,2", "--boundaries=1,2"), "one more rate than boundaries"),
@@ -257,6 +261,7 @@ def test_checkpoints_without_a_config_are_not_resumed(zygote_without_tensorflow,
     [
         {"model": "convnte"},
         {"model": 3},
+        {"dataset": ["evil:load"]},
         {"global_batch_size": -1},
         {"global_batch_size": "many"},
         {"precision": "float8"},
@@ -279,6 +284,14 @@ def test_a_stored_function_is_not_imported(zygote_without_tensorflow, tmp_path):
         EVALUATE, f"--model_dir={tmp_path}", exit_code=2, path=[tmp_path]
     )
     assert one_line(command) == "the run was trained with --model=evil:model: give that flag again"
+    stored_run(tmp_path, checkpoint=False, model="evil:model", step="evil:Step", loss="evil:loss")
+    command = zygote_without_tensorflow.run(
+        EVALUATE, f"--model_dir={tmp_path}", exit_code=2, path=[tmp_path]
+    )
+    assert one_line(command) == (
+        "the run was trained with --step=evil:Step --model=evil:model --loss=evil:loss: give those "
+        "flags again"
+    )
 
 
 # Help.

@@ -1,0 +1,187 @@
+"""Makes what flags name: the class of the step, the loss, the metrics, and data of the user's own.
+
+Each is ctl's or Keras's by a plain name, or the user's by ``package.module:attribute``.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+
+import keras
+import tensorflow as tf
+
+from ctl import step as steps
+from ctl.base_step import BaseStep
+from ctl.data import Dataset, as_dataset
+from ctl.errors import UsageError
+from ctl.flags.imports import find
+from ctl.flags.names import LOSSES, check_code_name, is_function_name
+
+LossFunction = Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
+
+
+def step_class(name: str | None) -> type[steps.TrainStep]:
+    """The class ``name``; `ctl.TrainStep` for None.
+
+    Raises:
+        UsageError: it cannot be imported or is no subclass of `ctl.TrainStep`.
+    """
+    if name is None:
+        return steps.TrainStep
+    found = find("step", name)
+    if not (isinstance(found, type) and issubclass(found, steps.TrainStep)):
+        raise UsageError(f"--step={name} is no subclass of ctl.TrainStep")
+    return found
+
+
+def loss_function(name: str) -> LossFunction:
+    """The loss ``name``, one of `ctl.flags.names.LOSSES` or ``package.module:function``.
+
+    Raises:
+        UsageError: the name is unknown or cannot be imported.
+    """
+    check_code_name("loss", name, LOSSES)
+    return find("loss", name) if is_function_name(name) else _LOSSES[name]
+
+
+def make_metrics(names: str | None, loss: str, kind: type[BaseStep]) -> list[keras.metrics.Metric]:
+    """Makes new metrics. Call it inside ``strategy.scope()``, because it creates variables.
+
+    Args:
+        names: ``NAME,NAME`` as `keras.metrics.get` knows them, each metric with its name as given;
+            or ``package.module:function``, which returns a metric or a list of them; None for
+            ``accuracy`` if ``loss`` is a cross entropy that ``kind`` does not override, else none.
+        loss: see `loss_function`; decides which accuracy ``accuracy`` is.
+        kind: the class of the step that updates the metrics.
+
+    Raises:
+        UsageError: Keras knows no such metric, or a function returns something else.
+    """
+    if names is None:
+        names = "accuracy" if loss in _ACCURACIES and kind.loss is BaseStep.loss else ""
+    if not is_function_name(names):
+        return [_metric(name.strip(), loss) for name in names.split(",") if name.strip()]
+    made = find("metrics", names)()
+    made = list(made) if isinstance(made, list | tuple) else [made]
+    for metric in made:
+        if not isinstance(metric, keras.metrics.Metric):
+            raise UsageError(
+                f"the metrics {names!r} must be a function that returns Keras metrics, it returned "
+                f"{type(metric).__name__}"
+            )
+    return made
+
+
+def check_metrics(names: str | None) -> None:
+    """Raises `UsageError` if Keras has no metric of one of ``names``. Calls no function."""
+    if names and not is_function_name(names):
+        make_metrics(names, "cross_entropy", BaseStep)
+
+
+def _metric(name: str, loss: str) -> keras.metrics.Metric:
+    if name == "accuracy":
+        return _ACCURACIES.get(loss, _ACCURACIES["cross_entropy"])()
+    try:
+        found = type(keras.metrics.get(name))
+    except TypeError as error:
+        raise UsageError(
+            f"--metrics: {name} needs arguments: give package.module:function, which makes it"
+        ) from error
+    except ValueError:
+        found = None
+    if found is None or not issubclass(found, keras.metrics.Metric):
+        raise UsageError(f"--metrics: Keras has no metric {name!r}")
+    return found(name=name)  # Keras would number the second of some classes: auc_1
+
+
+def datasets(
+    name: str, *, global_batch_size: int, seed: int, data_dir: str | None
+) -> tuple[Dataset, Dataset]:
+    """Calls the function ``name`` with those of the keywords that it declares.
+
+    Returns:
+        Its two datasets, to train and to evaluate: of `ctl.data`, or a ``tf.data.Dataset`` of
+        global batches as a `ctl.data.GlobalBatches`.
+
+    Raises:
+        UsageError: it cannot be imported or called, returns something else, or trains on batches
+            of another size.
+    """
+    function = find("dataset", name)
+    offered = {"global_batch_size": global_batch_size, "seed": seed, "data_dir": data_dir}
+    signature = inspect.signature(function)
+    arguments = {n: v for n, v in offered.items() if n in signature.parameters}
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        raise UsageError(
+            f"cannot call the dataset {name!r}: {error}; it may take {', '.join(offered)}"
+        ) from error
+    made = function(**arguments)
+    if not isinstance(made, tuple | list) or len(made) != 2:
+        raise UsageError(
+            f"the dataset {name!r} must return two datasets, (training, evaluation), it returned "
+            f"{type(made).__name__}"
+        )
+    size = as_dataset(made[0]).global_batch_size
+    if size not in (None, global_batch_size):
+        raise UsageError(
+            f"the dataset {name!r} makes batches of {size} examples: give "
+            f"--global_batch_size={size}, or make them of global_batch_size"
+        )
+    train = as_dataset(made[0], global_batch_size=global_batch_size)
+    return train, as_dataset(made[1], training=False)
+
+
+def binary_cross_entropy(labels: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:
+    """Sigmoid cross-entropy of each example, float32 [n]: the mean over its logits.
+
+    Args:
+        labels: 0 or 1, or probabilities, of the shape of ``logits`` or [n].
+        logits: [n, 1] or [n, ...].
+    """
+    labels, logits = _alike(labels, logits)
+    return _mean(tf.nn.sigmoid_cross_entropy_with_logits(labels, logits))
+
+
+def mean_squared_error(labels: tf.Tensor, outputs: tf.Tensor) -> tf.Tensor:
+    """Squared error of each example, float32 [n]: the mean over its outputs.
+
+    Args:
+        labels: of the shape of ``outputs``, or [n].
+        outputs: [n, 1] or [n, ...].
+    """
+    labels, outputs = _alike(labels, outputs)
+    return _mean(tf.math.squared_difference(labels, outputs))
+
+
+def _alike(labels: tf.Tensor, outputs: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """Both as float32 of one shape: [n] and [n, 1] would be broadcast to [n, n]."""
+    if labels.shape.rank == 1 and outputs.shape.rank == 2 and outputs.shape[1] == 1:
+        labels = labels[:, tf.newaxis]
+    if labels.shape.rank != outputs.shape.rank or not labels.shape.is_compatible_with(
+        outputs.shape
+    ):
+        raise UsageError(
+            f"labels of shape {labels.shape} do not fit outputs of shape {outputs.shape}: the loss "
+            "needs one label for each output"
+        )
+    return tf.cast(labels, tf.float32), tf.cast(outputs, tf.float32)
+
+
+def _mean(values: tf.Tensor) -> tf.Tensor:
+    return tf.reduce_mean(values, axis=list(range(1, values.shape.rank)))
+
+
+_LOSSES: dict[str, LossFunction] = {
+    "cross_entropy": steps.cross_entropy,
+    "binary_cross_entropy": binary_cross_entropy,
+    "mean_squared_error": mean_squared_error,
+}
+
+# Of logits. Keras's own `accuracy` counts outputs that equal the label.
+_ACCURACIES: dict[str, Callable[[], keras.metrics.Metric]] = {
+    "cross_entropy": lambda: keras.metrics.SparseCategoricalAccuracy("accuracy"),
+    "binary_cross_entropy": lambda: keras.metrics.BinaryAccuracy("accuracy", threshold=0.0),
+}

@@ -1,0 +1,54 @@
+"""config.json: values of any flag come back as they were."""
+
+from __future__ import annotations
+
+import enum
+
+import pytest
+from absl import flags
+
+from ctl.errors import UsageError
+from ctl.flags import config
+
+
+class Colour(enum.Enum):
+    RED = 1
+    BLUE = 2
+
+
+def flag_values(*arguments: str) -> flags.FlagValues:
+    """Flags of the kinds that a module of the user's may define."""
+    values = flags.FlagValues()
+    flags.DEFINE_float("rate", 0.5, "", flag_values=values)
+    flags.DEFINE_boolean("fast", False, "", flag_values=values)
+    flags.DEFINE_list("widths", ["8"], "", flag_values=values)
+    flags.DEFINE_multi_integer("layer", [1], "", flag_values=values)
+    flags.DEFINE_enum_class("colour", Colour.RED, Colour, "", flag_values=values)
+    flags.DEFINE_string("model_dir", "run", "", flag_values=values)
+    flags.DEFINE_string("schedule", "constant", "", flag_values=values)
+    values(["command", *arguments])
+    return values
+
+
+GIVEN = ["--rate=0.25", "--fast", "--widths=6,5", "--layer=3", "--layer=4", "--colour=blue"]
+
+
+def test_flags_of_any_kind_are_adopted_and_compared(tmp_path):
+    given, names = flag_values(*GIVEN), ["rate", "fast", "widths", "layer", "colour"]
+    config.write(tmp_path, names, given, code={"step": "mine:MyStep", "source": "0a"})
+    stored = config.read(tmp_path)
+    assert '"step": "mine:MyStep"' in (tmp_path / config.FILE).read_text()
+
+    adopted = flag_values("--rate=0.75")
+    config.adopt(stored, names, adopted)
+    assert (adopted.rate, adopted.fast, adopted.colour) == (0.75, True, Colour.BLUE)
+    assert (adopted.widths, adopted.layer) == (["6", "5"], [3, 4])
+
+    hostile = {"model_dir": ["evil:module"], "rate": [1], "widths": {"a": 1}, "layer": [[1]]}
+    for name, value in hostile.items():
+        with pytest.raises(UsageError, match=f"--{name} cannot be .*: give that flag"):
+            config.adopt({name: value}, [name], flag_values())
+
+    config.check_resumable(stored, flag_values(*GIVEN))
+    with pytest.raises(UsageError, match=r"--widths was \[.6., .5.\], is \[.8.\]; .*RED"):
+        config.check_resumable(stored, flag_values(*GIVEN[:2], *GIVEN[3:5]))
