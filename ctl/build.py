@@ -274,6 +274,7 @@ def make_loop(prepared: Prepared, checkpoints: Any = None) -> Loop:
             options=placement.options,
             jit_compile=FLAGS.jit_compile == "on",
             jit_update=False if placement.roll_call else None,  # XLA works within one process
+            random_seed=FLAGS.seed,
         )
         eval_step = make_eval_step(model)
     options = {

@@ -18,7 +18,7 @@ class Seeds:
     """
 
     def __init__(self, run: int):
-        self._run = run
+        self.run = run
         self._tracing = threading.local()  # each replica is traced by a thread of its own
 
     @contextlib.contextmanager
@@ -44,7 +44,7 @@ class Seeds:
         numbers = [salt, step]
         if per_replica:
             numbers += tf.unstack(getattr(self._tracing, "place", self.place(0)))
-        seed = tf.constant([self._run, 0], tf.int64)
+        seed = tf.constant([self.run, 0], tf.int64)
         for number in numbers:
             # One algorithm, so that the seed does not depend on the device.
             number = tf.cast(number, tf.int64)

@@ -46,6 +46,7 @@ def agree(step: TrainStep, dataset: Dataset, trace: Callable[[], Any]) -> None:
             "the class of the step": code.class_name(step),
             "the code of the step": code.of_step(step),
             **{name: getattr(step, name) for name in _SETTINGS},
+            "random_seed": step.seeds.run,
             "the optimizer": [g.optimizer.get_config() for g in step.updater.groups],
             **{f"data: {key}": value for key, value in dataset.fingerprint().items()},
             **{
