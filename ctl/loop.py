@@ -20,6 +20,7 @@ observer of the step: its ``all_reduce`` takes the time around that of `ctl.redu
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import time
 import weakref
@@ -30,7 +31,7 @@ import tensorflow as tf
 from absl import logging
 
 from ctl import noinline, share, workers
-from ctl.actions import Action
+from ctl.actions import STOP, Action, EvalAction
 from ctl.checkpoint.manager import CheckpointManager, Saved
 from ctl.checks import check_trainable
 from ctl.control.agreement import agree, check_state
@@ -80,7 +81,7 @@ class Steps:
     def run(self, feed: Feed, steps: tf.Tensor, report: tf.Tensor, trace_key: TraceKey) -> Outcome:
         """Runs ``steps`` (int32 scalar) steps on the batches of ``feed``.
 
-        ``report`` (float32 [2], see `Pace.report`) is summed over replicas. ``trace_key`` is an
+        ``report`` (float32 [3], see `Pace.report`) is summed over replicas. ``trace_key`` is an
         argument so that TensorFlow keeps one trace per key.
         """
         strategy, position = self.strategy, feed.position
@@ -145,8 +146,13 @@ class Loop:
         checkpoints: used by `save` and `restore`.
         actions: called with a `Status` after each call of `Steps.run`. If an action has a method
             ``steps_until_due(step) -> int`` (see `ctl.actions.Every`), a call ends at that step.
-        eval_actions: called with ``(step, results)`` after each evaluation.
+        eval_actions: called with ``(step, results)`` after each evaluation. One that returns
+            `ctl.actions.STOP` ends the training there.
         steps_per_loop: maximum steps per call; by default, as many as fit in half a second.
+
+    Attributes:
+        stopped: whether an action has ended the training. No step is run then. `train_and_evaluate`
+            notes it in the checkpoint, and `restore` sets it. Set it to False to train on.
 
     Raises:
         UsageError: see `ctl.data.global_batches.as_dataset`, `ctl.share.check_sizes` and
@@ -163,7 +169,7 @@ class Loop:
         evaluator: Evaluator | None = None,
         checkpoints: CheckpointManager | None = None,
         actions: Sequence[Action] = (),
-        eval_actions: Sequence[Callable[[int, dict[str, float]], None]] = (),
+        eval_actions: Sequence[EvalAction] = (),
         steps_per_loop: int | None = None,
     ):
         self.step = step
@@ -193,7 +199,8 @@ class Loop:
         self.feed: Feed | None = None
         self._feed_step = -1
         self._evaluated: dict[str, float] | None = None  # results at the current step
-        self._state_checked = False
+        self.stopped = False
+        self._asked_to_end = False  # by an action of this worker
 
     # Training -----------------------------------------------------------------------------------
 
@@ -203,15 +210,15 @@ class Loop:
         return int(self.step.global_step.numpy())
 
     def train(self, until: int, *, total: int | None = None) -> dict[str, float]:
-        """Trains until the global step is ``until``.
+        """Trains until the global step is ``until``, or an action calls `Status.stop`.
 
         Args:
             until: global step at the end of this call.
             total: global step at the end of the whole training; by default ``until``.
 
         Returns:
-            Scalars of the last window (see `Status`) if ``total`` was reached or the data ended;
-            otherwise an empty dict.
+            Scalars of the last window (see `Status`) if ``total`` was reached, an action ended the
+            training or the data ended; otherwise an empty dict.
 
         Raises:
             DivergedError: the loss is not finite, or too many updates in a row were skipped.
@@ -225,11 +232,14 @@ class Loop:
         scalars: dict[str, float] = {}
         with ending_well(self, "training"):
             step = self.global_step
-            if step < until:
+            if step < until and self.stopped:
+                logging.warning("no step is run: an action ended the training at step %d", step)
+            elif step < until:
                 self.begin(step)
-            while step < until:
+            while step < until and not self.stopped:
                 steps = min(self._pace.steps(), until - step, steps_until_due(self.actions, step))
-                report, key = self._pace.report(self.signals.arrived), self.step.trace_key
+                report = self._pace.report(self.signals.arrived, self._asked_to_end)
+                key = self.step.trace_key
                 skipped = self.step.updater.skipped_so_far()
                 call = watched_call(self.step, step, steps, self._flight, self._pace.traces(key))
                 self._feed_step = -1  # a call that fails has taken an unknown number of batches
@@ -244,38 +254,18 @@ class Loop:
                 assert self.feed is not None  # opened by `begin`
                 self.feed = self.feed._replace(position=outcome.position)
                 step = self._feed_step = step + steps
-                self._judge(step, steps, totals, outcome.finite, skipped)
+                skipped = self.step.updater.skipped_so_far() - skipped
+                self._divergence.check(self, step, steps, totals.loss, outcome.finite, skipped)
+                self._evaluated = None
+                self.scalars.add(totals.loss, totals.examples, skipped)
                 if self._pace.took(seconds, steps, workers.mean(self.strategy, totals.pace)):
                     self.scalars.add_time(seconds, steps)
-                scalars = self._wake(step, total, seconds / steps)
+                if totals.end:
+                    self._stop(step)
+                scalars = self._wake(step, step if self.stopped else total, seconds / steps)
                 if totals.stop or (self.signals.arrived and not self._several_workers):
                     raise StopRequested
         return scalars
-
-    def _judge(self, step: int, steps: int, totals: Totals, finite: Any, skipped: int) -> None:
-        """Raises an error if the last call went wrong; else adds it to the window of scalars."""
-        if self.global_step != step:
-            raise UsageError(
-                f"{steps} steps were run to step {step}, but the global step is "
-                f"{self.global_step}: does {type(self.step).__name__} call self.apply()?"
-            )
-
-        def first_bad() -> int:
-            counts = self.strategy.experimental_local_results(finite)
-            bad = workers.earliest(self.strategy, step - steps + 1 + min(int(c) for c in counts))
-            device = self.step.model.trainable_variables[0].value.device.upper()
-            if self.step.jit_compile or "CPU" not in device:  # where a wrong label becomes NaN
-                with watchdog.host("the labels of a batch"):
-                    self.step.check_labels(self.dataset, bad)
-            return bad
-
-        if not self._state_checked:
-            check_state(self.step)
-            self._state_checked = True
-        skipped = self.step.updater.skipped_so_far() - skipped
-        self._divergence.check(step, steps, totals.loss, skipped, first_bad)
-        self._evaluated = None
-        self.scalars.add(totals.loss, totals.examples, skipped)
 
     def _ended(self, before: int, total: int) -> dict[str, float]:
         """Handles the end of the data in a call that began at step ``before``."""
@@ -299,7 +289,7 @@ class Loop:
         if self.feed is None:
             self.feed = self.steps.open(self.global_step)  # the workers have not agreed on it yet
         return self.steps.run.get_concrete_function(
-            self.feed, tf.constant(1), self._pace.report(False), self.step.trace_key
+            self.feed, tf.constant(1), self._pace.report(False, False), self.step.trace_key
         )
 
     def begin(self, step: int) -> None:
@@ -313,9 +303,21 @@ class Loop:
     def _wake(self, step: int, until: int, seconds_per_step: float) -> dict[str, float]:
         if self.checkpoints and self._is_chief:
             self.checkpoints.check()
-        status = status_of(step, until, seconds_per_step, self.dataset, self.scalars)
+        status = status_of(step, until, seconds_per_step, self.dataset, self.scalars, self._ask)
         run_actions(self.actions, status)
+        if self._asked_to_end and not self._several_workers:  # these learn of it in the next call
+            self._stop(step)
+            if not status.final:
+                status = dataclasses.replace(status, until=step, final=True)
+                run_actions(self.actions, status)
         return status.scalars() if status.final else {}
+
+    def _ask(self) -> None:
+        self._asked_to_end = True
+
+    def _stop(self, step: int) -> None:
+        logging.info("an action ended the training at step %d", step)
+        self.stopped, self._asked_to_end = True, False
 
     # Evaluation and state -----------------------------------------------------------------------
 
@@ -336,7 +338,9 @@ class Loop:
             results = self.evaluator.run(on_wake, lambda: self.signals.arrived)
         for action in self.eval_actions:
             with watchdog.host("an action after the evaluation", self.global_step):
-                action(self.global_step, results)
+                self._asked_to_end |= action(self.global_step, results) is STOP
+        if workers.any_of(self.strategy, self._asked_to_end):
+            self._stop(self.global_step)
         return results
 
     def save(self, metrics: dict[str, float] | None = None, *, wait: bool = False) -> None:
@@ -361,28 +365,27 @@ class Loop:
         if saved:
             self.step.offset_dropout_seeds()
             self._evaluated = {name: saved.metrics[name] for name in saved.evaluated} or None
+            self.stopped, self._asked_to_end = saved.stopped, False
             self.scalars.reset()
         return saved
 
     def train_and_evaluate(
         self, until: int, *, evaluate_every: int, on_wake: OnWake | None = None
     ) -> dict[str, float]:
-        """Trains until step ``until``. Saves and evaluates every ``evaluate_every`` steps and at
-        the end. If `restore` ended at a step whose evaluation is missing, evaluates first.
-
-        Returns:
-            The results of the last evaluation.
-        """
+        """Trains until step ``until``, or until an action ends the training. Saves and evaluates
+        every ``evaluate_every`` steps and at the end. If `restore` ended at a step whose evaluation
+        is missing, evaluates first. Returns the results of the last evaluation."""
         step = self.global_step
         while True:
-            due = step and (step % evaluate_every == 0 or step >= until)
+            ends = step >= until or self.stopped
+            due = step and (step % evaluate_every == 0 or ends)
             if due and self._evaluated is None:
                 if self.checkpoints:
                     self.save()
                 self._evaluated = self.evaluate(on_wake)
                 if self.checkpoints and self._is_chief:
-                    self.checkpoints.annotate(step, self._evaluated)
-            if step >= until:
+                    self.checkpoints.annotate(step, self._evaluated, stopped=self.stopped)
+            if ends or self.stopped:
                 return self._evaluated or {}
             stop = min(until, step - step % evaluate_every + evaluate_every)
             self.train(stop, total=until)

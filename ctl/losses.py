@@ -24,7 +24,7 @@ class Losses(NamedTuple):
 
     @tf.autograph.experimental.do_not_convert
     def totals(self, report: tf.Tensor, replicas: int) -> tf.Tensor:
-        """float32 [4] that gives `Totals` when it is summed over ``replicas``. ``report``: see
+        """float32 [5] that gives `Totals` when it is summed over ``replicas``. ``report``: see
         `ctl.control.pace.Pace.report`."""
         divisor = tf.where(tf.equal(self.examples, 0.0), 1.0, self.examples)  # a NaN remains one
         loss = self.total / divisor
@@ -36,14 +36,15 @@ class Totals(NamedTuple):
 
     loss: float  # mean over the valid examples of all steps whose update was not skipped
     examples: float  # number of these examples, or the sum of their weights
-    stop: float  # above 0 if a worker was asked to stop
+    stop: float  # above 0 if a signal has asked a worker to stop
+    end: float  # above 0 if an action of a worker has asked to end the training
     pace: float  # sum of the seconds per step that workers measured, see `Pace.report`
 
 
 class Outcome(NamedTuple):
     """Result of one call of `ctl.loop.Steps.run`."""
 
-    totals: tf.Tensor  # float32 [4], see `Totals`
+    totals: tf.Tensor  # float32 [5], see `Totals`
     finite: tf.Tensor  # `Losses.finite` of each replica
     position: Any  # position in the feed after the steps, see `ctl.data.feed`
 

@@ -128,7 +128,7 @@ def _time(loop: Loop, name: str, values: Sequence[Any]) -> dict[Any, list[float]
     before, observer = getattr(step, name), step.observer
     if isinstance(observer, Marks):
         step.observer = NO_OBSERVER  # the marks belong to the packs of `before`
-    nothing = tf.zeros([2])  # the report to the other workers
+    nothing = tf.zeros([3])  # the report to the other workers
     feed = loop.steps.open(loop.global_step)
 
     def block(value: Any, steps: int, traces: bool = False) -> float:

@@ -112,7 +112,7 @@ class _RemoteSteps(Steps):
         finite = count if np.isfinite(losses).all() else int(np.isfinite(losses).argmin())
         mean = (losses * examples).sum() / max(examples.sum(), np.finfo(np.float64).tiny)
         stop = float(self._roll_call.asked_to_stop)
-        totals = tf.constant([mean, examples.sum(), stop, 0.0])
+        totals = tf.constant([mean, examples.sum(), stop, 0.0, 0.0])
         return Outcome(totals, tf.constant(finite), ())
 
     def _step_number(self) -> int:

@@ -45,6 +45,8 @@ class Saved:
     files: Mapping[str, Mapping[str, Any]] = field(repr=False)
     """``{name: {"size", "sha256"}}``"""
     versions: Mapping[str, str] = field(repr=False)
+    stopped: bool = False
+    """Whether an action ended the training here, see `annotate`."""
 
     @property
     def prefix(self) -> str:
@@ -116,6 +118,8 @@ def load(path: Path) -> Saved:
     fingerprint, versions = content.get("fingerprint"), content.get("versions")
     require(fingerprint is None or isinstance(fingerprint, dict), "the fingerprint is no object")
     require(isinstance(versions, dict), "no versions")
+    stopped = content.get("stopped", False)  # absent in the first version
+    require(type(stopped) is bool, "it does not say whether the training was ended there")
     variables = content.get("variables")
     require(isinstance(variables, dict), "no variables")
     for group in variables.values():
@@ -138,6 +142,7 @@ def load(path: Path) -> Saved:
         variables=variables,
         files=files,
         versions=versions,
+        stopped=stopped,
     )
 
 
@@ -159,6 +164,7 @@ def dump(saved: Saved, directory: Path, *, via: Path) -> None:
         # JSON has no NaN.
         "metrics": {k: v if math.isfinite(v) else None for k, v in saved.metrics.items()},
         "evaluated": list(saved.evaluated),
+        "stopped": saved.stopped,
         "fingerprint": saved.fingerprint,
         "versions": saved.versions,
         "files": saved.files,

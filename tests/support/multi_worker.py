@@ -107,6 +107,12 @@ class Slow:
                 time.sleep(0.05)
 
 
+def ends(status) -> None:
+    """An action with which one worker ends the training."""
+    if me.index == WORKER and status.step >= int(OPTIONS["ends"]):
+        status.stop()
+
+
 class Step(ctl.TrainStep):
     """The loss of one worker is NaN at a step."""
 
@@ -213,6 +219,7 @@ def train(
             Faulty(),
             ctl.Every(lambda status: loop.save(), steps=4),
             *([Slow()] if "slow" in OPTIONS else []),
+            *([ends] if "ends" in OPTIONS else []),
         ],
         steps_per_loop=int(OPTIONS.get("loop", 0)) or None,
     )
