@@ -36,13 +36,11 @@ class Status:
         steps_per_epoch: may be fractional, because batches span the ends of epochs; None when the
             size of the dataset is unknown.
         seconds_per_step: mean of the last call.
-        final: whether this is the last wake. After ``stop``, there may be two wakes at one step.
+        final: whether this is the last wake. After `stop`, there may be two wakes at one step.
         scalars: returns loss, metrics, learning rate and examples/s since `reset`. The first call
             at a wake reads the metrics from the devices.
         reset: starts a new window for ``scalars``.
-        stop: asks the training to end at this step as at its last: with a final wake, evaluation
-            and checkpoint. With several workers, one may ask. The others learn of it at the end of
-            the next call, and all end there.
+        stops: whether `stop` was called.
     """
 
     step: int
@@ -52,7 +50,13 @@ class Status:
     final: bool
     scalars: Callable[[], dict[str, float]]
     reset: Callable[[], None]
-    stop: Callable[[], None]
+    stops: bool = False
+
+    def stop(self) -> None:
+        """Asks the training to end at this step as at its last: with a final wake, evaluation and
+        checkpoint. With several workers, one may ask. The others learn of it at the end of the next
+        call, and all end there."""
+        self.stops = True
 
 
 Action = Callable[[Status], None]

@@ -12,9 +12,8 @@ collective:
                 ctl.reduce.all_reduce    in packs: context.all_reduce(SUM, ...)  # <- here
 
 `Steps._variant` chooses how a step becomes a program. With ``jit_compile``, XLA compiles the whole
-step on a single replica, and forward and backward (`TrainStep.loss_and_gradients`) on several. On a
-CPU it compiles the update in any case (`Updater`). With several workers, `ctl.marks.Marks` is the
-observer of the step: its ``all_reduce`` takes the time around that of `ctl.reduce`.
+step on a single replica, and forward and backward on several. With several workers, the observer of
+the step is `ctl.marks.Marks`: its ``all_reduce`` takes the time around that of `ctl.reduce`.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from absl import logging
 from ctl import noinline, share, workers
 from ctl.actions import STOP, Action, EvalAction
 from ctl.checkpoint.manager import CheckpointManager, Saved
-from ctl.checks import check_trainable
+from ctl.checks import check_loop
 from ctl.control.agreement import agree, check_state
 from ctl.control.divergence import Divergence
 from ctl.control.ending import ending_well
@@ -48,7 +47,8 @@ from ctl.evaluator import Evaluator, OnWake
 from ctl.logs.scalars import Scalars
 from ctl.losses import Losses, Outcome, Totals, no_losses
 from ctl.reduce import SUM
-from ctl.step import TraceKey, TrainStep
+from ctl.retrace import TraceKey
+from ctl.step import TrainStep
 from ctl.watch import watchdog
 from ctl.watch.flight import attach_progress_marks, watched_call
 
@@ -196,11 +196,11 @@ class Loop:
         self.scalars = Scalars(step, size)
         self._divergence = Divergence(checkpoints)
         self._is_chief = workers.is_chief(self.strategy)
-        self.feed: Feed | None = None
+        self.feed: Any = None  # opened by `begin`
         self._feed_step = -1
+        self._agreed: Any = None  # settings of the step
         self._evaluated: dict[str, float] | None = None  # results at the current step
-        self.stopped = False
-        self._asked_to_end = False  # by an action of this worker
+        self.stopped = self._asked_to_end = False  # by an action; by one of this worker
 
     # Training -----------------------------------------------------------------------------------
 
@@ -226,7 +226,7 @@ class Loop:
             CheckpointError: a save in the background failed.
             PeerError: another worker was lost.
             UsageError: the workers do not agree, the step does not fit the batches, a label is no
-                class, or the trainable variables have changed.
+                class, or a change would have no effect (`check_loop`, `ctl.retrace.Settings`).
         """
         total = until if total is None else total
         scalars: dict[str, float] = {}
@@ -240,6 +240,9 @@ class Loop:
                 steps = min(self._pace.steps(), until - step, steps_until_due(self.actions, step))
                 report = self._pace.report(self.signals.arrived, self._asked_to_end)
                 key = self.step.trace_key
+                if key[1:] != self._agreed:  # an action has changed a setting
+                    self.begin(step)
+                    key = self.step.trace_key
                 skipped = self.step.updater.skipped_so_far()
                 call = watched_call(self.step, step, steps, self._flight, self._pace.traces(key))
                 self._feed_step = -1  # a call that fails has taken an unknown number of batches
@@ -251,7 +254,7 @@ class Loop:
                 except tf.errors.OutOfRangeError:
                     return self._ended(step, total)
                 seconds = time.perf_counter() - start
-                assert self.feed is not None  # opened by `begin`
+                self.step.settings.note(self.step)
                 self.feed = self.feed._replace(position=outcome.position)
                 step = self._feed_step = step + steps
                 skipped = self.step.updater.skipped_so_far() - skipped
@@ -270,50 +273,48 @@ class Loop:
     def _ended(self, before: int, total: int) -> dict[str, float]:
         """Handles the end of the data in a call that began at step ``before``."""
         step = self._feed_step = self.global_step
-        if step > before:
-            self._evaluated = None
+        self._evaluated = self._evaluated if step == before else None
         workers.check_all_ended(self.strategy, step)
         logging.warning("the dataset ended after step %d, before step %d", step, total)
         return self._wake(step, step, 0.0)
-
-    def set_step_option(self, name: str, value: Any) -> None:
-        """Sets ``step.bytes_per_pack`` or ``step.jit_compile`` from the next step on. All workers
-        must set the same value."""
-        setattr(self.step, name, value)
-        if self._several_workers:
-            self._flight = attach_progress_marks(self.step)  # the packs have changed
-        self._feed_step = -1
 
     def traced(self) -> tf.types.experimental.ConcreteFunction:
         """Returns the graph that `train` runs, and traces it if necessary. Runs no step."""
         if self.feed is None:
             self.feed = self.steps.open(self.global_step)  # the workers have not agreed on it yet
-        return self.steps.run.get_concrete_function(
+        graph = self.steps.run.get_concrete_function(
             self.feed, tf.constant(1), self._pace.report(False, False), self.step.trace_key
         )
+        self.step.settings.note(self.step)
+        return graph
 
     def begin(self, step: int) -> None:
-        """Opens the batches from ``step`` on. Several workers check that they agree (`agree`)."""
-        check_trainable(self.step)
+        """Opens the batches from ``step`` on. Several workers check that they agree (`agree`), also
+        when settings have changed, which all workers must change in the same way."""
+        settings = self.step.trace_key[1:]
+        check_loop(self)
+        if (self._feed_step, self._agreed) == (step, settings):
+            return
         if self._feed_step != step:
             self.feed, self._feed_step = self.steps.open(step), step
-            if self._several_workers:
-                agree(self.step, self.dataset, self.traced)
+        if self._several_workers:
+            if self._agreed not in (None, settings):
+                self._flight = attach_progress_marks(self.step)  # the packs may have changed
+            agree(self.step, self.dataset, self.traced)
+        self._agreed = settings
 
     def _wake(self, step: int, until: int, seconds_per_step: float) -> dict[str, float]:
         if self.checkpoints and self._is_chief:
             self.checkpoints.check()
-        status = status_of(step, until, seconds_per_step, self.dataset, self.scalars, self._ask)
+        status = status_of(step, until, seconds_per_step, self.dataset, self.scalars)
         run_actions(self.actions, status)
+        self._asked_to_end |= status.stops
         if self._asked_to_end and not self._several_workers:  # these learn of it in the next call
             self._stop(step)
             if not status.final:
                 status = dataclasses.replace(status, until=step, final=True)
                 run_actions(self.actions, status)
         return status.scalars() if status.final else {}
-
-    def _ask(self) -> None:
-        self._asked_to_end = True
 
     def _stop(self, step: int) -> None:
         logging.info("an action ended the training at step %d", step)
@@ -322,11 +323,9 @@ class Loop:
     # Evaluation and state -----------------------------------------------------------------------
 
     def evaluate(self, on_wake: OnWake | None = None) -> dict[str, float]:
-        """Evaluates, with the averaged weights if there are any (``ema_decay``).
-
-        Returns the results of `Evaluator.run`. Raises `Preempted` and `PeerError` as `train` does,
-        and `UsageError` if the loop has no evaluator.
-        """
+        """Evaluates, with the averaged weights if there are any. Returns the results of
+        `Evaluator.run`. Raises `Preempted` and `PeerError` as `train` does, and `UsageError` if the
+        loop has no evaluator."""
         if self.evaluator is None:
             raise UsageError("this loop has no evaluator: give Loop(evaluator=Evaluator(...))")
 
@@ -364,6 +363,7 @@ class Loop:
         saved = self.checkpoints.restore(self.step.state())
         if saved:
             self.step.offset_dropout_seeds()
+            self.step.settings.rate = None
             self._evaluated = {name: saved.metrics[name] for name in saved.evaluated} or None
             self.stopped, self._asked_to_end = saved.stopped, False
             self.scalars.reset()

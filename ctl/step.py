@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
@@ -32,6 +32,7 @@ from ctl.checks import check_gradients, check_overrides, check_penalties
 from ctl.errors import UsageError
 from ctl.observer import NO_OBSERVER, Observer
 from ctl.reduce import all_reduce, densify, summed_apart
+from ctl.retrace import Settings, TraceKey
 from ctl.statistics import Before, make_statistics
 
 if TYPE_CHECKING:
@@ -40,14 +41,6 @@ if TYPE_CHECKING:
     from ctl.loop import Loop
 
 __all__ = ["EvalStep", "TrainStep", "cross_entropy", "scale_images"]
-
-
-class TraceKey(NamedTuple):
-    """Settings that may change between steps and that the graph of a step depends on."""
-
-    observer: Observer
-    bytes_per_pack: int
-    jit_compile: bool
 
 
 class TrainStep(BaseStep):
@@ -154,16 +147,23 @@ class TrainStep(BaseStep):
         )
         self.single_replica = replicas.is_alone(strategy)
         self.noinline = noinline.is_needed(strategy, self.parts.layer)  # see `Steps._variant`
-        self._xla_gradient_fn = tf.function(self.loss_and_gradients, jit_compile=True)
-        self._gradient_fn = self.loss_and_gradients
-        if self.noinline and self.accumulate_steps > 1:  # the loop over micro-batches calls it
-            self._gradient_fn = noinline.noinline(self.loss_and_gradients)
+        self._gradient_fn = functools.cache(self._make_gradient_fn)
         self.offset_dropout_seeds()
+        self.settings = Settings(self)
+
+    def _make_gradient_fn(self, jit_compile: bool, version: int) -> Callable:
+        """Functions keep their traces: there is one for each ``version`` of the settings."""
+        if jit_compile:
+            return tf.function(self.loss_and_gradients, jit_compile=True)
+        if self.noinline and self.accumulate_steps > 1:  # the loop over micro-batches calls it
+            return noinline.noinline(self.loss_and_gradients)
+        return self.loss_and_gradients
 
     @property
     def trace_key(self) -> TraceKey:
-        """The loop keeps one trace of the step per key."""
-        return TraceKey(self.observer, self.bytes_per_pack, self.jit_compile)
+        """The loop keeps one trace of the step per key. Raises `UsageError`, see `Settings`."""
+        version = self.settings.current(self)
+        return TraceKey(self.observer, self.bytes_per_pack, self.jit_compile, version)
 
     @property
     def global_step(self) -> tf.Variable:
@@ -250,7 +250,7 @@ class TrainStep(BaseStep):
         return accumulated(step, batch, parts, self.parts.layer, self._trainable)
 
     def _micro_step(self, batch: Any, divisor: Any) -> tuple[tf.Tensor, list[tf.Tensor | None]]:
-        gradient_fn = self._xla_gradient_fn if self.jit_compile else self._gradient_fn
+        gradient_fn = self._gradient_fn(self.jit_compile, self.settings.version)
         computed, empty = share.filled(batch)
         if empty is not None and self._synchronizes:
             share.refuse_empty(empty)

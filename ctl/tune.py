@@ -75,7 +75,7 @@ def tune_jit_compile(loop: Loop) -> bool:
 def _tune(loop: Loop, name: str, best: Callable[[Loop], Any]) -> Any:
     with ending_well(loop, f"the trial of {name}"):
         loop.begin(loop.global_step)
-        loop.set_step_option(name, best(loop))
+        setattr(loop.step, name, best(loop))
     loop.scalars.reset()
     return getattr(loop.step, name)
 

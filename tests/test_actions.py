@@ -26,7 +26,6 @@ def status(step, until=100, scalars=None, steps_per_epoch=10.0, reset=lambda: No
         final=step >= until,
         scalars=lambda: scalars or {},
         reset=reset,
-        stop=lambda: None,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from ctl.actions import NEVER, Action, Status
 from ctl.data.dataset import Dataset
@@ -17,12 +17,7 @@ def steps_until_due(actions: Sequence[Action], step: int) -> int:
 
 
 def status_of(
-    step: int,
-    until: int,
-    seconds_per_step: float,
-    dataset: Dataset,
-    window: Scalars,
-    stop: Callable[[], None],
+    step: int, until: int, seconds_per_step: float, dataset: Dataset, window: Scalars
 ) -> Status:
     """Makes the status at ``step``. Its scalars are read once, when an action asks for them."""
     read: dict[str, float] = {}
@@ -45,7 +40,6 @@ def status_of(
         final=step >= until,
         scalars=scalars,
         reset=reset,
-        stop=stop,
     )
 
 

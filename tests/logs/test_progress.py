@@ -27,7 +27,7 @@ def record(step, time=0.0, until=9380, **scalars):
 
 
 def status(step, scalars=lambda: SCALARS, until=9380):
-    return Status(step, until, 938.0, 0.1, step >= until, scalars, lambda: None, lambda: None)
+    return Status(step, until, 938.0, 0.1, step >= until, scalars, lambda: None)
 
 
 class Clock:

@@ -227,7 +227,7 @@ def train(
         tune.candidates = lambda tensors: [0, 128]  # the network has some hundred bytes
         tuned = tune.tune_packs(loop)
         assert loop.global_step == 0
-        loop.set_step_option("bytes_per_pack", tuned or 128)  # also where it does not pay
+        step.bytes_per_pack = tuned or 128  # also where it does not pay
     if loop.restore():
         print(f"resumed at {loop.global_step}", flush=True)
     with loop.stop_on_signals():
