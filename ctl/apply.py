@@ -202,6 +202,7 @@ class Updater:
         if ema_decay is not None:
             self.variables += statistics
         self.schedule = schedule
+        getattr(schedule, "memory", None)  # is made in this scope
         self.ema_decay = ema_decay
         self.jit_update = jit_update
         self.judges_finiteness = loss_scale or skip_nonfinite

@@ -14,7 +14,7 @@ from absl import flags, logging
 
 from ctl import cluster
 from ctl.errors import UsageError
-from ctl.flags import defaults, groups
+from ctl.flags import defaults, groups, training
 from ctl.flags.names import OPTIMIZERS
 from ctl.flags.parsing import AUTO, grouped_flags
 from ctl.watch import watchdog
@@ -189,6 +189,7 @@ def make_loop(prepared: Prepared, checkpoints: Any = None) -> Loop:
     """
     import keras
 
+    from ctl.control.patience import EarlyStopping
     from ctl.evaluator import Evaluator
     from ctl.loop import Loop
     from ctl.models import make_model
@@ -225,11 +226,15 @@ def make_loop(prepared: Prepared, checkpoints: Any = None) -> Loop:
         )
         accuracy = keras.metrics.SparseCategoricalAccuracy("accuracy")
         eval_step = EvalStep(model, metrics=[accuracy])
+    eval_actions = []
+    if FLAGS.early_stop:
+        eval_actions.append(EarlyStopping(*training.parse_early_stop(FLAGS.early_stop)))
     options = {
         "strategy": placement.strategy,
         "schedule": schedule,
         "checkpoints": checkpoints,
         "steps_per_loop": FLAGS.steps_per_loop or None,
+        "eval_actions": eval_actions,
     }
     if placement.roll_call:
         from ctl.asynchronous.parameter_server import CopyEvaluator, ParameterServerLoop

@@ -33,10 +33,12 @@ from ctl import noinline, share, workers
 from ctl.actions import STOP, Action, EvalAction
 from ctl.checkpoint.manager import CheckpointManager, Saved
 from ctl.checks import check_loop
-from ctl.control.agreement import agree, check_state
+from ctl.control.agreement import agree
 from ctl.control.divergence import Divergence
 from ctl.control.ending import ending_well
 from ctl.control.pace import Pace
+from ctl.control.patience import remembered
+from ctl.control.saving import restore, save, state_of
 from ctl.control.signals import Signals, StopRequested
 from ctl.control.wakes import run_actions, status_of, steps_until_due
 from ctl.data.dataset import Dataset
@@ -96,7 +98,8 @@ class Steps:
         # the mean loss. The reports of the workers share this reduction.
         replicas = strategy.num_replicas_in_sync
         totals = strategy.run(lambda losses: losses.totals(report, replicas), args=(losses,))
-        return Outcome(strategy.reduce(SUM, totals, axis=None), losses.finite, position)
+        rate = self.step.updater.learning_rate(self.step.global_step - 1)
+        return Outcome(strategy.reduce(SUM, totals, axis=None), losses.finite, position, rate)
 
     def _one_step(
         self, step: Callable, losses: Losses, block: Block, number: tf.Tensor, resident: Any
@@ -178,7 +181,7 @@ class Loop:
         self.evaluator = evaluator
         self.checkpoints = checkpoints
         self.actions = list(actions)
-        self.eval_actions = list(eval_actions)
+        self.eval_actions = [*remembered(schedule, evaluator), *eval_actions]
         size, replicas = self.dataset.global_batch_size, self.strategy.num_replicas_in_sync
         share.check_sizes(size, replicas, step.accumulate_steps)
         step.check_labels(self.dataset)
@@ -187,7 +190,7 @@ class Loop:
             step.build(self.strategy, schedule)
         if checkpoints:
             watchdog.finish_first(checkpoints.wait)
-            checkpoints.note_constants(step.state())
+            checkpoints.note_constants(state_of(self))
         step.loop = weakref.ref(self)
         self.signals = Signals()
         self.steps = Steps(step, self.dataset, self.strategy)
@@ -259,7 +262,7 @@ class Loop:
                 step = self._feed_step = step + steps
                 skipped = self.step.updater.skipped_so_far() - skipped
                 self._divergence.check(self, step, steps, totals.loss, outcome.finite, skipped)
-                self._evaluated = None
+                self._evaluated, self.scalars.rate = None, outcome.rate
                 self.scalars.add(totals.loss, totals.examples, skipped)
                 if self._pace.took(seconds, steps, workers.mean(self.strategy, totals.pace)):
                     self.scalars.add_time(seconds, steps)
@@ -274,6 +277,7 @@ class Loop:
         """Handles the end of the data in a call that began at step ``before``."""
         step = self._feed_step = self.global_step
         self._evaluated = self._evaluated if step == before else None
+        self.scalars.rate = self.step.updater.learning_rate(step - 1)
         workers.check_all_ended(self.strategy, step)
         logging.warning("the dataset ended after step %d, before step %d", step, total)
         return self._wake(step, step, 0.0)
@@ -346,25 +350,15 @@ class Loop:
         """Saves the state and ``metrics`` in the background; with ``wait``, returns when they are
         on disk. Only the chief saves. Raises `CheckpointError` if a save failed, and `UsageError`
         if the loop has no checkpoints or replicas differ in their state (`check_state`)."""
-        if self.checkpoints is None:
-            raise UsageError("this loop has no checkpoints: give Loop(checkpoints=...)")
-        if not self._is_chief:
-            return
-        with watchdog.host("saving", self.global_step):
-            check_state(self.step, this_worker=True)
-            self.checkpoints.save(self.global_step, self.step.state(), metrics, wait=wait)
+        save(self, metrics, wait)
 
     def restore(self) -> Saved | None:
         """Restores the newest intact checkpoint and returns it; None if there is none. Training
         resumes bit for bit. Raises `CheckpointError` if it does not fit or none is intact, and
         `UsageError` if the loop has no checkpoints."""
-        if self.checkpoints is None:
-            raise UsageError("this loop has no checkpoints: give Loop(checkpoints=...)")
-        saved = self.checkpoints.restore(self.step.state())
+        saved, results = restore(self)
         if saved:
-            self.step.offset_dropout_seeds()
-            self.step.settings.rate = None
-            self._evaluated = {name: saved.metrics[name] for name in saved.evaluated} or None
+            self._evaluated = results or None
             self.stopped, self._asked_to_end = saved.stopped, False
             self.scalars.reset()
         return saved

@@ -47,6 +47,7 @@ class Outcome(NamedTuple):
     totals: tf.Tensor  # float32 [5], see `Totals`
     finite: tf.Tensor  # `Losses.finite` of each replica
     position: Any  # position in the feed after the steps, see `ctl.data.feed`
+    rate: Any = 0.0  # learning rate of the last step, a float32 scalar
 
 
 def no_losses() -> Losses:

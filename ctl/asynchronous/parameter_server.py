@@ -117,7 +117,8 @@ class _RemoteSteps(Steps):
         mean = (losses * examples).sum() / max(examples.sum(), np.finfo(np.float64).tiny)
         stop = float(self._roll_call.asked_to_stop)
         totals = tf.constant([mean, examples.sum(), stop, 0.0, 0.0])
-        return Outcome(totals, tf.constant(finite), ())
+        rate = self.step.updater.learning_rate(self.step.global_step - 1)
+        return Outcome(totals, tf.constant(finite), (), rate)
 
     def _step_number(self) -> int:
         return int(self.step.global_step.numpy())

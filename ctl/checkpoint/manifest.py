@@ -219,7 +219,8 @@ def differences(
     for key, ours in new.items():
         theirs = old.get(key)
         if theirs is None:
-            why = ", the variables of the step's own" if key == "step" else ""
+            of = {"step": "the variables of the step's own", "memory": "what evaluations have left"}
+            why = f", {of[key]}" if key in of else ""
             differing.append(f"it has no {key!r}{why}, only {', '.join(old) or 'nothing'}")
             continue
         if len(theirs) != len(ours):

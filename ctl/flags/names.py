@@ -12,7 +12,10 @@ from collections.abc import Iterable
 from ctl.errors import UsageError
 
 MODELS = ("convnet", "dense", "resnet20", "tiny_transformer")
-SCHEDULES = ("constant", "piecewise", "cosine", "polynomial", "exponential", "inverse_sqrt")
+SCHEDULES = (
+    *("constant", "piecewise", "cosine", "polynomial", "exponential", "inverse_sqrt"),
+    "plateau",
+)
 SCALING_RULES = ("none", "linear", "sqrt")
 STRATEGIES = (
     *("auto", "one_device", "mirrored", "central_storage", "tpu", "default", "multi_worker"),

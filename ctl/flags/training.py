@@ -5,6 +5,7 @@ from __future__ import annotations
 from absl import flags
 
 from ctl.actions import parse_window
+from ctl.errors import UsageError
 from ctl.flags import devices, durations, groups, names
 from ctl.flags.durations import steps_from
 from ctl.flags.parsing import check_flags, group
@@ -38,6 +39,12 @@ def _define_checkpoint_flags() -> None:
             None,
             "Steps (500) or epochs (0.5ep) between checkpoints, beside those at every evaluation.",
         )
+        flags.DEFINE_string(
+            "early_stop",
+            None,
+            "METRIC:PATIENCE, e.g. loss:5: ends the training when the loss or the accuracy has not "
+            "improved in so many evaluations in a row (default: never).",
+        )
         flags.DEFINE_integer("keep", 3, "Last checkpoints to keep.", lower_bound=1)
         flags.DEFINE_integer(
             "keep_best",
@@ -54,10 +61,22 @@ def _define_checkpoint_flags() -> None:
             "keep_every_hours", None, "Keep one checkpoint for every so many hours besides."
         )
         flags.DEFINE_boolean("async_checkpoints", True, "Write checkpoints in the background.")
+    check_flags(["early_stop"], lambda early_stop: early_stop and parse_early_stop(early_stop))
     check_flags(
         ["evaluate_every", "checkpoint_every", "best_metric", "keep_every_hours"],
         _check_checkpoints,
     )
+
+
+def parse_early_stop(text: str) -> tuple[str, int]:
+    """Parses ``"loss:5"`` as the arguments of `ctl.EarlyStopping`; `UsageError` for other text."""
+    metric, _, patience = text.partition(":")
+    if metric not in ("loss", "accuracy") or not patience.isdecimal() or not int(patience):
+        raise UsageError(
+            f"--early_stop={text} is not METRIC:PATIENCE: write loss or accuracy, and a number of "
+            "evaluations from 1 (loss:5)"
+        )
+    return metric, int(patience)
 
 
 def _check_checkpoints(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ctl.step import TrainStep
 
 
@@ -11,11 +13,16 @@ class Scalars:
     Args:
         step: a built step.
         global_batch_size: None if unknown; then `read` gives no ``examples_per_second``.
+
+    Attributes:
+        rate: learning rate of the last step, as it was applied: a schedule that depends on more
+            than the step may have another one for it by the time of `read`.
     """
 
     def __init__(self, step: TrainStep, global_batch_size: int | None):
         self._step = step
         self._global_batch_size = global_batch_size
+        self.rate: Any = 0.0
         self.reset()
 
     def reset(self) -> None:
@@ -41,7 +48,7 @@ class Scalars:
         scalars = {"loss": self._loss / self._examples if self._examples else 0.0}
         scalars |= self._step.results()
         updater = self._step.updater
-        scalars["learning_rate"] = float(updater.learning_rate(updater.global_step - 1))
+        scalars["learning_rate"] = float(self.rate)
         if self._seconds:
             rate = self._timed_steps / self._seconds
             scalars["steps_per_second"] = rate
