@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # for editors and type checkers
     )
     from ctl.actions import Every
     from ctl.checkpoint import CheckpointManager
+    from ctl.control.patience import EarlyStopping
     from ctl.evaluator import Evaluator
     from ctl.loop import Loop
     from ctl.step import EvalStep, TrainStep
@@ -36,6 +37,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CheckpointManager",
+    "EarlyStopping",
     "EvalStep",
     "Evaluator",
     "Every",
@@ -56,6 +58,7 @@ __all__ = [
 
 _WHERE = {
     "CheckpointManager": "ctl.checkpoint",
+    "EarlyStopping": "ctl.control.patience",
     "EvalStep": "ctl.step",
     "Evaluator": "ctl.evaluator",
     "Every": "ctl.actions",

@@ -17,19 +17,21 @@ if TYPE_CHECKING:
 Gradients = list[tf.Tensor | None]
 
 
-def gradient_fns(step: TrainStep) -> dict[bool, Callable]:
-    """`TrainStep.loss_and_gradients` with a third argument, see `ctl.seeds.Seeds.place`: compiled
-    by XLA (True) or not."""
+def make_gradient_fn(step: TrainStep, jit_compile: bool, version: int) -> Callable:
+    """`TrainStep.loss_and_gradients` with a third argument, see `ctl.seeds.Seeds.place`.
+
+    Functions keep their traces: there is one for each ``version`` of the settings.
+    """
 
     def placed(batch: Any, divisor: Any, place: tf.Tensor) -> Any:
         with step.seeds.inside(place):
             return step.loss_and_gradients(batch, divisor)
 
-    apart = step.noinline and step.accumulate_steps > 1  # the loop over micro-batches calls it
-    return {
-        True: tf.function(placed, jit_compile=True),
-        False: noinline.noinline(placed) if apart else placed,
-    }
+    if jit_compile:
+        return tf.function(placed, jit_compile=True)
+    if step.noinline and step.accumulate_steps > 1:  # the loop over micro-batches calls it
+        return noinline.noinline(placed)
+    return placed
 
 
 def micro_steps(step: TrainStep, batch: Any, divisor: Any) -> tuple[tf.Tensor, Gradients]:
@@ -69,7 +71,7 @@ def micro_step(
     if empty is not None and step.synchronizes:
         share.refuse_empty(empty)
     with step.parts.counted_unless(empty, *step.logged.variables):
-        gradient_fn = step.gradient_fns[step.jit_compile]
+        gradient_fn = step.gradient_fn(step.jit_compile, step.settings.version)
         loss, gradients, outputs = gradient_fn(computed, divisor, step.seeds.place(number))
     check_gradients(step, gradients, step.trained)
     (loss, gradients), outputs = share.dropped(empty, (loss, gradients), outputs)

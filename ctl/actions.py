@@ -1,7 +1,7 @@
 """Actions that run during training, and the form of a log record.
 
-An action is a callable that takes a `Status`. `Every` calls an action every so many steps or
-seconds::
+An action is a callable that takes a `Status`. An evaluation action is called with ``(step,
+results)`` after each evaluation. `Every` calls an action every so many steps or seconds::
 
     def report(status):
         print(status.step, status.scalars()["loss"])
@@ -36,10 +36,11 @@ class Status:
         steps_per_epoch: may be fractional, because batches span the ends of epochs; None when the
             size of the dataset is unknown.
         seconds_per_step: mean of the last call.
-        final: whether this is the last wake.
+        final: whether this is the last wake. After `stop`, there may be two wakes at one step.
         scalars: returns loss, metrics, learning rate and examples/s since `reset`. The first call
             at a wake reads the metrics from the devices.
         reset: starts a new window for ``scalars``.
+        stops: whether `stop` was called.
     """
 
     step: int
@@ -49,10 +50,20 @@ class Status:
     final: bool
     scalars: Callable[[], dict[str, float]]
     reset: Callable[[], None]
+    stops: bool = False
+
+    def stop(self) -> None:
+        """Asks the training to end at this step as at its last: with a final wake, evaluation and
+        checkpoint. With several workers, one may ask. The others learn of it at the end of the next
+        call, and all end there."""
+        self.stops = True
 
 
 Action = Callable[[Status], None]
 
+EvalAction = Callable[[int, dict[str, float]], Any]
+
+STOP = object()  # An evaluation action on any worker that returns it ends the training there.
 
 NEVER = sys.maxsize  # `steps_until_due` returns it when no step is due.
 

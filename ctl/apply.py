@@ -121,6 +121,8 @@ class Updater:
         jit_update: bool | None = None,
     ):
         self.groups = make_groups(optimizer, variables, schedule)
+        for group in self.groups:
+            getattr(group.schedule, "memory", None)  # is made in this scope
         self.of_model = list(variables)
         grouped = [v for group in self.groups for v in group.variables]
         self.trained = list({id(v): v for v in [*variables, *grouped]}.values())
@@ -152,6 +154,12 @@ class Updater:
     def skipped_so_far(self) -> int:
         """Number of skipped updates; 0 if finiteness is not checked."""
         return int(self.skipped.numpy()) if self.judges_finiteness else 0
+
+    def optimizers(self) -> dict[str, keras.optimizers.Optimizer]:
+        """The optimizers by name: "optimizer", "optimizer 2", ..."""
+        numbers = range(1, len(self.groups) + 1)
+        names = ["optimizer" + (f" {n}" if n > 1 else "") for n in numbers]
+        return dict(zip(names, [group.optimizer for group in self.groups], strict=True))
 
     def learning_rates(self, step: tf.Tensor | None = None) -> list[tf.Tensor]:
         """Learning rate of each group in the update at ``step`` (by default the next one), float32

@@ -14,7 +14,7 @@ from absl import flags, logging
 
 from ctl import cluster
 from ctl.errors import UsageError
-from ctl.flags import defaults, groups
+from ctl.flags import defaults, groups, training
 from ctl.flags.names import OPTIMIZERS, is_function_name
 from ctl.flags.parsing import AUTO, grouped_flags
 from ctl.watch import watchdog
@@ -237,6 +237,7 @@ def make_loop(prepared: Prepared, checkpoints: Any = None) -> Loop:
             classes is not usable.
     """
     from ctl import named
+    from ctl.control.patience import EarlyStopping
     from ctl.evaluator import Evaluator
     from ctl.loop import Loop
     from ctl.models import make_model
@@ -277,11 +278,16 @@ def make_loop(prepared: Prepared, checkpoints: Any = None) -> Loop:
             random_seed=FLAGS.seed,
         )
         eval_step = make_eval_step(model)
+    eval_actions = []
+    if FLAGS.early_stop:
+        patience = training.parse_early_stop(FLAGS.early_stop, FLAGS.best_mode)
+        eval_actions.append(EarlyStopping(*patience))
     options = {
         "strategy": placement.strategy,
         "schedule": schedule,
         "checkpoints": checkpoints,
         "steps_per_loop": FLAGS.steps_per_loop or None,
+        "eval_actions": eval_actions,
     }
     if placement.roll_call:
         from ctl.asynchronous.parameter_server import CopyEvaluator, ParameterServerLoop

@@ -9,6 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from ctl import replicas
 from ctl.errors import UsageError
 
 _CONTRACTS = {
@@ -83,8 +84,21 @@ def check_penalties(penalties: Sequence[tf.Tensor]) -> None:
         penalty._ctl_thread = me
 
 
-def check_trainable(step: Any) -> None:
-    """Refuses layers that were frozen or unfrozen after the step was built: it would not notice."""
+def check_loop(loop: Any) -> None:
+    """Refuses what was changed after the loop was made, and would have no effect.
+
+    Raises:
+        UsageError: layers were frozen or unfrozen; the step, the data or the strategy of the loop
+            are others; the optimizer has another learning rate, and there is a schedule; or
+            ``jit_compile`` was set, which the model cannot have.
+    """
+    step, steps = loop.step, loop.steps
+    for name in ("step", "dataset", "strategy"):
+        if getattr(loop, name) is not getattr(steps, name):
+            raise UsageError(f"the {name} of the loop has changed: make a new loop")
+    step.settings.check_rate(step)
+    for check in (replicas.check_central_storage, replicas.check_synchronized):
+        check(step.strategy, step.parts.layer, step.accumulate_steps, step.jit_compile)
     now, built = step.model.trainable_variables, step.updater.of_model
     names = {id(v): v.path for v in [*now, *built]}
     if [id(v) for v in now] != [id(v) for v in built]:

@@ -16,6 +16,7 @@ from ctl.data.feed import distribute
 from ctl.data.global_batches import as_dataset
 from ctl.errors import UsageError
 from ctl.reduce import SUM
+from ctl.retrace import Settings
 from ctl.step import EvalStep
 from ctl.watch import watchdog
 
@@ -56,6 +57,7 @@ class Evaluator:
         self._iterator: Iterator | None = None
         self._resident: Any = None
         self._pace = Pace()
+        self._settings = Settings(step)
 
     def on(self, dataset: Any) -> Evaluator:
         """Returns an evaluator of the same model on another ``dataset``."""
@@ -89,18 +91,22 @@ class Evaluator:
             steps = 1 if self._batches is None else min(self._pace.steps(), self._batches - done)
             start = time.perf_counter()
             report = self._pace.report(asked_to_stop())
+            version = self._settings.current(self.step)
             try:
                 with (
-                    watchdog.collective("the evaluation", first=self._pace.traces()),
+                    watchdog.collective("the evaluation", first=self._pace.traces(version)),
                     share.refusals(),
                 ):
-                    sums = self._eval_steps(iterator, self._resident, tf.constant(steps), report)
+                    sums = self._eval_steps(
+                        iterator, self._resident, tf.constant(steps), report, version
+                    )
                     loss, examples, asked, pace, *logged = sums.numpy().tolist()
             except tf.errors.OutOfRangeError:
                 if self._batches is not None:
                     raise
                 iterator = None
                 break
+            self._settings.note(self.step)
             self._pace.took(time.perf_counter() - start, steps, workers.mean(self.strategy, pace))
             if asked or (not workers.is_multi_worker(self.strategy) and asked_to_stop()):
                 raise StopRequested
@@ -124,7 +130,7 @@ class Evaluator:
 
     @tf.function
     def _eval_steps(
-        self, iterator: Iterator, resident: Any, steps: tf.Tensor, report: tf.Tensor
+        self, iterator: Iterator, resident: Any, steps: tf.Tensor, report: tf.Tensor, version: int
     ) -> tf.Tensor:
         sums = self.strategy.run(lambda: tf.zeros([2]))
         for _ in tf.range(steps):

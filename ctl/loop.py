@@ -12,14 +12,14 @@ collective:
                 ctl.reduce.all_reduce    in packs: context.all_reduce(SUM, ...)  # <- here
 
 `Steps._variant` chooses how a step becomes a program. With ``jit_compile``, XLA compiles the whole
-step on a single replica, and forward and backward (`TrainStep.loss_and_gradients`) on several. On a
-CPU it compiles the update in any case (`Updater`). With several workers, `ctl.marks.Marks` is the
-observer of the step: its ``all_reduce`` takes the time around that of `ctl.reduce`.
+step on a single replica, and forward and backward on several. With several workers, the observer of
+the step is `ctl.marks.Marks`: its ``all_reduce`` takes the time around that of `ctl.reduce`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import time
 import weakref
@@ -30,14 +30,16 @@ import tensorflow as tf
 from absl import logging
 
 from ctl import noinline, share, workers
-from ctl.actions import Action
+from ctl.actions import STOP, Action, EvalAction
 from ctl.checkpoint.manager import CheckpointManager, Saved
-from ctl.checks import check_trainable
+from ctl.checks import check_loop
 from ctl.control import code
-from ctl.control.agreement import agree, check_state
+from ctl.control.agreement import agree
 from ctl.control.divergence import Divergence
 from ctl.control.ending import ending_well
 from ctl.control.pace import Pace
+from ctl.control.patience import remembered
+from ctl.control.saving import restore, save, state_of
 from ctl.control.signals import Signals, StopRequested
 from ctl.control.wakes import run_actions, status_of, steps_until_due
 from ctl.data.dataset import Dataset
@@ -46,9 +48,10 @@ from ctl.data.global_batches import as_dataset
 from ctl.errors import UsageError
 from ctl.evaluator import Evaluator, OnWake
 from ctl.logs.scalars import Scalars
-from ctl.losses import Losses, Outcome, Totals, no_losses
+from ctl.losses import Losses, Outcome, no_losses
 from ctl.reduce import SUM
-from ctl.step import TraceKey, TrainStep
+from ctl.retrace import TraceKey
+from ctl.step import TrainStep
 from ctl.watch import watchdog
 from ctl.watch.flight import attach_progress_marks, watched_call
 
@@ -81,7 +84,7 @@ class Steps:
     def run(self, feed: Feed, steps: tf.Tensor, report: tf.Tensor, trace_key: TraceKey) -> Outcome:
         """Runs ``steps`` (int32 scalar) steps on the batches of ``feed``.
 
-        ``report`` (float32 [2], see `Pace.report`) is summed over replicas. ``trace_key`` is an
+        ``report`` (float32 [3], see `Pace.report`) is summed over replicas. ``trace_key`` is an
         argument so that TensorFlow keeps one trace per key.
         """
         strategy, position = self.strategy, feed.position
@@ -98,7 +101,8 @@ class Steps:
         totals = strategy.run(
             lambda losses: losses.totals(report, replicas, self.step.logged.terms()), (losses,)
         )
-        return Outcome(strategy.reduce(SUM, totals, axis=None), losses.finite, position)
+        rates = self.step.updater.learning_rates(self.step.global_step - 1)
+        return Outcome(strategy.reduce(SUM, totals, axis=None), losses.finite, position, rates)
 
     def _one_step(
         self, step: Callable, losses: Losses, block: Block, number: tf.Tensor, resident: Any
@@ -148,8 +152,13 @@ class Loop:
         checkpoints: used by `save` and `restore`.
         actions: called with a `Status` after each call of `Steps.run`. If an action has a method
             ``steps_until_due(step) -> int`` (see `ctl.actions.Every`), a call ends at that step.
-        eval_actions: called with ``(step, results)`` after each evaluation.
+        eval_actions: called with ``(step, results)`` after each evaluation. One that returns
+            `ctl.actions.STOP` ends the training there.
         steps_per_loop: maximum steps per call; by default, as many as fit in half a second.
+
+    Attributes:
+        stopped: whether an action has ended the training. No step is run then. `train_and_evaluate`
+            notes it in the checkpoint, and `restore` sets it. Set it to False to train on.
 
     Raises:
         UsageError: see `ctl.data.global_batches.as_dataset`, `ctl.share.check_sizes` and
@@ -166,7 +175,7 @@ class Loop:
         evaluator: Evaluator | None = None,
         checkpoints: CheckpointManager | None = None,
         actions: Sequence[Action] = (),
-        eval_actions: Sequence[Callable[[int, dict[str, float]], None]] = (),
+        eval_actions: Sequence[EvalAction] = (),
         steps_per_loop: int | None = None,
     ):
         self.step = step
@@ -175,7 +184,7 @@ class Loop:
         self.evaluator = evaluator
         self.checkpoints = checkpoints
         self.actions = list(actions)
-        self.eval_actions = list(eval_actions)
+        self.eval_actions = [*remembered(schedule, evaluator), *eval_actions]
         size, replicas = self.dataset.global_batch_size, self.strategy.num_replicas_in_sync
         share.check_sizes(size, replicas, step.accumulate_steps)
         step.check_labels(self.dataset)
@@ -184,7 +193,7 @@ class Loop:
             step.build(self.strategy, schedule)
         if checkpoints:
             watchdog.finish_first(checkpoints.wait)
-            checkpoints.note_constants(step.state())
+            checkpoints.note_constants(state_of(self))
             checkpoints.code = code.identity(step)
         step.loop = weakref.ref(self)
         self.signals = Signals()
@@ -194,10 +203,11 @@ class Loop:
         self.scalars = Scalars(step, size)
         self._divergence = Divergence(checkpoints)
         self._is_chief = workers.is_chief(self.strategy)
-        self.feed: Feed | None = None
+        self.feed: Any = None  # opened by `begin`
         self._feed_step = -1
+        self._agreed: Any = None  # settings of the step
         self._evaluated: dict[str, float] | None = None  # results at the current step
-        self._state_checked = False
+        self.stopped = self._asked_to_end = False  # by an action; by one of this worker
 
     # Training -----------------------------------------------------------------------------------
 
@@ -207,15 +217,15 @@ class Loop:
         return int(self.step.global_step.numpy())
 
     def train(self, until: int, *, total: int | None = None) -> dict[str, float]:
-        """Trains until the global step is ``until``.
+        """Trains until the global step is ``until``, or an action calls `Status.stop`.
 
         Args:
             until: global step at the end of this call.
             total: global step at the end of the whole training; by default ``until``.
 
         Returns:
-            Scalars of the last window (see `Status`) if ``total`` was reached or the data ended;
-            otherwise an empty dict.
+            Scalars of the last window (see `Status`) if ``total`` was reached, an action ended the
+            training or the data ended; otherwise an empty dict.
 
         Raises:
             DivergedError: the loss is not finite, or too many updates in a row were skipped.
@@ -223,17 +233,23 @@ class Loop:
             CheckpointError: a save in the background failed.
             PeerError: another worker was lost.
             UsageError: the workers do not agree, the step does not fit the batches, a label is no
-                class, or the trainable variables have changed.
+                class, or a change would have no effect (`check_loop`, `ctl.retrace.Settings`).
         """
         total = until if total is None else total
         scalars: dict[str, float] = {}
         with ending_well(self, "training"):
             step = self.global_step
-            if step < until:
+            if step < until and self.stopped:
+                logging.warning("no step is run: an action ended the training at step %d", step)
+            elif step < until:
                 self.begin(step)
-            while step < until:
+            while step < until and not self.stopped:
                 steps = min(self._pace.steps(), until - step, steps_until_due(self.actions, step))
-                report, key = self._pace.report(self.signals.arrived), self.step.trace_key
+                report = self._pace.report(self.signals.arrived, self._asked_to_end)
+                key = self.step.trace_key
+                if key[1:] != self._agreed:  # an action has changed a setting
+                    self.begin(step)
+                    key = self.step.trace_key
                 skipped = self.step.updater.skipped_so_far()
                 call = watched_call(self.step, step, steps, self._flight, self._pace.traces(key))
                 self._feed_step = -1  # a call that fails has taken an unknown number of batches
@@ -245,90 +261,79 @@ class Loop:
                 except tf.errors.OutOfRangeError:
                     return self._ended(step, total)
                 seconds = time.perf_counter() - start
-                assert self.feed is not None  # opened by `begin`
+                self.step.settings.note(self.step)
                 self.feed = self.feed._replace(position=outcome.position)
                 step = self._feed_step = step + steps
-                self._judge(step, steps, totals, outcome.finite, skipped)
+                skipped = self.step.updater.skipped_so_far() - skipped
+                self._divergence.check(self, step, steps, totals.loss, outcome.finite, skipped)
+                self._evaluated, self.scalars.rates = None, outcome.rates
+                self.scalars.add(totals, skipped)
                 if self._pace.took(seconds, steps, workers.mean(self.strategy, totals.pace)):
                     self.scalars.add_time(seconds, steps)
-                scalars = self._wake(step, total, seconds / steps)
+                if totals.end:
+                    self._stop(step)
+                scalars = self._wake(step, step if self.stopped else total, seconds / steps)
                 if totals.stop or (self.signals.arrived and not self._several_workers):
                     raise StopRequested
         return scalars
 
-    def _judge(self, step: int, steps: int, totals: Totals, finite: Any, skipped: int) -> None:
-        """Raises an error if the last call went wrong; else adds it to the window of scalars."""
-        if self.global_step != step:
-            raise UsageError(
-                f"{steps} steps were run to step {step}, but the global step is "
-                f"{self.global_step}: does {type(self.step).__name__} call self.apply()?"
-            )
-
-        def first_bad() -> int:
-            counts = self.strategy.experimental_local_results(finite)
-            bad = workers.earliest(self.strategy, step - steps + 1 + min(int(c) for c in counts))
-            device = self.step.model.trainable_variables[0].value.device.upper()
-            if self.step.jit_compile or "CPU" not in device:  # where a wrong label becomes NaN
-                with watchdog.host("the labels of a batch"):
-                    self.step.check_labels(self.dataset, bad)
-            return bad
-
-        if not self._state_checked:
-            check_state(self.step)
-            self._state_checked = True
-        skipped = self.step.updater.skipped_so_far() - skipped
-        self._divergence.check(step, steps, totals.loss, skipped, first_bad)
-        self._evaluated = None
-        self.scalars.add(totals, skipped)
-
     def _ended(self, before: int, total: int) -> dict[str, float]:
         """Handles the end of the data in a call that began at step ``before``."""
         step = self._feed_step = self.global_step
-        if step > before:
-            self._evaluated = None
+        self._evaluated = self._evaluated if step == before else None
+        self.scalars.rates = self.step.updater.learning_rates(step - 1)
         workers.check_all_ended(self.strategy, step)
         logging.warning("the dataset ended after step %d, before step %d", step, total)
         return self._wake(step, step, 0.0)
-
-    def set_step_option(self, name: str, value: Any) -> None:
-        """Sets ``step.bytes_per_pack`` or ``step.jit_compile`` from the next step on. All workers
-        must set the same value."""
-        setattr(self.step, name, value)
-        if self._several_workers:
-            self._flight = attach_progress_marks(self.step)  # the packs have changed
-        self._feed_step = -1
 
     def traced(self) -> tf.types.experimental.ConcreteFunction:
         """Returns the graph that `train` runs, and traces it if necessary. Runs no step."""
         if self.feed is None:
             self.feed = self.steps.open(self.global_step)  # the workers have not agreed on it yet
-        return self.steps.run.get_concrete_function(
-            self.feed, tf.constant(1), self._pace.report(False), self.step.trace_key
+        graph = self.steps.run.get_concrete_function(
+            self.feed, tf.constant(1), self._pace.report(False, False), self.step.trace_key
         )
+        self.step.settings.note(self.step)
+        return graph
 
     def begin(self, step: int) -> None:
-        """Opens the batches from ``step`` on. Several workers check that they agree (`agree`)."""
-        check_trainable(self.step)
+        """Opens the batches from ``step`` on. Several workers check that they agree (`agree`), also
+        when settings have changed, which all workers must change in the same way."""
+        settings = self.step.trace_key[1:]
+        check_loop(self)
+        if (self._feed_step, self._agreed) == (step, settings):
+            return
         if self._feed_step != step:
             self.feed, self._feed_step = self.steps.open(step), step
-            if self._several_workers:
-                agree(self.step, self.dataset, self.traced)
+        if self._several_workers:
+            if self._agreed not in (None, settings):
+                self._flight = attach_progress_marks(self.step)  # the packs may have changed
+            agree(self.step, self.dataset, self.traced)
+        self._agreed = settings
 
     def _wake(self, step: int, until: int, seconds_per_step: float) -> dict[str, float]:
         if self.checkpoints and self._is_chief:
             self.checkpoints.check()
         status = status_of(step, until, seconds_per_step, self.dataset, self.scalars)
         run_actions(self.actions, status)
+        self._asked_to_end |= status.stops
+        if self._asked_to_end and not self._several_workers:  # these learn of it in the next call
+            self._stop(step)
+            if not status.final:
+                status = dataclasses.replace(status, until=step, final=True)
+                run_actions(self.actions, status)
         return status.scalars() if status.final else {}
+
+    def _stop(self, step: int) -> None:
+        logging.info("an action ended the training at step %d", step)
+        self.stopped, self._asked_to_end = True, False
 
     # Evaluation and state -----------------------------------------------------------------------
 
     def evaluate(self, on_wake: OnWake | None = None) -> dict[str, float]:
-        """Evaluates, with the averaged weights if there are any (``ema_decay``).
-
-        Returns the results of `Evaluator.run`. Raises `Preempted` and `PeerError` as `train` does,
-        and `UsageError` if the loop has no evaluator.
-        """
+        """Evaluates, with the averaged weights if there are any. Returns the results of
+        `Evaluator.run`. Raises `Preempted` and `PeerError` as `train` does, and `UsageError` if the
+        loop has no evaluator."""
         if self.evaluator is None:
             raise UsageError("this loop has no evaluator: give Loop(evaluator=Evaluator(...))")
 
@@ -340,55 +345,45 @@ class Loop:
             results = self.evaluator.run(on_wake, lambda: self.signals.arrived)
         for action in self.eval_actions:
             with watchdog.host("an action after the evaluation", self.global_step):
-                action(self.global_step, results)
+                self._asked_to_end |= action(self.global_step, results) is STOP
+        if workers.any_of(self.strategy, self._asked_to_end):
+            self._stop(self.global_step)
         return results
 
     def save(self, metrics: dict[str, float] | None = None, *, wait: bool = False) -> None:
         """Saves the state and ``metrics`` in the background; with ``wait``, returns when they are
         on disk. Call it on all workers; the chief writes. Raises `CheckpointError` if a save
         failed, `UsageError` if the loop has no checkpoints or replicas differ (`check_state`)."""
-        if self.checkpoints is None:
-            raise UsageError("this loop has no checkpoints: give Loop(checkpoints=...)")
-        self.step.of_replicas.collect(self.strategy)
-        if not self._is_chief:
-            return
-        with watchdog.host("saving", self.global_step):
-            check_state(self.step, this_worker=True)
-            self.checkpoints.save(self.global_step, self.step.state(), metrics, wait=wait)
+        save(self, metrics, wait)
 
     def restore(self) -> Saved | None:
         """Restores the newest intact checkpoint and returns it; None if there is none. Training
         resumes bit for bit. Raises `CheckpointError` if it does not fit, is of a step of another
         class or none is intact, and `UsageError` if the loop has no checkpoints."""
-        if self.checkpoints is None:
-            raise UsageError("this loop has no checkpoints: give Loop(checkpoints=...)")
-        saved = self.checkpoints.restore(self.step.state())
+        saved, results = restore(self)
         if saved:
-            self.step.offset_dropout_seeds()
-            self.step.of_replicas.spread(self.strategy)
-            self._evaluated = {name: saved.metrics[name] for name in saved.evaluated} or None
+            self._evaluated = results or None
+            self.stopped, self._asked_to_end = saved.stopped, False
             self.scalars.reset()
         return saved
 
     def train_and_evaluate(
         self, until: int, *, evaluate_every: int, on_wake: OnWake | None = None
     ) -> dict[str, float]:
-        """Trains until step ``until``. Saves and evaluates every ``evaluate_every`` steps and at
-        the end. If `restore` ended at a step whose evaluation is missing, evaluates first.
-
-        Returns:
-            The results of the last evaluation.
-        """
+        """Trains until step ``until``, or until an action ends the training. Saves and evaluates
+        every ``evaluate_every`` steps and at the end. If `restore` ended at a step whose evaluation
+        is missing, evaluates first. Returns the results of the last evaluation."""
         step = self.global_step
         while True:
-            due = step and (step % evaluate_every == 0 or step >= until)
+            ends = step >= until or self.stopped
+            due = step and (step % evaluate_every == 0 or ends)
             if due and self._evaluated is None:
                 if self.checkpoints:
                     self.save()
                 self._evaluated = self.evaluate(on_wake)
                 if self.checkpoints and self._is_chief:
-                    self.checkpoints.annotate(step, self._evaluated)
-            if step >= until:
+                    self.checkpoints.annotate(step, self._evaluated, stopped=self.stopped)
+            if ends or self.stopped:
                 return self._evaluated or {}
             stop = min(until, step - step % evaluate_every + evaluate_every)
             self.train(stop, total=until)

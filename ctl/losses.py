@@ -24,7 +24,7 @@ class Losses(NamedTuple):
 
     @tf.autograph.experimental.do_not_convert
     def totals(self, report: tf.Tensor, replicas: int, logged: tf.Tensor) -> tf.Tensor:
-        """float32 [4 + k] that gives `Totals` when it is summed over ``replicas``. ``report``: see
+        """float32 [5 + k] that gives `Totals` when it is summed over ``replicas``. ``report``: see
         `ctl.control.pace.Pace.report`; ``logged`` [k]: see `ctl.logged.Logged.terms`."""
         divisor = tf.where(tf.equal(self.examples, 0.0), 1.0, self.examples)  # a NaN remains one
         loss = self.total / divisor
@@ -36,7 +36,8 @@ class Totals(NamedTuple):
 
     loss: float  # mean over the valid examples of all steps whose update was not skipped
     examples: float  # number of these examples, or the sum of their weights
-    stop: float  # above 0 if a worker was asked to stop
+    stop: float  # above 0 if a signal has asked a worker to stop
+    end: float  # above 0 if an action of a worker has asked to end the training
     pace: float  # sum of the seconds per step that workers measured, see `Pace.report`
     logged: list[float]  # see `ctl.logged.Logged.collect`
 
@@ -44,14 +45,15 @@ class Totals(NamedTuple):
 class Outcome(NamedTuple):
     """Result of one call of `ctl.loop.Steps.run`."""
 
-    sums: tf.Tensor  # float32 [4 + k], see `totals`
+    sums: tf.Tensor  # float32 [5 + k], see `totals`
     finite: tf.Tensor  # `Losses.finite` of each replica
     position: Any  # position in the feed after the steps, see `ctl.data.feed`
+    rates: Any = ()  # learning rates of the groups in the last step, float32 scalars
 
     def totals(self) -> Totals:
         """Waits for the sums, and returns them by name."""
-        loss, examples, stop, pace, *logged = self.sums.numpy().tolist()
-        return Totals(loss, examples, stop, pace, logged)
+        loss, examples, stop, end, pace, *logged = self.sums.numpy().tolist()
+        return Totals(loss, examples, stop, end, pace, logged)
 
 
 def no_losses() -> Losses:

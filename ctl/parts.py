@@ -88,6 +88,15 @@ class Parts:
             variable.assign(tf.where(empty, old, variable.read_value()))
 
 
+def has_state(value: Any) -> bool:
+    """Whether ``value``, or an element of it, is what a step keeps as its own."""
+    kinds = (
+        *(keras.Layer, keras.Variable, keras.random.SeedGenerator, keras.metrics.Metric),
+        *(keras.optimizers.Optimizer, tf.Module, tf.Variable),
+    )
+    return any(isinstance(leaf, kinds) for leaf in _leaves(value))
+
+
 def _is_metric(part: Any) -> bool:
     return isinstance(part, keras.metrics.Metric)
 

@@ -44,9 +44,9 @@ class Statistics:
         self.combined = list(combined)
         self.undone = list(undone)
         index = {id(variable): i for i, variable in enumerate(combined)}
-        # Per layer: index of the mean, index of the variance, and 1 - momentum.
+        # Per layer: index of the mean, index of the variance, and the layer.
         self._pairs = [
-            (index[id(n.moving_mean.value)], index[id(n.moving_variance.value)], 1.0 - n.momentum)
+            (index[id(n.moving_mean.value)], index[id(n.moving_variance.value)], n)
             for n in norms
             if id(n.moving_variance.value) in index and n.momentum < 1.0 and not n.renorm
         ]
@@ -94,11 +94,11 @@ class Statistics:
         *sums, weight = [*sums, parts] if isinstance(before.examples, int) else sums
         values = [total / tf.cast(weight, total.dtype) for total in sums]
         squares = values[len(self.combined) :]
-        for (mean, variance, rest), old, square in zip(
+        for (mean, variance, norm), old, square in zip(
             self._pairs, before.means, squares, strict=True
         ):
             between = tf.maximum(square - tf.square(values[mean]), 0.0)
-            values[variance] += tf.cast(between / rest, values[variance].dtype)
+            values[variance] += tf.cast(between / (1.0 - norm.momentum), values[variance].dtype)
             values[mean] += old
         for variable, value in zip(self.combined, values, strict=False):
             variable.assign(tf.cast(value, variable.dtype))

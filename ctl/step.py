@@ -19,13 +19,13 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
 
 from ctl import noinline, replicas, share
-from ctl.accumulate import gradient_fns, micro_steps
+from ctl.accumulate import make_gradient_fn, micro_steps
 from ctl.apply import Updater, global_norm
 from ctl.base_step import BaseStep, EvalStep, cross_entropy, scale_images
 from ctl.checks import check_overrides, check_penalties
@@ -33,6 +33,7 @@ from ctl.errors import UsageError
 from ctl.observer import NO_OBSERVER, Observer
 from ctl.optimizers import Optimizers
 from ctl.reduce import all_reduce, densify, summed_apart
+from ctl.retrace import Settings, TraceKey
 from ctl.seeds import Seeds
 from ctl.statistics import Before, make_statistics
 
@@ -42,14 +43,6 @@ if TYPE_CHECKING:
     from ctl.loop import Loop
 
 __all__ = ["EvalStep", "TrainStep", "cross_entropy", "scale_images"]
-
-
-class TraceKey(NamedTuple):
-    """Settings that may change between steps and that the graph of a step depends on."""
-
-    observer: Observer
-    bytes_per_pack: int
-    jit_compile: bool
 
 
 class TrainStep(BaseStep):
@@ -161,13 +154,15 @@ class TrainStep(BaseStep):
         )
         self.single_replica = replicas.is_alone(strategy)
         self.noinline = noinline.is_needed(strategy, self.parts.layer)
-        self.gradient_fns = gradient_fns(self)
+        self.gradient_fn = functools.cache(functools.partial(make_gradient_fn, self))
         self.offset_dropout_seeds()
+        self.settings = Settings(self)
 
     @property
     def trace_key(self) -> TraceKey:
-        """The loop keeps one trace of the step per key."""
-        return TraceKey(self.observer, self.bytes_per_pack, self.jit_compile)
+        """The loop keeps one trace of the step per key. Raises `UsageError`, see `Settings`."""
+        version = self.settings.current(self)
+        return TraceKey(self.observer, self.bytes_per_pack, self.jit_compile, version)
 
     @property
     def global_step(self) -> tf.Variable:

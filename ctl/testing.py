@@ -33,6 +33,7 @@ import tensorflow as tf
 
 from ctl import replicas as of_replicas
 from ctl.checkpoint import CheckpointManager
+from ctl.control.saving import state_of
 from ctl.loop import Loop
 from ctl.strategy import make_strategy
 
@@ -287,7 +288,7 @@ def _made(
 def _variables(loop: Loop) -> Iterator[tuple[str, tf.Variable]]:
     """All variables of the state, with names that two loops share: Keras numbers its own."""
     loop.step.of_replicas.collect(loop.strategy)
-    for group, variables in loop.step.state().items():
+    for group, variables in state_of(loop).items():
         for number, variable in enumerate(variables):
             yield f"{group} {number} ({variable.name.removesuffix(':0')})", variable
 

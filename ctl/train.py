@@ -200,7 +200,7 @@ def _choose(loop: Loop, resumed: Path | None) -> dict[str, Any]:
                 choices[name] = choose(loop)
         else:
             logging.info("%s: %s, chosen when the run began", name, chosen)
-            loop.set_step_option(name, chosen)
+            setattr(loop.step, name, chosen)
             choices[name] = chosen
     return choices
 

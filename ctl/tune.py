@@ -75,7 +75,7 @@ def tune_jit_compile(loop: Loop) -> bool:
 def _tune(loop: Loop, name: str, best: Callable[[Loop], Any]) -> Any:
     with ending_well(loop, f"the trial of {name}"):
         loop.begin(loop.global_step)
-        loop.set_step_option(name, best(loop))
+        setattr(loop.step, name, best(loop))
     loop.scalars.reset()
     return getattr(loop.step, name)
 
@@ -128,7 +128,7 @@ def _time(loop: Loop, name: str, values: Sequence[Any]) -> dict[Any, list[float]
     before, observer = getattr(step, name), step.observer
     if isinstance(observer, Marks):
         step.observer = NO_OBSERVER  # the marks belong to the packs of `before`
-    nothing = tf.zeros([2])  # the report to the other workers
+    nothing = tf.zeros([3])  # the report to the other workers
     feed = loop.steps.open(loop.global_step)
 
     def block(value: Any, steps: int, traces: bool = False) -> float:

@@ -243,6 +243,13 @@ def earliest(strategy: tf.distribute.Strategy, step: int) -> int:
     return min(int(text) for text in all_gather(strategy, str(step).encode(), "a gather"))
 
 
+def any_of(strategy: tf.distribute.Strategy, asked: bool) -> bool:
+    """Whether ``asked`` is true on any worker. All workers must call it."""
+    if not is_multi_worker(strategy):
+        return asked
+    return b"1" in all_gather(strategy, b"1" if asked else b"0", "a gather")
+
+
 def all_gather(strategy: tf.distribute.Strategy, text: bytes, doing: str) -> list[bytes]:
     """Gathers the ``text`` of every worker. All workers must call it.
 

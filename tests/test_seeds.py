@@ -87,7 +87,7 @@ def test_a_new_trace_draws_the_same(mirrored):
     loops = [make(mirrored(2), seed=1, jit_compile=True) for _ in range(2)]
     loops[0].train(4)
     loops[1].train(2, total=4)
-    loops[1].set_step_option("bytes_per_pack", 64)
+    loops[1].step.bytes_per_pack = 64
     loops[1].train(4)
     for a, b in zip(*(loop.step.model.variables for loop in loops), strict=True):
         np.testing.assert_allclose(a.numpy(), b.numpy(), rtol=1e-5, atol=1e-6)

@@ -308,6 +308,22 @@ def test_a_part_of_train_leaves_the_choice_of_the_other_part(zygote, tmp_path):
     assert len(records(tmp_path, "eval")) == 2 and not records(tmp_path, "test")
 
 
+def test_a_run_that_stops_early(zygote, tmp_path):
+    """Nothing improves with a learning rate of 0: the third evaluation ends the training."""
+    options = ["--schedule=plateau", "--learning_rate=0", "--plateau_patience=1"]
+    options += ["--evaluate_every=5", "--early_stop=loss:2"]
+    command = run_few(zygote, tmp_path, *options)
+    assert "an action ended the training at step 15" in command.stderr
+    assert "learning rate: 0 from step 10 on" in command.stderr
+    assert "done: 15 steps, 15 of them now" in command.stdout
+    assert latest(tmp_path).stopped
+    again = run_few(zygote, tmp_path, *options)
+    assert "done: 15 steps, 0 of them now" in again.stdout
+    other = [*options[:-1], "--early_stop=loss:3"]
+    refused = run_few(zygote, tmp_path, *other, exit_code=2)
+    assert "--early_stop was" in refused.stderr
+
+
 def test_profile(zygote, tmp_path):
     command = run_few(zygote, tmp_path, "--profile_steps=20:25")
     assert f"profile of steps 20 to 24: tensorboard --logdir={tmp_path}" in command.stderr

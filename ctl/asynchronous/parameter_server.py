@@ -9,6 +9,7 @@ checkpoints see a state that does not change, after an exact number of steps.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import time
@@ -26,7 +27,8 @@ from ctl.errors import CtlError, PeerError
 from ctl.evaluator import Evaluator
 from ctl.loop import Loop, Steps
 from ctl.losses import Outcome
-from ctl.step import EvalStep, TraceKey, TrainStep
+from ctl.retrace import TraceKey
+from ctl.step import EvalStep, TrainStep
 
 _POLL_SECONDS = 0.001
 _LOOK_SECONDS = 1.0
@@ -79,6 +81,8 @@ class _RemoteSteps(Steps):
         self._roll_call = roll_call
         self._timeout = timeout
         self._coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
+        # A function for each version of the settings of the step, see `TraceKey`.
+        self._train_step = functools.cache(lambda version: tf.function(self._on_worker))
 
     def open(self, start_step: int) -> Feed:
         """Opens the same batches, in the same order, as the synchronous loop; the coordinator reads
@@ -90,16 +94,16 @@ class _RemoteSteps(Steps):
         )
         return Feed(iter(examples.prefetch(_PREFETCH)), ())
 
-    @tf.function
-    def _train_step(self, batch: Any) -> tuple[tf.Tensor, tf.Tensor]:
+    def _on_worker(self, batch: Any) -> tuple[tf.Tensor, tf.Tensor]:
         return self.strategy.run(self.step, args=(batch,))
 
     def run(self, feed: Feed, steps: tf.Tensor, report: tf.Tensor, trace_key: TraceKey) -> Outcome:
         """See `Steps.run`."""
-        del report, trace_key
+        del report
+        train_step = self._train_step(trace_key.version)
         begin, count, remote = self._step_number(), int(steps), []
         for batch in feed.iterator:
-            remote.append(self._coordinator.schedule(self._train_step, args=(batch,)))
+            remote.append(self._coordinator.schedule(train_step, args=(batch,)))
             if len(remote) == count:
                 break
         self._wait()
@@ -112,8 +116,9 @@ class _RemoteSteps(Steps):
         finite = count if np.isfinite(losses).all() else int(np.isfinite(losses).argmin())
         mean = (losses * examples).sum() / max(examples.sum(), np.finfo(np.float64).tiny)
         stop = float(self._roll_call.asked_to_stop)
-        totals = tf.constant([mean, examples.sum(), stop, 0.0])
-        return Outcome(totals, tf.constant(finite), ())
+        totals = tf.constant([mean, examples.sum(), stop, 0.0, 0.0])
+        rates = self.step.updater.learning_rates(self.step.global_step - 1)
+        return Outcome(totals, tf.constant(finite), (), rates)
 
     def _step_number(self) -> int:
         return int(self.step.global_step.numpy())

@@ -184,8 +184,9 @@ class CheckpointManager:
         """Notes which variables have a NaN or Inf before training, such as the Inf of a mask."""
         self._constants = bundle.not_finite(bundle.snapshot(bundle.unwrap(state)))
 
-    def annotate(self, step: int, metrics: Mapping[str, float]) -> Saved:
-        """Adds the results of an evaluation to the checkpoint of ``step``; applies retention again.
+    def annotate(self, step: int, metrics: Mapping[str, float], *, stopped: bool = False) -> Saved:
+        """Adds to the checkpoint of ``step`` the results of an evaluation, and whether an action
+        ended the training there; applies retention again.
 
         Waits for the write in progress. Raises CheckpointError: no such checkpoint, cannot write.
         """
@@ -202,6 +203,7 @@ class CheckpointManager:
             saved,
             metrics={**saved.metrics, **{name: float(value) for name, value in metrics.items()}},
             evaluated=list(dict.fromkeys([*saved.evaluated, *metrics])),
+            stopped=stopped,
         )
         try:
             manifest.dump(saved, saved.path, via=self.directory)

@@ -47,6 +47,8 @@ class Saved:
     versions: Mapping[str, str] = field(repr=False)
     code: Mapping[str, str] | None = field(repr=False)
     """See `CheckpointManager.code`."""
+    stopped: bool = False
+    """Whether an action ended the training here, see `annotate`."""
 
     @property
     def prefix(self) -> str:
@@ -124,6 +126,8 @@ def load(path: Path) -> Saved:
         or (isinstance(code, dict) and all(type(code.get(k)) is str for k in ("step", "source"))),
         "its code has no step and source",
     )
+    stopped = content.get("stopped", False)  # absent in the first version
+    require(type(stopped) is bool, "it does not say whether the training was ended there")
     variables = content.get("variables")
     require(isinstance(variables, dict), "no variables")
     for group in variables.values():
@@ -147,6 +151,7 @@ def load(path: Path) -> Saved:
         files=files,
         versions=versions,
         code=code,
+        stopped=stopped,
     )
 
 
@@ -168,6 +173,7 @@ def dump(saved: Saved, directory: Path, *, via: Path) -> None:
         # JSON has no NaN.
         "metrics": {k: v if math.isfinite(v) else None for k, v in saved.metrics.items()},
         "evaluated": list(saved.evaluated),
+        "stopped": saved.stopped,
         "fingerprint": saved.fingerprint,
         "versions": saved.versions,
         "code": saved.code,
@@ -235,7 +241,8 @@ def differences(
     for key, ours in new.items():
         theirs = old.get(key)
         if theirs is None:
-            why = ", the variables of the step's own" if key == "step" else ""
+            of = {"step": "the variables of the step's own", "memory": "what evaluations have left"}
+            why = f", {of[key]}" if key in of else ""
             differing.append(f"it has no {key!r}{why}, only {', '.join(old) or 'nothing'}")
             continue
         if len(theirs) != len(ours):

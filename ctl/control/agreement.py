@@ -47,7 +47,10 @@ def agree(step: TrainStep, dataset: Dataset, trace: Callable[[], Any]) -> None:
             "the code of the step": code.of_step(step),
             **{name: getattr(step, name) for name in _SETTINGS},
             "random_seed": step.seeds.run,
-            "the optimizer": [g.optimizer.get_config() for g in step.updater.groups],
+            **{
+                f"the {what}": optimizer.get_config()
+                for what, optimizer in step.updater.optimizers().items()
+            },
             **{f"data: {key}": value for key, value in dataset.fingerprint().items()},
             **{
                 f"variable {number}": f"{v.path} {v.dtype} {list(v.shape)}"

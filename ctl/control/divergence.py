@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from absl import logging
 
+from ctl import workers
 from ctl.checkpoint.manager import CheckpointManager
-from ctl.errors import CheckpointError, DivergedError
+from ctl.control.agreement import check_state
+from ctl.errors import CheckpointError, DivergedError, UsageError
+from ctl.watch import watchdog
+
+if TYPE_CHECKING:
+    from ctl.loop import Loop
 
 # Skipped updates in a row after which a run is lost. The loss scale needs at most 15 halvings from
 # its initial value to 1, so more skips than that are not its search for a scale.
@@ -25,24 +31,36 @@ class Divergence:
     def __init__(self, checkpoints: CheckpointManager | None):
         self._checkpoints = checkpoints
         self._skipped_in_a_row = 0
+        self._first = True
 
     def check(
-        self, step: int, steps: int, loss: float, skipped: int, first_bad: Callable[[], int]
+        self, loop: Loop, step: int, steps: int, loss: float, finite: Any, skipped: int
     ) -> None:
-        """Checks one call of the loop.
+        """Checks one call of ``loop``. All workers must call it.
 
         Args:
-            step: global step after the call.
+            loop: the loop, after the call.
+            step: global step that the call should have ended at.
             steps: number of steps of the call.
             loss: mean loss of these steps.
+            finite: `ctl.losses.Outcome.finite` of the call.
             skipped: number of these steps whose update was skipped.
-            first_bad: returns the first step whose loss is not finite; called if ``loss`` is not.
 
         Raises:
             DivergedError: ``loss`` is not finite, or 100 or more updates in a row were skipped.
+            UsageError: the steps were not counted, the replicas differ after the first call (see
+                `check_state`), or a label is no class.
         """
+        if loop.global_step != step:
+            raise UsageError(
+                f"{steps} steps were run to step {step}, but the global step is "
+                f"{loop.global_step}: does {type(loop.step).__name__} call self.apply()?"
+            )
+        if self._first:
+            check_state(loop.step)
+            self._first = False
         if not math.isfinite(loss):
-            self._end(f"the loss is {loss} at step {first_bad()}")
+            self._end(f"the loss is {loss} at step {_first_bad(loop, step - steps, finite)}")
         self._skipped_in_a_row = self._skipped_in_a_row + skipped if skipped == steps else 0
         if self._skipped_in_a_row >= _MOST_SKIPPED:
             self._end(
@@ -62,3 +80,14 @@ class Divergence:
             f"{what}; last good checkpoint: {good.path if good else 'none'}; try a lower learning "
             "rate, clipping (--clip_norm) or --on_nan=skip"
         )
+
+
+def _first_bad(loop: Loop, begin: int, finite: Any) -> int:
+    """The first step after ``begin`` whose loss is not finite."""
+    counts = loop.strategy.experimental_local_results(finite)
+    bad = workers.earliest(loop.strategy, begin + 1 + min(int(c) for c in counts))
+    device = loop.step.model.trainable_variables[0].value.device.upper()
+    if loop.step.jit_compile or "CPU" not in device:  # where a wrong label becomes NaN
+        with watchdog.host("the labels of a batch"):
+            loop.step.check_labels(loop.dataset, bad)
+    return bad

@@ -34,9 +34,10 @@ class Pace:
             return self._fixed
         return max(1, int(_WAKE_SECONDS / self._agreed)) if self._agreed else 1
 
-    def report(self, stop: bool) -> tf.Tensor:
-        """float32 [2]: 1 if this worker was asked to stop (else 0), and its seconds per step."""
-        return tf.constant([float(stop), self._measured])
+    def report(self, *asked: bool) -> tf.Tensor:
+        """float32: 1 for each of ``asked`` that this worker was asked for (else 0), and its seconds
+        per step."""
+        return tf.constant([*map(float, asked), self._measured])
 
     def traces(self, key: Any = ()) -> bool:
         """Whether the next call is traced before it runs, which makes its duration meaningless.

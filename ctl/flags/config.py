@@ -120,11 +120,14 @@ def chosen(model_dir: Path, name: str, kind: type[int] | type[str]) -> Any:
 def check_resumable(stored: dict[str, Any], values: flags.FlagValues = flags.FLAGS) -> None:
     """Raises `UsageError` if flags that must not change differ from the ``stored`` ones.
 
-    A default is equal to the same value spelled out.
+    A default is equal to the same value spelled out. When to evaluate may change, unless the
+    training depends on it.
     """
     free = _FREE
     if values.schedule in _SCHEDULES_OF_A_LENGTH:
         free = free - set(_LENGTH)
+    if values.schedule == "plateau" or values.early_stop:
+        free = free - {"evaluate_every"}
     now = {name: _stored(values[name]) for name in stored if name in values}
     before, after = spelled_out(stored), spelled_out(now)
     differ = [

@@ -14,6 +14,9 @@ END_LEARNING_RATE = 0.0
 POWER = 1.0
 DECAY_RATE = 0.95
 DECAY_STEPS = "1ep"
+PLATEAU_METRIC = "loss"
+PLATEAU_FACTOR = 0.1
+PLATEAU_PATIENCE = 10  # evaluations
 BASE_BATCH_SIZE = 256
 SYNTHETIC_SHAPE = (28, 28, 1)
 
@@ -33,8 +36,10 @@ def spelled_out(flags: Mapping[str, Any]) -> dict[str, Any]:
         "learning_rate": LEARNING_RATE,
         "end_learning_rate": END_LEARNING_RATE,
         "power": POWER,
-        "decay_rate": DECAY_RATE,
+        "decay_rate": PLATEAU_FACTOR if flags.get("schedule") == "plateau" else DECAY_RATE,
         "decay_steps": DECAY_STEPS,
+        "plateau_metric": PLATEAU_METRIC,
+        "plateau_patience": PLATEAU_PATIENCE,
         "base_batch_size": BASE_BATCH_SIZE,
     }
     return {n: defaults.get(n) if value is None else value for n, value in flags.items()}

@@ -84,10 +84,12 @@ _USED_BY = {
     "learning_rate": tuple(name for name in SCHEDULES if name != "piecewise"),
     "boundaries": ("piecewise",),
     "rates": ("piecewise",),
-    "end_learning_rate": ("cosine", "polynomial"),
+    "end_learning_rate": ("cosine", "polynomial", "plateau"),
     "power": ("polynomial",),
-    "decay_rate": ("exponential",),
+    "decay_rate": ("exponential", "plateau"),
     "decay_steps": ("exponential",),
+    "plateau_metric": ("plateau",),
+    "plateau_patience": ("plateau",),
 }
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from absl import flags
 
 from ctl.errors import UsageError
-from ctl.flags import durations, names
+from ctl.flags import defaults, durations, names
 from ctl.flags.parsing import AUTO, check_flags, define_path, define_size_or_auto, group
 
 flags.disclaim_key_flags()  # They belong to the command that calls a group.
@@ -269,19 +269,35 @@ def _define_schedule_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_float(
         "end_learning_rate",
         None,
-        "Cosine, polynomial: learning rate at the end of the training (default: 0).",
+        "Cosine, polynomial: learning rate at the end of the training; plateau: the lowest "
+        "(default: 0).",
         flag_values=values,
     )
     flags.DEFINE_float(
         "decay_rate",
         None,
-        "Exponential: factor by which the rate changes every --decay_steps (default: 0.95).",
+        "Exponential: factor by which the rate changes every --decay_steps (default: 0.95); "
+        "plateau: at each plateau (default: 0.1).",
         flag_values=values,
     )
     flags.DEFINE_string(
         "decay_steps",
         None,
         "Exponential: steps (500) or epochs (2ep) per --decay_rate (default: 1ep).",
+        flag_values=values,
+    )
+    flags.DEFINE_enum(
+        "plateau_metric",
+        None,
+        ["loss", "accuracy"],
+        "Plateau: what must improve in evaluations (default: loss).",
+        flag_values=values,
+    )
+    flags.DEFINE_integer(
+        "plateau_patience",
+        None,
+        "Plateau: evaluations in a row without an improvement that change the rate (default: 10).",
+        lower_bound=1,
         flag_values=values,
     )
     flags.DEFINE_float(
@@ -312,6 +328,8 @@ _SCHEDULE_FLAGS = (
     "end_learning_rate",
     "decay_rate",
     "decay_steps",
+    "plateau_metric",
+    "plateau_patience",
     "power",
     "lr_scaling",
     "base_batch_size",
@@ -330,6 +348,8 @@ def _check_schedule(
     for name in ("decay_rate", "power"):
         if options[name] is not None:
             durations.check_positive(f"--{name}", options[name])
+    if schedule == "plateau" and not 0 < (options["decay_rate"] or defaults.PLATEAU_FACTOR) < 1:
+        raise UsageError(f"--decay_rate={options['decay_rate']:g} of a plateau must be below 1")
     if options["decay_steps"] is not None:
         durations.check_positive(
             "--decay_steps",
@@ -368,6 +388,8 @@ def schedule_arguments(values: flags.FlagValues = flags.FLAGS) -> dict[str, Any]
         "decay_rate": values.decay_rate,
         "decay_steps": values.decay_steps,
         "end_learning_rate": values.end_learning_rate,
+        "metric": values.plateau_metric,
+        "patience": values.plateau_patience,
         "power": values.power,
         "base_batch_size": values.base_batch_size,
         "scaling": values.lr_scaling,

@@ -45,6 +45,12 @@ def _define_checkpoint_flags() -> None:
             None,
             "Steps (500) or epochs (0.5ep) between checkpoints, beside those at every evaluation.",
         )
+        flags.DEFINE_string(
+            "early_stop",
+            None,
+            "METRIC:PATIENCE, e.g. loss:5: ends the training when the loss or the accuracy has not "
+            "improved in so many evaluations in a row (default: never).",
+        )
         flags.DEFINE_integer("keep", 3, "Last checkpoints to keep.", lower_bound=1)
         flags.DEFINE_integer(
             "keep_best",
@@ -71,6 +77,10 @@ def _define_checkpoint_flags() -> None:
         )
         flags.DEFINE_boolean("async_checkpoints", True, "Write checkpoints in the background.")
     check_flags(
+        ["early_stop", "best_mode"],
+        lambda early_stop, best_mode: early_stop and parse_early_stop(early_stop, best_mode),
+    )
+    check_flags(
         ["evaluate_every", "checkpoint_every", "keep_every_hours"],
         _check_checkpoints,
     )
@@ -78,15 +88,33 @@ def _define_checkpoint_flags() -> None:
 
 
 def best_mode(best_metric: str, best_mode: str | None) -> Literal["max", "min"]:
-    """Whether the highest or the lowest value of ``best_metric`` is the best.
+    """`mode_of` the metric of ``--best_metric``."""
+    return mode_of("best_metric", best_metric, best_mode)
+
+
+def mode_of(flag: str, metric: str, best_mode: str | None) -> Literal["max", "min"]:
+    """Whether the highest or the lowest value of ``metric``, which ``flag`` names, is the best.
 
     Raises:
         UsageError: ``best_mode`` is None, and the metric is neither ``loss`` nor ``accuracy``.
     """
-    mode = best_mode or {"accuracy": "max", "loss": "min"}.get(best_metric)
-    if mode is None:
-        raise UsageError(f"--best_metric={best_metric}: add --best_mode=max or --best_mode=min")
-    return "max" if mode == "max" else "min"
+    known: dict[str, Literal["max", "min"]] = {"accuracy": "max", "loss": "min"}
+    if metric in known:
+        return known[metric]
+    if best_mode is None:
+        raise UsageError(f"--{flag}={metric}: add --best_mode=max or --best_mode=min")
+    return "max" if best_mode == "max" else "min"
+
+
+def parse_early_stop(text: str, best_mode: str | None) -> tuple[str, int, Literal["max", "min"]]:
+    """Parses ``"loss:5"`` as the arguments of `ctl.EarlyStopping`; `UsageError` for other text."""
+    metric, _, patience = text.partition(":")
+    if not metric or not patience.isdecimal() or not int(patience):
+        raise UsageError(
+            f"--early_stop={text} is not METRIC:PATIENCE: write the name of a metric and a number "
+            "of evaluations from 1 (loss:5)"
+        )
+    return metric, int(patience), mode_of("early_stop", metric, best_mode)
 
 
 def _check_checkpoints(

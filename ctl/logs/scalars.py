@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from ctl.losses import Totals
 from ctl.step import TrainStep
 
@@ -12,11 +15,16 @@ class Scalars:
     Args:
         step: a built step.
         global_batch_size: None if unknown; then `read` gives no ``examples_per_second``.
+
+    Attributes:
+        rates: learning rates of the last step, as they were applied: a schedule that depends on
+            more than the step may have another one for it by the time of `read`.
     """
 
     def __init__(self, step: TrainStep, global_batch_size: int | None):
         self._step = step
         self._global_batch_size = global_batch_size
+        self.rates: Sequence[Any] = ()
         self.reset()
 
     def reset(self) -> None:
@@ -43,7 +51,7 @@ class Scalars:
         scalars = {"loss": self._loss / self._examples if self._examples else 0.0}
         scalars |= self._step.results()
         updater = self._step.updater
-        for number, rate in enumerate(updater.learning_rates(updater.global_step - 1), start=1):
+        for number, rate in enumerate(self.rates, start=1):
             scalars["learning_rate" + (f"_{number}" if number > 1 else "")] = float(rate)
         if self._seconds:
             rate = self._timed_steps / self._seconds

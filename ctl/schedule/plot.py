@@ -189,10 +189,10 @@ def _arguments(schedule: Schedule) -> str:
     return " ".join(f"{key}={_value(value)}" for key, value in values.items())
 
 
-def _value(value: float | tuple[float, ...]) -> str:
+def _value(value: float | str | None | tuple[float, ...]) -> str:
     if isinstance(value, tuple):
         return ",".join(_value(item) for item in value)
-    return str(value) if isinstance(value, int) else _rate(value)
+    return _rate(value) if isinstance(value, float) else str(value)
 
 
 def _rate(rate: float) -> str:

@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
+from absl import logging
 
+from ctl.control.patience import Patience
 from ctl.errors import UsageError
 from ctl.flags import defaults
 from ctl.flags.durations import (
@@ -241,6 +243,54 @@ class InverseSqrt(Schedule):
         return self.learning_rate * tf.math.rsqrt(step / (self.warmup_steps + 1.0) + 1.0)
 
 
+@_serializable
+@dataclasses.dataclass(frozen=True)
+class Plateau(Schedule):
+    """rate * factor ** k, at least ``end_learning_rate``, after k times in which a metric has not
+    improved for ``patience`` evaluations.
+
+    As `keras.callbacks.ReduceLROnPlateau`, of which these arguments have the defaults. `ctl.Loop`
+    calls `evaluated` after each evaluation, and saves the memory in its checkpoints. ``metric``,
+    ``mode``, ``min_delta`` and ``cooldown`` (in evaluations): see `ctl.control.patience.Patience`.
+    """
+
+    learning_rate: float
+    metric: str = "loss"
+    factor: float = defaults.PLATEAU_FACTOR
+    patience: int = defaults.PLATEAU_PATIENCE
+    mode: str | None = dataclasses.field(default=None, kw_only=True)
+    min_delta: float = dataclasses.field(default=1e-4, kw_only=True)
+    cooldown: int = dataclasses.field(default=0, kw_only=True)
+    end_learning_rate: float = dataclasses.field(default=0.0, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_rate("learning rate", self.learning_rate)
+        check_rate("end learning rate", self.end_learning_rate)
+        if not 0 < self.factor < 1:
+            raise UsageError(f"factor must be between 0 and 1, got {self.factor}")
+        patience = Patience(self.metric, self.patience, self.mode, self.min_delta, self.cooldown)
+        object.__setattr__(self, "_patience", patience)  # no field, because it is no argument
+
+    @property
+    def memory(self) -> tf.Variable:
+        """See `ctl.control.patience.Patience`."""
+        return self._patience.memory
+
+    def evaluated(self, step: int, results: Mapping[str, float]) -> None:
+        """An evaluation action: remembers the results of the evaluation at ``step``.
+
+        Raises:
+            UsageError: ``results`` have no such metric.
+        """
+        if self._patience.evaluated(step, results):
+            logging.info("learning rate: %.3g from step %d on", float(self(step)), step)
+
+    def decay(self, step: tf.Tensor) -> tf.Tensor:
+        factor = tf.constant(self.factor, tf.float64) ** self._patience.ended
+        return tf.maximum(self.learning_rate * factor, self.end_learning_rate)
+
+
 def make_schedule(
     name: str,
     *,
@@ -254,6 +304,8 @@ def make_schedule(
     decay_steps: int | str | None = None,
     end_learning_rate: float | None = None,
     power: float | None = None,
+    metric: str | None = None,
+    patience: int | None = None,
     global_batch_size: int | None = None,
     base_batch_size: int | None = None,
     scaling: str = "none",
@@ -279,6 +331,8 @@ def make_schedule(
         power=power,
         decay_rate=decay_rate,
         decay_steps=decay_steps,
+        plateau_metric=metric,
+        plateau_patience=patience,
     )
 
     def scaled(rate: float) -> float:
@@ -316,6 +370,15 @@ def make_schedule(
             rate,
             defaults.DECAY_RATE if decay_rate is None else decay_rate,
             steps("decay steps", defaults.DECAY_STEPS if decay_steps is None else decay_steps),
+            warmup_steps=warmup,
+        )
+    if name == "plateau":
+        return Plateau(
+            rate,
+            defaults.PLATEAU_METRIC if metric is None else metric,
+            defaults.PLATEAU_FACTOR if decay_rate is None else decay_rate,
+            defaults.PLATEAU_PATIENCE if patience is None else patience,
+            end_learning_rate=scaled(end_learning_rate or defaults.END_LEARNING_RATE),
             warmup_steps=warmup,
         )
     if total_steps is None:

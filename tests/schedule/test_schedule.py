@@ -24,6 +24,7 @@ from ctl.schedule import (
     Exponential,
     InverseSqrt,
     Piecewise,
+    Plateau,
     Polynomial,
     Schedule,
     make_schedule,
@@ -274,6 +275,7 @@ def test_make_every_schedule():
         "polynomial": Polynomial(1e-3, 100, warmup_steps=5),
         "exponential": Exponential(1e-3, 0.95, 10, warmup_steps=5),
         "inverse_sqrt": InverseSqrt(1e-3, warmup_steps=5),
+        "plateau": Plateau(1e-3, "loss", 0.1, 10, warmup_steps=5),
     }
     assert set(made) == set(SCHEDULES)
     for name, expected in made.items():
@@ -282,6 +284,10 @@ def test_make_every_schedule():
     assert make_schedule("polynomial", **common, power=2.0).power == 2.0
     assert make_schedule("exponential", **common, decay_rate=0.5, decay_steps="2ep") == Exponential(
         1e-3, 0.5, 20, warmup_steps=5
+    )
+    options = {"metric": "accuracy", "patience": 3, "decay_rate": 0.5, "end_learning_rate": 1e-5}
+    assert make_schedule("plateau", **common, **options) == Plateau(
+        1e-3, "accuracy", 0.5, 3, end_learning_rate=1e-5, warmup_steps=5
     )
 
 
@@ -304,6 +310,7 @@ def test_make_every_schedule():
         (lambda: Piecewise([3], [1]), "one more rate than boundaries, got 1 rates and 1"),
         (lambda: Piecewise([3], [1, -1]), "rates must be a number of at least 0, got -1"),
         (lambda: Piecewise([3], [1, 1], warmup_steps=3), "warm-up of 3 .* before .* step 3"),
+        (lambda: Plateau(0.1, factor=1.0), "factor must be between 0 and 1, got 1.0"),
         (lambda: make_schedule("cosin"), "unknown schedule 'cosin': did you mean 'cosine'"),
         (lambda: make_schedule("cosine"), "cosine schedule needs the number of steps"),
         (lambda: make_schedule("piecewise"), "needs rates, e.g. --rates"),

@@ -112,6 +112,12 @@ class Slow:
                 time.sleep(0.05)
 
 
+def ends(status) -> None:
+    """An action with which one worker ends the training."""
+    if me.index == WORKER and status.step >= int(OPTIONS["ends"]):
+        status.stop()
+
+
 class Step(ctl.TrainStep):
     """The loss of one worker is NaN at a step."""
 
@@ -251,6 +257,7 @@ def train(
             ctl.Every(lambda status: loop.save(), steps=4),
             *([Slow()] if "slow" in OPTIONS else []),
             ctl.Every(window, steps=5),
+            *([ends] if "ends" in OPTIONS else []),
         ],
         steps_per_loop=int(OPTIONS.get("loop", 0)) or None,
     )
@@ -258,7 +265,7 @@ def train(
         tune.candidates = lambda tensors: [0, 128]  # the network has some hundred bytes
         tuned = tune.tune_packs(loop)
         assert loop.global_step == 0
-        loop.set_step_option("bytes_per_pack", tuned or 128)  # also where it does not pay
+        step.bytes_per_pack = tuned or 128  # also where it does not pay
     if loop.restore():
         print(f"resumed at {loop.global_step}", flush=True)
     with loop.stop_on_signals():

@@ -1,0 +1,57 @@
+"""Saves and restores the state of a loop: that of its step, and what evaluations have left."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import tensorflow as tf
+
+from ctl import workers
+from ctl.checkpoint.manager import CheckpointManager, Saved
+from ctl.control.agreement import check_state
+from ctl.control.patience import with_memory
+from ctl.errors import UsageError
+from ctl.watch import watchdog
+
+if TYPE_CHECKING:
+    from ctl.loop import Loop
+
+
+def state_of(loop: Loop) -> dict[str, list[tf.Variable]]:
+    """Variables that a checkpoint must hold, by group."""
+    memories = [owner.memory for owner in with_memory(loop.eval_actions)]
+    return {**loop.step.state(), **({"memory": memories} if memories else {})}
+
+
+def save(loop: Loop, metrics: dict[str, float] | None, wait: bool) -> None:
+    """See `Loop.save`."""
+    checkpoints = _checkpoints(loop)
+    loop.step.of_replicas.collect(loop.strategy)
+    if not workers.is_chief(loop.strategy):
+        return
+    with watchdog.host("saving", loop.global_step):
+        check_state(loop.step, this_worker=True)
+        checkpoints.save(loop.global_step, state_of(loop), metrics, wait=wait)
+
+
+def restore(loop: Loop) -> tuple[Saved | None, dict[str, float]]:
+    """Returns the checkpoint that was restored, and the results of its evaluation if it had one.
+
+    A checkpoint is written before its evaluation, so this evaluation is remembered now.
+    """
+    saved = _checkpoints(loop).restore(state_of(loop))
+    if not saved:
+        return None, {}
+    loop.step.offset_dropout_seeds()
+    loop.step.of_replicas.spread(loop.strategy)
+    loop.step.settings.rates.clear()
+    results = {name: saved.metrics[name] for name in saved.evaluated}
+    for owner in with_memory(loop.eval_actions) if results else []:
+        owner.evaluated(saved.step, results)
+    return saved, results
+
+
+def _checkpoints(loop: Loop) -> CheckpointManager:
+    if loop.checkpoints is None:
+        raise UsageError("this loop has no checkpoints: give Loop(checkpoints=...)")
+    return loop.checkpoints

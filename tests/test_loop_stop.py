@@ -1,0 +1,159 @@
+"""An action ends the training: what is run then, what is saved, what a resume does."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import make_loop
+from worker_jobs import BOUND
+
+from ctl import workers
+from ctl.actions import STOP, Every
+from ctl.checkpoint import CheckpointManager
+
+
+def stopping(at):
+    """An action that ends the training at a step."""
+    return Every(lambda status: status.step == at and status.stop(), steps=at)
+
+
+def test_an_action_ends_the_training_with_a_last_wake():
+    wakes, log = [], []
+    loop = make_loop(
+        actions=[
+            lambda status: wakes.append((status.step, status.until, status.final)),
+            Every(lambda status: log.append(status.step), steps=100),
+            stopping(at=5),
+        ],
+        steps_per_loop=3,
+    )
+    scalars = loop.train(200)
+    assert (loop.global_step, loop.stopped) == (5, True)
+    assert wakes == [(3, 200, False), (5, 200, False), (5, 5, True)]
+    assert log == [5]
+    assert scalars["loss"] > 0
+
+
+def test_the_scalars_of_the_last_window_are_returned_also_if_an_action_has_reset_them():
+    """As at the end of a training: the log line of the last step starts a new window."""
+    rows = []
+
+    def log(status):
+        rows.append(status.scalars())
+        status.reset()
+
+    loop = make_loop(actions=[Every(log, steps=5), stopping(at=5)])
+    assert loop.train(200) == rows[0]
+    assert len(rows) == 1
+
+
+def test_no_step_is_run_after_the_end_unless_the_user_says_so(caplog):
+    loop = make_loop(actions=[stopping(at=5)])
+    loop.train(200)
+    assert loop.train(200) == {}
+    assert loop.global_step == 5
+    assert "no step is run: an action ended the training at step 5" in caplog.text
+    loop.stopped = False
+    loop.train(8)
+    assert loop.global_step == 8
+
+
+def test_a_run_that_is_ended_evaluates_and_saves_there(tmp_path):
+    rows = []
+    loop = make_loop(
+        actions=[stopping(at=5)],
+        eval_actions=[lambda step, results: rows.append((step, results))],
+        evaluate=20,
+        directory=tmp_path,
+    )
+    results = loop.train_and_evaluate(200, evaluate_every=100)
+    assert rows == [(5, results)]
+    saved = loop.checkpoints.latest()
+    assert (saved.step, saved.stopped, saved.metrics) == (5, True, results)
+    loop.checkpoints.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by", ["action", "evaluation action"])
+def test_a_resume_does_not_train_on(tmp_path, by):
+    def options():
+        if by == "action":
+            return {"actions": [stopping(at=4)]}
+        return {"eval_actions": [lambda step, results: STOP if step == 4 else None]}
+
+    loop = make_loop(evaluate=20, directory=tmp_path, **options())
+    results = loop.train_and_evaluate(200, evaluate_every=2)
+    assert loop.global_step == 4
+    loop.checkpoints.close()
+    resumed = make_loop(evaluate=20, directory=tmp_path)
+    resumed.restore()
+    assert resumed.stopped
+    assert resumed.train_and_evaluate(200, evaluate_every=2) == results
+    assert resumed.global_step == 4
+    resumed.stopped = False
+    resumed.train_and_evaluate(6, evaluate_every=2)
+    assert resumed.global_step == 6
+    assert not resumed.checkpoints.latest().stopped
+    resumed.checkpoints.close()
+
+
+def test_a_checkpoint_of_before_says_that_its_training_was_not_ended(tmp_path):
+    """Its manifest has no such entry."""
+    loop = make_loop(directory=tmp_path)
+    loop.train(1)
+    loop.save(wait=True)
+    manifest = loop.checkpoints.latest().path / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"stopped"', '"unknown"'))
+    assert loop.restore().stopped is False
+    loop.checkpoints.close()
+
+
+def test_an_evaluation_action_ends_the_training_on_all_workers(monkeypatch):
+    """Each is asked after each evaluation; here, another one than this says yes."""
+    asked = []
+    loop = make_loop(evaluate=20)
+    monkeypatch.setattr(workers, "any_of", lambda strategy, mine: asked.append(mine) or True)
+    loop.train_and_evaluate(200, evaluate_every=2)
+    assert (asked, loop.global_step, loop.stopped) == ([False], 2, True)
+
+
+def test_workers_learn_from_the_next_call_that_one_of_them_has_asked(monkeypatch):
+    """None may end before the others know: its next all-reduce would wait for ever."""
+    wakes, reports = [], []
+    loop = make_loop(
+        actions=[
+            lambda status: wakes.append((status.step, status.final)),
+            lambda status: status.step == 3 and status.stop(),
+        ],
+        steps_per_loop=3,
+    )
+    loop._several_workers = True
+    monkeypatch.setattr("ctl.loop.agree", lambda *_: None)
+    run = loop.steps.run
+
+    def noted(feed, steps, report, key):
+        reports.append(report.numpy()[:2].tolist())
+        return run(feed, steps, report, key)
+
+    loop.steps.run = noted
+    loop.train(200)
+    assert reports == [[0, 0], [0, 1]]
+    assert wakes == [(3, False), (6, True)]
+
+
+def test_one_worker_may_ask(tmp_path, job):
+    with job(tmp_path, "ends=3", "loop=2", "until=40") as processes:
+        for process in processes:
+            assert process.wait(BOUND) == 0
+    weights = [np.load(tmp_path / f"worker-{i}.npz") for i in range(2)]
+    np.testing.assert_array_equal(weights[0]["arr_0"], weights[1]["arr_0"])
+    with CheckpointManager(tmp_path / "checkpoints", read_only=True) as checkpoints:
+        saved = checkpoints.latest()
+    assert (saved.step, saved.stopped) == (5, True)  # asked at 4, in a wake between two calls
+
+
+def test_any_of_one_worker_is_its_own_answer():
+    strategy = tf.distribute.get_strategy()
+    assert workers.any_of(strategy, True)
+    assert not workers.any_of(strategy, False)
