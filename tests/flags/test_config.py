@@ -26,6 +26,7 @@ def flag_values(*arguments: str) -> flags.FlagValues:
     flags.DEFINE_enum_class("colour", Colour.RED, Colour, "", flag_values=values)
     flags.DEFINE_string("model_dir", "run", "", flag_values=values)
     flags.DEFINE_string("schedule", "constant", "", flag_values=values)
+    flags.DEFINE_string("early_stop", None, "", flag_values=values)
     values(["command", *arguments])
     return values
 
