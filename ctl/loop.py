@@ -29,7 +29,7 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
-from ctl import noinline, share, workers
+from ctl import noinline, phases, share, workers
 from ctl.actions import STOP, Action, EvalAction
 from ctl.checkpoint.manager import CheckpointManager, Saved
 from ctl.checks import check_loop
@@ -306,6 +306,11 @@ class Loop:
                 self._flight = attach_progress_marks(self.step)  # the packs may have changed
             agree(self.step, self.dataset, self.traced)
         self._agreed = settings
+
+    def train_only(self, parts: Sequence[Any] | None = None) -> None:
+        """Trains only the variables of ``parts`` from the next call on, or all: `phases.trained`.
+        The others keep their values and slots. All workers must do so at the same step."""
+        self.step.trained = phases.trained(self.step, parts)
 
     def _wake(self, step: int, until: int, seconds_per_step: float) -> dict[str, float]:
         if self.checkpoints and self._is_chief:

@@ -28,7 +28,7 @@ from ctl import noinline, replicas, share
 from ctl.accumulate import accumulated
 from ctl.apply import Updater, global_norm
 from ctl.base_step import BaseStep, EvalStep, cross_entropy, scale_images
-from ctl.checks import check_gradients, check_overrides, check_penalties
+from ctl.checks import check_overrides, check_penalties, checked_gradients
 from ctl.errors import UsageError
 from ctl.observer import NO_OBSERVER, Observer
 from ctl.reduce import all_reduce, densify, summed_apart
@@ -125,6 +125,7 @@ class TrainStep(BaseStep):
         self.parts.check()
         self.strategy = strategy
         self._trainable = [v.value for v in self.model.trainable_variables]
+        self.trained = (True,) * len(self._trainable)  # see `Loop.train_only`
         self._synchronizes = replicas.synchronizes(strategy, self.parts.layer)
         with strategy.scope():
             self.updater = Updater(
@@ -162,8 +163,7 @@ class TrainStep(BaseStep):
     @property
     def trace_key(self) -> TraceKey:
         """The loop keeps one trace of the step per key. Raises `UsageError`, see `Settings`."""
-        version = self.settings.current(self)
-        return TraceKey(self.observer, self.bytes_per_pack, self.jit_compile, version)
+        return self.settings.key(self)
 
     @property
     def global_step(self) -> tf.Variable:
@@ -256,7 +256,7 @@ class TrainStep(BaseStep):
             share.refuse_empty(empty)
         with self.parts.counted_unless(empty):
             loss, gradients, outputs = gradient_fn(computed, divisor)
-        check_gradients(self, gradients, self._trainable)
+        gradients = checked_gradients(self, gradients, self._trainable)
         (loss, gradients), outputs = share.dropped(empty, (loss, gradients), outputs)
         if outputs is not None:
             self.update_metrics(batch, outputs)

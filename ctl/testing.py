@@ -170,7 +170,10 @@ def check_reduced_once(make: Make, replicas: int) -> None:
     found = [path for c in plan.collectives for member in c.members for path in member.variables]
     if loop.step.sums_apart:
         return  # what an own collective moves need not have the shape of a variable
-    for variable in loop.step.model.trainable_variables:
+    step = loop.step
+    for variable, trains in zip(step.model.trainable_variables, step.trained, strict=True):
+        if not trains:
+            continue
         count = found.count(variable.path)
         assert count == 1, f"the gradient of {variable.path} is reduced {count} times in the graph"
 

@@ -49,6 +49,7 @@ def agree(step: TrainStep, dataset: Dataset, trace: Callable[[], Any]) -> None:
             "the step": int(step.global_step.numpy()),
             **_sources(step),
             **{name: getattr(step, name) for name in _SETTINGS},
+            "what trains": step.trained,
             "the optimizer": step.optimizer.get_config(),
             **{f"data: {key}": value for key, value in dataset.fingerprint().items()},
             **{
