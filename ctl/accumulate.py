@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from ctl import noinline, replicas, share
-from ctl.checks import check_gradients
+from ctl.checks import checked_gradients
 
 if TYPE_CHECKING:
     from ctl.step import TrainStep
@@ -73,7 +73,7 @@ def micro_step(
     with step.parts.counted_unless(empty, *step.logged.variables):
         gradient_fn = step.gradient_fn(step.jit_compile, step.settings.version)
         loss, gradients, outputs = gradient_fn(computed, divisor, step.seeds.place(number))
-    check_gradients(step, gradients, step.trained)
+    gradients = checked_gradients(step, gradients, step.trained)
     (loss, gradients), outputs = share.dropped(empty, (loss, gradients), outputs)
     if outputs is not None:
         step.update_metrics(batch, outputs)

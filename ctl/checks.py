@@ -41,10 +41,11 @@ def check_overrides(step: Any) -> None:
 
 
 @tf.autograph.experimental.do_not_convert
-def check_gradients(
+def checked_gradients(
     step: Any, gradients: Sequence[tf.Tensor | None], variables: Sequence[tf.Variable]
-) -> None:
-    """Raises `UsageError` unless there is one gradient, or None, for each variable."""
+) -> list[tf.Tensor | None]:
+    """Returns ``gradients``, None where `Loop.train_only` leaves out the variable. Raises
+    `UsageError` unless there is one gradient, or None, for each variable."""
     kind = type(step).__name__
     if len(gradients) != len(variables):
         raise UsageError(
@@ -58,6 +59,7 @@ def check_gradients(
                 f"{variable.name} of shape {variable.shape}: return them in the order of "
                 "model.trainable_variables"
             )
+    return [g if trains else None for g, trains in zip(gradients, step.trains, strict=True)]
 
 
 @tf.autograph.experimental.do_not_convert
@@ -106,5 +108,5 @@ def check_loop(loop: Any) -> None:
         which = ", ".join(sorted(names[i] for i in changed)) or "their order"
         raise UsageError(
             f"the trainable variables of model {step.model.name} have changed since the step was "
-            f"built ({which}): set layer.trainable before, or make a new step and loop"
+            f"built ({which}): set layer.trainable before, and use loop.train_only(layers) then"
         )

@@ -29,7 +29,7 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
-from ctl import noinline, share, workers
+from ctl import noinline, phases, share, workers
 from ctl.actions import STOP, Action, EvalAction
 from ctl.checkpoint.manager import CheckpointManager, Saved
 from ctl.checks import check_loop
@@ -246,10 +246,9 @@ class Loop:
             while step < until and not self.stopped:
                 steps = min(self._pace.steps(), until - step, steps_until_due(self.actions, step))
                 report = self._pace.report(self.signals.arrived, self._asked_to_end)
-                key = self.step.trace_key
-                if key[1:] != self._agreed:  # an action has changed a setting
+                if self.step.trace_key[1:] != self._agreed:  # an action has changed a setting
                     self.begin(step)
-                    key = self.step.trace_key
+                key = self.step.trace_key
                 skipped = self.step.updater.skipped_so_far()
                 call = watched_call(self.step, step, steps, self._flight, self._pace.traces(key))
                 self._feed_step = -1  # a call that fails has taken an unknown number of batches
@@ -311,6 +310,11 @@ class Loop:
             agree(self.step, self.dataset, self.traced)
         self._agreed = settings
 
+    def train_only(self, parts: Sequence[Any] | None = None) -> None:
+        """Trains only the variables of ``parts`` from the next call on, or all: `phases.trained`.
+        The others keep their values and slots. All workers must do so at the same step."""
+        self.step.trains = phases.trained(self.step, parts)
+
     def _wake(self, step: int, until: int, seconds_per_step: float) -> dict[str, float]:
         if self.checkpoints and self._is_chief:
             self.checkpoints.check()
@@ -336,7 +340,6 @@ class Loop:
         loop has no evaluator."""
         if self.evaluator is None:
             raise UsageError("this loop has no evaluator: give Loop(evaluator=Evaluator(...))")
-
         with (
             ending_well(self, "the evaluation"),
             watchdog.host("preparing the evaluation", self.global_step),

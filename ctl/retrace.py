@@ -77,6 +77,10 @@ class Settings:
         """Takes all values as they are for those of the graph. Called when it has run."""
         self._seen = self._read(step)
 
+    def key(self, step: Any) -> TraceKey:
+        """The key of the trace of a training step. Raises `UsageError`, see `current`."""
+        return TraceKey(step.observer, step.bytes_per_pack, step.jit_compile, self.current(step))
+
     def current(self, step: Any) -> int:
         """Returns `version`, a new one if a value was changed since `note`.
 

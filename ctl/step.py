@@ -143,6 +143,7 @@ class TrainStep(BaseStep):
                 jit_update=self.jit_update,
             )
         self.trained = [v.value for v in self.updater.trained]
+        self.trains = (True,) * len(self.trained)  # see `Loop.train_only`
         self.parts.check(self.trained)
         self.statistics = make_statistics(
             self.parts.layer,
@@ -161,8 +162,7 @@ class TrainStep(BaseStep):
     @property
     def trace_key(self) -> TraceKey:
         """The loop keeps one trace of the step per key. Raises `UsageError`, see `Settings`."""
-        version = self.settings.current(self)
-        return TraceKey(self.observer, self.bytes_per_pack, self.jit_compile, version)
+        return self.settings.key(self)
 
     @property
     def global_step(self) -> tf.Variable:

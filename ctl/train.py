@@ -126,6 +126,8 @@ def _train(model_dir: Path) -> None:
         saved = loop.restore()
         if saved:
             logging.info("resuming at step %d from %s", saved.step, saved.path)
+            if saved.stopped:
+                logging.info("an action has ended this training there: no step is run")
         chosen = _choose(loop, model_dir if saved else None)
         if chief:
             splits = {"train_split": train.info.split, "eval_split": evaluation.info.split}

@@ -247,7 +247,7 @@ def any_of(strategy: tf.distribute.Strategy, asked: bool) -> bool:
     """Whether ``asked`` is true on any worker. All workers must call it."""
     if not is_multi_worker(strategy):
         return asked
-    return b"1" in all_gather(strategy, b"1" if asked else b"0", "a gather")
+    return b"1" in all_gather(strategy, b"1" if asked else b"0", "asking whether to end")
 
 
 def all_gather(strategy: tf.distribute.Strategy, text: bytes, doing: str) -> list[bytes]:

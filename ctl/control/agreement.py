@@ -47,6 +47,7 @@ def agree(step: TrainStep, dataset: Dataset, trace: Callable[[], Any]) -> None:
             "the code of the step": code.of_step(step),
             **{name: getattr(step, name) for name in _SETTINGS},
             "random_seed": step.seeds.run,
+            "what trains": step.trains,
             **{
                 f"the {what}": optimizer.get_config()
                 for what, optimizer in step.updater.optimizers().items()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
 from ctl import workers
+from ctl.checkpoint import bundle
 from ctl.checkpoint.manager import CheckpointManager, Saved
 from ctl.control.agreement import check_state
 from ctl.control.patience import with_memory
@@ -16,11 +18,17 @@ from ctl.watch import watchdog
 if TYPE_CHECKING:
     from ctl.loop import Loop
 
+_TRAINED = "trained"  # which variables train, if not all do: see `Loop.train_only`
+
 
 def state_of(loop: Loop) -> dict[str, list[tf.Variable]]:
     """Variables that a checkpoint must hold, by group."""
-    memories = [owner.memory for owner in with_memory(loop.eval_actions)]
-    return {**loop.step.state(), **({"memory": memories} if memories else {})}
+    state, trains = loop.step.state(), loop.step.trains
+    if memories := [owner.memory for owner in with_memory(loop.eval_actions)]:
+        state["memory"] = memories
+    if not all(trains):
+        state[_TRAINED] = [_variable(trains)]
+    return state
 
 
 def save(loop: Loop, metrics: dict[str, float] | None, wait: bool) -> None:
@@ -39,9 +47,15 @@ def restore(loop: Loop) -> tuple[Saved | None, dict[str, float]]:
 
     A checkpoint is written before its evaluation, so this evaluation is remembered now.
     """
-    saved = _checkpoints(loop).restore(state_of(loop))
+    state = state_of(loop)
+    state.pop(_TRAINED, None)  # a checkpoint of another phase has none
+    saved = _checkpoints(loop).restore(state)
     if not saved:
         return None, {}
+    loop.train_only(None)
+    if _TRAINED in saved.variables:
+        [values] = bundle.read(saved.prefix, {_TRAINED: [_variable(loop.step.trains)]})[_TRAINED]
+        loop.step.trains = tuple(bool(value) for value in values)
     loop.step.offset_dropout_seeds()
     loop.step.of_replicas.spread(loop.strategy)
     loop.step.settings.rates.clear()
@@ -49,6 +63,10 @@ def restore(loop: Loop) -> tuple[Saved | None, dict[str, float]]:
     for owner in with_memory(loop.eval_actions) if results else []:
         owner.evaluated(saved.step, results)
     return saved, results
+
+
+def _variable(trains: Sequence[bool]) -> tf.Variable:
+    return tf.Variable([int(one) for one in trains], dtype=tf.int32, trainable=False)
 
 
 def _checkpoints(loop: Loop) -> CheckpointManager:
