@@ -54,6 +54,7 @@ def all_reduce(
     *,
     bytes_per_pack: int = 0,
     options: tf.distribute.experimental.CommunicationOptions | None = None,
+    scope: str = "ctl_all_reduce",
 ) -> list[tf.Tensor]:
     """Sums each tensor over all replicas. Call it in replica context.
 
@@ -61,6 +62,7 @@ def all_reduce(
         tensors: this replica's dense tensors (see `densify`), of the same shapes on every replica.
         bytes_per_pack: see `make_packs`.
         options: timeout and implementation of the collective.
+        scope: names the packs in reports; that of the gradients by default.
 
     Returns:
         The sums, in the order of ``tensors``; equal on every replica.
@@ -68,7 +70,7 @@ def all_reduce(
     context = tf.distribute.get_replica_context()
     reduced: list[tf.Tensor | None] = [None] * len(tensors)
     for number, pack in enumerate(make_packs(tensors, bytes_per_pack)):
-        with tf.name_scope(f"ctl_all_reduce/pack{number}"):
+        with tf.name_scope(f"{scope}/pack{number}"):
             sums = context.all_reduce(SUM, [tensors[i] for i in pack], options=options)  # <- here
         for index, total in zip(pack, sums, strict=True):
             reduced[index] = total
@@ -192,8 +194,7 @@ def all_gather(part: tf.Tensor) -> tf.Tensor:
             wide *= tf.cast(now.divisor, wide.dtype)
             if now.empty is not None:  # not a product: the example of zeros may give NaN
                 wide = tf.where(now.empty, tf.zeros_like(wide), wide)
-            with tf.name_scope("ctl_gather"):  # reports name the packs by their scope
-                total = context.all_reduce(SUM, wide, options=now.options)
+            (total,) = all_reduce([wide], options=now.options, scope="ctl_gather")
             mine = total[first : first + share.rows(part)] / tf.cast(now.divisor, wide.dtype)
             return tf.cast(mine, part.dtype)
 

@@ -6,8 +6,6 @@ import pytest
 import tensorflow as tf
 from contrastive import Contrastive, contrastive, dataset, plain_tensorflow, views
 from helpers import assert_replicas_agree, largest_difference, precision
-from paths import SUPPORT
-from worker_jobs import codes, finished, said, weights
 
 import ctl
 from ctl import tune
@@ -107,10 +105,3 @@ def test_the_trial_of_xla_leaves_it_off(mirrored):
     loop = contrastive(mirrored(2), views([16] * 200), static=True)
     assert tune.tune_jit_compile(loop) is False
     loop.train(1)
-
-
-def test_two_workers_equal_plain_tensorflow(job, tmp_path):
-    with job(tmp_path, program=SUPPORT / "methods_worker.py") as processes:
-        assert codes(processes) == [0, 0], said(tmp_path, 0)[-2000:]
-    for saved in finished(tmp_path, 2):
-        assert largest_difference(weights(saved), plain_tensorflow(views([9, 13, 6, 9]))) <= 1e-6

@@ -19,6 +19,7 @@ console.load_tensorflow()
 import keras  # noqa: E402
 import numpy as np  # noqa: E402
 from contrastive import contrastive, views  # noqa: E402
+from sam import sam_loop  # noqa: E402
 
 from ctl.strategy import make_multi_worker  # noqa: E402
 
@@ -29,9 +30,13 @@ me = cluster.resolve(None, None)
 
 def main() -> None:
     placement = make_multi_worker(me, collective_timeout=60, startup_timeout=60)
-    loop = contrastive(placement.strategy, views(SIZES), options=placement.options)
-    loop.train(len(SIZES))
-    np.savez(OUT / f"worker-{me.index}.npz", *loop.step.model.get_weights())
+    loops = {
+        "contrastive": contrastive(placement.strategy, views(SIZES), options=placement.options),
+        "sam": sam_loop(placement.strategy, sizes=SIZES, static=False, options=placement.options),
+    }
+    for name, loop in loops.items():
+        loop.train(len(SIZES))
+        np.savez(OUT / f"{name}-{me.index}.npz", *loop.step.model.get_weights())
 
 
 def run() -> None:
