@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # for editors and type checkers
     )
     from ctl.actions import Every
     from ctl.checkpoint import CheckpointManager
+    from ctl.control.copies import CompareReplicas
     from ctl.control.patience import EarlyStopping
     from ctl.evaluator import Evaluator
     from ctl.loop import Loop
@@ -39,6 +40,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CheckpointManager",
+    "CompareReplicas",
     "EarlyStopping",
     "EvalStep",
     "Evaluator",
@@ -62,6 +64,7 @@ __all__ = [
 
 _WHERE = {
     "CheckpointManager": "ctl.checkpoint",
+    "CompareReplicas": "ctl.control.copies",
     "EarlyStopping": "ctl.control.patience",
     "EvalStep": "ctl.step",
     "Evaluator": "ctl.evaluator",

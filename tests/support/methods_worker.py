@@ -1,4 +1,5 @@
-"""What one of two workers runs: methods of the literature that need more than a gradient.
+"""What one of two workers runs: methods of the literature that need more than a gradient. At the
+end, one worker changes its copy of the weights a little.
 
 python methods_worker.py OUT
 """
@@ -21,6 +22,7 @@ import numpy as np  # noqa: E402
 from contrastive import contrastive, views  # noqa: E402
 from sam import sam_loop  # noqa: E402
 
+import ctl  # noqa: E402
 from ctl.strategy import make_multi_worker  # noqa: E402
 
 OUT = Path(sys.argv[1])
@@ -37,6 +39,13 @@ def main() -> None:
     for name, loop in loops.items():
         loop.train(len(SIZES))
         np.savez(OUT / f"{name}-{me.index}.npz", *loop.step.model.get_weights())
+    compare = ctl.Every(ctl.CompareReplicas(loop.step), steps=2)
+    loop.actions.append(compare)
+    loop.train(8)
+    if me.index == 1:
+        kernel = loop.step.model.trainable_variables[0].value
+        kernel.assign(np.nextafter(kernel.numpy(), 10, dtype=np.float32))
+    loop.train(12)
 
 
 def run() -> None:
