@@ -20,6 +20,8 @@ if TYPE_CHECKING:  # for editors and type checkers
         data,
         errors,
         models,
+        passes,
+        reduce,
         schedule,
         strategy,
         testing,
@@ -27,6 +29,7 @@ if TYPE_CHECKING:  # for editors and type checkers
     )
     from ctl.actions import Every
     from ctl.checkpoint import CheckpointManager
+    from ctl.control.copies import CompareReplicas
     from ctl.control.patience import EarlyStopping
     from ctl.evaluator import Evaluator
     from ctl.loop import Loop
@@ -37,6 +40,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CheckpointManager",
+    "CompareReplicas",
     "EarlyStopping",
     "EvalStep",
     "Evaluator",
@@ -50,6 +54,8 @@ __all__ = [
     "errors",
     "make_strategy",
     "models",
+    "passes",
+    "reduce",
     "schedule",
     "strategy",
     "testing",
@@ -58,6 +64,7 @@ __all__ = [
 
 _WHERE = {
     "CheckpointManager": "ctl.checkpoint",
+    "CompareReplicas": "ctl.control.copies",
     "EarlyStopping": "ctl.control.patience",
     "EvalStep": "ctl.step",
     "Evaluator": "ctl.evaluator",

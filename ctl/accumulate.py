@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from ctl import noinline, replicas, share
 from ctl.checks import checked_gradients
+from ctl.reduce import crossing
 
 if TYPE_CHECKING:
     from ctl.step import TrainStep
@@ -70,7 +71,9 @@ def micro_step(
     computed, empty = share.filled(batch)
     if empty is not None and step.synchronizes:
         share.refuse_empty(empty)
-    with step.parts.counted_unless(empty, *step.logged.variables):
+    in_graph = step.accumulate_steps > 1 or step.jit_compile
+    counted = step.parts.counted_unless(empty, *step.logged.variables)
+    with counted, crossing(divisor, empty, step.options, in_graph):
         gradient_fn = step.gradient_fn(step.jit_compile, step.settings.version)
         loss, gradients, outputs = gradient_fn(computed, divisor, step.seeds.place(number))
     gradients = checked_gradients(step, gradients, step.trained)

@@ -15,6 +15,7 @@ from ctl.data.global_batches import read_again
 from ctl.errors import UsageError
 from ctl.logged import Logged
 from ctl.parts import Parts
+from ctl.reduce import crossing
 from ctl.replica_variables import ReplicaVariables
 from ctl.watch import watchdog
 
@@ -308,7 +309,7 @@ class EvalStep(BaseStep):
     def __call__(self, batch: Any) -> tf.Tensor:
         """Updates the metrics. Returns float32 [2]: sum of the losses, number of valid examples."""
         computed, empty = share.filled(batch)
-        with self.parts.counted_unless(empty, *self.logged.variables):
+        with self.parts.counted_unless(empty, *self.logged.variables), crossing(1, empty):
             losses = self.loss(computed)
         loss, outputs = self.sum_of(losses, computed)
         loss, outputs = share.dropped(empty, tf.reduce_sum(loss), outputs)

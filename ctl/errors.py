@@ -22,7 +22,7 @@ class UsageError(CtlError):
 
 
 class DivergedError(CtlError):
-    """The loss or the weights are no longer finite."""
+    """The loss or the weights are no longer finite, or no longer equal on all replicas."""
 
     exit_code = 3
 

@@ -24,11 +24,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import tensorflow as tf
 
-from ctl import private
+from ctl import private, replicas
 from ctl.errors import UsageError
 from ctl.observer import Observer
 from ctl.reduce import all_reduce, make_packs
-from ctl.replicas import shares_variables
 
 if TYPE_CHECKING:
     from ctl.step import TrainStep
@@ -125,11 +124,11 @@ class Marks(Observer):
         with tf.name_scope("ctl_mark"):
             if name == "input":
                 number = self.step.global_step.read_value()  # before its increment
-                self._graphs[_replica()] = number.graph
+                self._graphs[replicas.number()] = number.graph
                 for store in self.stores:
                     store.begin(number)
             stores = [store for store in self.stores if name in store.names]
-            in_step = tf.compat.v1.get_default_graph() is self._graphs[_replica()]
+            in_step = tf.compat.v1.get_default_graph() is self._graphs[replicas.number()]
             if not stores:
                 return None
             if self.step.jit_compile and not in_step:
@@ -195,16 +194,16 @@ class Ring:
 
     def begin(self, number: tf.Tensor) -> None:
         """See `Store`."""
-        self._steps[_replica()] = number, {}
+        self._steps[replicas.number()] = number, {}
 
     def stamp(self, name: str, time: tf.Tensor, in_step: bool) -> None:
         """See `Store`."""
         if in_step:  # otherwise the tensor cannot leave the body of its loop
-            self._steps[_replica()][1][name] = time
+            self._steps[replicas.number()][1][name] = time
 
     def finish(self) -> None:
         """See `Store`."""
-        number, times = self._steps.pop(_replica())
+        number, times = self._steps.pop(replicas.number())
         missing = tf.constant(np.nan, tf.float64)
         row = [tf.cast(number, tf.float64), *(times.get(name, missing) for name in self.names)]
         tf.raw_ops.ResourceScatterUpdate(
@@ -260,12 +259,12 @@ class Latest:
 
     def begin(self, number: tf.Tensor) -> None:
         """See `Store`."""
-        self._offsets[_replica()] = tf.cast(number % self._STEPS, tf.float64) * self._SPAN
+        self._offsets[replicas.number()] = tf.cast(number % self._STEPS, tf.float64) * self._SPAN
 
     def stamp(self, name: str, time: tf.Tensor, in_step: bool) -> None:
         """See `Store`. Keeps the latest stamp of several micro-batches."""
         del in_step
-        self._last[name].assign(time + self._offsets[_replica()])
+        self._last[name].assign(time + self._offsets[replicas.number()])
 
     def finish(self) -> None:
         """See `Store`."""
@@ -288,7 +287,7 @@ class Latest:
 def _variable(step: TrainStep, value: Any, name: str) -> tf.Variable:
     """Makes a float64 variable with a separate value on each replica, which TensorFlow does not
     aggregate."""
-    if shares_variables(step.strategy):
+    if replicas.shares_variables(step.strategy):
         raise UsageError(
             "central_storage with several replicas keeps one copy of every variable, so replicas "
             "cannot be told apart; inspect with --strategy=mirrored"
@@ -302,8 +301,3 @@ def _variable(step: TrainStep, value: Any, name: str) -> tf.Variable:
             aggregation=tf.VariableAggregation.NONE,
             name=name,
         )
-
-
-def _replica() -> int:
-    number = tf.distribute.get_replica_context().replica_id_in_sync_group
-    return int(tf.get_static_value(number))  # a tensor if there is one replica

@@ -1,4 +1,4 @@
-"""The all-reduce of the gradients.
+"""The all-reduce of the gradients, and the gather for losses that compare examples of all replicas.
 
 A *pack* is a list of tensors that one all-reduce moves. All tensors of a pack have one dtype. Packs
 are filled in reverse order of the variables, because the backward pass computes the gradients of
@@ -7,8 +7,11 @@ the last layer first. The graph, profiler traces and reports name them ``pack0``
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -51,6 +54,7 @@ def all_reduce(
     *,
     bytes_per_pack: int = 0,
     options: tf.distribute.experimental.CommunicationOptions | None = None,
+    scope: str = "ctl_all_reduce",
 ) -> list[tf.Tensor]:
     """Sums each tensor over all replicas. Call it in replica context.
 
@@ -58,6 +62,7 @@ def all_reduce(
         tensors: this replica's dense tensors (see `densify`), of the same shapes on every replica.
         bytes_per_pack: see `make_packs`.
         options: timeout and implementation of the collective.
+        scope: names the packs in reports; that of the gradients by default.
 
     Returns:
         The sums, in the order of ``tensors``; equal on every replica.
@@ -65,7 +70,7 @@ def all_reduce(
     context = tf.distribute.get_replica_context()
     reduced: list[tf.Tensor | None] = [None] * len(tensors)
     for number, pack in enumerate(make_packs(tensors, bytes_per_pack)):
-        with tf.name_scope(f"ctl_all_reduce/pack{number}"):
+        with tf.name_scope(f"{scope}/pack{number}"):
             sums = context.all_reduce(SUM, [tensors[i] for i in pack], options=options)  # <- here
         for index, total in zip(pack, sums, strict=True):
             reduced[index] = total
@@ -116,3 +121,117 @@ def densify(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:
     memory and the traffic of the whole table.
     """
     return tf.convert_to_tensor(gradient)
+
+
+# Tensors that cross replicas in the forward pass --------------------------------------------------
+
+
+class _Pass(NamedTuple):
+    """What a gather must know of the forward pass that it is part of."""
+
+    divisor: int | tf.Tensor = 1
+    empty: tf.Tensor | None = None
+    options: tf.distribute.experimental.CommunicationOptions | None = None
+    in_graph: bool = False
+
+
+_OUTSIDE = _Pass()
+_PASS: contextvars.ContextVar[_Pass] = contextvars.ContextVar("_PASS")
+
+
+@contextlib.contextmanager
+def crossing(
+    divisor: int | tf.Tensor,
+    empty: tf.Tensor | None,
+    options: tf.distribute.experimental.CommunicationOptions | None = None,
+    in_graph: bool = False,
+) -> Iterator[None]:
+    """While inside, in replica context, `all_gather` is right for this forward pass.
+
+    Args:
+        divisor: what this replica divides its loss by. A tensor may differ between replicas.
+        empty: bool scalar, whether the replica computes with an example of zeros that does not
+            count; None if never. See `ctl.share.filled`.
+        options: timeout and implementation of the collectives.
+        in_graph: whether the pass runs in a loop or under XLA.
+    """
+    token = _PASS.set(_Pass(divisor, empty, options, in_graph))
+    try:
+        yield
+    finally:
+        _PASS.reset(token)
+
+
+@tf.autograph.experimental.do_not_convert
+def all_gather(part: tf.Tensor) -> tf.Tensor:
+    """Concatenates the ``part`` of every replica, in the order of the replicas. For the loss of a
+    step, for instance with the negatives of all replicas (SimCLR).
+
+    The gradient is the sum, over the losses of all replicas, of what they give to ``part``. N
+    replicas therefore equal one, as long as each returns the losses of its own examples.
+
+    Args:
+        part: dense, [n, ...], float or integer. n may differ between replicas. The example of zeros
+            of a replica without examples is left out.
+
+    Returns:
+        [sum of all n, ...], equal on all replicas. ``part`` itself if there is one replica.
+
+    Raises:
+        UsageError: there are several replicas, and the step accumulates gradients or is compiled by
+            XLA. TensorFlow has no collectives between the replicas there.
+    """
+    context, now = tf.distribute.get_replica_context(), _PASS.get(_OUTSIDE)
+    if context.num_replicas_in_sync == 1:
+        return part
+    first, part = first_row(part), _counted(part)
+
+    @tf.custom_gradient
+    def gathered(part: tf.Tensor) -> tuple[tf.Tensor, Callable[[Any], tf.Tensor]]:
+        def gradient(upstream: Any) -> tf.Tensor:
+            wide = share.widened(densify(upstream))
+            # Of the loss itself, which is divided by another number on each replica.
+            wide *= tf.cast(now.divisor, wide.dtype)
+            if now.empty is not None:  # not a product: the example of zeros may give NaN
+                wide = tf.where(now.empty, tf.zeros_like(wide), wide)
+            (total,) = all_reduce([wide], options=now.options, scope="ctl_gather")
+            mine = total[first : first + share.rows(part)] / tf.cast(now.divisor, wide.dtype)
+            return tf.cast(mine, part.dtype)
+
+        return context.all_gather(part, axis=0, options=now.options), gradient
+
+    return gathered(part)
+
+
+@tf.autograph.experimental.do_not_convert
+def first_row(part: tf.Tensor) -> tf.Tensor:
+    """The index in `all_gather` of ``part`` at which the rows of this replica begin.
+
+    Returns:
+        int32 scalar; 0 on a replica without examples, whose loss does not count. Costs a collective
+        if the number of rows is unknown while tracing.
+
+    Raises:
+        UsageError: as `all_gather`.
+    """
+    context, now = tf.distribute.get_replica_context(), _PASS.get(_OUTSIDE)
+    if context.num_replicas_in_sync == 1:
+        return tf.constant(0)
+    if now.in_graph:
+        raise UsageError(
+            "a loss with ctl.reduce.all_gather on several replicas can have neither "
+            "--accumulate_steps nor --jit_compile: use one replica, or leave them out"
+        )
+    replica = tf.cast(context.replica_id_in_sync_group, tf.int32)
+    rows = share.rows(_counted(part))
+    if isinstance(rows, int):
+        return replica * rows
+    before = context.all_gather(rows[tf.newaxis], axis=0, options=now.options)[:replica]
+    first = tf.reduce_sum(before)
+    return first if now.empty is None else tf.where(now.empty, 0, first)
+
+
+def _counted(part: tf.Tensor) -> tf.Tensor:
+    """``part`` without the example of zeros of a replica without examples."""
+    empty = _PASS.get(_OUTSIDE).empty
+    return part if empty is None else part[: tf.where(empty, 0, share.rows(part))]

@@ -44,6 +44,18 @@ def has_one_device(strategy: tf.distribute.Strategy) -> bool:
     return is_default(strategy) or len(strategy.extended.worker_devices) == 1
 
 
+def number() -> int:
+    """The number of this replica, in replica context."""
+    number = tf.distribute.get_replica_context().replica_id_in_sync_group
+    return int(tf.get_static_value(number))  # a tensor if there is one replica
+
+
+def own_copy(variable: tf.Variable) -> tf.Variable:
+    """This replica's copy of ``variable``, in replica context."""
+    copies = tf.distribute.get_strategy().experimental_local_results(variable)
+    return copies[number() % len(copies)]
+
+
 def layers_of(model: keras.Model) -> list[keras.Layer]:
     """All layers of ``model``, nested ones included."""
     return list(model._flatten_layers())  # Keras has no public way into nested layers

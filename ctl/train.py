@@ -213,6 +213,7 @@ def _add_actions(
     """Adds logs, progress, checkpoints and profile; returns the log, and the ``on_wake`` of
     evaluations."""
     from ctl.actions import Every, Log
+    from ctl.control.copies import CompareReplicas
     from ctl.logs.profiler import Profile
     from ctl.logs.progress import Lines, Progress
     from ctl.logs.sinks import JsonLines, TensorBoard
@@ -232,6 +233,9 @@ def _add_actions(
     loop.actions.append(
         Every(log, steps=max(1, steps_from("--log_every", FLAGS.log_every, steps_per_epoch)))
     )
+    if FLAGS.check_replicas_every:  # before the checkpoints
+        steps = steps_from("--check_replicas_every", FLAGS.check_replicas_every, steps_per_epoch)
+        loop.actions.append(Every(CompareReplicas(loop.step), steps=max(1, steps)))
     if FLAGS.checkpoint_every:
         steps = steps_from("--checkpoint_every", FLAGS.checkpoint_every, steps_per_epoch)
         loop.actions.append(Every(lambda status: loop.save(), steps=max(1, steps)))

@@ -20,6 +20,7 @@ from absl import logging
 
 from ctl import workers
 from ctl.control.ending import ending_well
+from ctl.errors import UsageError
 from ctl.marks import Marks
 from ctl.observer import NO_OBSERVER
 from ctl.reduce import make_packs
@@ -36,6 +37,8 @@ _BLOCK_SECONDS = 0.1
 _MOST_STEPS = 100  # in a block
 # A smaller gain, or one that is missing in a round, is noise. Each pack also adds an operation.
 _LEAST_GAIN = 0.03
+# What a step raises that XLA cannot compile.
+_IMPOSSIBLE = (tf.errors.InvalidArgumentError, tf.errors.UnimplementedError, UsageError)
 
 
 def candidates(tensors: Sequence[Any]) -> list[int]:
@@ -145,10 +148,10 @@ def _time(loop: Loop, name: str, values: Sequence[Any]) -> dict[Any, list[float]
         for value in list(values):
             try:
                 block(value, 1, traces=True)
-            except (tf.errors.InvalidArgumentError, tf.errors.UnimplementedError) as error:
+            except _IMPOSSIBLE as error:
                 if value == values[0]:
                     raise
-                reason = error.message.strip().partition("\n")[0]
+                reason = getattr(error, "message", str(error)).strip().partition("\n")[0]
                 logging.warning("%s: %s is not possible: %.200s", name, value, reason)
                 values = [other for other in values if other != value]
         alone = _slowest(strategy, [min(block(values[0], 2), block(values[0], 2))])[0]

@@ -7,7 +7,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import tensorflow as tf
 
@@ -228,12 +228,20 @@ def check_agreement(strategy: tf.distribute.Strategy, facts: Mapping[str, Any]) 
             for name in differ[:_SHOWN]
         )
         more = f" and {len(differ) - _SHOWN} more" if len(differ) > _SHOWN else ""
-        error = UsageError(f"the workers do not agree: {values}{more}; start all with the same")
-        # A worker that exits now would look lost to one that still gathers. After the barrier, all
-        # have read the texts. It breaks off if a worker has left it already, which means the same.
+        raise_together(
+            strategy,
+            UsageError(f"the workers do not agree: {values}{more}; start all with the same"),
+        )
+
+
+def raise_together(strategy: tf.distribute.Strategy, error: CtlError) -> NoReturn:
+    """Raises ``error``, which every worker has found in what it gathered."""
+    # A worker that exits now would look lost to one that still gathers. After the barrier, all have
+    # gathered. It breaks off if a worker has left it already, which means the same.
+    if is_multi_worker(strategy):
         with contextlib.suppress(PeerError):
             barrier(strategy, _ENDED_SECONDS, otherwise=error)
-        raise error
+    raise error
 
 
 def earliest(strategy: tf.distribute.Strategy, step: int) -> int:

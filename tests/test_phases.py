@@ -118,8 +118,11 @@ def test_a_start_without_a_checkpoint_keeps_what_was_chosen(tmp_path):
     [
         (lambda loop: [], "train_only needs a list of layers or variables"),
         (lambda loop: head(loop), "train_only needs a list of layers or variables"),
-        (lambda loop: [keras.layers.Dropout(0.5, name="drop")], "drop has no variable that model"),
-        (lambda loop: [mlp()], "has no variable that model"),
+        (
+            lambda loop: [keras.layers.Dropout(0.5, name="drop")],
+            "drop has no variable that the step",
+        ),
+        (lambda loop: [mlp()], "has no variable that the step"),
     ],
 )
 def test_what_cannot_be_trained_is_refused(parts, message):

@@ -237,7 +237,7 @@ def run_few(zygote, model_dir, *options, steps=30, model="dense", **kwargs):
     "options",
     [
         [
-            *("--precision=mixed_bfloat16", "--replicas=2"),
+            *("--precision=mixed_bfloat16", "--replicas=2", "--check_replicas_every=5"),
             *("--schedule=piecewise", "--rates=1e-3,1e-4", "--boundaries=15"),
         ],
         [

@@ -35,6 +35,7 @@ _FREE = frozenset(
         *("keep_best", "best_metric", "best_mode", "metrics", "keep_every_hours"),
         *("async_checkpoints", "log_every"),
         *("tensorboard", "profile_steps", "inspect_every", "export", "on_nan"),
+        "check_replicas_every",
     )
 )
 _LENGTH = ("epochs", "train_steps")

@@ -130,6 +130,7 @@ _NOT_ASYNCHRONOUS = {
     "bytes_per_pack": (0, "there is no all-reduce"),
     "jit_compile": ("off", "XLA cannot read variables of another process"),
     "inspect_every": (None, "there is no all-reduce"),
+    "check_replicas_every": (None, "there is one copy of the weights"),
     "profile_steps": (None, "no step runs in the coordinator, whose profile that would be"),
 }
 

@@ -147,13 +147,22 @@ def _define_output_flags() -> None:
             "timed: allreduce/exposed_ms, busbw, late_ms, late_p95_ms and late_worst_ms in "
             "metrics.jsonl and TensorBoard (default: never).",
         )
+        flags.DEFINE_string(
+            "check_replicas_every",
+            None,
+            "Steps (100) or epochs (1ep) between comparisons of the weights of all replicas, bit "
+            "for bit. If a copy differs, the run names its replica and ends with exit code 3 "
+            "(default: never).",
+        )
         flags.DEFINE_boolean("export", True, "Export model.keras and a SavedModel at the end.")
-    check_flags(["log_every", "inspect_every", "profile_steps"], _check_output)
+    intervals = ["log_every", "inspect_every", "check_replicas_every"]
+    check_flags([*intervals, "profile_steps"], _check_output)
 
 
-def _check_output(log_every: str, inspect_every: str | None, profile_steps: str | None) -> None:
-    for flag, value in (("--log_every", log_every), ("--inspect_every", inspect_every)):
+def _check_output(profile_steps: str | None, **intervals: str | None) -> None:
+    for name, value in intervals.items():
         if value is not None:
-            durations.check_positive(flag, steps_from(flag, value, groups.LONG_EPOCH))
+            steps = steps_from(f"--{name}", value, groups.LONG_EPOCH)
+            durations.check_positive(f"--{name}", steps)
     if profile_steps is not None:
         parse_window(profile_steps)

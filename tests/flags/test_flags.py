@@ -68,6 +68,7 @@ WRONG = [
     (("--evaluate_every=0",), "--evaluate_every must be above 0"),
     (("--checkpoint_every=0.5",), "--checkpoint_every: steps are whole numbers, got 0.5"),
     (("--log_every=-1",), "--log_every: '-1' is not a duration"),
+    (("--check_replicas_every=0",), "--check_replicas_every must be above 0"),
     (("--warmup=2epochs",), "--warmup: '2epochs' is not a duration"),
     (("--clip_norm=0",), "--clip_norm must be above 0"),
     (("--ema_decay=1",), "--ema_decay=1.0 must be between 0 and 1"),

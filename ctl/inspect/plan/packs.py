@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 
 import tensorflow as tf
 
+from ctl import passes
 from ctl.inspect.plan.graph import Graph, Node, Tensor
 from ctl.inspect.plan.plan import Member
 
@@ -124,6 +125,8 @@ class Packs:
         while left:
             here, through_slot = left.pop()
             for node, index in self.graph.consumers(here):
+                if f"{passes.SCOPE}/" in node.name:  # moves the weights, which are returned
+                    continue
                 if ASSIGN.match(node.op):
                     handle = node.inputs[0]
                     path = self.handles.get(handle.node)

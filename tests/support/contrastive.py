@@ -1,0 +1,86 @@
+"""A contrastive step, for the tests of `ctl.reduce.all_gather`."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import tensorflow as tf
+from helpers import FEATURES, make_loop
+
+import ctl
+from ctl.reduce import all_gather, first_row
+
+RATE, TEMPERATURE = 0.5, 0.5
+
+
+class Contrastive(ctl.TrainStep):
+    """NT-Xent with the negatives of all replicas. A batch has two views of each example."""
+
+    def loss(self, batch):
+        mine = [tf.math.l2_normalize(self.model(view, training=True), -1) for view in batch]
+        mine = [tf.cast(z, tf.float32) for z in mine]
+        every = [all_gather(z) for z in mine]
+        rows, total = tf.range(tf.shape(mine[0])[0]) + first_row(mine[0]), tf.shape(every[0])[0]
+        itself = tf.one_hot(rows, total, on_value=1e9, off_value=0.0)
+        losses = []
+        for this, other in ((0, 1), (1, 0)):
+            alike = tf.matmul(mine[this], every[this], transpose_b=True) / TEMPERATURE - itself
+            partners = tf.matmul(mine[this], every[other], transpose_b=True) / TEMPERATURE
+            logits = tf.concat([partners, alike], axis=1)
+            losses.append(
+                tf.nn.sparse_softmax_cross_entropy_with_logits(labels=rows, logits=logits)
+            )
+        return (losses[0] + losses[1]) / 2.0
+
+
+def encoder() -> keras.Model:
+    layers = [keras.layers.Dense(8, "tanh"), keras.layers.Dense(4, dtype="float32")]
+    return keras.Sequential([keras.Input([FEATURES]), *layers])
+
+
+def views(sizes: list[int]) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Batches of two views, float32 [size, FEATURES]."""
+    random = np.random.default_rng(0)
+    batches = []
+    for size in sizes:
+        one = random.normal(size=(size, FEATURES)).astype("float32")
+        batches.append((one, one + 0.3 * random.normal(size=one.shape).astype("float32")))
+    return batches
+
+
+def plain_tensorflow(batches) -> list[np.ndarray]:
+    """NT-Xent (Chen et al. 2020, arXiv:2002.05709, equation 1) on one device: all 2n views, less
+    the view itself, in one softmax."""
+    keras.utils.set_random_seed(1)
+    model, optimizer = encoder(), keras.optimizers.SGD(RATE)
+    variables = model.trainable_variables
+    for one, two in batches:
+        with tf.GradientTape() as tape:
+            z = tf.math.l2_normalize(model(tf.concat([one, two], 0), training=True), -1)
+            n = len(one)
+            similar = tf.matmul(z, z, transpose_b=True) / TEMPERATURE
+            similar = tf.linalg.set_diag(similar, tf.fill([2 * n], -1e9))
+            partner = [*range(n, 2 * n), *range(n)]
+            chosen = tf.gather(tf.nn.log_softmax(similar), partner, batch_dims=1)
+            loss = -tf.reduce_mean(chosen)
+        gradients = tape.gradient(loss, [v.value for v in variables])
+        optimizer.apply(gradients, variables)
+    return model.get_weights()
+
+
+def dataset(batches, static: bool) -> tf.data.Dataset:
+    size = len(batches[0][0]) if static else None
+    signature = (tf.TensorSpec([size, FEATURES], tf.float32),) * 2
+    return tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=signature)
+
+
+def contrastive(strategy, batches, static=False, **options) -> ctl.Loop:
+    return make_loop(
+        strategy,
+        model=encoder,
+        optimizer=lambda: keras.optimizers.SGD(RATE),
+        step_class=Contrastive,
+        data=dataset(batches, static),
+        seed=1,
+        **options,
+    )

@@ -1,0 +1,45 @@
+"""Methods that need more of a step than a gradient, on two workers."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+from contrastive import plain_tensorflow, views
+from helpers import largest_difference
+from paths import SUPPORT
+from sam import trained_plainly
+from worker_jobs import codes, last_line, said
+
+SIZES = [9, 13, 6, 9]  # as in methods_worker.py
+
+
+@pytest.fixture(scope="module")
+def out(job, tmp_path_factory):
+    """Where two workers left the weights that they trained. They end with a `DivergedError`."""
+    out = tmp_path_factory.mktemp("methods")
+    with job(out, program=SUPPORT / "methods_worker.py") as processes:
+        assert codes(processes) == [3, 3], said(out, 0)[-2000:]
+    return out
+
+
+@pytest.mark.parametrize("method", ["contrastive", "sam"])
+def test_two_workers_equal_plain_tensorflow(out, method):
+    """Batches of odd sizes, so that workers have unequal parts."""
+    if method == "sam":
+        wanted = trained_plainly(len(SIZES), SIZES)
+    else:
+        wanted = plain_tensorflow(views(SIZES))
+    for worker in range(2):
+        saved = np.load(out / f"{method}-{worker}.npz")
+        assert largest_difference(saved.values(), wanted) <= 1e-6
+
+
+def test_a_copy_that_differs_ends_both_workers(out):
+    for worker in range(2):
+        assert re.fullmatch(
+            r"replica 0 \(worker 0, CPU:0\) and replica 1 \(worker 1, CPU:0\) differ in "
+            r".*kernel at step 10, and did not at step 8: check the device, and resume .*",
+            last_line(out, worker),
+        )
