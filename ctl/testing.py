@@ -97,7 +97,7 @@ def check_replicas_equal_one(
     """
     one, several = _made(make, 1), _made(make, replicas)
     _check_comparable(several)
-    before = _state(one)
+    before, names = _state(one), _names(several)
     for until in (1, steps):
         scalars = [loop.train(until) for loop in (one, several)]
         _check_agreement(several, replicas)
@@ -107,7 +107,7 @@ def check_replicas_equal_one(
             difference = np.abs(found[name] - wanted[name]).max(initial=0.0)
             if difference > tolerance * max(1.0, np.abs(wanted[name]).max(initial=0.0)):
                 raise AssertionError(
-                    f"{replicas} replicas do not equal one: {when}, {name} differs by "
+                    f"{replicas} replicas do not equal one: {when}, {names[name]} differs by "
                     f"{difference:.2g}: {_guess(before[name], wanted[name], found[name], replicas)}"
                 )
         for name, one_replica in scalars[0].items():
@@ -227,11 +227,13 @@ def check_resumed(make: Make, replicas: int = 1, *, steps: int = 4, seed: int = 
         restored = _bits(second)
     second.train(steps)
     advice = "what a step depends on must be an attribute of the step, which is saved"
+    names = _names(second)
     for name, value in saved.items():
-        assert restored[name] == value, f"{name} is not restored: {advice}"
+        assert restored[name] == value, f"{names[name]} is not restored: {advice}"
     for (name, value), now in zip(_bits(straight).items(), _bits(second).values(), strict=True):
         assert value == now, (
-            f"{name} differs after a resume at step {pause}, {steps - pause} steps later: {advice}"
+            f"{names[name]} differs after a resume at step {pause}, {steps - pause} steps later: "
+            f"{advice}"
         )
 
 
@@ -293,6 +295,11 @@ def _variables(loop: Loop) -> Iterator[tuple[str, tf.Variable]]:
     for group, variables in state_of(loop).items():
         for number, variable in enumerate(variables):
             yield f"{group} {number} ({variable.name.removesuffix(':0')})", variable
+
+
+def _names(loop: Loop) -> dict[str, str]:
+    """The names of all variables, by what two loops share."""
+    return {name.partition(" (")[0]: name for name, _ in _variables(loop)}
 
 
 def _state(loop: Loop) -> dict[str, np.ndarray]:
