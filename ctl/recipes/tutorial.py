@@ -4,17 +4,20 @@ A script in cells, for Jupyter and editors: ``python -m ctl.recipes.tutorial`` r
 follows https://www.tensorflow.org/tutorials/distribute/keras, section by section.
 """
 
-# %% [markdown]
-# # Distributed training with ctl
-
-# %%
+import os
 import pathlib
 import tempfile
 
+os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"  # TensorFlow says less
+
 import keras
+import tensorflow as tf
 
 import ctl
 from ctl.logs.sinks import TensorBoard
+
+tf.get_logger().setLevel("WARNING")
+keras.utils.set_random_seed(1)
 
 # %% [markdown]
 # ## Define the distribution strategy
