@@ -1,4 +1,4 @@
-"""Sharpness-aware minimization with `ctl.passes`, and in plain TensorFlow."""
+"""Small trainings with `ctl.recipes.sam`, and the same in plain TensorFlow."""
 
 from __future__ import annotations
 
@@ -10,37 +10,22 @@ import tensorflow as tf
 from helpers import BATCH, FEATURES, examples, keras_loss, make_loop, mlp
 
 import ctl
-from ctl import passes
-from ctl.apply import global_norm
-
-RADIUS = 0.05
+from ctl.recipes.sam import SAM
 
 
-class SharpnessOfEach(ctl.TrainStep):
+class SharpnessOfEach(SAM):
     """Each replica moves along its own gradient: m-sharpness."""
-
-    def forward_backward(self, batch, count):
-        with passes.state_kept(self):
-            _, gradients = super().forward_backward(batch, count)
-        gradients = self.direction(gradients, count)
-        scale = RADIUS / (global_norm(gradients) + 1e-12)
-        moves = [None if g is None else scale * tf.cast(g, scale.dtype) for g in gradients]
-        with passes.perturbed(self, moves):
-            return super().forward_backward(batch, count)
 
     def direction(self, gradients, count):
         return gradients
 
 
-class SAM(SharpnessOfEach):
-    """All replicas move along the gradient of the global batch."""
-
-    def direction(self, gradients, count):
-        return passes.reduced(self, gradients, count)
-
-
 def plain_sam(
-    model: keras.Model, optimizer: keras.optimizers.Optimizer, batches, parts: int = 1
+    model: keras.Model,
+    optimizer: keras.optimizers.Optimizer,
+    batches,
+    parts: int = 1,
+    rho: float = 0.05,
 ) -> None:
     """Foret et al. 2021, arXiv:2010.01412, algorithm 1, on one device; the weights are moved for
     each of so many parts of a batch."""
@@ -55,7 +40,7 @@ def plain_sam(
         before, total = model.get_weights(), [0.0] * len(variables)
         for part in zip(*(tf.split(array, parts) for array in batch), strict=True):
             gradients = gradients_of(*part)
-            scale = RADIUS / tf.linalg.global_norm(gradients)
+            scale = rho / tf.linalg.global_norm(gradients)
             for variable, gradient in zip(variables, gradients, strict=True):
                 variable.assign_add(scale * gradient)
             total = [t + g / parts for t, g in zip(total, gradients_of(*part), strict=True)]
@@ -89,10 +74,11 @@ def sam_batches(sizes: Sequence[int], steps: int) -> list[tuple[np.ndarray, np.n
 
 
 def trained_plainly(
-    steps: int, sizes: Sequence[int] = (BATCH,), parts: int = 1
+    steps: int, sizes: Sequence[int] = (BATCH,), parts: int = 1, rho: float = 0.05
 ) -> list[np.ndarray]:
     """The weights that `sam_loop` must have after so many steps."""
     keras.utils.set_random_seed(1)
     model = mlp()
-    plain_sam(model, keras.optimizers.SGD(0.1, momentum=0.9), sam_batches(sizes, steps), parts)
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+    plain_sam(model, optimizer, sam_batches(sizes, steps), parts, rho)
     return model.get_weights()
