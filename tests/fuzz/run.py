@@ -23,7 +23,7 @@ from pathlib import Path
 from .cases import Case, drawn, parsed, simpler
 
 SECONDS = 300  # after which a case hangs
-_CASES_PER_PROCESS = 100  # TensorFlow does not free all that a case has used
+_CASES_PER_PROCESS = 25  # TensorFlow does not free all that a case has used
 
 
 def kept() -> dict[str, Case]:
