@@ -1,0 +1,121 @@
+"""A language model of bytes, on the sources of Python's standard library, which every machine has.
+
+The model is a decoder: a transformer whose positions see only those before them (GPT: Radford et
+al. 2018, "Improving language understanding by generative pre-training", section 3.1; Vaswani et al.
+2017, arXiv:1706.03762, section 3.2.3), with pre-LN blocks (Radford et al. 2019). A window is padded
+at the end of its file, so the loss is divided by the valid tokens of all replicas. ``perplexity``
+is the exponential of the mean loss of a token::
+
+    python -m ctl.train --model_dir=/tmp/gpt --step=ctl.recipes.gpt:LanguageModel \\
+        --dataset=ctl.recipes.gpt:datasets --model=ctl.recipes.gpt:make_model --train_steps=2000
+"""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl import flags
+from keras import layers, ops
+
+import ctl
+from ctl.base_step import BaseStep
+
+flags.DEFINE_integer("context", 64, "Bytes that the language model sees.", lower_bound=1)
+flags.DEFINE_integer("width", 64, "Of the language model: 32 for each head.", lower_bound=32)
+flags.DEFINE_integer("blocks", 2, "Of the language model.", lower_bound=1)
+PAD = 0  # No source has this byte. It begins each file, too.
+
+
+class Perplexity(keras.metrics.Mean):
+    """The exponential of a mean of losses."""
+
+    def result(self) -> Any:
+        return ops.exp(super().result())
+
+
+class _PerToken(BaseStep):
+    """A batch is uint8 [n, context + 1]: each byte but the first is to be predicted."""
+
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        self.perplexity = Perplexity("perplexity")
+
+    def loss(self, batch: tf.Tensor) -> tf.Tensor:
+        tokens = tf.cast(batch, tf.int32)
+        logits = self.model(tokens[:, :-1], training=self.training)
+        losses = tf.nn.sparse_softmax_cross_entropy_with_logits(tokens[:, 1:], logits)
+        self.perplexity.update_state(losses, self.valid(batch))
+        return tf.reduce_sum(losses * self.valid(batch), axis=1)
+
+    def count(self, batch: tf.Tensor) -> tf.Tensor:
+        return tf.reduce_sum(self.valid(batch))
+
+    def valid(self, batch: tf.Tensor) -> tf.Tensor:
+        return tf.cast(batch[:, 1:] != PAD, tf.float32)
+
+
+class Evaluation(_PerToken, ctl.EvalStep):
+    """Evaluates as `LanguageModel` trains."""
+
+
+class LanguageModel(_PerToken, ctl.TrainStep):
+    """Trains on the mean loss of the valid tokens of the global batch."""
+
+    eval_step = Evaluation
+
+
+def make_model() -> keras.Model:
+    """The `gpt` that the flags describe."""
+    sizes: list[Any] = [flags.FLAGS[name].value for name in ("context", "width", "blocks")]
+    return gpt(*sizes)
+
+
+def gpt(context: int, width: int, blocks: int) -> keras.Model:
+    """From int [n, context] to float32 logits [n, context, 256]. ``width`` is 32 for each head."""
+    tokens = keras.Input([context], dtype="int32", name="tokens")
+    positions = ops.cumsum(ops.ones_like(tokens), axis=1) - 1
+    x = layers.Embedding(256, width)(tokens) + layers.Embedding(context, width)(positions)
+    for _ in range(blocks):
+        y = layers.LayerNormalization()(x)
+        x += layers.MultiHeadAttention(width // 32, 32)(y, y, use_causal_mask=True)
+        y = layers.Dense(4 * width, "gelu")(layers.LayerNormalization()(x))
+        x += layers.Dense(width)(y)
+    x = layers.LayerNormalization()(x)
+    return keras.Model(tokens, layers.Dense(256, dtype="float32")(x), name="gpt")
+
+
+def datasets(
+    global_batch_size: int, seed: int = 0, context: int | None = None
+) -> tuple[ctl.data.InMemory, ctl.data.InMemory]:
+    """Windows of the modules at the top of the standard library. Every 20th is held out, to
+    evaluate on. Another version of Python has others, so a run does not resume there."""
+    length: Any = context or flags.FLAGS["context"].value
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    held_out, train = files[::20], [file for n, file in enumerate(files) if n % 20]
+
+    def data(split: str, files: Sequence[Path], training: bool) -> ctl.data.InMemory:
+        return ctl.data.InMemory(
+            windows([file.read_bytes() for file in files], length),
+            global_batch_size=global_batch_size,
+            seed=seed,
+            training=training,
+            info=ctl.data.DatasetInfo("stdlib", split=split),
+        )
+
+    return data("train", train, True), data("held_out", held_out, False)
+
+
+def windows(texts: Sequence[bytes], context: int) -> np.ndarray:
+    """uint8 [windows, context + 1], in which each byte of each text is to be predicted once."""
+    rows = []
+    for text in filter(None, texts):
+        padded = np.zeros(-len(text) % context + len(text) + 1, np.uint8)  # `PAD`
+        padded[1 : len(text) + 1] = np.frombuffer(text, np.uint8)
+        rows.append(np.lib.stride_tricks.sliding_window_view(padded, context + 1)[::context])
+    return np.concatenate(rows)

@@ -1,0 +1,121 @@
+"""The language model: bytes, the mean over valid tokens, and what a position sees."""
+
+from __future__ import annotations
+
+import functools
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import ctl
+from ctl import testing
+from ctl.recipes import gpt
+
+CONTEXT, BATCH, STEPS = 6, 8, 4
+TEXTS = [bytes(range(65, 65 + n)) for n in (40, 3, 6, 1, 0, 29, 60, 2, 2, 2, 2, 23)]
+
+
+def model() -> keras.Model:
+    """Small, since the step does not look into the model."""
+    tokens = keras.Input([CONTEXT], dtype="int32")
+    x = keras.layers.Embedding(256, 8)(tokens)
+    return keras.Model(tokens, keras.layers.Dense(256, "tanh")(x))
+
+
+def batches() -> tf.data.Dataset:
+    """Windows in order, so that replicas have unequal numbers of valid tokens."""
+    rows = gpt.windows(TEXTS, CONTEXT)[: STEPS * BATCH]
+    assert len(rows) == STEPS * BATCH
+    return tf.data.Dataset.from_tensor_slices(rows).batch(BATCH, drop_remainder=True)
+
+
+def make(strategy, checkpoints=None, **options) -> ctl.Loop:
+    with strategy.scope():
+        step = gpt.LanguageModel(model(), keras.optimizers.SGD(0.5), **options)
+    return ctl.Loop(step, batches(), strategy=strategy, checkpoints=checkpoints)
+
+
+def token_losses(trained: keras.Model, rows: tf.Tensor) -> tf.Tensor:
+    """The loss of each valid token of a batch, float32 [tokens]."""
+    targets = rows[:, 1:].numpy()
+    valid = [(row, at, targets[row, at]) for row, at in zip(*targets.nonzero(), strict=True)]
+    return -tf.gather_nd(tf.nn.log_softmax(trained(rows[:, :-1])), valid)
+
+
+def plain_tensorflow(trained: keras.Model) -> float:
+    """Trains on one device. Returns the mean over the tokens of all steps."""
+    variables, seen = [v.value for v in trained.trainable_variables], []
+    for rows in batches():
+        with tf.GradientTape() as tape:
+            losses = token_losses(trained, rows)
+            loss = tf.reduce_mean(losses)
+        seen += losses.numpy().tolist()
+        for variable, gradient in zip(variables, tape.gradient(loss, variables), strict=True):
+            variable.assign_sub(0.5 * tf.convert_to_tensor(gradient))
+    return float(np.mean(seen))
+
+
+@functools.cache
+def reference() -> tuple[list[np.ndarray], list[np.ndarray], float]:
+    trained = model()
+    before = trained.get_weights()
+    loss = plain_tensorflow(trained)
+    return before, trained.get_weights(), loss
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate_steps": 2}], ids=str)
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+def test_replicas_equal_plain_tensorflow(mirrored, replicas, options):
+    before, wanted, loss = reference()
+    loop = make(mirrored(replicas), **options)
+    loop.step.model.set_weights(before)
+    scalars = loop.train(STEPS)
+    for found, one in zip(loop.step.model.get_weights(), wanted, strict=True):
+        np.testing.assert_allclose(found, one, rtol=1e-5, atol=1e-6)
+    assert scalars["loss"] == pytest.approx(loss, rel=1e-5)
+    assert scalars["perplexity"] == pytest.approx(np.exp(loss), rel=1e-5)
+
+
+def test_an_evaluation_counts_tokens():
+    trained = model()
+    loss = np.mean(np.concatenate([token_losses(trained, rows) for rows in batches()]))
+    results = ctl.Evaluator(gpt.Evaluation(trained), batches()).run()
+    assert results["loss"] == pytest.approx(loss, rel=1e-5)
+    assert results["perplexity"] == pytest.approx(np.exp(loss), rel=1e-5)
+
+
+def test_a_resume_changes_no_bit(mirrored):
+    testing.check_resumed(make, 2)
+
+
+def test_each_byte_is_to_be_predicted_once():
+    rows = gpt.windows(TEXTS, CONTEXT)
+    targets = rows[:, 1:]
+    assert rows.dtype == np.uint8 and rows.shape[1] == CONTEXT + 1
+    assert targets[targets != gpt.PAD].tobytes() == b"".join(TEXTS)
+    for text in filter(None, TEXTS):  # its first byte follows the mark of a new file
+        assert [gpt.PAD, text[0]] in rows[:, :2].tolist()
+    pieces = [row.tobytes().strip(b"\0") for row in rows]
+    assert all(any(piece in text for text in TEXTS) for piece in pieces)
+
+
+def test_a_position_sees_only_those_before():
+    tokens = np.arange(CONTEXT)[np.newaxis] + 65
+    other = tokens.copy()
+    other[0, 3] += 1
+    trained = gpt.gpt(CONTEXT, 32, 1)
+    same = np.all(trained(tokens).numpy() == trained(other).numpy(), axis=-1)[0]
+    assert same.tolist() == [True] * 3 + [False] * 3
+
+
+def test_the_corpus_has_one_order_and_held_out_files():
+    made = [gpt.datasets(BATCH) for _ in range(2)]
+    for first, second in zip(*made, strict=True):
+        assert first.fingerprint() == second.fingerprint()
+    train, held_out = made[0]
+    assert train.num_examples > 10 * held_out.num_examples > 0
+    assert (train.info.split, held_out.info.split) == ("train", "held_out")
+    rows = {row.tobytes() for row in train.arrays}
+    assert np.mean([row.tobytes() in rows for row in held_out.arrays]) < 0.2
