@@ -1,0 +1,102 @@
+"""The variational autoencoder: its bound, the noise of each replica, and the images it draws."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import ctl
+from ctl import testing
+from ctl.recipes import samples, vae
+from ctl.seeds import Seeds
+
+SHAPE, LATENT, BATCH, STEPS = (4, 5, 1), 3, 8, 4
+
+
+def images() -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 256, (STEPS * BATCH, *SHAPE)).astype("uint8")
+
+
+def batches() -> tf.data.Dataset:
+    arrays = images(), np.zeros(STEPS * BATCH, "int64")
+    return tf.data.Dataset.from_tensor_slices(arrays).batch(BATCH, drop_remainder=True)
+
+
+def make(strategy, checkpoints=None) -> ctl.Loop:
+    with strategy.scope():
+        model = vae.vae(SHAPE, LATENT, hidden=6)
+        step = vae.VAE(model, keras.optimizers.SGD(0.01), random_seed=7)
+    return ctl.Loop(step, batches(), strategy=strategy, checkpoints=checkpoints)
+
+
+def noise_of(step: int, replicas: int) -> tf.Tensor:
+    """What the replicas draw for their parts of a batch, in the order of the examples."""
+    seeds, parts = Seeds(7), []
+    for replica in range(replicas):
+        with seeds.inside(tf.constant([replica, 0])):
+            seed = seeds.make("noise", tf.constant(step, tf.int64), True)
+        parts.append(tf.random.stateless_normal([BATCH // replicas, LATENT], seed))
+    return tf.concat(parts, axis=0)
+
+
+def plain_tensorflow(model: keras.Model, replicas: int) -> float:
+    """Trains on one device, with the noise of so many replicas. Returns the mean of the losses."""
+    losses = []
+    variables = [v.value for v in model.trainable_variables]
+    hidden, mean_of, log_variance_of, decoder = map(
+        model.get_layer, ("hidden", "mean", "log_variance", "decoder")
+    )
+    for step, (features, _) in enumerate(batches()):
+        x = tf.cast(features, tf.float32) / 255.0
+        with tf.GradientTape() as tape:
+            h = hidden(tf.reshape(x, [BATCH, -1]))
+            mean, log_variance = mean_of(h), log_variance_of(h)
+            deviation = tf.sqrt(tf.exp(log_variance))
+            chance = tf.sigmoid(decoder(mean + deviation * noise_of(step, replicas)))
+            likely = x * tf.math.log(chance) + (1.0 - x) * tf.math.log(1.0 - chance)
+            kl = (deviation**2 + mean**2 - 1.0) / 2.0 - tf.math.log(deviation)
+            loss = (tf.reduce_sum(kl) - tf.reduce_sum(likely)) / BATCH
+        for variable, gradient in zip(variables, tape.gradient(loss, variables), strict=True):
+            variable.assign_sub(0.01 * gradient)
+        losses.append(float(loss))
+    return float(np.mean(losses))
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+def test_replicas_equal_plain_tensorflow(mirrored, replicas):
+    loop = make(mirrored(replicas))
+    plain = vae.vae(SHAPE, LATENT, hidden=6)
+    plain.set_weights(loop.step.model.get_weights())
+    loss = plain_tensorflow(plain, replicas)
+    scalars = loop.train(STEPS)
+    for found, wanted in zip(loop.step.model.get_weights(), plain.get_weights(), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+    assert scalars["loss"] == pytest.approx(loss, rel=1e-5)
+    assert scalars["loss"] == pytest.approx(scalars["reconstruction"] + scalars["kl"], rel=1e-5)
+
+
+def test_a_resume_changes_no_bit():
+    testing.check_resumed(make, 2)
+
+
+def test_an_evaluation_draws_the_same_images_of_the_same_weights(tmp_path):
+    model = vae.vae(SHAPE, LATENT, hidden=6)
+    path = tmp_path / "new" / "images.png"
+    evaluator = ctl.Evaluator(vae.Evaluation(model, samples=str(path)), batches())
+    first = evaluator.run(), path.read_bytes()
+    assert (evaluator.run(), path.read_bytes()) == first
+    assert first[0]["loss"] == pytest.approx(first[0]["reconstruction"] + first[0]["kl"], rel=1e-5)
+    drawn = tf.io.decode_png(first[1])
+    assert drawn.shape == (8 * SHAPE[0], 8 * SHAPE[1], SHAPE[2])
+    noise = tf.random.stateless_normal([64, LATENT], samples.SEED)
+    second = tf.sigmoid(model.get_layer("decoder")(noise))[1]
+    there = drawn[: SHAPE[0], SHAPE[1] : 2 * SHAPE[1]]  # right of the first
+    np.testing.assert_allclose(there, 255.0 * second, atol=0.51)
+
+
+def test_without_a_run_nothing_is_drawn(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    ctl.Evaluator(vae.Evaluation(vae.vae(SHAPE, LATENT, hidden=6)), batches()).run()
+    assert not list(tmp_path.iterdir())
