@@ -72,8 +72,8 @@ class LanguageModel(_PerToken, ctl.TrainStep):
 
 def make_model() -> keras.Model:
     """The `gpt` that the flags describe."""
-    context, width, blocks = (int(flags.FLAGS[n].value) for n in ("context", "width", "blocks"))
-    return gpt(context, width, blocks)
+    sizes: list[Any] = [flags.FLAGS[name].value for name in ("context", "width", "blocks")]
+    return gpt(*sizes)
 
 
 def gpt(context: int, width: int, blocks: int) -> keras.Model:
@@ -95,7 +95,7 @@ def datasets(
 ) -> tuple[ctl.data.InMemory, ctl.data.InMemory]:
     """Windows of the modules at the top of the standard library. Every 20th is held out, to
     evaluate on. Another version of Python has others, so a run does not resume there."""
-    length = context or int(flags.FLAGS["context"].value)
+    length: Any = context or flags.FLAGS["context"].value
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     held_out, train = files[::20], [file for n, file in enumerate(files) if n % 20]
 
