@@ -36,7 +36,8 @@ class Mixup(ctl.TrainStep):
 
     def __init__(self, *arguments: Any, alpha: float | None = None, **options: Any):
         super().__init__(*arguments, **options)
-        self.alpha: Any = flags.FLAGS["mix_alpha"].value if alpha is None else alpha
+        own: Any = flags.FLAGS
+        self.alpha = own["mix_alpha"].value if alpha is None else alpha
 
     def loss(self, batch: Any) -> tuple[tf.Tensor, tf.Tensor]:
         """The losses for both labels, each times its share, [n], and the outputs.

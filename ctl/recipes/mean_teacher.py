@@ -1,0 +1,93 @@
+"""Mean teacher: the model agrees with the average of its own weights, also on unlabelled examples.
+
+The loss of an example is that of its label, unless the label is -1, plus the consistency cost: the
+mean squared difference between the probabilities of the model and those of the teacher, which sees
+other noise. The teacher is the moving average of ``--ema_decay``, which ctl keeps, saves and
+evaluates. The weight of the cost grows with the step s as ``exp(-5 (1 - s / rampup)^2)``.
+
+Tarvainen and Valpola 2017, arXiv:1703.01780, section 2 and appendix B.1, which also names the
+defaults. There the decay is 0.99 while the weight grows; here it is one number::
+
+    python -m ctl.train --model_dir=/tmp/mean-teacher --ema_decay=0.999 \\
+        --step=ctl.recipes.mean_teacher:MeanTeacher
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+from absl import flags
+
+import ctl
+from ctl import share
+from ctl.errors import UsageError
+
+flags.DEFINE_float("consistency_weight", 100.0, "Weight of the consistency cost.", lower_bound=0.0)
+flags.DEFINE_integer("consistency_rampup", 40_000, "Steps until it is whole.", lower_bound=1)
+flags.DEFINE_float("input_noise", 0.15, "Standard deviation of the noise.", lower_bound=0.0)
+
+
+class MeanTeacher(ctl.TrainStep):
+    """Trains with a mean teacher. Labels are classes, integers [n]; -1 for an example without one.
+
+    Args:
+        consistency: largest weight of the consistency cost.
+        rampup: steps until the weight is that.
+        noise: standard deviation of Gaussian noise on the preprocessed features.
+        arguments, options: see `ctl.TrainStep`; ``ema_decay`` is required. Those above are the
+            flags by default.
+
+    Raises:
+        UsageError: there is no ``ema_decay``.
+    """
+
+    def __init__(
+        self,
+        *arguments: Any,
+        consistency: float | None = None,
+        rampup: int | None = None,
+        noise: float | None = None,
+        **options: Any,
+    ):
+        super().__init__(*arguments, **options)
+        if self.ema_decay is None:
+            raise UsageError("the teacher is an average of the weights: give --ema_decay=0.999")
+        own: Any = flags.FLAGS
+        self.consistency = own["consistency_weight"].value if consistency is None else consistency
+        self.rampup = rampup or own["consistency_rampup"].value
+        self.noise = own["input_noise"].value if noise is None else noise
+
+    def loss(self, batch: Any) -> tuple[tf.Tensor, tf.Tensor]:
+        """The losses, [n], and the outputs of the model for the noisy features."""
+        features, labels, weights = share.unpack(batch)
+        features = self.preprocess(features)
+        outputs = self.model(self.noisy(features, "student"), training=True)
+        labelled = labels >= 0
+        losses = self.loss_fn(tf.where(labelled, labels, 0), outputs)
+        losses = tf.where(labelled, losses, 0.0)
+        taught = tf.stop_gradient(self.teach(self.noisy(features, "teacher")))
+        probabilities = (tf.nn.softmax(tf.cast(x, tf.float32)) for x in (outputs, taught))
+        distance = tf.reduce_mean(tf.math.squared_difference(*probabilities), axis=-1)
+        self.log("consistency", distance)
+        left = 1.0 - tf.minimum(tf.cast(self.global_step, tf.float32) / self.rampup, 1.0)
+        losses += self.consistency * tf.exp(-5.0 * left**2) * distance
+        return losses if weights is None else losses * tf.cast(weights, losses.dtype), outputs
+
+    def noisy(self, features: tf.Tensor, name: str) -> tf.Tensor:
+        """Adds noise, other for each ``name``, step, replica and micro-batch."""
+        noise = tf.random.stateless_normal(
+            tf.shape(features), self.seed(name), dtype=features.dtype
+        )
+        return features + self.noise * noise
+
+    def teach(self, features: tf.Tensor) -> tf.Tensor:
+        """The outputs of the model with its averaged weights, with Dropout and with the statistics
+        of the batch. It leaves no trace in the model."""
+        variables = self.model.trainable_variables
+        averages = self.updater.ema[: len(variables)]
+        weights = [tf.cast(a, v.dtype) for a, v in zip(averages, variables, strict=True)]
+        # As the pass of the model has left them, so that Dropout draws another mask.
+        others = [v.value for v in self.model.non_trainable_variables]
+        outputs, _ = self.model.stateless_call(weights, others, features, training=True)
+        return outputs
