@@ -6,11 +6,11 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from replica_noise import replica_noise
 
 import ctl
 from ctl import testing
 from ctl.recipes import samples, vae
-from ctl.seeds import Seeds
 
 SHAPE, LATENT, BATCH, STEPS = (4, 5, 1), 3, 8, 4
 
@@ -31,16 +31,6 @@ def make(strategy, checkpoints=None) -> ctl.Loop:
     return ctl.Loop(step, batches(), strategy=strategy, checkpoints=checkpoints)
 
 
-def noise_of(step: int, replicas: int) -> tf.Tensor:
-    """What the replicas draw for their parts of a batch, in the order of the examples."""
-    seeds, parts = Seeds(7), []
-    for replica in range(replicas):
-        with seeds.inside(tf.constant([replica, 0])):
-            seed = seeds.make("noise", tf.constant(step, tf.int64), True)
-        parts.append(tf.random.stateless_normal([BATCH // replicas, LATENT], seed))
-    return tf.concat(parts, axis=0)
-
-
 def plain_tensorflow(model: keras.Model, replicas: int) -> float:
     """Trains on one device, with the noise of so many replicas. Returns the mean of the losses."""
     losses = []
@@ -50,11 +40,12 @@ def plain_tensorflow(model: keras.Model, replicas: int) -> float:
     )
     for step, (features, _) in enumerate(batches()):
         x = tf.cast(features, tf.float32) / 255.0
+        noise = replica_noise(7, "noise", step, replicas, BATCH, LATENT)
         with tf.GradientTape() as tape:
             h = hidden(tf.reshape(x, [BATCH, -1]))
             mean, log_variance = mean_of(h), log_variance_of(h)
             deviation = tf.sqrt(tf.exp(log_variance))
-            chance = tf.sigmoid(decoder(mean + deviation * noise_of(step, replicas)))
+            chance = tf.sigmoid(decoder(mean + deviation * noise))
             likely = x * tf.math.log(chance) + (1.0 - x) * tf.math.log(1.0 - chance)
             kl = (deviation**2 + mean**2 - 1.0) / 2.0 - tf.math.log(deviation)
             loss = (tf.reduce_sum(kl) - tf.reduce_sum(likely)) / BATCH

@@ -1,0 +1,104 @@
+"""The generative adversarial network: two losses, two groups, and the noise of each replica."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from replica_noise import replica_noise
+
+import ctl
+from ctl import testing
+from ctl.recipes import gan
+
+SHAPE, NOISE, BATCH, STEPS, RATE = (2, 3, 1), 5, 8, 4, 0.01
+
+
+def model() -> keras.Model:
+    """Parts of different sizes, so that one is not taken for the other."""
+    generator = [
+        keras.Input([NOISE]),
+        keras.layers.Dense(6, "sigmoid"),
+        keras.layers.Reshape(SHAPE),
+    ]
+    discriminator = [
+        keras.Input(SHAPE),
+        keras.layers.Flatten(),
+        keras.layers.Dense(7, "tanh"),
+        keras.layers.Dense(1),
+    ]
+    return keras.Sequential([keras.Sequential(generator), keras.Sequential(discriminator)])
+
+
+def batches() -> tf.data.Dataset:
+    images = np.random.default_rng(0).integers(0, 256, (STEPS * BATCH, *SHAPE)).astype("uint8")
+    arrays = images, np.zeros(len(images), "int64")
+    return tf.data.Dataset.from_tensor_slices(arrays).batch(BATCH, drop_remainder=True)
+
+
+def make(strategy, checkpoints=None) -> ctl.Loop:
+    with strategy.scope():
+        step = gan.GAN(model(), keras.optimizers.Adam(RATE, beta_1=0.5), random_seed=7)
+    return ctl.Loop(step, batches(), strategy=strategy, checkpoints=checkpoints)
+
+
+def losses_of(parts, images: tf.Tensor, noise: tf.Tensor) -> list[tf.Tensor]:
+    """Section 3: what generator and discriminator make smaller, means over the batch."""
+    generator, discriminator = parts
+    on_real = tf.sigmoid(discriminator(tf.cast(images, tf.float32) / 255.0))
+    on_fake = tf.sigmoid(discriminator(generator(noise)))
+    value = tf.reduce_mean(tf.math.log(on_real)) + tf.reduce_mean(tf.math.log(1.0 - on_fake))
+    return [-tf.reduce_mean(tf.math.log(on_fake)), -value]
+
+
+def plain_tensorflow(parts, replicas: int) -> list[float]:
+    """Trains on one device: both gradients of each batch, then both updates. Returns the means of
+    the losses."""
+    optimizers, seen = [keras.optimizers.Adam(RATE, beta_1=0.5) for _ in parts], []
+    for step, (images, _) in enumerate(batches()):
+        noise = replica_noise(7, "noise", step, replicas, BATCH, NOISE)
+        with tf.GradientTape(persistent=True) as tape:
+            losses = losses_of(parts, images, noise)
+        gradients = [
+            tape.gradient(loss, [v.value for v in part.trainable_variables])
+            for part, loss in zip(parts, losses, strict=True)
+        ]
+        for optimizer, part, found in zip(optimizers, parts, gradients, strict=True):
+            optimizer.apply(found, part.trainable_variables)
+        seen.append([float(loss) for loss in losses])
+    return np.mean(seen, axis=0).tolist()
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+def test_replicas_equal_plain_tensorflow(mirrored, replicas):
+    loop, plain = make(mirrored(replicas)), model()
+    plain.set_weights(loop.step.model.get_weights())
+    losses = plain_tensorflow(plain.layers, replicas)
+    scalars = loop.train(STEPS)
+    for found, wanted in zip(loop.step.model.get_weights(), plain.get_weights(), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+    assert [scalars["generator"], scalars["discriminator"]] == pytest.approx(losses, rel=1e-5)
+    assert scalars["loss"] == pytest.approx(sum(losses), rel=1e-5)
+
+
+def test_a_resume_changes_no_bit():
+    testing.check_resumed(make, 2)
+
+
+def test_an_evaluation_draws_images(tmp_path):
+    made = model()
+    evaluator = ctl.Evaluator(gan.Evaluation(made, samples=str(tmp_path / "images.png")), batches())
+    results = evaluator.run()
+    noise = tf.random.stateless_normal([BATCH, NOISE], [0, 0])
+    losses = [losses_of(made.layers, images, noise) for images, _ in batches()]
+    found = [results["generator"], results["discriminator"]]
+    assert found == pytest.approx(np.mean(losses, axis=0).tolist(), rel=1e-5)
+    drawn = tf.io.decode_png((tmp_path / "images.png").read_bytes())
+    assert drawn.shape == (8 * SHAPE[0], 8 * SHAPE[1], SHAPE[2])
+
+
+def test_the_model_fits_the_embedded_images():
+    generator, discriminator = gan.make_model().layers
+    assert generator.output_shape == discriminator.input_shape == (None, 28, 28, 1)
+    assert discriminator.output_shape == (None, 1)
