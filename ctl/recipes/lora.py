@@ -7,7 +7,7 @@ the sums in its kernels::
 
     python -m ctl.train --model_dir=/tmp/base
     python -m ctl.train --model_dir=/tmp/lora --model=ctl.recipes.lora:make_model \\
-        --lora_base=/tmp/base/export/model.keras --lora_rank=4
+        --lora_base=/tmp/base/export/model.keras --lora_rank=4 --learning_rate=1e-2
 """
 
 from __future__ import annotations
