@@ -1,0 +1,98 @@
+"""Each replica trains its own weights, and every few steps all take the mean of their weights.
+
+Stich 2019 (arXiv:1805.09767), algorithm 1. With ``--local_steps=1`` and SGD it equals synchronous
+training. The slots of an optimizer stay with each replica, and a replica that has fewer examples
+than others takes a smaller step::
+
+    python -m ctl.train --model_dir=/tmp/local --step=ctl.recipes.local_sgd:LocalSGD \\
+        --local_steps=8 --replicas=2
+
+Between two means no gradients and no weights cross replicas, only what ctl sums beside gradients:
+whether they are finite, statistics of BatchNorm, and the number of examples if it varies. What is
+evaluated or exported then are weights of single replicas: let ``--evaluate_every`` and the steps of
+the training be multiples of ``--local_steps``. ``--check_replicas_every`` would end the training.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+from absl import flags
+
+import ctl
+from ctl import replicas
+from ctl.errors import UsageError
+
+MEAN = tf.distribute.ReduceOp.MEAN
+
+flags.DEFINE_integer(
+    "local_steps", None, "Steps between two means; by default 8, and 500 for DiLoCo.", 1
+)
+
+
+class LocalSGD(ctl.TrainStep):
+    """Trains weights of each replica, and takes their mean every ``local_steps`` steps.
+
+    Args:
+        args, options: as of `ctl.TrainStep`; there is one optimizer, and no ``ema_decay``.
+        local_steps: steps between two means; by default that of the flag.
+    """
+
+    default_steps = 8
+
+    def __init__(self, *args: Any, local_steps: int | None = None, **options: Any):
+        super().__init__(*args, **options)
+        if not isinstance(self.optimizer, keras.Optimizer) or self.ema_decay is not None:
+            raise UsageError(f"{type(self).__name__} takes one optimizer, and no ema_decay")
+        self.local_steps = local_steps or flags.FLAGS["local_steps"].value or self.default_steps
+        self.optimizer.build(self.model.trainable_variables)
+        # A checkpoint holds one copy of the variables that are `apart`, and all parts of these.
+        self.mine = [
+            self.variable(f"mine{i}", v.shape, v.dtype, per_replica=True)
+            for i, v in enumerate(self.apart)
+        ]
+        self.outer: list[list[tf.Variable]] = []  # for `join`, one of each list for each weight
+
+    @property
+    def apart(self) -> list[tf.Variable]:
+        """The weights and their slots, of which each replica has another copy."""
+        optimizer: Any = self.optimizer
+        shared = {id(optimizer.iterations), id(optimizer.learning_rate)}
+        slots = [v for v in optimizer.variables if id(v) not in shared]
+        return [v.value for v in (*self.model.trainable_variables, *slots)]
+
+    def __call__(self, batch: Any) -> tuple[tf.Tensor, tf.Tensor]:
+        begins = tf.equal(self.global_step, 0)
+        copies = [replicas.own_copy(v) for v in self.apart]
+        for copy, mine in zip(copies, self.mine, strict=True):
+            copy.assign(tf.where(begins, copy.read_value(), mine.read_value()))
+        outcome = super().__call__(batch)
+        weights = [copy.read_value() for copy in copies[: len(self.trained)]]
+        tf.distribute.get_replica_context().merge_call(self.meet, args=(weights,))
+        for copy, mine in zip(copies, self.mine, strict=True):
+            mine.assign(copy.read_value())
+        return outcome
+
+    @tf.autograph.experimental.do_not_convert
+    def sum_gradients(self, gradients: list[tf.Tensor]) -> list[tf.Tensor]:
+        """The gradients of this replica, as if all had the same."""
+        return [g * tf.cast(self.strategy.num_replicas_in_sync, g.dtype) for g in gradients]
+
+    @tf.autograph.experimental.do_not_convert
+    def meet(self, strategy: tf.distribute.Strategy, weights: list[tf.Tensor]) -> None:
+        """Joins the ``weights`` of all replicas, if this step is the last of a round."""
+
+        def joined() -> None:
+            pairs = list(zip(weights, self.trained, strict=True))
+            means = strategy.extended.batch_reduce_to(MEAN, pairs, self.options)
+            for variable, *args in zip(self.trained, means, *self.outer, strict=True):
+                strategy.extended.update(variable, self.join, args=tuple(args), group=False)
+
+        ends = tf.equal(self.global_step % self.local_steps, 0)
+        tf.cond(ends, joined, lambda: None)
+
+    def join(self, variable: tf.Variable, mean: tf.Tensor, *outer: tf.Variable) -> None:
+        """Begins the next round of one weight with the mean of all replicas."""
+        variable.assign(mean)

@@ -1,0 +1,42 @@
+"""Local SGD equals models that are trained one by one, of which the mean is taken."""
+
+from __future__ import annotations
+
+import pytest
+from helpers import largest_difference
+from rounds import STEPS, assert_equals_reference, assert_resumed, make
+
+from ctl.errors import UsageError
+from ctl.recipes.local_sgd import LocalSGD
+from ctl.step import TrainStep
+
+
+@pytest.mark.parametrize("replicas", [1, 4])
+def test_it_equals_models_that_are_trained_one_by_one(mirrored, replicas):
+    assert_equals_reference(mirrored(replicas), LocalSGD)
+
+
+def test_a_resume_within_a_round_changes_no_bit(mirrored, tmp_path):
+    assert_resumed(mirrored(2), LocalSGD, tmp_path)
+
+
+def test_a_mean_in_each_step_equals_synchronous_training(mirrored):
+    several = make(mirrored(4), LocalSGD, local_steps=1, seed=1)
+    one = make(mirrored(1), TrainStep, seed=1)
+    for loop in (several, one):
+        loop.train(STEPS)
+    assert largest_difference(several.step.model.get_weights(), one.step.model.get_weights()) < 1e-6
+
+
+def test_what_moves(ring2):
+    """The plan shows what the last step of a round moves. Others move one number."""
+    loop = make(ring2, LocalSGD)
+    plan = loop.step.plan()
+    (mean,) = plan.collectives
+    assert mean.bytes == 4 * loop.step.model.count_params() and "/cond/" in mean.name
+    assert [c.bytes for c in plan.other if c.in_loop] == [4]
+
+
+def test_other_optimizers_are_refused():
+    with pytest.raises(UsageError, match="^LocalSGD takes one optimizer, and no ema_decay"):
+        make(None, LocalSGD, ema_decay=0.9)
