@@ -122,17 +122,13 @@ def test_the_flags_of_every_command_parse(run):
         python("-c", PARSE, module, *here)
 
 
-def code_of(arguments: list[str]) -> list[str]:
-    """The arguments that name code of the recipes, which may define flags."""
-    return [a for a in arguments if re.match("--(step|dataset|model)=ctl[.]recipes[.]", a)]
-
-
 def test_every_flag_exists():
     exist = set()
-    asked = {(module, *code_of(arguments)) for module, *arguments in commands()}
-    asked = {command for command in asked if command[0] != "ctl.inspect"}
-    for command in [*asked, *(("ctl.inspect", name) for name in INSPECT)]:
+    modules = {command[0] for command in commands()} - {"ctl.inspect"}
+    for command in [*((m,) for m in modules), *(("ctl.inspect", name) for name in INSPECT)]:
         exist |= set(re.findall(r"^  --(?:\[no\])?(\w+)", help_of(*command), re.MULTILINE))
+    for recipe in ROOT.glob("ctl/recipes/*.py"):
+        exist |= set(re.findall(r'DEFINE_\w+\(\s*"(\w+)"', recipe.read_text("utf-8")))
     named = set(re.findall(r"(?<![\w-])--(\w+)", ALL)) - FOREIGN_FLAGS - {"help"}
     unknown = {n for n in named if n not in exist and n.removeprefix("no") not in exist}
     assert not unknown
