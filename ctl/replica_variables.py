@@ -76,7 +76,11 @@ class ReplicaVariables:
         """
         if not self._made:
             return
-        values = tf.function(lambda: strategy.run(lambda: [v[None] for v in self.variables]))()
+
+        def rows() -> list[tf.Tensor]:
+            return [variable[tf.newaxis] for variable in self.variables]
+
+        values = tf.function(lambda: strategy.run(rows))()
         for saved, parts in zip(self.saved, values, strict=True):
             saved.assign(workers.gather(strategy, parts, "gathering the state of the replicas"))
 
