@@ -114,16 +114,16 @@ def test_a_rectangle_is_cut():
     """As large as drawn, unless the border cuts it; at one place for all examples."""
     loop = make_loop(model=network, step_class=CutMix, data=data())
     first, second = tf.zeros([2, 40, 60, 1]), tf.ones([2, 40, 60, 1])
-    share = tf.constant(0.75)
+    share = tf.constant(0.2)
     cuts, shares = tf.function(lambda: loop.strategy.run(loop.step.mix, (first, second, share)))()
     cut = cuts.numpy()[0, :, :, 0]
     np.testing.assert_array_equal(cut, cuts.numpy()[1, :, :, 0])
     rows, columns = cut.any(axis=1), cut.any(axis=0)
     np.testing.assert_array_equal(cut, np.outer(rows, columns))
-    for inside, most in ((rows, 20), (columns, 30)):
+    for inside, most in ((rows, 34), (columns, 52)):
         (edges,) = np.nonzero(np.diff(inside, prepend=False, append=False))
         assert len(edges) == 2 and most // 2 <= edges[1] - edges[0] <= most
-    assert float(shares) == pytest.approx(1 - cut.mean())
+    assert float(shares) == pytest.approx(1 - cut.mean()) and float(shares) > 0.25
 
 
 @pytest.mark.parametrize("alpha", [0.2, 1.0, 5.0])
