@@ -27,7 +27,8 @@ def adversarial(step: BaseStep, batch: Any, seed: Any) -> list[tf.Tensor]:
     """The losses of generator and discriminator for each image, two of float32 [n]. ``batch`` is
     ``(images, labels)``."""
     generator, discriminator = step.model.layers
-    real = step.preprocess(batch[0])
+    images, _ = batch
+    real = step.preprocess(images)
     noise = tf.random.stateless_normal([tf.shape(real)[0], generator.input_shape[1]], seed)
     fake = generator(noise, training=step.training)
     on_fake = discriminator(fake, training=step.training)[:, 0]

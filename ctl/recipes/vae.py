@@ -27,7 +27,8 @@ flags.DEFINE_integer("latent_size", 20, "Of the variational autoencoder.", lower
 
 def negative_bound(step: BaseStep, batch: Any, seed: Any) -> tf.Tensor:
     """Reconstruction and KL of each image, float32 [n]. ``batch`` is ``(images, labels)``."""
-    images = step.preprocess(batch[0])
+    images, _ = batch
+    images = step.preprocess(images)
     noise = tf.random.stateless_normal([tf.shape(images)[0], step.model.inputs[1].shape[1]], seed)
     logits, mean, log_variance = step.model([images, noise], training=step.training)
     errors = tf.nn.sigmoid_cross_entropy_with_logits(images, logits)
