@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import os
 import signal
 
@@ -48,6 +49,15 @@ def mirrored_strategy(replicas: int) -> tf.distribute.Strategy:
         [f"/cpu:{i}" for i in range(replicas)],
         cross_device_ops=tf.distribute.ReductionToOneDevice(),
     )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def what_tensorflow_keeps():
+    """TensorFlow keeps the graphs of a module's tests, gigabytes in the end. Collections of garbage
+    would take most of the time if they looked at them."""
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import re
 import tempfile
 from collections.abc import Callable
@@ -55,7 +56,8 @@ def judge(case: Case, mirrored: Mirrored) -> Verdict:
         with tempfile.TemporaryDirectory() as directory:
             return _compare(case, dataset, mirrored(case.replicas), directory, expected, allowed)
     finally:
-        keras.utils.clear_session()
+        keras.utils.clear_session()  # collects garbage
+        gc.freeze()  # TensorFlow keeps the rest, so later collections need not look at it
 
 
 def _compare(
