@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from ctl import share
+
 
 class Losses(NamedTuple):
     """Sums over the steps of one call, on one replica. Batches may differ in size."""
@@ -26,8 +28,7 @@ class Losses(NamedTuple):
     def totals(self, report: tf.Tensor, replicas: int, logged: tf.Tensor) -> tf.Tensor:
         """float32 [5 + k] that gives `Totals` when it is summed over ``replicas``. ``report``: see
         `ctl.control.pace.Pace.report`; ``logged`` [k]: see `ctl.logged.Logged.terms`."""
-        divisor = tf.where(tf.equal(self.examples, 0.0), 1.0, self.examples)  # a NaN remains one
-        loss = self.total / divisor
+        loss = self.total / share.or_one(self.examples)
         return tf.concat([[loss, self.examples / replicas], report, logged], axis=0)
 
 

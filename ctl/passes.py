@@ -25,7 +25,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from ctl import replicas
+from ctl import replicas, share
 from ctl.errors import UsageError
 from ctl.reduce import all_reduce
 
@@ -96,8 +96,7 @@ def reduced(step: Any, gradients: Sequence[tf.Tensor | None], count: Any) -> lis
     sums = all_reduce([*dense, *counted], options=step.options, scope=SCOPE)
     divisor: Any = 1.0
     if counted:
-        total = sums.pop()
-        divisor = tf.where(tf.equal(total, 0.0), 1.0, total)  # a NaN remains one
+        divisor = share.or_one(sums.pop())
     if step.updater.loss_scale:
         divisor *= step.updater.loss_scale.scale
     left = iter(sums)

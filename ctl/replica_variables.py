@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -60,6 +61,7 @@ class ReplicaVariables:
 
     def create(self, strategy: tf.distribute.Strategy) -> None:
         """Creates ``saved``."""
+        self._on_replicas = tf.function(functools.partial(strategy.run, self._rows))
         parts = strategy.num_replicas_in_sync
         for variable, name, on_resize in self._made:
             values = tf.zeros([parts, *variable.shape], variable.dtype)
@@ -76,13 +78,12 @@ class ReplicaVariables:
         """
         if not self._made:
             return
-
-        def rows() -> list[tf.Tensor]:
-            return [variable[tf.newaxis] for variable in self.variables]
-
-        values = tf.function(lambda: strategy.run(rows))()
-        for saved, parts in zip(self.saved, values, strict=True):
+        for saved, parts in zip(self.saved, self._on_replicas(), strict=True):
             saved.assign(workers.gather(strategy, parts, "gathering the state of the replicas"))
+
+    def _rows(self) -> list[tf.Tensor]:
+        """The values of this replica, each [1, *shape]."""
+        return [variable[tf.newaxis] for variable in self.variables]
 
     def spread(self, strategy: tf.distribute.Strategy) -> None:
         """Gives each replica its value of ``saved``. If these are of another number of replicas,

@@ -91,6 +91,12 @@ def power_of_two(count: tf.Tensor) -> tf.Tensor:
     return tf.where(tf.math.is_finite(power) & (power > 0), power, 1.0)
 
 
+def or_one(total: tf.Tensor) -> tf.Tensor:
+    """``total`` as a divisor: 1 where it is 0, so that nothing divided by nothing is 0. A NaN
+    remains one."""
+    return tf.where(tf.equal(total, 0.0), 1.0, total)
+
+
 def widened(tensor: tf.Tensor) -> tf.Tensor:
     """``tensor`` in float32, if its type is narrower: sums of float16 overflow early."""
     return tf.cast(tensor, wide(tensor.dtype))

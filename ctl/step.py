@@ -316,7 +316,7 @@ class TrainStep(BaseStep):
         total = own.pop() if counted else count * self.strategy.num_replicas_in_sync
         self.statistics.assign(own, before, self.strategy.num_replicas_in_sync)
         if counted:
-            divisor = tf.where(tf.equal(total, 0.0), 1.0, total)  # a NaN remains one
+            divisor = share.or_one(total)
             dense = [g / tf.cast(divisor, g.dtype) for g in dense]
             loss /= divisor
         dense = [tf.cast(g, v.dtype) for g, v in zip(dense, variables, strict=True)]

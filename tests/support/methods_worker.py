@@ -6,12 +6,10 @@ python methods_worker.py OUT
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
 from ctl import cluster
-from ctl.errors import CtlError
 from ctl.logs import console
 
 console.log_to_terminal()
@@ -21,6 +19,7 @@ import keras  # noqa: E402
 import numpy as np  # noqa: E402
 from contrastive import contrastive, views  # noqa: E402
 from sam import sam_loop  # noqa: E402
+from worker_end import run_to_end  # noqa: E402
 
 import ctl  # noqa: E402
 from ctl.strategy import make_multi_worker  # noqa: E402
@@ -50,11 +49,7 @@ def main() -> None:
 
 def run() -> None:
     keras.utils.set_random_seed(0)
-    try:
-        main()
-    except CtlError as error:
-        print(error, file=sys.stderr, flush=True)
-        os._exit(error.exit_code)
+    run_to_end(main)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ctl import cluster, tune
-from ctl.errors import CtlError
 from ctl.logs import console
 
 console.log_to_terminal()
@@ -25,6 +24,7 @@ import numpy as np  # noqa: E402
 import tensorflow as tf  # noqa: E402
 from helpers import BATCH, CLASSES, FEATURES, batches_of_files, examples  # noqa: E402
 from tensorflow.python.distribute import collective_all_reduce_strategy  # noqa: E402
+from worker_end import run_to_end  # noqa: E402
 
 import ctl  # noqa: E402
 from ctl.strategy import make_multi_worker  # noqa: E402
@@ -286,11 +286,7 @@ def train(
 
 
 def run() -> None:
-    try:
-        main()
-    except CtlError as error:
-        print(error, file=sys.stderr, flush=True)
-        os._exit(error.exit_code)
+    run_to_end(main)
 
 
 if __name__ == "__main__":

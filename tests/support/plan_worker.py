@@ -7,12 +7,10 @@ python plan_worker.py OUT
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 
 from ctl import cluster
-from ctl.errors import CtlError
 from ctl.logs import console
 
 console.log_to_terminal()
@@ -21,6 +19,7 @@ console.load_tensorflow()
 import keras  # noqa: E402
 import tensorflow as tf  # noqa: E402
 from helpers import BATCH, CLASSES, FEATURES, examples, mlp  # noqa: E402
+from worker_end import run_to_end  # noqa: E402
 
 import ctl  # noqa: E402
 from ctl.inspect.plan.collectives import plan_of  # noqa: E402
@@ -107,11 +106,7 @@ def main() -> None:
 
 def run() -> None:
     tf.random.set_seed(0)
-    try:
-        main()
-    except CtlError as error:
-        print(error, file=sys.stderr, flush=True)
-        os._exit(error.exit_code)
+    run_to_end(main)
 
 
 if __name__ == "__main__":
