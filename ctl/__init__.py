@@ -32,6 +32,7 @@ if TYPE_CHECKING:  # for editors and type checkers
     from ctl.control.copies import CompareReplicas
     from ctl.control.patience import EarlyStopping
     from ctl.evaluator import Evaluator
+    from ctl.flags.option import option
     from ctl.loop import Loop
     from ctl.step import EvalStep, TrainStep
     from ctl.strategy import make_strategy
@@ -54,6 +55,7 @@ __all__ = [
     "errors",
     "make_strategy",
     "models",
+    "option",
     "passes",
     "reduce",
     "schedule",
@@ -72,6 +74,7 @@ _WHERE = {
     "Loop": "ctl.loop",
     "TrainStep": "ctl.step",
     "make_strategy": "ctl.strategy",
+    "option": "ctl.flags.option",
 }
 
 

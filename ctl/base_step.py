@@ -13,6 +13,7 @@ import tensorflow as tf
 from ctl import replicas, share
 from ctl.data.global_batches import read_again
 from ctl.errors import UsageError
+from ctl.flags import option as options
 from ctl.logged import Logged
 from ctl.parts import Parts
 from ctl.reduce import crossing
@@ -55,12 +56,17 @@ class BaseStep:
 
     training: bool
 
+    def __init_subclass__(cls) -> None:
+        options.declare(cls)
+
     def __init__(
         self,
         model: keras.Model,
         loss_fn: Callable[[tf.Tensor, tf.Tensor], tf.Tensor] = cross_entropy,
         metrics: Sequence[keras.metrics.Metric] = (),
+        **own: Any,
     ):
+        options.take(self, own)
         self.model = model
         self.loss_fn = loss_fn
         self.metrics = list(metrics)
@@ -204,6 +210,12 @@ class BaseStep:
             aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
             name=name,
         )
+
+    def apart(self) -> Sequence[tf.Variable]:
+        """Variables of the model and its optimizers that this step lets differ between replicas, as
+        in local SGD; by default none. A checkpoint holds the values of all replicas. It can be
+        restored on the same number of replicas."""
+        return ()
 
     @functools.cached_property
     def parts(self) -> Parts:

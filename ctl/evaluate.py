@@ -25,8 +25,6 @@ from ctl.flags.parsing import (
 from ctl.logs import console
 
 if TYPE_CHECKING:
-    import keras
-
     from ctl.checkpoint.manager import Saved
 
 FLAGS = flags.FLAGS
@@ -112,7 +110,7 @@ def main() -> None:
     from ctl.checkpoint.manager import CheckpointManager
     from ctl.data.explained import explained
     from ctl.evaluator import Evaluator
-    from ctl.models import check_model, make_model
+    from ctl.models import check_model, load_model, make_model
     from ctl.replicas import statistics_of, training_norms
     from ctl.strategy import make_strategy
 
@@ -142,7 +140,7 @@ def main() -> None:
         if FLAGS.model_dir:
             model = make_model(FLAGS.model, info.image_shape, info.num_classes)
         else:
-            model = _load(Path(FLAGS.model))
+            model = load_model(FLAGS.model, "model")
             if info.image_shape and info.num_classes:
                 check_model(FLAGS.model, model, info.image_shape, info.num_classes)
         step = make_eval_step(model)
@@ -220,16 +218,6 @@ def _adopt_run() -> tuple[bool, dict[str, Any]]:
     metric, mode = str(stored.get("best_metric")), stored.get("best_mode")
     best = {"best_metric": metric, "best_mode": training.best_mode(metric, mode)}
     return stored.get("ema_decay") is not None, best
-
-
-def _load(path: Path) -> keras.Model:
-    import keras
-
-    try:
-        return keras.saving.load_model(path, compile=False)
-    except (ValueError, TypeError, OSError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0][:200]
-        raise UsageError(f"{path} is not a Keras model that can be loaded: {reason}") from error
 
 
 def _print(results: dict[str, float], saved: Saved | None) -> None:

@@ -9,6 +9,7 @@ built into Keras, so a saved ``.keras`` file loads without ctl.
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Sequence
 
 import keras
@@ -200,4 +201,38 @@ def _checked_type(name: str, model: object) -> keras.Model:
             f"the model {name!r} must be a function that returns a keras.Model, "
             f"it returned {type(model).__name__}"
         )
+    return model
+
+
+def load_model(
+    path: str | os.PathLike[str] | None, flag: str, like: keras.Model | None = None
+) -> keras.Model:
+    """Loads a ``.keras`` file, uncompiled.
+
+    Args:
+        path: of the file.
+        flag: that gives the path; for messages.
+        like: a model whose inputs and outputs have the shapes of the one in the file.
+
+    Raises:
+        UsageError: there is no such file, it holds no model, or one of other shapes.
+    """
+    if path is None:
+        raise UsageError(f"--{flag} is missing: give the .keras file of a trained model")
+    try:
+        model = keras.saving.load_model(path, compile=False)
+    except Exception as error:  # Keras raises many kinds for a file that is damaged
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+        raise UsageError(
+            f"--{flag}={path} is not a Keras model that can be loaded: {reason}"
+        ) from error
+    if like is not None:
+        (takes, gives), (wanted_in, wanted_out) = (
+            (one.input_shape, one.output_shape) for one in (model, like)
+        )
+        if (takes, gives) != (wanted_in, wanted_out):
+            raise UsageError(
+                f"--{flag}={path} takes {takes} and returns {gives}, but the model {like.name} "
+                f"takes {wanted_in} and returns {wanted_out}"
+            )
     return model

@@ -14,14 +14,15 @@ from ctl.errors import UsageError
 _ON_RESIZE = ("refuse", "sum", "zero")
 
 
-class _Made(NamedTuple):
+class _Part(NamedTuple):
     variable: tf.Variable
     name: str
     on_resize: str
 
 
 class ReplicaVariables:
-    """The variables of one step that `ctl.TrainStep.variable` made for each replica.
+    """The variables of one step that `ctl.TrainStep.variable` made for each replica, and those that
+    are `ctl.TrainStep.apart`.
 
     Attributes:
         saved: for each variable, the values of all replicas, [replicas, *shape], on the host; empty
@@ -29,12 +30,13 @@ class ReplicaVariables:
     """
 
     def __init__(self) -> None:
-        self._made: list[_Made] = []
+        self._made: list[_Part] = []
+        self._all: list[_Part] = []  # those made, and those apart
         self.saved: list[tf.Variable] = []
 
     @property
     def variables(self) -> list[tf.Variable]:
-        """In the order in which they were made."""
+        """Those that were made, in their order."""
         return [made.variable for made in self._made]
 
     def make(self, name: str, shape: Sequence[int], dtype: str, on_resize: str) -> tf.Variable:
@@ -56,14 +58,15 @@ class ReplicaVariables:
             synchronization=tf.VariableSynchronization.ON_READ,
             name=name,
         )
-        self._made.append(_Made(variable, name, on_resize))
+        self._made.append(_Part(variable, name, on_resize))
         return variable
 
-    def create(self, strategy: tf.distribute.Strategy) -> None:
-        """Creates ``saved``."""
+    def create(self, strategy: tf.distribute.Strategy, apart: Sequence[tf.Variable]) -> None:
+        """Creates ``saved``, with room for the values of variables that are ``apart``."""
+        self._all = [*self._made, *(_Part(v, v.name.removesuffix(":0"), "refuse") for v in apart)]
         self._on_replicas = tf.function(functools.partial(strategy.run, self._rows))
         parts = strategy.num_replicas_in_sync
-        for variable, name, on_resize in self._made:
+        for variable, name, on_resize in self._all:
             values = tf.zeros([parts, *variable.shape], variable.dtype)
             rows = parts if on_resize == "refuse" else None
             with tf.device("/cpu:0"):
@@ -76,33 +79,33 @@ class ReplicaVariables:
         Raises:
             PeerError: a worker was lost.
         """
-        if not self._made:
+        if not self._all:
             return
         for saved, parts in zip(self.saved, self._on_replicas(), strict=True):
             saved.assign(workers.gather(strategy, parts, "gathering the state of the replicas"))
 
     def _rows(self) -> list[tf.Tensor]:
         """The values of this replica, each [1, *shape]."""
-        return [variable[tf.newaxis] for variable in self.variables]
+        return [replicas.own_copy(part.variable)[tf.newaxis] for part in self._all]
 
     def spread(self, strategy: tf.distribute.Strategy) -> None:
         """Gives each replica its value of ``saved``. If these are of another number of replicas,
         replica 0 gets their sum (``on_resize="sum"``), and all others get zeros."""
-        if not self._made:
+        if not self._all:
             return
         count = strategy.num_replicas_in_sync
         parts = []
-        for saved, made in zip(self.saved, self._made, strict=True):
+        for saved, part in zip(self.saved, self._all, strict=True):
             value = saved.read_value()
             if value.shape[0] != count:
                 total = tf.reduce_sum(value, axis=0, keepdims=True)
-                first = total if made.on_resize == "sum" else tf.zeros_like(total)
+                first = total if part.on_resize == "sum" else tf.zeros_like(total)
                 value = tf.concat([first, tf.zeros([count - 1, *first.shape[1:]], first.dtype)], 0)
             parts.append(value)
 
         def assign() -> None:
             me = tf.distribute.get_replica_context().replica_id_in_sync_group
-            for variable, value in zip(self.variables, parts, strict=True):
-                variable.assign(value[me])
+            for part, value in zip(self._all, parts, strict=True):
+                replicas.own_copy(part.variable).assign(value[me])
 
         tf.function(lambda: strategy.run(assign))()  # TensorFlow warns about an eager `run`

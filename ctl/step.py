@@ -68,6 +68,7 @@ class TrainStep(BaseStep):
             replica the whole step, and several at once if batches come in blocks (`ctl.data.feed`).
         jit_update: compiles the update with XLA, see `ctl.apply.Updater`.
         random_seed: of the run, for `seed`.
+        own: options that a subclass declares, see `ctl.option`.
 
     Attributes:
         strategy: None until `build`.
@@ -94,8 +95,9 @@ class TrainStep(BaseStep):
         jit_compile: bool = False,
         jit_update: bool | None = None,
         random_seed: int = 0,
+        **own: Any,
     ):
-        super().__init__(model, loss_fn, metrics)
+        super().__init__(model, loss_fn, metrics, **own)
         if on_nan not in ("stop", "skip"):
             raise UsageError(f"on_nan is {on_nan!r}; it must be 'stop' or 'skip'")
         if accumulate_steps < 1:
@@ -130,7 +132,6 @@ class TrainStep(BaseStep):
         self.strategy = strategy
         self.synchronizes = replicas.synchronizes(strategy, self.parts.layer)
         self.logged.create(strategy)
-        self.of_replicas.create(strategy)
         with strategy.scope():
             self.updater = Updater(
                 self.optimizer,
@@ -142,6 +143,7 @@ class TrainStep(BaseStep):
                 skip_nonfinite=self.on_nan == "skip",
                 jit_update=self.jit_update,
             )
+        self.of_replicas.create(strategy, self.apart())
         self.trained = [v.value for v in self.updater.trained]
         self.trains = (True,) * len(self.trained)  # see `Loop.train_only`
         self.parts.check(self.trained)

@@ -110,14 +110,14 @@ def test_files_that_are_no_model(zygote, tmp_path):
 
     text = tmp_path / "text.keras"
     text.write_text("no model")
-    assert last_line(text).startswith(f"{text} is not a Keras model that can be loaded: ")
+    assert last_line(text).startswith(f"--model={text} is not a Keras model that can be loaded: ")
     inputs = keras.Input([8, 8, 1])
     other = tmp_path / "other.keras"
     keras.Model(inputs, keras.layers.Dense(10)(keras.layers.Flatten()(inputs))).save(other)
     assert f"{other}' does not take images of shape (28, 28, 1)" in last_line(other)
     cut = tmp_path / "cut.keras"
     cut.write_bytes(other.read_bytes()[:-200])
-    assert last_line(cut).startswith(f"{cut} is not a Keras model that can be loaded: ")
+    assert last_line(cut).startswith(f"--model={cut} is not a Keras model that can be loaded: ")
     # A model file may hold code; Keras refuses to run it.
     code = tmp_path / "code.keras"
     function = keras.layers.Lambda(lambda x: x)

@@ -128,7 +128,9 @@ def test_every_flag_exists():
     for command in [*((m,) for m in modules), *(("ctl.inspect", name) for name in INSPECT)]:
         exist |= set(re.findall(r"^  --(?:\[no\])?(\w+)", help_of(*command), re.MULTILINE))
     for recipe in ROOT.glob("ctl/recipes/*.py"):
-        exist |= set(re.findall(r'DEFINE_\w+\(\s*"(\w+)"', recipe.read_text("utf-8")))
+        text = recipe.read_text("utf-8")
+        exist |= set(re.findall(r'DEFINE_\w+\(\s*"(\w+)"', text))
+        exist |= set(re.findall(r"^    (\w+): [^\n=]* = ctl\.option\(", text, re.MULTILINE))
     named = set(re.findall(r"(?<![\w-])--(\w+)", ALL)) - FOREIGN_FLAGS - {"help"}
     unknown = {n for n in named if n not in exist and n.removeprefix("no") not in exist}
     assert not unknown

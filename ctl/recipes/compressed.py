@@ -24,45 +24,32 @@ from __future__ import annotations
 from typing import Any
 
 import tensorflow as tf
-from absl import flags
 
 import ctl
 from ctl.errors import UsageError
 from ctl.reduce import all_reduce
 
-_KINDS = ["fp16", "int8", "topk"]
 _BUCKET = 512  # numbers that share a scale
-
-flags.DEFINE_enum("compressor", "int8", _KINDS, "What a gradient becomes.")
-flags.DEFINE_float("topk_share", 0.01, "Share of a gradient that topk sends.", 0.0, 1.0)
 
 
 class Compressed(ctl.TrainStep):
     """Sums compressed gradients, with error feedback.
 
-    Args:
-        args, options: as of `ctl.TrainStep`.
-        compressor: ``"fp16"``, ``"int8"`` or ``"topk"``; by default that of the flag.
-        topk_share: of the numbers that ``"topk"`` sends, in [0, 1]; by default that of the flag.
-
     Attributes:
         left: float32 [parameters], what this replica has not sent yet.
     """
 
-    def __init__(
-        self,
-        *args: Any,
-        compressor: str | None = None,
-        topk_share: float | None = None,
-        **options: Any,
-    ):
+    compressor: str = ctl.option(
+        "int8", "What a gradient becomes.", choices=["fp16", "int8", "topk"]
+    )
+    topk_share: float = ctl.option(
+        0.01, "Share of a gradient that topk sends.", lower_bound=0.0, upper_bound=1.0
+    )
+
+    def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
-        self.compressor = str(flags.FLAGS["compressor"].value) if compressor is None else compressor
-        if self.compressor not in _KINDS:
-            raise UsageError(f"compressor={compressor!r} is not one of {', '.join(_KINDS)}")
-        share = flags.FLAGS["topk_share"].value if topk_share is None else topk_share
         self.size = sum(v.shape.num_elements() for v in self.model.trainable_variables)
-        self.kept = max(1, round(share * self.size))
+        self.kept = max(1, round(self.topk_share * self.size))
         self.left = self.variable("left", [self.size], per_replica=True, on_resize="sum")
 
     @tf.autograph.experimental.do_not_convert

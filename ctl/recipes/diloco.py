@@ -16,37 +16,21 @@ from __future__ import annotations
 from typing import Any
 
 import tensorflow as tf
-from absl import flags
 
+import ctl
 from ctl import replicas
 from ctl.recipes.local_sgd import LocalSGD
 
-flags.DEFINE_float("outer_rate", 0.7, "Learning rate of the steps between rounds.", 0.0)
-flags.DEFINE_float("outer_momentum", 0.9, "Momentum of the steps between rounds.", 0.0)
-
 
 class DiLoCo(LocalSGD):
-    """Trains weights of each replica, and takes an outer step every ``local_steps`` steps.
+    """Trains weights of each replica, and takes an outer step every ``local_steps`` steps."""
 
-    Args:
-        args, options: as of `LocalSGD`.
-        outer_rate, outer_momentum: of the outer steps; by default those of the flags.
-    """
-
+    outer_rate: float = ctl.option(0.7, "Of the steps between rounds.", lower_bound=0.0)
+    outer_momentum: float = ctl.option(0.9, "Of the steps between rounds.", lower_bound=0.0)
     default_steps = 500
 
-    def __init__(
-        self,
-        *args: Any,
-        outer_rate: float | None = None,
-        outer_momentum: float | None = None,
-        **options: Any,
-    ):
+    def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
-        given = {"outer_rate": outer_rate, "outer_momentum": outer_momentum}
-        self.outer_rate, self.outer_momentum = (
-            flags.FLAGS[name].value if value is None else value for name, value in given.items()
-        )
         weights = [v.value for v in self.model.trainable_variables]
         self.starts = [tf.Variable(v, trainable=False) for v in weights]  # of this round
         velocities = [tf.Variable(tf.zeros_like(v), trainable=False) for v in weights]

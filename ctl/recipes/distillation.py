@@ -14,78 +14,40 @@ models, section 4. This trains a teacher, and then distills it::
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
-import keras
 import tensorflow as tf
-from absl import flags
 
 import ctl
 from ctl import share
-from ctl.errors import UsageError
-
-flags.DEFINE_string("teacher", None, "The .keras file of the model to distill.")
-flags.DEFINE_float("teacher_temperature", 2.0, "Divides the logits.", lower_bound=1e-3)
-flags.DEFINE_float(
-    "label_share", 0.5, "Weight of the loss of the labels.", lower_bound=0.0, upper_bound=1.0
-)
+from ctl.models import load_model
 
 
 class Distillation(ctl.TrainStep):
     """Distills a teacher. Both models are functional or sequential, and return logits.
 
-    Args:
-        teacher: path of a ``.keras`` file; its model takes and returns what ``model`` does.
-        temperature: T, above 0.
-        label_share: w, in [0, 1].
-        arguments, options: see `ctl.TrainStep`. Those above are the flags by default.
-
     Raises:
         UsageError: there is no such file, it holds no model, or one of other shapes.
     """
 
-    def __init__(
-        self,
-        *arguments: Any,
-        teacher: str | os.PathLike[str] | None = None,
-        temperature: float | None = None,
-        label_share: float | None = None,
-        **options: Any,
-    ):
+    teacher: str | None = ctl.option(None, "The .keras file of the model to distill.", type=str)
+    teacher_temperature: float = ctl.option(2.0, "Divides the logits.", lower_bound=1e-3)
+    label_share: float = ctl.option(
+        0.5, "Weight of the loss of the labels.", lower_bound=0.0, upper_bound=1.0
+    )
+
+    def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, **options)
-        own: Any = flags.FLAGS
-        path = own["teacher"].value if teacher is None else teacher
-        self.temperature = temperature or own["teacher_temperature"].value
-        self.label_share = own["label_share"].value if label_share is None else label_share
-        self.teacher = load_teacher(path, self.model)
+        self.taught_by = load_model(self.teacher, "teacher", like=self.model)
+        self.taught_by.trainable = False
 
     def loss(self, batch: Any) -> tuple[tf.Tensor, tf.Tensor]:
         """The losses, [n], and the outputs of the model."""
         hard, logits = super().loss(batch)
         features, _, weights = share.unpack(batch)
-        taught = self.teacher(self.preprocess(features), training=False)
-        taught, softer = (tf.cast(x, tf.float32) / self.temperature for x in (taught, logits))
+        taught = self.taught_by(self.preprocess(features), training=False)
+        t = self.teacher_temperature
+        taught, softer = (tf.cast(x, tf.float32) / t for x in (taught, logits))
         soft = tf.nn.softmax_cross_entropy_with_logits(tf.nn.softmax(taught), softer)
-        soft *= self.temperature**2 * (1.0 if weights is None else tf.cast(weights, tf.float32))
+        soft *= t**2 * (1.0 if weights is None else tf.cast(weights, tf.float32))
         return (1.0 - self.label_share) * soft + self.label_share * hard, logits
-
-
-def load_teacher(path: str | os.PathLike[str] | None, student: keras.Model) -> keras.Model:
-    """Returns the frozen model of a ``.keras`` file. Raises `UsageError`, see `Distillation`."""
-    if path is None:
-        raise UsageError("distillation needs --teacher: the .keras file of a trained model")
-    try:
-        teacher = keras.models.load_model(path, compile=False)
-    except Exception as error:  # Keras raises many kinds for a file that is damaged
-        reason = str(error).partition("\n")[0]
-        raise UsageError(f"cannot load the teacher {path}: {reason}") from error
-    shapes = [(one.input_shape, one.output_shape) for one in (teacher, student)]
-    if shapes[0] != shapes[1]:
-        (takes, gives), (wanted_in, wanted_out) = shapes
-        raise UsageError(
-            f"the teacher {path} does not fit: it takes {takes} and returns {gives}, the model "
-            f"{student.name} takes {wanted_in} and returns {wanted_out}"
-        )
-    teacher.trainable = False
-    return teacher

@@ -10,7 +10,7 @@ than others takes a smaller step::
 Between two means no gradients and no weights cross replicas, only what ctl sums beside gradients:
 whether they are finite, statistics of BatchNorm, and the number of examples if it varies. What is
 evaluated or exported then are weights of single replicas: let ``--evaluate_every`` and the steps of
-the training be multiples of ``--local_steps``. ``--check_replicas_every`` would end the training.
+the training be multiples of ``--local_steps``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from absl import flags
 
 import ctl
 from ctl import replicas
@@ -27,52 +26,37 @@ from ctl.errors import UsageError
 
 MEAN = tf.distribute.ReduceOp.MEAN
 
-flags.DEFINE_integer(
-    "local_steps", None, "Steps between two means; by default 8, and 500 for DiLoCo.", 1
-)
-
 
 class LocalSGD(ctl.TrainStep):
     """Trains weights of each replica, and takes their mean every ``local_steps`` steps.
 
-    Args:
-        args, options: as of `ctl.TrainStep`; there is one optimizer, and no ``ema_decay``.
-        local_steps: steps between two means; by default that of the flag.
+    Raises:
+        UsageError: there are parameter groups or an ``ema_decay``.
     """
 
+    local_steps: int = ctl.option(
+        None, "Steps between two means; by default 8, and 500 for DiLoCo.", type=int, lower_bound=1
+    )
     default_steps = 8
 
-    def __init__(self, *args: Any, local_steps: int | None = None, **options: Any):
+    def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
         if not isinstance(self.optimizer, keras.Optimizer) or self.ema_decay is not None:
             raise UsageError(f"{type(self).__name__} takes one optimizer, and no ema_decay")
-        self.local_steps = local_steps or flags.FLAGS["local_steps"].value or self.default_steps
-        self.optimizer.build(self.model.trainable_variables)
-        # A checkpoint holds one copy of the variables that are `apart`, and all parts of these.
-        self.mine = [
-            self.variable(f"mine{i}", v.shape, v.dtype, per_replica=True)
-            for i, v in enumerate(self.apart)
-        ]
+        self.local_steps = self.local_steps or self.default_steps
         self.outer: list[list[tf.Variable]] = []  # for `join`, one of each list for each weight
 
-    @property
     def apart(self) -> list[tf.Variable]:
-        """The weights and their slots, of which each replica has another copy."""
+        """The weights and their slots."""
         optimizer: Any = self.optimizer
-        shared = {id(optimizer.iterations), id(optimizer.learning_rate)}
-        slots = [v for v in optimizer.variables if id(v) not in shared]
+        equal = {id(optimizer.iterations), id(optimizer.learning_rate)}
+        slots = [v for v in optimizer.variables if id(v) not in equal]
         return [v.value for v in (*self.model.trainable_variables, *slots)]
 
     def __call__(self, batch: Any) -> tuple[tf.Tensor, tf.Tensor]:
-        begins = tf.equal(self.global_step, 0)
-        copies = [replicas.own_copy(v) for v in self.apart]
-        for copy, mine in zip(copies, self.mine, strict=True):
-            copy.assign(tf.where(begins, copy.read_value(), mine.read_value()))
         outcome = super().__call__(batch)
-        weights = [copy.read_value() for copy in copies[: len(self.trained)]]
+        weights = [replicas.own_copy(v).read_value() for v in self.trained]
         tf.distribute.get_replica_context().merge_call(self.meet, args=(weights,))
-        for copy, mine in zip(copies, self.mine, strict=True):
-            mine.assign(copy.read_value())
         return outcome
 
     @tf.autograph.experimental.do_not_convert

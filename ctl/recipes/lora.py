@@ -12,13 +12,13 @@ the sums in its kernels::
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import keras
 from absl import flags
 
 from ctl.errors import UsageError
+from ctl.models import load_model
 from ctl.replicas import layers_of
 
 flags.DEFINE_string(
@@ -36,14 +36,7 @@ def make_model() -> keras.Model:
     """
     values: Any = flags.FLAGS
     base, rank, alpha = (values[f"lora_{name}"].value for name in ("base", "rank", "alpha"))
-    if not base or not Path(base).is_file():
-        raise UsageError(f"--lora_base={base} is no file: give the .keras file of a trained model")
-    try:
-        model = keras.saving.load_model(base, compile=False)
-    except ValueError as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise UsageError(f"--lora_base={base} is no Keras model: {reason}") from error
-    return low_rank(model, rank, alpha)
+    return low_rank(load_model(base, "lora_base"), rank, alpha)
 
 
 def low_rank(model: keras.Model, rank: int, alpha: float | None = None) -> keras.Model:

@@ -17,46 +17,29 @@ from __future__ import annotations
 from typing import Any
 
 import tensorflow as tf
-from absl import flags
 
 import ctl
 from ctl import share
 from ctl.errors import UsageError
 
-flags.DEFINE_float("consistency_weight", 100.0, "Weight of the consistency cost.", lower_bound=0.0)
-flags.DEFINE_integer("consistency_rampup", 40_000, "Steps until it is whole.", lower_bound=1)
-flags.DEFINE_float("input_noise", 0.15, "Standard deviation of the noise.", lower_bound=0.0)
-
 
 class MeanTeacher(ctl.TrainStep):
     """Trains with a mean teacher. Labels are classes, integers [n]; -1 for an example without one.
-
-    Args:
-        consistency: largest weight of the consistency cost.
-        rampup: steps until the weight is that.
-        noise: standard deviation of Gaussian noise on the preprocessed features.
-        arguments, options: see `ctl.TrainStep`; ``ema_decay`` is required. Those above are the
-            flags by default.
 
     Raises:
         UsageError: there is no ``ema_decay``.
     """
 
-    def __init__(
-        self,
-        *arguments: Any,
-        consistency: float | None = None,
-        rampup: int | None = None,
-        noise: float | None = None,
-        **options: Any,
-    ):
+    consistency_weight: float = ctl.option(100.0, "Of the consistency cost.", lower_bound=0.0)
+    consistency_rampup: int = ctl.option(40_000, "Steps until the weight is that.", lower_bound=1)
+    input_noise: float = ctl.option(
+        0.15, "Standard deviation of Gaussian noise on preprocessed features.", lower_bound=0.0
+    )
+
+    def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, **options)
         if self.ema_decay is None:
             raise UsageError("the teacher is an average of the weights: give --ema_decay=0.999")
-        own: Any = flags.FLAGS
-        self.consistency = own["consistency_weight"].value if consistency is None else consistency
-        self.rampup = rampup or own["consistency_rampup"].value
-        self.noise = own["input_noise"].value if noise is None else noise
 
     def loss(self, batch: Any) -> tuple[tf.Tensor, tf.Tensor]:
         """The losses, [n], and the outputs of the model for the noisy features."""
@@ -70,8 +53,9 @@ class MeanTeacher(ctl.TrainStep):
         probabilities = (tf.nn.softmax(tf.cast(x, tf.float32)) for x in (outputs, taught))
         distance = tf.reduce_mean(tf.math.squared_difference(*probabilities), axis=-1)
         self.log("consistency", distance)
-        left = 1.0 - tf.minimum(tf.cast(self.global_step, tf.float32) / self.rampup, 1.0)
-        losses += self.consistency * tf.exp(-5.0 * left**2) * distance
+        done = tf.cast(self.global_step, tf.float32) / self.consistency_rampup
+        left = 1.0 - tf.minimum(done, 1.0)
+        losses += self.consistency_weight * tf.exp(-5.0 * left**2) * distance
         return losses if weights is None else losses * tf.cast(weights, losses.dtype), outputs
 
     def noisy(self, features: tf.Tensor, name: str) -> tf.Tensor:
@@ -79,7 +63,7 @@ class MeanTeacher(ctl.TrainStep):
         noise = tf.random.stateless_normal(
             tf.shape(features), self.seed(name), dtype=features.dtype
         )
-        return features + self.noise * noise
+        return features + self.input_noise * noise
 
     def teach(self, features: tf.Tensor) -> tf.Tensor:
         """The outputs of the model with its averaged weights, with Dropout and with the statistics

@@ -5,7 +5,7 @@ image is drawn from Beta(alpha, alpha), once for each micro-batch of a replica. 
 with one of the same micro-batch, so N replicas do not equal one.
 
 mixup: Zhang, Cisse, Dauphin and Lopez-Paz 2018, arXiv:1710.09412, section 2. CutMix: Yun et al.
-2019, arXiv:1905.04899, section 3.1. The default of ``alpha`` is that of both on CIFAR-10; mixup
+2019, arXiv:1905.04899, section 3.1. The default of ``mix_alpha`` is that of both on CIFAR-10; mixup
 takes 0.2 on ImageNet::
 
     python -m ctl.train --model_dir=/tmp/mixup --step=ctl.recipes.mixup:Mixup --mix_alpha=1
@@ -18,26 +18,15 @@ import math
 from typing import Any
 
 import tensorflow as tf
-from absl import flags
 
 import ctl
 from ctl.errors import UsageError
 
-flags.DEFINE_float("mix_alpha", 1.0, "Parameter of the Beta distribution.", lower_bound=1e-3)
-
 
 class Mixup(ctl.TrainStep):
-    """Trains with mixup.
+    """Trains with mixup."""
 
-    Args:
-        alpha: parameter of the Beta distribution; by default the flag.
-        arguments, options: see `ctl.TrainStep`.
-    """
-
-    def __init__(self, *arguments: Any, alpha: float | None = None, **options: Any):
-        super().__init__(*arguments, **options)
-        own: Any = flags.FLAGS
-        self.alpha = own["mix_alpha"].value if alpha is None else alpha
+    mix_alpha: float = ctl.option(1.0, "Parameter of the Beta distribution.", lower_bound=1e-3)
 
     def loss(self, batch: Any) -> tuple[tf.Tensor, tf.Tensor]:
         """The losses for both labels, each times its share, [n], and the outputs.
@@ -59,7 +48,7 @@ class Mixup(ctl.TrainStep):
         """Returns the example that each of ``count`` is mixed with, int32 [count], and the share of
         the first, float32 scalar."""
         order = tf.argsort(tf.random.stateless_uniform([count], self.seed("mix order")))
-        return order, symmetric_beta([], self.seed("mix share"), self.alpha)
+        return order, symmetric_beta([], self.seed("mix share"), self.mix_alpha)
 
     def mix(
         self, first: tf.Tensor, second: tf.Tensor, share: tf.Tensor
@@ -70,7 +59,7 @@ class Mixup(ctl.TrainStep):
 
 
 class CutMix(Mixup):
-    """Trains with CutMix, on images [n, height, width, channels]. Arguments as for `Mixup`."""
+    """Trains with CutMix, on images [n, height, width, channels]."""
 
     def mix(
         self, first: tf.Tensor, second: tf.Tensor, share: tf.Tensor

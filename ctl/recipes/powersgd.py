@@ -17,29 +17,24 @@ import math
 from typing import Any
 
 import tensorflow as tf
-from absl import flags
 
 import ctl
 from ctl.errors import UsageError
 
-flags.DEFINE_integer("powersgd_rank", 2, "Columns of the thin matrices.", 1)
-
 
 class PowerSGD(ctl.TrainStep):
     """Sums gradients of low rank, with error feedback and a warm start.
-
-    Args:
-        args, options: as of `ctl.TrainStep`.
-        rank: of the sums; by default that of the flag.
 
     Attributes:
         thin: index of a kernel -> float32 [m, rank], the right matrix of the last step.
         left: index of a kernel -> float32 [n, m], what this replica has not sent yet.
     """
 
-    def __init__(self, *args: Any, rank: int | None = None, **options: Any):
+    powersgd_rank: int = ctl.option(2, "Columns of the thin matrices.", lower_bound=1)
+
+    def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
-        r: Any = flags.FLAGS["powersgd_rank"].value if rank is None else rank
+        r = self.powersgd_rank
         self.shapes = [v.shape for v in self.model.trainable_variables]
         self.thin: dict[int, tf.Variable] = {}
         self.left: dict[int, tf.Variable] = {}

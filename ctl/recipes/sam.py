@@ -15,26 +15,16 @@ from __future__ import annotations
 from typing import Any
 
 import tensorflow as tf
-from absl import flags
 
 import ctl
 from ctl import passes
 from ctl.apply import global_norm
 
-flags.DEFINE_float("rho", 0.05, "How far SAM moves the weights: a norm.", lower_bound=0.0)
-
 
 class SAM(ctl.TrainStep):
-    """Trains with sharpness-aware minimization.
+    """Trains with sharpness-aware minimization."""
 
-    Args:
-        rho: how far to move the weights, as the norm over all of them; by default the flag.
-        arguments, options: see `ctl.TrainStep`.
-    """
-
-    def __init__(self, *arguments: Any, rho: float | None = None, **options: Any):
-        super().__init__(*arguments, **options)
-        self.rho = flags.FLAGS["rho"].value if rho is None else rho
+    rho: float = ctl.option(0.05, "How far SAM moves the weights: a norm.", lower_bound=0.0)
 
     def direction(
         self, gradients: list[tf.Tensor | None], count: int | tf.Tensor

@@ -37,9 +37,10 @@ def teacher(tmp_path):
     return tmp_path / "teacher.keras"
 
 
-def plain_distillation(model, teacher, optimizer, batches, *, temperature, label_share) -> None:
+def plain_distillation(model, teacher, batches, temperature, label_share) -> None:
     """Hinton et al. 2015, section 2, on one device. The Kullback-Leibler divergence differs from
     the cross entropy by what the model does not change."""
+    optimizer = keras.optimizers.SGD(0.1)
     divergence = keras.losses.KLDivergence(reduction="sum")
     for features, labels, weights in batches:
         target = tf.nn.softmax(teacher(features, training=False) / temperature)
@@ -61,7 +62,7 @@ def plain_distillation(model, teacher, optimizer, batches, *, temperature, label
 def test_equals_plain_tensorflow(mirrored, teacher, replicas, temperature, label_share):
     features, labels = examples(16 * STEPS)
     weights = np.random.default_rng(1).uniform(0.5, 2.0, len(labels)).astype("float32")
-    options = {"temperature": temperature, "label_share": label_share}
+    options = {"teacher_temperature": temperature, "label_share": label_share}
     loop = make_loop(
         mirrored(replicas),
         step_class=Distillation,
@@ -75,10 +76,10 @@ def test_equals_plain_tensorflow(mirrored, teacher, replicas, temperature, label
     loaded = keras.models.load_model(teacher)
     taught = [w.copy() for w in loaded.get_weights()]
     batches = cut((features, labels, weights))
-    plain_distillation(plain, loaded, keras.optimizers.SGD(0.1), batches, **options)
+    plain_distillation(plain, loaded, batches, temperature, label_share)
     loop.train(STEPS)
     assert largest_difference(loop.step.model.get_weights(), plain.get_weights()) <= 1e-6
-    assert largest_difference(loop.step.teacher.get_weights(), taught) == 0.0
+    assert largest_difference(loop.step.taught_by.get_weights(), taught) == 0.0
     assert_replicas_agree(loop.strategy, loop.step.model.variables)
 
 
@@ -102,10 +103,12 @@ def test_a_teacher_that_does_not_fit_is_refused(tmp_path):
         assert "\n" not in str(caught.value)
         return str(caught.value)
 
-    assert refusal(None).startswith("distillation needs --teacher")
+    assert refusal(None).startswith("--teacher is missing")
     missing, damaged, other = (tmp_path / f"{name}.keras" for name in "abc")
-    assert refusal(missing).startswith(f"cannot load the teacher {missing}: ")
+    assert refusal(missing).startswith(f"--teacher={missing} is not a Keras model")
     damaged.write_bytes(b"no zip")
-    assert refusal(damaged).startswith(f"cannot load the teacher {damaged}: ")
+    assert refusal(damaged).startswith(f"--teacher={damaged} is not a Keras model")
     keras.Sequential([keras.Input([FEATURES]), layers.Dense(CLASSES + 1)]).save(other)
-    assert f"does not fit: it takes (None, {FEATURES}) and returns (None, 6)" in refusal(other)
+    assert f"{other} takes (None, {FEATURES}) and returns (None, 6), but the model" in refusal(
+        other
+    )

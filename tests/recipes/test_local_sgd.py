@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from helpers import largest_difference
-from rounds import STEPS, assert_equals_reference, assert_resumed, make
+from rounds import ROUND, STEPS, assert_equals_reference, assert_resumed, copies, make
 
-from ctl.errors import UsageError
+from ctl.control.copies import CompareReplicas
+from ctl.errors import CheckpointError, UsageError
 from ctl.recipes.local_sgd import LocalSGD
 from ctl.step import TrainStep
 
@@ -18,6 +21,21 @@ def test_it_equals_models_that_are_trained_one_by_one(mirrored, replicas):
 
 def test_a_resume_within_a_round_changes_no_bit(mirrored, tmp_path):
     assert_resumed(mirrored(2), LocalSGD, tmp_path)
+
+
+def test_a_resume_on_other_replicas_is_refused(mirrored, tmp_path):
+    first = make(mirrored(2), LocalSGD, directory=tmp_path)
+    first.save(wait=True)
+    first.checkpoints.close()
+    with pytest.raises(CheckpointError, match="2"):
+        make(mirrored(4), LocalSGD, directory=tmp_path).restore()
+
+
+def test_weights_that_differ_are_no_fault(mirrored):
+    loop = make(mirrored(2), LocalSGD)
+    loop.train(ROUND + 1)
+    assert largest_difference(*copies(loop)) > 1e-4
+    CompareReplicas(loop.step)(SimpleNamespace(step=ROUND + 1))
 
 
 def test_a_mean_in_each_step_equals_synchronous_training(mirrored):

@@ -118,10 +118,10 @@ def test_a_wrong_base_is_refused(tmp_path, monkeypatch):
         with pytest.raises(UsageError, match=message):
             lora.make_model()
 
-    refused("--lora_base=None is no file: give the .keras file")
+    refused("^--lora_base is missing: give the .keras file")
     path = tmp_path / "model.keras"
     path.write_text("no archive")
     monkeypatch.setattr(flags.FLAGS["lora_base"], "value", str(path))
-    refused("is no Keras model: ")
+    refused("is not a Keras model that can be loaded: ")
     keras.Sequential([keras.Input([4, 4, 1]), keras.layers.Conv2D(1, 2)]).save(path)
     refused("has no dense layer to update")

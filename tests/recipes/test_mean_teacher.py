@@ -25,7 +25,7 @@ from ctl.errors import UsageError
 from ctl.recipes.mean_teacher import MeanTeacher
 
 STEPS, DECAY = 6, 0.5
-OPTIONS = {"ema_decay": DECAY, "consistency": 3.0, "rampup": 4}
+OPTIONS = {"ema_decay": DECAY, "consistency_weight": 3.0, "consistency_rampup": 4}
 
 
 class SameNoise(MeanTeacher):
@@ -46,14 +46,14 @@ def plain_mean_teacher(student, optimizer, batches) -> keras.Model:
     teacher = keras.models.clone_model(student)
     teacher.set_weights(student.get_weights())
     for step, (features, labels) in enumerate(batches):
-        grown = np.exp(-5.0 * (1.0 - min(1.0, step / OPTIONS["rampup"])) ** 2)
+        grown = np.exp(-5.0 * (1.0 - min(1.0, step / OPTIONS["consistency_rampup"])) ** 2)
         known = np.flatnonzero(labels >= 0)
         target = tf.nn.softmax(teacher(noise_of(features, "teacher")))
         with tf.GradientTape() as tape:
             logits = student(noise_of(features, "student"))
             hard = tf.reduce_sum(keras_loss(labels[known], tf.gather(logits, known)))
             cost = tf.reduce_sum((tf.nn.softmax(logits) - target) ** 2) / CLASSES
-            loss = (hard + OPTIONS["consistency"] * grown * cost) / len(labels)
+            loss = (hard + OPTIONS["consistency_weight"] * grown * cost) / len(labels)
         gradients = tape.gradient(loss, [v.value for v in student.trainable_variables])
         optimizer.apply(gradients, student.trainable_variables)
         decay = DECAY if step else 0.0  # as in ctl and Keras, the average starts after one update
@@ -105,7 +105,7 @@ def test_a_resume_changes_no_bit(mirrored):
 
 def test_the_teacher_leaves_no_trace_and_sees_other_noise():
     """It draws other Dropout masks than the model, and updates no statistics."""
-    loop = make_loop(model=network, step_class=MeanTeacher, noise=0.0, **OPTIONS)
+    loop = make_loop(model=network, step_class=MeanTeacher, input_noise=0.0, **OPTIONS)
     step = loop.step
     features = tf.constant(examples(16)[0])
 

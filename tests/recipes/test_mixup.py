@@ -104,7 +104,7 @@ def test_equals_plain_tensorflow(mirrored, replicas, kind):
 
 def test_a_resume_changes_no_bit():
     def make(strategy, checkpoints):
-        kind = {"model": network, "step_class": CutMix, "alpha": 0.5, "accumulate_steps": 2}
+        kind = {"model": network, "step_class": CutMix, "mix_alpha": 0.5, "accumulate_steps": 2}
         return make_loop(strategy, data=data(), checkpoints=checkpoints, **kind)
 
     testing.check_resumed(make, steps=2)

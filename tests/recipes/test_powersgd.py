@@ -42,7 +42,7 @@ def make(strategy, checkpoints=None, **options):
         data=data.batch(BATCH, drop_remainder=True).repeat(),
         checkpoints=checkpoints,
         random_seed=RUN,
-        rank=RANK,
+        powersgd_rank=RANK,
         **options,
     )
 

@@ -76,7 +76,7 @@ def reference(kind: type, replicas: int) -> list[list[np.ndarray]]:
 
 def bits(loop) -> list[bytes]:
     """Of the weights and slots of each replica, and of what the outer steps have."""
-    variables = [*loop.step.apart, *loop.step.parts.plain]
+    variables = [*loop.step.apart(), *loop.step.parts.plain]
     found = [c for v in variables for c in loop.strategy.experimental_local_results(v)]
     return [copy.numpy().tobytes() for copy in found]
 

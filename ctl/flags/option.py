@@ -1,0 +1,127 @@
+"""Options of a user's step: a keyword of its constructor, a flag and an attribute, in one line."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from absl import flags
+
+from ctl.errors import UsageError
+
+_owners: dict[str, str] = {}  # the class that declared a flag, by name
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    type: type[bool | int | float | str] | None = None,
+    choices: Sequence[str] = (),
+    lower_bound: float | None = None,
+    upper_bound: float | None = None,
+) -> Any:
+    """Declares an option in the body of a subclass of `ctl.TrainStep` or `ctl.EvalStep`::
+
+        class SAM(ctl.TrainStep):
+            rho: float = ctl.option(0.05, "How far to move the weights.", lower_bound=0.0)
+
+    ``SAM(model, optimizer, rho=0.1)`` takes it by name, and ``--step=mine:SAM --rho=0.1`` as a
+    flag. ``super().__init__()`` sets the attribute ``self.rho``: without the keyword to the value
+    of the flag, which may be the default.
+
+    Args:
+        default: a bool, int, float or str, or None.
+        help: what ``--help`` says of the flag.
+        type: of the value, if ``default`` is None.
+        choices: the strings that are allowed.
+        lower_bound: the least value of a number.
+        upper_bound: the largest value of a number.
+
+    Raises:
+        TypeError: neither ``default`` nor ``type`` is one of these types.
+    """
+    kind = type or default.__class__
+    bounds: Any = lower_bound, upper_bound
+    if kind is bool:
+        parser: Any = flags.BooleanParser()
+    elif kind is int:
+        parser = flags.IntegerParser(*bounds)
+    elif kind is float:
+        parser = flags.FloatParser(*bounds)
+    elif kind is str:
+        parser = flags.EnumParser(list(choices)) if choices else flags.ArgumentParser()
+    else:
+        raise TypeError(f"an option is a bool, int, float or str; {default!r} needs a type=")
+    return _Option(default, help, parser)
+
+
+class _Option:
+    """What `option` declares, in the class. Its value is an attribute of each instance."""
+
+    def __init__(self, default: Any, help: str, parser: Any):
+        self.default = default
+        self.help = help
+        self.parser = parser
+
+    def define(self, name: str, owner: type) -> None:
+        """Defines the flag ``name``. A class that is defined again, in a notebook, replaces it."""
+        where = f"{owner.__module__}.{owner.__qualname__}"
+        if name in flags.FLAGS and _owners.get(name) == where:
+            delattr(flags.FLAGS, name)
+        arguments = name, self.default, self.help
+        if isinstance(self.parser, flags.BooleanParser):
+            flag: Any = flags.BooleanFlag(*arguments)
+        else:
+            flag = flags.Flag(self.parser, flags.ArgumentSerializer(), *arguments)
+        flags.DEFINE_flag(flag, module_name=owner.__module__)
+        _owners[name] = where
+
+    def checked(self, name: str, value: Any) -> Any:
+        """``value`` in the type of the option. Raises `UsageError` if it cannot be one."""
+        if value is None and self.default is None:
+            return None
+        try:
+            value = self.parser.parse(os.fspath(value) if isinstance(value, os.PathLike) else value)
+        except (ValueError, TypeError) as error:
+            raise UsageError(f"{name}={value!r}: {error}") from error
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UsageError(f"{name}={value} must be a finite number")
+        return value
+
+
+def declare(kind: type) -> None:
+    """Defines the flags of the options in the body of the class ``kind``.
+
+    Raises:
+        UsageError: a base class has an attribute or argument of that name.
+    """
+    for name, value in vars(kind).items():
+        if isinstance(value, _Option):
+            for base in kind.__mro__[1:-1]:
+                made = vars(base).get("__init__")
+                if name in vars(base) or (made and name in inspect.signature(made).parameters):
+                    raise UsageError(
+                        f"{kind.__name__}.{name}: {base.__name__} has {name!r}: rename the option"
+                    )
+            value.define(name, kind)
+
+
+def take(step: Any, given: dict[str, Any]) -> None:
+    """Sets the options of ``step``: each to what is ``given``, else to the value of its flag.
+
+    Raises:
+        TypeError: ``given`` has a name that is no option of the step.
+        UsageError: a value is not what the option allows.
+    """
+    kind = type(step)
+    for name in dir(kind):
+        found = getattr(kind, name, None)
+        if isinstance(found, _Option):
+            own = given.pop(name) if name in given else flags.FLAGS[name].value
+            setattr(step, name, found.checked(name, own))
+    for name in given:
+        raise TypeError(f"{kind.__name__}() got an unexpected keyword argument {name!r}")
