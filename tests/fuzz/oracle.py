@@ -105,13 +105,13 @@ def _refused_early(case: Case, arrays: Any) -> str:
             return f"batch size {size} is not divisible by {case.replicas} replicas"
         if case.accumulate_steps > size // case.replicas:
             return f"accumulate_steps={case.accumulate_steps}, but a replica has"
+    if case.source == "memory" and case.heads == 1 and (refusal := _refused_labels(arrays[1])):
+        return refusal
     synchronized = case.norm == "synchronized" and _trains_norm(case) and case.replicas > 1
     if synchronized and (case.accumulate_steps > 1 or case.jit_compile):
         return "a synchronized BatchNormalization .* neither --accumulate_steps nor --jit_compile"
     if case.features == "sparse" and case.accumulate_steps > 1:
         return "accumulate_steps cannot cut sparse tensors"
-    if case.source == "memory" and case.heads == 1:
-        return _refused_labels(arrays[1])
     return ""
 
 

@@ -1,0 +1,109 @@
+"""Small trainings with every recipe. What one of two workers runs: all of them.
+
+python recipes_worker.py OUT
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from ctl import cluster
+from ctl.logs import console
+
+console.log_to_terminal()
+console.load_tensorflow()
+sys.path.append(str(Path(__file__).parents[1] / "recipes"))
+
+import keras  # noqa: E402
+import numpy as np  # noqa: E402
+import rounds  # noqa: E402
+import test_compressed  # noqa: E402
+import test_gan  # noqa: E402
+import test_gpt  # noqa: E402
+import test_lora  # noqa: E402
+import test_mixup  # noqa: E402
+import test_powersgd  # noqa: E402
+import test_vae  # noqa: E402
+from helpers import CLASSES, FEATURES, make_loop  # noqa: E402
+from worker_end import run_to_end  # noqa: E402
+
+from ctl.recipes.diloco import DiLoCo  # noqa: E402
+from ctl.recipes.distillation import Distillation  # noqa: E402
+from ctl.recipes.gradient_noise_scale import NoiseScale  # noqa: E402
+from ctl.recipes.local_sgd import LocalSGD  # noqa: E402
+from ctl.recipes.mean_teacher import MeanTeacher  # noqa: E402
+from ctl.recipes.mixup import CutMix  # noqa: E402
+from ctl.recipes.sam import SAM  # noqa: E402
+from ctl.strategy import make_multi_worker  # noqa: E402
+
+STEPS = 4
+
+
+def distillation(strategy, directory: Path):
+    keras.utils.set_random_seed(5)
+    teacher = keras.Sequential([keras.Input([FEATURES]), keras.layers.Dense(CLASSES)])
+    teacher.save(directory / "teacher.keras")
+    return make_loop(strategy, step_class=Distillation, teacher=directory / "teacher.keras")
+
+
+def cutmix(strategy, _):
+    # What makes tensors must wait for the strategy of the workers.
+    return make_loop(
+        strategy, step_class=CutMix, model=test_mixup.network, data=test_mixup.data(), mix_alpha=0.5
+    )
+
+
+def plain(kind: type, **options):
+    return lambda strategy, _: make_loop(strategy, step_class=kind, **options)
+
+
+def of(module, *args):
+    return lambda strategy, _: module.make(strategy, *args)
+
+
+# Each is called with (strategy, a directory of its own).
+LOOPS = {
+    "sam": plain(SAM),
+    "mixup": cutmix,
+    "distillation": distillation,
+    "mean_teacher": plain(MeanTeacher, ema_decay=0.9),
+    "gradient_noise_scale": plain(NoiseScale),
+    "lora": of(test_lora),
+    "gpt": of(test_gpt),
+    "vae": of(test_vae),
+    "gan": of(test_gan),
+    "compressed fp16": of(test_compressed, "fp16"),
+    "compressed int8": of(test_compressed, "int8"),
+    "compressed topk": of(test_compressed, "topk"),
+    "powersgd": of(test_powersgd),
+    "local_sgd": of(rounds, LocalSGD),
+    "diloco": of(rounds, DiLoCo),
+}
+
+
+def trained(strategy, name: str, directory: Path) -> list[list[np.ndarray]]:
+    """The variables of the model after `STEPS` steps, on each replica of this process."""
+    keras.utils.set_random_seed(3)
+    loop = LOOPS[name](strategy, directory)
+    loop.train(STEPS)
+    copies = [strategy.experimental_local_results(v.value) for v in loop.step.model.variables]
+    return [[copy.numpy() for copy in one] for one in zip(*copies, strict=True)]
+
+
+def main() -> None:
+    out = Path(sys.argv[1])
+    me = cluster.resolve(None, None)
+    strategy = make_multi_worker(me, collective_timeout=60, startup_timeout=60).strategy
+    mine = out / f"process-{me.index}"
+    for name in LOOPS:
+        [values] = trained(strategy, name, mine)
+        np.savez(mine / f"{name}.npz", *values)
+
+
+def run() -> None:
+    run_to_end(main)
+
+
+if __name__ == "__main__":
+    run()
