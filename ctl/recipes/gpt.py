@@ -12,24 +12,21 @@ is the exponential of the mean loss of a token::
 
 from __future__ import annotations
 
-import sysconfig
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 from absl import flags
 from keras import layers, ops
 
 import ctl
 from ctl.base_step import BaseStep
+from ctl.data import InMemory
+from ctl.data.text import PAD, python_sources
 
 flags.DEFINE_integer("context", 64, "Bytes that the language model sees.", lower_bound=1)
 flags.DEFINE_integer("width", 64, "Of the language model: 32 for each head.", lower_bound=32)
 flags.DEFINE_integer("blocks", 2, "Of the language model.", lower_bound=1)
-PAD = 0  # No source has this byte. It begins each file, too.
 
 
 class Perplexity(keras.metrics.Mean):
@@ -90,32 +87,7 @@ def gpt(context: int, width: int, blocks: int) -> keras.Model:
     return keras.Model(tokens, layers.Dense(256, dtype="float32")(x), name="gpt")
 
 
-def datasets(
-    global_batch_size: int, seed: int = 0, context: int | None = None
-) -> tuple[ctl.data.InMemory, ctl.data.InMemory]:
-    """Windows of the modules at the top of the standard library. Every 20th is held out, to
-    evaluate on. Another version of Python has others, so a run does not resume there."""
-    length: Any = context or flags.FLAGS["context"].value
-    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-    held_out, train = files[::20], [file for n, file in enumerate(files) if n % 20]
-
-    def data(split: str, files: Sequence[Path], training: bool) -> ctl.data.InMemory:
-        return ctl.data.InMemory(
-            windows([file.read_bytes() for file in files], length),
-            global_batch_size=global_batch_size,
-            seed=seed,
-            training=training,
-            info=ctl.data.DatasetInfo("stdlib", split=split),
-        )
-
-    return data("train", train, True), data("held_out", held_out, False)
-
-
-def windows(texts: Sequence[bytes], context: int) -> np.ndarray:
-    """uint8 [windows, context + 1], in which each byte of each text is to be predicted once."""
-    rows = []
-    for text in filter(None, texts):
-        padded = np.zeros(-len(text) % context + len(text) + 1, np.uint8)  # `PAD`
-        padded[1 : len(text) + 1] = np.frombuffer(text, np.uint8)
-        rows.append(np.lib.stride_tricks.sliding_window_view(padded, context + 1)[::context])
-    return np.concatenate(rows)
+def datasets(global_batch_size: int, seed: int = 0) -> tuple[InMemory, InMemory]:
+    """The sources of Python's standard library, to train and to evaluate on."""
+    context: Any = flags.FLAGS["context"].value
+    return python_sources(context, global_batch_size=global_batch_size, seed=seed)

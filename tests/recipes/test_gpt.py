@@ -11,6 +11,7 @@ import tensorflow as tf
 
 import ctl
 from ctl import testing
+from ctl.data.text import windows
 from ctl.recipes import gpt
 
 CONTEXT, BATCH, STEPS = 6, 8, 4
@@ -26,7 +27,7 @@ def model() -> keras.Model:
 
 def batches() -> tf.data.Dataset:
     """Windows in order, so that replicas have unequal numbers of valid tokens."""
-    rows = gpt.windows(TEXTS, CONTEXT)[: STEPS * BATCH]
+    rows = windows(TEXTS, CONTEXT)[: STEPS * BATCH]
     assert len(rows) == STEPS * BATCH
     return tf.data.Dataset.from_tensor_slices(rows).batch(BATCH, drop_remainder=True)
 
@@ -90,17 +91,6 @@ def test_a_resume_changes_no_bit(mirrored):
     testing.check_resumed(make, 2)
 
 
-def test_each_byte_is_to_be_predicted_once():
-    rows = gpt.windows(TEXTS, CONTEXT)
-    targets = rows[:, 1:]
-    assert rows.dtype == np.uint8 and rows.shape[1] == CONTEXT + 1
-    assert targets[targets != gpt.PAD].tobytes() == b"".join(TEXTS)
-    for text in filter(None, TEXTS):  # its first byte follows the mark of a new file
-        assert [gpt.PAD, text[0]] in rows[:, :2].tolist()
-    pieces = [row.tobytes().strip(b"\0") for row in rows]
-    assert all(any(piece in text for text in TEXTS) for piece in pieces)
-
-
 def test_a_position_sees_only_those_before():
     tokens = np.arange(CONTEXT)[np.newaxis] + 65
     other = tokens.copy()
@@ -108,14 +98,3 @@ def test_a_position_sees_only_those_before():
     trained = gpt.gpt(CONTEXT, 32, 1)
     same = np.all(trained(tokens).numpy() == trained(other).numpy(), axis=-1)[0]
     assert same.tolist() == [True] * 3 + [False] * 3
-
-
-def test_the_corpus_has_one_order_and_held_out_files():
-    made = [gpt.datasets(BATCH) for _ in range(2)]
-    for first, second in zip(*made, strict=True):
-        assert first.fingerprint() == second.fingerprint()
-    train, held_out = made[0]
-    assert train.num_examples > 10 * held_out.num_examples > 0
-    assert (train.info.split, held_out.info.split) == ("train", "held_out")
-    rows = {row.tobytes() for row in train.arrays}
-    assert np.mean([row.tobytes() in rows for row in held_out.arrays]) < 0.2
