@@ -121,7 +121,8 @@ def test_how_many_bytes_move(ring2):
     loop = make(ring2, "int8")
     plan = loop.step.plan()
     assert [c.bytes for c in plan.other if c.in_loop] == [4]
-    assert [c.kind for c in plan.collectives] == ["ConcatV2"]  # whose size the plan does not know
+    assert [(c.kind, c.bytes) for c in plan.collectives] == [("ConcatV2", 2 * (512 + 4))]
+    assert not plan.lints
     whole = tf.random.normal([size])
     assert 4 * tf.size(loop.step.to_int8(whole)) == 2 * (512 + 4)
     assert 4 * tf.size(loop.step.to_topk(whole)) == 8 * round(SHARE * size)

@@ -33,6 +33,7 @@ _JOINS = {"AddN", "ConcatV2"}
 _PACK = re.compile(r"(?:^|/)((ctl_all_reduce(?:_\d+)?)/(pack\d+(?:_\d+)?))(?=/|$)")
 _REPLICA = re.compile(r"(^|/)replica_\d+/")
 _REDUCES = {"CollectiveReduce", "CollectiveReduceV2", "CollectiveReduceV3", "NcclAllReduce"}
+_PADS = {"Pad", "PadV2", "Transpose", "Identity"}
 _GATHERS = {"CollectiveGather", "CollectiveGatherV2", "ConcatV2"}
 
 
@@ -175,10 +176,11 @@ class _Search:
             members += found
             again |= {self.name_of[n] for n in more}
         dtype = tf.as_dtype(first.attr["T"].type)
-        shape = None
-        if not gathers:
+        if gathers:
+            payloads = [_before_padding(first.inputs[0])]
+        else:
             payloads = [payload_of(root, nodes) for root in roots]
-            shape = _joined([p.node.shape(p.port) for p in payloads])
+        shape = _joined([p.node.shape(p.port) for p in payloads])
         devices = {n.device for n in nodes}
         if first.op in _JOINS:
             devices |= {t.node.device for n in nodes for t in n.inputs}
@@ -247,6 +249,8 @@ class _Search:
             return None
         if roots[0].op in _REDUCES:
             return 2 * (group - 1) * size // group
+        if roots[0].op in _GATHERS - _JOINS:
+            return (group - 1) * size
         if roots[0].op not in _JOINS:
             return None
         crossing = {
@@ -294,6 +298,13 @@ def _communicates(node: Node) -> bool:
     if node.op in _JOINS:
         return len({t.node.device for t in node.inputs if t.node.device}) > 1
     return bool(_COLLECTIVE.fullmatch(node.op))
+
+
+def _before_padding(part: Tensor) -> Tensor:
+    """What a replica gives to a gather: TensorFlow pads it to the size of the largest part."""
+    while part.node.op in _PADS and -1 in (part.node.shape(part.port) or (-1,)):
+        part = part.node.inputs[0]
+    return part
 
 
 def _group_size(node: Node) -> int:

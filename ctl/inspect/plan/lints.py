@@ -136,7 +136,10 @@ def _ring_on_logical_cpus(plan: Plan) -> Lint | None:
 
 
 def _gathered(plan: Plan) -> Lint | None:
-    gathers = [c for c in plan.collectives if not c.members]
+    # Not what a step of the user's gathers: codes, which are integers, or vectors of weights.
+    gathers = [
+        c for c in plan.collectives if not c.members and "float" in c.dtype and _has_rows(c.shape)
+    ]
     if not gathers:
         return None
     return Lint(
@@ -146,6 +149,10 @@ def _gathered(plan: Plan) -> Lint | None:
         "Keras",
         "make the gradient dense before it is reduced: ctl.reduce.densify",
     )
+
+
+def _has_rows(shape: tuple[int, ...] | None) -> bool:
+    return shape is None or len(shape) > 1
 
 
 def _no_timeout(waiting: Sequence[Collective]) -> Lint | None:

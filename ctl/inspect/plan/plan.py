@@ -69,8 +69,8 @@ class Collective:
         share_by: the unit of the shares: ``flops`` of matrix products and convolutions, or ``ops``
             if there are none.
         wire_bytes: bytes that the busiest replica sends; None if unknown. In a ring of n replicas
-            these are 2(n-1)/n·bytes (Patarasuk and Yuan 2009, section 3). If one device sums for
-            all, they are its copies to the others.
+            these are 2(n-1)/n·bytes (Patarasuk and Yuan 2009, section 3), and (n-1)·bytes for a
+            gather. If one device sums for all, they are its copies to the others.
     """
 
     name: str
