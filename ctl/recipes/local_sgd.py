@@ -34,9 +34,7 @@ class LocalSGD(ctl.TrainStep):
         UsageError: there are parameter groups or an ``ema_decay``.
     """
 
-    local_steps: int = ctl.option(
-        None, "Steps between two means; by default 8, and 500 for DiLoCo.", type=int, lower_bound=1
-    )
+    local_steps: int = ctl.option(None, "Between means (8; DiLoCo: 500).", type=int, lower_bound=1)
     default_steps = 8
 
     def __init__(self, *args: Any, **options: Any):
