@@ -69,7 +69,7 @@ def trained_plainly(model: keras.Model, batches, weight: float = WEIGHT) -> list
     return model.get_weights()
 
 
-def experts(strategy=None, data=None, **options):
+def make(strategy=None, data=None, **options):
     return make_loop(
         strategy,
         optimizer=lambda: keras.optimizers.SGD(RATE),
@@ -90,7 +90,7 @@ def copied(loop) -> keras.Model:
 def test_equals_plain_tensorflow(mirrored, replicas):
     arrays = sequences()
     data = tf.data.Dataset.from_tensor_slices(arrays).batch(16, drop_remainder=True)
-    loop = experts(mirrored(replicas), data)
+    loop = make(mirrored(replicas), data)
     wanted, unbalanced = (trained_plainly(copied(loop), cut(arrays), w) for w in (WEIGHT, 0.0))
     loop.train(STEPS)
     assert largest_difference(loop.step.model.get_weights(), wanted) <= 1e-6
@@ -104,7 +104,7 @@ def test_unequal_and_empty_parts(mirrored):
     ends = np.cumsum(sizes)
     batches = [tuple(a[e - n : e] for a in arrays) for e, n in zip(ends, sizes, strict=True)]
     signature = tf.TensorSpec([None, TOKENS, WIDTH]), tf.TensorSpec([None], tf.int64)
-    loop = experts(
+    loop = make(
         mirrored(4),
         tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=signature),
     )
@@ -114,16 +114,16 @@ def test_unequal_and_empty_parts(mirrored):
 
 
 def test_a_resume_changes_no_bit(mirrored):
-    def make(strategy, checkpoints):
-        return experts(strategy, checkpoints=checkpoints)
+    def again(strategy, checkpoints):
+        return make(strategy, checkpoints=checkpoints)
 
-    testing.check_resumed(make, 2, steps=2)
+    testing.check_resumed(again, 2, steps=2)
 
 
 def test_the_log_has_the_loads_of_the_global_batch(mirrored):
     features, labels = sequences(16)
     data = tf.data.Dataset.from_tensor_slices((features, labels)).batch(16)
-    loop = experts(mirrored(2), data, model=lambda: network(depth=2))
+    loop = make(mirrored(2), data, model=lambda: network(depth=2))
     logits, balances, fractions = plain_pass(loop.step.model, tf.constant(features))
     scalars = loop.train(1)
     assert scalars["balance"] == pytest.approx(np.mean(balances), rel=1e-5)
@@ -135,7 +135,7 @@ def test_the_log_has_the_loads_of_the_global_batch(mirrored):
 
 def test_experts_without_tokens_do_not_move():
     """All probabilities are equal, so the first expert gets all tokens."""
-    loop = experts()
+    loop = make()
     for layer in loop.step.model.layers:
         if isinstance(layer, Switch):
             layer.router.kernel.assign(tf.zeros_like(layer.router.kernel))

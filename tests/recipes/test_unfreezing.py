@@ -37,7 +37,7 @@ def network() -> keras.Model:
     return keras.Sequential([keras.Input([FEATURES]), base, layers.Dense(CLASSES)])
 
 
-def unfreezing(strategy=None, **options):
+def make(strategy=None, **options):
     fixed = {"model": network, "step_class": GradualUnfreezing, "unfreeze_steps": EVERY}
     default = {
         "optimizer": lambda: keras.optimizers.SGD(RATE, MOMENTUM),
@@ -64,7 +64,7 @@ def trained_plainly(model: keras.Model, batches) -> None:
 def test_equals_plain_tensorflow(mirrored, replicas):
     data = examples(16 * STEPS)
     batches = tf.data.Dataset.from_tensor_slices(data).batch(16, drop_remainder=True)
-    loop = unfreezing(mirrored(replicas), data=batches)
+    loop = make(mirrored(replicas), data=batches)
     plain = network()
     plain.set_weights(loop.step.model.get_weights())
     trained_plainly(plain, cut(data))
@@ -75,7 +75,7 @@ def test_equals_plain_tensorflow(mirrored, replicas):
 
 def test_one_more_layer_trains_from_each_boundary_on():
     """With Adam, whose slots would move without a gradient of their own, too."""
-    loop = unfreezing(optimizer=adam())
+    loop = make(optimizer=adam())
     seen = []
     for step in range(1, 7):
         variables = [*loop.step.model.variables, *loop.step.optimizer.variables]
@@ -97,19 +97,19 @@ def test_one_more_layer_trains_from_each_boundary_on():
 def test_a_resume_changes_no_bit(replicas, pause):
     """Paused between two phases, and in one."""
 
-    def make(strategy, checkpoints):
-        return unfreezing(strategy, checkpoints=checkpoints)
+    def again(strategy, checkpoints):
+        return make(strategy, checkpoints=checkpoints)
 
     seed = next(seed for seed in range(99) if random.Random(seed).randint(1, 2) == pause)
-    testing.check_resumed(make, replicas, steps=3, seed=seed)
+    testing.check_resumed(again, replicas, steps=3, seed=seed)
 
 
 def test_what_an_action_saves_at_a_boundary_trains_what_comes_next(tmp_path):
     save = Every(lambda status: straight.save(wait=True), steps=EVERY)
-    straight = unfreezing(directory=tmp_path, actions=[save])
+    straight = make(directory=tmp_path, actions=[save])
     straight.train(EVERY, total=STEPS)
     straight.checkpoints.close()
-    resumed = unfreezing(directory=tmp_path)
+    resumed = make(directory=tmp_path)
     resumed.restore()
     assert resumed.step.trains == straight.step.trains == (False, False, True, True, True, True)
     resumed.checkpoints.close()
