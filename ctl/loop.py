@@ -22,7 +22,6 @@ import contextlib
 import dataclasses
 import functools
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -195,7 +194,6 @@ class Loop:
             watchdog.finish_first(checkpoints.wait)
             checkpoints.note_constants(state_of(self))
             checkpoints.code = code.identity(step)
-        step.loop = weakref.ref(self)
         self.signals = Signals()
         self.steps = Steps(step, self.dataset, self.strategy)
         self._flight = attach_progress_marks(step) if self._several_workers else None
@@ -208,6 +206,7 @@ class Loop:
         self._agreed: Any = None  # settings of the step
         self._evaluated: dict[str, float] | None = None  # results at the current step
         self.stopped = self._asked_to_end = False  # by an action; by one of this worker
+        step.attach(self)
 
     # Training -----------------------------------------------------------------------------------
 

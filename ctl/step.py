@@ -161,6 +161,11 @@ class TrainStep(BaseStep):
         self.offset_dropout_seeds()
         self.settings = Settings(self)
 
+    def attach(self, loop: Loop) -> None:
+        """The loop calls it once, when all else of it is made. Override, and call this method, to
+        add actions to the loop or to choose what trains first (`Loop.train_only`)."""
+        self.loop = weakref.ref(loop)
+
     @property
     def trace_key(self) -> TraceKey:
         """The loop keeps one trace of the step per key. Raises `UsageError`, see `Settings`."""
@@ -380,8 +385,6 @@ class TrainStep(BaseStep):
         replica and the micro-batch. So a resume changes nothing, and there is no state to save.
         """
         return self.seeds.make(salt, self.global_step, per_replica)
-
-    # State that differs between replicas --------------------------------------------------------
 
     def replica_statistics(self) -> list[tf.Variable]:
         """Variables that the forward pass updates separately on each replica and that `reduce`

@@ -9,6 +9,7 @@ from helpers import largest_difference, make_loop, mlp
 
 from ctl.actions import Every
 from ctl.errors import UsageError
+from ctl.step import TrainStep
 
 
 def head(loop):
@@ -57,6 +58,28 @@ def test_only_what_trains_is_reduced(mirrored):
     loop.train_only([head(loop).kernel])
     paths = [p for c in loop.step.plan().collectives for m in c.members for p in m.variables]
     assert paths == [head(loop).kernel.path]
+
+
+def test_a_step_acts_on_its_loop():
+    """The loop calls it when it is complete, before the first step."""
+
+    class Acting(TrainStep):
+        def attach(self, loop):
+            super().attach(loop)
+            self.seen = []
+            loop.train_only([loop.step.model.layers[-1]])
+            loop.actions.insert(0, lambda status: self.seen.append(status.step))
+
+    asked = []
+    actions = [lambda status: asked.append(len(loop.step.seen))]
+    loop = make_loop(step_class=Acting, actions=actions, steps_per_loop=1)
+    before = loop.step.model.get_weights()
+    loop.train(2)
+    assert loop.step.seen == [1, 2]
+    assert asked == [1, 2], "its action is not before those of the loop"
+    changed = [(a != b).any() for a, b in zip(before, loop.step.model.get_weights(), strict=True)]
+    assert changed == [False, False, True, True]
+    assert loop.step.loop() is loop
 
 
 def unfreezing(strategy, directory=None, seed=0):

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import make_loop
+from helpers import examples, largest_difference, make_loop, mlp
 
 from ctl.actions import STOP, Every
 from ctl.control.patience import EarlyStopping, Patience
@@ -60,6 +60,45 @@ def test_the_training_ends_where_it_does_in_keras(mode, patience, min_delta):
         if ends:
             return
     raise AssertionError("neither has ended it")
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+def test_a_training_equals_fit_with_callbacks(mirrored, replicas):
+    """Of Keras, on one device: the rates, the end and the weights."""
+    train = tf.data.Dataset.from_tensor_slices(examples(64)).batch(16, drop_remainder=True).repeat()
+    held_out = tf.data.Dataset.from_tensor_slices(examples(20, seed=9)).batch(16)
+    rates = []
+    loop = make_loop(
+        mirrored(replicas),
+        optimizer=lambda: keras.optimizers.SGD(),
+        data=train,
+        evaluate=20,  # the same examples
+        schedule=Plateau(0.5, factor=0.5, patience=2, min_delta=1e-2),
+        eval_actions=[EarlyStopping("loss", patience=5, min_delta=1e-2)],
+    )
+    read = lambda status: rates.append(status.scalars()["learning_rate"])  # noqa: E731
+    loop.actions.append(Every(read, steps=4))
+    model = mlp()
+    model.set_weights(loop.step.model.get_weights())
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(0.5), loss)
+    callbacks = [
+        keras.callbacks.ReduceLROnPlateau("val_loss", 0.5, patience=2, min_delta=1e-2),
+        keras.callbacks.EarlyStopping("val_loss", min_delta=1e-2, patience=5),
+    ]
+    options = {
+        "epochs": 25,
+        "steps_per_epoch": 4,
+        "callbacks": callbacks,
+        "verbose": 0,
+        "shuffle": False,
+    }
+    history = model.fit(train, validation_data=held_out, **options)
+    loop.train_and_evaluate(100, evaluate_every=4)
+    assert loop.global_step == 4 * len(history.epoch) < 100
+    assert rates == pytest.approx(history.history["learning_rate"], rel=1e-6)
+    assert len(set(rates)) > 2
+    assert largest_difference(loop.step.model.get_weights(), model.get_weights()) <= 1e-5
 
 
 def test_a_step_counts_once_and_nan_is_no_improvement():

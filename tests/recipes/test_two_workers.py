@@ -9,7 +9,7 @@ from helpers import largest_difference
 from paths import ROOT, SUPPORT
 from worker_jobs import codes, said
 
-NOT_STEPS = {"__init__", "lr_range", "samples", "tutorial"}
+NOT_STEPS = {"__init__", "lr_range", "population", "samples", "tutorial"}
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,9 @@ import test_gan  # noqa: E402
 import test_gpt  # noqa: E402
 import test_lora  # noqa: E402
 import test_mixup  # noqa: E402
+import test_moe  # noqa: E402
 import test_powersgd  # noqa: E402
+import test_unfreezing  # noqa: E402
 import test_vae  # noqa: E402
 from helpers import CLASSES, FEATURES, make_loop  # noqa: E402
 from worker_end import run_to_end  # noqa: E402
@@ -79,6 +81,8 @@ LOOPS = {
     "powersgd": of(test_powersgd),
     "local_sgd": of(rounds, LocalSGD),
     "diloco": of(rounds, DiLoCo),
+    "moe": of(test_moe),
+    "unfreezing": of(test_unfreezing),
 }
 
 

@@ -1,0 +1,82 @@
+"""A population of seeds: how much of a result is luck.
+
+Trains the same flags with several seeds, one run after the other, and prints the results of each
+run and their mean, standard deviation (of a sample: divided by n - 1) and range. The seed decides
+the first weights, the order of the data, augmentation and Dropout. All flags of `ctl.train` apply;
+``--seed`` is the first seed. With ``--model_dir`` the runs stay in ``seed-N`` there: the same
+command then resumes, and with more ``--seeds`` trains those that are missing::
+
+    python -m ctl.recipes.population --seeds=5 --model=dense --train_steps=200
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+from absl import flags
+
+from ctl import launch
+from ctl.actions import scalars_of
+from ctl.flags import training
+from ctl.flags.parsing import group, run_command
+
+FLAGS = flags.FLAGS
+flags.disclaim_key_flags()
+
+
+def run() -> None:
+    """The command line."""
+    training.define_flags(model_dir_required=False)
+    with group("Population"):
+        flags.DEFINE_integer("seeds", 5, "Runs, each with another seed.", lower_bound=2)
+    run_command(main, f"\n{__doc__}", output_is_log=True)
+
+
+def main() -> None:
+    """Trains the population, prints the table, or exits with the code of the run that failed."""
+    with tempfile.TemporaryDirectory() as scratch:
+        results: dict[int, dict[str, float]] = {}
+        for seed in range(FLAGS.seed, FLAGS.seed + FLAGS.seeds):
+            print(f"seed {seed}: {len(results) + 1} of {FLAGS.seeds}", flush=True)
+            results[seed] = trained(seed, Path(FLAGS.model_dir or scratch) / f"seed-{seed}")
+    print("\n".join(table(results)))
+
+
+def trained(seed: int, model_dir: Path) -> dict[str, float]:
+    """Trains with ``seed`` in a process of its own. Returns the results of the last evaluation."""
+    others = [
+        FLAGS[n] for n in FLAGS if FLAGS[n].present and n not in ("seed", "seeds", "model_dir")
+    ]
+    given = [flag.serialize() for flag in others]
+    command = [sys.executable, "-m", "ctl.train", *given, f"--seed={seed}"]
+    code = launch.launch([*command, f"--model_dir={model_dir}"], workers=1)
+    if code:
+        raise SystemExit(code)
+    records = map(json.loads, (model_dir / "metrics.jsonl").read_text().splitlines())
+    last = [record for record in records if record["phase"] != "train"][-1]
+    return {n: float(value) for n, value in scalars_of(last).items() if n != "schema"}
+
+
+def table(results: dict[int, dict[str, float]]) -> list[str]:
+    """The lines of a table: results by seed, and the statistics of each."""
+    names = list(next(iter(results.values())))
+    columns = [[result[name] for result in results.values()] for name in names]
+
+    def row(title: object, values: Iterable[float]) -> str:
+        return f"{title:<10}" + "".join(f"{value:>14.6g}" for value in values)
+
+    rows = [row(seed, result.values()) for seed, result in results.items()]
+    rows.append(row("mean", map(statistics.mean, columns)))
+    rows.append(row("deviation", map(statistics.stdev, columns)))
+    rows.append(row("least", map(min, columns)))
+    rows.append(row("most", map(max, columns)))
+    return [f"{'seed':<10}" + "".join(f"{name:>14}" for name in names), *rows]
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,48 @@
+"""A population of seeds: its statistics, and that each run is that of its seed."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+from ctl.recipes.population import table
+
+
+def test_statistics_are_those_of_numpy():
+    results = np.random.default_rng(0).normal(size=(5, 2))
+    lines = table({3 + i: {"loss": a, "accuracy": b} for i, (a, b) in enumerate(results)})
+    assert lines[0].split() == ["seed", "loss", "accuracy"]
+    rows = {title: [*map(float, values)] for title, *values in map(str.split, lines[1:])}
+    wanted = {
+        **{str(3 + i): row for i, row in enumerate(results)},
+        "mean": results.mean(axis=0),
+        "deviation": results.std(axis=0, ddof=1),
+        "least": results.min(axis=0),
+        "most": results.max(axis=0),
+    }
+    assert list(rows) == list(wanted)
+    for title, row in wanted.items():
+        np.testing.assert_allclose(rows[title], row, rtol=1e-5)
+
+
+@pytest.mark.slow  # starts processes
+def test_each_run_is_that_of_its_seed(zygote, tmp_path):
+    flags = ["--model=dense", "--train_steps=8", "--noexport", "--notensorboard", "--log_every=4"]
+    alone = zygote.run("ctl.train", f"--model_dir={tmp_path}/alone", "--seed=4", *flags)
+    command = zygote.run(
+        "ctl.recipes.population", "--seeds=2", "--seed=3", f"--model_dir={tmp_path}", *flags
+    )
+    assert "seed 3: 1 of 2\n" in command.stdout and "seed 4: 2 of 2\n" in command.stdout
+    results = {}
+    for name in ("alone", "seed-3", "seed-4"):
+        last = json.loads((tmp_path / name / "metrics.jsonl").read_text().splitlines()[-1])
+        results[name] = [last["loss"], last["accuracy"]]
+    assert results["alone"] == results["seed-4"] != results["seed-3"], alone.stdout
+    printed = re.search(r"^4 +(\S+) +(\S+)$", command.stdout, re.MULTILINE)
+    assert [*map(float, printed.groups())] == pytest.approx(results["seed-4"], rel=1e-5)
+
+    command = zygote.run("ctl.recipes.population", "--seeds=2", "--dataset=no_such", exit_code=2)
+    assert command.stdout == "seed 0: 1 of 2\n"  # ends with the first run that fails
