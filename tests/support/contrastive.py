@@ -8,7 +8,7 @@ import tensorflow as tf
 from helpers import FEATURES, make_loop
 
 import ctl
-from ctl.reduce import all_gather, first_row
+from ctl.recipes.simclr import nt_xent
 
 RATE, TEMPERATURE = 0.5, 0.5
 
@@ -17,20 +17,8 @@ class Contrastive(ctl.TrainStep):
     """NT-Xent with the negatives of all replicas. A batch has two views of each example."""
 
     def loss(self, batch):
-        mine = [tf.math.l2_normalize(self.model(view, training=True), -1) for view in batch]
-        mine = [tf.cast(z, tf.float32) for z in mine]
-        every = [all_gather(z) for z in mine]
-        rows, total = tf.range(tf.shape(mine[0])[0]) + first_row(mine[0]), tf.shape(every[0])[0]
-        itself = tf.one_hot(rows, total, on_value=1e9, off_value=0.0)
-        losses = []
-        for this, other in ((0, 1), (1, 0)):
-            alike = tf.matmul(mine[this], every[this], transpose_b=True) / TEMPERATURE - itself
-            partners = tf.matmul(mine[this], every[other], transpose_b=True) / TEMPERATURE
-            logits = tf.concat([partners, alike], axis=1)
-            losses.append(
-                tf.nn.sparse_softmax_cross_entropy_with_logits(labels=rows, logits=logits)
-            )
-        return (losses[0] + losses[1]) / 2.0
+        views = tf.reshape(tf.stack(batch, axis=1), [-1, FEATURES])
+        return nt_xent(self.model(views, training=True), TEMPERATURE)[0]
 
 
 def encoder() -> keras.Model:

@@ -1,4 +1,4 @@
-"""What the replicas of a step draw with ``tf.random.stateless_normal`` and `ctl.TrainStep.seed`."""
+"""What the replicas of a step draw with `ctl.TrainStep.seed`."""
 
 from __future__ import annotations
 
@@ -7,13 +7,20 @@ import tensorflow as tf
 from ctl.seeds import Seeds
 
 
-def replica_noise(
-    random_seed: int, salt: str, step: int, replicas: int, batch_size: int, size: int
-) -> tf.Tensor:
-    """float32 [batch_size, size], in the order of the examples of a global batch."""
-    seeds, parts = Seeds(random_seed), []
+def replica_seeds(random_seed: int, salt: str, step: int, replicas: int) -> list[tf.Tensor]:
+    """The seed of each replica."""
+    seeds, made = Seeds(random_seed), []
     for replica in range(replicas):
         with seeds.inside(tf.constant([replica, 0])):
-            seed = seeds.make(salt, tf.constant(step, tf.int64), True)
-        parts.append(tf.random.stateless_normal([batch_size // replicas, size], seed))
-    return tf.concat(parts, axis=0)
+            made.append(seeds.make(salt, tf.constant(step, tf.int64), True))
+    return made
+
+
+def replica_noise(
+    random_seed: int, salt: str, step: int, replicas: int, batch_size: int, *shape: int
+) -> tf.Tensor:
+    """``tf.random.stateless_normal`` of each replica, float32 [batch_size, *shape], in the order of
+    the examples of a global batch."""
+    seeds = replica_seeds(random_seed, salt, step, replicas)
+    each = [batch_size // replicas, *shape]
+    return tf.concat([tf.random.stateless_normal(each, seed) for seed in seeds], axis=0)
