@@ -1,4 +1,4 @@
-"""Images that a model generates, as one PNG after each evaluation, for `vae` and `gan`."""
+"""Images that a model generates, as one PNG after each evaluation, for `vae`, `gan` and `ddpm`."""
 
 from __future__ import annotations
 

@@ -19,12 +19,14 @@ import keras  # noqa: E402
 import numpy as np  # noqa: E402
 import rounds  # noqa: E402
 import test_compressed  # noqa: E402
+import test_ddpm  # noqa: E402
 import test_gan  # noqa: E402
 import test_gpt  # noqa: E402
 import test_lora  # noqa: E402
 import test_mixup  # noqa: E402
 import test_moe  # noqa: E402
 import test_powersgd  # noqa: E402
+import test_simclr  # noqa: E402
 import test_unfreezing  # noqa: E402
 import test_vae  # noqa: E402
 from helpers import CLASSES, FEATURES, make_loop  # noqa: E402
@@ -75,6 +77,8 @@ LOOPS = {
     "gpt": of(test_gpt),
     "vae": of(test_vae),
     "gan": of(test_gan),
+    "ddpm": of(test_ddpm),
+    "simclr": of(test_simclr),
     "compressed fp16": of(test_compressed, "fp16"),
     "compressed int8": of(test_compressed, "int8"),
     "compressed topk": of(test_compressed, "topk"),
