@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 
+import keras
 import numpy as np
 import pytest
 from contrastive import plain_tensorflow, views
-from helpers import largest_difference
+from helpers import largest_difference, mlp, plain_keras
 from paths import SUPPORT
-from sam import trained_plainly
+from sam import sam_batches, trained_plainly
 from worker_jobs import codes, last_line, said
 
 SIZES = [9, 13, 6, 9]  # as in methods_worker.py
@@ -24,11 +25,16 @@ def out(job, tmp_path_factory):
     return out
 
 
-@pytest.mark.parametrize("method", ["contrastive", "sam"])
+@pytest.mark.parametrize("method", ["contrastive", "sam", "zero1"])
 def test_two_workers_equal_plain_tensorflow(out, method):
     """Batches of odd sizes, so that workers have unequal parts."""
     if method == "sam":
         wanted = trained_plainly(len(SIZES), SIZES)
+    elif method == "zero1":
+        keras.utils.set_random_seed(1)
+        model, batches = mlp(), sam_batches(SIZES, len(SIZES))
+        plain_keras(model, keras.optimizers.SGD(0.1, momentum=0.9), batches)
+        wanted = model.get_weights()
     else:
         wanted = plain_tensorflow(views(SIZES))
     for worker in range(2):

@@ -22,6 +22,7 @@ from sam import sam_loop  # noqa: E402
 from worker_end import run_to_end  # noqa: E402
 
 import ctl  # noqa: E402
+from ctl.recipes.zero1 import ZeRO1  # noqa: E402
 from ctl.strategy import make_multi_worker  # noqa: E402
 
 OUT = Path(sys.argv[1])
@@ -33,6 +34,9 @@ def main() -> None:
     placement = make_multi_worker(me, collective_timeout=60, startup_timeout=60)
     loops = {
         "contrastive": contrastive(placement.strategy, views(SIZES), options=placement.options),
+        "zero1": sam_loop(
+            placement.strategy, kind=ZeRO1, sizes=SIZES, static=False, options=placement.options
+        ),
         "sam": sam_loop(placement.strategy, sizes=SIZES, static=False, options=placement.options),
     }
     for name, loop in loops.items():
