@@ -45,10 +45,9 @@ class ZeRO1(ctl.TrainStep):
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
         weights, refused = self.model.trainable_variables, (list, tuple, *_NORMED)
-        if isinstance(self.optimizer, refused) or self.optimizer.built:
-            raise UsageError("ZeRO1 takes one optimizer, not built yet, and no Lamb or Adafactor")
-        if len({v.dtype for v in weights}) != 1:
-            raise UsageError("ZeRO1 takes weights of one dtype")
+        one = not isinstance(self.optimizer, refused) and not self.optimizer.built
+        if not one or len({v.dtype for v in weights}) != 1:
+            raise UsageError("ZeRO1 takes one new optimizer, no Lamb or Adafactor, and one dtype")
         parts = tf.distribute.get_strategy().num_replicas_in_sync
         self.sizes = [-(-v.shape.num_elements() // parts) for v in weights]
         part = keras.Variable("zeros", [sum(self.sizes)], weights[0].dtype, False, name="part")

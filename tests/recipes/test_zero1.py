@@ -138,7 +138,9 @@ def test_what_moves(ring2):
         moved.append([(c.kind, c.bytes) for c in (*plan.collectives, *plan.other) if c.in_loop])
     size = 4 * loop.step.model.count_params()
     assert moved[0] == [("CollectiveReduceV2", size)]
-    assert moved[1] == 2 * [("CollectiveGatherV2", None)] + moved[0]
+    mine = sum(-(-v.shape.num_elements() // 2) for v in loop.step.trained)
+    gathers = [("CollectiveGatherV2", 2 * 4), ("CollectiveGatherV2", 4 * mine)]
+    assert moved[1] == gathers + moved[0]
 
 
 def test_a_skipped_update_changes_no_bit(mirrored):
@@ -159,9 +161,7 @@ def test_a_skipped_update_changes_no_bit(mirrored):
 
 def test_what_it_refuses(mirrored):
     for refused in (keras.optimizers.Lamb, keras.optimizers.Adafactor):
-        with pytest.raises(
-            UsageError, match="^ZeRO1 takes one optimizer, not built yet, and no Lamb"
-        ):
+        with pytest.raises(UsageError, match="^ZeRO1 takes one new optimizer, no Lamb or"):
             make_loop(optimizer=refused, step_class=ZeRO1)
     loop = make(mirrored(1))
     loop.train_only([loop.step.model.layers[-1]])
