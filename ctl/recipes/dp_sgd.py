@@ -100,9 +100,7 @@ class DPSGD(ctl.TrainStep):
         loop: Any = self.loop and self.loop()
         size, examples = loop.dataset.global_batch_size, loop.dataset.num_examples
         if not size or not examples or examples % size:
-            raise UsageError(
-                f"DPSGD needs epochs of whole batches, not {examples} examples in batches of {size}"
-            )
+            raise UsageError(f"DPSGD needs epochs of full batches: {examples} examples by {size}")
         noise = dp_accounting.GaussianDpEvent(self.dp_noise)
         events = {
             "epsilon": (noise, math.ceil(steps / (examples // size))),

@@ -158,7 +158,7 @@ def test_what_it_refuses(mirrored, monkeypatch):
         make(model=normalized)
     with pytest.raises(UsageError, match="^a skipped update tells of an example"):
         make(on_nan="skip")
-    with pytest.raises(UsageError, match="^DPSGD needs epochs of whole batches, not 20 examples"):
+    with pytest.raises(UsageError, match="^DPSGD needs epochs of full batches: 20 examples by 16"):
         make(data=InMemory(examples(20), global_batch_size=BATCH)).train(1)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UsageError, match="^DPSGD needs dp-accounting: pip install"):
