@@ -64,10 +64,18 @@ class DPSGD(ctl.TrainStep):
             raise UsageError("DPSGD needs dp-accounting: pip install 'ctl[privacy]'")
         self.accumulate_steps = _MOST
         super().build(strategy, schedule)
-        if replicas.training_norms(self.parts.layer):
-            raise UsageError("BatchNormalization mixes examples: use DPSGD with another norm")
-        if self.updater.judges_finiteness:
-            raise UsageError("a skipped update tells of an example: no on_nan=skip, no float16")
+        # One mixes examples, and that an update was skipped tells of an example.
+        if replicas.training_norms(self.parts.layer) or self.updater.judges_finiteness:
+            raise UsageError("DPSGD takes no BatchNormalization, no on_nan=skip and no float16")
+
+    def attach(self, loop: ctl.Loop) -> None:
+        """See `ctl.TrainStep.attach`."""
+        super().attach(loop)
+        data = loop.dataset
+        self.size, self.examples = data.global_batch_size or 0, data.num_examples or 0
+        if not self.size or not self.examples or self.examples % self.size:
+            given = f"{self.examples} examples by {self.size}"
+            raise UsageError(f"DPSGD needs epochs of full --global_batch_size, not {given}")
 
     def loss_and_gradients(
         self, batch: Any, divisor: Any
@@ -97,10 +105,7 @@ class DPSGD(ctl.TrainStep):
         """``epsilon`` and ``epsilon_poisson`` of so many steps."""
         import dp_accounting
 
-        loop: Any = self.loop and self.loop()
-        size, examples = loop.dataset.global_batch_size, loop.dataset.num_examples
-        if not size or not examples or examples % size:
-            raise UsageError(f"DPSGD needs epochs of full batches: {examples} examples by {size}")
+        size, examples = self.size, self.examples
         noise = dp_accounting.GaussianDpEvent(self.dp_noise)
         events = {
             "epsilon": (noise, math.ceil(steps / (examples // size))),

@@ -154,12 +154,12 @@ def test_what_it_refuses(mirrored, monkeypatch):
         parts = [keras.layers.BatchNormalization(), keras.layers.Dense(CLASSES)]
         return keras.Sequential([keras.Input([FEATURES]), *parts])
 
-    with pytest.raises(UsageError, match="^BatchNormalization mixes examples"):
+    with pytest.raises(UsageError, match="^DPSGD takes no BatchNormalization"):
         make(model=normalized)
-    with pytest.raises(UsageError, match="^a skipped update tells of an example"):
+    with pytest.raises(UsageError, match="^DPSGD takes .*, no on_nan=skip"):
         make(on_nan="skip")
-    with pytest.raises(UsageError, match="^DPSGD needs epochs of full batches: 20 examples by 16"):
-        make(data=InMemory(examples(20), global_batch_size=BATCH)).train(1)
+    with pytest.raises(UsageError, match="^DPSGD needs epochs of full .* not 20 examples by 16"):
+        make(data=InMemory(examples(20), global_batch_size=BATCH))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UsageError, match="^DPSGD needs dp-accounting: pip install"):
         make()

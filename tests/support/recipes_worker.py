@@ -20,6 +20,7 @@ import numpy as np  # noqa: E402
 import rounds  # noqa: E402
 import test_compressed  # noqa: E402
 import test_ddpm  # noqa: E402
+import test_dp_sgd  # noqa: E402
 import test_gan  # noqa: E402
 import test_gpt  # noqa: E402
 import test_lora  # noqa: E402
@@ -39,6 +40,7 @@ from ctl.recipes.local_sgd import LocalSGD  # noqa: E402
 from ctl.recipes.mean_teacher import MeanTeacher  # noqa: E402
 from ctl.recipes.mixup import CutMix  # noqa: E402
 from ctl.recipes.sam import SAM  # noqa: E402
+from ctl.recipes.zero1 import ZeRO1  # noqa: E402
 from ctl.strategy import make_multi_worker  # noqa: E402
 
 STEPS = 4
@@ -83,6 +85,8 @@ LOOPS = {
     "compressed int8": of(test_compressed, "int8"),
     "compressed topk": of(test_compressed, "topk"),
     "powersgd": of(test_powersgd),
+    "dp_sgd": of(test_dp_sgd),
+    "zero1": plain(ZeRO1),
     "local_sgd": of(rounds, LocalSGD),
     "diloco": of(rounds, DiLoCo),
     "moe": of(test_moe),
