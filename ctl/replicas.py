@@ -146,7 +146,8 @@ def drawing_alike(model: keras.Model, parts: int | tf.Tensor, most: int) -> Iter
 
 
 def offset_dropout_seeds(strategy: tf.distribute.Strategy, model: keras.Model) -> None:
-    """Gives each replica its own Dropout seeds, derived from those of replica 0."""
+    """Gives each replica its own Dropout seeds, derived from those of replica 0. A second call
+    changes nothing."""
     seeds = dropout_seeds(model)
 
     def shift() -> None:

@@ -158,7 +158,7 @@ class TrainStep(BaseStep):
         self.single_replica = replicas.is_alone(strategy)
         self.noinline = noinline.is_needed(strategy, self.parts.layer)
         self.gradient_fn = functools.cache(functools.partial(make_gradient_fn, self))
-        self.offset_dropout_seeds()
+        replicas.offset_dropout_seeds(strategy, self.parts.layer)
         self.settings = Settings(self)
 
     def attach(self, loop: Loop) -> None:
@@ -393,8 +393,3 @@ class TrainStep(BaseStep):
         norms = replicas.training_norms(self.parts.layer)
         own = replicas.statistics_of(norm for norm in norms if not norm.synchronized)
         return [variable.value for variable in own]
-
-    def offset_dropout_seeds(self) -> None:
-        """Gives each replica its own Dropout seeds. `build` and `Loop.restore` call it, because all
-        replicas start with the seeds of replica 0. A second call changes nothing."""
-        replicas.offset_dropout_seeds(self.strategy, self.parts.layer)

@@ -27,6 +27,7 @@ from helpers import (
 from ctl.errors import UsageError
 from ctl.loop import Evaluator, Loop
 from ctl.optimizers import PROVEN
+from ctl.replicas import offset_dropout_seeds
 from ctl.step import EvalStep, TrainStep, cross_entropy
 
 REPLICAS = pytest.mark.parametrize("replicas", [1, 2, 4])
@@ -333,8 +334,8 @@ def test_dropout_masks_differ_between_replicas(mirrored):
     assert len(np.unique(masks(strategy, dropout), axis=0)) == 1  # what Keras does
     step.build(strategy)
     assert len(np.unique(masks(strategy, dropout), axis=0)) == 4
-    step.offset_dropout_seeds()
-    step.offset_dropout_seeds()
+    for _ in range(2):
+        offset_dropout_seeds(strategy, model)
     assert len(np.unique(masks(strategy, dropout), axis=0)) == 4
 
 

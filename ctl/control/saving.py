@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
-from ctl import workers
+from ctl import replicas, workers
 from ctl.checkpoint import bundle
 from ctl.checkpoint.manager import CheckpointManager, Saved
 from ctl.control.agreement import check_state
@@ -56,7 +56,7 @@ def restore(loop: Loop) -> tuple[Saved | None, dict[str, float]]:
     if _TRAINED in saved.variables:
         [values] = bundle.read(saved.prefix, {_TRAINED: [_variable(loop.step.trains)]})[_TRAINED]
         loop.step.trains = tuple(bool(value) for value in values)
-    loop.step.offset_dropout_seeds()
+    replicas.offset_dropout_seeds(loop.strategy, loop.step.parts.layer)
     loop.step.of_replicas.spread(loop.strategy)
     loop.step.settings.rates.clear()
     results = {name: saved.metrics[name] for name in saved.evaluated}
