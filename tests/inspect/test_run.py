@@ -84,7 +84,10 @@ def test_delays_of_real_workers_are_found(tmp_path):
         Case("input", 1, "input", SECONDS),
         Case("forward", 0, "forward", SECONDS),
     ]
-    calm, *planted = observe(cases, tmp_path, timeout=240)
+    for attempt in range(3):  # other programs delay workers, too
+        calm, *planted = observe(cases, tmp_path / str(attempt), timeout=240)
+        if np.quantile(join(calm).late, 0.75) < SECONDS / 10:
+            break
     assert np.median(join(calm).late) < SECONDS / 2
     for case, windows in zip(cases[1:], planted, strict=True):
         timeline = join(shifted(windows, 3.217))
