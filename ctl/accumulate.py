@@ -37,7 +37,7 @@ def make_gradient_fn(step: TrainStep, jit_compile: bool, version: int) -> Callab
 
 def micro_steps(step: TrainStep, batch: Any, divisor: Any) -> tuple[tf.Tensor, Gradients]:
     """The loss and the gradients of all micro-batches of ``batch``, the examples of a replica, both
-    divided by ``divisor``. Updates the metrics."""
+    divided by ``divisor``; gradients of several are in float32 at least. Updates the metrics."""
     if step.accumulate_steps == 1:
         return micro_step(step, batch, divisor, 0)
     no_gradient = [False] * len(step.trained)
@@ -45,10 +45,12 @@ def micro_steps(step: TrainStep, batch: Any, divisor: Any) -> tuple[tf.Tensor, G
     def body(micro_batch: Callable, part: Any, loss: Any, totals: Any) -> tuple[Any, Any, Any]:
         more, gradients = micro_step(step, micro_batch(part), divisor, part)
         no_gradient[:] = [g is None for g in gradients]
-        totals = [t if g is None else t + g for t, g in zip(totals, gradients, strict=True)]
+        pairs = zip(totals, gradients, strict=True)
+        totals = [t if g is None else t + share.widened(g) for t, g in pairs]
         return part + 1, loss + more, totals
 
-    loss, totals = 0.0, [tf.zeros_like(v) for v in step.trained]
+    # Sums of float16 overflow early.
+    loss, totals = 0.0, [tf.zeros(v.shape, share.wide(v.dtype)) for v in step.trained]
     # Fewer micro-batches than asked for, if there are fewer examples.
     groups = share.micro_batches(batch, step.accumulate_steps)
     done = sum(parts for parts, _ in groups)

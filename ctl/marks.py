@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import tensorflow as tf
 
-from ctl import private, replicas
+from ctl import private, replicas, share
 from ctl.errors import UsageError
 from ctl.observer import Observer
 from ctl.reduce import all_reduce, make_packs
@@ -35,7 +35,9 @@ if TYPE_CHECKING:
 
 def mark_names(step: TrainStep) -> tuple[str, ...]:
     """Names of all marks that a built ``step`` can have, in the order of the step."""
-    packs = len(make_packs(step.reduced_specs(), step.bytes_per_pack))
+    specs = step.reduced_specs()
+    widened = [tf.TensorSpec(s.shape, share.wide(s.dtype)) for s in specs]  # see `micro_steps`
+    packs = max(len(make_packs(s, step.bytes_per_pack)) for s in (specs, widened))
     around = [f"{moment}{pack}" for pack in range(packs) for moment in ("ready", "done")]
     return ("input", "forward", "backward", *around, "apply")
 

@@ -326,9 +326,9 @@ class TrainStep(BaseStep):
             divisor = share.or_one(total)
             dense = [g / tf.cast(divisor, g.dtype) for g in dense]
             loss /= divisor
-        dense = [tf.cast(g, v.dtype) for g, v in zip(dense, variables, strict=True)]
         if scale is not None:
             dense = [g / tf.cast(scale, g.dtype) for g in dense]
+        dense = [tf.cast(g, v.dtype) for g, v in zip(dense, variables, strict=True)]
         left = iter(dense)
         return loss, total, [None if g is None else next(left) for g in gradients]
 

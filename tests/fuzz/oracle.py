@@ -35,12 +35,14 @@ class End(NamedTuple):
         values: of the variables at the end, by name; also "loss" and "label", if they are defined.
         largest_at_first: the largest of each variable before the first step, by name: rounding is
             relative to that, too, where a step replaces a large weight by a small one, as of Ftrl.
+        skipped: the steps whose gradient was not finite.
     """
 
     verdict: str
     text: str = ""
     values: dict[str, np.ndarray] = {}  # noqa: RUF012
     largest_at_first: dict[str, float] = {}  # noqa: RUF012
+    skipped: tuple[int, ...] = ()
 
 
 class Tolerance(NamedTuple):
@@ -64,7 +66,7 @@ def predict(case: Case, arrays: Any, batches: list[Any]) -> Tolerance:
         # A replica divides by its own count, so that its gradients may be larger than here.
         larger = 2.0 * case.replicas * (8.0 if case.weights else 1.0)
         others.append(_train(case, batches, scaled=larger))
-    if any(o[:2] != end[:2] or o.values["skipped"] != end.values["skipped"] for o in others):
+    if any(o[:2] != end[:2] or o.skipped != end.skipped for o in others):
         return Tolerance(End("unclear"), {})
     allowed = {}
     for name, value in end.values.items():
@@ -180,7 +182,8 @@ class _Training:
         self.optimizer.build(self.variables)
         self.averages: list[np.ndarray] = []
         self.loss_scale, self.finite_steps = 2.0**15, 0
-        self.skipped = self.updates = 0
+        self.skipped: list[int] = []
+        self.updates = 0
         self.random = np.random.default_rng(1)
 
     def step(self, number: int, batch: Any) -> float:
@@ -192,7 +195,7 @@ class _Training:
         if (case.loss_scale or case.on_nan == "skip") and not finite:
             for variable, value in zip(state, before, strict=True):
                 variable.assign(value)
-            self.skipped += 1
+            self.skipped.append(number)
             self.loss_scale, self.finite_steps = max(self.loss_scale / 2, 1.0), 0
             return 0.0
         self.update(number, gradients)
@@ -318,7 +321,7 @@ class _Training:
             values |= {f"ema {i}": a for i, a in enumerate(self.averages or self.weights())}
         if self.case.loss_scale:
             values["loss scale"] = np.float64(self.loss_scale)
-        return values | {"skipped": np.int64(self.skipped)}
+        return values | {"skipped": np.int64(len(self.skipped))}
 
 
 def weights_of(batch: Any) -> np.ndarray:
@@ -360,18 +363,17 @@ def _train(case: Case, batches: list[Any], noise: float = 0.0, scaled: float = 1
         refusal = _refused_batch(case, batch)
         if refusal:
             return End("refused", refusal)
-        skipped = training.skipped
         loss = training.step(number, batch)
         if not math.isfinite(loss):
             return End("diverged", f"the loss is .* at step {number + 1};")
         if number + 1 == case.pause and not _finite(training.values()):
             return End("diverged", "The state has a NaN or Inf")
-        if training.skipped == skipped:
+        if number not in training.skipped:
             count = float(weights_of(batch).sum())
             losses, counts = losses + loss * count, counts + count
     values = training.values()
     values["loss"] = np.float32(losses / counts if counts else 0.0)
-    return End("equal", values=values, largest_at_first=first)
+    return End("equal", "", values, first, tuple(training.skipped))
 
 
 def _finite(values: dict[str, np.ndarray]) -> bool:
