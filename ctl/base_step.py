@@ -213,8 +213,10 @@ class BaseStep:
 
     def apart(self) -> Sequence[tf.Variable]:
         """Variables of the model and its optimizers that this step lets differ between replicas, as
-        in local SGD; by default none. A checkpoint holds the values of all replicas. It can be
-        restored on the same number of replicas."""
+        in local SGD; by default none. Of a Keras variable, return its ``value``.
+
+        A checkpoint holds the values of all replicas, and is restored on as many. Each worker has
+        room for all of them in host memory."""
         return ()
 
     @functools.cached_property

@@ -86,6 +86,28 @@ def check_penalties(penalties: Sequence[tf.Tensor]) -> None:
         penalty._ctl_thread = me
 
 
+def check_apart(step: Any) -> None:
+    """Refuses variables that are `TrainStep.apart` where they cannot be.
+
+    Raises:
+        UsageError: they are no TensorFlow variables, are averaged, or have one copy.
+    """
+    kind, apart = type(step).__name__, step.apart()
+    if not all(isinstance(variable, tf.Variable) for variable in apart):
+        raise UsageError(f"{kind}.apart() must return the .value of a Keras variable")
+    if apart and replicas.has_one_copy(step.strategy):
+        raise UsageError(
+            f"{kind} needs a copy of its variables on each replica, and this strategy has one: use "
+            "mirrored"
+        )
+    averaged = {id(v) for v in step.updater.trained} | {id(v.value) for v in step.updater.trained}
+    if step.ema_decay is not None and any(id(v) in averaged for v in apart):
+        raise UsageError(
+            f"{kind} lets weights differ between replicas, so they have no one average: leave out "
+            "ema_decay"
+        )
+
+
 def check_loop(loop: Any) -> None:
     """Refuses what was changed after the loop was made, and would have no effect.
 

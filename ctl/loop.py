@@ -207,6 +207,7 @@ class Loop:
         self._evaluated: dict[str, float] | None = None  # results at the current step
         self.stopped = self._asked_to_end = False  # by an action; by one of this worker
         step.attach(self)
+        step.settings.note(step)
 
     # Training -----------------------------------------------------------------------------------
 

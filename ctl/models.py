@@ -227,6 +227,8 @@ def load_model(
             f"--{flag}={path} is not a Keras model that can be loaded: {reason}"
         ) from error
     if like is not None:
+        if not all(hasattr(one, "input_shape") for one in (model, like)):
+            raise UsageError(f"--{flag}={path}: both models must be functional or sequential")
         (takes, gives), (wanted_in, wanted_out) = (
             (one.input_shape, one.output_shape) for one in (model, like)
         )

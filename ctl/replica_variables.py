@@ -36,7 +36,7 @@ class ReplicaVariables:
 
     @property
     def variables(self) -> list[tf.Variable]:
-        """Those that were made, in their order."""
+        """Those that `make` returned, in their order."""
         return [made.variable for made in self._made]
 
     def make(self, name: str, shape: Sequence[int], dtype: str, on_resize: str) -> tf.Variable:

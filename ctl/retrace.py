@@ -16,6 +16,7 @@ from absl import logging
 
 from ctl import replicas
 from ctl.errors import UsageError
+from ctl.flags.option import options
 from ctl.observer import Observer
 from ctl.parts import has_state
 
@@ -130,11 +131,12 @@ class Settings:
     def _changes(self, step: Any, before: Any, now: Any) -> Iterator[tuple[str, Any, Any, bool]]:
         """The name of each changed value, its values, and whether the change takes effect."""
         none = _Value(None)
+        fixed = {name for name, value in options(type(step)).items() if value.fixed} | _FIXED
         for name in {**before[0], **now[0]}:
             old, new = (values[0].get(name, none) for values in (before, now))
             if old != new:
                 stateful = has_state(old.of) or has_state(new.of)
-                takes_effect = name not in _FIXED and not stateful
+                takes_effect = name not in fixed and not stateful
                 yield f"{type(step).__name__}.{name}", old.of, new.of, takes_effect
         for (what, (_, names)), olds, news in zip(
             self._others.items(), before[1], now[1], strict=True

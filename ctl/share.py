@@ -82,6 +82,14 @@ def rows(batch: Any) -> int | tf.Tensor:
 
 
 @tf.autograph.experimental.do_not_convert
+def pair(batch: Any) -> tuple[Any, Any]:
+    """``(features, labels)``. Raises `UsageError` for a batch of another form, or with weights."""
+    features, labels, weights = unpack(batch)
+    if weights is not None:
+        raise UsageError("this step takes batches (features, labels), without weights")
+    return features, labels
+
+
 def power_of_two(count: tf.Tensor) -> tf.Tensor:
     """float32 scalar: the largest power of two up to ``count``; 1 if that is 0 or not finite. To
     divide by it and to multiply by it is exact."""

@@ -28,7 +28,7 @@ from ctl import noinline, replicas, share
 from ctl.accumulate import make_gradient_fn, micro_steps
 from ctl.apply import Updater, global_norm
 from ctl.base_step import BaseStep, EvalStep, cross_entropy, scale_images
-from ctl.checks import check_overrides, check_penalties
+from ctl.checks import check_apart, check_overrides, check_penalties
 from ctl.errors import UsageError
 from ctl.observer import NO_OBSERVER, Observer
 from ctl.optimizers import Optimizers
@@ -143,6 +143,7 @@ class TrainStep(BaseStep):
                 skip_nonfinite=self.on_nan == "skip",
                 jit_update=self.jit_update,
             )
+        check_apart(self)
         self.of_replicas.create(strategy, self.apart())
         self.trained = [v.value for v in self.updater.trained]
         self.trains = (True,) * len(self.trained)  # see `Loop.train_only`
@@ -162,8 +163,8 @@ class TrainStep(BaseStep):
         self.settings = Settings(self)
 
     def attach(self, loop: Loop) -> None:
-        """The loop calls it once, when all else of it is made. Override, and call this method, to
-        add actions to the loop or to choose what trains first (`Loop.train_only`)."""
+        """The loop calls this once, at the end of its constructor. Override it to add actions to
+        the loop, or to choose what trains first (`Loop.train_only`). Call this one, too."""
         self.loop = weakref.ref(loop)
 
     @property

@@ -125,3 +125,23 @@ def test_what_cannot_be_is_refused(mirrored):
     strategy = tf.distribute.experimental.CentralStorageStrategy(["/cpu:0", "/cpu:1"], "/cpu:0")
     with pytest.raises(UsageError, match="left0 cannot have a value on each replica"):
         make(strategy)
+
+
+def test_variables_apart_that_cannot_be(mirrored):
+    class Apart(TrainStep):
+        values = True
+
+        def apart(self):
+            weights = self.model.trainable_variables
+            return [v.value for v in weights] if self.values else weights
+
+    class Keras(Apart):
+        values = False
+
+    with pytest.raises(UsageError, match="^Apart lets weights differ .* leave out ema_decay"):
+        make_loop(mirrored(2), step_class=Apart, ema_decay=0.9)
+    with pytest.raises(UsageError, match=r"^Keras.apart\(\) must return the .value"):
+        make_loop(mirrored(2), step_class=Keras)
+    central = tf.distribute.experimental.CentralStorageStrategy(["/cpu:0", "/cpu:1"])
+    with pytest.raises(UsageError, match="^Apart needs a copy of its variables on each replica"):
+        make_loop(central, step_class=Apart)

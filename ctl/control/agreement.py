@@ -15,6 +15,7 @@ from ctl import replicas, workers
 from ctl.control import code
 from ctl.data.dataset import Dataset
 from ctl.errors import UsageError
+from ctl.flags import option
 from ctl.step import TrainStep
 from ctl.watch import watchdog
 
@@ -46,6 +47,7 @@ def agree(step: TrainStep, dataset: Dataset, trace: Callable[[], Any]) -> None:
             "the class of the step": code.class_name(step),
             "the code of the step": code.of_step(step),
             **{name: getattr(step, name) for name in _SETTINGS},
+            **{f"the option {name}": getattr(step, name) for name in option.options(type(step))},
             "random_seed": step.seeds.run,
             "what trains": step.trains,
             **{
@@ -74,7 +76,7 @@ def check_state(step: TrainStep, *, this_worker: bool = False) -> None:
     Raises:
         UsageError: the forward pass has given a variable another value on each replica.
     """
-    strategy, combined = step.strategy, {id(v) for v in step.statistics.combined}
+    strategy, combined = step.strategy, {id(v) for v in (*step.statistics.combined, *step.apart())}
     own = [(v.path, v.value) for v in replicas.other_state(step.parts.layer)]
     own += [(v.name, v) for v in step.parts.plain]
     state = [(name, v) for name, v in own if id(v) not in combined]

@@ -10,6 +10,7 @@ import numpy as np
 
 from ctl.data.dataset import DatasetInfo
 from ctl.data.in_memory import InMemory
+from ctl.errors import UsageError
 
 PAD = 0  # fills the last window of a text, and is before its first byte
 
@@ -23,12 +24,19 @@ def windows(texts: Sequence[bytes], length: int) -> np.ndarray:
 
     Returns:
         uint8 [rows, length + 1]. The last byte of a row begins the next one of its text.
+
+    Raises:
+        UsageError: there is no text, or one has the byte `PAD`.
     """
+    if any(PAD in text for text in texts):
+        raise UsageError(f"a text has the byte {PAD}, which is the padding: leave it out")
     rows = []
     for text in filter(None, texts):
         padded = np.zeros(-len(text) % length + len(text) + 1, np.uint8)  # `PAD`
         padded[1 : len(text) + 1] = np.frombuffer(text, np.uint8)
         rows.append(np.lib.stride_tricks.sliding_window_view(padded, length + 1)[::length])
+    if not rows:
+        raise UsageError("there is no text to train on")
     return np.concatenate(rows)
 
 

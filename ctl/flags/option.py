@@ -23,6 +23,7 @@ def option(
     choices: Sequence[str] = (),
     lower_bound: float | None = None,
     upper_bound: float | None = None,
+    fixed: bool = False,
 ) -> Any:
     """Declares an option in the body of a subclass of `ctl.TrainStep` or `ctl.EvalStep`::
 
@@ -40,6 +41,7 @@ def option(
         choices: the strings that are allowed.
         lower_bound: the least value of a number.
         upper_bound: the largest value of a number.
+        fixed: whether the constructor uses the value up, so that a later change is refused.
 
     Raises:
         TypeError: neither ``default`` nor ``type`` is one of these types.
@@ -56,13 +58,14 @@ def option(
         parser = flags.EnumParser(list(choices)) if choices else flags.ArgumentParser()
     else:
         raise TypeError(f"an option is a bool, int, float or str; {default!r} needs a type=")
-    return _Option(default, help, parser)
+    return _Option(default, help, parser, fixed)
 
 
 class _Option:
     """What `option` declares, in the class. Its value is an attribute of each instance."""
 
-    def __init__(self, default: Any, help: str, parser: Any):
+    def __init__(self, default: Any, help: str, parser: Any, fixed: bool):
+        self.fixed = fixed
         self.default = default
         self.help = help
         self.parser = parser
@@ -97,17 +100,25 @@ def declare(kind: type) -> None:
     """Defines the flags of the options in the body of the class ``kind``.
 
     Raises:
-        UsageError: a base class has an attribute or argument of that name.
+        UsageError: a base class has an attribute or argument of that name; or ``kind`` has an
+            attribute with the name of an option.
     """
+    bases = kind.__mro__[1:-1]
     for name, value in vars(kind).items():
         if isinstance(value, _Option):
-            for base in kind.__mro__[1:-1]:
+            for base in bases:
                 made = vars(base).get("__init__")
                 if name in vars(base) or (made and name in inspect.signature(made).parameters):
                     raise UsageError(
                         f"{kind.__name__}.{name}: {base.__name__} has {name!r}: rename the option"
                     )
             value.define(name, kind)
+        elif any(isinstance(vars(base).get(name), _Option) for base in bases):
+            raise UsageError(f"{kind.__name__}.{name} hides an option: give --{name} or {name}=")
+    for base in bases:  # mixins that are no steps
+        for name, value in vars(base).items():
+            if isinstance(value, _Option) and name not in flags.FLAGS:
+                value.define(name, base)
 
 
 def take(step: Any, given: dict[str, Any]) -> None:
@@ -117,11 +128,14 @@ def take(step: Any, given: dict[str, Any]) -> None:
         TypeError: ``given`` has a name that is no option of the step.
         UsageError: a value is not what the option allows.
     """
-    kind = type(step)
-    for name in dir(kind):
-        found = getattr(kind, name, None)
-        if isinstance(found, _Option):
-            own = given.pop(name) if name in given else flags.FLAGS[name].value
-            setattr(step, name, found.checked(name, own))
+    for name, found in options(type(step)).items():
+        own = given.pop(name) if name in given else flags.FLAGS[name].value
+        setattr(step, name, found.checked(name, own))
     for name in given:
-        raise TypeError(f"{kind.__name__}() got an unexpected keyword argument {name!r}")
+        raise TypeError(f"{type(step).__name__}() got an unexpected keyword argument {name!r}")
+
+
+def options(kind: type) -> dict[str, _Option]:
+    """The options of the class ``kind`` and of its bases, by name."""
+    found = {name: getattr(kind, name, None) for name in dir(kind)}
+    return {name: value for name, value in found.items() if isinstance(value, _Option)}

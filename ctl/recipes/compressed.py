@@ -39,13 +39,12 @@ class Compressed(ctl.TrainStep):
         left: float32 [parameters], what this replica has not sent yet.
     """
 
-    compressor: str = ctl.option("int8", "Of gradients.", choices=["fp16", "int8", "topk"])
-    topk_share: float = ctl.option(0.01, "That topk sends.", lower_bound=0.0, upper_bound=1.0)
+    compressor: str = ctl.option("int8", "How gradients cross.", choices=["fp16", "int8", "topk"])
+    topk_share: float = ctl.option(0.01, "Part that topk sends.", lower_bound=0.0, upper_bound=1.0)
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
         self.size = sum(v.shape.num_elements() for v in self.model.trainable_variables)
-        self.kept = max(1, round(self.topk_share * self.size))
         self.left = self.variable("left", [self.size], per_replica=True, on_resize="sum")
 
     @tf.autograph.experimental.do_not_convert
@@ -92,7 +91,8 @@ class Compressed(ctl.TrainStep):
 
     def to_topk(self, whole: tf.Tensor) -> tf.Tensor:
         """int32 [2, kept]: numbers, and their indices."""
-        where = tf.math.top_k(tf.abs(whole), self.kept).indices
+        kept = max(1, round(self.topk_share * self.size))
+        where = tf.math.top_k(tf.abs(whole), kept).indices
         return tf.stack([tf.bitcast(tf.gather(whole, where), tf.int32), where])
 
     def of_topk(self, words: tf.Tensor) -> tf.Tensor:

@@ -21,6 +21,7 @@ import tensorflow as tf
 from keras import layers, ops
 
 import ctl
+from ctl import share
 from ctl.base_step import BaseStep
 from ctl.recipes.samples import SEED, Sampling
 
@@ -46,7 +47,7 @@ class Diffusion(BaseStep):
             times: of each image, from 1 to ``diffusion_steps``, int32 [n].
             seed: of the noise.
         """
-        images, _ = batch
+        images, _ = share.pair(batch)
         images = 2.0 * self.preprocess(images) - 1.0
         noise = tf.random.stateless_normal(tf.shape(images), seed)
         left = tf.reshape(tf.gather(self.levels()[1], times), [-1, 1, 1, 1])
@@ -56,7 +57,8 @@ class Diffusion(BaseStep):
 
 
 class Evaluation(Diffusion, Sampling):
-    """The loss at times that are spread evenly over a batch, with the same noise in each."""
+    """The loss at times that are spread evenly over a replica's part of a batch, with the same
+    noise for each part. So it depends a little on the number of replicas."""
 
     def loss(self, batch: Any) -> tf.Tensor:
         count = tf.shape(batch[1])[0]

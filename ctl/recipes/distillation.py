@@ -30,7 +30,7 @@ class Distillation(ctl.TrainStep):
         UsageError: there is no such file, it holds no model, or one of other shapes.
     """
 
-    teacher: str | None = ctl.option(None, "The .keras file of the model to distill.", type=str)
+    teacher: str | None = ctl.option(None, "The .keras file to distill.", type=str, fixed=True)
     teacher_temperature: float = ctl.option(2.0, "Divides the logits.", lower_bound=1e-3)
     label_share: float = ctl.option(
         0.5, "Weight of the loss of the labels.", lower_bound=0.0, upper_bound=1.0

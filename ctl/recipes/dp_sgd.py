@@ -19,8 +19,10 @@ which one of the examples adds nothing:
 
 They hold for the weights and their averages. The loss and the metrics of the training, in the same
 log, have no noise. Whoever knows ``--seed`` can subtract the noise: give a secret one, and keep
-``config.json``, which has it, to yourself. The noise is float32 from Philox, which is not made for
-cryptography. Settings that were chosen with the data are not accounted for.
+``config.json``, which has it, to yourself. A seed of 32 bits can be found by trying all, and the
+noise is float32 from Philox, which is not made for cryptography: this is for research, not for
+weights that you publish. All steps are taken to have had the same ``dp_noise``. Settings that were
+chosen with the data are not accounted for.
 
 The examples of a replica go through the model one by one, as micro-batches, so that no layer can
 mix them. It takes the time of as many small steps. ``--accumulate_steps`` has no effect.
@@ -54,19 +56,20 @@ class DPSGD(ctl.TrainStep):
             or an epoch is not a whole number of global batches.
     """
 
-    dp_clip: float = ctl.option(4.0, "Largest norm of the gradient of an example.", lower_bound=0.0)
-    dp_noise: float = ctl.option(4.0, "Deviation of the noise / dp_clip.", lower_bound=0.0)
+    dp_clip: float = ctl.option(4.0, "Largest norm of an example's gradient.", lower_bound=1e-6)
+    dp_noise: float = ctl.option(4.0, "Deviation of noise by dp_clip.", lower_bound=0.0, fixed=True)
     dp_delta: float = ctl.option(1e-5, "Delta of the epsilon in the log.", lower_bound=0.0)
 
     def build(self, strategy: tf.distribute.Strategy, schedule: Any = None) -> None:
         """See `ctl.TrainStep.build`."""
         if importlib.util.find_spec("dp_accounting") is None:
             raise UsageError("DPSGD needs dp-accounting: pip install 'ctl[privacy]'")
+        # They mix examples; a skipped update tells of one; workers would share the noise of a step.
+        mixes = replicas.training_norms(self.parts.layer) or replicas.has_one_copy(strategy)
+        if mixes or self.on_nan == "skip" or self.loss_scale:
+            raise UsageError("DPSGD takes no BatchNormalization, float16, on_nan=skip or ps")
         self.accumulate_steps = _MOST
         super().build(strategy, schedule)
-        # One mixes examples, and that an update was skipped tells of an example.
-        if replicas.training_norms(self.parts.layer) or self.updater.judges_finiteness:
-            raise UsageError("DPSGD takes no BatchNormalization, no on_nan=skip and no float16")
 
     def attach(self, loop: ctl.Loop) -> None:
         """See `ctl.TrainStep.attach`."""

@@ -1,8 +1,9 @@
 """Each replica trains its own weights, and every few steps all take the mean of their weights.
 
-Stich 2019 (arXiv:1805.09767), algorithm 1. With ``--local_steps=1`` and SGD it equals synchronous
-training. The slots of an optimizer stay with each replica, and a replica that has fewer examples
-than others takes a smaller step::
+Stich 2019 (arXiv:1805.09767), algorithm 1. With ``--local_steps=1`` and SGD, and without
+``--clip_norm``, it equals synchronous training. The slots of an optimizer stay with each replica,
+and a replica that has fewer examples than others takes a smaller step. The default is a mean every
+8 steps::
 
     python -m ctl.train --model_dir=/tmp/local --step=ctl.recipes.local_sgd:LocalSGD \\
         --local_steps=8 --replicas=2
@@ -34,7 +35,7 @@ class LocalSGD(ctl.TrainStep):
         UsageError: there are parameter groups or an ``ema_decay``.
     """
 
-    local_steps: int = ctl.option(None, "Between means (8; DiLoCo: 500).", type=int, lower_bound=1)
+    local_steps: int = ctl.option(None, "Steps between means.", type=int, lower_bound=1)
     default_steps = 8
 
     def __init__(self, *args: Any, **options: Any):

@@ -30,8 +30,8 @@ class MeanTeacher(ctl.TrainStep):
         UsageError: there is no ``ema_decay``.
     """
 
-    consistency_weight: float = ctl.option(100.0, "Of the consistency cost.", lower_bound=0.0)
-    consistency_rampup: int = ctl.option(40_000, "Steps until the weight is that.", lower_bound=1)
+    consistency_weight: float = ctl.option(100.0, "Final weight of the cost.", lower_bound=0.0)
+    consistency_rampup: int = ctl.option(40_000, "Steps until that weight.", lower_bound=1)
     input_noise: float = ctl.option(
         0.15, "Standard deviation of Gaussian noise on preprocessed features.", lower_bound=0.0
     )
@@ -57,6 +57,13 @@ class MeanTeacher(ctl.TrainStep):
         left = 1.0 - tf.minimum(done, 1.0)
         losses += self.consistency_weight * tf.exp(-5.0 * left**2) * distance
         return losses if weights is None else losses * tf.cast(weights, losses.dtype), outputs
+
+    def update_metrics(self, batch: Any, outputs: Any) -> None:
+        """Of the labelled examples."""
+        features, labels, weights = share.unpack(batch)
+        labelled = tf.cast(labels >= 0, tf.float32)
+        weights = labelled if weights is None else labelled * tf.cast(weights, tf.float32)
+        super().update_metrics((features, tf.maximum(labels, 0), weights), outputs)
 
     def noisy(self, features: tf.Tensor, name: str) -> tf.Tensor:
         """Adds noise, other for each ``name``, step, replica and micro-batch."""

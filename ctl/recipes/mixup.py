@@ -20,7 +20,7 @@ from typing import Any
 import tensorflow as tf
 
 import ctl
-from ctl.errors import UsageError
+from ctl.share import pair
 
 
 class Mixup(ctl.TrainStep):
@@ -34,9 +34,8 @@ class Mixup(ctl.TrainStep):
         Raises:
             UsageError: the batch is not ``(features, labels)``.
         """
-        if len(batch) != 2:
-            raise UsageError("mixup and CutMix take batches (features, labels), without weights")
-        images, labels = self.preprocess(batch[0]), batch[1]
+        images, labels = pair(batch)
+        images = self.preprocess(images)
         order, share = self.draw(tf.shape(labels)[0])
         mixed, share = self.mix(images, tf.gather(images, order), share)
         outputs = self.model(mixed, training=True)

@@ -24,6 +24,7 @@ from absl import flags
 from keras import layers
 
 import ctl
+from ctl import share
 from ctl.errors import UsageError
 from ctl.reduce import all_gather
 
@@ -53,7 +54,12 @@ class Switch(layers.Layer):
         width: Any = shape[-1]
         self.router = layers.Dense(self.experts, "softmax", use_bias=False, dtype="float32")
         self.networks = [
-            keras.Sequential([layers.Dense(self.hidden, "relu"), layers.Dense(width)])
+            keras.Sequential(
+                [
+                    layers.Dense(self.hidden, "relu", dtype=self.dtype_policy),
+                    layers.Dense(width, dtype=self.dtype_policy),
+                ]
+            )
             for _ in range(self.experts)
         ]
         for layer in (self.router, *self.networks):
@@ -80,7 +86,7 @@ class Balanced(ctl.TrainStep):
         UsageError: no layer of the model is a `Switch`.
     """
 
-    balance_weight: float = ctl.option(0.01, "Of the loss that balances experts.", lower_bound=0.0)
+    balance_weight: float = ctl.option(0.01, "Weight of the balance of experts.", lower_bound=0.0)
 
     def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, **options)
@@ -92,7 +98,7 @@ class Balanced(ctl.TrainStep):
 
     def loss(self, batch: Any) -> tuple[tf.Tensor, tf.Tensor]:
         """The losses, [n], and the logits."""
-        features, labels = batch
+        features, labels = share.pair(batch)
         logits, *routed = self.routed(self.preprocess(features), training=True)
         losses = self.loss_fn(labels, logits)
         for layer, probabilities in enumerate(routed):

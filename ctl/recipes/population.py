@@ -12,12 +12,12 @@ command then resumes, and with more ``--seeds`` trains those that are missing::
 from __future__ import annotations
 
 import json
-import statistics
 import sys
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
+import numpy as np
 from absl import flags
 
 from ctl import launch
@@ -34,7 +34,7 @@ def run() -> None:
     training.define_flags(model_dir_required=False)
     with group("Population"):
         flags.DEFINE_integer("seeds", 5, "Runs, each with another seed.", lower_bound=2)
-    run_command(main, f"\n{__doc__}", output_is_log=True)
+    run_command(main, f"\n{__doc__}")
 
 
 def main() -> None:
@@ -64,15 +64,16 @@ def trained(seed: int, model_dir: Path) -> dict[str, float]:
 
 def table(results: dict[int, dict[str, float]]) -> list[str]:
     """The lines of a table: results by seed, and the statistics of each."""
-    names = list(next(iter(results.values())))
+    first, *others = results.values()
+    names = [name for name in first if all(name in other for other in others)]
     columns = [[result[name] for result in results.values()] for name in names]
 
     def row(title: object, values: Iterable[float]) -> str:
         return f"{title:<10}" + "".join(f"{value:>14.6g}" for value in values)
 
-    rows = [row(seed, result.values()) for seed, result in results.items()]
-    rows.append(row("mean", map(statistics.mean, columns)))
-    rows.append(row("deviation", map(statistics.stdev, columns)))
+    rows = [row(seed, [result[name] for name in names]) for seed, result in results.items()]
+    rows.append(row("mean", np.mean(columns, axis=1)))
+    rows.append(row("deviation", np.std(columns, axis=1, ddof=1)))
     rows.append(row("least", map(min, columns)))
     rows.append(row("most", map(max, columns)))
     return [f"{'seed':<10}" + "".join(f"{name:>14}" for name in names), *rows]

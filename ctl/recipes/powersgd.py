@@ -30,7 +30,7 @@ class PowerSGD(ctl.TrainStep):
         left: index of a kernel -> float32 [n, m], what this replica has not sent yet.
     """
 
-    powersgd_rank: int = ctl.option(2, "Columns of the thin matrices.", lower_bound=1)
+    powersgd_rank: int = ctl.option(2, "Columns of the thin matrices.", lower_bound=1, fixed=True)
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)

@@ -2,6 +2,7 @@
 
 A view is a random crop with other brightness and contrast. The loss compares each view with those
 of the global batch, also on other replicas, so N replicas equal one. A larger batch teaches more.
+With ``--accumulate_steps``, which needs one replica, they are those of the micro-batch.
 
 Chen, Kornblith, Norouzi and Hinton 2020, arXiv:2002.05709, equation 1 and algorithm 1. The defaults
 are those for CIFAR-10 (appendix B.9); smaller images need larger crops. `Evaluation` logs how good
@@ -21,6 +22,7 @@ import tensorflow as tf
 from keras import layers
 
 import ctl
+from ctl import share
 from ctl.base_step import BaseStep
 from ctl.recipes.samples import SEED
 from ctl.reduce import all_gather, first_row
@@ -61,7 +63,7 @@ def nt_xent(projections: tf.Tensor, temperature: float) -> tuple[tf.Tensor, tf.T
 
 
 def two_views(images: tf.Tensor, smallest_crop: float, seed: Any) -> tf.Tensor:
-    """Makes two views of each image, as in appendix A without what needs three channels.
+    """Makes two views of each image, as in appendix A, without changes of colour.
 
     Args:
         images: float [n, height, width, channels] in [0, 1].
@@ -107,7 +109,7 @@ class Contrast(BaseStep):
 
     def contrastive_loss(self, batch: Any, seed: Any) -> tf.Tensor:
         """The loss of each image, float32 [n]; logs how often the partner of a view is nearest."""
-        images, _ = batch
+        images, _ = share.pair(batch)
         views = two_views(self.preprocess(images), self.smallest_crop, seed)
         projections = self.model(views, training=self.training)
         losses, found = nt_xent(projections, self.temperature)
@@ -120,7 +122,7 @@ class Evaluation(Contrast, ctl.EvalStep):
     representation of whole images. Both depend on the size of the batch."""
 
     def loss(self, batch: Any) -> tf.Tensor:
-        images, labels = batch
+        images, labels = share.pair(batch)
         alike, _ = cosines(self.model.layers[0](self.preprocess(images), training=False))
         same = tf.gather(all_gather(labels), tf.argmax(alike, axis=1)) == labels
         self.log("neighbour_accuracy", tf.cast(same, tf.float32))

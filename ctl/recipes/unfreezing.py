@@ -35,7 +35,8 @@ class GradualUnfreezing(ctl.TrainStep):
         layers = self.layers()
 
         def unfreeze(step: int) -> None:
-            loop.train_only(layers[-1 - step // self.unfreeze_steps :])
+            count = 1 + step // self.unfreeze_steps
+            loop.train_only(layers[-count:] if count < len(layers) else None)  # in the end, all
 
         unfreeze(0)
         # Before actions that save, so that a checkpoint says what trains next.

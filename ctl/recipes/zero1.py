@@ -10,7 +10,8 @@ clipped as always, so N replicas equal one. A line of the log says how much memo
 For w bytes of weights, a replica keeps 3w / N for Adam in place of 2w: a copy of its part, and two
 slots of that. In a ring, it sends 2w (N - 1) / N bytes for the all-reduce and w (N - 1) / N for the
 gather. The paper sends 2w (N - 1) / N in all, with a reduce-scatter, for which TensorFlow has no
-kernel on CPUs. A checkpoint has the slots of all replicas, and is restored on as many.
+kernel on CPUs. A checkpoint has the slots of all replicas, and is restored on as many. Each worker
+has room for all of them in host memory, so on CPUs this saves no memory.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ class ZeRO1(ctl.TrainStep):
     """Trains with slots of 1/N of the weights on each of N replicas.
 
     Args:
-        args, options: see `ctl.TrainStep`; one optimizer that was not built, and that updates each
-            number by itself, for weights of one dtype.
+        args, options: see `ctl.TrainStep`.
 
     Raises:
-        UsageError: they are others.
+        UsageError: there are parameter groups, the optimizer is built already or is Lamb or
+            Adafactor, the weights have several dtypes, or all replicas share one copy of them.
     """
 
     optimizer: keras.Optimizer
@@ -47,7 +48,9 @@ class ZeRO1(ctl.TrainStep):
         weights, refused = self.model.trainable_variables, (list, tuple, *_NORMED)
         one = not isinstance(self.optimizer, refused) and not self.optimizer.built
         if not one or len({v.dtype for v in weights}) != 1:
-            raise UsageError("ZeRO1 takes one new optimizer, no Lamb or Adafactor, and one dtype")
+            raise UsageError("ZeRO1 needs one new optimizer, neither Lamb nor Adafactor; one dtype")
+        if replicas.has_one_copy(tf.distribute.get_strategy()):
+            raise UsageError("ZeRO1 needs a copy of the weights on each replica: use mirrored")
         parts = tf.distribute.get_strategy().num_replicas_in_sync
         self.sizes = [-(-v.shape.num_elements() // parts) for v in weights]
         part = keras.Variable("zeros", [sum(self.sizes)], weights[0].dtype, False, name="part")

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from ctl.data.text import PAD, python_sources, windows
+from ctl.errors import UsageError
 
 TEXTS = [b"one", b"", b"four", b"a longer text", b"exactly "]
 
@@ -20,6 +21,15 @@ def test_each_byte_is_to_be_predicted_once(length):
         assert [PAD, text[0]] in rows[:, :2].tolist()
     pieces = [row.tobytes().strip(b"\0") for row in rows]
     assert all(any(piece in text for text in TEXTS) for piece in pieces)
+
+
+@pytest.mark.parametrize(
+    ("texts", "says"),
+    [([], "^there is no text"), ([b""], "^there is no text"), ([b"a\0"], "byte 0")],
+)
+def test_texts_that_cannot_be_cut(texts, says):
+    with pytest.raises(UsageError, match=says):
+        windows(texts, 4)
 
 
 def test_the_sources_have_one_order_and_held_out_files():

@@ -7,10 +7,12 @@ import sys
 from pathlib import Path
 
 import keras
+import numpy as np
 import pytest
 from absl import flags
 
 import ctl
+from ctl.data import InMemory
 from ctl.errors import UsageError
 
 
@@ -88,6 +90,39 @@ def test_an_unknown_keyword_is_refused():
 def test_a_name_of_a_base_class_is_refused(name):
     with pytest.raises(UsageError, match=f"has '{name}': rename the option"):
         type("Mine", (Step,), {name: ctl.option(1.0, "Mine.")})
+
+
+def test_a_class_that_hides_an_option_is_refused():
+    with pytest.raises(UsageError, match="Mine.test_rate hides an option: give --test_rate"):
+        type("Mine", (Step,), {"test_rate": 0.2})
+
+
+def test_an_option_of_a_mixin():
+    class Mixin:
+        test_mixed: float = ctl.option(0.5, "Of a class that is no step.")
+
+    class Mixed(Mixin, ctl.TrainStep):
+        pass
+
+    assert make(Mixed).test_mixed == 0.5
+    assert make(Mixed, test_mixed=1.0).test_mixed == 1.0
+
+
+def test_a_fixed_option_may_not_change():
+    class Fixed(ctl.TrainStep):
+        test_fixed: int = ctl.option(2, "Used up.", fixed=True)
+        test_free: int = ctl.option(2, "Read in each trace.")
+
+    step = make(Fixed)
+    loop = ctl.Loop(
+        step, InMemory((np.zeros([8, 2], "float32"), np.zeros(8, int)), global_batch_size=4)
+    )
+    loop.train(1)
+    step.test_free = 3
+    loop.train(2)
+    step.test_fixed = 3
+    with pytest.raises(UsageError, match="Fixed.test_fixed was changed from 2 to 3"):
+        loop.train(3)
 
 
 def test_a_default_of_another_type_is_refused():

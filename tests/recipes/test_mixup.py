@@ -137,5 +137,5 @@ def test_shares_have_the_beta_distribution(alpha):
 
 def test_weights_are_refused():
     loop = make_loop(model=network, step_class=Mixup, data=data(np.ones(BATCH, "float32")))
-    with pytest.raises(UsageError, match=r"^mixup and CutMix take batches \(features, labels\)"):
+    with pytest.raises(UsageError, match=r"^this step takes batches \(features, labels\), without"):
         loop.train(1)

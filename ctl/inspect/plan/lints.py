@@ -136,7 +136,7 @@ def _ring_on_logical_cpus(plan: Plan) -> Lint | None:
 
 
 def _gathered(plan: Plan) -> Lint | None:
-    # Not what a step of the user's gathers: codes, which are integers, or vectors of weights.
+    # A step may gather integers, such as codes, or one row of each replica. These are no gradients.
     gathers = [
         c for c in plan.collectives if not c.members and "float" in c.dtype and _has_rows(c.shape)
     ]
@@ -152,7 +152,7 @@ def _gathered(plan: Plan) -> Lint | None:
 
 
 def _has_rows(shape: tuple[int, ...] | None) -> bool:
-    return shape is None or len(shape) > 1
+    return shape is None or (len(shape) > 1 and shape[0] != 1)
 
 
 def _no_timeout(waiting: Sequence[Collective]) -> Lint | None:
