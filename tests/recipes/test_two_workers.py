@@ -22,8 +22,9 @@ def out(job, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", recipes_worker.LOOPS)
-def test_two_workers_equal_two_replicas(mirrored, out, tmp_path, name):
-    expected = recipes_worker.trained(mirrored(2), name, tmp_path)
+def test_two_workers_equal_two_replicas(mirrored, out, tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    expected = recipes_worker.trained(mirrored(2), name)
     for worker, wanted in enumerate(expected):
         saved = np.load(out / f"process-{worker}" / f"{name}.npz")
         assert largest_difference(saved.values(), wanted) <= 1e-6

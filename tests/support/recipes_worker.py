@@ -5,6 +5,7 @@ python recipes_worker.py OUT
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -46,14 +47,14 @@ from ctl.strategy import make_multi_worker  # noqa: E402
 STEPS = 4
 
 
-def distillation(strategy, directory: Path):
+def distillation(strategy):
     keras.utils.set_random_seed(5)
     teacher = keras.Sequential([keras.Input([FEATURES]), keras.layers.Dense(CLASSES)])
-    teacher.save(directory / "teacher.keras")
-    return make_loop(strategy, step_class=Distillation, teacher=directory / "teacher.keras")
+    teacher.save("teacher.keras")  # a name that workers share, in a directory of each
+    return make_loop(strategy, step_class=Distillation, teacher="teacher.keras")
 
 
-def cutmix(strategy, _):
+def cutmix(strategy):
     # What makes tensors must wait for the strategy of the workers.
     return make_loop(
         strategy, step_class=CutMix, model=test_mixup.network, data=test_mixup.data(), mix_alpha=0.5
@@ -61,14 +62,14 @@ def cutmix(strategy, _):
 
 
 def plain(kind: type, **options):
-    return lambda strategy, _: make_loop(strategy, step_class=kind, **options)
+    return lambda strategy: make_loop(strategy, step_class=kind, **options)
 
 
 def of(module, *args):
-    return lambda strategy, _: module.make(strategy, *args)
+    return lambda strategy: module.make(strategy, *args)
 
 
-# Each is called with (strategy, a directory of its own).
+# Each makes a loop for a strategy.
 LOOPS = {
     "sam": plain(SAM),
     "mixup": cutmix,
@@ -94,10 +95,10 @@ LOOPS = {
 }
 
 
-def trained(strategy, name: str, directory: Path) -> list[list[np.ndarray]]:
+def trained(strategy, name: str) -> list[list[np.ndarray]]:
     """The variables of the model after `STEPS` steps, on each replica of this process."""
     keras.utils.set_random_seed(3)
-    loop = LOOPS[name](strategy, directory)
+    loop = LOOPS[name](strategy)
     loop.train(STEPS)
     copies = [strategy.experimental_local_results(v.value) for v in loop.step.model.variables]
     return [[copy.numpy() for copy in one] for one in zip(*copies, strict=True)]
@@ -107,10 +108,10 @@ def main() -> None:
     out = Path(sys.argv[1])
     me = cluster.resolve(None, None)
     strategy = make_multi_worker(me, collective_timeout=60, startup_timeout=60).strategy
-    mine = out / f"process-{me.index}"
+    os.chdir(out / f"process-{me.index}")
     for name in LOOPS:
-        [values] = trained(strategy, name, mine)
-        np.savez(mine / f"{name}.npz", *values)
+        [values] = trained(strategy, name)
+        np.savez(f"{name}.npz", *values)
 
 
 def run() -> None:
