@@ -17,7 +17,6 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-import numpy as np
 from absl import flags
 
 from ctl import launch
@@ -64,6 +63,8 @@ def trained(seed: int, model_dir: Path) -> dict[str, float]:
 
 def table(results: dict[int, dict[str, float]]) -> list[str]:
     """The lines of a table: results by seed, and the statistics of each."""
+    import numpy as np
+
     first, *others = results.values()
     names = [name for name in first if all(name in other for other in others)]
     columns = [[result[name] for result in results.values()] for name in names]
