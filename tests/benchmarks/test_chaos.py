@@ -1,4 +1,4 @@
-"""The chaos runner: what it draws, how it judges, and 8 schedules of it."""
+"""The chaos runner: what it draws, how it judges, and 20 schedules of it."""
 
 from __future__ import annotations
 
