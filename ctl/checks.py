@@ -100,7 +100,7 @@ def check_apart(step: Any) -> None:
             f"{kind} needs a copy of its variables on each replica, and this strategy has one: use "
             "mirrored"
         )
-    averaged = {id(v) for v in step.updater.trained} | {id(v.value) for v in step.updater.trained}
+    averaged = {id(v.value) for v in step.updater.trained}
     if step.ema_decay is not None and any(id(v) in averaged for v in apart):
         raise UsageError(
             f"{kind} lets weights differ between replicas, so they have no one average: leave out "
