@@ -15,8 +15,11 @@ from absl import flags
 from ctl.errors import UsageError
 from ctl.flags.parsing import check_flags, group, run_command
 from ctl.inspect.measure import FOLDER, link
+from ctl.inspect.plan.plan import Plan, from_json
 from ctl.inspect.predict import cost
 from ctl.inspect.predict.cost import Link, Network
+from ctl.inspect.predict.methods import Method, predict_method
+from ctl.inspect.predict.methods import table as methods_table
 from ctl.inspect.predict.model import Pack, Prediction, Step, predict
 from ctl.inspect.units import GIB, KIB, MIB
 
@@ -31,9 +34,12 @@ replicas, with three all-reduce algorithms: a model of the step, from what was m
       --topology=hosts:8 --inner=2us,200GB/s --outer=5us,50GB/s --plot=efficiency.svg
   python -m ctl.inspect predict --plan=plan.json --forward_ms=4 --backward_ms=9 --link=link.json
   python -m ctl.inspect predict --measured=/tmp/run --link=link.json --replicas=2,3,4,100
+  python -m ctl.inspect predict --methods=plain.json@4.1ms,int8.json@6ms,diloco.json@3.9ms/50 \\
+      --outer=100us,100Mbit/s --replicas=2,4
 
 --measured reads what `ctl.inspect run` wrote, --plan the output of `ctl.inspect plan --json`, and
---link that of `benchmarks/all_reduce.py --json`. Formulas are in ctl/inspect/predict/cost.py.
+--link that of `benchmarks/all_reduce.py --json`. --methods compares ways to communicate, which the
+step's code decides, such as those of ctl/recipes. Formulas are in ctl/inspect/predict/cost.py.
 """
 
 DEFAULT_REPLICAS = [2**k for k in range(1, 17)] + [100_000]
@@ -65,6 +71,14 @@ def define_flags() -> None:
             "Times that a transfer takes as long beside the backward pass, where both need the "
             "same cores.",
             lower_bound=1,
+        )
+    with group("Several ways to communicate"):
+        flags.DEFINE_list(
+            "methods",
+            None,
+            "PLAN@TIME of each, where TIME is that of a step on a link that costs next to nothing; "
+            "PLAN@TIME/N if what the plan has under a condition happens every N steps. The table "
+            "has the fastest first.",
         )
     with group("The network"):
         flags.DEFINE_string(
@@ -101,8 +115,11 @@ def run() -> None:
 
 def main() -> None:
     """Predicts the step that the flags describe; prints the predictions and draws them."""
-    step, network = read_step(), read_network()
-    counts = read_replicas(FLAGS.replicas)
+    network, counts = read_network(), read_replicas(FLAGS.replicas)
+    if FLAGS.methods:
+        _compare(list(map(parse_method, FLAGS.methods)), network, counts)
+        return
+    step = read_step()
     curves = {
         name: [
             predict(
@@ -153,22 +170,62 @@ def read_step() -> Step:
     return dataclasses.replace(step, **given)
 
 
+def _compare(methods: list[Method], network: Network, counts: list[int]) -> None:
+    """Prints the predictions for ``methods``."""
+    rows = {n: [predict_method(method, network, n) for method in methods] for n in counts}
+    if FLAGS.json:
+        as_json = {n: [dataclasses.asdict(each) for each in found] for n, found in rows.items()}
+        content = {"schema": 1, "network": dataclasses.asdict(network), "methods": as_json}
+        print(json.dumps(content))
+        return
+    print(_describe_network(network))
+    for n, found in rows.items():
+        print("\n".join(["", *methods_table(found, n)]))
+
+
+def parse_method(text: str) -> Method:
+    """The method of a text such as ``diloco.json@3.9ms/50``: a plan, a time, and maybe the number
+    of steps from one use of its conditional collectives to the next. Its name is the file's.
+
+    Raises:
+        UsageError: the text is not of this form, or the plan cannot be read.
+    """
+    path, _, rest = text.rpartition("@")
+    time, _, every = rest.partition("/")
+    try:
+        seconds, steps = _quantity(time, _SECONDS), int(every or 1)
+        if not path or steps < 1:
+            raise ValueError
+    except ValueError:
+        raise UsageError(
+            f"--methods={text}: give PLAN@TIME ({', '.join(_SECONDS)}) or PLAN@TIME/STEPS, e.g. "
+            "diloco.json@3.9ms/50"
+        ) from None
+    return Method(Path(path).stem, read_plan(path), seconds, steps)
+
+
+def read_plan(path: str) -> Plan:
+    """The plan in a file.
+
+    Raises:
+        UsageError: the file cannot be read or is no plan.
+    """
+    try:
+        return from_json(json.loads(Path(path).read_text(encoding="utf-8")))
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise UsageError(f"{path} is not JSON: {error}") from error
+
+
 def packs_of_plan(path: str) -> tuple[Pack, ...]:
     """The packs of the gradients in a plan's file, in order.
 
     Raises:
         UsageError: the file cannot be read or is no plan, or the size of a pack is unknown.
     """
-    from ctl.inspect.plan.plan import from_json
-
-    try:
-        plan = from_json(json.loads(Path(path).read_text(encoding="utf-8")))
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise UsageError(f"{path} is not JSON: {error}") from error
     packs = []
-    for collective in plan.collectives:
+    for collective in read_plan(path).collectives:
         if collective.bytes is None:
             raise UsageError(f"{path}: the size of {collective.name} is not known; give --packs")
         share = 1.0 if collective.full_share is None else collective.full_share
@@ -278,16 +335,19 @@ def table(step: Step, network: Network, curves: dict[str, list[Prediction]]) -> 
 
 def describe(step: Step, network: Network) -> str:
     """The step and the network in two lines of text."""
+    return (
+        f"one replica: {step.alone * 1e3:.3f} ms (forward {step.forward * 1e3:.3f}, backward "
+        f"{step.backward * 1e3:.3f}, apply {step.apply * 1e3:.3f}, other {step.other * 1e3:.3f}), "
+        f"{step.bytes / MIB:.2f} MiB in {len(step.packs)} packs\n{_describe_network(network)}"
+    )
+
+
+def _describe_network(network: Network) -> str:
     kind = "all replicas share one link" if network.outer.shared else "a link for each replica"
     if network.per_host > 1:
         assert network.inner is not None  # checked by Network
         kind = f"{network.per_host} replicas on a host ({_shown(network.inner)}), a link each"
-    return (
-        f"one replica: {step.alone * 1e3:.3f} ms (forward {step.forward * 1e3:.3f}, backward "
-        f"{step.backward * 1e3:.3f}, apply {step.apply * 1e3:.3f}, other {step.other * 1e3:.3f}), "
-        f"{step.bytes / MIB:.2f} MiB in {len(step.packs)} packs\n"
-        f"network: {kind}: {_shown(network.outer)}"
-    )
+    return f"network: {kind}: {_shown(network.outer)}"
 
 
 def _shown(one: Link) -> str:

@@ -70,6 +70,32 @@ def test_input_pipeline(tmp_path):
     )
 
 
+def test_low_communication(tmp_path):
+    """The plan counts the bytes on the wire, and the network card does, headers included."""
+    out = tmp_path / "out.json"
+    arguments = ["--methods=all_reduce,diloco", "--models=dense", "--workers=2", "--mbit=100"]
+    done = subprocess.run(
+        [sys.executable, BENCHMARKS / "low_communication.py", *arguments]
+        + ["--rounds=1", "--seconds=0.1", f"--json={out}"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    if any(text in done.stderr for text in ("namespaces", "iproute2", "ip netns", "ip link")):
+        pytest.skip(done.stderr.strip())
+    assert done.returncode == 0, done.stderr
+    content = json.loads(out.read_text())
+    whole, rare = content["rows"]
+    assert (whole["method"], rare["method"]) == ("all_reduce", "diloco")
+    for row in (whole, rare):
+        assert row["planned"] < row["sent"] < 1.3 * row["planned"]
+        assert row["fast"] > 0 and row["predicted"] > row["fast"]
+    assert 45 * rare["planned"] < whole["planned"]
+    assert 45 * rare["sent"] < 1.1 * whole["sent"]
+    (cell,) = content["cells"]
+    assert cell["among"] == "all" and f"predicted in {cell['loses'] == 0:d} of 1" in done.stdout
+
+
 def test_startup(tmp_path):
     out = tmp_path / "out.json"
     done = run("startup.py", "--what=python,bad_flag,ctl", "--rounds=1", f"--json={out}")

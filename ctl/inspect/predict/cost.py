@@ -97,6 +97,16 @@ def hierarchical(network: Network, replicas: int, size: float) -> float:
     return seconds
 
 
+def gather(network: Network, replicas: int, size: float) -> float:
+    """Seconds of a ring all-gather of ``size`` bytes of each replica.
+
+    n-1 steps, in each of which every replica sends ``size`` bytes on: (n-1)(alpha + size/beta) on
+    equal links (Thakur et al. 2005, "Optimization of collective communication operations in
+    MPICH", section 3.1). Every step waits for the slowest link.
+    """
+    return ring(network, replicas, size * replicas) / 2
+
+
 def tree(network: Network, replicas: int, size: float) -> float:
     """Seconds of a pipelined double binary tree between hosts, with a chain inside each host.
 

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,24 +23,33 @@ from ctl.inspect.measure.link import Measured, Point
 from ctl.inspect.measure.timeline import join
 from ctl.inspect.plan.plan import Collective, Plan
 from ctl.inspect.predict import efficiency
-from ctl.inspect.predict.cost import ALGORITHMS, Link, Network, hierarchical, link_of, ring, tree
+from ctl.inspect.predict.cost import (
+    ALGORITHMS,
+    Link,
+    Network,
+    gather,
+    hierarchical,
+    link_of,
+    ring,
+    tree,
+)
 from ctl.inspect.predict.model import Pack, Prediction, Step, measured_step, predict
 
 PAGE = (ROOT / "ctl/inspect/predict/README.md").read_text(encoding="utf-8")
 FAST, SLOW = Link(1e-6, 1e11), Link(1e-4, 1e9)
 
 
-def simulated_ring(network: Network, replicas: int, size: float) -> float:
+def simulated_ring(network: Network, replicas: int, chunk: float, steps: int) -> float:
     """Every message of every step: a replica sends its next chunk when it has received the last."""
     ready = np.zeros(replicas)
-    for _ in range(2 * (replicas - 1)):
+    for _ in range(steps):
         arrived = np.empty(replicas)
         for sender in range(replicas):
             receiver = (sender + 1) % replicas
             same_host = sender // network.per_host == receiver // network.per_host
             link = network.inner if same_host else network.outer
             start = max(ready[sender], ready[receiver])
-            arrived[receiver] = start + link.alpha + size / replicas / link.beta
+            arrived[receiver] = start + link.alpha + chunk / link.beta
         ready = arrived
     return ready.max()
 
@@ -49,8 +59,10 @@ def simulated_ring(network: Network, replicas: int, size: float) -> float:
 )
 def test_ring_is_what_its_messages_take(per_host, replicas):
     network = Network(SLOW, FAST, per_host)
-    expected = simulated_ring(network, replicas, 1e6)
+    expected = simulated_ring(network, replicas, 1e6 / replicas, 2 * (replicas - 1))
     assert ring(network, replicas, 1e6) == pytest.approx(expected, rel=1e-9)
+    expected = simulated_ring(network, replicas, 1e6, replicas - 1)
+    assert gather(network, replicas, 1e6) == pytest.approx(expected, rel=1e-9)
 
 
 def test_ring_formula():
@@ -254,13 +266,13 @@ def test_a_measured_run(tmp_path):
     assert content["step"] == json.loads(json.dumps(dataclasses.asdict(expected)))
 
 
-def collective(name: str, size: int | None, share: float | None) -> Collective:
+def collective(name: str, size: int | None, share: float | None, **others: Any) -> Collective:
     empty = {f.name: () for f in dataclasses.fields(Collective)}
     known = {"name": name, "purpose": "gradients", "kind": "CollectiveReduceV2", "ops": 1}
     known |= {"dtype": "float32", "shape": None, "bytes": size, "group_size": 2, "hint": "ring"}
     known |= {"group_key": 1, "timeout": None, "in_loop": True, "start_share": 0.1}
     known |= {"full_share": share, "share_by": "flops", "wire_bytes": None}
-    return Collective(**(empty | known))
+    return Collective(**(empty | known | others))
 
 
 def test_a_plan(tmp_path):
@@ -275,6 +287,35 @@ def test_a_plan(tmp_path):
     path.write_text(json.dumps(Plan("M", 2, 1, (collective("pack0", None, 1.0),), ()).to_json()))
     done = run(*STEP, f"--plan={path}", "--outer=1ms,1GB/s")
     assert done.returncode == 2 and "the size of pack0 is not known" in done.stderr
+
+
+def test_ways_to_communicate(tmp_path):
+    """Packs, gathers, what happens every 50 steps only, and what is not of a step."""
+    loss, ok = collective("loss", 20, None, in_loop=False), collective("ok", 4, None)
+    rounds = collective("while/cond/CollectiveReduceV2", 4_000_000, 1.0)
+    codes = collective("while/gather", 1_000_000, None, kind="CollectiveGatherV2")
+    plans = {"plain": (collective("pack0", 4_000_000, 1.0),), "int8": (codes,), "rare": (rounds,)}
+    for name, packs in plans.items():
+        plan = Plan("M", 4, 4, packs, (ok, loss))
+        (tmp_path / f"{name}.json").write_text(json.dumps(plan.to_json()))
+    given = f"{tmp_path}/plain.json@4ms,{tmp_path}/int8.json@6ms,{tmp_path}/rare.json@5ms/50"
+    options = [f"--methods={given}", "--outer=1ms,100MB/s", "--replicas=4"]
+    done = run(*options, "--json")
+    assert done.returncode == 0, done.stderr
+    seen = {each.pop("name"): each for each in json.loads(done.stdout)["methods"]["4"]}
+    flag = 6 * 1e-3 + 1.5 * 4 / 1e8
+    whole = 6 * 1e-3 + 1.5 * 4e6 / 1e8
+    assert seen == {
+        "plain": pytest.approx({"step": 4e-3 + flag + whole, "sent": 6e6 + 6}),
+        "int8": pytest.approx({"step": 6e-3 + flag + 3e-3 + 3e6 / 1e8, "sent": 3e6 + 6}),
+        "rare": pytest.approx({"step": 5e-3 + flag + whole / 50, "sent": 6e6 / 50 + 6}),
+    }
+    lines = run(*options).stdout.splitlines()
+    assert [line.split()[0] for line in lines[-3:]] == [
+        "rare",
+        "int8",
+        "plain",
+    ]  # the fastest first
 
 
 def test_a_measured_link(tmp_path):
@@ -301,6 +342,9 @@ def test_a_measured_link(tmp_path):
         ([*STEP, "--packs=4MiB", "--outer=5us,1GB/s", "--topology=mesh"], "--topology=mesh"),
         ([*STEP, "--packs=4MiB", "--outer=5us,1GB/s", "--replicas=0"], "--replicas: '0'"),
         ([*STEP, "--packs=4MiB", "--outer=5us,1GB/s", "--algorithms=star"], "'star'"),
+        (["--methods=plan.json", "--outer=5us,1GB/s"], "--methods=plan.json: give PLAN@TIME"),
+        (["--methods=p.json@1ms/0", "--outer=5us,1GB/s"], "--methods=p.json@1ms/0: give"),
+        (["--methods=nowhere.json@1ms", "--outer=5us,1GB/s"], "cannot read nowhere.json"),
         ([*STEP, "--packs=4MiB", "--link=nowhere.json"], "cannot read nowhere.json"),
         ([*STEP, "--packs=4MiB", "--outer=5us,1GB/s", "--plot=/no/where.svg"], "cannot write"),
     ],
