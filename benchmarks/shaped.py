@@ -15,7 +15,6 @@ from collections.abc import Iterator, Sequence
 
 from ctl.errors import UsageError
 
-
 _MADE = itertools.count()
 
 

@@ -120,21 +120,23 @@ def write(prefix: str, tensors: dict[str, list[tf.Tensor]]) -> None:
     tf.train.Checkpoint(**copies).write(prefix)
 
 
-def read(prefix: str, variables: Mapping[str, list[tf.Variable]]) -> dict[str, list[Any]]:
-    """Reads one array for each of ``variables``, of its shape and dtype.
+def read(prefix: str, variables: Mapping[str, list[tf.Variable]]) -> dict[str, list[tf.Tensor]]:
+    """Reads one tensor for each of ``variables``, of its shape and dtype, into the host's memory.
 
     Raises:
         durable.Damaged: one is missing, unreadable, or of another shape or dtype.
     """
     try:
         with _literal(prefix) as path:
-            return _read(tf.train.load_checkpoint(path), variables)
+            _check(tf.train.load_checkpoint(path), variables)
+            with tf.device("/cpu:0"):  # a variable on the CPU takes over the buffer
+                return {key: _restored(path, key, group) for key, group in variables.items()}
     except (tf.errors.OpError, ValueError, RuntimeError) as error:
         reason = str(error).partition("\n")[0]
         raise durable.Damaged(f"TensorFlow cannot read it: {reason}") from error
 
 
-def _read(reader: Any, variables: Mapping[str, list[tf.Variable]]) -> dict[str, list[Any]]:
+def _check(reader: Any, variables: Mapping[str, list[tf.Variable]]) -> None:
     shapes, dtypes = reader.get_variable_to_shape_map(), reader.get_variable_to_dtype_map()
     for key, group in variables.items():
         for i, variable in enumerate(group):
@@ -142,10 +144,17 @@ def _read(reader: Any, variables: Mapping[str, list[tf.Variable]]) -> dict[str, 
             shape = shapes.get(name, ())
             if dtypes.get(name) != variable.dtype or not variable.shape.is_compatible_with(shape):
                 raise durable.Damaged(f"{name} is not what the manifest says")
-    return {
-        key: [reader.get_tensor(_key(key, i)) for i in range(len(group))]
-        for key, group in variables.items()
-    }
+
+
+def _restored(path: str, key: str, group: list[tf.Variable]) -> list[tf.Tensor]:
+    if not group:
+        return []
+    names, dtypes = [_key(key, i) for i in range(len(group))], [v.dtype for v in group]
+    return list(
+        tf.raw_ops.RestoreV2(
+            prefix=path, tensor_names=names, shape_and_slices=[""] * len(group), dtypes=dtypes
+        )
+    )
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ POSIX only: these guarantees need ``fsync`` of directories, ``rename`` and ``flo
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -18,7 +19,9 @@ import secrets
 import shutil
 import socket
 import stat
-from collections.abc import Mapping
+import zlib
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
@@ -55,11 +58,11 @@ def discard(path: Path) -> None:
 
 
 def seal(directory: Path) -> dict[str, dict[str, Any]]:
-    """Flushes every file of ``directory`` to disk; returns ``{name: {"size", "sha256"}}``."""
+    """Flushes every file of ``directory`` to disk; returns ``{name: {"size", "crc32"}}``."""
     files = {}
     for path in sorted(directory.iterdir()):
         with _open_regular(path) as file:
-            files[path.name] = {"size": os.fstat(file.fileno()).st_size, "sha256": _sha256(file)}
+            files[path.name] = {"size": os.fstat(file.fileno()).st_size, "crc32": _crc32(file)}
             os.fsync(file.fileno())
     fsync_directory(directory)
     return files
@@ -69,18 +72,49 @@ def verify(directory: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
     """Checks that all ``files``, as `seal` returned them, are unchanged in ``directory``.
 
     Raises:
-        Damaged: a file is missing or unreadable, or its size or sha256 differs.
+        Damaged: a file is missing or unreadable, or its size or checksum differs.
     """
-    for name, expected in files.items():
+    with verifying(directory, files):
+        pass
+
+
+@contextlib.contextmanager
+def verifying(directory: Path, files: Mapping[str, Mapping[str, Any]]) -> Iterator[None]:
+    """As `verify`, but a thread reads the files beside the body, which begins when all are known to
+    be regular and to have their sizes. A wrong checksum is raised in place of what the body raises.
+    """
+    with contextlib.ExitStack() as stack:
+        opened = {}
+        for name, expected in files.items():
+            with _readable(name):
+                opened[name] = stack.enter_context(_open_regular(directory / name))
+            size = os.fstat(opened[name].fileno()).st_size
+            if size != expected["size"]:
+                raise Damaged(f"{name} has {size} bytes instead of {expected['size']}")
+        thread = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="ctl-verify"))
+        checked = thread.submit(_check_sums, opened, files)
         try:
-            with _open_regular(directory / name) as file:
-                size = os.fstat(file.fileno()).st_size
-                if size != expected["size"]:
-                    raise Damaged(f"{name} has {size} bytes instead of {expected['size']}")
-                if _sha256(file) != expected["sha256"]:
-                    raise Damaged(f"the sha256 of {name} is not the one in its manifest")
-        except OSError as error:
-            raise Damaged(f"{name} cannot be read ({error.strerror})") from error
+            yield
+        finally:
+            checked.result()
+
+
+def _check_sums(
+    opened: Mapping[str, BufferedReader], files: Mapping[str, Mapping[str, Any]]
+) -> None:
+    for name, file in opened.items():
+        kind = next(kind for kind in SUMS if kind in files[name])
+        with _readable(name):
+            if SUMS[kind](file) != files[name][kind]:
+                raise Damaged(f"the {kind} of {name} is not the one in its manifest")
+
+
+@contextlib.contextmanager
+def _readable(name: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise Damaged(f"{name} cannot be read ({error.strerror})") from error
 
 
 def flush(directory: Path) -> None:
@@ -198,11 +232,29 @@ def _open_regular(path: Path) -> BufferedReader:
     return os.fdopen(descriptor, "rb")
 
 
+def _crc32(file: BufferedReader) -> str:
+    # A third of the time of SHA-256. TensorFlow's files have a CRC-32C of each variable besides.
+    crc = 0
+    for chunk in _chunks(file):
+        crc = zlib.crc32(chunk, crc)
+    return f"{crc:08x}"
+
+
 def _sha256(file: BufferedReader) -> str:
-    digest, chunk = hashlib.sha256(), bytearray(1 << 20)
-    while count := file.readinto(chunk):
-        digest.update(memoryview(chunk)[:count])
+    digest = hashlib.sha256()
+    for chunk in _chunks(file):
+        digest.update(chunk)
     return digest.hexdigest()
+
+
+def _chunks(file: BufferedReader) -> Iterator[memoryview]:
+    chunk = memoryview(bytearray(1 << 20))
+    while count := file.readinto(chunk):
+        yield chunk[:count]
+
+
+# The checksums that a manifest may have; the first version had SHA-256.
+SUMS = {"crc32": _crc32, "sha256": _sha256}
 
 
 def _delete(path: Path) -> None:

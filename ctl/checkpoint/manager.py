@@ -295,7 +295,7 @@ class CheckpointManager:
     ) -> Saved | None:
         """Assigns the values of a checkpoint to the variables of ``state``, to all or to none.
 
-        Checksums are verified first. A damaged checkpoint is passed over with a warning, and the
+        Checksums are verified before. A damaged checkpoint is passed over with a warning, and the
         one before it (or the next best) is tried. Keys that ``state`` lacks are ignored, so
         ``{"model": [...]}`` is enough to evaluate. The host holds one copy of the values.
 
@@ -321,11 +321,11 @@ class CheckpointManager:
             path = manifest.path_of(self.directory, candidate)
             try:
                 saved = manifest.load(path)
-                durable.verify(path, saved.files)
-                refusals.require_fingerprint(saved, self._fingerprint, self._soft_keys)
-                refusals.require_code(saved, self.code)
-                refusals.require_fit(saved, variables)
-                values = bundle.read(saved.prefix, variables)
+                with durable.verifying(path, saved.files):
+                    refusals.require_fingerprint(saved, self._fingerprint, self._soft_keys)
+                    refusals.require_code(saved, self.code)
+                    refusals.require_fit(saved, variables)
+                    values = bundle.read(saved.prefix, variables)
             except durable.Damaged as damage:
                 logging.warning("Passing over the damaged checkpoint %s: %s", path, damage)
                 damaged[candidate] = damage

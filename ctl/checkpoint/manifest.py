@@ -43,7 +43,7 @@ class Saved:
     variables: Mapping[str, Sequence[Mapping[str, Any]]] = field(repr=False)
     """``{key of the state: [{"name", "shape", "dtype"}, …]}`` in the order of the state."""
     files: Mapping[str, Mapping[str, Any]] = field(repr=False)
-    """``{name: {"size", "sha256"}}``"""
+    """``{name: {"size", "crc32"}}``"""
     versions: Mapping[str, str] = field(repr=False)
     code: Mapping[str, str] | None = field(repr=False)
     """See `CheckpointManager.code`."""
@@ -114,8 +114,8 @@ def load(path: Path) -> Saved:
         require(
             isinstance(file, dict)
             and type(file.get("size")) is int
-            and isinstance(file.get("sha256"), str),
-            f"no size and sha256 of {name}",
+            and any(isinstance(file.get(sum_), str) for sum_ in durable.SUMS),
+            f"no size and checksum of {name}",
         )
     fingerprint, versions = content.get("fingerprint"), content.get("versions")
     require(fingerprint is None or isinstance(fingerprint, dict), "the fingerprint is no object")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import math
 import os
@@ -533,6 +534,25 @@ def fifo(path: Path) -> None:
     os.mkfifo(path / "manifest.json")
 
 
+def data_fifo(path: Path) -> None:
+    (path / "variables.data-00000-of-00001").unlink()
+    os.mkfifo(path / "variables.data-00000-of-00001")
+
+
+def first_version(path: Path) -> None:
+    """The manifest of the first version, with another kind of checksum."""
+    files = {
+        name: {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        for name, content in ((p.name, p.read_bytes()) for p in path.glob("variables.*"))
+    }
+    edit_manifest(files=files)(path)
+
+
+def flipped_first_version(path: Path) -> None:
+    first_version(path)
+    flip(path)
+
+
 def other_content(path: Path) -> None:
     # Checksums hold, but TensorFlow finds something else in the files.
     tensors = {"model": [tf.zeros([1])]}
@@ -542,13 +562,16 @@ def other_content(path: Path) -> None:
 
 DAMAGES = {
     "truncated": (truncate, "has 10 bytes instead of"),
-    "flipped": (flip, "the sha256 of variables.data-00000-of-00001"),
+    "flipped": (flip, "the crc32 of variables.data-00000-of-00001"),
     "no_index": (lose_index, "variables.index cannot be read"),
     "no_manifest": (lose_manifest, "manifest.json cannot be read"),
     "cut_manifest": (cut_manifest, "manifest.json is not JSON"),
     "escape": (escape, "not a file of a checkpoint: '../../secret'"),
     "link": (link_data, "variables.data-00000-of-00001 cannot be read"),
     "fifo": (fifo, "not a regular file"),
+    "data_fifo": (data_fifo, "variables.data-00000-of-00001 cannot be read (not a regular"),
+    "flipped_first": (flipped_first_version, "the sha256 of variables.data-00000-of-00001"),
+    "no_sum": (edit_manifest(files={"variables.index": {"size": 3}}), "no size and checksum of"),
     "schema": (edit_manifest(schema=2), "schema 2 is not 1"),
     "step": (edit_manifest(step=20), "of step 20"),
     "no_files": (edit_manifest(files={}), "no variables.index"),
@@ -580,6 +603,13 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, warnings_of, kind):
     assert restore_fresh(tmp_path)[1] == [31, 31, 31]
 
 
+def test_a_checkpoint_of_the_first_version(tmp_path, warnings_of):
+    save_steps(tmp_path, [10, 20])
+    first_version(tmp_path / "step-0000000020")
+    saved, values = restore_fresh(tmp_path)
+    assert (saved.step, values) == (20, [20, 20, 20]) and not warnings_of()
+
+
 def test_no_intact_checkpoint_left(tmp_path):
     save_steps(tmp_path, [10, 20])
     flip(tmp_path / "step-0000000020")
@@ -587,7 +617,7 @@ def test_no_intact_checkpoint_left(tmp_path):
     state = state_of(5)
     with (
         CheckpointManager(tmp_path) as manager,
-        pytest.raises(CheckpointError, match="No intact checkpoint in .*: step 20: the sha256"),
+        pytest.raises(CheckpointError, match="No intact checkpoint in .*: step 20: the crc32"),
     ):
         manager.restore(state)
     assert values_of(state) == [5, 5, 5]
