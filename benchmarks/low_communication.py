@@ -46,7 +46,8 @@ with group("How the time is measured"):
 with group("How the accuracy is measured"):
     _SEEDS = flags.DEFINE_integer("seeds", 5, "runs of each", lower_bound=2)
     _STEPS = flags.DEFINE_integer("train_steps", 1000, "of each run", lower_bound=1)
-_JSON = flags.DEFINE_string("json", None, "file for the results")
+with group("Results"):
+    _JSON = flags.DEFINE_string("json", None, "file for the results")
 
 _FAST = 100_000.0  # megabits per second: more than these processes send
 _LEAST_STEPS = 5

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import pathlib
 import platform
@@ -91,6 +92,17 @@ class Peer:
 
 def summary(values: Sequence[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def bounds(values: Sequence[float]) -> tuple[float, float]:
+    """A confidence interval of at least 95 % for the median, whatever the distribution is: the
+    order statistics of the sign test (Conover 1999, "Practical Nonparametric Statistics", section
+    3.2). ``values``: 6 at least."""
+    n = len(values)
+    outside = [sum(math.comb(n, i) for i in range(k)) / 2**n for k in range(1, n // 2 + 1)]
+    k = sum(2 * p <= 0.05 for p in outside)  # values left out on each side, and one more
+    ordered = sorted(values)
+    return ordered[k - 1], ordered[n - k]
 
 
 def progress(text: str) -> None:

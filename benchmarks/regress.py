@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import pathlib
 import statistics
@@ -25,7 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from absl import flags
-from processes import Peer, machine, progress
+from processes import Peer, bounds, machine, progress
 
 from ctl.errors import CtlError, UsageError
 from ctl.flags.parsing import check_flags, group, run_command
@@ -98,7 +97,8 @@ ROWS: dict[str, Callable[[contextlib.ExitStack, pathlib.Path], Block]] = {
     "start": starts,
 }
 
-_ROWS = flags.DEFINE_list("rows", list(ROWS), "what is compared")
+with group("What is compared"):
+    _ROWS = flags.DEFINE_list("rows", list(ROWS), "any of these; see README.md")
 with group("How"):
     _PROCESSES = flags.DEFINE_integer("processes", 3, "pairs of processes", lower_bound=1)
     _ROUNDS = flags.DEFINE_integer("rounds", 11, "of each pair", lower_bound=6)
@@ -155,17 +155,6 @@ def compare(row: str, before: pathlib.Path) -> list[list[tuple[float, float]]]:
     return pairs
 
 
-def bounds(values: Sequence[float]) -> tuple[float, float]:
-    """A confidence interval of at least 95 % for the median, whatever the distribution is: the
-    order statistics of the sign test (Conover 1999, "Practical Nonparametric Statistics", section
-    3.2). ``values``: 6 at least."""
-    n = len(values)
-    outside = [sum(math.comb(n, i) for i in range(k)) / 2**n for k in range(1, n // 2 + 1)]
-    k = sum(2 * p <= 0.05 for p in outside)  # values left out on each side, and one more
-    ordered = sorted(values)
-    return ordered[k - 1], ordered[n - k]
-
-
 def result(pairs: list[list[tuple[float, float]]]) -> dict[str, Any]:
     """The row of a table: milliseconds, ratios of all pairs, and the verdict."""
     ratios = [[new / old for old, new in rounds] for rounds in pairs]
@@ -187,14 +176,17 @@ def result(pairs: list[list[tuple[float, float]]]) -> dict[str, Any]:
     }
 
 
+_COLUMNS = {"before ms": 11, "now ms": 11, "ratio": 8, "least": 8, "most": 8}
+
+
 def main(arguments: Sequence[str]) -> None:
     if len(arguments) != 1:
         raise UsageError("give one commit after the flags, e.g. HEAD~1")
-    about = machine(os.getloadavg()[0])
-    print(*(f"{k}={v}" for k, v in about.items()))
-    print(f"{'row':<20}{'before ms':>11}{'now ms':>11}{'ratio':>8}{'least':>8}{'most':>8}  verdict")
-    results = {}
+    about, results = machine(os.getloadavg()[0]), {}
     with checked_out(arguments[0]) as before:
+        print(*(f"{k}={v}" for k, v in about.items()))
+        columns = "".join(f"{name:>{width}}" for name, width in _COLUMNS.items())
+        print(f"{'row':<20}{columns}  verdict")
         for row in _ROWS.value:
             results[row] = one = result(compare(row, before))
             print(

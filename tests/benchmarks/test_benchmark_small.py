@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from paths import BENCHMARKS
 
@@ -94,6 +95,37 @@ def test_low_communication(tmp_path):
     assert 45 * rare["sent"] < 1.1 * whole["sent"]
     (cell,) = content["cells"]
     assert cell["among"] == "all" and f"predicted in {cell['loses'] == 0:d} of 1" in done.stdout
+
+
+def test_regress(tmp_path):
+    """A commit against itself is not slower."""
+    out = tmp_path / "out.json"
+    git = subprocess.run(["git", "-C", BENCHMARKS, "rev-parse", "HEAD"], capture_output=True)
+    if git.returncode:
+        pytest.skip("no git repository")
+    run(
+        "regress.py",
+        "--rows=dense",
+        "--processes=1",
+        "--rounds=6",
+        "--tolerance=9",
+        f"--json={out}",
+        "HEAD",
+    )
+    one = json.loads(out.read_text())["rows"]["dense"]
+    assert one["verdict"] == "equal" and len(one["rounds"][0]) == 6
+
+
+def test_bounds_of_a_median(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    from processes import bounds
+
+    assert bounds(range(6)) == (0, 5)  # 2 / 2^6 is 0.031
+    assert bounds(range(11)) == (1, 9)  # 2 * 12 / 2^11 is 0.012, and 2 * 67 / 2^11 too much
+    random = np.random.default_rng(0)
+    found = [bounds(random.lognormal(size=15)) for _ in range(2000)]
+    inside = np.mean([low <= 1.0 <= high for low, high in found])  # 1: the median of all
+    assert 0.95 <= inside <= 0.98
 
 
 def test_startup(tmp_path):
