@@ -126,9 +126,22 @@ def read(prefix: str, variables: Mapping[str, list[tf.Variable]]) -> dict[str, l
     Raises:
         durable.Damaged: one is missing, unreadable, or of another shape or dtype.
     """
+    with _opened(prefix) as reader:
+        return _read(reader, variables)
+
+
+def read_one(prefix: str, key: str, index: int) -> np.ndarray:
+    """Reads the array of variable ``index`` of ``key``. Raises `durable.Damaged`: it cannot."""
+    with _opened(prefix) as reader:
+        return np.asarray(reader.get_tensor(_key(key, index)))
+
+
+@contextlib.contextmanager
+def _opened(prefix: str) -> Iterator[Any]:
+    """A reader of TensorFlow's. An error inside is `durable.Damaged`."""
     try:
         with _literal(prefix) as path:
-            return _read(tf.train.load_checkpoint(path), variables)
+            yield tf.train.load_checkpoint(path)
     except (tf.errors.OpError, ValueError, RuntimeError) as error:
         reason = str(error).partition("\n")[0]
         raise durable.Damaged(f"TensorFlow cannot read it: {reason}") from error
