@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from absl import flags, logging
 
-from ctl import cluster
+from ctl import cluster, dry_run
 from ctl.actions import parse_window
 from ctl.build import make_loop, prepare
 from ctl.checkpoint import manifest
@@ -75,6 +75,8 @@ def main() -> None:
         config.check_resumable(stored)
     elif FLAGS.init_from and not Path(FLAGS.init_from).exists():
         raise UsageError(f"--init_from={FLAGS.init_from}: no such file or directory")
+    if FLAGS.dry_run:
+        return dry_run.main(model_dir)
     try:
         model_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -93,3 +93,33 @@ def test_a_run_starts_from_the_weights_of_another(zygote, tmp_path, extended):
     result = zygote.run("ctl.evaluate", f"--model_dir={tmp_path}", "--json")
     last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
     assert json.loads(result.stdout)["loss"] == pytest.approx(last["loss"], rel=1e-6)
+
+
+def test_the_flags_of_a_run_are_given_back_as_a_file(zygote, extended):
+    model_dir, _ = extended
+    text = (model_dir / "flags.txt").read_text()
+    assert "\n--train_steps=12\n" in text and "\n# --optimizer=adam\n" in text
+    before = json.loads((model_dir / "config.json").read_text())
+    again = zygote.run(TRAIN, f"--flagfile={model_dir / 'flags.txt'}")
+    assert "done: 12 steps, 0 of them now" in again.stdout
+    after = json.loads((model_dir / "config.json").read_text())
+    assert after["flags"] == before["flags"] and after["history"] == before["history"]
+    assert (model_dir / "flags.txt").read_text() == text
+
+
+def test_a_dry_run_says_what_would_be_done_and_writes_nothing(zygote, extended):
+    model_dir, _ = extended
+    files = {path: path.stat().st_mtime_ns for path in model_dir.rglob("*")}
+    more = ["--train_steps=20", "--extend", "--clip_norm=0.1", "--replicas=2", "--dry_run"]
+    text = zygote.run(TRAIN, f"--model_dir={model_dir}", *FEW, *more).stdout
+    assert {path: path.stat().st_mtime_ns for path in model_dir.rglob("*")} == files
+    for line in (
+        f"dry run: resumes at step 12 from {model_dir}/checkpoints/step-0000000012\n",
+        "  data        fashion_mnist_mini/1.0.0 train, 10000 examples,",
+        "  model       dense: 101,770 parameters; 4 of 4 weights train\n",
+        "  all-reduce  2 replicas, each step: pack0 float32 0.4 MiB (AddN)\n",
+        "weights 0.4 MiB, gradients 0.4 MiB, optimizer and averages 0.8 MiB; this process",
+        "  length      8 steps of 20 are left\n",
+        "an epoch of 156.25 steps about ",
+    ):
+        assert line in text

@@ -23,6 +23,7 @@ from ctl.flags.defaults import spelled_out
 
 SCHEMA = 1
 FILE = "config.json"
+FLAGFILE = "flags.txt"
 
 # Flags that may change when a run is resumed: they say how it runs and what it shows, not what it
 # computes. The length may change only if the schedule does not depend on it.
@@ -70,7 +71,8 @@ def write(
 ) -> None:
     """Writes the flags ``names``, the values ``chosen`` for flags that leave a choice, the ``code``
     of the step (`ctl.control.code.identity`), and versions of packages. If the run resumes at
-    ``step``, flags that have changed are added to its ``history``. Deletes unfinished files of
+    ``step``, flags that have changed are added to its ``history``. Also writes the flags as a file
+    for ``--flagfile``. Deletes unfinished files of
     killed runs in ``model_dir``.
 
     Only for the run that holds the lock.
@@ -84,10 +86,11 @@ def write(
     history, stored = _history(model_dir), read(model_dir)
     if step is not None and (changed := changes(stored or {}, values)):
         history.append({"step": step, "time": time.time(), "changed": changed})
+    names = [name for name in names if name not in _OF_A_COMMAND]
     config = {
         "schema": SCHEMA,
         "command": sys.argv,
-        "flags": {name: _stored(values[name]) for name in names if name not in _OF_A_COMMAND},
+        "flags": {name: _stored(values[name]) for name in names},
         "history": history,
         "chosen": dict(chosen or {}),
         "code": dict(code or {}),
@@ -95,12 +98,25 @@ def write(
     }
     try:
         durable.sweep(model_dir)
+        durable.write_text(model_dir / FLAGFILE, _flagfile(names, values), via=model_dir)
         durable.write_json(model_dir / FILE, config, via=model_dir)
     except OSError as error:
         raise CheckpointError(
             f"cannot write {model_dir / FILE}: {error.strerror}; make room, or choose another "
             "--model_dir"
         ) from error
+
+
+def _flagfile(names: Iterable[str], values: flags.FlagValues) -> str:
+    """The flags that were given as lines of a flagfile, the others as comments: to give a default
+    may mean another thing than to leave it out, see `ctl.flags.defaults`."""
+    given: list[str] = []
+    others: list[str] = []
+    for name in names:
+        lines = (values[name].serialize() or f"--{name}=").splitlines()
+        (given if values[name].present else others).extend(lines)
+    head = "# The same run: python -m ctl.train --flagfile=flags.txt"
+    return "\n".join([head, *given, "", "# Defaults:", *(f"# {line}" for line in others), ""])
 
 
 def read(model_dir: Path) -> dict[str, Any] | None:

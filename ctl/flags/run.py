@@ -49,6 +49,12 @@ def define_run_flags(model_dir_required: bool = True) -> None:
             "Flags, by name, that may differ from those of the run when it resumes, e.g. "
             "learning_rate,clip_norm. They change from the present step on.",
         )
+        flags.DEFINE_boolean(
+            "dry_run",
+            False,
+            "Say what would be done: data, model, all-reduce, memory, and the time of an epoch "
+            "after ten steps. Writes no file and downloads nothing.",
+        )
     check_flags(["change"], _check_change)
     check_flags(["model_dir"], functools.partial(_check_model_dir, required=model_dir_required))
     check_flags(["epochs", "train_steps"], _check_length)

@@ -29,6 +29,15 @@ def define_flags(model_dir_required: bool = True) -> None:
     _define_checkpoint_flags()
     _define_output_flags()
     devices.check_asynchronous_flags()
+    check_flags(["dry_run", "strategy"], _check_dry_run)
+
+
+def _check_dry_run(dry_run: bool, strategy: str) -> None:
+    if dry_run and strategy in ("multi_worker", "parameter_server"):
+        raise UsageError(
+            f"--dry_run looks at one process: leave out --strategy={strategy}; ctl.inspect plan "
+            "has the all-reduces of several workers"
+        )
 
 
 def _define_checkpoint_flags() -> None:

@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+import ctl
+from ctl.__main__ import COMMANDS
 from ctl.build import make_optimizer
 from ctl.flags import names
 from ctl.flags.defaults import spelled_out
@@ -28,6 +30,7 @@ def flags_only(value) -> str:
     return " ".join(value)[:40] if isinstance(value, tuple | list) else ""
 
 
+TWO = ("--workers=a:1,b:2", "--worker_index=0")
 WRONG = [
     ((), "--model_dir is required"),
     (("--collective_timeout=nan",), "--collective_timeout=nan must be a finite number"),
@@ -62,6 +65,9 @@ WRONG = [
     (("--strategy=one_device", "--replicas=2"), "one_device has one replica, not 2; use mirrored"),
     (("--strategy=default", "--replicas=2"), "default has one replica, not 2; use mirrored"),
     (("--strategy=best",), "--strategy=best"),
+    (("--strategy=mirored",), "unknown --strategy 'mirored': did you mean 'mirrored'"),
+    (("--schedule=cosin",), "unknown --schedule 'cosin': did you mean 'cosine'"),
+    (("--dry_run", "--strategy=multi_worker", *TWO), "--dry_run looks at one process: leave out"),
     (("--image_shape=28x28",), "--image_shape=28x28 is not HEIGHT,WIDTH,CHANNELS"),
     (("--image_shape=28,28,²",), "is not HEIGHT,WIDTH,CHANNELS"),
     (("--evaluate_every=often",), "--evaluate_every: 'often' is not a duration"),
@@ -346,6 +352,19 @@ def test_a_stored_function_is_not_imported(zygote_without_tensorflow, tmp_path):
 
 
 # Help.
+
+
+def test_one_door_to_the_commands(zygote_without_tensorflow):
+    door = "ctl.__main__"
+    text = zygote_without_tensorflow.run(door).stdout
+    for name in COMMANDS:
+        assert re.search(rf"^  {name} +\w", text, re.MULTILINE)
+    assert zygote_without_tensorflow.run(door, "--version").stdout == f"ctl {ctl.__version__}\n"
+    line = one_line(zygote_without_tensorflow.run(door, "trian", exit_code=2))
+    assert line.startswith("unknown command 'trian': did you mean 'train'? the choices are train,")
+    train = [door, "train", "--model_dir=run", "--epochs=0"]
+    line = one_line(zygote_without_tensorflow.run(*train, exit_code=2))
+    assert line.startswith("--epochs=0.0 must be")
 
 
 @pytest.mark.parametrize("module", [TRAIN, EVALUATE])
