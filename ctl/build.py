@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -237,12 +238,14 @@ def make_loop(prepared: Prepared, checkpoints: Any = None) -> Loop:
             classes is not usable.
     """
     from ctl import named
+    from ctl.control import code
     from ctl.control.patience import EarlyStopping
     from ctl.evaluator import Evaluator
     from ctl.loop import Loop
     from ctl.models import make_model
     from ctl.schedule.schedules import make_schedule
     from ctl.step import cross_entropy
+    from ctl.workers import check_agreement
 
     placement, train, evaluation, _, total_steps, steps_per_epoch = prepared
     schedule = make_schedule(
@@ -259,8 +262,11 @@ def make_loop(prepared: Prepared, checkpoints: Any = None) -> Loop:
 
     smoothed = functools.partial(cross_entropy, smoothing=FLAGS.label_smoothing)
     step_class = named.step_class(FLAGS.step)
+    resumes = checkpoints is not None and checkpoints.latest() is not None
     with placement.strategy.scope(), watchdog.host("building the model"):
         model = model_of_the_data()
+        given = {} if resumes or not FLAGS.init_from else load_weights(model)
+        freeze(model, FLAGS.freeze)
         step = step_class(
             model,
             make_optimizer(FLAGS.optimizer, FLAGS.momentum, FLAGS.weight_decay),
@@ -278,6 +284,9 @@ def make_loop(prepared: Prepared, checkpoints: Any = None) -> Loop:
             random_seed=FLAGS.seed,
         )
         eval_step = make_eval_step(model)
+    if given and FLAGS.strategy == "multi_worker":
+        facts = {path: code.hash_of([value.tobytes()]) for path, value in given.items()}
+        check_agreement(placement.strategy, {f"--init_from: {p}": f for p, f in facts.items()})
     eval_actions = []
     if FLAGS.early_stop:
         patience = training.parse_early_stop(FLAGS.early_stop, FLAGS.best_mode)
@@ -304,6 +313,25 @@ def make_loop(prepared: Prepared, checkpoints: Any = None) -> Loop:
         )
     evaluator = Evaluator(eval_step, evaluation, strategy=placement.strategy)
     return Loop(step, train, evaluator=evaluator, **options)
+
+
+def load_weights(model: keras.Model) -> dict[str, Any]:
+    """Gives ``model`` the weights of ``--init_from``, see `ctl.checkpoint.load_weights`."""
+    from ctl.checkpoint import weights
+
+    given = weights.load_weights(model, FLAGS.init_from, FLAGS.reinit or ())
+    fresh = f"; {','.join(FLAGS.reinit)} start anew" if FLAGS.reinit else ""
+    logging.info("%d weights are those of %s%s", len(given), FLAGS.init_from, fresh)
+    return given
+
+
+def freeze(model: keras.Model, patterns: Sequence[str] | None) -> None:
+    """Freezes layers of ``model``, see `ctl.phases.freeze`."""
+    from ctl import phases
+
+    if patterns:
+        frozen = phases.freeze(model, patterns)
+        logging.info("frozen: %d of %d weights", len(frozen), len(model.weights))
 
 
 def make_optimizer(

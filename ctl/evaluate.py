@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from absl import flags, logging
 
-from ctl.build import check_classes, load_evaluation_data, make_eval_step
+from ctl.build import check_classes, freeze, load_evaluation_data, make_eval_step
 from ctl.errors import CheckpointError, UsageError
 from ctl.flags import code, config, devices, groups, names, training
 from ctl.flags.imports import NAMING
@@ -100,7 +100,7 @@ def main() -> None:
         CheckpointError: there is no intact checkpoint.
     """
     console.log_to_terminal()
-    averaged, best = _adopt_run() if FLAGS.model_dir else (False, {})
+    averaged, frozen, best = _adopt_run() if FLAGS.model_dir else (False, [], {})
     console.load_tensorflow()
 
     import keras
@@ -139,6 +139,7 @@ def main() -> None:
         info: Any = dataset.info
         if FLAGS.model_dir:
             model = make_model(FLAGS.model, info.image_shape, info.num_classes)
+            freeze(model, frozen)  # what is frozen has no average
         else:
             model = load_model(FLAGS.model, "model")
             if info.image_shape and info.num_classes:
@@ -191,9 +192,9 @@ def main() -> None:
                 seen, shown = max(seen, saved.step), saved.step
 
 
-def _adopt_run() -> tuple[bool, dict[str, Any]]:
-    """Adopts the flags of the run; returns whether it averages weights, and its ``best_metric`` and
-    ``best_mode``."""
+def _adopt_run() -> tuple[bool, list[str], dict[str, Any]]:
+    """Adopts the flags of the run; returns whether it averages weights, what it froze, and its
+    ``best_metric`` and ``best_mode``."""
     model_dir = Path(FLAGS.model_dir)
     stored = config.read(model_dir)
     if stored is None and FLAGS.watch:
@@ -217,7 +218,10 @@ def _adopt_run() -> tuple[bool, dict[str, Any]]:
     config.adopt(stored, ["model", *groups_of_the_run, *imported_flags()])
     metric, mode = str(stored.get("best_metric")), stored.get("best_mode")
     best = {"best_metric": metric, "best_mode": training.best_mode(metric, mode)}
-    return stored.get("ema_decay") is not None, best
+    frozen = stored.get("freeze") or []
+    if not isinstance(frozen, list) or not all(isinstance(one, str) for one in frozen):
+        raise UsageError(f"{config.FILE}: --freeze cannot be {str(frozen)[:80]}")
+    return stored.get("ema_decay") is not None, frozen, best
 
 
 def _print(results: dict[str, float], saved: Saved | None) -> None:

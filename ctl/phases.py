@@ -1,13 +1,47 @@
-"""Phases of a training, each with variables of its own: gradual unfreezing."""
+"""Which variables train: frozen layers, and phases of a training with variables of their own."""
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Sequence
 from typing import Any
 
 import keras
 
+from ctl import replicas
 from ctl.errors import UsageError
+from ctl.flags.names import check_name
+
+
+def freeze(model: keras.Model, patterns: Sequence[str]) -> list[str]:
+    """Freezes layers of ``model``: their weights get no gradient, no optimizer slots and no part in
+    the all-reduce, and a BatchNorm keeps its statistics. Call it before the step is made.
+
+    Args:
+        model: a built model.
+        patterns: of names or paths of layers, with ``*`` and ``?`` as in a shell: ``block1_*``.
+
+    Returns:
+        The paths of the frozen weights.
+
+    Raises:
+        UsageError: a pattern fits no layer with weights, or nothing is left to train.
+    """
+    layers = [one for one in replicas.layers_of(model) if one is not model and one.weights]
+    for pattern in patterns:
+        fitting = [
+            layer
+            for layer in layers
+            if any(fnmatch.fnmatchcase(name, pattern) for name in (layer.name, layer.path or ""))
+        ]
+        if not fitting:
+            check_name("layer of --freeze", pattern, [layer.name for layer in layers])
+        for layer in fitting:
+            layer.trainable = False
+    if patterns and not model.trainable_variables:
+        raise UsageError(f"--freeze={','.join(patterns)} leaves no weight to train")
+    trained = {id(v) for v in model.trainable_variables}
+    return [v.path for v in model.weights if id(v) not in trained] if patterns else []
 
 
 def trained(step: Any, parts: Sequence[Any] | None) -> tuple[bool, ...]:

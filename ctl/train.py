@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from absl import flags, logging
 
-from ctl import cluster
+from ctl import cluster, dry_run
 from ctl.actions import parse_window
 from ctl.build import make_loop, prepare
 from ctl.checkpoint import manifest
@@ -73,6 +73,10 @@ def main() -> None:
                 "are of: restore it or choose another --model_dir"
             )
         config.check_resumable(stored)
+    elif FLAGS.init_from and not Path(FLAGS.init_from).exists():
+        raise UsageError(f"--init_from={FLAGS.init_from}: no such file or directory")
+    if FLAGS.dry_run:
+        return dry_run.main(model_dir)
     try:
         model_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -126,12 +130,22 @@ def _train(model_dir: Path) -> None:
         saved = loop.restore()
         if saved:
             logging.info("resuming at step %d from %s", saved.step, saved.path)
-            if saved.stopped:
-                logging.info("an action has ended this training there: no step is run")
+            _show_changes(model_dir, loop)
+            if saved.stopped and not FLAGS.extend:
+                logging.info(
+                    "an action has ended this training there: no step is run, unless with --extend"
+                )
+            loop.stopped &= not FLAGS.extend
         chosen = _choose(loop, model_dir if saved else None)
         if chief:
             splits = {"train_split": train.info.split, "eval_split": evaluation.info.split}
-            config.write(model_dir, grouped_flags(), chosen=chosen | splits, code=checkpoints.code)
+            config.write(
+                model_dir,
+                grouped_flags(),
+                chosen=chosen | splits,
+                code=checkpoints.code,
+                step=saved.step if saved else None,
+            )
         log, on_wake = _add_actions(loop, stack, model_dir, steps_per_epoch, chief)
         started, first = time.monotonic(), loop.global_step
         with loop.signals.noted(last=True), explained(train):
@@ -157,6 +171,17 @@ def _train(model_dir: Path) -> None:
         _summarize(model_dir, results, steps, steps - first, seconds, exported)
     else:
         logging.info("done: %d steps; the chief has the results", steps)
+
+
+def _show_changes(model_dir: Path, loop: Loop) -> None:
+    """Logs which flags change where the run resumes, and the learning rate there."""
+    changed = config.changes(config.read(model_dir) or {})
+    for name, (before, after) in changed.items():
+        values = config.shown(after), config.shown(before)
+        logging.info("from step %d on, --%s is %s (was %s)", loop.global_step, name, *values)
+    if changed:
+        rates = ", ".join(f"{float(rate):.3g}" for rate in loop.step.updater.learning_rates())
+        logging.info("learning rate of the next step: %s", rates)
 
 
 def _check_evaluation(model_dir: Path, split: str) -> None:

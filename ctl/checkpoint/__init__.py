@@ -9,11 +9,18 @@ from ctl import load_lazily
 if TYPE_CHECKING:
     from ctl.checkpoint.manager import CheckpointManager
     from ctl.checkpoint.manifest import Saved
+    from ctl.checkpoint.reader import Reader
+    from ctl.checkpoint.weights import load_weights
 
-__all__ = ["CheckpointManager", "Saved"]
+__all__ = ["CheckpointManager", "Reader", "Saved", "load_weights"]
 
 __getattr__, __dir__ = load_lazily(
     __name__,
     __all__,
-    {"CheckpointManager": "ctl.checkpoint.manager", "Saved": "ctl.checkpoint.manifest"},
+    {
+        "CheckpointManager": "ctl.checkpoint.manager",
+        "Reader": "ctl.checkpoint.reader",
+        "Saved": "ctl.checkpoint.manifest",
+        "load_weights": "ctl.checkpoint.weights",
+    },
 )

@@ -126,11 +126,24 @@ def read(prefix: str, variables: Mapping[str, list[tf.Variable]]) -> dict[str, l
     Raises:
         durable.Damaged: one is missing, unreadable, or of another shape or dtype.
     """
+    with _readable(prefix) as path:
+        _check(tf.train.load_checkpoint(path), variables)
+        with tf.device("/cpu:0"):  # a variable on the CPU takes over the buffer
+            return {key: _restored(path, key, group) for key, group in variables.items()}
+
+
+def read_one(prefix: str, key: str, index: int) -> np.ndarray:
+    """Reads the array of variable ``index`` of ``key``. Raises `durable.Damaged`: it cannot."""
+    with _readable(prefix) as path:
+        return np.asarray(tf.train.load_checkpoint(path).get_tensor(_key(key, index)))
+
+
+@contextlib.contextmanager
+def _readable(prefix: str) -> Iterator[str]:
+    """As `_literal`; what TensorFlow raises inside is `durable.Damaged`."""
     try:
         with _literal(prefix) as path:
-            _check(tf.train.load_checkpoint(path), variables)
-            with tf.device("/cpu:0"):  # a variable on the CPU takes over the buffer
-                return {key: _restored(path, key, group) for key, group in variables.items()}
+            yield path
     except (tf.errors.OpError, ValueError, RuntimeError) as error:
         reason = str(error).partition("\n")[0]
         raise durable.Damaged(f"TensorFlow cannot read it: {reason}") from error

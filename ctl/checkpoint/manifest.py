@@ -255,7 +255,7 @@ def differences(
             elif a["dtype"] != b["dtype"] or not _fits(a["shape"], b["shape"]):
                 text = f"{key}[{i}] is {_describe(a)} instead of {_describe(b)}"
                 differing.append(text + (_RESIZED if key == "replicas" else ""))
-            elif _unnumbered(a["name"]) != _unnumbered(b["name"]):
+            elif unnumbered(a["name"]) != unnumbered(b["name"]):
                 renamed.append(f"{key}[{i}] is {a['name']} instead of {b['name']}")
     return differing, renamed
 
@@ -297,7 +297,8 @@ def _describe(variable: Mapping[str, Any]) -> str:
     return f"{variable['name']} {variable['dtype']}{variable['shape']}"
 
 
-def _unnumbered(name: str) -> str:
+def unnumbered(name: str) -> str:
+    """``name`` without the numbers of layers."""
     # Keras numbers the layers of a class in the order of their creation in a process.
     return re.sub(r"_\d+", "", name)
 

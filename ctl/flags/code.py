@@ -6,13 +6,14 @@ from absl import flags
 
 from ctl.errors import UsageError
 from ctl.flags import names
-from ctl.flags.parsing import check_flags, group
+from ctl.flags.parsing import check_flags, define_path, group
 
 flags.disclaim_key_flags()  # They belong to the command that calls a group.
 
 
 def define_model_flags() -> None:
-    """Defines the flag of the model, see `ctl.models.make_model`."""
+    """Defines the flags of the model, see `ctl.models.make_model`; of the weights that it starts
+    from (`ctl.checkpoint.load_weights`), and of what does not train (`ctl.phases.freeze`)."""
     with group("Model"):
         flags.DEFINE_string(
             "model",
@@ -21,7 +22,30 @@ def define_model_flags() -> None:
             "(image_shape, num_classes), returns a Keras model that gives logits. A function "
             "without parameters may return any Keras model, for data of any kind.",
         )
+        define_path(
+            "init_from",
+            None,
+            "Start from these weights: a checkpoint, a run (its last checkpoint), or a .keras "
+            "file. Optimizer and step count begin anew. A run that resumes does not read it.",
+        )
+        flags.DEFINE_list(
+            "reinit",
+            None,
+            "Layers, by name, that --init_from leaves as they are initialized, such as a new head.",
+        )
+        flags.DEFINE_list(
+            "freeze",
+            None,
+            "Layers that do not train, by patterns of their names: conv*,block1_*. They have no "
+            "gradient and no optimizer slots.",
+        )
     check_flags(["model"], lambda model: names.check_model_name(model))
+    check_flags(["init_from", "reinit"], _check_start)
+
+
+def _check_start(init_from: str | None, reinit: list[str] | None) -> None:
+    if reinit and not init_from:
+        raise UsageError("--reinit has no effect without --init_from: every layer starts anew")
 
 
 def define_code_flags() -> None:

@@ -10,6 +10,7 @@ import enum
 import importlib.metadata
 import json
 import sys
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from ctl.flags.defaults import spelled_out
 
 SCHEMA = 1
 FILE = "config.json"
+FLAGFILE = "flags.txt"
 
 # Flags that may change when a run is resumed: they say how it runs and what it shows, not what it
 # computes. The length may change only if the schedule does not depend on it.
@@ -41,6 +43,23 @@ _FREE = frozenset(
 _LENGTH = ("epochs", "train_steps")
 _SCHEDULES_OF_A_LENGTH = ("cosine", "polynomial")
 
+# Flags of one command, not of the run.
+_OF_A_COMMAND = frozenset(("change", "extend", "dry_run"))
+
+# Why `--change` cannot change a flag. It can change all others.
+_ORDER = "where the run is in its data follows from it"
+_STATE = "the checkpoints hold its variables"
+_START = "only a run that begins uses it"
+_FIXED = {
+    **dict.fromkeys(("dataset", "train_split", "num_examples", "global_batch_size"), _ORDER),
+    **dict.fromkeys(("seed", "shuffle_buffer", "image_shape"), _ORDER),
+    **dict.fromkeys(("model", "num_classes", "step", "optimizer", "ema_decay", "freeze"), _STATE),
+    "precision": "the checkpoints hold the loss scale of float16",
+    **dict.fromkeys(("init_from", "reinit"), _START),
+    "eval_split": "its evaluations would not compare",
+    "plateau_metric": "the checkpoints hold the best value of the other metric",
+}
+
 
 def write(
     model_dir: Path,
@@ -48,9 +67,12 @@ def write(
     values: flags.FlagValues = flags.FLAGS,
     chosen: Mapping[str, Any] | None = None,
     code: Mapping[str, str] | None = None,
+    step: int | None = None,
 ) -> None:
     """Writes the flags ``names``, the values ``chosen`` for flags that leave a choice, the ``code``
-    of the step (`ctl.control.code.identity`), and versions of packages. Deletes unfinished files of
+    of the step (`ctl.control.code.identity`), and versions of packages. If the run resumes at
+    ``step``, flags that have changed are added to its ``history``. Also writes the flags as a file
+    for ``--flagfile``. Deletes unfinished files of
     killed runs in ``model_dir``.
 
     Only for the run that holds the lock.
@@ -61,22 +83,40 @@ def write(
     versions = {"python": sys.version.split()[0]}
     for package in ("ctl", "tensorflow", "keras", "numpy", "tensorflow-datasets"):
         versions[package] = importlib.metadata.version(package)
+    history, stored = _history(model_dir), read(model_dir)
+    if step is not None and (changed := changes(stored or {}, values)):
+        history.append({"step": step, "time": time.time(), "changed": changed})
+    names = [name for name in names if name not in _OF_A_COMMAND]
     config = {
         "schema": SCHEMA,
         "command": sys.argv,
         "flags": {name: _stored(values[name]) for name in names},
+        "history": history,
         "chosen": dict(chosen or {}),
         "code": dict(code or {}),
         "versions": versions,
     }
     try:
         durable.sweep(model_dir)
+        durable.write_text(model_dir / FLAGFILE, _flagfile(names, values), via=model_dir)
         durable.write_json(model_dir / FILE, config, via=model_dir)
     except OSError as error:
         raise CheckpointError(
             f"cannot write {model_dir / FILE}: {error.strerror}; make room, or choose another "
             "--model_dir"
         ) from error
+
+
+def _flagfile(names: Iterable[str], values: flags.FlagValues) -> str:
+    """The flags that were given as lines of a flagfile, the others as comments: to give a default
+    may mean another thing than to leave it out, see `ctl.flags.defaults`."""
+    given: list[str] = []
+    others: list[str] = []
+    for name in names:
+        lines = (values[name].serialize() or f"--{name}=").splitlines()
+        (given if values[name].present else others).extend(lines)
+    head = "# The same run: python -m ctl.train --flagfile=flags.txt"
+    return "\n".join([head, *given, "", "# Defaults:", *(f"# {line}" for line in others), ""])
 
 
 def read(model_dir: Path) -> dict[str, Any] | None:
@@ -118,28 +158,100 @@ def chosen(model_dir: Path, name: str, kind: type[int] | type[str]) -> Any:
     return value
 
 
+def _history(model_dir: Path) -> list[Any]:
+    """The changes of flags so far; empty if there is no run, or an old one."""
+    if read(model_dir) is None:
+        return []
+    history = durable.read_json(model_dir / FILE).get("history")
+    return history if isinstance(history, list) else []
+
+
+def changes(
+    stored: Mapping[str, Any], values: flags.FlagValues = flags.FLAGS
+) -> dict[str, tuple[Any, Any]]:
+    """The flags that decide what a run computes and differ from the ``stored`` ones: their stored
+    values and those of now, by name. A default is equal to the same value spelled out."""
+    found = _different(stored, values)
+    return {name: was for name, was in found.items() if name not in _FREE - {*_LENGTH}}
+
+
+def _different(stored: Mapping[str, Any], values: flags.FlagValues) -> dict[str, tuple[Any, Any]]:
+    now = {name: _stored(values[name]) for name in stored if name in values}
+    before, after = spelled_out(stored), spelled_out(now)
+    return {n: (stored[n], value) for n, value in now.items() if before[n] != after[n]}
+
+
 def check_resumable(stored: dict[str, Any], values: flags.FlagValues = flags.FLAGS) -> None:
     """Raises `UsageError` if flags that must not change differ from the ``stored`` ones.
 
-    A default is equal to the same value spelled out. When to evaluate may change, unless the
-    training depends on it.
+    ``--change`` names flags that may; ``--extend`` allows a longer training under a schedule that
+    depends on the length. When to evaluate may change, unless the training depends on it.
     """
     free = _FREE
     if values.schedule in _SCHEDULES_OF_A_LENGTH:
         free = free - set(_LENGTH)
     if values.schedule == "plateau" or values.early_stop:
         free = free - {"evaluate_every"}
-    now = {name: _stored(values[name]) for name in stored if name in values}
-    before, after = spelled_out(stored), spelled_out(now)
-    differ = [
-        f"--{name} was {_show(stored[name])}, is {_show(value)}"
-        for name, value in now.items()
-        if name not in free and before[name] != after[name]
-    ]
-    if differ:
+    named = {name.lstrip("-") for name in values.change}
+    found = {n: was for n, was in _different(stored, values).items() if n not in free}
+    for name in sorted(named & found.keys() & _FIXED.keys()):
         raise UsageError(
-            f"{values.model_dir} holds a run with other flags: {'; '.join(differ)}; use the same "
-            "flags or another --model_dir"
+            f"--change={name}: {_FIXED[name]}: begin a new run in another --model_dir, if you like "
+            f"with the weights of this one (--init_from={values.model_dir})"
+        )
+    if named & {"schedule", "early_stop"}:
+        _check_memory(stored, values)
+    if values.extend:
+        _check_longer(stored, values)
+        named |= {*_LENGTH}
+    found = {name: was for name, was in found.items() if name not in named}
+    if not found:
+        return
+    said = [f"--{n} was {shown(was)}, is {shown(now)}" for n, (was, now) in found.items()]
+    if found.keys() <= {*_LENGTH}:
+        raise UsageError(
+            f"{values.model_dir} holds a run of another length: {'; '.join(said)}: the "
+            f"{values.schedule} schedule depends on it, so from the present step on its learning "
+            "rates would be those of a training of the new length: add --extend to train longer "
+            "so, or use the same flags or another --model_dir"
+        )
+    remedy = "use the same flags or another --model_dir"
+    if not found.keys() & _FIXED.keys():
+        remedy += f", or add --change={','.join(found)} to change from the present step on"
+    raise UsageError(
+        f"{values.model_dir} holds a run with other flags: {'; '.join(said)}; {remedy}"
+    )
+
+
+def _check_longer(stored: Mapping[str, Any], values: flags.FlagValues) -> None:
+    """Raises `UsageError` if the length is in the same unit as before, and shorter."""
+    now = spelled_out({name: _stored(values[name]) for name in stored if name in values})
+    before = spelled_out(stored)
+    for name in _LENGTH:
+        old, new = before.get(name), now.get(name)
+        if isinstance(old, float | int) and isinstance(new, float | int) and new < old:
+            raise UsageError(
+                f"--extend: --{name} was {old:g}, is {new:g}, which is shorter: for a schedule "
+                f"that ends earlier, say --change={name}"
+            )
+
+
+def _check_memory(stored: Mapping[str, Any], values: flags.FlagValues) -> None:
+    """Raises `UsageError` if evaluations would be remembered that the checkpoints know nothing of:
+    they hold what plateau and early stopping remember, by metric."""
+
+    def remembered(schedule: Any, early_stop: Any) -> list[str]:
+        metric = str(early_stop).partition(":")[0]
+        return ["plateau"] * (schedule == "plateau") + [f"early_stop {metric}"] * bool(early_stop)
+
+    before = remembered(stored.get("schedule"), stored.get("early_stop"))
+    after = remembered(values.schedule, values.early_stop)
+    if after not in ([], before):
+        name = "early_stop" if stored.get("schedule") == values.schedule else "schedule"
+        raise UsageError(
+            f"--change={name}: the checkpoints hold what {' and '.join(before) or 'nothing'} "
+            f"remembers of evaluations, not {' and '.join(after)}: use the same --schedule=plateau "
+            "and --early_stop=METRIC, or leave both out"
         )
 
 
@@ -152,7 +264,8 @@ def _stored(flag: flags.Flag) -> Any:
     return json.loads(json.dumps(flag.value, default=as_text))
 
 
-def _show(value: Any) -> str:
+def shown(value: Any) -> str:
+    """A value of a flag, for messages."""
     return "not set" if value is None else json.dumps(value)[:80]
 
 
@@ -181,7 +294,7 @@ def _as_given(flag: flags.Flag, value: Any) -> str | list[str]:
     is_list = isinstance(flag, flags.MultiFlag) or isinstance(flag.parser, flags.ListParser)
     parts = value if isinstance(value, list) and is_list else [value]
     if not all(isinstance(part, _JSON_SCALARS) for part in parts):
-        raise UsageError(f"{FILE}: --{flag.name} cannot be {_show(value)}: give that flag")
+        raise UsageError(f"{FILE}: --{flag.name} cannot be {shown(value)}: give that flag")
     texts = [str(part) for part in parts]
     return texts if isinstance(flag, flags.MultiFlag) else ",".join(texts)
 

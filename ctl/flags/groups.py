@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import math
-import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from absl import flags
@@ -16,59 +12,6 @@ from ctl.flags import defaults, durations, names
 from ctl.flags.parsing import AUTO, check_flags, define_path, define_size_or_auto, group
 
 flags.disclaim_key_flags()  # They belong to the command that calls a group.
-
-
-def define_run_flags(model_dir_required: bool = True) -> None:
-    """Defines the directory, the length and the seed of a run."""
-    with group("Run"):
-        define_path(
-            "model_dir",
-            None,
-            "Directory of the run: checkpoints, logs, TensorBoard, exported model. The same "
-            "command on the same directory resumes where it stopped."
-            + (" Required." if model_dir_required else ""),
-        )
-        flags.DEFINE_float("epochs", None, "Passes over the training data (default: 12).")
-        flags.DEFINE_integer(
-            "train_steps", None, "Global batches to train on, instead of --epochs.", lower_bound=1
-        )
-        flags.DEFINE_integer(
-            "seed",
-            0,
-            "Seed of the weights, the order of the data and dropout.",
-            lower_bound=0,
-            upper_bound=2**32 - 1,
-        )
-    check_flags(["model_dir"], functools.partial(_check_model_dir, required=model_dir_required))
-    check_flags(["epochs", "train_steps"], _check_length)
-
-
-def _check_model_dir(model_dir: str | None, *, required: bool) -> None:
-    if not model_dir:
-        if not required:
-            return
-        raise UsageError("--model_dir is required: the directory of the run, e.g. /tmp/ctl-run")
-    if "://" in model_dir:
-        raise UsageError(f"--model_dir={model_dir}: mount it, runs need a POSIX file system")
-    path = Path(model_dir)
-    try:
-        if path.is_symlink() and not path.exists():
-            raise UsageError(f"--model_dir={model_dir}: a link to a path that is missing")
-        while not path.exists():
-            path = path.parent
-    except OSError as error:
-        raise UsageError(f"--model_dir={model_dir}: {error.strerror}") from error
-    if not path.is_dir():
-        raise UsageError(f"--model_dir={model_dir}: {path} is a file, not a directory")
-    if not os.access(path, os.W_OK | os.X_OK):
-        raise UsageError(f"--model_dir={model_dir}: no permission to write in {path}")
-
-
-def _check_length(epochs: float | None, train_steps: int | None) -> None:
-    if epochs is not None and train_steps is not None:
-        raise UsageError("--epochs and --train_steps say the same thing: give one of them")
-    if epochs is not None and not (math.isfinite(epochs) and epochs > 0):
-        raise UsageError(f"--epochs={epochs} must be a number above 0")
 
 
 def define_data_flags() -> None:

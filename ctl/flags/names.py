@@ -50,6 +50,8 @@ _REFUSED = {
     "lossscaleoptimizer": "use --precision=mixed_float16",
 }
 
+_MOST_CHOICES = 16  # that an error lists
+
 _FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
 
@@ -63,8 +65,9 @@ def check_name(what: str, name: str, known: Iterable[str], otherwise: str = "") 
         return
     close = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {close[0]!r}? " if close else ""
+    choices = known if len(known) <= _MOST_CHOICES else [*known[:_MOST_CHOICES], "…"]
     raise UsageError(
-        f"unknown {what} {name!r}: {hint}the choices are {', '.join(known)}{otherwise}"
+        f"unknown {what} {name!r}: {hint}the choices are {', '.join(choices)}{otherwise}"
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 import signal
 import sys
 import textwrap
@@ -20,6 +21,7 @@ from absl import app, flags
 
 from ctl.errors import CheckpointError, CtlError, PeerError, UsageError
 from ctl.flags import imports
+from ctl.flags.names import check_name
 from ctl.logs import console, streams
 from ctl.watch.watchdog import leave
 
@@ -64,7 +66,7 @@ def run_command(
         try:
             positional = flags.FLAGS(argv)[1:]
         except flags.Error as error:
-            _fail(str(error), UsageError.exit_code)
+            _fail(_with_hint(str(error)), UsageError.exit_code)
         for _, names in _groups:
             for name in names:
                 value = flags.FLAGS[name].value
@@ -81,6 +83,21 @@ def run_command(
 
     streams.guard()
     app.run(call, flags_parser=parse)
+
+
+# What absl says of a value that is not one of the choices of a flag.
+_NO_CHOICE = re.compile(r"flag --(\w+)=(.*): value should be one of <(.*)>", re.DOTALL)
+
+
+def _with_hint(message: str) -> str:
+    """``message`` of absl, with the closest choice if a value is none."""
+    if match := _NO_CHOICE.fullmatch(message):
+        name, value, choices = match.groups()
+        try:
+            check_name(f"--{name}", value, choices.split("|"))
+        except UsageError as error:
+            return f"--{name}={value}: {error}"
+    return message
 
 
 def _import_named(arguments: Sequence[str]) -> None:

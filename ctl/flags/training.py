@@ -8,7 +8,7 @@ from absl import flags
 
 from ctl.actions import parse_window
 from ctl.errors import UsageError
-from ctl.flags import code, devices, durations, groups
+from ctl.flags import code, devices, durations, groups, run
 from ctl.flags.durations import steps_from
 from ctl.flags.parsing import check_flags, group
 
@@ -18,7 +18,7 @@ flags.disclaim_key_flags()
 
 def define_flags(model_dir_required: bool = True) -> None:
     """Defines all groups of flags."""
-    groups.define_run_flags(model_dir_required)
+    run.define_run_flags(model_dir_required)
     groups.define_data_flags()
     code.define_model_flags()
     code.define_code_flags()
@@ -29,6 +29,15 @@ def define_flags(model_dir_required: bool = True) -> None:
     _define_checkpoint_flags()
     _define_output_flags()
     devices.check_asynchronous_flags()
+    check_flags(["dry_run", "strategy"], _check_dry_run)
+
+
+def _check_dry_run(dry_run: bool, strategy: str) -> None:
+    if dry_run and strategy in ("multi_worker", "parameter_server"):
+        raise UsageError(
+            f"--dry_run looks at one process: leave out --strategy={strategy}; ctl.inspect plan "
+            "has the all-reduces of several workers"
+        )
 
 
 def _define_checkpoint_flags() -> None:

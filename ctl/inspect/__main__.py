@@ -5,11 +5,7 @@ Each sub-command is a module with a function ``run``, as is `ctl.train`.
 
 from __future__ import annotations
 
-import importlib
-import sys
-
-from ctl.errors import UsageError
-from ctl.flags.parsing import exit_codes
+from ctl.flags.commands import run_one_of
 
 # Name -> (module, line in --help).
 COMMANDS = {
@@ -29,28 +25,12 @@ Sees through the all-reduce of a training run.
   python -m ctl.inspect hang /tmp/ctl-workers          # a --model_dir
 
 Each has its own --help: python -m ctl.inspect plan --help
-
 """
 
 
 def run() -> None:
-    """Runs the command line; also installed as ``ctl-inspect``.
-
-    Raises:
-        SystemExit: the sub-command is unknown.
-    """
-    name = sys.argv[1] if len(sys.argv) > 1 else "--help"
-    if name in COMMANDS:
-        module, _ = COMMANDS[name]
-        sys.argv = [f"{sys.argv[0]} {name}", *sys.argv[2:]]
-        importlib.import_module(module).run()
-    elif name.lstrip("-") in ("h", "help", "helpshort", "helpfull"):
-        lines = [f"  {name:<8} {what}" for name, (_, what) in COMMANDS.items()]
-        with exit_codes():
-            print("\n".join([_USAGE.strip(), "", *lines]))
-    else:
-        with exit_codes():
-            raise UsageError(f"unknown sub-command {name!r}: choose one of {', '.join(COMMANDS)}")
+    """Runs the command line; also installed as ``ctl-inspect``."""
+    run_one_of(COMMANDS, _USAGE)
 
 
 if __name__ == "__main__":

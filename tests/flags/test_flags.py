@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+import ctl
+from ctl.__main__ import COMMANDS
 from ctl.build import make_optimizer
 from ctl.flags import names
 from ctl.flags.defaults import spelled_out
@@ -25,9 +27,10 @@ def one_line(command) -> str:
 
 def flags_only(value) -> str:
     """The id of a test: its flags, without what they are expected to say."""
-    return " ".join(value)[:40] if isinstance(value, tuple) else ""
+    return " ".join(value)[:40] if isinstance(value, tuple | list) else ""
 
 
+TWO = ("--workers=a:1,b:2", "--worker_index=0")
 WRONG = [
     ((), "--model_dir is required"),
     (("--collective_timeout=nan",), "--collective_timeout=nan must be a finite number"),
@@ -62,6 +65,9 @@ WRONG = [
     (("--strategy=one_device", "--replicas=2"), "one_device has one replica, not 2; use mirrored"),
     (("--strategy=default", "--replicas=2"), "default has one replica, not 2; use mirrored"),
     (("--strategy=best",), "--strategy=best"),
+    (("--strategy=mirored",), "unknown --strategy 'mirored': did you mean 'mirrored'"),
+    (("--schedule=cosin",), "unknown --schedule 'cosin': did you mean 'cosine'"),
+    (("--dry_run", "--strategy=multi_worker", *TWO), "--dry_run looks at one process: leave out"),
     (("--image_shape=28x28",), "--image_shape=28x28 is not HEIGHT,WIDTH,CHANNELS"),
     (("--image_shape=28,28,²",), "is not HEIGHT,WIDTH,CHANNELS"),
     (("--evaluate_every=often",), "--evaluate_every: 'often' is not a duration"),
@@ -237,6 +243,52 @@ def test_the_length_may_change_where_the_rate_does_not_depend_on_it(
     assert "--optimizer was" in line and "--epochs" not in line
 
 
+SAME = ["--optimizer=sgd", "--label_smoothing=0.5"]
+CHANGES = [
+    (["--epochs=4", "--extend"], "--optimizer was"),
+    (["--epochs=4", "--change=epochs", "--optimizer=sgd"], None),
+    (["--epochs=4", *SAME], "--epochs was 3.0, is 4.0: the cosine .*: add --extend"),
+    (
+        ["--epochs=2", "--extend", "--optimizer=sgd"],
+        "--epochs was 3, is 2, which is shorter: .*cha",
+    ),
+    (["--clip_norm=1", *SAME], "--clip_norm was not set.*or add --change=clip_norm to"),
+    (["--clip_norm=1", "--optimizer=sgd", "--change=clip_norm"], None),
+    (["--change=optimizer"], "--change=optimizer: the checkpoints hold its .*--init_from=.*run"),
+    (["--seed=1", "--change=--seed"], "--change=seed: where the run is in its data follows from"),
+    (["--change=clip_nrm"], "unknown flag in --change 'clip_nrm': did you mean 'clip_norm'"),
+    (["--early_stop=loss:2", "--change=early_stop"], "=early_stop: the checkpoints hold what noth"),
+    (
+        ["--schedule=plateau", "--change=schedule"],
+        "--change=schedule: .*nothing .*not plateau: use",
+    ),
+    (["--reinit=logits"], "--reinit has no effect without --init_from"),
+]
+
+
+@pytest.mark.parametrize(("given", "expected"), CHANGES, ids=flags_only)
+def test_what_may_change_on_a_resume(zygote_without_tensorflow, tmp_path, given, expected):
+    """What passes is stopped by another mistake, which is said last."""
+    run = tmp_path / "run"
+    run.mkdir()
+    stored = {"schedule": "cosine", "epochs": 3.0, "train_steps": None, "early_stop": None}
+    stored_run(run, **stored, clip_norm=None, optimizer="sgd", seed=0, label_smoothing=0.5)
+    given = [f"--model_dir={run}", *given, *([] if given[0][:7] == "--epoch" else ["--epochs=3"])]
+    given += [] if expected else ["--label_smoothing=0.1"]
+    line = one_line(zygote_without_tensorflow.run(TRAIN, *given, exit_code=2))
+    assert re.search(expected or "other flags: --label_smoothing was 0.5, is 0.1; use", line), line
+    assert len(line) < 450
+
+
+@pytest.mark.parametrize("schedule", names.SCHEDULES)
+def test_a_run_is_extended_under_every_schedule(zygote_without_tensorflow, tmp_path, schedule):
+    stored_run(tmp_path, schedule=schedule, epochs=3.0, optimizer="sgd")
+    run = [TRAIN, f"--model_dir={tmp_path}", f"--schedule={schedule}", "--epochs=4", "--extend"]
+    run += ["--rates=1"] if schedule == "piecewise" else []
+    line = one_line(zygote_without_tensorflow.run(*run, exit_code=2))
+    assert "--optimizer was" in line and "--epochs" not in line
+
+
 @pytest.mark.parametrize(
     "content",
     [
@@ -300,6 +352,19 @@ def test_a_stored_function_is_not_imported(zygote_without_tensorflow, tmp_path):
 
 
 # Help.
+
+
+def test_one_door_to_the_commands(zygote_without_tensorflow):
+    door = "ctl.__main__"
+    text = zygote_without_tensorflow.run(door).stdout
+    for name in COMMANDS:
+        assert re.search(rf"^  {name} +\w", text, re.MULTILINE)
+    assert zygote_without_tensorflow.run(door, "--version").stdout == f"ctl {ctl.__version__}\n"
+    line = one_line(zygote_without_tensorflow.run(door, "trian", exit_code=2))
+    assert line.startswith("unknown command 'trian': did you mean 'train'? the choices are train,")
+    train = [door, "train", "--model_dir=run", "--epochs=0"]
+    line = one_line(zygote_without_tensorflow.run(*train, exit_code=2))
+    assert line.startswith("--epochs=0.0 must be")
 
 
 @pytest.mark.parametrize("module", [TRAIN, EVALUATE])

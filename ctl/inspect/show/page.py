@@ -6,8 +6,6 @@ content security policy allows only its own style. Text that comes from a file i
 
 from __future__ import annotations
 
-import base64
-import hashlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -16,6 +14,7 @@ import numpy as np
 from ctl.inspect.measure.blame import blame
 from ctl.inspect.show import pictures
 from ctl.inspect.show.charts import duration, significant
+from ctl.inspect.show.document import document
 from ctl.inspect.show.report import (
     Table,
     median,
@@ -80,8 +79,6 @@ def make_page(
         plan: what the step moves.
         measured: the all-reduce of this machine, for comparison.
     """
-    style = base64.b64encode(hashlib.sha256(STYLE.encode()).digest()).decode()
-    policy = f"default-src 'none'; style-src 'sha256-{style}'; base-uri 'none'; form-action 'none'"
     title = "The all-reduce, seen through"
     body = [
         f"<h1>{title}</h1>",
@@ -100,14 +97,7 @@ def make_page(
     if plan:
         body.append(_plan_section(plan))
     body.append(_footer(timeline))
-    return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/>'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}"/>'
-        '<meta name="viewport" content="width=device-width, initial-scale=1"/>'
-        f"<title>{title}</title><style>{STYLE}</style></head>\n<body>{_HATCH}<main>\n"
-        + "\n".join(body)
-        + "\n</main></body></html>\n"
-    )
+    return document(title, STYLE, body, _HATCH)
 
 
 def _subtitle(timeline: Timeline) -> str:

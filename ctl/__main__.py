@@ -1,0 +1,32 @@
+"""The command ``ctl``: lists the commands, and runs one with the rest of the command line."""
+
+from __future__ import annotations
+
+from ctl.flags.commands import run_one_of
+
+# Name -> (module, line in --help).
+COMMANDS = {
+    "train": ("ctl.train", "trains; the same command again resumes"),
+    "evaluate": ("ctl.evaluate", "evaluates a checkpoint of a run, or an exported model"),
+    "compare": ("ctl.compare", "compares runs: flags that differ, results, learning curves"),
+    "schedule": ("ctl.schedule.plot", "prints and draws a learning rate schedule"),
+    "launch": ("ctl.launch", "starts the workers of a job on this machine, and restarts them"),
+    "inspect": ("ctl.inspect.__main__", "looks into the all-reduce of a training"),
+}
+
+_USAGE = """
+Custom training loops for TensorFlow.
+
+  python -m ctl train --model_dir=/tmp/run     # the same as python -m ctl.train
+  python -m ctl train --help                   # the flags of a command
+  python -m ctl --version
+"""
+
+
+def run() -> None:
+    """The command line, also installed as ``ctl``."""
+    run_one_of(COMMANDS, _USAGE)
+
+
+if __name__ == "__main__":
+    run()

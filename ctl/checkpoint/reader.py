@@ -1,0 +1,109 @@
+"""Reads the tensors of a checkpoint by name, without the program that wrote them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from ctl.checkpoint import bundle, durable, manifest
+from ctl.checkpoint.manifest import Saved
+from ctl.errors import CheckpointError, UsageError
+from ctl.flags.names import check_name
+
+
+class Tensor(NamedTuple):
+    """What a checkpoint says of one of its tensors."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    """As in ``float32``."""
+    group: str
+    """The part of the state: ``model``, ``optimizer``, ``ema``, …"""
+    place: int
+    """In that part, in the order of the program."""
+
+
+class Reader(Mapping[str, np.ndarray]):
+    """A checkpoint as a mapping from names to arrays. An array is read when it is asked for.
+
+    ``Reader("/tmp/ctl-run")["model/logits/kernel"]`` is that weight in the last checkpoint of the
+    run. A name is the part of the state and the name of the variable. Where a program gave two
+    variables one name, the second has ``#2`` after it.
+
+    Args:
+        path: a checkpoint (``…/checkpoints/step-…``); or a directory of checkpoints or of a run, of
+            which the last intact checkpoint is read.
+
+    Attributes:
+        saved: the step, time and metrics of the checkpoint, see `ctl.checkpoint.Saved`.
+        tensors: shape and dtype of each tensor by name, in the order of the program.
+
+    Raises:
+        UsageError: ``path`` is neither.
+        CheckpointError: the checkpoint is damaged.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        self.saved = _find(Path(path))
+        self.tensors: dict[str, Tensor] = {}
+        for group, specs in self.saved.variables.items():
+            for place, spec in enumerate(specs):
+                name, number = f"{group}/{spec['name']}", 1
+                while (full := name if number == 1 else f"{name}#{number}") in self.tensors:
+                    number += 1
+                self.tensors[full] = Tensor(tuple(spec["shape"]), spec["dtype"], group, place)
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        """The tensor ``name``. Raises `UsageError` for a name that is not there, with the closest,
+        and `CheckpointError` if the files do not hold what the manifest says."""
+        if name not in self.tensors:
+            check_name(f"tensor of {self.saved.path}", name, self.tensors)
+        tensor = self.tensors[name]
+        try:
+            value = bundle.read_one(self.saved.prefix, tensor.group, tensor.place)
+            if value.shape != tensor.shape or value.dtype.name != tensor.dtype:
+                raise durable.Damaged(f"{name} is not what the manifest says")
+        except durable.Damaged as damage:
+            raise _damaged(self.saved.path, damage) from damage
+        return value
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.tensors
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+
+def _find(path: Path) -> Saved:
+    """The checkpoint at ``path``, or the last intact one in it. Its checksums are verified."""
+    if (path / "manifest.json").is_file():
+        candidates = [path]
+    else:
+        inside = path / "checkpoints"
+        steps = manifest.paths(inside if inside.is_dir() else path) if path.is_dir() else {}
+        candidates = [steps[step] for step in sorted(steps, reverse=True)]
+    if not candidates:
+        raise UsageError(
+            f"{path} is no checkpoint, and no directory of checkpoints or of a run with one"
+        )
+    damages = []
+    for candidate in candidates:
+        try:
+            saved = manifest.load(candidate)
+            durable.verify(candidate, saved.files)
+        except durable.Damaged as damage:
+            damages.append(_damaged(candidate, damage))
+        else:
+            return saved
+    raise damages[0]
+
+
+def _damaged(path: Path, damage: durable.Damaged) -> CheckpointError:
+    return CheckpointError(f"{path} is damaged: {damage}; restore a copy of it or choose another")

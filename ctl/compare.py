@@ -1,0 +1,138 @@
+"""The command ``ctl.compare``: a table of runs, and a page with their learning curves."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from absl import flags
+
+from ctl.errors import CheckpointError, UsageError
+from ctl.flags.config import shown
+from ctl.flags.parsing import define_path, group, run_command
+from ctl.logs.runs import Run, differing_flags, read
+from ctl.logs.svg import printable
+
+FLAGS = flags.FLAGS
+flags.disclaim_key_flags()
+
+_USAGE = """
+Compares runs of ctl.train: the flags that differ, results, time, and learning curves.
+
+  python -m ctl.compare /tmp/run-1 /tmp/run-2                      # a table
+  python -m ctl.compare --page=compare.html /tmp/run-1 /tmp/run-2  # and curves, for a browser
+  python -m ctl.compare /tmp/run-* --json
+
+A run may still be training. A directory that holds no run is named on a line, and left out.
+"""
+
+
+def run() -> None:
+    """Defines the flags and runs the command."""
+    with group("Output"):
+        define_path("page", None, "Write an HTML page to this file: the table and the curves.")
+        flags.DEFINE_boolean("json", False, "Print one JSON object instead of the table.")
+    FLAGS.set_gnu_getopt(True)  # flags may follow the runs
+    run_command(main, _USAGE, takes_command=True)
+
+
+def main(directories: Sequence[str]) -> None:
+    """Reads the runs and prints the table.
+
+    Raises:
+        UsageError: no run can be read, or no directory is named.
+        CheckpointError: the page cannot be written.
+    """
+    if not directories:
+        raise UsageError(
+            "name the directories of runs: python -m ctl.compare /tmp/run-1 /tmp/run-2"
+        )
+    runs, notes = [], []
+    for directory in dict.fromkeys(directories):
+        try:
+            found = read(Path(directory))
+        except UsageError as error:
+            notes.append(str(error))
+            continue
+        runs.append(found)
+        notes += found.notes
+    for note in notes:
+        print(printable(" ".join(note.split())), file=sys.stderr)
+    if not runs:
+        raise UsageError("there is no run to compare")
+    header, rows = table(runs)
+    if FLAGS.json:
+        print(json.dumps({"schema": 1, "runs": [_to_json(one, runs) for one in runs]}))
+    else:
+        _print(header, rows)
+    if FLAGS.page:
+        write_page(Path(FLAGS.page), runs, notes)
+
+
+def table(runs: list[Run]) -> tuple[list[str], list[list[str]]]:
+    """The table: its header, and a row of cells for each run. The cells are not escaped."""
+    names = differing_flags(runs)
+    results = [one.results() for one in runs]
+    metrics = list(dict.fromkeys(name for of_run in results for name in of_run))
+    header = ["run", *names, "steps"]
+    header += [f"{kind} {name}" for name in metrics for kind in ("best", "last")]
+    rows = []
+    for one, of_run in zip(runs, results, strict=True):
+        of = f"{one.step} of {one.until}" if (one.until or 0) > one.step else str(one.step)
+        row = [one.name, *(shown(one.flags.get(name)) for name in names), of]
+        for name in metrics:
+            found = of_run.get(name)
+            row.append(f"{found.best:.4f} at {found.step}" if found else "")
+            row.append(f"{found.last:.4f}" if found else "")
+        rows.append([*row, _time(one.seconds), _time(one.seconds * one.replicas)])
+    return [*header, "train time", "replica time"], rows
+
+
+def _print(header: list[str], rows: list[list[str]]) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    shown_table = Table(box=None, pad_edge=False)
+    for name in header:
+        shown_table.add_column(escape(printable(name)), overflow="fold")
+    for row in rows:
+        shown_table.add_row(*(escape(printable(cell)) for cell in row))
+    Console(highlight=False).print(shown_table)
+
+
+def _to_json(one: Run, runs: list[Run]) -> dict[str, object]:
+    return {
+        "run": one.name,
+        "step": one.step,
+        "until": one.until,
+        "flags": {name: one.flags.get(name) for name in differing_flags(runs)},
+        "results": {name: dataclasses.asdict(best) for name, best in one.results().items()},
+        "train_seconds": one.seconds,
+        "replica_seconds": one.seconds * one.replicas,
+    }
+
+
+def write_page(path: Path, runs: list[Run], notes: Sequence[str]) -> None:
+    """Writes the page with the table, ``notes`` and the learning curves of ``runs``."""
+    from ctl.inspect.show.curves import make_page
+
+    try:
+        path.write_text(make_page(runs, *table(runs), notes), "utf-8")
+    except OSError as error:
+        raise CheckpointError(f"cannot write --page={path}: {error.strerror}") from error
+    print(f"page: {path}", file=sys.stderr)
+
+
+def _time(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds) if math.isfinite(seconds) else 0, 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+if __name__ == "__main__":
+    run()

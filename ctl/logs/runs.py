@@ -1,0 +1,184 @@
+"""Reads what runs have logged: flags, records and results. Imports neither TensorFlow nor NumPy.
+
+Files of a run are not trusted: what is not as a run writes it is left out, and said.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ctl.actions import CONTEXT
+from ctl.errors import UsageError
+from ctl.flags import config
+
+_LONGEST = 1 << 20  # bytes of a line
+
+# Flags that say where and how a run was started, and nothing of what it computes.
+_NOT_COMPARED = frozenset(
+    ("model_dir", "data_dir", "download", "worker_index", "log_every", "tensorboard", "export")
+)
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best value of a result, with its step, and the last one."""
+
+    best: float
+    step: int
+    last: float
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run of `ctl.train`.
+
+    Attributes:
+        name: its directory as it was given.
+        flags: by name, from ``config.json``.
+        records: by phase (``train``, ``eval``, ``test``) and step, in ascending order of steps:
+            scalars by name.
+        until: the step at which it ends; None if it does not say.
+        notes: lines about what was left out.
+    """
+
+    name: str
+    flags: Mapping[str, Any]
+    records: Mapping[str, Mapping[int, Mapping[str, float]]]
+    until: int | None
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def step(self) -> int:
+        """The last step that was logged."""
+        return max((step for steps in self.records.values() for step in steps), default=0)
+
+    @property
+    def seconds(self) -> float:
+        """Time of the training steps, without evaluations, checkpoints and pauses: the sum over
+        records of their steps by the steps per second. A record without these, as that of the first
+        steps, has those of the next."""
+        total = 0.0
+        before = waiting = 0
+        for step, values in self.records.get("train", {}).items():
+            waiting, before = waiting + step - before, step
+            rate = values.get("steps_per_second", 0.0)
+            if rate > 0:
+                total, waiting = total + waiting / rate, 0
+        return total
+
+    @property
+    def replicas(self) -> int:
+        """Those that the flags name: ``--replicas``, else one for each of ``--workers``."""
+        replicas, workers = self.flags.get("replicas"), self.flags.get("workers")
+        if type(replicas) is int and replicas > 0:
+            return replicas
+        return len(workers) if isinstance(workers, list) and workers else 1
+
+    def curve(self, phase: str, name: str) -> list[tuple[int, float]]:
+        """``(step, value)`` of the scalar ``name``, where it is finite."""
+        steps = self.records.get(phase, {})
+        return [(s, v[name]) for s, v in steps.items() if math.isfinite(v.get(name, math.nan))]
+
+    def results(self) -> dict[str, Best]:
+        """The results of evaluations by ``phase name``, such as ``eval accuracy``."""
+        found = {}
+        for phase in ("eval", "test"):
+            names = dict.fromkeys(n for v in self.records.get(phase, {}).values() for n in v)
+            for name in names:
+                if curve := self.curve(phase, name):
+                    sign = -1 if self._is_best_high(name) else 1
+                    step, best = min(curve, key=lambda point: (sign * point[1], point[0]))
+                    found[f"{phase} {name}"] = Best(best, step, curve[-1][1])
+        return found
+
+    def _is_best_high(self, name: str) -> bool:
+        if name == self.flags.get("best_metric") and self.flags.get("best_mode"):
+            return self.flags["best_mode"] == "max"
+        return "accuracy" in name or name in ("auc", "precision", "recall", "f1")
+
+
+def read(path: Path) -> Run:
+    """Reads the run in ``path``.
+
+    Raises:
+        UsageError: it holds no run, or nothing was logged.
+    """
+    name, notes = str(path), []
+    if not path.is_dir():
+        raise UsageError(f"{name}: no such directory")
+    try:
+        flags = config.read(path)
+    except UsageError as error:
+        flags = {}
+        notes.append(f"{error}: its flags are not compared")
+    else:
+        if flags is None:
+            raise UsageError(f"{name} holds no run of ctl.train: no {config.FILE}")
+    records: dict[str, dict[int, dict[str, float]]] = {}
+    until, damaged = None, 0
+    try:
+        for record in _lines(path / "metrics.jsonl"):
+            if record is None:
+                damaged += 1
+                continue
+            phase, step = record["phase"], record["step"]
+            scalars = {n: v for n, v in record.items() if n not in (*CONTEXT, "schema")}
+            # A resumed run writes steps after its checkpoint again: the later line counts.
+            records.setdefault(phase, {})[step] = dict(_numbers(scalars))
+            until = record["until"] if type(record.get("until")) is int else until
+    except FileNotFoundError:
+        raise UsageError(f"{name} has logged nothing yet: no metrics.jsonl") from None
+    except OSError as error:
+        raise UsageError(f"{name}: metrics.jsonl cannot be read: {error.strerror}") from error
+    if damaged:
+        notes.append(f"{name}: {damaged} damaged lines of metrics.jsonl are left out")
+    if not records:
+        raise UsageError(f"{name} has logged nothing yet: metrics.jsonl has no record")
+    ordered = {phase: dict(sorted(steps.items())) for phase, steps in records.items()}
+    return Run(name, flags or {}, ordered, until, notes)
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any] | None]:
+    """The records in ``path``, None for a line that is none. The last line may be incomplete, while
+    a run writes it."""
+    with path.open("rb") as file:
+        while line := file.readline(_LONGEST):
+            if not line.endswith(b"\n"):
+                if len(line) == _LONGEST:
+                    yield None
+                continue
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError):
+                record = None
+            good = (
+                isinstance(record, dict)
+                and isinstance(record.get("phase"), str)
+                and type(record.get("step")) is int
+                and 0 <= record["step"] < 2**53
+            )
+            yield record if good else None
+
+
+def _numbers(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    for name, value in values.items():
+        if value in ("NaN", "Infinity", "-Infinity"):  # as `ctl.logs.sinks.JsonLines` writes them
+            value = float(value)
+        if type(value) is float or (type(value) is int and abs(value) < 2**63):
+            yield name, float(value)
+
+
+def differing_flags(runs: list[Run]) -> list[str]:
+    """Names of the flags that are not the same in all ``runs``, in the order of the first."""
+    names = dict.fromkeys(name for run in runs for name in run.flags)
+    return [
+        name
+        for name in names
+        if name not in _NOT_COMPARED
+        and len({json.dumps(run.flags.get(name)) for run in runs if run.flags}) > 1
+    ]

@@ -1,0 +1,111 @@
+"""`ctl.compare`: the table, the page, and runs that are damaged, missing or still training."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ET
+
+import pytest
+
+from ctl.inspect.show.curves import CURVES, make_page
+from ctl.logs.runs import read
+
+COMPARE = "ctl.compare"
+EVIL = '<script>alert(1)</script>\u202e&"'
+
+
+def make_run(directory, rate, *, steps=(100, 200), until=200, name="loss", **flags):
+    """Records as `ctl.train` writes them: the loss falls with ``rate``."""
+    directory.mkdir(parents=True)
+    config = {"schema": 1, "flags": {"learning_rate": rate, "seed": 0, **flags}}
+    (directory / "config.json").write_text(json.dumps(config))
+    lines = []
+    for step in steps:
+        both = {"schema": 1, "step": step, "epoch": 0.5, "time": 1e9, name: 1 / (step * rate)}
+        train = {"phase": "train", "until": until, "steps_per_second": 10.0, "learning_rate": rate}
+        lines += [{**both, **train}, {**both, "phase": "eval", "accuracy": step / 1000}]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (directory / "metrics.jsonl").write_text(text)
+    return directory
+
+
+@pytest.fixture
+def runs(tmp_path):
+    return [
+        make_run(tmp_path / "fast", 0.1),
+        make_run(tmp_path / "slow", 0.01, steps=(100,), replicas=2, model_dir="/elsewhere"),
+    ]
+
+
+def test_the_table_and_the_json(zygote_without_tensorflow, runs):
+    command = zygote_without_tensorflow.run(COMPARE, *map(str, runs), "--json")
+    assert command.stderr == ""
+    fast, slow = json.loads(command.stdout)["runs"]
+    assert fast["flags"] == {"learning_rate": 0.1, "replicas": None}  # no seed, no model_dir
+    assert fast["results"]["eval accuracy"] == {"best": 0.2, "step": 200, "last": 0.2}
+    assert fast["results"]["eval loss"] == {"best": 0.05, "step": 200, "last": 0.05}
+    assert (fast["train_seconds"], fast["replica_seconds"]) == (20.0, 20.0)
+    assert (slow["step"], slow["until"], slow["replica_seconds"]) == (100, 200, 20.0)
+    command = zygote_without_tensorflow.run(COMPARE, *map(str, runs), COLUMNS="250")
+    header, *rows = command.stdout.splitlines()
+    assert header.split()[:3] == ["run", "learning_rate", "replicas"]
+    assert " 0.2000 at 200 " in rows[0] and " 0:20 " in rows[0]
+    assert " 100 of 200 " in rows[1] and rows[1].split()[1:3] == ["0.01", "2"]
+
+
+def test_the_page_opens_offline_and_escapes_what_runs_say(zygote_without_tensorflow, tmp_path):
+    evil = make_run(tmp_path / "r<b>un", 0.1, name=EVIL, optimizer=EVIL)
+    other = make_run(tmp_path / "other", 0.2)
+    page = tmp_path / "page.html"
+    zygote_without_tensorflow.run(COMPARE, str(evil), str(other), f"--page={page}")
+    text = page.read_text()
+    root = ET.fromstring(text.removeprefix("<!DOCTYPE html>\n"))
+    kinds = {element.tag for element in root.iter()}
+    assert not kinds & {"script", "b", "img", "link", "iframe", "a"} and "svg" in kinds
+    assert "default-src 'none'" in text and "http" not in text.replace("http-equiv", "")
+    said = "".join(root.itertext())
+    assert "alert(1)" in said and "\u202e" not in said
+    curves = [e.get("d") for e in root.iter("path") if "curve eval" in e.get("class", "")]
+    assert len(curves) == 2 * 4  # loss, EVIL and accuracy: two runs have the last
+    assert all("nan" not in d and "inf" not in d for d in curves)
+
+
+def test_runs_that_are_damaged_missing_or_still_writing(zygote_without_tensorflow, tmp_path, runs):
+    (tmp_path / "empty").mkdir()
+    silent = make_run(tmp_path / "silent", 0.3, steps=())
+    damaged = make_run(tmp_path / "damaged", 0.4)
+    with (damaged / "metrics.jsonl").open("ab") as file:
+        file.write(b"\xff\xfe\n[1]\n" + b"[" * 10_000 + b'\n{"phase": "eval", "step": -1}\n')
+        file.write(b'{"phase": "eval", "step": 300, "loss": "NaN", "accuracy": 1e999}\n')
+        file.write(b'{"phase": "eval", "step": 400, "lo')
+    (damaged / "config.json").write_text("{")
+    given = [tmp_path / "gone", tmp_path / "empty", silent, damaged, runs[0]]
+    command = zygote_without_tensorflow.run(COMPARE, *map(str, given), "--json")
+    assert command.stderr.splitlines()[:3] == [
+        f"{tmp_path}/gone: no such directory",
+        f"{tmp_path}/empty holds no run of ctl.train: no config.json",
+        f"{tmp_path}/silent has logged nothing yet: metrics.jsonl has no record",
+    ]
+    assert "config.json is damaged" in command.stderr.splitlines()[3]
+    assert command.stderr.endswith(f"{damaged}: 4 damaged lines of metrics.jsonl are left out\n")
+    first, second = json.loads(command.stdout)["runs"]
+    assert (first["step"], first["results"]["eval loss"]["step"]) == (300, 200)
+    assert second["step"] == 200
+    for wrong in ([str(tmp_path / "gone")], []):
+        command = zygote_without_tensorflow.run(COMPARE, *wrong, exit_code=2)
+        assert "no run to compare" in command.stderr or "name the directories" in command.stderr
+    where = f"--page={tmp_path}/gone/page.html"
+    command = zygote_without_tensorflow.run(COMPARE, str(runs[0]), where, exit_code=4)
+    assert command.stderr.startswith(f"cannot write {where}: No such file")
+
+
+def test_values_of_any_size_are_drawn(tmp_path):
+    """Also one point, equal values, and more runs than there are colours."""
+    found = [read(make_run(tmp_path / str(n), 0.1 + n, steps=(5,))) for n in range(CURVES + 1)]
+    ET.fromstring(make_page(found, ["run"], [["a"]], []).removeprefix("<!DOCTYPE html>\n"))
+    huge = make_run(tmp_path / "huge", 1e-300, steps=tuple(range(1, 2000)))
+    with (huge / "metrics.jsonl").open("a") as file:
+        file.write('{"phase": "eval", "step": 9007199254740991, "loss": -1.7e308}\n')
+    page = make_page([read(huge)], ["run"], [["a"]], [])
+    ET.fromstring(page.removeprefix("<!DOCTYPE html>\n"))
+    assert len(page) < 100_000
