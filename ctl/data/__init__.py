@@ -1,5 +1,6 @@
 """Datasets: examples, their order, and where they are kept. See `ctl.data.dataset`."""
 
+from ctl.data.augment import Augmented
 from ctl.data.dataset import Dataset, DatasetInfo
 from ctl.data.global_batches import GlobalBatches, as_dataset
 from ctl.data.in_memory import InMemory
@@ -7,6 +8,7 @@ from ctl.data.load import Splits, load, selection_splits, synthetic
 from ctl.data.streaming import Streaming
 
 __all__ = [
+    "Augmented",
     "Dataset",
     "DatasetInfo",
     "GlobalBatches",
