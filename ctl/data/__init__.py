@@ -5,6 +5,7 @@ from ctl.data.dataset import Dataset, DatasetInfo
 from ctl.data.global_batches import GlobalBatches, as_dataset
 from ctl.data.in_memory import InMemory
 from ctl.data.load import Splits, load, selection_splits, synthetic
+from ctl.data.mixture import mix
 from ctl.data.streaming import Streaming
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "Streaming",
     "as_dataset",
     "load",
+    "mix",
     "selection_splits",
     "synthetic",
 ]
