@@ -62,7 +62,7 @@ def prepare() -> Prepared:
     """
     import keras
 
-    from ctl import named
+    from ctl import data, named
 
     placement = _place()
     keras.utils.set_random_seed(FLAGS.seed)
@@ -79,6 +79,8 @@ def prepare() -> Prepared:
             train = load_data(splits.train, training=True)
             evaluation = load_data(splits.evaluation, training=False)
             test = load_data(splits.test, training=False) if splits.test else None
+        if FLAGS.augment is not None:
+            train = data.Augmented(train, FLAGS.augment, seed=FLAGS.seed)
     logging.info("training data: %s", train.description)
     logging.info("evaluation data: %s", evaluation.description)
     if FLAGS.keep_best:

@@ -1,12 +1,15 @@
 """Datasets: examples, their order, and where they are kept. See `ctl.data.dataset`."""
 
+from ctl.data.augment import Augmented
 from ctl.data.dataset import Dataset, DatasetInfo
 from ctl.data.global_batches import GlobalBatches, as_dataset
 from ctl.data.in_memory import InMemory
 from ctl.data.load import Splits, load, selection_splits, synthetic
+from ctl.data.mixture import mix
 from ctl.data.streaming import Streaming
 
 __all__ = [
+    "Augmented",
     "Dataset",
     "DatasetInfo",
     "GlobalBatches",
@@ -15,6 +18,7 @@ __all__ = [
     "Streaming",
     "as_dataset",
     "load",
+    "mix",
     "selection_splits",
     "synthetic",
 ]

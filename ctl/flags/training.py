@@ -8,7 +8,7 @@ from absl import flags
 
 from ctl.actions import parse_window
 from ctl.errors import UsageError
-from ctl.flags import code, devices, durations, groups, run
+from ctl.flags import augmentation, code, devices, durations, groups, run
 from ctl.flags.durations import steps_from
 from ctl.flags.parsing import check_flags, group
 
@@ -20,6 +20,7 @@ def define_flags(model_dir_required: bool = True) -> None:
     """Defines all groups of flags."""
     run.define_run_flags(model_dir_required)
     groups.define_data_flags()
+    augmentation.define_augment_flag()
     code.define_model_flags()
     code.define_code_flags()
     groups.define_step_flags()

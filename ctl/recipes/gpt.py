@@ -2,12 +2,15 @@
 
 The model is a decoder: a transformer whose positions see only those before them (GPT: Radford et
 al. 2018, "Improving language understanding by generative pre-training", section 3.1; Vaswani et al.
-2017, arXiv:1706.03762, section 3.2.3), with pre-LN blocks (Radford et al. 2019). A window is padded
-at the end of its file, so the loss is divided by the valid tokens of all replicas. ``perplexity``
+2017, arXiv:1706.03762, section 3.2.3), with pre-LN blocks (Radford et al. 2019). A row of
+`ctl.data.text` can have several texts: positions count from the beginning of a text, and see only
+its own. Rows are padded, so the loss is divided by the valid tokens of all replicas. ``perplexity``
 is the exponential of the mean loss of a token::
 
     python -m ctl.train --model_dir=/tmp/gpt --step=ctl.recipes.gpt:LanguageModel \\
         --dataset=ctl.recipes.gpt:datasets --model=ctl.recipes.gpt:make_model --train_steps=2000
+
+``--rows=packed`` trains on single paragraphs, as many in a row as fit.
 """
 
 from __future__ import annotations
@@ -22,11 +25,18 @@ from keras import layers, ops
 import ctl
 from ctl.base_step import BaseStep
 from ctl.data import InMemory
-from ctl.data.text import PAD, python_sources
+from ctl.data.text import PAD, Buckets, python_sources
 
 flags.DEFINE_integer("context", 64, "Bytes that the language model sees.", lower_bound=1)
 flags.DEFINE_integer("width", 64, "Of the language model: 32 for each head.", lower_bound=32)
 flags.DEFINE_integer("blocks", 2, "Of the language model.", lower_bound=1)
+flags.DEFINE_enum(
+    "rows",
+    "windows",
+    ["windows", "packed", "padded", "buckets"],
+    "Windows of modules; or each paragraph is a text, and rows are packed with several, padded "
+    "after one, or in batches of few lengths.",
+)
 
 
 class Perplexity(keras.metrics.Mean):
@@ -37,7 +47,7 @@ class Perplexity(keras.metrics.Mean):
 
 
 class _PerToken(BaseStep):
-    """A batch is uint8 [n, context + 1]: each byte but the first is to be predicted."""
+    """A batch is uint8 [n, length + 1]: each byte but the first is to be predicted."""
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
@@ -47,8 +57,10 @@ class _PerToken(BaseStep):
         tokens = tf.cast(batch, tf.int32)
         logits = self.model(tokens[:, :-1], training=self.training)
         losses = tf.nn.sparse_softmax_cross_entropy_with_logits(tokens[:, 1:], logits)
-        self.perplexity.update_state(losses, self.valid(batch))
-        return tf.reduce_sum(losses * self.valid(batch), axis=1)
+        valid = self.valid(batch)
+        # Keras would take the mean of each row first, which counts short rows too much.
+        self.perplexity.update_state(tf.reshape(losses, [-1]), tf.reshape(valid, [-1]))
+        return tf.reduce_sum(losses * valid, axis=1)
 
     def count(self, batch: tf.Tensor) -> tf.Tensor:
         return tf.reduce_sum(self.valid(batch))
@@ -74,20 +86,28 @@ def make_model() -> keras.Model:
 
 
 def gpt(context: int, width: int, blocks: int) -> keras.Model:
-    """From int [n, context] to float32 logits [n, context, 256]. ``width`` is 32 for each head."""
-    tokens = keras.Input([context], dtype="int32", name="tokens")
-    positions = ops.cumsum(ops.ones_like(tokens), axis=1) - 1
+    """From int [n, length] to float32 logits [n, length, 256], for lengths up to ``context``.
+    ``width`` is 32 for each head."""
+    tokens = keras.Input([None], dtype="int32", name="tokens")
+    places = ops.cumsum(ops.ones_like(tokens), axis=1)
+    texts = ops.cumsum(ops.cast(ops.equal(tokens, PAD), "int32"), axis=1)
+    earlier = ops.greater_equal(places[:, :, None], places[:, None, :])
+    mask = ops.logical_and(earlier, ops.equal(texts[:, :, None], texts[:, None, :]))
+    positions = ops.sum(ops.cast(mask, "int32"), axis=2) - 1
     x = layers.Embedding(256, width)(tokens) + layers.Embedding(context, width)(positions)
     for _ in range(blocks):
         y = layers.LayerNormalization()(x)
-        x += layers.MultiHeadAttention(width // 32, 32)(y, y, use_causal_mask=True)
+        x += layers.MultiHeadAttention(width // 32, 32)(y, y, attention_mask=mask)
         y = layers.Dense(4 * width, "gelu")(layers.LayerNormalization()(x))
         x += layers.Dense(width)(y)
     x = layers.LayerNormalization()(x)
     return keras.Model(tokens, layers.Dense(256, dtype="float32")(x), name="gpt")
 
 
-def datasets(global_batch_size: int, seed: int = 0) -> tuple[InMemory, InMemory]:
+def datasets(
+    global_batch_size: int, seed: int = 0
+) -> tuple[InMemory | Buckets, InMemory | Buckets]:
     """The sources of Python's standard library, to train and to evaluate on."""
     context: Any = flags.FLAGS["context"].value
-    return python_sources(context, global_batch_size=global_batch_size, seed=seed)
+    rows: Any = flags.FLAGS["rows"].value
+    return python_sources(context, global_batch_size=global_batch_size, seed=seed, rows=rows)

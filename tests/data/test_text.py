@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ctl.data.text import PAD, python_sources, windows
+from ctl.data.text import PAD, SHAPES, Buckets, pack, pad, paragraphs, python_sources, windows
 from ctl.errors import UsageError
 
 TEXTS = [b"one", b"", b"four", b"a longer text", b"exactly "]
@@ -30,6 +30,77 @@ def test_each_byte_is_to_be_predicted_once(length):
 def test_texts_that_cannot_be_cut(texts, says):
     with pytest.raises(UsageError, match=says):
         windows(texts, 4)
+
+
+def texts_of(rows: np.ndarray) -> list[bytes]:
+    """The texts of rows, which all begin with a mark."""
+    assert (rows[:, 0] == PAD).all()
+    return [text for row in rows for text in row.astype(np.uint8).tobytes().split(b"\0") if text]
+
+
+def many_texts(count: int = 400, longest: int = 40) -> list[bytes]:
+    random = np.random.default_rng(0)
+    sizes = random.integers(1, longest + 1, count)
+    return [random.integers(1, 256, size, dtype=np.uint8).tobytes() for size in sizes]
+
+
+@pytest.mark.parametrize("cut", [pad, pack])
+@pytest.mark.parametrize("length", [1, 7, 40])
+def test_each_text_is_in_one_row(cut, length):
+    texts = many_texts()
+    rows = cut(texts, length)
+    assert rows.dtype == np.uint8 and rows.shape[1] == length + 1
+    pieces = [t[at : at + length] for t in texts for at in range(0, len(t), length)]
+    assert sorted(texts_of(rows)) == sorted(pieces)
+    if cut is pad:
+        assert texts_of(rows) == pieces  # one in each row, in order
+        assert len(rows) == len(pieces)
+    elif length > 1:
+        at_the_end = np.argmax(rows[:, ::-1] != PAD, axis=1).sum()
+        assert at_the_end / rows.size <= 0.05
+        assert len(rows) < len(pieces)
+    np.testing.assert_array_equal(rows, cut(texts, length))
+
+
+def test_other_tokens_than_bytes():
+    for cut in (pad, pack):
+        rows = cut([np.array([70_000, 2]), np.array([5])], 4)
+        assert rows.dtype == np.int64
+        assert sorted(rows[rows != PAD]) == [2, 5, 70_000]
+        with pytest.raises(UsageError, match="a text has the token 0"):
+            cut([np.array([3, 0])], 4)
+
+
+def test_batches_have_few_shapes_and_each_text_once():
+    texts, size = many_texts(), 8
+    made = Buckets(texts, 40, global_batch_size=size, seed=3)
+    batches = list(made.batches().take(60).as_numpy_iterator())
+    assert made.num_examples == 400 and made.fingerprint() == made.fingerprint()
+    assert 1 < len({batch.shape for batch in batches}) <= SHAPES == len(made.lengths)
+    seen = [text for batch in batches[:50] for text in texts_of(batch)]
+    # A batch can have texts of two epochs of its length.
+    assert len(set(seen)) > 400 - SHAPES * size
+    for start in (1, 17, 55):
+        late = made.batches(start).take(60 - start).as_numpy_iterator()
+        for ours, theirs in zip(late, batches[start:], strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+    places = sum(batch.size for batch in batches)
+    assert places < 0.75 * len(batches) * size * 41
+    ends = Buckets(texts, 40, global_batch_size=size, training=False)
+    evaluated = [t for batch in ends.batches().as_numpy_iterator() for t in texts_of(batch)]
+    assert sorted(evaluated) == sorted(texts)
+    assert len(list(ends.batches(3))) == len(list(ends.batches())) - 3
+
+
+def test_a_bucket_has_a_batch():
+    few = [b"a" * n for n in (1, 9, 9, 9, 9, 9, 9, 20)]
+    assert Buckets(few, 30, global_batch_size=4).lengths == [9, 20][1:]
+    with pytest.raises(UsageError, match="larger than the dataset: it has 8 examples"):
+        Buckets(few, 30, global_batch_size=9)
+
+
+def test_paragraphs():
+    assert paragraphs([b"a\nb\n\n\nc\n\n \n\nd"]) == [b"a\nb", b"\nc", b"d"]
 
 
 def test_the_sources_have_one_order_and_held_out_files():

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 import ctl
 from ctl import testing
-from ctl.data.text import windows
+from ctl.data.text import PAD, Buckets, pack, pad, windows
 from ctl.recipes import gpt
 
 CONTEXT, BATCH, STEPS = 6, 8, 4
@@ -20,7 +20,7 @@ TEXTS = [bytes(range(65, 65 + n)) for n in (40, 3, 6, 1, 0, 29, 60, 2, 2, 2, 2, 
 
 def model() -> keras.Model:
     """Small, since the step does not look into the model."""
-    tokens = keras.Input([CONTEXT], dtype="int32")
+    tokens = keras.Input([None], dtype="int32")
     x = keras.layers.Embedding(256, 8)(tokens)
     return keras.Model(tokens, keras.layers.Dense(256, "tanh")(x))
 
@@ -98,3 +98,67 @@ def test_a_position_sees_only_those_before():
     trained = gpt.gpt(CONTEXT, 32, 1)
     same = np.all(trained(tokens).numpy() == trained(other).numpy(), axis=-1)[0]
     assert same.tolist() == [True] * 3 + [False] * 3
+
+
+def small_gpt() -> keras.Model:
+    return gpt.gpt(CONTEXT, 32, 1)
+
+
+def one_step(strategy, rows: np.ndarray, weights, **options) -> tuple[list[np.ndarray], dict]:
+    """The gradients of all rows in one batch, and the scalars."""
+    with strategy.scope():
+        trained = small_gpt()
+        trained.set_weights(weights)
+        step = gpt.LanguageModel(trained, keras.optimizers.SGD(1.0), **options)
+    data = tf.data.Dataset.from_tensor_slices(rows).batch(len(rows))
+    scalars = ctl.Loop(step, data, strategy=strategy).train(1)
+    return [a - b for a, b in zip(weights, trained.get_weights(), strict=True)], scalars
+
+
+def test_packed_rows_equal_single_texts(mirrored):
+    """On replicas with unequal numbers of rows and tokens, and with micro-batches."""
+    packed, padded = pack(TEXTS, CONTEXT), pad(TEXTS, CONTEXT)
+    assert len(packed) < len(padded) and len(packed) % 4
+    weights = small_gpt().get_weights()
+    expected, scalars = one_step(mirrored(1), padded, weights)
+    assert max(np.abs(gradient).max() for gradient in expected) > 0.1
+    found, logged = one_step(mirrored(4), packed, weights, accumulate_steps=2)
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6)
+    assert logged["loss"] == pytest.approx(scalars["loss"], rel=1e-6)
+    assert logged["perplexity"] == pytest.approx(scalars["perplexity"], rel=1e-5)
+
+
+def test_a_text_sees_no_other_text():
+    trained = small_gpt()
+    row = np.array([[PAD, 65, 66, PAD, 67, 68]])
+    other = np.array([[PAD, 90, 91, PAD, 67, 68]])
+    alone = np.array([[PAD, 67, 68, PAD, PAD, PAD]])
+    packed = trained(row).numpy()[0, 3:]
+    np.testing.assert_array_equal(packed, trained(other).numpy()[0, 3:])
+    np.testing.assert_allclose(packed, trained(alone).numpy()[0, :3], atol=1e-6)
+
+
+def test_batches_of_several_lengths(mirrored):
+    """An evaluation equals that of padded rows; in a training, replicas and XLA equal one."""
+    texts = [bytes(range(65, 65 + n % 5 + 1)) for n in range(60)] * 2
+    trained = model()
+    by_length = Buckets(texts, CONTEXT, global_batch_size=BATCH, training=False)
+    padded = pad(texts, CONTEXT)
+    wanted = ctl.Evaluator(
+        gpt.Evaluation(trained), tf.data.Dataset.from_tensor_slices(padded).batch(BATCH)
+    ).run()
+    found = ctl.Evaluator(gpt.Evaluation(trained), by_length).run()
+    assert found == pytest.approx(wanted, rel=1e-5)
+
+    weights = []
+    for replicas, options in ((1, {}), (2, {}), (1, {"jit_compile": True})):
+        keras.utils.set_random_seed(0)
+        with mirrored(replicas).scope():
+            step = gpt.LanguageModel(model(), keras.optimizers.SGD(0.5), **options)
+        data = Buckets(texts, CONTEXT, global_batch_size=BATCH)
+        ctl.Loop(step, data, strategy=mirrored(replicas)).train(6)
+        weights.append(step.model.get_weights())
+    for others in weights[1:]:
+        for one, other in zip(weights[0], others, strict=True):
+            np.testing.assert_allclose(other, one, atol=1e-6)

@@ -1,0 +1,363 @@
+"""Augmentation: each operation against a reference in plain Python, and images that depend on
+nothing but the run's seed and the position of the example."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import ctl
+from ctl import testing
+from ctl.data import Augmented, InMemory, augment
+from ctl.data.feed import distribute
+from ctl.errors import UsageError
+from ctl.flags.augmentation import parse
+
+MASK = 2**64 - 1
+ALL = "crop:2,flip,color:0.4,randaugment:1:9"
+
+
+# The reference: one image, one value after the other, in integers and fractions ----------------
+
+
+def splitmix(state: int, count: int) -> list[int]:
+    """The first ``count`` outputs of splitmix64."""
+    found = []
+    for _ in range(count):
+        state = (state + 0x9E3779B97F4A7C15) & MASK
+        z = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK
+        found.append(z ^ (z >> 31))
+    return found
+
+
+def draws(seed: int, count: int) -> list[float]:
+    return [value / 2**24 for value in (bits >> 40 for bits in splitmix(seed, count))]
+
+
+def nearest(value: Fraction) -> int:
+    return math.floor(value + Fraction(1, 2))
+
+
+def mixed(value: int, other: int, factor: float) -> int:
+    part = Fraction(round(factor * 4096), 4096)
+    return min(255, max(0, nearest(part * value + (1 - part) * other)))
+
+
+def gray(pixel) -> int:
+    if len(pixel) == 1:
+        return int(pixel[0])
+    return (19595 * int(pixel[0]) + 38470 * int(pixel[1]) + 7471 * int(pixel[2]) + 2**15) >> 16
+
+
+def gray_image(image: np.ndarray) -> np.ndarray:
+    values = [[[gray(pixel)] * len(pixel) for pixel in row] for row in image]
+    return np.array(values, np.uint8)
+
+
+def with_factor(image: np.ndarray, others: np.ndarray, factor: float) -> np.ndarray:
+    pairs = zip(image.ravel().tolist(), others.ravel().tolist(), strict=True)
+    values = [mixed(value, other, factor) for value, other in pairs]
+    return np.array(values, np.uint8).reshape(image.shape)
+
+
+def mean_image(image: np.ndarray) -> np.ndarray:
+    values = [gray(pixel) for row in image for pixel in row]
+    return np.full_like(image, nearest(Fraction(sum(values), len(values))))
+
+
+def smooth(image: np.ndarray) -> np.ndarray:
+    result = image.copy()
+    for y in range(1, image.shape[0] - 1):
+        for x in range(1, image.shape[1] - 1):
+            for c in range(image.shape[2]):
+                around = image[y - 1 : y + 2, x - 1 : x + 2, c]
+                total = int(around.sum(dtype=int)) + 4 * int(image[y, x, c])
+                result[y, x, c] = nearest(Fraction(total, 13))
+    return result
+
+
+def moved(image: np.ndarray, where) -> np.ndarray:
+    """Each pixel is that at ``where(x, y)`` from the centre, the nearest one."""
+    result = np.zeros_like(image)
+    height, width = image.shape[:2]
+    middle_y, middle_x = Fraction(height - 1, 2), Fraction(width - 1, 2)
+    for y in range(height):
+        for x in range(width):
+            from_x, from_y = where(x - middle_x, y - middle_y)
+            source_x, source_y = nearest(from_x + middle_x), nearest(from_y + middle_y)
+            if 0 <= source_x < width and 0 <= source_y < height:
+                result[y, x] = image[source_y, source_x]
+    return result
+
+
+def by_channel(image: np.ndarray, function) -> np.ndarray:
+    channels = [function(image[..., c].ravel().tolist()) for c in range(image.shape[2])]
+    return np.stack([np.reshape(c, image.shape[:2]) for c in channels], -1).astype(np.uint8)
+
+
+def autocontrast(values: list[int]) -> list[int]:
+    low, high = min(values), max(values)
+    return [(v - low) * 255 // (high - low) for v in values] if high > low else values
+
+
+def equalize(values: list[int]) -> list[int]:
+    step = sum(v != max(values) for v in values) // 255
+    if not step:
+        return values
+    below = {v: sum(other < v for other in values) for v in set(values)}
+    return [min(255, (below[v] + step // 2) // step) for v in values]
+
+
+def rounded(value: float) -> Fraction:
+    return Fraction(round(value * 4096), 4096)
+
+
+def one_of_randaugment(image: np.ndarray, name: str, sign: int, magnitude: float) -> np.ndarray:
+    part = magnitude / 30
+    shear = rounded(sign * 0.3 * part)
+    cosine = rounded(math.cos(math.radians(30 * part)))
+    sine = rounded(sign * math.sin(math.radians(30 * part)))
+    height, width = image.shape[:2]
+    along_x, along_y = (sign * round(150 / 331 * part * size) for size in (width, height))
+    factor = 1 + sign * 0.9 * part
+    threshold, bits = round(256 * (1 - part)), 8 - round(4 * part)
+    return {
+        "identity": lambda: image,
+        "autocontrast": lambda: by_channel(image, autocontrast),
+        "equalize": lambda: by_channel(image, equalize),
+        "rotate": lambda: moved(image, lambda x, y: (cosine * x + sine * y, cosine * y - sine * x)),
+        "shear_x": lambda: moved(image, lambda x, y: (x + shear * y, y)),
+        "shear_y": lambda: moved(image, lambda x, y: (x, y + shear * x)),
+        "translate_x": lambda: moved(image, lambda x, y: (x + along_x, y)),
+        "translate_y": lambda: moved(image, lambda x, y: (x, y + along_y)),
+        "solarize": lambda: np.where(image < threshold, image, 255 - image),
+        "posterize": lambda: image >> (8 - bits) << (8 - bits),
+        "color": lambda: with_factor(image, gray_image(image), factor),
+        "contrast": lambda: with_factor(image, mean_image(image), factor),
+        "brightness": lambda: with_factor(image, np.zeros_like(image), factor),
+        "sharpness": lambda: with_factor(image, smooth(image), factor),
+    }[name]()
+
+
+def crop(image: np.ndarray, seed: int, around: int) -> np.ndarray:
+    y, x = (math.floor(draw * (2 * around + 1)) for draw in draws(seed, 2))
+    padded = np.pad(image, [(around, around), (around, around), (0, 0)])
+    return padded[y : y + image.shape[0], x : x + image.shape[1]]
+
+
+def flip(image: np.ndarray, seed: int) -> np.ndarray:
+    return image[:, ::-1] if draws(seed, 1)[0] < 0.5 else image
+
+
+def color(image: np.ndarray, seed: int, strength: float) -> np.ndarray:
+    factors = [1 + round((2 * draw - 1) * strength * 4096) / 4096 for draw in draws(seed, 3)]
+    for factor, others in zip(factors, (np.zeros_like, mean_image, gray_image), strict=True):
+        image = with_factor(image, others(image), factor)
+    return image
+
+
+def randaugment(image: np.ndarray, seed: int, layers: int, magnitude: float) -> np.ndarray:
+    for layer in range(layers):
+        place, sign = draws(int(augment.fold_in(tf.constant([seed], tf.uint64), layer)[0]), 2)
+        name = augment.RAND_AUGMENT[math.floor(place * 14)]
+        image = one_of_randaugment(image, name, -1 if sign < 0.5 else 1, magnitude)
+    return image
+
+
+REFERENCE = {"crop": crop, "flip": flip, "color": color, "randaugment": randaugment}
+
+
+def pictures(count: int, channels: int = 3, size: tuple[int, int] = (17, 20)) -> np.ndarray:
+    """Noise; some images have few values, and some are of one colour."""
+    images = np.random.default_rng(0).integers(256, size=(count, *size, channels), dtype=np.uint8)
+    images[::3] = images[::3] // 16 + 100
+    images[1::11] = 77
+    return images
+
+
+def test_random_numbers_are_those_of_splitmix64():
+    """The first ones of seed 1234567, as its authors and others publish them."""
+    assert splitmix(1234567, 2) == [6457827717110365317, 3203168211198807973]
+    seeds = augment.example_seeds(7, tf.range(5, dtype=tf.int64))
+    found = augment.uniform(seeds, 4)
+    assert found.numpy().tolist() == [draws(seed, 4) for seed in seeds.numpy().tolist()]
+    many = augment.uniform(augment.example_seeds(7, tf.range(20_000)), 4).numpy()
+    assert len(np.unique(augment.example_seeds(7, tf.range(20_000)))) == 20_000
+    np.testing.assert_allclose(many.mean(axis=0), 0.5, atol=0.02)
+    np.testing.assert_allclose(np.corrcoef(many.T), np.eye(4), atol=0.03)
+    np.testing.assert_allclose(np.corrcoef(many[1:, 0], many[:-1, 0]), np.eye(2), atol=0.03)
+
+
+@pytest.mark.parametrize(
+    ("operation", "channels"),
+    [("crop:4", 3), ("flip", 3), ("color:0.4", 1), ("color:1", 3)]
+    + [("randaugment:1:9", 1), ("randaugment:2:30", 3)],
+)
+def test_equals_the_reference(operation, channels):
+    """In a graph and compiled by XLA: the same bits."""
+    [(name, arguments)] = parse(operation)
+    function = {"randaugment": "rand_augment"}.get(name, name)
+    apply = getattr(augment, function)
+    images = pictures(30, channels)
+    seeds = augment.example_seeds(3, tf.range(30))
+    pairs = zip(images, seeds.numpy().tolist(), strict=True)
+    expected = np.stack([REFERENCE[name](image, seed, *arguments) for image, seed in pairs])
+    assert (expected != images).any()
+    for jit_compile in (False, True):
+        found = tf.function(lambda i, s: apply(i, s, *arguments), jit_compile=jit_compile)(
+            tf.constant(images), seeds
+        )
+        assert found.dtype == tf.uint8 and found.shape == images.shape
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_randaugment_has_each_operation_in_both_directions():
+    draw = augment.uniform(augment.fold_in(augment.example_seeds(0, tf.range(2_000)), 0), 2)
+    which = np.floor(draw[:, 0].numpy() * 14) * 2 + (draw[:, 1].numpy() < 0.5)
+    assert np.bincount(which.astype(int), minlength=28).min() > 30
+
+
+# A dataset ---------------------------------------------------------------------------------------
+
+
+def data(operations: str = ALL, batch: int = 12, **options) -> Augmented:
+    arrays = pictures(50, size=(5, 6)), np.arange(50)
+    return Augmented(InMemory(arrays, global_batch_size=batch, **options), operations, seed=5)
+
+
+def seen(strategy, dataset, start: int, count: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """The global batches that the replicas see."""
+    iterator, resident = distribute(strategy, dataset.batches(start)), dataset.resident(strategy)
+
+    @tf.function
+    def next_batch(iterator, resident):
+        return strategy.run(dataset.on_replica, args=(next(iterator), resident))
+
+    batches = []
+    for _ in range(count):
+        parts = map(strategy.experimental_local_results, next_batch(iterator, resident))
+        batches.append(tuple(np.concatenate([p.numpy() for p in part]) for part in parts))
+    return batches
+
+
+def test_replicas_and_a_later_start_change_no_bit(mirrored):
+    whole = seen(mirrored(1), data(), 0, 9)  # two epochs and more
+    for replicas, start in ((2, 0), (4, 3)):
+        found = seen(mirrored(replicas), data(), start, 5)
+        for (images, labels), (wanted, their) in zip(found, whole[start:], strict=False):
+            np.testing.assert_array_equal(images, wanted)
+            np.testing.assert_array_equal(labels, their)
+    labels = np.concatenate([labels for _, labels in whole])
+    images = np.concatenate([images for images, _ in whole])
+    first, second = (images[at][labels[at].argsort()] for at in (slice(50), slice(50, 100)))
+    assert (first != second).any(axis=(1, 2, 3)).mean() > 0.9  # two epochs differ
+    plain = pictures(50, size=(5, 6))
+    for position in (0, 49, 50, 99):  # of an epoch and its example, by the reference
+        seed = int(augment.example_seeds(5, tf.constant([position]))[0])
+        image = plain[labels[position]]
+        for number, (name, arguments) in enumerate(parse(ALL)):
+            folded = int(augment.fold_in(tf.constant([seed], tf.uint64), number)[0])
+            image = REFERENCE[name](image, folded, *arguments)
+        np.testing.assert_array_equal(images[position], image)
+
+
+def test_the_size_of_a_batch_changes_no_image(mirrored):
+    many, few = (seen(mirrored(1), data("crop:1,flip", batch=b), 0, 60 // b) for b in (12, 5))
+    for large, small in zip(zip(*many, strict=True), zip(*few, strict=True), strict=True):
+        np.testing.assert_array_equal(np.concatenate(large), np.concatenate(small))
+
+
+class Sums(ctl.TrainStep):
+    """Logs a sum that float32 has exactly, of each step."""
+
+    def loss(self, batch):
+        images, _ = batch
+        places = tf.range(1.0, 1.0 + 5 * 6 * 3)
+        flat = tf.reshape(tf.cast(images, tf.float32), [-1, 5 * 6 * 3])
+        self.log("pixels", tf.reduce_sum(tf.math.floormod(flat * places, 1021.0)), "sum")
+        return super().loss(batch)
+
+
+def make(strategy, checkpoints=None, **options) -> ctl.Loop:
+    keras.utils.set_random_seed(0)
+    with strategy.scope():
+        layers = [keras.Input([5, 6, 3]), keras.layers.Flatten(), keras.layers.Dense(50)]
+        step = Sums(keras.Sequential(layers), keras.optimizers.SGD(0.1), **options)
+    return ctl.Loop(step, data("crop:2,flip,color:0.4"), strategy=strategy, checkpoints=checkpoints)
+
+
+def test_a_loop_sees_the_same_images_everywhere(mirrored):
+    """In blocks of steps, with micro-batches, and compiled by XLA."""
+    sums = [
+        [loop.train(until)["pixels"] for until in (3, 5, 11)]
+        for loop in (
+            make(mirrored(1)),
+            make(mirrored(2), accumulate_steps=2),
+            make(mirrored(1), jit_compile=True),
+        )
+    ]
+    assert sums[0] == sums[1] == sums[2]
+    assert len(set(sums[0])) == 3
+
+
+def test_a_resume_changes_no_bit():
+    testing.check_resumed(make, 2)
+
+
+def test_a_stream_of_the_users_own(mirrored):
+    """It has no epochs that ctl knows of: the position is that in all its batches."""
+    images, labels = pictures(40, size=(5, 6)), np.arange(40)
+    own = tf.data.Dataset.from_tensor_slices((images, labels)).batch(8).repeat()
+    dataset = Augmented(ctl.data.as_dataset(own, global_batch_size=8), "flip,crop:1", seed=5)
+    whole, late = seen(mirrored(1), dataset, 0, 12), seen(mirrored(2), dataset, 7, 5)
+    for (found, _), (wanted, _) in zip(late, whole[7:], strict=True):
+        np.testing.assert_array_equal(found, wanted)
+    assert (whole[0][0] != whole[5][0]).any()
+
+
+def test_it_is_the_dataset_that_it_wraps():
+    dataset = data(seed=9)
+    assert dataset.num_examples == 50 and dataset.info.name == "arrays"
+    assert dataset.description.endswith(f"augmented: {ALL}")
+    assert dataset.steps_per_element == dataset.dataset.steps_per_element > 1
+    assert dataset.fingerprint() == {**dataset.dataset.fingerprint(), "augment": ALL}
+
+
+@pytest.mark.parametrize(
+    "arrays",
+    [
+        np.zeros([9, 5, 6, 3], np.uint8),
+        (np.zeros([9, 5, 6, 3], np.float32), np.zeros(9)),
+        (np.zeros([9, 5, 6, 2], np.uint8), np.zeros(9)),
+        (np.zeros([9, 5], np.uint8), np.zeros(9)),
+    ],
+)
+def test_data_that_are_no_images(arrays):
+    with pytest.raises(UsageError, match=r"only batches \(images, labels\) can be augmented"):
+        Augmented(InMemory(arrays, global_batch_size=3), "flip")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("crp:4", "unknown operation of --augment 'crp': did you mean 'crop'"),
+        ("crop", "--augment=crop: write crop:PIXELS"),
+        ("flip:2", "--augment=flip:2: write flip"),
+        ("flip,", "unknown operation of --augment ''"),
+        ("color:1.5", "--augment=color:1.5: STRENGTH must be a number from 0 to 1"),
+        ("color:nan", "STRENGTH must be a number"),
+        ("randaugment:2:9.5", "MAGNITUDE must be a whole number from 0 to 30"),
+        ("flip,mixup:0.2", "give --step=ctl.recipes.mixup:Mixup --mix_alpha=0.2"),
+        ("cutmix", "give --step=ctl.recipes.mixup:CutMix --mix_alpha=1"),
+    ],
+)
+def test_texts_that_say_nothing(text, says):
+    with pytest.raises(UsageError) as caught:
+        parse(text)
+    assert says in str(caught.value)

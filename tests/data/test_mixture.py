@@ -1,0 +1,110 @@
+"""Mixtures: every part has its share at every position, and the order is a function of it."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from ctl.data import Augmented, DatasetInfo, InMemory, mix
+from ctl.data.feed import distribute
+from ctl.data.mixture import Interleave
+from ctl.errors import UsageError
+
+WEIGHTS = [[1], [1, 1], [0.7, 0.2, 0.1], [5, 3, 3, 2, 1], [0.05] * 20, [97, 2, 1], [1e-3, 0.999]]
+
+
+@pytest.mark.parametrize("weights", [*WEIGHTS, [Fraction(1, 3), Fraction(2, 3)]], ids=str)
+def test_each_part_has_its_share_at_every_position(weights):
+    interleave = Interleave(weights)
+    shares = np.array([float(w) for w in weights]) / float(sum(weights))
+    for position in [*range(300), 10**9, 10**12 + 7]:
+        counts = interleave.counts(position)
+        assert sum(counts) == position
+        assert np.abs(counts - shares * position).max() < 1 + 1e-3
+
+
+@pytest.mark.parametrize(
+    ("weights", "says"),
+    [
+        ([], "weights of a mixture must be above 0"),
+        ([1, 0], "must be above 0, not"),
+        ([1, float("nan")], "must be above 0, not"),
+        ([1, 0.1234567], "must be numbers of few digits, such as 0.7 and 0.3, not 1, 0.1234567"),
+    ],
+)
+def test_weights_that_have_no_order(weights, says):
+    with pytest.raises(UsageError, match=says):
+        Interleave(weights)
+
+
+def part(first: int, count: int, seed: int = 0, **options) -> InMemory:
+    numbers = np.arange(first, first + count)
+    arrays = {"x": np.stack([numbers, numbers + 1], axis=1), "y": numbers}
+    return InMemory(arrays, global_batch_size=8, seed=seed, **options)
+
+
+def mixture(**options):
+    return mix([(part(0, 10, 1), 0.7), (part(100, 33, 2), 0.2), (part(200, 9, 3), 0.1)])
+
+
+def numbers(strategy, dataset, start: int, count: int) -> np.ndarray:
+    """The examples of global batches, as the replicas see them."""
+    iterator, resident = distribute(strategy, dataset.batches(start)), dataset.resident(strategy)
+    batches = []
+    for _ in range(count):
+        batch = strategy.run(dataset.on_replica, args=(next(iterator), resident))
+        parts = [strategy.experimental_local_results(batch[key]) for key in ("x", "y")]
+        x, y = (np.concatenate([p.numpy() for p in one]) for one in parts)
+        np.testing.assert_array_equal(x, np.stack([y, y + 1], axis=1))
+        batches.append(y)
+    return np.stack(batches)
+
+
+def test_a_mixture_has_each_part_in_its_own_order(mirrored):
+    dataset = mixture()
+    found = numbers(mirrored(1), dataset, 0, 40)
+    flat = found.ravel()
+    which = np.digitize(flat, [100, 200])
+    for position in range(1, flat.size):
+        shares = np.bincount(which[:position], minlength=3) - np.array([0.7, 0.2, 0.1]) * position
+        assert np.abs(shares).max() < 1
+    for number, one in enumerate(dataset.parts):  # each epoch has each example once
+        mine = flat[which == number]
+        epochs = mine[: mine.size // one.num_examples * one.num_examples]
+        for epoch in epochs.reshape(-1, one.num_examples):
+            assert sorted(epoch) == sorted(one.arrays["y"])
+        order = [one.arrays["y"][b.numpy()] for b in one.batches().take(mine.size // 8)]
+        np.testing.assert_array_equal(mine[: len(order) * 8], np.concatenate(order))
+    for replicas, start in ((2, 0), (4, 13)):
+        later = numbers(mirrored(replicas), dataset, start, 10)
+        np.testing.assert_array_equal(later, found[start : start + 10])
+
+
+def test_what_a_mixture_says():
+    dataset = mixture()
+    assert (dataset.num_examples, dataset.global_batch_size) == (52, 8)
+    assert dataset.description.endswith("mixed: 0.7 of 10, 0.2 of 33, 0.1 of 9")
+    same = mixture()
+    assert dataset.fingerprint() == same.fingerprint()
+    other = mix([(part(0, 10, 1), 0.7), (part(100, 33, 2), 0.1), (part(200, 9, 3), 0.2)])
+    reseeded = mix([(part(0, 10, 1), 0.7), (part(100, 33, 9), 0.2), (part(200, 9, 3), 0.1)])
+    assert dataset.fingerprint() != other.fingerprint()
+    assert dataset.fingerprint() != reseeded.fingerprint()
+    infos = [DatasetInfo("a", num_classes=3), DatasetInfo("b", num_classes=7)]
+    two = mix([(part(0, 10, info=infos[0]), 1), (part(9, 10, info=infos[1]), 1)])
+    assert (two.info.name, two.info.num_classes) == ("a + b", 7)
+
+
+def test_datasets_that_do_not_fit():
+    images = InMemory((np.zeros([9, 4, 4, 3], np.uint8), np.zeros(9)), global_batch_size=8)
+    small = InMemory(part(0, 9).arrays, global_batch_size=4)
+    for parts, says in (
+        ([(part(0, 10), 1), (images, 1)], "other examples: .* and .*uint8"),
+        ([(part(0, 10), 1), (small, 1)], "other global batch sizes: 8 and 4"),
+        ([(part(0, 10), 1), (part(0, 10, training=False), 1)], "in memory .* to train on"),
+        ([(Augmented(images, "flip"), 1)], "in memory .* to train on"),
+    ):
+        with pytest.raises(UsageError, match=says):
+            mix(parts)
