@@ -7,11 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
-from ctl import replicas, share
-from ctl.data.global_batches import read_again
+from ctl import labels, replicas, share
 from ctl.errors import UsageError
 from ctl.flags import option as options
 from ctl.logged import Logged
@@ -243,36 +241,22 @@ class BaseStep:
                 )
 
     def check_labels(self, dataset: Any, step: int | None = None) -> None:
-        """Raises `UsageError` if labels are not classes of the model. Looks at integer labels of a
-        loss that is `cross_entropy`; others may mean anything.
+        """Raises `UsageError` if the model or the labels are not what the loss takes. Looks at the
+        cross entropies of ctl; with another loss, labels may mean anything.
 
         Args:
-            dataset: all of its labels are checked if they are in memory, else those of one batch.
-            step: the step of that batch, which is read again if that takes little time.
+            dataset: see `ctl.labels.check_labels`.
+            step: the step of a batch, which is read again if that takes little time.
         """
-        loss_fn = getattr(self.loss_fn, "func", self.loss_fn)  # of a `functools.partial`
-        if loss_fn is not cross_entropy or type(self).loss is not BaseStep.loss:
+        loss_fn: Any = getattr(self.loss_fn, "func", self.loss_fn)  # of a `functools.partial`
+        name = (getattr(loss_fn, "__module__", ""), getattr(loss_fn, "__name__", ""))
+        binary = labels.BINARY if name == ("ctl.named", labels.BINARY) else None
+        loss = labels.CROSS_ENTROPY if loss_fn is cross_entropy else binary
+        if loss is None or type(self).loss is not BaseStep.loss:
             return
-        batch, where = getattr(dataset, "arrays", None), ""
-        if batch is None and step is not None:
-            batch, where = read_again(dataset, step), f" in the batch of step {step}"
-        shape: Any = getattr(self.model, "output_shape", None)
-        if (
-            not isinstance(batch, tuple | list)
-            or len(batch) not in (2, 3)
-            or type(shape) is not tuple
-        ):
-            return
-        labels, classes = batch[1], shape[-1]
-        if len(getattr(labels, "shape", "")) == 1 and tf.as_dtype(labels.dtype).is_integer:
-            labels = np.asarray(labels)
-            wrong = np.flatnonzero((labels < 0) | (labels >= classes)) if classes else labels[:0]
-            if wrong.size:
-                raise UsageError(
-                    f"label {labels[wrong[0]]} of example {wrong[0]}{where} is no class: the model "
-                    f"has {classes} outputs, so labels must be 0 to {classes - 1} ({wrong.size} of "
-                    f"{labels.size} are not)"
-                )
+        if self.training and step is None:
+            labels.check_outputs(loss, self.model)
+        labels.check_labels(loss, self.model, dataset, step)
 
     def log(self, name: str, value: tf.Tensor | float, reduce: str = "mean") -> None:
         """Adds a scalar to the log records, from any phase. It needs no collective of its own.

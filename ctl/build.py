@@ -68,7 +68,8 @@ def prepare() -> Prepared:
     keras.utils.set_random_seed(FLAGS.seed)
     keras.mixed_precision.set_dtype_policy(FLAGS.precision)
     logging.info("strategy: %s", placement.description)
-    named.step_class(FLAGS.step)  # what is wrong is said before data are loaded
+    # What is wrong is said before data are loaded.
+    named.check_calls(named.step_class(FLAGS.step), FLAGS.model, FLAGS.loss, FLAGS.metrics)
     named.check_metrics(FLAGS.metrics)
     test = None
     with watchdog.host("loading the data"):

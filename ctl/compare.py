@@ -30,6 +30,8 @@ Compares runs of ctl.train: the flags that differ, results, time, and learning c
 A run may still be training. A directory that holds no run is named on a line, and left out.
 """
 
+_WIDE = 10_000  # columns of what is not a terminal, so that no line is cut
+
 
 def run() -> None:
     """Defines the flags and runs the command."""
@@ -93,16 +95,19 @@ def table(runs: list[Run]) -> tuple[list[str], list[list[str]]]:
 
 
 def _print(header: list[str], rows: list[list[str]]) -> None:
+    """Prints a column for each run, so that some runs fit into a terminal."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
+    columns = [[escape(printable(cell)) for cell in cells] for cells in (header, *rows)]
     shown_table = Table(box=None, pad_edge=False)
-    for name in header:
-        shown_table.add_column(escape(printable(name)), overflow="fold")
-    for row in rows:
-        shown_table.add_row(*(escape(printable(cell)) for cell in row))
-    Console(highlight=False).print(shown_table)
+    for column in columns:
+        shown_table.add_column(column[0], overflow="fold")
+    for line in list(zip(*columns, strict=True))[1:]:
+        shown_table.add_row(*line)
+    piped = None if sys.stdout.isatty() else _WIDE
+    Console(highlight=False, width=piped).print(shown_table)
 
 
 def _to_json(one: Run, runs: list[Run]) -> dict[str, object]:
@@ -129,7 +134,9 @@ def write_page(path: Path, runs: list[Run], notes: Sequence[str]) -> None:
 
 
 def _time(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds) if math.isfinite(seconds) else 0, 60)
+    if not seconds >= 60 or not math.isfinite(seconds):
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 

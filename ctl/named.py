@@ -35,6 +35,38 @@ def step_class(name: str | None) -> type[steps.TrainStep]:
     return found
 
 
+def check_calls(kind: type[steps.TrainStep], model: str, loss: str, metrics: str | None) -> None:
+    """Raises `UsageError` if code of the user's cannot be called as ctl calls it: the class of the
+    step, or the function of the model, the loss or the metrics."""
+    options = dict.fromkeys(
+        name
+        for name, parameter in inspect.signature(steps.TrainStep.__init__).parameters.items()
+        if parameter.kind is parameter.KEYWORD_ONLY
+    )
+    with_model = "(model, optimizer, loss_fn, **options), and passes the options on"
+    _check_call(f"the step {kind.__name__}", kind, (None, None, None), with_model, **options)
+    if is_function_name(model) and inspect.signature(find("model", model)).parameters:
+        takes = "(image_shape, num_classes), or nothing"
+        _check_call(f"the model {model!r}", find("model", model), (None, None), takes)
+    if is_function_name(loss):
+        _check_call(f"the loss {loss!r}", find("loss", loss), (None, None), "(labels, outputs)")
+    if metrics and is_function_name(metrics):
+        _check_call(f"the metrics {metrics!r}", find("metrics", metrics), (), "no arguments")
+
+
+def _check_call(
+    what: str, function: Callable[..., object], arguments: tuple, takes: str, **options: object
+) -> None:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of a function in C
+        return
+    try:
+        signature.bind(*arguments, **options)
+    except TypeError as error:
+        raise UsageError(f"cannot call {what}: {error}; it must take {takes}") from error
+
+
 def loss_function(name: str) -> LossFunction:
     """The loss ``name``, one of `ctl.flags.names.LOSSES` or ``package.module:function``.
 

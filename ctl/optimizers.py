@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from ctl.errors import UsageError
-from ctl.flags.names import OPTIMIZERS
+from ctl.flags.names import OPTIMIZERS, check_name
 
 # Optimizers of Keras whose whole update is in `update_step`. A test compares each of them with
 # plain Keras on one device.
@@ -99,6 +99,26 @@ class Group(NamedTuple):
 # One optimizer, or a tuple for each group: optimizer, variables, and the learning rate as a
 # function of the step if it is not that of the loop. A layer stands for its trainable variables.
 Optimizers: TypeAlias = "keras.optimizers.Optimizer | Sequence[tuple[Any, ...]]"
+
+
+def from_name(optimizer: Any) -> Any:
+    """Returns ``optimizer``; of a name, what Keras makes of it, such as ``"adam"``.
+
+    Raises:
+        UsageError: it is neither an optimizer of Keras, nor such a name, nor parameter groups.
+    """
+    if isinstance(optimizer, str):
+        known = {kind.__name__.lower(): kind for kind in PROVEN}
+        try:
+            return keras.optimizers.get(optimizer)
+        except ValueError:
+            check_name("optimizer", optimizer.lower(), known)
+    if not isinstance(optimizer, keras.optimizers.Optimizer | Sequence):
+        raise UsageError(
+            f"{str(optimizer)[:80]} is no optimizer: give an object such as "
+            "keras.optimizers.Adam(1e-3), its name, or parameter groups"
+        )
+    return optimizer
 
 
 def make_groups(

@@ -31,7 +31,7 @@ from ctl.base_step import BaseStep, EvalStep, cross_entropy, scale_images
 from ctl.checks import check_apart, check_overrides, check_penalties
 from ctl.errors import UsageError
 from ctl.observer import NO_OBSERVER, Observer
-from ctl.optimizers import Optimizers
+from ctl.optimizers import Optimizers, from_name
 from ctl.reduce import all_reduce, densify, summed_apart
 from ctl.retrace import Settings, TraceKey
 from ctl.seeds import Seeds
@@ -50,7 +50,7 @@ class TrainStep(BaseStep):
 
     Args:
         model: a Keras 3 model. Layers frozen before `build` stay frozen.
-        optimizer: a Keras 3 optimizer, see `ctl.optimizers.check_optimizer`. Or a list of parameter
+        optimizer: of Keras 3, or its name; see `ctl.optimizers.check_optimizer`. Or parameter
             groups ``(optimizer, variables[, schedule])``: variables of the model, and of layers
             that are attributes of the step. A layer stands for its variables.
         loss_fn: ``(labels, outputs) -> losses [n]``.
@@ -81,7 +81,7 @@ class TrainStep(BaseStep):
     def __init__(
         self,
         model: keras.Model,
-        optimizer: Optimizers,
+        optimizer: Optimizers | str,
         loss_fn: Callable[[tf.Tensor, tf.Tensor], tf.Tensor] = cross_entropy,
         *,
         metrics: Sequence[keras.metrics.Metric] = (),
@@ -102,7 +102,7 @@ class TrainStep(BaseStep):
             raise UsageError(f"on_nan is {on_nan!r}; it must be 'stop' or 'skip'")
         if accumulate_steps < 1:
             raise UsageError(f"accumulate_steps is {accumulate_steps}; it must be 1 or more")
-        self.optimizer = optimizer
+        self.optimizer = from_name(optimizer)
         self.clip_norm = clip_norm
         self.accumulate_steps = accumulate_steps
         self.ema_decay = ema_decay

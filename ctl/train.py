@@ -17,6 +17,7 @@ from ctl import cluster, dry_run
 from ctl.actions import parse_window
 from ctl.build import make_loop, prepare
 from ctl.checkpoint import manifest
+from ctl.cluster import door
 from ctl.errors import UsageError
 from ctl.flags import config, training
 from ctl.flags.durations import steps_from
@@ -85,6 +86,7 @@ def main() -> None:
     if FLAGS.strategy != "multi_worker":
         return _train(model_dir)
     me = cluster.resolve(FLAGS.workers, FLAGS.worker_index)
+    door.check_free(me.workers[me.index], f"worker {me.index}")
     with console.log_to_file(model_dir / f"worker-{me.index}.log"):
         _train(model_dir)
 

@@ -192,13 +192,23 @@ def _parse(word: str, line: bytes) -> tuple[str, str] | None:
     return (match[1], match[2]) if match else None
 
 
+def check_free(address: str, name: str) -> None:
+    """Raises `PeerError` if the port of ``address``, that of the task ``name``, is taken."""
+    _bound(address, name, listens=False).close()
+
+
 def _listen(address: str, name: str) -> socket.socket:
+    return _bound(address, name, listens=True)
+
+
+def _bound(address: str, name: str, *, listens: bool) -> socket.socket:
     host, _, port = address.rpartition(":")
     listener = socket.socket()
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((interface(host), int(port)))
-        listener.listen()
+        if listens:
+            listener.listen()
         listener.setblocking(False)
     except OSError as error:
         listener.close()

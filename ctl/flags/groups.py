@@ -8,7 +8,7 @@ from typing import Any
 from absl import flags
 
 from ctl.errors import UsageError
-from ctl.flags import defaults, durations, names
+from ctl.flags import defaults, durations, early, names
 from ctl.flags.parsing import AUTO, check_flags, define_path, define_size_or_auto, group
 
 flags.disclaim_key_flags()  # They belong to the command that calls a group.
@@ -61,6 +61,7 @@ def define_data_flags() -> None:
         )
     check_flags(["image_shape"], lambda image_shape: image_shape_from(image_shape))
     check_flags(["dataset", *_NOT_FOR_OWN_DATA], _check_own_data)
+    check_flags(["dataset", "data_dir"], _check_dataset)
 
 
 # What data of the user's own say or do themselves, with the defaults of the flags.
@@ -69,6 +70,11 @@ _NOT_FOR_OWN_DATA = {
     **{"num_examples": 10_000, "download": True, "resident_limit_mib": 1024.0},
     "shuffle_buffer": 8192,
 }
+
+
+def _check_dataset(dataset: str, data_dir: str | None) -> None:
+    if dataset != "synthetic" and not names.is_function_name(dataset):
+        early.check_dataset(dataset, data_dir)
 
 
 def _check_own_data(dataset: str, **values: Any) -> None:

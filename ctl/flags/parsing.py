@@ -20,7 +20,7 @@ from typing import Any
 from absl import app, flags
 
 from ctl.errors import CheckpointError, CtlError, PeerError, UsageError
-from ctl.flags import imports
+from ctl.flags import early, imports, tracebacks
 from ctl.flags.names import check_name
 from ctl.logs import console, streams
 from ctl.watch.watchdog import leave
@@ -110,6 +110,8 @@ def _import_named(arguments: Sequence[str]) -> None:
         named = imports.named(arguments)
     except flags.Error as error:
         raise UsageError(str(error)) from error
+    for flag, name in named.items():
+        early.check_code(flag, name)
     if named:
         console.load_tensorflow()  # in silence; the modules would load it
     for flag, name in named.items():
@@ -125,7 +127,8 @@ def _import_named(arguments: Sequence[str]) -> None:
 def exit_codes(output_is_log: bool = False) -> Iterator[None]:
     """Turns errors inside into one line on stderr and an exit code: that of a `CtlError`, 130 for
     Ctrl-C. If nothing else went wrong, 141 if the reader of the output has ended, and 4 if the
-    output could not be written.
+    output could not be written. An error in code of the user's keeps its traceback, see
+    `ctl.flags.tracebacks`.
 
     Args:
         output_is_log: whether the result of the command is elsewhere. Output that could not be
@@ -155,6 +158,11 @@ def exit_codes(output_is_log: bool = False) -> Iterator[None]:
         if not reader_ended:  # of another pipe
             raise
         raise SystemExit(128 + signal.SIGPIPE) from None
+    except Exception as error:
+        if (theirs := tracebacks.of_the_user(error)) is None:
+            raise
+        print(theirs, file=sys.stderr)
+        raise SystemExit(1) from None
 
 
 def _interrupt_again(unraisable: Any) -> None:

@@ -1,0 +1,128 @@
+"""Finds code and data that flags name, in files: nothing is imported, so a mistake is said at once.
+
+`ctl.flags.imports` imports the code after that.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import re
+import sys
+from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+
+from ctl.errors import UsageError
+
+
+def check_code(what: str, name: str) -> None:
+    """Looks for the class or function ``name``, ``package.module:attribute``, in its source file.
+
+    A module without a source file, or one that makes its names as it runs, is not looked into.
+
+    Raises:
+        UsageError: there is no such module, its source is no Python, or it has no such name.
+    """
+    module, _, attribute = name.partition(":")
+    spec = _spec(what, name, module)
+    source = spec.origin if spec else None
+    if source is None or not source.endswith(".py"):
+        return
+    try:
+        tree = ast.parse(Path(source).read_bytes(), source)
+    except (SyntaxError, ValueError) as error:
+        said, line = getattr(error, "msg", error), getattr(error, "lineno", None) or 1
+        raise UsageError(
+            f"cannot import the {what} {name!r}: SyntaxError: {said} ({source}:{line})"
+        ) from error
+    except OSError:
+        return  # the import will say why
+    known = list(_names(tree.body))
+    if attribute in known or not {"*", "__getattr__"}.isdisjoint(known):
+        return
+    close = difflib.get_close_matches(attribute, known, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    raise UsageError(
+        f"cannot find the {what} {name!r}: {module} has no class or function {attribute!r}{hint}"
+    )
+
+
+def _spec(what: str, name: str, module: str) -> ModuleSpec | None:
+    """Where ``module`` is; None if only an import can tell."""
+    path, spec = None, None
+    parts = module.split(".")
+    for number in range(1, len(parts) + 1):
+        full = ".".join(parts[:number])
+        finders = [f.find_spec for f in sys.meta_path if hasattr(f, "find_spec")]
+        spec = next((s for find in finders if (s := find(full, path))), None)
+        if spec is None:
+            if full in sys.modules:
+                return None
+            raise UsageError(
+                f"cannot import the {what} {name!r}: No module named {full!r}; is its folder on "
+                "PYTHONPATH?"
+            )
+        path = spec.submodule_search_locations
+        if path is None and number < len(parts):
+            return None
+    return spec
+
+
+def _names(body: list[ast.stmt]) -> Iterator[str]:
+    """The names that statements of a module may define."""
+    for statement in body:
+        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield statement.name
+            continue
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Name):
+                # `globals()["x"] = …` and `exec` define names that cannot be seen
+                if node.id in ("globals", "exec", "vars", "setattr"):
+                    yield "*"
+                elif isinstance(node.ctx, ast.Store):
+                    yield node.id
+            elif isinstance(node, ast.alias):
+                yield (node.asname or node.name).partition(".")[0]
+            elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+                yield node.name
+
+
+def check_dataset(name: str, data_dir: str | None) -> None:
+    """Raises `UsageError` if TFDS, as it is installed, and ``data_dir`` have no dataset ``name``.
+    Only names of a plain form are looked for, and only if TFDS has the layout that is known."""
+    short = re.split("[/:]", name)[0]
+    if not short.isidentifier() or ":" in name:
+        return
+    embedded = Path(__file__).parents[1] / "datasets"
+    prepared = Path(data_dir) if data_dir else Path.home() / "tensorflow_datasets"
+    if any((place / short).is_dir() for place in (embedded, prepared)):
+        return
+    finders = [f.find_spec for f in sys.meta_path if hasattr(f, "find_spec")]
+    try:
+        tfds = next((s for find in finders if (s := find("tensorflow_datasets", None))), None)
+    except Exception:  # of a finder of others
+        return
+    root = Path(tfds.origin).parent if tfds and tfds.origin else None
+    if root is None or not (root / "datasets").is_dir():
+        return
+    if (root / "datasets" / short).is_dir() or (root / "url_checksums" / f"{short}.txt").is_file():
+        return
+    known = {path.name for path in (root / "datasets").iterdir() if path.is_dir()}
+    known |= {path.stem for path in (root / "url_checksums").glob("*.txt")}
+    for path in root.glob("*/**/*.py"):
+        if path.relative_to(root).parts[0] not in ("core", "datasets", "testing", "scripts"):
+            source = path.read_text("utf-8", errors="replace")
+            known |= {_snake(kind) for kind in re.findall(r"^class (\w+)\(", source, re.MULTILINE)}
+    if short in known:
+        return
+    known |= {path.name for path in embedded.iterdir() if path.is_dir()}
+    near = difflib.get_close_matches(short, known - {"__pycache__"}, n=3)
+    hint = f"; near: {', '.join(near)}" if near else ""
+    raise UsageError(f"there is no dataset {name!r}{hint}")
+
+
+def _snake(name: str) -> str:
+    """The name that TFDS gives to a dataset of the class ``name``: ``FashionMNIST``."""
+    first = re.sub("(.)([A-Z][a-z]+)", r"\1_\2", name)
+    return re.sub("([a-z0-9])([A-Z])", r"\1_\2", first).lower()
