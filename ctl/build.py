@@ -196,6 +196,19 @@ def load_data(split: str | None, *, training: bool) -> InMemory | Streaming:
             seed=FLAGS.seed,
             training=training,
         )
+    if FLAGS.features:
+        return data.load_columns(
+            FLAGS.dataset,
+            FLAGS.features,
+            FLAGS.labels,
+            global_batch_size=FLAGS.global_batch_size,
+            training=training,
+            split=split,
+            seed=FLAGS.seed,
+            data_dir=FLAGS.data_dir,
+            download=FLAGS.download,
+            resident_limit_mib=FLAGS.resident_limit_mib,
+        )
     return data.load(
         FLAGS.dataset,
         global_batch_size=FLAGS.global_batch_size,
@@ -212,8 +225,9 @@ def load_data(split: str | None, *, training: bool) -> InMemory | Streaming:
 
 def check_classes(dataset: Dataset) -> None:
     """Raises `UsageError` if the number of classes of ``dataset`` is unknown, unless it is data of
-    the user's own, which need not have classes."""
-    if dataset.info.num_classes is None and not is_function_name(FLAGS.dataset):
+    the user's own, or has columns of the user's choice, which need not have classes."""
+    own = is_function_name(FLAGS.dataset) or FLAGS.features
+    if dataset.info.num_classes is None and not own:
         raise UsageError(
             f"{dataset.description}: it does not say how many classes it has, and its labels are "
             "counted only where it fits into memory: raise --resident_limit_mib"

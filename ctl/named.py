@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -124,7 +125,24 @@ def _metric(name: str, loss: str) -> keras.metrics.Metric:
         found = None
     if found is None or not issubclass(found, keras.metrics.Metric):
         raise UsageError(f"--metrics: Keras has no metric {name!r}")
-    return found(name=name)  # Keras would number the second of some classes: auc_1
+    # Keras would number the second of some classes: auc_1.
+    return found(name=name, **(_of_logits(found) if loss in _ACCURACIES else {}))
+
+
+def _of_logits(kind: type[keras.metrics.Metric]) -> dict[str, Any]:
+    """What makes a metric for probabilities one for the logits that the losses take."""
+    if issubclass(kind, keras.metrics.AUC) or kind.__name__.endswith("Crossentropy"):
+        return {"from_logits": True}
+    if issubclass(kind, _COUNTS):
+        return {"thresholds": 0.0}  # of the probability 1/2
+    return {"threshold": 0.0} if issubclass(kind, keras.metrics.BinaryAccuracy) else {}
+
+
+_COUNTS = (
+    *(keras.metrics.Precision, keras.metrics.Recall),
+    *(keras.metrics.TruePositives, keras.metrics.TrueNegatives),
+    *(keras.metrics.FalsePositives, keras.metrics.FalseNegatives),
+)
 
 
 def datasets(

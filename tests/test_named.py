@@ -156,6 +156,31 @@ def test_metrics_by_name():
     named.check_metrics("users_own:wrong")  # a function is not called before it is needed
 
 
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("auc", keras.metrics.AUC),
+        ("precision", keras.metrics.Precision),
+        ("Recall", keras.metrics.Recall),
+        ("FalsePositives", keras.metrics.FalsePositives),
+        ("binary_accuracy", keras.metrics.BinaryAccuracy),
+        ("binary_crossentropy", keras.metrics.BinaryCrossentropy),
+    ],
+)
+def test_metrics_of_probabilities_take_logits(name, kind):
+    random = np.random.default_rng(0)
+    logits = random.normal(size=(50, 3)).astype("float32")
+    labels = random.integers(0, 2, (50, 3))
+    (ours,) = named.make_metrics(name, "binary_cross_entropy", BaseStep)
+    ours.update_state(labels, logits)
+    theirs = kind()
+    theirs.update_state(labels, 1 / (1 + np.exp(-logits)))
+    assert float(ours.result()) == pytest.approx(float(theirs.result()), abs=1e-6)
+    (plain,) = named.make_metrics(name, "mean_squared_error", BaseStep)  # outputs as they are
+    plain.update_state(labels, 1 / (1 + np.exp(-logits)))
+    assert float(plain.result()) == pytest.approx(float(theirs.result()), abs=1e-6)
+
+
 def datasets(name):
     return named.datasets(f"users_own:{name}", global_batch_size=8, seed=7, data_dir=None)
 

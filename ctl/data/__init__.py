@@ -1,6 +1,7 @@
 """Datasets: examples, their order, and where they are kept. See `ctl.data.dataset`."""
 
 from ctl.data.augment import Augmented
+from ctl.data.columns import load_columns
 from ctl.data.dataset import Dataset, DatasetInfo
 from ctl.data.global_batches import GlobalBatches, as_dataset
 from ctl.data.in_memory import InMemory
@@ -18,6 +19,7 @@ __all__ = [
     "Streaming",
     "as_dataset",
     "load",
+    "load_columns",
     "mix",
     "selection_splits",
     "synthetic",

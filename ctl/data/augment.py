@@ -1,9 +1,9 @@
 """Random changes of training images that depend on nothing but the run's seed and the example.
 
-The seed of an example is a function of (the run's seed, the position of the example in the order of
-all epochs). The position is the epoch times the number of examples, plus the place in that epoch's
-permutation. So neither a resume nor the number of replicas or workers changes an image, and every
-epoch has others. The changes are exact, see `ctl.data.pixels`.
+The seed of an example is a function of (the run's seed, the epoch, the index of the example). So
+neither a resume nor the number of replicas or workers changes an image, and every epoch has others.
+Where there are no epochs, as in a mixture or a `tf.data.Dataset` of the user's own, it is a
+function of the position in all batches. The changes are exact, see `ctl.data.pixels`.
 
 `Augmented` makes them on the replica, from uint8 to uint8, before `ctl.TrainStep.preprocess`.
 """
@@ -21,6 +21,7 @@ import tensorflow as tf
 from ctl import share
 from ctl.data import pixels
 from ctl.data.dataset import Dataset
+from ctl.data.in_memory import InMemory
 from ctl.data.pixels import ONE
 from ctl.errors import UsageError
 from ctl.flags.augmentation import parse
@@ -62,6 +63,8 @@ class Augmented:
         self.description = f"{dataset.description}, augmented: {operations}"
         self._parsed = parse(operations)
         self._seed = seed
+        # What has `shares` gives ``(keys, batch)``, see `ctl.data.dataset.Dataset`.
+        self._has_keys = hasattr(dataset, "shares")
         arrays = getattr(dataset, "arrays", None)
         if arrays is not None:
             _check_images(arrays)
@@ -72,14 +75,17 @@ class Augmented:
         return getattr(self.dataset, name)
 
     def batches(self, start_step: int = 0) -> tf.data.Dataset:
-        """See `Dataset.batches`. An element is ``(positions, element of the dataset)``, the
-        positions int64 [global_batch_size]."""
+        """See `Dataset.batches`. An element is ``(numbers, element of the dataset)``; the numbers,
+        int64 [global_batch_size], are those of `example_seeds`."""
         size, batches = self.dataset.global_batch_size, self.dataset.batches(start_step)
+        if self._has_keys:
+            return batches
+        count = self.dataset.num_examples if type(self.dataset) is InMemory else None
 
         @tf.autograph.experimental.do_not_convert
         def numbered(step: tf.Tensor, element: Any) -> tuple[tf.Tensor, Any]:
-            rows = tf.range(tf.cast(share.rows(element), tf.int64))
-            return step * size + rows, element
+            positions = step * size + tf.range(tf.cast(share.rows(element), tf.int64))
+            return positions if count is None else positions // count * count + element, element
 
         steps = tf.data.Dataset.counter(start_step)
         numbers = tf.data.Dataset.zip(steps, batches).map(numbered)
@@ -88,9 +94,11 @@ class Augmented:
     @tf.autograph.experimental.do_not_convert
     def on_replica(self, element: Any, resident: Any) -> Any:
         """See `Dataset.on_replica`."""
-        positions, inner = element
+        numbers, inner = element
+        if self._has_keys:  # int64 [n, 2]: epoch, index
+            numbers, inner = numbers[:, 0] * self.dataset.num_examples + numbers[:, 1], element
         images, *rest = _check_images(self.dataset.on_replica(inner, resident))
-        seeds = example_seeds(self._seed, positions)
+        seeds = example_seeds(self._seed, numbers)
         for number, (name, arguments) in enumerate(self._parsed):
             images = _FUNCTIONS[name](images, fold_in(seeds, number), *arguments)
         return (images, *rest)
@@ -118,10 +126,11 @@ def _check_images(batch: Any) -> Any:
 
 
 @tf.autograph.experimental.do_not_convert
-def example_seeds(seed: int, positions: tf.Tensor) -> tf.Tensor:
-    """Seeds uint64 [n] of the examples at ``positions``, integers [n], in a run with ``seed``."""
+def example_seeds(seed: int, numbers: tf.Tensor) -> tf.Tensor:
+    """Seeds uint64 [n] of examples in a run with ``seed``, by their ``numbers``, integers [n]: the
+    epoch times the number of examples, plus the index of the example."""
     run = _mixed(tf.constant(seed + _GAMMA, tf.uint64))
-    return _mixed(run + (tf.cast(positions, tf.uint64) + 1) * _GAMMA)
+    return _mixed(run + (tf.cast(numbers, tf.uint64) + 1) * _GAMMA)
 
 
 @tf.autograph.experimental.do_not_convert

@@ -8,7 +8,7 @@ from typing import Any
 from absl import flags
 
 from ctl.errors import UsageError
-from ctl.flags import defaults, durations, early, names
+from ctl.flags import columns, defaults, durations, early, names
 from ctl.flags.parsing import AUTO, check_flags, define_path, define_size_or_auto, group
 
 flags.disclaim_key_flags()  # They belong to the command that calls a group.
@@ -59,6 +59,7 @@ def define_data_flags() -> None:
         flags.DEFINE_integer(
             "shuffle_buffer", 8192, "Examples in the shuffle buffer of a stream.", lower_bound=1
         )
+        columns.define_column_flags()
     check_flags(["image_shape"], lambda image_shape: image_shape_from(image_shape))
     check_flags(["dataset", *_NOT_FOR_OWN_DATA], _check_own_data)
     check_flags(["dataset", "data_dir"], _check_dataset)

@@ -1,5 +1,5 @@
 """Augmentation: each operation against a reference in plain Python, and images that depend on
-nothing but the run's seed and the position of the example."""
+nothing but the run's seed, the epoch and the index of the example."""
 
 from __future__ import annotations
 
@@ -258,8 +258,9 @@ def test_replicas_and_a_later_start_change_no_bit(mirrored):
     first, second = (images[at][labels[at].argsort()] for at in (slice(50), slice(50, 100)))
     assert (first != second).any(axis=(1, 2, 3)).mean() > 0.9  # two epochs differ
     plain = pictures(50, size=(5, 6))
-    for position in (0, 49, 50, 99):  # of an epoch and its example, by the reference
-        seed = int(augment.example_seeds(5, tf.constant([position]))[0])
+    for position in (0, 49, 50, 99):  # the reference knows the epoch and the index
+        number = position // 50 * 50 + labels[position]
+        seed = int(augment.example_seeds(5, tf.constant([number]))[0])
         image = plain[labels[position]]
         for number, (name, arguments) in enumerate(parse(ALL)):
             folded = int(augment.fold_in(tf.constant([seed], tf.uint64), number)[0])
@@ -319,6 +320,40 @@ def test_a_stream_of_the_users_own(mirrored):
     for (found, _), (wanted, _) in zip(late, whole[7:], strict=True):
         np.testing.assert_array_equal(found, wanted)
     assert (whole[0][0] != whole[5][0]).any()
+
+
+class Keyed(InMemory):
+    """Its elements are ``(keys, batch)`` with the epoch and the index of each example, and each
+    worker can have its own share of them."""
+
+    def batches(self, start_step=0):
+        size = self.global_batch_size
+        positions = tf.data.Dataset.counter(start_step).map(
+            lambda s: s * size + tf.range(12, dtype=tf.int64)
+        )
+        arrays = [tf.constant(array) for array in self.arrays]
+
+        def keyed(positions, indices):
+            keys = tf.stack([positions // self.num_examples, indices], axis=1)
+            return keys, tuple(tf.gather(array, indices) for array in arrays)
+
+        return tf.data.Dataset.zip(positions, super().batches(start_step)).map(keyed)
+
+    shares = None
+
+    def resident(self, strategy):
+        return ()
+
+    def on_replica(self, element, resident):
+        return element[1]
+
+
+def test_data_that_know_their_epoch_and_index(mirrored):
+    arrays = data().arrays
+    keyed = Augmented(Keyed(arrays, global_batch_size=12), "crop:2,flip", seed=5)
+    wanted = seen(mirrored(1), data("crop:2,flip"), 3, 3)
+    for (found, _), (images, _) in zip(seen(mirrored(2), keyed, 3, 3), wanted, strict=True):
+        np.testing.assert_array_equal(found, images)
 
 
 def test_it_is_the_dataset_that_it_wraps():

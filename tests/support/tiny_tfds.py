@@ -80,7 +80,51 @@ class CtlTinyDownload(_Tiny):
         return super()._split_generators(dl_manager)
 
 
-def prepare(builder: type[_Tiny], data_dir: str, shards: int = 1) -> None:
+class CtlTinyTable(tfds.core.GeneratorBasedBuilder):
+    """Numbers of several kinds: 90 rows to train on and 20 to test, in which ``value`` is the sum
+    of the table, and ``signs`` says which of its columns are positive."""
+
+    VERSION = tfds.core.Version("1.0.0")
+
+    def _info(self):
+        return tfds.core.DatasetInfo(
+            builder=self,
+            features=tfds.features.FeaturesDict(
+                {
+                    "table": {"a": np.float32, "b": np.float32},
+                    "bytes": tfds.features.Tensor(shape=(3,), dtype=np.uint8),
+                    "signs": tfds.features.Tensor(shape=(2,), dtype=np.bool_),
+                    "value": np.float32,
+                    "group": np.int64,
+                    "kind": tfds.features.ClassLabel(num_classes=7),
+                    "words": tfds.features.Sequence(np.int64),
+                    "note": tfds.features.Text(),
+                }
+            ),
+        )
+
+    def _split_generators(self, dl_manager):
+        return {"train": self._generate_examples(90), "test": self._generate_examples(20)}
+
+    def _generate_examples(self, count: int):
+        table = np.random.default_rng(count).normal(size=(count, 2)).astype(np.float32)
+        for number, (a, b) in enumerate(table):
+            yield (
+                number,
+                {
+                    "table": {"a": a, "b": b},
+                    "bytes": np.full([3], number, np.uint8),
+                    "signs": [a > 0, b > 0],
+                    "value": a + b,
+                    "group": number % 4,
+                    "kind": number % 5,
+                    "words": list(range(number % 3)),
+                    "note": "",
+                },
+            )
+
+
+def prepare(builder: type[tfds.core.GeneratorBasedBuilder], data_dir: str, shards: int = 1) -> None:
     builder(data_dir=data_dir).download_and_prepare(
         download_config=tfds.download.DownloadConfig(num_shards=shards)
     )
