@@ -23,8 +23,10 @@ _UNDECODABLE = re.compile(r"\b(Decode(Image|Png|Jpeg|Bmp|Gif|Raw)|Parse(Single)?
 
 
 @contextlib.contextmanager
-def explained(dataset: Any) -> Iterator[None]:
+def explained(dataset: Any, *others: Any) -> Iterator[None]:
     """Turns errors of TensorFlow that are raised inside into a `UsageError` of one line.
+
+    It names ``dataset``, unless one of ``others`` says that it has the example.
 
     These are the errors for files that are damaged or missing, for labels that are no classes and
     for memory that is exhausted.
@@ -45,7 +47,10 @@ def explained(dataset: Any) -> Iterator[None]:
                 f"{dataset.description}: label {value} is no class: the dataset has {classes} "
                 f"classes, so labels must be 0 to {int(classes) - 1}; prepare it again"
             ) from error
-        culprit = dataset.culprit() if hasattr(dataset, "culprit") else ""
+        streams = [of for of in (dataset, *others) if hasattr(of, "culprit")]
+        dataset, culprit = next(
+            ((of, found) for of in streams if (found := of.culprit())), (dataset, "")
+        )
         if culprit or _UNDECODABLE.search(error.message):
             raise UsageError(
                 f"{dataset.description}: {culprit or 'an example'} cannot be decoded: "

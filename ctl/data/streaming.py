@@ -23,9 +23,6 @@ from ctl.errors import UsageError
 # Shares that are read at the same time. Threads wait for the disk most of that time.
 _READERS = 4
 
-# Shares that `Streaming.culprit` decodes again: more than are read and not yet decoded.
-_REMEMBERED = 256
-
 # Bad records in a row after which the data, and not a record, are at fault.
 _BAD_IN_A_ROW = 100
 
@@ -96,7 +93,9 @@ class Streaming:
         self._skipped: set[int] = set()
         self._lock = threading.Lock()
         self._order = Shuffle(self.num_examples, seed, block)
-        self._read_last: collections.deque = collections.deque(maxlen=_REMEMBERED)
+        self._cores = len(os.sched_getaffinity(0))
+        # For `culprit`: more shares than are read and not yet decoded.
+        self._read_last: collections.deque = collections.deque(maxlen=16 + 2 * self._cores)
         if hasattr(self._source, "check") and not self._skip:
             self._source.check()
         # All other examples must have the structure, the types and the shapes of the first.
@@ -109,10 +108,12 @@ class Streaming:
         """The specs of a decoded example. TensorFlow knows which sizes vary."""
         if not hasattr(self._source, "decode"):
             return self._spec
-        decode = tf.function(self._source.decode, autograph=False)
-        traced = decode.get_concrete_function(self._spec).structured_outputs
+        self._decode_row = tf.function(self._source.decode, autograph=False)
+        traced = self._decode_row.get_concrete_function(self._spec).structured_outputs
         if not self._skip:
-            decode(tf.nest.map_structure(lambda array: tf.constant(array[0]), self._first))
+            self._decode_row(
+                tf.nest.map_structure(lambda array: tf.constant(array[0]), self._first)
+            )
         return tf.nest.map_structure(
             lambda output: tf.TensorSpec(output.shape, output.dtype), traced
         )
@@ -156,18 +157,17 @@ class Streaming:
         def decode(keys: tf.Tensor, rows: Any) -> Any:
             return keys, self._decoded(keys[:, 1], rows)
 
-        cores = len(os.sched_getaffinity(0))
         numbers = tf.data.Dataset.range(
             start_step * width, tf.int64.max if steps is None else steps * width
         )
         shares = numbers.map(read, num_parallel_calls=_READERS, deterministic=True)
-        shares = shares.map(decode, num_parallel_calls=cores, deterministic=True)
+        shares = shares.map(decode, num_parallel_calls=self._cores, deterministic=True)
         if steps is None:
             shares = shares.apply(
                 tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY)
             )
         options = distribution_options()
-        options.threading.private_threadpool_size = cores + _READERS  # those that read wait
+        options.threading.private_threadpool_size = self._cores + _READERS  # those that read wait
         return shares.prefetch(2 * width).with_options(options)
 
     def _share(self, number: int, replicas: range, num_replicas: int) -> list[np.ndarray]:
@@ -308,7 +308,7 @@ class Streaming:
                     lambda leaf: tf.constant(leaf[0]), self._read(np.array([index]))
                 )
                 try:
-                    self._source.decode(row)
+                    self._decode_row(row)
                 except tf.errors.OpError:
                     return self._where(index)
         return ""
