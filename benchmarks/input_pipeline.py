@@ -2,6 +2,7 @@
 
     python benchmarks/input_pipeline.py
     python benchmarks/input_pipeline.py --replicas=2 --pipelines=tutorial,ctl --json=out.json
+    python benchmarks/input_pipeline.py --stream_images=60000
 
 The step has no model: every replica sums its images (`peers/images.py`). Every pipeline has its own
 process, and their blocks are interleaved. README.md says how the numbers are derived.
@@ -14,8 +15,10 @@ import json
 import os
 import pathlib
 import statistics
+import tempfile
 from typing import Any
 
+import streams
 from absl import flags
 from processes import Peer, machine, progress, summary
 
@@ -34,6 +37,9 @@ with group("What is measured"):
     _BATCH = flags.DEFINE_integer("global_batch_size", 128, "images per step", lower_bound=1)
     _DATASET = flags.DEFINE_string("dataset", "fashion_mnist_mini", "a dataset of TFDS")
     _DATA_DIR = flags.DEFINE_string("data_dir", None, "where it is; by default in ctl")
+    _IMAGES = flags.DEFINE_integer(
+        "stream_images", 0, "if given: PNGs to make and to stream, see streams.py", lower_bound=0
+    )
 with group("How"):
     _ROUNDS = flags.DEFINE_integer("rounds", 7, "blocks of each pipeline", lower_bound=1)
     _STEPS = flags.DEFINE_integer("steps", 2000, "steps of a block", lower_bound=1)
@@ -121,6 +127,24 @@ def show(rows: dict[str, dict[str, Any]]) -> None:
     print()
 
 
+def stream(about: dict[str, Any]) -> None:
+    """Measures pipelines over files of PNGs."""
+    with tempfile.TemporaryDirectory() as folder:
+        progress(f"writes {_IMAGES.value} images")
+        streams.write(pathlib.Path(folder), _IMAGES.value)
+        answers = streams.measure(
+            pathlib.Path(folder),
+            batch=_BATCH.value,
+            steps=_STREAM_STEPS.value,
+            rounds=_ROUNDS.value,
+            timeout=_TIMEOUT.value,
+        )
+    streams.show(answers, _STREAM_STEPS.value * _BATCH.value)
+    if _JSON.value:
+        results = {"machine": about, "streams": answers}
+        pathlib.Path(_JSON.value).write_text(json.dumps(results, indent=1))
+
+
 def main() -> None:
     for name in _PIPELINES.value:
         if name not in PIPELINES:
@@ -136,6 +160,9 @@ def main() -> None:
             )
     about = machine(os.getloadavg()[0])
     print("  ".join(f"{key}={value}" for key, value in about.items()), end="\n\n")
+    if _IMAGES.value:
+        stream(about)
+        return
     runs = {}
     for replicas in _REPLICAS.value:
         print(f"{replicas} replicas, global batch {_BATCH.value}, {_DATASET.value}")

@@ -219,7 +219,8 @@ def load_data(split: str | None, *, training: bool) -> InMemory | Streaming:
         download=FLAGS.download,
         image_shape=shape,
         resident_limit_mib=FLAGS.resident_limit_mib,
-        shuffle_buffer=FLAGS.shuffle_buffer,
+        shuffle_block=FLAGS.shuffle_block,
+        on_bad_record=FLAGS.on_bad_record,
     )
 
 

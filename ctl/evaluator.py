@@ -12,7 +12,7 @@ import tensorflow as tf
 from ctl import share, workers
 from ctl.control.pace import Pace
 from ctl.control.signals import StopRequested
-from ctl.data.feed import distribute
+from ctl.data.feed import open_batches
 from ctl.data.global_batches import as_dataset
 from ctl.errors import UsageError
 from ctl.reduce import SUM
@@ -123,10 +123,7 @@ class Evaluator:
     def _start(self) -> Iterator:
         if self._resident is None:
             self._resident = self.dataset.resident(self.strategy)
-        batches = self.dataset.batches()
-        if self._batches is not None:
-            batches = batches.repeat()
-        return distribute(self.strategy, batches)
+        return open_batches(self.dataset, self.strategy, again=self._batches is not None)
 
     @tf.function
     def _eval_steps(

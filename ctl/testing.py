@@ -324,6 +324,6 @@ def _batches(dataset: Any) -> Iterator[Any]:
     arrays = getattr(dataset, "arrays", None)
     for element in dataset.batches():
         if arrays is None:
-            yield element
+            yield dataset.on_replica(element, ())
         else:
             yield tf.nest.map_structure(lambda array, at=element: tf.gather(array, at), arrays)

@@ -150,7 +150,7 @@ def _train(model_dir: Path) -> None:
             )
         log, on_wake = _add_actions(loop, stack, model_dir, steps_per_epoch, chief)
         started, first = time.monotonic(), loop.global_step
-        with loop.signals.noted(last=True), explained(train):
+        with loop.signals.noted(last=True), explained(train, evaluation, test):
             if first < total_steps:
                 logging.info("compiling the first step: this takes some seconds")
             every = total_steps

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import keras
@@ -20,7 +21,8 @@ from helpers import BATCH, CLASSES, FEATURES, batches_of_files, examples, larges
 from worker_jobs import WORKER, codes, finished, last_line, said, weights
 
 from ctl import launch
-from ctl.data import InMemory
+from ctl.data import InMemory, Streaming
+from ctl.data.order import Shuffle
 from ctl.inspect import hang_command
 from ctl.loop import Evaluator, Loop
 from ctl.step import EvalStep, TrainStep
@@ -77,6 +79,25 @@ def test_files_of_ones_own_equal_one_device(job, tmp_path, mirrored):
         assert codes(processes) == [0, 0], said(tmp_path, 0)[-2000:]
     for saved in finished(tmp_path, 2):
         assert largest_difference(weights(saved), reference) <= 1e-6
+
+
+def test_streams_are_read_in_parts_and_resumed_by_another(job, tmp_path, mirrored):
+    """In mid-epoch, by 2 workers instead of 1: each reads its own examples, and no others."""
+    for workers, start, until in ((1, 0, 8), (2, 8, 20)):
+        with job(tmp_path, "stream=1", f"until={until}", workers=workers) as processes:
+            assert codes(processes) == [0] * workers, said(tmp_path, 0)[-2000:]
+        for worker, saved in enumerate(finished(tmp_path, workers)):
+            rows = Shuffle(320, 0)(np.arange(start * BATCH * 3, (until + 60) * BATCH * 3))
+            rows = rows.reshape(-1, workers, BATCH * 3 // workers)[:, worker]
+            needed, ahead = (
+                Counter(part.ravel().tolist()) for part in (rows[: until - start], rows)
+            )
+            assert needed <= Counter(saved["rows"].tolist()) <= ahead
+    data = Streaming(examples(), global_batch_size=BATCH * 3)
+    reference, results = one_device(mirrored, data=data)
+    for saved in finished(tmp_path, 2):
+        assert largest_difference(weights(saved), reference) <= 1e-6
+        np.testing.assert_allclose(saved["results"], [results["loss"], results["accuracy"]], 1e-6)
 
 
 def test_workers_that_shuffle_differently_are_refused(job, tmp_path):

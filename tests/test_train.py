@@ -250,7 +250,7 @@ def run_few(zygote, model_dir, *options, steps=30, model="dense", **kwargs):
             *("--schedule=exponential", "--decay_rate=0.5", "--decay_steps=10"),
         ],
         [
-            *("--resident_limit_mib=0", "--shuffle_buffer=100", "--optimizer=adamw"),
+            *("--resident_limit_mib=0", "--shuffle_block=4", "--optimizer=adamw"),
             *("--schedule=inverse_sqrt", "--warmup=0.01ep", "--lr_scaling=linear"),
         ],
         ["--dataset=synthetic", "--image_shape=8,8,3", "--num_classes=3", "--num_examples=500"],

@@ -376,7 +376,10 @@ def test_files_that_go_bad_while_they_are_streamed(zygote, tmp_path):
     for limit in (0, 1000):
         command = zygote.run(*run, f"--resident_limit_mib={limit}", exit_code=2)
         line = last_line(command)
-        assert re.search("ctl_tiny_color/1.0.0.* damaged.*corrupted record at", line), line
+        named = "ctl_tiny_color/1.0.0.* damaged: ctl_tiny_color-train.tfrecord-00000-of-00001, "
+        assert re.search(named + "record 24: corrupted record", line), line
+    skip = ["--on_bad_record=skip", "--resident_limit_mib=0", "--train_steps=10", "--noexport"]
+    assert "record 24: corrupted record" in zygote.run(*run, *skip).stderr
 
 
 def test_records_that_are_wrong_while_they_are_streamed(zygote, tmp_path):

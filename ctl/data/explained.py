@@ -9,17 +9,24 @@ from typing import Any
 
 import tensorflow as tf
 
-from ctl.data.streaming import NO_CLASS
 from ctl.errors import UsageError
 
+# Begins the message of the error for a label outside of the classes, and frames a line for the
+# user, in errors of operations that `ctl.data.streaming` makes.
+NO_CLASS = "no class of the dataset:"
+REFUSED = "ctl refuses the data: {} [ctl]"
+
+_REFUSED = re.compile(re.escape(REFUSED).replace(r"\{\}", "(.*?)"))
 _LABEL = re.compile(rf"\[{re.escape(NO_CLASS)}\] \[(-?\d+)\] \[(\d+)\]")
 # Operations that TFDS decodes examples with.
 _UNDECODABLE = re.compile(r"\b(Decode(Image|Png|Jpeg|Bmp|Gif|Raw)|Parse(Single)?Example)")
 
 
 @contextlib.contextmanager
-def explained(dataset: Any) -> Iterator[None]:
+def explained(dataset: Any, *others: Any) -> Iterator[None]:
     """Turns errors of TensorFlow that are raised inside into a `UsageError` of one line.
+
+    It names ``dataset``, unless one of ``others`` says that it has the example.
 
     These are the errors for files that are damaged or missing, for labels that are no classes and
     for memory that is exhausted.
@@ -32,16 +39,23 @@ def explained(dataset: Any) -> Iterator[None]:
             f"{dataset.description}: its files are damaged: {_reason(error)}; prepare it again"
         ) from error
     except tf.errors.InvalidArgumentError as error:
+        if refused := _REFUSED.search(error.message):
+            raise UsageError(refused[1]) from error
         if label := _LABEL.search(error.message):
             value, classes = label.groups()
             raise UsageError(
                 f"{dataset.description}: label {value} is no class: the dataset has {classes} "
                 f"classes, so labels must be 0 to {int(classes) - 1}; prepare it again"
             ) from error
-        if _UNDECODABLE.search(error.message):
+        streams = [of for of in (dataset, *others) if hasattr(of, "culprit")]
+        dataset, culprit = next(
+            ((of, found) for of in streams if (found := of.culprit())), (dataset, "")
+        )
+        if culprit or _UNDECODABLE.search(error.message):
             raise UsageError(
-                f"{dataset.description}: an example cannot be decoded: {_reason(error)}; prepare "
-                "it again"
+                f"{dataset.description}: {culprit or 'an example'} cannot be decoded: "
+                f"{_reason(error)}; prepare it again"
+                + (", or give --on_bad_record=skip" if culprit else "")
             ) from error
         raise
     except tf.errors.ResourceExhaustedError as error:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from ctl import private
+from ctl.data.callbacks import end_before_python
 from ctl.data.dataset import Dataset
 
 
@@ -48,10 +49,10 @@ def open_feed(
 
     ``resident``: the result of `Dataset.resident`.
     """
-    batches = dataset.batches(start_step)
     size = getattr(dataset, "steps_per_element", 1)
     if size == 1:
-        return Feed(distribute(strategy, batches), resident)
+        return Feed(open_batches(dataset, strategy, start_step), resident)
+    batches = dataset.batches(start_step)
     options = batches.options()
     batches = batches.batch(size, drop_remainder=True).map(
         lambda *arguments: tf.nest.map_structure(_swap, element_of(arguments))
@@ -63,6 +64,28 @@ def open_feed(
         expand_composites=True,
     )
     return Feed(iterator, resident, Position(used_up, tf.constant(size)), size)
+
+
+def open_batches(
+    dataset: Dataset, strategy: tf.distribute.Strategy, start_step: int = 0, *, again: bool = False
+) -> Any:
+    """Returns the iterator of the strategy over the global batches of ``dataset`` from
+    ``start_step`` on, split over replicas; with ``again``, over and over."""
+    if not hasattr(dataset, "shares"):
+        batches = dataset.batches(start_step)
+        return distribute(strategy, batches.repeat() if again else batches)
+
+    def of_worker(context: tf.distribute.InputContext) -> tf.data.Dataset:
+        all_replicas = context.num_replicas_in_sync
+        width = all_replicas // context.num_input_pipelines
+        first = context.input_pipeline_id * width
+        shares = dataset.shares(start_step, range(first, first + width), all_replicas)
+        return shares.repeat() if again else shares
+
+    # `experimental_distribute_dataset` would let every worker make whole global batches, and then
+    # drop what belongs to the others.
+    with private.devices_without_autotuning():
+        return end_before_python(iter(strategy.distribute_datasets_from_function(of_worker)))
 
 
 def distribute(strategy: tf.distribute.Strategy, batches: tf.data.Dataset) -> Any:

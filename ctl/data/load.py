@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import Any, NamedTuple
 
 import numpy as np
+import tensorflow as tf
 
 from ctl.data import tfds_source
 from ctl.data.dataset import DatasetInfo, check_batch_size
 from ctl.data.in_memory import InMemory
-from ctl.data.streaming import Streaming
+from ctl.data.streaming import Streaming, read_all
 from ctl.data.tfds_source import Source
 
 
@@ -55,7 +57,8 @@ def load(
     download: bool = True,
     image_shape: tuple[int, int, int] | None = None,
     resident_limit_mib: float = 1024,
-    shuffle_buffer: int = 8192,
+    shuffle_block: int = 1,
+    on_bad_record: str = "stop",
 ) -> InMemory | Streaming:
     """Loads a TFDS dataset of images and integer labels, in memory if it fits, else streamed.
 
@@ -72,7 +75,8 @@ def load(
         download: whether a dataset that is not prepared may be downloaded.
         image_shape: [H, W, C] to resize images to; needed where their sizes vary.
         resident_limit_mib: largest decoded size, in MiB, that is kept in memory.
-        shuffle_buffer: see `Streaming`.
+        shuffle_block: of what is streamed, the ``block`` of `Streaming`.
+        on_bad_record: ``stop`` or ``skip``, see `Streaming`.
 
     Raises:
         UsageError: the name or the split is unknown, the files are damaged or not suitable, the
@@ -83,7 +87,7 @@ def load(
         splits = builder.info.splits
         split = "train" if training else "test" if "test" in splits else "validation"
     source = Source(builder, split, image_shape)
-    check_batch_size(global_batch_size, source.num_examples, training)
+    check_batch_size(global_batch_size, len(source), training)
     size = source.decoded_bytes / 2**20
     fits = size <= resident_limit_mib
     residence = f"{size:.1f} MiB resident"
@@ -93,17 +97,23 @@ def load(
         "global_batch_size": global_batch_size,
         "seed": seed,
         "training": training,
-        "description": (
-            f"{builder.info.full_name} {split}, {source.num_examples} examples, {residence}"
-        ),
+        "description": (f"{builder.info.full_name} {split}, {len(source)} examples, {residence}"),
     }
     if not fits:
-        return Streaming(source, shuffle_buffer=shuffle_buffer, **order)
-    images, labels = source.read()
+        return Streaming(source, block=shuffle_block, on_bad_record=on_bad_record, **order)
+    images, labels = _read(source, on_bad_record, order["description"])
     info = source.info
     if info.num_classes is None:
         info = dataclasses.replace(info, num_classes=int(labels.max()) + 1)
     return InMemory((images, labels), info=info, **order)
+
+
+def _read(source: Source, on_bad_record: str, description: str) -> tuple[np.ndarray, np.ndarray]:
+    if source.is_sequential and on_bad_record == "stop":
+        with contextlib.suppress(tf.errors.OpError):
+            return source.decoded()
+    # Slower by a third, but knows which record is damaged.
+    return read_all(source, on_bad_record, description)
 
 
 def synthetic(

@@ -1,127 +1,319 @@
-"""Data larger than memory: reads examples from their files while training."""
+"""Data larger than memory: each worker reads and decodes its share of each batch, anywhere."""
 
 from __future__ import annotations
 
+import collections
+import hashlib
+import os
+import threading
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
+from absl import logging
 
-from ctl.data.dataset import check_batch_size, distribution_options, fingerprint
-from ctl.data.tfds_source import Source
+from ctl.data.callbacks import for_graph
+from ctl.data.dataset import DatasetInfo, check_batch_size, distribution_options, fingerprint
+from ctl.data.explained import NO_CLASS, explained
+from ctl.data.order import VERSION, Shuffle
+from ctl.data.records import BadRecord
+from ctl.data.sources import as_source
+from ctl.errors import UsageError
 
-# Shards read at the same time. The order of the examples depends on it, so it must not depend on
-# the machine.
-_CYCLE_LENGTH = 8
+# Shares that are read at the same time. Threads wait for the disk most of that time.
+_READERS = 4
 
+# Bad records in a row after which the data, and not a record, are at fault.
+_BAD_IN_A_ROW = 100
 
-# Begins the message of the error for a label outside of the classes, see `ctl.data.explained`.
-NO_CLASS = "no class of the dataset:"
+ON_BAD_RECORD = ("stop", "skip")
 
 
 class Streaming:
-    """Examples that are read from their files and decoded in every epoch.
+    """Examples that are read and decoded in every epoch, from a source that gives any of them.
 
-    Training is endless. Every epoch reads the shards in a new order, several at a time, through a
-    shuffle buffer of encoded examples, and has each example once. Batches straddle epochs. The
-    order is a pure function of (seed, epoch), of the files and of ``shuffle_buffer``. The buffers
-    of the next two epochs are filled ahead, so that no step waits for one; three are in memory.
-    Evaluation reads the examples once, in the order of the files; the last batch may be smaller.
+    Training is endless. Every epoch is a new permutation of all examples, which has each once, and
+    batches straddle epochs. The order is a pure function of (seed, epoch, position), so a start
+    costs the same at any step. Evaluation has the examples once, in the order of the source; the
+    last batch may be smaller.
 
-    Starting at a step reads, but does not decode, the examples before it in its epoch.
+    Each worker reads and decodes only the examples of its own replicas. The global batches are the
+    same for any number of workers and replicas.
 
-    Every worker reads and decodes all global batches, and keeps its part. So the batches do not
-    depend on the number of workers, but more workers do not make the input faster.
+    An element of `batches` and `shares` is ``(keys, batch)``. ``keys``, int64 [n, 2], are the epoch
+    and the index of each example; `on_replica` drops them.
     """
 
     def __init__(
         self,
-        source: Source,
+        source: Any,
         *,
         global_batch_size: int,
         seed: int = 0,
         training: bool = True,
-        shuffle_buffer: int = 8192,
+        block: int = 1,
+        on_bad_record: str = "stop",
+        info: DatasetInfo | None = None,
         description: str = "",
     ):
         """Reads one example of ``source`` as a check.
 
         Args:
-            source: the examples.
+            source: the examples, see `ctl.data.sources.as_source`.
             global_batch_size: examples per batch.
             seed: of the order of examples.
             training: whether to shuffle and repeat.
-            shuffle_buffer: number of encoded examples in the buffer.
+            block: number of neighbours in the source that are shuffled, and read, together. More
+                than 1 pays where the storage is slow at random reads.
+            on_bad_record: ``stop`` the run with the name of the record, or ``skip`` it: the next
+                example of the source that can be read takes its place, and a warning counts it.
+            info: what is known of the data; by default what the source says.
             description: one line for the log.
 
         Raises:
-            UsageError: the files are damaged, or there are fewer examples than a training batch.
+            UsageError: the data are damaged or not suitable, or there are fewer examples than a
+                training batch.
         """
-        self.num_examples = source.num_examples
+        self._source = as_source(source)
+        self.num_examples = len(self._source)
         check_batch_size(global_batch_size, self.num_examples, training)
+        if block < 1:
+            raise UsageError(f"the block of a shuffle must be at least 1, not {block}")
+        if on_bad_record not in ON_BAD_RECORD:
+            raise UsageError(f"on_bad_record must be stop or skip, not {on_bad_record!r}")
         self.global_batch_size = global_batch_size
         self.seed = seed
         self.training = training
-        self.shuffle_buffer = shuffle_buffer
-        self.info = source.info
-        self.description = description or f"{self.num_examples} examples, streamed"
-        self._source = source
-        source.read(1)  # reports errors of all examples here, not at the first step
+        self.block = block
+        self.info = info or getattr(self._source, "info", None) or DatasetInfo("data")
+        self.description = (
+            description or f"{self.info.name}, {self.num_examples} examples, streamed"
+        )
+        self._skip = on_bad_record == "skip"
+        self._skipped: set[int] = set()
+        self._lock = threading.Lock()
+        self._order = Shuffle(self.num_examples, seed, block)
+        self._cores = len(os.sched_getaffinity(0))
+        # For `culprit`: more shares than are read and not yet decoded.
+        self._read_last: collections.deque = collections.deque(maxlen=16 + 2 * self._cores)
+        if hasattr(self._source, "check") and not self._skip:
+            self._source.check()
+        # All other examples must have the structure, the types and the shapes of the first.
+        self._first = self._read(np.zeros(1, np.int64))
+        self._spec = tf.nest.map_structure(_spec_of_row, self._first)
+        with explained(self):
+            self._decoded_spec = self._decode_first()
+
+    def _decode_first(self) -> Any:
+        """The specs of a decoded example. TensorFlow knows which sizes vary."""
+        if not hasattr(self._source, "decode"):
+            return self._spec
+        self._decode_row = tf.function(self._source.decode, autograph=False)
+        traced = self._decode_row.get_concrete_function(self._spec).structured_outputs
+        if not self._skip:
+            self._decode_row(
+                tf.nest.map_structure(lambda array: tf.constant(array[0]), self._first)
+            )
+        return tf.nest.map_structure(
+            lambda output: tf.TensorSpec(output.shape, output.dtype), traced
+        )
+
+    # Batches ------------------------------------------------------------------------------------
 
     def batches(self, start_step: int = 0) -> tf.data.Dataset:
-        """Returns the batches from ``start_step`` on.
+        """Returns the global batches from ``start_step`` on: `shares` of a single replica."""
+        return self.shares(start_step, range(1), 1)
 
-        An element is (images uint8 [global_batch_size, H, W, C], labels int64 [global_batch_size]).
+    def shares(self, start_step: int, replicas: range, num_replicas: int) -> tf.data.Dataset:
+        """Returns the parts of the global batches from ``start_step`` on for some replicas.
+
+        An element is the part of one replica of one batch, and has no examples where these are
+        used up: 9 examples for 4 replicas are 3, 3, 3 and 0. Elements are in the order of the
+        steps, and of the ``replicas`` of a step.
+
+        Args:
+            start_step: of the first batch.
+            replicas: those of a worker, of ``range(num_replicas)``.
+            num_replicas: of all workers.
         """
-        first = start_step * self.global_batch_size
-        records = self._shuffled(first) if self.training else self._source.records().skip(first)
-        batches = records.map(
-            self._decode, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True
-        ).batch(self.global_batch_size, drop_remainder=self.training)
-        if self.training:
-            cardinality = tf.data.INFINITE_CARDINALITY
-        else:
-            cardinality = -(-max(0, self.num_examples - first) // self.global_batch_size)
-        return (
-            batches.apply(tf.data.experimental.assert_cardinality(cardinality))
-            .prefetch(tf.data.AUTOTUNE)
-            .with_options(distribution_options())
+        batch, width = self.global_batch_size, len(replicas)
+        steps = None if self.training else max(start_step, -(-self.num_examples // batch))
+        static = batch // num_replicas if self.training and batch % num_replicas == 0 else None
+
+        @tf.autograph.experimental.do_not_convert
+        def read(number: tf.Tensor) -> Any:
+            specs = tf.nest.flatten(self._spec)
+            keys, *leaves = tf.numpy_function(
+                for_graph(lambda i: self._share(int(i), replicas, num_replicas)),
+                [number],
+                [tf.int64, *[spec.dtype for spec in specs]],
+            )
+            keys.set_shape([static, 2])
+            for leaf, spec in zip(leaves, specs, strict=True):
+                leaf.set_shape([static, *spec.shape])
+            return keys, tf.nest.pack_sequence_as(self._spec, leaves)
+
+        @tf.autograph.experimental.do_not_convert
+        def decode(keys: tf.Tensor, rows: Any) -> Any:
+            return keys, self._decoded(keys[:, 1], rows)
+
+        numbers = tf.data.Dataset.range(
+            start_step * width, tf.int64.max if steps is None else steps * width
         )
+        shares = numbers.map(read, num_parallel_calls=_READERS, deterministic=True)
+        shares = shares.map(decode, num_parallel_calls=self._cores, deterministic=True)
+        if steps is None:
+            shares = shares.apply(
+                tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY)
+            )
+        options = distribution_options()
+        options.threading.private_threadpool_size = self._cores + _READERS  # those that read wait
+        return shares.prefetch(2 * width).with_options(options)
+
+    def _share(self, number: int, replicas: range, num_replicas: int) -> list[np.ndarray]:
+        """The keys, int64 [n, 2], and the leaves of what the source has for one share."""
+        step, replica = divmod(number, len(replicas))
+        begin = step * self.global_batch_size
+        end = begin + self.global_batch_size
+        if not self.training:
+            end = min(end, self.num_examples)
+        size = -(-(end - begin) // num_replicas)
+        first = min(begin + replicas[replica] * size, end)
+        positions = np.arange(first, min(first + size, end))
+        indices = self._order(positions) if self.training else positions
+        keys = np.stack([positions // self.num_examples, indices], axis=1)
+        if not len(indices):
+            rows = tf.nest.map_structure(lambda array: array[:0], self._first)
+        else:
+            rows = self._read(indices)
+        return [keys, *tf.nest.flatten(rows)]
+
+    # Reading and decoding -----------------------------------------------------------------------
+
+    def _read(self, indices: np.ndarray) -> Any:
+        """The rows of the source, with others in the place of bad ones if these are skipped.
+
+        Raises:
+            UsageError: one cannot be read.
+        """
+        rows = indices.copy()
+        while True:
+            try:
+                data = self._source.read(rows)
+                break
+            except BadRecord as bad:
+                if not self._skip:
+                    raise self._refusal(bad.what) from bad
+                self._note(bad.index, bad.what)
+                rows[rows == bad.index] = self._after(bad.index)
+            except OSError as error:
+                what = f"cannot read {error.filename or 'the data'}: {error.strerror}"
+                raise UsageError(f"{self.description}: {what}") from error
+        self._read_last.append(rows)
+        if isinstance(data, list):
+            strings = np.empty(len(data), object)
+            strings[:] = data
+            return strings
+        for first, now in zip(
+            tf.nest.flatten(getattr(self, "_first", data)), tf.nest.flatten(data), strict=True
+        ):
+            if (first.dtype, first.shape[1:]) != (now.dtype, now.shape[1:]):
+                raise UsageError(
+                    f"{self.description}: there are examples of {now.dtype} {list(now.shape[1:])}, "
+                    f"and the first is of {first.dtype} {list(first.shape[1:])}: make all alike"
+                )
+        return data
+
+    def _refusal(self, what: str) -> UsageError:
+        return UsageError(
+            f"{self.description}: the data are damaged: {what}; prepare them again, or give "
+            "--on_bad_record=skip"
+        )
+
+    def _after(self, index: int) -> int:
+        """The example after ``index`` that is not known to be bad."""
+        for step in range(1, min(_BAD_IN_A_ROW, self.num_examples)):
+            if (found := (index + step) % self.num_examples) not in self._skipped:
+                return found
+        raise UsageError(
+            f"{self.description}: {self._where(index)} and {_BAD_IN_A_ROW - 1} examples after it "
+            "are damaged: too many to skip; prepare the data again"
+        )
+
+    def _note(self, index: int, what: str) -> None:
+        with self._lock:
+            if index not in self._skipped:
+                self._skipped.add(index)
+                logging.warning("skipped %s (%d in all)", what, len(self._skipped))
+
+    def _where(self, index: int) -> str:
+        where = getattr(self._source, "where", None)
+        return where(index) if where else f"example {index}"
 
     @tf.autograph.experimental.do_not_convert
-    def _decode(self, record: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        image, label = self._source.decode(record)
+    def _decoded(self, indices: tf.Tensor, rows: Any) -> Any:
+        """The batch of what the source gave for ``indices``, int64 [n]."""
+        batch = rows
+        if hasattr(self._source, "decode"):
+            batch = tf.map_fn(
+                self._decode_or_skip if self._skip else lambda pair: self._source.decode(pair[1]),
+                (indices, rows),
+                fn_output_signature=self._decoded_spec,
+            )
         classes = self.info.num_classes
-        if not classes:
-            return image, label
-        # XLA would turn such a label into a loss of NaN.
-        known = tf.logical_and(label >= 0, label < classes)
-        with tf.control_dependencies([tf.debugging.Assert(known, [NO_CLASS, label, classes])]):
-            return image, tf.identity(label)
+        if not classes or not isinstance(batch, tuple) or batch[1].shape.rank != 1:
+            return batch
+        # XLA would turn a label that is no class into a loss of NaN.
+        labels = batch[1]
+        known = tf.reduce_all((labels >= 0) & (labels < classes))
+        smallest = tf.reduce_min(labels)
+        wrong = tf.where(smallest < 0, smallest, tf.reduce_max(labels))
+        with tf.control_dependencies([tf.debugging.Assert(known, [NO_CLASS, wrong, classes])]):
+            return (batch[0], tf.identity(labels), *batch[2:])
 
-    def _shuffled(self, first: int) -> tf.data.Dataset:
-        first_epoch, begin = divmod(first, self.num_examples)
-        cycle_length = min(_CYCLE_LENGTH, self._source.num_shards)
+    @tf.autograph.experimental.do_not_convert
+    def _decode_or_skip(self, pair: tuple[tf.Tensor, Any]) -> Any:
+        """An example, or the first after it that can be decoded. Only a dataset drops errors."""
+        index, row = pair
+        specs = tf.nest.flatten(self._spec)
 
-        def read(epoch: tf.Tensor) -> tf.data.Dataset:
-            seed = tf.stack([tf.constant(self.seed, tf.int64), epoch])
-            shards = tf.random.experimental.stateless_shuffle(
-                tf.range(self._source.num_shards, dtype=tf.int64), seed=seed, alg="philox"
+        @tf.autograph.experimental.do_not_convert
+        def decode(step: tf.Tensor) -> Any:
+            leaves = tf.numpy_function(
+                for_graph(lambda i, step: self._read_after(int(i), int(step))),
+                [index, step],
+                [spec.dtype for spec in specs],
             )
-            # `shuffle` mixes its seed with the global one, unless this graph has a seed of its own.
-            tf.compat.v1.set_random_seed(1)
-            buffer_seed = tf.random.stateless_uniform(
-                (), seed=seed, minval=None, maxval=None, dtype=tf.int64, alg="philox"
-            )
-            return (
-                self._source.records(shards, cycle_length)
-                .shuffle(self.shuffle_buffer, seed=buffer_seed, reshuffle_each_iteration=False)
-                .skip(tf.where(epoch == first_epoch, tf.constant(begin, tf.int64), 0))
-            )
+            for leaf, spec in zip(leaves, specs, strict=True):
+                leaf.set_shape(spec.shape)
+            return self._source.decode(tf.nest.pack_sequence_as(self._spec, leaves))
 
-        # One epoch at a time, but with a parallel call, so that the next one is read ahead.
-        return tf.data.Dataset.range(first_epoch, tf.int64.max).interleave(
-            read, cycle_length=1, num_parallel_calls=1, deterministic=True
-        )
+        own = tf.data.Dataset.from_tensors(0).map(lambda _: self._source.decode(row))
+        others = tf.data.Dataset.range(1, _BAD_IN_A_ROW).map(decode)
+        candidates = own.ignore_errors().concatenate(others.ignore_errors())
+        return candidates.take(1).get_single_element()
+
+    def _read_after(self, index: int, step: int) -> list[np.ndarray]:
+        """The leaves of the example ``step`` after ``index``, because those before it are bad."""
+        bad = (index + step - 1) % self.num_examples
+        self._note(bad, f"{self._where(bad)}: it cannot be decoded")
+        rows = self._read(np.array([(index + step) % self.num_examples]))
+        return [leaf[0] for leaf in tf.nest.flatten(rows)]
+
+    def culprit(self) -> str:
+        """Which of the examples that were read last cannot be decoded; "" if all can."""
+        for indices in list(self._read_last) if hasattr(self._source, "decode") else ():
+            for index in indices.tolist():
+                row = tf.nest.map_structure(
+                    lambda leaf: tf.constant(leaf[0]), self._read(np.array([index]))
+                )
+                try:
+                    self._decode_row(row)
+                except tf.errors.OpError:
+                    return self._where(index)
+        return ""
+
+    # The interface of datasets ------------------------------------------------------------------
 
     def resident(self, strategy: tf.distribute.Strategy) -> tuple[()]:
         """See `Dataset.resident`."""
@@ -129,11 +321,33 @@ class Streaming:
 
     def on_replica(self, element: Any, resident: tuple[()]) -> Any:
         """See `Dataset.on_replica`."""
-        return element
+        return element[1]
 
     def fingerprint(self) -> dict[str, Any]:
-        """Returns what identifies the files and the order; reads no example."""
-        return {
-            **fingerprint(self, self._source.content_hash()),
-            "shuffle_buffer": self.shuffle_buffer,
-        }
+        """Returns what identifies the data and the order; reads no example."""
+        content = getattr(self._source, "content_hash", str)()
+        result = fingerprint(self, hashlib.sha256(content.encode()).hexdigest())
+        return {**result, "order": VERSION, "block": self.block}
+
+
+def read_all(source: Any, on_bad_record: str = "stop", description: str = "") -> Any:
+    """All examples of ``source`` in its order: a nest of arrays [N, ...].
+
+    Raises:
+        UsageError: see `Streaming`.
+    """
+    dataset = Streaming(
+        source,
+        global_batch_size=256,
+        training=False,
+        on_bad_record=on_bad_record,
+        description=description,
+    )
+    with explained(dataset):
+        parts = [batch for _, batch in dataset.batches().as_numpy_iterator()]
+    return tf.nest.map_structure(lambda *leaves: np.concatenate(leaves), *parts)
+
+
+def _spec_of_row(array: np.ndarray) -> tf.TensorSpec:
+    dtype = tf.string if array.dtype == object else tf.as_dtype(array.dtype)
+    return tf.TensorSpec(array.shape[1:], dtype)

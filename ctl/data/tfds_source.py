@@ -7,6 +7,7 @@ takes minutes to report a missing network.
 from __future__ import annotations
 
 import difflib
+import functools
 import hashlib
 import http.client
 import importlib.resources
@@ -25,6 +26,8 @@ import tensorflow as tf
 import tensorflow_datasets as tfds
 
 from ctl.data.dataset import DatasetInfo, distribution_options
+from ctl.data.records import ArrayRecords, BadRecord, Records, TFRecords
+from ctl.data.sources import resized
 from ctl.errors import UsageError
 
 # A TFDS data_dir that comes with ctl. It is searched after the user's own.
@@ -36,7 +39,7 @@ PROBE_SECONDS = 5.0
 # Status codes for which the downloader retries for minutes.
 _UNAVAILABLE = (500, 502, 503, 504)
 
-# Examples that `Source.read` decodes together, to make the cost per element of a pipeline small.
+# Examples that `Source.decoded` decodes together, to make the cost per element of a pipeline small.
 _READ_BATCH = 256
 
 
@@ -137,7 +140,8 @@ def _unreachable(urls: Iterable[str]) -> str | None:
 
 
 class Source:
-    """One split of a prepared TFDS dataset of uint8 images and integer labels.
+    """One split of a prepared TFDS dataset of uint8 images and integer labels, in TFRecord or
+    ArrayRecord; a `ctl.data.sources.Source`.
 
     Examples are numbered in the order of the files, shard after shard.
     """
@@ -168,7 +172,7 @@ class Source:
             {self._image_key: image, self._label_key: label}
         )
         self._shards = _shards(builder, split)
-        self.num_examples = sum(shard.take for shard in self._shards)
+        self._ends = np.cumsum([shard.take for shard in self._shards])
         self._image_shape = _image_shape(self._name, image.shape, image_shape)
         is_class = isinstance(label, tfds.features.ClassLabel)
         self.info = DatasetInfo(
@@ -179,74 +183,104 @@ class Source:
             num_classes=label.num_classes if is_class else None,
             class_names=tuple(label.names or ()) if is_class else (),
         )
-        self._resize = self._image_shape != tuple(image.shape)
+        self.is_sequential = builder.info.file_format.value == "tfrecord"
 
-    @property
-    def num_shards(self) -> int:
-        """Number of files that the split uses."""
-        return len(self._shards)
+    def __len__(self) -> int:
+        return int(self._ends[-1])
 
     @property
     def decoded_bytes(self) -> int:
         """Bytes of all decoded images and labels."""
-        return self.num_examples * (int(np.prod(self._image_shape)) + 8)
+        return len(self) * (int(np.prod(self._image_shape)) + 8)
 
-    def records(self, shards: tf.Tensor | None = None, cycle_length: int = 1) -> tf.data.Dataset:
-        """Returns serialized examples (scalar strings), which are cheap to shuffle and to skip.
+    @functools.cached_property
+    def _records(self) -> Records:
+        """The records of the files, which have an index: to read them in any order."""
+        kind = TFRecords if self.is_sequential else ArrayRecords
+        expected = {shard.filename: shard.examples_in_shard for shard in self._shards}
+        records = kind(list(expected))
+        for path, count, wanted in zip(
+            records.paths, records.counts(), expected.values(), strict=True
+        ):
+            if count != wanted:
+                raise self._damaged(f"{path.name} has {count} records, not {wanted}")
+        return records
 
-        Args:
-            shards: order of the shards, int64 [num_shards]; by default that of the files.
-            cycle_length: number of shards read at the same time; their records are interleaved in a
-                fixed order.
+    @functools.cached_property
+    def _offsets(self) -> np.ndarray:
+        """What to add to the number of an example of each shard, for its number in `_records`."""
+        files = {str(path): number for number, path in enumerate(self._records.paths)}
+        counts = self._records.counts()
+        firsts = np.cumsum(counts) - counts
+        parts = zip(self._shards, self._ends, strict=True)
+        return np.array([firsts[files[s.filename]] + s.skip - (end - s.take) for s, end in parts])
+
+    def _rows(self, indices: np.ndarray) -> np.ndarray:
+        return indices + self._offsets[np.searchsorted(self._ends, indices, side="right")]
+
+    def read(self, indices: np.ndarray) -> list[bytes]:
+        """Returns the serialized examples at ``indices``, int64 [n].
+
+        Raises:
+            BadRecord: one of them is damaged.
+            UsageError: the first read finds that a file is not whole.
         """
-        files = tf.constant([shard.filename for shard in self._shards])
-        skips = tf.constant([shard.skip for shard in self._shards], tf.int64)
-        takes = tf.constant([shard.take for shard in self._shards], tf.int64)
+        rows = self._rows(indices)
+        try:
+            return self._records.read(rows)
+        except BadRecord as bad:
+            raise BadRecord(int(indices[np.flatnonzero(rows == bad.index)[0]]), bad.what) from bad
 
-        @tf.autograph.experimental.do_not_convert
-        def read(shard: tf.Tensor) -> tf.data.Dataset:
-            records = tf.data.TFRecordDataset(files[shard], buffer_size=1 << 20)
-            return records.skip(skips[shard]).take(takes[shard])
-
-        order = tf.data.Dataset.from_tensor_slices(
-            tf.range(self.num_shards, dtype=tf.int64) if shards is None else shards
-        )
-        if cycle_length == 1:
-            return order.flat_map(read)
-        return order.interleave(
-            read,
-            cycle_length=cycle_length,
-            block_length=16,
-            num_parallel_calls=cycle_length,
-            deterministic=True,
-        )
+    def where(self, index: int) -> str:
+        """The shard of an example, and its record there."""
+        return self._records.where(int(self._rows(np.array([index]))[0]))
 
     @tf.autograph.experimental.do_not_convert
     def decode(self, record: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """Returns (image uint8 [H, W, C], label int64 []) of one serialized example."""
         example = self._features.deserialize_example(record)
         image, label = example[self._image_key], tf.cast(example[self._label_key], tf.int64)
-        if self._resize:
-            image = tf.image.resize(image, self._image_shape[:2], antialias=True)
-            image = tf.saturate_cast(tf.round(image), tf.uint8)
-        return tf.ensure_shape(image, self._image_shape), label
+        return resized(image, self._image_shape), label
 
-    def read(self, count: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the first ``count`` or all examples: images uint8 [N, H, W, C], labels int64 [N].
+    def check(self) -> None:
+        """Raises `UsageError` if the first example is damaged or has no label."""
+        try:
+            _, label = self.decode(tf.constant(self.read(np.zeros(1, np.int64))[0]))
+        except BadRecord as bad:
+            raise self._damaged(bad.what) from bad
+        except tf.errors.OpError as error:
+            raise self._damaged(f"{self.where(0)}: {_line(error)}") from error
+        self._check_labels(int(label))
+
+    def _check_labels(self, smallest: int) -> None:
+        if smallest < 0:
+            raise UsageError(f"{self._name}: the split {self.info.split!r} has no labels (-1)")
+
+    def decoded(self) -> tuple[np.ndarray, np.ndarray]:
+        """Returns all examples of files in TFRecord: images uint8 [N, H, W, C], labels int64 [N].
+
+        They are read in the order of the files, which needs no index.
 
         Raises:
-            UsageError: the files are damaged or hold no labels.
+            UsageError: files end early or hold no labels.
+            tf.errors.OpError: an example is damaged.
         """
-        count = self.num_examples if count is None else count
-        images = np.empty((count, *self._image_shape), np.uint8)
-        labels = np.empty(count, np.int64)
+        images = np.empty((len(self), *self._image_shape), np.uint8)
+        labels = np.empty(len(self), np.int64)
         signature = (
             tf.TensorSpec(self._image_shape, tf.uint8),
             tf.TensorSpec((), tf.int64),
         )
+        files = tf.constant([shard.filename for shard in self._shards])
+        parts = tf.constant([(shard.skip, shard.take) for shard in self._shards], tf.int64)
+
+        @tf.autograph.experimental.do_not_convert
+        def records(file: tf.Tensor, part: tf.Tensor) -> tf.data.Dataset:
+            return tf.data.TFRecordDataset(file, buffer_size=1 << 20).skip(part[0]).take(part[1])
+
         batches = (
-            self.records()
-            .take(count)
+            tf.data.Dataset.from_tensor_slices((files, parts))
+            .flat_map(records)
             .batch(_READ_BATCH)
             .map(
                 lambda records: tf.map_fn(self.decode, records, fn_output_signature=signature),
@@ -256,16 +290,12 @@ class Source:
             .with_options(distribution_options())
         )
         end = 0
-        try:
-            for batch_images, batch_labels in batches.as_numpy_iterator():
-                begin, end = end, end + len(batch_labels)
-                images[begin:end], labels[begin:end] = batch_images, batch_labels
-        except tf.errors.OpError as error:
-            raise self._damaged(_line(error)) from error
-        if end != count:
-            raise self._damaged(f"{end} of {count} examples are left")
-        if labels.min() < 0:
-            raise UsageError(f"{self._name}: the split {self.info.split!r} has no labels (-1)")
+        for batch_images, batch_labels in batches.as_numpy_iterator():
+            begin, end = end, end + len(batch_labels)
+            images[begin:end], labels[begin:end] = batch_images, batch_labels
+        if end != len(self):
+            raise self._damaged(f"{end} of {len(self)} examples are left")
+        self._check_labels(int(labels.min()))
         return images, labels
 
     def _damaged(self, what: str) -> UsageError:
@@ -322,9 +352,10 @@ def _shards(builder: tfds.core.DatasetBuilder, split: str) -> list[Any]:
         ) from error
     if not shards:
         raise UsageError(f"{info.full_name}: the split {split!r} has no examples")
-    if info.file_format.value != "tfrecord":
+    if info.file_format.value not in ("tfrecord", "array_record"):
         raise UsageError(
-            f"{info.full_name} is stored as {info.file_format.value}: prepare it as tfrecord"
+            f"{info.full_name} is stored as {info.file_format.value}: prepare it as tfrecord or "
+            "array_record"
         )
     used = {shard.filename for shard in shards}
     for part in info.splits.values():
@@ -333,6 +364,8 @@ def _shards(builder: tfds.core.DatasetBuilder, split: str) -> list[Any]:
             continue
         if missing := [path for path in paths if not path.exists()]:
             raise UsageError(f"{info.full_name}: {missing[0]} is missing: prepare it again")
+        if info.file_format.value != "tfrecord":  # may be compressed
+            continue
         # A record has a length (8 bytes), two checksums (4 bytes each) and its data.
         expected = int(part.num_bytes) + 16 * part.num_examples
         if (size := sum(path.stat().st_size for path in paths)) < expected:

@@ -36,7 +36,7 @@ _FREE = frozenset(
         *("bytes_per_pack", "steps_per_loop", "evaluate_every", "checkpoint_every", "keep"),
         *("keep_best", "best_metric", "best_mode", "metrics", "keep_every_hours"),
         *("async_checkpoints", "log_every"),
-        *("tensorboard", "profile_steps", "inspect_every", "export", "on_nan"),
+        *("tensorboard", "profile_steps", "inspect_every", "export", "on_nan", "on_bad_record"),
         "check_replicas_every",
     )
 )
@@ -52,7 +52,8 @@ _STATE = "the checkpoints hold its variables"
 _START = "only a run that begins uses it"
 _FIXED = {
     **dict.fromkeys(("dataset", "train_split", "num_examples", "global_batch_size"), _ORDER),
-    **dict.fromkeys(("seed", "shuffle_buffer", "image_shape"), _ORDER),
+    **dict.fromkeys(("seed", "shuffle_block", "image_shape", "features", "labels"), _ORDER),
+    "augment": "the checkpoints name the data with it",
     **dict.fromkeys(("model", "num_classes", "step", "optimizer", "ema_decay", "freeze"), _STATE),
     "precision": "the checkpoints hold the loss scale of float16",
     **dict.fromkeys(("init_from", "reinit"), _START),

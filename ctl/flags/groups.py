@@ -52,13 +52,15 @@ def define_data_flags() -> None:
         flags.DEFINE_float(
             "resident_limit_mib",
             1024,
-            "Datasets of at most so many MiB, decoded, are kept in memory on every device and "
-            "gathered there; larger ones are streamed from their files.",
+            "Datasets of at most so many MiB, decoded, are kept on every device; larger ones are "
+            "streamed from their files.",
             lower_bound=0,
         )
         flags.DEFINE_integer(
-            "shuffle_buffer", 8192, "Examples in the shuffle buffer of a stream.", lower_bound=1
+            "shuffle_block", 1, "Neighbours that a stream shuffles and reads together.", 1
         )
+        about = "At a damaged example: stop and name it, or take the next one of the data."
+        flags.DEFINE_enum("on_bad_record", "stop", ["stop", "skip"], about)
         columns.define_column_flags()
     check_flags(["image_shape"], lambda image_shape: image_shape_from(image_shape))
     check_flags(["dataset", *_NOT_FOR_OWN_DATA], _check_own_data)
@@ -69,7 +71,7 @@ def define_data_flags() -> None:
 _NOT_FOR_OWN_DATA = {
     **{"train_split": None, "eval_split": None, "image_shape": None, "num_classes": 10},
     **{"num_examples": 10_000, "download": True, "resident_limit_mib": 1024.0},
-    "shuffle_buffer": 8192,
+    **{"shuffle_block": 1, "on_bad_record": "stop"},
 }
 
 

@@ -1,131 +1,253 @@
 from __future__ import annotations
 
+import functools
+import json
+
 import numpy as np
 import pytest
 import tensorflow as tf
 import tensorflow_datasets as tfds
 import tiny_tfds
 
-from ctl.data.feed import distribute
-from ctl.data.streaming import Streaming
+from ctl.data.explained import explained
+from ctl.data.feed import open_batches
+from ctl.data.records import BadRecord, TFRecords
+from ctl.data.sources import ImageFolder, Items, JsonLines
+from ctl.data.streaming import Streaming, read_all
 from ctl.data.tfds_source import Source, find
 from ctl.errors import UsageError
+
+COUNT = 50
 
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory):
-    """The first byte of an image is the number of its example."""
+    """Of each kind; the first number of an example is its own."""
     tfds.disable_progress_bar()
-    root = str(tmp_path_factory.mktemp("tfds"))
-    tiny_tfds.prepare(tiny_tfds.CtlTinyColor, root, shards=5)
-    tiny_tfds.prepare(tiny_tfds.CtlTinyUnlabelled, root)
+    root = tmp_path_factory.mktemp("sources")
+    for kind in ("tfrecord", "array_record"):
+        tiny_tfds.CtlTinyColor(data_dir=root / kind, file_format=kind).download_and_prepare(
+            download_config=tfds.download.DownloadConfig(num_shards=5)
+        )
+    tiny_tfds.prepare(tiny_tfds.CtlTinyUnlabelled, str(root / "tfrecord"))
+    numbers = np.arange(COUNT)
+    np.save(root / "array.npy", numbers[:, None] + np.zeros(3, np.int64))
+    lines = [json.dumps({"number": n, "text": "é" * n, "row": [n, 1.5]}) for n in range(COUNT)]
+    (root / "a.jsonl").write_text("\n".join(lines[:20]) + "\n")
+    (root / "b.jsonl").write_text("\n".join(lines[20:]))
+    for n in range(COUNT):
+        folder = root / "folder" / f"class{n // 10}"
+        folder.mkdir(parents=True, exist_ok=True)
+        pixels = np.full([4, 6, 3], n, np.uint8)
+        (folder / f"{n:02}.png").write_bytes(tf.io.encode_png(pixels).numpy())
+    tiny = find("ctl_tiny_color", str(root / "tfrecord"))
     return {
-        "train": Source(find("ctl_tiny_color", root), "train"),
-        "validation": Source(find("ctl_tiny_color", root), "validation"),
-        "resized": Source(find("ctl_tiny_color", root), "train", (9, 7, 3)),
-        "unlabelled": Source(find("ctl_tiny_unlabelled", root), "train"),
+        "tfrecord": Source(tiny, "train"),
+        "array_record": Source(find("ctl_tiny_color", str(root / "array_record")), "train"),
+        "mapped": np.load(root / "array.npy", mmap_mode="r"),
+        "items": [{"number": n, "x": np.zeros(2)} for n in range(COUNT)],
+        "data_source": tfds.data_source(
+            "ctl_tiny_color", split="train", data_dir=root / "array_record"
+        ),
+        "json": JsonLines([root / "a.jsonl", root / "b.jsonl"]),
+        "folder": ImageFolder(root / "folder", (4, 6, 3)),
+        "validation": Source(tiny, "validation"),
+        "resized": Source(tiny, "train", (9, 7, 3)),
+        "unlabelled": Source(find("ctl_tiny_unlabelled", str(root / "tfrecord")), "train"),
+        "root": root,
     }
 
 
-def numbers(dataset: Streaming, start: int, count: int) -> np.ndarray:
-    batches = dataset.batches(start).take(count).as_numpy_iterator()
-    return np.stack([images[:, 0, 0, 0] for images, _ in batches])
+KINDS = ("tfrecord", "array_record", "mapped", "items", "data_source", "json", "folder")
 
 
-def test_every_epoch_has_every_example_once_in_a_new_order(sources):
-    dataset = Streaming(sources["train"], global_batch_size=8, seed=3, shuffle_buffer=16)
-    epochs = numbers(dataset, 0, 25).reshape(4, 50)  # 25 batches of 8 are 4 epochs of 50
-    for epoch in epochs:
-        assert sorted(epoch) == list(range(50))
+def numbers(batch) -> np.ndarray:
+    """The number of each example, [n], whatever the source."""
+    if isinstance(batch, dict):
+        batch = batch["number"] if "number" in batch else batch["image"]
+    first = np.asarray(batch[0] if isinstance(batch, tuple) else batch)
+    return first[(slice(None), *[0] * (first.ndim - 1))]
+
+
+def batches(dataset: Streaming, start: int, count: int) -> list[np.ndarray]:
+    elements = dataset.batches(start).take(count).as_numpy_iterator()
+    return [numbers(dataset.on_replica(element, ())) for element in elements]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_source_gives_the_same_batches_to_any_number_of_workers(sources, kind):
+    """Every epoch has every example once, a late start continues the same sequence, and the shares
+    of the replicas of 1 to 8 workers make up the global batch."""
+    make = functools.partial(Streaming, sources[kind], global_batch_size=8, seed=3)
+    whole = batches(make(), 0, 25)  # 4 epochs of 50
+    epochs = np.concatenate(whole).reshape(4, COUNT)
     assert len({tuple(epoch) for epoch in epochs}) == 4
-    # Shards are read in a new order too: the same example would else come early in every epoch.
-    assert len({tuple(sorted(epoch[:10])) for epoch in epochs}) == 4
-
-
-@pytest.mark.parametrize("start", [1, 6, 7, 20])
-def test_a_late_start_continues_the_same_sequence(sources, start):
-    dataset = Streaming(sources["train"], global_batch_size=8, seed=3, shuffle_buffer=16)
-    whole = numbers(dataset, 0, start + 10)
-    np.testing.assert_array_equal(numbers(dataset, start, 10), whole[start:])
-
-
-def test_order_depends_on_the_seed_and_not_on_the_global_one(sources):
-    def order(seed: int) -> np.ndarray:
-        return numbers(Streaming(sources["train"], global_batch_size=8, seed=seed), 0, 10)
-
-    tf.random.set_seed(1)
-    first = order(3)
-    tf.random.set_seed(2)
-    np.testing.assert_array_equal(first, order(3))
-    assert (first != order(4)).any()
-
-
-def test_shuffling_leaves_the_global_seed_alone(sources):
-    tf.random.set_seed(7)
-    expected = tf.random.uniform([4]).numpy()
-    tf.random.set_seed(7)
-    Streaming(sources["train"], global_batch_size=8).batches()
-    np.testing.assert_array_equal(tf.random.uniform([4]), expected)
-
-
-@pytest.mark.parametrize("replicas", [1, 2, 4])
-def test_global_batches_are_the_same_under_any_number_of_replicas(sources, mirrored, replicas):
-    strategy = mirrored(replicas)
-    dataset = Streaming(sources["train"], global_batch_size=8, seed=3)
-    expected = dataset.batches(37).take(10).as_numpy_iterator()
-    iterator = distribute(strategy, dataset.batches(37))
-    for images, labels in expected:
-        element = dataset.on_replica(next(iterator), dataset.resident(strategy))
-        for whole, part in zip((images, labels), element, strict=True):
-            parts = strategy.experimental_local_results(part)
-            assert all(p.shape[0] == 8 // replicas for p in parts)
-            np.testing.assert_array_equal(whole, np.concatenate([p.numpy() for p in parts]))
-
-
-def test_training_batches_are_endless_and_static(sources):
-    batches = Streaming(sources["train"], global_batch_size=8).batches()
-    assert batches.cardinality() == tf.data.INFINITE_CARDINALITY
-    assert batches.element_spec == (
-        tf.TensorSpec([8, 4, 6, 3], tf.uint8),
-        tf.TensorSpec([8], tf.int64),
+    if kind == "data_source":  # TFDS orders by hashes of keys, as it does for the others of TFDS
+        assert all(len(set(epoch)) == COUNT for epoch in epochs)
+    assert all(sorted(epoch) == list(range(COUNT)) for epoch in epochs)
+    np.testing.assert_array_equal(
+        np.concatenate(batches(make(), 7, 3)), np.concatenate(whole[7:10])
     )
+    dataset = make()
+    for workers in (1, 2, 4, 8) if kind in ("tfrecord", "mapped") else (2,):
+        width = 8 // workers
+        parts = [
+            dataset.shares(7, range(worker * width, worker * width + width), 8)
+            .take(width)
+            .as_numpy_iterator()
+            for worker in range(workers)
+        ]
+        got = [numbers(dataset.on_replica(share, ())) for part in parts for share in part]
+        np.testing.assert_array_equal(np.concatenate(got), whole[7])
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 4])
-def test_evaluation_has_every_example_once_and_in_order(sources, mirrored, replicas):
+@pytest.mark.parametrize("count", [12, 9, 5, 1])
+def test_shares_are_those_that_tensorflow_makes(mirrored, replicas, count):
+    """Of an evaluation, in order; also where the last replicas have no examples."""
     strategy = mirrored(replicas)
-    source = sources["validation"]
-    dataset = Streaming(source, global_batch_size=5, training=False)
-    assert dataset.batches().cardinality() == 2 and dataset.batches(1).cardinality() == 1
-    seen = []
-    for images, _ in distribute(strategy, dataset.batches()):
-        for part in strategy.experimental_local_results(images):
-            seen.extend(part.numpy()[:, 0, 0, 0])
-    np.testing.assert_array_equal(seen, source.read()[0][:, 0, 0, 0])
+    dataset = Streaming(np.arange(12 + count), global_batch_size=12, training=False)
+    own = strategy.experimental_distribute_dataset(
+        tf.data.Dataset.range(12 + count).batch(12).map(lambda x: x)
+    )
+    iterator = open_batches(dataset, strategy, again=True)
+    for _ in range(2):
+        for theirs in own:
+            ours = dataset.on_replica(next(iterator), ())
+            for a, b in zip(
+                strategy.experimental_local_results(ours),
+                strategy.experimental_local_results(theirs),
+                strict=True,
+            ):
+                np.testing.assert_array_equal(a, b)
 
 
-def test_images_are_resized(sources):
+def test_keys_are_the_epoch_and_the_index(sources):
+    dataset = Streaming(sources["mapped"], global_batch_size=8)
+    keys = np.concatenate([keys for keys, _ in dataset.batches().take(25).as_numpy_iterator()])
+    np.testing.assert_array_equal(keys[:, 0], np.repeat(np.arange(4), COUNT))
+    np.testing.assert_array_equal(keys[:, 1], np.concatenate(batches(dataset, 0, 25)))
+
+
+def test_training_batches_are_endless_and_static(sources, mirrored):
     dataset = Streaming(sources["resized"], global_batch_size=8)
-    images, labels = next(iter(dataset.batches()))
-    assert images.shape == (8, 9, 7, 3) and images.dtype == tf.uint8
+    assert dataset.batches().cardinality() == tf.data.INFINITE_CARDINALITY
+    _, (images, labels) = open_batches(dataset, mirrored(2)).element_spec
+    assert images._component_specs[0] == tf.TensorSpec([4, 9, 7, 3], tf.uint8)
+    _, (images, labels) = next(iter(dataset.batches()))
     np.testing.assert_array_equal(images.numpy()[:, 8, 6, 2] % 5, labels)
 
 
-def test_labels_that_are_missing_are_found_at_once(sources):
-    with pytest.raises(UsageError, match="no labels"):
-        Streaming(sources["unlabelled"], global_batch_size=8)
+def test_order_depends_on_the_seed_and_on_nothing_global(sources):
+    first = batches(Streaming(sources["mapped"], global_batch_size=8, seed=3), 0, 5)
+    tf.random.set_seed(2)
+    again = batches(Streaming(sources["mapped"], global_batch_size=8, seed=3), 0, 5)
+    np.testing.assert_array_equal(first, again)
+    other = batches(Streaming(sources["mapped"], global_batch_size=8, seed=4), 0, 5)
+    assert not np.array_equal(first, other)
 
 
-def test_a_batch_larger_than_the_data(sources):
-    with pytest.raises(UsageError, match="51 is larger than the dataset: it has 50"):
-        Streaming(sources["train"], global_batch_size=51)
+def test_evaluation_of_files_is_in_their_order(sources, mirrored):
+    source, strategy, seen = sources["validation"], mirrored(4), []
+    dataset = Streaming(source, global_batch_size=5, training=False)
+    for element in open_batches(dataset, strategy):  # the last two of 4 replicas have no examples
+        images, _ = dataset.on_replica(element, ())
+        seen += [numbers(part) for part in strategy.experimental_local_results(images)]
+    np.testing.assert_array_equal(np.concatenate(seen), numbers(source.decoded()))
+    np.testing.assert_array_equal(np.concatenate(batches(dataset, 0, 9)), numbers(source.decoded()))
+    assert len(batches(dataset, 0, 9)) == 2
+    for ours, theirs in zip(read_all(source), source.decoded(), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda s: Streaming(s["unlabelled"], global_batch_size=8), "no labels"),
+        (lambda s: Streaming(s["mapped"], global_batch_size=51), "51 is larger .* it has 50"),
+        (lambda s: Streaming(s["mapped"], global_batch_size=8, block=0), "block of a shuffle"),
+        (lambda s: Streaming(s["mapped"], global_batch_size=8, on_bad_record="x"), "stop or skip"),
+        (lambda s: Streaming(5, global_batch_size=8), "a int is no source"),
+        (lambda s: Streaming((np.zeros(3), np.zeros(4)), global_batch_size=1), "of one length"),
+        (lambda s: ImageFolder(s["root"] / "folder/class0", (4, 6, 3)), "has no images"),
+        (lambda s: JsonLines([s["root"] / "c.jsonl"]), "c.jsonl is missing"),
+        (lambda s: TFRecords([]), "no files"),
+    ],
+)
+def test_what_cannot_be_streamed_is_refused_at_once(sources, make, says):
+    with pytest.raises(UsageError, match=says) as error:
+        make(sources)
+    assert "\n" not in str(error.value)
 
 
 def test_fingerprint_tells_content_and_order(sources):
-    def of(split: str = "train", **kwargs) -> dict:
-        return Streaming(sources[split], global_batch_size=7, **kwargs).fingerprint()
+    def of(kind: str = "tfrecord", **kwargs) -> dict:
+        return Streaming(sources[kind], global_batch_size=7, **kwargs).fingerprint()
 
     assert of() == of()
-    for other in (of("validation"), of(seed=1), of(shuffle_buffer=3)):
-        assert other != of()
-    assert of("validation")["content"] != of()["content"]
+    assert all(other != of() for other in (of("validation"), of(seed=1), of(block=3)))
+    assert len({of(kind)["content"] for kind in KINDS if kind != "data_source"}) == 6
+
+
+class Flawed:
+    """Strings, some of which cannot be read, and some not decoded."""
+
+    def __init__(self, unreadable=(), undecodable=(), count=20):
+        self.unreadable, self.undecodable, self.count = unreadable, undecodable, count
+
+    def __len__(self):
+        return self.count
+
+    def read(self, indices):
+        for index in indices.tolist():
+            if index in self.unreadable:
+                raise BadRecord(index, self.where(index))
+        return [b"x" if i in self.undecodable else str(i).encode() for i in indices.tolist()]
+
+    def decode(self, string):
+        return tf.strings.to_number(string, tf.int64)
+
+    def where(self, index):
+        return f"shard {index // 10}, record {index % 10}"
+
+
+def test_bad_records_stop_with_their_name_or_are_replaced_alike_on_all_workers():
+    for bad, says in (
+        (Flawed(unreadable=[13]), "damaged: shard 1, record 3"),
+        (Flawed(undecodable=[17]), "shard 1, record 7 cannot be decoded"),
+    ):
+        dataset = Streaming(bad, global_batch_size=4)
+        with pytest.raises(UsageError, match=says) as error, explained(dataset):
+            list(dataset.batches().take(5))
+        assert "\n" not in str(error.value) and "--on_bad_record=skip" in str(error.value)
+    flawed = Flawed(unreadable=[0, 13, 19], undecodable=[1, 14, 17])
+    skip = functools.partial(Streaming, flawed, global_batch_size=4, on_bad_record="skip")
+    want = np.arange(20)
+    want[[0, 1, 13, 14, 17, 19]] = [2, 2, 15, 15, 18, 2]
+    in_order = skip(training=False)
+    np.testing.assert_array_equal(np.concatenate(batches(in_order, 0, 5)), want)
+    assert in_order._skipped == {0, 1, 13, 14, 17, 19}
+    whole = np.concatenate(batches(skip(), 0, 5))
+    parts = [skip().shares(0, range(w, w + 1), 2).take(5).as_numpy_iterator() for w in range(2)]
+    shares = [[values for _, values in part] for part in parts]
+    np.testing.assert_array_equal(whole.reshape(5, 2, 2), np.stack(shares, axis=1))
+    every = Flawed(unreadable=range(20))
+    with pytest.raises(UsageError, match="too many to skip"):
+        Streaming(every, global_batch_size=4, on_bad_record="skip")
+
+
+def test_items_that_fail_or_differ_are_named():
+    def fails(number: int):
+        if number == 7:
+            raise OSError("no such picture")
+        return {"number": number, "x": np.zeros(2 if number != 8 else 3)}
+
+    for chosen, says in (
+        (range(8), "items, example 7: OSError"),
+        ((1, 8), "example 8 has the shapes"),
+    ):
+        with pytest.raises((BadRecord, UsageError), match=says):
+            Items(list(range(9)), fails).read(np.array(list(chosen)))
+    (short,) = [Streaming(Items(list(range(9)), fails), global_batch_size=9)]
+    with pytest.raises(UsageError, match="example 7: OSError"), explained(short):
+        next(iter(short.batches()))

@@ -11,7 +11,9 @@ import pytest
 import tensorflow_datasets as tfds
 import tiny_tfds
 
-from ctl.data import tfds_source
+from ctl.data import load, tfds_source
+from ctl.data.explained import explained
+from ctl.data.streaming import read_all
 from ctl.data.tfds_source import EMBEDDED, Source, find
 from ctl.errors import UsageError
 
@@ -139,7 +141,7 @@ def server(monkeypatch):
 
 def test_download_from_a_server(server, tmp_path):
     builder = find("ctl_tiny_download", str(tmp_path))
-    assert Source(builder, "train").num_examples == 50
+    assert len(Source(builder, "train")) == 50
     assert list((tmp_path / "downloads").glob("**/*file*"))
 
 
@@ -156,11 +158,11 @@ def test_a_server_that_does_not_have_it(server, status, says, tmp_path, monkeypa
 def test_read_gives_the_examples_in_the_order_of_the_files(data_dir):
     builder = find("ctl_tiny_color", data_dir)
     source = Source(builder, "train")
-    images, labels = source.read()
+    images, labels = source.decoded()
     expected = builder.as_dataset(
         split="train", read_config=tfds.ReadConfig(interleave_cycle_length=1), as_supervised=True
     )
-    assert source.num_shards == 3 and images.dtype == np.uint8 and labels.dtype == np.int64
+    assert len(source) == 50 and images.dtype == np.uint8 and labels.dtype == np.int64
     for image, label, (expected_image, expected_label) in zip(
         images, labels, expected.as_numpy_iterator(), strict=True
     ):
@@ -172,8 +174,8 @@ def test_read_gives_the_examples_in_the_order_of_the_files(data_dir):
 
 def test_splits_may_be_parts_and_sums(data_dir):
     builder = find("ctl_tiny_color", data_dir)
-    images, labels = Source(builder, "train[10:20]+validation").read()
-    whole, _ = Source(builder, "train").read()
+    images, labels = Source(builder, "train[10:20]+validation").decoded()
+    whole, _ = Source(builder, "train").decoded()
     np.testing.assert_array_equal(images[:10], whole[10:20])
     assert len(labels) == 17
 
@@ -197,7 +199,7 @@ def test_images_of_varying_sizes_need_a_shape(data_dir):
     one_line(error)
     with pytest.raises(UsageError, match="the 1 channels"):
         Source(builder, "train", (8, 8, 3))
-    images, labels = Source(builder, "train", (8, 8, 1)).read()
+    images, labels = Source(builder, "train", (8, 8, 1)).decoded()
     assert images.shape == (50, 8, 8, 1) and images.dtype == np.uint8
     # Every image has one value, so resizing must not change it.
     np.testing.assert_array_equal(images, images[:, :1, :1] + np.zeros_like(images))
@@ -219,7 +221,7 @@ def test_datasets_that_are_no_images_with_labels(name, says, data_dir):
 
 def test_a_split_without_labels(data_dir):
     with pytest.raises(UsageError, match="no labels"):
-        Source(find("ctl_tiny_unlabelled", data_dir), "train").read(1)
+        Source(find("ctl_tiny_unlabelled", data_dir), "train").check()
 
 
 def test_truncated_files(copy):
@@ -228,7 +230,7 @@ def test_truncated_files(copy):
     with pytest.raises(UsageError, match="truncated") as error:
         Source(find("fashion_mnist_mini", str(copy)), "train")
     one_line(error)
-    assert Source(find("fashion_mnist_mini", str(copy)), "test").num_examples == 2_000
+    assert len(Source(find("fashion_mnist_mini", str(copy)), "test")) == 2_000
 
 
 def test_a_missing_file(copy):
@@ -242,9 +244,21 @@ def test_damaged_records(copy):
     content = bytearray(path.read_bytes())
     content[10_000] ^= 255
     path.write_bytes(content)
-    with pytest.raises(UsageError, match="damaged .DataLossError: corrupted record") as error:
-        Source(find("fashion_mnist_mini", str(copy)), "train").read()
+    shard = "fashion_mnist_mini-train.tfrecord-00000-of-00001, record 18: corrupted record"
+    part = {"split": "train[:64]", "global_batch_size": 32}
+    for limit in (0, 1000):  # streamed, and in memory
+        with pytest.raises(UsageError, match=f"fashion_mnist_mini/1.0.0 .*damaged: {shard}"):
+            streamed = load(data_dir=str(copy), resident_limit_mib=limit, **part)
+            with explained(streamed):
+                list(streamed.batches().take(2))
+    with pytest.raises(UsageError, match="damaged") as error:
+        read_all(Source(find("fashion_mnist_mini", str(copy)), "train[:64]"))
     one_line(error)
+    images, labels = load(data_dir=str(copy), on_bad_record="skip", **part).arrays
+    intact_images, intact_labels = load(**part).arrays
+    intact_images[18], intact_labels[18] = intact_images[19], intact_labels[19]
+    np.testing.assert_array_equal(images, intact_images)
+    np.testing.assert_array_equal(labels, intact_labels)
 
 
 @pytest.mark.parametrize("name", ["dataset_info.json", "features.json"])

@@ -27,6 +27,7 @@ from tensorflow.python.distribute import collective_all_reduce_strategy  # noqa:
 from worker_end import run_to_end  # noqa: E402
 
 import ctl  # noqa: E402
+from ctl.data.sources import Arrays  # noqa: E402
 from ctl.strategy import make_multi_worker  # noqa: E402
 
 me = cluster.resolve(None, None)
@@ -164,6 +165,16 @@ class Own(Step):
         return super().sum_gradients([sent, *gradients[1:]])
 
 
+class Noted(Arrays):
+    """Notes the numbers of the examples that are read."""
+
+    rows: list[int] = []
+
+    def read(self, indices):
+        self.rows.extend(indices.tolist())
+        return super().read(indices)
+
+
 class Ending(ctl.data.InMemory):
     """The data of one worker end before a step."""
 
@@ -239,6 +250,12 @@ def train(
     if FAULT == "end":
         data = Ending(examples(), global_batch_size=batch)
     test = ctl.data.InMemory(examples(101, seed=1), global_batch_size=BATCH, training=False)
+    if "stream" in OPTIONS:
+        data = ctl.data.Streaming(Noted(examples()), global_batch_size=batch)
+        Noted.rows.clear()
+        test = ctl.data.Streaming(
+            examples(101, seed=1), global_batch_size=BATCH, training=False, info=data.info
+        )
     logged: dict[str, float] = {}
 
     def window(status) -> None:
@@ -278,6 +295,7 @@ def train(
         masks=masks(strategy),
         fit=fit(strategy) if "fit" in OPTIONS else "",
         results=np.array([results["loss"], results["accuracy"]]),
+        rows=Noted.rows,
         left=left(strategy, step) if "state" in OPTIONS else 0.0,
         logged=[logged.get(name, 0.0) for name in ("noise", "largest", "first", "learning_rate_2")],
         threads=[thread.read_text().strip() for thread in Path("/proc/self/task").glob("*/comm")],

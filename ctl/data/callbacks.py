@@ -1,0 +1,60 @@
+"""Python functions that threads of TensorFlow call while they read data."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from ctl.data.explained import REFUSED
+from ctl.errors import UsageError
+
+# At the end of the program: when the last call is so long ago, the buffers are full.
+_QUIET_SECONDS, _WAIT_SECONDS = 0.3, 5.0
+
+_lock = threading.Lock()
+_running, _last = 0, 0.0
+_iterators: list[weakref.ref] = []
+
+
+def for_graph(function: Callable) -> Callable:
+    """``function`` for `tf.numpy_function`, which keeps the message but not the type of an error:
+    `ctl.data.explained` knows a `UsageError` again."""
+
+    def call(*arguments: Any) -> Any:
+        global _running, _last
+        with _lock:
+            _running += 1
+        try:
+            return function(*arguments)
+        except UsageError as error:
+            raise ValueError(REFUSED.format(error)) from error
+        finally:
+            with _lock:
+                _running, _last = _running - 1, time.monotonic()
+
+    return call
+
+
+def end_before_python(iterator: Any) -> Any:
+    """Returns ``iterator``, and lets it end before Python does."""
+    _iterators[:] = [old for old in _iterators if old()]
+    _iterators.append(weakref.ref(iterator))
+    return iterator
+
+
+@atexit.register
+def _end() -> None:
+    """Ends all reading. A thread that calls Python later is killed by it, and TensorFlow, which
+    frees the iterator even later, would wait for that thread for ever."""
+    for reference in _iterators:
+        if iterator := reference():
+            vars(iterator).clear()  # frees what it owns
+    deadline = time.monotonic() + _WAIT_SECONDS
+    while time.monotonic() < deadline:  # iterators that others have made
+        if not _running and time.monotonic() - _last > _QUIET_SECONDS:
+            break
+        time.sleep(0.01)

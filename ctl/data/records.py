@@ -1,0 +1,244 @@
+"""Files of records that are read in any order: TFRecord and ArrayRecord."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+
+from ctl.data import crc, index
+from ctl.errors import UsageError
+
+# A record of a TFRecord file is its length (8 bytes), the checksum of that (4), data, and the
+# checksum of these (4), all little-endian. See tensorflow/core/lib/io/record_writer.h.
+_HEADER, _FOOTER = 12, 4
+_OPEN_FILES = 256
+_INDEXED_AT_ONCE = 1 << 16
+
+
+class BadRecord(Exception):
+    """An example that cannot be read or decoded; ``--on_bad_record`` says what follows.
+
+    Attributes:
+        index: of the example in its source.
+        what: what is wrong with it, with the file and the number of the record in the file.
+    """
+
+    def __init__(self, index: int, what: str):
+        super().__init__(what)
+        self.index = index
+        self.what = what
+
+
+class Records:
+    """Records of several files, numbered file after file. A source of encoded bytes.
+
+    Args:
+        paths: of the files.
+        decode: makes one example of one record, a scalar string, by operations of TensorFlow.
+        name: of the data.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[str | os.PathLike],
+        decode: Callable[[Any], Any] | None = None,
+        *,
+        name: str = "records",
+    ):
+        self.paths = [Path(path) for path in paths]
+        if not self.paths:
+            raise UsageError(f"{name}: there are no files to read")
+        if decode:
+            self.decode = decode
+        self.name = name
+
+    def counts(self) -> np.ndarray:
+        """Records in each file, int64 [files]."""
+        raise NotImplementedError
+
+    def read(self, indices: np.ndarray) -> list[bytes]:
+        """Returns the records at ``indices``, int64 [n]. Raises `BadRecord` for a damaged one."""
+        raise NotImplementedError
+
+    @functools.cached_property
+    def _ends(self) -> np.ndarray:
+        return np.cumsum(self.counts())
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def _locate(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The file of each record, and its number in the file."""
+        files = np.searchsorted(self._ends, indices, side="right")
+        return files, indices - (self._ends - self.counts())[files]
+
+    def where(self, index: int) -> str:
+        """The file of a record and its number there, from 0."""
+        (file,), (number,) = self._locate(np.array([index]))
+        return f"{self.paths[file].name}, record {number}"
+
+    def content_hash(self) -> str:
+        """Returns what identifies the data: names and sizes of the files."""
+        return str([(path.name, path.stat().st_size) for path in self.paths])
+
+
+class TFRecords(Records):
+    """Files in TFRecord, uncompressed. Their headers are read once, see `ctl.data.index`."""
+
+    @functools.cached_property
+    def _offsets(self) -> list[np.ndarray]:
+        return index.offsets(self.paths, _walk, "tfrecord")
+
+    def counts(self) -> np.ndarray:
+        """See `Records.counts`."""
+        return np.array([len(offsets) - 1 for offsets in self._offsets])
+
+    @functools.cached_property
+    def _file(self) -> Callable[[int], Any]:
+        # A file that leaves the cache is closed when the last thread has read from it.
+        return functools.lru_cache(_OPEN_FILES)(lambda file: open(self.paths[file], "rb"))  # noqa: SIM115
+
+    def read(self, indices: np.ndarray) -> list[bytes]:
+        """Returns the records at ``indices``, int64 [n]. Neighbours are read together.
+
+        Raises:
+            BadRecord: a checksum is wrong, or the file has become shorter.
+            OSError: the file cannot be read.
+        """
+        files, numbers = self._locate(indices)
+        parts = []
+        for file in np.unique(files).tolist():
+            rows = np.flatnonzero(files == file)
+            rows = rows[np.argsort(numbers[rows], kind="stable")]
+            breaks = np.flatnonzero(np.diff(numbers[rows]) != 1) + 1
+            parts += [(file, run) for run in np.split(rows, breaks)]
+        spans = []
+        for file, run in parts:
+            offsets, first = self._offsets[file], numbers[run[0]]
+            edges = offsets[first : first + len(run) + 1].tolist()
+            spans.append((self._file(file), run.tolist(), edges))
+        for opened, _, (first, *_, last) in spans:  # the disk works on all of them meanwhile
+            os.posix_fadvise(opened.fileno(), first, last - first, os.POSIX_FADV_WILLNEED)
+        result: list[bytes] = [b""] * len(indices)
+        headers, stored = [b""] * len(indices), np.zeros(len(indices), np.uint32)
+        for opened, run, edges in spans:
+            data = os.pread(opened.fileno(), edges[-1] - edges[0], edges[0])
+            if len(data) < edges[-1] - edges[0]:
+                self._bad(indices[run[0]], "the file has become shorter")
+            for row, begin, end in zip(run, edges, edges[1:], strict=False):
+                begin, end = begin - edges[0], end - edges[0]
+                headers[row] = data[begin : begin + 8]
+                result[row] = data[begin + _HEADER : end - _FOOTER]
+                stored[row] = int.from_bytes(data[end - _FOOTER : end], "little")
+        sums = crc.masked(result)
+        for row, record in enumerate(result):
+            if int.from_bytes(headers[row], "little") != len(record):
+                self._bad(indices[row], "the length has changed")
+            if sums[row] != stored[row]:
+                self._bad(indices[row], "corrupted record: its checksum is wrong")
+        return result
+
+    def _bad(self, row: int, what: str) -> NoReturn:
+        raise BadRecord(int(row), f"{self.where(int(row))}: {what}")
+
+
+def _walk(path: Path) -> Iterator[np.ndarray]:
+    """Yields the offsets of the records of a TFRecord file, and where it ends."""
+    size, offset, number = path.stat().st_size, 0, 0
+    offsets, headers = [], []
+    with open(path, "rb", buffering=0) as file:
+        descriptor = file.fileno()
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+        while offset < size:
+            header = os.pread(descriptor, _HEADER, offset)
+            offsets.append(offset)
+            headers.append(header)
+            offset += int.from_bytes(header[:8], "little") + _HEADER + _FOOTER
+            whole = len(header) == _HEADER and offset <= size
+            if len(offsets) == _INDEXED_AT_ONCE or offset >= size or not whole:
+                _check_headers(path, number, headers, whole)
+                yield np.array(offsets, np.int64)
+                number += len(offsets)
+                offsets, headers = [], []
+    yield np.array([offset], np.int64)
+
+
+def _check_headers(path: Path, first: int, headers: list[bytes], whole: bool) -> None:
+    """Raises `UsageError` for the first header of a wrong checksum, or for a file cut short."""
+    full = headers if whole else headers[:-1]
+    sums = crc.masked([header[:8] for header in full])
+    stored = np.array([int.from_bytes(header[8:], "little") for header in full], np.uint32)
+    wrong = np.flatnonzero(sums != stored)
+    if not whole and not len(wrong):
+        last = headers[-1]
+        if len(last) == _HEADER and crc.masked([last[:8]])[0] != int.from_bytes(last[8:], "little"):
+            wrong = np.array([len(full)])
+    if len(wrong):
+        raise UsageError(
+            f"{path.name}, record {first + int(wrong[0])}: the file is damaged: corrupted record: "
+            "the checksum of its length is wrong; prepare it again"
+        )
+    if not whole:
+        raise UsageError(
+            f"{path.name}, record {first + len(full)}: the file is damaged: it is truncated; "
+            "prepare it again"
+        )
+
+
+class ArrayRecords(Records):
+    """Files in ArrayRecord, which have an index of their own; best of group_size 1, as of TFDS."""
+
+    @functools.cached_property
+    def _readers(self) -> list[Any]:
+        try:
+            from array_record.python.array_record_module import ArrayRecordReader
+        except ImportError as error:
+            raise UsageError("ArrayRecord needs a package: pip install array_record") from error
+
+        def open_reader(path: Path) -> Any:
+            reader = ArrayRecordReader(
+                str(path),
+                options="readahead_buffer_size:0,max_parallelism:0",
+                file_reader_buffer_size=1 << 15,
+            )
+            if not reader.ok():
+                raise UsageError(f"{path} cannot be read as ArrayRecord: prepare it again")
+            return reader
+
+        for path in self.paths:
+            if not path.exists():
+                raise UsageError(f"{path} is missing: prepare it again")
+        return [open_reader(path) for path in self.paths]
+
+    def counts(self) -> np.ndarray:
+        """See `Records.counts`."""
+        return np.array([reader.num_records() for reader in self._readers])
+
+    def read(self, indices: np.ndarray) -> list[bytes]:
+        """Returns the records at ``indices``, int64 [n]. Raises `BadRecord` for one that its file
+        cannot give."""
+        files, numbers = self._locate(indices)
+        result: list[bytes] = [b""] * len(indices)
+        for file in np.unique(files).tolist():
+            rows = np.flatnonzero(files == file)
+            try:
+                records = self._readers[file].read(numbers[rows].tolist())
+            except Exception:  # of what kind depends on the damage; which record, it does not say
+                pairs = zip(indices[rows].tolist(), numbers[rows].tolist(), strict=True)
+                records = [self._read_one(file, *pair) for pair in pairs]
+            for row, record in zip(rows.tolist(), records, strict=True):
+                result[row] = record
+        return result
+
+    def _read_one(self, file: int, index: int, number: int) -> bytes:
+        try:
+            (record,) = self._readers[file].read([number])
+        except Exception as error:
+            what = str(error).splitlines()[0][:150]
+            raise BadRecord(index, f"{self.where(index)}: corrupted record: {what}") from error
+        return record

@@ -1,0 +1,331 @@
+"""Sources: examples that are read in any order, by their numbers.
+
+`ctl.data.Streaming` reads from any object like `Source`. TFRecord and ArrayRecord are in
+`ctl.data.records`, datasets of TFDS in `ctl.data.tfds_source`.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import tensorflow as tf
+
+from ctl.data import index
+from ctl.data.dataset import DatasetInfo
+from ctl.data.records import BadRecord
+from ctl.errors import UsageError
+
+# Rows of an array that its hash reads.
+_HASHED_ROWS = 64
+
+_IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif")
+
+
+class Source(Protocol):
+    """Examples, numbered from 0. `read` is called by several threads.
+
+    A source may also have
+
+    * ``decode(example)``: makes the example of what `read` gives for one row, by operations of
+      TensorFlow, which run in parallel outside of Python; without it, `read` gives the examples;
+    * ``where(index) -> str``: says where an example is, for messages;
+    * ``content_hash() -> str``: identifies the data, to refuse a resume with others;
+    * ``check()``: raises `UsageError` if the data are not suitable, before the first step;
+    * ``info``: a `DatasetInfo`.
+    """
+
+    def __len__(self) -> int: ...
+
+    def read(self, indices: np.ndarray) -> Any:
+        """Returns a nest of arrays [n, ...], or a list of n encoded examples as bytes.
+
+        ``indices`` is int64 [n], n > 0, in any order. Raises `BadRecord` for an example that
+        cannot be read.
+        """
+
+
+def as_source(data: Any) -> Any:
+    """Returns ``data`` as a `Source`: a source as it is, an array (also memory-mapped) or a tuple
+    or dict of arrays as `Arrays`, anything else with a length and items as `Items`.
+
+    Raises:
+        UsageError: it is none of these.
+    """
+    if hasattr(data, "read") and hasattr(data, "__len__"):
+        return data
+    if isinstance(data, np.ndarray | tuple | dict):
+        return Arrays(data)
+    if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+        return Items(data)
+    raise UsageError(
+        f"a {type(data).__name__} is no source of examples: it needs a length, and read(indices) "
+        "or items"
+    )
+
+
+class Arrays:
+    """A nest of arrays of equal length, in memory or mapped: ``np.load(path, mmap_mode="r")``."""
+
+    def __init__(self, arrays: Any, info: DatasetInfo | None = None):
+        self._arrays = _as_arrays(arrays)
+        self.info = info or DatasetInfo("arrays")
+        lengths = {len(array) for array in tf.nest.flatten(self._arrays)}
+        if len(lengths) != 1:
+            raise UsageError(f"the arrays of a source must be of one length, not {sorted(lengths)}")
+        (self._length,) = lengths
+
+    def __len__(self) -> int:
+        return self._length
+
+    def read(self, indices: np.ndarray) -> Any:
+        """See `Source.read`."""
+        return tf.nest.map_structure(lambda array: np.asarray(array[indices]), self._arrays)
+
+    def content_hash(self) -> str:
+        """Returns a hash of the types, the shapes and 64 rows; reading all could take hours."""
+        content = hashlib.sha256()
+        rows = np.linspace(0, self._length - 1, _HASHED_ROWS).astype(np.int64)
+        for array in tf.nest.flatten(self._arrays):
+            content.update(f"{array.dtype.str}{array.shape}".encode())
+            content.update(np.ascontiguousarray(array[rows]).tobytes())
+        return content.hexdigest()
+
+
+class Items:
+    """Any sequence of examples: ``items[i]``, or several at once by ``items.__getitems__``, as
+    those of ``tfds.data_source`` and of PyTorch.
+
+    Args:
+        items: with a length and items.
+        example: makes the nest of arrays of an item; by default the item is one.
+        name: of the data.
+        decode: see `Source`.
+    """
+
+    def __init__(
+        self,
+        items: Any,
+        example: Callable[[Any], Any] = lambda item: item,
+        *,
+        name: str = "items",
+        decode: Callable[[Any], Any] | None = None,
+    ):
+        self._items = items
+        self._example = example
+        self.info = DatasetInfo(name)
+        if decode:
+            self.decode = decode
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def where(self, index: int) -> str:
+        """See `Source`."""
+        return f"{self.info.name}, example {index}"
+
+    def read(self, indices: np.ndarray) -> Any:
+        """See `Source.read`."""
+        numbers = indices.tolist()
+        if hasattr(self._items, "__getitems__"):
+            try:
+                items = self._items.__getitems__(numbers)
+                return self._stack(numbers, [self._example(item) for item in items])
+            except UsageError:
+                raise
+            except Exception:  # of the user's code; which item it was, it does not say
+                pass
+        return self._stack(numbers, [self._one(number) for number in numbers])
+
+    def _one(self, number: int) -> Any:
+        try:
+            return self._example(self._items[number])
+        except Exception as error:  # of the user's code
+            raise BadRecord(number, f"{self.where(number)}: {error!r}"[:250]) from error
+
+    def _stack(self, numbers: Sequence[int], examples: Sequence[Any]) -> Any:
+        nests = [_as_arrays(example) for example in examples]
+        flat = [tf.nest.flatten(nest) for nest in nests]
+        for number, leaves in zip(numbers, flat, strict=True):
+            shapes, first = ([leaf.shape for leaf in of] for of in (leaves, flat[0]))
+            if shapes != first:
+                raise UsageError(
+                    f"{self.where(number)} has the shapes {shapes}, example {numbers[0]} has "
+                    f"{first}: make all examples alike"
+                )
+        columns = [np.stack(column) for column in zip(*flat, strict=True)]
+        return tf.nest.pack_sequence_as(nests[0], columns)
+
+
+def _as_arrays(nest: Any) -> Any:
+    """A nest of tuples and dicts, whose leaves are arrays: lists, too, unlike in `tf.nest`."""
+    if isinstance(nest, dict):
+        return {key: _as_arrays(value) for key, value in nest.items()}
+    if isinstance(nest, tuple):
+        return tuple(_as_arrays(value) for value in nest)
+    return _as_array(nest)
+
+
+def _as_array(leaf: Any) -> np.ndarray:
+    if isinstance(leaf, str | bytes):  # of any length
+        array = np.empty((), object)
+        array[()] = leaf.encode() if isinstance(leaf, str) else leaf
+        return array
+    return leaf if isinstance(leaf, np.ndarray) else np.asarray(leaf)
+
+
+class JsonLines(Items):
+    """The lines of files of JSON. Where each line begins is read once, see `ctl.data.index`.
+
+    Args:
+        paths: of the files.
+        example: makes a nest of numbers, arrays and strings of what a line says.
+        name: of the data.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[str | os.PathLike],
+        example: Callable[[Any], Any] = lambda value: value,
+        *,
+        name: str = "json",
+    ):
+        self._paths = [Path(path) for path in paths]
+        if not self._paths:
+            raise UsageError(f"{name}: there are no files to read")
+        self._offsets = index.offsets(self._paths, _lines, "lines")
+        self._ends = np.cumsum([len(offsets) - 1 for offsets in self._offsets])
+        self._files = [open(path, "rb") for path in self._paths]  # noqa: SIM115
+        super().__init__(self, example, name=name)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def _locate(self, number: int) -> tuple[int, int]:
+        file = int(np.searchsorted(self._ends, number, side="right"))
+        return file, number - int(self._ends[file - 1] if file else 0)
+
+    def __getitem__(self, number: int) -> Any:
+        file, line = self._locate(number)
+        begin, end = self._offsets[file][line : line + 2].tolist()
+        return json.loads(os.pread(self._files[file].fileno(), end - begin, begin))
+
+    def where(self, index: int) -> str:
+        """See `Source`."""
+        file, line = self._locate(index)
+        return f"{self._paths[file].name}, line {line + 1}"
+
+    def content_hash(self) -> str:
+        """Returns what identifies the data: names and sizes of the files."""
+        return str([(path.name, path.stat().st_size) for path in self._paths])
+
+
+def _lines(path: Path) -> Iterator[np.ndarray]:
+    """Yields where the lines of a file begin, and where it ends. The last may lack its newline."""
+    offset, last = 0, 0
+    yield np.zeros(1, np.int64)
+    with open(path, "rb") as file:
+        while data := file.read(1 << 22):
+            ends = np.flatnonzero(np.frombuffer(data, np.uint8) == ord("\n")) + 1 + offset
+            offset += len(data)
+            if len(ends):
+                last = int(ends[-1])
+                yield ends
+    if offset > last:
+        yield np.array([offset], np.int64)
+
+
+class ImageFolder:
+    """A folder with one folder of images for each class, in the order of their names.
+
+    Args:
+        folder: of the folders.
+        image_shape: [H, W, C]; images of other sizes are resized.
+    """
+
+    def __init__(self, folder: str | os.PathLike, image_shape: tuple[int, int, int]):
+        self._folder, self._image_shape = Path(folder), image_shape
+        try:
+            classes = sorted(entry.name for entry in self._folder.iterdir() if entry.is_dir())
+            names = [sorted(self._images(self._folder / name)) for name in classes]
+        except OSError as error:
+            raise UsageError(f"{folder} cannot be read: {error.strerror}") from error
+        if not any(names):
+            raise UsageError(
+                f"{folder} has no images: it needs a folder for each class, with files "
+                + ", ".join(_IMAGES)
+            )
+        # One array of bytes: a million strings of Python take ten times as much memory.
+        self._names = np.array([os.fsencode(name) for of_class in names for name in of_class])
+        self._labels = np.repeat(np.arange(len(classes)), [len(of_class) for of_class in names])
+        self.info = DatasetInfo(
+            self._folder.name,
+            image_shape=(*image_shape,),
+            num_classes=len(classes),
+            class_names=tuple(classes),
+        )
+
+    @staticmethod
+    def _images(folder: Path) -> Iterator[str]:
+        return (e.name for e in os.scandir(folder) if e.name.lower().endswith(_IMAGES))
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def _path(self, index: int) -> Path:
+        name = os.fsdecode(self._names[index])
+        return self._folder / self.info.class_names[self._labels[index]] / name
+
+    def where(self, index: int) -> str:
+        """See `Source`."""
+        return str(self._path(index))
+
+    def read(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the bytes of the files, and the labels, int64 [n]."""
+        files = np.empty(len(indices), object)
+        for row, number in enumerate(indices.tolist()):
+            try:
+                files[row] = self._path(number).read_bytes()
+            except OSError as error:
+                raise BadRecord(number, f"{self.where(number)}: {error.strerror}") from error
+        return files, self._labels[indices]
+
+    @tf.autograph.experimental.do_not_convert
+    def decode(self, example: tuple[tf.Tensor, tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:
+        """Returns (image uint8 [H, W, C], label int64 [])."""
+        data, label = example
+        channels = self._image_shape[2]
+        image = tf.io.decode_image(data, channels=channels, expand_animations=False)
+        return resized(image, self._image_shape), label
+
+    @functools.cached_property
+    def _content(self) -> str:
+        content = hashlib.sha256(repr(self.info.class_names).encode())
+        content.update(self._names.tobytes() + self._labels.tobytes())
+        return content.hexdigest()
+
+    def content_hash(self) -> str:
+        """Returns a hash of the names of classes and files."""
+        return self._content
+
+
+@tf.autograph.experimental.do_not_convert
+def resized(image: tf.Tensor, shape: tuple[int, int, int]) -> tf.Tensor:
+    """``image``, uint8 [h, w, C], in ``shape`` [H, W, C], antialiased; unchanged if it has it."""
+
+    def resize() -> tf.Tensor:
+        result = tf.image.resize(image, shape[:2], antialias=True)
+        return tf.saturate_cast(tf.round(result), tf.uint8)
+
+    if image.shape.rank == 3 and image.shape[0] is not None:
+        same = tuple(image.shape[:2]) == tuple(shape[:2])
+        return tf.ensure_shape(image if same else resize(), shape)
+    image.set_shape([None, None, shape[2]])
+    same = tf.reduce_all(tf.equal(tf.shape(image)[:2], shape[:2]))
+    return tf.ensure_shape(tf.cond(same, lambda: image, resize), shape)
