@@ -41,6 +41,7 @@ with group("What is trained"):
 with group("How the time is measured"):
     _MBIT = flags.DEFINE_list("mbit", "10,100,500", "rates of the links, megabits per second")
     _ROUNDS = flags.DEFINE_integer("rounds", 3, "of every method in turn", lower_bound=1)
+    _WARM_UP = flags.DEFINE_integer("warm_up", 200, "steps of each method before", lower_bound=1)
     _SECONDS = flags.DEFINE_float("seconds", 2.0, "of a block, about", lower_bound=0)
     _TIMEOUT = flags.DEFINE_float("timeout", 300.0, "seconds for one answer of a process")
 with group("How the accuracy is measured"):
@@ -186,7 +187,7 @@ def time_of(model: str, count: int) -> list[dict[str, Any]]:
         for title, method in methods.items():
             progress(f"{model}, {count} workers: compiling {title}")
             (folder / f"{title}.json").write_text(json.dumps(workers.ask(method, "plan")[0]))
-            workers.ask(method, "run", steps=2 * method.every)
+            workers.ask(method, "run", steps=_WARM_UP.value)
         fast = workers.measure(methods, dict.fromkeys(methods, 0.01))
         for rate in _MBIT.value:
             guess = predicted(folder, methods, fast, count, rate)

@@ -77,7 +77,7 @@ def test_low_communication(tmp_path):
     arguments = ["--methods=all_reduce,diloco", "--models=dense", "--workers=2", "--mbit=100"]
     done = subprocess.run(
         [sys.executable, BENCHMARKS / "low_communication.py", *arguments]
-        + ["--rounds=1", "--seconds=0.1", f"--json={out}"],
+        + ["--rounds=1", "--seconds=0.1", "--warm_up=2", f"--json={out}"],
         capture_output=True,
         text=True,
         timeout=300,
