@@ -163,6 +163,21 @@ def test_an_error_of_the_users_keeps_its_frames_and_no_others(calls):
     assert tracebacks.of_the_user(bug.value) is None
 
 
+def test_from_the_command_line_it_is_an_unexpected_error(zygote_without_tensorflow, tmp_path):
+    (tmp_path / "command.py").write_text(
+        "from ctl.flags import parsing\n"
+        "def main():\n"
+        "    return {}['gone']\n"
+        "def run():\n"
+        "    parsing.run_command(main, '')\n"
+    )
+    command = zygote_without_tensorflow.run("command", path=[tmp_path], exit_code=1)
+    last = command.stderr.splitlines()
+    assert last[0].startswith("Traceback of your code") and last[-1] == "KeyError: 'gone'"
+    assert any(line.endswith("line 3, in main") for line in last)
+    assert not any("absl" in line or "ctl/flags" in line for line in last)
+
+
 FILES = {
     "plain.py": "import os as system\nclass A: pass\nif A:\n    def b(): pass\nc, d = 1, 2\n",
     "lazy.py": "def __getattr__(name): return name\n",

@@ -59,7 +59,7 @@ def test_the_command_of_the_readme(tmp_path):
         assert len(list((tmp_path / phase).glob("events.*"))) == 1
     assert {p.name for p in tmp_path.iterdir()} == {
         *("checkpoints", "config.json", "eval", "export", "metrics.jsonl", "train"),
-        *("worker-0.log", "worker-1.log"),
+        *("worker-0.log", "worker-1.log", "flags.txt"),
     }
     for index in range(2):
         log = (tmp_path / f"worker-{index}.log").read_text().splitlines()

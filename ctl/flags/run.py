@@ -16,15 +16,16 @@ from ctl.flags.parsing import check_flags, define_path, group, grouped_flags
 flags.disclaim_key_flags()  # They belong to the command that calls a group.
 
 
-def define_run_flags(model_dir_required: bool = True) -> None:
-    """Defines the directory, the length and the seed of a run, and how it goes on."""
+def define_run_flags(training: bool = True) -> None:
+    """Defines the directory, the length and the seed of a run; with ``training``, how it goes on.
+    A ``training`` needs the directory."""
     with group("Run"):
         define_path(
             "model_dir",
             None,
             "Directory of the run: checkpoints, logs, TensorBoard, exported model. The same "
             "command on the same directory resumes where it stopped."
-            + (" Required." if model_dir_required else ""),
+            + (" Required." if training else ""),
         )
         flags.DEFINE_float("epochs", None, "Passes over the training data (default: 12).")
         flags.DEFINE_integer(
@@ -37,27 +38,32 @@ def define_run_flags(model_dir_required: bool = True) -> None:
             lower_bound=0,
             upper_bound=2**32 - 1,
         )
-        flags.DEFINE_boolean(
-            "extend",
-            False,
-            "Go on with a run for more --epochs or --train_steps where its schedule depends on the "
-            "length: from the present step on, the rates are those of the longer training.",
-        )
-        flags.DEFINE_list(
-            "change",
-            [],
-            "Flags, by name, that may differ from those of the run when it resumes, e.g. "
-            "learning_rate,clip_norm. They change from the present step on.",
-        )
-        flags.DEFINE_boolean(
-            "dry_run",
-            False,
-            "Say what would be done: data, model, all-reduce, memory, and the time of an epoch "
-            "after ten steps. Writes no file and downloads nothing.",
-        )
-    check_flags(["change"], _check_change)
-    check_flags(["model_dir"], functools.partial(_check_model_dir, required=model_dir_required))
+        if training:
+            _define_resume_flags()
+    check_flags(["model_dir"], functools.partial(_check_model_dir, required=training))
     check_flags(["epochs", "train_steps"], _check_length)
+
+
+def _define_resume_flags() -> None:
+    flags.DEFINE_boolean(
+        "extend",
+        False,
+        "Go on with a run for more --epochs or --train_steps where its schedule depends on the "
+        "length: from the present step on, the rates are those of the longer training.",
+    )
+    flags.DEFINE_list(
+        "change",
+        [],
+        "Flags, by name, that may differ from those of the run when it resumes, e.g. "
+        "learning_rate,clip_norm. They change from the present step on.",
+    )
+    flags.DEFINE_boolean(
+        "dry_run",
+        False,
+        "Say what would be done: data, model, all-reduce, memory, and the time of an epoch "
+        "after ten steps. Writes no file and downloads nothing.",
+    )
+    check_flags(["change"], _check_change)
 
 
 def _check_change(change: list[str]) -> None:

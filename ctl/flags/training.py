@@ -30,7 +30,8 @@ def define_flags(model_dir_required: bool = True) -> None:
     _define_checkpoint_flags()
     _define_output_flags()
     devices.check_asynchronous_flags()
-    check_flags(["dry_run", "strategy"], _check_dry_run)
+    if model_dir_required:
+        check_flags(["dry_run", "strategy"], _check_dry_run)
 
 
 def _check_dry_run(dry_run: bool, strategy: str) -> None:
