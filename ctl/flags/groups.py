@@ -104,6 +104,7 @@ def define_data_flags() -> None:
             "HEIGHT,WIDTH,CHANNELS: resizes images of a TFDS dataset; the shape of synthetic ones "
             "(28,28,1).",
         )
+        columns.define_column_flags()
         flags.DEFINE_integer("num_classes", 10, "Of synthetic data.", lower_bound=2)
         flags.DEFINE_integer("num_examples", 10_000, "Of synthetic data.", lower_bound=1)
         flags.DEFINE_float(
@@ -116,7 +117,6 @@ def define_data_flags() -> None:
         flags.DEFINE_integer(
             "shuffle_buffer", 8192, "Examples in the shuffle buffer of a stream.", lower_bound=1
         )
-        columns.define_column_flags()
     check_flags(["image_shape"], lambda image_shape: image_shape_from(image_shape))
     check_flags(["dataset", *_NOT_FOR_OWN_DATA], _check_own_data)
 
