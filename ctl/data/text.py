@@ -158,7 +158,9 @@ class Buckets:
         # An evaluation has a smaller batch for each length: it ends where the batches end.
         self.num_examples: int | None = len(pieces) if training else None
         self.info = info or DatasetInfo("texts")
-        self._interleave = Interleave([part.num_examples for part in self._parts])
+        rounding = -(-len(pieces) // 500_000)  # the table of an `Interleave` must not be too long
+        counts = [part.num_examples for part in self._parts]
+        self._interleave = Interleave([max(1, count // rounding) for count in counts])
         self.description = (
             f"{self.info.name}, {len(pieces)} texts, in batches of {self.lengths} tokens"
         )
@@ -206,16 +208,9 @@ def _lengths(sizes: np.ndarray, least: int) -> list[int]:
 
 
 def _gathered(part: InMemory, start_step: int) -> tf.data.Dataset:
-    """The batches of ``part`` as rows [n, length], of a shape that those of other lengths have."""
+    """The batches of ``part`` from ``start_step`` on, as rows [n, length + 1]."""
     rows = tf.constant(part.arrays)
-    signature = [part.global_batch_size if part.training else None, None]
-    return part.batches(start_step).map(
-        lambda indices: tf.ensure_shape(_of_any_length(tf.gather(rows, indices)), signature)
-    )
-
-
-def _of_any_length(rows: tf.Tensor) -> tf.Tensor:
-    return tf.raw_ops.PlaceholderWithDefault(input=rows, shape=[None, None])
+    return part.batches(start_step).map(lambda indices: tf.gather(rows, indices))
 
 
 def paragraphs(texts: Sequence[bytes]) -> list[bytes]:

@@ -47,6 +47,7 @@ def define_data_flags() -> None:
             "HEIGHT,WIDTH,CHANNELS: resizes images of a TFDS dataset; the shape of synthetic ones "
             "(28,28,1).",
         )
+        columns.define_column_flags()
         flags.DEFINE_integer("num_classes", 10, "Of synthetic data.", lower_bound=2)
         flags.DEFINE_integer("num_examples", 10_000, "Of synthetic data.", lower_bound=1)
         flags.DEFINE_float(
@@ -61,7 +62,6 @@ def define_data_flags() -> None:
         )
         about = "At a damaged example: stop and name it, or take the next one of the data."
         flags.DEFINE_enum("on_bad_record", "stop", ["stop", "skip"], about)
-        columns.define_column_flags()
     check_flags(["image_shape"], lambda image_shape: image_shape_from(image_shape))
     check_flags(["dataset", *_NOT_FOR_OWN_DATA], _check_own_data)
     check_flags(["dataset", "data_dir"], _check_dataset)

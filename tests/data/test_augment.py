@@ -246,6 +246,7 @@ def seen(strategy, dataset, start: int, count: int) -> list[tuple[np.ndarray, np
     return batches
 
 
+@pytest.mark.slow
 def test_replicas_and_a_later_start_change_no_bit(mirrored):
     whole = seen(mirrored(1), data(), 0, 9)  # two epochs and more
     for replicas, start in ((2, 0), (4, 3)):
@@ -293,6 +294,7 @@ def make(strategy, checkpoints=None, **options) -> ctl.Loop:
     return ctl.Loop(step, data("crop:2,flip,color:0.4"), strategy=strategy, checkpoints=checkpoints)
 
 
+@pytest.mark.slow
 def test_a_loop_sees_the_same_images_everywhere(mirrored):
     """In blocks of steps, with micro-batches, and compiled by XLA."""
     sums = [
@@ -307,6 +309,7 @@ def test_a_loop_sees_the_same_images_everywhere(mirrored):
     assert len(set(sums[0])) == 3
 
 
+@pytest.mark.slow
 def test_a_resume_changes_no_bit():
     testing.check_resumed(make, 2)
 

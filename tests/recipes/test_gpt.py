@@ -115,6 +115,7 @@ def one_step(strategy, rows: np.ndarray, weights, **options) -> tuple[list[np.nd
     return [a - b for a, b in zip(weights, trained.get_weights(), strict=True)], scalars
 
 
+@pytest.mark.slow
 def test_packed_rows_equal_single_texts(mirrored):
     """On replicas with unequal numbers of rows and tokens, and with micro-batches."""
     packed, padded = pack(TEXTS, CONTEXT), pad(TEXTS, CONTEXT)
@@ -139,6 +140,7 @@ def test_a_text_sees_no_other_text():
     np.testing.assert_allclose(packed, trained(alone).numpy()[0, :3], atol=1e-6)
 
 
+@pytest.mark.slow
 def test_batches_of_several_lengths(mirrored):
     """An evaluation equals that of padded rows; in a training, replicas and XLA equal one."""
     texts = [bytes(range(65, 65 + n % 5 + 1)) for n in range(60)] * 2
