@@ -1,6 +1,6 @@
 """What `input_pipeline.py --stream_images=60000` measures: files of PNGs that are decoded anew.
 
-Each pipeline has its own process (`peers/stream_reader.py`); blocks are interleaved.
+ctl and tf.data have a process each (`peers/stream_reader.py`); blocks are interleaved.
 """
 
 from __future__ import annotations
@@ -17,6 +17,14 @@ from processes import Peer, progress
 SIDE = 64
 _DISTINCT = 2000  # images, which repeat
 _LATE = 1_000_000  # the step of a late start
+TUNED = "tf.data, tuned"
+ASKED: dict[str, dict[str, int]] = {
+    "ctl": {},
+    "ctl, blocks of 16": {"block": 16},
+    TUNED: {},
+    "ctl, worker 1 of 2": {"workers": 2, "worker": 0},
+    "ctl, worker 2 of 2": {"workers": 2, "worker": 1},
+}
 
 
 def write(folder: Path, count: int) -> None:
@@ -64,38 +72,39 @@ def write(folder: Path, count: int) -> None:
 def measure(folder: Path, *, batch: int, steps: int, rounds: int, timeout: float) -> dict[str, Any]:
     """The answers of each round, by pipeline and what was asked."""
     base = ["stream_reader.py", f"--data_dir={folder}", f"--global_batch_size={batch}"]
-    commands = {
-        "ctl": base,
-        "ctl, blocks of 16": [*base, "--block=16"],
-        "tf.data, tuned": [*base, "--kind=tf.data"],
-        "ctl, worker 1 of 2": [*base, "--workers=2", "--worker=0"],
-        "ctl, worker 2 of 2": [*base, "--workers=2", "--worker=1"],
-    }
-    answers: dict[str, Any] = {name: {"start": [], "late": [], "steps": []} for name in commands}
+    answers: dict[str, Any] = {name: {"start": [], "late": [], "steps": []} for name in ASKED}
     with contextlib.ExitStack() as stack:
-        peers = []
-        for name, command in commands.items():
-            progress(f"{name} starts")
-            peers.append(Peer(name, command))
-            stack.callback(peers[-1].close)
-            peers[-1].answer(timeout)
+        peers = {}
+        for kind in ("ctl", "tf.data"):
+            progress(f"{kind} starts")
+            peers[kind] = Peer(kind, [*base, f"--kind={kind}"])
+            stack.callback(peers[kind].close)
+            peers[kind].answer(timeout)
 
-        def ask(peer: Peer, what: str, keep: bool, **request: int) -> None:
-            progress(f"{what}: {peer.name}")
+        def ask(name: str, what: str, keep: bool, **request: int) -> None:
+            progress(f"{what}: {name}")
+            peer = peers["tf.data" if name == TUNED else "ctl"]
             peer.say(json.dumps(request))
             answer = peer.answer(timeout)
             if keep:
-                answers[peer.name][what].append(answer)
+                answers[name][what].append(answer)
 
+        names = list(ASKED)
         for number in range(-1, rounds):
-            shift = number % len(peers)
-            for peer in peers[shift:] + peers[:shift]:
-                starts = [("start", 0)]
-                if peer.name == "ctl":
-                    starts += [("late", _LATE), ("late", _LATE), ("start", 0)]
-                for what, start in starts if number < 0 or len(starts) > 1 else ():
-                    ask(peer, what, number >= 0, start=start, steps=1)
-                ask(peer, "steps", number >= 0, steps=steps)
+            shift = number % len(names)
+            for name in names[shift:] + names[:shift]:
+                if name == "ctl":
+                    for what, start in (
+                        ("late", _LATE),
+                        ("start", 0),
+                        ("start", 0),
+                        ("late", _LATE),
+                    ):
+                        ask(name, what, number >= 0, start=start, steps=1)
+                # Blocks begin with full buffers, as they end. tf.data, once tuned, goes on.
+                if name != TUNED or number < 0:
+                    ask(name, "start", False, start=0, steps=1 + steps // 4, **ASKED[name])
+                ask(name, "steps", number >= 0, steps=steps)
     progress("")
     return answers
 
@@ -120,7 +129,7 @@ def show(answers: dict[str, Any], images: int) -> None:
     late = median("ctl", "late", "seconds") / median("ctl", "start", "seconds")
     ratios = [
         a["seconds"] / b["seconds"]
-        for a, b in zip(answers["tf.data, tuned"]["steps"], answers["ctl"]["steps"], strict=True)
+        for a, b in zip(answers[TUNED]["steps"], answers["ctl"]["steps"], strict=True)
     ]
     print(f"\nfirst batch at step {_LATE:,} / at step 0: {late:.2f}")
     print(

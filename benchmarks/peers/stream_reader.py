@@ -1,4 +1,4 @@
-"""One worker of an input pipeline over TFRecord files: ctl's stream, or a tuned one of tf.data.
+"""Workers of an input pipeline over TFRecord files: ctl's stream, or a tuned one of tf.data.
 
 The tuned one is what the guide of tf.data recommends: parallel interleave of the files, shuffle,
 repeat, parallel map, batch, prefetch, with autotuning. As `experimental_distribute_dataset` does
@@ -20,9 +20,6 @@ with group("This peer"):
     _KIND = flags.DEFINE_enum("kind", "ctl", ["ctl", "tf.data"], "which pipeline")
     _DATA_DIR = flags.DEFINE_string("data_dir", None, "of TFDS")
     _BATCH = flags.DEFINE_integer("global_batch_size", 128, "images per step")
-    _WORKER = flags.DEFINE_integer("worker", 0, "number of this worker")
-    _WORKERS = flags.DEFINE_integer("workers", 1, "workers of the job")
-    _BLOCK = flags.DEFINE_integer("block", 1, "neighbours that ctl shuffles together")
 
 
 def _of_process(file: str, name: str) -> int:
@@ -53,12 +50,16 @@ def build() -> tuple[dict[str, Any], Any]:
     from ctl.data.tfds_source import Source, find
 
     source = Source(find("ctl_images", _DATA_DIR.value), "train")
-    stream = Streaming(source, global_batch_size=_BATCH.value, block=_BLOCK.value)
     files = [str(path) for path in sorted(pathlib.Path(_DATA_DIR.value).glob("*/*/*.tfrecord-*"))]
+    streams = {
+        block: Streaming(source, global_batch_size=_BATCH.value, block=block) for block in (1, 16)
+    }
     iterator: Any = None
 
-    def reply(start: int | None = None, steps: int = 0) -> dict[str, float]:
-        """Opens the batches from ``start`` on, if given, and takes ``steps``."""
+    def reply(
+        steps: int, start: int | None = None, worker: int = 0, workers: int = 1, block: int = 1
+    ) -> dict[str, float]:
+        """Opens the batches of a worker from ``start`` on, if given, and takes ``steps``."""
         nonlocal iterator
         if start is not None:
             iterator = None  # frees the old one, which is not timed
@@ -67,9 +68,7 @@ def build() -> tuple[dict[str, Any], Any]:
         if start is not None:
             batches: Any = tuned(source, files)
             if _KIND.value == "ctl":
-                batches = stream.shares(
-                    start, range(_WORKER.value, _WORKER.value + 1), _WORKERS.value
-                )
+                batches = streams[block].shares(start, range(worker, worker + 1), workers)
             iterator = iter(batches)
         for _ in range(steps):
             tf.nest.flatten(next(iterator))[-1].numpy()

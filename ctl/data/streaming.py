@@ -261,10 +261,10 @@ class Streaming:
                 fn_output_signature=self._decoded_spec,
             )
         classes = self.info.num_classes
-        if not classes or not isinstance(batch, tuple) or batch[1].shape.rank != 1:
+        labels = batch[1] if isinstance(batch, tuple) and len(batch) > 1 else None
+        if not classes or not isinstance(labels, tf.Tensor) or not labels.dtype.is_integer:
             return batch
         # XLA would turn a label that is no class into a loss of NaN.
-        labels = batch[1]
         known = tf.reduce_all((labels >= 0) & (labels < classes))
         smallest = tf.reduce_min(labels)
         wrong = tf.where(smallest < 0, smallest, tf.reduce_max(labels))

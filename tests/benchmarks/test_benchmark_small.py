@@ -128,6 +128,16 @@ def test_bounds_of_a_median(monkeypatch):
     assert 0.95 <= inside <= 0.98
 
 
+def test_streams(tmp_path):
+    out = tmp_path / "out.json"
+    options = ["--stream_images=2500", "--rounds=1", "--stream_steps=10", f"--json={out}"]
+    done = run("input_pipeline.py", *options)
+    rows = json.loads(out.read_text())["streams"]
+    whole, *parts = (rows[name]["steps"][0]["bytes"] for name in rows if name.startswith("ctl"))
+    assert all(0.3 * whole < part < 0.7 * whole for part in parts[1:])  # the first are blocks
+    assert "images/s of ctl / of tf.data, tuned: " in done.stdout
+
+
 def test_startup(tmp_path):
     out = tmp_path / "out.json"
     done = run("startup.py", "--what=python,bad_flag,ctl", "--rounds=1", f"--json={out}")

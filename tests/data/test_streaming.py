@@ -189,6 +189,15 @@ def test_fingerprint_tells_content_and_order(sources):
     assert len({of(kind)["content"] for kind in KINDS if kind != "data_source"}) == 6
 
 
+def test_labels_belong_to_their_images(sources):
+    for kind, label_of in (("folder", lambda n: n // 10), ("array_record", lambda n: n % 5)):
+        images, labels = read_all(sources[kind])
+        np.testing.assert_array_equal(labels, label_of(images[:, 0, 0, 0]))
+    rows = read_all(sources["json"])
+    assert [text.decode() for text in rows["text"][:3]] == ["", "é", "éé"]
+    np.testing.assert_array_equal(rows["row"], [[n, 1.5] for n in range(COUNT)])
+
+
 class Flawed:
     """Strings, some of which cannot be read, and some not decoded."""
 
