@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -108,3 +109,12 @@ def test_only_one_module_claims_to_be_the_only_place():
     files = [*ROOT.glob("ctl/**/*.py"), *ROOT.glob("benchmarks/**/*.py")]
     found = {str(p.relative_to(ROOT)) for p in files if "only place" in p.read_text("utf-8")}
     assert found <= {"ctl/private.py"}
+
+
+@pytest.mark.xdist_group("processes")
+def test_pytest_xdist_keeps_groups(request):
+    """It shows them at the end of the id. Where it loses them, tests that measure time limits run
+    at once, and fixtures of modules are made twice."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        pytest.skip("one process has no groups")
+    assert request.node.nodeid.endswith("@processes")

@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 
 import pytest
 
 from .cases import Case, drawn
 from .run import judged, kept
 
-pytestmark = pytest.mark.xdist_group("processes")
+CASES, PARTS = 150, 6
 
 
-def bugs(chosen: list[Case], jobs: int = 2) -> list[str]:
-    with contextlib.closing(judged(chosen, jobs)) as results:
+@functools.cache
+def all_drawn() -> list[Case]:
+    return drawn(CASES, number=0)
+
+
+def bugs(chosen: list[Case]) -> list[str]:
+    with contextlib.closing(judged(chosen, jobs=1)) as results:
         return [f"{case}\n  {text}" for case, kind, text in results if kind == "bug"]
 
 
 @pytest.mark.slow
-def test_drawn_cases():
-    """The same 150 in every run. To draw others: ``python -m tests.fuzz.run``."""
-    found = bugs(drawn(150, number=0))
+@pytest.mark.parametrize("part", range(PARTS))
+def test_drawn_cases(part):
+    """The same 150 in every run. To draw others: ``python -m tests.fuzz.run``.
+
+    In parts with one child process each, so that pytest-xdist can share them out.
+    """
+    found = bugs(all_drawn()[part::PARTS])
     assert not found, "\n".join(found)
 
 

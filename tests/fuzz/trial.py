@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 import tensorflow as tf
+from graphs import freed_afterwards
 
 from ctl.checkpoint import CheckpointManager
 from ctl.data import InMemory
@@ -48,16 +49,21 @@ class Step(TrainStep):
 def judge(case: Case, mirrored: Mirrored) -> Verdict:
     """Trains ``case`` with ctl, and says whether it ended as the oracle predicts."""
     try:
-        arrays = arrays_of(case)
-        dataset, batches = _data(case, arrays)
-        expected, allowed = oracle.predict(case, arrays, batches)
-        if expected.verdict == "unclear":
-            return Verdict("unclear")
-        with tempfile.TemporaryDirectory() as directory:
-            return _compare(case, dataset, mirrored(case.replicas), directory, expected, allowed)
+        with freed_afterwards():
+            return _judge(case, mirrored)
     finally:
         keras.utils.clear_session()  # collects garbage
         gc.freeze()  # TensorFlow keeps the rest, so later collections need not look at it
+
+
+def _judge(case: Case, mirrored: Mirrored) -> Verdict:
+    arrays = arrays_of(case)
+    dataset, batches = _data(case, arrays)
+    expected, allowed = oracle.predict(case, arrays, batches)
+    if expected.verdict == "unclear":
+        return Verdict("unclear")
+    with tempfile.TemporaryDirectory() as directory:
+        return _compare(case, dataset, mirrored(case.replicas), directory, expected, allowed)
 
 
 def _compare(
