@@ -110,7 +110,7 @@ def found_delay(timeline: Timeline, case: Case) -> tuple[float, float]:
     """
     took = timeline.phases[case.phase]
     delay = float(np.median(took[case.worker] - took[1 - case.worker]))
-    blamed = [each and each[:2] == (case.worker, case.phase) for each in accused(timeline)]
+    blamed = [bool(each) and each[:2] == (case.worker, case.phase) for each in accused(timeline)]
     return delay, float(np.mean(blamed))
 
 
