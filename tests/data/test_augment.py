@@ -13,8 +13,8 @@ import tensorflow as tf
 
 import ctl
 from ctl import testing
-from ctl.data import Augmented, InMemory, augment
-from ctl.data.feed import distribute
+from ctl.data import Augmented, InMemory, Streaming, augment
+from ctl.data.feed import open_batches
 from ctl.errors import UsageError
 from ctl.flags.augmentation import parse
 
@@ -233,7 +233,7 @@ def data(operations: str = ALL, batch: int = 12, **options) -> Augmented:
 
 def seen(strategy, dataset, start: int, count: int) -> list[tuple[np.ndarray, np.ndarray]]:
     """The global batches that the replicas see."""
-    iterator, resident = distribute(strategy, dataset.batches(start)), dataset.resident(strategy)
+    iterator, resident = open_batches(dataset, strategy, start), dataset.resident(strategy)
 
     @tf.function
     def next_batch(iterator, resident):
@@ -325,38 +325,25 @@ def test_a_stream_of_the_users_own(mirrored):
     assert (whole[0][0] != whole[5][0]).any()
 
 
-class Keyed(InMemory):
-    """Its elements are ``(keys, batch)`` with the epoch and the index of each example, and each
-    worker can have its own share of them."""
+@pytest.mark.slow
+def test_a_stream_has_the_images_of_data_in_memory(mirrored):
+    """Each example of each epoch, in the other order of the stream, on any number of replicas."""
 
-    def batches(self, start_step=0):
-        size = self.global_batch_size
-        positions = tf.data.Dataset.counter(start_step).map(
-            lambda s: s * size + tf.range(12, dtype=tf.int64)
-        )
-        arrays = [tf.constant(array) for array in self.arrays]
+    def by_epoch(batches, start: int) -> dict[tuple[int, int], bytes]:
+        found, position = {}, start * 12
+        for images, labels in batches:
+            for image, label in zip(images, labels, strict=True):
+                found[position // 50, int(label)] = image.tobytes()
+                position += 1
+        return found
 
-        def keyed(positions, indices):
-            keys = tf.stack([positions // self.num_examples, indices], axis=1)
-            return keys, tuple(tf.gather(array, indices) for array in arrays)
-
-        return tf.data.Dataset.zip(positions, super().batches(start_step)).map(keyed)
-
-    shares = None
-
-    def resident(self, strategy):
-        return ()
-
-    def on_replica(self, element, resident):
-        return element[1]
-
-
-def test_data_that_know_their_epoch_and_index(mirrored):
+    wanted = by_epoch(seen(mirrored(1), data("crop:2,flip"), 0, 9), 0)
     arrays = data().arrays
-    keyed = Augmented(Keyed(arrays, global_batch_size=12), "crop:2,flip", seed=5)
-    wanted = seen(mirrored(1), data("crop:2,flip"), 3, 3)
-    for (found, _), (images, _) in zip(seen(mirrored(2), keyed, 3, 3), wanted, strict=True):
-        np.testing.assert_array_equal(found, images)
+    for replicas, start in ((1, 0), (2, 3), (4, 0)):
+        stream = Streaming(arrays, global_batch_size=12, seed=replicas)
+        stream = Augmented(stream, "crop:2,flip", seed=5)
+        found = by_epoch(seen(mirrored(replicas), stream, start, 4), start)
+        assert len(found) == 48 and found.items() <= wanted.items()
 
 
 def test_it_is_the_dataset_that_it_wraps():
