@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -94,8 +95,11 @@ def check_dataset(name: str, data_dir: str | None) -> None:
     short = re.split("[/:]", name)[0]
     if not short.isidentifier() or ":" in name:
         return
+    if "tensorflow_datasets" in sys.modules:  # code of the user's may have added datasets to it
+        return
     embedded = Path(__file__).parents[1] / "datasets"
-    prepared = Path(data_dir) if data_dir else Path.home() / "tensorflow_datasets"
+    usual = os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
+    prepared = Path(data_dir or usual).expanduser()
     if any((place / short).is_dir() for place in (embedded, prepared)):
         return
     finders = [f.find_spec for f in sys.meta_path if hasattr(f, "find_spec")]

@@ -106,7 +106,7 @@ def free_port() -> int:
 
 
 @pytest.fixture
-def slurm(tmp_path, environmentpatch):
+def slurm(tmp_path, monkeypatch):
     """A Slurm of two nodes; its commands find it."""
     missing = [name for name in [*DAEMONS, "sbatch", "ip"] if not shutil.which(name)]
     if missing or os.geteuid():
@@ -118,7 +118,7 @@ def slurm(tmp_path, environmentpatch):
     values |= {"port": free_port(), "port_of_nodes": free_port()}
     file = folder / "slurm.conf"
     file.write_text(CONFIGURATION.format(**values))
-    environmentpatch.setenv("SLURM_CONF", str(file))
+    monkeypatch.setenv("SLURM_CONF", str(file))
     (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
     (folder / "munge.key").write_bytes(os.urandom(128))
     (folder / "munge.key").chmod(0o400)

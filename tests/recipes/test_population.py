@@ -44,5 +44,8 @@ def test_each_run_is_that_of_its_seed(zygote, tmp_path):
     printed = re.search(r"^4 +(\S+) +(\S+)$", command.stdout, re.MULTILINE)
     assert [*map(float, printed.groups())] == pytest.approx(results["seed-4"], rel=1e-5)
 
-    command = zygote.run("ctl.recipes.population", "--seeds=2", "--dataset=no_such", exit_code=2)
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "seed-0").touch()
+    bad = ["--seeds=2", f"--model_dir={tmp_path}/bad"]
+    command = zygote.run("ctl.recipes.population", *bad, exit_code=2)
     assert command.stdout == "seed 0: 1 of 2\n"  # ends with the first run that fails
