@@ -170,7 +170,8 @@ def test_a_preempted_job_resumes(slurm, tmp_path):
         return log.read_text()[-3000:] if log.exists() else call("scontrol", "show", "job", job)
 
     until(lambda: max(steps(run), default=0) >= 500, 120, why)
-    other = call("sbatch", "--parsable", "--partition=high", "--nodes=2", "--wrap=sleep 1")
+    urgent = ["--partition=high", "--nodes=2", "--output=/dev/null", "--wrap=sleep 1"]
+    other = call("sbatch", "--parsable", *urgent)
     until(lambda: state(job) == "PENDING", 120, why)
     until(lambda: other.strip() not in call("squeue", "-h", "-o", "%i"), 60, why)
     call("scontrol", "update", f"JobId={job}", "StartTime=now")  # Slurm waits two minutes otherwise
