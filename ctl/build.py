@@ -187,40 +187,29 @@ def load_data(split: str | None, *, training: bool) -> InMemory | Streaming:
     from ctl import data
 
     shape = groups.image_shape_from(FLAGS.image_shape)
+    order: dict[str, Any] = {
+        "global_batch_size": FLAGS.global_batch_size,
+        "seed": FLAGS.seed,
+        "training": training,
+    }
     if FLAGS.dataset == "synthetic":
         return data.synthetic(
-            shape or defaults.SYNTHETIC_SHAPE,
-            FLAGS.num_classes,
-            FLAGS.num_examples,
-            global_batch_size=FLAGS.global_batch_size,
-            seed=FLAGS.seed,
-            training=training,
+            shape or defaults.SYNTHETIC_SHAPE, FLAGS.num_classes, FLAGS.num_examples, **order
         )
+    of_tfds: dict[str, Any] = order | {
+        "split": split,
+        "data_dir": FLAGS.data_dir,
+        "download": FLAGS.download,
+        "resident_limit_mib": FLAGS.resident_limit_mib,
+    }
     if FLAGS.features:
-        return data.load_columns(
-            FLAGS.dataset,
-            FLAGS.features,
-            FLAGS.labels,
-            global_batch_size=FLAGS.global_batch_size,
-            training=training,
-            split=split,
-            seed=FLAGS.seed,
-            data_dir=FLAGS.data_dir,
-            download=FLAGS.download,
-            resident_limit_mib=FLAGS.resident_limit_mib,
-        )
+        return data.load_columns(FLAGS.dataset, FLAGS.features, FLAGS.labels, **of_tfds)
     return data.load(
         FLAGS.dataset,
-        global_batch_size=FLAGS.global_batch_size,
-        training=training,
-        split=split,
-        seed=FLAGS.seed,
-        data_dir=FLAGS.data_dir,
-        download=FLAGS.download,
         image_shape=shape,
-        resident_limit_mib=FLAGS.resident_limit_mib,
         shuffle_block=FLAGS.shuffle_block,
         on_bad_record=FLAGS.on_bad_record,
+        **of_tfds,
     )
 
 

@@ -12,6 +12,7 @@ import tensorflow_datasets as tfds
 from ctl.data import tfds_source
 from ctl.data.dataset import DatasetInfo, check_batch_size
 from ctl.data.in_memory import InMemory
+from ctl.data.load import default_split
 from ctl.errors import UsageError
 
 _READ_BATCH = 1024  # examples
@@ -45,15 +46,8 @@ def load_columns(
     """
     builder = tfds_source.find(name, data_dir, download=download)
     info, where = builder.info, builder.info.full_name
-    if split is None:
-        split = "train" if training else "test" if "test" in info.splits else "validation"
-    try:
-        count = info.splits[split].num_examples
-    except (ValueError, KeyError, AssertionError) as error:
-        raise UsageError(
-            f"{where} has no split {split!r}; it has {', '.join(info.splits)}, and parts of them "
-            "such as train[:80%]"
-        ) from error
+    split = default_split(builder, training) if split is None else split
+    count = tfds_source.split_of(builder, split).num_examples
     check_batch_size(global_batch_size, count, training)
     kinds = info.features.get_tensor_info()
     leaves = [leaf for c in (*features, *labels) for leaf in _leaves(kinds, c, where)]

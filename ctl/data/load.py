@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
+import tensorflow_datasets as tfds
 
 from ctl.data import tfds_source
 from ctl.data.dataset import DatasetInfo, check_batch_size
@@ -44,6 +45,11 @@ def selection_splits(name: str, data_dir: str | None = None, *, download: bool =
     if "validation" in splits:
         return Splits("train", "validation", test)
     return Splits("train[:90%]", "train[90%:]", test)
+
+
+def default_split(builder: tfds.core.DatasetBuilder, training: bool) -> str:
+    """The split to train on, or to evaluate on, where none is named."""
+    return "train" if training else "test" if "test" in builder.info.splits else "validation"
 
 
 def load(
@@ -83,9 +89,7 @@ def load(
             download fails, or there are fewer examples than a training batch.
     """
     builder = tfds_source.find(name, data_dir, download=download)
-    if split is None:
-        splits = builder.info.splits
-        split = "train" if training else "test" if "test" in splits else "validation"
+    split = default_split(builder, training) if split is None else split
     source = Source(builder, split, image_shape)
     check_batch_size(global_batch_size, len(source), training)
     size = source.decoded_bytes / 2**20

@@ -319,11 +319,8 @@ class Source:
 
 def _supervised_pair(builder: tfds.core.DatasetBuilder) -> tuple[str, str]:
     """The names of the features for the image and the label."""
-    keys, features, name = (
-        builder.info.supervised_keys,
-        builder.info.features,
-        builder.info.full_name,
-    )
+    keys, features = builder.info.supervised_keys, builder.info.features
+    name = builder.info.full_name
     if not keys or len(keys) != 2 or not all(isinstance(key, str) for key in keys):
         raise UsageError(
             f"{name} has no supervised pair of an image and a label; its features are "
@@ -340,16 +337,22 @@ def _supervised_pair(builder: tfds.core.DatasetBuilder) -> tuple[str, str]:
     return keys
 
 
-def _shards(builder: tfds.core.DatasetBuilder, split: str) -> list[Any]:
-    """The parts of files to read (``FileInstruction`` of TFDS), after a check of all file sizes."""
+def split_of(builder: tfds.core.DatasetBuilder, split: str) -> Any:
+    """What TFDS says of ``split``. Raises `UsageError` if there is none."""
     info = builder.info
     try:
-        shards = info.splits[split].file_instructions
+        return info.splits[split]
     except (ValueError, KeyError, AssertionError) as error:
         raise UsageError(
             f"{info.full_name} has no split {split!r}; it has {', '.join(info.splits)}, and parts "
             "of them such as train[:80%]"
         ) from error
+
+
+def _shards(builder: tfds.core.DatasetBuilder, split: str) -> list[Any]:
+    """The parts of files to read (``FileInstruction`` of TFDS), after a check of all file sizes."""
+    info = builder.info
+    shards = split_of(builder, split).file_instructions
     if not shards:
         raise UsageError(f"{info.full_name}: the split {split!r} has no examples")
     if info.file_format.value not in ("tfrecord", "array_record"):

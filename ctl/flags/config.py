@@ -73,8 +73,7 @@ def write(
     """Writes the flags ``names``, the values ``chosen`` for flags that leave a choice, the ``code``
     of the step (`ctl.control.code.identity`), and versions of packages. If the run resumes at
     ``step``, flags that have changed are added to its ``history``. Also writes the flags as a file
-    for ``--flagfile``. Deletes unfinished files of
-    killed runs in ``model_dir``.
+    for ``--flagfile``. Deletes unfinished files of killed runs in ``model_dir``.
 
     Only for the run that holds the lock.
 

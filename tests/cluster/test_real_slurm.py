@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 from paths import ROOT
 
+from ctl import launch
 from ctl.checkpoint import Reader
 
 pytestmark = pytest.mark.slow  # starts processes
@@ -99,12 +100,6 @@ def nodes(subnet: str) -> Iterator[None]:
         yield
 
 
-def free_port() -> int:
-    with socket.socket() as held:
-        held.bind(("", 0))
-        return held.getsockname()[1]
-
-
 @pytest.fixture
 def slurm(tmp_path, monkeypatch):
     """A Slurm of two nodes; its commands find it."""
@@ -115,7 +110,8 @@ def slurm(tmp_path, monkeypatch):
     folder = tmp_path / "slurm"
     folder.mkdir(mode=0o755)
     values = {"host": socket.gethostname(), "subnet": subnet, "folder": folder, "nodes": NODES}
-    values |= {"port": free_port(), "port_of_nodes": free_port()}
+    ports = [address.rpartition(":")[2] for address in launch.cluster(2)["worker"]]
+    values |= dict(zip(("port", "port_of_nodes"), ports, strict=True))
     file = folder / "slurm.conf"
     file.write_text(CONFIGURATION.format(**values))
     monkeypatch.setenv("SLURM_CONF", str(file))
