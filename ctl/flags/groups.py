@@ -9,7 +9,14 @@ from absl import flags
 
 from ctl.errors import UsageError
 from ctl.flags import columns, defaults, durations, early, names
-from ctl.flags.parsing import AUTO, check_flags, define_path, define_size_or_auto, group
+from ctl.flags.parsing import (
+    AUTO,
+    check_flags,
+    define_name,
+    define_path,
+    define_size_or_auto,
+    group,
+)
 
 flags.disclaim_key_flags()  # They belong to the command that calls a group.
 
@@ -100,7 +107,7 @@ def image_shape_from(text: str | None) -> tuple[int, int, int] | None:
 def define_step_flags() -> None:
     """Defines the flags of optimizer and step, see `ctl.step.TrainStep`."""
     with group("Optimizer and step"):
-        flags.DEFINE_string("optimizer", "adam", f"One of {', '.join(names.OPTIMIZERS)}.")
+        define_name("optimizer", "adam", f"One of {', '.join(names.OPTIMIZERS)}.")
         flags.DEFINE_float(
             "momentum", 0.9, "Of --optimizer=momentum and nesterov.", lower_bound=0, upper_bound=1
         )

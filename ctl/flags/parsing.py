@@ -228,6 +228,19 @@ class _Path(flags.ArgumentParser):
         return os.path.expanduser(argument)
 
 
+class _Name(flags.ArgumentParser):
+    syntactic_help = "a name"
+
+    def parse(self, argument: str) -> str:
+        return argument.lower()
+
+
+def define_name(name: str, default: str, help: str) -> None:
+    """Defines a flag whose value is a name in small letters. Capitals, as in the class names of
+    Keras, mean the same."""
+    flags.DEFINE(_Name(), name, default, help, serializer=flags.ArgumentSerializer())
+
+
 def define_path(name: str, default: str | None, help: str) -> None:
     """Defines a flag whose value is a path, in which ``~`` is the home directory. The shell leaves
     the ``~`` of ``--flag=~/path`` as it is."""

@@ -42,7 +42,7 @@ WRONG = [
     (("--model_dir=" + "x" * 300,), "File name too long"),
     (("--modle=dense",), "Unknown command line flag 'modle'. Did you mean: model"),
     (("--model=convnte",), "unknown model 'convnte': did you mean 'convnet'"),
-    (("--optimizer=rmspop",), "unknown optimizer 'rmspop': did you mean 'rmsprop'"),
+    (("--optimizer=RMSpop",), "unknown optimizer 'rmspop': did you mean 'rmsprop'"),
     (("--optimizer=nadam",), "optimizer nadam is refused: .*update_step"),
     (("train",), "unexpected argument 'train'"),
     (("--replicas=3",), "--global_batch_size=64 is not divisible by --replicas=3; 66 is"),
