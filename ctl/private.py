@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -17,6 +17,7 @@ _MANAGER = "experimental_acd_manager"
 _CONTEXT = "tensorflow.python.eager.context"
 _DEFINITIONS = "tensorflow.python.framework.op_def_registry"
 _ITERATORS = "tensorflow.python.data.ops.multi_device_iterator_ops"
+_OBJECTS = "tensorflow.core.protobuf.trackable_object_graph_pb2"
 _XPLANE = "tensorflow.tsl.profiler.protobuf.xplane_pb2"
 
 
@@ -111,6 +112,37 @@ def no_functions() -> str | None:
 def define_function(function: Any) -> None:
     """Registers a `FunctionDef` so that XLA finds it. Check `no_functions` first."""
     _import(_CONTEXT).context().add_function_def(function)
+
+
+def no_object_graph() -> str | None:
+    """Says what a checkpoint without `object_graph` lacks; None if there is one."""
+    if _import(_OBJECTS):
+        return None
+    return (
+        f"this TensorFlow ({tf.__version__}) has no {_OBJECTS}: `tf.train.Checkpoint` cannot read "
+        "the checkpoints; ctl and `tf.train.load_checkpoint` can"
+    )
+
+
+def object_graph(lengths: Mapping[str, int], name: Callable[[str, int], str]) -> bytes:
+    """Returns what ``tf.train.Checkpoint(key=[...], ...)`` stores beside its variables. Check
+    `no_object_graph` first.
+
+    Args:
+        lengths: number of variables in the list of each key.
+        name: ``(key, index)`` to the name under which the variable is stored.
+    """
+    graph = _import(_OBJECTS).TrackableObjectGraph()
+    root = graph.nodes.add()
+    for key, length in lengths.items():
+        root.children.add(node_id=len(graph.nodes), local_name=key)
+        group = graph.nodes.add()
+        for index in range(length):
+            group.children.add(node_id=len(graph.nodes), local_name=str(index))
+            graph.nodes.add().attributes.add(name="VARIABLE_VALUE", checkpoint_key=name(key, index))
+    for node in graph.nodes:
+        node.has_checkpoint_values.value = True
+    return graph.SerializeToString()
 
 
 def _definitions() -> Any:

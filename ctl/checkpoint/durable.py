@@ -58,13 +58,21 @@ def discard(path: Path) -> None:
 
 
 def seal(directory: Path) -> dict[str, dict[str, Any]]:
-    """Flushes every file of ``directory`` to disk; returns ``{name: {"size", "crc32"}}``."""
-    files = {}
-    for path in sorted(directory.iterdir()):
-        with _open_regular(path) as file:
-            files[path.name] = {"size": os.fstat(file.fileno()).st_size, "crc32": _crc32(file)}
-            os.fsync(file.fileno())
-    fsync_directory(directory)
+    """Flushes every file of ``directory`` to disk; returns ``{name: {"size", "crc32"}}``.
+
+    The names of the files are flushed by the next `write_json` or `fsync_directory`. Threads flush
+    while this one reads.
+    """
+    with contextlib.ExitStack() as stack:
+        opened = {p.name: stack.enter_context(_open_regular(p)) for p in directory.iterdir()}
+        threads = stack.enter_context(ThreadPoolExecutor(len(opened) or 1, "ctl-flush"))
+        flushed = [threads.submit(os.fsync, file.fileno()) for file in opened.values()]
+        files = {
+            name: {"size": os.fstat(file.fileno()).st_size, "crc32": _crc32(file)}
+            for name, file in sorted(opened.items())
+        }
+        for flush in flushed:
+            flush.result()
     return files
 
 
