@@ -24,18 +24,31 @@ def cross_entropy(labels: tf.Tensor, logits: tf.Tensor, smoothing: float = 0.0) 
     """Softmax cross-entropy of each example, float32 [n].
 
     Args:
-        labels: classes, integers [n].
+        labels: classes, integers [n]; or their probabilities, float [n, classes].
         logits: float [n, classes].
         smoothing: weight in [0, 1] of the uniform distribution over the classes, which is mixed
             into the one-hot target (Szegedy et al. 2016, arXiv:1512.00567, section 7).
     """
     logits = tf.cast(logits, tf.float32)
-    # As int32, a label of 2**32 + 1 would be class 1.
-    losses = tf.nn.sparse_softmax_cross_entropy_with_logits(tf.cast(labels, tf.int64), logits)
+    if are_probabilities(labels, logits):
+        losses = tf.nn.softmax_cross_entropy_with_logits(tf.cast(labels, tf.float32), logits)
+    else:  # as int32, a label of 2**32 + 1 would be class 1
+        losses = tf.nn.sparse_softmax_cross_entropy_with_logits(tf.cast(labels, tf.int64), logits)
     if smoothing:
         uniform = -tf.reduce_mean(tf.nn.log_softmax(logits), axis=-1)
         losses = (1.0 - smoothing) * losses + smoothing * uniform
     return losses
+
+
+def are_probabilities(labels: Any, outputs: Any) -> bool:
+    """Whether labels are one probability for each output, float [n, classes]; not classes."""
+    return (
+        isinstance(labels, tf.Tensor)
+        and isinstance(outputs, tf.Tensor)
+        and labels.dtype.is_floating
+        and labels.shape.rank == outputs.shape.rank == 2
+        and labels.shape[1] == outputs.shape[1]
+    )
 
 
 @tf.autograph.experimental.do_not_convert
@@ -140,8 +153,13 @@ class BaseStep:
         return examples if isinstance(examples, int) else tf.cast(examples, tf.float32)
 
     def update_metrics(self, batch: Any, outputs: Any) -> None:
-        """Updates ``self.metrics`` without a collective. Reading a result combines the replicas."""
+        """Updates ``self.metrics`` without a collective. Reading a result combines the replicas.
+
+        Where `cross_entropy` takes probabilities, as with mixup, they get the most likely class.
+        """
         _, labels, weights = share.unpack(batch)
+        if self.is_cross_entropy and are_probabilities(labels, outputs):
+            labels = tf.argmax(labels, axis=-1)
         replica = tf.distribute.get_replica_context()
         if replica and replicas.shares_variables(replica.strategy):
             # All replicas share one copy of a metric. TensorFlow would sum the values that the
@@ -240,6 +258,11 @@ class BaseStep:
                     "`with strategy.scope():`"
                 )
 
+    @property
+    def is_cross_entropy(self) -> bool:
+        """Whether the loss is `cross_entropy`, also with a smoothing."""
+        return getattr(self.loss_fn, "func", self.loss_fn) is cross_entropy
+
     def check_labels(self, dataset: Any, step: int | None = None) -> None:
         """Raises `UsageError` if the model or the labels are not what the loss takes. Looks at the
         cross entropies of ctl; with another loss, labels may mean anything.
@@ -251,7 +274,7 @@ class BaseStep:
         loss_fn: Any = getattr(self.loss_fn, "func", self.loss_fn)  # of a `functools.partial`
         name = (getattr(loss_fn, "__module__", ""), getattr(loss_fn, "__name__", ""))
         binary = labels.BINARY if name == ("ctl.named", labels.BINARY) else None
-        loss = labels.CROSS_ENTROPY if loss_fn is cross_entropy else binary
+        loss = labels.CROSS_ENTROPY if self.is_cross_entropy else binary
         if loss is None or type(self).loss is not BaseStep.loss:
             return
         if self.training and step is None:

@@ -201,16 +201,12 @@ def load_data(split: str | None, *, training: bool) -> InMemory | Streaming:
         "data_dir": FLAGS.data_dir,
         "download": FLAGS.download,
         "resident_limit_mib": FLAGS.resident_limit_mib,
+        "shuffle_block": FLAGS.shuffle_block,
+        "on_bad_record": FLAGS.on_bad_record,
     }
     if FLAGS.features:
         return data.load_columns(FLAGS.dataset, FLAGS.features, FLAGS.labels, **of_tfds)
-    return data.load(
-        FLAGS.dataset,
-        image_shape=shape,
-        shuffle_block=FLAGS.shuffle_block,
-        on_bad_record=FLAGS.on_bad_record,
-        **of_tfds,
-    )
+    return data.load(FLAGS.dataset, image_shape=shape, **of_tfds)
 
 
 def check_classes(dataset: Dataset) -> None:

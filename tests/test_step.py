@@ -396,13 +396,20 @@ def test_an_infinity_on_one_replica_skips_the_update_on_all(mirrored, replicas, 
     assert largest_difference(loop.step.model.get_weights(), weights) > 1e-3
 
 
-def test_label_smoothing_equals_keras():
+def test_cross_entropy_of_probabilities_and_with_smoothing_equals_keras():
     logits = tf.random.stateless_normal([8, CLASSES], [1, 2])
     labels = tf.range(8) % CLASSES
     theirs = keras.losses.categorical_crossentropy(
         tf.one_hot(labels, CLASSES), logits, from_logits=True, label_smoothing=0.1
     )
     np.testing.assert_allclose(cross_entropy(labels, logits, 0.1), theirs, rtol=1e-6)
+    probabilities = tf.nn.softmax(tf.random.stateless_normal([8, CLASSES], [3, 4]))
+    for smoothing in (0.0, 0.1):
+        theirs = keras.losses.categorical_crossentropy(
+            probabilities, logits, from_logits=True, label_smoothing=smoothing
+        )
+        ours = cross_entropy(probabilities, logits, smoothing)
+        np.testing.assert_allclose(ours, theirs, rtol=1e-6)
 
 
 @pytest.mark.slow

@@ -5,11 +5,16 @@ neither a resume nor the number of replicas or workers changes an image, and eve
 Where there are no epochs, as in a mixture or a `tf.data.Dataset` of the user's own, it is a
 function of the position in all batches. The changes are exact, see `ctl.data.pixels`.
 
+mixup and CutMix mix each example with its neighbour in the order of the training: positions 0 and 1
+in all batches, 2 and 3, and so on. That order is another permutation in each epoch, so the pairs
+are drawn at random, and nothing is read or decoded twice. Both of a pair are on one replica.
+
 `Augmented` makes them on the replica, from uint8 to uint8, before `ctl.TrainStep.preprocess`.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import zlib
 from collections.abc import Sequence
@@ -48,13 +53,14 @@ class Augmented:
 
         Args:
             dataset: to train on. Its batches are ``(images, labels, ...)``, images uint8 [n,
-                height, width, channels].
+                height, width, channels]. mixup and CutMix need ``(images, classes)``, and make
+                of the classes, integers [n], their probabilities, float32 [n, classes].
             operations: in this order, as ``--augment`` has them: ``"crop:4,flip,color:0.2"``.
             seed: of the run.
 
         Raises:
-            UsageError: an operation is unknown, the size of a batch is unknown, or there are no
-                images.
+            UsageError: an operation is unknown, the size of a batch is unknown, there are no
+                images, or the examples of a batch are not in pairs that can be mixed.
         """
         if dataset.global_batch_size is None:
             raise UsageError("to augment data, the size of their global batches must be known")
@@ -68,6 +74,15 @@ class Augmented:
         arrays = getattr(dataset, "arrays", None)
         if arrays is not None:
             _check_images(arrays)
+        self._mixes = ", ".join(name for name, _ in self._parsed if name in _MIXING)
+        if self._mixes:
+            self._check_pairs(1)
+            spec = None if self._has_keys else tf.nest.flatten(dataset.batches().element_spec)[0]
+            if spec is not None and not spec.shape[:1].is_fully_defined():
+                raise UsageError(
+                    f"{self._mixes}: the last batch may be smaller, and examples are mixed in "
+                    "pairs: make all of one size, with drop_remainder=True"
+                )
 
     def __getattr__(self, name: str) -> Any:
         if name == "dataset":  # while a copy is made
@@ -98,10 +113,39 @@ class Augmented:
         if self._has_keys:  # int64 [n, 2]: epoch, index
             numbers, inner = numbers[:, 0] * self.dataset.num_examples + numbers[:, 1], element
         images, *rest = _check_images(self.dataset.on_replica(inner, resident))
+        if self._mixes:
+            rest = [self._probabilities(*rest)]
         seeds = example_seeds(self._seed, numbers)
         for number, (name, arguments) in enumerate(self._parsed):
-            images = _FUNCTIONS[name](images, fold_in(seeds, number), *arguments)
+            own = fold_in(seeds, number)
+            if name in _MIXING:
+                images, rest[0] = _MIXING[name](images, rest[0], own, *arguments)
+            else:
+                images = _FUNCTIONS[name](images, own, *arguments)
         return (images, *rest)
+
+    def _probabilities(self, labels: tf.Tensor, *more: Any) -> tf.Tensor:
+        """float32 [n, classes] of integers [n], after the checks of what can be mixed."""
+        self._check_pairs(tf.distribute.get_strategy().num_replicas_in_sync)
+        classes = self.dataset.info.num_classes
+        is_class = isinstance(labels, tf.Tensor) and labels.dtype.is_integer
+        if more or not is_class or labels.shape.rank != 1 or not classes:
+            raise UsageError(
+                f"{self._mixes} of --augment takes batches (images, classes), integers [n] of a "
+                "known number of classes: for other labels give --step=ctl.recipes.mixup:Mixup or "
+                "CutMix"
+            )
+        return tf.one_hot(labels, classes)
+
+    def _check_pairs(self, replicas: int) -> None:
+        size: Any = self.dataset.global_batch_size
+        if size % (2 * replicas):
+            of = f"{replicas} replicas" if replicas > 1 else "batch"
+            raise UsageError(
+                f"{self._mixes} mixes pairs of examples, and a global batch of {size} has no whole "
+                f"pairs for {'each of ' if replicas > 1 else 'a '}{of}: give a multiple of "
+                f"{2 * replicas}"
+            )
 
     def fingerprint(self) -> dict[str, Any]:
         """See `Dataset.fingerprint`."""
@@ -231,6 +275,74 @@ def rand_augment(images: tf.Tensor, seeds: tf.Tensor, layers: int, magnitude: fl
     return _bytes(changed)
 
 
+# Operations on pairs: (images, labels float32 [n, classes], seeds, alpha) -> images and labels.
+# Examples 2k and 2k + 1 are a pair.
+
+
+@tf.autograph.experimental.do_not_convert
+def mixup(
+    images: tf.Tensor, labels: tf.Tensor, seeds: tf.Tensor, alpha: float
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """mixup (Zhang et al. 2018, arXiv:1710.09412): each image is blended with the other of its
+    pair, and so are the labels. Its share is drawn from Beta(alpha, alpha), in steps of 1 / `ONE`.
+    """
+    shares = tf.gather(_beta_quantiles(alpha), _places(seeds))
+    first = _floats(images)
+    blended = pixels.blend(first, _others(first), tf.reshape(shares, [-1, 1, 1, 1]))
+    return _bytes(blended), _mixed_labels(labels, shares)
+
+
+@tf.autograph.experimental.do_not_convert
+def cutmix(
+    images: tf.Tensor, labels: tf.Tensor, seeds: tf.Tensor, alpha: float
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """CutMix (Yun et al. 2019, arXiv:1905.04899): a rectangle of each image is that of the other of
+    its pair. Its part of the image is drawn from Beta(alpha, alpha). It ends at the border, so it
+    may be smaller; the labels are mixed by its area, in steps of 1 / `ONE`."""
+    draws = uniform(seeds, 3)
+    sides = np.sqrt(1.0 - _beta_quantiles(alpha).astype(np.float64) / ONE)
+    inside, size = [], 1
+    for axis, length in enumerate(images.shape[1:3]):
+        half = tf.gather(np.float32(np.floor(length * sides) // 2), _places(seeds))
+        centre = integers(draws[:, axis + 1], length)
+        offsets = tf.range(length, dtype=tf.float32) - centre[:, tf.newaxis]
+        inside.append((-half[:, tf.newaxis] <= offsets) & (offsets < half[:, tf.newaxis]))
+        size *= length
+    rows, columns = inside
+    cut = rows[:, :, tf.newaxis, tf.newaxis] & columns[:, tf.newaxis, :, tf.newaxis]
+    area = tf.reduce_sum(tf.cast(cut, tf.float64), axis=[1, 2, 3])
+    part = tf.floor((4.0 * ONE * area + 2.0 * size + 1.0) / (4.0 * size))
+    shares = ONE - tf.cast(part, tf.float32)
+    return tf.where(cut, _others(images), images), _mixed_labels(labels, shares)
+
+
+@functools.cache
+def _beta_quantiles(alpha: float) -> np.ndarray:
+    """Quantiles of Beta(alpha, alpha), float32 [`ONE`], rounded, in units of 1 / `ONE`."""
+    with tf.init_scope():
+        middles = tf.constant((np.arange(ONE) + 0.5) / ONE)
+        alphas = tf.fill(middles.shape, tf.constant(alpha, tf.float64))
+        below = tf.math.betainc(alphas, alphas, middles)
+    return np.searchsorted(below.numpy(), middles.numpy()).astype(np.float32)
+
+
+def _places(seeds: tf.Tensor) -> tf.Tensor:
+    """int32 [n]: a random place in a table of `ONE` entries."""
+    return tf.cast(integers(uniform(seeds, 1)[:, 0], int(ONE)), tf.int32)
+
+
+def _others(tensor: tf.Tensor) -> tf.Tensor:
+    """[n, ...]: of each example, the other of its pair."""
+    pairs = tf.reshape(tensor, [-1, 2, *tensor.shape[1:]])
+    return tf.reshape(tf.reverse(pairs, [1]), [-1, *tensor.shape[1:]])
+
+
+def _mixed_labels(labels: tf.Tensor, shares: tf.Tensor) -> tf.Tensor:
+    """``labels`` with their ``shares`` [n] in units of 1 / `ONE`, and the rest of the others."""
+    part = shares[:, tf.newaxis] / ONE
+    return part * labels + (1.0 - part) * _others(labels)
+
+
 def _at_magnitude(
     magnitude: float, size: Sequence[int]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -274,3 +386,4 @@ _FUNCTIONS: dict[str, Any] = {
     "color": color,
     "randaugment": rand_augment,
 }
+_MIXING: dict[str, Any] = {"mixup": mixup, "cutmix": cutmix}

@@ -1,7 +1,8 @@
-"""TFDS datasets of numbers, such as tables: the columns that are chosen, in memory."""
+"""TFDS datasets of numbers, such as tables: the columns that are chosen."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,10 +13,10 @@ import tensorflow_datasets as tfds
 from ctl.data import tfds_source
 from ctl.data.dataset import DatasetInfo, check_batch_size
 from ctl.data.in_memory import InMemory
-from ctl.data.load import default_split
+from ctl.data.load import default_split, residence
+from ctl.data.streaming import Streaming, read_all
+from ctl.data.tfds_split import Split
 from ctl.errors import UsageError
-
-_READ_BATCH = 1024  # examples
 
 
 def load_columns(
@@ -30,67 +31,85 @@ def load_columns(
     data_dir: str | None = None,
     download: bool = True,
     resident_limit_mib: float = 1024,
-) -> InMemory:
-    """Loads batches ``(features, labels)`` of any numbers of a TFDS dataset, into memory.
+    shuffle_block: int = 1,
+    on_bad_record: str = "stop",
+) -> InMemory | Streaming:
+    """Loads batches ``(features, labels)`` of any numbers of a TFDS dataset, in memory if they fit,
+    else streamed.
 
     Args:
         name: see `ctl.data.load`, as for all that follow ``labels``.
         features: names of features; ``a/b`` is part b of a. One is an array, or the dict that it
             is; several are a dict by these names. bytes that are no images become int32, since a
             step scales uint8 to [0, 1].
-        labels: as ``features``.
+        labels: as ``features``. The number of classes of an integer label that TFDS does not know
+            as a class is counted where the data are in memory.
 
     Raises:
         UsageError: as `ctl.data.load` does; there is no such feature, it is no number or varies in
-            size, or the data are larger than ``resident_limit_mib``.
+            size.
     """
     builder = tfds_source.find(name, data_dir, download=download)
-    info, where = builder.info, builder.info.full_name
     split = default_split(builder, training) if split is None else split
-    count = tfds_source.split_of(builder, split).num_examples
-    check_batch_size(global_batch_size, count, training)
-    kinds = info.features.get_tensor_info()
-    leaves = [leaf for c in (*features, *labels) for leaf in _leaves(kinds, c, where)]
-    size = count * sum(int(np.prod(shape)) * dtype.itemsize for shape, dtype in leaves)
-    if size > resident_limit_mib * 2**20:
-        raise UsageError(
-            f"{where}: {size / 2**20:.1f} MiB are over the limit of {resident_limit_mib:g} MiB: "
-            "choose fewer features, or raise --resident_limit_mib"
+    source = Columns(builder, split, features, labels)
+    check_batch_size(global_batch_size, len(source), training)
+    fits, where = residence(source.decoded_bytes, resident_limit_mib)
+    order: dict[str, Any] = {
+        "global_batch_size": global_batch_size,
+        "seed": seed,
+        "training": training,
+        "description": (
+            f"{source.name} {split}, {len(source)} examples of {', '.join(features)}, {where}"
+        ),
+    }
+    if not fits:
+        return Streaming(source, block=shuffle_block, on_bad_record=on_bad_record, **order)
+    arrays = read_all(source, on_bad_record, order["description"])
+    info, values = source.info, arrays[1]
+    is_class = isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype.kind in "iu"
+    if info.num_classes is None and is_class:
+        info = dataclasses.replace(info, num_classes=int(values.max()) + 1)
+    return InMemory(arrays, info=info, **order)
+
+
+class Columns(Split):
+    """Features of one split of a prepared TFDS dataset: a source of ``(features, labels)``."""
+
+    def __init__(
+        self,
+        builder: tfds.core.DatasetBuilder,
+        split: str,
+        features: Sequence[str],
+        labels: Sequence[str],
+    ):
+        """Opens a split. Arguments and errors as those of `load_columns`."""
+        super().__init__(builder, split)
+        kinds = builder.info.features.get_tensor_info()
+        leaves = [leaf for c in (*features, *labels) for leaf in _leaves(kinds, c, self.name)]
+        self._bytes = sum(int(np.prod(shape)) * dtype.itemsize for shape, dtype in leaves)
+        self._features, self._labels = features, labels
+        # All others are neither parsed nor decoded.
+        chosen = tfds.decode.PartialDecoding(_tree((*features, *labels)))
+        self._parsed = chosen.extract_features(builder.info.features)
+        self.info = DatasetInfo(
+            builder.name,
+            str(builder.info.version),
+            split,
+            _image_shape(kinds, features),
+            _classes(builder.info.features, labels),
         )
 
-    @tf.autograph.experimental.do_not_convert
-    def columns(example: Any) -> Any:
-        return _chosen(example, features), _chosen(example, labels)
+    @property
+    def decoded_bytes(self) -> int:
+        """Bytes of all examples in memory."""
+        return len(self) * self._bytes
 
-    config = tfds.ReadConfig(interleave_cycle_length=1, try_autocache=False)
-    dataset = builder.as_dataset(
-        split=split,
-        shuffle_files=False,
-        read_config=config,
-        decoders=tfds.decode.PartialDecoding(_tree((*features, *labels))),
-    )
-    try:
-        parts = list(dataset.map(columns).batch(_READ_BATCH).as_numpy_iterator())
-    except tf.errors.OpError as error:
-        raise UsageError(
-            f"{where}: the files of the split {split!r} are damaged "
-            f"({str(error).splitlines()[0][:200]}): prepare it again"
-        ) from error
-    arrays = tf.nest.map_structure(lambda *a: _numbers(np.concatenate(a)), *parts)
-    return InMemory(
-        arrays,
-        global_batch_size=global_batch_size,
-        seed=seed,
-        training=training,
-        info=DatasetInfo(
-            builder.name,
-            str(info.version),
-            split,
-            _image_shape(arrays[0]),
-            _classes(info.features, labels, arrays[1]),
-        ),
-        description=f"{where} {split}, {count} examples of {', '.join(features)}, resident",
-    )
+    @tf.autograph.experimental.do_not_convert
+    def decode(self, record: tf.Tensor) -> tuple[Any, Any]:
+        """Returns ``(features, labels)`` of one serialized example."""
+        example = self._parsed.deserialize_example(record)
+        chosen = _chosen(example, self._features), _chosen(example, self._labels)
+        return tf.nest.map_structure(_number, chosen)
 
 
 def _tree(columns: Sequence[str]) -> dict[str, Any]:
@@ -144,22 +163,18 @@ def _names(kinds: Any, before: str = "") -> list[str]:
     return [name for key, kind in kinds.items() for name in _names(kind, join + key)]
 
 
-def _numbers(array: np.ndarray) -> np.ndarray:
-    return array.astype(np.int32) if array.dtype == np.uint8 and array.ndim < 3 else array
+def _number(value: tf.Tensor) -> tf.Tensor:
+    return tf.cast(value, tf.int32) if value.dtype == tf.uint8 and value.shape.rank < 2 else value
 
 
-def _image_shape(features: Any) -> tuple[int, int, int] | None:
-    if isinstance(features, np.ndarray) and features.dtype == np.uint8 and features.ndim == 4:
-        height, width, channels = features.shape[1:]
-        return height, width, channels
-    return None
-
-
-def _classes(kinds: Any, labels: Sequence[str], values: Any) -> int | None:
-    """The number of classes, if the label is an integer."""
-    if len(labels) > 1 or not isinstance(values, np.ndarray) or values.ndim > 1:
+def _image_shape(kinds: Any, features: Sequence[str]) -> tuple[int, int, int] | None:
+    kind = _part(kinds, features[0])
+    if len(features) > 1 or isinstance(kind, dict) or kind.np_dtype != np.uint8:
         return None
+    return kind.shape if len(kind.shape) == 3 else None
+
+
+def _classes(kinds: Any, labels: Sequence[str]) -> int | None:
     label = _part(kinds, labels[0])
-    if isinstance(label, tfds.features.ClassLabel):
-        return label.num_classes
-    return int(values.max()) + 1 if np.issubdtype(values.dtype, np.integer) else None
+    one = len(labels) == 1 and isinstance(label, tfds.features.ClassLabel)
+    return label.num_classes if one else None

@@ -52,6 +52,14 @@ def default_split(builder: tfds.core.DatasetBuilder, training: bool) -> str:
     return "train" if training else "test" if "test" in builder.info.splits else "validation"
 
 
+def residence(size: int, limit_mib: float) -> tuple[bool, str]:
+    """Whether decoded data of ``size`` bytes are kept in memory, and the words for it."""
+    mib = size / 2**20
+    if mib <= limit_mib:
+        return True, f"{mib:.1f} MiB resident"
+    return False, f"streamed: {mib:.1f} MiB are over the limit of {limit_mib:g} MiB"
+
+
 def load(
     name: str = "fashion_mnist_mini",
     *,
@@ -92,16 +100,12 @@ def load(
     split = default_split(builder, training) if split is None else split
     source = Source(builder, split, image_shape)
     check_batch_size(global_batch_size, len(source), training)
-    size = source.decoded_bytes / 2**20
-    fits = size <= resident_limit_mib
-    residence = f"{size:.1f} MiB resident"
-    if not fits:
-        residence = f"streamed: {size:.1f} MiB are over the limit of {resident_limit_mib:g} MiB"
+    fits, where = residence(source.decoded_bytes, resident_limit_mib)
     order: dict[str, Any] = {
         "global_batch_size": global_batch_size,
         "seed": seed,
         "training": training,
-        "description": (f"{builder.info.full_name} {split}, {len(source)} examples, {residence}"),
+        "description": (f"{builder.info.full_name} {split}, {len(source)} examples, {where}"),
     }
     if not fits:
         return Streaming(source, block=shuffle_block, on_bad_record=on_bad_record, **order)

@@ -42,6 +42,11 @@ class Streaming:
 
     An element of `batches` and `shares` is ``(keys, batch)``. ``keys``, int64 [n, 2], are the epoch
     and the index of each example; `on_replica` drops them.
+
+    Attributes:
+        example_spec: a nest of `tf.TensorSpec`, of one example.
+        decodes: whether the source decodes what it reads.
+        skips: whether bad records are skipped.
     """
 
     def __init__(
@@ -75,6 +80,7 @@ class Streaming:
                 training batch.
         """
         self._source = as_source(source)
+        self.decodes = hasattr(self._source, "decode")
         self.num_examples = len(self._source)
         check_batch_size(global_batch_size, self.num_examples, training)
         if block < 1:
@@ -89,28 +95,28 @@ class Streaming:
         self.description = (
             description or f"{self.info.name}, {self.num_examples} examples, streamed"
         )
-        self._skip = on_bad_record == "skip"
+        self.skips = on_bad_record == "skip"
         self._skipped: set[int] = set()
         self._lock = threading.Lock()
         self._order = Shuffle(self.num_examples, seed, block)
         self._cores = len(os.sched_getaffinity(0))
         # For `culprit`: more shares than are read and not yet decoded.
         self._read_last: collections.deque = collections.deque(maxlen=16 + 2 * self._cores)
-        if hasattr(self._source, "check") and not self._skip:
+        if hasattr(self._source, "check") and not self.skips:
             self._source.check()
         # All other examples must have the structure, the types and the shapes of the first.
-        self._first = self._read(np.zeros(1, np.int64))
+        self._first = self.read(np.zeros(1, np.int64))
         self._spec = tf.nest.map_structure(_spec_of_row, self._first)
         with explained(self):
-            self._decoded_spec = self._decode_first()
+            self.example_spec: Any = self._decode_first()
 
     def _decode_first(self) -> Any:
         """The specs of a decoded example. TensorFlow knows which sizes vary."""
-        if not hasattr(self._source, "decode"):
+        if not self.decodes:
             return self._spec
         self._decode_row = tf.function(self._source.decode, autograph=False)
         traced = self._decode_row.get_concrete_function(self._spec).structured_outputs
-        if not self._skip:
+        if not self.skips:
             self._decode_row(
                 tf.nest.map_structure(lambda array: tf.constant(array[0]), self._first)
             )
@@ -180,18 +186,23 @@ class Streaming:
         size = -(-(end - begin) // num_replicas)
         first = min(begin + replicas[replica] * size, end)
         positions = np.arange(first, min(first + size, end))
-        indices = self._order(positions) if self.training else positions
-        keys = np.stack([positions // self.num_examples, indices], axis=1)
-        if not len(indices):
+        keys = self.keys(positions)
+        if not len(keys):
             rows = tf.nest.map_structure(lambda array: array[:0], self._first)
         else:
-            rows = self._read(indices)
+            rows = self.read(keys[:, 1])
         return [keys, *tf.nest.flatten(rows)]
+
+    def keys(self, positions: np.ndarray) -> np.ndarray:
+        """The epoch and the index of the examples at ``positions``, int64 [n], as int64 [n, 2]."""
+        indices = self._order(positions) if self.training else positions
+        return np.stack([positions // self.num_examples, indices], axis=1)
 
     # Reading and decoding -----------------------------------------------------------------------
 
-    def _read(self, indices: np.ndarray) -> Any:
-        """The rows of the source, with others in the place of bad ones if these are skipped.
+    def read(self, indices: np.ndarray) -> Any:
+        """What the source has at ``indices``, int64 [n]: a nest of arrays [n, ...]. Others are in
+        the place of bad ones if these are skipped.
 
         Raises:
             UsageError: one cannot be read.
@@ -202,7 +213,7 @@ class Streaming:
                 data = self._source.read(rows)
                 break
             except BadRecord as bad:
-                if not self._skip:
+                if not self.skips:
                     raise self._refusal(bad.what) from bad
                 self._note(bad.index, bad.what)
                 rows[rows == bad.index] = self._after(bad.index)
@@ -236,7 +247,7 @@ class Streaming:
             if (found := (index + step) % self.num_examples) not in self._skipped:
                 return found
         raise UsageError(
-            f"{self.description}: {self._where(index)} and {_BAD_IN_A_ROW - 1} examples after it "
+            f"{self.description}: {self.where(index)} and {_BAD_IN_A_ROW - 1} examples after it "
             "are damaged: too many to skip; prepare the data again"
         )
 
@@ -246,7 +257,8 @@ class Streaming:
                 self._skipped.add(index)
                 logging.warning("skipped %s (%d in all)", what, len(self._skipped))
 
-    def _where(self, index: int) -> str:
+    def where(self, index: int) -> str:
+        """Says where an example is, for messages."""
         where = getattr(self._source, "where", None)
         return where(index) if where else f"example {index}"
 
@@ -254,12 +266,8 @@ class Streaming:
     def _decoded(self, indices: tf.Tensor, rows: Any) -> Any:
         """The batch of what the source gave for ``indices``, int64 [n]."""
         batch = rows
-        if hasattr(self._source, "decode"):
-            batch = tf.map_fn(
-                self._decode_or_skip if self._skip else lambda pair: self._source.decode(pair[1]),
-                (indices, rows),
-                fn_output_signature=self._decoded_spec,
-            )
+        if self.decodes:
+            batch = tf.map_fn(self.decode, (indices, rows), fn_output_signature=self.example_spec)
         classes = self.info.num_classes
         labels = batch[1] if isinstance(batch, tuple) and len(batch) > 1 else None
         if not classes or not isinstance(labels, tf.Tensor) or not labels.dtype.is_integer:
@@ -270,6 +278,13 @@ class Streaming:
         wrong = tf.where(smallest < 0, smallest, tf.reduce_max(labels))
         with tf.control_dependencies([tf.debugging.Assert(known, [NO_CLASS, wrong, classes])]):
             return (batch[0], tf.identity(labels), *batch[2:])
+
+    @tf.autograph.experimental.do_not_convert
+    def decode(self, pair: tuple[tf.Tensor, Any]) -> Any:
+        """An example of its index, int64 [], and what `read` gave for it."""
+        if not self.decodes:
+            return pair[1]
+        return self._decode_or_skip(pair) if self.skips else self._source.decode(pair[1])
 
     @tf.autograph.experimental.do_not_convert
     def _decode_or_skip(self, pair: tuple[tf.Tensor, Any]) -> Any:
@@ -296,21 +311,21 @@ class Streaming:
     def _read_after(self, index: int, step: int) -> list[np.ndarray]:
         """The leaves of the example ``step`` after ``index``, because those before it are bad."""
         bad = (index + step - 1) % self.num_examples
-        self._note(bad, f"{self._where(bad)}: it cannot be decoded")
-        rows = self._read(np.array([(index + step) % self.num_examples]))
+        self._note(bad, f"{self.where(bad)}: it cannot be decoded")
+        rows = self.read(np.array([(index + step) % self.num_examples]))
         return [leaf[0] for leaf in tf.nest.flatten(rows)]
 
     def culprit(self) -> str:
         """Which of the examples that were read last cannot be decoded; "" if all can."""
-        for indices in list(self._read_last) if hasattr(self._source, "decode") else ():
+        for indices in list(self._read_last) if self.decodes else ():
             for index in indices.tolist():
                 row = tf.nest.map_structure(
-                    lambda leaf: tf.constant(leaf[0]), self._read(np.array([index]))
+                    lambda leaf: tf.constant(leaf[0]), self.read(np.array([index]))
                 )
                 try:
                     self._decode_row(row)
                 except tf.errors.OpError:
-                    return self._where(index)
+                    return self.where(index)
         return ""
 
     # The interface of datasets ------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Finds, prepares and reads TFDS datasets.
+"""Finds and prepares TFDS datasets, and reads those of images with a class.
 
 A dataset is downloaded only if it is not on disk. Its hosts are probed first, because TFDS itself
 takes minutes to report a missing network.
@@ -7,12 +7,9 @@ takes minutes to report a missing network.
 from __future__ import annotations
 
 import difflib
-import functools
-import hashlib
 import http.client
 import importlib.resources
 import pathlib
-import re
 import threading
 import time
 import urllib.error
@@ -26,8 +23,8 @@ import tensorflow as tf
 import tensorflow_datasets as tfds
 
 from ctl.data.dataset import DatasetInfo, distribution_options
-from ctl.data.records import ArrayRecords, BadRecord, Records, TFRecords
 from ctl.data.sources import resized
+from ctl.data.tfds_split import Split, one_line
 from ctl.errors import UsageError
 
 # A TFDS data_dir that comes with ctl. It is searched after the user's own.
@@ -75,7 +72,7 @@ def find(
     try:
         builder.download_and_prepare()
     except Exception as error:  # this runs code of the dataset
-        raise UsageError(f"{where}, and preparing it failed: {_line(error)}") from error
+        raise UsageError(f"{where}, and preparing it failed: {one_line(error)}") from error
     return builder
 
 
@@ -86,7 +83,7 @@ def _builder(name: str, data_dir: str | None) -> tfds.core.DatasetBuilder | None
         return None
     except Exception as error:  # bad names, versions, configs, files: AssertionError, ValueError, …
         where = f" in {data_dir}" if data_dir else ""
-        raise UsageError(f"{name!r} cannot be opened{where}: {_line(error)}") from error
+        raise UsageError(f"{name!r} cannot be opened{where}: {one_line(error)}") from error
 
 
 def _embedded_names() -> list[str]:
@@ -97,15 +94,6 @@ def _similar(name: str) -> str:
     known = tfds.list_builders(with_community_datasets=False) + _embedded_names()
     near = difflib.get_close_matches(name, known, n=3)
     return f"; near: {', '.join(near)}" if near else ""
-
-
-def _line(error: BaseException) -> str:
-    """The class of an error, and at most 200 characters of the first line of its message."""
-    # Names of graph nodes, and the prefix that TFDS adds.
-    noise = r"\{\{.*?\}\}| \[Op:.*|Failed to construct dataset .*?\}\": "
-    text = re.sub(noise, "", str(error))
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
 
 
 def _unreachable(urls: Iterable[str]) -> str | None:
@@ -139,12 +127,8 @@ def _unreachable(urls: Iterable[str]) -> str | None:
     return None
 
 
-class Source:
-    """One split of a prepared TFDS dataset of uint8 images and integer labels, in TFRecord or
-    ArrayRecord; a `ctl.data.sources.Source`.
-
-    Examples are numbered in the order of the files, shard after shard.
-    """
+class Source(Split):
+    """One split of a prepared TFDS dataset of uint8 images and integer labels."""
 
     def __init__(
         self,
@@ -162,8 +146,7 @@ class Source:
         Raises:
             UsageError: the split, its files, its features or ``image_shape`` are not suitable.
         """
-        self._name = builder.info.full_name
-        self._folder = pathlib.Path(builder.data_dir)
+        super().__init__(builder, split)
         self._image_key, self._label_key = _supervised_pair(builder)
         features = builder.info.features
         image, label = features[self._image_key], features[self._label_key]
@@ -171,9 +154,7 @@ class Source:
         self._features = tfds.features.FeaturesDict(
             {self._image_key: image, self._label_key: label}
         )
-        self._shards = _shards(builder, split)
-        self._ends = np.cumsum([shard.take for shard in self._shards])
-        self._image_shape = _image_shape(self._name, image.shape, image_shape)
+        self._image_shape = _image_shape(self.name, image.shape, image_shape)
         is_class = isinstance(label, tfds.features.ClassLabel)
         self.info = DatasetInfo(
             name=builder.name,
@@ -183,57 +164,11 @@ class Source:
             num_classes=label.num_classes if is_class else None,
             class_names=tuple(label.names or ()) if is_class else (),
         )
-        self.is_sequential = builder.info.file_format.value == "tfrecord"
-
-    def __len__(self) -> int:
-        return int(self._ends[-1])
 
     @property
     def decoded_bytes(self) -> int:
         """Bytes of all decoded images and labels."""
         return len(self) * (int(np.prod(self._image_shape)) + 8)
-
-    @functools.cached_property
-    def _records(self) -> Records:
-        """The records of the files, which have an index: to read them in any order."""
-        kind = TFRecords if self.is_sequential else ArrayRecords
-        expected = {shard.filename: shard.examples_in_shard for shard in self._shards}
-        records = kind(list(expected))
-        for path, count, wanted in zip(
-            records.paths, records.counts(), expected.values(), strict=True
-        ):
-            if count != wanted:
-                raise self._damaged(f"{path.name} has {count} records, not {wanted}")
-        return records
-
-    @functools.cached_property
-    def _offsets(self) -> np.ndarray:
-        """What to add to the number of an example of each shard, for its number in `_records`."""
-        files = {str(path): number for number, path in enumerate(self._records.paths)}
-        counts = self._records.counts()
-        firsts = np.cumsum(counts) - counts
-        parts = zip(self._shards, self._ends, strict=True)
-        return np.array([firsts[files[s.filename]] + s.skip - (end - s.take) for s, end in parts])
-
-    def _rows(self, indices: np.ndarray) -> np.ndarray:
-        return indices + self._offsets[np.searchsorted(self._ends, indices, side="right")]
-
-    def read(self, indices: np.ndarray) -> list[bytes]:
-        """Returns the serialized examples at ``indices``, int64 [n].
-
-        Raises:
-            BadRecord: one of them is damaged.
-            UsageError: the first read finds that a file is not whole.
-        """
-        rows = self._rows(indices)
-        try:
-            return self._records.read(rows)
-        except BadRecord as bad:
-            raise BadRecord(int(indices[np.flatnonzero(rows == bad.index)[0]]), bad.what) from bad
-
-    def where(self, index: int) -> str:
-        """The shard of an example, and its record there."""
-        return self._records.where(int(self._rows(np.array([index]))[0]))
 
     @tf.autograph.experimental.do_not_convert
     def decode(self, record: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
@@ -244,17 +179,12 @@ class Source:
 
     def check(self) -> None:
         """Raises `UsageError` if the first example is damaged or has no label."""
-        try:
-            _, label = self.decode(tf.constant(self.read(np.zeros(1, np.int64))[0]))
-        except BadRecord as bad:
-            raise self._damaged(bad.what) from bad
-        except tf.errors.OpError as error:
-            raise self._damaged(f"{self.where(0)}: {_line(error)}") from error
+        _, label = self.first()
         self._check_labels(int(label))
 
     def _check_labels(self, smallest: int) -> None:
         if smallest < 0:
-            raise UsageError(f"{self._name}: the split {self.info.split!r} has no labels (-1)")
+            raise UsageError(f"{self.name}: the split {self.info.split!r} has no labels (-1)")
 
     def decoded(self) -> tuple[np.ndarray, np.ndarray]:
         """Returns all examples of files in TFRecord: images uint8 [N, H, W, C], labels int64 [N].
@@ -271,8 +201,8 @@ class Source:
             tf.TensorSpec(self._image_shape, tf.uint8),
             tf.TensorSpec((), tf.int64),
         )
-        files = tf.constant([shard.filename for shard in self._shards])
-        parts = tf.constant([(shard.skip, shard.take) for shard in self._shards], tf.int64)
+        files = tf.constant([shard.filename for shard in self.shards])
+        parts = tf.constant([(shard.skip, shard.take) for shard in self.shards], tf.int64)
 
         @tf.autograph.experimental.do_not_convert
         def records(file: tf.Tensor, part: tf.Tensor) -> tf.data.Dataset:
@@ -294,27 +224,9 @@ class Source:
             begin, end = end, end + len(batch_labels)
             images[begin:end], labels[begin:end] = batch_images, batch_labels
         if end != len(self):
-            raise self._damaged(f"{end} of {len(self)} examples are left")
+            raise self.damaged(f"{end} of {len(self)} examples are left")
         self._check_labels(int(labels.min()))
         return images, labels
-
-    def _damaged(self, what: str) -> UsageError:
-        return UsageError(
-            f"{self._name}: the files of the split {self.info.split!r} are damaged ({what}): "
-            f"remove {self._folder} and prepare it again"
-        )
-
-    def content_hash(self) -> str:
-        """Returns a sha256 of the names and sizes of the files and of TFDS's metadata."""
-        content = hashlib.sha256()
-        for shard in self._shards:
-            path = pathlib.Path(shard.filename)
-            content.update(
-                f"{path.name} {path.stat().st_size} {shard.skip} {shard.take}\n".encode()
-            )
-        for name in ("dataset_info.json", "features.json"):
-            content.update((self._folder / name).read_bytes())
-        return content.hexdigest()
 
 
 def _supervised_pair(builder: tfds.core.DatasetBuilder) -> tuple[str, str]:
@@ -335,48 +247,6 @@ def _supervised_pair(builder: tfds.core.DatasetBuilder) -> tuple[str, str]:
             f"({type(label).__name__}), not a uint8 image with an integer label"
         )
     return keys
-
-
-def split_of(builder: tfds.core.DatasetBuilder, split: str) -> Any:
-    """What TFDS says of ``split``. Raises `UsageError` if there is none."""
-    info = builder.info
-    try:
-        return info.splits[split]
-    except (ValueError, KeyError, AssertionError) as error:
-        raise UsageError(
-            f"{info.full_name} has no split {split!r}; it has {', '.join(info.splits)}, and parts "
-            "of them such as train[:80%]"
-        ) from error
-
-
-def _shards(builder: tfds.core.DatasetBuilder, split: str) -> list[Any]:
-    """The parts of files to read (``FileInstruction`` of TFDS), after a check of all file sizes."""
-    info = builder.info
-    shards = split_of(builder, split).file_instructions
-    if not shards:
-        raise UsageError(f"{info.full_name}: the split {split!r} has no examples")
-    if info.file_format.value not in ("tfrecord", "array_record"):
-        raise UsageError(
-            f"{info.full_name} is stored as {info.file_format.value}: prepare it as tfrecord or "
-            "array_record"
-        )
-    used = {shard.filename for shard in shards}
-    for part in info.splits.values():
-        paths = [pathlib.Path(path) for path in part.filepaths]
-        if used.isdisjoint(map(str, paths)):
-            continue
-        if missing := [path for path in paths if not path.exists()]:
-            raise UsageError(f"{info.full_name}: {missing[0]} is missing: prepare it again")
-        if info.file_format.value != "tfrecord":  # may be compressed
-            continue
-        # A record has a length (8 bytes), two checksums (4 bytes each) and its data.
-        expected = int(part.num_bytes) + 16 * part.num_examples
-        if (size := sum(path.stat().st_size for path in paths)) < expected:
-            raise UsageError(
-                f"{info.full_name}: the files of the split {part.name!r} are truncated ({size} of "
-                f"{expected} bytes): remove {builder.data_dir} and prepare it again"
-            )
-    return shards
 
 
 def _image_shape(

@@ -18,9 +18,9 @@ _ARGUMENTS: dict[str, tuple[tuple[str, type, float, float], ...]] = {
     "flip": (),
     "color": (("STRENGTH", float, 0, 1),),
     "randaugment": (("LAYERS", int, 1, 16), ("MAGNITUDE", int, 0, 30)),
+    "mixup": (("ALPHA", float, 0.01, 100),),
+    "cutmix": (("ALPHA", float, 0.01, 100),),
 }
-# These mix labels as well, so they belong to the loss.
-_RECIPES = {"mixup": "Mixup", "cutmix": "CutMix"}
 
 
 def define_augment_flag() -> None:
@@ -31,7 +31,8 @@ def define_augment_flag() -> None:
             None,
             "Changes training images at random, e.g. crop:4,flip or randaugment:2:9: crop:PIXELS "
             "of a border of zeros, flip from right to left, color:STRENGTH of brightness, contrast "
-            "and saturation, randaugment:LAYERS:MAGNITUDE of at most 30 (default: none).",
+            "and saturation, randaugment:LAYERS:MAGNITUDE of at most 30, mixup:ALPHA and "
+            "cutmix:ALPHA with another image and its label (default: none).",
         )
     check_flags(["augment"], lambda augment: augment is not None and parse(augment))
 
@@ -50,12 +51,6 @@ def parse(text: str) -> tuple[Operation, ...]:
 
 def _parse_one(text: str) -> Operation:
     name, *given = text.split(":")
-    if name in _RECIPES:
-        alpha = given[0] if given else "1"
-        raise UsageError(
-            f"--augment={text}: {name} mixes labels too, so it is a step: give "
-            f"--step=ctl.recipes.mixup:{_RECIPES[name]} --mix_alpha={alpha}"
-        )
     check_name("operation of --augment", name, _ARGUMENTS)
     wanted = _ARGUMENTS[name]
     form = ":".join([name, *(argument for argument, *_ in wanted)])

@@ -17,7 +17,7 @@ def define_column_flags() -> None:
         "features",
         None,
         "Features of a TFDS dataset to train on, e.g. age,fare or features, for a table; a/b is "
-        "part b of a (default: an image). Several are a dict. They are kept in memory.",
+        "part b of a (default: an image). Several are a dict.",
     )
     flags.DEFINE_list("labels", None, "Features of the dataset to learn, with --features.")
     check_flags(["features", "labels", "dataset", "image_shape"], _check)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
+from operator import itemgetter
 
 import keras
 import numpy as np
@@ -13,7 +14,7 @@ import tensorflow as tf
 
 import ctl
 from ctl import testing
-from ctl.data import Augmented, InMemory, Streaming, augment
+from ctl.data import Augmented, DatasetInfo, InMemory, Streaming, augment
 from ctl.data.feed import open_batches
 from ctl.errors import UsageError
 from ctl.flags.augmentation import parse
@@ -223,11 +224,63 @@ def test_randaugment_has_each_operation_in_both_directions():
     assert np.bincount(which.astype(int), minlength=28).min() > 30
 
 
+@pytest.mark.parametrize("alpha", [0.2, 1, 8])
+def test_shares_are_those_of_a_beta_distribution(alpha):
+    """Their variance is 1 / (4 (2 alpha + 1)); for 1, all shares are equally likely."""
+    shares = augment._beta_quantiles(alpha) / 4096
+    assert shares.mean() == pytest.approx(0.5, abs=0.5 / 4096)
+    assert shares.var() == pytest.approx(1 / (4 * (2 * alpha + 1)), rel=2e-3)
+    if alpha == 1:
+        np.testing.assert_allclose(shares, (np.arange(4096) + 0.5) / 4096, atol=0.6 / 4096)
+
+
+def cut(image: np.ndarray, other: np.ndarray, seed: int, alpha: float) -> tuple[np.ndarray, float]:
+    """CutMix as its authors write it, and the share of the first image."""
+    draw, *centre = draws(seed, 3)
+    side = math.sqrt(1 - augment._beta_quantiles(alpha)[math.floor(draw * 4096)] / 4096)
+    spans = []
+    for place, length in zip(centre, image.shape, strict=False):
+        middle, half = math.floor(place * length), math.floor(length * side) // 2
+        spans.append(slice(max(0, middle - half), min(length, middle + half)))
+    result = image.copy()
+    result[tuple(spans)] = other[tuple(spans)]
+    area = math.prod(span.stop - span.start for span in spans)
+    return result, 1 - nearest(Fraction(4096 * area, image.shape[0] * image.shape[1])) / 4096
+
+
+@pytest.mark.parametrize("operation", ["mixup:0.4", "cutmix:1"])
+def test_pairs_are_mixed_as_the_reference_does(operation):
+    """Images and labels, in a graph and compiled by XLA: the same bits."""
+    [(name, (alpha,))] = parse(operation)
+    images, labels = pictures(30), np.eye(30, dtype=np.float32)
+    seeds = augment.example_seeds(3, tf.range(30))
+    expected = []
+    for row, seed in enumerate(seeds.numpy().tolist()):
+        image, other = images[row], images[row ^ 1]
+        if name == "mixup":
+            share = augment._beta_quantiles(alpha)[math.floor(draws(seed, 1)[0] * 4096)] / 4096
+            mix = with_factor(image, other, share)
+        else:
+            mix, share = cut(image, other, seed, alpha)
+        expected.append((mix, share * labels[row] + (1 - share) * labels[row ^ 1]))
+    wanted, probabilities = map(np.stack, zip(*expected, strict=True))
+    assert ((wanted != images).any(axis=(1, 2, 3))).sum() > 20
+    apply = getattr(augment, name)
+    for jit_compile in (False, True):
+        mixed, found = tf.function(lambda *a: apply(*a, alpha), jit_compile=jit_compile)(
+            tf.constant(images), tf.constant(labels), seeds
+        )
+        np.testing.assert_array_equal(mixed, wanted)
+        np.testing.assert_array_equal(found, probabilities)
+        np.testing.assert_array_equal(tf.reduce_sum(found, axis=1), np.ones(30))
+
+
 # A dataset ---------------------------------------------------------------------------------------
 
 
 def data(operations: str = ALL, batch: int = 12, **options) -> Augmented:
     arrays = pictures(50, size=(5, 6)), np.arange(50)
+    options = {"info": DatasetInfo("arrays", num_classes=50), **options}
     return Augmented(InMemory(arrays, global_batch_size=batch, **options), operations, seed=5)
 
 
@@ -269,6 +322,30 @@ def test_replicas_and_a_later_start_change_no_bit(mirrored):
         np.testing.assert_array_equal(images[position], image)
 
 
+@pytest.mark.slow
+def test_pairs_are_those_of_neighbours_for_any_number_of_replicas(mirrored):
+    """In memory and streamed; also where a pair is of two epochs. Each keeps its own changes."""
+    arrays = pictures(45, size=(5, 6)), np.arange(45)
+    options = {"global_batch_size": 8, "info": DatasetInfo("arrays", num_classes=45)}
+    for kind, replicas, start in ((InMemory, 4, 5), (Streaming, 2, 0)):
+        dataset = kind(arrays, **options)
+        mixed = Augmented(dataset, "flip,mixup:0.4,cutmix:1", seed=5)
+        whole = seen(mirrored(1), mixed, 0, 7)
+        late = seen(mirrored(replicas), mixed, start, 2)
+        for found, wanted in zip(late, whole[start:], strict=False):
+            for a, b in zip(found, wanted, strict=True):
+                np.testing.assert_array_equal(a, b)
+        order = InMemory(np.arange(45), global_batch_size=8)
+        labels = np.concatenate([o.numpy() for o in order.batches().take(7)])
+        if kind is Streaming:
+            labels = np.concatenate([keys[:, 1] for keys, _ in dataset.batches().take(7)])
+        assert {labels[44] in labels[:44], labels[45] in labels[:44]} == {False, True}
+        probabilities, rows = np.concatenate([labels for _, labels in whole]), np.arange(56)
+        pairs = probabilities[rows, labels] + probabilities[rows, labels[rows ^ 1]]
+        np.testing.assert_array_equal(pairs, np.ones(56))
+        assert np.unique(probabilities).size > 20
+
+
 def test_the_size_of_a_batch_changes_no_image(mirrored):
     many, few = (seen(mirrored(1), data("crop:1,flip", batch=b), 0, 60 // b) for b in (12, 5))
     for large, small in zip(zip(*many, strict=True), zip(*few, strict=True), strict=True):
@@ -279,7 +356,8 @@ class Sums(ctl.TrainStep):
     """Logs a sum that float32 has exactly, of each step."""
 
     def loss(self, batch):
-        images, _ = batch
+        images, labels = batch
+        self.log("labels", tf.reduce_sum(labels * tf.range(50.0)), "sum")
         places = tf.range(1.0, 1.0 + 5 * 6 * 3)
         flat = tf.reshape(tf.cast(images, tf.float32), [-1, 5 * 6 * 3])
         self.log("pixels", tf.reduce_sum(tf.math.floormod(flat * places, 1021.0)), "sum")
@@ -290,15 +368,19 @@ def make(strategy, checkpoints=None, **options) -> ctl.Loop:
     keras.utils.set_random_seed(0)
     with strategy.scope():
         layers = [keras.Input([5, 6, 3]), keras.layers.Flatten(), keras.layers.Dense(50)]
+        metrics = [keras.metrics.SparseCategoricalAccuracy("accuracy")]
+        options = {"metrics": metrics, **options}
         step = Sums(keras.Sequential(layers), keras.optimizers.SGD(0.1), **options)
-    return ctl.Loop(step, data("crop:2,flip,color:0.4"), strategy=strategy, checkpoints=checkpoints)
+    return ctl.Loop(
+        step, data("crop:2,flip,color:0.4,mixup:0.4"), strategy=strategy, checkpoints=checkpoints
+    )
 
 
 @pytest.mark.slow
 def test_a_loop_sees_the_same_images_everywhere(mirrored):
     """In blocks of steps, with micro-batches, and compiled by XLA."""
     sums = [
-        [loop.train(until)["pixels"] for until in (3, 5, 11)]
+        [itemgetter("pixels", "labels", "accuracy")(loop.train(until)) for until in (3, 5, 11)]
         for loop in (
             make(mirrored(1)),
             make(mirrored(2), accumulate_steps=2),
@@ -368,6 +450,19 @@ def test_data_that_are_no_images(arrays):
         Augmented(InMemory(arrays, global_batch_size=3), "flip")
 
 
+def test_data_that_have_no_pairs(mirrored):
+    own = tf.data.Dataset.from_tensor_slices((pictures(9), np.arange(9))).batch(4)
+    own = ctl.data.as_dataset(own, global_batch_size=4)
+    for says, make, replicas in (
+        ("mixup mixes pairs .* batch of 11", lambda: data("mixup:1", batch=11), 1),
+        ("takes batches .images, classes", lambda: data("flip,cutmix:1", info=None), 1),
+        ("pairs for each of 4 replicas: give a multiple of 8", lambda: data("mixup:1"), 4),
+        ("all of one size, with drop_remainder=True", lambda: Augmented(own, "mixup:1"), 1),
+    ):
+        with pytest.raises(UsageError, match=says):
+            seen(mirrored(replicas), make(), 0, 1)
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -378,8 +473,8 @@ def test_data_that_are_no_images(arrays):
         ("color:1.5", "--augment=color:1.5: STRENGTH must be a number from 0 to 1"),
         ("color:nan", "STRENGTH must be a number"),
         ("randaugment:2:9.5", "MAGNITUDE must be a whole number from 0 to 30"),
-        ("flip,mixup:0.2", "give --step=ctl.recipes.mixup:Mixup --mix_alpha=0.2"),
-        ("cutmix", "give --step=ctl.recipes.mixup:CutMix --mix_alpha=1"),
+        ("flip,mixup", "--augment=mixup: write mixup:ALPHA"),
+        ("cutmix:0", "ALPHA must be a number from 0.01 to 100"),
     ],
 )
 def test_texts_that_say_nothing(text, says):

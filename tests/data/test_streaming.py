@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import functools
-import json
 
 import numpy as np
 import pytest
+import stored_sources
 import tensorflow as tf
-import tensorflow_datasets as tfds
 import tiny_tfds
+from stored_sources import COUNT
+from stored_sources import SOURCES as KINDS
 
 from ctl.data.explained import explained
 from ctl.data.feed import open_batches
@@ -17,48 +18,21 @@ from ctl.data.streaming import Streaming, read_all
 from ctl.data.tfds_source import Source, find
 from ctl.errors import UsageError
 
-COUNT = 50
-
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory):
     """Of each kind; the first number of an example is its own."""
-    tfds.disable_progress_bar()
     root = tmp_path_factory.mktemp("sources")
-    for kind in ("tfrecord", "array_record"):
-        tiny_tfds.CtlTinyColor(data_dir=root / kind, file_format=kind).download_and_prepare(
-            download_config=tfds.download.DownloadConfig(num_shards=5)
-        )
+    stored_sources.write(root)
     tiny_tfds.prepare(tiny_tfds.CtlTinyUnlabelled, str(root / "tfrecord"))
-    numbers = np.arange(COUNT)
-    np.save(root / "array.npy", numbers[:, None] + np.zeros(3, np.int64))
-    lines = [json.dumps({"number": n, "text": "é" * n, "row": [n, 1.5]}) for n in range(COUNT)]
-    (root / "a.jsonl").write_text("\n".join(lines[:20]) + "\n")
-    (root / "b.jsonl").write_text("\n".join(lines[20:]))
-    for n in range(COUNT):
-        folder = root / "folder" / f"class{n // 10}"
-        folder.mkdir(parents=True, exist_ok=True)
-        pixels = np.full([4, 6, 3], n, np.uint8)
-        (folder / f"{n:02}.png").write_bytes(tf.io.encode_png(pixels).numpy())
     tiny = find("ctl_tiny_color", str(root / "tfrecord"))
     return {
-        "tfrecord": Source(tiny, "train"),
-        "array_record": Source(find("ctl_tiny_color", str(root / "array_record")), "train"),
-        "mapped": np.load(root / "array.npy", mmap_mode="r"),
-        "items": [{"number": n, "x": np.zeros(2)} for n in range(COUNT)],
-        "data_source": tfds.data_source(
-            "ctl_tiny_color", split="train", data_dir=root / "array_record"
-        ),
-        "json": JsonLines([root / "a.jsonl", root / "b.jsonl"]),
-        "folder": ImageFolder(root / "folder", (4, 6, 3)),
+        **stored_sources.opened(root),
         "validation": Source(tiny, "validation"),
         "resized": Source(tiny, "train", (9, 7, 3)),
         "unlabelled": Source(find("ctl_tiny_unlabelled", str(root / "tfrecord")), "train"),
         "root": root,
     }
-
-
-KINDS = ("tfrecord", "array_record", "mapped", "items", "data_source", "json", "folder")
 
 
 def numbers(batch) -> np.ndarray:

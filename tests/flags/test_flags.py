@@ -96,7 +96,7 @@ WRONG = [
     (("--base_batch_size=64",), "--base_batch_size has no effect without --lr_scaling"),
     (("--precision=float8",), "--precision=float8"),
     (("--flagfile=/nonexistent",), "/nonexistent"),
-    (("--augment=flip,mixup:0.2",), "give --step=ctl.recipes.mixup:Mixup --mix_alpha=0.2"),
+    (("--augment=flip,mixup",), "--augment=mixup: write mixup:ALPHA"),
 ]
 
 

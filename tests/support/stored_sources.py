@@ -1,0 +1,70 @@
+"""Files of every kind that `ctl.data.Streaming` reads, and streams of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+import tensorflow_datasets as tfds
+import tiny_tfds
+
+from ctl.data import InMemory, Streaming, load_columns, mix
+from ctl.data.sources import ImageFolder, JsonLines
+from ctl.data.tfds_source import Source, find
+
+COUNT = 50
+SOURCES = ("tfrecord", "array_record", "mapped", "items", "data_source", "json", "folder")
+KINDS = (*SOURCES, "columns", "mixture")
+
+
+def write(root: Path) -> None:
+    """Files of `COUNT` examples each. The first number of an example is its own."""
+    tfds.disable_progress_bar()
+    for kind in ("tfrecord", "array_record"):
+        tiny_tfds.CtlTinyColor(data_dir=root / kind, file_format=kind).download_and_prepare(
+            download_config=tfds.download.DownloadConfig(num_shards=5)
+        )
+    numbers = np.arange(COUNT)
+    np.save(root / "array.npy", numbers[:, None] + np.zeros(3, np.int64))
+    lines = [json.dumps({"number": n, "text": "é" * n, "row": [n, 1.5]}) for n in range(COUNT)]
+    (root / "a.jsonl").write_text("\n".join(lines[:20]) + "\n")
+    (root / "b.jsonl").write_text("\n".join(lines[20:]))
+    for n in range(COUNT):
+        folder = root / "folder" / f"class{n // 10}"
+        folder.mkdir(parents=True, exist_ok=True)
+        pixels = np.full([4, 6, 3], n, np.uint8)
+        (folder / f"{n:02}.png").write_bytes(tf.io.encode_png(pixels).numpy())
+
+
+def opened(root: Path) -> dict[str, Any]:
+    """What `write` has written, by the names in `SOURCES`."""
+    return {
+        "tfrecord": Source(find("ctl_tiny_color", str(root / "tfrecord")), "train"),
+        "array_record": Source(find("ctl_tiny_color", str(root / "array_record")), "train"),
+        "mapped": np.load(root / "array.npy", mmap_mode="r"),
+        "items": [{"number": n, "x": np.zeros(2)} for n in range(COUNT)],
+        "data_source": tfds.data_source(
+            "ctl_tiny_color", split="train", data_dir=root / "array_record"
+        ),
+        "json": JsonLines([root / "a.jsonl", root / "b.jsonl"]),
+        "folder": ImageFolder(root / "folder", (4, 6, 3)),
+    }
+
+
+def stream(root: Path, kind: str, size: int, training: bool = True) -> Streaming:
+    """A stream of one of `KINDS`, in batches of ``size``."""
+    options: dict[str, Any] = {"global_batch_size": size, "training": training, "seed": 3}
+    if kind == "columns":
+        names = "ctl_tiny_color", ["image"], ["label"]
+        options |= {"data_dir": str(root / "tfrecord"), "resident_limit_mib": 0}
+        return load_columns(*names, split="train", **options)
+    if kind != "mixture":
+        return Streaming(opened(root)[kind], **options)
+    own = np.full([9, 4, 6, 3], 100, np.uint8), np.arange(9) % 5
+    parts = [
+        (stream(root, part, size), weight) for part, weight in (("folder", 2), ("tfrecord", 3))
+    ]
+    return mix([*parts, (InMemory(own, **options), 1)])
