@@ -142,6 +142,11 @@ class Streaming:
             replicas: those of a worker, of ``range(num_replicas)``.
             num_replicas: of all workers.
         """
+        shares = self.decoded(self.undecoded(start_step, replicas, num_replicas))
+        return shares.prefetch(2 * len(replicas))
+
+    def undecoded(self, start_step: int, replicas: range, num_replicas: int) -> tf.data.Dataset:
+        """Returns the `shares` as the source gives them: ``(keys, rows)``."""
         batch, width = self.global_batch_size, len(replicas)
         steps = None if self.training else max(start_step, -(-self.num_examples // batch))
         static = batch // num_replicas if self.training and batch % num_replicas == 0 else None
@@ -159,22 +164,26 @@ class Streaming:
                 leaf.set_shape([static, *spec.shape])
             return keys, tf.nest.pack_sequence_as(self._spec, leaves)
 
-        @tf.autograph.experimental.do_not_convert
-        def decode(keys: tf.Tensor, rows: Any) -> Any:
-            return keys, self._decoded(keys[:, 1], rows)
-
         numbers = tf.data.Dataset.range(
             start_step * width, tf.int64.max if steps is None else steps * width
         )
         shares = numbers.map(read, num_parallel_calls=_READERS, deterministic=True)
-        shares = shares.map(decode, num_parallel_calls=self._cores, deterministic=True)
         if steps is None:
             shares = shares.apply(
                 tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY)
             )
         options = distribution_options()
         options.threading.private_threadpool_size = self._cores + _READERS  # those that read wait
-        return shares.prefetch(2 * width).with_options(options)
+        return shares.with_options(options)
+
+    def decoded(self, undecoded: tf.data.Dataset) -> tf.data.Dataset:
+        """Returns the `shares` of what `undecoded` gave: ``(keys, batch)``."""
+
+        @tf.autograph.experimental.do_not_convert
+        def decode(keys: tf.Tensor, rows: Any) -> Any:
+            return keys, self._decoded(keys[:, 1], rows)
+
+        return undecoded.map(decode, num_parallel_calls=self._cores, deterministic=True)
 
     def _share(self, number: int, replicas: range, num_replicas: int) -> list[np.ndarray]:
         """The keys, int64 [n, 2], and the leaves of what the source has for one share."""

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from absl import flags, logging
 
 from ctl import build
@@ -17,6 +18,7 @@ from ctl.inspect.show.results import define_bandwidth_flag
 from ctl.logs import console
 
 if TYPE_CHECKING:
+    from ctl.inspect.measure.timeline import Timeline
     from ctl.loop import Loop
 
 FLAGS = flags.FLAGS
@@ -108,7 +110,19 @@ def _look(loop: Loop) -> None:
     if directory:
         logging.info("stamps: %s", window.write(windows[mine], directory))
     if workers.is_chief(loop.strategy):
-        show(join(windows), FLAGS.bandwidth, directory)
+        timeline = join(windows)
+        show(timeline, FLAGS.bandwidth, directory, _input(loop, timeline))
+
+
+def _input(loop: Loop, timeline: Timeline) -> tuple[str, ...]:
+    """Which part of the input is the slowest, where the input is the bound."""
+    from ctl.inspect.measure.input_parts import explain, input_parts
+    from ctl.inspect.measure.verdict import bounds
+
+    if next(iter(bounds(timeline))) != "input":
+        return ()
+    logging.info("the input is the bound: timing its parts")
+    return explain(input_parts(loop), float(np.median(timeline.step_seconds)))
 
 
 def _time(loop: Loop) -> None:

@@ -58,26 +58,36 @@ def verdict(timeline: Timeline, measured: Measured | None = None) -> tuple[str, 
     return *_bound(timeline, step, measured), rhythm
 
 
-def _bound(timeline: Timeline, step: float, measured: Measured | None) -> tuple[str, str, str]:
-    parts = {
+def _phases(timeline: Timeline) -> dict[str, float]:
+    """Seconds of each phase: medians over the steps."""
+    return {
         name: float(np.median(np.nan_to_num(seconds).mean(axis=0)))
         for name, seconds in timeline.phases.items()
     }
-    compute = parts["forward"] + parts["backward"]
-    bounds = {
-        "compute": compute,
+
+
+def bounds(timeline: Timeline) -> dict[str, float]:
+    """Seconds of a step for what may bound it, the largest first; medians over the steps."""
+    parts = _phases(timeline)
+    seconds = {
+        "compute": parts["forward"] + parts["backward"],
         "input": parts["input"],
         "apply": parts["apply"],
         "communication": parts["wait"] + parts["transfer"] + parts["pack"],
     }
-    bound = max(bounds, key=lambda name: bounds[name])
+    return dict(sorted(seconds.items(), key=lambda item: -item[1]))
+
+
+def _bound(timeline: Timeline, step: float, measured: Measured | None) -> tuple[str, str, str]:
+    parts, of = _phases(timeline), bounds(timeline)
+    bound = next(iter(of))
     first = (
         f"The step takes {step * _MS:.2f} ms and is bound by {bound}: "
-        f"{bounds[bound] * _MS:.2f} ms, {bounds[bound] / step:.0%}."
+        f"{of[bound] * _MS:.2f} ms, {of[bound] / step:.0%}."
     )
     if bound == "communication":
         return (first, *_communication(timeline, measured, parts))
-    exposed = f"{bounds['communication'] * _MS:.2f} ms of communication are exposed"
+    exposed = f"{of['communication'] * _MS:.2f} ms of communication are exposed"
     if bound == "compute":
         split = (
             f"forward {parts['forward'] * _MS:.2f} ms, backward {parts['backward'] * _MS:.2f} ms"

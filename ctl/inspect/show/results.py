@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,13 +29,16 @@ def define_bandwidth_flag() -> None:
     )
 
 
-def show(timeline: Timeline, bandwidth: str | None, directory: Path | None) -> None:
+def show(
+    timeline: Timeline, bandwidth: str | None, directory: Path | None, more: Sequence[str] = ()
+) -> None:
     """Prints tables and verdict; writes ``report.html`` and ``trace.json``.
 
     Args:
         timeline: what was measured.
         bandwidth: a file from ``benchmarks/all_reduce.py --json``, to compare with; or None.
         directory: where the files are written; None writes none.
+        more: lines below the verdict.
 
     Raises:
         UsageError: ``bandwidth`` is no such file, or of another number of replicas.
@@ -53,7 +57,7 @@ def show(timeline: Timeline, bandwidth: str | None, directory: Path | None) -> N
             f"{len(timeline.rows)}: {measure_command(timeline)}"
         )
     plan, note = _plan(timeline)
-    lines = verdict(timeline, measured)
+    lines = (*verdict(timeline, measured), *more)
     print_report(timeline, lines, plan=plan, measured=measured)
     if note:
         print(note)

@@ -1,0 +1,75 @@
+"""The slow part of an input is named: made with sleeps, so that the truth is known."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import make_loop, mlp
+
+from ctl import workers
+from ctl.data import Augmented, InMemory, Streaming
+from ctl.data.sources import Items
+from ctl.inspect.measure.input_parts import explain, input_parts
+from ctl.inspect.measure.verdict import bounds
+from ctl.inspect.run_command import _input
+
+EXAMPLES, BATCH, FEATURES, SLOW = 40, 8, 12, 0.01
+
+
+def stream(slow: str) -> Streaming:
+    """An example takes 10 ms to read or to decode; the sleeps of several run at once."""
+
+    def sleep(row):
+        time.sleep(SLOW)
+        return row
+
+    def decode(example):
+        features, label = example
+        if slow == "decoding":
+            features = tf.ensure_shape(tf.numpy_function(sleep, [features], tf.float32), [FEATURES])
+        return features, label
+
+    def example(row):
+        return (sleep if slow == "reading" else np.asarray)(row), row[0].astype(np.int64)
+
+    source = Items(np.zeros([EXAMPLES, FEATURES], np.float32), example, decode=decode)
+    return Streaming(source, global_batch_size=BATCH)
+
+
+@pytest.mark.parametrize("slow", ["reading", "decoding"])
+def test_the_slow_part_is_named(mirrored, slow):
+    loop = make_loop(mirrored(2), data=stream(slow), steps_per_loop=10)
+    with loop.step.inspect(steps=8) as seen:
+        loop.train(20)
+    assert next(iter(bounds(seen.timeline))) == "input"
+    first, second = _input(loop, seen.timeline)
+    parts = input_parts(loop)
+    assert list(parts) == ["reading", "decoding", "handing over"]
+    assert max(parts, key=parts.get) == slow
+    assert parts[slow] > BATCH * SLOW / 8  # the examples of a share sleep in at most 6 threads
+    assert f"{slow} " in first and second.startswith(f"{slow.title()} is the bound: try ")
+
+
+def test_parts_of_other_data(mirrored, monkeypatch):
+    random = np.random.default_rng(0)
+    images = random.integers(256, size=[64, 12, 12, 3], dtype=np.uint8)
+    data = InMemory((images, np.zeros(64, np.int64)), global_batch_size=BATCH)
+    loop = make_loop(mirrored(2), data=Augmented(data, "crop:2,randaugment:2:9"), model=mlp)
+    parts = input_parts(loop)
+    assert list(parts) == ["the order of examples", "handing over", "augmenting"]
+    assert max(parts, key=parts.get) == "augmenting" and min(parts.values()) > 0
+    first, second = explain(parts, step=1.5 * sum(parts.values()))
+    assert f"augmenting {parts['augmenting'] * 1e3:.2f} ms" in first
+    assert second.startswith("Augmenting is the bound: try fewer or cheaper operations")
+    assert "wait for cores" in explain(parts, step=100 * sum(parts.values()))[1]
+
+    own = tf.data.Dataset.from_tensors((tf.zeros([BATCH, FEATURES]), tf.zeros([BATCH], tf.int64)))
+    loop = make_loop(mirrored(1), data=own.repeat())
+    assert list(input_parts(loop)) == ["the tf.data.Dataset", "handing over"]
+    # A worker must not wait for others, which time nothing.
+    monkeypatch.setattr(workers, "is_multi_worker", lambda strategy: True)
+    monkeypatch.setattr(workers, "cluster_of", lambda strategy: type("", (), {"workers": "ab"}))
+    assert list(input_parts(loop)) == ["the tf.data.Dataset"]
