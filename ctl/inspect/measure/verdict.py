@@ -6,7 +6,7 @@ import numpy as np
 
 from ctl.inspect.measure.blame import blame
 from ctl.inspect.measure.link import Measured
-from ctl.inspect.measure.timeline import PackTimes, Timeline
+from ctl.inspect.measure.timeline import PackTimes, Timeline, of_one_step
 from ctl.inspect.units import MIB, size_text
 
 _MS = 1e3
@@ -40,11 +40,11 @@ def share_of_measured(pack: PackTimes, measured: Measured | None) -> float | Non
 
 
 def verdict(timeline: Timeline, measured: Measured | None = None) -> tuple[str, ...]:
-    """Three lines, from medians over the steps: what bounds the step; why; what to try next.
+    """Three lines: what bounds the step; why; what to try next. Times are those of `of_one_step`.
 
     A fourth line names a worker that is late in a rhythm, such as in every 4th step.
     """
-    step = float(np.median(timeline.step_seconds))
+    step = of_one_step(timeline.step_seconds)
     late = blame(timeline)
     if late is None:
         return _bound(timeline, step, measured)
@@ -60,7 +60,7 @@ def verdict(timeline: Timeline, measured: Measured | None = None) -> tuple[str, 
 
 def _bound(timeline: Timeline, step: float, measured: Measured | None) -> tuple[str, str, str]:
     parts = {
-        name: float(np.median(np.nan_to_num(seconds).mean(axis=0)))
+        name: float(np.nan_to_num(of_one_step(seconds)))
         for name, seconds in timeline.phases.items()
     }
     compute = parts["forward"] + parts["backward"]
@@ -68,16 +68,19 @@ def _bound(timeline: Timeline, step: float, measured: Measured | None) -> tuple[
         "compute": compute,
         "input": parts["input"],
         "apply": parts["apply"],
-        "communication": parts["wait"] + parts["transfer"] + parts["pack"],
+        "communication": of_one_step(timeline.exposed),
     }
     bound = max(bounds, key=lambda name: bounds[name])
+    kind = " exposed" if bound == "communication" else ""
     first = (
         f"The step takes {step * _MS:.2f} ms and is bound by {bound}: "
-        f"{bounds[bound] * _MS:.2f} ms, {bounds[bound] / step:.0%}."
+        f"{bounds[bound] * _MS:.2f} ms{kind}, {bounds[bound] / step:.0%}."
     )
     if bound == "communication":
         return (first, *_communication(timeline, measured, parts))
     exposed = f"{bounds['communication'] * _MS:.2f} ms of communication are exposed"
+    if len(timeline.rows) == 1:
+        exposed = "one replica has nothing to reduce"
     if bound == "compute":
         split = (
             f"forward {parts['forward'] * _MS:.2f} ms, backward {parts['backward'] * _MS:.2f} ms"
@@ -99,8 +102,8 @@ def _bound(timeline: Timeline, step: float, measured: Measured | None) -> tuple[
 def _communication(
     timeline: Timeline, measured: Measured | None, parts: dict[str, float]
 ) -> tuple[str, str]:
-    total = timeline.hidden + timeline.exposed
-    hidden = float(np.median(timeline.hidden)) / max(float(np.median(total)), 1e-9)
+    total = of_one_step(timeline.hidden + timeline.exposed)
+    hidden = of_one_step(timeline.hidden) / max(total, 1e-9)
     if parts["wait"] > parts["transfer"] + parts["pack"]:
         waiting = f"{parts['wait'] * _MS:.2f} ms are waiting for the last replica"
         if timeline.workers == 1:
