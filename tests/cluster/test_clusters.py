@@ -3,6 +3,7 @@ would do is done here, the commands in them run as they are."""
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import random
@@ -137,6 +138,24 @@ def test_slurm_requeues(slurm, tmp_path, code, restarts, requeued):
 def documents(name: str) -> dict[str, dict]:
     with open(FILES / name, encoding="utf-8") as file:
         return {document["kind"]: document for document in yaml.safe_load_all(file)}
+
+
+def test_the_manifests_are_of_the_published_schemas():
+    """Strictly: fields that Kubernetes does not know are errors, too. Before 1.29, the schemas want
+    `onPodConditions` in each rule, which the API server does not."""
+    schemas = pytest.importorskip("kubernetes_validate")
+    manifests = list(documents("kubernetes_job.yaml").values())
+    # The schema of a TFJob is Kubeflow's; that of its pods is of Kubernetes.
+    worker = only(list(documents("tfjob.yaml").values()))["spec"]["tfReplicaSpecs"]["Worker"]
+    pods = {"apiVersion": "v1", "kind": "PodTemplate", "template": worker["template"]}
+    for manifest in (*manifests, pods):
+        for version in ("1.29", "1.33", schemas.latest_version()):
+            schemas.validate(manifest, version, strict=True)
+    wrong = copy.deepcopy(manifests[-1])
+    container = only(wrong["spec"]["template"]["spec"]["containers"])
+    container["imagePullPolice"] = "Always"
+    with pytest.raises(schemas.ValidationError, match="'imagePullPolice' was unexpected"):
+        schemas.validate(wrong, schemas.latest_version(), strict=True)
 
 
 def only(values: list):

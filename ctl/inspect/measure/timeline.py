@@ -314,6 +314,17 @@ def _timeline(
     )
 
 
+def of_one_step(values: np.ndarray) -> float:
+    """The median over the steps of each row, and the mean of these over the rows; [N, S] -> one.
+
+    The verdict, the figures of the page, the row "mean" of the table and the scalars all say this,
+    so a reader can check them in the table. NaNs do not count; NaN if there is nothing else.
+    """
+    rows = [row[~np.isnan(row)] for row in values]
+    medians = [float(np.median(row)) for row in rows if row.size]
+    return sum(medians) / len(medians) if medians else float("nan")
+
+
 def covered_seconds(spans: Sequence[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
     """Seconds that lie in at least one of the spans, of which any may overlap.
 

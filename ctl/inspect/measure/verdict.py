@@ -6,7 +6,7 @@ import numpy as np
 
 from ctl.inspect.measure.blame import blame
 from ctl.inspect.measure.link import Measured
-from ctl.inspect.measure.timeline import PackTimes, Timeline
+from ctl.inspect.measure.timeline import PackTimes, Timeline, of_one_step
 from ctl.inspect.units import MIB, size_text
 
 _MS = 1e3
@@ -40,11 +40,11 @@ def share_of_measured(pack: PackTimes, measured: Measured | None) -> float | Non
 
 
 def verdict(timeline: Timeline, measured: Measured | None = None) -> tuple[str, ...]:
-    """Three lines, from medians over the steps: what bounds the step; why; what to try next.
+    """Three lines: what bounds the step; why; what to try next. Times are those of `of_one_step`.
 
     A fourth line names a worker that is late in a rhythm, such as in every 4th step.
     """
-    step = float(np.median(timeline.step_seconds))
+    step = of_one_step(timeline.step_seconds)
     late = blame(timeline)
     if late is None:
         return _bound(timeline, step, measured)
@@ -59,21 +59,21 @@ def verdict(timeline: Timeline, measured: Measured | None = None) -> tuple[str, 
 
 
 def _phases(timeline: Timeline) -> dict[str, float]:
-    """Seconds of each phase: medians over the steps."""
+    """Seconds of each phase in a step."""
     return {
-        name: float(np.median(np.nan_to_num(seconds).mean(axis=0)))
+        name: float(np.nan_to_num(of_one_step(seconds)))
         for name, seconds in timeline.phases.items()
     }
 
 
 def bounds(timeline: Timeline) -> dict[str, float]:
-    """Seconds of a step for what may bound it, the largest first; medians over the steps."""
+    """Seconds of a step for what may bound it, the largest first."""
     parts = _phases(timeline)
     seconds = {
         "compute": parts["forward"] + parts["backward"],
         "input": parts["input"],
         "apply": parts["apply"],
-        "communication": parts["wait"] + parts["transfer"] + parts["pack"],
+        "communication": float(np.nan_to_num(of_one_step(timeline.exposed))),
     }
     return dict(sorted(seconds.items(), key=lambda item: -item[1]))
 
@@ -81,13 +81,16 @@ def bounds(timeline: Timeline) -> dict[str, float]:
 def _bound(timeline: Timeline, step: float, measured: Measured | None) -> tuple[str, str, str]:
     parts, of = _phases(timeline), bounds(timeline)
     bound = next(iter(of))
+    kind = " exposed" if bound == "communication" else ""
     first = (
         f"The step takes {step * _MS:.2f} ms and is bound by {bound}: "
-        f"{of[bound] * _MS:.2f} ms, {of[bound] / step:.0%}."
+        f"{of[bound] * _MS:.2f} ms{kind}, {of[bound] / step:.0%}."
     )
     if bound == "communication":
         return (first, *_communication(timeline, measured, parts))
     exposed = f"{of['communication'] * _MS:.2f} ms of communication are exposed"
+    if len(timeline.rows) == 1:
+        exposed = "one replica has nothing to reduce"
     if bound == "compute":
         split = (
             f"forward {parts['forward'] * _MS:.2f} ms, backward {parts['backward'] * _MS:.2f} ms"
@@ -109,8 +112,8 @@ def _bound(timeline: Timeline, step: float, measured: Measured | None) -> tuple[
 def _communication(
     timeline: Timeline, measured: Measured | None, parts: dict[str, float]
 ) -> tuple[str, str]:
-    total = timeline.hidden + timeline.exposed
-    hidden = float(np.median(timeline.hidden)) / max(float(np.median(total)), 1e-9)
+    total = of_one_step(timeline.hidden + timeline.exposed)
+    hidden = of_one_step(timeline.hidden) / max(total, 1e-9)
     if parts["wait"] > parts["transfer"] + parts["pack"]:
         waiting = f"{parts['wait'] * _MS:.2f} ms are waiting for the last replica"
         if timeline.workers == 1:

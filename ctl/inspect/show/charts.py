@@ -95,13 +95,17 @@ def draw_step(lanes: Sequence[Lane], limit: float, name: str) -> str:
 
     top, height = 34, 66
     bottom = top + height * len(lanes)
-    seen = {span.phase for lane in lanes for span in (*lane.compute, *lane.communication)}
+    spans = [span for lane in lanes for span in (*lane.compute, *lane.communication)]
+    seen = {span.phase for span in spans if x(span.end) - x(span.begin) >= 0.5}
     legend = [(f"p-{phase}", phase) for phase in PHASES if phase in seen]
-    parts = [_legend([*legend, ("exposed", "exposed: nothing left to compute")])]
+    if any(lane.exposed for lane in lanes):
+        legend.append(("exposed", "exposed: nothing left to compute"))
+    parts = [_legend(legend)]
     for tick in svg.ticks(limit * scale, about=10):
         parts.append(svg.line(x(tick / scale), top - 6, x(tick / scale), bottom))
         parts.append(svg.text(x(tick / scale), bottom + 16, f"{tick:,g}", "x"))
-    parts.append(svg.text((LEFT + RIGHT) / 2, bottom + 34, f"{unit} since the step began", "x"))
+    title = f"time since the step began, {unit}"
+    parts.append(svg.text((LEFT + RIGHT) / 2, bottom + 34, title, "x"))
     for number, lane in enumerate(lanes):
         y = top + height * number
         parts.append(svg.text(0, y + 16, svg.shorten(lane.label, 116), "strong"))
@@ -167,7 +171,7 @@ def draw_bars(rows: Sequence[Bars], steps: Sequence[int], name: str) -> str:
         for tick in svg.ticks(limit * scale, about=3):
             parts.append(svg.line(LEFT, y(tick / scale), RIGHT, y(tick / scale)))
             parts.append(svg.text(LEFT - 8, y(tick / scale) + 4, f"{tick:,g}", "y"))
-        parts.append(svg.text(LEFT - 8, foot - height + 6, unit, "y small"))
+        parts.append(svg.text(LEFT - 8, foot - height + 6, f"all-reduces, {unit}", "y small"))
         levels = []
         strokes: dict[str, list[str]] = {"wait": [], "transfer": []}
         for index, (wait, transfer, exposed) in enumerate(panel):
@@ -249,6 +253,7 @@ def draw_lateness(
                 texts.append(svg.text(at + column / 2, middle, shown, f"x small n{level}"))
     parts += [_stroke(cell, f"s{level}", row - 1) for level, cell in enumerate(cells) if cell]
     parts += texts
+    parts.append(svg.text(LEFT - 8, top - 8, "replica", "y small"))
     parts.append(svg.text(right + 8, top - 8, "last to come", "small"))
     parts += _step_axis(steps, groups, bottom, right)
     return _figure(bottom + 44, name, parts)
@@ -260,9 +265,7 @@ def _stroke(parts: Sequence[str], kind: str, width: float) -> str:
 
 
 def _heat_legend(step_time: float) -> str:
-    parts = [
-        svg.text(LEFT, 13, "behind the median of the others, in % of a step (and ms)", "small")
-    ]
+    parts = [svg.text(LEFT, 13, "behind the median of the others, % of a step (ms)", "small")]
     at = float(LEFT)
     for level, share in enumerate(LEVELS):
         shown = f"{share:.0%}+" if level else f"below {LEVELS[1]:.0%}"
@@ -335,7 +338,7 @@ def _step_axis(
     column = (right - LEFT) / len(groups)
     widest = max(svg.text_width(f"{steps[i]:,}") for i in (0, -1)) + 14
     every = max(1, math.ceil(widest / column))
-    parts = [svg.text((LEFT + right) / 2, y + 36, "step", "x")]
+    parts = [svg.text((LEFT + right) / 2, y + 36, "number of the step", "x")]
     for index in range(0, len(groups), every):
         at = LEFT + column * (index + 0.5)
         parts.append(svg.text(at, y + 17, f"{steps[groups[index][0]]:,}", "x"))

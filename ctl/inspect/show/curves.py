@@ -12,7 +12,7 @@ from ctl.logs.runs import Run
 from ctl.logs.svg import escape
 
 WIDTH, HEIGHT = 440, 270
-LEFT, RIGHT, TOP, BOTTOM = 58, 430, 14, 230
+LEFT, RIGHT, TOP, BOTTOM = 58, 430, 28, 230
 POINTS = 300  # the most of a curve
 _COLOURS = (BLUE, VERMILION, GREEN, ORANGE, PURPLE, SKY_BLUE)
 _DASHES = ("none", "6 3", "2 3")
@@ -31,7 +31,6 @@ _STYLE = (
     + ".legend svg { width: 34px; height: 10px; vertical-align: middle; margin-right: 8px }\n"
     + "@media screen and (prefers-color-scheme: dark) {"
     + " .curve { filter: brightness(1.4) } .train { opacity: 0.65 } }\n"
-    + "@media (max-width: 600px) { main { padding: 16px 14px 40px } }\n"
     + "".join(
         f".c{n} {{ stroke: {_COLOURS[n % len(_COLOURS)]}; "
         f"stroke-dasharray: {_DASHES[n // len(_COLOURS)]} }}\n"
@@ -105,7 +104,8 @@ def draw(runs: Sequence[Run], name: str) -> str:
         parts += [svg.text(LEFT - 6, y(mark) + 4, f"{mark:.4g}", "y")]
     for tick in svg.ticks(limit, least=1, about=4):
         parts.append(svg.text(x(tick), BOTTOM + 17, _count(tick), "x"))
-    parts.append(svg.text((LEFT + RIGHT) / 2, BOTTOM + 34, "step", "x"))
+    parts.append(svg.text((LEFT + RIGHT) / 2, BOTTOM + 34, "number of the step", "x"))
+    parts.append(svg.text(LEFT, 16, svg.shorten(name, RIGHT - LEFT)))
     parts.append(svg.rect(LEFT, TOP, RIGHT - LEFT, BOTTOM - TOP, "frame"))
     for number, phase, points in curves:
         places = [f"{svg.number(x(step))} {svg.number(y(value))}" for step, value in points]

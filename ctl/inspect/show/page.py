@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ctl.inspect.measure.blame import blame
+from ctl.inspect.measure.timeline import of_one_step
 from ctl.inspect.show import pictures
 from ctl.inspect.show.charts import duration, significant
 from ctl.inspect.show.document import document
 from ctl.inspect.show.report import (
     Table,
-    median,
     pack_table,
     percent,
     phase_table,
@@ -47,7 +47,12 @@ _DEFINITIONS = (
     ("input", "from the end of the step before until the replica has its part of the batch"),
     ("wait", "from when this replica could start a pack until the last one could"),
     ("transfer", "from then until the sums are here"),
-    ("hidden, exposed", "communication while this replica still computed, and after it"),
+    ("hidden, exposed", "communication while a replica still computed, and after that"),
+    (
+        "mean",
+        "of the medians of the replicas: so the verdict and the figures can be checked in the "
+        "table",
+    ),
     (
         "late",
         "how much later than the median of the others a replica had the gradients of a pack ready; "
@@ -94,7 +99,7 @@ def make_page(
             body.append(
                 f"<section><h2>{escape(_capital(table.title))}</h2>{_html(table)}</section>"
             )
-    if plan:
+    if plan and (plan.replicas > 1 or plan.collectives or plan.lints):
         body.append(_plan_section(plan))
     body.append(_footer(timeline))
     return document(title, STYLE, body, _HATCH)
@@ -108,11 +113,11 @@ def _subtitle(timeline: Timeline) -> str:
 
 
 def _figures(timeline: Timeline, measured: Measured | None) -> str:
-    step = float(median(timeline.step_seconds))
+    step = of_one_step(timeline.step_seconds)
     values = scalars(timeline)
     exposed = values.get("allreduce/exposed_ms", np.nan) / 1e3
-    hidden = float(median(timeline.hidden.max(axis=0)))
-    cards = [(duration(step), "step, median")]
+    hidden = of_one_step(timeline.hidden)
+    cards = [(duration(step), "step")]
     if timeline.packs:
         share = percent(exposed / step if step > 0 else None)
         cards.append((duration(exposed), f"exposed communication, {share} of the step"))
@@ -134,7 +139,10 @@ def _figures(timeline: Timeline, measured: Measured | None) -> str:
             said = f"waited for {row_names(timeline.rows)[row]}, {named.when}"
         cards.append((duration(late), said))
     items = (f"<li><b>{escape(a)}</b><span>{escape(b)}</span></li>" for a, b in cards)
-    return f'<ul class="figures">{"".join(items)}</ul>'
+    note = "Medians over the steps."
+    if len(timeline.rows) > 1:
+        note += " Step, exposed and hidden: the mean of the replicas, as in verdict and table."
+    return f'<ul class="figures">{"".join(items)}</ul><p class="lead">{note}</p>'
 
 
 def _step_sections(timeline: Timeline) -> list[str]:
@@ -146,6 +154,8 @@ def _step_sections(timeline: Timeline) -> list[str]:
     for (what, index), seconds in zip(chosen, lengths, strict=True):
         number = int(timeline.steps[index])
         name = f"The {what} step, number {number:,}: {duration(seconds)}"
+        if len(timeline.rows) > 1:
+            name += " from the first begin to the last end"
         picture, shown = pictures.step_picture(timeline, index, name, shared or seconds)
         note = _shown(shown, timeline)
         if what == "worst" and not shared:

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from ctl.inspect.measure.timeline import PHASES, covered_seconds
+from ctl.inspect.measure.timeline import PHASES, covered_seconds, of_one_step
 from ctl.inspect.measure.verdict import share_of_measured
 from ctl.inspect.show.charts import significant
 from ctl.inspect.units import size_text
@@ -65,24 +65,31 @@ def row_names(rows: Sequence[Row]) -> list[str]:
 
 def phase_table(timeline: Timeline) -> Table:
     """Medians over the steps, in ms: phases, hidden and exposed communication, lateness, step. Of
-    the lateness, also the 95th percentile and the largest value."""
+    the lateness, also the 95th percentile and the largest value. Of several replicas, a row has the
+    mean, see `of_one_step`."""
     columns = {**timeline.phases, "hidden": timeline.hidden, "exposed": timeline.exposed}
     columns = {name: columns[name] for name in (*PHASES, "hidden", "exposed") if name in columns}
+    columns["step"] = timeline.step_seconds
+    means = {name: of_one_step(values) * 1e3 for name, values in columns.items()}
     cells_ms = {name: median(values, axis=1) * 1e3 for name, values in columns.items()}
+    steps = cells_ms.pop("step")
     cells_ms |= {name: quantile(timeline.late, q, axis=1) * 1e3 for name, q in LATE.items()}
-    cells_ms["step"] = median(timeline.step_seconds, axis=1) * 1e3
+    cells_ms["step"] = steps
     latest = np.argsort(-np.nan_to_num(cells_ms["late p95"]), kind="stable")
     cells_ms = {name: values for name, values in cells_ms.items() if np.isfinite(values).any()}
     names = row_names(timeline.rows)
     shown: Sequence[int] = range(len(names))
     strong: set[int] = set()
     table = []
+    if len(names) > 1:
+        cells = (_cell(means.get(name, np.nan), v) for name, v in cells_ms.items())
+        table.append((f"mean of {len(names)}", *cells))
+        strong = {0}
     if len(names) > ROWS:
         shown = sorted(latest[:WORST].tolist())
         for what, of in (("min", np.nanmin), ("median", np.nanmedian), ("max", np.nanmax)):
             cells = (_cell(of(values), values) for values in cells_ms.values())
             table.append((f"{what} of {len(names)}", *cells))
-        strong = {1}
     for row in shown:
         table.append((names[row], *(_cell(values[row], values) for values in cells_ms.values())))
     title = f"one step, ms: medians of {len(timeline.steps)} steps"
@@ -142,13 +149,13 @@ def ready_shares(timeline: Timeline) -> list[float]:
 def scalars(timeline: Timeline) -> dict[str, float]:
     """Scalars for TensorBoard; unknown ones are left out.
 
-    ``allreduce/exposed_ms``: communication that the backward pass does not hide.
+    ``allreduce/exposed_ms``: communication that the backward pass does not hide, see `of_one_step`.
     ``allreduce/late_ms``: how much later than the others the latest replica came to the packs; a
-    delay counts once, for any number of packs. Both are medians over the steps of the largest value
-    of any replica. ``allreduce/late_p95_ms`` and ``allreduce/late_worst_ms``: the 95th percentile
-    and the largest value of the lateness. ``allreduce/busbw``, GB/s: of all packs together.
+    delay counts once, for any number of packs. The median over the steps of the largest value of
+    any replica. ``allreduce/late_p95_ms`` and ``allreduce/late_worst_ms``: the 95th percentile and
+    the largest value of the lateness. ``allreduce/busbw``, GB/s: of all packs together.
     """
-    values = {"allreduce/exposed_ms": float(median(timeline.exposed.max(axis=0))) * 1e3}
+    values = {"allreduce/exposed_ms": of_one_step(timeline.exposed) * 1e3}
     for name, share in LATE.items():
         late = float(quantile(timeline.late.max(axis=0), share)) * 1e3
         values[f"allreduce/{name.replace(' ', '_')}_ms"] = late

@@ -86,7 +86,9 @@ th, td {{ padding: 4px 8px; border-bottom: 1px solid var(--grid); text-align: ri
 th {{ color: var(--soft); font-weight: 600; border-bottom-color: var(--rule);
   white-space: nowrap }}
 th:first-child, td:first-child, .plan th, .plan td {{ text-align: left }}
-.plan td.size, .plan th.size {{ text-align: right }} td.names {{ overflow-wrap: anywhere }}
+td:first-child {{ white-space: nowrap }}
+.plan td.size, .plan th.size {{ text-align: right }}
+td.names {{ overflow-wrap: anywhere; min-width: 240px }}
 tr.strong td {{ font-weight: 600 }}
 .mono {{ font: 12px ui-monospace, "SFMono-Regular", Menlo, Consolas, monospace;
   overflow-wrap: anywhere }}
@@ -106,6 +108,7 @@ text.t-wait {{ stroke: #f7c9b0; stroke-width: 4px; stroke-linejoin: round; paint
 .swatch {{ stroke: var(--rule) }}
 {_phases()}
 {_levels(_LIGHT, _ON_LIGHT)}
+@media (max-width: 600px) {{ main {{ padding: 16px 14px 40px }} }}
 summary {{ cursor: pointer; color: var(--soft) }}
 footer {{ margin-top: 44px; padding-top: 12px; border-top: 1px solid var(--rule); font-size: 13px }}
 dt {{ font-weight: 600; color: var(--ink) }} dd {{ margin: 0 0 6px }}

@@ -13,9 +13,12 @@ import pytest
 import simulated
 
 from ctl.inspect.measure.timeline import Timeline, join
+from ctl.inspect.measure.verdict import verdict
 from ctl.inspect.plan.plan import Collective, Lint, Member, Plan
 from ctl.inspect.show import pictures
+from ctl.inspect.show.charts import duration
 from ctl.inspect.show.page import make_page
+from ctl.inspect.show.report import phase_table, scalars
 
 HOSTILE = "</td><script>alert('1')</script>\"]]>--><svg onload=x>\x00\u202e&amp;"
 VERDICT = ("waits bound the step", "worker 1 was late", "look at its input")
@@ -127,6 +130,31 @@ def test_every_class_has_a_style():
     used = {name for e in parse(page).iter() for name in (e.get("class") or "").split()}
     assert {name for name in used if f".{name}" not in style} == set()
     assert {"p-wait", "h6", "exposed"} <= used
+
+
+@pytest.mark.parametrize("late", [None, (1, "input", 0.02)])
+def test_exposed_and_the_step_are_one_number_everywhere(late):
+    """In the verdict, the figures, the table and the scalars; its mean is that of the rows."""
+    timeline = make(2, late=late, noise=0.3)
+    table = phase_table(timeline)
+    at, step = table.columns.index("exposed"), table.columns.index("step")
+    mean, *rows = [(float(row[at]), float(row[step])) for row in table.rows]
+    np.testing.assert_allclose(mean, np.mean(rows, axis=0), atol=0.06)
+    exposed = scalars(timeline)["allreduce/exposed_ms"]
+    assert exposed == pytest.approx(mean[0], abs=0.06)
+    said = verdict(timeline)
+    text = text_of(make_page(timeline, said))
+    assert f"{duration(exposed / 1e3)}exposed communication, {exposed / mean[1]:.0%} of" in text
+    assert float(re.search(r"takes ([\d.]+) ms", said[0])[1]) == pytest.approx(mean[1], abs=0.06)
+    if late is None:
+        assert f"{exposed:.2f} ms of communication are exposed" in said[1]
+    else:  # no compute, so that the step is bound by communication
+        nobody = dataclasses.replace(
+            timeline,
+            clocks=timeline.clocks[:1],
+            phases={**timeline.phases, "backward": 0 * timeline.late},
+        )
+        assert f"{exposed:.2f} ms exposed" in verdict(nobody)[0]
 
 
 def test_hostile_names_are_text():
