@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from absl import flags, logging
 
-from ctl import cluster, dry_run
+from ctl import cache, cluster, dry_run
 from ctl.actions import parse_window
 from ctl.build import make_loop, prepare
 from ctl.checkpoint import manifest
@@ -138,7 +138,7 @@ def _train(model_dir: Path) -> None:
                     "an action has ended this training there: no step is run, unless with --extend"
                 )
             loop.stopped &= not FLAGS.extend
-        chosen = _choose(loop, model_dir if saved else None)
+        chosen = _choose(loop, model_dir if saved else None, total_steps - loop.global_step)
         if chief:
             splits = {"train_split": train.info.split, "eval_split": evaluation.info.split}
             config.write(
@@ -210,8 +210,9 @@ def _serve() -> None:
     serve(cluster.resolve_tasks(), FLAGS.startup_timeout)
 
 
-def _choose(loop: Loop, resumed: Path | None) -> dict[str, Any]:
-    """Sets the flags that are "auto": to the choice of the ``resumed`` run, else by a trial."""
+def _choose(loop: Loop, resumed: Path | None, steps: int) -> dict[str, Any]:
+    """Sets the flags that are "auto": to the choice of the ``resumed`` run, else by a trial before
+    so many ``steps``."""
     from ctl.data.explained import explained
     from ctl.tune import tune_jit_compile, tune_packs
 
@@ -222,16 +223,19 @@ def _choose(loop: Loop, resumed: Path | None) -> dict[str, Any]:
     ):
         if FLAGS[name].value != AUTO:
             continue
+        if name == "jit_compile":
+            loop.step.jit_by_rule = None
         chosen = config.chosen(resumed, name, kind) if resumed else None
         if chosen is None:
-            logging.info("trying values of %s: this takes some seconds", name)
+            logging.info("choosing %s: a trial takes some seconds", name)
+            directory = cache.directory()
             with explained(loop.dataset):
-                choices[name] = choose(loop)
+                choices[name] = choose(loop, steps, directory and directory / "trials.json")
         else:
             logging.info("%s: %s, chosen when the run began", name, chosen)
             setattr(loop.step, name, chosen)
             choices[name] = chosen
-    return choices
+    return {"jit_compile": loop.step.jit_compile, **choices}
 
 
 def _add_actions(

@@ -18,6 +18,8 @@ from graphs import freed_afterwards
 from worker_jobs import start_job
 from zygote import Zygote
 
+from ctl import jit
+
 # What a shell starts in the background ignores Ctrl-C, and so would all that the tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -76,6 +78,12 @@ def same_weights_in_every_run():
     """With other weights in each run, a gradient of nearly 0 now and then makes Adam magnify a
     rounding beyond every tolerance."""
     keras.utils.set_random_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def xla_where_asked(monkeypatch):
+    """To compile takes longer than most tests; `test_jit.py` has those of the rule."""
+    monkeypatch.setattr(jit, "why_not", lambda loop: "a test")
 
 
 @pytest.fixture(scope="session")
