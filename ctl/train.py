@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from absl import flags, logging
 
-from ctl import cache, cluster, dry_run
+from ctl import cache, cluster, dry_run, xla_cache
 from ctl.actions import parse_window
 from ctl.build import make_loop, prepare
 from ctl.checkpoint import manifest
@@ -93,7 +93,10 @@ def main() -> None:
 
 def _train(model_dir: Path) -> None:
     logging.info("loading TensorFlow")
-    console.load_tensorflow(errors=FLAGS.strategy != "parameter_server")
+    one_process = FLAGS.strategy not in ("multi_worker", "parameter_server")
+    programs = xla_cache.open_cache() if FLAGS.xla_cache and one_process else None
+    # TensorFlow writes errors when it finds an entry of its cache, which are none.
+    console.load_tensorflow(errors=FLAGS.strategy != "parameter_server" and not programs)
 
     from ctl.checkpoint.manager import CheckpointManager
     from ctl.data.explained import explained
@@ -149,6 +152,8 @@ def _train(model_dir: Path) -> None:
                 step=saved.step if saved else None,
             )
         log, on_wake = _add_actions(loop, stack, model_dir, steps_per_epoch, chief)
+        if programs:
+            loop.actions.append(lambda status: programs.publish())
         started, first = time.monotonic(), loop.global_step
         with loop.signals.noted(last=True), explained(train, evaluation, test):
             if first < total_steps:

@@ -59,6 +59,11 @@ def mirrored_strategy(replicas: int) -> tf.distribute.Strategy:
     )
 
 
+@pytest.fixture(autouse=True, scope="session")
+def no_cache_of_the_user(tmp_path_factory):
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+
+
 @pytest.fixture(autouse=True, scope="module")
 def what_tensorflow_keeps():
     """Collections of garbage need not look at what a module's tests have left."""

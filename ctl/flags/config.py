@@ -37,7 +37,7 @@ _FREE = frozenset(
         *("keep_best", "best_metric", "best_mode", "metrics", "keep_every_hours"),
         *("async_checkpoints", "log_every"),
         *("tensorboard", "profile_steps", "inspect_every", "export", "on_nan", "on_bad_record"),
-        "check_replicas_every",
+        *("check_replicas_every", "xla_cache"),
     )
 )
 _LENGTH = ("epochs", "train_steps")
