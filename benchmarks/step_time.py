@@ -33,8 +33,8 @@ from ctl.launch import cluster
 # Variant -> script and its arguments. A `bound` trains on one fixed batch: it has no input
 # pipeline, and does not learn the task.
 VARIANTS = {
-    "ctl": ["ctl_loop.py", "--tune"],
-    "ctl_off": ["ctl_loop.py"],
+    "ctl": ["ctl_loop.py"],
+    "ctl_off": ["ctl_loop.py", "--off"],
     "ctl_xla": ["ctl_loop.py", "--jit_compile"],
     "fit": ["keras_fit.py"],
     "fit_50": ["keras_fit.py", "--steps_per_execution=50"],

@@ -73,7 +73,7 @@ def micro_step(
     computed, empty = share.filled(batch)
     if empty is not None and step.synchronizes:
         share.refuse_empty(empty)
-    in_graph = step.accumulate_steps > 1 or step.jit_compile
+    in_graph = step.accumulate_steps > 1 or bool(step.jit_compile)
     counted = step.parts.counted_unless(empty, *step.logged.variables)
     with counted, crossing(divisor, empty, step.options, in_graph):
         gradient_fn = step.gradient_fn(step.jit_compile, step.settings.version)

@@ -282,7 +282,7 @@ def make_loop(prepared: Prepared, checkpoints: Any = None) -> Loop:
             on_nan=FLAGS.on_nan,
             bytes_per_pack=0 if FLAGS.bytes_per_pack == AUTO else FLAGS.bytes_per_pack,
             options=placement.options,
-            jit_compile=FLAGS.jit_compile == "on",
+            jit_compile={"on": True, "off": False}.get(FLAGS.jit_compile),  # else by rule
             jit_update=False if placement.roll_call else None,  # XLA works within one process
             random_seed=FLAGS.seed,
         )

@@ -11,9 +11,9 @@ collective:
               TrainStep.sum_gradients    to override for another collective
                 ctl.reduce.all_reduce    in packs: context.all_reduce(SUM, ...)  # <- here
 
-`Steps._variant` chooses how a step becomes a program. With ``jit_compile``, XLA compiles the whole
-step on a single replica, and forward and backward on several. With several workers, the observer of
-the step is `ctl.marks.Marks`: its ``all_reduce`` takes the time around that of `ctl.reduce`.
+`Steps._variant` makes a program of a step. With ``jit_compile`` (see `ctl.jit`), XLA compiles the
+whole step on one replica, and forward and backward on several. With several workers, the observer
+of the step is `ctl.marks.Marks`: its ``all_reduce`` takes the time around that of `ctl.reduce`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
-from ctl import noinline, phases, share, workers
+from ctl import jit, noinline, phases, share, workers
 from ctl.actions import STOP, Action, EvalAction
 from ctl.checkpoint.manager import CheckpointManager, Saved
 from ctl.checks import check_loop
@@ -151,8 +151,7 @@ class Loop:
         checkpoints: used by `save` and `restore`.
         actions: called with a `Status` after each call of `Steps.run`. If an action has a method
             ``steps_until_due(step) -> int`` (see `ctl.actions.Every`), a call ends at that step.
-        eval_actions: called with ``(step, results)`` after each evaluation. One that returns
-            `ctl.actions.STOP` ends the training there.
+        eval_actions: called with ``(step, results)`` after each evaluation; may return `STOP`.
         steps_per_loop: maximum steps per call; by default, as many as fit in half a second.
 
     Attributes:
@@ -206,6 +205,7 @@ class Loop:
         self._agreed: Any = None  # settings of the step
         self._evaluated: dict[str, float] | None = None  # results at the current step
         self.stopped = self._asked_to_end = False  # by an action; by one of this worker
+        jit.decide(self)
         step.attach(self)
         step.settings.note(step)
 
@@ -298,6 +298,7 @@ class Loop:
     def begin(self, step: int) -> None:
         """Opens the batches from ``step`` on. Several workers check that they agree (`agree`), also
         when settings have changed, which all workers must change in the same way."""
+        jit.decide(self)
         settings = self.step.trace_key[1:]
         check_loop(self)
         if (self._feed_step, self._agreed) == (step, settings):
@@ -335,9 +336,8 @@ class Loop:
     # Evaluation and state -----------------------------------------------------------------------
 
     def evaluate(self, on_wake: OnWake | None = None) -> dict[str, float]:
-        """Evaluates, with the averaged weights if there are any. Returns the results of
-        `Evaluator.run`. Raises `Preempted` and `PeerError` as `train` does, and `UsageError` if the
-        loop has no evaluator."""
+        """Evaluates, with the averaged weights if there are any; see `Evaluator.run`. Raises
+        `Preempted` and `PeerError` as `train` does, `UsageError` if the loop has no evaluator."""
         if self.evaluator is None:
             raise UsageError("this loop has no evaluator: give Loop(evaluator=Evaluator(...))")
         with (

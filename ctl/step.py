@@ -66,6 +66,7 @@ class TrainStep(BaseStep):
         options: options of the all-reduce, see `ctl.strategy.Placement`.
         jit_compile: compiles forward and backward with XLA, for batches of static shape; on one
             replica the whole step, and several at once if batches come in blocks (`ctl.data.feed`).
+            By default, the rule of `ctl.jit` decides when the loop is made.
         jit_update: compiles the update with XLA, see `ctl.apply.Updater`.
         random_seed: of the run, for `seed`.
         own: options that a subclass declares, see `ctl.option`.
@@ -92,7 +93,7 @@ class TrainStep(BaseStep):
         on_nan: str = "stop",
         bytes_per_pack: int = 0,
         options: tf.distribute.experimental.CommunicationOptions | None = None,
-        jit_compile: bool = False,
+        jit_compile: bool | None = None,
         jit_update: bool | None = None,
         random_seed: int = 0,
         **own: Any,
@@ -111,6 +112,7 @@ class TrainStep(BaseStep):
         self.bytes_per_pack = bytes_per_pack
         self.options = options
         self.jit_compile = jit_compile
+        self.jit_by_rule: bool | None = None  # what `ctl.jit` has decided last
         self.jit_update = jit_update
         self.seeds = Seeds(random_seed)
         self.strategy: Any = None
@@ -126,7 +128,7 @@ class TrainStep(BaseStep):
         check_overrides(self)
         self.check_scope(strategy)
         for check in (replicas.check_central_storage, replicas.check_synchronized):
-            check(strategy, self.parts.layer, self.accumulate_steps, self.jit_compile)
+            check(strategy, self.parts.layer, self.accumulate_steps, bool(self.jit_compile))
         if not self.model.trainable_variables:
             raise UsageError(f"model {self.model.name} has no trainable variables; build it first")
         self.strategy = strategy

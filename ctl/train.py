@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from absl import flags, logging
 
-from ctl import cluster, dry_run
+from ctl import cache, cluster, dry_run, xla_cache
 from ctl.actions import parse_window
 from ctl.build import make_loop, prepare
 from ctl.checkpoint import manifest
@@ -93,7 +93,10 @@ def main() -> None:
 
 def _train(model_dir: Path) -> None:
     logging.info("loading TensorFlow")
-    console.load_tensorflow(errors=FLAGS.strategy != "parameter_server")
+    one_process = FLAGS.strategy not in ("multi_worker", "parameter_server")
+    programs = xla_cache.open_cache() if FLAGS.xla_cache and one_process else None
+    # TensorFlow writes errors when it finds an entry of its cache, which are none.
+    console.load_tensorflow(errors=FLAGS.strategy != "parameter_server" and not programs)
 
     from ctl.checkpoint.manager import CheckpointManager
     from ctl.data.explained import explained
@@ -138,7 +141,7 @@ def _train(model_dir: Path) -> None:
                     "an action has ended this training there: no step is run, unless with --extend"
                 )
             loop.stopped &= not FLAGS.extend
-        chosen = _choose(loop, model_dir if saved else None)
+        chosen = _choose(loop, model_dir if saved else None, total_steps - loop.global_step)
         if chief:
             splits = {"train_split": train.info.split, "eval_split": evaluation.info.split}
             config.write(
@@ -149,6 +152,8 @@ def _train(model_dir: Path) -> None:
                 step=saved.step if saved else None,
             )
         log, on_wake = _add_actions(loop, stack, model_dir, steps_per_epoch, chief)
+        if programs:
+            loop.actions.append(lambda status: programs.publish())
         started, first = time.monotonic(), loop.global_step
         with loop.signals.noted(last=True), explained(train, evaluation, test):
             if first < total_steps:
@@ -210,8 +215,9 @@ def _serve() -> None:
     serve(cluster.resolve_tasks(), FLAGS.startup_timeout)
 
 
-def _choose(loop: Loop, resumed: Path | None) -> dict[str, Any]:
-    """Sets the flags that are "auto": to the choice of the ``resumed`` run, else by a trial."""
+def _choose(loop: Loop, resumed: Path | None, steps: int) -> dict[str, Any]:
+    """Sets the flags that are "auto": to the choice of the ``resumed`` run, else by a trial before
+    so many ``steps``."""
     from ctl.data.explained import explained
     from ctl.tune import tune_jit_compile, tune_packs
 
@@ -222,16 +228,19 @@ def _choose(loop: Loop, resumed: Path | None) -> dict[str, Any]:
     ):
         if FLAGS[name].value != AUTO:
             continue
+        if name == "jit_compile":
+            loop.step.jit_by_rule = None
         chosen = config.chosen(resumed, name, kind) if resumed else None
         if chosen is None:
-            logging.info("trying values of %s: this takes some seconds", name)
+            logging.info("choosing %s: a trial takes some seconds", name)
+            directory = cache.directory()
             with explained(loop.dataset):
-                choices[name] = choose(loop)
+                choices[name] = choose(loop, steps, directory and directory / "trials.json")
         else:
             logging.info("%s: %s, chosen when the run began", name, chosen)
             setattr(loop.step, name, chosen)
             choices[name] = chosen
-    return choices
+    return {"jit_compile": loop.step.jit_compile, **choices}
 
 
 def _add_actions(

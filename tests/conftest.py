@@ -18,6 +18,8 @@ from graphs import freed_afterwards
 from worker_jobs import start_job
 from zygote import Zygote
 
+from ctl import jit
+
 # What a shell starts in the background ignores Ctrl-C, and so would all that the tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -57,6 +59,11 @@ def mirrored_strategy(replicas: int) -> tf.distribute.Strategy:
     )
 
 
+@pytest.fixture(autouse=True, scope="session")
+def no_cache_of_the_user(tmp_path_factory):
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+
+
 @pytest.fixture(autouse=True, scope="module")
 def what_tensorflow_keeps():
     """Collections of garbage need not look at what a module's tests have left."""
@@ -76,6 +83,12 @@ def same_weights_in_every_run():
     """With other weights in each run, a gradient of nearly 0 now and then makes Adam magnify a
     rounding beyond every tolerance."""
     keras.utils.set_random_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def xla_where_asked(monkeypatch):
+    """To compile takes longer than most tests; `test_jit.py` has those of the rule."""
+    monkeypatch.setattr(jit, "why_not", lambda loop: "a test")
 
 
 @pytest.fixture(scope="session")

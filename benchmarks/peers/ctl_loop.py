@@ -8,7 +8,7 @@ from absl import flags
 from ctl.flags.parsing import group
 
 with group("This peer"):
-    _TUNE = flags.DEFINE_boolean("tune", False, "choose jit_compile by a trial, as auto does")
+    _OFF = flags.DEFINE_boolean("off", False, "jit_compile is off, and not decided by the rule")
 
 
 def build(setting: worker.Setting):
@@ -18,7 +18,6 @@ def build(setting: worker.Setting):
     import ctl
     from ctl import cluster
     from ctl.strategy import make_multi_worker
-    from ctl.tune import tune_jit_compile
 
     keras.utils.set_random_seed(1)
     if setting.workers:
@@ -35,7 +34,7 @@ def build(setting: worker.Setting):
             keras.optimizers.Adam(1e-3),
             metrics=[keras.metrics.SparseCategoricalAccuracy(name="accuracy")],
             options=placement.options,
-            jit_compile=setting.jit_compile,
+            jit_compile=setting.jit_compile or (False if _OFF.value else None),
         )
 
     def end_window(status) -> None:
@@ -43,9 +42,6 @@ def build(setting: worker.Setting):
             status.reset()
 
     loop = ctl.Loop(step, dataset, strategy=placement.strategy, actions=[end_window])
-
-    if _TUNE.value:
-        tune_jit_compile(loop)
 
     def train(steps: int) -> float:
         return loop.train(loop.global_step + steps)["loss"]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
-from ctl import replicas, workers
+from ctl import jit, replicas, workers
 from ctl.checkpoint import bundle
 from ctl.checkpoint.manager import CheckpointManager, Saved
 from ctl.control.agreement import check_state
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ctl.loop import Loop
 
 _TRAINED = "trained"  # which variables train, if not all do: see `Loop.train_only`
+_COMPILED = "compiled"  # there if XLA compiles the step: see `ctl.jit`
 
 
 def state_of(loop: Loop) -> dict[str, list[tf.Variable]]:
@@ -28,6 +29,8 @@ def state_of(loop: Loop) -> dict[str, list[tf.Variable]]:
         state["memory"] = memories
     if not all(trains):
         state[_TRAINED] = [_variable(trains)]
+    if loop.step.jit_compile:
+        state[_COMPILED] = [_variable([True])]
     return state
 
 
@@ -48,7 +51,8 @@ def restore(loop: Loop) -> tuple[Saved | None, dict[str, float]]:
     A checkpoint is written before its evaluation, so this evaluation is remembered now.
     """
     state = state_of(loop)
-    state.pop(_TRAINED, None)  # a checkpoint of another phase has none
+    for settings in (_TRAINED, _COMPILED):  # a checkpoint of another phase or setting has none
+        state.pop(settings, None)
     saved = _checkpoints(loop).restore(state)
     if not saved:
         return None, {}
@@ -56,6 +60,7 @@ def restore(loop: Loop) -> tuple[Saved | None, dict[str, float]]:
     if _TRAINED in saved.variables:
         [values] = bundle.read(saved.prefix, {_TRAINED: [_variable(loop.step.trains)]})[_TRAINED]
         loop.step.trains = tuple(bool(value) for value in values)
+    jit.keep(loop, _COMPILED in saved.variables)
     replicas.offset_dropout_seeds(loop.strategy, loop.step.parts.layer)
     loop.step.of_replicas.spread(loop.strategy)
     loop.step.settings.rates.clear()

@@ -37,7 +37,7 @@ _FREE = frozenset(
         *("keep_best", "best_metric", "best_mode", "metrics", "keep_every_hours"),
         *("async_checkpoints", "log_every"),
         *("tensorboard", "profile_steps", "inspect_every", "export", "on_nan", "on_bad_record"),
-        "check_replicas_every",
+        *("check_replicas_every", "xla_cache"),
     )
 )
 _LENGTH = ("epochs", "train_steps")
@@ -178,6 +178,9 @@ def changes(
 def _different(stored: Mapping[str, Any], values: flags.FlagValues) -> dict[str, tuple[Any, Any]]:
     now = {name: _stored(values[name]) for name in stored if name in values}
     before, after = spelled_out(stored), spelled_out(now)
+    # Before there was a rule, "off" was the default, and what began so stays off: `ctl.jit.keep`.
+    if before.get("jit_compile") == "off" and not values["jit_compile"].present:
+        after["jit_compile"] = "off"
     return {n: (stored[n], value) for n, value in now.items() if before[n] != after[n]}
 
 

@@ -128,7 +128,7 @@ _NOT_ASYNCHRONOUS = {
     "cross_device_ops": ("auto", "there is no all-reduce"),
     "communication": ("auto", "there is no all-reduce"),
     "bytes_per_pack": (0, "there is no all-reduce"),
-    "jit_compile": ("off", "XLA cannot read variables of another process"),
+    "jit_compile": ("rule", "XLA cannot read variables of another process"),
     "inspect_every": (None, "there is no all-reduce"),
     "check_replicas_every": (None, "there is one copy of the weights"),
     "profile_steps": (None, "no step runs in the coordinator, whose profile that would be"),

@@ -149,11 +149,12 @@ def define_step_flags() -> None:
         )
         flags.DEFINE_enum(
             "jit_compile",
-            "off",
-            ["on", "off", AUTO],
+            "rule",
+            ["rule", "on", "off", AUTO],
             "Compile forward and backward with XLA; with one replica, all of the step. The "
-            "all-reduce stays out, the update on a CPU is always compiled. auto: try both before "
-            "the first step and keep the faster.",
+            "all-reduce stays out, the update on a CPU is always compiled. rule: on for small "
+            "dense networks on one CPU, else off. auto: try both before the first step and keep "
+            "the faster.",
         )
         define_size_or_auto(
             "bytes_per_pack",

@@ -165,6 +165,9 @@ def _define_output_flags() -> None:
             "for bit. If a copy differs, the run names its replica and ends with exit code 3 "
             "(default: never).",
         )
+        flags.DEFINE_boolean(
+            "xla_cache", True, "Keep what XLA has compiled in ~/.cache/ctl, for later runs."
+        )
         flags.DEFINE_boolean("export", True, "Export model.keras and a SavedModel at the end.")
     intervals = ["log_every", "inspect_every", "check_replicas_every"]
     check_flags([*intervals, "profile_steps"], _check_output)
