@@ -286,6 +286,7 @@ def main() -> None:
             "machine": about,
         }
         pathlib.Path(_JSON.value).write_text(json.dumps(content, indent=1))
+        print(f"json: {_JSON.value}")
     print(" ".join(f"{k}={v}" for k, v in (settings | about).items()))
     for job in jobs:
         print_table(job)

@@ -113,6 +113,7 @@ def main() -> None:
         if _JSON.value:
             written = json.dumps({"machine": about, "results": results}, indent=1)
             pathlib.Path(_JSON.value).write_text(written)
+            print(f"json: {_JSON.value}")
 
 
 if __name__ == "__main__":

@@ -90,6 +90,7 @@ def main() -> None:
     if FLAGS.json:
         result = {"machine": machine(load), "milliseconds": milliseconds, "percent": rows}
         pathlib.Path(FLAGS.json).write_text(json.dumps(result, indent=1))
+        print(f"json: {FLAGS.json}")
 
 
 if __name__ == "__main__":

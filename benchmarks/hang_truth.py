@@ -192,6 +192,7 @@ def main() -> None:
     print(f"the last verdict: {verdict}")
     if FLAGS.json:
         pathlib.Path(FLAGS.json).write_text(json.dumps(results, indent=1))
+        print(f"json: {FLAGS.json}")
     if any(result["wrong"] for result in results.values()):
         raise CtlError("some verdicts are wrong")
 

@@ -311,6 +311,7 @@ def main() -> None:
         ]
     if _JSON.value:
         pathlib.Path(_JSON.value).write_text(json.dumps(content, indent=1))
+        print(f"json: {_JSON.value}")
 
 
 if __name__ == "__main__":

@@ -113,6 +113,7 @@ def main() -> None:
     if _JSON.value:
         content = {"settings": settings, "machine": about, "rows": rows, "powers": powers}
         pathlib.Path(_JSON.value).write_text(json.dumps(content, indent=1))
+        print(f"json: {_JSON.value}")
     print(" ".join(f"{k}={v}" for k, v in (settings | about).items()))
     print(
         f"{'variables':>9}{'first s':>10}{'power':>7}{'step ms':>10}{'power':>7}{'own ms':>10}"

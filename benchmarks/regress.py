@@ -198,6 +198,7 @@ def main(arguments: Sequence[str]) -> None:
     if _JSON.value:
         content = {"commit": arguments[0], "machine": about, "rows": results}
         pathlib.Path(_JSON.value).write_text(json.dumps(content, indent=1))
+        print(f"json: {_JSON.value}")
     slower = [row for row, one in results.items() if one["verdict"] == "slower"]
     if slower:
         raise CtlError(f"slower than {arguments[0]}: {', '.join(slower)}")

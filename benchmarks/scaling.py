@@ -269,6 +269,7 @@ def main() -> None:
             **tables,
         }
         pathlib.Path(_JSON.value).write_text(json.dumps(content, indent=1))
+        print(f"json: {_JSON.value}")
     print(" ".join(f"{k}={v}" for k, v in (settings | about).items()))
     kind = "shared by all" if link.shared else "one for each"
     print(

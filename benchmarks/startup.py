@@ -113,6 +113,7 @@ def main() -> None:
         }
         written = json.dumps({"machine": about, "what": results}, indent=1)
         pathlib.Path(_JSON.value).write_text(written)
+        print(f"json: {_JSON.value}")
 
 
 if __name__ == "__main__":

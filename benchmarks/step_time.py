@@ -261,6 +261,7 @@ def main() -> None:
             pathlib.Path(_JSON.value).write_text(
                 json.dumps({"machine": about_machine, "runs": runs}, indent=1)
             )
+            print(f"json: {_JSON.value}")
         if _SVG.value:
             pathlib.Path(_SVG.value).write_text(bars.chart(runs))
         check_losses(

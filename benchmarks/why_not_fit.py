@@ -121,6 +121,7 @@ def main() -> None:
     if _JSON.value:
         results = {"claims": rows, "machine": machine(load)}
         pathlib.Path(_JSON.value).write_text(json.dumps(results, indent=1))
+        print(f"json: {_JSON.value}")
     wrong = [name for name, row in rows.items() if not row["ctl"]["as_said"]]
     if wrong:
         raise CtlError(f"ctl does not do what README.md says: {', '.join(wrong)}")

@@ -9,6 +9,7 @@ seconds to load.
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -100,3 +101,21 @@ def load_lazily(
 
 
 __getattr__, __dir__ = load_lazily(__name__, __all__, _WHERE)
+
+
+class _QuietImport:
+    """Finds TensorFlow for an import that follows, so that `ctl.logs.quiet` can filter it."""
+
+    @classmethod
+    def find_spec(cls, name: str, path: Any = None, target: Any = None) -> Any:
+        if name != "tensorflow":
+            return None
+        sys.meta_path.remove(cls)
+        from ctl.logs import quiet
+
+        quiet.set_level()
+        return quiet.spec_of_tensorflow()
+
+
+if "tensorflow" not in sys.modules:
+    sys.meta_path.insert(0, _QuietImport)

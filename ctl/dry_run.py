@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import textwrap
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 FLAGS = flags.FLAGS
 flags.disclaim_key_flags()
 
+_LAYOUT: dict[str, Any] = {"width": console.COLUMNS, "subsequent_indent": " " * 14}
 _STEPS = 10  # before the time is taken, and then for it
 
 
@@ -52,7 +54,8 @@ def main(model_dir: Path) -> None:
     plan = _plan(loop)
     seconds = _seconds_per_step(loop, first)
     where = f"resumes at step {first} from {saved.path}" if saved else f"begins in {model_dir}"
-    print("\n".join(["", f"dry run: {where}", *_lines(prepared, loop, plan, first, seconds)]))
+    lines = _lines(prepared, loop, plan, first, seconds)
+    print("\n".join(["", f"dry run: {where}", *(textwrap.fill(line, **_LAYOUT) for line in lines)]))
     print("nothing was written")
 
 

@@ -229,9 +229,9 @@ def _print(results: dict[str, float], saved: Saved | None) -> None:
         head = {"step": saved.step, "path": str(saved.path)} if saved else {"path": FLAGS.model}
         print(json.dumps({**head, **results}), flush=True)
         return
-    scores = "  ".join(f"{name} {value:.6f}" for name, value in results.items())
+    scores = [f"{name} {value:.6f}" for name, value in results.items()]
     where = f"step {saved.step} ({saved.path})" if saved else FLAGS.model
-    print(f"{where}: {scores}", flush=True)
+    print(console.filled(scores, f"{where}: "), flush=True)
 
 
 if __name__ == "__main__":

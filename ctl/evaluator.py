@@ -15,6 +15,7 @@ from ctl.control.signals import StopRequested
 from ctl.data.feed import open_batches
 from ctl.data.global_batches import as_dataset
 from ctl.errors import UsageError
+from ctl.logs import quiet
 from ctl.reduce import SUM
 from ctl.retrace import Settings
 from ctl.step import EvalStep
@@ -47,6 +48,7 @@ class Evaluator:
         self.dataset = as_dataset(dataset, training=False)
         self.strategy = strategy or tf.distribute.get_strategy()
         step.check_scope(self.strategy)
+        quiet.say_once()
         with workers.watching_variables(self.strategy):
             step.logged.create(self.strategy)
         step.check_labels(self.dataset)

@@ -30,6 +30,7 @@ from ctl.apply import Updater, global_norm
 from ctl.base_step import BaseStep, EvalStep, cross_entropy, scale_images
 from ctl.checks import check_apart, check_overrides, check_penalties
 from ctl.errors import UsageError
+from ctl.logs import quiet
 from ctl.observer import NO_OBSERVER, Observer
 from ctl.optimizers import Optimizers, from_name
 from ctl.reduce import all_reduce, densify, summed_apart
@@ -131,6 +132,7 @@ class TrainStep(BaseStep):
             check(strategy, self.parts.layer, self.accumulate_steps, bool(self.jit_compile))
         if not self.model.trainable_variables:
             raise UsageError(f"model {self.model.name} has no trainable variables; build it first")
+        quiet.say_once()
         self.strategy = strategy
         self.synchronizes = replicas.synchronizes(strategy, self.parts.layer)
         self.logged.create(strategy)

@@ -266,10 +266,9 @@ def _cross_device_operation(
     if name == "reduction_to_one_device":
         return tf.distribute.ReductionToOneDevice(), name
     if name == "auto" and not on_gpu:
-        return tf.distribute.ReductionToOneDevice(), (
-            "reduction_to_one_device (auto: logical CPUs share memory, so it copies nothing; a "
-            "ring takes 2-3 times as long)"
-        )
+        # A ring takes 2-3 times as long.
+        why = "auto: logical CPUs share memory, so it copies nothing"
+        return tf.distribute.ReductionToOneDevice(), f"reduction_to_one_device ({why})"
     if name == "auto":
         return None, "nccl (auto: TensorFlow's choice for GPUs; ctl has not measured GPUs)"
     return None, name

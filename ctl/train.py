@@ -321,15 +321,18 @@ def _summarize(
     seconds: float,
     exported: list[Path],
 ) -> None:
-    scores = "".join(
-        f"  |  {split}: " + "  ".join(f"{name} {value:.4f}" for name, value in scalars.items())
+    scores = [
+        console.filled(
+            [f"{name} {value:.4f}" for name, value in scalars.items()], f"  {split:<11}  "
+        )
         for split, scalars in results.items()
-    )
+    ]
     again = [f" --{n}={FLAGS[n].value}" for n in NAMING if is_function_name(FLAGS[n].value or "")]
     best = " --checkpoint=best" if FLAGS.keep_best else ""
     lines = [
         "",
-        f"done: {total_steps} steps, {steps} of them now in {seconds:.1f} s{scores}",
+        f"done: {total_steps} steps, {steps} of them now in {seconds:.1f} s",
+        *scores,
         f"  checkpoints  {model_dir / 'checkpoints'}",
         f"  log          {model_dir / 'metrics.jsonl'}",
         *(f"  exported     {path}" for path in exported),

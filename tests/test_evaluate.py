@@ -97,7 +97,7 @@ def test_text(zygote, run):
     command = zygote.run(EVALUATE, f"--model_dir={run}")
     record = of_the_run(run)[60]
     assert command.stdout == (
-        f"step 60 ({run}/checkpoints/step-0000000060): loss {record['loss']:.6f}  accuracy "
+        f"step 60 ({run}/checkpoints/step-0000000060):\n    loss {record['loss']:.6f}  accuracy "
         f"{record['accuracy']:.6f}\n"
     )
 

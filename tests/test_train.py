@@ -91,8 +91,9 @@ def test_job_output(job):
     done = next(line for line in ended.stdout.splitlines() if line.startswith("done: "))
     last = records(model_dir, "eval")[-1]
     assert done.startswith("done: 313 steps, 313 of them now in ")
-    assert done.endswith(f"test: loss {last['loss']:.4f}  accuracy {last['accuracy']:.4f}")
     summary = ended.stdout[ended.stdout.index(done) :]
+    scores = f"test         loss {last['loss']:.4f}  accuracy {last['accuracy']:.4f}"
+    assert summary.splitlines()[1] == f"  {scores}"
     for path in (
         *("checkpoints", "metrics.jsonl", "export/model.keras", "export/saved_model"),
         *("train", "eval", "config.json"),
@@ -285,10 +286,9 @@ def test_the_best_checkpoint_is_not_selected_on_the_test_data(zygote, tmp_path):
     assert tested["step"] == 30 and best["step"] < 30
     kept = CheckpointManager(tmp_path / "checkpoints", read_only=True)
     assert [saved.step for saved in kept.all()] == [best["step"], 30]
-    done = next(line for line in command.stdout.splitlines() if line.startswith("done: "))
     for split, record in (("train[90%:]", evaluated[-1]), ("test", tested)):
-        scores = f"{split}: loss {record['loss']:.4f}  accuracy {record['accuracy']:.4f}"
-        assert f"  |  {scores}" in done
+        scores = f"loss {record['loss']:.4f}  accuracy {record['accuracy']:.4f}"
+        assert f"\n  {split:<11}  {scores}\n" in command.stdout
     command = zygote.run("ctl.evaluate", f"--model_dir={tmp_path}", "--json")
     assert json.loads(command.stdout)["loss"] == pytest.approx(tested["loss"], rel=1e-6)
     # Without the flag, the run would train on the examples that selected its best checkpoint.

@@ -179,7 +179,7 @@ def _interrupt_again(unraisable: Any) -> None:
 
 
 def _say(message: str) -> None:
-    print(" ".join(message.split()), file=sys.stderr)
+    print(console.for_terminal(" ".join(message.split())), file=sys.stderr)
 
 
 def _fail(message: str, exit_code: int) -> None:

@@ -22,6 +22,7 @@ from ctl.inspect.predict.methods import Method, predict_method
 from ctl.inspect.predict.methods import table as methods_table
 from ctl.inspect.predict.model import Pack, Prediction, Step, predict
 from ctl.inspect.units import GIB, KIB, MIB
+from ctl.logs import console
 
 FLAGS = flags.FLAGS
 flags.disclaim_key_flags()
@@ -376,9 +377,4 @@ def _plot(step: Step, network: Network, curves: dict[str, list[Prediction]]) -> 
         f"one replica: {step.alone * 1e3:.3g} ms, {step.bytes / MIB:.3g} MiB of gradients in all"
     )
     title = f"Predicted efficiency, {scaling} scaling"
-    try:
-        Path(FLAGS.plot).write_text(
-            draw(curves, title, (step_note, network_note)), encoding="utf-8"
-        )
-    except OSError as error:
-        raise UsageError(f"cannot write --plot={FLAGS.plot}: {error.strerror}") from error
+    console.write_picture("plot", FLAGS.plot, draw(curves, title, (step_note, network_note)))

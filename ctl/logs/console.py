@@ -11,13 +11,18 @@ import gc
 import logging as python_logging
 import os
 import sys
+import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from absl import logging
 
+from ctl.errors import UsageError
+from ctl.logs import quiet
 from ctl.logs.streams import native_stderr_held
+
+COLUMNS, INDENT = 80, "    "  # of what is printed
 
 _TIME = "%Y-%m-%dT%H:%M:%S"
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
@@ -84,7 +89,43 @@ class _Formatter(python_logging.Formatter):
     def format(self, record: python_logging.LogRecord) -> str:
         text = record.getMessage()
         warns = record.levelno >= python_logging.WARNING
-        return f"{record.levelname.lower()}: {text}" if warns else text
+        return for_terminal(f"{record.levelname.lower()}: {text}" if warns else text)
+
+
+def filled(pieces: Iterable[str], head: str = "") -> str:
+    """Joins ``pieces`` after ``head`` to lines of at most 80 columns, the second and others
+    indented. A piece that is longer than that has a line of its own."""
+    lines, line = [], head
+    for piece in pieces:
+        gap = "  " if line.strip() and line != head else ""
+        if line.strip() and len(line + gap + piece) > COLUMNS:
+            lines.append(line.rstrip())
+            line, gap = INDENT, ""
+        line += gap + piece
+    return "\n".join([*lines, line.rstrip()])
+
+
+def for_terminal(text: str) -> str:
+    """``text`` in lines of at most 80 columns, if standard error is a terminal. In a pipe or a file
+    it stays one line, for programs that search it."""
+    if not sys.stderr.isatty():
+        return text
+    wrap = textwrap.TextWrapper(COLUMNS, subsequent_indent=INDENT, break_long_words=False)
+    wrap.break_on_hyphens = False
+    return "\n".join(wrap.fill(line) for line in text.splitlines())
+
+
+def write_picture(flag: str, path: str, picture: str) -> None:
+    """Writes what ``flag`` asks for, and names the file on a line.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
+    try:
+        Path(path).write_text(picture, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot write --{flag}={path}: {error.strerror}") from error
+    print(f"{flag}: {path}", file=sys.stderr)
 
 
 def _is_for_the_user(record: python_logging.LogRecord) -> bool:
@@ -101,7 +142,7 @@ def load_tensorflow(errors: bool = True) -> None:
         errors: False silences errors of the C++ code and of the coordinator of parameter servers,
             which writes hundreds of lines about a lost worker, a normal event there.
     """
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2" if errors else "3")
+    quiet.set_level("2" if errors else "3")
     if not errors:
         logging.get_absl_handler().addFilter(lambda r: "cluster_coordinator" not in r.pathname)
     gc.disable()  # collecting garbage among modules, which stay, takes a tenth of the start

@@ -15,12 +15,15 @@ from rich.live import Live
 from rich.text import Text
 
 from ctl.actions import scalars_of
+from ctl.logs.console import INDENT, filled
 
 if TYPE_CHECKING:
     from ctl.actions import Status
 
 _REFRESH_SECONDS = 0.5
 _NARROWEST_BAR, _WIDEST_BAR = 8, 40
+# A step that counts something else, see `ctl.base_step.BaseStep.counts`, has another rate, too.
+_UNITS = ("steps_per_second", "examples_per_second")
 
 
 class Lines:
@@ -149,7 +152,7 @@ class _Bar:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if not self.until and not self.evaluated:
-            yield Text(f"tracing the first step  {_duration(self.elapsed)}", no_wrap=True)
+            yield Text(f"tracing the first step  {_duration(self.elapsed)} elapsed", no_wrap=True)
             return
         of: int | None
         done, of, head = self.step, self.until, _place(self.step, self.until)
@@ -171,15 +174,16 @@ class _Bar:
         )
 
     def _fitting(self, room: int) -> list[str]:
-        """The pieces that fit. Dropped first: elapsed time, rate, then metrics from the last."""
-        pieces = _metrics(self.scalars)
-        optional = [*_rate(self.scalars), _duration(self.elapsed)]
+        """The pieces that fit. Dropped first: details such as the learning rate, elapsed time,
+        rate, then metrics from the last."""
+        pieces, details = _metrics(self.scalars), _details(self.scalars)
+        optional = [*_rate(self.scalars), f"{_duration(self.elapsed)} elapsed"]
         left = [] if self.left is None else [f"{_duration(self.left)} left"]
         while pieces or optional:
-            shown = [*pieces, *optional, *left]
+            shown = [*pieces, *optional, *left, *details]
             if sum(Text(piece).cell_len + 2 for piece in shown) <= room:
                 return shown
-            (optional or pieces).pop()
+            (details or optional or pieces).pop()
         return left
 
 
@@ -206,46 +210,84 @@ class _TimeLeft:
 
 
 def format_record(record: Mapping[str, Any], seconds_left: float | None = None) -> str:
-    """Formats a record as ``step  1200/9380  epoch 1.28  loss 0.4312  ...  0:43 left``."""
+    """Formats a record as ``step 1200/9380  loss 0.4312  ...  0:43 left  lr 1.00e-3``, in lines of
+    at most 80 columns. The epoch is in the lines of evaluations only, where it has room."""
     scalars = scalars_of(record)
-    if record["phase"] != "train":
-        return f"{record['phase']} at step {record['step']}: " + "  ".join(_metrics(scalars))
-    pieces = [_place(record["step"], record["until"])]
-    if record["epoch"] is not None:
-        pieces.append(f"epoch {record['epoch']:5.2f}")
-    pieces += _metrics(scalars)
-    pieces += _rate(scalars)
-    if seconds_left is not None:
-        pieces.append(f"{_duration(seconds_left)} left")
-    return "  ".join(pieces)
+    if record["phase"] == "train":
+        pieces = [_place(record["step"], record["until"]), *_metrics(scalars), *_rate(scalars)]
+        if seconds_left is not None:
+            pieces.append(f"{_duration(seconds_left)} left")
+        return filled([*pieces, *_details(scalars)])
+    epoch = "" if record["epoch"] is None else f" (epoch {record['epoch']:.2f})"
+    heads = {"": f"{record['phase']} at step {record['step']}{epoch}: "}
+    of_sets: dict[str, list[str]] = {"": []}
+    for name, value in scalars.items():
+        which, slash, metric = name.rpartition("/")
+        heads.setdefault(which, f"{INDENT}{which}: ")
+        of_sets.setdefault(which, []).extend(_metrics({metric: value}))
+    return "\n".join(filled(pieces, heads[which]) for which, pieces in of_sets.items())
 
 
 def _place(step: int, until: int) -> str:
     return f"step {step:>{len(str(until))}}/{until}"
 
 
-# Formatted by `_rate`.
-_RATES = ("steps_per_second", "examples_per_second")
+def _rate_unit(name: str) -> str:
+    unit = name.removesuffix("_per_second")
+    return {"examples": "ex", "tokens": "tok"}.get(unit, unit)
 
 
 def _metrics(scalars: Mapping[str, float]) -> list[str]:
+    """The loss, the metrics and what a step logs."""
+    return [
+        f"{name} {_number(value)}"
+        for name, value in scalars.items()
+        if name not in _DETAILS and not name.endswith("_per_second") and not _is_of_group(name)
+    ]
+
+
+def _is_of_group(name: str) -> bool:
+    """Whether it is the learning rate of a parameter group, such as ``learning_rate_2``."""
+    return name.startswith("learning_rate") and name[13:].strip("_").isdecimal()
+
+
+def _details(scalars: Mapping[str, float]) -> list[str]:
+    """What is shown last, and left out first."""
     pieces = []
     for name, value in scalars.items():
-        if name == "learning_rate":
-            pieces.append(f"lr {value:.2e}")
-        elif name == "skipped_steps":
-            pieces += [f"skipped {value:.0f}"] if value else []
-        elif name not in _RATES:
-            pieces.append(f"{name} {_number(value)}")
+        if name in _DETAILS and (value or name != "skipped_steps"):
+            pieces.append(_DETAILS[name](value))
+        elif _is_of_group(name):
+            pieces.append(f"lr{name[13:]} {_short(value)}")
     return pieces
 
 
+def _short(value: float) -> str:
+    """Three digits, such as 1.00e-3."""
+    digits, _, exponent = f"{value:.2e}".partition("e")
+    return f"{digits}e{int(exponent)}" if exponent else digits
+
+
+# How the scalars are shown that ctl adds to loss and metrics.
+_DETAILS: dict[str, Callable[[float], str]] = {
+    "learning_rate": lambda value: f"lr {_short(value)}",
+    "skipped_steps": lambda value: f"skipped {value:.0f}",
+    "loss_scale": lambda value: f"scale {value:g}",
+    "gradient_norm": lambda value: f"grad norm {_number(value)}",
+    "weight_norm": lambda value: f"weight norm {_number(value)}",
+    "update_ratio": lambda value: f"update {_short(value)}",
+    "mfu": lambda value: f"mfu {100 * value:.1f} %",
+    "peak_memory_mib": lambda value: f"peak {value:,.0f} MiB",
+}
+
+
 def _rate(scalars: Mapping[str, float]) -> list[str]:
-    if "examples_per_second" in scalars:
-        return [f"{_count(scalars['examples_per_second']):>5} examples/s"]
-    if "steps_per_second" in scalars:
-        return [f"{_count(scalars['steps_per_second']):>5} steps/s"]
-    return []
+    """The speed: in tokens, else in examples, else in steps per second."""
+    rates = [name for name in scalars if name.endswith("_per_second")]
+    if not rates:
+        return []
+    name = max(rates, key=lambda name: _UNITS.index(name) if name in _UNITS else len(_UNITS))
+    return [f"{_count(scalars[name]):>5} {_rate_unit(name)}/s"]
 
 
 def _number(value: float) -> str:
@@ -263,6 +305,7 @@ def _count(value: float) -> str:
 
 
 def _duration(seconds: float) -> str:
+    """Minutes and seconds, ``0:43``; from an hour on, hours and minutes, ``1h05``."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+    return f"{hours}h{minutes:02}" if hours else f"{minutes}:{seconds:02}"

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from absl import flags
@@ -122,11 +121,7 @@ def main() -> None:
         print(f"{rate:>10.2e}  {loss:.4f}")
     print(f"steepest descent at --learning_rate={seen.steepest():.1e}")
     if FLAGS.plot:
-        try:
-            Path(FLAGS.plot).write_text(draw(seen.points, seen.steepest()), encoding="utf-8")
-        except OSError as error:
-            raise UsageError(f"cannot write --plot={FLAGS.plot}: {error.strerror}") from error
-        print(f"drawn in {FLAGS.plot}")
+        console.write_picture("plot", FLAGS.plot, draw(seen.points, seen.steepest()))
 
 
 def run() -> None:

@@ -9,16 +9,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from absl import flags
 
-from ctl.errors import UsageError
 from ctl.flags.durations import check_positive
 from ctl.flags.groups import define_schedule_flags, schedule_arguments
 from ctl.flags.parsing import check_flags, group, run_command
-from ctl.logs.console import load_tensorflow
+from ctl.logs.console import load_tensorflow, write_picture
 from ctl.logs.svg import escape, line, shorten, text, ticks
 
 if TYPE_CHECKING:
@@ -87,12 +85,7 @@ def _main() -> None:
     )
     print(table(schedule, total_steps, steps_per_epoch))
     if flags.FLAGS.plot:
-        try:
-            Path(flags.FLAGS.plot).write_text(
-                draw(schedule, total_steps, steps_per_epoch), encoding="utf-8"
-            )
-        except OSError as error:
-            raise UsageError(f"cannot write --plot={flags.FLAGS.plot}: {error.strerror}") from error
+        write_picture("plot", flags.FLAGS.plot, draw(schedule, total_steps, steps_per_epoch))
 
 
 def table(schedule: Schedule, total_steps: int, steps_per_epoch: float) -> str:

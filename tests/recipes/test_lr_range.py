@@ -51,9 +51,9 @@ def test_a_loss_that_explodes_ends_it():
 def test_the_command(zygote, tmp_path):
     plot = tmp_path / "range.svg"
     arguments = ["--model=dense", "--range_steps=40", "--replicas=2", f"--plot={plot}"]
-    output = zygote.run("ctl.recipes.lr_range", *arguments).stdout
-    (rate,) = re.findall(r"steepest descent at --learning_rate=(.*)", output)
+    command = zygote.run("ctl.recipes.lr_range", *arguments)
+    (rate,) = re.findall(r"steepest descent at --learning_rate=(.*)", command.stdout)
     assert 1e-5 < float(rate) < 1.0
-    assert f"drawn in {plot}" in output and "</svg>" in plot.read_text()
+    assert f"plot: {plot}\n" in command.stderr and "</svg>" in plot.read_text()
     wrong = zygote.run("ctl.recipes.lr_range", "--lowest=2", "--highest=1", exit_code=2)
     assert "--lowest=2 must be below --highest=1" in wrong.stderr
