@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from ctl.actions import scalars_of
@@ -70,9 +71,11 @@ class TensorBoard:
             if phase not in self._writers:
                 path = self.directory / phase
                 self._writers[phase] = tf.summary.create_file_writer(str(path))
-            with self._writers[phase].as_default(step=record["step"]):  # flushes on exit
+            # As arrays: TensorFlow keeps a tensor for each Python number that it has ever met.
+            step = np.asarray(record["step"])
+            with self._writers[phase].as_default(step=step):  # flushes on exit
                 for name, value in scalars_of(record).items():
-                    tf.summary.scalar(name, value)
+                    tf.summary.scalar(name, np.asarray(value))
         except tf.errors.OpError as error:
             reason = error.message.splitlines()[0].split("}} ")[-1]
             raise CheckpointError(f"cannot write events to {self.directory}: {reason}") from error

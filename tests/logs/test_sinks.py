@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import tensorflow as tf
@@ -114,3 +116,22 @@ def test_tensorboard_where_no_file_can_be(tmp_path):
     with pytest.raises(CtlError, match=f"cannot write events to {tmp_path}: ") as raised:
         TensorBoard(tmp_path).write(record(loss=0.5))
     assert "\n" not in str(raised.value)
+
+
+def anonymous_bytes() -> int:
+    text = Path("/proc/self/status").read_text()
+    return 1024 * int(re.search(r"RssAnon:\s+(\d+)", text)[1])
+
+
+def test_records_for_tensorboard_hold_no_memory(tmp_path):
+    sink = TensorBoard(tmp_path)
+
+    def write(steps):
+        for step in steps:
+            sink.write(record(step, **{f"x{k}": step + k / 7 for k in range(8)}))
+
+    write(range(100))  # buffers
+    before = anonymous_bytes()
+    write(range(100, 500))
+    assert anonymous_bytes() - before < 1 << 19  # 400 records of 1 KiB and more each
+    sink.close()
