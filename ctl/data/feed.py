@@ -4,6 +4,11 @@ A strategy's iterator passes every element between threads and devices, which ta
 long as a small step (`benchmarks/input_pipeline.py`). Where batches are small, such as indices, its
 elements are therefore *blocks*: each replica receives its part of several global batches at once,
 and the step takes them one by one.
+
+The iterators of `OneDeviceStrategy`, `MirroredStrategy` and `MultiWorkerMirroredStrategy` prefetch
+one element to each device: a GPU has its next batch before the step ends. So no dataset needs
+``prefetch_to_device``. On CPU devices, which share the host's memory, nothing is copied. Without a
+strategy, the step copies its batch itself.
 """
 
 from __future__ import annotations
