@@ -30,6 +30,28 @@ _SHOW_SECONDS, _KEEP_SECONDS = 2.0, 1.0
 _MAGIC = "ctl index 1"
 
 
+def local(path: str | os.PathLike[str]) -> Path:
+    """``path``, with ``~`` as the home directory. Raises `UsageError` for one of remote storage."""
+    text = os.fspath(path)
+    if "://" in text:
+        raise UsageError(f"{text}: mount it, or copy the files; data need a POSIX file system")
+    return Path(text).expanduser()
+
+
+@contextlib.contextmanager
+def readable(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Turns an `OSError` inside into a `UsageError` that names the file; ``path`` if it does not
+    say which."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        found = error.filename or path
+        raise UsageError(f"{found} is missing: give another path, or prepare it again") from error
+    except OSError as error:
+        what = error.strerror or error
+        raise UsageError(f"{error.filename or path} cannot be read: {what}") from error
+
+
 def offsets(
     paths: Sequence[Path], walk: Callable[[Path], Iterator[np.ndarray]], kind: str
 ) -> list[np.ndarray]:
@@ -57,12 +79,10 @@ def offsets(
         done, total = 0, sum(size for _, size, _ in files)
         for path, (_, size, _) in zip(paths, files, strict=True):
             parts = []
-            try:
+            with readable(path):
                 for part in walk(path):
                     parts.append(part)
                     bar.show((done + int(part[-1])) / max(1, total))
-            except OSError as error:
-                raise UsageError(f"{path} cannot be read: {error.strerror}") from error
             done += size
             result.append(np.concatenate(parts))
     if time.monotonic() - started >= _KEEP_SECONDS:
@@ -71,10 +91,8 @@ def offsets(
 
 
 def _identity(path: Path) -> tuple[str, int, int]:
-    try:
+    with readable(path):
         found = path.stat()
-    except OSError as error:
-        raise UsageError(f"{path} is missing or cannot be read: {error.strerror}") from error
     return str(path.resolve()), found.st_size, found.st_mtime_ns
 
 

@@ -50,7 +50,7 @@ class Records:
         *,
         name: str = "records",
     ):
-        self.paths = [Path(path) for path in paths]
+        self.paths = [index.local(path) for path in paths]
         if not self.paths:
             raise UsageError(f"{name}: there are no files to read")
         if decode:
@@ -211,8 +211,8 @@ class ArrayRecords(Records):
             return reader
 
         for path in self.paths:
-            if not path.exists():
-                raise UsageError(f"{path} is missing: prepare it again")
+            with index.readable(path):
+                open(path, "rb").close()
         return [open_reader(path) for path in self.paths]
 
     def counts(self) -> np.ndarray:

@@ -70,16 +70,35 @@ def as_source(data: Any) -> Any:
     )
 
 
+def mapped(path: str | os.PathLike[str]) -> np.ndarray:
+    """The array of a ``.npy`` file, which is read where it is used: ``np.load`` with a mmap_mode.
+
+    Raises:
+        UsageError: the file is missing, cut short or cannot be read, or has Python objects.
+    """
+    with index.readable(path):
+        try:
+            array = np.load(index.local(path), mmap_mode="r")
+        except (ValueError, EOFError) as error:
+            raise UsageError(f"{path} cannot be read as .npy: {error}"[:250]) from error
+    if not isinstance(array, np.ndarray):
+        raise UsageError(f"{path} has several arrays: save each in a .npy file of its own")
+    return array
+
+
 class Arrays:
-    """A nest of arrays of equal length, in memory or mapped: ``np.load(path, mmap_mode="r")``."""
+    """A nest of arrays of equal length, in memory or `mapped`."""
 
     def __init__(self, arrays: Any, info: DatasetInfo | None = None):
         self._arrays = _as_arrays(arrays)
         self.info = info or DatasetInfo("arrays")
-        lengths = {len(array) for array in tf.nest.flatten(self._arrays)}
-        if len(lengths) != 1:
-            raise UsageError(f"the arrays of a source must be of one length, not {sorted(lengths)}")
-        (self._length,) = lengths
+        shapes = [array.shape for array in tf.nest.flatten(self._arrays)]
+        if () in shapes or len({shape[0] for shape in shapes}) != 1:
+            raise UsageError(
+                "the arrays of a source must be of one length, not of the shapes "
+                + ", ".join(map(str, shapes))
+            )
+        self._length: int = shapes[0][0]
 
     def __len__(self) -> int:
         return self._length
@@ -136,29 +155,30 @@ class Items:
         if hasattr(self._items, "__getitems__"):
             try:
                 items = self._items.__getitems__(numbers)
-                return self._stack(numbers, [self._example(item) for item in items])
+                nests = [_as_arrays(self._example(item)) for item in items]
             except UsageError:
                 raise
             except Exception:  # of the user's code; which item it was, it does not say
-                pass
-        return self._stack(numbers, [self._one(number) for number in numbers])
+                nests = [self._one(number) for number in numbers]
+        else:
+            nests = [self._one(number) for number in numbers]
+        return self._stack(numbers, nests)
 
     def _one(self, number: int) -> Any:
         try:
-            return self._example(self._items[number])
+            return _as_arrays(self._example(self._items[number]))
         except Exception as error:  # of the user's code
             raise BadRecord(number, f"{self.where(number)}: {error!r}"[:250]) from error
 
-    def _stack(self, numbers: Sequence[int], examples: Sequence[Any]) -> Any:
-        nests = [_as_arrays(example) for example in examples]
-        flat = [tf.nest.flatten(nest) for nest in nests]
-        for number, leaves in zip(numbers, flat, strict=True):
-            shapes, first = ([leaf.shape for leaf in of] for of in (leaves, flat[0]))
-            if shapes != first:
+    def _stack(self, numbers: Sequence[int], nests: Sequence[Any]) -> Any:
+        first = _shapes(nests[0])
+        for number, nest in zip(numbers, nests, strict=True):
+            if (shapes := _shapes(nest)) != first:
                 raise UsageError(
                     f"{self.where(number)} has the shapes {shapes}, example {numbers[0]} has "
                     f"{first}: make all examples alike"
                 )
+        flat = [tf.nest.flatten(nest) for nest in nests]
         columns = [np.stack(column) for column in zip(*flat, strict=True)]
         return tf.nest.pack_sequence_as(nests[0], columns)
 
@@ -170,6 +190,13 @@ def _as_arrays(nest: Any) -> Any:
     if isinstance(nest, tuple):
         return tuple(_as_arrays(value) for value in nest)
     return _as_array(nest)
+
+
+def _shapes(nest: Any) -> Any:
+    """``nest`` with the shapes of its arrays."""
+    if isinstance(nest, dict):
+        return {key: _shapes(value) for key, value in nest.items()}
+    return tuple(map(_shapes, nest)) if isinstance(nest, tuple) else list(nest.shape)
 
 
 def _as_array(leaf: Any) -> np.ndarray:
@@ -196,7 +223,7 @@ class JsonLines(Items):
         *,
         name: str = "json",
     ):
-        self._paths = [Path(path) for path in paths]
+        self._paths = [index.local(path) for path in paths]
         if not self._paths:
             raise UsageError(f"{name}: there are no files to read")
         self._offsets = index.offsets(self._paths, _lines, "lines")
@@ -250,12 +277,10 @@ class ImageFolder:
     """
 
     def __init__(self, folder: str | os.PathLike, image_shape: tuple[int, int, int]):
-        self._folder, self._image_shape = Path(folder), image_shape
-        try:
+        self._folder, self._image_shape = index.local(folder), image_shape
+        with index.readable(folder):
             classes = sorted(entry.name for entry in self._folder.iterdir() if entry.is_dir())
             names = [sorted(self._images(self._folder / name)) for name in classes]
-        except OSError as error:
-            raise UsageError(f"{folder} cannot be read: {error.strerror}") from error
         if not any(names):
             raise UsageError(
                 f"{folder} has no images: it needs a folder for each class, with files "

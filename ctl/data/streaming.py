@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import hashlib
 import os
 import threading
@@ -106,9 +107,17 @@ class Streaming:
             self._source.check()
         # All other examples must have the structure, the types and the shapes of the first.
         self._first = self.read(np.zeros(1, np.int64))
-        self._spec = tf.nest.map_structure(_spec_of_row, self._first)
+        self._spec = tf.nest.map_structure(self._spec_of_row, self._first)
         with explained(self):
             self.example_spec: Any = self._decode_first()
+
+    def _spec_of_row(self, array: np.ndarray) -> tf.TensorSpec:
+        if array.dtype != object or isinstance(array.flat[0], str | bytes):
+            with contextlib.suppress(TypeError):
+                return tf.TensorSpec(array.shape[1:], tf.as_dtype(array.dtype))
+        raise UsageError(
+            f"{self.description}: an example has {array.dtype} in it: make numbers or strings of it"
+        )
 
     def _decode_first(self) -> Any:
         """The specs of a decoded example. TensorFlow knows which sizes vary."""
@@ -234,9 +243,15 @@ class Streaming:
             strings = np.empty(len(data), object)
             strings[:] = data
             return strings
-        for first, now in zip(
-            tf.nest.flatten(getattr(self, "_first", data)), tf.nest.flatten(data), strict=True
-        ):
+        wanted = getattr(self, "_first", data)
+        try:
+            tf.nest.assert_same_structure(wanted, data)
+        except (ValueError, TypeError) as error:
+            raise UsageError(
+                f"{self.description}: there are examples of another structure than the first: "
+                "make all alike"
+            ) from error
+        for first, now in zip(tf.nest.flatten(wanted), tf.nest.flatten(data), strict=True):
             if (first.dtype, first.shape[1:]) != (now.dtype, now.shape[1:]):
                 raise UsageError(
                     f"{self.description}: there are examples of {now.dtype} {list(now.shape[1:])}, "
@@ -370,8 +385,3 @@ def read_all(source: Any, on_bad_record: str = "stop", description: str = "") ->
     with explained(dataset):
         parts = [batch for _, batch in dataset.batches().as_numpy_iterator()]
     return tf.nest.map_structure(lambda *leaves: np.concatenate(leaves), *parts)
-
-
-def _spec_of_row(array: np.ndarray) -> tf.TensorSpec:
-    dtype = tf.string if array.dtype == object else tf.as_dtype(array.dtype)
-    return tf.TensorSpec(array.shape[1:], dtype)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import http.client
 import importlib.resources
+import os
 import pathlib
 import threading
 import time
@@ -23,6 +24,7 @@ import tensorflow as tf
 import tensorflow_datasets as tfds
 
 from ctl.data.dataset import DatasetInfo, distribution_options
+from ctl.data.index import local
 from ctl.data.sources import resized
 from ctl.data.tfds_split import Split, one_line
 from ctl.errors import UsageError
@@ -52,7 +54,8 @@ def find(
         UsageError: there is no such dataset, or it cannot be opened, downloaded or prepared.
             Without a network, this takes less than 10 s.
     """
-    root = str(pathlib.Path(data_dir).expanduser()) if data_dir else None
+    given = data_dir or os.environ.get("TFDS_DATA_DIR")
+    root = str(local(given)) if given else None
     builder = _builder(name, root)
     if builder and builder.is_prepared():
         return builder

@@ -12,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 import tensorflow_datasets as tfds
 
+from ctl.data.index import readable
 from ctl.data.records import ArrayRecords, BadRecord, Records, TFRecords
 from ctl.errors import UsageError
 
@@ -154,8 +155,9 @@ def _shards(builder: tfds.core.DatasetBuilder, split: str) -> list[Any]:
         paths = [pathlib.Path(path) for path in part.filepaths]
         if used.isdisjoint(map(str, paths)):
             continue
-        if missing := [path for path in paths if not path.exists()]:
-            raise UsageError(f"{info.full_name}: {missing[0]} is missing: prepare it again")
+        for path in paths:
+            with readable(path):
+                path.stat()
         if info.file_format.value != "tfrecord":  # may be compressed
             continue
         # A record has a length (8 bytes), two checksums (4 bytes each) and its data.

@@ -84,6 +84,8 @@ _NOT_FOR_OWN_DATA = {
 
 def _check_dataset(dataset: str, data_dir: str | None) -> None:
     if dataset != "synthetic" and not names.is_function_name(dataset):
+        if data_dir and "://" in data_dir:
+            raise UsageError(f"--data_dir={data_dir}: mount it, or copy the files")
         early.check_dataset(dataset, data_dir)
 
 

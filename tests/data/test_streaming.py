@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import functools
+import os
 
 import numpy as np
 import pytest
@@ -12,8 +13,8 @@ from stored_sources import SOURCES as KINDS
 
 from ctl.data.explained import explained
 from ctl.data.feed import open_batches
-from ctl.data.records import BadRecord, TFRecords
-from ctl.data.sources import ImageFolder, Items, JsonLines
+from ctl.data.records import ArrayRecords, BadRecord, TFRecords
+from ctl.data.sources import ImageFolder, Items, JsonLines, mapped
 from ctl.data.streaming import Streaming, read_all
 from ctl.data.tfds_source import Source, find
 from ctl.errors import UsageError
@@ -134,6 +135,18 @@ def test_evaluation_of_files_is_in_their_order(sources, mirrored):
         np.testing.assert_array_equal(ours, theirs)
 
 
+def cut_short(path):
+    short = path.with_name("short.npy")
+    short.write_bytes(path.read_bytes()[:-8])
+    return short
+
+
+def streamed(items) -> None:
+    dataset = Streaming(items, global_batch_size=1, training=False)
+    with explained(dataset):
+        list(dataset.batches())
+
+
 @pytest.mark.parametrize(
     ("make", "says"),
     [
@@ -146,12 +159,47 @@ def test_evaluation_of_files_is_in_their_order(sources, mirrored):
         (lambda s: ImageFolder(s["root"] / "folder/class0", (4, 6, 3)), "has no images"),
         (lambda s: JsonLines([s["root"] / "c.jsonl"]), "c.jsonl is missing"),
         (lambda s: TFRecords([]), "no files"),
+        (lambda s: mapped(s["root"] / "b.npy"), "b.npy is missing"),
+        (lambda s: mapped(cut_short(s["root"] / "array.npy")), "cannot be read as .npy: mmap len"),
+        (lambda s: TFRecords(["gs://bucket/a"]), "^gs://bucket/a: mount it, or copy the files"),
+        (lambda s: ImageFolder("s3://bucket/a", (4, 6, 3)), "^s3://bucket/a: mount it"),
+        (lambda s: find("mnist", "gs://bucket/a"), "^gs://bucket/a: mount it"),
+        (lambda s: Streaming(np.array(5), global_batch_size=1), "not of the shapes"),
+        (lambda s: Streaming([None], global_batch_size=1), "has object in it: make numbers"),
+        (lambda s: Streaming([[[1], [1, 2]]], global_batch_size=1), "example 0: ValueError"),
+        (
+            lambda s: Items([{"a": 1}, {"b": 1}]).read(np.arange(2)),
+            r"example 1 has the shapes {'b': \[\]}, example 0 has {'a': \[\]}",
+        ),
+        (lambda s: streamed([{"a": 1}, {"b": 1}]), "another structure than the first"),
     ],
 )
 def test_what_cannot_be_streamed_is_refused_at_once(sources, make, says):
     with pytest.raises(UsageError, match=says) as error:
         make(sources)
     assert "\n" not in str(error.value)
+
+
+@pytest.fixture
+def forbidden(tmp_path):
+    """A file that may not be read, also not by root."""
+    (tmp_path / "file").write_text("")
+    (tmp_path / "file").chmod(0)
+    root = os.geteuid() == 0
+    if root:
+        os.seteuid(65534)
+    yield tmp_path / "file"
+    if root:
+        os.seteuid(0)
+
+
+def test_what_may_not_be_read(forbidden):
+    for make in (TFRecords, ArrayRecords, JsonLines):
+        with pytest.raises(UsageError, match="file cannot be read: Permission denied"):
+            len(make([forbidden]))
+    for make in (mapped, lambda path: ImageFolder(path, (4, 6, 3))):
+        with pytest.raises(UsageError, match="file cannot be read: (Permission|Not a directory)"):
+            make(forbidden)
 
 
 def test_fingerprint_tells_content_and_order(sources):

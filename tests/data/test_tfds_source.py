@@ -146,7 +146,12 @@ def test_download_from_a_server(server, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("status", "says"), [(503, "cannot be reached .HTTP 503"), (404, "preparing it failed: .*404")]
+    ("status", "says"),
+    [
+        (503, "cannot be reached .HTTP 503"),
+        (404, "preparing it failed: .*404"),
+        (403, "preparing it failed: .*403"),
+    ],
 )
 def test_a_server_that_does_not_have_it(server, status, says, tmp_path, monkeypatch):
     monkeypatch.setattr(_Server, "status", status)

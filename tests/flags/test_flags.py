@@ -96,6 +96,7 @@ WRONG = [
     (("--base_batch_size=64",), "--base_batch_size has no effect without --lr_scaling"),
     (("--precision=float8",), "--precision=float8"),
     (("--flagfile=/nonexistent",), "/nonexistent"),
+    (("--data_dir=gs://bucket/data",), "--data_dir=gs://bucket/data: mount it, or copy the files"),
     (("--augment=flip,mixup",), "--augment=mixup: write mixup:ALPHA"),
 ]
 
