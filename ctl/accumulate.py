@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from ctl import noinline, replicas, share
+from ctl import flops, noinline, replicas, share
 from ctl.checks import checked_gradients
 from ctl.reduce import crossing
 
@@ -25,7 +25,7 @@ def make_gradient_fn(step: TrainStep, jit_compile: bool, version: int) -> Callab
     """
 
     def placed(batch: Any, divisor: Any, place: tf.Tensor) -> Any:
-        with step.seeds.inside(place):
+        with step.seeds.inside(place), flops.counted(step, batch):
             return step.loss_and_gradients(batch, divisor)
 
     if jit_compile:

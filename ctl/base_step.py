@@ -13,6 +13,7 @@ from ctl import labels, replicas, share
 from ctl.errors import UsageError
 from ctl.flags import option as options
 from ctl.logged import Logged
+from ctl.logs import quiet
 from ctl.parts import Parts
 from ctl.reduce import crossing
 from ctl.replica_variables import ReplicaVariables
@@ -66,6 +67,7 @@ class BaseStep:
     """The model, the loss of a batch and the metrics. Arguments as in `ctl.TrainStep`."""
 
     training: bool
+    counts = "examples"  # what `count` counts; if other than examples, a record has its rate, too
 
     def __init_subclass__(cls) -> None:
         options.declare(cls)
@@ -243,6 +245,7 @@ class BaseStep:
 
     def check_scope(self, strategy: tf.distribute.Strategy) -> None:
         """Raises `UsageError` if a variable was not created in the scope of ``strategy``."""
+        quiet.say_once()
         if self.parts.metrics and replicas.has_one_copy(strategy):
             raise UsageError(
                 f"metric {self.parts.metrics[0].name} is an attribute of the step, whose updates "

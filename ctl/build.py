@@ -42,6 +42,7 @@ class Prepared(NamedTuple):
         test: the data to evaluate on at the end; None if ``evaluation`` is that.
         total_steps: length of the training in global batches.
         steps_per_epoch: may be fractional; None if the number of examples is unknown.
+        others: more data to evaluate on while training, by name.
     """
 
     placement: Placement
@@ -50,6 +51,7 @@ class Prepared(NamedTuple):
     test: Any
     total_steps: int
     steps_per_epoch: float | None
+    others: dict[str, Any]
 
 
 def prepare() -> Prepared:
@@ -71,7 +73,7 @@ def prepare() -> Prepared:
     # What is wrong is said before data are loaded.
     named.check_calls(named.step_class(FLAGS.step), FLAGS.model, FLAGS.loss, FLAGS.metrics)
     named.check_metrics(FLAGS.metrics)
-    test = None
+    test, others = None, {}
     with watchdog.host("loading the data"):
         if is_function_name(FLAGS.dataset):
             train, evaluation = _own_data()
@@ -80,22 +82,25 @@ def prepare() -> Prepared:
             train = load_data(splits.train, training=True)
             evaluation = load_data(splits.evaluation, training=False)
             test = load_data(splits.test, training=False) if splits.test else None
+        for which in FLAGS.also_evaluate:
+            name, at, split = which.rpartition("@")
+            others[which] = load_data(split, training=False, name=name if at else None)
         if FLAGS.augment is not None:
             train = data.Augmented(train, FLAGS.augment, seed=FLAGS.seed)
     logging.info("training data: %s", train.description)
-    logging.info("evaluation data: %s", evaluation.description)
+    for data_to_evaluate in (evaluation, *others.values()):
+        logging.info("evaluation data: %s", data_to_evaluate.description)
     if FLAGS.keep_best:
-        where = evaluation.info.split or evaluation.info.name
-        logging.info(
-            "the best checkpoints are those with the best %s on %s", FLAGS.best_metric, where
-        )
+        where, _, metric = FLAGS.best_metric.rpartition("/")
+        where = where or evaluation.info.split or evaluation.info.name
+        logging.info("the best checkpoints are those with the best %s on %s", metric, where)
     if test:
         logging.info("test data, for the end: %s", test.description)
     steps_per_epoch = None
     if train.num_examples and train.global_batch_size:
         steps_per_epoch = train.num_examples / train.global_batch_size
     total_steps = FLAGS.train_steps or _steps_of(FLAGS.epochs or defaults.EPOCHS, steps_per_epoch)
-    return Prepared(placement, train, evaluation, test, total_steps, steps_per_epoch)
+    return Prepared(placement, train, evaluation, test, total_steps, steps_per_epoch, others)
 
 
 def _steps_of(epochs: float, steps_per_epoch: float | None) -> int:
@@ -179,8 +184,10 @@ def load_evaluation_data() -> Dataset:
     return load_data(FLAGS.eval_split, training=False)
 
 
-def load_data(split: str | None, *, training: bool) -> InMemory | Streaming:
-    """Loads a split of the dataset named by the flags, to train or to evaluate.
+def load_data(
+    split: str | None, *, training: bool, name: str | None = None
+) -> InMemory | Streaming:
+    """Loads a split of the dataset ``name``, by default that of the flags, to train or to evaluate.
 
     ``split`` is None for the default, see `ctl.data.load`. Synthetic data have no splits.
     """
@@ -205,8 +212,8 @@ def load_data(split: str | None, *, training: bool) -> InMemory | Streaming:
         "on_bad_record": FLAGS.on_bad_record,
     }
     if FLAGS.features:
-        return data.load_columns(FLAGS.dataset, FLAGS.features, FLAGS.labels, **of_tfds)
-    return data.load(FLAGS.dataset, image_shape=shape, **of_tfds)
+        return data.load_columns(name or FLAGS.dataset, FLAGS.features, FLAGS.labels, **of_tfds)
+    return data.load(name or FLAGS.dataset, image_shape=shape, **of_tfds)
 
 
 def check_classes(dataset: Dataset) -> None:
@@ -250,7 +257,7 @@ def make_loop(prepared: Prepared, checkpoints: Any = None) -> Loop:
     from ctl.step import cross_entropy
     from ctl.workers import check_agreement
 
-    placement, train, evaluation, _, total_steps, steps_per_epoch = prepared
+    placement, train, evaluation, _, total_steps, steps_per_epoch, others = prepared
     schedule = make_schedule(
         total_steps=total_steps,
         steps_per_epoch=steps_per_epoch,
@@ -280,6 +287,7 @@ def make_loop(prepared: Prepared, checkpoints: Any = None) -> Loop:
             ema_decay=FLAGS.ema_decay,
             loss_scale=FLAGS.precision == "mixed_float16",
             on_nan=FLAGS.on_nan,
+            log_norms="norms" in FLAGS.log_also,
             bytes_per_pack=0 if FLAGS.bytes_per_pack == AUTO else FLAGS.bytes_per_pack,
             options=placement.options,
             jit_compile={"on": True, "off": False}.get(FLAGS.jit_compile),  # else by rule
@@ -305,7 +313,7 @@ def make_loop(prepared: Prepared, checkpoints: Any = None) -> Loop:
         from ctl.asynchronous.parameter_server import CopyEvaluator, ParameterServerLoop
 
         copied = make_eval_step(model_of_the_data())
-        evaluator: Evaluator = CopyEvaluator(model, copied, evaluation)
+        evaluator: Evaluator = CopyEvaluator(model, copied, evaluation, others=others)
         return ParameterServerLoop(
             step,
             train,
@@ -314,7 +322,7 @@ def make_loop(prepared: Prepared, checkpoints: Any = None) -> Loop:
             evaluator=evaluator,
             **options,
         )
-    evaluator = Evaluator(eval_step, evaluation, strategy=placement.strategy)
+    evaluator = Evaluator(eval_step, evaluation, strategy=placement.strategy, others=others)
     return Loop(step, train, evaluator=evaluator, **options)
 
 

@@ -26,6 +26,7 @@ from ctl.logs import console
 
 if TYPE_CHECKING:
     from ctl.checkpoint.manager import Saved
+    from ctl.evaluator import Evaluator
 
 FLAGS = flags.FLAGS
 flags.disclaim_key_flags()
@@ -62,6 +63,12 @@ def run() -> None:
             "watch_timeout", 600, "Seconds without a new checkpoint that end --watch.", 0
         )
         flags.DEFINE_boolean("json", False, "Print one JSON object per evaluation.")
+        define_path(
+            "report",
+            None,
+            "Directory for report.html and report.json, of a classifier: the accuracy of each "
+            "class, the confusion matrix, and the examples with the highest loss.",
+        )
     groups.define_data_flags()
     code.define_code_flags()
     devices.define_device_flags(training=False)
@@ -70,8 +77,16 @@ def run() -> None:
             "precision", "float32", names.PRECISIONS, "Type of the computation, with --model_dir."
         )
         flags.DEFINE_integer("seed", 0, "Of synthetic data, and of your own.", lower_bound=0)
+    check_flags(["report", "watch", "loss"], _check_report)
     check_flags(["model_dir", "model", "checkpoint", "watch", "watch_timeout"], _check)
     run_command(main, _USAGE)
+
+
+def _check_report(report: str | None, watch: bool, loss: str) -> None:
+    if report and watch:
+        raise UsageError("--report is of one checkpoint: leave out --watch")
+    if report and loss in ("binary_cross_entropy", "mean_squared_error"):
+        raise UsageError(f"--report is of a classification: not for --loss={loss}")
 
 
 def _check(
@@ -158,7 +173,10 @@ def main() -> None:
             if average is not variable:
                 variable.assign(keras.ops.cast(average, variable.dtype))
         with explained(dataset):
-            _print(evaluator.run(), saved)
+            results = evaluator.run()
+            _print(results, saved)
+            if FLAGS.report:
+                write_report(evaluator, results, saved)
 
     if not FLAGS.model_dir:
         show(None)
@@ -222,6 +240,23 @@ def _adopt_run() -> tuple[bool, list[str], dict[str, Any]]:
     if not isinstance(frozen, list) or not all(isinstance(one, str) for one in frozen):
         raise UsageError(f"{config.FILE}: --freeze cannot be {str(frozen)[:80]}")
     return stored.get("ema_decay") is not None, frozen, best
+
+
+def write_report(evaluator: Evaluator, results: dict[str, float], saved: Saved | None) -> None:
+    """Prints and writes what ``--report`` asks for."""
+    from ctl import report
+    from ctl.inspect.show.confusion import make_page
+
+    directory = report.prepare(FLAGS.report)
+    found = report.collect(evaluator.step, evaluator.dataset, evaluator.strategy)
+    if not FLAGS.json:
+        print("\n".join(["", *report.table(found), ""]), flush=True)
+    info = evaluator.dataset.info
+    where = f"step {saved.step} of {FLAGS.model_dir}" if saved else FLAGS.model
+    scores = [f"{name} {value:.4f}" for name, value in results.items()]
+    page = make_page(found, f"{where} on {info.name} {info.split}".strip(), scores)
+    console.write_file("report", str(directory / "report.html"), page)
+    console.write_file("report", str(directory / "report.json"), json.dumps(found.to_json()))
 
 
 def _print(results: dict[str, float], saved: Saved | None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -15,7 +15,6 @@ from ctl.control.signals import StopRequested
 from ctl.data.feed import open_batches
 from ctl.data.global_batches import as_dataset
 from ctl.errors import UsageError
-from ctl.logs import quiet
 from ctl.reduce import SUM
 from ctl.retrace import Settings
 from ctl.step import EvalStep
@@ -32,6 +31,8 @@ class Evaluator:
         step: the step to evaluate with. Create its model and metrics in ``strategy.scope()``.
         dataset: a dataset of `ctl.data`, or a finite `tf.data.Dataset` of global batches.
         strategy: by default the current strategy.
+        others: more datasets by name. Each is evaluated after ``dataset``, and its results are
+            called ``name/loss``, ``name/accuracy``.
 
     Raises:
         UsageError: ``dataset`` is not a dataset, or a variable was created outside the scope.
@@ -43,12 +44,12 @@ class Evaluator:
         dataset: Any,
         *,
         strategy: tf.distribute.Strategy | None = None,
+        others: Mapping[str, Any] | None = None,
     ):
         self.step = step
         self.dataset = as_dataset(dataset, training=False)
         self.strategy = strategy or tf.distribute.get_strategy()
         step.check_scope(self.strategy)
-        quiet.say_once()
         with workers.watching_variables(self.strategy):
             step.logged.create(self.strategy)
         step.check_labels(self.dataset)
@@ -60,6 +61,7 @@ class Evaluator:
         self._resident: Any = None
         self._pace = Pace()
         self._settings = Settings(step)
+        self.others = {name: self.on(dataset) for name, dataset in (others or {}).items()}
 
     def on(self, dataset: Any) -> Evaluator:
         """Returns an evaluator of the same model on another ``dataset``."""
@@ -77,12 +79,20 @@ class Evaluator:
             asked_to_stop: if it returns True on any worker, the evaluation stops on all workers.
 
         Returns:
-            ``loss`` (the mean over valid examples) and each metric, by name.
+            ``loss`` (the mean over valid examples) and each metric, by name; then those of
+            ``others``.
 
         Raises:
-            UsageError: the dataset has no valid examples.
+            UsageError: a dataset has no valid examples.
             StopRequested: a worker was asked to stop.
         """
+        results = self._run(on_wake, asked_to_stop)
+        for which, other in self.others.items():
+            found = other.run(on_wake, asked_to_stop)
+            results |= {f"{which}/{name}": value for name, value in found.items()}
+        return results
+
+    def _run(self, on_wake: OnWake | None, asked_to_stop: Callable[[], bool]) -> dict[str, float]:
         self.step.reset_metrics()
         # If the length of the dataset is known, the dataset repeats and one iterator serves every
         # evaluation. A new iterator each time would cost start-up time and, in TensorFlow, memory.

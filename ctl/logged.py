@@ -23,7 +23,7 @@ _ROWS = 64
 _TAKEN = (
     *CONTEXT,
     *("loss", "learning_rate", "steps_per_second", "examples_per_second"),
-    *("skipped_steps", "loss_scale"),
+    *("skipped_steps", "loss_scale", "mfu", "peak_memory_mib"),
 )
 
 

@@ -21,7 +21,9 @@ from ctl.observer import Observer
 from ctl.parts import has_state
 
 # Attributes of a step that `TraceKey` holds, or that the loop sets.
-_OURS = frozenset(("observer", "bytes_per_pack", "jit_compile", "loop", "settings", "parts"))
+_OURS = frozenset(
+    ("observer", "bytes_per_pack", "jit_compile", "flops", "loop", "settings", "parts")
+)
 
 # Arguments of a step that `TrainStep.build` makes something of.
 _FIXED = frozenset(

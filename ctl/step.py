@@ -24,13 +24,12 @@ from typing import TYPE_CHECKING, Any
 import keras
 import tensorflow as tf
 
-from ctl import noinline, replicas, share
+from ctl import noinline, norms, replicas, share
 from ctl.accumulate import make_gradient_fn, micro_steps
 from ctl.apply import Updater, global_norm
 from ctl.base_step import BaseStep, EvalStep, cross_entropy, scale_images
 from ctl.checks import check_apart, check_overrides, check_penalties
 from ctl.errors import UsageError
-from ctl.logs import quiet
 from ctl.observer import NO_OBSERVER, Observer
 from ctl.optimizers import Optimizers, from_name
 from ctl.reduce import all_reduce, densify, summed_apart
@@ -63,6 +62,7 @@ class TrainStep(BaseStep):
         loss_scale: scales the loss dynamically for float16, see `ctl.apply.LossScale`.
         on_nan: with ``"stop"``, the loop stops at a loss that is not finite. With ``"skip"``, the
             update is skipped when a reduced gradient is not finite.
+        log_norms: logs norms of gradient, weights and update, see `ctl.norms`.
         bytes_per_pack: maximum bytes per all-reduce, see `ctl.reduce.make_packs`.
         options: options of the all-reduce, see `ctl.strategy.Placement`.
         jit_compile: compiles forward and backward with XLA, for batches of static shape; on one
@@ -78,6 +78,7 @@ class TrainStep(BaseStep):
     """
 
     training = True
+    flops: float | None = None  # of each example, see `ctl.flops`; None before the trace
     eval_step: type[EvalStep] = EvalStep  # what `ctl.train --step` and `ctl.evaluate` evaluate with
 
     def __init__(
@@ -92,6 +93,7 @@ class TrainStep(BaseStep):
         ema_decay: float | None = None,
         loss_scale: bool = False,
         on_nan: str = "stop",
+        log_norms: bool = False,
         bytes_per_pack: int = 0,
         options: tf.distribute.experimental.CommunicationOptions | None = None,
         jit_compile: bool | None = None,
@@ -110,6 +112,7 @@ class TrainStep(BaseStep):
         self.ema_decay = ema_decay
         self.loss_scale = loss_scale
         self.on_nan = on_nan
+        self.log_norms = log_norms
         self.bytes_per_pack = bytes_per_pack
         self.options = options
         self.jit_compile = jit_compile
@@ -132,7 +135,6 @@ class TrainStep(BaseStep):
             check(strategy, self.parts.layer, self.accumulate_steps, bool(self.jit_compile))
         if not self.model.trainable_variables:
             raise UsageError(f"model {self.model.name} has no trainable variables; build it first")
-        quiet.say_once()
         self.strategy = strategy
         self.synchronizes = replicas.synchronizes(strategy, self.parts.layer)
         self.logged.create(strategy)
@@ -230,8 +232,9 @@ class TrainStep(BaseStep):
         self.observer.mark("backward", gradients)
         loss, count, gradients = self.reduce(loss, count, gradients, before)
         finite = self.finite(gradients) if self.updater.judges_finiteness else None
-        gradients = self.clip(gradients)
-        self.apply(gradients, finite)
+        with norms.logged(self, gradients):
+            gradients = self.clip(gradients)
+            self.apply(gradients, finite)
         return self.outcome(loss, count, finite, before)
 
     def forward_backward(
@@ -363,8 +366,7 @@ class TrainStep(BaseStep):
 
     @tf.autograph.experimental.do_not_convert
     def clip(self, gradients: list[tf.Tensor | None]) -> list[tf.Tensor | None]:
-        """Scales reduced gradients so that their global norm is at most ``clip_norm`` (Pascanu et
-        al. 2013, arXiv:1211.5063, section 3.2)."""
+        """Clips the global norm (Pascanu et al. 2013, arXiv:1211.5063, section 3.2)."""
         if self.clip_norm is None:
             return gradients
         return tf.clip_by_global_norm(gradients, self.clip_norm, global_norm(gradients))[0]

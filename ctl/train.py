@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import shlex
 import shutil
 import sys
@@ -28,7 +29,7 @@ from ctl.logs import console
 from ctl.logs.streams import native_stderr_held
 
 if TYPE_CHECKING:
-    from ctl.actions import Action, Log, Sink
+    from ctl.actions import Action, Log, Sink, Status
     from ctl.evaluator import OnWake
     from ctl.loop import Loop
     from ctl.step import TrainStep
@@ -104,7 +105,7 @@ def _train(model_dir: Path) -> None:
     from ctl.workers import is_chief, leave_together
 
     prepared = prepare()
-    placement, train, evaluation, test, total_steps, steps_per_epoch = prepared
+    placement, train, evaluation, test, total_steps, steps_per_epoch, others = prepared
     if manifest.paths(model_dir / "checkpoints"):
         _check_evaluation(model_dir, evaluation.info.split)
     chief = is_chief(placement.strategy)
@@ -129,7 +130,9 @@ def _train(model_dir: Path) -> None:
         assert loop.evaluator is not None
         if FLAGS.keep_best or FLAGS["best_metric"].present:
             if type(loop.evaluator.step) is EvalStep:  # a user's own may log() more
-                _check_best(0, {"loss": 0.0, **loop.evaluator.step.results()})
+                names = ["loss", *loop.evaluator.step.results()]
+                names += [f"{which}/{name}" for which in others for name in names]
+                _check_best(0, dict.fromkeys(names, 0.0))
             loop.eval_actions.append(_check_best)
         tester = loop.evaluator.on(test) if test else None
         saved = loop.restore()
@@ -151,11 +154,12 @@ def _train(model_dir: Path) -> None:
                 code=checkpoints.code,
                 step=saved.step if saved else None,
             )
+        _add_scalars(loop)
         log, on_wake = _add_actions(loop, stack, model_dir, steps_per_epoch, chief)
         if programs:
             loop.actions.append(lambda status: programs.publish())
         started, first = time.monotonic(), loop.global_step
-        with loop.signals.noted(last=True), explained(train, evaluation, test):
+        with loop.signals.noted(last=True), explained(train, evaluation, test, *others.values()):
             if first < total_steps:
                 logging.info("compiling the first step: this takes some seconds")
             every = total_steps
@@ -164,7 +168,11 @@ def _train(model_dir: Path) -> None:
             last = loop.train_and_evaluate(
                 total_steps, evaluate_every=max(1, every), on_wake=on_wake
             )
-            results = {evaluation.info.split or "test": last}
+            results: dict[str, dict[str, float]] = {evaluation.info.split or "test": {}}
+            results |= {which: {} for which in others}
+            for name, value in last.items():
+                which = next((one for one in others if name.startswith(f"{one}/")), None)
+                results[which or next(iter(results))][name.removeprefix(f"{which}/")] = value
             if tester:
                 loop.evaluator, loop.eval_actions = tester, [log.tested]
                 results[test.info.split] = loop.evaluate(on_wake)
@@ -241,6 +249,29 @@ def _choose(loop: Loop, resumed: Path | None, steps: int) -> dict[str, Any]:
             setattr(loop.step, name, chosen)
             choices[name] = chosen
     return {"jit_compile": loop.step.jit_compile, **choices}
+
+
+def _add_scalars(loop: Loop) -> None:
+    """Adds what ``--log_also`` asks for, and a line about the model after the first step."""
+    from ctl.logs import machine
+
+    def describe(status: Status) -> None:
+        loop.actions = [action for action in loop.actions if action is not describe]
+        model, flops = loop.step.model, loop.step.flops
+        trained = sum(math.prod(v.shape) for v in model.trainable_variables)
+        logging.info(
+            "model: %s, %s parameters, %s train; %s per example",
+            model.name,
+            f"{model.count_params():,}",
+            "all" if trained == model.count_params() else f"{trained:,}",
+            "unknown FLOPs" if flops is None else f"{flops / 1e6:.4g} MFLOPs",
+        )
+
+    loop.actions.append(describe)
+    if "memory" in FLAGS.log_also:
+        loop.scalars.extras.append(machine.peak_memory)
+    if "mfu" in FLAGS.log_also:
+        loop.scalars.extras.append(machine.utilization(loop.step))
 
 
 def _add_actions(

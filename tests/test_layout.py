@@ -1,4 +1,4 @@
-"""The layout holds: no import circle, three doors into `ctl.inspect`, one registry of each name."""
+"""The layout holds: no import circle, four doors into `ctl.inspect`, one registry of each name."""
 
 from __future__ import annotations
 
@@ -40,8 +40,9 @@ def imports(tree: ast.AST, function: str = "") -> Iterator[tuple[str, str]]:
         yield from imports(node, node.name if is_function else function)
 
 
-# The only ways into the inspector: two methods of the step, and the page of a command.
-DOORS = {("ctl.step", "plan"), ("ctl.step", "inspect"), ("ctl.compare", "write_page")}
+# The only ways into the inspector: two methods of the step, and the pages of two commands.
+DOORS = {("ctl.step", "plan"), ("ctl.step", "inspect")}
+DOORS |= {("ctl.compare", "write_page"), ("ctl.evaluate", "write_report")}
 
 
 def is_door(module: str, imported: str, function: str) -> bool:

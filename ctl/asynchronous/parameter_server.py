@@ -178,12 +178,12 @@ class CopyEvaluator(Evaluator):
     Args:
         model: the model that is trained.
         step: evaluates another model of the same architecture, made outside the strategy's scope.
-        dataset: see `ctl.data`.
+        dataset, others: see `Evaluator`.
     """
 
-    def __init__(self, model: keras.Model, step: EvalStep, dataset: Any):
-        super().__init__(step, dataset)
+    def __init__(self, model: keras.Model, step: EvalStep, dataset: Any, **others: Any):
         self._model = model
+        super().__init__(step, dataset, **others)
 
     def on(self, dataset: Any) -> CopyEvaluator:
         """See `Evaluator.on`."""

@@ -48,7 +48,7 @@ class Patience:
         min_delta: float = 0.0,
         cooldown: int = 0,
     ):
-        mode = mode or ("max" if metric == "accuracy" else "min")
+        mode = mode or ("max" if metric.rpartition("/")[2] == "accuracy" else "min")
         if mode not in ("min", "max"):
             raise UsageError(f"mode must be 'min' or 'max', not {mode!r}")
         if patience < 1 or cooldown < 0 or not 0 <= min_delta < math.inf:

@@ -35,7 +35,7 @@ _FREE = frozenset(
         "worker_timeout",
         *("bytes_per_pack", "steps_per_loop", "evaluate_every", "checkpoint_every", "keep"),
         *("keep_best", "best_metric", "best_mode", "metrics", "keep_every_hours"),
-        *("async_checkpoints", "log_every"),
+        *("async_checkpoints", "log_every", "log_also", "also_evaluate"),
         *("tensorboard", "profile_steps", "inspect_every", "export", "on_nan", "on_bad_record"),
         *("check_replicas_every", "xla_cache"),
     )

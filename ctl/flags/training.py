@@ -8,7 +8,7 @@ from absl import flags
 
 from ctl.actions import parse_window
 from ctl.errors import UsageError
-from ctl.flags import augmentation, code, devices, durations, groups, run
+from ctl.flags import augmentation, code, devices, durations, groups, names, run
 from ctl.flags.durations import steps_from
 from ctl.flags.parsing import check_flags, group
 
@@ -50,6 +50,13 @@ def _define_checkpoint_flags() -> None:
             "1ep",
             "Steps (500) or epochs (1ep) between evaluations. Where the length of an epoch is "
             "unknown, the default is one evaluation, at the end.",
+        )
+        flags.DEFINE_list(
+            "also_evaluate",
+            [],
+            "More data to evaluate on each time: SPLIT, or DATASET@SPLIT for another dataset, e.g. "
+            "train[:500],mnist@test. Their results are called train[:500]/accuracy, which "
+            "--best_metric and --early_stop take, too (default: none).",
         )
         flags.DEFINE_string(
             "checkpoint_every",
@@ -96,6 +103,20 @@ def _define_checkpoint_flags() -> None:
         _check_checkpoints,
     )
     check_flags(["best_metric", "best_mode"], best_mode)
+    check_flags(["dataset", "also_evaluate"], _check_also_evaluate)
+
+
+def _check_also_evaluate(dataset: str, also_evaluate: list[str]) -> None:
+    if not also_evaluate:
+        return
+    if names.is_function_name(dataset) or dataset == "synthetic":
+        raise UsageError(f"--also_evaluate names splits, which --dataset={dataset} does not have")
+    for which in also_evaluate:
+        name, at, split = which.rpartition("@")
+        if not split or (at and not name) or which.count("@") > 1:
+            raise UsageError(f"--also_evaluate={which} is neither SPLIT nor DATASET@SPLIT")
+        if also_evaluate.count(which) > 1:
+            raise UsageError(f"--also_evaluate names {which} twice")
 
 
 def best_mode(best_metric: str, best_mode: str | None) -> Literal["max", "min"]:
@@ -110,8 +131,9 @@ def mode_of(flag: str, metric: str, best_mode: str | None) -> Literal["max", "mi
         UsageError: ``best_mode`` is None, and the metric is neither ``loss`` nor ``accuracy``.
     """
     known: dict[str, Literal["max", "min"]] = {"accuracy": "max", "loss": "min"}
-    if metric in known:
-        return known[metric]
+    name = metric.rpartition("/")[2]  # without the data, of --also_evaluate
+    if name in known:
+        return known[name]
     if best_mode is None:
         raise UsageError(f"--{flag}={metric}: add --best_mode=max or --best_mode=min")
     return "max" if best_mode == "max" else "min"
@@ -119,7 +141,7 @@ def mode_of(flag: str, metric: str, best_mode: str | None) -> Literal["max", "mi
 
 def parse_early_stop(text: str, best_mode: str | None) -> tuple[str, int, Literal["max", "min"]]:
     """Parses ``"loss:5"`` as the arguments of `ctl.EarlyStopping`; `UsageError` for other text."""
-    metric, _, patience = text.partition(":")
+    metric, _, patience = text.rpartition(":")
     if not metric or not patience.isdecimal() or not int(patience):
         raise UsageError(
             f"--early_stop={text} is not METRIC:PATIENCE: write the name of a metric and a number "
@@ -145,6 +167,13 @@ def _define_output_flags() -> None:
     """Defines what the run logs and exports."""
     with group("Output"):
         flags.DEFINE_string("log_every", "100", "Steps (100) or epochs (0.1ep) between log lines.")
+        flags.DEFINE_list(
+            "log_also",
+            [],
+            "norms: of the gradient before clipping, the weights and the update; mfu: the share of "
+            "the machine's peak, which is measured first; memory: the most used so far. E.g. "
+            "norms,mfu (default: none).",
+        )
         flags.DEFINE_boolean("tensorboard", True, "Write scalars for TensorBoard.")
         flags.DEFINE_string(
             "profile_steps",
@@ -169,8 +198,16 @@ def _define_output_flags() -> None:
             "xla_cache", True, "Keep what XLA has compiled in ~/.cache/ctl, for later runs."
         )
         flags.DEFINE_boolean("export", True, "Export model.keras and a SavedModel at the end.")
+    check_flags(["log_also", "strategy"], _check_log_also)
     intervals = ["log_every", "inspect_every", "check_replicas_every"]
     check_flags([*intervals, "profile_steps"], _check_output)
+
+
+def _check_log_also(log_also: list[str], strategy: str) -> None:
+    for name in log_also:
+        names.check_name("scalar in --log_also", name, ("norms", "mfu", "memory"))
+    if "norms" in log_also and strategy in ("central_storage", "parameter_server"):
+        raise UsageError(f"--log_also=norms needs a copy of the weights: not --strategy={strategy}")
 
 
 def _check_output(profile_steps: str | None, **intervals: str | None) -> None:

@@ -377,4 +377,4 @@ def _plot(step: Step, network: Network, curves: dict[str, list[Prediction]]) -> 
         f"one replica: {step.alone * 1e3:.3g} ms, {step.bytes / MIB:.3g} MiB of gradients in all"
     )
     title = f"Predicted efficiency, {scaling} scaling"
-    console.write_picture("plot", FLAGS.plot, draw(curves, title, (step_note, network_note)))
+    console.write_file("plot", FLAGS.plot, draw(curves, title, (step_note, network_note)))

@@ -115,14 +115,14 @@ def for_terminal(text: str) -> str:
     return "\n".join(wrap.fill(line) for line in text.splitlines())
 
 
-def write_picture(flag: str, path: str, picture: str) -> None:
+def write_file(flag: str, path: str, content: str) -> None:
     """Writes what ``flag`` asks for, and names the file on a line.
 
     Raises:
         UsageError: it cannot be written.
     """
     try:
-        Path(path).write_text(picture, encoding="utf-8")
+        Path(path).write_text(content, encoding="utf-8")
     except OSError as error:
         raise UsageError(f"cannot write --{flag}={path}: {error.strerror}") from error
     print(f"{flag}: {path}", file=sys.stderr)

@@ -253,13 +253,10 @@ def _is_of_group(name: str) -> bool:
 
 def _details(scalars: Mapping[str, float]) -> list[str]:
     """What is shown last, and left out first."""
-    pieces = []
-    for name, value in scalars.items():
-        if name in _DETAILS and (value or name != "skipped_steps"):
-            pieces.append(_DETAILS[name](value))
-        elif _is_of_group(name):
-            pieces.append(f"lr{name[13:]} {_short(value)}")
-    return pieces
+    shown = [name for name in _DETAILS if scalars.get(name, 0.0) or name == "learning_rate"]
+    pieces = [_DETAILS[name](scalars[name]) for name in shown if name in scalars]
+    rates = [f"lr{n[13:]} {_short(value)}" for n, value in scalars.items() if _is_of_group(n)]
+    return pieces[:1] + rates + pieces[1:] if rates else pieces
 
 
 def _short(value: float) -> str:

@@ -49,6 +49,8 @@ class Perplexity(keras.metrics.Mean):
 class _PerToken(BaseStep):
     """A batch is uint8 [n, length + 1]: each byte but the first is to be predicted."""
 
+    counts = "tokens"
+
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
         self.perplexity = Perplexity("perplexity")

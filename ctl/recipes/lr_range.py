@@ -121,7 +121,7 @@ def main() -> None:
         print(f"{rate:>10.2e}  {loss:.4f}")
     print(f"steepest descent at --learning_rate={seen.steepest():.1e}")
     if FLAGS.plot:
-        console.write_picture("plot", FLAGS.plot, draw(seen.points, seen.steepest()))
+        console.write_file("plot", FLAGS.plot, draw(seen.points, seen.steepest()))
 
 
 def run() -> None:

@@ -16,7 +16,7 @@ from absl import flags
 from ctl.flags.durations import check_positive
 from ctl.flags.groups import define_schedule_flags, schedule_arguments
 from ctl.flags.parsing import check_flags, group, run_command
-from ctl.logs.console import load_tensorflow, write_picture
+from ctl.logs.console import load_tensorflow, write_file
 from ctl.logs.svg import escape, line, shorten, text, ticks
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def _main() -> None:
     )
     print(table(schedule, total_steps, steps_per_epoch))
     if flags.FLAGS.plot:
-        write_picture("plot", flags.FLAGS.plot, draw(schedule, total_steps, steps_per_epoch))
+        write_file("plot", flags.FLAGS.plot, draw(schedule, total_steps, steps_per_epoch))
 
 
 def table(schedule: Schedule, total_steps: int, steps_per_epoch: float) -> str:
