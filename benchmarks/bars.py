@@ -8,7 +8,24 @@ from typing import Any
 from ctl.logs.svg import line, number, rect, text, ticks
 
 _WIDTH, _NAMES, _VALUES = 720, 150, 120  # pixels; columns for the names and for the times
-_BAR, _GAP, _HEAD = 18, 6, 44
+_BAR, _GAP, _HEAD, _FOOT = 18, 6, 44, 46
+
+# What a variant is, for the key below the bars; README.md says more.
+_ABOUT = {
+    "ctl": "ctl.Loop.train; XLA where a trial before the first step says so (--jit_compile=auto)",
+    "ctl_off": "ctl.Loop.train with --jit_compile=off",
+    "ctl_xla": "ctl.Loop.train with --jit_compile=on",
+    "fit": "Keras Model.fit, one step per execution",
+    "fit_50": "Keras Model.fit, steps_per_execution=50",
+    "orbit": "Orbit's Controller and StandardTrainer, 500 steps per loop",
+    "plain": "the loop of the TensorFlow tutorials: tf.range over the steps in one tf.function",
+    "plain_xla": "plain, the whole step compiled with XLA",
+    "torch": "the PyTorch loop; DistributedDataParallel over gloo with several workers",
+    "torch_compile": "torch, compiled with torch.compile",
+    "fabric": "the PyTorch loop through Lightning Fabric",
+    "bound": "plain on one batch that never changes: no input pipeline",
+    "bound_xla": "bound, the whole step compiled with XLA",
+}
 
 _STYLE = """
   .page { fill: #ffffff } .grid { stroke: #e4e8ec } .one { stroke: #818b98 }
@@ -29,7 +46,7 @@ def chart(runs: Sequence[dict[str, Any]]) -> str:
     """Draws the ``runs`` of a JSON file of `step_time.py` as SVG.
 
     A bar is the median ratio of a variant's time to that of the reference variant; its whisker goes
-    from the least to the greatest ratio of a round.
+    from the least to the greatest ratio of a round. Below the bars is what the variants are.
     """
     measured = [r["ratio"] for run in runs for r in run["variants"].values() if "ratio" in r]
     # The medians set the scale: a whisker is cut, so that one slow round does not shorten all bars.
@@ -48,13 +65,15 @@ def chart(runs: Sequence[dict[str, Any]]) -> str:
                 "title",
             )
         )
-        parts.append(text(_WIDTH - 12, y + 18, f"time over that of {setting['reference']}", "end"))
+        parts.append(text(_WIDTH - 12, y + 18, "ratio and ms per step", "end"))
         top = y + _HEAD - 14
         bottom = y + _HEAD + (_BAR + _GAP) * len(run["variants"])
         for tick in ticks(limit):
             x = _NAMES + tick * scale
             parts.append(line(x, top, x, bottom, "one" if tick == 1 else "grid"))
             parts.append(text(x, bottom + 14, f"{tick:g}", "middle"))
+        axis = f"time of a step over that of {setting['reference']}: shorter is faster"
+        parts.append(text((_NAMES + _WIDTH - _VALUES) / 2, bottom + 30, axis, "middle"))
         y += _HEAD
         for variant, row in run["variants"].items():
             parts.append(text(_NAMES - 8, y + 13, variant, "end"))
@@ -63,7 +82,13 @@ def chart(runs: Sequence[dict[str, Any]]) -> str:
             else:
                 parts += _bar(variant, row, y, scale, limit)
             y += _BAR + _GAP
-        y += 30
+        y += _FOOT
+    used = dict.fromkeys(variant for run in runs for variant in run["variants"])
+    for variant in (variant for variant in _ABOUT if variant in used):
+        parts.append(text(_NAMES - 8, y + 13, variant, "end"))
+        parts.append(text(_NAMES, y + 13, _ABOUT[variant]))
+        y += 17
+    y += 10
     height = number(y)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" '
@@ -78,11 +103,11 @@ def _bar(variant: str, row: dict[str, Any], y: float, scale: float, limit: float
         kind = "ours"
     elif variant.startswith("bound"):
         kind = "bound"
-    ratio, middle = row["ratio"], y + _BAR / 2
+    ratio, ms, middle = row["ratio"], row["milliseconds"]["median"], y + _BAR / 2
     ends = [_NAMES + min(value, limit) * scale for value in (ratio["min"], ratio["max"])]
     return [
         rect(_NAMES, y, ratio["median"] * scale, _BAR, kind),
         line(ends[0], middle, ends[1], middle, "spread"),
         text(_WIDTH - 84, y + 13, f"{ratio['median']:.2f}", "end"),
-        text(_WIDTH - 12, y + 13, f"{row['milliseconds']['median']:.2f} ms", "end"),
+        text(_WIDTH - 12, y + 13, f"{ms:.{2 if ms < 100 else 0}f} ms", "end"),
     ]

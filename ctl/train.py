@@ -283,7 +283,6 @@ def _add_actions(
     from ctl.control.copies import CompareReplicas
     from ctl.logs.profiler import Profile
     from ctl.logs.progress import Lines, Progress
-    from ctl.logs.sinks import JsonLines, TensorBoard
     from ctl.workers import cluster_of, is_multi_worker
 
     # Reading metrics is a collective: all workers read them, at the same steps.
@@ -291,10 +290,8 @@ def _add_actions(
     bar = None
     if chief and sys.stdout.isatty():
         bar = stack.enter_context(Progress(peek=not multi_worker))
-    sinks = [JsonLines(model_dir / "metrics.jsonl"), bar or Lines()] if chief else []
-    if FLAGS.tensorboard and chief:
-        sinks.append(TensorBoard(model_dir))
-    log = Log(*sinks, steps_per_epoch=steps_per_epoch)
+    files = make_sinks(model_dir) if chief else []
+    log = Log(*files, *([bar or Lines()] if chief else []), steps_per_epoch=steps_per_epoch)
     stack.callback(log.close)
     loop.eval_actions.append(log.evaluated)
     loop.actions.append(
@@ -308,7 +305,6 @@ def _add_actions(
         loop.actions.append(Every(lambda status: loop.save(), steps=max(1, steps)))
     if FLAGS.inspect_every:
         every = steps_from("--inspect_every", FLAGS.inspect_every, steps_per_epoch)
-        files = [sink for sink in sinks if isinstance(sink, JsonLines | TensorBoard)]
         loop.actions += inspect_every(loop.step, max(1, every), files)
     if FLAGS.profile_steps:
         # On every worker, because all calls must end at the same steps.
@@ -319,6 +315,26 @@ def _add_actions(
     if bar:
         loop.actions.append(bar)
     return log, bar.evaluating if bar else None
+
+
+def make_sinks(model_dir: Path) -> list[Sink]:
+    """The sinks that the flags ask for: ``metrics.jsonl``, TensorBoard, MLflow, W&B."""
+    from ctl.logs.hparams import HParams
+    from ctl.logs.runs import NOT_COMPARED, best_so_far
+    from ctl.logs.sinks import JsonLines, TensorBoard
+    from ctl.logs.trackers import MLflow, Tracker, WandB
+
+    given = {name: FLAGS[name].value for name in grouped_flags() if name not in NOT_COMPARED}
+    given = {name: value for name, value in given.items() if value is not None}
+    best = best_so_far(model_dir)
+    sinks: list[Sink] = [JsonLines(model_dir / "metrics.jsonl")]
+    if FLAGS.tensorboard:
+        sinks += [TensorBoard(model_dir), HParams(model_dir, given, best)]
+    if FLAGS.mlflow:
+        sinks.append(Tracker("MLflow", lambda: MLflow(FLAGS.mlflow, model_dir, given)))
+    if FLAGS.wandb:
+        sinks.append(Tracker("Weights & Biases", lambda: WandB(FLAGS.wandb, model_dir, given)))
+    return sinks
 
 
 def inspect_every(step: TrainStep, every: int, sinks: Sequence[Sink]) -> list[Action]:

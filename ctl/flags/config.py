@@ -36,8 +36,8 @@ _FREE = frozenset(
         *("bytes_per_pack", "steps_per_loop", "evaluate_every", "checkpoint_every", "keep"),
         *("keep_best", "best_metric", "best_mode", "metrics", "keep_every_hours"),
         *("async_checkpoints", "log_every", "log_also", "also_evaluate"),
-        *("tensorboard", "profile_steps", "inspect_every", "export", "on_nan", "on_bad_record"),
-        *("check_replicas_every", "xla_cache"),
+        *("tensorboard", "mlflow", "wandb", "profile_steps", "inspect_every", "export"),
+        *("on_nan", "on_bad_record", "check_replicas_every", "xla_cache"),
     )
 )
 _LENGTH = ("epochs", "train_steps")

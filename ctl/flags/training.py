@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Literal
 
 from absl import flags
@@ -176,6 +177,18 @@ def _define_output_flags() -> None:
         )
         flags.DEFINE_boolean("tensorboard", True, "Write scalars for TensorBoard.")
         flags.DEFINE_string(
+            "mlflow",
+            None,
+            "Also send flags and scalars to MLflow at this URI, e.g. sqlite:////tmp/mlflow.db or "
+            "http://host:5000.",
+        )
+        flags.DEFINE_string(
+            "wandb",
+            None,
+            "Also send flags and scalars to this project of Weights & Biases. WANDB_MODE=offline "
+            "in the environment keeps them in --model_dir.",
+        )
+        flags.DEFINE_string(
             "profile_steps",
             None,
             "START:STOP, e.g. 20:30: writes a profile of these steps for TensorBoard.",
@@ -201,6 +214,18 @@ def _define_output_flags() -> None:
     check_flags(["log_also", "strategy"], _check_log_also)
     intervals = ["log_every", "inspect_every", "check_replicas_every"]
     check_flags([*intervals, "profile_steps"], _check_output)
+    check_flags(["mlflow", "wandb"], _check_trackers)
+
+
+def _check_trackers(**values: str | None) -> None:
+    for name, value in values.items():
+        if value is None:
+            continue
+        if not value.strip():
+            raise UsageError(f"--{name} is empty: leave it out, or name where to send the scalars")
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.origin is None:  # a folder of this name is no package
+            raise UsageError(f"--{name} needs a package: pip install 'ctl[{name}]'")
 
 
 def _check_log_also(log_also: list[str], strategy: str) -> None:

@@ -19,8 +19,11 @@ from ctl.flags import config
 _LONGEST = 1 << 20  # bytes of a line
 
 # Flags that say where and how a run was started, and nothing of what it computes.
-_NOT_COMPARED = frozenset(
-    ("model_dir", "data_dir", "download", "worker_index", "log_every", "tensorboard", "export")
+NOT_COMPARED = frozenset(
+    (
+        *("model_dir", "data_dir", "download", "worker_index", "log_every", "tensorboard"),
+        *("mlflow", "wandb", "export"),
+    )
 )
 
 
@@ -91,15 +94,27 @@ class Run:
             names = dict.fromkeys(n for v in self.records.get(phase, {}).values() for n in v)
             for name in names:
                 if curve := self.curve(phase, name):
-                    sign = -1 if self._is_best_high(name) else 1
+                    sign = -1 if is_best_high(name, self.flags) else 1
                     step, best = min(curve, key=lambda point: (sign * point[1], point[0]))
                     found[f"{phase} {name}"] = Best(best, step, curve[-1][1])
         return found
 
-    def _is_best_high(self, name: str) -> bool:
-        if name == self.flags.get("best_metric") and self.flags.get("best_mode"):
-            return self.flags["best_mode"] == "max"
-        return "accuracy" in name or name in ("auc", "precision", "recall", "f1")
+
+def best_so_far(path: Path) -> dict[str, float]:
+    """The best of each result of the evaluations of the run in ``path``; empty if it is new."""
+    try:
+        results = read(path).results()
+    except UsageError:
+        return {}
+    return {n.removeprefix("eval "): r.best for n, r in results.items() if n.startswith("eval ")}
+
+
+def is_best_high(name: str, flags: Mapping[str, Any]) -> bool:
+    """Whether the highest value of the result ``name`` is the best, as far as the ``flags`` of its
+    run and its name say; else the lowest is."""
+    if name == flags.get("best_metric") and flags.get("best_mode"):
+        return flags["best_mode"] == "max"
+    return "accuracy" in name or name in ("auc", "precision", "recall", "f1")
 
 
 def read(path: Path) -> Run:
@@ -136,7 +151,8 @@ def read(path: Path) -> Run:
     except OSError as error:
         raise UsageError(f"{name}: metrics.jsonl cannot be read: {error.strerror}") from error
     if damaged:
-        notes.append(f"{name}: {damaged} damaged lines of metrics.jsonl are left out")
+        lines = "line of metrics.jsonl is" if damaged == 1 else "lines of metrics.jsonl are"
+        notes.append(f"{name}: {damaged} damaged {lines} left out")
     if not records:
         raise UsageError(f"{name} has logged nothing yet: metrics.jsonl has no record")
     ordered = {phase: dict(sorted(steps.items())) for phase, steps in records.items()}
@@ -179,6 +195,6 @@ def differing_flags(runs: list[Run]) -> list[str]:
     return [
         name
         for name in names
-        if name not in _NOT_COMPARED
+        if name not in NOT_COMPARED
         and len({json.dumps(run.flags.get(name)) for run in runs if run.flags}) > 1
     ]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,7 @@ class TensorBoard:
 
     def write(self, record: Mapping[str, Any]) -> None:
         phase = record["phase"]
-        try:
+        with writing_events(self.directory):
             if phase not in self._writers:
                 path = self.directory / phase
                 self._writers[phase] = tf.summary.create_file_writer(str(path))
@@ -76,13 +77,20 @@ class TensorBoard:
             with self._writers[phase].as_default(step=step):  # flushes on exit
                 for name, value in scalars_of(record).items():
                     tf.summary.scalar(name, np.asarray(value))
-        except tf.errors.OpError as error:
-            reason = error.message.splitlines()[0].split("}} ")[-1]
-            raise CheckpointError(f"cannot write events to {self.directory}: {reason}") from error
 
     def close(self) -> None:
         for writer in self._writers.values():
             writer.close()
+
+
+@contextlib.contextmanager
+def writing_events(directory: Path) -> Iterator[None]:
+    """Raises `CheckpointError` if TensorFlow cannot write event files to ``directory``."""
+    try:
+        yield
+    except tf.errors.OpError as error:
+        reason = error.message.splitlines()[0].split("}} ")[-1]
+        raise CheckpointError(f"cannot write events to {directory}: {reason}") from error
 
 
 def _repair(path: Path) -> None:

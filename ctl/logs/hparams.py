@@ -1,0 +1,80 @@
+"""Writes the flags and the best results of a run for the HParams page of TensorBoard."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import tensorflow as tf
+from tensorboard.plugins.hparams import api_pb2, summary
+
+from ctl.actions import scalars_of
+from ctl.errors import Preempted
+from ctl.logs.runs import is_best_high
+from ctl.logs.sinks import writing_events
+
+Ending = Literal["finished", "stopped", "failed"]
+
+
+class HParams:
+    """A sink that writes the flags once, and the best results of evaluations so far to ``best/``.
+
+    TensorBoard shows the runs of a directory side by side, with the last and the best results.
+
+    Args:
+        directory: of the run.
+        flags: by name; values of other types than TensorBoard knows are left out.
+        best: the best results of earlier evaluations, if the run is resumed.
+
+    Raises:
+        CheckpointError: the files cannot be written.
+    """
+
+    def __init__(
+        self, directory: Path, flags: Mapping[str, Any], best: Mapping[str, float] | None = None
+    ):
+        self._flags = flags
+        self._best = dict(best or {})
+        self._directory = directory
+        with writing_events(directory):
+            self._session = tf.summary.create_file_writer(str(directory))
+            self._results = tf.summary.create_file_writer(str(directory / "best"))
+        values = {n: v for n, v in flags.items() if isinstance(v, bool | int | float | str | list)}
+        self._write(summary.session_start_pb(values))
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        if record["phase"] != "eval":
+            return
+        for name, value in scalars_of(record).items():
+            sign = 1 if is_best_high(name, self._flags) else -1
+            if math.isfinite(value) and sign * value > sign * self._best.get(
+                name, -sign * math.inf
+            ):
+                self._best[name] = value
+        with writing_events(self._directory), self._results.as_default(step=record["step"]):
+            for name, value in self._best.items():
+                tf.summary.scalar(name, value)
+
+    def close(self) -> None:
+        how = ending()
+        if how != "stopped":  # a run that is resumed has not ended
+            done = how == "finished"
+            status = api_pb2.STATUS_SUCCESS if done else api_pb2.STATUS_FAILURE
+            self._write(summary.session_end_pb(status))
+        self._session.close()
+        self._results.close()
+
+    def _write(self, message: Any) -> None:
+        with writing_events(self._directory), self._session.as_default(step=0):
+            tf.summary.experimental.write_raw_pb(message.SerializeToString())
+
+
+def ending() -> Ending:
+    """How the run ends, for a sink that is closed: by the exception that is on its way, if any."""
+    error = sys.exc_info()[1]
+    if error is None:
+        return "finished"
+    return "stopped" if isinstance(error, Preempted | KeyboardInterrupt) else "failed"

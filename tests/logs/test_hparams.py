@@ -1,0 +1,91 @@
+"""The flags and the best results, read with TensorBoard's own reader."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import tensorflow as tf
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams import api_pb2, metadata
+
+from ctl.errors import CtlError, Preempted
+from ctl.logs.hparams import HParams, ending
+
+FLAGS = {"optimizer": "adam", "learning_rate": 1e-3, "extend": False, "rates": ["1", "2"]}
+
+
+def record(step, phase="eval", **scalars):
+    return {"phase": phase, "step": step, "epoch": None, "time": 1.5, **scalars}
+
+
+def contents(directory):
+    """What the HParams page reads of a run: its flags and how it ended."""
+    events = EventAccumulator(str(directory)).Reload()
+    found = events.PluginTagToContent(metadata.PLUGIN_NAME)
+    start = metadata.parse_session_start_info_plugin_data(found[metadata.SESSION_START_INFO_TAG])
+    end = found.get(metadata.SESSION_END_INFO_TAG)
+    return start.hparams, end and metadata.parse_session_end_info_plugin_data(end).status
+
+
+def best(directory):
+    events = EventAccumulator(str(directory / "best"), size_guidance={"tensors": 0}).Reload()
+    return {
+        tag: [(e.step, float(tf.make_ndarray(e.tensor_proto))) for e in events.Tensors(tag)]
+        for tag in events.Tags()["tensors"]
+    }
+
+
+def test_flags_and_best_results_also_of_a_resumed_run(tmp_path):
+    sink = HParams(tmp_path, FLAGS)
+    sink.write(record(1, "train", loss=0.0))  # not of an evaluation
+    sink.write(record(2, loss=0.5, accuracy=0.5))
+    sink.write(record(4, loss=math.nan, accuracy=0.75))
+    sink.write(record(6, loss=0.75, accuracy=0.25))
+    with pytest.raises(Preempted):
+        try:
+            raise Preempted("SIGTERM")
+        finally:
+            sink.close()
+    values, status = contents(tmp_path)
+    assert values["optimizer"].string_value == "adam" and status is None
+    assert values["learning_rate"].number_value == 1e-3
+    assert values["extend"].bool_value is False and values["rates"].string_value == "['1', '2']"
+    assert best(tmp_path)["loss"] == [(2, 0.5), (4, 0.5), (6, 0.5)]
+    assert best(tmp_path)["accuracy"] == [(2, 0.5), (4, 0.75), (6, 0.75)]
+    resumed = HParams(tmp_path, FLAGS, {"loss": 0.5, "accuracy": 0.75})
+    resumed.write(record(8, loss=0.25, accuracy=0.5))
+    resumed.close()
+    assert best(tmp_path)["loss"][-1] == (8, 0.25)
+    assert best(tmp_path)["accuracy"][-1] == (8, 0.75)
+    assert contents(tmp_path)[1] == api_pb2.STATUS_SUCCESS
+
+
+def test_the_best_is_what_the_flags_say(tmp_path):
+    sink = HParams(tmp_path, {"best_metric": "perplexity", "best_mode": "max"})
+    for step, value in enumerate([2.0, 3.0, 1.0]):
+        sink.write(record(step, perplexity=value))
+    sink.close()
+    assert best(tmp_path)["perplexity"][-1] == (2, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("error", "how"),
+    [(None, "finished"), (Preempted(""), "stopped"), (KeyboardInterrupt(), "stopped")]
+    + [(CtlError(""), "failed")],
+)
+def test_how_a_run_ends(error, how):
+    if error is None:
+        assert ending() == how
+        return
+    try:
+        raise error
+    except BaseException:
+        assert ending() == how
+
+
+def test_where_no_file_can_be(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(CtlError, match="cannot write events to ") as raised:
+        HParams(tmp_path / "file" / "run", FLAGS)
+    assert "\n" not in str(raised.value)
