@@ -40,6 +40,11 @@ def micro_steps(step: TrainStep, batch: Any, divisor: Any) -> tuple[tf.Tensor, G
     divided by ``divisor``; gradients of several are in float32 at least. Updates the metrics."""
     if step.accumulate_steps == 1:
         return micro_step(step, batch, divisor, 0)
+    return _several(step, batch, divisor)
+
+
+def _several(step: TrainStep, batch: Any, divisor: Any) -> tuple[tf.Tensor, Gradients]:
+    """See `micro_steps`, which AutoGraph converts in less time without this."""
     no_gradient = [False] * len(step.trained)
 
     def body(micro_batch: Callable, part: Any, loss: Any, totals: Any) -> tuple[Any, Any, Any]:

@@ -233,7 +233,13 @@ class Updater:
             self.global_step.assign_add(1)
 
     def _update(self, strategy: tf.distribute.Strategy, gradients: Sequence) -> None:
-        rates = self.learning_rates()
+        # AutoGraph converts the schedules, which may be the user's, and reads nothing else.
+        self._update_all(strategy, gradients, self.learning_rates())
+
+    @tf.autograph.experimental.do_not_convert
+    def _update_all(
+        self, strategy: tf.distribute.Strategy, gradients: Sequence, rates: Sequence[tf.Tensor]
+    ) -> None:
         gradients = [*gradients, *[None] * (len(self.variables) - len(gradients))]
         iterations = [group.optimizer.iterations.value for group in self.groups]
         first = tf.equal(iterations[0], 0) if self.ema else None

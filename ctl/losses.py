@@ -57,6 +57,7 @@ class Outcome(NamedTuple):
         return Totals(loss, examples, stop, end, pace, logged)
 
 
+@tf.autograph.experimental.do_not_convert
 def no_losses() -> Losses:
     """The losses of no step."""
     return Losses(tf.zeros([]), tf.zeros([]), tf.zeros([], tf.int32))

@@ -15,6 +15,7 @@ from ctl.errors import UsageError
 _SEED_STRIDE = 7919
 
 
+@tf.autograph.experimental.do_not_convert
 def shares_variables(strategy: tf.distribute.Strategy) -> bool:
     """Whether several replicas share one copy of every variable."""
     central = isinstance(strategy, tf.distribute.experimental.CentralStorageStrategy)

@@ -32,6 +32,7 @@ class Seeds:
             del self._tracing.place
 
     @staticmethod
+    @tf.autograph.experimental.do_not_convert
     def place(micro_batch: int | tf.Tensor) -> tf.Tensor:
         """int32 [2]: the replica that calls this, and ``micro_batch``."""
         replica = tf.distribute.get_replica_context().replica_id_in_sync_group

@@ -66,8 +66,7 @@ class TrainStep(BaseStep):
         bytes_per_pack: maximum bytes per all-reduce, see `ctl.reduce.make_packs`.
         options: options of the all-reduce, see `ctl.strategy.Placement`.
         jit_compile: compiles forward and backward with XLA, for batches of static shape; on one
-            replica the whole step, and several at once if batches come in blocks (`ctl.data.feed`).
-            By default, the rule of `ctl.jit` decides when the loop is made.
+            replica the whole step, several at once if batches come in blocks. None: see `ctl.jit`.
         jit_update: compiles the update with XLA, see `ctl.apply.Updater`.
         random_seed: of the run, for `seed`.
         own: options that a subclass declares, see `ctl.option`.
@@ -287,6 +286,7 @@ class TrainStep(BaseStep):
             loss = tf.nest.map_structure(lambda one: one + penalty, loss)
         return loss, outputs
 
+    @tf.autograph.experimental.do_not_convert
     def backward(
         self, tape: tf.GradientTape, loss: tf.Tensor, variables: Sequence[tf.Variable] | None = None
     ) -> list[tf.Tensor | None]:
@@ -375,6 +375,7 @@ class TrainStep(BaseStep):
         """Applies reduced gradients with `ctl.apply.Updater`, in the same way on all replicas."""
         tf.distribute.get_replica_context().merge_call(self.updater, args=(gradients, finite))
 
+    @tf.autograph.experimental.do_not_convert
     def outcome(
         self, loss: tf.Tensor, count: Any, finite: tf.Tensor | None, before: Before
     ) -> tuple[tf.Tensor, tf.Tensor]:

@@ -216,7 +216,9 @@ class Source(Split):
             .flat_map(records)
             .batch(_READ_BATCH)
             .map(
-                lambda records: tf.map_fn(self.decode, records, fn_output_signature=signature),
+                tf.autograph.experimental.do_not_convert(
+                    lambda records: tf.map_fn(self.decode, records, fn_output_signature=signature)
+                ),
                 num_parallel_calls=tf.data.AUTOTUNE,
                 deterministic=True,
             )
