@@ -55,3 +55,29 @@ def load(
         .prefetch(tf.data.AUTOTUNE)
     )
     return dataset, info
+
+
+def load_test(name: str, batch_size: int, data_dir: str | None = None) -> tuple[Any, int]:
+    """The split ``test`` once, as `load` gives the split ``train``, and its number of batches."""
+    import tensorflow as tf
+    import tensorflow_datasets as tfds
+
+    from ctl.data.tfds_source import EMBEDDED
+
+    dataset, info = tfds.load(
+        name,
+        data_dir=data_dir or str(EMBEDDED),
+        split="test",
+        as_supervised=True,
+        with_info=True,
+    )
+    dataset = (
+        dataset.map(
+            lambda image, label: (tf.cast(image, tf.float32) / 255.0, label),
+            num_parallel_calls=tf.data.AUTOTUNE,
+        )
+        .batch(batch_size)
+        .cache()
+        .prefetch(tf.data.AUTOTUNE)
+    )
+    return dataset, -(-info.splits["test"].num_examples // batch_size)

@@ -20,6 +20,11 @@ except ImportError as error:
     raise SystemExit(f"PyTorch is not installed ({error}): pip install 'ctl[bench]'") from error
 
 
+def device(setting: worker.Setting) -> torch.device:
+    """A GPU if there is one; the CPU for several workers, which share this machine."""
+    return torch.device("cuda" if torch.cuda.is_available() and not setting.workers else "cpu")
+
+
 def load() -> tuple[torch.Tensor, torch.Tensor]:
     """Images uint8 [n, 1, height, width] and labels int64 [n]."""
     import tensorflow_datasets as tfds
@@ -42,7 +47,7 @@ def batches(
     images: torch.Tensor, labels: torch.Tensor, setting: worker.Setting
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """This worker's part of every global batch, without end: images float32 in [0, 1], [n, 1,
-    height, width], and labels int64 [n]."""
+    height, width], and labels int64 [n], on the device of ``images``."""
     workers = max(1, len(setting.workers))
     size = setting.global_batch_size // workers
     generator = torch.Generator().manual_seed(1)
@@ -57,7 +62,7 @@ def batches(
             yield images[index].float() / 255.0, labels[index]
 
 
-def make_model(name: str) -> nn.Module:
+def make_model(name: str, seed: int = 1) -> nn.Module:
     """The model of this name in ctl.models, with its layers, parameters and initial distributions,
     for images of 28x28x1 and 10 classes. Raises `UsageError` for a name that is not here."""
     makers = {
@@ -78,7 +83,7 @@ def make_model(name: str) -> nn.Module:
     }
     if name not in makers:
         raise UsageError(f"the PyTorch peers have no model {name!r}, only {', '.join(makers)}")
-    torch.manual_seed(1)
+    torch.manual_seed(seed)
     model = makers[name]()
     for module in model.modules():  # the initial values of Keras
         if isinstance(module, nn.Linear):

@@ -9,19 +9,20 @@ from torch_data import torch
 
 def build(setting: worker.Setting):
     torch_data.join_group(setting)
-    network = model = torch_data.make_model(setting.model)
+    device = torch_data.device(setting)
+    network = model = torch_data.make_model(setting.model).to(device)
     if setting.workers:
         network = torch.nn.parallel.DistributedDataParallel(model)
     if setting.jit_compile:
         network = torch.compile(network)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, eps=1e-7)
     cross_entropy = torch.nn.CrossEntropyLoss()
-    data = torch_data.batches(*torch_data.load(), setting)
+    data = torch_data.batches(*(t.to(device) for t in torch_data.load()), setting)
     network.train()
 
     def train(steps: int) -> float:
         # Tensors, read once at the end, so that no step waits for a value.
-        total, correct = torch.zeros([]), torch.zeros([])
+        total, correct = torch.zeros([2], device=device)
         for _ in range(steps):
             images, labels = next(data)
             optimizer.zero_grad()
@@ -35,7 +36,7 @@ def build(setting: worker.Setting):
 
     return train, {
         "versions": {"torch": torch.__version__},
-        "device": f"cpu, {torch.get_num_threads()} threads",
+        "device": f"{device.type}, {torch.get_num_threads()} threads",
     }
 
 

@@ -56,6 +56,18 @@ class Setting:
     jit_compile: bool
 
 
+def setting() -> Setting:
+    """What the flags say."""
+    return Setting(
+        model=_MODEL.value,
+        global_batch_size=_BATCH.value,
+        replicas=_REPLICAS.value,
+        workers=tuple(_WORKERS.value),
+        worker_index=_INDEX.value,
+        jit_compile=_JIT.value,
+    )
+
+
 def serve(build: Callable[[Setting], tuple[Callable[[int], float], dict]]) -> None:
     """Parses the flags, builds the peer and answers until stdin ends.
 
@@ -66,16 +78,7 @@ def serve(build: Callable[[Setting], tuple[Callable[[int], float], dict]]) -> No
     def main() -> None:
         check_model_name(_MODEL.value)
         answer = answerer()
-        train, about = build(
-            Setting(
-                model=_MODEL.value,
-                global_batch_size=_BATCH.value,
-                replicas=_REPLICAS.value,
-                workers=tuple(_WORKERS.value),
-                worker_index=_INDEX.value,
-                jit_compile=_JIT.value,
-            )
-        )
+        train, about = build(setting())
         answer(**about)
         for line in sys.stdin:
             steps = int(line)
