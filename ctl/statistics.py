@@ -48,7 +48,10 @@ class Statistics:
         self._pairs = [
             (index[id(n.moving_mean.value)], index[id(n.moving_variance.value)], n)
             for n in norms
-            if id(n.moving_variance.value) in index and n.momentum < 1.0 and not n.renorm
+            # Older Kerases have no renorm.
+            if id(n.moving_variance.value) in index
+            and n.momentum < 1.0
+            and not getattr(n, "renorm", False)
         ]
 
     def specs(self) -> list[tf.Variable | tf.TensorSpec]:
