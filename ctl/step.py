@@ -205,12 +205,8 @@ class TrainStep(BaseStep):
     def plan(self, *, xla: bool = False) -> Plan:
         """Reads from the graph what one step moves between replicas. Runs no step.
 
-        Args:
-            xla: adds the program that XLA would make of the whole step, or a note that says why
-                XLA cannot compile it.
-
-        Raises:
-            UsageError: the step is not in a loop.
+        With ``xla``, it has the program that XLA would make of the whole step, or a note that says
+        why XLA cannot compile it. Raises `UsageError` if the step is not in a loop.
         """
         from ctl.inspect.plan.collectives import plan_of_step
 
@@ -398,6 +394,6 @@ class TrainStep(BaseStep):
         """Variables that the forward pass updates separately on each replica and that `reduce`
         replaces by their mean: the moving statistics of BatchNorm layers that train, unless they
         are synchronized. Override to add those of your own layers."""
-        norms = replicas.training_norms(self.parts.layer)
-        own = replicas.statistics_of(norm for norm in norms if not norm.synchronized)
+        layers = replicas.training_norms(self.parts.layer)
+        own = replicas.statistics_of(layer for layer in layers if not layer.synchronized)
         return [variable.value for variable in own]

@@ -22,8 +22,8 @@ from ctl.inspect.measure.recording import Recording
 from ctl.inspect.measure.timeline import join
 from ctl.loop import Loop
 from ctl.observer import NO_OBSERVER, Observer
+from ctl.outputs import inspect_every
 from ctl.step import TrainStep
-from ctl.train import inspect_every
 
 sys.path.append(str(BENCHMARKS))
 
