@@ -2,7 +2,7 @@
 
     python benchmarks/input_pipeline.py
     python benchmarks/input_pipeline.py --replicas=2 --pipelines=tutorial,ctl --json=out.json
-    python benchmarks/input_pipeline.py --stream_images=60000
+    python benchmarks/input_pipeline.py --stream_images=60000 --stream_jpegs=6000
 
 The step has no model: every replica sums its images (`peers/images.py`). Every pipeline has its own
 process, and their blocks are interleaved. README.md says how the numbers are derived.
@@ -38,7 +38,13 @@ with group("What is measured"):
     _DATASET = flags.DEFINE_string("dataset", "fashion_mnist_mini", "a dataset of TFDS")
     _DATA_DIR = flags.DEFINE_string("data_dir", None, "where it is; by default in ctl")
     _IMAGES = flags.DEFINE_integer(
-        "stream_images", 0, "if given: PNGs to make and to stream, see streams.py", lower_bound=0
+        "stream_images",
+        0,
+        "if given: PNGs of 64x64 to make and to stream, see streams.py",
+        lower_bound=0,
+    )
+    _JPEGS = flags.DEFINE_integer(
+        "stream_jpegs", 0, "if given: JPEGs of 224x224 to make and to stream", lower_bound=0
     )
 with group("How"):
     _ROUNDS = flags.DEFINE_integer("rounds", 7, "blocks of each pipeline", lower_bound=1)
@@ -128,21 +134,27 @@ def show(rows: dict[str, dict[str, Any]]) -> None:
 
 
 def stream(about: dict[str, Any]) -> None:
-    """Measures pipelines over files of PNGs."""
-    with tempfile.TemporaryDirectory() as folder:
-        progress(f"writes {_IMAGES.value} images")
-        streams.write(pathlib.Path(folder), _IMAGES.value)
-        answers = streams.measure(
-            pathlib.Path(folder),
-            batch=_BATCH.value,
-            steps=_STREAM_STEPS.value,
-            rounds=_ROUNDS.value,
-            timeout=_TIMEOUT.value,
-        )
-    streams.show(answers, _STREAM_STEPS.value * _BATCH.value)
-    if _JSON.value:
-        results = {"machine": about, "streams": answers}
-        pathlib.Path(_JSON.value).write_text(json.dumps(results, indent=1))
+    """Measures pipelines over files of images."""
+    results: dict[str, Any] = {"machine": about, "streams": {}}
+    for name, count in (("png", _IMAGES.value), ("jpeg", _JPEGS.value)):
+        if not count:
+            continue
+        kind = streams.KINDS[name]
+        with tempfile.TemporaryDirectory() as folder:
+            progress(f"writes {count} images")
+            streams.write(pathlib.Path(folder), count, kind)
+            answers = streams.measure(
+                pathlib.Path(folder),
+                batch=_BATCH.value,
+                steps=_STREAM_STEPS.value,
+                rounds=_ROUNDS.value,
+                timeout=_TIMEOUT.value,
+            )
+        print(f"{count} images, {name}, {kind.side}x{kind.side}")
+        streams.show(answers, _STREAM_STEPS.value * _BATCH.value)
+        results["streams"][name] = answers
+        if _JSON.value:
+            pathlib.Path(_JSON.value).write_text(json.dumps(results, indent=1))
 
 
 def main() -> None:
@@ -160,7 +172,7 @@ def main() -> None:
             )
     about = machine(os.getloadavg()[0])
     print("  ".join(f"{key}={value}" for key, value in about.items()), end="\n\n")
-    if _IMAGES.value:
+    if _IMAGES.value or _JPEGS.value:
         stream(about)
         return
     runs = {}

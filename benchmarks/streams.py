@@ -1,53 +1,84 @@
-"""What `input_pipeline.py --stream_images=60000` measures: files of PNGs that are decoded anew.
+"""What `input_pipeline.py --stream_images=60000` measures: files of images that are decoded anew.
 
-ctl and tf.data have a process each (`peers/stream_reader.py`); blocks are interleaved.
+Each kind of pipeline has a process (`peers/stream_reader.py`); blocks are interleaved.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 import json
 import statistics
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from processes import Peer, progress
 
-SIDE = 64
-_DISTINCT = 2000  # images, which repeat
 _LATE = 1_000_000  # the step of a late start
+
+
+class Kind(NamedTuple):
+    """What the files hold: square images."""
+
+    encoding: str
+    side: int
+    distinct: int  # images, which repeat
+
+
+KINDS = {"png": Kind("png", 64, 2000), "jpeg": Kind("jpeg", 224, 200)}
+
+
+class Row(NamedTuple):
+    """A row of the table."""
+
+    peer: str  # its process: the kind of pipeline, and what tells it from another one of that kind
+    request: dict[str, int] = {}
+
+    @property
+    def kind(self) -> str:
+        return self.peer.split(",")[0]
+
+
 TUNED = "tf.data, tuned"
-ASKED: dict[str, dict[str, int]] = {
-    "ctl": {},
-    "ctl, blocks of 16": {"block": 16},
-    TUNED: {},
-    "ctl, worker 1 of 2": {"workers": 2, "worker": 0},
-    "ctl, worker 2 of 2": {"workers": 2, "worker": 1},
+ROWS = {
+    "ctl": Row("ctl"),
+    "ctl, blocks of 16": Row("ctl", {"block": 16}),
+    TUNED: Row("tf.data"),
+    "tf.data, tutorial": Row("tutorial"),
+    "Grain": Row("grain"),
+    "ctl, 2 replicas": Row("ctl", {"replicas": 2}),
+    f"{TUNED}, 2 replicas": Row("tf.data, 2 replicas", {"replicas": 2}),
+    "ctl, worker 1 of 2": Row("ctl", {"workers": 2, "worker": 0}),
+    "ctl, worker 2 of 2": Row("ctl", {"workers": 2, "worker": 1}),
 }
 
 
-def write(folder: Path, count: int) -> None:
-    """Writes ``count`` PNGs of 64 x 64 x 3 as a TFDS dataset of 16 files of TFRecord."""
+def write(folder: Path, count: int, kind: Kind) -> None:
+    """Writes ``count`` images as a TFDS dataset of 16 files of TFRecord; for Grain, where it is
+    installed, the same again of ArrayRecord in ``folder/grain``."""
     import numpy as np
     import tensorflow as tf
     import tensorflow_datasets as tfds
 
     tfds.disable_progress_bar()
     random = np.random.default_rng(0)
-    coarse = random.integers(256, size=[_DISTINCT, 16, 16, 3], dtype=np.uint8)
-    noise = random.integers(-8, 8, size=[_DISTINCT, SIDE, SIDE, 3])
-    images = np.clip(coarse.repeat(4, axis=1).repeat(4, axis=2) + noise, 0, 255).astype(np.uint8)
-    files = [tf.io.encode_png(image).numpy() for image in images]
+    coarse = random.integers(256, size=[kind.distinct, 16, 16, 3], dtype=np.uint8)
+    encode = {"png": tf.io.encode_png, "jpeg": tf.io.encode_jpeg}[kind.encoding]
+    files = []
+    for image in coarse.repeat(kind.side // 16, axis=1).repeat(kind.side // 16, axis=2):
+        noisy = image + random.integers(-8, 8, size=image.shape)
+        files.append(encode(np.clip(noisy, 0, 255).astype(np.uint8)).numpy())
 
     class CtlImages(tfds.core.GeneratorBasedBuilder):
-        """PNGs."""
+        """Images."""
 
         VERSION = tfds.core.Version("1.0.0")
 
         def _info(self) -> tfds.core.DatasetInfo:
+            shape = (kind.side, kind.side, 3)
             features = {
-                "image": tfds.features.Image(shape=(SIDE, SIDE, 3), encoding_format="png"),
+                "image": tfds.features.Image(shape=shape, encoding_format=kind.encoding),
                 "label": tfds.features.ClassLabel(num_classes=10),
             }
             return tfds.core.DatasetInfo(
@@ -61,49 +92,62 @@ def write(folder: Path, count: int) -> None:
 
         def _generate_examples(self) -> Any:
             for number in range(count):
-                image = io.BytesIO(files[number % _DISTINCT])
+                image = io.BytesIO(files[number % kind.distinct])
                 yield number, {"image": image, "label": number % 10}
 
-    CtlImages(data_dir=folder).download_and_prepare(
-        download_config=tfds.download.DownloadConfig(num_shards=16)
-    )
+    config = tfds.download.DownloadConfig(num_shards=16)
+    CtlImages(data_dir=folder).download_and_prepare(download_config=config)
+    if _has_grain():
+        CtlImages(data_dir=folder / "grain", file_format="array_record").download_and_prepare(
+            download_config=config
+        )
+
+
+def _has_grain() -> bool:
+    return importlib.util.find_spec("grain") is not None
 
 
 def measure(folder: Path, *, batch: int, steps: int, rounds: int, timeout: float) -> dict[str, Any]:
-    """The answers of each round, by pipeline and what was asked."""
-    base = ["stream_reader.py", f"--data_dir={folder}", f"--global_batch_size={batch}"]
-    answers: dict[str, Any] = {name: {"start": [], "late": [], "steps": []} for name in ASKED}
+    """The answers of each round, by row and by what was asked; none for what is not installed."""
+    answers: dict[str, Any] = {name: {"start": [], "late": [], "steps": []} for name in ROWS}
+    rows = {name: row for name, row in ROWS.items() if row.kind != "grain" or _has_grain()}
     with contextlib.ExitStack() as stack:
-        peers = {}
-        for kind in ("ctl", "tf.data"):
-            progress(f"{kind} starts")
-            peers[kind] = Peer(kind, [*base, f"--kind={kind}"])
-            stack.callback(peers[kind].close)
-            peers[kind].answer(timeout)
+        peers: dict[str, Peer] = {}
+        for row in rows.values():
+            if row.peer not in peers:
+                progress(f"{row.peer} starts")
+                data_dir = folder / "grain" if row.kind == "grain" else folder
+                flags = [f"--data_dir={data_dir}", f"--global_batch_size={batch}"]
+                command = ["stream_reader.py", f"--kind={row.kind}", *flags]
+                peers[row.peer] = Peer(row.peer, command)
+                stack.callback(peers[row.peer].close)
+                peers[row.peer].answer(timeout)
 
         def ask(name: str, what: str, keep: bool, **request: int) -> None:
             progress(f"{what}: {name}")
-            peer = peers["tf.data" if name == TUNED else "ctl"]
+            peer = peers[rows[name].peer]
             peer.say(json.dumps(request))
             answer = peer.answer(timeout)
             if keep:
                 answers[name][what].append(answer)
 
-        names = list(ASKED)
+        names = list(rows)
         for number in range(-1, rounds):
             shift = number % len(names)
             for name in names[shift:] + names[:shift]:
+                row = rows[name]
                 if name == "ctl":
-                    for what, start in (
-                        ("late", _LATE),
-                        ("start", 0),
-                        ("start", 0),
-                        ("late", _LATE),
-                    ):
+                    for start in (_LATE, 0, 0, _LATE):
+                        what = "late" if start else "start"
                         ask(name, what, number >= 0, start=start, steps=1)
-                # Blocks begin with full buffers, as they end. tf.data, once tuned, goes on.
-                if name != TUNED or number < 0:
-                    ask(name, "start", False, start=0, steps=1 + steps // 4, **ASKED[name])
+                # Before a block, the buffers are used up, as they are after it: what a pipeline
+                # has read ahead while others were measured would count as its speed.
+                if row.kind == "ctl":
+                    ask(name, "start", False, start=0, steps=1 + steps // 2, **row.request)
+                else:
+                    if number < 0:
+                        ask(name, "start", True, start=0, steps=1, **row.request)
+                    ask(name, "steps", False, steps=1 + steps // 2)
                 ask(name, "steps", number >= 0, steps=steps)
     progress("")
     return answers
@@ -116,28 +160,35 @@ def show(answers: dict[str, Any], images: int) -> None:
         return statistics.median(answer[key] for answer in answers[name][what])
 
     print(
-        f"{'':20}{'images/s':>10}{'per CPU s':>10}{'KiB/image':>10}{'peak MiB':>10}{'first s':>9}"
+        f"{'':28}{'images/s':>10}{'per CPU s':>10}{'KiB/image':>10}{'peak MiB':>10}{'first s':>9}"
     )
     for name, of in answers.items():
+        if not of["steps"]:
+            print(f"{name:28}not installed: pip install {ROWS[name].kind}")
+            continue
         first = f"{median(name, 'start', 'seconds'):9.3f}" if of["start"] else ""
         print(
-            f"{name:20}{images / median(name, 'steps', 'seconds'):10.0f}"
+            f"{name:28}{images / median(name, 'steps', 'seconds'):10.0f}"
             f"{images / median(name, 'steps', 'cpu_seconds'):10.0f}"
             f"{median(name, 'steps', 'bytes') / images / 1024:10.2f}"
             f"{median(name, 'steps', 'peak_mib'):10.0f}{first}"
         )
     late = median("ctl", "late", "seconds") / median("ctl", "start", "seconds")
-    ratios = [
-        a["seconds"] / b["seconds"]
-        for a, b in zip(answers[TUNED]["steps"], answers["ctl"]["steps"], strict=True)
-    ]
     print(f"\nfirst batch at step {_LATE:,} / at step 0: {late:.2f}")
-    print(
-        f"images/s of ctl / of tf.data, tuned: {statistics.median(ratios):.2f} "
-        f"({min(ratios):.2f}-{max(ratios):.2f})"
-    )
+    for name, than in (
+        ("ctl", TUNED),
+        ("ctl", "tf.data, tutorial"),
+        ("ctl", "Grain"),
+        ("ctl, 2 replicas", f"{TUNED}, 2 replicas"),
+    ):
+        pairs = list(zip(answers[than]["steps"], answers[name]["steps"], strict=False))
+        for what, key in (("images/s", "seconds"), ("images per CPU s", "cpu_seconds")):
+            if ratios := [a[key] / b[key] for a, b in pairs]:
+                spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
+                print(f"{what} of {name} / of {than}: {spread}")
     for worker in (1, 2):
         name = f"ctl, worker {worker} of 2"
         for what, key in (("bytes", "bytes"), ("CPU seconds", "cpu_seconds")):
             share = median(name, "steps", key) / median("ctl", "steps", key)
             print(f"{what} of worker {worker} of 2 / of one worker: {share:.3f}")
+    print()

@@ -28,9 +28,10 @@ def devices(replicas: int) -> list[str]:
 
 
 def load(
-    name: str, global_batch_size: int, data_dir: str | None = None
+    name: str, global_batch_size: int, data_dir: str | None = None, *, cache: bool = True
 ) -> tuple[tf.data.Dataset, Any]:
-    """Endless global batches, images float32 in [0, 1] and labels; the `DatasetInfo` of TFDS."""
+    """Endless global batches, images float32 in [0, 1] and labels; the `DatasetInfo` of TFDS.
+    Without ``cache``, images are decoded anew in every epoch, as if they were too many for it."""
     import tensorflow as tf
     import tensorflow_datasets as tfds
 
@@ -40,21 +41,17 @@ def load(
         name,
         data_dir=data_dir or str(EMBEDDED),
         split="train",
+        read_config=tfds.ReadConfig(try_autocache=cache),
         as_supervised=True,
         with_info=True,
     )
-    dataset = (
-        dataset.map(
-            lambda image, label: (tf.cast(image, tf.float32) / 255.0, label),
-            num_parallel_calls=tf.data.AUTOTUNE,
-        )
-        .cache()
-        .shuffle(10_000)
-        .repeat()
-        .batch(global_batch_size, drop_remainder=True)
-        .prefetch(tf.data.AUTOTUNE)
+    dataset = dataset.map(
+        lambda image, label: (tf.cast(image, tf.float32) / 255.0, label),
+        num_parallel_calls=tf.data.AUTOTUNE,
     )
-    return dataset, info
+    dataset = dataset.cache() if cache else dataset
+    dataset = dataset.shuffle(10_000).repeat().batch(global_batch_size, drop_remainder=True)
+    return dataset.prefetch(tf.data.AUTOTUNE), info
 
 
 def load_test(name: str, batch_size: int, data_dir: str | None = None) -> tuple[Any, int]:

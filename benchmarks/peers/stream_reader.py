@@ -1,8 +1,10 @@
-"""Workers of an input pipeline over TFRecord files: ctl's stream, or a tuned one of tf.data.
+"""Workers of an input pipeline over files of images, which are decoded anew in every epoch.
 
-The tuned one is what the guide of tf.data recommends: parallel interleave of the files, shuffle,
-repeat, parallel map, batch, prefetch, with autotuning. As `experimental_distribute_dataset` does
-where batches must not change with the number of workers, each worker decodes all of it.
+`ctl` is its stream. `tf.data` is what the guide of tf.data recommends: parallel interleave of the
+files, shuffle, repeat, parallel map, batch, prefetch, with autotuning. `tutorial` is the pipeline
+of the tutorials, which scales images to float32. As `experimental_distribute_dataset` does where
+batches must not change with the number of workers, each worker decodes all of these two. `grain`
+reads the same images from files of ArrayRecord, with a data source of TFDS, in threads.
 """
 
 from __future__ import annotations
@@ -11,13 +13,16 @@ import pathlib
 import time
 from typing import Any
 
+import pipeline
 from absl import flags
 from lines import answerer, serve
 
 from ctl.flags.parsing import group, run_command
 
+KINDS = ("ctl", "tf.data", "tutorial", "grain")
+
 with group("This peer"):
-    _KIND = flags.DEFINE_enum("kind", "ctl", ["ctl", "tf.data"], "which pipeline")
+    _KIND = flags.DEFINE_enum("kind", "ctl", KINDS, "which pipeline")
     _DATA_DIR = flags.DEFINE_string("data_dir", None, "of TFDS")
     _BATCH = flags.DEFINE_integer("global_batch_size", 128, "images per step")
 
@@ -43,21 +48,60 @@ def tuned(source: Any, files: list[str]) -> Any:
     )
 
 
+def grain_batches() -> Any:
+    import grain
+    import tensorflow_datasets as tfds
+
+    images = tfds.data_source("ctl_images", split="train", data_dir=_DATA_DIR.value)
+    # By default, it would read 500 batches ahead, while others are measured.
+    options = grain.ReadOptions(num_threads=4, prefetch_buffer_size=8)
+    batches = grain.MapDataset.source(images).shuffle(seed=0).repeat().batch(_BATCH.value)
+    return batches.to_iter_dataset(options)
+
+
 def build() -> tuple[dict[str, Any], Any]:
+    devices = pipeline.devices(2)
+
+    import numpy as np
     import tensorflow as tf
 
-    from ctl.data import Streaming
+    from ctl.data import Streaming, feed
     from ctl.data.tfds_source import Source, find
 
-    source = Source(find("ctl_images", _DATA_DIR.value), "train")
-    files = [str(path) for path in sorted(pathlib.Path(_DATA_DIR.value).glob("*/*/*.tfrecord-*"))]
-    streams = {
-        block: Streaming(source, global_batch_size=_BATCH.value, block=block) for block in (1, 16)
-    }
+    def strategy() -> Any:
+        return tf.distribute.MirroredStrategy(devices)
+
+    if _KIND.value in ("ctl", "tf.data"):
+        source = Source(find("ctl_images", _DATA_DIR.value), "train")
+    if _KIND.value == "ctl":
+        streams = {
+            block: Streaming(source, global_batch_size=_BATCH.value, block=block)
+            for block in (1, 16)
+        }
     iterator: Any = None
 
+    def opened(start: int, worker: int, workers: int, replicas: int, block: int) -> Any:
+        """The iterator of the batches of a worker, or of replicas of one worker."""
+        if _KIND.value == "grain":
+            return iter(grain_batches())
+        if _KIND.value == "ctl" and replicas > 1:
+            return feed.open_batches(streams[block], strategy(), start)
+        if _KIND.value == "ctl":
+            return iter(streams[block].shares(start, range(worker, worker + 1), workers))
+        if _KIND.value == "tf.data":
+            files = sorted(pathlib.Path(_DATA_DIR.value).glob("*/*/*.tfrecord-*"))
+            batches = tuned(source, [str(path) for path in files])
+        else:
+            batches, _ = pipeline.load("ctl_images", _BATCH.value, _DATA_DIR.value, cache=False)
+        return feed.distribute(strategy(), batches) if replicas > 1 else iter(batches)
+
     def reply(
-        steps: int, start: int | None = None, worker: int = 0, workers: int = 1, block: int = 1
+        steps: int,
+        start: int | None = None,
+        worker: int = 0,
+        workers: int = 1,
+        replicas: int = 1,
+        block: int = 1,
     ) -> dict[str, float]:
         """Opens the batches of a worker from ``start`` on, if given, and takes ``steps``."""
         nonlocal iterator
@@ -66,12 +110,9 @@ def build() -> tuple[dict[str, Any], Any]:
         read = _of_process("io", "rchar")
         begun, cpu = time.perf_counter(), time.process_time()
         if start is not None:
-            batches: Any = tuned(source, files)
-            if _KIND.value == "ctl":
-                batches = streams[block].shares(start, range(worker, worker + 1), workers)
-            iterator = iter(batches)
+            iterator = opened(start, worker, workers, replicas, block)
         for _ in range(steps):
-            tf.nest.flatten(next(iterator))[-1].numpy()
+            np.asarray(tf.nest.flatten(next(iterator), expand_composites=True)[-1])
         return {
             "seconds": time.perf_counter() - begun,
             "cpu_seconds": time.process_time() - cpu,

@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from absl import flags, logging
 
 from ctl import build
@@ -116,6 +115,8 @@ def _look(loop: Loop) -> None:
 
 def _input(loop: Loop, timeline: Timeline) -> tuple[str, ...]:
     """Which part of the input is the slowest, where the input is the bound."""
+    import numpy as np
+
     from ctl.inspect.measure.input_parts import explain, input_parts
     from ctl.inspect.measure.verdict import bounds
 
