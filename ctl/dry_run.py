@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 FLAGS = flags.FLAGS
 flags.disclaim_key_flags()
 
-_LAYOUT: dict[str, Any] = {"width": console.COLUMNS, "subsequent_indent": " " * 14}
+_LAYOUT: dict[str, Any] = {"width": console.COLUMNS, "break_on_hyphens": False}
+_LAYOUT |= {"subsequent_indent": " " * 14, "break_long_words": False}
 _STEPS = 10  # before the time is taken, and then for it
 
 

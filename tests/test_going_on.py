@@ -112,6 +112,8 @@ def test_a_dry_run_says_what_would_be_done_and_writes_nothing(zygote, extended):
     files = {path: path.stat().st_mtime_ns for path in model_dir.rglob("*")}
     more = ["--train_steps=20", "--extend", "--clip_norm=0.1", "--replicas=2", "--dry_run"]
     text = zygote.run(TRAIN, f"--model_dir={model_dir}", *FEW, *more).stdout
+    assert max(map(len, text.splitlines()[2:])) <= 80
+    text = text.replace("\n" + 14 * " ", " ")
     assert {path: path.stat().st_mtime_ns for path in model_dir.rglob("*")} == files
     for line in (
         f"dry run: resumes at step 12 from {model_dir}/checkpoints/step-0000000012\n",
