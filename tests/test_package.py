@@ -142,24 +142,6 @@ def test_the_lowest_pins_are_the_lower_bounds(wheel):
             assert newest[name] >= lowest[name]
 
 
-def pinned(name: str) -> dict[str, Version]:
-    lines = (ROOT / ".ci" / name).read_text("utf-8").splitlines()
-    pins = dict(line.split("==") for line in lines if line and line[0] != "#")
-    return {canonicalize_name(package): Version(version) for package, version in pins.items()}
-
-
-def test_the_lowest_pins_are_the_lower_bounds(wheel):
-    """So ``.ci/compatibility`` tests what is declared."""
-    lowest, newest = pinned("lowest.txt"), pinned("newest.txt")
-    for line in metadata(wheel).get_all("Requires-Dist"):
-        if "extra ==" not in line:
-            requirement = Requirement(line)
-            (bound,) = requirement.specifier
-            name = canonicalize_name(requirement.name)
-            assert bound.operator == ">=" and lowest[name] == Version(bound.version), line
-            assert newest[name] >= lowest[name]
-
-
 # What takes seconds to load, or is not needed to answer.
 SLOW = ("tensorflow", "keras", "numpy", "tensorflow_datasets", "tensorboard")
 WITHOUT = f"import runpy, sys; sys.modules.update(dict.fromkeys({SLOW!r}))\n"
