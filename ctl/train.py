@@ -6,6 +6,7 @@ import contextlib
 import shlex
 import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -69,11 +70,18 @@ def main() -> None:
                 f"{model_dir} holds checkpoints, but no {config.FILE} that says which flags they "
                 "are of: restore it or choose another --model_dir"
             )
+        if FLAGS.precompile:
+            raise UsageError(f"--precompile is for a first start, and {model_dir} holds a run")
         config.check_resumable(stored)
     elif FLAGS.init_from and not Path(FLAGS.init_from).exists():
         raise UsageError(f"--init_from={FLAGS.init_from}: no such file or directory")
     if FLAGS.dry_run:
         return dry_run.main(model_dir)
+    if FLAGS.precompile:
+        # The name of a program depends on all that was traced before, so this is a training, too.
+        console.log_to_terminal()
+        with tempfile.TemporaryDirectory() as directory:
+            return _train(Path(directory))
     try:
         model_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -91,6 +99,8 @@ def _train(model_dir: Path) -> None:
     logging.info("loading TensorFlow")
     one_process = FLAGS.strategy not in ("multi_worker", "parameter_server")
     programs = xla_cache.open_cache() if FLAGS.xla_cache and one_process else None
+    if FLAGS.precompile and not programs:
+        raise UsageError("--precompile: the programs cannot be kept, see the warning")
     # TensorFlow writes errors when it finds an entry of its cache, which are none.
     console.load_tensorflow(errors=FLAGS.strategy != "parameter_server" and not programs)
 
@@ -153,6 +163,8 @@ def _train(model_dir: Path) -> None:
         log, on_wake = outputs.add_actions(loop, stack, model_dir, steps_per_epoch, chief)
         if programs:
             loop.actions.append(lambda status: programs.publish())
+        if FLAGS.precompile:
+            loop.actions.append(lambda status: status.stop())
         started, first = time.monotonic(), loop.global_step
         with loop.signals.noted(last=True), explained(train, evaluation, test, *others.values()):
             if first < total_steps:
@@ -175,9 +187,12 @@ def _train(model_dir: Path) -> None:
         # The others need not wait for what only the chief does, however long it takes.
         leave_together(placement.strategy)
         checkpoints.wait()
-        exported = _export(loop, model_dir) if FLAGS.export and chief else []
+        exports = FLAGS.export and chief and not FLAGS.precompile
+        exported = _export(loop, model_dir) if exports else []
         steps = loop.global_step
-    if chief:
+    if FLAGS.precompile and programs:
+        print(f"{programs.published} new programs of XLA in {programs.shared}")
+    elif chief:
         _summarize(model_dir, results, steps, steps - first, seconds, exported)
     else:
         logging.info("done: %d steps; the chief has the results", steps)

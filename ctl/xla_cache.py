@@ -35,13 +35,16 @@ class XlaCache:
 
     Attributes:
         path: directory for TensorFlow.
+        shared: as given.
+        published: number of programs that this process has compiled for later ones.
 
     Raises:
         OSError: a directory cannot be made.
     """
 
     def __init__(self, shared: Path):
-        self._shared = shared
+        self.shared = shared
+        self.published = 0
         shared.mkdir(mode=0o700, exist_ok=True)
         _sweep(shared)
         self.path = Path(tempfile.mkdtemp(prefix=f"run-{os.getpid()}-", dir=shared))
@@ -65,7 +68,8 @@ class XlaCache:
                     content = entry.read_bytes()
                     sealed = self.path / f"sealed-{entry.name}.tmp"
                     sealed.write_bytes(_checksum(content) + b"\n" + content)
-                    os.replace(sealed, self._shared / entry.name)
+                    os.replace(sealed, self.shared / entry.name)
+                    self.published += 1
 
     def close(self) -> None:
         """Publishes, and deletes the directory of this process."""

@@ -55,6 +55,21 @@ def test_a_loaded_program_gives_the_same_bits_and_a_damaged_one_is_compiled(tmp_
     assert damaged.stat().st_ino != before[1] and damaged.read_bytes() != content
 
 
+@pytest.mark.slow
+def test_precompile_has_the_programs_of_the_run(tmp_path):
+    flags = [f"--model_dir={tmp_path / 'run'}", "--model=dense", "--train_steps=40", "--noexport"]
+
+    def train(*more):
+        command = [sys.executable, "-m", "ctl.train", *flags, *more]
+        env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+        subprocess.run(command, env=env, check=True, timeout=300, capture_output=True)
+        assert (tmp_path / "run").exists() == (not more)
+        return {path: path.stat().st_ino for path in (tmp_path / "ctl").glob("*/*.pb")}
+
+    compiled = train("--precompile")
+    assert compiled and train() == compiled
+
+
 @pytest.fixture
 def shared(tmp_path, monkeypatch):
     """Has three entries of 1000 bytes, "0" the oldest."""

@@ -44,7 +44,7 @@ _LENGTH = ("epochs", "train_steps")
 _SCHEDULES_OF_A_LENGTH = ("cosine", "polynomial")
 
 # Flags of one command, not of the run.
-_OF_A_COMMAND = frozenset(("change", "extend", "dry_run"))
+_OF_A_COMMAND = frozenset(("change", "extend", "dry_run", "precompile"))
 
 # Why `--change` cannot change a flag. It can change all others.
 _ORDER = "where the run is in its data follows from it"

@@ -63,6 +63,12 @@ def _define_resume_flags() -> None:
         "Say what would be done: data, model, all-reduce, memory, and the time of an epoch "
         "after ten steps. Writes no file and downloads nothing.",
     )
+    flags.DEFINE_boolean(
+        "precompile",
+        False,
+        "Let XLA compile the steps, keep the programs for later runs, and end. Writes no other "
+        "file and downloads nothing.",
+    )
     check_flags(["change"], _check_change)
 
 

@@ -33,6 +33,12 @@ def define_flags(model_dir_required: bool = True) -> None:
     devices.check_asynchronous_flags()
     if model_dir_required:
         check_flags(["dry_run", "strategy"], _check_dry_run)
+        check_flags(["precompile", "xla_cache", "strategy"], _check_precompile)
+
+
+def _check_precompile(precompile: bool, xla_cache: bool, strategy: str) -> None:
+    if precompile and not (xla_cache and strategy not in ("multi_worker", "parameter_server")):
+        raise UsageError("--precompile needs --xla_cache, which runs of one process have")
 
 
 def _check_dry_run(dry_run: bool, strategy: str) -> None:

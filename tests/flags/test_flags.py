@@ -67,6 +67,7 @@ WRONG = [
     (("--strategy=best",), "--strategy=best"),
     (("--strategy=mirored",), "unknown --strategy 'mirored': did you mean 'mirrored'"),
     (("--schedule=cosin",), "unknown --schedule 'cosin': did you mean 'cosine'"),
+    (("--precompile", "--noxla_cache"), "--precompile needs --xla_cache"),
     (("--dry_run", "--strategy=multi_worker", *TWO), "--dry_run looks at one process: leave out"),
     (("--image_shape=28x28",), "--image_shape=28x28 is not HEIGHT,WIDTH,CHANNELS"),
     (("--image_shape=28,28,²",), "is not HEIGHT,WIDTH,CHANNELS"),
