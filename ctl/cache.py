@@ -1,4 +1,4 @@
-"""The directory of what runs leave for later runs: programs of XLA, and choices of trials.
+"""The directory of what runs leave for later runs: programs of XLA, choices of trials, indices.
 
 It holds machine code that is executed, so nobody else may be able to write there. Imports no
 TensorFlow.
@@ -14,21 +14,26 @@ from pathlib import Path
 from absl import logging
 
 
-def directory() -> Path | None:
-    """``$XDG_CACHE_HOME/ctl``, by default ``~/.cache/ctl``, of mode 0700, made if it is missing;
-    None, with a warning, if it cannot be made or somebody else could write there."""
+def path() -> Path:
+    """``$XDG_CACHE_HOME/ctl``, by default ``~/.cache/ctl``. It may be missing, or anybody's."""
     home = os.environ.get("XDG_CACHE_HOME", "")
-    path = (Path(home) if os.path.isabs(home) else Path("~/.cache").expanduser()) / "ctl"
+    return (Path(home) if os.path.isabs(home) else Path("~/.cache").expanduser()) / "ctl"
+
+
+def directory() -> Path | None:
+    """`path`, of mode 0700, made if it is missing; None, with a warning, if it cannot be made or
+    somebody else could write there."""
+    found = path()
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.mkdir(mode=0o700, exist_ok=True)
-        reason = why_not(path)
+        found.parent.mkdir(parents=True, exist_ok=True)
+        found.mkdir(mode=0o700, exist_ok=True)
+        reason = why_not(found)
     except OSError as error:
-        reason = f"{error.filename or path}: {error.strerror}"
+        reason = f"{error.filename or found}: {error.strerror}"
     if reason:
         logging.warning("nothing is kept for later runs: %s", reason)
         return None
-    return path
+    return found
 
 
 def why_not(path: Path) -> str | None:

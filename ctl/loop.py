@@ -11,7 +11,7 @@ collective:
               TrainStep.sum_gradients    to override for another collective
                 ctl.reduce.all_reduce    in packs: context.all_reduce(SUM, ...)  # <- here
 
-`Steps._variant` makes a program of a step. With ``jit_compile`` (see `ctl.jit`), XLA compiles the
+`Steps._variant` makes a program of a step. With ``jit_compile`` (`jit.decide`), XLA compiles the
 whole step on one replica, and forward and backward on several. With several workers, the observer
 of the step is `ctl.marks.Marks`: its ``all_reduce`` takes the time around that of `ctl.reduce`.
 """
@@ -28,7 +28,7 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
-from ctl import jit, noinline, phases, share, workers
+from ctl import noinline, phases, share, workers
 from ctl.actions import STOP, Action, EvalAction
 from ctl.checkpoint.manager import CheckpointManager, Saved
 from ctl.checks import check_loop
@@ -51,6 +51,7 @@ from ctl.losses import Losses, Outcome, no_losses
 from ctl.reduce import SUM
 from ctl.retrace import TraceKey
 from ctl.step import TrainStep
+from ctl.tuning import jit
 from ctl.watch import watchdog
 from ctl.watch.flight import attach_progress_marks, watched_call
 
@@ -145,8 +146,7 @@ class Loop:
         step: the step to train with. The loop builds it.
         dataset: a dataset of `ctl.data`, or a `tf.data.Dataset` of global batches (repeated).
         strategy: by default the current strategy.
-        schedule: learning rate as a function of the step, see `ctl.schedule`; by default that of
-            the optimizer.
+        schedule: learning rate as a function of the step; by default that of the optimizer.
         evaluator: used by `evaluate`.
         checkpoints: used by `save` and `restore`.
         actions: called with a `Status` after each call of `Steps.run`. If an action has a method

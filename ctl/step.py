@@ -66,7 +66,7 @@ class TrainStep(BaseStep):
         bytes_per_pack: maximum bytes per all-reduce, see `ctl.reduce.make_packs`.
         options: options of the all-reduce, see `ctl.strategy.Placement`.
         jit_compile: compiles forward and backward with XLA, for batches of static shape; on one
-            replica the whole step, several at once if batches come in blocks. None: see `ctl.jit`.
+            replica the whole step, several at once if batches come in blocks. None: a rule.
         jit_update: compiles the update with XLA, see `ctl.apply.Updater`.
         random_seed: of the run, for `seed`.
         own: options that a subclass declares, see `ctl.option`.
@@ -115,7 +115,7 @@ class TrainStep(BaseStep):
         self.bytes_per_pack = bytes_per_pack
         self.options = options
         self.jit_compile = jit_compile
-        self.jit_by_rule: bool | None = None  # what `ctl.jit` has decided last
+        self.jit_by_rule: bool | None = None  # what `ctl.tuning.jit` has decided last
         self.jit_update = jit_update
         self.seeds = Seeds(random_seed)
         self.strategy: Any = None

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from absl import flags, logging
 
-from ctl import cache, cluster, dry_run, outputs, xla_cache
+from ctl import cache, cluster, dry_run, outputs
 from ctl.build import make_loop, prepare
 from ctl.checkpoint import manifest
 from ctl.cluster import door
@@ -26,6 +26,7 @@ from ctl.flags.names import check_name, is_function_name
 from ctl.flags.parsing import AUTO, grouped_flags, run_command
 from ctl.logs import console
 from ctl.logs.streams import native_stderr_held
+from ctl.tuning.programs import open_cache
 
 if TYPE_CHECKING:
     from ctl.loop import Loop
@@ -98,7 +99,7 @@ def main() -> None:
 def _train(model_dir: Path) -> None:
     logging.info("loading TensorFlow")
     one_process = FLAGS.strategy not in ("multi_worker", "parameter_server")
-    programs = xla_cache.open_cache() if FLAGS.xla_cache and one_process else None
+    programs = open_cache() if FLAGS.xla_cache and one_process else None
     if FLAGS.precompile and not programs:
         raise UsageError("--precompile: the programs cannot be kept, see the warning")
     # TensorFlow writes errors when it finds an entry of its cache, which are none.
@@ -237,7 +238,7 @@ def _choose(loop: Loop, resumed: Path | None, steps: int) -> dict[str, Any]:
     """Sets the flags that are "auto": to the choice of the ``resumed`` run, else by a trial before
     so many ``steps``."""
     from ctl.data.explained import explained
-    from ctl.tune import tune_jit_compile, tune_packs
+    from ctl.tuning.trials import tune_jit_compile, tune_packs
 
     choices: dict[str, Any] = {}
     for name, kind, choose in (

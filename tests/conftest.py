@@ -18,7 +18,7 @@ from graphs import freed_afterwards
 from worker_jobs import start_job
 from zygote import Zygote
 
-from ctl import jit
+from ctl.tuning import jit
 
 # What a shell starts in the background ignores Ctrl-C, and so would all that the tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -8,9 +8,9 @@ from contrastive import Contrastive, contrastive, dataset, plain_tensorflow, vie
 from helpers import assert_replicas_agree, largest_difference, precision
 
 import ctl
-from ctl import tune
 from ctl.errors import UsageError
 from ctl.reduce import all_gather, first_row
+from ctl.tuning import trials
 
 STEPS = 4
 
@@ -103,5 +103,5 @@ def test_in_a_loop_or_under_xla(mirrored, options):
 
 def test_the_trial_of_xla_leaves_it_off(mirrored):
     loop = contrastive(mirrored(2), views([16] * 200), static=True)
-    assert tune.tune_jit_compile(loop) is False
+    assert trials.tune_jit_compile(loop) is False
     loop.train(1)

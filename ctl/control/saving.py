@@ -7,19 +7,20 @@ from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
-from ctl import jit, replicas, workers
+from ctl import replicas, workers
 from ctl.checkpoint import bundle
 from ctl.checkpoint.manager import CheckpointManager, Saved
 from ctl.control.agreement import check_state
 from ctl.control.patience import with_memory
 from ctl.errors import UsageError
+from ctl.tuning import jit
 from ctl.watch import watchdog
 
 if TYPE_CHECKING:
     from ctl.loop import Loop
 
 _TRAINED = "trained"  # which variables train, if not all do: see `Loop.train_only`
-_COMPILED = "compiled"  # there if XLA compiles the step: see `ctl.jit`
+_COMPILED = "compiled"  # there if XLA compiles the step: see `ctl.tuning.jit`
 
 
 def state_of(loop: Loop) -> dict[str, list[tf.Variable]]:

@@ -1,8 +1,8 @@
 """Where each record of a file begins. An index that took long to make is kept on disk.
 
-It is kept in ``$XDG_CACHE_HOME/ctl`` (by default ``~/.cache/ctl``), in one file for each list of
-data files: a line of JSON, which has their names, sizes, times and the checksum of the rest, and
-the offsets as int64. An index that is damaged, or of other files, is made again.
+It is kept in the directory of `ctl.cache`, in one file for each list of data files: a line of JSON,
+which has their names, sizes, times and the checksum of the rest, and the offsets as int64. An index
+that is damaged, or of other files, is made again.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from absl import logging
 
+from ctl import cache
 from ctl.checkpoint import durable
 from ctl.errors import UsageError
 
@@ -70,7 +71,7 @@ def offsets(
     """
     files = [_identity(path) for path in paths]
     name = hashlib.sha256("\0".join([kind, *(file[0] for file in files)]).encode()).hexdigest()
-    kept = _directory() / f"{kind}-{name[:24]}.index"
+    kept = cache.path() / f"{kind}-{name[:24]}.index"
     if (found := _kept(kept, files)) is not None:
         return found
     started = time.monotonic()
@@ -96,12 +97,10 @@ def _identity(path: Path) -> tuple[str, int, int]:
     return str(path.resolve()), found.st_size, found.st_mtime_ns
 
 
-def _directory() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ctl"
-
-
 def _keep(path: Path, files: Sequence[Any], parts: Sequence[np.ndarray]) -> None:
     """Writes the index. A disk that is full or read-only costs the next start the same time."""
+    if cache.directory() is None:
+        return
     data = np.concatenate(parts).astype("<i8")
     header = {
         "magic": _MAGIC,
@@ -113,7 +112,6 @@ def _keep(path: Path, files: Sequence[Any], parts: Sequence[np.ndarray]) -> None
     line += b" " * (-(len(line) + 1) % 8) + b"\n"
     unfinished = durable.scratch(path.parent, path.name)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         with open(unfinished, "wb") as file:
             file.write(line)
             data.tofile(file)

@@ -178,7 +178,7 @@ def changes(
 def _different(stored: Mapping[str, Any], values: flags.FlagValues) -> dict[str, tuple[Any, Any]]:
     now = {name: _stored(values[name]) for name in stored if name in values}
     before, after = spelled_out(stored), spelled_out(now)
-    # Before there was a rule, "off" was the default, and what began so stays off: `ctl.jit.keep`.
+    # Before there was a rule, "off" was the default. What began so stays off: `jit.keep`.
     if before.get("jit_compile") == "off" and not values["jit_compile"].present:
         after["jit_compile"] = "off"
     return {n: (stored[n], value) for n, value in now.items() if before[n] != after[n]}

@@ -13,8 +13,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from ctl import cluster, tune
+from ctl import cluster
 from ctl.logs import console
+from ctl.tuning import trials
 
 console.log_to_terminal()
 console.load_tensorflow()
@@ -279,8 +280,8 @@ def train(
         steps_per_loop=int(OPTIONS.get("loop", 0)) or None,
     )
     if "tune" in OPTIONS:
-        tune.candidates = lambda tensors: [0, 128]  # the network has some hundred bytes
-        tuned = tune.tune_packs(loop)
+        trials.candidates = lambda tensors: [0, 128]  # the network has some hundred bytes
+        tuned = trials.tune_packs(loop)
         assert loop.global_step == 0
         step.bytes_per_pack = tuned or 128  # also where it does not pay
     if loop.restore():

@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from ctl.marks import Marks
 from ctl.observer import NO_OBSERVER, Observer
-from ctl.tune import preserved
+from ctl.tuning.trials import preserved
 
 if TYPE_CHECKING:
     from ctl.loop import Loop

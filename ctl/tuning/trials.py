@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 from absl import logging
 
-from ctl import trials, workers
+from ctl import workers
 from ctl.control.ending import ending_well
 from ctl.errors import UsageError
 from ctl.marks import Marks
 from ctl.observer import NO_OBSERVER
 from ctl.reduce import make_packs
 from ctl.replicas import shares_variables, synchronizes
+from ctl.tuning.known import Known
 from ctl.watch import watchdog
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ def tune_packs(loop: Loop, steps: int | None = None, cache: Path | None = None) 
 
 def tune_jit_compile(loop: Loop, steps: int | None = None, cache: Path | None = None) -> bool:
     """Tries both values of ``jit_compile``, as `tune_packs` tries pack sizes; the first is that of
-    the step, or of the rule of `ctl.jit`.
+    the step, or of the rule of `ctl.tuning.jit`.
 
     On a CPU, XLA may double the speed of small steps and cut that of convolutions to a quarter.
     """
@@ -119,7 +120,7 @@ def _fastest(
     loop: Loop, name: str, values: Sequence[Any], steps: int | None, cache: Path | None
 ) -> Any:
     """The fastest of ``values`` for ``name``; the first if the gain or the data are too small."""
-    known = trials.Known(cache, loop, name, values) if cache else None
+    known = Known(cache, loop, name, values) if cache else None
     if known and (value := known.value()) is not None:
         logging.info("%s: %s, chosen by an earlier trial (%s)", name, value, cache)
         return value

@@ -8,11 +8,11 @@ import pytest
 import tensorflow as tf
 from helpers import BATCH, CLASSES, FEATURES, assert_replicas_agree, examples, make_loop, mlp
 
-from ctl import tune
 from ctl.data import InMemory
 from ctl.data.global_batches import GlobalBatches
 from ctl.loop import Loop
 from ctl.step import TrainStep
+from ctl.tuning import trials
 
 
 def tensors(*sizes: int) -> list[tf.TensorSpec]:
@@ -21,19 +21,19 @@ def tensors(*sizes: int) -> list[tf.TensorSpec]:
 
 def test_candidates_are_halves_down_to_sixteenths():
     parts = 1 << 20
-    found = tune.candidates(tensors(*[parts] * 16))
+    found = trials.candidates(tensors(*[parts] * 16))
     assert found == [0, 8 * parts, 4 * parts, 2 * parts, parts]
 
 
 def test_candidates_differ_in_their_packs():
     """A large tensor has a pack of its own, whatever the limit."""
-    assert tune.candidates(tensors(1 << 20)) == [0]
-    found = tune.candidates(tensors(8 << 20, 1 << 20))
+    assert trials.candidates(tensors(1 << 20)) == [0]
+    found = trials.candidates(tensors(8 << 20, 1 << 20))
     assert len(found) == 2
 
 
 def test_small_gradients_are_not_cut():
-    assert tune.candidates(tensors(*[1 << 10] * 64)) == [0]
+    assert trials.candidates(tensors(*[1 << 10] * 64)) == [0]
 
 
 def network() -> keras.Model:
@@ -68,9 +68,9 @@ def weights(of: Loop) -> list[np.ndarray]:
 @pytest.fixture
 def two(monkeypatch):
     """One pack and packs of 128 bytes are tried; collects the times of every trial."""
-    times, measure = [], tune._time
-    monkeypatch.setattr(tune, "candidates", lambda tensors: [0, 128])
-    monkeypatch.setattr(tune, "_time", lambda *args: times.append(measure(*args)) or times[-1])
+    times, measure = [], trials._time
+    monkeypatch.setattr(trials, "candidates", lambda tensors: [0, 128])
+    monkeypatch.setattr(trials, "_time", lambda *args: times.append(measure(*args)) or times[-1])
     return times
 
 
@@ -83,7 +83,7 @@ def test_a_training_does_not_see_the_trial(mirrored, two):
     trained.train(3)
     tuned.train(3)
     before = weights(tuned)
-    kept = tune.tune_packs(tuned)
+    kept = trials.tune_packs(tuned)
     assert tuned.global_step == 3 and kept == tuned.step.bytes_per_pack
     for a, b in zip(before, weights(tuned), strict=True):
         np.testing.assert_array_equal(a, b)
@@ -120,9 +120,9 @@ def rounds(ratio, noise=0.0, count=7):
     ],
 )
 def test_the_paired_ratios_decide(times, best, decided):
-    assert tune.fastest(times) == best
-    assert tune._gains(tune._ratios(times, 1)) is decided
-    assert tune.fastest({**times, 2: [0.5 * one for one in times[0]]}) in (best, 2)
+    assert trials.fastest(times) == best
+    assert trials._gains(trials._ratios(times, 1)) is decided
+    assert trials.fastest({**times, 2: [0.5 * one for one in times[0]]}) in (best, 2)
 
 
 def test_more_rounds_are_made_while_it_is_undecided(mirrored, monkeypatch):
@@ -136,32 +136,32 @@ def test_more_rounds_are_made_while_it_is_undecided(mirrored, monkeypatch):
         number = len(made) - 3
         return [1.0, (1.5 if number % 2 else 0.5) if number < 9 else 0.5]
 
-    monkeypatch.setattr(tune, "_slowest", measured)
-    monkeypatch.setattr(tune, "candidates", lambda tensors: [0, 128])
-    monkeypatch.setattr(tune, "_BLOCK_SECONDS", 0)
+    monkeypatch.setattr(trials, "_slowest", measured)
+    monkeypatch.setattr(trials, "candidates", lambda tensors: [0, 128])
+    monkeypatch.setattr(trials, "_BLOCK_SECONDS", 0)
     each = tunable(mirrored(2))
-    assert tune.tune_packs(each, steps=1000) == 0 and len(made) == 2
+    assert trials.tune_packs(each, steps=1000) == 0 and len(made) == 2
     made.clear()
-    assert tune.tune_packs(each) == 128
-    assert tune._LEAST_ROUNDS < len(made) - 2 < tune._MOST_ROUNDS
+    assert trials.tune_packs(each) == 128
+    assert trials._LEAST_ROUNDS < len(made) - 2 < trials._MOST_ROUNDS
 
 
 def test_a_choice_is_known_to_later_runs(mirrored, monkeypatch, tmp_path):
     """Of the same model and batch; a damaged file costs a trial."""
-    monkeypatch.setattr(tune, "candidates", lambda tensors: [0, 128])
-    trials, times = [], rounds(0.5)
+    monkeypatch.setattr(trials, "candidates", lambda tensors: [0, 128])
+    made, times = [], rounds(0.5)
     found = {0: times[0], 128: times[1]}
-    monkeypatch.setattr(tune, "_time", lambda *_: trials.append(0) or found)
+    monkeypatch.setattr(trials, "_time", lambda *_: made.append(0) or found)
     path = tmp_path / "trials.json"
     for _ in range(2):
-        assert tune.tune_packs(tunable(mirrored(2)), cache=path) == 128
-    assert len(trials) == 1
+        assert trials.tune_packs(tunable(mirrored(2)), cache=path) == 128
+    assert len(made) == 1
     other = make_loop(mirrored(2), data=InMemory(examples(), global_batch_size=BATCH))
-    assert tune.tune_packs(other, cache=path) == 128
-    assert len(trials) == 2
+    assert trials.tune_packs(other, cache=path) == 128
+    assert len(made) == 2
     path.write_text(path.read_text()[:-4])
-    assert tune.tune_packs(tunable(mirrored(2)), cache=path) == 128
-    assert len(trials) == 3
+    assert trials.tune_packs(tunable(mirrored(2)), cache=path) == 128
+    assert len(made) == 3
 
 
 @pytest.mark.slow
@@ -170,7 +170,7 @@ def test_compiling_is_tried_and_leaves_no_trace(mirrored, replicas):
     strategy = mirrored(replicas)
     trained, tuned = tunable(strategy), tunable(strategy)
     before = weights(tuned)
-    kept = tune.tune_jit_compile(tuned)
+    kept = trials.tune_jit_compile(tuned)
     assert kept is tuned.step.jit_compile
     for a, b in zip(before, weights(tuned), strict=True):
         np.testing.assert_array_equal(a, b)
@@ -195,13 +195,13 @@ def test_what_cannot_be_compiled_is_not(mirrored):
     with strategy.scope():
         step = Strings(mlp(), keras.optimizers.SGD(0.1))
     each = Loop(step, InMemory(examples(), global_batch_size=BATCH), strategy=strategy)
-    assert tune.tune_jit_compile(each) is False
+    assert trials.tune_jit_compile(each) is False
     each.train(3)
     assert each.global_step == 3
 
 
 def test_one_replica_has_nothing_to_try(mirrored):
-    assert tune.tune_packs(tunable(mirrored(1))) == 0
+    assert trials.tune_packs(tunable(mirrored(1))) == 0
 
 
 def test_a_dataset_that_ends_is_not_an_error(mirrored, two):
@@ -211,7 +211,7 @@ def test_a_dataset_that_ends_is_not_an_error(mirrored, two):
     few = tf.data.Dataset.from_tensor_slices(examples(3 * BATCH)).batch(BATCH, drop_remainder=True)
     each = Loop(step, GlobalBatches(few, training=False), strategy=strategy)
     before = weights(each)
-    assert tune.tune_packs(each) == 0 and not two
+    assert trials.tune_packs(each) == 0 and not two
     for a, b in zip(before, weights(each), strict=True):
         np.testing.assert_array_equal(a, b)
     each.train(3)
@@ -223,4 +223,4 @@ def test_replicas_that_exchange_statistics_try_no_xla(mirrored):
         norm = keras.layers.BatchNormalization(synchronized=True)
         return keras.Sequential([keras.layers.Input([FEATURES]), norm, keras.layers.Dense(CLASSES)])
 
-    assert tune.tune_jit_compile(make_loop(mirrored(2), model=model)) is False
+    assert trials.tune_jit_compile(make_loop(mirrored(2), model=model)) is False

@@ -1,4 +1,4 @@
-"""The choices of earlier trials (`ctl.tune`), by what was tried and where."""
+"""The choices of earlier trials (`ctl.tuning.trials`), by what was tried and where."""
 
 from __future__ import annotations
 

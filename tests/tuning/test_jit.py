@@ -7,11 +7,11 @@ import pytest
 import tensorflow as tf
 from helpers import BATCH, CLASSES, FEATURES, adam, examples, make_loop
 
-from ctl import jit
 from ctl.data import InMemory
 from ctl.data.global_batches import GlobalBatches
 from ctl.schedule import Cosine
 from ctl.step import TrainStep, cross_entropy
+from ctl.tuning import jit
 
 
 @pytest.fixture

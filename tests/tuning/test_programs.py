@@ -8,12 +8,13 @@ import sys
 
 import pytest
 
-from ctl import cache, xla_cache
+from ctl import cache
+from ctl.tuning import programs
 
 PROGRAM = """
 import hashlib
-from ctl import xla_cache
-opened = xla_cache.open_cache()
+from ctl.tuning import programs
+opened = programs.open_cache()
 import tensorflow as tf
 
 def digest(n):
@@ -74,7 +75,7 @@ def test_precompile_has_the_programs_of_the_run(tmp_path):
 def shared(tmp_path, monkeypatch):
     """Has three entries of 1000 bytes, "0" the oldest."""
     path = tmp_path / "shared"
-    first = xla_cache.XlaCache(path)
+    first = programs.XlaCache(path)
     for number in range(3):
         (first.path / f"{number}.pb").write_bytes(b"%d" % number * 1000)
     first.close()
@@ -95,12 +96,12 @@ def test_only_what_is_intact_is_given_to_tensorflow(shared):
     (shared / "0.pb").write_bytes(whole[:-1])
     (shared / "1.pb").write_bytes(b"")
     (shared / "3.pb").write_bytes(whole.partition(b"\n")[2])  # without a checksum
-    assert entries(xla_cache.XlaCache(shared)) == {"2.pb": b"2"}
+    assert entries(programs.XlaCache(shared)) == {"2.pb": b"2"}
     assert [path.name for path in shared.iterdir()] == ["2.pb"]
 
 
 def test_processes_at_once_and_killed_ones_do_no_harm(shared):
-    one, other = xla_cache.XlaCache(shared), xla_cache.XlaCache(shared)
+    one, other = programs.XlaCache(shared), programs.XlaCache(shared)
     for opened in (one, other):
         (opened.path / "3.pb").write_bytes(b"3")
     one.publish()
@@ -109,13 +110,13 @@ def test_processes_at_once_and_killed_ones_do_no_harm(shared):
     killed.mkdir()
     other.close()
     assert set(entries(one)) == {f"{number}.pb" for number in range(4)}
-    assert entries(xla_cache.XlaCache(shared))["3.pb"] == b"3"
+    assert entries(programs.XlaCache(shared))["3.pb"] == b"3"
     assert not killed.exists()
 
 
 def test_it_is_bounded(shared, monkeypatch):
-    monkeypatch.setattr(xla_cache, "_MOST_BYTES", 2500)
-    assert set(entries(xla_cache.XlaCache(shared))) == {"1.pb", "2.pb"}
+    monkeypatch.setattr(programs, "_MOST_BYTES", 2500)
+    assert set(entries(programs.XlaCache(shared))) == {"1.pb", "2.pb"}
     assert not (shared / "0.pb").exists()
 
 

@@ -1,7 +1,7 @@
 """Whether XLA compiles a step by default: a rule, so that two runs with one seed decide alike.
 
 The rule takes what was measured to gain and what XLA is known to compile. A step that is none of
-these runs as it did without XLA, so the rule makes no run fail. `ctl.tune` measures instead.
+these runs as it did without XLA, so the rule makes no run fail. `ctl.tuning.trials` measures.
 """
 
 from __future__ import annotations

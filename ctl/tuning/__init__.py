@@ -1,0 +1,1 @@
+"""Settings that ctl chooses: by a rule, or by a trial before the first step."""
