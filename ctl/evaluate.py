@@ -244,13 +244,13 @@ def _adopt_run() -> tuple[bool, list[str], dict[str, Any]]:
 
 def write_report(evaluator: Evaluator, results: dict[str, float], saved: Saved | None) -> None:
     """Prints and writes what ``--report`` asks for."""
-    from ctl import report
+    from ctl import mistakes
     from ctl.inspect.show.confusion import make_page
 
-    directory = report.prepare(FLAGS.report)
-    found = report.collect(evaluator.step, evaluator.dataset, evaluator.strategy)
+    directory = mistakes.prepare(FLAGS.report)
+    found = mistakes.collect(evaluator.step, evaluator.dataset, evaluator.strategy)
     if not FLAGS.json:
-        print("\n".join(["", *report.table(found), ""]), flush=True)
+        print("\n".join(["", *mistakes.table(found), ""]), flush=True)
     info = evaluator.dataset.info
     where = f"step {saved.step} of {FLAGS.model_dir}" if saved else FLAGS.model
     scores = [f"{name} {value:.4f}" for name, value in results.items()]

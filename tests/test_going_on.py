@@ -47,9 +47,10 @@ def run():
 def extended(zygote, tmp_path_factory):
     """A run of 6 steps, and then of 6 more with another clipping."""
     model_dir = tmp_path_factory.mktemp("extended")
-    zygote.run(TRAIN, f"--model_dir={model_dir}", *FEW, "--train_steps=6")
+    flags = [f"--model_dir={model_dir}", *FEW, "--jit_compile=off"]  # as that of the program
+    zygote.run(TRAIN, *flags, "--train_steps=6")
     more = ["--train_steps=12", "--extend", "--change=clip_norm", "--clip_norm=0.1"]
-    return model_dir, zygote.run(TRAIN, f"--model_dir={model_dir}", *FEW, *more)
+    return model_dir, zygote.run(TRAIN, *flags, *more)
 
 
 def test_a_changed_run_equals_a_program_that_changes_the_same(zygote, tmp_path, extended):

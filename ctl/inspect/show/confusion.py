@@ -9,7 +9,7 @@ from ctl.inspect.show.document import document
 from ctl.inspect.show.style import STYLE
 from ctl.logs import svg
 from ctl.logs.svg import escape
-from ctl.report import Report
+from ctl.mistakes import Report
 
 LARGEST = 100  # classes of a matrix that is drawn
 _NUMBERED = 25  # classes of a matrix whose cells have numbers
@@ -34,7 +34,7 @@ def make_page(report: Report, title: str, scores: Sequence[str]) -> str:
     """The page as HTML.
 
     Args:
-        report: see `ctl.report.collect`.
+        report: see `ctl.mistakes.collect`.
         title: what was evaluated.
         scores: ``accuracy 0.91`` and the like.
     """

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ctl import report
+from ctl import mistakes
 from ctl.base_step import EvalStep
 from ctl.data import InMemory
 from ctl.data.dataset import DatasetInfo
@@ -40,7 +40,7 @@ def collected(strategy, worst=5):
     data = InMemory(images(), global_batch_size=9, training=False, info=info)
     with strategy.scope():
         step = EvalStep(model())
-    return report.collect(step, data, strategy, worst), step
+    return mistakes.collect(step, data, strategy, worst), step
 
 
 def test_it_is_what_numpy_finds_on_any_number_of_replicas(mirrored):
@@ -80,7 +80,7 @@ def check_page(found):
     assert "img-src data:" in page and "default-src 'none'" in page
     cells = [part for part in root.iter() if re.fullmatch(r"h\d", part.get("class") or "")]
     assert len(cells) == CLASSES**2
-    lines = report.table(found)
+    lines = mistakes.table(found)
     assert max(map(len, lines)) <= 80
     total = found.confusion.sum(axis=1)
     for name, row, count, line in zip(NAMES, found.confusion, total, lines[1:4], strict=True):
@@ -92,10 +92,10 @@ def check_page(found):
 
 
 def test_a_class_without_examples():
-    found = report.Report(["a", "b"], np.array([[0, 0], [1, 3]]), [])
+    found = mistakes.Report(["a", "b"], np.array([[0, 0], [1, 3]]), [])
     assert found.accuracies == [None, 0.75]
     assert [found.confused(0), found.confused(1)] == [None, 0]
-    assert report.table(found)[1].split() == ["a", "0"]
+    assert mistakes.table(found)[1].split() == ["a", "0"]
 
 
 def test_only_classifications(mirrored):
@@ -104,7 +104,7 @@ def test_only_classifications(mirrored):
     loss = keras.losses.MeanSquaredError(reduction=None)
     step = EvalStep(model(), lambda labels, outputs: loss(labels[:, None], outputs))
     with pytest.raises(UsageError, match="a report is of a classification"):
-        report.collect(step, data, mirrored(1))
+        mistakes.collect(step, data, mirrored(1))
 
 
 @pytest.mark.parametrize("flag", ["--watch", "--loss=mean_squared_error"])
