@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import xml.etree.ElementTree
 
 import pytest
 from paths import BENCHMARKS
+from scripts import run
 
-pytestmark = pytest.mark.slow  # starts processes
-
-
-def run(script: str, *arguments: str, exit_code: int = 0) -> subprocess.CompletedProcess:
-    done = subprocess.run(
-        [sys.executable, BENCHMARKS / script, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == exit_code, done.stderr
-    return done
+# They start processes, see `conftest.py`.
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes")]
 
 
 def test_time_to_accuracy(tmp_path):

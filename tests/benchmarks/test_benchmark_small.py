@@ -9,19 +9,9 @@ import sys
 import numpy as np
 import pytest
 from paths import BENCHMARKS
+from scripts import run
 
 pytestmark = pytest.mark.slow  # starts processes
-
-
-def run(script: str, *arguments: str, exit_code: int = 0) -> subprocess.CompletedProcess:
-    done = subprocess.run(
-        [sys.executable, BENCHMARKS / script, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == exit_code, done.stderr
-    return done
 
 
 def test_checkpoint(tmp_path):
