@@ -145,6 +145,20 @@ def object_graph(lengths: Mapping[str, int], name: Callable[[str, int], str]) ->
     return graph.SerializeToString()
 
 
+def may_call_python(dataset: tf.data.Dataset) -> bool:
+    """Whether a function of ``dataset`` may call Python; True if this TensorFlow does not say."""
+    try:
+        inputs, functions = dataset._inputs(), [each.function for each in dataset._functions()]
+    except (AttributeError, NotImplementedError):
+        return True
+    for function in functions:
+        other_datasets = any(tensor.dtype == tf.variant for tensor in function.captured_inputs)
+        if other_datasets or b"PyFunc" in function.graph.as_graph_def().SerializeToString():
+            return True
+    unknown = type(dataset).__name__ == "_VariantDataset"
+    return unknown or any(map(may_call_python, inputs))
+
+
 def _definitions() -> Any:
     return _import(_DEFINITIONS)
 

@@ -9,6 +9,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import tensorflow as tf
+
 from ctl.data.explained import REFUSED
 from ctl.errors import UsageError
 
@@ -37,6 +39,22 @@ def for_graph(function: Callable) -> Callable:
                 _running, _last = _running - 1, time.monotonic()
 
     return call
+
+
+@tf.autograph.experimental.do_not_convert
+def own_memory(nest: Any) -> Any:
+    """Copies the tensors of ``nest``, in a graph, since a Python function may have given them.
+
+    TensorFlow 2.21 does not copy an array of `tf.numpy_function` or ``from_generator`` whose memory
+    is aligned. Of a slice, as of one replica's part, it forgets whose memory that is, and may write
+    a result there: into the user's array.
+    """
+
+    def copied(tensor: tf.Tensor) -> tf.Tensor:
+        safe = tensor.dtype in (tf.string, tf.variant, tf.resource)
+        return tensor if safe else tf.raw_ops.DeepCopy(x=tensor)
+
+    return tf.nest.map_structure(copied, nest, expand_composites=True)
 
 
 def end_before_python(iterator: Any) -> Any:

@@ -9,8 +9,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from ctl import share
+from ctl import private, share
+from ctl.data.callbacks import own_memory
 from ctl.data.dataset import Dataset, DatasetInfo
+from ctl.data.feed import element_of
 from ctl.errors import UsageError
 
 _READ_AGAIN_SECONDS = 20.0
@@ -60,6 +62,7 @@ class GlobalBatches:
         if any(spec.shape.rank != 0 and spec.shape[0] is None for spec in specs):
             dataset = dataset.filter(_has_examples)
         self._dataset = dataset.repeat() if training else dataset
+        self._may_call_python = private.may_call_python(dataset)
         self._global_batch_size = global_batch_size
         self.info = DatasetInfo("tf.data")
         self.description = "a tf.data.Dataset of global batches, resumed by skipping"
@@ -76,8 +79,9 @@ class GlobalBatches:
         return sizes.pop() if len(sizes) == 1 else None
 
     def batches(self, start_step: int = 0) -> tf.data.Dataset:
-        """Returns the elements from ``start_step`` on, unchanged."""
-        return self._dataset.skip(start_step) if start_step else self._dataset
+        """Returns the elements from ``start_step`` on."""
+        later = self._dataset.skip(start_step) if start_step else self._dataset
+        return later.map(_own_memory) if self._may_call_python else later
 
     def resident(self, strategy: tf.distribute.Strategy) -> tuple[()]:
         """See `Dataset.resident`."""
@@ -115,6 +119,11 @@ def read_again(dataset: Any, step: int) -> Any:
 @tf.autograph.experimental.do_not_convert
 def _has_examples(*element: Any) -> tf.Tensor:
     return tf.greater(share.rows(element), 0)
+
+
+@tf.autograph.experimental.do_not_convert
+def _own_memory(*element: Any) -> Any:
+    return own_memory(element_of(element))
 
 
 def as_dataset(

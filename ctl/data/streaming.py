@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from ctl.data.callbacks import for_graph
+from ctl.data.callbacks import for_graph, own_memory
 from ctl.data.dataset import DatasetInfo, check_batch_size, distribution_options, fingerprint
 from ctl.data.explained import NO_CLASS, explained
 from ctl.data.order import VERSION, Shuffle
@@ -289,9 +289,10 @@ class Streaming:
     @tf.autograph.experimental.do_not_convert
     def _decoded(self, indices: tf.Tensor, rows: Any) -> Any:
         """The batch of what the source gave for ``indices``, int64 [n]."""
-        batch = rows
         if self.decodes:
             batch = tf.map_fn(self.decode, (indices, rows), fn_output_signature=self.example_spec)
+        else:
+            batch = own_memory(rows)
         classes = self.info.num_classes
         labels = batch[1] if isinstance(batch, tuple) and len(batch) > 1 else None
         if not classes or not isinstance(labels, tf.Tensor) or not labels.dtype.is_integer:

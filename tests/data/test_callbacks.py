@@ -1,11 +1,18 @@
-"""A program ends though threads of TensorFlow still call its Python functions."""
+"""A program ends though threads of TensorFlow still call its functions, and keeps its arrays."""
 
 from __future__ import annotations
 
+import itertools
+import math
 import subprocess
 import sys
 
+import numpy as np
 import pytest
+import tensorflow as tf
+
+from ctl.data import GlobalBatches, Streaming
+from ctl.data.feed import open_batches
 
 PROGRAM = """
 import time
@@ -30,3 +37,48 @@ def test_a_program_that_reads_ahead_ends():
     """Without `ctl.data.callbacks`, it hangs or is aborted."""
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("source", ["generator", "streamed"])
+def test_an_array_of_the_user_is_never_written_to(source):
+    """TensorFlow writes the result into the array, though it is half of a tensor in use."""
+    array = aligned([4, 256])
+    array[:] = 1.0
+    if source == "generator":
+        spec = tf.TensorSpec(array.shape, array.dtype)
+        batches = tf.data.Dataset.from_generator(
+            lambda: itertools.repeat(array), output_signature=spec
+        )
+        data = GlobalBatches(batches)
+    else:
+        data = Streaming(Same(array), global_batch_size=4)
+    iterator = open_batches(data, tf.distribute.OneDeviceStrategy("/cpu:0"))
+
+    @tf.function(autograph=False)
+    def doubled_half():
+        return tf.nest.flatten(next(iterator))[-1][2:] * 2.0
+
+    for _ in range(3):
+        np.testing.assert_array_equal(doubled_half(), 2.0)
+    np.testing.assert_array_equal(array, 1.0)
+
+
+class Same:
+    """A source that gives the same array each time."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def __len__(self):
+        return len(self.array)
+
+    def read(self, indices):
+        return self.array
+
+
+def aligned(shape):
+    """Zeros that TensorFlow uses without a copy."""
+    size = 4 * math.prod(shape)
+    memory = np.zeros(size + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    return memory[start : start + size].view(np.float32).reshape(shape)
