@@ -32,7 +32,7 @@ from ctl.flags.parsing import check_flags, group, run_command
 GOAL = 0.02
 # The output of a run, which grows with its length.
 LOGS = ("metrics.jsonl", "train/", "eval/")
-_EVERY_SECONDS = 0.5  # between two looks at a process
+_EVERY_SECONDS = 0.5  # at most, between two looks at a process
 
 with group("What is measured"):
     _WHAT = flags.DEFINE_list("what", "long,cost", "long, cost")
@@ -80,6 +80,7 @@ def watch(arguments: Sequence[str]) -> dict[str, Any]:
         than `GOAL` since the first tenth, and by how many bytes.
     """
     steps, samples = _STEPS.value, []
+    seconds = min(_EVERY_SECONDS, steps * 5e-6)  # several looks in a tenth of a short run
     early: dict[str, int] | None = None
     with tempfile.TemporaryDirectory() as folder:
         model_dir, temporary = pathlib.Path(folder, "run"), pathlib.Path(folder, "tmp")
@@ -94,7 +95,7 @@ def watch(arguments: Sequence[str]) -> dict[str, Any]:
             )
             try:
                 while process.poll() is None:
-                    time.sleep(_EVERY_SECONDS)
+                    time.sleep(seconds)
                     done = _last_step(model_dir)
                     progress(f"step {done:,} of {steps:,}")
                     try:
