@@ -41,7 +41,7 @@ RATES = {"Adadelta": 1.0, "Ftrl": 0.05, "SGD": 0.1, "Lion": 1e-3}
 
 
 @pytest.mark.slow
-@REPLICAS
+@FEW_REPLICAS
 @pytest.mark.parametrize("kind", PROVEN, ids=lambda kind: kind.__name__)
 def test_every_optimizer_equals_plain_keras(mirrored, kind, replicas):
     def optimizer():
@@ -83,14 +83,13 @@ class TestEqualsPlainKeras:
         self.check(mirrored, replicas, sgd(), reference=sgd(global_clipnorm=0.05), clip_norm=0.05)
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("parts", [2, 3])
-    @REPLICAS
+    @pytest.mark.parametrize(("replicas", "parts"), [(1, 3), (2, 2), (4, 3)])
     def test_accumulation(self, mirrored, replicas, parts):
         """3 does not divide a replica's batch: micro-batches of different sizes."""
         self.check(mirrored, replicas, adam(), accumulate_steps=parts)
 
     @pytest.mark.slow
-    @REPLICAS
+    @FEW_REPLICAS
     def test_averaged_weights(self, mirrored, replicas):
         loop, reference = self.check(
             mirrored,
@@ -107,7 +106,7 @@ class TestEqualsPlainKeras:
         assert largest_difference(loop.step.model.get_weights(), trained) == 0
 
     @pytest.mark.slow
-    @REPLICAS
+    @FEW_REPLICAS
     def test_weight_decay_with_exclusions(self, mirrored, replicas):
         def adamw():
             optimizer = keras.optimizers.AdamW(0.01, weight_decay=0.3)
@@ -378,7 +377,7 @@ class InfinityOnLastReplica(TrainStep):
         return [g + tf.where(bad, np.inf, 0.0) for g in super().backward(tape, loss, variables)]
 
 
-@REPLICAS
+@FEW_REPLICAS
 @pytest.mark.parametrize("options", [{"loss_scale": True}, {"on_nan": "skip"}], ids=str)
 def test_an_infinity_on_one_replica_skips_the_update_on_all(mirrored, replicas, options):
     strategy = mirrored(replicas)
