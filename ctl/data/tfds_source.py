@@ -173,7 +173,6 @@ class Source(Split):
         """Bytes of all decoded images and labels."""
         return len(self) * (int(np.prod(self._image_shape)) + 8)
 
-    @tf.autograph.experimental.do_not_convert
     def decode(self, record: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """Returns (image uint8 [H, W, C], label int64 []) of one serialized example."""
         example = self._features.deserialize_example(record)
@@ -207,7 +206,6 @@ class Source(Split):
         files = tf.constant([shard.filename for shard in self.shards])
         parts = tf.constant([(shard.skip, shard.take) for shard in self.shards], tf.int64)
 
-        @tf.autograph.experimental.do_not_convert
         def records(file: tf.Tensor, part: tf.Tensor) -> tf.data.Dataset:
             return tf.data.TFRecordDataset(file, buffer_size=1 << 20).skip(part[0]).take(part[1])
 
@@ -216,9 +214,7 @@ class Source(Split):
             .flat_map(records)
             .batch(_READ_BATCH)
             .map(
-                tf.autograph.experimental.do_not_convert(
-                    lambda records: tf.map_fn(self.decode, records, fn_output_signature=signature)
-                ),
+                lambda records: tf.map_fn(self.decode, records, fn_output_signature=signature),
                 num_parallel_calls=tf.data.AUTOTUNE,
                 deterministic=True,
             )
