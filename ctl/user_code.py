@@ -1,10 +1,10 @@
 """AutoGraph for the user's code alone: it lets Python's `if`, `for` and `while` depend on tensors.
 
-AutoGraph takes 20 to 90 ms to read a function, at every start. No function of ctl needs that but
-the two that are a `tf.function` with a loop over steps, so `private.leave_to_python` lets AutoGraph
-call the others as they are, as it does with TensorFlow and Keras. The recipes stay as they would be
-in a user's file. Where ctl calls code that may be the user's, it calls `converted` of it;
-`Overridable` does so for the methods of a class.
+AutoGraph takes 20 to 90 ms to read a function, at every start. In a training, no function of ctl
+needs that but two, each a `tf.function` with a loop over steps. So `private.leave_to_python` lets
+AutoGraph call the others as they are, as it does with TensorFlow and Keras. The recipes stay as
+they would be in a user's file. Where ctl calls code that may be the user's, it calls `converted` of
+it; `Overridable` does so for the methods of a class.
 """
 
 from __future__ import annotations
@@ -42,4 +42,4 @@ class Overridable:
         if not callable(value) or tf.executing_eagerly():
             return value
         is_method = any(inspect.isfunction(vars(kind).get(name)) for kind in type(self).__mro__)
-        return converted(value) if is_method else value  # not what is called, but is an object
+        return converted(value) if is_method else value  # not a metric, which is callable, too
