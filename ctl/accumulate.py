@@ -11,6 +11,7 @@ import tensorflow as tf
 from ctl import flops, noinline, replicas, share
 from ctl.checks import checked_gradients
 from ctl.reduce import crossing
+from ctl.user_code import graph_function
 
 if TYPE_CHECKING:
     from ctl.step import TrainStep
@@ -29,7 +30,7 @@ def make_gradient_fn(step: TrainStep, jit_compile: bool, version: int) -> Callab
             return step.loss_and_gradients(batch, divisor)
 
     if jit_compile:
-        return tf.function(placed, jit_compile=True)
+        return graph_function(placed, jit_compile=True)
     if step.noinline and step.accumulate_steps > 1:  # the loop over micro-batches calls it
         return noinline.noinline(placed)
     return placed

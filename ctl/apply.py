@@ -18,6 +18,7 @@ import tensorflow as tf
 from ctl import share
 from ctl.errors import UsageError
 from ctl.optimizers import Optimizers, make_groups
+from ctl.user_code import converted
 
 # Variables per compiled function. The cost of a call grows faster than its number of variables, and
 # several functions run at once (`benchmarks/model_size.py`).
@@ -31,7 +32,6 @@ def average_like(variable: keras.Variable) -> tf.Variable:
     return tf.Variable(start, trainable=False, name=name)
 
 
-@tf.autograph.experimental.do_not_convert
 def global_norm(gradients: Sequence[tf.Tensor | None]) -> tf.Tensor:
     """The norm of all ``gradients`` together, a scalar of float32, or float64 if one of them is.
 
@@ -165,7 +165,10 @@ class Updater:
         """Learning rate of each group in the update at ``step`` (by default the next one), float32
         scalars."""
         step = self.global_step if step is None else step
-        rates = [g.schedule(step) if g.schedule else g.optimizer.learning_rate for g in self.groups]
+        rates = [
+            converted(g.schedule)(step) if g.schedule else g.optimizer.learning_rate
+            for g in self.groups
+        ]
         values = [rate.value if isinstance(rate, keras.Variable) else rate for rate in rates]
         return [tf.convert_to_tensor(value) for value in values]
 
@@ -233,13 +236,7 @@ class Updater:
             self.global_step.assign_add(1)
 
     def _update(self, strategy: tf.distribute.Strategy, gradients: Sequence) -> None:
-        # AutoGraph converts the schedules, which may be the user's, and reads nothing else.
-        self._update_all(strategy, gradients, self.learning_rates())
-
-    @tf.autograph.experimental.do_not_convert
-    def _update_all(
-        self, strategy: tf.distribute.Strategy, gradients: Sequence, rates: Sequence[tf.Tensor]
-    ) -> None:
+        rates = self.learning_rates()
         gradients = [*gradients, *[None] * (len(self.variables) - len(gradients))]
         iterations = [group.optimizer.iterations.value for group in self.groups]
         first = tf.equal(iterations[0], 0) if self.ema else None
@@ -263,7 +260,6 @@ class Updater:
         if self.loss_scale:
             self.loss_scale.good()
 
-    @tf.autograph.experimental.do_not_convert
     def _update_device(
         self,
         indices: Sequence[int],

@@ -17,10 +17,10 @@ from ctl.logs import quiet
 from ctl.parts import Parts
 from ctl.reduce import crossing
 from ctl.replica_variables import ReplicaVariables
+from ctl.user_code import Overridable, converted
 from ctl.watch import watchdog
 
 
-@tf.autograph.experimental.do_not_convert
 def cross_entropy(labels: tf.Tensor, logits: tf.Tensor, smoothing: float = 0.0) -> tf.Tensor:
     """Softmax cross-entropy of each example, float32 [n].
 
@@ -52,7 +52,6 @@ def are_probabilities(labels: Any, outputs: Any) -> bool:
     )
 
 
-@tf.autograph.experimental.do_not_convert
 def scale_images(features: Any) -> Any:
     """Scales uint8 tensors to float32 in [0, 1]; returns other tensors unchanged.
 
@@ -63,7 +62,7 @@ def scale_images(features: Any) -> Any:
     )
 
 
-class BaseStep:
+class BaseStep(Overridable):
     """The model, the loss of a batch and the metrics. Arguments as in `ctl.TrainStep`."""
 
     training: bool
@@ -106,7 +105,7 @@ class BaseStep:
         """
         features, labels, weights = share.unpack(batch)
         outputs = self.model(self.preprocess(features), training=self.training)
-        losses = self.loss_fn(labels, outputs)
+        losses = converted(self.loss_fn)(labels, outputs)
         losses = share.one_for_each_example(losses, source="loss_fn")
         if weights is None:
             return losses, outputs
@@ -119,7 +118,6 @@ class BaseStep:
             weights = tf.reshape(weights, tf.shape(losses))
         return losses * tf.cast(weights, losses.dtype), outputs
 
-    @tf.autograph.experimental.do_not_convert
     def sum_of(self, losses: Any, batch: Any) -> tuple[tf.Tensor | list[tf.Tensor], Any]:
         """Returns the sum of ``losses``, a float32 scalar, and the outputs for metrics or None. A
         list of losses gives a list of sums.
@@ -141,7 +139,6 @@ class BaseStep:
 
         return [total(o) for o in losses] if isinstance(losses, list) else total(losses), outputs
 
-    @tf.autograph.experimental.do_not_convert
     def count(self, batch: Any) -> int | tf.Tensor:
         """Number of valid examples in this replica's batch; with weights, the sum of the weights.
 
@@ -172,7 +169,7 @@ class BaseStep:
             self._add_to_metrics(labels, outputs, weights)
             return
         for metric in self.metrics:
-            metric.update_state(labels, outputs, sample_weight=weights)
+            converted(metric.update_state)(labels, outputs, sample_weight=weights)
 
     def _update_shared_metrics(self, strategy: tf.distribute.Strategy, parts: Any) -> None:
         for replica in range(strategy.num_replicas_in_sync):
@@ -183,7 +180,7 @@ class BaseStep:
                 parts,
             )
             for metric in self.metrics:
-                metric.update_state(labels, outputs, sample_weight=weights)
+                converted(metric.update_state)(labels, outputs, sample_weight=weights)
 
     def _add_to_metrics(self, labels: Any, outputs: Any, weights: Any) -> None:
         """Adds the values of this batch: Keras reads and then assigns, which loses updates that

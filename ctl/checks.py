@@ -40,7 +40,6 @@ def check_overrides(step: Any) -> None:
             )
 
 
-@tf.autograph.experimental.do_not_convert
 def checked_gradients(
     step: Any, gradients: Sequence[tf.Tensor | None], variables: Sequence[tf.Variable]
 ) -> list[tf.Tensor | None]:
@@ -62,7 +61,6 @@ def checked_gradients(
     return [g if trains else None for g, trains in zip(gradients, step.trains, strict=True)]
 
 
-@tf.autograph.experimental.do_not_convert
 def check_penalties(penalties: Sequence[tf.Tensor]) -> None:
     """Refuses losses that layers of another replica have added.
 

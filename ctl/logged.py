@@ -51,7 +51,6 @@ class Logged:
             rows = tf.Variable(rows, trainable=False, synchronization=on_read, name="logged")
         self.variables = [rows]
 
-    @tf.autograph.experimental.do_not_convert
     def add(self, name: str, value: tf.Tensor | float, kind: str, taken: Iterable[str]) -> None:
         """Adds to the row of ``name``, on one replica. See `ctl.base_step.BaseStep.log`.
 
@@ -96,7 +95,6 @@ class Logged:
             weight += tf.cast(tf.size(values), tf.float32)
         self.variables[0].assign(tf.tensor_scatter_nd_update(rows, [[row]], [[before, weight]]))
 
-    @tf.autograph.experimental.do_not_convert
     def terms(self) -> tf.Tensor:
         """What one replica adds to the sum over replicas, float32 [k]; clears its rows. k is 0 if
         nothing is logged in the graph that is traced."""

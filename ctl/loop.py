@@ -41,7 +41,7 @@ from ctl.control.patience import remembered
 from ctl.control.saving import restore, save, state_of
 from ctl.control.signals import Signals, StopRequested
 from ctl.control.wakes import run_actions, status_of, steps_until_due
-from ctl.data.dataset import Dataset
+from ctl.data.dataset import Dataset, on_replica
 from ctl.data.feed import Block, Feed, batch_of, next_block, open_feed
 from ctl.data.global_batches import as_dataset
 from ctl.errors import UsageError
@@ -52,6 +52,7 @@ from ctl.reduce import SUM
 from ctl.retrace import TraceKey
 from ctl.step import TrainStep
 from ctl.tuning import jit
+from ctl.user_code import graph_function
 from ctl.watch import watchdog
 from ctl.watch.flight import attach_progress_marks, watched_call
 
@@ -112,31 +113,30 @@ class Steps:
         # The step that finds the data at their end must change nothing. Operations that change
         # state, such as Dropout's seeds, therefore wait for the batch.
         with tf.control_dependencies(tf.nest.flatten(batch, expand_composites=True)):
-            batch = self.step.observer.begin(self.dataset.on_replica(batch, resident))
+            batch = self.step.observer.begin(on_replica(self.dataset, batch, resident))
             loss, count = step(batch)
             self.step.observer.end()
         return losses.plus(loss, count)
 
-    @tf.autograph.experimental.do_not_convert
     def _variant(self) -> tuple[Callable[..., Losses], Callable]:
         """Returns what to run on every replica, and at which batch numbers of a block."""
         step: Any = self.step
         # A single replica has nothing to reduce, so XLA can compile the whole step.
         whole = step.jit_compile and step.single_replica
         if whole and not step.observer.stamps:
-            block = tf.function(self._steps_of_block, jit_compile=True)
+            block = graph_function(self._steps_of_block, jit_compile=True)
             return functools.partial(self.strategy.run, block), lambda first, end: [first]
-        one_step = functools.partial(
-            self._one_step, tf.function(step.__call__, jit_compile=True) if whole else step
-        )
-        run = functools.partial(self.strategy.run, one_step)
+        call = graph_function(step.__call__, jit_compile=True) if whole else step.__call__
+        run = functools.partial(self.strategy.run, functools.partial(self._one_step, call))
         return (noinline.noinline(run) if step.noinline else run), tf.range
 
     def _steps_of_block(self, losses: Losses, block: Block, number: Any, resident: Any) -> Losses:
-        while number < block.end:  # XLA would compile once per length of a `tf.range`
-            losses = self._one_step(self.step, losses, block, number, resident)
-            number += 1
-        return losses
+        def body(number: tf.Tensor, losses: Losses) -> tuple[tf.Tensor, Losses]:
+            step = self.step.__call__
+            return number + 1, self._one_step(step, losses, block, number, resident)
+
+        # XLA would compile once per length of a `tf.range`.
+        return tf.while_loop(lambda number, _: number < block.end, body, (number, losses))[1]
 
 
 class Loop:

@@ -16,7 +16,6 @@ class Losses(NamedTuple):
     examples: tf.Tensor  # float32 scalar: number of valid examples of all replicas
     finite: tf.Tensor  # int32 scalar: number of steps before the first non-finite loss
 
-    @tf.autograph.experimental.do_not_convert
     def plus(self, loss: tf.Tensor, count: tf.Tensor) -> Losses:
         """Adds a step. Arguments as returned by `ctl.TrainStep.__call__`."""
         # NaN and Inf stay in the sum, so `finite` counts the steps before the first of them.
@@ -24,7 +23,6 @@ class Losses(NamedTuple):
         finite = self.finite + tf.cast(tf.math.is_finite(total), tf.int32)
         return Losses(total, self.examples + count, finite)
 
-    @tf.autograph.experimental.do_not_convert
     def totals(self, report: tf.Tensor, replicas: int, logged: tf.Tensor) -> tf.Tensor:
         """float32 [5 + k] that gives `Totals` when it is summed over ``replicas``. ``report``: see
         `ctl.control.pace.Pace.report`; ``logged`` [k]: see `ctl.logged.Logged.terms`."""
@@ -57,7 +55,6 @@ class Outcome(NamedTuple):
         return Totals(loss, examples, stop, end, pace, logged)
 
 
-@tf.autograph.experimental.do_not_convert
 def no_losses() -> Losses:
     """The losses of no step."""
     return Losses(tf.zeros([]), tf.zeros([]), tf.zeros([], tf.int32))

@@ -103,7 +103,6 @@ class Marks(Observer):
         self.in_order = False
         self._graphs: dict[int, tf.Graph] = {}  # the graph in which each replica is traced
 
-    @tf.autograph.experimental.do_not_convert
     def begin(self, batch: Any) -> Any:
         """Stamps ``input``. Returns ``batch`` with a dependency on the stamp, because a stamp that
         nothing depends on would run late."""
@@ -111,7 +110,6 @@ class Marks(Observer):
         with tf.control_dependencies([] if time is None else [time]):
             return tf.nest.map_structure(tf.identity, batch, expand_composites=True)
 
-    @tf.autograph.experimental.do_not_convert
     def mark(self, name: str, tensors: Any) -> tf.Tensor | None:
         """Stamps the time at which all of ``tensors`` are computed.
 
@@ -145,14 +143,12 @@ class Marks(Observer):
                 store.stamp(name, time, in_step)
             return time
 
-    @tf.autograph.experimental.do_not_convert
     def end(self) -> None:
         """Stamps ``apply``."""
         self.mark("apply", self.step.trained)
         for store in self.stores:
             store.finish()
 
-    @tf.autograph.experimental.do_not_convert
     def all_reduce(
         self, tensors: Sequence[tf.Tensor], *, bytes_per_pack: int = 0, **options: Any
     ) -> list[tf.Tensor]:

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from ctl import share
 from ctl.base_step import BaseStep
-from ctl.data.dataset import Dataset
+from ctl.data.dataset import Dataset, on_replica
 from ctl.data.feed import open_batches
 from ctl.errors import CheckpointError, UsageError
 
@@ -104,7 +104,7 @@ def collect(
         return strategy.run(of_replica, args=(next(iterator), resident))
 
     def of_replica(element: Any, resident: Any) -> Any:
-        batch = dataset.on_replica(element, resident)
+        batch = on_replica(dataset, element, resident)
         computed, _ = share.filled(batch)
         losses = step.loss(computed)
         outputs = losses[1] if isinstance(losses, tuple) else None

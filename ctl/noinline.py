@@ -15,6 +15,7 @@ import keras
 import tensorflow as tf
 
 from ctl.replicas import has_one_device, layers_of
+from ctl.user_code import graph_function
 
 _MAX_POOLING = (
     keras.layers.MaxPooling1D,
@@ -36,4 +37,4 @@ def is_needed(strategy: tf.distribute.Strategy, model: keras.Model) -> bool:
 
 def noinline(function: Callable) -> Callable:
     """Returns ``function`` as a `tf.function` that TensorFlow does not inline into its caller."""
-    return tf.function(function, experimental_attributes={"_noinline": True})
+    return graph_function(function, experimental_attributes={"_noinline": True})

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import tensorflow as tf
-
 from ctl.reduce import all_reduce
+from ctl.user_code import Overridable
 
 
-class Observer:
+class Observer(Overridable):
     """The default observer, which adds no operation to the graph. `ctl.marks.Marks` records times.
 
     A step calls the methods of its observer on each replica, while TensorFlow traces the step.
@@ -23,16 +22,13 @@ class Observer:
     stamps = False
     all_reduce = staticmethod(all_reduce)
 
-    @tf.autograph.experimental.do_not_convert
     def begin(self, batch: Any) -> Any:
         """The step begins. Returns the batch that the step uses."""
         return batch
 
-    @tf.autograph.experimental.do_not_convert
     def mark(self, name: str, tensors: Any) -> None:
         """The phase ``name`` ends once ``tensors``, a nest of tensors and None, are computed."""
 
-    @tf.autograph.experimental.do_not_convert
     def end(self) -> None:
         """The step ends, after the update of its variables."""
 

@@ -75,7 +75,6 @@ class Parts:
                     "the step with it (self.my_optimizer.build(variables)), or set trainable=False"
                 )
 
-    @tf.autograph.experimental.do_not_convert
     @contextlib.contextmanager
     def counted_unless(self, empty: tf.Tensor | None, *others: tf.Variable) -> Iterator[None]:
         """Undoes what is done to ``metrics`` and ``others`` inside the context if ``empty``, a bool

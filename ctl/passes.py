@@ -80,7 +80,6 @@ def perturbed(step: Any, moves: Sequence[tf.Tensor | None]) -> Iterator[None]:
         yield
 
 
-@tf.autograph.experimental.do_not_convert
 def reduced(step: Any, gradients: Sequence[tf.Tensor | None], count: Any) -> list:
     """Gradients of the mean loss of the global batch, equal on all replicas; None stays None.
 

@@ -13,12 +13,39 @@ from typing import Any
 
 import tensorflow as tf
 
+_AUTOGRAPH = "tensorflow.python.autograph.core.config"
 _MANAGER = "experimental_acd_manager"
 _CONTEXT = "tensorflow.python.eager.context"
 _DEFINITIONS = "tensorflow.python.framework.op_def_registry"
 _ITERATORS = "tensorflow.python.data.ops.multi_device_iterator_ops"
 _OBJECTS = "tensorflow.core.protobuf.trackable_object_graph_pb2"
 _XPLANE = "tensorflow.tsl.profiler.protobuf.xplane_pb2"
+
+
+def no_rules() -> str | None:
+    """Says why AutoGraph reads all functions of ctl; None if it reads those of the user alone."""
+    config = _import(_AUTOGRAPH)
+    if hasattr(config, "CONVERSION_RULES") and hasattr(config, "DoNotConvert"):
+        return None
+    return (
+        f"this TensorFlow ({tf.__version__}) has no {_AUTOGRAPH}.CONVERSION_RULES: AutoGraph reads "
+        "all functions of ctl, so each start takes longer"
+    )
+
+
+def leave_to_python(package: str, but: str) -> None:
+    """Lets AutoGraph call the functions of ``package`` as they are, as it does with TensorFlow's;
+    those of its subpackage ``but`` it converts. Without `no_rules`, it converts all."""
+    if no_rules() is None:
+        config = _import(_AUTOGRAPH)
+        rules = (config.Convert(but), config.DoNotConvert(package))
+        config.CONVERSION_RULES = (*rules, *config.CONVERSION_RULES)
+
+
+def convert(function: Callable) -> Callable:
+    """``function`` as AutoGraph converts it, if it is on here, by an API for libraries."""
+    autograph = tf.__internal__.autograph
+    return autograph.tf_convert(function, autograph.control_status_ctx())
 
 
 def no_marks() -> str | None:

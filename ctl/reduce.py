@@ -48,7 +48,6 @@ def make_packs(tensors: Sequence[tf.Tensor], bytes_per_pack: int = 0) -> list[li
     return packs
 
 
-@tf.autograph.experimental.do_not_convert
 def all_reduce(
     tensors: Sequence[tf.Tensor],
     *,
@@ -77,7 +76,6 @@ def all_reduce(
     return reduced
 
 
-@tf.autograph.experimental.do_not_convert
 def summed_apart(
     gradients: Sequence[tf.Tensor],
     own: Sequence[tf.Tensor],
@@ -112,7 +110,6 @@ def summed_apart(
     return [s + tf.cast(broken, s.dtype) for s in sums], own
 
 
-@tf.autograph.experimental.do_not_convert
 def densify(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:
     """Converts a gradient to a dense tensor; rows that occur twice are summed.
 
@@ -162,7 +159,6 @@ def crossing(
         _PASS.reset(token)
 
 
-@tf.autograph.experimental.do_not_convert
 def all_gather(part: tf.Tensor) -> tf.Tensor:
     """Concatenates the ``part`` of every replica, in the order of the replicas. For the loss of a
     step, for instance with the negatives of all replicas (SimCLR).
@@ -203,7 +199,6 @@ def all_gather(part: tf.Tensor) -> tf.Tensor:
     return gathered(part)
 
 
-@tf.autograph.experimental.do_not_convert
 def first_row(part: tf.Tensor) -> tf.Tensor:
     """The index in `all_gather` of ``part`` at which the rows of this replica begin.
 

@@ -64,7 +64,9 @@ class ReplicaVariables:
     def create(self, strategy: tf.distribute.Strategy, apart: Sequence[tf.Variable]) -> None:
         """Creates ``saved``, with room for the values of variables that are ``apart``."""
         self._all = [*self._made, *(_Part(v, v.name.removesuffix(":0"), "refuse") for v in apart)]
-        self._on_replicas = tf.function(functools.partial(strategy.run, self._rows))
+        self._on_replicas = tf.function(
+            functools.partial(strategy.run, self._rows), autograph=False
+        )
         parts = strategy.num_replicas_in_sync
         for variable, name, on_resize in self._all:
             values = tf.zeros([parts, *variable.shape], variable.dtype)
@@ -108,4 +110,5 @@ class ReplicaVariables:
             for part, value in zip(self._all, parts, strict=True):
                 replicas.own_copy(part.variable).assign(value[me])
 
-        tf.function(lambda: strategy.run(assign))()  # TensorFlow warns about an eager `run`
+        # TensorFlow warns about an eager `run`.
+        tf.function(lambda: strategy.run(assign), autograph=False)()

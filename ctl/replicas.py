@@ -15,7 +15,6 @@ from ctl.errors import UsageError
 _SEED_STRIDE = 7919
 
 
-@tf.autograph.experimental.do_not_convert
 def shares_variables(strategy: tf.distribute.Strategy) -> bool:
     """Whether several replicas share one copy of every variable."""
     central = isinstance(strategy, tf.distribute.experimental.CentralStorageStrategy)
@@ -159,4 +158,5 @@ def offset_dropout_seeds(strategy: tf.distribute.Strategy, model: keras.Model) -
     if seeds and strategy.num_replicas_in_sync > 1:
         for seed in seeds:
             seed.assign(seed.read_value())  # copies the seed of replica 0 to all replicas
-        tf.function(lambda: strategy.run(shift))()  # TensorFlow warns about an eager `run`
+        # TensorFlow warns about an eager `run`.
+        tf.function(lambda: strategy.run(shift), autograph=False)()

@@ -32,13 +32,11 @@ class Seeds:
             del self._tracing.place
 
     @staticmethod
-    @tf.autograph.experimental.do_not_convert
     def place(micro_batch: int | tf.Tensor) -> tf.Tensor:
         """int32 [2]: the replica that calls this, and ``micro_batch``."""
         replica = tf.distribute.get_replica_context().replica_id_in_sync_group
         return tf.stack([replica, micro_batch])
 
-    @tf.autograph.experimental.do_not_convert
     def make(self, salt: int | str, step: tf.Tensor, per_replica: bool) -> tf.Tensor:
         """See `ctl.TrainStep.seed`. ``step`` is int64."""
         salt = zlib.crc32(salt.encode()) if isinstance(salt, str) else salt

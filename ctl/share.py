@@ -60,7 +60,6 @@ def check_sizes(global_batch_size: int | None, replicas: int, accumulate_steps: 
         )
 
 
-@tf.autograph.experimental.do_not_convert
 def rows(batch: Any) -> int | tf.Tensor:
     """The number of examples in ``batch``: the leading dimension of its first non-scalar tensor.
 
@@ -81,7 +80,6 @@ def rows(batch: Any) -> int | tf.Tensor:
     raise UsageError("no tensor of a batch has the examples as its first axis")
 
 
-@tf.autograph.experimental.do_not_convert
 def pair(batch: Any) -> tuple[Any, Any]:
     """``(features, labels)``. Raises `UsageError` for a batch of another form, or with weights."""
     features, labels, weights = unpack(batch)
@@ -115,7 +113,6 @@ def wide(dtype: tf.DType) -> tf.DType:
     return tf.float32 if dtype.size < 4 else dtype
 
 
-@tf.autograph.experimental.do_not_convert
 def unpack(batch: Any) -> tuple[Any, Any, Any]:
     """Returns ``(features, labels, weights)`` of a batch.
 
@@ -137,7 +134,6 @@ def unpack(batch: Any) -> tuple[Any, Any, Any]:
 # Micro-batches ------------------------------------------------------------------------------------
 
 
-@tf.autograph.experimental.do_not_convert
 def micro_batches(batch: Any, parts: int) -> list[tuple[Any, Callable[[tf.Tensor], Any]]]:
     """Cuts ``batch`` into ``parts`` micro-batches whose sizes differ by at most one example.
 
@@ -200,7 +196,6 @@ def _stack(tensor: Any, begin: Any, length: Any, size: Any) -> Callable[[tf.Tens
 # Empty shares -------------------------------------------------------------------------------------
 
 
-@tf.autograph.experimental.do_not_convert
 def filled(batch: Any) -> tuple[Any, tf.Tensor | None]:
     """Replaces a batch without examples by one example of zeros.
 
@@ -240,7 +235,6 @@ def _zeros_of_one(tensor: tf.Tensor) -> tf.Tensor:
     return tf.zeros(tf.concat([[1], inner], axis=0), tensor.dtype)
 
 
-@tf.autograph.experimental.do_not_convert
 def dropped(empty: tf.Tensor | None, sums: Any, outputs: Any) -> tuple[Any, Any]:
     """Removes the example of zeros from the results of a `filled` batch.
 
@@ -275,7 +269,6 @@ def dropped(empty: tf.Tensor | None, sums: Any, outputs: Any) -> tuple[Any, Any]
 # Checks -------------------------------------------------------------------------------------------
 
 
-@tf.autograph.experimental.do_not_convert
 def one_for_each_example(losses: Any, count: Any = None, source: str = "loss()") -> tf.Tensor:
     """Returns ``losses`` after a check that their shape is [n].
 
@@ -308,7 +301,6 @@ def _of_length(tensor: Any, count: int | tf.Tensor, name: str) -> Any:
         return tf.reshape(tensor, tf.concat([[count], tf.shape(tensor)[1:]], axis=0))
 
 
-@tf.autograph.experimental.do_not_convert
 def refuse_empty(empty: tf.Tensor) -> None:
     """Makes the running graph fail if ``empty`` (a bool scalar) is true, see `refusals`."""
     with tf.name_scope(_EMPTY):

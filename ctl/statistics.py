@@ -59,7 +59,6 @@ class Statistics:
         squares = [self.combined[variance] for _, variance, _ in self._pairs]
         return [*self.combined, *squares]
 
-    @tf.autograph.experimental.do_not_convert
     def before(self, batch: Any) -> Before:
         """Reads what the other methods need of the time before the forward pass."""
         return Before(

@@ -282,7 +282,6 @@ class TrainStep(BaseStep):
             loss = tf.nest.map_structure(lambda one: one + penalty, loss)
         return loss, outputs
 
-    @tf.autograph.experimental.do_not_convert
     def backward(
         self, tape: tf.GradientTape, loss: tf.Tensor, variables: Sequence[tf.Variable] | None = None
     ) -> list[tf.Tensor | None]:
@@ -294,7 +293,6 @@ class TrainStep(BaseStep):
         gradients = tape.gradient(loss, variables, output_gradients=seed)
         return [None if g is None else densify(g) for g in gradients]
 
-    @tf.autograph.experimental.do_not_convert
     def reduce(
         self, loss: tf.Tensor, count: Any, gradients: list[tf.Tensor | None], before: Before
     ) -> tuple[tf.Tensor, Any, list[tf.Tensor | None]]:
@@ -351,16 +349,15 @@ class TrainStep(BaseStep):
     @property
     def sums_apart(self) -> bool:
         """Whether `sum_gradients` is overridden."""
-        return getattr(self.sum_gradients, "__func__", None) is not TrainStep.sum_gradients
+        own = "sum_gradients" in vars(self)
+        return own or type(self).sum_gradients is not TrainStep.sum_gradients
 
-    @tf.autograph.experimental.do_not_convert
     def finite(self, gradients: list[tf.Tensor | None]) -> tf.Tensor:
         """bool scalar: whether the reduced gradients have no NaN or Inf; equal on all replicas."""
         return tf.reduce_all(
             [tf.reduce_all(tf.math.is_finite(g)) for g in gradients if g is not None]
         )
 
-    @tf.autograph.experimental.do_not_convert
     def clip(self, gradients: list[tf.Tensor | None]) -> list[tf.Tensor | None]:
         """Clips the global norm (Pascanu et al. 2013, arXiv:1211.5063, section 3.2)."""
         if self.clip_norm is None:
@@ -371,7 +368,6 @@ class TrainStep(BaseStep):
         """Applies reduced gradients with `ctl.apply.Updater`, in the same way on all replicas."""
         tf.distribute.get_replica_context().merge_call(self.updater, args=(gradients, finite))
 
-    @tf.autograph.experimental.do_not_convert
     def outcome(
         self, loss: tf.Tensor, count: Any, finite: tf.Tensor | None, before: Before
     ) -> tuple[tf.Tensor, tf.Tensor]:

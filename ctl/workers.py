@@ -173,7 +173,7 @@ def barrier(
     doing = "a barrier"
     section = watchdog.collective(doing, timeout=timeout, otherwise=otherwise)
     with naming_lost_peers(strategy, doing), section:
-        tf.function(lambda: strategy.run(meet))()
+        tf.function(lambda: strategy.run(meet), autograph=False)()
 
 
 def leave_together(strategy: tf.distribute.Strategy) -> None:

@@ -6,7 +6,6 @@ Resuming is in test_loop_resume.py, signals are in test_loop_signals.py.
 from __future__ import annotations
 
 import gc
-import importlib
 import re
 import sys
 import threading
@@ -19,7 +18,6 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from autographed import convert, functions
 from helpers import (
     BATCH,
     accuracy,
@@ -181,7 +179,7 @@ def test_a_step_that_does_not_advance_is_named():
 
 
 def test_python_of_the_user_decides_on_tensors(mirrored):
-    """AutoGraph is off in much of ctl, and must not be in what ctl calls."""
+    """AutoGraph converts nothing of ctl, but all that ctl calls."""
 
     def rate(step):
         if step < 2:
@@ -677,13 +675,3 @@ def test_seven_calls_lead_from_train_to_the_collective(mirrored, monkeypatch, re
     assert stacks == [path] * max(1, replicas)
     drawn = re.findall(r"^ +(?:\w+\.)*(\w+)  ", ctl.loop.__doc__, re.MULTILINE)
     assert drawn == path
-
-
-@pytest.mark.parametrize(
-    "module", ["loop", "step", "base_step", "share", "observer", "evaluator", "data.feed"]
-)
-def test_autograph_reads_the_hot_path(module):
-    """A function that it cannot read runs as it is, with a warning. So does the loss of a user that
-    the function calls, which may decide on tensors."""
-    for function, requested in functions(importlib.import_module(f"ctl.{module}")):
-        convert(function, requested)

@@ -21,7 +21,7 @@ import tensorflow as tf
 
 from ctl.asynchronous.roll_call import RollCall, attend
 from ctl.cluster.members import Tasks
-from ctl.data.dataset import Dataset
+from ctl.data.dataset import Dataset, on_replica
 from ctl.data.feed import Feed, element_of
 from ctl.errors import CtlError, PeerError
 from ctl.evaluator import Evaluator
@@ -90,7 +90,7 @@ class _RemoteSteps(Steps):
         resident = self.dataset.resident(tf.distribute.get_strategy())
         batches = self.dataset.batches(start_step)
         examples = batches.map(
-            lambda *arguments: self.dataset.on_replica(element_of(arguments), resident)
+            lambda *arguments: on_replica(self.dataset, element_of(arguments), resident)
         )
         return Feed(iter(examples.prefetch(_PREFETCH)), ())
 

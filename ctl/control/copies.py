@@ -108,7 +108,6 @@ class CompareReplicas:
         return f"replica {replica} ({worker}{device})"
 
 
-@tf.autograph.experimental.do_not_convert
 def checksum(value: tf.Variable | tf.Tensor) -> tf.Tensor:
     """The sum of the bits of ``value``, of any numeric type, as integers; int64 scalar.
 

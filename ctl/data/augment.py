@@ -97,7 +97,6 @@ class Augmented:
             return batches
         count = self.dataset.num_examples if type(self.dataset) is InMemory else None
 
-        @tf.autograph.experimental.do_not_convert
         def numbered(step: tf.Tensor, element: Any) -> tuple[tf.Tensor, Any]:
             positions = step * size + tf.range(tf.cast(share.rows(element), tf.int64))
             return positions if count is None else positions // count * count + element, element
@@ -106,7 +105,6 @@ class Augmented:
         numbers = tf.data.Dataset.zip(steps, batches).map(numbered)
         return numbers.prefetch(1).with_options(batches.options())
 
-    @tf.autograph.experimental.do_not_convert
     def on_replica(self, element: Any, resident: Any) -> Any:
         """See `Dataset.on_replica`."""
         numbers, inner = element
@@ -169,7 +167,6 @@ def _check_images(batch: Any) -> Any:
 # Seeds --------------------------------------------------------------------------------------------
 
 
-@tf.autograph.experimental.do_not_convert
 def example_seeds(seed: int, numbers: tf.Tensor) -> tf.Tensor:
     """Seeds uint64 [n] of examples in a run with ``seed``, by their ``numbers``, integers [n]: the
     epoch times the number of examples, plus the index of the example."""
@@ -177,14 +174,12 @@ def example_seeds(seed: int, numbers: tf.Tensor) -> tf.Tensor:
     return _mixed(run + (tf.cast(numbers, tf.uint64) + 1) * _GAMMA)
 
 
-@tf.autograph.experimental.do_not_convert
 def fold_in(seeds: tf.Tensor, number: int) -> tf.Tensor:
     """Other seeds uint64 [n], for the use ``number``."""
     salt = zlib.crc32(b"%d" % number)
     return _mixed(tf.bitwise.bitwise_xor(seeds, tf.constant(salt, tf.uint64)))
 
 
-@tf.autograph.experimental.do_not_convert
 def uniform(seeds: tf.Tensor, count: int) -> tf.Tensor:
     """``count`` random numbers in [0, 1) for each of ``seeds`` [n], float32 [n, count]: the upper
     24 bits of what splitmix64 gives in a row."""
@@ -212,7 +207,6 @@ def _shifted(state: tf.Tensor, bits: int) -> tf.Tensor:
 # Operations: (images uint8 [n, height, width, channels], seeds uint64 [n], ...) -> such images ----
 
 
-@tf.autograph.experimental.do_not_convert
 def crop(images: tf.Tensor, seeds: tf.Tensor, pixels_around: int) -> tf.Tensor:
     """Crops of the size of the images, from images with ``pixels_around`` of zeros around them."""
     moves = integers(uniform(seeds, 2), 2 * pixels_around + 1) - pixels_around
@@ -222,14 +216,12 @@ def crop(images: tf.Tensor, seeds: tf.Tensor, pixels_around: int) -> tf.Tensor:
     return _bytes(pixels.pick(_floats(images), rows, columns))
 
 
-@tf.autograph.experimental.do_not_convert
 def flip(images: tf.Tensor, seeds: tf.Tensor) -> tf.Tensor:
     """Every second image from right to left."""
     flips = uniform(seeds, 1)[:, tf.newaxis, tf.newaxis] < 0.5
     return tf.where(flips, tf.reverse(images, [2]), images)
 
 
-@tf.autograph.experimental.do_not_convert
 def color(images: tf.Tensor, seeds: tf.Tensor, strength: float) -> tf.Tensor:
     """Other brightness, contrast and saturation, in this order. Each difference (to black, to the
     mean gray, to the gray pixel) is multiplied by 1 - ``strength`` to 1 + ``strength``."""
@@ -242,7 +234,6 @@ def color(images: tf.Tensor, seeds: tf.Tensor, strength: float) -> tf.Tensor:
     return _bytes(changed)
 
 
-@tf.autograph.experimental.do_not_convert
 def rand_augment(images: tf.Tensor, seeds: tf.Tensor, layers: int, magnitude: float) -> tf.Tensor:
     """RandAugment: ``layers`` times one of `RAND_AUGMENT`, all with the same magnitude.
 
@@ -279,7 +270,6 @@ def rand_augment(images: tf.Tensor, seeds: tf.Tensor, layers: int, magnitude: fl
 # Examples 2k and 2k + 1 are a pair.
 
 
-@tf.autograph.experimental.do_not_convert
 def mixup(
     images: tf.Tensor, labels: tf.Tensor, seeds: tf.Tensor, alpha: float
 ) -> tuple[tf.Tensor, tf.Tensor]:
@@ -292,7 +282,6 @@ def mixup(
     return _bytes(blended), _mixed_labels(labels, shares)
 
 
-@tf.autograph.experimental.do_not_convert
 def cutmix(
     images: tf.Tensor, labels: tf.Tensor, seeds: tf.Tensor, alpha: float
 ) -> tuple[tf.Tensor, tf.Tensor]:

@@ -104,7 +104,6 @@ class Columns(Split):
         """Bytes of all examples in memory."""
         return len(self) * self._bytes
 
-    @tf.autograph.experimental.do_not_convert
     def decode(self, record: tf.Tensor) -> tuple[Any, Any]:
         """Returns ``(features, labels)`` of one serialized example."""
         example = self._parsed.deserialize_example(record)
@@ -130,7 +129,6 @@ def _part(nest: Any, column: str) -> Any:
     return nest
 
 
-@tf.autograph.experimental.do_not_convert
 def _chosen(example: Any, columns: Sequence[str]) -> Any:
     if len(columns) == 1:
         return _part(example, columns[0])

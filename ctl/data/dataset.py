@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import tensorflow as tf
 
 from ctl.errors import UsageError
+from ctl.user_code import converted
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,11 @@ class Dataset(Protocol):
 
     def fingerprint(self) -> dict[str, Any]:
         """Returns JSON values that identify the data and their order; a restore compares them."""
+
+
+def on_replica(dataset: Dataset, element: Any, resident: Any) -> Any:
+    """`Dataset.on_replica`, which may be the user's, in a graph."""
+    return converted(dataset.on_replica)(element, resident)
 
 
 def check_batch_size(global_batch_size: int, num_examples: int, training: bool) -> None:

@@ -108,14 +108,15 @@ def next_block(
     """
     if not position:
         return Block(next(feed.iterator), tf.constant(0), tf.constant(1)), position
-    block, used = position
-    if used == feed.batches_per_block:
-        block, used = next(feed.iterator), 0
+    block, used = tf.cond(
+        tf.equal(position.used, feed.batches_per_block),
+        lambda: (next(feed.iterator), tf.constant(0)),
+        lambda: tuple(position),
+    )
     end = tf.minimum(used + steps, feed.batches_per_block)
     return Block(block, used, end), Position(block, end)
 
 
-@tf.autograph.experimental.do_not_convert
 def batch_of(block: Block, number: tf.Tensor | int, batches_per_block: int) -> Any:
     """Returns batch ``number`` of a block, on one replica."""
     if batches_per_block == 1:  # operations that need the batch depend on this identity
@@ -123,13 +124,11 @@ def batch_of(block: Block, number: tf.Tensor | int, batches_per_block: int) -> A
     return tf.nest.map_structure(lambda t: tf.gather(t, number, axis=1), block.batches)
 
 
-@tf.autograph.experimental.do_not_convert
 def element_of(arguments: tuple) -> Any:
     """Returns the element for which ``map`` of a dataset calls a function with ``arguments``."""
     return arguments[0] if len(arguments) == 1 else arguments
 
 
-@tf.autograph.experimental.do_not_convert
 def _swap(tensor: tf.Tensor) -> tf.Tensor:
     """[steps, n, ...] to [n, steps, ...]: strategies split the first axis."""
     return tf.transpose(tensor, [1, 0, *range(2, tensor.shape.rank)])

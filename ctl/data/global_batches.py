@@ -116,7 +116,6 @@ def read_again(dataset: Any, step: int) -> Any:
     return found[0] if found else None
 
 
-@tf.autograph.experimental.do_not_convert
 def _has_examples(*element: Any) -> tf.Tensor:
     return tf.greater(share.rows(element), 0)
 

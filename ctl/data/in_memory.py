@@ -86,7 +86,6 @@ class InMemory:
     def _shuffled(self, start_step: int) -> tf.data.Dataset:
         count, batch = self.num_examples, self.global_batch_size
 
-        @tf.autograph.experimental.do_not_convert
         def permutation(epoch: tf.Tensor) -> tf.Tensor:
             # The permutations of index_shuffle are correlated in consecutive epochs.
             return tf.random.experimental.stateless_shuffle(
@@ -95,7 +94,6 @@ class InMemory:
                 alg="philox",
             )
 
-        @tf.autograph.experimental.do_not_convert
         def batches_ending_in(epoch: tf.Tensor) -> tf.Tensor:
             # Batch k is examples [k * batch, (k + 1) * batch) of the concatenated permutations. It
             # belongs to the epoch of its last example, so it can begin in the epoch before.
@@ -117,7 +115,6 @@ class InMemory:
     def _in_order(self, start_step: int) -> tf.data.Dataset:
         count, batch = self.num_examples, self.global_batch_size
 
-        @tf.autograph.experimental.do_not_convert
         def indices(begin: tf.Tensor) -> tf.Tensor:
             result = tf.range(begin, tf.minimum(begin + batch, count))
             if count % batch == 0:
@@ -139,7 +136,6 @@ class InMemory:
 
         return strategy.experimental_distribute_values_from_function(copy)
 
-    @tf.autograph.experimental.do_not_convert
     def on_replica(self, element: tf.Tensor, resident: Any) -> Any:
         """Returns the examples at indices ``element``, int64 [n]; a nest like ``arrays``."""
         return tf.nest.map_structure(

@@ -202,7 +202,6 @@ class _Joined:
             lambda *leaves: np.stack(leaves)[parts, np.arange(len(parts))], *places
         )
 
-    @tf.autograph.experimental.do_not_convert
     def _decode(self, row: Any) -> Any:
         part, number, places = row
         branches = [

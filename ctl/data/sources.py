@@ -321,7 +321,6 @@ class ImageFolder:
                 raise BadRecord(number, f"{self.where(number)}: {error.strerror}") from error
         return files, self._labels[indices]
 
-    @tf.autograph.experimental.do_not_convert
     def decode(self, example: tuple[tf.Tensor, tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:
         """Returns (image uint8 [H, W, C], label int64 [])."""
         data, label = example
@@ -340,7 +339,6 @@ class ImageFolder:
         return self._content
 
 
-@tf.autograph.experimental.do_not_convert
 def resized(image: tf.Tensor, shape: tuple[int, int, int]) -> tf.Tensor:
     """``image``, uint8 [h, w, C], in ``shape`` [H, W, C], antialiased; unchanged if it has it."""
 

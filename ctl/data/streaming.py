@@ -160,7 +160,6 @@ class Streaming:
         steps = None if self.training else max(start_step, -(-self.num_examples // batch))
         static = batch // num_replicas if self.training and batch % num_replicas == 0 else None
 
-        @tf.autograph.experimental.do_not_convert
         def read(number: tf.Tensor) -> Any:
             specs = tf.nest.flatten(self._spec)
             keys, *leaves = tf.numpy_function(
@@ -188,7 +187,6 @@ class Streaming:
     def decoded(self, undecoded: tf.data.Dataset) -> tf.data.Dataset:
         """Returns the `shares` of what `undecoded` gave: ``(keys, batch)``."""
 
-        @tf.autograph.experimental.do_not_convert
         def decode(keys: tf.Tensor, rows: Any) -> Any:
             return keys, self._decoded(keys[:, 1], rows)
 
@@ -286,7 +284,6 @@ class Streaming:
         where = getattr(self._source, "where", None)
         return where(index) if where else f"example {index}"
 
-    @tf.autograph.experimental.do_not_convert
     def _decoded(self, indices: tf.Tensor, rows: Any) -> Any:
         """The batch of what the source gave for ``indices``, int64 [n]."""
         if self.decodes:
@@ -304,20 +301,17 @@ class Streaming:
         with tf.control_dependencies([tf.debugging.Assert(known, [NO_CLASS, wrong, classes])]):
             return (batch[0], tf.identity(labels), *batch[2:])
 
-    @tf.autograph.experimental.do_not_convert
     def decode(self, pair: tuple[tf.Tensor, Any]) -> Any:
         """An example of its index, int64 [], and what `read` gave for it."""
         if not self.decodes:
             return pair[1]
         return self._decode_or_skip(pair) if self.skips else self._source.decode(pair[1])
 
-    @tf.autograph.experimental.do_not_convert
     def _decode_or_skip(self, pair: tuple[tf.Tensor, Any]) -> Any:
         """An example, or the first after it that can be decoded. Only a dataset drops errors."""
         index, row = pair
         specs = tf.nest.flatten(self._spec)
 
-        @tf.autograph.experimental.do_not_convert
         def decode(step: tf.Tensor) -> Any:
             leaves = tf.numpy_function(
                 for_graph(lambda i, step: self._read_after(int(i), int(step))),

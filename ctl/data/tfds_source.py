@@ -56,13 +56,16 @@ def find(
     """
     given = data_dir or os.environ.get("TFDS_DATA_DIR")
     root = str(local(given)) if given else None
+    short = name.split(":")[0]
+    embedded = _builder(name, str(EMBEDDED)) if short in _embedded() else None
+    own = pathlib.Path(root or "~/tensorflow_datasets").expanduser() / short
+    if embedded and not own.exists():
+        return embedded
     builder = _builder(name, root)
     if builder and builder.is_prepared():
         return builder
-    if name.split(":")[0] in _embedded_names():
-        embedded = _builder(name, str(EMBEDDED))
-        if embedded:
-            return embedded
+    if embedded:
+        return embedded
     if builder is None:
         raise UsageError(f"there is no dataset {name!r}{_similar(name)}")
     where = f"{builder.info.full_name} is not prepared at {builder.data_dir}"
@@ -81,6 +84,9 @@ def find(
 
 def _builder(name: str, data_dir: str | None) -> tfds.core.DatasetBuilder | None:
     try:
+        if data_dir == str(EMBEDDED) and name in _embedded():
+            # `tfds.builder` looks for code of that name first, in hundreds of modules.
+            return tfds.builder_from_directory(_embedded()[name])
         return tfds.builder(name, data_dir=data_dir)
     except tfds.core.DatasetNotFoundError:
         return None
@@ -89,12 +95,13 @@ def _builder(name: str, data_dir: str | None) -> tfds.core.DatasetBuilder | None
         raise UsageError(f"{name!r} cannot be opened{where}: {one_line(error)}") from error
 
 
-def _embedded_names() -> list[str]:
-    return [path.parent.parent.name for path in EMBEDDED.glob("*/*/dataset_info.json")]
+def _embedded() -> dict[str, pathlib.Path]:
+    """The directories of the embedded datasets, by name."""
+    return {path.parents[1].name: path.parent for path in EMBEDDED.glob("*/*/dataset_info.json")}
 
 
 def _similar(name: str) -> str:
-    known = tfds.list_builders(with_community_datasets=False) + _embedded_names()
+    known = [*tfds.list_builders(with_community_datasets=False), *_embedded()]
     near = difflib.get_close_matches(name, known, n=3)
     return f"; near: {', '.join(near)}" if near else ""
 
@@ -173,7 +180,6 @@ class Source(Split):
         """Bytes of all decoded images and labels."""
         return len(self) * (int(np.prod(self._image_shape)) + 8)
 
-    @tf.autograph.experimental.do_not_convert
     def decode(self, record: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """Returns (image uint8 [H, W, C], label int64 []) of one serialized example."""
         example = self._features.deserialize_example(record)
@@ -207,7 +213,6 @@ class Source(Split):
         files = tf.constant([shard.filename for shard in self.shards])
         parts = tf.constant([(shard.skip, shard.take) for shard in self.shards], tf.int64)
 
-        @tf.autograph.experimental.do_not_convert
         def records(file: tf.Tensor, part: tf.Tensor) -> tf.data.Dataset:
             return tf.data.TFRecordDataset(file, buffer_size=1 << 20).skip(part[0]).take(part[1])
 
@@ -216,9 +221,7 @@ class Source(Split):
             .flat_map(records)
             .batch(_READ_BATCH)
             .map(
-                tf.autograph.experimental.do_not_convert(
-                    lambda records: tf.map_fn(self.decode, records, fn_output_signature=signature)
-                ),
+                lambda records: tf.map_fn(self.decode, records, fn_output_signature=signature),
                 num_parallel_calls=tf.data.AUTOTUNE,
                 deterministic=True,
             )

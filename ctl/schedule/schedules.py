@@ -35,12 +35,13 @@ from ctl.flags.durations import (
     steps_from,
 )
 from ctl.flags.names import SCHEDULES, check_name
+from ctl.user_code import Overridable
 
 _serializable = keras.saving.register_keras_serializable(package="ctl")
 
 
 @dataclasses.dataclass(frozen=True)
-class Schedule(keras.optimizers.schedules.LearningRateSchedule):
+class Schedule(Overridable, keras.optimizers.schedules.LearningRateSchedule):
     """A linear warm-up, then `decay`, which subclasses define.
 
     During the first W = ``warmup_steps`` updates, the rate is multiplied by (step + 1) / (W + 1):

@@ -5,36 +5,22 @@ Nothing here runs an operation: TensorFlow would start threads, which a fork doe
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import importlib
 
 import tensorflow_datasets as tfds
-from autographed import convert, functions
+from tensorflow.python.autograph.core import converter
+from tensorflow.python.autograph.impl import api
 
-TRACED = [
-    "apply",
-    "base_step",
-    "control.pace",
-    "evaluator",
-    "loop",
-    "reduce",
-    "replicas",
-    "step",
-    "schedule.schedules",
-]
-TRACED += ["data.dataset", "data.feed", "data.in_memory", "data.streaming", "data.tfds_source"]
+import ctl.data.streaming
+import ctl.schedule.schedules  # noqa: F401
+from ctl.evaluator import Evaluator
+from ctl.loop import Steps
 
+# AutoGraph keeps what it has made of a function.
+requested = converter.ConversionOptions(recursive=True, user_requested=True, optional_features=())
+for function in (Steps.run, Evaluator._eval_steps):
+    api._TRANSPILER.transform(function.python_function, converter.ProgramContext(requested))
 
-def convert_all() -> None:
-    """AutoGraph keeps what it made of a function: a third of the time of a short training."""
-    for name in TRACED:
-        for function, requested in functions(importlib.import_module(f"ctl.{name}")):
-            with contextlib.suppress(Exception):  # what it cannot convert is in no graph
-                convert(function, requested)
-
-
-convert_all()
 tfds.list_builders(with_community_datasets=False)  # imports hundreds of modules
 gc.collect()
 gc.freeze()  # a collection in a child would otherwise copy every page that it looks at

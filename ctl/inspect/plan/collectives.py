@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from ctl import private
+from ctl.data.dataset import on_replica
 from ctl.data.feed import Block, batch_of
 from ctl.errors import UsageError
 from ctl.inspect.plan import lints, xla
@@ -76,7 +77,7 @@ def _graph_of_one_step(loop: Loop) -> tf.types.experimental.ConcreteFunction:
 
     def one_step(element: Any, resident: Any) -> tf.Tensor:
         batch = batch_of(Block(element, 0, 1), 0, feed.batches_per_block)
-        return loop.step(loop.dataset.on_replica(batch, resident))
+        return loop.step.__call__(on_replica(loop.dataset, batch, resident))
 
     function = tf.function(lambda e: loop.strategy.run(one_step, args=(e, feed.resident)))
     observer = loop.step.observer
