@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from ctl import share
+from ctl import alike, share
 from ctl.errors import UsageError
-from ctl.optimizers import Optimizers, make_groups
+from ctl.optimizers import Optimizers, is_plain, make_groups, slots_of
 from ctl.user_code import converted
 
 # Variables per compiled function. The cost of a call grows faster than its number of variables, and
@@ -243,11 +243,15 @@ class Updater:
         devices: dict[str, list[int]] = {}
         for index, variable in enumerate(self.variables):
             devices.setdefault(variable.value.device, []).append(index)
-        for device, indices in _in_parts(devices):
+        kinds = [self._kind(i, g) for i, g in enumerate(gradients)]
+        compiled = alike.Compiled()
+        for device, indices in _in_parts(devices, kinds):
             # One function updates all of them. The first variable determines the device.
             update = functools.partial(self._update_device, indices)
             if "CPU" in device.upper() if self.jit_update is None else self.jit_update:
-                update = tf.function(update, jit_compile=True, autograph=False)
+                kind = tuple(kinds[i] for i in indices)
+                variables = [v for i in indices for v in self._updated(i)]
+                update = functools.partial(compiled.call, update, kind, variables, iterations)
             strategy.extended.update(
                 self.variables[indices[0]].value,
                 lambda _, *args, update=update: update(*args),
@@ -259,6 +263,25 @@ class Updater:
             iteration.assign_add(1)
         if self.loss_scale:
             self.loss_scale.good()
+
+    def _kind(self, index: int, gradient: Any) -> Hashable:
+        """Equal for variables whose updates differ only in the variables, see `ctl.alike`."""
+        variable = self.variables[index]
+        kind = tuple(variable.shape), variable.dtype, id(variable) in self._average_of
+        if gradient is None:
+            return kind
+        number = self._group_of[id(variable)]
+        optimizer = self.groups[number].optimizer
+        if variable.constraint is not None or not is_plain(optimizer):
+            return id(variable)  # code of the user's, which may treat each variable in its own way
+        return *kind, number, bool(optimizer.weight_decay) and optimizer._use_weight_decay(variable)
+
+    def _updated(self, index: int) -> list[tf.Variable]:
+        """What an update of a variable assigns to: the variable, its average and its slots."""
+        variable = self.variables[index]
+        average, number = self._average_of.get(id(variable)), self._group_of.get(id(variable))
+        slots = [] if number is None else slots_of(self.groups[number].optimizer, variable)
+        return [variable.value, *([] if average is None else [average]), *slots]
 
     def _update_device(
         self,
@@ -293,11 +316,13 @@ class Updater:
             self.loss_scale.bad()
 
 
-def _in_parts(devices: dict[str, list[int]]) -> Iterator[tuple[str, list[int]]]:
-    """Yields the variables of each device, `_VARIABLES_PER_UPDATE` at a time."""
+def _in_parts(
+    devices: dict[str, list[int]], kinds: Sequence[Hashable]
+) -> Iterator[tuple[str, list[int]]]:
+    """Yields the variables of each device in parts, see `ctl.alike.make_parts`."""
     for device, indices in devices.items():
-        for start in range(0, len(indices), _VARIABLES_PER_UPDATE):
-            yield device, indices[start : start + _VARIABLES_PER_UPDATE]
+        for part in alike.make_parts([kinds[i] for i in indices], _VARIABLES_PER_UPDATE):
+            yield device, [indices[i] for i in part]
 
 
 def _counter(name: str, initial: float, dtype: tf.DType) -> tf.Variable:

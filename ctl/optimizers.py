@@ -62,6 +62,25 @@ def check_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
             raise UsageError(f"optimizer argument {argument} must not be set; use {remedy}")
 
 
+def is_plain(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Whether the update of a variable is that of Keras, which knows the variable by its slots, its
+    shape and its type only."""
+    return type(optimizer) in PROVEN and "update_step" not in vars(optimizer)
+
+
+def slots_of(optimizer: keras.optimizers.Optimizer, variable: keras.Variable) -> list[tf.Variable]:
+    """The slots of ``variable``; none if ``optimizer`` was not built with it.
+
+    Keras has no public way to them. Its own optimizers keep slots of one name in a list, in the
+    order of the variables; slots that are kept in another way are not found.
+    """
+    indices = optimizer._trainable_variables_indices
+    index = indices.get(optimizer._var_key(variable))
+    lists = [x for x in vars(optimizer).values() if isinstance(x, list) and len(x) == len(indices)]
+    slots = [] if index is None else [x[index] for x in lists]
+    return [slot.value for slot in slots if isinstance(slot, keras.Variable)]
+
+
 def check_precision(
     optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]
 ) -> None:

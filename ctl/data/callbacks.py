@@ -41,7 +41,6 @@ def for_graph(function: Callable) -> Callable:
     return call
 
 
-@tf.autograph.experimental.do_not_convert
 def own_memory(nest: Any) -> Any:
     """Copies the tensors of ``nest``, in a graph, since a Python function may have given them.
 

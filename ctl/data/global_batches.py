@@ -120,7 +120,6 @@ def _has_examples(*element: Any) -> tf.Tensor:
     return tf.greater(share.rows(element), 0)
 
 
-@tf.autograph.experimental.do_not_convert
 def _own_memory(*element: Any) -> Any:
     return own_memory(element_of(element))
 
