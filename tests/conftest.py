@@ -18,6 +18,7 @@ from graphs import freed_afterwards
 from worker_jobs import start_job
 from zygote import Zygote
 
+from ctl import apply
 from ctl.tuning import jit
 
 # What a shell starts in the background ignores Ctrl-C, and so would all that the tests start.
@@ -86,9 +87,11 @@ def same_weights_in_every_run():
 
 
 @pytest.fixture(autouse=True)
-def xla_where_asked(monkeypatch):
+def xla_where_asked(request, monkeypatch):
     """To compile takes longer than most tests; `test_jit.py` has those of the rule."""
     monkeypatch.setattr(jit, "why_not", lambda loop: "a test")
+    if not request.node.get_closest_marker("compiled_update"):
+        monkeypatch.setattr(apply, "is_compiled", lambda device: False)
 
 
 @pytest.fixture(scope="session")

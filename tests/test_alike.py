@@ -15,6 +15,8 @@ from ctl.alike import Compiled, make_parts
 from ctl.apply import Updater
 from ctl.optimizers import PROVEN
 
+pytestmark = pytest.mark.compiled_update
+
 
 def train(strategy, updater, steps: int, without=()) -> list[np.ndarray]:
     """Updates with fixed gradients; returns the weights, slots, averages and counters."""

@@ -15,6 +15,8 @@ from ctl.errors import UsageError
 from ctl.optimizers import PROVEN, check_optimizer
 from ctl.schedule import make_schedule
 
+pytestmark = pytest.mark.compiled_update
+
 
 class Mine(keras.optimizers.Optimizer):
     """A user's own: minus the rate times the sign."""

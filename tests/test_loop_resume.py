@@ -26,6 +26,8 @@ from ctl.loop import Loop
 from ctl.schedule import make_schedule
 from ctl.step import TrainStep
 
+pytestmark = pytest.mark.compiled_update
+
 EXAMPLES = 100  # 6.25 batches: saves at steps 17 and 12 are in the middle of an epoch
 
 

@@ -16,6 +16,8 @@ from ctl import noinline
 from ctl.data import InMemory
 from ctl.loop import Loop
 
+pytestmark = pytest.mark.compiled_update
+
 
 def pooling() -> keras.Model:
     keras.utils.set_random_seed(3)

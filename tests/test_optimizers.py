@@ -12,6 +12,8 @@ from ctl.errors import UsageError
 from ctl.evaluator import Evaluator
 from ctl.step import EvalStep, TrainStep
 
+pytestmark = pytest.mark.compiled_update
+
 STEPS = 4
 
 

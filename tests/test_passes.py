@@ -22,6 +22,8 @@ from ctl import passes
 from ctl.errors import UsageError
 from ctl.step import TrainStep
 
+pytestmark = pytest.mark.compiled_update
+
 STEPS = 10
 CUT, COMPILED = {"accumulate_steps": 2}, {"jit_compile": True}
 

@@ -32,6 +32,8 @@ from ctl.optimizers import PROVEN
 from ctl.replicas import offset_dropout_seeds
 from ctl.step import EvalStep, TrainStep, cross_entropy
 
+pytestmark = pytest.mark.compiled_update
+
 REPLICAS = pytest.mark.parametrize("replicas", [1, 2, 4])
 # Where nothing depends on their number but that there are several.
 FEW_REPLICAS = pytest.mark.parametrize("replicas", [1, 2])

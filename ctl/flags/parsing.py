@@ -77,7 +77,7 @@ def run_command(
         return [argv[0], *positional]
 
     def call(argv: Sequence[str]) -> None:
-        sys.unraisablehook = _interrupt_again
+        sys.unraisablehook = _unraisable
         with exit_codes(output_is_log):
             main(*([argv[1:]] if takes_command else []))
 
@@ -165,16 +165,18 @@ def exit_codes(output_is_log: bool = False) -> Iterator[None]:
         raise SystemExit(1) from None
 
 
-def _interrupt_again(unraisable: Any) -> None:
-    """Sends Ctrl-C again if it came while Python freed an object, where errors are ignored."""
+def _unraisable(unraisable: Any) -> None:
+    """Sends Ctrl-C again if it came while Python freed an object, where errors are ignored. Says
+    nothing where TensorFlow frees what waits for a lost server: ctl says that the server is lost.
+    """
     # Raised here, it would be ignored again.
     if issubclass(unraisable.exc_type, KeyboardInterrupt):
         main = threading.main_thread().ident
         try:
             threading.Timer(0.05, signal.pthread_kill, (main, signal.SIGINT)).start()
         except KeyboardInterrupt:  # `start` waits for the thread, long on a busy machine
-            _interrupt_again(unraisable)
-    else:
+            _unraisable(unraisable)
+    elif getattr(unraisable.object, "__qualname__", "") != "Executor.__del__":
         sys.__unraisablehook__(unraisable)
 
 

@@ -13,6 +13,8 @@ from ctl.schedule import Cosine
 from ctl.step import TrainStep, cross_entropy
 from ctl.tuning import jit
 
+pytestmark = pytest.mark.compiled_update
+
 
 @pytest.fixture
 def xla_where_asked():

@@ -14,6 +14,8 @@ from ctl.loop import Loop
 from ctl.step import TrainStep
 from ctl.tuning import trials
 
+pytestmark = pytest.mark.compiled_update
+
 
 def tensors(*sizes: int) -> list[tf.TensorSpec]:
     return [tf.TensorSpec([size // 4], tf.float32) for size in sizes]
