@@ -21,6 +21,8 @@ from ctl.errors import Preempted, UsageError
 from ctl.loop import Loop
 from ctl.step import TrainStep
 
+pytestmark = pytest.mark.compiled_update  # as in the processes, whose bits are compared
+
 UNTIL = 24
 
 
