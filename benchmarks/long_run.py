@@ -31,7 +31,7 @@ from ctl.flags.parsing import check_flags, group, run_command
 # What may differ: growth of a tenth over another, and the cost of what a user may leave out.
 GOAL = 0.02
 # The output of a run, which grows with its length.
-LOGS = ("metrics.jsonl", "train/", "eval/")
+LOGS = ("out", "run/metrics.jsonl")  # and the event files of TensorBoard
 _EVERY_SECONDS = 0.5  # at most, between two looks at a process
 
 with group("What is measured"):
@@ -165,8 +165,7 @@ def show_long(of: dict[str, Any]) -> list[str]:
         name = {"threads": "threads", "files": "open files"}[key]
         print(f"{name:22}{of[key]['first']:14.0f}{of[key]['last']:14.0f}")
     for name, grown in sorted(of["grown"].items()):
-        inside = name.removeprefix("run/")
-        log = name == "out" or inside.startswith(LOGS)
+        log = name in LOGS or "events.out.tfevents" in name
         print(f"{name} has grown by {grown:,} bytes{'' if log else ', and is no log'}")
         if not log:
             missed.append(f"{name} has grown")

@@ -73,6 +73,7 @@ def starts(stack: contextlib.ExitStack, tree: pathlib.Path) -> Block:
             begin = time.perf_counter()
             done = subprocess.run(
                 [*command, "--train_steps=1", "--noexport"],
+                cwd=tree,  # which `-m` looks at first
                 env=os.environ | {"PYTHONPATH": str(tree)},
                 capture_output=True,
                 text=True,
