@@ -73,8 +73,7 @@ def starts(stack: contextlib.ExitStack, tree: pathlib.Path) -> Block:
             begin = time.perf_counter()
             done = subprocess.run(
                 [*command, "--train_steps=1", "--noexport"],
-                cwd=tree,  # which `-m` looks at first
-                env=os.environ | {"PYTHONPATH": str(tree)},
+                cwd=tree,  # where `-m` looks first
                 capture_output=True,
                 text=True,
                 timeout=_TIMEOUT.value,

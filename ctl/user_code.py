@@ -35,7 +35,8 @@ def graph_function(function: Callable, **options: Any) -> Any:
 
 class Overridable:
     """Base of classes whose methods users override, in a subclass, a mixin, or an object:
-    ``step.clip = my_clip``. In a graph, each method is `converted`."""
+    ``step.clip = my_clip``. In a graph, each method is `converted` when it is read. Python does not
+    read `__call__` of an object in ``step(batch)``, so ctl calls ``step.__call__(batch)``."""
 
     def __getattribute__(self, name: str) -> Any:
         value = super().__getattribute__(name)
