@@ -14,7 +14,7 @@ from tensorboard.plugins.hparams import api_pb2, summary
 from ctl.actions import scalars_of
 from ctl.errors import Preempted
 from ctl.logs.runs import is_best_high
-from ctl.logs.sinks import writing_events
+from ctl.logs.sinks import write_scalars, writing_events
 
 Ending = Literal["finished", "stopped", "failed"]
 
@@ -55,8 +55,7 @@ class HParams:
             ):
                 self._best[name] = value
         with writing_events(self._directory), self._results.as_default(step=record["step"]):
-            for name, value in self._best.items():
-                tf.summary.scalar(name, value)
+            write_scalars(self._best)
 
     def close(self) -> None:
         how = ending()

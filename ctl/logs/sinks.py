@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorboard.plugins.scalar.summary_v2 import scalar_pb
 
 from ctl.actions import scalars_of
 from ctl.errors import CheckpointError
@@ -72,15 +73,21 @@ class TensorBoard:
             if phase not in self._writers:
                 path = self.directory / phase
                 self._writers[phase] = tf.summary.create_file_writer(str(path))
-            # As arrays: TensorFlow keeps a tensor for each Python number that it has ever met.
+            # As an array: TensorFlow keeps a tensor for each Python number that it has ever met.
             step = np.asarray(record["step"])
             with self._writers[phase].as_default(step=step):  # flushes on exit
-                for name, value in scalars_of(record).items():
-                    tf.summary.scalar(name, np.asarray(value))
+                write_scalars(scalars_of(record))
 
     def close(self) -> None:
         for writer in self._writers.values():
             writer.close()
+
+
+def write_scalars(scalars: Mapping[str, float]) -> None:
+    """Writes ``scalars`` to the default writer of TensorFlow, as one event."""
+    # Messages of protobuf one after the other are one that has the values of all.
+    values = [scalar_pb(name, value).SerializeToString() for name, value in scalars.items()]
+    tf.summary.experimental.write_raw_pb(b"".join(values))
 
 
 @contextlib.contextmanager
