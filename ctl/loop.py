@@ -38,7 +38,7 @@ from ctl.control.divergence import Divergence
 from ctl.control.ending import ending_well
 from ctl.control.pace import Pace
 from ctl.control.patience import remembered
-from ctl.control.saving import restore, save, state_of
+from ctl.control.saving import annotate, restore, save, state_of
 from ctl.control.signals import Signals, StopRequested
 from ctl.control.wakes import run_actions, status_of, steps_until_due
 from ctl.data.dataset import Dataset, on_replica
@@ -246,9 +246,9 @@ class Loop:
             while step < until and not self.stopped:
                 steps = min(self._pace.steps(), until - step, steps_until_due(self.actions, step))
                 report = self._pace.report(self.signals.arrived, self._asked_to_end)
-                if self.step.trace_key[1:] != self._agreed:  # an action has changed a setting
+                if (key := self.step.trace_key)[1:] != self._agreed:  # an action changed a setting
                     self.begin(step)
-                key = self.step.trace_key
+                    key = self.step.trace_key
                 skipped = self.step.updater.skipped_so_far()
                 call = watched_call(self.step, step, steps, self._flight, self._pace.traces(key))
                 self._feed_step = -1  # a call that fails has taken an unknown number of batches
@@ -384,8 +384,7 @@ class Loop:
                 if self.checkpoints:
                     self.save()
                 self._evaluated = self.evaluate(on_wake)
-                if self.checkpoints and self._is_chief:
-                    self.checkpoints.annotate(step, self._evaluated, stopped=self.stopped)
+                annotate(self, step, self._evaluated, wait=ends or self.stopped)
             if ends or self.stopped:
                 return self._evaluated or {}
             stop = min(until, step - step % evaluate_every + evaluate_every)

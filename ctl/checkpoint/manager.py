@@ -101,7 +101,7 @@ class CheckpointManager:
         self._soft_keys = frozenset(soft_keys)
         self._asynchronous = asynchronous
         self._clock = clock
-        self._pending: Future[None] | None = None
+        self._pending: list[Future[None]] = []  # in one thread, one after the other
         self._constants: dict[tuple[str, int], tf.Tensor] = {}
         self._lock = None if read_only else self._open_for_writing()
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="ctl-checkpoint")
@@ -175,54 +175,39 @@ class CheckpointManager:
             versions={"tensorflow": tf.__version__, "keras": keras.__version__},
             code=self.code,
         )
-        self._pending = self._executor.submit(self._write, saved, tensors)
-        if wait or not self._asynchronous:
-            self.wait()
+        self._submit(wait or not self._asynchronous, self._write, saved, tensors)
         return saved.path
 
     def note_constants(self, state: State) -> None:
         """Notes which variables have a NaN or Inf before training, such as the Inf of a mask."""
         self._constants = bundle.not_finite(bundle.snapshot(bundle.unwrap(state)))
 
-    def annotate(self, step: int, metrics: Mapping[str, float], *, stopped: bool = False) -> Saved:
+    def annotate(self, step: int, metrics: Mapping[str, float], *, stopped: bool = False) -> None:
         """Adds to the checkpoint of ``step`` the results of an evaluation, and whether an action
-        ended the training there; applies retention again.
+        ended the training there; applies retention again. The thread that writes does so.
 
-        Waits for the write in progress. Raises CheckpointError: no such checkpoint, cannot write.
+        Raises CheckpointError as `save` does, or if there is no such checkpoint.
         """
         self._require_writer()
-        self.wait()
-        try:
-            saved = manifest.load(manifest.path_of(self.directory, operator.index(step)))
-        except durable.Damaged as damage:
-            raise CheckpointError(
-                f"No checkpoint of step {step} in {self.directory} to add metrics to ({damage}); "
-                "evaluate before retention deletes it, or raise keep"
-            ) from damage
-        saved = replace(
-            saved,
-            metrics={**saved.metrics, **{name: float(value) for name, value in metrics.items()}},
-            evaluated=list(dict.fromkeys([*saved.evaluated, *metrics])),
-            stopped=stopped,
-        )
-        try:
-            manifest.dump(saved, saved.path, via=self.directory)
-            self._apply_retention()
-        except OSError as error:
-            doing = f"add metrics to the checkpoint of step {step}"
-            raise failure(self.directory, doing, error) from error
-        return saved
+        self.check()
+        results = {name: float(value) for name, value in metrics.items()}
+        self._submit(not self._asynchronous, self._annotate, operator.index(step), results, stopped)
 
     def check(self) -> None:
-        """Raises the error of the last write if it has ended; does not wait."""
-        if self._pending is not None and self._pending.done():
+        """Raises the error of a write that has ended; does not wait."""
+        if any(write.done() and write.exception() for write in self._pending):
             self.wait()
 
     def wait(self) -> None:
-        """Waits for the write in progress; raises CheckpointError if it failed."""
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.result()
+        """Waits for the writes in progress; raises the CheckpointError of the first that failed."""
+        pending, self._pending = self._pending, []
+        for write in pending:
+            write.result()
+
+    def _submit(self, wait: bool, write: Callable[..., None], *args: Any) -> None:
+        self._pending.append(self._executor.submit(write, *args))
+        if wait:
+            self.wait()
 
     def _open_for_writing(self) -> durable.Lock:
         try:
@@ -263,6 +248,26 @@ class CheckpointManager:
             shutil.rmtree(unfinished, ignore_errors=True)
             doing = f"save the checkpoint of step {saved.step}"
             raise failure(self.directory, doing, error, needed) from error
+
+    def _annotate(self, step: int, metrics: dict[str, float], stopped: bool) -> None:
+        """Adds to a checkpoint, in the thread of the executor."""
+        try:
+            saved = manifest.load(manifest.path_of(self.directory, step))
+        except durable.Damaged as damage:
+            raise CheckpointError(
+                f"No checkpoint of step {step} in {self.directory} to add metrics to ({damage}); "
+                "evaluate before retention deletes it, or raise keep"
+            ) from damage
+        names = list(dict.fromkeys([*saved.evaluated, *metrics]))
+        saved = replace(
+            saved, metrics={**saved.metrics, **metrics}, evaluated=names, stopped=stopped
+        )
+        try:
+            manifest.dump(saved, saved.path, via=self.directory)
+            self._apply_retention()
+        except OSError as error:
+            doing = f"add metrics to the checkpoint of step {step}"
+            raise failure(self.directory, doing, error) from error
 
     def _apply_retention(self) -> None:
         past = [s for s in self.all() if s.step <= self._committed]

@@ -46,6 +46,14 @@ def save(loop: Loop, metrics: dict[str, float] | None, wait: bool) -> None:
         checkpoints.save(loop.global_step, state_of(loop), metrics, wait=wait)
 
 
+def annotate(loop: Loop, step: int, results: dict[str, float], wait: bool) -> None:
+    """Adds the ``results`` of an evaluation to the checkpoint of ``step``, if there are any."""
+    if loop.checkpoints and workers.is_chief(loop.strategy):
+        loop.checkpoints.annotate(step, results, stopped=loop.stopped)
+        if wait:
+            loop.checkpoints.wait()
+
+
 def restore(loop: Loop) -> tuple[Saved | None, dict[str, float]]:
     """Returns the checkpoint that was restored, and the results of its evaluation if it had one.
 

@@ -1,0 +1,318 @@
+"""Several processes, full disks, and kills at any moment."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import tensorflow as tf
+from saved import restore_fresh, save_steps, state_of, steps_in, values_of
+
+from ctl.checkpoint import CheckpointManager, durable
+from ctl.errors import CheckpointError
+
+
+def test_wait_for_new(tmp_path):
+    reader = CheckpointManager(tmp_path / "run", read_only=True)
+    assert reader.wait_for_new(-1, 0.05, poll_seconds=0.01) is None
+    with CheckpointManager(tmp_path / "run") as manager:
+        manager.save(10, state_of(10), wait=True)
+        assert reader.wait_for_new(9, 0).step == 10
+        assert reader.wait_for_new(10, 0) is None
+        timer = threading.Timer(0.1, manager.save, (20, state_of(20)))
+        timer.start()
+        assert reader.wait_for_new(10, 60, poll_seconds=0.01).step == 20
+        timer.join()
+
+
+def test_one_writer(tmp_path):
+    code = "import sys, time; from ctl.checkpoint.durable import Lock; "
+    code += "Lock(sys.argv[1]); print(1, flush=True)"
+    with subprocess.Popen(
+        [sys.executable, "-c", f"{code}; time.sleep(600)", str(tmp_path / ".lock")],
+        stdout=subprocess.PIPE,
+    ) as holder:
+        try:
+            assert holder.stdout.readline() == b"1\n"
+            with pytest.raises(CheckpointError, match=f"written by process {holder.pid} on "):
+                CheckpointManager(tmp_path)
+            assert CheckpointManager(tmp_path, read_only=True).restore(state_of(0)) is None
+        finally:
+            holder.kill()
+    first = CheckpointManager(tmp_path)
+    with pytest.raises(CheckpointError, match=f"written by process {os.getpid()} on "):
+        CheckpointManager(tmp_path)
+    first.close()
+    CheckpointManager(tmp_path).close()
+
+
+def test_listing_needs_no_tensorflow():
+    code = "import sys, ctl.checkpoint.manifest; "
+    code += "assert not {'tensorflow', 'keras', 'numpy'} & {*sys.modules}"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def run_child(code: str, *arguments: str, wrap: tuple[str, ...] = ()) -> str:
+    """Runs ``code`` after the imports in a new process, returns its output."""
+    imports = (
+        "import os, sys, resource\n"
+        "import tensorflow as tf\n"
+        "from ctl.checkpoint import CheckpointManager\n"
+        "from ctl.errors import CheckpointError\n"
+    )
+    done = subprocess.run(
+        [*wrap, sys.executable, "-c", imports + code, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+FULL_DISK = """
+directory = sys.argv[1]
+if sys.argv[2] == "limit":
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2 << 20, 2 << 20))
+small, big = tf.Variable(tf.fill([1000], 7.0)), tf.Variable(tf.zeros([1 << 20]))
+with CheckpointManager(directory) as manager:
+    manager.save(1, {"model": [small]}, wait=True)
+    for asynchronous in (False, True):
+        try:
+            manager.save(2, {"model": [small, big]}, wait=not asynchronous)
+            manager.wait()
+        except CheckpointError as error:
+            print(error)
+    assert sorted(os.listdir(directory)) == [".lock", "latest.json", "step-0000000001"]
+    small.assign(tf.zeros([1000]))
+    assert manager.restore({"model": [small]}).step == 1
+    assert (small.numpy() == 7).all()
+    manager.save(3, {"model": [small]}, wait=True)
+    assert [s.step for s in manager.all()] == [1, 3]
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("means", ["tmpfs", "limit"])
+def test_full_disk(tmp_path, means):
+    wrap = ()
+    if means == "tmpfs":
+        # In a mount namespace of the child: gone with it.
+        mount = f"mount -t tmpfs -o size=2m tmpfs {tmp_path}"
+        wrap = ("unshare", "--mount", "sh", "-c", f'{mount} && exec "$@"', "sh")
+        try:
+            subprocess.run([*wrap, "true"], check=True, capture_output=True)
+        except (OSError, subprocess.CalledProcessError):
+            pytest.skip("may not mount a tmpfs")
+    lines = run_child(FULL_DISK, str(tmp_path), means, wrap=wrap).splitlines()
+    assert len(lines) == 2
+    for line in lines:
+        head, _, tail = line.partition(f": {tmp_path}; ")
+        assert head == "No space left to save the checkpoint of step 2 (4.0 MiB)"
+        missing = float(tail.removeprefix("free ").split(" MiB or choose another --model_dir")[0])
+        assert 0 < missing <= 4
+
+
+def test_a_directory_that_cannot_be_written(tmp_path):
+    directory = tmp_path / "run"
+    save_steps(directory, [1])
+    with CheckpointManager(directory) as manager:
+        directory.chmod(0o500)
+        try:
+            if os.geteuid() == 0:
+                os.seteuid(65534)  # Root may write anywhere.
+            with pytest.raises(CheckpointError, match="Cannot .*: Permission denied; make it"):
+                manager.save(2, state_of(2), wait=True)
+            with pytest.raises(CheckpointError, match="Cannot open .*: Permission denied; make it"):
+                CheckpointManager(directory / "new")
+        finally:
+            os.seteuid(os.getuid())
+            directory.chmod(0o700)
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="Cannot open .*file/run: Not a directory"):
+        CheckpointManager(tmp_path / "file" / "run")
+    with pytest.raises(CheckpointError, match="Cannot look .*file: Not a directory"):
+        restore_fresh(tmp_path / "file")
+
+
+def test_scratch_that_cannot_be_deleted_ends_nothing(tmp_path, monkeypatch):
+    """As on an NFS, where a file that somebody has open stays as ``.nfs…``."""
+
+    def busy(path, ignore_errors=False):
+        if not ignore_errors:
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(durable.shutil, "rmtree", busy)
+        save_steps(tmp_path, [1, 2, 3], keep=1)
+        assert steps_in(tmp_path) == [3]
+        left = [path for path in tmp_path.iterdir() if path.name.startswith("tmp-")]
+        assert len(left) == 2
+        save_steps(tmp_path, [4], keep=1)  # the sweep at its start fails, too
+    save_steps(tmp_path, [5], keep=1)
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith("tmp-")]
+
+
+def test_a_directory_is_replaced_after_the_new_one_is_on_the_disk(tmp_path, monkeypatch):
+    events = []
+    for name in ("rename", "fsync"):
+        original = getattr(os, name)
+        monkeypatch.setattr(
+            os, name, lambda *args, o=original, n=name: (events.append(n), o(*args))[1]
+        )
+    delete = durable._delete
+    monkeypatch.setattr(durable, "_delete", lambda path: (events.append("delete"), delete(path)))
+    final, new = tmp_path / "export", tmp_path / "tmp-export-1-00000000"
+    (final / "old").mkdir(parents=True)
+    (new / "deep").mkdir(parents=True)
+    (new / "deep" / "file").write_text("new")
+    durable.flush(new)
+    assert events == ["fsync"] * 3  # the file and two directories
+    durable.publish(new, final)
+    assert events[3:] == ["rename", "rename", "fsync", "delete"]
+    assert [p.name for p in tmp_path.iterdir()] == ["export"]
+    assert (final / "deep" / "file").read_text() == "new"
+
+
+def test_what_cannot_be_replaced_stays(tmp_path, monkeypatch):
+    final, new = tmp_path / "export", tmp_path / "tmp-export-1-00000000"
+    final.mkdir()
+    (final / "old").touch()
+    with pytest.raises(FileNotFoundError):
+        durable.publish(new, final)  # there is none
+    assert (final / "old").exists()
+
+
+@pytest.mark.parametrize("name", ["a[1]", "b[", "c*", "d?", "e\\f"])
+def test_a_directory_whose_name_is_a_pattern(tmp_path, name):
+    (tmp_path / "a1").mkdir()  # what a pattern could find
+    save_steps(tmp_path / name, [1, 2])
+    saved, values = restore_fresh(tmp_path / name)
+    assert saved.step == 2 and set(values) == {2.0}
+    assert restore_fresh(tmp_path / name, 1)[0].step == 1
+
+
+# Imports once, then forks a process per line of its input (TensorFlow has not started any thread
+# yet) and kills it at a random moment while it saves in a loop.
+KILL = """
+def work(directory, ready):
+    counter = tf.Variable(0, dtype=tf.int64)
+    state = {"model": [tf.Variable(tf.zeros([20000])) for _ in range(6)], "global_step": [counter]}
+
+    @tf.function
+    def advance():
+        for v in state["model"]:
+            v.assign_add(tf.ones_like(v))
+        counter.assign_add(1)
+
+    with CheckpointManager(directory, keep=2) as manager:
+        manager.restore(state)
+        for rounds in itertools.count():
+            advance()
+            manager.save(int(counter), state, wait=rounds == 0)
+            os.write(ready, b"1")
+
+for line in sys.stdin:
+    delay = float(line)
+    begun, ready = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            work(sys.argv[1], ready)
+        finally:
+            os._exit(1)
+    os.close(ready)
+    assert os.read(begun, 1)
+    time.sleep(delay)
+    os.kill(pid, signal.SIGKILL)
+    assert os.waitpid(pid, 0)[1] == signal.SIGKILL
+    os.close(begun)
+    print("killed", flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_kill_at_any_moment(tmp_path):
+    code = "import itertools, os, signal, sys, time\nimport tensorflow as tf\n"
+    code += "from ctl.checkpoint import CheckpointManager\n" + KILL
+    state = {
+        "model": [tf.Variable(tf.zeros([20000])) for _ in range(6)],
+        "global_step": [tf.Variable(0, dtype=tf.int64)],
+    }
+    last = -1
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as parent:
+        try:
+            for _ in range(10):
+                print(random.uniform(0, 0.3), file=parent.stdin, flush=True)
+                assert parent.stdout.readline() == "killed\n"
+                reader = CheckpointManager(tmp_path, read_only=True)
+                saved = reader.restore(state)
+                assert set(values_of(state)) == {saved.step}
+                assert saved.step == reader.latest().step > last  # No progress is lost.
+                last = saved.step
+                for each in reader.all():
+                    durable.verify(each.path, each.files)
+            parent.stdin.close()
+        except BaseException:
+            parent.kill()
+            raise
+    assert parent.returncode == 0
+    CheckpointManager(tmp_path).close()  # The lock is free; what was unfinished is gone.
+    assert not [name for name in os.listdir(tmp_path) if name.startswith("tmp-")]
+
+
+# The order in which things reach the disk.
+
+
+def test_everything_is_durable_before_it_is_seen(tmp_path, monkeypatch):
+    events = []
+    real = {name: getattr(os, name) for name in ("fsync", "rename", "replace")}
+
+    def fsync(descriptor):
+        events.append(("fsync", Path(os.readlink(f"/proc/self/fd/{descriptor}"))))
+        real["fsync"](descriptor)
+
+    def moving(name):
+        def move(source, target):
+            events.append(("move", Path(source), Path(target)))
+            real[name](source, target)
+
+        return move
+
+    save_steps(tmp_path, [1], keep=1)
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "rename", moving("rename"))
+    monkeypatch.setattr(os, "replace", moving("replace"))
+    save_steps(tmp_path, [2], keep=1)
+    new, old, pointer = (
+        tmp_path / name for name in ("step-0000000002", "step-0000000001", "latest.json")
+    )
+
+    def index(wanted):
+        (found,) = (i for i, event in enumerate(events) if event[0] == "move" and wanted(event))
+        return found
+
+    published = index(lambda e: e[2] == new)
+    pointed = index(lambda e: e[2] == pointer)
+    deleted = index(lambda e: e[1] == old)
+    unfinished = events[published][1]
+    described = index(lambda e: e[2] == unfinished / "manifest.json")
+    files = {unfinished / name for name in os.listdir(new) if name != "manifest.json"}
+    assert len(files) == 2
+    assert files <= {event[1] for event in events[:described]}
+    assert ("fsync", events[described][1]) in events[:described]
+    assert ("fsync", unfinished) in events[described:published]
+    assert ("fsync", tmp_path) in events[published:pointed]
+    assert ("fsync", events[pointed][1]) in events[published:pointed]
+    assert ("fsync", tmp_path) in events[pointed:deleted]
