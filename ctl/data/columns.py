@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,9 +10,9 @@ import tensorflow as tf
 import tensorflow_datasets as tfds
 
 from ctl.data import tfds_source
-from ctl.data.dataset import DatasetInfo, check_batch_size
+from ctl.data.dataset import DatasetInfo
 from ctl.data.in_memory import InMemory
-from ctl.data.load import default_split, residence
+from ctl.data.load import default_split, in_memory_or_streamed
 from ctl.data.streaming import Streaming, read_all
 from ctl.data.tfds_split import Split
 from ctl.errors import UsageError
@@ -52,24 +51,17 @@ def load_columns(
     builder = tfds_source.find(name, data_dir, download=download)
     split = default_split(builder, training) if split is None else split
     source = Columns(builder, split, features, labels)
-    check_batch_size(global_batch_size, len(source), training)
-    fits, where = residence(source.decoded_bytes, resident_limit_mib)
-    order: dict[str, Any] = {
-        "global_batch_size": global_batch_size,
-        "seed": seed,
-        "training": training,
-        "description": (
-            f"{source.name} {split}, {len(source)} examples of {', '.join(features)}, {where}"
-        ),
-    }
-    if not fits:
-        return Streaming(source, block=shuffle_block, on_bad_record=on_bad_record, **order)
-    arrays = read_all(source, on_bad_record, order["description"])
-    info, values = source.info, arrays[1]
-    is_class = isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype.kind in "iu"
-    if info.num_classes is None and is_class:
-        info = dataclasses.replace(info, num_classes=int(values.max()) + 1)
-    return InMemory(arrays, info=info, **order)
+    return in_memory_or_streamed(
+        source,
+        read_all,
+        f"{source.name} {split}, {len(source)} examples of {', '.join(features)}",
+        resident_limit_mib=resident_limit_mib,
+        shuffle_block=shuffle_block,
+        on_bad_record=on_bad_record,
+        global_batch_size=global_batch_size,
+        training=training,
+        seed=seed,
+    )
 
 
 class Columns(Split):

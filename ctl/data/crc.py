@@ -11,6 +11,7 @@ a string push from the processor's cache what decodes the images at the same tim
 
 from __future__ import annotations
 
+import bisect
 import functools
 from collections.abc import Iterator, Sequence
 
@@ -56,15 +57,15 @@ def crc32c(strings: Sequence[bytes]) -> np.ndarray:
 
 def _groups(strings: Sequence[bytes]) -> Iterator[tuple[int, list[int]]]:
     """Strings of 4 bytes or more of about one length: what to pad it to, and their numbers."""
-    groups: dict[int, list[int]] = {}
-    for number, length in enumerate(map(len, strings)):
-        if length >= 4:
-            step = max(1 << length.bit_length() >> 4, _TOP)  # at most an eighth is padding
-            groups.setdefault(-(-length // step) * step, []).append(number)
-    for size, numbers in groups.items():
-        together = max(1, _ONCE // size)
-        for first in range(0, len(numbers), together):
-            yield size, numbers[first : first + together]
+    lengths = [len(string) for string in strings]
+    left = sorted((n for n, length in enumerate(lengths) if length >= 4), key=lengths.__getitem__)
+    while left:
+        size = max(lengths[left[-1]], _TOP)
+        least = min(size - size // 8, size - _TOP)  # at most an eighth is padding
+        first = bisect.bisect_left(left, least, key=lengths.__getitem__)
+        first = max(first, len(left) - max(1, _ONCE // size))
+        yield size, left[first:]
+        del left[first:]
 
 
 def _folded(rows: np.ndarray) -> np.ndarray:

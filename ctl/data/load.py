@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -52,12 +53,38 @@ def default_split(builder: tfds.core.DatasetBuilder, training: bool) -> str:
     return "train" if training else "test" if "test" in builder.info.splits else "validation"
 
 
-def residence(size: int, limit_mib: float) -> tuple[bool, str]:
-    """Whether decoded data of ``size`` bytes are kept in memory, and the words for it."""
-    mib = size / 2**20
-    if mib <= limit_mib:
-        return True, f"{mib:.1f} MiB resident"
-    return False, f"streamed: {mib:.1f} MiB are over the limit of {limit_mib:g} MiB"
+def in_memory_or_streamed(
+    source: Any,
+    read: Callable[[Any, str, str], Any],
+    description: str,
+    *,
+    resident_limit_mib: float,
+    shuffle_block: int,
+    on_bad_record: str,
+    **order: Any,
+) -> InMemory | Streaming:
+    """Keeps a split in memory if it fits, and streams it if not.
+
+    Args:
+        source: of ``(features, labels)``, with ``decoded_bytes`` and ``info``.
+        read: ``(source, on_bad_record, description)`` to all its examples, a nest of arrays [N, ...].
+        description: of the split.
+        resident_limit_mib, shuffle_block, on_bad_record: see `load`.
+        order: ``global_batch_size``, ``training`` and ``seed``.
+    """
+    check_batch_size(order["global_batch_size"], len(source), order["training"])
+    mib = source.decoded_bytes / 2**20
+    if mib > resident_limit_mib:
+        why = f"streamed: {mib:.1f} MiB are over the limit of {resident_limit_mib:g} MiB"
+        order["description"] = f"{description}, {why}"
+        return Streaming(source, block=shuffle_block, on_bad_record=on_bad_record, **order)
+    order["description"] = f"{description}, {mib:.1f} MiB resident"
+    arrays = read(source, on_bad_record, order["description"])
+    info, labels = source.info, arrays[1]
+    is_class = isinstance(labels, np.ndarray) and labels.ndim == 1 and labels.dtype.kind in "iu"
+    if info.num_classes is None and is_class:
+        info = dataclasses.replace(info, num_classes=int(labels.max()) + 1)
+    return InMemory(arrays, info=info, **order)
 
 
 def load(
@@ -99,21 +126,17 @@ def load(
     builder = tfds_source.find(name, data_dir, download=download)
     split = default_split(builder, training) if split is None else split
     source = Source(builder, split, image_shape)
-    check_batch_size(global_batch_size, len(source), training)
-    fits, where = residence(source.decoded_bytes, resident_limit_mib)
-    order: dict[str, Any] = {
-        "global_batch_size": global_batch_size,
-        "seed": seed,
-        "training": training,
-        "description": (f"{builder.info.full_name} {split}, {len(source)} examples, {where}"),
-    }
-    if not fits:
-        return Streaming(source, block=shuffle_block, on_bad_record=on_bad_record, **order)
-    images, labels = _read(source, on_bad_record, order["description"])
-    info = source.info
-    if info.num_classes is None:
-        info = dataclasses.replace(info, num_classes=int(labels.max()) + 1)
-    return InMemory((images, labels), info=info, **order)
+    return in_memory_or_streamed(
+        source,
+        _read,
+        f"{builder.info.full_name} {split}, {len(source)} examples",
+        resident_limit_mib=resident_limit_mib,
+        shuffle_block=shuffle_block,
+        on_bad_record=on_bad_record,
+        global_batch_size=global_batch_size,
+        training=training,
+        seed=seed,
+    )
 
 
 def _read(source: Source, on_bad_record: str, description: str) -> tuple[np.ndarray, np.ndarray]:
