@@ -1,12 +1,14 @@
-"""Several sets in one evaluation."""
+"""Every example counts once, in one set or several."""
 
 from __future__ import annotations
 
 import json
 
 import keras
+import numpy as np
 import pytest
-from helpers import BATCH, accuracy, examples, make_loop, mlp
+import tensorflow as tf
+from helpers import BATCH, accuracy, examples, keras_loss, make_loop, mlp
 
 from ctl.control.patience import EarlyStopping
 from ctl.data import InMemory
@@ -101,3 +103,28 @@ def test_the_command(zygote, tmp_path):
 def test_wrong_flags(zygote_without_tensorflow, flags, words):
     command = zygote_without_tensorflow.run("ctl.train", "--model_dir=/tmp/x", *flags, exit_code=2)
     assert words in command.stderr and command.stderr.count("\n") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+def test_evaluation_sees_every_example_once(mirrored, replicas):
+    """101 examples in batches of 16: the last has 5, on 4 replicas 2, 2, 1 and none."""
+    features, labels = examples(101)
+    strategy = mirrored(replicas)
+    with strategy.scope():
+        model = mlp()
+        metrics = [
+            keras.metrics.SparseCategoricalAccuracy("accuracy"),
+            keras.metrics.SparseTopKCategoricalAccuracy(2, name="top2"),
+        ]
+        step = EvalStep(model, metrics=metrics)
+    dataset = tf.data.Dataset.from_tensor_slices((features, labels)).batch(BATCH)
+    evaluator = Evaluator(step, dataset, strategy=strategy)
+    logits = model(features).numpy()
+    want = {
+        "loss": keras_loss(labels, logits).numpy().mean(),
+        "accuracy": (logits.argmax(axis=1) == labels).mean(),
+        "top2": np.mean([y in np.argsort(row)[-2:] for y, row in zip(labels, logits, strict=True)]),
+    }
+    for _ in range(2):  # the second has the iterator of the first
+        assert evaluator.run() == pytest.approx(want, rel=1e-6)

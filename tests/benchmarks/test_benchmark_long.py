@@ -17,13 +17,13 @@ def test_time_to_accuracy(tmp_path):
     out = tmp_path / "out.json"
     arguments = (
         "--seeds=1",
-        "--variants=ctl_off,orbit,torch",
+        "--variants=ctl,orbit,torch",
         "--steps=250",
         f"--json={out}",
     )
     done = run("time_to_accuracy.py", *arguments)
     runs = {key.split()[1]: of for key, of in json.loads(out.read_text())["runs"].items()}
-    assert set(runs) == {"ctl_off", "orbit", "torch"}
+    assert set(runs) == {"ctl", "orbit", "torch"}
     for name in ("orbit", "torch"):  # where it is not installed, how to
         if "failure" in runs[name]:
             assert "is not installed" in runs.pop(name)["failure"]
@@ -31,7 +31,7 @@ def test_time_to_accuracy(tmp_path):
         assert of["step"] == 250 and of["seconds"] is None
         (accuracy,) = of["accuracies"]
         assert 0.7 < accuracy < 0.86
-    assert "ctl_off      0 of 1      inf" in done.stdout
+    assert "ctl          0 of 1      inf" in done.stdout
     again = run("time_to_accuracy.py", *arguments)  # goes on: there is nothing left to run
     assert "seed 1" in done.stdout and "seed 1" not in again.stdout
     assert again.stdout.splitlines()[1:] == [

@@ -19,6 +19,8 @@ BATCH = 16
 CLASSES = 5
 FEATURES = 12
 STEPS = 20
+# 19 batches of 16 and one of 5: on 4 replicas 2, 2, 1 and no examples.
+PARTIAL = (STEPS - 1) * BATCH + 5
 
 
 def examples(count: int = 20 * BATCH, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -49,6 +51,20 @@ def mlp(**kwargs) -> keras.Model:
             keras.layers.Input([FEATURES]),
             keras.layers.Dense(8, activation="tanh", **kwargs),
             keras.layers.Dense(CLASSES, dtype="float32"),
+        ]
+    )
+
+
+def convolutions() -> keras.Model:
+    """With no examples, a convolution gives a tensor of a wrong shape, and its gradient aborts the
+    process."""
+    return keras.Sequential(
+        [
+            keras.layers.Input([FEATURES]),
+            keras.layers.Reshape([2, 2, 3]),
+            keras.layers.Conv2D(4, 2, activation="tanh"),
+            keras.layers.Flatten(),
+            keras.layers.Dense(CLASSES),
         ]
     )
 

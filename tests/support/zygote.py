@@ -197,3 +197,16 @@ class Zygote:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+
+def one_line(command: Command) -> str:
+    """What ``command`` says on stderr: exactly one line. It says nothing else."""
+    assert command.stdout == ""
+    (line,) = command.stderr.splitlines()
+    return line
+
+
+def last_line(command: Command) -> str:
+    """What ``command`` says last; no traceback anywhere."""
+    assert "Traceback" not in command.stderr
+    return command.stderr.splitlines()[-1]
