@@ -104,7 +104,7 @@ TABLES = {
     "time_to_accuracy": Table(
         "How long until an accuracy?",
         "time_to_accuracy.py --seeds=3",
-        "--seeds=1 --variants=ctl_off,fit_50 --steps=250",
+        "--seeds=1 --variants=ctl,fit_50 --steps=250",
     ),
 }
 

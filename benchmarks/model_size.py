@@ -2,6 +2,7 @@
 
     python benchmarks/model_size.py --variables=10,100,1000,2000
     python benchmarks/model_size.py --replicas=2 --long_steps=10000
+    python benchmarks/model_size.py --plain
 
 The same matrix is cut into more and more variables and trained, each time in a new process.
 README.md says how the numbers are derived.
@@ -30,6 +31,7 @@ with group("What is trained"):
     _BATCH = flags.DEFINE_integer("batch", 8, "examples of a replica", lower_bound=1)
     _REPLICAS = flags.DEFINE_integer("replicas", 1, "replicas of one process", lower_bound=1)
     _JIT = flags.DEFINE_boolean("jit_compile", False, "compile the step with XLA")
+    _PLAIN = flags.DEFINE_boolean("plain", False, "a plain loop of one replica, without ctl")
 with group("How"):
     _BLOCKS = flags.DEFINE_integer("blocks", 5, "blocks of each network", lower_bound=1)
     _STEPS = flags.DEFINE_integer("steps", 20, "of a block", lower_bound=1)
@@ -48,6 +50,14 @@ def _check_variables(variables: list[str]) -> None:
 check_flags(["variables"], _check_variables)
 
 
+def _check_plain(plain: bool, replicas: int, jit_compile: bool) -> None:
+    if plain and (replicas > 1 or jit_compile):
+        raise UsageError("--plain has one replica, and no --jit_compile")
+
+
+check_flags(["plain", "replicas", "jit_compile"], _check_plain)
+
+
 def train(peer: Peer, what: str, steps: int) -> dict[str, Any]:
     """Trains ``steps`` steps of ``what``, "step" or "own"; see `peers/variables_worker.py`."""
     peer.say(json.dumps({"what": what, "steps": steps}))
@@ -59,7 +69,7 @@ def measure(variables: int, long_steps: int) -> dict[str, Any]:
     ``grown_bytes``: how much the resident memory grew over so many more steps."""
     command = ["variables_worker.py", f"--variables={variables}", f"--rows={_ROWS.value}"]
     command += [f"--batch={_BATCH.value}", f"--replicas={_REPLICAS.value}"]
-    command += ["--jit_compile"] if _JIT.value else []
+    command += [f"--{f.name}" for f in (_JIT, _PLAIN) if f.value]
     peer = Peer(f"{variables} variables", command)
     try:
         progress(f"{peer.name}: starting")
@@ -108,7 +118,9 @@ def main() -> None:
     counts = sorted(set(map(int, _VARIABLES.value)))
     rows = [measure(n, _LONG.value if n == counts[0] else 0) for n in counts]
     powers = {key: growth(rows, key) for key in ("first_seconds", "step_seconds")}
-    settings = {f.name: f.value for f in (_ROWS, _BATCH, _REPLICAS, _JIT, _BLOCKS, _STEPS, _LONG)}
+    settings = {
+        f.name: f.value for f in (_ROWS, _BATCH, _REPLICAS, _JIT, _PLAIN, _BLOCKS, _STEPS, _LONG)
+    }
     about = machine(load)
     if _JSON.value:
         content = {"settings": settings, "machine": about, "rows": rows, "powers": powers}

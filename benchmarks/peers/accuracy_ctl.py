@@ -10,7 +10,7 @@ from recipe import TEST_BATCH, Evaluated, Recipe, race
 from ctl.flags.parsing import group
 
 with group("This peer"):
-    _TUNE = flags.DEFINE_boolean("tune", False, "choose jit_compile by a trial, as auto does")
+    _TUNE = flags.DEFINE_boolean("tune", False, "choose jit_compile by a trial, not by the rule")
 
 
 def train(recipe: Recipe, evaluated: Evaluated) -> dict[str, Any]:
@@ -29,7 +29,7 @@ def train(recipe: Recipe, evaluated: Evaluated) -> dict[str, Any]:
     test = ctl.data.load(recipe.dataset, global_batch_size=TEST_BATCH, training=False, **data)
     model = ctl.models.make_model(setting.model, dataset.info.image_shape, dataset.info.num_classes)
     accuracy = keras.metrics.SparseCategoricalAccuracy(name="accuracy")
-    step = ctl.TrainStep(model, keras.optimizers.Adam(), jit_compile=setting.jit_compile)
+    step = ctl.TrainStep(model, keras.optimizers.Adam(), jit_compile=setting.jit_compile or None)
     loop = ctl.Loop(
         step,
         dataset,
