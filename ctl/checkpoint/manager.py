@@ -258,10 +258,7 @@ class CheckpointManager:
                 f"No checkpoint of step {step} in {self.directory} to add metrics to ({damage}); "
                 "evaluate before retention deletes it, or raise keep"
             ) from damage
-        names = list(dict.fromkeys([*saved.evaluated, *metrics]))
-        saved = replace(
-            saved, metrics={**saved.metrics, **metrics}, evaluated=names, stopped=stopped
-        )
+        saved = manifest.annotated(saved, metrics, stopped)
         try:
             manifest.dump(saved, saved.path, via=self.directory)
             self._apply_retention()

@@ -16,7 +16,7 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +153,13 @@ def load(path: Path) -> Saved:
         code=code,
         stopped=stopped,
     )
+
+
+def annotated(saved: Saved, metrics: Mapping[str, float], stopped: bool) -> Saved:
+    """Returns ``saved`` with the results of an evaluation too, see `CheckpointManager.annotate`."""
+    names = list(dict.fromkeys([*saved.evaluated, *metrics]))
+    metrics = {**saved.metrics, **metrics}
+    return replace(saved, metrics=metrics, evaluated=names, stopped=stopped)
 
 
 def is_intact(path: Path) -> bool:

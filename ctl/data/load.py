@@ -67,7 +67,7 @@ def in_memory_or_streamed(
 
     Args:
         source: of ``(features, labels)``, with ``decoded_bytes`` and ``info``.
-        read: ``(source, on_bad_record, description)`` to all its examples, a nest of arrays [N, ...].
+        read: ``(source, on_bad_record, description)`` to its examples, a nest of arrays [N, ...].
         description: of the split.
         resident_limit_mib, shuffle_block, on_bad_record: see `load`.
         order: ``global_batch_size``, ``training`` and ``seed``.
