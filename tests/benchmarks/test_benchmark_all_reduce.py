@@ -141,9 +141,10 @@ def test_scaling(tmp_path):
         assert f"{kind} scaling: 8 examples" in done.stdout
 
 
-def test_model_size(tmp_path):
+@pytest.mark.parametrize("plain", ["--noplain", "--plain"])
+def test_model_size(tmp_path, plain):
     out = tmp_path / "size.json"
-    small = ["--variables=4,8", "--rows=16", "--batch=4", "--blocks=1"]
+    small = ["--variables=4,8", "--rows=16", "--batch=4", "--blocks=1", plain]
     done = run(*small, "--steps=2", "--long_steps=3", f"--json={out}", script="model_size.py")
     assert done.returncode == 0, done.stderr
     results = json.loads(out.read_text())
@@ -165,6 +166,7 @@ def test_model_size(tmp_path):
         ("scaling.py", ["--counts=1,2,5"], "--batch=192 is not divisible by 5"),
         ("scaling.py", ["--mbit=5", "--strategy=mirrored"], "--mbit is the positive rate"),
         ("model_size.py", ["--variables=4,x"], "whole numbers, 1 or more"),
+        ("model_size.py", ["--plain", "--replicas=2"], "--plain has one replica"),
     ],
 )
 def test_an_error_of_the_others_is_one_line(script, arguments, says):
