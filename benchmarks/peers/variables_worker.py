@@ -35,10 +35,6 @@ def make_loops() -> dict[str, Any]:
     import numpy as np
     import tensorflow as tf
 
-    def make_model() -> keras.Model:
-        keras.utils.set_random_seed(1)
-        return keras.Sequential([keras.Input([_ROWS.value]), Matrix()])
-
     class Matrix(keras.layers.Layer):
         """[batch, rows] times the matrix [rows, rows], which all variables make up together."""
 
@@ -52,6 +48,10 @@ def make_loops() -> dict[str, Any]:
         def call(self, x: tf.Tensor) -> tf.Tensor:
             matrix = tf.concat([part.value for part in self.parts], 0)
             return tf.matmul(x, tf.reshape(matrix, [_ROWS.value, _ROWS.value]))
+
+    def make_model() -> keras.Model:
+        keras.utils.set_random_seed(1)
+        return keras.Sequential([keras.Input([_ROWS.value]), Matrix()])
 
     rng = np.random.default_rng(0)
     examples = 64 * _BATCH.value

@@ -175,7 +175,7 @@ class CheckpointManager:
             versions={"tensorflow": tf.__version__, "keras": keras.__version__},
             code=self.code,
         )
-        self._submit(wait or not self._asynchronous, self._write, saved, tensors)
+        self._submit(self._write, saved, tensors, wait=wait)
         return saved.path
 
     def note_constants(self, state: State) -> None:
@@ -191,7 +191,7 @@ class CheckpointManager:
         self._require_writer()
         self.check()
         results = {name: float(value) for name, value in metrics.items()}
-        self._submit(not self._asynchronous, self._annotate, operator.index(step), results, stopped)
+        self._submit(self._annotate, operator.index(step), results, stopped)
 
     def check(self) -> None:
         """Raises the error of a write that has ended; does not wait."""
@@ -204,9 +204,9 @@ class CheckpointManager:
         for write in pending:
             write.result()
 
-    def _submit(self, wait: bool, write: Callable[..., None], *args: Any) -> None:
+    def _submit(self, write: Callable[..., None], *args: Any, wait: bool = False) -> None:
         self._pending.append(self._executor.submit(write, *args))
-        if wait:
+        if wait or not self._asynchronous:
             self.wait()
 
     def _open_for_writing(self) -> durable.Lock:

@@ -54,8 +54,8 @@ class HParams:
                 name, -sign * math.inf
             ):
                 self._best[name] = value
-        with writing_events(self._directory), self._results.as_default(step=record["step"]):
-            write_scalars(self._best)
+        with writing_events(self._directory), self._results.as_default():
+            write_scalars(self._best, record["step"])
 
     def close(self) -> None:
         how = ending()

@@ -73,21 +73,20 @@ class TensorBoard:
             if phase not in self._writers:
                 path = self.directory / phase
                 self._writers[phase] = tf.summary.create_file_writer(str(path))
-            # As an array: TensorFlow keeps a tensor for each Python number that it has ever met.
-            step = np.asarray(record["step"])
-            with self._writers[phase].as_default(step=step):  # flushes on exit
-                write_scalars(scalars_of(record))
+            with self._writers[phase].as_default():  # flushes on exit
+                write_scalars(scalars_of(record), record["step"])
 
     def close(self) -> None:
         for writer in self._writers.values():
             writer.close()
 
 
-def write_scalars(scalars: Mapping[str, float]) -> None:
+def write_scalars(scalars: Mapping[str, float], step: int) -> None:
     """Writes ``scalars`` to the default writer of TensorFlow, as one event."""
     # Messages of protobuf one after the other are one that has the values of all.
     values = [scalar_pb(name, value).SerializeToString() for name, value in scalars.items()]
-    tf.summary.experimental.write_raw_pb(b"".join(values))
+    # As an array: TensorFlow keeps a tensor for each Python number that it has ever met.
+    tf.summary.experimental.write_raw_pb(b"".join(values), np.asarray(step))
 
 
 @contextlib.contextmanager
