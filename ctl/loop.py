@@ -89,12 +89,11 @@ class Steps:
         argument so that TensorFlow keeps one trace per key.
         """
         strategy, position = self.strategy, feed.position
-        strategy_run, numbers = self._variant()
+        strategy_run, most = self._variant()
         losses = strategy.run(no_losses)
         while steps > 0:
-            block, position = next_block(feed, position, steps)
-            for number in numbers(block.first, block.end):
-                losses = strategy_run(args=(losses, block, number, feed.resident))
+            block, position = next_block(feed, position, tf.minimum(steps, most))
+            losses = strategy_run(args=(losses, block, feed.resident))
             steps -= block.end - block.first
         # Each replica divides its losses by the number of examples of all replicas, so their sum is
         # the mean loss. The reports of the workers share this reduction.
@@ -105,11 +104,9 @@ class Steps:
         rates = self.step.updater.learning_rates(self.step.global_step - 1)
         return Outcome(strategy.reduce(SUM, totals, axis=None), losses.finite, position, rates)
 
-    def _one_step(
-        self, step: Callable, losses: Losses, block: Block, number: tf.Tensor, resident: Any
-    ) -> Losses:
-        """Runs one step on one replica, with batch ``number`` of ``block``."""
-        batch = batch_of(block, number, self._batches_per_block)
+    def _one_step(self, step: Callable, losses: Losses, block: Block, resident: Any) -> Losses:
+        """Runs one step on one replica, with the first batch of ``block``."""
+        batch = batch_of(block, block.first, self._batches_per_block)
         # The step that finds the data at their end must change nothing. Operations that change
         # state, such as Dropout's seeds, therefore wait for the batch.
         with tf.control_dependencies(tf.nest.flatten(batch, expand_composites=True)):
@@ -118,25 +115,25 @@ class Steps:
             self.step.observer.end()
         return losses.plus(loss, count)
 
-    def _variant(self) -> tuple[Callable[..., Losses], Callable]:
-        """Returns what to run on every replica, and at which batch numbers of a block."""
+    def _variant(self) -> tuple[Callable[..., Losses], int]:
+        """Returns what to run on every replica, and on how many batches of a block at most."""
         step: Any = self.step
         # A single replica has nothing to reduce, so XLA can compile the whole step.
         whole = step.jit_compile and step.single_replica
         if whole and not step.observer.stamps:
-            block = graph_function(self._steps_of_block, jit_compile=True)
-            return functools.partial(self.strategy.run, block), lambda first, end: [first]
+            steps = graph_function(self._steps_of_block, jit_compile=True)
+            return functools.partial(self.strategy.run, steps), self._batches_per_block
         call = graph_function(step.__call__, jit_compile=True) if whole else step.__call__
         run = functools.partial(self.strategy.run, functools.partial(self._one_step, call))
-        return (noinline.noinline(run) if step.noinline else run), tf.range
+        return (noinline.noinline(run) if step.noinline else run), 1
 
-    def _steps_of_block(self, losses: Losses, block: Block, number: Any, resident: Any) -> Losses:
-        def body(number: tf.Tensor, losses: Losses) -> tuple[tf.Tensor, Losses]:
-            step = self.step.__call__
-            return number + 1, self._one_step(step, losses, block, number, resident)
+    def _steps_of_block(self, losses: Losses, block: Block, resident: Any) -> Losses:
+        def body(first: tf.Tensor, losses: Losses) -> tuple[tf.Tensor, Losses]:
+            left = block._replace(first=first)
+            return first + 1, self._one_step(self.step.__call__, losses, left, resident)
 
         # XLA would compile once per length of a `tf.range`.
-        return tf.while_loop(lambda number, _: number < block.end, body, (number, losses))[1]
+        return tf.while_loop(lambda first, _: first < block.end, body, (block.first, losses))[1]
 
 
 class Loop:
