@@ -145,6 +145,7 @@ def stream(about: dict[str, Any]) -> None:
             streams.write(pathlib.Path(folder), count, kind)
             answers = streams.measure(
                 pathlib.Path(folder),
+                kind,
                 batch=_BATCH.value,
                 steps=_STREAM_STEPS.value,
                 rounds=_ROUNDS.value,

@@ -24,33 +24,32 @@ class Kind(NamedTuple):
     encoding: str
     side: int
     distinct: int  # images, which repeat
+    shuffled: int  # in the buffer of the tutorial, where an image is float32
 
 
-KINDS = {"png": Kind("png", 64, 2000), "jpeg": Kind("jpeg", 224, 200)}
+KINDS = {"png": Kind("png", 64, 2000, 10_000), "jpeg": Kind("jpeg", 224, 200, 1000)}
 
 
 class Row(NamedTuple):
     """A row of the table."""
 
-    peer: str  # its process: the kind of pipeline, and what tells it from another one of that kind
+    kind: str  # of pipeline, see `peers/stream_reader.py`
     request: dict[str, int] = {}
 
-    @property
-    def kind(self) -> str:
-        return self.peer.split(",")[0]
 
-
-TUNED = "tf.data, tuned"
+TUNED, TUTORIAL = "tf.data, tuned", "tf.data, tutorial"
+PEERS = {TUNED: "tf.data", TUTORIAL: "tutorial", "Grain": "grain"}
+TWO_REPLICAS = {"replicas": 2}
+WORKERS = {f"worker {n + 1} of 2": {"workers": 2, "worker": n} for n in range(2)}
+FIRST_WORKER = "worker 1 of 2"
 ROWS = {
     "ctl": Row("ctl"),
     "ctl, blocks of 16": Row("ctl", {"block": 16}),
-    TUNED: Row("tf.data"),
-    "tf.data, tutorial": Row("tutorial"),
-    "Grain": Row("grain"),
-    "ctl, 2 replicas": Row("ctl", {"replicas": 2}),
-    f"{TUNED}, 2 replicas": Row("tf.data, 2 replicas", {"replicas": 2}),
-    "ctl, worker 1 of 2": Row("ctl", {"workers": 2, "worker": 0}),
-    "ctl, worker 2 of 2": Row("ctl", {"workers": 2, "worker": 1}),
+    **{name: Row(kind) for name, kind in PEERS.items()},
+    "ctl, 2 replicas": Row("ctl", TWO_REPLICAS),
+    **{f"{name}, 2 replicas": Row(kind, TWO_REPLICAS) for name, kind in PEERS.items()},
+    **{f"ctl, {worker}": Row("ctl", request) for worker, request in WORKERS.items()},
+    **{f"{name}, {FIRST_WORKER}": Row(kind, WORKERS[FIRST_WORKER]) for name, kind in PEERS.items()},
 }
 
 
@@ -70,7 +69,7 @@ def write(folder: Path, count: int, kind: Kind) -> None:
         noisy = image + random.integers(-8, 8, size=image.shape)
         files.append(encode(np.clip(noisy, 0, 255).astype(np.uint8)).numpy())
 
-    class CtlImages(tfds.core.GeneratorBasedBuilder):
+    class CtlImages(tfds.core.GeneratorBasedBuilder, skip_registration=True):
         """Images."""
 
         VERSION = tfds.core.Version("1.0.0")
@@ -107,27 +106,30 @@ def _has_grain() -> bool:
     return importlib.util.find_spec("grain") is not None
 
 
-def measure(folder: Path, *, batch: int, steps: int, rounds: int, timeout: float) -> dict[str, Any]:
+def measure(
+    folder: Path, kind: Kind, *, batch: int, steps: int, rounds: int, timeout: float
+) -> dict[str, Any]:
     """The answers of each round, by row and by what was asked; none for what is not installed."""
     answers: dict[str, Any] = {name: {"start": [], "late": [], "steps": []} for name in ROWS}
     rows = {name: row for name, row in ROWS.items() if row.kind != "grain" or _has_grain()}
     with contextlib.ExitStack() as stack:
-        peers: dict[str, Peer] = {}
-        for row in rows.values():
-            if row.peer not in peers:
-                progress(f"{row.peer} starts")
-                data_dir = folder / "grain" if row.kind == "grain" else folder
-                flags = [f"--data_dir={data_dir}", f"--global_batch_size={batch}"]
-                command = ["stream_reader.py", f"--kind={row.kind}", *flags]
-                peers[row.peer] = Peer(row.peer, command)
-                stack.callback(peers[row.peer].close)
-                peers[row.peer].answer(timeout)
+        peers: dict[str, Peer] = {}  # all rows of ctl have one process
+        for name, row in rows.items():
+            if row.kind == "ctl" and peers:
+                peers[name] = peers["ctl"]
+                continue
+            progress(f"{name} starts")
+            data_dir = folder / "grain" if row.kind == "grain" else folder
+            flags = [f"--data_dir={data_dir}", f"--shuffle={kind.shuffled}"]
+            flags += [f"--kind={row.kind}", f"--global_batch_size={batch}"]
+            peers[name] = Peer(name, ["stream_reader.py", *flags])
+            stack.callback(peers[name].close)
+            peers[name].answer(timeout)
 
         def ask(name: str, what: str, keep: bool, **request: int) -> None:
             progress(f"{what}: {name}")
-            peer = peers[rows[name].peer]
-            peer.say(json.dumps(request))
-            answer = peer.answer(timeout)
+            peers[name].say(json.dumps(request))
+            answer = peers[name].answer(timeout)
             if keep:
                 answers[name][what].append(answer)
 
@@ -137,6 +139,7 @@ def measure(folder: Path, *, batch: int, steps: int, rounds: int, timeout: float
             for name in names[shift:] + names[:shift]:
                 row = rows[name]
                 if name == "ctl":
+                    ask(name, "start", False, start=0, steps=1)  # ends what was read ahead
                     for start in (_LATE, 0, 0, _LATE):
                         what = "late" if start else "start"
                         ask(name, what, number >= 0, start=start, steps=1)
@@ -159,36 +162,34 @@ def show(answers: dict[str, Any], images: int) -> None:
     def median(name: str, what: str, key: str) -> float:
         return statistics.median(answer[key] for answer in answers[name][what])
 
+    def ratio(above: str, below: str, key: str) -> str:
+        pairs = zip(answers[above]["steps"], answers[below]["steps"], strict=True)
+        ratios = [a[key] / b[key] for a, b in pairs]
+        return f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
+
     print(
-        f"{'':28}{'images/s':>10}{'per CPU s':>10}{'KiB/image':>10}{'peak MiB':>10}{'first s':>9}"
+        f"{'':32}{'images/s':>10}{'per CPU s':>10}{'KiB/image':>10}{'peak MiB':>10}{'first s':>9}"
     )
     for name, of in answers.items():
         if not of["steps"]:
-            print(f"{name:28}not installed: pip install {ROWS[name].kind}")
+            print(f"{name:32}not installed: pip install {ROWS[name].kind}")
             continue
         first = f"{median(name, 'start', 'seconds'):9.3f}" if of["start"] else ""
         print(
-            f"{name:28}{images / median(name, 'steps', 'seconds'):10.0f}"
+            f"{name:32}{images / median(name, 'steps', 'seconds'):10.0f}"
             f"{images / median(name, 'steps', 'cpu_seconds'):10.0f}"
             f"{median(name, 'steps', 'bytes') / images / 1024:10.2f}"
             f"{median(name, 'steps', 'peak_mib'):10.0f}{first}"
         )
     late = median("ctl", "late", "seconds") / median("ctl", "start", "seconds")
     print(f"\nfirst batch at step {_LATE:,} / at step 0: {late:.2f}")
-    for name, than in (
-        ("ctl", TUNED),
-        ("ctl", "tf.data, tutorial"),
-        ("ctl", "Grain"),
-        ("ctl, 2 replicas", f"{TUNED}, 2 replicas"),
-    ):
-        pairs = list(zip(answers[than]["steps"], answers[name]["steps"], strict=False))
-        for what, key in (("images/s", "seconds"), ("images per CPU s", "cpu_seconds")):
-            if ratios := [a[key] / b[key] for a, b in pairs]:
-                spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
-                print(f"{what} of {name} / of {than}: {spread}")
-    for worker in (1, 2):
-        name = f"ctl, worker {worker} of 2"
-        for what, key in (("bytes", "bytes"), ("CPU seconds", "cpu_seconds")):
-            share = median(name, "steps", key) / median("ctl", "steps", key)
-            print(f"{what} of worker {worker} of 2 / of one worker: {share:.3f}")
+    for where in ("", ", 2 replicas", f", {FIRST_WORKER}"):
+        for peer in PEERS:
+            theirs, ours = f"{peer}{where}", f"ctl{where}"
+            if answers[theirs]["steps"]:
+                rate, per_cpu = ratio(theirs, ours, "seconds"), ratio(theirs, ours, "cpu_seconds")
+                print(f"ctl / {theirs}: images/s {rate}, per CPU s {per_cpu}")
+    for worker in WORKERS:
+        read, cpu = (ratio(f"ctl, {worker}", "ctl", key) for key in ("bytes", "cpu_seconds"))
+        print(f"{worker} / one worker: bytes {read}, CPU seconds {cpu}")
     print()

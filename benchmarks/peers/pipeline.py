@@ -28,10 +28,17 @@ def devices(replicas: int) -> list[str]:
 
 
 def load(
-    name: str, global_batch_size: int, data_dir: str | None = None, *, cache: bool = True
+    name: str,
+    batch_size: int,
+    data_dir: str | None = None,
+    *,
+    cache: bool = True,
+    shuffle: int = 10_000,
+    share: tf.distribute.InputContext | None = None,
 ) -> tuple[tf.data.Dataset, Any]:
-    """Endless global batches, images float32 in [0, 1] and labels; the `DatasetInfo` of TFDS.
-    Without ``cache``, images are decoded anew in every epoch, as if they were too many for it."""
+    """Endless batches, images float32 in [0, 1] and labels; the `DatasetInfo` of TFDS. Without
+    ``cache``, images are decoded anew in every epoch, as if they were too many for it.
+    ``shuffle``: images in the buffer. ``share``: the worker, which reads its files only."""
     import tensorflow as tf
     import tensorflow_datasets as tfds
 
@@ -41,7 +48,7 @@ def load(
         name,
         data_dir=data_dir or str(EMBEDDED),
         split="train",
-        read_config=tfds.ReadConfig(try_autocache=cache),
+        read_config=tfds.ReadConfig(try_autocache=cache, input_context=share),
         as_supervised=True,
         with_info=True,
     )
@@ -50,7 +57,7 @@ def load(
         num_parallel_calls=tf.data.AUTOTUNE,
     )
     dataset = dataset.cache() if cache else dataset
-    dataset = dataset.shuffle(10_000).repeat().batch(global_batch_size, drop_remainder=True)
+    dataset = dataset.shuffle(shuffle).repeat().batch(batch_size, drop_remainder=True)
     return dataset.prefetch(tf.data.AUTOTUNE), info
 
 

@@ -24,6 +24,9 @@ from ctl.errors import UsageError
 # Shares that are read at the same time. Threads wait for the disk most of that time.
 _READERS = 4
 
+# Small shares are read together until there are so many examples: a call has a fixed cost.
+_READ_TOGETHER = 256
+
 # Bad records in a row after which the data, and not a record, are at fault.
 _BAD_IN_A_ROW = 100
 
@@ -159,23 +162,27 @@ class Streaming:
         batch, width = self.global_batch_size, len(replicas)
         steps = None if self.training else max(start_step, -(-self.num_examples // batch))
         static = batch // num_replicas if self.training and batch % num_replicas == 0 else None
+        together = max(1, min(num_replicas, _READ_TOGETHER // static)) if static else 1
 
-        def read(number: tf.Tensor) -> Any:
-            specs = tf.nest.flatten(self._spec)
-            keys, *leaves = tf.numpy_function(
-                for_graph(lambda i: self._share(int(i), replicas, num_replicas)),
-                [number],
-                [tf.int64, *[spec.dtype for spec in specs]],
+        specs = [tf.TensorSpec([2], tf.int64), *tf.nest.flatten(self._spec)]
+
+        def read(first: tf.Tensor) -> Any:
+            leaves = tf.numpy_function(
+                for_graph(lambda i: self._read_shares(int(i), together, replicas, num_replicas)),
+                [first],
+                [spec.dtype for spec in specs],
             )
-            keys.set_shape([static, 2])
             for leaf, spec in zip(leaves, specs, strict=True):
-                leaf.set_shape([static, *spec.shape])
-            return keys, tf.nest.pack_sequence_as(self._spec, leaves)
+                leaf.set_shape([static and together * static, *spec.shape])
+            if together > 1:
+                leaves = [tf.reshape(leaf, [together, static, *leaf.shape[1:]]) for leaf in leaves]
+            return leaves[0], tf.nest.pack_sequence_as(self._spec, leaves[1:])
 
-        numbers = tf.data.Dataset.range(
-            start_step * width, tf.int64.max if steps is None else steps * width
-        )
-        shares = numbers.map(read, num_parallel_calls=_READERS, deterministic=True)
+        end = tf.int64.max if steps is None else steps * width
+        firsts = tf.data.Dataset.range(start_step * width, end, together)
+        shares = firsts.map(read, num_parallel_calls=_READERS, deterministic=True)
+        if together > 1:
+            shares = shares.unbatch()  # which crashes where a share is empty
         if steps is None:
             shares = shares.apply(
                 tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY)
@@ -192,8 +199,21 @@ class Streaming:
 
         return undecoded.map(decode, num_parallel_calls=self._cores, deterministic=True)
 
-    def _share(self, number: int, replicas: range, num_replicas: int) -> list[np.ndarray]:
-        """The keys, int64 [n, 2], and the leaves of what the source has for one share."""
+    def _read_shares(
+        self, first: int, count: int, replicas: range, num_replicas: int
+    ) -> list[np.ndarray]:
+        """The keys, int64 [n, 2], and the leaves of what the source has for ``count`` shares."""
+        numbers = range(first, first + count)
+        positions = [self._positions(number, replicas, num_replicas) for number in numbers]
+        keys = self.keys(np.concatenate(positions))
+        if not len(keys):
+            rows = tf.nest.map_structure(lambda array: array[:0], self._first)
+        else:
+            rows = self.read(keys[:, 1])
+        return [keys, *tf.nest.flatten(rows)]
+
+    def _positions(self, number: int, replicas: range, num_replicas: int) -> np.ndarray:
+        """The positions of the examples of one share, int64 [n]."""
         step, replica = divmod(number, len(replicas))
         begin = step * self.global_batch_size
         end = begin + self.global_batch_size
@@ -201,13 +221,7 @@ class Streaming:
             end = min(end, self.num_examples)
         size = -(-(end - begin) // num_replicas)
         first = min(begin + replicas[replica] * size, end)
-        positions = np.arange(first, min(first + size, end))
-        keys = self.keys(positions)
-        if not len(keys):
-            rows = tf.nest.map_structure(lambda array: array[:0], self._first)
-        else:
-            rows = self.read(keys[:, 1])
-        return [keys, *tf.nest.flatten(rows)]
+        return np.arange(first, min(first + size, end))
 
     def keys(self, positions: np.ndarray) -> np.ndarray:
         """The epoch and the index of the examples at ``positions``, int64 [n], as int64 [n, 2]."""
