@@ -28,7 +28,7 @@ from processes import Peer, machine, progress, summary
 from ctl.errors import CtlError, UsageError
 from ctl.flags.names import check_model_name
 from ctl.flags.parsing import group, run_command
-from ctl.launch import cluster
+from ctl.launch import THREADS, cluster, threads_of
 
 # Variant -> script and its arguments. A `bound` trains on one fixed batch: it has no input
 # pipeline, and does not learn the task.
@@ -88,10 +88,13 @@ class Job:
         self.variant = variant
         self._peers: list[Peer] = []
         addresses = cluster(workers)["worker"]
+        # As `ctl.launch` and torchrun do, which start processes that share a machine.
+        its_part = threads_of(workers)
+        threads = {n: os.environ.get(n, its_part) for n in (THREADS, "OMP_NUM_THREADS")}
         for index in range(workers):
             task = [f"--workers={','.join(addresses)}", f"--worker_index={index}"]
             command = [*VARIANTS[variant], *arguments, *(task if workers > 1 else [])]
-            self._peers.append(Peer(variant, command))
+            self._peers.append(Peer(variant, command, threads if workers > 1 else None))
 
     def answer(self) -> dict[str, Any]:
         """Waits for all workers and returns the answer of the first, with the CPU time of all.

@@ -42,14 +42,17 @@ started again by itself, while the others go on.
 
   python -m ctl.launch --workers=2 --ps=1 -- python -m ctl.train --strategy=parameter_server …
 
-Each process finds itself and its peers in TF_CONFIG, and what they share in CTL_JOB_SECRET. Exits
-with the first code that is not 0.
+Each process finds itself and its peers in TF_CONFIG, and what they share in CTL_JOB_SECRET, and
+computes with its part of the cores (TF_NUM_INTRAOP_THREADS, unless it is set). Exits with the first
+code that is not 0.
 """
 
 # Not restarted: a wrong flag, a loss that is NaN, a stop by the user.
 _FINAL = (UsageError.exit_code, DivergedError.exit_code, Preempted.exit_code)
 
 _LONGEST_BACKOFF, _LAST_LINES_SECONDS = 30.0, 5.0  # a grandchild may keep a pipe open
+
+THREADS = "TF_NUM_INTRAOP_THREADS"
 
 _WRITING = threading.Lock()
 
@@ -162,6 +165,12 @@ class _Task:
         return self.name.startswith("worker")
 
 
+def threads_of(processes: int) -> str:
+    """The value of `THREADS` with which each of ``processes`` on this machine uses its part of the
+    cores. By default, TensorFlow computes with a thread for each core in every process."""
+    return str(max(1, len(os.sched_getaffinity(0)) // processes))
+
+
 class _Job:
     """One attempt to run all processes."""
 
@@ -184,6 +193,7 @@ class _Job:
         self._environ = {**os.environ, "PYTHONUNBUFFERED": "1"}
         if len(self._tasks) > 1:  # a single worker may have peers on other machines
             self._environ.setdefault(secret.VARIABLE, token_hex(16))
+            self._environ.setdefault(THREADS, threads_of(len(self._tasks)))
         try:
             for task in self._tasks:
                 self._start(task)

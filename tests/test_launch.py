@@ -192,6 +192,18 @@ def test_a_secret_of_the_user_stays(monkeypatch):
     assert finish(start("--workers=2", code=SECRET))[1].split()[2::3] == ["sesame"] * 2
 
 
+THREADS = "print(os.environ.get('TF_NUM_INTRAOP_THREADS'))"
+
+
+def test_the_processes_of_a_job_share_the_cores(monkeypatch):
+    monkeypatch.delenv("TF_NUM_INTRAOP_THREADS", raising=False)
+    each = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert finish(start("--workers=1", code=THREADS))[1].split()[2::3] == ["None"]
+    assert finish(start("--workers=2", code=THREADS))[1].split()[2::3] == [str(each)] * 2
+    monkeypatch.setenv("TF_NUM_INTRAOP_THREADS", "7")
+    assert finish(start("--workers=2", code=THREADS))[1].split()[2::3] == ["7"] * 2
+
+
 def test_gives_up_with_the_last_code():
     status, _, err = finish(
         start("--workers=2", "--max_restarts=1", "--backoff=0", "--grace=1", code="sys.exit(9)")
