@@ -88,9 +88,8 @@ class Job:
         self.variant = variant
         self._peers: list[Peer] = []
         addresses = cluster(workers)["worker"]
-        # As `ctl.launch` and torchrun do, which start processes that share a machine.
-        its_part = threads_of(workers)
-        threads = {n: os.environ.get(n, its_part) for n in (THREADS, "OMP_NUM_THREADS")}
+        # As under `ctl.launch`. The peers of PyTorch have one thread, as under torchrun.
+        threads = {THREADS: os.environ.get(THREADS, threads_of(workers))}
         for index in range(workers):
             task = [f"--workers={','.join(addresses)}", f"--worker_index={index}"]
             command = [*VARIANTS[variant], *arguments, *(task if workers > 1 else [])]

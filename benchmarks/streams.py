@@ -1,6 +1,7 @@
 """What `input_pipeline.py --stream_images=60000` measures: files of images that are decoded anew.
 
-Each kind of pipeline has a process (`peers/stream_reader.py`); blocks are interleaved.
+All rows of ctl share a process (`peers/stream_reader.py`), each row of a peer has one; blocks are
+interleaved.
 """
 
 from __future__ import annotations

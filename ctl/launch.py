@@ -42,9 +42,9 @@ started again by itself, while the others go on.
 
   python -m ctl.launch --workers=2 --ps=1 -- python -m ctl.train --strategy=parameter_server …
 
-Each process finds itself and its peers in TF_CONFIG, and what they share in CTL_JOB_SECRET, and
-computes with its part of the cores (TF_NUM_INTRAOP_THREADS, unless it is set). Exits with the first
-code that is not 0.
+Each process finds itself and its peers in TF_CONFIG, and what they share in CTL_JOB_SECRET. Without
+--ps, each computes with its part of the cores (TF_NUM_INTRAOP_THREADS, unless it is set). Exits
+with the first code that is not 0.
 """
 
 # Not restarted: a wrong flag, a loss that is NaN, a stop by the user.
@@ -193,7 +193,8 @@ class _Job:
         self._environ = {**os.environ, "PYTHONUNBUFFERED": "1"}
         if len(self._tasks) > 1:  # a single worker may have peers on other machines
             self._environ.setdefault(secret.VARIABLE, token_hex(16))
-            self._environ.setdefault(THREADS, threads_of(len(self._tasks)))
+            if not self._has_coordinator:  # which mostly waits, as parameter servers do
+                self._environ.setdefault(THREADS, threads_of(len(self._tasks)))
         try:
             for task in self._tasks:
                 self._start(task)

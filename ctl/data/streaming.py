@@ -21,11 +21,11 @@ from ctl.data.records import BadRecord
 from ctl.data.sources import as_source
 from ctl.errors import UsageError
 
-# Shares that are read at the same time. Threads wait for the disk most of that time.
+# Calls that read at the same time. Threads wait for the disk most of that time.
 _READERS = 4
 
-# Small shares are read together until there are so many examples: a call has a fixed cost.
-_READ_TOGETHER = 256
+# A call has a fixed cost, so it reads several small shares of a worker: at most so much.
+_TOGETHER_EXAMPLES, _TOGETHER_BYTES = 128, 16 << 20
 
 # Bad records in a row after which the data, and not a record, are at fault.
 _BAD_IN_A_ROW = 100
@@ -36,10 +36,9 @@ ON_BAD_RECORD = ("stop", "skip")
 class Streaming:
     """Examples that are read and decoded in every epoch, from a source that gives any of them.
 
-    Training is endless. Every epoch is a new permutation of all examples, which has each once, and
-    batches straddle epochs. The order is a pure function of (seed, epoch, position), so a start
-    costs the same at any step. Evaluation has the examples once, in the order of the source; the
-    last batch may be smaller.
+    Training is endless. Every epoch is a new permutation of all examples, and batches straddle
+    epochs. The order is a pure function of (seed, epoch, position), so a start costs the same at
+    any step. Evaluation has all examples once, in their order; the last batch may be smaller.
 
     Each worker reads and decodes only the examples of its own replicas. The global batches are the
     same for any number of workers and replicas.
@@ -104,13 +103,15 @@ class Streaming:
         self._lock = threading.Lock()
         self._order = Shuffle(self.num_examples, seed, block)
         self._cores = len(os.sched_getaffinity(0))
-        # For `culprit`: more shares than are read and not yet decoded.
+        # For `culprit`: more calls of `read` than are not yet decoded.
         self._read_last: collections.deque = collections.deque(maxlen=16 + 2 * self._cores)
         if hasattr(self._source, "check") and not self.skips:
             self._source.check()
         # All other examples must have the structure, the types and the shapes of the first.
         self._first = self.read(np.zeros(1, np.int64))
         self._spec = tf.nest.map_structure(self._spec_of_row, self._first)
+        rows = (leaf[0] for leaf in tf.nest.flatten(self._first))
+        self._bytes_of_first = 1 + sum(getattr(row, "nbytes", 0) or len(row) for row in rows)
         with explained(self):
             self.example_spec: Any = self._decode_first()
 
@@ -160,10 +161,10 @@ class Streaming:
     def undecoded(self, start_step: int, replicas: range, num_replicas: int) -> tf.data.Dataset:
         """Returns the `shares` as the source gives them: ``(keys, rows)``."""
         batch, width = self.global_batch_size, len(replicas)
-        steps = None if self.training else max(start_step, -(-self.num_examples // batch))
+        steps = max(start_step, -(-self.num_examples // batch))
+        end = tf.int64.max if self.training else width * steps
         static = batch // num_replicas if self.training and batch % num_replicas == 0 else None
-        together = max(1, min(num_replicas, _READ_TOGETHER // static)) if static else 1
-
+        together = self.read_together(num_replicas)
         specs = [tf.TensorSpec([2], tf.int64), *tf.nest.flatten(self._spec)]
 
         def read(first: tf.Tensor) -> Any:
@@ -178,18 +179,25 @@ class Streaming:
                 leaves = [tf.reshape(leaf, [together, static, *leaf.shape[1:]]) for leaf in leaves]
             return leaves[0], tf.nest.pack_sequence_as(self._spec, leaves[1:])
 
-        end = tf.int64.max if steps is None else steps * width
         firsts = tf.data.Dataset.range(start_step * width, end, together)
         shares = firsts.map(read, num_parallel_calls=_READERS, deterministic=True)
         if together > 1:
-            shares = shares.unbatch()  # which crashes where a share is empty
-        if steps is None:
+            shares = shares.unbatch()  # of TensorFlow 2.21 crashes on empty ones: none is here
+        if self.training:
             shares = shares.apply(
                 tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY)
             )
         options = distribution_options()
         options.threading.private_threadpool_size = self._cores + _READERS  # those that read wait
         return shares.with_options(options)
+
+    def read_together(self, num_replicas: int) -> int:
+        """Returns how many shares a call reads; 1 if they are of unequal sizes."""
+        size, rest = divmod(self.global_batch_size, num_replicas)
+        if rest or not self.training:
+            return 1
+        most = min(_TOGETHER_EXAMPLES, _TOGETHER_BYTES // self._bytes_of_first) // size
+        return max(1, min(num_replicas, most))
 
     def decoded(self, undecoded: tf.data.Dataset) -> tf.data.Dataset:
         """Returns the `shares` of what `undecoded` gave: ``(keys, batch)``."""
@@ -373,17 +381,13 @@ class Streaming:
 
     def fingerprint(self) -> dict[str, Any]:
         """Returns what identifies the data and the order; reads no example."""
-        content = getattr(self._source, "content_hash", str)()
-        result = fingerprint(self, hashlib.sha256(content.encode()).hexdigest())
+        content = getattr(self._source, "content_hash", str)().encode()
+        result = fingerprint(self, hashlib.sha256(content).hexdigest())
         return {**result, "order": VERSION, "block": self.block}
 
 
 def read_all(source: Any, on_bad_record: str = "stop", description: str = "") -> Any:
-    """All examples of ``source`` in its order: a nest of arrays [N, ...].
-
-    Raises:
-        UsageError: see `Streaming`.
-    """
+    """All examples of ``source`` in its order: a nest of arrays [N, ...]. Raises as `Streaming`."""
     dataset = Streaming(
         source,
         global_batch_size=256,

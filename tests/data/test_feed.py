@@ -8,8 +8,9 @@ from ctl.data.global_batches import GlobalBatches
 from ctl.private import devices_without_autotuning
 
 
-def taken(strategy, feed, steps):
-    """The next global batches, by calls of a function as the loop has it."""
+def taken(strategy, feed, steps, most):
+    """The next global batches, by calls of a function as the loop has it: at most ``most`` of a
+    block at once."""
 
     @tf.function
     def take(feed, steps):
@@ -17,7 +18,7 @@ def taken(strategy, feed, steps):
         batches = tf.TensorArray(tf.int64, steps, element_shape=[None])
         done = 0
         while done < steps:
-            block, position = next_block(feed, position, steps - done)
+            block, position = next_block(feed, position, tf.minimum(steps - done, most))
             for number in tf.range(block.first, block.end):
                 batch = strategy.run(batch_of, args=(block, number, feed.batches_per_block))
                 parts = strategy.experimental_local_results(batch)
@@ -30,9 +31,10 @@ def taken(strategy, feed, steps):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("most", [1, 32])
 @pytest.mark.parametrize("start", [0, 7])
 @pytest.mark.parametrize("replicas", [0, 1, 2, 4])
-def test_batches_in_blocks_are_those_of_the_dataset(mirrored, replicas, start):
+def test_batches_in_blocks_are_those_of_the_dataset(mirrored, replicas, start, most):
     """Several blocks, over epoch borders, by calls that end in the middle of one."""
     strategy = mirrored(replicas) if replicas else tf.distribute.get_strategy()
     dataset = InMemory(np.arange(50), global_batch_size=12)
@@ -41,7 +43,7 @@ def test_batches_in_blocks_are_those_of_the_dataset(mirrored, replicas, start):
     assert feed.batches_per_block > 1
     got = []
     for steps in (1, 31, 1, 40, 7):
-        batches, feed = taken(strategy, feed, steps)
+        batches, feed = taken(strategy, feed, steps, most)
         got.append(batches)
     np.testing.assert_array_equal(np.concatenate(got), want)
 
@@ -50,7 +52,7 @@ def test_what_is_not_said_to_be_small_comes_one_by_one(mirrored):
     dataset = GlobalBatches(tf.data.Dataset.range(8).batch(4, drop_remainder=True))
     feed = open_feed(dataset, mirrored(2), 0)
     assert feed.position == () and feed.batches_per_block == 1
-    batches, _ = taken(mirrored(2), feed, 3)
+    batches, _ = taken(mirrored(2), feed, 3, most=32)
     assert batches.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [0, 1, 2, 3]]
 
 

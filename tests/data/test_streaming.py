@@ -97,6 +97,19 @@ def test_shares_are_those_that_tensorflow_makes(mirrored, replicas, count):
                 np.testing.assert_array_equal(a, b)
 
 
+def test_small_shares_are_read_together():
+    def together(replicas, of_one=8, **options):
+        examples = np.zeros([64, of_one], np.uint8)
+        dataset = Streaming(examples, global_batch_size=64, **options)
+        return dataset.read_together(replicas)
+
+    assert [together(replicas) for replicas in (1, 2, 8, 64)] == [1, 2, 8, 64]
+    assert together(3) == together(8, training=False) == 1  # shares may be empty
+    assert together(8, of_one=1 << 20) == 1  # a share has 8 MB
+    assert together(64, of_one=1 << 20) == 15
+    assert together(128) == 1
+
+
 def test_keys_are_the_epoch_and_the_index(sources):
     dataset = Streaming(sources["mapped"], global_batch_size=8)
     keys = np.concatenate([keys for keys, _ in dataset.batches().take(25).as_numpy_iterator()])

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 # Of each part, so many elements are timed; after some seconds, fewer.
 _ELEMENTS, _FEW, _SECONDS = 32, 3, 3.0
+_AHEAD = 8  # calls: more than those that read at the same time
 _MS = 1e3
 
 _REMEDY = {
@@ -45,7 +46,7 @@ def input_parts(loop: Loop) -> dict[str, float]:
     parts: dict[str, float] = {}
     if hasattr(dataset, "undecoded"):
         undecoded = dataset.undecoded(0, range(width), replicas)
-        parts["reading"] = width * _seconds(undecoded)
+        parts["reading"] = width * _seconds(undecoded, dataset.read_together(replicas))
         share = dataset.decoded(_again(undecoded))
         parts["decoding"] = width * _seconds(share)
     else:
@@ -91,13 +92,15 @@ def _again(dataset: tf.data.Dataset) -> tf.data.Dataset:
     return again.with_options(dataset.options())
 
 
-def _seconds(elements: Iterable[Any]) -> float:
-    """The seconds between two elements."""
+def _seconds(elements: Iterable[Any], together: int = 1) -> float:
+    """The seconds between two elements, of which ``together`` are made at once."""
     iterator = iter(elements)
-    next(iterator)  # starts threads, and traces
+    for _ in range(1 if together == 1 else _AHEAD * together):
+        next(iterator)  # starts threads, and traces
     start, count = time.perf_counter(), 0
     while count < _FEW or (count < _ELEMENTS and time.perf_counter() < start + _SECONDS):
-        element = next(iterator)
-        count += 1
+        for _ in range(together):
+            element = next(iterator)
+        count += together
     tf.nest.flatten(element, expand_composites=True)[-1].numpy()  # waits for a GPU
     return (time.perf_counter() - start) / count

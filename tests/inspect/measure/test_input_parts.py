@@ -12,7 +12,7 @@ from helpers import make_loop, mlp
 from ctl import workers
 from ctl.data import Augmented, InMemory, Streaming
 from ctl.data.sources import Items
-from ctl.inspect.measure.input_parts import explain, input_parts
+from ctl.inspect.measure.input_parts import _seconds, explain, input_parts
 from ctl.inspect.measure.verdict import bounds
 from ctl.inspect.run_command import _input
 
@@ -51,6 +51,21 @@ def test_the_slow_part_is_named(mirrored, slow):
     assert max(parts, key=parts.get) == slow
     assert parts[slow] > BATCH * SLOW / 8  # the examples of a share sleep in at most 6 threads
     assert f"{slow} " in first and second.startswith(f"{slow.title()} is the bound: try ")
+
+
+def test_elements_that_are_made_at_once():
+    """A thread has made those of several calls before the clock starts."""
+
+    def elements():
+        for number in range(1000):
+            if number % 16 == 0:
+                time.sleep(SLOW)
+            yield tf.constant(number)
+
+    ahead = tf.data.Dataset.from_generator(
+        elements, output_signature=tf.TensorSpec([], tf.int32)
+    ).prefetch(64)
+    assert _seconds(ahead, 16) > 0.8 * SLOW / 16
 
 
 def test_parts_of_other_data(mirrored, monkeypatch):
