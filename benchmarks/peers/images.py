@@ -87,8 +87,8 @@ def build():
 
     from ctl.data.feed import Feed, batch_of, next_block
 
-    def add_up(total, block, number, resident) -> tf.Tensor:
-        batch = batch_of(block, number, feed.batches_per_block)
+    def add_up(total, block, resident) -> tf.Tensor:
+        batch = batch_of(block, block.first, feed.batches_per_block)
         images, labels = on_replica(batch, resident)
         return total + tf.reduce_sum(images) + tf.reduce_sum(tf.cast(labels, tf.float32))
 
@@ -97,10 +97,9 @@ def build():
         position = feed.position
         totals = strategy.run(lambda: tf.zeros([]))
         while steps > 0:
-            block, position = next_block(feed, position, steps)
-            for number in tf.range(block.first, block.end):
-                totals = strategy.run(add_up, args=(totals, block, number, feed.resident))
-            steps -= block.end - block.first
+            block, position = next_block(feed, position, tf.minimum(steps, 1))
+            totals = strategy.run(add_up, args=(totals, block, feed.resident))
+            steps -= 1
         return strategy.reduce(tf.distribute.ReduceOp.SUM, totals, axis=None), position
 
     def reply(steps: int) -> dict[str, float]:
