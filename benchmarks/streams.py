@@ -38,11 +38,10 @@ class Row(NamedTuple):
     request: dict[str, int] = {}
 
 
-TUNED, TUTORIAL = "tf.data, tuned", "tf.data, tutorial"
-PEERS = {TUNED: "tf.data", TUTORIAL: "tutorial", "Grain": "grain"}
+PEERS = {"tf.data, tuned": "tf.data", "tf.data, tutorial": "tutorial", "Grain": "grain"}
 TWO_REPLICAS = {"replicas": 2}
 WORKERS = {f"worker {n + 1} of 2": {"workers": 2, "worker": n} for n in range(2)}
-FIRST_WORKER = "worker 1 of 2"
+FIRST_WORKER = next(iter(WORKERS))
 ROWS = {
     "ctl": Row("ctl"),
     "ctl, blocks of 16": Row("ctl", {"block": 16}),

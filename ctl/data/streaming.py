@@ -163,8 +163,7 @@ class Streaming:
         batch, width = self.global_batch_size, len(replicas)
         steps = max(start_step, -(-self.num_examples // batch))
         end = tf.int64.max if self.training else width * steps
-        static = batch // num_replicas if self.training and batch % num_replicas == 0 else None
-        together = self.read_together(num_replicas)
+        static, together = self.equal_shares(num_replicas)
         specs = [tf.TensorSpec([2], tf.int64), *tf.nest.flatten(self._spec)]
 
         def read(first: tf.Tensor) -> Any:
@@ -191,13 +190,13 @@ class Streaming:
         options.threading.private_threadpool_size = self._cores + _READERS  # those that read wait
         return shares.with_options(options)
 
-    def read_together(self, num_replicas: int) -> int:
-        """Returns how many shares a call reads; 1 if they are of unequal sizes."""
+    def equal_shares(self, num_replicas: int) -> tuple[int | None, int]:
+        """Returns the examples of each share, None if they differ; the shares that a call reads."""
         size, rest = divmod(self.global_batch_size, num_replicas)
         if rest or not self.training:
-            return 1
+            return None, 1
         most = min(_TOGETHER_EXAMPLES, _TOGETHER_BYTES // self._bytes_of_first) // size
-        return max(1, min(num_replicas, most))
+        return size, max(1, min(num_replicas, most))
 
     def decoded(self, undecoded: tf.data.Dataset) -> tf.data.Dataset:
         """Returns the `shares` of what `undecoded` gave: ``(keys, batch)``."""

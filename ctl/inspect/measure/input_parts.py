@@ -46,7 +46,8 @@ def input_parts(loop: Loop) -> dict[str, float]:
     parts: dict[str, float] = {}
     if hasattr(dataset, "undecoded"):
         undecoded = dataset.undecoded(0, range(width), replicas)
-        parts["reading"] = width * _seconds(undecoded, dataset.read_together(replicas))
+        _, together = dataset.equal_shares(replicas)
+        parts["reading"] = width * _seconds(undecoded, together)
         share = dataset.decoded(_again(undecoded))
         parts["decoding"] = width * _seconds(share)
     else:
