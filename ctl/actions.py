@@ -126,7 +126,8 @@ class Every:
         due = due or self._crossed(status.step) or self._elapsed(now)
         self._step = status.step
         if due:
-            self._fired_at, self._timer = status.step, now
+            # An older state may be restored after the final call, and trained to the same step.
+            self._fired_at, self._timer = None if status.final else status.step, now
             self.action(status)
 
     def _crossed(self, step: int) -> bool:

@@ -248,7 +248,7 @@ class BaseStep(Overridable):
                 f"metric {self.parts.metrics[0].name} is an attribute of the step, whose updates "
                 "by several replicas would be lost with this strategy: give it as one of metrics"
             )
-        metrics = [v.value for m in self._all_metrics() for v in m.variables]
+        metrics = [v.value for m in self.all_metrics() for v in m.variables]
         own = [*self.parts.own, *self.of_replicas.variables]
         for variable in [*(v.value for v in self.model.variables), *own, *metrics]:
             if not strategy.extended.variable_created_in_scope(variable):
@@ -293,7 +293,7 @@ class BaseStep(Overridable):
         Raises:
             UsageError: see `ctl.logged.Logged.add`.
         """
-        self.logged.add(name, value, reduce, [metric.name for metric in self._all_metrics()])
+        self.logged.add(name, value, reduce, [metric.name for metric in self.all_metrics()])
 
     def results(self) -> dict[str, float]:
         """Values by name, over all replicas, since the last `reset_metrics`: of ``self.metrics``,
@@ -303,7 +303,7 @@ class BaseStep(Overridable):
         """
         # A worker that hangs in a user's `result` must not look as if it waited for others.
         with watchdog.collective("reading the metrics"):
-            metrics = self._all_metrics()
+            metrics = self.all_metrics()
             totals = [[tf.identity(v.value) for v in m.variables] for m in metrics]
         values: dict[str, Any] = {}
         with watchdog.host("the results of the metrics"):
@@ -315,10 +315,11 @@ class BaseStep(Overridable):
     def reset_metrics(self) -> None:
         """Resets what `results` returns."""
         self.logged.reset()
-        for metric in self._all_metrics():
+        for metric in self.all_metrics():
             metric.reset_state()
 
-    def _all_metrics(self) -> list[keras.metrics.Metric]:
+    def all_metrics(self) -> list[keras.metrics.Metric]:
+        """``self.metrics``, and those that are attributes of their own."""
         return [*self.metrics, *self.parts.metrics]
 
 

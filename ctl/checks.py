@@ -10,6 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from ctl import replicas
+from ctl.checkpoint.refusals import require_restored
 from ctl.errors import UsageError
 
 _CONTRACTS = {
@@ -106,18 +107,47 @@ def check_apart(step: Any) -> None:
         )
 
 
+def check_evaluator(step: Any, dataset: Any, evaluator: Any) -> None:
+    """Refuses an evaluation that would mix its results with those of the training.
+
+    Raises:
+        UsageError: the training step and the evaluation step share a metric, or a class has one
+            label in ``dataset`` and another in the data of the evaluation.
+    """
+    trained = {id(metric) for metric in step.all_metrics()}
+    for metric in evaluator.step.all_metrics():
+        if id(metric) in trained:
+            raise UsageError(
+                f"metric {metric.name} is in the training step and in the evaluation step, which "
+                "resets it: make one for each"
+            )
+    for data in evaluator.datasets:
+        names, others = (getattr(d.info, "class_names", ()) for d in (dataset, data))
+        labels = {name: label for label, name in enumerate(names)}
+        for label, name in enumerate(others if len(labels) == len(names) else ()):
+            if labels.get(name, label) != label:
+                raise UsageError(
+                    f"class {name} has label {labels[name]} in {dataset.info.name} and {label} in "
+                    f"{data.info.name}, which it is evaluated on: number the classes of both alike "
+                    "(ImageFolder has classes=)"
+                )
+
+
 def check_loop(loop: Any) -> None:
-    """Refuses what was changed after the loop was made, and would have no effect.
+    """Refuses what was changed after the loop was made and would have no effect, or was left out.
 
     Raises:
         UsageError: layers were frozen or unfrozen; the step, the data or the strategy of the loop
-            are others; the optimizer has another learning rate, and there is a schedule; or
-            ``jit_compile`` was set, which the model cannot have.
+            are others; the optimizer has another learning rate, and there is a schedule;
+            ``jit_compile`` was set, which the model cannot have; or the directory of the
+            checkpoints has a run that was not restored.
     """
     step, steps = loop.step, loop.steps
     for name in ("step", "dataset", "strategy"):
         if getattr(loop, name) is not getattr(steps, name):
             raise UsageError(f"the {name} of the loop has changed: make a new loop")
+    if loop.checkpoints:
+        require_restored(loop.checkpoints.directory, loop.checkpoints.unrestored)
     step.settings.check_rate(step)
     for check in (replicas.check_central_storage, replicas.check_synchronized):
         check(step.strategy, step.parts.layer, step.accumulate_steps, step.jit_compile)

@@ -64,6 +64,11 @@ class Evaluator:
         self._settings = Settings(step)
         self.others = {name: self.on(dataset) for name, dataset in (others or {}).items()}
 
+    @property
+    def datasets(self) -> list[Any]:
+        """``dataset``, and those of ``others``."""
+        return [self.dataset, *(other.dataset for other in self.others.values())]
+
     def on(self, dataset: Any) -> Evaluator:
         """Returns an evaluator of the same model on another ``dataset``."""
         return Evaluator(self.step, dataset, strategy=self.strategy)

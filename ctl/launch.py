@@ -223,7 +223,7 @@ class _Job:
 
     def wait(self, received: list[int], grace: float) -> int:
         """Waits for all; ends the rest when one fails or a signal arrives. Returns the code."""
-        passed_on = 0
+        passed_on, deadline = 0, 0.0
         while True:
             if self._has_coordinator and not received:
                 self._restart_workers()
@@ -232,8 +232,10 @@ class _Job:
                 name, code = self._cause()
                 _say(f"{name} {_how(code)}; ending the others")
                 # Ask at once if the coordinator failed: servers it has not reached would wait.
-                asked = received or name.startswith("chief")
-                self.end(grace, signal.SIGTERM if asked else None)
+                if passed_on:  # the others have the signal, and the rest of the grace
+                    self._wait_until_ended(deadline - time.monotonic())
+                    grace = 0.0
+                self.end(grace, at_once=bool(received) or name.startswith("chief"))
                 return 128 - code if code < 0 else code
             if all(code == 0 for code in codes.values()):
                 self.end(grace if self._has_coordinator else 0.0)
@@ -282,10 +284,10 @@ class _Job:
                 return (others or failed)[0]
             time.sleep(0.05)
 
-    def end(self, grace: float, first: int | None = None) -> None:
-        """Sends SIGTERM after half of ``grace`` seconds, or at once with a ``first`` signal; kills
-        the process groups after the rest."""
-        if first is None and grace:
+    def end(self, grace: float, *, at_once: bool = False) -> None:
+        """Sends SIGTERM after half of ``grace`` seconds, or ``at_once``; kills the process groups
+        after the rest."""
+        if grace and not at_once:
             self._wait_until_ended(grace / 2)  # processes that lost a peer end by themselves
             grace /= 2
         if grace:

@@ -31,7 +31,7 @@ from absl import logging
 from ctl import noinline, phases, share, workers
 from ctl.actions import STOP, Action, EvalAction
 from ctl.checkpoint.manager import CheckpointManager, Saved
-from ctl.checks import check_loop
+from ctl.checks import check_evaluator, check_loop
 from ctl.control import code
 from ctl.control.agreement import agree
 from ctl.control.divergence import Divergence
@@ -148,7 +148,8 @@ class Loop:
         checkpoints: used by `save` and `restore`.
         actions: called with a `Status` after each call of `Steps.run`. If an action has a method
             ``steps_until_due(step) -> int`` (see `ctl.actions.Every`), a call ends at that step.
-        eval_actions: called with ``(step, results)`` after each evaluation; may return `STOP`.
+        eval_actions: called with ``(step, results)`` after each evaluation; may return `STOP`. What
+            they change is saved with the next checkpoint: that of ``step`` is written before.
         steps_per_loop: maximum steps per call; by default, as many as fit in half a second.
 
     Attributes:
@@ -186,6 +187,8 @@ class Loop:
         self._several_workers = workers.watch(self.strategy)
         with workers.watching_variables(self.strategy):
             step.build(self.strategy, schedule)
+        if evaluator:
+            check_evaluator(step, self.dataset, evaluator)
         if checkpoints:
             watchdog.finish_first(checkpoints.wait)
             checkpoints.note_constants(state_of(self))
@@ -276,6 +279,7 @@ class Loop:
     def _ended(self, before: int, total: int) -> dict[str, float]:
         """Handles the end of the data in a call that began at step ``before``."""
         step = self._feed_step = self.global_step
+        self._divergence.check_weights(self, step)
         self._evaluated = self._evaluated if step == before else None
         self.scalars.rates = self.step.updater.learning_rates(step - 1)
         workers.check_all_ended(self.strategy, step)

@@ -82,6 +82,16 @@ def test_every_goes_on_after_an_older_state_is_restored():
     assert steps == [60, 40, 20]
 
 
+def test_every_ends_again_after_an_older_state_is_restored():
+    steps = []
+    every = Every(lambda s: steps.append(s.step), steps=50)
+    for _ in range(2):
+        every(status(100, until=120))
+        every(status(120, until=120))
+    every(status(120, until=120))  # restored at 100, and trained in one call
+    assert steps == [100, 120, 100, 120, 120]
+
+
 class Clock:
     def __init__(self):
         self.now = 1000.0

@@ -6,11 +6,15 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import CLASSES, FEATURES, make_loop, mlp
+from helpers import CLASSES, FEATURES, examples, make_loop, mlp
 from keras import layers
 
+from ctl.data import InMemory
+from ctl.data.dataset import DatasetInfo
 from ctl.errors import UsageError
-from ctl.step import TrainStep
+from ctl.evaluator import Evaluator
+from ctl.loop import Loop
+from ctl.step import EvalStep, TrainStep
 
 
 def test_what_an_earlier_release_would_have_used_is_refused():
@@ -122,3 +126,31 @@ def test_gradients_of_chosen_variables():
     for others in weights[1:]:
         for a, b in zip(weights[0], others, strict=True):
             np.testing.assert_allclose(a, b, atol=1e-6)
+
+
+def test_an_evaluation_has_metrics_of_its_own():
+    metric = keras.metrics.SparseCategoricalAccuracy("accuracy")
+    model = mlp()
+    data = InMemory(examples(32), global_batch_size=16, training=False)
+    evaluator = Evaluator(EvalStep(model, metrics=[metric]), data)
+    step = TrainStep(model, keras.optimizers.SGD(0.1), metrics=[metric])
+    with pytest.raises(UsageError, match="^metric accuracy is in the training step and in the ev"):
+        Loop(step, InMemory(examples(32), global_batch_size=16), evaluator=evaluator)
+
+
+def test_a_class_has_one_label():
+    def data(names, **options):
+        info = DatasetInfo("folder", num_classes=CLASSES, class_names=names)
+        return InMemory(examples(32), global_batch_size=16, info=info, **options)
+
+    def make(trained, evaluated):
+        model = mlp()
+        evaluator = Evaluator(
+            EvalStep(model), data(("a", "b")), others={"other": data(evaluated, training=False)}
+        )
+        return Loop(TrainStep(model, keras.optimizers.SGD(0.1)), data(trained), evaluator=evaluator)
+
+    for alike in (("a", "b", "c"), ("a", "b"), (), ("x", "y", "z")):
+        make(("a", "b", "c"), alike)
+    with pytest.raises(UsageError, match="^class c has label 2 in folder and 1 in folder, which "):
+        make(("a", "b", "c"), ("a", "c"))

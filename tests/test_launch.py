@@ -369,3 +369,22 @@ def test_a_parameter_server_or_coordinator_ends_the_job(kind, name):
     status, _, err = finish(start("--workers=2", "--ps=1", "--grace=1", command=role(code)))
     assert status == 7
     assert f"[launch] {name} exited with 7; ending the others" in err
+
+
+def test_others_may_finish_after_a_signal():
+    """One worker ends at once; another, which a second signal would kill, takes its time."""
+    code = (
+        "import signal\n"
+        "def stop(*_):\n"
+        "    signal.signal(15, signal.SIG_DFL)\n"
+        "    time.sleep(2 * task)\n"
+        "    print('saved', flush=True)\n"
+        "    os._exit(42)\n"
+        "signal.signal(15, stop); print('up', flush=True); time.sleep(100)"
+    )
+    process = start("--workers=2", code=code)
+    assert [process.stdout.readline().strip()[-2:] for _ in range(2)] == ["up", "up"]
+    process.send_signal(signal.SIGTERM)
+    status, out, _ = finish(process)
+    assert status == 42
+    assert out.count("saved") == 2

@@ -28,17 +28,19 @@ EVALUATED = 51  # three batches of 16 and one of 3
 class Journal:
     """A loop on pretended steps whose evaluations are noted, with what was on the disk then."""
 
+    datasets = ()
+
     def __init__(self, directory, monkeypatch, *, fail_at=None, **options):
         self.events: list[tuple] = []
         self.fail_at = fail_at
         self.loop = make_loop(
             directory=directory,
-            evaluator=self,
             actions=[lambda s: self.events.append(("train", s.step, s.until, s.final))],
             eval_actions=[lambda step, results: self.events.append(("evaluated", step, results))],
             steps_per_loop=100,
             **options,
         )
+        self.loop.evaluator = self
         Pretend(self.loop, monkeypatch)
 
     def run(self, on_wake, asked_to_stop):

@@ -13,6 +13,8 @@ from helpers import BATCH, assert_replicas_agree, examples, make_loop, mlp
 from ctl.actions import Every
 from ctl.checkpoint import durable
 from ctl.data import InMemory
+from ctl.data.sources import Items
+from ctl.data.streaming import Streaming
 from ctl.errors import CheckpointError, DivergedError, UsageError
 from ctl.step import TrainStep
 
@@ -154,3 +156,16 @@ def test_without_checkpoints_or_evaluator(method):
         getattr(loop, method)()
     with pytest.raises(UsageError, match=r"no evaluator: give Loop\(evaluator"):
         loop.evaluate()
+
+
+def test_an_example_that_cannot_be_read_is_named():
+    features, labels = examples(64)
+
+    def example(number):
+        if number == 41:
+            raise OSError("no such picture")
+        return features[number], labels[number]
+
+    data = Streaming(Items(range(64), example), global_batch_size=BATCH)
+    with pytest.raises(UsageError, match="the data are damaged: items, example 41: OSError"):
+        make_loop(data=data).train(8)

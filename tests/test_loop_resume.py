@@ -20,8 +20,10 @@ from helpers import (
     precision,
 )
 
+from ctl.actions import Every
 from ctl.checkpoint import CheckpointManager
 from ctl.data import GlobalBatches, InMemory
+from ctl.errors import DivergedError, UsageError
 from ctl.loop import Loop
 from ctl.schedule import make_schedule
 from ctl.step import TrainStep
@@ -228,6 +230,42 @@ def test_data_that_end_leave_a_whole_step(mirrored, caplog, replicas):
     assert "ended after step 23, before step 30" in caplog.text
     assert np.isfinite(scalars["loss"]) and scalars["loss"] > 0
     assert_same(bits(loop), bits(want))
+
+
+def test_data_that_end_hide_no_divergence():
+    """The losses of the call that finds the end are not known, so its weights are looked at."""
+    features, labels = examples(23 * BATCH)
+    features[-3 * BATCH :] = np.nan
+
+    def ending(features):
+        return GlobalBatches(
+            tf.data.Dataset.from_tensor_slices((features, labels)).batch(BATCH), training=False
+        )
+
+    loop = make_loop(data=ending(features), steps_per_loop=10)
+    with pytest.raises(DivergedError, match="is not finite at step 23, where the data ended"):
+        loop.train(30)
+    windows = []
+    log = Every(lambda s: (windows.append(s.scalars()), s.reset()), steps=10)
+    whole = ending(examples(23 * BATCH)[0])
+    loop = make_loop(data=whole, steps_per_loop=10, actions=[log])
+    assert "loss" not in loop.train(30)  # of the steps after the last record, which none knows
+    assert [("loss" in window) for window in windows] == [True, True, False]
+
+
+def test_a_run_is_not_mixed_with_another(tmp_path):
+    first = make_loop(directory=tmp_path)
+    first.train(3)
+    first.save(wait=True)
+    first.checkpoints.close()
+    again = make_loop(directory=tmp_path)
+    with pytest.raises(UsageError, match="has a run, up to step 3: continue it by restore"):
+        again.train(3)
+    assert again.global_step == 0
+    again.restore()
+    again.train(5)
+    again.save(wait=True)
+    assert again.checkpoints.latest().step == 5
 
 
 @pytest.mark.parametrize("in_blocks", [True, False])

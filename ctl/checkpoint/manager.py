@@ -48,6 +48,7 @@ class CheckpointManager:
     Attributes:
       code: the step that writes, see `ctl.control.code.identity`; the loop sets it. `restore`
         refuses a checkpoint of another class. ``None``: no check.
+      unrestored: the latest checkpoint when the directory was opened, until one is restored.
     """
 
     def __init__(
@@ -105,10 +106,10 @@ class CheckpointManager:
         self._constants: dict[tuple[str, int], tf.Tensor] = {}
         self._lock = None if read_only else self._open_for_writing()
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="ctl-checkpoint")
-        latest = self.latest()
+        self.unrestored = self.latest()
         # The last step in the history of this run. A later checkpoint is damaged, or was written
         # before the run went back to an earlier step. `save` deletes it when it passes its step.
-        self._committed = latest.step if latest else -1
+        self._committed = self.unrestored.step if self.unrestored else -1
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -151,11 +152,13 @@ class CheckpointManager:
         An intact checkpoint of ``step`` in the history of this run stays as it is.
 
         Raises:
-          UsageError: ``step`` is negative, or a key of ``state`` cannot be stored.
+          UsageError: ``step`` is negative, a key of ``state`` cannot be stored, or the directory
+            had checkpoints and none was restored.
           DivergedError: the state is not finite; nothing is written.
           CheckpointError: the previous write failed, or this one if the call waits for it.
         """
         self._require_writer()
+        refusals.require_restored(self.directory, self.unrestored)
         self.wait()
         step = operator.index(step)
         if step < 0:
@@ -258,9 +261,9 @@ class CheckpointManager:
                 f"No checkpoint of step {step} in {self.directory} to add metrics to ({damage}); "
                 "evaluate before retention deletes it, or raise keep"
             ) from damage
-        saved = manifest.annotated(saved, metrics, stopped)
         try:
-            manifest.dump(saved, saved.path, via=self.directory)
+            annotated = manifest.annotated(saved, metrics, stopped)
+            manifest.dump(annotated, saved.path, via=self.directory)
             self._apply_retention()
         except OSError as error:
             doing = f"add metrics to the checkpoint of step {step}"
@@ -336,7 +339,7 @@ class CheckpointManager:
                 for variable in group:
                     variable.assign(values[key].pop(0))
             self.note_constants(state)
-            self._committed = saved.step
+            self._committed, self.unrestored = saved.step, None
             later = [step for step in manifest.paths(self.directory) if step > saved.step]
             if self._lock and later:
                 logging.warning(
@@ -361,11 +364,9 @@ class CheckpointManager:
         """Waits until `latest` is beyond ``after_step``; ``None`` after ``timeout`` seconds."""
         deadline = time.monotonic() + timeout
         while True:
-            saved = self.latest()
-            if saved is not None and saved.step > after_step:
+            if (saved := self.latest()) and saved.step > after_step:
                 return saved
-            left = deadline - time.monotonic()
-            if left <= 0:
+            if (left := deadline - time.monotonic()) <= 0:
                 return None
             time.sleep(min(poll_seconds, left))
 

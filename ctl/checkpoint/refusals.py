@@ -46,6 +46,20 @@ def failure(directory: Path, doing: str, error: Exception, needed: int = 0) -> C
     )
 
 
+def require_restored(directory: Path, unrestored: Saved | None) -> None:
+    """Raises `UsageError` if a run would write among the checkpoints of another.
+
+    Args:
+        directory: of the checkpoints.
+        unrestored: see `CheckpointManager`.
+    """
+    if unrestored:
+        raise UsageError(
+            f"{directory} has a run, up to step {unrestored.step}: continue it by restore(), or "
+            "choose another directory"
+        )
+
+
 def check_options(
     directory: str | os.PathLike[str],
     *,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+import tensorflow as tf
 from absl import logging
 
 from ctl import workers
@@ -67,6 +68,16 @@ class Divergence:
                 f"the last {self._skipped_in_a_row} updates were skipped, their gradients were not "
                 f"finite (step {step})"
             )
+
+    def check_weights(self, loop: Loop, step: int) -> None:
+        """Checks what a call has left that found the end of the data, and so has no losses.
+
+        Raises:
+            DivergedError: a weight is not finite.
+        """
+        for variable in loop.step.trained:
+            if not tf.reduce_all(tf.math.is_finite(variable)):
+                self._end(f"{variable.name} is not finite at step {step}, where the data ended")
 
     def _end(self, what: str) -> None:
         good = None

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ctl import share, workers
 from ctl.control.signals import StopRequested
+from ctl.data.explained import explained
 from ctl.errors import Preempted
 
 if TYPE_CHECKING:
@@ -25,11 +26,14 @@ def ending_well(loop: Loop, doing: str) -> Iterator[None]:
     Raises:
         Preempted: a signal asked to stop; the state was saved.
         PeerError: a worker was lost.
-        UsageError: a check in the graph failed, see `share.refusals`.
+        UsageError: a check in the graph failed, see `share.refusals`; or the data cannot be read,
+            see `explained`.
     """
+    datasets = [loop.dataset, *(loop.evaluator.datasets if loop.evaluator else ())]
     try:
         with (
             workers.naming_lost_peers(loop.strategy, doing, lambda: loop.global_step),
+            explained(*datasets),
             share.refusals(),
         ):
             yield

@@ -12,8 +12,8 @@ import tensorflow_datasets as tfds
 from ctl.data import tfds_source
 from ctl.data.dataset import DatasetInfo
 from ctl.data.in_memory import InMemory
-from ctl.data.load import default_split, in_memory_or_streamed
-from ctl.data.streaming import Streaming, read_all
+from ctl.data.load import default_split, in_memory_or_streamed, read_all
+from ctl.data.streaming import Streaming
 from ctl.data.tfds_split import Split
 from ctl.errors import UsageError
 

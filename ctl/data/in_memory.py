@@ -55,7 +55,7 @@ class InMemory:
         Raises:
             UsageError: lengths differ, there are no examples, or fewer than a training batch.
         """
-        self.arrays = tf.nest.map_structure(np.asarray, arrays)
+        self.arrays = tf.nest.map_structure(_native, arrays)
         lengths: set[Any] = {a.shape[0] if a.ndim else None for a in tf.nest.flatten(self.arrays)}
         if len(lengths) != 1 or None in lengths:
             raise UsageError(
@@ -149,6 +149,12 @@ class InMemory:
             content.update(f"{array.dtype.str}{array.shape}".encode())
             content.update(np.ascontiguousarray(array).data)
         return fingerprint(self, content.hexdigest())
+
+
+def _native(array: Any) -> np.ndarray:
+    """An array in this machine's order of bytes, which files of other machines may not have."""
+    array = np.asarray(array)
+    return array.astype(array.dtype.newbyteorder("="), copy=False)
 
 
 # TensorFlow gathers these dtypes on a CPU only, so on a GPU every step would copy all data to the

@@ -8,6 +8,7 @@ that is damaged, or of other files, is made again.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -30,6 +31,8 @@ _SHOW_SECONDS, _KEEP_SECONDS = 2.0, 1.0
 # Begins the first line of an index. Change it with its format.
 _MAGIC = "ctl index 1"
 
+_OPEN_FILES = 256
+
 
 def local(path: str | os.PathLike[str]) -> Path:
     """``path``, with ``~`` as the home directory. Raises `UsageError` for one of remote storage."""
@@ -51,6 +54,14 @@ def readable(path: str | os.PathLike[str]) -> Iterator[None]:
     except OSError as error:
         what = error.strerror or error
         raise UsageError(f"{error.filename or path} cannot be read: {what}") from error
+
+
+def opener(paths: Sequence[Path]) -> Callable[[int], Any]:
+    """Returns a function that opens a file of ``paths`` by its number, and keeps 256 of them open.
+
+    A file that it lets go is closed when the last thread has read from it.
+    """
+    return functools.lru_cache(_OPEN_FILES)(lambda number: open(paths[number], "rb"))  # noqa: SIM115
 
 
 def offsets(
@@ -124,6 +135,8 @@ def _keep(path: Path, files: Sequence[Any], parts: Sequence[np.ndarray]) -> None
 def _kept(path: Path, files: Sequence[Any]) -> list[np.ndarray] | None:
     """The kept index of ``files``; None if there is none that is whole and of these files."""
     try:
+        if cache.why_not(path.parent):  # whoever can write there could choose what is read
+            return None
         with open(path, "rb") as file:
             line = file.readline()
         header = json.loads(line)

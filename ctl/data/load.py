@@ -13,8 +13,9 @@ import tensorflow_datasets as tfds
 
 from ctl.data import tfds_source
 from ctl.data.dataset import DatasetInfo, check_batch_size
+from ctl.data.explained import explained
 from ctl.data.in_memory import InMemory
-from ctl.data.streaming import Streaming, read_all
+from ctl.data.streaming import Streaming
 from ctl.data.tfds_source import Source
 
 
@@ -137,6 +138,20 @@ def load(
         training=training,
         seed=seed,
     )
+
+
+def read_all(source: Any, on_bad_record: str = "stop", description: str = "") -> Any:
+    """All examples of ``source`` in its order: a nest of arrays [N, ...]. Raises as `Streaming`."""
+    dataset = Streaming(
+        source,
+        global_batch_size=256,
+        training=False,
+        on_bad_record=on_bad_record,
+        description=description,
+    )
+    with explained(dataset):
+        parts = [batch for _, batch in dataset.batches().as_numpy_iterator()]
+    return tf.nest.map_structure(lambda *leaves: np.concatenate(leaves), *parts)
 
 
 def _read(source: Source, on_bad_record: str, description: str) -> tuple[np.ndarray, np.ndarray]:

@@ -14,12 +14,25 @@ import threading
 
 import numpy as np
 
+from ctl.errors import UsageError
+
 # Identifies the order in fingerprints. Change it with any change of the order.
 VERSION = "a function of seed, epoch and position, 1"
 
 _IN_MEMORY = 1 << 22  # 16 MiB as int32, of which three are kept
 _ROUNDS = 8
 _MASK64 = (1 << 64) - 1
+
+
+def check_block(block: int, num_examples: int, training: bool) -> None:
+    """Raises `UsageError` if a training cannot be shuffled in blocks of so many examples."""
+    if block < 1:
+        raise UsageError(f"the block of a shuffle must be at least 1, not {block}")
+    if training and block > 1 and num_examples < 2 * block:
+        raise UsageError(
+            f"with blocks of {block}, nothing of {num_examples} examples is shuffled: make the "
+            f"block (--shuffle_block) at most {max(1, num_examples // 2)}"
+        )
 
 
 class Shuffle:

@@ -16,7 +16,6 @@ from ctl.errors import UsageError
 # A record of a TFRecord file is its length (8 bytes), the checksum of that (4), data, and the
 # checksum of these (4), all little-endian. See tensorflow/core/lib/io/record_writer.h.
 _HEADER, _FOOTER = 12, 4
-_OPEN_FILES = 256
 _INDEXED_AT_ONCE = 1 << 16
 
 
@@ -100,8 +99,7 @@ class TFRecords(Records):
 
     @functools.cached_property
     def _file(self) -> Callable[[int], Any]:
-        # A file that leaves the cache is closed when the last thread has read from it.
-        return functools.lru_cache(_OPEN_FILES)(lambda file: open(self.paths[file], "rb"))  # noqa: SIM115
+        return index.opener(self.paths)
 
     def read(self, indices: np.ndarray) -> list[bytes]:
         """Returns the records at ``indices``, int64 [n]. Neighbours are read together.

@@ -228,7 +228,7 @@ class JsonLines(Items):
             raise UsageError(f"{name}: there are no files to read")
         self._offsets = index.offsets(self._paths, _lines, "lines")
         self._ends = np.cumsum([len(offsets) - 1 for offsets in self._offsets])
-        self._files = [open(path, "rb") for path in self._paths]  # noqa: SIM115
+        self._file = index.opener(self._paths)
         super().__init__(self, example, name=name)
 
     def __len__(self) -> int:
@@ -241,7 +241,8 @@ class JsonLines(Items):
     def __getitem__(self, number: int) -> Any:
         file, line = self._locate(number)
         begin, end = self._offsets[file][line : line + 2].tolist()
-        return json.loads(os.pread(self._files[file].fileno(), end - begin, begin))
+        opened = self._file(file)  # while it has a name, no other thread closes it
+        return json.loads(os.pread(opened.fileno(), end - begin, begin))
 
     def where(self, index: int) -> str:
         """See `Source`."""
@@ -274,13 +275,30 @@ class ImageFolder:
     Args:
         folder: of the folders.
         image_shape: [H, W, C]; images of other sizes are resized.
+        classes: names of all classes, in the order of the labels; by default those of the folders.
+            Give the test data those of the training data, ``train.info.class_names``: a class that
+            has no folder there would shift the labels of the classes after it.
+
+    Raises:
+        UsageError: the folder is missing, has no images, or has a folder that is no class.
     """
 
-    def __init__(self, folder: str | os.PathLike, image_shape: tuple[int, int, int]):
+    def __init__(
+        self,
+        folder: str | os.PathLike,
+        image_shape: tuple[int, int, int],
+        classes: Sequence[str] | None = None,
+    ):
         self._folder, self._image_shape = index.local(folder), image_shape
         with index.readable(folder):
-            classes = sorted(entry.name for entry in self._folder.iterdir() if entry.is_dir())
-            names = [sorted(self._images(self._folder / name)) for name in classes]
+            found = sorted(entry.name for entry in self._folder.iterdir() if entry.is_dir())
+            classes = found if classes is None else list(classes)
+            if unknown := [name for name in found if name not in classes]:
+                raise UsageError(f"{folder} has a folder {unknown[0]}, which is no class")
+            names = [
+                sorted(self._images(self._folder / name)) if name in found else []
+                for name in classes
+            ]
         if not any(names):
             raise UsageError(
                 f"{folder} has no images: it needs a folder for each class, with files "

@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import os
 import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -16,16 +17,20 @@ from absl import logging
 from ctl.data.callbacks import for_graph, own_memory
 from ctl.data.dataset import DatasetInfo, check_batch_size, distribution_options, fingerprint
 from ctl.data.explained import NO_CLASS, explained
-from ctl.data.order import VERSION, Shuffle
+from ctl.data.order import VERSION, Shuffle, check_block
 from ctl.data.records import BadRecord
 from ctl.data.sources import as_source
 from ctl.errors import UsageError
+from ctl.user_code import converted
 
 # Calls that read at the same time. Threads wait for the disk most of that time.
 _READERS = 4
 
 # A call has a fixed cost, so it reads several small shares of a worker: at most so much.
 _TOGETHER_EXAMPLES, _TOGETHER_BYTES = 128, 16 << 20
+
+# Nobody waits longer for the name of an example that cannot be decoded.
+_CULPRIT_SECONDS = 10.0
 
 # Bad records in a row after which the data, and not a record, are at fault.
 _BAD_IN_A_ROW = 100
@@ -86,8 +91,7 @@ class Streaming:
         self.decodes = hasattr(self._source, "decode")
         self.num_examples = len(self._source)
         check_batch_size(global_batch_size, self.num_examples, training)
-        if block < 1:
-            raise UsageError(f"the block of a shuffle must be at least 1, not {block}")
+        check_block(block, self.num_examples, training)
         if on_bad_record not in ON_BAD_RECORD:
             raise UsageError(f"on_bad_record must be stop or skip, not {on_bad_record!r}")
         self.global_batch_size = global_batch_size
@@ -127,7 +131,7 @@ class Streaming:
         """The specs of a decoded example. TensorFlow knows which sizes vary."""
         if not self.decodes:
             return self._spec
-        self._decode_row = tf.function(self._source.decode, autograph=False)
+        self._decode_row = tf.function(self._source.decode)
         traced = self._decode_row.get_concrete_function(self._spec).structured_outputs
         if not self.skips:
             self._decode_row(
@@ -326,7 +330,7 @@ class Streaming:
         """An example of its index, int64 [], and what `read` gave for it."""
         if not self.decodes:
             return pair[1]
-        return self._decode_or_skip(pair) if self.skips else self._source.decode(pair[1])
+        return self._decode_or_skip(pair) if self.skips else converted(self._source.decode)(pair[1])
 
     def _decode_or_skip(self, pair: tuple[tf.Tensor, Any]) -> Any:
         """An example, or the first after it that can be decoded. Only a dataset drops errors."""
@@ -341,9 +345,9 @@ class Streaming:
             )
             for leaf, spec in zip(leaves, specs, strict=True):
                 leaf.set_shape(spec.shape)
-            return self._source.decode(tf.nest.pack_sequence_as(self._spec, leaves))
+            return converted(self._source.decode)(tf.nest.pack_sequence_as(self._spec, leaves))
 
-        own = tf.data.Dataset.from_tensors(0).map(lambda _: self._source.decode(row))
+        own = tf.data.Dataset.from_tensors(0).map(lambda _: converted(self._source.decode)(row))
         others = tf.data.Dataset.range(1, _BAD_IN_A_ROW).map(decode)
         candidates = own.ignore_errors().concatenate(others.ignore_errors())
         return candidates.take(1).get_single_element()
@@ -356,9 +360,10 @@ class Streaming:
         return [leaf[0] for leaf in tf.nest.flatten(rows)]
 
     def culprit(self) -> str:
-        """Which of the examples that were read last cannot be decoded; "" if all can."""
+        """Which of the examples that were read last cannot be decoded; "" if none was found."""
+        until = time.monotonic() + _CULPRIT_SECONDS
         for indices in list(self._read_last) if self.decodes else ():
-            for index in indices.tolist():
+            for index in indices.tolist() if time.monotonic() < until else ():
                 row = tf.nest.map_structure(
                     lambda leaf: tf.constant(leaf[0]), self.read(np.array([index]))
                 )
@@ -383,17 +388,3 @@ class Streaming:
         content = getattr(self._source, "content_hash", str)().encode()
         result = fingerprint(self, hashlib.sha256(content).hexdigest())
         return {**result, "order": VERSION, "block": self.block}
-
-
-def read_all(source: Any, on_bad_record: str = "stop", description: str = "") -> Any:
-    """All examples of ``source`` in its order: a nest of arrays [N, ...]. Raises as `Streaming`."""
-    dataset = Streaming(
-        source,
-        global_batch_size=256,
-        training=False,
-        on_bad_record=on_bad_record,
-        description=description,
-    )
-    with explained(dataset):
-        parts = [batch for _, batch in dataset.batches().as_numpy_iterator()]
-    return tf.nest.map_structure(lambda *leaves: np.concatenate(leaves), *parts)

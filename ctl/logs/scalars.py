@@ -51,8 +51,9 @@ class Scalars:
         self._timed_steps += steps
 
     def read(self) -> dict[str, float]:
-        """The scalars by name. With several workers, all must read at the same steps."""
-        scalars = {"loss": self._loss / self._examples if self._examples else 0.0}
+        """The scalars by name; no ``loss`` if the losses of no example are known. With several
+        workers, all must read at the same steps."""
+        scalars = {"loss": self._loss / self._examples} if self._examples else {}
         scalars |= self._step.results()
         updater = self._step.updater
         for number, rate in enumerate(self.rates, start=1):

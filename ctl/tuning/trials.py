@@ -12,7 +12,7 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,7 @@ from ctl.watch import watchdog
 
 if TYPE_CHECKING:
     from ctl.loop import Loop
+    from ctl.step import TrainStep
 
 # In bytes. A collective takes about a millisecond between machines, mostly latency below this size.
 _SMALLEST = 64 << 10
@@ -125,10 +126,9 @@ def _fastest(
         logging.info("%s: %s, chosen by an earlier trial (%s)", name, value, cache)
         return value
     # Tracing each value takes as long as a first step. The state is held twice meanwhile.
-    step, strategy = loop.step, loop.strategy
     first = values[0]
     try:
-        with preserved(strategy, [v for values in step.state().values() for v in values]):
+        with preserved(loop.step):
             times = _time(loop, name, values, steps)
     except tf.errors.OutOfRangeError:
         logging.warning("%s: %s, the dataset has too few batches to try others", name, first)
@@ -250,9 +250,12 @@ def _slowest(strategy: tf.distribute.Strategy, seconds: Sequence[float]) -> list
 
 
 @contextlib.contextmanager
-def preserved(strategy: tf.distribute.Strategy, variables: Iterable[tf.Variable]) -> Iterator[None]:
-    """Restores ``variables`` on exit, on each replica to its own value."""
-    parts = [p for v in variables for p in strategy.experimental_local_results(v)]
+def preserved(step: TrainStep) -> Iterator[None]:
+    """Restores the state and the metrics of ``step`` on exit, on each replica to its own value."""
+    variables = [v for group in step.state().values() for v in group]
+    variables += step.of_replicas.variables  # `state` has what the last save has copied of them
+    variables += [v.value for metric in step.metrics for v in metric.variables]
+    parts = [p for v in variables for p in step.strategy.experimental_local_results(v)]
     values = [part.read_value() for part in parts]
     try:
         yield

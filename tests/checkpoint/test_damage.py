@@ -12,7 +12,7 @@ import tensorflow as tf
 from saved import edit_manifest, restore_fresh, save_steps, state_of, steps_in, values_of
 
 from ctl.checkpoint import CheckpointManager, bundle, durable
-from ctl.errors import CheckpointError
+from ctl.errors import CheckpointError, UsageError
 
 
 def truncate(path: Path) -> None:
@@ -178,6 +178,9 @@ def test_the_best_that_is_intact(tmp_path):
 def test_saving_a_step_again(tmp_path):
     save_steps(tmp_path, [10, 20])
     with CheckpointManager(tmp_path) as manager:
+        with pytest.raises(UsageError, match="has a run, up to step 20: continue it by restore"):
+            manager.save(30, state_of(99), wait=True)
+        manager.restore(state_of(0))
         path = manager.save(20, state_of(99), wait=True)
         assert restore_fresh(tmp_path)[1] == [20, 20, 20]
         truncate(path)
@@ -219,6 +222,7 @@ def test_strange_things_are_left_alone(tmp_path):
     with CheckpointManager(directory, keep=1) as manager:
         assert manager.latest().step == 10
         assert not stale.exists()
+        manager.restore(state_of(0))
         manager.save(11, state_of(11))
     assert steps_in(directory) == [11]
     assert steps_in(outside) == [50]

@@ -123,6 +123,7 @@ def test_a_directory_that_cannot_be_written(tmp_path):
     directory = tmp_path / "run"
     save_steps(directory, [1])
     with CheckpointManager(directory) as manager:
+        manager.restore(state_of(0))
         directory.chmod(0o500)
         try:
             if os.geteuid() == 0:

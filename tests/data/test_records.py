@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from array_record.python.array_record_module import ArrayRecordWriter
 
 from ctl.data import index
 from ctl.data.records import ArrayRecords, BadRecord, TFRecords
+from ctl.data.sources import JsonLines
 from ctl.errors import UsageError
 
 RECORDS = [bytes([n]) * n for n in range(40)]  # the first is empty
@@ -128,3 +130,31 @@ def test_array_records_that_are_damaged(tmp_path):
         len(ArrayRecords([path]))
     with pytest.raises(UsageError, match="missing"):
         len(ArrayRecords([tmp_path / "b"]))
+
+
+def test_an_index_where_others_may_write_is_not_read(files, tmp_path):
+    want = index.offsets(files, walk, "test")
+    cache = tmp_path / "cache/ctl"
+    (kept,) = cache.iterdir()
+    cache.chmod(0o777)
+    walks = []
+
+    def counted(path):
+        walks.append(path.name)
+        return walk(path)
+
+    made = index.offsets(files, counted, "test")
+    assert walks == ["a", "b"] and kept.exists()
+    for ours, theirs in zip(made, want, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_few_files_are_open_at_a_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(index, "_OPEN_FILES", 3)
+    paths = [tmp_path / f"{number}.jsonl" for number in range(9)]
+    for number, path in enumerate(paths):
+        path.write_text(f"{number}\n{10 + number}\n")
+    lines = JsonLines(paths)
+    assert [lines[n] for n in range(18)] == [n // 2 + 10 * (n % 2) for n in range(18)]
+    links = [os.path.realpath(entry) for entry in Path("/proc/self/fd").iterdir()]
+    assert sum(str(tmp_path) in link for link in links) == 3

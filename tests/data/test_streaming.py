@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import functools
 import os
+import shutil
 
 import numpy as np
 import pytest
@@ -11,11 +12,13 @@ import tiny_tfds
 from stored_sources import COUNT
 from stored_sources import SOURCES as KINDS
 
+from ctl.data import streaming
 from ctl.data.explained import explained
 from ctl.data.feed import open_batches
+from ctl.data.load import read_all
 from ctl.data.records import ArrayRecords, BadRecord, TFRecords
 from ctl.data.sources import ImageFolder, Items, JsonLines, mapped
-from ctl.data.streaming import Streaming, read_all
+from ctl.data.streaming import Streaming
 from ctl.data.tfds_source import Source, find
 from ctl.errors import UsageError
 
@@ -166,6 +169,7 @@ def streamed(items) -> None:
         (lambda s: Streaming(s["unlabelled"], global_batch_size=8), "no labels"),
         (lambda s: Streaming(s["mapped"], global_batch_size=51), "51 is larger .* it has 50"),
         (lambda s: Streaming(s["mapped"], global_batch_size=8, block=0), "block of a shuffle"),
+        (lambda s: Streaming(s["mapped"], global_batch_size=8, block=26), "at most 25$"),
         (lambda s: Streaming(s["mapped"], global_batch_size=8, on_bad_record="x"), "stop or skip"),
         (lambda s: Streaming(5, global_batch_size=8), "a int is no source"),
         (lambda s: Streaming((np.zeros(3), np.zeros(4)), global_batch_size=1), "of one length"),
@@ -295,3 +299,39 @@ def test_items_that_fail_or_differ_are_named():
     (short,) = [Streaming(Items(list(range(9)), fails), global_batch_size=9)]
     with pytest.raises(UsageError, match="example 7: OSError"), explained(short):
         next(iter(short.batches()))
+
+
+def test_decode_may_depend_on_tensors():
+    class Signs(Flawed):
+        def decode(self, string):
+            number = tf.strings.to_number(string, tf.int64)
+            if number % 2 == 0:  # AutoGraph makes this a part of the graph
+                return number
+            return -number
+
+    for options in ({}, {"on_bad_record": "skip"}):
+        dataset = Streaming(Signs(), global_batch_size=4, training=False, **options)
+        got = np.concatenate([values for _, values in dataset.batches().as_numpy_iterator()])
+        np.testing.assert_array_equal(np.abs(got), np.arange(20))
+        assert (got[1::2] < 0).all() and (got[::2] >= 0).all()
+
+
+def test_the_example_to_blame_is_not_searched_for_long(monkeypatch):
+    dataset = Streaming(Flawed(undecodable=[7]), global_batch_size=4, training=False)
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        list(dataset.batches())
+    assert dataset.culprit() == "shard 0, record 7"
+    monkeypatch.setattr(streaming, "_CULPRIT_SECONDS", 0.0)
+    assert dataset.culprit() == ""
+
+
+def test_classes_without_images_keep_the_labels(sources, tmp_path):
+    train = sources["folder"]
+    names = train.info.class_names
+    shutil.copytree(sources["root"] / "folder", tmp_path / "test")
+    shutil.rmtree(tmp_path / "test" / names[0])
+    test = ImageFolder(tmp_path / "test", (4, 6, 3), classes=names)
+    wanted = set(range(1, len(names)))
+    assert {int(test.read(np.array([n]))[1][0]) for n in range(len(test))} == wanted
+    with pytest.raises(UsageError, match=f"has a folder {names[1]}, which is no class"):
+        ImageFolder(tmp_path / "test", (4, 6, 3), classes=names[:1])

@@ -13,7 +13,7 @@ import tiny_tfds
 
 from ctl.data import load, tfds_source
 from ctl.data.explained import explained
-from ctl.data.streaming import read_all
+from ctl.data.load import read_all
 from ctl.data.tfds_source import EMBEDDED, Source, find
 from ctl.errors import UsageError
 

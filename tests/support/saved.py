@@ -36,6 +36,7 @@ def values_of(state) -> list[float]:
 
 def save_steps(directory, steps, **kwargs):
     with CheckpointManager(directory, **{"keep": 10, **kwargs}) as manager:
+        manager.restore(state_of(-1))
         for step in steps:
             manager.save(step, state_of(step))
 

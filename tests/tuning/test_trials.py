@@ -10,6 +10,7 @@ from helpers import BATCH, CLASSES, FEATURES, assert_replicas_agree, examples, m
 
 from ctl.data import InMemory
 from ctl.data.global_batches import GlobalBatches
+from ctl.inspect.measure.ablate import ablate
 from ctl.loop import Loop
 from ctl.step import TrainStep
 from ctl.tuning import trials
@@ -100,6 +101,27 @@ def test_a_training_does_not_see_the_trial(mirrored, two):
     for name in ("loss", "accuracy"):
         assert results[0][name] == results[1][name]
     assert_replicas_agree(strategy, tuned.step.model.trainable_variables)
+
+
+class CountsItself(TrainStep):
+    """With a variable of each replica, which changes with every step."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.left = self.variable("left", [], per_replica=True)
+
+    def sum_gradients(self, gradients):
+        self.left.assign_add(1.0)
+        return super().sum_gradients(gradients)
+
+
+def test_what_each_replica_has_of_its_own_stays(mirrored, two):
+    loop = make_loop(mirrored(2), step_class=CountsItself)
+    loop.train(3)
+    trials.tune_packs(loop)
+    ablate(loop, rounds=2, steps=2)
+    left = loop.strategy.experimental_local_results(loop.step.left)
+    assert [float(part) for part in left] == [3.0, 3.0]
 
 
 def rounds(ratio, noise=0.0, count=7):

@@ -22,7 +22,6 @@ from ctl.tuning.trials import preserved
 
 if TYPE_CHECKING:
     from ctl.loop import Loop
-    from ctl.step import TrainStep
 
 _WARM_UP = 2  # untimed blocks of each kind: the first one is traced
 
@@ -98,13 +97,8 @@ def _kept(loop: Loop) -> Iterator[None]:
     """Restores every copy of every variable afterwards, and runs no action of the loop."""
     actions, loop.actions = loop.actions, []
     try:
-        with preserved(loop.strategy, _variables(loop.step)):
+        with preserved(loop.step):
             yield
     finally:
         loop.actions = actions
         loop.scalars.reset()  # it has counted these steps
-
-
-def _variables(step: TrainStep) -> list[tf.Variable]:
-    state = [variable for group in step.state().values() for variable in group]
-    return state + [v.value for metric in step.metrics for v in metric.variables]
