@@ -1,7 +1,15 @@
-"""The bar chart of `step_time.py`: a group of bars for each setting, all on one scale of ratios."""
+"""The bar chart of `step_time.py`: a group of bars for each setting, all on one scale of ratios.
+
+    python benchmarks/bars.py dense.json convnet.json > step_time.svg
+
+draws the files that `step_time.py --json` wrote.
+"""
 
 from __future__ import annotations
 
+import json
+import pathlib
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +20,7 @@ _BAR, _GAP, _HEAD, _FOOT = 18, 6, 44, 46
 
 # What a variant is, for the key below the bars; README.md says more.
 _ABOUT = {
-    "ctl": "ctl.Loop.train; XLA where a trial before the first step says so (--jit_compile=auto)",
+    "ctl": "ctl.Loop.train, with XLA where the rule of --jit_compile says so",
     "ctl_off": "ctl.Loop.train with --jit_compile=off",
     "ctl_xla": "ctl.Loop.train with --jit_compile=on",
     "fit": "Keras Model.fit, one step per execution",
@@ -111,3 +119,8 @@ def _bar(variant: str, row: dict[str, Any], y: float, scale: float, limit: float
         text(_WIDTH - 84, y + 13, f"{ratio['median']:.2f}", "end"),
         text(_WIDTH - 12, y + 13, f"{ms:.{2 if ms < 100 else 0}f} ms", "end"),
     ]
+
+
+if __name__ == "__main__":
+    files = [json.loads(pathlib.Path(path).read_text()) for path in sys.argv[1:]]
+    print(chart([run for of in files for run in of["runs"]]), end="")

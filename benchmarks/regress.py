@@ -1,7 +1,7 @@
 """Is the working tree slower than a commit?
 
     python benchmarks/regress.py HEAD~1
-    python benchmarks/regress.py --rows=dense,restore --processes=5 v0.1
+    python benchmarks/regress.py --rows=dense,restore --processes=5 HEAD~5
 
 For each row, a process of the commit and one of the working tree take turns, each with its own
 sources and peers. A round is a block of each, and yields a ratio: the working tree over the commit.
@@ -87,7 +87,7 @@ def starts(stack: contextlib.ExitStack, tree: pathlib.Path) -> Block:
 
 ROWS: dict[str, Callable[[contextlib.ExitStack, pathlib.Path], Block]] = {
     "dense": lambda *at: trains(*at, "--model=dense"),
-    "dense_xla": lambda *at: trains(*at, "--model=dense", "--jit_compile"),
+    "dense_off": lambda *at: trains(*at, "--model=dense", "--off"),
     "dense_2_replicas": lambda *at: trains(*at, "--model=dense", "--replicas=2"),
     "convnet": lambda *at: trains(*at, "--model=convnet"),
     "convnet_2_replicas": lambda *at: trains(*at, "--model=convnet", "--replicas=2"),

@@ -218,6 +218,13 @@ def _show(rows: dict[str, dict[str, Any]]) -> None:
             f"{ratio['median']:9.2f}{ratio['min']:7.2f}{ratio['max']:7.2f}"
             f"{row['cpu_milliseconds']['median']:10.3f}{row['loss']:10.4f}"
         )
+    times = {variant: row["rounds"] for variant, row in rows.items() if "rounds" in row}
+    ours, ratios = times.pop("ctl", None), []
+    for variant, theirs in times.items() if ours else ():
+        of = summary([a / b for a, b in zip(ours, theirs, strict=True)])
+        ratios.append(f"{variant} {of['median']:.2f} ({of['min']:.2f}-{of['max']:.2f})")
+    if ratios:
+        print(f"ctl over {', '.join(ratios)}")
 
 
 def _settings() -> Iterator[dict[str, Any]]:
