@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from ctl import alike, share
 from ctl.errors import UsageError
-from ctl.optimizers import Optimizers, is_plain, make_groups, slots_of
+from ctl.optimizers import Optimizers, is_decayed, is_plain, make_groups, slots_of
 from ctl.user_code import converted
 
 # Variables per compiled function. The cost of a call grows faster than its number of variables, and
@@ -40,7 +40,11 @@ def global_norm(gradients: Sequence[tf.Tensor | None]) -> tf.Tensor:
     """
     given = [g for g in gradients if g is not None]
     dtype = tf.float64 if any(g.dtype == tf.float64 for g in given) else tf.float32
-    return tf.linalg.global_norm([tf.cast(g, dtype) for g in given])
+    wide = [tf.cast(g, dtype) for g in given]
+    # The square of 2e19 is Inf in float32. To divide by a power of two changes no bit.
+    largest = tf.reduce_max([0.0, *(tf.cast(tf.reduce_max(tf.abs(g)), tf.float32) for g in wide)])
+    unit = tf.cast(share.power_of_two(largest), dtype)
+    return unit * tf.linalg.global_norm([g / unit for g in wide])
 
 
 def is_compiled(device: str) -> bool:
@@ -279,7 +283,7 @@ class Updater:
         optimizer = self.groups[number].optimizer
         if variable.constraint is not None or not is_plain(optimizer):
             return id(variable)  # code of the user's, which may treat each variable in its own way
-        return *kind, number, bool(optimizer.weight_decay) and optimizer._use_weight_decay(variable)
+        return *kind, number, is_decayed(optimizer, variable)
 
     def _updated(self, index: int) -> list[tf.Variable]:
         """What an update of a variable assigns to: the variable, its average and its slots."""
@@ -302,8 +306,7 @@ class Updater:
             if gradient is not None:
                 number = self._group_of[id(variable)]
                 optimizer, rate = self.groups[number].optimizer, rates[number]
-                # A private name of Keras: whether `exclude_from_weight_decay` left it in.
-                if optimizer.weight_decay and optimizer._use_weight_decay(variable):
+                if is_decayed(optimizer, variable):
                     decay = tf.cast(optimizer.weight_decay * rate, value.dtype)
                     value.assign_sub(value * decay)
                 optimizer.update_step(gradient, value, rate)

@@ -133,6 +133,11 @@ def _splits() -> Splits:
         return given
     splits = data.selection_splits(FLAGS.dataset, FLAGS.data_dir, download=FLAGS.download)
     if splits.train == "train":
+        if "validation" in (FLAGS.train_split or ""):
+            raise UsageError(
+                f"--keep_best selects on validation, which --train_split={FLAGS.train_split} "
+                "trains on: name other data with --eval_split"
+            )
         return splits._replace(train=FLAGS.train_split)
     if FLAGS.train_split:
         raise UsageError(
@@ -300,7 +305,7 @@ def make_loop(prepared: Prepared, checkpoints: Any = None) -> Loop:
         check_agreement(placement.strategy, {f"--init_from: {p}": f for p, f in facts.items()})
     eval_actions = []
     if FLAGS.early_stop:
-        patience = training.parse_early_stop(FLAGS.early_stop, FLAGS.best_mode)
+        patience = training.parse_early_stop(FLAGS.early_stop, FLAGS.best_mode, FLAGS.best_metric)
         eval_actions.append(EarlyStopping(*patience))
     options = {
         "strategy": placement.strategy,

@@ -59,7 +59,13 @@ def checked_gradients(
                 f"{variable.name} of shape {variable.shape}: return them in the order of "
                 "model.trainable_variables"
             )
-    return [g if trains else None for g, trains in zip(gradients, step.trains, strict=True)]
+    chosen = [g if trains else None for g, trains in zip(gradients, step.trains, strict=True)]
+    if chosen and all(gradient is None for gradient in chosen):
+        raise UsageError(
+            f"the loss of {kind} depends on no variable that trains, so nothing would be learned: "
+            "is it computed from the outputs of self.model, without argmax, int or stop_gradient?"
+        )
+    return chosen
 
 
 def check_penalties(penalties: Sequence[tf.Tensor]) -> None:

@@ -85,14 +85,16 @@ class Logged:
         values = tf.stop_gradient(tf.cast(value, tf.float32))
         rows = self.variables[0].read_value()
         before, weight = rows[row, 0], rows[row, 1]
-        if kind == "max":
-            new = tf.reduce_max(values)
-            before, weight = tf.where(weight > 0.0, tf.maximum(before, new), new), 1.0
-        elif kind == "last":
-            before, weight = tf.reduce_mean(values), 1.0
+        size = tf.cast(tf.size(values), tf.float32)
+        if kind in ("max", "last"):
+            new = tf.reduce_max(values) if kind == "max" else tf.reduce_mean(values)
+            if kind == "max":
+                new = tf.where(weight > 0.0, tf.maximum(before, new), new)
+            before = tf.where(size > 0.0, new, before)
+            weight = tf.where(size > 0.0, 1.0, weight)
         else:
             before += tf.reduce_sum(values)
-            weight += tf.cast(tf.size(values), tf.float32)
+            weight += size
         self.variables[0].assign(tf.tensor_scatter_nd_update(rows, [[row]], [[before, weight]]))
 
     def terms(self) -> tf.Tensor:

@@ -125,6 +125,11 @@ def _metric(name: str, loss: str) -> keras.metrics.Metric:
         found = None
     if found is None or not issubclass(found, keras.metrics.Metric):
         raise UsageError(f"--metrics: Keras has no metric {name!r}")
+    if loss == "binary_cross_entropy" and issubclass(found, keras.metrics.FBetaScore):
+        raise UsageError(
+            f"--metrics: {name} of Keras takes probabilities, and {loss} has logits: give "
+            "package.module:function, which makes a metric that applies the sigmoid"
+        )
     # Keras would number the second of some classes: auc_1.
     return found(name=name, **(_of_logits(found) if loss in _ACCURACIES else {}))
 
@@ -135,9 +140,10 @@ def _of_logits(kind: type[keras.metrics.Metric]) -> dict[str, Any]:
         return {"from_logits": True}
     if issubclass(kind, _COUNTS):
         return {"thresholds": 0.0}  # of the probability 1/2
-    return {"threshold": 0.0} if issubclass(kind, keras.metrics.BinaryAccuracy) else {}
+    return {"threshold": 0.0} if issubclass(kind, _THRESHOLD) else {}
 
 
+_THRESHOLD = (keras.metrics.BinaryAccuracy, keras.metrics.BinaryIoU)
 _COUNTS = (
     *(keras.metrics.Precision, keras.metrics.Recall),
     *(keras.metrics.TruePositives, keras.metrics.TrueNegatives),

@@ -20,6 +20,7 @@ PROVEN = tuple(getattr(keras.optimizers, kind) for kind in dict.fromkeys(OPTIMIZ
 # `update_step` alone would then be silently wrong.
 _UPDATE_METHODS = (
     *("apply", "_backend_apply_gradients", "_backend_update_step", "_apply_weight_decay"),
+    *("apply_gradients", "_clip_gradients"),
 )
 
 # ctl does this itself, after the all-reduce. The optimizer would do it before, or a second time.
@@ -66,6 +67,15 @@ def is_plain(optimizer: keras.optimizers.Optimizer) -> bool:
     """Whether the update of a variable is that of Keras, which knows the variable by its slots, its
     shape and its type only."""
     return type(optimizer) in PROVEN and "update_step" not in vars(optimizer)
+
+
+def is_decayed(optimizer: keras.optimizers.Optimizer, variable: keras.Variable) -> bool:
+    """Whether ``optimizer`` decays ``variable``, see `exclude_from_weight_decay` of Keras.
+
+    Keras looks for excluded words in the name of the ``tf.Variable``, such as ``dense/kernel:0``. A
+    Keras variable is called ``kernel``.
+    """
+    return bool(optimizer.weight_decay) and optimizer._use_weight_decay(variable.value)
 
 
 def slots_of(optimizer: keras.optimizers.Optimizer, variable: keras.Variable) -> list[tf.Variable]:

@@ -273,13 +273,17 @@ class TrainStep(BaseStep):
         """Returns the sum of the losses of a (micro-)batch, a float32 scalar with regularization,
         and the outputs for the metrics or None. If `loss` returns a list, so does this."""
         loss, outputs = self.sum_of(self.loss(batch), batch)
-        penalized = self.model if len(self.updater.groups) == 1 else self.parts.layer
-        if penalties := penalized.losses:
+        of_model = {id(v.value) for v in self.model.trainable_variables}
+        beyond = any(id(v) not in of_model for v in self.trained)
+        if penalties := (self.parts.layer if beyond else self.model).losses:
             # Times the count, so that regularization counts once per global batch.
             check_penalties(penalties)
             penalty = tf.add_n([tf.cast(p, tf.float32) for p in penalties])
             penalty *= tf.cast(self.count(batch), tf.float32)
-            loss = tf.nest.map_structure(lambda one: one + penalty, loss)
+            # Each of several losses has its gradient, and their sum counts it once.
+            first, *others = loss if isinstance(loss, list) else [loss]
+            others = [one + (penalty - tf.stop_gradient(penalty)) for one in others]
+            loss = [first + penalty, *others] if isinstance(loss, list) else first + penalty
         return loss, outputs
 
     def backward(

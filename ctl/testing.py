@@ -72,7 +72,8 @@ def check_step(
         replicas: how many replicas to compare with one. The global batch must have at least as many
             examples. Empty if N replicas are not meant to equal one.
         steps: steps of each training.
-        tolerance: largest difference of a variable, relative to its largest value.
+        tolerance: largest difference of a variable, times its largest value where that is above 1.
+            A weight must move by ten times as much, or nothing would be compared.
         reference: see `check_reference`.
     """
     for count in replicas:
@@ -92,8 +93,8 @@ def check_replicas_equal_one(
     """Compares state, loss and metrics after 1 and after ``steps`` steps of N replicas with one.
 
     Raises:
-        AssertionError: they differ, the replicas do, or the model has layers for which they must:
-            a BatchNormalization that is not synchronized, or Dropout.
+        AssertionError: they differ, the replicas do, no weight moves, or the model has layers for
+            which they must differ: a BatchNormalization that is not synchronized, or Dropout.
     """
     one, several = _made(make, 1), _made(make, replicas)
     _check_comparable(several)
@@ -117,6 +118,11 @@ def check_replicas_equal_one(
                     f"{replicas} replicas do not equal one: {when}, {name} is {value:.6g}, not "
                     f"{one_replica:.6g}: does it count the examples of all replicas?"
                 )
+    moves = [np.abs(wanted[n] - before[n]).max(initial=0.0) for n in wanted if "model " in names[n]]
+    assert max(moves, default=0.0) > 10 * tolerance, (
+        f"in {steps} steps, no weight has moved by more than {max(moves, default=0.0):.2g}, so "
+        "nothing was compared: take a larger learning rate"
+    )
 
 
 def _guess(before: np.ndarray, wanted: np.ndarray, found: np.ndarray, replicas: int) -> str:
@@ -204,8 +210,8 @@ def check_noise(make: Make, replicas: int) -> None:
 
 
 def check_resumed(make: Make, replicas: int = 1, *, steps: int = 4, seed: int = 0) -> None:
-    """Pauses at a random step, and restores into a new loop with other weights: it must end with
-    the bits of a training without a pause.
+    """Pauses at a random step of ``steps`` (2 or more), and restores into a new loop with other
+    weights: it must end with the bits of a training without a pause.
 
     Raises:
         AssertionError: the first variable that differs.

@@ -62,6 +62,10 @@ def main() -> None:
     """
     if FLAGS.strategy == "parameter_server" and not cluster.resolve_tasks().is_coordinator:
         _serve()
+    if FLAGS["momentum"].present and FLAGS.optimizer not in ("momentum", "nesterov"):
+        raise UsageError(
+            f"--momentum has no effect with --optimizer={FLAGS.optimizer}: use momentum or nesterov"
+        )
     model_dir = Path(FLAGS.model_dir)
     stored = config.read(model_dir)
     # Without a checkpoint, flags may change: the earlier attempt trained nothing that was saved.
@@ -80,6 +84,8 @@ def main() -> None:
         return dry_run.main(model_dir)
     if FLAGS.precompile:
         # The name of a program depends on all that was traced before, so this is a training, too.
+        FLAGS["download"].value = False
+        FLAGS["mlflow"].value = FLAGS["wandb"].value = None
         console.log_to_terminal()
         with tempfile.TemporaryDirectory() as directory:
             return _train(Path(directory))

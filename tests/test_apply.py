@@ -89,7 +89,8 @@ def test_a_subclass_of_a_proven_one_may_change_its_update_step(mirrored):
 
 @pytest.mark.parametrize(
     "method",
-    ["apply", "_backend_apply_gradients", "_backend_update_step", "_apply_weight_decay"],
+    ["apply", "_backend_apply_gradients", "_backend_update_step", "_apply_weight_decay"]
+    + ["apply_gradients", "_clip_gradients"],
     ids=str,
 )
 def test_an_update_outside_of_update_step_is_refused(method):
@@ -119,6 +120,13 @@ def test_the_norm_of_gradients_of_several_types():
     assert float(global_norm(large)) == 500.0
     small = [tf.constant([1e-4] * 4, tf.float16), tf.constant([0.0], tf.bfloat16)]
     assert float(global_norm(small)) == pytest.approx(2e-4, rel=1e-3)
+    huge = [tf.constant([3e25, 0.0]), tf.zeros([0]), tf.constant([4e25])]  # so is this, as float32
+    assert float(global_norm(huge)) == pytest.approx(5e25)
+    assert float(global_norm([tf.zeros([2])])) == 0.0
+    for wrong in (np.nan, np.inf):
+        assert not np.isfinite(float(global_norm([tf.constant([1.0, wrong])])))
+    random = [tf.constant(np.random.default_rng(0).normal(size=50), tf.float32) for _ in range(3)]
+    assert float(global_norm(random)) == float(tf.linalg.global_norm(random))
 
 
 def test_none_leaves_a_variable_as_it_is(mirrored):

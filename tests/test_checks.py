@@ -154,3 +154,15 @@ def test_a_class_has_one_label():
         make(("a", "b", "c"), alike)
     with pytest.raises(UsageError, match="^class c has label 2 in folder and 1 in folder, which "):
         make(("a", "b", "c"), ("a", "c"))
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_a_loss_that_trains_nothing(jit_compile):
+    class Argmax(TrainStep):
+        def loss(self, batch):
+            features, labels = batch
+            guess = tf.argmax(self.model(features), axis=-1)
+            return tf.cast(guess != tf.cast(labels, guess.dtype), tf.float32)
+
+    with pytest.raises(UsageError, match="^the loss of Argmax depends on no variable that trains,"):
+        make_loop(step_class=Argmax, jit_compile=jit_compile).train(1)

@@ -21,6 +21,9 @@ class Logs(TrainStep):
         self.log("first_sum", first, reduce="sum")
         self.log("first_max", first, reduce="max")
         self.log("at", tf.cast(self.global_step, tf.float32), reduce="last")
+        none = first[:0]
+        self.log("at", none, reduce="last")
+        self.log("first_max", none, reduce="max")
         return super().loss(batch)
 
     def clip(self, gradients):

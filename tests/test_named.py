@@ -164,6 +164,7 @@ def test_metrics_by_name():
         ("Recall", keras.metrics.Recall),
         ("FalsePositives", keras.metrics.FalsePositives),
         ("binary_accuracy", keras.metrics.BinaryAccuracy),
+        ("BinaryIoU", keras.metrics.BinaryIoU),
         ("binary_crossentropy", keras.metrics.BinaryCrossentropy),
     ],
 )
@@ -179,6 +180,11 @@ def test_metrics_of_probabilities_take_logits(name, kind):
     (plain,) = named.make_metrics(name, "mean_squared_error", BaseStep)  # outputs as they are
     plain.update_state(labels, 1 / (1 + np.exp(-logits)))
     assert float(plain.result()) == pytest.approx(float(theirs.result()), abs=1e-6)
+
+
+def test_metrics_that_take_no_logits_are_refused():
+    with pytest.raises(UsageError, match="^--metrics: F1Score of Keras takes probabilities, and b"):
+        named.make_metrics("F1Score", "binary_cross_entropy", BaseStep)
 
 
 def datasets(name):

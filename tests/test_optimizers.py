@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import BATCH, FEATURES, examples, keras_loss, make_loop, mlp
+from helpers import BATCH, CLASSES, FEATURES, examples, keras_loss, make_loop, mlp
 
 from ctl.errors import UsageError
 from ctl.evaluator import Evaluator
@@ -105,6 +105,50 @@ def test_two_losses_equal_plain_tensorflow(mirrored, replicas, options):
         for a, b in zip(mine.variables, other.variables, strict=True):
             np.testing.assert_allclose(a.numpy(), b.numpy(), rtol=1e-5, atol=1e-5)
     assert np.abs(before[0] - judge.get_weights()[0]).max() > 1e-2
+
+
+def test_the_log_counts_regularizers_once():
+    loop = make_loop(
+        model=generator,
+        optimizer=lambda: keras.optimizers.SGD(0.1),
+        step_class=Adversarial,
+        data=batches(),
+    )
+    model, judge = loop.step.model, loop.step.critic
+    features = next(iter(batches()))[0]
+    wanted = tf.add_n([*losses(model, judge, features)])
+    penalty = float(tf.add_n(model.losses + judge.losses))
+    wanted = float(tf.reduce_mean(wanted)) + penalty
+    assert penalty > 0.01
+    assert loop.train(1)["loss"] == pytest.approx(wanted, rel=1e-5)
+
+
+def test_regularizers_of_a_layer_of_the_step_count_with_one_optimizer():
+    class WithHead(TrainStep):
+        def __init__(self, model, optimizer, *args, **options):
+            self.head = keras.layers.Dense(CLASSES, kernel_regularizer="l2")
+            self.head.build([None, FEATURES])
+            variables = [*model.trainable_variables, *self.head.trainable_variables]
+            super().__init__(model, [(optimizer, variables)], *args, **options)
+
+        def loss(self, batch):
+            features, labels = batch
+            return self.loss_fn(labels, self.head(self.model(features)))
+
+    def regularized(strength):
+        keras.utils.set_random_seed(1)
+        loop = make_loop(
+            model=generator,
+            optimizer=lambda: keras.optimizers.SGD(0.1),
+            step_class=WithHead,
+            data=batches(),
+        )
+        loop.step.head.kernel.regularizer = keras.regularizers.L2(strength)
+        square = float(tf.reduce_sum(loop.step.head.kernel**2))
+        return loop.train(1)["loss"], square
+
+    (without, _), (strong, square) = regularized(0.0), regularized(0.5)
+    assert strong - without == pytest.approx(0.5 * square, rel=1e-4)
 
 
 def groups_of(model) -> list:

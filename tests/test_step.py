@@ -102,13 +102,18 @@ class TestEqualsPlainKeras:
 
     @pytest.mark.slow
     @FEW_REPLICAS
-    def test_weight_decay_with_exclusions(self, mirrored, replicas):
+    @pytest.mark.parametrize("words", [["bias"], ["head"], ["^bias$"], ["head/kernel"]], ids=str)
+    def test_weight_decay_with_exclusions(self, mirrored, replicas, words):
         def adamw():
             optimizer = keras.optimizers.AdamW(0.01, weight_decay=0.3)
-            optimizer.exclude_from_weight_decay(var_names=["bias"])
+            optimizer.exclude_from_weight_decay(var_names=words)
             return optimizer
 
-        self.check(mirrored, replicas, adamw)
+        def model():
+            layers = [keras.layers.Dense(8, "tanh"), keras.layers.Dense(CLASSES, name="head")]
+            return keras.Sequential([keras.Input([FEATURES]), *layers])
+
+        self.check(mirrored, replicas, adamw, make_model=model)
 
     @FEW_REPLICAS
     def test_weight_decay_of_any_optimizer(self, mirrored, replicas):

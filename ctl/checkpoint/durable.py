@@ -64,7 +64,7 @@ def seal(directory: Path) -> dict[str, dict[str, Any]]:
     while this one reads.
     """
     with contextlib.ExitStack() as stack:
-        opened = {p.name: stack.enter_context(_open_regular(p)) for p in directory.iterdir()}
+        opened = {p.name: stack.enter_context(open_regular(p)) for p in directory.iterdir()}
         threads = stack.enter_context(ThreadPoolExecutor(len(opened) or 1, "ctl-flush"))
         flushed = [threads.submit(os.fsync, file.fileno()) for file in opened.values()]
         files = {
@@ -95,7 +95,7 @@ def verifying(directory: Path, files: Mapping[str, Mapping[str, Any]]) -> Iterat
         opened = {}
         for name, expected in files.items():
             with _readable(name):
-                opened[name] = stack.enter_context(_open_regular(directory / name))
+                opened[name] = stack.enter_context(open_regular(directory / name))
             size = os.fstat(opened[name].fileno()).st_size
             if size != expected["size"]:
                 raise Damaged(f"{name} has {size} bytes instead of {expected['size']}")
@@ -129,7 +129,7 @@ def flush(directory: Path) -> None:
     """Flushes all files below ``directory``, and their names, to disk."""
     for folder, _, names in os.walk(directory):
         for name in names:
-            with _open_regular(Path(folder) / name) as file:
+            with open_regular(Path(folder) / name) as file:
                 os.fsync(file.fileno())
         fsync_directory(Path(folder))
 
@@ -178,7 +178,7 @@ def read_json(path: Path) -> Any:
         Damaged: the file is missing, unreadable, larger than 64 MiB, or not JSON.
     """
     try:
-        with _open_regular(path) as file:
+        with open_regular(path) as file:
             data = file.read(_JSON_LIMIT + 1)
     except OSError as error:
         raise Damaged(f"{path.name} cannot be read ({error.strerror})") from error
@@ -231,7 +231,7 @@ class Lock:
         os.close(self._descriptor)
 
 
-def _open_regular(path: Path) -> BufferedReader:
+def open_regular(path: Path) -> BufferedReader:
     """Opens a file for reading; follows no link and does not block on a FIFO."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):

@@ -19,7 +19,7 @@ from absl import flags
 
 from ctl.checkpoint import durable
 from ctl.errors import CheckpointError, UsageError
-from ctl.flags.defaults import spelled_out
+from ctl.flags.defaults import early_stop_parts, known_mode, spelled_out
 
 SCHEMA = 1
 FILE = "config.json"
@@ -202,7 +202,8 @@ def check_resumable(stored: dict[str, Any], values: flags.FlagValues = flags.FLA
             f"--change={name}: {_FIXED[name]}: begin a new run in another --model_dir, if you like "
             f"with the weights of this one (--init_from={values.model_dir})"
         )
-    if named & {"schedule", "early_stop"}:
+    remembers = {"schedule", "early_stop"}
+    if named & remembers or not found.keys() & remembers:  # also another --best_mode
         _check_memory(stored, values)
     if values.extend:
         _check_longer(stored, values)
@@ -243,16 +244,20 @@ def _check_memory(stored: Mapping[str, Any], values: flags.FlagValues) -> None:
     """Raises `UsageError` if evaluations would be remembered that the checkpoints know nothing of:
     they hold what plateau and early stopping remember, by metric."""
 
-    def remembered(schedule: Any, early_stop: Any) -> list[str]:
-        metric = str(early_stop).partition(":")[0]
-        return ["plateau"] * (schedule == "plateau") + [f"early_stop {metric}"] * bool(early_stop)
+    def remembered(schedule: Any, early_stop: Any, best_mode: Any) -> list[str]:
+        metric, _, mode = early_stop_parts(str(early_stop))
+        best = known_mode(metric) or mode or best_mode
+        stops = [f"early_stop {metric} ({best})"] * bool(early_stop)
+        return ["plateau"] * (schedule == "plateau") + stops
 
-    before = remembered(stored.get("schedule"), stored.get("early_stop"))
-    after = remembered(values.schedule, values.early_stop)
+    before = remembered(*(stored.get(n) for n in ("schedule", "early_stop", "best_mode")))
+    after = remembered(values.schedule, values.early_stop, values.best_mode)
     if after not in ([], before):
-        name = "early_stop" if stored.get("schedule") == values.schedule else "schedule"
+        name = "--change=early_stop" if values.change else "--best_mode"
+        if stored.get("schedule") != values.schedule:
+            name = "--change=schedule"
         raise UsageError(
-            f"--change={name}: the checkpoints hold what {' and '.join(before) or 'nothing'} "
+            f"{name}: the checkpoints hold what {' and '.join(before) or 'nothing'} "
             f"remembers of evaluations, not {' and '.join(after)}: use the same --schedule=plateau "
             "and --early_stop=METRIC, or leave both out"
         )

@@ -10,6 +10,7 @@ from absl import flags
 from ctl.actions import parse_window
 from ctl.errors import UsageError
 from ctl.flags import augmentation, code, devices, durations, groups, names, run
+from ctl.flags.defaults import early_stop_parts, known_mode
 from ctl.flags.durations import steps_from
 from ctl.flags.parsing import check_flags, group
 
@@ -73,8 +74,9 @@ def _define_checkpoint_flags() -> None:
         flags.DEFINE_string(
             "early_stop",
             None,
-            "METRIC:PATIENCE, e.g. loss:5: ends the training when the loss or the accuracy has not "
-            "improved in so many evaluations in a row (default: never).",
+            "METRIC:PATIENCE, e.g. loss:5: ends the training when the metric has not improved in "
+            "so many evaluations in a row. For others than loss and accuracy, METRIC:PATIENCE:max "
+            "or :min says what is best (default: never).",
         )
         flags.DEFINE_integer("keep", 3, "Last checkpoints to keep.", lower_bound=1)
         flags.DEFINE_integer(
@@ -101,10 +103,7 @@ def _define_checkpoint_flags() -> None:
             "keep_every_hours", None, "Keep one checkpoint for every so many hours besides."
         )
         flags.DEFINE_boolean("async_checkpoints", True, "Write checkpoints in the background.")
-    check_flags(
-        ["early_stop", "best_mode"],
-        lambda early_stop, best_mode: early_stop and parse_early_stop(early_stop, best_mode),
-    )
+    check_flags(["early_stop", "best_mode", "best_metric"], _check_modes)
     check_flags(
         ["evaluate_every", "checkpoint_every", "keep_every_hours"],
         _check_checkpoints,
@@ -127,34 +126,58 @@ def _check_also_evaluate(dataset: str, also_evaluate: list[str]) -> None:
 
 
 def best_mode(best_metric: str, best_mode: str | None) -> Literal["max", "min"]:
-    """`mode_of` the metric of ``--best_metric``."""
-    return mode_of("best_metric", best_metric, best_mode)
-
-
-def mode_of(flag: str, metric: str, best_mode: str | None) -> Literal["max", "min"]:
-    """Whether the highest or the lowest value of ``metric``, which ``flag`` names, is the best.
+    """Whether the highest or the lowest value of ``best_metric`` is the best.
 
     Raises:
         UsageError: ``best_mode`` is None, and the metric is neither ``loss`` nor ``accuracy``.
     """
-    known: dict[str, Literal["max", "min"]] = {"accuracy": "max", "loss": "min"}
-    name = metric.rpartition("/")[2]  # without the data, of --also_evaluate
-    if name in known:
-        return known[name]
+    if mode := known_mode(best_metric):
+        return mode
     if best_mode is None:
-        raise UsageError(f"--{flag}={metric}: add --best_mode=max or --best_mode=min")
+        raise UsageError(f"--best_metric={best_metric}: add --best_mode=max or --best_mode=min")
     return "max" if best_mode == "max" else "min"
 
 
-def parse_early_stop(text: str, best_mode: str | None) -> tuple[str, int, Literal["max", "min"]]:
-    """Parses ``"loss:5"`` as the arguments of `ctl.EarlyStopping`; `UsageError` for other text."""
-    metric, _, patience = text.rpartition(":")
+def parse_early_stop(
+    text: str, best_mode: str | None, best_metric: str
+) -> tuple[str, int, Literal["max", "min"]]:
+    """Parses ``"loss:5"`` or ``"f1:5:max"`` as the arguments of `ctl.EarlyStopping`.
+
+    Raises:
+        UsageError: for other text; or the mode is not known, or the other one of a loss or an
+            accuracy.
+    """
+    metric, patience, mode = early_stop_parts(text)
     if not metric or not patience.isdecimal() or not int(patience):
         raise UsageError(
             f"--early_stop={text} is not METRIC:PATIENCE: write the name of a metric and a number "
             "of evaluations from 1 (loss:5)"
         )
-    return metric, int(patience), mode_of("early_stop", metric, best_mode)
+    known = known_mode(metric)
+    if known and mode not in (None, known):
+        raise UsageError(f"--early_stop={text}: the best {metric} is the {_EXTREME[known]}")
+    if metric == best_metric or known_mode(best_metric):  # else --best_mode is of that one
+        mode = mode or best_mode
+    mode = known or mode
+    if mode is None:
+        raise UsageError(f"--early_stop={text}: write {text}:max or {text}:min, as is best")
+    return metric, int(patience), "max" if mode == "max" else "min"
+
+
+_EXTREME = {"max": "highest", "min": "lowest"}
+
+
+def _check_modes(early_stop: str | None, best_mode: str | None, best_metric: str) -> None:
+    metrics = [best_metric]
+    if early_stop:
+        metrics.append(parse_early_stop(early_stop, best_mode, best_metric)[0])
+    known = {known_mode(metric) for metric in metrics}
+    mode = known_mode(best_metric)
+    if mode and best_mode and None not in known and best_mode not in known:
+        raise UsageError(
+            f"--best_mode={best_mode}: the best {best_metric} is the {_EXTREME[mode]}: name "
+            "another result with --best_metric"
+        )
 
 
 def _check_checkpoints(

@@ -15,7 +15,7 @@ from absl import flags
 from ctl.errors import UsageError
 from ctl.flags.parsing import check_flags, group, run_command
 from ctl.inspect.measure import FOLDER, link
-from ctl.inspect.plan.plan import Plan, from_json
+from ctl.inspect.plan.plan import GATHERS, Plan, from_json
 from ctl.inspect.predict import cost
 from ctl.inspect.predict.cost import Link, Network
 from ctl.inspect.predict.methods import Method, predict_method
@@ -101,6 +101,8 @@ def define_flags() -> None:
 
 
 def _check_algorithms(algorithms: list[str]) -> None:
+    if not algorithms:
+        raise UsageError(f"--algorithms is empty: name some of {', '.join(cost.ALGORITHMS)}")
     for name in algorithms:
         if name not in cost.ALGORITHMS:
             raise UsageError(
@@ -215,7 +217,7 @@ def read_plan(path: str) -> Plan:
         return from_json(json.loads(Path(path).read_text(encoding="utf-8")))
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"{path} is not JSON: {error}") from error
 
 
@@ -223,12 +225,15 @@ def packs_of_plan(path: str) -> tuple[Pack, ...]:
     """The packs of the gradients in a plan's file, in order.
 
     Raises:
-        UsageError: the file cannot be read or is no plan, or the size of a pack is unknown.
+        UsageError: the file cannot be read or is no plan, the size of a pack is unknown, or the
+            gradients are gathered, not summed.
     """
     packs = []
     for collective in read_plan(path).collectives:
         if collective.bytes is None:
             raise UsageError(f"{path}: the size of {collective.name} is not known; give --packs")
+        if collective.kind in GATHERS:
+            raise UsageError(f"{path}: {collective.name} is a gather: give --methods={path}@TIME")
         share = 1.0 if collective.full_share is None else collective.full_share
         packs.append(Pack(collective.bytes, share))
     return tuple(packs)
@@ -310,10 +315,12 @@ def read_replicas(texts: list[str] | None) -> list[int]:
     """Numbers of replicas, ascending; `DEFAULT_REPLICAS` for None.
 
     Raises:
-        UsageError: a text is not a number in range.
+        UsageError: there is none, or a text is not a number in range.
     """
     if texts is None:
         return DEFAULT_REPLICAS
+    if not texts:
+        raise UsageError("--replicas is empty: give numbers, e.g. 2,4,8")
     for text in texts:
         if not text.isdigit() or not 1 <= int(text) <= _MOST_REPLICAS:
             raise UsageError(f"--replicas: {text!r} is not a number from 1 to {_MOST_REPLICAS:,}")

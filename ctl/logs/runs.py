@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from ctl.actions import CONTEXT
+from ctl.checkpoint import durable
 from ctl.errors import UsageError
 from ctl.flags import config
+from ctl.flags.defaults import early_stop_parts, known_mode
 
 _LONGEST = 1 << 20  # bytes of a line
 
@@ -112,8 +114,15 @@ def best_so_far(path: Path) -> dict[str, float]:
 def is_best_high(name: str, flags: Mapping[str, Any]) -> bool:
     """Whether the highest value of the result ``name`` is the best, as far as the ``flags`` of its
     run and its name say; else the lowest is."""
-    if name == flags.get("best_metric") and flags.get("best_mode"):
-        return flags["best_mode"] == "max"
+    best, mode = str(flags.get("best_metric")), flags.get("best_mode")
+    stops, _, own = early_stop_parts(str(flags.get("early_stop")))
+    if name == stops and own:
+        mode = own
+    elif name != best and not (name == stops and known_mode(best)):
+        mode = None  # --best_mode is of another
+    if mode := known_mode(name) or mode:
+        return mode == "max"
+    name = name.rpartition("/")[2]
     return "accuracy" in name or name in ("auc", "precision", "recall", "f1")
 
 
@@ -162,7 +171,7 @@ def read(path: Path) -> Run:
 def _lines(path: Path) -> Iterator[dict[str, Any] | None]:
     """The records in ``path``, None for a line that is none. The last line may be incomplete, while
     a run writes it."""
-    with path.open("rb") as file:
+    with durable.open_regular(path) as file:
         while line := file.readline(_LONGEST):
             if not line.endswith(b"\n"):
                 if len(line) == _LONGEST:

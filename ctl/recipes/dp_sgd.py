@@ -39,6 +39,7 @@ import tensorflow as tf
 import ctl
 from ctl import replicas
 from ctl.apply import global_norm
+from ctl.data.mixture import Mixture, StreamedMixture
 from ctl.errors import UsageError
 
 _MOST = 10**6  # more micro-batches than a replica has examples, so each has one
@@ -76,6 +77,8 @@ class DPSGD(ctl.TrainStep):
         super().attach(loop)
         data = loop.dataset
         self.size, self.examples = data.global_batch_size or 0, data.num_examples or 0
+        if isinstance(getattr(data, "dataset", data), Mixture | StreamedMixture):
+            raise UsageError("DPSGD needs each example once in an epoch: a mixture repeats some")
         if not self.size or not self.examples or self.examples % self.size:
             given = f"{self.examples} examples by {self.size}"
             raise UsageError(f"DPSGD needs epochs of full --global_batch_size, not {given}")

@@ -21,6 +21,8 @@ from keras import layers
 import ctl
 from ctl import share
 from ctl.base_step import BaseStep
+from ctl.errors import UsageError
+from ctl.optimizers import from_name
 from ctl.recipes.samples import SEED, Sampling
 
 
@@ -63,8 +65,17 @@ class GAN(ctl.TrainStep):
     eval_step = Evaluation
 
     def __init__(self, model: keras.Model, optimizer: Any, *args: Any, **options: Any):
+        if len(model.layers) != 2:
+            raise UsageError(
+                f"GAN needs a keras.Sequential of a generator and a discriminator, not "
+                f"{len(model.layers)} layers: --model=ctl.recipes.gan:make_model is one"
+            )
         generator, discriminator = model.layers
+        optimizer = from_name(optimizer)
         other = type(optimizer).from_config(optimizer.get_config())
+        for name, value in vars(optimizer).items():
+            if name.startswith("_exclude_from_weight_decay"):  # not in the configuration
+                setattr(other, name, value)
         groups = [(optimizer, generator), (other, discriminator)]
         super().__init__(model, groups, *args, **options)
 

@@ -80,5 +80,11 @@ class MeanTeacher(ctl.TrainStep):
         weights = [tf.cast(a, v.dtype) for a, v in zip(averages, variables, strict=True)]
         # As the pass of the model has left them, so that Dropout draws another mask.
         others = [v.value for v in self.model.non_trainable_variables]
+        penalties = len(self.model.losses)
         outputs, _ = self.model.stateless_call(weights, others, features, training=True)
+        if len(self.model.losses) != penalties:
+            raise UsageError(
+                "MeanTeacher calls the model twice, and Keras forgets what layers have added to "
+                "the loss (add_loss, activity_regularizer): leave it out, or add it in loss()"
+            )
         return outputs

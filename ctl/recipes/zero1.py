@@ -26,6 +26,7 @@ from absl import logging
 import ctl
 from ctl import replicas
 from ctl.errors import UsageError
+from ctl.optimizers import is_decayed
 
 _NORMED = keras.optimizers.Lamb, keras.optimizers.Adafactor  # by norms of whole variables
 
@@ -73,8 +74,7 @@ class ZeRO1(ctl.TrainStep):
         weights = [v.read_value() for v in self.trained]
         rate = self.updater.learning_rates()[0]
         decay = tf.cast(rate * (self.optimizer.weight_decay or 0.0), part.dtype)
-        # A private name of Keras: whether `exclude_from_weight_decay` left it in.
-        used = [self.optimizer._use_weight_decay(v) for v in self.updater.trained]
+        used = [is_decayed(self.optimizer, v) for v in self.updater.trained]
         decayed = [w - decay * w if use else w for w, use in zip(weights, used, strict=True)]
         context.merge_call(self.update, (self.cut(decayed), self.cut(gradients), rate, finite))
         rows = context.all_gather(part.read_value()[tf.newaxis], axis=0, options=self.options)

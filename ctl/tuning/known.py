@@ -85,11 +85,21 @@ def _facts(loop: Loop, name: str, values: Sequence[Any]) -> list[Any]:
         [type(optimizer).__name__ for optimizer in step.updater.optimizers().values()],
         [data.global_batch_size, type(data).__name__],
         [type(loop.strategy).__name__, loop.strategy.num_replicas_in_sync],
+        _between(loop),
         sorted({v.device for v in step.trained}),
         [processor(), platform.machine()],
         [importlib.metadata.version(package) for package in ("tensorflow", "keras", "numpy")],
         [device.name for device in tf.config.list_physical_devices()],
     ]
+
+
+def _between(loop: Loop) -> list[str]:
+    """How replicas communicate, and on how many hosts."""
+    options = loop.step.options
+    several = workers.is_multi_worker(loop.strategy)
+    addresses = workers.cluster_of(loop.strategy).workers if several else ()
+    hosts = {address.rpartition(":")[0] for address in addresses}
+    return [str(options and options.implementation), str(len(hosts))]
 
 
 def _network(step: TrainStep) -> str:

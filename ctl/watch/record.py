@@ -19,6 +19,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ctl.checkpoint import durable
 from ctl.cluster.members import Cluster
 from ctl.watch.beats import Beat, interval
 from ctl.watch.section import Section
@@ -198,7 +199,7 @@ def read(path: Path) -> Record:
         ValueError: the file is not a record; the message says why.
         OSError: the file cannot be read.
     """
-    with open(path, "rb") as file:
+    with durable.open_regular(path) as file:
         text = file.read(_LARGEST_FILE + 1)
     if len(text) > _LARGEST_FILE:
         raise ValueError(f"more than {_LARGEST_FILE >> 20} MiB")

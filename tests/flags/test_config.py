@@ -27,6 +27,7 @@ def flag_values(*arguments: str) -> flags.FlagValues:
     flags.DEFINE_string("model_dir", "run", "", flag_values=values)
     flags.DEFINE_string("schedule", "constant", "", flag_values=values)
     flags.DEFINE_string("early_stop", None, "", flag_values=values)
+    flags.DEFINE_string("best_mode", None, "", flag_values=values)
     flags.DEFINE_list("change", [], "", flag_values=values)
     flags.DEFINE_boolean("extend", False, "", flag_values=values)
     values(["command", *arguments])

@@ -80,7 +80,14 @@ WRONG = [
     (("--step=MyStep",), "--step=MyStep is not package.module:MyStep, a subclass of"),
     (("--metrics=a:b,accuracy",), "--metrics=a:b,accuracy is not NAME,NAME"),
     (("--early_stop=loss",), "--early_stop=loss is not METRIC:PATIENCE"),
-    (("--early_stop=f1:3",), "--early_stop=f1: add --best_mode=max or --best_mode=min"),
+    (("--early_stop=f1:3",), "--early_stop=f1:3: write f1:3:max or f1:3:min, as is best"),
+    (
+        ("--best_metric=auc", "--best_mode=max", "--early_stop=mae:3"),
+        "--early_stop=mae:3: write mae:3:max or mae:3:min, as is best",
+    ),
+    (("--early_stop=loss:3:max",), "--early_stop=loss:3:max: the best loss is the lowest"),
+    (("--best_mode=min",), "--best_mode=min: the best accuracy is the highest: name another res"),
+    (("--momentum=0.9",), "--momentum has no effect with --optimizer=adam: use momentum or nes"),
     (("--plateau_patience=3",), "--plateau_patience is for --schedule=plateau, not for cosine"),
     (("--schedule=plateau", "--decay_rate=2"), "--decay_rate=2 of a plateau must be below 1"),
     (("--power=2",), "--power is for --schedule=polynomial, not for cosine"),
@@ -258,6 +265,7 @@ CHANGES = [
         "--change=schedule: .*nothing .*not plateau: use",
     ),
     (["--reinit=logits"], "--reinit has no effect without --init_from"),
+    (["--best_metric=mae", "--best_mode=max", "--optimizer=sgd"], None),
 ]
 
 
@@ -347,3 +355,10 @@ def test_a_stored_function_is_not_imported(zygote_without_tensorflow, tmp_path):
 
 
 # Help.
+
+
+def test_early_stopping_keeps_its_direction(zygote_without_tensorflow, tmp_path):
+    stored_run(tmp_path, schedule="cosine", epochs=3.0, early_stop="mae:5", best_mode="min")
+    run = [f"--model_dir={tmp_path}", "--epochs=3", "--early_stop=mae:5", "--best_mode=max"]
+    line = one_line(zygote_without_tensorflow.run(TRAIN, *run, exit_code=2))
+    assert line.startswith("--best_mode: the checkpoints hold what early_stop mae (min) remembers")

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+import os
 
 import pytest
 import tensorflow as tf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import api_pb2, metadata
 
-from ctl.errors import CtlError, Preempted
+from ctl.errors import CtlError, Preempted, UsageError
 from ctl.logs.hparams import HParams, ending
+from ctl.logs.runs import is_best_high, read
 
 FLAGS = {"optimizer": "adam", "learning_rate": 1e-3, "extend": False, "rates": ["1", "2"]}
 
@@ -67,6 +69,29 @@ def test_the_best_is_what_the_flags_say(tmp_path):
         sink.write(record(step, perplexity=value))
     sink.close()
     assert best(tmp_path)["perplexity"][-1] == (2, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("flags", "names"),
+    [
+        ({}, {"mnist@test/auc": 2, "accuracy": 2, "test/loss": 1, "mae": 1}),
+        ({"best_metric": "accuracy", "best_mode": "min", "early_stop": "up:5"}, {"accuracy": 2}),
+        ({"best_metric": "accuracy", "best_mode": "max", "early_stop": "up:5"}, {"up": 2}),
+        ({"best_metric": "auc", "best_mode": "max", "early_stop": "up:5:min"}, {"up": 1, "auc": 2}),
+        ({"best_metric": "mae", "best_mode": "max", "early_stop": None}, {"mae": 2, "up": 1}),
+        ({"early_stop": 5, "best_metric": []}, {"accuracy": 2}),
+    ],
+    ids=str,
+)
+def test_what_is_best(flags, names):
+    assert {name: 2 if is_best_high(name, flags) else 1 for name in names} == names
+
+
+def test_a_pipe_in_the_place_of_a_log(tmp_path):
+    (tmp_path / "config.json").write_text('{"schema": 1, "flags": {}}')
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    with pytest.raises(UsageError, match="cannot be read"):
+        read(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from helpers import (
 )
 
 from ctl import testing
-from ctl.data import InMemory
+from ctl.data import InMemory, mix
 from ctl.errors import UsageError
 from ctl.recipes.dp_sgd import DPSGD
 
@@ -160,6 +160,9 @@ def test_what_it_refuses(mirrored, monkeypatch):
         make(on_nan="skip")
     with pytest.raises(UsageError, match="^DPSGD needs epochs of full .* not 20 examples by 16"):
         make(data=InMemory(examples(20), global_batch_size=BATCH))
+    parts = [(InMemory(examples(n * BATCH), global_batch_size=BATCH), 0.5) for n in (1, 3)]
+    with pytest.raises(UsageError, match="^DPSGD needs each example once in an epoch: a mixture"):
+        make(data=mix(parts))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UsageError, match="^DPSGD needs dp-accounting: pip install"):
         make()

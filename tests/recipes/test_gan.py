@@ -10,6 +10,8 @@ from replica_noise import replica_noise
 
 import ctl
 from ctl import testing
+from ctl.errors import UsageError
+from ctl.optimizers import is_decayed
 from ctl.recipes import gan
 
 SHAPE, NOISE, BATCH, STEPS, RATE = (2, 3, 1), 5, 8, 4, 0.01
@@ -102,3 +104,20 @@ def test_the_model_fits_the_embedded_images():
     generator, discriminator = gan.make_model().layers
     assert generator.output_shape == discriminator.input_shape == (None, 28, 28, 1)
     assert discriminator.output_shape == (None, 1)
+
+
+def test_what_is_no_gan_is_refused():
+    one = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
+    with pytest.raises(UsageError, match="^GAN needs a keras.Sequential of a generator and a disc"):
+        gan.GAN(one, keras.optimizers.Adam())
+
+
+def test_the_discriminator_has_the_settings_of_the_generator():
+    optimizer = keras.optimizers.AdamW(RATE, weight_decay=0.25)
+    optimizer.exclude_from_weight_decay(var_names=["bias"])
+    step = gan.GAN(model(), optimizer)
+    ctl.Loop(step, batches())
+    for group in step.updater.groups:
+        decayed = [is_decayed(group.optimizer, v) for v in group.variables]
+        assert decayed == [v.name == "kernel" for v in group.variables]
+    ctl.Loop(gan.GAN(model(), "adam"), batches()).train(1)

@@ -125,3 +125,12 @@ def test_the_teacher_leaves_no_trace_and_sees_other_noise():
 def test_an_average_is_required():
     with pytest.raises(UsageError, match=r"^the teacher is an average .*: give --ema_decay=0.999$"):
         make_loop(step_class=MeanTeacher)
+
+
+def test_what_layers_add_to_the_loss_is_refused():
+    def model():
+        added = keras.layers.Dense(CLASSES, activity_regularizer="l2")
+        return keras.Sequential([keras.Input([FEATURES]), added])
+
+    with pytest.raises(UsageError, match="^MeanTeacher calls the model twice, and Keras forgets"):
+        make_loop(step_class=MeanTeacher, model=model, ema_decay=0.5).train(1)

@@ -18,7 +18,7 @@ from ctl.errors import UsageError
 from ctl.inspect.plan import lints, xla
 from ctl.inspect.plan.graph import Graph, Node, Tensor, constant, flops
 from ctl.inspect.plan.packs import ASSIGN, UNPACK, Packs, bytes_of, payload_of
-from ctl.inspect.plan.plan import Collective, Member, Plan
+from ctl.inspect.plan.plan import GATHERS, Collective, Member, Plan
 from ctl.observer import NO_OBSERVER
 from ctl.watch import watchdog
 from ctl.workers import cluster_of, is_multi_worker
@@ -35,7 +35,6 @@ _PACK = re.compile(r"(?:^|/)((ctl_all_reduce(?:_\d+)?)/(pack\d+(?:_\d+)?))(?=/|$
 _REPLICA = re.compile(r"(^|/)replica_\d+/")
 _REDUCES = {"CollectiveReduce", "CollectiveReduceV2", "CollectiveReduceV3", "NcclAllReduce"}
 _PADS = {"Pad", "PadV2", "Transpose", "Identity"}
-_GATHERS = {"CollectiveGather", "CollectiveGatherV2", "ConcatV2"}
 
 
 def plan_of_step(step: TrainStep, compiled: bool = False) -> Plan:
@@ -170,7 +169,7 @@ class _Search:
         roots = [n for n in nodes if not any(n in self.before[other] for other in nodes)]
         roots = [n for n in roots if n.device == roots[0].device]
         first = roots[0]
-        gathers = first.op in _GATHERS
+        gathers = first.op in GATHERS
         members, again = [], set()
         for root in () if gathers else roots:
             found, more = self.packs.members(root, nodes)
@@ -250,7 +249,7 @@ class _Search:
             return None
         if roots[0].op in _REDUCES:
             return 2 * (group - 1) * size // group
-        if roots[0].op in _GATHERS - _JOINS:
+        if roots[0].op in GATHERS - _JOINS:
             return (group - 1) * size
         if roots[0].op not in _JOINS:
             return None
@@ -284,7 +283,7 @@ def _groups(graph: Graph) -> dict[str, list[Node]]:
         pack = _PACK.search(scope)
         if pack:
             name = pack[3] if pack[2] == "ctl_all_reduce" else pack[1]
-            name += "/gathers" if node.op in _GATHERS else ""
+            name += "/gathers" if node.op in GATHERS else ""
         else:
             # The k-th operation of a kind on every device belongs to one communication.
             base = re.sub(r"_\d+$", "", scope.removeprefix("while/"))

@@ -21,6 +21,9 @@ from ctl.errors import UsageError
 
 SCHEMA = 1
 
+# Kinds of collectives that give each replica the tensors of all. The last is one within a process.
+GATHERS = frozenset(("CollectiveGather", "CollectiveGatherV2", "ConcatV2"))
+
 
 @dataclasses.dataclass(frozen=True)
 class Member:

@@ -11,7 +11,7 @@ import dataclasses
 import re
 
 from ctl.errors import UsageError
-from ctl.inspect.plan.plan import Collective, Plan
+from ctl.inspect.plan.plan import GATHERS, Collective, Plan
 from ctl.inspect.predict import cost
 from ctl.inspect.predict.cost import Network
 
@@ -63,7 +63,7 @@ def predict_method(method: Method, network: Network, replicas: int) -> MethodPre
             continue
         share = 1 / method.every if _CONDITIONAL.search(collective.name) else 1.0
         size = _known(collective, method.name)
-        if "Gather" in collective.kind:
+        if collective.kind in GATHERS:
             seconds += share * cost.gather(network, replicas, size)
             sent += share * (replicas - 1) * size
         else:

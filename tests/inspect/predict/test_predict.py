@@ -289,6 +289,25 @@ def test_a_plan(tmp_path):
     assert done.returncode == 2 and "the size of pack0 is not known" in done.stderr
 
 
+def test_gathers_within_a_process(tmp_path):
+    """A `ConcatV2` of a mirrored strategy: each replica sends its tensor to all others."""
+    codes = collective("while/gather", 1_000_000, None, kind="ConcatV2")
+    path = tmp_path / "int8.json"
+    path.write_text(json.dumps(Plan("M", 2, 1, (codes,), ()).to_json()))
+    done = run(f"--methods={path}@6ms", "--outer=1ms,100MB/s", "--replicas=4", "--json")
+    assert done.returncode == 0, done.stderr
+    (seen,) = json.loads(done.stdout)["methods"]["4"]
+    assert (seen["step"], seen["sent"]) == pytest.approx((6e-3 + 3e-3 + 3e6 / 1e8, 3e6))
+    refused = run(*STEP, f"--plan={path}", "--outer=1ms,100MB/s")
+    assert refused.returncode == 2 and "while/gather is a gather: give --methods=" in refused.stderr
+
+
+@pytest.mark.parametrize("flag", ["--replicas=", "--algorithms="])
+def test_an_empty_list_is_refused(flag):
+    refused = run(*STEP, flag, "--outer=1ms,100MB/s", "--packs=1MB")
+    assert refused.returncode == 2 and f"{flag[:-1]} is empty" in refused.stderr
+
+
 def test_ways_to_communicate(tmp_path):
     """Packs, gathers, what happens every 50 steps only, and what is not of a step."""
     loss, ok = collective("loss", 20, None, in_loop=False), collective("ok", 4, None)
