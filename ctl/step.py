@@ -280,10 +280,11 @@ class TrainStep(BaseStep):
             check_penalties(penalties)
             penalty = tf.add_n([tf.cast(p, tf.float32) for p in penalties])
             penalty *= tf.cast(self.count(batch), tf.float32)
-            # Each of several losses has its gradient, and their sum counts it once.
-            first, *others = loss if isinstance(loss, list) else [loss]
-            others = [one + (penalty - tf.stop_gradient(penalty)) for one in others]
-            loss = [first + penalty, *others] if isinstance(loss, list) else first + penalty
+            if isinstance(loss, list):  # each has its gradient, and their sum counts it once
+                zero = penalty - tf.stop_gradient(penalty)
+                loss = [loss[0] + penalty, *(one + zero for one in loss[1:])]
+            else:
+                loss += penalty
         return loss, outputs
 
     def backward(

@@ -291,10 +291,10 @@ class ImageFolder:
     ):
         self._folder, self._image_shape = index.local(folder), image_shape
         with index.readable(folder):
-            found = sorted(entry.name for entry in self._folder.iterdir() if entry.is_dir())
-            classes = found if classes is None else list(classes)
-            if unknown := [name for name in found if name not in classes]:
-                raise UsageError(f"{folder} has a folder {unknown[0]}, which is no class")
+            found = {entry.name for entry in self._folder.iterdir() if entry.is_dir()}
+            classes = sorted(found) if classes is None else list(classes)
+            if unknown := found - set(classes):
+                raise UsageError(f"{folder} has a folder {min(unknown)}, which is no class")
             names = [
                 sorted(self._images(self._folder / name)) if name in found else []
                 for name in classes

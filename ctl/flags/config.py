@@ -253,7 +253,8 @@ def _check_memory(stored: Mapping[str, Any], values: flags.FlagValues) -> None:
     before = remembered(*(stored.get(n) for n in ("schedule", "early_stop", "best_mode")))
     after = remembered(values.schedule, values.early_stop, values.best_mode)
     if after not in ([], before):
-        name = "--change=early_stop" if values.change else "--best_mode"
+        named = {name.lstrip("-") for name in values.change}
+        name = "--change=early_stop" if "early_stop" in named else "--best_mode"
         if stored.get("schedule") != values.schedule:
             name = "--change=schedule"
         raise UsageError(
