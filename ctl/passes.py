@@ -48,7 +48,7 @@ def state_kept(step: Any) -> Iterator[None]:
         UsageError: replicas share one copy of every variable.
     """
     changed = [v.value for v in step.model.non_trainable_variables]
-    changed += [v.value for m in (*step.metrics, *step.parts.metrics) for v in m.variables]
+    changed += [v.value for m in step.all_metrics() for v in m.variables]
     of_replicas = [*step.of_replicas.variables, *step.logged.variables]
     with _returned(step, [*changed, *step.parts.own, *of_replicas]):
         yield

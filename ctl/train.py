@@ -83,9 +83,9 @@ def main() -> None:
     if FLAGS.dry_run:
         return dry_run.main(model_dir)
     if FLAGS.precompile:
-        # The name of a program depends on all that was traced before, so this is a training, too.
         FLAGS["download"].value = False
         FLAGS["mlflow"].value = FLAGS["wandb"].value = None
+        # The name of a program depends on all that was traced before, so this is a training, too.
         console.log_to_terminal()
         with tempfile.TemporaryDirectory() as directory:
             return _train(Path(directory))
