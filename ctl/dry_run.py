@@ -94,6 +94,10 @@ def _plan(loop: Loop) -> str:
     if plan.replicas == 1:
         return "one replica: nothing is reduced"
     packs = [f"{c.name} {c.dtype} {_mib(c.bytes or 0)} ({c.kind})" for c in plan.collectives]
+    others = [c for c in plan.other if c.in_loop]
+    if others:
+        size = _mib(sum(c.bytes or 0 for c in others))
+        packs.append(f"{len(others)} other{'s' if len(others) > 1 else ''} {size}")
     return f"{plan.replicas} replicas, each step: {', '.join(packs)}"
 
 

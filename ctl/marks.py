@@ -83,7 +83,8 @@ class Marks(Observer):
 
     Attributes:
         pack_bytes: bytes of each pack, set when the step is traced. A tensor whose shape is unknown
-            while tracing counts as 0 bytes.
+            while tracing counts as 0 bytes. Empty if the marks of packs cannot show all sums: if
+            the step does not call `all_reduce` exactly once, or with more packs than `mark_names`.
         in_order: whether each pack waits for the one before it, as TensorFlow's collectives do; set
             when the step is traced.
 
@@ -102,6 +103,7 @@ class Marks(Observer):
         self.pack_bytes: list[int] = []
         self.in_order = False
         self._graphs: dict[int, tf.Graph] = {}  # the graph in which each replica is traced
+        self._sums: dict[int, int] = {}  # calls of `all_reduce` in that trace
 
     def begin(self, batch: Any) -> Any:
         """Stamps ``input``. Returns ``batch`` with a dependency on the stamp, because a stamp that
@@ -125,6 +127,7 @@ class Marks(Observer):
             if name == "input":
                 number = self.step.global_step.read_value()  # before its increment
                 self._graphs[replicas.number()] = number.graph
+                self._sums[replicas.number()] = 0
                 for store in self.stores:
                     store.begin(number)
             stores = [store for store in self.stores if name in store.names]
@@ -148,11 +151,16 @@ class Marks(Observer):
         self.mark("apply", self.step.trained)
         for store in self.stores:
             store.finish()
+        last = f"done{len(self.pack_bytes) - 1}"
+        stamped = all(last in store.names for store in self.stores)
+        if self._sums[replicas.number()] != 1 or not stamped:
+            self.pack_bytes = []
 
     def all_reduce(
         self, tensors: Sequence[tf.Tensor], *, bytes_per_pack: int = 0, **options: Any
     ) -> list[tf.Tensor]:
         """Calls `ctl.reduce.all_reduce` and stamps each pack before and after."""
+        self._sums[replicas.number()] += 1
         sums = all_reduce(tensors, bytes_per_pack=bytes_per_pack, **options)
         packs = make_packs(tensors, bytes_per_pack)
         self.pack_bytes = [

@@ -245,9 +245,8 @@ class TrainStep(BaseStep):
             return micro_steps(self, batch, count * self.strategy.num_replicas_in_sync)
         # The backward pass computes means, which float16 can hold where it cannot hold sums. If its
         # gradients cross replicas, as in a synchronized BatchNorm, all must divide by one number.
-        power = share.power_of_two(
-            all_reduce([count], options=self.options)[0] if self.synchronizes else count
-        )
+        summed = functools.partial(all_reduce, options=self.options, scope="ctl_count")
+        power = share.power_of_two(summed([count])[0] if self.synchronizes else count)
         loss, gradients = micro_steps(self, batch, power)
         wide = [None if g is None else share.widened(g) for g in gradients]
         return loss * power, [None if g is None else g * tf.cast(power, g.dtype) for g in wide]
@@ -324,7 +323,7 @@ class TrainStep(BaseStep):
             reduced = self.sum_gradients([*dense, *own])
             dense, own = reduced[: len(dense)], reduced[len(dense) :]
         else:
-            sum_own = functools.partial(all_reduce, options=self.options)
+            sum_own = functools.partial(all_reduce, options=self.options, scope="ctl_beside")
             dense, own = summed_apart(dense, own, scale, self.sum_gradients, sum_own)
             scale = None
         total = own.pop() if counted else count * self.strategy.num_replicas_in_sync
@@ -384,7 +383,7 @@ class TrainStep(BaseStep):
         return tf.where(finite, loss, 0.0), tf.where(finite, count, 0.0)
 
     def seed(self, salt: int | str = 0, *, per_replica: bool = True) -> tf.Tensor:
-        """A seed for `tf.random.stateless_normal` and its like, int64 [2].
+        """A seed for `tf.random.stateless_normal` and its like, int32 [2].
 
         It is a function of ``random_seed``, the step and ``salt``, and by default also of the
         replica and the micro-batch. So a resume changes nothing, and there is no state to save.

@@ -14,8 +14,8 @@ from ctl.inspect.measure.recording import Recording
 from ctl.inspect.measure.timeline import join
 from ctl.inspect.show.report import scalars
 
-# Clocks are compared once in so many windows: it takes 0.2 to 0.4 s, and they drift by some ppm.
-_ALIGN_EVERY = 10
+# Clocks are compared again after so many seconds: it takes 0.2 to 0.4 s, and they drift.
+_ALIGN_AFTER = 30.0
 
 
 class Periodic:
@@ -57,7 +57,9 @@ class Periodic:
     def _finish(self, step: int) -> None:
         self._recording.stop()
         self._until = None
-        windows = self._recording.take(align=self._windows % _ALIGN_EVERY == 0)
+        windows = self._recording.take(align=not self._windows)
+        if windows[0].clock_age > _ALIGN_AFTER:  # a window that all workers have, so all agree
+            windows = self._recording.take()
         self._windows += 1
         timeline = join(windows)
         for sink in self._sinks:

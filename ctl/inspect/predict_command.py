@@ -120,6 +120,9 @@ def main() -> None:
     """Predicts the step that the flags describe; prints the predictions and draws them."""
     network, counts = read_network(), read_replicas(FLAGS.replicas)
     if FLAGS.methods:
+        for name in ("measured", "plan", "packs", "algorithms", "strong", "plot"):
+            if FLAGS[name].present:
+                raise UsageError(f"--{name} has no effect with --methods: leave it out")
         _compare(list(map(parse_method, FLAGS.methods)), network, counts)
         return
     step = read_step()

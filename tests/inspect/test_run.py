@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import sys
+from types import SimpleNamespace
 
 import keras
 import numpy as np
 import pytest
+import simulated
+import tensorflow as tf
 from helpers import BATCH, FEATURES, adam, examples, make_loop, mlp
 from paths import BENCHMARKS
 
@@ -20,9 +24,14 @@ from ctl.inspect.measure.blame import blame
 from ctl.inspect.measure.profile import profile_began, profiled
 from ctl.inspect.measure.recording import Recording
 from ctl.inspect.measure.timeline import join
+from ctl.inspect.periodic import Periodic
+from ctl.inspect.show.report import scalars
 from ctl.loop import Loop
 from ctl.observer import NO_OBSERVER, Observer
 from ctl.outputs import inspect_every
+from ctl.recipes.compressed import Compressed
+from ctl.recipes.local_sgd import LocalSGD
+from ctl.recipes.powersgd import PowerSGD
 from ctl.step import TrainStep
 
 sys.path.append(str(BENCHMARKS))
@@ -32,9 +41,9 @@ from inspect_truth import Case, found_delay, observe, shifted  # noqa: E402
 SECONDS = 0.02
 
 
-def inspectable(strategy) -> Loop:
+def inspectable(strategy, **options) -> Loop:
     data = InMemory(examples(), global_batch_size=BATCH)
-    return make_loop(strategy, data=data, seed=0, steps_per_loop=10)
+    return make_loop(strategy, data=data, seed=0, steps_per_loop=10, **options)
 
 
 def test_the_command_and_a_merge_elsewhere(zygote, zygote_without_tensorflow, tmp_path):
@@ -89,6 +98,8 @@ def test_delays_of_real_workers_are_found(tmp_path):
         if np.quantile(join(calm).late, 0.75) < SECONDS / 10:
             break
     assert np.median(join(calm).late) < SECONDS / 2
+    assert [len({w.run for w in windows}) for windows in (calm, *planted)] == [1, 1, 1]
+    assert len({windows[0].run for windows in (calm, *planted)}) == 3
     for case, windows in zip(cases[1:], planted, strict=True):
         timeline = join(shifted(windows, 3.217))
         clock = timeline.clocks[1]
@@ -121,6 +132,32 @@ def test_a_block_of_research_code(mirrored, capsys):
         pass
     with pytest.raises(UsageError, match="make the Loop first"):
         TrainStep(mlp(), adam()()).inspect()
+
+
+class Halves(TrainStep):
+    """Sums tensors of two dtypes, where the marks are for packs of one."""
+
+    def sum_gradients(self, gradients):
+        halves = [tf.cast(g, tf.float16) if len(g.shape) > 1 else g for g in gradients]
+        sums = super().sum_gradients(halves)
+        return [tf.cast(s, g.dtype) for s, g in zip(sums, gradients, strict=True)]
+
+
+@pytest.mark.parametrize("kind", [LocalSGD, Compressed, PowerSGD, Halves])
+def test_sums_that_marks_do_not_show_are_not_said_to_take_no_time(mirrored, kind):
+    loop = inspectable(mirrored(2), step_class=kind)
+    with loop.step.inspect(steps=5) as seen:
+        loop.train(20)
+    assert not seen.timeline.packs and scalars(seen.timeline) == {}
+    said = " ".join(seen.verdict())
+    assert "communication is not measured" in said and "are exposed" not in said
+
+
+def test_what_cannot_be_left_out_is_not_ablated(mirrored):
+    loop = inspectable(mirrored(2), step_class=LocalSGD)
+    with pytest.raises(UsageError, match="sums gradients by itself"):
+        ablate(loop, rounds=1, steps=2)
+    assert loop.step.observer is NO_OBSERVER
 
 
 class Sink:
@@ -157,6 +194,37 @@ def test_windows_now_and_then(mirrored, monkeypatch):
     assert loop.steps.run.experimental_get_tracing_count() == 2
     monkeypatch.setattr(private, "_MANAGER", "no_such_name")
     assert inspect_every(loop.step, 100, [sink]) == []
+
+
+class Windows:
+    """The windows of two workers, 20 seconds after one another."""
+
+    steps = 20
+
+    def __init__(self):
+        self.compared, self.age = 0, 0.0
+
+    def start(self):
+        pass
+
+    def stop(self):
+        pass
+
+    def take(self, *, align=True):
+        self.compared += align
+        self.age = 0.0 if align else self.age + 20.0
+        windows = simulated.windows(2)
+        return [dataclasses.replace(w, barriers=w.barriers - self.age) for w in windows]
+
+
+def test_clocks_are_compared_again_when_they_may_have_drifted():
+    windows = Windows()
+    periodic, compared = Periodic(windows, 100, []), []
+    for begin in (100, 200, 300, 400, 500):
+        for step in (begin, begin + 99):
+            periodic(SimpleNamespace(step=step, final=False))
+        compared.append(windows.compared)
+    assert compared == [1, 1, 2, 2, 3]
 
 
 def copies(loop: Loop) -> list[np.ndarray]:
@@ -230,6 +298,21 @@ def test_stamps_agree_with_the_profiler(mirrored):
     # On a busy machine, a thread may be stopped between the two.
     assert np.quantile(nearest(forward, losses), 0.1) < 50e-6
     assert np.quantile(nearest(backward, gradients), 0.1) < 50e-6
+
+
+def test_a_profile_of_a_sum_of_ones_own(ring2):
+    """The flags beside the gradients have a collective of their own, which comes first."""
+
+    class Own(TrainStep):
+        def sum_gradients(self, gradients):
+            return super().sum_gradients(gradients)
+
+    loop = make_loop(ring2, step_class=Own, steps_per_loop=10)
+    assert [c.name for c in loop.step.plan().collectives] == ["pack0"]
+    with loop.step.inspect(steps=5, profile=True) as seen:
+        loop.train(20)
+    (pack,) = seen.timeline.packs
+    assert (pack.transfer > 0).all()
 
 
 def test_without_what_reads_profiles_the_rest_is_shown(mirrored, monkeypatch, caplog):

@@ -140,7 +140,8 @@ def test_what_moves(ring2):
     assert moved[0] == [("CollectiveReduceV2", size)]
     mine = sum(-(-v.shape.num_elements() // 2) for v in loop.step.trained)
     gathers = [("CollectiveGatherV2", 2 * 4), ("CollectiveGatherV2", 4 * mine)]
-    assert moved[1] == gathers + moved[0]
+    assert moved[1] == moved[0] + gathers
+    assert plan.collectives[0].name == "pack0" and not [c for c in plan.other if c.in_loop]
 
 
 def test_a_skipped_update_changes_no_bit(mirrored):

@@ -87,6 +87,8 @@ def main() -> None:
         "clean": loop(mlp),
         "packs": loop(lambda: wide(800), bytes_per_pack=2**20),
         "one pack": loop(lambda: wide(800)),
+        "micro-batches": loop(lambda: wide(800), accumulate_steps=2),
+        "compiled": loop(lambda: wide(800), jit_compile=True),
         "large": loop(lambda: wide(3000)),
         "one more": loop(mlp, OneMore),
     }

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import tensorflow as tf
 
+from ctl.errors import UsageError
 from ctl.marks import Marks
 from ctl.observer import NO_OBSERVER, Observer
 from ctl.tuning.trials import preserved
@@ -54,11 +55,13 @@ class Ablation:
 
 
 class _WithoutReduction(Observer):
-    """The step without its all-reduce."""
+    """The step without its all-reduce. ``called``: whether the step asked for one."""
 
-    @staticmethod
-    def all_reduce(tensors: Sequence[tf.Tensor], **options: Any) -> list[tf.Tensor]:
+    called = False
+
+    def all_reduce(self, tensors: Sequence[tf.Tensor], **options: Any) -> list[tf.Tensor]:
         del options
+        self.called = True
         return [tf.identity(tensor) for tensor in tensors]
 
 
@@ -72,11 +75,15 @@ def ablate(loop: Loop, *, rounds: int = 8, steps: int = 20) -> Ablation:
         loop: the loop of the step.
         rounds: the number of blocks of each kind.
         steps: the number of steps of a block.
+
+    Raises:
+        UsageError: the step sums gradients by itself, so nothing can be left out.
     """
     step = loop.step
     before = step.observer
     whole = NO_OBSERVER if isinstance(before, Marks) else before
-    observers = {True: whole, False: _WithoutReduction()}
+    without = _WithoutReduction()
+    observers = {True: whole, False: without}
     seconds: dict[bool, list[float]] = {True: [], False: []}
     with _kept(loop):
         try:
@@ -85,6 +92,11 @@ def ablate(loop: Loop, *, rounds: int = 8, steps: int = 20) -> Ablation:
                     step.observer = observers[reduces]
                     start = time.perf_counter()
                     loop.train(loop.global_step + steps)
+                    if not (reduces or without.called):
+                        raise UsageError(
+                            "the step sums gradients by itself, without step.observer.all_reduce, "
+                            "so its all-reduce cannot be left out: leave out --ablate"
+                        )
                     if number >= _WARM_UP:
                         seconds[reduces].append((time.perf_counter() - start) / steps)
         finally:

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
 from ctl import workers
-from ctl.data.feed import distribute
+from ctl.data.feed import Block, batch_of, open_feed
 
 if TYPE_CHECKING:
     from ctl.loop import Loop
 
 # Of each part, so many elements are timed; after some seconds, fewer.
 _ELEMENTS, _FEW, _SECONDS = 32, 3, 3.0
-_AHEAD = 8  # calls: more than those that read at the same time
+_CALLS = 8  # a multiple of those that read at the same time
 _MS = 1e3
 
 _REMEDY = {
@@ -27,6 +29,7 @@ _REMEDY = {
     "the order of examples": "a larger batch, or more --steps_per_loop",
     "handing over": "smaller examples, such as uint8 that the step scales, or a larger batch",
     "augmenting": "fewer or cheaper operations of --augment",
+    "gathering": "smaller examples, such as uint8 that the step scales",
 }
 
 
@@ -35,8 +38,9 @@ def input_parts(loop: Loop) -> dict[str, float]:
 
     ``reading`` and ``decoding`` are those of `ctl.data.Streaming`; other datasets have one part for
     both. ``handing over`` is the iterator of the strategy, with the copy to its devices.
-    ``augmenting`` is what a replica makes of its share before the step. With several workers, only
-    the parts before the iterator of the strategy are timed: the others do not take part.
+    ``augmenting``, or ``gathering`` of the examples of an order, is what a replica makes of its
+    share before the step. With several workers, only the parts before the iterator of the
+    strategy are timed: the others do not take part.
     """
     dataset: Any = loop.dataset
     strategy = loop.strategy
@@ -47,29 +51,33 @@ def input_parts(loop: Loop) -> dict[str, float]:
     if hasattr(dataset, "undecoded"):
         undecoded = dataset.undecoded(0, range(width), replicas)
         _, together = dataset.equal_shares(replicas)
-        parts["reading"] = width * _seconds(undecoded, together)
+        parts["reading"] = width * _seconds(undecoded, _CALLS * together)
         share = dataset.decoded(_again(undecoded))
-        parts["decoding"] = width * _seconds(share)
+        parts["decoding"] = width * _seconds(share, len(os.sched_getaffinity(0)))
     else:
         share = dataset.batches(0)
         name = "the order of examples" if hasattr(dataset, "arrays") else "the tf.data.Dataset"
         parts[name] = _seconds(share)
     if several:
         return parts
-    share = _again(share)
-    if hasattr(dataset, "undecoded"):
-        handed = iter(strategy.distribute_datasets_from_function(lambda _: share))
-    else:
-        handed = distribute(strategy, share)
-    parts["handing over"] = _seconds(handed)
-    if hasattr(dataset, "operations"):
-        element, resident = next(handed), loop.steps.open(loop.global_step).resident
+    # As the loop iterates over its data, which it reads in blocks where these are small.
+    made_before, size = _again(share), getattr(dataset, "steps_per_element", 1)
+    how = "shares" if hasattr(dataset, "undecoded") else "batches"
+    same: Any = SimpleNamespace(**{how: lambda *_: made_before}, steps_per_element=size)
+    feed: Any = open_feed(same, strategy, 0)
+    parts["handing over"] = _seconds(feed.iterator) / size
+    if hasattr(dataset, "operations") or hasattr(dataset, "arrays"):
+        block, resident = next(feed.iterator), loop.steps.open(loop.global_step).resident
+
+        def on_replica(block: Any, resident: Any) -> Any:
+            return dataset.on_replica(batch_of(Block(block, 0, 1), 0, size), resident)
 
         @tf.function(autograph=False)
-        def augment() -> Any:
-            return strategy.run(dataset.on_replica, args=(element, resident))
+        def make() -> Any:
+            return strategy.run(on_replica, args=(block, resident))
 
-        parts["augmenting"] = _seconds(iter(augment, None))
+        name = "augmenting" if hasattr(dataset, "operations") else "gathering"
+        parts[name] = _seconds(iter(make, None))
     return parts
 
 
@@ -94,12 +102,14 @@ def _again(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 
 def _seconds(elements: Iterable[Any], together: int = 1) -> float:
-    """The seconds between two elements, of which ``together`` are made at once."""
+    """The seconds between two elements, of which ``together`` are made at the same time."""
     iterator = iter(elements)
-    for _ in range(1 if together == 1 else _AHEAD * together):
+    # The clock starts when the first of those that are made together is there, and stops so.
+    for _ in range(1 + together):
         next(iterator)  # starts threads, and traces
     start, count = time.perf_counter(), 0
-    while count < _FEW or (count < _ELEMENTS and time.perf_counter() < start + _SECONDS):
+    least = max(_ELEMENTS, 2 * together)
+    while count < _FEW or (count < least and time.perf_counter() < start + _SECONDS):
         for _ in range(together):
             element = next(iterator)
         count += together

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -96,7 +98,9 @@ class Recording:
         if not cluster:
             return [mine]
         texts = all_gather(strategy, json.dumps(mine.to_json()).encode(), "an inspection")
-        return [Window.from_json(json.loads(text)) for text in texts]
+        run = hashlib.sha256(b"".join(texts)).hexdigest()[:16]
+        windows = [Window.from_json(json.loads(text)) for text in texts]
+        return [dataclasses.replace(window, run=run) for window in windows]
 
 
 def _describe(step: TrainStep) -> str:

@@ -36,6 +36,9 @@ from ctl.inspect.measure.window import Window, check_together
 # the backward pass does not hide. Without a profile, "pack" is part of "transfer".
 PHASES = ("input", "forward", "backward", "pack", "wait", "transfer", "apply", "other")
 
+# The most by which two clocks drift apart, in seconds per second. Quartz is good to some 20 ppm.
+DRIFT = 50e-6
+
 
 class Row(NamedTuple):
     """One replica of one worker; ``replica`` counts within the worker."""
@@ -50,7 +53,7 @@ class Clock:
 
     Attributes:
         worker: its index.
-        low, high: bounds of the offset; certain as long as the clocks do not drift.
+        low, high: bounds of the offset; certain as long as clocks drift apart by less than `DRIFT`.
     """
 
     worker: int
@@ -128,13 +131,14 @@ class Timeline:
         step_seconds: float64 [N, S], durations.
         phases: each of `PHASES` -> float64 [N, S], durations that add up to ``step_seconds``. NaN
             for a phase that cannot be told apart: "forward" and "apply" are then part of
-            "backward", and "pack" is part of "transfer".
-        hidden: float64 [N, S]: communication while this row still computed.
-        exposed: float64 [N, S]: communication after its backward pass.
-        packs: in the order in which they are reduced.
+            "backward", "pack" is part of "transfer", and if the replicas `reduce_unseen`, "wait",
+            "transfer" and "apply" are part of "other".
+        hidden: float64 [N, S]: communication while this row still computed; NaN if unseen.
+        exposed: float64 [N, S]: communication after its backward pass; NaN if unseen.
+        packs: in the order in which they are reduced; empty if unseen.
         late: float64 [N, S]: how much later than the median of the other rows this row had the
             gradients of a pack ready; of the pack for which this is longest, at least 0. So a delay
-            counts once, however many packs it makes late.
+            counts once, however many packs it makes late. NaN if unseen.
         clocks: one for each worker.
         description: of the run, for people.
         plan: the plan of worker 0 as JSON, see `ctl.inspect.plan.plan`; or None.
@@ -159,6 +163,17 @@ class Timeline:
     def workers(self) -> int:
         """The number of workers."""
         return len(self.clocks)
+
+    @property
+    def clock_error(self) -> float:
+        """The most by which times of two workers may be wrong to each other, seconds: clocks may be
+        wrong in opposite directions, so two errors add up."""
+        return sum(sorted(clock.error for clock in self.clocks)[-2:])
+
+    @property
+    def reduce_unseen(self) -> bool:
+        """Whether replicas reduce without a mark: the step has a `sum_gradients` of its own."""
+        return len(self.rows) > 1 and not self.packs
 
     @property
     def bytes(self) -> int:
@@ -214,7 +229,8 @@ def _clock(window: Window, first: Window, steps: np.ndarray) -> Clock:
         raise UsageError(
             "the windows have neither barriers nor packs: clocks of workers cannot be aligned"
         )
-    return Clock(window.worker, float(low.max()), float(high.min()))
+    drift = DRIFT * max(window.clock_age, first.clock_age)
+    return Clock(window.worker, float(low.max()) - drift, float(high.min()) + drift)
 
 
 def _around_packs(window: Window, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -252,7 +268,7 @@ def _timeline(
     for number, pack in enumerate(first.packs):
         ready, done = marks[f"ready{number}"], marks[f"done{number}"]
         if np.isnan(ready).any() or np.isnan(done).any():
-            continue  # an overridden reduce() moves other tensors
+            continue  # the step reduces in a loop or a branch
         start = np.minimum(np.maximum(ready, before), done) if first.in_order else ready
         begun = np.clip(np.fmax(marks.get(f"begun{number}", start), start), None, done)
         ended = np.clip(np.fmin(marks.get(f"ended{number}", done), done), begun, None)
@@ -283,6 +299,10 @@ def _timeline(
             exposed[name] += np.maximum(0.0, until - np.maximum(since, covered_after))
         covered, covered_after = np.maximum(covered, done), np.maximum(covered_after, done)
         before = done
+    unknown = np.full(begin.shape, np.nan)
+    unseen = len(rows) > 1 and not packs
+    if unseen:
+        exposed, late = dict.fromkeys(exposed, unknown), unknown
     reduced = np.maximum(covered, computed) if packs else computed
     applied = np.maximum(applied, reduced)
     total = exposed["pack"] + exposed["wait"] + exposed["transfer"]
@@ -290,11 +310,11 @@ def _timeline(
         "input": arrived - begin,
         "forward": np.where(known, forward - arrived, np.nan),
         "backward": computed - forward,
-        "pack": exposed["pack"] if "begun0" in marks else np.full(begin.shape, np.nan),
+        "pack": exposed["pack"] if "begun0" in marks else unknown,
         "wait": exposed["wait"],
         "transfer": exposed["transfer"],
-        "apply": np.where(whole, np.nan, applied - reduced),
-        "other": reduced - computed - total,
+        "apply": np.where(whole | unseen, np.nan, applied - reduced),
+        "other": applied - computed if unseen else reduced - computed - total,
     }
     return Timeline(
         rows=rows,

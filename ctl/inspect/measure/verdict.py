@@ -7,16 +7,20 @@ import numpy as np
 from ctl.inspect.measure.blame import blame
 from ctl.inspect.measure.link import Measured
 from ctl.inspect.measure.timeline import PackTimes, Timeline, of_one_step
-from ctl.inspect.units import MIB, size_text
+from ctl.inspect.plan.lints import WORTH_SPLITTING
+from ctl.inspect.units import size_text
 
 _MS = 1e3
 _HIDDEN = 0.2  # communication of which a smaller share is hidden counts as not hidden
+_AFTER = "what follows its backward pass"  # bounds a step whose communication is not measured
 
 _REMEDY = {
-    "input": "a faster input there: its files, its disk, what else runs on that machine",
+    # It begins when the step before ends, so time between calls of the loop is in it.
+    "input": "a faster input there: its files, its disk; or see what that worker does between "
+    "calls of the loop: checkpoints, logs, callbacks",
     "forward": "see what else runs on that machine, and whether its part of the batch is larger",
     "backward": "see what else runs on that machine, and whether its part of the batch is larger",
-    "apply": "see what that worker does between steps: checkpoints, logs, callbacks",
+    "apply": "see what else runs on that machine",
 }
 
 
@@ -67,13 +71,15 @@ def _phases(timeline: Timeline) -> dict[str, float]:
 
 
 def bounds(timeline: Timeline) -> dict[str, float]:
-    """Seconds of a step for what may bound it, the largest first."""
+    """Seconds of a step for what may bound it, the largest first. If the replicas reduce unseen,
+    communication and apply are one."""
     parts = _phases(timeline)
     seconds = {
         "compute": parts["forward"] + parts["backward"],
         "input": parts["input"],
         "apply": parts["apply"],
         "communication": float(np.nan_to_num(of_one_step(timeline.exposed))),
+        _AFTER: parts["other"] if timeline.reduce_unseen else 0.0,
     }
     return dict(sorted(seconds.items(), key=lambda item: -item[1]))
 
@@ -84,20 +90,22 @@ def _bound(timeline: Timeline, step: float, measured: Measured | None) -> tuple[
     kind = " exposed" if bound == "communication" else ""
     first = (
         f"The step takes {step * _MS:.2f} ms and is bound by {bound}: "
-        f"{of[bound] * _MS:.2f} ms{kind}, {of[bound] / step:.0%}."
+        f"{of[bound] * _MS:.2f} ms{kind}, {of[bound] / max(step, 1e-9):.0%}."
     )
     if bound == "communication":
         return (first, *_communication(timeline, measured, parts))
     exposed = f"{of['communication'] * _MS:.2f} ms of communication are exposed"
     if len(timeline.rows) == 1:
         exposed = "one replica has nothing to reduce"
+    elif timeline.reduce_unseen:
+        exposed = "communication is not measured, because the step sums gradients by itself"
     if bound == "compute":
         split = (
             f"forward {parts['forward'] * _MS:.2f} ms, backward {parts['backward'] * _MS:.2f} ms"
         )
         if np.isnan(timeline.phases["forward"]).all():
             split = "forward and backward are one here"
-        if np.isnan(timeline.phases["apply"]).all():
+        if np.isnan(timeline.marks["backward"]).all():
             why = f"XLA compiled all of the step as one; {exposed}."
             return first, why, "Try a larger batch; --jit_compile=off shows the phases apart."
         why = f"{split}; {exposed}."
@@ -105,6 +113,9 @@ def _bound(timeline: Timeline, step: float, measured: Measured | None) -> tuple[
     if bound == "input":
         why = f"Between two steps the replicas wait for their batch; {exposed}."
         return first, why, "Try data that stay resident, a larger batch, or more --steps_per_loop."
+    if bound == _AFTER:
+        why = f"It reduces, clips and updates the variables; {exposed}."
+        return first, why, "See what it moves: `python -m ctl.inspect plan` with the same flags."
     why = f"Clipping and the update of the variables; {exposed}."
     return first, why, "Try a larger batch (fewer updates), or an optimizer with less state."
 
@@ -134,7 +145,10 @@ def _communication(
     size = timeline.bytes
     if measured and slowest.bytes and measured.seconds(slowest.bytes) < 2 * measured.seconds(1):
         return why, "Its latency counts, not its bytes: try --accumulate_steps or fewer packs."
-    if hidden < _HIDDEN and len(timeline.packs) == 1 and size > MIB:
+    # Where the forward pass is not known, XLA or micro-batches give all gradients at once.
+    gradual = not np.isnan(timeline.phases["forward"]).all()
+    splits = timeline.workers > 1 and gradual and size >= WORTH_SPLITTING
+    if hidden < _HIDDEN and len(timeline.packs) == 1 and splits:
         return (
             why,
             f"Try --bytes_per_pack={size // 4}: packs start before the backward pass ends.",

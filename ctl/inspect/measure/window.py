@@ -51,6 +51,8 @@ class Window:
             all workers, and when it left. All workers have the same K barriers; one worker has 0.
         description: of the run, for people.
         plan: the plan of the step as JSON, see `ctl.inspect.plan.plan`; or None.
+        run: what the windows that all workers took together have in common, and no others; empty if
+            unknown.
     """
 
     worker: int
@@ -63,6 +65,15 @@ class Window:
     barriers: np.ndarray
     description: str = ""
     plan: Mapping[str, Any] | None = None
+    run: str = ""
+
+    @property
+    def clock_age(self) -> float:
+        """Seconds between the barriers and the stamp farthest from them; 0.0 without either."""
+        known = self.stamps[np.isfinite(self.stamps)]
+        if not known.size or not self.barriers.size:
+            return 0.0
+        return float(np.abs(known - np.median(self.barriers)).max())
 
     def to_json(self) -> dict[str, Any]:
         """The window as a JSON object; NaN becomes null."""
@@ -81,6 +92,7 @@ class Window:
             "barriers": self.barriers.tolist(),
             "description": self.description,
             "plan": self.plan,
+            "run": self.run,
         }
 
     @classmethod
@@ -107,7 +119,8 @@ class Window:
         if (steps != np.round(steps)).any() or (np.diff(steps) <= 0).any():
             raise ValueError("its steps do not ascend")
         stamps = _array(value, "stamps", 3)
-        if stamps.size and (stamps.shape[0] < 1 or stamps.shape[1:] != (len(steps), len(names))):
+        shape = (len(steps), len(names))
+        if (stamps.size or len(steps)) and (stamps.shape[0] < 1 or stamps.shape[1:] != shape):
             raise ValueError(f"its stamps have shape {list(stamps.shape)}")
         barriers = _array(value, "barriers", 2)
         if barriers.size and (barriers.shape[1] != 2 or not np.isfinite(barriers).all()):
@@ -125,7 +138,7 @@ class Window:
             workers=workers,
             steps=steps.astype(np.int64),
             names=tuple(names),
-            stamps=stamps if stamps.size else np.zeros([1, len(steps), len(names)]),
+            stamps=stamps if stamps.size else np.zeros([1, *shape]),
             packs=tuple(
                 Pack(str(pack.get("name"))[:200], _integer(pack, "bytes", 0, 2**60))
                 for pack in packs
@@ -134,6 +147,7 @@ class Window:
             barriers=barriers.reshape(-1, 2),
             description=str(value.get("description") or "")[:1000],
             plan=plan,
+            run=str(value.get("run") or "")[:100],
         )
 
 
@@ -204,6 +218,7 @@ def check_together(windows: Sequence[Window]) -> None:
             else "a worker has more than one window"
         )
     facts: dict[str, set[Any]] = {
+        "identifiers": {window.run for window in windows},
         "packs": {window.packs for window in windows},
         "marks": {window.names[: 4 + 2 * len(window.packs)] for window in windows},
         "cross-device operations": {window.in_order for window in windows},

@@ -9,6 +9,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import keras
 import tensorflow as tf
 
 from ctl import private
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 _COLLECTIVE = re.compile(r"_?(Collective|Nccl)\w+|XlaAllReduce|CrossReplicaSum|AllToAll")
 # These communicate if their inputs come from several devices.
 _JOINS = {"AddN", "ConcatV2"}
-_PACK = re.compile(r"(?:^|/)((ctl_all_reduce(?:_\d+)?)/(pack\d+(?:_\d+)?))(?=/|$)")
+_PACK = re.compile(r"(?:^|/)((ctl_(?:all_reduce|beside)(?:_\d+)?)/(pack\d+(?:_\d+)?))(?=/|$)")
 _REPLICA = re.compile(r"(^|/)replica_\d+/")
 _REDUCES = {"CollectiveReduce", "CollectiveReduceV2", "CollectiveReduceV3", "NcclAllReduce"}
 _PADS = {"Pad", "PadV2", "Transpose", "Identity"}
@@ -51,11 +52,13 @@ def plan_of_step(step: TrainStep, compiled: bool = False) -> Plan:
     loop = step.loop() if step.loop else None
     if loop is None:
         raise UsageError("the loop knows the batches: make ctl.Loop(step, ...), then step.plan()")
+    trained = {id(v.value) for v in step.updater.trained}
+    variables = _by_path([*step.model.variables, *step.updater.trained])
     plan = plan_of(
         loop.traced(),
         step.strategy,
-        {v.path: v.value for v in [*step.model.variables, *step.updater.trained]},
-        [v.path for v in step.updater.trained],
+        variables,
+        [path for path, variable in variables.items() if id(variable) in trained],
         len(cluster_of(step.strategy).workers) if is_multi_worker(step.strategy) else 1,
     )
     if compiled:
@@ -65,7 +68,22 @@ def plan_of_step(step: TrainStep, compiled: bool = False) -> Plan:
             plan = dataclasses.replace(plan, xla=xla.compile_step(_graph_of_one_step(loop)))
         except UsageError as error:
             plan = dataclasses.replace(plan, notes=(*plan.notes, str(error)))
-    return dataclasses.replace(plan, lints=lints.check(plan, watchdog.running()))
+    # The gradients leave the loop over micro-batches, or what XLA compiles, all at once.
+    splits = not (step.accumulate_steps > 1 or step.jit_compile)
+    found = lints.check(plan, watchdog.running(), splits=splits)
+    return dataclasses.replace(plan, lints=found)
+
+
+def _by_path(variables: Iterable[keras.Variable]) -> dict[str, tf.Variable]:
+    """Path -> variable. Keras allows equal paths: the second is ``path (2)``."""
+    found: dict[str, tf.Variable] = {}
+    seen: collections.Counter[str] = collections.Counter()
+    for variable in {id(v.value): v for v in variables}.values():
+        seen[variable.path] += 1
+        number = seen[variable.path]
+        path = f"{variable.path} ({number})" if number > 1 else variable.path
+        found[path] = variable.value
+    return found
 
 
 def _graph_of_one_step(loop: Loop) -> tf.types.experimental.ConcreteFunction:
@@ -222,7 +240,11 @@ class _Search:
         if any(n.backward for n in self.graph.descendants(nodes)):
             return "backward" if upstream else "forward"
         lands = any(path in self.trainable for m in members for path in m.variables)
-        if nodes[0].in_loop and upstream and (lands or gathers):
+        # A step of one's own may cut or compress its gradients, which then land in no weight.
+        pack = _PACK.search(nodes[0].name)
+        tensors = any(m.shape != () for m in members)
+        carries = pack and pack[2].startswith("ctl_all_reduce") and tensors
+        if nodes[0].in_loop and upstream and (lands or gathers or carries):
             return "gradients"
         return "other" if nodes[0].in_loop else "loss"
 

@@ -311,14 +311,18 @@ def _matmul(node: Node, out: tuple[int, ...]) -> int:
 
 
 def _conv(node: Node, out: tuple[int, ...]) -> int:
-    kernel = _operand(node, 1)  # [height, width, in, out]
-    return 2 * math.prod(out) * math.prod(kernel[:-1])
+    return 2 * math.prod(out) * _products(node, _operand(node, 1))
 
 
 def _conv_backward(node: Node, out: tuple[int, ...]) -> int:
     """The gradient of the input or of the kernel costs as much as the convolution itself."""
     kernel = _operand(node, 1) if "Input" in node.op else out
-    return 2 * math.prod(_operand(node, 2)) * math.prod(kernel[:-1])
+    return 2 * math.prod(_operand(node, 2)) * _products(node, kernel)
+
+
+def _products(node: Node, kernel: tuple[int, ...]) -> int:
+    """Products for each number of the result; ``kernel`` is [height, width, in, out]."""
+    return math.prod(kernel[:2] if node.op.startswith("Depthwise") else kernel[:-1])
 
 
 def _einsum(node: Node, out: tuple[int, ...]) -> int:
@@ -343,5 +347,8 @@ _FLOPS: dict[str, Callable[[Node, tuple[int, ...]], int]] = {
     "Conv2DBackpropFilter": _conv_backward,
     "Conv3DBackpropInputV2": _conv_backward,
     "Conv3DBackpropFilterV2": _conv_backward,
+    "DepthwiseConv2dNative": _conv,
+    "DepthwiseConv2dNativeBackpropInput": _conv_backward,
+    "DepthwiseConv2dNativeBackpropFilter": _conv_backward,
     "Einsum": _einsum,
 }

@@ -18,18 +18,19 @@ FAULT_CLIFF = 32 * MIB
 _SHOWN = 3  # names in one line
 
 
-def check(plan: Plan, watched: bool) -> tuple[Lint, ...]:
+def check(plan: Plan, watched: bool, splits: bool = True) -> tuple[Lint, ...]:
     """All lints of one plan; empty for a sensible step.
 
     Args:
         plan: the plan to judge.
         watched: whether `ctl.watch.watchdog` runs in this process.
+        splits: whether the backward pass hands over each gradient when it is done.
     """
     everything = (*plan.collectives, *plan.other)
     endless = plan.workers > 1 and not watched
     found = [
         *map(_reduced_twice, (c for c in plan.collectives if c.again)),
-        _no_overlap(plan),
+        _no_overlap(plan) if splits else None,
         _page_faults(plan),
         _ring_on_logical_cpus(plan),
         _gathered(plan),

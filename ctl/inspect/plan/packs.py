@@ -20,6 +20,7 @@ from ctl.inspect.plan.plan import Member
 UNPACK = {"Reshape", "Identity"}
 SPLITS = {"Split", "SplitV"}
 ASSIGN = re.compile(r"(Assign\w*VariableOp|ResourceApply\w+|ResourceScatter\w+)$")
+_QUOTIENTS = {"RealDiv", "Div", "DivNoNan"}
 
 
 def bytes_of(dtype: tf.DType, shape: tuple[int, ...] | None) -> int | None:
@@ -75,8 +76,12 @@ class Packs:
             The tensors, in the order of the payload; and the nodes that sum one of them over the
             replicas again.
         """
-        packed, begin, end = _packed(payload_of(root, nodes))
+        payload = payload_of(root, nodes)
+        packed, begin, end = _packed(payload)
         split = self._split_after(root, len(packed))
+        if split is None and len(packed) > 1:  # one gradient that is itself a concatenation
+            packed, begin, end = [payload], 0, None
+            split = self._split_after(root, 1)
         dtype = tf.as_dtype(root.attr["T"].type)
         members: list[Member] = []
         again: set[Node] = set()
@@ -127,6 +132,8 @@ class Packs:
             for node, index in self.graph.consumers(here):
                 if f"{passes.SCOPE}/" in node.name:  # moves the weights, which are returned
                     continue
+                if node.op in _QUOTIENTS and index == 1:  # such as the number of examples
+                    continue
                 if ASSIGN.match(node.op):
                     handle = node.inputs[0]
                     path = self.handles.get(handle.node)
@@ -161,7 +168,7 @@ def _packed(payload: Tensor) -> tuple[list[Tensor], int, int | None]:
     # A pack of a hierarchical copy is a part of a concatenation.
     begin: int = 0
     end: int | None = None
-    tensor = alone = payload
+    tensor = payload
     while tensor.node.op in {*UNPACK, *SPLITS}:
         node = tensor.node
         if node.op in SPLITS:
@@ -170,17 +177,16 @@ def _packed(payload: Tensor) -> tuple[list[Tensor], int, int | None]:
             known = [size for size in sizes if size is not None]
             if len(known) == len(sizes):
                 begin, end = sum(known[:-1]), sum(known)
-            alone = node.inputs[node.op == "Split"]
         tensor = node.inputs[node.op == "Split"]
     if tensor.node.op == "ConcatV2":
         return tensor.node.inputs[:-1], begin, end
-    return [alone], 0, None
+    return [payload], 0, None
 
 
 def _shapes(tensor: Tensor) -> list[tuple[int, ...] | None]:
-    """The shape of ``tensor``, and its shapes before it was flattened."""
+    """The shape of ``tensor``, and its shapes before it was flattened and cut."""
     shapes = [tensor.node.shape(tensor.port)]
-    while tensor.node.op in UNPACK:
-        tensor = tensor.node.inputs[0]
+    while tensor.node.op in {*UNPACK, *SPLITS}:
+        tensor = tensor.node.inputs[tensor.node.op == "Split"]
         shapes.append(tensor.node.shape(tensor.port))
     return shapes

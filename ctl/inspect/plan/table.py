@@ -92,4 +92,9 @@ def _share(c: Collective) -> str:
 
 
 def _member(member: Member) -> str:
-    return escape(", ".join(member.variables) or "a number beside the gradients")
+    if member.variables:
+        return escape(", ".join(member.variables))
+    if member.shape == ():
+        return "a number beside the gradients"
+    shape = f" {list(member.shape)}" if member.shape else ""
+    return escape(f"a tensor{shape}")

@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 
 _SECONDS = 300.0
 
-_SIZES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "f32": 4, "s64": 8, "f64": 8}
 _ALL_REDUCE = re.compile(r"= (\(?[^=]*?\)?) all-reduce(?:-start)?\(.*")
+_COMMENT = re.compile(r"/\*.*?\*/")  # such as the number of every fifth element of a tuple
+_BITS = re.compile(r"\d+")  # in the name of a type, such as bf16 or c64
 _SHAPE = re.compile(r"(\w+)\[([\d,]*)\]")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 
@@ -90,7 +91,7 @@ def read_hlo(text: str) -> tuple[Fused, ...]:
     """The all-reduces in the text of an optimized HLO module, in its order."""
     found = []
     for line in text.splitlines():
-        match = _ALL_REDUCE.search(line)
+        match = _ALL_REDUCE.search(_COMMENT.sub("", line))
         if match:
             shapes = _SHAPE.findall(match[1])
             name = _OP_NAME.search(line)
@@ -99,7 +100,8 @@ def read_hlo(text: str) -> tuple[Fused, ...]:
 
 
 def _bytes(shape: tuple[str, str]) -> int:
-    size = _SIZES.get(shape[0], 4)
+    bits = _BITS.search(shape[0])
+    size = int(bits[0]) // 8 if bits else 1  # a pred has a byte
     for dimension in filter(None, shape[1].split(",")):
         size *= int(dimension)
     return size

@@ -23,6 +23,7 @@ from ctl.inspect.show.report import (
     phase_table,
     row_names,
     scalars,
+    transferring,
 )
 from ctl.inspect.show.style import STYLE
 from ctl.inspect.units import size_text
@@ -125,10 +126,11 @@ def _figures(timeline: Timeline, measured: Measured | None) -> str:
     if "allreduce/busbw" in values:
         said = "bus bandwidth of the all-reduces"
         if measured:
-            reached = values["allreduce/busbw"] * 1e9 / measured.busbw(timeline.bytes)
+            alone = sum(measured.seconds(pack.bytes) for pack in timeline.packs)
+            reached = alone / float(np.median(transferring(timeline)))
             said += f" ({percent(reached)} of what was measured)"
         cards.append((f"{significant(values['allreduce/busbw'])} GB/s", said))
-    if len(timeline.rows) > 1:
+    if timeline.packs and len(timeline.rows) > 1:
         late = values.get("allreduce/late_ms", np.nan) / 1e3
         named = blame(timeline)
         said = "waited for the last to come"
@@ -258,10 +260,10 @@ def _footer(timeline: Timeline) -> str:
     terms = "".join(f"<dt>{escape(a)}</dt><dd>{escape(b)}</dd>" for a, b in _DEFINITIONS)
     clocks = ""
     if timeline.workers > 1:
-        error = max(clock.error for clock in timeline.clocks)
+        error = escape(duration(timeline.clock_error))
         clocks = (
-            f"<p>The clocks of the workers are aligned to ±{escape(duration(error))}; what differs "
-            "by less between workers is not known.</p>"
+            f"<p>The clocks of two workers are aligned to ±{error}; what differs by less between "
+            "workers is not known.</p>"
         )
     return f"<footer>{clocks}<dl>{terms}</dl></footer>"
 

@@ -69,8 +69,8 @@ def choose(
 
 def noise(timeline: Timeline) -> float:
     """Seconds of lateness that are noise: 1 % of the median step, or the error of the clocks."""
-    error = max(clock.error for clock in timeline.clocks)
-    return max(0.01 * float(np.nan_to_num(median(timeline.step_seconds))), error)
+    least = 0.01 * float(np.nan_to_num(median(timeline.step_seconds)))
+    return max(least, timeline.clock_error)
 
 
 def step_picture(timeline: Timeline, index: int, name: str, limit: float) -> tuple[str, int]:

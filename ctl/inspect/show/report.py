@@ -119,7 +119,7 @@ def pack_table(timeline: Timeline, plan: Plan | None, measured: Measured | None)
     cells += [[_cell(v, np.array(values)) for v in values] for values in columns.values()]
     names = ["", "size", *columns]
     if measured:
-        names.append("% of measured")
+        names.append(f"% of measured {measured.operation}")
         cells.append([percent(share_of_measured(pack, measured)) for pack in timeline.packs])
     names += ["can start", "ready"]
     cells.append([percent(shares.get(pack.name)) for pack in timeline.packs])
@@ -147,7 +147,7 @@ def ready_shares(timeline: Timeline) -> list[float]:
 
 
 def scalars(timeline: Timeline) -> dict[str, float]:
-    """Scalars for TensorBoard; unknown ones are left out.
+    """Scalars for TensorBoard; unknown ones are left out: all, if the replicas reduce unseen.
 
     ``allreduce/exposed_ms``: communication that the backward pass does not hide, see `of_one_step`.
     ``allreduce/late_ms``: how much later than the others the latest replica came to the packs; a
@@ -159,14 +159,14 @@ def scalars(timeline: Timeline) -> dict[str, float]:
     for name, share in LATE.items():
         late = float(quantile(timeline.late.max(axis=0), share)) * 1e3
         values[f"allreduce/{name.replace(' ', '_')}_ms"] = late
-    seconds = float(np.median(_transferring(timeline)))
+    seconds = float(np.median(transferring(timeline)))
     if seconds > 0 and timeline.bytes:
         values["allreduce/busbw"] = timeline.bytes / seconds / 1e9 * timeline.packs[0].bus_factor
     return {name: value for name, value in values.items() if np.isfinite(value)}
 
 
-def _transferring(timeline: Timeline) -> np.ndarray:
-    """[S], seconds of each step in which any pack was transferred; packs may overlap."""
+def transferring(timeline: Timeline) -> np.ndarray:
+    """float64 [S]: seconds of each step in which any pack was transferred; packs may overlap."""
     there = [(pack.begun + pack.wait).max(axis=0) for pack in timeline.packs]
     return covered_seconds(
         [(at, at + pack.seconds) for at, pack in zip(there, timeline.packs, strict=True)]

@@ -41,7 +41,7 @@ def show(
         more: lines below the verdict.
 
     Raises:
-        UsageError: ``bandwidth`` is no such file, or of another number of replicas.
+        UsageError: ``bandwidth`` is no such file, or of another strategy or number of replicas.
         CheckpointError: a file cannot be written.
     """
     from ctl.inspect.measure import link
@@ -51,10 +51,12 @@ def show(
     from ctl.inspect.show.trace import make_trace
 
     measured = link.read(bandwidth) if bandwidth else None
-    if measured and measured.replicas != len(timeline.rows):
+    strategy = "multi_worker" if timeline.workers > 1 else "mirrored"
+    if measured and (measured.strategy, measured.replicas) != (strategy, len(timeline.rows)):
         raise UsageError(
-            f"{bandwidth} was measured with {measured.replicas} replicas, and these are "
-            f"{len(timeline.rows)}: {measure_command(timeline)}"
+            f"{bandwidth} was measured with {measured.replicas} replicas under "
+            f"{measured.strategy}, and these are {len(timeline.rows)} under {strategy}: "
+            f"{measure_command(timeline)}"
         )
     plan, note = _plan(timeline)
     lines = (*verdict(timeline, measured), *more)
@@ -62,7 +64,8 @@ def show(
     if note:
         print(note)
     command = measure_command(timeline)
-    if measured is None and len(timeline.rows) > 1 and not any(command in line for line in lines):
+    said = measured is not None or any(command in line for line in lines)
+    if timeline.packs and len(timeline.rows) > 1 and not said:
         print(f"For busbw as a share of what this machine can do: {command}, then --bandwidth.")
     if directory is None:
         return

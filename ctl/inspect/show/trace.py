@@ -81,7 +81,7 @@ def _row(
             yield from _slice(process, thread, name, phase, at, at + seconds)
             at += seconds
         applying = end - timeline.phases["apply"][row, index]
-        yield from _slice(process, thread, "apply", "apply", max(at, applying), end)
+        yield from _slice(process, thread, "apply", "apply", np.maximum(at, applying), end)
         for pack, level in zip(timeline.packs, levels[:, row, index].tolist(), strict=True):
             on = thread + 1 + level
             about = {"step": step, "bytes": pack.bytes}

@@ -7,11 +7,13 @@ import time
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers import BATCH as BATCH_OF_LOOP
 from helpers import make_loop, mlp
 
 from ctl import workers
 from ctl.data import Augmented, InMemory, Streaming
 from ctl.data.sources import Items
+from ctl.inspect.measure import input_parts as of_parts
 from ctl.inspect.measure.input_parts import _seconds, explain, input_parts
 from ctl.inspect.measure.verdict import bounds
 from ctl.inspect.run_command import _input
@@ -66,6 +68,37 @@ def test_elements_that_are_made_at_once():
         elements, output_signature=tf.TensorSpec([], tf.int32)
     ).prefetch(64)
     assert _seconds(ahead, 16) > 0.8 * SLOW / 16
+
+
+def test_calls_that_run_at_the_same_time():
+    """They end together, and those after them begin together."""
+    calls = 48
+
+    def sleep(number):
+        time.sleep(SLOW)
+        return number
+
+    slow = tf.data.Dataset.range(1000).map(
+        lambda n: tf.numpy_function(sleep, [n], tf.int64), num_parallel_calls=calls
+    )
+    options = tf.data.Options()
+    options.threading.private_threadpool_size = calls
+    assert _seconds(slow.with_options(options), calls) > 0.8 * SLOW / calls
+
+
+def test_data_are_handed_over_in_blocks(mirrored, monkeypatch):
+    """As the loop reads them; the time is that of a batch."""
+    seen = []
+
+    def seconds(elements, together=1):
+        seen.append(tf.nest.flatten(next(iter(elements)), expand_composites=True)[0].shape)
+        return 64.0
+
+    monkeypatch.setattr(of_parts, "_seconds", seconds)
+    loop = make_loop(mirrored(2))
+    parts = input_parts(loop)
+    assert parts == {"the order of examples": 64.0, "handing over": 2.0, "gathering": 64.0}
+    assert seen == [[BATCH_OF_LOOP], [BATCH_OF_LOOP // 2, 32], [BATCH_OF_LOOP // 2, FEATURES]]
 
 
 def test_parts_of_other_data(mirrored, monkeypatch):

@@ -14,8 +14,9 @@ from ctl.errors import UsageError
 from ctl.inspect.measure import window
 from ctl.inspect.measure.blame import _rhythm, accused, blame
 from ctl.inspect.measure.link import Measured, Point
-from ctl.inspect.measure.timeline import PHASES, covered_seconds, join
+from ctl.inspect.measure.timeline import DRIFT, PHASES, covered_seconds, join
 from ctl.inspect.measure.verdict import share_of_measured, verdict
+from ctl.inspect.show import pictures
 
 
 def medians(timeline) -> dict[str, np.ndarray]:
@@ -57,6 +58,31 @@ def test_clocks_are_within_their_bounds(barriers):
         assert clock.error < (0.001 if barriers else 0.01)  # packs are a poorer meeting
 
 
+@pytest.mark.parametrize("age", [0.0, 900.0])
+def test_clocks_may_have_drifted_since_they_were_compared(age):
+    compared = [dataclasses.replace(w, barriers=w.barriers - age) for w in simulated.windows(3)]
+    timeline = join(compared)
+    _, *errors = (clock.error for clock in timeline.clocks)
+    for error in errors:
+        assert DRIFT * age <= error < DRIFT * age + 0.001
+    assert timeline.clock_error == pytest.approx(sum(errors))  # in opposite directions
+    assert pictures.noise(timeline) >= timeline.clock_error
+
+
+def test_a_step_that_sums_by_itself_has_all_of_it_after_the_backward_pass():
+    timeline = join([dataclasses.replace(w, packs=()) for w in simulated.windows(2)])
+    together = sum(np.nan_to_num(seconds) for seconds in timeline.phases.values())
+    np.testing.assert_allclose(together, timeline.step_seconds, atol=1e-9)
+    for unknown in (timeline.exposed, timeline.hidden, timeline.late, timeline.phases["apply"]):
+        assert np.isnan(unknown).all()
+    _, why, _ = verdict(timeline)
+    assert "communication is not measured" in why
+    longer = {**timeline.phases, "other": 10 * timeline.phases["other"]}
+    first, why, remedy = verdict(dataclasses.replace(timeline, phases=longer))
+    assert "bound by what follows its backward pass" in first
+    assert "communication is not measured" in why and "ctl.inspect plan" in remedy
+
+
 def test_a_pack_out_of_order_and_marks_that_are_missing():
     (only,) = simulated.windows(1, 2, packs=2)
     stamps = only.stamps.copy()
@@ -86,6 +112,8 @@ def test_the_late_worker_and_its_phase_are_named(phase, workers, replicas):
     assert f"waits for worker {late}" in first
     assert f"Its {phase} takes" in why
     assert remedy.startswith("Try ")
+    # What a worker does between calls of the loop is before its next batch, and after its "apply".
+    assert ("callbacks" in remedy) == (phase == "input")
 
 
 @pytest.mark.parametrize("in_order", [True, False])
@@ -234,11 +262,31 @@ def test_verdicts_without_a_late_worker():
     assert "50% of what was measured" in why or "49%" in why
 
 
+@pytest.mark.parametrize(
+    ("workers", "replicas", "size", "forward", "splits"),
+    [
+        (2, 1, 4_000_000, 0.0, True),
+        (1, 2, 4_000_000, 0.0, False),  # nothing moves
+        (2, 1, 1_500_000, 0.0, False),  # a second collective costs more
+        (2, 1, 4_000_000, np.nan, False),  # XLA or micro-batches
+    ],
+)
+def test_a_pack_is_split_only_where_it_can_overlap(workers, replicas, size, forward, splits):
+    timeline = join(simulated.windows(workers, replicas, noise=0.01))
+    nothing = np.zeros(timeline.late.shape)
+    phases = {**timeline.phases, "backward": nothing, "forward": nothing + forward}
+    packs = tuple(dataclasses.replace(pack, bytes=size) for pack in timeline.packs)
+    first, _, remedy = verdict(dataclasses.replace(timeline, phases=phases, packs=packs))
+    assert "bound by communication" in first
+    assert ("--bytes_per_pack" in remedy) == splits
+
+
 def test_a_window_survives_its_file(tmp_path):
     windows = simulated.windows(2, 2, packs=2)
     stamps = windows[0].stamps.copy()
     stamps[:, :, 1] = np.nan
     windows[0] = dataclasses.replace(windows[0], stamps=stamps, plan={"collectives": []})
+    windows = [dataclasses.replace(each, run="0123") for each in windows]
     for each in windows:
         window.write(each, tmp_path / "inspect")
     back = window.read_all(tmp_path / "inspect")
@@ -247,23 +295,23 @@ def test_a_window_survives_its_file(tmp_path):
             np.testing.assert_equal(getattr(other, field.name), getattr(mine, field.name))
 
 
-BROKEN = {
-    "kind": ("record", "not a window"),
-    "schema": (2, "schema 2"),
-    "worker": (2, "its worker is 2"),
-    "workers": (True, "its workers is true"),
-    "names": (["input", "<script>"], "not those of marks"),
-    "steps": ([3, 2], "do not ascend"),
-    "stamps": ([[1.0]], "3 dimensions"),
-    "barriers": ([[1.0, None]], "not pairs"),
-    "packs": ([{"name": "pack0", "bytes": -1}], "its bytes is -1"),
-    "plan": ([], "its plan"),
-}
+BROKEN = [
+    ("kind", "record", "not a window"),
+    ("schema", 2, "schema 2"),
+    ("worker", 2, "its worker is 2"),
+    ("workers", True, "its workers is true"),
+    ("names", ["input", "<script>"], "not those of marks"),
+    ("steps", [3, 2], "do not ascend"),
+    ("stamps", [[1.0]], "3 dimensions"),
+    ("stamps", [], r"shape \[0, 0, 0\]"),
+    ("barriers", [[1.0, None]], "not pairs"),
+    ("packs", [{"name": "pack0", "bytes": -1}], "its bytes is -1"),
+    ("plan", [], "its plan"),
+]
 
 
-@pytest.mark.parametrize("key", BROKEN)
-def test_a_file_that_is_not_a_window_is_refused(tmp_path, key):
-    value, message = BROKEN[key]
+@pytest.mark.parametrize(("key", "value", "message"), BROKEN)
+def test_a_file_that_is_not_a_window_is_refused(tmp_path, key, value, message):
     content = {**simulated.windows(2, steps=3)[0].to_json(), key: value}
     path = tmp_path / "worker-0.json"
     path.write_text(json.dumps(content))
@@ -287,5 +335,7 @@ def test_windows_that_do_not_belong_together(tmp_path):
         join([first, second, dataclasses.replace(third, workers=2)])
     with pytest.raises(UsageError, match="their packs differ"):
         join([first, second, dataclasses.replace(third, packs=())])
+    with pytest.raises(UsageError, match="different runs: their identifiers differ"):
+        join([first, second, dataclasses.replace(third, run="an earlier one")])
     with pytest.raises(UsageError, match="no two consecutive steps"):
         join([first, second, dataclasses.replace(third, steps=third.steps + 1000)])

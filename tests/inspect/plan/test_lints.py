@@ -130,6 +130,13 @@ def test_no_overlap(plans):
     assert lint.remedy.startswith(f"--bytes_per_pack={plan.collectives[0].bytes // 4}:")
 
 
+@pytest.mark.parametrize("kind", ["micro-batches", "compiled"])
+def test_what_is_done_all_at_once_cannot_overlap(plans, kind):
+    (pack,) = plans[0][kind].collectives
+    assert pack.bytes > lints.WORTH_SPLITTING and pack.start_share == 1
+    assert plans[0][kind].lints == ()
+
+
 def test_page_faults(plans):
     assert found(plans[0]["large"]) == {"no overlap", "page faults"}
 
@@ -157,8 +164,10 @@ def test_all_reduces_in_hlo():
     text = """
       %all-reduce.1 = bf16[3,4]{1,0} all-reduce(%x), metadata={op_name="pack0/C"}
       ROOT %a = (f32[5]{0}, f32[]) all-reduce-start(%y, %z), channel_id=1
+      %six = (f32[5], f32[1], f32[2], f32[3], f32[4], /*index=5*/f32[6]{0}) all-reduce(%x)
+      %types = (pred[3]{0}, bf16[3]{0}, u16[3]{0}, u64[3]{0}, c64[3]{0}) all-reduce(%x)
       %get-tuple-element = f32[5]{0} get-tuple-element(%all-reduce), index=0
       %done = f32[5]{0} all-reduce-done(%a)
     """
     seen = [(f.name, f.payloads, f.bytes) for f in read_hlo(text)]
-    assert seen == [("pack0/C", 1, 24), ("", 2, 24)]
+    assert seen == [("pack0/C", 1, 24), ("", 2, 24), ("", 6, 84), ("", 5, 3 * (1 + 2 + 2 + 8 + 8))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import gc
 import json
@@ -190,6 +191,78 @@ def test_a_synchronized_batch_norm(mirrored):
     assert purposes.count("loss") == 1 and len(purposes) == 6
     (pack,) = plan.collectives
     assert pack.again == () and plan.lints == ()
+
+
+class Joined(keras.layers.Layer):
+    """Its gradient is a concatenation."""
+
+    def build(self, shape):
+        self.qkv = self.add_weight(shape=(shape[-1], 3 * 4), name="qkv")
+
+    def call(self, x):
+        q, k, v = tf.split(self.qkv, 3, axis=1)
+        return (x @ q) * (x @ k) + x @ v
+
+
+class Parts(keras.layers.Layer):
+    """It has so many weights that TensorFlow splits the gradient of their concatenation."""
+
+    def build(self, shape):
+        self.parts = [self.add_weight(shape=(shape[-1], 1), name=f"part{i}") for i in range(20)]
+
+    def call(self, x):
+        return x @ tf.concat(self.parts, axis=1)
+
+
+class Scaled(keras.layers.Layer):
+    def build(self, shape):
+        self.scale = self.add_weight(shape=(), initializer="ones", name="scale")
+
+    def call(self, x):
+        return x * self.scale
+
+
+class Twins(keras.layers.Layer):
+    """Two layers of one name."""
+
+    def build(self, shape):
+        self.twins = [keras.layers.Dense(8, name="twin") for _ in range(2)]
+        for twin in self.twins:
+            twin.build(shape)
+
+    def call(self, x):
+        return self.twins[0](x) * self.twins[1](x)
+
+
+@pytest.mark.parametrize("ring", [False, True])
+@pytest.mark.parametrize(
+    ("layer", "dataset", "beside"),
+    [
+        (Joined, None, 0),
+        (Joined, partial, 1),
+        (Parts, None, 0),
+        (Scaled, partial, 1),
+        (Twins, None, 0),
+    ],
+)
+def test_each_weight_is_found_once(mirrored, ring2, layer, dataset, beside, ring):
+    def model():
+        layers = [keras.layers.Input([FEATURES]), layer(), keras.layers.Dense(CLASSES)]
+        return keras.Sequential(layers)
+
+    loop = planned(
+        ring2 if ring else mirrored(2),
+        model=model,
+        data=dataset and dataset(),
+        bytes_per_pack=1 if ring else 0,  # each tensor is a pack
+    )
+    plan = loop.step.plan()
+    found = [m for c in (*plan.collectives, *plan.other) if c.in_loop for m in c.members]
+    assert len([m for m in found if not m.variables]) == beside
+    paths = collections.Counter(v.path for v in loop.step.model.trainable_variables)
+    numbered = [f"{path} (2)" for path, count in paths.items() if count == 2]
+    assert sorted(names(plan)) == sorted([*paths, *numbered])
+    assert bool(numbered) == (layer is Twins)
 
 
 def test_planning_runs_no_step_and_traces_once(mirrored):

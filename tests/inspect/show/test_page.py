@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import simulated
 
+from ctl.inspect.measure.link import Measured, Point
 from ctl.inspect.measure.timeline import Timeline, join
 from ctl.inspect.measure.verdict import verdict
 from ctl.inspect.plan.plan import Collective, Lint, Member, Plan
@@ -155,6 +156,14 @@ def test_exposed_and_the_step_are_one_number_everywhere(late):
             phases={**timeline.phases, "backward": 0 * timeline.late},
         )
         assert f"{exposed:.2f} ms exposed" in verdict(nobody)[0]
+
+
+def test_small_packs_are_compared_with_small_all_reduces():
+    points = (Point(1_000_000, simulated.TRANSFER), Point(4_000_000, simulated.TRANSFER))
+    measured = Measured("multi_worker", "ring", 2, points)
+    text = text_of(make_page(make(2, packs=4, noise=0.0), VERDICT, measured=measured))
+    share = re.search(r"bus bandwidth of the all-reduces \((\d+)% of what was measured\)", text)
+    assert int(share[1]) == pytest.approx(100, abs=3)
 
 
 def test_hostile_names_are_text():

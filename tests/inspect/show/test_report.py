@@ -87,7 +87,7 @@ def test_packs_are_in_the_units_of_nccl_tests():
     # 2 MB in 3 ms; 2(n-1)/n = 1.5 for 4 replicas; what was measured is three times as fast.
     np.testing.assert_allclose(column(table, "algbw GB/s"), [2 / 3, 2 / 3], rtol=0.02)
     np.testing.assert_allclose(column(table, "busbw GB/s"), [1, 1], rtol=0.02)
-    np.testing.assert_allclose(column(table, "% of measured"), [33, 33], atol=1)
+    np.testing.assert_allclose(column(table, "% of measured ring"), [33, 33], atol=1)
     np.testing.assert_allclose(column(table, "ready"), [50, 100], atol=1)
 
 

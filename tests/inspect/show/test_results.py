@@ -12,7 +12,7 @@ import pytest
 import simulated
 from paths import ROOT
 
-from ctl.errors import CheckpointError
+from ctl.errors import CheckpointError, UsageError
 from ctl.inspect.measure.timeline import join
 from ctl.inspect.plan.plan import Plan
 from ctl.inspect.show.results import show
@@ -55,6 +55,30 @@ def test_stamps_that_are_missing_break_nothing(share, tmp_path, capsys):
     assert "worker 1" in capsys.readouterr().out
     for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]:
         assert event["ts"] >= 0 and event.get("dur", 1) > 0
+
+
+def test_sums_that_marks_do_not_show_are_neither_drawn_nor_counted(tmp_path, capsys):
+    show(join([dataclasses.replace(w, packs=()) for w in simulated.windows(2)]), None, tmp_path)
+    text, page = capsys.readouterr().out, (tmp_path / "report.html").read_text("utf-8")
+    for said in (text, page):
+        assert "communication is not measured" in said
+        assert "exposed communication" not in said and "waited for" not in said
+    assert "exposed" not in text and "busbw" not in text
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {e["cat"] for e in events if "cat" in e} == {"step", "input", "forward", "backward"}
+
+
+@pytest.mark.parametrize(("strategy", "replicas"), [("mirrored", 2), ("multi_worker", 4)])
+def test_the_bandwidth_of_another_link_is_refused(strategy, replicas, tmp_path, capsys):
+    link, timeline = tmp_path / "link.json", join(simulated.windows(2))
+    about = {"schema": 1, "operation": "ring", "points": [{"bytes": 1024, "seconds": 1e-4}]}
+    link.write_text(json.dumps({**about, "strategy": strategy, "replicas": replicas}))
+    match = f"with {replicas} replicas under {strategy}, and these are 2 under multi_worker"
+    with pytest.raises(UsageError, match=match):
+        show(timeline, str(link), None)
+    link.write_text(json.dumps({**about, "strategy": "multi_worker", "replicas": 2}))
+    show(timeline, str(link), None)
+    assert "% of measured ring" in capsys.readouterr().out
 
 
 def test_a_directory_that_cannot_be_made_is_named(tmp_path):
