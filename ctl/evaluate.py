@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from pathlib import Path
@@ -23,6 +22,7 @@ from ctl.flags.parsing import (
     run_command,
 )
 from ctl.logs import console
+from ctl.logs.runs import to_json
 
 if TYPE_CHECKING:
     from ctl.checkpoint.manager import Saved
@@ -256,13 +256,13 @@ def write_report(evaluator: Evaluator, results: dict[str, float], saved: Saved |
     scores = [f"{name} {value:.4f}" for name, value in results.items()]
     page = make_page(found, f"{where} on {info.name} {info.split}".strip(), scores)
     console.write_file("report", str(directory / "report.html"), page)
-    console.write_file("report", str(directory / "report.json"), json.dumps(found.to_json()))
+    console.write_file("report", str(directory / "report.json"), to_json(found.to_json()))
 
 
 def _print(results: dict[str, float], saved: Saved | None) -> None:
     if FLAGS.json:
         head = {"step": saved.step, "path": str(saved.path)} if saved else {"path": FLAGS.model}
-        print(json.dumps({**head, **results}), flush=True)
+        print(to_json({**head, **results}), flush=True)
         return
     scores = [f"{name} {value:.6f}" for name, value in results.items()]
     where = f"step {saved.step} ({saved.path})" if saved else FLAGS.model

@@ -352,7 +352,9 @@ def _pause(seconds: float, received: list[int]) -> None:
 def _copy_lines(name: str, source: IO[bytes], target: TextIO) -> None:
     for line in source:
         text = line.decode(errors="replace").rstrip("\n")
-        _write(target, f"[{name}] {text}")
+        # The worker would wait if nobody emptied its pipe.
+        with contextlib.suppress(OSError, ValueError):
+            _write(target, f"[{name}] {text}")
 
 
 def _how(code: int) -> str:

@@ -49,7 +49,7 @@ class Report:
     Attributes:
         classes: their names.
         confusion: int64 [classes, classes]: examples by label and prediction.
-        worst: the examples with the highest loss, in descending order.
+        worst: the examples with the highest loss, in descending order; NaN is the highest.
     """
 
     classes: Sequence[str]
@@ -140,8 +140,9 @@ def collect(
             classes = _classes(step, dataset, int(max(labels.max(), predicted.max())) + 1)
             confusion = np.zeros([len(classes)] * 2, np.int64)
         np.add.at(confusion, (labels[counted], predicted[counted]), 1)
-        for row in np.argsort(-losses, kind="stable")[: worst + int((~counted).sum())]:
-            if not counted[row] or (len(kept) == worst and losses[row] <= kept[0][0]):
+        ranks = np.where(np.isnan(losses), np.inf, losses)  # NaN is the worst
+        for row in np.argsort(-ranks, kind="stable")[: worst + int((~counted).sum())]:
+            if not counted[row] or (len(kept) == worst and ranks[row] <= kept[0][0]):
                 continue
             one = Example(
                 number=first + int(row),
@@ -153,7 +154,7 @@ def collect(
             )
             # Of equal losses, the first example stays.
             (heapq.heappushpop if len(kept) == worst else heapq.heappush)(
-                kept, (one.loss, -one.number, one)
+                kept, (float(ranks[row]), -one.number, one)
             )
         first += len(labels)
     if confusion is None:
@@ -185,6 +186,7 @@ def _is_image(features: Any) -> bool:
 def _png(image: np.ndarray) -> bytes:
     """An image [height, width, channels] as PNG. Values that are not uint8 are scaled."""
     if image.dtype != np.uint8:
+        image = np.nan_to_num(image, posinf=0.0, neginf=0.0)
         low, high = float(image.min()), float(image.max())
         low, high = (0.0, 1.0) if low >= 0.0 and high <= 1.0 else (low, max(high, low + 1e-6))
         image = ((image.astype(np.float32) - low) * (255.0 / (high - low))).round().astype(np.uint8)

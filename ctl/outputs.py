@@ -16,6 +16,7 @@ from ctl.flags.parsing import grouped_flags
 
 if TYPE_CHECKING:
     from ctl.actions import Action, Log, Sink, Status
+    from ctl.checkpoint.manifest import Saved
     from ctl.evaluator import OnWake
     from ctl.loop import Loop
     from ctl.step import TrainStep
@@ -48,10 +49,15 @@ def add_scalars(loop: Loop) -> None:
 
 
 def add_actions(
-    loop: Loop, stack: Any, model_dir: Path, steps_per_epoch: float | None, chief: bool
+    loop: Loop,
+    stack: Any,
+    model_dir: Path,
+    steps_per_epoch: float | None,
+    chief: bool,
+    saved: Saved | None,
 ) -> tuple[Log, OnWake | None]:
-    """Adds logs, progress, checkpoints and profile; returns the log, and the ``on_wake`` of
-    evaluations."""
+    """Adds logs, progress, checkpoints and profile. ``saved`` is what the run resumes from. Returns
+    the log, and the ``on_wake`` of evaluations."""
     from ctl.actions import Every, Log
     from ctl.control.copies import CompareReplicas
     from ctl.logs.profiler import Profile
@@ -63,7 +69,7 @@ def add_actions(
     bar = None
     if chief and sys.stdout.isatty():
         bar = stack.enter_context(Progress(peek=not multi_worker))
-    files = make_sinks(model_dir) if chief else []
+    files = make_sinks(model_dir, saved) if chief else []
     log = Log(*files, *([bar or Lines()] if chief else []), steps_per_epoch=steps_per_epoch)
     stack.callback(log.close)
     loop.eval_actions.append(log.evaluated)
@@ -90,17 +96,20 @@ def add_actions(
     return log, bar.evaluating if bar else None
 
 
-def make_sinks(model_dir: Path) -> list[Sink]:
-    """The sinks that the flags ask for: ``metrics.jsonl``, TensorBoard, MLflow, W&B."""
+def make_sinks(model_dir: Path, saved: Saved | None) -> list[Sink]:
+    """The sinks that the flags ask for: ``metrics.jsonl``, TensorBoard, MLflow, W&B. What earlier
+    attempts logged after the checkpoint ``saved`` is no part of this run; None if it begins."""
     from ctl.logs.hparams import HParams
     from ctl.logs.runs import NOT_COMPARED, best_so_far
     from ctl.logs.sinks import JsonLines, TensorBoard
-    from ctl.logs.trackers import MLflow, Tracker, WandB
+    from ctl.logs.trackers import MLflow, Tracker, WandB, forget
 
     given = {name: FLAGS[name].value for name in grouped_flags() if name not in NOT_COMPARED}
     given = {name: value for name, value in given.items() if value is not None}
+    sinks: list[Sink] = [JsonLines(model_dir / "metrics.jsonl", saved.step if saved else -1)]
     best = best_so_far(model_dir)
-    sinks: list[Sink] = [JsonLines(model_dir / "metrics.jsonl")]
+    if not saved:
+        forget(model_dir)
     if FLAGS.tensorboard:
         sinks += [TensorBoard(model_dir), HParams(model_dir, given, best)]
     if FLAGS.mlflow:

@@ -73,6 +73,16 @@ def test_lines_stay_whole():
     assert sorted(out.splitlines()) == sorted(1000 * [f"[worker {i}] {'x' * 50}" for i in range(4)])
 
 
+def test_output_that_cannot_be_encoded_keeps_no_worker(monkeypatch):
+    """More than a pipe holds, of what the encoding of the launcher lacks."""
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    code = "[os.write(n, b'\\xc3\\xa9' * 50 + b'\\xff\\n') for _ in range(10000) for n in (1, 2)]"
+    status, out, err = finish(start("--workers=1", code=code))
+    assert status == 0
+    said = "[worker 0] " + "\\xe9" * 50 + "\\ufffd"
+    assert out.splitlines() == err.splitlines() == [said] * 10000
+
+
 def test_a_job_whose_output_nobody_reads_goes_on():
     code = "[print('x' * 50, flush=True) for _ in range(10000)]; print('end', file=sys.stderr)"
     process = start("--workers=2", code=code)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import re
 from xml.etree import ElementTree
 
@@ -18,6 +19,7 @@ from ctl.data import InMemory
 from ctl.data.dataset import DatasetInfo
 from ctl.errors import UsageError
 from ctl.inspect.show.confusion import make_page
+from ctl.logs.runs import to_json
 
 CLASSES, COUNT = 3, 29
 NAMES = ("cat", "<b>dog", "bird")
@@ -68,6 +70,26 @@ def test_it_is_what_numpy_finds_on_any_number_of_replicas(mirrored):
     everything, _ = collected(mirrored(1), worst=100)
     assert len(everything.worst) == COUNT
     check_page(one)
+
+
+def test_examples_without_a_loss_are_the_worst(mirrored):
+    """A loss that is NaN, of pictures that hold NaN; JSON has no such number."""
+    features, labels = images()
+    features = features.astype("float32") / 255
+    features[[3, 20, 28], 0, 0, 0] = np.nan
+    data = InMemory((features, labels), global_batch_size=9, training=False)
+    with mirrored(1).scope():
+        step = EvalStep(model())
+    found = mistakes.collect(step, data, mirrored(1), worst=5)
+    assert [one.number for one in found.worst[:3]] == [3, 20, 28]
+    assert [math.isnan(one.loss) for one in found.worst] == [True] * 3 + [False] * 2
+    assert found.worst[3].loss >= found.worst[4].loss
+    shown = tf.io.decode_png(found.worst[0].png).numpy()
+    np.testing.assert_array_equal(shown.ravel()[1:], (features[3].ravel()[1:] * 255).round())
+    stored = json.loads(to_json(found.to_json()), parse_constant=pytest.fail)
+    assert [one["loss"] for one in stored["worst"][:3]] == ["NaN"] * 3
+    fewer = mistakes.collect(step, data, mirrored(1), worst=2)
+    assert [one.number for one in fewer.worst] == [3, 20]
 
 
 def check_page(found):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import re
 from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
 
-from ctl.errors import UsageError
+from ctl.errors import CheckpointError, UsageError
 
 # Begins the message of the error for a label outside of the classes, and frames a line for the
 # user, in errors of operations that `ctl.data.streaming` makes.
@@ -18,13 +20,16 @@ REFUSED = "ctl refuses the data: {} [ctl]"
 
 _REFUSED = re.compile(re.escape(REFUSED).replace(r"\{\}", "(.*?)"))
 _LABEL = re.compile(rf"\[{re.escape(NO_CLASS)}\] \[(-?\d+)\] \[(\d+)\]")
+# TensorFlow raises the error of exhausted memory for a full disk, too.
+_FULL = tuple(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT))
 # Operations that TFDS decodes examples with.
 _UNDECODABLE = re.compile(r"\b(Decode(Image|Png|Jpeg|Bmp|Gif|Raw)|Parse(Single)?Example)")
 
 
 @contextlib.contextmanager
 def explained(dataset: Any, *others: Any) -> Iterator[None]:
-    """Turns errors of TensorFlow that are raised inside into a `UsageError` of one line.
+    """Turns errors of TensorFlow that are raised inside into a `UsageError` of one line, that of a
+    full disk into a `CheckpointError`.
 
     It names ``dataset``, unless one of ``others`` says that it has the example.
 
@@ -59,6 +64,8 @@ def explained(dataset: Any, *others: Any) -> Iterator[None]:
             ) from error
         raise
     except tf.errors.ResourceExhaustedError as error:
+        if any(full in error.message for full in _FULL):
+            raise CheckpointError(f"no space left: {_reason(error)}") from error
         raise UsageError(
             f"out of memory: {_reason(error)}; try a smaller --global_batch_size, more "
             "--accumulate_steps or, if it is the data that are too large, a --resident_limit_mib"

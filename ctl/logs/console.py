@@ -18,7 +18,7 @@ from pathlib import Path
 
 from absl import logging
 
-from ctl.errors import UsageError
+from ctl.errors import CheckpointError
 from ctl.logs import quiet
 from ctl.logs.streams import native_stderr_held
 
@@ -119,12 +119,12 @@ def write_file(flag: str, path: str, content: str) -> None:
     """Writes what ``flag`` asks for, and names the file on a line.
 
     Raises:
-        UsageError: it cannot be written.
+        CheckpointError: it cannot be written.
     """
     try:
         Path(path).write_text(content, encoding="utf-8")
     except OSError as error:
-        raise UsageError(f"cannot write --{flag}={path}: {error.strerror}") from error
+        raise CheckpointError(f"cannot write --{flag}={path}: {error.strerror}") from error
     print(f"{flag}: {path}", file=sys.stderr)
 
 

@@ -13,7 +13,6 @@ import logging
 import os
 import re
 import sys
-import tempfile
 from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
 from typing import Any
@@ -81,7 +80,7 @@ def notices_filtered() -> Iterator[None]:
     except OSError:  # closed
         yield
         return
-    with tempfile.TemporaryFile() as held:
+    with os.fdopen(os.memfd_create("stderr"), "w+b") as held:
         os.dup2(held.fileno(), 2)
         try:
             yield

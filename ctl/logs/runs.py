@@ -14,9 +14,10 @@ from typing import Any
 
 from ctl.actions import CONTEXT
 from ctl.checkpoint import durable
+from ctl.control.best import known_mode
 from ctl.errors import UsageError
 from ctl.flags import config
-from ctl.flags.defaults import early_stop_parts, known_mode
+from ctl.flags.defaults import early_stop_parts
 
 _LONGEST = 1 << 20  # bytes of a line
 
@@ -152,7 +153,7 @@ def read(path: Path) -> Run:
                 continue
             phase, step = record["phase"], record["step"]
             scalars = {n: v for n, v in record.items() if n not in (*CONTEXT, "schema")}
-            # A resumed run writes steps after its checkpoint again: the later line counts.
+            # A resumed run may write a step again: the later line counts.
             records.setdefault(phase, {})[step] = dict(_numbers(scalars))
             until = record["until"] if type(record.get("until")) is int else until
     except FileNotFoundError:
@@ -192,10 +193,26 @@ def _lines(path: Path) -> Iterator[dict[str, Any] | None]:
 
 def _numbers(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     for name, value in values.items():
-        if value in ("NaN", "Infinity", "-Infinity"):  # as `ctl.logs.sinks.JsonLines` writes them
+        if value in ("NaN", "Infinity", "-Infinity"):  # as `to_json` writes them
             value = float(value)
         if type(value) is float or (type(value) is int and abs(value) < 2**63):
             yield name, float(value)
+
+
+def to_json(value: Any) -> str:
+    """``value`` as JSON. Numbers that are not finite become the strings "NaN", "Infinity" and
+    "-Infinity" (as in the JSON mapping of protobuf; ``float()`` reads them)."""
+    return json.dumps(_valid(value), allow_nan=False)
+
+
+def _valid(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _valid(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_valid(item) for item in value]
+    if not isinstance(value, float) or math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
 def differing_flags(runs: list[Run]) -> list[str]:

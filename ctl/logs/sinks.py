@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,6 +15,7 @@ from tensorboard.plugins.scalar.summary_v2 import scalar_pb
 
 from ctl.actions import scalars_of
 from ctl.errors import CheckpointError
+from ctl.logs.runs import to_json
 
 SCHEMA = 1  # Incremented when a key changes its meaning or is removed, not when one is added.
 
@@ -23,27 +23,31 @@ SCHEMA = 1  # Incremented when a key changes its meaning or is removed, not when
 class JsonLines:
     """Appends records to a file as JSON lines: ``{"schema": 1, "phase": "train", ...}``.
 
-    Numbers that are not finite become the strings "NaN", "Infinity" and "-Infinity" (as in the JSON
-    mapping of protobuf; ``float()`` reads them). Each line is written at once, without a buffer. A
-    killed run may leave an incomplete last line, which the next run cuts off. A resumed run appends
-    steps after the checkpoint again: of two lines with the same phase and step, the later counts.
+    Numbers that are not finite are as in `to_json`. Each line is written at once, without a buffer.
+    A killed run may leave an incomplete last line, which the next run cuts off.
+
+    Args:
+        path: of the file.
+        after: the step at which a run resumes, -1 if it begins. Lines of later steps are of an
+            attempt that was given up: they are moved to the end of ``PATH.old``. None keeps all.
 
     Raises:
         CheckpointError: the file cannot be written, e.g. because the disk is full.
     """
 
-    def __init__(self, path: str | os.PathLike[str]):
+    def __init__(self, path: str | os.PathLike[str], after: int | None = None):
         self.path = Path(path)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             _repair(self.path)
+            if after is not None:
+                _set_aside(self.path, after)
             self._file = self.path.open("ab", buffering=0)
         except OSError as error:
             raise _unwritable(self.path, error) from error
 
     def write(self, record: Mapping[str, Any]) -> None:
-        values = {name: _valid(value) for name, value in record.items()}
-        line = json.dumps({"schema": SCHEMA, **values}, allow_nan=False).encode() + b"\n"
+        line = to_json({"schema": SCHEMA, **record}).encode() + b"\n"
         try:
             while line:
                 line = line[self._file.write(line) :]
@@ -115,10 +119,29 @@ def _repair(path: Path) -> None:
             file.truncate(whole)
 
 
-def _valid(value: Any) -> Any:
-    if not isinstance(value, float) or math.isfinite(value):
-        return value
-    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+def _set_aside(path: Path, after: int) -> None:
+    """Moves the lines of steps after ``after``, with -1 all lines, to the end of ``path.old``."""
+    if not path.is_file():
+        return
+    with open(path, "r+b") as file:
+        lines = file.readlines()
+        given_up = [line for line in lines if _step(line) > after]
+        if not given_up:
+            return
+        with open(f"{path}.old", "ab") as old:
+            old.writelines(given_up)
+        file.seek(0)
+        file.writelines(line for line in lines if _step(line) <= after)
+        file.truncate()
+
+
+def _step(line: bytes) -> int:
+    """The step of a record; 0 if the line is damaged."""
+    try:
+        step = json.loads(line)["step"]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return 0
+    return step if isinstance(step, int) else 0
 
 
 def _unwritable(path: Path, error: OSError) -> CheckpointError:

@@ -12,7 +12,6 @@ import os
 import select
 import shutil
 import sys
-import tempfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -69,7 +68,8 @@ def _guarded(number: int, name: str, before: Any) -> io.TextIOWrapper:
     return io.TextIOWrapper(
         io.BufferedWriter(descriptor),
         encoding=before.encoding,
-        errors=before.errors,
+        # A character that the encoding lacks must not end the command.
+        errors="backslashreplace" if before.errors == "strict" else before.errors,
         line_buffering=before.line_buffering or before.write_through,  # `python -u`
     )
 
@@ -104,7 +104,7 @@ def native_stderr_held() -> Iterator[None]:
     before.flush()
     kept = os.dup(2)
     guarded = _descriptor(before) is not None
-    with tempfile.TemporaryFile() as held:
+    with os.fdopen(os.memfd_create("stderr"), "w+b") as held:
         if guarded:
             _set_stderr(_guarded(kept, "<stderr>", before))
         os.dup2(held.fileno(), 2)

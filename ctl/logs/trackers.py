@@ -1,15 +1,17 @@
 """Sends log records to MLflow and to Weights & Biases, from a thread: neither may stop a training.
 
-A run keeps its id there in its directory, so that a resumed run goes on with it.
+A run keeps its id there in its directory, so that a resumed run goes on with it. One that begins
+anew there calls `forget`.
 """
 
 from __future__ import annotations
 
 import os
 import queue
+import re
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,6 +24,7 @@ from ctl.logs.hparams import Ending, ending
 PATIENCE = 60.0  # seconds that the end of a run waits for what is not sent yet
 _PARAMETERS = 100  # of one call of MLflow, at most
 _LONGEST = 500  # characters of a parameter that every store of MLflow takes
+_REFUSED = re.compile(r"[^\w/.\- :]")  # in names of metrics, by MLflow
 
 
 class Service(Protocol):
@@ -94,13 +97,16 @@ class MLflow:
         flags: by name. MLflow keeps those of the beginning, also of a resumed run.
     """
 
+    FILE = "mlflow.json"
+
     def __init__(self, uri: str, directory: Path, flags: Mapping[str, Any]):
         from mlflow.entities import Metric, Param
         from mlflow.tracking import MlflowClient
 
         self._metric = Metric
+        self._keys: dict[str, str] = {}  # of scalars by name
         self._client = MlflowClient(tracking_uri=uri)
-        self._run_id = _kept_id(directory / "mlflow.json", uri)
+        self._run_id = _kept_id(directory / self.FILE, uri)
         if self._run_id:
             self._client.update_run(self._run_id, status="RUNNING")
             return
@@ -109,16 +115,16 @@ class MLflow:
         number = experiment.experiment_id if experiment else self._client.create_experiment(name)
         run = self._client.create_run(number, run_name=directory.name)
         self._run_id = run.info.run_id
-        _keep_id(directory / "mlflow.json", uri, self._run_id)
+        _keep_id(directory / self.FILE, uri, self._run_id)
         values = [Param(name, str(value)[:_LONGEST]) for name, value in flags.items()]
         for first in range(0, len(values), _PARAMETERS):
             self._client.log_batch(self._run_id, params=values[first : first + _PARAMETERS])
 
     def write(self, record: Mapping[str, Any]) -> None:
         at = int(1000 * record.get("time", time.time()))
-        metrics = [
-            self._metric(name, value, at, record["step"]) for name, value in _named(record).items()
-        ]
+        scalars = _named(record)
+        add_keys(self._keys, scalars)
+        metrics = [self._metric(self._keys[n], v, at, record["step"]) for n, v in scalars.items()]
         self._client.log_batch(self._run_id, metrics=metrics)
 
     def close(self, how: Ending) -> None:
@@ -137,10 +143,12 @@ class WandB:
         flags: by name.
     """
 
+    FILE = "wandb.json"
+
     def __init__(self, project: str, directory: Path, flags: Mapping[str, Any]):
         import wandb
 
-        number = _kept_id(directory / "wandb.json", project)
+        number = _kept_id(directory / self.FILE, project)
         self._run = wandb.init(
             project=project,
             name=directory.name,
@@ -155,7 +163,7 @@ class WandB:
             ),
         )
         if not number:
-            _keep_id(directory / "wandb.json", project, self._run.id)
+            _keep_id(directory / self.FILE, project, self._run.id)
         # Its own count of steps must not fall, as the step of a resumed run may.
         self._run.define_metric("*", step_metric="step")
 
@@ -166,6 +174,26 @@ class WandB:
         if how == "stopped":
             self._run.mark_preempting()
         self._run.finish(exit_code=0 if how == "finished" else 1)
+
+
+def add_keys(keys: dict[str, str], names: Iterable[str]) -> None:
+    """Adds to ``keys`` what MLflow calls each of ``names``: it refuses some characters. A name that
+    would equal another gets a number."""
+    for name in names:
+        if name not in keys:
+            allowed = key = _REFUSED.sub("_", name)
+            number = 1
+            while key in keys.values():
+                number += 1
+                key = f"{allowed}_{number}"
+            keys[name] = key
+
+
+def forget(directory: Path) -> None:
+    """Lets the run in ``directory`` begin anew at all services: what it was there is of an attempt
+    that was given up."""
+    for service in (MLflow, WandB):
+        (directory / service.FILE).unlink(missing_ok=True)
 
 
 def _named(record: Mapping[str, Any]) -> dict[str, float]:

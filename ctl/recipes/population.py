@@ -11,7 +11,6 @@ command then resumes, and with more ``--seeds`` trains those that are missing::
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
 from collections.abc import Iterable
@@ -20,9 +19,10 @@ from pathlib import Path
 from absl import flags
 
 from ctl import launch
-from ctl.actions import scalars_of
+from ctl.errors import UsageError
 from ctl.flags import training
 from ctl.flags.parsing import group, run_command
+from ctl.logs import runs
 
 FLAGS = flags.FLAGS
 flags.disclaim_key_flags()
@@ -43,11 +43,13 @@ def main() -> None:
         for seed in range(FLAGS.seed, FLAGS.seed + FLAGS.seeds):
             print(f"seed {seed}: {len(results) + 1} of {FLAGS.seeds}", flush=True)
             results[seed] = trained(seed, Path(FLAGS.model_dir or scratch) / f"seed-{seed}")
+    check_steps(results, FLAGS.early_stop)
     print("\n".join(table(results)))
 
 
 def trained(seed: int, model_dir: Path) -> dict[str, float]:
-    """Trains with ``seed`` in a process of its own. Returns the results of the last evaluation."""
+    """Trains with ``seed`` in a process of its own. Returns the results of the last evaluation, and
+    its ``step``."""
     others = [
         FLAGS[n] for n in FLAGS if FLAGS[n].present and n not in ("seed", "seeds", "model_dir")
     ]
@@ -56,17 +58,35 @@ def trained(seed: int, model_dir: Path) -> dict[str, float]:
     code = launch.launch([*command, f"--model_dir={model_dir}"], workers=1)
     if code:
         raise SystemExit(code)
-    records = map(json.loads, (model_dir / "metrics.jsonl").read_text().splitlines())
-    last = [record for record in records if record["phase"] != "train"][-1]
-    return {n: float(value) for n, value in scalars_of(last).items() if n != "schema"}
+    run = runs.read(model_dir)
+    for note in run.notes:
+        print(note, file=sys.stderr)
+    # A test comes after the evaluation of its step.
+    last = [max(found.items()) for name in ("test", "eval") if (found := run.records.get(name))]
+    if not last:
+        raise UsageError(f"{model_dir}: metrics.jsonl has no evaluation: use another --model_dir")
+    step, scalars = max(last, key=lambda item: item[0])
+    return {"step": step, **scalars}
+
+
+def check_steps(results: dict[int, dict[str, float]], early_stop: str | None) -> None:
+    """Raises `UsageError` if runs without ``early_stop`` have ended at different steps."""
+    steps = {seed: result["step"] for seed, result in results.items()}
+    if len(set(steps.values())) > 1 and not early_stop:
+        ends = ", ".join(f"seed {seed} at {step}" for seed, step in steps.items())
+        raise UsageError(f"the runs have ended at different steps: {ends}; use another --model_dir")
 
 
 def table(results: dict[int, dict[str, float]]) -> list[str]:
-    """The lines of a table: results by seed, and the statistics of each."""
+    """The lines of a table: results by seed, and the statistics of each. It has the steps if they
+    differ, and names what only some seeds have."""
     import numpy as np
 
-    first, *others = results.values()
-    names = [name for name in first if all(name in other for other in others)]
+    found = dict.fromkeys(name for result in results.values() for name in result)
+    names = [name for name in found if all(name in result for result in results.values())]
+    missing = [name for name in found if name not in names]
+    if len({result["step"] for result in results.values()}) == 1:
+        names.remove("step")
     columns = [[result[name] for result in results.values()] for name in names]
 
     def row(title: object, values: Iterable[float]) -> str:
@@ -75,8 +95,10 @@ def table(results: dict[int, dict[str, float]]) -> list[str]:
     rows = [row(seed, [result[name] for name in names]) for seed, result in results.items()]
     rows.append(row("mean", np.mean(columns, axis=1)))
     rows.append(row("deviation", np.std(columns, axis=1, ddof=1)))
-    rows.append(row("least", map(min, columns)))
-    rows.append(row("most", map(max, columns)))
+    rows.append(row("least", np.min(columns, axis=1)))
+    rows.append(row("most", np.max(columns, axis=1)))
+    if missing:
+        rows.append(f"not of all seeds: {', '.join(missing)}")
     return [f"{'seed':<10}" + "".join(f"{name:>14}" for name in names), *rows]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import itertools
 import json
 import os
 import sys
@@ -17,6 +18,7 @@ import time
 import traceback
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from ctl.checkpoint import durable
@@ -155,12 +157,16 @@ def phase_of(fired: Collection[str], not_fired: Sequence[str]) -> str:
 def _stacks() -> dict[str, tuple[str, ...]]:
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return {
-        names.get(ident, f"thread {ident}"): tuple(
-            f"{entry.filename}:{entry.lineno} {entry.name}"
-            for entry in traceback.extract_stack(frame)[-_MOST_FRAMES:]
-        )
+        names.get(ident, f"thread {ident}"): _stack(frame)
         for ident, frame in sys._current_frames().items()
     }
+
+
+def _stack(frame: FrameType) -> tuple[str, ...]:
+    """Opens no source file, unlike `traceback.extract_stack`: the file system may hang."""
+    inner = itertools.islice(traceback.walk_stack(frame), _MOST_FRAMES)
+    lines = [f"{f.f_code.co_filename}:{line} {f.f_code.co_name}" for f, line in inner]
+    return tuple(reversed(lines))
 
 
 def _versions() -> dict[str, str]:

@@ -167,35 +167,36 @@ class Watchdog:
     def _watch(self) -> None:
         before, place = time.monotonic(), None
         while not self._stopped.is_set():
-            section = self._section()
-            self._beats.exchange(self._beat(section), _TICK)
-            now = time.monotonic()
-            if place == (section, section.step):
-                section.stalled += min(now - before, _MOST_OF_A_TICK)
-            else:
-                section.stalled, section.phase = 0.0, ""
-                section.quiet_until = _QUIET_SECONDS
-            before, place = now, (section, section.step)
-            self._listen_to_those_who_give_up()
-            if section.limit is None:
-                continue
-            if section.stalled < section.limit:
-                if section.stalled >= section.quiet_until:
-                    section.quiet_until *= 2
-                    self._say_for_whom(section)
-                continue
-            if section is self._sections[-1] and self._giving_up.acquire(blocking=False):
-                self._give_up(section)
+            try:
+                section = self._section()
+                self._beats.exchange(self._beat(section), _TICK)
+                now = time.monotonic()
+                if place == (section, section.step):
+                    section.stalled += min(now - before, _MOST_OF_A_TICK)
+                else:
+                    section.stalled, section.phase = 0.0, ""
+                    section.quiet_until = _QUIET_SECONDS
+                before, place = now, (section, section.step)
+                self._listen_to_those_who_give_up()
+                if section.limit is None:
+                    continue
+                if section.stalled < section.limit:
+                    if section.stalled >= section.quiet_until:
+                        section.quiet_until *= 2
+                        _within(0.0, self._say_for_whom, section)
+                    continue
+                if section is self._sections[-1] and self._giving_up.acquire(blocking=False):
+                    self._give_up(section)
+            except Exception as error:  # the time limits must not end with it
+                _within(0.0, logging.error, "the watchdog goes on after %r", error)
+                time.sleep(_TICK)
 
     def _say_for_whom(self, section: Section) -> None:
-        """Logs for whom this worker waits; nothing if all are in one place, and compute."""
-        named = self._named(record.make(self.cluster, "waits", section, self._beats.peers, {}))
-        line = (
-            f"worker {self.cluster.index} waits in {section.doing} since {section.stalled:.0f} s "
-            f"for {named}"
-        )
-        if named:  # in a thread, because the reader of the log may hang
-            threading.Thread(target=logging.warning, args=("%s", line), daemon=True).start()
+        """Logs for whom this worker waits; nothing if all are in one place, and compute. In a
+        thread: the file system may hang, and the reader of the log."""
+        where = f"in {section.doing} since {section.stalled:.0f} s"
+        if named := self._named(record.make(self.cluster, "waits", section, self._beats.peers, {})):
+            logging.warning("worker %d waits %s for %s", self.cluster.index, where, named)
 
     def _beat(self, section: Section) -> dict[str, Any]:
         return {
@@ -212,10 +213,7 @@ class Watchdog:
         for worker, beat in self._beats.peers.items():
             if beat.gave_up and worker not in self._heard_giving_up:
                 self._heard_giving_up.add(worker)
-                writer = threading.Thread(
-                    target=self._write_record, args=(f"worker {worker} gave up",), daemon=True
-                )
-                writer.start()
+                _within(0.0, self._write_record, f"worker {worker} gave up")
 
     def _write_record(self, why: str, gone: dict[int, str] | None = None) -> Record:
         """Makes a record, and writes it unless this hang has one already.
@@ -270,7 +268,7 @@ class Watchdog:
 
     def _give_up(self, section: Section) -> None:
         """Ends the process, even if the last words hang, for example in a file system."""
-        _within(_LAST_WORDS_SECONDS, lambda: self._last_words(section))
+        _within(_LAST_WORDS_SECONDS, self._last_words, section)
         leave((section.otherwise or PeerError).exit_code)
 
     def _last_words(self, section: Section) -> None:
@@ -309,11 +307,12 @@ def _flush() -> None:
             stream.flush()
 
 
-def _within(seconds: float, work: Callable[[], None]) -> None:
-    """Returns when ``work`` is done, or after ``seconds``."""
-    thread = threading.Thread(target=work, name="ctl_last_words", daemon=True)
-    thread.start()
-    thread.join(seconds)
+def _within(seconds: float, work: Callable[..., Any], *arguments: Any) -> None:
+    """Calls ``work`` in a thread; returns when it is done, or after ``seconds``."""
+    thread = threading.Thread(target=work, args=arguments, name="ctl_within", daemon=True)
+    with contextlib.suppress(RuntimeError):  # there may be no more threads
+        thread.start()
+        thread.join(seconds)
 
 
 _watchdog: Watchdog | None = None

@@ -6,11 +6,12 @@ import logging
 import os
 import subprocess
 import sys
+import tempfile
 
 import pytest
 from paths import ROOT
 
-from ctl.logs import quiet
+from ctl.logs import quiet, streams
 
 PROGRAM = """
 import ctl
@@ -85,6 +86,17 @@ def test_an_error_is_shown_when_it_ends_the_context(capfd, no_level):
     except ImportError:
         pass
     assert capfd.readouterr().err == "what went wrong\n"
+
+
+def test_no_directory_for_temporary_files_is_needed(capfd, no_level, monkeypatch):
+    with monkeypatch.context() as patched:  # pytest needs one
+        patched.setattr(tempfile, "tempdir", "/nowhere")
+        with quiet.notices_filtered():
+            os.write(2, NOTICE + b"kept\n")
+        with pytest.raises(ValueError), streams.native_stderr_held():
+            os.write(2, b"held\n")
+            raise ValueError
+    assert capfd.readouterr().err == "kept\nheld\n"
 
 
 def test_warnings_of_autograph_only():

@@ -14,7 +14,7 @@ import tensorflow as tf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from ctl.errors import CtlError
-from ctl.logs.sinks import JsonLines, TensorBoard
+from ctl.logs.sinks import JsonLines, TensorBoard, _step
 
 
 def record(step=1, phase="train", **scalars):
@@ -71,6 +71,25 @@ def test_json_lines_survive_kill_9(tmp_path):
     path = tmp_path / "m.jsonl"
     assert subprocess.run([sys.executable, "-c", code, path], check=False).returncode == -9
     assert [line["step"] for line in lines(path)] == [7]
+
+
+@pytest.mark.parametrize(("after", "kept"), [(None, [1, 2, 0, 3, 4]), (2, [1, 2, 0]), (-1, [])])
+def test_json_lines_of_an_attempt_that_was_given_up_are_moved(tmp_path, after, kept):
+    """0 stands for a damaged line. Twice, because a second attempt may be given up, too."""
+    path, old = tmp_path / "m.jsonl", tmp_path / "m.jsonl.old"
+    given_up = []
+    for attempt in range(2):
+        path.write_text("".join(f'{{"step": {n}, "a": {attempt}}}\n' for n in (1, 2)))
+        with path.open("a") as file:
+            file.write('[1e999]\n{"step": 3, "loss": 0.5}\n{"step": 4}\n')
+        before = path.read_text().splitlines()
+        sink = JsonLines(path, after)
+        assert [_step(line) for line in path.read_bytes().splitlines()] == kept
+        given_up += before[len(kept) :]
+        sink.write(record(9))
+        sink.close()
+        assert lines(path)[-1]["step"] == 9
+    assert (old.read_text().splitlines() if old.exists() else []) == given_up
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")

@@ -8,13 +8,15 @@ from __future__ import annotations
 import logging
 import math
 import struct
+import sys
 import threading
+import types
 
 import pytest
 from waiting import wait_until
 
 from ctl.errors import Preempted
-from ctl.logs.trackers import MLflow, Tracker, WandB
+from ctl.logs.trackers import MLflow, Tracker, WandB, add_keys, forget
 
 FLAGS = {"optimizer": "adam", "learning_rate": 1e-3, "note": "x" * 9000}
 
@@ -88,13 +90,66 @@ def test_a_slow_service_delays_no_step_and_the_end_only_for_some_time(caplog):
     gate.set()
 
 
+def test_a_run_that_begins_anew_has_its_own_run_at_mlflow(tmp_path, monkeypatch):
+    """Not that of an attempt that ended before its first checkpoint."""
+    clients = []
+
+    class Client:
+        def __init__(self, tracking_uri):
+            self.runs, self.metrics, self.resumed = len(clients), [], None
+            clients.append(self)
+
+        def get_experiment_by_name(self, name):
+            return types.SimpleNamespace(experiment_id="1")
+
+        def create_run(self, number, run_name):
+            return types.SimpleNamespace(info=types.SimpleNamespace(run_id=f"run {self.runs}"))
+
+        def update_run(self, number, status):
+            self.resumed = number
+
+        def log_batch(self, number, metrics=(), params=()):
+            self.metrics += metrics
+
+    entities = types.SimpleNamespace(Metric=lambda *values: values, Param=lambda *values: values)
+    monkeypatch.setitem(sys.modules, "mlflow", types.ModuleType("mlflow"))
+    monkeypatch.setitem(sys.modules, "mlflow.entities", entities)
+    tracking = types.SimpleNamespace(MlflowClient=Client)
+    monkeypatch.setitem(sys.modules, "mlflow.tracking", tracking)
+    MLflow("uri", tmp_path, FLAGS)
+    MLflow("uri", tmp_path, FLAGS)
+    assert clients[1].resumed == "run 0"
+    forget(tmp_path)
+    service = MLflow("uri", tmp_path, FLAGS)
+    assert clients[2].resumed is None
+    MLflow("uri", tmp_path, FLAGS)
+    assert clients[3].resumed == "run 2"
+    forget(tmp_path)
+    forget(tmp_path)  # there is nothing to forget
+    service.write(record(2, "eval", **{"loss": 1.0, "train[:9]/loss": 2.0, "a@b/loss": 3.0}))
+    names = ["eval/loss", "eval/train_:9_/loss", "eval/a_b/loss"]
+    assert clients[2].metrics == [(n, v, 1500, 2) for n, v in zip(names, (1, 2, 3), strict=True)]
+
+
+def test_names_that_mlflow_refuses():
+    keys: dict[str, str] = {}
+    for _ in range(2):  # the same in each record
+        add_keys(keys, ["eval/a@b", "eval/a_b", "eval/a[b", "eval/t.-: 1"])
+    assert keys == {
+        "eval/a@b": "eval/a_b",
+        "eval/a_b": "eval/a_b_2",
+        "eval/a[b": "eval/a_b_3",
+        "eval/t.-: 1": "eval/t.-: 1",
+    }
+
+
 def test_mlflow_has_flags_metrics_and_one_run_after_a_resume(tmp_path):
     tracking = pytest.importorskip("mlflow.tracking")
     uri, directory = f"sqlite:///{tmp_path}/store.db", tmp_path / "run"
     directory.mkdir()
     first = MLflow(uri, directory, FLAGS)
     first.write(record(1, loss=0.5))
-    first.write(record(2, "eval", loss=0.25, accuracy=math.nan))
+    first.write(record(2, "eval", loss=0.25, accuracy=math.nan, **{"train[:9]/loss": 2.0}))
     first.close("stopped")
     client = tracking.MlflowClient(uri)
     (experiment,) = client.search_experiments(filter_string="name = 'ctl'")
@@ -109,6 +164,7 @@ def test_mlflow_has_flags_metrics_and_one_run_after_a_resume(tmp_path):
     assert run.info.status == "FINISHED"
     history = client.get_metric_history(run.info.run_id, "train/loss")
     assert [(m.step, m.value, m.timestamp) for m in history] == [(1, 0.5, 1500), (2, 0.125, 1500)]
+    assert run.data.metrics["eval/train_:9_/loss"] == 2.0
     assert run.data.metrics["eval/loss"] == 0.25 and math.isnan(run.data.metrics["eval/accuracy"])
     other = MLflow(f"sqlite:///{tmp_path}/other.db", directory, {})  # another store, a new run
     other.close("failed")

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 
 import numpy as np
 import pytest
 
-from ctl.recipes.population import table
+from ctl.errors import UsageError
+from ctl.recipes import population
+from ctl.recipes.population import check_steps, table
 
 
 def test_statistics_are_those_of_numpy():
     results = np.random.default_rng(0).normal(size=(5, 2))
-    lines = table({3 + i: {"loss": a, "accuracy": b} for i, (a, b) in enumerate(results)})
+    lines = table(
+        {3 + i: {"step": 9, "loss": a, "accuracy": b} for i, (a, b) in enumerate(results)}
+    )
     assert lines[0].split() == ["seed", "loss", "accuracy"]
     rows = {title: [*map(float, values)] for title, *values in map(str.split, lines[1:])}
     wanted = {
@@ -26,6 +31,34 @@ def test_statistics_are_those_of_numpy():
     assert list(rows) == list(wanted)
     for title, row in wanted.items():
         np.testing.assert_allclose(rows[title], row, rtol=1e-5)
+
+
+def test_runs_that_differ_in_length_or_results():
+    results = {0: {"step": 9, "loss": 1.0, "f1": 0.5}, 1: {"loss": math.nan, "step": 8}}
+    with pytest.raises(UsageError, match="steps: seed 0 at 9, seed 1 at 8; use another --model"):
+        check_steps(results, None)
+    check_steps(results, "loss:3")
+    for order in ([0, 1], [1, 0]):  # the place of NaN decides nothing
+        lines = table({seed: results[seed] for seed in order})
+        assert sorted(lines[0].split()) == ["loss", "seed", "step"]
+        assert lines[-1] == "not of all seeds: f1"
+        assert "nan" in lines[-2] and "nan" in lines[-3] and "9" in lines[-2] and "8" in lines[-3]
+
+
+def test_the_last_evaluation_of_a_run(tmp_path, monkeypatch, capsys):
+    """Its log has a damaged line and records that are of no evaluation."""
+    monkeypatch.setattr(population.launch, "launch", lambda command, workers: 0)
+    monkeypatch.setattr(population, "FLAGS", {})
+    (tmp_path / "config.json").write_text('{"schema": 1, "flags": {}}')
+    phases = [("eval", 4, 1.0), ("eval", 8, "NaN"), ("inspect", 8, 9.0)]
+    text = "".join(f'{{"phase": "{p}", "step": {s}, "loss": {v!r}}}\n' for p, s, v in phases)
+    (tmp_path / "metrics.jsonl").write_text("{\n" + text.replace("'", '"'))
+    found = population.trained(0, tmp_path)
+    assert found["step"] == 8 and math.isnan(found["loss"])
+    assert "1 damaged line of metrics.jsonl is left out" in capsys.readouterr().err
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"phase": "test", "step": 8, "loss": 0.5}\n')
+    assert population.trained(0, tmp_path) == {"step": 8, "loss": 0.5}
 
 
 @pytest.mark.slow  # starts processes

@@ -204,6 +204,33 @@ def test_nothing_keeps_it_from_ending(start, tmp_path):
     assert [process.wait(30) for process in processes] == [5, 5]
 
 
+@pytest.mark.parametrize("fault", ["time.sleep(100)", "raise OSError('stale file handle')"])
+def test_a_file_system_that_hangs_or_fails_turns_no_limit_off(start, fault):
+    """Where it says for whom it waits, and in its last words."""
+    program = f"""
+from ctl.watch import record
+def make(*arguments): {fault}
+record.make = make
+watchdog._QUIET_SECONDS, watchdog._LAST_WORDS_SECONDS = 0.5, 3.0
+"""
+    assert start(0, program + WAITS, alone=True).wait(30) == 5
+
+
+def test_an_error_of_a_turn_turns_no_limit_off(start):
+    program = """
+exchange, turns = watchdog._watchdog._beats.exchange, []
+def fails_once(*arguments):
+    turns.append(1)
+    if len(turns) == 1:
+        raise RuntimeError("once")
+    exchange(*arguments)
+watchdog._watchdog._beats.exchange = fails_once
+"""
+    process = start(0, program + WAITS, alone=True)
+    assert process.wait(30) == 5
+    assert "the watchdog goes on after RuntimeError('once')" in process.stderr.read()
+
+
 def test_a_reader_that_is_stuck_keeps_nobody(start):
     """Nobody reads standard error, which is full: neither who waits for whom, nor the last line,
     nor what was printed before keeps the process from its exit code."""
