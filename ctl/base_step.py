@@ -12,7 +12,7 @@ import tensorflow as tf
 from ctl import labels, replicas, share
 from ctl.errors import UsageError
 from ctl.flags import option as options
-from ctl.logged import Logged
+from ctl.logged import TAKEN, Logged
 from ctl.logs import quiet
 from ctl.parts import Parts
 from ctl.reduce import crossing
@@ -84,6 +84,7 @@ class BaseStep(Overridable):
         self.metrics = list(metrics)
         self.logged = Logged()
         self.of_replicas = ReplicaVariables()
+        self.input_specs: Any = None  # what `loss` gives to the model, once it is traced
 
     def preprocess(self, features: Any) -> Any:
         """Turns the features of a batch into the input of the model; by default `scale_images`."""
@@ -104,7 +105,11 @@ class BaseStep(Overridable):
             UsageError: ``loss_fn`` does not return [n], or there is not one weight per example.
         """
         features, labels, weights = share.unpack(batch)
-        outputs = self.model(self.preprocess(features), training=self.training)
+        inputs = self.preprocess(features)
+        self.input_specs = tf.nest.map_structure(
+            lambda t: tf.TensorSpec([None, *t.shape[1:]], t.dtype), inputs
+        )
+        outputs = self.model(inputs, training=self.training)
         losses = converted(self.loss_fn)(labels, outputs)
         losses = share.one_for_each_example(losses, source="loss_fn")
         if weights is None:
@@ -293,7 +298,8 @@ class BaseStep(Overridable):
         Raises:
             UsageError: see `ctl.logged.Logged.add`.
         """
-        self.logged.add(name, value, reduce, [metric.name for metric in self.all_metrics()])
+        taken = [*TAKEN, *(metric.name for metric in self.all_metrics())]
+        self.logged.add(name, value, reduce, taken)
 
     def results(self) -> dict[str, float]:
         """Values by name, over all replicas, since the last `reset_metrics`: of ``self.metrics``,

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
+from absl import logging
 
 from ctl import replicas
 from ctl.checkpoint.refusals import require_restored
@@ -114,7 +115,8 @@ def check_apart(step: Any) -> None:
 
 
 def check_evaluator(step: Any, dataset: Any, evaluator: Any) -> None:
-    """Refuses an evaluation that would mix its results with those of the training.
+    """Refuses an evaluation that would mix its results with those of the training, and warns of one
+    that prepares the features otherwise.
 
     Raises:
         UsageError: the training step and the evaluation step share a metric, or a class has one
@@ -127,6 +129,14 @@ def check_evaluator(step: Any, dataset: Any, evaluator: Any) -> None:
                 f"metric {metric.name} is in the training step and in the evaluation step, which "
                 "resets it: make one for each"
             )
+    mine, other = type(step), type(evaluator.step)
+    if mine.preprocess is not other.preprocess:
+        logging.warning(
+            "%s.preprocess is not %s.preprocess, so the model is evaluated on other inputs than it "
+            "trains on: unless this is meant, define it in a class that both inherit, and set "
+            "%s.eval_step",
+            *(mine.__name__, other.__name__, mine.__name__),
+        )
     for data in evaluator.datasets:
         names, others = (getattr(d.info, "class_names", ()) for d in (dataset, data))
         labels = {name: label for label, name in enumerate(names)}

@@ -1,7 +1,7 @@
 """Errors for the user: one line that names the problem and the remedy.
 
 A command line prints ``str(error)`` without a traceback and exits with ``error.exit_code``. Any
-other exception is a bug: it keeps its traceback, and the exit code is 1.
+other exception, a bug of ctl or of the user's code, keeps its traceback; the exit code is 1.
 """
 
 
@@ -40,7 +40,7 @@ class PeerError(CtlError):
 
 
 class Preempted(CtlError):
-    """SIGTERM or SIGINT stopped the training after the state was saved.
+    """SIGTERM or SIGINT stopped the training, after a save if the loop has checkpoints.
 
     The same command resumes. `tf.distribute.experimental.PreemptionCheckpointHandler` exits with 42
     too.

@@ -1,26 +1,45 @@
 """Exports a trained model as ``model.keras`` and as a SavedModel.
 
-Both take float32 images in [0, 1] of shape [batch, height, width, channels] and return logits of
-shape [batch, classes]. `ctl.step.scale_images` converts uint8 images.
+Both take what `TrainStep.preprocess` returns: float32 images in [0, 1] of shape [batch, height,
+width, channels], unless it is overridden. `ctl.step.scale_images` converts uint8 images. Those of
+`ctl.models` return logits of shape [batch, classes].
 """
 
 from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import keras
 import tensorflow as tf
 
 from ctl.checkpoint import durable
-from ctl.errors import CheckpointError
+from ctl.errors import CheckpointError, UsageError
 
 KERAS_FILE = "model.keras"
 SAVED_MODEL = "saved_model"
 
 
-def export_model(model: keras.Model, directory: Path) -> list[Path]:
+def check_exportable(model: keras.Model) -> None:
+    """Raises `UsageError` if Keras cannot describe ``model`` in a file."""
+    try:
+        keras.saving.serialize_keras_object(model)
+    except Exception as error:  # it calls the user's get_config
+        said = str(error).strip().partition("\n")[0][:200]
+        raise UsageError(
+            f"model {model.name} cannot be exported: {said}: add get_config() to it, or --noexport"
+        ) from error
+
+
+def export_model(model: keras.Model, directory: Path, input_specs: Any = None) -> list[Path]:
     """Writes ``model`` with its current weights to ``directory``, replacing an earlier export.
+
+    Args:
+        model: built.
+        directory: to write.
+        input_specs: `tf.TensorSpec` of each input, for a model that does not declare them. By
+            default, Keras takes them from the shapes that it has met, and from the model's dtype.
 
     Returns:
         The paths of the Keras file and of the SavedModel.
@@ -28,18 +47,20 @@ def export_model(model: keras.Model, directory: Path) -> list[Path]:
     Raises:
         CheckpointError: the directory cannot be written. An earlier export is kept.
     """
+    declared = getattr(model, "inputs", None) or input_specs is None
+    signature = {} if declared else {"input_signature": [input_specs]}
     unfinished = durable.scratch(directory.parent, directory.name)
     try:
         unfinished.mkdir(parents=True)
         model.save(unfinished / KERAS_FILE)
-        model.export(str(unfinished / SAVED_MODEL), verbose=False)
+        model.export(str(unfinished / SAVED_MODEL), verbose=False, **signature)
         durable.flush(unfinished)
         durable.publish(unfinished, directory)
     except (OSError, tf.errors.OpError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise CheckpointError(
-            f"cannot export to {directory}: {reason.partition(chr(10))[0][:200]}; free some space "
-            "and run the same command again"
+            f"cannot export to {directory}: {reason.partition(chr(10))[0][:200]}; when that is "
+            "mended, run the same command again"
         ) from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)

@@ -20,9 +20,11 @@ KINDS = ("mean", "sum", "max", "last")
 
 _ROWS = 64
 # Names in a log record that ctl writes itself.
-_TAKEN = (
+TAKEN = (
     *CONTEXT,
-    *("loss", "learning_rate", "steps_per_second", "examples_per_second"),
+    *("schema", "loss", "steps_per_second", "examples_per_second", "tokens_per_second"),
+    *("learning_rate", *(f"learning_rate_{group}" for group in range(2, 100))),
+    *("gradient_norm", "weight_norm", "update_ratio"),
     *("skipped_steps", "loss_scale", "mfu", "peak_memory_mib"),
 )
 
@@ -58,7 +60,7 @@ class Logged:
             name: of the scalar.
             value: any shape.
             kind: one of `KINDS`.
-            taken: other names that ``name`` must not be, such as those of metrics.
+            taken: names that ``name`` must not be, such as `TAKEN` and those of metrics.
 
         Raises:
             UsageError: the name is taken or has another kind, there are more than 64 names, or
@@ -73,7 +75,7 @@ class Logged:
             raise UsageError(f"log({name!r}) was called outside of a replica: call it in a phase")
         if kind not in KINDS:
             raise UsageError(f"log({name!r}, reduce={kind!r}): reduce is one of {', '.join(KINDS)}")
-        if name in _TAKEN or name in taken:
+        if name in taken:
             raise UsageError(f"log({name!r}): the log has another {name} already: rename it")
         if self._kinds.setdefault(name, kind) != kind:
             raise UsageError(

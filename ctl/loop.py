@@ -229,7 +229,7 @@ class Loop:
 
         Raises:
             DivergedError: the loss is not finite, or too many updates in a row were skipped.
-            Preempted: a signal arrived (see `stop_on_signals`); the state was saved.
+            Preempted: a signal arrived (see `stop_on_signals`); the state was saved, if it can be.
             CheckpointError: a save in the background failed.
             PeerError: another worker was lost.
             UsageError: the workers do not agree, the step does not fit the batches, a label is no

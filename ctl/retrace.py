@@ -1,7 +1,8 @@
 """Notices what is changed after a step was traced: the graph holds Python values as constants.
 
 A value that the user changes between two calls is traced again, or refused if that would have no
-effect. Plain values and small containers are compared by value, all others by identity.
+effect. Plain values and containers are compared by value, all others by identity. A container that
+is empty at first is a record: it may grow.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from ctl.parts import has_state
 # Attributes of a step that `TraceKey` holds, or that the loop sets.
 _OURS = frozenset(
     ("observer", "bytes_per_pack", "jit_compile", "flops", "loop", "settings", "parts")
+    + ("input_specs",)
 )
 
 # Arguments of a step that `TrainStep.build` makes something of.
@@ -34,7 +36,7 @@ _FIXED = frozenset(
 )
 
 _PLAIN = bool, int, float, complex, str, bytes, type(None)
-_MOST_ELEMENTS = 64  # of a list or dict whose elements are compared
+_MOST_ELEMENTS = 64  # of a container that has more than plain values
 
 
 class TraceKey(NamedTuple):
@@ -64,6 +66,7 @@ class Settings:
     def __init__(self, step: Any):
         self.version = 0
         self.rates: dict[str, float] = {}
+        self._records: dict[int, Any] = {}
         others = {f"layer {layer.name}": layer for layer in replicas.layers_of(step.parts.layer)}
         if hasattr(step, "updater"):
             others |= {**step.updater.optimizers(), "updater": step.updater}
@@ -127,12 +130,12 @@ class Settings:
 
     def _read(self, step: Any) -> tuple[dict[str, _Value], list[list[Any]]]:
         """The attributes of the step, and the options of the others."""
-        mine = {name: _Value(value) for name, value in vars(step).items() if name not in _OURS}
+        mine = {n: _Value(v, self._records) for n, v in vars(step).items() if n not in _OURS}
         return mine, [[*map(of.get, names)] for of, names in self._others.values()]
 
     def _changes(self, step: Any, before: Any, now: Any) -> Iterator[tuple[str, Any, Any, bool]]:
         """The name of each changed value, its values, and whether the change takes effect."""
-        none = _Value(None)
+        none = _Value(None, {})
         fixed = {name for name, value in options(type(step)).items() if value.fixed} | _FIXED
         for name in {**before[0], **now[0]}:
             old, new = (values[0].get(name, none) for values in (before, now))
@@ -151,26 +154,40 @@ class Settings:
 
 
 class _Value:
-    """A value, and a copy of its elements if it is a small container, up to a ``depth``."""
+    """A value, and a copy of its elements if it is a container, up to a ``depth``.
 
-    def __init__(self, value: Any, depth: int = 3):
+    ``records``, by id, are the containers that have been empty; adds ``value`` if it is.
+    """
+
+    def __init__(self, value: Any, records: dict[int, Any], depth: int = 3):
         self.of = value
-        self._elements: dict[Any, _Value] | None = None
+        self._elements: dict[Any, Any] | None = None
+        self._is_record = False
         if isinstance(value, _PLAIN) or not depth:
             return
         if dataclasses.is_dataclass(value) or isinstance(value, types.SimpleNamespace):
             value = getattr(value, "__dict__", None)
-        if isinstance(value, tuple | list):
-            value = dict(enumerate(value))
-        if isinstance(value, dict) and len(value) <= _MOST_ELEMENTS:
-            self._elements = {k: _Value(v, depth - 1) for k, v in value.items()}
+        if not isinstance(value, tuple | list | dict | set | frozenset):
+            return
+        if not value:
+            records[id(value)] = value
+        self._is_record, few = records.get(id(value)) is value, len(value) <= _MOST_ELEMENTS
+        if self._is_record and not few:
+            return
+        elements = value if isinstance(value, dict) else dict(enumerate(value))
+        if isinstance(value, set | frozenset):
+            elements = dict.fromkeys(value)
+        if few:
+            self._elements = {k: _Value(v, records, depth - 1) for k, v in elements.items()}
+        elif all(isinstance(element, _PLAIN) for element in elements.values()):
+            self._elements = dict(elements)
 
     def __eq__(self, other: object) -> bool:
         assert isinstance(other, _Value)
         if self.of is other.of:
             mine, others = self._elements or {}, other._elements or {}
-            # What grows is a record, unless it has variables.
-            return mine == others or (len(mine) != len(others) and not has_state(self.of))
+            grows = self._is_record and other._is_record and len(mine) != len(others)
+            return mine == others or (grows and not has_state(self.of))
         if isinstance(self.of, _PLAIN):
             return type(self.of) is type(other.of) and self.of == other.of
         same = type(self.of) is type(other.of) and self._elements is not None

@@ -29,6 +29,7 @@ from ctl.logs.streams import native_stderr_held
 from ctl.tuning.programs import open_cache
 
 if TYPE_CHECKING:
+    from ctl.checkpoint import Saved
     from ctl.loop import Loop
 
 FLAGS = flags.FLAGS
@@ -44,8 +45,9 @@ Trains an image classifier with an explicit loop that owns its all-reduce.
       --model=my.module:make_model --loss=mean_squared_error --train_steps=1000
 
 The same command again resumes, bit for bit. SIGTERM and Ctrl-C save and exit with 42.
-Exit codes: 0 done, 1 a bug, 2 wrong flags or missing data, 3 NaN or Inf, 4 checkpoints or disk,
-5 an all-reduce that timed out, 42 stopped by a signal and saved.
+Exit codes: 0 done, 1 a bug, 2 wrong flags or missing data, 3 NaN, Inf or replicas that differ,
+4 checkpoints or disk, 5 a lost worker or an all-reduce that timed out, 42 stopped by a signal and
+saved.
 """
 
 
@@ -113,6 +115,7 @@ def _train(model_dir: Path) -> None:
 
     from ctl.checkpoint.manager import CheckpointManager
     from ctl.data.explained import explained
+    from ctl.export import check_exportable
     from ctl.step import EvalStep
     from ctl.workers import is_chief, leave_together
 
@@ -140,6 +143,9 @@ def _train(model_dir: Path) -> None:
         )
         loop = make_loop(prepared, checkpoints)
         assert loop.evaluator is not None
+        exports = FLAGS.export and chief and not FLAGS.precompile
+        if exports:
+            check_exportable(loop.step.model)
         if FLAGS.keep_best or FLAGS["best_metric"].present:
             if type(loop.evaluator.step) is EvalStep:  # a user's own may log() more
                 names = ["loss", *loop.evaluator.step.results()]
@@ -167,7 +173,7 @@ def _train(model_dir: Path) -> None:
                 step=saved.step if saved else None,
             )
         outputs.add_scalars(loop)
-        log, on_wake = outputs.add_actions(loop, stack, model_dir, steps_per_epoch, chief)
+        log, on_wake = outputs.add_actions(loop, stack, model_dir, steps_per_epoch, chief, saved)
         if programs:
             loop.actions.append(lambda status: programs.publish())
         if FLAGS.precompile:
@@ -194,13 +200,13 @@ def _train(model_dir: Path) -> None:
         # The others need not wait for what only the chief does, however long it takes.
         leave_together(placement.strategy)
         checkpoints.wait()
-        exports = FLAGS.export and chief and not FLAGS.precompile
         exported = _export(loop, model_dir) if exports else []
         steps = loop.global_step
+        best = checkpoints.best() if FLAGS.keep_best else None
     if FLAGS.precompile and programs:
         print(f"{programs.published} new programs of XLA in {programs.shared}")
     elif chief:
-        _summarize(model_dir, results, steps, steps - first, seconds, exported)
+        _summarize(model_dir, results, steps, steps - first, seconds, exported, best)
     else:
         logging.info("done: %d steps; the chief has the results", steps)
 
@@ -269,14 +275,18 @@ def _choose(loop: Loop, resumed: Path | None, steps: int) -> dict[str, Any]:
 
 
 def _export(loop: Loop, model_dir: Path) -> list[Path]:
+    from ctl.base_step import BaseStep
     from ctl.export import export_model
     from ctl.workers import is_multi_worker
 
     # TensorFlow reports workers that left 10 s ago as crashed.
     several = is_multi_worker(loop.strategy)
     quiet = native_stderr_held() if several else contextlib.nullcontext()
-    with quiet, loop.step.updater.averaged():
-        return export_model(loop.step.model, model_dir / "export")
+    step, kind = loop.step, type(loop.step)
+    if kind.preprocess is not BaseStep.preprocess:
+        logging.info("the exported model takes what %s.preprocess returns", kind.__name__)
+    with quiet, step.updater.averaged():
+        return export_model(step.model, model_dir / "export", step.input_specs)
 
 
 def _summarize(
@@ -286,6 +296,7 @@ def _summarize(
     steps: int,
     seconds: float,
     exported: list[Path],
+    best: Saved | None,
 ) -> None:
     scores = [
         console.filled(
@@ -294,7 +305,7 @@ def _summarize(
         for split, scalars in results.items()
     ]
     again = [f" --{n}={FLAGS[n].value}" for n in NAMING if is_function_name(FLAGS[n].value or "")]
-    best = " --checkpoint=best" if FLAGS.keep_best else ""
+    earlier = [f"  best         step {best.step}; all of the above is of the last"] if best else []
     lines = [
         "",
         f"done: {total_steps} steps, {steps} of them now in {seconds:.1f} s",
@@ -302,9 +313,10 @@ def _summarize(
         f"  checkpoints  {model_dir / 'checkpoints'}",
         f"  log          {model_dir / 'metrics.jsonl'}",
         *(f"  exported     {path}" for path in exported),
+        *(earlier if best and best.step < total_steps else []),
         "next:",
         f"  {_python()} -m ctl.evaluate --model_dir={shlex.quote(str(model_dir))}"
-        f"{''.join(again)}{best}",
+        f"{''.join(again)}{' --checkpoint=best' if FLAGS.keep_best else ''}",
     ]
     if FLAGS.tensorboard:
         logdir = shlex.quote(str(model_dir))

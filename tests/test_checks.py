@@ -166,3 +166,19 @@ def test_a_loss_that_trains_nothing(jit_compile):
 
     with pytest.raises(UsageError, match="^the loss of Argmax depends on no variable that trains,"):
         make_loop(step_class=Argmax, jit_compile=jit_compile).train(1)
+
+
+def test_an_evaluation_on_other_inputs_is_said(caplog):
+    class Scaled(TrainStep):
+        def preprocess(self, features):
+            return 0.5 * features
+
+    class Evaluated(EvalStep):
+        preprocess = Scaled.preprocess
+
+    data = InMemory(examples(32), global_batch_size=16)
+    for kind in (Evaluated, EvalStep):
+        assert "is evaluated on other inputs" not in caplog.text
+        model = mlp()
+        Loop(Scaled(model, keras.optimizers.SGD()), data, evaluator=Evaluator(kind(model), data))
+    assert "Scaled.preprocess is not EvalStep.preprocess, so the model is evaluated" in caplog.text

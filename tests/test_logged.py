@@ -106,6 +106,8 @@ def test_an_evaluation_logs(mirrored, replicas):
         ("loss", "mean", "has another loss already"),
         ("accuracy", "mean", "has another accuracy already"),
         ("epoch", "mean", "has another epoch already"),
+        ("gradient_norm", "mean", "has another gradient_norm already"),
+        ("learning_rate_2", "last", "has another learning_rate_2 already"),
         ("mine", "median", "one of mean, sum, max, last"),
         ("twice", "sum", "reduce='sum' and reduce='mean': give one"),
     ],

@@ -32,6 +32,8 @@ class Tempered(TrainStep):
         self.temperature = 1.0
         self.table = {"temperature": 1.0}
         self.weights = [1.0, 1.0]
+        self.many = [1.0] * 100
+        self.skipped = {"conv1"}
         self.config = Config()
         self.space = types.SimpleNamespace(temperature=1.0)
         self.array = np.float32(1.0)
@@ -53,6 +55,11 @@ CHANGES = {
     "own number": lambda step: setattr(step, "temperature", 0.1),
     "own dict": lambda step: step.table.update(temperature=0.1),
     "own list": lambda step: step.weights.__setitem__(1, 0.1),
+    "own dict that grows": lambda step: step.table.update(temperature=0.1, other=1.0),
+    "own dict that shrinks": lambda step: step.table.clear(),
+    "own list that grows": lambda step: step.weights.append(0.1),
+    "own long list": lambda step: step.many.__setitem__(3, 0.1),
+    "own set": lambda step: step.skipped.add("conv2"),
     "own dataclass": lambda step: setattr(step.config, "temperature", 0.1),
     "own namespace": lambda step: setattr(step.space, "temperature", 0.1),
     "own array": lambda step: setattr(step, "array", np.float32(0.1)),

@@ -240,6 +240,30 @@ def test_diverged(zygote, tmp_path, on_nan):
         json.loads(record)
 
 
+def test_an_attempt_that_was_given_up_is_no_part_of_the_next(zygote, tmp_path):
+    """Neither one without a checkpoint, nor what came after the checkpoint that is left."""
+    options = ["--optimizer=sgd", "--schedule=constant", "--warmup=0", "--model=dense"]
+    options += ["--train_steps=20", "--evaluate_every=10", "--noexport", "--log_every=1"]
+    run = [TRAIN, f"--model_dir={tmp_path}", *options]
+    zygote.run(*run, "--learning_rate=1e30", exit_code=3)
+    given_up = (tmp_path / "metrics.jsonl").read_text()
+    (tmp_path / "mlflow.json").write_text('{"where": "uri", "id": "1"}')
+    assert given_up
+    zygote.run(*run, "--learning_rate=0.1")
+    assert (tmp_path / "metrics.jsonl.old").read_text() == given_up
+    assert not (tmp_path / "mlflow.json").exists()
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    steps = [json.loads(line)["step"] for line in lines]
+    assert sorted(set(steps)) == list(range(1, 21)) and len(steps) == 22
+    shutil.rmtree(tmp_path / "checkpoints" / "step-0000000020")
+    zygote.run(*run, "--learning_rate=0.1")
+    after = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert after[: steps.index(11)] == lines[: steps.index(11)]
+    assert len(after) == 22 and after[-1] != lines[-1]
+    old = (tmp_path / "metrics.jsonl.old").read_text()
+    assert old.splitlines() == [*given_up.splitlines(), *lines[steps.index(11) :]]
+
+
 def test_damaged_checkpoints(zygote, tmp_path):
     options = ["--model=dense", "--train_steps=20", "--evaluate_every=10", "--noexport"]
     run = tmp_path / "run"

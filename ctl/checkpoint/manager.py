@@ -32,6 +32,7 @@ from ctl.checkpoint import bundle, durable, manifest, refusals
 from ctl.checkpoint.bundle import State
 from ctl.checkpoint.manifest import Saved
 from ctl.checkpoint.refusals import failure
+from ctl.control.best import Mode, mode_of
 from ctl.errors import CheckpointError, CtlError, UsageError
 
 
@@ -58,7 +59,7 @@ class CheckpointManager:
         keep: int = 3,
         keep_best: int = 0,
         best_metric: str = "accuracy",
-        best_mode: Literal["max", "min"] = "max",
+        best_mode: Mode | None = None,
         keep_every_hours: float | None = None,
         asynchronous: bool = True,
         fingerprint: Mapping[str, Any] | None = None,
@@ -73,7 +74,7 @@ class CheckpointManager:
           keep: number of latest checkpoints to keep, at least 1.
           keep_best: number of best ones by ``best_metric`` to keep too; of equals, the earlier.
           best_metric: name of a metric given to `save` or `annotate`.
-          best_mode: whether "max" or "min" is best.
+          best_mode: whether "max" or "min" is best; needed unless it is a "loss" or an "accuracy".
           keep_every_hours: also keep one checkpoint per this many hours.
           asynchronous: a thread writes the files, and `save` returns after the snapshot.
           fingerprint: JSON scalars that identify the run (data, model, optimizer), stored with each
@@ -88,15 +89,11 @@ class CheckpointManager:
         """
         self.code: Mapping[str, str] | None = None
         self.directory = Path(directory)
-        self._best = (best_metric, best_mode)
-        self._retention: dict[str, Any] = {
-            "keep": keep,
-            "keep_best": keep_best,
-            "best_metric": best_metric,
-            "best_mode": best_mode,
-            "keep_every_hours": keep_every_hours,
-        }
-        refusals.check_options(directory, **self._retention)
+        refusals.check_options(directory, keep, keep_best, keep_every_hours)
+        self._best = (best_metric, mode_of(best_metric, best_mode))
+        self._retention: dict[str, Any] = {"best_metric": best_metric, "best_mode": self._best[1]}
+        self._retention |= {"keep": keep, "keep_best": keep_best}
+        self._retention |= {"keep_every_hours": keep_every_hours}
         # JSON turns tuples into lists, as in the fingerprint that is read back.
         self._fingerprint = None if fingerprint is None else json.loads(json.dumps(fingerprint))
         self._soft_keys = frozenset(soft_keys)

@@ -61,13 +61,7 @@ def require_restored(directory: Path, unrestored: Saved | None) -> None:
 
 
 def check_options(
-    directory: str | os.PathLike[str],
-    *,
-    keep: int,
-    keep_best: int,
-    best_metric: str,
-    best_mode: str,
-    keep_every_hours: float | None,
+    directory: str | os.PathLike[str], keep: int, keep_best: int, keep_every_hours: float | None
 ) -> None:
     """Raises `UsageError` if an argument of `CheckpointManager` is out of range."""
     if "://" in os.fspath(directory):
@@ -80,8 +74,6 @@ def check_options(
             "A checkpoint manager needs keep >= 1, keep_best >= 0 and keep_every_hours > 0, "
             f"not {keep}, {keep_best} and {keep_every_hours}"
         )
-    if best_mode not in ("max", "min"):
-        raise UsageError(f"best_mode must be 'max' or 'min', not {best_mode!r}")
 
 
 def require_fingerprint(

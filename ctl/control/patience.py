@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from ctl.actions import STOP
+from ctl.control.best import mode_of
 from ctl.errors import UsageError
 
 
@@ -32,12 +33,12 @@ class Patience:
     Args:
         metric: its name in the results of an evaluation.
         patience: so many evaluations in a row without an improvement end the patience.
-        mode: "min" or "max", what is best; by default "max" for "accuracy", else "min".
+        mode: "min" or "max", what is best; by default "min" for a "loss", "max" for an "accuracy".
         min_delta: an improvement is larger than this.
         cooldown: evaluations that do not count after the patience has ended.
 
     Raises:
-        UsageError: an argument is out of range.
+        UsageError: an argument is out of range, or ``mode`` is left out of another metric.
     """
 
     def __init__(
@@ -48,9 +49,6 @@ class Patience:
         min_delta: float = 0.0,
         cooldown: int = 0,
     ):
-        mode = mode or ("max" if metric.rpartition("/")[2] == "accuracy" else "min")
-        if mode not in ("min", "max"):
-            raise UsageError(f"mode must be 'min' or 'max', not {mode!r}")
         if patience < 1 or cooldown < 0 or not 0 <= min_delta < math.inf:
             raise UsageError(
                 "patience must be at least 1, cooldown and min_delta at least 0, not "
@@ -58,7 +56,7 @@ class Patience:
             )
         self.metric = metric
         self.patience = patience
-        self.mode = mode
+        self.mode = mode_of(metric, mode)
         self.min_delta = min_delta
         self.cooldown = cooldown
 

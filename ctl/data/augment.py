@@ -217,7 +217,7 @@ def crop(images: tf.Tensor, seeds: tf.Tensor, pixels_around: int) -> tf.Tensor:
 
 
 def flip(images: tf.Tensor, seeds: tf.Tensor) -> tf.Tensor:
-    """Every second image from right to left."""
+    """Mirrors each image left to right with probability 1/2."""
     flips = uniform(seeds, 1)[:, tf.newaxis, tf.newaxis] < 0.5
     return tf.where(flips, tf.reverse(images, [2]), images)
 

@@ -18,8 +18,9 @@ from typing import Any
 from absl import flags
 
 from ctl.checkpoint import durable
+from ctl.control.best import known_mode
 from ctl.errors import CheckpointError, UsageError
-from ctl.flags.defaults import early_stop_parts, known_mode, spelled_out
+from ctl.flags.defaults import early_stop_parts, spelled_out
 
 SCHEMA = 1
 FILE = "config.json"

@@ -6,7 +6,7 @@ Such flags are None by default, because some combinations of flags refuse a valu
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 EPOCHS = 12.0
 LEARNING_RATE = 1e-3
@@ -15,8 +15,6 @@ POWER = 1.0
 DECAY_RATE = 0.95
 DECAY_STEPS = "1ep"
 PLATEAU_METRIC = "loss"
-
-BEST: dict[str, Literal["max", "min"]] = {"accuracy": "max", "loss": "min"}
 PLATEAU_FACTOR = 0.1
 PLATEAU_PATIENCE = 10  # evaluations
 BASE_BATCH_SIZE = 256
@@ -53,9 +51,3 @@ def early_stop_parts(text: str) -> tuple[str, str, str | None]:
     text, mode = (head, last) if last in ("max", "min") else (text, None)
     metric, _, patience = text.rpartition(":")
     return metric, patience, mode
-
-
-def known_mode(metric: str) -> Literal["max", "min"] | None:
-    """Whether the highest or the lowest ``metric`` is best, where it is a loss or an accuracy."""
-    name = metric.rpartition("/")[2]  # without the data, of --also_evaluate
-    return BEST.get(name)

@@ -39,7 +39,7 @@ def define_device_flags(training: bool = True) -> None:
             "How mirrored replicas all-reduce. auto: the fastest measured for the kind of device.",
         )
         flags.DEFINE_string("tpu", "", "For --strategy=tpu: a name, local, or grpc://host:port.")
-    check_flags(["strategy", "replicas", "tpu"], _check_devices)
+    check_flags(["strategy", "replicas", "tpu", "cross_device_ops"], _check_devices)
     if training:
         _define_worker_flags()
         check_flags(["global_batch_size", "replicas", "accumulate_steps"], _check_batch)
@@ -79,11 +79,17 @@ def _define_worker_flags() -> None:
             "With parameter servers: seconds to wait for a worker when none is left.",
             lower_bound=1,
         )
-    check_flags(["strategy", "replicas", "workers", "worker_index"], _check_workers)
+    check_flags(
+        ["strategy", "replicas", "workers", "worker_index", "communication"], _check_workers
+    )
 
 
 def _check_workers(
-    strategy: str, replicas: int | None, workers: list[str] | None, worker_index: int | None
+    strategy: str,
+    replicas: int | None,
+    workers: list[str] | None,
+    worker_index: int | None,
+    communication: str,
 ) -> None:
     if strategy == "multi_worker":
         if replicas is not None:
@@ -91,6 +97,8 @@ def _check_workers(
         cluster.resolve(workers, worker_index)
     elif workers or worker_index is not None:
         raise UsageError("--workers and --worker_index need --strategy=multi_worker")
+    elif strategy != "parameter_server" and communication != "auto":
+        raise UsageError("--communication has no effect without --strategy=multi_worker")
     elif strategy == "parameter_server":
         if replicas is not None:
             raise UsageError("--replicas is for one machine; a parameter_server job has N workers")
@@ -99,13 +107,15 @@ def _check_workers(
         raise UsageError(f"TF_CONFIG names several processes: add --strategy={fitting}")
 
 
-def _check_devices(strategy: str, replicas: int | None, tpu: str) -> None:
+def _check_devices(strategy: str, replicas: int | None, tpu: str, cross_device_ops: str) -> None:
     if strategy in ("one_device", "default") and (replicas or 1) > 1:
         raise UsageError(f"--strategy={strategy} has one replica, not {replicas}; use mirrored")
     if strategy == "tpu" and not tpu:
         raise UsageError("--strategy=tpu needs --tpu=NAME, --tpu=local or --tpu=grpc://host:port")
     if tpu and strategy != "tpu":
         raise UsageError("--tpu has no effect without --strategy=tpu")
+    if cross_device_ops != "auto" and strategy in ("multi_worker", "one_device", "default", "tpu"):
+        raise UsageError(f"--cross_device_ops has no effect with --strategy={strategy}")
 
 
 def _check_batch(global_batch_size: int, replicas: int | None, accumulate_steps: int) -> None:

@@ -70,16 +70,16 @@ def define_data_flags() -> None:
         about = "At a damaged example: stop and name it, or take the next one of the data."
         flags.DEFINE_enum("on_bad_record", "stop", ["stop", "skip"], about)
     check_flags(["image_shape"], lambda image_shape: image_shape_from(image_shape))
-    check_flags(["dataset", *_NOT_FOR_OWN_DATA], _check_own_data)
+    check_flags(["dataset", "image_shape", *_OF_FILES, *_OF_SYNTHETIC], _check_unused)
     check_flags(["dataset", "data_dir"], _check_dataset)
 
 
-# What data of the user's own say or do themselves, with the defaults of the flags.
-_NOT_FOR_OWN_DATA = {
-    **{"train_split": None, "eval_split": None, "image_shape": None, "num_classes": 10},
-    **{"num_examples": 10_000, "download": True, "resident_limit_mib": 1024.0},
-    **{"shuffle_block": 1, "on_bad_record": "stop"},
+# Flags of one kind of dataset, with their defaults.
+_OF_FILES = {
+    **{"train_split": None, "eval_split": None, "download": True},
+    **{"resident_limit_mib": 1024.0, "shuffle_block": 1, "on_bad_record": "stop"},
 }
+_OF_SYNTHETIC = {"num_classes": 10, "num_examples": 10_000}
 
 
 def _check_dataset(dataset: str, data_dir: str | None) -> None:
@@ -89,10 +89,14 @@ def _check_dataset(dataset: str, data_dir: str | None) -> None:
         early.check_dataset(dataset, data_dir)
 
 
-def _check_own_data(dataset: str, **values: Any) -> None:
-    for name, default in _NOT_FOR_OWN_DATA.items():
-        if names.is_function_name(dataset) and values[name] != default:
-            raise UsageError(f"--{name} has no effect with --dataset={dataset}: decide it there")
+def _check_unused(dataset: str, **values: Any) -> None:
+    own, remedy = names.is_function_name(dataset), "leave it out"
+    unused = _OF_FILES if dataset == "synthetic" else _OF_SYNTHETIC
+    if own:
+        unused, remedy = _OF_FILES | _OF_SYNTHETIC | {"image_shape": None}, "decide it there"
+    for name, default in unused.items():
+        if values[name] != default:
+            raise UsageError(f"--{name} has no effect with --dataset={dataset}: {remedy}")
 
 
 def image_shape_from(text: str | None) -> tuple[int, int, int] | None:
@@ -310,6 +314,10 @@ def _check_schedule(
     for name in ("decay_rate", "power"):
         if options[name] is not None:
             durations.check_positive(f"--{name}", options[name])
+    rate = options["learning_rate"] or defaults.LEARNING_RATE
+    if schedule == "plateau" and (options["end_learning_rate"] or 0.0) > rate:
+        end = options["end_learning_rate"]
+        raise UsageError(f"--end_learning_rate={end:g} is above --learning_rate={rate:g}")
     if schedule == "plateau" and not 0 < (options["decay_rate"] or defaults.PLATEAU_FACTOR) < 1:
         raise UsageError(f"--decay_rate={options['decay_rate']:g} of a plateau must be below 1")
     if options["decay_steps"] is not None:

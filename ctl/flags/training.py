@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import Literal
 
 from absl import flags
 
 from ctl.actions import parse_window
+from ctl.control.best import Mode, known_mode
 from ctl.errors import UsageError
 from ctl.flags import augmentation, code, devices, durations, groups, names, run
-from ctl.flags.defaults import early_stop_parts, known_mode
+from ctl.flags.defaults import early_stop_parts
 from ctl.flags.durations import steps_from
 from ctl.flags.parsing import check_flags, group
 
@@ -125,7 +125,7 @@ def _check_also_evaluate(dataset: str, also_evaluate: list[str]) -> None:
             raise UsageError(f"--also_evaluate names {which} twice")
 
 
-def best_mode(best_metric: str, best_mode: str | None) -> Literal["max", "min"]:
+def best_mode(best_metric: str, best_mode: str | None) -> Mode:
     """Whether the highest or the lowest value of ``best_metric`` is the best.
 
     Raises:
@@ -138,9 +138,7 @@ def best_mode(best_metric: str, best_mode: str | None) -> Literal["max", "min"]:
     return "max" if best_mode == "max" else "min"
 
 
-def parse_early_stop(
-    text: str, best_mode: str | None, best_metric: str
-) -> tuple[str, int, Literal["max", "min"]]:
+def parse_early_stop(text: str, best_mode: str | None, best_metric: str) -> tuple[str, int, Mode]:
     """Parses ``"loss:5"`` or ``"f1:5:max"`` as the arguments of `ctl.EarlyStopping`.
 
     Raises:

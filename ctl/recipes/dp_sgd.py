@@ -6,7 +6,7 @@ is added once, after the sum over replicas, so N replicas equal one. The default
 section 5.2, and the accountant is Google's: ``pip install 'ctl[privacy]'``::
 
     python -m ctl.train --model_dir=/tmp/private --step=ctl.recipes.dp_sgd:DPSGD --model=dense \\
-        --global_batch_size=500 --optimizer=sgd --momentum=0.9 --learning_rate=0.05 --log_every=20
+        --global_batch_size=500 --optimizer=momentum --learning_rate=0.05 --log_every=20
 
 Log records have two numbers for ``dp_delta``, of all steps so far. Both compare with a training to
 which one of the examples adds nothing:
@@ -25,7 +25,7 @@ weights that you publish. All steps are taken to have had the same ``dp_noise``.
 chosen with the data are not accounted for.
 
 The examples of a replica go through the model one by one, as micro-batches, so that no layer can
-mix them. It takes the time of as many small steps. ``--accumulate_steps`` has no effect.
+mix them. It takes the time of as many small steps. ``--accumulate_steps`` is refused.
 """
 
 from __future__ import annotations
@@ -69,6 +69,8 @@ class DPSGD(ctl.TrainStep):
         mixes = replicas.training_norms(self.parts.layer) or replicas.has_one_copy(strategy)
         if mixes or self.on_nan == "skip" or self.loss_scale:
             raise UsageError("DPSGD takes no BatchNormalization, float16, on_nan=skip or ps")
+        if self.accumulate_steps > 1:
+            raise UsageError("DPSGD takes examples one by one: leave out accumulate_steps")
         self.accumulate_steps = _MOST
         super().build(strategy, schedule)
 

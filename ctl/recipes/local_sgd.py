@@ -6,12 +6,12 @@ and a replica that has fewer examples than others takes a smaller step. The defa
 8 steps::
 
     python -m ctl.train --model_dir=/tmp/local --step=ctl.recipes.local_sgd:LocalSGD \\
-        --local_steps=8 --replicas=2
+        --local_steps=8 --replicas=2 --train_steps=1600 --evaluate_every=160
 
 Between two means no gradients and no weights cross replicas, only what ctl sums beside gradients:
 whether they are finite, statistics of BatchNorm, and the number of examples if it varies. What is
-evaluated or exported then are weights of single replicas: let ``--evaluate_every`` and the steps of
-the training be multiples of ``--local_steps``.
+evaluated or exported then are weights of single replicas, which a warning says: let
+``--evaluate_every`` and the steps of the training be multiples of ``--local_steps``.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from absl import logging
 
 import ctl
 from ctl import replicas
@@ -44,6 +45,20 @@ class LocalSGD(ctl.TrainStep):
             raise UsageError(f"{type(self).__name__} takes one optimizer, and no ema_decay")
         self.local_steps = self.local_steps or self.default_steps
         self.outer: list[list[tf.Variable]] = []  # for `join`, one of each list for each weight
+
+    def attach(self, loop: ctl.Loop) -> None:
+        """See `ctl.TrainStep.attach`; warns of evaluations between two means."""
+        super().attach(loop)
+
+        def warn(step: int, results: Any) -> None:
+            if step % self.local_steps and loop.strategy.num_replicas_in_sync > 1:
+                logging.warning(
+                    "step %d is no multiple of --local_steps=%d, so what is evaluated here, and "
+                    "exported if it is the last, are weights of single replicas",
+                    *(step, self.local_steps),
+                )
+
+        loop.eval_actions.append(warn)
 
     def apart(self) -> list[tf.Variable]:
         """The weights and their slots."""

@@ -2,7 +2,8 @@
 section 3.3).
 
 The rate rises by the same factor at each step, until the loss explodes. Take a rate at which the
-loss still falls, such as the one of the steepest descent. All flags of `ctl.train` apply::
+loss still falls, such as the one of the steepest descent. The flags of `ctl.train` for model, data,
+optimizer, step and devices apply::
 
     python -m ctl.recipes.lr_range --model=convnet --optimizer=adam --plot=/tmp/range.svg
 """
@@ -97,10 +98,9 @@ def main() -> None:
     """Runs the test, prints a table and the rate of the steepest descent, and draws them.
 
     Raises:
-        UsageError: the loss explodes from the start, or the picture cannot be written.
+        UsageError: a flag is given that the test sets, or the loss explodes from the start.
+        CheckpointError: the picture cannot be written.
     """
-    console.log_to_terminal()
-    console.load_tensorflow()
     rising = {
         "schedule": "exponential",
         "learning_rate": FLAGS.lowest,
@@ -110,7 +110,11 @@ def main() -> None:
         "steps_per_loop": 1,
     }
     for name, value in rising.items():
+        if FLAGS[name].present:
+            raise UsageError(f"--{name} is part of the range test: leave it out")
         FLAGS[name].value = value
+    console.log_to_terminal()
+    console.load_tensorflow()
     seen, loop = Range(), make_loop(prepare())
     loop.actions.append(seen)
     with contextlib.suppress(DivergedError):  # as it should, in the end

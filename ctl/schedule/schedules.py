@@ -268,6 +268,9 @@ class Plateau(Schedule):
         super().__post_init__()
         check_rate("learning rate", self.learning_rate)
         check_rate("end learning rate", self.end_learning_rate)
+        if self.end_learning_rate > self.learning_rate:
+            low, rate = self.end_learning_rate, self.learning_rate
+            raise UsageError(f"end learning rate {low:g} is above the learning rate, {rate:g}")
         if not 0 < self.factor < 1:
             raise UsageError(f"factor must be between 0 and 1, got {self.factor}")
         patience = Patience(self.metric, self.patience, self.mode, self.min_delta, self.cooldown)

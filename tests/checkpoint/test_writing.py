@@ -136,11 +136,22 @@ def test_metrics_that_come_late(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "arguments", [{"keep": 0}, {"keep_best": -1}, {"keep_every_hours": 0}, {"best_mode": "most"}]
+    "arguments",
+    [
+        *({"keep": 0}, {"keep_best": -1}, {"keep_every_hours": 0}, {"best_mode": "most"}),
+        {"keep_best": 1, "best_metric": "auc"},
+    ],
 )
 def test_arguments_out_of_range(tmp_path, arguments):
     with pytest.raises(UsageError):
         CheckpointManager(tmp_path, **arguments)
+
+
+def test_the_best_loss_is_the_lowest(tmp_path):
+    with CheckpointManager(tmp_path, keep=1, keep_best=1, best_metric="loss") as manager:
+        for step, loss in enumerate([2.0, 1.0, 3.0], start=1):
+            manager.save(step, state_of(step), metrics={"loss": loss})
+    assert [saved.step for saved in manager.all()] == [2, 3]
 
 
 def test_a_url_is_refused():

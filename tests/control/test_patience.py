@@ -113,7 +113,8 @@ def test_a_step_counts_once_and_nan_is_no_improvement():
 
 def test_accuracy_is_best_where_it_is_highest():
     assert Patience("accuracy", 1).mode == "max"
-    assert Patience("perplexity", 1).mode == "min"
+    assert Patience("mnist@test/loss", 1).mode == "min"
+    assert Patience("perplexity", 1, "min").mode == "min"
 
 
 @pytest.mark.parametrize(
@@ -121,11 +122,12 @@ def test_accuracy_is_best_where_it_is_highest():
     [
         lambda: Patience("loss", 0),
         lambda: Patience("loss", 1, "low"),
+        lambda: Patience("auc", 1),  # high or low
         lambda: Patience("loss", 1, cooldown=-1),
         lambda: Patience("loss", 1, min_delta=float("nan")),
         lambda: Plateau(0.1, factor=1.0),
         lambda: Plateau(-0.1),
-        lambda: Patience("f1", 1).evaluated(1, {"loss": 1.0}),
+        lambda: Patience("f1", 1, "max").evaluated(1, {"loss": 1.0}),
         lambda: make_loop(schedule=Plateau(0.1)),  # without an evaluator
     ],
 )

@@ -20,7 +20,7 @@ from ctl.data.records import ArrayRecords, BadRecord, TFRecords
 from ctl.data.sources import ImageFolder, Items, JsonLines, mapped
 from ctl.data.streaming import Streaming
 from ctl.data.tfds_source import Source, find
-from ctl.errors import UsageError
+from ctl.errors import CheckpointError, UsageError
 
 
 @pytest.fixture(scope="module")
@@ -335,3 +335,11 @@ def test_classes_without_images_keep_the_labels(sources, tmp_path):
     assert {int(test.read(np.array([n]))[1][0]) for n in range(len(test))} == wanted
     with pytest.raises(UsageError, match=f"has a folder {names[1]}, which is no class"):
         ImageFolder(tmp_path / "test", (4, 6, 3), classes=names[:1])
+
+
+@pytest.mark.parametrize("says", ["No space left on device", "Disk quota exceeded"])
+def test_a_full_disk_is_not_exhausted_memory(says):
+    with pytest.raises(CheckpointError, match=f"^no space left: x.png; {says}$"), explained(None):
+        raise tf.errors.ResourceExhaustedError(None, None, f"x.png; {says}")
+    with pytest.raises(UsageError, match="^out of memory: OOM when allocating"), explained(None):
+        raise tf.errors.ResourceExhaustedError(None, None, "OOM when allocating a tensor")

@@ -90,6 +90,23 @@ WRONG = [
     (("--momentum=0.9",), "--momentum has no effect with --optimizer=adam: use momentum or nes"),
     (("--plateau_patience=3",), "--plateau_patience is for --schedule=plateau, not for cosine"),
     (("--schedule=plateau", "--decay_rate=2"), "--decay_rate=2 of a plateau must be below 1"),
+    (
+        ("--schedule=plateau", "--end_learning_rate=0.1"),
+        "--end_learning_rate=0.1 is above --learning_rate=0.001",
+    ),
+    (
+        ("--num_examples=9",),
+        "--num_examples has no effect with --dataset=fashion_mnist_mini: leave",
+    ),
+    (
+        ("--dataset=synthetic", "--on_bad_record=skip"),
+        "--on_bad_record has no effect with --dataset=synthetic: leave it out",
+    ),
+    (("--communication=ring",), "--communication has no effect without --strategy=multi_worker"),
+    (
+        ("--strategy=multi_worker", *TWO, "--cross_device_ops=ring"),
+        "--cross_device_ops has no effect with --strategy=multi_worker",
+    ),
     (("--power=2",), "--power is for --schedule=polynomial, not for cosine"),
     (("--schedule=piecewise",), "--schedule=piecewise needs --rates"),
     (("--schedule=piecewise", "--rates=1,2", "--boundaries=1,2"), "one more rate than boundaries"),
@@ -200,11 +217,11 @@ SPELLED_OUT = [
         **{"schedule": "exponential", "learning_rate": 1e-3, "decay_rate": 0.95},
         **{"decay_steps": "1ep", "lr_scaling": "linear", "base_batch_size": 256},
         **{"optimizer": "adamw", "weight_decay": 0.004, "train_split": "train"},
+        "eval_split": "test",
     },
     {
         **{"schedule": "polynomial", "end_learning_rate": 0.0, "power": 1.0, "epochs": 12.0},
         **{"dataset": "synthetic", "image_shape": "28,28,1", "weight_decay": 0.0},
-        "eval_split": "test",
     },
 ]
 

@@ -58,3 +58,13 @@ def test_what_moves(ring2):
 def test_other_optimizers_are_refused():
     with pytest.raises(UsageError, match="^LocalSGD takes one optimizer, and no ema_decay"):
         make(None, LocalSGD, ema_decay=0.9)
+
+
+def test_an_evaluation_between_two_means_is_said(mirrored, caplog):
+    loop = make(mirrored(2), LocalSGD)
+    said = [action for action in loop.eval_actions if action.__name__ == "warn"]
+    for step in (ROUND, ROUND + 1):
+        for action in said:
+            action(step, {})
+    assert caplog.text.count("are weights of single replicas") == 1
+    assert f"step {ROUND + 1} is no multiple of --local_steps={ROUND}" in caplog.text

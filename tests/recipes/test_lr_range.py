@@ -57,3 +57,5 @@ def test_the_command(zygote, tmp_path):
     assert f"plot: {plot}\n" in command.stderr and "</svg>" in plot.read_text()
     wrong = zygote.run("ctl.recipes.lr_range", "--lowest=2", "--highest=1", exit_code=2)
     assert "--lowest=2 must be below --highest=1" in wrong.stderr
+    wrong = zygote.run("ctl.recipes.lr_range", "--schedule=cosine", exit_code=2)
+    assert "--schedule is part of the range test: leave it out" in wrong.stderr

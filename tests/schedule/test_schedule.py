@@ -306,6 +306,7 @@ def test_make_every_schedule():
         (lambda: Piecewise([3], [1, -1]), "rates must be a number of at least 0, got -1"),
         (lambda: Piecewise([3], [1, 1], warmup_steps=3), "warm-up of 3 .* before .* step 3"),
         (lambda: Plateau(0.1, factor=1.0), "factor must be between 0 and 1, got 1.0"),
+        (lambda: Plateau(0.1, end_learning_rate=1.0), "end learning rate 1 is above .*, 0.1"),
         (lambda: make_schedule("cosin"), "unknown schedule 'cosin': did you mean 'cosine'"),
         (lambda: make_schedule("cosine"), "cosine schedule needs the number of steps"),
         (lambda: make_schedule("piecewise"), "needs rates, e.g. --rates"),
