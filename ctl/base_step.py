@@ -62,6 +62,13 @@ def scale_images(features: Any) -> Any:
     )
 
 
+def _specs_of(inputs: Any) -> Any:
+    """`tf.TensorSpec` of ``inputs`` for any number of examples; None unless all are [n, ...]."""
+    if not all(isinstance(t, tf.Tensor) and t.shape.rank for t in tf.nest.flatten(inputs)):
+        return None
+    return tf.nest.map_structure(lambda t: tf.TensorSpec([None, *t.shape[1:]], t.dtype), inputs)
+
+
 class BaseStep(Overridable):
     """The model, the loss of a batch and the metrics. Arguments as in `ctl.TrainStep`."""
 
@@ -106,9 +113,7 @@ class BaseStep(Overridable):
         """
         features, labels, weights = share.unpack(batch)
         inputs = self.preprocess(features)
-        self.input_specs = tf.nest.map_structure(
-            lambda t: tf.TensorSpec([None, *t.shape[1:]], t.dtype), inputs
-        )
+        self.input_specs = _specs_of(inputs)
         outputs = self.model(inputs, training=self.training)
         losses = converted(self.loss_fn)(labels, outputs)
         losses = share.one_for_each_example(losses, source="loss_fn")

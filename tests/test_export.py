@@ -6,11 +6,12 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import make_loop, precision
+from helpers import CLASSES, FEATURES, make_loop, precision
 
 from ctl.data import InMemory
 from ctl.errors import UsageError
 from ctl.export import SAVED_MODEL, check_exportable, export_model
+from ctl.step import TrainStep
 
 
 @keras.saving.register_keras_serializable("tests")
@@ -43,6 +44,29 @@ def test_a_model_serves_what_it_was_trained_on(tmp_path):
         export_model(model, tmp_path / "export", loop.step.input_specs)
         loaded = tf.saved_model.load(str(tmp_path / "export" / SAVED_MODEL))
         np.testing.assert_allclose(loaded.serve(tokens), model(tokens), rtol=1e-2, atol=1e-2)
+
+
+def test_inputs_that_are_no_tensors_have_no_specs():
+    class Pair(TrainStep):
+        def preprocess(self, features):
+            return features, None
+
+    class First(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.logits = keras.layers.Dense(CLASSES)
+
+        def call(self, inputs):
+            return self.logits(inputs[0])
+
+    def made():
+        model = First()
+        model((np.zeros([1, FEATURES], "float32"), None))
+        return model
+
+    loop = make_loop(model=made, step_class=Pair)
+    loop.train(1)
+    assert loop.step.input_specs is None
 
 
 def test_a_model_that_keras_cannot_describe_is_refused():
