@@ -305,7 +305,9 @@ def _summarize(
         for split, scalars in results.items()
     ]
     again = [f" --{n}={FLAGS[n].value}" for n in NAMING if is_function_name(FLAGS[n].value or "")]
-    earlier = [f"  best         step {best.step}; all of the above is of the last"] if best else []
+    earlier = []
+    if best and best.step < total_steps:
+        earlier = [f"  best         step {best.step}; evaluated and exported is step {total_steps}"]
     lines = [
         "",
         f"done: {total_steps} steps, {steps} of them now in {seconds:.1f} s",
@@ -313,7 +315,7 @@ def _summarize(
         f"  checkpoints  {model_dir / 'checkpoints'}",
         f"  log          {model_dir / 'metrics.jsonl'}",
         *(f"  exported     {path}" for path in exported),
-        *(earlier if best and best.step < total_steps else []),
+        *earlier,
         "next:",
         f"  {_python()} -m ctl.evaluate --model_dir={shlex.quote(str(model_dir))}"
         f"{''.join(again)}{' --checkpoint=best' if FLAGS.keep_best else ''}",

@@ -290,6 +290,8 @@ def test_the_best_checkpoint_is_not_selected_on_the_test_data(zygote, tmp_path):
     for split, record in (("train[90%:]", evaluated[-1]), ("test", tested)):
         scores = f"loss {record['loss']:.4f}  accuracy {record['accuracy']:.4f}"
         assert f"\n  {split:<11}  {scores}\n" in command.stdout
+    said = f"\n  best         step {best['step']}; evaluated and exported is step 30\n"
+    assert said in command.stdout
     command = zygote.run("ctl.evaluate", f"--model_dir={tmp_path}", "--json")
     assert json.loads(command.stdout)["loss"] == pytest.approx(tested["loss"], rel=1e-6)
     # Without the flag, the run would train on the examples that selected its best checkpoint.
