@@ -13,7 +13,7 @@ from ctl import share, workers
 from ctl.control.pace import Pace
 from ctl.control.signals import StopRequested
 from ctl.data.dataset import on_replica
-from ctl.data.feed import open_batches
+from ctl.data.feed import open_batches, waiting_for
 from ctl.data.global_batches import as_dataset
 from ctl.errors import UsageError
 from ctl.reduce import SUM
@@ -156,4 +156,5 @@ class Evaluator:
         return self.strategy.reduce(SUM, sums, axis=None)
 
     def _one_step(self, sums: tf.Tensor, element: Any, resident: Any) -> tf.Tensor:
-        return sums + self.step.__call__(on_replica(self.dataset, element, resident))
+        with waiting_for(element):
+            return sums + self.step.__call__(on_replica(self.dataset, element, resident))

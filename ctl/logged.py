@@ -15,6 +15,7 @@ import tensorflow as tf
 from ctl import replicas
 from ctl.actions import CONTEXT
 from ctl.errors import UsageError
+from ctl.reduce import SUM
 
 KINDS = ("mean", "sum", "max", "last")
 
@@ -117,6 +118,14 @@ class Logged:
             terms.append(tf.reshape(tf.where(mine, rows[row], 0.0), [-1]))
         self.variables[0].assign(tf.zeros_like(rows))
         return tf.concat(terms, axis=0)
+
+    def collect_left(self, strategy: tf.distribute.Strategy) -> None:
+        """Adds what steps have logged in a call that ended with an error. With several workers, all
+        must call it."""
+        if self._kinds:
+            rows = tf.function(lambda: strategy.run(self.terms), autograph=False)()
+            sums = strategy.reduce(SUM, rows, axis=None).numpy().tolist()
+            self.collect(sums, strategy.num_replicas_in_sync)
 
     def collect(self, sums: Sequence[float], parts: int) -> None:
         """Adds the sums of `terms` over ``parts`` replicas to the window."""

@@ -42,7 +42,7 @@ from ctl.control.saving import annotate, restore, save, state_of
 from ctl.control.signals import Signals, StopRequested
 from ctl.control.wakes import run_actions, status_of, steps_until_due
 from ctl.data.dataset import Dataset, on_replica
-from ctl.data.feed import Block, Feed, batch_of, next_block, open_feed
+from ctl.data.feed import Block, Feed, batch_of, next_block, open_feed, waiting_for
 from ctl.data.global_batches import as_dataset
 from ctl.errors import UsageError
 from ctl.evaluator import Evaluator, OnWake
@@ -107,9 +107,7 @@ class Steps:
     def _one_step(self, step: Callable, losses: Losses, block: Block, resident: Any) -> Losses:
         """Runs one step on one replica, with the first batch of ``block``."""
         batch = batch_of(block, block.first, self._batches_per_block)
-        # The step that finds the data at their end must change nothing. Operations that change
-        # state, such as Dropout's seeds, therefore wait for the batch.
-        with tf.control_dependencies(tf.nest.flatten(batch, expand_composites=True)):
+        with waiting_for(batch):
             batch = self.step.observer.begin(on_replica(self.dataset, batch, resident))
             loss, count = step(batch)
             self.step.observer.end()
@@ -283,7 +281,10 @@ class Loop:
         self._evaluated = self._evaluated if step == before else None
         self.scalars.rates = self.step.updater.learning_rates(step - 1)
         workers.check_all_ended(self.strategy, step)
-        logging.warning("the dataset ended after step %d, before step %d", step, total)
+        with watchdog.collective("the end of the data", first=True):
+            self.step.logged.collect_left(self.strategy)
+        lost = f"; no record has the loss of its last {step - before}" if step > before else ""
+        logging.warning("the dataset ended after step %d, before step %d%s", step, total, lost)
         return self._wake(step, step, 0.0)
 
     def traced(self) -> tf.types.experimental.ConcreteFunction:

@@ -15,7 +15,7 @@ import tensorflow as tf
 from ctl import share
 from ctl.base_step import BaseStep
 from ctl.data.dataset import Dataset, on_replica
-from ctl.data.feed import open_batches
+from ctl.data.feed import open_batches, waiting_for
 from ctl.errors import CheckpointError, UsageError
 
 WORST = 48  # examples
@@ -104,7 +104,10 @@ def collect(
         return strategy.run(of_replica, args=(next(iterator), resident))
 
     def of_replica(element: Any, resident: Any) -> Any:
-        batch = on_replica(dataset, element, resident)
+        with waiting_for(element):
+            return examples_of(on_replica(dataset, element, resident))
+
+    def examples_of(batch: Any) -> Any:
         computed, _ = share.filled(batch)
         losses = step.loss(computed)
         outputs = losses[1] if isinstance(losses, tuple) else None

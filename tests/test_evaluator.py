@@ -128,3 +128,42 @@ def test_evaluation_sees_every_example_once(mirrored, replicas):
     }
     for _ in range(2):  # the second has the iterator of the first
         assert evaluator.run() == pytest.approx(want, rel=1e-6)
+
+
+STRATEGIES = {
+    "default": tf.distribute.get_strategy,
+    "central_storage": lambda: tf.distribute.experimental.CentralStorageStrategy(
+        ["/cpu:0", "/cpu:1"], "/cpu:0"
+    ),
+}
+
+
+class Changes(EvalStep):
+    """Changes state in all ways, none of which depends on the values of a batch."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.calls = keras.metrics.Sum("calls")
+
+    def loss(self, batch):
+        self.calls.update_state(1.0)
+        self.log("examples", tf.ones(len(batch[1])), reduce="sum")
+        return super().loss(batch)
+
+
+@pytest.mark.parametrize("which", [*STRATEGIES, 1, 2])
+def test_the_end_of_the_data_changes_nothing(mirrored, which):
+    """A count of a batch of a static size is a constant, which does not wait for the batch."""
+    strategy = mirrored(which) if isinstance(which, int) else STRATEGIES[which]()
+    kind = EvalStep if which == "central_storage" else Changes
+    with strategy.scope():
+        ones = keras.metrics.MeanMetricWrapper(lambda y, _: tf.ones_like(y), name="ones")
+        step = kind(mlp(), metrics=[ones])
+    for batches in (1, 3):
+        data = tf.data.Dataset.from_tensor_slices(examples(batches * BATCH + 1))
+        data = data.batch(BATCH, drop_remainder=True)
+        results = Evaluator(step, data, strategy=strategy).run()
+        assert ones.count.numpy() == batches * BATCH
+        if kind is Changes:
+            assert results["examples"] == batches * BATCH
+            assert results["calls"] == batches * strategy.num_replicas_in_sync

@@ -94,12 +94,6 @@ def test_private_names_of_tensorflow_are_in_one_module():
     assert found == {"ctl/private.py"}
 
 
-def test_no_module_is_longer_than_400_lines():
-    files = [path for top in ("ctl", "benchmarks", "tests") for path in ROOT.glob(f"{top}/**/*.py")]
-    lengths = {str(p.relative_to(ROOT)): len(p.read_text("utf-8").splitlines()) for p in files}
-    assert not {name: length for name, length in lengths.items() if length > 400}
-
-
 def test_the_loop_is_a_class_of_300_lines():
     loop = next(n for n in MODULES["ctl.loop"].body if getattr(n, "name", "") == "Loop")
     assert loop.end_lineno - loop.lineno < 300

@@ -7,6 +7,7 @@ import pytest
 import tensorflow as tf
 from helpers import BATCH, examples, make_loop, mlp
 
+from ctl.data.global_batches import GlobalBatches
 from ctl.errors import UsageError
 from ctl.evaluator import Evaluator
 from ctl.step import EvalStep, TrainStep
@@ -69,6 +70,16 @@ def test_a_record_has_what_was_logged_since_the_last(mirrored, replicas, size, o
         assert scalars["clipped"] == 2.0
         loop.scalars.reset()
     assert "first" not in loop.scalars.read()
+
+
+def test_a_record_has_what_was_logged_before_the_data_ended(mirrored):
+    """The call that finds the end of the data returns nothing."""
+    data = GlobalBatches(batches(8).take(7), training=False)
+    loop = make_loop(mirrored(2), step_class=Logs, data=data, steps_per_loop=5)
+    scalars = loop.train(9)
+    assert loop.global_step == 7
+    assert scalars["first_sum"] == pytest.approx(seen(8, 0, 7).sum(), rel=1e-6)
+    assert scalars["clipped"] == 2.0 and scalars["at"] == 6
 
 
 def test_a_skipped_update_logs_nothing(mirrored):

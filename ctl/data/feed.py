@@ -13,6 +13,7 @@ strategy, the step copies its batch itself.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -122,6 +123,15 @@ def batch_of(block: Block, number: tf.Tensor | int, batches_per_block: int) -> A
     if batches_per_block == 1:  # operations that need the batch depend on this identity
         return tf.nest.map_structure(tf.identity, block.batches, expand_composites=True)
     return tf.nest.map_structure(lambda t: tf.gather(t, number, axis=1), block.batches)
+
+
+def waiting_for(batch: Any) -> contextlib.AbstractContextManager[None]:
+    """A context, in a graph, whose operations wait for ``batch``.
+
+    The step that finds the data at their end must change nothing. Much of what changes state does
+    not depend on the batch: the seeds of Dropout, or the count of a metric of a static batch size.
+    """
+    return tf.control_dependencies(tf.nest.flatten(batch, expand_composites=True))
 
 
 def element_of(arguments: tuple) -> Any:

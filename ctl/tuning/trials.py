@@ -254,6 +254,7 @@ def preserved(step: TrainStep) -> Iterator[None]:
     """Restores the state and the metrics of ``step`` on exit, on each replica to its own value."""
     variables = [v for group in step.state().values() for v in group]
     variables += step.of_replicas.variables  # `state` has what the last save has copied of them
+    variables += step.logged.variables  # a trial that finds the end of the data leaves its rows
     variables += [v.value for metric in step.all_metrics() for v in metric.variables]
     parts = [p for v in variables for p in step.strategy.experimental_local_results(v)]
     values = [part.read_value() for part in parts]
