@@ -19,17 +19,18 @@ if TYPE_CHECKING:
 Gradients = list[tf.Tensor | None]
 
 
-def make_gradient_fn(step: TrainStep, jit_compile: bool, version: int) -> Callable:
+def _gradient_fn(step: TrainStep) -> Callable:
     """`TrainStep.loss_and_gradients` with a third argument, see `ctl.seeds.Seeds.place`.
 
-    Functions keep their traces: there is one for each ``version`` of the settings.
+    Make it anew for each pass: functions keep their traces, and what a step does in its second pass
+    may depend on a Python value that it has changed since its first.
     """
 
     def placed(batch: Any, divisor: Any, place: tf.Tensor) -> Any:
         with step.seeds.inside(place), flops.counted(step, batch):
             return step.loss_and_gradients(batch, divisor)
 
-    if jit_compile:
+    if step.jit_compile:
         return graph_function(placed, jit_compile=True)
     if step.noinline and step.accumulate_steps > 1:  # the loop over micro-batches calls it
         return noinline.noinline(placed)
@@ -39,17 +40,20 @@ def make_gradient_fn(step: TrainStep, jit_compile: bool, version: int) -> Callab
 def micro_steps(step: TrainStep, batch: Any, divisor: Any) -> tuple[tf.Tensor, Gradients]:
     """The loss and the gradients of all micro-batches of ``batch``, the examples of a replica, both
     divided by ``divisor``; gradients of several are in float32 at least. Updates the metrics."""
+    run = functools.partial(_micro_step, step, _gradient_fn(step))
     if step.accumulate_steps == 1:
-        return micro_step(step, batch, divisor, 0)
-    return _several(step, batch, divisor)
+        return run(batch, divisor, 0)
+    return _several(step, run, batch, divisor)
 
 
-def _several(step: TrainStep, batch: Any, divisor: Any) -> tuple[tf.Tensor, Gradients]:
+def _several(
+    step: TrainStep, run: Callable, batch: Any, divisor: Any
+) -> tuple[tf.Tensor, Gradients]:
     """See `micro_steps`, which AutoGraph converts in less time without this."""
     no_gradient = [False] * len(step.trained)
 
     def body(micro_batch: Callable, part: Any, loss: Any, totals: Any) -> tuple[Any, Any, Any]:
-        more, gradients = micro_step(step, micro_batch(part), divisor, part)
+        more, gradients = run(micro_batch(part), divisor, part)
         no_gradient[:] = [g is None for g in gradients]
         pairs = zip(totals, gradients, strict=True)
         totals = [t if g is None else t + share.widened(g) for t, g in pairs]
@@ -72,8 +76,8 @@ def _several(step: TrainStep, batch: Any, divisor: Any) -> tuple[tf.Tensor, Grad
     return loss, [None if no else t for t, no in zip(totals, no_gradient, strict=True)]
 
 
-def micro_step(
-    step: TrainStep, batch: Any, divisor: Any, number: int | tf.Tensor
+def _micro_step(
+    step: TrainStep, gradient_fn: Callable, batch: Any, divisor: Any, number: int | tf.Tensor
 ) -> tuple[tf.Tensor, Gradients]:
     """The loss and the gradients of micro-batch ``number``, see `micro_steps`."""
     computed, empty = share.filled(batch)
@@ -82,7 +86,6 @@ def micro_step(
     in_graph = step.accumulate_steps > 1 or bool(step.jit_compile)
     counted = step.parts.counted_unless(empty, *step.logged.variables)
     with counted, crossing(divisor, empty, step.options, in_graph):
-        gradient_fn = step.gradient_fn(step.jit_compile, step.settings.version)
         loss, gradients, outputs = gradient_fn(computed, divisor, step.seeds.place(number))
     gradients = checked_gradients(step, gradients, step.trained)
     (loss, gradients), outputs = share.dropped(empty, (loss, gradients), outputs)

@@ -25,7 +25,7 @@ import keras
 import tensorflow as tf
 
 from ctl import noinline, norms, replicas, share
-from ctl.accumulate import make_gradient_fn, micro_steps
+from ctl.accumulate import micro_steps
 from ctl.apply import Updater, global_norm
 from ctl.base_step import BaseStep, EvalStep, cross_entropy, scale_images
 from ctl.checks import check_apart, check_overrides, check_penalties
@@ -163,7 +163,6 @@ class TrainStep(BaseStep):
         )
         self.single_replica = replicas.is_alone(strategy)
         self.noinline = noinline.is_needed(strategy, self.parts.layer)
-        self.gradient_fn = functools.cache(functools.partial(make_gradient_fn, self))
         replicas.offset_dropout_seeds(strategy, self.parts.layer)
         self.settings = Settings(self)
 

@@ -11,6 +11,7 @@ from helpers import (
     CLASSES,
     FEATURES,
     assert_replicas_agree,
+    examples,
     largest_difference,
     make_loop,
     precision,
@@ -112,6 +113,53 @@ def test_a_pass_that_is_undone_leaves_no_trace(mirrored, replicas, options):
         bits.append([copy.numpy().tobytes() for copy in copies])
     assert bits[0] == bits[1] and scalars[0] == scalars[1]
     assert loop.step.passes.numpy() == STEPS * options.get("accumulate_steps", 1)
+
+
+class TwoLosses(TrainStep):
+    """Passes differ by a Python value. The sum of both losses is the first of them times 0.5."""
+
+    factor = 1.0
+
+    def loss(self, batch):
+        losses, logits = super().loss(batch)
+        return self.factor * losses, logits
+
+    def forward_backward(self, batch, count):
+        found = []
+        for factor in (1.0, -0.5):
+            self.factor = factor
+            found.append(super().forward_backward(batch, count))
+        (loss, gradients), (other, others) = found
+        return loss + other, [a + b for a, b in zip(gradients, others, strict=True)]
+
+
+def pooled() -> keras.Model:
+    parts = [layers.Reshape([4, 3]), layers.MaxPooling1D(2), layers.Flatten()]
+    return keras.Sequential([keras.Input([FEATURES]), *parts, layers.Dense(CLASSES)])
+
+
+@pytest.mark.parametrize(
+    ("replicas", "options"),
+    [(1, COMPILED), (2, COMPILED), (1, COMPILED | CUT), (1, {"model": pooled} | CUT)],
+    ids=["one", "two", "cut", "pooled"],
+)
+def test_two_passes_may_have_two_losses(mirrored, replicas, options):
+    class Half(TrainStep):
+        def loss(self, batch):
+            losses, logits = super().loss(batch)
+            return 0.5 * losses, logits
+
+    loops = []
+    for kind in (TwoLosses, Half):
+        own = options if kind is TwoLosses else {k: v for k, v in options.items() if k == "model"}
+        data = tf.data.Dataset.from_tensors(examples(BATCH)).repeat()
+        sgd = lambda: keras.optimizers.SGD(0.5)  # noqa: E731
+        given = {"step_class": kind, "data": data, "optimizer": sgd, "seed": 1, **own}
+        loops.append(make_loop(mirrored(replicas if kind is TwoLosses else 1), **given))
+    losses = [loop.train(3)["loss"] for loop in loops]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    weights = [loop.step.model.get_weights() for loop in loops]
+    assert largest_difference(*weights) <= 1e-6
 
 
 def test_a_gradient_that_is_not_finite_skips_the_update(mirrored):
