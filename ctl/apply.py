@@ -132,6 +132,8 @@ class Updater:
         self.groups = make_groups(optimizer, variables, schedule)
         for group in self.groups:
             getattr(group.schedule, "memory", None)  # is made in this scope
+        # As they are now: Keras drops the rate of an optimizer that is given a schedule later.
+        self._of_optimizers = [v.value for g in self.groups for v in g.optimizer.variables]
         self.of_model = list(variables)
         grouped = [v for group in self.groups for v in group.variables]
         self.trained = list({id(v): v for v in [*variables, *grouped]}.values())
@@ -151,7 +153,7 @@ class Updater:
     def state(self) -> dict[str, list[tf.Variable]]:
         """Variables that a checkpoint must hold, by group."""
         state = {
-            "optimizer": [v.value for g in self.groups for v in g.optimizer.variables],
+            "optimizer": self._of_optimizers,
             "counters": [self.global_step, self.skipped],
         }
         if self.ema:

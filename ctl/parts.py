@@ -31,6 +31,7 @@ class Parts:
     Attributes:
         layer: the model and all layers, Keras variables and seed generators as one layer.
         metrics: those that are attributes of their own.
+        optimizers: those that are attributes, other than the one that the step was made with.
         plain: TensorFlow variables that are attributes, or in a `tf.Module`, except those with a
             value of each replica.
         own: all variables that belong neither to the model nor to a metric: Keras variables, those
@@ -46,15 +47,15 @@ class Parts:
             [step.model, *(p for p in found if isinstance(p, kinds) and not _is_metric(p))]
         )
         self.metrics = [p for p in found if _is_metric(p) and p not in step.metrics]
-        optimizers = [p for p in found if isinstance(p, keras.optimizers.Optimizer)]
+        self.optimizers = [p for p in found if isinstance(p, keras.optimizers.Optimizer)]
         apart = {id(v) for v in step.of_replicas.variables}
         self.plain = [p for p in found if isinstance(p, tf.Variable) and id(p) not in apart]
         self.plain += [v for p in found if isinstance(p, tf.Module) for v in p.variables]
-        mine = [v.value for part in (self.layer, *optimizers) for v in part.variables]
+        mine = [v.value for part in (self.layer, *self.optimizers) for v in part.variables]
         models = {id(v.value) for v in step.model.variables}
         self.own = list({id(v): v for v in mine + self.plain if id(v) not in models}.values())
         # Keras has no public name for the variables that an optimizer was built with.
-        self._trained = {id(v.value) for o in optimizers for v in o._trainable_variables}
+        self._trained = {id(v.value) for o in self.optimizers for v in o._trainable_variables}
         self._generators = any(isinstance(p, tf.random.Generator) for p in found)
 
     def check(self, trained: Sequence[tf.Variable]) -> None:

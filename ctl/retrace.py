@@ -36,6 +36,8 @@ _FIXED = frozenset(
 )
 
 _PLAIN = bool, int, float, complex, str, bytes, type(None)
+# Objects that are their attributes.
+_ATTRIBUTES = types.SimpleNamespace, keras.optimizers.schedules.LearningRateSchedule
 _MOST_ELEMENTS = 64  # of a container that has more than plain values
 
 
@@ -51,8 +53,9 @@ class TraceKey(NamedTuple):
 class Settings:
     """The Python values that the graph of a step was made of.
 
-    They are the attributes of the step; and of its optimizer, its updater and each of its layers,
-    the public ones with a plain value. What changes during a call is the step's own doing (`note`).
+    They are the attributes of the step; of its optimizers, its updater and each of its layers, the
+    public ones with a plain value; and the schedules of Keras that are rates of the optimizers.
+    What changes during a call is the step's own doing (`note`).
 
     Args:
         step: a step that is ready to be traced.
@@ -68,8 +71,15 @@ class Settings:
         self.rates: dict[str, float] = {}
         self._records: dict[int, Any] = {}
         others = {f"layer {layer.name}": layer for layer in replicas.layers_of(step.parts.layer)}
+        self._optimizers = {f"optimizer {o.name}": o for o in step.parts.optimizers}
+        self._scheduled: set[str] = set()  # names of optimizers whose own rate is not used
         if hasattr(step, "updater"):
-            others |= {**step.updater.optimizers(), "updater": step.updater}
+            applied = step.updater.optimizers()
+            groups = zip(applied, step.updater.groups, strict=True)
+            self._scheduled = {name for name, group in groups if group.schedule is not None}
+            self._optimizers |= applied
+            others["updater"] = step.updater
+        others |= self._optimizers
         # Their attributes, and the names of those that are options.
         self._others = {
             what: (vars(other), [n for n, v in vars(other).items() if _is_option(n, v)])
@@ -128,10 +138,12 @@ class Settings:
                     "has a schedule: change the schedule, or make the loop without one"
                 )
 
-    def _read(self, step: Any) -> tuple[dict[str, _Value], list[list[Any]]]:
-        """The attributes of the step, and the options of the others."""
+    def _read(self, step: Any) -> tuple[dict[str, _Value], list[list[Any]], list[_Value]]:
+        """The attributes of the step, the options of the others, and the optimizers' rates: each is
+        a variable or a schedule. The public attribute of Keras is the number of now."""
         mine = {n: _Value(v, self._records) for n, v in vars(step).items() if n not in _OURS}
-        return mine, [[*map(of.get, names)] for of, names in self._others.values()]
+        rates = [_Value(o._learning_rate, self._records) for o in self._optimizers.values()]
+        return mine, [[*map(of.get, names)] for of, names in self._others.values()], rates
 
     def _changes(self, step: Any, before: Any, now: Any) -> Iterator[tuple[str, Any, Any, bool]]:
         """The name of each changed value, its values, and whether the change takes effect."""
@@ -151,6 +163,12 @@ class Settings:
                     # An optimizer that is made with a 0 or None may lack the variables of a number.
                     numbers = all(type(v) in (int, float) and v != 0 for v in (old, new))
                     yield f"{what}.{name}", old, new, numbers
+        for what, old_rate, new_rate in zip(self._optimizers, before[2], now[2], strict=True):
+            if old_rate != new_rate:
+                # A variable is in the checkpoints, so that none may come or go.
+                values = old_rate.of, new_rate.of
+                stays = not any(isinstance(value, keras.Variable) for value in values)
+                yield f"{what}.learning_rate", *values, stays and what not in self._scheduled
 
 
 class _Value:
@@ -165,7 +183,7 @@ class _Value:
         self._is_record = False
         if isinstance(value, _PLAIN) or not depth:
             return
-        if dataclasses.is_dataclass(value) or isinstance(value, types.SimpleNamespace):
+        if dataclasses.is_dataclass(value) or isinstance(value, _ATTRIBUTES):
             value = getattr(value, "__dict__", None)
         if not isinstance(value, tuple | list | dict | set | frozenset):
             return
@@ -199,4 +217,6 @@ def _is_option(name: str, value: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
+    if isinstance(value, keras.Variable):
+        return "a number"
     return repr(value) if isinstance(value, _PLAIN) else f"a {type(value).__name__}"

@@ -216,6 +216,63 @@ def test_a_learning_rate_without_a_schedule_takes_effect():
     assert loop.steps.run.experimental_get_tracing_count() == 1
 
 
+class Halves(keras.optimizers.schedules.LearningRateSchedule):
+    """Has no config, as many of the users' have none."""
+
+    def __init__(self, start):
+        self.start = start
+
+    def __call__(self, step):
+        return self.start * 0.5 ** tf.cast(step, tf.float32)
+
+
+def decaying(rate):
+    return keras.optimizers.schedules.ExponentialDecay(rate, 1, 0.5)
+
+
+@pytest.mark.parametrize("made", [decaying, Halves])
+def test_a_schedule_of_the_optimizer_may_be_exchanged(made):
+    """Or changed; one that is equal is not traced again."""
+    changes = {
+        1: lambda o: setattr(o, "learning_rate", made(0.1)),
+        2: lambda o: setattr(o, "learning_rate", made(0.0)),
+        3: lambda o: vars(o._learning_rate).update(start=0.0, initial_learning_rate=0.0),
+    }
+    for number, change in changes.items():
+        loop = make_loop(optimizer=lambda: keras.optimizers.SGD(made(0.1)))
+        loop.train(2)
+        before = weights(loop)
+        change(loop.step.optimizer)
+        loop.train(3)
+        assert loop.steps.run.experimental_get_tracing_count() == min(number, 2)
+        assert (np.abs(weights(loop) - before).max() > 1e-4) == (number == 1)
+
+
+@pytest.mark.parametrize("schedule", [None, Constant(0.1)])
+def test_a_schedule_in_place_of_a_rate_is_refused(tmp_path, schedule):
+    """Keras drops the variable of the rate. What is saved then fits the same program."""
+    loop = make_loop(optimizer=sgd(), schedule=schedule, directory=tmp_path)
+    loop.train(2)
+    loop.step.optimizer.learning_rate = decaying(0.1)
+    words = "optimizer.learning_rate was changed from a number to a ExponentialDecay, which would"
+    with pytest.raises(UsageError, match=words):
+        loop.train(3)
+    loop.save(wait=True)
+    loop.checkpoints.close()
+    again = make_loop(optimizer=sgd(), schedule=schedule, directory=tmp_path)
+    assert again.restore().step == 2
+    again.train(3)
+    again.checkpoints.close()
+
+
+def test_an_exchanged_schedule_beside_one_of_the_loop_is_refused():
+    loop = make_loop(optimizer=lambda: keras.optimizers.SGD(decaying(0.1)), schedule=Constant(0.1))
+    loop.train(2)
+    loop.step.optimizer.learning_rate = decaying(0.2)
+    with pytest.raises(UsageError, match="from a ExponentialDecay to a ExponentialDecay, which"):
+        loop.train(3)
+
+
 class Counting(TrainStep):
     """Changes attributes of its own while it is traced, and while it runs."""
 
