@@ -142,10 +142,13 @@ class BaseStep(Overridable):
         losses, outputs = losses if isinstance(losses, tuple) else (losses, None)
         # A step that overrides `count` may have another number of losses, for instance one for each
         # view of an example.
-        count = share.rows(batch) if type(self).count is BaseStep.count else None
+        count = None if self.overrides("count") else share.rows(batch)
 
         def total(one: Any) -> tf.Tensor:
-            return tf.reduce_sum(tf.cast(share.one_for_each_example(one, count), tf.float32))
+            one = share.one_for_each_example(one, count)
+            if count is not None and self.overrides("loss"):
+                share.check_weights_used(one, batch, type(self).__name__)
+            return tf.reduce_sum(tf.cast(one, tf.float32))
 
         return [total(o) for o in losses] if isinstance(losses, list) else total(losses), outputs
 
@@ -160,6 +163,11 @@ class BaseStep(Overridable):
             return tf.reduce_sum(tf.cast(weights, tf.float32))
         examples = share.rows(features)
         return examples if isinstance(examples, int) else tf.cast(examples, tf.float32)
+
+    def overrides(self, method: str) -> bool:
+        """Whether a subclass, or this object, has a ``method`` of its own in place of that of ctl
+        (`loss`, `count`, `update_metrics`)."""
+        return method in vars(self) or getattr(type(self), method) is not getattr(BaseStep, method)
 
     def update_metrics(self, batch: Any, outputs: Any) -> None:
         """Updates ``self.metrics`` without a collective. Reading a result combines the replicas.
@@ -285,7 +293,7 @@ class BaseStep(Overridable):
         name = (getattr(loss_fn, "__module__", ""), getattr(loss_fn, "__name__", ""))
         binary = labels.BINARY if name == ("ctl.named", labels.BINARY) else None
         loss = labels.CROSS_ENTROPY if self.is_cross_entropy else binary
-        if loss is None or type(self).loss is not BaseStep.loss:
+        if loss is None or self.overrides("loss"):
             return
         if self.training and step is None:
             labels.check_outputs(loss, self.model)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -67,29 +66,6 @@ def checked_gradients(
             "is it computed from the outputs of self.model, without argmax, int or stop_gradient?"
         )
     return chosen
-
-
-def check_penalties(penalties: Sequence[tf.Tensor]) -> None:
-    """Refuses losses that layers of another replica have added.
-
-    Keras keeps what a layer adds in a list of the layer, which all replicas share. If they exchange
-    tensors in the forward pass, TensorFlow traces one up to there, then the next, and each finds
-    losses of the others in the list.
-
-    Raises:
-        UsageError: a loss was read by another replica before.
-    """
-    me = threading.get_ident()  # each replica is traced by a thread of its own
-    for penalty in penalties:
-        if not tf.is_symbolic_tensor(penalty):
-            continue
-        if getattr(penalty, "_ctl_thread", me) != me:
-            raise UsageError(
-                "layers of the model add losses (add_loss, activity_regularizer), and replicas "
-                "exchange tensors in the forward pass, so Keras gives each the losses of others: "
-                "add them in loss() of the step, or use one replica"
-            )
-        penalty._ctl_thread = me
 
 
 def check_apart(step: Any) -> None:

@@ -117,7 +117,8 @@ def unpack(batch: Any) -> tuple[Any, Any, Any]:
     """Returns ``(features, labels, weights)`` of a batch.
 
     Missing weights are None. Weights [n, 1] become [n]. Raises `UsageError` for any other batch
-    than ``(features, labels)`` and ``(features, labels, weights)``.
+    than ``(features, labels)`` and ``(features, labels, weights)``, and for weights of integers,
+    which are more often something else, such as indices.
     """
     if not isinstance(batch, tuple | list) or len(batch) not in (2, 3):
         raise UsageError(
@@ -126,6 +127,12 @@ def unpack(batch: Any) -> tuple[Any, Any, Any]:
         )
     features, labels, *rest = batch
     weights = rest[0] if rest else None
+    if isinstance(weights, tf.Tensor) and weights.dtype.is_integer:
+        raise UsageError(
+            f"the third part of a batch is its weights, and has {weights.dtype.name}: convert them "
+            "to float32; or, if it is something else, override loss(), count() and "
+            "update_metrics()"
+        )
     if isinstance(weights, tf.Tensor) and weights.shape.rank == 2 and weights.shape[1] == 1:
         weights = tf.squeeze(weights, axis=1)
     return features, labels, weights
@@ -287,6 +294,33 @@ def one_for_each_example(losses: Any, count: Any = None, source: str = "loss()")
     if losses.shape.rank != 1 or not losses.shape.is_compatible_with(wanted):
         raise UsageError(f"{_MESSAGES[_LOSSES].format(source)}; it returned shape {losses.shape}")
     return losses if count is None else _of_length(losses, count, _LOSSES)
+
+
+def check_weights_used(losses: tf.Tensor, batch: Any, step: str) -> None:
+    """Refuses losses that do not depend on the weights of their batch, by whose sum ctl divides
+    them. Checks nothing in eager mode.
+
+    Args:
+        losses: float [n], as returned by ``loss()`` of a class named ``step``.
+        batch: the batch that it was given.
+
+    Raises:
+        UsageError: the graph has no way from the weights to ``losses``.
+    """
+    if tf.executing_eagerly() or not isinstance(unpack(batch)[2], tf.Tensor):
+        return
+    seen, left = set(), [losses]
+    while left:
+        tensor = left.pop()
+        if tensor.name == batch[2].name:
+            return
+        if tensor.op.name not in seen:
+            seen.add(tensor.op.name)
+            left += tensor.op.inputs
+    raise UsageError(
+        f"loss() of {step} does not use the weights of its batch, by whose sum its losses are "
+        "divided: multiply them by batch[2], or override count()"
+    )
 
 
 def _of_length(tensor: Any, count: int | tf.Tensor, name: str) -> Any:

@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING, Any
 import keras
 import tensorflow as tf
 
-from ctl import noinline, norms, replicas, share
+from ctl import noinline, norms, penalties, replicas, share
 from ctl.accumulate import micro_steps
 from ctl.apply import Updater, global_norm
 from ctl.base_step import BaseStep, EvalStep, cross_entropy, scale_images
-from ctl.checks import check_apart, check_overrides, check_penalties
+from ctl.checks import check_apart, check_overrides
 from ctl.errors import UsageError
 from ctl.observer import NO_OBSERVER, Observer
 from ctl.optimizers import Optimizers, from_name
@@ -240,13 +240,14 @@ class TrainStep(BaseStep):
         both are divided by it here. If it is a tensor, both are sums, in float32 at least, and
         `reduce` divides them.
         """
-        if isinstance(count, int):
-            return micro_steps(self, batch, count * self.strategy.num_replicas_in_sync)
-        # The backward pass computes means, which float16 can hold where it cannot hold sums. If its
-        # gradients cross replicas, as in a synchronized BatchNorm, all must divide by one number.
-        summed = functools.partial(all_reduce, options=self.options, scope="ctl_count")
-        power = share.power_of_two(summed([count])[0] if self.synchronizes else count)
-        loss, gradients = micro_steps(self, batch, power)
+        with penalties.counted(self, batch, count) as size:
+            if isinstance(count, int):
+                return micro_steps(self, batch, count * self.strategy.num_replicas_in_sync)
+            # The backward pass computes means, which float16 can hold where it cannot hold sums.
+            # Gradients that cross replicas, as in a synchronized BatchNorm, need one divisor.
+            summed = functools.partial(all_reduce, options=self.options, scope="ctl_count")
+            power = share.power_of_two(summed([size])[0] if self.synchronizes else size)
+            loss, gradients = micro_steps(self, batch, power)
         wide = [None if g is None else share.widened(g) for g in gradients]
         return loss * power, [None if g is None else g * tf.cast(power, g.dtype) for g in wide]
 
@@ -271,19 +272,13 @@ class TrainStep(BaseStep):
         """Returns the sum of the losses of a (micro-)batch, a float32 scalar with regularization,
         and the outputs for the metrics or None. If `loss` returns a list, so does this."""
         loss, outputs = self.sum_of(self.loss(batch), batch)
-        of_model = {id(v.value) for v in self.model.trainable_variables}
-        beyond = any(id(v) not in of_model for v in self.trained)
-        if penalties := (self.parts.layer if beyond else self.model).losses:
-            # Times the count, so that regularization counts once per global batch.
-            check_penalties(penalties)
-            penalty = tf.add_n([tf.cast(p, tf.float32) for p in penalties])
-            penalty *= tf.cast(self.count(batch), tf.float32)
-            if isinstance(loss, list):  # each has its gradient, and their sum counts it once
-                zero = penalty - tf.stop_gradient(penalty)
-                loss = [loss[0] + penalty, *(one + zero for one in loss[1:])]
-            else:
-                loss += penalty
-        return loss, outputs
+        penalty = penalties.total(self, batch)
+        if penalty is None:
+            return loss, outputs
+        if not isinstance(loss, list):
+            return loss + penalty, outputs
+        zero = penalty - tf.stop_gradient(penalty)  # each has its gradient, the sum counts it once
+        return [loss[0] + penalty, *(one + zero for one in loss[1:])], outputs
 
     def backward(
         self, tape: tf.GradientTape, loss: tf.Tensor, variables: Sequence[tf.Variable] | None = None

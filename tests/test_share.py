@@ -15,6 +15,7 @@ from helpers import (
     both,
     convolutions,
     examples,
+    keras_loss,
     largest_difference,
     make_loop,
     mlp,
@@ -142,7 +143,7 @@ class TestShapes:
     @pytest.mark.slow
     def test_weights_with_an_axis_more(self, mirrored):
         """[n, 1] is [n]: it was broadcast against the losses to [n, n]."""
-        weights = np.random.default_rng(2).integers(0, 3, STEPS * BATCH)
+        weights = np.random.default_rng(2).integers(0, 3, STEPS * BATCH).astype(np.float32)
         features, labels = examples()
         results = []
         for shape in ([-1], [-1, 1]):
@@ -161,7 +162,7 @@ class TestShapes:
 
     def test_weights_of_unknown_rank(self, mirrored):
         features, labels = examples()
-        weights = np.random.default_rng(2).integers(0, 3, STEPS * BATCH)
+        weights = np.random.default_rng(2).integers(0, 3, STEPS * BATCH).astype(np.float32)
         results = []
         for known in (True, False):
             keras.utils.set_random_seed(0)
@@ -169,7 +170,7 @@ class TestShapes:
             data = data.batch(BATCH, drop_remainder=True)
             if not known:
                 data = data.map(
-                    lambda x, y, w: (x, y, tf.numpy_function(lambda w: w[:, None], [w], tf.int64))
+                    lambda x, y, w: (x, y, tf.numpy_function(lambda w: w[:, None], [w], tf.float32))
                 )
             step = TrainStep(mlp(), adam()())
             Loop(step, data, strategy=tf.distribute.get_strategy()).train(STEPS)
@@ -249,6 +250,53 @@ class TestShapes:
             loop = train(mirrored(2), mlp, adam(), examples(), step_class=step_class)
             results.append(loop.step.model.get_weights())
         assert largest_difference(*results) <= 1e-6
+
+
+class Forgets(TrainStep):
+    def loss(self, batch):
+        features, labels, _ = batch
+        return keras_loss(labels, self.model(features, training=self.training))
+
+
+class Uses(TrainStep):
+    def loss(self, batch):
+        weights = tf.cond(tf.size(batch[1]) > 0, lambda: batch[2], lambda: tf.zeros_like(batch[2]))
+        return weights * Forgets.loss(self, batch)
+
+
+class ForgetsInEvaluation(EvalStep):
+    loss = Forgets.loss
+
+
+class TestThirdPart:
+    def data(self, third):
+        return tf.data.Dataset.from_tensors((*examples(BATCH), third)).repeat()
+
+    @pytest.mark.parametrize("kind", [TrainStep, Uses])
+    @pytest.mark.parametrize("dtype", ["int64", "uint8"])
+    def test_of_integers_is_refused(self, kind, dtype):
+        loop = make_loop(step_class=kind, data=self.data(np.arange(BATCH).astype(dtype)))
+        with pytest.raises(UsageError, match=f"^the third part .* has {dtype}: .*float32; or, if"):
+            loop.train(1)
+
+    def test_may_be_a_mask(self):
+        results = []
+        for dtype in (bool, np.float32):
+            data = self.data((np.arange(BATCH) % 3 > 0).astype(dtype))
+            results.append(make_loop(data=data, seed=1).train(3)["loss"])
+        assert results[0] == results[1]
+
+    def test_weighs_the_losses_of_an_own_loss(self, mirrored):
+        data = self.data(np.linspace(0, 1, BATCH, dtype=np.float32))
+        own, plain = (make_loop(step_class=k, data=data, seed=1) for k in (Uses, TrainStep))
+        assert own.train(3)["loss"] == pytest.approx(plain.train(3)["loss"], rel=1e-6)
+        for options in ({}, {"accumulate_steps": 2}, {"jit_compile": True}):
+            loop = make_loop(mirrored(2), step_class=Forgets, data=data, **options)
+            with pytest.raises(UsageError, match=r"^loss\(\) of Forgets does not use the weights"):
+                loop.train(1)
+        evaluator = Evaluator(ForgetsInEvaluation(mlp()), data.take(1))
+        with pytest.raises(UsageError, match=r"^loss\(\) of ForgetsInEvaluation does not use"):
+            evaluator.run()
 
 
 class TestPowerOfTwo:
