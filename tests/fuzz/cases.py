@@ -34,6 +34,7 @@ class Case:
     state: bool = False  # a layer counts its calls in a variable
     infinite: bool = False  # a layer has a constant Inf
     regularizer: str = ""  # L1, L2
+    penalty: str = ""  # activity, layer: a loss that depends on the examples
     heads: int = 1  # 2: a classifier and a regression
     policy: str = "float32"  # of Keras
     float32_head: bool = False  # the last layer is float32 under any policy
@@ -41,14 +42,21 @@ class Case:
     # The batches.
     sizes: tuple[int, ...] = (4, 4)  # examples of each
     source: str = "dataset"  # memory: `InMemory`; static: a dataset of static shapes
-    weights: str = ""  # flat [n], column [n, 1], zeros (half of them), nothing (in batch 0)
+    weights: str = (
+        ""  # flat [n], column [n, 1], zeros (half of them), nothing (in batch 0), integers
+    )
     labels: str = "int64"
     fault: str = ""  # nan, label
     fault_row: int = 0
     bad_label: int = CLASSES
 
+    ends: bool = False  # the data end before the training
+    evaluated: bool = False  # the trained model is, on the same batches
+
     # The options.
     replicas: int = 1
+    strategy: str = "mirrored"  # default, central
+    twice: bool = False  # two passes with other losses, which sum to the loss
     accumulate_steps: int = 1
     clip_norm: float | None = None
     ema_decay: float | None = None
@@ -104,8 +112,19 @@ def valid(case: Case) -> Case:
         changes |= {"accumulate_steps": 1}
     if case.norm != "none" and case.optimizer != "Momentum" and smallest_call(case, **changes) == 1:
         changes |= {"optimizer": "SGD"}
-    if case.frozen == "norm" and case.norm == "none":
+    if case.strategy == "default":
+        changes |= {"replicas": 1}
+    if case.strategy == "central" and case.replicas == 1:
+        changes |= {"strategy": "mirrored"}
+    elif case.strategy == "central":  # TensorFlow cannot update variables in the forward pass then
+        changes |= {"accumulate_steps": 1, "jit_compile": False, "state": False, "twice": False}
+        changes |= {"frozen": "norm"} if case.norm != "none" else {}
+    if changes.get("frozen", case.frozen) == "norm" and case.norm == "none":
         changes |= {"frozen": ""}
+    if case.norm == "synchronized" and case.replicas > 1:  # refused, see tests/test_checks.py
+        changes |= {"penalty": "", "twice": False}
+    if changes.get("source", case.source) == "memory" or case.fault:
+        changes |= {"ends": False}
     if case.heads == 1 and case.float32_head and case.policy == "float32":
         changes |= {"float32_head": False}
     changes |= {"pause": min(case.pause, case.steps - 1), "fault_row": case.fault_row % rows}
@@ -156,6 +175,7 @@ def cases(draw: st.DrawFn) -> Case:
         state=rarely(4),
         infinite=rarely(8),
         regularizer=choice("", "", "L1", "L2"),
+        penalty=choice("", "", "activity", "layer"),
         heads=choice(1, 1, 2),
         policy=choice(
             *("float32", "float32", "float32", "float64", "bfloat16", "float16"),
@@ -164,12 +184,18 @@ def cases(draw: st.DrawFn) -> Case:
         float32_head=choice(True, False),
         sizes=tuple(draw(st.lists(size, min_size=2, max_size=4))),
         source=source,
-        weights=choice("", "", "", "flat", "column", "zeros", "nothing"),
+        weights="integers"
+        if rarely(30)
+        else choice("", "", "", "flat", "column", "zeros", "nothing"),
         labels=labels,
         fault=choice("nan", "label") if rarely(6) else "",
         fault_row=draw(st.integers(0, 279)),
         bad_label=choice(*_bad_labels(labels)),
+        ends=rarely(4),
+        evaluated=rarely(3),
         replicas=replicas,
+        strategy=choice("mirrored", "mirrored", "mirrored", "default", "central"),
+        twice=rarely(6),
         accumulate_steps=choice(1, 1, 2, 3, 5),
         clip_norm=choice(None, None, 0.05, 1.0),
         ema_decay=choice(None, None, 0.9),

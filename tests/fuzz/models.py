@@ -46,6 +46,14 @@ class Cap(layers.Layer):
         return keras.ops.minimum(x, keras.ops.cast(self.cap, x.dtype))
 
 
+class Penalty(layers.Layer):
+    """Adds a loss of the user's own: a mean over the examples."""
+
+    def call(self, x: Any) -> Any:
+        self.add_loss(0.1 * keras.ops.mean(keras.ops.cast(x, "float32") ** 2))
+        return x
+
+
 class Idle(layers.Layer):
     """Has a trainable variable that nothing uses."""
 
@@ -67,7 +75,10 @@ def _make_model(case: Case) -> keras.Model:
     inputs = _inputs(case)
     x = _entry(case, inputs)
     regularizer = getattr(keras.regularizers, case.regularizer)(0.01) if case.regularizer else None
-    hidden = layers.Dense(HIDDEN, kernel_regularizer=regularizer, name="hidden")
+    activity = keras.regularizers.L2(0.1) if case.penalty == "activity" else None
+    hidden = layers.Dense(
+        HIDDEN, kernel_regularizer=regularizer, activity_regularizer=activity, name="hidden"
+    )
     hidden.trainable = case.frozen != "hidden"
     x = hidden(x)
     if case.norm != "none":
@@ -85,6 +96,7 @@ def _make_model(case: Case) -> keras.Model:
     if case.shared:
         again = layers.Dense(HIDDEN, "tanh", name="shared")
         x = again(again(x))
+    x = Penalty(name="penalty")(x) if case.penalty == "layer" else x
     for used, kind in ((case.state, Counter), (case.infinite, Cap), (case.idle, Idle)):
         x = kind(name=kind.__name__.lower())(x) if used else x
     dtype = "float32" if case.float32_head else None
@@ -165,6 +177,8 @@ def arrays_of(case: Case) -> tuple[Any, ...]:
     weights = random.uniform(0.2, 2.0, rows).astype(np.float32)
     if case.weights == "zeros":
         weights *= random.integers(0, 2, rows).astype(np.float32)
+    if case.weights == "integers":
+        weights = np.arange(rows)
     if case.weights == "nothing":
         weights[: case.sizes[0]] = 0.0
     return features, labels, weights[:, None] if case.weights == "column" else weights

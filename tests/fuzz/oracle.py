@@ -112,6 +112,8 @@ def _refused_early(case: Case, arrays: Any) -> str:
     synchronized = case.norm == "synchronized" and _trains_norm(case) and case.replicas > 1
     if synchronized and (case.accumulate_steps > 1 or case.jit_compile):
         return "a synchronized BatchNormalization .* neither --accumulate_steps nor --jit_compile"
+    if case.weights == "integers":
+        return "the third part of a batch is its weights, and has int64"
     if case.features == "sparse" and case.accumulate_steps > 1:
         return "accumulate_steps cannot cut sparse tensors"
     return ""
@@ -219,7 +221,8 @@ class _Training:
             for examples in calls:
                 part = tf.nest.map_structure(lambda a, e=examples: a[e], (features, labels))
                 with tf.GradientTape() as tape:
-                    mean = self.mean_loss(*part, weights[examples], total)
+                    of_all = len(examples) / rows * bool(weights.any())
+                    mean = self.mean_loss(*part, weights[examples], total, of_all)
                     scaled = mean * scale
                 found = tape.gradient(scaled, [v.value for v in self.variables])
                 loss += float(mean)
@@ -241,8 +244,11 @@ class _Training:
                 value = value + (spread / moved if moved else 0.0)  # (moved * distance)**2 / moved
             variable.assign(np.asarray(value).astype(variable.numpy().dtype))
 
-    def mean_loss(self, features: Any, labels: Any, weights: Any, total: float) -> tf.Tensor:
-        """The part of these examples in the mean loss of the global batch."""
+    def mean_loss(
+        self, features: Any, labels: Any, weights: Any, total: float, of_all: float
+    ) -> tf.Tensor:
+        """The part of these examples in the mean loss of the global batch; ``of_all`` of them are
+        these."""
         if self.case.features == "bytes":
             features = features.astype(np.float32) * np.float32(1 / 255)
         outputs = self.model(features, training=True)
@@ -252,8 +258,11 @@ class _Training:
             logits = tf.nn.log_softmax(tf.cast(outputs, tf.float32))
             losses = -tf.gather(logits, labels.astype(np.int64), axis=1, batch_dims=1)
         loss = tf.reduce_sum(losses * weights.astype(np.float32)) / total
-        for penalty in self.model.losses:
-            loss += tf.cast(penalty, tf.float32) * (float(weights.sum()) / total)
+        penalties = [tf.cast(penalty, tf.float32) for penalty in self.model.losses]
+        if self.case.penalty:  # Keras puts it before those of weights
+            loss += penalties.pop(0) * of_all
+        for penalty in penalties:
+            loss += penalty * (float(weights.sum()) / total)
         return loss
 
     def moved(self, gradients: list) -> list:
