@@ -280,17 +280,20 @@ class CheckpointManager:
         return manifest.load_all(self.directory)
 
     def latest(self) -> Saved | None:
-        """The last one committed; if that is damaged, the valid one of the highest step."""
-        try:
-            return manifest.load(
-                manifest.path_of(self.directory, manifest.committed(self.directory))
-            )
-        except durable.Damaged:
-            return next(reversed(self.all()), None)
+        """The last one with a valid manifest, see `manifest.newest_first`; ``None`` without one.
+        Reads no other file, so `restore` may pass over it."""
+        failed: set[int] = set()
+        while left := [s for s in manifest.newest_first(self.directory) if s not in failed]:
+            try:
+                return manifest.load(manifest.path_of(self.directory, left[0]))
+            except durable.Damaged:
+                failed.add(left[0])
+        return None
 
     def best(self) -> Saved | None:
-        """The one with the best ``best_metric``; ``None`` if none has it."""
-        return next(iter(manifest.ranked(self.all(), *self._best)), None)
+        """The one with the best ``best_metric``, see `manifest.best_first`; ``None`` if none has
+        it."""
+        return next(iter(manifest.best_first(self.directory, *self._best)), None)
 
     def restore(
         self, state: State, step: int | Literal["latest", "best"] | None = None
@@ -317,81 +320,64 @@ class CheckpointManager:
         """
         self.wait()
         variables = bundle.unwrap(state)
-        damaged: dict[int, durable.Damaged] = {}
-        # `_next` lists the directory again after each failure: a writer may be changing it.
-        while (candidate := self._next(step, damaged)) is not None:
-            path = manifest.path_of(self.directory, candidate)
-            try:
-                saved = manifest.load(path)
-                with durable.verifying(path, saved.files):
-                    refusals.require_fingerprint(saved, self._fingerprint, self._soft_keys)
-                    refusals.require_code(saved, self.code)
-                    refusals.require_fit(saved, variables)
-                    values = bundle.read(saved.prefix, variables)
-            except durable.Damaged as damage:
-                logging.warning("Passing over the damaged checkpoint %s: %s", path, damage)
-                damaged[candidate] = damage
-                continue
-            for key, group in variables.items():
-                for variable in group:
-                    variable.assign(values[key].pop(0))
-            self.note_constants(state)
-            self._committed, self.unrestored = saved.step, None
-            later = [step for step in manifest.paths(self.directory) if step > saved.step]
-            if self._lock and later:
-                logging.warning(
-                    "Continuing %s from step %d: its checkpoints of later steps (%s) are deleted "
-                    "as the run passes them",
-                    self.directory,
-                    saved.step,
-                    ", ".join(map(str, later)),
-                )
-            return saved
-        if damaged:
-            first, reason = next(iter(damaged.items()))
-            raise CheckpointError(
-                f"No intact checkpoint in {self.directory}: step {first}: {reason}; restore a copy "
-                "of it or choose another --model_dir"
+
+        def read(path: Path) -> tuple[Saved, dict[str, list[tf.Tensor]]]:
+            saved = manifest.load(path)
+            with durable.verifying(path, saved.files):
+                refusals.require_fingerprint(saved, self._fingerprint, self._soft_keys)
+                refusals.require_code(saved, self.code)
+                refusals.require_fit(saved, variables)
+                return saved, bundle.read(saved.prefix, variables)
+
+        found = manifest.first_intact(self.directory, lambda: self._steps(step), read)
+        if found is None:
+            return None
+        saved, values = found
+        for key, group in variables.items():
+            for variable in group:
+                variable.assign(values[key].pop(0))
+        self.note_constants(state)
+        self._committed, self.unrestored = saved.step, None
+        later = [step for step in manifest.paths(self.directory) if step > saved.step]
+        if self._lock and later:
+            logging.warning(
+                "Continuing %s from step %d: its checkpoints of later steps (%s) are deleted as "
+                "the run passes them",
+                self.directory,
+                saved.step,
+                ", ".join(map(str, later)),
             )
-        return None
+        return saved
 
     def wait_for_new(
-        self, after_step: int, timeout: float, *, poll_seconds: float = 1.0
+        self, seen_step: int, timeout: float, *, poll_seconds: float = 1.0
     ) -> Saved | None:
-        """Waits until `latest` is beyond ``after_step``; ``None`` after ``timeout`` seconds."""
+        """Waits until `latest` is not that of ``seen_step``: a later one, or an earlier one of a
+        run that went back. ``None`` after ``timeout`` seconds."""
         deadline = time.monotonic() + timeout
         while True:
-            if (saved := self.latest()) and saved.step > after_step:
+            if (saved := self.latest()) and saved.step != seen_step:
                 return saved
             if (left := deadline - time.monotonic()) <= 0:
                 return None
             time.sleep(min(poll_seconds, left))
 
-    def _next(
-        self, wanted: int | Literal["latest", "best"] | None, damaged: Mapping[int, Any]
-    ) -> int | None:
-        """The next step to try; ``None`` when all candidates are damaged."""
-        steps = list(manifest.paths(self.directory))
+    def _steps(self, wanted: int | Literal["latest", "best"] | None) -> list[int]:
+        """The steps to try, in their order."""
         if wanted is None or wanted == "latest":
-            try:
-                last = manifest.committed(self.directory)
-            except durable.Damaged:
-                last = max(steps, default=0)
-            # First the committed step and those before it, then later ones; the highest first.
-            steps.sort(key=lambda step: (step <= last, step), reverse=True)
-        elif wanted == "best":
-            with_metric = [s.step for s in manifest.ranked(self.all(), *self._best)]
-            if steps and not with_metric and not damaged:
+            return manifest.newest_first(self.directory)
+        steps = list(manifest.paths(self.directory))
+        if wanted == "best":
+            best = manifest.best_first(self.directory, *self._best)
+            if steps and not best:
                 raise CheckpointError(
                     f"No checkpoint in {self.directory} has the metric {self._best[0]!r}; evaluate "
                     "first or restore the latest"
                 )
-            steps = with_metric
-        else:
-            if wanted not in steps and not damaged:
-                raise CheckpointError(
-                    f"No checkpoint of step {wanted} in {self.directory}; choose one of "
-                    f"{', '.join(map(str, steps)) or '(none)'}"
-                )
-            steps = [operator.index(wanted)]
-        return next((step for step in steps if step not in damaged), None)
+            return [saved.step for saved in best]
+        if wanted not in steps:
+            raise CheckpointError(
+                f"No checkpoint of step {wanted} in {self.directory}; choose one of "
+                f"{', '.join(map(str, steps)) or '(none)'}"
+            )
+        return [operator.index(wanted)]

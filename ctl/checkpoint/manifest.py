@@ -15,10 +15,12 @@ import itertools
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from absl import logging
 
 from ctl.checkpoint import durable
 from ctl.errors import CheckpointError
@@ -26,6 +28,8 @@ from ctl.errors import CheckpointError
 _SCHEMA = 1
 _NAME = re.compile(r"step-(\d{10,})")
 _FILE = re.compile(r"variables\.(index|data-\d{5}-of-\d{5})")
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -212,6 +216,59 @@ def committed(directory: Path) -> int:
     if type(step) is not int or step < 0:
         raise durable.Damaged("latest.json names no step")
     return step
+
+
+def end_of_history(directory: Path) -> float:
+    """Returns the last step in the history of the run: that of ``latest.json``. Later checkpoints
+    are of a branch that the run left when it went back to an earlier step, or were not committed.
+    Without a valid ``latest.json`` all are of its history: returns infinity."""
+    try:
+        return committed(directory)
+    except durable.Damaged:
+        return math.inf
+
+
+def newest_first(directory: Path) -> list[int]:
+    """Returns the steps in the order in which every reader looks for the last checkpoint: the
+    history of the run, then what is later; each from its highest step down."""
+    end = end_of_history(directory)
+    return sorted(paths(directory), key=lambda step: (step <= end, step), reverse=True)
+
+
+def best_first(directory: Path, metric: str, mode: str) -> list[Saved]:
+    """Returns the checkpoints with a finite ``metric``: the history of the run, then what is later;
+    each as `ranked`."""
+    end = end_of_history(directory)
+    return sorted(ranked(load_all(directory), metric, mode), key=lambda saved: saved.step > end)
+
+
+def first_intact(
+    directory: Path, steps: Callable[[], Iterable[int]], read: Callable[[Path], T]
+) -> T | None:
+    """Returns what ``read`` returns for the first of the checkpoints of ``steps`` that is intact;
+    None if there is none. Passes over a damaged one with a warning.
+
+    ``read`` raises `durable.Damaged`. ``steps`` is called again after that: a writer may be
+    changing the directory.
+
+    Raises:
+        CheckpointError: all are damaged; the first is named.
+    """
+    damaged: dict[int, durable.Damaged] = {}
+    while (step := next((s for s in steps() if s not in damaged), None)) is not None:
+        path = path_of(directory, step)
+        try:
+            return read(path)
+        except durable.Damaged as damage:
+            logging.warning("Passing over the damaged checkpoint %s: %s", path, damage)
+            damaged[step] = damage
+    if damaged:
+        first, reason = next(iter(damaged.items()))
+        raise CheckpointError(
+            f"No intact checkpoint in {directory}: step {first}: {reason}; restore a copy of it or "
+            "choose another --model_dir"
+        )
+    return None
 
 
 def commit(directory: Path, step: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -36,7 +37,9 @@ class Reader(Mapping[str, np.ndarray]):
 
     Args:
         path: a checkpoint (``…/checkpoints/step-…``); or a directory of checkpoints or of a run, of
-            which the last intact checkpoint is read.
+            which the last checkpoint is read: the one from which the run would resume. That is the
+            highest intact step up to the one that ``latest.json`` names, else the highest intact
+            one. A damaged one is passed over with a warning.
 
     Attributes:
         saved: the step, time and metrics of the checkpoint, see `ctl.checkpoint.Saved`.
@@ -44,7 +47,7 @@ class Reader(Mapping[str, np.ndarray]):
 
     Raises:
         UsageError: ``path`` is neither.
-        CheckpointError: the checkpoint is damaged.
+        CheckpointError: the checkpoint is damaged, or all of the directory are.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
@@ -82,27 +85,29 @@ class Reader(Mapping[str, np.ndarray]):
 
 
 def _find(path: Path) -> Saved:
-    """The checkpoint at ``path``, or the last intact one in it. Its checksums are verified."""
+    """The checkpoint at ``path``, or the last one in it, see `manifest.newest_first`. Its checksums
+    are verified."""
     if (path / "manifest.json").is_file():
-        candidates = [path]
-    else:
-        inside = path / "checkpoints"
-        steps = manifest.paths(inside if inside.is_dir() else path) if path.is_dir() else {}
-        candidates = [steps[step] for step in sorted(steps, reverse=True)]
-    if not candidates:
+        try:
+            return _verified(path)
+        except durable.Damaged as damage:
+            raise _damaged(path, damage) from damage
+    directory = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    saved = None
+    if directory.is_dir():
+        steps = functools.partial(manifest.newest_first, directory)
+        saved = manifest.first_intact(directory, steps, _verified)
+    if saved is None:
         raise UsageError(
             f"{path} is no checkpoint, and no directory of checkpoints or of a run with one"
         )
-    damages = []
-    for candidate in candidates:
-        try:
-            saved = manifest.load(candidate)
-            durable.verify(candidate, saved.files)
-        except durable.Damaged as damage:
-            damages.append(_damaged(candidate, damage))
-        else:
-            return saved
-    raise damages[0]
+    return saved
+
+
+def _verified(path: Path) -> Saved:
+    saved = manifest.load(path)
+    durable.verify(path, saved.files)
+    return saved
 
 
 def _damaged(path: Path, damage: durable.Damaged) -> CheckpointError:

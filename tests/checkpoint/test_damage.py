@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import tensorflow as tf
 from saved import edit_manifest, restore_fresh, save_steps, state_of, steps_in, values_of
 
-from ctl.checkpoint import CheckpointManager, bundle, durable
+from ctl.checkpoint import CheckpointManager, Reader, bundle, durable
 from ctl.errors import CheckpointError, UsageError
 
 
@@ -153,6 +155,54 @@ def test_without_a_valid_pointer_the_directory_is_scanned(tmp_path, pointer):
         (tmp_path / "latest.json").write_text(pointer)
     assert CheckpointManager(tmp_path, read_only=True).latest().step == 20
     assert restore_fresh(tmp_path)[0].step == 20
+
+
+def lose_pointer(directory: Path) -> None:
+    (directory / "latest.json").unlink()
+
+
+def cut_pointer(directory: Path) -> None:
+    (directory / "latest.json").write_text("{")
+
+
+def of_step(step: int, damage) -> Callable[[Path], None]:
+    return lambda directory: damage(directory / f"step-{step:010d}")
+
+
+def both(directory: Path) -> None:
+    for step in (10, 15):
+        flip(directory / f"step-{step:010d}")
+
+
+@pytest.mark.parametrize(
+    ("change", "last", "valid", "best"),
+    [
+        (lambda directory: None, 15, 15, 10),
+        (of_step(15, flip), 10, 15, 10),
+        (of_step(15, cut_manifest), 10, 10, 10),
+        (of_step(15, shutil.rmtree), 10, 10, 10),
+        (of_step(10, flip), 15, 15, 15),
+        (both, 40, 15, 40),
+        (lose_pointer, 40, 40, 40),
+        (cut_pointer, 40, 40, 40),
+    ],
+)
+def test_all_readers_take_the_same_checkpoint(tmp_path, warnings_of, change, last, valid, best):
+    """The run went back to step 10, so 20 and 40 are not of its history."""
+    with CheckpointManager(tmp_path) as manager:
+        for step in (10, 20, 40):
+            manager.save(step, state_of(step), {"accuracy": step / 100})
+        manager.restore(state_of(0), 10)
+        manager.annotate(10, {"accuracy": 0.3})
+        manager.save(15, state_of(15), {"accuracy": 0.2})
+    change(tmp_path)
+    assert restore_fresh(tmp_path)[0].step == last
+    said = warnings_of()
+    assert Reader(tmp_path).saved.step == last
+    passed_over = [warning for warning in said if "Passing over" in warning]
+    assert warnings_of() == [*said, *passed_over]
+    assert CheckpointManager(tmp_path, read_only=True).latest().step == valid  # reads manifests
+    assert restore_fresh(tmp_path, "best")[0].step == best
 
 
 def test_no_checkpoint(tmp_path):

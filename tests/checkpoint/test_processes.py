@@ -29,6 +29,9 @@ def test_wait_for_new(tmp_path):
         timer.start()
         assert reader.wait_for_new(10, 60, poll_seconds=0.01).step == 20
         timer.join()
+        manager.restore(state_of(0), 10)
+        manager.save(15, state_of(15), wait=True)
+        assert reader.wait_for_new(20, 0).step == 15  # the run went back
 
 
 def test_one_writer(tmp_path):

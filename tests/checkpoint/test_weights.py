@@ -64,6 +64,8 @@ def test_a_reader_lists_and_reads(trained):
         Reader(path / "model.keras")
     (reader.saved.path / "variables.data-00000-of-00001").write_bytes(b"damaged")
     with pytest.raises(CheckpointError, match="step-0000000007 is damaged: .*; restore a copy"):
+        Reader(reader.saved.path)
+    with pytest.raises(CheckpointError, match="No intact checkpoint in .*: step 7: .*; restore a"):
         Reader(path)
 
 
