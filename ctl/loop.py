@@ -362,7 +362,7 @@ class Loop:
         save(self, metrics, wait)
 
     def restore(self) -> Saved | None:
-        """Restores the newest intact checkpoint and returns it; None if there is none. Training
+        """Restores the last checkpoint (`manifest.newest_first`) and returns it, or None. Training
         resumes bit for bit. Raises `CheckpointError` if it does not fit, is of a step of another
         class or none is intact, and `UsageError` if the loop has no checkpoints."""
         saved, results = restore(self)

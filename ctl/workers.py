@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import re
 import time
@@ -12,6 +13,7 @@ from typing import Any, NoReturn
 import tensorflow as tf
 
 from ctl.cluster.members import Cluster
+from ctl.control.differences import differences
 from ctl.errors import CtlError, PeerError, UsageError
 from ctl.reduce import SUM
 from ctl.watch import watchdog
@@ -208,29 +210,39 @@ def check_all_ended(strategy: tf.distribute.Strategy, step: int) -> None:
         raise not_all from error
 
 
-def check_agreement(strategy: tf.distribute.Strategy, facts: Mapping[str, Any]) -> None:
+def check_agreement(
+    strategy: tf.distribute.Strategy,
+    facts: Mapping[str, Any],
+    common: Mapping[str, Any] | None = None,
+) -> None:
     """Compares ``facts`` (JSON values by name) over all workers. All workers must call it.
+
+    Args:
+        strategy: a `tf.distribute.MultiWorkerMirroredStrategy`.
+        facts: what every worker must have.
+        common: what only some may have, such as modules that the chief alone imports. Compared is
+            what all have.
 
     Raises:
         UsageError: facts differ. It is raised on every worker and names the values of each.
     """
-    mine = json.dumps(facts, sort_keys=True, default=str).encode()
-    texts = [json.loads(text) for text in all_gather(strategy, mine, "comparing the workers")]
-    differ = [
-        name
-        for name in sorted(set().union(*texts))
-        if any(text.get(name) != texts[0].get(name) for text in texts)
-    ]
+    doing = "comparing the workers"
+    mine = json.dumps([facts, common or {}], sort_keys=True, default=str).encode()
+    if len(set(all_gather(strategy, hashlib.sha256(mine).digest(), doing))) == 1:
+        return
+    texts = [json.loads(text) for text in all_gather(strategy, mine, doing)]
+    shared = set.intersection(*(set(some) for _, some in texts))
+    differ = differences([all_ | {n: some[n] for n in shared} for all_, some in texts])
     if differ:
-        values = "; ".join(
+        shown = "; ".join(
             f"{name} is "
-            + ", ".join(f"{_short(text.get(name))} on worker {i}" for i, text in enumerate(texts))
-            for name in differ[:_SHOWN]
+            + ", ".join(f"{_short(value)} on worker {i}" for i, value in enumerate(values))
+            for name, values in list(differ.items())[:_SHOWN]
         )
         more = f" and {len(differ) - _SHOWN} more" if len(differ) > _SHOWN else ""
         raise_together(
             strategy,
-            UsageError(f"the workers do not agree: {values}{more}; start all with the same"),
+            UsageError(f"the workers do not agree: {shown}{more}; start all with the same"),
         )
 
 

@@ -14,6 +14,7 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
 import keras
 import pytest
 import tensorflow as tf
+from absl import logging
 from graphs import freed_afterwards
 from worker_jobs import start_job
 from zygote import Zygote
@@ -135,3 +136,10 @@ def zygote_without_tensorflow(tmp_path_factory):
 def ring2():
     """The one strategy of the test process that uses real collectives: a ring of two devices."""
     return tf.distribute.MirroredStrategy(["/cpu:0", "/cpu:1"])
+
+
+@pytest.fixture
+def warnings_of(caplog, monkeypatch):
+    """The warnings that absl logged."""
+    monkeypatch.setattr(logging.get_absl_logger(), "propagate", True)
+    return lambda: [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]

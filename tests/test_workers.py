@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import tensorflow as tf
 
 from ctl import workers
-from ctl.errors import PeerError
+from ctl.errors import PeerError, UsageError
 
 GRAPH = (
     "Graph execution error:\n\nDetected at node while/CollectiveReduceV2 defined at (most recent "
@@ -88,3 +90,48 @@ def test_who_has_left_at_the_end_is_not_lost(monkeypatch):
     monkeypatch.setattr(workers, "is_multi_worker", lambda strategy: True)
     workers.leave_together(tf.distribute.get_strategy())
     assert len(calls) == 1
+
+
+def compared(monkeypatch, *facts: tuple) -> tuple[list[str], int]:
+    """What each of two workers says when they compare their facts, and the bytes they gathered."""
+    meet, texts, said = threading.Barrier(2), {}, ["", ""]
+    gathered = []
+
+    def all_gather(worker, text, doing):
+        texts[worker] = text
+        meet.wait(60)
+        both = [texts[0], texts[1]]
+        meet.wait(60)
+        gathered.append(len(text))
+        return both
+
+    def run(worker):
+        try:
+            workers.check_agreement(worker, *facts[worker])
+        except UsageError as error:
+            said[worker] = str(error)
+
+    monkeypatch.setattr(workers, "all_gather", all_gather)
+    threads = [threading.Thread(target=run, args=[worker]) for worker in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return said, sum(gathered)
+
+
+def test_workers_compare_their_facts(monkeypatch):
+    """Hashes first. Of what only some must have, what all have."""
+    facts = {"layer dense": {"units": 8, "activation": "relu"}, **dict.fromkeys("abcdefgh", 1)}
+    assert compared(monkeypatch, (facts, {"module": 1}), (facts, {"module": 1})) == (["", ""], 64)
+    only = {"module": 1, "of the chief": 1}
+    assert compared(monkeypatch, (facts, only), (facts, {"module": 1}))[0] == ["", ""]
+    other = {**facts, "layer dense": {"units": 8, "activation": "tanh"}, "z": 1}
+    expected = (
+        'the workers do not agree: layer dense: activation is "relu" on worker 0, "tanh" on '
+        'worker 1; module is 1 on worker 0, 2 on worker 1; z is "(absent)" on worker 0, 1 on '
+        "worker 1; start all with the same"
+    )
+    assert compared(monkeypatch, (facts, only), (other, {"module": 2}))[0] == [expected] * 2
+    said, _ = compared(monkeypatch, (facts,), (dict.fromkeys(facts, 0),))
+    assert said[0].endswith(" and 4 more; start all with the same")

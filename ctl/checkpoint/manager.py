@@ -35,6 +35,8 @@ from ctl.checkpoint.refusals import failure
 from ctl.control.best import Mode, mode_of
 from ctl.errors import CheckpointError, CtlError, UsageError
 
+_VERSIONS = {"tensorflow": tf.__version__, "keras": keras.__version__}
+
 
 class CheckpointManager:
     """The checkpoints of one run in one directory, with one writer and any number of readers.
@@ -48,7 +50,7 @@ class CheckpointManager:
 
     Attributes:
       code: the step that writes, see `ctl.control.code.identity`; the loop sets it. `restore`
-        refuses a checkpoint of another class. ``None``: no check.
+        refuses a checkpoint of another class, and warns of other differences. ``None``: no check.
       unrestored: the latest checkpoint when the directory was opened, until one is restored.
     """
 
@@ -87,7 +89,7 @@ class CheckpointManager:
           UsageError: an argument is out of range.
           CheckpointError: the directory cannot be written, or another writer has it.
         """
-        self.code: Mapping[str, str] | None = None
+        self.code: Mapping[str, Any] | None = None
         self.directory = Path(directory)
         refusals.check_options(directory, keep, keep_best, keep_every_hours)
         self._best = (best_metric, mode_of(best_metric, best_mode))
@@ -172,7 +174,7 @@ class CheckpointManager:
             fingerprint=self._fingerprint,
             variables=bundle.specs(variables, tensors),
             files={},
-            versions={"tensorflow": tf.__version__, "keras": keras.__version__},
+            versions=_VERSIONS,
             code=self.code,
         )
         self._submit(self._write, saved, tensors, wait=wait)
@@ -325,7 +327,7 @@ class CheckpointManager:
             saved = manifest.load(path)
             with durable.verifying(path, saved.files):
                 refusals.require_fingerprint(saved, self._fingerprint, self._soft_keys)
-                refusals.require_code(saved, self.code)
+                refusals.require_code(saved, self.code, _VERSIONS)
                 refusals.require_fit(saved, variables)
                 return saved, bundle.read(saved.prefix, variables)
 

@@ -49,7 +49,7 @@ class Saved:
     files: Mapping[str, Mapping[str, Any]] = field(repr=False)
     """``{name: {"size", "crc32"}}``"""
     versions: Mapping[str, str] = field(repr=False)
-    code: Mapping[str, str] | None = field(repr=False)
+    code: Mapping[str, Any] | None = field(repr=False)
     """See `CheckpointManager.code`."""
     stopped: bool = False
     """Whether an action ended the training here, see `annotate`."""
@@ -129,6 +129,12 @@ def load(path: Path) -> Saved:
         code is None
         or (isinstance(code, dict) and all(type(code.get(k)) is str for k in ("step", "source"))),
         "its code has no step and source",
+    )
+    modules, model = ((code or {}).get(key, {}) for key in ("modules", "model"))  # absent, too
+    require(isinstance(modules, dict), "the modules of its code are no object")
+    require(
+        isinstance(model, dict) and all(isinstance(settings, dict) for settings in model.values()),
+        "the model of its code has no settings",
     )
     stopped = content.get("stopped", False)  # absent in the first version
     require(type(stopped) is bool, "it does not say whether the training was ended there")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,13 @@ from absl import logging
 
 from ctl.checkpoint import bundle, manifest
 from ctl.checkpoint.manifest import Saved
+from ctl.control.differences import differences
 from ctl.errors import CheckpointError, UsageError
 
 # A quota and a limit on file sizes have the same remedy as a full disk.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+_SHOWN = 3  # differences in one message
 
 
 def failure(directory: Path, doing: str, error: Exception, needed: int = 0) -> CheckpointError:
@@ -103,27 +107,53 @@ def require_fingerprint(
         logging.warning("%s: %s", saved.path, "; ".join(soft))
 
 
-def require_code(saved: Saved, code: Mapping[str, str] | None) -> None:
-    """Compares the class and the sources of the step, see `CheckpointManager.code`. Logs a warning
-    where only the sources differ: they may have been mended, or moved to another machine.
+def require_code(saved: Saved, code: Mapping[str, Any] | None, versions: Mapping[str, str]) -> None:
+    """Compares the step, its sources, the settings of its layers, the modules that both runs have
+    imported (see `CheckpointManager.code`), and ``versions`` of packages. Logs a warning where
+    something else than the class differs: it may have been mended, or moved to another machine.
 
     Raises:
         CheckpointError: ``saved`` is of another class, unless that was only moved.
     """
-    if code is None or saved.code is None or saved.code["source"] == code["source"]:
+    if code is None or saved.code is None:
         return
     old, new = saved.code["step"], code["step"]
-    if old != new:
+    same_source = saved.code["source"] == code["source"]
+    if old != new and not same_source:
         raise CheckpointError(
             f"{saved.path} was written by the step {old}, not by {new}: use that class, or choose "
             "another --model_dir"
         )
-    logging.warning(
-        "%s was written with another source of the step %s, of its layers or of its loss: the run "
-        "continues with the present one",
-        saved.path,
-        new,
-    )
+    now = {"modules": {}, "model": {}, **code}
+    then = {**now, **saved.code}  # which lacks both in the first versions
+    changed = [
+        f"{name} was {json.dumps(was)}, is {json.dumps(is_)}"
+        for name, (was, is_) in differences([then["model"], now["model"]]).items()
+    ]
+    if not same_source:
+        changed.append(f"the source of the step {new}, of its layers or of its loss")
+    changed += [
+        f"the source of the module {name}"
+        for name, source in now["modules"].items()
+        if source != then["modules"].get(name, source)
+    ]
+    known = saved.fingerprint or {}  # what it has was compared with it
+    changed += [
+        f"the version of {package} was {saved.versions[package]}, is {version}"
+        for package, version in versions.items()
+        if package not in known and saved.versions.get(package, version) != version
+    ]
+    if changed:
+        logging.warning(
+            "%s was written by other code: %s; the run continues with the present code",
+            saved.path,
+            _first(changed),
+        )
+
+
+def _first(texts: Sequence[str]) -> str:
+    more = f"; and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
+    return f"{'; '.join(texts[:_SHOWN])}{more}"
 
 
 def require_fit(saved: Saved, variables: Mapping[str, list[tf.Variable]]) -> None:
@@ -134,10 +164,9 @@ def require_fit(saved: Saved, variables: Mapping[str, list[tf.Variable]]) -> Non
     """
     differing, renamed = manifest.differences(saved.variables, bundle.specs(variables))
     if differing:
-        more = f"; and {len(differing) - 3} more" if len(differing) > 3 else ""
         raise CheckpointError(
-            f"{saved.path} does not fit: {'; '.join(differing[:3])}{more}; use the flags it "
-            "was written with or choose another --model_dir"
+            f"{saved.path} does not fit: {_first(differing)}; use the flags it was written with or "
+            "choose another --model_dir"
         )
     if renamed:
         logging.warning("%s: %d other names, first %s", saved.path, len(renamed), renamed[0])

@@ -9,10 +9,14 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import keras
+import tensorflow as tf
 from absl import logging
 
 from ctl import replicas, workers
+from ctl.checkpoint import manifest
 from ctl.control import code
+from ctl.control.model_config import model_config, settings_of
 from ctl.data.dataset import Dataset
 from ctl.errors import UsageError
 from ctl.flags import option
@@ -27,7 +31,7 @@ _SETTINGS = (
 
 
 def agree(step: TrainStep, dataset: Dataset, trace: Callable[[], Any]) -> None:
-    """Compares model, optimizer, data and all-reduces over all workers, before the first step.
+    """Compares code, model, optimizer, data and all-reduces over all workers, before a first step.
 
     Args:
         step: a built step.
@@ -43,6 +47,8 @@ def agree(step: TrainStep, dataset: Dataset, trace: Callable[[], Any]) -> None:
         strategy,
         {
             "the step": int(step.global_step.numpy()),
+            "the version of TensorFlow": tf.__version__,
+            "the version of Keras": keras.__version__,
             "the code of ctl": code.of_ctl(),
             "the class of the step": code.class_name(step),
             "the code of the step": code.of_step(step),
@@ -51,15 +57,17 @@ def agree(step: TrainStep, dataset: Dataset, trace: Callable[[], Any]) -> None:
             "random_seed": step.seeds.run,
             "what trains": step.trains,
             **{
-                f"the {what}": optimizer.get_config()
+                f"the {what}": settings_of(optimizer)
                 for what, optimizer in step.updater.optimizers().items()
             },
             **{f"data: {key}": value for key, value in dataset.fingerprint().items()},
             **{
-                f"variable {number}": f"{v.path} {v.dtype} {list(v.shape)}"
+                f"variable {number}": f"{manifest.unnumbered(v.path)} {v.dtype} {list(v.shape)}"
                 for number, v in enumerate(step.parts.layer.trainable_variables)
             },
+            **model_config(step),
         },
+        {f"the source of the module {name}": text for name, text in code.of_modules().items()},
     )
     trace()
     workers.barrier(strategy, watchdog.FIRST_CALL_SECONDS)

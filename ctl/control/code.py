@@ -1,4 +1,4 @@
-"""Which code decides what a step does: the name of its class, and hashes of sources.
+"""What decides what a step does: the name of its class, hashes of sources, settings of its layers.
 
 Workers compare them before the first step, and a checkpoint records them.
 """
@@ -8,22 +8,32 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
+import os
 import sys
+import types
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import ctl
 from ctl import replicas
+from ctl.control.model_config import model_config
 from ctl.step import TrainStep
 
 _NOT_OF_THE_USER = ("ctl", "keras", "tensorflow")
+_INSTALLED = f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"
+_OF_AUTOGRAPH = "__autograph_generated_file"  # what TensorFlow makes of the user's functions
 
 
-def identity(step: TrainStep) -> dict[str, str]:
-    """What a checkpoint records of the code: ``step``, see `class_name`; ``source``, see
-    `of_step`."""
-    return {"step": class_name(step), "source": of_step(step)}
+def identity(step: TrainStep) -> dict[str, Any]:
+    """What a checkpoint records of the code: ``step``, see `class_name`; ``source``, see `of_step`;
+    ``modules``, see `of_modules`; ``model``, see `model_config`. ``step`` is built."""
+    return {
+        "step": class_name(step),
+        "source": of_step(step),
+        "modules": of_modules(),
+        "model": model_config(step),
+    }
 
 
 def class_name(step: TrainStep) -> str:
@@ -32,10 +42,8 @@ def class_name(step: TrainStep) -> str:
     kind = type(step)
     if kind is TrainStep:
         return "ctl:TrainStep"
-    module = kind.__module__
-    if module == "__main__":
-        module = Path(getattr(sys.modules[module], "__file__", None) or module).stem
-    return f"{module}:{kind.__qualname__}"
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    return f"{_name(kind.__module__, file)}:{kind.__qualname__}"
 
 
 def of_step(step: TrainStep) -> str:
@@ -47,6 +55,27 @@ def of_step(step: TrainStep) -> str:
     others = [*(type(layer) for layer in replicas.layers_of(step.parts.layer)), loss]
     theirs = [c for c in others if str(c.__module__).partition(".")[0] not in _NOT_OF_THE_USER]
     return hash_of(_source(c) for c in dict.fromkeys([*own, *theirs]))
+
+
+def of_modules() -> dict[str, str]:
+    """Hashes of the sources of the user's modules that this process has imported, by their names.
+    What is installed or typed in at a prompt is not among them."""
+    others = tuple(f"{Path(one.__file__ or '').parent}{os.sep}" for one in (os, ctl))
+    found = {}
+    for name, module in sorted(sys.modules.items()):
+        # Not by an attribute: that would load a module that is to be loaded when it is used.
+        file = vars(module).get("__file__") if type(module) is types.ModuleType else None
+        if (
+            isinstance(file, str)
+            and not any(folder in file for folder in _INSTALLED)
+            and not file.startswith(others)
+            and file.endswith(".py")
+            and name.partition(".")[0] not in _NOT_OF_THE_USER
+            and not name.startswith(_OF_AUTOGRAPH)
+            and (content := _of_file(file))
+        ):
+            found[_name(name, file)] = content
+    return found
 
 
 @functools.cache
@@ -66,7 +95,20 @@ def hash_of(parts: Iterable[bytes]) -> str:
     return digest.hexdigest()[:12]
 
 
+def _name(module: str, file: str | None) -> str:
+    """A module's name; that of a script is the name of its file."""
+    return Path(file).stem if module in ("__main__", "__mp_main__") and file else module
+
+
 @functools.cache  # what runs, not what the file has become meanwhile
+def _of_file(path: str) -> str | None:
+    try:
+        return hash_of([Path(path).read_bytes()])
+    except OSError:  # deleted, or the process has changed its directory
+        return None
+
+
+@functools.cache  # as `_of_file`
 def _source(code: Any) -> bytes:
     try:
         return inspect.getsource(code).encode()

@@ -68,7 +68,7 @@ def write(
     names: list[str],
     values: flags.FlagValues = flags.FLAGS,
     chosen: Mapping[str, Any] | None = None,
-    code: Mapping[str, str] | None = None,
+    code: Mapping[str, Any] | None = None,
     step: int | None = None,
 ) -> None:
     """Writes the flags ``names``, the values ``chosen`` for flags that leave a choice, the ``code``
@@ -94,7 +94,8 @@ def write(
         "flags": {name: _stored(values[name]) for name in names},
         "history": history,
         "chosen": dict(chosen or {}),
-        "code": dict(code or {}),
+        # The checkpoints hold the settings of its layers.
+        "code": {name: value for name, value in (code or {}).items() if name != "model"},
         "versions": versions,
     }
     try:

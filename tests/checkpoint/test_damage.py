@@ -101,6 +101,14 @@ DAMAGES = {
     "types": (edit_manifest(metrics={"accuracy": "high"}), "a metric is no number"),
     "evaluated": (edit_manifest(evaluated=["loss"]), "it names no metrics that were evaluated"),
     "code": (edit_manifest(code={"step": 3}), "its code has no step and source"),
+    "modules": (
+        edit_manifest(code={"step": "", "source": "", "modules": 3}),
+        "the modules of its code are no object",
+    ),
+    "model": (
+        edit_manifest(code={"step": "", "source": "", "model": {"layer dense": 3}}),
+        "the model of its code has no settings",
+    ),
     "list": (lambda path: (path / "manifest.json").write_text("[]"), "not an object"),
     "bomb": (lambda path: (path / "manifest.json").write_text("[" * 100000), "is not JSON"),
     "other_content": (other_content, "is not what the manifest says"),

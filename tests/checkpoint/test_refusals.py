@@ -85,8 +85,8 @@ def test_the_code_of_the_step(tmp_path, warnings_of):
             manager.code = code
             return manager.restore(state_of(0)).step
 
-    def code(step, source):
-        return {"step": step, "source": source}
+    def code(step, source, **others):
+        return {"step": step, "source": source, **others}
 
     with CheckpointManager(tmp_path) as manager:
         manager.code = code("mine:A", "0a")
@@ -96,8 +96,26 @@ def test_the_code_of_the_step(tmp_path, warnings_of):
     assert restore(code("moved.there:A", "0a")) == 10
     assert warnings_of() == []
     assert restore(code("mine:A", "0b")) == 10
-    assert "with another source of the step mine:A" in warnings_of()[0]
+    assert "other code: the source of the step mine:A, of its layers or of" in warnings_of()[0]
     with pytest.raises(CheckpointError, match="written by the step mine:A, not by mine:B: use"):
         restore(code("mine:B", "0b"))
-    edit_manifest(code=None)(tmp_path / "step-0000000010")  # of the first version
-    assert restore(code("mine:B", "0b")) == 10
+    # The first versions recorded no modules and settings, then no code at all.
+    newer = {"modules": {"mine": "1", "more": "1"}, "model": {"layer dense": {"units": 8}}}
+    before = len(warnings_of())
+    assert restore(code("mine:A", "0a", **newer)) == 10
+    edit_manifest(code=None)(tmp_path / "step-0000000010")
+    assert restore(code("mine:B", "0b", **newer)) == 10
+    assert len(warnings_of()) == before
+    # Modules that only one has imported are not compared.
+    path = tmp_path / "step-0000000010"
+    edit_manifest(code=code("mine:A", "0a", **{**newer, "modules": {"mine": "0", "less": "0"}}))(
+        path
+    )
+    edit_manifest(versions={"keras": "3.0"})(path)
+    changed = {**newer, "model": {"layer dense": {"units": 8, "rate": 0.5}, "layer add": {"n": 1}}}
+    assert restore(code("mine:A", "0a", **changed)) == 10
+    [said] = warnings_of()[before:]
+    assert said.split(": ", 1)[1] == (
+        'layer add was "(absent)", is {"n": 1}; layer dense: rate was "(absent)", is 0.5; '
+        "the source of the module mine; and 1 more; the run continues with the present code"
+    )

@@ -1,0 +1,155 @@
+"""What the layers and the loss of a step are set to: values that can change what it computes while
+its variables and its all-reduces stay the same, such as an activation.
+
+They are those of Keras's ``get_config``, without what makes no difference to a training that has
+begun (initializers, seeds), and without the numbers in Keras's names. How the layers of a model are
+connected is read from its graph: the config of a whole model takes three times as long.
+"""
+
+from __future__ import annotations
+
+import base64
+import collections
+import functools
+import hashlib
+import json
+import marshal
+import math
+import re
+import types
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+import numpy as np
+
+from ctl import replicas
+from ctl.step import TrainStep
+
+_MOST_CHARACTERS = 60  # of a value; a hash stands for a longer one
+_SCALARS = bool, int, float, str
+
+# Keras numbers names; variables hold what a seed has given them.
+_LEFT_OUT = "name", "seed"
+
+# The layers in a model have settings of their own.
+_OF_WHOLE_MODELS = "layers", "input_layers", "output_layers", "build_input_shape"
+
+
+def model_config(step: TrainStep) -> dict[str, dict[str, Any]]:
+    """The settings of each layer and of the loss of a built ``step``: values of JSON by name, in a
+    dictionary by layer (``layer dense``). The second layer of a name is ``layer dense#2``, whatever
+    number Keras gave it. Settings that are None are left out."""
+    # Keras goes from the last layer to the first.
+    layers = [one for one in replicas.layers_of(step.parts.layer) if one is not step.parts.layer]
+    layers.reverse()
+    graphs = [layer for layer in layers if hasattr(layer, "_nodes_by_depth")]  # private, see below
+    parts = [*layers, *(operation for graph in graphs for operation in graph.operations)]
+    count: collections.Counter[str] = collections.Counter()
+    names: dict[int, str] = {}
+    found: dict[str, dict[str, Any]] = {"the loss": settings_of(step.loss_fn)}
+    for part in {id(part): part for part in parts}.values():
+        name = re.sub(r"_\d+$", "", part.name)
+        count[name] += 1
+        names[id(part)] = f"{name}#{count[name]}" if count[name] > 1 else name
+        found[f"layer {names[id(part)]}"] = settings_of(part)
+    for layer in layers:
+        if isinstance(layer, keras.Sequential):
+            order = [names[id(one)] for one in layer.layers]
+            found[f"layer {names[id(layer)]}"]["layers"] = order
+    for graph in graphs:
+        for name, inputs in _connections(graph, names).items():
+            found[f"layer {name}"].setdefault("inputs", []).extend(inputs)
+    return {name: _short(settings) for name, settings in found.items()}
+
+
+def settings_of(part: Any) -> dict[str, Any]:
+    """The settings of a layer, an operation of a graph, a loss or an optimizer, but its name."""
+    if hasattr(part, "__qualname__"):
+        return {"function": part.__qualname__}
+    if isinstance(part, functools.partial):
+        return {**settings_of(part.func), "arguments": _plain([*part.args, part.keywords])}
+    kind = type(part)
+    config: dict[str, Any] = {}
+    if not isinstance(part, keras.Model) or not kind.__module__.startswith("keras."):
+        try:
+            config = part.get_config()
+            if isinstance(part, keras.Model) and isinstance(config.get("layers"), list):
+                config = {n: v for n, v in config.items() if n not in _OF_WHOLE_MODELS}
+            config = _plain(config)
+        except Exception:  # it has none, or that of the user's fails
+            attributes = {n: v for n, v in vars(part).items() if isinstance(v, _SCALARS)}
+            config = _plain({n: v for n, v in attributes.items() if n[0] != "_" and n != "built"})
+    if isinstance(part, keras.layers.InputLayer):
+        config["batch_shape"] = config["batch_shape"][1:]  # that of the first call, in a Sequential
+    return {**config, "class": kind.__qualname__}
+
+
+def _connections(graph: Any, names: Mapping[int, str]) -> dict[str, list[Any]]:
+    """What each operation of a functional model is called with, by its name; what the model takes
+    and returns, by that of the model."""
+    made: dict[int, str] = {}  # where each symbolic tensor is from, by its id
+    inputs: dict[str, list[Any]] = {}
+    # Private: the calls of the graph, by their distance from its outputs.
+    for depth in sorted(graph._nodes_by_depth, reverse=True):
+        for node in graph._nodes_by_depth[depth]:
+            name = names[id(node.operation)]
+            calls = inputs.setdefault(name, [])
+            args, others = node.arguments.args, _plain(node.arguments.kwargs, made)
+            calls.append(_plain([*args, *([others] if others else [])], made))
+            for number, output in enumerate(node.outputs):
+                first = len(calls) == 1 and len(node.outputs) == 1
+                made[id(output)] = name if first else f"{name} call {len(calls)} output {number}"
+    inputs[names[id(graph)]] = [_plain([graph.inputs, graph.outputs], made)]
+    return inputs
+
+
+def _plain(value: Any, made: Mapping[int, str] = types.MappingProxyType({})) -> Any:
+    """``value`` as JSON, the same in all processes: no addresses, no paths, no order of sets."""
+    if id(value) in made:
+        return made[id(value)]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if value is None or isinstance(value, _SCALARS):
+        return value
+    if isinstance(value, list | tuple):
+        return [_plain(one, made) for one in value]
+    if isinstance(value, set | frozenset):
+        return sorted((_plain(one) for one in value), key=repr)
+    if isinstance(value, np.ndarray | np.generic):
+        return _plain(value.tolist())
+    if isinstance(value, types.CodeType):
+        return [value.co_code.hex(), list(value.co_names), _plain(value.co_consts)]
+    if isinstance(value, Mapping):
+        return _plain_mapping(value, made)
+    if hasattr(value, "__qualname__"):
+        return value.__qualname__
+    if isinstance(value, functools.partial) or hasattr(value, "get_config"):
+        return settings_of(value)
+    return type(value).__qualname__
+
+
+def _plain_mapping(value: Mapping[Any, Any], made: Mapping[int, str]) -> Any:
+    if value.keys() == {"code", "defaults", "closure"}:  # a lambda, whose code has a path
+        value = {**value, "code": marshal.loads(base64.b64decode(value["code"]))}
+    if isinstance(config := value.get("config"), Mapping) and "class_name" in value:
+        if value["class_name"].endswith("Policy") and "name" in config:  # a dtype
+            return config["name"]
+        return {value["class_name"]: _plain(config)}
+    kept = {str(name): one for name, one in value.items() if one is not None}
+    return {
+        name: _plain(one, made)
+        for name, one in kept.items()
+        if name not in _LEFT_OUT and not name.endswith("initializer")
+    }
+
+
+def _short(settings: dict[str, Any]) -> dict[str, Any]:
+    """``settings``, with a hash for each long value."""
+    texts = {name: json.dumps(value, sort_keys=True) for name, value in settings.items()}
+    return {
+        name: value
+        if len(texts[name]) <= _MOST_CHARACTERS
+        else hashlib.sha256(texts[name].encode()).hexdigest()[:12]
+        for name, value in settings.items()
+    }
