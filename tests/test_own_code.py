@@ -93,7 +93,9 @@ def test_trains_with_all_of_it(whole):
     assert (config["flags"]["temperature"], config["flags"]["widths"]) == (2.0, ["6", "5"])
     assert config["code"]["step"] == "mine:Mine" and len(config["code"]["source"]) == 12
     manifest = json.loads((model_dir / "checkpoints/step-0000000030/manifest.json").read_text())
-    assert manifest["code"] == config["code"]
+    assert manifest["code"] == {**config["code"], "model": manifest["code"]["model"]}
+    assert len(config["code"]["modules"]["mine"]) == 12
+    assert manifest["code"]["model"]["layer dense"]["activation"] == "relu"
     shapes = [spec["shape"] for spec in manifest["variables"]["model"]]
     assert shapes == [[4, 6], [6], [6, 5], [5], [5, 1], [1]]
     for result in evaluations(model_dir).values():

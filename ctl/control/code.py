@@ -62,7 +62,7 @@ def of_modules() -> dict[str, str]:
     What is installed or typed in at a prompt is not among them."""
     others = tuple(f"{Path(one.__file__ or '').parent}{os.sep}" for one in (os, ctl))
     found = {}
-    for name, module in sorted(sys.modules.items()):
+    for name, module in list(sys.modules.items()):
         # Not by an attribute: that would load a module that is to be loaded when it is used.
         file = vars(module).get("__file__") if type(module) is types.ModuleType else None
         if (
