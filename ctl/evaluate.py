@@ -15,6 +15,7 @@ from ctl.flags import code, config, devices, groups, names, training
 from ctl.flags.imports import NAMING
 from ctl.flags.parsing import (
     check_flags,
+    check_without_effect,
     define_path,
     group,
     grouped_flags,
@@ -69,7 +70,7 @@ def run() -> None:
             "Directory for report.html and report.json, of a classifier: the accuracy of each "
             "class, the confusion matrix, and the examples with the highest loss.",
         )
-    groups.define_data_flags()
+    groups.define_data_flags(of_a_run=True)
     code.define_code_flags()
     devices.define_device_flags(training=False)
     with group("Computation"):
@@ -102,6 +103,8 @@ def _check(
         names.check_model_name(model)
     if checkpoint not in ("latest", "best") and not checkpoint.isdecimal():
         raise UsageError(f"--checkpoint={checkpoint} is not latest, best or a step")
+    if checkpoint != "latest" and not model_dir:
+        raise UsageError("--checkpoint has no effect without --model_dir: leave it out")
     if watch and (not model_dir or checkpoint != "latest"):
         raise UsageError("--watch needs --model_dir, and evaluates the latest checkpoint")
 
@@ -116,6 +119,7 @@ def main() -> None:
     """
     console.log_to_terminal()
     averaged, frozen, best = _adopt_run() if FLAGS.model_dir else (False, [], {})
+    _check_given()
     console.load_tensorflow()
 
     import keras
@@ -208,6 +212,18 @@ def main() -> None:
             if saved and saved.step != shown:  # it is the old one if the new one is damaged
                 show(saved)
                 seen, shown = max(seen, saved.step), saved.step
+
+
+def _check_given() -> None:
+    """Raises `UsageError` if a flag is given that has no effect on this evaluation."""
+    check_without_effect(("train_split", "shuffle_block"), "on an evaluation: leave it out")
+    groups.check_data_flags()
+    if FLAGS.dataset != "synthetic" and not names.is_function_name(FLAGS.dataset):
+        check_without_effect(["seed"], f"with --dataset={FLAGS.dataset}: leave it out")
+    if not FLAGS.model_dir:
+        check_without_effect(["precision"], "without --model_dir: the file says its own")
+    if not FLAGS.watch:
+        check_without_effect(["watch_timeout"], "without --watch: add it, or leave this out")
 
 
 def _adopt_run() -> tuple[bool, list[str], dict[str, Any]]:

@@ -161,13 +161,18 @@ def datasets(
         global batches as a `ctl.data.GlobalBatches`.
 
     Raises:
-        UsageError: it cannot be imported or called, returns something else, or trains on batches
-            of another size.
+        UsageError: it cannot be imported or called, does not declare a ``data_dir`` that is given,
+            returns something else, or trains on batches of another size.
     """
     function = find("dataset", name)
     offered = {"global_batch_size": global_batch_size, "seed": seed, "data_dir": data_dir}
     signature = inspect.signature(function)
     arguments = {n: v for n, v in offered.items() if n in signature.parameters}
+    if data_dir and "data_dir" not in arguments:
+        raise UsageError(
+            f"--data_dir has no effect with --dataset={name}: give the function a parameter "
+            "data_dir, or leave the flag out"
+        )
     try:
         signature.bind(**arguments)
     except TypeError as error:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import keras
 import pytest
+from zygote import one_line
 
 from ctl.checkpoint import CheckpointManager
 
@@ -177,3 +178,25 @@ def test_watch_a_run_from_before_its_start(zygote, tmp_path):
     watch.signal(2)
     assert watch.wait() == 130
     assert watch.stderr.splitlines()[-1] == "interrupted"
+
+
+@pytest.mark.parametrize(
+    ("stored", "given"),
+    [
+        ({"dataset": "mnist"}, ["--data_dir=/data"]),
+        ({"dataset": "synthetic"}, ["--num_examples=9"]),
+        ({"dataset": "mnist", "num_examples": 9}, ["--eval_split=test"]),
+        ({"dataset": "fashion_mnist_mini", "data_dir": "/data"}, []),
+    ],
+    ids=str,
+)
+def test_what_has_an_effect_on_the_evaluation_of_a_run(
+    zygote_without_tensorflow, tmp_path, stored, given
+):
+    """It depends on the data of the run. What an earlier version stored without an effect does no
+    harm. The last flag never has an effect, which is said last."""
+    config = {"schema": 1, "flags": {"best_metric": "loss", **stored}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    run = [EVALUATE, f"--model_dir={tmp_path}", *given, "--shuffle_block=4"]
+    line = one_line(zygote_without_tensorflow.run(*run, exit_code=2))
+    assert line == "--shuffle_block has no effect on an evaluation: leave it out"

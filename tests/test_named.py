@@ -187,8 +187,8 @@ def test_metrics_that_take_no_logits_are_refused():
         named.make_metrics("F1Score", "binary_cross_entropy", BaseStep)
 
 
-def datasets(name):
-    return named.datasets(f"users_own:{name}", global_batch_size=8, seed=7, data_dir=None)
+def datasets(name, data_dir=None):
+    return named.datasets(f"users_own:{name}", global_batch_size=8, seed=7, data_dir=data_dir)
 
 
 def test_a_function_gets_the_keywords_that_it_declares():
@@ -214,6 +214,11 @@ def test_functions_that_give_no_data(name, message):
     with pytest.raises(UsageError, match=message) as caught:
         datasets(name)
     assert "\n" not in str(caught.value)
+
+
+def test_a_directory_for_a_function_that_takes_none():
+    with pytest.raises(UsageError, match="^--data_dir has no effect with --dataset=users_own:pair"):
+        datasets("pair", data_dir="photos")
 
 
 def test_batches_of_another_size_are_refused():

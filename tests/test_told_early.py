@@ -258,3 +258,19 @@ def test_datasets_of_tfds_are_known(monkeypatch):
         early.check_dataset(name, None)
     for name in ("mnist", "kmnist:3.*.*", "fashion_mnist_mini/1.0.0", "huggingface:any"):
         early.check_dataset(name, None)
+
+
+def test_a_folder_that_the_embedded_data_do_not_read(tmp_path):
+    """It has an effect where it has a dataset of that name; other datasets are read from it."""
+    embedded, photos, prepared = "fashion_mnist_mini", tmp_path / "photos", tmp_path / "prepared"
+    (photos / "train" / "cat").mkdir(parents=True)
+    (prepared / embedded / "1.0.0").mkdir(parents=True)
+    for folder in (photos, prepared):
+        with pytest.raises(UsageError, match="has no effect .* comes with ctl: name the dataset"):
+            early.check_data_dir(embedded, str(folder))
+    (photos / "train" / "cat" / "1.JPG").touch()
+    with pytest.raises(UsageError, match="ImageFolder .* give --dataset=package.module:function"):
+        early.check_data_dir(embedded, str(photos))
+    (prepared / embedded / "1.0.0" / "dataset_info.json").touch()
+    early.check_data_dir(embedded, str(prepared))
+    early.check_data_dir("mnist", str(photos))

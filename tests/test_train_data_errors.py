@@ -15,10 +15,10 @@ TRAIN = "ctl.train"
 
 
 def test_unknown_dataset(zygote, tmp_path):
-    run = [TRAIN, f"--model_dir={tmp_path}/run", f"--data_dir={tmp_path}"]
-    command = zygote.run(*run, "--dataset=fashion_mnits", exit_code=2)
+    run, here = [TRAIN, f"--model_dir={tmp_path}/run"], f"--data_dir={tmp_path}"
+    command = zygote.run(*run, here, "--dataset=fashion_mnits", exit_code=2)
     assert last_line(command).startswith("there is no dataset 'fashion_mnits'; near: fashion_mnist")
-    command = zygote.run(*run, "--dataset=mnist", "--nodownload", exit_code=2)
+    command = zygote.run(*run, here, "--dataset=mnist", "--nodownload", exit_code=2)
     assert last_line(command).startswith(f"mnist/3.0.1 is not prepared at {tmp_path}/mnist/3.0.1")
     command = zygote.run(*run, "--global_batch_size=20000", exit_code=2)
     assert "20000 is larger than the dataset" in last_line(command)

@@ -17,6 +17,7 @@ from ctl.data.explained import explained
 from ctl.data.in_memory import InMemory
 from ctl.data.streaming import Streaming
 from ctl.data.tfds_source import Source
+from ctl.errors import UsageError
 
 
 class Splits(NamedTuple):
@@ -72,6 +73,9 @@ def in_memory_or_streamed(
         description: of the split.
         resident_limit_mib, shuffle_block, on_bad_record: see `load`.
         order: ``global_batch_size``, ``training`` and ``seed``.
+
+    Raises:
+        UsageError: as `load` does for these arguments.
     """
     check_batch_size(order["global_batch_size"], len(source), order["training"])
     mib = source.decoded_bytes / 2**20
@@ -79,6 +83,11 @@ def in_memory_or_streamed(
         why = f"streamed: {mib:.1f} MiB are over the limit of {resident_limit_mib:g} MiB"
         order["description"] = f"{description}, {why}"
         return Streaming(source, block=shuffle_block, on_bad_record=on_bad_record, **order)
+    if shuffle_block != 1 and order["training"]:
+        raise UsageError(
+            f"shuffle_block={shuffle_block} has no effect on data in memory: leave it out, or "
+            "stream them with resident_limit_mib=0"
+        )
     order["description"] = f"{description}, {mib:.1f} MiB resident"
     arrays = read(source, on_bad_record, order["description"])
     info, labels = source.info, arrays[1]
@@ -122,7 +131,8 @@ def load(
 
     Raises:
         UsageError: the name or the split is unknown, the files are damaged or not suitable, the
-            download fails, or there are fewer examples than a training batch.
+            download fails, there are fewer examples than a training batch, or a
+            ``shuffle_block`` other than 1 is for training data that are kept in memory.
     """
     builder = tfds_source.find(name, data_dir, download=download)
     split = default_split(builder, training) if split is None else split

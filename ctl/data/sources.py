@@ -21,11 +21,10 @@ from ctl.data import index
 from ctl.data.dataset import DatasetInfo
 from ctl.data.records import BadRecord
 from ctl.errors import UsageError
+from ctl.flags.names import IMAGES
 
 # Rows of an array that its hash reads.
 _HASHED_ROWS = 64
-
-_IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif")
 
 
 class Source(Protocol):
@@ -302,7 +301,7 @@ class ImageFolder:
         if not any(names):
             raise UsageError(
                 f"{folder} has no images: it needs a folder for each class, with files "
-                + ", ".join(_IMAGES)
+                + ", ".join(IMAGES)
             )
         # One array of bytes: a million strings of Python take ten times as much memory.
         self._names = np.array([os.fsencode(name) for of_class in names for name in of_class])
@@ -316,7 +315,7 @@ class ImageFolder:
 
     @staticmethod
     def _images(folder: Path) -> Iterator[str]:
-        return (e.name for e in os.scandir(folder) if e.name.lower().endswith(_IMAGES))
+        return (e.name for e in os.scandir(folder) if e.name.lower().endswith(IMAGES))
 
     def __len__(self) -> int:
         return len(self._names)

@@ -292,6 +292,7 @@ def adopt(
         if stored.get(name) is not None and not values[name].present:
             try:
                 values[name].parse(_as_given(values[name], stored[name]))
+                values[name].present = 0  # on the command line
             except flags.Error as error:
                 raise UsageError(f"{FILE}: {error}") from error
     try:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import itertools
 import os
 import re
 import sys
@@ -15,6 +16,10 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 from ctl.errors import UsageError
+from ctl.flags.names import IMAGES
+
+_EMBEDDED = Path(__file__).parents[1] / "datasets"
+_LOOKED_AT = 10_000  # files of a folder that may have images
 
 
 def check_code(what: str, name: str) -> None:
@@ -97,10 +102,9 @@ def check_dataset(name: str, data_dir: str | None) -> None:
         return
     if "tensorflow_datasets" in sys.modules:  # code of the user's may have added datasets to it
         return
-    embedded = Path(__file__).parents[1] / "datasets"
     usual = os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
     prepared = Path(data_dir or usual).expanduser()
-    if any((place / short).is_dir() for place in (embedded, prepared)):
+    if any((place / short).is_dir() for place in (_EMBEDDED, prepared)):
         return
     finders = [f.find_spec for f in sys.meta_path if hasattr(f, "find_spec")]
     try:
@@ -120,10 +124,32 @@ def check_dataset(name: str, data_dir: str | None) -> None:
             known |= {_snake(kind) for kind in re.findall(r"^class (\w+)\(", source, re.MULTILINE)}
     if short in known:
         return
-    known |= {path.name for path in embedded.iterdir() if path.is_dir()}
+    known |= {path.name for path in _EMBEDDED.iterdir() if path.is_dir()}
     near = difflib.get_close_matches(short, known - {"__pycache__"}, n=3)
     hint = f"; near: {', '.join(near)}" if near else ""
     raise UsageError(f"there is no dataset {name!r}{hint}")
+
+
+def check_data_dir(dataset: str, data_dir: str) -> None:
+    """Raises `UsageError` if ``dataset`` comes with ctl and ``data_dir`` has none of its name: the
+    folder would not be read."""
+    short = dataset.partition(":")[0]
+    if not any((_EMBEDDED / short).glob("*/dataset_info.json")):
+        return
+    folder = Path(data_dir)
+    if any((folder / short).glob("**/dataset_info.json")):
+        return
+    remedy = "name the dataset in it with --dataset, or leave it out"
+    files = itertools.chain.from_iterable(folder.glob(depth) for depth in ("*", "*/*", "*/*/*"))
+    if any(path.suffix.lower() in IMAGES for path in itertools.islice(files, _LOOKED_AT)):
+        remedy = (
+            "to train on its images, make a ctl.data.sources.ImageFolder in a function, as "
+            "ctl/data/README.md does, and give --dataset=package.module:function"
+        )
+    raise UsageError(
+        f"--data_dir={data_dir} has no effect with --dataset={dataset}, which comes with ctl: "
+        f"{remedy}"
+    )
 
 
 def _snake(name: str) -> str:

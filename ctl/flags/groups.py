@@ -12,6 +12,7 @@ from ctl.flags import columns, defaults, durations, early, names
 from ctl.flags.parsing import (
     AUTO,
     check_flags,
+    check_without_effect,
     define_name,
     define_path,
     define_size_or_auto,
@@ -21,8 +22,11 @@ from ctl.flags.parsing import (
 flags.disclaim_key_flags()  # They belong to the command that calls a group.
 
 
-def define_data_flags() -> None:
-    """Defines the flags of the data, see `ctl.data.load` and `ctl.data.synthetic`."""
+def define_data_flags(of_a_run: bool = False) -> None:
+    """Defines the flags of the data, see `ctl.data.load` and `ctl.data.synthetic`.
+
+    With ``of_a_run``, what is not given is taken from a run: call `check_data_flags` after that.
+    """
     with group("Data"):
         flags.DEFINE_string(
             "dataset",
@@ -33,7 +37,11 @@ def define_data_flags() -> None:
             "declares, returns two datasets, to train and to evaluate: of ctl.data, or a "
             "tf.data.Dataset of global batches, which needs --train_steps.",
         )
-        define_path("data_dir", None, "Where TFDS keeps datasets (default: TFDS's own).")
+        define_path(
+            "data_dir",
+            None,
+            "Where TFDS keeps datasets (default: TFDS's own). A function of --dataset gets it.",
+        )
         flags.DEFINE_boolean("download", True, "Download and prepare a dataset that is not there.")
         flags.DEFINE_string("train_split", None, "TFDS split to train on (default: train).")
         flags.DEFINE_string(
@@ -70,16 +78,18 @@ def define_data_flags() -> None:
         about = "At a damaged example: stop and name it, or take the next one of the data."
         flags.DEFINE_enum("on_bad_record", "stop", ["stop", "skip"], about)
     check_flags(["image_shape"], lambda image_shape: image_shape_from(image_shape))
-    check_flags(["dataset", "image_shape", *_OF_FILES, *_OF_SYNTHETIC], _check_unused)
     check_flags(["dataset", "data_dir"], _check_dataset)
+    if not of_a_run:
+        names_of_data = ["dataset", "data_dir", "image_shape", *_OF_FILES, *_OF_SYNTHETIC]
+        check_flags(names_of_data, lambda **_: check_data_flags())
 
 
-# Flags of one kind of dataset, with their defaults.
-_OF_FILES = {
-    **{"train_split": None, "eval_split": None, "download": True},
-    **{"resident_limit_mib": 1024.0, "shuffle_block": 1, "on_bad_record": "stop"},
-}
-_OF_SYNTHETIC = {"num_classes": 10, "num_examples": 10_000}
+# Flags of one kind of dataset.
+_OF_FILES = (
+    *("train_split", "eval_split", "download"),
+    *("resident_limit_mib", "shuffle_block", "on_bad_record"),
+)
+_OF_SYNTHETIC = ("num_classes", "num_examples")
 
 
 def _check_dataset(dataset: str, data_dir: str | None) -> None:
@@ -89,14 +99,20 @@ def _check_dataset(dataset: str, data_dir: str | None) -> None:
         early.check_dataset(dataset, data_dir)
 
 
-def _check_unused(dataset: str, **values: Any) -> None:
-    own, remedy = names.is_function_name(dataset), "leave it out"
-    unused = _OF_FILES if dataset == "synthetic" else _OF_SYNTHETIC
-    if own:
-        unused, remedy = _OF_FILES | _OF_SYNTHETIC | {"image_shape": None}, "decide it there"
-    for name, default in unused.items():
-        if values[name] != default:
-            raise UsageError(f"--{name} has no effect with --dataset={dataset}: {remedy}")
+def check_data_flags() -> None:
+    """Raises `UsageError` if a flag is given that has no effect on the data of ``--dataset``."""
+    dataset, data_dir = flags.FLAGS.dataset, flags.FLAGS.data_dir
+    unused: tuple[str, ...] = _OF_SYNTHETIC
+    remedy = "leave it out"
+    if names.is_function_name(dataset):
+        unused, remedy = (*_OF_FILES, *_OF_SYNTHETIC, "image_shape"), "decide it there"
+    elif dataset == "synthetic":
+        unused = (*_OF_FILES, "data_dir")
+    elif data_dir and flags.FLAGS["data_dir"].present:
+        others = flags.FLAGS.also_evaluate if "also_evaluate" in flags.FLAGS else []
+        if not any("@" in other for other in others):
+            early.check_data_dir(dataset, data_dir)
+    check_without_effect(unused, f"with --dataset={dataset}: {remedy}")
 
 
 def image_shape_from(text: str | None) -> tuple[int, int, int] | None:

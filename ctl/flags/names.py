@@ -50,6 +50,8 @@ _REFUSED = {
     "lossscaleoptimizer": "use --precision=mixed_float16",
 }
 
+IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif")  # ends of files, see `ctl.data.sources`
+
 _MOST_CHOICES = 16  # that an error lists
 
 _FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")

@@ -14,7 +14,7 @@ import signal
 import sys
 import textwrap
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from absl import app, flags
@@ -274,6 +274,15 @@ def help_text(usage: str, values: flags.FlagValues = flags.FLAGS) -> str:
                 (flag.help or "") + default, 92, initial_indent=" " * 8, subsequent_indent=" " * 8
             )
     return "\n".join(lines)
+
+
+def check_without_effect(names: Iterable[str], why: str) -> None:
+    """Raises `UsageError` if one of the flags ``names`` is on the command line with another value
+    than its default. ``why`` ends the message: ``"without --watch"``."""
+    for name in names:
+        flag = flags.FLAGS[name]
+        if flag.present and flag.value != flag.default:
+            raise UsageError(f"--{name} has no effect {why}")
 
 
 def check_flags(

@@ -316,6 +316,13 @@ def test_load_streams_what_is_over_the_limit(data_dir):
     assert "\n" not in streamed.description and resident.info == streamed.info
 
 
+def test_blocks_of_data_in_memory(data_dir):
+    options = {"data_dir": data_dir, "global_batch_size": 4, "shuffle_block": 2}
+    with pytest.raises(UsageError, match="^shuffle_block=2 has no effect on data in memory"):
+        load("ctl_tiny_color", **options)
+    load("ctl_tiny_color", training=False, **options)  # of a run whose training data are streamed
+
+
 def test_load_checks_the_batch_size_before_it_reads(data_dir):
     with pytest.raises(UsageError, match="it has 50 examples"):
         load("ctl_tiny_color", data_dir=data_dir, global_batch_size=51)

@@ -102,6 +102,18 @@ WRONG = [
         ("--dataset=synthetic", "--on_bad_record=skip"),
         "--on_bad_record has no effect with --dataset=synthetic: leave it out",
     ),
+    (
+        ("--dataset=synthetic", "--data_dir=photos"),
+        "--data_dir has no effect with --dataset=synthetic: leave it out",
+    ),
+    (
+        ("--data_dir=photos",),
+        "--data_dir=photos has no effect with --dataset=fashion_mnist_mini, .*: name the dataset",
+    ),
+    (  # the other dataset is read from there
+        ("--data_dir=photos", "--also_evaluate=mnist@test,a@b@c"),
+        "--also_evaluate=a@b@c is neither SPLIT nor DATASET@SPLIT",
+    ),
     (("--communication=ring",), "--communication has no effect without --strategy=multi_worker"),
     (
         ("--strategy=multi_worker", *TWO, "--cross_device_ops=ring"),
@@ -177,6 +189,8 @@ def test_model_dirs_that_cannot_be_written(zygote_without_tensorflow, tmp_path):
         (("--model_dir=/tmp", "--watch", "--watch_timeout=inf"), "--watch_timeout=inf"),
         (("--model_dir=/tmp", "--model=convnte"), "did you mean 'convnet'"),
         (("--model_dir=/tmp", "--epochs=3"), "Unknown command line flag 'epochs'"),
+        (("--model=/etc/passwd", "--checkpoint=3"), "--checkpoint has no effect without --model_d"),
+        (("--model=/etc/passwd", "--data_dir=photos"), "--data_dir=photos has no effect with --da"),
     ],
     ids=flags_only,
 )
