@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from ctl.data.arrays import native, raw
 from ctl.data.dataset import DatasetInfo, check_batch_size, distribution_options, fingerprint
 from ctl.errors import UsageError
 from ctl.replicas import is_default
@@ -53,9 +54,11 @@ class InMemory:
             description: one line for the log; made from the above by default.
 
         Raises:
-            UsageError: lengths differ, there are no examples, or fewer than a training batch.
+            UsageError: lengths differ, there are no examples, or fewer than a training batch; or
+                an array cannot be a tensor (`ctl.data.arrays`).
         """
-        self.arrays = tf.nest.map_structure(_native, arrays)
+        self.info = info or DatasetInfo("arrays")
+        self.arrays = native(arrays, self.info.name)
         lengths: set[Any] = {a.shape[0] if a.ndim else None for a in tf.nest.flatten(self.arrays)}
         if len(lengths) != 1 or None in lengths:
             raise UsageError(
@@ -68,7 +71,6 @@ class InMemory:
         self.steps_per_element = _STEPS_PER_ELEMENT if training else 1
         self.seed = seed
         self.training = training
-        self.info = info or DatasetInfo("arrays")
         size = sum(a.nbytes for a in tf.nest.flatten(self.arrays)) / 2**20
         self.description = (
             description
@@ -147,14 +149,8 @@ class InMemory:
         content = hashlib.sha256()
         for array in tf.nest.flatten(self.arrays):
             content.update(f"{array.dtype.str}{array.shape}".encode())
-            content.update(np.ascontiguousarray(array).data)
+            content.update(raw(array))
         return fingerprint(self, content.hexdigest())
-
-
-def _native(array: Any) -> np.ndarray:
-    """An array in this machine's order of bytes, which files of other machines may not have."""
-    array = np.asarray(array)
-    return array.astype(array.dtype.newbyteorder("="), copy=False)
 
 
 # TensorFlow gathers these dtypes on a CPU only, so on a GPU every step would copy all data to the

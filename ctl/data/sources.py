@@ -18,6 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from ctl.data import index
+from ctl.data.arrays import check, form, raw
 from ctl.data.dataset import DatasetInfo
 from ctl.data.records import BadRecord
 from ctl.errors import UsageError
@@ -91,6 +92,7 @@ class Arrays:
     def __init__(self, arrays: Any, info: DatasetInfo | None = None):
         self._arrays = _as_arrays(arrays)
         self.info = info or DatasetInfo("arrays")
+        check(self._arrays, self.info.name)
         shapes = [array.shape for array in tf.nest.flatten(self._arrays)]
         if () in shapes or len({shape[0] for shape in shapes}) != 1:
             raise UsageError(
@@ -104,7 +106,7 @@ class Arrays:
 
     def read(self, indices: np.ndarray) -> Any:
         """See `Source.read`."""
-        return tf.nest.map_structure(lambda array: np.asarray(array[indices]), self._arrays)
+        return tf.nest.map_structure(lambda array: array[indices], self._arrays)
 
     def content_hash(self) -> str:
         """Returns a hash of the types, the shapes and 64 rows; reading all could take hours."""
@@ -112,7 +114,7 @@ class Arrays:
         rows = np.linspace(0, self._length - 1, _HASHED_ROWS).astype(np.int64)
         for array in tf.nest.flatten(self._arrays):
             content.update(f"{array.dtype.str}{array.shape}".encode())
-            content.update(np.ascontiguousarray(array[rows]).tobytes())
+            content.update(raw(array[rows]))
         return content.hexdigest()
 
 
@@ -170,12 +172,12 @@ class Items:
             raise BadRecord(number, f"{self.where(number)}: {error!r}"[:250]) from error
 
     def _stack(self, numbers: Sequence[int], nests: Sequence[Any]) -> Any:
-        first = _shapes(nests[0])
+        first = _forms(nests[0])
         for number, nest in zip(numbers, nests, strict=True):
-            if (shapes := _shapes(nest)) != first:
+            if (forms := _forms(nest)) != first:
                 raise UsageError(
-                    f"{self.where(number)} has the shapes {shapes}, example {numbers[0]} has "
-                    f"{first}: make all examples alike"
+                    f"{self.where(number)} has {forms}, example {numbers[0]} has {first}: make "
+                    "all examples alike"
                 )
         flat = [tf.nest.flatten(nest) for nest in nests]
         columns = [np.stack(column) for column in zip(*flat, strict=True)]
@@ -191,11 +193,11 @@ def _as_arrays(nest: Any) -> Any:
     return _as_array(nest)
 
 
-def _shapes(nest: Any) -> Any:
-    """``nest`` with the shapes of its arrays."""
+def _forms(nest: Any) -> Any:
+    """``nest`` with the types and shapes of its arrays."""
     if isinstance(nest, dict):
-        return {key: _shapes(value) for key, value in nest.items()}
-    return tuple(map(_shapes, nest)) if isinstance(nest, tuple) else list(nest.shape)
+        return {key: _forms(value) for key, value in nest.items()}
+    return tuple(map(_forms, nest)) if isinstance(nest, tuple) else form(nest)
 
 
 def _as_array(leaf: Any) -> np.ndarray:

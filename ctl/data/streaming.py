@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import hashlib
 import os
 import threading
@@ -14,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
+from ctl.data.arrays import native
 from ctl.data.callbacks import for_graph, own_memory
 from ctl.data.dataset import DatasetInfo, check_batch_size, distribution_options, fingerprint
 from ctl.data.explained import NO_CLASS, explained
@@ -113,19 +113,13 @@ class Streaming:
             self._source.check()
         # All other examples must have the structure, the types and the shapes of the first.
         self._first = self.read(np.zeros(1, np.int64))
-        self._spec = tf.nest.map_structure(self._spec_of_row, self._first)
+        self._spec = tf.nest.map_structure(
+            lambda array: tf.TensorSpec(array.shape[1:], array.dtype), self._first
+        )
         rows = (leaf[0] for leaf in tf.nest.flatten(self._first))
         self._bytes_of_first = 1 + sum(getattr(row, "nbytes", 0) or len(row) for row in rows)
         with explained(self):
             self.example_spec: Any = self._decode_first()
-
-    def _spec_of_row(self, array: np.ndarray) -> tf.TensorSpec:
-        if array.dtype != object or isinstance(array.flat[0], str | bytes):
-            with contextlib.suppress(TypeError):
-                return tf.TensorSpec(array.shape[1:], tf.as_dtype(array.dtype))
-        raise UsageError(
-            f"{self.description}: an example has {array.dtype} in it: make numbers or strings of it"
-        )
 
     def _decode_first(self) -> Any:
         """The specs of a decoded example. TensorFlow knows which sizes vary."""
@@ -265,7 +259,9 @@ class Streaming:
         if isinstance(data, list):
             strings = np.empty(len(data), object)
             strings[:] = data
-            return strings
+            data = strings
+        # Of other arrays of text, `tf.numpy_function` takes only ASCII.
+        data = native(data, self.description, strings=object)
         wanted = getattr(self, "_first", data)
         try:
             tf.nest.assert_same_structure(wanted, data)
