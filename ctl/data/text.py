@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from ctl.data.arrays import native
 from ctl.data.dataset import DatasetInfo, distribution_options
 from ctl.data.in_memory import InMemory
 from ctl.data.mixture import Interleave
@@ -53,14 +54,14 @@ def pad(texts: Sequence[bytes | np.ndarray], length: int) -> np.ndarray:
     """One text in each row, after a `PAD`. Texts longer than ``length`` are cut into several.
 
     Args:
-        texts: bytes, or integers [n] of any type, without `PAD`.
+        texts: bytes, or integers [n], without `PAD`. They may be of several types that fit in one.
         length: tokens to predict in a row.
 
     Returns:
-        [rows, length + 1], of the type of the texts; uint8 for bytes.
+        [rows, length + 1], of the type that has all the types of the texts; uint8 for bytes.
 
     Raises:
-        UsageError: there is no text, or one has a `PAD`.
+        UsageError: there is no text, or one has a `PAD`; or no type of integers has them all.
     """
     return _rows([[piece] for piece in _pieces(texts, length)], length)
 
@@ -91,12 +92,24 @@ def pack(texts: Sequence[bytes | np.ndarray], length: int) -> np.ndarray:
 
 def _pieces(texts: Sequence[bytes | np.ndarray], length: int) -> list[np.ndarray]:
     _check(texts)
-    tokens = [np.frombuffer(t, np.uint8) if isinstance(t, bytes) else np.asarray(t) for t in texts]
+    tokens = [
+        np.frombuffer(text, np.uint8)
+        if isinstance(text, bytes)
+        else native(np.asanyarray(text), f"text {number}")
+        for number, text in enumerate(texts)
+    ]
+    kinds = {t.dtype for t in tokens if len(t)}  # an empty list has floats
+    integers = all(kind.kind in "iu" for kind in kinds)
+    if not integers or (common := np.result_type(*kinds)).kind == "f":
+        raise UsageError(
+            f"tokens must be integers of one type, not {', '.join(sorted(map(str, kinds)))}"
+        )
+    tokens = [t.astype(common, copy=False) for t in tokens]
     return [t[at : at + length] for t in tokens for at in range(0, len(t), length)]
 
 
 def _rows(rows: Sequence[Sequence[np.ndarray]], length: int) -> np.ndarray:
-    filled = np.full([len(rows), length + 1], PAD, np.result_type(*(r[0].dtype for r in rows)))
+    filled = np.full([len(rows), length + 1], PAD, rows[0][0].dtype)
     for row, pieces in zip(filled, rows, strict=True):
         end = 0
         for piece in pieces:

@@ -112,3 +112,30 @@ def test_the_sources_have_one_order_and_held_out_files():
     assert (train.info.split, held_out.info.split) == ("train", "held_out")
     rows = {row.tobytes() for row in train.arrays}
     assert np.mean([row.tobytes() in rows for row in held_out.arrays]) < 0.2
+
+
+SMALL, LARGE = np.array([5], np.int16), np.array([70_000, 2])
+
+
+@pytest.mark.parametrize("cut", [pad, pack])
+def test_tokens_of_several_types(cut):
+    for texts in ([SMALL, LARGE], [LARGE, SMALL], [SMALL, b"\7", LARGE.astype(">i4"), []]):
+        rows = cut(texts, 4)
+        assert {5, 2, 70_000} <= set(rows.ravel().tolist())
+        assert rows.dtype.kind == "i" and rows.dtype.isnative
+    for texts, says in (
+        ([SMALL, np.array([1.5])], "tokens must be integers of one type, not float64, int16"),
+        ([SMALL, np.array([1], np.uint64)], "of one type, not int16, uint64"),
+        ([np.array(["a"])], "of one type, not <U1"),
+        ([np.ma.array([1, 2], mask=[0, 1])], "text 0: the array has masked values"),
+        ([np.array([2**70, None], object)], r"text 0: .* objects \(NoneType, int\)"),
+    ):
+        with pytest.raises(UsageError, match=says):
+            cut(texts, 4)
+
+
+def test_buckets_have_one_type():
+    texts = [SMALL] * 8 + [np.arange(69_000, 69_009)] * 8
+    dataset = Buckets(texts, 9, global_batch_size=4, training=False)
+    seen = {int(token) for batch in dataset.batches() for token in batch.numpy().ravel()}
+    assert seen == {0, 5, *range(69_000, 69_009)}
