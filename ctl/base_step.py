@@ -259,7 +259,8 @@ class BaseStep(Overridable):
         return Parts(self)
 
     def check_scope(self, strategy: tf.distribute.Strategy) -> None:
-        """Raises `UsageError` if a variable was not created in the scope of ``strategy``."""
+        """Raises `UsageError` if a variable was not created in the scope of ``strategy``, or only
+        all workers together could read it."""
         quiet.say_once()
         if self.parts.metrics and replicas.has_one_copy(strategy):
             raise UsageError(
@@ -275,6 +276,7 @@ class BaseStep(Overridable):
                     "model, the optimizer, the metrics and what the step has of its own inside "
                     "`with strategy.scope():`"
                 )
+        replicas.check_reads(strategy, [*(v.value for v in self.model.variables), *self.parts.own])
 
     @property
     def is_cross_entropy(self) -> bool:
@@ -328,18 +330,38 @@ class BaseStep(Overridable):
         with watchdog.host("the results of the metrics"):
             for metric, variables in zip(metrics, totals, strict=True):
                 result = metric.stateless_result(variables)
-                values |= result if isinstance(result, dict) else {metric.name: result}
+                result = result if isinstance(result, dict) else {metric.name: result}
+                # A result may be a variable itself, which holds the value of one replica.
+                totals_of = dict(zip(map(id, metric.variables), variables, strict=True))
+                values |= {name: totals_of.get(id(r), r) for name, r in result.items()}
             return {name: float(value) for name, value in (values | self.logged.values()).items()}
 
     def reset_metrics(self) -> None:
         """Resets what `results` returns."""
         self.logged.reset()
-        for metric in self.all_metrics():
-            metric.reset_state()
+        # A `reset_state` of a user may read a variable, which waits for the other workers.
+        with watchdog.collective("resetting the metrics"):
+            for metric in self.all_metrics():
+                with _Assigned() as assigned:
+                    metric.reset_state()
+                for variable, value in assigned.values:
+                    replicas.assign_alike(variable.value, value)
 
     def all_metrics(self) -> list[keras.metrics.Metric]:
         """``self.metrics``, and those that are attributes of their own."""
         return [*self.metrics, *self.parts.metrics]
+
+
+class _Assigned(keras.StatelessScope):
+    """Inside, what is assigned to Keras variables is kept in ``values``, and they do not change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values: list[tuple[keras.Variable, tf.Tensor]] = []
+
+    def add_update(self, update: tuple[keras.Variable, tf.Tensor]) -> None:
+        self.values.append(update)
+        super().add_update(update)
 
 
 class EvalStep(BaseStep):

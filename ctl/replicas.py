@@ -56,6 +56,36 @@ def own_copy(variable: tf.Variable) -> tf.Variable:
     return copies[number() % len(copies)]
 
 
+def assign_alike(variable: tf.Variable, value: tf.Tensor) -> None:
+    """Assigns ``value`` outside of `strategy.run`, as ``variable.assign`` does, but without a
+    collective: TensorFlow then reads a variable that is synchronized on read, from all workers."""
+    on_read = variable.synchronization == tf.VariableSynchronization.ON_READ
+    if not on_read or not isinstance(variable, tf.distribute.DistributedValues):
+        variable.assign(value)
+        return
+    strategy = variable.distribute_strategy
+    if variable.aggregation == tf.VariableAggregation.SUM:  # of which each replica has a share
+        value /= strategy.num_replicas_in_sync
+    for copy in strategy.experimental_local_results(variable):
+        copy.assign(tf.cast(value, copy.dtype))
+
+
+def check_reads(strategy: tf.distribute.Strategy, variables: Iterable[tf.Variable]) -> None:
+    """Raises `UsageError` if there are several workers and TensorFlow reduces one of ``variables``
+    over all of them wherever one reads it, as the chief does to save it."""
+    if not isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
+        return
+    reduced = (tf.VariableAggregation.SUM, tf.VariableAggregation.MEAN)
+    for variable in variables:
+        on_read = variable.synchronization == tf.VariableSynchronization.ON_READ
+        if on_read and variable.aggregation in reduced:
+            raise UsageError(
+                f"variable {variable.name} is synchronized on read, which waits for all workers, "
+                "and the chief alone saves it: make it without synchronization=, or with the "
+                "method variable() of the step"
+            )
+
+
 def layers_of(model: keras.Model) -> list[keras.Layer]:
     """All layers of ``model``, nested ones included."""
     return list(model._flatten_layers())  # Keras has no public way into nested layers

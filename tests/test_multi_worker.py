@@ -240,6 +240,16 @@ def test_survivors_end_in_time_and_say_why(job, tmp_path, fault, culprit, bound,
     assert re.search(rf"^step \d+: {waiting} since \d+ s; {blamed}[^;]*$", verdict), verdict
 
 
+def test_the_disk_of_the_chief_hangs_before_an_evaluation(job, tmp_path):
+    options = "timeout=10", "place=saving", "step=20"
+    survivors, seconds = end_of(job, tmp_path, "absent", 0, *options)
+    assert seconds < 25
+    for index in survivors:
+        line = rf"worker {index} of 3: a collective in the evaluation after step 20 timed out: "
+        blamed = r"waiting for worker 0 \(in saving after step 20 "
+        assert re.search(f"{line}.*; {blamed}", said(tmp_path, index))
+
+
 @pytest.mark.parametrize(
     ("fault", "culprit", "bound", "what", "blamed"),
     [

@@ -102,6 +102,15 @@ def misbehave() -> None:
         time.sleep(1000)
 
 
+class Disk(ctl.CheckpointManager):
+    """Checkpoints on a disk of the chief that may hang before an evaluation."""
+
+    def save(self, step, *arguments, **options):
+        if step == AT_STEP and PLACE == "saving":
+            misbehave()
+        super().save(step, *arguments, **options)
+
+
 class Slow:
     """An action that says each step of the chief, which takes a while; the last but one not until
     a file is there."""
@@ -263,7 +272,7 @@ def train(
         logged.update(status.scalars())
         status.reset()
 
-    checkpoints = ctl.CheckpointManager(OUT / "checkpoints", read_only=not me.is_chief)
+    checkpoints = Disk(OUT / "checkpoints", read_only=not me.is_chief)
     loop = ctl.Loop(
         step,
         data,
