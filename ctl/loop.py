@@ -397,5 +397,5 @@ class Loop:
 
     def stop_on_signals(self) -> contextlib.AbstractContextManager[None]:
         """While inside, SIGTERM and SIGINT let the current call end, save the state and raise
-        `Preempted`. A second SIGINT raises `KeyboardInterrupt` at once. Main thread only."""
+        `Preempted`. For a second SIGINT, see `Signals.noted`. Main thread only."""
         return self.signals.noted()

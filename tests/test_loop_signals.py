@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from paths import SUPPORT
 from ctl.actions import Every
 from ctl.checkpoint import CheckpointManager
 from ctl.errors import Preempted, UsageError
+from ctl.flags.parsing import exit_codes
 from ctl.loop import Loop
 from ctl.step import TrainStep
 
@@ -156,27 +158,42 @@ def test_signals_need_the_main_thread():
 
 
 @pytest.mark.slow
-def test_a_process_that_is_told_to_stop(tmp_path):
-    """From outside, in the middle of a call of 10,000 steps: the call ends, the state is saved."""
-    command = [sys.executable, __file__, str(tmp_path)]
+@pytest.mark.parametrize(
+    ("numbers", "steps", "code"),
+    [
+        ([signal.SIGTERM], 10_000, 42),
+        ([signal.SIGINT], 10_000, 42),
+        ([signal.SIGINT, signal.SIGINT], 10**9, 130),
+    ],
+)
+def test_a_process_that_is_told_to_stop(tmp_path, numbers, steps, code):
+    """From outside, in the middle of a call: it ends and the state is saved; a second Ctrl-C ends
+    the process, however long the call would take."""
+    command = [sys.executable, __file__, str(tmp_path), str(steps)]
     path = os.pathsep.join([str(SUPPORT), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(command, text=True, env=environment, **pipes)
     try:
         assert process.stdout.readline() == "training\n"
-        process.send_signal(signal.SIGTERM)
-        out, _ = process.communicate(timeout=120)
+        for number in numbers:
+            process.send_signal(number)
+            time.sleep(0.03)
+        _, said = process.communicate(timeout=120)
     finally:
         process.kill()
         process.wait()
-    assert process.returncode == 42
-    manager = CheckpointManager(tmp_path, read_only=True)
-    step = manager.latest().step
-    assert f"SIGTERM: saved step {step} in " in out
-    assert step % 10_000 == 1 and step > 1
+    assert process.returncode == code, said
+    last = said.splitlines()[-1]
+    if code == 130:
+        assert last == "interrupted"
+        return
+    step = CheckpointManager(tmp_path, read_only=True).latest().step
+    assert last.startswith(f"{numbers[0].name}: saved step {step} in ")
+    assert step % steps == 1 and step > 1
 
 
-def main(directory: str) -> None:
+def main(directory: str, steps: str) -> None:
     """What the process of the last test runs."""
 
     def announce(status):
@@ -187,15 +204,10 @@ def main(directory: str) -> None:
     signal.alarm(120)  # whatever becomes of the test
     loop = stoppable(Path(directory), actions=[announce])
     loop.train(1)
-    loop._pace.steps = lambda: 10_000
-    try:
-        with loop.stop_on_signals():
-            loop.train(10**9)
-    except Preempted as error:
-        loop.checkpoints.close()
-        print(error, flush=True)
-        sys.exit(error.exit_code)
+    loop._pace.steps = lambda: int(steps)
+    with exit_codes(), loop.checkpoints, loop.stop_on_signals():
+        loop.train(10**9 + 1)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
 from collections.abc import Iterator
 from typing import Any
 
 from ctl.errors import UsageError
+from ctl.watch import watchdog
+
+# A call of the loop takes about half a second. One that has not returned after so long may hang.
+_GRACE_SECONDS = 1.0
 
 
 class StopRequested(Exception):
@@ -35,7 +40,9 @@ class Signals:
 
     @contextlib.contextmanager
     def noted(self, *, last: bool = False) -> Iterator[None]:
-        """While inside, notes the first signal. A second SIGINT raises `KeyboardInterrupt`.
+        """While inside, notes the last signal. A second SIGINT raises `KeyboardInterrupt`; if the
+        main thread is in a call of TensorFlow that does not return for a second, it ends the
+        process, with code 130.
 
         Args:
             last: if a signal arrived, ignore SIGTERM afterwards. The process is about to end, and a
@@ -49,15 +56,70 @@ class Signals:
         self._number = None
 
         def note(number: int, frame: Any) -> None:
-            if self._number == number == signal.SIGINT:
-                raise KeyboardInterrupt
             self._number = number
+            if number == signal.SIGINT:
+                interrupts.handle()
 
-        before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
-        try:
-            yield
-        finally:
-            if last and self.arrived:
-                before[signal.SIGTERM] = signal.SIG_IGN
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        counted = _Interrupts.active
+        with contextlib.nullcontext(counted) if counted else _Interrupts() as interrupts:
+            numbers = signal.SIGTERM, signal.SIGINT
+            before = {number: signal.signal(number, note) for number in numbers}
+            try:
+                yield
+            finally:
+                if last and self.arrived:
+                    before[signal.SIGTERM] = signal.SIG_IGN
+                for number, handler in before.items():
+                    signal.signal(number, handler)
+
+
+class _Interrupts:
+    """Counts SIGINTs. While the main thread is in a call of TensorFlow, Python calls no handler,
+    and makes one of several signals; but it writes a byte for each to a pipe, at once."""
+
+    active: _Interrupts | None = None
+
+    def __enter__(self) -> _Interrupts:
+        self._handled = self._arrived = 0
+        self._over = threading.Event()  # `KeyboardInterrupt` was raised, or the context has ended
+        self._reader, self._writer = os.pipe()
+        os.set_blocking(self._writer, False)
+        # What was there before is that of asyncio, for instance.
+        self._before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        threading.Thread(target=self._watch, name="ctl_interrupts", daemon=True).start()
+        _Interrupts.active = self
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _Interrupts.active = None
+        signal.set_wakeup_fd(self._before)
+        self._over.set()
+        os.write(self._writer, b"\0")  # ends the thread
+        os.close(self._writer)
+
+    def handle(self) -> None:
+        """Raises `KeyboardInterrupt`, unless this is the first SIGINT. For the handler."""
+        self._handled += 1
+        if max(self._handled, self._arrived) > 1:
+            self._over.set()
+            raise KeyboardInterrupt
+
+    @classmethod
+    def forget(cls) -> None:
+        """In a forked process, which gets a Ctrl-C of its own: leaves the pipe to the parent."""
+        if cls.active:
+            signal.set_wakeup_fd(-1)
+            cls.active._writer = os.open(os.devnull, os.O_WRONLY)
+
+    def _watch(self) -> None:
+        while 0 not in (numbers := os.read(self._reader, 64)):
+            self._arrived += numbers.count(signal.SIGINT)
+            if self._before >= 0:
+                with contextlib.suppress(OSError):
+                    os.write(self._before, numbers)
+            if self._arrived > 1 and not self._over.wait(_GRACE_SECONDS):
+                watchdog.leave(130, "interrupted")  # as commands do for `KeyboardInterrupt`
+        os.close(self._reader)
+
+
+os.register_at_fork(after_in_child=_Interrupts.forget)

@@ -290,17 +290,19 @@ class Watchdog:
             self.finish_first()
 
 
-def leave(exit_code: int) -> None:
-    """Ends the process at once, after a flush of at most 2 s.
+def leave(exit_code: int, line: str = "") -> None:
+    """Ends the process at once, after a flush of at most 2 s. Prints ``line`` first, if any.
 
     TensorFlow's threads are still in the collective that failed. An orderly end would wait for
     them, or crash with them and exit with another code.
     """
-    _within(_FLUSH_SECONDS, _flush)
+    _within(_FLUSH_SECONDS, _flush, line)
     os._exit(exit_code)
 
 
-def _flush() -> None:
+def _flush(line: str) -> None:
+    if line:
+        last_line(line)
     logging.flush()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):

@@ -1,0 +1,78 @@
+"""What Python merges or forgets: signals during a call of C++, and those of forked processes."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from ctl.control import signals
+from ctl.control.signals import Signals
+from ctl.watch import watchdog
+
+
+@pytest.fixture
+def outer():
+    """A pipe that gets a byte for each signal, as asyncio has one: the end to read."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer)
+    yield reader
+    assert signal.set_wakeup_fd(-1) == writer
+    os.close(reader)
+    os.close(writer)
+
+
+@pytest.mark.parametrize("returns", [True, False])
+def test_two_interrupts_in_one_call(outer, monkeypatch, returns):
+    """No signal ends the wait for this lock, and no handler of Python runs meanwhile."""
+    library, lock = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+    left, told = [], threading.Event()
+    library.pthread_mutex_lock(lock)
+
+    def leave(*arguments):
+        left.append(arguments)
+        told.set()
+
+    def interrupt_twice():
+        time.sleep(0.05)  # until the lock is waited for; in a test that comes earlier, none merge
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+            assert os.read(outer, 1) == bytes([signal.SIGINT])
+        if not returns:
+            told.wait(20)
+        library.pthread_mutex_unlock(lock)
+
+    monkeypatch.setattr(watchdog, "leave", leave)
+    monkeypatch.setattr(signals, "_GRACE_SECONDS", 60.0 if returns else 0.01)
+    thread = threading.Thread(target=interrupt_twice)
+    with pytest.raises(KeyboardInterrupt), Signals().noted():
+        thread.start()
+        library.pthread_mutex_lock(lock)
+    thread.join()
+    assert left == ([] if returns else [(130, "interrupted")])
+
+
+def test_the_signals_of_a_forked_process_are_its_own(outer):
+    noting = Signals()
+    with noting.noted():
+        child = os.fork()
+        if not child:
+            signal.raise_signal(signal.SIGINT)
+            os._exit(0)
+        assert os.waitpid(child, 0) == (child, 0)
+        assert not noting.arrived
+        signal.raise_signal(signal.SIGTERM)
+        assert os.read(outer, 1) == bytes([signal.SIGTERM])
+    assert noting.name == "SIGTERM"
+
+
+def test_the_second_interrupt_may_come_in_an_inner_context(outer):
+    with Signals().noted():
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt), Signals().noted():
+            signal.raise_signal(signal.SIGINT)
