@@ -14,8 +14,8 @@ COMPILING_TIMEOUT = 20.0  # instead of `watchdog.FIRST_CALL_SECONDS`
 
 ALL = -1  # as the task of a fault
 
-# Where code of a user runs. The first are asked at every step.
-STEPPED = ("action", "data", "forward")
+# Where code of a user runs, or the disk of the chief. The first are asked at certain steps.
+STEPPED = ("action", "data", "forward", "saving")
 PLACES = (*STEPPED, "model", "layer", "schedule", "metric", "evaluated", "export")
 
 # Of a task, in this order; "step N" is between the last two.
@@ -29,9 +29,9 @@ KINDS = {
     "disk": "no space left on the disk of the checkpoints",
     "garbage": "bytes that mean nothing, silent and half-open connections on every port",
     "cut": "all connections of a task are shut down",
-    "slow": "code of a user takes some seconds once",
-    "hang": "code of a user never returns",
-    "raise": "code of a user raises an exception",
+    "slow": "code of a user, or a save, takes some seconds once",
+    "hang": "code of a user, or a save, never returns",
+    "raise": "code of a user, or a save, raises an exception",
     "damage": "after the attempt, a file of the newest checkpoint is damaged",
 }
 
@@ -47,7 +47,7 @@ class Fault:
         place: of the user's code, one of `PLACES`; else the mark that it waits for, of the task or,
             in a job with parameter servers, of the coordinator; for "damage", how: "flip", "cut
             short" or "delete".
-        step: of the user's code, if it is asked at every step.
+        step: of the user's code, if its place is one of `STEPPED`.
         seconds: how long a slow place or a pause takes; else how long after the mark it comes.
         times: how often a signal is sent.
     """
@@ -136,7 +136,7 @@ def _fault(number: int, schedule: Schedule, randoms: random.Random) -> Fault:
             never |= {"export"}
         places = [place for place in PLACES if place not in never]
         place = randoms.choice(places)
-        if schedule.servers or place == "export":
+        if schedule.servers or place in ("export", "saving"):
             task = 0
         step = randoms.randrange(1, STEPS - 5) if place in STEPPED else 0
         seconds = round(randoms.uniform(0.5, 4), 2) if kind == "slow" else 0.0

@@ -176,6 +176,16 @@ class Accuracy(keras.metrics.SparseCategoricalAccuracy):
         return super().result()
 
 
+class Disk(ctl.CheckpointManager):
+    """Checkpoints on a disk that may hang."""
+
+    users: Users
+
+    def save(self, step: int, *arguments: Any, **options: Any) -> Path:
+        self.users("saving", step)
+        return super().save(step, *arguments, **options)
+
+
 class Step(ctl.TrainStep):
     """A step of a user, whose forward pass may call Python."""
 
@@ -259,7 +269,8 @@ def _train(placement: Placement, run_dir: Path, users: Users, mark: Marks) -> No
         time.sleep(_STEP_SECONDS)
 
     mark("built")
-    checkpoints = ctl.CheckpointManager(run_dir / "checkpoints", read_only=not chief)
+    checkpoints = Disk(run_dir / "checkpoints", read_only=not chief)
+    checkpoints.users = users
     parts = {
         "strategy": strategy,
         "schedule": schedule,
