@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from ctl import workers
 from ctl.actions import STOP
 from ctl.control.best import mode_of
 from ctl.errors import UsageError
@@ -64,7 +65,7 @@ class Patience:
     def memory(self) -> tf.Variable:
         """float64 [6], see `_Memory`. A loop makes that of its schedule in the strategy's scope."""
         once = tf.VariableAggregation.ONLY_FIRST_REPLICA
-        with tf.init_scope():
+        with tf.init_scope(), workers.watching_variables(tf.distribute.get_strategy()):
             return tf.Variable(_Memory(), dtype=tf.float64, trainable=False, aggregation=once)
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import tensorflow as tf
 
@@ -29,9 +29,9 @@ def state_of(loop: Loop) -> dict[str, list[tf.Variable]]:
     if memories := [owner.memory for owner in with_memory(loop.eval_actions)]:
         state["memory"] = memories
     if not all(trains):
-        state[_TRAINED] = [_variable(trains)]
+        state[_TRAINED] = [_setting(trains)]
     if loop.step.jit_compile:
-        state[_COMPILED] = [_variable([True])]
+        state[_COMPILED] = [_setting([True])]
     return state
 
 
@@ -67,7 +67,7 @@ def restore(loop: Loop) -> tuple[Saved | None, dict[str, float]]:
         return None, {}
     loop.train_only(None)
     if _TRAINED in saved.variables:
-        [values] = bundle.read(saved.prefix, {_TRAINED: [_variable(loop.step.trains)]})[_TRAINED]
+        [values] = bundle.read(saved.prefix, {_TRAINED: [_setting(loop.step.trains)]})[_TRAINED]
         loop.step.trains = tuple(bool(value) for value in values)
     jit.keep(loop, _COMPILED in saved.variables)
     replicas.offset_dropout_seeds(loop.strategy, loop.step.parts.layer)
@@ -79,8 +79,22 @@ def restore(loop: Loop) -> tuple[Saved | None, dict[str, float]]:
     return saved, results
 
 
-def _variable(trains: Sequence[bool]) -> tf.Variable:
-    return tf.Variable([int(one) for one in trains], dtype=tf.int32, trainable=False)
+class _Setting(NamedTuple):
+    """Stands for a variable in a state. To make one waits for all workers in the scope of their
+    strategy, and only the chief saves."""
+
+    name: str
+    dtype: tf.DType
+    shape: tf.TensorShape
+    tensor: tf.Tensor
+
+    def value(self) -> tf.Tensor:
+        return self.tensor
+
+
+def _setting(values: Sequence[bool]) -> _Setting:
+    tensor = tf.constant([int(one) for one in values], tf.int32)
+    return _Setting("Variable", tensor.dtype, tensor.shape, tensor)
 
 
 def _checkpoints(loop: Loop) -> CheckpointManager:

@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from ctl import private
+from ctl import private, workers
 from ctl.marks import Latest, Marks
 from ctl.observer import Observer
 from ctl.watch import watchdog
@@ -83,7 +83,8 @@ def attach_progress_marks(step: TrainStep) -> Flight | None:
     if reason:
         logging.warning("flight records will not say where in a step a worker is: %s", reason)
         return None
-    return Flight(step)
+    with workers.watching_variables(step.strategy):
+        return Flight(step)
 
 
 @contextlib.contextmanager

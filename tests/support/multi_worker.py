@@ -30,6 +30,7 @@ from worker_end import run_to_end  # noqa: E402
 import ctl  # noqa: E402
 from ctl.data.sources import Arrays  # noqa: E402
 from ctl.strategy import make_multi_worker  # noqa: E402
+from ctl.watch import watchdog  # noqa: E402
 
 me = cluster.resolve(None, None)
 OUT = Path(sys.argv[1])
@@ -64,7 +65,7 @@ def model() -> keras.Model:
 
 def masks(strategy: tf.distribute.Strategy) -> np.ndarray:
     """What a Dropout lets through on each replica of this worker; float32 [replicas, 1, 64]."""
-    with strategy.scope():
+    with strategy.scope(), ctl.workers.watching_variables(strategy):
         network = keras.Sequential(
             [keras.Input([64]), keras.layers.Dense(64, "tanh"), keras.layers.Dropout(0.5)]
         )
@@ -211,7 +212,8 @@ def fit(strategy: tf.distribute.Strategy) -> str:
         network = keras.Sequential([keras.Input([FEATURES]), keras.layers.Dense(CLASSES)])
         network.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     try:
-        network.fit(*examples(), batch_size=BATCH, verbose=0)
+        with watchdog.collective("fit"):
+            network.fit(*examples(), batch_size=BATCH, verbose=0)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"

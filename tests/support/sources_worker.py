@@ -23,6 +23,7 @@ from worker_end import run_to_end  # noqa: E402
 import ctl  # noqa: E402
 from ctl.data.feed import open_batches  # noqa: E402
 from ctl.strategy import make_multi_worker  # noqa: E402
+from ctl.watch import watchdog  # noqa: E402
 
 START, END = 3, 8  # batches of 8; an epoch of 50 ends between
 
@@ -54,7 +55,9 @@ def main() -> None:
     me = cluster.resolve(None, None)
     strategy = make_multi_worker(me, collective_timeout=60, startup_timeout=60).strategy
     for name, *how in streams(root):
-        leaves = [a.astype("S") if a.dtype == object else a for a in leaves_read(strategy, *how)]
+        with watchdog.collective("reading"):  # outside of a graph, TensorFlow asks who has data
+            leaves = leaves_read(strategy, *how)
+        leaves = [a.astype("S") if a.dtype == object else a for a in leaves]
         np.savez(out / f"{name} {me.index}.npz", *leaves)
     ctl.workers.leave_together(strategy)
 
