@@ -28,32 +28,39 @@ _PER_EXAMPLE: contextvars.ContextVar[tf.Tensor | None] = contextvars.ContextVar(
 
 
 @contextlib.contextmanager
-def counted(step: Any, batch: Any, count: Any) -> Iterator[Any]:
+def counted(step: Any, batch: Any, count: Any) -> Iterator[None]:
     """While inside, in replica context, `total` is right for micro-batches of ``batch``.
 
     Costs a collective of two numbers, before the forward pass, if examples may count otherwise than
-    1 and layers may add losses that depend on them.
+    1 and layers may add losses that depend on them. It must come before `forward_backward`: a step
+    may make several passes there that differ by a Python value, and a collective between them would
+    let another replica change it.
 
     Args:
         step: a built `ctl.TrainStep`.
         batch: this replica's part of the global batch.
         count: as returned by `TrainStep.count`.
-
-    Yields:
-        A number of the size of the replica's sum of losses, to divide by in the backward pass.
     """
     if _counts_rows(step, batch) or not any(map(_may_add, _adding(step))):
-        yield count
+        yield
         return
-    mine = totals = [tf.cast(number, tf.float32) for number in (count, share.rows(batch))]
-    if not isinstance(count, int) or not isinstance(share.rows(batch), int):
-        totals = all_reduce(mine, options=step.options, scope="ctl_count")
-    per_example = totals[0] / share.or_one(totals[1])
-    token = _PER_EXAMPLE.set(per_example)
+    rows = share.rows(batch)
+    totals = [tf.cast(number, tf.float32) for number in (count, rows)]
+    if not isinstance(count, int) or not isinstance(rows, int):
+        totals = all_reduce(totals, options=step.options, scope="ctl_count")
+    token = _PER_EXAMPLE.set(totals[0] / share.or_one(totals[1]))
     try:
-        yield tf.maximum(mine[0], mine[1] * per_example)
+        yield
     finally:
         _PER_EXAMPLE.reset(token)
+
+
+def size(batch: Any, count: tf.Tensor) -> tf.Tensor:
+    """About as large as the sum of all losses of ``batch``, whose examples count ``count``."""
+    if (per_example := _PER_EXAMPLE.get(None)) is None:
+        return count
+    rows = tf.cast(share.rows(batch), tf.float32)
+    return tf.maximum(tf.cast(count, tf.float32), rows * per_example)
 
 
 def total(step: Any, batch: Any) -> tf.Tensor | None:
@@ -78,9 +85,9 @@ def total(step: Any, batch: Any) -> tf.Tensor | None:
         return tf.add_n(penalties) * count
     if (per_example := _PER_EXAMPLE.get(None)) is None:
         raise UsageError(
-            "a layer adds a loss (add_loss), and examples have weights: ctl combines them in "
-            "TrainStep.forward_backward(), if the code of the layer calls self.add_loss(); or add "
-            f"it in loss() of {type(step).__name__}"
+            "a layer adds a loss (add_loss), and the examples have weights: ctl can combine them "
+            "if the code of the layer calls self.add_loss() itself; or add it in loss() of "
+            f"{type(step).__name__}"
         )
     added = tf.add_n(of_examples) * per_example * tf.cast(share.rows(batch), tf.float32)
     return added + tf.add_n(penalties[len(of_examples) :]) * count if of_weights else added

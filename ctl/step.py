@@ -222,7 +222,8 @@ class TrainStep(BaseStep):
             Both are 0 if the update was skipped.
         """
         count, before = self.count(batch), self.statistics.before(batch)
-        loss, gradients = self.forward_backward(batch, count)
+        with penalties.counted(self, batch, count):
+            loss, gradients = self.forward_backward(batch, count)
         self.observer.mark("backward", gradients)
         loss, count, gradients = self.reduce(loss, count, gradients, before)
         finite = self.finite(gradients) if self.updater.judges_finiteness else None
@@ -240,14 +241,14 @@ class TrainStep(BaseStep):
         both are divided by it here. If it is a tensor, both are sums, in float32 at least, and
         `reduce` divides them.
         """
-        with penalties.counted(self, batch, count) as size:
-            if isinstance(count, int):
-                return micro_steps(self, batch, count * self.strategy.num_replicas_in_sync)
-            # The backward pass computes means, which float16 can hold where it cannot hold sums.
-            # Gradients that cross replicas, as in a synchronized BatchNorm, need one divisor.
-            summed = functools.partial(all_reduce, options=self.options, scope="ctl_count")
-            power = share.power_of_two(summed([size])[0] if self.synchronizes else size)
-            loss, gradients = micro_steps(self, batch, power)
+        if isinstance(count, int):
+            return micro_steps(self, batch, count * self.strategy.num_replicas_in_sync)
+        # The backward pass computes means, which float16 can hold where it cannot hold sums. If its
+        # gradients cross replicas, as in a synchronized BatchNorm, all must divide by one number.
+        summed = functools.partial(all_reduce, options=self.options, scope="ctl_count")
+        size = penalties.size(batch, count)
+        power = share.power_of_two(summed([size])[0] if self.synchronizes else size)
+        loss, gradients = micro_steps(self, batch, power)
         wide = [None if g is None else share.widened(g) for g in gradients]
         return loss * power, [None if g is None else g * tf.cast(power, g.dtype) for g in wide]
 
