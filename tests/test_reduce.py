@@ -128,3 +128,25 @@ def test_rows_that_occur_twice_are_summed():
     np.testing.assert_array_equal(densify(slices), want)
     dense = tf.constant([1.0])
     assert densify(dense) is dense
+
+
+@pytest.mark.parametrize("shared", [(0, 1), (1, 2), (0, 2), (0, 1, 2), ()])
+def test_three_terms_are_added_in_the_order_of_the_replicas(mirrored, shared):
+    """Whatever else reads the terms of some replicas, here a variable: 1e8 - 1e8 + 0.1 is 0.1, in
+    another order it is 0."""
+    strategy, terms = mirrored(3), [1e8, -1e8, 0.125]
+    variables = []
+    for number, term in enumerate(terms):
+        with tf.device(f"/cpu:{number}"):
+            variables.append(tf.Variable([term]))
+
+    def on_replica():
+        number = int(tf.get_static_value(replica_id()))
+        value = variables[number].read_value()
+        return all_reduce([value if number in shared else -tf.abs(value) * -tf.sign(value)])[0]
+
+    def replica_id():
+        return tf.distribute.get_replica_context().replica_id_in_sync_group
+
+    run = tf.function(lambda: strategy.experimental_local_results(strategy.run(on_replica)))
+    assert {float(total[0]) for _ in range(20) for total in run()} == {0.125}
