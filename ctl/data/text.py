@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from ctl.data.arrays import native
+from ctl.data.arrays import check
 from ctl.data.dataset import DatasetInfo, distribution_options
 from ctl.data.in_memory import InMemory
 from ctl.data.mixture import Interleave
@@ -93,11 +93,12 @@ def pack(texts: Sequence[bytes | np.ndarray], length: int) -> np.ndarray:
 def _pieces(texts: Sequence[bytes | np.ndarray], length: int) -> list[np.ndarray]:
     _check(texts)
     tokens = [
-        np.frombuffer(text, np.uint8)
-        if isinstance(text, bytes)
-        else native(np.asanyarray(text), f"text {number}")
-        for number, text in enumerate(texts)
+        np.frombuffer(text, np.uint8) if isinstance(text, bytes) else np.asanyarray(text)
+        for text in texts
     ]
+    for number, of_text in enumerate(tokens):
+        if np.ma.is_masked(of_text) or of_text.dtype.hasobject:
+            check(of_text, f"text {number}")
     kinds = {t.dtype for t in tokens if len(t)}  # an empty list has floats
     integers = all(kind.kind in "iu" for kind in kinds)
     if not integers or (common := np.result_type(*kinds)).kind == "f":
