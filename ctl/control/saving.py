@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import tensorflow as tf
 
 from ctl import replicas, workers
@@ -90,6 +91,9 @@ class _Setting(NamedTuple):
 
     def value(self) -> tf.Tensor:
         return self.tensor
+
+    def numpy(self) -> np.ndarray:
+        return self.tensor.numpy()
 
 
 def _setting(values: Sequence[bool]) -> _Setting:

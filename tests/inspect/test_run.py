@@ -295,9 +295,10 @@ def test_stamps_agree_with_the_profiler(mirrored):
     forward, backward = (
         window.stamps[0, 1:, window.names.index(name)] for name in ("forward", "backward")
     )
-    # On a busy machine, a thread may be stopped between the two.
-    assert np.quantile(nearest(forward, losses), 0.1) < 50e-6
-    assert np.quantile(nearest(backward, gradients), 0.1) < 50e-6
+    # On a busy machine, a thread may be stopped between the two, and steps take longer.
+    close = 0.05 * np.median(np.diff(forward))
+    assert np.quantile(nearest(forward, losses), 0.1) < close
+    assert np.quantile(nearest(backward, gradients), 0.1) < close
 
 
 def test_a_profile_of_a_sum_of_ones_own(ring2):
