@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import inspect
 import threading
 import types
 from collections.abc import Iterator, Sequence
@@ -132,7 +133,8 @@ def _may_add(owner: Any) -> bool:
         return True
     own = [kind for kind in type(owner).__mro__ if kind.__module__.partition(".")[0] not in _OTHERS]
     values = [value for kind in own for value in vars(kind).values()] + [*vars(owner).values()]
-    return any(_names_add_loss(getattr(value, "__code__", None)) for value in values)
+    functions = [inspect.unwrap(value) for value in values if callable(value)]
+    return any(_names_add_loss(getattr(function, "__code__", None)) for function in functions)
 
 
 def _names_add_loss(code: Any) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -81,6 +83,23 @@ def test_any_shares_equal_the_whole_batch(mirrored, replicas, options, weigh):
     loop = loop_of(mirrored(replicas), weigh, **options)
     loop.train(STEPS)
     assert largest_difference(loop.step.model.get_weights(), plainly_trained(weigh)) <= 2e-6
+
+
+def test_a_call_may_be_decorated(mirrored):
+    def decorated(call):
+        return functools.wraps(call)(lambda *arguments: call(*arguments))
+
+    class Decorated(layers.Layer):
+        call = decorated(Spread.call)
+
+    def model():
+        return keras.Sequential([keras.Input([FEATURES]), Decorated(), layers.Dense(CLASSES)])
+
+    one, two = (loop_of(mirrored(n), first_half_without_weight, model=model) for n in (1, 2))
+    one.train(STEPS)
+    two.train(STEPS)
+    weights = [loop.step.model.get_weights() for loop in (one, two)]
+    assert largest_difference(*weights) <= 2e-6
 
 
 def test_a_loss_that_is_added_elsewhere_is_refused(mirrored):

@@ -76,8 +76,8 @@ def settings_of(part: Any) -> dict[str, Any]:
             config = part.get_config()
             if isinstance(part, keras.Model) and isinstance(config.get("layers"), list):
                 config = {n: v for n, v in config.items() if n not in _OF_WHOLE_MODELS}
-            config = _plain(config)
-        except Exception:  # it has none, or that of the user's fails
+            config = dict(_plain(config))
+        except Exception:  # it has none, or that of the user's fails or returns something else
             attributes = {n: v for n, v in vars(part).items() if isinstance(v, _SCALARS)}
             config = _plain({n: v for n, v in attributes.items() if n[0] != "_" and n != "built"})
     if isinstance(part, keras.layers.InputLayer):

@@ -39,6 +39,11 @@ class Unserializable(Scaled):
         self.function = function
 
 
+class WithoutConfig(Scaled):
+    def get_config(self):
+        return None
+
+
 class Subclassed(keras.Model):
     def __init__(self, activation):
         super().__init__()
@@ -88,6 +93,11 @@ DIFFERENT = [
         lambda: sequential(Unserializable(2, object())),
         lambda: sequential(Unserializable(3, object())),
         "layer unserializable: factor",
+    ),
+    (
+        lambda: sequential(WithoutConfig(2)),
+        lambda: sequential(WithoutConfig(3)),
+        "layer without_config: factor",
     ),
     (lambda: subclassed("relu"), lambda: subclassed("tanh"), "layer dense: activation"),
     (
