@@ -265,14 +265,17 @@ def nearest(stamps: np.ndarray, moments: list[float]) -> np.ndarray:
     return np.abs(stamps[:, None] - np.array(moments)[None]).min(axis=1)
 
 
-def test_stamps_agree_with_the_profiler(mirrored):
-    """When the logits are there, the loss of each example begins; when the last gradient is
-    there, the operation that computed it has ended. The profiler leaves out cheap operations."""
-    with mirrored(1).scope():
+def apart_from_the_profiler(strategy) -> float:
+    """How far the closest tenth of the stamps are from what the profiler saw, as a share of a step.
+
+    When the logits are there, the loss of each example begins; when the last gradient is there,
+    the operation that computed it has ended. The profiler leaves out cheap operations.
+    """
+    with strategy.scope():
         layers = [keras.layers.Input([FEATURES]), keras.layers.Dense(256), keras.layers.Dense(512)]
         step = TrainStep(keras.Sequential(layers), adam()())
     data = InMemory(examples(4096), global_batch_size=256)
-    loop = Loop(step, data, strategy=mirrored(1), steps_per_loop=20)
+    loop = Loop(step, data, strategy=strategy, steps_per_loop=20)
     recording = Recording(loop.step, 40)
     recording.start()
     loop.train(100)
@@ -295,10 +298,19 @@ def test_stamps_agree_with_the_profiler(mirrored):
     forward, backward = (
         window.stamps[0, 1:, window.names.index(name)] for name in ("forward", "backward")
     )
-    # On a busy machine, a thread may be stopped between the two, and steps take longer.
-    close = 0.05 * np.median(np.diff(forward))
-    assert np.quantile(nearest(forward, losses), 0.1) < close
-    assert np.quantile(nearest(backward, gradients), 0.1) < close
+    apart = [
+        np.quantile(nearest(forward, losses), 0.1),
+        np.quantile(nearest(backward, gradients), 0.1),
+    ]
+    return max(apart) / np.median(np.diff(forward))
+
+
+def test_stamps_agree_with_the_profiler(mirrored):
+    for _ in range(3):  # other programs may stop a thread between the two
+        apart = apart_from_the_profiler(mirrored(1))
+        if apart < 0.02:
+            break
+    assert apart < 0.02
 
 
 def test_a_profile_of_a_sum_of_ones_own(ring2):
