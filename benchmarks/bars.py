@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from ctl.logs.svg import line, number, rect, text, ticks
+from ctl.base.svg import line, number, rect, text, ticks
 
 _WIDTH, _NAMES, _VALUES = 720, 150, 120  # pixels; columns for the names and for the times
 _BAR, _GAP, _HEAD, _FOOT = 18, 6, 44, 46

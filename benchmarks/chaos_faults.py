@@ -11,7 +11,8 @@ import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from ctl.checkpoint import durable, manifest
+from ctl.base import durable
+from ctl.checkpoint import manifest
 from ctl.errors import UsageError
 
 _DISK = "size=64m"

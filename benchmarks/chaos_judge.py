@@ -1,8 +1,9 @@
 """What must hold after an attempt of a job of `chaos.py`, by what README.md and the pages of
-`ctl/watch`, `ctl/asynchronous` and `ctl/checkpoint` promise.
+`ctl/distributed/watch`, `ctl/build/parameter_server.py` and `ctl/checkpoint` promise.
 
-The bounds in seconds are those of the table in ctl/watch/README.md, with the limits that the job
-gives as flags (`chaos_draw`). Times a factor of the caller, for a machine that is busy.
+The bounds in seconds are those of the table in ctl/distributed/watch/README.md, with the limits
+that the job gives as flags (`chaos_draw`). Times a factor of the caller, for a machine that is
+busy.
 """
 
 from __future__ import annotations
@@ -165,7 +166,7 @@ def _named(own: str, line: str) -> set[str]:
 
 def _gave_up_connecting(attempt: Attempt, name: str) -> bool:
     """Whether TensorFlow never connected the task. To those that it had connected, the task looks
-    lost: see the limits in ctl/watch/README.md."""
+    lost: see the limits in ctl/distributed/watch/README.md."""
     return re.search("TensorFlow connects the job .*; gave up", attempt.said[name]) is not None
 
 

@@ -24,7 +24,7 @@ import chaos_faults
 from chaos_draw import ALL, Fault, Schedule
 
 from ctl import launch
-from ctl.logs import console
+from ctl.base import console
 
 _TICK = 0.02
 _RESTART_SECONDS = 1.0  # as the launcher's first --backoff

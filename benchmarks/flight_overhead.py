@@ -21,8 +21,8 @@ from absl import flags
 from processes import machine, progress
 
 from ctl import launch
+from ctl.base import console
 from ctl.flags.parsing import group, run_command
-from ctl.logs import console
 
 FLAGS = flags.FLAGS
 
@@ -34,10 +34,10 @@ def main() -> None:
     import tensorflow as tf
 
     import ctl
-    from ctl.cluster import Cluster
-    from ctl.observer import NO_OBSERVER
-    from ctl.watch import watchdog
-    from ctl.watch.flight import Flight
+    from ctl.control.flight import Flight
+    from ctl.distributed.cluster import Cluster
+    from ctl.distributed.watch import watchdog
+    from ctl.phases.observer import NO_OBSERVER
 
     load = os.getloadavg()[0]
     keras.utils.set_random_seed(0)

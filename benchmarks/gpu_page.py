@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from ctl.base.svg import escape
 from ctl.inspect.show.document import document
 from ctl.inspect.show.style import STYLE
-from ctl.logs.svg import escape
 
 
 def make_page(about: dict[str, Any], rows: dict[str, dict[str, Any]]) -> str:

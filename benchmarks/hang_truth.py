@@ -33,9 +33,9 @@ from absl import flags
 from processes import progress
 
 from ctl import launch
+from ctl.base import console
 from ctl.errors import CtlError
 from ctl.flags.parsing import group, run_command
-from ctl.logs import console
 
 FLAGS = flags.FLAGS
 
@@ -58,8 +58,8 @@ def worker(index: int, addresses: list[str], out: pathlib.Path, fault: str, time
     import tensorflow as tf
 
     import ctl
-    from ctl.cluster import Cluster
-    from ctl.strategy import make_multi_worker
+    from ctl.distributed.cluster import Cluster
+    from ctl.distributed.strategy import make_multi_worker
 
     placement = make_multi_worker(
         Cluster(tuple(addresses), index, "hang_truth"), collective_timeout=timeout, record_dir=out
@@ -78,7 +78,7 @@ def worker(index: int, addresses: list[str], out: pathlib.Path, fault: str, time
             return features + tf.cast(tf.ensure_shape(number, []), tf.float32) * 0.0
 
     class Sleep:
-        def __call__(self, status: ctl.actions.Status) -> None:
+        def __call__(self, status: ctl.base.actions.Status) -> None:
             (out / f"trains-{index}").touch()
             if fault == "raise":
                 raise RuntimeError("a bug in a worker")
@@ -118,8 +118,8 @@ def start(*arguments: object) -> int:
 
 def one(fault: str, randoms: random.Random) -> tuple[bool, str]:
     """Runs one job. Returns whether the verdict is right, and its text or what went wrong."""
+    from ctl.distributed.watch import hang
     from ctl.inspect import hang_command
-    from ctl.watch import hang
 
     workers, late = FLAGS.workers, randoms.randrange(FLAGS.workers)
     addresses = launch.cluster(workers)["worker"]

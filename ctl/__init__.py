@@ -8,61 +8,62 @@ seconds to load.
 
 from __future__ import annotations
 
-import importlib
-import sys
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ctl.base import __version__ as __version__
+from ctl.base.lazy import load_lazily
 
 if TYPE_CHECKING:  # for editors and type checkers
-    from ctl import (
-        actions,
-        checkpoint,
-        cluster,
-        data,
-        errors,
-        models,
-        named,
-        passes,
-        phases,
-        reduce,
-        schedule,
-        strategy,
-        testing,
-        workers,
-    )
-    from ctl.actions import Every
-    from ctl.checkpoint import CheckpointManager
+    from ctl import build, checkpoint, data, errors, flags, launch, logs, reduce, schedule, testing
+    from ctl.base import actions
+    from ctl.base.actions import Every
+    from ctl.build import models, named
+    from ctl.checkpoint.manager import CheckpointManager
     from ctl.control.copies import CompareReplicas
-    from ctl.control.patience import EarlyStopping
-    from ctl.evaluator import Evaluator
-    from ctl.flags.option import option
+    from ctl.control.evaluator import Evaluator
+    from ctl.distributed import cluster, local_batch, replicas, strategy, workers
+    from ctl.distributed.strategy import make_strategy
+    from ctl.inspect.session import Inspection
     from ctl.loop import Loop
-    from ctl.step import EvalStep, TrainStep
-    from ctl.strategy import make_strategy
-
-__version__ = "0.1.0"
+    from ctl.phases import freezing, losses, optimizers, passes
+    from ctl.phases.base_step import BaseStep, EvalStep
+    from ctl.phases.norms import global_norm
+    from ctl.phases.options import option
+    from ctl.schedule.patience import EarlyStopping
+    from ctl.step import TrainStep
 
 __all__ = [
+    "BaseStep",
     "CheckpointManager",
     "CompareReplicas",
     "EarlyStopping",
     "EvalStep",
     "Evaluator",
     "Every",
+    "Inspection",
     "Loop",
     "TrainStep",
     "actions",
+    "build",
     "checkpoint",
     "cluster",
     "data",
     "errors",
+    "flags",
+    "freezing",
+    "global_norm",
+    "launch",
+    "local_batch",
+    "logs",
+    "losses",
     "make_strategy",
     "models",
     "named",
+    "optimizers",
     "option",
     "passes",
-    "phases",
     "reduce",
+    "replicas",
     "schedule",
     "strategy",
     "testing",
@@ -70,56 +71,31 @@ __all__ = [
 ]
 
 _WHERE = {
-    "CheckpointManager": "ctl.checkpoint",
+    "BaseStep": "ctl.phases.base_step",
+    "CheckpointManager": "ctl.checkpoint.manager",
     "CompareReplicas": "ctl.control.copies",
-    "EarlyStopping": "ctl.control.patience",
+    "EarlyStopping": "ctl.schedule.patience",
     "EvalStep": "ctl.step",
-    "Evaluator": "ctl.evaluator",
-    "Every": "ctl.actions",
+    "Evaluator": "ctl.control.evaluator",
+    "Every": "ctl.base.actions",
+    "Inspection": "ctl.inspect.session",
     "Loop": "ctl.loop",
     "TrainStep": "ctl.step",
-    "make_strategy": "ctl.strategy",
-    "option": "ctl.flags.option",
+    "actions": "ctl.base.actions",
+    "cluster": "ctl.distributed.cluster",
+    "freezing": "ctl.phases.freezing",
+    "global_norm": "ctl.phases.norms",
+    "local_batch": "ctl.distributed.local_batch",
+    "losses": "ctl.phases.losses",
+    "make_strategy": "ctl.distributed.strategy",
+    "models": "ctl.build.models",
+    "named": "ctl.build.named",
+    "optimizers": "ctl.phases.optimizers",
+    "option": "ctl.phases.options",
+    "passes": "ctl.phases.passes",
+    "replicas": "ctl.distributed.replicas",
+    "strategy": "ctl.distributed.strategy",
+    "workers": "ctl.distributed.workers",
 }
 
-
-def load_lazily(
-    package: str, names: list[str], where: Mapping[str, str]
-) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Makes the ``__getattr__`` and ``__dir__`` of a package whose names load on first use.
-
-    Args:
-        package: ``__name__`` of the package.
-        names: ``__all__`` of the package.
-        where: the module that defines each name. A name without an entry is a submodule.
-    """
-
-    def get(name: str) -> Any:
-        if name in where:
-            return getattr(importlib.import_module(where[name]), name)
-        if name in names:
-            return importlib.import_module(f"{package}.{name}")
-        raise AttributeError(f"module {package!r} has no attribute {name!r}")
-
-    return get, lambda: sorted({*names, *importlib.import_module(package).__dict__})
-
-
 __getattr__, __dir__ = load_lazily(__name__, __all__, _WHERE)
-
-
-class _QuietImport:
-    """Finds TensorFlow for an import that follows, so that `ctl.logs.quiet` can filter it."""
-
-    @classmethod
-    def find_spec(cls, name: str, path: Any = None, target: Any = None) -> Any:
-        if name != "tensorflow":
-            return None
-        sys.meta_path.remove(cls)
-        from ctl.logs import quiet
-
-        quiet.set_level()
-        return quiet.spec_of_tensorflow()
-
-
-if "tensorflow" not in sys.modules:
-    sys.meta_path.insert(0, _QuietImport)

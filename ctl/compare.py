@@ -11,11 +11,11 @@ from pathlib import Path
 
 from absl import flags
 
+from ctl.base.svg import printable
 from ctl.errors import CheckpointError, UsageError
 from ctl.flags.config import shown
 from ctl.flags.parsing import define_path, group, run_command
 from ctl.logs.runs import Run, differing_flags, read
-from ctl.logs.svg import printable
 
 FLAGS = flags.FLAGS
 flags.disclaim_key_flags()

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from absl import flags, logging
 
-from ctl.build import check_classes, freeze, load_evaluation_data, make_eval_step
+from ctl.base import console, names
+from ctl.build.build import check_classes, freeze, load_evaluation_data, make_eval_step
 from ctl.errors import CheckpointError, UsageError
-from ctl.flags import code, config, devices, groups, names, training
+from ctl.flags import config, devices, groups, training, user_code_flags
 from ctl.flags.imports import NAMING
 from ctl.flags.parsing import (
     check_flags,
@@ -22,12 +23,11 @@ from ctl.flags.parsing import (
     imported_flags,
     run_command,
 )
-from ctl.logs import console
 from ctl.logs.runs import to_json
 
 if TYPE_CHECKING:
     from ctl.checkpoint.manager import Saved
-    from ctl.evaluator import Evaluator
+    from ctl.control.evaluator import Evaluator
 
 FLAGS = flags.FLAGS
 flags.disclaim_key_flags()
@@ -71,7 +71,7 @@ def run() -> None:
             "class, the confusion matrix, and the examples with the highest loss.",
         )
     groups.define_data_flags(of_a_run=True)
-    code.define_code_flags()
+    user_code_flags.define_code_flags()
     devices.define_device_flags(training=False)
     with group("Computation"):
         flags.DEFINE_enum(
@@ -124,14 +124,16 @@ def main() -> None:
 
     import keras
 
-    from ctl import named, share
-    from ctl.apply import average_like
+    from ctl.build import named
+    from ctl.build.models import check_model, make_model
+    from ctl.checkpoint.export import load_model
     from ctl.checkpoint.manager import CheckpointManager
-    from ctl.data.explained import explained
-    from ctl.evaluator import Evaluator
-    from ctl.models import check_model, load_model, make_model
-    from ctl.replicas import statistics_of, training_norms
-    from ctl.strategy import make_strategy
+    from ctl.control.evaluator import Evaluator
+    from ctl.data.errors import explained
+    from ctl.distributed import local_batch
+    from ctl.distributed.replicas import statistics_of, training_norms
+    from ctl.distributed.strategy import make_strategy
+    from ctl.phases.apply import average_like
 
     keras.mixed_precision.set_dtype_policy(FLAGS.precision)
     placement = make_strategy(
@@ -140,6 +142,7 @@ def main() -> None:
         cross_device_ops=FLAGS.cross_device_ops,
         tpu=FLAGS.tpu,
     )
+    console.run_first_operation()
     logging.info("strategy: %s", placement.description)
     named.step_class(FLAGS.step)  # what is wrong is said before data are loaded
     named.check_metrics(FLAGS.metrics)
@@ -169,7 +172,7 @@ def main() -> None:
     averages = []
     if averaged:  # restored over the weights, or beside them if their type is narrower
         for variable in [*model.trainable_variables, *statistics_of(training_norms(model))]:
-            narrow = share.wide(variable.value.dtype) != variable.value.dtype
+            narrow = local_batch.wide(variable.value.dtype) != variable.value.dtype
             averages.append((variable, average_like(variable) if narrow else variable))
 
     def show(saved: Saved | None) -> None:
@@ -260,7 +263,7 @@ def _adopt_run() -> tuple[bool, list[str], dict[str, Any]]:
 
 def write_report(evaluator: Evaluator, results: dict[str, float], saved: Saved | None) -> None:
     """Prints and writes what ``--report`` asks for."""
-    from ctl import mistakes
+    from ctl.inspect import mistakes
     from ctl.inspect.show.confusion import make_page
 
     directory = mistakes.prepare(FLAGS.report)

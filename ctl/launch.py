@@ -23,10 +23,10 @@ from typing import IO, TextIO
 
 from absl import flags
 
-from ctl.cluster import secret
+from ctl.distributed.cluster import secret
+from ctl.distributed.cluster.guard import Guard
 from ctl.errors import DivergedError, PeerError, Preempted, UsageError
 from ctl.flags.parsing import group, run_command
-from ctl.guard import Guard
 
 FLAGS = flags.FLAGS
 flags.disclaim_key_flags()

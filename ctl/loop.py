@@ -13,7 +13,8 @@ collective:
 
 `Steps._variant` makes a program of a step. With ``jit_compile`` (`jit.decide`), XLA compiles the
 whole step on one replica, and forward and backward on several. With several workers, the observer
-of the step is `ctl.marks.Marks`: its ``all_reduce`` takes the time around that of `ctl.reduce`.
+of the step is `ctl.phases.marks.Marks`: its ``all_reduce`` takes the time around that of
+`ctl.reduce`.
 """
 
 from __future__ import annotations
@@ -22,39 +23,42 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 from absl import logging
 
-from ctl import noinline, phases, share, workers
-from ctl.actions import STOP, Action, EvalAction
+from ctl.base.actions import STOP, Action, EvalAction
+from ctl.base.autograph import graph_function
 from ctl.checkpoint.manager import CheckpointManager, Saved
-from ctl.checks import check_evaluator, check_loop
-from ctl.control import code
-from ctl.control.agreement import agree
+from ctl.control import jit, source_hash
+from ctl.control.agreement import agree, check_state
+from ctl.control.callbacks import run_actions, status_of, steps_until_due
 from ctl.control.divergence import Divergence
-from ctl.control.ending import ending_well
+from ctl.control.evaluator import Evaluator, OnWake
+from ctl.control.flight import attach_progress_marks, watched_call
 from ctl.control.pace import Pace
-from ctl.control.patience import remembered
-from ctl.control.saving import annotate, restore, save, state_of
+from ctl.control.scalars import Scalars
 from ctl.control.signals import Signals, StopRequested
-from ctl.control.wakes import run_actions, status_of, steps_until_due
+from ctl.control.state import TrainState
 from ctl.data.dataset import Dataset, on_replica
+from ctl.data.errors import explained
 from ctl.data.feed import Block, Feed, batch_of, next_block, open_feed, waiting_for
 from ctl.data.global_batches import as_dataset
-from ctl.errors import UsageError
-from ctl.evaluator import Evaluator, OnWake
-from ctl.logs.scalars import Scalars
-from ctl.losses import Losses, Outcome, no_losses
+from ctl.distributed import local_batch, workers
+from ctl.distributed.watch import watchdog
+from ctl.errors import Preempted, UsageError
+from ctl.phases import freezing, noinline
+from ctl.phases.checks import check_evaluator, check_loop
+from ctl.phases.loss_accumulator import Losses, Outcome, no_losses
+from ctl.phases.observer import NO_OBSERVER
+from ctl.phases.plan.collectives import plan_of_step
+from ctl.phases.plan.plan import Plan
+from ctl.phases.trace_guards import TraceKey
 from ctl.reduce import SUM
-from ctl.retrace import TraceKey
+from ctl.schedule.patience import remembered
 from ctl.step import TrainStep
-from ctl.tuning import jit
-from ctl.user_code import graph_function
-from ctl.watch import watchdog
-from ctl.watch.flight import attach_progress_marks, watched_call
 
 
 class Steps:
@@ -104,6 +108,23 @@ class Steps:
         rates = self.step.updater.learning_rates(self.step.global_step - 1)
         return Outcome(strategy.reduce(SUM, totals, axis=None), losses.finite, position, rates)
 
+    def graph_of_one(self, feed: Any) -> Callable[[], tf.types.experimental.ConcreteFunction]:
+        """Returns what traces one step on one element of ``feed``, without an observer, for XLA."""
+
+        def one_step(element: Any, resident: Any) -> tf.Tensor:
+            batch = batch_of(Block(element, 0, 1), 0, self._batches_per_block)
+            return self.step.__call__(on_replica(self.dataset, batch, resident))
+
+        def traced() -> tf.types.experimental.ConcreteFunction:
+            function = tf.function(lambda e: self.strategy.run(one_step, args=(e, feed.resident)))
+            observer, self.step.observer = self.step.observer, NO_OBSERVER
+            try:
+                return function.get_concrete_function(feed.iterator.element_spec)
+            finally:
+                self.step.observer = observer
+
+        return traced
+
     def _one_step(self, step: Callable, losses: Losses, block: Block, resident: Any) -> Losses:
         """Runs one step on one replica, with the first batch of ``block``."""
         batch = batch_of(block, block.first, self._batches_per_block)
@@ -145,7 +166,8 @@ class Loop:
         evaluator: used by `evaluate`.
         checkpoints: used by `save` and `restore`.
         actions: called with a `Status` after each call of `Steps.run`. If an action has a method
-            ``steps_until_due(step) -> int`` (see `ctl.actions.Every`), a call ends at that step.
+            ``steps_until_due(step) -> int`` (see `ctl.base.actions.Every`), a call ends at that
+            step.
         eval_actions: called with ``(step, results)`` after each evaluation; may return `STOP`. What
             they change is saved with the next checkpoint: that of ``step`` is written before.
         steps_per_loop: maximum steps per call; by default, as many as fit in half a second.
@@ -155,8 +177,8 @@ class Loop:
             notes it in the checkpoint, and `restore` sets it. Set it to False to train on.
 
     Raises:
-        UsageError: see `ctl.data.global_batches.as_dataset`, `ctl.share.check_sizes` and
-            `TrainStep.build`.
+        UsageError: see `ctl.data.global_batches.as_dataset`,
+            `ctl.distributed.local_batch.check_sizes` and `TrainStep.build`.
     """
 
     def __init__(
@@ -180,30 +202,31 @@ class Loop:
         self.actions = list(actions)
         self.eval_actions = [*remembered(schedule, evaluator), *eval_actions]
         size, replicas = self.dataset.global_batch_size, self.strategy.num_replicas_in_sync
-        share.check_sizes(size, replicas, step.accumulate_steps)
+        local_batch.check_sizes(size, replicas, step.accumulate_steps)
         step.check_labels(self.dataset)
         self._several_workers = workers.watch(self.strategy)
         with workers.watching_variables(self.strategy):
             step.build(self.strategy, schedule)
+        self.state = TrainState(step, self.dataset, self.eval_actions)
         if evaluator:
             check_evaluator(step, self.dataset, evaluator)
         if checkpoints:
             watchdog.finish_first(checkpoints.wait)
-            checkpoints.note_constants(state_of(self))
-            checkpoints.code = code.identity(step)
+            checkpoints.note_constants(self.state.variables())
+            checkpoints.code = source_hash.identity(step)
         self.signals = Signals()
         self.steps = Steps(step, self.dataset, self.strategy)
         self._flight = attach_progress_marks(step) if self._several_workers else None
         self._pace = Pace(steps_per_loop)
         self.scalars = Scalars(step, size)
-        self._divergence = Divergence(checkpoints)
+        self._divergence = Divergence(step, self.dataset, checkpoints)
         self._is_chief = workers.is_chief(self.strategy)
         self.feed: Any = None  # opened by `begin`
         self._feed_step = -1
         self._agreed: Any = None  # settings of the step
         self._evaluated: dict[str, float] | None = None  # results at the current step
         self.stopped = self._asked_to_end = False  # by an action; by one of this worker
-        jit.decide(self)
+        jit.decide(self.step, self.dataset)
         step.attach(self)
         step.settings.note(step)
 
@@ -231,11 +254,12 @@ class Loop:
             CheckpointError: a save in the background failed.
             PeerError: another worker was lost.
             UsageError: the workers do not agree, the step does not fit the batches, a label is no
-                class, or a change would have no effect (`check_loop`, `ctl.retrace.Settings`).
+                class, or a change would have no effect (`check_loop`,
+                `ctl.phases.trace_guards.Settings`).
         """
         total = until if total is None else total
         scalars: dict[str, float] = {}
-        with ending_well(self, "training"):
+        with self.translate_failures("training"):
             step = self.global_step
             if step < until and self.stopped:
                 logging.warning("no step is run: an action ended the training at step %d", step)
@@ -262,7 +286,7 @@ class Loop:
                 self.feed = self.feed._replace(position=outcome.position)
                 step = self._feed_step = step + steps
                 skipped = self.step.updater.skipped_so_far() - skipped
-                self._divergence.check(self, step, steps, totals.loss, outcome.finite, skipped)
+                self._divergence.check(step, steps, totals.loss, outcome.finite, skipped)
                 self._evaluated, self.scalars.rates = None, outcome.rates
                 self.scalars.add(totals, skipped)
                 if self._pace.took(seconds, steps, workers.mean(self.strategy, totals.pace)):
@@ -277,7 +301,7 @@ class Loop:
     def _ended(self, before: int, total: int) -> dict[str, float]:
         """Handles the end of the data in a call that began at step ``before``."""
         step = self._feed_step = self.global_step
-        self._divergence.check_weights(self, step)
+        self._divergence.check_weights(step)
         self._evaluated = self._evaluated if step == before else None
         self.scalars.rates = self.step.updater.learning_rates(step - 1)
         workers.check_all_ended(self.strategy, step)
@@ -297,10 +321,19 @@ class Loop:
         self.step.settings.note(self.step)
         return graph
 
+    def plan(self, *, xla: bool = False) -> Plan:
+        """Reads from the graph what one step moves between replicas. Runs no step.
+
+        With ``xla``, it has the program that XLA would make of the whole step, or a note that says
+        why XLA cannot compile it.
+        """
+        graph = self.traced()
+        return plan_of_step(self.step, graph, self.steps.graph_of_one(self.feed) if xla else None)
+
     def begin(self, step: int) -> None:
         """Opens the batches from ``step`` on. Several workers check that they agree (`agree`), also
         when settings have changed, which all workers must change in the same way."""
-        jit.decide(self)
+        jit.decide(self.step, self.dataset)
         settings = self.step.trace_key[1:]
         check_loop(self)
         if (self._feed_step, self._agreed) == (step, settings):
@@ -310,13 +343,13 @@ class Loop:
         if self._several_workers:
             if self._agreed not in (None, settings):
                 self._flight = attach_progress_marks(self.step)  # the packs may have changed
-            agree(self.step, self.dataset, self.traced)
+            agree(self.step, self.dataset, self.traced, self.plan)
         self._agreed = settings
 
     def train_only(self, parts: Sequence[Any] | None = None) -> None:
         """Trains only the variables of ``parts`` from the next call on, or all: `phases.trained`.
         The others keep their values and slots. All workers must do so at the same step."""
-        self.step.trains = phases.trained(self.step, parts)
+        self.step.trains = freezing.trained(self.step, parts)
 
     def _wake(self, step: int, until: int, seconds_per_step: float) -> dict[str, float]:
         if self.checkpoints and self._is_chief:
@@ -343,7 +376,7 @@ class Loop:
         if self.evaluator is None:
             raise UsageError("this loop has no evaluator: give Loop(evaluator=Evaluator(...))")
         with (
-            ending_well(self, "the evaluation"),
+            self.translate_failures("the evaluation"),
             watchdog.host("preparing the evaluation", self.global_step),
             self.step.updater.averaged(),
         ):
@@ -359,13 +392,18 @@ class Loop:
         """Saves the state and ``metrics`` in the background; with ``wait``, returns when they are
         on disk. Call it on all workers; the chief writes. Raises `CheckpointError` if a save
         failed, `UsageError` if the loop has no checkpoints or replicas differ (`check_state`)."""
-        save(self, metrics, wait)
+        checkpoints = self._checkpoints()
+        self.state.collect()
+        if self._is_chief:
+            with watchdog.host("saving", self.global_step):
+                check_state(self.step, this_worker=True)
+                checkpoints.save(self.global_step, self.state.variables(), metrics, wait=wait)
 
     def restore(self) -> Saved | None:
         """Restores the last checkpoint (`manifest.newest_first`) and returns it, or None. Training
         resumes bit for bit. Raises `CheckpointError` if it does not fit, is of a step of another
         class or none is intact, and `UsageError` if the loop has no checkpoints."""
-        saved, results = restore(self)
+        saved, results = self.state.restore(self._checkpoints())
         if saved:
             self._evaluated = results or None
             self.stopped, self._asked_to_end = saved.stopped, False
@@ -386,7 +424,7 @@ class Loop:
                 if self.checkpoints:
                     self.save()
                 self._evaluated = self.evaluate(on_wake)
-                annotate(self, step, self._evaluated, wait=ends or self.stopped)
+                self._annotate(step, wait=ends or self.stopped)
             if ends or self.stopped:
                 return self._evaluated or {}
             stop = min(until, step - step % evaluate_every + evaluate_every)
@@ -394,6 +432,50 @@ class Loop:
             step = self.global_step
             if step < stop:  # the data ended
                 until = step
+
+    def _annotate(self, step: int, wait: bool) -> None:
+        """Adds the results of the evaluation to the checkpoint of ``step``, if there is one."""
+        if self.checkpoints and self._is_chief:
+            self.checkpoints.annotate(step, self._evaluated or {}, stopped=self.stopped)
+            if wait:
+                self.checkpoints.wait()
+
+    def _checkpoints(self) -> CheckpointManager:
+        if self.checkpoints is None:
+            raise UsageError("this loop has no checkpoints: give Loop(checkpoints=...)")
+        return self.checkpoints
+
+    # Ends ---------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def translate_failures(self, doing: str) -> Iterator[None]:
+        """Turns early ends of what runs inside into errors for the user. ``doing`` names it.
+
+        Raises:
+            Preempted: a signal asked to stop; the state was saved, if there are checkpoints.
+            PeerError: a worker was lost.
+            UsageError: a check in the graph failed, see `local_batch.refusals`; or the data cannot
+                be read, see `explained`.
+        """
+        datasets = [self.dataset, *(self.evaluator.datasets if self.evaluator else ())]
+        try:
+            with (
+                workers.naming_lost_peers(self.strategy, doing, lambda: self.global_step),
+                explained(*datasets),
+                local_batch.refusals(),
+            ):
+                yield
+        except StopRequested:
+            raise self._saved_at_stop() from None
+
+    def _saved_at_stop(self) -> Preempted:
+        step, name = self.global_step, self.signals.name
+        if self.checkpoints is None:
+            return Preempted(f"{name} at step {step}; nothing saved, no checkpoints")
+        self.save(wait=True)
+        saved = self.checkpoints.latest() if self._is_chief else None
+        path = saved.path if saved else self.checkpoints.directory
+        return Preempted(f"{name}: saved step {step} in {path}; the same command resumes")
 
     def stop_on_signals(self) -> contextlib.AbstractContextManager[None]:
         """While inside, SIGTERM and SIGINT let the current call end, save the state and raise

@@ -15,10 +15,14 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from ctl import share
+from ctl.distributed import local_batch
 from ctl.errors import UsageError
 
 SUM = tf.distribute.ReduceOp.SUM
+
+# Name scopes of the all-reduces of a step: of gradients and what shares their packs, of what must
+# not share them, and of the number of examples.
+GRADIENTS, BESIDE, COUNT = "ctl_all_reduce", "ctl_beside", "ctl_count"
 
 
 def make_packs(tensors: Sequence[tf.Tensor], bytes_per_pack: int = 0) -> list[list[int]]:
@@ -53,7 +57,7 @@ def all_reduce(
     *,
     bytes_per_pack: int = 0,
     options: tf.distribute.experimental.CommunicationOptions | None = None,
-    scope: str = "ctl_all_reduce",
+    scope: str = GRADIENTS,
 ) -> list[tf.Tensor]:
     """Sums each tensor over all replicas. Call it in replica context.
 
@@ -110,7 +114,7 @@ def summed_apart(
     Raises:
         UsageError: ``sum_gradients`` returned tensors of other shapes or another number.
     """
-    wide = [share.widened(g) for g in gradients]
+    wide = [local_batch.widened(g) for g in gradients]
     if loss_scale is not None:
         wide = [g / tf.cast(loss_scale, g.dtype) for g in wide]
     broken = tf.reduce_any([tf.reduce_any(~tf.math.is_finite(g)) for g in wide])
@@ -160,7 +164,7 @@ def crossing(
     Args:
         divisor: what this replica divides its loss by. A tensor may differ between replicas.
         empty: bool scalar, whether the replica computes with an example of zeros that does not
-            count; None if never. See `ctl.share.filled`.
+            count; None if never. See `ctl.distributed.local_batch.filled`.
         options: timeout and implementation of the collectives.
         in_graph: whether the pass runs in a loop or under XLA.
     """
@@ -197,13 +201,13 @@ def all_gather(part: tf.Tensor) -> tf.Tensor:
     @tf.custom_gradient
     def gathered(part: tf.Tensor) -> tuple[tf.Tensor, Callable[[Any], tf.Tensor]]:
         def gradient(upstream: Any) -> tf.Tensor:
-            wide = share.widened(densify(upstream))
+            wide = local_batch.widened(densify(upstream))
             # Of the loss itself, which is divided by another number on each replica.
             wide *= tf.cast(now.divisor, wide.dtype)
             if now.empty is not None:  # not a product: the example of zeros may give NaN
                 wide = tf.where(now.empty, tf.zeros_like(wide), wide)
             (total,) = all_reduce([wide], options=now.options, scope="ctl_gather")
-            mine = total[first : first + share.rows(part)] / tf.cast(now.divisor, wide.dtype)
+            mine = total[first : first + local_batch.rows(part)] / tf.cast(now.divisor, wide.dtype)
             return tf.cast(mine, part.dtype)
 
         return context.all_gather(part, axis=0, options=now.options), gradient
@@ -230,7 +234,7 @@ def first_row(part: tf.Tensor) -> tf.Tensor:
             "--accumulate_steps nor --jit_compile: use one replica, or leave them out"
         )
     replica = tf.cast(context.replica_id_in_sync_group, tf.int32)
-    rows = share.rows(_counted(part))
+    rows = local_batch.rows(_counted(part))
     if isinstance(rows, int):
         return replica * rows
     before = context.all_gather(rows[tf.newaxis], axis=0, options=now.options)[:replica]
@@ -241,4 +245,4 @@ def first_row(part: tf.Tensor) -> tf.Tensor:
 def _counted(part: tf.Tensor) -> tf.Tensor:
     """``part`` without the example of zeros of a replica without examples."""
     empty = _PASS.get(_OUTSIDE).empty
-    return part if empty is None else part[: tf.where(empty, 0, share.rows(part))]
+    return part if empty is None else part[: tf.where(empty, 0, local_batch.rows(part))]

@@ -16,33 +16,31 @@ valid examples are counted, and their number is summed in the same packs as the 
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 import tensorflow as tf
 
-from ctl import noinline, norms, penalties, replicas, share
-from ctl.accumulate import micro_steps
-from ctl.apply import Updater, global_norm
-from ctl.base_step import BaseStep, EvalStep, cross_entropy, scale_images
-from ctl.checks import check_apart, check_overrides
+from ctl.base.autograph import graph_function
+from ctl.distributed import local_batch, replicas
 from ctl.errors import UsageError
-from ctl.observer import NO_OBSERVER, Observer
-from ctl.optimizers import Optimizers, from_name
-from ctl.reduce import all_reduce, densify, summed_apart
-from ctl.retrace import Settings, TraceKey
-from ctl.seeds import Seeds
-from ctl.statistics import Before, make_statistics
+from ctl.phases import flops, noinline, norms, penalties
+from ctl.phases.apply import Updater
+from ctl.phases.base_step import BaseStep, EvalStep
+from ctl.phases.checks import check_apart, check_overrides, checked_gradients
+from ctl.phases.losses import cross_entropy
+from ctl.phases.norms import global_norm
+from ctl.phases.observer import NO_OBSERVER, Observer
+from ctl.phases.optimizers import Optimizers, from_name
+from ctl.phases.seeds import Seeds
+from ctl.phases.statistics import Before, make_statistics
+from ctl.phases.trace_guards import Settings, TraceKey
+from ctl.reduce import BESIDE, COUNT, all_reduce, crossing, densify, summed_apart
 
-if TYPE_CHECKING:
-    from ctl.inspect.plan.plan import Plan
-    from ctl.inspect.session import Inspection
-    from ctl.loop import Loop
-
-__all__ = ["EvalStep", "TrainStep", "cross_entropy", "scale_images"]
+Gradients = list[tf.Tensor | None]
 
 
 class TrainStep(BaseStep):
@@ -50,34 +48,34 @@ class TrainStep(BaseStep):
 
     Args:
         model: a Keras 3 model. Layers frozen before `build` stay frozen.
-        optimizer: of Keras 3, or its name; see `ctl.optimizers.check_optimizer`. Or parameter
-            groups ``(optimizer, variables[, schedule])``: variables of the model, and of layers
-            that are attributes of the step. A layer stands for its variables.
+        optimizer: of Keras 3, or its name; see `ctl.phases.optimizers.check_optimizer`. Or
+            parameter groups ``(optimizer, variables[, schedule])``: variables of the model, and of
+            layers that are attributes of the step. A layer stands for its variables.
         loss_fn: ``(labels, outputs) -> losses [n]``.
         metrics: Keras metrics, updated with ``(labels, outputs, sample_weight)``.
         clip_norm: maximum global norm of the reduced gradient; None does not clip.
         accumulate_steps: number of micro-batches per batch of a replica. They go through the model
             one after the other. Their gradients are summed and then reduced once.
-        ema_decay: decay of a moving average of the weights, see `ctl.apply.Updater`.
-        loss_scale: scales the loss dynamically for float16, see `ctl.apply.LossScale`.
+        ema_decay: decay of a moving average of the weights, see `ctl.phases.apply.Updater`.
+        loss_scale: scales the loss dynamically for float16, see `ctl.phases.apply.LossScale`.
         on_nan: with ``"stop"``, the loop stops at a loss that is not finite. With ``"skip"``, the
             update is skipped when a reduced gradient is not finite.
-        log_norms: logs norms of gradient, weights and update, see `ctl.norms`.
+        log_norms: logs norms of gradient, weights and update, see `ctl.phases.norms`.
         bytes_per_pack: maximum bytes per all-reduce, see `ctl.reduce.make_packs`.
-        options: options of the all-reduce, see `ctl.strategy.Placement`.
+        options: options of the all-reduce, see `ctl.distributed.strategy.Placement`.
         jit_compile: compiles forward and backward with XLA, for batches of static shape; on one
             replica the whole step, several at once if batches come in blocks. None: a rule.
-        jit_update: compiles the update with XLA, see `ctl.apply.Updater`.
+        jit_update: compiles the update with XLA, see `ctl.phases.apply.Updater`.
         random_seed: of the run, for `seed`.
         own: options that a subclass declares, see `ctl.option`.
 
     Attributes:
         strategy: None until `build`.
-        observer: watches the phases and the all-reduce, see `ctl.observer`.
+        observer: watches the phases and the all-reduce, see `ctl.phases.observer`.
     """
 
     training = True
-    flops: float | None = None  # of each example, see `ctl.flops`; None before the trace
+    flops: float | None = None  # of each example, see `ctl.phases.flops`; None before the trace
     eval_step: type[EvalStep] = EvalStep  # what `ctl.train --step` and `ctl.evaluate` evaluate with
 
     def __init__(
@@ -115,11 +113,10 @@ class TrainStep(BaseStep):
         self.bytes_per_pack = bytes_per_pack
         self.options = options
         self.jit_compile = jit_compile
-        self.jit_by_rule: bool | None = None  # what `ctl.tuning.jit` has decided last
+        self.jit_by_rule: bool | None = None  # what `ctl.control.jit` has decided last
         self.jit_update = jit_update
         self.seeds = Seeds(random_seed)
         self.strategy: Any = None
-        self.loop: weakref.ref[Loop] | None = None  # weak, because the loop holds the step
         self.observer: Observer = NO_OBSERVER
 
     def build(self, strategy: tf.distribute.Strategy, schedule: Callable | None = None) -> None:
@@ -166,10 +163,9 @@ class TrainStep(BaseStep):
         replicas.offset_dropout_seeds(strategy, self.parts.layer)
         self.settings = Settings(self)
 
-    def attach(self, loop: Loop) -> None:
-        """The loop calls this once, at the end of its constructor. Override it to add actions to
-        the loop, or to choose what trains first (`Loop.train_only`). Call this one, too."""
-        self.loop = weakref.ref(loop)
+    def attach(self, loop: Any) -> None:
+        """The `ctl.Loop` calls this once, at the end of its constructor. Override it to add actions
+        to the loop, or to choose what trains first (`Loop.train_only`)."""
 
     @property
     def trace_key(self) -> TraceKey:
@@ -187,29 +183,12 @@ class TrainStep(BaseStep):
         groups = {"model": [v.value for v in self.model.variables], **own, **self.updater.state()}
         return {group: variables for group, variables in groups.items() if variables}
 
-    def inspect(self, steps: int = 20, *, profile: bool = False) -> Inspection:
-        """Records where the time of the last ``steps`` steps goes, see `Inspection`. Use it on all
-        workers: ``with step.inspect(steps=20) as seen: loop.train(...)``."""
-        from ctl.inspect.session import Inspection
-
-        return Inspection(self, steps, profile=profile)
-
     def reduced_specs(self) -> list[tf.Variable | tf.TensorSpec]:
         """Shapes and dtypes of what `sum_gradients` may sum, in its order: gradients (some may be
         None), statistics of the replica, and the number of valid examples (if counted)."""
         if self.sums_apart:
-            return [tf.TensorSpec(v.shape, share.wide(v.dtype)) for v in self.trained]
+            return [tf.TensorSpec(v.shape, local_batch.wide(v.dtype)) for v in self.trained]
         return [*self.trained, *self.statistics.specs(), tf.TensorSpec([], tf.float32)]
-
-    def plan(self, *, xla: bool = False) -> Plan:
-        """Reads from the graph what one step moves between replicas. Runs no step.
-
-        With ``xla``, it has the program that XLA would make of the whole step, or a note that says
-        why XLA cannot compile it. Raises `UsageError` if the step is not in a loop.
-        """
-        from ctl.inspect.plan.collectives import plan_of_step
-
-        return plan_of_step(self, xla)
 
     # The step itself, on one replica ------------------------------------------------------------
 
@@ -227,14 +206,12 @@ class TrainStep(BaseStep):
         self.observer.mark("backward", gradients)
         loss, count, gradients = self.reduce(loss, count, gradients, before)
         finite = self.finite(gradients) if self.updater.judges_finiteness else None
-        with norms.logged(self, gradients):
+        with self.norms_logged(gradients):
             gradients = self.clip(gradients)
             self.apply(gradients, finite)
         return self.outcome(loss, count, finite, before)
 
-    def forward_backward(
-        self, batch: Any, count: int | tf.Tensor
-    ) -> tuple[tf.Tensor, list[tf.Tensor | None]]:
+    def forward_backward(self, batch: Any, count: int | tf.Tensor) -> tuple[tf.Tensor, Gradients]:
         """Computes the replica's loss (float32 scalar) and gradients; updates the metrics.
 
         If ``count`` (see `count`) is an integer, the global batch size is known while tracing, and
@@ -242,19 +219,80 @@ class TrainStep(BaseStep):
         `reduce` divides them.
         """
         if isinstance(count, int):
-            return micro_steps(self, batch, count * self.strategy.num_replicas_in_sync)
+            return self._micro_batches(batch, count * self.strategy.num_replicas_in_sync)
         # The backward pass computes means, which float16 can hold where it cannot hold sums. If its
         # gradients cross replicas, as in a synchronized BatchNorm, all must divide by one number.
-        summed = functools.partial(all_reduce, options=self.options, scope="ctl_count")
+        summed = functools.partial(all_reduce, options=self.options, scope=COUNT)
         size = penalties.size(batch, count)
-        power = share.power_of_two(summed([size])[0] if self.synchronizes else size)
-        loss, gradients = micro_steps(self, batch, power)
-        wide = [None if g is None else share.widened(g) for g in gradients]
+        power = local_batch.power_of_two(summed([size])[0] if self.synchronizes else size)
+        loss, gradients = self._micro_batches(batch, power)
+        wide = [None if g is None else local_batch.widened(g) for g in gradients]
         return loss * power, [None if g is None else g * tf.cast(power, g.dtype) for g in wide]
 
-    def loss_and_gradients(
-        self, batch: Any, divisor: Any
-    ) -> tuple[tf.Tensor, list[tf.Tensor | None], Any]:
+    def _micro_batches(self, batch: Any, divisor: Any) -> tuple[tf.Tensor, Gradients]:
+        """The loss and the gradients of all micro-batches of ``batch``, the examples of a replica,
+        both divided by ``divisor``; gradients of several are in float32 at least."""
+        run = functools.partial(self._micro_batch, self._gradient_fn(), divisor)
+        if self.accumulate_steps == 1:
+            return run(batch, 0)
+        no_gradient = [False] * len(self.trained)
+
+        def body(micro_batch: Callable, part: Any, loss: Any, totals: Any) -> tuple[Any, Any, Any]:
+            more, gradients = run(micro_batch(part), part)
+            no_gradient[:] = [g is None for g in gradients]
+            pairs = zip(totals, gradients, strict=True)
+            totals = [t if g is None else t + local_batch.widened(g) for t, g in pairs]
+            return part + 1, loss + more, totals
+
+        # Sums of float16 overflow early.
+        loss, totals = 0.0, [tf.zeros(v.shape, local_batch.wide(v.dtype)) for v in self.trained]
+        # Fewer micro-batches than asked for, if there are fewer examples.
+        groups = local_batch.micro_batches(batch, self.accumulate_steps)
+        done = sum(parts for parts, _ in groups)
+        with replicas.drawing_alike(self.parts.layer, done, self.accumulate_steps):
+            for parts, micro_batch in groups:
+                # One iteration at a time needs the memory of one micro-batch only.
+                _, loss, totals = tf.while_loop(
+                    lambda part, *_, parts=parts: part < parts,
+                    functools.partial(body, micro_batch),
+                    (0, loss, totals),
+                    parallel_iterations=1,
+                )
+        return loss, [None if no else t for t, no in zip(totals, no_gradient, strict=True)]
+
+    def _micro_batch(
+        self, gradient_fn: Callable, divisor: Any, batch: Any, number: int | tf.Tensor
+    ) -> tuple[tf.Tensor, Gradients]:
+        """The loss and the gradients of micro-batch ``number``; updates the metrics."""
+        computed, empty = local_batch.filled(batch)
+        if empty is not None and self.synchronizes:
+            local_batch.refuse_empty(empty)
+        in_graph = self.accumulate_steps > 1 or bool(self.jit_compile)
+        counted = self.parts.counted_unless(empty, *self.logged.variables)
+        with counted, crossing(divisor, empty, self.options, in_graph):
+            loss, gradients, outputs = gradient_fn(computed, divisor, self.seeds.place(number))
+        gradients = checked_gradients(self, gradients, self.trained)
+        (loss, gradients), outputs = local_batch.dropped(empty, (loss, gradients), outputs)
+        if outputs is not None:
+            self.update_metrics(batch, outputs)
+        return loss, gradients
+
+    def _gradient_fn(self) -> Callable:
+        """`loss_and_gradients` with a third argument, see `ctl.phases.seeds.Seeds.place`. Made anew
+        for each pass: functions keep their traces, and what a second pass does may depend on a
+        Python value that has changed since the first."""
+
+        def placed(batch: Any, divisor: Any, place: tf.Tensor) -> Any:
+            with self.seeds.inside(place), flops.counted(self, batch):
+                return self.loss_and_gradients(batch, divisor)
+
+        if self.jit_compile:
+            return graph_function(placed, jit_compile=True)
+        if self.noinline and self.accumulate_steps > 1:  # the loop over micro-batches calls it
+            return noinline.noinline(placed)
+        return placed
+
+    def loss_and_gradients(self, batch: Any, divisor: Any) -> tuple[tf.Tensor, Gradients, Any]:
         """Forward and backward pass, compiled by XLA with ``jit_compile``. Returns the loss divided
         by ``divisor``, its gradients (times the loss scale), and outputs for the metrics."""
         several = len(self.updater.groups) > 1
@@ -283,7 +321,7 @@ class TrainStep(BaseStep):
 
     def backward(
         self, tape: tf.GradientTape, loss: tf.Tensor, variables: Sequence[tf.Variable] | None = None
-    ) -> list[tf.Tensor | None]:
+    ) -> Gradients:
         """Dense gradients of ``loss``, times the loss scale, of ``variables``; by default one per
         trainable variable. None where ``loss`` does not depend on the variable."""
         scale = self.updater.loss_scale
@@ -293,8 +331,8 @@ class TrainStep(BaseStep):
         return [None if g is None else densify(g) for g in gradients]
 
     def reduce(
-        self, loss: tf.Tensor, count: Any, gradients: list[tf.Tensor | None], before: Before
-    ) -> tuple[tf.Tensor, Any, list[tf.Tensor | None]]:
+        self, loss: tf.Tensor, count: Any, gradients: Gradients, before: Before
+    ) -> tuple[tf.Tensor, Any, Gradients]:
         """Sums gradients over replicas with `sum_gradients`.
 
         The packs also carry the number of valid examples, unless it is known while tracing, and
@@ -318,13 +356,13 @@ class TrainStep(BaseStep):
             reduced = self.sum_gradients([*dense, *own])
             dense, own = reduced[: len(dense)], reduced[len(dense) :]
         else:
-            sum_own = functools.partial(all_reduce, options=self.options, scope="ctl_beside")
+            sum_own = functools.partial(all_reduce, options=self.options, scope=BESIDE)
             dense, own = summed_apart(dense, own, scale, self.sum_gradients, sum_own)
             scale = None
         total = own.pop() if counted else count * self.strategy.num_replicas_in_sync
         self.statistics.assign(own, before, self.strategy.num_replicas_in_sync)
         if counted:
-            divisor = share.or_one(total)
+            divisor = local_batch.or_one(total)
             dense = [g / tf.cast(divisor, g.dtype) for g in dense]
             loss /= divisor
         if scale is not None:
@@ -351,20 +389,28 @@ class TrainStep(BaseStep):
         own = "sum_gradients" in vars(self)
         return own or type(self).sum_gradients is not TrainStep.sum_gradients
 
-    def finite(self, gradients: list[tf.Tensor | None]) -> tf.Tensor:
+    def norms_logged(self, gradients: Gradients) -> contextlib.AbstractContextManager[None]:
+        """Logs norms about the update that is made inside, with ``log_norms``; else adds nothing to
+        the graph. See `ctl.phases.norms.logged`."""
+        if not self.log_norms:
+            return contextlib.nullcontext()
+        return norms.logged(self.trained, gradients, self.logged.add)
+
+    def finite(self, gradients: Gradients) -> tf.Tensor:
         """bool scalar: whether the reduced gradients have no NaN or Inf; equal on all replicas."""
         return tf.reduce_all(
             [tf.reduce_all(tf.math.is_finite(g)) for g in gradients if g is not None]
         )
 
-    def clip(self, gradients: list[tf.Tensor | None]) -> list[tf.Tensor | None]:
+    def clip(self, gradients: Gradients) -> Gradients:
         """Clips the global norm (Pascanu et al. 2013, arXiv:1211.5063, section 3.2)."""
         if self.clip_norm is None:
             return gradients
         return tf.clip_by_global_norm(gradients, self.clip_norm, global_norm(gradients))[0]
 
-    def apply(self, gradients: list[tf.Tensor | None], finite: tf.Tensor | None = None) -> None:
-        """Applies reduced gradients with `ctl.apply.Updater`, in the same way on all replicas."""
+    def apply(self, gradients: Gradients, finite: tf.Tensor | None = None) -> None:
+        """Applies reduced gradients with `ctl.phases.apply.Updater`, in the same way on all
+        replicas."""
         tf.distribute.get_replica_context().merge_call(self.updater, args=(gradients, finite))
 
     def outcome(

@@ -31,11 +31,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ctl import replicas as of_replicas
 from ctl.checkpoint import CheckpointManager
-from ctl.control.saving import state_of
+from ctl.distributed import replicas as of_replicas
+from ctl.distributed.strategy import make_strategy
 from ctl.loop import Loop
-from ctl.strategy import make_strategy
 
 Make = Callable[[tf.distribute.Strategy, CheckpointManager | None], Loop]
 
@@ -170,7 +169,7 @@ def check_reduced_once(make: Make, replicas: int) -> None:
     """
     loop = _made(make, replicas)
     loop.begin(0)
-    plan = loop.step.plan()
+    plan = loop.plan()
     again = [c.name for c in plan.collectives if c.again]
     assert not again, f"{again[0]} sums what was summed before: a gradient is reduced twice"
     found = [path for c in plan.collectives for member in c.members for path in member.variables]
@@ -297,8 +296,8 @@ def _made(
 
 def _variables(loop: Loop) -> Iterator[tuple[str, tf.Variable]]:
     """All variables of the state, with names that two loops share: Keras numbers its own."""
-    loop.step.of_replicas.collect(loop.strategy)
-    for group, variables in state_of(loop).items():
+    loop.state.collect()
+    for group, variables in loop.state.variables().items():
         for number, variable in enumerate(variables):
             yield f"{group} {number} ({variable.name.removesuffix(':0')})", variable
 

@@ -14,19 +14,20 @@ from typing import TYPE_CHECKING, Any
 
 from absl import flags, logging
 
-from ctl import cache, cluster, dry_run, outputs
-from ctl.build import make_loop, prepare
+from ctl.base import cache, console
+from ctl.base.names import check_name, is_function_name
+from ctl.base.streams import native_stderr_held
+from ctl.build import dry_run, outputs
+from ctl.build.build import make_loop, prepare
+from ctl.build.xla_cache import open_cache
 from ctl.checkpoint import manifest
-from ctl.cluster import door
+from ctl.distributed import cluster
+from ctl.distributed.cluster import handshake
 from ctl.errors import UsageError
 from ctl.flags import config, training
 from ctl.flags.durations import steps_from
 from ctl.flags.imports import NAMING
-from ctl.flags.names import check_name, is_function_name
 from ctl.flags.parsing import AUTO, grouped_flags, run_command
-from ctl.logs import console
-from ctl.logs.streams import native_stderr_held
-from ctl.tuning.programs import open_cache
 
 if TYPE_CHECKING:
     from ctl.checkpoint import Saved
@@ -99,7 +100,7 @@ def main() -> None:
     if FLAGS.strategy != "multi_worker":
         return _train(model_dir)
     me = cluster.resolve(FLAGS.workers, FLAGS.worker_index)
-    door.check_free(me.workers[me.index], f"worker {me.index}")
+    handshake.check_free(me.workers[me.index], f"worker {me.index}")
     with console.log_to_file(model_dir / f"worker-{me.index}.log"):
         _train(model_dir)
 
@@ -113,11 +114,12 @@ def _train(model_dir: Path) -> None:
     # TensorFlow writes errors when it finds an entry of its cache, which are none.
     console.load_tensorflow(errors=FLAGS.strategy != "parameter_server" and not programs)
 
+    from ctl.checkpoint.export import check_exportable
     from ctl.checkpoint.manager import CheckpointManager
-    from ctl.data.explained import explained
-    from ctl.export import check_exportable
-    from ctl.step import EvalStep
-    from ctl.workers import is_chief, leave_together
+    from ctl.data.errors import explained
+    from ctl.distributed.workers import is_chief, leave_together
+    from ctl.inspect.session import inspect_every
+    from ctl.phases.base_step import EvalStep
 
     prepared = prepare()
     placement, train, evaluation, test, total_steps, steps_per_epoch, others = prepared
@@ -173,7 +175,12 @@ def _train(model_dir: Path) -> None:
                 step=saved.step if saved else None,
             )
         outputs.add_scalars(loop)
-        log, on_wake = outputs.add_actions(loop, stack, model_dir, steps_per_epoch, chief, saved)
+        log, on_wake, sinks = outputs.add_actions(
+            loop, stack, model_dir, steps_per_epoch, chief, saved
+        )
+        if FLAGS.inspect_every:
+            steps = steps_from("--inspect_every", FLAGS.inspect_every, steps_per_epoch)
+            loop.actions += inspect_every(loop, max(1, steps), sinks)
         if programs:
             loop.actions.append(lambda status: programs.publish())
         if FLAGS.precompile:
@@ -241,7 +248,7 @@ def _serve() -> None:
     """Runs a worker or parameter server; ends the process."""
     console.log_to_terminal()
     console.load_tensorflow(errors=False)
-    from ctl.asynchronous.parameter_server import serve
+    from ctl.build.parameter_server import serve
 
     serve(cluster.resolve_tasks(), FLAGS.startup_timeout)
 
@@ -249,8 +256,8 @@ def _serve() -> None:
 def _choose(loop: Loop, resumed: Path | None, steps: int) -> dict[str, Any]:
     """Sets the flags that are "auto": to the choice of the ``resumed`` run, else by a trial before
     so many ``steps``."""
-    from ctl.data.explained import explained
-    from ctl.tuning.trials import tune_jit_compile, tune_packs
+    from ctl.build.trials import tune_jit_compile, tune_packs
+    from ctl.data.errors import explained
 
     choices: dict[str, Any] = {}
     for name, kind, choose in (
@@ -275,9 +282,9 @@ def _choose(loop: Loop, resumed: Path | None, steps: int) -> dict[str, Any]:
 
 
 def _export(loop: Loop, model_dir: Path) -> list[Path]:
-    from ctl.base_step import BaseStep
-    from ctl.export import export_model
-    from ctl.workers import is_multi_worker
+    from ctl.checkpoint.export import export_model
+    from ctl.distributed.workers import is_multi_worker
+    from ctl.phases.base_step import BaseStep
 
     # TensorFlow reports workers that left 10 s ago as crashed.
     several = is_multi_worker(loop.strategy)

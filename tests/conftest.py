@@ -8,19 +8,22 @@ import gc
 import os
 import signal
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
-
-import keras
 import pytest
-import tensorflow as tf
-from absl import logging
-from graphs import freed_afterwards
-from worker_jobs import start_job
-from zygote import Zygote
 
-from ctl import apply
-from ctl.tuning import jit
+from ctl.base import console
+
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
+console.load_tensorflow()  # in silence
+
+import keras  # noqa: E402
+import tensorflow as tf  # noqa: E402
+from absl import logging  # noqa: E402
+from graphs import freed_afterwards  # noqa: E402
+from worker_jobs import start_job  # noqa: E402
+from zygote import Zygote  # noqa: E402
+
+from ctl.control import jit  # noqa: E402
+from ctl.phases import apply  # noqa: E402
 
 # What a shell starts in the background ignores Ctrl-C, and so would all that the tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -108,9 +111,9 @@ def zygote(tmp_path_factory):
     modules += [
         "ctl.data",
         "ctl.loop",
-        "ctl.models",
+        "ctl.build.models",
         "ctl.logs.sinks",
-        "ctl.strategy",
+        "ctl.distributed.strategy",
         "warm_start",
     ]
     with contextlib.closing(Zygote(tmp_path_factory.mktemp("commands"), modules)) as started:

@@ -76,7 +76,11 @@ def test_no_module_imports_itself_by_way_of_others(module):
 
 def test_what_the_flags_need_loads_no_tensorflow_at_the_top():
     """`--help` and a wrong flag answer at once; `tests/test_package.py` runs them."""
-    light = [m for m in MODULES if m.startswith(("ctl.flags", "ctl.cluster", "ctl.watch.watchdog"))]
+    light = [
+        m
+        for m in MODULES
+        if m.startswith(("ctl.flags", "ctl.distributed.cluster", "ctl.distributed.watch.watchdog"))
+    ]
     assert len(light) > 8
     for module in light:
         for node in MODULES[module].body:
@@ -91,7 +95,7 @@ def test_private_names_of_tensorflow_are_in_one_module():
         for p in ROOT.glob("ctl/**/*.py")
         if pattern.search(p.read_text("utf-8"))
     }
-    assert found == {"ctl/private.py"}
+    assert found == {"ctl/base/tf_internals.py"}
 
 
 def test_the_loop_is_a_class_of_300_lines():
@@ -100,10 +104,10 @@ def test_the_loop_is_a_class_of_300_lines():
 
 
 def test_only_one_module_claims_to_be_the_only_place():
-    """The claim needs a test; that of `ctl.private` is above."""
+    """The claim needs a test; that of `ctl.base.tf_internals` is above."""
     files = [*ROOT.glob("ctl/**/*.py"), *ROOT.glob("benchmarks/**/*.py")]
     found = {str(p.relative_to(ROOT)) for p in files if "only place" in p.read_text("utf-8")}
-    assert found <= {"ctl/private.py"}
+    assert found <= {"ctl/base/tf_internals.py"}
 
 
 @pytest.mark.xdist_group("processes")

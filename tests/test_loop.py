@@ -20,7 +20,7 @@ from helpers import BATCH, examples, largest_difference, make_loop, mlp
 from pretended import Pretend
 
 import ctl.loop
-from ctl.actions import Every
+from ctl.base.actions import Every
 from ctl.data import InMemory
 from ctl.errors import UsageError
 from ctl.loop import Loop

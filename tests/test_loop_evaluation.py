@@ -17,10 +17,10 @@ from helpers import (
 )
 from pretended import Pretend
 
+from ctl.control.evaluator import Evaluator
 from ctl.data import GlobalBatches
 from ctl.errors import UsageError
-from ctl.evaluator import Evaluator
-from ctl.step import EvalStep
+from ctl.phases.base_step import EvalStep
 
 EVALUATED = 51  # three batches of 16 and one of 3
 

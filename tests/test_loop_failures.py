@@ -10,8 +10,8 @@ import pytest
 import tensorflow as tf
 from helpers import BATCH, assert_replicas_agree, examples, make_loop, mlp
 
-from ctl.actions import Every
-from ctl.checkpoint import durable
+from ctl.base import durable
+from ctl.base.actions import Every
 from ctl.data import InMemory
 from ctl.data.sources import Items
 from ctl.data.streaming import Streaming

@@ -20,7 +20,7 @@ from helpers import (
     precision,
 )
 
-from ctl.actions import Every
+from ctl.base.actions import Every
 from ctl.checkpoint import CheckpointManager
 from ctl.data import GlobalBatches, InMemory
 from ctl.errors import DivergedError, UsageError

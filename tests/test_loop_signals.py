@@ -16,7 +16,7 @@ import tensorflow as tf
 from helpers import make_loop
 from paths import SUPPORT
 
-from ctl.actions import Every
+from ctl.base.actions import Every
 from ctl.checkpoint import CheckpointManager
 from ctl.errors import Preempted, UsageError
 from ctl.flags.parsing import exit_codes

@@ -8,9 +8,9 @@ import tensorflow as tf
 from helpers import make_loop
 from worker_jobs import BOUND
 
-from ctl import workers
-from ctl.actions import STOP, Every
+from ctl.base.actions import STOP, Every
 from ctl.checkpoint import CheckpointManager
+from ctl.distributed import workers
 
 
 def stopping(at):

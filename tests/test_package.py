@@ -25,7 +25,7 @@ import ctl
 from ctl.inspect.__main__ import COMMANDS as INSPECT
 
 SOURCES = sorted((ROOT / "ctl").rglob("*.py"))
-DATA = "ctl/datasets/fashion_mnist_mini/"
+DATA = "ctl/data/datasets/fashion_mnist_mini/"
 
 # Distribution -> what of it is imported, where the names differ.
 IMPORTED_AS = {"absl-py": "absl"}
@@ -66,7 +66,8 @@ def test_the_wheel_has_the_sources_the_data_and_nothing_else(wheel):
     }
     assert len(data) == 8  # six of the data set, its licence and its checksums
     clusters = {
-        f"ctl/cluster/examples/{name}" for name in ("slurm.sh", "kubernetes_job.yaml", "tfjob.yaml")
+        f"ctl/distributed/cluster/examples/{name}"
+        for name in ("slurm.sh", "kubernetes_job.yaml", "tfjob.yaml")
     }
     assert files == sources | data | clusters | {"ctl/py.typed"}
 

@@ -19,11 +19,12 @@ from helpers import (
     train,
 )
 
+from ctl.distributed.replicas import offset_dropout_seeds
 from ctl.errors import UsageError
 from ctl.loop import Loop
-from ctl.optimizers import PROVEN
-from ctl.replicas import offset_dropout_seeds
-from ctl.step import TrainStep, cross_entropy
+from ctl.phases.losses import cross_entropy
+from ctl.phases.optimizers import PROVEN
+from ctl.step import TrainStep
 
 pytestmark = pytest.mark.compiled_update
 

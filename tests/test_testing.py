@@ -12,7 +12,8 @@ from ctl import testing
 from ctl.data import InMemory
 from ctl.errors import UsageError
 from ctl.loop import Loop
-from ctl.step import TrainStep, cross_entropy
+from ctl.phases.losses import cross_entropy
+from ctl.step import TrainStep
 
 pytestmark = pytest.mark.slow
 

@@ -15,9 +15,9 @@ import pytest
 import tensorflow as tf
 
 import ctl
-from ctl.build import make_optimizer
+from ctl.base.names import OPTIMIZERS
+from ctl.build.build import make_optimizer
 from ctl.checkpoint import CheckpointManager
-from ctl.flags.names import OPTIMIZERS
 
 pytestmark = pytest.mark.slow  # starts processes
 

@@ -18,7 +18,8 @@ import pytest
 import tensorflow as tf
 from zygote import last_line
 
-from ctl.checkpoint import CheckpointManager, durable
+from ctl.base import durable
+from ctl.checkpoint import CheckpointManager
 
 pytestmark = pytest.mark.slow  # starts processes
 

@@ -18,7 +18,7 @@ def train(recipe: Recipe, evaluated: Evaluated) -> dict[str, Any]:
     import tensorflow as tf
 
     import ctl
-    from ctl.tuning.trials import tune_jit_compile
+    from ctl.build.trials import tune_jit_compile
 
     keras.utils.set_random_seed(recipe.seed)
     data = {"data_dir": recipe.data_dir, "download": False}
@@ -36,7 +36,7 @@ def train(recipe: Recipe, evaluated: Evaluated) -> dict[str, Any]:
         schedule=ctl.schedule.Cosine(recipe.learning_rate, recipe.steps),
         evaluator=ctl.Evaluator(ctl.EvalStep(model, metrics=[accuracy]), test),
         eval_actions=[
-            lambda step, results: evaluated(step, results["accuracy"]) and ctl.actions.STOP
+            lambda step, results: evaluated(step, results["accuracy"]) and ctl.base.actions.STOP
         ],
     )
     if _TUNE.value:

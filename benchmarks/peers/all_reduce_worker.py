@@ -17,7 +17,7 @@ from typing import Any
 from absl import flags
 from lines import answerer, serve
 
-from ctl import cluster
+from ctl.distributed import cluster
 from ctl.errors import UsageError
 from ctl.flags.parsing import group, run_command
 
@@ -35,7 +35,7 @@ def place() -> Any:
     Raises:
         UsageError: this device or strategy does not have --operation.
     """
-    from ctl.strategy import make_multi_worker, make_strategy
+    from ctl.distributed.strategy import make_multi_worker, make_strategy
 
     if _STRATEGY.value == "multi_worker":
         if _OPERATION.value not in ("auto", "ring", "nccl"):

@@ -31,15 +31,20 @@ from chaos_draw import (
 )
 
 import ctl
-from ctl import workers
-from ctl.asynchronous.parameter_server import CopyEvaluator, ParameterServerLoop, serve
-from ctl.cluster import Cluster
-from ctl.cluster.members import Tasks
+from ctl.base import console
+from ctl.build.parameter_server import CopyEvaluator, ParameterServerLoop, serve
+from ctl.checkpoint.export import export_model
+from ctl.distributed import workers
+from ctl.distributed.cluster import Cluster
+from ctl.distributed.cluster.members import Tasks
+from ctl.distributed.strategy import (
+    Placement,
+    make_multi_worker,
+    make_parameter_server,
+    make_strategy,
+)
+from ctl.distributed.watch import watchdog
 from ctl.errors import CtlError, PeerError
-from ctl.export import export_model
-from ctl.logs import console
-from ctl.strategy import Placement, make_multi_worker, make_parameter_server, make_strategy
-from ctl.watch import watchdog
 
 _BATCH, _FEATURES, _CLASSES = 12, 6, 3
 _STEP_SECONDS = 0.02  # so that faults meet a training that goes on
@@ -263,7 +268,7 @@ def _train(placement: Placement, run_dir: Path, users: Users, mark: Marks) -> No
         users("schedule")
         return ctl.schedule.Cosine(0.01, STEPS, warmup_steps=10)(number)
 
-    def paced(status: ctl.actions.Status) -> None:
+    def paced(status: ctl.base.actions.Status) -> None:
         mark(f"step {status.step}")
         users("action", status.step)
         time.sleep(_STEP_SECONDS)

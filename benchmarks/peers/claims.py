@@ -293,8 +293,8 @@ def _strategy(side: str, workers: int):
     """Two replicas on CPUs, made as a user of ``side`` would."""
     import tensorflow as tf
 
-    from ctl import cluster
-    from ctl.strategy import make_multi_worker, make_strategy
+    from ctl.distributed import cluster
+    from ctl.distributed.strategy import make_multi_worker, make_strategy
 
     if side == "ctl" and workers == 1:
         return make_strategy(replicas=2).strategy

@@ -16,8 +16,8 @@ def build(setting: worker.Setting):
     import tensorflow as tf
 
     import ctl
-    from ctl import cluster
-    from ctl.strategy import make_multi_worker
+    from ctl.distributed import cluster
+    from ctl.distributed.strategy import make_multi_worker
 
     keras.utils.set_random_seed(1)
     if setting.workers:

@@ -16,6 +16,7 @@ from absl import flags
 from lines import answerer, serve
 
 from ctl.flags.parsing import group, run_command
+from ctl.inspect.session import Inspection
 
 with group("This peer"):
     _REPLICAS = flags.DEFINE_integer("replicas", 2, "devices that train together", lower_bound=1)
@@ -122,7 +123,7 @@ class Checks:
     def plan(self) -> tuple[bool, list[str]]:
         """On GPUs, NCCL sums the gradients."""
         found, ok, loop = [], True, self.dense_loop()
-        for one in loop.step.plan().collectives:
+        for one in loop.plan().collectives:
             kind = f"{one.kind} {one.hint}".strip()
             ok &= not self.gpu or "nccl" in kind.lower()
             found.append(f"{one.name}: {kind} over {', '.join(one.devices)}")
@@ -133,7 +134,7 @@ class Checks:
         """The packs have the bytes of the gradients, and one number for the examples."""
         loop = self.dense_loop()
         wanted = sum(4 * int(np.prod(v.shape)) for v in loop.step.model.trainable_variables)
-        found = sum(one.bytes or 0 for one in loop.step.plan().collectives)
+        found = sum(one.bytes or 0 for one in loop.plan().collectives)
         ok = _REPLICAS.value == 1 or 0 <= found - wanted <= 64
         return ok, [f"packs of {found:,} bytes, gradients of {wanted:,}"]
 
@@ -143,7 +144,7 @@ class Checks:
 
         loop = self.dense_loop()
         loop.train(60)
-        with profiled() as traces, loop.step.inspect(steps=20) as seen:
+        with profiled() as traces, Inspection(loop, steps=20) as seen:
             loop.train(100)
         windows, ok, found = seen.windows, True, []
         for pack, times in profiler_times(traces, self.gpu).items():

@@ -50,7 +50,7 @@ def build_ctl(stream: bool, tuned: bool):
 
     import ctl
     from ctl.data.feed import Feed, open_feed
-    from ctl.step import scale_images
+    from ctl.phases.base_step import scale_images
 
     strategy = ctl.make_strategy(replicas=_REPLICAS.value).strategy
     dataset = ctl.data.load(

@@ -15,8 +15,8 @@ import sys
 import time
 from pathlib import Path
 
-from ctl import cluster
-from ctl.logs import console
+from ctl.base import console
+from ctl.distributed import cluster
 
 console.load_tensorflow()
 
@@ -25,9 +25,9 @@ import numpy as np  # noqa: E402
 import tensorflow as tf  # noqa: E402
 
 import ctl  # noqa: E402
+from ctl.distributed.strategy import make_multi_worker  # noqa: E402
 from ctl.inspect.measure import window  # noqa: E402
 from ctl.inspect.measure.recording import Recording  # noqa: E402
-from ctl.strategy import make_multi_worker  # noqa: E402
 
 STEPS = 20
 WARM_UP = 30

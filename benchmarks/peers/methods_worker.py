@@ -11,7 +11,7 @@ from typing import Any
 from absl import flags
 from lines import answerer, serve
 
-from ctl import cluster
+from ctl.distributed import cluster
 from ctl.flags.parsing import group, run_command
 
 with group("What is trained"):
@@ -43,7 +43,7 @@ class Trained:
 
     def plan(self, step: str, options: dict[str, Any]) -> dict[str, Any]:
         """The plan of a step, as JSON."""
-        return self._loop(step, tuple(options.items())).step.plan().to_json()
+        return self._loop(step, tuple(options.items())).plan().to_json()
 
     @functools.lru_cache  # noqa: B019 - one object in the process
     def _loop(self, step: str, options: tuple[tuple[str, Any], ...]) -> Any:
@@ -55,7 +55,7 @@ class Trained:
         keras.utils.set_random_seed(1)
         with self.placement.strategy.scope():
             made = find("step", step)(
-                getattr(ctl.models, _MODEL.value)(_FEATURES, _CLASSES),
+                getattr(ctl.build.models, _MODEL.value)(_FEATURES, _CLASSES),
                 keras.optimizers.Adam(1e-3),
                 options=self.placement.options,
                 **dict(options),
@@ -70,7 +70,7 @@ def _sent() -> int | None:
 
 
 def main() -> None:
-    from ctl.strategy import make_multi_worker
+    from ctl.distributed.strategy import make_multi_worker
 
     answer = answerer()
     placement = make_multi_worker(cluster.resolve(None, None), startup_timeout=60.0)

@@ -18,7 +18,7 @@ import worker
 from absl import flags
 from lines import answerer
 
-from ctl.flags.names import check_model_name
+from ctl.base.names import check_model_name
 from ctl.flags.parsing import group, run_command
 
 TEST_BATCH = 500
@@ -81,8 +81,8 @@ def race(train: Callable[[Recipe, Evaluated], dict[str, Any]]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """The parts of a plain Keras program: a model of ctl.models, its optimizer, the data, and the
-    number of batches of ``test``."""
+    """The parts of a plain Keras program: a model of ctl.build.models, its optimizer, the data, and
+    the number of batches of ``test``."""
 
     model: Any
     optimizer: Any
@@ -98,7 +98,7 @@ def keras_program(recipe: Recipe) -> Program:
     import pipeline
     import tensorflow as tf
 
-    from ctl.models import make_model
+    from ctl.build.models import make_model
 
     keras.utils.set_random_seed(recipe.seed)
     size = recipe.setting.global_batch_size

@@ -90,7 +90,7 @@ def main() -> None:
     if flags.FLAGS.strategy == "multi_worker" or flags.FLAGS.replicas:
         placement = place()
     else:
-        from ctl.strategy import make_strategy
+        from ctl.distributed.strategy import make_strategy
 
         placement = make_strategy()
     trained, measured = Trained(placement), Measured(placement)

@@ -1,4 +1,4 @@
-"""What the PyTorch peers share: the embedded images as tensors, the models of ctl.models in
+"""What the PyTorch peers share: the embedded images as tensors, the models of ctl.build.models in
 PyTorch, and the process group.
 
 The images are in memory and an index gathers a batch, which is faster than a `DataLoader` for data
@@ -63,8 +63,9 @@ def batches(
 
 
 def make_model(name: str, seed: int = 1) -> nn.Module:
-    """The model of this name in ctl.models, with its layers, parameters and initial distributions,
-    for images of 28x28x1 and 10 classes. Raises `UsageError` for a name that is not here."""
+    """The model of this name in ctl.build.models, with its layers, parameters and initial
+    distributions, for images of 28x28x1 and 10 classes. Raises `UsageError` for a name that is not
+    here."""
     makers = {
         "dense": lambda: nn.Sequential(
             nn.Flatten(), nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 10)

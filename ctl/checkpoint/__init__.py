@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ctl import load_lazily
+from ctl.base.lazy import load_lazily
 
 if TYPE_CHECKING:
     from ctl.checkpoint.manager import CheckpointManager

@@ -17,8 +17,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from ctl import private
-from ctl.checkpoint import durable
+from ctl.base import durable, tf_internals
 from ctl.errors import DivergedError, UsageError
 
 State = Mapping[str, Sequence[tf.Variable]]
@@ -118,12 +117,12 @@ def write(prefix: str, tensors: dict[str, list[tf.Tensor]]) -> None:
     """
     names = [_key(key, i) for key, group in tensors.items() for i in range(len(group))]
     values = [tensor for group in tensors.values() for tensor in group]
-    if missing := private.no_object_graph():
+    if missing := tf_internals.no_object_graph():
         logging.log_first_n(logging.WARNING, "%s", 1, missing)
     else:
         lengths = {key: len(group) for key, group in tensors.items()}
         names.append(_GRAPH)
-        values.append(tf.constant(private.object_graph(lengths, _key)))
+        values.append(tf.constant(tf_internals.object_graph(lengths, _key)))
     for group in tensors.values():
         group.clear()
     # `tf.train.Checkpoint.write` would make variables, and takes 10 times as long for 300 of 3 KB.

@@ -3,7 +3,7 @@
 A checkpoint is written under a scratch name, flushed to disk, renamed, and then named by
 ``latest.json``. Older ones are deleted after that. So a kill or a power cut leaves whole ``step-*``
 directories. `ctl.checkpoint.bundle` reads and writes variables, `ctl.checkpoint.manifest` knows the
-layout of the directory, and `ctl.checkpoint.durable` handles the file system.
+layout of the directory, and `ctl.base.durable` handles the file system.
 
 TensorFlow reads the files without ctl::
 
@@ -28,11 +28,12 @@ import keras
 import tensorflow as tf
 from absl import logging
 
-from ctl.checkpoint import bundle, durable, manifest, refusals
+from ctl.base import durable
+from ctl.base.best import Mode, mode_of
+from ctl.checkpoint import bundle, manifest, validation
 from ctl.checkpoint.bundle import State
 from ctl.checkpoint.manifest import Saved
-from ctl.checkpoint.refusals import failure
-from ctl.control.best import Mode, mode_of
+from ctl.checkpoint.validation import failure
 from ctl.errors import CheckpointError, CtlError, UsageError
 
 _VERSIONS = {"tensorflow": tf.__version__, "keras": keras.__version__}
@@ -49,8 +50,9 @@ class CheckpointManager:
     the last write.
 
     Attributes:
-      code: the step that writes, see `ctl.control.code.identity`; the loop sets it. `restore`
-        refuses a checkpoint of another class, and warns of other differences. ``None``: no check.
+      code: the step that writes, see `ctl.control.source_hash.identity`; the loop sets it.
+        `restore` refuses a checkpoint of another class, and warns of other differences. ``None``:
+        no check.
       unrestored: the latest checkpoint when the directory was opened, until one is restored.
     """
 
@@ -91,7 +93,7 @@ class CheckpointManager:
         """
         self.code: Mapping[str, Any] | None = None
         self.directory = Path(directory)
-        refusals.check_options(directory, keep, keep_best, keep_every_hours)
+        validation.check_options(directory, keep, keep_best, keep_every_hours)
         self._best = (best_metric, mode_of(best_metric, best_mode))
         self._retention: dict[str, Any] = {"best_metric": best_metric, "best_mode": self._best[1]}
         self._retention |= {"keep": keep, "keep_best": keep_best}
@@ -157,7 +159,7 @@ class CheckpointManager:
           CheckpointError: the previous write failed, or this one if the call waits for it.
         """
         self._require_writer()
-        refusals.require_restored(self.directory, self.unrestored)
+        validation.require_restored(self.directory, self.unrestored)
         self.wait()
         step = operator.index(step)
         if step < 0:
@@ -326,9 +328,9 @@ class CheckpointManager:
         def read(path: Path) -> tuple[Saved, dict[str, list[tf.Tensor]]]:
             saved = manifest.load(path)
             with durable.verifying(path, saved.files):
-                refusals.require_fingerprint(saved, self._fingerprint, self._soft_keys)
-                refusals.require_code(saved, self.code, _VERSIONS)
-                refusals.require_fit(saved, variables)
+                validation.require_fingerprint(saved, self._fingerprint, self._soft_keys)
+                validation.require_code(saved, self.code, _VERSIONS)
+                validation.require_fit(saved, variables)
                 return saved, bundle.read(saved.prefix, variables)
 
         found = manifest.first_intact(self.directory, lambda: self._steps(step), read)

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from absl import logging
 
-from ctl.checkpoint import durable
+from ctl.base import durable
 from ctl.errors import CheckpointError
 
 _SCHEMA = 1

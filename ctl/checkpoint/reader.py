@@ -10,10 +10,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ctl.checkpoint import bundle, durable, manifest
+from ctl.base import durable
+from ctl.base.names import check_name
+from ctl.checkpoint import bundle, manifest
 from ctl.checkpoint.manifest import Saved
 from ctl.errors import CheckpointError, UsageError
-from ctl.flags.names import check_name
 
 
 class Tensor(NamedTuple):

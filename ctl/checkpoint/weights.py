@@ -12,11 +12,11 @@ import keras
 import numpy as np
 from absl import logging
 
-from ctl import replicas
+from ctl.base.names import check_name
 from ctl.checkpoint import manifest
 from ctl.checkpoint.reader import Reader
+from ctl.distributed import replicas
 from ctl.errors import UsageError
-from ctl.flags.names import check_name
 
 _SHOWN = 3  # differences in an error
 
@@ -126,7 +126,7 @@ def _pairs(
 def _read(path: Path) -> tuple[list[_Given], bool]:
     """The weights at ``path`` in their order, and whether it is a checkpoint."""
     if path.suffix == ".keras" or path.is_file():
-        from ctl.models import load_model
+        from ctl.checkpoint.export import load_model
 
         model = load_model(path, "init_from")
         return [_Given(v.path, v.numpy()) for v in model.weights], False

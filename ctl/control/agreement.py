@@ -13,15 +13,16 @@ import keras
 import tensorflow as tf
 from absl import logging
 
-from ctl import replicas, workers
 from ctl.checkpoint import manifest
-from ctl.control import code
+from ctl.control import source_hash
 from ctl.control.model_config import model_config, settings_of
 from ctl.data.dataset import Dataset
+from ctl.distributed import replicas, workers
+from ctl.distributed.watch import watchdog
 from ctl.errors import UsageError
-from ctl.flags import option
+from ctl.phases import options
+from ctl.phases.plan.plan import Plan
 from ctl.step import TrainStep
-from ctl.watch import watchdog
 
 # Arguments of a step on which its result depends.
 _SETTINGS = (
@@ -30,13 +31,16 @@ _SETTINGS = (
 )
 
 
-def agree(step: TrainStep, dataset: Dataset, trace: Callable[[], Any]) -> None:
+def agree(
+    step: TrainStep, dataset: Dataset, trace: Callable[[], Any], plan: Callable[[], Plan]
+) -> None:
     """Compares code, model, optimizer, data and all-reduces over all workers, before a first step.
 
     Args:
         step: a built step.
         dataset: the dataset of the loop.
         trace: traces the step. All workers wait until each has traced it.
+        plan: returns the plan of the trace.
 
     Raises:
         UsageError: the workers differ.
@@ -49,11 +53,11 @@ def agree(step: TrainStep, dataset: Dataset, trace: Callable[[], Any]) -> None:
             "the step": int(step.global_step.numpy()),
             "the version of TensorFlow": tf.__version__,
             "the version of Keras": keras.__version__,
-            "the code of ctl": code.of_ctl(),
-            "the class of the step": code.class_name(step),
-            "the code of the step": code.of_step(step),
+            "the code of ctl": source_hash.of_ctl(),
+            "the class of the step": source_hash.class_name(step),
+            "the code of the step": source_hash.of_step(step),
             **{name: getattr(step, name) for name in _SETTINGS},
-            **{f"the option {name}": getattr(step, name) for name in option.options(type(step))},
+            **{f"the option {name}": getattr(step, name) for name in options.options(type(step))},
             "random_seed": step.seeds.run,
             "what trains": step.trains,
             **{
@@ -67,11 +71,14 @@ def agree(step: TrainStep, dataset: Dataset, trace: Callable[[], Any]) -> None:
             },
             **model_config(step),
         },
-        {f"the source of the module {name}": text for name, text in code.of_modules().items()},
+        {
+            f"the source of the module {name}": text
+            for name, text in source_hash.of_modules().items()
+        },
     )
     trace()
     workers.barrier(strategy, watchdog.FIRST_CALL_SECONDS)
-    workers.check_agreement(strategy, plan_facts(step))
+    workers.check_agreement(strategy, plan_facts(plan))
 
 
 def check_state(step: TrainStep, *, this_worker: bool = False) -> None:
@@ -91,7 +98,10 @@ def check_state(step: TrainStep, *, this_worker: bool = False) -> None:
     if not state or strategy.num_replicas_in_sync == 1:
         return
     values = [
-        {code.hash_of([one.numpy().tobytes()]) for one in strategy.experimental_local_results(v)}
+        {
+            source_hash.hash_of([one.numpy().tobytes()])
+            for one in strategy.experimental_local_results(v)
+        }
         for _, v in state
     ]
     if not this_worker and workers.is_multi_worker(strategy):
@@ -110,10 +120,10 @@ def check_state(step: TrainStep, *, this_worker: bool = False) -> None:
         )
 
 
-def plan_facts(step: TrainStep) -> dict[str, str]:
+def plan_facts(plan: Callable[[], Plan]) -> dict[str, str]:
     """The all-reduces in the graph of the step; empty if the graph cannot be read."""
     try:
-        return step.plan().facts()
+        return plan().facts()
     except Exception as error:  # training works without the plan
         logging.warning("the plan of the all-reduces is not compared: %r", error)
         return {}

@@ -12,11 +12,11 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from ctl import replicas, workers
-from ctl.actions import Status
+from ctl.base.actions import Status
+from ctl.distributed import replicas, workers
+from ctl.distributed.watch import watchdog
 from ctl.errors import DivergedError
 from ctl.step import TrainStep
-from ctl.watch import watchdog
 
 _SHOWN = 3  # variables in a message
 

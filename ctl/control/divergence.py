@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tensorflow as tf
 from absl import logging
 
-from ctl import workers
 from ctl.checkpoint.manager import CheckpointManager
 from ctl.control.agreement import check_state
+from ctl.data.dataset import Dataset
+from ctl.distributed import workers
+from ctl.distributed.watch import watchdog
 from ctl.errors import CheckpointError, DivergedError, UsageError
-from ctl.watch import watchdog
-
-if TYPE_CHECKING:
-    from ctl.loop import Loop
+from ctl.step import TrainStep
 
 # Skipped updates in a row after which a run is lost. The loss scale needs at most 15 halvings from
 # its initial value to 1, so more skips than that are not its search for a scale.
@@ -26,25 +25,25 @@ class Divergence:
     """Checks the steps of each call.
 
     Args:
+        step: a built step.
+        dataset: that it trains on.
         checkpoints: named in the message as the last good state, if any.
     """
 
-    def __init__(self, checkpoints: CheckpointManager | None):
+    def __init__(self, step: TrainStep, dataset: Dataset, checkpoints: CheckpointManager | None):
+        self._step, self._dataset = step, dataset
         self._checkpoints = checkpoints
         self._skipped_in_a_row = 0
         self._first = True
 
-    def check(
-        self, loop: Loop, step: int, steps: int, loss: float, finite: Any, skipped: int
-    ) -> None:
-        """Checks one call of ``loop``. All workers must call it.
+    def check(self, step: int, steps: int, loss: float, finite: Any, skipped: int) -> None:
+        """Checks one call of the loop. All workers must call it.
 
         Args:
-            loop: the loop, after the call.
             step: global step that the call should have ended at.
             steps: number of steps of the call.
             loss: mean loss of these steps.
-            finite: `ctl.losses.Outcome.finite` of the call.
+            finite: `ctl.phases.loss_accumulator.Outcome.finite` of the call.
             skipped: number of these steps whose update was skipped.
 
         Raises:
@@ -52,16 +51,17 @@ class Divergence:
             UsageError: the steps were not counted, the replicas differ after the first call (see
                 `check_state`), or a label is no class.
         """
-        if loop.global_step != step:
+        counted = int(self._step.global_step.numpy())
+        if counted != step:
             raise UsageError(
-                f"{steps} steps were run to step {step}, but the global step is "
-                f"{loop.global_step}: does {type(loop.step).__name__} call self.apply()?"
+                f"{steps} steps were run to step {step}, but the global step is {counted}: does "
+                f"{type(self._step).__name__} call self.apply()?"
             )
         if self._first:
-            check_state(loop.step)
+            check_state(self._step)
             self._first = False
         if not math.isfinite(loss):
-            self._end(f"the loss is {loss} at step {_first_bad(loop, step - steps, finite)}")
+            self._end(f"the loss is {loss} at step {self._first_bad(step - steps, finite)}")
         self._skipped_in_a_row = self._skipped_in_a_row + skipped if skipped == steps else 0
         if self._skipped_in_a_row >= _MOST_SKIPPED:
             self._end(
@@ -69,15 +69,26 @@ class Divergence:
                 f"finite (step {step})"
             )
 
-    def check_weights(self, loop: Loop, step: int) -> None:
+    def check_weights(self, step: int) -> None:
         """Checks what a call has left that found the end of the data, and so has no losses.
 
         Raises:
             DivergedError: a weight is not finite.
         """
-        for variable in loop.step.trained:
+        for variable in self._step.trained:
             if not tf.reduce_all(tf.math.is_finite(variable)):
                 self._end(f"{variable.name} is not finite at step {step}, where the data ended")
+
+    def _first_bad(self, begin: int, finite: Any) -> int:
+        """The first step after ``begin`` whose loss is not finite."""
+        step, strategy = self._step, self._step.strategy
+        counts = strategy.experimental_local_results(finite)
+        bad = workers.earliest(strategy, begin + 1 + min(int(c) for c in counts))
+        device = step.model.trainable_variables[0].value.device.upper()
+        if step.jit_compile or "CPU" not in device:  # where a wrong label becomes NaN
+            with watchdog.host("the labels of a batch"):
+                step.check_labels(self._dataset, bad)
+        return bad
 
     def _end(self, what: str) -> None:
         good = None
@@ -91,14 +102,3 @@ class Divergence:
             f"{what}; last good checkpoint: {good.path if good else 'none'}; try a lower learning "
             "rate, clipping (--clip_norm) or --on_nan=skip"
         )
-
-
-def _first_bad(loop: Loop, begin: int, finite: Any) -> int:
-    """The first step after ``begin`` whose loss is not finite."""
-    counts = loop.strategy.experimental_local_results(finite)
-    bad = workers.earliest(loop.strategy, begin + 1 + min(int(c) for c in counts))
-    device = loop.step.model.trainable_variables[0].value.device.upper()
-    if loop.step.jit_compile or "CPU" not in device:  # where a wrong label becomes NaN
-        with watchdog.host("the labels of a batch"):
-            loop.step.check_labels(loop.dataset, bad)
-    return bad

@@ -23,7 +23,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from ctl import replicas
+from ctl.distributed import replicas
 from ctl.step import TrainStep
 
 _MOST_CHARACTERS = 60  # of a value; a hash stands for a longer one

@@ -9,8 +9,8 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+from ctl.distributed.watch import watchdog
 from ctl.errors import UsageError
-from ctl.watch import watchdog
 
 # A call of the loop takes about half a second. One that has not returned after so long may hang.
 _GRACE_SECONDS = 1.0

@@ -23,11 +23,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from ctl import share
 from ctl.data import pixels
 from ctl.data.dataset import Dataset
 from ctl.data.in_memory import InMemory
 from ctl.data.pixels import ONE
+from ctl.distributed import local_batch
 from ctl.errors import UsageError
 from ctl.flags.augmentation import parse
 
@@ -98,7 +98,7 @@ class Augmented:
         count = self.dataset.num_examples if type(self.dataset) is InMemory else None
 
         def numbered(step: tf.Tensor, element: Any) -> tuple[tf.Tensor, Any]:
-            positions = step * size + tf.range(tf.cast(share.rows(element), tf.int64))
+            positions = step * size + tf.range(tf.cast(local_batch.rows(element), tf.int64))
             return positions if count is None else positions // count * count + element, element
 
         steps = tf.data.Dataset.counter(start_step)

@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from ctl.data.explained import REFUSED
+from ctl.data.errors import REFUSED
 from ctl.errors import UsageError
 
 # At the end of the program: when the last call is so long ago, the buffers are full.
@@ -24,7 +24,7 @@ _iterators: list[weakref.ref] = []
 
 def for_graph(function: Callable) -> Callable:
     """``function`` for `tf.numpy_function`, which keeps the message but not the type of an error:
-    `ctl.data.explained` knows a `UsageError` again."""
+    `ctl.data.errors` knows a `UsageError` again."""
 
     def call(*arguments: Any) -> Any:
         global _running, _last

@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
+from ctl.base.autograph import converted
 from ctl.errors import UsageError
-from ctl.user_code import converted
 
 
 @dataclass(frozen=True)

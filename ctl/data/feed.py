@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from ctl import private
+from ctl.base import tf_internals
 from ctl.data.callbacks import end_before_python
 from ctl.data.dataset import Dataset
 
@@ -90,13 +90,13 @@ def open_batches(
 
     # `experimental_distribute_dataset` would let every worker make whole global batches, and then
     # drop what belongs to the others.
-    with private.devices_without_autotuning():
+    with tf_internals.devices_without_autotuning():
         return end_before_python(iter(strategy.distribute_datasets_from_function(of_worker)))
 
 
 def distribute(strategy: tf.distribute.Strategy, batches: tf.data.Dataset) -> Any:
     """Returns the iterator of the strategy over ``batches``, split over replicas by first axis."""
-    with private.devices_without_autotuning():
+    with tf_internals.devices_without_autotuning():
         return iter(strategy.experimental_distribute_dataset(batches))
 
 

@@ -9,10 +9,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from ctl import private, share
+from ctl.base import tf_internals
 from ctl.data.callbacks import own_memory
 from ctl.data.dataset import Dataset, DatasetInfo
 from ctl.data.feed import element_of
+from ctl.distributed import local_batch
 from ctl.errors import UsageError
 
 _READ_AGAIN_SECONDS = 20.0
@@ -62,7 +63,7 @@ class GlobalBatches:
         if any(spec.shape.rank != 0 and spec.shape[0] is None for spec in specs):
             dataset = dataset.filter(_has_examples)
         self._dataset = dataset.repeat() if training else dataset
-        self._may_call_python = private.may_call_python(dataset)
+        self._may_call_python = tf_internals.may_call_python(dataset)
         self._global_batch_size = global_batch_size
         self.info = DatasetInfo("tf.data")
         self.description = "a tf.data.Dataset of global batches, resumed by skipping"
@@ -117,7 +118,7 @@ def read_again(dataset: Any, step: int) -> Any:
 
 
 def _has_examples(*element: Any) -> tf.Tensor:
-    return tf.greater(share.rows(element), 0)
+    return tf.greater(local_batch.rows(element), 0)
 
 
 def _own_memory(*element: Any) -> Any:

@@ -10,8 +10,8 @@ import tensorflow as tf
 
 from ctl.data.arrays import native, raw
 from ctl.data.dataset import DatasetInfo, check_batch_size, distribution_options, fingerprint
+from ctl.distributed.replicas import is_default
 from ctl.errors import UsageError
-from ctl.replicas import is_default
 
 # Batches of `InMemory` in one element of a strategy's iterator, see `ctl.data.feed`.
 _STEPS_PER_ELEMENT = 32

@@ -1,8 +1,8 @@
 """Where each record of a file begins. An index that took long to make is kept on disk.
 
-It is kept in the directory of `ctl.cache`, in one file for each list of data files: a line of JSON,
-which has their names, sizes, times and the checksum of the rest, and the offsets as int64. An index
-that is damaged, or of other files, is made again.
+It is kept in the directory of `ctl.base.cache`, in one file for each list of data files: a line of
+JSON, which has their names, sizes, times and the checksum of the rest, and the offsets as int64. An
+index that is damaged, or of other files, is made again.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from typing import Any
 import numpy as np
 from absl import logging
 
-from ctl import cache
-from ctl.checkpoint import durable
+from ctl.base import cache, durable
 from ctl.errors import UsageError
 
 # An index that was made sooner is not kept, and shows no progress bar.

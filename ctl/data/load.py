@@ -13,7 +13,7 @@ import tensorflow_datasets as tfds
 
 from ctl.data import tfds_source
 from ctl.data.dataset import DatasetInfo, check_batch_size
-from ctl.data.explained import explained
+from ctl.data.errors import explained
 from ctl.data.in_memory import InMemory
 from ctl.data.streaming import Streaming
 from ctl.data.tfds_source import Source

@@ -17,12 +17,12 @@ from typing import Any, Protocol
 import numpy as np
 import tensorflow as tf
 
+from ctl.base.names import IMAGES
 from ctl.data import index
 from ctl.data.arrays import check, form, raw
 from ctl.data.dataset import DatasetInfo
 from ctl.data.records import BadRecord
 from ctl.errors import UsageError
-from ctl.flags.names import IMAGES
 
 # Rows of an array that its hash reads.
 _HASHED_ROWS = 64

@@ -13,15 +13,15 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
+from ctl.base.autograph import converted
 from ctl.data.arrays import native
 from ctl.data.callbacks import for_graph, own_memory
 from ctl.data.dataset import DatasetInfo, check_batch_size, distribution_options, fingerprint
-from ctl.data.explained import NO_CLASS, explained
+from ctl.data.errors import NO_CLASS, explained
 from ctl.data.order import VERSION, Shuffle, check_block
 from ctl.data.records import BadRecord
 from ctl.data.sources import as_source
 from ctl.errors import UsageError
-from ctl.user_code import converted
 
 # Calls that read at the same time. Threads wait for the disk most of that time.
 _READERS = 4

@@ -30,7 +30,7 @@ from ctl.data.tfds_split import Split, one_line
 from ctl.errors import UsageError
 
 # A TFDS data_dir that comes with ctl. It is searched after the user's own.
-EMBEDDED = pathlib.Path(str(importlib.resources.files("ctl") / "datasets"))
+EMBEDDED = pathlib.Path(str(importlib.resources.files("ctl") / "data/datasets"))
 
 # Limit in seconds for the answers of all hosts together, including name resolution.
 PROBE_SECONDS = 5.0

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from absl import flags
 
+from ctl.base.names import check_name
 from ctl.errors import UsageError
-from ctl.flags.names import check_name
 from ctl.flags.parsing import check_flags, group
 
 flags.disclaim_key_flags()  # They belong to the command that calls a group.

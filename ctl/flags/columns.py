@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from absl import flags
 
+from ctl.base.names import is_function_name
 from ctl.errors import UsageError
-from ctl.flags.names import is_function_name
 from ctl.flags.parsing import check_flags
 
 flags.disclaim_key_flags()  # They belong to the command that calls a group.

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 
 import ctl
-from ctl.flags.names import check_name
+from ctl.base.names import check_name
 from ctl.flags.parsing import exit_codes
 
 

@@ -17,8 +17,8 @@ from typing import Any
 
 from absl import flags
 
-from ctl.checkpoint import durable
-from ctl.control.best import known_mode
+from ctl.base import durable
+from ctl.base.best import known_mode
 from ctl.errors import CheckpointError, UsageError
 from ctl.flags.defaults import early_stop_parts, spelled_out
 
@@ -72,9 +72,9 @@ def write(
     step: int | None = None,
 ) -> None:
     """Writes the flags ``names``, the values ``chosen`` for flags that leave a choice, the ``code``
-    of the step (`ctl.control.code.identity`), and versions of packages. If the run resumes at
-    ``step``, flags that have changed are added to its ``history``. Also writes the flags as a file
-    for ``--flagfile``. Deletes unfinished files of killed runs in ``model_dir``.
+    of the step (`ctl.control.source_hash.identity`), and versions of packages. If the run resumes
+    at ``step``, flags that have changed are added to its ``history``. Also writes the flags as a
+    file for ``--flagfile``. Deletes unfinished files of killed runs in ``model_dir``.
 
     Only for the run that holds the lock.
 

@@ -7,16 +7,17 @@ from typing import Any
 
 from absl import flags
 
-from ctl import cluster
+from ctl.base import names
+from ctl.distributed import cluster
 from ctl.errors import UsageError
-from ctl.flags import names
 from ctl.flags.parsing import check_flags, group
 
 flags.disclaim_key_flags()  # They belong to the command that calls a group.
 
 
 def define_device_flags(training: bool = True) -> None:
-    """Defines the flags of `ctl.strategy`: devices and, if ``training``, several workers."""
+    """Defines the flags of `ctl.distributed.strategy`: devices and, if ``training``, several
+    workers."""
     with group("Devices"):
         flags.DEFINE_enum(
             "strategy",

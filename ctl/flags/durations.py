@@ -11,8 +11,8 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 
+from ctl.base.names import SCALING_RULES, SCHEDULES, check_name
 from ctl.errors import UsageError
-from ctl.flags.names import SCALING_RULES, SCHEDULES, check_name
 
 _MOST = 1e15  # steps or epochs; NumPy and TensorFlow count in int64
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]*)?(?:e[0-9]+)?|\.[0-9]+)(ep)?")

@@ -15,10 +15,10 @@ from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
+from ctl.base.names import IMAGES
 from ctl.errors import UsageError
-from ctl.flags.names import IMAGES
 
-_EMBEDDED = Path(__file__).parents[1] / "datasets"
+_EMBEDDED = Path(__file__).parents[1] / "data" / "datasets"
 _LOOKED_AT = 10_000  # files of a folder that may have images
 
 

@@ -7,8 +7,9 @@ from typing import Any
 
 from absl import flags
 
+from ctl.base import names
 from ctl.errors import UsageError
-from ctl.flags import columns, defaults, durations, early, names
+from ctl.flags import columns, defaults, durations, early
 from ctl.flags.parsing import (
     AUTO,
     check_flags,

@@ -11,8 +11,8 @@ from typing import Any
 
 from absl import flags
 
+from ctl.base.names import is_function_name
 from ctl.errors import UsageError
-from ctl.flags.names import is_function_name
 
 # The flags whose value may name code.
 NAMING = ("step", "model", "dataset", "loss", "metrics")

@@ -19,11 +19,11 @@ from typing import Any
 
 from absl import app, flags
 
+from ctl.base import console, streams
+from ctl.base.names import check_name
+from ctl.distributed.watch.watchdog import leave
 from ctl.errors import CheckpointError, CtlError, PeerError, UsageError
 from ctl.flags import early, imports, tracebacks
-from ctl.flags.names import check_name
-from ctl.logs import console, streams
-from ctl.watch.watchdog import leave
 
 flags.disclaim_key_flags()  # They belong to the command that calls a group.
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from absl import flags
 
+from ctl.base import names
 from ctl.errors import UsageError
-from ctl.flags import names
 from ctl.flags.parsing import check_flags, define_path, group, grouped_flags
 
 flags.disclaim_key_flags()  # They belong to the command that calls a group.

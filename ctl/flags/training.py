@@ -6,10 +6,11 @@ import importlib.util
 
 from absl import flags
 
-from ctl.actions import parse_window
-from ctl.control.best import Mode, known_mode
+from ctl.base import names
+from ctl.base.actions import parse_window
+from ctl.base.best import Mode, known_mode
 from ctl.errors import UsageError
-from ctl.flags import augmentation, code, devices, durations, groups, names, run
+from ctl.flags import augmentation, devices, durations, groups, run, user_code_flags
 from ctl.flags.defaults import early_stop_parts
 from ctl.flags.durations import steps_from
 from ctl.flags.parsing import check_flags, group
@@ -23,8 +24,8 @@ def define_flags(model_dir_required: bool = True) -> None:
     run.define_run_flags(model_dir_required)
     groups.define_data_flags()
     augmentation.define_augment_flag()
-    code.define_model_flags()
-    code.define_code_flags()
+    user_code_flags.define_model_flags()
+    user_code_flags.define_code_flags()
     groups.define_step_flags()
     groups.define_schedule_flags()
     FLAGS.set_default("schedule", "cosine")

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ctl import load_lazily
+from ctl.base.lazy import load_lazily
 
 if TYPE_CHECKING:
-    from ctl.inspect.plan.plan import Collective, Lint, Plan
+    from ctl.phases.plan.plan import Collective, Lint, Plan
 
 __all__ = ["Collective", "Lint", "Plan"]
 
 __getattr__, __dir__ = load_lazily(
-    __name__, __all__, dict.fromkeys(__all__, "ctl.inspect.plan.plan")
+    __name__, __all__, dict.fromkeys(__all__, "ctl.phases.plan.plan")
 )

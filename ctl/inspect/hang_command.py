@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from ctl.distributed.watch.hang import places, suspects, verdict
+from ctl.distributed.watch.record import SAME_HANG_SECONDS, Record, read
 from ctl.errors import UsageError
 from ctl.flags.parsing import run_command
 from ctl.inspect.measure import FOLDER
-from ctl.watch.hang import places, suspects, verdict
-from ctl.watch.record import SAME_HANG_SECONDS, Record, read
 
 _USAGE = """
 Says who kept the workers of a run waiting, from the flight records that they wrote.

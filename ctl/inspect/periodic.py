@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from absl import logging
 
-from ctl.actions import Sink, Status
+from ctl.base.actions import Sink, Status
 from ctl.inspect.measure import WARM_UP
 from ctl.inspect.measure.blame import blame
 from ctl.inspect.measure.recording import Recording

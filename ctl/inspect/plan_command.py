@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 
 from absl import flags
 
-from ctl import build
+from ctl.base import console
+from ctl.build import build
 from ctl.flags import training
 from ctl.flags.parsing import group, run_command
-from ctl.logs import console
 
 if TYPE_CHECKING:
     import tensorflow as tf
 
-    from ctl.inspect.plan.plan import Plan
+    from ctl.phases.plan.plan import Plan
 
 FLAGS = flags.FLAGS
 flags.disclaim_key_flags()
@@ -48,12 +48,12 @@ def main() -> None:
     console.log_to_terminal()
     console.load_tensorflow()
 
-    from ctl.inspect.plan.table import show
-    from ctl.workers import is_chief, is_multi_worker, leave_together
+    from ctl.distributed.workers import is_chief, is_multi_worker, leave_together
+    from ctl.phases.plan.table import show
 
     loop = build.make_loop(build.prepare())
     chief = is_chief(loop.strategy)
-    plan = loop.step.plan(xla=FLAGS.xla and chief)
+    plan = loop.plan(xla=FLAGS.xla and chief)
     if is_multi_worker(loop.strategy):
         plan = _compared(loop.strategy, plan)
     if chief and FLAGS.json:
@@ -65,9 +65,9 @@ def main() -> None:
 
 def _compared(strategy: tf.distribute.Strategy, plan: Plan) -> Plan:
     """``plan``, with a lint if the plans of the workers differ."""
-    from ctl.inspect.plan.lints import differing
-    from ctl.inspect.plan.plan import from_json
-    from ctl.workers import all_gather
+    from ctl.distributed.workers import all_gather
+    from ctl.phases.plan.lints import differing
+    from ctl.phases.plan.plan import from_json
 
     texts = all_gather(strategy, json.dumps(plan.to_json()).encode(), "comparing the plans")
     plans = {worker: from_json(json.loads(text)) for worker, text in enumerate(texts)}

@@ -12,17 +12,17 @@ from typing import Any
 
 from absl import flags
 
+from ctl.base import console
+from ctl.base.units import GIB, KIB, MIB
 from ctl.errors import UsageError
 from ctl.flags.parsing import check_flags, group, run_command
 from ctl.inspect.measure import FOLDER, link
-from ctl.inspect.plan.plan import GATHERS, Plan, from_json
 from ctl.inspect.predict import cost
 from ctl.inspect.predict.cost import Link, Network
 from ctl.inspect.predict.methods import Method, predict_method
 from ctl.inspect.predict.methods import table as methods_table
 from ctl.inspect.predict.model import Pack, Prediction, Step, predict
-from ctl.inspect.units import GIB, KIB, MIB
-from ctl.logs import console
+from ctl.phases.plan.plan import GATHERS, Plan, from_json
 
 FLAGS = flags.FLAGS
 flags.disclaim_key_flags()

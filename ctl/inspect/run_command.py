@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from absl import flags, logging
 
-from ctl import build
+from ctl.base import console
+from ctl.build import build
 from ctl.flags import training
 from ctl.flags.parsing import group, run_command
 from ctl.inspect import measure
 from ctl.inspect.show.results import define_bandwidth_flag
-from ctl.logs import console
 
 if TYPE_CHECKING:
     from ctl.inspect.measure.timeline import Timeline
@@ -67,11 +67,12 @@ def main() -> None:
     console.log_to_terminal()
     console.load_tensorflow()
 
-    from ctl import private, workers
+    from ctl.base import tf_internals
+    from ctl.distributed import workers
     from ctl.inspect.measure.ablate import ablate
 
     loop = build.make_loop(build.prepare())
-    reason = private.no_marks()
+    reason = tf_internals.no_marks()
     if reason:
         logging.warning("%s", reason)
         _time(loop)
@@ -85,14 +86,14 @@ def main() -> None:
 
 
 def _look(loop: Loop) -> None:
-    from ctl import workers
+    from ctl.distributed import workers
     from ctl.inspect.measure import window
     from ctl.inspect.measure.profile import profiled
     from ctl.inspect.measure.recording import Recording
     from ctl.inspect.measure.timeline import join
     from ctl.inspect.show.results import show
 
-    recording = Recording(loop.step, FLAGS.steps)
+    recording = Recording(loop, FLAGS.steps)
     recording.start()
     logging.info("compiling and warming up: %d steps", FLAGS.warm_up)
     loop.train(FLAGS.warm_up)

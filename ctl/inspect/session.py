@@ -1,4 +1,4 @@
-"""Inspects steps while a loop trains; see `ctl.TrainStep.inspect`."""
+"""Inspects steps while a loop trains; see `Inspection`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
-from ctl.actions import Sink
-from ctl.errors import UsageError
+from absl import logging
+
+from ctl.base import tf_internals
+from ctl.base.actions import Action, Sink
 from ctl.inspect.measure.blame import Blame, blame
 from ctl.inspect.measure.link import Measured
 from ctl.inspect.measure.profile import profiled
@@ -17,23 +19,23 @@ from ctl.inspect.measure.timeline import Timeline, join
 from ctl.inspect.measure.verdict import verdict
 from ctl.inspect.measure.window import Window
 from ctl.inspect.periodic import Periodic
-from ctl.inspect.plan.plan import Plan
-from ctl.inspect.plan.plan import from_json as plan_from_json
 from ctl.inspect.show.report import print_report
-from ctl.step import TrainStep
+from ctl.loop import Loop
+from ctl.phases.plan.plan import Plan
+from ctl.phases.plan.plan import from_json as plan_from_json
 
 
 class Inspection:
     """A context manager that inspects the last ``steps`` steps that a loop runs inside it.
 
-        with step.inspect(steps=20) as seen:
+        with ctl.Inspection(loop, steps=20) as seen:
             loop.train(until=100)
         print(*seen.verdict(), sep="\\n")
 
     Train at least 30 steps before: TensorFlow schedules its first steps differently.
 
     Args:
-        step: belongs to a `ctl.Loop`.
+        loop: whose steps are inspected. All workers must do so at once.
         steps: number of steps to inspect, 1 or more.
         profile: also run TensorFlow's profiler, which splits the times of packs further. Train no
             more than some hundred steps inside the block then.
@@ -43,16 +45,14 @@ class Inspection:
         timeline: the windows joined, see `ctl.inspect.measure.timeline`; set when the block ends.
 
     Raises:
-        UsageError: ``step`` belongs to no loop or cannot be stamped, or ``steps`` is below 1.
+        UsageError: the step cannot be stamped, or ``steps`` is below 1.
     """
 
     windows: list[Window]
     timeline: Timeline
 
-    def __init__(self, step: TrainStep, steps: int = 20, *, profile: bool = False):
-        if step.strategy is None:
-            raise UsageError("a step is inspected while a loop runs it: make the Loop first")
-        self._recording = Recording(step, steps)
+    def __init__(self, loop: Loop, steps: int = 20, *, profile: bool = False):
+        self._recording = Recording(loop, steps)
         self._profile: contextlib.AbstractContextManager[list[Any]] = (
             profiled() if profile else contextlib.nullcontext([])
         )
@@ -96,3 +96,13 @@ class Inspection:
     def show(self, measured: Measured | None = None) -> None:
         """Prints the tables and the verdict. ``measured`` adds bandwidths relative to it."""
         print_report(self.timeline, self.verdict(measured), plan=self.plan, measured=measured)
+
+
+def inspect_every(loop: Loop, steps: int, sinks: Sequence[Sink]) -> list[Action]:
+    """The action that inspects every ``steps`` steps of ``loop``; an empty list, with a warning, if
+    this TensorFlow cannot stamp."""
+    reason = tf_internals.no_marks()
+    if reason:
+        logging.warning("--inspect_every: %s", reason)
+        return []
+    return [Inspection(loop).every(steps, sinks)]

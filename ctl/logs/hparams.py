@@ -11,7 +11,7 @@ from typing import Any, Literal
 import tensorflow as tf
 from tensorboard.plugins.hparams import api_pb2, summary
 
-from ctl.actions import scalars_of
+from ctl.base.actions import scalars_of
 from ctl.errors import Preempted
 from ctl.logs.runs import is_best_high
 from ctl.logs.sinks import write_scalars, writing_events

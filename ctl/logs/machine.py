@@ -1,6 +1,6 @@
 """What a training makes of its machine: memory, and the share of the peak that it uses.
 
-Functions for `ctl.logs.scalars.Scalars.extras`, which add scalars to a record.
+Functions for `ctl.control.scalars.Scalars.extras`, which add scalars to a record.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import keras
 import tensorflow as tf
 from absl import logging
 
-from ctl import replicas
+from ctl.distributed import replicas
 from ctl.step import TrainStep
 
 _SECONDS = 0.3  # that the peak is measured for
@@ -32,8 +32,8 @@ def peak_memory(scalars: Mapping[str, float]) -> dict[str, float]:
 
 def utilization(step: TrainStep) -> Callable[[Mapping[str, float]], dict[str, float]]:
     """Measures the peak, and returns what adds ``mfu``: the FLOPs of forward and backward (see
-    `ctl.flops`) per second, divided by the peak of all devices of the job. It adds nothing where
-    FLOPs or examples are not known."""
+    `ctl.phases.flops`) per second, divided by the peak of all devices of the job. It adds nothing
+    where FLOPs or examples are not known."""
     dtype = keras.mixed_precision.dtype_policy().compute_dtype
     peak = peak_flops(dtype)
     devices = _devices(step.strategy)

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import tensorflow as tf
 from absl import logging
 
-from ctl.actions import NEVER
+from ctl.base.actions import NEVER
 from ctl.errors import CtlError, UsageError
 
 if TYPE_CHECKING:
-    from ctl.actions import Status
+    from ctl.base.actions import Status
 
 
 class Profile:

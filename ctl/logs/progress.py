@@ -14,15 +14,16 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.text import Text
 
-from ctl.actions import scalars_of
-from ctl.logs.console import INDENT, filled
+from ctl.base.actions import scalars_of
+from ctl.base.console import INDENT, filled
 
 if TYPE_CHECKING:
-    from ctl.actions import Status
+    from ctl.base.actions import Status
 
 _REFRESH_SECONDS = 0.5
 _NARROWEST_BAR, _WIDEST_BAR = 8, 40
-# A step that counts something else, see `ctl.base_step.BaseStep.counts`, has another rate, too.
+# A step that counts something else, see `ctl.phases.base_step.BaseStep.counts`, has another rate,
+# too.
 _UNITS = ("steps_per_second", "examples_per_second")
 
 
@@ -46,8 +47,8 @@ class Lines:
 class Progress:
     """A progress bar at the foot of the terminal: a context manager, an action, and a sink.
 
-    As an action, it updates the bar at every wake. As a sink of `ctl.actions.Log`, it prints each
-    record above the bar. Other output appears above the bar, too::
+    As an action, it updates the bar at every wake. As a sink of `ctl.base.actions.Log`, it prints
+    each record above the bar. Other output appears above the bar, too::
 
         with Progress() as progress:
             loop = ctl.Loop(..., actions=[Every(Log(progress), steps=100), progress])

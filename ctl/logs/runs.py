@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ctl.actions import CONTEXT
-from ctl.checkpoint import durable
-from ctl.control.best import known_mode
+from ctl.base import durable
+from ctl.base.actions import CONTEXT
+from ctl.base.best import known_mode
 from ctl.errors import UsageError
 from ctl.flags import config
 from ctl.flags.defaults import early_stop_parts

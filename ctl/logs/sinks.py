@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 from tensorboard.plugins.scalar.summary_v2 import scalar_pb
 
-from ctl.actions import scalars_of
+from ctl.base.actions import scalars_of
 from ctl.errors import CheckpointError
 from ctl.logs.runs import to_json
 

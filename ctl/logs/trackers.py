@@ -17,8 +17,8 @@ from typing import Any, Protocol
 
 from absl import logging
 
-from ctl.actions import scalars_of
-from ctl.checkpoint import durable
+from ctl.base import durable
+from ctl.base.actions import scalars_of
 from ctl.logs.hparams import Ending, ending
 
 PATIENCE = 60.0  # seconds that the end of a run waits for what is not sent yet
@@ -31,7 +31,7 @@ class Service(Protocol):
     """What `Tracker` talks to; its methods may raise and may take long."""
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Sends a record, see `ctl.actions.Log`."""
+        """Sends a record, see `ctl.base.actions.Log`."""
 
     def close(self, how: Ending) -> None:
         """Says that the run has ended, and how."""

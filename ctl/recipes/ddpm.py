@@ -21,8 +21,8 @@ import tensorflow as tf
 from keras import layers, ops
 
 import ctl
-from ctl import share
-from ctl.base_step import BaseStep
+from ctl.distributed import local_batch
+from ctl.phases.base_step import BaseStep
 from ctl.recipes.samples import SEED, Sampling
 
 
@@ -47,7 +47,7 @@ class Diffusion(BaseStep):
             times: of each image, from 1 to ``diffusion_steps``, int32 [n].
             seed: of the noise.
         """
-        images, _ = share.pair(batch)
+        images, _ = local_batch.pair(batch)
         images = 2.0 * self.preprocess(images) - 1.0
         noise = tf.random.stateless_normal(tf.shape(images), seed)
         left = tf.reshape(tf.gather(self.levels()[1], times), [-1, 1, 1, 1])

@@ -19,8 +19,8 @@ from typing import Any
 import tensorflow as tf
 
 import ctl
-from ctl import share
-from ctl.models import load_model
+from ctl.checkpoint.export import load_model
+from ctl.distributed import local_batch
 
 
 class Distillation(ctl.TrainStep):
@@ -44,7 +44,7 @@ class Distillation(ctl.TrainStep):
     def loss(self, batch: Any) -> tuple[tf.Tensor, tf.Tensor]:
         """The losses, [n], and the outputs of the model."""
         hard, logits = super().loss(batch)
-        features, _, weights = share.unpack(batch)
+        features, _, weights = local_batch.unpack(batch)
         taught = self.taught_by(self.preprocess(features), training=False)
         t = self.teacher_temperature
         taught, softer = (tf.cast(x, tf.float32) / t for x in (taught, logits))

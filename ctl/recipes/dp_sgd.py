@@ -37,10 +37,10 @@ from typing import Any
 import tensorflow as tf
 
 import ctl
-from ctl import replicas
-from ctl.apply import global_norm
 from ctl.data.mixture import Mixture, StreamedMixture
+from ctl.distributed import replicas
 from ctl.errors import UsageError
+from ctl.phases.norms import global_norm
 
 _MOST = 10**6  # more micro-batches than a replica has examples, so each has one
 _ORDERS = [*range(2, 65), 128, 256, 512]  # of the accountant, which is slow for fractions

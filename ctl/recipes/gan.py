@@ -19,10 +19,10 @@ import tensorflow as tf
 from keras import layers
 
 import ctl
-from ctl import share
-from ctl.base_step import BaseStep
+from ctl.distributed import local_batch
 from ctl.errors import UsageError
-from ctl.optimizers import from_name
+from ctl.phases.base_step import BaseStep
+from ctl.phases.optimizers import from_name
 from ctl.recipes.samples import SEED, Sampling
 
 
@@ -30,7 +30,7 @@ def adversarial(step: BaseStep, batch: Any, seed: Any) -> list[tf.Tensor]:
     """The losses of generator and discriminator for each image, two of float32 [n]. ``batch`` is
     ``(images, labels)``."""
     generator, discriminator = step.model.layers
-    images, _ = share.pair(batch)
+    images, _ = local_batch.pair(batch)
     real = step.preprocess(images)
     noise = tf.random.stateless_normal([tf.shape(real)[0], generator.input_shape[1]], seed)
     fake = generator(noise, training=step.training)

@@ -23,9 +23,9 @@ from absl import flags
 from keras import layers, ops
 
 import ctl
-from ctl.base_step import BaseStep
 from ctl.data import InMemory
 from ctl.data.text import PAD, Buckets, python_sources
+from ctl.phases.base_step import BaseStep
 
 flags.DEFINE_integer("context", 64, "Bytes that the language model sees.", lower_bound=1)
 flags.DEFINE_integer("width", 64, "Of the language model: 32 for each head.", lower_bound=32)

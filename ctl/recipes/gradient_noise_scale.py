@@ -25,8 +25,8 @@ import keras
 import tensorflow as tf
 
 import ctl
-from ctl.apply import global_norm
 from ctl.errors import UsageError
+from ctl.phases.norms import global_norm
 
 
 class Squares(keras.metrics.Metric):

@@ -23,7 +23,7 @@ import tensorflow as tf
 from absl import logging
 
 import ctl
-from ctl import replicas
+from ctl.distributed import replicas
 from ctl.errors import UsageError
 
 MEAN = tf.distribute.ReduceOp.MEAN

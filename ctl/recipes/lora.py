@@ -17,9 +17,9 @@ from typing import Any
 import keras
 from absl import flags
 
+from ctl.checkpoint.export import load_model
+from ctl.distributed.replicas import layers_of
 from ctl.errors import UsageError
-from ctl.models import load_model
-from ctl.replicas import layers_of
 
 flags.DEFINE_string(
     "lora_base", None, "The trained model that gets low-rank updates, a .keras file."

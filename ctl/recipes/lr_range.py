@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING
 
 from absl import flags
 
-from ctl.build import make_loop, prepare
+from ctl.base import console, svg
+from ctl.build.build import make_loop, prepare
 from ctl.errors import DivergedError, UsageError
 from ctl.flags import training
 from ctl.flags.parsing import check_flags, group, run_command
-from ctl.logs import console, svg
 
 if TYPE_CHECKING:
-    from ctl.actions import Status
+    from ctl.base.actions import Status
 
 FLAGS = flags.FLAGS
 flags.disclaim_key_flags()

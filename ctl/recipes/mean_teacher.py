@@ -19,7 +19,7 @@ from typing import Any
 import tensorflow as tf
 
 import ctl
-from ctl import share
+from ctl.distributed import local_batch
 from ctl.errors import UsageError
 
 
@@ -43,7 +43,7 @@ class MeanTeacher(ctl.TrainStep):
 
     def loss(self, batch: Any) -> tuple[tf.Tensor, tf.Tensor]:
         """The losses, [n], and the outputs of the model for the noisy features."""
-        features, labels, weights = share.unpack(batch)
+        features, labels, weights = local_batch.unpack(batch)
         features = self.preprocess(features)
         outputs = self.model(self.noisy(features, "student"), training=True)
         labelled = labels >= 0
@@ -60,7 +60,7 @@ class MeanTeacher(ctl.TrainStep):
 
     def update_metrics(self, batch: Any, outputs: Any) -> None:
         """Of the labelled examples."""
-        features, labels, weights = share.unpack(batch)
+        features, labels, weights = local_batch.unpack(batch)
         labelled = tf.cast(labels >= 0, tf.float32)
         weights = labelled if weights is None else labelled * tf.cast(weights, tf.float32)
         super().update_metrics((features, tf.maximum(labels, 0), weights), outputs)

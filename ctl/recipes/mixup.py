@@ -20,7 +20,7 @@ from typing import Any
 import tensorflow as tf
 
 import ctl
-from ctl.share import pair
+from ctl.distributed.local_batch import pair
 
 
 class Mixup(ctl.TrainStep):

@@ -24,7 +24,7 @@ from absl import flags
 from keras import layers
 
 import ctl
-from ctl import share
+from ctl.distributed import local_batch
 from ctl.errors import UsageError
 from ctl.reduce import all_gather
 
@@ -98,7 +98,7 @@ class Balanced(ctl.TrainStep):
 
     def loss(self, batch: Any) -> tuple[tf.Tensor, tf.Tensor]:
         """The losses, [n], and the logits."""
-        features, labels = share.pair(batch)
+        features, labels = local_batch.pair(batch)
         logits, *routed = self.routed(self.preprocess(features), training=True)
         losses = self.loss_fn(labels, logits)
         for layer, probabilities in enumerate(routed):

@@ -17,8 +17,8 @@ from typing import Any
 import tensorflow as tf
 
 import ctl
-from ctl import passes
-from ctl.apply import global_norm
+from ctl.phases import passes
+from ctl.phases.norms import global_norm
 
 
 class SAM(ctl.TrainStep):

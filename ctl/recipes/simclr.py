@@ -22,8 +22,8 @@ import tensorflow as tf
 from keras import layers
 
 import ctl
-from ctl import share
-from ctl.base_step import BaseStep
+from ctl.distributed import local_batch
+from ctl.phases.base_step import BaseStep
 from ctl.recipes.samples import SEED
 from ctl.reduce import all_gather, first_row
 
@@ -109,7 +109,7 @@ class Contrast(BaseStep):
 
     def contrastive_loss(self, batch: Any, seed: Any) -> tf.Tensor:
         """The loss of each image, float32 [n]; logs how often the partner of a view is nearest."""
-        images, _ = share.pair(batch)
+        images, _ = local_batch.pair(batch)
         views = two_views(self.preprocess(images), self.smallest_crop, seed)
         projections = self.model(views, training=self.training)
         losses, found = nt_xent(projections, self.temperature)
@@ -122,7 +122,7 @@ class Evaluation(Contrast, ctl.EvalStep):
     representation of whole images. Both depend on the size of the batch."""
 
     def loss(self, batch: Any) -> tf.Tensor:
-        images, labels = share.pair(batch)
+        images, labels = local_batch.pair(batch)
         alike, _ = cosines(self.model.layers[0](self.preprocess(images), training=False))
         same = tf.gather(all_gather(labels), tf.argmax(alike, axis=1)) == labels
         self.log("neighbour_accuracy", tf.cast(same, tf.float32))

@@ -80,7 +80,7 @@ with strategy.scope():
 EPOCHS = 2
 run = pathlib.Path(tempfile.mkdtemp(prefix="ctl-tutorial-"))
 schedule = ctl.schedule.Piecewise([STEPS_PER_EPOCH], [1e-3, 1e-4])
-log = ctl.actions.Log(TensorBoard(run))
+log = ctl.base.actions.Log(TensorBoard(run))
 checkpoints = ctl.CheckpointManager(run / "checkpoints")
 
 

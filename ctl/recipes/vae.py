@@ -19,8 +19,8 @@ from absl import flags
 from keras import layers, ops
 
 import ctl
-from ctl import share
-from ctl.base_step import BaseStep
+from ctl.distributed import local_batch
+from ctl.phases.base_step import BaseStep
 from ctl.recipes.samples import SEED, Sampling
 
 flags.DEFINE_integer("latent_size", 20, "Of the variational autoencoder.", lower_bound=1)
@@ -28,7 +28,7 @@ flags.DEFINE_integer("latent_size", 20, "Of the variational autoencoder.", lower
 
 def negative_bound(step: BaseStep, batch: Any, seed: Any) -> tf.Tensor:
     """Reconstruction and KL of each image, float32 [n]. ``batch`` is ``(images, labels)``."""
-    images, _ = share.pair(batch)
+    images, _ = local_batch.pair(batch)
     images = step.preprocess(images)
     noise = tf.random.stateless_normal([tf.shape(images)[0], step.model.inputs[1].shape[1]], seed)
     logits, mean, log_variance = step.model([images, noise], training=step.training)

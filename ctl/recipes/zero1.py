@@ -24,9 +24,9 @@ import tensorflow as tf
 from absl import logging
 
 import ctl
-from ctl import replicas
+from ctl.distributed import replicas
 from ctl.errors import UsageError
-from ctl.optimizers import is_decayed
+from ctl.phases.optimizers import is_decayed
 
 _NORMED = keras.optimizers.Lamb, keras.optimizers.Adafactor  # by norms of whole variables
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ctl import load_lazily
+from ctl.base.lazy import load_lazily
 
 if TYPE_CHECKING:
     from ctl.schedule.schedules import (

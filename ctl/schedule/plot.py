@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 
 from absl import flags
 
+from ctl.base.console import load_tensorflow, write_file
+from ctl.base.svg import escape, line, shorten, text, ticks
 from ctl.flags.durations import check_positive
 from ctl.flags.groups import define_schedule_flags, schedule_arguments
 from ctl.flags.parsing import check_flags, group, run_command
-from ctl.logs.console import load_tensorflow, write_file
-from ctl.logs.svg import escape, line, shorten, text, ticks
 
 if TYPE_CHECKING:
     from ctl.schedule.schedules import Schedule

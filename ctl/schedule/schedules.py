@@ -21,7 +21,8 @@ import keras
 import tensorflow as tf
 from absl import logging
 
-from ctl.control.patience import Patience
+from ctl.base.autograph import Overridable
+from ctl.base.names import SCHEDULES, check_name
 from ctl.errors import UsageError
 from ctl.flags import defaults
 from ctl.flags.durations import (
@@ -34,8 +35,7 @@ from ctl.flags.durations import (
     scale_learning_rate,
     steps_from,
 )
-from ctl.flags.names import SCHEDULES, check_name
-from ctl.user_code import Overridable
+from ctl.schedule.patience import Patience
 
 _serializable = keras.saving.register_keras_serializable(package="ctl")
 
@@ -252,7 +252,7 @@ class Plateau(Schedule):
 
     As `keras.callbacks.ReduceLROnPlateau`, of which these arguments have the defaults. `ctl.Loop`
     calls `evaluated` after each evaluation, and saves the memory in its checkpoints. ``metric``,
-    ``mode``, ``min_delta`` and ``cooldown`` (in evaluations): see `ctl.control.patience.Patience`.
+    ``mode``, ``min_delta`` and ``cooldown`` (in evaluations): see `ctl.schedule.patience.Patience`.
     """
 
     learning_rate: float
@@ -278,7 +278,7 @@ class Plateau(Schedule):
 
     @property
     def memory(self) -> tf.Variable:
-        """See `ctl.control.patience.Patience`."""
+        """See `ctl.schedule.patience.Patience`."""
         return self._patience.memory
 
     def evaluated(self, step: int, results: Mapping[str, float]) -> None:
@@ -314,7 +314,7 @@ def make_schedule(
     base_batch_size: int | None = None,
     scaling: str = "none",
 ) -> Schedule:
-    """Makes the schedule ``name``, one of `ctl.flags.names.SCHEDULES`.
+    """Makes the schedule ``name``, one of `ctl.base.names.SCHEDULES`.
 
     Durations (``warmup_steps``, ``boundaries``, ``decay_steps``) are steps, or text such as
     ``"0.5ep"`` for epochs of ``steps_per_epoch`` steps. ``total_steps`` is the length of the

@@ -13,7 +13,8 @@ import pytest
 import tensorflow as tf
 from saved import edit_manifest, restore_fresh, save_steps, state_of, steps_in, values_of
 
-from ctl.checkpoint import CheckpointManager, Reader, bundle, durable
+from ctl.base import durable
+from ctl.checkpoint import CheckpointManager, Reader, bundle
 from ctl.errors import CheckpointError, UsageError
 
 

@@ -14,7 +14,8 @@ import pytest
 import tensorflow as tf
 from saved import restore_fresh, save_steps, state_of, steps_in, values_of
 
-from ctl.checkpoint import CheckpointManager, durable
+from ctl.base import durable
+from ctl.checkpoint import CheckpointManager
 from ctl.errors import CheckpointError
 
 
@@ -35,7 +36,7 @@ def test_wait_for_new(tmp_path):
 
 
 def test_one_writer(tmp_path):
-    code = "import sys, time; from ctl.checkpoint.durable import Lock; "
+    code = "import sys, time; from ctl.base.durable import Lock; "
     code += "Lock(sys.argv[1]); print(1, flush=True)"
     with subprocess.Popen(
         [sys.executable, "-c", f"{code}; time.sleep(600)", str(tmp_path / ".lock")],

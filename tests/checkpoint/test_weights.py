@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ctl.apply import average_like
 from ctl.checkpoint import CheckpointManager, Reader, load_weights
 from ctl.errors import CheckpointError, UsageError
-from ctl.phases import freeze
+from ctl.phases.apply import average_like
+from ctl.phases.freezing import freeze
 
 
 def make(classes: int = 3, head: str = "head") -> keras.Model:

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from saved import Gate, restore_fresh, state_of, steps_in
 
-from ctl.checkpoint import CheckpointManager, durable
+from ctl.base import durable
+from ctl.checkpoint import CheckpointManager
 from ctl.errors import CheckpointError, UsageError
 
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from helpers import CLASSES, FEATURES, make_loop
 
-from ctl.control.differences import differences
+from ctl.base.differences import differences
 from ctl.control.model_config import model_config
-from ctl.step import cross_entropy
+from ctl.phases.losses import cross_entropy
 
 
 def sequential(*layers) -> keras.Model:

@@ -12,7 +12,7 @@ import pytest
 
 from ctl.control import signals
 from ctl.control.signals import Signals
-from ctl.watch import watchdog
+from ctl.distributed.watch import watchdog
 
 
 @pytest.fixture

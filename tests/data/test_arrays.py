@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 from ctl.data import InMemory, Streaming, mix
-from ctl.data.explained import explained
+from ctl.data.errors import explained
 from ctl.data.sources import Items, mapped
 from ctl.errors import UsageError
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from ctl import data
+from ctl.data.datasets.fashion_mnist_mini import build
 from ctl.data.tfds_source import EMBEDDED
-from ctl.datasets.fashion_mnist_mini import build
 
 FOLDER = EMBEDDED / "fashion_mnist_mini"
 

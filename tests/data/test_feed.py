@@ -2,10 +2,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from ctl.base.tf_internals import devices_without_autotuning
 from ctl.data import InMemory
 from ctl.data.feed import batch_of, distribute, next_block, open_feed
 from ctl.data.global_batches import GlobalBatches
-from ctl.private import devices_without_autotuning
 
 
 def taken(strategy, feed, steps, most):

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from ctl.data import Augmented, DatasetInfo, InMemory, Streaming, mix
-from ctl.data.explained import explained
+from ctl.data.errors import explained
 from ctl.data.feed import open_batches
 from ctl.data.mixture import Interleave
 from ctl.data.sources import Items

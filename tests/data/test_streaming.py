@@ -13,7 +13,7 @@ from stored_sources import COUNT
 from stored_sources import SOURCES as KINDS
 
 from ctl.data import streaming
-from ctl.data.explained import explained
+from ctl.data.errors import explained
 from ctl.data.feed import open_batches
 from ctl.data.load import read_all
 from ctl.data.records import ArrayRecords, BadRecord, TFRecords

@@ -12,7 +12,7 @@ import tensorflow_datasets as tfds
 import tiny_tfds
 
 from ctl.data import load, tfds_source
-from ctl.data.explained import explained
+from ctl.data.errors import explained
 from ctl.data.load import read_all
 from ctl.data.tfds_source import EMBEDDED, Source, find
 from ctl.errors import UsageError

@@ -11,7 +11,7 @@ from zygote import one_line
 
 import ctl
 from ctl.__main__ import COMMANDS
-from ctl.flags import names
+from ctl.base import names
 
 TRAIN, EVALUATE = "ctl.train", "ctl.evaluate"
 

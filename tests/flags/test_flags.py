@@ -10,8 +10,8 @@ import sys
 import pytest
 from zygote import one_line
 
-from ctl.build import make_optimizer
-from ctl.flags import names
+from ctl.base import names
+from ctl.build.build import make_optimizer
 from ctl.flags.defaults import spelled_out
 
 TRAIN, EVALUATE = "ctl.train", "ctl.evaluate"

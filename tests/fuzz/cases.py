@@ -121,7 +121,9 @@ def valid(case: Case) -> Case:
         changes |= {"frozen": "norm"} if case.norm != "none" else {}
     if changes.get("frozen", case.frozen) == "norm" and case.norm == "none":
         changes |= {"frozen": ""}
-    if case.norm == "synchronized" and case.replicas > 1:  # refused, see tests/test_checks.py
+    if (
+        case.norm == "synchronized" and case.replicas > 1
+    ):  # refused, see tests/phases/test_checks.py
         changes |= {"penalty": "", "twice": False}
     if changes.get("source", case.source) == "memory" or case.fault:
         changes |= {"ends": False}

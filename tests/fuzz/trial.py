@@ -14,17 +14,19 @@ import numpy as np
 import tensorflow as tf
 from graphs import freed_afterwards
 
-from ctl import passes
 from ctl.checkpoint import CheckpointManager
+from ctl.control.evaluator import Evaluator
 from ctl.data import InMemory
 from ctl.data.global_batches import GlobalBatches
+from ctl.distributed.local_batch import rows
+from ctl.distributed.replicas import has_one_copy
 from ctl.errors import DivergedError, UsageError
-from ctl.evaluator import Evaluator
 from ctl.loop import Loop
-from ctl.replicas import has_one_copy
+from ctl.phases import passes
+from ctl.phases.base_step import EvalStep
+from ctl.phases.losses import cross_entropy
 from ctl.schedule import Cosine
-from ctl.share import rows
-from ctl.step import EvalStep, TrainStep, cross_entropy
+from ctl.step import TrainStep
 
 from . import oracle
 from .cases import Case

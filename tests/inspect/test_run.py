@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 import simulated
 import tensorflow as tf
-from helpers import BATCH, FEATURES, adam, examples, make_loop, mlp
+from helpers import BATCH, FEATURES, adam, examples, make_loop
 from paths import BENCHMARKS
 
-from ctl import private
+from ctl.base import tf_internals
+from ctl.build.outputs import inspect_every
 from ctl.data import InMemory
 from ctl.errors import UsageError
 from ctl.inspect.measure.ablate import ablate
@@ -25,10 +26,10 @@ from ctl.inspect.measure.profile import profile_began, profiled
 from ctl.inspect.measure.recording import Recording
 from ctl.inspect.measure.timeline import join
 from ctl.inspect.periodic import Periodic
+from ctl.inspect.session import Inspection
 from ctl.inspect.show.report import scalars
 from ctl.loop import Loop
-from ctl.observer import NO_OBSERVER, Observer
-from ctl.outputs import inspect_every
+from ctl.phases.observer import NO_OBSERVER, Observer
 from ctl.recipes.compressed import Compressed
 from ctl.recipes.local_sgd import LocalSGD
 from ctl.recipes.powersgd import PowerSGD
@@ -115,23 +116,21 @@ def test_delays_of_real_workers_are_found(tmp_path):
 
 def test_a_block_of_research_code(mirrored, capsys):
     loop = inspectable(mirrored(2))
-    with loop.step.inspect(steps=8) as seen:
+    with Inspection(loop, steps=8) as seen:
         loop.train(40)
     assert loop.step.observer is NO_OBSERVER
     assert seen.timeline.steps.tolist() == list(range(32, 40))
     assert seen.blame is None  # replicas of one process are not accused
     assert len(seen.verdict()) == 3
-    assert seen.plan.fingerprint == loop.step.plan().fingerprint
+    assert seen.plan.fingerprint == loop.plan().fingerprint
     seen.show()
     assert "replica 1" in capsys.readouterr().out
 
-    with pytest.raises(ZeroDivisionError), loop.step.inspect(steps=8):
+    with pytest.raises(ZeroDivisionError), Inspection(loop, steps=8):
         raise ZeroDivisionError
     assert loop.step.observer is NO_OBSERVER
-    with pytest.raises(UsageError, match="no two consecutive steps"), loop.step.inspect():
+    with pytest.raises(UsageError, match="no two consecutive steps"), Inspection(loop):
         pass
-    with pytest.raises(UsageError, match="make the Loop first"):
-        TrainStep(mlp(), adam()()).inspect()
 
 
 class Halves(TrainStep):
@@ -146,7 +145,7 @@ class Halves(TrainStep):
 @pytest.mark.parametrize("kind", [LocalSGD, Compressed, PowerSGD, Halves])
 def test_sums_that_marks_do_not_show_are_not_said_to_take_no_time(mirrored, kind):
     loop = inspectable(mirrored(2), step_class=kind)
-    with loop.step.inspect(steps=5) as seen:
+    with Inspection(loop, steps=5) as seen:
         loop.train(20)
     assert not seen.timeline.packs and scalars(seen.timeline) == {}
     said = " ".join(seen.verdict())
@@ -178,7 +177,7 @@ def test_an_observer_of_the_user_is_not_replaced(mirrored):
     loop = inspectable(mirrored(1))
     loop.step.observer = Mine()
     with pytest.raises(UsageError, match="an observer of its own, which an inspection would"):
-        loop.step.inspect()
+        Inspection(loop)
 
 
 def test_windows_now_and_then(mirrored, monkeypatch):
@@ -192,7 +191,7 @@ def test_windows_now_and_then(mirrored, monkeypatch):
         assert {"allreduce/exposed_ms", "allreduce/busbw", "allreduce/late_ms"} < set(record)
     assert loop.step.observer is NO_OBSERVER
     assert loop.steps.run.experimental_get_tracing_count() == 2
-    monkeypatch.setattr(private, "_MANAGER", "no_such_name")
+    monkeypatch.setattr(tf_internals, "_MANAGER", "no_such_name")
     assert inspect_every(loop.step, 100, [sink]) == []
 
 
@@ -321,17 +320,17 @@ def test_a_profile_of_a_sum_of_ones_own(ring2):
             return super().sum_gradients(gradients)
 
     loop = make_loop(ring2, step_class=Own, steps_per_loop=10)
-    assert [c.name for c in loop.step.plan().collectives] == ["pack0"]
-    with loop.step.inspect(steps=5, profile=True) as seen:
+    assert [c.name for c in loop.plan().collectives] == ["pack0"]
+    with Inspection(loop, steps=5, profile=True) as seen:
         loop.train(20)
     (pack,) = seen.timeline.packs
     assert (pack.transfer > 0).all()
 
 
 def test_without_what_reads_profiles_the_rest_is_shown(mirrored, monkeypatch, caplog):
-    monkeypatch.setattr(private, "_XPLANE", "tensorflow.no_such_name")
+    monkeypatch.setattr(tf_internals, "_XPLANE", "tensorflow.no_such_name")
     loop = inspectable(mirrored(1))
-    with loop.step.inspect(steps=5, profile=True) as seen:
+    with Inspection(loop, steps=5, profile=True) as seen:
         loop.train(20)
     assert "cannot be split" in caplog.text
     assert len(seen.timeline.steps) == 5

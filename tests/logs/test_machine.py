@@ -8,7 +8,7 @@ from helpers import make_loop
 
 from ctl.logs import machine
 from ctl.logs.progress import format_record
-from ctl.losses import Totals
+from ctl.phases.loss_accumulator import Totals
 from ctl.step import TrainStep
 
 

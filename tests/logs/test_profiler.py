@@ -10,7 +10,7 @@ from absl import logging
 from helpers import make_loop
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
-from ctl.actions import NEVER, Every
+from ctl.base.actions import NEVER, Every
 from ctl.errors import UsageError
 from ctl.logs.profiler import Profile
 

@@ -9,7 +9,7 @@ import pytest
 from absl import logging
 from rich.console import Console
 
-from ctl.actions import Status
+from ctl.base.actions import Status
 from ctl.logs.progress import Lines, Progress, _count, _duration, _number, format_record
 
 SCALARS = {

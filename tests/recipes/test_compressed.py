@@ -19,7 +19,7 @@ from helpers import (
 )
 
 from ctl import testing
-from ctl.dry_run import _plan
+from ctl.build.dry_run import _plan
 from ctl.errors import UsageError
 from ctl.recipes.compressed import Compressed
 
@@ -117,13 +117,13 @@ def test_how_many_bytes_move(ring2):
     """With each, one number says whether a gradient is finite."""
     size = 12 * 40 + 40 + 40 * CLASSES + CLASSES
     loop = make(ring2, "fp16")
-    plan = loop.step.plan()
+    plan = loop.plan()
     assert [c.bytes for c in plan.other if c.in_loop] == [4]
     (pack,) = plan.collectives
     assert (pack.name, pack.dtype, pack.bytes) == ("pack0", "float16", 2 * size)
     assert _plan(loop).endswith("pack0 float16 0.0 MiB (CollectiveReduceV2), 1 other 0.0 MiB")
     loop = make(ring2, "int8")
-    plan = loop.step.plan()
+    plan = loop.plan()
     assert [c.bytes for c in plan.other if c.in_loop] == [4]
     assert [(c.kind, c.bytes) for c in plan.collectives] == [("ConcatV2", 2 * (512 + 4))]
     assert not plan.lints

@@ -11,7 +11,7 @@ from replica_noise import replica_noise
 import ctl
 from ctl import testing
 from ctl.errors import UsageError
-from ctl.optimizers import is_decayed
+from ctl.phases.optimizers import is_decayed
 from ctl.recipes import gan
 
 SHAPE, NOISE, BATCH, STEPS, RATE = (2, 3, 1), 5, 8, 4, 0.01

@@ -49,7 +49,7 @@ def test_a_mean_in_each_step_equals_synchronous_training(mirrored):
 def test_what_moves(ring2):
     """The plan shows what the last step of a round moves. Others move one number."""
     loop = make(ring2, LocalSGD)
-    plan = loop.step.plan()
+    plan = loop.plan()
     (mean,) = plan.collectives
     assert mean.bytes == 4 * loop.step.model.count_params() and mean.name.startswith("cond/")
     assert [c.bytes for c in plan.other if c.in_loop] == [4]

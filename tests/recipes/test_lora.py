@@ -83,7 +83,7 @@ def test_a_resume_changes_no_bit():
 
 def test_only_the_updates_are_reduced(mirrored):
     loop = make(mirrored(2))
-    (collective,) = loop.step.plan().collectives
+    (collective,) = loop.plan().collectives
     sizes = FEATURES * RANK + RANK * 8 + 8 * RANK + RANK * CLASSES
     assert collective.bytes - 4 * sizes in (0, 4)  # the number of examples may be among them
 

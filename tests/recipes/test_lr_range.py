@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from helpers import BATCH
 
-from ctl.actions import Every
+from ctl.base.actions import Every
 from ctl.data import InMemory
 from ctl.loop import Loop
 from ctl.recipes.lr_range import Range, draw

@@ -98,7 +98,7 @@ def test_a_resume_changes_no_bit(mirrored):
 
 def test_how_many_bytes_move(ring2):
     loop = make(ring2)
-    plan = loop.step.plan()
+    plan = loop.plan()
     tall = 4 * RANK * (6 + 27) + 4 * (9 + 3 + 3 * CLASSES)
     thin = 4 * RANK * (9 + 3)
     moved = [c.bytes for c in (*plan.collectives, *plan.other) if c.in_loop]

@@ -22,7 +22,7 @@ from helpers import (
 from keras import layers
 
 from ctl import testing
-from ctl.actions import Every
+from ctl.base.actions import Every
 from ctl.data import InMemory
 from ctl.recipes.unfreezing import GradualUnfreezing
 

@@ -134,7 +134,7 @@ def test_what_moves(ring2):
     moved = []
     for kind in (TrainStep, ZeRO1):
         loop = make(ring2, kind=kind)
-        plan = loop.step.plan()
+        plan = loop.plan()
         moved.append([(c.kind, c.bytes) for c in (*plan.collectives, *plan.other) if c.in_loop])
     size = 4 * loop.step.model.count_params()
     assert moved[0] == [("CollectiveReduceV2", size)]

@@ -11,10 +11,10 @@ import pytest
 import tensorflow as tf
 from absl import flags
 
+from ctl.base.names import SCHEDULES
 from ctl.errors import UsageError
 from ctl.flags import durations
 from ctl.flags.groups import define_schedule_flags, schedule_arguments
-from ctl.flags.names import SCHEDULES
 from ctl.schedule import (
     Constant,
     Cosine,

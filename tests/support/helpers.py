@@ -10,10 +10,11 @@ import numpy as np
 import tensorflow as tf
 
 from ctl.checkpoint import CheckpointManager
+from ctl.control.evaluator import Evaluator
 from ctl.data import InMemory
-from ctl.evaluator import Evaluator
 from ctl.loop import Loop
-from ctl.step import EvalStep, TrainStep
+from ctl.phases.base_step import EvalStep
+from ctl.step import TrainStep
 
 BATCH = 16
 CLASSES = 5

@@ -9,8 +9,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from ctl import cluster
-from ctl.logs import console
+from ctl.base import console
+from ctl.distributed import cluster
 
 console.log_to_terminal()
 console.load_tensorflow()
@@ -22,8 +22,8 @@ from sam import sam_loop  # noqa: E402
 from worker_end import run_to_end  # noqa: E402
 
 import ctl  # noqa: E402
+from ctl.distributed.strategy import make_multi_worker  # noqa: E402
 from ctl.recipes.zero1 import ZeRO1  # noqa: E402
-from ctl.strategy import make_multi_worker  # noqa: E402
 
 OUT = Path(sys.argv[1])
 SIZES = [9, 13, 6, 9]

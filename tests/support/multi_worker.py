@@ -1,4 +1,4 @@
-"""What a worker of tests/test_multi_worker.py runs: trains the MLP of the tests, and misbehaves.
+"""What a worker of tests/distributed/test_multi_worker.py runs: trains the MLP, and misbehaves.
 
 python multi_worker.py OUT [fault=NAME] [step=N] [worker=I] [key=value …]
 """
@@ -13,9 +13,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from ctl import cluster
-from ctl.logs import console
-from ctl.tuning import trials
+from ctl.base import console
+from ctl.build import trials
+from ctl.distributed import cluster
 
 console.log_to_terminal()
 console.load_tensorflow()
@@ -29,8 +29,8 @@ from worker_end import run_to_end  # noqa: E402
 
 import ctl  # noqa: E402
 from ctl.data.sources import Arrays  # noqa: E402
-from ctl.strategy import make_multi_worker  # noqa: E402
-from ctl.watch import watchdog  # noqa: E402
+from ctl.distributed.strategy import make_multi_worker  # noqa: E402
+from ctl.distributed.watch import watchdog  # noqa: E402
 
 me = cluster.resolve(None, None)
 OUT = Path(sys.argv[1])

@@ -1,4 +1,4 @@
-"""What a worker of tests/test_inspect_lints.py runs: plans steps of several kinds as one of two
+"""What a worker of tests/phases/plan/test_lints.py runs: plans steps of several kinds as one of two
 workers, then begins to train with a worker that reduces one tensor more.
 
 python plan_worker.py OUT
@@ -10,8 +10,8 @@ import json
 import sys
 from pathlib import Path
 
-from ctl import cluster
-from ctl.logs import console
+from ctl.base import console
+from ctl.distributed import cluster
 
 console.log_to_terminal()
 console.load_tensorflow()
@@ -22,9 +22,9 @@ from helpers import BATCH, CLASSES, FEATURES, examples, mlp  # noqa: E402
 from worker_end import run_to_end  # noqa: E402
 
 import ctl  # noqa: E402
-from ctl.inspect.plan.collectives import plan_of  # noqa: E402
+from ctl.distributed.strategy import make_multi_worker  # noqa: E402
+from ctl.phases.plan.collectives import plan_of  # noqa: E402
 from ctl.reduce import all_reduce  # noqa: E402
-from ctl.strategy import make_multi_worker  # noqa: E402
 
 OUT = Path(sys.argv[1])
 STEPS = 20
@@ -67,7 +67,7 @@ def wire(loop: ctl.Loop) -> dict[str, float]:
     before = int(LOOPBACK.read_text())
     loop.train(2 + STEPS)
     ctl.workers.barrier(loop.strategy, 60)
-    sent = sum(c.wire_bytes for c in loop.step.plan().collectives if c.in_loop)
+    sent = sum(c.wire_bytes for c in loop.plan().collectives if c.in_loop)
     return {
         "counted": int(LOOPBACK.read_text()) - before,
         "planned": sent * loop.strategy.num_replicas_in_sync * STEPS,
@@ -92,13 +92,13 @@ def main() -> None:
         "large": loop(lambda: wide(3000)),
         "one more": loop(mlp, OneMore),
     }
-    plans = {name: made.step.plan().to_json() for name, made in kinds.items()}
+    plans = {name: made.plan().to_json() for name, made in kinds.items()}
     plans["data that end"] = plan_of(
         ending(placement.strategy), placement.strategy, {}, (), workers=2
     ).to_json()
     (OUT / f"plans-{me.index}.json").write_text(json.dumps(plans))
     if me.index == 0:
-        compiled = kinds["packs"].step.plan(xla=True).to_json()
+        compiled = kinds["packs"].plan(xla=True).to_json()
         (OUT / "compiled.json").write_text(json.dumps(compiled))
     ctl.workers.barrier(placement.strategy, 300)
     if LOOPBACK.exists():

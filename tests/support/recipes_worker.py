@@ -9,8 +9,8 @@ import os
 import sys
 from pathlib import Path
 
-from ctl import cluster
-from ctl.logs import console
+from ctl.base import console
+from ctl.distributed import cluster
 
 console.log_to_terminal()
 console.load_tensorflow()
@@ -34,6 +34,7 @@ import test_vae  # noqa: E402
 from helpers import CLASSES, FEATURES, make_loop  # noqa: E402
 from worker_end import run_to_end  # noqa: E402
 
+from ctl.distributed.strategy import make_multi_worker  # noqa: E402
 from ctl.recipes.diloco import DiLoCo  # noqa: E402
 from ctl.recipes.distillation import Distillation  # noqa: E402
 from ctl.recipes.gradient_noise_scale import NoiseScale  # noqa: E402
@@ -42,7 +43,6 @@ from ctl.recipes.mean_teacher import MeanTeacher  # noqa: E402
 from ctl.recipes.mixup import CutMix  # noqa: E402
 from ctl.recipes.sam import SAM  # noqa: E402
 from ctl.recipes.zero1 import ZeRO1  # noqa: E402
-from ctl.strategy import make_multi_worker  # noqa: E402
 
 STEPS = 4
 

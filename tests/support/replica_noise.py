@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from ctl.seeds import Seeds
+from ctl.phases.seeds import Seeds
 
 
 def replica_seeds(random_seed: int, salt: str, step: int, replicas: int) -> list[tf.Tensor]:

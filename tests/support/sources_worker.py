@@ -9,8 +9,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from ctl import cluster
-from ctl.logs import console
+from ctl.base import console
+from ctl.distributed import cluster
 
 console.log_to_terminal()
 console.load_tensorflow()
@@ -22,8 +22,8 @@ from worker_end import run_to_end  # noqa: E402
 
 import ctl  # noqa: E402
 from ctl.data.feed import open_batches  # noqa: E402
-from ctl.strategy import make_multi_worker  # noqa: E402
-from ctl.watch import watchdog  # noqa: E402
+from ctl.distributed.strategy import make_multi_worker  # noqa: E402
+from ctl.distributed.watch import watchdog  # noqa: E402
 
 START, END = 3, 8  # batches of 8; an epoch of 50 ends between
 

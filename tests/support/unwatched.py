@@ -10,7 +10,7 @@ from typing import Any
 from tensorflow.python.eager import context, execute
 from tensorflow.python.ops import gen_collective_ops
 
-from ctl.watch import watchdog
+from ctl.distributed.watch import watchdog
 
 
 @contextlib.contextmanager

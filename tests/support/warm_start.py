@@ -13,7 +13,7 @@ from tensorflow.python.autograph.impl import api
 
 import ctl.data.streaming
 import ctl.schedule.schedules  # noqa: F401
-from ctl.evaluator import Evaluator
+from ctl.control.evaluator import Evaluator
 from ctl.loop import Steps
 
 # AutoGraph keeps what it has made of a function.

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import tensorflow as tf
 
+from ctl.build.trials import preserved
 from ctl.errors import UsageError
-from ctl.marks import Marks
-from ctl.observer import NO_OBSERVER, Observer
-from ctl.tuning.trials import preserved
+from ctl.phases.marks import Marks
+from ctl.phases.observer import NO_OBSERVER, Observer
 
 if TYPE_CHECKING:
     from ctl.loop import Loop

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import tensorflow as tf
 
-from ctl.marks import stamp
-from ctl.watch import watchdog
-from ctl.workers import SUM, is_multi_worker, naming_lost_peers
+from ctl.distributed.watch import watchdog
+from ctl.distributed.workers import is_multi_worker, naming_lost_peers
+from ctl.phases.marks import stamp
 
 # The tightest of so many meetings bounds the offset of a clock. They take 0.2 to 0.4 s on loopback.
 BARRIERS = 200
@@ -32,7 +32,7 @@ def barriers(strategy: tf.distribute.Strategy, count: int = BARRIERS) -> np.ndar
         arrived = stamp([token])
         with tf.control_dependencies([arrived]):  # the stamp precedes the meeting
             token = tf.identity(token)
-        total = tf.distribute.get_replica_context().all_reduce(SUM, token)
+        total = tf.distribute.get_replica_context().all_reduce("SUM", token)
         return total, tf.stack([arrived, stamp([total])])
 
     @tf.function

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from ctl import workers
 from ctl.data.feed import Block, batch_of, open_feed
+from ctl.distributed import workers
 
 if TYPE_CHECKING:
     from ctl.loop import Loop

@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from ctl import private
+from ctl.base import tf_internals
 from ctl.inspect.measure.window import Window
 
 _COLLECTIVE = re.compile(
@@ -38,7 +38,7 @@ def profiled() -> Iterator[list[Any]]:
         the list stays empty and the log says why.
     """
     traces: list[Any] = []
-    reason = private.no_profile()
+    reason = tf_internals.no_profile()
     if reason:
         logging.warning("%s", reason)
         yield traces
@@ -55,7 +55,7 @@ def profiled() -> Iterator[list[Any]]:
         finally:
             tf.profiler.experimental.stop()
         traces += [
-            private.parse_xspace(path.read_bytes())
+            tf_internals.parse_xspace(path.read_bytes())
             for path in sorted(Path(directory).rglob("*.xplane.pb"))
         ]
 

@@ -6,21 +6,19 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from ctl.distributed.workers import all_gather, cluster_of, is_multi_worker
 from ctl.errors import UsageError
 from ctl.inspect.measure.clocks import barriers
 from ctl.inspect.measure.profile import with_collectives
 from ctl.inspect.measure.window import Pack, Window
-from ctl.marks import Marks, Ring
-from ctl.observer import Observer
-from ctl.workers import all_gather, cluster_of, is_multi_worker
-
-if TYPE_CHECKING:
-    from ctl.step import TrainStep
+from ctl.loop import Loop
+from ctl.phases.marks import Marks, Ring
+from ctl.phases.observer import Observer
 
 
 class Recording:
@@ -29,23 +27,25 @@ class Recording:
     With several workers, all must switch at the same steps, and all must call `take`.
 
     Args:
-        step: a built step.
+        loop: whose step is marked.
         steps: the length of a window: it holds the last so many steps that ran.
 
     Raises:
-        UsageError: ``steps`` is below 1, or the step cannot be stamped (see `ctl.marks.Marks`).
+        UsageError: ``steps`` is below 1, or the step cannot be stamped (see
+        `ctl.phases.marks.Marks`).
     """
 
-    def __init__(self, step: TrainStep, steps: int):
+    def __init__(self, loop: Loop, steps: int):
         if steps < 1:
             raise UsageError(f"a window of {steps} steps: it must have 1 or more")
-        self.step = step
+        self._loop = loop
+        self.step = step = loop.step
         self.steps = steps
         self._ring = Ring(step, steps + 1)  # a step begins when the one before was applied
         if type(step.observer) not in (Observer, Marks):
             raise UsageError(
                 "the step has an observer of its own, which an inspection would replace: set "
-                "step.observer = ctl.observer.NO_OBSERVER before"
+                "step.observer = ctl.phases.observer.NO_OBSERVER before"
             )
         self._before = step.observer
         others = step.observer.stores if isinstance(step.observer, Marks) else ()
@@ -61,7 +61,7 @@ class Recording:
     def stop(self) -> None:
         """Stamps no more steps."""
         if self._plan is None and len(self._ring.read()[0]):
-            self._plan = self.step.plan().to_json()  # of the trace that has run
+            self._plan = self._loop.plan().to_json()  # of the trace that has run
         self.step.observer = self._before
 
     def take(self, traces: Sequence[Any] = (), *, align: bool = True) -> list[Window]:
@@ -103,7 +103,7 @@ class Recording:
         return [dataclasses.replace(window, run=run) for window in windows]
 
 
-def _describe(step: TrainStep) -> str:
+def _describe(step: Any) -> str:
     strategy = step.strategy
     assert strategy is not None  # the step is built
     kind = type(strategy).__name__

@@ -141,7 +141,7 @@ class Timeline:
             counts once, however many packs it makes late. NaN if unseen.
         clocks: one for each worker.
         description: of the run, for people.
-        plan: the plan of worker 0 as JSON, see `ctl.inspect.plan.plan`; or None.
+        plan: the plan of worker 0 as JSON, see `ctl.phases.plan.plan`; or None.
     """
 
     rows: tuple[Row, ...]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from ctl.base.units import size_text
 from ctl.inspect.measure.blame import blame
 from ctl.inspect.measure.link import Measured
 from ctl.inspect.measure.timeline import PackTimes, Timeline, of_one_step
-from ctl.inspect.plan.lints import WORTH_SPLITTING
-from ctl.inspect.units import size_text
+from ctl.phases.plan.lints import WORTH_SPLITTING
 
 _MS = 1e3
 _HIDDEN = 0.2  # communication of which a smaller share is hidden counts as not hidden

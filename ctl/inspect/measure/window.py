@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ctl.checkpoint import durable
+from ctl.base import durable
 from ctl.errors import CheckpointError, UsageError
 
 SCHEMA = 1  # Incremented when a key changes its meaning or is removed, not when one is added.
@@ -40,8 +40,8 @@ class Window:
         worker: the index of this worker.
         workers: the number of all workers.
         steps: int64 [S], ascending: batches seen before each step.
-        names: the M marks, see `ctl.marks`; with a profile also ``begun{k}`` and ``ended{k}``,
-            around the collective of pack k.
+        names: the M marks, see `ctl.phases.marks`; with a profile also ``begun{k}`` and
+            ``ended{k}``, around the collective of pack k.
         stamps: float64 [R, S, M], for R replicas, seconds since the epoch; NaN if a mark was not
             stamped.
         packs: in the order in which they are reduced: pack k is between ``ready{k}`` and
@@ -50,7 +50,7 @@ class Window:
         barriers: float64 [K, 2], seconds since the epoch: when this worker came to each barrier of
             all workers, and when it left. All workers have the same K barriers; one worker has 0.
         description: of the run, for people.
-        plan: the plan of the step as JSON, see `ctl.inspect.plan.plan`; or None.
+        plan: the plan of the step as JSON, see `ctl.phases.plan.plan`; or None.
         run: what the windows that all workers took together have in common, and no others; empty if
             unknown.
     """

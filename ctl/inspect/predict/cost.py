@@ -10,9 +10,9 @@ import dataclasses
 import math
 from collections.abc import Callable
 
+from ctl.base.units import MIB
 from ctl.errors import UsageError
 from ctl.inspect.measure.link import AlphaBeta, Measured, bus_factor
-from ctl.inspect.units import MIB
 
 
 @dataclasses.dataclass(frozen=True)

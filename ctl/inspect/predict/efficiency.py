@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from ctl.base import svg
 from ctl.inspect.predict.model import Prediction
 from ctl.inspect.show.style import (
     BLUE,
@@ -18,7 +19,6 @@ from ctl.inspect.show.style import (
     SKY_BLUE,
     VERMILION,
 )
-from ctl.logs import svg
 
 _WIDTH, _HEIGHT = 720, 400
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 590, 92, 336  # the labels of the curves are right of the frame

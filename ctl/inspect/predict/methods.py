@@ -11,9 +11,9 @@ import dataclasses
 import re
 
 from ctl.errors import UsageError
-from ctl.inspect.plan.plan import GATHERS, Collective, Plan
 from ctl.inspect.predict import cost
 from ctl.inspect.predict.cost import Network
+from ctl.phases.plan.plan import GATHERS, Collective, Plan
 
 _CONDITIONAL = re.compile(r"(^|/)cond(_\d+)?/")
 

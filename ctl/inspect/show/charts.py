@@ -11,8 +11,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ctl.base import svg
 from ctl.inspect.measure.timeline import PHASES
-from ctl.logs import svg
 
 WIDTH = 1040
 LEFT, RIGHT = 190, 1024  # the measurements are between them, labels left of them

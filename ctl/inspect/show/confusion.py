@@ -5,11 +5,11 @@ from __future__ import annotations
 import base64
 from collections.abc import Sequence
 
+from ctl.base import svg
+from ctl.base.svg import escape
+from ctl.inspect.mistakes import Report
 from ctl.inspect.show.document import document
 from ctl.inspect.show.style import STYLE
-from ctl.logs import svg
-from ctl.logs.svg import escape
-from ctl.mistakes import Report
 
 LARGEST = 100  # classes of a matrix that is drawn
 _NUMBERED = 25  # classes of a matrix whose cells have numbers
@@ -34,7 +34,7 @@ def make_page(report: Report, title: str, scores: Sequence[str]) -> str:
     """The page as HTML.
 
     Args:
-        report: see `ctl.mistakes.collect`.
+        report: see `ctl.inspect.mistakes.collect`.
         title: what was evaluated.
         scores: ``accuracy 0.91`` and the like.
     """

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from ctl.base import svg
+from ctl.base.svg import escape
 from ctl.inspect.show.document import document
 from ctl.inspect.show.style import BLUE, GREEN, ORANGE, PURPLE, SKY_BLUE, STYLE, VERMILION
-from ctl.logs import svg
 from ctl.logs.runs import Run
-from ctl.logs.svg import escape
 
 WIDTH, HEIGHT = 440, 270
 LEFT, RIGHT, TOP, BOTTOM = 58, 430, 28, 230

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ctl.base.svg import escape
+from ctl.base.units import size_text
 from ctl.inspect.measure.blame import blame
 from ctl.inspect.measure.timeline import of_one_step
 from ctl.inspect.show import pictures
@@ -26,13 +28,11 @@ from ctl.inspect.show.report import (
     transferring,
 )
 from ctl.inspect.show.style import STYLE
-from ctl.inspect.units import size_text
-from ctl.logs.svg import escape
 
 if TYPE_CHECKING:
     from ctl.inspect.measure.link import Measured
     from ctl.inspect.measure.timeline import Timeline
-    from ctl.inspect.plan.plan import Collective, Member, Plan
+    from ctl.phases.plan.plan import Collective, Member, Plan
 
 COLLECTIVES = 64  # the most of a plan in the page
 NAMES = 400  # the most variables in the page

@@ -18,16 +18,16 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from ctl.base import svg
+from ctl.base.units import size_text
 from ctl.inspect.measure.timeline import PHASES, covered_seconds, of_one_step
 from ctl.inspect.measure.verdict import share_of_measured
 from ctl.inspect.show.charts import significant
-from ctl.inspect.units import size_text
-from ctl.logs import svg
 
 if TYPE_CHECKING:
     from ctl.inspect.measure.link import Measured
     from ctl.inspect.measure.timeline import Row, Timeline
-    from ctl.inspect.plan.plan import Plan
+    from ctl.phases.plan.plan import Plan
 
 ROWS = 16  # the most rows of a table; more are summarised
 WORST = 5  # rows that are still shown if the rest is summarised

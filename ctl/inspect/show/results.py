@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 from absl import flags
 
-from ctl.checkpoint import durable
+from ctl.base import durable
 from ctl.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:
     from ctl.inspect.measure.timeline import Timeline
-    from ctl.inspect.plan.plan import Plan
+    from ctl.phases.plan.plan import Plan
 
 flags.disclaim_key_flags()
 
@@ -83,7 +83,7 @@ def show(
 
 def _plan(timeline: Timeline) -> tuple[Plan | None, str]:
     """The plan of worker 0, or a line that says why it cannot be shown."""
-    from ctl.inspect.plan.plan import from_json
+    from ctl.phases.plan.plan import from_json
 
     if timeline.plan is None:
         return None, ""

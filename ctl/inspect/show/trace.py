@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ctl.base import svg
 from ctl.inspect.show import pictures
-from ctl.logs import svg
 
 if TYPE_CHECKING:
     from ctl.inspect.measure.timeline import PackTimes, Timeline

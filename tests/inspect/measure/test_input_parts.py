@@ -10,13 +10,14 @@ import tensorflow as tf
 from helpers import BATCH as BATCH_OF_LOOP
 from helpers import make_loop, mlp
 
-from ctl import workers
 from ctl.data import Augmented, InMemory, Streaming
 from ctl.data.sources import Items
+from ctl.distributed import workers
 from ctl.inspect.measure import input_parts as of_parts
 from ctl.inspect.measure.input_parts import _seconds, explain, input_parts
 from ctl.inspect.measure.verdict import bounds
 from ctl.inspect.run_command import _input
+from ctl.inspect.session import Inspection
 
 EXAMPLES, BATCH, FEATURES, SLOW = 40, 8, 12, 0.01
 
@@ -44,7 +45,7 @@ def stream(slow: str) -> Streaming:
 @pytest.mark.parametrize("slow", ["reading", "decoding"])
 def test_the_slow_part_is_named(mirrored, slow):
     loop = make_loop(mirrored(2), data=stream(slow), steps_per_loop=10)
-    with loop.step.inspect(steps=8) as seen:
+    with Inspection(loop, steps=8) as seen:
         loop.train(20)
     assert next(iter(bounds(seen.timeline))) == "input"
     first, second = _input(loop, seen.timeline)

@@ -21,7 +21,6 @@ from ctl.inspect import predict_command
 from ctl.inspect.measure import window
 from ctl.inspect.measure.link import Measured, Point
 from ctl.inspect.measure.timeline import join
-from ctl.inspect.plan.plan import Collective, Plan
 from ctl.inspect.predict import efficiency
 from ctl.inspect.predict.cost import (
     ALGORITHMS,
@@ -34,6 +33,7 @@ from ctl.inspect.predict.cost import (
     tree,
 )
 from ctl.inspect.predict.model import Pack, Prediction, Step, measured_step, predict
+from ctl.phases.plan.plan import Collective, Plan
 
 PAGE = (ROOT / "ctl/inspect/predict/README.md").read_text(encoding="utf-8")
 FAST, SLOW = Link(1e-6, 1e11), Link(1e-4, 1e9)

@@ -15,11 +15,11 @@ import simulated
 from ctl.inspect.measure.link import Measured, Point
 from ctl.inspect.measure.timeline import Timeline, join
 from ctl.inspect.measure.verdict import verdict
-from ctl.inspect.plan.plan import Collective, Lint, Member, Plan
 from ctl.inspect.show import pictures
 from ctl.inspect.show.charts import duration
 from ctl.inspect.show.page import make_page
 from ctl.inspect.show.report import phase_table, scalars
+from ctl.phases.plan.plan import Collective, Lint, Member, Plan
 
 HOSTILE = "</td><script>alert('1')</script>\"]]>--><svg onload=x>\x00\u202e&amp;"
 VERDICT = ("waits bound the step", "worker 1 was late", "look at its input")

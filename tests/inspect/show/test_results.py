@@ -14,8 +14,8 @@ from paths import ROOT
 
 from ctl.errors import CheckpointError, UsageError
 from ctl.inspect.measure.timeline import join
-from ctl.inspect.plan.plan import Plan
 from ctl.inspect.show.results import show
+from ctl.phases.plan.plan import Plan
 
 
 def test_the_page_and_the_trace_are_written_and_named(tmp_path, capsys):

@@ -1,0 +1,170 @@
+"""Filters what the commands write to standard error and to log files.
+
+TensorFlow and TFDS log a page of start-up lines that do not concern the run. Their warnings and
+errors stay, and so do all lines of ctl.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging as python_logging
+import os
+import sys
+import textwrap
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from absl import logging
+
+from ctl.base.streams import native_stderr_held
+from ctl.errors import CheckpointError
+
+COLUMNS, INDENT = 80, "    "  # of what is printed
+
+_TIME = "%Y-%m-%dT%H:%M:%S"
+_PACKAGE = str(Path(__file__).parents[1]) + os.sep
+
+
+def log_to_terminal() -> None:
+    """Logs to stderr as plain text: all lines of ctl, warnings and errors of other packages."""
+    logging.use_absl_handler()
+    logging.set_verbosity(logging.INFO)
+    logging.set_stderrthreshold(logging.INFO)
+    handler = logging.get_absl_handler()
+    handler.setFormatter(_Formatter())
+    handler.addFilter(_is_for_the_user)
+
+
+@contextlib.contextmanager
+def log_to_file(path: Path) -> Iterator[None]:
+    """Inside, also appends log lines to ``path``, each with its time (UTC).
+
+    An error that ends the context is appended, too. If the file cannot be opened, a warning is
+    logged.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handler = _LogFile(path, encoding="utf-8")
+    except OSError as error:
+        logging.warning("there will be no %s: %s", path, error.strerror)
+        yield
+        return
+    formatter = python_logging.Formatter("%(asctime)s.%(msecs)03dZ %(message)s", _TIME)
+    formatter.converter = time.gmtime
+    handler.setFormatter(formatter)
+    handler.addFilter(_is_for_the_user)
+    logger = python_logging.getLogger()
+    logger.addHandler(handler)
+    try:
+        yield
+    except BaseException as error:
+        what = {"msg": f"{type(error).__name__}: {error}", "levelno": python_logging.ERROR}
+        handler.handle(python_logging.makeLogRecord(what))
+        raise
+    finally:
+        logger.removeHandler(handler)
+        with contextlib.suppress(OSError):
+            handler.close()
+
+
+def last_line(text: str) -> None:
+    """Writes to stderr and the file of `log_to_file` why the process ends. For any thread."""
+    sys.stderr.write(text + "\n")  # in one piece: `print` writes the newline separately
+    sys.stderr.flush()
+    record = python_logging.makeLogRecord({"msg": text, "levelno": python_logging.ERROR})
+    for handler in python_logging.getLogger().handlers:
+        if isinstance(handler, python_logging.FileHandler):
+            handler.handle(record)
+
+
+class _LogFile(python_logging.FileHandler):
+    def handleError(self, record: python_logging.LogRecord) -> None:
+        """Nothing: checkpoints report a full disk with more detail."""
+
+
+class _Formatter(python_logging.Formatter):
+    def format(self, record: python_logging.LogRecord) -> str:
+        text = record.getMessage()
+        warns = record.levelno >= python_logging.WARNING
+        return for_terminal(f"{record.levelname.lower()}: {text}" if warns else text)
+
+
+def filled(pieces: Iterable[str], head: str = "") -> str:
+    """Joins ``pieces`` after ``head`` to lines of at most 80 columns, the second and others
+    indented. A piece that is longer than that has a line of its own."""
+    lines, line = [], head
+    for piece in pieces:
+        gap = "  " if line.strip() and line != head else ""
+        if line.strip() and len(line + gap + piece) > COLUMNS:
+            lines.append(line.rstrip())
+            line, gap = INDENT, ""
+        line += gap + piece
+    return "\n".join([*lines, line.rstrip()])
+
+
+def for_terminal(text: str) -> str:
+    """``text`` in lines of at most 80 columns, if standard error is a terminal. In a pipe or a file
+    it stays one line, for programs that search it."""
+    if not sys.stderr.isatty():
+        return text
+    wrap = textwrap.TextWrapper(COLUMNS, subsequent_indent=INDENT, break_long_words=False)
+    wrap.break_on_hyphens = False
+    return "\n".join(wrap.fill(line) for line in text.splitlines())
+
+
+def write_file(flag: str, path: str, content: str) -> None:
+    """Writes what ``flag`` asks for, and names the file on a line.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    try:
+        Path(path).write_text(content, encoding="utf-8")
+    except OSError as error:
+        raise CheckpointError(f"cannot write --{flag}={path}: {error.strerror}") from error
+    print(f"{flag}: {path}", file=sys.stderr)
+
+
+def _is_for_the_user(record: python_logging.LogRecord) -> bool:
+    return record.levelno >= python_logging.WARNING or record.pathname.startswith(_PACKAGE)
+
+
+def load_tensorflow(errors: bool = True) -> None:
+    """Imports TensorFlow and Keras and lists the devices.
+
+    TensorFlow's C++ code writes to stderr meanwhile, about CPU features, missing GPUs and missing
+    kernels. That output is shown only if the import fails. A user who has set
+    ``TF_CPP_MIN_LOG_LEVEL`` or ``AUTOGRAPH_VERBOSITY`` sees what these ask for later.
+
+    Args:
+        errors: False silences errors of the C++ code and of the coordinator of parameter servers,
+            which writes hundreds of lines about a lost worker, a normal event there.
+    """
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2" if errors else "3")
+    if "AUTOGRAPH_VERBOSITY" not in os.environ:
+        python_logging.getLogger("tensorflow").addFilter(_is_not_of_autograph)
+    if not errors:
+        logging.get_absl_handler().addFilter(lambda r: "cluster_coordinator" not in r.pathname)
+    gc.disable()  # collecting garbage among modules, which stay, takes a tenth of the start
+    with native_stderr_held():
+        import keras  # noqa: F401
+        import tensorflow as tf
+
+        tf.config.list_physical_devices()
+    gc.freeze()
+    gc.enable()
+
+
+def run_first_operation() -> None:
+    """Runs an operation that oneDNN has no kernel for, which TensorFlow's C++ code tells once in a
+    process, here unseen. Call it once there is a strategy: devices cannot be configured later."""
+    import tensorflow as tf
+
+    with native_stderr_held(), tf.device("/cpu:0"):
+        tf.transpose(tf.zeros([1, 1], tf.int64))
+
+
+def _is_not_of_autograph(record: python_logging.LogRecord) -> bool:
+    return not str(record.msg).startswith("AutoGraph could not ")

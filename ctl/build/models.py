@@ -1,0 +1,204 @@
+"""Image classifiers for the commands and the benchmarks.
+
+Every model maps float32 images in [0, 1] of shape [batch, height, width, channels] to float32
+logits of shape [batch, classes], without softmax. The last layer computes in float32 under any
+dtype policy, because a softmax over bfloat16 or float16 logits is too inexact. All layers are
+built into Keras, so a saved ``.keras`` file loads without ctl.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Sequence
+
+import keras
+from keras import layers
+
+from ctl.errors import UsageError
+from ctl.flags.imports import find
+from ctl.base.names import check_model_name, is_function_name
+
+
+def convnet(image_shape: Sequence[int], num_classes: int) -> keras.Model:
+    """One 3x3 convolution of 32 filters, max-pooling and 64 hidden units: 347,146 parameters for
+    28x28x1 images and 10 classes.
+
+    Raises:
+        UsageError: the images are smaller than 4x4 pixels.
+    """
+    height, width, _ = image_shape
+    if min(height, width) < 4:
+        raise UsageError(
+            f"the model convnet needs images of at least 4x4 pixels, these are {height}x{width}: "
+            "choose dense"
+        )
+    inputs = keras.Input(image_shape, name="image")
+    x = layers.Conv2D(32, 3, activation="relu")(inputs)
+    x = layers.MaxPooling2D()(x)
+    x = layers.Flatten()(x)
+    x = layers.Dense(64, activation="relu")(x)
+    return keras.Model(inputs, _logits(x, num_classes), name="convnet")
+
+
+def dense(image_shape: Sequence[int], num_classes: int) -> keras.Model:
+    """One hidden layer of 128 units: 101,770 parameters for 28x28x1 images and 10 classes."""
+    inputs = keras.Input(image_shape, name="image")
+    x = layers.Flatten()(inputs)
+    x = layers.Dense(128, activation="relu")(x)
+    return keras.Model(inputs, _logits(x, num_classes), name="dense")
+
+
+def resnet20(image_shape: Sequence[int], num_classes: int) -> keras.Model:
+    """ResNet-20 for small images: 269,722 trainable parameters for 32x32x3 images and 10 classes.
+
+    He et al., "Deep Residual Learning for Image Recognition", 2015, section 4.2 with n = 3:
+    post-activation blocks and shortcuts without parameters (option A). The model has no weight
+    decay; the optimizer must apply the 1e-4 of the paper.
+    """
+    inputs = keras.Input(image_shape, name="image")
+    x = _conv_norm(inputs, 16)
+    x = layers.ReLU()(x)
+    for filters in (16, 32, 64):
+        for _ in range(3):
+            x = _residual_block(x, filters)
+    x = layers.GlobalAveragePooling2D()(x)
+    return keras.Model(inputs, _logits(x, num_classes), name="resnet20")
+
+
+def tiny_transformer(image_shape: Sequence[int], num_classes: int) -> keras.Model:
+    """A small vision transformer: 406,410 parameters for 28x28x1 images and 10 classes.
+
+    Two pre-LN blocks (Xiong et al. 2020) of width 128 with 4 heads over the patches of the image
+    (Dosovitskiy et al. 2020), learned positions, dropout 0.1, mean over the patches. Patches are
+    4x4 pixels, or larger so that there are at most 8x8 of them, because the cost of attention is
+    quadratic in their number. Images are zero-padded at the bottom and right to whole patches.
+    """
+    width, heads, blocks = 128, 4, 2
+    inputs = keras.Input(image_shape, name="image")
+    x = _position_aware(_patches(inputs), width)
+    x = layers.Dropout(0.1)(x)
+    for _ in range(blocks):
+        y = layers.LayerNormalization()(x)
+        y = layers.MultiHeadAttention(heads, width // heads)(y, y)
+        x = layers.Add()([x, layers.Dropout(0.1)(y)])
+        y = layers.LayerNormalization()(x)
+        y = layers.Dense(4 * width, activation="gelu")(y)
+        y = layers.Dense(width)(y)
+        x = layers.Add()([x, layers.Dropout(0.1)(y)])
+    x = layers.LayerNormalization()(x)
+    x = layers.GlobalAveragePooling1D()(x)
+    return keras.Model(inputs, _logits(x, num_classes), name="tiny_transformer")
+
+
+def make_model(
+    name: str, image_shape: Sequence[int] | None, num_classes: int | None
+) -> keras.Model:
+    """Builds a model. Call it inside ``strategy.scope()``, because it creates variables.
+
+    Args:
+        name: one of `ctl.base.names.MODELS`, or ``package.module:function``. That function
+            returns a `keras.Model`. It is called with ``(image_shape, num_classes)``, or without
+            arguments if it has no parameters; then the model may be for data of any kind.
+        image_shape: (height, width, channels); None if the data do not say it.
+        num_classes: number of logits; None if the data do not say it.
+
+    Raises:
+        UsageError: the name is unknown, the function cannot be imported, the sizes are unknown or
+            not positive, or the function does not return a Keras model; or, if it has parameters,
+            not one from images to logits of shape [batch, num_classes].
+    """
+    check_model_name(name)
+    if is_function_name(name) and not inspect.signature(find("model", name)).parameters:
+        return _checked_type(name, find("model", name)())
+    if image_shape is None or num_classes is None:
+        raise UsageError(
+            f"the data do not say the shape of their images and the number of classes, which the "
+            f"model {name} needs: give --model=package.module:function, a function without "
+            "parameters, or data with a ctl.data.DatasetInfo"
+        )
+    shape = tuple(int(size) for size in image_shape)
+    if len(shape) != 3 or min(shape) < 1 or num_classes < 1:
+        raise UsageError(
+            f"a model needs images of shape (height, width, channels) and at least one class, "
+            f"got {shape} and {num_classes}"
+        )
+    if not is_function_name(name):
+        return globals()[name](shape, num_classes)  # a function above for each of `MODELS`
+    model = find("model", name)(shape, num_classes)
+    check_model(name, model, shape, num_classes)
+    return model
+
+
+def _logits(x: keras.KerasTensor, num_classes: int) -> keras.KerasTensor:
+    return layers.Dense(num_classes, dtype="float32", name="logits")(x)
+
+
+def _conv_norm(x: keras.KerasTensor, filters: int, strides: int = 1) -> keras.KerasTensor:
+    x = layers.Conv2D(filters, 3, strides, "same", use_bias=False, kernel_initializer="he_normal")(
+        x
+    )
+    return layers.BatchNormalization(momentum=0.9, epsilon=1e-5)(x)
+
+
+def _residual_block(x: keras.KerasTensor, filters: int) -> keras.KerasTensor:
+    """Two convolutions and a shortcut; the first block with more filters halves the image."""
+    channels = x.shape[-1]
+    strides = 1 if channels == filters else 2
+    y = layers.ReLU()(_conv_norm(x, filters, strides))
+    y = _conv_norm(y, filters)
+    if channels != filters:
+        # Option A: every second pixel, and zeros for the new channels.
+        x = layers.MaxPooling2D(1, strides, padding="same")(x)
+        x = keras.ops.pad(x, ((0, 0), (0, 0), (0, 0), (0, filters - channels)))
+    return layers.ReLU()(layers.Add()([x, y]))
+
+
+def _patches(images: keras.KerasTensor) -> keras.KerasTensor:
+    """[batch, height, width, channels] to [batch, patches, values per patch]."""
+    _, height, width, channels = images.shape
+    size = max(4, -(-max(height, width) // 8))
+    rows, columns = -(-height // size), -(-width // size)
+    x = layers.ZeroPadding2D(((0, rows * size - height), (0, columns * size - width)))(images)
+    x = layers.Reshape((rows, size, columns, size, channels))(x)
+    x = layers.Permute((1, 3, 2, 4, 5))(x)
+    return layers.Reshape((rows * columns, size * size * channels))(x)
+
+
+def _position_aware(tokens: keras.KerasTensor, width: int) -> keras.KerasTensor:
+    """Projects every token to ``width`` and adds a learned bias for its position."""
+    return layers.EinsumDense(
+        "bnp,pd->bnd",
+        output_shape=(tokens.shape[1], width),
+        bias_axes="nd",
+        bias_initializer=keras.initializers.RandomNormal(stddev=0.02),
+        name="patches_and_positions",
+    )(tokens)
+
+
+def check_model(name: str, model: object, shape: tuple[int, ...], num_classes: int) -> None:
+    """Raises `UsageError` unless ``model`` maps images of ``shape`` to ``num_classes`` logits.
+
+    Calls the model on a symbolic input, which builds it if necessary and computes nothing.
+    """
+    try:
+        output = _checked_type(name, model)(keras.Input(shape, name="image"))
+    except (TypeError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise UsageError(
+            f"the model {name!r} does not take images of shape {shape}: {reason}"
+        ) from error
+    got = tuple(output.shape) if isinstance(output, keras.KerasTensor) else type(output).__name__
+    if not isinstance(got, tuple) or got[1:] != (num_classes,):
+        raise UsageError(
+            f"the model {name!r} must return logits of shape (batch, {num_classes}), got {got}"
+        )
+
+
+def _checked_type(name: str, model: object) -> keras.Model:
+    if not isinstance(model, keras.Model):
+        raise UsageError(
+            f"the model {name!r} must be a function that returns a keras.Model, "
+            f"it returned {type(model).__name__}"
+        )
+    return model

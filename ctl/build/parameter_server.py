@@ -1,0 +1,202 @@
+"""Asynchronous training: workers that do not wait for each other.
+
+The coordinator runs the program. It schedules each global batch on a free worker, as one call of
+the same `ctl.step.TrainStep`. The worker reads the variables from the parameter servers and adds
+its own update to them. There is no all-reduce, and gradients are some updates old when they are
+applied. The coordinator waits for all calls before the loop wakes, so that actions, evaluation and
+checkpoints see a state that does not change, after an exact number of steps.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import time
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from ctl.control.evaluator import Evaluator
+from ctl.data.dataset import Dataset, on_replica
+from ctl.data.feed import Feed, element_of
+from ctl.distributed.cluster.members import Tasks
+from ctl.distributed.heartbeats import RollCall, attend
+from ctl.errors import CtlError, PeerError
+from ctl.loop import Loop, Steps
+from ctl.phases.loss_accumulator import Outcome
+from ctl.phases.trace_guards import TraceKey
+from ctl.phases.base_step import EvalStep
+from ctl.step import TrainStep
+
+_POLL_SECONDS = 0.001
+_LOOK_SECONDS = 1.0
+
+# Batches to prepare ahead of the calls.
+_PREFETCH = 4
+
+
+def serve(tasks: Tasks, startup_timeout: float) -> None:
+    """Runs a worker or a parameter server; ends the process when the coordinator ends or is lost.
+
+    Args:
+        tasks: the job, and which of its tasks this process is.
+        startup_timeout: seconds to wait for the coordinator.
+
+    Raises:
+        PeerError: the port is taken.
+    """
+    jobs = {"worker": tasks.workers, "ps": tasks.ps}
+    address = jobs[tasks.kind][tasks.index]
+    try:
+        server = tf.distribute.Server(jobs, tasks.kind, tasks.index, protocol="grpc")
+    except tf.errors.OpError as error:
+        raise PeerError(
+            f"{tasks.name} cannot listen on {address}: {error.message.splitlines()[0]}; choose "
+            "another port, or free it"
+        ) from error
+    try:
+        code = attend(tasks, startup_timeout)
+    except CtlError as error:
+        print(error, file=sys.stderr)
+        code = error.exit_code
+    sys.stderr.flush()
+    del server
+    os._exit(code)  # TensorFlow's servers cannot be stopped in another way
+
+
+class _RemoteSteps(Steps):
+    """Runs each step on a free worker."""
+
+    def __init__(
+        self,
+        step: TrainStep,
+        dataset: Dataset,
+        strategy: tf.distribute.ParameterServerStrategy,
+        roll_call: RollCall,
+        timeout: float,
+    ):
+        super().__init__(step, dataset, strategy)
+        self._roll_call = roll_call
+        self._timeout = timeout
+        self._coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
+        # A function for each version of the settings of the step, see `TraceKey`.
+        self._train_step = functools.cache(lambda version: tf.function(self._on_worker))
+
+    def open(self, start_step: int) -> Feed:
+        """Opens the same batches, in the same order, as the synchronous loop; the coordinator reads
+        them."""
+        resident = self.dataset.resident(tf.distribute.get_strategy())
+        batches = self.dataset.batches(start_step)
+        examples = batches.map(
+            lambda *arguments: on_replica(self.dataset, element_of(arguments), resident)
+        )
+        return Feed(iter(examples.prefetch(_PREFETCH)), ())
+
+    def _on_worker(self, batch: Any) -> tuple[tf.Tensor, tf.Tensor]:
+        return self.strategy.run(self.step, args=(batch,))
+
+    def run(self, feed: Feed, steps: tf.Tensor, report: tf.Tensor, trace_key: TraceKey) -> Outcome:
+        """See `Steps.run`."""
+        del report
+        train_step = self._train_step(trace_key.version)
+        begin, count, remote = self._step_number(), int(steps), []
+        for batch in feed.iterator:
+            remote.append(self._coordinator.schedule(train_step, args=(batch,)))
+            if len(remote) == count:
+                break
+        self._wait()
+        if self._step_number() > begin + len(remote):
+            # If a worker is lost after it has counted its batch, another worker counts it again.
+            self.step.global_step.assign(begin + len(remote))
+        if len(remote) < count:
+            raise tf.errors.OutOfRangeError(None, None, "the dataset has ended")
+        losses, examples = np.array([pair.fetch() for pair in remote], np.float64).T
+        finite = count if np.isfinite(losses).all() else int(np.isfinite(losses).argmin())
+        mean = (losses * examples).sum() / max(examples.sum(), np.finfo(np.float64).tiny)
+        stop = float(self._roll_call.asked_to_stop)
+        totals = tf.constant([mean, examples.sum(), stop, 0.0, 0.0])
+        rates = self.step.updater.learning_rates(self.step.global_step - 1)
+        return Outcome(totals, tf.constant(finite), (), rates)
+
+    def _step_number(self) -> int:
+        return int(self.step.global_step.numpy())
+
+    def _wait(self) -> None:
+        """Returns when all calls have ended.
+
+        Raises PeerError after ``timeout`` seconds without a step, even if a worker is there: while
+        one worker comes back, TensorFlow also waits for all others that are missing.
+        """
+        counted, changed = self._step_number(), time.monotonic()
+        looked = changed
+        while not self._coordinator.done():
+            self._roll_call.check()
+            now = time.monotonic()
+            if now - looked > _LOOK_SECONDS:
+                looked, step = now, self._step_number()
+                if step != counted:
+                    counted, changed = step, now
+                if now - changed > self._timeout:
+                    quiet = self._roll_call.quiet()
+                    raise PeerError(
+                        f"no step was made for {now - changed:.0f} s (--collective_timeout) after "
+                        f"step {step}" + (quiet and f"; waiting for {quiet}")
+                    )
+            time.sleep(_POLL_SECONDS)
+
+
+class ParameterServerLoop(Loop):
+    """A `ctl.Loop` whose steps run on all workers at the same time.
+
+    Args:
+        step, dataset, others: as for `ctl.Loop`; an evaluator must be a `CopyEvaluator`.
+        strategy: see `ctl.strategy.make_parameter_server`.
+        roll_call: tells which tasks are there.
+        timeout: seconds without a finished step after which the job has failed.
+    """
+
+    def __init__(
+        self,
+        step: TrainStep,
+        dataset: Any,
+        *,
+        strategy: tf.distribute.ParameterServerStrategy,
+        roll_call: RollCall,
+        timeout: float = 300.0,
+        **others: Any,
+    ):
+        super().__init__(step, dataset, strategy=strategy, **others)
+        self.steps = _RemoteSteps(step, self.dataset, strategy, roll_call, timeout)
+        roll_call.keep(self)
+
+
+class CopyEvaluator(Evaluator):
+    """Evaluates a copy of the model on the coordinator, so that it does not depend on workers.
+
+    Args:
+        model: the model that is trained.
+        step: evaluates another model of the same architecture, made outside the strategy's scope.
+        dataset, others: see `Evaluator`.
+    """
+
+    def __init__(self, model: keras.Model, step: EvalStep, dataset: Any, **others: Any):
+        self._model = model
+        super().__init__(step, dataset, **others)
+
+    def on(self, dataset: Any) -> CopyEvaluator:
+        """See `Evaluator.on`."""
+        return CopyEvaluator(self._model, self.step, dataset)
+
+    def copy(self) -> keras.Model:
+        """Copies the trained weights to the model of the evaluator, and returns that."""
+        for mine, trained in zip(self.step.model.variables, self._model.variables, strict=True):
+            mine.value.assign(trained.value.read_value())
+        return self.step.model
+
+    def run(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """See `Evaluator.run`."""
+        self.copy()
+        return super().run(*args, **kwargs)

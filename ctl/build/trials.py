@@ -1,0 +1,264 @@
+"""Tries values of a setting and keeps the fastest: ``--bytes_per_pack=auto``,
+``--jit_compile=auto``.
+
+A trial does not affect training: it reads batches of its own and restores every variable on every
+replica.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+from absl import logging
+
+from ctl.distributed import workers
+from ctl.errors import UsageError
+from ctl.phases.marks import Marks
+from ctl.phases.observer import NO_OBSERVER
+from ctl.reduce import make_packs
+from ctl.distributed.replicas import shares_variables, synchronizes
+from ctl.build.trial_cache import Known
+from ctl.distributed.watch import watchdog
+
+if TYPE_CHECKING:
+    from ctl.loop import Loop
+    from ctl.step import TrainStep
+
+# In bytes. A collective takes about a millisecond between machines, mostly latency below this size.
+_SMALLEST = 64 << 10
+_LEAST_ROUNDS, _MOST_ROUNDS = 7, 40
+_BLOCK_SECONDS = 0.1
+_MOST_STEPS = 100  # in a block
+_LEAST_GAIN = 0.03  # a smaller one is noise, and each pack adds an operation
+_MOST_SHARE = 0.03  # of the time of a training
+# What a step raises that XLA cannot compile.
+_IMPOSSIBLE = (tf.errors.InvalidArgumentError, tf.errors.UnimplementedError, UsageError)
+
+
+def candidates(tensors: Sequence[Any]) -> list[int]:
+    """Values of ``bytes_per_pack`` to try: 0 (no limit), then a half, a quarter, an eighth and a
+    sixteenth of the size of all ``tensors``, except sizes that give the same packs or are too
+    small.
+
+    Args:
+        tensors: objects with a ``shape`` and a ``dtype``.
+    """
+    total = sum((t.shape.num_elements() or 0) * t.dtype.size for t in tensors)
+    found = {0: make_packs(tensors)}
+    for parts in (2, 4, 8, 16):
+        size = math.ceil(total / parts / 1024) * 1024
+        packs = make_packs(tensors, size)
+        if size >= _SMALLEST and packs not in found.values():
+            found[size] = packs
+    return list(found)
+
+
+def tune_packs(loop: Loop, steps: int | None = None, cache: Path | None = None) -> int:
+    """Tries pack sizes before ``loop.train`` and sets the fastest as the step's ``bytes_per_pack``.
+
+    All workers must call it; all get the same size, in bytes.
+
+    Args:
+        loop: to try them in.
+        steps: of the training. A trial takes at most 3 % of its time: none is made of a short
+            training, which keeps the first value. None sets no limit.
+        cache: file of the choices of earlier trials, which are not made again.
+    """
+    return _tune(loop, "bytes_per_pack", _best_size, steps, cache)
+
+
+def tune_jit_compile(loop: Loop, steps: int | None = None, cache: Path | None = None) -> bool:
+    """Tries both values of ``jit_compile``, as `tune_packs` tries pack sizes; the first is that of
+    the step, or of the rule of `ctl.control.jit`.
+
+    On a CPU, XLA may double the speed of small steps and cut that of convolutions to a quarter.
+    """
+    return _tune(loop, "jit_compile", _best_jit_compile, steps, cache)
+
+
+def _tune(loop: Loop, name: str, best: Callable, steps: int | None, cache: Path | None) -> Any:
+    if name == "jit_compile":
+        loop.step.jit_by_rule = None
+    with loop.translate_failures(f"the trial of {name}"):
+        loop.begin(loop.global_step)
+        setattr(loop.step, name, best(loop, steps, cache))
+    loop.scalars.reset()
+    return getattr(loop.step, name)
+
+
+def _best_size(loop: Loop, steps: int | None, cache: Path | None) -> int:
+    if loop.strategy.num_replicas_in_sync == 1:
+        logging.info("bytes_per_pack: 0, there is one replica and nothing to reduce")
+        return 0
+    sizes = candidates(loop.step.reduced_specs())
+    if len(sizes) == 1:
+        logging.info("bytes_per_pack: 0, the gradients are too small to cut")
+        return 0
+    return _fastest(loop, "bytes_per_pack", sizes, steps, cache)
+
+
+def _best_jit_compile(loop: Loop, steps: int | None, cache: Path | None) -> bool:
+    if shares_variables(loop.strategy):
+        logging.info("jit_compile: off, replicas share their variables")
+        return False
+    if synchronizes(loop.strategy, loop.step.parts.layer):
+        logging.info("jit_compile: off, replicas exchange the statistics of BatchNormalization")
+        return False
+    first = bool(loop.step.jit_compile)
+    return _fastest(loop, "jit_compile", [first, not first], steps, cache)
+
+
+def _fastest(
+    loop: Loop, name: str, values: Sequence[Any], steps: int | None, cache: Path | None
+) -> Any:
+    """The fastest of ``values`` for ``name``; the first if the gain or the data are too small."""
+    known = Known(cache, loop, name, values) if cache else None
+    if known and (value := known.value()) is not None:
+        logging.info("%s: %s, chosen by an earlier trial (%s)", name, value, cache)
+        return value
+    # Tracing each value takes as long as a first step. The state is held twice meanwhile.
+    first = values[0]
+    try:
+        with preserved(loop.step):
+            times = _time(loop, name, values, steps)
+    except tf.errors.OutOfRangeError:
+        logging.warning("%s: %s, the dataset has too few batches to try others", name, first)
+        return first
+    if not times:
+        logging.info("%s: %s, the training is too short for a trial", name, first)
+        return first
+    best = fastest(times)
+    typical = {value: statistics.median(seconds) for value, seconds in times.items()}
+    tried = ", ".join(f"{value}: {1e3 * seconds:.3g} ms" for value, seconds in typical.items())
+    logging.info("%s: %s is kept; tried %s per step", name, best, tried)
+    if known:
+        known.note(best)
+    return best
+
+
+def fastest(times: Mapping[Any, Sequence[float]]) -> Any:
+    """The value with the least time, of those that gain over the first; the first if none does.
+
+    Args:
+        times: of each value, seconds of a block in every round. Blocks of one round are compared.
+    """
+    first = next(iter(times))
+    ratios = {value: _ratios(times, value) for value in times if value != first}
+    gaining = {v: statistics.median(found) for v, found in ratios.items() if _gains(found)}
+    return min(gaining, key=gaining.__getitem__, default=first)
+
+
+def _ratios(times: Mapping[Any, Sequence[float]], value: Any) -> list[float]:
+    first = next(iter(times.values()))
+    return [mine / other for mine, other in zip(times[value], first, strict=True)]
+
+
+def _gains(ratios: Sequence[float]) -> bool | None:
+    """Whether the median of ``ratios`` is below 1 by `_LEAST_GAIN`; None if that is not decided.
+
+    Between the k-th least and the k-th largest of n lies the median, but for a chance of 2 P(X < k)
+    with X from the binomial distribution of n and 1/2 (David and Nagaraja 2003, Order Statistics,
+    section 7.1). That chance is 2 % at most.
+    """
+    n, below, k = len(ratios), 0.0, 0
+    while 2 * (below + math.comb(n, k) / 2**n) <= 0.02:
+        below += math.comb(n, k) / 2**n
+        k += 1
+    if not k:
+        return None
+    low, high = sorted(ratios)[k - 1], sorted(ratios)[n - k]
+    if high < 1 and statistics.median(ratios) <= 1 - _LEAST_GAIN:
+        return True
+    return False if low > 1 - _LEAST_GAIN else None
+
+
+def _time(
+    loop: Loop, name: str, values: Sequence[Any], steps: int | None
+) -> dict[Any, list[float]]:
+    """Seconds per step of each block on the slowest worker, for each value that compiles; empty if
+    a training of ``steps`` steps is too short to try."""
+    step, strategy = loop.step, loop.strategy
+    before, observer = getattr(step, name), step.observer
+    if isinstance(observer, Marks):
+        step.observer = NO_OBSERVER  # the marks belong to the packs of `before`
+    nothing = tf.zeros([3])  # the report to the other workers
+    feed = loop.steps.open(loop.global_step)
+
+    def block(value: Any, steps: int, traces: bool = False) -> float:
+        nonlocal feed
+        setattr(step, name, value)
+        start = time.perf_counter()
+        with watchdog.collective(f"trying {name}={value}", first=traces):
+            outcome = loop.steps.run(feed, tf.constant(steps), nothing, step.trace_key)
+            outcome.totals()
+        feed = feed._replace(position=outcome.position)
+        return (time.perf_counter() - start) / steps
+
+    def round_of(values: Sequence[Any], steps: int, number: int) -> list[float]:
+        """One block of each value, the first one first or last in turns, so that no value always
+        runs in the wake of the same other."""
+        order = values if number % 2 == 0 else values[::-1]
+        seconds = {value: block(value, steps) for value in order}
+        return _slowest(strategy, [seconds[value] for value in values])
+
+    try:
+        [traced] = _slowest(strategy, [block(values[0], 1, traces=True)])
+        [alone] = _slowest(strategy, [min(block(values[0], 2), block(values[0], 2))])
+        per_block = min(_MOST_STEPS, max(2, int(_BLOCK_SECONDS / alone)))
+        budget = math.inf if steps is None else _MOST_SHARE * steps * alone
+        # To compile another value takes longer than to trace the first.
+        budget -= (len(values) - 1) * 2 * traced
+        if budget < _LEAST_ROUNDS * len(values) * per_block * alone:
+            return {}
+        for value in values[1:]:
+            try:
+                block(value, 1, traces=True)
+            except _IMPOSSIBLE as error:
+                reason = getattr(error, "message", str(error)).strip().partition("\n")[0]
+                logging.warning("%s: %s is not possible: %.200s", name, value, reason)
+                values = [other for other in values if other != value]
+        times: dict[Any, list[float]] = {value: [] for value in values}
+        for number in range(_MOST_ROUNDS if len(values) > 1 else 1):
+            seconds = round_of(values, per_block, number)
+            budget -= sum(seconds) * per_block
+            for value, one in zip(values, seconds, strict=True):
+                times[value].append(one)
+            decided = all(_gains(_ratios(times, value)) is not None for value in values[1:])
+            if number + 1 >= _LEAST_ROUNDS and (decided or budget < 0):
+                break
+    finally:
+        setattr(step, name, before)
+        step.observer = observer
+    return times
+
+
+def _slowest(strategy: tf.distribute.Strategy, seconds: Sequence[float]) -> list[float]:
+    """The maximum over workers of each of ``seconds``; every worker must call it."""
+    if not workers.is_multi_worker(strategy):
+        return list(seconds)
+    texts = workers.all_gather(strategy, json.dumps(seconds).encode(), "a gather")
+    return [max(values) for values in zip(*map(json.loads, texts), strict=True)]
+
+
+@contextlib.contextmanager
+def preserved(step: TrainStep) -> Iterator[None]:
+    """Restores the state and the metrics of ``step`` on exit, on each replica to its own value."""
+    variables = [v for group in step.state().values() for v in group]
+    variables += step.of_replicas.variables  # `state` has what the last save has copied of them
+    variables += step.logged.variables  # a trial that finds the end of the data leaves its rows
+    variables += [v.value for metric in step.all_metrics() for v in metric.variables]
+    parts = [p for v in variables for p in step.strategy.experimental_local_results(v)]
+    values = [part.read_value() for part in parts]
+    try:
+        yield
+    finally:
+        for part, value in zip(parts, values, strict=True):
+            part.assign(value)

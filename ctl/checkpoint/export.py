@@ -1,0 +1,104 @@
+"""Exports a trained model as ``model.keras`` and as a SavedModel.
+
+Both take what `TrainStep.preprocess` returns: float32 images in [0, 1] of shape [batch, height,
+width, channels], unless it is overridden. `ctl.phases.base_step.scale_images` converts uint8
+images. Those of `ctl.build.models` return logits of shape [batch, classes].
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from ctl.base import durable
+from ctl.errors import CheckpointError, UsageError
+
+KERAS_FILE = "model.keras"
+SAVED_MODEL = "saved_model"
+
+
+def check_exportable(model: keras.Model) -> None:
+    """Raises `UsageError` if Keras cannot describe ``model`` in a file."""
+    try:
+        keras.saving.serialize_keras_object(model)
+    except Exception as error:  # it calls the user's get_config
+        said = str(error).strip().partition("\n")[0][:200]
+        raise UsageError(
+            f"model {model.name} cannot be exported: {said}: add get_config() to it, or --noexport"
+        ) from error
+
+
+def export_model(model: keras.Model, directory: Path, input_specs: Any = None) -> list[Path]:
+    """Writes ``model`` with its current weights to ``directory``, replacing an earlier export.
+
+    Args:
+        model: built.
+        directory: to write.
+        input_specs: `tf.TensorSpec` of each input, for a model that does not declare them. By
+            default, Keras takes them from the shapes that it has met, and from the model's dtype.
+
+    Returns:
+        The paths of the Keras file and of the SavedModel.
+
+    Raises:
+        CheckpointError: the directory cannot be written. An earlier export is kept.
+    """
+    declared = getattr(model, "inputs", None) or input_specs is None
+    signature = {} if declared else {"input_signature": [input_specs]}
+    unfinished = durable.scratch(directory.parent, directory.name)
+    try:
+        unfinished.mkdir(parents=True)
+        model.save(unfinished / KERAS_FILE)
+        model.export(str(unfinished / SAVED_MODEL), verbose=False, **signature)
+        durable.flush(unfinished)
+        durable.publish(unfinished, directory)
+    except (OSError, tf.errors.OpError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise CheckpointError(
+            f"cannot export to {directory}: {reason.partition(chr(10))[0][:200]}; when that is "
+            "mended, run the same command again"
+        ) from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return [directory / KERAS_FILE, directory / SAVED_MODEL]
+
+
+def load_model(
+    path: str | os.PathLike[str] | None, flag: str, like: keras.Model | None = None
+) -> keras.Model:
+    """Loads a ``.keras`` file, uncompiled.
+
+    Args:
+        path: of the file.
+        flag: that gives the path; for messages.
+        like: a model whose inputs and outputs have the shapes of the one in the file.
+
+    Raises:
+        UsageError: there is no such file, it holds no model, or one of other shapes.
+    """
+    if path is None:
+        raise UsageError(f"--{flag} is missing: give the .keras file of a trained model")
+    try:
+        model = keras.saving.load_model(path, compile=False)
+    except Exception as error:  # Keras raises many kinds for a file that is damaged
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+        raise UsageError(
+            f"--{flag}={path} is not a Keras model that can be loaded: {reason}"
+        ) from error
+    if like is not None:
+        if not all(hasattr(one, "input_shape") for one in (model, like)):
+            raise UsageError(f"--{flag}={path}: both models must be functional or sequential")
+        (takes, gives), (wanted_in, wanted_out) = (
+            (one.input_shape, one.output_shape) for one in (model, like)
+        )
+        if (takes, gives) != (wanted_in, wanted_out):
+            raise UsageError(
+                f"--{flag}={path} takes {takes} and returns {gives}, but the model {like.name} "
+                f"takes {wanted_in} and returns {wanted_out}"
+            )
+    return model

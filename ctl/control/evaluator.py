@@ -1,0 +1,160 @@
+"""Evaluation on every replica of a strategy."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import tensorflow as tf
+
+from ctl.control.pace import Pace
+from ctl.control.signals import StopRequested
+from ctl.data.dataset import on_replica
+from ctl.data.feed import open_batches, waiting_for
+from ctl.data.global_batches import as_dataset
+from ctl.distributed import local_batch, workers
+from ctl.distributed.watch import watchdog
+from ctl.errors import UsageError
+from ctl.phases.base_step import EvalStep
+from ctl.phases.trace_guards import Settings
+from ctl.reduce import SUM
+
+# Takes the number of batches done, and of all batches (None if unknown).
+OnWake = Callable[[int, int | None], None]
+
+
+class Evaluator:
+    """Evaluates a model on every example of a dataset exactly once, on any number of replicas.
+
+    Args:
+        step: the step to evaluate with. Create its model and metrics in ``strategy.scope()``.
+        dataset: a dataset of `ctl.data`, or a finite `tf.data.Dataset` of global batches.
+        strategy: by default the current strategy.
+        others: more datasets by name. Each is evaluated after ``dataset``, and its results are
+            called ``name/loss``, ``name/accuracy``.
+
+    Raises:
+        UsageError: ``dataset`` is not a dataset, or a variable was created outside the scope.
+    """
+
+    def __init__(
+        self,
+        step: EvalStep,
+        dataset: Any,
+        *,
+        strategy: tf.distribute.Strategy | None = None,
+        others: Mapping[str, Any] | None = None,
+    ):
+        self.step = step
+        self.dataset = as_dataset(dataset, training=False)
+        self.strategy = strategy or tf.distribute.get_strategy()
+        step.check_scope(self.strategy)
+        with workers.watching_variables(self.strategy):
+            step.logged.create(self.strategy)
+        step.check_labels(self.dataset)
+        examples, batch_size = self.dataset.num_examples, self.dataset.global_batch_size
+        self._batches: int | None = None
+        if examples is not None and batch_size is not None:
+            self._batches = math.ceil(examples / batch_size)
+        self._iterator: Iterator | None = None
+        self._resident: Any = None
+        self._pace = Pace()
+        self._settings = Settings(step)
+        self.others = {name: self.on(dataset) for name, dataset in (others or {}).items()}
+
+    @property
+    def datasets(self) -> list[Any]:
+        """``dataset``, and those of ``others``."""
+        return [self.dataset, *(other.dataset for other in self.others.values())]
+
+    def on(self, dataset: Any) -> Evaluator:
+        """Returns an evaluator of the same model on another ``dataset``."""
+        return Evaluator(self.step, dataset, strategy=self.strategy)
+
+    def run(
+        self,
+        on_wake: OnWake | None = None,
+        asked_to_stop: Callable[[], bool] = lambda: False,
+    ) -> dict[str, float]:
+        """Evaluates once. With several workers, all of them must call it.
+
+        Args:
+            on_wake: called after each group of batches, see `OnWake`.
+            asked_to_stop: if it returns True on any worker, the evaluation stops on all workers.
+
+        Returns:
+            ``loss`` (the mean over valid examples) and each metric, by name; then those of
+            ``others``.
+
+        Raises:
+            UsageError: a dataset has no valid examples.
+            StopRequested: a worker was asked to stop.
+        """
+        results = self._run(on_wake, asked_to_stop)
+        for which, other in self.others.items():
+            found = other.run(on_wake, asked_to_stop)
+            results |= {f"{which}/{name}": value for name, value in found.items()}
+        return results
+
+    def _run(self, on_wake: OnWake | None, asked_to_stop: Callable[[], bool]) -> dict[str, float]:
+        self.step.reset_metrics()
+        # If the length of the dataset is known, the dataset repeats and one iterator serves every
+        # evaluation. A new iterator each time would cost start-up time and, in TensorFlow, memory.
+        iterator: Iterator | None
+        iterator, self._iterator = self._iterator or self._start(), None
+        totals, done = [0.0, 0.0], 0
+        while self._batches is None or done < self._batches:
+            steps = 1 if self._batches is None else min(self._pace.steps(), self._batches - done)
+            start = time.perf_counter()
+            report = self._pace.report(asked_to_stop())
+            version = self._settings.current(self.step)
+            try:
+                with (
+                    watchdog.collective("the evaluation", first=self._pace.traces(version)),
+                    local_batch.refusals(),
+                ):
+                    sums = self._eval_steps(
+                        iterator, self._resident, tf.constant(steps), report, version
+                    )
+                    loss, examples, asked, pace, *logged = sums.numpy().tolist()
+            except tf.errors.OutOfRangeError:
+                if self._batches is not None:
+                    raise
+                iterator = None
+                break
+            self._settings.note(self.step)
+            self._pace.took(time.perf_counter() - start, steps, workers.mean(self.strategy, pace))
+            if asked or (not workers.is_multi_worker(self.strategy) and asked_to_stop()):
+                raise StopRequested
+            done += steps
+            totals = [totals[0] + loss, totals[1] + examples]
+            self.step.logged.collect(logged, self.strategy.num_replicas_in_sync)
+            if on_wake:
+                on_wake(done, self._batches)
+        self._iterator = iterator
+        if not totals[1]:
+            raise UsageError("the evaluation dataset holds no valid examples")
+        return {"loss": totals[0] / totals[1], **self.step.results()}
+
+    def _start(self) -> Iterator:
+        if self._resident is None:
+            self._resident = self.dataset.resident(self.strategy)
+        return open_batches(self.dataset, self.strategy, again=self._batches is not None)
+
+    @tf.function
+    def _eval_steps(
+        self, iterator: Iterator, resident: Any, steps: tf.Tensor, report: tf.Tensor, version: int
+    ) -> tf.Tensor:
+        sums = self.strategy.run(lambda: tf.zeros([2]))
+        for _ in tf.range(steps):
+            sums = self.strategy.run(self._one_step, args=(sums, next(iterator), resident))
+        sums = self.strategy.run(
+            lambda sums: tf.concat([sums, report, self.step.logged.terms()], 0), args=(sums,)
+        )
+        return self.strategy.reduce(SUM, sums, axis=None)
+
+    def _one_step(self, sums: tf.Tensor, element: Any, resident: Any) -> tf.Tensor:
+        with waiting_for(element):
+            return sums + self.step.__call__(on_replica(self.dataset, element, resident))

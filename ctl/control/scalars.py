@@ -1,0 +1,74 @@
+"""The scalars of a log record: loss, metrics, learning rate and speed since the last record."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ctl.phases.loss_accumulator import Totals
+from ctl.step import TrainStep
+
+
+class Scalars:
+    """Collects the scalars of a window of steps.
+
+    Args:
+        step: a built step.
+        global_batch_size: None if unknown; then `read` gives no ``examples_per_second``.
+
+    Attributes:
+        extras: functions from the scalars to more of them, see `ctl.logs.machine`.
+        rates: learning rates of the last step, as they were applied: a schedule that depends on
+            more than the step may have another one for it by the time of `read`.
+    """
+
+    def __init__(self, step: TrainStep, global_batch_size: int | None):
+        self._step = step
+        self._global_batch_size = global_batch_size
+        self.extras: list[Callable[[Mapping[str, float]], Mapping[str, float]]] = []
+        self.rates: Sequence[Any] = ()
+        self.reset()
+
+    def reset(self) -> None:
+        """Starts a new window."""
+        self._loss = self._examples = self._seconds = self._timed_examples = self._latest = 0.0
+        self._timed_steps = self._skipped = 0
+        self._step.reset_metrics()
+
+    def add(self, totals: Totals, skipped: int) -> None:
+        """Adds the steps of a call: their ``totals``, and the number of those whose update was
+        ``skipped``, which have no part in the loss."""
+        self._loss += totals.loss * totals.examples
+        self._examples += totals.examples
+        self._latest = totals.examples
+        self._skipped += skipped
+        self._step.logged.collect(totals.logged, self._step.strategy.num_replicas_in_sync)
+
+    def add_time(self, seconds: float, steps: int) -> None:
+        """Adds the duration of the ``steps`` steps of the last `add`."""
+        self._seconds += seconds
+        self._timed_examples += self._latest
+        self._timed_steps += steps
+
+    def read(self) -> dict[str, float]:
+        """The scalars by name; no ``loss`` if the losses of no example are known. With several
+        workers, all must read at the same steps."""
+        scalars = {"loss": self._loss / self._examples} if self._examples else {}
+        scalars |= self._step.results()
+        updater = self._step.updater
+        for number, rate in enumerate(self.rates, start=1):
+            scalars["learning_rate" + (f"_{number}" if number > 1 else "")] = float(rate)
+        if self._seconds:
+            rate = self._timed_steps / self._seconds
+            scalars["steps_per_second"] = rate
+            if self._global_batch_size:
+                scalars["examples_per_second"] = rate * self._global_batch_size
+            if self._step.counts != "examples":
+                scalars[f"{self._step.counts}_per_second"] = self._timed_examples / self._seconds
+        if updater.judges_finiteness:
+            scalars["skipped_steps"] = float(self._skipped)
+        if updater.loss_scale:
+            scalars["loss_scale"] = float(updater.loss_scale.scale.numpy())
+        for extra in self.extras:
+            scalars |= extra(scalars)
+        return scalars

@@ -1,0 +1,99 @@
+"""The state of a training: what a checkpoint holds, and what is put back when one is restored."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from ctl.checkpoint import bundle
+from ctl.checkpoint.manager import CheckpointManager, Saved
+from ctl.control import jit
+from ctl.data.dataset import Dataset
+from ctl.distributed import replicas
+from ctl.schedule.patience import with_memory
+from ctl.step import TrainStep
+
+_TRAINED = "trained"  # which variables train, if not all do: see `Loop.train_only`
+_COMPILED = "compiled"  # there if XLA compiles the step: see `ctl.control.jit`
+
+
+class TrainState:
+    """The variables of a training by group, which a checkpoint holds.
+
+    Args:
+        step: a built step; see `TrainStep.state` for its groups.
+        dataset: that it trains on.
+        eval_actions: those with a memory have a group of their own, see `ctl.schedule.patience`.
+    """
+
+    def __init__(self, step: TrainStep, dataset: Dataset, eval_actions: Sequence[Any]):
+        self._step, self._dataset, self._eval_actions = step, dataset, eval_actions
+
+    def variables(self) -> dict[str, list[tf.Variable]]:
+        """The variables now, by group. Variables of a replica are as `collect` has found them."""
+        step = self._step
+        state = step.state()
+        if memories := [owner.memory for owner in with_memory(self._eval_actions)]:
+            state["memory"] = memories
+        if not all(step.trains):
+            state[_TRAINED] = [_setting(step.trains)]
+        if step.jit_compile:
+            state[_COMPILED] = [_setting([True])]
+        return state
+
+    def collect(self) -> None:
+        """Reads the variables that differ between replicas; all workers must call it."""
+        self._step.of_replicas.collect(self._step.strategy)
+
+    def restore(self, checkpoints: CheckpointManager) -> tuple[Saved | None, dict[str, float]]:
+        """Restores the last checkpoint, and decides as when its run began whether XLA compiles.
+
+        Returns:
+            The checkpoint, or None if there is none; and the results of its evaluation, if it had
+            one. A checkpoint is written before its evaluation, which actions are told of now.
+
+        Raises:
+            CheckpointError: see `CheckpointManager.restore`.
+        """
+        step, state = self._step, self.variables()
+        for settings in (_TRAINED, _COMPILED):  # a checkpoint of another phase or setting has none
+            state.pop(settings, None)
+        saved = checkpoints.restore(state)
+        if not saved:
+            return None, {}
+        step.trains = (True,) * len(step.trained)
+        if _TRAINED in saved.variables:
+            [values] = bundle.read(saved.prefix, {_TRAINED: [_setting(step.trains)]})[_TRAINED]
+            step.trains = tuple(bool(value) for value in values)
+        jit.keep(step, self._dataset, _COMPILED in saved.variables)
+        replicas.offset_dropout_seeds(step.strategy, step.parts.layer)
+        step.of_replicas.spread(step.strategy)
+        step.settings.rates.clear()
+        results = {name: saved.metrics[name] for name in saved.evaluated}
+        for owner in with_memory(self._eval_actions) if results else []:
+            owner.evaluated(saved.step, results)
+        return saved, results
+
+
+class _Setting(NamedTuple):
+    """Stands for a variable in a state. To make one waits for all workers in the scope of their
+    strategy, and only the chief saves."""
+
+    name: str
+    dtype: tf.DType
+    shape: tf.TensorShape
+    tensor: tf.Tensor
+
+    def value(self) -> tf.Tensor:
+        return self.tensor
+
+    def numpy(self) -> np.ndarray:
+        return self.tensor.numpy()
+
+
+def _setting(values: Sequence[bool]) -> _Setting:
+    tensor = tf.constant([int(one) for one in values], tf.int32)
+    return _Setting("Variable", tensor.dtype, tensor.shape, tensor)

@@ -1,0 +1,105 @@
+"""Waits until all workers of a job have started, before TensorFlow connects them."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+
+from absl import logging
+
+from ctl.distributed.cluster.handshake import Door, greet
+from ctl.distributed.cluster.members import Cluster
+from ctl.errors import PeerError, UsageError
+
+# Seconds until a warning names the missing workers, and between such warnings.
+_QUIET_SECONDS = 10.0
+
+# A worker that has found another list of addresses still answers for so long, so that its peers
+# find that, too.
+_STAY_SECONDS = 2.0
+
+
+def meet(cluster: Cluster, timeout: float) -> None:
+    """Returns when every worker of ``cluster`` has called this.
+
+    Call it before TensorFlow connects the workers: that cannot be interrupted, has no time limit on
+    the chief, and keeps every Python thread from running. Workers greet each other on the ports
+    that TensorFlow will use. Messages of other programs are ignored.
+
+    Raises:
+        PeerError: a worker is missing after ``timeout`` seconds, or this worker's port is taken.
+            Warnings name who is missing from 10 s on.
+        UsageError: a peer has another list of workers, or the index of another worker.
+    """
+    peers = {f"worker {index}": address for index, address in enumerate(cluster.workers)}
+    me = f"worker {cluster.index}"
+    came: set[str] = set()
+    ended = threading.Event()
+    with Door(peers.pop(me), me, cluster.fingerprint, peers) as door:
+
+        def welcome() -> None:
+            while not ended.is_set():
+                for name, connection in door.arrivals(0.05):
+                    connection.close()
+                    came.add(name)
+
+        thread = threading.Thread(target=welcome, name="welcome", daemon=True)
+        thread.start()
+        untold, why = set(peers), dict.fromkeys(peers, "silent")
+        began, said = time.monotonic(), 0.0
+        try:
+            while untold or not came.issuperset(peers):
+                for peer in sorted(untold):
+                    try:
+                        greet(peers[peer], peer, me, cluster.fingerprint).close()
+                        untold.remove(peer)
+                        why[peer] = "silent"
+                    except OSError as error:
+                        why[peer] = error.strerror or str(error)
+                why |= dict.fromkeys(door.differing, "has another list of addresses")
+                missing = ", ".join(
+                    f"{peer} at {address} ({why[peer]})"
+                    for peer, address in peers.items()
+                    if peer in untold or peer not in came
+                )
+                seconds = time.monotonic() - began
+                if missing and seconds >= timeout:
+                    raise PeerError(
+                        f"{me}: gave up after {seconds:.0f} s (--startup_timeout) waiting for "
+                        f"{missing}"
+                    )
+                if missing and seconds - said >= _QUIET_SECONDS:
+                    said = seconds
+                    logging.warning("%s waits for %s since %.0f s", me, missing, seconds)
+                time.sleep(0.05)
+        except UsageError:
+            time.sleep(_STAY_SECONDS)
+            raise
+        finally:
+            ended.set()
+            thread.join()
+
+
+def unreachable(cluster: Cluster, patience: float = 0.0) -> dict[int, str]:
+    """Returns the other workers that do not listen, and the reason for each.
+
+    A frozen worker listens, since its kernel accepts connections. If all listen, the call tries
+    again for up to ``patience`` seconds, because a failed worker may take a moment to end.
+    """
+    deadline = time.monotonic() + patience
+    while not (why := _not_listening(cluster)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return why
+
+
+def _not_listening(cluster: Cluster) -> dict[int, str]:
+    why = {}
+    for index, address in enumerate(cluster.workers):
+        host, _, port = address.rpartition(":")
+        if index != cluster.index:
+            try:
+                socket.create_connection((host, int(port)), timeout=1.0).close()
+            except OSError as error:
+                why[index] = f"{address}: {error.strerror or error}"
+    return why

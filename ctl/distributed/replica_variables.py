@@ -1,0 +1,114 @@
+"""Variables of a step with another value on each replica, which a checkpoint holds part by part."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import tensorflow as tf
+
+from ctl.distributed import replicas, workers
+from ctl.errors import UsageError
+
+_ON_RESIZE = ("refuse", "sum", "zero")
+
+
+class _Part(NamedTuple):
+    variable: tf.Variable
+    name: str
+    on_resize: str
+
+
+class ReplicaVariables:
+    """The variables of one step that `ctl.TrainStep.variable` made for each replica, and those that
+    are `ctl.TrainStep.apart`.
+
+    Attributes:
+        saved: for each variable, the values of all replicas, [replicas, *shape], on the host; empty
+            before `create`. A checkpoint reads and writes these.
+    """
+
+    def __init__(self) -> None:
+        self._made: list[_Part] = []
+        self._all: list[_Part] = []  # those made, and those apart
+        self.saved: list[tf.Variable] = []
+
+    @property
+    def variables(self) -> list[tf.Variable]:
+        """Those that `make` returned, in their order."""
+        return [made.variable for made in self._made]
+
+    def make(self, name: str, shape: Sequence[int], dtype: str, on_resize: str) -> tf.Variable:
+        """See `ctl.phases.base_step.BaseStep.variable`. Call it in the strategy's scope."""
+        if on_resize not in _ON_RESIZE:
+            raise UsageError(
+                f"variable {name}: on_resize={on_resize!r} is not one of {', '.join(_ON_RESIZE)}"
+            )
+        if self.saved:
+            raise UsageError(f"variable {name}: make the variables of a step before its loop")
+        if replicas.has_one_copy(tf.distribute.get_strategy()):
+            raise UsageError(
+                f"variable {name} cannot have a value on each replica with this strategy, in which "
+                "all share one copy: use mirrored"
+            )
+        variable = tf.Variable(
+            tf.zeros(shape, dtype),
+            trainable=False,
+            synchronization=tf.VariableSynchronization.ON_READ,
+            name=name,
+        )
+        self._made.append(_Part(variable, name, on_resize))
+        return variable
+
+    def create(self, strategy: tf.distribute.Strategy, apart: Sequence[tf.Variable]) -> None:
+        """Creates ``saved``, with room for the values of variables that are ``apart``."""
+        self._all = [*self._made, *(_Part(v, v.name.removesuffix(":0"), "refuse") for v in apart)]
+        self._on_replicas = tf.function(
+            functools.partial(strategy.run, self._rows), autograph=False
+        )
+        parts = strategy.num_replicas_in_sync
+        for variable, name, on_resize in self._all:
+            values = tf.zeros([parts, *variable.shape], variable.dtype)
+            rows = parts if on_resize == "refuse" else None
+            with tf.device("/cpu:0"):
+                shape = [rows, *variable.shape]
+                self.saved.append(tf.Variable(values, trainable=False, shape=shape, name=name))
+
+    def collect(self, strategy: tf.distribute.Strategy) -> None:
+        """Copies the values of all replicas to ``saved``. With several workers, all must call it.
+
+        Raises:
+            PeerError: a worker was lost.
+        """
+        if not self._all:
+            return
+        for saved, parts in zip(self.saved, self._on_replicas(), strict=True):
+            saved.assign(workers.gather(strategy, parts, "gathering the state of the replicas"))
+
+    def _rows(self) -> list[tf.Tensor]:
+        """The values of this replica, each [1, *shape]."""
+        return [replicas.own_copy(part.variable)[tf.newaxis] for part in self._all]
+
+    def spread(self, strategy: tf.distribute.Strategy) -> None:
+        """Gives each replica its value of ``saved``. If these are of another number of replicas,
+        replica 0 gets their sum (``on_resize="sum"``), and all others get zeros."""
+        if not self._all:
+            return
+        count = strategy.num_replicas_in_sync
+        parts = []
+        for saved, part in zip(self.saved, self._all, strict=True):
+            value = saved.read_value()
+            if value.shape[0] != count:
+                total = tf.reduce_sum(value, axis=0, keepdims=True)
+                first = total if part.on_resize == "sum" else tf.zeros_like(total)
+                value = tf.concat([first, tf.zeros([count - 1, *first.shape[1:]], first.dtype)], 0)
+            parts.append(value)
+
+        def assign() -> None:
+            me = tf.distribute.get_replica_context().replica_id_in_sync_group
+            for part, value in zip(self._all, parts, strict=True):
+                replicas.own_copy(part.variable).assign(value[me])
+
+        # TensorFlow warns about an eager `run`.
+        tf.function(lambda: strategy.run(assign), autograph=False)()

@@ -1,0 +1,400 @@
+"""Ends a process whose collective does not return.
+
+TensorFlow's own time limit is not used. It starts a thread for each collective that sleeps for the
+whole limit, so a job of small steps dies of too many threads within minutes. And when a thread
+wakes up, it frees memory that the threads of the ring still use. Here, one thread watches whether
+the main thread makes progress in its section of the code. After ``--collective_timeout`` it writes
+a flight record, prints one line and calls `os._exit`. It runs by default with several workers.
+
+Time limits of the watchdog, workers and clusters, with the defaults of flags. The last column names
+the code that decides, and its reason:
+
+=======  ================================  =====================================================
+Seconds  Name                              Decision
+=======  ================================  =====================================================
+600      `FIRST_CALL_SECONDS`              watchdog ends the process: no progress in a section
+                                           that compiles, or that waits for others to compile
+300      ``--collective_timeout``          watchdog ends the process: no progress in any other
+                                           collective; with parameter servers, the coordinator
+                                           ends the job: no step finished
+300      ``--startup_timeout``             `meet`, `ctl.distributed.strategy`, `wait_for_all` and
+                                           `attend` give up: a task has not come; watchdog ends the
+                                           process: no progress in `building`
+120      `record.SAME_HANG_SECONDS`        `ctl.inspect hang` ignores a record older by this, or by
+                                           twice the longest wait if that is more
+60       ``--worker_timeout``              `RollCall.check` ends the job: no worker is connected
+60       `_LAST_WORDS_SECONDS`             watchdog exits, even if record or checkpoint hangs
+30       `roll_call._SILENT_SECONDS`       both sides of the roll call give up: no line received
+10       `workers._ENDED_SECONDS`          watchdog ends the process: others have not reached the
+                                           barrier at the end of the data, or of a disagreement
+10       ``_QUIET_SECONDS``                watchdog, `meet`, roll call, `held` log that they wait
+5        `roll_call._REACTION_SECONDS`     roll call ends a coordinator that TensorFlow holds; with
+                                           Python's lock held, `held` does, 5 s before the 30 s
+5        `door._GREETING_SECONDS`          `Door` and `greet` close a connection: no greeting
+5        `roll_call._LEAVING_SECONDS`      `attend` ends a worker so long after SIGTERM
+4        `record.Record.silent_after`      `hang` calls a peer frozen or dead: no beat for 4 times
+                                           `beats.interval`; this affects messages only
+3        `hang._STEADY_SECONDS`            `hang` compares workers that have not moved for so long
+3        `_ENDING_SECONDS`                 `blame` waits for a failed peer to stop listening
+2        `rendezvous._STAY_SECONDS`        `meet` still answers after it found another list of
+                                           workers
+2        ``_LINGER_SECONDS``               watchdog and `held` wait after their last line
+2        `_FLUSH_SECONDS`                  `leave` exits, even if the output is not read
+1        `roll_call._BEAT_SECONDS`         interval of the lines of the roll call
+1        `beats.interval`                  interval of beats; longer above 100 workers
+0.5      `_STALLED_SECONDS`                watchdog reads the marks: no progress
+0.5      `workers._LAST_MESSAGES_SECONDS`  a worker stays so long after the last barrier
+=======  ================================  =====================================================
+
+"Silent" thus means: no line for 30 s in the roll call, no beat for 4 s in `hang` (`Place.silent`),
+no greeting yet in `meet`, and any time since the last beat in `Peer.silent`. Lack of progress of
+this process itself is `Section.stalled`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from absl import logging
+
+from ctl.base.console import last_line
+from ctl.distributed.cluster.members import Cluster
+from ctl.distributed.cluster.rendezvous import unreachable
+from ctl.distributed.watch import hang, record
+from ctl.distributed.watch.beats import Beats
+from ctl.distributed.watch.record import Record
+from ctl.distributed.watch.section import Section
+from ctl.errors import CtlError, PeerError
+
+# Limit of a first call, which compiles. Workers differ in how long that takes.
+FIRST_CALL_SECONDS = 600.0
+
+_TICK = 0.25
+# The time between two ticks counts up to this much, so that a process that was stopped (SIGSTOP, a
+# laptop's lid) does not take the pause for a wait.
+_MOST_OF_A_TICK = 0.5
+# Pause between the last line and the exit. It lets other workers reach their own limits, and print
+# what they know, before their connections to this worker break.
+_LINGER_SECONDS = 2.0
+# A peer whose connection broke may take so long to end. Only then can it be told from the others.
+_ENDING_SECONDS = 3.0
+# Marks are read after so long without progress: reading costs time, and tells nothing earlier.
+_STALLED_SECONDS = 0.5
+# A worker logs which workers it waits for after so long, and each time the wait has doubled.
+_QUIET_SECONDS = 10.0
+# Limit of all that is done before the exit, including the end of a checkpoint's write.
+_LAST_WORDS_SECONDS = 60.0
+# Limit of flushing the output, whose reader may be stuck.
+_FLUSH_SECONDS = 2.0
+
+_ALL_LISTEN = "workers that are there but do not come"  # if none can be named
+
+
+class Watchdog:
+    """The watchdog of a process, made by `start`. See the module.
+
+    Args:
+        cluster: the workers, which all receive beats.
+        timeout: limit, in seconds, without progress in a collective.
+        startup_timeout: limit, in seconds, while workers load their data or build their model.
+        record_dir: directory of flight records; None for no records.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        timeout: float,
+        startup_timeout: float,
+        record_dir: Path | None = None,
+    ):
+        self.cluster, self.timeout, self.record_dir = cluster, timeout, record_dir
+        self.startup_timeout = startup_timeout
+        self.finish_first: Callable[[], Any] = lambda: None
+        self._sections = [Section("host code", None)]
+        self._broken: Section | None = None
+        self._beats = Beats(cluster)
+        self._stopped = threading.Event()
+        self._gave_up = ""
+        self._recorded, self._recorded_in = -math.inf, self._sections[0]
+        self._heard_giving_up: set[int] = set()
+        self._giving_up = threading.Lock()
+        # `_read` has a thread of its own, because reading a variable can block for as long as the
+        # step does: on a GPU it queues behind the collective.
+        for work in (self._watch, self._read):
+            threading.Thread(target=work, name=f"ctl{work.__name__}", daemon=True).start()
+        atexit.register(self._stopped.set)
+
+    @contextlib.contextmanager
+    def inside(self, section: Section) -> Iterator[None]:
+        """Makes ``section`` the one that is watched, inside the context."""
+        if section.step is None:
+            section.step = self._sections[-1].step
+        self._broken = None
+        self._sections.append(section)
+        try:
+            yield
+        except Exception:
+            self._broken = self._broken or section
+            raise
+        finally:
+            self._sections.remove(section)
+            self._sections[-1].step = section.step
+
+    def _section(self) -> Section:
+        """Where the main thread is, or was when a collective raised."""
+        return self._broken or self._sections[-1]
+
+    def _read(self) -> None:
+        while not self._stopped.wait(_TICK):
+            section = self._section()
+            # The loop may have ended, and its variables with it.
+            with contextlib.suppress(Exception):
+                if section.progress:
+                    section.step = section.progress()
+                if section.marks and section.stalled >= _STALLED_SECONDS:
+                    section.fired, section.not_fired = section.marks()
+                    section.phase = record.phase_of(section.fired, section.not_fired)
+
+    def _watch(self) -> None:
+        before, place = time.monotonic(), None
+        while not self._stopped.is_set():
+            try:
+                section = self._section()
+                self._beats.exchange(self._beat(section), _TICK)
+                now = time.monotonic()
+                if place == (section, section.step):
+                    section.stalled += min(now - before, _MOST_OF_A_TICK)
+                else:
+                    section.stalled, section.phase = 0.0, ""
+                    section.quiet_until = _QUIET_SECONDS
+                before, place = now, (section, section.step)
+                self._listen_to_those_who_give_up()
+                if section.limit is None:
+                    continue
+                if section.stalled < section.limit:
+                    if section.stalled >= section.quiet_until:
+                        section.quiet_until *= 2
+                        _within(0.0, self._say_for_whom, section)
+                    continue
+                if section is self._sections[-1] and self._giving_up.acquire(blocking=False):
+                    self._give_up(section)
+            except Exception as error:  # the time limits must not end with it
+                _within(0.0, logging.error, "the watchdog goes on after %r", error)
+                time.sleep(_TICK)
+
+    def _say_for_whom(self, section: Section) -> None:
+        """Logs for whom this worker waits; nothing if all are in one place, and compute. In a
+        thread: the file system may hang, and the reader of the log."""
+        where = f"in {section.doing} since {section.stalled:.0f} s"
+        if named := self._named(record.make(self.cluster, "waits", section, self._beats.peers, {})):
+            logging.warning("worker %d waits %s for %s", self.cluster.index, where, named)
+
+    def _beat(self, section: Section) -> dict[str, Any]:
+        return {
+            "step": section.step or 0,
+            "doing": section.doing[:100],
+            "phase": section.phase,
+            "waits": section.limit is not None,
+            "since": section.stalled,
+            "gave_up": self._gave_up,
+        }
+
+    def _listen_to_those_who_give_up(self) -> None:
+        """Writes a record when a peer gives up: this worker may be the cause and not know it."""
+        for worker, beat in self._beats.peers.items():
+            if beat.gave_up and worker not in self._heard_giving_up:
+                self._heard_giving_up.add(worker)
+                _within(0.0, self._write_record, f"worker {worker} gave up")
+
+    def _write_record(self, why: str, gone: dict[int, str] | None = None) -> Record:
+        """Makes a record, and writes it unless this hang has one already.
+
+        If this worker gives up in the section in which it had heard of another, it had waited
+        there, too: that record is replaced.
+        """
+        section = self._section()
+        made = record.make(self.cluster, why, section, self._beats.peers, gone or {})
+        recently = time.monotonic() - self._recorded < 2 * self.timeout + record.SAME_HANG_SECONDS
+        had_waited = why in record.GAVE_UP and section is self._recorded_in
+        if self.record_dir and (had_waited or not recently):
+            self._recorded, self._recorded_in = time.monotonic(), section
+            try:
+                record.write(self.record_dir, made)
+            except OSError as error:
+                logging.error("cannot write the flight record: %s", error)
+        return made
+
+    def blame(self, why: str, step: int | None = None) -> str:
+        """Writes the record of a collective that failed, and tells the other workers.
+
+        Args:
+            why: "timed out" or "broke off", see `Record`.
+            step: last global step that was finished; None to keep the one that is known.
+
+        Returns:
+            The workers that this one waits for, as far as it can know.
+        """
+        section = self._section()
+        if step is not None:
+            section.step = step
+        gone = unreachable(self.cluster, _ENDING_SECONDS if why == "broke off" else 0.0)
+        made = self._write_record(why, gone)
+        self._gave_up = why
+        self._beats.send(self._beat(section))
+        return self._named(made) or _ALL_LISTEN
+
+    def _named(self, made: Record) -> str:
+        """The other workers that this one waits for, by its own record."""
+        others = [p for p in hang.suspects([made]) if p.worker != self.cluster.index]
+        return ", ".join(map(str, others))
+
+    def broke_off(self, step: int | None) -> str:
+        """Calls `blame` for the main thread, after TensorFlow raised an error.
+
+        If the watchdog is about to end the process and print its own line, this waits for that.
+        """
+        if not self._giving_up.acquire(blocking=False):
+            time.sleep(2 * _LAST_WORDS_SECONDS)
+        return self.blame("broke off", step)
+
+    def _give_up(self, section: Section) -> None:
+        """Ends the process, even if the last words hang, for example in a file system."""
+        _within(_LAST_WORDS_SECONDS, self._last_words, section)
+        leave((section.otherwise or PeerError).exit_code)
+
+    def _last_words(self, section: Section) -> None:
+        if section.otherwise:
+            last_line(str(section.otherwise))
+            return
+        after = "" if section.step is None else f" after step {section.step}"
+        waited = section.stalled
+        blamed = self.blame("timed out")
+        last_line(
+            f"worker {self.cluster.index} of {len(self.cluster.workers)}: a collective in "
+            f"{section.doing}{after} timed out: no progress for {waited:.0f} s "
+            f"({section.flag}); waiting for {blamed}"
+        )
+        end = time.monotonic() + _LINGER_SECONDS
+        while time.monotonic() < end:
+            self._beats.exchange(self._beat(section), _TICK)
+        with contextlib.suppress(Exception):  # a failed save must not change the exit code
+            self.finish_first()
+
+
+def leave(exit_code: int, line: str = "") -> None:
+    """Ends the process at once, after a flush of at most 2 s. Prints ``line`` first, if any.
+
+    TensorFlow's threads are still in the collective that failed. An orderly end would wait for
+    them, or crash with them and exit with another code.
+    """
+    _within(_FLUSH_SECONDS, _flush, line)
+    os._exit(exit_code)
+
+
+def _flush(line: str) -> None:
+    if line:
+        last_line(line)
+    logging.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+
+
+def _within(seconds: float, work: Callable[..., Any], *arguments: Any) -> None:
+    """Calls ``work`` in a thread; returns when it is done, or after ``seconds``."""
+    thread = threading.Thread(target=work, args=arguments, name="ctl_within", daemon=True)
+    with contextlib.suppress(RuntimeError):  # there may be no more threads
+        thread.start()
+        thread.join(seconds)
+
+
+_watchdog: Watchdog | None = None
+
+
+def start(
+    cluster: Cluster,
+    timeout: float = 300.0,
+    record_dir: Path | None = None,
+    startup_timeout: float = 300.0,
+) -> None:
+    """Starts the `Watchdog` of this process. Later calls have no effect."""
+    global _watchdog
+    if _watchdog is None:
+        _watchdog = Watchdog(cluster, timeout, startup_timeout, record_dir)
+
+
+def finish_first(work: Callable[[], Any]) -> None:
+    """Registers a function that the watchdog calls before it ends the process after a timeout.
+
+    The process ends anyway after 60 s.
+    """
+    if _watchdog:
+        _watchdog.finish_first = work
+
+
+def broke_off(cluster: Cluster, step: int | None) -> str:
+    """Writes the record of a collective that raised, and returns the workers to blame."""
+    if _watchdog:
+        return _watchdog.broke_off(step)
+    gone = unreachable(cluster, _ENDING_SECONDS).items()
+    return ", ".join(f"worker {i} (gone: {why})" for i, why in gone) or _ALL_LISTEN
+
+
+def running() -> bool:
+    """Returns whether this process has a watchdog."""
+    return _watchdog is not None
+
+
+def collective(
+    doing: str,
+    *,
+    timeout: float | None = None,
+    first: bool = False,
+    otherwise: CtlError | None = None,
+    step: int | None = None,
+    progress: Callable[[], int] | None = None,
+    marks: Callable[[], tuple[dict[str, float], tuple[str, ...]]] | None = None,
+    packs: Sequence[int] = (),
+) -> contextlib.AbstractContextManager[None]:
+    """Returns a context in which the main thread may wait for other workers.
+
+    Args:
+        doing: description, for messages.
+        timeout: limit in seconds without progress; by default that of `start`.
+        first: whether the call compiles; the limit is then at least `FIRST_CALL_SECONDS`.
+        otherwise: error to end with at the limit; by default one that blames the other workers.
+        step, progress, marks, packs: see `Section`.
+    """
+    if _watchdog is None:
+        return contextlib.nullcontext()
+    limit = timeout or _watchdog.timeout
+    if first:
+        limit = max(limit, FIRST_CALL_SECONDS)
+    return _watchdog.inside(Section(doing, limit, otherwise, step, progress, marks, tuple(packs)))
+
+
+def building(doing: str) -> contextlib.AbstractContextManager[None]:
+    """Returns a context in which the main thread may wait, up to ``--startup_timeout``, for workers
+    that load their data or build their model."""
+    if _watchdog is None:
+        return contextlib.nullcontext()
+    return _watchdog.inside(Section(doing, _watchdog.startup_timeout, flag="--startup_timeout"))
+
+
+def host(doing: str, step: int | None = None) -> contextlib.AbstractContextManager[None]:
+    """Returns a context without a limit, for work that waits for no other worker.
+
+    The limits of the peers still apply: they wait in their next collective.
+    """
+    if _watchdog is None:
+        return contextlib.nullcontext()
+    return _watchdog.inside(Section(doing, None, step=step))

@@ -1,0 +1,337 @@
+"""Coordinates workers outside of the step: membership, barriers, agreement and lost workers."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn
+
+import tensorflow as tf
+
+from ctl.base.differences import differences
+from ctl.distributed.cluster.members import Cluster
+from ctl.distributed.watch import watchdog
+from ctl.errors import CtlError, PeerError, UsageError
+
+_SHOWN = 5  # differences in one message
+
+# Seconds that a worker whose data have ended waits for the data of the others to end.
+_ENDED_SECONDS = 10.0
+
+# Seconds that a worker waits after a barrier before it exits: it may still owe others the message
+# that releases them.
+_LAST_MESSAGES_SECONDS = 0.5
+
+# A stack trace of the graph, up to its last frame.
+_GRAPH = re.compile(
+    r'.*(?:<stack traces unavailable>|\n  File "[^\n]*(?:\n    [^\n]*)?)\n', flags=re.DOTALL
+)
+
+# Errors that a collective raises when a worker died, froze, did not start or failed.
+LOST = (
+    tf.errors.UnavailableError,
+    tf.errors.DeadlineExceededError,
+    tf.errors.AbortedError,
+    tf.errors.CancelledError,
+    tf.errors.InternalError,
+)
+
+
+def is_multi_worker(strategy: tf.distribute.Strategy) -> bool:
+    """Whether ``strategy`` is a `tf.distribute.MultiWorkerMirroredStrategy`."""
+    return isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
+
+
+def cluster_of(strategy: tf.distribute.MultiWorkerMirroredStrategy) -> Cluster:
+    """The addresses of the workers of ``strategy``, and the index of this worker."""
+    resolver = strategy.cluster_resolver
+    addresses = resolver.cluster_spec().as_dict().get("worker", ["localhost:0"])
+    return Cluster(tuple(addresses), resolver.task_id or 0, "the strategy")
+
+
+def is_chief(strategy: tf.distribute.Strategy) -> bool:
+    """Whether this process writes checkpoints and logs: worker 0, or the only process."""
+    return not is_multi_worker(strategy) or cluster_of(strategy).is_chief
+
+
+def mean(strategy: tf.distribute.Strategy, total: float) -> float | None:
+    """Divides ``total``, a sum over replicas, by their number; None unless `is_multi_worker`."""
+    return float(total) / strategy.num_replicas_in_sync if is_multi_worker(strategy) else None
+
+
+@contextlib.contextmanager
+def naming_lost_peers(
+    strategy: tf.distribute.Strategy, doing: str, step: Callable[[], int] | None = None
+) -> Iterator[None]:
+    """Turns TensorFlow's errors of a collective into a `PeerError` that names the lost worker.
+
+    Args:
+        strategy: the strategy whose collectives run inside.
+        doing: what the caller does, for the message.
+        step: returns the global step for the message.
+    """
+    try:
+        yield
+    except LOST as error:
+        number = step() if step else None
+        where = doing if number is None else f"{doing} after step {number}"
+        if is_multi_worker(strategy):
+            what = f"a collective in {where}"
+            raise lost_peer(cluster_of(strategy), what, error, number) from error
+        if not isinstance(error, tf.errors.DeadlineExceededError):
+            raise
+        raise PeerError(f"an all-reduce in {where} timed out") from error
+
+
+def lost_peer(
+    cluster: Cluster, what: str, error: tf.errors.OpError, step: int | None = None
+) -> PeerError:
+    """The `PeerError` for one of `LOST`: names the worker that is to blame.
+
+    Args:
+        cluster: all workers.
+        what: this worker did when TensorFlow raised ``error``.
+        error: of TensorFlow.
+        step: last global step that was finished; None if it is not known.
+    """
+    how = "timed out" if isinstance(error, tf.errors.DeadlineExceededError) else "broke off"
+    blamed = watchdog.broke_off(cluster, step)
+    return PeerError(
+        f"worker {cluster.index} of {len(cluster.workers)}: {what} {how}: {_reason(error)}; "
+        f"waiting for {blamed}"
+    )
+
+
+def watch(strategy: tf.distribute.Strategy, **options: Any) -> bool:
+    """Returns whether there are several workers. If so, starts `ctl.distributed.watch.watchdog`
+    with ``options``, unless it runs already."""
+    several = is_multi_worker(strategy) and len(cluster_of(strategy).workers) > 1
+    if several:
+        watchdog.start(cluster_of(strategy), **options)
+    return several
+
+
+@contextlib.contextmanager
+def watching_variables(strategy: tf.distribute.Strategy) -> Iterator[None]:
+    """While inside, the watchdog watches this thread create variables.
+
+    With several workers, each waits there for the initial value, which the chief sends.
+
+    Raises:
+        PeerError: a worker was lost while it created a variable.
+    """
+    doing = "making variables"
+
+    def create(next_creator: Callable[..., tf.Variable], **options: Any) -> tf.Variable:
+        with naming_lost_peers(strategy, doing), watchdog.building(doing):
+            return next_creator(**options)
+
+    if not is_multi_worker(strategy):
+        yield
+        return
+    with tf.variable_creator_scope(create):
+        yield
+
+
+def _reason(error: tf.errors.OpError) -> str:
+    """The cause of ``error`` in TensorFlow's words, without what TensorFlow puts around it: the
+    graph before it, and behind it how other workers passed the error on."""
+    said = re.sub(r"\{\{.*?\}\} ?", "", error.message).split("\n\t [[")[0]
+    text = " ".join(_GRAPH.sub("", said).split())
+    frozen = re.search(r"stopped sending heartbeats\)?:((?: /job:\w+/replica:\d+/task:\d+)+)", text)
+    if frozen:
+        tasks = sorted(map(int, re.findall(r"task:(\d+)", frozen[1])))
+        who = f"worker{'s' if len(tasks) > 1 else ''} {', '.join(map(str, tasks))}"
+        return f"{who} stopped sending heartbeats"
+    aborted = re.search(r"(?:Collective ops is aborted by: )+(.*)", text)
+    text = aborted[1] if aborted else text
+    return re.split(r" Additional GRPC|\W+The error could be from| \[Op:", text)[0][:120]
+
+
+def barrier(
+    strategy: tf.distribute.Strategy,
+    timeout: float | None = None,
+    otherwise: CtlError | None = None,
+) -> None:
+    """Returns when every worker has called it.
+
+    Args:
+        strategy: the strategy of the workers.
+        timeout: seconds after which the watchdog ends the process; by default its own limit.
+        otherwise: error whose message and exit code the watchdog then uses; by default its own.
+
+    Raises:
+        PeerError: a worker was lost.
+    """
+
+    def meet() -> tf.Tensor:
+        return tf.distribute.get_replica_context().all_reduce("SUM", tf.zeros([]))
+
+    doing = "a barrier"
+    section = watchdog.collective(doing, timeout=timeout, otherwise=otherwise)
+    with naming_lost_peers(strategy, doing), section:
+        tf.function(lambda: strategy.run(meet), autograph=False)()
+
+
+def leave_together(strategy: tf.distribute.Strategy) -> None:
+    """Waits, after the last collective, until every worker is here or has left.
+
+    A worker that exits earlier would look lost to those that still compute. Work of one worker
+    alone, such as an export, follows. Returns at once unless `is_multi_worker`.
+    """
+    if not is_multi_worker(strategy):
+        return
+    with contextlib.suppress(PeerError):
+        barrier(strategy)
+        time.sleep(_LAST_MESSAGES_SECONDS)
+
+
+def check_all_ended(strategy: tf.distribute.Strategy, step: int) -> None:
+    """Returns when the data of all workers have ended at this step.
+
+    Raises:
+        UsageError: the data of some workers go on. These are in the all-reduce of the next step and
+            would sum their gradients with whatever this worker reduces next.
+    """
+    if not is_multi_worker(strategy):
+        return
+    not_all = UsageError(
+        f"worker {cluster_of(strategy).index}: its data ended after step {step}, those of other "
+        "workers go on: every worker must be given the same batches"
+    )
+    try:
+        barrier(strategy, _ENDED_SECONDS, otherwise=not_all)
+    except PeerError as error:
+        raise not_all from error
+
+
+def check_agreement(
+    strategy: tf.distribute.Strategy,
+    facts: Mapping[str, Any],
+    common: Mapping[str, Any] | None = None,
+) -> None:
+    """Compares ``facts`` (JSON values by name) over all workers. All workers must call it.
+
+    Args:
+        strategy: a `tf.distribute.MultiWorkerMirroredStrategy`.
+        facts: what every worker must have.
+        common: what only some may have, such as modules that the chief alone imports. Compared is
+            what all have.
+
+    Raises:
+        UsageError: facts differ. It is raised on every worker and names the values of each.
+    """
+    doing = "comparing the workers"
+    mine = json.dumps([facts, common or {}], sort_keys=True, default=str).encode()
+    if len(set(all_gather(strategy, hashlib.sha256(mine).digest(), doing))) == 1:
+        return
+    texts = [json.loads(text) for text in all_gather(strategy, mine, doing)]
+    shared = set.intersection(*(set(some) for _, some in texts))
+    differ = differences([all_ | {n: some[n] for n in shared} for all_, some in texts])
+    if differ:
+        shown = "; ".join(
+            f"{name} is "
+            + ", ".join(f"{_short(value)} on worker {i}" for i, value in enumerate(values))
+            for name, values in list(differ.items())[:_SHOWN]
+        )
+        more = f" and {len(differ) - _SHOWN} more" if len(differ) > _SHOWN else ""
+        raise_together(
+            strategy,
+            UsageError(f"the workers do not agree: {shown}{more}; start all with the same"),
+        )
+
+
+def raise_together(strategy: tf.distribute.Strategy, error: CtlError) -> NoReturn:
+    """Raises ``error``, which every worker has found in what it gathered."""
+    # A worker that exits now would look lost to one that still gathers. After the barrier, all have
+    # gathered. It breaks off if a worker has left it already, which means the same.
+    if is_multi_worker(strategy):
+        with contextlib.suppress(PeerError):
+            barrier(strategy, _ENDED_SECONDS, otherwise=error)
+    raise error
+
+
+def earliest(strategy: tf.distribute.Strategy, step: int) -> int:
+    """The minimum of ``step`` over all workers. All workers must call it."""
+    if not is_multi_worker(strategy):
+        return step
+    return min(int(text) for text in all_gather(strategy, str(step).encode(), "a gather"))
+
+
+def any_of(strategy: tf.distribute.Strategy, asked: bool) -> bool:
+    """Whether ``asked`` is true on any worker. All workers must call it."""
+    if not is_multi_worker(strategy):
+        return asked
+    return b"1" in all_gather(strategy, b"1" if asked else b"0", "asking whether to end")
+
+
+def all_gather(strategy: tf.distribute.Strategy, text: bytes, doing: str) -> list[bytes]:
+    """Gathers the ``text`` of every worker. All workers must call it.
+
+    Args:
+        strategy: a `tf.distribute.MultiWorkerMirroredStrategy`.
+        text: this worker's bytes, of any length.
+        doing: what the caller does, for messages.
+
+    Returns:
+        One text per worker, in the order of the workers; the same list on every worker.
+
+    Raises:
+        PeerError: a worker was lost.
+    """
+
+    def all_of(values: tf.Tensor) -> tf.Tensor:
+        mine = strategy.experimental_distribute_values_from_function(lambda _: values)
+        return gather(strategy, mine, doing)
+
+    lengths = all_of(tf.constant([len(text)])).numpy()
+    # As int32: not every collective takes bytes.
+    joined = bytes(all_of(tf.constant(list(text), tf.int32)).numpy().tolist())
+    texts, start = [], 0
+    for length in lengths:
+        texts.append(joined[start : start + length])
+        start += length
+    # All replicas of a worker gather the same text.
+    return texts[:: len(texts) // len(cluster_of(strategy).workers)]
+
+
+def gather(strategy: tf.distribute.Strategy, parts: Any, doing: str) -> tf.Tensor:
+    """Concatenates the ``parts`` of all replicas along their first axis. All workers must call it.
+
+    Args:
+        strategy: any.
+        parts: a tensor for each replica, as returned by ``strategy.run``.
+        doing: what the caller does, for messages.
+
+    Raises:
+        PeerError: a worker was lost.
+    """
+    if strategy.num_replicas_in_sync == 1:
+        return strategy.experimental_local_results(parts)[0]
+    with (
+        naming_lost_peers(strategy, doing),
+        watchdog.collective(doing, first=True),
+        _without_warnings(),
+    ):
+        return strategy.gather(parts, axis=0)
+
+
+@contextlib.contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Silences TensorFlow, which makes a function for each gather and warns of retracing."""
+    logger = tf.get_logger()
+    level = logger.level
+    logger.setLevel("ERROR")
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

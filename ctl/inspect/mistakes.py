@@ -1,0 +1,229 @@
+"""What a classifier gets wrong: accuracy of each class, confusion matrix, worst examples."""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from ctl.data.dataset import Dataset, on_replica
+from ctl.data.feed import open_batches, waiting_for
+from ctl.distributed import local_batch
+from ctl.errors import CheckpointError, UsageError
+from ctl.phases.base_step import BaseStep
+
+WORST = 48  # examples
+_WIDEST_NAME = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Example:
+    """An example with a high loss.
+
+    Attributes:
+        number: its place in the data, from 0.
+        label, predicted: classes.
+        probability: that the model gives to ``predicted``.
+        loss: the cross entropy, or what the step computes.
+        png: the image; None if the features are none.
+    """
+
+    number: int
+    label: int
+    predicted: int
+    probability: float
+    loss: float
+    png: bytes | None = dataclasses.field(repr=False, compare=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What `collect` returns.
+
+    Attributes:
+        classes: their names.
+        confusion: int64 [classes, classes]: examples by label and prediction.
+        worst: the examples with the highest loss, in descending order; NaN is the highest.
+    """
+
+    classes: Sequence[str]
+    confusion: np.ndarray
+    worst: Sequence[Example]
+
+    @property
+    def accuracies(self) -> list[float | None]:
+        """Of the examples of each class, the share that is predicted right; None without examples.
+        This is the recall of the class."""
+        counts = self.confusion.sum(axis=1)
+        right = self.confusion.diagonal()
+        return [float(r / n) if n else None for r, n in zip(right, counts, strict=True)]
+
+    def confused(self, label: int) -> int | None:
+        """The class that examples of ``label`` are most often taken for; None if for no other."""
+        others = self.confusion[label].copy()
+        others[label] = 0
+        return int(others.argmax()) if others.any() else None
+
+    def to_json(self) -> dict[str, Any]:
+        """All but the pictures, as JSON values."""
+        worst = [dataclasses.asdict(dataclasses.replace(one, png=None)) for one in self.worst]
+        return {
+            "schema": 1,
+            "classes": [*self.classes],
+            "accuracies": self.accuracies,
+            "confusion": self.confusion.tolist(),
+            "worst": [{n: v for n, v in one.items() if n != "png"} for one in worst],
+        }
+
+
+def collect(
+    step: BaseStep, dataset: Dataset, strategy: tf.distribute.Strategy, worst: int = WORST
+) -> Report:
+    """Reads ``dataset`` once; the same on any number of replicas. Leaves out examples of weight 0.
+
+    Args:
+        step: an evaluation step of a classifier, as that of an `ctl.Evaluator`.
+        dataset: of an evaluation, in its order.
+        strategy: that ``step`` was made for.
+        worst: number of examples to keep.
+
+    Raises:
+        UsageError: labels are not integers [n], or outputs are not [n, classes].
+    """
+    resident = dataset.resident(strategy)
+    iterator = open_batches(dataset, strategy)
+
+    @tf.function
+    def batch_of(iterator: Any, resident: Any) -> Any:
+        return strategy.run(of_replica, args=(next(iterator), resident))
+
+    def of_replica(element: Any, resident: Any) -> Any:
+        with waiting_for(element):
+            return examples_of(on_replica(dataset, element, resident))
+
+    def examples_of(batch: Any) -> Any:
+        computed, _ = local_batch.filled(batch)
+        losses = step.loss(computed)
+        outputs = losses[1] if isinstance(losses, tuple) else None
+        features, labels, weights = local_batch.unpack(batch)
+        _check(labels, outputs)
+        rows = local_batch.rows(batch)
+        probabilities = tf.nn.softmax(tf.cast(outputs, tf.float32))[:rows]
+        weights = tf.ones([rows]) if weights is None else tf.reshape(weights, [rows])
+        return (
+            tf.cast(labels, tf.int64),
+            tf.argmax(probabilities, axis=-1),
+            tf.reduce_max(probabilities, axis=-1),
+            tf.cast(losses[0], tf.float32)[:rows],
+            weights > 0,
+            features if _is_image(features) else tf.zeros([rows]),
+        )
+
+    confusion: np.ndarray | None = None
+    kept: list[tuple[float, int, Example]] = []
+    size, first = dataset.num_examples, 0
+    while size is None or first < size:
+        try:
+            with local_batch.refusals():
+                parts = batch_of(iterator, resident)
+        except tf.errors.OutOfRangeError:
+            break
+        columns = [
+            np.concatenate([part.numpy() for part in strategy.experimental_local_results(column)])
+            for column in parts
+        ]
+        labels, predicted, probabilities, losses, counted, features = columns
+        if confusion is None:
+            classes = _classes(step, dataset, int(max(labels.max(), predicted.max())) + 1)
+            confusion = np.zeros([len(classes)] * 2, np.int64)
+        np.add.at(confusion, (labels[counted], predicted[counted]), 1)
+        ranks = np.where(np.isnan(losses), np.inf, losses)  # NaN is the worst
+        for row in np.argsort(-ranks, kind="stable")[: worst + int((~counted).sum())]:
+            if not counted[row] or (len(kept) == worst and ranks[row] <= kept[0][0]):
+                continue
+            one = Example(
+                number=first + int(row),
+                label=int(labels[row]),
+                predicted=int(predicted[row]),
+                probability=float(probabilities[row]),
+                loss=float(losses[row]),
+                png=_png(features[row]) if features.ndim == 4 else None,
+            )
+            # Of equal losses, the first example stays.
+            (heapq.heappushpop if len(kept) == worst else heapq.heappush)(
+                kept, (float(ranks[row]), -one.number, one)
+            )
+        first += len(labels)
+    if confusion is None:
+        raise UsageError("the evaluation dataset holds no valid examples")
+    ordered = [one for _, _, one in sorted(kept, key=lambda item: (-item[0], -item[1]))]
+    return Report(classes, confusion, ordered)
+
+
+def _check(labels: Any, outputs: Any) -> None:
+    classes = isinstance(labels, tf.Tensor) and labels.dtype.is_integer and labels.shape.rank == 1
+    logits = isinstance(outputs, tf.Tensor) and outputs.shape.rank == 2 and outputs.shape[1] != 1
+    if not classes or not logits:
+        raise UsageError(
+            "a report is of a classification: labels are integers [n], and the model returns "
+            "[n, classes]; leave out --report"
+        )
+
+
+def _classes(step: BaseStep, dataset: Dataset, seen: int) -> list[str]:
+    count = max(seen, dataset.info.num_classes or 0)
+    named = list(dataset.info.class_names[:count])
+    return [*named, *map(str, range(len(named), count))]
+
+
+def _is_image(features: Any) -> bool:
+    return isinstance(features, tf.Tensor) and features.shape.rank == 4
+
+
+def _png(image: np.ndarray) -> bytes:
+    """An image [height, width, channels] as PNG. Values that are not uint8 are scaled."""
+    if image.dtype != np.uint8:
+        image = np.nan_to_num(image, posinf=0.0, neginf=0.0)
+        low, high = float(image.min()), float(image.max())
+        low, high = (0.0, 1.0) if low >= 0.0 and high <= 1.0 else (low, max(high, low + 1e-6))
+        image = ((image.astype(np.float32) - low) * (255.0 / (high - low))).round().astype(np.uint8)
+    if image.shape[-1] not in (1, 3, 4):
+        image = image[..., :1]
+    return tf.io.encode_png(image).numpy()
+
+
+def table(report: Report) -> list[str]:
+    """The lines of a table of the classes and, if it fits 80 columns, of the confusion matrix."""
+    names = [name[:_WIDEST_NAME] for name in report.classes]
+    wide = max(5, *map(len, names))
+    lines = [f"{'class':<{wide}}  examples  accuracy  most often taken for"]
+    for label, (name, accuracy) in enumerate(zip(names, report.accuracies, strict=True)):
+        other = report.confused(label)
+        taken = "" if other is None else f"{names[other]} ({report.confusion[label, other]})"
+        shown = "" if accuracy is None else f"{accuracy:.4f}"
+        lines.append(
+            f"{name:<{wide}}  {report.confusion[label].sum():>8}  {shown:>8}  {taken}".rstrip()
+        )
+    cell = max(4, len(str(report.confusion.max()))) + 1
+    if wide + cell * len(names) <= 80:
+        numbers = itertools.chain([f"{'':<{wide}}"], (f"{n:>{cell}}" for n in range(len(names))))
+        lines += ["", "label below, prediction to the right, in the same order", "".join(numbers)]
+        for name, row in zip(names, report.confusion, strict=True):
+            lines.append(f"{name:<{wide}}" + "".join(f"{value:>{cell}}" for value in row))
+    return lines
+
+
+def prepare(directory: str) -> Path:
+    """Makes ``directory``. Raises `CheckpointError` if that is impossible."""
+    path = Path(directory)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"cannot write --report={path}: {error.strerror}") from error
+    return path

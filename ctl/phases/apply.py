@@ -1,0 +1,332 @@
+"""Applies gradients that are already reduced: optimizer, weight decay, EMA, loss scale.
+
+Keras's ``optimizer.apply`` would reduce them a second time, clip before that reduction, and check
+finiteness on one replica. This module calls the optimizer's documented ``update_step`` through
+``strategy.extended.update``, which reduces nothing and does the same on every replica.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from ctl.base.autograph import converted
+from ctl.distributed import local_batch
+from ctl.errors import UsageError
+from ctl.phases import shared_programs
+from ctl.phases.optimizers import Optimizers, is_decayed, is_plain, make_groups, slots_of
+
+# Variables per compiled function. The cost of a call grows faster than its number of variables, and
+# several functions run at once (`benchmarks/model_size.py`).
+_VARIABLES_PER_UPDATE = 32
+
+
+def average_like(variable: keras.Variable) -> tf.Variable:
+    """A variable for the moving average of ``variable``, which it starts with."""
+    value = variable.value
+    start, name = tf.cast(value, local_batch.wide(value.dtype)), value.name.removesuffix(":0")
+    return tf.Variable(start, trainable=False, name=name)
+
+
+def is_compiled(device: str) -> bool:
+    """Whether XLA compiles the update on ``device`` by default: on CPUs, where it was measured."""
+    return "CPU" in device.upper()
+
+
+class LossScale:
+    """Dynamic loss scale for float16 (Micikevicius et al. 2018, arXiv:1710.03740, section 3.2).
+
+    The scale doubles after ``growth_steps`` finite steps in a row. It halves after a step with a
+    gradient that is not finite; `Updater` skips the update of that step.
+
+    Args:
+        initial: initial scale.
+        growth_steps: finite steps in a row before the scale doubles.
+
+    Attributes:
+        scale: float32 scalar variable.
+        finite_steps: int64 scalar variable: finite steps since the scale changed.
+    """
+
+    def __init__(self, initial: float = 2.0**15, growth_steps: int = 2000):
+        self.growth_steps = growth_steps
+        self.scale = _counter("loss_scale", initial, tf.float32)
+        self.finite_steps = _counter("finite_steps", 0, tf.int64)
+
+    def good(self) -> None:
+        """Counts a finite step; doubles the scale when there are enough in a row."""
+        grow = self.finite_steps + 1 >= self.growth_steps
+        self.scale.assign(tf.where(grow, self.scale * 2.0, self.scale))
+        self.finite_steps.assign(tf.where(grow, tf.zeros([], tf.int64), self.finite_steps + 1))
+
+    def bad(self) -> None:
+        """Halves the scale, to 1 at least, after gradients that are not finite."""
+        self.scale.assign(tf.maximum(self.scale * 0.5, 1.0))
+        self.finite_steps.assign(0)
+
+
+class Updater:
+    """Applies reduced gradients to the variables of a model. Create it in the strategy's scope.
+
+    Args:
+        optimizer: one, or several with their variables, see `ctl.phases.optimizers`. As in Keras,
+            its ``weight_decay`` is decoupled and applied before the update, except to the variables
+            that the optimizer excludes.
+        variables: the trainable `keras.Variable` objects of the model.
+        statistics: moving statistics of BatchNorm, which ``ema_decay`` averages too: those of the
+            trained weights do not fit averaged weights.
+        schedule: learning rate as a function of the step; by default that of the optimizer.
+        ema_decay: decay of an exponential moving average of ``variables``; None keeps no average.
+            As in Keras, the average starts as the weights after the first update.
+        loss_scale: whether to scale the loss for float16, see `LossScale`.
+        skip_nonfinite: whether to skip an update when a gradient has a NaN or Inf.
+        jit_update: whether XLA compiles the update: one pass over memory replaces a dozen kernels
+            per variable. None compiles it on CPUs only, where it was measured. Use False for an
+            optimizer that XLA cannot compile.
+
+    Attributes:
+        groups: the parameter groups.
+        of_model: ``variables``.
+        trained: all variables that are trained, in the order of the gradients: ``variables``, then
+            others of the groups.
+        global_step: int64 scalar variable: batches seen.
+        skipped: int64 scalar variable: updates skipped because a gradient was not finite.
+        averaged_variables: ``variables`` and ``statistics``; empty without ``ema_decay``.
+        ema: the averages of ``averaged_variables``.
+
+    Raises:
+        UsageError: see `ctl.phases.optimizers.make_groups`.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizers,
+        variables: Sequence[keras.Variable],
+        *,
+        statistics: Sequence[keras.Variable] = (),
+        schedule: Callable[[Any], Any] | None = None,
+        ema_decay: float | None = None,
+        loss_scale: bool = False,
+        skip_nonfinite: bool = False,
+        jit_update: bool | None = None,
+    ):
+        self.groups = make_groups(optimizer, variables, schedule)
+        for group in self.groups:
+            getattr(group.schedule, "memory", None)  # is made in this scope
+        # As they are now: Keras drops the rate of an optimizer that is given a schedule later.
+        self._of_optimizers = [v.value for g in self.groups for v in g.optimizer.variables]
+        self.of_model = list(variables)
+        grouped = [v for group in self.groups for v in group.variables]
+        self.trained = list({id(v): v for v in [*variables, *grouped]}.values())
+        self._group_of = {id(v): n for n, group in enumerate(self.groups) for v in group.variables}
+        self.averaged_variables = [] if ema_decay is None else [*variables, *statistics]
+        others = [] if ema_decay is None else list(statistics)
+        self.variables = [*self.trained, *others]
+        self.ema_decay = ema_decay
+        self.jit_update = jit_update
+        self.judges_finiteness = loss_scale or skip_nonfinite
+        self.global_step = _counter("global_step", 0, tf.int64)
+        self.skipped = _counter("skipped", 0, tf.int64)
+        self.loss_scale = LossScale() if loss_scale else None
+        self.ema = [average_like(v) for v in self.averaged_variables]
+        self._average_of = dict(zip(map(id, self.averaged_variables), self.ema, strict=True))
+
+    def state(self) -> dict[str, list[tf.Variable]]:
+        """Variables that a checkpoint must hold, by group."""
+        state = {
+            "optimizer": self._of_optimizers,
+            "counters": [self.global_step, self.skipped],
+        }
+        if self.ema:
+            state["ema"] = self.ema
+        if self.loss_scale:
+            state["loss_scale"] = [self.loss_scale.scale, self.loss_scale.finite_steps]
+        return state
+
+    def skipped_so_far(self) -> int:
+        """Number of skipped updates; 0 if finiteness is not checked."""
+        return int(self.skipped.numpy()) if self.judges_finiteness else 0
+
+    def optimizers(self) -> dict[str, keras.optimizers.Optimizer]:
+        """The optimizers by name: "optimizer", "optimizer 2", ..."""
+        numbers = range(1, len(self.groups) + 1)
+        names = ["optimizer" + (f" {n}" if n > 1 else "") for n in numbers]
+        return dict(zip(names, [group.optimizer for group in self.groups], strict=True))
+
+    def learning_rates(self, step: tf.Tensor | None = None) -> list[tf.Tensor]:
+        """Learning rate of each group in the update at ``step`` (by default the next one), float32
+        scalars."""
+        step = self.global_step if step is None else step
+        rates = [
+            converted(g.schedule)(step) if g.schedule else g.optimizer.learning_rate
+            for g in self.groups
+        ]
+        values = [rate.value if isinstance(rate, keras.Variable) else rate for rate in rates]
+        return [tf.convert_to_tensor(value) for value in values]
+
+    def by_group(
+        self, gradients_of: Callable[..., list[tf.Tensor | None]], losses: list[tf.Tensor]
+    ) -> list[tf.Tensor | None]:
+        """Returns the gradients, in the order of ``trained``, of one loss for each group.
+
+        Args:
+            gradients_of: ``(loss, variables) -> gradients``.
+            losses: scalars.
+
+        Raises:
+            UsageError: there is another number of losses than of groups.
+        """
+        if len(losses) != len(self.groups):
+            raise UsageError(
+                f"loss() returned a list of {len(losses)} losses, and the optimizer has "
+                f"{len(self.groups)} parameter groups: return one for each"
+            )
+        found: dict[int, tf.Tensor | None] = {}
+        for loss, group in zip(losses, self.groups, strict=True):
+            gradients = gradients_of(loss, [v.value for v in group.variables])
+            found.update(zip(map(id, group.variables), gradients, strict=True))
+        return [found[id(variable)] for variable in self.trained]
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """While inside, the model has the averaged weights, if there are any."""
+        pairs = list(zip(self.averaged_variables, self.ema, strict=True))
+        trained = [variable.value.read_value() for variable, _ in pairs]
+        try:
+            for variable, average in pairs:
+                variable.value.assign(tf.cast(average.read_value(), variable.value.dtype))
+            yield
+        finally:
+            for (variable, _), value in zip(pairs, trained, strict=True):
+                variable.value.assign(value)
+
+    def __call__(
+        self,
+        strategy: tf.distribute.Strategy,
+        gradients: Sequence[tf.Tensor | None],
+        finite: tf.Tensor | None = None,
+    ) -> None:
+        """Makes one update. Call it in cross-replica context, through ``merge_call``.
+
+        Args:
+            strategy: the strategy of this context.
+            gradients: reduced, equal on every replica; None leaves the variable unchanged.
+            finite: bool scalar, equal on every replica; None if finiteness is not checked.
+        """
+        if not self.judges_finiteness:
+            self._update(strategy, gradients)
+        else:
+            # The all-reduce has run on every replica before; neither branch has a collective.
+            tf.cond(
+                strategy.experimental_local_results(finite)[0],
+                lambda: self._update(strategy, gradients),
+                self._skip,
+            )
+        # The step counts only after its all-reduce: a step that is stuck there is not done.
+        reduced = [strategy.experimental_local_results(g) for g in gradients if g is not None]
+        with tf.control_dependencies(tf.nest.flatten(reduced)):
+            self.global_step.assign_add(1)
+
+    def _update(self, strategy: tf.distribute.Strategy, gradients: Sequence) -> None:
+        rates = self.learning_rates()
+        gradients = [*gradients, *[None] * (len(self.variables) - len(gradients))]
+        iterations = [group.optimizer.iterations.value for group in self.groups]
+        first = tf.equal(iterations[0], 0) if self.ema else None
+        devices: dict[str, list[int]] = {}
+        for index, variable in enumerate(self.variables):
+            devices.setdefault(variable.value.device, []).append(index)
+        kinds = [self._kind(i, g) for i, g in enumerate(gradients)]
+        compiled = shared_programs.Compiled()
+        for device, indices in _in_parts(devices, kinds):
+            # One function updates all of them. The first variable determines the device.
+            update = functools.partial(self._update_device, indices)
+            if is_compiled(device) if self.jit_update is None else self.jit_update:
+                kind = tuple(kinds[i] for i in indices)
+                variables = [v for i in indices for v in self._updated(i)]
+                update = functools.partial(compiled.call, update, kind, variables, iterations)
+            strategy.extended.update(
+                self.variables[indices[0]].value,
+                lambda _, *args, update=update: update(*args),
+                args=([gradients[i] for i in indices], rates, first),
+                group=False,
+            )
+        # Not Keras's own increment: it reads and then assigns, so concurrent workers lose counts.
+        for iteration in iterations:
+            iteration.assign_add(1)
+        if self.loss_scale:
+            self.loss_scale.good()
+
+    def _kind(self, index: int, gradient: Any) -> Hashable:
+        """Equal for variables whose updates differ only in the variables, see
+        `ctl.phases.shared_programs`."""
+        variable = self.variables[index]
+        kind = tuple(variable.shape), variable.dtype, id(variable) in self._average_of
+        if gradient is None:
+            return kind
+        number = self._group_of[id(variable)]
+        optimizer = self.groups[number].optimizer
+        if variable.constraint is not None or not is_plain(optimizer):
+            return id(variable)  # code of the user's, which may treat each variable in its own way
+        return *kind, number, is_decayed(optimizer, variable)
+
+    def _updated(self, index: int) -> list[tf.Variable]:
+        """What an update of a variable assigns to: the variable, its average and its slots."""
+        variable = self.variables[index]
+        average, number = self._average_of.get(id(variable)), self._group_of.get(id(variable))
+        slots = [] if number is None else slots_of(self.groups[number].optimizer, variable)
+        return [variable.value, *([] if average is None else [average]), *slots]
+
+    def _update_device(
+        self,
+        indices: Sequence[int],
+        gradients: Sequence[tf.Tensor | None],
+        rates: Sequence[tf.Tensor],
+        first: tf.Tensor | None,
+    ) -> None:
+        """Updates the variables at ``indices``, in the update context of their device."""
+        for index, gradient in zip(indices, gradients, strict=True):
+            variable = self.variables[index]
+            value = variable.value
+            if gradient is not None:
+                number = self._group_of[id(variable)]
+                optimizer, rate = self.groups[number].optimizer, rates[number]
+                if is_decayed(optimizer, variable):
+                    decay = tf.cast(optimizer.weight_decay * rate, value.dtype)
+                    value.assign_sub(value * decay)
+                optimizer.update_step(gradient, value, rate)
+                if variable.constraint is not None:
+                    value.assign(variable.constraint(value))
+            if id(variable) in self._average_of:
+                average = self._average_of[id(variable)]
+                decay = tf.constant(self.ema_decay, average.dtype)
+                momentum = tf.where(first, tf.zeros_like(decay), decay)
+                average.assign(momentum * average + (1.0 - momentum) * tf.cast(value, decay.dtype))
+
+    def _skip(self) -> None:
+        self.skipped.assign_add(1)
+        if self.loss_scale:
+            self.loss_scale.bad()
+
+
+def _in_parts(
+    devices: dict[str, list[int]], kinds: Sequence[Hashable]
+) -> Iterator[tuple[str, list[int]]]:
+    """Yields the variables of each device in parts, see `ctl.phases.shared_programs.make_parts`."""
+    for device, indices in devices.items():
+        for part in shared_programs.make_parts([kinds[i] for i in indices], _VARIABLES_PER_UPDATE):
+            yield device, [indices[i] for i in part]
+
+
+def _counter(name: str, initial: float, dtype: tf.DType) -> tf.Variable:
+    return tf.Variable(
+        initial,
+        dtype=dtype,
+        trainable=False,
+        aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
+        name=name,
+    )

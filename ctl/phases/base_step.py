@@ -1,0 +1,345 @@
+"""The evaluation step, and what the training step shares with it: model, loss, metrics."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from ctl.base.autograph import Overridable, converted
+from ctl.distributed import local_batch, replicas
+from ctl.distributed.replica_variables import ReplicaVariables
+from ctl.distributed.watch import watchdog
+from ctl.errors import UsageError
+from ctl.phases import labels, losses, options
+from ctl.phases.logged import TAKEN, Logged
+from ctl.phases.tracked_state import Parts
+from ctl.reduce import crossing
+
+
+def scale_images(features: Any) -> Any:
+    """Scales uint8 tensors to float32 in [0, 1]; returns other tensors unchanged.
+
+    Batches stay uint8 until this point, so that a quarter of the bytes moves to the device.
+    """
+    return tf.nest.map_structure(
+        lambda t: tf.cast(t, tf.float32) * (1.0 / 255.0) if t.dtype == tf.uint8 else t, features
+    )
+
+
+def _specs_of(inputs: Any) -> Any:
+    """`tf.TensorSpec` of ``inputs`` for any number of examples; None unless all are [n, ...]."""
+    if not all(isinstance(t, tf.Tensor) and t.shape.rank for t in tf.nest.flatten(inputs)):
+        return None
+    return tf.nest.map_structure(lambda t: tf.TensorSpec([None, *t.shape[1:]], t.dtype), inputs)
+
+
+class BaseStep(Overridable):
+    """The model, the loss of a batch and the metrics. Arguments as in `ctl.TrainStep`."""
+
+    training: bool
+    counts = "examples"  # what `count` counts; if other than examples, a record has its rate, too
+
+    def __init_subclass__(cls) -> None:
+        options.declare(cls)
+
+    def __init__(
+        self,
+        model: keras.Model,
+        loss_fn: Callable[[tf.Tensor, tf.Tensor], tf.Tensor] = losses.cross_entropy,
+        metrics: Sequence[keras.metrics.Metric] = (),
+        **own: Any,
+    ):
+        options.take(self, own)
+        self.model = model
+        self.loss_fn = loss_fn
+        self.metrics = list(metrics)
+        self.logged = Logged()
+        self.of_replicas = ReplicaVariables()
+        self.input_specs: Any = None  # what `loss` gives to the model, once it is traced
+
+    def preprocess(self, features: Any) -> Any:
+        """Turns the features of a batch into the input of the model; by default `scale_images`."""
+        return scale_images(features)
+
+    def loss(self, batch: Any) -> tf.Tensor | tuple[tf.Tensor, Any]:
+        """The loss of each example, optionally with the outputs for the metrics.
+
+        Args:
+            batch: n examples, this replica's part of the global batch: ``(features, labels)`` or
+                ``(features, labels, sample_weights)``. Override for any other form.
+
+        Returns:
+            ``losses`` or ``(losses, outputs)``. ``losses`` is float [n], each times its weight; or
+            a list of those, one for each parameter group.
+
+        Raises:
+            UsageError: ``loss_fn`` does not return [n], or there is not one weight per example.
+        """
+        features, labels, weights = local_batch.unpack(batch)
+        inputs = self.preprocess(features)
+        self.input_specs = _specs_of(inputs)
+        outputs = self.model(inputs, training=self.training)
+        losses = converted(self.loss_fn)(labels, outputs)
+        losses = local_batch.one_for_each_example(losses, source="loss_fn")
+        if weights is None:
+            return losses, outputs
+        if not weights.shape.is_compatible_with(losses.shape):
+            raise UsageError(
+                f"the weights of a batch have shape {weights.shape}, its losses {losses.shape}: "
+                "give one weight for each example, [n] or [n, 1]"
+            )
+        if weights.shape.rank is None:
+            weights = tf.reshape(weights, tf.shape(losses))
+        return losses * tf.cast(weights, losses.dtype), outputs
+
+    def sum_of(self, losses: Any, batch: Any) -> tuple[tf.Tensor | list[tf.Tensor], Any]:
+        """Returns the sum of ``losses``, a float32 scalar, and the outputs for metrics or None. A
+        list of losses gives a list of sums.
+
+        Args:
+            losses: as returned by `loss`.
+            batch: the batch that `loss` was given.
+
+        Raises:
+            UsageError: there is not one loss for each example.
+        """
+        losses, outputs = losses if isinstance(losses, tuple) else (losses, None)
+        # A step that overrides `count` may have another number of losses, for instance one for each
+        # view of an example.
+        count = None if self.overrides("count") else local_batch.rows(batch)
+
+        def total(one: Any) -> tf.Tensor:
+            one = local_batch.one_for_each_example(one, count)
+            if count is not None and self.overrides("loss"):
+                local_batch.check_weights_used(one, batch, type(self).__name__)
+            return tf.reduce_sum(tf.cast(one, tf.float32))
+
+        return [total(o) for o in losses] if isinstance(losses, list) else total(losses), outputs
+
+    def count(self, batch: Any) -> int | tf.Tensor:
+        """Number of valid examples in this replica's batch; with weights, the sum of the weights.
+
+        Returns:
+            A Python integer if *every* batch on every replica has this many; else a float32 scalar.
+        """
+        features, _, weights = local_batch.unpack(batch)
+        if weights is not None:
+            return tf.reduce_sum(tf.cast(weights, tf.float32))
+        examples = local_batch.rows(features)
+        return examples if isinstance(examples, int) else tf.cast(examples, tf.float32)
+
+    def overrides(self, method: str) -> bool:
+        """Whether a subclass, or this object, has a ``method`` of its own in place of that of ctl
+        (`loss`, `count`, `update_metrics`)."""
+        return method in vars(self) or getattr(type(self), method) is not getattr(BaseStep, method)
+
+    def update_metrics(self, batch: Any, outputs: Any) -> None:
+        """Updates ``self.metrics`` without a collective. Reading a result combines the replicas.
+
+        Where `cross_entropy` takes probabilities, as with mixup, they get the most likely class.
+        """
+        _, labels, weights = local_batch.unpack(batch)
+        if self.is_cross_entropy and losses.are_probabilities(labels, outputs):
+            labels = tf.argmax(labels, axis=-1)
+        replica = tf.distribute.get_replica_context()
+        if replica and replicas.shares_variables(replica.strategy):
+            # All replicas share one copy of a metric. TensorFlow would sum the values that the
+            # replicas assign, and each of these values includes the total so far.
+            replica.merge_call(self._update_shared_metrics, args=((labels, outputs, weights),))
+            return
+        if replica and isinstance(replica.strategy, tf.distribute.ParameterServerStrategy):
+            self._add_to_metrics(labels, outputs, weights)
+            return
+        for metric in self.metrics:
+            converted(metric.update_state)(labels, outputs, sample_weight=weights)
+
+    def _update_shared_metrics(self, strategy: tf.distribute.Strategy, parts: Any) -> None:
+        for replica in range(strategy.num_replicas_in_sync):
+            labels, outputs, weights = tf.nest.map_structure(
+                lambda t, i=replica: (
+                    None if t is None else strategy.experimental_local_results(t)[i]
+                ),
+                parts,
+            )
+            for metric in self.metrics:
+                converted(metric.update_state)(labels, outputs, sample_weight=weights)
+
+    def _add_to_metrics(self, labels: Any, outputs: Any, weights: Any) -> None:
+        """Adds the values of this batch: Keras reads and then assigns, which loses updates that
+        other workers make at the same time."""
+        for metric in self.metrics:
+            variables = metric.variables
+            none = [tf.zeros(v.shape, v.dtype) for v in variables]
+            mine = metric.stateless_update_state(none, labels, outputs, sample_weight=weights)
+            for variable, more in zip(variables, mine, strict=True):
+                variable.value.assign_add(tf.cast(more, variable.dtype))
+
+    def variable(
+        self,
+        name: str,
+        shape: Sequence[int],
+        dtype: str = "float32",
+        *,
+        per_replica: bool = False,
+        on_resize: str = "refuse",
+    ) -> tf.Variable:
+        """A variable of the step's own, of zeros, that the phases may assign to. Make it in
+        ``__init__``, in the scope; assign it to an attribute, so that it is saved.
+
+        Args:
+            name: of the variable.
+            shape: of the value on one replica.
+            dtype: of the value.
+            per_replica: whether each replica has its own value. Else, all must assign the same.
+            on_resize: what a restore on another number of replicas does with values of each
+                replica: ``"refuse"`` raises `CheckpointError`, ``"sum"`` gives replica 0 their sum
+                and the others zeros, ``"zero"`` gives all zeros.
+
+        Raises:
+            UsageError: ``on_resize`` is another, or all replicas share one copy of every variable.
+        """
+        if per_replica:
+            return self.of_replicas.make(name, shape, dtype, on_resize)
+        return tf.Variable(
+            tf.zeros(shape, dtype),
+            trainable=False,
+            synchronization=tf.VariableSynchronization.ON_READ,
+            aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
+            name=name,
+        )
+
+    def apart(self) -> Sequence[tf.Variable]:
+        """Variables of the model and its optimizers that this step lets differ between replicas, as
+        in local SGD; by default none. Of a Keras variable, return its ``value``.
+
+        A checkpoint holds the values of all replicas, and is restored on as many. Each worker has
+        room for all of them in host memory."""
+        return ()
+
+    @functools.cached_property
+    def parts(self) -> Parts:
+        """The model and what was assigned to attributes, see `ctl.phases.tracked_state`. Used first
+        by the loop or the evaluator, when the step is complete."""
+        return Parts(self)
+
+    def check_scope(self, strategy: tf.distribute.Strategy) -> None:
+        """Raises `UsageError` if a variable was not created in the scope of ``strategy``, or only
+        all workers together could read it."""
+        if self.parts.metrics and replicas.has_one_copy(strategy):
+            raise UsageError(
+                f"metric {self.parts.metrics[0].name} is an attribute of the step, whose updates "
+                "by several replicas would be lost with this strategy: give it as one of metrics"
+            )
+        metrics = [v.value for m in self.all_metrics() for v in m.variables]
+        own = [*self.parts.own, *self.of_replicas.variables]
+        for variable in [*(v.value for v in self.model.variables), *own, *metrics]:
+            if not strategy.extended.variable_created_in_scope(variable):
+                raise UsageError(
+                    f"variable {variable.name} was not created in the strategy's scope: build the "
+                    "model, the optimizer, the metrics and what the step has of its own inside "
+                    "`with strategy.scope():`"
+                )
+        replicas.check_reads(strategy, [*(v.value for v in self.model.variables), *self.parts.own])
+
+    @property
+    def is_cross_entropy(self) -> bool:
+        """Whether the loss is `cross_entropy`, also with a smoothing."""
+        return getattr(self.loss_fn, "func", self.loss_fn) is losses.cross_entropy
+
+    def check_labels(self, dataset: Any, step: int | None = None) -> None:
+        """Raises `UsageError` if the model or the labels are not what the loss takes. Looks at the
+        cross entropies of ctl; with another loss, labels may mean anything.
+
+        Args:
+            dataset: see `ctl.phases.labels.check_labels`.
+            step: the step of a batch, which is read again if that takes little time.
+        """
+        loss_fn: Any = getattr(self.loss_fn, "func", self.loss_fn)  # of a `functools.partial`
+        if loss_fn not in labels.CHECKED or self.overrides("loss"):
+            return
+        if self.training and step is None:
+            labels.check_outputs(loss_fn.__name__, self.model)
+        labels.check_labels(loss_fn.__name__, self.model, dataset, step)
+
+    def log(self, name: str, value: tf.Tensor | float, reduce: str = "mean") -> None:
+        """Adds a scalar to the log records, from any phase. It needs no collective of its own.
+
+        Args:
+            name: in the record. No metric or other scalar may have it.
+            value: float of any shape. A replica without examples logs nothing.
+            reduce: ``"mean"`` or ``"sum"`` of all elements that all replicas have logged since the
+                last record, their ``"max"``, or the ``"last"`` on replica 0 (a mean over elements).
+
+        Raises:
+            UsageError: see `ctl.phases.logged.Logged.add`.
+        """
+        taken = [*TAKEN, *(metric.name for metric in self.all_metrics())]
+        self.logged.add(name, value, reduce, taken)
+
+    def results(self) -> dict[str, float]:
+        """Values by name, over all replicas, since the last `reset_metrics`: of ``self.metrics``,
+        of metrics that are attributes of their own, and of what `log` was given.
+
+        With several workers, all must call it at the same steps.
+        """
+        # A worker that hangs in a user's `result` must not look as if it waited for others.
+        with watchdog.collective("reading the metrics"):
+            metrics = self.all_metrics()
+            totals = [[tf.identity(v.value) for v in m.variables] for m in metrics]
+        values: dict[str, Any] = {}
+        with watchdog.host("the results of the metrics"):
+            for metric, variables in zip(metrics, totals, strict=True):
+                result = metric.stateless_result(variables)
+                result = result if isinstance(result, dict) else {metric.name: result}
+                # A result may be a variable itself, which holds the value of one replica.
+                totals_of = dict(zip(map(id, metric.variables), variables, strict=True))
+                values |= {name: totals_of.get(id(r), r) for name, r in result.items()}
+            return {name: float(value) for name, value in (values | self.logged.values()).items()}
+
+    def reset_metrics(self) -> None:
+        """Resets what `results` returns."""
+        self.logged.reset()
+        # A `reset_state` of a user may read a variable, which waits for the other workers.
+        with watchdog.collective("resetting the metrics"):
+            for metric in self.all_metrics():
+                with _Assigned() as assigned:
+                    metric.reset_state()
+                for variable, value in assigned.values:
+                    replicas.assign_alike(variable.value, value)
+
+    def all_metrics(self) -> list[keras.metrics.Metric]:
+        """``self.metrics``, and those that are attributes of their own."""
+        return [*self.metrics, *self.parts.metrics]
+
+
+class _Assigned(keras.StatelessScope):
+    """Inside, what is assigned to Keras variables is kept in ``values``, and they do not change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values: list[tuple[keras.Variable, tf.Tensor]] = []
+
+    def add_update(self, update: tuple[keras.Variable, tf.Tensor]) -> None:
+        self.values.append(update)
+        super().add_update(update)
+
+
+class EvalStep(BaseStep):
+    """One evaluation step on one replica. Arguments as in `TrainStep`."""
+
+    training = False
+
+    def __call__(self, batch: Any) -> tf.Tensor:
+        """Updates the metrics. Returns float32 [2]: sum of the losses, number of valid examples."""
+        computed, empty = local_batch.filled(batch)
+        with self.parts.counted_unless(empty, *self.logged.variables), crossing(1, empty):
+            losses = self.loss(computed)
+        loss, outputs = self.sum_of(losses, computed)
+        loss, outputs = local_batch.dropped(empty, tf.reduce_sum(loss), outputs)
+        if outputs is not None:
+            self.update_metrics(batch, outputs)
+        return tf.stack([loss, tf.cast(self.count(batch), tf.float32)])

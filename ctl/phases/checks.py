@@ -1,0 +1,154 @@
+"""What a subclass of the step can get wrong, in one line instead of wrong numbers."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+from absl import logging
+
+from ctl.checkpoint.validation import require_restored
+from ctl.distributed import replicas
+from ctl.errors import UsageError
+
+_CONTRACTS = {
+    "reduce": "(loss, count, gradients, before) and return (loss, count, gradients)",
+    "backward": "(tape, loss, variables=None) and return gradients times the loss scale, as "
+    "TrainStep.backward does",
+}
+
+
+def check_overrides(step: Any) -> None:
+    """Refuses a step that is built, and what an earlier release would use of a subclass, and this
+    one would ignore."""
+    if step.strategy is not None:
+        raise UsageError("this step is built already: make a new one for another loop")
+    kind = type(step).__name__
+    for before, now in {"compute": "loss_and_gradients", "phases": "__call__"}.items():
+        if hasattr(type(step), before):
+            raise UsageError(f"{kind}.{before}() is {now}() in this release: rename it")
+    for before in ("all_reduce", "marks"):
+        if before in vars(step):
+            raise UsageError(f"{kind}.{before} is part of {kind}.observer in this release")
+    for method, at, name in (("reduce", 3, "before"), ("backward", 2, "variables")):
+        parameters = [*inspect.signature(getattr(step, method)).parameters]
+        if parameters[at : at + 1] != [name]:
+            raise UsageError(
+                f"{kind}.{method}() must take {_CONTRACTS[method]}; it takes "
+                f"({', '.join(parameters)})"
+            )
+
+
+def checked_gradients(
+    step: Any, gradients: Sequence[tf.Tensor | None], variables: Sequence[tf.Variable]
+) -> list[tf.Tensor | None]:
+    """Returns ``gradients``, None where `Loop.train_only` leaves out the variable. Raises
+    `UsageError` unless there is one gradient, or None, for each variable."""
+    kind = type(step).__name__
+    if len(gradients) != len(variables):
+        raise UsageError(
+            f"{kind} computed {len(gradients)} gradients for {len(variables)} trainable "
+            "variables: return one for each, None where there is none"
+        )
+    for gradient, variable in zip(gradients, variables, strict=True):
+        if gradient is not None and not variable.shape.is_compatible_with(gradient.shape):
+            raise UsageError(
+                f"{kind} computed a gradient of shape {gradient.shape} for variable "
+                f"{variable.name} of shape {variable.shape}: return them in the order of "
+                "model.trainable_variables"
+            )
+    chosen = [g if trains else None for g, trains in zip(gradients, step.trains, strict=True)]
+    if chosen and all(gradient is None for gradient in chosen):
+        raise UsageError(
+            f"the loss of {kind} depends on no variable that trains, so nothing would be learned: "
+            "is it computed from the outputs of self.model, without argmax, int or stop_gradient?"
+        )
+    return chosen
+
+
+def check_apart(step: Any) -> None:
+    """Refuses variables that are `TrainStep.apart` where they cannot be.
+
+    Raises:
+        UsageError: they are no TensorFlow variables, are averaged, or have one copy.
+    """
+    kind, apart = type(step).__name__, step.apart()
+    if not all(isinstance(variable, tf.Variable) for variable in apart):
+        raise UsageError(f"{kind}.apart() must return the .value of a Keras variable")
+    if apart and replicas.has_one_copy(step.strategy):
+        raise UsageError(
+            f"{kind} needs a copy of its variables on each replica, and this strategy has one: use "
+            "mirrored"
+        )
+    averaged = {id(v.value) for v in step.updater.trained}
+    if step.ema_decay is not None and any(id(v) in averaged for v in apart):
+        raise UsageError(
+            f"{kind} lets weights differ between replicas, so they have no one average: leave out "
+            "ema_decay"
+        )
+
+
+def check_evaluator(step: Any, dataset: Any, evaluator: Any) -> None:
+    """Refuses an evaluation that would mix its results with those of the training, and warns of one
+    that prepares the features otherwise.
+
+    Raises:
+        UsageError: the training step and the evaluation step share a metric, or a class has one
+            label in ``dataset`` and another in the data of the evaluation.
+    """
+    trained = {id(metric) for metric in step.all_metrics()}
+    for metric in evaluator.step.all_metrics():
+        if id(metric) in trained:
+            raise UsageError(
+                f"metric {metric.name} is in the training step and in the evaluation step, which "
+                "resets it: make one for each"
+            )
+    mine, other = type(step), type(evaluator.step)
+    if mine.preprocess is not other.preprocess:
+        logging.warning(
+            "%s.preprocess is not %s.preprocess, so the model is evaluated on other inputs than it "
+            "trains on: unless this is meant, define it in a class that both inherit, and set "
+            "%s.eval_step",
+            *(mine.__name__, other.__name__, mine.__name__),
+        )
+    for data in evaluator.datasets:
+        names, others = (getattr(d.info, "class_names", ()) for d in (dataset, data))
+        labels = {name: label for label, name in enumerate(names)}
+        for label, name in enumerate(others if len(labels) == len(names) else ()):
+            if labels.get(name, label) != label:
+                raise UsageError(
+                    f"class {name} has label {labels[name]} in {dataset.info.name} and {label} in "
+                    f"{data.info.name}, which it is evaluated on: number the classes of both alike "
+                    "(ImageFolder has classes=)"
+                )
+
+
+def check_loop(loop: Any) -> None:
+    """Refuses what was changed after the loop was made and would have no effect, or was left out.
+
+    Raises:
+        UsageError: layers were frozen or unfrozen; the step, the data or the strategy of the loop
+            are others; the optimizer has another learning rate, and there is a schedule;
+            ``jit_compile`` was set, which the model cannot have; or the directory of the
+            checkpoints has a run that was not restored.
+    """
+    step, steps = loop.step, loop.steps
+    for name in ("step", "dataset", "strategy"):
+        if getattr(loop, name) is not getattr(steps, name):
+            raise UsageError(f"the {name} of the loop has changed: make a new loop")
+    if loop.checkpoints:
+        require_restored(loop.checkpoints.directory, loop.checkpoints.unrestored)
+    step.settings.check_rate(step)
+    for check in (replicas.check_central_storage, replicas.check_synchronized):
+        check(step.strategy, step.parts.layer, step.accumulate_steps, step.jit_compile)
+    now, built = step.model.trainable_variables, step.updater.of_model
+    names = {id(v): v.path for v in [*now, *built]}
+    if [id(v) for v in now] != [id(v) for v in built]:
+        changed = {id(v) for v in now} ^ {id(v) for v in built}
+        which = ", ".join(sorted(names[i] for i in changed)) or "their order"
+        raise UsageError(
+            f"the trainable variables of model {step.model.name} have changed since the step was "
+            f"built ({which}): set layer.trainable before, and use loop.train_only(layers) then"
+        )

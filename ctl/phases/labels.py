@@ -1,0 +1,131 @@
+"""Refuses labels and outputs that a loss of ctl would take for something else, before it trains."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from ctl.data.global_batches import GlobalBatches, read_again
+from ctl.errors import UsageError
+from ctl.phases.losses import binary_cross_entropy, cross_entropy
+
+CHECKED = (cross_entropy, binary_cross_entropy)
+CROSS_ENTROPY, BINARY = (loss.__name__ for loss in CHECKED)
+_ACTIVATIONS = {CROSS_ENTROPY: "softmax", BINARY: "sigmoid"}
+
+
+def check_outputs(loss: str, model: keras.Model) -> None:
+    """Raises `UsageError` if ``model`` ends in the activation that ``loss`` applies itself, or has
+    one output for a softmax.
+
+    Args:
+        loss: `CROSS_ENTROPY` or `BINARY`, of logits.
+        model: only a functional or sequential one is looked at.
+    """
+    shape: Any = getattr(model, "output_shape", None)
+    if type(shape) is not tuple or not model.layers:
+        return
+    if loss == CROSS_ENTROPY and shape[-1] == 1:
+        raise UsageError(
+            f"model {model.name} has 1 output, whose softmax is always 1: the cross_entropy would "
+            "be 0 and train nothing; use one output for each class, --loss=binary_cross_entropy "
+            "for two classes, or --loss=mean_squared_error for numbers (ctl.build.named has them)"
+        )
+    last, activation = model.layers[-1], _ACTIVATIONS[loss]
+    applied = getattr(last, "activation", None)
+    if applied is getattr(keras.activations, activation) or (
+        activation == "softmax" and isinstance(last, keras.layers.Softmax)
+    ):
+        raise UsageError(
+            f"model {model.name} ends in a {activation} (layer {last.name}), and {loss} takes "
+            "logits, to which it applies that itself: leave the activation out"
+        )
+
+
+def check_labels(loss: str, model: keras.Model, dataset: Any, step: int | None = None) -> None:
+    """Raises `UsageError` if the labels of ``dataset`` are not what ``loss`` takes.
+
+    Args:
+        loss: `CROSS_ENTROPY` or `BINARY`.
+        model: gives the number of classes, if it is functional or sequential.
+        dataset: all of its labels are checked if they are in memory. Of a ``tf.data.Dataset``, the
+            type and shape; the values of a batch, if their type is none of classes.
+        step: the step of a batch whose values are checked; it is read again.
+    """
+    shape: Any = getattr(model, "output_shape", None)
+    batch, where = getattr(dataset, "arrays", None), ""
+    if type(shape) is not tuple or len(shape) != 2:
+        return
+    if batch is None and step is not None:
+        batch, where = read_again(dataset, step), f" in the batch of step {step}"
+    elif batch is None and isinstance(dataset, GlobalBatches):
+        spec = dataset.batches(0).element_spec
+        if isinstance(spec, tuple | list) and len(spec) in (2, 3):
+            _check_kind(loss, spec[1], shape[-1])
+            if _is_float(spec[1]) and loss == CROSS_ENTROPY:
+                batch, where = read_again(dataset, 1), " in the first batch"
+    if not isinstance(batch, tuple | list) or len(batch) not in (2, 3):
+        return
+    if not hasattr(batch[1], "shape") or not hasattr(batch[1], "dtype"):
+        return
+    _check_kind(loss, batch[1], shape[-1])
+    values = np.asarray(batch[1])
+    if loss == BINARY:
+        _check_binary(values)
+    elif values.ndim == 1 and values.size and shape[-1]:
+        _check_classes(values, shape[-1], where)
+
+
+def _check_kind(loss: str, labels: Any, classes: int | None) -> None:
+    """Checks shape and type of ``labels``, an array or the spec of a batch."""
+    if not isinstance(getattr(labels, "shape", None), tuple | tf.TensorShape):
+        return
+    dtype, shape = tf.as_dtype(labels.dtype), tf.TensorShape(labels.shape)
+    if dtype == tf.string:
+        raise UsageError(f"labels are strings, and {loss} takes numbers: number the classes from 0")
+    if loss != CROSS_ENTROPY or shape.rank != 2 or classes is None:
+        return
+    if shape[1] == classes and classes > 1:
+        raise UsageError(
+            f"labels of shape [n, {classes}] are one-hot, and cross_entropy takes classes, "
+            "integers [n]: give tf.argmax(labels, axis=-1)"
+        )
+    raise UsageError(
+        f"labels have shape [n, {shape[1]}], and cross_entropy takes one class for each example, "
+        f"integers [n] from 0 to {classes - 1}: "
+        + ("give labels[:, 0]" if shape[1] == 1 else "override loss() of the step for several")
+    )
+
+
+def _check_classes(labels: np.ndarray, classes: int, where: str) -> None:
+    low, high = labels.min(), labels.max()
+    if labels.dtype.kind == "f" and not np.array_equal(labels, np.floor(labels)):
+        raise UsageError(
+            f"labels{where} are numbers from {low:g} to {high:g}, and cross_entropy takes classes, "
+            f"0 to {classes - 1}: for numbers use --loss=mean_squared_error "
+            "(ctl.losses.mean_squared_error)"
+        )
+    if labels.dtype.kind not in "iuf":
+        return
+    wrong = np.flatnonzero((labels < 0) | (labels >= classes))
+    if wrong.size:
+        raise UsageError(
+            f"label {labels[wrong[0]]} of example {wrong[0]}{where} is no class: the model "
+            f"has {classes} outputs, so labels must be 0 to {classes - 1} ({wrong.size} of "
+            f"{labels.size} are not; they are {low} to {high})"
+        )
+
+
+def _check_binary(labels: np.ndarray) -> None:
+    if labels.dtype.kind in "iuf" and labels.size and not (labels.min() >= 0 <= labels.max() <= 1):
+        raise UsageError(
+            f"labels are {labels.min():g} to {labels.max():g}, and binary_cross_entropy takes 0 "
+            "and 1, or probabilities: use --loss=cross_entropy and one output for each class"
+        )
+
+
+def _is_float(labels: Any) -> bool:
+    return hasattr(labels, "dtype") and tf.as_dtype(labels.dtype).is_floating

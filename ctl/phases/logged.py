@@ -1,0 +1,166 @@
+"""Scalars that the phases of a step log, combined over replicas in the reduction of the losses.
+
+Each replica adds up what it logs in rows of one small variable. At the end of a call of the loop,
+the rows are summed over replicas together with the losses, so `ctl.TrainStep.log` adds no
+collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from ctl.base.actions import CONTEXT
+from ctl.distributed import replicas
+from ctl.errors import UsageError
+from ctl.reduce import SUM
+
+KINDS = ("mean", "sum", "max", "last")
+
+_ROWS = 64
+# Names in a log record that ctl writes itself.
+TAKEN = (
+    *CONTEXT,
+    *("schema", "loss", "steps_per_second", "examples_per_second", "tokens_per_second"),
+    *("learning_rate", *(f"learning_rate_{group}" for group in range(2, 100))),
+    *("gradient_norm", "weight_norm", "update_ratio"),
+    *("skipped_steps", "loss_scale", "mfu", "peak_memory_mib"),
+)
+
+
+class Logged:
+    """What one step has logged.
+
+    Attributes:
+        variables: one variable, float32 [64, 2], other values on each replica: a value and a weight
+            for each name, since the end of the last call. A weight of 0 means that nothing was
+            logged. Empty before `create`.
+    """
+
+    def __init__(self) -> None:
+        self.variables: list[tf.Variable] = []
+        self._kinds: dict[str, str] = {}  # in the order of the rows
+        self._window: dict[str, tuple[float, float]] = {}
+
+    def create(self, strategy: tf.distribute.Strategy) -> None:
+        """Creates the variable, unless replicas of ``strategy`` share one copy of a variable."""
+        if self.variables or replicas.has_one_copy(strategy):
+            return
+        on_read = tf.VariableSynchronization.ON_READ
+        with strategy.scope():
+            rows = tf.zeros([_ROWS, 2])
+            rows = tf.Variable(rows, trainable=False, synchronization=on_read, name="logged")
+        self.variables = [rows]
+
+    def add(
+        self,
+        name: str,
+        value: tf.Tensor | float,
+        kind: str = "mean",
+        taken: Iterable[str] = (),
+    ) -> None:
+        """Adds to the row of ``name``, on one replica. See `ctl.phases.base_step.BaseStep.log`.
+
+        Args:
+            name: of the scalar.
+            value: any shape.
+            kind: one of `KINDS`.
+            taken: names that ``name`` must not be, such as `TAKEN` and those of metrics.
+
+        Raises:
+            UsageError: the name is taken or has another kind, there are more than 64 names, or
+                there is no variable.
+        """
+        if not self.variables:
+            raise UsageError(
+                f"log({name!r}) works in a step of a loop, and with neither parameter servers nor "
+                "central_storage: use a metric there"
+            )
+        if tf.distribute.in_cross_replica_context():
+            raise UsageError(f"log({name!r}) was called outside of a replica: call it in a phase")
+        if kind not in KINDS:
+            raise UsageError(f"log({name!r}, reduce={kind!r}): reduce is one of {', '.join(KINDS)}")
+        if name in taken:
+            raise UsageError(f"log({name!r}): the log has another {name} already: rename it")
+        if self._kinds.setdefault(name, kind) != kind:
+            raise UsageError(
+                f"log({name!r}) has reduce={kind!r} and reduce={self._kinds[name]!r}: give one"
+            )
+        if len(self._kinds) > _ROWS:
+            raise UsageError(f"log({name!r}) is the {_ROWS + 1}th name: log at most {_ROWS}")
+        row = list(self._kinds).index(name)
+        values = tf.stop_gradient(tf.cast(value, tf.float32))
+        rows = self.variables[0].read_value()
+        before, weight = rows[row, 0], rows[row, 1]
+        size = tf.cast(tf.size(values), tf.float32)
+        if kind in ("max", "last"):
+            new = tf.reduce_max(values) if kind == "max" else tf.reduce_mean(values)
+            if kind == "max":
+                new = tf.where(weight > 0.0, tf.maximum(before, new), new)
+            before = tf.where(size > 0.0, new, before)
+            weight = tf.where(size > 0.0, 1.0, weight)
+        else:
+            before += tf.reduce_sum(values)
+            weight += size
+        self.variables[0].assign(tf.tensor_scatter_nd_update(rows, [[row]], [[before, weight]]))
+
+    def terms(self) -> tf.Tensor:
+        """What one replica adds to the sum over replicas, float32 [k]; clears its rows. k is 0 if
+        nothing is logged in the graph that is traced."""
+        if not self._kinds:
+            return tf.zeros([0])
+        context = tf.distribute.get_replica_context()
+        parts, me = context.num_replicas_in_sync, context.replica_id_in_sync_group
+        rows, terms = self.variables[0].read_value(), []
+        for row, kind in enumerate(self._kinds.values()):
+            if kind in ("mean", "sum"):
+                terms.append(rows[row])
+                continue
+            # A sum has no maximum, so each replica has a place of its own.
+            places = parts if kind == "max" else 1
+            mine = tf.equal(tf.range(places), me)[:, None]
+            terms.append(tf.reshape(tf.where(mine, rows[row], 0.0), [-1]))
+        self.variables[0].assign(tf.zeros_like(rows))
+        return tf.concat(terms, axis=0)
+
+    def collect_left(self, strategy: tf.distribute.Strategy) -> None:
+        """Adds what steps have logged in a call that ended with an error. With several workers, all
+        must call it."""
+        if self._kinds:
+            rows = tf.function(lambda: strategy.run(self.terms), autograph=False)()
+            sums = strategy.reduce(SUM, rows, axis=None).numpy().tolist()
+            self.collect(sums, strategy.num_replicas_in_sync)
+
+    def collect(self, sums: Sequence[float], parts: int) -> None:
+        """Adds the sums of `terms` over ``parts`` replicas to the window."""
+        sums = list(sums)
+        for name, kind in self._kinds.items():
+            places = parts if kind == "max" else 1
+            if len(sums) < 2 * places:  # of a graph in which this name was not logged
+                return
+            pairs = [(sums.pop(0), sums.pop(0)) for _ in range(places)]
+            for value, weight in pairs:
+                if weight:
+                    self._keep(name, kind, value, weight)
+
+    def _keep(self, name: str, kind: str, value: float, weight: float) -> None:
+        if name in self._window:
+            before, earlier = self._window[name]
+            if kind in ("mean", "sum"):
+                value, weight = value + before, weight + earlier
+            elif kind == "max":
+                value = float(np.maximum(value, before))  # keeps a NaN
+        self._window[name] = value, weight
+
+    def values(self) -> dict[str, float]:
+        """The scalars of the window by name; without those that were not logged in it."""
+        return {
+            name: value / weight if self._kinds[name] == "mean" else value
+            for name, (value, weight) in self._window.items()
+        }
+
+    def reset(self) -> None:
+        """Starts a new window."""
+        self._window = {}

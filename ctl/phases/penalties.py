@@ -1,0 +1,144 @@
+"""What layers add to the loss: regularization of weights, ``add_loss``, activity regularizers.
+
+A penalty on weights is the same for all shares of a batch, so each share may take any part of it if
+the parts sum to 1. A loss that a layer adds is a mean over the examples of one call of the model
+(Keras divides activity regularizers so). Its part is that of the share in the *examples*, whatever
+they weigh. All is divided by the sum of the weights, so a share must know before its backward pass
+how much an example of the global batch weighs on average.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import inspect
+import threading
+import types
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from ctl.distributed import local_batch, replicas
+from ctl.errors import UsageError
+from ctl.reduce import COUNT, all_reduce
+
+_OTHERS = "keras", "tensorflow", "builtins"
+# What an example counts on average, float32 scalar; None if each counts 1.
+_PER_EXAMPLE: contextvars.ContextVar[tf.Tensor | None] = contextvars.ContextVar("_PER_EXAMPLE")
+
+
+@contextlib.contextmanager
+def counted(step: Any, batch: Any, count: Any) -> Iterator[None]:
+    """While inside, in replica context, `total` is right for micro-batches of ``batch``.
+
+    Costs a collective of two numbers, before the forward pass, if examples may count otherwise than
+    1 and layers may add losses that depend on them. It must come before `forward_backward`: a step
+    may make several passes there that differ by a Python value, and a collective between them would
+    let another replica change it.
+
+    Args:
+        step: a built `ctl.TrainStep`.
+        batch: this replica's part of the global batch.
+        count: as returned by `TrainStep.count`.
+    """
+    if _counts_rows(step, batch) or not any(map(_may_add, _adding(step))):
+        yield
+        return
+    rows = local_batch.rows(batch)
+    totals = [tf.cast(number, tf.float32) for number in (count, rows)]
+    if not isinstance(count, int) or not isinstance(rows, int):
+        totals = all_reduce(totals, options=step.options, scope=COUNT)
+    token = _PER_EXAMPLE.set(totals[0] / local_batch.or_one(totals[1]))
+    try:
+        yield
+    finally:
+        _PER_EXAMPLE.reset(token)
+
+
+def size(batch: Any, count: tf.Tensor) -> tf.Tensor:
+    """About as large as the sum of all losses of ``batch``, whose examples count ``count``."""
+    if (per_example := _PER_EXAMPLE.get(None)) is None:
+        return count
+    rows = tf.cast(local_batch.rows(batch), tf.float32)
+    return tf.maximum(tf.cast(count, tf.float32), rows * per_example)
+
+
+def total(step: Any, batch: Any) -> tf.Tensor | None:
+    """The penalties of the last call of the model, times what the examples of ``batch`` count:
+    float32 scalar; None without penalties.
+
+    Raises:
+        UsageError: examples count otherwise than 1, and a layer added a loss that was not expected.
+    """
+    of_model = {id(v.value) for v in step.model.trainable_variables}
+    beyond = any(id(v) not in of_model for v in step.trained)
+    layer = step.parts.layer if beyond else step.model
+    if not (penalties := layer.losses):
+        return None
+    _check_own(penalties)
+    penalties = [tf.cast(penalty, tf.float32) for penalty in penalties]
+    # Keras puts those of the weights last.
+    of_weights = sum(v.regularizer is not None for v in layer.trainable_variables)
+    of_examples = penalties[: len(penalties) - of_weights]
+    count = tf.cast(step.count(batch), tf.float32)
+    if not of_examples or _counts_rows(step, batch):
+        return tf.add_n(penalties) * count
+    if (per_example := _PER_EXAMPLE.get(None)) is None:
+        raise UsageError(
+            "a layer adds a loss (add_loss), and the examples have weights: ctl can combine them "
+            "if the code of the layer calls self.add_loss() itself; or add it in loss() of "
+            f"{type(step).__name__}"
+        )
+    added = tf.add_n(of_examples) * per_example * tf.cast(local_batch.rows(batch), tf.float32)
+    return added + tf.add_n(penalties[len(of_examples) :]) * count if of_weights else added
+
+
+def _check_own(penalties: Sequence[tf.Tensor]) -> None:
+    """Refuses losses that layers of another replica have added.
+
+    Keras keeps what a layer adds in a list of the layer, which all replicas share. If they exchange
+    tensors in the forward pass, TensorFlow traces one up to there, then the next, and each finds
+    losses of the others in the list.
+
+    Raises:
+        UsageError: a loss was read by another replica before.
+    """
+    me = threading.get_ident()  # each replica is traced by a thread of its own
+    for penalty in penalties:
+        if not tf.is_symbolic_tensor(penalty):
+            continue
+        if getattr(penalty, "_ctl_thread", me) != me:
+            raise UsageError(
+                "layers of the model add losses (add_loss, activity_regularizer), and replicas "
+                "exchange tensors in the forward pass, so Keras gives each the losses of others: "
+                "add them in loss() of the step, or use one replica"
+            )
+        penalty._ctl_thread = me
+
+
+def _counts_rows(step: Any, batch: Any) -> bool:
+    """Whether each example counts 1."""
+    return not step.overrides("count") and local_batch.unpack(batch)[2] is None
+
+
+def _adding(step: Any) -> Iterator[Any]:
+    yield step
+    yield from replicas.layers_of(step.parts.layer)
+
+
+def _may_add(owner: Any) -> bool:
+    """Whether a layer, or a step, may add a loss that depends on the examples."""
+    if getattr(owner, "activity_regularizer", None) is not None:
+        return True
+    own = [kind for kind in type(owner).__mro__ if kind.__module__.partition(".")[0] not in _OTHERS]
+    values = [value for kind in own for value in vars(kind).values()] + [*vars(owner).values()]
+    functions = [inspect.unwrap(value) for value in values if callable(value)]
+    return any(_names_add_loss(getattr(function, "__code__", None)) for function in functions)
+
+
+def _names_add_loss(code: Any) -> bool:
+    """Whether the code of a function, or of one within it, has the name ``add_loss``."""
+    if not isinstance(code, types.CodeType):
+        return False
+    return "add_loss" in code.co_names or any(map(_names_add_loss, code.co_consts))

@@ -1,0 +1,148 @@
+"""Moving statistics of BatchNorm: each replica updates its own, then all combine them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from ctl.distributed import local_batch, replicas
+
+
+class Before(NamedTuple):
+    """What is known before the forward pass of a step, on one replica."""
+
+    examples: int | tf.Tensor  # in the replica's part of the batch
+    means: list[tf.Tensor]  # moving means, equal on all replicas
+    undone: list[tf.Tensor]  # values to return to if the update is skipped
+
+
+class Statistics:
+    """Combines the statistics of the replicas, weighted by their numbers of examples.
+
+    The mean of the variances within the replicas' parts is too small: it lacks the variance between
+    the means of these parts. With it, the statistics are those of the whole batch (law of total
+    variance). Each replica's shift of the moving mean is ``(1 - momentum)`` times the distance of
+    its part's mean, so the variance between these shifts gives the one between the means.
+
+    Args:
+        combined: variables that the forward pass updates separately on each replica; empty if there
+            is one replica.
+        norms: BatchNorm layers. A moving variance that is one of ``combined`` gets the variance
+            between replicas. Those of ``renorm`` do not: it keeps standard deviations.
+        undone: variables to return to their values before the step if its update is skipped.
+    """
+
+    def __init__(
+        self,
+        combined: Sequence[tf.Variable],
+        norms: Sequence[keras.layers.BatchNormalization],
+        undone: Sequence[tf.Variable],
+    ):
+        self.combined = list(combined)
+        self.undone = list(undone)
+        index = {id(variable): i for i, variable in enumerate(combined)}
+        # Per layer: index of the mean, index of the variance, and the layer.
+        self._pairs = [
+            (index[id(n.moving_mean.value)], index[id(n.moving_variance.value)], n)
+            for n in norms
+            # Older Kerases have no renorm.
+            if id(n.moving_variance.value) in index
+            and n.momentum < 1.0
+            and not getattr(n, "renorm", False)
+        ]
+
+    def specs(self) -> list[tf.Variable | tf.TensorSpec]:
+        """Shapes and dtypes of `terms`, without the number of examples."""
+        squares = [self.combined[variance] for _, variance, _ in self._pairs]
+        return [*self.combined, *squares]
+
+    def before(self, batch: Any) -> Before:
+        """Reads what the other methods need of the time before the forward pass."""
+        return Before(
+            local_batch.rows(batch) if self.combined else 0,
+            [_wide(self.combined[mean]) for mean, _, _ in self._pairs],
+            [variable.read_value() for variable in self.undone],
+        )
+
+    def terms(self, before: Before) -> list[tf.Tensor]:
+        """What to sum over replicas after the forward pass: the statistics, where moving means are
+        replaced by their shifts; the squares of these shifts; and the number of examples, unless it
+        is an integer, which is the same on every replica."""
+        if not self.combined:
+            return []
+        terms = [_wide(variable) for variable in self.combined]
+        for (mean, _, _), old in zip(self._pairs, before.means, strict=True):
+            terms[mean] -= old
+            terms.append(tf.square(terms[mean]))
+        examples = before.examples
+        if isinstance(examples, int):
+            return terms
+        # A replica without examples adds 0, even if its statistics are NaN.
+        terms = [tf.math.multiply_no_nan(term, tf.cast(examples, term.dtype)) for term in terms]
+        return [*terms, tf.cast(examples, tf.float32)]
+
+    def assign(self, sums: Sequence[tf.Tensor], before: Before, parts: int) -> None:
+        """Assigns the combined statistics.
+
+        Args:
+            sums: sums of `terms` over all replicas.
+            before: as returned by `before`.
+            parts: number of replicas.
+        """
+        if not self.combined:
+            return
+        *sums, weight = [*sums, parts] if isinstance(before.examples, int) else sums
+        values = [total / tf.cast(weight, total.dtype) for total in sums]
+        squares = values[len(self.combined) :]
+        for (mean, variance, norm), old, square in zip(
+            self._pairs, before.means, squares, strict=True
+        ):
+            between = tf.maximum(square - tf.square(values[mean]), 0.0)
+            values[variance] += tf.cast(between / (1.0 - norm.momentum), values[variance].dtype)
+            values[mean] += old
+        for variable, value in zip(self.combined, values, strict=False):
+            variable.assign(tf.cast(value, variable.dtype))
+
+    def undo_unless(self, finite: tf.Tensor, before: Before) -> None:
+        """Unless ``finite`` (a bool scalar), returns the variables to their earlier values."""
+        for variable, old in zip(self.undone, before.undone, strict=True):
+            variable.assign(tf.where(finite, variable.read_value(), old))
+
+
+def make_statistics(
+    model: keras.Model,
+    own: Sequence[tf.Variable],
+    strategy: tf.distribute.Strategy,
+    *,
+    plain: Sequence[tf.Variable],
+    micro_batches: bool,
+    undoes: bool,
+) -> Statistics:
+    """Returns the statistics of a step.
+
+    Args:
+        model: the model that trains.
+        own: see `ctl.TrainStep.replica_statistics`.
+        strategy: the strategy of the step.
+        plain: TensorFlow variables of the step.
+        micro_batches: whether the forward pass sees a replica's part in pieces. The variance is
+            then that within these, as on one replica.
+        undoes: whether updates may be skipped.
+    """
+    norms = replicas.training_norms(model)
+    undone: dict[int, tf.Variable] = {}
+    if undoes and not replicas.has_one_copy(strategy):  # else it cannot undo what one replica did
+        others = [*replicas.statistics_of(norms), *replicas.other_state(model)]
+        mine = [*own, *(v.value for v in others if v.aggregation == "none")]
+        none, on_read = tf.VariableAggregation.NONE, tf.VariableSynchronization.ON_READ
+        mine += [v for v in plain if v.aggregation == none or v.synchronization == on_read]
+        undone = {id(variable): variable for variable in mine}
+    several = strategy.num_replicas_in_sync > 1
+    return Statistics(own if several else [], [] if micro_batches else norms, [*undone.values()])
+
+
+def _wide(variable: tf.Variable) -> tf.Tensor:
+    return local_batch.widened(variable.read_value())

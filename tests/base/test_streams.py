@@ -1,0 +1,127 @@
+"""Output that cannot be written: a full disk, a closed stream, a reader that has ended."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from ctl.base.streams import Descriptor
+
+needs_full_device = pytest.mark.skipif(
+    not os.path.exists("/dev/full"), reason="needs a device that is always full"
+)
+
+
+def run(main: str, redirection: str, *options: str) -> subprocess.CompletedProcess:
+    """Runs the expression ``main`` as the main function of a command."""
+    code = (
+        "import errno, os, sys; from absl import logging; from ctl.errors import UsageError; "
+        "from ctl.flags import parsing; sys.argv[1:] = []; "
+        f"parsing.run_command(lambda: {main}, ''{''.join(f', {o}' for o in options)})"
+    )
+    command = ["sh", "-c", f'"$@" {redirection}', "sh", sys.executable, "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.slow
+@needs_full_device
+def test_output_on_a_full_disk_is_said_at_the_end():
+    many = "[print('x' * 100) for _ in range(1000)] and logging.warning('the end')"
+    line = "some of the standard output was lost: No space left on device"
+    ended = run(many, ">/dev/full")
+    assert (ended.returncode, ended.stderr.splitlines()[1:]) == (4, [line])
+    assert "the end" in ended.stderr.splitlines()[0]
+    ended = run(many, ">/dev/full", "output_is_log=True")
+    assert (ended.returncode, ended.stderr.splitlines()[1:]) == (0, [line])
+
+
+@pytest.mark.slow
+@needs_full_device
+def test_an_error_keeps_its_exit_code_on_a_full_disk():
+    ended = run("[print('x')] + [].wrong", ">/dev/full")
+    assert ended.returncode == 1 and "AttributeError" in ended.stderr
+    main = "print('x'), (_ for _ in ()).throw(UsageError('wrong'))"
+    ended = run(f"({main})", ">/dev/full")
+    assert (ended.returncode, ended.stderr.splitlines()[-1]) == (2, "wrong")
+    assert run(f"({main})", ">/dev/full 2>&1").returncode == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_streams_are_as_dev_null(closed):
+    """Whatever the command opens has another number, or TensorFlow would write errors into it."""
+    log = "logging.warning('w'), print('p'), print('e', file=sys.stderr), sys.stdout.isatty()"
+    main = f"({log}, open('/dev/null').fileno() > 2 or sys.exit(7))"
+    ended = run(main, closed)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == ("p\n" if closed == "2>&-" else "")
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.slow
+def test_a_pipe_that_is_not_the_output_keeps_its_traceback():
+    ended = run("(_ for _ in ()).throw(BrokenPipeError(errno.EPIPE, 'of a worker'))", "")
+    assert ended.returncode == 1 and "of a worker" in ended.stderr
+
+
+@pytest.mark.slow
+def test_standard_error_goes_where_its_descriptor_goes(tmp_path):
+    """As in a child process that redirects its output."""
+    code = (
+        "import os, sys; from ctl.base.streams import guard; guard()\n"
+        f"os.dup2(os.open({str(tmp_path / 'log')!r}, os.O_WRONLY | os.O_CREAT), 2)\n"
+        "print('python', file=sys.stderr)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert (tmp_path / "log").read_text() == "python\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fails", [False, True])
+def test_errors_of_native_code_can_be_held_and_those_of_python_are_not(fails):
+    code = (
+        "import os, sys; from ctl.base.streams import guard, native_stderr_held; guard()\n"
+        "with native_stderr_held():\n"
+        "    os.write(2, b'native\\n')\n"
+        "    print('python', file=sys.stderr)\n"
+        f"    {fails} and sys.exit(3)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == (3 if fails else 0)
+    assert ended.stderr == ("python\nnative\n" if fails else "python\n")
+
+
+def test_only_standard_output_says_that_its_reader_has_ended_and_only_once():
+    for name, raised in (("<stdout>", 1), ("<stderr>", 0)):
+        read, write = os.pipe()
+        os.close(read)
+        descriptor = Descriptor(write, "w")
+        descriptor.name = name
+        stream, count = io.TextIOWrapper(io.BufferedWriter(descriptor)), 0
+        for _ in range(3):
+            try:
+                print("x", file=stream, flush=True)
+            except BrokenPipeError:
+                count += 1
+        assert count == raised
+        assert isinstance(descriptor.lost, BrokenPipeError)
+
+
+def test_a_pipe_that_does_not_block_gets_everything():
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    stream = io.TextIOWrapper(io.BufferedWriter(Descriptor(write, "w")))
+    text, got = "x" * 1_000_000, []
+    with open(read) as pipe:
+        reader = threading.Thread(target=lambda: got.append(pipe.read()))
+        reader.start()
+        print(text, file=stream, end="")
+        stream.close()
+        reader.join(60)
+    assert got == [text]

@@ -1,0 +1,232 @@
+"""Parameter servers, in real processes on loopback: what is exact, and who may be killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+from helpers import BATCH, CLASSES, FEATURES, examples, largest_difference, mlp
+from paths import SUPPORT
+
+from ctl import launch
+from ctl.checkpoint import CheckpointManager
+from ctl.build.parameter_server import CopyEvaluator
+from ctl.data import InMemory
+from ctl.loop import Evaluator, Loop
+from ctl.schedule import Cosine
+from ctl.phases.base_step import EvalStep
+from ctl.step import TrainStep
+
+pytestmark = pytest.mark.slow  # starts processes
+
+JOB = SUPPORT / "parameter_server_job.py"
+BOUND = 120  # seconds to wait for anything
+
+
+class Process:
+    """A task whose output is read as it comes."""
+
+    def __init__(self, command: list, **environ: str):
+        self.popen = subprocess.Popen(
+            list(map(str, command)),
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": "-1", "PYTHONUNBUFFERED": "1", **environ},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.lines: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        for line in self.popen.stdout:
+            self.lines.append(line.rstrip("\n"))
+
+    @property
+    def output(self) -> str:
+        return "\n".join(self.lines)
+
+    def until(self, pattern: str) -> re.Match:
+        deadline = time.monotonic() + BOUND
+        while not (match := re.search(pattern, self.output)):
+            ended = self.popen.poll() is not None and not self._reader.is_alive()
+            assert not ended and time.monotonic() < deadline, f"no {pattern}: {self.output[-2000:]}"
+            time.sleep(0.01)
+        return match
+
+    def order(self, order: str) -> None:
+        print(order, file=self.popen.stdin, flush=True)
+
+    def kill(self) -> None:
+        self.popen.kill()
+        self.popen.wait()
+
+    def wait(self) -> int:
+        code = self.popen.wait(BOUND)
+        self._reader.join(BOUND)
+        return code
+
+
+class Job(dict):
+    """A coordinator, two workers and a parameter server by name, without the launcher."""
+
+    def __init__(self, out: Path):
+        self._out = out
+        self._addresses = launch.cluster(2, ps=1)
+        for name in ("chief 0", "worker 0", "worker 1", "ps 0"):
+            self.start(name)
+
+    def start(self, name: str) -> None:
+        kind, index = name.split()
+        config = {"cluster": self._addresses, "task": {"type": kind, "index": int(index)}}
+        self[name] = Process([sys.executable, JOB, self._out], TF_CONFIG=json.dumps(config))
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *_) -> None:
+        for process in self.values():
+            process.kill()
+
+
+def one_device(mirrored) -> tuple[Loop, keras.Model]:
+    """The same training on one replica."""
+    strategy = mirrored(1)
+    with strategy.scope():
+        layers = [keras.layers.Input([FEATURES]), keras.layers.Dense(8, activation="tanh")]
+        layers += [keras.layers.BatchNormalization(), keras.layers.Dense(CLASSES)]
+        model = keras.Sequential(layers)
+        step = TrainStep(model, keras.optimizers.AdamW(0.01), clip_norm=0.3, jit_update=False)
+        metric = keras.metrics.SparseCategoricalAccuracy("accuracy")
+        eval_step = EvalStep(model, metrics=[metric])
+    test = InMemory(examples(101, seed=1), global_batch_size=BATCH, training=False)
+    loop = Loop(
+        step,
+        InMemory(examples(), global_batch_size=BATCH),
+        strategy=strategy,
+        schedule=Cosine(0.01, 200, warmup_steps=10),
+        evaluator=Evaluator(eval_step, test, strategy=strategy),
+    )
+    return loop, model
+
+
+def weights(out: Path, step: int) -> list[np.ndarray]:
+    with np.load(out / f"step-{step}.npz") as saved:
+        return [saved[f"arr_{i}"] for i in range(len(saved.files))]
+
+
+def test_workers_come_and_go(tmp_path, mirrored):
+    """Worker 1 is killed and comes back, then worker 0 is killed, then worker 1 again. With one
+    worker nothing is asynchronous, and the weights must be those of one device."""
+    with Job(tmp_path) as job:
+        chief = job["chief 0"]
+        chief.until("at 0:")
+        job["worker 1"].kill()
+        chief.until("worker 1 was lost")
+        chief.order("train")
+        chief.until(f"at 20: 20 updates, {20 * BATCH} examples")
+
+        job.start("worker 1")
+        chief.until("worker 1 is back")
+        step, deadline = 20, time.monotonic() + BOUND
+        while "task:1 has been recovered" not in chief.output:
+            assert time.monotonic() < deadline
+            step += 20
+            chief.order("train")
+            chief.until(f"at {step}: {step} updates, {20 * BATCH} examples")
+        for _ in range(2):  # with both
+            step += 20
+            chief.order("train")
+            chief.until(f"at {step}: {step} updates, {20 * BATCH} examples")
+
+        job["worker 0"].kill()
+        chief.until("worker 0 was lost")
+        chief.order("train")
+        step += 20
+        chief.until(f"at {step}: {step} updates, {20 * BATCH} examples")
+        chief.order("evaluate")
+        results = json.loads(chief.until("results (.*)")[1])
+        chief.order("save")
+        chief.until(rf"results .*\n(?s:.*at {step}:.*){{2}}")
+
+        job["worker 1"].kill()
+        chief.until("(?s:worker 1 was lost.*){2}")
+        chief.order("train")
+        lost = time.monotonic()
+        assert [chief.wait(), job["ps 0"].wait()] == [5, 5], chief.output[-2000:]
+        assert time.monotonic() - lost < 20
+    assert "no worker is left for 3 s (--worker_timeout): worker 0 at" in chief.lines[-1]
+
+    loop, model = one_device(mirrored)
+    loop.train(20)
+    assert largest_difference(model.get_weights(), weights(tmp_path, 20)) <= 1e-6
+    CheckpointManager(tmp_path / "checkpoints", read_only=True).restore(loop.step.state())
+    assert loop.global_step == int(loop.step.optimizer.iterations.value.numpy()) == step
+    assert largest_difference(model.get_weights(), weights(tmp_path, step)) == 0
+    expected = loop.evaluate()
+    np.testing.assert_allclose(results["loss"], expected["loss"], 1e-6)
+    assert results["accuracy"] == expected["accuracy"]
+
+
+def test_a_lost_parameter_server_restarts_the_job(tmp_path, zygote):
+    """The main command under the launcher, killed once there is a checkpoint; 2 workers learn what
+    one replica does. They end within a point of each other on 12 epochs (README.md); here it is 2,
+    because 2 epochs and 2,000 test images leave that much to chance."""
+    run = tmp_path / "run"
+    flags = ["--epochs=2", "--noexport", "--notensorboard"]
+    reference = zygote.start("ctl.train", f"--model_dir={tmp_path / 'one'}", *flags)
+    launched = Process(
+        [
+            *(sys.executable, "-m", "ctl.launch", "--workers=2", "--ps=1", "--max_restarts=1"),
+            *("--backoff=0", "--grace=10", "--", sys.executable, "-m", "ctl.train"),
+            *("--strategy=parameter_server", f"--model_dir={run}", "--checkpoint_every=50", *flags),
+        ]
+    )
+    try:
+        launched.until("step 100/313")
+        (pid,) = [pid for pid in children(launched.popen.pid) if task_of(pid) == ("ps", 0)]
+        os.kill(pid, signal.SIGKILL)
+        assert launched.wait() == 0, launched.output[-3000:]
+    finally:
+        launched.popen.terminate()
+        launched.wait()
+    assert reference.wait() == 0
+    assert "[launch] ps 0 died of SIGKILL; ending the others" in launched.lines
+    resumed = int(re.search(r"resuming at step (\d+)", launched.output)[1])
+    assert resumed >= 50 and "Traceback" not in launched.output
+    assert f"done: 313 steps, {313 - resumed} of them now" in launched.output
+    saved = CheckpointManager(run / "checkpoints", read_only=True).latest()
+    assert saved.step == 313
+    alone = CheckpointManager(tmp_path / "one" / "checkpoints", read_only=True).latest()
+    assert saved.metrics["accuracy"] > alone.metrics["accuracy"] - 0.02
+
+
+def children(parent: int) -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
+
+
+def task_of(pid: int) -> tuple[str, int] | None:
+    for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+        if entry.startswith(b"TF_CONFIG="):
+            task = json.loads(entry.partition(b"=")[2])["task"]
+            return task["type"], task["index"]
+    return None
+
+
+def test_a_copy_is_evaluated_on_other_data_too():
+    trained, copy = mlp(), mlp()
+    data = [InMemory(examples(count), global_batch_size=BATCH, training=False) for count in (8, 20)]
+    other = CopyEvaluator(trained, EvalStep(copy), data[0]).on(data[1])
+    assert other.dataset is data[1]
+    assert other.run() == Evaluator(EvalStep(trained), data[1]).run()

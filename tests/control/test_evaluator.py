@@ -1,0 +1,169 @@
+"""Every example counts once, in one set or several."""
+
+from __future__ import annotations
+
+import json
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import BATCH, accuracy, examples, keras_loss, make_loop, mlp
+
+from ctl.control.evaluator import Evaluator
+from ctl.data import InMemory
+from ctl.logs.progress import format_record
+from ctl.phases.base_step import EvalStep
+from ctl.schedule.patience import EarlyStopping
+
+
+def held_out(count, seed):
+    return InMemory(examples(count, seed=seed), global_batch_size=BATCH, training=False)
+
+
+def test_each_set_has_its_own_results(mirrored):
+    """On 4 replicas, too: 33 examples are two batches and one of 1 example."""
+    results = []
+    for replicas in (1, 4):
+        keras.utils.set_random_seed(1)
+        with mirrored(replicas).scope():
+            step = EvalStep(mlp(), metrics=[accuracy()])
+        sets = {"second": held_out(33, 2), "third/3": held_out(7, 3)}
+        together = Evaluator(step, held_out(50, 1), strategy=mirrored(replicas), others=sets)
+        found = [together.run(), together.run()]
+        assert found[0] == pytest.approx(found[1], rel=1e-6)
+        alone = {f"{n}/{k}": v for n, d in sets.items() for k, v in together.on(d).run().items()}
+        expected = {**together.on(held_out(50, 1)).run(), **alone}
+        assert found[0] == pytest.approx(expected, rel=1e-6) and [*found[0]] == [*expected]
+        results.append(found[0])
+    assert results[1] == pytest.approx(results[0], rel=1e-6)
+    assert len(set(results[0].values())) == 6
+    record = {"phase": "eval", "step": 5, "epoch": 1.5, "time": 0.0, **results[0]}
+    lines = format_record(record).splitlines()
+    assert lines[0].startswith("eval at step 5 (epoch 1.50): loss ")
+    assert [line.partition(":")[0] for line in lines[1:]] == ["    second", "    third/3"]
+
+
+def test_a_loop_stops_by_another_set(mirrored):
+    loop = make_loop(mirrored(2), evaluate=10)
+    other = Evaluator(
+        loop.evaluator.step, held_out(10, 1), strategy=mirrored(2), others={"b": held_out(10, 2)}
+    )
+    loop.evaluator = other
+    stops = EarlyStopping("b/accuracy", 1)
+    assert stops.mode == "max"
+    loop.eval_actions.append(stops)
+    assert "b/loss" in loop.train_and_evaluate(2, evaluate_every=1)
+
+
+@pytest.mark.slow  # starts a process
+def test_the_command(zygote, tmp_path):
+    run = tmp_path / "run"
+    options = ["--model=dense", "--train_steps=4", "--evaluate_every=2", "--noexport"]
+    options += ["--eval_split=test[:200]", "--global_batch_size=48", "--log_also=norms,mfu,memory"]
+    sets = "--also_evaluate=train[:100],fashion_mnist_mini@test[:70]"
+    best = ["--keep_best=1", "--best_metric=train[:100]/accuracy"]
+    command = zygote.run("ctl.train", f"--model_dir={run}", *options, sets, *best)
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    last = records[-1]
+    names = ["loss", "accuracy"]
+    for which in ("", "train[:100]/", "fashion_mnist_mini@test[:70]/"):
+        assert all(f"{which}{name}" in last for name in names)
+    lines = command.stdout.splitlines()
+    assert "    train[:100]: loss " in command.stdout
+    scores = f"loss {last['train[:100]/loss']:.4f}  accuracy {last['train[:100]/accuracy']:.4f}"
+    assert f"  train[:100]  {scores}" in lines
+    trained = [record for record in records if record["phase"] == "train"][-1]
+    for name in ("gradient_norm", "weight_norm", "update_ratio", "peak_memory_mib"):
+        assert trained[name] > 0
+    assert 0 < trained["update_ratio"] < 1
+    assert max(map(len, lines[: lines.index("")])) <= 80
+    assert "model: dense, " in command.stderr and " MFLOPs per example" in command.stderr
+    manifests = [json.loads(p.read_text()) for p in run.glob("checkpoints/step-*/manifest.json")]
+    assert all("train[:100]/accuracy" in manifest["metrics"] for manifest in manifests)
+    pages = f"--report={tmp_path / 'report'}"
+    found = zygote.run("ctl.evaluate", f"--model_dir={run}", "--checkpoint=best", "--json", pages)
+    accuracy_of_best = json.loads(found.stdout)["accuracy"]
+    assert f"report: {tmp_path}/report/report.html\n" in found.stderr
+    stored = json.loads((tmp_path / "report" / "report.json").read_text())
+    right = sum(row[label] for label, row in enumerate(stored["confusion"]))
+    assert right / 200 == pytest.approx(accuracy_of_best)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--also_evaluate=@test"], "neither SPLIT nor DATASET@SPLIT"),
+        (["--also_evaluate=test,test"], "names test twice"),
+        (["--also_evaluate=test", "--dataset=synthetic"], "does not have"),
+        (["--log_also=norm"], "did you mean 'norms'"),
+        (["--log_also=norms", "--strategy=central_storage"], "needs a copy of the weights"),
+    ],
+)
+def test_wrong_flags(zygote_without_tensorflow, flags, words):
+    command = zygote_without_tensorflow.run("ctl.train", "--model_dir=/tmp/x", *flags, exit_code=2)
+    assert words in command.stderr and command.stderr.count("\n") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+def test_evaluation_sees_every_example_once(mirrored, replicas):
+    """101 examples in batches of 16: the last has 5, on 4 replicas 2, 2, 1 and none."""
+    features, labels = examples(101)
+    strategy = mirrored(replicas)
+    with strategy.scope():
+        model = mlp()
+        metrics = [
+            keras.metrics.SparseCategoricalAccuracy("accuracy"),
+            keras.metrics.SparseTopKCategoricalAccuracy(2, name="top2"),
+        ]
+        step = EvalStep(model, metrics=metrics)
+    dataset = tf.data.Dataset.from_tensor_slices((features, labels)).batch(BATCH)
+    evaluator = Evaluator(step, dataset, strategy=strategy)
+    logits = model(features).numpy()
+    want = {
+        "loss": keras_loss(labels, logits).numpy().mean(),
+        "accuracy": (logits.argmax(axis=1) == labels).mean(),
+        "top2": np.mean([y in np.argsort(row)[-2:] for y, row in zip(labels, logits, strict=True)]),
+    }
+    for _ in range(2):  # the second has the iterator of the first
+        assert evaluator.run() == pytest.approx(want, rel=1e-6)
+
+
+STRATEGIES = {
+    "default": tf.distribute.get_strategy,
+    "central_storage": lambda: tf.distribute.experimental.CentralStorageStrategy(
+        ["/cpu:0", "/cpu:1"], "/cpu:0"
+    ),
+}
+
+
+class Changes(EvalStep):
+    """Changes state in all ways, none of which depends on the values of a batch."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.calls = keras.metrics.Sum("calls")
+
+    def loss(self, batch):
+        self.calls.update_state(1.0)
+        self.log("examples", tf.ones(len(batch[1])), reduce="sum")
+        return super().loss(batch)
+
+
+@pytest.mark.parametrize("which", [*STRATEGIES, 1, 2])
+def test_the_end_of_the_data_changes_nothing(mirrored, which):
+    """A count of a batch of a static size is a constant, which does not wait for the batch."""
+    strategy = mirrored(which) if isinstance(which, int) else STRATEGIES[which]()
+    kind = EvalStep if which == "central_storage" else Changes
+    with strategy.scope():
+        ones = keras.metrics.MeanMetricWrapper(lambda y, _: tf.ones_like(y), name="ones")
+        step = kind(mlp(), metrics=[ones])
+    for batches in (1, 3):
+        data = tf.data.Dataset.from_tensor_slices(examples(batches * BATCH + 1))
+        data = data.batch(BATCH, drop_remainder=True)
+        results = Evaluator(step, data, strategy=strategy).run()
+        assert ones.count.numpy() == batches * BATCH
+        if kind is Changes:
+            assert results["examples"] == batches * BATCH
+            assert results["calls"] == batches * strategy.num_replicas_in_sync

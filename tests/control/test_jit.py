@@ -1,0 +1,157 @@
+"""The rule by which XLA compiles a step: where it must not, and what a resume keeps."""
+
+from __future__ import annotations
+
+import keras
+import pytest
+import tensorflow as tf
+from helpers import BATCH, CLASSES, FEATURES, adam, examples, make_loop
+
+from ctl.control import jit
+from ctl.data import InMemory
+from ctl.data.global_batches import GlobalBatches
+from ctl.phases.losses import cross_entropy
+from ctl.schedule import Cosine
+from ctl.step import TrainStep
+
+pytestmark = pytest.mark.compiled_update
+
+
+@pytest.fixture
+def xla_where_asked():
+    """The rule is as it is."""
+
+
+def model(*layers, features=(FEATURES,)):
+    return lambda: keras.Sequential([keras.layers.Input(features), *layers])
+
+
+def outputs():
+    return keras.layers.Dense(CLASSES)
+
+
+def with_operation():
+    inputs = keras.Input([FEATURES])
+    return keras.Model(inputs, keras.ops.sin(keras.layers.Dense(CLASSES)(inputs)))
+
+
+class Own(keras.layers.Dense):
+    pass
+
+
+class OwnStep(TrainStep):
+    pass
+
+
+def in_file():
+    batches = tf.data.Dataset.from_tensor_slices(examples()).batch(BATCH).repeat()
+    return GlobalBatches(batches)
+
+
+def strings():
+    features, labels = examples()
+    return InMemory((features, labels, labels.astype("S")), global_batch_size=BATCH)
+
+
+OTHERS = {
+    "several replicas": {"replicas": 2},
+    "layer conv": {"model": model(keras.layers.Conv1D(2, 3, name="conv"), features=(FEATURES, 1))},
+    "Own": {"model": model(Own(CLASSES))},
+    "function of its own": {"model": model(keras.layers.Dense(CLASSES, activation=lambda x: x))},
+    "layer own": {"model": model(keras.layers.Dense(CLASSES, bias_regularizer=abs, name="own"))},
+    "operation sin": {"model": with_operation},
+    "rank 3": {"model": model(outputs(), features=(4, FEATURES))},
+    "mixed_bfloat16": {"model": model(keras.layers.Dense(CLASSES, dtype="mixed_bfloat16"))},
+    "GlobalBatches": {"data": in_file},
+    "not all numbers": {"data": strings},
+    "OwnStep": {"step_class": OwnStep},
+    "accumulate_steps": {"accumulate_steps": 2},
+    "jit_update": {"jit_update": False},
+    "the loss is <lambda>": {"loss_fn": lambda y, x: cross_entropy(y, x)},
+    "the schedule is <lambda>": {"schedule": lambda step: 0.1},
+    "multiplies": {"model": lambda: mlp_of(2048, 2048)},
+    "variables take long": {"model": lambda: mlp_of(*[2] * 40)},
+}
+
+
+def mlp_of(*widths):
+    return model(*(keras.layers.Dense(width) for width in widths), outputs())()
+
+
+def loop(mirrored, replicas=1, data=None, **options):
+    data = data() if data else InMemory(examples(), global_batch_size=BATCH)
+    return make_loop(mirrored(replicas), data=data, **options)
+
+
+@pytest.mark.parametrize("reason", OTHERS)
+def test_what_is_not_known_to_gain_and_to_work_is_not_compiled(mirrored, reason):
+    each = loop(mirrored, **OTHERS[reason])
+    assert each.step.jit_compile is False and reason in jit.why_not(each)
+
+
+def test_what_is_asked_for_is_done(mirrored):
+    for asked in (False, True):
+        each = loop(mirrored, jit_compile=asked)
+        jit.decide(each)
+        assert each.step.jit_compile is asked and each.step.jit_by_rule is None
+
+
+def small(mirrored, directory, replicas=1, **options):
+    keras.utils.set_random_seed(3)
+    layers = [keras.layers.Dense(8, "relu"), keras.layers.BatchNormalization(), outputs()]
+    return loop(
+        mirrored,
+        replicas,
+        model=model(*layers),
+        optimizer=adam(),
+        schedule=Cosine(0.01, total_steps=20),
+        ema_decay=0.9,
+        directory=directory,
+        **options,
+    )
+
+
+def bits(of):
+    return b"".join(v.numpy().tobytes() for group in of.step.state().values() for v in group)
+
+
+def test_a_resumed_run_keeps_the_decision(mirrored, tmp_path):
+    """Bit for bit; also one that began without XLA, as all did before there was the rule."""
+    asked, ruled = (small(mirrored, None, **options) for options in ({"jit_compile": True}, {}))
+    assert ruled.step.jit_compile is True
+    for each in (asked, ruled):
+        each.train(6)
+    assert bits(asked) == bits(ruled)
+    for name, first in (("on", {}), ("off", {"jit_compile": False})):
+        begun = small(mirrored, tmp_path / name, **first)
+        begun.train(4)
+        begun.save(wait=True)
+        begun.checkpoints.close()
+        resumed = small(mirrored, tmp_path / name)
+        assert resumed.restore().step == 4
+        assert resumed.step.jit_compile is (name == "on")
+        for each in (begun, resumed):
+            each.train(6)
+        assert bits(begun) == bits(resumed)
+        resumed.checkpoints.close()
+    assert bits(resumed) != bits(ruled)  # so that the equalities above say something
+    wider = small(mirrored, tmp_path / "on", replicas=2)
+    assert wider.restore().step == 4 and wider.step.jit_compile is False
+    wider.checkpoints.close()
+
+
+def test_what_changes_is_decided_anew(mirrored):
+    """XLA has no Python."""
+    each = loop(mirrored)
+    assert each.step.jit_compile is True
+
+    def by_python(labels, logits):
+        same = tf.py_function(lambda x: x, [logits], tf.float32)
+        return cross_entropy(labels, tf.ensure_shape(same, logits.shape))
+
+    each.step.loss_fn = by_python
+    each.train(2)
+    assert each.step.jit_compile is False and each.global_step == 2
+    each = loop(mirrored)
+    each.step.metrics.append(keras.metrics.AUC(name="auc"))
+    assert "metric auc" in jit.why_not(each)

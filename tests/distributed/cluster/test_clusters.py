@@ -1,0 +1,252 @@
+"""The example files for clusters, as far as they can be run without one: what the cluster's part
+would do is done here, the commands in them run as they are."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import random
+import socket
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+import ctl
+from ctl import launch
+from ctl.errors import DivergedError, PeerError, Preempted, UsageError
+
+FILES = Path(ctl.__file__).parent / "distributed/cluster/examples"
+SLURM = FILES / "slurm.sh"
+SHORT = [
+    *("--dataset=synthetic", "--image_shape=4,4,1", "--num_examples=640", "--model=dense"),
+    *("--train_steps=10", "--noexport", "--notensorboard"),
+]
+
+# What srun does: the tasks with their variables; the highest exit code.
+_SRUN = """
+import os, subprocess, sys
+options, command = sys.argv[1:4], sys.argv[4:]
+assert options == ["--distribution=block", "--kill-on-bad-exit=0", "--wait=60"], options
+step = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
+step |= {"SLURM_STEP_NODELIST": "localhost", "SLURMD_NODENAME": "localhost"}
+tasks = [
+    subprocess.Popen(command, env={**os.environ, **step, "SLURM_PROCID": str(rank)})
+    for rank in range(2)
+]
+sys.exit(max(task.wait() % 256 for task in tasks))
+"""
+
+# Parses the flags of a command and says what came of --strategy and of the cluster.
+_PARSE = """
+import sys
+from absl import flags
+from ctl import cluster, train
+train.run_command = lambda *_, **__: flags.FLAGS(sys.argv)
+train.run()
+assert flags.FLAGS.strategy == "multi_worker"
+found = cluster.resolve(flags.FLAGS.workers, flags.FLAGS.worker_index)
+print(*found.workers, found.index)
+"""
+
+
+@pytest.fixture
+def slurm(tmp_path):
+    """``slurm(python, *arguments, **environ)``: what sbatch does, with commands of Slurm beside."""
+    directory = tmp_path / "bin"
+    directory.mkdir()
+    commands = {
+        "srun": f"#!{sys.executable}\n{_SRUN}",
+        "scontrol": f'#!/bin/sh\necho "$@" >> {tmp_path}/scontrol\n',
+    }
+    for name, text in commands.items():
+        (directory / name).write_text(text)
+        (directory / name).chmod(stat.S_IRWXU)
+
+    def run(python: str, *arguments: str, **environ: str) -> subprocess.CompletedProcess:
+        path = f"{directory}:{os.environ['PATH']}"
+        environ = {"PATH": path, "PYTHON": python, "SLURM_JOB_ID": "7", **environ}
+        return subprocess.run(
+            ["bash", SLURM, *arguments],
+            env={**os.environ, **environ},
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+
+    return run
+
+
+def free_job() -> int:
+    """The number of a job whose ports are free here."""
+    while True:
+        job = random.randrange(2000)
+        try:
+            for port in range(10_000 + 10 * job, 10_002 + 10 * job):
+                with socket.socket() as held:
+                    held.bind(("127.0.0.1", port))
+        except OSError:
+            continue
+        return job
+
+
+@pytest.mark.slow
+def test_slurm_trains(slurm, tmp_path):
+    assert subprocess.run(["bash", "-n", SLURM]).returncode == 0
+    ended = slurm(
+        sys.executable,
+        f"--model_dir={tmp_path}/run",
+        *SHORT,
+        SLURM_JOB_ID=str(free_job()),
+        PYTHONPATH=str(FILES.parents[2]),
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "worker 1 of 2 (from Slurm), 2 replicas in all" in ended.stderr
+    assert ended.stdout.count("done: 10 steps") == 1
+    assert not (tmp_path / "scontrol").exists()
+
+
+@pytest.mark.parametrize(
+    ("code", "restarts", "requeued"),
+    [
+        (Preempted.exit_code, 50, True),
+        (PeerError.exit_code, 2, True),
+        (PeerError.exit_code, 3, False),
+        (137, 0, True),
+        (UsageError.exit_code, 0, False),
+        (DivergedError.exit_code, 0, False),
+    ],
+)
+def test_slurm_requeues(slurm, tmp_path, code, restarts, requeued):
+    """In place of Python, a command that exits with ``code``."""
+    program = tmp_path / "python"
+    program.write_text(f"#!/bin/sh\necho $CTL_JOB_SECRET\nexit {code}\n")
+    program.chmod(stat.S_IRWXU)
+    ended = slurm(str(program), SLURM_RESTART_COUNT=str(restarts))
+    assert ended.returncode == code
+    first, second = ended.stdout.split()  # of the two tasks
+    assert first == second and len(first) == 32
+    assert (tmp_path / "scontrol").exists() == requeued
+    if requeued:
+        assert (tmp_path / "scontrol").read_text() == "requeue 7\n"
+
+
+def documents(name: str) -> dict[str, dict]:
+    with open(FILES / name, encoding="utf-8") as file:
+        return {document["kind"]: document for document in yaml.safe_load_all(file)}
+
+
+def test_the_manifests_are_of_the_published_schemas():
+    """Strictly: fields that Kubernetes does not know are errors, too. Before 1.29, the schemas want
+    `onPodConditions` in each rule, which the API server does not."""
+    schemas = pytest.importorskip("kubernetes_validate")
+    manifests = list(documents("kubernetes_job.yaml").values())
+    # The schema of a TFJob is Kubeflow's; that of its pods is of Kubernetes.
+    worker = only(list(documents("tfjob.yaml").values()))["spec"]["tfReplicaSpecs"]["Worker"]
+    pods = {"apiVersion": "v1", "kind": "PodTemplate", "template": worker["template"]}
+    for manifest in (*manifests, pods):
+        for version in ("1.29", "1.33", schemas.latest_version()):
+            schemas.validate(manifest, version, strict=True)
+    wrong = copy.deepcopy(manifests[-1])
+    container = only(wrong["spec"]["template"]["spec"]["containers"])
+    container["imagePullPolice"] = "Always"
+    with pytest.raises(schemas.ValidationError, match="'imagePullPolice' was unexpected"):
+        schemas.validate(wrong, schemas.latest_version(), strict=True)
+
+
+def only(values: list):
+    (value,) = values
+    return value
+
+
+def test_kubernetes_job(zygote, tmp_path):
+    found = documents("kubernetes_job.yaml")
+    job, service, policy = found["Job"], found["Service"], found["NetworkPolicy"]
+    spec, pod = job["spec"], job["spec"]["template"]["spec"]
+    labels = job["spec"]["template"]["metadata"]["labels"]
+    container = only(pod["containers"])
+    assert (job["apiVersion"], spec["completionMode"]) == ("batch/v1", "Indexed")
+
+    # The names of the pods, as Kubernetes makes them, are those that the workers look for.
+    assert service["spec"]["clusterIP"] == "None" and service["spec"]["publishNotReadyAddresses"]
+    assert pod["subdomain"] == service["metadata"]["name"]
+    assert labels.items() >= service["spec"]["selector"].items()
+    port = only(container["ports"])["containerPort"]
+    assert only(service["spec"]["ports"])["port"] == port
+    name = job["metadata"]["name"]
+    names = [f"{name}-{i}.{pod['subdomain']}:{port}" for i in range(spec["completions"])]
+    assert spec["parallelism"] == spec["completions"] == 2
+    assert f"--workers={','.join(names)}" in container["args"]
+
+    # Only they may reach the port.
+    assert labels.items() >= policy["spec"]["podSelector"]["matchLabels"].items()
+    allowed = only(only(policy["spec"]["ingress"])["from"])
+    assert allowed == {"podSelector": policy["spec"]["podSelector"]}
+
+    # What each exit code leads to; a pod failure policy needs restartPolicy: Never.
+    assert pod["restartPolicy"] == "Never"
+    actions = {}
+    for rule in spec["podFailurePolicy"]["rules"]:
+        if "onExitCodes" in rule:
+            assert rule["onExitCodes"]["containerName"] == container["name"]
+            assert rule["onExitCodes"]["operator"] == "In"
+            actions |= dict.fromkeys(rule["onExitCodes"]["values"], rule["action"])
+    assert actions == {
+        UsageError.exit_code: "FailJob",
+        DivergedError.exit_code: "FailJob",
+        Preempted.exit_code: "Ignore",
+    }
+    assert only(pod["volumes"])["name"] == only(container["volumeMounts"])["name"]
+
+    # The command, as the kubelet starts it for each index; paths and length are of this test.
+    words = container["command"] + container["args"]
+    assert words[:3] == ["python", "-m", "ctl.train"]
+    flags = [word for word in words[3:] if not word.startswith("--model_dir=")]
+    for pod_name, address in zip(names, launch.cluster(2)["worker"], strict=True):
+        flags = [flag.replace(pod_name, address) for flag in flags]
+    commands = [
+        zygote.start(
+            "ctl.train",
+            *(flag.replace("$(JOB_COMPLETION_INDEX)", str(index)) for flag in flags),
+            *(f"--model_dir={tmp_path}", *SHORT),
+        )
+        for index in range(2)
+    ]
+    for index, command in enumerate(commands):
+        assert command.wait() == 0, command.stderr[-3000:]
+        assert ("done: 10 steps" in command.stdout) == (index == 0)
+
+
+def test_tfjob(tmp_path):
+    job = only(list(documents("tfjob.yaml").values()))
+    assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "TFJob")
+    worker = job["spec"]["tfReplicaSpecs"]["Worker"]
+    assert list(job["spec"]["tfReplicaSpecs"]) == ["Worker"] and worker["replicas"] == 2
+    assert worker["restartPolicy"] == "OnFailure"
+    assert job["spec"]["successPolicy"] == "AllWorkers"
+    pod = worker["template"]["spec"]
+    container = only(pod["containers"])
+    assert container["name"] == "tensorflow"
+    assert only(container["ports"])["name"] == "tfjob-port"
+    port = only(container["ports"])["containerPort"]
+    assert only(pod["volumes"])["name"] == only(container["volumeMounts"])["name"]
+
+    # What the operator puts into TF_CONFIG, in the namespace "default".
+    name = job["metadata"]["name"]
+    names = [f"{name}-worker-{i}.default.svc:{port}" for i in range(2)]
+    for index in range(2):
+        task = {"type": "worker", "index": index}
+        config = {"cluster": {"worker": names}, "task": task, "environment": "cloud"}
+        assert container["command"] == ["python", "-m", "ctl.train"]
+        flags = [*container["args"], f"--model_dir={tmp_path}"]
+        said = subprocess.run(
+            [sys.executable, "-c", _PARSE, *flags],
+            env={**os.environ, "TF_CONFIG": json.dumps(config)},
+            capture_output=True,
+            text=True,
+        )
+        assert said.stdout.split() == [*names, str(index)], said.stderr

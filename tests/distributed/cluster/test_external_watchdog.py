@@ -1,0 +1,221 @@
+"""ctl.distributed.cluster.external_watchdog: a process that holds Python's lock ends in time, and
+says for whom it waited."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from paths import ROOT
+
+from ctl import launch
+from ctl.distributed.cluster import external_watchdog
+
+pytestmark = pytest.mark.slow  # starts processes
+
+HOLDS_THE_LOCK = "ctypes.PyDLL(None).sleep(60)"
+
+
+@pytest.fixture
+def start():
+    """Starts a process that executes a line in `limited`, which then prints "on"."""
+    processes = []
+
+    def start(
+        inside: str, timeout: float, peers: dict[str, str], before: str = "pass"
+    ) -> subprocess.Popen:
+        program = (
+            "import ctypes, os, time\n"
+            f"from ctl.distributed.cluster import external_watchdog as held; {before}\n"
+            f"with held.limited('worker 0: it connects', {peers}, {timeout}, '--flag'):\n"
+            f"    print('inside', flush=True); {inside}\n"
+            "print('on', flush=True)\n"
+            "time.sleep(60)\n"
+        )
+        process = subprocess.Popen(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        processes.append(process)
+        assert process.stdout.readline() == "inside\n"
+        return process
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+@contextlib.contextmanager
+def server(answer: bytes):
+    """Yields the address of a server that answers each connection with ``answer``."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        connections = []
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    connections.append(listener.accept()[0])
+                    connections[-1].sendall(answer)
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+        listener.shutdown(socket.SHUT_RDWR)
+        for connection in connections:
+            connection.close()
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_process_that_holds_the_lock_ends_and_names_who_does_not_answer(start, frozen):
+    """Who is gone may have given up for the same reason, if another is frozen."""
+    gone = launch.cluster(1)["worker"][0]
+    with server(b"\0\0\0\4\0\0\0\0\0") as well, server(b"") as silent:
+        peers = {"worker 1": well, "worker 2": silent if frozen else well, "worker 3": gone}
+        process = start(HOLDS_THE_LOCK, 1.0, peers)
+        errors = process.communicate(timeout=40)[1]
+    assert process.returncode == 5
+    begin, _, rest = errors.partition(" since ")
+    assert begin == "worker 0: it connects"
+    whom = f"2 (at {silent}: timed out)" if frozen else f"3 (at {gone}: Connection refused)"
+    assert re.fullmatch(
+        rf"\d+ s \(--flag\); gave up; waiting for worker {re.escape(whom)}\n", rest
+    ), errors
+
+
+def test_it_ends_though_nobody_can_read_why(start):
+    process = start(HOLDS_THE_LOCK, 1.0, {}, before="os.close(2)")
+    assert process.wait(40) == 5
+
+
+def run_main(monkeypatch, peers: dict[str, str], patient: bool, beats: int = 0, stdin=3.0) -> list:
+    """Runs the program of the second process here, with short times, until its stdin ends after
+    ``stdin`` seconds. Returns its calls of kill."""
+    for name, value in (("_TICK", 0.05), ("_QUIET_SECONDS", 0.2), ("_LINGER_SECONDS", 0.0)):
+        monkeypatch.setattr(external_watchdog, name, value)
+    task = [os.getppid(), "worker 0: it connects", peers, 1.0, "--flag", patient]
+    monkeypatch.setattr(sys, "argv", ["", json.dumps(task)])
+    ended: list = []
+    monkeypatch.setattr(os, "kill", lambda *call: ended.append(call))
+    reader, writer = os.pipe()
+
+    def live() -> None:
+        for _ in range(beats):
+            time.sleep(0.1)
+            os.write(writer, b".")
+        done.wait(stdin)
+        os.close(writer)
+
+    done = threading.Event()
+    thread = threading.Thread(target=live)
+    thread.start()
+    with open(reader) as source:
+        monkeypatch.setattr(sys, "stdin", source)
+        external_watchdog.main()
+    done.set()
+    thread.join()
+    return ended
+
+
+def test_it_says_for_whom_it_waits(monkeypatch, capfd):
+    """And gives no more than the time that it has."""
+    gone = launch.cluster(1)["worker"][0]
+    began = time.monotonic()
+    ended = run_main(monkeypatch, {"ps 0": gone}, patient=False, stdin=60.0)
+    assert ended == [(os.getppid(), 5)]
+    assert time.monotonic() - began >= 1.0
+    *lines, last = capfd.readouterr().err.splitlines()
+    whom = f"waiting for ps 0 (at {gone}: Connection refused)"
+    assert len(lines) == 3
+    assert all(
+        re.fullmatch(rf"worker 0: it connects since \d+ s; {re.escape(whom)}", x) for x in lines
+    )
+    assert (
+        re.fullmatch(r"worker 0: it connects since \d+ s \(--flag\); gave up; (.*)", last)[1]
+        == whom
+    )
+
+
+def test_patience_with_a_process_that_is_busy(monkeypatch, capfd):
+    """Python's lock may be held for a good reason."""
+    with server(b"\0\0\0\4\0\0\0\0\0") as well:
+        assert run_main(monkeypatch, {"ps 0": well}, patient=True) == []
+    assert capfd.readouterr().err == ""
+    gone = launch.cluster(1)["worker"][0]
+    assert run_main(monkeypatch, {"worker 0": gone}, patient=True) == []  # it is started again
+    assert run_main(monkeypatch, {"ps 0": gone}, True, stdin=60.0) == [(os.getppid(), 5)]
+
+
+def test_a_beat_begins_anew(monkeypatch, capfd):
+    gone = launch.cluster(1)["worker"][0]
+    began = time.monotonic()
+    assert run_main(monkeypatch, {"ps 0": gone}, True, 15, 60.0) == [(os.getppid(), 5)]
+    assert time.monotonic() - began >= 2.4
+    assert capfd.readouterr().err.endswith(
+        "gave up; waiting for ps 0 (at " + gone + ": Connection refused)\n"
+    )
+
+
+def test_who_is_connected_in_time_goes_on(start):
+    process = start("pass", 1.0, {})
+    assert process.stdout.readline() == "on\n"
+    time.sleep(1.5)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTRAP)  # means again what it meant before
+    assert process.wait(20) == -signal.SIGTRAP
+
+
+def test_nothing_is_left_of_who_dies_meanwhile(start):
+    """stderr ends when the last process that has it open ends."""
+    process = start(HOLDS_THE_LOCK, 600.0, {})
+    process.kill()
+    assert process.communicate(timeout=40)[1] == ""
+
+
+def test_a_worker_that_freezes_while_tensorflow_connects():
+    """The chief's server runs, and waits for a worker that came to the rendezvous."""
+    program = """
+import os, signal, sys
+import tensorflow as tf
+from ctl.distributed.cluster import Cluster, external_watchdog
+from ctl.distributed.strategy import make_multi_worker
+if sys.argv[1] == "1":
+    tf.distribute.MultiWorkerMirroredStrategy = lambda **_: os.kill(os.getpid(), signal.SIGSTOP)
+addresses = tuple(sys.argv[2].split(","))
+limited = external_watchdog.limited
+external_watchdog.limited = lambda doing, peers, timeout, flag: limited(doing, peers, 3.0, flag)
+make_multi_worker(Cluster(addresses, int(sys.argv[1]), "a test"))
+"""
+    addresses = launch.cluster(2)["worker"]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, str(index), ",".join(addresses)],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for index in range(2)
+    ]
+    try:
+        errors = processes[0].communicate(timeout=120)[1]
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    assert processes[0].returncode == 5, errors
+    last = errors.splitlines()[-1]
+    begin = (
+        r"worker 0: TensorFlow connects the job since \d+ s \(--startup_timeout\); gave up; waiting"
+    )
+    assert re.match(rf"{begin} for worker 1 \(at {addresses[1]}: ", last), errors

@@ -1,0 +1,392 @@
+"""Several workers, in real processes on loopback: equal to one device, and every way to fail."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+from helpers import BATCH, CLASSES, FEATURES, batches_of_files, examples, largest_difference
+from worker_jobs import WORKER, codes, finished, last_line, said, weights
+
+from ctl import launch
+from ctl.data import InMemory, Streaming
+from ctl.data.order import Shuffle
+from ctl.distributed.watch import hang
+from ctl.inspect import hang_command
+from ctl.loop import Evaluator, Loop
+from ctl.phases.base_step import EvalStep
+from ctl.step import TrainStep
+
+pytestmark = pytest.mark.slow  # starts processes
+
+
+def one_device(mirrored, synchronized: bool = False, data=None):
+    """The same training on one replica."""
+    strategy = mirrored(1)
+    keras.utils.set_random_seed(0)
+    with strategy.scope():
+        layers = [
+            keras.layers.Input([FEATURES]),
+            keras.layers.Dense(8, activation="tanh"),
+            *([keras.layers.BatchNormalization()] if synchronized else []),
+            keras.layers.Dense(CLASSES),
+        ]
+        model = keras.Sequential(layers)
+        step = TrainStep(model, keras.optimizers.AdamW(0.01), clip_norm=0.3)
+        metric = keras.metrics.SparseCategoricalAccuracy("accuracy")
+        evaluation = EvalStep(model, metrics=[metric])
+    data = data or InMemory(examples(), global_batch_size=BATCH * 3)
+    test = InMemory(examples(101, seed=1), global_batch_size=BATCH, training=False)
+    loop = Loop(
+        step, data, strategy=strategy, evaluator=Evaluator(evaluation, test, strategy=strategy)
+    )
+    loop.train(20)
+    return model.get_weights(), loop.evaluate()
+
+
+@pytest.mark.parametrize("workers", [2, 3, 4])
+def test_equals_one_device(job, tmp_path, mirrored, workers):
+    """AdamW and clipping; 101 test examples in batches of 16; initial weights come from the chief,
+    although every worker has a seed of its own."""
+    options = ["seeds=1", *(["tune=1"] if workers == 3 else [])]
+    with job(tmp_path, *options, workers=workers) as processes:
+        assert codes(processes) == [0] * workers, said(tmp_path, 0)[-2000:]
+    reference, results = one_device(mirrored)
+    for saved in finished(tmp_path, workers):
+        assert largest_difference(weights(saved), reference) <= 1e-6
+        np.testing.assert_allclose(saved["results"], [results["loss"], results["accuracy"]], 1e-6)
+        # TensorFlow's own time limit would be a thread for every step, which outlives it; some are
+        # left of how the strategy began.
+        assert (saved["threads"] == "collective_ops").sum() < 10 < len(saved["threads"])
+
+
+def test_files_of_ones_own_equal_one_device(job, tmp_path, mirrored):
+    """With one file for each worker, the global batches would be others."""
+    data = batches_of_files(tmp_path, BATCH * 3)
+    reference, _ = one_device(mirrored, data=data)
+    with job(tmp_path, "files=1") as processes:
+        assert codes(processes) == [0, 0], said(tmp_path, 0)[-2000:]
+    for saved in finished(tmp_path, 2):
+        assert largest_difference(weights(saved), reference) <= 1e-6
+
+
+def test_streams_are_read_in_parts_and_resumed_by_another(job, tmp_path, mirrored):
+    """In mid-epoch, by 2 workers instead of 1: each reads its own examples, and no others."""
+    for workers, start, until in ((1, 0, 8), (2, 8, 20)):
+        with job(tmp_path, "stream=1", f"until={until}", workers=workers) as processes:
+            assert codes(processes) == [0] * workers, said(tmp_path, 0)[-2000:]
+        for worker, saved in enumerate(finished(tmp_path, workers)):
+            rows = Shuffle(320, 0)(np.arange(start * BATCH * 3, (until + 60) * BATCH * 3))
+            rows = rows.reshape(-1, workers, BATCH * 3 // workers)[:, worker]
+            needed, ahead = (
+                Counter(part.ravel().tolist()) for part in (rows[: until - start], rows)
+            )
+            assert needed <= Counter(saved["rows"].tolist()) <= ahead
+    data = Streaming(examples(), global_batch_size=BATCH * 3)
+    reference, results = one_device(mirrored, data=data)
+    for saved in finished(tmp_path, 2):
+        assert largest_difference(weights(saved), reference) <= 1e-6
+        np.testing.assert_allclose(saved["results"], [results["loss"], results["accuracy"]], 1e-6)
+
+
+def test_workers_that_shuffle_differently_are_refused(job, tmp_path):
+    batches_of_files(tmp_path, 1)
+    with job(tmp_path, "shuffle=1", "seeds=1") as processes:
+        assert codes(processes) == [2, 2]
+    for worker in range(2):
+        said_last = last_line(tmp_path, worker)
+        assert "the workers do not agree: data: first batch is " in said_last
+
+
+def test_several_devices_per_worker_equal_one(job, tmp_path, mirrored):
+    """2 workers of 2 devices. BatchNorm over all replicas, so its moving averages are compared too;
+    101 test examples in batches of 16, which 4 replicas cannot share alike."""
+    with job(tmp_path, "seeds=1", "devices=2", "synchronized=1") as processes:
+        assert codes(processes) == [0, 0], said(tmp_path, 0)[-2000:]
+    reference, results = one_device(mirrored, synchronized=True)
+    both = finished(tmp_path, 2)
+    for saved in both:
+        assert largest_difference(weights(saved), reference) <= 1e-6
+        np.testing.assert_allclose(saved["results"], [results["loss"], results["accuracy"]], 1e-6)
+    masks = np.concatenate([saved["masks"] for saved in both])
+    assert len(np.unique(masks, axis=0)) == len(masks) == 4
+
+
+def test_state_of_each_replica_is_resumed(job, tmp_path):
+    """2 workers of 2 devices, with parameter groups, noise and logged scalars besides."""
+    saved = []
+    for directory, steps in ((tmp_path / "straight", [20]), (tmp_path / "paused", [8, 20])):
+        for until in steps:
+            with job(directory, "devices=2", "state=1", f"until={until}") as processes:
+                assert codes(processes) == [0, 0], said(directory, 0)[-2000:]
+        saved.append(finished(directory, 2))
+    for straight, resumed in zip(*saved, strict=True):
+        assert largest_difference(weights(straight), weights(resumed)) == 0
+        assert largest_difference([straight["left"]], [resumed["left"]]) == 0
+        np.testing.assert_array_equal(straight["logged"], resumed["logged"])
+    first, second = saved[0]
+    np.testing.assert_array_equal(first["logged"], second["logged"])
+    parts = np.concatenate([first["left"], second["left"]])
+    assert parts.shape == (4, FEATURES, 8) and len(np.unique(parts, axis=0)) == 4
+    noise, largest, feature, rate = first["logged"]
+    assert abs(noise) < 0.1 and 3 < largest < 6 and rate == np.float32(0.01)
+    assert feature == pytest.approx(first_features(15, 20), abs=1e-6)
+
+
+def first_features(start: int, stop: int) -> float:
+    """The mean of the first feature in the batches of these steps."""
+    data = InMemory(examples(), global_batch_size=BATCH * 3)
+    rows = np.concatenate([np.ravel(rows.numpy()) for rows in data.batches().take(stop)])
+    return float(data.arrays[0][rows[start * BATCH * 3 : stop * BATCH * 3], 0].mean())
+
+
+def test_a_strategy_of_ones_own(job, tmp_path, mirrored):
+    """And all of it made inside of its scope, the loop too."""
+    with job(tmp_path, "own=1") as processes:
+        assert codes(processes) == [0, 0], said(tmp_path, 0)[-2000:]
+    reference, _ = one_device(mirrored)
+    for saved in finished(tmp_path, 2):
+        assert largest_difference(weights(saved), reference) <= 1e-6
+
+
+@pytest.fixture(scope="module")
+def straight(job, tmp_path_factory):
+    """An uninterrupted job of 2 workers with BatchNorm and Dropout."""
+    out = tmp_path_factory.mktemp("straight")
+    with job(out, "norm=1", "fit=1") as processes:
+        assert codes(processes) == [0, 0], said(out, 0)[-2000:]
+    return finished(out, 2)
+
+
+def test_batch_norm_and_dropout(straight):
+    first, second = straight
+    assert largest_difference(weights(first), weights(second)) == 0  # moving statistics included
+    assert (first["masks"] != second["masks"]).any()
+
+
+def test_fit_fails_where_this_loop_trains(straight):
+    """When this fails, what README.md says of Keras must change."""
+    for saved in straight:
+        assert re.match(r"ValueError: Attempt to convert a value \(PerReplica", str(saved["fit"]))
+
+
+def test_preempted_at_the_same_step_and_resumed_bit_for_bit(job, tmp_path, straight):
+    with job(tmp_path, "norm=1", "fault=term", "step=7") as processes:
+        assert codes(processes) == [42, 42], said(tmp_path, 0)[-2000:]
+    step = int(re.search(r"SIGTERM: saved step (\d+)", last_line(tmp_path, 1))[1])
+    assert f"another worker's signal: saved step {step} " in last_line(tmp_path, 0)
+    with job(tmp_path, "norm=1") as processes:
+        assert codes(processes) == [0, 0], said(tmp_path, 0)[-2000:]
+    assert all(f"resumed at {step}" in said(tmp_path, i) for i in range(2))
+    for saved, whole in zip(finished(tmp_path, 2), straight, strict=True):
+        assert largest_difference(weights(saved), weights(whole)) == 0
+
+
+def test_resumed_by_another_number_of_workers(job, tmp_path, mirrored):
+    with job(tmp_path, "until=8") as processes:
+        assert codes(processes) == [0, 0], said(tmp_path, 0)[-2000:]
+    with job(tmp_path, workers=3) as processes:
+        assert codes(processes) == [0] * 3, said(tmp_path, 0)[-2000:]
+    assert "resumed at 8" in said(tmp_path, 2)
+    reference, _ = one_device(mirrored)
+    for saved in finished(tmp_path, 3):
+        assert largest_difference(weights(saved), reference) <= 1e-6
+
+
+def end_of(job, tmp_path, fault: str, culprit: int, *options: str) -> tuple[list[int], float]:
+    """The two workers of three that outlive the fault of one, which must end with 5; and the
+    seconds from the fault to their end."""
+    survivors = [i for i in range(3) if i != culprit]
+    with job(tmp_path, f"fault={fault}", f"worker={culprit}", *options, workers=3) as processes:
+        ended = [codes([processes[i]])[0] for i in survivors]
+        over = time.time()
+        at = float(re.search(r"fault \w+ at (\S+)", said(tmp_path, culprit))[1])
+    assert ended == [5, 5], [said(tmp_path, i)[-1500:] for i in survivors]
+    return survivors, over - at
+
+
+@pytest.mark.parametrize(
+    ("fault", "culprit", "bound", "what", "blamed"),
+    [
+        ("kill", 1, 12, "broke off", "gone: "),
+        ("kill", 0, 12, "broke off", "gone: "),
+        ("raise", 1, 15, "broke off", "gone: "),
+        ("freeze", 1, 25, "(timed out|broke off)", "frozen or dead: silent for "),
+        ("freeze", 0, 25, "(timed out|broke off)", "frozen or dead: silent for "),
+        ("absent", 1, 25, "timed out", "in the action Faulty after step 5 "),
+    ],
+)
+def test_survivors_end_in_time_and_say_why(job, tmp_path, fault, culprit, bound, what, blamed):
+    survivors, seconds = end_of(job, tmp_path, fault, culprit, "timeout=10", "loop=1")
+    assert seconds < bound
+    first = rf"worker {survivors[0]} of 3: a collective in training after step \d+ {what}: "
+    blamed = rf"worker {culprit} \({blamed}"
+    assert re.search(f"{first}.*; waiting for {blamed}", said(tmp_path, survivors[0]))
+    records, notes = hang_command.load(tmp_path)
+    assert {record.worker for record in records} >= set(survivors) and not notes
+    verdict = hang.verdict(records)
+    waiting = rf"workers {survivors[0]}, {survivors[1]} wait in (pack0 of )?training"
+    assert re.search(rf"^step \d+: {waiting} since \d+ s; {blamed}[^;]*$", verdict), verdict
+
+
+def test_the_disk_of_the_chief_hangs_before_an_evaluation(job, tmp_path):
+    options = "timeout=10", "place=saving", "step=20"
+    survivors, seconds = end_of(job, tmp_path, "absent", 0, *options)
+    assert seconds < 25
+    for index in survivors:
+        line = rf"worker {index} of 3: a collective in the evaluation after step 20 timed out: "
+        blamed = r"waiting for worker 0 \(in saving after step 20 "
+        assert re.search(f"{line}.*; {blamed}", said(tmp_path, index))
+
+
+@pytest.mark.parametrize(
+    ("fault", "culprit", "bound", "what", "blamed"),
+    [
+        ("kill", 1, 25, "broke off", "gone: "),
+        ("raise", 0, 25, "broke off", "gone: "),
+        ("freeze", 1, 25, "(timed out|broke off)", "frozen or dead: silent for "),
+        ("absent", 0, 30, "timed out", "in host code "),
+        ("absent", 1, 30, "timed out", "in host code "),
+    ],
+)
+def test_while_the_model_is_built(job, tmp_path, fault, culprit, bound, what, blamed):
+    """The others wait for its variables: in code of users, before there is a loop."""
+    survivors, seconds = end_of(job, tmp_path, fault, culprit, "place=building", "startup=14")
+    assert seconds < bound
+    blamed = rf"worker {culprit} \({blamed}"
+    for index in survivors:
+        building = rf"worker {index} of 3: a collective in making variables {what}: "
+        assert re.search(rf"{building}.*; waiting for {blamed}", said(tmp_path, index))
+        if fault == "absent":
+            early = rf"worker {index} waits in making variables since 10 s for {blamed}"
+            assert re.search(early, said(tmp_path, index))
+
+
+def test_data_that_end_on_one_worker(job, tmp_path):
+    """Its peer is in the next all-reduce, far from the timeout of that."""
+    with job(tmp_path, "fault=end", "timeout=100") as processes:
+        assert codes(processes) == [5, 2], said(tmp_path, 0)[-2000:]
+    at = float(re.search(r"fault end at (\S+)", said(tmp_path, 1))[1])
+    assert (tmp_path / "process-0" / "stderr").stat().st_mtime - at < 25
+    assert "worker 1: its data ended after step 5, those of other" in last_line(tmp_path, 1)
+    assert re.search(r"worker 0 of 2: .* waiting for worker 1 \(gone: ", last_line(tmp_path, 0))
+
+
+def test_a_nan_on_one_worker_stops_all(job, tmp_path):
+    with job(tmp_path, "fault=nan", "step=6") as processes:
+        assert codes(processes) == [3, 3], said(tmp_path, 0)[-2000:]
+    for index in range(2):
+        assert "the loss is nan at step 7" in last_line(tmp_path, index)
+
+
+def test_workers_that_differ_do_not_start(job, tmp_path):
+    """In a setting of the optimizer and in the global batch size."""
+    with job(tmp_path, "differ=1") as processes:
+        assert codes(processes) == [2, 2]
+    for index in range(2):
+        line = last_line(tmp_path, index)
+        assert "the workers do not agree: data: global_batch_size is 48 on worker 0, 96 on" in line
+        assert "the optimizer: beta_1 is 0.9 on worker 0, 0.8 on worker 1" in line
+
+
+@pytest.mark.parametrize(
+    ("option", "expected"),
+    [
+        (
+            "code=1",
+            'the class of the step is "multi_worker:Step" on worker 0, "multi_worker:Other" on '
+            'worker 1; the code of the step is "[0-9a-f]{12}" on worker 0, "[0-9a-f]{12}" on ',
+        ),
+        ("clip=1", "clip_norm is 0.3 on worker 0, 0.4 on worker 1;"),
+    ],
+)
+def test_workers_whose_steps_differ_do_not_start(job, tmp_path, option, expected):
+    """What they reduce is the same, so only this tells."""
+    with job(tmp_path, option) as processes:
+        assert codes(processes) == [2, 2]
+    for index in range(2):
+        assert re.search(f"the workers do not agree: {expected}", last_line(tmp_path, index))
+
+
+def test_a_peer_that_never_comes(job, tmp_path):
+    addresses = launch.cluster(2)["worker"]
+    with job(tmp_path, "startup=12", workers=1, addresses=addresses) as processes:
+        assert codes(processes) == [5]
+    absent = f"worker 1 at {addresses[1]} (Connection refused)"
+    assert f"worker 0 waits for {absent} since 10 s" in said(tmp_path, 0)
+    assert f"gave up after 12 s (--startup_timeout) waiting for {absent}" in last_line(tmp_path, 0)
+
+
+def test_a_port_in_use(job, tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        addresses = [f"127.0.0.1:{port}", *launch.cluster(1)["worker"]]
+        with job(tmp_path, workers=1, addresses=addresses) as processes:
+            assert codes(processes) == [5]
+    assert f"worker 0 cannot listen on 127.0.0.1:{port}" in last_line(tmp_path, 0)
+
+
+def test_killed_ten_times_and_restarted_gives_the_same_weights(tmp_path, straight):
+    """kill -9 of a random worker at a random moment, ten times in one job under the launcher. The
+    job stops before its last step until that is done: how fast a machine is does not matter."""
+    randoms = random.Random(0)
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "ctl.launch", "--workers=2", "--max_restarts=30"),
+            *("--backoff=0", "--grace=1", "--", sys.executable, str(WORKER), str(tmp_path)),
+            *("norm=1", "loop=1", "slow=1"),
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "-1"},
+    )
+    lines, kills = [], 0
+    until = None  # the line of this try at which to kill: its number, counted from "training"
+    try:
+        for line in process.stdout:
+            lines.append(line)
+            if line == "[worker 0] training\n" and kills < 10:
+                until = randoms.randrange(6)
+            elif until and line.startswith("[worker 0] step "):
+                until = 0 if "step 19" in line else until - 1
+            if until == 0:
+                until = None
+                time.sleep(randoms.uniform(0, 0.1))
+                os.kill(randoms.choice(_children(process.pid)), signal.SIGKILL)
+                kills += 1
+                if kills == 10:
+                    (tmp_path / "go").touch()
+        assert process.wait(60) == 0, "".join(lines)[-3000:]
+    finally:
+        process.terminate()
+        process.wait(60)
+    assert kills == 10
+    assert not [line for line in lines if "damaged" in line]
+    for saved, whole in zip(finished(tmp_path, 2), straight, strict=True):
+        assert largest_difference(weights(saved), weights(whole)) == 0
+
+
+def _children(parent: int) -> list[int]:
+    """The workers: children of the launcher that run the script, so not its guard."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, ValueError):
+            stat = (entry / "stat").read_text().rpartition(")")[2].split()
+            if int(stat[1]) == parent and WORKER.name in (entry / "cmdline").read_text():
+                found.append(int(entry.name))
+    return [pid for pid in found if b"ctl.launch" not in Path(f"/proc/{pid}/cmdline").read_bytes()]

@@ -1,0 +1,240 @@
+"""Strategies by name: that they train alike, and what is said of those that cannot work."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+
+import keras
+import pytest
+import tensorflow as tf
+from helpers import BATCH, CLASSES, FEATURES, examples, largest_difference, mlp
+
+from ctl import launch
+from ctl.data import InMemory
+from ctl.distributed import strategy as strategy_module
+from ctl.distributed.cluster import Cluster
+from ctl.distributed.strategy import make_multi_worker, make_strategy
+from ctl.distributed.watch import watchdog
+from ctl.errors import PeerError, UsageError
+from ctl.loop import Evaluator, Loop
+from ctl.phases.base_step import EvalStep
+from ctl.step import TrainStep
+
+
+def train(strategy, options=None, model=mlp):
+    """Weights after 10 steps and an evaluation of them."""
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        net = model()
+        step = TrainStep(net, keras.optimizers.Adam(0.01), clip_norm=0.5, options=options)
+        metrics = [keras.metrics.SparseCategoricalAccuracy("accuracy")]
+        eval_step = EvalStep(net, metrics=metrics)
+    held_out = InMemory(examples(40, seed=9), global_batch_size=8, training=False)
+    loop = Loop(
+        step,
+        InMemory(examples(100), global_batch_size=BATCH),
+        strategy=strategy,
+        evaluator=Evaluator(eval_step, held_out, strategy=strategy),
+    )
+    loop.train(10)
+    return net.get_weights(), loop.evaluate()
+
+
+@pytest.fixture(scope="module")
+def on_one_device():
+    return train(tf.distribute.OneDeviceStrategy("/cpu:0"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "replicas", "words"),
+    [
+        ({"name": "auto"}, 1, "default: no distribution"),
+        ({"name": "auto", "replicas": 1}, 1, "default: no distribution"),
+        ({"name": "auto", "replicas": 2}, 2, "mirrored over 2 replicas (cpu:0, cpu:1)"),
+        ({"name": "one_device"}, 1, "one_device: CPU:0"),
+        ({"name": "default"}, 1, "no distribution"),
+        ({"name": "mirrored"}, 1, "mirrored over 1 replicas"),
+        ({"name": "mirrored", "replicas": 4}, 4, "reduction_to_one_device (auto"),
+        (
+            {"name": "mirrored", "replicas": 2, "cross_device_ops": "hierarchical_copy"},
+            2,
+            "all-reduce: hierarchical_copy",
+        ),
+        (
+            {"name": "mirrored", "replicas": 2, "cross_device_ops": "reduction_to_one_device"},
+            2,
+            "all-reduce: reduction_to_one_device",
+        ),
+        ({"name": "central_storage", "replicas": 2}, 2, "variables on cpu:0"),
+    ],
+    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else "",
+)
+def test_every_strategy_trains_alike(options, replicas, words, on_one_device):
+    placement = make_strategy(**options)
+    assert placement.strategy.num_replicas_in_sync == replicas
+    assert placement.options.timeout_seconds is None  # it would be a thread for every step
+    assert words in placement.description and "\n" not in placement.description
+    weights, results = train(placement.strategy, placement.options)
+    assert largest_difference(weights, on_one_device[0]) <= 1e-6
+    assert results == pytest.approx(on_one_device[1], rel=1e-5)
+
+
+def test_a_ring_trains_alike(ring2, on_one_device):
+    """The strategy of the fixture: two rings in one process would take each other's messages."""
+    assert type(ring2.extended._cross_device_ops).__name__ == "CollectiveAllReduce"
+    options = strategy_module._options("ring")
+    assert options.implementation == tf.distribute.experimental.CommunicationImplementation.RING
+    weights, results = train(ring2, options)
+    assert largest_difference(weights, on_one_device[0]) <= 1e-6
+    assert results == pytest.approx(on_one_device[1], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"name": "best"}, ["unknown strategy 'best'", "one_device, mirrored"]),
+        ({"name": "one_device", "replicas": 3}, ["one_device has one replica, not 3", "mirrored"]),
+        ({"name": "default", "replicas": 2}, ["default has one replica, not 2"]),
+        (
+            {"name": "mirrored", "replicas": 2, "cross_device_ops": "nccl"},
+            ["nccl needs GPUs", "use auto"],
+        ),
+        ({"name": "tpu"}, ["--tpu=NAME", "grpc://host:port"]),
+        # TensorFlow has run already, with 4 devices.
+        ({"name": "mirrored", "replicas": 5}, ["5 logical devices", "make the strategy first"]),
+    ],
+    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else "",
+)
+def test_what_cannot_work_is_said_in_a_line(options, words):
+    tf.constant(0)
+    with pytest.raises(UsageError) as error:
+        make_strategy(**options)
+    assert all(word in str(error.value) for word in words), str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def with_layer(layer) -> keras.Model:
+    inner = keras.Sequential([layer()])
+    return keras.Sequential(
+        [keras.layers.Input([FEATURES]), keras.layers.Dense(4), inner, keras.layers.Dense(CLASSES)]
+    )
+
+
+@pytest.mark.parametrize(
+    ("layer", "words"),
+    [
+        (lambda: keras.layers.Dropout(0.5, name="drop"), "layer drop (Dropout)"),
+        (lambda: keras.layers.GaussianNoise(0.5, name="noise"), "layer noise (GaussianNoise)"),
+        (
+            lambda: keras.layers.BatchNormalization(name="norm"),
+            "layer norm (BatchNormalization)",
+        ),
+        (lambda: keras.layers.BatchNormalization(trainable=False), None),
+        (lambda: keras.layers.LayerNormalization(), None),
+    ],
+    ids=["dropout", "noise", "batch norm", "frozen batch norm", "layer norm"],
+)
+def test_central_storage_refuses_layers_that_it_cannot_train(layer, words):
+    placement = make_strategy("central_storage", replicas=2)
+    if words is None:
+        train(placement.strategy, placement.options, lambda: with_layer(layer))
+        return
+    with pytest.raises(UsageError) as error:
+        train(placement.strategy, placement.options, lambda: with_layer(layer))
+    assert words in str(error.value) and "use mirrored" in str(error.value)
+    assert "\n" not in str(error.value)
+    alone = make_strategy("central_storage", replicas=1)
+    train(alone.strategy, alone.options, lambda: with_layer(layer))
+
+
+# In a process of its own: attempts to reach a TPU change TensorFlow's devices.
+_PROCESS = """
+import sys
+import tensorflow as tf
+from ctl import strategy
+from ctl.errors import PeerError, UsageError
+
+strategy._TPU_PROBE_SECONDS = 1.0
+placement = strategy.make_strategy("mirrored", replicas=3)  # cuts the CPU, here for the first time
+print(placement.strategy.num_replicas_in_sync, len(tf.config.list_logical_devices("CPU")))
+strategy._require_grpc(tf.distribute.Server.create_local_server().target)
+print("a server of gRPC is found", flush=True)
+for address in sys.argv[1:]:
+    try:
+        print("works", strategy.make_strategy("tpu", tpu=address))
+    except UsageError as error:
+        print(error, flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_tpus_that_are_not_there():
+    """Also one that accepts the connection and never says a word."""
+    with socket.socket() as silent, socket.socket() as closed:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        closed.bind(("127.0.0.1", 0))  # bound, so that nobody else listens there
+        quiet, nobody = (f"grpc://127.0.0.1:{s.getsockname()[1]}" for s in (silent, closed))
+        addresses = ["local", nobody, "grpc://127.0.0.1:port", "grpc://", quiet, "no-such-tpu"]
+        reasons = ["refused", "Port could not be cast", "", "timed out"]
+        done = subprocess.run(
+            [sys.executable, "-c", _PROCESS, *addresses],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env=dict(os.environ),
+        )
+    first, second, *lines = done.stdout.splitlines()
+    assert first == "3 3", done.stderr
+    assert second == "a server of gRPC is found"
+    local, *others, name = lines
+    assert local.startswith("cannot use TPU local: ")
+    for line, address, why in zip(others, addresses[1:-1], reasons, strict=True):
+        assert line == f"no TPU answers at {address}: {line.rpartition(': ')[2]}"
+        assert why in line
+    assert name.startswith("cannot use TPU no-such-tpu: ")
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_port_that_is_taken_after_the_workers_have_met():
+    """Not a bug with a traceback: the launcher chooses another port."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        words = "worker 0: TensorFlow cannot connect the job: Could not start gRPC server"
+        connecting = strategy_module._connecting("worker 0", {}, 60.0)
+        with pytest.raises(PeerError, match=words), connecting:
+            tf.distribute.Server({"worker": [address]}, "worker", 0, protocol="grpc")
+
+
+def test_a_chief_that_does_not_start_tensorflow():
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        chief = f"127.0.0.1:{silent.getsockname()[1]}"
+        one = Cluster((chief, "127.0.0.1:1"), 1, "a test")
+        with pytest.raises(PeerError, match=f"worker 0 at {chief} has not started TensorFlow"):
+            strategy_module._wait_for_chief(one, 0.1)
+
+
+def test_a_worker_that_is_lost_while_tensorflow_connects(monkeypatch):
+    """All have met, then one dies: the others name it and end with the code of a lost peer."""
+    chief, gone = launch.cluster(2)["worker"]
+
+    def connect(**options):
+        raise tf.errors.UnavailableError(None, None, "Socket closed")
+
+    monkeypatch.setattr(strategy_module, "meet", lambda cluster, timeout: None)
+    monkeypatch.setattr(tf.distribute, "MultiWorkerMirroredStrategy", connect)
+    monkeypatch.setattr(watchdog, "_ENDING_SECONDS", 0.1)
+    monkeypatch.setenv("TF_CONFIG", "")
+    monkeypatch.setenv("GRPC_EXPERIMENTS", "")
+    with pytest.raises(PeerError) as raised:
+        make_multi_worker(Cluster((chief, gone), 0, "a test"))
+    assert str(raised.value) == (
+        "worker 0 of 2: connecting to the others broke off: Socket closed; waiting for worker 1 "
+        f"(gone: {gone}: Connection refused)"
+    )

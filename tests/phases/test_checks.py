@@ -1,0 +1,185 @@
+"""Mistakes in a subclass of the step are one line, not wrong numbers."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import CLASSES, FEATURES, examples, make_loop, mlp
+from keras import layers
+
+from ctl.control.evaluator import Evaluator
+from ctl.data import InMemory
+from ctl.data.dataset import DatasetInfo
+from ctl.errors import UsageError
+from ctl.loop import Loop
+from ctl.phases.base_step import EvalStep
+from ctl.step import TrainStep
+
+
+def test_what_an_earlier_release_would_have_used_is_refused():
+    class Compute(TrainStep):
+        def compute(self, batch, divisor):
+            raise AssertionError
+
+    class Reduce(TrainStep):
+        def reduce(self, loss, count, gradients, examples=None):
+            raise AssertionError
+
+    class Backward(TrainStep):
+        def backward(self, tape, loss):
+            raise AssertionError
+
+    class AllReduce(TrainStep):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.all_reduce = lambda tensors, **options: tensors
+
+    for kind, reason in (
+        (Compute, r"^Compute.compute\(\) is loss_and_gradients\(\) in this release: rename it"),
+        (
+            Reduce,
+            r"^Reduce.reduce\(\) must take \(loss, count, gradients, before\) and return .* it "
+            r"takes \(loss, count, gradients, examples\)$",
+        ),
+        (Backward, r"^Backward.backward\(\) must take \(tape, loss, variables=None\) and return"),
+        (AllReduce, "^AllReduce.all_reduce is part of AllReduce.observer in this release"),
+    ):
+        with pytest.raises(UsageError, match=reason):
+            make_loop(step_class=kind)
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_gradients_of_the_wrong_number_or_shape(jit_compile):
+    class TooFew(TrainStep):
+        def backward(self, tape, loss, variables=None):
+            return super().backward(tape, loss, variables)[1:]
+
+    class Reversed(TrainStep):
+        def backward(self, tape, loss, variables=None):
+            return super().backward(tape, loss, variables)[::-1]
+
+    for kind, reason in (
+        (TooFew, r"^TooFew computed 3 gradients for 4 trainable variables: "),
+        (Reversed, r"^Reversed computed a gradient of shape \(5,\) for variable .* "),
+    ):
+        loop = make_loop(step_class=kind, jit_compile=jit_compile)
+        with pytest.raises(UsageError, match=reason):
+            loop.train(1)
+
+
+def penalized(synchronized: bool) -> keras.Model:
+    penalty = keras.regularizers.L2(0.1)
+    parts = [layers.Dense(5, activity_regularizer=penalty, kernel_regularizer="l2")]
+    parts += [layers.BatchNormalization(synchronized=synchronized), layers.Dense(CLASSES)]
+    return keras.Sequential([keras.Input([FEATURES]), *parts])
+
+
+def test_losses_that_layers_of_another_replica_have_added(mirrored):
+    """Two replicas were 0.04 off, in silence."""
+    with pytest.raises(UsageError, match="^layers of the model add losses .*add_loss.* one repl"):
+        make_loop(mirrored(2), model=lambda: penalized(True)).train(1)
+    for replicas, synchronized in ((1, True), (2, False)):
+        make_loop(mirrored(replicas), model=lambda s=synchronized: penalized(s)).train(1)
+
+
+@pytest.mark.parametrize("trainable", [True, False])
+def test_layers_that_are_frozen_too_late(trainable):
+    def model():
+        made = mlp()
+        made.layers[-1].trainable = not trainable
+        return made
+
+    loop = make_loop(model=model)
+    loop.train(1)
+    before = loop.step.model.get_weights()
+    loop.step.model.layers[-1].trainable = trainable
+    reason = r"have changed since the step was built \(\S+/bias, \S+/kernel\): set layer.trainable"
+    with pytest.raises(UsageError, match=reason):
+        loop.train(2)
+    np.testing.assert_equal(loop.step.model.get_weights(), before)
+
+
+def test_gradients_of_chosen_variables():
+    """`backward` scales those of any tape and any variables alike."""
+
+    class Halves(TrainStep):
+        def backward(self, tape, loss, variables=None):
+            first, second = self.trained[:2], self.trained[2:]
+            return [*super().backward(tape, loss, first), *super().backward(tape, loss, second)]
+
+        def loss_and_gradients(self, batch, divisor):
+            with tf.GradientTape(persistent=True) as tape:
+                loss, outputs = self.forward(batch)
+                loss /= float(divisor)
+            return loss, self.backward(tape, loss), outputs
+
+    trained = [
+        make_loop(step_class=kind, loss_scale=scale, seed=1)
+        for kind in (TrainStep, Halves)
+        for scale in (False, True)
+    ]
+    weights = []
+    for loop in trained:
+        loop.train(3)
+        weights.append(loop.step.model.get_weights())
+    for others in weights[1:]:
+        for a, b in zip(weights[0], others, strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-6)
+
+
+def test_an_evaluation_has_metrics_of_its_own():
+    metric = keras.metrics.SparseCategoricalAccuracy("accuracy")
+    model = mlp()
+    data = InMemory(examples(32), global_batch_size=16, training=False)
+    evaluator = Evaluator(EvalStep(model, metrics=[metric]), data)
+    step = TrainStep(model, keras.optimizers.SGD(0.1), metrics=[metric])
+    with pytest.raises(UsageError, match="^metric accuracy is in the training step and in the ev"):
+        Loop(step, InMemory(examples(32), global_batch_size=16), evaluator=evaluator)
+
+
+def test_a_class_has_one_label():
+    def data(names, **options):
+        info = DatasetInfo("folder", num_classes=CLASSES, class_names=names)
+        return InMemory(examples(32), global_batch_size=16, info=info, **options)
+
+    def make(trained, evaluated):
+        model = mlp()
+        evaluator = Evaluator(
+            EvalStep(model), data(("a", "b")), others={"other": data(evaluated, training=False)}
+        )
+        return Loop(TrainStep(model, keras.optimizers.SGD(0.1)), data(trained), evaluator=evaluator)
+
+    for alike in (("a", "b", "c"), ("a", "b"), (), ("x", "y", "z")):
+        make(("a", "b", "c"), alike)
+    with pytest.raises(UsageError, match="^class c has label 2 in folder and 1 in folder, which "):
+        make(("a", "b", "c"), ("a", "c"))
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_a_loss_that_trains_nothing(jit_compile):
+    class Argmax(TrainStep):
+        def loss(self, batch):
+            features, labels = batch
+            guess = tf.argmax(self.model(features), axis=-1)
+            return tf.cast(guess != tf.cast(labels, guess.dtype), tf.float32)
+
+    with pytest.raises(UsageError, match="^the loss of Argmax depends on no variable that trains,"):
+        make_loop(step_class=Argmax, jit_compile=jit_compile).train(1)
+
+
+def test_an_evaluation_on_other_inputs_is_said(caplog):
+    class Scaled(TrainStep):
+        def preprocess(self, features):
+            return 0.5 * features
+
+    class Evaluated(EvalStep):
+        preprocess = Scaled.preprocess
+
+    data = InMemory(examples(32), global_batch_size=16)
+    for kind in (Evaluated, EvalStep):
+        assert "is evaluated on other inputs" not in caplog.text
+        model = mlp()
+        Loop(Scaled(model, keras.optimizers.SGD()), data, evaluator=Evaluator(kind(model), data))
+    assert "Scaled.preprocess is not EvalStep.preprocess, so the model is evaluated" in caplog.text

@@ -1,0 +1,84 @@
+"""Labels that are no class of the model."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import (
+    CLASSES,
+    FEATURES,
+    make_loop,
+    mlp,
+)
+
+from ctl.control.evaluator import Evaluator
+from ctl.data import InMemory
+from ctl.distributed import local_batch
+from ctl.errors import UsageError
+from ctl.phases.base_step import EvalStep
+from ctl.step import TrainStep
+
+
+class TestLabels:
+    """Labels that are no class of the model: seen where they are in memory, else in the step."""
+
+    def made(self, labels, *, in_memory, step_class=TrainStep, **options):
+        features = np.zeros([len(labels), FEATURES], np.float32)
+        arrays = features, np.array(labels)
+        data = InMemory(arrays, global_batch_size=4)
+        if not in_memory:
+            data = tf.data.Dataset.from_tensor_slices(arrays).batch(4)
+        return make_loop(data=data, step_class=step_class, **options)
+
+    @pytest.mark.parametrize(("wrong", "dtype"), [(-1, "int64"), (CLASSES, "uint8")])
+    def test_in_memory(self, wrong, dtype):
+        labels = np.array([0, CLASSES - 1, wrong, 1], dtype)
+        reason = f"^label {labels[2]} of example 2 is no class: .* 5 outputs, .* 0 to 4 .1 of 4"
+        with pytest.raises(UsageError, match=reason):
+            self.made(labels, in_memory=True)
+        with pytest.raises(UsageError, match=reason):
+            data = InMemory((np.zeros([4, FEATURES]), labels), global_batch_size=4, training=False)
+            Evaluator(EvalStep(mlp()), data)
+
+    @pytest.mark.parametrize("wrong", [CLASSES, 2**32 + 1])
+    def test_in_the_step(self, wrong):
+        loop = self.made([0, wrong, 1, 1], in_memory=False)
+        with pytest.raises(
+            UsageError, match=f"^label {wrong} is no class: the model has 5 outputs, .* 4$"
+        ):
+            loop.train(1)
+
+    @pytest.mark.parametrize("replicas", [1, 2])
+    def test_under_xla(self, mirrored, replicas):
+        """It computes NaN where the CPU's kernel fails."""
+        labels = [0] * 9 + [CLASSES + 2] + [0] * 6
+        loop = self.made(
+            labels, in_memory=False, jit_compile=True, strategy=mirrored(replicas), steps_per_loop=2
+        )
+        with pytest.raises(
+            UsageError,
+            match="^label 7 of example 1 in the batch of step 3 is no class: .* 5 outputs, .* 0 to",
+        ):
+            loop.train(4)
+
+    def test_a_check_that_waits_for_the_labels_has_not_failed(self):
+        message = (
+            "Received a label value of 3 which is outside the valid range of [0, 3).\n"
+            "\t [[{{node while/SparseSoftmaxCrossEntropyWithLogits}}]]\n"
+            "\t [[while/body/_1/ctl_one_loss_for_each_example/Reshape/_258]]"
+        )
+        with pytest.raises(UsageError, match="^label 3 is no class"), local_batch.refusals():
+            raise tf.errors.InvalidArgumentError(None, None, message)
+
+    def test_labels_that_mean_something_else(self):
+        class Shifted(TrainStep):
+            def loss(self, batch):
+                features, labels = batch
+                return super().loss((features, labels - 10))
+
+            def update_metrics(self, batch, outputs):
+                pass
+
+        labels = [10, 11, 14, 12]
+        assert self.made(labels, in_memory=True, step_class=Shifted).train(2)["loss"] > 0
