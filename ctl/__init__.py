@@ -23,6 +23,14 @@ if TYPE_CHECKING:  # for editors and type checkers
     from ctl.control.evaluator import Evaluator
     from ctl.distributed import cluster, local_batch, replicas, strategy, workers
     from ctl.distributed.strategy import make_strategy
+    from ctl.errors import (
+        CheckpointError,
+        CtlError,
+        DivergedError,
+        PeerError,
+        Preempted,
+        UsageError,
+    )
     from ctl.inspect.session import Inspection
     from ctl.loop import Loop
     from ctl.phases import freezing, losses, optimizers, passes
@@ -34,15 +42,21 @@ if TYPE_CHECKING:  # for editors and type checkers
 
 __all__ = [
     "BaseStep",
+    "CheckpointError",
     "CheckpointManager",
     "CompareReplicas",
+    "CtlError",
+    "DivergedError",
     "EarlyStopping",
     "EvalStep",
     "Evaluator",
     "Every",
     "Inspection",
     "Loop",
+    "PeerError",
+    "Preempted",
     "TrainStep",
+    "UsageError",
     "actions",
     "build",
     "checkpoint",
@@ -71,6 +85,10 @@ __all__ = [
 ]
 
 _WHERE = {
+    **dict.fromkeys(
+        ("CheckpointError", "CtlError", "DivergedError", "PeerError", "Preempted", "UsageError"),
+        "ctl.errors",
+    ),
     "BaseStep": "ctl.phases.base_step",
     "CheckpointManager": "ctl.checkpoint.manager",
     "CompareReplicas": "ctl.control.copies",

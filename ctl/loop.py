@@ -32,6 +32,7 @@ from absl import logging
 from ctl.base.actions import STOP, Action, EvalAction
 from ctl.base.autograph import graph_function
 from ctl.checkpoint.manager import CheckpointManager, Saved
+from ctl.checkpoint.validation import require_restored
 from ctl.control import jit, source_hash
 from ctl.control.agreement import agree, check_state
 from ctl.control.callbacks import run_actions, status_of, steps_until_due
@@ -50,7 +51,7 @@ from ctl.distributed import local_batch, workers
 from ctl.distributed.watch import watchdog
 from ctl.errors import Preempted, UsageError
 from ctl.phases import freezing, noinline
-from ctl.phases.checks import check_evaluator, check_loop
+from ctl.phases.checks import check_evaluator
 from ctl.phases.loss_accumulator import Losses, Outcome, no_losses
 from ctl.phases.observer import NO_OBSERVER
 from ctl.phases.plan.collectives import plan_of_step
@@ -254,7 +255,7 @@ class Loop:
             CheckpointError: a save in the background failed.
             PeerError: another worker was lost.
             UsageError: the workers do not agree, the step does not fit the batches, a label is no
-                class, or a change would have no effect (`check_loop`,
+                class, or a change would have no effect (`_check`,
                 `ctl.phases.trace_guards.Settings`).
         """
         total = until if total is None else total
@@ -335,7 +336,7 @@ class Loop:
         when settings have changed, which all workers must change in the same way."""
         jit.decide(self.step, self.dataset)
         settings = self.step.trace_key[1:]
-        check_loop(self)
+        self._check()
         if (self._feed_step, self._agreed) == (step, settings):
             return
         if self._feed_step != step:
@@ -345,6 +346,25 @@ class Loop:
                 self._flight = attach_progress_marks(self.step)  # the packs may have changed
             agree(self.step, self.dataset, self.traced, self.plan)
         self._agreed = settings
+
+    def _check(self) -> None:
+        """Refuses what was changed after the loop was made and would have no effect, or was left
+        out.
+
+        Raises:
+            UsageError: layers were frozen or unfrozen; the step, the data or the strategy are
+                others; the optimizer has another learning rate, and there is a schedule;
+                ``jit_compile`` was set, which the model cannot have; or the directory of the
+                checkpoints has a run that was not restored.
+        """
+        step = self.step
+        for name in ("step", "dataset", "strategy"):
+            if getattr(self, name) is not getattr(self.steps, name):
+                raise UsageError(f"the {name} of the loop has changed: make a new loop")
+        if self.checkpoints:
+            require_restored(self.checkpoints.directory, self.checkpoints.unrestored)
+        step.settings.check_rate(step)
+        step.check_model()
 
     def train_only(self, parts: Sequence[Any] | None = None) -> None:
         """Trains only the variables of ``parts`` from the next call on, or all: `phases.trained`.

@@ -163,6 +163,22 @@ class TrainStep(BaseStep):
         replicas.offset_dropout_seeds(strategy, self.parts.layer)
         self.settings = Settings(self)
 
+    def check_model(self) -> None:
+        """Raises `UsageError` if the model cannot have ``jit_compile``, or if other variables are
+        trainable than when the step was built."""
+        for check in (replicas.check_central_storage, replicas.check_synchronized):
+            check(self.strategy, self.parts.layer, self.accumulate_steps, bool(self.jit_compile))
+        now, built = self.model.trainable_variables, self.updater.of_model
+        if [id(v) for v in now] != [id(v) for v in built]:
+            names = {id(v): v.path for v in [*now, *built]}
+            changed = {id(v) for v in now} ^ {id(v) for v in built}
+            which = ", ".join(sorted(names[i] for i in changed)) or "their order"
+            raise UsageError(
+                f"the trainable variables of model {self.model.name} have changed since the step "
+                f"was built ({which}): set layer.trainable before, and use loop.train_only(layers) "
+                "then"
+            )
+
     def attach(self, loop: Any) -> None:
         """The `ctl.Loop` calls this once, at the end of its constructor. Override it to add actions
         to the loop, or to choose what trains first (`Loop.train_only`)."""

@@ -93,7 +93,7 @@ def same_weights_in_every_run():
 @pytest.fixture(autouse=True)
 def xla_where_asked(request, monkeypatch):
     """To compile takes longer than most tests; `test_jit.py` has those of the rule."""
-    monkeypatch.setattr(jit, "why_not", lambda loop: "a test")
+    monkeypatch.setattr(jit, "why_not", lambda step, dataset: "a test")
     if not request.node.get_closest_marker("compiled_update"):
         monkeypatch.setattr(apply, "is_compiled", lambda device: False)
 

@@ -1,4 +1,4 @@
-"""The layout holds: no import circle, four doors into `ctl.inspect`, one registry of each name."""
+"""The street plan holds: layers in one order, no circle, one home for each fact, short functions."""
 
 from __future__ import annotations
 
@@ -11,6 +11,17 @@ from pathlib import Path
 import pytest
 from paths import ROOT
 
+import ctl
+
+# The rooms, from below: files directly in ctl/ and its packages. Each imports only rooms before it.
+LAYERS = (
+    *("errors", "base", "distributed", "reduce", "flags", "data", "checkpoint", "schedule"),
+    *("phases", "step", "control", "loop", "logs", "build", "inspect", "testing"),
+    *("train", "evaluate", "launch", "compare", "__main__", "__init__", "recipes"),
+)
+MOST_ARROWS = 130  # from a room to another
+MOST_LINES = 60  # of a function of the hot path or of a command
+
 
 def name_of(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
@@ -19,68 +30,99 @@ def name_of(path: Path) -> str:
 MODULES = {name_of(path): ast.parse(path.read_text("utf-8")) for path in ROOT.glob("ctl/**/*.py")}
 
 
-def is_for_types(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
-
-
-def imports(tree: ast.AST, function: str = "") -> Iterator[tuple[str, str]]:
-    """The modules of ctl that ``tree`` imports when it runs, and the function that does, or ""."""
-    for node in ast.iter_child_nodes(tree):
-        if is_for_types(node):
-            continue
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("ctl"):
+def imports(tree: ast.AST) -> Iterator[str]:
+    """The modules of ctl that ``tree`` imports, wherever the import stands; those of types, too."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith("ctl."):
             for alias in node.names:
                 full = f"{node.module}.{alias.name}"
-                yield full if full in MODULES else node.module, function
+                yield full if full in MODULES else str(node.module)
         elif isinstance(node, ast.Import):
-            for alias in node.names:
-                if alias.name.startswith("ctl"):
-                    yield alias.name, function
-        is_function = isinstance(node, ast.FunctionDef)
-        yield from imports(node, node.name if is_function else function)
+            yield from (alias.name for alias in node.names if f"{alias.name}.".startswith("ctl."))
 
 
-# The only ways into the inspector: two methods of the step, and the pages of two commands.
-DOORS = {("ctl.step", "plan"), ("ctl.step", "inspect")}
-DOORS |= {("ctl.compare", "write_page"), ("ctl.evaluate", "write_report")}
+def room(module: str) -> str:
+    return (module.split(".") + ["__init__"])[1]
 
 
-def is_door(module: str, imported: str, function: str) -> bool:
-    return imported.startswith("ctl.inspect") and (module, function) in DOORS
+IMPORTS = {module: set(imports(tree)) for module, tree in MODULES.items()}
+ARROWS = {
+    (room(module), room(imported), module)
+    for module, found in IMPORTS.items()
+    for imported in found
+    if room(module) != room(imported)
+}
 
 
-def test_the_core_opens_the_inspector_through_its_doors():
-    found = {
-        (module, function)
-        for module, tree in MODULES.items()
-        for imported, function in imports(tree)
-        if imported.startswith("ctl.inspect") and not module.startswith("ctl.inspect")
-    }
-    assert found == DOORS
+def test_every_room_has_a_layer():
+    assert {room(module) for module in MODULES} == set(LAYERS)
+
+
+def test_rooms_import_those_below():
+    upward = [a for a in ARROWS if LAYERS.index(a[1]) > LAYERS.index(a[0])]
+    assert not upward
+
+
+def test_rooms_have_few_arrows():
+    """More are harder to follow: move what is imported, or let its owner hand it on."""
+    assert len({(one, other) for one, other, _ in ARROWS}) <= MOST_ARROWS
 
 
 @pytest.mark.parametrize("module", sorted(MODULES))
 def test_no_module_imports_itself_by_way_of_others(module):
-    """The imports inside of functions count, too; the doors do not."""
     seen, left = set(), [(module, ())]
     while left:
         at, way = left.pop()
-        for imported, function in imports(MODULES[at]):
-            if is_door(at, imported, function) or imported == "ctl":
-                continue
+        for imported in IMPORTS[at] - {"ctl"}:
             assert imported != module, " -> ".join([*way, at, module])
             if imported not in seen:
                 seen.add(imported)
                 left.append((imported, (*way, at)))
 
 
+# `ctl.x.y` in code, and `from ctl.x import y`.
+PACKAGES = {"ctl": ctl, "ctl.data": ctl.data, "ctl.logs": ctl.logs, "ctl.flags": ctl.flags}
+PACKAGES |= {"ctl.build": ctl.build, "ctl.checkpoint": ctl.checkpoint, "ctl.recipes": None}
+
+
+@pytest.mark.parametrize("recipe", sorted(m for m in MODULES if room(m) == "recipes"))
+def test_recipes_import_public_names(recipe):
+    for node in ast.walk(MODULES[recipe]):
+        if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith("ctl."):
+            if not str(node.module).startswith("ctl.recipes"):
+                assert {a.name for a in node.names} <= {*PACKAGES[node.module].__all__}
+        elif isinstance(node, ast.Import):
+            assert all(a.name == "ctl" for a in node.names if a.name.startswith("ctl"))
+        elif isinstance(node, ast.Attribute):
+            owner = ast.unparse(node.value)
+            if owner in PACKAGES and owner != "ctl.recipes":
+                assert node.attr in PACKAGES[owner].__all__, f"{owner}.{node.attr}"
+
+
+def test_the_page_has_the_public_names():
+    page = (ROOT / "ctl/README.md").read_text("utf-8")
+    table = page[page.index("## Public names") :].split("\n## ")[0]
+    assert re.findall(r"^\| `ctl\.(\w+)`", table, re.MULTILINE) == ctl.__all__
+
+
+def functions(tree: ast.AST) -> Iterator[ast.FunctionDef]:
+    return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
+
+
+def test_functions_of_the_hot_path_and_of_the_commands_are_short():
+    """Their code; not their docstrings, whose length is that of what they promise."""
+    alone = [m for m in MODULES if m.count(".") == 1 and room(m) not in ("testing", "errors")]
+    for module in alone:
+        for function in functions(MODULES[module]):
+            body = function.body[1:] if ast.get_docstring(function) else function.body
+            lines = function.body[-1].end_lineno - body[0].lineno + 1 if body else 0
+            assert lines <= MOST_LINES, f"{module}.{function.name} has {lines} lines"
+
+
 def test_what_the_flags_need_loads_no_tensorflow_at_the_top():
     """`--help` and a wrong flag answer at once; `tests/test_package.py` runs them."""
-    light = [
-        m
-        for m in MODULES
-        if m.startswith(("ctl.flags", "ctl.distributed.cluster", "ctl.distributed.watch.watchdog"))
-    ]
+    starts = "ctl.flags", "ctl.distributed.cluster", "ctl.distributed.watch.watchdog"
+    light = [m for m in MODULES if m.startswith(starts)]
     assert len(light) > 8
     for module in light:
         for node in MODULES[module].body:
@@ -96,11 +138,6 @@ def test_private_names_of_tensorflow_are_in_one_module():
         if pattern.search(p.read_text("utf-8"))
     }
     assert found == {"ctl/base/tf_internals.py"}
-
-
-def test_the_loop_is_a_class_of_300_lines():
-    loop = next(n for n in MODULES["ctl.loop"].body if getattr(n, "name", "") == "Loop")
-    assert loop.end_lineno - loop.lineno < 300
 
 
 def test_only_one_module_claims_to_be_the_only_place():

@@ -44,7 +44,7 @@ def add_scalars(loop: Loop) -> None:
     if "memory" in FLAGS.log_also:
         loop.scalars.extras.append(machine.peak_memory)
     if "mfu" in FLAGS.log_also:
-        loop.scalars.extras.append(machine.utilization(loop.step))
+        loop.scalars.extras.append(machine.utilization(loop.strategy, lambda: loop.step.flops))
 
 
 def add_actions(

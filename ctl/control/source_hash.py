@@ -15,11 +15,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import ctl
+from ctl.base import __version__
 from ctl.control.model_config import model_config
 from ctl.distributed import replicas
 from ctl.step import TrainStep
 
+_PACKAGE = Path(__file__).parents[1]
 _NOT_OF_THE_USER = ("ctl", "keras", "tensorflow")
 _INSTALLED = f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"
 _OF_AUTOGRAPH = "__autograph_generated_file"  # what TensorFlow makes of the user's functions
@@ -60,7 +61,7 @@ def of_step(step: TrainStep) -> str:
 def of_modules() -> dict[str, str]:
     """Hashes of the sources of the user's modules that this process has imported, by their names.
     What is installed or typed in at a prompt is not among them."""
-    others = tuple(f"{Path(one.__file__ or '').parent}{os.sep}" for one in (os, ctl))
+    others = tuple(f"{folder}{os.sep}" for folder in (Path(os.__file__).parent, _PACKAGE))
     found = {}
     for name, module in list(sys.modules.items()):
         # Not by an attribute: that would load a module that is to be loaded when it is used.
@@ -81,10 +82,9 @@ def of_modules() -> dict[str, str]:
 @functools.cache
 def of_ctl() -> str:
     """The version of ctl, and a hash of its sources."""
-    package = Path(ctl.__file__).parent
-    files = sorted(package.rglob("*.py"))
-    names = [f.relative_to(package).as_posix().encode() for f in files]
-    return f"{ctl.__version__} {hash_of([*names, *(f.read_bytes() for f in files)])}"
+    files = sorted(_PACKAGE.rglob("*.py"))
+    names = [f.relative_to(_PACKAGE).as_posix().encode() for f in files]
+    return f"{__version__} {hash_of([*names, *(f.read_bytes() for f in files)])}"
 
 
 def hash_of(parts: Iterable[bytes]) -> str:

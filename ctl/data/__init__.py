@@ -1,12 +1,13 @@
 """Datasets: examples, their order, and where they are kept. See `ctl.data.dataset`."""
 
+from ctl.data import text
 from ctl.data.augment import Augmented
 from ctl.data.columns import load_columns
 from ctl.data.dataset import Dataset, DatasetInfo
 from ctl.data.global_batches import GlobalBatches, as_dataset
 from ctl.data.in_memory import InMemory
 from ctl.data.load import Splits, load, selection_splits, synthetic
-from ctl.data.mixture import mix
+from ctl.data.mixture import Mixture, StreamedMixture, mix
 from ctl.data.streaming import Streaming
 
 __all__ = [
@@ -15,7 +16,9 @@ __all__ = [
     "DatasetInfo",
     "GlobalBatches",
     "InMemory",
+    "Mixture",
     "Splits",
+    "StreamedMixture",
     "Streaming",
     "as_dataset",
     "load",
@@ -23,4 +26,5 @@ __all__ = [
     "mix",
     "selection_splits",
     "synthetic",
+    "text",
 ]

@@ -6,7 +6,7 @@ import importlib
 import sys
 from collections.abc import Mapping
 
-import ctl
+from ctl.base import __version__
 from ctl.base.names import check_name
 from ctl.flags.parsing import exit_codes
 
@@ -35,6 +35,6 @@ def run_one_of(commands: Mapping[str, tuple[str, str]], usage: str) -> None:
             lines = [f"  {name:<{width}}  {what}" for name, (_, what) in commands.items()]
             print("\n".join([usage.strip(), "", *lines]))
         elif name == "--version":
-            print(f"ctl {ctl.__version__}")
+            print(f"ctl {__version__}")
         else:
             check_name("command", name, commands)

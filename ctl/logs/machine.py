@@ -15,7 +15,6 @@ import tensorflow as tf
 from absl import logging
 
 from ctl.distributed import replicas
-from ctl.step import TrainStep
 
 _SECONDS = 0.3  # that the peak is measured for
 
@@ -30,18 +29,20 @@ def peak_memory(scalars: Mapping[str, float]) -> dict[str, float]:
     return {"peak_memory_mib": max(peaks) / 2**20}
 
 
-def utilization(step: TrainStep) -> Callable[[Mapping[str, float]], dict[str, float]]:
-    """Measures the peak, and returns what adds ``mfu``: the FLOPs of forward and backward (see
-    `ctl.phases.flops`) per second, divided by the peak of all devices of the job. It adds nothing
-    where FLOPs or examples are not known."""
+def utilization(
+    strategy: tf.distribute.Strategy, flops: Callable[[], float | None]
+) -> Callable[[Mapping[str, float]], dict[str, float]]:
+    """Measures the peak of the devices of ``strategy``, and returns what adds ``mfu``: the FLOPs of
+    forward and backward per second, divided by that peak. ``flops`` returns those of an example;
+    it adds nothing where they are None, or examples are not known."""
     dtype = keras.mixed_precision.dtype_policy().compute_dtype
     peak = peak_flops(dtype)
-    devices = _devices(step.strategy)
+    devices = _devices(strategy)
     logging.info("peak: %.4g GFLOP/s (a %s product, on each of %d)", peak / 1e9, dtype, devices)
 
     def mfu(scalars: Mapping[str, float]) -> dict[str, float]:
-        rate = scalars.get("examples_per_second")
-        return {"mfu": rate * step.flops / peak / devices} if rate and step.flops else {}
+        rate, each = scalars.get("examples_per_second"), flops()
+        return {"mfu": rate * each / peak / devices} if rate and each else {}
 
     return mfu
 

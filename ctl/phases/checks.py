@@ -9,7 +9,6 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
-from ctl.checkpoint.validation import require_restored
 from ctl.distributed import replicas
 from ctl.errors import UsageError
 
@@ -123,32 +122,3 @@ def check_evaluator(step: Any, dataset: Any, evaluator: Any) -> None:
                     f"{data.info.name}, which it is evaluated on: number the classes of both alike "
                     "(ImageFolder has classes=)"
                 )
-
-
-def check_loop(loop: Any) -> None:
-    """Refuses what was changed after the loop was made and would have no effect, or was left out.
-
-    Raises:
-        UsageError: layers were frozen or unfrozen; the step, the data or the strategy of the loop
-            are others; the optimizer has another learning rate, and there is a schedule;
-            ``jit_compile`` was set, which the model cannot have; or the directory of the
-            checkpoints has a run that was not restored.
-    """
-    step, steps = loop.step, loop.steps
-    for name in ("step", "dataset", "strategy"):
-        if getattr(loop, name) is not getattr(steps, name):
-            raise UsageError(f"the {name} of the loop has changed: make a new loop")
-    if loop.checkpoints:
-        require_restored(loop.checkpoints.directory, loop.checkpoints.unrestored)
-    step.settings.check_rate(step)
-    for check in (replicas.check_central_storage, replicas.check_synchronized):
-        check(step.strategy, step.parts.layer, step.accumulate_steps, step.jit_compile)
-    now, built = step.model.trainable_variables, step.updater.of_model
-    names = {id(v): v.path for v in [*now, *built]}
-    if [id(v) for v in now] != [id(v) for v in built]:
-        changed = {id(v) for v in now} ^ {id(v) for v in built}
-        which = ", ".join(sorted(names[i] for i in changed)) or "their order"
-        raise UsageError(
-            f"the trainable variables of model {step.model.name} have changed since the step was "
-            f"built ({which}): set layer.trainable before, and use loop.train_only(layers) then"
-        )

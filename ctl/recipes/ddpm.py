@@ -21,8 +21,7 @@ import tensorflow as tf
 from keras import layers, ops
 
 import ctl
-from ctl.distributed import local_batch
-from ctl.phases.base_step import BaseStep
+from ctl import BaseStep, local_batch
 from ctl.recipes.samples import SEED, Sampling
 
 

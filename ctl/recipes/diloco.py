@@ -18,7 +18,7 @@ from typing import Any
 import tensorflow as tf
 
 import ctl
-from ctl.distributed import replicas
+from ctl import replicas
 from ctl.recipes.local_sgd import LocalSGD
 
 

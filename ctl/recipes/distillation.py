@@ -19,8 +19,7 @@ from typing import Any
 import tensorflow as tf
 
 import ctl
-from ctl.checkpoint.export import load_model
-from ctl.distributed import local_batch
+from ctl import local_batch
 
 
 class Distillation(ctl.TrainStep):
@@ -38,7 +37,7 @@ class Distillation(ctl.TrainStep):
 
     def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, **options)
-        self.taught_by = load_model(self.teacher, "teacher", like=self.model)
+        self.taught_by = ctl.checkpoint.load_model(self.teacher, "teacher", like=self.model)
         self.taught_by.trainable = False
 
     def loss(self, batch: Any) -> tuple[tf.Tensor, tf.Tensor]:

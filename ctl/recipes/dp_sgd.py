@@ -37,10 +37,7 @@ from typing import Any
 import tensorflow as tf
 
 import ctl
-from ctl.data.mixture import Mixture, StreamedMixture
-from ctl.distributed import replicas
-from ctl.errors import UsageError
-from ctl.phases.norms import global_norm
+from ctl import UsageError, global_norm, replicas
 
 _MOST = 10**6  # more micro-batches than a replica has examples, so each has one
 _ORDERS = [*range(2, 65), 128, 256, 512]  # of the accountant, which is slow for fractions
@@ -79,7 +76,7 @@ class DPSGD(ctl.TrainStep):
         super().attach(loop)
         data = loop.dataset
         self.size, self.examples = data.global_batch_size or 0, data.num_examples or 0
-        if isinstance(getattr(data, "dataset", data), Mixture | StreamedMixture):
+        if isinstance(getattr(data, "dataset", data), ctl.data.Mixture | ctl.data.StreamedMixture):
             raise UsageError("DPSGD needs each example once in an epoch: a mixture repeats some")
         if not self.size or not self.examples or self.examples % self.size:
             given = f"{self.examples} examples by {self.size}"

@@ -19,10 +19,7 @@ import tensorflow as tf
 from keras import layers
 
 import ctl
-from ctl.distributed import local_batch
-from ctl.errors import UsageError
-from ctl.phases.base_step import BaseStep
-from ctl.phases.optimizers import from_name
+from ctl import BaseStep, UsageError, local_batch, optimizers
 from ctl.recipes.samples import SEED, Sampling
 
 
@@ -71,7 +68,7 @@ class GAN(ctl.TrainStep):
                 f"{len(model.layers)} layers: --model=ctl.recipes.gan:make_model is one"
             )
         generator, discriminator = model.layers
-        optimizer = from_name(optimizer)
+        optimizer = optimizers.from_name(optimizer)
         other = type(optimizer).from_config(optimizer.get_config())
         for name, value in vars(optimizer).items():
             if name.startswith("_exclude_from_weight_decay"):  # not in the configuration

@@ -23,9 +23,8 @@ from absl import flags
 from keras import layers, ops
 
 import ctl
-from ctl.data import InMemory
-from ctl.data.text import PAD, Buckets, python_sources
-from ctl.phases.base_step import BaseStep
+from ctl import BaseStep
+from ctl.data import InMemory, text
 
 flags.DEFINE_integer("context", 64, "Bytes that the language model sees.", lower_bound=1)
 flags.DEFINE_integer("width", 64, "Of the language model: 32 for each head.", lower_bound=32)
@@ -68,7 +67,7 @@ class _PerToken(BaseStep):
         return tf.reduce_sum(self.valid(batch))
 
     def valid(self, batch: tf.Tensor) -> tf.Tensor:
-        return tf.cast(batch[:, 1:] != PAD, tf.float32)
+        return tf.cast(batch[:, 1:] != text.PAD, tf.float32)
 
 
 class Evaluation(_PerToken, ctl.EvalStep):
@@ -92,7 +91,7 @@ def gpt(context: int, width: int, blocks: int) -> keras.Model:
     ``width`` is 32 for each head."""
     tokens = keras.Input([None], dtype="int32", name="tokens")
     places = ops.cumsum(ops.ones_like(tokens), axis=1)
-    texts = ops.cumsum(ops.cast(ops.equal(tokens, PAD), "int32"), axis=1)
+    texts = ops.cumsum(ops.cast(ops.equal(tokens, text.PAD), "int32"), axis=1)
     earlier = ops.greater_equal(places[:, :, None], places[:, None, :])
     mask = ops.logical_and(earlier, ops.equal(texts[:, :, None], texts[:, None, :]))
     positions = ops.sum(ops.cast(mask, "int32"), axis=2) - 1
@@ -108,8 +107,8 @@ def gpt(context: int, width: int, blocks: int) -> keras.Model:
 
 def datasets(
     global_batch_size: int, seed: int = 0
-) -> tuple[InMemory | Buckets, InMemory | Buckets]:
+) -> tuple[InMemory | text.Buckets, InMemory | text.Buckets]:
     """The sources of Python's standard library, to train and to evaluate on."""
     context: Any = flags.FLAGS["context"].value
     rows: Any = flags.FLAGS["rows"].value
-    return python_sources(context, global_batch_size=global_batch_size, seed=seed, rows=rows)
+    return text.python_sources(context, global_batch_size=global_batch_size, seed=seed, rows=rows)

@@ -25,8 +25,7 @@ import keras
 import tensorflow as tf
 
 import ctl
-from ctl.errors import UsageError
-from ctl.phases.norms import global_norm
+from ctl import UsageError, global_norm
 
 
 class Squares(keras.metrics.Metric):

@@ -23,8 +23,7 @@ import tensorflow as tf
 from absl import logging
 
 import ctl
-from ctl.distributed import replicas
-from ctl.errors import UsageError
+from ctl import UsageError, replicas
 
 MEAN = tf.distribute.ReduceOp.MEAN
 

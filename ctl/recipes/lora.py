@@ -17,9 +17,8 @@ from typing import Any
 import keras
 from absl import flags
 
-from ctl.checkpoint.export import load_model
-from ctl.distributed.replicas import layers_of
-from ctl.errors import UsageError
+import ctl
+from ctl import UsageError, replicas
 
 flags.DEFINE_string(
     "lora_base", None, "The trained model that gets low-rank updates, a .keras file."
@@ -36,7 +35,7 @@ def make_model() -> keras.Model:
     """
     values: Any = flags.FLAGS
     base, rank, alpha = (values[f"lora_{name}"].value for name in ("base", "rank", "alpha"))
-    return low_rank(load_model(base, "lora_base"), rank, alpha)
+    return low_rank(ctl.checkpoint.load_model(base, "lora_base"), rank, alpha)
 
 
 def low_rank(model: keras.Model, rank: int, alpha: float | None = None) -> keras.Model:
@@ -51,13 +50,13 @@ def low_rank(model: keras.Model, rank: int, alpha: float | None = None) -> keras
         UsageError: ``model`` has no `keras.layers.Dense` or `EinsumDense`, or such updates already.
     """
     kinds = keras.layers.Dense, keras.layers.EinsumDense
-    dense: list[Any] = [layer for layer in layers_of(model) if isinstance(layer, kinds)]
+    dense: list[Any] = [layer for layer in replicas.layers_of(model) if isinstance(layer, kinds)]
     if not dense or any(layer.lora_enabled for layer in dense):
         which = "has low-rank updates already" if dense else "has no dense layer to update"
         raise UsageError(f"model {model.name} {which}: give another")
     for variable in model.trainable_variables:
         variable.trainable = False
-    for layer in layers_of(model):
+    for layer in replicas.layers_of(model):
         if isinstance(layer, keras.layers.BatchNormalization):
             layer.trainable = False  # its moving statistics stay as they are, too
     for layer in dense:

@@ -12,18 +12,12 @@ from __future__ import annotations
 
 import contextlib
 import math
-from typing import TYPE_CHECKING
 
 from absl import flags
 
-from ctl.base import console, svg
-from ctl.build.build import make_loop, prepare
-from ctl.errors import DivergedError, UsageError
-from ctl.flags import training
-from ctl.flags.parsing import check_flags, group, run_command
-
-if TYPE_CHECKING:
-    from ctl.base.actions import Status
+import ctl
+from ctl import DivergedError, UsageError, actions
+from ctl.logs import console, svg
 
 FLAGS = flags.FLAGS
 flags.disclaim_key_flags()
@@ -49,7 +43,7 @@ class Range:
         self.points: list[tuple[float, float]] = []
         self._average = 0.0
 
-    def __call__(self, status: Status) -> None:
+    def __call__(self, status: actions.Status) -> None:
         scalars = status.scalars()
         status.reset()
         self._average = _MOMENTUM * self._average + (1.0 - _MOMENTUM) * scalars["loss"]
@@ -78,12 +72,21 @@ def draw(points: list[tuple[float, float]], best: float) -> str:
     parts = [f'<rect width="{WIDTH}" height="{HEIGHT}"/>']
     for tick in svg.ticks(ceiling):
         y = place(points[0][0], tick)[1]
-        parts += [svg.line(LEFT, y, RIGHT, y), svg.text(LEFT - 8, y + 4, f"{tick:g}", "y")]
+        parts += [
+            svg.line(LEFT, y, RIGHT, y),
+            svg.text(LEFT - 8, y + 4, f"{tick:g}", "y"),
+        ]
     for power in range(math.ceil(low - 1e-9), math.floor(high + 1e-9) + 1):
         x = place(10.0**power)[0]
-        parts += [svg.line(x, TOP, x, BOTTOM), svg.text(x, BOTTOM + 18, f"1e{power}", "x")]
+        parts += [
+            svg.line(x, TOP, x, BOTTOM),
+            svg.text(x, BOTTOM + 18, f"1e{power}", "x"),
+        ]
     x = place(best)[0]
-    parts += [svg.line(x, TOP, x, BOTTOM, "best"), svg.text(x, TOP - 8, f"{best:.1e}", "x")]
+    parts += [
+        svg.line(x, TOP, x, BOTTOM, "best"),
+        svg.text(x, TOP - 8, f"{best:.1e}", "x"),
+    ]
     parts.append(svg.text((LEFT + RIGHT) / 2, BOTTOM + 38, "learning rate", "x"))
     parts.append(svg.text(LEFT, 20, "loss, smoothed"))
     ends = (place(*point) for point in points)
@@ -115,7 +118,7 @@ def main() -> None:
         FLAGS[name].value = value
     console.log_to_terminal()
     console.load_tensorflow()
-    seen, loop = Range(), make_loop(prepare())
+    seen, loop = Range(), ctl.build.make_loop(ctl.build.prepare())
     loop.actions.append(seen)
     with contextlib.suppress(DivergedError):  # as it should, in the end
         loop.train(FLAGS.range_steps)
@@ -130,14 +133,14 @@ def main() -> None:
 
 def run() -> None:
     """The command line."""
-    training.define_flags(model_dir_required=False)
-    with group("Range"):
+    ctl.flags.training.define_flags(model_dir_required=False)
+    with ctl.flags.group("Range"):
         flags.DEFINE_float("lowest", 1e-6, "Learning rate of the first step.", lower_bound=1e-12)
         flags.DEFINE_float("highest", 10.0, "Learning rate of the last step.", lower_bound=1e-12)
         flags.DEFINE_integer("range_steps", 200, "Steps between the two.", lower_bound=30)
         flags.DEFINE_string("plot", None, "Draw the losses in this SVG file.")
-    check_flags(["lowest", "highest"], _check)
-    run_command(main, f"\n{__doc__}")
+    ctl.flags.check_flags(["lowest", "highest"], _check)
+    ctl.flags.run_command(main, f"\n{__doc__}")
 
 
 def _check(lowest: float, highest: float) -> None:

@@ -19,8 +19,7 @@ from typing import Any
 import tensorflow as tf
 
 import ctl
-from ctl.distributed import local_batch
-from ctl.errors import UsageError
+from ctl import UsageError, local_batch
 
 
 class MeanTeacher(ctl.TrainStep):

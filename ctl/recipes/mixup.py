@@ -20,7 +20,7 @@ from typing import Any
 import tensorflow as tf
 
 import ctl
-from ctl.distributed.local_batch import pair
+from ctl import local_batch
 
 
 class Mixup(ctl.TrainStep):
@@ -34,7 +34,7 @@ class Mixup(ctl.TrainStep):
         Raises:
             UsageError: the batch is not ``(features, labels)``.
         """
-        images, labels = pair(batch)
+        images, labels = local_batch.pair(batch)
         images = self.preprocess(images)
         order, share = self.draw(tf.shape(labels)[0])
         mixed, share = self.mix(images, tf.gather(images, order), share)

@@ -18,11 +18,8 @@ from pathlib import Path
 
 from absl import flags
 
-from ctl import launch
-from ctl.errors import UsageError
-from ctl.flags import training
-from ctl.flags.parsing import group, run_command
-from ctl.logs import runs
+import ctl
+from ctl import UsageError, launch
 
 FLAGS = flags.FLAGS
 flags.disclaim_key_flags()
@@ -30,10 +27,10 @@ flags.disclaim_key_flags()
 
 def run() -> None:
     """The command line."""
-    training.define_flags(model_dir_required=False)
-    with group("Population"):
+    ctl.flags.training.define_flags(model_dir_required=False)
+    with ctl.flags.group("Population"):
         flags.DEFINE_integer("seeds", 5, "Runs, each with another seed.", lower_bound=2)
-    run_command(main, f"\n{__doc__}")
+    ctl.flags.run_command(main, f"\n{__doc__}")
 
 
 def main() -> None:
@@ -58,7 +55,7 @@ def trained(seed: int, model_dir: Path) -> dict[str, float]:
     code = launch.launch([*command, f"--model_dir={model_dir}"], workers=1)
     if code:
         raise SystemExit(code)
-    run = runs.read(model_dir)
+    run = ctl.logs.runs.read(model_dir)
     for note in run.notes:
         print(note, file=sys.stderr)
     # A test comes after the evaluation of its step.

@@ -19,7 +19,7 @@ from typing import Any
 import tensorflow as tf
 
 import ctl
-from ctl.errors import UsageError
+from ctl import UsageError
 
 
 class PowerSGD(ctl.TrainStep):

@@ -17,8 +17,7 @@ from typing import Any
 import tensorflow as tf
 
 import ctl
-from ctl.phases import passes
-from ctl.phases.norms import global_norm
+from ctl import global_norm, passes
 
 
 class SAM(ctl.TrainStep):

@@ -14,7 +14,6 @@ import keras
 import tensorflow as tf
 
 import ctl
-from ctl.logs.sinks import TensorBoard
 
 tf.get_logger().setLevel("WARNING")
 keras.utils.set_random_seed(1)
@@ -80,7 +79,7 @@ with strategy.scope():
 EPOCHS = 2
 run = pathlib.Path(tempfile.mkdtemp(prefix="ctl-tutorial-"))
 schedule = ctl.schedule.Piecewise([STEPS_PER_EPOCH], [1e-3, 1e-4])
-log = ctl.base.actions.Log(TensorBoard(run))
+log = ctl.actions.Log(ctl.logs.TensorBoard(run))
 checkpoints = ctl.CheckpointManager(run / "checkpoints")
 
 

@@ -19,8 +19,7 @@ from absl import flags
 from keras import layers, ops
 
 import ctl
-from ctl.distributed import local_batch
-from ctl.phases.base_step import BaseStep
+from ctl import BaseStep, local_batch
 from ctl.recipes.samples import SEED, Sampling
 
 flags.DEFINE_integer("latent_size", 20, "Of the variational autoencoder.", lower_bound=1)

@@ -24,9 +24,7 @@ import tensorflow as tf
 from absl import logging
 
 import ctl
-from ctl.distributed import replicas
-from ctl.errors import UsageError
-from ctl.phases.optimizers import is_decayed
+from ctl import UsageError, optimizers, replicas
 
 _NORMED = keras.optimizers.Lamb, keras.optimizers.Adafactor  # by norms of whole variables
 
@@ -74,7 +72,7 @@ class ZeRO1(ctl.TrainStep):
         weights = [v.read_value() for v in self.trained]
         rate = self.updater.learning_rates()[0]
         decay = tf.cast(rate * (self.optimizer.weight_decay or 0.0), part.dtype)
-        used = [is_decayed(self.optimizer, v) for v in self.updater.trained]
+        used = [optimizers.is_decayed(self.optimizer, v) for v in self.updater.trained]
         decayed = [w - decay * w if use else w for w, use in zip(weights, used, strict=True)]
         context.merge_call(self.update, (self.cut(decayed), self.cut(gradients), rate, finite))
         rows = context.all_gather(part.read_value()[tf.newaxis], axis=0, options=self.options)

@@ -86,7 +86,7 @@ def loop(mirrored, replicas=1, data=None, **options):
 @pytest.mark.parametrize("reason", OTHERS)
 def test_what_is_not_known_to_gain_and_to_work_is_not_compiled(mirrored, reason):
     each = loop(mirrored, **OTHERS[reason])
-    assert each.step.jit_compile is False and reason in jit.why_not(each)
+    assert each.step.jit_compile is False and reason in jit.why_not(each.step, each.dataset)
 
 
 def test_what_is_asked_for_is_done(mirrored):
@@ -154,4 +154,4 @@ def test_what_changes_is_decided_anew(mirrored):
     assert each.step.jit_compile is False and each.global_step == 2
     each = loop(mirrored)
     each.step.metrics.append(keras.metrics.AUC(name="auc"))
-    assert "metric auc" in jit.why_not(each)
+    assert "metric auc" in jit.why_not(each.step, each.dataset)
