@@ -26,6 +26,9 @@ from ctl.flags.parsing import (
 from ctl.logs.runs import to_json
 
 if TYPE_CHECKING:
+    import keras
+    import tensorflow as tf
+
     from ctl.checkpoint.manager import Saved
     from ctl.control.evaluator import Evaluator
 
@@ -125,15 +128,7 @@ def main() -> None:
     import keras
 
     from ctl.build import named
-    from ctl.build.models import check_model, make_model
-    from ctl.checkpoint.export import load_model
-    from ctl.checkpoint.manager import CheckpointManager
-    from ctl.control.evaluator import Evaluator
-    from ctl.data.errors import explained
-    from ctl.distributed import local_batch
-    from ctl.distributed.replicas import statistics_of, training_norms
     from ctl.distributed.strategy import make_strategy
-    from ctl.phases.apply import average_like
 
     keras.mixed_precision.set_dtype_policy(FLAGS.precision)
     placement = make_strategy(
@@ -149,16 +144,20 @@ def main() -> None:
     dataset = load_evaluation_data()
     logging.info("evaluation data: %s", dataset.description)
     check_classes(dataset)
-    if FLAGS.model_dir and FLAGS.checkpoint == "best":
-        selected = config.chosen(Path(FLAGS.model_dir), "eval_split", str)
-        if selected == dataset.info.split:
-            logging.warning(
-                "the best checkpoint was selected on these data, %s, so its result is too good: "
-                "--keep_best=1 without --eval_split selects on other data",
-                selected or dataset.info.name,
-            )
-    with placement.strategy.scope():
-        info: Any = dataset.info
+    evaluator = _make_evaluator(dataset, placement.strategy, frozen)
+    if FLAGS.model_dir:
+        _evaluate_checkpoints(evaluator, averaged, best)
+    else:
+        _show(evaluator, None)
+
+
+def _make_evaluator(dataset: Any, strategy: tf.distribute.Strategy, frozen: list[str]) -> Evaluator:
+    from ctl.build.models import check_model, make_model
+    from ctl.checkpoint.export import load_model
+    from ctl.control.evaluator import Evaluator
+
+    info: Any = dataset.info
+    with strategy.scope():
         if FLAGS.model_dir:
             model = make_model(FLAGS.model, info.image_shape, info.num_classes)
             freeze(model, frozen)  # what is frozen has no average
@@ -167,37 +166,43 @@ def main() -> None:
             if info.image_shape and info.num_classes:
                 check_model(FLAGS.model, model, info.image_shape, info.num_classes)
         step = make_eval_step(model)
-    evaluator = Evaluator(step, dataset, strategy=placement.strategy)
+    return Evaluator(step, dataset, strategy=strategy)
 
-    averages = []
-    if averaged:  # restored over the weights, or beside them if their type is narrower
-        for variable in [*model.trainable_variables, *statistics_of(training_norms(model))]:
-            narrow = local_batch.wide(variable.value.dtype) != variable.value.dtype
-            averages.append((variable, average_like(variable) if narrow else variable))
 
-    def show(saved: Saved | None) -> None:
-        for variable, average in averages:
-            if average is not variable:
-                variable.assign(keras.ops.cast(average, variable.dtype))
-        with explained(dataset):
-            results = evaluator.run()
-            _print(results, saved)
-            if FLAGS.report:
-                write_report(evaluator, results, saved)
+def _show(evaluator: Evaluator, saved: Saved | None) -> None:
+    from ctl.data.errors import explained
 
-    if not FLAGS.model_dir:
-        show(None)
-        return
-    checkpoints = CheckpointManager(
-        Path(FLAGS.model_dir) / "checkpoints",
-        **best,
-        read_only=True,
-    )
+    with explained(evaluator.dataset):
+        results = evaluator.run()
+        _print(results, saved)
+        if FLAGS.report:
+            write_report(evaluator, results, saved)
+
+
+def _evaluate_checkpoints(evaluator: Evaluator, averaged: bool, best: dict[str, Any]) -> None:
+    """Evaluates the wanted checkpoint and, with ``--watch``, those that follow. ``averaged``: with
+    the averages of their weights."""
+    import keras
+
+    from ctl.checkpoint.manager import CheckpointManager
+
+    _warn_of_selection(evaluator.dataset.info)
+    model = evaluator.step.model
+    averages = _averages(model) if averaged else []
     state = {"model": model.variables}
     if averaged:
         # Restored last, over the weights in "model".
         state["ema"] = [average for _, average in averages]
-    with checkpoints:
+
+    def show(saved: Saved) -> None:
+        for variable, average in averages:
+            if average is not variable:
+                variable.assign(keras.ops.cast(average, variable.dtype))
+        _show(evaluator, saved)
+
+    with CheckpointManager(
+        Path(FLAGS.model_dir) / "checkpoints", **best, read_only=True
+    ) as checkpoints:
         wanted = FLAGS.checkpoint
         saved = checkpoints.restore(state, int(wanted) if wanted.isdecimal() else wanted)
         if saved:
@@ -215,6 +220,30 @@ def main() -> None:
             if saved and saved.step != shown:  # it is the old one if the new one is damaged
                 show(saved)
                 seen, shown = max(seen, saved.step), saved.step
+
+
+def _averages(model: keras.Model) -> list[tuple[keras.Variable, Any]]:
+    """Each averaged variable, and what its average is restored to: itself, or a wider one."""
+    from ctl.distributed import local_batch
+    from ctl.distributed.replicas import statistics_of, training_norms
+    from ctl.phases.apply import average_like
+
+    averages = []
+    for variable in [*model.trainable_variables, *statistics_of(training_norms(model))]:
+        narrow = local_batch.wide(variable.value.dtype) != variable.value.dtype
+        averages.append((variable, average_like(variable) if narrow else variable))
+    return averages
+
+
+def _warn_of_selection(info: Any) -> None:
+    if FLAGS.checkpoint != "best":
+        return
+    if config.chosen(Path(FLAGS.model_dir), "eval_split", str) == info.split:
+        logging.warning(
+            "the best checkpoint was selected on these data, %s, so its result is too good: "
+            "--keep_best=1 without --eval_split selects on other data",
+            info.split or info.name,
+        )
 
 
 def _check_given() -> None:

@@ -8,7 +8,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,11 @@ from ctl.flags.imports import NAMING
 from ctl.flags.parsing import AUTO, grouped_flags, run_command
 
 if TYPE_CHECKING:
-    from ctl.checkpoint import Saved
+    from ctl.base.actions import Log
+    from ctl.build.build import Prepared
+    from ctl.build.xla_cache import XlaCache
+    from ctl.checkpoint import CheckpointManager, Saved
+    from ctl.control.evaluator import OnWake
     from ctl.loop import Loop
 
 FLAGS = flags.FLAGS
@@ -106,74 +110,33 @@ def main() -> None:
 
 
 def _train(model_dir: Path) -> None:
-    logging.info("loading TensorFlow")
-    one_process = FLAGS.strategy not in ("multi_worker", "parameter_server")
-    programs = open_cache() if FLAGS.xla_cache and one_process else None
-    if FLAGS.precompile and not programs:
-        raise UsageError("--precompile: the programs cannot be kept, see the warning")
-    # TensorFlow writes errors when it finds an entry of its cache, which are none.
-    console.load_tensorflow(errors=FLAGS.strategy != "parameter_server" and not programs)
+    programs = _load_tensorflow()
 
     from ctl.checkpoint.export import check_exportable
-    from ctl.checkpoint.manager import CheckpointManager
-    from ctl.data.errors import explained
     from ctl.distributed.workers import is_chief, leave_together
     from ctl.inspect.session import inspect_every
-    from ctl.phases.base_step import EvalStep
 
     prepared = prepare()
-    placement, train, evaluation, test, total_steps, steps_per_epoch, others = prepared
+    placement, steps_per_epoch = prepared.placement, prepared.steps_per_epoch
     if manifest.paths(model_dir / "checkpoints"):
-        _check_evaluation(model_dir, evaluation.info.split)
+        _check_evaluation(model_dir, prepared.evaluation.info.split)
     chief = is_chief(placement.strategy)
     with contextlib.ExitStack() as stack:
         if placement.roll_call:
             stack.enter_context(placement.roll_call)
-        checkpoints = stack.enter_context(
-            CheckpointManager(
-                model_dir / "checkpoints",
-                keep=FLAGS.keep,
-                keep_best=FLAGS.keep_best,
-                best_metric=FLAGS.best_metric,
-                best_mode=training.best_mode(FLAGS.best_metric, FLAGS.best_mode),
-                keep_every_hours=FLAGS.keep_every_hours,
-                asynchronous=FLAGS.async_checkpoints,
-                fingerprint=train.fingerprint(),
-                soft_keys=("tensorflow",),
-                read_only=not chief,
-            )
-        )
+        checkpoints = stack.enter_context(_open_checkpoints(model_dir, prepared, chief))
         loop = make_loop(prepared, checkpoints)
-        assert loop.evaluator is not None
         exports = FLAGS.export and chief and not FLAGS.precompile
         if exports:
             check_exportable(loop.step.model)
         if FLAGS.keep_best or FLAGS["best_metric"].present:
-            if type(loop.evaluator.step) is EvalStep:  # a user's own may log() more
-                names = ["loss", *loop.evaluator.step.results()]
-                names += [f"{which}/{name}" for which in others for name in names]
-                _check_best(0, dict.fromkeys(names, 0.0))
-            loop.eval_actions.append(_check_best)
-        tester = loop.evaluator.on(test) if test else None
-        saved = loop.restore()
-        if saved:
-            logging.info("resuming at step %d from %s", saved.step, saved.path)
-            _show_changes(model_dir, loop)
-            if saved.stopped and not FLAGS.extend:
-                logging.info(
-                    "an action has ended this training there: no step is run, unless with --extend"
-                )
-            loop.stopped &= not FLAGS.extend
-        chosen = _choose(loop, model_dir if saved else None, total_steps - loop.global_step)
+            _check_best_metric(loop, prepared.others)
+        saved = _restore(loop, model_dir)
+        chosen = _choose(
+            loop, model_dir if saved else None, prepared.total_steps - loop.global_step
+        )
         if chief:
-            splits = {"train_split": train.info.split, "eval_split": evaluation.info.split}
-            config.write(
-                model_dir,
-                grouped_flags(),
-                chosen=chosen | splits,
-                code=checkpoints.code,
-                step=saved.step if saved else None,
-            )
+            _write_config(model_dir, prepared, chosen, checkpoints.code, saved)
         outputs.add_scalars(loop)
         log, on_wake, sinks = outputs.add_actions(
             loop, stack, model_dir, steps_per_epoch, chief, saved
@@ -186,23 +149,7 @@ def _train(model_dir: Path) -> None:
         if FLAGS.precompile:
             loop.actions.append(lambda status: status.stop())
         started, first = time.monotonic(), loop.global_step
-        with loop.signals.noted(last=True), explained(train, evaluation, test, *others.values()):
-            if first < total_steps:
-                logging.info("compiling the first step: this takes some seconds")
-            every = total_steps
-            if steps_per_epoch is not None or FLAGS["evaluate_every"].present:
-                every = steps_from("--evaluate_every", FLAGS.evaluate_every, steps_per_epoch)
-            last = loop.train_and_evaluate(
-                total_steps, evaluate_every=max(1, every), on_wake=on_wake
-            )
-            results: dict[str, dict[str, float]] = {evaluation.info.split or "test": {}}
-            results |= {which: {} for which in others}
-            for name, value in last.items():
-                which = next((one for one in others if name.startswith(f"{one}/")), None)
-                results[which or next(iter(results))][name.removeprefix(f"{which}/")] = value
-            if tester:
-                loop.evaluator, loop.eval_actions = tester, [log.tested]
-                results[test.info.split] = loop.evaluate(on_wake)
+        results = _run(loop, prepared, log, on_wake)
         seconds = time.monotonic() - started
         # The others need not wait for what only the chief does, however long it takes.
         leave_together(placement.strategy)
@@ -216,6 +163,101 @@ def _train(model_dir: Path) -> None:
         _summarize(model_dir, results, steps, steps - first, seconds, exported, best)
     else:
         logging.info("done: %d steps; the chief has the results", steps)
+
+
+def _load_tensorflow() -> XlaCache | None:
+    """Loads TensorFlow. Returns the programs of earlier runs, if they are kept."""
+    logging.info("loading TensorFlow")
+    one_process = FLAGS.strategy not in ("multi_worker", "parameter_server")
+    programs = open_cache() if FLAGS.xla_cache and one_process else None
+    if FLAGS.precompile and not programs:
+        raise UsageError("--precompile: the programs cannot be kept, see the warning")
+    # TensorFlow writes errors when it finds an entry of its cache, which are none.
+    console.load_tensorflow(errors=FLAGS.strategy != "parameter_server" and not programs)
+    return programs
+
+
+def _open_checkpoints(model_dir: Path, prepared: Prepared, chief: bool) -> CheckpointManager:
+    from ctl.checkpoint.manager import CheckpointManager
+
+    return CheckpointManager(
+        model_dir / "checkpoints",
+        keep=FLAGS.keep,
+        keep_best=FLAGS.keep_best,
+        best_metric=FLAGS.best_metric,
+        best_mode=training.best_mode(FLAGS.best_metric, FLAGS.best_mode),
+        keep_every_hours=FLAGS.keep_every_hours,
+        asynchronous=FLAGS.async_checkpoints,
+        fingerprint=prepared.train.fingerprint(),
+        soft_keys=("tensorflow",),
+        read_only=not chief,
+    )
+
+
+def _check_best_metric(loop: Loop, others: Iterable[str]) -> None:
+    """Checks ``--best_metric`` now, if the results are known, and at each evaluation."""
+    from ctl.phases.base_step import EvalStep
+
+    assert loop.evaluator is not None
+    if type(loop.evaluator.step) is EvalStep:  # a user's own may log() more
+        names = ["loss", *loop.evaluator.step.results()]
+        names += [f"{which}/{name}" for which in others for name in names]
+        _check_best(0, dict.fromkeys(names, 0.0))
+    loop.eval_actions.append(_check_best)
+
+
+def _restore(loop: Loop, model_dir: Path) -> Saved | None:
+    """Restores the last checkpoint, and logs what changes there."""
+    saved = loop.restore()
+    if saved:
+        logging.info("resuming at step %d from %s", saved.step, saved.path)
+        _show_changes(model_dir, loop)
+        if saved.stopped and not FLAGS.extend:
+            logging.info(
+                "an action has ended this training there: no step is run, unless with --extend"
+            )
+        loop.stopped &= not FLAGS.extend
+    return saved
+
+
+def _write_config(
+    model_dir: Path, prepared: Prepared, chosen: dict[str, Any], code: Any, saved: Saved | None
+) -> None:
+    train, evaluation = prepared.train.info, prepared.evaluation.info
+    config.write(
+        model_dir,
+        grouped_flags(),
+        chosen=chosen | {"train_split": train.split, "eval_split": evaluation.split},
+        code=code,
+        step=saved.step if saved else None,
+    )
+
+
+def _run(
+    loop: Loop, prepared: Prepared, log: Log, on_wake: OnWake | None
+) -> dict[str, dict[str, float]]:
+    """Trains, evaluates and tests. Returns the last results, by the name of the data."""
+    from ctl.data.errors import explained
+
+    _, train, evaluation, test, total, steps_per_epoch, others = prepared
+    assert loop.evaluator is not None
+    tester = loop.evaluator.on(test) if test else None
+    with loop.signals.noted(last=True), explained(train, evaluation, test, *others.values()):
+        if loop.global_step < total:
+            logging.info("compiling the first step: this takes some seconds")
+        every = total
+        if steps_per_epoch is not None or FLAGS["evaluate_every"].present:
+            every = steps_from("--evaluate_every", FLAGS.evaluate_every, steps_per_epoch)
+        last = loop.train_and_evaluate(total, evaluate_every=max(1, every), on_wake=on_wake)
+        results: dict[str, dict[str, float]] = {evaluation.info.split or "test": {}}
+        results |= {which: {} for which in others}
+        for name, value in last.items():
+            which = next((one for one in others if name.startswith(f"{one}/")), None)
+            results[which or next(iter(results))][name.removeprefix(f"{which}/")] = value
+        if tester:
+            loop.evaluator, loop.eval_actions = tester, [log.tested]
+            results[test.info.split] = loop.evaluate(on_wake)
+    return results
 
 
 def _show_changes(model_dir: Path, loop: Loop) -> None:

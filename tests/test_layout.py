@@ -1,4 +1,4 @@
-"""The street plan holds: layers in one order, no circle, one home for each fact, short functions."""
+"""The street plan holds: layers in one order, no circle, public names, short functions."""
 
 from __future__ import annotations
 
@@ -97,6 +97,14 @@ def test_recipes_import_public_names(recipe):
             owner = ast.unparse(node.value)
             if owner in PACKAGES and owner != "ctl.recipes":
                 assert node.attr in PACKAGES[owner].__all__, f"{owner}.{node.attr}"
+
+
+def test_the_map_lists_the_rooms_from_above():
+    page = (ROOT / "ctl/README.md").read_text("utf-8").split("## ")[0]
+    listed = re.findall(r"^- \[?`(\w+)(?:\.py|/)`", page, re.MULTILINE)
+    assert sorted(listed) == sorted(LAYERS)
+    upward = [a for a in ARROWS if listed.index(a[1]) < listed.index(a[0])]
+    assert not upward
 
 
 def test_the_page_has_the_public_names():

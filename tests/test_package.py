@@ -171,7 +171,20 @@ def test_import_loads_nothing():
     """A module that is None in ``sys.modules`` cannot be imported."""
     python(WITHOUT + "import ctl; assert ctl.__version__ and 'Loop' in ctl.__all__")
     loaded = python("import sys, ctl; print(*(m for m in sys.modules if m.startswith('ctl')))")
-    assert loaded.split() == ["ctl"]
+    assert {*loaded.split()} == {"ctl", "ctl.base", "ctl.base.lazy"}
+
+
+def test_import_changes_nothing():
+    """No import hook, no handler and no descriptor: a library leaves these to the program."""
+    python(
+        "import os, sys\n"
+        "def state():\n"
+        "    files = [os.fstat(number).st_ino for number in (1, 2)]\n"
+        "    return [*sys.meta_path], [*sys.path_hooks], files, {**os.environ}\n"
+        "before = state()\n"
+        "import ctl\n"
+        "assert state() == before\n"
+    )
 
 
 @pytest.mark.parametrize("module", COMMANDS)

@@ -14,6 +14,7 @@ import sys
 import textwrap
 from pathlib import Path
 
+import file_lists
 import pytest
 from paths import ROOT, SUPPORT
 
@@ -31,6 +32,12 @@ RUN = "/tmp/ctl-run"  # what the pages call a run; here it is another directory
 
 # Of other programs: TensorBoard, Chromium; of absl.
 FOREIGN_FLAGS = {"logdir", "headless", "window", "screenshot", "flagfile"}
+
+
+@pytest.mark.parametrize("page", file_lists.pages(), ids=lambda page: page.parent.name)
+def test_the_lists_of_files_are_those_of_the_docstrings(page):
+    """`python tests/support/file_lists.py` writes them."""
+    assert page.read_text("utf-8") == file_lists.written(page)
 
 
 def blocks(language: str, text: str = ALL) -> list[str]:

@@ -20,7 +20,8 @@ def test_what_is_added_to_a_record(mirrored, monkeypatch):
     monkeypatch.setattr(machine, "peak_flops", lambda dtype: {"float32": 1e6}[dtype])
     loop = make_loop(mirrored(2), step_class=CountsTokens)
     scalars = loop.scalars
-    scalars.extras += [machine.utilization(loop.strategy, lambda: loop.step.flops), machine.peak_memory]
+    utilization = machine.utilization(loop.strategy, lambda: loop.step.flops)
+    scalars.extras += [utilization, machine.peak_memory]
     loop.traced()
     assert "mfu" not in scalars.read()  # nothing is timed yet
     scalars.add(Totals(1.0, 100.0, 0, 0, 0, []), 0)  # not timed, as the first call
