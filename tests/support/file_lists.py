@@ -1,4 +1,4 @@
-"""Rewrites the lists of files on the pages of the packages: what each module's docstring says first.
+"""Rewrites the lists of files on the pages of the packages: what docstrings of modules say first.
 
     python tests/support/file_lists.py
 
@@ -21,23 +21,17 @@ _COLUMNS = 120
 
 def written(page: Path) -> str:
     """The text of ``page`` with its list as it should be."""
-    text = page.read_text("utf-8")
-    for pattern in (_LIST, _MAP):
-        text = pattern.sub(lambda found: _entries(page.parent, found[0], pattern is _MAP), text)
-    return text
+    text = _LIST.sub(lambda found: _entries(page.parent, found[0], False), page.read_text("utf-8"))
+    return _MAP.sub(lambda found: _entries(page.parent, found[0], True), text)
 
 
 def pages() -> list[Path]:
     return sorted(ROOT.glob("ctl/**/README.md"))
 
 
-def _entries(folder: Path, before: str, packages: bool) -> str:
-    there = {path.name: path for path in folder.glob("*.py") if path.name != "__init__.py"}
-    if packages:
-        there |= {f"{p.parent.name}/": p for p in folder.glob("*/__init__.py")}
-        there["__init__.py"] = folder / "__init__.py"
-    else:
-        there |= {f"{p.parent.name}/": p for p in folder.glob("*/__init__.py")}
+def _entries(folder: Path, before: str, init: bool) -> str:
+    there = {path.name: path for path in folder.glob("*.py") if init or path.name != "__init__.py"}
+    there |= {f"{path.parent.name}/": path for path in folder.glob("*/__init__.py")}
     order = re.findall(r"^- \[?`([\w./]+)`", before, re.MULTILINE)
     names = dict.fromkeys([*(name for name in order if name in there), *sorted(there)])
     return "".join(_entry(folder, name, there[name]) for name in names)
