@@ -34,7 +34,7 @@ def main() -> None:
     import tensorflow as tf
 
     import ctl
-    from ctl.control.flight import Flight
+    from ctl.control.flight import FlightRecorder
     from ctl.distributed.cluster import Cluster
     from ctl.distributed.watch import watchdog
     from ctl.phases.observer import NO_OBSERVER
@@ -54,7 +54,7 @@ def main() -> None:
     addresses = tuple(launch.cluster(2)["worker"])
     watchdog.start(Cluster(addresses, 0, "flight_overhead"))
     running = watchdog._watchdog
-    flight = Flight(step)
+    flight = FlightRecorder(step)
     marks = step.observer
 
     def block(on: bool) -> tuple[float, float]:

@@ -119,7 +119,7 @@ def start(*arguments: object) -> int:
 def one(fault: str, randoms: random.Random) -> tuple[bool, str]:
     """Runs one job. Returns whether the verdict is right, and its text or what went wrong."""
     from ctl.distributed.watch import hang
-    from ctl.inspect import hang_command
+    from ctl.inspect.commands import hang as hang_command
 
     workers, late = FLAGS.workers, randoms.randrange(FLAGS.workers)
     addresses = launch.cluster(workers)["worker"]
@@ -151,7 +151,7 @@ def one(fault: str, randoms: random.Random) -> tuple[bool, str]:
         said = (out / "stderr").read_text()
         if codes != [5] * len(others):
             return False, f"exit codes {codes}: {said[-500:]}"
-        verdict = hang.verdict(hang_command.load(out)[0])
+        verdict = hang.summary(hang_command.load(out)[0])
     named = re.findall(r"worker (\d+) \(", verdict)
     right = named == [str(late)] and re.search(WORDS[fault], verdict) is not None
     return right, verdict

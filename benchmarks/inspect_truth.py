@@ -27,7 +27,7 @@ from absl import flags
 from ctl import launch
 from ctl.errors import CtlError
 from ctl.flags.parsing import group, run_command
-from ctl.inspect.measure.blame import accused, blame
+from ctl.inspect.measure.late_worker import accused, late_worker
 from ctl.inspect.measure.timeline import Timeline, join
 from ctl.inspect.measure.window import Window
 
@@ -136,7 +136,7 @@ def main() -> None:
             f"{case.worker:6}  {case.phase:7}  {delay * 1e3:11.2f}  {waited * 1e3:16.2f}  "
             f"{share:6.0%}  {off:+.2f} +- {clock.error * 1e3:.2f}"
         )
-    named = [blame(join(windows)) for windows in seen[len(planted) :]]
+    named = [late_worker(join(windows)) for windows in seen[len(planted) :]]
     print(f"nothing planted: somebody was named in {sum(map(bool, named))} of {len(named)} runs")
 
 

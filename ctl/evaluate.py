@@ -170,9 +170,9 @@ def _make_evaluator(dataset: Any, strategy: tf.distribute.Strategy, frozen: list
 
 
 def _show(evaluator: Evaluator, saved: Saved | None) -> None:
-    from ctl.data.errors import explained
+    from ctl.data.errors import translate_data_errors
 
-    with explained(evaluator.dataset):
+    with translate_data_errors(evaluator.dataset):
         results = evaluator.run()
         _print(results, saved)
         if FLAGS.report:

@@ -37,14 +37,14 @@ from ctl.control import jit, source_hash
 from ctl.control.agreement import agree, check_state
 from ctl.control.callbacks import run_actions, status_of, steps_until_due
 from ctl.control.divergence import Divergence
-from ctl.control.evaluator import Evaluator, OnWake
+from ctl.control.evaluator import Evaluator, OnProgress
 from ctl.control.flight import attach_progress_marks, watched_call
 from ctl.control.pace import Pace
 from ctl.control.scalars import Scalars
 from ctl.control.signals import Signals, StopRequested
 from ctl.control.state import TrainState
 from ctl.data.dataset import Dataset, on_replica
-from ctl.data.errors import explained
+from ctl.data.errors import translate_data_errors
 from ctl.data.feed import Block, Feed, batch_of, next_block, open_feed, waiting_for
 from ctl.data.global_batches import as_dataset
 from ctl.distributed import local_batch, workers
@@ -52,7 +52,7 @@ from ctl.distributed.watch import watchdog
 from ctl.errors import Preempted, UsageError
 from ctl.phases import freezing, noinline
 from ctl.phases.checks import check_evaluator
-from ctl.phases.loss_accumulator import Losses, Outcome, no_losses
+from ctl.phases.loss_accumulator import CallResult, LossAccumulator, no_losses
 from ctl.phases.observer import NO_OBSERVER
 from ctl.phases.plan.collectives import plan_of_step
 from ctl.phases.plan.plan import Plan
@@ -87,11 +87,13 @@ class Steps:
         return feed
 
     @tf.function
-    def run(self, feed: Feed, steps: tf.Tensor, report: tf.Tensor, trace_key: TraceKey) -> Outcome:
+    def run(
+        self, feed: Feed, steps: tf.Tensor, report: tf.Tensor, trace_key: TraceKey
+    ) -> CallResult:
         """Runs ``steps`` (int32 scalar) steps on the batches of ``feed``.
 
-        ``report`` (float32 [3], see `Pace.report`) is summed over replicas. ``trace_key`` is an
-        argument so that TensorFlow keeps one trace per key.
+        ``report`` (float32 [3], see `Pace.worker_report`) is summed over replicas. ``trace_key`` is
+        an argument so that TensorFlow keeps one trace per key.
         """
         strategy, position = self.strategy, feed.position
         strategy_run, most = self._variant()
@@ -107,7 +109,7 @@ class Steps:
             lambda losses: losses.totals(report, replicas, self.step.logged.terms()), (losses,)
         )
         rates = self.step.updater.learning_rates(self.step.global_step - 1)
-        return Outcome(strategy.reduce(SUM, totals, axis=None), losses.finite, position, rates)
+        return CallResult(strategy.reduce(SUM, totals, axis=None), losses.finite, position, rates)
 
     def graph_of_one(self, feed: Any) -> Callable[[], tf.types.experimental.ConcreteFunction]:
         """Returns what traces one step on one element of ``feed``, without an observer, for XLA."""
@@ -126,16 +128,18 @@ class Steps:
 
         return traced
 
-    def _one_step(self, step: Callable, losses: Losses, block: Block, resident: Any) -> Losses:
+    def _one_step(
+        self, step: Callable, losses: LossAccumulator, block: Block, resident: Any
+    ) -> LossAccumulator:
         """Runs one step on one replica, with the first batch of ``block``."""
         batch = batch_of(block, block.first, self._batches_per_block)
         with waiting_for(batch):
             batch = self.step.observer.begin(on_replica(self.dataset, batch, resident))
             loss, count = step(batch)
             self.step.observer.end()
-        return losses.plus(loss, count)
+        return losses.add(loss, count)
 
-    def _variant(self) -> tuple[Callable[..., Losses], int]:
+    def _variant(self) -> tuple[Callable[..., LossAccumulator], int]:
         """Returns what to run on every replica, and on how many batches of a block at most."""
         step: Any = self.step
         # A single replica has nothing to reduce, so XLA can compile the whole step.
@@ -147,8 +151,10 @@ class Steps:
         run = functools.partial(self.strategy.run, functools.partial(self._one_step, call))
         return (noinline.noinline(run) if step.noinline else run), 1
 
-    def _steps_of_block(self, losses: Losses, block: Block, resident: Any) -> Losses:
-        def body(first: tf.Tensor, losses: Losses) -> tuple[tf.Tensor, Losses]:
+    def _steps_of_block(
+        self, losses: LossAccumulator, block: Block, resident: Any
+    ) -> LossAccumulator:
+        def body(first: tf.Tensor, losses: LossAccumulator) -> tuple[tf.Tensor, LossAccumulator]:
             left = block._replace(first=first)
             return first + 1, self._one_step(self.step.__call__, losses, left, resident)
 
@@ -229,7 +235,7 @@ class Loop:
         self.stopped = self._asked_to_end = False  # by an action; by one of this worker
         jit.decide(self.step, self.dataset)
         step.attach(self)
-        step.settings.note(step)
+        step.trace_guards.snapshot(step)
 
     # Training -----------------------------------------------------------------------------------
 
@@ -256,7 +262,7 @@ class Loop:
             PeerError: another worker was lost.
             UsageError: the workers do not agree, the step does not fit the batches, a label is no
                 class, or a change would have no effect (`_check`,
-                `ctl.phases.trace_guards.Settings`).
+                `ctl.phases.trace_guards.TraceGuards`).
         """
         total = until if total is None else total
         scalars: dict[str, float] = {}
@@ -268,12 +274,14 @@ class Loop:
                 self.begin(step)
             while step < until and not self.stopped:
                 steps = min(self._pace.steps(), until - step, steps_until_due(self.actions, step))
-                report = self._pace.report(self.signals.arrived, self._asked_to_end)
+                report = self._pace.worker_report(self.signals.arrived, self._asked_to_end)
                 if (key := self.step.trace_key)[1:] != self._agreed:  # an action changed a setting
                     self.begin(step)
                     key = self.step.trace_key
                 skipped = self.step.updater.skipped_so_far()
-                call = watched_call(self.step, step, steps, self._flight, self._pace.traces(key))
+                call = watched_call(
+                    self.step, step, steps, self._flight, self._pace.will_trace(key)
+                )
                 self._feed_step = -1  # a call that fails has taken an unknown number of batches
                 start = time.perf_counter()
                 try:
@@ -283,18 +291,22 @@ class Loop:
                 except tf.errors.OutOfRangeError:
                     return self._ended(step, total)
                 seconds = time.perf_counter() - start
-                self.step.settings.note(self.step)
+                self.step.trace_guards.snapshot(self.step)
                 self.feed = self.feed._replace(position=outcome.position)
                 step = self._feed_step = step + steps
                 skipped = self.step.updater.skipped_so_far() - skipped
                 self._divergence.check(step, steps, totals.loss, outcome.finite, skipped)
                 self._evaluated, self.scalars.rates = None, outcome.rates
                 self.scalars.add(totals, skipped)
-                if self._pace.took(seconds, steps, workers.mean(self.strategy, totals.pace)):
+                if self._pace.record_duration(
+                    seconds, steps, workers.mean(self.strategy, totals.pace)
+                ):
                     self.scalars.add_time(seconds, steps)
                 if totals.end:
                     self._stop(step)
-                scalars = self._wake(step, step if self.stopped else total, seconds / steps)
+                scalars = self._between_calls(
+                    step, step if self.stopped else total, seconds / steps
+                )
                 if totals.stop or (self.signals.arrived and not self._several_workers):
                     raise StopRequested
         return scalars
@@ -310,16 +322,16 @@ class Loop:
             self.step.logged.collect_left(self.strategy)
         lost = f"; no record has the loss of its last {step - before}" if step > before else ""
         logging.warning("the dataset ended after step %d, before step %d%s", step, total, lost)
-        return self._wake(step, step, 0.0)
+        return self._between_calls(step, step, 0.0)
 
     def traced(self) -> tf.types.experimental.ConcreteFunction:
         """Returns the graph that `train` runs, and traces it if necessary. Runs no step."""
         if self.feed is None:
             self.feed = self.steps.open(self.global_step)  # the workers have not agreed on it yet
         graph = self.steps.run.get_concrete_function(
-            self.feed, tf.constant(1), self._pace.report(False, False), self.step.trace_key
+            self.feed, tf.constant(1), self._pace.worker_report(False, False), self.step.trace_key
         )
-        self.step.settings.note(self.step)
+        self.step.trace_guards.snapshot(self.step)
         return graph
 
     def plan(self, *, xla: bool = False) -> Plan:
@@ -363,15 +375,16 @@ class Loop:
                 raise UsageError(f"the {name} of the loop has changed: make a new loop")
         if self.checkpoints:
             require_restored(self.checkpoints.directory, self.checkpoints.unrestored)
-        step.settings.check_rate(step)
+        step.trace_guards.check_rate(step)
         step.check_model()
 
     def train_only(self, parts: Sequence[Any] | None = None) -> None:
-        """Trains only the variables of ``parts`` from the next call on, or all: `phases.trained`.
-        The others keep their values and slots. All workers must do so at the same step."""
-        self.step.trains = freezing.trained(self.step, parts)
+        """Trains only the variables of ``parts`` from the next call on, or all:
+        `freezing.select_trainable`. The others keep their values and slots. All workers must do so
+        at the same step."""
+        self.step.trainable_mask = freezing.select_trainable(self.step, parts)
 
-    def _wake(self, step: int, until: int, seconds_per_step: float) -> dict[str, float]:
+    def _between_calls(self, step: int, until: int, seconds_per_step: float) -> dict[str, float]:
         if self.checkpoints and self._is_chief:
             self.checkpoints.check()
         status = status_of(step, until, seconds_per_step, self.dataset, self.scalars)
@@ -390,7 +403,7 @@ class Loop:
 
     # Evaluation and state -----------------------------------------------------------------------
 
-    def evaluate(self, on_wake: OnWake | None = None) -> dict[str, float]:
+    def evaluate(self, on_progress: OnProgress | None = None) -> dict[str, float]:
         """Evaluates, with the averaged weights if there are any; see `Evaluator.run`. Raises
         `Preempted` and `PeerError` as `train` does, `UsageError` if the loop has no evaluator."""
         if self.evaluator is None:
@@ -400,7 +413,7 @@ class Loop:
             watchdog.host("preparing the evaluation", self.global_step),
             self.step.updater.averaged(),
         ):
-            results = self.evaluator.run(on_wake, lambda: self.signals.arrived)
+            results = self.evaluator.run(on_progress, lambda: self.signals.arrived)
         for action in self.eval_actions:
             with watchdog.host("an action after the evaluation", self.global_step):
                 self._asked_to_end |= action(self.global_step, results) is STOP
@@ -431,7 +444,7 @@ class Loop:
         return saved
 
     def train_and_evaluate(
-        self, until: int, *, evaluate_every: int, on_wake: OnWake | None = None
+        self, until: int, *, evaluate_every: int, on_progress: OnProgress | None = None
     ) -> dict[str, float]:
         """Trains until step ``until``, or until an action ends the training. Saves and evaluates
         every ``evaluate_every`` steps and at the end. If `restore` ended at a step whose evaluation
@@ -443,7 +456,7 @@ class Loop:
             if due and self._evaluated is None:
                 if self.checkpoints:
                     self.save()
-                self._evaluated = self.evaluate(on_wake)
+                self._evaluated = self.evaluate(on_progress)
                 self._annotate(step, wait=ends or self.stopped)
             if ends or self.stopped:
                 return self._evaluated or {}
@@ -474,15 +487,15 @@ class Loop:
         Raises:
             Preempted: a signal asked to stop; the state was saved, if there are checkpoints.
             PeerError: a worker was lost.
-            UsageError: a check in the graph failed, see `local_batch.refusals`; or the data cannot
-                be read, see `explained`.
+            UsageError: a check in the graph failed, see `local_batch.translate_graph_checks`; or
+                the data cannot be read, see `translate_data_errors`.
         """
         datasets = [self.dataset, *(self.evaluator.datasets if self.evaluator else ())]
         try:
             with (
                 workers.naming_lost_peers(self.strategy, doing, lambda: self.global_step),
-                explained(*datasets),
-                local_batch.refusals(),
+                translate_data_errors(*datasets),
+                local_batch.translate_graph_checks(),
             ):
                 yield
         except StopRequested:

@@ -92,7 +92,7 @@ def _unshared(tensor: tf.Tensor) -> tf.Tensor:
     return tf.raw_ops.Snapshot(input=tensor) if "CPU" in tensor.device.upper() else tensor
 
 
-def summed_apart(
+def reduce_with_custom_sum(
     gradients: Sequence[tf.Tensor],
     own: Sequence[tf.Tensor],
     loss_scale: tf.Tensor | None,
@@ -153,7 +153,7 @@ _PASS: contextvars.ContextVar[_Pass] = contextvars.ContextVar("_PASS")
 
 
 @contextlib.contextmanager
-def crossing(
+def gather_context(
     divisor: int | tf.Tensor,
     empty: tf.Tensor | None,
     options: tf.distribute.experimental.CommunicationOptions | None = None,
@@ -164,7 +164,7 @@ def crossing(
     Args:
         divisor: what this replica divides its loss by. A tensor may differ between replicas.
         empty: bool scalar, whether the replica computes with an example of zeros that does not
-            count; None if never. See `ctl.distributed.local_batch.filled`.
+            count; None if never. See `ctl.distributed.local_batch.pad_empty`.
         options: timeout and implementation of the collectives.
         in_graph: whether the pass runs in a loop or under XLA.
     """

@@ -30,15 +30,15 @@ from ctl.errors import UsageError
 from ctl.phases import flops, noinline, norms, penalties
 from ctl.phases.apply import Updater
 from ctl.phases.base_step import BaseStep, EvalStep
-from ctl.phases.checks import check_apart, check_overrides, checked_gradients
+from ctl.phases.checks import check_overrides, check_unsynchronized, checked_gradients
 from ctl.phases.losses import cross_entropy
 from ctl.phases.norms import global_norm
 from ctl.phases.observer import NO_OBSERVER, Observer
 from ctl.phases.optimizers import Optimizers, from_name
 from ctl.phases.seeds import Seeds
-from ctl.phases.statistics import Before, make_statistics
-from ctl.phases.trace_guards import Settings, TraceKey
-from ctl.reduce import BESIDE, COUNT, all_reduce, crossing, densify, summed_apart
+from ctl.phases.statistics import StatisticsSnapshot, make_statistics
+from ctl.phases.trace_guards import TraceGuards, TraceKey
+from ctl.reduce import BESIDE, COUNT, all_reduce, densify, gather_context, reduce_with_custom_sum
 
 Gradients = list[tf.Tensor | None]
 
@@ -128,11 +128,11 @@ class TrainStep(BaseStep):
         check_overrides(self)
         self.check_scope(strategy)
         for check in (replicas.check_central_storage, replicas.check_synchronized):
-            check(strategy, self.parts.layer, self.accumulate_steps, bool(self.jit_compile))
+            check(strategy, self.tracked.layer, self.accumulate_steps, bool(self.jit_compile))
         if not self.model.trainable_variables:
             raise UsageError(f"model {self.model.name} has no trainable variables; build it first")
         self.strategy = strategy
-        self.synchronizes = replicas.synchronizes(strategy, self.parts.layer)
+        self.synchronizes = replicas.synchronizes(strategy, self.tracked.layer)
         self.logged.create(strategy)
         with strategy.scope():
             self.updater = Updater(
@@ -145,29 +145,33 @@ class TrainStep(BaseStep):
                 skip_nonfinite=self.on_nan == "skip",
                 jit_update=self.jit_update,
             )
-        check_apart(self)
-        self.of_replicas.create(strategy, self.apart())
-        self.trained = [v.value for v in self.updater.trained]
-        self.trains = (True,) * len(self.trained)  # see `Loop.train_only`
-        self.parts.check(self.trained)
+        check_unsynchronized(self)
+        self.per_replica_variables.create(strategy, self.unsynchronized_variables())
+        self.trainable_variables = [v.value for v in self.updater.trainable_variables]
+        self.trainable_mask = (True,) * len(self.trainable_variables)  # see `Loop.train_only`
+        self.tracked.check(self.trainable_variables)
         self.statistics = make_statistics(
-            self.parts.layer,
+            self.tracked.layer,
             self.replica_statistics(),
             strategy,
-            plain=[*self.parts.plain, *self.of_replicas.variables, *self.logged.variables],
+            plain=[
+                *self.tracked.raw_variables,
+                *self.per_replica_variables.variables,
+                *self.logged.variables,
+            ],
             micro_batches=self.accumulate_steps > 1,
             undoes=self.updater.judges_finiteness,
         )
         self.single_replica = replicas.is_alone(strategy)
-        self.noinline = noinline.is_needed(strategy, self.parts.layer)
-        replicas.offset_dropout_seeds(strategy, self.parts.layer)
-        self.settings = Settings(self)
+        self.noinline = noinline.is_needed(strategy, self.tracked.layer)
+        replicas.offset_dropout_seeds(strategy, self.tracked.layer)
+        self.trace_guards = TraceGuards(self)
 
     def check_model(self) -> None:
         """Raises `UsageError` if the model cannot have ``jit_compile``, or if other variables are
         trainable than when the step was built."""
         for check in (replicas.check_central_storage, replicas.check_synchronized):
-            check(self.strategy, self.parts.layer, self.accumulate_steps, bool(self.jit_compile))
+            check(self.strategy, self.tracked.layer, self.accumulate_steps, bool(self.jit_compile))
         now, built = self.model.trainable_variables, self.updater.of_model
         if [id(v) for v in now] != [id(v) for v in built]:
             names = {id(v): v.path for v in [*now, *built]}
@@ -185,8 +189,8 @@ class TrainStep(BaseStep):
 
     @property
     def trace_key(self) -> TraceKey:
-        """The loop keeps one trace of the step per key. Raises `UsageError`, see `Settings`."""
-        return self.settings.key(self)
+        """The loop keeps one trace of the step per key. Raises `UsageError`, see `TraceGuards`."""
+        return self.trace_guards.key(self)
 
     @property
     def global_step(self) -> tf.Variable:
@@ -195,16 +199,18 @@ class TrainStep(BaseStep):
 
     def state(self) -> dict[str, list[tf.Variable]]:
         """Variables that a checkpoint must hold so that training resumes bit for bit, by group."""
-        own = {"step": self.parts.own, "replicas": self.of_replicas.saved}
+        own = {"step": self.tracked.extra_variables, "replicas": self.per_replica_variables.saved}
         groups = {"model": [v.value for v in self.model.variables], **own, **self.updater.state()}
         return {group: variables for group, variables in groups.items() if variables}
 
     def reduced_specs(self) -> list[tf.Variable | tf.TensorSpec]:
         """Shapes and dtypes of what `sum_gradients` may sum, in its order: gradients (some may be
         None), statistics of the replica, and the number of valid examples (if counted)."""
-        if self.sums_apart:
-            return [tf.TensorSpec(v.shape, local_batch.wide(v.dtype)) for v in self.trained]
-        return [*self.trained, *self.statistics.specs(), tf.TensorSpec([], tf.float32)]
+        if self.has_custom_all_reduce:
+            return [
+                tf.TensorSpec(v.shape, local_batch.wide(v.dtype)) for v in self.trainable_variables
+            ]
+        return [*self.trainable_variables, *self.statistics.specs(), tf.TensorSpec([], tf.float32)]
 
     # The step itself, on one replica ------------------------------------------------------------
 
@@ -216,16 +222,16 @@ class TrainStep(BaseStep):
             and that size. The sum of the losses over replicas is the mean loss of the global batch.
             Both are 0 if the update was skipped.
         """
-        count, before = self.count(batch), self.statistics.before(batch)
+        count, snapshot = self.count(batch), self.statistics.snapshot(batch)
         with penalties.counted(self, batch, count):
             loss, gradients = self.forward_backward(batch, count)
         self.observer.mark("backward", gradients)
-        loss, count, gradients = self.reduce(loss, count, gradients, before)
+        loss, count, gradients = self.reduce(loss, count, gradients, snapshot)
         finite = self.finite(gradients) if self.updater.judges_finiteness else None
         with self.norms_logged(gradients):
             gradients = self.clip(gradients)
             self.apply(gradients, finite)
-        return self.outcome(loss, count, finite, before)
+        return self.outcome(loss, count, finite, snapshot)
 
     def forward_backward(self, batch: Any, count: int | tf.Tensor) -> tuple[tf.Tensor, Gradients]:
         """Computes the replica's loss (float32 scalar) and gradients; updates the metrics.
@@ -251,7 +257,7 @@ class TrainStep(BaseStep):
         run = functools.partial(self._micro_batch, self._gradient_fn(), divisor)
         if self.accumulate_steps == 1:
             return run(batch, 0)
-        no_gradient = [False] * len(self.trained)
+        no_gradient = [False] * len(self.trainable_variables)
 
         def body(micro_batch: Callable, part: Any, loss: Any, totals: Any) -> tuple[Any, Any, Any]:
             more, gradients = run(micro_batch(part), part)
@@ -261,11 +267,14 @@ class TrainStep(BaseStep):
             return part + 1, loss + more, totals
 
         # Sums of float16 overflow early.
-        loss, totals = 0.0, [tf.zeros(v.shape, local_batch.wide(v.dtype)) for v in self.trained]
+        loss, totals = (
+            0.0,
+            [tf.zeros(v.shape, local_batch.wide(v.dtype)) for v in self.trainable_variables],
+        )
         # Fewer micro-batches than asked for, if there are fewer examples.
         groups = local_batch.micro_batches(batch, self.accumulate_steps)
         done = sum(parts for parts, _ in groups)
-        with replicas.drawing_alike(self.parts.layer, done, self.accumulate_steps):
+        with replicas.drawing_alike(self.tracked.layer, done, self.accumulate_steps):
             for parts, micro_batch in groups:
                 # One iteration at a time needs the memory of one micro-batch only.
                 _, loss, totals = tf.while_loop(
@@ -280,15 +289,15 @@ class TrainStep(BaseStep):
         self, gradient_fn: Callable, divisor: Any, batch: Any, number: int | tf.Tensor
     ) -> tuple[tf.Tensor, Gradients]:
         """The loss and the gradients of micro-batch ``number``; updates the metrics."""
-        computed, empty = local_batch.filled(batch)
+        computed, empty = local_batch.pad_empty(batch)
         if empty is not None and self.synchronizes:
             local_batch.refuse_empty(empty)
         in_graph = self.accumulate_steps > 1 or bool(self.jit_compile)
-        counted = self.parts.counted_unless(empty, *self.logged.variables)
-        with counted, crossing(divisor, empty, self.options, in_graph):
+        counted = self.tracked.counted_unless(empty, *self.logged.variables)
+        with counted, gather_context(divisor, empty, self.options, in_graph):
             loss, gradients, outputs = gradient_fn(computed, divisor, self.seeds.place(number))
-        gradients = checked_gradients(self, gradients, self.trained)
-        (loss, gradients), outputs = local_batch.dropped(empty, (loss, gradients), outputs)
+        gradients = checked_gradients(self, gradients, self.trainable_variables)
+        (loss, gradients), outputs = local_batch.mask_empty(empty, (loss, gradients), outputs)
         if outputs is not None:
             self.update_metrics(batch, outputs)
         return loss, gradients
@@ -342,12 +351,12 @@ class TrainStep(BaseStep):
         trainable variable. None where ``loss`` does not depend on the variable."""
         scale = self.updater.loss_scale
         seed = None if scale is None else tf.cast(scale.scale, loss.dtype)
-        variables = self.trained if variables is None else variables
+        variables = self.trainable_variables if variables is None else variables
         gradients = tape.gradient(loss, variables, output_gradients=seed)
         return [None if g is None else densify(g) for g in gradients]
 
     def reduce(
-        self, loss: tf.Tensor, count: Any, gradients: Gradients, before: Before
+        self, loss: tf.Tensor, count: Any, gradients: Gradients, snapshot: StatisticsSnapshot
     ) -> tuple[tf.Tensor, Any, Gradients]:
         """Sums gradients over replicas with `sum_gradients`.
 
@@ -357,26 +366,28 @@ class TrainStep(BaseStep):
         Args:
             loss, gradients: as returned by `forward_backward`.
             count: as returned by `count`.
-            before: the statistics before the forward pass.
+            snapshot: the statistics before the forward pass.
 
         Returns:
             The replica's loss divided by the global batch size, that size (an integer if ``count``
             is one), and the gradients of the mean loss of the global batch, equal on every replica.
         """
         dense = [g for g in gradients if g is not None]
-        variables = [v for g, v in zip(gradients, self.trained, strict=True) if g is not None]
+        variables = [
+            v for g, v in zip(gradients, self.trainable_variables, strict=True) if g is not None
+        ]
         counted = [] if isinstance(count, int) else [tf.cast(count, tf.float32)]
-        own = [*self.statistics.terms(before), *counted]
+        own = [*self.statistics.terms(snapshot), *counted]
         scale = self.updater.loss_scale and self.updater.loss_scale.scale
-        if not self.sums_apart:
+        if not self.has_custom_all_reduce:
             reduced = self.sum_gradients([*dense, *own])
             dense, own = reduced[: len(dense)], reduced[len(dense) :]
         else:
             sum_own = functools.partial(all_reduce, options=self.options, scope=BESIDE)
-            dense, own = summed_apart(dense, own, scale, self.sum_gradients, sum_own)
+            dense, own = reduce_with_custom_sum(dense, own, scale, self.sum_gradients, sum_own)
             scale = None
         total = own.pop() if counted else count * self.strategy.num_replicas_in_sync
-        self.statistics.assign(own, before, self.strategy.num_replicas_in_sync)
+        self.statistics.assign(own, snapshot, self.strategy.num_replicas_in_sync)
         if counted:
             divisor = local_batch.or_one(total)
             dense = [g / tf.cast(divisor, g.dtype) for g in dense]
@@ -400,7 +411,7 @@ class TrainStep(BaseStep):
         )
 
     @property
-    def sums_apart(self) -> bool:
+    def has_custom_all_reduce(self) -> bool:
         """Whether `sum_gradients` is overridden."""
         own = "sum_gradients" in vars(self)
         return own or type(self).sum_gradients is not TrainStep.sum_gradients
@@ -410,7 +421,7 @@ class TrainStep(BaseStep):
         the graph. See `ctl.phases.norms.logged`."""
         if not self.log_norms:
             return contextlib.nullcontext()
-        return norms.logged(self.trained, gradients, self.logged.add)
+        return norms.logged(self.trainable_variables, gradients, self.logged.add)
 
     def finite(self, gradients: Gradients) -> tf.Tensor:
         """bool scalar: whether the reduced gradients have no NaN or Inf; equal on all replicas."""
@@ -430,13 +441,13 @@ class TrainStep(BaseStep):
         tf.distribute.get_replica_context().merge_call(self.updater, args=(gradients, finite))
 
     def outcome(
-        self, loss: tf.Tensor, count: Any, finite: tf.Tensor | None, before: Before
+        self, loss: tf.Tensor, count: Any, finite: tf.Tensor | None, snapshot: StatisticsSnapshot
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """Returns ``loss`` and ``count``; zeros, with the statistics undone, unless ``finite``."""
         count = tf.cast(count, tf.float32)
         if finite is None:
             return loss, count
-        self.statistics.undo_unless(finite, before)
+        self.statistics.undo_unless(finite, snapshot)
         return tf.where(finite, loss, 0.0), tf.where(finite, count, 0.0)
 
     def seed(self, salt: int | str = 0, *, per_replica: bool = True) -> tf.Tensor:
@@ -451,6 +462,6 @@ class TrainStep(BaseStep):
         """Variables that the forward pass updates separately on each replica and that `reduce`
         replaces by their mean: the moving statistics of BatchNorm layers that train, unless they
         are synchronized. Override to add those of your own layers."""
-        layers = replicas.training_norms(self.parts.layer)
+        layers = replicas.training_norms(self.tracked.layer)
         own = replicas.statistics_of(layer for layer in layers if not layer.synchronized)
         return [variable.value for variable in own]

@@ -138,7 +138,7 @@ def _guess(before: np.ndarray, wanted: np.ndarray, found: np.ndarray, replicas: 
 
 
 def _check_agreement(loop: Loop, replicas: int) -> None:
-    seeds = {id(v) for v in of_replicas.dropout_seeds(loop.step.parts.layer)}
+    seeds = {id(v) for v in of_replicas.dropout_seeds(loop.step.tracked.layer)}
     for name, variable in _variables(loop):
         copies = loop.strategy.experimental_local_results(variable)
         if id(variable) not in seeds and len({c.numpy().tobytes() for c in copies}) > 1:
@@ -149,13 +149,13 @@ def _check_agreement(loop: Loop, replicas: int) -> None:
 
 
 def _check_comparable(loop: Loop) -> None:
-    for layer in of_replicas.layers_of(loop.step.parts.layer):
+    for layer in of_replicas.layers_of(loop.step.tracked.layer):
         norm = isinstance(layer, keras.layers.BatchNormalization) and layer.trainable
         assert not norm or layer.synchronized, (
             f"several replicas do not equal one with layer {layer.name}, which normalizes over the "
             "examples of a replica: make it synchronized for the test, or give replicas=()"
         )
-    assert not of_replicas.dropout_seeds(loop.step.parts.layer), (
+    assert not of_replicas.dropout_seeds(loop.step.tracked.layer), (
         "several replicas do not equal one with Dropout or a seed generator, since each draws "
         "other numbers: leave it out for the test, or give replicas=()"
     )
@@ -173,9 +173,11 @@ def check_reduced_once(make: Make, replicas: int) -> None:
     again = [c.name for c in plan.collectives if c.again]
     assert not again, f"{again[0]} sums what was summed before: a gradient is reduced twice"
     found = [path for c in plan.collectives for member in c.members for path in member.variables]
-    if loop.step.sums_apart:
+    if loop.step.has_custom_all_reduce:
         return  # what an own collective moves need not have the shape of a variable
-    for variable, trains in zip(loop.step.updater.trained, loop.step.trains, strict=True):
+    for variable, trains in zip(
+        loop.step.updater.trainable_variables, loop.step.trainable_mask, strict=True
+    ):
         if not trains:
             continue
         count = found.count(variable.path)

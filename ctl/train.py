@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ctl.build.build import Prepared
     from ctl.build.xla_cache import XlaCache
     from ctl.checkpoint import CheckpointManager, Saved
-    from ctl.control.evaluator import OnWake
+    from ctl.control.evaluator import OnProgress
     from ctl.loop import Loop
 
 FLAGS = flags.FLAGS
@@ -122,8 +122,8 @@ def _train(model_dir: Path) -> None:
         _check_evaluation(model_dir, prepared.evaluation.info.split)
     chief = is_chief(placement.strategy)
     with contextlib.ExitStack() as stack:
-        if placement.roll_call:
-            stack.enter_context(placement.roll_call)
+        if placement.heartbeats:
+            stack.enter_context(placement.heartbeats)
         checkpoints = stack.enter_context(_open_checkpoints(model_dir, prepared, chief))
         loop = make_loop(prepared, checkpoints)
         exports = FLAGS.export and chief and not FLAGS.precompile
@@ -138,7 +138,7 @@ def _train(model_dir: Path) -> None:
         if chief:
             _write_config(model_dir, prepared, chosen, checkpoints.code, saved)
         outputs.add_scalars(loop)
-        log, on_wake, sinks = outputs.add_actions(
+        log, on_progress, sinks = outputs.add_actions(
             loop, stack, model_dir, steps_per_epoch, chief, saved
         )
         if FLAGS.inspect_every:
@@ -149,7 +149,7 @@ def _train(model_dir: Path) -> None:
         if FLAGS.precompile:
             loop.actions.append(lambda status: status.stop())
         started, first = time.monotonic(), loop.global_step
-        results = _run(loop, prepared, log, on_wake)
+        results = _run(loop, prepared, log, on_progress)
         seconds = time.monotonic() - started
         # The others need not wait for what only the chief does, however long it takes.
         leave_together(placement.strategy)
@@ -234,21 +234,24 @@ def _write_config(
 
 
 def _run(
-    loop: Loop, prepared: Prepared, log: Log, on_wake: OnWake | None
+    loop: Loop, prepared: Prepared, log: Log, on_progress: OnProgress | None
 ) -> dict[str, dict[str, float]]:
     """Trains, evaluates and tests. Returns the last results, by the name of the data."""
-    from ctl.data.errors import explained
+    from ctl.data.errors import translate_data_errors
 
     _, train, evaluation, test, total, steps_per_epoch, others = prepared
     assert loop.evaluator is not None
     tester = loop.evaluator.on(test) if test else None
-    with loop.signals.noted(last=True), explained(train, evaluation, test, *others.values()):
+    with (
+        loop.signals.noted(last=True),
+        translate_data_errors(train, evaluation, test, *others.values()),
+    ):
         if loop.global_step < total:
             logging.info("compiling the first step: this takes some seconds")
         every = total
         if steps_per_epoch is not None or FLAGS["evaluate_every"].present:
             every = steps_from("--evaluate_every", FLAGS.evaluate_every, steps_per_epoch)
-        last = loop.train_and_evaluate(total, evaluate_every=max(1, every), on_wake=on_wake)
+        last = loop.train_and_evaluate(total, evaluate_every=max(1, every), on_progress=on_progress)
         results: dict[str, dict[str, float]] = {evaluation.info.split or "test": {}}
         results |= {which: {} for which in others}
         for name, value in last.items():
@@ -256,7 +259,7 @@ def _run(
             results[which or next(iter(results))][name.removeprefix(f"{which}/")] = value
         if tester:
             loop.evaluator, loop.eval_actions = tester, [log.tested]
-            results[test.info.split] = loop.evaluate(on_wake)
+            results[test.info.split] = loop.evaluate(on_progress)
     return results
 
 
@@ -299,7 +302,7 @@ def _choose(loop: Loop, resumed: Path | None, steps: int) -> dict[str, Any]:
     """Sets the flags that are "auto": to the choice of the ``resumed`` run, else by a trial before
     so many ``steps``."""
     from ctl.build.trials import tune_jit_compile, tune_packs
-    from ctl.data.errors import explained
+    from ctl.data.errors import translate_data_errors
 
     choices: dict[str, Any] = {}
     for name, kind, choose in (
@@ -314,7 +317,7 @@ def _choose(loop: Loop, resumed: Path | None, steps: int) -> dict[str, Any]:
         if chosen is None:
             logging.info("choosing %s: a trial takes some seconds", name)
             directory = cache.directory()
-            with explained(loop.dataset):
+            with translate_data_errors(loop.dataset):
                 choices[name] = choose(loop, steps, directory and directory / "trials.json")
         else:
             logging.info("%s: %s, chosen when the run began", name, chosen)

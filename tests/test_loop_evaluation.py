@@ -43,14 +43,14 @@ class Journal:
         self.loop.evaluator = self
         Pretend(self.loop, monkeypatch)
 
-    def run(self, on_wake, asked_to_stop):
+    def run(self, on_progress, asked_to_stop):
         step = self.loop.global_step
         self.loop.checkpoints.wait()
         assert self.loop.checkpoints.latest().step == step, "not saved before the evaluation"
         if step == self.fail_at:
             raise ZeroDivisionError("the evaluation fails")
-        if on_wake:
-            on_wake(1, 1)
+        if on_progress:
+            on_progress(1, 1)
         return {"accuracy": step / 100}
 
     def go(self, until):

@@ -133,7 +133,7 @@ def test_counted_gradients_are_sums_until_they_are_reduced(dtype):
     def both_sides():
         def replica():
             loss, sums = step.forward_backward(batch, tf.constant(7.0))
-            before = step.statistics.before(batch)
+            before = step.statistics.snapshot(batch)
             return sums, step.reduce(loss, tf.constant(7.0), sums, before)[2]
 
         return strategy.run(replica)

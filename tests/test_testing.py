@@ -220,7 +220,7 @@ class DecaysTwice(TrainStep):
 
 class Unscaled(TrainStep):
     def backward(self, tape, loss, variables=None):
-        return tape.gradient(loss, self.trained)
+        return tape.gradient(loss, self.trainable_variables)
 
 
 class Forgets(TrainStep):

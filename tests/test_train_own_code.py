@@ -179,7 +179,7 @@ def test_mistakes_are_one_line(zygote, path, tmp_path, given, expected):
 
 
 def test_the_plan_takes_the_same_flags(zygote, path):
-    command = zygote.run("ctl.inspect.plan_command", *ALL, "--replicas=2", "--json", path=path)
+    command = zygote.run("ctl.inspect.commands.plan", *ALL, "--replicas=2", "--json", path=path)
     (collective,) = json.loads(command.stdout)["collectives"]
     assert collective["bytes"] == 4 * (4 * 6 + 6 + 6 * 5 + 5 + 5 + 1)
 

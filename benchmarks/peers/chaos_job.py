@@ -114,7 +114,7 @@ def run(task: str, addresses: dict[str, list[str]], out: Path, run_dir: Path, fa
             placement = make_parameter_server(
                 tasks, startup_timeout=STARTUP_TIMEOUT, worker_timeout=5.0
             )
-            with placement.roll_call:
+            with placement.heartbeats:
                 _train(placement, run_dir, users, mark)
         elif len(addresses["worker"]) == 1:
             _train(make_strategy("default"), run_dir, users, mark)
@@ -245,7 +245,7 @@ def _batches(users: Users) -> tf.data.Dataset:
 
 def _train(placement: Placement, run_dir: Path, users: Users, mark: Marks) -> None:
     """The order of `ctl.train`: build, resume, train and evaluate, leave together, export."""
-    strategy, asynchronous = placement.strategy, placement.roll_call is not None
+    strategy, asynchronous = placement.strategy, placement.heartbeats is not None
     chief = workers.is_chief(strategy)
     mark("placed")
     keras.utils.set_random_seed(0)
@@ -289,7 +289,7 @@ def _train(placement: Placement, run_dir: Path, users: Users, mark: Marks) -> No
         loop = ParameterServerLoop(
             step,
             _batches(users),
-            roll_call=placement.roll_call,
+            heartbeats=placement.heartbeats,
             timeout=COLLECTIVE_TIMEOUT,
             **parts,
         )

@@ -48,7 +48,7 @@ def convert(function: Callable) -> Callable:
     return autograph.tf_convert(function, autograph.control_status_ctx())
 
 
-def no_marks() -> str | None:
+def why_no_timestamps() -> str | None:
     """Says why time stamps are impossible (see `run_independently`); None if they are possible."""
     if hasattr(tf.Graph(), _MANAGER):
         return None
@@ -60,7 +60,8 @@ def no_marks() -> str | None:
 
 def run_independently(operation: tf.Operation) -> None:
     """Excludes a stateful operation from the automatic control dependencies. It then runs as soon
-    as its inputs are computed, regardless of earlier stateful operations. Check `no_marks` first.
+    as its inputs are computed, regardless of earlier stateful operations. Check `why_no_timestamps`
+    first.
     """
     manager = getattr(operation.graph, _MANAGER)
     if manager is not None:  # None in a graph that no tf.function made, where nothing is ordered

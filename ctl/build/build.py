@@ -299,7 +299,7 @@ def make_loop(prepared: Prepared, checkpoints: Any = None) -> Loop:
             bytes_per_pack=0 if FLAGS.bytes_per_pack == AUTO else FLAGS.bytes_per_pack,
             options=placement.options,
             jit_compile={"on": True, "off": False}.get(FLAGS.jit_compile),  # else by rule
-            jit_update=False if placement.roll_call else None,  # XLA works within one process
+            jit_update=False if placement.heartbeats else None,  # XLA works within one process
             random_seed=FLAGS.seed,
         )
         eval_step = make_eval_step(model)
@@ -317,7 +317,7 @@ def make_loop(prepared: Prepared, checkpoints: Any = None) -> Loop:
         "steps_per_loop": FLAGS.steps_per_loop or None,
         "eval_actions": eval_actions,
     }
-    if placement.roll_call:
+    if placement.heartbeats:
         from ctl.build.parameter_server import CopyEvaluator, ParameterServerLoop
 
         copied = make_eval_step(model_of_the_data())
@@ -325,7 +325,7 @@ def make_loop(prepared: Prepared, checkpoints: Any = None) -> Loop:
         return ParameterServerLoop(
             step,
             train,
-            roll_call=placement.roll_call,
+            heartbeats=placement.heartbeats,
             timeout=FLAGS.collective_timeout,
             evaluator=evaluator,
             **options,

@@ -17,7 +17,7 @@ from ctl.flags.parsing import grouped_flags
 if TYPE_CHECKING:
     from ctl.base.actions import Log, Sink, Status
     from ctl.checkpoint.manifest import Saved
-    from ctl.control.evaluator import OnWake
+    from ctl.control.evaluator import OnProgress
     from ctl.loop import Loop
 
 FLAGS = flags.FLAGS
@@ -54,9 +54,9 @@ def add_actions(
     steps_per_epoch: float | None,
     chief: bool,
     saved: Saved | None,
-) -> tuple[Log, OnWake | None, Sequence[Sink]]:
+) -> tuple[Log, OnProgress | None, Sequence[Sink]]:
     """Adds logs, progress, checkpoints and profile. ``saved`` is what the run resumes from. Returns
-    the log, the ``on_wake`` of evaluations, and the sinks of files."""
+    the log, the ``on_progress`` of evaluations, and the sinks of files."""
     from ctl.base.actions import Every, Log
     from ctl.control.copies import CompareReplicas
     from ctl.logs.profiler import Profile

@@ -23,10 +23,10 @@ from ctl.control.evaluator import Evaluator
 from ctl.data.dataset import Dataset, on_replica
 from ctl.data.feed import Feed, element_of
 from ctl.distributed.cluster.members import Tasks
-from ctl.distributed.heartbeats import RollCall, attend
+from ctl.distributed.heartbeats import Heartbeats, attend
 from ctl.errors import CtlError, PeerError
 from ctl.loop import Loop, Steps
-from ctl.phases.loss_accumulator import Outcome
+from ctl.phases.loss_accumulator import CallResult
 from ctl.phases.trace_guards import TraceKey
 from ctl.phases.base_step import EvalStep
 from ctl.step import TrainStep
@@ -75,11 +75,11 @@ class _RemoteSteps(Steps):
         step: TrainStep,
         dataset: Dataset,
         strategy: tf.distribute.ParameterServerStrategy,
-        roll_call: RollCall,
+        heartbeats: Heartbeats,
         timeout: float,
     ):
         super().__init__(step, dataset, strategy)
-        self._roll_call = roll_call
+        self._heartbeats = heartbeats
         self._timeout = timeout
         self._coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
         # A function for each version of the settings of the step, see `TraceKey`.
@@ -98,7 +98,7 @@ class _RemoteSteps(Steps):
     def _on_worker(self, batch: Any) -> tuple[tf.Tensor, tf.Tensor]:
         return self.strategy.run(self.step, args=(batch,))
 
-    def run(self, feed: Feed, steps: tf.Tensor, report: tf.Tensor, trace_key: TraceKey) -> Outcome:
+    def run(self, feed: Feed, steps: tf.Tensor, report: tf.Tensor, trace_key: TraceKey) -> CallResult:
         """See `Steps.run`."""
         del report
         train_step = self._train_step(trace_key.version)
@@ -116,10 +116,10 @@ class _RemoteSteps(Steps):
         losses, examples = np.array([pair.fetch() for pair in remote], np.float64).T
         finite = count if np.isfinite(losses).all() else int(np.isfinite(losses).argmin())
         mean = (losses * examples).sum() / max(examples.sum(), np.finfo(np.float64).tiny)
-        stop = float(self._roll_call.asked_to_stop)
+        stop = float(self._heartbeats.asked_to_stop)
         totals = tf.constant([mean, examples.sum(), stop, 0.0, 0.0])
         rates = self.step.updater.learning_rates(self.step.global_step - 1)
-        return Outcome(totals, tf.constant(finite), (), rates)
+        return CallResult(totals, tf.constant(finite), (), rates)
 
     def _step_number(self) -> int:
         return int(self.step.global_step.numpy())
@@ -133,14 +133,14 @@ class _RemoteSteps(Steps):
         counted, changed = self._step_number(), time.monotonic()
         looked = changed
         while not self._coordinator.done():
-            self._roll_call.check()
+            self._heartbeats.check()
             now = time.monotonic()
             if now - looked > _LOOK_SECONDS:
                 looked, step = now, self._step_number()
                 if step != counted:
                     counted, changed = step, now
                 if now - changed > self._timeout:
-                    quiet = self._roll_call.quiet()
+                    quiet = self._heartbeats.quiet()
                     raise PeerError(
                         f"no step was made for {now - changed:.0f} s (--collective_timeout) after "
                         f"step {step}" + (quiet and f"; waiting for {quiet}")
@@ -154,7 +154,7 @@ class ParameterServerLoop(Loop):
     Args:
         step, dataset, others: as for `ctl.Loop`; an evaluator must be a `CopyEvaluator`.
         strategy: see `ctl.strategy.make_parameter_server`.
-        roll_call: tells which tasks are there.
+        heartbeats: tells which tasks are there.
         timeout: seconds without a finished step after which the job has failed.
     """
 
@@ -164,13 +164,13 @@ class ParameterServerLoop(Loop):
         dataset: Any,
         *,
         strategy: tf.distribute.ParameterServerStrategy,
-        roll_call: RollCall,
+        heartbeats: Heartbeats,
         timeout: float = 300.0,
         **others: Any,
     ):
         super().__init__(step, dataset, strategy=strategy, **others)
-        self.steps = _RemoteSteps(step, self.dataset, strategy, roll_call, timeout)
-        roll_call.keep(self)
+        self.steps = _RemoteSteps(step, self.dataset, strategy, heartbeats, timeout)
+        heartbeats.keep(self)
 
 
 class CopyEvaluator(Evaluator):

@@ -77,7 +77,7 @@ def _facts(loop: Loop, name: str, values: Sequence[Any]) -> list[Any]:
         name,
         [*values],
         _network(step),
-        [f"{v.dtype.name}{v.shape}" for v in step.trained],
+        [f"{v.dtype.name}{v.shape}" for v in step.trainable_variables],
         source_hash.class_name(step),
         source_hash.of_step(step),
         source_hash.of_ctl(),
@@ -86,7 +86,7 @@ def _facts(loop: Loop, name: str, values: Sequence[Any]) -> list[Any]:
         [data.global_batch_size, type(data).__name__],
         [type(loop.strategy).__name__, loop.strategy.num_replicas_in_sync],
         _between(loop),
-        sorted({v.device for v in step.trained}),
+        sorted({v.device for v in step.trainable_variables}),
         [processor(), platform.machine()],
         [importlib.metadata.version(package) for package in ("tensorflow", "keras", "numpy")],
         [device.name for device in tf.config.list_physical_devices()],
@@ -103,7 +103,7 @@ def _between(loop: Loop) -> list[str]:
 
 
 def _network(step: TrainStep) -> str:
-    layers = [type(layer).__name__ for layer in replicas.layers_of(step.parts.layer)]
+    layers = [type(layer).__name__ for layer in replicas.layers_of(step.tracked.layer)]
     with contextlib.suppress(Exception):  # a model of the user's may have no configuration
         return unnumbered(f"{layers} {step.model.get_config()}")
     return str(layers)

@@ -109,7 +109,7 @@ def _best_jit_compile(loop: Loop, steps: int | None, cache: Path | None) -> bool
     if shares_variables(loop.strategy):
         logging.info("jit_compile: off, replicas share their variables")
         return False
-    if synchronizes(loop.strategy, loop.step.parts.layer):
+    if synchronizes(loop.strategy, loop.step.tracked.layer):
         logging.info("jit_compile: off, replicas exchange the statistics of BatchNormalization")
         return False
     first = bool(loop.step.jit_compile)
@@ -252,7 +252,7 @@ def _slowest(strategy: tf.distribute.Strategy, seconds: Sequence[float]) -> list
 def preserved(step: TrainStep) -> Iterator[None]:
     """Restores the state and the metrics of ``step`` on exit, on each replica to its own value."""
     variables = [v for group in step.state().values() for v in group]
-    variables += step.of_replicas.variables  # `state` has what the last save has copied of them
+    variables += step.per_replica_variables.variables  # `state` has what the last save has copied of them
     variables += step.logged.variables  # a trial that finds the end of the data leaves its rows
     variables += [v.value for metric in step.all_metrics() for v in metric.variables]
     parts = [p for v in variables for p in step.strategy.experimental_local_results(v)]

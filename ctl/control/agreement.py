@@ -59,7 +59,7 @@ def agree(
             **{name: getattr(step, name) for name in _SETTINGS},
             **{f"the option {name}": getattr(step, name) for name in options.options(type(step))},
             "random_seed": step.seeds.run,
-            "what trains": step.trains,
+            "what trains": step.trainable_mask,
             **{
                 f"the {what}": settings_of(optimizer)
                 for what, optimizer in step.updater.optimizers().items()
@@ -67,7 +67,7 @@ def agree(
             **{f"data: {key}": value for key, value in dataset.fingerprint().items()},
             **{
                 f"variable {number}": f"{manifest.unnumbered(v.path)} {v.dtype} {list(v.shape)}"
-                for number, v in enumerate(step.parts.layer.trainable_variables)
+                for number, v in enumerate(step.tracked.layer.trainable_variables)
             },
             **model_config(step),
         },
@@ -91,9 +91,12 @@ def check_state(step: TrainStep, *, this_worker: bool = False) -> None:
     Raises:
         UsageError: the forward pass has given a variable another value on each replica.
     """
-    strategy, combined = step.strategy, {id(v) for v in (*step.statistics.combined, *step.apart())}
-    own = [(v.path, v.value) for v in replicas.other_state(step.parts.layer)]
-    own += [(v.name, v) for v in step.parts.plain]
+    strategy, combined = (
+        step.strategy,
+        {id(v) for v in (*step.statistics.combined, *step.unsynchronized_variables())},
+    )
+    own = [(v.path, v.value) for v in replicas.other_state(step.tracked.layer)]
+    own += [(v.name, v) for v in step.tracked.raw_variables]
     state = [(name, v) for name, v in own if id(v) not in combined]
     if not state or strategy.num_replicas_in_sync == 1:
         return

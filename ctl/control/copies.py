@@ -27,7 +27,7 @@ class CompareReplicas:
         ctl.Loop(..., actions=[ctl.Every(ctl.CompareReplicas(step), steps=100)])
 
     It compares what a checkpoint holds (`TrainStep.state`), without what differs between replicas:
-    the seeds of Dropout, the step's variables of each replica, and those that are `apart`. A
+    the seeds of Dropout, the step's variables of each replica, and `unsynchronized_variables`. A
     checksum is the sum of the bits of a variable, taken as integers: it is exact in any order, and
     one flipped bit changes it. Actions run in their order: put it before those that save. Every
     worker needs it, at the same steps.
@@ -62,8 +62,11 @@ class CompareReplicas:
     @functools.cached_property
     def _variables(self) -> list[tf.Variable]:
         """All variables whose copies must be equal."""
-        differ = {id(v) for v in replicas.dropout_seeds(self.step.parts.layer)}
-        differ |= {id(v) for v in (*self.step.of_replicas.saved, *self.step.apart())}
+        differ = {id(v) for v in replicas.dropout_seeds(self.step.tracked.layer)}
+        differ |= {
+            id(v)
+            for v in (*self.step.per_replica_variables.saved, *self.step.unsynchronized_variables())
+        }
         return [v for group in self.step.state().values() for v in group if id(v) not in differ]
 
     def _gathered(self) -> tf.Tensor:

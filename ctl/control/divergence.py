@@ -43,7 +43,7 @@ class Divergence:
             step: global step that the call should have ended at.
             steps: number of steps of the call.
             loss: mean loss of these steps.
-            finite: `ctl.phases.loss_accumulator.Outcome.finite` of the call.
+            finite: `ctl.phases.loss_accumulator.CallResult.finite` of the call.
             skipped: number of these steps whose update was skipped.
 
         Raises:
@@ -75,7 +75,7 @@ class Divergence:
         Raises:
             DivergedError: a weight is not finite.
         """
-        for variable in self._step.trained:
+        for variable in self._step.trainable_variables:
             if not tf.reduce_all(tf.math.is_finite(variable)):
                 self._end(f"{variable.name} is not finite at step {step}, where the data ended")
 

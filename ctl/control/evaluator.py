@@ -18,11 +18,11 @@ from ctl.distributed import local_batch, workers
 from ctl.distributed.watch import watchdog
 from ctl.errors import UsageError
 from ctl.phases.base_step import EvalStep
-from ctl.phases.trace_guards import Settings
+from ctl.phases.trace_guards import TraceGuards
 from ctl.reduce import SUM
 
 # Takes the number of batches done, and of all batches (None if unknown).
-OnWake = Callable[[int, int | None], None]
+OnProgress = Callable[[int, int | None], None]
 
 
 class Evaluator:
@@ -61,7 +61,7 @@ class Evaluator:
         self._iterator: Iterator | None = None
         self._resident: Any = None
         self._pace = Pace()
-        self._settings = Settings(step)
+        self._guards = TraceGuards(step)
         self.others = {name: self.on(dataset) for name, dataset in (others or {}).items()}
 
     @property
@@ -75,13 +75,13 @@ class Evaluator:
 
     def run(
         self,
-        on_wake: OnWake | None = None,
+        on_progress: OnProgress | None = None,
         asked_to_stop: Callable[[], bool] = lambda: False,
     ) -> dict[str, float]:
         """Evaluates once. With several workers, all of them must call it.
 
         Args:
-            on_wake: called after each group of batches, see `OnWake`.
+            on_progress: called after each group of batches, see `OnProgress`.
             asked_to_stop: if it returns True on any worker, the evaluation stops on all workers.
 
         Returns:
@@ -92,13 +92,15 @@ class Evaluator:
             UsageError: a dataset has no valid examples.
             StopRequested: a worker was asked to stop.
         """
-        results = self._run(on_wake, asked_to_stop)
+        results = self._run(on_progress, asked_to_stop)
         for which, other in self.others.items():
-            found = other.run(on_wake, asked_to_stop)
+            found = other.run(on_progress, asked_to_stop)
             results |= {f"{which}/{name}": value for name, value in found.items()}
         return results
 
-    def _run(self, on_wake: OnWake | None, asked_to_stop: Callable[[], bool]) -> dict[str, float]:
+    def _run(
+        self, on_progress: OnProgress | None, asked_to_stop: Callable[[], bool]
+    ) -> dict[str, float]:
         self.step.reset_metrics()
         # If the length of the dataset is known, the dataset repeats and one iterator serves every
         # evaluation. A new iterator each time would cost start-up time and, in TensorFlow, memory.
@@ -108,12 +110,12 @@ class Evaluator:
         while self._batches is None or done < self._batches:
             steps = 1 if self._batches is None else min(self._pace.steps(), self._batches - done)
             start = time.perf_counter()
-            report = self._pace.report(asked_to_stop())
-            version = self._settings.current(self.step)
+            report = self._pace.worker_report(asked_to_stop())
+            version = self._guards.version_for(self.step)
             try:
                 with (
-                    watchdog.collective("the evaluation", first=self._pace.traces(version)),
-                    local_batch.refusals(),
+                    watchdog.collective("the evaluation", first=self._pace.will_trace(version)),
+                    local_batch.translate_graph_checks(),
                 ):
                     sums = self._eval_steps(
                         iterator, self._resident, tf.constant(steps), report, version
@@ -124,15 +126,17 @@ class Evaluator:
                     raise
                 iterator = None
                 break
-            self._settings.note(self.step)
-            self._pace.took(time.perf_counter() - start, steps, workers.mean(self.strategy, pace))
+            self._guards.snapshot(self.step)
+            self._pace.record_duration(
+                time.perf_counter() - start, steps, workers.mean(self.strategy, pace)
+            )
             if asked or (not workers.is_multi_worker(self.strategy) and asked_to_stop()):
                 raise StopRequested
             done += steps
             totals = [totals[0] + loss, totals[1] + examples]
             self.step.logged.collect(logged, self.strategy.num_replicas_in_sync)
-            if on_wake:
-                on_wake(done, self._batches)
+            if on_progress:
+                on_progress(done, self._batches)
         self._iterator = iterator
         if not totals[1]:
             raise UsageError("the evaluation dataset holds no valid examples")

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ctl.step import TrainStep
 
 
-class Flight:
+class FlightRecorder:
     """Adds marks to ``step``, whose latest stamps another thread can read.
 
     Args:
@@ -61,7 +61,7 @@ class Flight:
 def fired(
     names: Sequence[str], stamps: np.ndarray, now: float
 ) -> tuple[dict[str, float], tuple[str, ...]]:
-    """Returns the same as `Flight.read`, from stamps.
+    """Returns the same as `FlightRecorder.read`, from stamps.
 
     Args:
         names: the marks, in the order of the step.
@@ -77,21 +77,22 @@ def fired(
     return ages, tuple(name for name in names if name not in ages)
 
 
-def attach_progress_marks(step: TrainStep) -> Flight | None:
-    """Returns a `Flight` for ``step``; None, with a warning, if this TensorFlow cannot stamp."""
-    reason = tf_internals.no_marks()
+def attach_progress_marks(step: TrainStep) -> FlightRecorder | None:
+    """Returns a `FlightRecorder` for ``step``; None, with a warning, if this TensorFlow cannot
+    stamp."""
+    reason = tf_internals.why_no_timestamps()
     if type(step.observer) not in (Observer, Marks):
         reason = "the step has an observer of its own, which is not a ctl.phases.marks.Marks"
     if reason:
         logging.warning("flight records will not say where in a step a worker is: %s", reason)
         return None
     with workers.watching_variables(step.strategy):
-        return Flight(step)
+        return FlightRecorder(step)
 
 
 @contextlib.contextmanager
 def watched_call(
-    step: TrainStep, begin: int, steps: int, flight: Flight | None, first: bool
+    step: TrainStep, begin: int, steps: int, flight: FlightRecorder | None, first: bool
 ) -> Iterator[None]:
     """Wraps a call of ``steps`` steps from ``begin`` on in the watchdog and a marker for profiles.
 

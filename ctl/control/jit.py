@@ -79,7 +79,7 @@ def _placement(step: TrainStep, dataset: Dataset) -> str | None:
     if not step.single_replica:
         several = step.strategy.num_replicas_in_sync > 1
         return "the strategy has several replicas" if several else "the strategy is mirrored"
-    if not all("CPU" in v.device.upper() for v in step.trained):
+    if not all("CPU" in v.device.upper() for v in step.trainable_variables):
         return "the device is no CPU"
     return None
 
@@ -144,9 +144,9 @@ _CALLED = (
 
 
 def _size(step: TrainStep, dataset: Dataset) -> str | None:
-    if len(step.trained) > _MOST_VARIABLES:
-        return f"{len(step.trained)} variables take long to compile"
-    weights = sum(v.shape.num_elements() for v in step.trained)
+    if len(step.trainable_variables) > _MOST_VARIABLES:
+        return f"{len(step.trainable_variables)} variables take long to compile"
+    weights = sum(v.shape.num_elements() for v in step.trainable_variables)
     if weights * dataset.global_batch_size > _MOST_PRODUCTS:
         return "TensorFlow multiplies matrices of this size faster"
     return None

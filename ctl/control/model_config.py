@@ -41,7 +41,9 @@ def model_config(step: TrainStep) -> dict[str, dict[str, Any]]:
     dictionary by layer (``layer dense``). The second layer of a name is ``layer dense#2``, whatever
     number Keras gave it. Settings that are None are left out."""
     # Keras goes from the last layer to the first.
-    layers = [one for one in replicas.layers_of(step.parts.layer) if one is not step.parts.layer]
+    layers = [
+        one for one in replicas.layers_of(step.tracked.layer) if one is not step.tracked.layer
+    ]
     layers.reverse()
     graphs = [layer for layer in layers if hasattr(layer, "_nodes_by_depth")]  # private, see below
     parts = [*layers, *(operation for graph in graphs for operation in graph.operations)]

@@ -34,18 +34,18 @@ class Pace:
             return self._fixed
         return max(1, int(_WAKE_SECONDS / self._agreed)) if self._agreed else 1
 
-    def report(self, *asked: bool) -> tf.Tensor:
+    def worker_report(self, *asked: bool) -> tf.Tensor:
         """float32: 1 for each of ``asked`` that this worker was asked for (else 0), and its seconds
         per step."""
         return tf.constant([*map(float, asked), self._measured])
 
-    def traces(self, key: Any = ()) -> bool:
+    def will_trace(self, key: Any = ()) -> bool:
         """Whether the next call is traced before it runs, which makes its duration meaningless.
         Call it once before each call; the loop keeps one trace per ``key``."""
         self._first, self._key = key != self._traced_for, key
         return self._first
 
-    def took(self, seconds: float, steps: int, mean: float | None) -> bool:
+    def record_duration(self, seconds: float, steps: int, mean: float | None) -> bool:
         """Updates the pace after a call.
 
         Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ctl.phases.loss_accumulator import Totals
+from ctl.phases.loss_accumulator import CallTotals
 from ctl.step import TrainStep
 
 
@@ -35,7 +35,7 @@ class Scalars:
         self._timed_steps = self._skipped = 0
         self._step.reset_metrics()
 
-    def add(self, totals: Totals, skipped: int) -> None:
+    def add(self, totals: CallTotals, skipped: int) -> None:
         """Adds the steps of a call: their ``totals``, and the number of those whose update was
         ``skipped``, which have no part in the loss."""
         self._loss += totals.loss * totals.examples

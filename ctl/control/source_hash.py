@@ -53,7 +53,7 @@ def of_step(step: TrainStep) -> str:
     loss_fn = getattr(step.loss_fn, "func", step.loss_fn)  # of a `functools.partial`
     loss: Any = loss_fn if hasattr(loss_fn, "__code__") else type(loss_fn)
     own = [kind for kind in type(step).__mro__ if kind not in TrainStep.__mro__]
-    others = [*(type(layer) for layer in replicas.layers_of(step.parts.layer)), loss]
+    others = [*(type(layer) for layer in replicas.layers_of(step.tracked.layer)), loss]
     theirs = [c for c in others if str(c.__module__).partition(".")[0] not in _NOT_OF_THE_USER]
     return hash_of(_source(c) for c in dict.fromkeys([*own, *theirs]))
 

@@ -38,15 +38,15 @@ class TrainState:
         state = step.state()
         if memories := [owner.memory for owner in with_memory(self._eval_actions)]:
             state["memory"] = memories
-        if not all(step.trains):
-            state[_TRAINED] = [_setting(step.trains)]
+        if not all(step.trainable_mask):
+            state[_TRAINED] = [_setting(step.trainable_mask)]
         if step.jit_compile:
             state[_COMPILED] = [_setting([True])]
         return state
 
     def collect(self) -> None:
         """Reads the variables that differ between replicas; all workers must call it."""
-        self._step.of_replicas.collect(self._step.strategy)
+        self._step.per_replica_variables.collect(self._step.strategy)
 
     def restore(self, checkpoints: CheckpointManager) -> tuple[Saved | None, dict[str, float]]:
         """Restores the last checkpoint, and decides as when its run began whether XLA compiles.
@@ -64,14 +64,16 @@ class TrainState:
         saved = checkpoints.restore(state)
         if not saved:
             return None, {}
-        step.trains = (True,) * len(step.trained)
+        step.trainable_mask = (True,) * len(step.trainable_variables)
         if _TRAINED in saved.variables:
-            [values] = bundle.read(saved.prefix, {_TRAINED: [_setting(step.trains)]})[_TRAINED]
-            step.trains = tuple(bool(value) for value in values)
+            [values] = bundle.read(saved.prefix, {_TRAINED: [_setting(step.trainable_mask)]})[
+                _TRAINED
+            ]
+            step.trainable_mask = tuple(bool(value) for value in values)
         jit.keep(step, self._dataset, _COMPILED in saved.variables)
-        replicas.offset_dropout_seeds(step.strategy, step.parts.layer)
-        step.of_replicas.spread(step.strategy)
-        step.settings.rates.clear()
+        replicas.offset_dropout_seeds(step.strategy, step.tracked.layer)
+        step.per_replica_variables.spread(step.strategy)
+        step.trace_guards.rates.clear()
         results = {name: saved.metrics[name] for name in saved.evaluated}
         for owner in with_memory(self._eval_actions) if results else []:
             owner.evaluated(saved.step, results)

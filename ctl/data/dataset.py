@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
-from ctl.base.autograph import converted
+from ctl.base.autograph import with_autograph
 from ctl.errors import UsageError
 
 
@@ -72,7 +72,7 @@ class Dataset(Protocol):
 
 def on_replica(dataset: Dataset, element: Any, resident: Any) -> Any:
     """`Dataset.on_replica`, which may be the user's, in a graph."""
-    return converted(dataset.on_replica)(element, resident)
+    return with_autograph(dataset.on_replica)(element, resident)
 
 
 def check_batch_size(global_batch_size: int, num_examples: int, training: bool) -> None:

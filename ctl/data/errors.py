@@ -27,7 +27,7 @@ _UNDECODABLE = re.compile(r"\b(Decode(Image|Png|Jpeg|Bmp|Gif|Raw)|Parse(Single)?
 
 
 @contextlib.contextmanager
-def explained(dataset: Any, *others: Any) -> Iterator[None]:
+def translate_data_errors(dataset: Any, *others: Any) -> Iterator[None]:
     """Turns errors of TensorFlow that are raised inside into a `UsageError` of one line, that of a
     full disk into a `CheckpointError`.
 

@@ -13,10 +13,10 @@ import tensorflow_datasets as tfds
 
 from ctl.data import tfds_source
 from ctl.data.dataset import DatasetInfo, check_batch_size
-from ctl.data.errors import explained
+from ctl.data.errors import translate_data_errors
 from ctl.data.in_memory import InMemory
 from ctl.data.streaming import Streaming
-from ctl.data.tfds_source import Source
+from ctl.data.tfds_source import ImageSource
 from ctl.errors import UsageError
 
 
@@ -136,7 +136,7 @@ def load(
     """
     builder = tfds_source.find(name, data_dir, download=download)
     split = default_split(builder, training) if split is None else split
-    source = Source(builder, split, image_shape)
+    source = ImageSource(builder, split, image_shape)
     return in_memory_or_streamed(
         source,
         _read,
@@ -159,12 +159,14 @@ def read_all(source: Any, on_bad_record: str = "stop", description: str = "") ->
         on_bad_record=on_bad_record,
         description=description,
     )
-    with explained(dataset):
+    with translate_data_errors(dataset):
         parts = [batch for _, batch in dataset.batches().as_numpy_iterator()]
     return tf.nest.map_structure(lambda *leaves: np.concatenate(leaves), *parts)
 
 
-def _read(source: Source, on_bad_record: str, description: str) -> tuple[np.ndarray, np.ndarray]:
+def _read(
+    source: ImageSource, on_bad_record: str, description: str
+) -> tuple[np.ndarray, np.ndarray]:
     if source.is_sequential and on_bad_record == "stop":
         with contextlib.suppress(tf.errors.OpError):
             return source.decoded()

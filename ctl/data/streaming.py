@@ -13,11 +13,11 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from ctl.base.autograph import converted
+from ctl.base.autograph import with_autograph
 from ctl.data.arrays import native
 from ctl.data.callbacks import for_graph, own_memory
 from ctl.data.dataset import DatasetInfo, check_batch_size, distribution_options, fingerprint
-from ctl.data.errors import NO_CLASS, explained
+from ctl.data.errors import NO_CLASS, translate_data_errors
 from ctl.data.order import VERSION, Shuffle, check_block
 from ctl.data.records import BadRecord
 from ctl.data.sources import as_source
@@ -118,7 +118,7 @@ class Streaming:
         )
         rows = (leaf[0] for leaf in tf.nest.flatten(self._first))
         self._bytes_of_first = 1 + sum(getattr(row, "nbytes", 0) or len(row) for row in rows)
-        with explained(self):
+        with translate_data_errors(self):
             self.example_spec: Any = self._decode_first()
 
     def _decode_first(self) -> Any:
@@ -326,7 +326,11 @@ class Streaming:
         """An example of its index, int64 [], and what `read` gave for it."""
         if not self.decodes:
             return pair[1]
-        return self._decode_or_skip(pair) if self.skips else converted(self._source.decode)(pair[1])
+        return (
+            self._decode_or_skip(pair)
+            if self.skips
+            else with_autograph(self._source.decode)(pair[1])
+        )
 
     def _decode_or_skip(self, pair: tuple[tf.Tensor, Any]) -> Any:
         """An example, or the first after it that can be decoded. Only a dataset drops errors."""
@@ -341,9 +345,11 @@ class Streaming:
             )
             for leaf, spec in zip(leaves, specs, strict=True):
                 leaf.set_shape(spec.shape)
-            return converted(self._source.decode)(tf.nest.pack_sequence_as(self._spec, leaves))
+            return with_autograph(self._source.decode)(tf.nest.pack_sequence_as(self._spec, leaves))
 
-        own = tf.data.Dataset.from_tensors(0).map(lambda _: converted(self._source.decode)(row))
+        own = tf.data.Dataset.from_tensors(0).map(
+            lambda _: with_autograph(self._source.decode)(row)
+        )
         others = tf.data.Dataset.range(1, _BAD_IN_A_ROW).map(decode)
         candidates = own.ignore_errors().concatenate(others.ignore_errors())
         return candidates.take(1).get_single_element()

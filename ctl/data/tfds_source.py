@@ -38,7 +38,7 @@ PROBE_SECONDS = 5.0
 # Status codes for which the downloader retries for minutes.
 _UNAVAILABLE = (500, 502, 503, 504)
 
-# Examples that `Source.decoded` decodes together, to make the cost per element of a pipeline small.
+# Examples that `ImageSource.decoded` decodes together, to make the cost per element of a pipeline small.
 _READ_BATCH = 256
 
 
@@ -137,7 +137,7 @@ def _unreachable(urls: Iterable[str]) -> str | None:
     return None
 
 
-class Source(Split):
+class ImageSource(Split):
     """One split of a prepared TFDS dataset of uint8 images and integer labels."""
 
     def __init__(

@@ -26,7 +26,7 @@ from collections.abc import Iterable
 from absl import logging
 
 from ctl.distributed.cluster.external_watchdog import Keeper
-from ctl.distributed.cluster.handshake import Door, greet
+from ctl.distributed.cluster.handshake import HandshakeServer, handshake
 from ctl.distributed.cluster.members import Tasks
 from ctl.errors import CtlError, PeerError, Preempted
 
@@ -79,7 +79,7 @@ class _Peer:
         return time.monotonic() - self.heard > _SILENT_SECONDS
 
 
-class RollCall:
+class Heartbeats:
     """The coordinator's side of the roll call, a context manager.
 
     The exception that leaves the context, or its absence, sets the exit code of this process. When
@@ -106,7 +106,9 @@ class RollCall:
         self._kept: list[object] = []
         self._code = 1
         self._keeper: Keeper | None = None
-        self._door = Door(tasks.coordinator, _COORDINATOR, tasks.fingerprint, tasks.servers)
+        self._door = HandshakeServer(
+            tasks.coordinator, _COORDINATOR, tasks.fingerprint, tasks.servers
+        )
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._door, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, name="roll-call", daemon=True)
@@ -173,7 +175,7 @@ class RollCall:
         """
         self._kept.append(owner)
 
-    def __enter__(self) -> RollCall:
+    def __enter__(self) -> Heartbeats:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
@@ -332,7 +334,7 @@ def _connect(tasks: Tasks, timeout: float, received: list[int]) -> _Peer:
     began, said = time.monotonic(), 0.0
     while True:
         try:
-            connection = greet(tasks.coordinator, _COORDINATOR, tasks.name, tasks.fingerprint)
+            connection = handshake(tasks.coordinator, _COORDINATOR, tasks.name, tasks.fingerprint)
             connection.setblocking(False)
             return _Peer(connection, _COORDINATOR)
         except OSError as error:

@@ -203,7 +203,7 @@ def _stack(tensor: Any, begin: Any, length: Any, size: Any) -> Callable[[tf.Tens
 # Empty shares -------------------------------------------------------------------------------------
 
 
-def filled(batch: Any) -> tuple[Any, tf.Tensor | None]:
+def pad_empty(batch: Any) -> tuple[Any, tf.Tensor | None]:
     """Replaces a batch without examples by one example of zeros.
 
     Returns:
@@ -242,11 +242,11 @@ def _zeros_of_one(tensor: tf.Tensor) -> tf.Tensor:
     return tf.zeros(tf.concat([[1], inner], axis=0), tensor.dtype)
 
 
-def dropped(empty: tf.Tensor | None, sums: Any, outputs: Any) -> tuple[Any, Any]:
-    """Removes the example of zeros from the results of a `filled` batch.
+def mask_empty(empty: tf.Tensor | None, sums: Any, outputs: Any) -> tuple[Any, Any]:
+    """Removes the example of zeros from the results of a `pad_empty` batch.
 
     Args:
-        empty: as returned by `filled`.
+        empty: as returned by `pad_empty`.
         sums: a nest of tensors and None, each a sum over all examples.
         outputs: a nest of tensors, usually one row per example, [n, ...]; or None.
 
@@ -286,7 +286,7 @@ def one_for_each_example(losses: Any, count: Any = None, source: str = "loss()")
 
     Raises:
         UsageError: the shape is not [n]. If n is known only when the graph runs, the graph fails
-            instead, see `refusals`.
+            instead, see `translate_graph_checks`.
     """
     if not isinstance(losses, tf.RaggedTensor | tf.SparseTensor):
         losses = tf.convert_to_tensor(losses)
@@ -336,13 +336,14 @@ def _of_length(tensor: Any, count: int | tf.Tensor, name: str) -> Any:
 
 
 def refuse_empty(empty: tf.Tensor) -> None:
-    """Makes the running graph fail if ``empty`` (a bool scalar) is true, see `refusals`."""
+    """Makes the running graph fail if ``empty`` (a bool scalar) is true, see
+    `translate_graph_checks`."""
     with tf.name_scope(_EMPTY):
         tf.debugging.Assert(tf.logical_not(empty), [_EMPTY])
 
 
 @contextlib.contextmanager
-def refusals() -> Iterator[None]:
+def translate_graph_checks() -> Iterator[None]:
     """Turns the failure of a check of this module in a running graph into a `UsageError`."""
     try:
         yield

@@ -22,7 +22,7 @@ class _Part(NamedTuple):
 
 class ReplicaVariables:
     """The variables of one step that `ctl.TrainStep.variable` made for each replica, and those that
-    are `ctl.TrainStep.apart`.
+    are `ctl.TrainStep.unsynchronized_variables`.
 
     Attributes:
         saved: for each variable, the values of all replicas, [replicas, *shape], on the host; empty

@@ -20,7 +20,7 @@ from ctl.distributed.cluster import external_watchdog
 from ctl.distributed.cluster.external_watchdog import ask_grpc
 from ctl.distributed.cluster.members import Cluster, Tasks
 from ctl.distributed.cluster.rendezvous import meet
-from ctl.distributed.heartbeats import RollCall
+from ctl.distributed.heartbeats import Heartbeats
 from ctl.errors import PeerError, UsageError
 
 _TPU_PROBE_SECONDS = 5.0
@@ -44,13 +44,13 @@ class Placement(NamedTuple):
         strategy: the strategy.
         options: options of its collectives, for `ctl.TrainStep`.
         description: one line for the log.
-        roll_call: which tasks are alive, with parameter servers; else None.
+        heartbeats: which tasks are alive, with parameter servers; else None.
     """
 
     strategy: tf.distribute.Strategy
     options: tf.distribute.experimental.CommunicationOptions
     description: str
-    roll_call: RollCall | None = None
+    heartbeats: Heartbeats | None = None
 
 
 def make_multi_worker(
@@ -119,14 +119,14 @@ def make_parameter_server(
     Args:
         tasks: the tasks of the job, see `ctl.cluster.resolve_tasks`.
         startup_timeout: seconds to wait for the other tasks to start.
-        worker_timeout: seconds, see `ctl.distributed.heartbeats.RollCall`.
+        worker_timeout: seconds, see `ctl.distributed.heartbeats.Heartbeats`.
 
     Raises:
         PeerError: the other tasks did not start in time, or the coordinator's port is taken.
         UsageError: a worker has several GPUs.
     """
-    roll_call = RollCall(tasks, worker_timeout)
-    roll_call.wait_for_all(startup_timeout)
+    heartbeats = Heartbeats(tasks, worker_timeout)
+    heartbeats.wait_for_all(startup_timeout)
     with socket.socket() as free:  # the roll call uses the port of TF_CONFIG
         free.bind(("", 0))
         port = free.getsockname()[1]
@@ -144,7 +144,7 @@ def make_parameter_server(
         _options("auto"),
         f"parameter_server: {len(tasks.workers)} workers, {len(tasks.ps)} parameter servers; no "
         "all-reduce, updates are asynchronous",
-        roll_call,
+        heartbeats,
     )
 
 

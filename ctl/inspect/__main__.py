@@ -9,11 +9,11 @@ from ctl.flags.commands import run_one_of
 
 # Name -> (module, line in --help).
 COMMANDS = {
-    "plan": ("ctl.inspect.plan_command", "what a step will move; no step is run"),
-    "predict": ("ctl.inspect.predict_command", "time and efficiency on 2 to 100,000 replicas"),
-    "run": ("ctl.inspect.run_command", "runs some steps: where their time goes, who is late"),
-    "merge": ("ctl.inspect.merge_command", "joins what several workers saw"),
-    "hang": ("ctl.inspect.hang_command", "who kept the workers of a run waiting, after the fact"),
+    "plan": ("ctl.inspect.commands.plan", "what a step will move; no step is run"),
+    "predict": ("ctl.inspect.commands.predict", "time and efficiency on 2 to 100,000 replicas"),
+    "run": ("ctl.inspect.commands.run", "runs some steps: where their time goes, who is late"),
+    "merge": ("ctl.inspect.commands.merge", "joins what several workers saw"),
+    "hang": ("ctl.inspect.commands.hang", "who kept the workers of a run waiting, after the fact"),
 }
 
 _USAGE = """

@@ -108,7 +108,7 @@ def collect(
             return examples_of(on_replica(dataset, element, resident))
 
     def examples_of(batch: Any) -> Any:
-        computed, _ = local_batch.filled(batch)
+        computed, _ = local_batch.pad_empty(batch)
         losses = step.loss(computed)
         outputs = losses[1] if isinstance(losses, tuple) else None
         features, labels, weights = local_batch.unpack(batch)
@@ -130,7 +130,7 @@ def collect(
     size, first = dataset.num_examples, 0
     while size is None or first < size:
         try:
-            with local_batch.refusals():
+            with local_batch.translate_graph_checks():
                 parts = batch_of(iterator, resident)
         except tf.errors.OutOfRangeError:
             break

@@ -9,7 +9,7 @@ from absl import logging
 
 from ctl.base.actions import Sink, Status
 from ctl.inspect.measure import WARM_UP
-from ctl.inspect.measure.blame import blame
+from ctl.inspect.measure.late_worker import late_worker
 from ctl.inspect.measure.recording import Recording
 from ctl.inspect.measure.timeline import join
 from ctl.inspect.show.report import scalars
@@ -64,7 +64,7 @@ class Periodic:
         timeline = join(windows)
         for sink in self._sinks:
             sink.write({"phase": "inspect", "step": step, "time": time.time(), **scalars(timeline)})
-        late = blame(timeline)
+        late = late_worker(timeline)
         if late and self._sinks:
             logging.warning(
                 "worker %d is late: the others wait %.1f ms %s, its %s takes longer",

@@ -11,7 +11,7 @@ from absl import logging
 
 from ctl.base import tf_internals
 from ctl.base.actions import Action, Sink
-from ctl.inspect.measure.blame import Blame, blame
+from ctl.inspect.measure.late_worker import LateWorker, late_worker
 from ctl.inspect.measure.link import Measured
 from ctl.inspect.measure.profile import profiled
 from ctl.inspect.measure.recording import Recording
@@ -85,9 +85,9 @@ class Inspection:
         return plan_from_json(self.timeline.plan) if self.timeline.plan else None
 
     @property
-    def blame(self) -> Blame | None:
+    def late_worker(self) -> LateWorker | None:
         """The worker that is late in most steps or in a rhythm; None if there is none."""
-        return blame(self.timeline)
+        return late_worker(self.timeline)
 
     def verdict(self, measured: Measured | None = None) -> tuple[str, ...]:
         """Lines: what bounds the step; why; what to try next; a worker late in a rhythm, if any."""
@@ -101,7 +101,7 @@ class Inspection:
 def inspect_every(loop: Loop, steps: int, sinks: Sequence[Sink]) -> list[Action]:
     """The action that inspects every ``steps`` steps of ``loop``; an empty list, with a warning, if
     this TensorFlow cannot stamp."""
-    reason = tf_internals.no_marks()
+    reason = tf_internals.why_no_timestamps()
     if reason:
         logging.warning("--inspect_every: %s", reason)
         return []

@@ -52,7 +52,7 @@ class Progress:
 
         with Progress() as progress:
             loop = ctl.Loop(..., actions=[Every(Log(progress), steps=100), progress])
-            loop.train_and_evaluate(..., on_wake=progress.evaluating)
+            loop.train_and_evaluate(..., on_progress=progress.evaluating)
 
     Args:
         peek: whether to read the scalars twice a second, without ending their window. Must be

@@ -15,7 +15,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ctl.base.autograph import converted
+from ctl.base.autograph import with_autograph
 from ctl.distributed import local_batch
 from ctl.errors import UsageError
 from ctl.phases import shared_programs
@@ -122,11 +122,11 @@ class Updater:
         self._of_optimizers = [v.value for g in self.groups for v in g.optimizer.variables]
         self.of_model = list(variables)
         grouped = [v for group in self.groups for v in group.variables]
-        self.trained = list({id(v): v for v in [*variables, *grouped]}.values())
+        self.trainable_variables = list({id(v): v for v in [*variables, *grouped]}.values())
         self._group_of = {id(v): n for n, group in enumerate(self.groups) for v in group.variables}
         self.averaged_variables = [] if ema_decay is None else [*variables, *statistics]
         others = [] if ema_decay is None else list(statistics)
-        self.variables = [*self.trained, *others]
+        self.variables = [*self.trainable_variables, *others]
         self.ema_decay = ema_decay
         self.jit_update = jit_update
         self.judges_finiteness = loss_scale or skip_nonfinite
@@ -163,7 +163,7 @@ class Updater:
         scalars."""
         step = self.global_step if step is None else step
         rates = [
-            converted(g.schedule)(step) if g.schedule else g.optimizer.learning_rate
+            with_autograph(g.schedule)(step) if g.schedule else g.optimizer.learning_rate
             for g in self.groups
         ]
         values = [rate.value if isinstance(rate, keras.Variable) else rate for rate in rates]
@@ -190,7 +190,7 @@ class Updater:
         for loss, group in zip(losses, self.groups, strict=True):
             gradients = gradients_of(loss, [v.value for v in group.variables])
             found.update(zip(map(id, group.variables), gradients, strict=True))
-        return [found[id(variable)] for variable in self.trained]
+        return [found[id(variable)] for variable in self.trainable_variables]
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
@@ -241,7 +241,7 @@ class Updater:
         for index, variable in enumerate(self.variables):
             devices.setdefault(variable.value.device, []).append(index)
         kinds = [self._kind(i, g) for i, g in enumerate(gradients)]
-        compiled = shared_programs.Compiled()
+        compiled = shared_programs.ProgramCache()
         for device, indices in _in_parts(devices, kinds):
             # One function updates all of them. The first variable determines the device.
             update = functools.partial(self._update_device, indices)

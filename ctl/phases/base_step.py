@@ -9,15 +9,15 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ctl.base.autograph import Overridable, converted
+from ctl.base.autograph import AutographMethods, with_autograph
 from ctl.distributed import local_batch, replicas
 from ctl.distributed.replica_variables import ReplicaVariables
 from ctl.distributed.watch import watchdog
 from ctl.errors import UsageError
 from ctl.phases import labels, losses, options
 from ctl.phases.logged import TAKEN, Logged
-from ctl.phases.tracked_state import Parts
-from ctl.reduce import crossing
+from ctl.phases.tracked_state import TrackedState
+from ctl.reduce import gather_context
 
 
 def scale_images(features: Any) -> Any:
@@ -37,7 +37,7 @@ def _specs_of(inputs: Any) -> Any:
     return tf.nest.map_structure(lambda t: tf.TensorSpec([None, *t.shape[1:]], t.dtype), inputs)
 
 
-class BaseStep(Overridable):
+class BaseStep(AutographMethods):
     """The model, the loss of a batch and the metrics. Arguments as in `ctl.TrainStep`."""
 
     training: bool
@@ -58,7 +58,7 @@ class BaseStep(Overridable):
         self.loss_fn = loss_fn
         self.metrics = list(metrics)
         self.logged = Logged()
-        self.of_replicas = ReplicaVariables()
+        self.per_replica_variables = ReplicaVariables()
         self.input_specs: Any = None  # what `loss` gives to the model, once it is traced
 
     def preprocess(self, features: Any) -> Any:
@@ -83,7 +83,7 @@ class BaseStep(Overridable):
         inputs = self.preprocess(features)
         self.input_specs = _specs_of(inputs)
         outputs = self.model(inputs, training=self.training)
-        losses = converted(self.loss_fn)(labels, outputs)
+        losses = with_autograph(self.loss_fn)(labels, outputs)
         losses = local_batch.one_for_each_example(losses, source="loss_fn")
         if weights is None:
             return losses, outputs
@@ -155,7 +155,7 @@ class BaseStep(Overridable):
             self._add_to_metrics(labels, outputs, weights)
             return
         for metric in self.metrics:
-            converted(metric.update_state)(labels, outputs, sample_weight=weights)
+            with_autograph(metric.update_state)(labels, outputs, sample_weight=weights)
 
     def _update_shared_metrics(self, strategy: tf.distribute.Strategy, parts: Any) -> None:
         for replica in range(strategy.num_replicas_in_sync):
@@ -166,7 +166,7 @@ class BaseStep(Overridable):
                 parts,
             )
             for metric in self.metrics:
-                converted(metric.update_state)(labels, outputs, sample_weight=weights)
+                with_autograph(metric.update_state)(labels, outputs, sample_weight=weights)
 
     def _add_to_metrics(self, labels: Any, outputs: Any, weights: Any) -> None:
         """Adds the values of this batch: Keras reads and then assigns, which loses updates that
@@ -203,7 +203,7 @@ class BaseStep(Overridable):
             UsageError: ``on_resize`` is another, or all replicas share one copy of every variable.
         """
         if per_replica:
-            return self.of_replicas.make(name, shape, dtype, on_resize)
+            return self.per_replica_variables.make(name, shape, dtype, on_resize)
         return tf.Variable(
             tf.zeros(shape, dtype),
             trainable=False,
@@ -212,7 +212,7 @@ class BaseStep(Overridable):
             name=name,
         )
 
-    def apart(self) -> Sequence[tf.Variable]:
+    def unsynchronized_variables(self) -> Sequence[tf.Variable]:
         """Variables of the model and its optimizers that this step lets differ between replicas, as
         in local SGD; by default none. Of a Keras variable, return its ``value``.
 
@@ -221,21 +221,21 @@ class BaseStep(Overridable):
         return ()
 
     @functools.cached_property
-    def parts(self) -> Parts:
+    def tracked(self) -> TrackedState:
         """The model and what was assigned to attributes, see `ctl.phases.tracked_state`. Used first
         by the loop or the evaluator, when the step is complete."""
-        return Parts(self)
+        return TrackedState(self)
 
     def check_scope(self, strategy: tf.distribute.Strategy) -> None:
         """Raises `UsageError` if a variable was not created in the scope of ``strategy``, or only
         all workers together could read it."""
-        if self.parts.metrics and replicas.has_one_copy(strategy):
+        if self.tracked.metrics and replicas.has_one_copy(strategy):
             raise UsageError(
-                f"metric {self.parts.metrics[0].name} is an attribute of the step, whose updates "
+                f"metric {self.tracked.metrics[0].name} is an attribute of the step, whose updates "
                 "by several replicas would be lost with this strategy: give it as one of metrics"
             )
         metrics = [v.value for m in self.all_metrics() for v in m.variables]
-        own = [*self.parts.own, *self.of_replicas.variables]
+        own = [*self.tracked.extra_variables, *self.per_replica_variables.variables]
         for variable in [*(v.value for v in self.model.variables), *own, *metrics]:
             if not strategy.extended.variable_created_in_scope(variable):
                 raise UsageError(
@@ -243,7 +243,9 @@ class BaseStep(Overridable):
                     "model, the optimizer, the metrics and what the step has of its own inside "
                     "`with strategy.scope():`"
                 )
-        replicas.check_reads(strategy, [*(v.value for v in self.model.variables), *self.parts.own])
+        replicas.check_reads(
+            strategy, [*(v.value for v in self.model.variables), *self.tracked.extra_variables]
+        )
 
     @property
     def is_cross_entropy(self) -> bool:
@@ -313,7 +315,7 @@ class BaseStep(Overridable):
 
     def all_metrics(self) -> list[keras.metrics.Metric]:
         """``self.metrics``, and those that are attributes of their own."""
-        return [*self.metrics, *self.parts.metrics]
+        return [*self.metrics, *self.tracked.metrics]
 
 
 class _Assigned(keras.StatelessScope):
@@ -335,11 +337,11 @@ class EvalStep(BaseStep):
 
     def __call__(self, batch: Any) -> tf.Tensor:
         """Updates the metrics. Returns float32 [2]: sum of the losses, number of valid examples."""
-        computed, empty = local_batch.filled(batch)
-        with self.parts.counted_unless(empty, *self.logged.variables), crossing(1, empty):
+        computed, empty = local_batch.pad_empty(batch)
+        with self.tracked.counted_unless(empty, *self.logged.variables), gather_context(1, empty):
             losses = self.loss(computed)
         loss, outputs = self.sum_of(losses, computed)
-        loss, outputs = local_batch.dropped(empty, tf.reduce_sum(loss), outputs)
+        loss, outputs = local_batch.mask_empty(empty, tf.reduce_sum(loss), outputs)
         if outputs is not None:
             self.update_metrics(batch, outputs)
         return tf.stack([loss, tf.cast(self.count(batch), tf.float32)])

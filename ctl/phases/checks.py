@@ -13,7 +13,7 @@ from ctl.distributed import replicas
 from ctl.errors import UsageError
 
 _CONTRACTS = {
-    "reduce": "(loss, count, gradients, before) and return (loss, count, gradients)",
+    "reduce": "(loss, count, gradients, snapshot) and return (loss, count, gradients)",
     "backward": "(tape, loss, variables=None) and return gradients times the loss scale, as "
     "TrainStep.backward does",
 }
@@ -31,7 +31,7 @@ def check_overrides(step: Any) -> None:
     for before in ("all_reduce", "marks"):
         if before in vars(step):
             raise UsageError(f"{kind}.{before} is part of {kind}.observer in this release")
-    for method, at, name in (("reduce", 3, "before"), ("backward", 2, "variables")):
+    for method, at, name in (("reduce", 3, "snapshot"), ("backward", 2, "variables")):
         parameters = [*inspect.signature(getattr(step, method)).parameters]
         if parameters[at : at + 1] != [name]:
             raise UsageError(
@@ -58,7 +58,9 @@ def checked_gradients(
                 f"{variable.name} of shape {variable.shape}: return them in the order of "
                 "model.trainable_variables"
             )
-    chosen = [g if trains else None for g, trains in zip(gradients, step.trains, strict=True)]
+    chosen = [
+        g if trains else None for g, trains in zip(gradients, step.trainable_mask, strict=True)
+    ]
     if chosen and all(gradient is None for gradient in chosen):
         raise UsageError(
             f"the loss of {kind} depends on no variable that trains, so nothing would be learned: "
@@ -67,21 +69,23 @@ def checked_gradients(
     return chosen
 
 
-def check_apart(step: Any) -> None:
-    """Refuses variables that are `TrainStep.apart` where they cannot be.
+def check_unsynchronized(step: Any) -> None:
+    """Refuses variables that are `TrainStep.unsynchronized_variables` where they cannot be.
 
     Raises:
         UsageError: they are no TensorFlow variables, are averaged, or have one copy.
     """
-    kind, apart = type(step).__name__, step.apart()
+    kind, apart = type(step).__name__, step.unsynchronized_variables()
     if not all(isinstance(variable, tf.Variable) for variable in apart):
-        raise UsageError(f"{kind}.apart() must return the .value of a Keras variable")
+        raise UsageError(
+            f"{kind}.unsynchronized_variables() must return the .value of a Keras variable"
+        )
     if apart and replicas.has_one_copy(step.strategy):
         raise UsageError(
             f"{kind} needs a copy of its variables on each replica, and this strategy has one: use "
             "mirrored"
         )
-    averaged = {id(v.value) for v in step.updater.trained}
+    averaged = {id(v.value) for v in step.updater.trainable_variables}
     if step.ema_decay is not None and any(id(v) in averaged for v in apart):
         raise UsageError(
             f"{kind} lets weights differ between replicas, so they have no one average: leave out "

@@ -44,7 +44,7 @@ def freeze(model: keras.Model, patterns: Sequence[str]) -> list[str]:
     return [v.path for v in model.weights if id(v) not in trained] if patterns else []
 
 
-def trained(step: Any, parts: Sequence[Any] | None) -> tuple[bool, ...]:
+def select_trainable(step: Any, parts: Sequence[Any] | None) -> tuple[bool, ...]:
     """Which of the trainable variables of a built step train.
 
     Args:
@@ -55,11 +55,11 @@ def trained(step: Any, parts: Sequence[Any] | None) -> tuple[bool, ...]:
         UsageError: a part has no variable that the step trains, or there are no parts.
     """
     if parts is None:
-        return (True,) * len(step.trained)
+        return (True,) * len(step.trainable_variables)
     if not parts or not isinstance(parts, Sequence):
         raise UsageError(f"train_only needs a list of layers or variables, or None, not {parts!r}")
     chosen: set[int] = set()
-    known = {id(variable) for variable in step.trained}
+    known = {id(variable) for variable in step.trainable_variables}
     for part in parts:
         variables = [part] if isinstance(part, keras.Variable) else part.trainable_variables
         mine = {id(v.value) for v in variables} & known
@@ -69,4 +69,4 @@ def trained(step: Any, parts: Sequence[Any] | None) -> tuple[bool, ...]:
                 "when the loop was made stays frozen"
             )
         chosen |= mine
-    return tuple(id(variable) in chosen for variable in step.trained)
+    return tuple(id(variable) in chosen for variable in step.trainable_variables)

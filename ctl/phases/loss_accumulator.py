@@ -9,52 +9,53 @@ import tensorflow as tf
 from ctl.distributed import local_batch
 
 
-class Losses(NamedTuple):
+class LossAccumulator(NamedTuple):
     """Sums over the steps of one call, on one replica. Batches may differ in size."""
 
     total: tf.Tensor  # float32 scalar: sum of the replica's losses of all examples
     examples: tf.Tensor  # float32 scalar: number of valid examples of all replicas
     finite: tf.Tensor  # int32 scalar: number of steps before the first non-finite loss
 
-    def plus(self, loss: tf.Tensor, count: tf.Tensor) -> Losses:
+    def add(self, loss: tf.Tensor, count: tf.Tensor) -> LossAccumulator:
         """Adds a step. Arguments as returned by `ctl.TrainStep.__call__`."""
         # NaN and Inf stay in the sum, so `finite` counts the steps before the first of them.
         total = self.total + loss * count
         finite = self.finite + tf.cast(tf.math.is_finite(total), tf.int32)
-        return Losses(total, self.examples + count, finite)
+        return LossAccumulator(total, self.examples + count, finite)
 
     def totals(self, report: tf.Tensor, replicas: int, logged: tf.Tensor) -> tf.Tensor:
-        """float32 [5 + k] that gives `Totals` when it is summed over ``replicas``. ``report``: see
-        `ctl.control.pace.Pace.report`; ``logged`` [k]: see `ctl.phases.logged.Logged.terms`."""
+        """float32 [5 + k] that gives `CallTotals` when it is summed over ``replicas``. ``report``:
+        see `ctl.control.pace.Pace.worker_report`; ``logged`` [k]: see
+        `ctl.phases.logged.Logged.terms`."""
         loss = self.total / local_batch.or_one(self.examples)
         return tf.concat([[loss, self.examples / replicas], report, logged], axis=0)
 
 
-class Totals(NamedTuple):
+class CallTotals(NamedTuple):
     """Sums over all replicas after a call of the loop: losses and the reports of the workers."""
 
     loss: float  # mean over the valid examples of all steps whose update was not skipped
     examples: float  # number of these examples, or the sum of their weights
     stop: float  # above 0 if a signal has asked a worker to stop
     end: float  # above 0 if an action of a worker has asked to end the training
-    pace: float  # sum of the seconds per step that workers measured, see `Pace.report`
+    pace: float  # sum of the seconds per step that workers measured, see `Pace.worker_report`
     logged: list[float]  # see `ctl.phases.logged.Logged.collect`
 
 
-class Outcome(NamedTuple):
+class CallResult(NamedTuple):
     """Result of one call of `ctl.loop.Steps.run`."""
 
     sums: tf.Tensor  # float32 [5 + k], see `totals`
-    finite: tf.Tensor  # `Losses.finite` of each replica
+    finite: tf.Tensor  # `LossAccumulator.finite` of each replica
     position: Any  # position in the feed after the steps, see `ctl.data.feed`
     rates: Any = ()  # learning rates of the groups in the last step, float32 scalars
 
-    def totals(self) -> Totals:
+    def totals(self) -> CallTotals:
         """Waits for the sums, and returns them by name."""
         loss, examples, stop, end, pace, *logged = self.sums.numpy().tolist()
-        return Totals(loss, examples, stop, end, pace, logged)
+        return CallTotals(loss, examples, stop, end, pace, logged)
 
 
-def no_losses() -> Losses:
+def no_losses() -> LossAccumulator:
     """The losses of no step."""
-    return Losses(tf.zeros([]), tf.zeros([]), tf.zeros([], tf.int32))
+    return LossAccumulator(tf.zeros([]), tf.zeros([]), tf.zeros([], tf.int32))

@@ -43,7 +43,7 @@ def mark_names(step: ObservedStep) -> tuple[str, ...]:
 def stamp(waits_for: Sequence[tf.Tensor]) -> tf.Tensor:
     """The time at which all of ``waits_for`` are computed.
 
-    Call it in a graph, after a check with `private.no_marks`.
+    Call it in a graph, after a check with `private.why_no_timestamps`.
 
     Returns:
         float64 scalar: seconds since the epoch, with a resolution of 1 us.
@@ -87,13 +87,13 @@ class Marks(Observer):
             when the step is traced.
 
     Raises:
-        UsageError: this TensorFlow cannot stamp (see `private.no_marks`).
+        UsageError: this TensorFlow cannot stamp (see `private.why_no_timestamps`).
     """
 
     stamps = True
 
     def __init__(self, step: ObservedStep, *stores: Store):
-        reason = tf_internals.no_marks()
+        reason = tf_internals.why_no_timestamps()
         if reason:
             raise UsageError(reason)
         self.step = step
@@ -146,7 +146,7 @@ class Marks(Observer):
 
     def end(self) -> None:
         """Stamps ``apply``."""
-        self.mark("apply", self.step.trained)
+        self.mark("apply", self.step.trainable_variables)
         for store in self.stores:
             store.finish()
         last = f"done{len(self.pack_bytes) - 1}"

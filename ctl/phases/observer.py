@@ -6,11 +6,11 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
-from ctl.base.autograph import Overridable
+from ctl.base.autograph import AutographMethods
 from ctl.reduce import all_reduce
 
 
-class Observer(Overridable):
+class Observer(AutographMethods):
     """The default observer, which adds no operation to the graph. `ctl.phases.marks.Marks` records
     times.
 
@@ -44,7 +44,7 @@ class ObservedStep(Protocol):
 
     observer: Observer
     strategy: tf.distribute.Strategy
-    trained: list[tf.Variable]
+    trainable_variables: list[tf.Variable]
     bytes_per_pack: int
     jit_compile: bool | None
 

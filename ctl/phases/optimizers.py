@@ -170,7 +170,7 @@ def make_groups(
         groups = [Group(optimizers, list(model_variables), schedule)]
     else:
         groups = [_group(*given, schedule) for given in optimizers]
-        _check_apart(groups, model_variables)
+        _check_disjoint(groups, model_variables)
     for optimizer, variables, _ in groups:
         check_optimizer(optimizer)
         check_precision(optimizer, variables)
@@ -188,7 +188,7 @@ def _group(optimizer: Any, variables: Any, *schedules: Any) -> Group:
     return Group(optimizer, list(variables), next((s for s in schedules if s is not None), None))
 
 
-def _check_apart(groups: Sequence[Group], model_variables: Sequence[keras.Variable]) -> None:
+def _check_disjoint(groups: Sequence[Group], model_variables: Sequence[keras.Variable]) -> None:
     trained = [v for group in groups for v in group.variables]
     for variable in trained:
         if not variable.trainable:

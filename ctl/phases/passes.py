@@ -49,8 +49,8 @@ def state_kept(step: Any) -> Iterator[None]:
     """
     changed = [v.value for v in step.model.non_trainable_variables]
     changed += [v.value for m in step.all_metrics() for v in m.variables]
-    of_replicas = [*step.of_replicas.variables, *step.logged.variables]
-    with _returned(step, [*changed, *step.parts.own, *of_replicas]):
+    of_replicas = [*step.per_replica_variables.variables, *step.logged.variables]
+    with _returned(step, [*changed, *step.tracked.extra_variables, *of_replicas]):
         yield
 
 
@@ -66,13 +66,13 @@ def perturbed(step: Any, moves: Sequence[tf.Tensor | None]) -> Iterator[None]:
     Raises:
         UsageError: replicas share one copy of every variable, or there is not one move for each.
     """
-    count = len(step.trained)
+    count = len(step.trainable_variables)
     if len(moves) != count:
         raise UsageError(
             f"perturbed() was given {len(moves)} moves for {count} trainable variables: "
             "give one for each, None where there is none"
         )
-    with _returned(step, step.trained) as mine:
+    with _returned(step, step.trainable_variables) as mine:
         with tf.name_scope(SCOPE):
             for variable, move in zip(mine, moves, strict=True):
                 if move is not None:

@@ -72,8 +72,8 @@ def total(step: Any, batch: Any) -> tf.Tensor | None:
         UsageError: examples count otherwise than 1, and a layer added a loss that was not expected.
     """
     of_model = {id(v.value) for v in step.model.trainable_variables}
-    beyond = any(id(v) not in of_model for v in step.trained)
-    layer = step.parts.layer if beyond else step.model
+    beyond = any(id(v) not in of_model for v in step.trainable_variables)
+    layer = step.tracked.layer if beyond else step.model
     if not (penalties := layer.losses):
         return None
     _check_own(penalties)
@@ -124,7 +124,7 @@ def _counts_rows(step: Any, batch: Any) -> bool:
 
 def _adding(step: Any) -> Iterator[Any]:
     yield step
-    yield from replicas.layers_of(step.parts.layer)
+    yield from replicas.layers_of(step.tracked.layer)
 
 
 def _may_add(owner: Any) -> bool:

@@ -52,7 +52,7 @@ def make_parts(kinds: Sequence[Hashable], most: int) -> list[list[int]]:
     return parts + [left[start : start + most] for start in range(0, len(left), most)]
 
 
-class Compiled:
+class ProgramCache:
     """Calls functions that assign to variables, compiled by XLA; those that are alike as one.
 
     Make it anew for each trace of what calls it.

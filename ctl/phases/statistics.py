@@ -11,7 +11,7 @@ import tensorflow as tf
 from ctl.distributed import local_batch, replicas
 
 
-class Before(NamedTuple):
+class StatisticsSnapshot(NamedTuple):
     """What is known before the forward pass of a step, on one replica."""
 
     examples: int | tf.Tensor  # in the replica's part of the batch
@@ -59,46 +59,46 @@ class Statistics:
         squares = [self.combined[variance] for _, variance, _ in self._pairs]
         return [*self.combined, *squares]
 
-    def before(self, batch: Any) -> Before:
+    def snapshot(self, batch: Any) -> StatisticsSnapshot:
         """Reads what the other methods need of the time before the forward pass."""
-        return Before(
+        return StatisticsSnapshot(
             local_batch.rows(batch) if self.combined else 0,
             [_wide(self.combined[mean]) for mean, _, _ in self._pairs],
             [variable.read_value() for variable in self.undone],
         )
 
-    def terms(self, before: Before) -> list[tf.Tensor]:
+    def terms(self, snapshot: StatisticsSnapshot) -> list[tf.Tensor]:
         """What to sum over replicas after the forward pass: the statistics, where moving means are
         replaced by their shifts; the squares of these shifts; and the number of examples, unless it
         is an integer, which is the same on every replica."""
         if not self.combined:
             return []
         terms = [_wide(variable) for variable in self.combined]
-        for (mean, _, _), old in zip(self._pairs, before.means, strict=True):
+        for (mean, _, _), old in zip(self._pairs, snapshot.means, strict=True):
             terms[mean] -= old
             terms.append(tf.square(terms[mean]))
-        examples = before.examples
+        examples = snapshot.examples
         if isinstance(examples, int):
             return terms
         # A replica without examples adds 0, even if its statistics are NaN.
         terms = [tf.math.multiply_no_nan(term, tf.cast(examples, term.dtype)) for term in terms]
         return [*terms, tf.cast(examples, tf.float32)]
 
-    def assign(self, sums: Sequence[tf.Tensor], before: Before, parts: int) -> None:
+    def assign(self, sums: Sequence[tf.Tensor], snapshot: StatisticsSnapshot, parts: int) -> None:
         """Assigns the combined statistics.
 
         Args:
             sums: sums of `terms` over all replicas.
-            before: as returned by `before`.
+            snapshot: as returned by `snapshot`.
             parts: number of replicas.
         """
         if not self.combined:
             return
-        *sums, weight = [*sums, parts] if isinstance(before.examples, int) else sums
+        *sums, weight = [*sums, parts] if isinstance(snapshot.examples, int) else sums
         values = [total / tf.cast(weight, total.dtype) for total in sums]
         squares = values[len(self.combined) :]
         for (mean, variance, norm), old, square in zip(
-            self._pairs, before.means, squares, strict=True
+            self._pairs, snapshot.means, squares, strict=True
         ):
             between = tf.maximum(square - tf.square(values[mean]), 0.0)
             values[variance] += tf.cast(between / (1.0 - norm.momentum), values[variance].dtype)
@@ -106,9 +106,9 @@ class Statistics:
         for variable, value in zip(self.combined, values, strict=False):
             variable.assign(tf.cast(value, variable.dtype))
 
-    def undo_unless(self, finite: tf.Tensor, before: Before) -> None:
+    def undo_unless(self, finite: tf.Tensor, snapshot: StatisticsSnapshot) -> None:
         """Unless ``finite`` (a bool scalar), returns the variables to their earlier values."""
-        for variable, old in zip(self.undone, before.undone, strict=True):
+        for variable, old in zip(self.undone, snapshot.undone, strict=True):
             variable.assign(tf.where(finite, variable.read_value(), old))
 
 

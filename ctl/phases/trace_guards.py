@@ -23,7 +23,7 @@ from ctl.phases.tracked_state import has_state
 
 # Attributes of a step that `TraceKey` holds, or that the loop sets.
 _OURS = frozenset(
-    ("observer", "bytes_per_pack", "jit_compile", "flops", "loop", "settings", "parts")
+    ("observer", "bytes_per_pack", "jit_compile", "flops", "loop", "trace_guards", "tracked")
     + ("input_specs",)
 )
 
@@ -47,15 +47,15 @@ class TraceKey(NamedTuple):
     observer: Observer
     bytes_per_pack: int
     jit_compile: bool
-    version: int  # counts the changes of all others, see `Settings`
+    version: int  # counts the changes of all others, see `TraceGuards`
 
 
-class Settings:
+class TraceGuards:
     """The Python values that the graph of a step was made of.
 
     They are the attributes of the step; of its optimizers, its updater and each of its layers, the
     public ones with a plain value; and the schedules of Keras that are rates of the optimizers.
-    What changes during a call is the step's own doing (`note`).
+    What changes during a call is the step's own doing (`snapshot`).
 
     Args:
         step: a step that is ready to be traced.
@@ -70,8 +70,8 @@ class Settings:
         self.version = 0
         self.rates: dict[str, float] = {}
         self._records: dict[int, Any] = {}
-        others = {f"layer {layer.name}": layer for layer in replicas.layers_of(step.parts.layer)}
-        self._optimizers = {f"optimizer {o.name}": o for o in step.parts.optimizers}
+        others = {f"layer {layer.name}": layer for layer in replicas.layers_of(step.tracked.layer)}
+        self._optimizers = {f"optimizer {o.name}": o for o in step.tracked.optimizers}
         self._scheduled: set[str] = set()  # names of optimizers whose own rate is not used
         if hasattr(step, "updater"):
             applied = step.updater.optimizers()
@@ -85,20 +85,22 @@ class Settings:
             what: (vars(other), [n for n, v in vars(other).items() if _is_option(n, v)])
             for what, other in others.items()
         }
-        self.note(step)
+        self.snapshot(step)
         if hasattr(step, "updater"):
             self.check_rate(step)
 
-    def note(self, step: Any) -> None:
+    def snapshot(self, step: Any) -> None:
         """Takes all values as they are for those of the graph. Called when it has run."""
         self._seen = self._read(step)
 
     def key(self, step: Any) -> TraceKey:
-        """The key of the trace of a training step. Raises `UsageError`, see `current`."""
-        return TraceKey(step.observer, step.bytes_per_pack, step.jit_compile, self.current(step))
+        """The key of the trace of a training step. Raises `UsageError`, see `version_for`."""
+        return TraceKey(
+            step.observer, step.bytes_per_pack, step.jit_compile, self.version_for(step)
+        )
 
-    def current(self, step: Any) -> int:
-        """Returns `version`, a new one if a value was changed since `note`.
+    def version_for(self, step: Any) -> int:
+        """Returns `version`, a new one if a value was changed since `snapshot`.
 
         Raises:
             UsageError: a change would have no effect.

@@ -24,7 +24,7 @@ class _Layer(keras.Layer):
         self.built = True
 
 
-class Parts:
+class TrackedState:
     """The model of a step, and the layers, variables, metrics, optimizers and seed generators that
     are attributes of the step, or in lists and dicts that are.
 
@@ -48,12 +48,14 @@ class Parts:
         )
         self.metrics = [p for p in found if _is_metric(p) and p not in step.metrics]
         self.optimizers = [p for p in found if isinstance(p, keras.optimizers.Optimizer)]
-        apart = {id(v) for v in step.of_replicas.variables}
-        self.plain = [p for p in found if isinstance(p, tf.Variable) and id(p) not in apart]
-        self.plain += [v for p in found if isinstance(p, tf.Module) for v in p.variables]
+        apart = {id(v) for v in step.per_replica_variables.variables}
+        self.raw_variables = [p for p in found if isinstance(p, tf.Variable) and id(p) not in apart]
+        self.raw_variables += [v for p in found if isinstance(p, tf.Module) for v in p.variables]
         mine = [v.value for part in (self.layer, *self.optimizers) for v in part.variables]
         models = {id(v.value) for v in step.model.variables}
-        self.own = list({id(v): v for v in mine + self.plain if id(v) not in models}.values())
+        self.extra_variables = list(
+            {id(v): v for v in mine + self.raw_variables if id(v) not in models}.values()
+        )
         # Keras has no public name for the variables that an optimizer was built with.
         self._trained = {id(v.value) for o in self.optimizers for v in o._trainable_variables}
         self._generators = any(isinstance(p, tf.random.Generator) for p in found)
@@ -68,7 +70,7 @@ class Parts:
                 "keras.random.SeedGenerator"
             )
         found = {id(v) for v in trained} | self._trained
-        for variable in [*(v.value for v in self.layer.trainable_variables), *self.plain]:
+        for variable in [*(v.value for v in self.layer.trainable_variables), *self.raw_variables]:
             if variable.trainable and variable.dtype.is_floating and id(variable) not in found:
                 raise UsageError(
                     f"variable {variable.name} of the step is trainable, but no optimizer trains "

@@ -38,7 +38,7 @@ class DiLoCo(LocalSGD):
 
     def __call__(self, batch: Any) -> tuple[tf.Tensor, tf.Tensor]:
         begins = tf.equal(self.global_step, 0)
-        for variable, start in zip(self.trained, self.starts, strict=True):
+        for variable, start in zip(self.trainable_variables, self.starts, strict=True):
             now, mine = replicas.own_copy(variable), replicas.own_copy(start)
             mine.assign(tf.where(begins, now.read_value(), mine.read_value()))
         return super().__call__(batch)

@@ -63,7 +63,7 @@ class DPSGD(ctl.TrainStep):
         if importlib.util.find_spec("dp_accounting") is None:
             raise UsageError("DPSGD needs dp-accounting: pip install 'ctl[privacy]'")
         # They mix examples; a skipped update tells of one; workers would share the noise of a step.
-        mixes = replicas.training_norms(self.parts.layer) or replicas.has_one_copy(strategy)
+        mixes = replicas.training_norms(self.tracked.layer) or replicas.has_one_copy(strategy)
         if mixes or self.on_nan == "skip" or self.loss_scale:
             raise UsageError("DPSGD takes no BatchNormalization, float16, on_nan=skip or ps")
         if self.accumulate_steps > 1:
@@ -90,9 +90,9 @@ class DPSGD(ctl.TrainStep):
         bound = self.dp_clip / tf.cast(divisor, tf.float32)
         return loss, tf.clip_by_global_norm(gradients, bound, global_norm(gradients))[0], outputs
 
-    def reduce(self, loss: tf.Tensor, count: Any, gradients: list, before: Any) -> tuple:
+    def reduce(self, loss: tf.Tensor, count: Any, gradients: list, snapshot: Any) -> tuple:
         """See `ctl.TrainStep.reduce`; adds the noise, the same on all replicas."""
-        loss, total, gradients = super().reduce(loss, count, gradients, before)
+        loss, total, gradients = super().reduce(loss, count, gradients, snapshot)
         deviation = self.dp_noise * self.dp_clip / tf.cast(total, tf.float32)
 
         def noisy(number: int, gradient: tf.Tensor) -> tf.Tensor:

@@ -88,8 +88,8 @@ class NoiseScale(ctl.TrainStep):
         self.squares.update_state(0, gradients, examples, scale)
         return loss, gradients, outputs
 
-    def reduce(self, loss: tf.Tensor, count: Any, gradients: list, before: Any) -> tuple:
+    def reduce(self, loss: tf.Tensor, count: Any, gradients: list, snapshot: Any) -> tuple:
         """See `ctl.TrainStep.reduce`; of the global batch."""
-        loss, total, gradients = super().reduce(loss, count, gradients, before)
+        loss, total, gradients = super().reduce(loss, count, gradients, snapshot)
         self.squares.update_state(1, gradients, total)
         return loss, total, gradients

@@ -59,7 +59,7 @@ class LocalSGD(ctl.TrainStep):
 
         loop.eval_actions.append(warn)
 
-    def apart(self) -> list[tf.Variable]:
+    def unsynchronized_variables(self) -> list[tf.Variable]:
         """The weights and their slots."""
         optimizer: Any = self.optimizer
         equal = {id(optimizer.iterations), id(optimizer.learning_rate)}
@@ -68,7 +68,7 @@ class LocalSGD(ctl.TrainStep):
 
     def __call__(self, batch: Any) -> tuple[tf.Tensor, tf.Tensor]:
         outcome = super().__call__(batch)
-        weights = [replicas.own_copy(v).read_value() for v in self.trained]
+        weights = [replicas.own_copy(v).read_value() for v in self.trainable_variables]
         tf.distribute.get_replica_context().merge_call(self.meet, args=(weights,))
         return outcome
 
@@ -82,9 +82,9 @@ class LocalSGD(ctl.TrainStep):
         """Joins the ``weights`` of all replicas, if this step is the last of a round."""
 
         def joined() -> None:
-            pairs = list(zip(weights, self.trained, strict=True))
+            pairs = list(zip(weights, self.trainable_variables, strict=True))
             means = strategy.extended.batch_reduce_to(MEAN, pairs, self.options)
-            for variable, *args in zip(self.trained, means, *self.outer, strict=True):
+            for variable, *args in zip(self.trainable_variables, means, *self.outer, strict=True):
                 strategy.extended.update(variable, self.join, args=tuple(args), group=False)
 
         ends = tf.equal(self.global_step % self.local_steps, 0)

@@ -56,10 +56,15 @@ class ZeRO1(ctl.TrainStep):
         self.optimizer.build([part])
         # A function, so that the variable is not saved: a step assigns to it before it reads it.
         self.part = lambda: part.value
-        kept = (1 + len(self.apart())) * part.value.dtype.size * sum(self.sizes) / 1024
+        kept = (
+            (1 + len(self.unsynchronized_variables()))
+            * part.value.dtype.size
+            * sum(self.sizes)
+            / 1024
+        )
         logging.info("ZeRO-1: %.1f KiB on each replica, 1/%d of slots and weights", kept, parts)
 
-    def apart(self) -> list[tf.Variable]:
+    def unsynchronized_variables(self) -> list[tf.Variable]:
         """The slots; other variables of an optimizer are scalars."""
         return [v.value for v in self.optimizer.variables if v.ndim]
 
@@ -69,15 +74,17 @@ class ZeRO1(ctl.TrainStep):
         if any(g is None for g in gradients):
             raise UsageError("ZeRO1 needs a gradient of all variables of the model")
         context, part = tf.distribute.get_replica_context(), replicas.own_copy(self.part())
-        weights = [v.read_value() for v in self.trained]
+        weights = [v.read_value() for v in self.trainable_variables]
         rate = self.updater.learning_rates()[0]
         decay = tf.cast(rate * (self.optimizer.weight_decay or 0.0), part.dtype)
-        used = [optimizers.is_decayed(self.optimizer, v) for v in self.updater.trained]
+        used = [optimizers.is_decayed(self.optimizer, v) for v in self.updater.trainable_variables]
         decayed = [w - decay * w if use else w for w, use in zip(weights, used, strict=True)]
         context.merge_call(self.update, (self.cut(decayed), self.cut(gradients), rate, finite))
         rows = context.all_gather(part.read_value()[tf.newaxis], axis=0, options=self.options)
         columns = tf.split(rows, self.sizes, axis=1)
-        for variable, old, numbers in zip(self.updater.trained, weights, columns, strict=True):
+        for variable, old, numbers in zip(
+            self.updater.trainable_variables, weights, columns, strict=True
+        ):
             new = tf.reshape(tf.reshape(numbers, [-1])[: tf.size(old)], old.shape)
             new = new if variable.constraint is None else variable.constraint(new)
             new = new if finite is None else tf.where(finite, new, old)

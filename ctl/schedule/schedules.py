@@ -21,7 +21,7 @@ import keras
 import tensorflow as tf
 from absl import logging
 
-from ctl.base.autograph import Overridable
+from ctl.base.autograph import AutographMethods
 from ctl.base.names import SCHEDULES, check_name
 from ctl.errors import UsageError
 from ctl.flags import defaults
@@ -41,7 +41,7 @@ _serializable = keras.saving.register_keras_serializable(package="ctl")
 
 
 @dataclasses.dataclass(frozen=True)
-class Schedule(Overridable, keras.optimizers.schedules.LearningRateSchedule):
+class Schedule(AutographMethods, keras.optimizers.schedules.LearningRateSchedule):
     """A linear warm-up, then `decay`, which subclasses define.
 
     During the first W = ``warmup_steps`` updates, the rate is multiplied by (step + 1) / (W + 1):

@@ -187,5 +187,5 @@ def test_eager_code_stays_as_it_is():
     loss_fn = Loss()
     step = Mine(model, "sgd", loss_fn)
     assert step.loss_fn is loss_fn and step.loss.__func__ is Mine.loss
-    assert autograph.converted(clip) is clip
+    assert autograph.with_autograph(clip) is clip
     assert tf_internals.no_rules() is None

@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 from ctl.data import InMemory, Streaming, mix
-from ctl.data.errors import explained
+from ctl.data.errors import translate_data_errors
 from ctl.data.sources import Items, mapped
 from ctl.errors import UsageError
 
@@ -104,7 +104,7 @@ def test_what_no_tensor_holds(name):
     for make in (InMemory, Streaming):
         with pytest.raises(UsageError, match=says) as error:
             dataset = make(arrays, global_batch_size=4, training=False)
-            with explained(dataset):
+            with translate_data_errors(dataset):
                 list(dataset.batches())
         assert "\n" not in str(error.value)
 

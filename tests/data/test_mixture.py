@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from ctl.data import Augmented, DatasetInfo, InMemory, Streaming, mix
-from ctl.data.errors import explained
+from ctl.data.errors import translate_data_errors
 from ctl.data.feed import open_batches
 from ctl.data.mixture import Interleave
 from ctl.data.sources import Items
@@ -141,7 +141,10 @@ def test_a_damaged_record_is_that_of_its_part():
     sound, skips = (np.concatenate(numbers_of(streamed(bad), 20)) for bad in ((), (8,)))
     np.testing.assert_array_equal(np.where(sound == 208, 200, sound), skips)
     stops = mix([(Streaming(Encoded(0, 9, (4,)), global_batch_size=8, seed=3), 1)])
-    with pytest.raises(UsageError, match="example 4 cannot be decoded"), explained(stops):
+    with (
+        pytest.raises(UsageError, match="example 4 cannot be decoded"),
+        translate_data_errors(stops),
+    ):
         numbers_of(stops, 3)
 
 

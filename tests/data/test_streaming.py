@@ -13,13 +13,13 @@ from stored_sources import COUNT
 from stored_sources import SOURCES as KINDS
 
 from ctl.data import streaming
-from ctl.data.errors import explained
+from ctl.data.errors import translate_data_errors
 from ctl.data.feed import open_batches
 from ctl.data.load import read_all
 from ctl.data.records import ArrayRecords, BadRecord, TFRecords
 from ctl.data.sources import ImageFolder, Items, JsonLines, mapped
 from ctl.data.streaming import Streaming
-from ctl.data.tfds_source import Source, find
+from ctl.data.tfds_source import ImageSource, find
 from ctl.errors import CheckpointError, UsageError
 
 
@@ -32,9 +32,9 @@ def sources(tmp_path_factory):
     tiny = find("ctl_tiny_color", str(root / "tfrecord"))
     return {
         **stored_sources.opened(root),
-        "validation": Source(tiny, "validation"),
-        "resized": Source(tiny, "train", (9, 7, 3)),
-        "unlabelled": Source(find("ctl_tiny_unlabelled", str(root / "tfrecord")), "train"),
+        "validation": ImageSource(tiny, "validation"),
+        "resized": ImageSource(tiny, "train", (9, 7, 3)),
+        "unlabelled": ImageSource(find("ctl_tiny_unlabelled", str(root / "tfrecord")), "train"),
         "root": root,
     }
 
@@ -159,7 +159,7 @@ def cut_short(path):
 
 def streamed(items) -> None:
     dataset = Streaming(items, global_batch_size=1, training=False)
-    with explained(dataset):
+    with translate_data_errors(dataset):
         list(dataset.batches())
 
 
@@ -265,7 +265,7 @@ def test_bad_records_stop_with_their_name_or_are_replaced_alike_on_all_workers()
         (Flawed(undecodable=[17]), "shard 1, record 7 cannot be decoded"),
     ):
         dataset = Streaming(bad, global_batch_size=4)
-        with pytest.raises(UsageError, match=says) as error, explained(dataset):
+        with pytest.raises(UsageError, match=says) as error, translate_data_errors(dataset):
             list(dataset.batches().take(5))
         assert "\n" not in str(error.value) and "--on_bad_record=skip" in str(error.value)
     flawed = Flawed(unreadable=[0, 13, 19], undecodable=[1, 14, 17])
@@ -297,7 +297,7 @@ def test_items_that_fail_or_differ_are_named():
         with pytest.raises((BadRecord, UsageError), match=says):
             Items(list(range(9)), fails).read(np.array(list(chosen)))
     (short,) = [Streaming(Items(list(range(9)), fails), global_batch_size=9)]
-    with pytest.raises(UsageError, match="example 7: OSError"), explained(short):
+    with pytest.raises(UsageError, match="example 7: OSError"), translate_data_errors(short):
         next(iter(short.batches()))
 
 
@@ -339,7 +339,13 @@ def test_classes_without_images_keep_the_labels(sources, tmp_path):
 
 @pytest.mark.parametrize("says", ["No space left on device", "Disk quota exceeded"])
 def test_a_full_disk_is_not_exhausted_memory(says):
-    with pytest.raises(CheckpointError, match=f"^no space left: x.png; {says}$"), explained(None):
+    with (
+        pytest.raises(CheckpointError, match=f"^no space left: x.png; {says}$"),
+        translate_data_errors(None),
+    ):
         raise tf.errors.ResourceExhaustedError(None, None, f"x.png; {says}")
-    with pytest.raises(UsageError, match="^out of memory: OOM when allocating"), explained(None):
+    with (
+        pytest.raises(UsageError, match="^out of memory: OOM when allocating"),
+        translate_data_errors(None),
+    ):
         raise tf.errors.ResourceExhaustedError(None, None, "OOM when allocating a tensor")

@@ -12,9 +12,9 @@ import tensorflow_datasets as tfds
 import tiny_tfds
 
 from ctl.data import load, tfds_source
-from ctl.data.errors import explained
+from ctl.data.errors import translate_data_errors
 from ctl.data.load import read_all
-from ctl.data.tfds_source import EMBEDDED, Source, find
+from ctl.data.tfds_source import EMBEDDED, ImageSource, find
 from ctl.errors import UsageError
 
 TRAIN_FILE = "fashion_mnist_mini/1.0.0/fashion_mnist_mini-train.tfrecord-00000-of-00001"
@@ -143,7 +143,7 @@ def server(monkeypatch):
 
 def test_download_from_a_server(server, tmp_path):
     builder = find("ctl_tiny_download", str(tmp_path))
-    assert len(Source(builder, "train")) == 50
+    assert len(ImageSource(builder, "train")) == 50
     assert list((tmp_path / "downloads").glob("**/*file*"))
 
 
@@ -164,7 +164,7 @@ def test_a_server_that_does_not_have_it(server, status, says, tmp_path, monkeypa
 
 def test_read_gives_the_examples_in_the_order_of_the_files(data_dir):
     builder = find("ctl_tiny_color", data_dir)
-    source = Source(builder, "train")
+    source = ImageSource(builder, "train")
     images, labels = source.decoded()
     expected = builder.as_dataset(
         split="train", read_config=tfds.ReadConfig(interleave_cycle_length=1), as_supervised=True
@@ -181,8 +181,8 @@ def test_read_gives_the_examples_in_the_order_of_the_files(data_dir):
 
 def test_splits_may_be_parts_and_sums(data_dir):
     builder = find("ctl_tiny_color", data_dir)
-    images, labels = Source(builder, "train[10:20]+validation").decoded()
-    whole, _ = Source(builder, "train").decoded()
+    images, labels = ImageSource(builder, "train[10:20]+validation").decoded()
+    whole, _ = ImageSource(builder, "train").decoded()
     np.testing.assert_array_equal(images[:10], whole[10:20])
     assert len(labels) == 17
 
@@ -190,23 +190,23 @@ def test_splits_may_be_parts_and_sums(data_dir):
 @pytest.mark.parametrize("split", ["test", "train[", "train[:200%]", ""])
 def test_splits_that_do_not_exist(split, data_dir):
     with pytest.raises(UsageError, match="it has train, validation") as error:
-        Source(find("ctl_tiny_color", data_dir), split)
+        ImageSource(find("ctl_tiny_color", data_dir), split)
     one_line(error)
 
 
 def test_an_empty_split(data_dir):
     with pytest.raises(UsageError, match="no examples"):
-        Source(find("ctl_tiny_color", data_dir), "train[:0]")
+        ImageSource(find("ctl_tiny_color", data_dir), "train[:0]")
 
 
 def test_images_of_varying_sizes_need_a_shape(data_dir):
     builder = find("ctl_tiny_sizes", data_dir)
     with pytest.raises(UsageError, match="vary in size.*image_shape") as error:
-        Source(builder, "train")
+        ImageSource(builder, "train")
     one_line(error)
     with pytest.raises(UsageError, match="the 1 channels"):
-        Source(builder, "train", (8, 8, 3))
-    images, labels = Source(builder, "train", (8, 8, 1)).decoded()
+        ImageSource(builder, "train", (8, 8, 3))
+    images, labels = ImageSource(builder, "train", (8, 8, 1)).decoded()
     assert images.shape == (50, 8, 8, 1) and images.dtype == np.uint8
     # Every image has one value, so resizing must not change it.
     np.testing.assert_array_equal(images, images[:, :1, :1] + np.zeros_like(images))
@@ -222,28 +222,28 @@ def test_images_of_varying_sizes_need_a_shape(data_dir):
 )
 def test_datasets_that_are_no_images_with_labels(name, says, data_dir):
     with pytest.raises(UsageError, match=says) as error:
-        Source(find(name, data_dir), "train")
+        ImageSource(find(name, data_dir), "train")
     one_line(error)
 
 
 def test_a_split_without_labels(data_dir):
     with pytest.raises(UsageError, match="no labels"):
-        Source(find("ctl_tiny_unlabelled", data_dir), "train").check()
+        ImageSource(find("ctl_tiny_unlabelled", data_dir), "train").check()
 
 
 def test_truncated_files(copy):
     path = copy / TRAIN_FILE
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(UsageError, match="truncated") as error:
-        Source(find("fashion_mnist_mini", str(copy)), "train")
+        ImageSource(find("fashion_mnist_mini", str(copy)), "train")
     one_line(error)
-    assert len(Source(find("fashion_mnist_mini", str(copy)), "test")) == 2_000
+    assert len(ImageSource(find("fashion_mnist_mini", str(copy)), "test")) == 2_000
 
 
 def test_a_missing_file(copy):
     (copy / TRAIN_FILE).unlink()
     with pytest.raises(UsageError, match="missing"):
-        Source(find("fashion_mnist_mini", str(copy)), "train")
+        ImageSource(find("fashion_mnist_mini", str(copy)), "train")
 
 
 def test_damaged_records(copy):
@@ -256,10 +256,10 @@ def test_damaged_records(copy):
     for limit in (0, 1000):  # streamed, and in memory
         with pytest.raises(UsageError, match=f"fashion_mnist_mini/1.0.0 .*damaged: {shard}"):
             streamed = load(data_dir=str(copy), resident_limit_mib=limit, **part)
-            with explained(streamed):
+            with translate_data_errors(streamed):
                 list(streamed.batches().take(2))
     with pytest.raises(UsageError, match="damaged") as error:
-        read_all(Source(find("fashion_mnist_mini", str(copy)), "train[:64]"))
+        read_all(ImageSource(find("fashion_mnist_mini", str(copy)), "train[:64]"))
     one_line(error)
     images, labels = load(data_dir=str(copy), on_bad_record="skip", **part).arrays
     intact_images, intact_labels = load(**part).arrays

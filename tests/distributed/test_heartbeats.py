@@ -27,7 +27,7 @@ from ctl.distributed.cluster import Tasks
 from ctl.errors import CtlError, UsageError
 
 logging.set_verbosity(logging.INFO)
-heartbeats._BEAT_SECONDS, roll_call._LEAVING_SECONDS = 0.1, 0.3
+heartbeats._BEAT_SECONDS, heartbeats._LEAVING_SECONDS = 0.1, 0.3
 heartbeats._SILENT_SECONDS = float(sys.argv[7])
 tasks = Tasks(sys.argv[1], (sys.argv[2],), (sys.argv[3],), sys.argv[4], 0)
 doing = sys.argv[5]
@@ -35,7 +35,7 @@ try:
     if not tasks.is_coordinator:
         print("up", flush=True)
         raise SystemExit(heartbeats.attend(tasks, float(sys.argv[6])))
-    with heartbeats.RollCall(tasks, worker_timeout=float(sys.argv[8])) as roll:
+    with heartbeats.Heartbeats(tasks, worker_timeout=float(sys.argv[8])) as roll:
         roll.wait_for_all(float(sys.argv[6]))
         print("all", flush=True)
         while doing == "train" and not roll.asked_to_stop:

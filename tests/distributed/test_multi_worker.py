@@ -24,7 +24,7 @@ from ctl import launch
 from ctl.data import InMemory, Streaming
 from ctl.data.order import Shuffle
 from ctl.distributed.watch import hang
-from ctl.inspect import hang_command
+from ctl.inspect.commands import hang as hang_command
 from ctl.loop import Evaluator, Loop
 from ctl.phases.base_step import EvalStep
 from ctl.step import TrainStep
@@ -236,7 +236,7 @@ def test_survivors_end_in_time_and_say_why(job, tmp_path, fault, culprit, bound,
     assert re.search(f"{first}.*; waiting for {blamed}", said(tmp_path, survivors[0]))
     records, notes = hang_command.load(tmp_path)
     assert {record.worker for record in records} >= set(survivors) and not notes
-    verdict = hang.verdict(records)
+    verdict = hang.summary(records)
     waiting = rf"workers {survivors[0]}, {survivors[1]} wait in (pack0 of )?training"
     assert re.search(rf"^step \d+: {waiting} since \d+ s; {blamed}[^;]*$", verdict), verdict
 

@@ -131,7 +131,7 @@ def test_variables_apart_that_cannot_be(mirrored):
     class Apart(TrainStep):
         values = True
 
-        def apart(self):
+        def unsynchronized_variables(self):
             weights = self.model.trainable_variables
             return [v.value for v in weights] if self.values else weights
 

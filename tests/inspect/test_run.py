@@ -21,7 +21,7 @@ from ctl.build.outputs import inspect_every
 from ctl.data import InMemory
 from ctl.errors import UsageError
 from ctl.inspect.measure.ablate import ablate
-from ctl.inspect.measure.blame import blame
+from ctl.inspect.measure.late_worker import late_worker
 from ctl.inspect.measure.profile import profile_began, profiled
 from ctl.inspect.measure.recording import Recording
 from ctl.inspect.measure.timeline import join
@@ -108,7 +108,7 @@ def test_delays_of_real_workers_are_found(tmp_path):
         delay, share = found_delay(timeline, case)
         assert delay == pytest.approx(SECONDS, abs=0.006)
         assert share >= 0.8
-        named = blame(timeline)
+        named = late_worker(timeline)
         assert (named.worker, named.phase) == (case.worker, case.phase)
         waiting = np.median(timeline.late[case.worker])
         assert waiting == pytest.approx(SECONDS, abs=0.01)
@@ -120,7 +120,7 @@ def test_a_block_of_research_code(mirrored, capsys):
         loop.train(40)
     assert loop.step.observer is NO_OBSERVER
     assert seen.timeline.steps.tolist() == list(range(32, 40))
-    assert seen.blame is None  # replicas of one process are not accused
+    assert seen.late_worker is None  # replicas of one process are not accused
     assert len(seen.verdict()) == 3
     assert seen.plan.fingerprint == loop.plan().fingerprint
     seen.show()

@@ -8,7 +8,7 @@ from helpers import make_loop
 
 from ctl.logs import machine
 from ctl.logs.progress import format_record
-from ctl.phases.loss_accumulator import Totals
+from ctl.phases.loss_accumulator import CallTotals
 from ctl.step import TrainStep
 
 
@@ -24,8 +24,8 @@ def test_what_is_added_to_a_record(mirrored, monkeypatch):
     scalars.extras += [utilization, machine.peak_memory]
     loop.traced()
     assert "mfu" not in scalars.read()  # nothing is timed yet
-    scalars.add(Totals(1.0, 100.0, 0, 0, 0, []), 0)  # not timed, as the first call
-    scalars.add(Totals(1.0, 60.0, 0, 0, 0, []), 0)
+    scalars.add(CallTotals(1.0, 100.0, 0, 0, 0, []), 0)  # not timed, as the first call
+    scalars.add(CallTotals(1.0, 60.0, 0, 0, 0, []), 0)
     scalars.add_time(0.5, 2)
     read = scalars.read()
     assert read["tokens_per_second"] == 120

@@ -106,7 +106,7 @@ def test_gradients_of_chosen_variables():
 
     class Halves(TrainStep):
         def backward(self, tape, loss, variables=None):
-            first, second = self.trained[:2], self.trained[2:]
+            first, second = self.trainable_variables[:2], self.trainable_variables[2:]
             return [*super().backward(tape, loss, first), *super().backward(tape, loss, second)]
 
         def loss_and_gradients(self, batch, divisor):

@@ -115,7 +115,7 @@ def test_a_resume_continues_the_phase(tmp_path, mirrored, pause):
     first.checkpoints.close()
     resumed = unfreezing(mirrored(2), tmp_path, seed=1)
     resumed.restore()
-    assert all(resumed.step.trains) == (pause > 3)
+    assert all(resumed.step.trainable_mask) == (pause > 3)
     resumed.train(6)
     for mine, other in zip(state(resumed).values(), state(straight).values(), strict=True):
         np.testing.assert_array_equal(mine, other)
@@ -126,12 +126,12 @@ def test_a_start_without_a_checkpoint_keeps_what_was_chosen(tmp_path):
     loop = make_loop(directory=tmp_path)
     loop.train_only([head(loop)])
     assert loop.restore() is None
-    assert loop.step.trains == (False, False, True, True)
+    assert loop.step.trainable_mask == (False, False, True, True)
     loop.train(1)
     loop.save(wait=True)
     loop.train_only([loop.step.model])
     loop.restore()
-    assert loop.step.trains == (False, False, True, True)
+    assert loop.step.trainable_mask == (False, False, True, True)
     loop.checkpoints.close()
 
 

@@ -68,7 +68,10 @@ class TestLabels:
             "\t [[{{node while/SparseSoftmaxCrossEntropyWithLogits}}]]\n"
             "\t [[while/body/_1/ctl_one_loss_for_each_example/Reshape/_258]]"
         )
-        with pytest.raises(UsageError, match="^label 3 is no class"), local_batch.refusals():
+        with (
+            pytest.raises(UsageError, match="^label 3 is no class"),
+            local_batch.translate_graph_checks(),
+        ):
             raise tf.errors.InvalidArgumentError(None, None, message)
 
     def test_labels_that_mean_something_else(self):

@@ -13,7 +13,7 @@ import tensorflow as tf
 from ctl.phases import apply
 from ctl.phases.apply import Updater
 from ctl.phases.optimizers import PROVEN
-from ctl.phases.shared_programs import Compiled, make_parts
+from ctl.phases.shared_programs import ProgramCache, make_parts
 
 pytestmark = pytest.mark.compiled_update
 
@@ -23,7 +23,7 @@ def train(strategy, updater, steps: int, without=()) -> list[np.ndarray]:
     rng = np.random.default_rng(0)
     gradients = [
         None if n in without else tf.constant(rng.normal(size=v.shape), tf.float32)
-        for n, v in enumerate(updater.trained)
+        for n, v in enumerate(updater.trainable_variables)
     ]
 
     @tf.function
@@ -115,7 +115,7 @@ def test_what_is_not_known_of_a_function_is_not_shared():
         pair[1].assign_sub(amount)
 
     def run(known: int) -> list[float]:
-        compiled = Compiled()
+        compiled = ProgramCache()
         for pair in (variables[:2], variables[2:]):
             function = functools.partial(move, pair)
             compiled.call(function, "kind", pair[:known], [number], tf.constant(10.0))

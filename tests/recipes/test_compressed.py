@@ -136,7 +136,7 @@ def test_large_gradients_stay_finite_in_float16(mirrored):
     """What does not fit is left for the next steps; a bucket of zeros has no scale."""
     strategy = mirrored(2)
     step = make(strategy, "fp16").step
-    shapes = [v.shape for v in step.trained]
+    shapes = [v.shape for v in step.trainable_variables]
 
     @tf.function
     def run():

@@ -111,5 +111,9 @@ def test_what_an_action_saves_at_a_boundary_trains_what_comes_next(tmp_path):
     straight.checkpoints.close()
     resumed = make(directory=tmp_path)
     resumed.restore()
-    assert resumed.step.trains == straight.step.trains == (False, False, True, True, True, True)
+    assert (
+        resumed.step.trainable_mask
+        == straight.step.trainable_mask
+        == (False, False, True, True, True, True)
+    )
     resumed.checkpoints.close()

@@ -138,7 +138,7 @@ def test_what_moves(ring2):
         moved.append([(c.kind, c.bytes) for c in (*plan.collectives, *plan.other) if c.in_loop])
     size = 4 * loop.step.model.count_params()
     assert moved[0] == [("CollectiveReduceV2", size)]
-    mine = sum(-(-v.shape.num_elements() // 2) for v in loop.step.trained)
+    mine = sum(-(-v.shape.num_elements() // 2) for v in loop.step.trainable_variables)
     gathers = [("CollectiveGatherV2", 2 * 4), ("CollectiveGatherV2", 4 * mine)]
     assert moved[1] == moved[0] + gathers
     assert plan.collectives[0].name == "pack0" and not [c for c in plan.other if c.in_loop]
@@ -153,7 +153,7 @@ def test_a_skipped_update_changes_no_bit(mirrored):
     found = []
     for until in (1, 2, 3):
         loop.train(until)
-        variables = [*loop.step.trained, *loop.step.apart()]
+        variables = [*loop.step.trainable_variables, *loop.step.unsynchronized_variables()]
         copies = [c for v in variables for c in loop.strategy.experimental_local_results(v)]
         found.append([c.numpy().tobytes() for c in copies])
     assert found[0] == found[1]

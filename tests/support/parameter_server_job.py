@@ -89,7 +89,7 @@ def asynchronous_loop(placement) -> ctl.Loop:
         step,
         ctl.data.InMemory(examples(), global_batch_size=BATCH),
         strategy=placement.strategy,
-        roll_call=placement.roll_call,
+        heartbeats=placement.heartbeats,
         schedule=ctl.schedule.Cosine(0.01, 200, warmup_steps=10),
         evaluator=CopyEvaluator(model, copy, test),
         checkpoints=ctl.CheckpointManager(OUT / "checkpoints"),
@@ -102,7 +102,7 @@ if __name__ == "__main__":
         serve(tasks, 60.0)
     try:
         placed = make_parameter_server(tasks, startup_timeout=60.0, worker_timeout=3.0)
-        with placed.roll_call:
+        with placed.heartbeats:
             logger = tf.get_logger()
             logger.addHandler(Recovered())
             logger.setLevel(logging.INFO)

@@ -6,7 +6,7 @@ import types
 
 import tensorflow as tf
 
-from ctl.loop import Outcome
+from ctl.loop import CallResult
 
 
 class Pretend:
@@ -28,4 +28,4 @@ class Pretend:
         self._now += steps * self.seconds_per_step
         self._global_step.assign_add(steps)
         totals = tf.constant([1.0, float(steps), *report.numpy()])
-        return Outcome(totals, tf.constant(steps), feed.position)
+        return CallResult(totals, tf.constant(steps), feed.position)

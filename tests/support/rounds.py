@@ -36,7 +36,7 @@ def make(strategy, kind, **options):
 
 def copies(loop) -> list[list[np.ndarray]]:
     """The weights of each replica."""
-    weights = [loop.strategy.experimental_local_results(v) for v in loop.step.trained]
+    weights = [loop.strategy.experimental_local_results(v) for v in loop.step.trainable_variables]
     return [[copy.numpy() for copy in one] for one in zip(*weights, strict=True)]
 
 
@@ -76,7 +76,7 @@ def reference(kind: type, replicas: int) -> list[list[np.ndarray]]:
 
 def bits(loop) -> list[bytes]:
     """Of the weights and slots of each replica, and of what the outer steps have."""
-    variables = [*loop.step.apart(), *loop.step.parts.plain]
+    variables = [*loop.step.unsynchronized_variables(), *loop.step.tracked.raw_variables]
     found = [c for v in variables for c in loop.strategy.experimental_local_results(v)]
     return [copy.numpy().tobytes() for copy in found]
 

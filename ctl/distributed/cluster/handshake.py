@@ -35,7 +35,7 @@ class _Stranger:
     said: bytes = b""
 
 
-class Door:
+class HandshakeServer:
     """Listens at the address of a task, a context manager. Not for several threads.
 
     A connection that is silent for 5 s is closed, and so is the oldest of more than 100. Whatever
@@ -64,7 +64,7 @@ class Door:
         self._selector = selectors.EpollSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
 
-    def __enter__(self) -> Door:
+    def __enter__(self) -> HandshakeServer:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -142,7 +142,7 @@ class Door:
         self._selector.unregister(connection)
 
 
-def greet(address: str, peer: str, name: str, fingerprint: str) -> socket.socket:
+def handshake(address: str, peer: str, name: str, fingerprint: str) -> socket.socket:
     """Connects to the task ``peer`` at ``address`` as the task ``name``; gives up after 6 s.
 
     Raises:

@@ -8,7 +8,7 @@ import time
 
 from absl import logging
 
-from ctl.distributed.cluster.handshake import Door, greet
+from ctl.distributed.cluster.handshake import HandshakeServer, handshake
 from ctl.distributed.cluster.members import Cluster
 from ctl.errors import PeerError, UsageError
 
@@ -36,7 +36,7 @@ def meet(cluster: Cluster, timeout: float) -> None:
     me = f"worker {cluster.index}"
     came: set[str] = set()
     ended = threading.Event()
-    with Door(peers.pop(me), me, cluster.fingerprint, peers) as door:
+    with HandshakeServer(peers.pop(me), me, cluster.fingerprint, peers) as door:
 
         def welcome() -> None:
             while not ended.is_set():
@@ -52,7 +52,7 @@ def meet(cluster: Cluster, timeout: float) -> None:
             while untold or not came.issuperset(peers):
                 for peer in sorted(untold):
                     try:
-                        greet(peers[peer], peer, me, cluster.fingerprint).close()
+                        handshake(peers[peer], peer, me, cluster.fingerprint).close()
                         untold.remove(peer)
                         why[peer] = "silent"
                     except OSError as error:

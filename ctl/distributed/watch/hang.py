@@ -167,7 +167,7 @@ def _at(place: Place) -> tuple[int, str, str]:
     return place.step, place.doing, place.phase
 
 
-def verdict(records: Sequence[Record]) -> str:
+def summary(records: Sequence[Record]) -> str:
     """Returns one line: which workers wait where, for how long, and for which workers."""
     found = places(records)
     group, named = _judge(found)

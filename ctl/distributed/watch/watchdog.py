@@ -6,49 +6,7 @@ wakes up, it frees memory that the threads of the ring still use. Here, one thre
 the main thread makes progress in its section of the code. After ``--collective_timeout`` it writes
 a flight record, prints one line and calls `os._exit`. It runs by default with several workers.
 
-Time limits of the watchdog, workers and clusters, with the defaults of flags. The last column names
-the code that decides, and its reason:
-
-=======  ================================  =====================================================
-Seconds  Name                              Decision
-=======  ================================  =====================================================
-600      `FIRST_CALL_SECONDS`              watchdog ends the process: no progress in a section
-                                           that compiles, or that waits for others to compile
-300      ``--collective_timeout``          watchdog ends the process: no progress in any other
-                                           collective; with parameter servers, the coordinator
-                                           ends the job: no step finished
-300      ``--startup_timeout``             `meet`, `ctl.distributed.strategy`, `wait_for_all` and
-                                           `attend` give up: a task has not come; watchdog ends the
-                                           process: no progress in `building`
-120      `record.SAME_HANG_SECONDS`        `ctl.inspect hang` ignores a record older by this, or by
-                                           twice the longest wait if that is more
-60       ``--worker_timeout``              `RollCall.check` ends the job: no worker is connected
-60       `_LAST_WORDS_SECONDS`             watchdog exits, even if record or checkpoint hangs
-30       `roll_call._SILENT_SECONDS`       both sides of the roll call give up: no line received
-10       `workers._ENDED_SECONDS`          watchdog ends the process: others have not reached the
-                                           barrier at the end of the data, or of a disagreement
-10       ``_QUIET_SECONDS``                watchdog, `meet`, roll call, `held` log that they wait
-5        `roll_call._REACTION_SECONDS`     roll call ends a coordinator that TensorFlow holds; with
-                                           Python's lock held, `held` does, 5 s before the 30 s
-5        `door._GREETING_SECONDS`          `Door` and `greet` close a connection: no greeting
-5        `roll_call._LEAVING_SECONDS`      `attend` ends a worker so long after SIGTERM
-4        `record.Record.silent_after`      `hang` calls a peer frozen or dead: no beat for 4 times
-                                           `beats.interval`; this affects messages only
-3        `hang._STEADY_SECONDS`            `hang` compares workers that have not moved for so long
-3        `_ENDING_SECONDS`                 `blame` waits for a failed peer to stop listening
-2        `rendezvous._STAY_SECONDS`        `meet` still answers after it found another list of
-                                           workers
-2        ``_LINGER_SECONDS``               watchdog and `held` wait after their last line
-2        `_FLUSH_SECONDS`                  `leave` exits, even if the output is not read
-1        `roll_call._BEAT_SECONDS`         interval of the lines of the roll call
-1        `beats.interval`                  interval of beats; longer above 100 workers
-0.5      `_STALLED_SECONDS`                watchdog reads the marks: no progress
-0.5      `workers._LAST_MESSAGES_SECONDS`  a worker stays so long after the last barrier
-=======  ================================  =====================================================
-
-"Silent" thus means: no line for 30 s in the roll call, no beat for 4 s in `hang` (`Place.silent`),
-no greeting yet in `meet`, and any time since the last beat in `Peer.silent`. Lack of progress of
-this process itself is `Section.stalled`.
+All time limits are in a table of ``README.md`` beside this file.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ctl.base.units import size_text
-from ctl.inspect.measure.blame import blame
+from ctl.inspect.measure.late_worker import late_worker
 from ctl.inspect.measure.link import Measured
 from ctl.inspect.measure.timeline import PackTimes, Timeline, of_one_step
 from ctl.phases.plan.lints import WORTH_SPLITTING
@@ -49,7 +49,7 @@ def verdict(timeline: Timeline, measured: Measured | None = None) -> tuple[str, 
     A fourth line names a worker that is late in a rhythm, such as in every 4th step.
     """
     step = of_one_step(timeline.step_seconds)
-    late = blame(timeline)
+    late = late_worker(timeline)
     if late is None:
         return _bound(timeline, step, measured)
     why = f"{late.phase} takes {late.excess * _MS:.2f} ms longer than that of the others."

@@ -13,7 +13,7 @@ import numpy as np
 
 from ctl.base.svg import escape
 from ctl.base.units import size_text
-from ctl.inspect.measure.blame import blame
+from ctl.inspect.measure.late_worker import late_worker
 from ctl.inspect.measure.timeline import of_one_step
 from ctl.inspect.show import pictures
 from ctl.inspect.show.charts import duration, significant
@@ -132,7 +132,7 @@ def _figures(timeline: Timeline, measured: Measured | None) -> str:
         cards.append((f"{significant(values['allreduce/busbw'])} GB/s", said))
     if timeline.packs and len(timeline.rows) > 1:
         late = values.get("allreduce/late_ms", np.nan) / 1e3
-        named = blame(timeline)
+        named = late_worker(timeline)
         said = "waited for the last to come"
         if named:
             worker, replica = named.worker, named.replica

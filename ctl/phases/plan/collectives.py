@@ -45,8 +45,8 @@ def plan_of_step(
         one_step: traces one step, to ask XLA how it would combine the all-reduces. If it cannot
             tell, the plan has a note that says why. None does not ask.
     """
-    trained = {id(v.value) for v in step.updater.trained}
-    variables = _by_path([*step.model.variables, *step.updater.trained])
+    trained = {id(v.value) for v in step.updater.trainable_variables}
+    variables = _by_path([*step.model.variables, *step.updater.trainable_variables])
     plan = plan_of(
         graph,
         step.strategy,

@@ -14,7 +14,7 @@ from waiting import wait_until
 from ctl import launch
 from ctl.distributed.cluster import handshake as doors
 from ctl.distributed.cluster import secret
-from ctl.distributed.cluster.handshake import Door, greet
+from ctl.distributed.cluster.handshake import HandshakeServer, handshake
 from ctl.errors import PeerError, UsageError
 
 JOB, ANOTHER = "0" * 64, "1" * 64
@@ -31,8 +31,8 @@ def address() -> str:
 
 
 @pytest.fixture
-def door(address) -> Iterator[Door]:
-    with Door(address, "worker 0", JOB, ["worker 1", "worker 2"]) as opened:
+def door(address) -> Iterator[HandshakeServer]:
+    with HandshakeServer(address, "worker 0", JOB, ["worker 1", "worker 2"]) as opened:
         yield opened
 
 
@@ -42,8 +42,8 @@ def connect(address: str) -> socket.socket:
 
 
 @contextlib.contextmanager
-def answering(door: Door) -> Iterator[list[tuple[str, socket.socket]]]:
-    """Calls `Door.arrivals` in a thread, and collects what it returns."""
+def answering(door: HandshakeServer) -> Iterator[list[tuple[str, socket.socket]]]:
+    """Calls `HandshakeServer.arrivals` in a thread, and collects what it returns."""
     arrived, ended = [], threading.Event()
 
     def serve() -> None:
@@ -63,7 +63,7 @@ def answering(door: Door) -> Iterator[list[tuple[str, socket.socket]]]:
 
 def test_a_task_is_let_in_and_stays_connected(door, address):
     with answering(door) as arrived:
-        with greet(address, "worker 0", "worker 2", JOB) as mine:
+        with handshake(address, "worker 0", "worker 2", JOB) as mine:
             wait_until(lambda: arrived)
             ((name, theirs),) = arrived
             theirs.sendall(b"beat\n")
@@ -77,7 +77,7 @@ def test_nothing_behind_the_answer_is_swallowed(address):
         answer = secret.sign(f"welcome {JOB} worker 0") + b"\nbeat\n"
         thread = threading.Thread(target=lambda: listener.accept()[0].sendall(answer))
         thread.start()
-        with greet(address, "worker 0", "worker 1", JOB) as mine:
+        with handshake(address, "worker 0", "worker 1", JOB) as mine:
             assert mine.recv(10) == b"beat\n"
         thread.join()
 
@@ -115,8 +115,8 @@ def test_a_stranger_is_ignored_and_gets_no_answer(door, address, words):
 
 def test_a_name_that_is_not_in_the_job_is_not_let_in(door, address):
     with answering(door) as arrived:
-        greet(address, "worker 0", "worker 3", JOB).close()
-        greet(address, "worker 0", "worker 2", JOB).close()
+        handshake(address, "worker 0", "worker 3", JOB).close()
+        handshake(address, "worker 0", "worker 2", JOB).close()
         wait_until(lambda: arrived)
         assert [name for name, _ in arrived] == ["worker 2"]
 
@@ -124,17 +124,17 @@ def test_a_name_that_is_not_in_the_job_is_not_let_in(door, address):
 def test_other_addresses_are_noted_here_and_an_error_there(door, address):
     with answering(door) as arrived:
         with pytest.raises(UsageError, match=f"worker 0 at {address} has another list of addr"):
-            greet(address, "worker 0", "worker 1", ANOTHER)
+            handshake(address, "worker 0", "worker 1", ANOTHER)
         wait_until(lambda: door.differing)
         assert door.differing == {"worker 1"} and arrived == []
-        greet(address, "worker 0", "worker 1", JOB).close()
+        handshake(address, "worker 0", "worker 1", JOB).close()
         wait_until(lambda: arrived)
         assert door.differing == set()
 
 
 def test_a_task_at_the_wrong_address_is_an_error(door, address):
     with answering(door), pytest.raises(UsageError, match="says that it is worker 0: give each"):
-        greet(address, "worker 2", "worker 1", JOB)
+        handshake(address, "worker 2", "worker 1", JOB)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_what_answers_otherwise_is_no_task(monkeypatch, address, answers):
         thread = threading.Thread(target=answer)
         thread.start()
         with pytest.raises(OSError):
-            greet(address, "worker 0", "worker 1", JOB)
+            handshake(address, "worker 0", "worker 1", JOB)
         thread.join()
 
 
@@ -170,7 +170,7 @@ def test_the_oldest_of_many_strangers_is_sent_away(monkeypatch, door, address):
         strangers = [stack.enter_context(connect(address)) for _ in range(20)]
         for stranger in strangers[:15]:
             assert stranger.recv(1) == b""
-        greet(address, "worker 0", "worker 1", JOB).close()
+        handshake(address, "worker 0", "worker 1", JOB).close()
         wait_until(lambda: arrived)
 
 
@@ -183,4 +183,4 @@ def test_who_is_silent_is_sent_away(monkeypatch, door, address):
 
 def test_a_port_in_use(door, address):
     with pytest.raises(PeerError, match=f"worker 1 cannot listen on {address}: Address already"):
-        Door(address, "worker 1", JOB, [])
+        HandshakeServer(address, "worker 1", JOB, [])

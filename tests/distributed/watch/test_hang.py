@@ -12,7 +12,7 @@ import pytest
 from ctl.distributed.watch import hang
 from ctl.distributed.watch.record import Peer, Record, path_of, phase_of, read, write
 from ctl.errors import UsageError
-from ctl.inspect import hang_command
+from ctl.inspect.commands import hang as hang_command
 
 
 def peer(step=411, doing="training", phase="pack0", waits=True, since=97.0, **changes) -> Peer:
@@ -52,7 +52,7 @@ def others(**changes) -> list[Record]:
 
 def test_a_worker_that_is_late_by_its_own_record():
     late = record(1, phase="input", fired={})
-    assert hang.verdict([late, *others()]) == (
+    assert hang.summary([late, *others()]) == (
         WAITING + "worker 1 (in input of training after step 411 for 97 s)"
     )
 
@@ -60,7 +60,7 @@ def test_a_worker_that_is_late_by_its_own_record():
 def test_a_worker_that_does_something_else():
     busy = record(1, doing="the action Save", phase="", waits=False, step=410)
     line = "worker 1 (in the action Save after step 410 for 97 s, loop.py:2 _call)"
-    assert hang.verdict([*others(), busy]) == WAITING + line
+    assert hang.summary([*others(), busy]) == WAITING + line
 
 
 def test_a_frozen_worker_is_known_by_the_beats_of_it():
@@ -68,7 +68,7 @@ def test_a_frozen_worker_is_known_by_the_beats_of_it():
     line = (
         "worker 1 (frozen or dead: silent for 96 s, last seen in input of training after step 411)"
     )
-    assert hang.verdict(others(peers=frozen)) == WAITING + line
+    assert hang.summary(others(peers=frozen)) == WAITING + line
 
 
 def test_who_heard_it_last_is_believed():
@@ -77,14 +77,14 @@ def test_who_heard_it_last_is_believed():
         record(2, peers={1: peer(step=405, silent=60.0)}),
         record(3),
     ]
-    assert "silent for 60 s, last seen in pack0 of training after step 405" in hang.verdict(records)
+    assert "silent for 60 s, last seen in pack0 of training after step 405" in hang.summary(records)
 
 
 def test_a_frozen_worker_that_went_on_afterwards():
     """Its own record is of later, and looks harmless."""
     thawed = record(1, time=1030.0, since=0.1, phase="", why="broke off")
     records = others(peers={1: peer(silent=50.0, since=0.1)})
-    assert "worker 1 (frozen or dead: silent for 50 s" in hang.verdict([*records, thawed])
+    assert "worker 1 (frozen or dead: silent for 50 s" in hang.summary([*records, thawed])
 
 
 def test_a_worker_that_has_given_up_before_is_not_blamed():
@@ -104,15 +104,15 @@ def test_a_worker_that_hangs_until_its_own_limit_is_to_blame():
         0, step=5, phase="pack0", since=10.0, why="timed out", workers=2, peers={1: hung}
     )
     assert [p.worker for p in hang.suspects([waits])] == [1]
-    assert "worker 1 (in forward of training after step 5" in hang.verdict([waits])
+    assert "worker 1 (in forward of training after step 5" in hang.summary([waits])
 
 
 def test_a_worker_that_died():
     records = others(why="broke off", since=0.1, phase="", gone={1: "h:1: Connection refused"})
-    verdict = hang.verdict(records)
+    verdict = hang.summary(records)
     assert verdict.endswith("; worker 1 (gone: h:1: Connection refused)")
     known = [dataclasses.replace(r, peers={1: peer(step=410)}) for r in records]
-    assert "refused, last seen in pack0 of training after step 410)" in hang.verdict(known)
+    assert "refused, last seen in pack0 of training after step 410)" in hang.summary(known)
 
 
 def test_where_peers_are_means_nothing_while_all_move():
@@ -122,7 +122,7 @@ def test_where_peers_are_means_nothing_while_all_move():
 
 
 def test_a_worker_that_nobody_knows():
-    assert hang.verdict(others()) == (
+    assert hang.summary(others()) == (
         WAITING + "worker 1 (it left no record, and nobody heard of it)"
     )
 
@@ -140,7 +140,7 @@ def test_who_waits_at_the_end_of_the_step_waits_with_the_others():
     frozen = {3: peer(since=0.1, silent=96.0)}
     at_the_end = record(1, phase="", not_fired=(), peers=frozen)
     records = [record(0, peers=frozen), at_the_end, record(2, peers=frozen)]
-    assert hang.verdict(records).startswith("step 412: workers 0, 1, 2 wait in pack0 of training")
+    assert hang.summary(records).startswith("step 412: workers 0, 1, 2 wait in pack0 of training")
     assert [p.worker for p in hang.suspects(records)] == [3]
     seen = record(0, peers={1: peer(phase=""), 2: peer(), **frozen})
     assert [p.worker for p in hang.suspects([seen])] == [3]
@@ -165,24 +165,24 @@ def test_who_has_given_up_has_waited():
     gone = {3: peer(since=0.1, silent=96.0)}
     first = record(1, step=410, phase="input", why="broke off", peers=gone)
     records = [record(0, peers=gone), first, record(2, peers=gone)]
-    assert hang.verdict(records).startswith("step 412: workers 0, 1, 2 wait in pack0")
+    assert hang.summary(records).startswith("step 412: workers 0, 1, 2 wait in pack0")
 
 
 def test_who_was_caught_in_an_action_that_waits():
     """An action may have collectives of its own, of which the watchdog does not know."""
     action = {"doing": "the action Sum", "phase": "", "waits": False, "why": "broke off"}
     records = [record(i, 3, gone={1: "refused"}, since=0.2, **action) for i in (0, 2)]
-    assert hang.verdict(records) == (
+    assert hang.summary(records) == (
         "step 412: workers 0, 2 wait in the action Sum since 0 s; worker 1 (gone: refused)"
     )
     heard = {2: peer(doing="the action Sum", phase="", waits=False)}  # it has not given up yet
     alone = record(0, 3, gone={1: "refused"}, peers=heard, **action)
-    assert hang.verdict([alone]).startswith("step 412: workers 0, 2 wait in the action Sum")
+    assert hang.summary([alone]).startswith("step 412: workers 0, 2 wait in the action Sum")
     assert [p.worker for p in hang.suspects([alone])] == [1]
 
 
 def test_all_in_the_same_place():
-    verdict = hang.verdict([record(i) for i in range(4)])
+    verdict = hang.summary([record(i) for i in range(4)])
     assert verdict == (
         "step 412: workers 0, 1, 2, 3 wait in pack0 of training since 97 s; all are in the same "
         "place: it is the network between them, or the runtime itself"
@@ -193,12 +193,12 @@ def test_two_halves_that_wait_for_each_other():
     """Who is behind is blamed."""
     records = [record(0), record(1, step=410), record(2), record(3, step=410)]
     assert [p.worker for p in hang.suspects(records)] == [1, 3]
-    assert hang.verdict(records).startswith("step 412: workers 0, 2 wait")
+    assert hang.summary(records).startswith("step 412: workers 0, 2 wait")
 
 
 def test_workers_in_different_parts_of_the_code():
     records = [*others(), record(1, doing="the evaluation", phase="")]
-    assert "; worker 1 (in the evaluation after step 411 for 97 s)" in hang.verdict(records)
+    assert "; worker 1 (in the evaluation after step 411 for 97 s)" in hang.summary(records)
 
 
 def test_several_suspects_the_surest_first():
@@ -218,12 +218,12 @@ def test_one_record_is_enough_to_blame():
 
 def test_before_the_first_step():
     records = [record(i, 2, step=None, doing="a barrier", phase="") for i in range(2)]
-    assert hang.verdict(records).startswith("before step 1: workers 0, 1 wait in a barrier since")
+    assert hang.summary(records).startswith("before step 1: workers 0, 1 wait in a barrier since")
 
 
 def test_nobody_waits():
     records = [record(0, 1, waits=False, doing="the action Log", phase="")]
-    assert hang.verdict(records).startswith("step 412: nobody waits for others; worker 0 (in the")
+    assert hang.summary(records).startswith("step 412: nobody waits for others; worker 0 (in the")
 
 
 @pytest.mark.parametrize("workers", [2, 64, 1000])

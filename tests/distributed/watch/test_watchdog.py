@@ -18,7 +18,7 @@ from waiting import wait_until
 from ctl import launch
 from ctl.distributed.cluster import Cluster, secret
 from ctl.distributed.watch import beats, record, watchdog
-from ctl.inspect import hang_command
+from ctl.inspect.commands import hang as hang_command
 
 pytestmark = pytest.mark.slow  # starts processes
 

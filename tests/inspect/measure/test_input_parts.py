@@ -13,10 +13,10 @@ from helpers import make_loop, mlp
 from ctl.data import Augmented, InMemory, Streaming
 from ctl.data.sources import Items
 from ctl.distributed import workers
+from ctl.inspect.commands.run import _input
 from ctl.inspect.measure import input_parts as of_parts
 from ctl.inspect.measure.input_parts import _seconds, explain, input_parts
 from ctl.inspect.measure.verdict import bounds
-from ctl.inspect.run_command import _input
 from ctl.inspect.session import Inspection
 
 EXAMPLES, BATCH, FEATURES, SLOW = 40, 8, 12, 0.01

@@ -12,7 +12,7 @@ import simulated
 
 from ctl.errors import UsageError
 from ctl.inspect.measure import window
-from ctl.inspect.measure.blame import _rhythm, accused, blame
+from ctl.inspect.measure.late_worker import _rhythm, accused, late_worker
 from ctl.inspect.measure.link import Measured, Point
 from ctl.inspect.measure.timeline import DRIFT, PHASES, covered_seconds, join
 from ctl.inspect.measure.verdict import share_of_measured, verdict
@@ -104,7 +104,7 @@ def test_the_late_worker_and_its_phase_are_named(phase, workers, replicas):
         workers, replicas, late=(late, phase, 0.02), offsets={late: 2.0}, packs=2
     )
     timeline = join(windows)
-    named = blame(timeline)
+    named = late_worker(timeline)
     assert (named.worker, named.phase) == (late, phase)
     assert named.steps >= 0.95 * named.of
     assert named.excess == pytest.approx(0.02, abs=0.0015)
@@ -143,7 +143,7 @@ def test_seconds_of_overlapping_spans_count_once():
 def test_noise_accuses_nobody():
     for seed in range(20):
         timeline = join(simulated.windows(2, noise=0.3, seed=seed))
-        assert blame(timeline) is None, seed
+        assert late_worker(timeline) is None, seed
         assert any(accused(timeline))  # somebody is late now and then
 
 
@@ -153,7 +153,7 @@ def test_a_worker_that_no_phase_makes_late_is_not_named():
     windows[1].stamps[:] += 0.01
     timeline = join(windows)
     np.testing.assert_allclose(np.median(timeline.late[1]), 0.01, rtol=0.1)
-    assert blame(timeline) is None
+    assert late_worker(timeline) is None
     assert not any("worker 1" in line for line in verdict(timeline))
 
 
@@ -163,7 +163,7 @@ def test_the_excess_is_that_of_the_steps_in_which_the_phase_is_late():
     phases["input"][1, 8:] -= 0.02
     phases["forward"][1, 8:14] += 0.02
     phases["backward"][1, 14:] += 0.02
-    named = blame(dataclasses.replace(timeline, phases=phases))
+    named = late_worker(dataclasses.replace(timeline, phases=phases))
     assert (named.phase, named.steps) == ("input", 20)
     assert named.excess == pytest.approx(0.02, rel=0.01)
 
@@ -174,7 +174,7 @@ def test_a_worker_that_is_late_in_a_rhythm_is_named(every, ordinal, phase):
     for seed in range(5):
         windows = simulated.windows(3, late=(1, phase, 0.02), every=every, packs=2, seed=seed)
         timeline = join(windows)
-        named = blame(timeline)
+        named = late_worker(timeline)
         assert (named.worker, named.phase, named.every) == (1, phase, every)
         assert 20 // every <= named.steps <= named.of <= 20 // every + 1
         assert named.seconds == pytest.approx(0.02, abs=0.0015)
@@ -188,13 +188,13 @@ def test_a_worker_that_is_late_in_a_rhythm_is_named(every, ordinal, phase):
 def test_a_rhythm_shows_among_shorter_delays():
     for seed in range(20):
         windows = simulated.windows(2, late=(1, "input", 0.05), every=4, noise=0.3, seed=seed)
-        named = blame(join(windows))
+        named = late_worker(join(windows))
         assert (named.worker, named.phase, named.every) == (1, "input", 4), seed
 
 
 def test_noise_has_no_rhythm():
     for seed in range(200):
-        assert blame(join(simulated.windows(2, noise=0.4, seed=seed))) is None, seed
+        assert late_worker(join(simulated.windows(2, noise=0.4, seed=seed))) is None, seed
     # Delays of any length in any steps, but in random order, as often as they hide a rhythm best.
     random = np.random.default_rng(0)
     for steps in (7, 20, 40):
@@ -222,10 +222,10 @@ def test_a_worker_that_is_late_in_half_of_the_steps_is_not_named():
         )
         for a, b in zip(even, late, strict=True)
     ]
-    assert blame(join(late)).worker == 1
+    assert late_worker(join(late)).worker == 1
     timeline = join(mixed)
     assert 0 < sum(each is not None for each in accused(timeline)) < len(timeline.steps)
-    assert blame(timeline) is None
+    assert late_worker(timeline) is None
 
 
 def test_verdicts_without_a_late_worker():

@@ -40,7 +40,7 @@ class KerasApplies(TrainStep):
 
 class Sparse(TrainStep):
     def backward(self, tape, loss, variables=None):
-        return tape.gradient(loss, self.trained)
+        return tape.gradient(loss, self.trainable_variables)
 
 
 def words() -> keras.Model:

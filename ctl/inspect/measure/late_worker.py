@@ -45,7 +45,7 @@ class Accusation(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Blame:
+class LateWorker:
     """One late worker.
 
     Attributes:
@@ -103,7 +103,7 @@ def accused(timeline: Timeline) -> list[Accusation | None]:
     return found
 
 
-def blame(timeline: Timeline) -> Blame | None:
+def late_worker(timeline: Timeline) -> LateWorker | None:
     """The worker that is late in most steps, or else in a rhythm; None if there is none."""
     steps = accused(timeline)
     late: dict[int, np.ndarray] = {}  # worker -> [S], seconds that count against it
@@ -123,7 +123,7 @@ def blame(timeline: Timeline) -> Blame | None:
 
 def _named(
     timeline: Timeline, steps: list[Accusation | None], worker: int, every: int, first: int
-) -> Blame:
+) -> LateWorker:
     """The blame of ``worker`` for the steps whose number modulo ``every`` is ``first``."""
     in_rhythm = timeline.steps % every == first
     its = [
@@ -133,7 +133,7 @@ def _named(
     ]
     phase = collections.Counter(each.phase for each in its).most_common(1)[0][0]
     row = collections.Counter(each.row for each in its).most_common(1)[0][0]
-    return Blame(
+    return LateWorker(
         worker=worker,
         replica=timeline.rows[row].replica,
         phase=phase,

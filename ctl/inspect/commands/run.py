@@ -72,7 +72,7 @@ def main() -> None:
     from ctl.inspect.measure.ablate import ablate
 
     loop = build.make_loop(build.prepare())
-    reason = tf_internals.no_marks()
+    reason = tf_internals.why_no_timestamps()
     if reason:
         logging.warning("%s", reason)
         _time(loop)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ctl.distributed.watch.hang import places, suspects, verdict
+from ctl.distributed.watch.hang import places, summary, suspects
 from ctl.distributed.watch.record import SAME_HANG_SECONDS, Record, read
 from ctl.errors import UsageError
 from ctl.flags.parsing import run_command
@@ -62,7 +62,7 @@ def report(directory: Path) -> str:
         UsageError: there is no readable record.
     """
     records, notes = load(directory)
-    lines = [verdict(records), ""]
+    lines = [summary(records), ""]
     for place in places(records):
         source = "its own record" if place.own else "last beat" if place.known else "nothing"
         state = str(place).partition("(")[2][:-1]
