@@ -38,7 +38,8 @@ PROBE_SECONDS = 5.0
 # Status codes for which the downloader retries for minutes.
 _UNAVAILABLE = (500, 502, 503, 504)
 
-# Examples that `ImageSource.decoded` decodes together, to make the cost per element of a pipeline small.
+# Examples that `ImageSource.decoded` decodes together, to make the cost per element of a pipeline
+# small.
 _READ_BATCH = 256
 
 
