@@ -81,13 +81,13 @@ def build() -> tuple[dict[str, Any], Any]:
     import tensorflow as tf
 
     from ctl.data import Streaming, feed
-    from ctl.data.tfds_source import Source, find
+    from ctl.data.tfds_source import ImageSource, find
 
     def strategy() -> Any:
         return tf.distribute.MirroredStrategy(devices)
 
     if _KIND.value in ("ctl", "tf.data"):
-        source = Source(find("ctl_images", _DATA_DIR.value), "train")
+        source = ImageSource(find("ctl_images", _DATA_DIR.value), "train")
     if _KIND.value == "ctl":
         streams = {
             block: Streaming(source, global_batch_size=_BATCH.value, block=block)

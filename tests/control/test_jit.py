@@ -92,7 +92,7 @@ def test_what_is_not_known_to_gain_and_to_work_is_not_compiled(mirrored, reason)
 def test_what_is_asked_for_is_done(mirrored):
     for asked in (False, True):
         each = loop(mirrored, jit_compile=asked)
-        jit.decide(each)
+        jit.decide(each.step, each.dataset)
         assert each.step.jit_compile is asked and each.step.jit_by_rule is None
 
 

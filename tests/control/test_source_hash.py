@@ -134,7 +134,7 @@ def test_workers_compare_what_the_model_computes(module, monkeypatch):
     helper = module("users_helper", "def scale(x): return 2 * x")
     for activation in ("relu", "tanh"):
         loop = make_loop(model=functools.partial(hidden, activation))
-        agreement.agree(loop.step, loop.dataset, lambda: None)
+        agreement.agree(loop.step, loop.dataset, lambda: None, loop.plan)
     (ours, modules), (_, plan), (theirs, _), _ = [(*one, {})[:2] for one in compared]
     assert differences([ours, theirs]) == {"layer dense: activation": ["relu", "tanh"]}
     assert ours["the version of Keras"] == keras.__version__

@@ -17,7 +17,7 @@ from helpers import BATCH, FEATURES, adam, examples, make_loop
 from paths import BENCHMARKS
 
 from ctl.base import tf_internals
-from ctl.build.outputs import inspect_every
+from ctl.inspect.session import inspect_every
 from ctl.data import InMemory
 from ctl.errors import UsageError
 from ctl.inspect.measure.ablate import ablate
@@ -182,7 +182,7 @@ def test_an_observer_of_the_user_is_not_replaced(mirrored):
 
 def test_windows_now_and_then(mirrored, monkeypatch):
     loop, sink = inspectable(mirrored(2)), Sink()
-    loop.actions += inspect_every(loop.step, 100, [sink])
+    loop.actions += inspect_every(loop, 100, [sink])
     loop.train(240)
     # The first window comes after a trace and a warm-up; the second has neither.
     assert [record["step"] for record in sink.records] == [161, 221]
@@ -192,7 +192,7 @@ def test_windows_now_and_then(mirrored, monkeypatch):
     assert loop.step.observer is NO_OBSERVER
     assert loop.steps.run.experimental_get_tracing_count() == 2
     monkeypatch.setattr(tf_internals, "_MANAGER", "no_such_name")
-    assert inspect_every(loop.step, 100, [sink]) == []
+    assert inspect_every(loop, 100, [sink]) == []
 
 
 class Windows:

@@ -13,7 +13,7 @@ import tiny_tfds
 
 from ctl.data import InMemory, Streaming, load_columns, mix
 from ctl.data.sources import ImageFolder, JsonLines
-from ctl.data.tfds_source import Source, find
+from ctl.data.tfds_source import ImageSource, find
 
 COUNT = 50
 SOURCES = ("tfrecord", "array_record", "mapped", "items", "data_source", "json", "folder")
@@ -42,8 +42,8 @@ def write(root: Path) -> None:
 def opened(root: Path) -> dict[str, Any]:
     """What `write` has written, by the names in `SOURCES`."""
     return {
-        "tfrecord": Source(find("ctl_tiny_color", str(root / "tfrecord")), "train"),
-        "array_record": Source(find("ctl_tiny_color", str(root / "array_record")), "train"),
+        "tfrecord": ImageSource(find("ctl_tiny_color", str(root / "tfrecord")), "train"),
+        "array_record": ImageSource(find("ctl_tiny_color", str(root / "array_record")), "train"),
         "mapped": np.load(root / "array.npy", mmap_mode="r"),
         "items": [{"number": n, "x": np.zeros(2)} for n in range(COUNT)],
         "data_source": tfds.data_source(

@@ -17,7 +17,7 @@ import simulated
 from paths import ROOT
 
 from ctl.errors import UsageError
-from ctl.inspect import predict_command
+from ctl.inspect.commands import predict as predict_command
 from ctl.inspect.measure import window
 from ctl.inspect.measure.link import Measured, Point
 from ctl.inspect.measure.timeline import join

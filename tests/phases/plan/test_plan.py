@@ -313,7 +313,7 @@ def test_the_fingerprint_sees_what_workers_must_agree_on(mirrored):
 def test_a_graph_that_cannot_be_read_trains_all_the_same(mirrored, monkeypatch):
     loop = planned(mirrored(2))
     assert "the plan of all of them" in plan_facts(loop.plan)
-    monkeypatch.setattr(loop.step, "plan", lambda: 1 / 0)
+    monkeypatch.setattr(loop, "plan", lambda: 1 / 0)
     assert plan_facts(loop.plan) == {}
 
 
