@@ -78,7 +78,7 @@ def worker(index: int, addresses: list[str], out: pathlib.Path, fault: str, time
             return features + tf.cast(tf.ensure_shape(number, []), tf.float32) * 0.0
 
     class Sleep:
-        def __call__(self, status: ctl.base.actions.Status) -> None:
+        def __call__(self, status: ctl.actions.Status) -> None:
             (out / f"trains-{index}").touch()
             if fault == "raise":
                 raise RuntimeError("a bug in a worker")

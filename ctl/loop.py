@@ -173,7 +173,7 @@ class Loop:
         evaluator: used by `evaluate`.
         checkpoints: used by `save` and `restore`.
         actions: called with a `Status` after each call of `Steps.run`. If an action has a method
-            ``steps_until_due(step) -> int`` (see `ctl.base.actions.Every`), a call ends at that
+            ``steps_until_due(step) -> int`` (see `ctl.actions.Every`), a call ends at that
             step.
         eval_actions: called with ``(step, results)`` after each evaluation; may return `STOP`. What
             they change is saved with the next checkpoint: that of ``step`` is written before.
@@ -185,7 +185,7 @@ class Loop:
 
     Raises:
         UsageError: see `ctl.data.global_batches.as_dataset`,
-            `ctl.distributed.local_batch.check_sizes` and `TrainStep.build`.
+            `ctl.local_batch.check_sizes` and `TrainStep.build`.
     """
 
     def __init__(

@@ -164,7 +164,7 @@ def gather_context(
     Args:
         divisor: what this replica divides its loss by. A tensor may differ between replicas.
         empty: bool scalar, whether the replica computes with an example of zeros that does not
-            count; None if never. See `ctl.distributed.local_batch.pad_empty`.
+            count; None if never. See `ctl.local_batch.pad_empty`.
         options: timeout and implementation of the collectives.
         in_graph: whether the pass runs in a loop or under XLA.
     """

@@ -48,7 +48,7 @@ class TrainStep(BaseStep):
 
     Args:
         model: a Keras 3 model. Layers frozen before `build` stay frozen.
-        optimizer: of Keras 3, or its name; see `ctl.phases.optimizers.check_optimizer`. Or
+        optimizer: of Keras 3, or its name; see `ctl.optimizers.check_optimizer`. Or
             parameter groups ``(optimizer, variables[, schedule])``: variables of the model, and of
             layers that are attributes of the step. A layer stands for its variables.
         loss_fn: ``(labels, outputs) -> losses [n]``.
@@ -62,7 +62,7 @@ class TrainStep(BaseStep):
             update is skipped when a reduced gradient is not finite.
         log_norms: logs norms of gradient, weights and update, see `ctl.phases.norms`.
         bytes_per_pack: maximum bytes per all-reduce, see `ctl.reduce.make_packs`.
-        options: options of the all-reduce, see `ctl.distributed.strategy.Placement`.
+        options: options of the all-reduce, see `ctl.strategy.Placement`.
         jit_compile: compiles forward and backward with XLA, for batches of static shape; on one
             replica the whole step, several at once if batches come in blocks. None: a rule.
         jit_update: compiles the update with XLA, see `ctl.phases.apply.Updater`.

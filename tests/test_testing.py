@@ -177,8 +177,8 @@ def test_replicas(make, says):
 
 def test_an_all_reduce_that_repeats_another():
     class Twice(TrainStep):
-        def reduce(self, loss, count, gradients, before):
-            loss, count, gradients = super().reduce(loss, count, gradients, before)
+        def reduce(self, loss, count, gradients, snapshot):
+            loss, count, gradients = super().reduce(loss, count, gradients, snapshot)
             return loss, count, self.sum_gradients(gradients)
 
     with pytest.raises(AssertionError, match="a gradient is reduced twice$"):

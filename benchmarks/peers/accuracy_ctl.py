@@ -36,7 +36,7 @@ def train(recipe: Recipe, evaluated: Evaluated) -> dict[str, Any]:
         schedule=ctl.schedule.Cosine(recipe.learning_rate, recipe.steps),
         evaluator=ctl.Evaluator(ctl.EvalStep(model, metrics=[accuracy]), test),
         eval_actions=[
-            lambda step, results: evaluated(step, results["accuracy"]) and ctl.base.actions.STOP
+            lambda step, results: evaluated(step, results["accuracy"]) and ctl.actions.STOP
         ],
     )
     if _TUNE.value:

@@ -268,7 +268,7 @@ def _train(placement: Placement, run_dir: Path, users: Users, mark: Marks) -> No
         users("schedule")
         return ctl.schedule.Cosine(0.01, STEPS, warmup_steps=10)(number)
 
-    def paced(status: ctl.base.actions.Status) -> None:
+    def paced(status: ctl.actions.Status) -> None:
         mark(f"step {status.step}")
         users("action", status.step)
         time.sleep(_STEP_SECONDS)

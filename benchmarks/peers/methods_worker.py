@@ -55,7 +55,7 @@ class Trained:
         keras.utils.set_random_seed(1)
         with self.placement.strategy.scope():
             made = find("step", step)(
-                getattr(ctl.build.models, _MODEL.value)(_FEATURES, _CLASSES),
+                getattr(ctl.models, _MODEL.value)(_FEATURES, _CLASSES),
                 keras.optimizers.Adam(1e-3),
                 options=self.placement.options,
                 **dict(options),

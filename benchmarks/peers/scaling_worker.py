@@ -57,7 +57,7 @@ class Trained:
         import ctl
 
         class Alone(ctl.TrainStep):
-            def reduce(self, loss, count, gradients, before):
+            def reduce(self, loss, count, gradients, snapshot):
                 return loss, count, gradients
 
         keras.utils.set_random_seed(1)

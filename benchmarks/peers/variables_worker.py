@@ -69,7 +69,7 @@ def _of_ctl(make_model: Callable[[], Any], arrays: tuple) -> dict[str, Any]:
     class Own(ctl.TrainStep):
         """The step without all-reduce and update."""
 
-        def reduce(self, loss, count, gradients, before):
+        def reduce(self, loss, count, gradients, snapshot):
             return loss, count, gradients
 
         def apply(self, gradients, finite=None):

@@ -43,7 +43,7 @@ OPTIMIZERS = {
 }
 
 # Optimizers of Keras that ctl refuses, with the reason; see
-# `ctl.phases.optimizers.check_optimizer`.
+# `ctl.optimizers.check_optimizer`.
 _REFUSED = {
     "nadam": "part of its update is outside update_step() and would be lost",
     "muon": "part of its update is outside update_step() and would be lost",

@@ -47,7 +47,7 @@ class Lines:
 class Progress:
     """A progress bar at the foot of the terminal: a context manager, an action, and a sink.
 
-    As an action, it updates the bar at every wake. As a sink of `ctl.base.actions.Log`, it prints
+    As an action, it updates the bar at every wake. As a sink of `ctl.actions.Log`, it prints
     each record above the bar. Other output appears above the bar, too::
 
         with Progress() as progress:

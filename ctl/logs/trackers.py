@@ -31,7 +31,7 @@ class Service(Protocol):
     """What `Tracker` talks to; its methods may raise and may take long."""
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Sends a record, see `ctl.base.actions.Log`."""
+        """Sends a record, see `ctl.actions.Log`."""
 
     def close(self, how: Ending) -> None:
         """Says that the run has ended, and how."""

@@ -100,7 +100,7 @@ class Updater:
         ema: the averages of ``averaged_variables``.
 
     Raises:
-        UsageError: see `ctl.phases.optimizers.make_groups`.
+        UsageError: see `ctl.optimizers.make_groups`.
     """
 
     def __init__(

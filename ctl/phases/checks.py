@@ -20,17 +20,10 @@ _CONTRACTS = {
 
 
 def check_overrides(step: Any) -> None:
-    """Refuses a step that is built, and what an earlier release would use of a subclass, and this
-    one would ignore."""
+    """Refuses a step that is built, and overrides that take other arguments."""
     if step.strategy is not None:
         raise UsageError("this step is built already: make a new one for another loop")
     kind = type(step).__name__
-    for before, now in {"compute": "loss_and_gradients", "phases": "__call__"}.items():
-        if hasattr(type(step), before):
-            raise UsageError(f"{kind}.{before}() is {now}() in this release: rename it")
-    for before in ("all_reduce", "marks"):
-        if before in vars(step):
-            raise UsageError(f"{kind}.{before} is part of {kind}.observer in this release")
     for method, at, name in (("reduce", 3, "snapshot"), ("backward", 2, "variables")):
         parameters = [*inspect.signature(getattr(step, method)).parameters]
         if parameters[at : at + 1] != [name]:

@@ -17,7 +17,6 @@ from helpers import BATCH, FEATURES, adam, examples, make_loop
 from paths import BENCHMARKS
 
 from ctl.base import tf_internals
-from ctl.inspect.session import inspect_every
 from ctl.data import InMemory
 from ctl.errors import UsageError
 from ctl.inspect.measure.ablate import ablate
@@ -26,7 +25,7 @@ from ctl.inspect.measure.profile import profile_began, profiled
 from ctl.inspect.measure.recording import Recording
 from ctl.inspect.measure.timeline import join
 from ctl.inspect.periodic import Periodic
-from ctl.inspect.session import Inspection
+from ctl.inspect.session import Inspection, inspect_every
 from ctl.inspect.show.report import scalars
 from ctl.loop import Loop
 from ctl.phases.observer import NO_OBSERVER, Observer

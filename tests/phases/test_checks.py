@@ -18,11 +18,7 @@ from ctl.phases.base_step import EvalStep
 from ctl.step import TrainStep
 
 
-def test_what_an_earlier_release_would_have_used_is_refused():
-    class Compute(TrainStep):
-        def compute(self, batch, divisor):
-            raise AssertionError
-
+def test_overrides_that_take_other_arguments_are_refused():
     class Reduce(TrainStep):
         def reduce(self, loss, count, gradients, examples=None):
             raise AssertionError
@@ -31,20 +27,13 @@ def test_what_an_earlier_release_would_have_used_is_refused():
         def backward(self, tape, loss):
             raise AssertionError
 
-    class AllReduce(TrainStep):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-            self.all_reduce = lambda tensors, **options: tensors
-
     for kind, reason in (
-        (Compute, r"^Compute.compute\(\) is loss_and_gradients\(\) in this release: rename it"),
         (
             Reduce,
-            r"^Reduce.reduce\(\) must take \(loss, count, gradients, before\) and return .* it "
+            r"^Reduce.reduce\(\) must take \(loss, count, gradients, snapshot\) and return .* it "
             r"takes \(loss, count, gradients, examples\)$",
         ),
         (Backward, r"^Backward.backward\(\) must take \(tape, loss, variables=None\) and return"),
-        (AllReduce, "^AllReduce.all_reduce is part of AllReduce.observer in this release"),
     ):
         with pytest.raises(UsageError, match=reason):
             make_loop(step_class=kind)

@@ -145,8 +145,8 @@ class Step(ctl.TrainStep):
 class Other(Step):
     """Other code than on the other worker, for the same graph of all-reduces."""
 
-    def reduce(self, loss, count, gradients, before):
-        loss, count, gradients = super().reduce(loss, count, gradients, before)
+    def reduce(self, loss, count, gradients, snapshot):
+        loss, count, gradients = super().reduce(loss, count, gradients, snapshot)
         return loss, count, [2 * gradient for gradient in gradients]
 
 

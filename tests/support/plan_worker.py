@@ -35,8 +35,8 @@ me = cluster.resolve(None, None)
 class OneMore(ctl.TrainStep):
     """Worker 1 reduces one tensor more, of the same shape as one of the others."""
 
-    def reduce(self, loss, count, gradients, before):
-        loss, count, gradients = super().reduce(loss, count, gradients, before)
+    def reduce(self, loss, count, gradients, snapshot):
+        loss, count, gradients = super().reduce(loss, count, gradients, snapshot)
         if me.index == 1:
             all_reduce([gradients[-1]], options=self.options)
         return loss, count, gradients
