@@ -13,10 +13,6 @@ from ctl.errors import UsageError
 
 MODELS = ("convnet", "dense", "resnet20", "tiny_transformer")
 LOSSES = ("cross_entropy", "binary_cross_entropy", "mean_squared_error")
-SCHEDULES = (
-    *("constant", "piecewise", "cosine", "polynomial", "exponential", "inverse_sqrt"),
-    "plateau",
-)
 SCALING_RULES = ("none", "linear", "sqrt")
 STRATEGIES = (
     *("auto", "one_device", "mirrored", "central_storage", "tpu", "default", "multi_worker"),

@@ -21,13 +21,14 @@ from ctl.base import durable
 from ctl.base.best import known_mode
 from ctl.errors import CheckpointError, UsageError
 from ctl.flags.defaults import early_stop_parts, spelled_out
+from ctl.flags.durations import OF_A_LENGTH
 
 SCHEMA = 1
 FILE = "config.json"
 FLAGFILE = "flags.txt"
 
 # Flags that may change when a run is resumed: they say how it runs and what it shows, not what it
-# computes. The length may change only if the schedule does not depend on it.
+# computes while the loss is finite. The length may change only if the schedule is not of a length.
 _FREE = frozenset(
     (
         *("model_dir", "data_dir", "download", "resident_limit_mib", "epochs", "train_steps"),
@@ -42,7 +43,6 @@ _FREE = frozenset(
     )
 )
 _LENGTH = ("epochs", "train_steps")
-_SCHEDULES_OF_A_LENGTH = ("cosine", "polynomial")
 
 # Flags of one command, not of the run.
 _OF_A_COMMAND = frozenset(("change", "extend", "dry_run", "precompile"))
@@ -193,7 +193,7 @@ def check_resumable(stored: dict[str, Any], values: flags.FlagValues = flags.FLA
     depends on the length. When to evaluate may change, unless the training depends on it.
     """
     free = _FREE
-    if values.schedule in _SCHEDULES_OF_A_LENGTH:
+    if values.schedule in OF_A_LENGTH:
         free = free - set(_LENGTH)
     if values.schedule == "plateau" or values.early_stop:
         free = free - {"evaluate_every"}

@@ -11,8 +11,23 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 
-from ctl.base.names import SCALING_RULES, SCHEDULES, check_name
+from ctl.base.names import SCALING_RULES, check_name
 from ctl.errors import UsageError
+
+# The schedules, and the flags that each uses beside --warmup; `make_schedule` makes them.
+SCHEDULES: dict[str, tuple[str, ...]] = {
+    "constant": ("learning_rate",),
+    "piecewise": ("boundaries", "rates"),
+    "cosine": ("learning_rate", "end_learning_rate"),
+    "polynomial": ("learning_rate", "end_learning_rate", "power"),
+    "exponential": ("learning_rate", "decay_rate", "decay_steps"),
+    "inverse_sqrt": ("learning_rate",),
+    "plateau": (
+        *("learning_rate", "end_learning_rate", "decay_rate"),
+        *("plateau_metric", "plateau_patience"),
+    ),
+}
+OF_A_LENGTH = ("cosine", "polynomial")  # those that depend on the length of the training
 
 _MOST = 1e15  # steps or epochs; NumPy and TensorFlow count in int64
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]*)?(?:e[0-9]+)?|\.[0-9]+)(ep)?")
@@ -79,29 +94,13 @@ def check_positive(what: str, value: float) -> None:
         raise UsageError(f"{what} must be above 0, got {value:g}")
 
 
-# The schedules that use an option, by the name of its flag.
-_USED_BY = {
-    "learning_rate": tuple(name for name in SCHEDULES if name != "piecewise"),
-    "boundaries": ("piecewise",),
-    "rates": ("piecewise",),
-    "end_learning_rate": ("cosine", "polynomial", "plateau"),
-    "power": ("polynomial",),
-    "decay_rate": ("exponential", "plateau"),
-    "decay_steps": ("exponential",),
-    "plateau_metric": ("plateau",),
-    "plateau_patience": ("plateau",),
-}
-
-
 def check_unused(schedule: str, **options: object) -> None:
     """`UsageError` if an option is not ``None`` and ``schedule`` does not use it."""
     for option, value in options.items():
-        if value is not None and schedule not in _USED_BY[option]:
+        if value is not None and option not in SCHEDULES[schedule]:
+            users = "|".join(name for name, used in SCHEDULES.items() if option in used)
             instead = "; give --rates" if option == "learning_rate" else ""
-            raise UsageError(
-                f"--{option} is for --schedule={'|'.join(_USED_BY[option])}, not for {schedule}"
-                f"{instead}"
-            )
+            raise UsageError(f"--{option} is for --schedule={users}, not for {schedule}{instead}")
 
 
 def check_pieces(boundaries: Sequence[int | str], values: Sequence[float | str]) -> None:

@@ -222,7 +222,11 @@ def define_schedule_flags(values: flags.FlagValues = flags.FLAGS) -> None:
 
 def _define_schedule_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_enum(
-        "schedule", "constant", names.SCHEDULES, "Learning rate schedule.", flag_values=values
+        "schedule",
+        "constant",
+        [*durations.SCHEDULES],
+        "Learning rate schedule.",
+        flag_values=values,
     )
     flags.DEFINE_float(
         "learning_rate",

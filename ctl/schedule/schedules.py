@@ -1,8 +1,9 @@
 """Learning rate schedules: functions from the step to the rate.
 
 ``schedule(step)`` is the float32 rate of the update that follows ``step`` updates, so the first
-update gets ``schedule(0)``. It depends on the step alone and works inside and outside of graphs.
-Each schedule is also a `keras.optimizers.schedules.LearningRateSchedule`.
+update gets ``schedule(0)``. It works inside and outside of graphs, and depends on the step alone;
+`Plateau` depends on evaluations, too. Each schedule is also a
+`keras.optimizers.schedules.LearningRateSchedule`.
 
     python -m ctl.schedule --schedule=cosine --warmup=0.5ep --epochs=12 --steps_per_epoch=156 \\
         --plot=rate.svg
@@ -22,10 +23,12 @@ import tensorflow as tf
 from absl import logging
 
 from ctl.base.autograph import AutographMethods
-from ctl.base.names import SCHEDULES, check_name
+from ctl.base.names import check_name
 from ctl.errors import UsageError
 from ctl.flags import defaults
 from ctl.flags.durations import (
+    OF_A_LENGTH,
+    SCHEDULES,
     check_increasing,
     check_pieces,
     check_positive,
@@ -36,6 +39,18 @@ from ctl.flags.durations import (
     steps_from,
 )
 from ctl.schedule.patience import Patience
+
+__all__ = [
+    "Constant",
+    "Cosine",
+    "Exponential",
+    "InverseSqrt",
+    "Piecewise",
+    "Plateau",
+    "Polynomial",
+    "Schedule",
+    "make_schedule",
+]
 
 _serializable = keras.saving.register_keras_serializable(package="ctl")
 
@@ -314,7 +329,7 @@ def make_schedule(
     base_batch_size: int | None = None,
     scaling: str = "none",
 ) -> Schedule:
-    """Makes the schedule ``name``, one of `ctl.base.names.SCHEDULES`.
+    """Makes the schedule ``name``, one of `ctl.flags.durations.SCHEDULES`.
 
     Durations (``warmup_steps``, ``boundaries``, ``decay_steps``) are steps, or text such as
     ``"0.5ep"`` for epochs of ``steps_per_epoch`` steps. ``total_steps`` is the length of the
@@ -385,11 +400,13 @@ def make_schedule(
             end_learning_rate=scaled(end_learning_rate or defaults.END_LEARNING_RATE),
             warmup_steps=warmup,
         )
+    assert name in OF_A_LENGTH, f"{name} is in SCHEDULES, and has no branch here"
     if total_steps is None:
         raise UsageError(f"the {name} schedule needs the number of steps of the training")
     end = scaled(defaults.END_LEARNING_RATE if end_learning_rate is None else end_learning_rate)
     if name == "cosine":
         return Cosine(rate, total_steps, end_learning_rate=end, warmup_steps=warmup)
+    assert name == "polynomial", f"{name} is in OF_A_LENGTH, and has no branch here"
     return Polynomial(
         rate,
         total_steps,

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import shutil
 
@@ -12,6 +13,7 @@ import tiny_tfds
 from stored_sources import COUNT
 from stored_sources import SOURCES as KINDS
 
+from ctl.data import sources as module
 from ctl.data import streaming
 from ctl.data.errors import translate_data_errors
 from ctl.data.feed import open_batches
@@ -50,6 +52,14 @@ def numbers(batch) -> np.ndarray:
 def batches(dataset: Streaming, start: int, count: int) -> list[np.ndarray]:
     elements = dataset.batches(start).take(count).as_numpy_iterator()
     return [numbers(dataset.on_replica(element, ())) for element in elements]
+
+
+def test_every_source_has_an_example(sources):
+    """`stored_sources` is what this file and `test_sources_over_workers.py` read."""
+    made = {type(module.as_source(sources[kind])) for kind in KINDS}
+    classes = [value for value in vars(module).values() if inspect.isclass(value)]
+    kinds = {kind for kind in classes if kind.__module__ == module.__name__}
+    assert len(kinds) > 3 and kinds - {module.Source} <= made
 
 
 @pytest.mark.parametrize("kind", KINDS)

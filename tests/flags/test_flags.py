@@ -12,6 +12,7 @@ from zygote import one_line
 
 from ctl.base import names
 from ctl.build.build import make_optimizer
+from ctl.flags import durations
 from ctl.flags.defaults import spelled_out
 
 TRAIN, EVALUATE = "ctl.train", "ctl.evaluate"
@@ -314,7 +315,7 @@ def test_what_may_change_on_a_resume(zygote_without_tensorflow, tmp_path, given,
     assert len(line) < 450
 
 
-@pytest.mark.parametrize("schedule", names.SCHEDULES)
+@pytest.mark.parametrize("schedule", durations.SCHEDULES)
 def test_a_run_is_extended_under_every_schedule(zygote_without_tensorflow, tmp_path, schedule):
     stored_run(tmp_path, schedule=schedule, epochs=3.0, optimizer="sgd")
     run = [TRAIN, f"--model_dir={tmp_path}", f"--schedule={schedule}", "--epochs=4", "--extend"]

@@ -11,9 +11,9 @@ import pytest
 import tensorflow as tf
 from absl import flags
 
-from ctl.base.names import SCHEDULES
 from ctl.errors import UsageError
 from ctl.flags import durations
+from ctl.flags.durations import SCHEDULES
 from ctl.flags.groups import define_schedule_flags, schedule_arguments
 from ctl.schedule import (
     Constant,

@@ -1,0 +1,36 @@
+"""What a checkpoint holds, by group: the table of its page, and the state of a step that has all."""
+
+from __future__ import annotations
+
+import re
+
+import keras
+import tensorflow as tf
+from helpers import make_loop
+from paths import ROOT
+
+from ctl.schedule.patience import EarlyStopping
+from ctl.step import TrainStep
+
+
+class HasAll(TrainStep):
+    def __init__(self, *args, **options):
+        super().__init__(*args, ema_decay=0.9, loss_scale=True, **options)
+        self.seeds_of_keras = keras.random.SeedGenerator(1)
+        self.left = self.variable("left", [2], per_replica=True)
+
+
+def groups_of_the_page() -> list[str]:
+    page = (ROOT / "ctl/checkpoint/README.md").read_text("utf-8")
+    table = page[page.index("| group | tensors | from |") :].split("\n\n")[0]
+    return re.findall(r"^\| `(\w+)`", table, re.MULTILINE)
+
+
+def test_the_page_has_every_group(mirrored):
+    stop = EarlyStopping("loss", patience=3)
+    loop = make_loop(mirrored(2), step_class=HasAll, eval_actions=[stop])
+    loop.train_only([loop.step.model.layers[-1]])
+    loop.step.jit_compile = True
+    state = loop.state.variables()
+    assert sorted(state) == sorted(groups_of_the_page())
+    assert all(isinstance(v.name, str) and isinstance(v.dtype, tf.DType) for v in state["trained"])
