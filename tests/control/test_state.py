@@ -1,4 +1,4 @@
-"""What a checkpoint holds, by group: the table of its page, and the state of a step that has all."""
+"""What a checkpoint holds: the table of its page, and the state of a step that has all groups."""
 
 from __future__ import annotations
 
