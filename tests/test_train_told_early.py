@@ -219,7 +219,7 @@ EARLY = [
     (["--dataset=mine:gone"], "cannot find the dataset 'mine:gone'"),
     (["--dataset=fashin_mnist"], "there is no dataset 'fashin_mnist'; near: fashion_mnist"),
     (["--dataset=fashion_mnist_min/1.0.0"], "there is no .*; near: fashion_mnist_mini"),
-    (["--init_from=/nonexistent"], "--init_from=/nonexistent: no such file or directory"),
+    (["--init_from=/nonexistent/no"], "--init_from=/nonexistent/no: no such file or directory"),
     (["--freeze=conv*", "--reinit=head"], "--reinit has no effect without --init_from"),
 ]
 

@@ -125,7 +125,7 @@ WRONG = [
     (("--schedule=piecewise", "--rates=1,2", "--boundaries=1,2"), "one more rate than boundaries"),
     (("--base_batch_size=64",), "--base_batch_size has no effect without --lr_scaling"),
     (("--precision=float8",), "--precision=float8"),
-    (("--flagfile=/nonexistent",), "/nonexistent"),
+    (("--flagfile=/nonexistent/no",), "/nonexistent/no"),
     (("--data_dir=gs://bucket/data",), "--data_dir=gs://bucket/data: mount it, or copy the files"),
     (("--augment=flip,mixup",), "--augment=mixup: write mixup:ALPHA"),
 ]
@@ -181,8 +181,8 @@ def test_model_dirs_that_cannot_be_written(zygote_without_tensorflow, tmp_path):
     ("given", "expected"),
     [
         ((), "give --model_dir=DIR of a run, or --model=FILE.keras"),
-        (("--model_dir=/nonexistent",), "/nonexistent holds no run of ctl.train"),
-        (("--model=/nonexistent.keras",), "--model=/nonexistent.keras: no such file"),
+        (("--model_dir=/nonexistent/no",), "/nonexistent/no holds no run of ctl.train"),
+        (("--model=/nonexistent/dir.keras",), "--model=/nonexistent/dir.keras: no such file"),
         (("--model_dir=/tmp", "--checkpoint=newest"), "newest is not latest, best or a step"),
         (("--model_dir=/tmp", "--checkpoint=²"), "is not latest, best or a step"),
         (("--model_dir=/tmp", "--watch", "--checkpoint=best"), "--watch .* the latest checkpoint"),

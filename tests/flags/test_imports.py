@@ -44,7 +44,7 @@ def test_named_in_a_file(values, tmp_path):
     (tmp_path / "flags").write_text("# mine\n--step=a:C\n")
     assert imports.named([f"--flagfile={tmp_path}/flags"]) == {"step": "a:C"}
     with pytest.raises(flags.Error):
-        imports.named(["--flagfile=/nonexistent"])
+        imports.named(["--flagfile=/nonexistent/no"])
 
 
 MODULES = {

@@ -104,13 +104,12 @@ def test_two_workers_with_a_sensible_step(plans):
 
 
 def test_the_wire_carries_what_the_plan_says(workers):
-    """By the counter of the loopback interface, on which nothing else is of that size."""
+    """By Linux's count of each worker's own sockets, whatever else the machine sends."""
     files = sorted(workers.glob("wire-*.json"))
-    if not files:
-        pytest.skip("this machine has no counter of its loopback interface")
+    assert len(files) == 2
     for file in files:
         bytes_ = json.loads(file.read_text())
-        assert bytes_["planned"] > 5e7
+        assert bytes_["planned"] > 2.5e7
         assert 0.9 < bytes_["counted"] / bytes_["planned"] < 1.1
 
 
