@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,10 @@ import pytest
 from paths import ROOT
 
 import ctl
+
+sys.path.insert(0, str(ROOT / "tests"))
+
+import first  # noqa: E402
 
 # The rooms, from below: files directly in ctl/ and its packages. Each imports only rooms before it.
 LAYERS = (
@@ -111,6 +116,15 @@ def test_the_page_has_the_public_names():
     page = (ROOT / "ctl/README.md").read_text("utf-8")
     table = page[page.index("## Public names") :].split("\n## ")[0]
     assert re.findall(r"^\| `ctl\.(\w+)`", table, re.MULTILINE) == ctl.__all__
+
+
+def test_every_module_has_tests_that_are_found():
+    """`python tests/first.py FILE` lists them."""
+    for path in ROOT.glob("ctl/**/*.py"):
+        tests = first.tests_of([str(path.relative_to(ROOT))])
+        assert tests and all((ROOT / test).is_file() for test in tests), path
+    assert first.tests_of(["ctl/phases/norms.py"]) == ["tests/phases/test_norms.py"]
+    assert "tests/control/test_state.py" in first.tests_of(["ctl/control/state.py"])
 
 
 def functions(tree: ast.AST) -> Iterator[ast.FunctionDef]:

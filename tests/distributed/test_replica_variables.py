@@ -140,7 +140,9 @@ def test_variables_apart_that_cannot_be(mirrored):
 
     with pytest.raises(UsageError, match="^Apart lets weights differ .* leave out ema_decay"):
         make_loop(mirrored(2), step_class=Apart, ema_decay=0.9)
-    with pytest.raises(UsageError, match=r"^Keras.apart\(\) must return the .value"):
+    with pytest.raises(
+        UsageError, match=r"^Keras.unsynchronized_variables\(\) must return the .value"
+    ):
         make_loop(mirrored(2), step_class=Keras)
     central = tf.distribute.experimental.CentralStorageStrategy(["/cpu:0", "/cpu:1"])
     with pytest.raises(UsageError, match="^Apart needs a copy of its variables on each replica"):
