@@ -58,29 +58,36 @@ def run() -> None:
         flags.DEFINE_string(
             "model",
             None,
-            "A .keras file instead of --model_dir; or, with --model_dir, the "
+            "A .keras file, instead of --model_dir; or, with --model_dir, the "
             "package.module:function that the run was trained with.",
         )
-        flags.DEFINE_string("checkpoint", "latest", "latest, best, or a step.")
+        flags.DEFINE_string(
+            "checkpoint", "latest", "Checkpoint to evaluate: latest, best, or a step."
+        )
         flags.DEFINE_boolean("watch", False, "Evaluate each new checkpoint as it appears.")
         flags.DEFINE_float(
-            "watch_timeout", 600, "Seconds without a new checkpoint that end --watch.", 0
+            "watch_timeout", 600, "Seconds without a new checkpoint after which --watch ends.", 0
         )
         flags.DEFINE_boolean("json", False, "Print one JSON object per evaluation.")
         define_path(
             "report",
             None,
-            "Directory for report.html and report.json, of a classifier: the accuracy of each "
-            "class, the confusion matrix, and the examples with the highest loss.",
+            "Directory for report.html and report.json of a classifier: accuracy of each class, "
+            "confusion matrix, and the examples with the highest loss.",
         )
     groups.define_data_flags(of_a_run=True)
     user_code_flags.define_code_flags()
     devices.define_device_flags(training=False)
     with group("Computation"):
         flags.DEFINE_enum(
-            "precision", "float32", names.PRECISIONS, "Type of the computation, with --model_dir."
+            "precision",
+            "float32",
+            names.PRECISIONS,
+            "Data type of the computation, with --model_dir.",
         )
-        flags.DEFINE_integer("seed", 0, "Of synthetic data, and of your own.", lower_bound=0)
+        flags.DEFINE_integer(
+            "seed", 0, "Seed of synthetic data and of your own dataset.", lower_bound=0
+        )
     check_flags(["report", "watch", "loss"], _check_report)
     check_flags(["model_dir", "model", "checkpoint", "watch", "watch_timeout"], _check)
     run_command(main, _USAGE)

@@ -60,24 +60,27 @@ _WRITING = threading.Lock()
 def run() -> None:
     """The command line, also installed as ``ctl-launch``."""
     with group("Job"):
-        flags.DEFINE_integer("workers", 1, "Worker processes.", lower_bound=1)
+        flags.DEFINE_integer("workers", 1, "Number of worker processes.", lower_bound=1)
         flags.DEFINE_integer(
-            "ps", 0, "Parameter servers, beside a coordinator and the workers.", lower_bound=0
+            "ps",
+            0,
+            "Number of parameter servers, in addition to a coordinator and the workers.",
+            lower_bound=0,
         )
         flags.DEFINE_integer(
-            "max_restarts", 0, "Times that a failed job is started again.", lower_bound=0
+            "max_restarts", 0, "Maximum number of restarts of a failed job.", lower_bound=0
         )
         flags.DEFINE_float(
             "backoff",
             1.0,
-            "Seconds before the first restart; doubles each time, up to 30.",
+            "Seconds before the first restart. Doubles each time, up to 30.",
             lower_bound=0,
         )
         flags.DEFINE_float(
             "grace",
             30.0,
-            "Seconds that processes get to save and end, after a peer has failed or a signal has "
-            "come, before they are killed.",
+            "Seconds that processes have to save and exit after a peer has failed or a signal has "
+            "arrived, before they are killed.",
             lower_bound=0,
         )
     run_command(_main, _USAGE, takes_command=True, output_is_log=True)

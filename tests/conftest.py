@@ -42,8 +42,37 @@ gc.set_threshold(20_000, 10, 10)
 PROCESSES = {"job", "zygote", "zygote_without_tensorflow"}
 
 
+def pytest_addoption(parser):
+    group = parser.getgroup("ctl", "how much of ctl is tested")
+    group.addoption("--all", action="store_true", help="run all tests")
+    group.addoption("--rest", action="store_true", help="run those that are not run by default")
+
+
+def pytest_configure(config):
+    """Without arguments, tests that are slow are left out, but for a sample. Processes of
+    pytest-xdist learn of it by the environment."""
+    if not hasattr(config, "workerinput"):
+        chosen = config.args_source is not pytest.Config.ArgsSource.TESTPATHS
+        everything = chosen or config.getoption("all") or config.getoption("markexpr")
+        how = "rest" if config.getoption("rest") else "all" if everything else "sample"
+        os.environ["CTL_TESTS"] = how
+
+
+def is_left_out(item) -> bool:
+    return bool(item.get_closest_marker("slow")) and not item.get_closest_marker("sample")
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    mark_processes(items)
+    how = os.environ["CTL_TESTS"]
+    if how != "all":
+        left_out = [item for item in items if is_left_out(item) == (how == "sample")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if is_left_out(item) == (how == "rest")]
+
+
+def mark_processes(items):
     for item in items:
         uses = PROCESSES & set(item.fixturenames)
         if uses:

@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT / "benchmarks/peers"))
 
 from claims import CLAIMS  # noqa: E402
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "ctl").glob("**/README.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "ctl").glob("**/*.md"))]
 TEXTS = {page: page.read_text(encoding="utf-8") for page in PAGES}
 README, ALL = TEXTS[PAGES[0]], "\n".join(TEXTS.values())
 LINES = 250  # README.md is read in one go; what is longer has a page of its own

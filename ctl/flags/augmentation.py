@@ -29,10 +29,11 @@ def define_augment_flag() -> None:
         flags.DEFINE_string(
             "augment",
             None,
-            "Changes training images at random, e.g. crop:4,flip or randaugment:2:9: crop:PIXELS "
-            "of a border of zeros, flip from right to left, color:STRENGTH of brightness, contrast "
-            "and saturation, randaugment:LAYERS:MAGNITUDE of at most 30, mixup:ALPHA and "
-            "cutmix:ALPHA with another image and its label (default: none).",
+            "Random changes of the training images, e.g. crop:4,flip or randaugment:2:9. "
+            "crop:PIXELS pads with PIXELS zeros and crops; flip mirrors from right to left; "
+            "color:STRENGTH changes brightness, contrast and saturation; "
+            "randaugment:LAYERS:MAGNITUDE takes a magnitude of at most 30; mixup:ALPHA and "
+            "cutmix:ALPHA mix each image and its label with another (default: none).",
         )
     check_flags(["augment"], lambda augment: augment is not None and parse(augment))
 

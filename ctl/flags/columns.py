@@ -16,10 +16,10 @@ def define_column_flags() -> None:
     flags.DEFINE_list(
         "features",
         None,
-        "Features of a TFDS dataset to train on, e.g. age,fare or features, for a table; a/b is "
-        "part b of a (default: an image). Several are a dict.",
+        "Names of the features of a TFDS dataset to train on, for a table, e.g. age,fare. a/b is "
+        "part b of feature a. Several form a dict (default: an image).",
     )
-    flags.DEFINE_list("labels", None, "Features of the dataset to learn, with --features.")
+    flags.DEFINE_list("labels", None, "Names of the features to predict, with --features.")
     check_flags(["features", "labels", "dataset", "image_shape"], _check)
 
 

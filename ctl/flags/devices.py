@@ -23,23 +23,26 @@ def define_device_flags(training: bool = True) -> None:
             "strategy",
             "auto",
             names.STRATEGIES,
-            "How replicas are distributed. auto: mirrored for several replicas, else one_device on "
+            "Distribution strategy. auto: mirrored for several replicas, otherwise one_device on "
             "a GPU and default on a CPU.",
         )
         flags.DEFINE_integer(
             "replicas",
             None,
-            "Replicas on this machine (default: all visible GPUs, or 1). Without GPUs the CPU is "
-            "cut into so many logical devices.",
+            "Replicas on this machine (default: all visible GPUs, or 1). Without GPUs, the CPU is "
+            "split into this many logical devices.",
             lower_bound=1,
         )
         flags.DEFINE_enum(
             "cross_device_ops",
             "auto",
             names.CROSS_DEVICE_OPS,
-            "How mirrored replicas all-reduce. auto: the fastest measured for the kind of device.",
+            "How mirrored replicas all-reduce. auto: the method measured to be fastest on the "
+            "kind of device.",
         )
-        flags.DEFINE_string("tpu", "", "For --strategy=tpu: a name, local, or grpc://host:port.")
+        flags.DEFINE_string(
+            "tpu", "", "TPU, for --strategy=tpu: a name, local, or grpc://host:port."
+        )
     check_flags(["strategy", "replicas", "tpu", "cross_device_ops"], _check_devices)
     if training:
         _define_worker_flags()
@@ -51,33 +54,33 @@ def _define_worker_flags() -> None:
         flags.DEFINE_list(
             "workers",
             None,
-            "HOST:PORT of every worker, the same list on each (default: from TF_CONFIG, as "
-            "ctl.launch sets it, or from Slurm).",
+            "HOST:PORT of every worker, the same list on each (default: from TF_CONFIG, as set by "
+            "ctl.launch, or from Slurm).",
         )
         flags.DEFINE_integer(
-            "worker_index", None, "Which of --workers this process is.", lower_bound=0
+            "worker_index", None, "Index of this process in --workers.", lower_bound=0
         )
         flags.DEFINE_enum(
-            "communication", "auto", names.COMMUNICATIONS, "How workers all-reduce; ring is gRPC."
+            "communication", "auto", names.COMMUNICATIONS, "How workers all-reduce; ring uses gRPC."
         )
         flags.DEFINE_float(
             "startup_timeout",
             300.0,
-            "Seconds to wait for the other workers: to come, to load their data and build their "
+            "Seconds to wait for the other workers to start, load their data and build their "
             "model.",
             lower_bound=1,
         )
         flags.DEFINE_float(
             "collective_timeout",
             300.0,
-            "Seconds without progress after which an all-reduce has failed; with parameter "
-            "servers, without a step.",
+            "Seconds without progress after which an all-reduce counts as failed. With parameter "
+            "servers: seconds without a finished step.",
             lower_bound=1,
         )
         flags.DEFINE_float(
             "worker_timeout",
             60.0,
-            "With parameter servers: seconds to wait for a worker when none is left.",
+            "With parameter servers: seconds to wait for a worker when none is connected.",
             lower_bound=1,
         )
     check_flags(

@@ -32,51 +32,56 @@ def define_data_flags(of_a_run: bool = False) -> None:
         flags.DEFINE_string(
             "dataset",
             "fashion_mnist_mini",
-            "A TFDS dataset of images and integer labels, or synthetic. The default comes with "
-            "ctl: 10,000 + 2,000 images of Fashion-MNIST. Or package.module:function for your own: "
-            "called with those of the keywords global_batch_size, seed and data_dir that it "
-            "declares, returns two datasets, to train and to evaluate: of ctl.data, or a "
-            "tf.data.Dataset of global batches, which needs --train_steps.",
+            "A TFDS dataset of images with integer labels, synthetic, or package.module:function "
+            "for your own. The default is part of ctl: 10,000 + 2,000 images of Fashion-MNIST. "
+            "Your function is called with those keywords of global_batch_size, seed and data_dir "
+            "that it declares. It returns two datasets, for training and evaluation: datasets of "
+            "ctl.data, or a tf.data.Dataset of global batches, which requires --train_steps.",
         )
         define_path(
             "data_dir",
             None,
-            "Where TFDS keeps datasets (default: TFDS's own). A function of --dataset gets it.",
+            "Directory of TFDS datasets (default: TFDS's own). Also passed to a function given as "
+            "--dataset.",
         )
-        flags.DEFINE_boolean("download", True, "Download and prepare a dataset that is not there.")
+        flags.DEFINE_boolean("download", True, "Download and prepare a missing dataset.")
         flags.DEFINE_string("train_split", None, "TFDS split to train on (default: train).")
         flags.DEFINE_string(
             "eval_split",
             None,
-            "TFDS split to evaluate on (default: test, or else validation; of a training with "
-            "--keep_best, see there).",
+            "TFDS split to evaluate on (default: test, or else validation; for a training with "
+            "--keep_best, see that flag).",
         )
         flags.DEFINE_integer(
-            "global_batch_size",
-            64,
-            "Examples per update, over all replicas together.",
-            lower_bound=1,
+            "global_batch_size", 64, "Examples per update, over all replicas.", lower_bound=1
         )
         flags.DEFINE_string(
             "image_shape",
             None,
-            "HEIGHT,WIDTH,CHANNELS: resizes images of a TFDS dataset; the shape of synthetic ones "
-            "(28,28,1).",
+            "HEIGHT,WIDTH,CHANNELS: the size to which images of a TFDS dataset are resized, or "
+            "the shape of synthetic images (28,28,1).",
         )
         columns.define_column_flags()
-        flags.DEFINE_integer("num_classes", 10, "Of synthetic data.", lower_bound=2)
-        flags.DEFINE_integer("num_examples", 10_000, "Of synthetic data.", lower_bound=1)
+        flags.DEFINE_integer(
+            "num_classes", 10, "Number of classes, for --dataset=synthetic.", lower_bound=2
+        )
+        flags.DEFINE_integer(
+            "num_examples", 10_000, "Number of examples, for --dataset=synthetic.", lower_bound=1
+        )
         flags.DEFINE_float(
             "resident_limit_mib",
             1024,
-            "Datasets of at most so many MiB, decoded, are kept on every device; larger ones are "
-            "streamed from their files.",
+            "Datasets of at most this many MiB, decoded, are kept on every device. Larger ones "
+            "are streamed from their files.",
             lower_bound=0,
         )
         flags.DEFINE_integer(
-            "shuffle_block", 1, "Neighbours that a stream shuffles and reads together.", 1
+            "shuffle_block",
+            1,
+            "Consecutive records that a stream reads and shuffles as one unit.",
+            1,
         )
-        about = "At a damaged example: stop and name it, or take the next one of the data."
+        about = "On a damaged example: stop and name it, or replace it with the next one."
         flags.DEFINE_enum("on_bad_record", "stop", ["stop", "skip"], about)
     check_flags(["image_shape"], lambda image_shape: image_shape_from(image_shape))
     check_flags(["dataset", "data_dir"], _check_dataset)
@@ -132,63 +137,70 @@ def define_step_flags() -> None:
     with group("Optimizer and step"):
         define_name("optimizer", "adam", f"One of {', '.join(names.OPTIMIZERS)}.")
         flags.DEFINE_float(
-            "momentum", 0.9, "Of --optimizer=momentum and nesterov.", lower_bound=0, upper_bound=1
+            "momentum", 0.9, "Momentum, for momentum and nesterov.", lower_bound=0, upper_bound=1
         )
         flags.DEFINE_float(
             "weight_decay",
             None,
-            "Decoupled weight decay, times the learning rate (default: 0.004 for adamw, or none).",
+            "Decoupled weight decay, multiplied by the learning rate (default: 0.004 for adamw, "
+            "otherwise none).",
             lower_bound=0,
         )
         flags.DEFINE_float(
-            "label_smoothing", 0.0, "Share of the uniform target.", lower_bound=0, upper_bound=1
+            "label_smoothing",
+            0.0,
+            "Label smoothing: weight of the uniform distribution in the target.",
+            lower_bound=0,
+            upper_bound=1,
         )
-        flags.DEFINE_float("clip_norm", None, "Largest global norm of the reduced gradient.")
+        flags.DEFINE_float("clip_norm", None, "Maximum global norm of the reduced gradient.")
         flags.DEFINE_integer(
             "accumulate_steps",
             1,
-            "Micro-batches that a replica's batch is cut into to save memory; reduced once.",
+            "Number of micro-batches into which a replica's batch is split to save memory. Their "
+            "gradients are reduced once.",
             lower_bound=1,
         )
         flags.DEFINE_float(
             "ema_decay",
             None,
-            "Decay per step of a moving average of the weights, e.g. 0.999. The average is then "
-            "what is evaluated and exported.",
+            "Decay per step of a moving average of the weights, e.g. 0.999. The averaged weights "
+            "are evaluated and exported.",
         )
         flags.DEFINE_enum(
             "precision",
             "float32",
             names.PRECISIONS,
-            "Type of the computation. Weights stay float32; float16 has a dynamic loss scale, "
-            "judged on the reduced gradient.",
+            "Data type of the computation. Weights stay float32. float16 has a dynamic loss "
+            "scale, which is adjusted by the reduced gradient.",
         )
         flags.DEFINE_enum(
             "on_nan",
             "stop",
             ["stop", "skip"],
-            "What to do when the loss (stop) or the reduced gradient (skip) is NaN or Inf: stop "
-            "the run, or leave out the update.",
+            "stop: end the run when the loss is NaN or Inf. skip: leave out the update when the "
+            "reduced gradient is NaN or Inf.",
         )
         flags.DEFINE_enum(
             "jit_compile",
             "rule",
             ["rule", "on", "off", AUTO],
-            "Compile forward and backward with XLA; with one replica, all of the step. The "
-            "all-reduce stays out, the update on a CPU is always compiled. rule: on for small "
-            "dense networks on one CPU, else off. auto: try both before the first step and keep "
-            "the faster.",
+            "Compile the forward and backward pass with XLA; with one replica, the whole step. "
+            "The all-reduce is not compiled; the update on a CPU always is. rule: on for small "
+            "dense networks on one CPU, otherwise off. auto: try both before the first step and "
+            "keep the faster.",
         )
         define_size_or_auto(
             "bytes_per_pack",
             0,
-            "Most bytes that one all-reduce moves; 0: all gradients of a type in one; auto: try "
-            "some before the first step and keep the fastest, also when the run is resumed.",
+            "Maximum number of bytes per all-reduce. 0: all gradients of a type in one. auto: try "
+            "several sizes before the first step and keep the fastest; a resumed run keeps it, "
+            "too.",
         )
         flags.DEFINE_integer(
             "steps_per_loop",
             0,
-            "Steps per call from Python, at most; 0: as many as fit in half a second.",
+            "Maximum number of steps per call from Python. 0: as many as fit in half a second.",
             lower_bound=0,
         )
     check_flags(["optimizer"], lambda optimizer: names.check_optimizer_name(optimizer))
@@ -231,77 +243,78 @@ def _define_schedule_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_float(
         "learning_rate",
         None,
-        "Learning rate, at its highest (default: 1e-3). Not for --schedule=piecewise.",
+        "Peak learning rate (default: 1e-3). Not for --schedule=piecewise.",
         flag_values=values,
     )
     flags.DEFINE_list(
         "boundaries",
         None,
         "Piecewise: where the next of --rates begins, in steps (500) or epochs counted from 0 "
-        "(3ep,7ep: before epoch 3, before epoch 7, after) (default: none).",
+        "(3ep,7ep: at the start of epochs 3 and 7) (default: none).",
         flag_values=values,
     )
     flags.DEFINE_list(
         "rates",
         None,
-        "Piecewise: the learning rates, one more than --boundaries (1e-3,1e-4,1e-5).",
+        "Piecewise: learning rates, one more than --boundaries (1e-3,1e-4,1e-5).",
         flag_values=values,
     )
     flags.DEFINE_string(
         "warmup",
         "0",
-        "Linear warm-up of any schedule, in steps (500) or epochs (0.5ep).",
+        "Linear warm-up, for any schedule, in steps (500) or epochs (0.5ep).",
         flag_values=values,
     )
     flags.DEFINE_float(
         "end_learning_rate",
         None,
-        "Cosine, polynomial: learning rate at the end of the training; plateau: the lowest "
-        "(default: 0).",
+        "Cosine, polynomial: final learning rate; plateau: lowest learning rate (default: 0).",
         flag_values=values,
     )
     flags.DEFINE_float(
         "decay_rate",
         None,
         "Exponential: factor by which the rate changes every --decay_steps (default: 0.95); "
-        "plateau: at each plateau (default: 0.1).",
+        "plateau: factor at each plateau (default: 0.1).",
         flag_values=values,
     )
     flags.DEFINE_string(
         "decay_steps",
         None,
-        "Exponential: steps (500) or epochs (2ep) per --decay_rate (default: 1ep).",
+        "Exponential: steps (500) or epochs (2ep) in which the rate changes by --decay_rate "
+        "(default: 1ep).",
         flag_values=values,
     )
     flags.DEFINE_enum(
         "plateau_metric",
         None,
         ["loss", "accuracy"],
-        "Plateau: what must improve in evaluations (default: loss).",
+        "Plateau: evaluation result that must improve (default: loss).",
         flag_values=values,
     )
     flags.DEFINE_integer(
         "plateau_patience",
         None,
-        "Plateau: evaluations in a row without an improvement that change the rate (default: 10).",
+        "Plateau: number of consecutive evaluations without improvement after which the rate "
+        "changes (default: 10).",
         lower_bound=1,
         flag_values=values,
     )
     flags.DEFINE_float(
-        "power", None, "Polynomial: exponent (default: 1, a line).", flag_values=values
+        "power", None, "Polynomial: exponent (default: 1, linear).", flag_values=values
     )
     flags.DEFINE_enum(
         "lr_scaling",
         "none",
         names.SCALING_RULES,
-        "Multiplies every rate by k = global batch size / --base_batch_size (linear), by the "
-        "square root of k (sqrt) or not at all.",
+        "Multiply every rate by k = global batch size / --base_batch_size (linear), by the square "
+        "root of k (sqrt), or not at all (none).",
         flag_values=values,
     )
     flags.DEFINE_integer(
         "base_batch_size",
         None,
-        "Examples per update for which the rates were chosen; with --lr_scaling (default: 256).",
+        "Examples per update for which the rates were chosen, for --lr_scaling (default: 256).",
         flag_values=values,
     )
 

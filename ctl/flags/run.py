@@ -24,17 +24,20 @@ def define_run_flags(training: bool = True) -> None:
             "model_dir",
             None,
             "Directory of the run: checkpoints, logs, TensorBoard, exported model. The same "
-            "command on the same directory resumes where it stopped."
+            "command with the same directory resumes the run."
             + (" Required." if training else ""),
         )
         flags.DEFINE_float("epochs", None, "Passes over the training data (default: 12).")
         flags.DEFINE_integer(
-            "train_steps", None, "Global batches to train on, instead of --epochs.", lower_bound=1
+            "train_steps",
+            None,
+            "Number of global batches to train on, instead of --epochs.",
+            lower_bound=1,
         )
         flags.DEFINE_integer(
             "seed",
             0,
-            "Seed of the weights, the order of the data and dropout.",
+            "Seed of the initial weights, the order of the data and dropout.",
             lower_bound=0,
             upper_bound=2**32 - 1,
         )
@@ -48,26 +51,25 @@ def _define_resume_flags() -> None:
     flags.DEFINE_boolean(
         "extend",
         False,
-        "Go on with a run for more --epochs or --train_steps where its schedule depends on the "
-        "length: from the present step on, the rates are those of the longer training.",
+        "Continue a run for more --epochs or --train_steps if its schedule depends on the length. "
+        "From the current step on, the rates are those of the longer training.",
     )
     flags.DEFINE_list(
         "change",
         [],
-        "Flags, by name, that may differ from those of the run when it resumes, e.g. "
-        "learning_rate,clip_norm. They change from the present step on.",
+        "Names of flags that may differ from the run when it resumes, e.g. "
+        "learning_rate,clip_norm. They change from the current step on.",
     )
     flags.DEFINE_boolean(
         "dry_run",
         False,
-        "Say what would be done: data, model, all-reduce, memory, and the time of an epoch "
-        "after ten steps. Writes no file and downloads nothing.",
+        "Print what the run would do and exit: data, model, all-reduce, memory, and the time of "
+        "an epoch, measured over ten steps. Writes no file and downloads nothing.",
     )
     flags.DEFINE_boolean(
         "precompile",
         False,
-        "Let XLA compile the steps, keep the programs for later runs, and end. Writes no other "
-        "file and downloads nothing.",
+        "Compile with XLA, fill the cache, and exit. Writes no other file and downloads nothing.",
     )
     check_flags(["change"], _check_change)
 

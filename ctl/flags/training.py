@@ -57,51 +57,52 @@ def _define_checkpoint_flags() -> None:
         flags.DEFINE_string(
             "evaluate_every",
             "1ep",
-            "Steps (500) or epochs (1ep) between evaluations. Where the length of an epoch is "
+            "Steps (500) or epochs (1ep) between evaluations. If the length of an epoch is "
             "unknown, the default is one evaluation, at the end.",
         )
         flags.DEFINE_list(
             "also_evaluate",
             [],
-            "More data to evaluate on each time: SPLIT, or DATASET@SPLIT for another dataset, e.g. "
-            "train[:500],mnist@test. Their results are called train[:500]/accuracy, which "
-            "--best_metric and --early_stop take, too (default: none).",
+            "More data for every evaluation: SPLIT, or DATASET@SPLIT for another dataset, e.g. "
+            "train[:500],mnist@test. Results are named like train[:500]/accuracy; --best_metric "
+            "and --early_stop accept these names (default: none).",
         )
         flags.DEFINE_string(
             "checkpoint_every",
             None,
-            "Steps (500) or epochs (0.5ep) between checkpoints, beside those at every evaluation.",
+            "Steps (500) or epochs (0.5ep) between checkpoints, in addition to one at every "
+            "evaluation.",
         )
         flags.DEFINE_string(
             "early_stop",
             None,
-            "METRIC:PATIENCE, e.g. loss:5: ends the training when the metric has not improved in "
-            "so many evaluations in a row. For others than loss and accuracy, METRIC:PATIENCE:max "
-            "or :min says what is best (default: never).",
+            "METRIC:PATIENCE, e.g. loss:5: end the training after PATIENCE consecutive "
+            "evaluations without improvement. Metrics other than loss and accuracy require "
+            "METRIC:PATIENCE:max or :min (default: never).",
         )
-        flags.DEFINE_integer("keep", 3, "Last checkpoints to keep.", lower_bound=1)
+        flags.DEFINE_integer("keep", 3, "Number of most recent checkpoints to keep.", lower_bound=1)
         flags.DEFINE_integer(
             "keep_best",
             0,
-            "Best checkpoints to keep besides, by their evaluation. Unless --eval_split is given, "
-            "this is on validation, or else on the last tenth of train, which is then not trained "
-            "on; test is evaluated at the end only.",
+            "Number of best checkpoints to keep in addition. Unless --eval_split is given, they "
+            "are selected on validation, or else on the last tenth of train, which is then not "
+            "trained on; test is evaluated only at the end.",
             lower_bound=0,
         )
         flags.DEFINE_string(
             "best_metric",
             "accuracy",
-            "What decides which is best: loss, or another result of an evaluation.",
+            "Metric that selects the best checkpoint: loss, or another result of an evaluation.",
         )
         flags.DEFINE_enum(
             "best_mode",
             None,
             ["max", "min"],
             "Whether the highest or the lowest --best_metric is best (default: min for loss, max "
-            "for accuracy; for others, say it).",
+            "for accuracy). Required for other metrics.",
         )
         flags.DEFINE_float(
-            "keep_every_hours", None, "Keep one checkpoint for every so many hours besides."
+            "keep_every_hours", None, "Also keep one checkpoint per this many hours."
         )
         flags.DEFINE_boolean("async_checkpoints", True, "Write checkpoints in the background.")
     check_flags(["early_stop", "best_mode", "best_metric"], _check_modes)
@@ -199,9 +200,9 @@ def _define_output_flags() -> None:
         flags.DEFINE_list(
             "log_also",
             [],
-            "norms: of the gradient before clipping, the weights and the update; mfu: the share of "
-            "the machine's peak, which is measured first; memory: the most used so far. E.g. "
-            "norms,mfu (default: none).",
+            "More scalars to log. norms: of the gradient before clipping, the weights and the "
+            "update; mfu: the fraction of the machine's peak, which is measured at the start; "
+            "memory: peak memory so far. E.g. norms,mfu (default: none).",
         )
         flags.DEFINE_boolean("tensorboard", True, "Write scalars for TensorBoard.")
         flags.DEFINE_string(
@@ -213,30 +214,30 @@ def _define_output_flags() -> None:
         flags.DEFINE_string(
             "wandb",
             None,
-            "Also send flags and scalars to this project of Weights & Biases. WANDB_MODE=offline "
-            "in the environment keeps them in --model_dir.",
+            "Also send flags and scalars to this project of Weights & Biases. With "
+            "WANDB_MODE=offline in the environment, they stay in --model_dir.",
         )
         flags.DEFINE_string(
             "profile_steps",
             None,
-            "START:STOP, e.g. 20:30: writes a profile of these steps for TensorBoard.",
+            "START:STOP, e.g. 20:30: write a profile of these steps for TensorBoard.",
         )
         flags.DEFINE_string(
             "inspect_every",
             None,
             "Steps (1000) or epochs (1ep) between windows of 20 steps in which the all-reduce is "
-            "timed: allreduce/exposed_ms, busbw, late_ms, late_p95_ms and late_worst_ms in "
+            "timed. Logs allreduce/exposed_ms, busbw, late_ms, late_p95_ms and late_worst_ms to "
             "metrics.jsonl and TensorBoard (default: never).",
         )
         flags.DEFINE_string(
             "check_replicas_every",
             None,
-            "Steps (100) or epochs (1ep) between comparisons of the weights of all replicas, bit "
-            "for bit. If a copy differs, the run names its replica and ends with exit code 3 "
+            "Steps (100) or epochs (1ep) between bitwise comparisons of the weights of all "
+            "replicas. If one differs, the run names the replica and ends with exit code 3 "
             "(default: never).",
         )
         flags.DEFINE_boolean(
-            "xla_cache", True, "Keep what XLA has compiled in ~/.cache/ctl, for later runs."
+            "xla_cache", True, "Cache compiled XLA programs in ~/.cache/ctl for later runs."
         )
         flags.DEFINE_boolean("export", True, "Export model.keras and a SavedModel at the end.")
     check_flags(["log_also", "strategy"], _check_log_also)

@@ -19,25 +19,23 @@ def define_model_flags() -> None:
             "model",
             "convnet",
             f"{', '.join(names.MODELS)}, or package.module:function for your own: called with "
-            "(image_shape, num_classes), returns a Keras model that gives logits. A function "
-            "without parameters may return any Keras model, for data of any kind.",
+            "(image_shape, num_classes), returns a Keras model that outputs logits. A function "
+            "without parameters may return any Keras model, for any data.",
         )
         define_path(
             "init_from",
             None,
-            "Start from these weights: a checkpoint, a run (its last checkpoint), or a .keras "
-            "file. Optimizer and step count begin anew. A run that resumes does not read it.",
+            "Initial weights: a checkpoint, a run (its last checkpoint), or a .keras file. The "
+            "optimizer and the step count start anew. A run that resumes ignores this flag.",
         )
         flags.DEFINE_list(
-            "reinit",
-            None,
-            "Layers, by name, that --init_from leaves as they are initialized, such as a new head.",
+            "reinit", None, "Names of layers for which --init_from is ignored, such as a new head."
         )
         flags.DEFINE_list(
             "freeze",
             None,
-            "Layers that do not train, by patterns of their names: conv*,block1_*. They have no "
-            "gradient and no optimizer slots.",
+            "Layers that are not trained, by patterns of their names: conv*,block1_*. They have "
+            "no gradient and no optimizer slots.",
         )
     check_flags(["model"], lambda model: names.check_model_name(model))
     check_flags(["init_from", "reinit"], _check_start)
@@ -54,17 +52,17 @@ def define_code_flags() -> None:
         flags.DEFINE_string(
             "step",
             None,
-            "package.module:MyStep, a subclass of ctl.TrainStep that is used in its place, with "
-            "the same arguments. It is evaluated with its attribute eval_step, a subclass of "
-            "ctl.EvalStep. The module may define flags of its own (absl.flags.DEFINE_float, …): "
-            "give them on the same command line. So may the modules of the other flags.",
+            "package.module:MyStep, a subclass of ctl.TrainStep with the same arguments. "
+            "Evaluation uses its attribute eval_step, a subclass of ctl.EvalStep. The module, and "
+            "those of the other flags, may define flags of their own (absl.flags.DEFINE_float, "
+            "…): give them on the same command line.",
         )
         flags.DEFINE_string(
             "loss",
             "cross_entropy",
             f"{', '.join(names.LOSSES)}, or package.module:function for your own: called with "
             "(labels, outputs), returns the loss of each example, [n]. The two cross entropies "
-            "take logits. A step with a method loss() of its own need not use it.",
+            "take logits. A step with its own loss() need not use it.",
         )
         flags.DEFINE_string(
             "metrics",
@@ -72,7 +70,7 @@ def define_code_flags() -> None:
             "Names of Keras metrics, e.g. accuracy,sparse_top_k_categorical_accuracy; or "
             "package.module:function for your own: called without arguments, returns a list of "
             "Keras metrics. They are updated with (labels, outputs) (default: accuracy with the "
-            "cross entropies, unless the step has a loss() of its own; else none).",
+            "cross entropies, unless the step has its own loss(); otherwise none).",
         )
     check_flags(["step", "loss", "metrics"], _check)
 

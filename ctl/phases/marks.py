@@ -43,7 +43,7 @@ def mark_names(step: ObservedStep) -> tuple[str, ...]:
 def stamp(waits_for: Sequence[tf.Tensor]) -> tf.Tensor:
     """The time at which all of ``waits_for`` are computed.
 
-    Call it in a graph, after a check with `private.why_no_timestamps`.
+    Call it in a graph, after a check with `tf_internals.why_no_timestamps`.
 
     Returns:
         float64 scalar: seconds since the epoch, with a resolution of 1 us.
@@ -87,7 +87,7 @@ class Marks(Observer):
             when the step is traced.
 
     Raises:
-        UsageError: this TensorFlow cannot stamp (see `private.why_no_timestamps`).
+        UsageError: this TensorFlow cannot stamp (see `tf_internals.why_no_timestamps`).
     """
 
     stamps = True

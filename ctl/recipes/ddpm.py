@@ -28,7 +28,7 @@ from ctl.recipes.samples import SEED, Sampling
 class Diffusion(BaseStep):
     """What training and evaluation share."""
 
-    diffusion_steps: int = ctl.option(1000, "Steps of DDPM to noise, and back.", lower_bound=25)
+    diffusion_steps: int = ctl.option(1000, "Number of diffusion steps.", lower_bound=25)
 
     def levels(self) -> tuple[np.ndarray, np.ndarray]:
         """The variance ``beta`` of the noise that each step adds, and the part ``alpha_bar`` of the

@@ -25,7 +25,7 @@ from ctl.recipes.local_sgd import LocalSGD
 class DiLoCo(LocalSGD):
     """Trains weights of each replica, and takes an outer step every ``local_steps`` steps."""
 
-    outer_rate: float = ctl.option(0.7, "Rate of the outer steps.", lower_bound=0.0)
+    outer_rate: float = ctl.option(0.7, "Learning rate of outer steps.", lower_bound=0.0)
     outer_momentum: float = ctl.option(0.9, "Momentum of the outer steps.", lower_bound=0.0)
     default_steps = 500
 

@@ -29,10 +29,10 @@ class Distillation(ctl.TrainStep):
         UsageError: there is no such file, it holds no model, or one of other shapes.
     """
 
-    teacher: str | None = ctl.option(None, "The .keras file to distill.", type=str, fixed=True)
-    teacher_temperature: float = ctl.option(2.0, "Divides the logits.", lower_bound=1e-3)
+    teacher: str | None = ctl.option(None, "Teacher model, a .keras file.", type=str, fixed=True)
+    teacher_temperature: float = ctl.option(2.0, "Temperature of the logits.", lower_bound=1e-3)
     label_share: float = ctl.option(
-        0.5, "Weight of the loss of the labels.", lower_bound=0.0, upper_bound=1.0
+        0.5, "Weight of the loss on the labels.", lower_bound=0.0, upper_bound=1.0
     )
 
     def __init__(self, *arguments: Any, **options: Any):

@@ -54,9 +54,9 @@ class DPSGD(ctl.TrainStep):
             or an epoch is not a whole number of global batches.
     """
 
-    dp_clip: float = ctl.option(4.0, "Largest norm of an example's gradient.", lower_bound=1e-6)
-    dp_noise: float = ctl.option(4.0, "Deviation of noise by dp_clip.", lower_bound=0.0, fixed=True)
-    dp_delta: float = ctl.option(1e-5, "Delta of the epsilon in the log.", lower_bound=0.0)
+    dp_clip: float = ctl.option(4.0, "Maximum norm of an example's gradient.", lower_bound=1e-6)
+    dp_noise: float = ctl.option(4.0, "Noise deviation / dp_clip.", lower_bound=0.0, fixed=True)
+    dp_delta: float = ctl.option(1e-5, "Delta of the logged epsilon.", lower_bound=0.0)
 
     def build(self, strategy: tf.distribute.Strategy, schedule: Any = None) -> None:
         """See `ctl.TrainStep.build`."""

@@ -26,15 +26,15 @@ import ctl
 from ctl import BaseStep
 from ctl.data import InMemory, text
 
-flags.DEFINE_integer("context", 64, "Bytes that the language model sees.", lower_bound=1)
-flags.DEFINE_integer("width", 64, "Of the language model: 32 for each head.", lower_bound=32)
-flags.DEFINE_integer("blocks", 2, "Of the language model.", lower_bound=1)
+flags.DEFINE_integer("context", 64, "Context length of the model, in bytes.", lower_bound=1)
+flags.DEFINE_integer("width", 64, "Width of the model: 32 per attention head.", lower_bound=32)
+flags.DEFINE_integer("blocks", 2, "Number of transformer blocks.", lower_bound=1)
 flags.DEFINE_enum(
     "rows",
     "windows",
     ["windows", "packed", "padded", "buckets"],
-    "Windows of modules; or each paragraph is a text, and rows are packed with several, padded "
-    "after one, or in batches of few lengths.",
+    "Rows of tokens. windows: of whole modules. Otherwise of paragraphs: several packed into a "
+    "row, one padded to a row, or one per row in batches of few lengths (buckets).",
 )
 
 

@@ -35,7 +35,7 @@ class LocalSGD(ctl.TrainStep):
         UsageError: there are parameter groups or an ``ema_decay``.
     """
 
-    local_steps: int = ctl.option(None, "Steps between means.", type=int, lower_bound=1)
+    local_steps: int = ctl.option(None, "Steps between averages.", type=int, lower_bound=1)
     default_steps = 8
 
     def __init__(self, *args: Any, **options: Any):

@@ -21,10 +21,10 @@ import ctl
 from ctl import UsageError, replicas
 
 flags.DEFINE_string(
-    "lora_base", None, "The trained model that gets low-rank updates, a .keras file."
+    "lora_base", None, "Trained model to which low-rank updates are added, a .keras file."
 )
-flags.DEFINE_integer("lora_rank", 4, "Of the low-rank updates.", lower_bound=1)
-flags.DEFINE_float("lora_alpha", None, "Scales the low-rank updates (default: --lora_rank).")
+flags.DEFINE_integer("lora_rank", 4, "Rank of the updates.", lower_bound=1)
+flags.DEFINE_float("lora_alpha", None, "Scale of the updates (default: --lora_rank).")
 
 
 def make_model() -> keras.Model:

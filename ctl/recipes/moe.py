@@ -26,7 +26,7 @@ from keras import layers
 import ctl
 from ctl import UsageError, local_batch, reduce
 
-flags.DEFINE_integer("experts", 4, "Experts of each layer of a mixture.", lower_bound=1)
+flags.DEFINE_integer("experts", 4, "Experts per mixture layer.", lower_bound=1)
 
 
 @keras.saving.register_keras_serializable("ctl")
@@ -84,7 +84,7 @@ class Balanced(ctl.TrainStep):
         UsageError: no layer of the model is a `Switch`.
     """
 
-    balance_weight: float = ctl.option(0.01, "Weight of the balance of experts.", lower_bound=0.0)
+    balance_weight: float = ctl.option(0.01, "Weight of the load balancing loss.", lower_bound=0.0)
 
     def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, **options)

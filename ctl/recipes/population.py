@@ -29,7 +29,7 @@ def run() -> None:
     """The command line."""
     ctl.flags.training.define_flags(model_dir_required=False)
     with ctl.flags.group("Population"):
-        flags.DEFINE_integer("seeds", 5, "Runs, each with another seed.", lower_bound=2)
+        flags.DEFINE_integer("seeds", 5, "Number of runs, each with its own seed.", lower_bound=2)
     ctl.flags.run_command(main, f"\n{__doc__}")
 
 

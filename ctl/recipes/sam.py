@@ -23,7 +23,7 @@ from ctl import global_norm, passes
 class SAM(ctl.TrainStep):
     """Trains with sharpness-aware minimization."""
 
-    rho: float = ctl.option(0.05, "How far SAM moves the weights: a norm.", lower_bound=0.0)
+    rho: float = ctl.option(0.05, "Norm of the perturbation of the weights.", lower_bound=0.0)
 
     def direction(
         self, gradients: list[tf.Tensor | None], count: int | tf.Tensor

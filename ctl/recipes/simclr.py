@@ -100,9 +100,9 @@ def _linear(places: tf.Tensor) -> tf.Tensor:
 class Contrast(BaseStep):
     """What training and evaluation share. ``batch`` is ``(images, labels)``."""
 
-    temperature: float = ctl.option(0.5, "Divides the cosines of SimCLR.", lower_bound=1e-3)
+    temperature: float = ctl.option(0.5, "Temperature: divides the cosines.", lower_bound=1e-3)
     smallest_crop: float = ctl.option(
-        0.08, "Part of an image that SimCLR sees.", lower_bound=0.01, upper_bound=1.0
+        0.08, "Smallest part of an image in a crop.", lower_bound=0.01, upper_bound=1.0
     )
 
     def contrastive_loss(self, batch: Any, seed: Any) -> tf.Tensor:

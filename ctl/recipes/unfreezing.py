@@ -22,7 +22,7 @@ class GradualUnfreezing(ctl.TrainStep):
     A checkpoint says what trains, so a resume continues where it was.
     """
 
-    unfreeze_steps: int = ctl.option(500, "Steps until one more layer trains.", lower_bound=1)
+    unfreeze_steps: int = ctl.option(500, "Steps between added layers.", lower_bound=1)
 
     def layers(self) -> list[keras.Layer]:
         """The layers in the order in which they are in the model, which is that of features to

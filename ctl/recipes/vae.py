@@ -22,7 +22,7 @@ import ctl
 from ctl import BaseStep, local_batch
 from ctl.recipes.samples import SEED, Sampling
 
-flags.DEFINE_integer("latent_size", 20, "Of the variational autoencoder.", lower_bound=1)
+flags.DEFINE_integer("latent_size", 20, "Size of the latent vector.", lower_bound=1)
 
 
 def negative_bound(step: BaseStep, batch: Any, seed: Any) -> tf.Tensor:

@@ -52,9 +52,9 @@ def run() -> None:
     """The command: parses the flags, prints a table and, with ``--plot``, draws the schedule."""
     define_schedule_flags()
     with group("Picture"):
-        flags.DEFINE_string("plot", None, "SVG file to write (default: only print the table).")
+        flags.DEFINE_string("plot", None, "SVG file to write (default: print the table only).")
         flags.DEFINE_float("epochs", 12.0, "Length of the training in epochs.")
-        flags.DEFINE_float("steps_per_epoch", 156.0, "Updates per epoch, whole or not.")
+        flags.DEFINE_float("steps_per_epoch", 156.0, "Updates per epoch; may be a fraction.")
         flags.DEFINE_integer(
             "global_batch_size", None, "Examples per update, for --lr_scaling (default: none)."
         )

@@ -11,6 +11,7 @@ import pytest
 import tensorflow as tf
 from absl import flags
 
+from ctl import schedule
 from ctl.errors import UsageError
 from ctl.flags import durations
 from ctl.flags.durations import SCHEDULES
@@ -273,6 +274,8 @@ def test_make_every_schedule():
         "plateau": Plateau(1e-3, "loss", 0.1, 10, warmup_steps=5),
     }
     assert set(made) == set(SCHEDULES)
+    kinds = {name for name in schedule.__all__ if name not in ("Schedule", "make_schedule")}
+    assert {type(one).__name__ for one in made.values()} == kinds
     for name, expected in made.items():
         pieces = {"boundaries": ["30", "5ep"], "values": [3, 2, 1]} if name == "piecewise" else {}
         assert make_schedule(name, **common, **pieces) == expected

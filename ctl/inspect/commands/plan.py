@@ -37,7 +37,9 @@ def run() -> None:
     with group("Plan"):
         flags.DEFINE_boolean("json", False, "Print the plan as one JSON object.")
         flags.DEFINE_boolean(
-            "xla", False, "Add what XLA makes of the all-reduces, were the whole step compiled."
+            "xla",
+            False,
+            "Also show how XLA would combine the all-reduces if it compiled the whole step.",
         )
     training.define_flags(model_dir_required=False)
     run_command(main, _USAGE)

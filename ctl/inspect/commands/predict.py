@@ -55,46 +55,68 @@ def define_flags() -> None:
     """Defines the flags of the step, of the network and of the output."""
     with group("The step of one replica"):
         flags.DEFINE_string(
-            "measured", None, "A --model_dir in which `ctl.inspect run` was: all of it."
+            "measured",
+            None,
+            "A --model_dir with the output of `ctl.inspect run`, which has all of the values "
+            "below.",
         )
-        flags.DEFINE_string("plan", None, "File of a plan: the packs, and when they are ready.")
-        flags.DEFINE_list("packs", None, "Packs as SIZE@SHARE of the backward pass they need.")
-        flags.DEFINE_float("forward_ms", None, "Forward pass, milliseconds.", lower_bound=0)
-        flags.DEFINE_float("backward_ms", None, "Backward pass, milliseconds.", lower_bound=0)
-        flags.DEFINE_float("apply_ms", None, "Update of the weights.", lower_bound=0)
-        flags.DEFINE_float("other_ms", None, "Input and everything else.", lower_bound=0)
+        flags.DEFINE_string(
+            "plan", None, "Output of `ctl.inspect plan --json`: the packs, and when they are ready."
+        )
+        flags.DEFINE_list(
+            "packs", None, "Packs, each as SIZE@SHARE: it needs this share of the backward pass."
+        )
+        flags.DEFINE_float("forward_ms", None, "Milliseconds of the forward pass.", lower_bound=0)
+        flags.DEFINE_float("backward_ms", None, "Milliseconds of the backward pass.", lower_bound=0)
         flags.DEFINE_float(
-            "jitter_ms", None, "Standard deviation of the compute time.", lower_bound=0
+            "apply_ms", None, "Milliseconds of the update of the weights.", lower_bound=0
+        )
+        flags.DEFINE_float(
+            "other_ms", None, "Milliseconds of the input and everything else.", lower_bound=0
+        )
+        flags.DEFINE_float(
+            "jitter_ms",
+            None,
+            "Standard deviation of the compute time, in milliseconds.",
+            lower_bound=0,
         )
         flags.DEFINE_float(
             "contention",
             1.0,
-            "Times that a transfer takes as long beside the backward pass, where both need the "
-            "same cores.",
+            "Factor by which a transfer takes longer while the backward pass runs, if both need "
+            "the same cores.",
             lower_bound=1,
         )
     with group("Several ways to communicate"):
         flags.DEFINE_list(
             "methods",
             None,
-            "PLAN@TIME of each, where TIME is that of a step on a link that costs next to nothing; "
-            "PLAN@TIME/N if what the plan has under a condition happens every N steps. The table "
-            "has the fastest first.",
+            "PLAN@TIME of each method, where TIME is the time of a step on a link of almost no "
+            "cost. PLAN@TIME/N if the conditional part of the plan happens every N steps. The "
+            "table lists the fastest first.",
         )
     with group("The network"):
         flags.DEFINE_string(
             "topology",
             "flat",
-            "flat: a link for each replica; hosts:N: N replicas on a host, which share its outer "
-            "link; shared: all replicas share one link, as processes of one machine.",
+            "flat: one link per replica; hosts:N: N replicas on a host, which share its outer "
+            "link; shared: all replicas share one link, such as processes of one machine.",
         )
-        flags.DEFINE_string("outer", None, "Latency and bandwidth, e.g. 5us,50GB/s.")
-        flags.DEFINE_string("inner", None, "The same inside a host.")
-        flags.DEFINE_string("link", None, "File of a measured all-reduce, for the outer link.")
+        flags.DEFINE_string(
+            "outer", None, "Latency and bandwidth of the outer link, e.g. 5us,50GB/s."
+        )
+        flags.DEFINE_string("inner", None, "Latency and bandwidth inside a host.")
+        flags.DEFINE_string(
+            "link", None, "Output of `benchmarks/all_reduce.py --json`, for the outer link."
+        )
     with group("What is predicted"):
         flags.DEFINE_list("replicas", None, "Numbers of replicas (default: 2, 4, 8, … 100000).")
         flags.DEFINE_list("algorithms", list(cost.ALGORITHMS), "All-reduce algorithms.")
-        flags.DEFINE_boolean("strong", False, "One global batch for all; otherwise one for each.")
+        flags.DEFINE_boolean(
+            "strong",
+            False,
+            "Strong scaling: all replicas share one global batch. Otherwise each has its own.",
+        )
         flags.DEFINE_boolean("json", False, "Print one JSON object.")
         flags.DEFINE_string("plot", None, "SVG file to write.")
     check_flags(["algorithms"], _check_algorithms)

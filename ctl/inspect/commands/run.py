@@ -38,24 +38,27 @@ every worker.
 def run() -> None:
     """Defines the flags and runs the command."""
     with group("Inspection"):
-        flags.DEFINE_integer("steps", 20, "Steps to look at.", lower_bound=1, upper_bound=10_000)
+        flags.DEFINE_integer(
+            "steps", 20, "Number of steps to measure.", lower_bound=1, upper_bound=10_000
+        )
         flags.DEFINE_integer(
             "warm_up",
             measure.WARM_UP,
-            "Steps before them: TensorFlow schedules an operation by what its first runs cost.",
+            "Number of steps before the measurement. TensorFlow schedules an operation by the "
+            "cost of its first runs.",
             lower_bound=1,
         )
         flags.DEFINE_boolean(
             "profile",
             False,
-            "Run TensorFlow's profiler over the same steps, and split a pack's time further. It "
-            "makes steps longer, by some percent.",
+            "Also run TensorFlow's profiler over these steps, and split the time of each pack "
+            "further. This makes steps a few percent longer.",
         )
         flags.DEFINE_boolean(
             "ablate",
             False,
-            "Measure the exposed communication without an instrument, too: the step with and "
-            "without its all-reduce in interleaved blocks.",
+            "Also measure the exposed communication without time stamps: run the step with and "
+            "without its all-reduce, in interleaved blocks.",
         )
         define_bandwidth_flag()
     training.define_flags(model_dir_required=False)

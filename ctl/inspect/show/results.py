@@ -24,7 +24,7 @@ def define_bandwidth_flag() -> None:
     flags.DEFINE_string(
         "bandwidth",
         None,
-        "What benchmarks/all_reduce.py --json wrote on this machine: bandwidths are shown as "
+        "Output of benchmarks/all_reduce.py --json on this machine. Bandwidths are shown as "
         "percentages of it.",
     )
 
