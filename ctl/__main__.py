@@ -13,7 +13,7 @@ COMMANDS = {
     "launch": ("ctl.launch", "starts the workers of a job on this machine, and restarts them"),
     "lr_range": ("ctl.recipes.lr_range", "tells which learning rates a model can train with"),
     "population": ("ctl.recipes.population", "trains several seeds: how much of a result is luck"),
-    "inspect": ("ctl.inspect.__main__", "looks into the all-reduce of a training"),
+    "inspect": ("ctl.inspect.__main__", "inspects the all-reduce of a training"),
 }
 
 _USAGE = """

@@ -27,7 +27,7 @@ Compares runs of ctl.train: the flags that differ, results, time, and learning c
   python -m ctl.compare --page=compare.html /tmp/run-1 /tmp/run-2  # and curves, for a browser
   python -m ctl.compare /tmp/run-* --json
 
-A run may still be training. A directory that holds no run is named on a line, and left out.
+A run may still be training. Directories without a run are reported and skipped.
 """
 
 _WIDE = 10_000  # columns of what is not a terminal, so that no line is cut

@@ -43,8 +43,8 @@ Evaluates a checkpoint of a run, or an exported model, on every example of the t
   python -m ctl.evaluate --model_dir=/tmp/run --watch              # each new one as it appears
   python -m ctl.evaluate --model=/tmp/run/export/model.keras
 
-Data, model, step, loss, metrics and precision are those of the run (config.json) unless given. Code
-of your own must be named again: --model=my.module:make_model
+Data, model, step, loss, metrics and precision are taken from the run (config.json) unless given.
+Code of your own must be named again: --model=my.module:make_model
 """
 
 

@@ -37,13 +37,13 @@ Starts N workers of a job on this machine and restarts the job when one fails.
   python -m ctl.launch --workers=2 -- python -m ctl.train --strategy=multi_worker --model_dir=DIR
   python -m ctl.launch --workers=4 --max_restarts=3 -- python my_training.py
 
-With --ps=M it starts a coordinator and M parameter servers, too; a worker that fails is then
-started again by itself, while the others go on.
+With --ps=M, it also starts a coordinator and M parameter servers. A worker that fails is then
+restarted alone, while the others go on.
 
   python -m ctl.launch --workers=2 --ps=1 -- python -m ctl.train --strategy=parameter_server …
 
-Each process finds itself and its peers in TF_CONFIG, and what they share in CTL_JOB_SECRET. Without
---ps, each computes with its part of the cores (TF_NUM_INTRAOP_THREADS, unless it is set). Exits
+TF_CONFIG names each process and its peers, and CTL_JOB_SECRET holds their shared key. Without --ps,
+each process computes with its part of the cores (TF_NUM_INTRAOP_THREADS, unless it is set). Exits
 with the first code that is not 0.
 """
 

@@ -59,7 +59,7 @@ def define_data_flags(of_a_run: bool = False) -> None:
             "image_shape",
             None,
             "HEIGHT,WIDTH,CHANNELS: the size to which images of a TFDS dataset are resized, or "
-            "the shape of synthetic images (28,28,1).",
+            "the shape of synthetic images (their default: 28,28,1).",
         )
         columns.define_column_flags()
         flags.DEFINE_integer(
@@ -314,7 +314,7 @@ def _define_schedule_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_integer(
         "base_batch_size",
         None,
-        "Examples per update for which the rates were chosen, for --lr_scaling (default: 256).",
+        "Examples per update for which the rates were chosen (default: 256). For --lr_scaling.",
         flag_values=values,
     )
 

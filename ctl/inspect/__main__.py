@@ -9,15 +9,15 @@ from ctl.flags.commands import run_one_of
 
 # Name -> (module, line in --help).
 COMMANDS = {
-    "plan": ("ctl.inspect.commands.plan", "what a step will move; no step is run"),
+    "plan": ("ctl.inspect.commands.plan", "what a step will move, without running it"),
     "predict": ("ctl.inspect.commands.predict", "time and efficiency on 2 to 100,000 replicas"),
     "run": ("ctl.inspect.commands.run", "runs some steps: where their time goes, who is late"),
-    "merge": ("ctl.inspect.commands.merge", "joins what several workers saw"),
-    "hang": ("ctl.inspect.commands.hang", "who kept the workers of a run waiting, after the fact"),
+    "merge": ("ctl.inspect.commands.merge", "joins the measurements of several workers"),
+    "hang": ("ctl.inspect.commands.hang", "names the worker that kept a run waiting"),
 }
 
 _USAGE = """
-Sees through the all-reduce of a training run.
+Inspects the all-reduce of a training run.
 
   python -m ctl.inspect plan --replicas=2              # flags as for ctl.train
   python -m ctl.inspect predict --measured=/tmp/run --link=link.json

@@ -38,8 +38,8 @@ class Compressed(ctl.TrainStep):
         left: float32 [parameters], what this replica has not sent yet.
     """
 
-    compressor: str = ctl.option("int8", "How gradients are compressed.", choices=["fp16", "int8", "topk"])
-    topk_share: float = ctl.option(0.01, "Fraction that topk sends.", lower_bound=0.0, upper_bound=1.0)
+    compressor: str = ctl.option("int8", "Compression method.", choices=["fp16", "int8", "topk"])
+    topk_share: float = ctl.option(0.01, "Sent share, for topk.", lower_bound=0.0, upper_bound=1.0)
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)

@@ -138,7 +138,7 @@ def run() -> None:
         flags.DEFINE_float("lowest", 1e-6, "Learning rate of the first step.", lower_bound=1e-12)
         flags.DEFINE_float("highest", 10.0, "Learning rate of the last step.", lower_bound=1e-12)
         flags.DEFINE_integer("range_steps", 200, "Number of steps between the two.", lower_bound=30)
-        flags.DEFINE_string("plot", None, "SVG file to draw the losses to.")
+        flags.DEFINE_string("plot", None, "SVG file to write: the losses.")
     ctl.flags.check_flags(["lowest", "highest"], _check)
     ctl.flags.run_command(main, f"\n{__doc__}")
 

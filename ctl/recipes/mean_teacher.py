@@ -29,8 +29,8 @@ class MeanTeacher(ctl.TrainStep):
         UsageError: there is no ``ema_decay``.
     """
 
-    consistency_weight: float = ctl.option(100.0, "Final weight of this cost.", lower_bound=0.0)
-    consistency_rampup: int = ctl.option(40_000, "Steps to that weight.", lower_bound=1)
+    consistency_weight: float = ctl.option(100.0, "Final consistency weight.", lower_bound=0.0)
+    consistency_rampup: int = ctl.option(40_000, "Steps of its ramp-up.", lower_bound=1)
     input_noise: float = ctl.option(
         0.15, "Standard deviation of Gaussian noise on preprocessed features.", lower_bound=0.0
     )

@@ -12,7 +12,7 @@ from ctl.flags.parsing import run_command
 from ctl.inspect.measure import FOLDER
 
 _USAGE = """
-Says who kept the workers of a run waiting, from the flight records that they wrote.
+Names the worker that kept the others of a run waiting, from their flight records.
 
   python -m ctl.inspect hang /tmp/run            # a --model_dir, or a directory of records
 """

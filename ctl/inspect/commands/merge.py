@@ -15,11 +15,11 @@ FLAGS = flags.FLAGS
 flags.disclaim_key_flags()
 
 _USAGE = """
-Joins what `ctl.inspect run` left on each worker, model_dir/inspect/worker-I.json.
+Joins the files that `ctl.inspect run` wrote on each worker, model_dir/inspect/worker-I.json.
 
   python -m ctl.inspect merge /tmp/run/inspect
 
-Prints the tables and the verdict, and leaves report.html and trace.json in that directory.
+Prints the tables and the verdict, and writes report.html and trace.json to that directory.
 """
 
 

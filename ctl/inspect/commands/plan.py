@@ -27,8 +27,8 @@ Lists what a training step moves between replicas, read from its graph: no step 
   python -m ctl.inspect plan --replicas=2
   python -m ctl.inspect plan --model=resnet20 --replicas=4 --bytes_per_pack=262144 --json
 
-Takes the flags of ctl.train. With --strategy=multi_worker start it on every worker, as the training
-or by ctl.launch: worker 0 prints.
+Takes the flags of ctl.train. With --strategy=multi_worker, start it on every worker, like the
+training, or with ctl.launch; worker 0 prints.
 """
 
 

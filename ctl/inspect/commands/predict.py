@@ -39,8 +39,8 @@ replicas, with three all-reduce algorithms: a model of the step, from what was m
       --outer=100us,100Mbit/s --replicas=2,4
 
 --measured reads what `ctl.inspect run` wrote, --plan the output of `ctl.inspect plan --json`, and
---link that of `benchmarks/all_reduce.py --json`. --methods compares ways to communicate, which the
-step's code decides, such as those of ctl/recipes. Formulas are in ctl/inspect/predict/cost.py.
+--link the output of `benchmarks/all_reduce.py --json`. --methods compares ways to communicate that
+are code of the step, such as those of ctl/recipes. Formulas are in ctl/inspect/predict/cost.py.
 """
 
 DEFAULT_REPLICAS = [2**k for k in range(1, 17)] + [100_000]

@@ -29,8 +29,8 @@ Runs some steps and shows where their time goes: phases, packs, bandwidths, who 
   python -m ctl.inspect run --steps=20 --replicas=2
   python -m ctl.inspect run --steps=20 --profile --ablate --model=resnet20 --bytes_per_pack=262144
 
-Takes the flags of ctl.train. With --model_dir it leaves model_dir/inspect/worker-I.json, a page and
-a trace there; checkpoints are neither read nor written. Under --strategy=multi_worker start it on
+Takes the flags of ctl.train. With --model_dir, it writes model_dir/inspect/worker-I.json, a page
+and a trace; checkpoints are neither read nor written. With --strategy=multi_worker, start it on
 every worker.
 """
 
