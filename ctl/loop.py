@@ -11,10 +11,10 @@ collective:
               TrainStep.sum_gradients    to override for another collective
                 ctl.reduce.all_reduce    in packs: context.all_reduce(SUM, ...)  # <- here
 
-`Steps._variant` makes a program of a step. With ``jit_compile`` (`jit.decide`), XLA compiles the
-whole step on one replica, and forward and backward on several. With several workers, the observer
-of the step is `ctl.phases.marks.Marks`: its ``all_reduce`` takes the time around that of
-`ctl.reduce`.
+`Steps._variant` chooses what every replica runs. With ``jit_compile`` (see `ctl.control.jit`), XLA
+compiles the whole step on one replica, and forward and backward on several. With several workers,
+the observer of the step is `ctl.phases.marks.Marks`: its ``all_reduce`` calls
+`ctl.reduce.all_reduce` and stamps each pack.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ class Steps:
     ) -> CallResult:
         """Runs ``steps`` (int32 scalar) steps on the batches of ``feed``.
 
-        ``report`` (float32 [3], see `Pace.worker_report`) is summed over replicas. ``trace_key`` is
-        an argument so that TensorFlow keeps one trace per key.
+        ``report`` (float32 [3], see `Pace.worker_report`) is summed over replicas. TensorFlow keeps
+        one trace per ``trace_key``.
         """
         strategy, position = self.strategy, feed.position
         strategy_run, most = self._variant()
@@ -112,7 +112,8 @@ class Steps:
         return CallResult(strategy.reduce(SUM, totals, axis=None), losses.finite, position, rates)
 
     def graph_of_one(self, feed: Any) -> Callable[[], tf.types.experimental.ConcreteFunction]:
-        """Returns what traces one step on one element of ``feed``, without an observer, for XLA."""
+        """Returns a function that traces one step on one element of ``feed``, for XLA. The trace
+        has no observer."""
 
         def one_step(element: Any, resident: Any) -> tf.Tensor:
             batch = batch_of(Block(element, 0, 1), 0, self._batches_per_block)
@@ -140,7 +141,7 @@ class Steps:
         return losses.add(loss, count)
 
     def _variant(self) -> tuple[Callable[..., LossAccumulator], int]:
-        """Returns what to run on every replica, and on how many batches of a block at most."""
+        """Returns the function that every replica runs, and its maximum number of batches."""
         step: Any = self.step
         # A single replica has nothing to reduce, so XLA can compile the whole step.
         whole = step.jit_compile and step.single_replica
@@ -158,7 +159,7 @@ class Steps:
             left = block._replace(first=first)
             return first + 1, self._one_step(self.step.__call__, losses, left, resident)
 
-        # XLA would compile once per length of a `tf.range`.
+        # With `tf.range`, XLA would compile once per length.
         return tf.while_loop(lambda first, _: first < block.end, body, (block.first, losses))[1]
 
 
@@ -169,19 +170,19 @@ class Loop:
         step: the step to train with. The loop builds it.
         dataset: a dataset of `ctl.data`, or a `tf.data.Dataset` of global batches (repeated).
         strategy: by default the current strategy.
-        schedule: learning rate as a function of the step; by default that of the optimizer.
+        schedule: learning rate as a function of the step; by default the optimizer's.
         evaluator: used by `evaluate`.
         checkpoints: used by `save` and `restore`.
         actions: called with a `Status` after each call of `Steps.run`. If an action has a method
-            ``steps_until_due(step) -> int`` (see `ctl.actions.Every`), a call ends at that
-            step.
-        eval_actions: called with ``(step, results)`` after each evaluation; may return `STOP`. What
-            they change is saved with the next checkpoint: that of ``step`` is written before.
+            ``steps_until_due(step) -> int`` (see `ctl.actions.Every`), calls end where it is due.
+        eval_actions: called with ``(step, results)`` after each evaluation; may return `STOP`. They
+            run after the checkpoint of ``step``; their changes are in the next one.
         steps_per_loop: maximum steps per call; by default, as many as fit in half a second.
 
     Attributes:
-        stopped: whether an action has ended the training. No step is run then. `train_and_evaluate`
-            notes it in the checkpoint, and `restore` sets it. Set it to False to train on.
+        stopped: whether an action has ended the training. If so, `train` runs no step.
+            `train_and_evaluate` records it in the checkpoint, and `restore` sets it. Set it to
+            False to train on.
 
     Raises:
         UsageError: see `ctl.data.global_batches.as_dataset`,
@@ -232,7 +233,7 @@ class Loop:
         self._feed_step = -1
         self._agreed: Any = None  # settings of the step
         self._evaluated: dict[str, float] | None = None  # results at the current step
-        self.stopped = self._asked_to_end = False  # by an action; by one of this worker
+        self.stopped = self._asked_to_end = False  # by any action; by this worker's
         jit.decide(self.step, self.dataset)
         step.attach(self)
         step.trace_guards.snapshot(step)
@@ -257,11 +258,12 @@ class Loop:
 
         Raises:
             DivergedError: the loss is not finite, or too many updates in a row were skipped.
-            Preempted: a signal arrived (see `stop_on_signals`); the state was saved, if it can be.
+            Preempted: a signal arrived (see `stop_on_signals`); the state was saved, if there are
+                checkpoints.
             CheckpointError: a save in the background failed.
             PeerError: another worker was lost.
-            UsageError: the workers do not agree, the step does not fit the batches, a label is no
-                class, or a change would have no effect (`_check`,
+            UsageError: the workers do not agree, the step does not fit the batches, a label is not
+                a class, or a change would have no effect (`_check`,
                 `ctl.phases.trace_guards.TraceGuards`).
         """
         total = until if total is None else total
@@ -337,15 +339,18 @@ class Loop:
     def plan(self, *, xla: bool = False) -> Plan:
         """Reads from the graph what one step moves between replicas. Runs no step.
 
-        With ``xla``, it has the program that XLA would make of the whole step, or a note that says
-        why XLA cannot compile it.
+        With ``xla``, the plan includes XLA's program of the whole step, or a note why XLA cannot
+        compile it.
         """
         graph = self.traced()
         return plan_of_step(self.step, graph, self.steps.graph_of_one(self.feed) if xla else None)
 
     def begin(self, step: int) -> None:
-        """Opens the batches from ``step`` on. Several workers check that they agree (`agree`), also
-        when settings have changed, which all workers must change in the same way."""
+        """Opens the batches from ``step`` on.
+
+        Several workers check that they agree (`agree`), at first and after each change of settings.
+        All workers must make the same changes.
+        """
         jit.decide(self.step, self.dataset)
         settings = self.step.trace_key[1:]
         self._check()
@@ -360,14 +365,14 @@ class Loop:
         self._agreed = settings
 
     def _check(self) -> None:
-        """Refuses what was changed after the loop was made and would have no effect, or was left
-        out.
+        """Refuses changes since the loop was made that would have no effect, and a run that was not
+        restored.
 
         Raises:
-            UsageError: layers were frozen or unfrozen; the step, the data or the strategy are
-                others; the optimizer has another learning rate, and there is a schedule;
-                ``jit_compile`` was set, which the model cannot have; or the directory of the
-                checkpoints has a run that was not restored.
+            UsageError: layers were frozen or unfrozen; the step, the dataset or the strategy was
+                replaced; the learning rate of an optimizer with a schedule was set; ``jit_compile``
+                was set, and the model does not allow it; or the directory of the checkpoints has a
+                run that was not restored.
         """
         step = self.step
         for name in ("step", "dataset", "strategy"):
@@ -379,9 +384,9 @@ class Loop:
         step.check_model()
 
     def train_only(self, parts: Sequence[Any] | None = None) -> None:
-        """Trains only the variables of ``parts`` from the next call on, or all:
-        `freezing.select_trainable`. The others keep their values and slots. All workers must do so
-        at the same step."""
+        """From the next call on, trains only the variables of ``parts``; None trains all. See
+        `freezing.select_trainable`. Other variables keep their values and slots. All workers must
+        call it at the same step."""
         self.step.trainable_mask = freezing.select_trainable(self.step, parts)
 
     def _between_calls(self, step: int, until: int, seconds_per_step: float) -> dict[str, float]:
@@ -390,7 +395,7 @@ class Loop:
         status = status_of(step, until, seconds_per_step, self.dataset, self.scalars)
         run_actions(self.actions, status)
         self._asked_to_end |= status.stops
-        if self._asked_to_end and not self._several_workers:  # these learn of it in the next call
+        if self._asked_to_end and not self._several_workers:  # several learn of it in the next call
             self._stop(step)
             if not status.final:
                 status = dataclasses.replace(status, until=step, final=True)
@@ -433,9 +438,9 @@ class Loop:
                 checkpoints.save(self.global_step, self.state.variables(), metrics, wait=wait)
 
     def restore(self) -> Saved | None:
-        """Restores the last checkpoint (`manifest.newest_first`) and returns it, or None. Training
-        resumes bit for bit. Raises `CheckpointError` if it does not fit, is of a step of another
-        class or none is intact, and `UsageError` if the loop has no checkpoints."""
+        """Restores the last checkpoint (see `manifest.newest_first`) and returns it; None if there
+        is none. Training resumes bit for bit. Raises `CheckpointError` if none is intact, or if it
+        does not fit or has another class of step; `UsageError` if the loop has no checkpoints."""
         saved, results = self.state.restore(self._checkpoints())
         if saved:
             self._evaluated = results or None
@@ -447,8 +452,9 @@ class Loop:
         self, until: int, *, evaluate_every: int, on_progress: OnProgress | None = None
     ) -> dict[str, float]:
         """Trains until step ``until``, or until an action ends the training. Saves and evaluates
-        every ``evaluate_every`` steps and at the end. If `restore` ended at a step whose evaluation
-        is missing, evaluates first. Returns the results of the last evaluation."""
+        every ``evaluate_every`` steps and at the end. If the current step is due but not
+        evaluated, as after a restore, evaluates first. Returns the results of the last
+        evaluation."""
         step = self.global_step
         while True:
             ends = step >= until or self.stopped
@@ -467,7 +473,7 @@ class Loop:
                 until = step
 
     def _annotate(self, step: int, wait: bool) -> None:
-        """Adds the results of the evaluation to the checkpoint of ``step``, if there is one."""
+        """Adds the results of the evaluation to the checkpoint of ``step``, if the loop saves."""
         if self.checkpoints and self._is_chief:
             self.checkpoints.annotate(step, self._evaluated or {}, stopped=self.stopped)
             if wait:
@@ -482,7 +488,7 @@ class Loop:
 
     @contextlib.contextmanager
     def translate_failures(self, doing: str) -> Iterator[None]:
-        """Turns early ends of what runs inside into errors for the user. ``doing`` names it.
+        """Turns exceptions of the code inside into errors for the user. ``doing`` names the code.
 
         Raises:
             Preempted: a signal asked to stop; the state was saved, if there are checkpoints.
@@ -511,6 +517,7 @@ class Loop:
         return Preempted(f"{name}: saved step {step} in {path}; the same command resumes")
 
     def stop_on_signals(self) -> contextlib.AbstractContextManager[None]:
-        """While inside, SIGTERM and SIGINT let the current call end, save the state and raise
-        `Preempted`. For a second SIGINT, see `Signals.noted`. Main thread only."""
+        """While inside, the loop answers SIGTERM and SIGINT: it finishes the current call, saves
+        the state and raises `Preempted`. For a second SIGINT, see `Signals.noted`. Main thread
+        only."""
         return self.signals.noted()

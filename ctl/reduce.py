@@ -20,8 +20,8 @@ from ctl.errors import UsageError
 
 SUM = tf.distribute.ReduceOp.SUM
 
-# Name scopes of the all-reduces of a step: of gradients and what shares their packs, of what must
-# not share them, and of the number of examples.
+# Name scopes of the all-reduces of a step: gradients and the tensors in their packs; tensors that
+# must not share these packs; the number of examples.
 GRADIENTS, BESIDE, COUNT = "ctl_all_reduce", "ctl_beside", "ctl_count"
 
 
@@ -65,7 +65,7 @@ def all_reduce(
         tensors: this replica's dense tensors (see `densify`), of the same shapes on every replica.
         bytes_per_pack: see `make_packs`.
         options: timeout and implementation of the collective.
-        scope: names the packs in reports; that of the gradients by default.
+        scope: name scope, which names the packs in reports; by default `GRADIENTS`.
 
     Returns:
         The sums, in the order of ``tensors``; equal on every replica.
@@ -83,11 +83,11 @@ def all_reduce(
 
 
 def _unshared(tensor: tf.Tensor) -> tf.Tensor:
-    """``tensor`` in memory that nothing else reads; a copy only where something does.
+    """On a CPU, returns ``tensor`` in memory that no other operation reads; copies only if needed.
 
-    TensorFlow adds the replicas of a process into the first of their tensors that nothing else
-    reads at that moment (`AddN` on a CPU). So the order of three or more terms, and with it the
-    last bit of the sum, would depend on which operation happens to be done.
+    On a CPU, `AddN` adds the replicas of a process into the first of their tensors that no other
+    operation reads at that moment. The order of three or more terms, and so the last bit of the
+    sum, would depend on timing.
     """
     return tf.raw_ops.Snapshot(input=tensor) if "CPU" in tensor.device.upper() else tensor
 
@@ -102,17 +102,17 @@ def reduce_with_custom_sum(
     """Sums gradients with a user's function, and other tensors with ctl's own all-reduce.
 
     Args:
-        gradients: this replica's, times ``loss_scale``.
+        gradients: this replica's gradients, times ``loss_scale``.
         own: other tensors to sum.
         loss_scale: float32 scalar, or None.
         sum_gradients: see `ctl.TrainStep.sum_gradients`.
         sum_own: sums a list of tensors over replicas.
 
     Returns:
-        The sums of both. If a gradient of any replica has a NaN or Inf, so have all sums.
+        The sums of both. If a gradient of any replica has a NaN or Inf, all gradient sums are NaN.
 
     Raises:
-        UsageError: ``sum_gradients`` returned tensors of other shapes or another number.
+        UsageError: ``sum_gradients`` returned another number of tensors, or other shapes.
     """
     wide = [local_batch.widened(g) for g in gradients]
     if loss_scale is not None:
@@ -127,7 +127,7 @@ def reduce_with_custom_sum(
 
 
 def densify(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:
-    """Converts a gradient to a dense tensor; rows that occur twice are summed.
+    """Converts a gradient to a dense tensor; sums duplicate rows.
 
     Keras 3 optimizers do not sum duplicate rows of `tf.IndexedSlices` (Adam is wrong by 1e-2), and
     gathering slices costs five collectives, while a dense sum needs only its pack. The price is the
@@ -140,7 +140,7 @@ def densify(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:
 
 
 class _Pass(NamedTuple):
-    """What a gather must know of the forward pass that it is part of."""
+    """What a gather needs to know about its forward pass; see `gather_context`."""
 
     divisor: int | tf.Tensor = 1
     empty: tf.Tensor | None = None
@@ -159,7 +159,7 @@ def gather_context(
     options: tf.distribute.experimental.CommunicationOptions | None = None,
     in_graph: bool = False,
 ) -> Iterator[None]:
-    """While inside, in replica context, `all_gather` is right for this forward pass.
+    """Tells `all_gather` about the forward pass inside, in replica context.
 
     Args:
         divisor: what this replica divides its loss by. A tensor may differ between replicas.
@@ -179,8 +179,8 @@ def all_gather(part: tf.Tensor) -> tf.Tensor:
     """Concatenates the ``part`` of every replica, in the order of the replicas. For the loss of a
     step, for instance with the negatives of all replicas (SimCLR).
 
-    The gradient is the sum, over the losses of all replicas, of what they give to ``part``. N
-    replicas therefore equal one, as long as each returns the losses of its own examples.
+    The gradient of ``part`` is the sum of its gradients in the losses of all replicas. N replicas
+    therefore equal one if each returns the losses of its own examples.
 
     Args:
         part: dense, [n, ...], float or integer. n may differ between replicas. The example of zeros
@@ -202,7 +202,7 @@ def all_gather(part: tf.Tensor) -> tf.Tensor:
     def gathered(part: tf.Tensor) -> tuple[tf.Tensor, Callable[[Any], tf.Tensor]]:
         def gradient(upstream: Any) -> tf.Tensor:
             wide = local_batch.widened(densify(upstream))
-            # Of the loss itself, which is divided by another number on each replica.
+            # The gradient of the undivided loss: replicas divide by different numbers.
             wide *= tf.cast(now.divisor, wide.dtype)
             if now.empty is not None:  # not a product: the example of zeros may give NaN
                 wide = tf.where(now.empty, tf.zeros_like(wide), wide)
@@ -216,7 +216,7 @@ def all_gather(part: tf.Tensor) -> tf.Tensor:
 
 
 def first_row(part: tf.Tensor) -> tf.Tensor:
-    """The index in `all_gather` of ``part`` at which the rows of this replica begin.
+    """Returns the index of this replica's first row in ``all_gather(part)``.
 
     Returns:
         int32 scalar; 0 on a replica without examples, whose loss does not count. Costs a collective
@@ -243,6 +243,6 @@ def first_row(part: tf.Tensor) -> tf.Tensor:
 
 
 def _counted(part: tf.Tensor) -> tf.Tensor:
-    """``part`` without the example of zeros of a replica without examples."""
+    """Returns ``part``; without its example of zeros if the replica has no examples."""
     empty = _PASS.get(_OUTSIDE).empty
     return part if empty is None else part[: tf.where(empty, 0, local_batch.rows(part))]

@@ -48,9 +48,10 @@ class TrainStep(BaseStep):
 
     Args:
         model: a Keras 3 model. Layers frozen before `build` stay frozen.
-        optimizer: of Keras 3, or its name; see `ctl.optimizers.check_optimizer`. Or
-            parameter groups ``(optimizer, variables[, schedule])``: variables of the model, and of
-            layers that are attributes of the step. A layer stands for its variables.
+        optimizer: a Keras 3 optimizer or its name, see `ctl.optimizers.check_optimizer`; or a list
+            of parameter groups ``(optimizer, variables[, schedule])``. Variables belong to the
+            model or to layers that are attributes of the step. A layer stands for its trainable
+            variables.
         loss_fn: ``(labels, outputs) -> losses [n]``.
         metrics: Keras metrics, updated with ``(labels, outputs, sample_weight)``.
         clip_norm: maximum global norm of the reduced gradient; None does not clip.
@@ -63,11 +64,12 @@ class TrainStep(BaseStep):
         log_norms: logs norms of gradient, weights and update, see `ctl.phases.norms`.
         bytes_per_pack: maximum bytes per all-reduce, see `ctl.reduce.make_packs`.
         options: options of the all-reduce, see `ctl.strategy.Placement`.
-        jit_compile: compiles forward and backward with XLA, for batches of static shape; on one
-            replica the whole step, several at once if batches come in blocks. None: a rule.
+        jit_compile: compiles forward and backward with XLA, for batches of static shape. On one
+            replica, XLA compiles the whole step, and several steps at once if batches come in
+            blocks. None decides by rule, see `ctl.control.jit`.
         jit_update: compiles the update with XLA, see `ctl.phases.apply.Updater`.
-        random_seed: of the run, for `seed`.
-        own: options that a subclass declares, see `ctl.option`.
+        random_seed: seed of the run, see `seed`.
+        own: values of the options that a subclass declares, see `ctl.option`.
 
     Attributes:
         strategy: None until `build`.
@@ -113,7 +115,7 @@ class TrainStep(BaseStep):
         self.bytes_per_pack = bytes_per_pack
         self.options = options
         self.jit_compile = jit_compile
-        self.jit_by_rule: bool | None = None  # what `ctl.control.jit` has decided last
+        self.jit_by_rule: bool | None = None  # the last decision of `ctl.control.jit`
         self.jit_update = jit_update
         self.seeds = Seeds(random_seed)
         self.strategy: Any = None
@@ -168,8 +170,8 @@ class TrainStep(BaseStep):
         self.trace_guards = TraceGuards(self)
 
     def check_model(self) -> None:
-        """Raises `UsageError` if the model cannot have ``jit_compile``, or if other variables are
-        trainable than when the step was built."""
+        """Raises `UsageError` if the model does not allow ``jit_compile``, or if its trainable
+        variables have changed since `build`."""
         for check in (replicas.check_central_storage, replicas.check_synchronized):
             check(self.strategy, self.tracked.layer, self.accumulate_steps, bool(self.jit_compile))
         now, built = self.model.trainable_variables, self.updater.of_model
@@ -204,8 +206,9 @@ class TrainStep(BaseStep):
         return {group: variables for group, variables in groups.items() if variables}
 
     def reduced_specs(self) -> list[tf.Variable | tf.TensorSpec]:
-        """Shapes and dtypes of what `sum_gradients` may sum, in its order: gradients (some may be
-        None), statistics of the replica, and the number of valid examples (if counted)."""
+        """Shapes and dtypes of the tensors that `sum_gradients` may sum, in order: gradients (some
+        may be None), statistics of the replica, number of valid examples (if counted). An
+        overridden `sum_gradients` gets the gradients only."""
         if self.has_custom_all_reduce:
             return [
                 tf.TensorSpec(v.shape, local_batch.wide(v.dtype)) for v in self.trainable_variables
@@ -242,8 +245,8 @@ class TrainStep(BaseStep):
         """
         if isinstance(count, int):
             return self._micro_batches(batch, count * self.strategy.num_replicas_in_sync)
-        # The backward pass computes means, which float16 can hold where it cannot hold sums. If its
-        # gradients cross replicas, as in a synchronized BatchNorm, all must divide by one number.
+        # The backward pass computes means, because float16 may overflow on sums. If gradients cross
+        # replicas, as in a synchronized BatchNorm, all replicas must divide by the same number.
         summed = functools.partial(all_reduce, options=self.options, scope=COUNT)
         size = penalties.size(batch, count)
         power = local_batch.power_of_two(summed([size])[0] if self.synchronizes else size)
@@ -252,8 +255,8 @@ class TrainStep(BaseStep):
         return loss * power, [None if g is None else g * tf.cast(power, g.dtype) for g in wide]
 
     def _micro_batches(self, batch: Any, divisor: Any) -> tuple[tf.Tensor, Gradients]:
-        """The loss and the gradients of all micro-batches of ``batch``, the examples of a replica,
-        both divided by ``divisor``; gradients of several are in float32 at least."""
+        """Computes loss and gradients of all micro-batches of ``batch``, a replica's examples. Both
+        are divided by ``divisor``. Gradients of several micro-batches are in float32 at least."""
         run = functools.partial(self._micro_batch, self._gradient_fn(), divisor)
         if self.accumulate_steps == 1:
             return run(batch, 0)
@@ -271,12 +274,12 @@ class TrainStep(BaseStep):
             0.0,
             [tf.zeros(v.shape, local_batch.wide(v.dtype)) for v in self.trainable_variables],
         )
-        # Fewer micro-batches than asked for, if there are fewer examples.
+        # With fewer examples than `accumulate_steps`, there are fewer micro-batches.
         groups = local_batch.micro_batches(batch, self.accumulate_steps)
         done = sum(parts for parts, _ in groups)
         with replicas.drawing_alike(self.tracked.layer, done, self.accumulate_steps):
             for parts, micro_batch in groups:
-                # One iteration at a time needs the memory of one micro-batch only.
+                # With one iteration at a time, one micro-batch is in memory.
                 _, loss, totals = tf.while_loop(
                     lambda part, *_, parts=parts: part < parts,
                     functools.partial(body, micro_batch),
@@ -288,7 +291,7 @@ class TrainStep(BaseStep):
     def _micro_batch(
         self, gradient_fn: Callable, divisor: Any, batch: Any, number: int | tf.Tensor
     ) -> tuple[tf.Tensor, Gradients]:
-        """The loss and the gradients of micro-batch ``number``; updates the metrics."""
+        """Computes loss and gradients of micro-batch ``number``; updates the metrics."""
         computed, empty = local_batch.pad_empty(batch)
         if empty is not None and self.synchronizes:
             local_batch.refuse_empty(empty)
@@ -303,9 +306,11 @@ class TrainStep(BaseStep):
         return loss, gradients
 
     def _gradient_fn(self) -> Callable:
-        """`loss_and_gradients` with a third argument, see `ctl.phases.seeds.Seeds.place`. Made anew
-        for each pass: functions keep their traces, and what a second pass does may depend on a
-        Python value that has changed since the first."""
+        """Returns `loss_and_gradients` with a third argument, see `ctl.phases.seeds.Seeds.place`.
+
+        Each pass gets a new function. A function keeps its trace, but a second pass may depend on a
+        Python value that has changed since the first.
+        """
 
         def placed(batch: Any, divisor: Any, place: tf.Tensor) -> Any:
             with self.seeds.inside(place), flops.counted(self, batch):
@@ -333,22 +338,24 @@ class TrainStep(BaseStep):
             return tf.add_n(losses), gradients, outputs
 
     def forward(self, batch: Any) -> tuple[tf.Tensor | list[tf.Tensor], Any]:
-        """Returns the sum of the losses of a (micro-)batch, a float32 scalar with regularization,
-        and the outputs for the metrics or None. If `loss` returns a list, so does this."""
+        """Returns ``(loss, outputs)`` of a (micro-)batch. ``loss`` is the sum of the losses with
+        regularization, a float32 scalar; a list of sums if `loss` returns a list. ``outputs`` are
+        for the metrics, or None."""
         loss, outputs = self.sum_of(self.loss(batch), batch)
         penalty = penalties.total(self, batch)
         if penalty is None:
             return loss, outputs
         if not isinstance(loss, list):
             return loss + penalty, outputs
-        zero = penalty - tf.stop_gradient(penalty)  # each has its gradient, the sum counts it once
+        zero = penalty - tf.stop_gradient(penalty)  # its value is 0, its gradient the penalty's
         return [loss[0] + penalty, *(one + zero for one in loss[1:])], outputs
 
     def backward(
         self, tape: tf.GradientTape, loss: tf.Tensor, variables: Sequence[tf.Variable] | None = None
     ) -> Gradients:
-        """Dense gradients of ``loss``, times the loss scale, of ``variables``; by default one per
-        trainable variable. None where ``loss`` does not depend on the variable."""
+        """Returns the dense gradient of ``loss``, times the loss scale, for each of ``variables``;
+        by default for all trainable variables. None where ``loss`` does not depend on the
+        variable."""
         scale = self.updater.loss_scale
         seed = None if scale is None else tf.cast(scale.scale, loss.dtype)
         variables = self.trainable_variables if variables is None else variables
@@ -402,9 +409,9 @@ class TrainStep(BaseStep):
         """Sums dense tensors over replicas, with `ctl.reduce.all_reduce`.
 
         An override, for instance a compressed sum, gets this replica's gradients without the loss
-        scale, in float32 at least. It returns tensors of the same shapes, equal on all replicas. A
-        NaN or Inf on any replica is noticed whatever it makes of it. The number of examples and the
-        statistics have an all-reduce of their own then.
+        scale, in float32 at least. It must return tensors of the same shapes, equal on all
+        replicas. ctl notices a NaN or Inf on any replica, even if the override hides it. ctl then
+        sums the number of examples and the statistics in a separate all-reduce.
         """
         return self.observer.all_reduce(
             gradients, bytes_per_pack=self.bytes_per_pack, options=self.options
@@ -417,14 +424,14 @@ class TrainStep(BaseStep):
         return own or type(self).sum_gradients is not TrainStep.sum_gradients
 
     def norms_logged(self, gradients: Gradients) -> contextlib.AbstractContextManager[None]:
-        """Logs norms about the update that is made inside, with ``log_norms``; else adds nothing to
-        the graph. See `ctl.phases.norms.logged`."""
+        """With ``log_norms``, logs norms of the update that is made inside; otherwise adds nothing
+        to the graph. See `ctl.phases.norms.logged`."""
         if not self.log_norms:
             return contextlib.nullcontext()
         return norms.logged(self.trainable_variables, gradients, self.logged.add)
 
     def finite(self, gradients: Gradients) -> tf.Tensor:
-        """bool scalar: whether the reduced gradients have no NaN or Inf; equal on all replicas."""
+        """Whether the reduced gradients have no NaN or Inf: bool scalar, equal on all replicas."""
         return tf.reduce_all(
             [tf.reduce_all(tf.math.is_finite(g)) for g in gradients if g is not None]
         )
@@ -443,7 +450,8 @@ class TrainStep(BaseStep):
     def outcome(
         self, loss: tf.Tensor, count: Any, finite: tf.Tensor | None, snapshot: StatisticsSnapshot
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Returns ``loss`` and ``count``; zeros, with the statistics undone, unless ``finite``."""
+        """Returns ``loss`` and ``count``. If ``finite`` is false, returns zeros and restores the
+        statistics. None: finiteness is not checked."""
         count = tf.cast(count, tf.float32)
         if finite is None:
             return loss, count
@@ -451,17 +459,17 @@ class TrainStep(BaseStep):
         return tf.where(finite, loss, 0.0), tf.where(finite, count, 0.0)
 
     def seed(self, salt: int | str = 0, *, per_replica: bool = True) -> tf.Tensor:
-        """A seed for `tf.random.stateless_normal` and its like, int32 [2].
+        """Returns a seed, int32 [2], for `tf.random.stateless_normal` and similar functions.
 
         It is a function of ``random_seed``, the step and ``salt``, and by default also of the
-        replica and the micro-batch. So a resume changes nothing, and there is no state to save.
+        replica and the micro-batch. There is no state to save, so a resume changes nothing.
         """
         return self.seeds.make(salt, self.global_step, per_replica)
 
     def replica_statistics(self) -> list[tf.Variable]:
-        """Variables that the forward pass updates separately on each replica and that `reduce`
-        replaces by their mean: the moving statistics of BatchNorm layers that train, unless they
-        are synchronized. Override to add those of your own layers."""
+        """Variables that each replica updates separately in the forward pass, and that `reduce`
+        replaces by their mean. By default, the moving statistics of BatchNorm layers that train and
+        are not synchronized. Override it to add variables of your layers."""
         layers = replicas.training_norms(self.tracked.layer)
         own = replicas.statistics_of(layer for layer in layers if not layer.synchronized)
         return [variable.value for variable in own]

@@ -59,6 +59,11 @@ ARROWS = {
 }
 
 
+def test_every_folder_is_a_package():
+    """git would leave out an ``__init__.py`` that .gitignore names."""
+    assert all((path.parent / "__init__.py").is_file() for path in ROOT.glob("ctl/**/*.py"))
+
+
 def test_every_room_has_a_layer():
     assert {room(module) for module in MODULES} == set(LAYERS)
 

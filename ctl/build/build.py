@@ -13,22 +13,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from absl import flags, logging
 
-from ctl.distributed import cluster
-from ctl.errors import UsageError
-from ctl.flags import defaults, groups, training
 from ctl.base import console
 from ctl.base.names import OPTIMIZERS, is_function_name
-from ctl.flags.parsing import AUTO, grouped_flags
+from ctl.distributed import cluster
 from ctl.distributed.watch import watchdog
+from ctl.errors import UsageError
+from ctl.flags import defaults, groups, training
+from ctl.flags.parsing import AUTO, grouped_flags
 
 if TYPE_CHECKING:
     import keras
 
-    from ctl.data import Dataset, InMemory, Splits, Streaming
     from ctl.control.evaluator import Evaluator
+    from ctl.data import Dataset, InMemory, Splits, Streaming
+    from ctl.distributed.strategy import Placement
     from ctl.loop import Loop
     from ctl.phases.base_step import EvalStep
-    from ctl.distributed.strategy import Placement
 
 FLAGS = flags.FLAGS
 
@@ -256,14 +256,14 @@ def make_loop(prepared: Prepared, checkpoints: Any = None) -> Loop:
             classes is not usable.
     """
     from ctl.build import named
-    from ctl.control import source_hash
-    from ctl.schedule.patience import EarlyStopping
-    from ctl.control.evaluator import Evaluator
-    from ctl.loop import Loop
     from ctl.build.models import make_model
-    from ctl.schedule.schedules import make_schedule
-    from ctl.phases.losses import cross_entropy
+    from ctl.control import source_hash
+    from ctl.control.evaluator import Evaluator
     from ctl.distributed.workers import check_agreement
+    from ctl.loop import Loop
+    from ctl.phases.losses import cross_entropy
+    from ctl.schedule.patience import EarlyStopping
+    from ctl.schedule.schedules import make_schedule
 
     placement, train, evaluation, _, total_steps, steps_per_epoch, others = prepared
     schedule = make_schedule(

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from absl import flags
 
+from ctl.base import console
 from ctl.build.build import Prepared, make_loop, prepare
 from ctl.checkpoint import manifest
-from ctl.base import console
 
 if TYPE_CHECKING:
     from ctl.loop import Loop

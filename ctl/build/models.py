@@ -9,15 +9,14 @@ built into Keras, so a saved ``.keras`` file loads without ctl.
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Sequence
 
 import keras
 from keras import layers
 
+from ctl.base.names import check_model_name, is_function_name
 from ctl.errors import UsageError
 from ctl.flags.imports import find
-from ctl.base.names import check_model_name, is_function_name
 
 
 def convnet(image_shape: Sequence[int], num_classes: int) -> keras.Model:

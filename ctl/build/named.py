@@ -13,12 +13,12 @@ import keras
 import tensorflow as tf
 
 from ctl import step as steps
-from ctl.phases import losses
-from ctl.phases.base_step import BaseStep
+from ctl.base.names import LOSSES, check_code_name, is_function_name
 from ctl.data import Dataset, as_dataset
 from ctl.errors import UsageError
 from ctl.flags.imports import find
-from ctl.base.names import LOSSES, check_code_name, is_function_name
+from ctl.phases import losses
+from ctl.phases.base_step import BaseStep
 
 LossFunction = Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
 

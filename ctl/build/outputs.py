@@ -59,9 +59,9 @@ def add_actions(
     the log, the ``on_progress`` of evaluations, and the sinks of files."""
     from ctl.base.actions import Every, Log
     from ctl.control.copies import CompareReplicas
+    from ctl.distributed.workers import cluster_of, is_multi_worker
     from ctl.logs.profiler import Profile
     from ctl.logs.progress import Lines, Progress
-    from ctl.distributed.workers import cluster_of, is_multi_worker
 
     # Reading metrics is a collective: all workers read them, at the same steps.
     multi_worker = is_multi_worker(loop.strategy)

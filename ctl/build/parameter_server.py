@@ -26,9 +26,9 @@ from ctl.distributed.cluster.members import Tasks
 from ctl.distributed.heartbeats import Heartbeats, attend
 from ctl.errors import CtlError, PeerError
 from ctl.loop import Loop, Steps
+from ctl.phases.base_step import EvalStep
 from ctl.phases.loss_accumulator import CallResult
 from ctl.phases.trace_guards import TraceKey
-from ctl.phases.base_step import EvalStep
 from ctl.step import TrainStep
 
 _POLL_SECONDS = 0.001
@@ -98,7 +98,9 @@ class _RemoteSteps(Steps):
     def _on_worker(self, batch: Any) -> tuple[tf.Tensor, tf.Tensor]:
         return self.strategy.run(self.step, args=(batch,))
 
-    def run(self, feed: Feed, steps: tf.Tensor, report: tf.Tensor, trace_key: TraceKey) -> CallResult:
+    def run(
+        self, feed: Feed, steps: tf.Tensor, report: tf.Tensor, trace_key: TraceKey
+    ) -> CallResult:
         """See `Steps.run`."""
         del report
         train_step = self._train_step(trace_key.version)

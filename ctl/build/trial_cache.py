@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 from absl import logging
 
-from ctl.distributed import replicas, workers
-from ctl.base.cache import processor
 from ctl.base import durable
+from ctl.base.cache import processor
 from ctl.checkpoint.manifest import unnumbered
 from ctl.control import source_hash
+from ctl.distributed import replicas, workers
 
 if TYPE_CHECKING:
     from ctl.loop import Loop

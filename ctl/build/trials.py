@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 from absl import logging
 
+from ctl.build.trial_cache import Known
 from ctl.distributed import workers
+from ctl.distributed.replicas import shares_variables, synchronizes
+from ctl.distributed.watch import watchdog
 from ctl.errors import UsageError
 from ctl.phases.marks import Marks
 from ctl.phases.observer import NO_OBSERVER
 from ctl.reduce import make_packs
-from ctl.distributed.replicas import shares_variables, synchronizes
-from ctl.build.trial_cache import Known
-from ctl.distributed.watch import watchdog
 
 if TYPE_CHECKING:
     from ctl.loop import Loop
@@ -252,7 +252,9 @@ def _slowest(strategy: tf.distribute.Strategy, seconds: Sequence[float]) -> list
 def preserved(step: TrainStep) -> Iterator[None]:
     """Restores the state and the metrics of ``step`` on exit, on each replica to its own value."""
     variables = [v for group in step.state().values() for v in group]
-    variables += step.per_replica_variables.variables  # `state` has what the last save has copied of them
+    variables += (
+        step.per_replica_variables.variables
+    )  # `state` has what the last save has copied of them
     variables += step.logged.variables  # a trial that finds the end of the data leaves its rows
     variables += [v.value for metric in step.all_metrics() for v in metric.variables]
     parts = [p for v in variables for p in step.strategy.experimental_local_results(v)]

@@ -78,8 +78,8 @@ class XlaCache:
 
 
 def open_cache() -> XlaCache | None:
-    """Makes TensorFlow, which is not loaded yet, keep compiled programs below `ctl.base.cache`. Returns
-    None if that cannot be used, or the user has set another directory."""
+    """Makes TensorFlow, which is not loaded yet, keep compiled programs below `ctl.base.cache`.
+    Returns None if that cannot be used, or the user has set another directory."""
     flags = os.environ.get(_FLAGS, "")
     if "persistent_cache" in flags or (directory := cache.directory()) is None:
         return None

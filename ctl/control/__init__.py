@@ -1,1 +1,1 @@
-"""Decisions of a loop between two calls: how many steps to run, when to stop, what is lost."""
+"""Decisions of a loop between two calls: number of steps, stopping, divergence."""

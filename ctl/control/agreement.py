@@ -1,6 +1,7 @@
 """Checks that all workers run the same step, and that all replicas hold the same state.
 
-TensorFlow would silently sum the wrong tensors, and a checkpoint holds the state of one replica.
+Otherwise, TensorFlow would silently sum unrelated tensors, and a checkpoint, which holds one
+replica's state, would be wrong for the others.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _SETTINGS = (
 def agree(
     step: TrainStep, dataset: Dataset, trace: Callable[[], Any], plan: Callable[[], Plan]
 ) -> None:
-    """Compares code, model, optimizer, data and all-reduces over all workers, before a first step.
+    """Compares code, model, optimizer, data and all-reduces over all workers.
 
     Args:
         step: a built step.
@@ -89,15 +90,15 @@ def check_state(step: TrainStep, *, this_worker: bool = False) -> None:
         this_worker: compares the replicas of this worker only. Otherwise all workers must call it.
 
     Raises:
-        UsageError: the forward pass has given a variable another value on each replica.
+        UsageError: the forward pass has given a variable different values on the replicas.
     """
     strategy, combined = (
         step.strategy,
         {id(v) for v in (*step.statistics.combined, *step.unsynchronized_variables())},
     )
-    own = [(v.path, v.value) for v in replicas.other_state(step.tracked.layer)]
-    own += [(v.name, v) for v in step.tracked.raw_variables]
-    state = [(name, v) for name, v in own if id(v) not in combined]
+    named = [(v.path, v.value) for v in replicas.other_state(step.tracked.layer)]
+    named += [(v.name, v) for v in step.tracked.raw_variables]
+    state = [(name, v) for name, v in named if id(v) not in combined]
     if not state or strategy.num_replicas_in_sync == 1:
         return
     values = [
@@ -108,8 +109,8 @@ def check_state(step: TrainStep, *, this_worker: bool = False) -> None:
         for _, v in state
     ]
     if not this_worker and workers.is_multi_worker(strategy):
-        mine = json.dumps([sorted(hashes) for hashes in values]).encode()
-        for text in workers.all_gather(strategy, mine, "comparing the state"):
+        local_hashes = json.dumps([sorted(hashes) for hashes in values]).encode()
+        for text in workers.all_gather(strategy, local_hashes, "comparing the state"):
             for hashes, theirs in zip(values, json.loads(text), strict=True):
                 hashes.update(theirs)
     different = [name for (name, _), hashes in zip(state, values, strict=True) if len(hashes) > 1]

@@ -19,7 +19,7 @@ def steps_until_due(actions: Sequence[Action], step: int) -> int:
 def status_of(
     step: int, until: int, seconds_per_step: float, dataset: Dataset, window: Scalars
 ) -> Status:
-    """Makes the status at ``step``. Its scalars are read once, when an action asks for them."""
+    """Returns the status at ``step``. Its scalars are read once, when an action asks for them."""
     read: dict[str, float] = {}
 
     def scalars() -> dict[str, float]:

@@ -1,7 +1,7 @@
-"""Compares the copies of the weights that replicas hold: a device that computes wrongly is named.
+"""Compares the replicas' copies of the weights, and names a device that computes wrongly.
 
 Replicas start with equal bits and apply equal updates, so their copies differ only if memory or a
-processor fails, or if something assigned to one copy. From then on they train apart, in silence.
+processor fails, or if something assigned to one copy. From then on, they diverge silently.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class CompareReplicas:
 
         ctl.Loop(..., actions=[ctl.Every(ctl.CompareReplicas(step), steps=100)])
 
-    It compares what a checkpoint holds (`TrainStep.state`), without what differs between replicas:
-    the seeds of Dropout, the step's variables of each replica, and `unsynchronized_variables`. A
-    checksum is the sum of the bits of a variable, taken as integers: it is exact in any order, and
-    one flipped bit changes it. Actions run in their order: put it before those that save. Every
+    It compares the variables of a checkpoint (`TrainStep.state`), except those that may differ:
+    seeds of Dropout, per-replica variables of the step, and `unsynchronized_variables`. A checksum
+    is the sum of the bits of a variable, read as integers. It is exact in any order, and one
+    flipped bit changes it. Actions run in their order: put this one before actions that save. Every
     worker needs it, at the same steps.
 
     Args:
@@ -73,9 +73,9 @@ class CompareReplicas:
         """int64 [replicas, variables]: the checksums, on each replica."""
 
         def on_replica() -> tf.Tensor:
-            mine = [checksum(replicas.own_copy(variable)) for variable in self._variables]
+            checksums = [checksum(replicas.own_copy(variable)) for variable in self._variables]
             context = tf.distribute.get_replica_context()
-            return context.all_gather(tf.stack([mine]), axis=0, options=self.step.options)
+            return context.all_gather(tf.stack([checksums]), axis=0, options=self.step.options)
 
         return self.step.strategy.run(on_replica)
 
@@ -112,9 +112,9 @@ class CompareReplicas:
 
 
 def checksum(value: tf.Variable | tf.Tensor) -> tf.Tensor:
-    """The sum of the bits of ``value``, of any numeric type, as integers; int64 scalar.
+    """Returns the sum of the bits of ``value``, of any numeric type, as integers; int64 scalar.
 
-    Needs eight bytes for each element or for each four bytes of it, for a moment.
+    It temporarily needs eight bytes per element, or per four bytes of a larger element.
     """
     value = tf.convert_to_tensor(value)
     if value.dtype == tf.bool:

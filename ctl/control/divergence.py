@@ -26,8 +26,8 @@ class Divergence:
 
     Args:
         step: a built step.
-        dataset: that it trains on.
-        checkpoints: named in the message as the last good state, if any.
+        dataset: the dataset of the training.
+        checkpoints: the message names the last good one, if any.
     """
 
     def __init__(self, step: TrainStep, dataset: Dataset, checkpoints: CheckpointManager | None):
@@ -49,7 +49,7 @@ class Divergence:
         Raises:
             DivergedError: ``loss`` is not finite, or 100 or more updates in a row were skipped.
             UsageError: the steps were not counted, the replicas differ after the first call (see
-                `check_state`), or a label is no class.
+                `check_state`), or a label is not a class.
         """
         counted = int(self._step.global_step.numpy())
         if counted != step:
@@ -70,7 +70,7 @@ class Divergence:
             )
 
     def check_weights(self, step: int) -> None:
-        """Checks what a call has left that found the end of the data, and so has no losses.
+        """Checks the weights after a call that reached the end of the data and so has no losses.
 
         Raises:
             DivergedError: a weight is not finite.
@@ -85,7 +85,7 @@ class Divergence:
         counts = strategy.experimental_local_results(finite)
         bad = workers.earliest(strategy, begin + 1 + min(int(c) for c in counts))
         device = step.model.trainable_variables[0].value.device.upper()
-        if step.jit_compile or "CPU" not in device:  # where a wrong label becomes NaN
+        if step.jit_compile or "CPU" not in device:  # there, a wrong label becomes NaN
             with watchdog.host("the labels of a batch"):
                 step.check_labels(self._dataset, bad)
         return bad

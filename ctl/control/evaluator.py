@@ -21,7 +21,7 @@ from ctl.phases.base_step import EvalStep
 from ctl.phases.trace_guards import TraceGuards
 from ctl.reduce import SUM
 
-# Takes the number of batches done, and of all batches (None if unknown).
+# Takes the number of finished batches and the number of all batches (None if unknown).
 OnProgress = Callable[[int, int | None], None]
 
 
@@ -32,7 +32,7 @@ class Evaluator:
         step: the step to evaluate with. Create its model and metrics in ``strategy.scope()``.
         dataset: a dataset of `ctl.data`, or a finite `tf.data.Dataset` of global batches.
         strategy: by default the current strategy.
-        others: more datasets by name. Each is evaluated after ``dataset``, and its results are
+        others: more datasets by name. They are evaluated after ``dataset``; their results are
             called ``name/loss``, ``name/accuracy``.
 
     Raises:
@@ -66,7 +66,7 @@ class Evaluator:
 
     @property
     def datasets(self) -> list[Any]:
-        """``dataset``, and those of ``others``."""
+        """``dataset``, and the datasets of ``others``."""
         return [self.dataset, *(other.dataset for other in self.others.values())]
 
     def on(self, dataset: Any) -> Evaluator:
@@ -85,7 +85,7 @@ class Evaluator:
             asked_to_stop: if it returns True on any worker, the evaluation stops on all workers.
 
         Returns:
-            ``loss`` (the mean over valid examples) and each metric, by name; then those of
+            ``loss`` (the mean over valid examples) and each metric, by name; then the results of
             ``others``.
 
         Raises:
@@ -93,9 +93,9 @@ class Evaluator:
             StopRequested: a worker was asked to stop.
         """
         results = self._run(on_progress, asked_to_stop)
-        for which, other in self.others.items():
-            found = other.run(on_progress, asked_to_stop)
-            results |= {f"{which}/{name}": value for name, value in found.items()}
+        for dataset_name, other in self.others.items():
+            other_results = other.run(on_progress, asked_to_stop)
+            results |= {f"{dataset_name}/{name}": value for name, value in other_results.items()}
         return results
 
     def _run(

@@ -29,7 +29,7 @@ class FlightRecorder:
     """Adds marks to ``step``, whose latest stamps another thread can read.
 
     Args:
-        step: built, but not traced yet.
+        step: a built step; the loop traces it again, with the marks.
     """
 
     def __init__(self, step: TrainStep):
@@ -38,7 +38,7 @@ class FlightRecorder:
         step.observer = Marks(step, self._latest)
 
     def read(self, until: int) -> tuple[dict[str, float], tuple[str, ...]]:
-        """Reads where this process is in its step; from any thread.
+        """Reads how far this process is in its step. Call it from any thread.
 
         Args:
             until: global step at which the running call ends.

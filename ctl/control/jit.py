@@ -1,7 +1,7 @@
-"""Whether XLA compiles a step by default: a rule, so that two runs with one seed decide alike.
+"""Decides by a rule whether XLA compiles a step, so two runs with one seed agree.
 
-The rule takes what was measured to gain and what XLA is known to compile. A step that is none of
-these runs as it did without XLA, so the rule makes no run fail. `ctl.build.trials` measures.
+The rule uses XLA only for steps that were measured to be faster and that XLA is known to compile.
+`ctl.build.trials` measures instead.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from ctl.phases import losses
 from ctl.schedule import schedules
 from ctl.step import TrainStep
 
-# XLA multiplies larger matrices in more time than TensorFlow does: with 43 million of these
-# products a step, it took 0.70 of the time, with 340 million 1.45 (benchmarks/README.md).
+# XLA multiplies large matrices more slowly than TensorFlow. A step took 0.70 of TensorFlow's time
+# with 43 million of these products, and 1.45 with 340 million (benchmarks/README.md).
 _MOST_PRODUCTS = 64 << 20  # weights times examples of a batch
 _MOST_VARIABLES = 64  # the time to compile grows with them
 
@@ -41,9 +41,9 @@ _NUMBERS = "uif"  # kinds of NumPy's dtypes
 
 
 def decide(step: TrainStep, dataset: Dataset) -> None:
-    """Sets ``jit_compile`` of a step that leaves it open; logs the decision and its reason.
+    """Sets ``jit_compile`` if it is None; logs the decision and its reason.
 
-    Where the rule compiles, the loop calls this again when settings have changed.
+    A later call decides again, with changed settings, if the rule had chosen XLA.
     """
     before = step.jit_compile
     if before is not None and not (before and step.jit_by_rule):
@@ -56,8 +56,8 @@ def decide(step: TrainStep, dataset: Dataset) -> None:
 
 
 def keep(step: TrainStep, dataset: Dataset, compiled: bool) -> None:
-    """Decides for a run that resumes as it did when it began, so that its bits are the same. On
-    several replicas, for instance, the rule does not compile what it did on one."""
+    """Reuses the first run's decision, so a resume is bit-exact. Leaves out XLA where the rule
+    forbids it now, for instance on several replicas after one."""
     if step.jit_compile is step.jit_by_rule is not compiled:
         step.jit_compile = step.jit_by_rule = compiled and why_not(step, dataset) is None
         logging.info("jit_compile: %s, as when the run began", _shown(step))
@@ -68,7 +68,7 @@ def _shown(step: TrainStep) -> str:
 
 
 def why_not(step: TrainStep, dataset: Dataset) -> str | None:
-    """Why the rule leaves out XLA, for the log; None if XLA compiles the step."""
+    """Returns why the rule leaves out XLA, for the log; None if XLA compiles the step."""
     for check in (_placement, _model, _settings, _code, _size):
         if reason := check(step, dataset):
             return reason
@@ -100,7 +100,7 @@ def _settings(step: TrainStep, dataset: Dataset) -> str | None:
 
 
 def _code(step: TrainStep, dataset: Dataset) -> str | None:
-    """Code that is none of ctl's and Keras's may do what XLA cannot compile."""
+    """Refuses code from outside of ctl and Keras, which XLA may be unable to compile."""
     if type(step) is not TrainStep:
         return f"{type(step).__name__} is a step of its own"
     if changed := [name for name in vars(step) if inspect.isfunction(getattr(TrainStep, name, 0))]:
@@ -110,7 +110,7 @@ def _code(step: TrainStep, dataset: Dataset) -> str | None:
     if other := [metric for metric in step.metrics if type(metric) not in _METRICS]:
         return f"metric {other[0].name} ({type(other[0]).__name__})"
     optimizer, _, schedule = step.updater.groups[0]
-    schedule = schedule or optimizer._learning_rate  # Keras's public name is the rate of now
+    schedule = schedule or optimizer._learning_rate  # the public name is the current number
     if not _is_of_keras(schedule) and not _is_of_ctl(schedule):
         return f"the schedule is {_name(schedule)}"
     if not _is_of_keras(optimizer):

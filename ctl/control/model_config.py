@@ -1,9 +1,9 @@
-"""What the layers and the loss of a step are set to: values that can change what it computes while
-its variables and its all-reduces stay the same, such as an activation.
+"""Settings of the layers and the loss of a step that change its results, but neither its variables
+nor its all-reduces, such as an activation.
 
-They are those of Keras's ``get_config``, without what makes no difference to a training that has
-begun (initializers, seeds), and without the numbers in Keras's names. How the layers of a model are
-connected is read from its graph: the config of a whole model takes three times as long.
+They come from Keras's ``get_config``, without settings that do not matter after training has begun
+(initializers, seeds), and without the numbers in Keras's names. The connections of layers are read
+from the graph of the model, because the config of a whole model takes three times as long.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from ctl.step import TrainStep
 _MOST_CHARACTERS = 60  # of a value; a hash stands for a longer one
 _SCALARS = bool, int, float, str
 
-# Keras numbers names; variables hold what a seed has given them.
+# Keras numbers names. The variables already hold the effect of a seed.
 _LEFT_OUT = "name", "seed"
 
-# The layers in a model have settings of their own.
+# Left out of a model's config, because `model_config` has the settings of each layer.
 _OF_WHOLE_MODELS = "layers", "input_layers", "output_layers", "build_input_shape"
 
 
 def model_config(step: TrainStep) -> dict[str, dict[str, Any]]:
-    """The settings of each layer and of the loss of a built ``step``: values of JSON by name, in a
-    dictionary by layer (``layer dense``). The second layer of a name is ``layer dense#2``, whatever
-    number Keras gave it. Settings that are None are left out."""
-    # Keras goes from the last layer to the first.
+    """Returns the settings of each layer and of the loss of a built ``step``: JSON values by name,
+    in one dictionary per layer (``layer dense``). The second layer of a name is ``layer dense#2``,
+    whatever number Keras gave it. Settings that are None are left out."""
+    # Keras lists layers from the last to the first.
     layers = [
         one for one in replicas.layers_of(step.tracked.layer) if one is not step.tracked.layer
     ]
@@ -49,24 +49,24 @@ def model_config(step: TrainStep) -> dict[str, dict[str, Any]]:
     parts = [*layers, *(operation for graph in graphs for operation in graph.operations)]
     count: collections.Counter[str] = collections.Counter()
     names: dict[int, str] = {}
-    found: dict[str, dict[str, Any]] = {"the loss": settings_of(step.loss_fn)}
+    configs: dict[str, dict[str, Any]] = {"the loss": settings_of(step.loss_fn)}
     for part in {id(part): part for part in parts}.values():
         name = re.sub(r"_\d+$", "", part.name)
         count[name] += 1
         names[id(part)] = f"{name}#{count[name]}" if count[name] > 1 else name
-        found[f"layer {names[id(part)]}"] = settings_of(part)
+        configs[f"layer {names[id(part)]}"] = settings_of(part)
     for layer in layers:
         if isinstance(layer, keras.Sequential):
             order = [names[id(one)] for one in layer.layers]
-            found[f"layer {names[id(layer)]}"]["layers"] = order
+            configs[f"layer {names[id(layer)]}"]["layers"] = order
     for graph in graphs:
         for name, inputs in _connections(graph, names).items():
-            found[f"layer {name}"].setdefault("inputs", []).extend(inputs)
-    return {name: _short(settings) for name, settings in found.items()}
+            configs[f"layer {name}"].setdefault("inputs", []).extend(inputs)
+    return {name: _short(settings) for name, settings in configs.items()}
 
 
 def settings_of(part: Any) -> dict[str, Any]:
-    """The settings of a layer, an operation of a graph, a loss or an optimizer, but its name."""
+    """Returns the settings, without the name, of a layer, graph operation, loss or optimizer."""
     if hasattr(part, "__qualname__"):
         return {"function": part.__qualname__}
     if isinstance(part, functools.partial):
@@ -79,26 +79,26 @@ def settings_of(part: Any) -> dict[str, Any]:
             if isinstance(part, keras.Model) and isinstance(config.get("layers"), list):
                 config = {n: v for n, v in config.items() if n not in _OF_WHOLE_MODELS}
             config = dict(_plain(config))
-        except Exception:  # it has none, or that of the user's fails or returns something else
+        except Exception:  # no get_config, or the user's fails or returns no mapping
             attributes = {n: v for n, v in vars(part).items() if isinstance(v, _SCALARS)}
             config = _plain({n: v for n, v in attributes.items() if n[0] != "_" and n != "built"})
     if isinstance(part, keras.layers.InputLayer):
-        config["batch_shape"] = config["batch_shape"][1:]  # that of the first call, in a Sequential
+        config["batch_shape"] = config["batch_shape"][1:]  # in a Sequential, of its first call
     return {**config, "class": kind.__qualname__}
 
 
 def _connections(graph: Any, names: Mapping[int, str]) -> dict[str, list[Any]]:
-    """What each operation of a functional model is called with, by its name; what the model takes
-    and returns, by that of the model."""
-    made: dict[int, str] = {}  # where each symbolic tensor is from, by its id
+    """Returns the arguments of each operation of a functional model, by its name; and the inputs
+    and outputs of the model, by the model's name."""
+    made: dict[int, str] = {}  # the origin of each symbolic tensor, by its id
     inputs: dict[str, list[Any]] = {}
     # Private: the calls of the graph, by their distance from its outputs.
     for depth in sorted(graph._nodes_by_depth, reverse=True):
         for node in graph._nodes_by_depth[depth]:
             name = names[id(node.operation)]
             calls = inputs.setdefault(name, [])
-            args, others = node.arguments.args, _plain(node.arguments.kwargs, made)
-            calls.append(_plain([*args, *([others] if others else [])], made))
+            args, kwargs = node.arguments.args, _plain(node.arguments.kwargs, made)
+            calls.append(_plain([*args, *([kwargs] if kwargs else [])], made))
             for number, output in enumerate(node.outputs):
                 first = len(calls) == 1 and len(node.outputs) == 1
                 made[id(output)] = name if first else f"{name} call {len(calls)} output {number}"
@@ -107,7 +107,7 @@ def _connections(graph: Any, names: Mapping[int, str]) -> dict[str, list[Any]]:
 
 
 def _plain(value: Any, made: Mapping[int, str] = types.MappingProxyType({})) -> Any:
-    """``value`` as JSON, the same in all processes: no addresses, no paths, no order of sets."""
+    """Returns ``value`` as JSON, equal in all processes: no addresses, paths or order of sets."""
     if id(value) in made:
         return made[id(value)]
     if isinstance(value, float) and not math.isfinite(value):

@@ -15,7 +15,7 @@ class Pace:
     """Chooses the number of steps per call, so that a call takes about half a second.
 
     All workers must run the same number of steps, but their clocks differ. They therefore use the
-    mean of their measurements, which the reduction at the end of the next call gives to each.
+    mean of their measurements, which each gets from the reduction at the end of the next call.
 
     Args:
         steps_per_loop: a fixed number of steps per call.
@@ -35,8 +35,7 @@ class Pace:
         return max(1, int(_WAKE_SECONDS / self._agreed)) if self._agreed else 1
 
     def worker_report(self, *asked: bool) -> tf.Tensor:
-        """float32: 1 for each of ``asked`` that this worker was asked for (else 0), and its seconds
-        per step."""
+        """Returns ``asked`` as 0/1, then seconds per step, float32 [len(asked) + 1]."""
         return tf.constant([*map(float, asked), self._measured])
 
     def will_trace(self, key: Any = ()) -> bool:

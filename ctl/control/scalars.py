@@ -17,9 +17,9 @@ class Scalars:
         global_batch_size: None if unknown; then `read` gives no ``examples_per_second``.
 
     Attributes:
-        extras: functions from the scalars to more of them, see `ctl.logs.machine`.
-        rates: learning rates of the last step, as they were applied: a schedule that depends on
-            more than the step may have another one for it by the time of `read`.
+        extras: functions that return more scalars from the scalars, see `ctl.logs.machine`.
+        rates: learning rates that the last step applied. By the time of `read`, a schedule that
+            depends on more than the step may give other rates.
     """
 
     def __init__(self, step: TrainStep, global_batch_size: int | None):
@@ -36,8 +36,8 @@ class Scalars:
         self._step.reset_metrics()
 
     def add(self, totals: CallTotals, skipped: int) -> None:
-        """Adds the steps of a call: their ``totals``, and the number of those whose update was
-        ``skipped``, which have no part in the loss."""
+        """Adds the ``totals`` of a call, and its number of ``skipped`` updates, which do not count
+        in the loss."""
         self._loss += totals.loss * totals.examples
         self._examples += totals.examples
         self._latest = totals.examples
@@ -51,7 +51,7 @@ class Scalars:
         self._timed_steps += steps
 
     def read(self) -> dict[str, float]:
-        """The scalars by name; no ``loss`` if the losses of no example are known. With several
+        """Returns the scalars by name; without ``loss`` if the window has no losses. With several
         workers, all must read at the same steps."""
         scalars = {"loss": self._loss / self._examples} if self._examples else {}
         scalars |= self._step.results()

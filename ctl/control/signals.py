@@ -12,7 +12,7 @@ from typing import Any
 from ctl.distributed.watch import watchdog
 from ctl.errors import UsageError
 
-# A call of the loop takes about half a second. One that has not returned after so long may hang.
+# A call of the loop takes about half a second. A call that takes longer than this may hang.
 _GRACE_SECONDS = 1.0
 
 
@@ -40,9 +40,9 @@ class Signals:
 
     @contextlib.contextmanager
     def noted(self, *, last: bool = False) -> Iterator[None]:
-        """While inside, notes the last signal. A second SIGINT raises `KeyboardInterrupt`; if the
-        main thread is in a call of TensorFlow that does not return for a second, it ends the
-        process, with code 130.
+        """While inside, notes the last signal. A second SIGINT raises `KeyboardInterrupt`. If the
+        main thread is in a call of TensorFlow that does not return for a second, the second SIGINT
+        ends the process with code 130.
 
         Args:
             last: if a signal arrived, ignore SIGTERM afterwards. The process is about to end, and a
@@ -75,7 +75,7 @@ class Signals:
 
 class _Interrupts:
     """Counts SIGINTs. While the main thread is in a call of TensorFlow, Python calls no handler,
-    and makes one of several signals; but it writes a byte for each to a pipe, at once."""
+    and merges several signals into one. But it writes one byte per signal to a pipe at once."""
 
     active: _Interrupts | None = None
 
@@ -84,7 +84,7 @@ class _Interrupts:
         self._over = threading.Event()  # `KeyboardInterrupt` was raised, or the context has ended
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
-        # What was there before is that of asyncio, for instance.
+        # The previous file descriptor may be asyncio's, for instance.
         self._before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         threading.Thread(target=self._watch, name="ctl_interrupts", daemon=True).start()
         _Interrupts.active = self
@@ -106,7 +106,7 @@ class _Interrupts:
 
     @classmethod
     def forget(cls) -> None:
-        """In a forked process, which gets a Ctrl-C of its own: leaves the pipe to the parent."""
+        """Leaves the pipe to the parent. For a forked process, which gets Ctrl-C separately."""
         if cls.active:
             signal.set_wakeup_fd(-1)
             cls.active._writer = os.open(os.devnull, os.O_WRONLY)

@@ -1,4 +1,4 @@
-"""What decides what a step does: the name of its class, hashes of sources, settings of its layers.
+"""The identity of a step: the name of its class, hashes of its sources, settings of its layers.
 
 Workers compare them before the first step, and a checkpoint records them.
 """
@@ -23,12 +23,12 @@ from ctl.step import TrainStep
 _PACKAGE = Path(__file__).parents[1]
 _NOT_OF_THE_USER = ("ctl", "keras", "tensorflow")
 _INSTALLED = f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"
-_OF_AUTOGRAPH = "__autograph_generated_file"  # what TensorFlow makes of the user's functions
+_OF_AUTOGRAPH = "__autograph_generated_file"  # modules that AutoGraph makes of the user's functions
 
 
 def identity(step: TrainStep) -> dict[str, Any]:
-    """What a checkpoint records of the code: ``step``, see `class_name`; ``source``, see `of_step`;
-    ``modules``, see `of_modules`; ``model``, see `model_config`. ``step`` is built."""
+    """Returns what a checkpoint records of the code of a built ``step``: ``step`` (`class_name`),
+    ``source`` (`of_step`), ``modules`` (`of_modules`) and ``model`` (`model_config`)."""
     return {
         "step": class_name(step),
         "source": of_step(step),
@@ -38,7 +38,7 @@ def identity(step: TrainStep) -> dict[str, Any]:
 
 
 def class_name(step: TrainStep) -> str:
-    """The class of ``step`` as ``package.module:MyStep``, as ``--step`` names it. A script is
+    """Returns the class of ``step`` as ``--step`` names it: ``package.module:MyStep``. A script is
     named by its file, so that it may be imported later."""
     kind = type(step)
     if kind is TrainStep:
@@ -48,47 +48,47 @@ def class_name(step: TrainStep) -> str:
 
 
 def of_step(step: TrainStep) -> str:
-    """Hash of the sources of the step's own classes, and of the layers and the loss that are
-    neither ctl's nor Keras's. ``step`` is built."""
+    """Returns a hash of the sources of a built ``step``: its classes below `TrainStep`, and its
+    layers and loss, unless they are of ctl, Keras or TensorFlow."""
     loss_fn = getattr(step.loss_fn, "func", step.loss_fn)  # of a `functools.partial`
     loss: Any = loss_fn if hasattr(loss_fn, "__code__") else type(loss_fn)
-    own = [kind for kind in type(step).__mro__ if kind not in TrainStep.__mro__]
-    others = [*(type(layer) for layer in replicas.layers_of(step.tracked.layer)), loss]
-    theirs = [c for c in others if str(c.__module__).partition(".")[0] not in _NOT_OF_THE_USER]
-    return hash_of(_source(c) for c in dict.fromkeys([*own, *theirs]))
+    steps = [kind for kind in type(step).__mro__ if kind not in TrainStep.__mro__]
+    parts = [*(type(layer) for layer in replicas.layers_of(step.tracked.layer)), loss]
+    parts = [p for p in parts if str(p.__module__).partition(".")[0] not in _NOT_OF_THE_USER]
+    return hash_of(_source(code) for code in dict.fromkeys([*steps, *parts]))
 
 
 def of_modules() -> dict[str, str]:
-    """Hashes of the sources of the user's modules that this process has imported, by their names.
-    What is installed or typed in at a prompt is not among them."""
-    others = tuple(f"{folder}{os.sep}" for folder in (Path(os.__file__).parent, _PACKAGE))
-    found = {}
+    """Returns hashes of the sources of the user's modules that this process has imported, by name.
+    Installed modules and code that was typed at a prompt are left out."""
+    excluded = tuple(f"{folder}{os.sep}" for folder in (Path(os.__file__).parent, _PACKAGE))
+    hashes = {}
     for name, module in list(sys.modules.items()):
-        # Not by an attribute: that would load a module that is to be loaded when it is used.
+        # With `vars`, because `getattr` would load a lazy module.
         file = vars(module).get("__file__") if type(module) is types.ModuleType else None
         if (
             isinstance(file, str)
             and not any(folder in file for folder in _INSTALLED)
-            and not file.startswith(others)
+            and not file.startswith(excluded)
             and file.endswith(".py")
             and name.partition(".")[0] not in _NOT_OF_THE_USER
             and not name.startswith(_OF_AUTOGRAPH)
             and (content := _of_file(file))
         ):
-            found[_name(name, file)] = content
-    return found
+            hashes[_name(name, file)] = content
+    return hashes
 
 
 @functools.cache
 def of_ctl() -> str:
-    """The version of ctl, and a hash of its sources."""
+    """Returns the version of ctl, and a hash of its sources."""
     files = sorted(_PACKAGE.rglob("*.py"))
     names = [f.relative_to(_PACKAGE).as_posix().encode() for f in files]
     return f"{__version__} {hash_of([*names, *(f.read_bytes() for f in files)])}"
 
 
 def hash_of(parts: Iterable[bytes]) -> str:
-    """Twelve hexadecimal digits that differ if a part does."""
+    """Returns twelve hexadecimal digits that change with any part."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(hashlib.sha256(part).digest())
@@ -96,11 +96,11 @@ def hash_of(parts: Iterable[bytes]) -> str:
 
 
 def _name(module: str, file: str | None) -> str:
-    """A module's name; that of a script is the name of its file."""
+    """Returns the name of a module; for a script, the name of its file."""
     return Path(file).stem if module in ("__main__", "__mp_main__") and file else module
 
 
-@functools.cache  # what runs, not what the file has become meanwhile
+@functools.cache  # hashes the code that runs, even if the file changes later
 def _of_file(path: str) -> str | None:
     try:
         return hash_of([Path(path).read_bytes()])

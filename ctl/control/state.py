@@ -1,4 +1,4 @@
-"""The state of a training: what a checkpoint holds, and what is put back when one is restored."""
+"""The state of a training: what a checkpoint holds, and how a restore puts it back."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ctl.schedule.patience import with_memory
 from ctl.step import TrainStep
 
 _TRAINED = "trained"  # which variables train, if not all do: see `Loop.train_only`
-_COMPILED = "compiled"  # there if XLA compiles the step: see `ctl.control.jit`
+_COMPILED = "compiled"  # present if XLA compiles the step: see `ctl.control.jit`
 
 
 class TrainState:
@@ -25,15 +25,15 @@ class TrainState:
 
     Args:
         step: a built step; see `TrainStep.state` for its groups.
-        dataset: that it trains on.
-        eval_actions: those with a memory have a group of their own, see `ctl.schedule.patience`.
+        dataset: the dataset of the training.
+        eval_actions: the memories of actions make one group, see `ctl.schedule.patience`.
     """
 
     def __init__(self, step: TrainStep, dataset: Dataset, eval_actions: Sequence[Any]):
         self._step, self._dataset, self._eval_actions = step, dataset, eval_actions
 
     def variables(self) -> dict[str, list[tf.Variable]]:
-        """The variables now, by group. Variables of a replica are as `collect` has found them."""
+        """Returns the current variables, by group. Per-replica values are as of `collect`."""
         step = self._step
         state = step.state()
         if memories := [owner.memory for owner in with_memory(self._eval_actions)]:
@@ -45,15 +45,16 @@ class TrainState:
         return state
 
     def collect(self) -> None:
-        """Reads the variables that differ between replicas; all workers must call it."""
+        """Reads the variables that differ between replicas. All workers must call it."""
         self._step.per_replica_variables.collect(self._step.strategy)
 
     def restore(self, checkpoints: CheckpointManager) -> tuple[Saved | None, dict[str, float]]:
-        """Restores the last checkpoint, and decides as when its run began whether XLA compiles.
+        """Restores the last checkpoint, and the first run's decision about XLA (`jit.keep`).
 
         Returns:
-            The checkpoint, or None if there is none; and the results of its evaluation, if it had
-            one. A checkpoint is written before its evaluation, which actions are told of now.
+            The checkpoint, or None if there is none; and the results of its evaluation, or an empty
+            dict. A checkpoint is written before its evaluation, so actions with a memory get these
+            results now.
 
         Raises:
             CheckpointError: see `CheckpointManager.restore`.
@@ -81,8 +82,8 @@ class TrainState:
 
 
 class _Setting(NamedTuple):
-    """Stands for a variable in a state. To make one waits for all workers in the scope of their
-    strategy, and only the chief saves."""
+    """Stands for a variable in a state. In the strategy's scope, making a variable waits for all
+    workers, but only the chief saves."""
 
     name: str
     dtype: tf.DType

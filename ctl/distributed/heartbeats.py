@@ -1,11 +1,11 @@
-"""The roll call of a job with parameter servers: which tasks are there, which were lost, and the
-exit code of the job.
+"""Heartbeats of a job with parameter servers: which tasks are alive, which were lost, and the exit
+code of the job.
 
 TensorFlow's servers do not end by themselves, and its coordinator waits forever for a frozen one.
-So every worker and parameter server keeps a connection to the coordinator, at the coordinator's
-address in ``TF_CONFIG``; TensorFlow uses another port there. Both sides send a line every second. A
-closed connection means that the task ended. Silence means that it is frozen or unreachable. Imports
-no TensorFlow.
+Every worker and parameter server therefore keeps a connection to the coordinator, at the
+coordinator's address in ``TF_CONFIG``; TensorFlow uses another port there. Both sides send a line
+every second. A closed connection means that the task ended. Silence means that it is frozen or
+unreachable. This module imports no TensorFlow.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _QUIET_BEATS = 4
 _SILENT_SECONDS = 30.0
 _QUIET_SECONDS = 10.0  # until a warning names the missing tasks, and between such warnings
 
-# A worker serves for so long after a signal to end. The coordinator may have received the signal
-# too, and then needs the worker for the steps in progress.
+# Seconds that a worker still serves after a signal to end. The coordinator may have received the
+# signal too, and then needs the worker for the steps in progress.
 _LEAVING_SECONDS = 5.0
 
-# How long the main thread of the coordinator may take to end the job after a loss. TensorFlow can
-# hold it in a read from a frozen parameter server, which cannot be interrupted.
+# Seconds that the main thread of the coordinator may take to end the job after a loss. TensorFlow
+# can hold it in a read from a frozen parameter server, which cannot be interrupted.
 _REACTION_SECONDS = 5.0
 
 _LONGEST_LINE = 200
@@ -70,7 +70,7 @@ class _Peer:
         return [line.decode(errors="replace") for line in lines]
 
     def say(self, line: str) -> None:
-        # A buffer is full if the peer does not read. Such a peer is found by its silence.
+        # The buffer is full if the peer does not read. Its silence will show that.
         with contextlib.suppress(OSError):
             self.connection.send(line.encode() + b"\n")
 
@@ -80,7 +80,7 @@ class _Peer:
 
 
 class Heartbeats:
-    """The coordinator's side of the roll call, a context manager.
+    """The coordinator's side of the heartbeats, a context manager.
 
     The exception that leaves the context, or its absence, sets the exit code of this process. When
     this process ends, it ends all other tasks with the same code.
@@ -124,7 +124,7 @@ class Heartbeats:
         Raises:
             PeerError: one is missing after ``timeout`` seconds. Warnings name it from 10 s on.
         """
-        began, said = time.monotonic(), 0.0
+        began, last_warning = time.monotonic(), 0.0
         while missing := self._missing(self._tasks.servers):
             seconds = time.monotonic() - began
             if seconds >= timeout:
@@ -132,19 +132,19 @@ class Heartbeats:
                     f"the coordinator gave up after {seconds:.0f} s (--startup_timeout) waiting "
                     f"for {missing}"
                 )
-            if seconds - said >= _QUIET_SECONDS:
-                said = seconds
+            if seconds - last_warning >= _QUIET_SECONDS:
+                last_warning = seconds
                 logging.warning("the coordinator waits for %s since %.0f s", missing, seconds)
             time.sleep(0.02)
         self._complete = True
         # While TensorFlow waits for a frozen server, it may hold Python's lock and stop `_run`. The
-        # others would end then, and could not be told from the frozen one.
+        # other tasks would then end, and the frozen one could not be named.
         limit = _SILENT_SECONDS - _REACTION_SECONDS
         doing = "the coordinator: TensorFlow holds its process"
         self._keeper = Keeper(doing, self._tasks.servers, limit, "", patient=True)
 
     def check(self) -> None:
-        """Checks that the job can go on; a worker that has ended is no error.
+        """Checks that the job can go on. A worker that has ended is not an error.
 
         Raises:
             PeerError: a parameter server is lost, a task is silent, or there has been no worker for
@@ -154,7 +154,7 @@ class Heartbeats:
             raise PeerError(reason)
 
     def quiet(self) -> str:
-        """The tasks that have missed some beats, and for how long they were silent; "" for none."""
+        """Names the tasks that missed some beats, and the seconds of their silence; "" for none."""
         now = time.monotonic()
         return ", ".join(
             f"{name} at {self._tasks.servers[name]}, silent for {now - peer.heard:.0f} s"
@@ -189,7 +189,7 @@ class Heartbeats:
             raise PeerError(reason) from error
 
     def _cause_of(self, error: Exception) -> str | None:
-        # TensorFlow may have noticed a moment before the roll call does.
+        # TensorFlow may have noticed a loss a moment before `_run` does.
         deadline = time.monotonic() + (0.0 if isinstance(error, CtlError) else 2 * _BEAT_SECONDS)
         while not (reason := self._lost()) and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -197,7 +197,7 @@ class Heartbeats:
 
     def _end(self, code: int) -> None:
         """Ends the process at once: TensorFlow's exit would talk to servers that have ended."""
-        self._complete = False  # from here on, a closed connection is no loss
+        self._complete = False  # from here on, a closed connection is not a loss
         for peer in list(self._peers.values()):
             peer.say(f"end {code}")
         if self._keeper:
@@ -292,7 +292,8 @@ class Heartbeats:
 
 
 def attend(tasks: Tasks, timeout: float) -> int:
-    """Runs the side of a worker or parameter server, whose server has started; main thread only.
+    """Runs the side of a worker or parameter server. Call it in the main thread, after the start of
+    its server.
 
     Returns:
         The coordinator's exit code, when it has ended the job.
@@ -331,7 +332,7 @@ def attend(tasks: Tasks, timeout: float) -> int:
 
 
 def _connect(tasks: Tasks, timeout: float, received: list[int]) -> _Peer:
-    began, said = time.monotonic(), 0.0
+    began, last_warning = time.monotonic(), 0.0
     while True:
         try:
             connection = handshake(tasks.coordinator, _COORDINATOR, tasks.name, tasks.fingerprint)
@@ -347,7 +348,7 @@ def _connect(tasks: Tasks, timeout: float, received: list[int]) -> _Peer:
             )
         if received:
             raise Preempted(f"{tasks.name}: left after {signal.Signals(received[0]).name}")
-        if seconds - said >= _QUIET_SECONDS:
-            said = seconds
+        if seconds - last_warning >= _QUIET_SECONDS:
+            last_warning = seconds
             logging.warning("%s waits for %s since %.0f s", tasks.name, missing, seconds)
         time.sleep(0.1)

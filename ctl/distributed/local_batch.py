@@ -22,7 +22,7 @@ _LOSSES, _EMPTY = "ctl_one_loss_for_each_example", "ctl_no_empty_share"
 # TensorFlow's message for a sparse tensor whose share for a replica is empty.
 _SPARSE = "Serialized sparse should have at least 1 serialized tensor"
 _TENSORS = "ctl_tensors_of_one_length"
-# The nodes in a message that only wait for the one that failed.
+# The nodes in a message that only wait for the failed node.
 _WAITING = re.compile(r"\[\[(?!\{\{node).*?\]\]")
 # TensorFlow's message for a label outside of the classes.
 _LABEL = re.compile(r"label value of (-?\d+) which is outside the valid range of \[0, (\d+)\)")
@@ -81,7 +81,7 @@ def rows(batch: Any) -> int | tf.Tensor:
 
 
 def pair(batch: Any) -> tuple[Any, Any]:
-    """``(features, labels)``. Raises `UsageError` for a batch of another form, or with weights."""
+    """Returns ``(features, labels)``. Raises `UsageError` for other forms, and for weights."""
     features, labels, weights = unpack(batch)
     if weights is not None:
         raise UsageError("this step takes batches (features, labels), without weights")
@@ -89,8 +89,8 @@ def pair(batch: Any) -> tuple[Any, Any]:
 
 
 def power_of_two(count: tf.Tensor) -> tf.Tensor:
-    """float32 scalar: the largest power of two up to ``count``; 1 if that is 0 or not finite. To
-    divide by it and to multiply by it is exact."""
+    """Returns the largest power of two up to ``count``, float32 scalar; 1 if that is 0 or not
+    finite. Division and multiplication by it are exact."""
     bits = tf.bitcast(tf.cast(count, tf.float32), tf.int32)
     exponent = tf.bitwise.bitwise_and(bits, 0x7F800000)  # of float32, the rest is 0
     power = tf.bitcast(exponent, tf.float32)
@@ -98,8 +98,7 @@ def power_of_two(count: tf.Tensor) -> tf.Tensor:
 
 
 def or_one(total: tf.Tensor) -> tf.Tensor:
-    """``total`` as a divisor: 1 where it is 0, so that nothing divided by nothing is 0. A NaN
-    remains one."""
+    """Returns ``total`` as a divisor: 1 where it is 0, so that 0 / 0 gives 0. NaN stays NaN."""
     return tf.where(tf.equal(total, 0.0), 1.0, total)
 
 
@@ -117,8 +116,8 @@ def unpack(batch: Any) -> tuple[Any, Any, Any]:
     """Returns ``(features, labels, weights)`` of a batch.
 
     Missing weights are None. Weights [n, 1] become [n]. Raises `UsageError` for any other batch
-    than ``(features, labels)`` and ``(features, labels, weights)``, and for weights of integers,
-    which are more often something else, such as indices.
+    than ``(features, labels)`` and ``(features, labels, weights)``, and for integer weights, which
+    are usually something else, such as indices.
     """
     if not isinstance(batch, tuple | list) or len(batch) not in (2, 3):
         raise UsageError(
@@ -265,8 +264,8 @@ def mask_empty(empty: tf.Tensor | None, sums: Any, outputs: Any) -> tuple[Any, A
         return output[: tf.where(empty, 0, rows(output))] if of_examples(output) else output
 
     all_sums, outputs = tf.nest.flatten(sums), tf.nest.map_structure(rest, outputs)
-    others = [output for output in tf.nest.flatten(outputs) if not of_examples(output)]
-    tensors = [leaf for leaf in (*all_sums, *others) if isinstance(leaf, tf.Tensor)]
+    aggregates = [output for output in tf.nest.flatten(outputs) if not of_examples(output)]
+    tensors = [leaf for leaf in (*all_sums, *aggregates) if isinstance(leaf, tf.Tensor)]
     # Not a product: the example of zeros may give NaN, and 0 * NaN is NaN. `cond` copies nothing.
     kept = tf.cond(empty, lambda: [tf.zeros_like(t) for t in tensors], lambda: tensors)
     kept = dict(zip(map(id, tensors), kept, strict=True))
@@ -297,15 +296,15 @@ def one_for_each_example(losses: Any, count: Any = None, source: str = "loss()")
 
 
 def check_weights_used(losses: tf.Tensor, batch: Any, step: str) -> None:
-    """Refuses losses that do not depend on the weights of their batch, by whose sum ctl divides
-    them. Checks nothing in eager mode.
+    """Refuses losses that do not depend on the weights of their batch: ctl divides losses by the
+    sum of the weights. Checks nothing in eager mode.
 
     Args:
         losses: float [n], as returned by ``loss()`` of a class named ``step``.
-        batch: the batch that it was given.
+        batch: the batch that ``loss()`` was given.
 
     Raises:
-        UsageError: the graph has no way from the weights to ``losses``.
+        UsageError: the graph has no path from the weights to ``losses``.
     """
     if tf.executing_eagerly() or not isinstance(unpack(batch)[2], tf.Tensor):
         return

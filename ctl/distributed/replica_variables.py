@@ -1,4 +1,4 @@
-"""Variables of a step with another value on each replica, which a checkpoint holds part by part."""
+"""Per-replica variables of a step: a checkpoint holds the values of all replicas."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class _Part(NamedTuple):
 
 
 class ReplicaVariables:
-    """The variables of one step that `ctl.TrainStep.variable` made for each replica, and those that
-    are `ctl.TrainStep.unsynchronized_variables`.
+    """The per-replica variables of one step: variables from `ctl.TrainStep.variable`, and its
+    `unsynchronized_variables`.
 
     Attributes:
         saved: for each variable, the values of all replicas, [replicas, *shape], on the host; empty
@@ -31,12 +31,12 @@ class ReplicaVariables:
 
     def __init__(self) -> None:
         self._made: list[_Part] = []
-        self._all: list[_Part] = []  # those made, and those apart
+        self._all: list[_Part] = []  # `_made`, then unsynchronized variables
         self.saved: list[tf.Variable] = []
 
     @property
     def variables(self) -> list[tf.Variable]:
-        """Those that `make` returned, in their order."""
+        """The variables that `make` returned, in order."""
         return [made.variable for made in self._made]
 
     def make(self, name: str, shape: Sequence[int], dtype: str, on_resize: str) -> tf.Variable:
@@ -62,7 +62,8 @@ class ReplicaVariables:
         return variable
 
     def create(self, strategy: tf.distribute.Strategy, apart: Sequence[tf.Variable]) -> None:
-        """Creates ``saved``, with room for the values of variables that are ``apart``."""
+        """Creates ``saved``: a variable for each result of `make`, then for each of ``apart``, the
+        `unsynchronized_variables` of the step."""
         self._all = [*self._made, *(_Part(v, v.name.removesuffix(":0"), "refuse") for v in apart)]
         self._on_replicas = tf.function(
             functools.partial(strategy.run, self._rows), autograph=False
@@ -87,12 +88,12 @@ class ReplicaVariables:
             saved.assign(workers.gather(strategy, parts, "gathering the state of the replicas"))
 
     def _rows(self) -> list[tf.Tensor]:
-        """The values of this replica, each [1, *shape]."""
+        """Returns the values of this replica, each [1, *shape]."""
         return [replicas.own_copy(part.variable)[tf.newaxis] for part in self._all]
 
     def spread(self, strategy: tf.distribute.Strategy) -> None:
-        """Gives each replica its value of ``saved``. If these are of another number of replicas,
-        replica 0 gets their sum (``on_resize="sum"``), and all others get zeros."""
+        """Gives each replica its value in ``saved``. If ``saved`` is of another number of replicas,
+        replica 0 gets the sum with ``on_resize="sum"``; other values are zeros."""
         if not self._all:
             return
         count = strategy.num_replicas_in_sync

@@ -11,7 +11,7 @@ import tensorflow as tf
 from ctl.errors import UsageError
 
 # Keras mirrors the seed of Dropout, so all replicas would draw the same mask. The seeds of
-# neighbouring replicas are therefore this prime number apart.
+# neighbouring replicas therefore differ by this prime number.
 _SEED_STRIDE = 7919
 
 
@@ -57,22 +57,22 @@ def own_copy(variable: tf.Variable) -> tf.Variable:
 
 
 def assign_alike(variable: tf.Variable, value: tf.Tensor) -> None:
-    """Assigns ``value`` outside of `strategy.run`, as ``variable.assign`` does, but without a
-    collective: TensorFlow then reads a variable that is synchronized on read, from all workers."""
+    """Assigns ``value`` outside of `strategy.run`, like ``variable.assign``, but without a
+    collective: ``assign`` reads a variable that is synchronized on read from all workers."""
     on_read = variable.synchronization == tf.VariableSynchronization.ON_READ
     if not on_read or not isinstance(variable, tf.distribute.DistributedValues):
         variable.assign(value)
         return
     strategy = variable.distribute_strategy
-    if variable.aggregation == tf.VariableAggregation.SUM:  # of which each replica has a share
+    if variable.aggregation == tf.VariableAggregation.SUM:  # each replica holds a share of the sum
         value /= strategy.num_replicas_in_sync
     for copy in strategy.experimental_local_results(variable):
         copy.assign(tf.cast(value, copy.dtype))
 
 
 def check_reads(strategy: tf.distribute.Strategy, variables: Iterable[tf.Variable]) -> None:
-    """Raises `UsageError` if there are several workers and TensorFlow reduces one of ``variables``
-    over all of them wherever one reads it, as the chief does to save it."""
+    """Raises `UsageError` if, with several workers, TensorFlow reduces one of ``variables`` over
+    all workers when it is read. The chief alone reads it, to save it."""
     if not isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
         return
     reduced = (tf.VariableAggregation.SUM, tf.VariableAggregation.MEAN)
@@ -120,13 +120,13 @@ def training_norms(model: keras.Model) -> list[keras.layers.BatchNormalization]:
 
 
 def statistics_of(norms: Iterable[keras.layers.BatchNormalization]) -> list[keras.Variable]:
-    """Moving statistics of ``norms``, with ``renorm`` also its own."""
+    """Moving statistics of ``norms``, including the statistics of ``renorm``."""
     return [variable for norm in norms for variable in norm.non_trainable_variables]
 
 
 def synchronizes(strategy: tf.distribute.Strategy, model: keras.Model) -> bool:
-    """Whether there are several replicas, and a BatchNorm layer that trains normalizes over the
-    batches of all."""
+    """Whether there are several replicas, and a BatchNorm layer that trains normalizes over all of
+    them."""
     several = strategy.num_replicas_in_sync > 1
     return several and any(norm.synchronized for norm in training_norms(model))
 
@@ -134,8 +134,8 @@ def synchronizes(strategy: tf.distribute.Strategy, model: keras.Model) -> bool:
 def check_synchronized(
     strategy: tf.distribute.Strategy, model: keras.Model, accumulate_steps: int, jit_compile: bool
 ) -> None:
-    """Raises `UsageError` if replicas must exchange statistics in the forward pass, and that runs
-    in a loop or under XLA, where TensorFlow has no collectives between the replicas."""
+    """Raises `UsageError` if replicas must exchange statistics in the forward pass, and the pass
+    runs in a loop or under XLA, where TensorFlow has no collectives between replicas."""
     in_graph = accumulate_steps > 1 or jit_compile
     if in_graph and synchronizes(strategy, model):
         raise UsageError(
@@ -152,8 +152,8 @@ def dropout_seeds(model: keras.Model) -> list[tf.Variable]:
 
 
 def other_state(model: keras.Model) -> list[keras.Variable]:
-    """Non-trainable variables of which ctl knows no purpose: neither statistics of `training_norms`
-    nor seeds."""
+    """Non-trainable variables whose purpose ctl does not know: neither statistics of
+    `training_norms` nor seeds."""
     statistics = [variable.value for variable in statistics_of(training_norms(model))]
     known = {id(variable) for variable in [*statistics, *dropout_seeds(model)]}
     return [v for v in model.non_trainable_variables if id(v.value) not in known]
@@ -165,7 +165,7 @@ def drawing_alike(model: keras.Model, parts: int | tf.Tensor, most: int) -> Iter
 
     An integer ``parts`` is the same on every replica. A tensor may differ between replicas, up to
     ``most``; the seeds then end as if ``model`` had been called ``most`` times. After a restore,
-    `offset_dropout_seeds` can therefore derive every seed from that of replica 0.
+    `offset_dropout_seeds` can therefore derive every seed from the seed of replica 0.
     """
     seeds = [] if isinstance(parts, int) else dropout_seeds(model)
     before = [seed.read_value() for seed in seeds]

@@ -99,7 +99,7 @@ def make_multi_worker(
         startup_timeout=startup_timeout,
         record_dir=record_dir,
     )
-    # For all variables from now on, of models, optimizers and metrics.
+    # Watches all later variables, of models, optimizers and metrics.
     _never_left.enter_context(workers.watching_variables(strategy))
     return Placement(
         strategy,
@@ -127,7 +127,7 @@ def make_parameter_server(
     """
     heartbeats = Heartbeats(tasks, worker_timeout)
     heartbeats.wait_for_all(startup_timeout)
-    with socket.socket() as free:  # the roll call uses the port of TF_CONFIG
+    with socket.socket() as free:  # heartbeats use the port of TF_CONFIG
         free.bind(("", 0))
         port = free.getsockname()[1]
     host = tasks.coordinator.rpartition(":")[0]
@@ -150,7 +150,7 @@ def make_parameter_server(
 
 @contextlib.contextmanager
 def _connecting(me: str, peers: Mapping[str, str], timeout: float) -> Iterator[None]:
-    """Where TensorFlow connects the tasks of a job, see
+    """Limits the time in which TensorFlow connects the tasks of a job, see
     `ctl.distributed.cluster.external_watchdog`.
 
     Raises:
@@ -276,8 +276,8 @@ def _cross_device_operation(
 
 
 def _options(cross_device_ops: str) -> tf.distribute.experimental.CommunicationOptions:
-    """Makes options without a time limit of TensorFlow; `ctl.distributed.watch.watchdog` has its
-    own."""
+    """Returns options without TensorFlow's time limit; `ctl.distributed.watch.watchdog` limits the
+    time instead."""
     implementation = {"nccl": _Implementation.NCCL, "ring": _Implementation.RING}
     return tf.distribute.experimental.CommunicationOptions(
         implementation=implementation.get(cross_device_ops, _Implementation.AUTO),
@@ -315,8 +315,8 @@ def _tpu_strategy(address: str) -> tf.distribute.Strategy:
 
 
 def _require_grpc(address: str) -> None:
-    """Raises `UsageError` unless a gRPC server answers. TensorFlow would wait for it without end
-    and hold Python's lock, so that no thread could give up."""
+    """Raises `UsageError` unless a gRPC server answers. TensorFlow would wait forever and hold
+    Python's lock, so that no thread could give up."""
     parts = urllib.parse.urlsplit(address)
     try:
         ask_grpc(parts.hostname, parts.port, _TPU_PROBE_SECONDS)

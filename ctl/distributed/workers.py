@@ -90,12 +90,12 @@ def naming_lost_peers(
 def lost_peer(
     cluster: Cluster, what: str, error: tf.errors.OpError, step: int | None = None
 ) -> PeerError:
-    """The `PeerError` for one of `LOST`: names the worker that is to blame.
+    """Returns the `PeerError` for one of `LOST`; it names the worker to blame.
 
     Args:
         cluster: all workers.
-        what: this worker did when TensorFlow raised ``error``.
-        error: of TensorFlow.
+        what: what this worker did when TensorFlow raised ``error``.
+        error: the error of TensorFlow.
         step: last global step that was finished; None if it is not known.
     """
     how = "timed out" if isinstance(error, tf.errors.DeadlineExceededError) else "broke off"
@@ -138,10 +138,10 @@ def watching_variables(strategy: tf.distribute.Strategy) -> Iterator[None]:
 
 
 def _reason(error: tf.errors.OpError) -> str:
-    """The cause of ``error`` in TensorFlow's words, without what TensorFlow puts around it: the
-    graph before it, and behind it how other workers passed the error on."""
-    said = re.sub(r"\{\{.*?\}\} ?", "", error.message).split("\n\t [[")[0]
-    text = " ".join(_GRAPH.sub("", said).split())
+    """Returns the cause of ``error`` in TensorFlow's words, without the graph before it and the
+    ways by which other workers passed it on after it."""
+    message = re.sub(r"\{\{.*?\}\} ?", "", error.message).split("\n\t [[")[0]
+    text = " ".join(_GRAPH.sub("", message).split())
     frozen = re.search(r"stopped sending heartbeats\)?:((?: /job:\w+/replica:\d+/task:\d+)+)", text)
     if frozen:
         tasks = sorted(map(int, re.findall(r"task:(\d+)", frozen[1])))
@@ -162,7 +162,7 @@ def barrier(
     Args:
         strategy: the strategy of the workers.
         timeout: seconds after which the watchdog ends the process; by default its own limit.
-        otherwise: error whose message and exit code the watchdog then uses; by default its own.
+        otherwise: error that replaces the message and the exit code of the watchdog.
 
     Raises:
         PeerError: a worker was lost.
@@ -180,8 +180,8 @@ def barrier(
 def leave_together(strategy: tf.distribute.Strategy) -> None:
     """Waits, after the last collective, until every worker is here or has left.
 
-    A worker that exits earlier would look lost to those that still compute. Work of one worker
-    alone, such as an export, follows. Returns at once unless `is_multi_worker`.
+    A worker that exits earlier would look lost to workers that still compute. Work of one worker
+    alone, such as an export, comes after this call. Returns at once unless `is_multi_worker`.
     """
     if not is_multi_worker(strategy):
         return
@@ -194,8 +194,8 @@ def check_all_ended(strategy: tf.distribute.Strategy, step: int) -> None:
     """Returns when the data of all workers have ended at this step.
 
     Raises:
-        UsageError: the data of some workers go on. These are in the all-reduce of the next step and
-            would sum their gradients with whatever this worker reduces next.
+        UsageError: the data of some workers go on. These workers are in the all-reduce of the next
+            step, and would sum their gradients with whatever this worker reduces next.
     """
     if not is_multi_worker(strategy):
         return
@@ -219,17 +219,17 @@ def check_agreement(
     Args:
         strategy: a `tf.distribute.MultiWorkerMirroredStrategy`.
         facts: what every worker must have.
-        common: what only some may have, such as modules that the chief alone imports. Compared is
-            what all have.
+        common: facts that some workers may lack, such as modules that only the chief imports. Only
+            facts that all workers have are compared.
 
     Raises:
         UsageError: facts differ. It is raised on every worker and names the values of each.
     """
     doing = "comparing the workers"
-    mine = json.dumps([facts, common or {}], sort_keys=True, default=str).encode()
-    if len(set(all_gather(strategy, hashlib.sha256(mine).digest(), doing))) == 1:
+    local_facts = json.dumps([facts, common or {}], sort_keys=True, default=str).encode()
+    if len(set(all_gather(strategy, hashlib.sha256(local_facts).digest(), doing))) == 1:
         return
-    texts = [json.loads(text) for text in all_gather(strategy, mine, doing)]
+    texts = [json.loads(text) for text in all_gather(strategy, local_facts, doing)]
     shared = set.intersection(*(set(some) for _, some in texts))
     differ = differences([all_ | {n: some[n] for n in shared} for all_, some in texts])
     if differ:
@@ -246,7 +246,7 @@ def check_agreement(
 
 
 def raise_together(strategy: tf.distribute.Strategy, error: CtlError) -> NoReturn:
-    """Raises ``error``, which every worker has found in what it gathered."""
+    """Raises ``error``, which every worker found in the gathered data."""
     # A worker that exits now would look lost to one that still gathers. After the barrier, all have
     # gathered. It breaks off if a worker has left it already, which means the same.
     if is_multi_worker(strategy):
@@ -285,8 +285,8 @@ def all_gather(strategy: tf.distribute.Strategy, text: bytes, doing: str) -> lis
     """
 
     def all_of(values: tf.Tensor) -> tf.Tensor:
-        mine = strategy.experimental_distribute_values_from_function(lambda _: values)
-        return gather(strategy, mine, doing)
+        local_values = strategy.experimental_distribute_values_from_function(lambda _: values)
+        return gather(strategy, local_values, doing)
 
     lengths = all_of(tf.constant([len(text)])).numpy()
     # As int32: not every collective takes bytes.
@@ -303,7 +303,7 @@ def gather(strategy: tf.distribute.Strategy, parts: Any, doing: str) -> tf.Tenso
     """Concatenates the ``parts`` of all replicas along their first axis. All workers must call it.
 
     Args:
-        strategy: any.
+        strategy: any strategy.
         parts: a tensor for each replica, as returned by ``strategy.run``.
         doing: what the caller does, for messages.
 

@@ -27,14 +27,14 @@ _VARIABLES_PER_UPDATE = 32
 
 
 def average_like(variable: keras.Variable) -> tf.Variable:
-    """A variable for the moving average of ``variable``, which it starts with."""
+    """Returns a variable for the moving average of ``variable``, with its current value."""
     value = variable.value
     start, name = tf.cast(value, local_batch.wide(value.dtype)), value.name.removesuffix(":0")
     return tf.Variable(start, trainable=False, name=name)
 
 
 def is_compiled(device: str) -> bool:
-    """Whether XLA compiles the update on ``device`` by default: on CPUs, where it was measured."""
+    """Whether XLA compiles the update on ``device`` by default: on CPUs, which were measured."""
     return "CPU" in device.upper()
 
 
@@ -74,26 +74,26 @@ class Updater:
     """Applies reduced gradients to the variables of a model. Create it in the strategy's scope.
 
     Args:
-        optimizer: one, or several with their variables, see `ctl.phases.optimizers`. As in Keras,
-            its ``weight_decay`` is decoupled and applied before the update, except to the variables
+        optimizer: one optimizer, or parameter groups, see `ctl.phases.optimizers`. As in Keras,
+            ``weight_decay`` is decoupled and applied before the update, except to the variables
             that the optimizer excludes.
         variables: the trainable `keras.Variable` objects of the model.
-        statistics: moving statistics of BatchNorm, which ``ema_decay`` averages too: those of the
-            trained weights do not fit averaged weights.
-        schedule: learning rate as a function of the step; by default that of the optimizer.
+        statistics: moving statistics of BatchNorm. ``ema_decay`` averages them too, because the
+            statistics of the trained weights do not fit averaged weights.
+        schedule: learning rate as a function of the step; by default the optimizer's.
         ema_decay: decay of an exponential moving average of ``variables``; None keeps no average.
             As in Keras, the average starts as the weights after the first update.
         loss_scale: whether to scale the loss for float16, see `LossScale`.
         skip_nonfinite: whether to skip an update when a gradient has a NaN or Inf.
         jit_update: whether XLA compiles the update: one pass over memory replaces a dozen kernels
-            per variable. None compiles it on CPUs only, where it was measured. Use False for an
+            per variable. None compiles it on CPUs only, which were measured. Use False for an
             optimizer that XLA cannot compile.
 
     Attributes:
         groups: the parameter groups.
         of_model: ``variables``.
-        trained: all variables that are trained, in the order of the gradients: ``variables``, then
-            others of the groups.
+        trainable_variables: all variables that are trained, in the order of the gradients:
+            ``variables``, then other variables of the groups.
         global_step: int64 scalar variable: batches seen.
         skipped: int64 scalar variable: updates skipped because a gradient was not finite.
         averaged_variables: ``variables`` and ``statistics``; empty without ``ema_decay``.
@@ -117,16 +117,16 @@ class Updater:
     ):
         self.groups = make_groups(optimizer, variables, schedule)
         for group in self.groups:
-            getattr(group.schedule, "memory", None)  # is made in this scope
-        # As they are now: Keras drops the rate of an optimizer that is given a schedule later.
+            getattr(group.schedule, "memory", None)  # makes its variable in this scope
+        # Listed now, because Keras drops the rate of an optimizer that gets a schedule later.
         self._of_optimizers = [v.value for g in self.groups for v in g.optimizer.variables]
         self.of_model = list(variables)
         grouped = [v for group in self.groups for v in group.variables]
         self.trainable_variables = list({id(v): v for v in [*variables, *grouped]}.values())
         self._group_of = {id(v): n for n, group in enumerate(self.groups) for v in group.variables}
         self.averaged_variables = [] if ema_decay is None else [*variables, *statistics]
-        others = [] if ema_decay is None else list(statistics)
-        self.variables = [*self.trainable_variables, *others]
+        averaged_statistics = [] if ema_decay is None else list(statistics)
+        self.variables = [*self.trainable_variables, *averaged_statistics]
         self.ema_decay = ema_decay
         self.jit_update = jit_update
         self.judges_finiteness = loss_scale or skip_nonfinite
@@ -159,8 +159,8 @@ class Updater:
         return dict(zip(names, [group.optimizer for group in self.groups], strict=True))
 
     def learning_rates(self, step: tf.Tensor | None = None) -> list[tf.Tensor]:
-        """Learning rate of each group in the update at ``step`` (by default the next one), float32
-        scalars."""
+        """Returns the learning rate of each group in the update at ``step`` (by default the next
+        one), float32 scalars."""
         step = self.global_step if step is None else step
         rates = [
             with_autograph(g.schedule)(step) if g.schedule else g.optimizer.learning_rate
@@ -172,25 +172,25 @@ class Updater:
     def by_group(
         self, gradients_of: Callable[..., list[tf.Tensor | None]], losses: list[tf.Tensor]
     ) -> list[tf.Tensor | None]:
-        """Returns the gradients, in the order of ``trained``, of one loss for each group.
+        """Returns the gradients of one loss per group, in the order of ``trainable_variables``.
 
         Args:
             gradients_of: ``(loss, variables) -> gradients``.
             losses: scalars.
 
         Raises:
-            UsageError: there is another number of losses than of groups.
+            UsageError: the number of losses is not the number of groups.
         """
         if len(losses) != len(self.groups):
             raise UsageError(
                 f"loss() returned a list of {len(losses)} losses, and the optimizer has "
                 f"{len(self.groups)} parameter groups: return one for each"
             )
-        found: dict[int, tf.Tensor | None] = {}
+        by_variable: dict[int, tf.Tensor | None] = {}
         for loss, group in zip(losses, self.groups, strict=True):
             gradients = gradients_of(loss, [v.value for v in group.variables])
-            found.update(zip(map(id, group.variables), gradients, strict=True))
-        return [found[id(variable)] for variable in self.trainable_variables]
+            by_variable.update(zip(map(id, group.variables), gradients, strict=True))
+        return [by_variable[id(variable)] for variable in self.trainable_variables]
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
@@ -221,13 +221,13 @@ class Updater:
         if not self.judges_finiteness:
             self._update(strategy, gradients)
         else:
-            # The all-reduce has run on every replica before; neither branch has a collective.
+            # The all-reduce has already run on every replica; neither branch has a collective.
             tf.cond(
                 strategy.experimental_local_results(finite)[0],
                 lambda: self._update(strategy, gradients),
                 self._skip,
             )
-        # The step counts only after its all-reduce: a step that is stuck there is not done.
+        # Counts the step only after its all-reduce: a step that is stuck there is not done.
         reduced = [strategy.experimental_local_results(g) for g in gradients if g is not None]
         with tf.control_dependencies(tf.nest.flatten(reduced)):
             self.global_step.assign_add(1)
@@ -262,7 +262,7 @@ class Updater:
             self.loss_scale.good()
 
     def _kind(self, index: int, gradient: Any) -> Hashable:
-        """Equal for variables whose updates differ only in the variables, see
+        """Returns a key that is equal for variables with equal updates, see
         `ctl.phases.shared_programs`."""
         variable = self.variables[index]
         kind = tuple(variable.shape), variable.dtype, id(variable) in self._average_of
@@ -271,11 +271,11 @@ class Updater:
         number = self._group_of[id(variable)]
         optimizer = self.groups[number].optimizer
         if variable.constraint is not None or not is_plain(optimizer):
-            return id(variable)  # code of the user's, which may treat each variable in its own way
+            return id(variable)  # user code may treat each variable differently
         return *kind, number, is_decayed(optimizer, variable)
 
     def _updated(self, index: int) -> list[tf.Variable]:
-        """What an update of a variable assigns to: the variable, its average and its slots."""
+        """Returns what an update assigns to: the variable, its average and its slots."""
         variable = self.variables[index]
         average, number = self._average_of.get(id(variable)), self._group_of.get(id(variable))
         slots = [] if number is None else slots_of(self.groups[number].optimizer, variable)

@@ -41,7 +41,7 @@ class BaseStep(AutographMethods):
     """The model, the loss of a batch and the metrics. Arguments as in `ctl.TrainStep`."""
 
     training: bool
-    counts = "examples"  # what `count` counts; if other than examples, a record has its rate, too
+    counts = "examples"  # what `count` counts; other than examples, records have its rate, too
 
     def __init_subclass__(cls) -> None:
         options.declare(cls)
@@ -59,22 +59,22 @@ class BaseStep(AutographMethods):
         self.metrics = list(metrics)
         self.logged = Logged()
         self.per_replica_variables = ReplicaVariables()
-        self.input_specs: Any = None  # what `loss` gives to the model, once it is traced
+        self.input_specs: Any = None  # specs of the model's inputs, once traced
 
     def preprocess(self, features: Any) -> Any:
         """Turns the features of a batch into the input of the model; by default `scale_images`."""
         return scale_images(features)
 
     def loss(self, batch: Any) -> tf.Tensor | tuple[tf.Tensor, Any]:
-        """The loss of each example, optionally with the outputs for the metrics.
+        """Computes the loss of each example; may also return the outputs for the metrics.
 
         Args:
             batch: n examples, this replica's part of the global batch: ``(features, labels)`` or
                 ``(features, labels, sample_weights)``. Override for any other form.
 
         Returns:
-            ``losses`` or ``(losses, outputs)``. ``losses`` is float [n], each times its weight; or
-            a list of those, one for each parameter group.
+            ``losses`` or ``(losses, outputs)``. ``losses`` is float [n], each times the weight of
+            its example; or a list of such tensors, one per parameter group.
 
         Raises:
             UsageError: ``loss_fn`` does not return [n], or there is not one weight per example.
@@ -108,8 +108,8 @@ class BaseStep(AutographMethods):
             UsageError: there is not one loss for each example.
         """
         losses, outputs = losses if isinstance(losses, tuple) else (losses, None)
-        # A step that overrides `count` may have another number of losses, for instance one for each
-        # view of an example.
+        # A step that overrides `count` may have another number of losses, for instance one per view
+        # of an example.
         count = None if self.overrides("count") else local_batch.rows(batch)
 
         def total(one: Any) -> tf.Tensor:
@@ -133,14 +133,14 @@ class BaseStep(AutographMethods):
         return examples if isinstance(examples, int) else tf.cast(examples, tf.float32)
 
     def overrides(self, method: str) -> bool:
-        """Whether a subclass, or this object, has a ``method`` of its own in place of that of ctl
-        (`loss`, `count`, `update_metrics`)."""
+        """Whether a subclass or this object replaces ``method`` (`loss`, `count`,
+        `update_metrics`)."""
         return method in vars(self) or getattr(type(self), method) is not getattr(BaseStep, method)
 
     def update_metrics(self, batch: Any, outputs: Any) -> None:
         """Updates ``self.metrics`` without a collective. Reading a result combines the replicas.
 
-        Where `cross_entropy` takes probabilities, as with mixup, they get the most likely class.
+        If `cross_entropy` takes probabilities, as with mixup, metrics get the most likely class.
         """
         _, labels, weights = local_batch.unpack(batch)
         if self.is_cross_entropy and losses.are_probabilities(labels, outputs):
@@ -169,14 +169,14 @@ class BaseStep(AutographMethods):
                 with_autograph(metric.update_state)(labels, outputs, sample_weight=weights)
 
     def _add_to_metrics(self, labels: Any, outputs: Any, weights: Any) -> None:
-        """Adds the values of this batch: Keras reads and then assigns, which loses updates that
-        other workers make at the same time."""
+        """Adds the values of this batch to the variables. Keras reads and then assigns, which loses
+        concurrent updates of other workers."""
         for metric in self.metrics:
             variables = metric.variables
             none = [tf.zeros(v.shape, v.dtype) for v in variables]
-            mine = metric.stateless_update_state(none, labels, outputs, sample_weight=weights)
-            for variable, more in zip(variables, mine, strict=True):
-                variable.value.assign_add(tf.cast(more, variable.dtype))
+            values = metric.stateless_update_state(none, labels, outputs, sample_weight=weights)
+            for variable, value in zip(variables, values, strict=True):
+                variable.value.assign_add(tf.cast(value, variable.dtype))
 
     def variable(
         self,
@@ -187,20 +187,23 @@ class BaseStep(AutographMethods):
         per_replica: bool = False,
         on_resize: str = "refuse",
     ) -> tf.Variable:
-        """A variable of the step's own, of zeros, that the phases may assign to. Make it in
-        ``__init__``, in the scope; assign it to an attribute, so that it is saved.
+        """Makes a variable of zeros that belongs to the step; phases may assign to it. Call it in
+        ``__init__``, in the strategy's scope. Keep the variable in an attribute, so that it is
+        saved.
 
         Args:
-            name: of the variable.
-            shape: of the value on one replica.
-            dtype: of the value.
-            per_replica: whether each replica has its own value. Else, all must assign the same.
-            on_resize: what a restore on another number of replicas does with values of each
-                replica: ``"refuse"`` raises `CheckpointError`, ``"sum"`` gives replica 0 their sum
-                and the others zeros, ``"zero"`` gives all zeros.
+            name: name of the variable.
+            shape: shape of the value on one replica.
+            dtype: type of the value.
+            per_replica: whether each replica has its own value. Otherwise, all replicas must assign
+                the same value.
+            on_resize: what a restore on another number of replicas does with per-replica values:
+                ``"refuse"`` raises `CheckpointError`, ``"sum"`` gives replica 0 their sum and other
+                replicas zeros, ``"zero"`` gives all replicas zeros.
 
         Raises:
-            UsageError: ``on_resize`` is another, or all replicas share one copy of every variable.
+            UsageError: ``on_resize`` has another value, or replicas share one copy of every
+                variable.
         """
         if per_replica:
             return self.per_replica_variables.make(name, shape, dtype, on_resize)
@@ -214,29 +217,30 @@ class BaseStep(AutographMethods):
 
     def unsynchronized_variables(self) -> Sequence[tf.Variable]:
         """Variables of the model and its optimizers that this step lets differ between replicas, as
-        in local SGD; by default none. Of a Keras variable, return its ``value``.
+        in local SGD; by default none. For a Keras variable, return its ``value``.
 
-        A checkpoint holds the values of all replicas, and is restored on as many. Each worker has
-        room for all of them in host memory."""
+        A checkpoint holds the values of all replicas, and is restored on the same number of
+        replicas. Each worker keeps all values in host memory."""
         return ()
 
     @functools.cached_property
     def tracked(self) -> TrackedState:
-        """The model and what was assigned to attributes, see `ctl.phases.tracked_state`. Used first
-        by the loop or the evaluator, when the step is complete."""
+        """The model and the objects in attributes, see `ctl.phases.tracked_state`. The loop or the
+        evaluator reads it first, when the step is complete."""
         return TrackedState(self)
 
     def check_scope(self, strategy: tf.distribute.Strategy) -> None:
-        """Raises `UsageError` if a variable was not created in the scope of ``strategy``, or only
-        all workers together could read it."""
+        """Raises `UsageError` if a variable was not created in the scope of ``strategy``, if only
+        all workers together could read it, or if a metric is an attribute of the step while
+        replicas share one copy of every variable."""
         if self.tracked.metrics and replicas.has_one_copy(strategy):
             raise UsageError(
                 f"metric {self.tracked.metrics[0].name} is an attribute of the step, whose updates "
                 "by several replicas would be lost with this strategy: give it as one of metrics"
             )
         metrics = [v.value for m in self.all_metrics() for v in m.variables]
-        own = [*self.tracked.extra_variables, *self.per_replica_variables.variables]
-        for variable in [*(v.value for v in self.model.variables), *own, *metrics]:
+        extra = [*self.tracked.extra_variables, *self.per_replica_variables.variables]
+        for variable in [*(v.value for v in self.model.variables), *extra, *metrics]:
             if not strategy.extended.variable_created_in_scope(variable):
                 raise UsageError(
                     f"variable {variable.name} was not created in the strategy's scope: build the "
@@ -249,12 +253,12 @@ class BaseStep(AutographMethods):
 
     @property
     def is_cross_entropy(self) -> bool:
-        """Whether the loss is `cross_entropy`, also with a smoothing."""
+        """Whether the loss is `cross_entropy`, with or without smoothing."""
         return getattr(self.loss_fn, "func", self.loss_fn) is losses.cross_entropy
 
     def check_labels(self, dataset: Any, step: int | None = None) -> None:
-        """Raises `UsageError` if the model or the labels are not what the loss takes. Looks at the
-        cross entropies of ctl; with another loss, labels may mean anything.
+        """Raises `UsageError` if the model or the labels do not fit the loss. Checks only the cross
+        entropies of ctl: with another loss, labels may mean anything.
 
         Args:
             dataset: see `ctl.phases.labels.check_labels`.
@@ -268,13 +272,14 @@ class BaseStep(AutographMethods):
         labels.check_labels(loss_fn.__name__, self.model, dataset, step)
 
     def log(self, name: str, value: tf.Tensor | float, reduce: str = "mean") -> None:
-        """Adds a scalar to the log records, from any phase. It needs no collective of its own.
+        """Adds a scalar to the log records, from any phase. It adds no collective.
 
         Args:
-            name: in the record. No metric or other scalar may have it.
+            name: name in the record. No metric or other scalar may have it.
             value: float of any shape. A replica without examples logs nothing.
-            reduce: ``"mean"`` or ``"sum"`` of all elements that all replicas have logged since the
-                last record, their ``"max"``, or the ``"last"`` on replica 0 (a mean over elements).
+            reduce: ``"mean"``, ``"sum"`` or ``"max"`` of all elements that all replicas have logged
+                since the last record; or ``"last"``, the mean over the elements of the last value
+                on replica 0.
 
         Raises:
             UsageError: see `ctl.phases.logged.Logged.add`.
@@ -283,12 +288,12 @@ class BaseStep(AutographMethods):
         self.logged.add(name, value, reduce, taken)
 
     def results(self) -> dict[str, float]:
-        """Values by name, over all replicas, since the last `reset_metrics`: of ``self.metrics``,
-        of metrics that are attributes of their own, and of what `log` was given.
+        """Returns values by name, over all replicas, since the last `reset_metrics`: of
+        ``self.metrics``, of metrics that are attributes of the step, and of logged scalars.
 
         With several workers, all must call it at the same steps.
         """
-        # A worker that hangs in a user's `result` must not look as if it waited for others.
+        # A worker that hangs in a user's `result` must not seem to wait for other workers.
         with watchdog.collective("reading the metrics"):
             metrics = self.all_metrics()
             totals = [[tf.identity(v.value) for v in m.variables] for m in metrics]
@@ -305,7 +310,7 @@ class BaseStep(AutographMethods):
     def reset_metrics(self) -> None:
         """Resets what `results` returns."""
         self.logged.reset()
-        # A `reset_state` of a user may read a variable, which waits for the other workers.
+        # A user's `reset_state` may read a variable, which waits for the other workers.
         with watchdog.collective("resetting the metrics"):
             for metric in self.all_metrics():
                 with _Assigned() as assigned:
@@ -314,12 +319,12 @@ class BaseStep(AutographMethods):
                     replicas.assign_alike(variable.value, value)
 
     def all_metrics(self) -> list[keras.metrics.Metric]:
-        """``self.metrics``, and those that are attributes of their own."""
+        """``self.metrics``, and metrics that are attributes of the step."""
         return [*self.metrics, *self.tracked.metrics]
 
 
 class _Assigned(keras.StatelessScope):
-    """Inside, what is assigned to Keras variables is kept in ``values``, and they do not change."""
+    """Inside, collects assignments to Keras variables in ``values``; variables do not change."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a subclass of the step can get wrong, in one line instead of wrong numbers."""
+"""Checks of a user's step: one line of error instead of wrong numbers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CONTRACTS = {
 
 
 def check_overrides(step: Any) -> None:
-    """Refuses a step that is built, and overrides that take other arguments."""
+    """Refuses a step that was built before, and overrides with other arguments."""
     if step.strategy is not None:
         raise UsageError("this step is built already: make a new one for another loop")
     kind = type(step).__name__
@@ -36,8 +36,12 @@ def check_overrides(step: Any) -> None:
 def checked_gradients(
     step: Any, gradients: Sequence[tf.Tensor | None], variables: Sequence[tf.Variable]
 ) -> list[tf.Tensor | None]:
-    """Returns ``gradients``, None where `Loop.train_only` leaves out the variable. Raises
-    `UsageError` unless there is one gradient, or None, for each variable."""
+    """Returns ``gradients``, with None for variables that `Loop.train_only` leaves out.
+
+    Raises:
+        UsageError: there is not one gradient or None per variable, a gradient has another shape
+            than its variable, or no variable that trains has a gradient.
+    """
     kind = type(step).__name__
     if len(gradients) != len(variables):
         raise UsageError(
@@ -63,23 +67,24 @@ def checked_gradients(
 
 
 def check_unsynchronized(step: Any) -> None:
-    """Refuses variables that are `TrainStep.unsynchronized_variables` where they cannot be.
+    """Refuses `TrainStep.unsynchronized_variables` that cannot differ between replicas.
 
     Raises:
-        UsageError: they are no TensorFlow variables, are averaged, or have one copy.
+        UsageError: one is not a TensorFlow variable, ``ema_decay`` averages it, or replicas share
+            one copy of every variable.
     """
-    kind, apart = type(step).__name__, step.unsynchronized_variables()
-    if not all(isinstance(variable, tf.Variable) for variable in apart):
+    kind, unsynchronized = type(step).__name__, step.unsynchronized_variables()
+    if not all(isinstance(variable, tf.Variable) for variable in unsynchronized):
         raise UsageError(
             f"{kind}.unsynchronized_variables() must return the .value of a Keras variable"
         )
-    if apart and replicas.has_one_copy(step.strategy):
+    if unsynchronized and replicas.has_one_copy(step.strategy):
         raise UsageError(
             f"{kind} needs a copy of its variables on each replica, and this strategy has one: use "
             "mirrored"
         )
     averaged = {id(v.value) for v in step.updater.trainable_variables}
-    if step.ema_decay is not None and any(id(v) in averaged for v in apart):
+    if step.ema_decay is not None and any(id(v) in averaged for v in unsynchronized):
         raise UsageError(
             f"{kind} lets weights differ between replicas, so they have no one average: leave out "
             "ema_decay"
@@ -87,8 +92,8 @@ def check_unsynchronized(step: Any) -> None:
 
 
 def check_evaluator(step: Any, dataset: Any, evaluator: Any) -> None:
-    """Refuses an evaluation that would mix its results with those of the training, and warns of one
-    that prepares the features otherwise.
+    """Refuses an evaluation that shares a metric with the training or labels classes differently.
+    Warns if the two steps preprocess features differently.
 
     Raises:
         UsageError: the training step and the evaluation step share a metric, or a class has one
@@ -101,18 +106,18 @@ def check_evaluator(step: Any, dataset: Any, evaluator: Any) -> None:
                 f"metric {metric.name} is in the training step and in the evaluation step, which "
                 "resets it: make one for each"
             )
-    mine, other = type(step), type(evaluator.step)
-    if mine.preprocess is not other.preprocess:
+    train_class, eval_class = type(step), type(evaluator.step)
+    if train_class.preprocess is not eval_class.preprocess:
         logging.warning(
             "%s.preprocess is not %s.preprocess, so the model is evaluated on other inputs than it "
             "trains on: unless this is meant, define it in a class that both inherit, and set "
             "%s.eval_step",
-            *(mine.__name__, other.__name__, mine.__name__),
+            *(train_class.__name__, eval_class.__name__, train_class.__name__),
         )
     for data in evaluator.datasets:
-        names, others = (getattr(d.info, "class_names", ()) for d in (dataset, data))
+        names, eval_names = (getattr(d.info, "class_names", ()) for d in (dataset, data))
         labels = {name: label for label, name in enumerate(names)}
-        for label, name in enumerate(others if len(labels) == len(names) else ()):
+        for label, name in enumerate(eval_names if len(labels) == len(names) else ()):
             if labels.get(name, label) != label:
                 raise UsageError(
                     f"class {name} has label {labels[name]} in {dataset.info.name} and {label} in "

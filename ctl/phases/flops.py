@@ -1,8 +1,8 @@
 """Counts the floating point operations of a forward and backward pass, from its graph.
 
-Counted are the multiplications and additions of matrix products, ``einsum`` and convolutions, as
-usual for the utilization of a device (PaLM: Chowdhery et al. 2022, arXiv:2204.02311, appendix B).
-The rest, such as activations and the optimizer, is a small part of most models.
+It counts the multiplications and additions of matrix products, ``einsum`` and convolutions, as is
+usual for device utilization (PaLM: Chowdhery et al. 2022, arXiv:2204.02311, appendix B). Other
+operations, such as activations and the optimizer, are a small part of most models.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from ctl.distributed import local_batch
 
-# What a graph calls has a graph of its own, and a loop runs it an unknown number of times.
+# The body of a call is another graph. A loop runs its body an unknown number of times.
 _OPAQUE = frozenset(
     ("While", "StatelessWhile", "If", "StatelessIf", "Case", "StatelessCase")
     + ("PartitionedCall", "StatefulPartitionedCall")
@@ -25,8 +25,8 @@ _OPAQUE = frozenset(
 
 @contextlib.contextmanager
 def counted(step: Any, batch: Any) -> Iterator[None]:
-    """Sets ``step.flops`` to the operations for each example of ``batch`` that are traced inside;
-    None if they or the size of ``batch`` are not known while tracing."""
+    """Sets ``step.flops`` to the operations that are traced inside, per example of ``batch``; None
+    if their number or the size of ``batch`` is unknown while tracing."""
     if not tf.inside_function():
         yield
         return
@@ -39,7 +39,7 @@ def counted(step: Any, batch: Any) -> Iterator[None]:
 
 
 def count(operations: Iterable[tf.Operation]) -> int | None:
-    """Multiplications and additions of ``operations`` of a graph; None if they are not known."""
+    """Returns the number of multiplications and additions in ``operations``; None if unknown."""
     try:
         return sum(_of(operation) for operation in operations)
     except ValueError:  # a shape is unknown
@@ -68,7 +68,7 @@ def _of(operation: tf.Operation) -> int:
 
 
 def _of_einsum(operation: tf.Operation) -> int:
-    """Each combination of the indices is a product."""
+    """Counts one product and one addition for each combination of the indices."""
     terms = operation.get_attr("equation").decode().partition("->")[0].split(",")
     sizes: dict[str, int] = {}
     for term, tensor in zip(terms, operation.inputs, strict=True):
@@ -79,7 +79,7 @@ def _of_einsum(operation: tf.Operation) -> int:
 
 
 def _size(shape: Any) -> int:
-    sizes = list(shape)  # of an unknown rank: ValueError
+    sizes = list(shape)  # raises ValueError if the rank is unknown
     if None in sizes:
         raise ValueError(shape)
     return math.prod(sizes)

@@ -1,4 +1,4 @@
-"""Which variables train: frozen layers, and phases of a training with variables of their own."""
+"""Which variables train: frozen layers, and training phases that train only some variables."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def freeze(model: keras.Model, patterns: Sequence[str]) -> list[str]:
 
     Args:
         model: a built model.
-        patterns: of names or paths of layers, with ``*`` and ``?`` as in a shell: ``block1_*``.
+        patterns: names or paths of layers, with ``*`` and ``?`` as in a shell: ``block1_*``.
 
     Returns:
         The paths of the frozen weights.
 
     Raises:
-        UsageError: a pattern fits no layer with weights, or nothing is left to train.
+        UsageError: a pattern matches no layer with weights, or nothing is left to train.
     """
     layers = [one for one in replicas.layers_of(model) if one is not model and one.weights]
     for pattern in patterns:
@@ -45,11 +45,11 @@ def freeze(model: keras.Model, patterns: Sequence[str]) -> list[str]:
 
 
 def select_trainable(step: Any, parts: Sequence[Any] | None) -> tuple[bool, ...]:
-    """Which of the trainable variables of a built step train.
+    """Returns for each trainable variable of a built step whether it trains.
 
     Args:
         step: the step.
-        parts: layers, models and `keras.Variable` objects that it trains; None for all.
+        parts: layers, models and `keras.Variable` objects that train; None for all.
 
     Raises:
         UsageError: a part has no variable that the step trains, or there are no parts.
@@ -62,11 +62,11 @@ def select_trainable(step: Any, parts: Sequence[Any] | None) -> tuple[bool, ...]
     known = {id(variable) for variable in step.trainable_variables}
     for part in parts:
         variables = [part] if isinstance(part, keras.Variable) else part.trainable_variables
-        mine = {id(v.value) for v in variables} & known
-        if not mine:
+        part_ids = {id(v.value) for v in variables} & known
+        if not part_ids:
             raise UsageError(
                 f"{part.name} has no variable that the step trains: what was frozen "
                 "when the loop was made stays frozen"
             )
-        chosen |= mine
+        chosen |= part_ids
     return tuple(id(variable) in chosen for variable in step.trainable_variables)

@@ -1,4 +1,4 @@
-"""Refuses labels and outputs that a loss of ctl would take for something else, before it trains."""
+"""Refuses, before training, labels and outputs that a loss of ctl would misread."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def check_outputs(loss: str, model: keras.Model) -> None:
     one output for a softmax.
 
     Args:
-        loss: `CROSS_ENTROPY` or `BINARY`, of logits.
-        model: only a functional or sequential one is looked at.
+        loss: `CROSS_ENTROPY` or `BINARY`, which take logits.
+        model: checked only if it is functional or sequential.
     """
     shape: Any = getattr(model, "output_shape", None)
     if type(shape) is not tuple or not model.layers:
@@ -46,14 +46,15 @@ def check_outputs(loss: str, model: keras.Model) -> None:
 
 
 def check_labels(loss: str, model: keras.Model, dataset: Any, step: int | None = None) -> None:
-    """Raises `UsageError` if the labels of ``dataset`` are not what ``loss`` takes.
+    """Raises `UsageError` if the labels of ``dataset`` do not fit ``loss``.
 
     Args:
         loss: `CROSS_ENTROPY` or `BINARY`.
         model: gives the number of classes, if it is functional or sequential.
-        dataset: all of its labels are checked if they are in memory. Of a ``tf.data.Dataset``, the
-            type and shape; the values of a batch, if their type is none of classes.
-        step: the step of a batch whose values are checked; it is read again.
+        dataset: all labels are checked if they are in memory. In a ``tf.data.Dataset``, the type
+            and shape are checked; values of the first batch only if they are floats and ``loss`` is
+            `CROSS_ENTROPY`.
+        step: the batch of this step is read again, and its values are checked; None for no batch.
     """
     shape: Any = getattr(model, "output_shape", None)
     batch, where = getattr(dataset, "arrays", None), ""

@@ -31,12 +31,12 @@ TAKEN = (
 
 
 class Logged:
-    """What one step has logged.
+    """The scalars that one step logs.
 
     Attributes:
-        variables: one variable, float32 [64, 2], other values on each replica: a value and a weight
-            for each name, since the end of the last call. A weight of 0 means that nothing was
-            logged. Empty before `create`.
+        variables: one variable, float32 [64, 2], with separate values on each replica. A row has
+            the value and the weight of one name since the end of the last call. A weight of 0 means
+            that nothing was logged. Empty before `create`.
     """
 
     def __init__(self) -> None:
@@ -64,14 +64,14 @@ class Logged:
         """Adds to the row of ``name``, on one replica. See `ctl.phases.base_step.BaseStep.log`.
 
         Args:
-            name: of the scalar.
+            name: name of the scalar.
             value: any shape.
             kind: one of `KINDS`.
-            taken: names that ``name`` must not be, such as `TAKEN` and those of metrics.
+            taken: names that are not allowed, such as `TAKEN` and the names of metrics.
 
         Raises:
-            UsageError: the name is taken or has another kind, there are more than 64 names, or
-                there is no variable.
+            UsageError: the name is taken or has another kind, there are more than 64 names, there
+                is no variable, or the call is outside of a replica.
         """
         if not self.variables:
             raise UsageError(
@@ -107,8 +107,8 @@ class Logged:
         self.variables[0].assign(tf.tensor_scatter_nd_update(rows, [[row]], [[before, weight]]))
 
     def terms(self) -> tf.Tensor:
-        """What one replica adds to the sum over replicas, float32 [k]; clears its rows. k is 0 if
-        nothing is logged in the graph that is traced."""
+        """Returns one replica's terms for the sum over replicas, float32 [k]; clears its rows. k is
+        0 if the traced graph logs nothing."""
         if not self._kinds:
             return tf.zeros([0])
         context = tf.distribute.get_replica_context()
@@ -118,16 +118,15 @@ class Logged:
             if kind in ("mean", "sum"):
                 terms.append(rows[row])
                 continue
-            # A sum has no maximum, so each replica has a place of its own.
+            # A sum cannot carry a maximum, so each replica fills a separate place.
             places = parts if kind == "max" else 1
-            mine = tf.equal(tf.range(places), me)[:, None]
-            terms.append(tf.reshape(tf.where(mine, rows[row], 0.0), [-1]))
+            mask = tf.equal(tf.range(places), me)[:, None]
+            terms.append(tf.reshape(tf.where(mask, rows[row], 0.0), [-1]))
         self.variables[0].assign(tf.zeros_like(rows))
         return tf.concat(terms, axis=0)
 
     def collect_left(self, strategy: tf.distribute.Strategy) -> None:
-        """Adds what steps have logged in a call that ended with an error. With several workers, all
-        must call it."""
+        """Collects what the steps of a failed call logged. All workers must call it."""
         if self._kinds:
             rows = tf.function(lambda: strategy.run(self.terms), autograph=False)()
             sums = strategy.reduce(SUM, rows, axis=None).numpy().tolist()
@@ -138,7 +137,7 @@ class Logged:
         sums = list(sums)
         for name, kind in self._kinds.items():
             places = parts if kind == "max" else 1
-            if len(sums) < 2 * places:  # of a graph in which this name was not logged
+            if len(sums) < 2 * places:  # that graph did not log this name
                 return
             pairs = [(sums.pop(0), sums.pop(0)) for _ in range(places)]
             for value, weight in pairs:
@@ -155,7 +154,7 @@ class Logged:
         self._window[name] = value, weight
 
     def values(self) -> dict[str, float]:
-        """The scalars of the window by name; without those that were not logged in it."""
+        """Returns the scalars that were logged in the window, by name."""
         return {
             name: value / weight if self._kinds[name] == "mean" else value
             for name, (value, weight) in self._window.items()

@@ -24,8 +24,8 @@ class LossAccumulator(NamedTuple):
         return LossAccumulator(total, self.examples + count, finite)
 
     def totals(self, report: tf.Tensor, replicas: int, logged: tf.Tensor) -> tf.Tensor:
-        """float32 [5 + k] that gives `CallTotals` when it is summed over ``replicas``. ``report``:
-        see `ctl.control.pace.Pace.worker_report`; ``logged`` [k]: see
+        """Returns a float32 [5 + k] tensor whose sum over ``replicas`` gives `CallTotals`. For
+        ``report``, see `ctl.control.pace.Pace.worker_report`; for ``logged`` [k], see
         `ctl.phases.logged.Logged.terms`."""
         loss = self.total / local_batch.or_one(self.examples)
         return tf.concat([[loss, self.examples / replicas], report, logged], axis=0)
@@ -45,7 +45,7 @@ class CallTotals(NamedTuple):
 class CallResult(NamedTuple):
     """Result of one call of `ctl.loop.Steps.run`."""
 
-    sums: tf.Tensor  # float32 [5 + k], see `totals`
+    sums: tf.Tensor  # float32 [5 + k], see `LossAccumulator.totals`
     finite: tf.Tensor  # `LossAccumulator.finite` of each replica
     position: Any  # position in the feed after the steps, see `ctl.data.feed`
     rates: Any = ()  # learning rates of the groups in the last step, float32 scalars
@@ -57,5 +57,5 @@ class CallResult(NamedTuple):
 
 
 def no_losses() -> LossAccumulator:
-    """The losses of no step."""
+    """Returns the accumulator before the first step."""
     return LossAccumulator(tf.zeros([]), tf.zeros([]), tf.zeros([], tf.int32))

@@ -30,7 +30,7 @@ def cross_entropy(labels: tf.Tensor, logits: tf.Tensor, smoothing: float = 0.0) 
 
 
 def are_probabilities(labels: Any, outputs: Any) -> bool:
-    """Whether labels are one probability for each output, float [n, classes]; not classes."""
+    """Whether labels are probabilities of the outputs, float [n, classes], rather than classes."""
     return (
         isinstance(labels, tf.Tensor)
         and isinstance(outputs, tf.Tensor)
@@ -63,7 +63,7 @@ def mean_squared_error(labels: tf.Tensor, outputs: tf.Tensor) -> tf.Tensor:
 
 
 def _alike(labels: tf.Tensor, outputs: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """Both as float32 of one shape: [n] and [n, 1] would be broadcast to [n, n]."""
+    """Returns both as float32 of one shape; [n] and [n, 1] would be broadcast to [n, n]."""
     if labels.shape.rank == 1 and outputs.shape.rank == 2 and outputs.shape[1] == 1:
         labels = labels[:, tf.newaxis]
     if labels.shape.rank != outputs.shape.rank or not labels.shape.is_compatible_with(

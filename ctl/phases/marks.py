@@ -41,7 +41,7 @@ def mark_names(step: ObservedStep) -> tuple[str, ...]:
 
 
 def stamp(waits_for: Sequence[tf.Tensor]) -> tf.Tensor:
-    """The time at which all of ``waits_for`` are computed.
+    """Returns the time at which all of ``waits_for`` are computed.
 
     Call it in a graph, after a check with `tf_internals.why_no_timestamps`.
 
@@ -81,8 +81,8 @@ class Marks(Observer):
 
     Attributes:
         pack_bytes: bytes of each pack, set when the step is traced. A tensor whose shape is unknown
-            while tracing counts as 0 bytes. Empty if the marks of packs cannot show all sums: if
-            the step does not call `all_reduce` exactly once, or with more packs than `mark_names`.
+            while tracing counts as 0 bytes. Empty if marks cannot cover all packs: the step does
+            not call `all_reduce` exactly once, or has more packs than `mark_names`.
         in_order: whether each pack waits for the one before it, as TensorFlow's collectives do; set
             when the step is traced.
 
@@ -104,8 +104,8 @@ class Marks(Observer):
         self._sums: dict[int, int] = {}  # calls of `all_reduce` in that trace
 
     def begin(self, batch: Any) -> Any:
-        """Stamps ``input``. Returns ``batch`` with a dependency on the stamp, because a stamp that
-        nothing depends on would run late."""
+        """Stamps ``input``. Returns ``batch`` with a dependency on the stamp; otherwise the stamp
+        would run late."""
         time = self.mark("input", batch)
         with tf.control_dependencies([] if time is None else [time]):
             return tf.nest.map_structure(tf.identity, batch, expand_composites=True)
@@ -193,7 +193,7 @@ class Ring:
         self._rows = _variable(step, empty, "ctl_marks")
         self._copies = step.strategy.experimental_local_results(self._rows)
         self._empty = empty
-        # The step that each replica is tracing: its number and stamps.
+        # Number and stamps of the step that each replica is tracing.
         self._steps: dict[int, tuple[tf.Tensor, dict[str, tf.Tensor]]] = {}
 
     def begin(self, number: tf.Tensor) -> None:

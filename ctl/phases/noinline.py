@@ -1,10 +1,10 @@
 """Keeps max-pooling out of graphs with loops, where TensorFlow may run its gradient slowly.
 
-On a CPU, TensorFlow replaces operations by those of oneDNN, one after the other. In a graph with
-loops, their order differs from process to process. If the gradient of a max-pooling comes before
-the max-pooling itself, it is not replaced: one convolutional network took 1.7 times as long. A
-function that is not inlined has its own graph without loops. Calling it costs 0.05 to 0.1 ms per
-step, so only networks with max-pooling use one.
+On a CPU, TensorFlow replaces operations by oneDNN operations, one after the other. In a graph with
+loops, the order differs from process to process. If the gradient of a max-pooling comes before the
+max-pooling itself, it is not replaced: one convolutional network took 1.7 times as long. A function
+that is not inlined has a separate graph without loops. Calling it costs 0.05 to 0.1 ms per step, so
+only networks with max-pooling use one.
 """
 
 from __future__ import annotations

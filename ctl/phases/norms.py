@@ -1,4 +1,4 @@
-"""Norms of lists of tensors, and what they tell about an update."""
+"""Norms of lists of tensors, and norms of an update for the log."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from ctl.distributed import local_batch
 
 
 def global_norm(gradients: Sequence[tf.Tensor | None]) -> tf.Tensor:
-    """The norm of all ``gradients`` together, a scalar of float32, or float64 if one of them is.
+    """Returns the norm of all ``gradients`` together: float32 scalar; float64 if one of them is.
 
-    `tf.linalg.global_norm` refuses several types. It also squares float16 as float16, which is Inf
+    `tf.linalg.global_norm` refuses mixed types. It also squares float16 as float16, which is Inf
     from 256 on and 0 below 2e-4.
     """
-    given = [g for g in gradients if g is not None]
-    dtype = tf.float64 if any(g.dtype == tf.float64 for g in given) else tf.float32
-    wide = [tf.cast(g, dtype) for g in given]
-    # The square of 2e19 is Inf in float32. To divide by a power of two changes no bit.
+    tensors = [g for g in gradients if g is not None]
+    dtype = tf.float64 if any(g.dtype == tf.float64 for g in tensors) else tf.float32
+    wide = [tf.cast(g, dtype) for g in tensors]
+    # The square of 2e19 is Inf in float32. Division by a power of two is exact.
     largest = tf.reduce_max([0.0, *(tf.cast(tf.reduce_max(tf.abs(g)), tf.float32) for g in wide)])
     unit = tf.cast(local_batch.power_of_two(largest), dtype)
     return unit * tf.linalg.global_norm([g / unit for g in wide])
@@ -35,9 +35,9 @@ def logged(
     the steps of a record. A skipped update logs none.
 
     * ``gradient_norm``: the global norm of the reduced ``gradients``, before clipping
-    * ``weight_norm``: that of the variables, before the update
-    * ``update_ratio``: that of their change, divided by ``weight_norm``. About 1e-3 is usual; much
-      more is unstable, much less learns slowly.
+    * ``weight_norm``: the global norm of the variables, before the update
+    * ``update_ratio``: the global norm of their change, divided by ``weight_norm``. About 1e-3 is
+      usual; much more is unstable, much less learns slowly.
     """
     before = [tf.identity(variable.read_value()) for variable in variables]
     yield

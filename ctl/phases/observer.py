@@ -53,4 +53,4 @@ class ObservedStep(Protocol):
         """int64 scalar: batches seen."""
 
     def reduced_specs(self) -> list[Any]:
-        """Shapes and dtypes of what is summed over replicas."""
+        """Shapes and dtypes of the tensors that are summed over replicas."""

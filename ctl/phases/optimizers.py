@@ -64,8 +64,8 @@ def check_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
 
 
 def is_plain(optimizer: keras.optimizers.Optimizer) -> bool:
-    """Whether the update of a variable is that of Keras, which knows the variable by its slots, its
-    shape and its type only."""
+    """Whether ``optimizer`` updates as Keras does. Such an update depends on the variable only by
+    its slots, shape and type."""
     return type(optimizer) in PROVEN and "update_step" not in vars(optimizer)
 
 
@@ -79,10 +79,10 @@ def is_decayed(optimizer: keras.optimizers.Optimizer, variable: keras.Variable) 
 
 
 def slots_of(optimizer: keras.optimizers.Optimizer, variable: keras.Variable) -> list[tf.Variable]:
-    """The slots of ``variable``; none if ``optimizer`` was not built with it.
+    """Returns the slots of ``variable``; none if ``optimizer`` was not built with it.
 
-    Keras has no public way to them. Its own optimizers keep slots of one name in a list, in the
-    order of the variables; slots that are kept in another way are not found.
+    Keras has no public API for slots. Its optimizers keep slots of one name in a list, in the order
+    of the variables. Slots that are kept in another way are not found.
     """
     indices = optimizer._trainable_variables_indices
     index = indices.get(optimizer._var_key(variable))
@@ -94,8 +94,8 @@ def slots_of(optimizer: keras.optimizers.Optimizer, variable: keras.Variable) ->
 def check_precision(
     optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]
 ) -> None:
-    """Refuses Adam, AdamW and Lamb if ``beta_2`` rounds to 1 in the type of a variable. Their
-    correction of the bias is 0 then: Adam never moves the variable, and Lamb may make it NaN.
+    """Refuses Adam, AdamW and Lamb if ``beta_2`` rounds to 1 in the type of a variable. Their bias
+    correction is then 0: Adam never moves the variable, and Lamb may make it NaN.
 
     Raises:
         UsageError: names the variable.
@@ -125,16 +125,16 @@ class Group(NamedTuple):
     schedule: Callable[[Any], Any] | None
 
 
-# One optimizer, or a tuple for each group: optimizer, variables, and the learning rate as a
-# function of the step if it is not that of the loop. A layer stands for its trainable variables.
+# One optimizer; or one tuple per group: optimizer, variables and optionally a schedule, which
+# replaces the schedule of the loop. A layer stands for its trainable variables.
 Optimizers: TypeAlias = "keras.optimizers.Optimizer | Sequence[tuple[Any, ...]]"
 
 
 def from_name(optimizer: Any) -> Any:
-    """Returns ``optimizer``; of a name, what Keras makes of it, such as ``"adam"``.
+    """Returns ``optimizer``, or the Keras optimizer that it names, such as ``"adam"``.
 
     Raises:
-        UsageError: it is neither an optimizer of Keras, nor such a name, nor parameter groups.
+        UsageError: it is neither a Keras optimizer, nor such a name, nor parameter groups.
     """
     if isinstance(optimizer, str):
         known = {kind.__name__.lower(): kind for kind in PROVEN}
@@ -160,7 +160,7 @@ def make_groups(
     Args:
         optimizers: see `Optimizers`.
         model_variables: the trainable variables of the model; one optimizer trains all of them.
-        schedule: of the groups without one of their own; None for the rate of the optimizer.
+        schedule: schedule of the groups that have none; None uses the rate of the optimizer.
 
     Raises:
         UsageError: an optimizer or a variable is in two groups, a variable of the model is in none
@@ -169,7 +169,7 @@ def make_groups(
     if isinstance(optimizers, keras.optimizers.Optimizer):
         groups = [Group(optimizers, list(model_variables), schedule)]
     else:
-        groups = [_group(*given, schedule) for given in optimizers]
+        groups = [_group(*entry, schedule) for entry in optimizers]
         _check_disjoint(groups, model_variables)
     for optimizer, variables, _ in groups:
         check_optimizer(optimizer)

@@ -30,18 +30,18 @@ def option(
         class SAM(ctl.TrainStep):
             rho: float = ctl.option(0.05, "How far to move the weights.", lower_bound=0.0)
 
-    ``SAM(model, optimizer, rho=0.1)`` takes it by name, and ``--step=mine:SAM --rho=0.1`` as a
-    flag. ``super().__init__()`` sets the attribute ``self.rho``: without the keyword to the value
-    of the flag, which may be the default.
+    The keyword in ``SAM(model, optimizer, rho=0.1)`` sets it, and so does the flag in
+    ``--step=mine:SAM --rho=0.1``. ``super().__init__()`` assigns ``self.rho``: the keyword, or else
+    the value of the flag, which may be the default.
 
     Args:
         default: a bool, int, float or str, or None.
-        help: what ``--help`` says of the flag.
-        type: of the value, if ``default`` is None.
+        help: text of the flag in ``--help``.
+        type: type of the value, if ``default`` is None.
         choices: the strings that are allowed.
-        lower_bound: the least value of a number.
-        upper_bound: the largest value of a number.
-        fixed: whether the constructor uses the value up, so that a later change is refused.
+        lower_bound: smallest value of a number.
+        upper_bound: largest value of a number.
+        fixed: whether only the constructor reads the value; a later change is then refused.
 
     Raises:
         TypeError: neither ``default`` nor ``type`` is one of these types.
@@ -62,7 +62,7 @@ def option(
 
 
 class _Option:
-    """What `option` declares, in the class. Its value is an attribute of each instance."""
+    """The declaration that `option` leaves in a class. Each instance has the value."""
 
     def __init__(self, default: Any, help: str, parser: Any, fixed: bool):
         self.fixed = fixed
@@ -84,7 +84,7 @@ class _Option:
         _owners[name] = where
 
     def checked(self, name: str, value: Any) -> Any:
-        """``value`` in the type of the option. Raises `UsageError` if it cannot be one."""
+        """Returns ``value`` in the type of the option. Raises `UsageError` if it has none."""
         if value is None and self.default is None:
             return None
         try:
@@ -97,7 +97,7 @@ class _Option:
 
 
 def declare(kind: type) -> None:
-    """Defines the flags of the options in the body of the class ``kind``.
+    """Defines a flag for each option in the body of the class ``kind``.
 
     Raises:
         UsageError: a base class has an attribute or argument of that name; or ``kind`` has an
@@ -115,27 +115,27 @@ def declare(kind: type) -> None:
             value.define(name, kind)
         elif any(isinstance(vars(base).get(name), _Option) for base in bases):
             raise UsageError(f"{kind.__name__}.{name} hides an option: give --{name} or {name}=")
-    for base in bases:  # mixins that are no steps
+    for base in bases:  # mixins that are not steps
         for name, value in vars(base).items():
             if isinstance(value, _Option) and name not in flags.FLAGS:
                 value.define(name, base)
 
 
 def take(step: Any, given: dict[str, Any]) -> None:
-    """Sets the options of ``step``: each to what is ``given``, else to the value of its flag.
+    """Sets each option of ``step`` to its value in ``given``, or else to the value of its flag.
 
     Raises:
-        TypeError: ``given`` has a name that is no option of the step.
-        UsageError: a value is not what the option allows.
+        TypeError: ``given`` has a name that is not an option of the step.
+        UsageError: an option does not allow its value.
     """
-    for name, found in options(type(step)).items():
-        own = given.pop(name) if name in given else flags.FLAGS[name].value
-        setattr(step, name, found.checked(name, own))
+    for name, declared in options(type(step)).items():
+        value = given.pop(name) if name in given else flags.FLAGS[name].value
+        setattr(step, name, declared.checked(name, value))
     for name in given:
         raise TypeError(f"{type(step).__name__}() got an unexpected keyword argument {name!r}")
 
 
 def options(kind: type) -> dict[str, _Option]:
     """The options of the class ``kind`` and of its bases, by name."""
-    found = {name: getattr(kind, name, None) for name in dir(kind)}
-    return {name: value for name, value in found.items() if isinstance(value, _Option)}
+    attributes = {name: getattr(kind, name, None) for name in dir(kind)}
+    return {name: value for name, value in attributes.items() if isinstance(value, _Option)}

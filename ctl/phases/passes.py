@@ -1,7 +1,6 @@
-"""Several forward and backward passes in one step: gradients without a trace, weights moved and
-returned.
+"""Helpers for multi-pass steps: passes without side effects, temporary weight changes.
 
-For methods that look before they step, such as SAM (Foret et al. 2021, arXiv:2010.01412)::
+SAM (Foret et al. 2021, arXiv:2010.01412) is such a step::
 
     class SAM(ctl.TrainStep):
         def forward_backward(self, batch, count):
@@ -14,7 +13,7 @@ For methods that look before they step, such as SAM (Foret et al. 2021, arXiv:20
                 return super().forward_backward(batch, count)
 
 Without `reduced`, each replica moves its weights along its own gradient (m-sharpness, section 4.1).
-N replicas then do not equal one. The passes may be accumulated or compiled by XLA.
+N replicas then do not equal one. Passes may accumulate gradients or be compiled by XLA.
 """
 
 from __future__ import annotations
@@ -29,17 +28,17 @@ from ctl.distributed import local_batch, replicas
 from ctl.errors import UsageError
 from ctl.reduce import all_reduce
 
-# `ctl.phases.plan` knows by this scope that a gradient is not applied.
+# By this scope, `ctl.phases.plan` recognizes gradients that are not applied.
 SCOPE = "ctl_passes"
 
 
 @contextlib.contextmanager
 def state_kept(step: Any) -> Iterator[None]:
-    """While inside, in replica context, a pass leaves no trace: metrics, scalars, statistics, seeds
-    and what else the step has of its own end with the bits that they began with. A second pass
-    draws the same Dropout masks as the first.
+    """Restores, bit for bit, the state that a pass inside changes: metrics, logged scalars,
+    statistics, seeds and other state of the step. A second pass therefore draws the same Dropout
+    masks. Call it in replica context.
 
-    Use it around `TrainStep.forward_backward`, not within what that compiles or repeats.
+    Use it around `TrainStep.forward_backward`, not inside code that it compiles or repeats.
 
     Args:
         step: a built `ctl.TrainStep`.
@@ -56,15 +55,15 @@ def state_kept(step: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def perturbed(step: Any, moves: Sequence[tf.Tensor | None]) -> Iterator[None]:
-    """While inside, in replica context, this replica's trainable weights are moved. They end with
-    the bits that they began with. Use it like `state_kept`.
+    """Moves this replica's trainable weights while inside, then restores them bit for bit. Use it
+    like `state_kept`.
 
     Args:
         step: a built `ctl.TrainStep`.
-        moves: what to add, one tensor or None for each gradient of the step.
+        moves: what to add: one tensor or None per trainable variable.
 
     Raises:
-        UsageError: replicas share one copy of every variable, or there is not one move for each.
+        UsageError: replicas share one copy of every variable, or the number of moves is wrong.
     """
     count = len(step.trainable_variables)
     if len(moves) != count:
@@ -72,18 +71,19 @@ def perturbed(step: Any, moves: Sequence[tf.Tensor | None]) -> Iterator[None]:
             f"perturbed() was given {len(moves)} moves for {count} trainable variables: "
             "give one for each, None where there is none"
         )
-    with _returned(step, step.trainable_variables) as mine:
+    with _returned(step, step.trainable_variables) as copies:
         with tf.name_scope(SCOPE):
-            for variable, move in zip(mine, moves, strict=True):
+            for variable, move in zip(copies, moves, strict=True):
                 if move is not None:
                     variable.assign(variable.read_value() + tf.cast(move, variable.dtype))
         yield
 
 
 def reduced(step: Any, gradients: Sequence[tf.Tensor | None], count: Any) -> list:
-    """Gradients of the mean loss of the global batch, equal on all replicas; None stays None.
+    """Returns gradients of the mean loss of the global batch, equal on all replicas; None stays
+    None.
 
-    It has a collective of its own, which is not `TrainStep.sum_gradients`.
+    It uses a separate all-reduce, not `TrainStep.sum_gradients`.
 
     Args:
         step: a built `ctl.TrainStep`.
@@ -104,16 +104,16 @@ def reduced(step: Any, gradients: Sequence[tf.Tensor | None], count: Any) -> lis
 
 @contextlib.contextmanager
 def _returned(step: Any, variables: Sequence[tf.Variable]) -> Iterator[list[tf.Variable]]:
-    """Returns this replica's copies of ``variables`` to their values when the context ends. Their
-    sums and differences would round; the values themselves do not."""
+    """Yields this replica's copies of ``variables``, then restores their saved values. Subtracting
+    a move would round."""
     if replicas.has_one_copy(step.strategy):
         raise UsageError(
             "replicas that share one copy of every variable, as with central_storage or "
             "parameter_server, cannot make two passes: use mirrored"
         )
-    # Not the variables themselves: some combine over replicas what is assigned to them.
-    mine = [replicas.own_copy(variable) for variable in variables]
-    before = [variable.read_value() for variable in mine]
-    yield mine
-    for variable, old in zip(mine, before, strict=True):
+    # Not the variables themselves: some combine assigned values over replicas.
+    copies = [replicas.own_copy(variable) for variable in variables]
+    before = [variable.read_value() for variable in copies]
+    yield copies
+    for variable, old in zip(copies, before, strict=True):
         variable.assign(old)

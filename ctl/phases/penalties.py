@@ -1,10 +1,10 @@
 """What layers add to the loss: regularization of weights, ``add_loss``, activity regularizers.
 
-A penalty on weights is the same for all shares of a batch, so each share may take any part of it if
-the parts sum to 1. A loss that a layer adds is a mean over the examples of one call of the model
-(Keras divides activity regularizers so). Its part is that of the share in the *examples*, whatever
-they weigh. All is divided by the sum of the weights, so a share must know before its backward pass
-how much an example of the global batch weighs on average.
+A penalty on weights is the same for every share of a batch. Each share may take any part of it, if
+the parts sum to 1. A loss that a layer adds is a mean over the examples of one call of the model;
+Keras divides activity regularizers in this way. Each share takes a part in proportion to its number
+of *examples*, whatever their weights. Losses are divided by the sum of the weights, so each share
+needs the mean weight of an example of the global batch before its backward pass.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from ctl.errors import UsageError
 from ctl.reduce import COUNT, all_reduce
 
 _OTHERS = "keras", "tensorflow", "builtins"
-# What an example counts on average, float32 scalar; None if each counts 1.
+# Mean weight of an example, float32 scalar; None if every example counts 1.
 _PER_EXAMPLE: contextvars.ContextVar[tf.Tensor | None] = contextvars.ContextVar("_PER_EXAMPLE")
 
 
 @contextlib.contextmanager
 def counted(step: Any, batch: Any, count: Any) -> Iterator[None]:
-    """While inside, in replica context, `total` is right for micro-batches of ``batch``.
+    """Lets `total` be called inside, in replica context, for micro-batches of ``batch``.
 
-    Costs a collective of two numbers, before the forward pass, if examples may count otherwise than
-    1 and layers may add losses that depend on them. It must come before `forward_backward`: a step
-    may make several passes there that differ by a Python value, and a collective between them would
-    let another replica change it.
+    It costs a collective of two numbers if examples may have weights and layers may add losses that
+    depend on examples. The collective comes before `forward_backward`, where a step may make
+    several passes that differ by a Python value. TensorFlow traces another replica at a collective,
+    which could change this value between two passes.
 
     Args:
         step: a built `ctl.TrainStep`.
@@ -57,7 +57,8 @@ def counted(step: Any, batch: Any, count: Any) -> Iterator[None]:
 
 
 def size(batch: Any, count: tf.Tensor) -> tf.Tensor:
-    """About as large as the sum of all losses of ``batch``, whose examples count ``count``."""
+    """Returns a number about as large as the sum of the losses of ``batch``, whose examples count
+    ``count``."""
     if (per_example := _PER_EXAMPLE.get(None)) is None:
         return count
     rows = tf.cast(local_batch.rows(batch), tf.float32)
@@ -65,11 +66,12 @@ def size(batch: Any, count: tf.Tensor) -> tf.Tensor:
 
 
 def total(step: Any, batch: Any) -> tf.Tensor | None:
-    """The penalties of the last call of the model, times what the examples of ``batch`` count:
-    float32 scalar; None without penalties.
+    """Returns the penalties of the last call of the model, times the weight of ``batch``: float32
+    scalar; None without penalties.
 
     Raises:
-        UsageError: examples count otherwise than 1, and a layer added a loss that was not expected.
+        UsageError: examples have weights, and a layer added a loss without naming ``add_loss`` in
+            its code.
     """
     of_model = {id(v.value) for v in step.model.trainable_variables}
     beyond = any(id(v) not in of_model for v in step.trainable_variables)
@@ -78,7 +80,7 @@ def total(step: Any, batch: Any) -> tf.Tensor | None:
         return None
     _check_own(penalties)
     penalties = [tf.cast(penalty, tf.float32) for penalty in penalties]
-    # Keras puts those of the weights last.
+    # Keras lists penalties on weights last.
     of_weights = sum(v.regularizer is not None for v in layer.trainable_variables)
     of_examples = penalties[: len(penalties) - of_weights]
     count = tf.cast(step.count(batch), tf.float32)
@@ -95,16 +97,16 @@ def total(step: Any, batch: Any) -> tf.Tensor | None:
 
 
 def _check_own(penalties: Sequence[tf.Tensor]) -> None:
-    """Refuses losses that layers of another replica have added.
+    """Refuses losses that layers added on another replica.
 
-    Keras keeps what a layer adds in a list of the layer, which all replicas share. If they exchange
-    tensors in the forward pass, TensorFlow traces one up to there, then the next, and each finds
-    losses of the others in the list.
+    Keras keeps added losses in a list of the layer, which all replicas share. If replicas exchange
+    tensors in the forward pass, TensorFlow traces one replica up to there, then the next. Each then
+    finds losses of other replicas in the list.
 
     Raises:
-        UsageError: a loss was read by another replica before.
+        UsageError: another replica has read a loss before.
     """
-    me = threading.get_ident()  # each replica is traced by a thread of its own
+    me = threading.get_ident()  # TensorFlow traces each replica in a separate thread
     for penalty in penalties:
         if not tf.is_symbolic_tensor(penalty):
             continue
@@ -131,14 +133,14 @@ def _may_add(owner: Any) -> bool:
     """Whether a layer, or a step, may add a loss that depends on the examples."""
     if getattr(owner, "activity_regularizer", None) is not None:
         return True
-    own = [kind for kind in type(owner).__mro__ if kind.__module__.partition(".")[0] not in _OTHERS]
-    values = [value for kind in own for value in vars(kind).values()] + [*vars(owner).values()]
+    kinds = [k for k in type(owner).__mro__ if k.__module__.partition(".")[0] not in _OTHERS]
+    values = [value for kind in kinds for value in vars(kind).values()] + [*vars(owner).values()]
     functions = [inspect.unwrap(value) for value in values if callable(value)]
     return any(_names_add_loss(getattr(function, "__code__", None)) for function in functions)
 
 
 def _names_add_loss(code: Any) -> bool:
-    """Whether the code of a function, or of one within it, has the name ``add_loss``."""
+    """Whether the code of a function, or of a function inside it, names ``add_loss``."""
     if not isinstance(code, types.CodeType):
         return False
     return "add_loss" in code.co_names or any(map(_names_add_loss, code.co_consts))

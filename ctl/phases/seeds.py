@@ -19,12 +19,12 @@ class Seeds:
 
     def __init__(self, run: int):
         self.run = run
-        self._tracing = threading.local()  # each replica is traced by a thread of its own
+        self._tracing = threading.local()  # each replica is traced in a separate thread
 
     @contextlib.contextmanager
     def inside(self, place: tf.Tensor) -> Iterator[None]:
-        """While inside, `make` uses ``place`` (see there). A function that TensorFlow traces once
-        for several callers must get it as an argument."""
+        """While inside, `make` uses ``place``, a result of `place`. A function that TensorFlow
+        traces once for several callers must get it as an argument."""
         self._tracing.place = place
         try:
             yield
@@ -33,7 +33,7 @@ class Seeds:
 
     @staticmethod
     def place(micro_batch: int | tf.Tensor) -> tf.Tensor:
-        """int32 [2]: the replica that calls this, and ``micro_batch``."""
+        """Returns the number of this replica and ``micro_batch``, int32 [2]."""
         replica = tf.distribute.get_replica_context().replica_id_in_sync_group
         return tf.stack([replica, micro_batch])
 

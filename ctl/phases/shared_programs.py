@@ -1,9 +1,9 @@
-"""Updates that are alike share one function, which TensorFlow traces and XLA compiles once.
+"""Equal updates share one function, which TensorFlow traces and XLA compiles once.
 
-A network has many variables and few kinds of them, and a program of XLA depends on the kinds only.
-So variables are put into parts whose kinds are the same, and the function of the first such part is
-called with the variables of the others. The order of the updates does not matter: each variable has
-its own.
+A network has many variables but few kinds of them (see `Updater._kind`), and an XLA program depends
+only on the kinds. Variables are therefore cut into parts with the same kinds. The function of the
+first such part is called with the variables of the other parts. The order of the updates does not
+matter, because each assigns to other variables.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import tensorflow as tf
 
 
 def make_parts(kinds: Sequence[Hashable], most: int) -> list[list[int]]:
-    """Cuts variables into parts of which many are alike.
+    """Cuts variables into parts, many of which have the same kinds.
 
     Args:
-        kinds: of each variable, equal for variables that are updated alike.
+        kinds: kind of each variable, equal for variables with equal updates.
         most: maximum number of variables per part.
 
     Returns:
         For each part, the indices of its variables. First come parts with the same kinds in the
-        same order, as many variables of a kind in each; then parts of what is left.
+        same order, then parts of the variables that are left.
     """
     if len(kinds) <= most:
         return [list(range(len(kinds)))]
@@ -53,9 +53,9 @@ def make_parts(kinds: Sequence[Hashable], most: int) -> list[list[int]]:
 
 
 class ProgramCache:
-    """Calls functions that assign to variables, compiled by XLA; those that are alike as one.
+    """Compiles functions that assign to variables with XLA, once per kind, and calls them.
 
-    Make it anew for each trace of what calls it.
+    Make a new cache for each trace of the caller.
     """
 
     def __init__(self) -> None:
@@ -69,23 +69,24 @@ class ProgramCache:
         common: Sequence[tf.Variable],
         *args: Any,
     ) -> None:
-        """Calls ``function(*args)``, or one that is alike with ``variables`` instead of its own.
+        """Calls ``function(*args)``, or an earlier function of this ``kind`` with ``variables``.
 
         Args:
             function: returns nothing. If it uses a tensor or a variable that is neither in ``args``
                 nor in ``variables`` nor in ``common``, no other call uses its trace.
-            kind: equal for functions that differ only in ``variables``, which have the same meaning
-                at the same place.
+            kind: equal for functions that differ only in ``variables``. Variables at one position
+                have the same meaning.
             variables: each with a handle in this context.
             common: variables that functions of this ``kind`` share.
             args: tensors, None, or lists of them.
         """
         handles = [variable.handle for variable in variables]
-        given = [None if a is None else tf.type_spec_from_value(a) for a in tf.nest.flatten(args)]
+        leaves = tf.nest.flatten(args)
+        arg_specs = [None if a is None else tf.type_spec_from_value(a) for a in leaves]
         specs = [
             (tuple(v.shape), v.dtype, h.device) for v, h in zip(variables, handles, strict=True)
         ]
-        key = (kind, *given, *specs)
+        key = (kind, *arg_specs, *specs)
         if key in self._traced:
             traced, captures = self._traced[key]
             traced.set_external_captures(

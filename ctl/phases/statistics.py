@@ -1,4 +1,4 @@
-"""Moving statistics of BatchNorm: each replica updates its own, then all combine them."""
+"""Moving statistics of BatchNorm: each replica updates its copy, then all are combined."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ctl.distributed import local_batch, replicas
 
 
 class StatisticsSnapshot(NamedTuple):
-    """What is known before the forward pass of a step, on one replica."""
+    """Values before the forward pass of a step, on one replica."""
 
     examples: int | tf.Tensor  # in the replica's part of the batch
     means: list[tf.Tensor]  # moving means, equal on all replicas
@@ -23,15 +23,15 @@ class Statistics:
     """Combines the statistics of the replicas, weighted by their numbers of examples.
 
     The mean of the variances within the replicas' parts is too small: it lacks the variance between
-    the means of these parts. With it, the statistics are those of the whole batch (law of total
-    variance). Each replica's shift of the moving mean is ``(1 - momentum)`` times the distance of
-    its part's mean, so the variance between these shifts gives the one between the means.
+    the means of these parts. Their sum is the variance of the whole batch (law of total variance).
+    Each replica shifts its moving mean by ``(1 - momentum)`` times the distance of its part's mean,
+    so the variance between these shifts gives the variance between the means.
 
     Args:
         combined: variables that the forward pass updates separately on each replica; empty if there
             is one replica.
         norms: BatchNorm layers. A moving variance that is one of ``combined`` gets the variance
-            between replicas. Those of ``renorm`` do not: it keeps standard deviations.
+            between replicas, unless the layer has ``renorm``, which keeps standard deviations.
         undone: variables to return to their values before the step if its update is skipped.
     """
 
@@ -48,7 +48,7 @@ class Statistics:
         self._pairs = [
             (index[id(n.moving_mean.value)], index[id(n.moving_variance.value)], n)
             for n in norms
-            # Older Kerases have no renorm.
+            # Older versions of Keras have no renorm.
             if id(n.moving_variance.value) in index
             and n.momentum < 1.0
             and not getattr(n, "renorm", False)
@@ -60,7 +60,7 @@ class Statistics:
         return [*self.combined, *squares]
 
     def snapshot(self, batch: Any) -> StatisticsSnapshot:
-        """Reads what the other methods need of the time before the forward pass."""
+        """Reads the values before the forward pass that the other methods need."""
         return StatisticsSnapshot(
             local_batch.rows(batch) if self.combined else 0,
             [_wide(self.combined[mean]) for mean, _, _ in self._pairs],
@@ -68,9 +68,9 @@ class Statistics:
         )
 
     def terms(self, snapshot: StatisticsSnapshot) -> list[tf.Tensor]:
-        """What to sum over replicas after the forward pass: the statistics, where moving means are
-        replaced by their shifts; the squares of these shifts; and the number of examples, unless it
-        is an integer, which is the same on every replica."""
+        """Returns the terms to sum over replicas after the forward pass: the statistics, with
+        shifts in place of moving means; and the squares of these shifts. If the number of examples
+        is not an integer, equal on every replica, it weights all terms and is the last of them."""
         if not self.combined:
             return []
         terms = [_wide(variable) for variable in self.combined]
@@ -107,7 +107,7 @@ class Statistics:
             variable.assign(tf.cast(value, variable.dtype))
 
     def undo_unless(self, finite: tf.Tensor, snapshot: StatisticsSnapshot) -> None:
-        """Unless ``finite`` (a bool scalar), returns the variables to their earlier values."""
+        """Restores the variables of ``undone`` unless ``finite``, a bool scalar."""
         for variable, old in zip(self.undone, snapshot.undone, strict=True):
             variable.assign(tf.where(finite, variable.read_value(), old))
 
@@ -129,17 +129,17 @@ def make_statistics(
         strategy: the strategy of the step.
         plain: TensorFlow variables of the step.
         micro_batches: whether the forward pass sees a replica's part in pieces. The variance is
-            then that within these, as on one replica.
+            then the one within these pieces, as on one replica.
         undoes: whether updates may be skipped.
     """
     norms = replicas.training_norms(model)
     undone: dict[int, tf.Variable] = {}
-    if undoes and not replicas.has_one_copy(strategy):  # else it cannot undo what one replica did
-        others = [*replicas.statistics_of(norms), *replicas.other_state(model)]
-        mine = [*own, *(v.value for v in others if v.aggregation == "none")]
+    if undoes and not replicas.has_one_copy(strategy):  # else one replica cannot be undone
+        state = [*replicas.statistics_of(norms), *replicas.other_state(model)]
+        changed = [*own, *(v.value for v in state if v.aggregation == "none")]
         none, on_read = tf.VariableAggregation.NONE, tf.VariableSynchronization.ON_READ
-        mine += [v for v in plain if v.aggregation == none or v.synchronization == on_read]
-        undone = {id(variable): variable for variable in mine}
+        changed += [v for v in plain if v.aggregation == none or v.synchronization == on_read]
+        undone = {id(variable): variable for variable in changed}
     several = strategy.num_replicas_in_sync > 1
     return Statistics(own if several else [], [] if micro_batches else norms, [*undone.values()])
 

@@ -1,8 +1,8 @@
-"""Notices what is changed after a step was traced: the graph holds Python values as constants.
+"""Notices changes after a step was traced: its graph holds Python values as constants.
 
-A value that the user changes between two calls is traced again, or refused if that would have no
-effect. Plain values and containers are compared by value, all others by identity. A container that
-is empty at first is a record: it may grow.
+If the user changes a value between two calls, the step is traced again. A change that would have no
+effect is refused. Plain values and containers are compared by value, other objects by identity. A
+container that is empty at first is a record: it may grow without a new trace.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _OURS = frozenset(
     + ("input_specs",)
 )
 
-# Arguments of a step that `TrainStep.build` makes something of.
+# Attributes of a step that `TrainStep.build` uses, so later changes have no effect.
 _FIXED = frozenset(
     (
         *("accumulate_steps", "ema_decay", "loss_scale", "on_nan", "jit_update"),
@@ -36,9 +36,9 @@ _FIXED = frozenset(
 )
 
 _PLAIN = bool, int, float, complex, str, bytes, type(None)
-# Objects that are their attributes.
+# Objects that are compared by their attributes.
 _ATTRIBUTES = types.SimpleNamespace, keras.optimizers.schedules.LearningRateSchedule
-_MOST_ELEMENTS = 64  # of a container that has more than plain values
+_MOST_ELEMENTS = 64  # of a container with values that are not plain
 
 
 class TraceKey(NamedTuple):
@@ -47,50 +47,50 @@ class TraceKey(NamedTuple):
     observer: Observer
     bytes_per_pack: int
     jit_compile: bool
-    version: int  # counts the changes of all others, see `TraceGuards`
+    version: int  # counts the changes of all other settings, see `TraceGuards`
 
 
 class TraceGuards:
-    """The Python values that the graph of a step was made of.
+    """The Python values with which the graph of a step was traced.
 
-    They are the attributes of the step; of its optimizers, its updater and each of its layers, the
-    public ones with a plain value; and the schedules of Keras that are rates of the optimizers.
-    What changes during a call is the step's own doing (`snapshot`).
+    These are the attributes of the step; the public attributes with a plain value of its
+    optimizers, its updater and each of its layers; and Keras schedules that are the rate of an
+    optimizer. A change during a call comes from the step itself, and is accepted (`snapshot`).
 
     Args:
         step: a step that is ready to be traced.
 
     Attributes:
         version: number of changes so far.
-        rates: learning rates of the optimizers at the last `check_rate`, by name; empty if they are
-            not known.
+        rates: learning rates of optimizers that have a schedule, by name, as `check_rate` first
+            found them; empty if they are not known.
     """
 
     def __init__(self, step: Any):
         self.version = 0
         self.rates: dict[str, float] = {}
         self._records: dict[int, Any] = {}
-        others = {f"layer {layer.name}": layer for layer in replicas.layers_of(step.tracked.layer)}
+        owners = {f"layer {layer.name}": layer for layer in replicas.layers_of(step.tracked.layer)}
         self._optimizers = {f"optimizer {o.name}": o for o in step.tracked.optimizers}
-        self._scheduled: set[str] = set()  # names of optimizers whose own rate is not used
+        self._scheduled: set[str] = set()  # names of optimizers whose rate is not used
         if hasattr(step, "updater"):
             applied = step.updater.optimizers()
             groups = zip(applied, step.updater.groups, strict=True)
             self._scheduled = {name for name, group in groups if group.schedule is not None}
             self._optimizers |= applied
-            others["updater"] = step.updater
-        others |= self._optimizers
-        # Their attributes, and the names of those that are options.
+            owners["updater"] = step.updater
+        owners |= self._optimizers
+        # For each owner, its attributes and the names of the compared ones.
         self._others = {
-            what: (vars(other), [n for n, v in vars(other).items() if _is_option(n, v)])
-            for what, other in others.items()
+            what: (vars(owner), [n for n, v in vars(owner).items() if _is_option(n, v)])
+            for what, owner in owners.items()
         }
         self.snapshot(step)
         if hasattr(step, "updater"):
             self.check_rate(step)
 
     def snapshot(self, step: Any) -> None:
-        """Takes all values as they are for those of the graph. Called when it has run."""
+        """Records the values with which the graph was traced. Call it after the graph has run."""
         self._seen = self._read(step)
 
     def key(self, step: Any) -> TraceKey:
@@ -121,10 +121,10 @@ class TraceGuards:
         return self.version
 
     def check_rate(self, step: Any) -> None:
-        """Refuses a learning rate that was set in an optimizer whose rate a schedule gives.
+        """Refuses a new learning rate of an optimizer that has a schedule.
 
         Raises:
-            UsageError: the rate is not that of the call before.
+            UsageError: the rate differs from the rate at an earlier call.
         """
         updater = step.updater
         for (name, optimizer), group in zip(
@@ -141,14 +141,16 @@ class TraceGuards:
                 )
 
     def _read(self, step: Any) -> tuple[dict[str, _Value], list[list[Any]], list[_Value]]:
-        """The attributes of the step, the options of the others, and the optimizers' rates: each is
-        a variable or a schedule. The public attribute of Keras is the number of now."""
-        mine = {n: _Value(v, self._records) for n, v in vars(step).items() if n not in _OURS}
+        """Returns the attributes of the step, the compared attributes of other owners, and the rate
+        of each optimizer: a variable or a schedule. Keras's public ``learning_rate`` would be the
+        current number."""
+        of_step = {n: _Value(v, self._records) for n, v in vars(step).items() if n not in _OURS}
         rates = [_Value(o._learning_rate, self._records) for o in self._optimizers.values()]
-        return mine, [[*map(of.get, names)] for of, names in self._others.values()], rates
+        return of_step, [[*map(of.get, names)] for of, names in self._others.values()], rates
 
     def _changes(self, step: Any, before: Any, now: Any) -> Iterator[tuple[str, Any, Any, bool]]:
-        """The name of each changed value, its values, and whether the change takes effect."""
+        """Yields the name, the old and the new value of each change, and whether the change takes
+        effect."""
         none = _Value(None, {})
         fixed = {name for name, value in options(type(step)).items() if value.fixed} | _FIXED
         for name in {**before[0], **now[0]}:
@@ -162,12 +164,12 @@ class TraceGuards:
         ):
             for name, old, new in zip(names, olds, news, strict=True):
                 if old is not new and old != new:
-                    # An optimizer that is made with a 0 or None may lack the variables of a number.
+                    # An optimizer that is made with 0 or None may lack variables for a number.
                     numbers = all(type(v) in (int, float) and v != 0 for v in (old, new))
                     yield f"{what}.{name}", old, new, numbers
         for what, old_rate, new_rate in zip(self._optimizers, before[2], now[2], strict=True):
             if old_rate != new_rate:
-                # A variable is in the checkpoints, so that none may come or go.
+                # A rate variable is in the checkpoints, so it must not appear or disappear.
                 values = old_rate.of, new_rate.of
                 stays = not any(isinstance(value, keras.Variable) for value in values)
                 yield f"{what}.learning_rate", *values, stays and what not in self._scheduled
@@ -176,7 +178,7 @@ class TraceGuards:
 class _Value:
     """A value, and a copy of its elements if it is a container, up to a ``depth``.
 
-    ``records``, by id, are the containers that have been empty; adds ``value`` if it is.
+    ``records`` holds, by id, the containers that were empty once. An empty ``value`` is added.
     """
 
     def __init__(self, value: Any, records: dict[int, Any], depth: int = 3):
@@ -205,9 +207,9 @@ class _Value:
     def __eq__(self, other: object) -> bool:
         assert isinstance(other, _Value)
         if self.of is other.of:
-            mine, others = self._elements or {}, other._elements or {}
-            grows = self._is_record and other._is_record and len(mine) != len(others)
-            return mine == others or (grows and not has_state(self.of))
+            elements, other_elements = self._elements or {}, other._elements or {}
+            grows = self._is_record and other._is_record and len(elements) != len(other_elements)
+            return elements == other_elements or (grows and not has_state(self.of))
         if isinstance(self.of, _PLAIN):
             return type(self.of) is type(other.of) and self.of == other.of
         same = type(self.of) is type(other.of) and self._elements is not None

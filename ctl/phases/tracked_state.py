@@ -1,4 +1,4 @@
-"""What belongs to a step: its model, and what is assigned to its attributes."""
+"""The state that belongs to a step: its model, and layers, variables and others in attributes."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import tensorflow as tf
 
 from ctl.errors import UsageError
 
-# What each step has by its arguments, and handles itself.
+# Attributes that every step has from its arguments, and handles itself.
 _KNOWN = ("model", "optimizer", "metrics")
 
 
 class _Layer(keras.Layer):
-    """Keras finds layers, variables and seed generators in a list."""
+    """A layer in which Keras finds the layers, variables and seed generators of ``parts``."""
 
     def __init__(self, parts: list[Any]):
         super().__init__(name="step")
@@ -26,52 +26,52 @@ class _Layer(keras.Layer):
 
 class TrackedState:
     """The model of a step, and the layers, variables, metrics, optimizers and seed generators that
-    are attributes of the step, or in lists and dicts that are.
+    are attributes of the step, or in lists and dicts that are attributes.
 
     Attributes:
         layer: the model and all layers, Keras variables and seed generators as one layer.
-        metrics: those that are attributes of their own.
-        optimizers: those that are attributes, other than the one that the step was made with.
-        plain: TensorFlow variables that are attributes, or in a `tf.Module`, except those with a
-            value of each replica.
-        own: all variables that belong neither to the model nor to a metric: Keras variables, those
-            of seed generators, of layers, of optimizers, and ``plain`` ones, each kind in the order
-            of the attributes.
+        metrics: metrics that are attributes, without ``step.metrics``.
+        optimizers: optimizers that are attributes, without ``step.optimizer``.
+        raw_variables: TensorFlow variables that are attributes or in a `tf.Module`, without
+            per-replica variables.
+        extra_variables: all variables that belong neither to the model nor to a metric: Keras
+            variables, variables of seed generators, layers and optimizers, and ``raw_variables``;
+            each kind in the order of the attributes.
     """
 
     def __init__(self, step: Any):
         attributes = [value for name, value in vars(step).items() if name not in _KNOWN]
-        found = [part for value in attributes for part in _leaves(value)]
+        parts = [part for value in attributes for part in _leaves(value)]
         kinds = keras.Layer, keras.Variable, keras.random.SeedGenerator
         self.layer = _Layer(
-            [step.model, *(p for p in found if isinstance(p, kinds) and not _is_metric(p))]
+            [step.model, *(p for p in parts if isinstance(p, kinds) and not _is_metric(p))]
         )
-        self.metrics = [p for p in found if _is_metric(p) and p not in step.metrics]
-        self.optimizers = [p for p in found if isinstance(p, keras.optimizers.Optimizer)]
-        apart = {id(v) for v in step.per_replica_variables.variables}
-        self.raw_variables = [p for p in found if isinstance(p, tf.Variable) and id(p) not in apart]
-        self.raw_variables += [v for p in found if isinstance(p, tf.Module) for v in p.variables]
-        mine = [v.value for part in (self.layer, *self.optimizers) for v in part.variables]
+        self.metrics = [p for p in parts if _is_metric(p) and p not in step.metrics]
+        self.optimizers = [p for p in parts if isinstance(p, keras.optimizers.Optimizer)]
+        skip = {id(v) for v in step.per_replica_variables.variables}
+        self.raw_variables = [p for p in parts if isinstance(p, tf.Variable) and id(p) not in skip]
+        self.raw_variables += [v for p in parts if isinstance(p, tf.Module) for v in p.variables]
+        of_keras = [v.value for part in (self.layer, *self.optimizers) for v in part.variables]
         models = {id(v.value) for v in step.model.variables}
         self.extra_variables = list(
-            {id(v): v for v in mine + self.raw_variables if id(v) not in models}.values()
+            {id(v): v for v in of_keras + self.raw_variables if id(v) not in models}.values()
         )
         # Keras has no public name for the variables that an optimizer was built with.
         self._trained = {id(v.value) for o in self.optimizers for v in o._trainable_variables}
-        self._generators = any(isinstance(p, tf.random.Generator) for p in found)
+        self._generators = any(isinstance(p, tf.random.Generator) for p in parts)
 
     def check(self, trained: Sequence[tf.Variable]) -> None:
-        """Raises `UsageError` if a variable is trainable, and neither one of ``trained`` nor in an
-        optimizer that is an attribute; or for a generator of TensorFlow, which is not saved and
+        """Raises `UsageError` for a trainable variable that is neither in ``trained`` nor in an
+        optimizer that is an attribute; and for a `tf.random.Generator`, which is not saved and
         draws the same numbers on all replicas."""
         if self._generators:
             raise UsageError(
                 "the step has a tf.random.Generator, which ctl cannot save: use "
                 "keras.random.SeedGenerator"
             )
-        found = {id(v) for v in trained} | self._trained
+        known = {id(v) for v in trained} | self._trained
         for variable in [*(v.value for v in self.layer.trainable_variables), *self.raw_variables]:
-            if variable.trainable and variable.dtype.is_floating and id(variable) not in found:
+            if variable.trainable and variable.dtype.is_floating and id(variable) not in known:
                 raise UsageError(
                     f"variable {variable.name} of the step is trainable, but no optimizer trains "
                     "it: make it part of the model or of a parameter group, build an optimizer of "
@@ -80,9 +80,8 @@ class TrackedState:
 
     @contextlib.contextmanager
     def counted_unless(self, empty: tf.Tensor | None, *others: tf.Variable) -> Iterator[None]:
-        """Undoes what is done to ``metrics`` and ``others`` inside the context if ``empty``, a bool
-        scalar or None for never: a replica without examples computes with one that does not count.
-        """
+        """Undoes changes of ``metrics`` and ``others`` inside if ``empty``, a bool scalar; None for
+        never. A replica without examples computes with an example that must not count."""
         variables = [v.value for m in self.metrics for v in m.variables] + [*others]
         variables = [] if empty is None else variables
         before = [variable.read_value() for variable in variables]
@@ -92,7 +91,7 @@ class TrackedState:
 
 
 def has_state(value: Any) -> bool:
-    """Whether ``value``, or an element of it, is what a step keeps as its own."""
+    """Whether ``value``, or an element of it, is state that `TrackedState` finds in a step."""
     kinds = (
         *(keras.Layer, keras.Variable, keras.random.SeedGenerator, keras.metrics.Metric),
         *(keras.optimizers.Optimizer, tf.Module, tf.Variable),

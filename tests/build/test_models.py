@@ -176,7 +176,11 @@ def test_impossible_data(shape, classes):
 
 
 def test_every_name_has_a_model():
-    made = [f for f in vars(models).values() if inspect.isfunction(f) and f.__module__ == models.__name__]
+    made = [
+        f
+        for f in vars(models).values()
+        if inspect.isfunction(f) and f.__module__ == models.__name__
+    ]
     takes = ["image_shape", "num_classes"]
     named = [f.__name__ for f in made if [*inspect.signature(f).parameters] == takes]
     assert sorted(named) == sorted(names.MODELS)

@@ -19,12 +19,12 @@ from helpers import BATCH, CLASSES, FEATURES, examples, largest_difference, mlp
 from paths import SUPPORT
 
 from ctl import launch
-from ctl.checkpoint import CheckpointManager
 from ctl.build.parameter_server import CopyEvaluator
+from ctl.checkpoint import CheckpointManager
 from ctl.data import InMemory
 from ctl.loop import Evaluator, Loop
-from ctl.schedule import Cosine
 from ctl.phases.base_step import EvalStep
+from ctl.schedule import Cosine
 from ctl.step import TrainStep
 
 pytestmark = pytest.mark.slow  # starts processes
