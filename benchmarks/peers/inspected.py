@@ -78,7 +78,7 @@ def main() -> None:
     dataset.delay, step.delay = Delay(), Delay()
     delays = {"input": dataset.delay, "forward": step.delay}
     loop = ctl.Loop(step, dataset, strategy=strategy, steps_per_loop=STEPS + 5)
-    recording = Recording(step, STEPS)
+    recording = Recording(loop, STEPS)
     recording.start()
     loop.train(WARM_UP)
     for case in json.loads((out / "cases.json").read_text()):

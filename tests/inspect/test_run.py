@@ -274,7 +274,7 @@ def apart_from_the_profiler(strategy) -> float:
         step = TrainStep(keras.Sequential(layers), adam()())
     data = InMemory(examples(4096), global_batch_size=256)
     loop = Loop(step, data, strategy=strategy, steps_per_loop=20)
-    recording = Recording(loop.step, 40)
+    recording = Recording(loop, 40)
     recording.start()
     loop.train(100)
     with profiled() as traces:

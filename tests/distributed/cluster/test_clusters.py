@@ -102,7 +102,7 @@ def test_slurm_trains(slurm, tmp_path):
         f"--model_dir={tmp_path}/run",
         *SHORT,
         SLURM_JOB_ID=str(free_job()),
-        PYTHONPATH=str(FILES.parents[2]),
+        PYTHONPATH=str(FILES.parents[3]),
     )
     assert ended.returncode == 0, ended.stderr
     assert "worker 1 of 2 (from Slurm), 2 replicas in all" in ended.stderr
