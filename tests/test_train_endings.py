@@ -98,6 +98,7 @@ def warnings(command) -> list[str]:
     return [t for t in command.stderr.splitlines() if "arning" in t and passed not in t]
 
 
+@pytest.mark.sample
 def test_killed_twenty_times(zygote, tmp_path, uninterrupted):
     chance = random.Random(20)
     run, kills, reached, wheres = tmp_path / "run", 0, 0, Counter()

@@ -126,6 +126,7 @@ def weights(out: Path, step: int) -> list[np.ndarray]:
         return [saved[f"arr_{i}"] for i in range(len(saved.files))]
 
 
+@pytest.mark.sample
 def test_workers_come_and_go(tmp_path, mirrored):
     """Worker 1 is killed and comes back, then worker 0 is killed, then worker 1 again. With one
     worker nothing is asynchronous, and the weights must be those of one device."""

@@ -56,7 +56,7 @@ def one_device(mirrored, synchronized: bool = False, data=None):
     return model.get_weights(), loop.evaluate()
 
 
-@pytest.mark.parametrize("workers", [2, 3, 4])
+@pytest.mark.parametrize("workers", [pytest.param(2, marks=pytest.mark.sample), 3, 4])
 def test_equals_one_device(job, tmp_path, mirrored, workers):
     """AdamW and clipping; 101 test examples in batches of 16; initial weights come from the chief,
     although every worker has a seed of its own."""
@@ -182,6 +182,7 @@ def test_fit_fails_where_this_loop_trains(straight):
         assert re.match(r"ValueError: Attempt to convert a value \(PerReplica", str(saved["fit"]))
 
 
+@pytest.mark.sample
 def test_preempted_at_the_same_step_and_resumed_bit_for_bit(job, tmp_path, straight):
     with job(tmp_path, "norm=1", "fault=term", "step=7") as processes:
         assert codes(processes) == [42, 42], said(tmp_path, 0)[-2000:]

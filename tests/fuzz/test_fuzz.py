@@ -10,7 +10,7 @@ import pytest
 from .cases import Case, drawn
 from .run import judged, kept
 
-CASES, PARTS = 150, 6
+CASES, PARTS = 60, 3
 
 
 @functools.cache
@@ -26,7 +26,7 @@ def bugs(chosen: list[Case]) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
 def test_drawn_cases(part):
-    """The same 150 in every run. To draw others: ``python -m tests.fuzz.run``.
+    """The same 60 in every run. To draw others: ``python -m tests.fuzz.run``.
 
     In parts with one child process each, so that pytest-xdist can share them out.
     """
@@ -35,6 +35,7 @@ def test_drawn_cases(part):
 
 
 @pytest.mark.slow
+@pytest.mark.sample
 def test_kept_cases():
     found = bugs(list(kept().values()))
     assert not found, "\n".join(found)
