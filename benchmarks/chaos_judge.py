@@ -1,5 +1,5 @@
 """What must hold after an attempt of a job of `chaos.py`, by what README.md and the pages of
-`ctl/distributed/watch`, `ctl/build/parameter_server.py` and `ctl/checkpoint` promise.
+`ctl/distributed/watch`, `ctl/jobs/parameter_server.py` and `ctl/checkpoint` promise.
 
 The bounds in seconds are those of the table in ctl/distributed/watch/README.md, with the limits
 that the job gives as flags (`chaos_draw`). Times a factor of the caller, for a machine that is

@@ -19,7 +19,7 @@ from absl import flags
 from ctl.flags.parsing import group, run_command
 
 with group("What is measured"):
-    _MODEL = flags.DEFINE_string("model", "dense", "a model of ctl.build.models")
+    _MODEL = flags.DEFINE_string("model", "dense", "a model of ctl.jobs.models")
     _BATCH = flags.DEFINE_integer("global_batch_size", 64, "examples per step", lower_bound=1)
     _REPLICAS = flags.DEFINE_integer("replicas", 1, "replicas", lower_bound=1)
     _PACK = flags.DEFINE_integer("bytes_per_pack", 0, "most bytes in one pack", lower_bound=0)

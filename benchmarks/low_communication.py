@@ -35,7 +35,7 @@ from ctl.flags.parsing import check_flags, group, run_command
 with group("What is trained"):
     _WHAT = flags.DEFINE_enum("what", "time", ["time", "accuracy"], "which table")
     _METHODS = flags.DEFINE_list("methods", None, "some of them (default: all)")
-    _MODELS = flags.DEFINE_list("models", "dense,convnet", "functions of ctl.build.models")
+    _MODELS = flags.DEFINE_list("models", "dense,convnet", "functions of ctl.jobs.models")
     _WORKERS = flags.DEFINE_list("workers", "2,4", "numbers of workers")
     _BATCH = flags.DEFINE_integer("batch", 128, "examples of all workers", lower_bound=1)
 with group("How the time is measured"):

@@ -87,7 +87,7 @@ WHAT = {
 
 with group("What is measured"):
     _WHAT = flags.DEFINE_list("what", list(WHAT), "see README.md")
-    _MODEL = flags.DEFINE_string("model", "dense", "a model of ctl.build.models, for a first step")
+    _MODEL = flags.DEFINE_string("model", "dense", "a model of ctl.jobs.models, for a first step")
 with group("How"):
     _ROUNDS = flags.DEFINE_integer("rounds", 5, "processes of each", lower_bound=1)
     _TIMEOUT = flags.DEFINE_float("timeout", 300.0, "seconds for one process")

@@ -51,7 +51,7 @@ VARIANTS = {
 with group("What is measured"):
     _VARIANTS = flags.DEFINE_list("variants", "ctl,plain,bound,bound_xla", ", ".join(VARIANTS))
     _REFERENCE = flags.DEFINE_string("reference", "plain", "the variant that ratios are over")
-    _MODELS = flags.DEFINE_list("model", "dense", "models of ctl.build.models")
+    _MODELS = flags.DEFINE_list("model", "dense", "models of ctl.jobs.models")
     _BATCHES = flags.DEFINE_list("global_batch_size", "64", "examples per step")
     _REPLICAS = flags.DEFINE_list(
         "replicas", "1", "replicas in one process; logical CPU devices where there is no GPU"

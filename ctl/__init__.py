@@ -14,10 +14,9 @@ from ctl.base import __version__ as __version__
 from ctl.base.lazy import load_lazily
 
 if TYPE_CHECKING:  # for editors and type checkers
-    from ctl import build, checkpoint, data, errors, flags, launch, logs, reduce, schedule, testing
+    from ctl import checkpoint, data, errors, flags, jobs, launch, logs, reduce, schedule, testing
     from ctl.base import actions
     from ctl.base.actions import Every
-    from ctl.build import models, named
     from ctl.checkpoint.manager import CheckpointManager
     from ctl.control.copies import CompareReplicas
     from ctl.control.evaluator import Evaluator
@@ -32,6 +31,7 @@ if TYPE_CHECKING:  # for editors and type checkers
         UsageError,
     )
     from ctl.inspect.session import Inspection
+    from ctl.jobs import models, named
     from ctl.loop import Loop
     from ctl.phases import freezing, losses, optimizers, passes
     from ctl.phases.base_step import BaseStep, EvalStep
@@ -58,7 +58,6 @@ __all__ = [
     "TrainStep",
     "UsageError",
     "actions",
-    "build",
     "checkpoint",
     "cluster",
     "data",
@@ -66,6 +65,7 @@ __all__ = [
     "flags",
     "freezing",
     "global_norm",
+    "jobs",
     "launch",
     "local_batch",
     "logs",
@@ -106,8 +106,8 @@ _WHERE = {
     "local_batch": "ctl.distributed.local_batch",
     "losses": "ctl.phases.losses",
     "make_strategy": "ctl.distributed.strategy",
-    "models": "ctl.build.models",
-    "named": "ctl.build.named",
+    "models": "ctl.jobs.models",
+    "named": "ctl.jobs.named",
     "optimizers": "ctl.phases.optimizers",
     "option": "ctl.phases.options",
     "passes": "ctl.phases.passes",

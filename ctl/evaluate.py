@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from absl import flags, logging
 
 from ctl.base import console, names
-from ctl.build.build import check_classes, freeze, load_evaluation_data, make_eval_step
 from ctl.errors import CheckpointError, UsageError
 from ctl.flags import config, devices, groups, training, user_code_flags
 from ctl.flags.imports import NAMING
@@ -23,6 +22,7 @@ from ctl.flags.parsing import (
     imported_flags,
     run_command,
 )
+from ctl.jobs.build import check_classes, freeze, load_evaluation_data, make_eval_step
 from ctl.logs.runs import to_json
 
 if TYPE_CHECKING:
@@ -134,8 +134,8 @@ def main() -> None:
 
     import keras
 
-    from ctl.build import named
     from ctl.distributed.strategy import make_strategy
+    from ctl.jobs import named
 
     keras.mixed_precision.set_dtype_policy(FLAGS.precision)
     placement = make_strategy(
@@ -159,9 +159,9 @@ def main() -> None:
 
 
 def _make_evaluator(dataset: Any, strategy: tf.distribute.Strategy, frozen: list[str]) -> Evaluator:
-    from ctl.build.models import check_model, make_model
     from ctl.checkpoint.export import load_model
     from ctl.control.evaluator import Evaluator
+    from ctl.jobs.models import check_model, make_model
 
     info: Any = dataset.info
     with strategy.scope():

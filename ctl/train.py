@@ -17,9 +17,6 @@ from absl import flags, logging
 from ctl.base import cache, console
 from ctl.base.names import check_name, is_function_name
 from ctl.base.streams import native_stderr_held
-from ctl.build import dry_run, outputs
-from ctl.build.build import make_loop, prepare
-from ctl.build.xla_cache import open_cache
 from ctl.checkpoint import manifest
 from ctl.distributed import cluster
 from ctl.distributed.cluster import handshake
@@ -28,13 +25,16 @@ from ctl.flags import config, training
 from ctl.flags.durations import steps_from
 from ctl.flags.imports import NAMING
 from ctl.flags.parsing import AUTO, grouped_flags, run_command
+from ctl.jobs import dry_run, outputs
+from ctl.jobs.build import make_loop, prepare
+from ctl.jobs.xla_cache import open_cache
 
 if TYPE_CHECKING:
     from ctl.base.actions import Log
-    from ctl.build.build import Prepared
-    from ctl.build.xla_cache import XlaCache
     from ctl.checkpoint import CheckpointManager, Saved
     from ctl.control.evaluator import OnProgress
+    from ctl.jobs.build import Prepared
+    from ctl.jobs.xla_cache import XlaCache
     from ctl.loop import Loop
 
 FLAGS = flags.FLAGS
@@ -293,7 +293,7 @@ def _serve() -> None:
     """Runs a worker or parameter server; ends the process."""
     console.log_to_terminal()
     console.load_tensorflow(errors=False)
-    from ctl.build.parameter_server import serve
+    from ctl.jobs.parameter_server import serve
 
     serve(cluster.resolve_tasks(), FLAGS.startup_timeout)
 
@@ -301,8 +301,8 @@ def _serve() -> None:
 def _choose(loop: Loop, resumed: Path | None, steps: int) -> dict[str, Any]:
     """Sets the flags that are "auto": to the choice of the ``resumed`` run, else by a trial before
     so many ``steps``."""
-    from ctl.build.trials import tune_jit_compile, tune_packs
     from ctl.data.errors import translate_data_errors
+    from ctl.jobs.trials import tune_jit_compile, tune_packs
 
     choices: dict[str, Any] = {}
     for name, kind, choose in (

@@ -140,7 +140,7 @@ def zygote(tmp_path_factory):
     modules += [
         "ctl.data",
         "ctl.loop",
-        "ctl.build.models",
+        "ctl.jobs.models",
         "ctl.logs.sinks",
         "ctl.distributed.strategy",
         "warm_start",

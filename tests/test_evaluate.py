@@ -145,7 +145,7 @@ def test_a_damaged_newest_checkpoint(zygote, run, tmp_path):
 
 
 def test_a_stored_function_must_be_given_again(zygote, tmp_path):
-    (tmp_path / "mine.py").write_text("from ctl.build.models import dense as make\n")
+    (tmp_path / "mine.py").write_text("from ctl.jobs.models import dense as make\n")
     model_dir, path = tmp_path / "run", [tmp_path]
     options = ["--model=mine:make", "--train_steps=5", "--noexport"]
     zygote.run(TRAIN, f"--model_dir={model_dir}", *options, path=path)

@@ -21,7 +21,7 @@ import first  # noqa: E402
 # The rooms, from below: files directly in ctl/ and its packages. Each imports only rooms before it.
 LAYERS = (
     *("errors", "base", "distributed", "reduce", "flags", "data", "checkpoint", "schedule"),
-    *("phases", "step", "control", "loop", "logs", "build", "inspect", "testing"),
+    *("phases", "step", "control", "loop", "logs", "jobs", "inspect", "testing"),
     *("train", "evaluate", "launch", "compare", "__main__", "__init__", "recipes"),
 )
 MOST_ARROWS = 130  # from a room to another
@@ -92,7 +92,7 @@ def test_no_module_imports_itself_by_way_of_others(module):
 
 # `ctl.x.y` in code, and `from ctl.x import y`.
 PACKAGES = {"ctl": ctl, "ctl.data": ctl.data, "ctl.logs": ctl.logs, "ctl.flags": ctl.flags}
-PACKAGES |= {"ctl.build": ctl.build, "ctl.checkpoint": ctl.checkpoint, "ctl.recipes": None}
+PACKAGES |= {"ctl.jobs": ctl.jobs, "ctl.checkpoint": ctl.checkpoint, "ctl.recipes": None}
 
 
 @pytest.mark.parametrize("recipe", sorted(m for m in MODULES if room(m) == "recipes"))

@@ -8,8 +8,8 @@ from contrastive import Contrastive, contrastive, dataset, plain_tensorflow, vie
 from helpers import assert_replicas_agree, largest_difference, precision
 
 import ctl
-from ctl.build import trials
 from ctl.errors import UsageError
+from ctl.jobs import trials
 from ctl.reduce import all_gather, first_row
 
 STEPS = 4

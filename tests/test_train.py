@@ -16,8 +16,8 @@ import tensorflow as tf
 
 import ctl
 from ctl.base.names import OPTIMIZERS
-from ctl.build.build import make_optimizer
 from ctl.checkpoint import CheckpointManager
+from ctl.jobs.build import make_optimizer
 
 pytestmark = pytest.mark.slow  # starts processes
 

@@ -11,11 +11,11 @@ import pytest
 import tensorflow as tf
 from helpers import CLASSES, FEATURES, make_loop, mlp
 
-from ctl.build import named
 from ctl.control.evaluator import Evaluator
 from ctl.data import InMemory
 from ctl.errors import UsageError
 from ctl.flags import early, tracebacks
+from ctl.jobs import named
 from ctl.phases import losses
 from ctl.phases.base_step import EvalStep
 from ctl.step import TrainStep

@@ -18,7 +18,7 @@ def train(recipe: Recipe, evaluated: Evaluated) -> dict[str, Any]:
     import tensorflow as tf
 
     import ctl
-    from ctl.build.trials import tune_jit_compile
+    from ctl.jobs.trials import tune_jit_compile
 
     keras.utils.set_random_seed(recipe.seed)
     data = {"data_dir": recipe.data_dir, "download": False}

@@ -32,7 +32,6 @@ from chaos_draw import (
 
 import ctl
 from ctl.base import console
-from ctl.build.parameter_server import CopyEvaluator, ParameterServerLoop, serve
 from ctl.checkpoint.export import export_model
 from ctl.distributed import workers
 from ctl.distributed.cluster import Cluster
@@ -45,6 +44,7 @@ from ctl.distributed.strategy import (
 )
 from ctl.distributed.watch import watchdog
 from ctl.errors import CtlError, PeerError
+from ctl.jobs.parameter_server import CopyEvaluator, ParameterServerLoop, serve
 
 _BATCH, _FEATURES, _CLASSES = 12, 6, 3
 _STEP_SECONDS = 0.02  # so that faults meet a training that goes on

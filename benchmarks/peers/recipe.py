@@ -81,7 +81,7 @@ def race(train: Callable[[Recipe, Evaluated], dict[str, Any]]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """The parts of a plain Keras program: a model of ctl.build.models, its optimizer, the data, and
+    """The parts of a plain Keras program: a model of ctl.jobs.models, its optimizer, the data, and
     the number of batches of ``test``."""
 
     model: Any
@@ -98,7 +98,7 @@ def keras_program(recipe: Recipe) -> Program:
     import pipeline
     import tensorflow as tf
 
-    from ctl.build.models import make_model
+    from ctl.jobs.models import make_model
 
     keras.utils.set_random_seed(recipe.seed)
     size = recipe.setting.global_batch_size

@@ -1,4 +1,4 @@
-"""What the PyTorch peers share: the embedded images as tensors, the models of ctl.build.models in
+"""What the PyTorch peers share: the embedded images as tensors, the models of ctl.jobs.models in
 PyTorch, and the process group.
 
 The images are in memory and an index gathers a batch, which is faster than a `DataLoader` for data
@@ -63,7 +63,7 @@ def batches(
 
 
 def make_model(name: str, seed: int = 1) -> nn.Module:
-    """The model of this name in ctl.build.models, with its layers, parameters and initial
+    """The model of this name in ctl.jobs.models, with its layers, parameters and initial
     distributions, for images of 28x28x1 and 10 classes. Raises `UsageError` for a name that is not
     here."""
     makers = {

@@ -35,7 +35,7 @@ def make(setting: worker.Setting) -> Tutorial:
     import keras
     import tensorflow as tf
 
-    from ctl.build.models import make_model
+    from ctl.jobs.models import make_model
 
     devices = pipeline.devices(setting.replicas)
     keras.utils.set_random_seed(1)

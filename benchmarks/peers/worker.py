@@ -23,7 +23,7 @@ from ctl.errors import UsageError
 from ctl.flags.parsing import group, run_command
 
 with group("What is trained"):
-    _MODEL = flags.DEFINE_string("model", "dense", "a model of ctl.build.models")
+    _MODEL = flags.DEFINE_string("model", "dense", "a model of ctl.jobs.models")
     _BATCH = flags.DEFINE_integer("global_batch_size", 64, "examples per step", lower_bound=1)
     _REPLICAS = flags.DEFINE_integer(
         "replicas", 1, "replicas; logical CPU devices where there is no GPU", lower_bound=1
@@ -40,7 +40,7 @@ class Setting:
     """What a peer has to train.
 
     Attributes:
-        model: a name of ctl.build.models.
+        model: a name of ctl.jobs.models.
         global_batch_size: examples per step, of all replicas.
         replicas: of one process.
         workers: ``host:port`` of each worker; empty for a single process.

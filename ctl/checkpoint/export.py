@@ -2,7 +2,7 @@
 
 Both take what `TrainStep.preprocess` returns: float32 images in [0, 1] of shape [batch, height,
 width, channels], unless it is overridden. `ctl.phases.base_step.scale_images` converts uint8
-images. Those of `ctl.build.models` return logits of shape [batch, classes].
+images. Those of `ctl.jobs.models` return logits of shape [batch, classes].
 """
 
 from __future__ import annotations

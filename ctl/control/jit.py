@@ -1,7 +1,7 @@
 """Decides by a rule whether XLA compiles a step, so two runs with one seed agree.
 
 The rule uses XLA only for steps that were measured to be faster and that XLA is known to compile.
-`ctl.build.trials` measures instead.
+`ctl.jobs.trials` measures instead.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ def make_parameter_server(
 ) -> Placement:
     """Makes a ParameterServerStrategy on the coordinator of a job.
 
-    See `ctl.build.parameter_server`. Call it before TensorFlow runs its first operation.
+    See `ctl.jobs.parameter_server`. Call it before TensorFlow runs its first operation.
 
     Args:
         tasks: the tasks of the job, see `ctl.cluster.resolve_tasks`.

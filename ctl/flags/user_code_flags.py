@@ -47,7 +47,7 @@ def _check_start(init_from: str | None, reinit: list[str] | None) -> None:
 
 
 def define_code_flags() -> None:
-    """Defines the flags of step, loss and metrics, see `ctl.build.named`."""
+    """Defines the flags of step, loss and metrics, see `ctl.jobs.named`."""
     with group("Step, loss and metrics"):
         flags.DEFINE_string(
             "step",

@@ -32,7 +32,7 @@ def check_outputs(loss: str, model: keras.Model) -> None:
         raise UsageError(
             f"model {model.name} has 1 output, whose softmax is always 1: the cross_entropy would "
             "be 0 and train nothing; use one output for each class, --loss=binary_cross_entropy "
-            "for two classes, or --loss=mean_squared_error for numbers (ctl.build.named has them)"
+            "for two classes, or --loss=mean_squared_error for numbers (ctl.jobs.named has them)"
         )
     last, activation = model.layers[-1], _ACTIVATIONS[loss]
     applied = getattr(last, "activation", None)

@@ -118,7 +118,7 @@ def main() -> None:
         FLAGS[name].value = value
     console.log_to_terminal()
     console.load_tensorflow()
-    seen, loop = Range(), ctl.build.make_loop(ctl.build.prepare())
+    seen, loop = Range(), ctl.jobs.make_loop(ctl.jobs.prepare())
     loop.actions.append(seen)
     with contextlib.suppress(DivergedError):  # as it should, in the end
         loop.train(FLAGS.range_steps)

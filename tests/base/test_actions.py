@@ -10,9 +10,9 @@ import keras
 import pytest
 
 from ctl.base.actions import NEVER, Every, Log, Status, parse_window
-from ctl.build.models import dense
 from ctl.data import synthetic
 from ctl.errors import UsageError
+from ctl.jobs.models import dense
 from ctl.loop import Evaluator, Loop
 from ctl.phases.base_step import EvalStep
 from ctl.step import TrainStep

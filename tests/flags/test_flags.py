@@ -11,9 +11,9 @@ import pytest
 from zygote import one_line
 
 from ctl.base import names
-from ctl.build.build import make_optimizer
 from ctl.flags import durations
 from ctl.flags.defaults import spelled_out
+from ctl.jobs.build import make_optimizer
 
 TRAIN, EVALUATE = "ctl.train", "ctl.evaluate"
 

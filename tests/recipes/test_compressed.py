@@ -19,8 +19,8 @@ from helpers import (
 )
 
 from ctl import testing
-from ctl.build.dry_run import _plan
 from ctl.errors import UsageError
+from ctl.jobs.dry_run import _plan
 from ctl.recipes.compressed import Compressed
 
 STEPS, RATE, SHARE = 4, 0.1, 0.05

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ctl.base import console
-from ctl.build import trials
 from ctl.distributed import cluster
+from ctl.jobs import trials
 
 console.log_to_terminal()
 console.load_tensorflow()

@@ -1,4 +1,4 @@
-"""What a task of tests/build/test_parameter_server.py runs. The coordinator does what it is told, a
+"""What a task of tests/jobs/test_parameter_server.py runs. The coordinator does what it is told, a
 word in each line: train (20 steps), evaluate, save; and says how things are after each.
 
 python parameter_server_job.py OUT
@@ -24,12 +24,12 @@ import tensorflow as tf  # noqa: E402
 from helpers import BATCH, CLASSES, FEATURES, examples  # noqa: E402
 
 import ctl  # noqa: E402
-from ctl.build.parameter_server import (  # noqa: E402
+from ctl.distributed.strategy import make_parameter_server  # noqa: E402
+from ctl.jobs.parameter_server import (  # noqa: E402
     CopyEvaluator,
     ParameterServerLoop,
     serve,
 )
-from ctl.distributed.strategy import make_parameter_server  # noqa: E402
 
 OUT = Path(sys.argv[1])
 STEPS = 20

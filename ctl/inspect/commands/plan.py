@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from absl import flags
 
 from ctl.base import console
-from ctl.build import build
 from ctl.flags import training
 from ctl.flags.parsing import group, run_command
+from ctl.jobs import build
 
 if TYPE_CHECKING:
     import tensorflow as tf

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 from absl import flags, logging
 
 from ctl.base import console
-from ctl.build import build
 from ctl.flags import training
 from ctl.flags.parsing import group, run_command
 from ctl.inspect import measure
 from ctl.inspect.show.results import define_bandwidth_flag
+from ctl.jobs import build
 
 if TYPE_CHECKING:
     from ctl.inspect.measure.timeline import Timeline

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import tensorflow as tf
 
-from ctl.build.trials import preserved
 from ctl.errors import UsageError
+from ctl.jobs.trials import preserved
 from ctl.phases.marks import Marks
 from ctl.phases.observer import NO_OBSERVER, Observer
 

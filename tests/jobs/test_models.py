@@ -1,4 +1,4 @@
-"""ctl.build.models: sizes, shapes, dtypes, training, saving, and the mistakes of a user's own
+"""ctl.jobs.models: sizes, shapes, dtypes, training, saving, and the mistakes of a user's own
 model."""
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import pytest
 import tensorflow as tf
 
 from ctl.base import names
-from ctl.build import models
 from ctl.errors import UsageError
+from ctl.jobs import models
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import pytest
 import tensorflow as tf
 
 import ctl
-from ctl.build import named
 from ctl.errors import UsageError
+from ctl.jobs import named
 from ctl.phases.base_step import BaseStep
 from ctl.phases.losses import cross_entropy
 

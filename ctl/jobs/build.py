@@ -66,7 +66,7 @@ def prepare() -> Prepared:
     import keras
 
     from ctl import data
-    from ctl.build import named
+    from ctl.jobs import named
 
     placement = _place()
     console.run_first_operation()
@@ -117,7 +117,7 @@ def _steps_of(epochs: float, steps_per_epoch: float | None) -> int:
 
 def _own_data() -> tuple[Dataset, Dataset]:
     """What the function returns that ``--dataset`` names: data to train and to evaluate on."""
-    from ctl.build import named
+    from ctl.jobs import named
 
     return named.datasets(
         FLAGS.dataset,
@@ -237,7 +237,7 @@ def check_classes(dataset: Dataset) -> None:
 
 def make_eval_step(model: keras.Model) -> EvalStep:
     """Makes the evaluation step that ``--step``, ``--loss`` and ``--metrics`` describe."""
-    from ctl.build import named
+    from ctl.jobs import named
 
     kind = named.step_class(FLAGS.step).eval_step
     metrics = named.make_metrics(FLAGS.metrics, FLAGS.loss, kind)
@@ -255,11 +255,11 @@ def make_loop(prepared: Prepared, checkpoints: Any = None) -> Loop:
         UsageError: the model, the step, the optimizer, the schedule, the metrics or the number of
             classes is not usable.
     """
-    from ctl.build import named
-    from ctl.build.models import make_model
     from ctl.control import source_hash
     from ctl.control.evaluator import Evaluator
     from ctl.distributed.workers import check_agreement
+    from ctl.jobs import named
+    from ctl.jobs.models import make_model
     from ctl.loop import Loop
     from ctl.phases.losses import cross_entropy
     from ctl.schedule.patience import EarlyStopping
@@ -318,7 +318,7 @@ def make_loop(prepared: Prepared, checkpoints: Any = None) -> Loop:
         "eval_actions": eval_actions,
     }
     if placement.heartbeats:
-        from ctl.build.parameter_server import CopyEvaluator, ParameterServerLoop
+        from ctl.jobs.parameter_server import CopyEvaluator, ParameterServerLoop
 
         copied = make_eval_step(model_of_the_data())
         evaluator: Evaluator = CopyEvaluator(model, copied, evaluation, others=others)

@@ -19,9 +19,9 @@ from helpers import BATCH, CLASSES, FEATURES, examples, largest_difference, mlp
 from paths import SUPPORT
 
 from ctl import launch
-from ctl.build.parameter_server import CopyEvaluator
 from ctl.checkpoint import CheckpointManager
 from ctl.data import InMemory
+from ctl.jobs.parameter_server import CopyEvaluator
 from ctl.loop import Evaluator, Loop
 from ctl.phases.base_step import EvalStep
 from ctl.schedule import Cosine

@@ -1,4 +1,4 @@
-"""The choices of earlier trials (`ctl.build.trials`), by what was tried and where."""
+"""The choices of earlier trials (`ctl.jobs.trials`), by what was tried and where."""
 
 from __future__ import annotations
 

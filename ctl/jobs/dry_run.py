@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from absl import flags
 
 from ctl.base import console
-from ctl.build.build import Prepared, make_loop, prepare
 from ctl.checkpoint import manifest
+from ctl.jobs.build import Prepared, make_loop, prepare
 
 if TYPE_CHECKING:
     from ctl.loop import Loop

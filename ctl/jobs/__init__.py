@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from ctl.base.lazy import load_lazily
 
 if TYPE_CHECKING:
-    from ctl.build.build import make_loop, prepare
+    from ctl.jobs.build import make_loop, prepare
 
 __all__ = ["make_loop", "prepare"]
 
-__getattr__, __dir__ = load_lazily(__name__, __all__, dict.fromkeys(__all__, "ctl.build.build"))
+__getattr__, __dir__ = load_lazily(__name__, __all__, dict.fromkeys(__all__, "ctl.jobs.build"))

@@ -9,11 +9,11 @@ import sys
 import pytest
 
 from ctl.base import cache
-from ctl.build import xla_cache
+from ctl.jobs import xla_cache
 
 PROGRAM = """
 import hashlib
-from ctl.build import xla_cache
+from ctl.jobs import xla_cache
 opened = xla_cache.open_cache()
 import tensorflow as tf
 

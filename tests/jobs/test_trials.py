@@ -8,10 +8,10 @@ import pytest
 import tensorflow as tf
 from helpers import BATCH, CLASSES, FEATURES, assert_replicas_agree, examples, make_loop, mlp
 
-from ctl.build import trials
 from ctl.data import InMemory
 from ctl.data.global_batches import GlobalBatches
 from ctl.inspect.measure.ablate import ablate
+from ctl.jobs import trials
 from ctl.loop import Loop
 from ctl.step import TrainStep
 

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 from absl import logging
 
-from ctl.build.trial_cache import Known
 from ctl.distributed import workers
 from ctl.distributed.replicas import shares_variables, synchronizes
 from ctl.distributed.watch import watchdog
 from ctl.errors import UsageError
+from ctl.jobs.trial_cache import Known
 from ctl.phases.marks import Marks
 from ctl.phases.observer import NO_OBSERVER
 from ctl.reduce import make_packs
