@@ -28,7 +28,7 @@ from ctl.errors import UsageError
 
 @dataclasses.dataclass
 class Status:
-    """The state of training at a wake: the moment when Python runs between two calls of the loop.
+    """The state of training between two calls of the loop, when Python runs and actions are called.
 
     Attributes:
         step: global batches trained on so far.
@@ -36,9 +36,9 @@ class Status:
         steps_per_epoch: may be fractional, because batches span the ends of epochs; None when the
             size of the dataset is unknown.
         seconds_per_step: mean of the last call.
-        final: whether this is the last wake. After `stop`, there may be two wakes at one step.
+        final: whether training ends here. After `stop`, actions may be called twice at one step.
         scalars: returns loss, metrics, learning rate and examples/s since `reset`. The first call
-            at a wake reads the metrics from the devices.
+            between two calls reads the metrics from the devices.
         reset: starts a new window for ``scalars``.
         stops: whether `stop` was called.
     """
@@ -53,7 +53,7 @@ class Status:
     stops: bool = False
 
     def stop(self) -> None:
-        """Asks the training to end at this step as at its last: with a final wake, evaluation and
+        """Asks the training to end at this step as at its last: with a final call of the actions, evaluation and
         checkpoint. With several workers, one may ask. The others learn of it at the end of the next
         call, and all end there."""
         self.stops = True
@@ -74,17 +74,17 @@ _WINDOW = re.compile(r"\s*([0-9]+)\s*:\s*([0-9]+)\s*")
 
 
 class Every:
-    """Calls an action every so many steps or seconds, and at the last wake.
+    """Calls an action every so many steps or seconds, and at the end of the training.
 
     With more than one worker, an action that reads metrics must fire by steps: a read is a
     collective, and the clocks of workers differ.
 
     Args:
-        action: also called at the last wake, unless it was called at that step already.
+        action: also called at the end, unless it was called at that step already.
         steps: calls the action when the global step reaches a multiple of ``steps``, also in a
             resumed run. The loop ends a call at that step (see `steps_until_due`).
-        seconds: calls the action at the first wake at which so much time has passed since its last
-            call, or since the first wake. With ``steps`` too, whichever comes first.
+        seconds: calls the action as soon as so much time has passed since it was called last, or
+            since the training began. With ``steps`` too, whichever comes first.
         clock: returns seconds.
 
     Raises:
@@ -112,7 +112,7 @@ class Every:
         self.steps = int(steps) if steps else None
         self.seconds = seconds
         self._clock = clock
-        self._step: int | None = None  # of the last wake
+        self._step: int | None = None  # when it was asked last
         self._fired_at: int | None = None
         self._timer: float | None = None
 
@@ -133,7 +133,7 @@ class Every:
     def _crossed(self, step: int) -> bool:
         if not self.steps:
             return False
-        if self._step is None or step < self._step:  # the first wake, or an older state restored
+        if self._step is None or step < self._step:  # asked first, or an older state restored
             return step % self.steps == 0
         return step // self.steps > self._step // self.steps
 

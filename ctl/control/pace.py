@@ -8,7 +8,7 @@ import tensorflow as tf
 
 # Target duration of a call, in seconds. Between calls, Python handles signals and runs actions that
 # are due by time, which costs about 1 ms.
-_WAKE_SECONDS = 0.5
+_CALL_SECONDS = 0.5
 
 
 class Pace:
@@ -32,7 +32,7 @@ class Pace:
         """The number of steps of the next call."""
         if self._fixed:
             return self._fixed
-        return max(1, int(_WAKE_SECONDS / self._agreed)) if self._agreed else 1
+        return max(1, int(_CALL_SECONDS / self._agreed)) if self._agreed else 1
 
     def worker_report(self, *asked: bool) -> tf.Tensor:
         """Returns ``asked`` as 0/1, then seconds per step, float32 [len(asked) + 1]."""

@@ -3,7 +3,7 @@
 The coordinator runs the program. It schedules each global batch on a free worker, as one call of
 the same `ctl.step.TrainStep`. The worker reads the variables from the parameter servers and adds
 its own update to them. There is no all-reduce, and gradients are some updates old when they are
-applied. The coordinator waits for all calls before the loop wakes, so that actions, evaluation and
+applied. The coordinator waits for all calls before the actions run, so that actions, evaluation and
 checkpoints see a state that does not change, after an exact number of steps.
 """
 

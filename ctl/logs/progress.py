@@ -47,7 +47,7 @@ class Lines:
 class Progress:
     """A progress bar at the foot of the terminal: a context manager, an action, and a sink.
 
-    As an action, it updates the bar at every wake. As a sink of `ctl.actions.Log`, it prints
+    As an action, it updates the bar between two calls. As a sink of `ctl.actions.Log`, it prints
     each record above the bar. Other output appears above the bar, too::
 
         with Progress() as progress:
@@ -189,7 +189,7 @@ class _Bar:
 
 
 class _TimeLeft:
-    """Seconds to the end, at the pace since the first wake; evaluations count."""
+    """Seconds to the end, at the pace since the first call of the loop; evaluations count."""
 
     def __init__(self) -> None:
         self._first: tuple[int, float] | None = None
