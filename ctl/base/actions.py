@@ -37,8 +37,8 @@ class Status:
             size of the dataset is unknown.
         seconds_per_step: mean of the last call.
         final: whether training ends here. After `stop`, actions may be called twice at one step.
-        scalars: returns loss, metrics, learning rate and examples/s since `reset`. The first call
-            between two calls reads the metrics from the devices.
+        scalars: returns loss, metrics, learning rate and examples/s since `reset`. Reads the
+            metrics from the devices when an action asks first.
         reset: starts a new window for ``scalars``.
         stops: whether `stop` was called.
     """
@@ -53,8 +53,8 @@ class Status:
     stops: bool = False
 
     def stop(self) -> None:
-        """Asks the training to end at this step as at its last: with a final call of the actions, evaluation and
-        checkpoint. With several workers, one may ask. The others learn of it at the end of the next
+        """Asks the training to end at this step: it calls the actions once more, evaluates and
+        saves. With several workers, one may ask; the others learn of it at the end of the next
         call, and all end there."""
         self.stops = True
 
