@@ -30,8 +30,8 @@ README, ALL = TEXTS[PAGES[0]], "\n".join(TEXTS.values())
 LINES = 250  # README.md is read in one go; what is longer has a page of its own
 RUN = "/tmp/ctl-run"  # what the pages call a run; here it is another directory
 
-# Of other programs: TensorBoard, Chromium; of absl.
-FOREIGN_FLAGS = {"logdir", "headless", "window", "screenshot", "flagfile"}
+# Of other programs: TensorBoard, Chromium, pytest; of absl.
+FOREIGN_FLAGS = {"logdir", "headless", "window", "screenshot", "flagfile", "all"}
 
 
 @pytest.mark.parametrize("page", file_lists.pages(), ids=lambda page: page.parent.name)

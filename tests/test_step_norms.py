@@ -100,6 +100,7 @@ def test_a_synchronized_batch_norm_in_a_loop_or_under_xla_is_refused(mirrored, o
         make_loop(mirrored(2), model=model, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("synchronized", [False, True])
 @pytest.mark.parametrize(("replicas", "jit_compile"), [(1, False), (1, True), (2, False)])
 def test_a_skipped_step_leaves_batch_norm_as_it_was(mirrored, replicas, jit_compile, synchronized):

@@ -82,6 +82,7 @@ def test_an_infinity_on_one_replica_skips_the_update_on_all(mirrored, replicas, 
     assert largest_difference(loop.step.model.get_weights(), weights) > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulate_steps", [1, 3])
 @pytest.mark.parametrize("policy", ["mixed_float16", "float16"])
 @pytest.mark.parametrize(("replicas", "jit_compile"), [(1, False), (2, False), (2, True)])

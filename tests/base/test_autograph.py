@@ -137,6 +137,7 @@ def clip(step, gradients):
 ALL = {*PHASES, "forward", "preprocess", "loss", "evaluation", "metric", "loss_fn", "on_replica"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "replicas", "schedule", "options", "more"),
     [

@@ -86,6 +86,7 @@ def test_all_state_is_compared(mirrored):
         ctl.CompareReplicas(loop.step)(status)
 
 
+@pytest.mark.slow
 def test_no_false_alarm(mirrored):
     """With all that may differ: Dropout, statistics, clipping, and updates that are skipped."""
 

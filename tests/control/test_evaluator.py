@@ -21,6 +21,7 @@ def held_out(count, seed):
     return InMemory(examples(count, seed=seed), global_batch_size=BATCH, training=False)
 
 
+@pytest.mark.slow
 def test_each_set_has_its_own_results(mirrored):
     """On 4 replicas, too: 33 examples are two batches and one of 1 example."""
     results = []

@@ -115,6 +115,7 @@ def bits(of):
     return b"".join(v.numpy().tobytes() for group in of.step.state().values() for v in group)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_the_decision(mirrored, tmp_path):
     """Bit for bit; also one that began without XLA, as all did before there was the rule."""
     asked, ruled = (small(mirrored, None, **options) for options in ({"jit_compile": True}, {}))

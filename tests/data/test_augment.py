@@ -44,6 +44,7 @@ def test_random_numbers_are_those_of_splitmix64():
     np.testing.assert_allclose(np.corrcoef(many[1:, 0], many[:-1, 0]), np.eye(2), atol=0.03)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("operation", "channels"),
     [("crop:4", 3), ("flip", 3), ("color:0.4", 1), ("color:1", 3)]

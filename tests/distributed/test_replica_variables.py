@@ -61,6 +61,7 @@ def saved(loop, steps: int) -> None:
     loop.checkpoints.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"jit_compile": True}, {"on_nan": "skip"}], ids=str)
 @pytest.mark.parametrize("replicas", [1, 2, 4])
 def test_a_resume_changes_no_bit(mirrored, replicas, options):
@@ -85,6 +86,7 @@ def test_each_replica_gets_its_own(mirrored, tmp_path):
     assert int(second.step.updates.numpy()) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "now"), [(4, 2), (2, 4), (2, 1)])
 def test_another_number_of_replicas(mirrored, tmp_path, before, now):
     for kind in (Sums, Zeros):

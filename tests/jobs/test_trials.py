@@ -115,6 +115,7 @@ class CountsItself(TrainStep):
         return super().sum_gradients(gradients)
 
 
+@pytest.mark.slow
 def test_what_each_replica_has_of_its_own_stays(mirrored, two):
     loop = make_loop(mirrored(2), step_class=CountsItself)
     loop.train(3)
@@ -149,6 +150,7 @@ def test_the_paired_ratios_decide(times, best, decided):
     assert trials.fastest({**times, 2: [0.5 * one for one in times[0]]}) in (best, 2)
 
 
+@pytest.mark.slow
 def test_more_rounds_are_made_while_it_is_undecided(mirrored, monkeypatch):
     """And none of a training that is too short for a trial."""
     made = []

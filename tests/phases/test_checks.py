@@ -65,6 +65,7 @@ def penalized(synchronized: bool) -> keras.Model:
     return keras.Sequential([keras.Input([FEATURES]), *parts])
 
 
+@pytest.mark.slow
 def test_losses_that_layers_of_another_replica_have_added(mirrored):
     """Two replicas were 0.04 off, in silence."""
     with pytest.raises(UsageError, match="^layers of the model add losses .*add_loss.* one repl"):

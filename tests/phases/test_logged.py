@@ -45,6 +45,7 @@ def seen(size: int, start: int, stop: int) -> np.ndarray:
     return np.concatenate([features[:, 0].numpy() for features, _ in steps])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("replicas", "size", "options"),
     [

@@ -39,6 +39,7 @@ def by_hand(clip_norm):
     return dict(zip(NORMS, np.mean(rows, axis=0), strict=True))
 
 
+@pytest.mark.slow
 def test_they_are_those_of_numpy_on_any_number_of_replicas(mirrored, monkeypatch):
     """9 examples over 4 replicas are 3, 3, 3 and 0."""
     monkeypatch.setattr(tf, "GradientTape", _persistent(tf.GradientTape))
@@ -59,6 +60,7 @@ def two_groups(model):
     return [(keras.optimizers.SGD(0.1), first), (keras.optimizers.Adam(0.01), second)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [{"accumulate_steps": 2}, {"jit_compile": True}, {"loss_scale": True}],
@@ -88,6 +90,7 @@ def test_groups_count_together(mirrored):
     assert loops[1] == pytest.approx(loops[0], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_skipped_update_logs_none_and_off_adds_nothing(mirrored):
     features, labels = examples(2 * 9)
     features[9:, 0] = np.nan

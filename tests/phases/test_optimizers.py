@@ -78,6 +78,7 @@ def reference(model, judge) -> None:
 OPTIONS = [{}, {"accumulate_steps": 2}, {"jit_compile": True}, {"loss_scale": True}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("replicas", [1, 2, 4])
 def test_two_losses_equal_plain_tensorflow(mirrored, replicas, options):
@@ -195,6 +196,7 @@ def test_the_schedule_of_the_loop_is_that_of_groups_without_one(mirrored):
     assert scalars["learning_rate_2"] == 0.25
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_groups_resume_bit_for_bit(mirrored, replicas, tmp_path):
     def make(seed, directory=None):

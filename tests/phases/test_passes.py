@@ -29,6 +29,7 @@ STEPS = 10
 CUT, COMPILED = {"accumulate_steps": 2}, {"jit_compile": True}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("replicas", "options"), [(1, COMPILED), (2, COMPILED), (4, CUT)])
 def test_two_passes_may_be_accumulated_or_compiled(mirrored, replicas, options):
     loop = sam_loop(mirrored(replicas), **options)
@@ -37,6 +38,7 @@ def test_two_passes_may_be_accumulated_or_compiled(mirrored, replicas, options):
     assert_replicas_agree(loop.strategy, loop.step.model.variables)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 4])
 def test_sam_where_examples_are_counted(mirrored, replicas):
     """Of 9 examples, the last of 4 replicas has none."""
@@ -46,6 +48,7 @@ def test_sam_where_examples_are_counted(mirrored, replicas):
     assert largest_difference(loop.step.model.get_weights(), trained_plainly(STEPS, sizes)) <= 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [2, 4])
 def test_each_replica_may_move_along_its_own_gradient(mirrored, replicas):
     loop = sam_loop(mirrored(replicas), kind=SharpnessOfEach)
@@ -98,6 +101,7 @@ def network() -> keras.Model:
     return keras.Sequential([keras.Input([FEATURES]), *parts, layers.Dense(CLASSES)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("replicas", "options"), [(1, COMPILED), (2, {}), (2, CUT)])
 def test_a_pass_that_is_undone_leaves_no_trace(mirrored, replicas, options):
     """Statistics, metrics, seeds, the step's own variable: all bits are those of one pass."""
@@ -176,6 +180,7 @@ def test_a_gradient_that_is_not_finite_skips_the_update(mirrored):
     assert largest_difference(before, after) > 1e-3 and all(np.isfinite(w).all() for w in after)
 
 
+@pytest.mark.slow
 def test_reduced_gradients_are_those_of_the_mean_loss(mirrored):
     """Whatever the loss scale and the number of examples."""
 

@@ -67,6 +67,7 @@ def first_half_without_weight(weights):
     return weights * (np.arange(BATCH) >= BATCH / 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weigh", [lambda w: w, first_half_without_weight], ids=["all", "half"])
 @pytest.mark.parametrize(
     ("replicas", "options"),

@@ -41,6 +41,7 @@ def state(loop) -> list[bytes]:
     return [v.numpy().tobytes() for v in loop.step.state()["model"]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("replicas", "options"),
     [(1, {}), (1, {"jit_compile": True}), (2, {"jit_compile": True}), (2, {"accumulate_steps": 2})],
@@ -58,6 +59,7 @@ def test_noise_differs_between_steps_replicas_and_micro_batches(mirrored, replic
     assert np.abs([found[::2]]).max() < 4 / np.sqrt(BATCH * 12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"accumulate_steps": 2}], ids=str)
 def test_a_resume_and_a_second_run_draw_the_same(mirrored, tmp_path, options):
     straight = make(mirrored(2), seed=1, **options)
@@ -82,6 +84,7 @@ def test_the_run_and_the_salt_change_it(mirrored):
     assert drawn("a") == seeds[2]
 
 
+@pytest.mark.slow
 def test_a_new_trace_draws_the_same(mirrored):
     """XLA's function of one trace is used again in the next."""
     loops = [make(mirrored(2), seed=1, jit_compile=True) for _ in range(2)]

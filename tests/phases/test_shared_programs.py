@@ -69,6 +69,7 @@ def one_of_each(strategy) -> Updater:
         return Updater(groups, variables, statistics=statistics, ema_decay=0.9)
 
 
+@pytest.mark.slow
 def test_sharing_changes_no_bit(mirrored, monkeypatch, traced):
     """Every proven optimizer, with averages, and some variables without decay or gradient."""
     monkeypatch.setattr(apply, "_VARIABLES_PER_UPDATE", 24)

@@ -64,6 +64,7 @@ def bits(loop) -> list[bytes]:
     ]
 
 
+@pytest.mark.slow
 @REPLICAS
 def test_a_mean_teacher_resumes_bit_for_bit(mirrored, replicas, tmp_path):
     def make(seed, directory=None):

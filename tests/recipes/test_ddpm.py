@@ -76,6 +76,7 @@ def test_replicas_equal_plain_tensorflow(mirrored, replicas):
     assert scalars["loss"] == pytest.approx(np.mean(losses), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_resume_changes_no_bit():
     testing.check_resumed(make, 2)
 

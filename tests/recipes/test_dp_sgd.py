@@ -67,6 +67,7 @@ def test_one_replica_equals_a_reference():
     testing.check_reference(make, reference, steps=STEPS, tolerance=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("replicas", "options"), [(2, {"jit_compile": True}), (4, {})], ids=str)
 def test_n_replicas_equal_a_reference(mirrored, replicas, options):
     loop = make(mirrored(replicas), seed=1, **options)
@@ -98,6 +99,7 @@ def moves(loop, steps: int) -> list[np.ndarray]:
     return found
 
 
+@pytest.mark.slow
 def test_the_noise_is_added_once(mirrored):
     """Of one deviation on any number of replicas; other numbers in each step and variable."""
     loops = [make(mirrored(n), noise=3.0, rate=1.0, seed=1) for n in (1, 4)]
@@ -124,6 +126,7 @@ def test_one_example_moves_the_weights_by_twice_the_bound_at_most(mirrored):
     assert 0.5 * CLIP < np.linalg.norm(found[0] - found[1]) <= 2 * CLIP * (1 + 1e-4)
 
 
+@pytest.mark.slow
 def test_a_resume_changes_no_bit():
     testing.check_resumed(lambda strategy, saved: make(strategy, saved, noise=1.0), 2)
 

@@ -72,6 +72,7 @@ def plain_tensorflow(parts, replicas: int) -> list[float]:
     return np.mean(seen, axis=0).tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 2, 4])
 def test_replicas_equal_plain_tensorflow(mirrored, replicas):
     loop, plain = make(mirrored(replicas)), model()
@@ -84,6 +85,7 @@ def test_replicas_equal_plain_tensorflow(mirrored, replicas):
     assert scalars["loss"] == pytest.approx(sum(losses), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_resume_changes_no_bit():
     testing.check_resumed(make, 2)
 

@@ -28,6 +28,7 @@ def squares_of(model, features, labels, parts: int) -> list[float]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("replicas", "options"),
     [
@@ -73,6 +74,7 @@ class Distance(NoiseScale):
         return 0.5 * tf.reduce_sum((centre - batch[0]) ** 2, axis=-1)
 
 
+@pytest.mark.slow
 def test_the_estimates_are_unbiased(mirrored):
     """For batches of unequal parts, the last of them empty, and a scaled loss."""
     random, sizes = np.random.default_rng(0), [9, 14] * 400

@@ -89,6 +89,7 @@ def network() -> keras.Model:
     return keras.Sequential([keras.Input([FEATURES]), *parts, layers.Dense(CLASSES)])
 
 
+@pytest.mark.slow
 def test_a_resume_changes_no_bit(mirrored):
     def make(strategy, checkpoints):
         return make_loop(

@@ -98,6 +98,7 @@ def test_equals_plain_tensorflow(mirrored, replicas):
     assert_replicas_agree(loop.strategy, loop.step.model.variables)
 
 
+@pytest.mark.slow
 def test_unequal_and_empty_parts(mirrored):
     """9 examples over 4 replicas are 3, 3, 3 and 0."""
     arrays, sizes = sequences(), [9, 13, 5, 9]
@@ -113,6 +114,7 @@ def test_unequal_and_empty_parts(mirrored):
     assert largest_difference(loop.step.model.get_weights(), wanted) <= 1e-6
 
 
+@pytest.mark.slow
 def test_a_resume_changes_no_bit(mirrored):
     def again(strategy, checkpoints):
         return make(strategy, checkpoints=checkpoints)

@@ -61,6 +61,7 @@ def loss_of(projections: tf.Tensor) -> tuple[tf.Tensor, float]:
     return tf.reduce_mean(losses), nearest.mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 2, 4])
 def test_replicas_equal_plain_tensorflow(mirrored, replicas):
     loop, plain = make(mirrored(replicas)), model()
@@ -81,6 +82,7 @@ def test_replicas_equal_plain_tensorflow(mirrored, replicas):
     assert_replicas_agree(loop.strategy, loop.step.model.variables)
 
 
+@pytest.mark.slow
 def test_a_resume_changes_no_bit():
     testing.check_resumed(make, 2)
 

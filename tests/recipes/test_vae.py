@@ -68,6 +68,7 @@ def test_replicas_equal_plain_tensorflow(mirrored, replicas):
     assert scalars["loss"] == pytest.approx(scalars["reconstruction"] + scalars["kl"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_resume_changes_no_bit():
     testing.check_resumed(make, 2)
 

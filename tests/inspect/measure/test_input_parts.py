@@ -42,6 +42,7 @@ def stream(slow: str) -> Streaming:
     return Streaming(source, global_batch_size=BATCH)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slow", ["reading", "decoding"])
 def test_the_slow_part_is_named(mirrored, slow):
     loop = make_loop(mirrored(2), data=stream(slow), steps_per_loop=10)

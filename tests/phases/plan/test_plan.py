@@ -64,6 +64,7 @@ def test_one_sum_for_each_gradient_on_one_device(mirrored):
     assert plan.lints == plan.notes == ()
 
 
+@pytest.mark.slow
 def test_four_replicas_send_from_the_one_that_sums(mirrored, hierarchical):
     loop = planned(mirrored(4))
     (pack,) = loop.plan().collectives
