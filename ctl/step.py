@@ -129,8 +129,7 @@ class TrainStep(BaseStep):
         """
         check_overrides(self)
         self.check_scope(strategy)
-        for check in (replicas.check_central_storage, replicas.check_synchronized):
-            check(strategy, self.tracked.layer, self.accumulate_steps, bool(self.jit_compile))
+        self._check_layers(strategy)
         if not self.model.trainable_variables:
             raise UsageError(f"model {self.model.name} has no trainable variables; build it first")
         self.strategy = strategy
@@ -172,8 +171,7 @@ class TrainStep(BaseStep):
     def check_model(self) -> None:
         """Raises `UsageError` if the model does not allow ``jit_compile``, or if its trainable
         variables have changed since `build`."""
-        for check in (replicas.check_central_storage, replicas.check_synchronized):
-            check(self.strategy, self.tracked.layer, self.accumulate_steps, bool(self.jit_compile))
+        self._check_layers(self.strategy)
         now, built = self.model.trainable_variables, self.updater.of_model
         if [id(v) for v in now] != [id(v) for v in built]:
             names = {id(v): v.path for v in [*now, *built]}
@@ -184,6 +182,10 @@ class TrainStep(BaseStep):
                 f"was built ({which}): set layer.trainable before, and use loop.train_only(layers) "
                 "then"
             )
+
+    def _check_layers(self, strategy: tf.distribute.Strategy) -> None:
+        for check in (replicas.check_central_storage, replicas.check_synchronized):
+            check(strategy, self.tracked.layer, self.accumulate_steps, bool(self.jit_compile))
 
     def attach(self, loop: Any) -> None:
         """The `ctl.Loop` calls this once, at the end of its constructor. Override it to add actions

@@ -67,9 +67,10 @@ def pytest_collection_modifyitems(config, items):
     mark_processes(items)
     how = os.environ["CTL_TESTS"]
     if how != "all":
-        left_out = [item for item in items if is_left_out(item) == (how == "sample")]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if is_left_out(item) == (how == "rest")]
+        sample = [item for item in items if not is_left_out(item)]
+        rest = [item for item in items if is_left_out(item)]
+        items[:], deselected = (rest, sample) if how == "rest" else (sample, rest)
+        config.hook.pytest_deselected(items=deselected)
 
 
 def mark_processes(items):

@@ -1,7 +1,6 @@
 """Inspects the all-reduce: what it moves, how long it takes, which worker is late.
 
-The core imports this package only inside `ctl.TrainStep.plan` and `ctl.TrainStep.inspect`. This
-package may import anything of the core; it measures a step through ``TrainStep.observer``.
+It stands above the loop, and measures a step through ``TrainStep.observer``; see `ctl.Inspection`.
 """
 
 from __future__ import annotations

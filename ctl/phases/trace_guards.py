@@ -23,7 +23,7 @@ from ctl.phases.tracked_state import has_state
 
 # Attributes of a step that `TraceKey` holds, or that the loop sets.
 _OURS = frozenset(
-    ("observer", "bytes_per_pack", "jit_compile", "flops", "loop", "trace_guards", "tracked")
+    ("observer", "bytes_per_pack", "jit_compile", "flops", "trace_guards", "tracked")
     + ("input_specs",)
 )
 
