@@ -123,6 +123,17 @@ def test_the_page_has_the_public_names():
     assert re.findall(r"^\| `ctl\.(\w+)`", table, re.MULTILINE) == ctl.__all__
 
 
+def test_the_places_of_the_map_are_there():
+    page = (ROOT / "ctl/README.md").read_text("utf-8")
+    table = page[page.index("## Where to look") :].split("\n## ")[0]
+    places = re.findall(r"`([\w.]+)`, `([\w/]+\.py)`", table)
+    assert len(places) > 20
+    for name, file in places:
+        text = (ROOT / "ctl" / file).read_text("utf-8")
+        for part in name.split("."):
+            assert re.search(rf"^ *(def|class) {part}\b", text, re.MULTILINE), (name, file)
+
+
 def test_every_module_has_tests_that_are_found():
     """`python tests/first.py FILE` lists them."""
     for path in ROOT.glob("ctl/**/*.py"):
@@ -130,6 +141,17 @@ def test_every_module_has_tests_that_are_found():
         assert tests and all((ROOT / test).is_file() for test in tests), path
     assert first.tests_of(["ctl/phases/norms.py"]) == ["tests/phases/test_norms.py"]
     assert "tests/control/test_state.py" in first.tests_of(["ctl/control/state.py"])
+
+
+def test_the_tests_that_hold_the_promises_are_there():
+    """`tests/README.md` names files below `tests/`, and functions in them."""
+    page = (ROOT / "tests/README.md").read_text("utf-8").split("\n## ", 1)[1]
+    named = re.findall(r"`([\w/]+(?:\.py|/))(?:::(\w+))?`", page)
+    assert len(named) > 50
+    for file, function in named:
+        test = ROOT / "tests" / file
+        assert test.exists(), file
+        assert not function or f"def {function}(" in test.read_text("utf-8"), function
 
 
 def functions(tree: ast.AST) -> Iterator[ast.FunctionDef]:
