@@ -19,11 +19,14 @@ import keras  # noqa: E402
 import tensorflow as tf  # noqa: E402
 from absl import logging  # noqa: E402
 from graphs import freed_afterwards  # noqa: E402
+from paths import SUPPORT  # noqa: E402
 from worker_jobs import start_job  # noqa: E402
 from zygote import Zygote  # noqa: E402
 
 from ctl.control import jit  # noqa: E402
 from ctl.phases import apply  # noqa: E402
+
+TESTS = SUPPORT.parent
 
 # What a shell starts in the background ignores Ctrl-C, and so would all that the tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -40,6 +43,14 @@ gc.set_threshold(20_000, 10, 10)
 
 # Fixtures that start processes.
 PROCESSES = {"job", "zygote", "zygote_without_tensorflow"}
+
+# Tests of time limits and of durations: one at a time. Two would disturb each other.
+TIMED = (
+    *("benchmarks/", "chaos/", "distributed/", "checkpoint/test_processes.py"),
+    *("inspect/test_run.py", "jobs/test_parameter_server.py", "test_launch.py"),
+    *("test_loop_signals.py", "test_train_data_errors.py", "test_train_endings.py"),
+    "test_train_workers.py",
+)
 
 
 def pytest_addoption(parser):
@@ -74,12 +85,16 @@ def pytest_collection_modifyitems(config, items):
 
 
 def mark_processes(items):
+    """Tests that start processes are slow. Those of a module share what its fixtures make, so one
+    process of pytest-xdist runs them; one runs all that are `TIMED`."""
     for item in items:
         uses = PROCESSES & set(item.fixturenames)
         if uses:
             item.add_marker("slow")
         if uses or hasattr(item.module, "subprocess"):
-            item.add_marker(pytest.mark.xdist_group("processes"))
+            module = item.path.relative_to(TESTS).as_posix()
+            group = "processes" if module.startswith(TIMED) else module
+            item.add_marker(pytest.mark.xdist_group(group))
 
 
 @functools.lru_cache
