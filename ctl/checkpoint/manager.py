@@ -13,6 +13,8 @@ TensorFlow reads the files without ctl::
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import operator
 import os
@@ -93,7 +95,16 @@ class CheckpointManager:
         """
         self.code: Mapping[str, Any] | None = None
         self.directory = Path(directory)
-        validation.check_options(directory, keep, keep_best, keep_every_hours)
+        if "://" in os.fspath(directory):
+            raise UsageError(
+                f"Checkpoints need a POSIX file system, not {directory}; mount it or choose "
+                "another --model_dir"
+            )
+        if keep < 1 or keep_best < 0 or (keep_every_hours is not None and keep_every_hours <= 0):
+            raise UsageError(
+                "A checkpoint manager needs keep >= 1, keep_best >= 0 and keep_every_hours > 0, "
+                f"not {keep}, {keep_best} and {keep_every_hours}"
+            )
         self._best = (best_metric, mode_of(best_metric, best_mode))
         self._retention: dict[str, Any] = {"best_metric": best_metric, "best_mode": self._best[1]}
         self._retention |= {"keep": keep, "keep_best": keep_best}
@@ -159,7 +170,7 @@ class CheckpointManager:
           CheckpointError: the previous write failed, or this one if the call waits for it.
         """
         self._require_writer()
-        validation.require_restored(self.directory, self.unrestored)
+        self.require_restored()
         self.wait()
         step = operator.index(step)
         if step < 0:
@@ -181,6 +192,14 @@ class CheckpointManager:
         )
         self._submit(self._write, saved, tensors, wait=wait)
         return saved.path
+
+    def require_restored(self) -> None:
+        """Raises `UsageError` if the run would write among the checkpoints of another."""
+        if self.unrestored:
+            raise UsageError(
+                f"{self.directory} has a run, up to step {self.unrestored.step}: continue it by "
+                "restore(), or choose another directory"
+            )
 
     def note_constants(self, state: State) -> None:
         """Notes which variables have a NaN or Inf before training, such as the Inf of a mask."""
@@ -235,8 +254,10 @@ class CheckpointManager:
         needed = bundle.size(tensors)
         unfinished = durable.scratch(self.directory, saved.path.name)
         try:
-            if saved.step <= self._committed and manifest.is_intact(saved.path):
-                return
+            if saved.step <= self._committed:
+                with contextlib.suppress(durable.Damaged):
+                    manifest.verified(saved.path)
+                    return
             os.mkdir(unfinished)
             bundle.write(str(unfinished / "variables"), tensors)
             saved = replace(saved, files=durable.seal(unfinished))
@@ -263,8 +284,10 @@ class CheckpointManager:
                 "evaluate before retention deletes it, or raise keep"
             ) from damage
         try:
-            annotated = manifest.annotated(saved, metrics, stopped)
-            manifest.dump(annotated, saved.path, via=self.directory)
+            names = list(dict.fromkeys([*saved.evaluated, *metrics]))
+            metrics = {**saved.metrics, **metrics}
+            saved = replace(saved, metrics=metrics, evaluated=names, stopped=stopped)
+            manifest.dump(saved, saved.path, via=self.directory)
             self._apply_retention()
         except OSError as error:
             doing = f"add metrics to the checkpoint of step {step}"
@@ -286,13 +309,8 @@ class CheckpointManager:
     def latest(self) -> Saved | None:
         """The last one with a valid manifest, see `manifest.newest_first`; ``None`` without one.
         Reads no other file, so `restore` may pass over it."""
-        failed: set[int] = set()
-        while left := [s for s in manifest.newest_first(self.directory) if s not in failed]:
-            try:
-                return manifest.load(manifest.path_of(self.directory, left[0]))
-            except durable.Damaged:
-                failed.add(left[0])
-        return None
+        steps = functools.partial(manifest.newest_first, self.directory)
+        return manifest.first_intact(self.directory, steps, manifest.load, quiet=True)
 
     def best(self) -> Saved | None:
         """The one with the best ``best_metric``, see `manifest.best_first`; ``None`` if none has

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import shutil
@@ -16,12 +17,16 @@ from absl import logging
 from ctl.base.differences import differences
 from ctl.checkpoint import bundle, manifest
 from ctl.checkpoint.manifest import Saved
-from ctl.errors import CheckpointError, UsageError
+from ctl.errors import CheckpointError
 
 # A quota and a limit on file sizes have the same remedy as a full disk.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
-_SHOWN = 3  # differences in one message
+_WHAT = {"step": "the variables of the step's own", "memory": "what evaluations have left"}
+_RESIZED = (
+    ", one value for each replica: resume on as many, or make the variable with on_resize='sum' or "
+    "'zero'"
+)
 
 
 def failure(directory: Path, doing: str, error: Exception, needed: int = 0) -> CheckpointError:
@@ -48,36 +53,6 @@ def failure(directory: Path, doing: str, error: Exception, needed: int = 0) -> C
     return CheckpointError(
         f"Cannot {doing}: {directory}: {reason}; make it writable or choose another --model_dir"
     )
-
-
-def require_restored(directory: Path, unrestored: Saved | None) -> None:
-    """Raises `UsageError` if a run would write among the checkpoints of another.
-
-    Args:
-        directory: of the checkpoints.
-        unrestored: see `CheckpointManager`.
-    """
-    if unrestored:
-        raise UsageError(
-            f"{directory} has a run, up to step {unrestored.step}: continue it by restore(), or "
-            "choose another directory"
-        )
-
-
-def check_options(
-    directory: str | os.PathLike[str], keep: int, keep_best: int, keep_every_hours: float | None
-) -> None:
-    """Raises `UsageError` if an argument of `CheckpointManager` is out of range."""
-    if "://" in os.fspath(directory):
-        raise UsageError(
-            f"Checkpoints need a POSIX file system, not {directory}; mount it or choose another "
-            "--model_dir"
-        )
-    if keep < 1 or keep_best < 0 or (keep_every_hours is not None and keep_every_hours <= 0):
-        raise UsageError(
-            "A checkpoint manager needs keep >= 1, keep_best >= 0 and keep_every_hours > 0, "
-            f"not {keep}, {keep_best} and {keep_every_hours}"
-        )
 
 
 def require_fingerprint(
@@ -147,26 +122,57 @@ def require_code(saved: Saved, code: Mapping[str, Any] | None, versions: Mapping
         logging.warning(
             "%s was written by other code: %s; the run continues with the present code",
             saved.path,
-            _first(changed),
+            first_three(changed),
         )
 
 
-def _first(texts: Sequence[str]) -> str:
-    more = f"; and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
-    return f"{'; '.join(texts[:_SHOWN])}{more}"
-
-
 def require_fit(saved: Saved, variables: Mapping[str, list[tf.Variable]]) -> None:
-    """Compares ``variables`` with those of ``saved``, and logs a warning where only names differ.
+    """Compares ``variables`` with those of ``saved`` by their place in the list of each key, and
+    logs a warning where only names differ.
 
     Raises:
         CheckpointError: their number, shapes or dtypes differ.
     """
-    differing, renamed = manifest.differences(saved.variables, bundle.specs(variables))
+    old = saved.variables
+    differing, renamed = [], []
+    for key, ours in bundle.specs(variables).items():
+        theirs = old.get(key)
+        if theirs is None:
+            why = f", {_WHAT[key]}" if key in _WHAT else ""
+            differing.append(f"it has no {key!r}{why}, only {', '.join(old) or 'nothing'}")
+            continue
+        if len(theirs) != len(ours):
+            differing.append(f"it has {len(theirs)} variables in {key!r} instead of {len(ours)}")
+        for i, (a, b) in enumerate(itertools.zip_longest(theirs, ours)):
+            if a is None:
+                differing.append(f"{key}[{i}] {_describe(b)} is missing")
+            elif b is None:
+                differing.append(f"{key}[{i}] {_describe(a)} is extra")
+            elif a["dtype"] != b["dtype"] or not _fits(a["shape"], b["shape"]):
+                text = f"{key}[{i}] is {_describe(a)} instead of {_describe(b)}"
+                differing.append(text + (_RESIZED if key == "replicas" else ""))
+            elif manifest.unnumbered(a["name"]) != manifest.unnumbered(b["name"]):
+                renamed.append(f"{key}[{i}] is {a['name']} instead of {b['name']}")
     if differing:
         raise CheckpointError(
-            f"{saved.path} does not fit: {_first(differing)}; use the flags it was written with or "
-            "choose another --model_dir"
+            f"{saved.path} does not fit: {first_three(differing)}; use the flags it was written "
+            "with or choose another --model_dir"
         )
     if renamed:
         logging.warning("%s: %d other names, first %s", saved.path, len(renamed), renamed[0])
+
+
+def first_three(texts: Sequence[str]) -> str:
+    """The first three of ``texts``, and how many more there are."""
+    more = f"; and {len(texts) - 3} more" if len(texts) > 3 else ""
+    return "; ".join(texts[:3]) + more
+
+
+def _fits(shape: Sequence[int], wanted: Sequence[int | None]) -> bool:
+    return len(shape) == len(wanted) and all(
+        w in (None, s) for s, w in zip(shape, wanted, strict=True)
+    )
+
+
+def _describe(variable: Mapping[str, Any]) -> str:
+    return f"{variable['name']} {variable['dtype']}{variable['shape']}"

@@ -15,10 +15,9 @@ from absl import logging
 from ctl.base.names import check_name
 from ctl.checkpoint import manifest
 from ctl.checkpoint.reader import Reader
+from ctl.checkpoint.validation import first_three
 from ctl.distributed import replicas
 from ctl.errors import UsageError
-
-_SHOWN = 3  # differences in an error
 
 
 class _Given(NamedTuple):
@@ -93,10 +92,9 @@ def load_weights(
             if tuple(variable.shape) != value.shape
         ]
     if differing or pairs is None:
-        more = f"; and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
         raise UsageError(
-            f"the weights at {path} do not fit the model: {'; '.join(differing[:_SHOWN])}{more}; "
-            "use the model they are of, or name layers that start anew with --reinit=LAYER"
+            f"the weights at {path} do not fit the model: {first_three(differing)}; use the model "
+            "they are of, or name layers that start anew with --reinit=LAYER"
         )
     for one, value in pairs:
         one.variable.assign(value.astype(one.variable.dtype))
