@@ -177,11 +177,8 @@ def read_json(path: Path) -> Any:
     Raises:
         Damaged: the file is missing, unreadable, larger than 64 MiB, or not JSON.
     """
-    try:
-        with open_regular(path) as file:
-            data = file.read(_JSON_LIMIT + 1)
-    except OSError as error:
-        raise Damaged(f"{path.name} cannot be read ({error.strerror})") from error
+    with _readable(path.name), open_regular(path) as file:
+        data = file.read(_JSON_LIMIT + 1)
     if len(data) > _JSON_LIMIT:
         raise Damaged(f"{path.name} is larger than {_JSON_LIMIT >> 20} MiB")
     try:

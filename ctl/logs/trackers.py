@@ -158,7 +158,7 @@ class WandB:
             config=dict(flags),
             allow_val_change=True,
             # It would wait for a key at the terminal, and for a network after the end.
-            settings=wandb.TraceGuards(
+            settings=wandb.Settings(
                 console="off", silent=True, login_timeout=10, finish_timeout=PATIENCE
             ),
         )

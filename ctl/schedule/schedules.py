@@ -3,12 +3,7 @@
 ``schedule(step)`` is the float32 rate of the update that follows ``step`` updates, so the first
 update gets ``schedule(0)``. It works inside and outside of graphs, and depends on the step alone;
 `Plateau` depends on evaluations, too. Each schedule is also a
-`keras.optimizers.schedules.LearningRateSchedule`.
-
-    python -m ctl.schedule --schedule=cosine --warmup=0.5ep --epochs=12 --steps_per_epoch=156 \\
-        --plot=rate.svg
-
-prints and draws a schedule (`ctl.schedule.plot`).
+`keras.optimizers.schedules.LearningRateSchedule`. `ctl.schedule.plot` prints and draws one.
 """
 
 from __future__ import annotations
