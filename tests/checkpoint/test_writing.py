@@ -99,11 +99,8 @@ def test_retention(tmp_path, rule, expected, late):
             if late:
                 manager.annotate(step, metrics)
     assert steps_in(tmp_path) == expected
-    assert sorted(os.listdir(tmp_path)) == [
-        ".lock",
-        "latest.json",
-        *(f"step-{step:010d}" for step in expected),
-    ]
+    directories = [f"step-{step:010d}" for step in expected]
+    assert sorted(os.listdir(tmp_path)) == [".lock", "latest.json", *directories]
     assert restore_fresh(tmp_path)[1] == [7, 7, 7]
 
 

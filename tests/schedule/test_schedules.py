@@ -118,12 +118,8 @@ def test_formula_at_every_scale(schedule, reference, jit_compile):
 @ALL
 def test_any_kind_of_step(schedule, reference):
     expected = np.float32(reference(1500))
-    for step in (
-        1500,
-        tf.constant(1500),
-        tf.Variable(1500, dtype=tf.int64),
-        keras.Variable(1500, dtype="int64"),
-    ):
+    variables = tf.Variable(1500, dtype=tf.int64), keras.Variable(1500, dtype="int64")
+    for step in (1500, tf.constant(1500), *variables):
         rate = schedule(step)
         assert rate.shape == () and rate.dtype == tf.float32
         np.testing.assert_array_max_ulp(rate.numpy(), expected, maxulp=1)
@@ -184,12 +180,8 @@ def test_the_classic_epochs():
     assert [float(schedule(step)) for step in (0, 1406, 1407, 3281, 3282, 5625)] == pytest.approx(
         [1e-3, 1e-3, 1e-4, 1e-4, 1e-5, 1e-5]
     )
-    assert schedule == make_schedule(
-        "piecewise",
-        boundaries=["3ep", "7ep"],
-        values=["1e-3", "1e-4", "1e-5"],
-        steps_per_epoch=per_epoch,
-    )
+    pieces = {"boundaries": ["3ep", "7ep"], "values": ["1e-3", "1e-4", "1e-5"]}
+    assert schedule == make_schedule("piecewise", **pieces, steps_per_epoch=per_epoch)
 
 
 @pytest.mark.parametrize(
@@ -236,14 +228,8 @@ def test_durations_that_need_more():
 )
 def test_scaling(rule, expected):
     assert durations.scale_learning_rate(0.1, 4096, 256, rule) == pytest.approx(expected)
-    scaled = make_schedule(
-        "cosine",
-        learning_rate=0.1,
-        end_learning_rate=0.01,
-        total_steps=10,
-        global_batch_size=4096,
-        scaling=rule,
-    )
+    rates = {"learning_rate": 0.1, "end_learning_rate": 0.01}
+    scaled = make_schedule("cosine", **rates, total_steps=10, global_batch_size=4096, scaling=rule)
     assert scaled.learning_rate == pytest.approx(expected)
     assert scaled.end_learning_rate == pytest.approx(expected / 10)
 
