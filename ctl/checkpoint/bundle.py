@@ -141,8 +141,10 @@ def read(prefix: str, variables: Mapping[str, list[tf.Variable]]) -> dict[str, l
     with _readable(prefix) as path:
         reader = tf.train.load_checkpoint(path)
         shapes, dtypes = reader.get_variable_to_shape_map(), reader.get_variable_to_dtype_map()
-        values: dict[str, list[tf.Tensor]] = {}
+        values: dict[str, list[tf.Tensor]] = {key: [] for key in variables}
         for key, group in variables.items():
+            if not group:  # TensorFlow refuses to read nothing
+                continue
             names = [_key(key, i) for i in range(len(group))]
             for name, v in zip(names, group, strict=True):
                 fits = v.shape.is_compatible_with(shapes.get(name, ()))
@@ -150,8 +152,7 @@ def read(prefix: str, variables: Mapping[str, list[tf.Variable]]) -> dict[str, l
                     raise durable.Damaged(f"{name} is not what the manifest says")
             whole = {"shape_and_slices": [""] * len(group), "dtypes": [v.dtype for v in group]}
             with tf.device("/cpu:0"):  # a variable on the CPU takes over the buffer
-                restored = tf.raw_ops.RestoreV2(prefix=path, tensor_names=names, **whole)
-            values[key] = list(restored)
+                values[key] += tf.raw_ops.RestoreV2(prefix=path, tensor_names=names, **whole)
         return values
 
 

@@ -12,10 +12,10 @@ import keras
 import numpy as np
 from absl import logging
 
+from ctl.base.differences import first_three
 from ctl.base.names import check_name
 from ctl.checkpoint import manifest
 from ctl.checkpoint.reader import Reader
-from ctl.checkpoint.validation import first_three
 from ctl.distributed import replicas
 from ctl.errors import UsageError
 

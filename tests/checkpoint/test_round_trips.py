@@ -63,6 +63,16 @@ def test_tensorflow_alone_reads_it(tmp_path):
     assert values_of(state) == [7, 7, 7]
 
 
+def test_a_group_may_be_empty(tmp_path):
+    """As that of an optimizer without slots."""
+    state = {"model": [tf.Variable(3.0)], "optimizer": []}
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, state, wait=True)
+        state["model"][0].assign(0.0)
+        assert manager.restore(state).variables["optimizer"] == []
+    assert float(state["model"][0]) == 3.0
+
+
 def test_a_part_of_the_state_is_enough(tmp_path):
     save_steps(tmp_path, [5])
     part = {"model": state_of(0)["model"]}
