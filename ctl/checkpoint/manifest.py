@@ -11,6 +11,7 @@ taken for a checkpoint.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
@@ -194,34 +195,21 @@ def load_all(directory: Path) -> list[Saved]:
     """Returns all checkpoints with a valid manifest, in ascending order of steps."""
     found = []
     for path in paths(directory).values():
-        try:
+        with contextlib.suppress(durable.Damaged):
             found.append(load(path))
-        except durable.Damaged:
-            continue
     return found
-
-
-def committed(directory: Path) -> int:
-    """Returns the step in ``latest.json``.
-
-    Raises:
-        durable.Damaged: the file is unreadable or names no step.
-    """
-    pointer = durable.read_json(directory / "latest.json")
-    step = pointer.get("step") if isinstance(pointer, dict) else None
-    if type(step) is not int or step < 0:
-        raise durable.Damaged("latest.json names no step")
-    return step
 
 
 def end_of_history(directory: Path) -> float:
     """Returns the last step in the history of the run: that of ``latest.json``. Later checkpoints
     are of a branch that the run left when it went back to an earlier step, or were not committed.
     Without a valid ``latest.json`` all are of its history: returns infinity."""
-    try:
-        return committed(directory)
-    except durable.Damaged:
-        return math.inf
+    with contextlib.suppress(durable.Damaged):
+        pointer = durable.read_json(directory / "latest.json")
+        step = pointer.get("step") if isinstance(pointer, dict) else None
+        if type(step) is int and step >= 0:
+            return step
+    return math.inf
 
 
 def newest_first(directory: Path) -> list[int]:
