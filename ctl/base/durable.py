@@ -187,6 +187,11 @@ def read_json(path: Path) -> Any:
         raise Damaged(f"{path.name} is not JSON ({error})") from error
 
 
+def is_number(value: Any) -> bool:
+    """Whether ``value``, of JSON, is a number that a float can hold. A larger integer overflows."""
+    return type(value) is float or (type(value) is int and abs(value) < 2**63)
+
+
 def fsync_directory(directory: Path) -> None:
     """Makes the names in ``directory`` durable, which ``fsync`` of the files does not."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)

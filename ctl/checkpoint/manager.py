@@ -121,7 +121,7 @@ class CheckpointManager:
         self._retention |= {"keep": keep, "keep_best": keep_best}
         self._retention |= {"keep_every_hours": keep_every_hours}
         # JSON turns tuples into lists, as in the fingerprint that is read back.
-        self._fingerprint = None if fingerprint is None else json.loads(json.dumps(fingerprint))
+        self._fingerprint = json.loads(json.dumps(fingerprint))
         self._soft_keys = frozenset(soft_keys)
         self._asynchronous = asynchronous
         self._clock = clock

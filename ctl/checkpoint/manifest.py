@@ -104,9 +104,10 @@ def load(path: Path) -> Saved:
     require(content.get("schema") == _SCHEMA, f"schema {content.get('schema')!r} is not {_SCHEMA}")
     step, metrics, files = (content.get(key) for key in ("step", "metrics", "files"))
     require(type(step) is int and path.name == f"step-{step:010d}", f"it is of step {step!r}")
-    require(_is_number(content.get("time")), "no time")
+    require(durable.is_number(content.get("time")), "no time")
     require(isinstance(metrics, dict), "no metrics")
-    require(all(v is None or _is_number(v) for v in metrics.values()), "a metric is no number")
+    known = (value for value in metrics.values() if value is not None)
+    require(all(map(durable.is_number, known)), "a metric is no number")
     evaluated = content.get("evaluated", list(metrics))  # absent in the first version
     require(
         isinstance(evaluated, list) and all(type(n) is str and n in metrics for n in evaluated),
@@ -302,8 +303,3 @@ def unnumbered(name: str) -> str:
     """``name`` without the numbers of layers."""
     # Keras numbers the layers of a class in the order of their creation in a process.
     return re.sub(r"_\d+", "", name)
-
-
-def _is_number(value: Any) -> bool:
-    # A larger int could overflow a float.
-    return type(value) is float or (type(value) is int and abs(value) < 2**63)

@@ -202,8 +202,6 @@ def _named(record: Mapping[str, Any]) -> dict[str, float]:
 
 def _kept_id(path: Path, where: str) -> str | None:
     """The id in ``path`` of the run at ``where``; None if the run is new there."""
-    if not path.exists():
-        return None
     try:
         kept = durable.read_json(path)
     except durable.Damaged:
