@@ -154,11 +154,7 @@ class _ToEnd(Schedule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.warmup_steps >= self.total_steps:
-            raise UsageError(
-                f"a warm-up of {self.warmup_steps} steps must be shorter than the training of "
-                f"{self.total_steps} steps"
-            )
+        _check_warmup(self.warmup_steps, self.total_steps)
 
     def decay(self, step: tf.Tensor) -> tf.Tensor:
         steps = float(self.total_steps - self.warmup_steps)
@@ -278,6 +274,13 @@ class Plateau(Schedule):
         return tf.maximum(self.learning_rate * factor, self.end_learning_rate)
 
 
+def _check_warmup(warmup: int, total: int) -> None:
+    if warmup >= total:
+        raise UsageError(
+            f"a warm-up of {warmup} steps must be shorter than the training of {total} steps"
+        )
+
+
 def make_schedule(
     name: str,
     *,
@@ -335,10 +338,8 @@ def make_schedule(
         return steps_from(what, duration, steps_per_epoch)
 
     warmup = steps("warm-up", warmup_steps)
-    if total_steps is not None and warmup >= total_steps:
-        raise UsageError(
-            f"a warm-up of {warmup} steps must be shorter than the training of {total_steps} steps"
-        )
+    if total_steps is not None:
+        _check_warmup(warmup, total_steps)
     if name == "piecewise":
         if values is None:
             raise UsageError("the piecewise schedule needs rates, e.g. --rates=1e-3,1e-4,1e-5")
