@@ -126,10 +126,7 @@ def to_resume_from(checkpoints: Path) -> int:
     """The step from which the next attempt must go on: the last one committed, or else the newest
     intact one before it, or else any; 0 if there is none."""
     steps = intact(checkpoints)
-    try:
-        last = manifest.committed(checkpoints)
-    except durable.Damaged:
-        last = max(steps, default=0)
+    last = manifest.end_of_history(checkpoints)
     return max((s for s in steps if s <= last), default=max(steps, default=0))
 
 

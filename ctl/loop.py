@@ -32,7 +32,6 @@ from absl import logging
 from ctl.base.actions import STOP, Action, EvalAction
 from ctl.base.autograph import graph_function
 from ctl.checkpoint.manager import CheckpointManager, Saved
-from ctl.checkpoint.validation import require_restored
 from ctl.control import jit, source_hash
 from ctl.control.agreement import agree, check_state
 from ctl.control.callbacks import run_actions, status_of, steps_until_due
@@ -379,7 +378,7 @@ class Loop:
             if getattr(self, name) is not getattr(self.steps, name):
                 raise UsageError(f"the {name} of the loop has changed: make a new loop")
         if self.checkpoints:
-            require_restored(self.checkpoints.directory, self.checkpoints.unrestored)
+            self.checkpoints.require_restored()
         step.trace_guards.check_rate(step)
         step.check_model()
 

@@ -1,4 +1,4 @@
-"""In what objects of JSON differ, such as what workers say of themselves."""
+"""In what objects of JSON differ, such as what workers say of themselves; a few of many texts."""
 
 from __future__ import annotations
 
@@ -19,3 +19,9 @@ def differences(objects: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
         elif any(value != values[0] for value in values):
             found[name] = values
     return found
+
+
+def first_three(texts: Sequence[str]) -> str:
+    """The first three of ``texts``, and how many more there are."""
+    more = f"; and {len(texts) - 3} more" if len(texts) > 3 else ""
+    return "; ".join(texts[:3]) + more

@@ -177,17 +177,19 @@ def read_json(path: Path) -> Any:
     Raises:
         Damaged: the file is missing, unreadable, larger than 64 MiB, or not JSON.
     """
-    try:
-        with open_regular(path) as file:
-            data = file.read(_JSON_LIMIT + 1)
-    except OSError as error:
-        raise Damaged(f"{path.name} cannot be read ({error.strerror})") from error
+    with _readable(path.name), open_regular(path) as file:
+        data = file.read(_JSON_LIMIT + 1)
     if len(data) > _JSON_LIMIT:
         raise Damaged(f"{path.name} is larger than {_JSON_LIMIT >> 20} MiB")
     try:
         return json.loads(data)
     except (ValueError, RecursionError) as error:
         raise Damaged(f"{path.name} is not JSON ({error})") from error
+
+
+def is_number(value: Any) -> bool:
+    """Whether ``value``, of JSON, is a number that a float can hold. A larger integer overflows."""
+    return type(value) is float or (type(value) is int and abs(value) < 2**63)
 
 
 def fsync_directory(directory: Path) -> None:

@@ -27,16 +27,3 @@ def load_lazily(
         return module if path.endswith(f".{name}") else getattr(module, name)
 
     return get, lambda: sorted({*names, *importlib.import_module(package).__dict__})
-
-
-def hand_on(path: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Makes the ``__getattr__`` and ``__dir__`` of a package that has the ``__all__`` of the module
-    ``path``, which loads on first use."""
-
-    def get(name: str) -> Any:
-        module = importlib.import_module(path)
-        if name != "__all__" and name not in module.__all__:
-            raise AttributeError(f"module {path.rpartition('.')[0]!r} has no attribute {name!r}")
-        return getattr(module, name)
-
-    return get, lambda: [*importlib.import_module(path).__all__]

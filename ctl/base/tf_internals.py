@@ -27,10 +27,8 @@ def no_rules() -> str | None:
     config = _import(_AUTOGRAPH)
     if hasattr(config, "CONVERSION_RULES") and hasattr(config, "DoNotConvert"):
         return None
-    return (
-        f"this TensorFlow ({tf.__version__}) has no {_AUTOGRAPH}.CONVERSION_RULES: AutoGraph reads "
-        "all functions of ctl, so each start takes longer"
-    )
+    lost = "AutoGraph reads all functions of ctl, so each start takes longer"
+    return _without(f"{_AUTOGRAPH}.CONVERSION_RULES", lost)
 
 
 def leave_to_python(package: str, but: str) -> None:
@@ -52,10 +50,8 @@ def why_no_timestamps() -> str | None:
     """Says why time stamps are impossible (see `run_independently`); None if they are possible."""
     if hasattr(tf.Graph(), _MANAGER):
         return None
-    return (
-        f"this TensorFlow ({tf.__version__}) has no Graph.{_MANAGER}: time stamps inside the step "
-        "would wait for each other, so phases, packs and late workers cannot be shown"
-    )
+    lost = "time stamps inside the step would wait for each other, so phases, packs and late "
+    return _without(f"Graph.{_MANAGER}", lost + "workers cannot be shown")
 
 
 def run_independently(operation: tf.Operation) -> None:
@@ -70,23 +66,17 @@ def run_independently(operation: tf.Operation) -> None:
 
 def no_profile() -> str | None:
     """Says why a profile cannot be read; None if it can."""
-    if _xplane():
-        return None
-    return (
-        f"this TensorFlow ({tf.__version__}) has no {_XPLANE}: the time of a pack cannot be split "
-        "into packing, collective and unpacking"
-    )
+    lost = "the time of a pack cannot be split into packing, collective and unpacking"
+    return None if _import(_XPLANE) else _without(_XPLANE, lost)
 
 
 def parse_xspace(data: bytes) -> Any:
     """Parses the bytes of a ``*.xplane.pb`` file to an ``XSpace``. Check `no_profile` first."""
-    space = _xplane().XSpace()
-    space.ParseFromString(data)
-    return space
+    return _import(_XPLANE).XSpace.FromString(data)
 
 
-def _xplane() -> Any:
-    return _import(_XPLANE)
+def _without(name: str, lost: str) -> str:
+    return f"this TensorFlow ({tf.__version__}) has no {name}: {lost}"
 
 
 def _import(name: str) -> Any:
@@ -98,12 +88,8 @@ def _import(name: str) -> Any:
 
 def no_definitions() -> str | None:
     """Says why the outputs of an operation cannot be looked up; None if they can."""
-    if _definitions():
-        return None
-    return (
-        f"this TensorFlow ({tf.__version__}) has no {_DEFINITIONS}: the shapes of operations with "
-        "several outputs are not known, so some sizes may be missing"
-    )
+    lost = "the shapes of operations with several outputs are not known, so some sizes may be "
+    return None if _import(_DEFINITIONS) else _without(_DEFINITIONS, lost + "missing")
 
 
 def output_offset(node: Any, output: str) -> int:
@@ -112,7 +98,7 @@ def output_offset(node: Any, output: str) -> int:
     In the body of a function, tensors are named ``node:output:index``, relative to ``output``.
     Returns 0 if the definitions are missing (see `no_definitions`).
     """
-    definitions = _definitions()
+    definitions = _import(_DEFINITIONS)
     definition = definitions.get(node.op) if definitions else None
     offset = 0
     for argument in definition.output_arg if definition else ():
@@ -131,10 +117,7 @@ def no_functions() -> str | None:
     """Says why functions of another process cannot be defined here; None if they can."""
     if hasattr(_import(_CONTEXT), "context"):
         return None
-    return (
-        f"this TensorFlow ({tf.__version__}) has no {_CONTEXT}.context: what XLA makes of the step "
-        "cannot be shown"
-    )
+    return _without(f"{_CONTEXT}.context", "what XLA makes of the step cannot be shown")
 
 
 def define_function(function: Any) -> None:
@@ -144,12 +127,8 @@ def define_function(function: Any) -> None:
 
 def no_object_graph() -> str | None:
     """Says what a checkpoint without `object_graph` lacks; None if there is one."""
-    if _import(_OBJECTS):
-        return None
-    return (
-        f"this TensorFlow ({tf.__version__}) has no {_OBJECTS}: `tf.train.Checkpoint` cannot read "
-        "the checkpoints; ctl and `tf.train.load_checkpoint` can"
-    )
+    lost = "`tf.train.Checkpoint` cannot read the checkpoints; ctl and `tf.train.load_checkpoint` "
+    return None if _import(_OBJECTS) else _without(_OBJECTS, lost + "can")
 
 
 def object_graph(lengths: Mapping[str, int], name: Callable[[str, int], str]) -> bytes:
@@ -185,10 +164,6 @@ def may_call_python(dataset: tf.data.Dataset) -> bool:
             return True
     unknown = type(dataset).__name__ == "_VariantDataset"
     return unknown or any(map(may_call_python, inputs))
-
-
-def _definitions() -> Any:
-    return _import(_DEFINITIONS)
 
 
 @contextlib.contextmanager

@@ -139,9 +139,21 @@ def read(prefix: str, variables: Mapping[str, list[tf.Variable]]) -> dict[str, l
         durable.Damaged: one is missing, unreadable, or of another shape or dtype.
     """
     with _readable(prefix) as path:
-        _check(tf.train.load_checkpoint(path), variables)
-        with tf.device("/cpu:0"):  # a variable on the CPU takes over the buffer
-            return {key: _restored(path, key, group) for key, group in variables.items()}
+        reader = tf.train.load_checkpoint(path)
+        shapes, dtypes = reader.get_variable_to_shape_map(), reader.get_variable_to_dtype_map()
+        values: dict[str, list[tf.Tensor]] = {key: [] for key in variables}
+        for key, group in variables.items():
+            if not group:  # TensorFlow refuses to read nothing
+                continue
+            names = [_key(key, i) for i in range(len(group))]
+            for name, v in zip(names, group, strict=True):
+                fits = v.shape.is_compatible_with(shapes.get(name, ()))
+                if dtypes.get(name) != v.dtype or not fits:
+                    raise durable.Damaged(f"{name} is not what the manifest says")
+            whole = {"shape_and_slices": [""] * len(group), "dtypes": [v.dtype for v in group]}
+            with tf.device("/cpu:0"):  # a variable on the CPU takes over the buffer
+                values[key] += tf.raw_ops.RestoreV2(prefix=path, tensor_names=names, **whole)
+        return values
 
 
 def read_one(prefix: str, key: str, index: int) -> np.ndarray:
@@ -152,48 +164,19 @@ def read_one(prefix: str, key: str, index: int) -> np.ndarray:
 
 @contextlib.contextmanager
 def _readable(prefix: str) -> Iterator[str]:
-    """As `_literal`; what TensorFlow raises inside is `durable.Damaged`."""
-    try:
-        with _literal(prefix) as path:
-            yield path
-    except (tf.errors.OpError, ValueError, RuntimeError) as error:
-        reason = str(error).partition("\n")[0]
-        raise durable.Damaged(f"TensorFlow cannot read it: {reason}") from error
-
-
-def _check(reader: Any, variables: Mapping[str, list[tf.Variable]]) -> None:
-    shapes, dtypes = reader.get_variable_to_shape_map(), reader.get_variable_to_dtype_map()
-    for key, group in variables.items():
-        for i, variable in enumerate(group):
-            name = _key(key, i)
-            shape = shapes.get(name, ())
-            if dtypes.get(name) != variable.dtype or not variable.shape.is_compatible_with(shape):
-                raise durable.Damaged(f"{name} is not what the manifest says")
-
-
-def _restored(path: str, key: str, group: list[tf.Variable]) -> list[tf.Tensor]:
-    if not group:
-        return []
-    names, dtypes = [_key(key, i) for i in range(len(group))], [v.dtype for v in group]
-    return list(
-        tf.raw_ops.RestoreV2(
-            prefix=path, tensor_names=names, shape_and_slices=[""] * len(group), dtypes=dtypes
-        )
-    )
-
-
-@contextlib.contextmanager
-def _literal(prefix: str) -> Iterator[str]:
-    """``prefix`` by a path without the characters that TensorFlow takes for a pattern."""
-    if not set(prefix) & set("*?[]\\"):
-        yield prefix
-        return
-    directory, name = os.path.split(prefix)
-    number = os.open(directory, os.O_RDONLY)
-    try:
-        yield f"/proc/self/fd/{number}/{name}"
-    finally:
-        os.close(number)
+    """``prefix`` by a path without the characters that TensorFlow takes for a pattern. What
+    TensorFlow raises inside is `durable.Damaged`."""
+    with contextlib.ExitStack() as stack:
+        if set(prefix) & set("*?[]\\"):
+            directory, name = os.path.split(prefix)
+            number = os.open(directory, os.O_RDONLY)
+            stack.callback(os.close, number)
+            prefix = f"/proc/self/fd/{number}/{name}"
+        try:
+            yield prefix
+        except (tf.errors.OpError, ValueError, RuntimeError) as error:
+            reason = str(error).partition("\n")[0]
+            raise durable.Damaged(f"TensorFlow cannot read it: {reason}") from error
 
 
 def _key(key: str, index: int) -> str:

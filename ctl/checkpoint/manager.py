@@ -13,6 +13,10 @@ TensorFlow reads the files without ctl::
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import functools
+import itertools
 import json
 import operator
 import os
@@ -30,13 +34,22 @@ from absl import logging
 
 from ctl.base import durable
 from ctl.base.best import Mode, mode_of
-from ctl.checkpoint import bundle, manifest, validation
+from ctl.base.differences import differences, first_three
+from ctl.checkpoint import bundle, manifest
 from ctl.checkpoint.bundle import State
 from ctl.checkpoint.manifest import Saved
-from ctl.checkpoint.validation import failure
 from ctl.errors import CheckpointError, CtlError, UsageError
 
 _VERSIONS = {"tensorflow": tf.__version__, "keras": keras.__version__}
+
+# A quota and a limit on file sizes have the same remedy as a full disk.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+_WHAT = {"step": "the variables of the step's own", "memory": "what evaluations have left"}
+_RESIZED = (
+    ", one value for each replica: resume on as many, or make the variable with on_resize='sum' or "
+    "'zero'"
+)
 
 
 class CheckpointManager:
@@ -93,13 +106,22 @@ class CheckpointManager:
         """
         self.code: Mapping[str, Any] | None = None
         self.directory = Path(directory)
-        validation.check_options(directory, keep, keep_best, keep_every_hours)
+        if "://" in os.fspath(directory):
+            raise UsageError(
+                f"Checkpoints need a POSIX file system, not {directory}; mount it or choose "
+                "another --model_dir"
+            )
+        if keep < 1 or keep_best < 0 or (keep_every_hours is not None and keep_every_hours <= 0):
+            raise UsageError(
+                "A checkpoint manager needs keep >= 1, keep_best >= 0 and keep_every_hours > 0, "
+                f"not {keep}, {keep_best} and {keep_every_hours}"
+            )
         self._best = (best_metric, mode_of(best_metric, best_mode))
         self._retention: dict[str, Any] = {"best_metric": best_metric, "best_mode": self._best[1]}
         self._retention |= {"keep": keep, "keep_best": keep_best}
         self._retention |= {"keep_every_hours": keep_every_hours}
         # JSON turns tuples into lists, as in the fingerprint that is read back.
-        self._fingerprint = None if fingerprint is None else json.loads(json.dumps(fingerprint))
+        self._fingerprint = json.loads(json.dumps(fingerprint))
         self._soft_keys = frozenset(soft_keys)
         self._asynchronous = asynchronous
         self._clock = clock
@@ -159,7 +181,7 @@ class CheckpointManager:
           CheckpointError: the previous write failed, or this one if the call waits for it.
         """
         self._require_writer()
-        validation.require_restored(self.directory, self.unrestored)
+        self.require_restored()
         self.wait()
         step = operator.index(step)
         if step < 0:
@@ -181,6 +203,14 @@ class CheckpointManager:
         )
         self._submit(self._write, saved, tensors, wait=wait)
         return saved.path
+
+    def require_restored(self) -> None:
+        """Raises `UsageError` if the run would write among the checkpoints of another."""
+        if self.unrestored:
+            raise UsageError(
+                f"{self.directory} has a run, up to step {self.unrestored.step}: continue it by "
+                "restore(), or choose another directory"
+            )
 
     def note_constants(self, state: State) -> None:
         """Notes which variables have a NaN or Inf before training, such as the Inf of a mask."""
@@ -221,8 +251,27 @@ class CheckpointManager:
             durable.sweep(self.directory)
             return lock
         except OSError as error:
-            doing = "open the checkpoints for writing"
-            raise failure(self.directory, doing, error) from error
+            raise self._failure("open the checkpoints for writing", error) from error
+
+    def _failure(self, doing: str, error: Exception, needed: int = 0) -> CheckpointError:
+        """The error for an operation that failed with one of Python or TensorFlow. ``doing``
+        continues "Cannot"; ``needed`` are the bytes that it writes."""
+        # TensorFlow keeps the text of an errno, not its number.
+        reason = (getattr(error, "strerror", None) or str(error)).partition("\n")[0]
+        if any(os.strerror(number) in reason for number in _FULL):
+            needed = max(needed, 2**20)  # The manifest and the file system need a little too.
+            free = shutil.disk_usage(self.directory).free
+            missing = needed - free if needed > free else needed
+            return CheckpointError(
+                f"No space left to {doing} ({needed / 2**20:.1f} MiB): {self.directory}; "
+                f"free {missing / 2**20:.1f} MiB or choose another --model_dir"
+            )
+        if os.strerror(errno.ENOENT) in reason and not self.directory.exists():
+            reason = "the directory is gone"
+        return CheckpointError(
+            f"Cannot {doing}: {self.directory}: {reason}; make it writable or choose another "
+            "--model_dir"
+        )
 
     def _require_writer(self) -> None:
         if self._lock is None:
@@ -235,8 +284,10 @@ class CheckpointManager:
         needed = bundle.size(tensors)
         unfinished = durable.scratch(self.directory, saved.path.name)
         try:
-            if saved.step <= self._committed and manifest.is_intact(saved.path):
-                return
+            if saved.step <= self._committed:
+                with contextlib.suppress(durable.Damaged):
+                    manifest.verified(saved.path)
+                    return
             os.mkdir(unfinished)
             bundle.write(str(unfinished / "variables"), tensors)
             saved = replace(saved, files=durable.seal(unfinished))
@@ -251,7 +302,7 @@ class CheckpointManager:
         except (OSError, tf.errors.OpError) as error:
             shutil.rmtree(unfinished, ignore_errors=True)
             doing = f"save the checkpoint of step {saved.step}"
-            raise failure(self.directory, doing, error, needed) from error
+            raise self._failure(doing, error, needed) from error
 
     def _annotate(self, step: int, metrics: dict[str, float], stopped: bool) -> None:
         """Adds to a checkpoint, in the thread of the executor."""
@@ -263,12 +314,14 @@ class CheckpointManager:
                 "evaluate before retention deletes it, or raise keep"
             ) from damage
         try:
-            annotated = manifest.annotated(saved, metrics, stopped)
-            manifest.dump(annotated, saved.path, via=self.directory)
+            names = list(dict.fromkeys([*saved.evaluated, *metrics]))
+            metrics = {**saved.metrics, **metrics}
+            saved = replace(saved, metrics=metrics, evaluated=names, stopped=stopped)
+            manifest.dump(saved, saved.path, via=self.directory)
             self._apply_retention()
         except OSError as error:
             doing = f"add metrics to the checkpoint of step {step}"
-            raise failure(self.directory, doing, error) from error
+            raise self._failure(doing, error) from error
 
     def _apply_retention(self) -> None:
         past = [s for s in self.all() if s.step <= self._committed]
@@ -286,13 +339,8 @@ class CheckpointManager:
     def latest(self) -> Saved | None:
         """The last one with a valid manifest, see `manifest.newest_first`; ``None`` without one.
         Reads no other file, so `restore` may pass over it."""
-        failed: set[int] = set()
-        while left := [s for s in manifest.newest_first(self.directory) if s not in failed]:
-            try:
-                return manifest.load(manifest.path_of(self.directory, left[0]))
-            except durable.Damaged:
-                failed.add(left[0])
-        return None
+        steps = functools.partial(manifest.newest_first, self.directory)
+        return manifest.first_intact(self.directory, steps, manifest.load, quiet=True)
 
     def best(self) -> Saved | None:
         """The one with the best ``best_metric``, see `manifest.best_first`; ``None`` if none has
@@ -328,9 +376,9 @@ class CheckpointManager:
         def read(path: Path) -> tuple[Saved, dict[str, list[tf.Tensor]]]:
             saved = manifest.load(path)
             with durable.verifying(path, saved.files):
-                validation.require_fingerprint(saved, self._fingerprint, self._soft_keys)
-                validation.require_code(saved, self.code, _VERSIONS)
-                validation.require_fit(saved, variables)
+                self._require_fingerprint(saved)
+                self._require_code(saved)
+                _require_fit(saved, variables)
                 return saved, bundle.read(saved.prefix, variables)
 
         found = manifest.first_intact(self.directory, lambda: self._steps(step), read)
@@ -385,3 +433,106 @@ class CheckpointManager:
                 f"{', '.join(map(str, steps)) or '(none)'}"
             )
         return [operator.index(wanted)]
+
+    def _require_fingerprint(self, saved: Saved) -> None:
+        """Logs a warning where soft keys differ. Raises `CheckpointError` if others do: ``saved``
+        is of another run."""
+        if self._fingerprint is None or saved.fingerprint is None:
+            return
+        differing = {
+            key: f"{key} was {was!r}, is {now!r}"
+            for key, (was, now) in differences([saved.fingerprint, self._fingerprint]).items()
+        }
+        soft = [text for key, text in differing.items() if key in self._soft_keys]
+        hard = [text for key, text in differing.items() if key not in self._soft_keys]
+        if hard:
+            raise CheckpointError(
+                f"{saved.path} is of another run: {'; '.join(hard)}; use the same flags or choose "
+                "another --model_dir"
+            )
+        if soft:
+            logging.warning("%s: %s", saved.path, "; ".join(soft))
+
+    def _require_code(self, saved: Saved) -> None:
+        """Compares the step, its sources, the settings of its layers, the modules that both runs
+        have imported, and versions of packages. Logs a warning where something else than the class
+        differs: it may have been mended, or moved to another machine. Raises `CheckpointError` if
+        ``saved`` is of another class, unless that was only moved."""
+        code = self.code
+        if code is None or saved.code is None:
+            return
+        old, new = saved.code["step"], code["step"]
+        same_source = saved.code["source"] == code["source"]
+        if old != new and not same_source:
+            raise CheckpointError(
+                f"{saved.path} was written by the step {old}, not by {new}: use that class, or "
+                "choose another --model_dir"
+            )
+        now = {"modules": {}, "model": {}, **code}
+        then = {**now, **saved.code}  # which lacks both in the first versions
+        changed = [
+            f"{name} was {json.dumps(was)}, is {json.dumps(is_)}"
+            for name, (was, is_) in differences([then["model"], now["model"]]).items()
+        ]
+        if not same_source:
+            changed.append(f"the source of the step {new}, of its layers or of its loss")
+        changed += [
+            f"the source of the module {name}"
+            for name, source in now["modules"].items()
+            if source != then["modules"].get(name, source)
+        ]
+        known = saved.fingerprint or {}  # what it has was compared with it
+        changed += [
+            f"the version of {package} was {saved.versions[package]}, is {version}"
+            for package, version in _VERSIONS.items()
+            if package not in known and saved.versions.get(package, version) != version
+        ]
+        if changed:
+            logging.warning(
+                "%s was written by other code: %s; the run continues with the present code",
+                saved.path,
+                first_three(changed),
+            )
+
+
+def _require_fit(saved: Saved, variables: Mapping[str, list[tf.Variable]]) -> None:
+    """Compares ``variables`` with those of ``saved`` by their place in the list of each key, and
+    logs a warning where only names differ. Raises `CheckpointError` if their number, shapes or
+    dtypes differ."""
+    old = saved.variables
+    differing, renamed = [], []
+    for key, ours in bundle.specs(variables).items():
+        theirs = old.get(key)
+        if theirs is None:
+            why = f", {_WHAT[key]}" if key in _WHAT else ""
+            differing.append(f"it has no {key!r}{why}, only {', '.join(old) or 'nothing'}")
+            continue
+        if len(theirs) != len(ours):
+            differing.append(f"it has {len(theirs)} variables in {key!r} instead of {len(ours)}")
+        for i, (a, b) in enumerate(itertools.zip_longest(theirs, ours)):
+            if a is None:
+                differing.append(f"{key}[{i}] {_describe(b)} is missing")
+            elif b is None:
+                differing.append(f"{key}[{i}] {_describe(a)} is extra")
+            elif a["dtype"] != b["dtype"] or not _fits(a["shape"], b["shape"]):
+                text = f"{key}[{i}] is {_describe(a)} instead of {_describe(b)}"
+                differing.append(text + (_RESIZED if key == "replicas" else ""))
+            elif manifest.unnumbered(a["name"]) != manifest.unnumbered(b["name"]):
+                renamed.append(f"{key}[{i}] is {a['name']} instead of {b['name']}")
+    if differing:
+        raise CheckpointError(
+            f"{saved.path} does not fit: {first_three(differing)}; use the flags it was written "
+            "with or choose another --model_dir"
+        )
+    if renamed:
+        logging.warning("%s: %d other names, first %s", saved.path, len(renamed), renamed[0])
+
+
+def _fits(shape: Sequence[int], wanted: Sequence[int | None]) -> bool:
+    return len(shape) == len(wanted) and all(
+        w in (None, s) for s, w in zip(shape, wanted, strict=True)
+    )
+
+
+def _describe(variable: Mapping[str, Any]) -> str:
+    return f"{variable['name']} {variable['dtype']}{variable['shape']}"

@@ -11,12 +11,12 @@ taken for a checkpoint.
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -104,9 +104,10 @@ def load(path: Path) -> Saved:
     require(content.get("schema") == _SCHEMA, f"schema {content.get('schema')!r} is not {_SCHEMA}")
     step, metrics, files = (content.get(key) for key in ("step", "metrics", "files"))
     require(type(step) is int and path.name == f"step-{step:010d}", f"it is of step {step!r}")
-    require(_is_number(content.get("time")), "no time")
+    require(durable.is_number(content.get("time")), "no time")
     require(isinstance(metrics, dict), "no metrics")
-    require(all(v is None or _is_number(v) for v in metrics.values()), "a metric is no number")
+    known = (value for value in metrics.values() if value is not None)
+    require(all(map(durable.is_number, known)), "a metric is no number")
     evaluated = content.get("evaluated", list(metrics))  # absent in the first version
     require(
         isinstance(evaluated, list) and all(type(n) is str and n in metrics for n in evaluated),
@@ -165,20 +166,11 @@ def load(path: Path) -> Saved:
     )
 
 
-def annotated(saved: Saved, metrics: Mapping[str, float], stopped: bool) -> Saved:
-    """Returns ``saved`` with the results of an evaluation too, see `CheckpointManager.annotate`."""
-    names = list(dict.fromkeys([*saved.evaluated, *metrics]))
-    metrics = {**saved.metrics, **metrics}
-    return replace(saved, metrics=metrics, evaluated=names, stopped=stopped)
-
-
-def is_intact(path: Path) -> bool:
-    """Whether the manifest of the checkpoint at ``path`` is valid and its files are as it says."""
-    try:
-        durable.verify(path, load(path).files)
-    except durable.Damaged:
-        return False
-    return True
+def verified(path: Path) -> Saved:
+    """As `load`, and the files are as the manifest says; else raises `durable.Damaged`."""
+    saved = load(path)
+    durable.verify(path, saved.files)
+    return saved
 
 
 def dump(saved: Saved, directory: Path, *, via: Path) -> None:
@@ -204,34 +196,21 @@ def load_all(directory: Path) -> list[Saved]:
     """Returns all checkpoints with a valid manifest, in ascending order of steps."""
     found = []
     for path in paths(directory).values():
-        try:
+        with contextlib.suppress(durable.Damaged):
             found.append(load(path))
-        except durable.Damaged:
-            continue
     return found
-
-
-def committed(directory: Path) -> int:
-    """Returns the step in ``latest.json``.
-
-    Raises:
-        durable.Damaged: the file is unreadable or names no step.
-    """
-    pointer = durable.read_json(directory / "latest.json")
-    step = pointer.get("step") if isinstance(pointer, dict) else None
-    if type(step) is not int or step < 0:
-        raise durable.Damaged("latest.json names no step")
-    return step
 
 
 def end_of_history(directory: Path) -> float:
     """Returns the last step in the history of the run: that of ``latest.json``. Later checkpoints
     are of a branch that the run left when it went back to an earlier step, or were not committed.
     Without a valid ``latest.json`` all are of its history: returns infinity."""
-    try:
-        return committed(directory)
-    except durable.Damaged:
-        return math.inf
+    with contextlib.suppress(durable.Damaged):
+        pointer = durable.read_json(directory / "latest.json")
+        step = pointer.get("step") if isinstance(pointer, dict) else None
+        if type(step) is int and step >= 0:
+            return step
+    return math.inf
 
 
 def newest_first(directory: Path) -> list[int]:
@@ -249,16 +228,19 @@ def best_first(directory: Path, metric: str, mode: str) -> list[Saved]:
 
 
 def first_intact(
-    directory: Path, steps: Callable[[], Iterable[int]], read: Callable[[Path], T]
+    directory: Path,
+    steps: Callable[[], Iterable[int]],
+    read: Callable[[Path], T],
+    quiet: bool = False,
 ) -> T | None:
     """Returns what ``read`` returns for the first of the checkpoints of ``steps`` that is intact;
-    None if there is none. Passes over a damaged one with a warning.
+    None if there is none. Passes over a damaged one with a warning, which ``quiet`` leaves out.
 
     ``read`` raises `durable.Damaged`. ``steps`` is called again after that: a writer may be
     changing the directory.
 
     Raises:
-        CheckpointError: all are damaged; the first is named.
+        CheckpointError: all are damaged, and it is not ``quiet``; the first is named.
     """
     damaged: dict[int, durable.Damaged] = {}
     while (step := next((s for s in steps() if s not in damaged), None)) is not None:
@@ -266,9 +248,10 @@ def first_intact(
         try:
             return read(path)
         except durable.Damaged as damage:
-            logging.warning("Passing over the damaged checkpoint %s: %s", path, damage)
             damaged[step] = damage
-    if damaged:
+            if not quiet:
+                logging.warning("Passing over the damaged checkpoint %s: %s", path, damage)
+    if damaged and not quiet:
         first, reason = next(iter(damaged.items()))
         raise CheckpointError(
             f"No intact checkpoint in {directory}: step {first}: {reason}; restore a copy of it or "
@@ -281,53 +264,6 @@ def commit(directory: Path, step: int) -> None:
     """Points ``latest.json`` to ``step``, durably."""
     pointer = {"schema": _SCHEMA, "step": step, "directory": path_of(directory, step).name}
     durable.write_json(directory / "latest.json", pointer, via=directory)
-
-
-_RESIZED = (
-    ", one value for each replica: resume on as many, or make the variable with on_resize='sum' or "
-    "'zero'"
-)
-
-
-def _fits(shape: Sequence[int], wanted: Sequence[int | None]) -> bool:
-    return len(shape) == len(wanted) and all(
-        w in (None, s) for s, w in zip(shape, wanted, strict=True)
-    )
-
-
-def differences(
-    old: Mapping[str, Sequence[Mapping[str, Any]]], new: Mapping[str, Sequence[Mapping[str, Any]]]
-) -> tuple[list[str], list[str]]:
-    """Compares variables by their place in the lists of every key in ``new``.
-
-    Args:
-        old: of a checkpoint, see `Saved.variables`.
-        new: of the state to restore.
-
-    Returns:
-        Differences that prevent a restore, and variables that differ only in name; one text each.
-    """
-    differing, renamed = [], []
-    for key, ours in new.items():
-        theirs = old.get(key)
-        if theirs is None:
-            of = {"step": "the variables of the step's own", "memory": "what evaluations have left"}
-            why = f", {of[key]}" if key in of else ""
-            differing.append(f"it has no {key!r}{why}, only {', '.join(old) or 'nothing'}")
-            continue
-        if len(theirs) != len(ours):
-            differing.append(f"it has {len(theirs)} variables in {key!r} instead of {len(ours)}")
-        for i, (a, b) in enumerate(itertools.zip_longest(theirs, ours)):
-            if a is None:
-                differing.append(f"{key}[{i}] {_describe(b)} is missing")
-            elif b is None:
-                differing.append(f"{key}[{i}] {_describe(a)} is extra")
-            elif a["dtype"] != b["dtype"] or not _fits(a["shape"], b["shape"]):
-                text = f"{key}[{i}] is {_describe(a)} instead of {_describe(b)}"
-                differing.append(text + (_RESIZED if key == "replicas" else ""))
-            elif unnumbered(a["name"]) != unnumbered(b["name"]):
-                renamed.append(f"{key}[{i}] is {a['name']} instead of {b['name']}")
-    return differing, renamed
 
 
 def ranked(saved: Sequence[Saved], metric: str, mode: str) -> list[Saved]:
@@ -363,16 +299,7 @@ def retained(
     return chosen
 
 
-def _describe(variable: Mapping[str, Any]) -> str:
-    return f"{variable['name']} {variable['dtype']}{variable['shape']}"
-
-
 def unnumbered(name: str) -> str:
     """``name`` without the numbers of layers."""
     # Keras numbers the layers of a class in the order of their creation in a process.
     return re.sub(r"_\d+", "", name)
-
-
-def _is_number(value: Any) -> bool:
-    # A larger int could overflow a float.
-    return type(value) is float or (type(value) is int and abs(value) < 2**63)

@@ -90,24 +90,18 @@ def _find(path: Path) -> Saved:
     are verified."""
     if (path / "manifest.json").is_file():
         try:
-            return _verified(path)
+            return manifest.verified(path)
         except durable.Damaged as damage:
             raise _damaged(path, damage) from damage
     directory = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     saved = None
     if directory.is_dir():
         steps = functools.partial(manifest.newest_first, directory)
-        saved = manifest.first_intact(directory, steps, _verified)
+        saved = manifest.first_intact(directory, steps, manifest.verified)
     if saved is None:
         raise UsageError(
             f"{path} is no checkpoint, and no directory of checkpoints or of a run with one"
         )
-    return saved
-
-
-def _verified(path: Path) -> Saved:
-    saved = manifest.load(path)
-    durable.verify(path, saved.files)
     return saved
 
 

@@ -12,13 +12,13 @@ import keras
 import numpy as np
 from absl import logging
 
+from ctl.base.differences import first_three
 from ctl.base.names import check_name
 from ctl.checkpoint import manifest
+from ctl.checkpoint.export import load_model
 from ctl.checkpoint.reader import Reader
 from ctl.distributed import replicas
 from ctl.errors import UsageError
-
-_SHOWN = 3  # differences in an error
 
 
 class _Given(NamedTuple):
@@ -68,10 +68,10 @@ def load_weights(
         _Wanted(v.value.name.removesuffix(":0") if is_checkpoint else v.path, v, id(v) in fresh)
         for v in model.weights
     ]
-    pairs = _pairs(wanted, given, reinit)
+    stale = [one for one in wanted if not one.fresh]
+    others = [one for one in given if set(reinit).isdisjoint(_base(one.name).split("/")[:-1])]
+    pairs = _pairs(wanted, given, stale, others)
     if pairs is None:
-        stale = [o for o in wanted if not o.fresh]
-        others = [one for one in given if not _is_of(one.name, reinit)]
         ours, theirs = (_tails(one.name for one in side) for side in (stale, others))
         missing = [
             f"{one.name} {_kind(one.variable)} is missing"
@@ -93,30 +93,27 @@ def load_weights(
             if tuple(variable.shape) != value.shape
         ]
     if differing or pairs is None:
-        more = f"; and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
         raise UsageError(
-            f"the weights at {path} do not fit the model: {'; '.join(differing[:_SHOWN])}{more}; "
-            "use the model they are of, or name layers that start anew with --reinit=LAYER"
+            f"the weights at {path} do not fit the model: {first_three(differing)}; use the model "
+            "they are of, or name layers that start anew with --reinit=LAYER"
         )
     for one, value in pairs:
         one.variable.assign(value.astype(one.variable.dtype))
     used = {id(value) for _, value in pairs}
-    unused = [g.name for g in given if id(g.value) not in used and not _is_of(g.name, reinit)]
-    if unused:
+    if unused := [one.name for one in others if id(one.value) not in used]:
         logging.warning("%s has weights that are not used: %s", path, ", ".join(unused))
     return {one.variable.path: value for one, value in pairs}
 
 
 def _pairs(
-    wanted: list[_Wanted], given: list[_Given], reinit: Sequence[str]
+    wanted: list[_Wanted], given: list[_Given], stale: list[_Wanted], others: list[_Given]
 ) -> list[tuple[_Wanted, np.ndarray]] | None:
-    """Each weight that is not fresh, with its value; None if the names do not fit."""
-    stale = [one for one in wanted if not one.fresh]
+    """Each of ``stale``, which are not fresh, with its value; None if the names do not fit.
+    ``others`` are given and not of a fresh layer."""
     names = {one.name for one in stale}
     by_name = {one.name: one.value for one in given}
     if len(names) == len(stale) and names <= by_name.keys():
         return [(one, by_name[one.name]) for one in stale]
-    others = [one for one in given if not _is_of(one.name, reinit)]
     for ours, theirs in ((wanted, given), (stale, others)):
         if _tails(o.name for o in ours) == _tails(t.name for t in theirs):
             return [(o, t.value) for o, t in zip(ours, theirs, strict=True) if not o.fresh]
@@ -126,8 +123,6 @@ def _pairs(
 def _read(path: Path) -> tuple[list[_Given], bool]:
     """The weights at ``path`` in their order, and whether it is a checkpoint."""
     if path.suffix == ".keras" or path.is_file():
-        from ctl.checkpoint.export import load_model
-
         model = load_model(path, "init_from")
         return [_Given(v.path, v.numpy()) for v in model.weights], False
     reader = Reader(path)
@@ -149,11 +144,6 @@ def _read(path: Path) -> tuple[list[_Given], bool]:
 def _base(name: str) -> str:
     """``name`` without what `Reader` adds where several have it."""
     return name.partition("#")[0]
-
-
-def _is_of(name: str, layers: Sequence[str]) -> bool:
-    """Whether the variable ``name`` belongs to one of ``layers``."""
-    return not set(layers).isdisjoint(_base(name).split("/")[:-1])
 
 
 def _tails(names: Iterable[str]) -> list[str]:

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
 
 import tensorflow as tf
 from absl import logging
 
-from ctl.base.actions import NEVER
+from ctl.base.actions import NEVER, Status
 from ctl.errors import CtlError, UsageError
-
-if TYPE_CHECKING:
-    from ctl.base.actions import Status
 
 
 class Profile:

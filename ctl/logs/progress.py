@@ -7,18 +7,15 @@ import math
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 from absl import logging
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.text import Text
 
-from ctl.base.actions import scalars_of
+from ctl.base.actions import Status, scalars_of
 from ctl.base.console import INDENT, filled
-
-if TYPE_CHECKING:
-    from ctl.base.actions import Status
 
 _REFRESH_SECONDS = 0.5
 _NARROWEST_BAR, _WIDEST_BAR = 8, 40

@@ -195,7 +195,7 @@ def _numbers(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     for name, value in values.items():
         if value in ("NaN", "Infinity", "-Infinity"):  # as `to_json` writes them
             value = float(value)
-        if type(value) is float or (type(value) is int and abs(value) < 2**63):
+        if durable.is_number(value):
             yield name, float(value)
 
 

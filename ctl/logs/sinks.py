@@ -39,9 +39,10 @@ class JsonLines:
         self.path = Path(path)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            _repair(self.path)
-            if after is not None:
-                _set_aside(self.path, after)
+            if self.path.is_file():
+                _repair(self.path)
+                if after is not None:
+                    _set_aside(self.path, after)
             self._file = self.path.open("ab", buffering=0)
         except OSError as error:
             raise _unwritable(self.path, error) from error
@@ -105,8 +106,6 @@ def writing_events(directory: Path) -> Iterator[None]:
 
 def _repair(path: Path) -> None:
     """Completes the last line with a newline, or cuts it off if it is not valid JSON."""
-    if not path.is_file():
-        return
     with open(path, "r+b") as file:
         content = file.read()
         whole = content.rfind(b"\n") + 1
@@ -121,8 +120,6 @@ def _repair(path: Path) -> None:
 
 def _set_aside(path: Path, after: int) -> None:
     """Moves the lines of steps after ``after``, with -1 all lines, to the end of ``path.old``."""
-    if not path.is_file():
-        return
     with open(path, "r+b") as file:
         lines = file.readlines()
         given_up = [line for line in lines if _step(line) > after]

@@ -158,7 +158,7 @@ class WandB:
             config=dict(flags),
             allow_val_change=True,
             # It would wait for a key at the terminal, and for a network after the end.
-            settings=wandb.TraceGuards(
+            settings=wandb.Settings(
                 console="off", silent=True, login_timeout=10, finish_timeout=PATIENCE
             ),
         )
@@ -202,8 +202,6 @@ def _named(record: Mapping[str, Any]) -> dict[str, float]:
 
 def _kept_id(path: Path, where: str) -> str | None:
     """The id in ``path`` of the run at ``where``; None if the run is new there."""
-    if not path.exists():
-        return None
     try:
         kept = durable.read_json(path)
     except durable.Damaged:

@@ -8,9 +8,33 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ctl.base.lazy import hand_on
+from ctl.base.lazy import load_lazily
 
 if TYPE_CHECKING:
-    from ctl.schedule.schedules import *  # noqa: F403
+    from ctl.schedule.schedules import (
+        Constant,
+        Cosine,
+        Exponential,
+        InverseSqrt,
+        Piecewise,
+        Plateau,
+        Polynomial,
+        Schedule,
+        make_schedule,
+    )
 
-__getattr__, __dir__ = hand_on("ctl.schedule.schedules")
+__all__ = [
+    "Constant",
+    "Cosine",
+    "Exponential",
+    "InverseSqrt",
+    "Piecewise",
+    "Plateau",
+    "Polynomial",
+    "Schedule",
+    "make_schedule",
+]
+
+__getattr__, __dir__ = load_lazily(
+    __name__, __all__, dict.fromkeys(__all__, "ctl.schedule.schedules")
+)

@@ -103,11 +103,14 @@ def table(schedule: Schedule, total_steps: int, steps_per_epoch: float) -> str:
 
 def draw(schedule: Schedule, total_steps: int, steps_per_epoch: float) -> str:
     """An SVG document: the rate over ``total_steps`` steps, with an axis of epochs at the top."""
+    import tensorflow as tf
+
     from ctl.schedule.schedules import Exponential, Piecewise
 
     samples = min(total_steps, RIGHT - LEFT)
     steps = [total_steps * i // samples for i in range(samples)]
-    rates = [float(schedule(step)) for step in steps]
+    in_a_graph = tf.function(lambda at: tf.map_fn(schedule, at, fn_output_signature=tf.float32))
+    rates = in_a_graph(tf.constant(steps, tf.int64)).numpy().tolist()
     after_warmup = [r for s, r in zip(steps, rates, strict=True) if s >= schedule.warmup_steps]
     y, y_ticks = _rate_axis(after_warmup or rates, isinstance(schedule, (Exponential, Piecewise)))
     epochs = total_steps / steps_per_epoch

@@ -3,12 +3,7 @@
 ``schedule(step)`` is the float32 rate of the update that follows ``step`` updates, so the first
 update gets ``schedule(0)``. It works inside and outside of graphs, and depends on the step alone;
 `Plateau` depends on evaluations, too. Each schedule is also a
-`keras.optimizers.schedules.LearningRateSchedule`.
-
-    python -m ctl.schedule --schedule=cosine --warmup=0.5ep --epochs=12 --steps_per_epoch=156 \\
-        --plot=rate.svg
-
-prints and draws a schedule (`ctl.schedule.plot`).
+`keras.optimizers.schedules.LearningRateSchedule`. `ctl.schedule.plot` prints and draws one.
 """
 
 from __future__ import annotations
@@ -40,19 +35,11 @@ from ctl.flags.durations import (
 )
 from ctl.schedule.patience import Patience
 
-__all__ = [
-    "Constant",
-    "Cosine",
-    "Exponential",
-    "InverseSqrt",
-    "Piecewise",
-    "Plateau",
-    "Polynomial",
-    "Schedule",
-    "make_schedule",
-]
-
 _serializable = keras.saving.register_keras_serializable(package="ctl")
+
+# How `Schedule` checks a field.
+_RATE = {"check": check_rate}
+_POSITIVE: dict[str, Any] = {"check": check_positive}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +63,10 @@ class Schedule(AutographMethods, keras.optimizers.schedules.LearningRateSchedule
     def __post_init__(self) -> None:
         if self.warmup_steps < 0 or self.warmup_steps != int(self.warmup_steps):
             raise UsageError(f"warm-up must be a number of steps >= 0, got {self.warmup_steps}")
+        for field in dataclasses.fields(self):
+            if check := field.metadata.get("check"):
+                name = field.metadata.get("name", field.name.replace("_", " "))
+                check(name, getattr(self, field.name))
 
     def __call__(self, step: tf.Tensor | tf.Variable | int) -> tf.Tensor:
         step = tf.cast(step, tf.float64)
@@ -99,11 +90,7 @@ class Schedule(AutographMethods, keras.optimizers.schedules.LearningRateSchedule
 class Constant(Schedule):
     """The same rate throughout."""
 
-    learning_rate: float
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_rate("learning rate", self.learning_rate)
+    learning_rate: float = dataclasses.field(metadata=_RATE)
 
     def decay(self, step: tf.Tensor) -> tf.Tensor:
         return tf.constant(self.learning_rate, tf.float64)
@@ -161,20 +148,13 @@ class Piecewise(Schedule):
 class _ToEnd(Schedule):
     """From ``learning_rate`` after the warm-up to ``end_learning_rate`` from ``total_steps`` on."""
 
-    learning_rate: float
-    total_steps: int
-    end_learning_rate: float = dataclasses.field(default=0.0, kw_only=True)
+    learning_rate: float = dataclasses.field(metadata=_RATE)
+    total_steps: int = dataclasses.field(metadata=_POSITIVE | {"name": "the number of steps"})
+    end_learning_rate: float = dataclasses.field(default=0.0, kw_only=True, metadata=_RATE)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_rate("learning rate", self.learning_rate)
-        check_rate("end learning rate", self.end_learning_rate)
-        check_positive("the number of steps", self.total_steps)
-        if self.warmup_steps >= self.total_steps:
-            raise UsageError(
-                f"a warm-up of {self.warmup_steps} steps must be shorter than the training of "
-                f"{self.total_steps} steps"
-            )
+        _check_warmup(self.warmup_steps, self.total_steps)
 
     def decay(self, step: tf.Tensor) -> tf.Tensor:
         steps = float(self.total_steps - self.warmup_steps)
@@ -206,11 +186,7 @@ class Cosine(_ToEnd):
 class Polynomial(_ToEnd):
     """end + (rate - end) * (1 - t / T) ** power, for T steps after the warm-up."""
 
-    power: float = dataclasses.field(default=1.0, kw_only=True)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive("power", self.power)
+    power: float = dataclasses.field(default=1.0, kw_only=True, metadata=_POSITIVE)
 
     def shape(self, left: tf.Tensor) -> tf.Tensor:
         return left if self.power == 1.0 else left**self.power
@@ -225,15 +201,9 @@ class Exponential(Schedule):
     Learning Rates for Training Neural Networks", 2015, section 3.3).
     """
 
-    learning_rate: float
-    decay_rate: float
-    decay_steps: int
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_rate("learning rate", self.learning_rate)
-        check_positive("decay rate", self.decay_rate)
-        check_positive("decay steps", self.decay_steps)
+    learning_rate: float = dataclasses.field(metadata=_RATE)
+    decay_rate: float = dataclasses.field(metadata=_POSITIVE)
+    decay_steps: int = dataclasses.field(metadata=_POSITIVE)
 
     def decay(self, step: tf.Tensor) -> tf.Tensor:
         return self.learning_rate * tf.exp(step * (math.log(self.decay_rate) / self.decay_steps))
@@ -249,11 +219,7 @@ class InverseSqrt(Schedule):
     from 0 instead of 1.
     """
 
-    learning_rate: float
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_rate("learning rate", self.learning_rate)
+    learning_rate: float = dataclasses.field(metadata=_RATE)
 
     def decay(self, step: tf.Tensor) -> tf.Tensor:
         return self.learning_rate * tf.math.rsqrt(step / (self.warmup_steps + 1.0) + 1.0)
@@ -270,19 +236,17 @@ class Plateau(Schedule):
     ``mode``, ``min_delta`` and ``cooldown`` (in evaluations): see `ctl.schedule.patience.Patience`.
     """
 
-    learning_rate: float
+    learning_rate: float = dataclasses.field(metadata=_RATE)
     metric: str = "loss"
     factor: float = defaults.PLATEAU_FACTOR
     patience: int = defaults.PLATEAU_PATIENCE
     mode: str | None = dataclasses.field(default=None, kw_only=True)
     min_delta: float = dataclasses.field(default=1e-4, kw_only=True)
     cooldown: int = dataclasses.field(default=0, kw_only=True)
-    end_learning_rate: float = dataclasses.field(default=0.0, kw_only=True)
+    end_learning_rate: float = dataclasses.field(default=0.0, kw_only=True, metadata=_RATE)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_rate("learning rate", self.learning_rate)
-        check_rate("end learning rate", self.end_learning_rate)
         if self.end_learning_rate > self.learning_rate:
             low, rate = self.end_learning_rate, self.learning_rate
             raise UsageError(f"end learning rate {low:g} is above the learning rate, {rate:g}")
@@ -308,6 +272,13 @@ class Plateau(Schedule):
     def decay(self, step: tf.Tensor) -> tf.Tensor:
         factor = tf.constant(self.factor, tf.float64) ** self._patience.ended
         return tf.maximum(self.learning_rate * factor, self.end_learning_rate)
+
+
+def _check_warmup(warmup: int, total: int) -> None:
+    if warmup >= total:
+        raise UsageError(
+            f"a warm-up of {warmup} steps must be shorter than the training of {total} steps"
+        )
 
 
 def make_schedule(
@@ -367,10 +338,8 @@ def make_schedule(
         return steps_from(what, duration, steps_per_epoch)
 
     warmup = steps("warm-up", warmup_steps)
-    if total_steps is not None and warmup >= total_steps:
-        raise UsageError(
-            f"a warm-up of {warmup} steps must be shorter than the training of {total_steps} steps"
-        )
+    if total_steps is not None:
+        _check_warmup(warmup, total_steps)
     if name == "piecewise":
         if values is None:
             raise UsageError("the piecewise schedule needs rates, e.g. --rates=1e-3,1e-4,1e-5")

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 
 import keras
 import pytest
+from records import Clock
 
 from ctl.base.actions import NEVER, Every, Log, Status, parse_window
 from ctl.data import synthetic
@@ -30,20 +29,6 @@ def status(step, until=100, scalars=None, steps_per_epoch=10.0, reset=lambda: No
     )
 
 
-def drive(every, start, until, at_most=7):
-    """Wakes as `Loop.train` does: so many steps in a call, fewer when the action is due."""
-    step = start
-    while step < until:
-        step += min(at_most, until - step, every.steps_until_due(step))
-        every(status(step, until))
-
-
-def fired(start, until, at_most=7, **when):
-    steps = []
-    drive(Every(lambda s: steps.append(s.step), **when), start, until, at_most)
-    return steps
-
-
 @pytest.mark.parametrize(
     ("start", "until", "expected"),
     [
@@ -55,70 +40,50 @@ def fired(start, until, at_most=7, **when):
     ],
 )
 def test_every_fires_exactly_at_multiples_and_at_the_end(start, until, expected):
-    assert fired(start, until, steps=20) == expected
-
-
-def test_every_fires_once_when_wakes_miss_a_multiple():
+    """Between calls as those of `Loop.train`: of 7 steps, of fewer when the action is due."""
     steps = []
     every = Every(lambda s: steps.append(s.step), steps=20)
-    for step in (5, 19, 23, 39, 65, 79):
-        every(status(step))
-    assert steps == [23, 65]
+    while start < until:
+        start += min(7, until - start, every.steps_until_due(start))
+        every(status(start, until))
+    assert steps == expected
 
 
-def test_every_does_not_fire_again_when_the_end_comes_at_the_step_it_fired_at():
-    steps = []
-    every = Every(lambda s: steps.append(s.step), steps=20)
-    every(status(40, until=100))
-    every(status(40, until=40))  # the data ended there
-    assert steps == [40]
-
-
-def test_every_goes_on_after_an_older_state_is_restored():
-    steps = []
-    every = Every(lambda s: steps.append(s.step), steps=20)
-    for step in (60, 35, 40):
-        every(status(step))
-    every(status(20))
-    assert steps == [60, 40, 20]
-
-
-def test_every_ends_again_after_an_older_state_is_restored():
-    steps = []
-    every = Every(lambda s: steps.append(s.step), steps=50)
-    for _ in range(2):
-        every(status(100, until=120))
-        every(status(120, until=120))
-    every(status(120, until=120))  # restored at 100, and trained in one call
-    assert steps == [100, 120, 100, 120, 120]
-
-
-class Clock:
-    def __init__(self):
-        self.now = 1000.0
-
-    def __call__(self):
-        return self.now
-
-
-def test_every_by_seconds_counts_from_the_first_wake_and_from_the_last_firing():
+@pytest.mark.parametrize(
+    ("when", "calls", "expected"),
+    [
+        ({"steps": 20}, [(0, step) for step in (5, 19, 23, 39, 65, 79)], [23, 65]),
+        ({"steps": 20}, [(0, 40, 100), (0, 40, 40)], [40]),
+        ({"steps": 20}, [(0, step) for step in (60, 35, 40, 20)], [60, 40, 20]),
+        (
+            {"steps": 50},
+            [(0, step, 120) for step in (100, 120, 100, 120, 120)],  # the last: 20 steps in a call
+            [100, 120, 100, 120, 120],
+        ),
+        (
+            {"seconds": 10},
+            [(50, 0), (6, 1), (5, 2), (6, 3), (25, 4), (4, 5), (6, 6)],  # 50: tracing
+            [2, 4, 6],
+        ),
+        ({"steps": 10, "seconds": 5}, [(0, 1), (6, 4), (3, 10), (3, 12), (3, 14)], [4, 10, 14]),
+    ],
+    ids=[
+        *("calls miss a multiple", "the data ends at a step it fired at", "an older state"),
+        *("ends again after an older state", "by seconds", "by whichever comes first"),
+    ],
+)
+def test_every_fires(when, calls, expected):
+    """``calls``: the seconds since the one before, the step and the end of the training."""
     clock, steps = Clock(), []
-    every = Every(lambda s: steps.append(s.step), seconds=10, clock=clock)
-    clock.now += 50  # tracing
-    for step, seconds in enumerate([0, 6, 5, 6, 25, 4, 6]):
+    every = Every(lambda s: steps.append(s.step), clock=clock, **when)
+    for seconds, *place in calls:
         clock.now += seconds
-        every(status(step))
-    assert steps == [2, 4, 6]
-    assert every.steps_until_due(3) == NEVER
+        every(status(*place))
+    assert steps == expected
 
 
-def test_every_by_both_fires_at_whichever_comes_first():
-    clock, steps = Clock(), []
-    every = Every(lambda s: steps.append(s.step), steps=10, seconds=5, clock=clock)
-    for step, seconds in [(1, 0), (4, 6), (10, 3), (12, 3), (14, 3)]:
-        clock.now += seconds
-        every(status(step))
-    assert steps == [4, 10, 14]
+def test_seconds_limit_no_call():
+    assert Every(print, seconds=10).steps_until_due(3) == NEVER
 
 
 @pytest.mark.parametrize(
@@ -243,8 +208,3 @@ def test_parse_window():
 def test_parse_window_refuses(text):
     with pytest.raises(UsageError, match="START:STOP"):
         parse_window(text)
-
-
-def test_actions_do_without_tensorflow():
-    code = "import sys, ctl.base.actions; sys.exit('tensorflow' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -69,32 +69,32 @@ def test_a_pipe_that_is_not_the_output_keeps_its_traceback():
     assert ended.returncode == 1 and "of a worker" in ended.stderr
 
 
+def guarded(code: str) -> tuple[int, str]:
+    """Runs ``code`` after `guard`. Returns the exit code and what it wrote to standard error."""
+    code = f"import os, sys; from ctl.base import streams; streams.guard()\n{code}"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    return ended.returncode, ended.stderr
+
+
 @pytest.mark.slow
 def test_standard_error_goes_where_its_descriptor_goes(tmp_path):
     """As in a child process that redirects its output."""
-    code = (
-        "import os, sys; from ctl.base.streams import guard; guard()\n"
-        f"os.dup2(os.open({str(tmp_path / 'log')!r}, os.O_WRONLY | os.O_CREAT), 2)\n"
-        "print('python', file=sys.stderr)\n"
-    )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert (ended.returncode, ended.stderr) == (0, "")
-    assert (tmp_path / "log").read_text() == "python\n"
+    log = tmp_path / "log"
+    redirect = f"os.dup2(os.open({str(log)!r}, os.O_WRONLY | os.O_CREAT), 2)\n"
+    assert guarded(f"{redirect}print('python', file=sys.stderr)") == (0, "")
+    assert log.read_text() == "python\n"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fails", [False, True])
-def test_errors_of_native_code_can_be_held_and_those_of_python_are_not(fails):
+@pytest.mark.parametrize(("fails", "said"), [(0, "python\n"), (3, "python\nnative\n")])
+def test_errors_of_native_code_can_be_held_and_those_of_python_are_not(fails, said):
     code = (
-        "import os, sys; from ctl.base.streams import guard, native_stderr_held; guard()\n"
-        "with native_stderr_held():\n"
+        "with streams.native_stderr_held():\n"
         "    os.write(2, b'native\\n')\n"
         "    print('python', file=sys.stderr)\n"
-        f"    {fails} and sys.exit(3)\n"
+        f"    {fails} and sys.exit({fails})\n"
     )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert ended.returncode == (3 if fails else 0)
-    assert ended.stderr == ("python\nnative\n" if fails else "python\n")
+    assert guarded(code) == (fails, said)
 
 
 def test_only_standard_output_says_that_its_reader_has_ended_and_only_once():

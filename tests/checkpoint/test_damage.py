@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -18,49 +17,49 @@ from ctl.checkpoint import CheckpointManager, Reader, bundle
 from ctl.errors import CheckpointError, UsageError
 
 
+@pytest.fixture(autouse=True)
+def nothing_waits_for_the_disk(monkeypatch):
+    """That takes most of the time; `test_processes.py` tests it."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+DATA = "variables.data-00000-of-00001"
+Damage = Callable[[Path], None]
+
+
+def lose(name: str) -> Damage:
+    return lambda path: (path / name).unlink()
+
+
+def write(name: str, text: str) -> Damage:
+    return lambda path: (path / name).write_text(text)
+
+
 def truncate(path: Path) -> None:
-    os.truncate(next(path.glob("*.data*")), 10)
+    os.truncate(path / DATA, 10)
 
 
 def flip(path: Path) -> None:
-    data = next(path.glob("*.data*"))
-    content = bytearray(data.read_bytes())
+    content = bytearray((path / DATA).read_bytes())
     content[len(content) // 2] ^= 1
-    data.write_bytes(content)
-
-
-def lose_index(path: Path) -> None:
-    (path / "variables.index").unlink()
-
-
-def lose_manifest(path: Path) -> None:
-    (path / "manifest.json").unlink()
+    (path / DATA).write_bytes(content)
 
 
 def cut_manifest(path: Path) -> None:
     (path / "manifest.json").write_text((path / "manifest.json").read_text()[:-20])
 
 
-def escape(path: Path) -> None:
-    content = json.loads((path / "manifest.json").read_text())
-    content["files"]["../../secret"] = {"size": 0, "sha256": ""}
-    (path / "manifest.json").write_text(json.dumps(content))
-
-
 def link_data(path: Path) -> None:
-    data = next(path.glob("*.data*"))
-    data.rename(path.parent / "elsewhere")
-    data.symlink_to(path.parent / "elsewhere")
+    (path / DATA).rename(path.parent / "elsewhere")
+    (path / DATA).symlink_to(path.parent / "elsewhere")
 
 
-def fifo(path: Path) -> None:
-    (path / "manifest.json").unlink()
-    os.mkfifo(path / "manifest.json")
+def fifo(name: str) -> Damage:
+    def damage(path: Path) -> None:
+        (path / name).unlink()
+        os.mkfifo(path / name)
 
-
-def data_fifo(path: Path) -> None:
-    (path / "variables.data-00000-of-00001").unlink()
-    os.mkfifo(path / "variables.data-00000-of-00001")
+    return damage
 
 
 def first_version(path: Path) -> None:
@@ -84,17 +83,21 @@ def other_content(path: Path) -> None:
     edit_manifest(files={k: v for k, v in durable.seal(path).items() if k.startswith("var")})(path)
 
 
+EMPTY = {"size": 0, "sha256": ""}
 DAMAGES = {
     "truncated": (truncate, "has 10 bytes instead of"),
-    "flipped": (flip, "the crc32 of variables.data-00000-of-00001"),
-    "no_index": (lose_index, "variables.index cannot be read"),
-    "no_manifest": (lose_manifest, "manifest.json cannot be read"),
+    "flipped": (flip, f"the crc32 of {DATA}"),
+    "no_index": (lose("variables.index"), "variables.index cannot be read"),
+    "no_manifest": (lose("manifest.json"), "manifest.json cannot be read"),
     "cut_manifest": (cut_manifest, "manifest.json is not JSON"),
-    "escape": (escape, "not a file of a checkpoint: '../../secret'"),
-    "link": (link_data, "variables.data-00000-of-00001 cannot be read"),
-    "fifo": (fifo, "not a regular file"),
-    "data_fifo": (data_fifo, "variables.data-00000-of-00001 cannot be read (not a regular"),
-    "flipped_first": (flipped_first_version, "the sha256 of variables.data-00000-of-00001"),
+    "escape": (
+        edit_manifest(files={"variables.index": EMPTY, "../../secret": EMPTY}),
+        "not a file of a checkpoint: '../../secret'",
+    ),
+    "link": (link_data, f"{DATA} cannot be read"),
+    "fifo": (fifo("manifest.json"), "not a regular file"),
+    "data_fifo": (fifo(DATA), f"{DATA} cannot be read (not a regular"),
+    "flipped_first": (flipped_first_version, f"the sha256 of {DATA}"),
     "no_sum": (edit_manifest(files={"variables.index": {"size": 3}}), "no size and checksum of"),
     "schema": (edit_manifest(schema=2), "schema 2 is not 1"),
     "step": (edit_manifest(step=20), "of step 20"),
@@ -110,8 +113,8 @@ DAMAGES = {
         edit_manifest(code={"step": "", "source": "", "model": {"layer dense": 3}}),
         "the model of its code has no settings",
     ),
-    "list": (lambda path: (path / "manifest.json").write_text("[]"), "not an object"),
-    "bomb": (lambda path: (path / "manifest.json").write_text("[" * 100000), "is not JSON"),
+    "list": (write("manifest.json", "[]"), "not an object"),
+    "bomb": (write("manifest.json", "[" * 100000), "is not JSON"),
     "other_content": (other_content, "is not what the manifest says"),
 }
 
@@ -145,7 +148,7 @@ def test_a_checkpoint_of_the_first_version(tmp_path, warnings_of):
 def test_no_intact_checkpoint_left(tmp_path):
     save_steps(tmp_path, [10, 20])
     flip(tmp_path / "step-0000000020")
-    lose_manifest(tmp_path / "step-0000000010")
+    lose("manifest.json")(tmp_path / "step-0000000010")
     state = state_of(5)
     with (
         CheckpointManager(tmp_path) as manager,
@@ -158,23 +161,13 @@ def test_no_intact_checkpoint_left(tmp_path):
 @pytest.mark.parametrize("pointer", [None, "", "{", "[]", '{"step": "3"}', '{"step": 99}'])
 def test_without_a_valid_pointer_the_directory_is_scanned(tmp_path, pointer):
     save_steps(tmp_path, [10, 20])
-    if pointer is None:
-        (tmp_path / "latest.json").unlink()
-    else:
-        (tmp_path / "latest.json").write_text(pointer)
+    change = lose("latest.json") if pointer is None else write("latest.json", pointer)
+    change(tmp_path)
     assert CheckpointManager(tmp_path, read_only=True).latest().step == 20
     assert restore_fresh(tmp_path)[0].step == 20
 
 
-def lose_pointer(directory: Path) -> None:
-    (directory / "latest.json").unlink()
-
-
-def cut_pointer(directory: Path) -> None:
-    (directory / "latest.json").write_text("{")
-
-
-def of_step(step: int, damage) -> Callable[[Path], None]:
+def of_step(step: int, damage: Damage) -> Damage:
     return lambda directory: damage(directory / f"step-{step:010d}")
 
 
@@ -192,8 +185,8 @@ def both(directory: Path) -> None:
         (of_step(15, shutil.rmtree), 10, 10, 10),
         (of_step(10, flip), 15, 15, 15),
         (both, 40, 15, 40),
-        (lose_pointer, 40, 40, 40),
-        (cut_pointer, 40, 40, 40),
+        (lose("latest.json"), 40, 40, 40),
+        (write("latest.json", "{"), 40, 40, 40),
     ],
 )
 def test_all_readers_take_the_same_checkpoint(tmp_path, warnings_of, change, last, valid, best):
@@ -224,14 +217,6 @@ def test_no_checkpoint(tmp_path):
         restore_fresh(tmp_path, 15)
     with pytest.raises(CheckpointError, match="has the metric 'accuracy'"):
         restore_fresh(tmp_path, "best")
-
-
-def test_the_best_that_is_intact(tmp_path):
-    with CheckpointManager(tmp_path, keep=4) as manager:
-        for step, accuracy in enumerate([0.5, 0.9, 0.7, 0.1]):
-            manager.save(step, state_of(step), {"accuracy": accuracy})
-    flip(tmp_path / "step-0000000001")
-    assert restore_fresh(tmp_path, "best")[1] == [2, 2, 2]
 
 
 def test_saving_a_step_again(tmp_path):

@@ -56,68 +56,70 @@ def test_one_writer(tmp_path):
     CheckpointManager(tmp_path).close()
 
 
-def test_listing_needs_no_tensorflow():
-    code = "import sys, ctl.checkpoint.manifest; "
-    code += "assert not {'tensorflow', 'keras', 'numpy'} & {*sys.modules}"
-    subprocess.run([sys.executable, "-c", code], check=True)
+# Writes to two directories: on a tmpfs, if there is one, and then under a limit of the process.
+FULL_DISKS = """
+import os, sys, resource
+import tensorflow as tf
+from ctl.checkpoint import CheckpointManager
+from ctl.errors import CheckpointError
 
+def fill(directory):
+    small, big = tf.Variable(tf.fill([1000], 7.0)), tf.Variable(tf.zeros([1 << 20]))
+    with CheckpointManager(directory) as manager:
+        manager.save(1, {"model": [small]}, wait=True)
+        for asynchronous in (False, True):
+            try:
+                manager.save(2, {"model": [small, big]}, wait=not asynchronous)
+                manager.wait()
+            except CheckpointError as error:
+                print(error)
+        assert sorted(os.listdir(directory)) == [".lock", "latest.json", "step-0000000001"]
+        small.assign(tf.zeros([1000]))
+        assert manager.restore({"model": [small]}).step == 1
+        assert (small.numpy() == 7).all()
+        manager.save(3, {"model": [small]}, wait=True)
+        assert [s.step for s in manager.all()] == [1, 3]
 
-def run_child(code: str, *arguments: str, wrap: tuple[str, ...] = ()) -> str:
-    """Runs ``code`` after the imports in a new process, returns its output."""
-    imports = (
-        "import os, sys, resource\n"
-        "import tensorflow as tf\n"
-        "from ctl.checkpoint import CheckpointManager\n"
-        "from ctl.errors import CheckpointError\n"
-    )
-    done = subprocess.run(
-        [*wrap, sys.executable, "-c", imports + code, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-FULL_DISK = """
-directory = sys.argv[1]
-if sys.argv[2] == "limit":
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2 << 20, 2 << 20))
-small, big = tf.Variable(tf.fill([1000], 7.0)), tf.Variable(tf.zeros([1 << 20]))
-with CheckpointManager(directory) as manager:
-    manager.save(1, {"model": [small]}, wait=True)
-    for asynchronous in (False, True):
-        try:
-            manager.save(2, {"model": [small, big]}, wait=not asynchronous)
-            manager.wait()
-        except CheckpointError as error:
-            print(error)
-    assert sorted(os.listdir(directory)) == [".lock", "latest.json", "step-0000000001"]
-    small.assign(tf.zeros([1000]))
-    assert manager.restore({"model": [small]}).step == 1
-    assert (small.numpy() == 7).all()
-    manager.save(3, {"model": [small]}, wait=True)
-    assert [s.step for s in manager.all()] == [1, 3]
+tmpfs, limited = sys.argv[1:]
+if os.path.ismount(tmpfs):
+    fill(tmpfs)
+resource.setrlimit(resource.RLIMIT_FSIZE, (2 << 20, 2 << 20))
+fill(limited)
 """
+
+
+@pytest.fixture(scope="module")
+def full_disks(tmp_path_factory):
+    """What a child says of a full tmpfs and of a limit on file sizes: directories and lines."""
+    paths = {means: tmp_path_factory.mktemp(means) for means in ("tmpfs", "limit")}
+    # In a mount namespace of the child: gone with it.
+    mount = f"mount -t tmpfs -o size=2m tmpfs {paths['tmpfs']}"
+    wrap = ["unshare", "--mount", "sh", "-c", f'{mount} && exec "$@"', "sh"]
+    try:
+        subprocess.run([*wrap, "true"], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        wrap = []
+    command = [*wrap, sys.executable, "-c", FULL_DISKS, *map(str, paths.values())]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    if not wrap:
+        del paths["tmpfs"]
+    return {
+        means: (path, [line for line in lines if str(path) in line])
+        for means, path in paths.items()
+    }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("means", ["tmpfs", "limit"])
-def test_full_disk(tmp_path, means):
-    wrap = ()
-    if means == "tmpfs":
-        # In a mount namespace of the child: gone with it.
-        mount = f"mount -t tmpfs -o size=2m tmpfs {tmp_path}"
-        wrap = ("unshare", "--mount", "sh", "-c", f'{mount} && exec "$@"', "sh")
-        try:
-            subprocess.run([*wrap, "true"], check=True, capture_output=True)
-        except (OSError, subprocess.CalledProcessError):
-            pytest.skip("may not mount a tmpfs")
-    lines = run_child(FULL_DISK, str(tmp_path), means, wrap=wrap).splitlines()
+def test_full_disk(full_disks, means):
+    if means not in full_disks:
+        pytest.skip("may not mount a tmpfs")
+    path, lines = full_disks[means]
     assert len(lines) == 2
     for line in lines:
-        head, _, tail = line.partition(f": {tmp_path}; ")
+        head, _, tail = line.partition(f": {path}; ")
         assert head == "No space left to save the checkpoint of step 2 (4.0 MiB)"
         missing = float(tail.removeprefix("free ").split(" MiB or choose another --model_dir")[0])
         assert 0 < missing <= 4

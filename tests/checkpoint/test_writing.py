@@ -15,6 +15,12 @@ from ctl.checkpoint import CheckpointManager
 from ctl.errors import CheckpointError, UsageError
 
 
+@pytest.fixture(autouse=True)
+def nothing_waits_for_the_disk(monkeypatch):
+    """That takes most of the time; `test_processes.py` tests it."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
 def test_one_write_in_flight(tmp_path, monkeypatch):
     gate = Gate(monkeypatch)
     with CheckpointManager(tmp_path) as manager:
@@ -69,7 +75,6 @@ def test_closed_or_read_only_managers_do_not_write(tmp_path):
 HOUR = 3600.0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rule", "expected"),
     [
@@ -99,11 +104,8 @@ def test_retention(tmp_path, rule, expected, late):
             if late:
                 manager.annotate(step, metrics)
     assert steps_in(tmp_path) == expected
-    assert sorted(os.listdir(tmp_path)) == [
-        ".lock",
-        "latest.json",
-        *(f"step-{step:010d}" for step in expected),
-    ]
+    directories = [f"step-{step:010d}" for step in expected]
+    assert sorted(os.listdir(tmp_path)) == [".lock", "latest.json", *directories]
     assert restore_fresh(tmp_path)[1] == [7, 7, 7]
 
 

@@ -6,7 +6,7 @@ import math
 import os
 
 import pytest
-import tensorflow as tf
+from records import points, record
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import api_pb2, metadata
 
@@ -15,10 +15,6 @@ from ctl.logs.hparams import HParams, ending
 from ctl.logs.runs import is_best_high, read
 
 FLAGS = {"optimizer": "adam", "learning_rate": 1e-3, "extend": False, "rates": ["1", "2"]}
-
-
-def record(step, phase="eval", **scalars):
-    return {"phase": phase, "step": step, "epoch": None, "time": 1.5, **scalars}
 
 
 def contents(directory):
@@ -30,20 +26,12 @@ def contents(directory):
     return start.hparams, end and metadata.parse_session_end_info_plugin_data(end).status
 
 
-def best(directory):
-    events = EventAccumulator(str(directory / "best"), size_guidance={"tensors": 0}).Reload()
-    return {
-        tag: [(e.step, float(tf.make_ndarray(e.tensor_proto))) for e in events.Tensors(tag)]
-        for tag in events.Tags()["tensors"]
-    }
-
-
 def test_flags_and_best_results_also_of_a_resumed_run(tmp_path):
     sink = HParams(tmp_path, FLAGS)
-    sink.write(record(1, "train", loss=0.0))  # not of an evaluation
-    sink.write(record(2, loss=0.5, accuracy=0.5))
-    sink.write(record(4, loss=math.nan, accuracy=0.75))
-    sink.write(record(6, loss=0.75, accuracy=0.25))
+    sink.write(record(1, loss=0.0))  # not of an evaluation
+    sink.write(record(2, "eval", loss=0.5, accuracy=0.5))
+    sink.write(record(4, "eval", loss=math.nan, accuracy=0.75))
+    sink.write(record(6, "eval", loss=0.75, accuracy=0.25))
     with pytest.raises(Preempted):
         try:
             raise Preempted("SIGTERM")
@@ -53,22 +41,22 @@ def test_flags_and_best_results_also_of_a_resumed_run(tmp_path):
     assert values["optimizer"].string_value == "adam" and status is None
     assert values["learning_rate"].number_value == 1e-3
     assert values["extend"].bool_value is False and values["rates"].string_value == "['1', '2']"
-    assert best(tmp_path)["loss"] == [(2, 0.5), (4, 0.5), (6, 0.5)]
-    assert best(tmp_path)["accuracy"] == [(2, 0.5), (4, 0.75), (6, 0.75)]
+    assert points(tmp_path / "best")["loss"] == [(2, 0.5), (4, 0.5), (6, 0.5)]
+    assert points(tmp_path / "best")["accuracy"] == [(2, 0.5), (4, 0.75), (6, 0.75)]
     resumed = HParams(tmp_path, FLAGS, {"loss": 0.5, "accuracy": 0.75})
-    resumed.write(record(8, loss=0.25, accuracy=0.5))
+    resumed.write(record(8, "eval", loss=0.25, accuracy=0.5))
     resumed.close()
-    assert best(tmp_path)["loss"][-1] == (8, 0.25)
-    assert best(tmp_path)["accuracy"][-1] == (8, 0.75)
+    assert points(tmp_path / "best")["loss"][-1] == (8, 0.25)
+    assert points(tmp_path / "best")["accuracy"][-1] == (8, 0.75)
     assert contents(tmp_path)[1] == api_pb2.STATUS_SUCCESS
 
 
 def test_the_best_is_what_the_flags_say(tmp_path):
     sink = HParams(tmp_path, {"best_metric": "perplexity", "best_mode": "max"})
     for step, value in enumerate([2.0, 3.0, 1.0]):
-        sink.write(record(step, perplexity=value))
+        sink.write(record(step, "eval", perplexity=value))
     sink.close()
-    assert best(tmp_path)["perplexity"][-1] == (2, 3.0)
+    assert points(tmp_path / "best")["perplexity"][-1] == (2, 3.0)
 
 
 @pytest.mark.parametrize(
@@ -96,13 +84,10 @@ def test_a_pipe_in_the_place_of_a_log(tmp_path):
 
 @pytest.mark.parametrize(
     ("error", "how"),
-    [(None, "finished"), (Preempted(""), "stopped"), (KeyboardInterrupt(), "stopped")]
-    + [(CtlError(""), "failed")],
+    [(Preempted(""), "stopped"), (KeyboardInterrupt(), "stopped"), (CtlError(""), "failed")],
 )
 def test_how_a_run_ends(error, how):
-    if error is None:
-        assert ending() == how
-        return
+    assert ending() == "finished"
     try:
         raise error
     except BaseException:

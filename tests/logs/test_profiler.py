@@ -34,6 +34,23 @@ def steps_in(directory):
     return sorted(steps)
 
 
+@pytest.fixture(scope="module")
+def loop(mirrored):
+    return make_loop(mirrored(1), steps_per_loop=50)
+
+
+@pytest.fixture
+def train(loop):
+    """``train(until, *actions, start=0)``: trains the loop of all tests."""
+
+    def run(until, *actions, start=0):
+        loop.actions[:] = actions
+        loop.step.global_step.assign(start)
+        loop.train(until)
+
+    return run
+
+
 def test_a_profile_has_one_marker_for_each_step_of_the_window(mirrored, tmp_path, caplog):
     profile = Profile(7, 10, tmp_path)
     loop = make_loop(mirrored(2), actions=[profile], steps_per_loop=50)
@@ -44,7 +61,6 @@ def test_a_profile_has_one_marker_for_each_step_of_the_window(mirrored, tmp_path
     assert f"profile of steps 7 to 9: tensorboard --logdir={tmp_path}" in caplog.text
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("resumed_at", "until", "expected"),
     [
@@ -56,24 +72,21 @@ def test_a_profile_has_one_marker_for_each_step_of_the_window(mirrored, tmp_path
     ],
 )
 def test_a_resumed_or_short_run_profiles_what_there_is(
-    mirrored, tmp_path, resumed_at, until, expected
+    train, tmp_path, resumed_at, until, expected
 ):
-    loop = make_loop(mirrored(1), actions=[Profile(7, 10, tmp_path)], steps_per_loop=50)
-    loop.step.global_step.assign(resumed_at)
-    loop.train(until)
+    train(until, Profile(7, 10, tmp_path), start=resumed_at)
     assert steps_in(tmp_path) == expected
 
 
-def test_close_ends_a_trace_when_training_fails_inside(mirrored, tmp_path):
+def test_close_ends_a_trace_when_training_fails_inside(loop, train, tmp_path):
     profile = Profile(3, 10, tmp_path)
 
     def fail(status):
         if status.step == 5:
             raise KeyError("mine")
 
-    loop = make_loop(mirrored(1), actions=[profile, Every(fail, steps=1)], steps_per_loop=50)
     with pytest.raises(KeyError, match="mine"):
-        loop.train(20)
+        train(20, profile, Every(fail, steps=1))
     profile.close()
     assert steps_in(tmp_path) == [3, 4]
     profile.close()  # nothing left to do
@@ -87,12 +100,11 @@ def test_steps_are_single_inside_the_window_only(tmp_path):
     assert due == [7, 1, 1, 1, NEVER, NEVER]
 
 
-def test_another_profiler_is_in_the_way(mirrored, tmp_path):
-    loop = make_loop(mirrored(1), actions=[Profile(2, 4, tmp_path)], steps_per_loop=50)
+def test_another_profiler_is_in_the_way(train, tmp_path):
     tf.profiler.experimental.start(str(tmp_path))
     try:
         with pytest.raises(UsageError, match="another profiler"):
-            loop.train(10)
+            train(10, Profile(2, 4, tmp_path))
     finally:
         tf.profiler.experimental.stop(save=False)
 

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 from absl import logging
+from records import Clock
 from rich.console import Console
 
 from ctl.base.actions import Status
@@ -28,13 +29,6 @@ def record(step, time=0.0, until=9380, **scalars):
 
 def status(step, scalars=lambda: SCALARS, until=9380):
     return Status(step, until, 938.0, 0.1, step >= until, scalars, lambda: None)
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self):
-        return self.now
 
 
 @pytest.fixture
@@ -101,15 +95,9 @@ def test_bar_fits_every_width_and_keeps_what_matters(quiet, shown):
     progress = Progress(console=quiet, clock=Clock())
     progress(status(1876))
     wide = shown(progress, 140)
-    for piece in (
-        "step 1876/9380",
-        "loss 0.4312",
-        "lr 1.00e-3",
-        "41.2k ex/s",
-        "0:00 elapsed",
-        "0:12 left",
-    ):
+    for piece in ("step 1876/9380", "loss 0.4312", "lr 1.00e-3", "41.2k ex/s", "0:12 left"):
         assert piece in wide
+    assert "0:00 elapsed" in wide
     assert wide.count("━") == 8 and wide.count("─") == 32  # a fifth of it
     assert "loss" in shown(progress, 60) and "ex/s" not in shown(progress, 60)
     for width in range(30, 140):
@@ -199,36 +187,15 @@ def test_the_terminal_is_given_back_after_an_error(quiet, monkeypatch):
     assert output.rindex(visible) > output.rindex(hidden)
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(0.0, "0.0000"), (0.43121, "0.4312"), (1.2e-5, "1.20e-05"), (3.2e7, "3.20e+07")]
-    + [(float("nan"), "nan"), (-12.5, "-12.5000")],
-)
-def test_numbers(value, text):
-    assert _number(value) == text
+NUMBERS = {0.0: "0.0000", 0.43121: "0.4312", 1.2e-5: "1.20e-05", 3.2e7: "3.20e+07"}
+NUMBERS |= {float("nan"): "nan", -12.5: "-12.5000"}
+COUNTS = {0.0: "0.00", 9.994: "9.99", 9.996: "10.0", 99.94: "99.9", 99.96: "100", 999.4: "999"}
+COUNTS |= {999.6: "1.00k", 41234: "41.2k", 412345: "412k", 2.5e6: "2.50M", 3e10: "30.0G"}
+DURATIONS = {0: "0:00", 59.6: "1:00", 3599: "59:59", 3600: "1h00", 90061: "25h01"}
 
 
 @pytest.mark.parametrize(
-    ("value", "text"),
-    [(0.0, "0.00"), (9.994, "9.99"), (9.996, "10.0"), (99.94, "99.9"), (99.96, "100")]
-    + [
-        (999.4, "999"),
-        (999.6, "1.00k"),
-        (41234, "41.2k"),
-        (412345, "412k"),
-        (2.5e6, "2.50M"),
-        (3e10, "30.0G"),
-    ],
+    ("shown", "texts"), [(_number, NUMBERS), (_count, COUNTS), (_duration, DURATIONS)]
 )
-def test_counts(value, text):
-    assert _count(value) == text
-
-
-def test_durations():
-    assert [_duration(s) for s in (0, 59.6, 3599, 3600, 90061)] == [
-        "0:00",
-        "1:00",
-        "59:59",
-        "1h00",
-        "25h01",
-    ]
+def test_numbers(shown, texts):
+    assert {value: shown(value) for value in texts} == texts

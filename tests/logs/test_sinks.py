@@ -5,20 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-import tensorflow as tf
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from records import points, record
 
 from ctl.errors import CtlError
 from ctl.logs.sinks import JsonLines, TensorBoard, _step
-
-
-def record(step=1, phase="train", **scalars):
-    return {"phase": phase, "step": step, "epoch": None, "time": 1.5, **scalars}
 
 
 def lines(path):
@@ -62,14 +55,14 @@ def test_json_lines_repair_a_torn_last_line(tmp_path, torn):
 
 
 def test_json_lines_survive_kill_9(tmp_path):
-    code = (
-        "import os, sys, ctl.logs.sinks\n"
-        "sink = ctl.logs.sinks.JsonLines(sys.argv[1])\n"
-        "sink.write({'phase': 'train', 'step': 7})\n"
-        "os.kill(os.getpid(), 9)\n"
-    )
     path = tmp_path / "m.jsonl"
-    assert subprocess.run([sys.executable, "-c", code, path], check=False).returncode == -9
+    if (pid := os.fork()) == 0:
+        try:
+            JsonLines(path).write(record(7))
+            os.kill(os.getpid(), 9)
+        finally:
+            os._exit(1)
+    assert os.waitpid(pid, 0)[1] == 9
     assert [line["step"] for line in lines(path)] == [7]
 
 
@@ -108,18 +101,10 @@ def test_json_lines_where_no_file_can_be(tmp_path):
         JsonLines(tmp_path / "file" / "m.jsonl")
 
 
-def points(directory):
-    events = EventAccumulator(str(directory), size_guidance={"tensors": 0}).Reload()
-    return {
-        tag: [(e.step, float(tf.make_ndarray(e.tensor_proto))) for e in events.Tensors(tag)]
-        for tag in events.Tags()["tensors"]
-    }
-
-
 def test_tensorboard_has_scalars_of_both_phases_at_once(tmp_path):
     sink = TensorBoard(tmp_path)
-    sink.write(record(5, until=9, loss=0.5, learning_rate=0.25))
-    sink.write(record(6, until=9, loss=0.25, learning_rate=0.125))
+    sink.write(record(5, loss=0.5, learning_rate=0.25))
+    sink.write(record(6, loss=0.25, learning_rate=0.125))
     sink.write(record(6, "eval", loss=2.0))
     # Before it is closed: what was written is what a killed run leaves.
     assert points(tmp_path / "train") == {

@@ -13,16 +13,13 @@ import threading
 import types
 
 import pytest
+from records import record
 from waiting import wait_until
 
 from ctl.errors import Preempted
 from ctl.logs.trackers import MLflow, Tracker, WandB, add_keys, forget
 
 FLAGS = {"optimizer": "adam", "learning_rate": 1e-3, "note": "x" * 9000}
-
-
-def record(step, phase="train", **scalars):
-    return {"phase": phase, "step": step, "until": 9, "epoch": None, "time": 1.5, **scalars}
 
 
 class Service:
@@ -129,6 +126,30 @@ def test_a_run_that_begins_anew_has_its_own_run_at_mlflow(tmp_path, monkeypatch)
     service.write(record(2, "eval", **{"loss": 1.0, "train[:9]/loss": 2.0, "a@b/loss": 3.0}))
     names = ["eval/loss", "eval/train_:9_/loss", "eval/a_b/loss"]
     assert clients[2].metrics == [(n, v, 1500, 2) for n, v in zip(names, (1, 2, 3), strict=True)]
+
+
+def test_a_run_of_wandb_goes_on_with_its_id(tmp_path, monkeypatch):
+    begun = []
+
+    class Run:
+        id = "run 0"
+
+        def define_metric(self, name, step_metric):
+            assert (name, step_metric) == ("*", "step")
+
+    def init(**options):
+        begun.append(options)
+        return Run()
+
+    wandb = types.SimpleNamespace(init=init, Settings=lambda **settings: settings)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    for _ in range(2):
+        WandB("project", tmp_path, FLAGS)
+    forget(tmp_path)
+    WandB("project", tmp_path, FLAGS)
+    assert [each["id"] for each in begun] == [None, "run 0", None]
+    assert [each["resume"] for each in begun] == [None, "allow", None]
+    assert begun[0]["config"] == FLAGS and begun[0]["settings"]["login_timeout"] == 10
 
 
 def test_names_that_mlflow_refuses():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 
 import keras
@@ -62,52 +63,57 @@ def test_the_training_ends_where_it_does_in_keras(mode, patience, min_delta):
     raise AssertionError("neither has ended it")
 
 
-@pytest.mark.parametrize("replicas", [1, 2, 4])
-def test_a_training_equals_fit_with_callbacks(mirrored, replicas):
-    """Of Keras, on one device: the rates, the end and the weights."""
-    train = tf.data.Dataset.from_tensor_slices(examples(64)).batch(16, drop_remainder=True).repeat()
+def training_data():
+    return tf.data.Dataset.from_tensor_slices(examples(64)).batch(16, drop_remainder=True).repeat()
+
+
+@pytest.fixture(scope="module")
+def fitted():
+    """The weights before, the epochs with their rates, and the weights after `fit` of Keras."""
     held_out = tf.data.Dataset.from_tensor_slices(examples(20, seed=9)).batch(16)
-    rates = []
-    loop = make_loop(
-        mirrored(replicas),
-        optimizer=lambda: keras.optimizers.SGD(),
-        data=train,
-        evaluate=20,  # the same examples
-        schedule=Plateau(0.5, factor=0.5, patience=2, min_delta=1e-2),
-        eval_actions=[EarlyStopping("loss", patience=5, min_delta=1e-2)],
-    )
-    read = lambda status: rates.append(status.scalars()["learning_rate"])  # noqa: E731
-    loop.actions.append(Every(read, steps=4))
     model = mlp()
-    model.set_weights(loop.step.model.get_weights())
+    before = model.get_weights()
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(keras.optimizers.SGD(0.5), loss)
     callbacks = [
         keras.callbacks.ReduceLROnPlateau("val_loss", 0.5, patience=2, min_delta=1e-2),
         keras.callbacks.EarlyStopping("val_loss", min_delta=1e-2, patience=5),
     ]
-    options = {
-        "epochs": 25,
-        "steps_per_epoch": 4,
-        "callbacks": callbacks,
-        "verbose": 0,
-        "shuffle": False,
-    }
-    history = model.fit(train, validation_data=held_out, **options)
+    options = {"epochs": 25, "steps_per_epoch": 4, "verbose": 0, "shuffle": False}
+    history = model.fit(
+        training_data(), validation_data=held_out, callbacks=callbacks, **options
+    ).history
+    return before, history["learning_rate"], model.get_weights()
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+def test_a_training_equals_fit_with_callbacks(mirrored, fitted, replicas):
+    """Of Keras, on one device: the rates, the end and the weights."""
+    before, expected, after = fitted
+    rates = []
+    loop = make_loop(
+        mirrored(replicas),
+        optimizer=lambda: keras.optimizers.SGD(),
+        data=training_data(),
+        evaluate=20,  # the same examples
+        schedule=Plateau(0.5, factor=0.5, patience=2, min_delta=1e-2),
+        eval_actions=[EarlyStopping("loss", patience=5, min_delta=1e-2)],
+    )
+    read = lambda status: rates.append(status.scalars()["learning_rate"])  # noqa: E731
+    loop.actions.append(Every(read, steps=4))
+    loop.step.model.set_weights(before)
     loop.train_and_evaluate(100, evaluate_every=4)
-    assert loop.global_step == 4 * len(history.epoch) < 100
-    assert rates == pytest.approx(history.history["learning_rate"], rel=1e-6)
+    assert loop.global_step == 4 * len(expected) < 100
+    assert rates == pytest.approx(expected, rel=1e-6)
     assert len(set(rates)) > 2
-    assert largest_difference(loop.step.model.get_weights(), model.get_weights()) <= 1e-5
+    assert largest_difference(loop.step.model.get_weights(), after) <= 1e-5
 
 
 def test_a_step_counts_once_and_nan_is_no_improvement():
     patience = Patience("loss", 3)
-    steps = [1, 2, 2, 3, 3, 4]
-    values = [1.0, float("nan"), 1.0, float("nan"), 0.1, float("inf")]
-    ended = [
-        patience.evaluated(step, {"loss": value}) for step, value in zip(steps, values, strict=True)
-    ]
+    nan, inf = float("nan"), float("inf")
+    seen = [(1, 1.0), (2, nan), (2, 1.0), (3, nan), (3, 0.1), (4, inf)]
+    ended = [patience.evaluated(step, {"loss": value}) for step, value in seen]
     assert ended == [False] * 5 + [True]
 
 
@@ -154,23 +160,36 @@ def impatient(strategy, directory, seed=0, **options):
     return loop, rows
 
 
+@pytest.fixture(scope="module")
+def uninterrupted(mirrored, tmp_path_factory):
+    """``uninterrupted(replicas)``: a loop that has trained, its rows and its results."""
+
+    @functools.cache
+    def trained(replicas):
+        loop, rows = impatient(mirrored(replicas), tmp_path_factory.mktemp("straight"))
+        results = loop.train_and_evaluate(100, evaluate_every=4)
+        loop.checkpoints.close()
+        return loop, rows, results
+
+    return trained
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("replicas", "pause"), [(1, 8), (1, 9), (2, 8)])
-def test_a_resume_changes_nothing(tmp_path, mirrored, replicas, pause):
+def test_a_resume_changes_nothing(tmp_path, mirrored, uninterrupted, replicas, pause):
     """Paused at an evaluation, of which the checkpoint was written before, and between two."""
-    straight, rows = impatient(mirrored(replicas), tmp_path / "straight")
-    results = straight.train_and_evaluate(100, evaluate_every=4)
+    straight, rows, results = uninterrupted(replicas)
     assert straight.stopped
     assert pause < straight.global_step < 100
     assert len({rate for step, rate in rows if step > 3}) > 2
 
-    first, begin = impatient(mirrored(replicas), tmp_path / "paused")
+    first, begin = impatient(mirrored(replicas), tmp_path)
     first.train_and_evaluate(8, evaluate_every=4)
     if pause > 8:
         first.train(pause, total=100)
         first.save()
     first.checkpoints.close()
-    resumed, rest = impatient(mirrored(replicas), tmp_path / "paused", seed=1)
+    resumed, rest = impatient(mirrored(replicas), tmp_path, seed=1)
     assert resumed.restore().step == pause
     assert resumed.train_and_evaluate(100, evaluate_every=4) == results
     assert (resumed.global_step, resumed.stopped) == (straight.global_step, True)
@@ -179,8 +198,7 @@ def test_a_resume_changes_nothing(tmp_path, mirrored, replicas, pause):
         resumed.step.model.variables, straight.step.model.variables, strict=True
     ):
         np.testing.assert_array_equal(mine.numpy(), other.numpy())
-    for loop in (straight, resumed):
-        loop.checkpoints.close()
+    resumed.checkpoints.close()
 
 
 def test_a_checkpoint_without_the_memory_is_refused(tmp_path):

@@ -97,15 +97,11 @@ def test_table():
     assert {0, 9} <= set(rows)
 
 
-def test_command_draws(tmp_path):
+@pytest.mark.sample
+def test_command_draws(zygote, tmp_path):
     picture = tmp_path / "rate.svg"
-    result = subprocess.run(
-        [sys.executable, "-m", "ctl.schedule", f"--plot={picture}", "--schedule=piecewise"]
-        + ["--boundaries=3ep,7ep", "--rates=1e-3,1e-4,1e-5", "--warmup=10"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    flags = ("--boundaries=3ep,7ep", "--rates=1e-3,1e-4,1e-5", "--warmup=10")
+    result = zygote.run("ctl.schedule.plot", f"--plot={picture}", "--schedule=piecewise", *flags)
     assert "warmup_steps=10" in result.stdout and "     1,092     7.00  1e-05" in result.stdout
     assert ET.parse(picture).getroot().tag == "{http://www.w3.org/2000/svg}svg"
 

@@ -35,65 +35,61 @@ def warm(step, warmup):
     return min(1.0, (step + 1) / (warmup + 1)) if warmup else 1.0
 
 
-def cosine(step, rate, total, warmup=0, end=0.0):
-    left = max(total - max(step, warmup), 0) / (total - warmup)
+# The formulas, with the arguments of the schedules.
+
+
+def constant(step, rate, warmup_steps=0):
+    return warm(step, warmup_steps) * rate
+
+
+def cosine(step, rate, total, warmup_steps=0, end_learning_rate=0.0):
+    left = max(total - max(step, warmup_steps), 0) / (total - warmup_steps)
     # 1 - cos(a) = 2 sin(a/2)^2: the textbook form loses its digits where the rate goes to 0.
-    return warm(step, warmup) * (end + (rate - end) * np.sin(PI / 2 * left) ** 2)
+    decayed = (rate - end_learning_rate) * np.sin(PI / 2 * left) ** 2
+    return warm(step, warmup_steps) * (end_learning_rate + decayed)
 
 
-def polynomial(step, rate, total, warmup=0, end=0.0, power=1.0):
-    left = max(total - max(step, warmup), 0) / (total - warmup)
-    return warm(step, warmup) * (end + (rate - end) * np.power(left, power))
+def polynomial(step, rate, total, warmup_steps=0, end_learning_rate=0.0, power=1.0):
+    left = max(total - max(step, warmup_steps), 0) / (total - warmup_steps)
+    decayed = (rate - end_learning_rate) * np.power(left, power)
+    return warm(step, warmup_steps) * (end_learning_rate + decayed)
 
 
-def exponential(step, rate, decay, every, warmup=0):
-    return warm(step, warmup) * rate * np.power(decay, max(step - warmup, 0) / every)
+def exponential(step, rate, decay, every, warmup_steps=0):
+    decayed = rate * np.power(decay, max(step - warmup_steps, 0) / every)
+    return warm(step, warmup_steps) * decayed
 
 
-def inverse_sqrt(step, rate, warmup=0):
-    return rate * min((step + 1) / (warmup + 1), np.sqrt((warmup + 1) / (step + 1)))
+def inverse_sqrt(step, rate, warmup_steps=0):
+    rising, falling = (step + 1) / (warmup_steps + 1), np.sqrt((warmup_steps + 1) / (step + 1))
+    return rate * min(rising, falling)
 
 
-def piecewise(step, boundaries, values, warmup=0):
-    for boundary, value in zip(boundaries, values, strict=False):
-        if step < boundary:
-            return warm(step, warmup) * value
-    return warm(step, warmup) * values[-1]
+def piecewise(step, boundaries, values, warmup_steps=0):
+    passed = sum(step >= boundary for boundary in boundaries)
+    return warm(step, warmup_steps) * values[passed]
+
+
+def case(kind, formula, *arguments, **options):
+    return kind(*arguments, **options), lambda step: formula(step, *arguments, **options)
 
 
 W, FAR = 1000, 2**24 + 1  # FAR is the first whole number that a float32 cannot hold.
+TO_A_TENTH = {"end_learning_rate": 0.1, "power": 2.5}
 CASES = {
-    "constant": (Constant(0.3), lambda s: 0.3),
-    "constant warm": (Constant(0.3, warmup_steps=W), lambda s: 0.3 * warm(s, W)),
-    "constant long warm": (Constant(0.3, warmup_steps=FAR), lambda s: 0.3 * warm(s, FAR)),
-    "piecewise": (
-        Piecewise([W, FAR, BILLION], [1e-1, 1e-2, 1e-3, 1e-4]),
-        lambda s: piecewise(s, [W, FAR, BILLION], [1e-1, 1e-2, 1e-3, 1e-4]),
-    ),
-    "piecewise warm": (
-        Piecewise([W + 1, FAR], [1e-1, 1.0, 0.0], warmup_steps=W),
-        lambda s: piecewise(s, [W + 1, FAR], [1e-1, 1.0, 0.0], W),
-    ),
-    "cosine": (Cosine(1e-3, BILLION), lambda s: cosine(s, 1e-3, BILLION)),
-    "cosine warm": (
-        Cosine(1e-3, FAR, end_learning_rate=1e-5, warmup_steps=W),
-        lambda s: cosine(s, 1e-3, FAR, W, 1e-5),
-    ),
-    "line": (Polynomial(2.0, BILLION), lambda s: polynomial(s, 2.0, BILLION)),
-    "polynomial warm": (
-        Polynomial(2.0, FAR, end_learning_rate=0.1, power=2.5, warmup_steps=W),
-        lambda s: polynomial(s, 2.0, FAR, W, 0.1, 2.5),
-    ),
-    "exponential": (
-        Exponential(0.1, 0.97, 10**7),
-        lambda s: exponential(s, 0.1, 0.97, 10**7),
-    ),
-    "exponential warm": (
-        Exponential(1e-6, 10.0, BILLION // 4, warmup_steps=W),
-        lambda s: exponential(s, 1e-6, 10.0, BILLION // 4, W),
-    ),
-    "inverse sqrt": (InverseSqrt(0.1), lambda s: inverse_sqrt(s, 0.1)),
-    "inverse sqrt warm": (InverseSqrt(0.1, warmup_steps=W), lambda s: inverse_sqrt(s, 0.1, W)),
+    "constant": case(Constant, constant, 0.3),
+    "constant warm": case(Constant, constant, 0.3, warmup_steps=W),
+    "constant long warm": case(Constant, constant, 0.3, warmup_steps=FAR),
+    "piecewise": case(Piecewise, piecewise, [W, FAR, BILLION], [1e-1, 1e-2, 1e-3, 1e-4]),
+    "piecewise warm": case(Piecewise, piecewise, [W + 1, FAR], [1e-1, 1.0, 0.0], warmup_steps=W),
+    "cosine": case(Cosine, cosine, 1e-3, BILLION),
+    "cosine warm": case(Cosine, cosine, 1e-3, FAR, end_learning_rate=1e-5, warmup_steps=W),
+    "line": case(Polynomial, polynomial, 2.0, BILLION),
+    "polynomial warm": case(Polynomial, polynomial, 2.0, FAR, **TO_A_TENTH, warmup_steps=W),
+    "exponential": case(Exponential, exponential, 0.1, 0.97, 10**7),
+    "exponential warm": case(Exponential, exponential, 1e-6, 10.0, BILLION // 4, warmup_steps=W),
+    "inverse sqrt": case(InverseSqrt, inverse_sqrt, 0.1),
+    "inverse sqrt warm": case(InverseSqrt, inverse_sqrt, 0.1, warmup_steps=W),
 }
 ALL = pytest.mark.parametrize(("schedule", "reference"), CASES.values(), ids=CASES.keys())
 STEPS = sorted(
@@ -118,12 +114,8 @@ def test_formula_at_every_scale(schedule, reference, jit_compile):
 @ALL
 def test_any_kind_of_step(schedule, reference):
     expected = np.float32(reference(1500))
-    for step in (
-        1500,
-        tf.constant(1500),
-        tf.Variable(1500, dtype=tf.int64),
-        keras.Variable(1500, dtype="int64"),
-    ):
+    variables = tf.Variable(1500, dtype=tf.int64), keras.Variable(1500, dtype="int64")
+    for step in (1500, tf.constant(1500), *variables):
         rate = schedule(step)
         assert rate.shape == () and rate.dtype == tf.float32
         np.testing.assert_array_max_ulp(rate.numpy(), expected, maxulp=1)
@@ -184,12 +176,8 @@ def test_the_classic_epochs():
     assert [float(schedule(step)) for step in (0, 1406, 1407, 3281, 3282, 5625)] == pytest.approx(
         [1e-3, 1e-3, 1e-4, 1e-4, 1e-5, 1e-5]
     )
-    assert schedule == make_schedule(
-        "piecewise",
-        boundaries=["3ep", "7ep"],
-        values=["1e-3", "1e-4", "1e-5"],
-        steps_per_epoch=per_epoch,
-    )
+    pieces = {"boundaries": ["3ep", "7ep"], "values": ["1e-3", "1e-4", "1e-5"]}
+    assert schedule == make_schedule("piecewise", **pieces, steps_per_epoch=per_epoch)
 
 
 @pytest.mark.parametrize(
@@ -236,14 +224,8 @@ def test_durations_that_need_more():
 )
 def test_scaling(rule, expected):
     assert durations.scale_learning_rate(0.1, 4096, 256, rule) == pytest.approx(expected)
-    scaled = make_schedule(
-        "cosine",
-        learning_rate=0.1,
-        end_learning_rate=0.01,
-        total_steps=10,
-        global_batch_size=4096,
-        scaling=rule,
-    )
+    rates = {"learning_rate": 0.1, "end_learning_rate": 0.01}
+    scaled = make_schedule("cosine", **rates, total_steps=10, global_batch_size=4096, scaling=rule)
     assert scaled.learning_rate == pytest.approx(expected)
     assert scaled.end_learning_rate == pytest.approx(expected / 10)
 
