@@ -16,15 +16,16 @@ from ctl.base.units import size_text
 from ctl.inspect.measure.late_worker import late_worker
 from ctl.inspect.measure.timeline import of_one_step
 from ctl.inspect.show import pictures
-from ctl.inspect.show.charts import duration, significant
 from ctl.inspect.show.document import document
 from ctl.inspect.show.report import (
     Table,
+    duration,
     pack_table,
     percent,
     phase_table,
     row_names,
     scalars,
+    significant,
     transferring,
 )
 from ctl.inspect.show.style import STYLE

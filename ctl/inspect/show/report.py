@@ -6,6 +6,7 @@ many replicas has their spread and the latest ones, a table of many packs has th
 
 from __future__ import annotations
 
+import math
 import sys
 import warnings
 from collections.abc import Sequence
@@ -22,7 +23,6 @@ from ctl.base import svg
 from ctl.base.units import size_text
 from ctl.inspect.measure.timeline import PHASES, covered_seconds, of_one_step
 from ctl.inspect.measure.verdict import share_of_measured
-from ctl.inspect.show.charts import significant
 
 if TYPE_CHECKING:
     from ctl.inspect.measure.link import Measured
@@ -210,6 +210,26 @@ def _rich(table: Table) -> RichTable:
         cells = [Text(svg.printable(cell)) for cell in row]
         made.add_row(*cells, style="bold" if number in table.strong else None)
     return made
+
+
+def significant(value: float) -> str:
+    """``value`` with three digits, without an exponent below 1e9: 0.012, 1.23, 12.3, 123, 1,234."""
+    if not math.isfinite(value):
+        return "–"
+    if value == 0:
+        return "0"
+    digits = 2 - math.floor(math.log10(abs(value)))
+    if digits > 5:
+        return f"{value:.3f}".rstrip("0").rstrip(".").replace("-0", "0") or "0"
+    return f"{value:,.{max(0, digits)}f}" if abs(value) < 1e9 else f"{value:.3g}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds with a unit: 12.3 ms, 45.6 µs, 1.23 s."""
+    for scale, unit in ((1.0, "s"), (1e3, "ms")):
+        if abs(seconds) * scale >= 1:
+            return f"{significant(seconds * scale)} {unit}"
+    return f"{significant(round(seconds * 1e6, 1))} µs"
 
 
 def percent(share: float | None) -> str:

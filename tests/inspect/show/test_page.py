@@ -16,9 +16,8 @@ from ctl.inspect.measure.link import Measured, Point
 from ctl.inspect.measure.timeline import Timeline, join
 from ctl.inspect.measure.verdict import verdict
 from ctl.inspect.show import pictures
-from ctl.inspect.show.charts import duration
 from ctl.inspect.show.page import make_page
-from ctl.inspect.show.report import phase_table, scalars
+from ctl.inspect.show.report import duration, phase_table, scalars
 from ctl.phases.plan.plan import Collective, Lint, Member, Plan
 
 HOSTILE = "</td><script>alert('1')</script>\"]]>--><svg onload=x>\x00\u202e&amp;"
