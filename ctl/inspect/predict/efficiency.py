@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from ctl.base import svg
 from ctl.inspect.predict.model import Prediction
-from ctl.inspect.show.style import (
+from ctl.inspect.show.document import (
     BLUE,
     DARK_INK,
     DARK_PAGE,

@@ -7,8 +7,17 @@ from collections.abc import Sequence
 
 from ctl.base import svg
 from ctl.base.svg import escape
-from ctl.inspect.show.document import document
-from ctl.inspect.show.style import BLUE, GREEN, ORANGE, PURPLE, SKY_BLUE, STYLE, VERMILION
+from ctl.inspect.show.document import (
+    BLUE,
+    GREEN,
+    ORANGE,
+    PURPLE,
+    SKY_BLUE,
+    STYLE,
+    VERMILION,
+    document,
+    html_table,
+)
 from ctl.logs.runs import Run
 
 WIDTH, HEIGHT = 440, 270
@@ -65,12 +74,10 @@ def make_page(
         for n, run in enumerate(drawn)
     )
     left_out = [f"{len(runs) - CURVES} runs are not drawn"] if len(runs) > CURVES else []
-    cells = "".join(f"<th>{escape(cell)}</th>" for cell in header)
-    lines = ["<tr>" + "".join(f"<td>{escape(c)}</td>" for c in row) + "</tr>" for row in rows]
     body = [
         f"<h1>{len(runs)} {'run' if len(runs) == 1 else 'runs'} compared</h1>",
         *(f'<p class="alarm">{escape(note)}</p>' for note in (*notes, *left_out)),
-        f'<div class="wide"><table><tr>{cells}</tr>{"".join(lines)}</table></div>',
+        html_table(header, rows),
         f'<ul class="legend">{legend}</ul>',
         '<p class="lead">Faint: training. Strong, with points: evaluation.</p>',
         f'<div class="curves">{"".join(pictures)}</div>',

@@ -16,9 +16,8 @@ from ctl.base.units import size_text
 from ctl.inspect.measure.late_worker import late_worker
 from ctl.inspect.measure.timeline import of_one_step
 from ctl.inspect.show import pictures
-from ctl.inspect.show.document import document
+from ctl.inspect.show.document import STYLE, document, html_table
 from ctl.inspect.show.report import (
-    Table,
     duration,
     pack_table,
     percent,
@@ -28,7 +27,6 @@ from ctl.inspect.show.report import (
     significant,
     transferring,
 )
-from ctl.inspect.show.style import STYLE
 
 if TYPE_CHECKING:
     from ctl.inspect.measure.link import Measured
@@ -99,7 +97,8 @@ def make_page(
     for table in (phase_table(timeline), pack_table(timeline, plan, measured)):
         if table.rows:
             body.append(
-                f"<section><h2>{escape(_capital(table.title))}</h2>{_html(table)}</section>"
+                f"<section><h2>{escape(table.title[:1].upper() + table.title[1:])}</h2>"
+                f"{html_table(table.columns, table.rows, table.strong)}</section>"
             )
     if plan and (plan.replicas > 1 or plan.collectives or plan.lints):
         body.append(_plan_section(plan))
@@ -189,15 +188,6 @@ def _section(title: str, note: str, picture: str) -> str:
     return f'<section><h2>{escape(title)}</h2>{note}<div class="wide">{picture}</div></section>'
 
 
-def _html(table: Table) -> str:
-    head = "".join(f"<th>{escape(column)}</th>" for column in table.columns)
-    rows = []
-    for number, row in enumerate(table.rows):
-        strong = ' class="strong"' if number in table.strong else ""
-        rows.append(f"<tr{strong}>" + "".join(f"<td>{escape(c)}</td>" for c in row) + "</tr>")
-    return f'<div class="wide"><table><tr>{head}</tr>{"".join(rows)}</table></div>'
-
-
 def _plan_section(plan: Plan) -> str:
     sizes = "".join(f'<th class="size">{what}</th>' for what in ("size", "sent", "can start"))
     everything = (*plan.collectives, *plan.other)
@@ -271,7 +261,3 @@ def _footer(timeline: Timeline) -> str:
 
 def _count(number: int, what: str) -> str:
     return f"{number:,} {what}{'' if number == 1 else 's'}"
-
-
-def _capital(title: str) -> str:
-    return title[:1].upper() + title[1:]
