@@ -248,13 +248,8 @@ def table(report: Report) -> list[str]:
 
 
 def make_page(report: Report, title: str, scores: Sequence[str]) -> str:
-    """The page as HTML.
-
-    Args:
-        report: see `collect`.
-        title: what was evaluated.
-        scores: ``accuracy 0.91`` and the like.
-    """
+    """The page as HTML. ``title`` says what was evaluated; ``scores`` are ``accuracy 0.91`` and the
+    like."""
     columns = ("class", "examples", "accuracy", "most often taken for")
     classes = html_table(columns, [*_rows(report, report.classes)])
     figures = "".join(f"<li>{escape(score)}</li>" for score in scores)

@@ -81,10 +81,7 @@ def run() -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Prints the report on one directory.
-
-    Args:
-        arguments: the directory.
+    """Prints the report on the directory that ``arguments`` name.
 
     Raises:
         UsageError: not one directory, or it has no readable record.

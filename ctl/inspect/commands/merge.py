@@ -31,10 +31,7 @@ def run() -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Joins the windows of all workers and shows the result.
-
-    Args:
-        arguments: the directory with the windows.
+    """Joins the windows of all workers, which are in the directory that ``arguments`` name.
 
     Raises:
         UsageError: not one directory, or its files are not the windows of one run.

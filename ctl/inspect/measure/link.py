@@ -177,18 +177,27 @@ class Measured:
         return self.algbw(size) * bus_factor(self.replicas)
 
 
+def read_json(path: str | Path) -> Any:
+    """The value in a JSON file of the user's.
+
+    Raises:
+        UsageError: the file cannot be read, or is not JSON.
+    """
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{path} is not JSON: {error}") from error
+
+
 def read(path: str | Path) -> Measured:
     """Reads the output of ``benchmarks/all_reduce.py --json``.
 
     Raises:
         UsageError: the file cannot be read, or is not such an output.
     """
-    try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path} is not JSON: {error}") from error
+    content = read_json(path)
     try:
         if content["schema"] != SCHEMA:
             raise ValueError(f"schema {content['schema']!r}, not {SCHEMA}")

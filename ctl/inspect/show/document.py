@@ -17,6 +17,7 @@ FONT = 'system-ui, "Segoe UI", Helvetica, Arial, sans-serif'
 # Okabe and Ito (2008), "Color Universal Design": distinguishable with any colour vision.
 BLUE, SKY_BLUE, GREEN = "#0072b2", "#56b4e9", "#009e73"
 ORANGE, VERMILION, PURPLE = "#e69f00", "#d55e00", "#cc79a7"
+COLOURS = (BLUE, VERMILION, GREEN, ORANGE, PURPLE, SKY_BLUE)  # of curves, in this order
 
 DARK_PAGE = "#0d1117"
 LIGHT_INK, LIGHT_SOFT = "#1f2328", "#59636e"

@@ -76,14 +76,8 @@ def make_page(
     plan: Plan | None = None,
     measured: Measured | None = None,
 ) -> str:
-    """The page as HTML, which is also well-formed XML.
-
-    Args:
-        timeline: what was measured.
-        verdict: lines: what bounds the step, why, what to try next.
-        plan: what the step moves.
-        measured: the all-reduce of this machine, for comparison.
-    """
+    """The page as HTML, which is also well-formed XML. ``plan`` adds what the step moves,
+    ``measured`` a comparison with the all-reduce of this machine."""
     title = "The all-reduce, seen through"
     body = [
         f"<h1>{title}</h1>",

@@ -101,10 +101,8 @@ def phase_table(timeline: Timeline) -> Table:
 def pack_table(timeline: Timeline, plan: Plan | None, measured: Measured | None) -> Table:
     """The size and speed of each all-reduce, in the units of nccl-tests (1 GB = 1e9 bytes).
 
-    Args:
-        timeline: what was measured.
-        plan: adds the share of the backward pass after which a pack can start.
-        measured: adds the bandwidth relative to it.
+    ``plan`` adds the share of the backward pass after which a pack can start, ``measured`` the
+    bandwidth relative to it.
     """
     shares = {c.name: c.start_share for c in plan.collectives} if plan else {}
     seconds = [float(np.median(pack.seconds)) for pack in timeline.packs]
@@ -181,15 +179,10 @@ def print_report(
     measured: Measured | None = None,
     file: TextIO | None = None,
 ) -> None:
-    """Prints the tables and the verdict.
+    """Prints the tables and, below them, the lines of the verdict. See `pack_table`.
 
-    Args:
-        timeline: what was measured.
-        verdict: lines below the tables.
-        plan: see `pack_table`.
-        measured: see `pack_table`.
-        file: by default standard output. If it is no terminal, tables have no colours and are
-            `WIDE` columns wide.
+    ``file``: by default standard output. If it is no terminal, tables have no colours and are
+    `WIDE` columns wide.
     """
     file = file or sys.stdout
     console = Console(file=file, highlight=False, width=None if file.isatty() else WIDE)

@@ -14,7 +14,6 @@ from ctl.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:
     from ctl.inspect.measure.timeline import Timeline
-    from ctl.phases.plan.plan import Plan
 
 flags.disclaim_key_flags()
 
@@ -49,6 +48,7 @@ def show(
     from ctl.inspect.show.page import make_page
     from ctl.inspect.show.report import print_report
     from ctl.inspect.show.trace import make_trace
+    from ctl.phases.plan.plan import from_json
 
     measured = link.read(bandwidth) if bandwidth else None
     strategy = "multi_worker" if timeline.workers > 1 else "mirrored"
@@ -58,7 +58,11 @@ def show(
             f"{measured.strategy}, and these are {len(timeline.rows)} under {strategy}: "
             f"{measure_command(timeline)}"
         )
-    plan, note = _plan(timeline)
+    plan = note = None
+    try:
+        plan = None if timeline.plan is None else from_json(timeline.plan)
+    except UsageError as error:
+        note = f"what the step moves cannot be shown: {error}"
     lines = (*verdict(timeline, measured), *more)
     print_report(timeline, lines, plan=plan, measured=measured)
     if note:
@@ -79,15 +83,3 @@ def show(
             raise CheckpointError(f"cannot write {directory / name}: {error.strerror}") from error
     print(f"page: {directory / 'report.html'}")
     print(f"trace, for ui.perfetto.dev or chrome://tracing: {directory / 'trace.json'}")
-
-
-def _plan(timeline: Timeline) -> tuple[Plan | None, str]:
-    """The plan of worker 0, or a line that says why it cannot be shown."""
-    from ctl.phases.plan.plan import from_json
-
-    if timeline.plan is None:
-        return None, ""
-    try:
-        return from_json(timeline.plan), ""
-    except UsageError as error:
-        return None, f"what the step moves cannot be shown: {error}"
