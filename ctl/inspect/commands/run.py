@@ -12,7 +12,7 @@ from ctl.base import console
 from ctl.flags import training
 from ctl.flags.parsing import group, run_command
 from ctl.inspect import measure
-from ctl.inspect.show.results import define_bandwidth_flag
+from ctl.inspect.commands.merge import define_bandwidth_flag, show
 from ctl.jobs import build
 
 if TYPE_CHECKING:
@@ -92,7 +92,6 @@ def _look(loop: Loop) -> None:
     from ctl.inspect.measure import window
     from ctl.inspect.measure.profile import profiled
     from ctl.inspect.session import Inspection
-    from ctl.inspect.show.results import show
 
     with Inspection(loop, FLAGS.steps) as seen:
         logging.info("compiling and warming up: %d steps", FLAGS.warm_up)

@@ -198,13 +198,8 @@ class Method:
 
 @dataclasses.dataclass(frozen=True)
 class MethodPrediction:
-    """A step of a method on a link.
-
-    Attributes:
-        name: of the method.
-        step: seconds of a step, in the mean.
-        sent: bytes that a replica sends in a step, in the mean.
-    """
+    """A step of a method on a link: its seconds, and the bytes that a replica sends in it, both in
+    the mean."""
 
     name: str
     step: float

@@ -87,16 +87,11 @@ def length(timeline: Timeline, index: int) -> float:
 
 
 def step_picture(timeline: Timeline, index: int, name: str, limit: float) -> tuple[str, int]:
-    """Draws one step: for each replica a lane of computation, and of communication below it.
+    """Draws the step at ``index``: for each replica a lane of computation, and of communication
+    below it. Returns the SVG, and the number of replicas in it.
 
-    Args:
-        timeline: what was measured.
-        index: of the step, in the timeline.
-        name: a description for screen readers.
-        limit: seconds at the right end, so that two steps can be drawn on one scale.
-
-    Returns:
-        The SVG, and the number of replicas in it.
+    ``limit`` is the right end in seconds, so that two steps can be drawn on one scale. ``name``
+    describes the picture for screen readers.
     """
     most = min(LANES, max(2, 240 // (min(len(timeline.packs), PACKS) + 4)))  # bounds the file
     wait = _waited(timeline)[:, index]
@@ -150,10 +145,14 @@ class _Lanes:
         self.parts.append(svg.text(LEFT - 8, y + 41, "all-reduce", "y small"))
         at = timeline.begin[row, index] - zero
         end = at + timeline.step_seconds[row, index]
+        computed = []
         for phase, text, seconds in computed_phases(timeline, row, index):
-            self._phase(phase, at, at + seconds, y, label, text)
+            computed.append((phase, text, at, at + seconds))
             at += seconds
-        self._phase("apply", end - timeline.phases["apply"][row, index], end, y, label, "apply")
+        computed.append(("apply", "apply", end - timeline.phases["apply"][row, index], end))
+        for phase, text, since, until in computed:
+            title = f"{label}: {text}, {duration(until - since)}"
+            self._span(phase, since, until, y, 23, text, title)
         packs = timeline.packs[:PACKS]
         for pack in packs:
             ready = self.x(pack.ready[row, index] - zero)
@@ -177,9 +176,6 @@ class _Lanes:
                 covered = done
         self.parts += exposed
         self.has_exposed |= bool(exposed)
-
-    def _phase(self, phase: str, begin: float, end: float, y: float, label: str, text: str) -> None:
-        self._span(phase, begin, end, y, 23, text, f"{label}: {text}, {duration(end - begin)}")
 
     def _span(
         self,
@@ -256,11 +252,8 @@ def _waited(timeline: Timeline) -> np.ndarray:
 
 
 def waits_picture(timeline: Timeline) -> tuple[str, int]:
-    """Draws wait and transfer of every step: one panel for each replica, all on one scale.
-
-    Returns:
-        The SVG, and the number of replicas in it.
-    """
+    """Draws wait and transfer of every step: one panel for each replica, all on one scale. Returns
+    the SVG, and the number of replicas in it."""
     total = timeline.hidden + timeline.exposed  # not the sum over packs, which may overlap
     wait = np.minimum(_waited(timeline), total)  # they may differ by rounding
     late = median(timeline.late, axis=1)
@@ -324,11 +317,7 @@ def waits_picture(timeline: Timeline) -> tuple[str, int]:
 def lateness_picture(timeline: Timeline) -> tuple[str, int]:
     """Draws the heat map of how much later than the others each replica came to the packs: of all
     replicas, or of the latest if there are too many. Colours are shares of the median step, so that
-    runs can be compared.
-
-    Returns:
-        The SVG, and the number of replicas in it.
-    """
+    runs can be compared. Returns the SVG, and the number of replicas in it."""
     late = np.nan_to_num(timeline.late)
     rows: Sequence[int] = range(len(late))
     if len(late) > CELLS:

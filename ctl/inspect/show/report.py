@@ -39,14 +39,8 @@ WIDE = 160  # columns if the output is no terminal, so that no text is cut off
 
 @dataclass(frozen=True)
 class Table:
-    """A table of texts.
-
-    Attributes:
-        title: the title.
-        columns: the names of the columns.
-        rows: the cells of each row; the first cell is its name.
-        strong: the indices of rows to highlight.
-    """
+    """A table of texts. The first cell of a row is its name; the rows at the indices ``strong`` are
+    highlighted."""
 
     title: str
     columns: tuple[str, ...]

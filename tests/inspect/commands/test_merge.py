@@ -10,8 +10,8 @@ import pytest
 import simulated
 
 from ctl.errors import CheckpointError, UsageError
+from ctl.inspect.commands.merge import show
 from ctl.inspect.measure.timeline import join
-from ctl.inspect.show.results import show
 from ctl.phases.plan.plan import Plan
 
 
