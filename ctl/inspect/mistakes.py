@@ -137,6 +137,7 @@ def collect(
         outputs = losses[1] if isinstance(losses, tuple) else None
         features, labels, weights = local_batch.unpack(batch)
         _check(labels, outputs)
+        is_image = isinstance(features, tf.Tensor) and features.shape.rank == 4
         rows = local_batch.rows(batch)
         probabilities = tf.nn.softmax(tf.cast(outputs, tf.float32))[:rows]
         weights = tf.ones([rows]) if weights is None else tf.reshape(weights, [rows])
@@ -146,11 +147,11 @@ def collect(
             tf.reduce_max(probabilities, axis=-1),
             tf.cast(losses[0], tf.float32)[:rows],
             weights > 0,
-            features if _is_image(features) else tf.zeros([rows]),
+            features if is_image else tf.zeros([rows]),
         )
 
     confusion: np.ndarray | None = None
-    kept: list[tuple[float, int, Example]] = []
+    kept: list[tuple[Any, ...]] = []  # rank, number, values, features
     size, first = dataset.num_examples, 0
     while size is None or first < size:
         try:
@@ -167,27 +168,21 @@ def collect(
             classes = _classes(step, dataset, int(max(labels.max(), predicted.max())) + 1)
             confusion = np.zeros([len(classes)] * 2, np.int64)
         np.add.at(confusion, (labels[counted], predicted[counted]), 1)
-        ranks = np.where(np.isnan(losses), np.inf, losses)  # NaN is the worst
-        for row in np.argsort(-ranks, kind="stable")[: worst + int((~counted).sum())]:
-            if not counted[row] or (len(kept) == worst and ranks[row] <= kept[0][0]):
-                continue
-            one = Example(
-                number=first + int(row),
-                label=int(labels[row]),
-                predicted=int(predicted[row]),
-                probability=float(probabilities[row]),
-                loss=float(losses[row]),
-                png=_png(features[row]) if features.ndim == 4 else None,
-            )
-            # Of equal losses, the first example stays.
-            (heapq.heappushpop if len(kept) == worst else heapq.heappush)(
-                kept, (float(ranks[row]), -one.number, one)
-            )
+        ranks = np.where(np.isnan(losses), -np.inf, -losses)  # NaN is the worst
+        for row in np.argsort(ranks, kind="stable")[: worst + int((~counted).sum())]:
+            if counted[row]:
+                about = labels[row], predicted[row], probabilities[row], losses[row]
+                kept.append((ranks[row], first + int(row), about, features[row].copy()))
+        kept = heapq.nsmallest(worst, kept)  # of equal losses, the first example stays
         first += len(labels)
     if confusion is None:
         raise UsageError("the evaluation dataset holds no valid examples")
-    ordered = [one for _, _, one in sorted(kept, key=lambda item: (-item[0], -item[1]))]
-    return Report(classes, confusion, ordered)
+    examples = []
+    for _, number, (label, guess, probability, loss), image in kept:
+        png = _png(image) if image.ndim == 3 else None
+        values = int(label), int(guess), float(probability), float(loss)
+        examples.append(Example(number, *values, png))
+    return Report(classes, confusion, examples)
 
 
 def _check(labels: Any, outputs: Any) -> None:
@@ -204,10 +199,6 @@ def _classes(step: BaseStep, dataset: Dataset, seen: int) -> list[str]:
     count = max(seen, dataset.info.num_classes or 0)
     named = list(dataset.info.class_names[:count])
     return [*named, *map(str, range(len(named), count))]
-
-
-def _is_image(features: Any) -> bool:
-    return isinstance(features, tf.Tensor) and features.shape.rank == 4
 
 
 def _png(image: np.ndarray) -> bytes:

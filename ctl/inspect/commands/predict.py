@@ -368,9 +368,9 @@ def _plot(step: Step, network: Network, curves: dict[str, list[Prediction]]) -> 
     from ctl.inspect.predict.efficiency import draw
 
     scaling = "strong" if FLAGS.strong else "weak"
-    _, network_note = describe(step, network).splitlines()
-    step_note = (
+    about = (
         f"one replica: {step.alone * 1e3:.3g} ms, {step.bytes / MIB:.3g} MiB of gradients in all"
     )
+    notes = about, _describe_network(network)
     title = f"Predicted efficiency, {scaling} scaling"
-    console.write_file("plot", FLAGS.plot, draw(curves, title, (step_note, network_note)))
+    console.write_file("plot", FLAGS.plot, draw(curves, title, notes))
