@@ -368,9 +368,7 @@ def _plot(step: Step, network: Network, curves: dict[str, list[Prediction]]) -> 
     from ctl.inspect.predict.efficiency import draw
 
     scaling = "strong" if FLAGS.strong else "weak"
-    about = (
-        f"one replica: {step.alone * 1e3:.3g} ms, {step.bytes / MIB:.3g} MiB of gradients in all"
-    )
-    notes = about, _describe_network(network)
+    size = f"{step.bytes / MIB:.3g} MiB of gradients in all"
+    notes = f"one replica: {step.alone * 1e3:.3g} ms, {size}", _describe_network(network)
     title = f"Predicted efficiency, {scaling} scaling"
     console.write_file("plot", FLAGS.plot, draw(curves, title, notes))

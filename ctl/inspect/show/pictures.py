@@ -166,9 +166,9 @@ class _Lanes:
             title += "".join(f", {name} {duration(until - since)}" for name, since, until in parts)
             below = y + 28 + height * level
             for name, since, until in parts:
-                text = {"wait": f"wait {duration(until - since)}", "transfer": pack.name}
+                texts = {"wait": f"wait {duration(until - since)}", "transfer": pack.name}
                 span = since - zero, until - zero
-                self._span(name, *span, below, height, text.get(name, ""), title)
+                self._span(name, *span, below, height, texts.get(name, ""), title)
             start, done = parts[0][1] - zero, parts[-1][2] - zero
             if done > covered:
                 left = self.x(max(start, covered))
