@@ -104,6 +104,21 @@ def without_packs() -> Timeline:
     return join([dataclasses.replace(window, packs=()) for window in windows()])
 
 
+def with_phases(timeline: Timeline, **phases: np.ndarray) -> Timeline:
+    """``timeline`` with other seconds of some phases."""
+    return dataclasses.replace(timeline, phases={**timeline.phases, **phases})
+
+
+def profiled(timeline: Timeline) -> Timeline:
+    """As if a profile had shown 1 ms of packing before each collective and 0.5 ms after it."""
+    packing = np.full_like(timeline.late, 1.5e-3)
+    packs = (
+        dataclasses.replace(p, begun=p.start + 1e-3, packing=packing, transfer=p.transfer - packing)
+        for p in timeline.packs
+    )
+    return dataclasses.replace(timeline, packs=tuple(packs))
+
+
 def collective(name: str, size: int | None, share: float | None, **others: Any) -> Collective:
     """A pack of gradients on two replicas, which needs ``share`` of the backward pass."""
     empty = {field.name: () for field in dataclasses.fields(Collective)}

@@ -190,9 +190,9 @@ def test_a_measured_step_is_predicted(packs):
 
 def test_windows_without_a_forward_pass_predict_nothing():
     timeline = simulated.timeline(2)
-    blind = {**timeline.phases, "forward": timeline.phases["forward"] * np.nan}
+    blind = simulated.with_phases(timeline, forward=timeline.phases["forward"] * np.nan)
     with pytest.raises(UsageError, match="no packs or no forward pass"):
-        measured_step(dataclasses.replace(timeline, phases=blind))
+        measured_step(blind)
 
 
 # The command -----------------------------------------------------------------------------------

@@ -118,11 +118,8 @@ def test_exposed_and_the_step_are_one_number_everywhere(late):
     if late is None:
         assert f"{exposed:.2f} ms of communication are exposed" in said[1]
     else:  # no compute, so that the step is bound by communication
-        nobody = dataclasses.replace(
-            timeline,
-            clocks=timeline.clocks[:1],
-            phases={**timeline.phases, "backward": 0 * timeline.late},
-        )
+        nobody = simulated.with_phases(timeline, backward=0 * timeline.late)
+        nobody = dataclasses.replace(nobody, clocks=timeline.clocks[:1])
         assert f"{exposed:.2f} ms exposed" in verdict(nobody)[0]
 
 
@@ -205,11 +202,7 @@ def test_the_typical_step_is_like_most_and_the_worst_the_longest():
 def test_packing_is_drawn_where_a_profile_shows_it():
     timeline = timeline_of(2, packs=2)
     assert 'class="p-pack"' not in make_page(timeline, VERDICT)
-    packs = [
-        dataclasses.replace(p, begun=p.start + 1e-3, packing=np.full_like(p.start, 1e-3))
-        for p in timeline.packs
-    ]
-    page = make_page(dataclasses.replace(timeline, packs=tuple(packs)), VERDICT)
+    page = make_page(simulated.profiled(timeline), VERDICT)
     assert 'class="p-pack"' in page and "bytes, pack 1.00 ms, wait " in text_of(page)
 
 
@@ -222,8 +215,7 @@ def test_noise_accuses_nobody():
 
 def test_what_xla_compiles_is_one_phase():
     timeline = timeline_of(2)
-    unknown = np.full_like(timeline.late, np.nan)
-    timeline = dataclasses.replace(timeline, phases={**timeline.phases, "forward": unknown})
+    timeline = simulated.with_phases(timeline, forward=np.full_like(timeline.late, np.nan))
     assert "worker 1: forward and backward, 8" in text_of(make_page(timeline, VERDICT))
 
 

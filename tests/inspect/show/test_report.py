@@ -7,6 +7,7 @@ import io
 
 import numpy as np
 import pytest
+import simulated
 from simulated import timeline as timeline_of
 
 from ctl.inspect.measure.link import Measured, Point
@@ -51,10 +52,10 @@ def test_phases_are_medians_in_milliseconds():
 
 def test_a_phase_that_is_not_known_has_no_column():
     timeline = timeline_of(2)
-    phases = {**timeline.phases, "forward": np.full(timeline.late.shape, np.nan)}
-    assert "forward" not in phase_table(dataclasses.replace(timeline, phases=phases)).columns
-    phases["forward"][0] = 0.004
-    cells = phase_table(dataclasses.replace(timeline, phases=phases))
+    forward = np.full(timeline.late.shape, np.nan)
+    assert "forward" not in phase_table(simulated.with_phases(timeline, forward=forward)).columns
+    forward[0] = 0.004
+    cells = phase_table(simulated.with_phases(timeline, forward=forward))
     index = cells.columns.index("forward")
     assert [row[index] for row in cells.rows] == ["4.00", "4.00", "–"]
 

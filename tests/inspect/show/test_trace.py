@@ -32,18 +32,7 @@ def overlapping(seed: int = 0):
 
 
 def profiled():
-    """As if a profile had shown 1 ms of packing before each collective and 0.5 ms after it."""
-    timeline = simulated.timeline(2, packs=2, noise=0.0)
-    packs = [
-        dataclasses.replace(
-            pack,
-            begun=pack.start + 1e-3,
-            packing=np.full_like(pack.start, 1.5e-3),
-            transfer=pack.transfer - 1.5e-3,
-        )
-        for pack in timeline.packs
-    ]
-    return dataclasses.replace(timeline, packs=tuple(packs))
+    return simulated.profiled(simulated.timeline(2, packs=2, noise=0.0))
 
 
 @pytest.mark.parametrize(
