@@ -8,6 +8,8 @@ import json
 import math
 import re
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -32,7 +34,7 @@ from ctl.inspect.predict.cost import (
     tree,
 )
 from ctl.inspect.predict.model import Pack, Prediction, Step, measured_step, predict
-from ctl.phases.plan.plan import Plan
+from ctl.phases.plan.plan import Collective, Plan
 
 PAGE = (ROOT / "ctl/inspect/predict/README.md").read_text(encoding="utf-8")
 FAST, SLOW = Link(1e-6, 1e11), Link(1e-4, 1e9)
@@ -207,35 +209,23 @@ STEP = ["--forward_ms=40", "--backward_ms=80"]
 
 
 @pytest.mark.sample
-def test_a_table_a_picture_and_json(run, tmp_path):
-    picture = tmp_path / "efficiency.svg"
-    arguments = [*STEP, "--packs=25MiB@0.5,75MiB@1", f"--plot={picture}"]
-    arguments += ["--topology=hosts:8", "--inner=2us,200GB/s", "--outer=5us,50GB/s"]
-    done = run(*arguments)
-    rows = [line.split() for line in done.stdout.splitlines()[5:]]
-    assert [row[0] for row in rows] == [f"{n:,}" for n in predict_command.DEFAULT_REPLICAS]
-    document = ElementTree.parse(picture).getroot()
-    curves = [e for e in document.iter() if e.get("class") in ("c0", "c1", "c2")]
-    assert len(curves) == 3
-
-    done = run(*arguments, "--json", "--replicas=8,64")
-    content = json.loads(done.stdout)
-    seen = content["predictions"]["hierarchical"][1]
-    network = Network(Link(5e-6, 5e10), Link(2e-6, 2e11), 8)
-    expected = predict(
-        Step(0.04, 0.08, 0.0, (Pack(25 << 20, 0.5), Pack(75 << 20, 1.0))),
-        64,
-        lambda size: hierarchical(network, 64, size),
-    )
-    assert seen == pytest.approx(vars(expected))
-
-
-def test_the_picture_of_the_readme_is_what_its_command_draws(run, tmp_path):
+def test_the_command_of_the_readme(run, tmp_path):
+    """Its table, its picture, which is the one that the page shows, and its JSON."""
     (command,) = re.findall(r"^python -m ctl.inspect predict (.*--plot.*)$", PAGE, re.MULTILINE)
-    arguments = command.replace("efficiency.svg", str(tmp_path / "efficiency.svg")).split()
-    run(*arguments)
-    shown = (ROOT / ".github/efficiency.svg").read_text()
-    assert (tmp_path / "efficiency.svg").read_text() == shown
+    picture = tmp_path / "efficiency.svg"
+    arguments = command.replace("efficiency.svg", str(picture)).split()
+    rows = [line.split() for line in run(*arguments).stdout.splitlines()[5:]]
+    assert [row[0] for row in rows] == [f"{n:,}" for n in predict_command.DEFAULT_REPLICAS]
+    curves = [e.get("class") for e in ElementTree.parse(picture).getroot().iter()]
+    assert {"c0", "c1", "c2"} <= set(curves) and "c3" not in curves
+    assert picture.read_text() == (ROOT / ".github/efficiency.svg").read_text()
+
+    content = json.loads(run(*arguments, "--json", "--replicas=8,64").stdout)
+    network = Network(Link(5e-6, 5e10), Link(2e-6, 2e11), 8)
+    packs = Pack(25 << 20, 0.5), Pack(75 << 20, 1.0)
+    times = functools.partial(hierarchical, network, 64)
+    expected = predict(Step(0.04, 0.08, 0.0, packs), 64, times)
+    assert content["predictions"]["hierarchical"][1] == pytest.approx(vars(expected))
 
 
 def test_a_measured_run(run, tmp_path):
@@ -248,53 +238,54 @@ def test_a_measured_run(run, tmp_path):
     assert content["step"] == json.loads(json.dumps(dataclasses.asdict(expected)))
 
 
+def plan_file(path: Path, *packs: Collective, other: Sequence[Collective] = ()) -> Path:
+    path.write_text(json.dumps(Plan("M", 4, 4, packs, tuple(other)).to_json()))
+    return path
+
+
 def test_a_plan(run, tmp_path):
     """Its gradients, in order; one that needs an unknown share needs all of the backward pass."""
-    path = tmp_path / "plan.json"
+    given = [*STEP, f"--plan={tmp_path / 'plan.json'}", "--outer=1ms,1GB/s", "--replicas=2"]
     packs = collective("pack0", 1000, 0.25), collective("pack1", 500, None)
-    path.write_text(json.dumps(Plan("M", 2, 1, packs, (collective("loss", 4, 1.0),)).to_json()))
-    done = run(*STEP, f"--plan={path}", "--outer=1ms,1GB/s", "--replicas=2", "--json")
+    plan_file(tmp_path / "plan.json", *packs, other=[collective("loss", 4, 1.0)])
     expected = [{"bytes": 1000, "ready": 0.25}, {"bytes": 500, "ready": 1.0}]
-    assert json.loads(done.stdout)["step"]["packs"] == expected
-    path.write_text(json.dumps(Plan("M", 2, 1, (collective("pack0", None, 1.0),), ()).to_json()))
-    refused = run(*STEP, f"--plan={path}", "--outer=1ms,1GB/s", exit_code=2)
-    assert "the size of pack0 is not known" in refused.stderr
-
-
-def test_gathers_within_a_process(run, tmp_path):
-    """A `ConcatV2` of a mirrored strategy: each replica sends its tensor to all others."""
-    codes = collective("while/gather", 1_000_000, None, kind="ConcatV2")
-    path = tmp_path / "int8.json"
-    path.write_text(json.dumps(Plan("M", 2, 1, (codes,), ()).to_json()))
-    done = run(f"--methods={path}@6ms", "--outer=1ms,100MB/s", "--replicas=4", "--json")
-    (seen,) = json.loads(done.stdout)["methods"]["4"]
-    assert (seen["step"], seen["sent"]) == pytest.approx((6e-3 + 3e-3 + 3e6 / 1e8, 3e6))
-    refused = run(*STEP, f"--plan={path}", "--outer=1ms,100MB/s", exit_code=2)
-    assert "while/gather is a gather: give --methods=" in refused.stderr
+    assert json.loads(run(*given, "--json").stdout)["step"]["packs"] == expected
+    for pack, says in (
+        (collective("pack0", None, 1.0), "the size of pack0 is not known"),
+        (collective("all", 1000, None, kind="ConcatV2"), "all is a gather: give --methods="),
+    ):
+        plan_file(tmp_path / "plan.json", pack)
+        assert says in run(*given, exit_code=2).stderr
 
 
 def test_ways_to_communicate(run, tmp_path):
     """Packs, gathers, what happens every 50 steps only, and what is not of a step."""
     loss, ok = collective("loss", 20, None, in_loop=False), collective("ok", 4, None)
-    rounds = collective("while/cond/CollectiveReduceV2", 4_000_000, 1.0)
-    codes = collective("while/gather", 1_000_000, None, kind="CollectiveGatherV2")
-    plans = {"plain": (collective("pack0", 4_000_000, 1.0),), "int8": (codes,), "rare": (rounds,)}
-    for name, packs in plans.items():
-        plan = Plan("M", 4, 4, packs, (ok, loss))
-        (tmp_path / f"{name}.json").write_text(json.dumps(plan.to_json()))
-    given = f"{tmp_path}/plain.json@4ms,{tmp_path}/int8.json@6ms,{tmp_path}/rare.json@5ms/50"
-    options = [f"--methods={given}", "--outer=1ms,100MB/s", "--replicas=4"]
+    plans = {
+        "plain": ("4ms", collective("pack0", 4_000_000, 1.0)),
+        "int8": ("6ms", collective("while/gather", 1_000_000, None, kind="CollectiveGatherV2")),
+        # Of a mirrored strategy: each replica sends its tensor to all others.
+        "concat": ("7ms", collective("while/gather", 1_000_000, None, kind="ConcatV2")),
+        "rare": ("5ms/50", collective("while/cond/CollectiveReduceV2", 4_000_000, 1.0)),
+    }
+    given = [
+        f"{plan_file(tmp_path / f'{name}.json', pack, other=[ok, loss])}@{time}"
+        for name, (time, pack) in plans.items()
+    ]
+    options = [f"--methods={','.join(given)}", "--outer=1ms,100MB/s", "--replicas=4"]
     done = run(*options, "--json")
     seen = {each.pop("name"): each for each in json.loads(done.stdout)["methods"]["4"]}
     flag = 6 * 1e-3 + 1.5 * 4 / 1e8
-    whole = 6 * 1e-3 + 1.5 * 4e6 / 1e8
+    whole, gathered = 6 * 1e-3 + 1.5 * 4e6 / 1e8, 3e-3 + 3e6 / 1e8
     assert seen == {
         "plain": pytest.approx({"step": 4e-3 + flag + whole, "sent": 6e6 + 6}),
-        "int8": pytest.approx({"step": 6e-3 + flag + 3e-3 + 3e6 / 1e8, "sent": 3e6 + 6}),
+        "int8": pytest.approx({"step": 6e-3 + flag + gathered, "sent": 3e6 + 6}),
+        "concat": pytest.approx({"step": 7e-3 + flag + gathered, "sent": 3e6 + 6}),
         "rare": pytest.approx({"step": 5e-3 + flag + whole / 50, "sent": 6e6 / 50 + 6}),
     }
     lines = run(*options).stdout.splitlines()
-    assert [line.split()[0] for line in lines[-3:]] == ["rare", "int8", "plain"]  # by speed
+    by_speed = ["rare", "int8", "concat", "plain"]
+    assert [line.split()[0] for line in lines[-4:]] == by_speed
 
 
 def test_a_measured_link(run, tmp_path):
