@@ -12,12 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from ctl.distributed.watch import watchdog
-from ctl.distributed.workers import (
-    all_gather,
-    cluster_of,
-    is_multi_worker,
-    naming_lost_peers,
-)
+from ctl.distributed.workers import all_gather, cluster_of, is_multi_worker, naming_lost_peers
 from ctl.errors import UsageError
 from ctl.inspect.measure.profile import with_collectives
 from ctl.inspect.measure.window import Pack, Window
