@@ -159,7 +159,7 @@ def fits(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
         line = AlphaBeta.fit(points)
         found[name] = {"alpha": line.alpha, "beta": line.beta} | {
             kind: dataclasses.asdict(held_out(fit, points))
-            for kind, fit in (("alpha_beta", AlphaBeta.fit), ("piecewise", PiecewiseLinear.fit))
+            for kind, fit in (("alpha_beta", AlphaBeta.fit), ("piecewise", PiecewiseLinear))
         }
     return found
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ctl.base.svg import escape
-from ctl.inspect.show.document import document
-from ctl.inspect.show.style import STYLE
+from ctl.inspect.show.document import STYLE, document
 
 
 def make_page(about: dict[str, Any], rows: dict[str, dict[str, Any]]) -> str:

@@ -300,7 +300,6 @@ def _adopt_run() -> tuple[bool, list[str], dict[str, Any]]:
 def write_report(evaluator: Evaluator, results: dict[str, float], saved: Saved | None) -> None:
     """Prints and writes what ``--report`` asks for."""
     from ctl.inspect import mistakes
-    from ctl.inspect.show.confusion import make_page
 
     directory = mistakes.prepare(FLAGS.report)
     found = mistakes.collect(evaluator.step, evaluator.dataset, evaluator.strategy)
@@ -309,7 +308,7 @@ def write_report(evaluator: Evaluator, results: dict[str, float], saved: Saved |
     info = evaluator.dataset.info
     where = f"step {saved.step} of {FLAGS.model_dir}" if saved else FLAGS.model
     scores = [f"{name} {value:.4f}" for name, value in results.items()]
-    page = make_page(found, f"{where} on {info.name} {info.split}".strip(), scores)
+    page = mistakes.make_page(found, f"{where} on {info.name} {info.split}".strip(), scores)
     console.write_file("report", str(directory / "report.html"), page)
     console.write_file("report", str(directory / "report.json"), to_json(found.to_json()))
 

@@ -1,25 +1,49 @@
-"""What a classifier gets wrong: accuracy of each class, confusion matrix, worst examples."""
+"""What a classifier gets wrong: accuracy of each class, confusion matrix, worst examples.
+
+For `ctl.evaluate --report`: as a table on the terminal, as a page, and as JSON.
+"""
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import heapq
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from ctl.base import svg
+from ctl.base.svg import escape
 from ctl.data.dataset import Dataset, on_replica
 from ctl.data.feed import open_batches, waiting_for
 from ctl.distributed import local_batch
 from ctl.errors import CheckpointError, UsageError
+from ctl.inspect.show.document import STYLE, document, html_table
 from ctl.phases.base_step import BaseStep
 
 WORST = 48  # examples
 _WIDEST_NAME = 16
+LARGEST = 100  # classes of a matrix that is drawn
+_NUMBERED = 25  # classes of a matrix whose cells have numbers
+_LEVELS = 7  # of the colours, see `ctl.inspect.show.document`
+
+_STYLE = (
+    STYLE
+    + ".right { fill: none; stroke: var(--soft) }\n"
+    + ".wide svg.matrix { max-width: 1040px; min-width: 0 }\n"
+    + ".worst { display: grid; gap: 14px; padding: 0; list-style: none; "
+    + "grid-template-columns: repeat(auto-fill, minmax(132px, 1fr)) }\n"
+    + ".worst li { padding: 8px; border: 1px solid var(--rule); border-radius: 6px; "
+    + "font-size: 12px; line-height: 1.4; overflow-wrap: anywhere }\n"
+    + ".worst img { display: block; width: 112px; max-width: 100%; margin-bottom: 6px; "
+    + "image-rendering: pixelated }\n"
+    + ".worst span { color: var(--soft) }\n"
+    + "@media (max-width: 600px) { main { padding: 16px 14px 40px } }\n"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,6 +137,7 @@ def collect(
         outputs = losses[1] if isinstance(losses, tuple) else None
         features, labels, weights = local_batch.unpack(batch)
         _check(labels, outputs)
+        is_image = isinstance(features, tf.Tensor) and features.shape.rank == 4
         rows = local_batch.rows(batch)
         probabilities = tf.nn.softmax(tf.cast(outputs, tf.float32))[:rows]
         weights = tf.ones([rows]) if weights is None else tf.reshape(weights, [rows])
@@ -122,11 +147,11 @@ def collect(
             tf.reduce_max(probabilities, axis=-1),
             tf.cast(losses[0], tf.float32)[:rows],
             weights > 0,
-            features if _is_image(features) else tf.zeros([rows]),
+            features if is_image else tf.zeros([rows]),
         )
 
     confusion: np.ndarray | None = None
-    kept: list[tuple[float, int, Example]] = []
+    kept: list[tuple[Any, ...]] = []  # rank, number, values, features
     size, first = dataset.num_examples, 0
     while size is None or first < size:
         try:
@@ -143,27 +168,21 @@ def collect(
             classes = _classes(step, dataset, int(max(labels.max(), predicted.max())) + 1)
             confusion = np.zeros([len(classes)] * 2, np.int64)
         np.add.at(confusion, (labels[counted], predicted[counted]), 1)
-        ranks = np.where(np.isnan(losses), np.inf, losses)  # NaN is the worst
-        for row in np.argsort(-ranks, kind="stable")[: worst + int((~counted).sum())]:
-            if not counted[row] or (len(kept) == worst and ranks[row] <= kept[0][0]):
-                continue
-            one = Example(
-                number=first + int(row),
-                label=int(labels[row]),
-                predicted=int(predicted[row]),
-                probability=float(probabilities[row]),
-                loss=float(losses[row]),
-                png=_png(features[row]) if features.ndim == 4 else None,
-            )
-            # Of equal losses, the first example stays.
-            (heapq.heappushpop if len(kept) == worst else heapq.heappush)(
-                kept, (float(ranks[row]), -one.number, one)
-            )
+        ranks = np.where(np.isnan(losses), -np.inf, -losses)  # NaN is the worst
+        for row in np.argsort(ranks, kind="stable")[: worst + int((~counted).sum())]:
+            if counted[row]:
+                about = labels[row], predicted[row], probabilities[row], losses[row]
+                kept.append((ranks[row], first + int(row), about, features[row].copy()))
+        kept = heapq.nsmallest(worst, kept)  # of equal losses, the first example stays
         first += len(labels)
     if confusion is None:
         raise UsageError("the evaluation dataset holds no valid examples")
-    ordered = [one for _, _, one in sorted(kept, key=lambda item: (-item[0], -item[1]))]
-    return Report(classes, confusion, ordered)
+    examples = []
+    for _, number, (label, guess, probability, loss), image in kept:
+        png = _png(image) if image.ndim == 3 else None
+        values = int(label), int(guess), float(probability), float(loss)
+        examples.append(Example(number, *values, png))
+    return Report(classes, confusion, examples)
 
 
 def _check(labels: Any, outputs: Any) -> None:
@@ -182,10 +201,6 @@ def _classes(step: BaseStep, dataset: Dataset, seen: int) -> list[str]:
     return [*named, *map(str, range(len(named), count))]
 
 
-def _is_image(features: Any) -> bool:
-    return isinstance(features, tf.Tensor) and features.shape.rank == 4
-
-
 def _png(image: np.ndarray) -> bytes:
     """An image [height, width, channels] as PNG. Values that are not uint8 are scaled."""
     if image.dtype != np.uint8:
@@ -198,18 +213,22 @@ def _png(image: np.ndarray) -> bytes:
     return tf.io.encode_png(image).numpy()
 
 
+def _rows(report: Report, names: Sequence[str]) -> Iterator[tuple[str, int, str, str]]:
+    """Of each class: name, examples, accuracy, and what it is most often taken for."""
+    for label, (name, accuracy) in enumerate(zip(names, report.accuracies, strict=True)):
+        other = report.confused(label)
+        taken = "" if other is None else f"{names[other]} ({report.confusion[label, other]})"
+        shown = "" if accuracy is None else f"{accuracy:.4f}"
+        yield name, int(report.confusion[label].sum()), shown, taken
+
+
 def table(report: Report) -> list[str]:
     """The lines of a table of the classes and, if it fits 80 columns, of the confusion matrix."""
     names = [name[:_WIDEST_NAME] for name in report.classes]
     wide = max(5, *map(len, names))
     lines = [f"{'class':<{wide}}  examples  accuracy  most often taken for"]
-    for label, (name, accuracy) in enumerate(zip(names, report.accuracies, strict=True)):
-        other = report.confused(label)
-        taken = "" if other is None else f"{names[other]} ({report.confusion[label, other]})"
-        shown = "" if accuracy is None else f"{accuracy:.4f}"
-        lines.append(
-            f"{name:<{wide}}  {report.confusion[label].sum():>8}  {shown:>8}  {taken}".rstrip()
-        )
+    for name, count, accuracy, taken in _rows(report, names):
+        lines.append(f"{name:<{wide}}  {count:>8}  {accuracy:>8}  {taken}".rstrip())
     cell = max(4, len(str(report.confusion.max()))) + 1
     if wide + cell * len(names) <= 80:
         numbers = itertools.chain([f"{'':<{wide}}"], (f"{n:>{cell}}" for n in range(len(names))))
@@ -217,6 +236,79 @@ def table(report: Report) -> list[str]:
         for name, row in zip(names, report.confusion, strict=True):
             lines.append(f"{name:<{wide}}" + "".join(f"{value:>{cell}}" for value in row))
     return lines
+
+
+def make_page(report: Report, title: str, scores: Sequence[str]) -> str:
+    """The page as HTML. ``title`` says what was evaluated; ``scores`` are ``accuracy 0.91`` and the
+    like."""
+    columns = ("class", "examples", "accuracy", "most often taken for")
+    classes = html_table(columns, [*_rows(report, report.classes)])
+    figures = "".join(f"<li>{escape(score)}</li>" for score in scores)
+    body = [
+        f"<h1>{escape(title)}</h1>",
+        f'<ul class="figures">{figures}</ul>',
+        f"<section><h2>Classes</h2>{classes}</section>",
+    ]
+    if len(report.classes) <= LARGEST:
+        body.append(
+            '<section><h2>Confusion matrix</h2><p class="lead">A row for each label, a column for '
+            "each prediction. The colour is the share of the row; right ones have a frame.</p>"
+            f'<div class="wide">{draw(report)}</div></section>'
+        )
+    body.append(
+        '<section><h2>Worst examples</h2><p class="lead">Those with the highest loss, with their '
+        f'place in the data. A wrong label is among them often.</p><ul class="worst">'
+        f"{_worst(report)}</ul></section>"
+    )
+    return document(escape(title), _STYLE, body, images=True)
+
+
+def draw(report: Report) -> str:
+    """The confusion matrix as an SVG element."""
+    count = len(report.classes)
+    cell = 56.0 if count <= 12 else max(8.0, 900.0 / count)
+    longest = max(svg.text_width(name) for name in report.classes)
+    left = min(160.0, longest + 16)
+    top, width = 26.0, left + cell * count + 8
+    parts = []
+    for label, name in enumerate(report.classes):
+        y = top + label * cell
+        if cell >= 12:
+            shown = svg.shorten(name, left - 12)
+            parts.append(svg.text(left - 8, y + cell / 2 + 4, shown, "y"))
+            head = svg.shorten(name, cell - 4) if count <= 12 else str(label)
+            parts.append(svg.text(left + (label + 0.5) * cell, top - 8, head, "x"))
+        total = max(1, int(report.confusion[label].sum()))
+        for predicted, value in enumerate(report.confusion[label].tolist()):
+            x = left + predicted * cell
+            # A few mistakes in a hundred have a colour already.
+            level = min(_LEVELS - 1, round((_LEVELS - 1) * (value / total) ** 0.5))
+            about = f"{name} taken for {report.classes[predicted]}: {value} of {total}"
+            parts.append(svg.rect(x, y, cell - 1, cell - 1, f"h{level}", about))
+            if value and count <= _NUMBERED:
+                parts.append(svg.text(x + cell / 2, y + cell / 2 + 4, value, f"x n{level}"))
+            if label == predicted:
+                parts.append(svg.rect(x, y, cell - 1, cell - 1, "right"))
+    box = f"0 0 {svg.number(width)} {svg.number(top + cell * count + 6)}"
+    return (
+        f'<svg class="matrix" viewBox="{box}" role="img"><title>Confusion matrix</title>'
+        f"{''.join(parts)}</svg>"
+    )
+
+
+def _worst(report: Report) -> str:
+    items = []
+    for one in report.worst:
+        picture = ""
+        if one.png:
+            data = base64.b64encode(one.png).decode()
+            picture = f'<img src="data:image/png;base64,{data}" alt="example {one.number}"/>'
+        items.append(
+            f"<li>{picture}<b>{escape(report.classes[one.label])}</b><br/>taken for "
+            f"{escape(report.classes[one.predicted])} ({100 * one.probability:.0f} %)<br/>"
+            f"<span>loss {one.loss:.2f}, example {one.number}</span></li>"
+        )
+    return "".join(items)
 
 
 def prepare(directory: str) -> Path:

@@ -17,7 +17,6 @@ from ctl.data import InMemory
 from ctl.data.dataset import DatasetInfo
 from ctl.errors import UsageError
 from ctl.inspect import mistakes
-from ctl.inspect.show.confusion import make_page
 from ctl.logs.runs import to_json
 from ctl.phases.base_step import EvalStep
 
@@ -93,7 +92,7 @@ def test_examples_without_a_loss_are_the_worst(mirrored):
 
 
 def check_page(found):
-    page = make_page(found, "step 3 of <run>", ["accuracy 0.5"])
+    page = mistakes.make_page(found, "step 3 of <run>", ["accuracy 0.5"])
     root = ElementTree.fromstring(page.partition("\n")[2])
     assert "<b>dog" in "".join(root.itertext()) and "<run>" in "".join(root.itertext())
     pictures = re.findall(r'src="data:image/png;base64,([^"]+)"', page)

@@ -24,8 +24,7 @@ from ctl.inspect.measure.late_worker import late_worker
 from ctl.inspect.measure.profile import profile_began, profiled
 from ctl.inspect.measure.recording import Recording
 from ctl.inspect.measure.timeline import join
-from ctl.inspect.periodic import Periodic
-from ctl.inspect.session import Inspection, inspect_every
+from ctl.inspect.session import Inspection, Periodic, inspect_every
 from ctl.inspect.show.report import scalars
 from ctl.loop import Loop
 from ctl.phases.observer import NO_OBSERVER, Observer
@@ -49,12 +48,8 @@ def inspectable(strategy, **options) -> Loop:
 def test_the_command_and_a_merge_elsewhere(zygote, zygote_without_tensorflow, tmp_path):
     link = tmp_path / "link.json"
     points = [{"bytes": size, "seconds": 1e-4 + size / 1e9} for size in (1024, 1 << 20)]
-    link.write_text(
-        json.dumps(
-            {"schema": 1, "strategy": "mirrored", "operation": "ring", "replicas": 2}
-            | {"points": points}
-        )
-    )
+    about = {"schema": 1, "strategy": "mirrored", "operation": "ring", "replicas": 2}
+    link.write_text(json.dumps({**about, "points": points}))
     flags = ["--steps=10", "--warm_up=10", "--profile", "--ablate", "--replicas=2"]
     flags += ["--cross_device_ops=ring", "--model=dense", "--global_batch_size=128"]
     flags += ["--bytes_per_pack=200000", f"--bandwidth={link}", f"--model_dir={tmp_path}"]
@@ -64,9 +59,8 @@ def test_the_command_and_a_merge_elsewhere(zygote, zygote_without_tensorflow, tm
     assert "The step takes" in done.stdout and "Try" in done.stdout
     assert re.search(r"without its all-reduce the step takes [\d.]+ ms, with it", done.stdout)
     directory = tmp_path / "inspect"
-    assert {path.name for path in directory.iterdir()} == {
-        *("worker-0.json", "report.html", "trace.json"),
-    }
+    written = {path.name for path in directory.iterdir()}
+    assert written == {"worker-0.json", "report.html", "trace.json"}
     assert not (tmp_path / "checkpoints").exists()
     content = json.loads((directory / "worker-0.json").read_text())
     assert {"begun0", "ended0", "begun1", "ended1"} <= set(content["names"])
@@ -88,11 +82,8 @@ def test_the_command_and_a_merge_elsewhere(zygote, zygote_without_tensorflow, tm
 @pytest.mark.slow
 def test_delays_of_real_workers_are_found(tmp_path):
     """±1.5 ms is what benchmarks/inspect_truth.py shows; here it must hold on a busy machine."""
-    cases = [
-        Case("calm"),
-        Case("input", 1, "input", SECONDS),
-        Case("forward", 0, "forward", SECONDS),
-    ]
+    late = Case("input", 1, "input", SECONDS), Case("forward", 0, "forward", SECONDS)
+    cases = [Case("calm"), *late]
     for attempt in range(3):  # other programs delay workers, too
         calm, *planted = observe(cases, tmp_path / str(attempt), timeout=240)
         if np.quantile(join(calm).late, 0.75) < SECONDS / 10:
@@ -142,50 +133,34 @@ class Halves(TrainStep):
 
 
 @pytest.mark.parametrize("kind", [LocalSGD, Compressed, PowerSGD, Halves])
-def test_sums_that_marks_do_not_show_are_not_said_to_take_no_time(mirrored, kind):
+def test_sums_that_marks_do_not_show_are_neither_said_to_take_no_time_nor_ablated(mirrored, kind):
     loop = inspectable(mirrored(2), step_class=kind)
     with Inspection(loop, steps=5) as seen:
         loop.train(20)
     assert not seen.timeline.packs and scalars(seen.timeline) == {}
     said = " ".join(seen.verdict())
     assert "communication is not measured" in said and "are exposed" not in said
-
-
-def test_what_cannot_be_left_out_is_not_ablated(mirrored):
-    loop = inspectable(mirrored(2), step_class=LocalSGD)
-    with pytest.raises(UsageError, match="sums gradients by itself"):
-        ablate(loop, rounds=1, steps=2)
-    assert loop.step.observer is NO_OBSERVER
-
-
-class Sink:
-    def __init__(self):
-        self.records = []
-
-    def write(self, record):
-        self.records.append(record)
-
-    def close(self):
-        pass
+    if kind is LocalSGD:  # it sums without the step's own all-reduce
+        with pytest.raises(UsageError, match="sums gradients by itself"):
+            ablate(loop, rounds=1, steps=2)
+        assert loop.step.observer is NO_OBSERVER
 
 
 def test_an_observer_of_the_user_is_not_replaced(mirrored):
-    class Mine(Observer):
-        pass
-
     loop = inspectable(mirrored(1))
-    loop.step.observer = Mine()
+    loop.step.observer = type("Mine", (Observer,), {})()
     with pytest.raises(UsageError, match="an observer of its own, which an inspection would"):
         Inspection(loop)
 
 
 def test_windows_now_and_then(mirrored, monkeypatch):
-    loop, sink = inspectable(mirrored(2)), Sink()
+    loop, records = inspectable(mirrored(2)), []
+    sink = SimpleNamespace(write=records.append)
     loop.actions += inspect_every(loop, 100, [sink])
     loop.train(240)
     # The first window comes after a trace and a warm-up; the second has neither.
-    assert [record["step"] for record in sink.records] == [161, 221]
-    for record in sink.records:
+    assert [record["step"] for record in records] == [161, 221]
+    for record in records:
         assert record["phase"] == "inspect"
         assert {"allreduce/exposed_ms", "allreduce/busbw", "allreduce/late_ms"} < set(record)
     assert loop.step.observer is NO_OBSERVER
@@ -205,8 +180,7 @@ class Windows:
     def start(self):
         pass
 
-    def stop(self):
-        pass
+    stop = start
 
     def take(self, *, align=True):
         self.compared += align

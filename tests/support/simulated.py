@@ -1,10 +1,16 @@
-"""Windows of steps that never ran, with known truth: any number of workers, one of them late."""
+"""Windows of steps that never ran, with known truth: any number of workers, one of them late; and
+collectives of plans."""
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import numpy as np
 
+from ctl.inspect.measure.timeline import Timeline, join
 from ctl.inspect.measure.window import Pack, Window
+from ctl.phases.plan.plan import Collective
 
 PHASES = {"input": 0.001, "forward": 0.004, "backward": 0.008, "apply": 0.001}
 TRANSFER = 0.003  # of each pack
@@ -86,3 +92,38 @@ def windows(
         )
         for worker in range(workers)
     ]
+
+
+def timeline(*arguments: Any, **options: Any) -> Timeline:
+    """The `windows`, joined."""
+    return join(windows(*arguments, **options))
+
+
+def without_packs() -> Timeline:
+    """Of two workers whose step has a `sum_gradients` of its own, which marks do not show."""
+    return join([dataclasses.replace(window, packs=()) for window in windows()])
+
+
+def with_phases(timeline: Timeline, **phases: np.ndarray) -> Timeline:
+    """``timeline`` with other seconds of some phases."""
+    return dataclasses.replace(timeline, phases={**timeline.phases, **phases})
+
+
+def profiled(timeline: Timeline) -> Timeline:
+    """As if a profile had shown 1 ms of packing before each collective and 0.5 ms after it."""
+    packing = np.full_like(timeline.late, 1.5e-3)
+    packs = (
+        dataclasses.replace(p, begun=p.start + 1e-3, packing=packing, transfer=p.transfer - packing)
+        for p in timeline.packs
+    )
+    return dataclasses.replace(timeline, packs=tuple(packs))
+
+
+def collective(name: str, size: int | None, share: float | None, **others: Any) -> Collective:
+    """A pack of gradients on two replicas, which needs ``share`` of the backward pass."""
+    empty = {field.name: () for field in dataclasses.fields(Collective)}
+    known = {"name": name, "purpose": "gradients", "kind": "CollectiveReduceV2", "ops": 1}
+    known |= {"dtype": "float32", "shape": None, "bytes": size, "group_size": 2, "hint": "ring"}
+    known |= {"group_key": 1, "timeout": None, "in_loop": True, "start_share": share}
+    known |= {"full_share": share, "share_by": "flops", "wire_bytes": None}
+    return Collective(**(empty | known | others))

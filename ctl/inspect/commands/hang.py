@@ -27,17 +27,13 @@ def load(directory: Path) -> tuple[list[Record], list[str]]:
     Raises:
         UsageError: there is no readable record.
     """
-    paths: list[Path] = []
-    for place in (directory, directory / FOLDER):
-        paths += sorted(place.glob("flight-worker-*.json"))
     records, notes = [], []
-    for path in paths:
-        try:
-            record = read(path)
-        except (OSError, ValueError) as error:
-            notes.append(f"{path.name} is not used: {error}")
-            continue
-        records.append((path, record))
+    for place in (directory, directory / FOLDER):
+        for path in sorted(place.glob("flight-worker-*.json")):
+            try:
+                records.append((path, read(path)))
+            except (OSError, ValueError) as error:
+                notes.append(f"{path.name} is not used: {error}")
     if not records:
         raise UsageError(
             "; ".join([f"no flight record in {directory}: give the --model_dir of the run", *notes])
@@ -81,10 +77,7 @@ def run() -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Prints the report on one directory.
-
-    Args:
-        arguments: the directory.
+    """Prints the report on the directory that ``arguments`` name.
 
     Raises:
         UsageError: not one directory, or it has no readable record.

@@ -13,16 +13,24 @@ from typing import Any
 from absl import flags
 
 from ctl.base import console
+from ctl.base.names import check_name
 from ctl.base.units import GIB, KIB, MIB
 from ctl.errors import UsageError
 from ctl.flags.parsing import check_flags, group, run_command
 from ctl.inspect.measure import FOLDER, link
 from ctl.inspect.predict import cost
 from ctl.inspect.predict.cost import Link, Network
-from ctl.inspect.predict.methods import Method, predict_method
-from ctl.inspect.predict.methods import table as methods_table
-from ctl.inspect.predict.model import Pack, Prediction, Step, predict
-from ctl.phases.plan.plan import GATHERS, Plan, from_json
+from ctl.inspect.predict.model import (
+    Method,
+    Pack,
+    Prediction,
+    Step,
+    measured_step,
+    predict,
+    predict_method,
+    table_of_methods,
+)
+from ctl.phases.plan.plan import GATHERS, from_json
 
 FLAGS = flags.FLAGS
 flags.disclaim_key_flags()
@@ -46,13 +54,20 @@ are code of the step, such as those of ctl/recipes. Formulas are in ctl/inspect/
 DEFAULT_REPLICAS = [2**k for k in range(1, 17)] + [100_000]
 _MOST_REPLICAS = 10_000_000
 
+_TIMES = {
+    "forward": "Milliseconds of the forward pass.",
+    "backward": "Milliseconds of the backward pass.",
+    "apply": "Milliseconds of the update of the weights.",
+    "other": "Milliseconds of the input and everything else.",
+    "jitter": "Standard deviation of the compute time, in milliseconds.",
+}
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
 _RATES = {"MB/s": 1e6, "GB/s": 1e9, "Mbit/s": 1e6 / 8, "Gbit/s": 1e9 / 8}
 _SIZES = {"B": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB, "MB": 10**6, "GB": 10**9}
 
 
-def define_flags() -> None:
-    """Defines the flags of the step, of the network and of the output."""
+def run() -> None:
+    """Defines the flags and runs the command."""
     with group("The step of one replica"):
         flags.DEFINE_string(
             "measured",
@@ -66,20 +81,8 @@ def define_flags() -> None:
         flags.DEFINE_list(
             "packs", None, "Packs, each as SIZE@SHARE: it needs this share of the backward pass."
         )
-        flags.DEFINE_float("forward_ms", None, "Milliseconds of the forward pass.", lower_bound=0)
-        flags.DEFINE_float("backward_ms", None, "Milliseconds of the backward pass.", lower_bound=0)
-        flags.DEFINE_float(
-            "apply_ms", None, "Milliseconds of the update of the weights.", lower_bound=0
-        )
-        flags.DEFINE_float(
-            "other_ms", None, "Milliseconds of the input and everything else.", lower_bound=0
-        )
-        flags.DEFINE_float(
-            "jitter_ms",
-            None,
-            "Standard deviation of the compute time, in milliseconds.",
-            lower_bound=0,
-        )
+        for name, what in _TIMES.items():
+            flags.DEFINE_float(f"{name}_ms", None, what, lower_bound=0)
         flags.DEFINE_float(
             "contention",
             1.0,
@@ -120,22 +123,14 @@ def define_flags() -> None:
         flags.DEFINE_boolean("json", False, "Print one JSON object.")
         flags.DEFINE_string("plot", None, "SVG file to write.")
     check_flags(["algorithms"], _check_algorithms)
+    run_command(main, _USAGE)
 
 
 def _check_algorithms(algorithms: list[str]) -> None:
     if not algorithms:
         raise UsageError(f"--algorithms is empty: name some of {', '.join(cost.ALGORITHMS)}")
     for name in algorithms:
-        if name not in cost.ALGORITHMS:
-            raise UsageError(
-                f"unknown algorithm {name!r}: the choices are {', '.join(cost.ALGORITHMS)}"
-            )
-
-
-def run() -> None:
-    """Defines the flags and runs the command."""
-    define_flags()
-    run_command(main, _USAGE)
+        check_name("algorithm", name, cost.ALGORITHMS)
 
 
 def main() -> None:
@@ -148,22 +143,21 @@ def main() -> None:
         _compare(list(map(parse_method, FLAGS.methods)), network, counts)
         return
     step = read_step()
+    strong = FLAGS.strong
     curves = {
         name: [
-            predict(
-                step,
-                n,
-                functools.partial(cost.ALGORITHMS[name], network, n),
-                strong=FLAGS.strong,
-            )
+            predict(step, n, functools.partial(cost.ALGORITHMS[name], network, n), strong=strong)
             for n in counts
         ]
         for name in FLAGS.algorithms
     }
     if FLAGS.plot:
         _plot(step, network, curves)
-    as_json = FLAGS.json
-    print(json.dumps(_as_json(step, network, curves)) if as_json else table(step, network, curves))
+    if FLAGS.json:
+        about = {"step": step, "network": network, "strong": strong, "predictions": curves}
+        _print_json(about)
+    else:
+        print(table(step, network, curves))
 
 
 def read_step() -> Step:
@@ -176,17 +170,16 @@ def read_step() -> Step:
     if FLAGS.measured:
         from ctl.inspect.measure.timeline import join
         from ctl.inspect.measure.window import read_all
-        from ctl.inspect.predict.model import measured_step
 
         directory = Path(FLAGS.measured)
         inside = directory / FOLDER  # if it is a --model_dir
         windows = read_all(inside if inside.is_dir() else directory)
         step = measured_step(join(windows), FLAGS.contention)
-    given: dict[str, Any] = {}
-    for name in ("forward", "backward", "apply", "other", "jitter"):
-        milliseconds = FLAGS[f"{name}_ms"].value
-        if milliseconds is not None:
-            given[name] = milliseconds / 1e3
+    given: dict[str, Any] = {
+        name: milliseconds / 1e3
+        for name in _TIMES
+        if (milliseconds := FLAGS[f"{name}_ms"].value) is not None
+    }
     if not FLAGS.measured and not {"forward", "backward"} <= set(given):
         raise UsageError("give --measured=DIR of a run, or --forward_ms and --backward_ms")
     if FLAGS.plan:
@@ -202,13 +195,11 @@ def _compare(methods: list[Method], network: Network, counts: list[int]) -> None
     """Prints the predictions for ``methods``."""
     rows = {n: [predict_method(method, network, n) for method in methods] for n in counts}
     if FLAGS.json:
-        as_json = {n: [dataclasses.asdict(each) for each in found] for n, found in rows.items()}
-        content = {"schema": 1, "network": dataclasses.asdict(network), "methods": as_json}
-        print(json.dumps(content))
+        _print_json({"network": network, "methods": rows})
         return
     print(_describe_network(network))
     for n, found in rows.items():
-        print("\n".join(["", *methods_table(found, n)]))
+        print("\n".join(["", *table_of_methods(found, n)]))
 
 
 def parse_method(text: str) -> Method:
@@ -229,21 +220,7 @@ def parse_method(text: str) -> Method:
             f"--methods={text}: give PLAN@TIME ({', '.join(_SECONDS)}) or PLAN@TIME/STEPS, e.g. "
             "diloco.json@3.9ms/50"
         ) from None
-    return Method(Path(path).stem, read_plan(path), seconds, steps)
-
-
-def read_plan(path: str) -> Plan:
-    """The plan in a file.
-
-    Raises:
-        UsageError: the file cannot be read or is no plan.
-    """
-    try:
-        return from_json(json.loads(Path(path).read_text(encoding="utf-8")))
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path} is not JSON: {error}") from error
+    return Method(Path(path).stem, from_json(link.read_json(path)), seconds, steps)
 
 
 def packs_of_plan(path: str) -> tuple[Pack, ...]:
@@ -254,7 +231,7 @@ def packs_of_plan(path: str) -> tuple[Pack, ...]:
             gradients are gathered, not summed.
     """
     packs = []
-    for collective in read_plan(path).collectives:
+    for collective in from_json(link.read_json(path)).collectives:
         if collective.bytes is None:
             raise UsageError(f"{path}: the size of {collective.name} is not known; give --packs")
         if collective.kind in GATHERS:
@@ -287,11 +264,7 @@ def read_network() -> Network:
 
 
 def parse_link(flag: str, text: str) -> Link:
-    """The link of a text such as ``5us,50GB/s``.
-
-    Args:
-        flag: the flag of the text, for the message.
-        text: latency and bandwidth.
+    """The link of a text such as ``5us,50GB/s``, the value of ``flag``.
 
     Raises:
         UsageError: the text is not of this form.
@@ -387,26 +360,15 @@ def _shown(one: Link) -> str:
     return f"{one.alpha * 1e6:.1f} us, {one.beta / 1e9:.2f} GB/s"
 
 
-def _as_json(step: Step, network: Network, curves: dict[str, list[Prediction]]) -> dict:
-    return {
-        "schema": 1,
-        "step": dataclasses.asdict(step),
-        "network": dataclasses.asdict(network),
-        "strong": FLAGS.strong,
-        "predictions": {
-            name: [dataclasses.asdict(p) for p in predictions]
-            for name, predictions in curves.items()
-        },
-    }
+def _print_json(content: dict[str, Any]) -> None:
+    print(json.dumps({"schema": 1, **content}, default=dataclasses.asdict))
 
 
 def _plot(step: Step, network: Network, curves: dict[str, list[Prediction]]) -> None:
     from ctl.inspect.predict.efficiency import draw
 
     scaling = "strong" if FLAGS.strong else "weak"
-    _, network_note = describe(step, network).splitlines()
-    step_note = (
-        f"one replica: {step.alone * 1e3:.3g} ms, {step.bytes / MIB:.3g} MiB of gradients in all"
-    )
+    size = f"{step.bytes / MIB:.3g} MiB of gradients in all"
+    notes = f"one replica: {step.alone * 1e3:.3g} ms, {size}", _describe_network(network)
     title = f"Predicted efficiency, {scaling} scaling"
-    console.write_file("plot", FLAGS.plot, draw(curves, title, (step_note, network_note)))
+    console.write_file("plot", FLAGS.plot, draw(curves, title, notes))

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from absl import flags, logging
 
@@ -13,7 +12,7 @@ from ctl.base import console
 from ctl.flags import training
 from ctl.flags.parsing import group, run_command
 from ctl.inspect import measure
-from ctl.inspect.show.results import define_bandwidth_flag
+from ctl.inspect.commands.merge import define_bandwidth_flag, show
 from ctl.jobs import build
 
 if TYPE_CHECKING:
@@ -92,29 +91,20 @@ def _look(loop: Loop) -> None:
     from ctl.distributed import workers
     from ctl.inspect.measure import window
     from ctl.inspect.measure.profile import profiled
-    from ctl.inspect.measure.recording import Recording
-    from ctl.inspect.measure.timeline import join
-    from ctl.inspect.show.results import show
+    from ctl.inspect.session import Inspection
 
-    recording = Recording(loop, FLAGS.steps)
-    recording.start()
-    logging.info("compiling and warming up: %d steps", FLAGS.warm_up)
-    loop.train(FLAGS.warm_up)
-    profiler: contextlib.AbstractContextManager[list[Any]] = (
-        profiled() if FLAGS.profile else contextlib.nullcontext([])
-    )
-    with profiler as traces:
-        loop.train(FLAGS.warm_up + FLAGS.steps + 1)
-    recording.stop()
-    windows = recording.take(traces)
+    with Inspection(loop, FLAGS.steps) as seen:
+        logging.info("compiling and warming up: %d steps", FLAGS.warm_up)
+        loop.train(FLAGS.warm_up)
+        with profiled(FLAGS.profile) as seen.traces:
+            loop.train(FLAGS.warm_up + FLAGS.steps + 1)
     directory = Path(FLAGS.model_dir) / measure.FOLDER if FLAGS.model_dir else None
-    multi_worker = workers.is_multi_worker(loop.strategy)
-    mine = workers.cluster_of(loop.strategy).index if multi_worker else 0
     if directory:
-        logging.info("stamps: %s", window.write(windows[mine], directory))
+        multi_worker = workers.is_multi_worker(loop.strategy)
+        mine = workers.cluster_of(loop.strategy).index if multi_worker else 0
+        logging.info("stamps: %s", window.write(seen.windows[mine], directory))
     if workers.is_chief(loop.strategy):
-        timeline = join(windows)
-        show(timeline, FLAGS.bandwidth, directory, _input(loop, timeline))
+        show(seen.timeline, FLAGS.bandwidth, directory, _input(loop, seen.timeline))
 
 
 def _input(loop: Loop, timeline: Timeline) -> tuple[str, ...]:

@@ -71,11 +71,6 @@ def ablate(loop: Loop, *, rounds: int = 8, steps: int = 20) -> Ablation:
     Variables, metrics and the position in the data are restored afterwards. With several workers,
     all must call it.
 
-    Args:
-        loop: the loop of the step.
-        rounds: the number of blocks of each kind.
-        steps: the number of steps of a block.
-
     Raises:
         UsageError: the step sums gradients by itself, so nothing can be left out.
     """

@@ -146,16 +146,11 @@ def _named(
 
 
 def _rhythm(steps: np.ndarray, late: np.ndarray) -> tuple[int, int] | None:
-    """Finds the shortest rhythm in which a worker is late.
+    """The shortest rhythm of a worker against whom ``late`` seconds of ``steps`` count, [S] each.
 
-    Args:
-        steps: int64 [S], the numbers of the steps.
-        late: float64 [S], how many seconds of each count against one worker.
-
-    Returns:
-        ``(every, first)``: it is late in the steps whose number modulo ``every`` is ``first``. None
-        if there is none, or if as many late steps in random order would show one as clear with a
-        chance above `CHANCE`.
+    ``(every, first)``: it is late in the steps whose number modulo ``every`` is ``first``. None if
+    there is none, or if as many late steps in random order would show one as clear with a chance
+    above `CHANCE`.
     """
     longest = min(len(steps) // REPEATS, LONGEST)
     tried = longest * (longest + 1) // 2 - 1

@@ -14,7 +14,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ctl.errors import UsageError
 
@@ -29,13 +29,6 @@ class Point:
 
     bytes: int
     seconds: float
-
-
-class Fit(Protocol):
-    """A model of the time of an all-reduce."""
-
-    def seconds(self, size: float) -> float:
-        """Seconds of an all-reduce of ``size`` bytes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,11 +85,6 @@ class PiecewiseLinear:
             raise UsageError("no size was measured")
         self.points = sorted(points, key=lambda p: p.bytes)
 
-    @classmethod
-    def fit(cls, points: Sequence[Point]) -> PiecewiseLinear:
-        """The interpolation of ``points``, for use where a fit is expected."""
-        return cls(points)
-
     def seconds(self, size: float) -> float:
         """Seconds of an all-reduce of ``size`` bytes."""
         after = bisect.bisect_left([p.bytes for p in self.points], size)
@@ -124,7 +112,9 @@ class HeldOut:
     worst_bytes: int
 
 
-def held_out(fit: Callable[[Sequence[Point]], Fit], points: Sequence[Point]) -> HeldOut | None:
+def held_out(
+    fit: Callable[[Sequence[Point]], AlphaBeta | PiecewiseLinear], points: Sequence[Point]
+) -> HeldOut | None:
     """The errors of ``fit`` at points that it is not given; None for fewer than four points.
 
     The smallest and the largest point are never left out: a fit need not extrapolate.
@@ -172,9 +162,19 @@ class Measured:
         """Bytes of the tensor per second in an all-reduce of ``size`` bytes."""
         return size / self.seconds(size)
 
-    def busbw(self, size: float) -> float:
-        """Bytes per second on the bus in an all-reduce of ``size`` bytes."""
-        return self.algbw(size) * bus_factor(self.replicas)
+
+def read_json(path: str | Path) -> Any:
+    """The value in a JSON file of the user's.
+
+    Raises:
+        UsageError: the file cannot be read, or is not JSON.
+    """
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{path} is not JSON: {error}") from error
 
 
 def read(path: str | Path) -> Measured:
@@ -183,12 +183,7 @@ def read(path: str | Path) -> Measured:
     Raises:
         UsageError: the file cannot be read, or is not such an output.
     """
-    try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path} is not JSON: {error}") from error
+    content = read_json(path)
     try:
         if content["schema"] != SCHEMA:
             raise ValueError(f"schema {content['schema']!r}, not {SCHEMA}")

@@ -1,4 +1,4 @@
-"""Switches the marks of a step on and off, and gathers their stamps from all workers."""
+"""Switches the marks of a step on and off, and gathers their stamps and clocks from all workers."""
 
 from __future__ import annotations
 
@@ -11,14 +11,19 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from ctl.distributed.workers import all_gather, cluster_of, is_multi_worker
+from ctl.distributed.watch import watchdog
+from ctl.distributed.workers import all_gather, cluster_of, is_multi_worker, naming_lost_peers
 from ctl.errors import UsageError
-from ctl.inspect.measure.clocks import barriers
 from ctl.inspect.measure.profile import with_collectives
 from ctl.inspect.measure.window import Pack, Window
 from ctl.loop import Loop
-from ctl.phases.marks import Marks, Ring
+from ctl.phases.marks import Marks, Ring, stamp
 from ctl.phases.observer import Observer
+
+# The tightest of so many meetings bounds the offset of a clock. They take 0.2 to 0.4 s on loopback.
+BARRIERS = 200
+
+_DOING = "comparing clocks"
 
 
 class Recording:
@@ -58,9 +63,9 @@ class Recording:
         self._ring.clear()
         self._before, self.step.observer = self.step.observer, self._marks
 
-    def stop(self) -> None:
-        """Stamps no more steps."""
-        if self._plan is None and len(self._ring.read()[0]):
+    def stop(self, *, failed: bool = False) -> None:
+        """Stamps no more steps. ``failed``: an error ended them, so `take` is not called."""
+        if not failed and self._plan is None and len(self._ring.read()[0]):
             self._plan = self._loop.plan().to_json()  # of the trace that has run
         self.step.observer = self._before
 
@@ -112,3 +117,37 @@ def _describe(step: Any) -> str:
         f"{step.model.name}, {step.model.count_params():,} parameters, {replicas} "
         f"replica{'s' if replicas > 1 else ''} under {kind}, TensorFlow {tf.__version__}"
     )
+
+
+def barriers(strategy: tf.distribute.Strategy, count: int = BARRIERS) -> np.ndarray:
+    """Meets all workers ``count`` times, by which `ctl.inspect.measure.timeline` compares their
+    clocks; every worker must call it.
+
+    Returns:
+        float64 [count, 2], seconds since the epoch on this worker's clock: before and after each
+        meeting. With one worker, [0, 2].
+
+    Raises:
+        PeerError: a worker was lost.
+    """
+    if not is_multi_worker(strategy):
+        return np.zeros([0, 2])
+
+    def meet(token: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        arrived = stamp([token])
+        with tf.control_dependencies([arrived]):  # the stamp precedes the meeting
+            token = tf.identity(token)
+        total = tf.distribute.get_replica_context().all_reduce("SUM", token)
+        return total, tf.stack([arrived, stamp([total])])
+
+    @tf.function
+    def meet_all() -> tf.Tensor:
+        stamps = tf.TensorArray(tf.float64, count, element_shape=[2])
+        token = strategy.run(lambda: tf.zeros([]))
+        for number in tf.range(count):
+            token, times = strategy.run(meet, args=(token,))
+            stamps = stamps.write(number, strategy.experimental_local_results(times)[0])
+        return stamps.stack()
+
+    with naming_lost_peers(strategy, _DOING), watchdog.collective(_DOING, first=True):
+        return meet_all().numpy()

@@ -346,14 +346,8 @@ def of_one_step(values: np.ndarray) -> float:
 
 
 def covered_seconds(spans: Sequence[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
-    """Seconds that lie in at least one of the spans, of which any may overlap.
-
-    Args:
-        spans: begin and end of each span, seconds, float64 arrays of one shape.
-
-    Returns:
-        float64 of that shape; 0.0 if there are no spans.
-    """
+    """Seconds that lie in at least one of the spans, of which any may overlap. ``spans``: begin and
+    end of each, float64 arrays of one shape, which the result has, too; 0.0 without spans."""
     if not spans:
         return np.zeros([])
     begin, end = (np.stack(moments) for moments in zip(*spans, strict=True))

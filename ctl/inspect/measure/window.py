@@ -82,17 +82,12 @@ class Window:
         return {
             "schema": SCHEMA,
             "kind": "window",
-            "worker": self.worker,
-            "workers": self.workers,
-            "steps": self.steps.tolist(),
+            **vars(self),
             "names": list(self.names),
+            "steps": self.steps.tolist(),
             "stamps": stamps.tolist(),
             "packs": [dataclasses.asdict(pack) for pack in self.packs],
-            "in_order": self.in_order,
             "barriers": self.barriers.tolist(),
-            "description": self.description,
-            "plan": self.plan,
-            "run": self.run,
         }
 
     @classmethod
@@ -151,18 +146,13 @@ class Window:
         )
 
 
-def path_of(directory: Path, worker: int) -> Path:
-    """The file of a worker's window in ``directory``, which is ``model_dir/inspect``."""
-    return directory / f"worker-{worker}.json"
-
-
 def write(window: Window, directory: Path) -> Path:
-    """Writes ``worker-I.json`` atomically and returns its path.
+    """Writes ``worker-I.json`` to ``model_dir/inspect`` atomically, and returns its path.
 
     Raises:
         CheckpointError: it cannot be written.
     """
-    path = path_of(directory, window.worker)
+    path = directory / f"worker-{window.worker}.json"
     try:
         directory.mkdir(parents=True, exist_ok=True)
         durable.write_json(path, window.to_json(), via=directory)
@@ -171,26 +161,20 @@ def write(window: Window, directory: Path) -> Path:
     return path
 
 
-def read(path: Path) -> Window:
-    """Reads the window of one worker.
-
-    Raises:
-        UsageError: the file is damaged or no window; the message names it and the reason.
-    """
-    try:
-        return Window.from_json(durable.read_json(path))
-    except (durable.Damaged, ValueError) as error:
-        raise UsageError(f"{path}: {error}") from error
-
-
 def read_all(directory: Path) -> list[Window]:
     """Reads the windows of all workers in ``directory``, in order.
 
     Raises:
-        UsageError: there is none, one is damaged, or they are not of one run.
+        UsageError: there is none, or they are not of one run; or a file is damaged or no window,
+            then the message names it and the reason.
     """
-    paths = sorted(directory.glob("worker-*.json")) if directory.is_dir() else []
-    windows = [read(path) for path in paths if _FILE.fullmatch(path.name)]
+    windows = []
+    for path in sorted(directory.glob("worker-*.json")):
+        try:
+            if _FILE.fullmatch(path.name):
+                windows.append(Window.from_json(durable.read_json(path)))
+        except (durable.Damaged, ValueError) as error:
+            raise UsageError(f"{path}: {error}") from error
     if not windows:
         raise UsageError(
             f"{directory} has no worker-*.json: run `python -m ctl.inspect run --model_dir=...` "

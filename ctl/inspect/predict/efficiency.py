@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from ctl.base import svg
 from ctl.inspect.predict.model import Prediction
-from ctl.inspect.show.style import (
+from ctl.inspect.show.document import (
     BLUE,
     DARK_INK,
     DARK_PAGE,
@@ -44,13 +44,8 @@ _STYLE = f"""
 
 
 def draw(curves: Mapping[str, Sequence[Prediction]], title: str, notes: Sequence[str]) -> str:
-    """An SVG document with a curve for each algorithm.
-
-    Args:
-        curves: name of the algorithm -> its predictions; 3 algorithms at most.
-        title: the title of the picture.
-        notes: two lines below the title.
-    """
+    """An SVG document with a curve for each algorithm, 3 at most; ``notes`` are two lines below the
+    title."""
     counts = [p.replicas for predictions in curves.values() for p in predictions]
     low, high = math.log10(min(counts)), math.log10(max(counts))
 

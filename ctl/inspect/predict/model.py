@@ -1,7 +1,12 @@
-"""Predicts the time of a step on other numbers of replicas, and how much of it is communication.
+"""Predicts the time of a step on other replicas or links, and how much of it is communication.
 
 The step is simulated. Packs become ready during the backward pass, as a plan or marks say, and go
 through the network one after the other, each in the time that `ctl.inspect.predict.cost` gives.
+
+Of several methods to communicate, each has a plan and a step that was measured where the link costs
+next to nothing, such as between processes of one machine. What a slow link adds is computed from
+the plan. No transfer hides behind the backward pass, as with a single pack.
+
 Pure Python, except for `measured_step`.
 """
 
@@ -9,13 +14,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ctl.errors import UsageError
+from ctl.inspect.predict import cost
+from ctl.inspect.predict.cost import Network
+from ctl.phases.plan.plan import GATHERS, Plan
 
 if TYPE_CHECKING:
     from ctl.inspect.measure.timeline import Timeline
+
+_CONDITIONAL = re.compile(r"(^|/)cond(_\d+)?/")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +108,7 @@ def predict(
     """Predicts the step on ``replicas`` replicas.
 
     Args:
-        step: the step on one replica.
+        step: on one replica.
         replicas: their number n.
         seconds: bytes -> seconds of an all-reduce on that many replicas.
         strong: strong scaling: n replicas share the batch of one, so each has 1/n of its examples.
@@ -133,10 +144,6 @@ def _end(start: float, seconds: float, backward_end: float, contention: float) -
 def measured_step(timeline: Timeline, contention: float = 1.0) -> Step:
     """The step that ``python -m ctl.inspect run`` measured: medians over replicas and steps.
 
-    Args:
-        timeline: what was measured.
-        contention: see `Step`.
-
     Raises:
         UsageError: the timeline has no forward pass or no packs.
     """
@@ -169,3 +176,66 @@ def measured_step(timeline: Timeline, contention: float = 1.0) -> Step:
         jitter=median((high - low) / 2),
         contention=contention,
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """A way to communicate.
+
+    Attributes:
+        name: for the table.
+        plan: of its step.
+        seconds: of a step where the link costs next to nothing.
+        every: the number of steps from one use of its conditional collectives to the next, as the
+            ``local_steps`` of `ctl.recipes.local_sgd`.
+    """
+
+    name: str
+    plan: Plan
+    seconds: float
+    every: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class MethodPrediction:
+    """A step of a method on a link: its seconds, and the bytes that a replica sends in it, both in
+    the mean."""
+
+    name: str
+    step: float
+    sent: float
+
+
+def predict_method(method: Method, network: Network, replicas: int) -> MethodPrediction:
+    """Predicts a step of ``method``.
+
+    Raises:
+        UsageError: the plan has a collective of unknown size.
+    """
+    seconds = sent = 0.0
+    for collective in (*method.plan.collectives, *method.plan.other):
+        if not collective.in_loop:  # once for each call from Python, not for each step
+            continue
+        share = 1 / method.every if _CONDITIONAL.search(collective.name) else 1.0
+        size = collective.bytes
+        if size is None:
+            raise UsageError(
+                f"the plan of {method.name}: the size of {collective.name} is not known"
+            )
+        if collective.kind in GATHERS:
+            seconds += share * cost.gather(network, replicas, size)
+            sent += share * (replicas - 1) * size
+        else:
+            seconds += share * cost.ring(network, replicas, size)
+            sent += share * cost.bus_factor(replicas) * size
+    return MethodPrediction(method.name, method.seconds + seconds, sent)
+
+
+def table_of_methods(predictions: list[MethodPrediction], replicas: int) -> list[str]:
+    """The lines of a table, the fastest first."""
+    ordered = sorted(predictions, key=lambda each: each.step)
+    width = max(len("method"), *(len(each.name) for each in ordered))
+    lines = [f"{replicas} replicas", f"{'method':<{width}}{'sent KiB':>12}{'step ms':>12}"]
+    for each in ordered:
+        lines.append(f"{each.name:<{width}}{each.sent / 1024:12.1f}{each.step * 1e3:12.3f}")
+    return lines

@@ -7,16 +7,14 @@ from collections.abc import Sequence
 
 from ctl.base import svg
 from ctl.base.svg import escape
-from ctl.inspect.show.document import document
-from ctl.inspect.show.style import BLUE, GREEN, ORANGE, PURPLE, SKY_BLUE, STYLE, VERMILION
+from ctl.inspect.show.document import COLOURS, STYLE, document, html_table
 from ctl.logs.runs import Run
 
 WIDTH, HEIGHT = 440, 270
 LEFT, RIGHT, TOP, BOTTOM = 58, 430, 28, 230
 POINTS = 300  # the most of a curve
-_COLOURS = (BLUE, VERMILION, GREEN, ORANGE, PURPLE, SKY_BLUE)
 _DASHES = ("none", "6 3", "2 3")
-CURVES = len(_COLOURS) * len(_DASHES)  # that can be told apart
+CURVES = len(COLOURS) * len(_DASHES)  # that can be told apart
 # Not of the model: these are in the table, or the same for all.
 _NOT_DRAWN = ("steps_per_second", "examples_per_second")
 
@@ -32,8 +30,8 @@ _STYLE = (
     + "@media screen and (prefers-color-scheme: dark) {"
     + " .curve { filter: brightness(1.4) } .train { opacity: 0.65 } }\n"
     + "".join(
-        f".c{n} {{ stroke: {_COLOURS[n % len(_COLOURS)]}; "
-        f"stroke-dasharray: {_DASHES[n // len(_COLOURS)]} }}\n"
+        f".c{n} {{ stroke: {COLOURS[n % len(COLOURS)]}; "
+        f"stroke-dasharray: {_DASHES[n // len(COLOURS)]} }}\n"
         for n in range(CURVES)
     )
 )
@@ -42,13 +40,8 @@ _STYLE = (
 def make_page(
     runs: Sequence[Run], header: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str]
 ) -> str:
-    """The page as HTML. The first `CURVES` runs are drawn.
-
-    Args:
-        runs: what to draw.
-        header, rows: the table, see `ctl.compare.table`.
-        notes: lines about what was left out.
-    """
+    """The page as HTML, with the first `CURVES` of ``runs``, the table of `ctl.compare.table`, and
+    ``notes`` about what was left out."""
     drawn = runs[:CURVES]
     names: dict[str, None] = {}
     for run in drawn:
@@ -65,12 +58,10 @@ def make_page(
         for n, run in enumerate(drawn)
     )
     left_out = [f"{len(runs) - CURVES} runs are not drawn"] if len(runs) > CURVES else []
-    cells = "".join(f"<th>{escape(cell)}</th>" for cell in header)
-    lines = ["<tr>" + "".join(f"<td>{escape(c)}</td>" for c in row) + "</tr>" for row in rows]
     body = [
         f"<h1>{len(runs)} {'run' if len(runs) == 1 else 'runs'} compared</h1>",
         *(f'<p class="alarm">{escape(note)}</p>' for note in (*notes, *left_out)),
-        f'<div class="wide"><table><tr>{cells}</tr>{"".join(lines)}</table></div>',
+        html_table(header, rows),
         f'<ul class="legend">{legend}</ul>',
         '<p class="lead">Faint: training. Strong, with points: evaluation.</p>',
         f'<div class="curves">{"".join(pictures)}</div>',

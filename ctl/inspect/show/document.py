@@ -1,10 +1,137 @@
-"""An HTML page of one file, which opens offline and can run no script."""
+"""An HTML page of one file, which opens offline and can run no script, and its style sheet.
+
+Pages are light, dark or paper. Lateness has one hue, which begins at the colour of the page. The
+wait is hatched.
+"""
 
 from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+
+from ctl.base.svg import escape
+
+FONT = 'system-ui, "Segoe UI", Helvetica, Arial, sans-serif'
+
+# Okabe and Ito (2008), "Color Universal Design": distinguishable with any colour vision.
+BLUE, SKY_BLUE, GREEN = "#0072b2", "#56b4e9", "#009e73"
+ORANGE, VERMILION, PURPLE = "#e69f00", "#d55e00", "#cc79a7"
+COLOURS = (BLUE, VERMILION, GREEN, ORANGE, PURPLE, SKY_BLUE)  # of curves, in this order
+
+DARK_PAGE = "#0d1117"
+LIGHT_INK, LIGHT_SOFT = "#1f2328", "#59636e"
+DARK_INK, DARK_SOFT = "#f0f6fc", "#9198a1"
+_BLACK, _WHITE = "#1b1b1b", "#ffffff"
+
+# Fill of a phase and the text on it, the same on light and dark pages.
+_PHASES = {
+    "input": (PURPLE, _BLACK),
+    "forward": (SKY_BLUE, _BLACK),
+    "backward": (BLUE, _WHITE),
+    "pack": (ORANGE, _BLACK),
+    "wait": ("url(#hatch)", _BLACK),
+    "transfer": (GREEN, _WHITE),
+    "apply": ("#e3d83a", _BLACK),
+    "other": ("#a9b1ba", _BLACK),
+}
+# Fill of a level of lateness and the number on it.
+_STRONG = "#d95f0e"
+_LIGHT = ("#f0f2f5", "#fde0c5", "#fcb782", "#f5893d", _STRONG, "#a33f05", "#642100")
+_ON_LIGHT = (LIGHT_SOFT, "#3b2410", "#3b2410", "#2b1605", _WHITE, _WHITE, _WHITE)
+_DARK = ("#1c2229", "#3f2714", "#6b3a12", "#9f5313", "#d9741f", "#f7a35c", "#ffdcb8")
+_ON_DARK = (DARK_SOFT, "#e6d3c1", _WHITE, _WHITE, _BLACK, _BLACK, _BLACK)
+
+_LIGHT_COLOURS = (
+    f"--page: #fff; --card: #f6f8fa; --ink: {LIGHT_INK}; --soft: {LIGHT_SOFT}; --rule: #d1d9e0; "
+    "--grid: #e6eaee; --alarm: #b42318"
+)
+_DARK_COLOURS = (
+    f"--page: {DARK_PAGE}; --card: #151b23; --ink: {DARK_INK}; --soft: #9aa4af; --rule: #3d444d; "
+    "--grid: #232a33; --alarm: #ff8a72"
+)
+
+
+def _levels(fills: tuple[str, ...], inks: tuple[str, ...]) -> str:
+    pairs = enumerate(zip(fills, inks, strict=True))
+    rules = (
+        f".h{i} {{ fill: {a} }} .s{i} {{ stroke: {a} }} .n{i} {{ fill: {b} }}"
+        for i, (a, b) in pairs
+    )
+    return " ".join(rules)
+
+
+def _phases() -> str:
+    pairs = _PHASES.items()
+    return " ".join(f".p-{k} {{ fill: {a} }} .t-{k} {{ fill: {b} }}" for k, (a, b) in pairs)
+
+
+STYLE = f"""
+:root {{ color-scheme: light dark; {_LIGHT_COLOURS} }}
+* {{ box-sizing: border-box }}
+body {{ margin: 0; background: var(--page); color: var(--ink);
+  font: 15px/1.5 {FONT} }}
+main {{ max-width: 1104px; margin: 0 auto; padding: 28px 32px 56px }}
+h1 {{ font-size: 24px; line-height: 1.25; margin: 0 0 4px }}
+h2 {{ font-size: 18px; margin: 40px 0 4px }}
+p {{ margin: 4px 0 10px }}
+.lead, footer {{ color: var(--soft) }}
+.alarm {{ color: var(--alarm) }}
+.verdict {{ margin: 18px 0; padding: 14px 18px; background: var(--card);
+  border: 1px solid var(--rule); border-left: 5px solid {_STRONG}; border-radius: 6px }}
+.verdict p {{ margin: 0 0 4px }} .verdict p:first-child {{ font-size: 17px; font-weight: 600 }}
+.figures {{ display: flex; flex-wrap: wrap; gap: 12px; margin: 0; padding: 0; list-style: none }}
+.figures li {{ flex: 1 1 150px; padding: 10px 14px; border: 1px solid var(--rule);
+  border-radius: 6px }}
+.figures b {{ display: block; font-size: 21px; line-height: 1.3;
+  font-variant-numeric: tabular-nums }}
+.figures span {{ color: var(--soft); font-size: 13px }}
+.wide {{ overflow-x: auto }}
+table {{ border-collapse: collapse; width: 100%; font-size: 13px;
+  font-variant-numeric: tabular-nums }}
+th, td {{ padding: 4px 8px; border-bottom: 1px solid var(--grid); text-align: right;
+  vertical-align: top }}
+th {{ color: var(--soft); font-weight: 600; border-bottom-color: var(--rule);
+  white-space: nowrap }}
+th:first-child, td:first-child, .plan th, .plan td {{ text-align: left }}
+td:first-child {{ white-space: nowrap }}
+.plan td.size, .plan th.size {{ text-align: right }}
+td.names {{ overflow-wrap: anywhere; min-width: 240px }}
+tr.strong td {{ font-weight: 600 }}
+.mono {{ font: 12px ui-monospace, "SFMono-Regular", Menlo, Consolas, monospace;
+  overflow-wrap: anywhere }}
+.defs {{ position: absolute }}
+.wide svg {{ display: block; width: 100%; min-width: 760px; height: auto }}
+text {{ font: 12px {FONT}; fill: var(--soft);
+  font-variant-numeric: tabular-nums }}
+text.strong {{ font-size: 13px; font-weight: 600; fill: var(--ink) }}
+text.small, text.note {{ font-size: 11px }} text.note {{ fill: var(--ink) }}
+.x {{ text-anchor: middle }} .y {{ text-anchor: end }}
+.grid {{ stroke: var(--grid) }} .frame {{ stroke: var(--soft) }}
+.ready {{ stroke: var(--ink); stroke-width: 1.5 }} .exposed {{ fill: var(--ink) }}
+.level {{ fill: none; stroke: var(--ink); stroke-width: 2 }}
+#hatch rect {{ fill: #f0a37a }} #hatch path {{ stroke: #b8450b; stroke-width: 1.2 }}
+text.t-wait {{ stroke: #f7c9b0; stroke-width: 4px; stroke-linejoin: round; paint-order: stroke }}
+.s-wait {{ stroke: url(#hatch) }} .s-transfer {{ stroke: {GREEN} }}
+.swatch {{ stroke: var(--rule) }}
+{_phases()}
+{_levels(_LIGHT, _ON_LIGHT)}
+@media (max-width: 600px) {{ main {{ padding: 16px 14px 40px }} }}
+summary {{ cursor: pointer; color: var(--soft) }}
+footer {{ margin-top: 44px; padding-top: 12px; border-top: 1px solid var(--rule); font-size: 13px }}
+dt {{ font-weight: 600; color: var(--ink) }} dd {{ margin: 0 0 6px }}
+@media screen and (prefers-color-scheme: dark) {{
+  :root {{ {_DARK_COLOURS} }}
+  {_levels(_DARK, _ON_DARK)}
+}}
+@media print {{
+  body {{ font-size: 11px; print-color-adjust: exact; -webkit-print-color-adjust: exact }}
+  main {{ max-width: none; padding: 0 }} table {{ font-size: 9px }} th, td {{ padding: 2px 4px }}
+  .wide svg {{ min-width: 0 }}
+  details::details-content {{ content-visibility: visible; height: auto }}
+  section, tr, svg {{ break-inside: avoid }} h2 {{ break-after: avoid }}
+}}
+"""
 
 
 def document(
@@ -30,3 +157,15 @@ def document(
         + "\n".join(body)
         + "\n</main></body></html>\n"
     )
+
+
+def html_table(
+    columns: Sequence[str], rows: Sequence[Sequence[object]], strong: Collection[int] = ()
+) -> str:
+    """A table of texts as HTML. ``strong``: the indices of rows to highlight."""
+    head = "".join(f"<th>{escape(column)}</th>" for column in columns)
+    lines = []
+    for number, row in enumerate(rows):
+        kind = ' class="strong"' if number in strong else ""
+        lines.append(f"<tr{kind}>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>")
+    return f'<div class="wide"><table><tr>{head}</tr>{"".join(lines)}</table></div>'

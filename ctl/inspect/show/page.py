@@ -16,18 +16,17 @@ from ctl.base.units import size_text
 from ctl.inspect.measure.late_worker import late_worker
 from ctl.inspect.measure.timeline import of_one_step
 from ctl.inspect.show import pictures
-from ctl.inspect.show.charts import duration, significant
-from ctl.inspect.show.document import document
+from ctl.inspect.show.document import STYLE, document, html_table
 from ctl.inspect.show.report import (
-    Table,
+    duration,
     pack_table,
     percent,
     phase_table,
     row_names,
     scalars,
+    significant,
     transferring,
 )
-from ctl.inspect.show.style import STYLE
 
 if TYPE_CHECKING:
     from ctl.inspect.measure.link import Measured
@@ -77,14 +76,8 @@ def make_page(
     plan: Plan | None = None,
     measured: Measured | None = None,
 ) -> str:
-    """The page as HTML, which is also well-formed XML.
-
-    Args:
-        timeline: what was measured.
-        verdict: lines: what bounds the step, why, what to try next.
-        plan: what the step moves.
-        measured: the all-reduce of this machine, for comparison.
-    """
+    """The page as HTML, which is also well-formed XML. ``plan`` adds what the step moves,
+    ``measured`` a comparison with the all-reduce of this machine."""
     title = "The all-reduce, seen through"
     body = [
         f"<h1>{title}</h1>",
@@ -98,7 +91,8 @@ def make_page(
     for table in (phase_table(timeline), pack_table(timeline, plan, measured)):
         if table.rows:
             body.append(
-                f"<section><h2>{escape(_capital(table.title))}</h2>{_html(table)}</section>"
+                f"<section><h2>{escape(table.title[:1].upper() + table.title[1:])}</h2>"
+                f"{html_table(table.columns, table.rows, table.strong)}</section>"
             )
     if plan and (plan.replicas > 1 or plan.collectives or plan.lints):
         body.append(_plan_section(plan))
@@ -188,15 +182,6 @@ def _section(title: str, note: str, picture: str) -> str:
     return f'<section><h2>{escape(title)}</h2>{note}<div class="wide">{picture}</div></section>'
 
 
-def _html(table: Table) -> str:
-    head = "".join(f"<th>{escape(column)}</th>" for column in table.columns)
-    rows = []
-    for number, row in enumerate(table.rows):
-        strong = ' class="strong"' if number in table.strong else ""
-        rows.append(f"<tr{strong}>" + "".join(f"<td>{escape(c)}</td>" for c in row) + "</tr>")
-    return f'<div class="wide"><table><tr>{head}</tr>{"".join(rows)}</table></div>'
-
-
 def _plan_section(plan: Plan) -> str:
     sizes = "".join(f'<th class="size">{what}</th>' for what in ("size", "sent", "can start"))
     everything = (*plan.collectives, *plan.other)
@@ -270,7 +255,3 @@ def _footer(timeline: Timeline) -> str:
 
 def _count(number: int, what: str) -> str:
     return f"{number:,} {what}{'' if number == 1 else 's'}"
-
-
-def _capital(title: str) -> str:
-    return title[:1].upper() + title[1:]

@@ -1,20 +1,21 @@
-"""Chooses the steps and replicas of a `Timeline` to draw.
+"""Draws a `Timeline`: one step, wait and transfer of each step, who comes late.
 
 A few replicas are drawn in full. Of many, those that explain the step are drawn: the last to come,
-the one that waited longest, and some between them.
+the one that waited longest, and some between them. Long windows show the worst of neighbouring
+steps. So the size of a picture is bounded. Colours are classes of `ctl.inspect.show.document`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ctl.inspect.measure.timeline import covered_seconds
-from ctl.inspect.show import charts
-from ctl.inspect.show.charts import Bars, Lane, Span, duration
-from ctl.inspect.show.report import median, row_names
+from ctl.base import svg
+from ctl.inspect.measure.timeline import PHASES, covered_seconds
+from ctl.inspect.show.report import duration, median, row_names, significant
 
 if TYPE_CHECKING:
     from ctl.inspect.measure.timeline import PackTimes, Timeline
@@ -23,6 +24,12 @@ LANES = 8  # the most replicas in the picture of a step
 PANELS = 4  # the most replicas in the picture of waits
 CELLS = 64  # the most rows of the heat map
 PACKS = 200  # the most packs of a lane
+COLUMNS = 120  # the most columns of a picture of steps
+TITLES = 200  # the most elements with a tooltip
+WIDTH = 1040
+LEFT, RIGHT = 190, 1024  # the measurements are between them, labels left of them
+# Where each level of the heat map begins: lateness as a share of the step.
+LEVELS = (0.0, 0.01, 0.02, 0.05, 0.10, 0.20, 0.50)
 
 
 def typical_and_worst(timeline: Timeline) -> list[tuple[str, int]]:
@@ -73,59 +80,125 @@ def noise(timeline: Timeline) -> float:
     return max(least, timeline.clock_error)
 
 
-def step_picture(timeline: Timeline, index: int, name: str, limit: float) -> tuple[str, int]:
-    """Draws one step.
-
-    Args:
-        timeline: what was measured.
-        index: of the step, in the timeline.
-        name: a description for screen readers.
-        limit: seconds at the right end.
-
-    Returns:
-        The SVG, and the number of replicas in it.
-    """
-    wait = _waited(timeline)[:, index]
-    packs = min(len(timeline.packs), PACKS)
-    most = min(LANES, max(2, 240 // (packs + 4)))  # bounds the file for any number of packs
-    rows, notes = choose(timeline.late[:, index], wait, most, noise(timeline))
-    names = row_names(timeline.rows)
-    lanes = [_lane(timeline, row, index, names[row], notes.get(row, "")) for row in rows]
-    return charts.draw_step(lanes, limit, name), len(lanes)
-
-
 def length(timeline: Timeline, index: int) -> float:
     """Seconds from the first beginning to the last end of a step, over all rows."""
     begin = timeline.begin[:, index]
     return float((begin + timeline.step_seconds[:, index]).max() - begin.min())
 
 
-def _lane(timeline: Timeline, row: int, index: int, label: str, note: str) -> Lane:
-    zero = timeline.begin[:, index].min()
-    at = timeline.begin[row, index] - zero
-    compute = []
-    for phase, text, seconds in computed_phases(timeline, row, index):
-        compute.append(_phase(phase, at, at + seconds, label, text))
-        at += seconds
-    computed, end = at, timeline.begin[row, index] - zero + timeline.step_seconds[row, index]
-    apply = timeline.phases["apply"][row, index]
-    compute.append(_phase("apply", end - apply, end, label, "apply"))
-    communication, ready, exposed = [], [], []
-    covered = computed
-    packs = timeline.packs[:PACKS]
-    for pack, level in zip(packs, levels(packs, row, index), strict=True):
-        parts = pack_parts(pack, row, index)
-        title = f"{label}: {pack.name}, {pack.bytes:,} bytes"
-        title += "".join(f", {name} {duration(end - begin)}" for name, begin, end in parts)
-        for name, begin, end in parts:
-            text = {"wait": f"wait {duration(end - begin)}", "transfer": pack.name}.get(name, "")
-            communication.append(Span(name, begin - zero, end - zero, text, title, level))
-        ready.append(pack.ready[row, index] - zero)
-        start, done = parts[0][1] - zero, parts[-1][2] - zero
-        if done > covered:
-            exposed.append((max(start, covered), done))
-            covered = done
-    return Lane(label, note, tuple(compute), tuple(communication), tuple(ready), tuple(exposed))
+def step_picture(timeline: Timeline, index: int, name: str, limit: float) -> tuple[str, int]:
+    """Draws the step at ``index``: for each replica a lane of computation, and of communication
+    below it. Returns the SVG, and the number of replicas in it.
+
+    ``limit`` is the right end in seconds, so that two steps can be drawn on one scale. ``name``
+    describes the picture for screen readers.
+    """
+    most = min(LANES, max(2, 240 // (min(len(timeline.packs), PACKS) + 4)))  # bounds the file
+    wait = _waited(timeline)[:, index]
+    rows, notes = choose(timeline.late[:, index], wait, most, noise(timeline))
+    names = row_names(timeline.rows)
+    limit = limit if math.isfinite(limit) and limit > 0 else 1e-3
+    scale, unit = _unit(limit)
+    lanes = _Lanes(timeline, index, limit)
+    top, height = 34, 66
+    bottom = top + height * len(rows)
+    for number, row in enumerate(rows):
+        lanes.draw(row, names[row], notes.get(row, ""), top + height * number)
+    legend = [(f"p-{phase}", phase) for phase in PHASES if phase in lanes.phases]
+    if lanes.has_exposed:
+        legend.append(("exposed", "exposed: nothing left to compute"))
+    parts = [_legend(legend)]
+    for tick in svg.ticks(limit * scale, about=10):
+        x = lanes.x(tick / scale)
+        parts.append(svg.line(x, top - 6, x, bottom))
+        parts.append(svg.text(x, bottom + 16, f"{tick:,g}", "x"))
+    title = f"time since the step began, {unit}"
+    parts.append(svg.text((LEFT + RIGHT) / 2, bottom + 34, title, "x"))
+    return _figure(bottom + 44, name, [*parts, *lanes.parts]), len(rows)
+
+
+class _Lanes:
+    """The lanes of one step.
+
+    Attributes:
+        parts: what was drawn.
+        phases: those that are wide enough to be seen.
+        has_exposed: whether a replica communicated and had nothing left to compute.
+    """
+
+    def __init__(self, timeline: Timeline, index: int, limit: float):
+        self._timeline, self._index, self._limit = timeline, index, limit
+        self._zero = timeline.begin[:, index].min()
+        self.parts: list[str] = []
+        self.phases: set[str] = set()
+        self.has_exposed = False
+
+    def x(self, seconds: float) -> float:
+        return LEFT + (RIGHT - LEFT) * min(max(seconds, 0.0), self._limit) / self._limit
+
+    def draw(self, row: int, label: str, note: str, y: float) -> None:
+        """Draws a replica, with ``note`` as a second line below its label."""
+        timeline, index, zero = self._timeline, self._index, self._zero
+        self.parts.append(svg.text(0, y + 16, svg.shorten(label, 116), "strong"))
+        self.parts.append(svg.text(0, y + 33, svg.shorten(note, 116, 11), "note"))
+        self.parts.append(svg.text(LEFT - 8, y + 16, "compute", "y small"))
+        self.parts.append(svg.text(LEFT - 8, y + 41, "all-reduce", "y small"))
+        at = timeline.begin[row, index] - zero
+        end = at + timeline.step_seconds[row, index]
+        computed = []
+        for phase, text, seconds in computed_phases(timeline, row, index):
+            computed.append((phase, text, at, at + seconds))
+            at += seconds
+        computed.append(("apply", "apply", end - timeline.phases["apply"][row, index], end))
+        for phase, text, since, until in computed:
+            title = f"{label}: {text}, {duration(until - since)}"
+            self._span(phase, since, until, y, 23, text, title)
+        packs = timeline.packs[:PACKS]
+        for pack in packs:
+            ready = self.x(pack.ready[row, index] - zero)
+            self.parts.append(svg.line(ready, y + 23, ready, y + 28, "ready"))
+        exposed, covered = [], at
+        level_of = levels(packs, row, index)
+        height = 19 / (1 + max(level_of, default=0))
+        for pack, level in zip(packs, level_of, strict=True):
+            parts = pack_parts(pack, row, index)
+            title = f"{label}: {pack.name}, {pack.bytes:,} bytes"
+            title += "".join(f", {name} {duration(until - since)}" for name, since, until in parts)
+            below = y + 28 + height * level
+            for name, since, until in parts:
+                texts = {"wait": f"wait {duration(until - since)}", "transfer": pack.name}
+                span = since - zero, until - zero
+                self._span(name, *span, below, height, texts.get(name, ""), title)
+            start, done = parts[0][1] - zero, parts[-1][2] - zero
+            if done > covered:
+                left = self.x(max(start, covered))
+                exposed.append(svg.rect(left, y + 49, self.x(done) - left, 4, "exposed"))
+                covered = done
+        self.parts += exposed
+        self.has_exposed |= bool(exposed)
+
+    def _span(
+        self,
+        phase: str,
+        begin: float,
+        end: float,
+        y: float,
+        height: float,
+        text: str,
+        title: str,
+    ) -> None:
+        """Draws one of `PHASES`: with ``text`` if there is room, and ``title`` as a tooltip."""
+        left, width = self.x(begin), self.x(end) - self.x(begin)
+        if not width > 0:
+            return
+        if width >= 0.5:
+            self.phases.add(phase)
+        # No tooltip for a span that is too thin to point at.
+        title = title if width > 1.5 else ""
+        self.parts.append(svg.rect(left, y, width, height, f"p-{phase}", title))
+        if text and height > 12 and svg.text_width(text, 11) + 8 < width:
+            kind = f"x small t-{phase}"
+            self.parts.append(svg.text(left + width / 2, y + height / 2 + 4, text, kind))
 
 
 def pack_parts(pack: PackTimes, row: int, index: int) -> list[tuple[str, float, float]]:
@@ -172,50 +245,207 @@ def computed_phases(timeline: Timeline, row: int, index: int) -> list[tuple[str,
     return found
 
 
-def _phase(phase: str, begin: float, end: float, label: str, text: str) -> Span:
-    return Span(phase, begin, end, text, f"{label}: {text}, {duration(end - begin)}")
-
-
-def waits_picture(timeline: Timeline) -> tuple[str, int]:
-    """Draws wait and transfer of every step; returns the SVG and the number of replicas in it."""
-    total = timeline.hidden + timeline.exposed  # not the sum over packs, which may overlap
-    wait = np.minimum(_waited(timeline), total)  # they may differ by rounding
-    transfer = total - wait
-    late = median(timeline.late, axis=1)
-    rows, notes = choose(late, median(wait, axis=1), PANELS, noise(timeline))
-    names = row_names(timeline.rows)
-    bars = [
-        Bars(names[row], notes.get(row, ""), wait[row], transfer[row], timeline.exposed[row])
-        for row in rows
-    ]
-    name = "Wait and transfer of each step"
-    return charts.draw_bars(bars, timeline.steps.tolist(), name), len(bars)
-
-
 def _waited(timeline: Timeline) -> np.ndarray:
     """[N, S], seconds in which a row waited in any pack; packs may overlap."""
     spans = [(pack.begun, pack.begun + pack.wait) for pack in timeline.packs]
     return np.zeros(timeline.late.shape) + covered_seconds(spans)
 
 
-def lateness_picture(timeline: Timeline) -> tuple[str, int]:
-    """Draws the heat map of lateness of all replicas, or of the latest if there are too many.
+def waits_picture(timeline: Timeline) -> tuple[str, int]:
+    """Draws wait and transfer of every step: one panel for each replica, all on one scale. Returns
+    the SVG, and the number of replicas in it."""
+    total = timeline.hidden + timeline.exposed  # not the sum over packs, which may overlap
+    wait = np.minimum(_waited(timeline), total)  # they may differ by rounding
+    late = median(timeline.late, axis=1)
+    rows, notes = choose(late, median(wait, axis=1), PANELS, noise(timeline))
+    names, steps = row_names(timeline.rows), timeline.steps.tolist()
+    groups = _groups(len(steps))
+    seconds = np.stack([wait, total - wait, timeline.exposed])
+    panels = [_worst_of(seconds[:, row], groups) for row in rows]
+    bars = [bar for panel in panels for bar in panel]
+    limit, clipped = _limit([wait + transfer for wait, transfer, _ in bars] + [e for *_, e in bars])
+    scale, unit = _unit(limit)
+    top, height, gap = 34, 84, 22
+    column = (RIGHT - LEFT) / len(groups)
+    width = min(0.76 * column, 30.0)
+    bottom = top + (height + gap) * len(rows) - gap
+    titled = len(bars) <= TITLES
+    parts = [
+        _legend([("p-wait", "wait for others"), ("p-transfer", "transfer"), ("level", "exposed")])
+    ]
+    if len(groups) < len(steps):
+        parts.append(svg.text(RIGHT, 13, f"a bar is the worst of {len(groups[0])} steps", "y note"))
+    for number, (row, panel) in enumerate(zip(rows, panels, strict=True)):
+        foot = top + (height + gap) * number + height
 
-    Returns:
-        The SVG, and the number of replicas in it.
-    """
+        def y(seconds: float, foot: float = foot) -> float:
+            return foot - (height - 14) * min(max(seconds, 0.0), limit) / limit
+
+        parts.append(svg.text(0, foot - height + 24, svg.shorten(names[row], 130), "strong"))
+        note = svg.shorten(notes.get(row, ""), 130, 11)
+        parts.append(svg.text(0, foot - height + 41, note, "note"))
+        for tick in svg.ticks(limit * scale, about=3):
+            parts.append(svg.line(LEFT, y(tick / scale), RIGHT, y(tick / scale)))
+            parts.append(svg.text(LEFT - 8, y(tick / scale) + 4, f"{tick:,g}", "y"))
+        parts.append(svg.text(LEFT - 8, foot - height + 6, f"all-reduces, {unit}", "y small"))
+        marks = []
+        strokes: dict[str, list[str]] = {"wait": [], "transfer": []}
+        for index, (waited, transfer, exposed) in enumerate(panel):
+            at = LEFT + column * (index + 0.5) - width / 2
+            title = f"step {_range(steps, groups[index])}: wait {duration(waited)}, transfer "
+            title += f"{duration(transfer)}, exposed {duration(exposed)}"
+            middle, end = y(transfer), y(waited + transfer)
+            if titled:
+                parts.append(svg.rect(at, middle, width, foot - middle, "p-transfer", title))
+                parts.append(svg.rect(at, end, width, middle - end, "p-wait", title))
+            else:
+                x = svg.number(at + width / 2)
+                strokes["transfer"].append(f"M{x} {foot}V{svg.number(middle)}")
+                strokes["wait"].append(f"M{x} {svg.number(middle)}V{svg.number(end)}")
+            marks.append(f"M{svg.number(at - 1.5)} {svg.number(y(exposed))}h")
+            marks.append(svg.number(width + 3))
+            if clipped and waited + transfer > limit * 1.001:
+                over = f"▲{(waited + transfer) * scale:,.0f}"
+                parts.append(svg.text(at + width / 2, foot - height + 10, over, "x small"))
+        parts += [_stroke(lines, f"s-{phase}", width) for phase, lines in strokes.items()]
+        parts.append(svg.path(marks, "level"))
+        parts.append(svg.line(LEFT, foot, RIGHT, foot, "frame"))
+    parts += _step_axis(steps, groups, bottom)
+    return _figure(bottom + 44, "Wait and transfer of each step", parts), len(rows)
+
+
+def lateness_picture(timeline: Timeline) -> tuple[str, int]:
+    """Draws the heat map of how much later than the others each replica came to the packs: of all
+    replicas, or of the latest if there are too many. Colours are shares of the median step, so that
+    runs can be compared. Returns the SVG, and the number of replicas in it."""
     late = np.nan_to_num(timeline.late)
-    shown: Sequence[int] = range(len(late))
+    rows: Sequence[int] = range(len(late))
     if len(late) > CELLS:
-        shown = sorted(np.argsort(-late.mean(axis=1), kind="stable")[:CELLS].tolist())
-    last = np.bincount(late.argmax(axis=0)[late.max(axis=0) > 0], minlength=len(late))
-    names = row_names(timeline.rows)
-    picture = charts.draw_lateness(
-        [names[row] for row in shown],
-        [f"{last[row]} of {late.shape[1]}" if last[row] else "" for row in shown],
-        timeline.late[list(shown)].tolist(),
-        timeline.steps.tolist(),
-        float(median(timeline.step_seconds)),
-        "How late each replica came to the all-reduces of each step",
-    )
-    return picture, len(shown)
+        rows = sorted(np.argsort(-late.mean(axis=1), kind="stable")[:CELLS].tolist())
+    came_last = np.bincount(late.argmax(axis=0)[late.max(axis=0) > 0], minlength=len(late))
+    names, steps = row_names(timeline.rows), timeline.steps.tolist()
+    step_time = float(median(timeline.step_seconds))
+    step_time = step_time if math.isfinite(step_time) and step_time > 0 else 1e-3
+    groups = _groups(len(steps))
+    right = RIGHT - 96
+    height = 30 if len(rows) <= 4 else 20 if len(rows) <= 16 else 13
+    column = (right - LEFT) / len(groups)
+    top = 64
+    bottom = top + height * len(rows)
+    parts = [_heat_legend(step_time)]
+    cells: list[list[str]] = [[] for _ in LEVELS]
+    texts = []
+    digits = 1 if step_time >= 5e-3 else 2
+    titled = len(rows) * len(groups) <= TITLES
+    width = svg.number(column - min(1.0, column / 8))
+    small = "" if height >= 18 else " small"
+    for number, row in enumerate(rows):
+        y = top + height * number
+        middle = y + height / 2 + 4
+        note = f"{came_last[row]} of {len(steps)}" if came_last[row] else ""
+        parts.append(svg.text(LEFT - 8, middle, svg.shorten(names[row], 176), f"y{small}"))
+        parts.append(svg.text(right + 8, middle, svg.shorten(note, 92, 11), "note"))
+        for index, group in enumerate(groups):
+            known = [value for value in timeline.late[row, group] if math.isfinite(value)]
+            if not known:
+                continue
+            value, at = max(known), LEFT + column * index
+            level = sum(value >= share * step_time for share in LEVELS[1:])
+            title = f"{names[row]}, step {_range(steps, group)}: {duration(value)} behind"
+            if titled:
+                texts.append(svg.rect(at, y, column - 1, height - 1, f"h{level}", title))
+            else:
+                cells[level].append(f"M{svg.number(at)} {y + height / 2}h{width}")
+            shown = f"{value * 1e3:.{digits}f}" if value else "0"
+            if height >= 20 and svg.text_width(shown, 11) + 4 < column:
+                texts.append(svg.text(at + column / 2, middle, shown, f"x small n{level}"))
+    parts += [_stroke(cell, f"s{level}", height - 1) for level, cell in enumerate(cells) if cell]
+    parts += texts
+    parts.append(svg.text(LEFT - 8, top - 8, "replica", "y small"))
+    parts.append(svg.text(right + 8, top - 8, "last to come", "small"))
+    parts += _step_axis(steps, groups, bottom, right)
+    name = "How late each replica came to the all-reduces of each step"
+    return _figure(bottom + 44, name, parts), len(rows)
+
+
+def _stroke(parts: Sequence[str], kind: str, width: float) -> str:
+    """Rectangles as thick strokes of one element, which takes a third of the bytes."""
+    return f'<g stroke-width="{svg.number(width)}">{svg.path(parts, kind)}</g>' if parts else ""
+
+
+def _heat_legend(step_time: float) -> str:
+    parts = [svg.text(LEFT, 13, "behind the median of the others, % of a step (ms)", "small")]
+    at = float(LEFT)
+    for level, share in enumerate(LEVELS):
+        shown = f"{share:.0%}+" if level else f"below {LEVELS[1]:.0%}"
+        if level:
+            shown += f" ({significant(share * step_time * 1e3)})"
+        parts.append(svg.rect(at, 21, 14, 12, f"h{level} swatch"))
+        parts.append(svg.text(at + 18, 31, shown, "small"))
+        at += 34 + svg.text_width(shown, 11)
+    return "".join(parts)
+
+
+def _unit(limit: float) -> tuple[float, str]:
+    """The unit of an axis from 0 to ``limit`` seconds: how many are in a second, and its name."""
+    return (1e6, "µs") if limit < 5e-4 else (1e3, "ms") if limit < 20 else (1.0, "s")
+
+
+def _limit(values: Sequence[float]) -> tuple[float, bool]:
+    """The end of an axis, and whether values lie beyond it: over 4 times the 90th percentile."""
+    values = sorted(value for value in values if math.isfinite(value) and value > 0)
+    if not values:
+        return 1e-3, False
+    usual = values[int(0.9 * (len(values) - 1))]
+    return (values[-1], False) if values[-1] <= 4 * usual else (2 * usual, True)
+
+
+def _groups(count: int) -> list[range]:
+    """``count`` steps in at most ``COLUMNS`` groups of neighbours."""
+    size = max(1, math.ceil(count / COLUMNS))
+    return [range(first, min(first + size, count)) for first in range(0, count, size)]
+
+
+def _worst_of(seconds: np.ndarray, groups: Sequence[range]) -> list[list[float]]:
+    """Wait, transfer and exposed, ``seconds`` [3, S], of the step with the longest communication in
+    each group; what is not finite is 0."""
+    known = np.where(np.isfinite(seconds), seconds, 0.0)
+    longest = (group[int(known[:2, group].sum(axis=0).argmax())] for group in groups)
+    return [known[:, index].tolist() for index in longest]
+
+
+def _step_axis(
+    steps: Sequence[int], groups: Sequence[range], y: float, right: float = RIGHT
+) -> list[str]:
+    column = (right - LEFT) / len(groups)
+    widest = max(svg.text_width(f"{steps[i]:,}") for i in (0, -1)) + 14
+    every = max(1, math.ceil(widest / column))
+    parts = [svg.text((LEFT + right) / 2, y + 36, "number of the step", "x")]
+    for index in range(0, len(groups), every):
+        at = LEFT + column * (index + 0.5)
+        parts.append(svg.text(at, y + 17, f"{steps[groups[index][0]]:,}", "x"))
+    return parts
+
+
+def _range(steps: Sequence[int], group: range) -> str:
+    first, last = steps[group[0]], steps[group[-1]]
+    return f"{first:,}" if first == last else f"{first:,}–{last:,}"
+
+
+def _legend(entries: Sequence[tuple[str, str]]) -> str:
+    parts = []
+    at: float = LEFT
+    for kind, label in entries:
+        if kind == "level":
+            parts.append(svg.path([f"M{at} 9h14"], "level"))
+        else:
+            tall = 4 if kind == "exposed" else 12
+            parts.append(svg.rect(at, 9 - tall / 2, 14, tall, kind))
+        parts.append(svg.text(at + 19, 13, label))
+        at += 38 + svg.text_width(label)
+    return "".join(parts)
+
+
+def _figure(height: float, name: str, parts: Sequence[str]) -> str:
+    box = f'viewBox="0 0 {WIDTH} {svg.number(height)}"'
+    return f'<svg {box} role="img" aria-label="{svg.escape(name)}">{"".join(parts)}</svg>'

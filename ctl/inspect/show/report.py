@@ -6,6 +6,7 @@ many replicas has their spread and the latest ones, a table of many packs has th
 
 from __future__ import annotations
 
+import math
 import sys
 import warnings
 from collections.abc import Sequence
@@ -22,7 +23,6 @@ from ctl.base import svg
 from ctl.base.units import size_text
 from ctl.inspect.measure.timeline import PHASES, covered_seconds, of_one_step
 from ctl.inspect.measure.verdict import share_of_measured
-from ctl.inspect.show.charts import significant
 
 if TYPE_CHECKING:
     from ctl.inspect.measure.link import Measured
@@ -39,14 +39,8 @@ WIDE = 160  # columns if the output is no terminal, so that no text is cut off
 
 @dataclass(frozen=True)
 class Table:
-    """A table of texts.
-
-    Attributes:
-        title: the title.
-        columns: the names of the columns.
-        rows: the cells of each row; the first cell is its name.
-        strong: the indices of rows to highlight.
-    """
+    """A table of texts. The first cell of a row is its name; the rows at the indices ``strong`` are
+    highlighted."""
 
     title: str
     columns: tuple[str, ...]
@@ -101,10 +95,8 @@ def phase_table(timeline: Timeline) -> Table:
 def pack_table(timeline: Timeline, plan: Plan | None, measured: Measured | None) -> Table:
     """The size and speed of each all-reduce, in the units of nccl-tests (1 GB = 1e9 bytes).
 
-    Args:
-        timeline: what was measured.
-        plan: adds the share of the backward pass after which a pack can start.
-        measured: adds the bandwidth relative to it.
+    ``plan`` adds the share of the backward pass after which a pack can start, ``measured`` the
+    bandwidth relative to it.
     """
     shares = {c.name: c.start_share for c in plan.collectives} if plan else {}
     seconds = [float(np.median(pack.seconds)) for pack in timeline.packs]
@@ -181,15 +173,10 @@ def print_report(
     measured: Measured | None = None,
     file: TextIO | None = None,
 ) -> None:
-    """Prints the tables and the verdict.
+    """Prints the tables and, below them, the lines of the verdict. See `pack_table`.
 
-    Args:
-        timeline: what was measured.
-        verdict: lines below the tables.
-        plan: see `pack_table`.
-        measured: see `pack_table`.
-        file: by default standard output. If it is no terminal, tables have no colours and are
-            `WIDE` columns wide.
+    ``file``: by default standard output. If it is no terminal, tables have no colours and are
+    `WIDE` columns wide.
     """
     file = file or sys.stdout
     console = Console(file=file, highlight=False, width=None if file.isatty() else WIDE)
@@ -210,6 +197,26 @@ def _rich(table: Table) -> RichTable:
         cells = [Text(svg.printable(cell)) for cell in row]
         made.add_row(*cells, style="bold" if number in table.strong else None)
     return made
+
+
+def significant(value: float) -> str:
+    """``value`` with three digits, without an exponent below 1e9: 0.012, 1.23, 12.3, 123, 1,234."""
+    if not math.isfinite(value):
+        return "–"
+    if value == 0:
+        return "0"
+    digits = 2 - math.floor(math.log10(abs(value)))
+    if digits > 5:
+        return f"{value:.3f}".rstrip("0").rstrip(".").replace("-0", "0") or "0"
+    return f"{value:,.{max(0, digits)}f}" if abs(value) < 1e9 else f"{value:.3g}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds with a unit: 12.3 ms, 45.6 µs, 1.23 s."""
+    for scale, unit in ((1.0, "s"), (1e3, "ms")):
+        if abs(seconds) * scale >= 1:
+            return f"{significant(seconds * scale)} {unit}"
+    return f"{significant(round(seconds * 1e6, 1))} µs"
 
 
 def percent(share: float | None) -> str:

@@ -19,17 +19,21 @@ from ctl.inspect.measure.verdict import share_of_measured, verdict
 from ctl.inspect.show import pictures
 
 
+def assert_phases_add_up(timeline) -> None:
+    together = sum(np.nan_to_num(seconds) for seconds in timeline.phases.values())
+    np.testing.assert_allclose(together, timeline.step_seconds, atol=1e-9)
+
+
 def medians(timeline) -> dict[str, np.ndarray]:
     return {name: np.median(seconds, axis=1) for name, seconds in timeline.phases.items()}
 
 
 @pytest.mark.parametrize(("workers", "replicas", "packs"), [(1, 1, 1), (2, 1, 4), (3, 2, 2)])
 def test_phases_add_up_and_are_those_that_were_simulated(workers, replicas, packs):
-    timeline = join(simulated.windows(workers, replicas, packs=packs, noise=0.01))
+    timeline = simulated.timeline(workers, replicas, packs=packs, noise=0.01)
     assert len(timeline.rows) == workers * replicas
     assert tuple(timeline.phases) == PHASES
-    together = sum(np.nan_to_num(seconds) for seconds in timeline.phases.values())
-    np.testing.assert_allclose(together, timeline.step_seconds, atol=1e-9)
+    assert_phases_add_up(timeline)
     found = medians(timeline)
     for name, seconds in simulated.PHASES.items():
         np.testing.assert_allclose(found[name], seconds, rtol=0.02)
@@ -51,7 +55,7 @@ def test_phases_add_up_and_are_those_that_were_simulated(workers, replicas, pack
 @pytest.mark.parametrize("barriers", [200, 0])
 def test_clocks_are_within_their_bounds(barriers):
     offsets = {1: -0.5, 2: 3.217}
-    timeline = join(simulated.windows(3, offsets=offsets, barriers=barriers))
+    timeline = simulated.timeline(3, offsets=offsets, barriers=barriers)
     assert [clock.worker for clock in timeline.clocks] == [0, 1, 2]
     for clock in timeline.clocks:
         assert clock.low - 1e-6 <= offsets.get(clock.worker, 0.0) <= clock.high + 1e-6
@@ -70,15 +74,14 @@ def test_clocks_may_have_drifted_since_they_were_compared(age):
 
 
 def test_a_step_that_sums_by_itself_has_all_of_it_after_the_backward_pass():
-    timeline = join([dataclasses.replace(w, packs=()) for w in simulated.windows(2)])
-    together = sum(np.nan_to_num(seconds) for seconds in timeline.phases.values())
-    np.testing.assert_allclose(together, timeline.step_seconds, atol=1e-9)
+    timeline = simulated.without_packs()
+    assert_phases_add_up(timeline)
     for unknown in (timeline.exposed, timeline.hidden, timeline.late, timeline.phases["apply"]):
         assert np.isnan(unknown).all()
     _, why, _ = verdict(timeline)
     assert "communication is not measured" in why
-    longer = {**timeline.phases, "other": 10 * timeline.phases["other"]}
-    first, why, remedy = verdict(dataclasses.replace(timeline, phases=longer))
+    longer = simulated.with_phases(timeline, other=10 * timeline.phases["other"])
+    first, why, remedy = verdict(longer)
     assert "bound by what follows its backward pass" in first
     assert "communication is not measured" in why and "ctl.inspect plan" in remedy
 
@@ -92,8 +95,7 @@ def test_a_pack_out_of_order_and_marks_that_are_missing():
     assert np.isnan(timeline.phases["forward"]).all()
     np.testing.assert_allclose(medians(timeline)["backward"], 0.012, rtol=0.05)
     assert [pack.name for pack in timeline.packs] == ["pack0"]
-    together = sum(np.nan_to_num(seconds) for seconds in timeline.phases.values())
-    np.testing.assert_allclose(together, timeline.step_seconds, atol=1e-9)
+    assert_phases_add_up(timeline)
 
 
 @pytest.mark.parametrize("phase", ["input", "forward", "backward", "apply"])
@@ -121,7 +123,7 @@ def test_the_late_worker_and_its_phase_are_named(phase, workers, replicas):
 @pytest.mark.parametrize("phase", ["input", "backward"])
 def test_one_delay_counts_once_for_any_number_of_packs(phase, packs, in_order):
     planted = {"late": (1, phase, 0.02), "packs": packs, "in_order": in_order}
-    timeline = join(simulated.windows(3, noise=0.0, **planted))
+    timeline = simulated.timeline(3, noise=0.0, **planted)
     np.testing.assert_allclose(timeline.late[1], 0.02, rtol=0.01)
     np.testing.assert_allclose(timeline.late[[0, 2]], 0, atol=1e-3)
 
@@ -142,7 +144,7 @@ def test_seconds_of_overlapping_spans_count_once():
 
 def test_noise_accuses_nobody():
     for seed in range(20):
-        timeline = join(simulated.windows(2, noise=0.3, seed=seed))
+        timeline = simulated.timeline(2, noise=0.3, seed=seed)
         assert late_worker(timeline) is None, seed
         assert any(accused(timeline))  # somebody is late now and then
 
@@ -158,7 +160,7 @@ def test_a_worker_that_no_phase_makes_late_is_not_named():
 
 
 def test_the_excess_is_that_of_the_steps_in_which_the_phase_is_late():
-    timeline = join(simulated.windows(2, late=(1, "input", 0.02), noise=0.0))
+    timeline = simulated.timeline(2, late=(1, "input", 0.02), noise=0.0)
     phases = {name: seconds.copy() for name, seconds in timeline.phases.items()}
     phases["input"][1, 8:] -= 0.02
     phases["forward"][1, 8:14] += 0.02
@@ -194,7 +196,7 @@ def test_a_rhythm_shows_among_shorter_delays():
 
 def test_noise_has_no_rhythm():
     for seed in range(200):
-        assert late_worker(join(simulated.windows(2, noise=0.4, seed=seed))) is None, seed
+        assert late_worker(simulated.timeline(2, noise=0.4, seed=seed)) is None, seed
     # Delays of any length in any steps, but in random order, as often as they hide a rhythm best.
     random = np.random.default_rng(0)
     for steps in (7, 20, 40):
@@ -230,7 +232,7 @@ def test_a_worker_that_is_late_in_half_of_the_steps_is_not_named():
 
 def test_verdicts_without_a_late_worker():
     link = Measured("mirrored", "ring", 2, (Point(1000, 1e-4), Point(4_000_000, 0.0015)))
-    timeline = join(simulated.windows(2, noise=0.01))
+    timeline = simulated.timeline(2, noise=0.01)
     assert "is bound by compute: 12.0" in verdict(timeline)[0]
     assert "--jit_compile" in verdict(timeline)[2]
     assert share_of_measured(timeline.packs[0], link) == pytest.approx(0.5, rel=0.05)
@@ -240,7 +242,7 @@ def test_verdicts_without_a_late_worker():
     inside = [name not in ("input", "apply") for name in alone.names]
     stamps = np.where(inside, np.nan, alone.stamps)
     timeline = join([dataclasses.replace(alone, stamps=stamps)])
-    phases = {name for name, seconds in timeline.phases.items() if np.nanmax(seconds) > 0}
+    phases = {name for name, seconds in timeline.phases.items() if (seconds > 0).any()}
     assert phases == {"input", "backward"}  # what is one compiled function is not told apart
     assert "XLA compiled all of the step as one" in verdict(timeline)[1]
 
@@ -248,7 +250,7 @@ def test_verdicts_without_a_late_worker():
         before = dict(simulated.PHASES)
         simulated.PHASES.update({name: before[name] * factor for name, factor in by.items()})
         try:
-            return join(simulated.windows(2, noise=0.01))
+            return simulated.timeline(2, noise=0.01)
         finally:
             simulated.PHASES.update(before)
 
@@ -272,11 +274,11 @@ def test_verdicts_without_a_late_worker():
     ],
 )
 def test_a_pack_is_split_only_where_it_can_overlap(workers, replicas, size, forward, splits):
-    timeline = join(simulated.windows(workers, replicas, noise=0.01))
+    timeline = simulated.timeline(workers, replicas, noise=0.01)
     nothing = np.zeros(timeline.late.shape)
-    phases = {**timeline.phases, "backward": nothing, "forward": nothing + forward}
     packs = tuple(dataclasses.replace(pack, bytes=size) for pack in timeline.packs)
-    first, _, remedy = verdict(dataclasses.replace(timeline, phases=phases, packs=packs))
+    timeline = simulated.with_phases(timeline, backward=nothing, forward=nothing + forward)
+    first, _, remedy = verdict(dataclasses.replace(timeline, packs=packs))
     assert "bound by communication" in first
     assert ("--bytes_per_pack" in remedy) == splits
 
@@ -327,15 +329,13 @@ def test_windows_that_do_not_belong_together(tmp_path):
     with pytest.raises(UsageError, match="not JSON"):
         window.read_all(tmp_path)
     first, second, third = simulated.windows(3)
-    with pytest.raises(UsageError, match="no window of worker 1"):
-        join([first, third])
-    with pytest.raises(UsageError, match="more than one"):
-        join([first, second, third, second])
-    with pytest.raises(UsageError, match="different numbers"):
-        join([first, second, dataclasses.replace(third, workers=2)])
-    with pytest.raises(UsageError, match="their packs differ"):
-        join([first, second, dataclasses.replace(third, packs=())])
-    with pytest.raises(UsageError, match="different runs: their identifiers differ"):
-        join([first, second, dataclasses.replace(third, run="an earlier one")])
-    with pytest.raises(UsageError, match="no two consecutive steps"):
-        join([first, second, dataclasses.replace(third, steps=third.steps + 1000)])
+    for windows, message in (
+        ([first, third], "no window of worker 1"),
+        ([first, second, third, second], "more than one"),
+        ([first, second, dataclasses.replace(third, workers=2)], "different numbers"),
+        ([first, second, dataclasses.replace(third, packs=())], "their packs differ"),
+        ([first, second, dataclasses.replace(third, run="earlier")], "their identifiers differ"),
+        ([first, second, dataclasses.replace(third, steps=third.steps + 1000)], "no two consec"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            join(windows)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import re
-import subprocess
-import sys
 import xml.etree.ElementTree as ElementTree
-from typing import Any
+from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
 import simulated
 from paths import ROOT
+from simulated import collective
 
 from ctl.errors import UsageError
 from ctl.inspect.commands import predict as predict_command
@@ -131,30 +132,26 @@ def step(*packs: Pack, **kwargs) -> Step:
     return Step(forward=2.0, backward=4.0, apply=1.0, other=0.5, packs=packs, **kwargs)
 
 
-def test_one_pack_is_wholly_exposed():
-    seen = predict(step(Pack(10, 1.0)), 2, lambda size: size / 10)
-    assert (seen.step, seen.communication, seen.exposed) == (8.5, 1.0, 1.0)
-    assert seen.efficiency == 7.5 / 8.5
-
-
-def test_early_packs_hide_behind_the_backward_pass():
-    """Ready at 4 and 6; 1.5 s each: the first is hidden, the second begins when it is ready."""
-    seen = predict(step(Pack(1, 0.5), Pack(1, 1.0)), 2, lambda _: 1.5)
-    assert (seen.communication, seen.exposed) == (3.0, 1.5)
-
-
-def test_a_pack_waits_for_the_one_before_it():
-    """Ready at 3 and 4, 5 s each: the second begins at 8 and ends at 13, 7 after the backward."""
-    seen = predict(step(Pack(1, 0.25), Pack(1, 0.5)), 2, lambda _: 5.0)
-    assert (seen.communication, seen.exposed) == (10.0, 7.0)
-
-
-def test_contention_ends_with_the_backward_pass():
-    """3 s of work from 4 on: in 2 s beside the backward half as much is done, 2 s are left."""
-    seen = predict(step(Pack(1, 0.5), contention=2.0), 2, lambda _: 3.0)
-    assert (seen.communication, seen.exposed) == (4.0, 2.0)
-    seen = predict(step(Pack(1, 0.5), contention=2.0), 2, lambda _: 0.5)
-    assert (seen.communication, seen.exposed) == (1.0, 0.0)
+@pytest.mark.parametrize(
+    ("packs", "contention", "seconds", "communication", "exposed"),
+    [
+        ([(10, 1.0)], 1.0, 1.0, 1.0, 1.0),
+        # Ready at 4 and 6: the first is hidden, the second begins when it is ready.
+        ([(1, 0.5), (1, 1.0)], 1.0, 1.5, 3.0, 1.5),
+        # Ready at 3 and 4: the second begins at 8 and ends at 13, 7 after the backward pass.
+        ([(1, 0.25), (1, 0.5)], 1.0, 5.0, 10.0, 7.0),
+        # 3 s of work from 4 on: in 2 s beside the backward half as much is done, 2 s are left.
+        ([(1, 0.5)], 2.0, 3.0, 4.0, 2.0),
+        ([(1, 0.5)], 2.0, 0.5, 1.0, 0.0),
+    ],
+    ids=["exposed", "early", "in order", "contention", "hidden"],
+)
+def test_packs_hide_behind_the_backward_pass(packs, contention, seconds, communication, exposed):
+    made = step(*(Pack(*pack) for pack in packs), contention=contention)
+    seen = predict(made, 2, lambda size: seconds * size / packs[0][0])
+    assert (seen.communication, seen.exposed) == (communication, exposed)
+    assert seen.step == 7.5 + exposed
+    assert seen.efficiency == 7.5 / (7.5 + exposed)
 
 
 def test_the_slowest_of_many_is_later():
@@ -180,7 +177,7 @@ def test_strong_scaling_shares_the_examples():
 def test_a_measured_step_is_predicted(packs):
     """Out of the windows of a run on two workers: its phases, when packs are ready, and, with the
     time of a transfer, the step that was measured."""
-    timeline = join(simulated.windows(2, packs=packs, noise=0.01))
+    timeline = simulated.timeline(2, packs=packs, noise=0.01)
     found = measured_step(timeline)
     for name in ("forward", "backward", "apply"):
         assert getattr(found, name) == pytest.approx(simulated.PHASES[name], rel=0.05)
@@ -194,69 +191,44 @@ def test_a_measured_step_is_predicted(packs):
 
 
 def test_windows_without_a_forward_pass_predict_nothing():
-    timeline = join(simulated.windows(2))
-    blind = {**timeline.phases, "forward": timeline.phases["forward"] * np.nan}
+    timeline = simulated.timeline(2)
+    blind = simulated.with_phases(timeline, forward=timeline.phases["forward"] * np.nan)
     with pytest.raises(UsageError, match="no packs or no forward pass"):
-        measured_step(dataclasses.replace(timeline, phases=blind))
+        measured_step(blind)
 
 
 # The command -----------------------------------------------------------------------------------
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess:
-    """In a process that cannot import TensorFlow."""
-    program = "import runpy, sys; sys.modules['tensorflow'] = None\n"
-    program += "runpy.run_module('ctl.inspect', run_name='__main__', alter_sys=True)"
-    return subprocess.run(
-        [sys.executable, "-c", program, "predict", *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+@pytest.fixture
+def run(zygote_without_tensorflow):
+    return functools.partial(zygote_without_tensorflow.run, "ctl.inspect.__main__", "predict")
 
 
 STEP = ["--forward_ms=40", "--backward_ms=80"]
 
 
-def test_a_table_a_picture_and_json(tmp_path):
-    picture = tmp_path / "efficiency.svg"
-    arguments = [
-        *STEP,
-        "--packs=25MiB@0.5,75MiB@1",
-        "--topology=hosts:8",
-        "--inner=2us,200GB/s",
-        "--outer=5us,50GB/s",
-        f"--plot={picture}",
-    ]
-    done = run(*arguments)
-    assert done.returncode == 0, done.stderr
-    rows = [line.split() for line in done.stdout.splitlines()[5:]]
-    assert [row[0] for row in rows] == [f"{n:,}" for n in predict_command.DEFAULT_REPLICAS]
-    document = ElementTree.parse(picture).getroot()
-    curves = [e for e in document.iter() if e.get("class") in ("c0", "c1", "c2")]
-    assert len(curves) == 3
-
-    done = run(*arguments, "--json", "--replicas=8,64")
-    content = json.loads(done.stdout)
-    seen = content["predictions"]["hierarchical"][1]
-    network = Network(Link(5e-6, 5e10), Link(2e-6, 2e11), 8)
-    expected = predict(
-        Step(0.04, 0.08, 0.0, (Pack(25 << 20, 0.5), Pack(75 << 20, 1.0))),
-        64,
-        lambda size: hierarchical(network, 64, size),
-    )
-    assert seen == pytest.approx(vars(expected))
-
-
-def test_the_picture_of_the_readme_is_what_its_command_draws(tmp_path):
+@pytest.mark.sample
+def test_the_command_of_the_readme(run, tmp_path):
+    """Its table, its picture, which is the one that the page shows, and its JSON."""
     (command,) = re.findall(r"^python -m ctl.inspect predict (.*--plot.*)$", PAGE, re.MULTILINE)
-    arguments = command.replace("efficiency.svg", str(tmp_path / "efficiency.svg")).split()
-    assert run(*arguments).returncode == 0
-    shown = (ROOT / ".github/efficiency.svg").read_text()
-    assert (tmp_path / "efficiency.svg").read_text() == shown
+    picture = tmp_path / "efficiency.svg"
+    arguments = command.replace("efficiency.svg", str(picture)).split()
+    rows = [line.split() for line in run(*arguments).stdout.splitlines()[5:]]
+    assert [row[0] for row in rows] == [f"{n:,}" for n in predict_command.DEFAULT_REPLICAS]
+    curves = [e.get("class") for e in ElementTree.parse(picture).getroot().iter()]
+    assert {"c0", "c1", "c2"} <= set(curves) and "c3" not in curves
+    assert picture.read_text() == (ROOT / ".github/efficiency.svg").read_text()
+
+    content = json.loads(run(*arguments, "--json", "--replicas=8,64").stdout)
+    network = Network(Link(5e-6, 5e10), Link(2e-6, 2e11), 8)
+    packs = Pack(25 << 20, 0.5), Pack(75 << 20, 1.0)
+    times = functools.partial(hierarchical, network, 64)
+    expected = predict(Step(0.04, 0.08, 0.0, packs), 64, times)
+    assert content["predictions"]["hierarchical"][1] == pytest.approx(vars(expected))
 
 
-def test_a_measured_run(tmp_path):
+def test_a_measured_run(run, tmp_path):
     for each in simulated.windows(2, packs=2):
         window.write(each, tmp_path / "inspect")
     arguments = [f"--measured={tmp_path}", "--outer=1ms,1GB/s", "--replicas=2", "--apply_ms=7"]
@@ -266,78 +238,57 @@ def test_a_measured_run(tmp_path):
     assert content["step"] == json.loads(json.dumps(dataclasses.asdict(expected)))
 
 
-def collective(name: str, size: int | None, share: float | None, **others: Any) -> Collective:
-    empty = {f.name: () for f in dataclasses.fields(Collective)}
-    known = {"name": name, "purpose": "gradients", "kind": "CollectiveReduceV2", "ops": 1}
-    known |= {"dtype": "float32", "shape": None, "bytes": size, "group_size": 2, "hint": "ring"}
-    known |= {"group_key": 1, "timeout": None, "in_loop": True, "start_share": 0.1}
-    known |= {"full_share": share, "share_by": "flops", "wire_bytes": None}
-    return Collective(**(empty | known | others))
+def plan_file(path: Path, *packs: Collective, other: Sequence[Collective] = ()) -> Path:
+    path.write_text(json.dumps(Plan("M", 4, 4, packs, tuple(other)).to_json()))
+    return path
 
 
-def test_a_plan(tmp_path):
+def test_a_plan(run, tmp_path):
     """Its gradients, in order; one that needs an unknown share needs all of the backward pass."""
-    path = tmp_path / "plan.json"
+    given = [*STEP, f"--plan={tmp_path / 'plan.json'}", "--outer=1ms,1GB/s", "--replicas=2"]
     packs = collective("pack0", 1000, 0.25), collective("pack1", 500, None)
-    path.write_text(json.dumps(Plan("M", 2, 1, packs, (collective("loss", 4, 1.0),)).to_json()))
-    done = run(*STEP, f"--plan={path}", "--outer=1ms,1GB/s", "--replicas=2", "--json")
-    assert done.returncode == 0, done.stderr
+    plan_file(tmp_path / "plan.json", *packs, other=[collective("loss", 4, 1.0)])
     expected = [{"bytes": 1000, "ready": 0.25}, {"bytes": 500, "ready": 1.0}]
-    assert json.loads(done.stdout)["step"]["packs"] == expected
-    path.write_text(json.dumps(Plan("M", 2, 1, (collective("pack0", None, 1.0),), ()).to_json()))
-    done = run(*STEP, f"--plan={path}", "--outer=1ms,1GB/s")
-    assert done.returncode == 2 and "the size of pack0 is not known" in done.stderr
+    assert json.loads(run(*given, "--json").stdout)["step"]["packs"] == expected
+    for pack, says in (
+        (collective("pack0", None, 1.0), "the size of pack0 is not known"),
+        (collective("all", 1000, None, kind="ConcatV2"), "all is a gather: give --methods="),
+    ):
+        plan_file(tmp_path / "plan.json", pack)
+        assert says in run(*given, exit_code=2).stderr
 
 
-def test_gathers_within_a_process(tmp_path):
-    """A `ConcatV2` of a mirrored strategy: each replica sends its tensor to all others."""
-    codes = collective("while/gather", 1_000_000, None, kind="ConcatV2")
-    path = tmp_path / "int8.json"
-    path.write_text(json.dumps(Plan("M", 2, 1, (codes,), ()).to_json()))
-    done = run(f"--methods={path}@6ms", "--outer=1ms,100MB/s", "--replicas=4", "--json")
-    assert done.returncode == 0, done.stderr
-    (seen,) = json.loads(done.stdout)["methods"]["4"]
-    assert (seen["step"], seen["sent"]) == pytest.approx((6e-3 + 3e-3 + 3e6 / 1e8, 3e6))
-    refused = run(*STEP, f"--plan={path}", "--outer=1ms,100MB/s")
-    assert refused.returncode == 2 and "while/gather is a gather: give --methods=" in refused.stderr
-
-
-@pytest.mark.parametrize("flag", ["--replicas=", "--algorithms="])
-def test_an_empty_list_is_refused(flag):
-    refused = run(*STEP, flag, "--outer=1ms,100MB/s", "--packs=1MB")
-    assert refused.returncode == 2 and f"{flag[:-1]} is empty" in refused.stderr
-
-
-def test_ways_to_communicate(tmp_path):
+def test_ways_to_communicate(run, tmp_path):
     """Packs, gathers, what happens every 50 steps only, and what is not of a step."""
     loss, ok = collective("loss", 20, None, in_loop=False), collective("ok", 4, None)
-    rounds = collective("while/cond/CollectiveReduceV2", 4_000_000, 1.0)
-    codes = collective("while/gather", 1_000_000, None, kind="CollectiveGatherV2")
-    plans = {"plain": (collective("pack0", 4_000_000, 1.0),), "int8": (codes,), "rare": (rounds,)}
-    for name, packs in plans.items():
-        plan = Plan("M", 4, 4, packs, (ok, loss))
-        (tmp_path / f"{name}.json").write_text(json.dumps(plan.to_json()))
-    given = f"{tmp_path}/plain.json@4ms,{tmp_path}/int8.json@6ms,{tmp_path}/rare.json@5ms/50"
-    options = [f"--methods={given}", "--outer=1ms,100MB/s", "--replicas=4"]
+    plans = {
+        "plain": ("4ms", collective("pack0", 4_000_000, 1.0)),
+        "int8": ("6ms", collective("while/gather", 1_000_000, None, kind="CollectiveGatherV2")),
+        # Of a mirrored strategy: each replica sends its tensor to all others.
+        "concat": ("7ms", collective("while/gather", 1_000_000, None, kind="ConcatV2")),
+        "rare": ("5ms/50", collective("while/cond/CollectiveReduceV2", 4_000_000, 1.0)),
+    }
+    given = [
+        f"{plan_file(tmp_path / f'{name}.json', pack, other=[ok, loss])}@{time}"
+        for name, (time, pack) in plans.items()
+    ]
+    options = [f"--methods={','.join(given)}", "--outer=1ms,100MB/s", "--replicas=4"]
     done = run(*options, "--json")
-    assert done.returncode == 0, done.stderr
     seen = {each.pop("name"): each for each in json.loads(done.stdout)["methods"]["4"]}
     flag = 6 * 1e-3 + 1.5 * 4 / 1e8
-    whole = 6 * 1e-3 + 1.5 * 4e6 / 1e8
+    whole, gathered = 6 * 1e-3 + 1.5 * 4e6 / 1e8, 3e-3 + 3e6 / 1e8
     assert seen == {
         "plain": pytest.approx({"step": 4e-3 + flag + whole, "sent": 6e6 + 6}),
-        "int8": pytest.approx({"step": 6e-3 + flag + 3e-3 + 3e6 / 1e8, "sent": 3e6 + 6}),
+        "int8": pytest.approx({"step": 6e-3 + flag + gathered, "sent": 3e6 + 6}),
+        "concat": pytest.approx({"step": 7e-3 + flag + gathered, "sent": 3e6 + 6}),
         "rare": pytest.approx({"step": 5e-3 + flag + whole / 50, "sent": 6e6 / 50 + 6}),
     }
     lines = run(*options).stdout.splitlines()
-    assert [line.split()[0] for line in lines[-3:]] == [
-        "rare",
-        "int8",
-        "plain",
-    ]  # the fastest first
+    by_speed = ["rare", "int8", "concat", "plain"]
+    assert [line.split()[0] for line in lines[-4:]] == by_speed
 
 
-def test_a_measured_link(tmp_path):
+def test_a_measured_link(run, tmp_path):
     path = tmp_path / "link.json"
     points = [{"bytes": 2**k, "seconds": 1e-3 + 2**k / 1e9} for k in range(10, 25)]
     content = {"schema": 1, "strategy": "multi_worker", "operation": "ring", "replicas": 2}
@@ -361,6 +312,8 @@ def test_a_measured_link(tmp_path):
         ([*STEP, "--packs=4MiB", "--outer=5us,1GB/s", "--topology=mesh"], "--topology=mesh"),
         ([*STEP, "--packs=4MiB", "--outer=5us,1GB/s", "--replicas=0"], "--replicas: '0'"),
         ([*STEP, "--packs=4MiB", "--outer=5us,1GB/s", "--algorithms=star"], "'star'"),
+        ([*STEP, "--packs=1MB", "--outer=5us,1GB/s", "--replicas="], "--replicas is empty"),
+        ([*STEP, "--packs=1MB", "--outer=5us,1GB/s", "--algorithms="], "--algorithms is empty"),
         (["--methods=plan.json", "--outer=5us,1GB/s"], "--methods=plan.json: give PLAN@TIME"),
         (["--methods=p.json@1ms/0", "--outer=5us,1GB/s"], "--methods=p.json@1ms/0: give"),
         (["--methods=nowhere.json@1ms", "--outer=5us,1GB/s"], "cannot read nowhere.json"),
@@ -368,10 +321,9 @@ def test_a_measured_link(tmp_path):
         ([*STEP, "--packs=4MiB", "--outer=5us,1GB/s", "--plot=/no/where.svg"], "cannot write"),
     ],
 )
-def test_an_error_is_one_line(arguments, says):
-    done = run(*arguments)
-    assert done.returncode == (4 if says == "cannot write" else 2)
-    assert says in done.stderr and len(done.stderr.splitlines()) == 1
+def test_an_error_is_one_line(run, arguments, says):
+    refused = run(*arguments, exit_code=4 if says == "cannot write" else 2)
+    assert says in refused.stderr and refused.stderr.count("\n") == 1
 
 
 def test_labels_of_curves_do_not_cover_each_other():

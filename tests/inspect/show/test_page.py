@@ -11,50 +11,28 @@ import xml.etree.ElementTree as ET
 import numpy as np
 import pytest
 import simulated
+from simulated import collective
+from simulated import timeline as timeline_of
 
 from ctl.inspect.measure.link import Measured, Point
-from ctl.inspect.measure.timeline import Timeline, join
 from ctl.inspect.measure.verdict import verdict
 from ctl.inspect.show import pictures
-from ctl.inspect.show.charts import duration
 from ctl.inspect.show.page import make_page
-from ctl.inspect.show.report import phase_table, scalars
-from ctl.phases.plan.plan import Collective, Lint, Member, Plan
+from ctl.inspect.show.report import duration, phase_table, scalars
+from ctl.phases.plan.plan import Lint, Member, Plan
 
 HOSTILE = "</td><script>alert('1')</script>\"]]>--><svg onload=x>\x00\u202e&amp;"
 VERDICT = ("waits bound the step", "worker 1 was late", "look at its input")
 
 
-def make(*arguments, **options) -> Timeline:
-    return join(simulated.windows(*arguments, **options))
-
-
 def make_plan(packs: int = 2, variables: int = 3, name: str = "dense/kernel") -> Plan:
+    def members(pack: int) -> tuple[Member, ...]:
+        names = (f"{name}_{pack}_{number}" for number in range(variables))
+        return tuple(Member((each,), (-1, 10), None) for each in names)
+
+    about = {"shape": (500_000,), "wire_bytes": 2_000_000}
     collectives = [
-        Collective(
-            name=f"pack{pack}",
-            purpose="gradients",
-            kind="CollectiveReduceV2",
-            ops=1,
-            dtype="float32",
-            shape=(500_000,),
-            bytes=2_000_000,
-            group_size=2,
-            group_key=1,
-            hint="ring",
-            timeout=300.0,
-            devices=("CPU:0",),
-            in_loop=True,
-            after=(),
-            members=tuple(
-                Member((f"{name}_{pack}_{number}",), (-1, 10), None) for number in range(variables)
-            ),
-            again=(),
-            start_share=(pack + 1) / packs,
-            full_share=(pack + 1) / packs,
-            share_by="flops",
-            wire_bytes=2_000_000,
-        )
+        collective(f"pack{pack}", 2_000_000, (pack + 1) / packs, members=members(pack), **about)
         for pack in range(packs)
     ]
     lint = Lint("one pack", f"because {name}", "smaller packs")
@@ -73,26 +51,16 @@ def text_of(page: str) -> str:
 
 def numbers_of(page: str) -> list[float]:
     """All coordinates."""
-    found = []
-    for element in parse(page).iter():
-        for name in ("x", "y", "x1", "x2", "y1", "y2", "width", "height"):
-            if element.get(name):
-                found.append(float(element.get(name)))
-    return found
+    names = ("x", "y", "x1", "x2", "y1", "y2", "width", "height")
+    return [float(e.get(n)) for e in parse(page).iter() for n in names if e.get(n)]
 
 
 def test_it_says_what_was_measured():
-    timeline = make(2, packs=2, late=(1, "input", 0.02))
+    timeline = timeline_of(2, packs=2, late=(1, "input", 0.02))
     text = text_of(make_page(timeline, VERDICT, plan=make_plan()))
     words = ["2 workers", "20 steps", "101 to 120", "typical step", "worst step", "comes last"]
-    words += [
-        "waited for worker 1, in 20 of 20 steps",
-        "20 of 20",
-        "busbw GB/s",
-        "dense/kernel_1_2 [?, 10]",
-        "one pack",
-        "ring",
-    ]
+    words += ["waited for worker 1, in 20 of 20 steps", "20 of 20", "busbw GB/s", "ring"]
+    words += ["dense/kernel_1_2 [?, 10]", "one pack"]
     for word in (*words, *VERDICT):
         assert word in text, word
     assert text.index(VERDICT[0]) < text.index("typical step")
@@ -110,7 +78,7 @@ def test_it_says_what_was_measured():
     ids=str,
 )
 def test_it_is_one_file_that_refers_to_nothing(options):
-    page = make_page(make(**options), VERDICT, plan=make_plan())
+    page = make_page(timeline_of(**options), VERDICT, plan=make_plan())
     root = parse(page)
     tags = {element.tag for element in root.iter()}
     assert not tags & {"script", "link", "img", "iframe", "object", "a", "use", "image", "base"}
@@ -126,7 +94,7 @@ def test_it_is_one_file_that_refers_to_nothing(options):
 
 
 def test_every_class_has_a_style():
-    page = make_page(make(2, packs=2, late=(1, "input", 0.02)), VERDICT, plan=make_plan())
+    page = make_page(timeline_of(2, packs=2, late=(1, "input", 0.02)), VERDICT, plan=make_plan())
     style = parse(page).find("head/style").text
     used = {name for e in parse(page).iter() for name in (e.get("class") or "").split()}
     assert {name for name in used if f".{name}" not in style} == set()
@@ -136,7 +104,7 @@ def test_every_class_has_a_style():
 @pytest.mark.parametrize("late", [None, (1, "input", 0.02)])
 def test_exposed_and_the_step_are_one_number_everywhere(late):
     """In the verdict, the figures, the table and the scalars; its mean is that of the rows."""
-    timeline = make(2, late=late, noise=0.3)
+    timeline = timeline_of(2, late=late, noise=0.3)
     table = phase_table(timeline)
     at, step = table.columns.index("exposed"), table.columns.index("step")
     mean, *rows = [(float(row[at]), float(row[step])) for row in table.rows]
@@ -150,24 +118,21 @@ def test_exposed_and_the_step_are_one_number_everywhere(late):
     if late is None:
         assert f"{exposed:.2f} ms of communication are exposed" in said[1]
     else:  # no compute, so that the step is bound by communication
-        nobody = dataclasses.replace(
-            timeline,
-            clocks=timeline.clocks[:1],
-            phases={**timeline.phases, "backward": 0 * timeline.late},
-        )
+        nobody = simulated.with_phases(timeline, backward=0 * timeline.late)
+        nobody = dataclasses.replace(nobody, clocks=timeline.clocks[:1])
         assert f"{exposed:.2f} ms exposed" in verdict(nobody)[0]
 
 
 def test_small_packs_are_compared_with_small_all_reduces():
     points = (Point(1_000_000, simulated.TRANSFER), Point(4_000_000, simulated.TRANSFER))
     measured = Measured("multi_worker", "ring", 2, points)
-    text = text_of(make_page(make(2, packs=4, noise=0.0), VERDICT, measured=measured))
+    text = text_of(make_page(timeline_of(2, packs=4, noise=0.0), VERDICT, measured=measured))
     share = re.search(r"bus bandwidth of the all-reduces \((\d+)% of what was measured\)", text)
     assert int(share[1]) == pytest.approx(100, abs=3)
 
 
 def test_hostile_names_are_text():
-    timeline = make(2)
+    timeline = timeline_of(2)
     (pack,) = timeline.packs
     pack = dataclasses.replace(pack, name=HOSTILE)
     timeline = dataclasses.replace(timeline, packs=(pack,), description=HOSTILE)
@@ -185,7 +150,7 @@ def test_hostile_names_are_text():
 @pytest.mark.parametrize("value", [np.nan, 0.0, 1e12, 1e-12, -1.0])
 def test_wild_numbers_stay_on_the_page(value):
     """Stamps are read from files: they may be anything."""
-    timeline = make(2, packs=2, steps=4)
+    timeline = timeline_of(2, packs=2, steps=4)
     phases = {name: np.full_like(v, value) for name, v in timeline.phases.items()}
     packs = [
         dataclasses.replace(pack, wait=np.full_like(pack.wait, value), bytes=2**60)
@@ -210,7 +175,7 @@ def test_wild_numbers_stay_on_the_page(value):
     ids=str,
 )
 def test_its_size_is_bounded(options, variables):
-    timeline = make(**options, late=(1, "input", 0.02), noise=0.5)
+    timeline = timeline_of(**options, late=(1, "input", 0.02), noise=0.5)
     plan = make_plan(packs=options["packs"], variables=variables)
     assert len(make_page(timeline, VERDICT, plan=plan)) < 300_000
 
@@ -225,40 +190,35 @@ def test_the_replicas_drawn_are_those_that_explain_the_step():
 
 
 def test_the_typical_step_is_like_most_and_the_worst_the_longest():
-    timeline = make(2, steps=5, noise=0.0)
+    timeline = timeline_of(2, steps=5, noise=0.0)
     factors = np.array([1.1, 9, 1, 3, 1.2])
     phases = {name: values * factors for name, values in timeline.phases.items()}
     changed = {"phases": phases, "step_seconds": timeline.step_seconds * factors}
     timeline = dataclasses.replace(timeline, **changed)
     assert pictures.typical_and_worst(timeline) == [("typical", 4), ("worst", 1)]
-    assert pictures.typical_and_worst(make(1, steps=1)) == [("typical", 0)]
+    assert pictures.typical_and_worst(timeline_of(1, steps=1)) == [("typical", 0)]
 
 
 def test_packing_is_drawn_where_a_profile_shows_it():
-    timeline = make(2, packs=2)
+    timeline = timeline_of(2, packs=2)
     assert 'class="p-pack"' not in make_page(timeline, VERDICT)
-    packs = [
-        dataclasses.replace(p, begun=p.start + 1e-3, packing=np.full_like(p.start, 1e-3))
-        for p in timeline.packs
-    ]
-    page = make_page(dataclasses.replace(timeline, packs=tuple(packs)), VERDICT)
+    page = make_page(simulated.profiled(timeline), VERDICT)
     assert 'class="p-pack"' in page and "bytes, pack 1.00 ms, wait " in text_of(page)
 
 
 def test_noise_accuses_nobody():
-    text = text_of(make_page(make(2, noise=0.0), VERDICT))
+    text = text_of(make_page(timeline_of(2, noise=0.0), VERDICT))
     assert "comes last" not in text and "waits longest" not in text
     assert "waited for the last to come" in text and "waited for worker" not in text
-    assert "comes last" in text_of(make_page(make(2, late=(0, "backward", 0.01)), VERDICT))
+    assert "comes last" in text_of(make_page(timeline_of(2, late=(0, "backward", 0.01)), VERDICT))
 
 
 def test_what_xla_compiles_is_one_phase():
-    timeline = make(2)
-    unknown = np.full_like(timeline.late, np.nan)
-    timeline = dataclasses.replace(timeline, phases={**timeline.phases, "forward": unknown})
+    timeline = timeline_of(2)
+    timeline = simulated.with_phases(timeline, forward=np.full_like(timeline.late, np.nan))
     assert "worker 1: forward and backward, 8" in text_of(make_page(timeline, VERDICT))
 
 
 def test_a_worker_that_is_late_in_a_rhythm_is_a_figure():
-    text = text_of(make_page(make(2, late=(1, "input", 0.02), every=4, noise=0.0), VERDICT))
+    text = text_of(make_page(timeline_of(2, late=(1, "input", 0.02), every=4, noise=0.0), VERDICT))
     assert "20.0 mswaited for worker 1, in every 4th step" in text

@@ -8,9 +8,10 @@ import io
 import numpy as np
 import pytest
 import simulated
+from simulated import timeline as timeline_of
 
 from ctl.inspect.measure.link import Measured, Point
-from ctl.inspect.measure.timeline import Timeline, join
+from ctl.inspect.measure.timeline import Timeline
 from ctl.inspect.show.report import (
     ROWS,
     WORST,
@@ -22,10 +23,6 @@ from ctl.inspect.show.report import (
 )
 
 VERDICT = ("waits bound the step", "worker 1 was late", "look at its input")
-
-
-def make(*arguments, **options) -> Timeline:
-    return join(simulated.windows(*arguments, **options))
 
 
 def printed(timeline: Timeline, verdict=VERDICT, **options) -> str:
@@ -41,7 +38,7 @@ def column(table, name: str) -> list[float]:
 
 
 def test_phases_are_medians_in_milliseconds():
-    timeline = make(2, packs=2, late=(1, "input", 0.02), noise=0.01)
+    timeline = timeline_of(2, packs=2, late=(1, "input", 0.02), noise=0.01)
     table = phase_table(timeline)
     assert [row[0] for row in table.rows] == ["mean of 2", "worker 0", "worker 1"]
     np.testing.assert_allclose(column(table, "input"), [1, 21], rtol=0.05)
@@ -54,17 +51,17 @@ def test_phases_are_medians_in_milliseconds():
 
 
 def test_a_phase_that_is_not_known_has_no_column():
-    timeline = make(2)
-    phases = {**timeline.phases, "forward": np.full(timeline.late.shape, np.nan)}
-    assert "forward" not in phase_table(dataclasses.replace(timeline, phases=phases)).columns
-    phases["forward"][0] = 0.004
-    cells = phase_table(dataclasses.replace(timeline, phases=phases))
+    timeline = timeline_of(2)
+    forward = np.full(timeline.late.shape, np.nan)
+    assert "forward" not in phase_table(simulated.with_phases(timeline, forward=forward)).columns
+    forward[0] = 0.004
+    cells = phase_table(simulated.with_phases(timeline, forward=forward))
     index = cells.columns.index("forward")
     assert [row[index] for row in cells.rows] == ["4.00", "4.00", "–"]
 
 
 def test_many_replicas_are_the_spread_and_the_latest():
-    table = phase_table(make(64, late=(17, "backward", 0.03), steps=8))
+    table = phase_table(timeline_of(64, late=(17, "backward", 0.03), steps=8))
     names = [row[0] for row in table.rows]
     assert names[:4] == ["mean of 64", "min of 64", "median of 64", "max of 64"]
     assert "worker 17" in names and len(names) == 4 + WORST
@@ -73,13 +70,13 @@ def test_many_replicas_are_the_spread_and_the_latest():
 
 
 def test_rows_are_named_in_the_fewest_words():
-    assert row_names(make(1, replicas=2).rows) == ["replica 0", "replica 1"]
-    assert row_names(make(2).rows) == ["worker 0", "worker 1"]
-    assert row_names(make(2, replicas=2).rows)[3] == "worker 1, r1"
+    assert row_names(timeline_of(1, replicas=2).rows) == ["replica 0", "replica 1"]
+    assert row_names(timeline_of(2).rows) == ["worker 0", "worker 1"]
+    assert row_names(timeline_of(2, replicas=2).rows)[3] == "worker 1, r1"
 
 
 def test_packs_are_in_the_units_of_nccl_tests():
-    timeline = make(4, packs=2, noise=0.0)
+    timeline = timeline_of(4, packs=2, noise=0.0)
     measured = Measured("multi_worker", "ring", 4, (Point(1, 1e-3), Point(2_000_000, 1e-3)))
     table = pack_table(timeline, None, measured)
     assert [row[1] for row in table.rows] == ["1.9 MiB", "1.9 MiB"]
@@ -92,24 +89,26 @@ def test_packs_are_in_the_units_of_nccl_tests():
 
 
 def test_many_packs_are_the_slowest():
-    table = pack_table(make(2, packs=100, steps=3), None, None)
+    table = pack_table(timeline_of(2, packs=100, steps=3), None, None)
     assert len(table.rows) == ROWS and "slowest of 100" in table.title
 
 
 def test_scalars_are_those_of_the_latest_replica():
-    values = scalars(make(2, late=(1, "input", 0.02), noise=0.0))
+    values = scalars(timeline_of(2, late=(1, "input", 0.02), noise=0.0))
     assert values["allreduce/late_ms"] == pytest.approx(20, rel=0.02)
-    several = make(2, packs=4, in_order=False, late=(1, "input", 0.02), noise=0.0)
+    several = timeline_of(2, packs=4, in_order=False, late=(1, "input", 0.02), noise=0.0)
     assert scalars(several)["allreduce/late_ms"] == pytest.approx(20, rel=0.02)
     assert values["allreduce/exposed_ms"] == pytest.approx(20 / 2 + 3, rel=0.02)  # one waits
     assert values["allreduce/busbw"] == pytest.approx(4e6 / 3e-3 / 1e9, rel=0.02)
-    assert values["allreduce/busbw"] == pytest.approx(make(2, noise=0.0).packs[0].busbw, rel=0.02)
+    assert values["allreduce/busbw"] == pytest.approx(
+        timeline_of(2, noise=0.0).packs[0].busbw, rel=0.02
+    )
     late = {"allreduce/late_ms", "allreduce/late_p95_ms", "allreduce/late_worst_ms"}
-    assert set(scalars(make(1, packs=0))) == {"allreduce/exposed_ms", *late}
+    assert set(scalars(timeline_of(1, packs=0))) == {"allreduce/exposed_ms", *late}
 
 
 def test_tails_show_a_replica_that_is_late_now_and_then():
-    timeline = make(2, late=(1, "input", 0.02), every=4, noise=0.01)
+    timeline = timeline_of(2, late=(1, "input", 0.02), every=4, noise=0.01)
     table = phase_table(timeline)
     np.testing.assert_allclose(column(table, "late"), [0, 0], atol=1)
     np.testing.assert_allclose(column(table, "late p95"), [0, 20], atol=1)
@@ -119,12 +118,12 @@ def test_tails_show_a_replica_that_is_late_now_and_then():
     assert values["allreduce/late_p95_ms"] == pytest.approx(20, abs=1)
     assert values["allreduce/late_worst_ms"] == pytest.approx(20, abs=1)
     # Among many, it is one of those that are shown.
-    many = phase_table(make(64, late=(17, "input", 0.02), every=4, steps=40))
+    many = phase_table(timeline_of(64, late=(17, "input", 0.02), every=4, steps=40))
     assert "worker 17" in [row[0] for row in many.rows]
 
 
 def test_what_is_printed_is_plain_and_whole_where_there_is_no_terminal():
-    text = printed(make(2, packs=3, late=(1, "input", 0.02)))
+    text = printed(timeline_of(2, packs=3, late=(1, "input", 0.02)))
     assert "\x1b" not in text and "…" not in text
     for word in ("worker 1", "backward", "exposed", "pack2", "busbw GB/s", *VERDICT):
         assert word in text
@@ -132,7 +131,7 @@ def test_what_is_printed_is_plain_and_whole_where_there_is_no_terminal():
 
 
 def test_names_command_neither_the_terminal_nor_rich():
-    timeline = make(2)
+    timeline = timeline_of(2)
     evil = "[red]x[/red]\x1b[2J\x07"
     (pack,) = timeline.packs
     timeline = dataclasses.replace(timeline, packs=(dataclasses.replace(pack, name=evil),))

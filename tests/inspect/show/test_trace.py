@@ -32,26 +32,15 @@ def overlapping(seed: int = 0):
 
 
 def profiled():
-    """As if a profile had shown 1 ms of packing before each collective and 0.5 ms after it."""
-    timeline = join(simulated.windows(2, packs=2, noise=0.0))
-    packs = [
-        dataclasses.replace(
-            pack,
-            begun=pack.start + 1e-3,
-            packing=np.full_like(pack.start, 1.5e-3),
-            transfer=pack.transfer - 1.5e-3,
-        )
-        for pack in timeline.packs
-    ]
-    return dataclasses.replace(timeline, packs=tuple(packs))
+    return simulated.profiled(simulated.timeline(2, packs=2, noise=0.0))
 
 
 @pytest.mark.parametrize(
     "timeline",
     [
-        join(simulated.windows(2, packs=3, late=(1, "input", 0.02))),
-        join(simulated.windows(2, replicas=3, late=(0, "backward", 0.01))),
-        join(simulated.windows(1, packs=0)),
+        simulated.timeline(2, packs=3, late=(1, "input", 0.02)),
+        simulated.timeline(2, replicas=3, late=(0, "backward", 0.01)),
+        simulated.timeline(1, packs=0),
         overlapping(),
         profiled(),
     ],
@@ -83,7 +72,7 @@ def test_events_are_what_the_format_says(timeline):
 
 
 def test_phases_have_the_length_of_the_timeline():
-    timeline = join(simulated.windows(2, late=(1, "forward", 0.02)))
+    timeline = simulated.timeline(2, late=(1, "forward", 0.02))
     for name in ("input", "backward", "transfer"):
         events = [e for e in make_trace(timeline)["traceEvents"] if e.get("cat") == name]
         total = sum(event["dur"] for event in events) / 1e6
@@ -103,7 +92,7 @@ def test_packing_is_around_the_collective():
 
 
 def test_arrows_go_from_the_last_to_those_that_waited():
-    timeline = join(simulated.windows(4, packs=1, late=(2, "input", 0.02)))
+    timeline = simulated.timeline(4, packs=1, late=(2, "input", 0.02))
     trace = make_trace(timeline)
     arrows = collections.defaultdict(dict)
     for event in trace["traceEvents"]:

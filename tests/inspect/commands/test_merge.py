@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import simulated
-from paths import ROOT
 
 from ctl.errors import CheckpointError, UsageError
+from ctl.inspect.commands.merge import show
 from ctl.inspect.measure.timeline import join
-from ctl.inspect.show.results import show
 from ctl.phases.plan.plan import Plan
 
 
 def test_the_page_and_the_trace_are_written_and_named(tmp_path, capsys):
-    timeline = join(simulated.windows(2, packs=2, late=(1, "input", 0.03)))
+    timeline = simulated.timeline(2, packs=2, late=(1, "input", 0.03))
     show(timeline, None, tmp_path / "inspect")
     text = capsys.readouterr().out
     assert sorted(p.name for p in (tmp_path / "inspect").iterdir()) == ["report.html", "trace.json"]
@@ -34,7 +31,7 @@ def test_the_page_and_the_trace_are_written_and_named(tmp_path, capsys):
 
 def test_a_plan_that_cannot_be_read_costs_the_plan_only(tmp_path, capsys):
     plan = Plan("MirroredStrategy", 2, 1, (), ()).to_json()
-    timeline = dataclasses.replace(join(simulated.windows()), plan=plan)
+    timeline = dataclasses.replace(simulated.timeline(), plan=plan)
     show(timeline, None, tmp_path)
     assert "What the step moves" in (tmp_path / "report.html").read_text("utf-8")
     timeline = dataclasses.replace(timeline, plan={**plan, "replicas": 3.5})
@@ -58,7 +55,7 @@ def test_stamps_that_are_missing_break_nothing(share, tmp_path, capsys):
 
 
 def test_sums_that_marks_do_not_show_are_neither_drawn_nor_counted(tmp_path, capsys):
-    show(join([dataclasses.replace(w, packs=()) for w in simulated.windows(2)]), None, tmp_path)
+    show(simulated.without_packs(), None, tmp_path)
     text, page = capsys.readouterr().out, (tmp_path / "report.html").read_text("utf-8")
     for said in (text, page):
         assert "communication is not measured" in said
@@ -70,7 +67,7 @@ def test_sums_that_marks_do_not_show_are_neither_drawn_nor_counted(tmp_path, cap
 
 @pytest.mark.parametrize(("strategy", "replicas"), [("mirrored", 2), ("multi_worker", 4)])
 def test_the_bandwidth_of_another_link_is_refused(strategy, replicas, tmp_path, capsys):
-    link, timeline = tmp_path / "link.json", join(simulated.windows(2))
+    link, timeline = tmp_path / "link.json", simulated.timeline(2)
     about = {"schema": 1, "operation": "ring", "points": [{"bytes": 1024, "seconds": 1e-4}]}
     link.write_text(json.dumps({**about, "strategy": strategy, "replicas": replicas}))
     match = f"with {replicas} replicas under {strategy}, and these are 2 under multi_worker"
@@ -84,16 +81,10 @@ def test_the_bandwidth_of_another_link_is_refused(strategy, replicas, tmp_path, 
 def test_a_directory_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "inspect").write_text("a file")
     with pytest.raises(CheckpointError, match="cannot write .*inspect/report.html"):
-        show(join(simulated.windows()), None, tmp_path / "inspect")
+        show(simulated.timeline(), None, tmp_path / "inspect")
 
 
 def test_without_a_directory_nothing_is_written(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    show(join(simulated.windows()), None, None)
+    show(simulated.timeline(), None, None)
     assert "busbw GB/s" in capsys.readouterr().out and not list(tmp_path.iterdir())
-
-
-def test_no_tensorflow_is_needed():
-    modules = "page, ctl.inspect.show.report, ctl.inspect.show.trace, ctl.inspect.show.results"
-    program = f"import sys; sys.modules['tensorflow'] = None; import ctl.inspect.show.{modules}"
-    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
