@@ -1,7 +1,7 @@
 """Does `python -m ctl.inspect hang` name the worker that hangs, and where?
 
-  python benchmarks/hang_truth.py                      # 20 jobs with a frozen worker
-  python benchmarks/hang_truth.py --faults=kill,raise,host,input,forward --runs=10
+  python -m tests.chaos.hang                           # 20 jobs with a frozen worker
+  python -m tests.chaos.hang --faults=kill,raise,host,input,forward --runs=10
 
 Each run is a job of real processes on loopback in which one worker, drawn at random, fails:
 
@@ -30,12 +30,13 @@ import tempfile
 import time
 
 from absl import flags
-from processes import progress
 
 from ctl import launch
 from ctl.base import console
 from ctl.errors import CtlError
 from ctl.flags.parsing import group, run_command
+
+from .run import progress
 
 FLAGS = flags.FLAGS
 
@@ -62,7 +63,7 @@ def worker(index: int, addresses: list[str], out: pathlib.Path, fault: str, time
     from ctl.distributed.strategy import make_multi_worker
 
     placement = make_multi_worker(
-        Cluster(tuple(addresses), index, "hang_truth"), collective_timeout=timeout, record_dir=out
+        Cluster(tuple(addresses), index, "tests.chaos"), collective_timeout=timeout, record_dir=out
     )
 
     def sleep(number: np.int64) -> np.int64:
@@ -105,7 +106,7 @@ def start(*arguments: object) -> int:
     pid = os.fork()
     if pid:
         return pid
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: dies with the benchmark
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: dies with this one
     try:
         worker(*arguments)
     except CtlError as error:
