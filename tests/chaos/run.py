@@ -29,7 +29,7 @@ from .judge import Failure, deadline, final_state, judge, wrong_variables
 
 FLAGS = flags.FLAGS
 
-_LONGEST = 60.0  # seconds that a job without faults may take, before there is one to compare with
+LONGEST = 60.0  # seconds that a job without faults may take, before there is one to compare with
 
 # What is checked, and the columns of the table.
 _COLUMNS = {
@@ -51,7 +51,7 @@ class Runner:
         """Seconds and final state of a job without faults; the same for all of its kind."""
         if (workers, servers) not in self._calm:
             schedule = Schedule(-1, workers, servers, ((),))
-            failures, attempts = self._attempts(schedule, _LONGEST)
+            failures, attempts = self._attempts(schedule, LONGEST)
             if failures:
                 raise CtlError(f"a job without faults failed: {failures[0].why}")
             state = final_state(self._disk / "run")
