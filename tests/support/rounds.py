@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import keras
 import numpy as np
@@ -74,31 +73,9 @@ def reference(kind: type, replicas: int) -> list[list[np.ndarray]]:
     return [*map(weights_of, models)]
 
 
-def bits(loop) -> list[bytes]:
-    """Of the weights and slots of each replica, and of what the outer steps have."""
-    variables = [*loop.step.unsynchronized_variables(), *loop.step.tracked.raw_variables]
-    found = [c for v in variables for c in loop.strategy.experimental_local_results(v)]
-    return [copy.numpy().tobytes() for copy in found]
-
-
 def assert_equals_reference(strategy, kind: type) -> None:
     loop = make(strategy, kind, seed=1)
     loop.train(STEPS)
     wanted = reference(kind, strategy.num_replicas_in_sync)
     for ours, theirs in zip(copies(loop), wanted, strict=True):
         assert largest_difference(ours, theirs) <= 1e-5
-
-
-def assert_resumed(strategy, kind: type, directory: Path) -> None:
-    """A resume within a round changes no bit."""
-    straight = make(strategy, kind, seed=1)
-    straight.train(STEPS)
-    first = make(strategy, kind, seed=1, directory=directory)
-    first.train(ROUND + 2, total=STEPS)
-    assert largest_difference(*copies(first)) > 1e-4
-    first.save(wait=True)
-    first.checkpoints.close()
-    second = make(strategy, kind, seed=2, directory=directory)
-    second.restore()
-    second.train(STEPS)
-    assert bits(second) == bits(straight)

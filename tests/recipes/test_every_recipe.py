@@ -1,6 +1,9 @@
-"""Every recipe trains two workers as it trains two replicas of one process."""
+"""Every recipe trains two workers as it trains two replicas of one process, and resumes bit for
+bit."""
 
 from __future__ import annotations
+
+import functools
 
 import numpy as np
 import pytest
@@ -9,7 +12,17 @@ from helpers import largest_difference
 from paths import ROOT, SUPPORT
 from worker_jobs import codes, said
 
+from ctl import testing
+
 NOT_STEPS = {"__init__", "lr_range", "population", "samples", "tutorial"}
+# Their tests pause at other steps, and on one replica, too.
+RESUMED_ELSEWHERE = {"sam", "unfreezing"}
+# Replicas and options of the others, where these are not 2 and none.
+RESUMED_WITH = {
+    "distillation": (1, {}),
+    "gradient_noise_scale": (1, {"accumulate_steps": 2}),
+    "mixup": (1, {"accumulate_steps": 2}),
+}
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +41,16 @@ def test_two_workers_equal_two_replicas(mirrored, out, tmp_path, monkeypatch, na
     for worker, wanted in enumerate(expected):
         saved = np.load(out / f"process-{worker}" / f"{name}.npz")
         assert largest_difference(saved.values(), wanted) <= 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [n for n in recipes_worker.LOOPS if n not in RESUMED_ELSEWHERE])
+def test_a_resume_changes_no_bit(tmp_path, monkeypatch, name):
+    """After 2 of 4 steps: of `LocalSGD` and `DiLoCo`, within a round."""
+    monkeypatch.chdir(tmp_path)
+    replicas, options = RESUMED_WITH.get(name, (2, {}))
+    make = functools.partial(recipes_worker.LOOPS[name], **options)
+    testing.check_resumed(lambda strategy, saved: make(strategy, checkpoints=saved), replicas)
 
 
 def test_no_recipe_is_left_out():
