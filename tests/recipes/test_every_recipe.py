@@ -3,7 +3,9 @@ bit."""
 
 from __future__ import annotations
 
+import ast
 import functools
+import re
 
 import numpy as np
 import pytest
@@ -56,3 +58,24 @@ def test_a_resume_changes_no_bit(tmp_path, monkeypatch, name):
 def test_no_recipe_is_left_out():
     files = {path.stem for path in (ROOT / "ctl" / "recipes").glob("*.py")}
     assert {name.split()[0] for name in recipes_worker.LOOPS} == files - NOT_STEPS
+
+
+def lines_of_code(text: str) -> int:
+    """Without empty lines, comments, imports and docstrings."""
+    left_out: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        text_alone = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if text_alone or isinstance(node, ast.Import | ast.ImportFrom):
+            left_out |= {*range(node.lineno, node.end_lineno + 1)}
+    lines = enumerate(text.splitlines(), 1)
+    return sum(bool(re.match(r"\s*[^\s#]", line)) for i, line in lines if i not in left_out)
+
+
+def test_the_page_counts_lines_of_code():
+    folder = ROOT / "ctl" / "recipes"
+    rows = re.findall(
+        r"^\| `(\w+\.py)` .* (\d+) \| \d+ \|$", (folder / "README.md").read_text(), re.M
+    )
+    assert len(rows) == 19
+    found = {name: lines_of_code((folder / name).read_text("utf-8")) for name, _ in rows}
+    assert found == {name: int(count) for name, count in rows}

@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers import largest_difference
 from references import assert_trains_as, descend
 
 import ctl
@@ -100,14 +101,14 @@ def one_step(strategy, rows: np.ndarray, weights, **options) -> tuple[list[np.nd
 @pytest.mark.slow
 def test_packed_rows_equal_single_texts(mirrored):
     """On replicas with unequal numbers of rows and tokens, and with micro-batches."""
-    packed, padded = pack(TEXTS, CONTEXT), pad(TEXTS, CONTEXT)
-    assert len(packed) < len(padded) and len(packed) % 4
+    texts = TEXTS[1:]  # in an odd number of rows
+    packed, padded = pack(texts, CONTEXT), pad(texts, CONTEXT)
+    assert len(packed) < len(padded) and len(packed) % 2
     weights = small_gpt().get_weights()
     expected, scalars = one_step(mirrored(1), padded, weights)
     assert max(np.abs(gradient).max() for gradient in expected) > 0.1
-    found, logged = one_step(mirrored(4), packed, weights, accumulate_steps=2)
-    for ours, theirs in zip(found, expected, strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6)
+    found, logged = one_step(mirrored(2), packed, weights, accumulate_steps=2)
+    assert largest_difference(found, expected) <= 1e-6
     assert logged["loss"] == pytest.approx(scalars["loss"], rel=1e-6)
     assert logged["perplexity"] == pytest.approx(scalars["perplexity"], rel=1e-5)
 
@@ -144,5 +145,4 @@ def test_batches_of_several_lengths(mirrored):
         ctl.Loop(step, data, strategy=mirrored(replicas)).train(6)
         weights.append(step.model.get_weights())
     for others in weights[1:]:
-        for one, other in zip(weights[0], others, strict=True):
-            np.testing.assert_allclose(other, one, atol=1e-6)
+        assert largest_difference(others, weights[0]) <= 1e-6

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import keras
 import numpy as np
 import tensorflow as tf
 from helpers import BATCH, examples, keras_loss, largest_difference, make_loop, mlp
+from references import descend
 
 from ctl.recipes.diloco import DiLoCo
 from ctl.recipes.local_sgd import LocalSGD
@@ -39,8 +41,8 @@ def copies(loop) -> list[list[np.ndarray]]:
     return [[copy.numpy() for copy in one] for one in zip(*weights, strict=True)]
 
 
-def weights_of(trained: keras.Model) -> list[np.ndarray]:
-    return trained.get_weights()
+def mean_loss(model: keras.Model, features: np.ndarray, labels: np.ndarray) -> tf.Tensor:
+    return tf.reduce_mean(keras_loss(labels, model(features)))
 
 
 def reference(kind: type, replicas: int) -> list[list[np.ndarray]]:
@@ -57,12 +59,10 @@ def reference(kind: type, replicas: int) -> list[list[np.ndarray]]:
     for step in range(STEPS):
         for number, (one, optimizer) in enumerate(zip(models, optimizers, strict=True)):
             part = slice(step * BATCH + number * size, step * BATCH + (number + 1) * size)
-            with tf.GradientTape() as tape:
-                loss = tf.reduce_mean(keras_loss(labels[part], one(features[part])))
-            gradients = tape.gradient(loss, [v.value for v in one.trainable_variables])
-            optimizer.apply(gradients, one.trainable_variables)
+            descend(one, optimizer, partial(mean_loss, one), [(features[part], labels[part])])
         if (step + 1) % ROUND == 0:
-            means = [np.mean(w, axis=0) for w in zip(*map(weights_of, models), strict=True)]
+            weights = zip(*(one.get_weights() for one in models), strict=True)
+            means = [np.mean(of_all, axis=0) for of_all in weights]
             for i, mean in enumerate(means):
                 gone = start[i] - mean
                 velocity[i] = 0.9 * velocity[i] + gone
@@ -70,7 +70,7 @@ def reference(kind: type, replicas: int) -> list[list[np.ndarray]]:
                 start[i] = outer if kind is DiLoCo else mean
             for one in models:
                 one.set_weights(start)
-    return [*map(weights_of, models)]
+    return [one.get_weights() for one in models]
 
 
 def assert_equals_reference(strategy, kind: type) -> None:
