@@ -22,15 +22,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
-import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from absl import flags
 from jobs import Effort, Job, recommend
-from processes import Peer, machine, progress
+from processes import Peer, check_names, in_turn, machine, progress, tasks, write
 
 from ctl import launch
 from ctl.errors import UsageError
@@ -104,11 +102,7 @@ def commands(name: str) -> list[tuple[list[str], dict[str, str]]]:
     ]
     if _STRATEGY.value == "mirrored":
         return [([*script, f"--replicas={_REPLICAS.value}"], {})]
-    cluster = launch.cluster(several)
-    configs = [
-        {"cluster": cluster, "task": {"type": "worker", "index": index}} for index in range(several)
-    ]
-    return [(script, {"TF_CONFIG": json.dumps(config)}) for config in configs]
+    return [(script, environment) for environment in tasks(launch.cluster(several)["worker"])]
 
 
 @contextlib.contextmanager
@@ -123,10 +117,7 @@ def started(names: Sequence[str], asked_for: bool) -> Iterator[list[Job]]:
         jobs = []
         for name in names:
             progress(f"starting {name}")
-            peers = []
-            for command, environment in commands(name):
-                peers.append(Peer(name, command, environment))
-                stack.callback(peers[-1].close)
+            peers = [stack.enter_context(Peer(name, *how)) for how in commands(name)]
             about = [peer.answer(_TIMEOUT.value) for peer in peers][0]
             if "unavailable" not in about:
                 has_bus = name not in LIMITS
@@ -244,9 +235,7 @@ def _check_sizes(min_bytes: int, max_bytes: int) -> None:
 
 def _check_names(operations: list[str] | None, beside: list[str], strategy: str) -> None:
     for names, known in ((operations or [], OPERATIONS[strategy]), (beside, BESIDE)):
-        for name in names:
-            if name not in known:
-                raise UsageError(f"unknown operation {name!r}: the choices are {', '.join(known)}")
+        check_names("unknown operation", names, known)
 
 
 check_flags(["min_bytes", "max_bytes"], _check_sizes)
@@ -258,8 +247,7 @@ def main() -> None:
     names = _OPERATIONS.value or OPERATIONS[_STRATEGY.value]
     with started([*names, *_BESIDE.value], bool(_OPERATIONS.value)) as jobs:
         for number, size in enumerate(sizes()):
-            shift = number % len(jobs)  # no job always goes first
-            for job in jobs[shift:] + jobs[:shift]:
+            for job in in_turn(jobs, number):
                 progress(f"{shown(size)} of {shown(_MAX.value)}: {job.name}")
                 job.rows.append(job.measure(size))
         progress("")
@@ -270,23 +258,21 @@ def main() -> None:
         for flag in (_STRATEGY, _DTYPE, _CHECK, _ITERATIONS, _SECONDS, _WARM_UP)
     }
     about = machine(load)
-    if _JSON.value:
-        content = {
-            "schema": SCHEMA,
-            "strategy": _STRATEGY.value,
-            "operation": first.name,
-            "replicas": first.replicas,
-            "points": first.rows,
-            "operations": {
-                job.name: {"device": job.device, "points": job.rows, "fits": fits(job.rows)}
-                for job in jobs
-            },
-            "bytes_per_pack": tried,
-            "settings": settings,
-            "machine": about,
-        }
-        pathlib.Path(_JSON.value).write_text(json.dumps(content, indent=1))
-        print(f"json: {_JSON.value}")
+    content = {
+        "schema": SCHEMA,
+        "strategy": _STRATEGY.value,
+        "operation": first.name,
+        "replicas": first.replicas,
+        "points": first.rows,
+        "operations": {
+            job.name: {"device": job.device, "points": job.rows, "fits": fits(job.rows)}
+            for job in jobs
+        },
+        "bytes_per_pack": tried,
+        "settings": settings,
+        "machine": about,
+    }
+    write(_JSON.value, content)
     print(" ".join(f"{k}={v}" for k, v in (settings | about).items()))
     for job in jobs:
         print_table(job)

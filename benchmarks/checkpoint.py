@@ -10,16 +10,13 @@ updates all of the state at every step. README.md says how the numbers are deriv
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import json
 import os
-import pathlib
 import tempfile
 from typing import Any
 
 from absl import flags
-from processes import Peer, machine, progress, summary
+from processes import Peer, machine, progress, summary, write
 
 from ctl.errors import UsageError
 from ctl.flags.parsing import group, run_command
@@ -43,28 +40,18 @@ def measure(megabytes: str, variables: str) -> dict[str, Any]:
     """Returns ``{"rounds": [{who: {time: seconds}}, ...], ...}``. The first round has the first
     saves of the process."""
     where = f"{megabytes} MB in {variables} variables"
+    sizes = [f"--megabytes={megabytes}", f"--variables={variables}"]
     with (
         tempfile.TemporaryDirectory(dir=_DIRECTORY.value) as directory,
-        contextlib.ExitStack() as ended,
+        Peer(where, ["checkpoint_saver.py", *sizes, f"--directory={directory}"]) as peer,
     ):
-        peer = Peer(
-            where,
-            [
-                "checkpoint_saver.py",
-                f"--megabytes={megabytes}",
-                f"--variables={variables}",
-                f"--directory={directory}",
-            ],
-        )
-        ended.callback(peer.close)
         about = peer.answer(_TIMEOUT.value)
         rounds = []
         for number in range(1 + _ROUNDS.value):
             progress(f"{where}: {number}/{_ROUNDS.value}")
             row = {}
             for who in _WHO if number % 2 == 0 else reversed(_WHO):  # neither always goes first
-                peer.say(json.dumps({"who": who}))
-                row[who] = peer.answer(_TIMEOUT.value)
+                row[who] = peer.ask(_TIMEOUT.value, who=who)
             rounds.append(row)
     progress("")
     return {"megabytes": float(megabytes), "variables": int(variables), **about, "rounds": rounds}
@@ -110,10 +97,7 @@ def main() -> None:
     for megabytes, variables in itertools.product(_MEGABYTES.value, _VARIABLES.value):
         results.append(summarize(measure(megabytes, variables)))
         show(results[-1])
-        if _JSON.value:
-            written = json.dumps({"machine": about, "results": results}, indent=1)
-            pathlib.Path(_JSON.value).write_text(written)
-            print(f"json: {_JSON.value}")
+        write(_JSON.value, {"machine": about, "results": results})
 
 
 if __name__ == "__main__":

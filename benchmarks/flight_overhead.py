@@ -11,14 +11,12 @@ As a control, blocks without it are compared with each other.
 
 from __future__ import annotations
 
-import json
 import os
-import pathlib
 import statistics
 import time
 
 from absl import flags
-from processes import machine, progress
+from processes import machine, progress, write
 
 from ctl import launch
 from ctl.base import console
@@ -87,10 +85,8 @@ def main() -> None:
             low, median, high = (100 * (q - 1) for q in statistics.quantiles(values, n=4))
             rows[name][clock] = [low, median, high]
             print(f"{name:<8} {clock:<10} {median:+6.2f} %  (quartiles {low:+.2f} to {high:+.2f})")
-    if FLAGS.json:
-        result = {"machine": machine(load), "milliseconds": milliseconds, "percent": rows}
-        pathlib.Path(FLAGS.json).write_text(json.dumps(result, indent=1))
-        print(f"json: {FLAGS.json}")
+    result = {"machine": machine(load), "milliseconds": milliseconds, "percent": rows}
+    write(FLAGS.json, result)
 
 
 if __name__ == "__main__":

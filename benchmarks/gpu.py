@@ -23,7 +23,7 @@ from typing import Any
 
 from absl import flags
 from gpu_page import make_page
-from processes import Peer, machine, progress
+from processes import Peer, check_names, machine, progress
 
 from ctl.errors import CtlError, UsageError
 from ctl.flags.parsing import check_flags, define_path, group, run_command
@@ -124,10 +124,7 @@ with group("Results"):
 
 
 def _check(what: Sequence[str]) -> None:
-    for name in what:
-        if name not in CHECKS and name not in TABLES:
-            known = ", ".join([*CHECKS, *TABLES])
-            raise UsageError(f"nothing is called {name!r}: the choices are {known}")
+    check_names("nothing is called", what, [*CHECKS, *TABLES])
 
 
 check_flags(["what"], _check)
@@ -203,8 +200,7 @@ def run_checks(
                 script = ["device_checks.py", f"--replicas={devices}"]
                 peer = Peer("device_checks.py", script, environment)
                 about = peer.answer(_LIMIT.value)
-            peer.say(json.dumps({"check": name}))
-            rows[name] |= peer.answer(_LIMIT.value)
+            rows[name] |= peer.ask(_LIMIT.value, check=name)
         except CtlError as error:
             rows[name] |= {"ok": False, "found": [str(error)]}
             if peer:

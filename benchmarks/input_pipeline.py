@@ -11,7 +11,6 @@ process, and their blocks are interleaved. README.md says how the numbers are de
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import pathlib
 import statistics
@@ -20,7 +19,7 @@ from typing import Any
 
 import streams
 from absl import flags
-from processes import Peer, machine, progress, summary
+from processes import Peer, check_names, in_turn, machine, progress, summary, write
 
 from ctl.errors import CtlError, UsageError
 from ctl.flags.parsing import group, run_command
@@ -71,16 +70,13 @@ def measure(replicas: str) -> dict[str, list[dict[str, float]]]:
         peers = []
         for name, command in commands.items():  # one at a time, so that no start slows another
             progress(f"{replicas} replicas: {name} starts")
-            peers.append(Peer(name, command))
-            stack.callback(peers[-1].close)
+            peers.append(stack.enter_context(Peer(name, command)))
             peers[-1].answer(_TIMEOUT.value)
         for number in range(-_WARM_UP.value, _ROUNDS.value):
-            shift = number % len(peers)  # no pipeline always goes first
-            for peer in peers[shift:] + peers[:shift]:
+            for peer in in_turn(peers, number):
                 progress(f"{replicas} replicas, round {number + 1}/{_ROUNDS.value}: {peer.name}")
                 steps = _STREAM_STEPS if peer.name in _STREAMS else _STEPS
-                peer.say(json.dumps({"steps": steps.value}))
-                answer = peer.answer(_TIMEOUT.value)
+                answer = peer.ask(_TIMEOUT.value, steps=steps.value)
                 if number >= 0:
                     answers[peer.name].append(answer)
     progress("")
@@ -154,14 +150,11 @@ def stream(about: dict[str, Any]) -> None:
         print(f"{count} images, {name}, {kind.side}x{kind.side}")
         streams.show(answers, _STREAM_STEPS.value * _BATCH.value)
         results["streams"][name] = answers
-        if _JSON.value:
-            pathlib.Path(_JSON.value).write_text(json.dumps(results, indent=1))
+        write(_JSON.value, results, say=False)
 
 
 def main() -> None:
-    for name in _PIPELINES.value:
-        if name not in PIPELINES:
-            raise UsageError(f"unknown pipeline {name!r}: the choices are {', '.join(PIPELINES)}")
+    check_names("unknown pipeline", _PIPELINES.value, PIPELINES)
     if "tutorial" not in _PIPELINES.value:
         raise UsageError("--pipelines needs tutorial: ratios are over it")
     for replicas in _REPLICAS.value:
@@ -181,9 +174,7 @@ def main() -> None:
         print(f"{replicas} replicas, global batch {_BATCH.value}, {_DATASET.value}")
         runs[replicas] = summarize(measure(replicas))
         show(runs[replicas])
-        if _JSON.value:
-            results = {"machine": about, "replicas": runs}
-            pathlib.Path(_JSON.value).write_text(json.dumps(results, indent=1))
+        write(_JSON.value, {"machine": about, "replicas": runs}, say=False)
         check(runs[replicas])
 
 

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 from absl import flags
+from processes import tasks
 
 from ctl import launch
 from ctl.errors import CtlError
@@ -64,15 +65,13 @@ def observe(cases: Sequence[Case], directory: pathlib.Path, timeout: float) -> l
     """
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "cases.json").write_text(json.dumps([dataclasses.asdict(c) for c in cases]))
-    cluster = launch.cluster(2)
     with contextlib.ExitStack() as stack:
         workers = []
-        for index in range(2):
-            config = {"cluster": cluster, "task": {"type": "worker", "index": index}}
+        for index, task in enumerate(tasks(launch.cluster(2)["worker"])):
             log = stack.enter_context(open(directory / f"log-{index}", "w"))
             worker = subprocess.Popen(
                 [sys.executable, str(_PEER), str(directory)],
-                env={**os.environ, "TF_CONFIG": json.dumps(config), "CUDA_VISIBLE_DEVICES": "-1"},
+                env={**os.environ, **task, "CUDA_VISIBLE_DEVICES": "-1"},
                 stdout=log,
                 stderr=log,
             )

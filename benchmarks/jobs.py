@@ -6,12 +6,11 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from processes import Peer
+from processes import Peer, ask_all
 
 from ctl.errors import CtlError
 from ctl.inspect.measure.link import bus_factor
@@ -57,9 +56,7 @@ class Job:
             time when the last one was done. ``call``: the longest of each iteration, in seconds.
             ``wrong``: the number of wrong elements in all.
         """
-        for peer in self.peers:
-            peer.say(json.dumps(request))
-        answers = [peer.answer(self.effort.timeout) for peer in self.peers]
+        answers = ask_all(self.peers, self.effort.timeout, **request)
 
         def latest(key: str) -> list[float]:
             return [max(values) for values in zip(*(a[key] for a in answers), strict=True)]

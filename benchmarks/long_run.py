@@ -23,7 +23,7 @@ from typing import Any
 
 from absl import flags
 from growth import memory, sizes, tenths
-from processes import machine, progress, summary
+from processes import check_names, in_turn, machine, progress, summary, write
 
 from ctl.errors import CtlError, UsageError
 from ctl.flags.parsing import check_flags, group, run_command
@@ -46,9 +46,7 @@ with group("Results"):
 
 
 def _check(what: Sequence[str], steps: int, cost_steps: int) -> None:
-    for name in what:
-        if name not in ("long", "cost"):
-            raise UsageError(f"nothing is called {name!r}: the choices are long, cost")
+    check_names("nothing is called", what, ["long", "cost"])
     if steps % 1000 or cost_steps % 200:
         raise UsageError("--steps must be divisible by 1000, --cost_steps by 200")
 
@@ -180,8 +178,7 @@ def cost(arguments: Sequence[str]) -> dict[str, Any]:
     kinds = {"defaults": [], "no_evaluation": [never], "bare": [never, bare, "--notensorboard"]}
     seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
     for number in range(_ROUNDS.value):
-        shift = number % len(kinds)  # no kind always goes first
-        for kind in [*kinds][shift:] + [*kinds][:shift]:
+        for kind in in_turn(kinds, number):
             progress(f"round {number + 1} of {_ROUNDS.value}: {kind}")
             with tempfile.TemporaryDirectory() as folder:
                 model_dir = pathlib.Path(folder, "run")
@@ -230,8 +227,7 @@ def main(arguments: Sequence[str]) -> None:
         if what in _WHAT.value:
             about[what] = measure(arguments)
             missed += show(about[what])
-            if _JSON.value:
-                pathlib.Path(_JSON.value).write_text(json.dumps(about, indent=1))
+            write(_JSON.value, about, say=False)
     if missed:
         raise CtlError("missed: " + "; ".join(missed))
 

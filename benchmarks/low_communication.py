@@ -26,9 +26,8 @@ from typing import Any
 
 import shaped
 from absl import flags
-from processes import Peer, machine, progress
+from processes import Peer, ask_all, check_names, in_turn, machine, progress, tasks, write
 
-from ctl import launch
 from ctl.errors import CtlError, UsageError
 from ctl.flags.parsing import check_flags, group, run_command
 
@@ -87,9 +86,7 @@ METHODS = {
 
 
 def _check(methods: list[str] | None, workers: list[str], mbit: list[str]) -> None:
-    for name in methods or []:
-        if name not in METHODS:
-            raise UsageError(f"unknown method {name!r}: the choices are {', '.join(METHODS)}")
+    check_names("unknown method", methods or [], METHODS)
     if not all(n.isdigit() and int(n) > 1 for n in workers):
         raise UsageError(f"--workers={','.join(workers)}: give numbers of 2 or more")
     with contextlib.suppress(ValueError):
@@ -115,9 +112,7 @@ class Workers:
     def ask(self, method: Method, what: str, **request: Any) -> list[dict[str, Any]]:
         """The answers of all; see `peers/methods_worker.py`."""
         asked = {"what": what, "step": method.step, "options": method.options}
-        for peer in self.peers:
-            peer.say(json.dumps(asked | request))
-        return [peer.answer(_TIMEOUT.value) for peer in self.peers]
+        return ask_all(self.peers, _TIMEOUT.value, **asked, **request)
 
     def train(self, method: Method, expected: float) -> dict[str, float]:
         """Trains a block: of the slowest worker, ``seconds`` of a step, and ``sent`` bytes of the
@@ -130,10 +125,8 @@ class Workers:
     def measure(self, methods: dict[str, Method], expected: dict[str, float]) -> dict[str, Any]:
         """Trains --rounds blocks of each method in turn: medians."""
         blocks: dict[str, list[dict[str, float]]] = {name: [] for name in methods}
-        names = list(methods)
         for number in range(_ROUNDS.value):
-            shift = number % len(names)  # no method always goes first
-            for name in names[shift:] + names[:shift]:
+            for name in in_turn(methods, number):
                 progress(f"round {number + 1} of {_ROUNDS.value}: {name}")
                 blocks[name].append(self.train(methods[name], expected[name]))
         progress("")
@@ -149,15 +142,12 @@ def started(model: str, count: int) -> Iterator[Workers]:
     script = ["methods_worker.py", f"--model={model}", f"--batch={_BATCH.value}"]
     with contextlib.ExitStack() as stack:
         places = stack.enter_context(shaped.namespaces(count, _FAST, 0.0))
-        ports = [address.rpartition(":")[2] for address in launch.cluster(count)["worker"]]
-        addresses = [f"{host}:{port}" for (_, host), port in zip(places, ports, strict=True)]
-        peers = []
-        for index, (inside, _) in enumerate(places):
-            task = {"type": "worker", "index": index}
-            config = {"cluster": {"worker": addresses}, "task": task}
-            environment = {"TF_CONFIG": json.dumps(config)}
-            peers.append(Peer(f"worker {index}", script, environment, inside))
-            stack.callback(peers[-1].close)
+        peers = [
+            stack.enter_context(Peer(f"worker {index}", script, task, inside))
+            for index, (task, (inside, _)) in enumerate(
+                zip(tasks(shaped.addresses(places)), places, strict=True)
+            )
+        ]
         for peer in peers:
             peer.answer(_TIMEOUT.value)
         yield Workers(peers, places)
@@ -309,9 +299,7 @@ def main() -> None:
         content["rows"] = [
             accuracy_of(*cell, name, method) for cell in cells for name, method in chosen().items()
         ]
-    if _JSON.value:
-        pathlib.Path(_JSON.value).write_text(json.dumps(content, indent=1))
-        print(f"json: {_JSON.value}")
+    write(_JSON.value, content)
 
 
 if __name__ == "__main__":

@@ -10,15 +10,13 @@ README.md says how the numbers are derived.
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import pathlib
 import statistics
 from typing import Any
 
 from absl import flags
-from processes import Peer, machine, progress
+from processes import Peer, machine, progress, write
 
 from ctl.errors import UsageError
 from ctl.flags.parsing import check_flags, group, run_command
@@ -60,8 +58,7 @@ check_flags(["plain", "replicas", "jit_compile"], _check_plain)
 
 def train(peer: Peer, what: str, steps: int) -> dict[str, Any]:
     """Trains ``steps`` steps of ``what``, "step" or "own"; see `peers/variables_worker.py`."""
-    peer.say(json.dumps({"what": what, "steps": steps}))
-    return peer.answer(_TIMEOUT.value)
+    return peer.ask(_TIMEOUT.value, what=what, steps=steps)
 
 
 def measure(variables: int, long_steps: int) -> dict[str, Any]:
@@ -70,8 +67,7 @@ def measure(variables: int, long_steps: int) -> dict[str, Any]:
     command = ["variables_worker.py", f"--variables={variables}", f"--rows={_ROWS.value}"]
     command += [f"--batch={_BATCH.value}", f"--replicas={_REPLICAS.value}"]
     command += [f"--{f.name}" for f in (_JIT, _PLAIN) if f.value]
-    peer = Peer(f"{variables} variables", command)
-    try:
+    with Peer(f"{variables} variables", command) as peer:
         progress(f"{peer.name}: starting")
         about = peer.answer(_TIMEOUT.value)
         first = train(peer, "step", 1)
@@ -98,10 +94,8 @@ def measure(variables: int, long_steps: int) -> dict[str, Any]:
             before = train(peer, "step", 100)["resident_bytes"]
             after = train(peer, "step", long_steps)["resident_bytes"]
             row |= {"resident_bytes": before, "grown_bytes": after - before}
-        return row
-    finally:
-        peer.close()
         progress("")
+        return row
 
 
 def growth(rows: list[dict[str, Any]], key: str) -> list[float]:
@@ -122,10 +116,8 @@ def main() -> None:
         f.name: f.value for f in (_ROWS, _BATCH, _REPLICAS, _JIT, _PLAIN, _BLOCKS, _STEPS, _LONG)
     }
     about = machine(load)
-    if _JSON.value:
-        content = {"settings": settings, "machine": about, "rows": rows, "powers": powers}
-        pathlib.Path(_JSON.value).write_text(json.dumps(content, indent=1))
-        print(f"json: {_JSON.value}")
+    content = {"settings": settings, "machine": about, "rows": rows, "powers": powers}
+    write(_JSON.value, content)
     print(" ".join(f"{k}={v}" for k, v in (settings | about).items()))
     print(
         f"{'variables':>9}{'first s':>10}{'power':>7}{'step ms':>10}{'power':>7}{'own ms':>10}"

@@ -1,4 +1,4 @@
-"""What the benchmarks share: processes that work on request, a progress line, facts of the machine.
+"""What the benchmarks share: processes that work on request, their turns, and what is shown.
 
 Each thing that is measured runs in its own process, because its threads, buffers and memory would
 slow the next one. Between requests a process waits on stdin and uses no processor time, so that the
@@ -20,11 +20,12 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
-from ctl.errors import CtlError
+from ctl.errors import CtlError, UsageError
 
+T = TypeVar("T")
 PEERS = pathlib.Path(__file__).parent / "peers"
 
 
@@ -83,11 +84,65 @@ class Peer:
             raise CtlError(f"{self.name}: its process ended: {why}")
         return json.loads(line)
 
+    def ask(self, seconds: float, **request: Any) -> dict[str, Any]:
+        """Sends ``request`` as JSON, and returns the `answer`."""
+        self.say(json.dumps(request))
+        return self.answer(seconds)
+
+    def __enter__(self) -> Peer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def close(self) -> None:
         """Kills the process and waits for its end."""
         self._process.kill()
         self._process.wait()
         self._errors.close()
+
+
+def ask_all(peers: Sequence[Peer], seconds: float, **request: Any) -> list[dict[str, Any]]:
+    """The answers of ``peers`` that work on ``request`` together."""
+    for peer in peers:
+        peer.say(json.dumps(request))
+    return [peer.answer(seconds) for peer in peers]
+
+
+def tasks(workers: Sequence[str]) -> list[dict[str, str]]:
+    """The environment that makes processes the ``workers`` (host:port) of one job."""
+    return [
+        {
+            "TF_CONFIG": json.dumps(
+                {"cluster": {"worker": list(workers)}, "task": {"type": "worker", "index": index}}
+            )
+        }
+        for index in range(len(workers))
+    ]
+
+
+def in_turn(items: Iterable[T], number: int) -> list[T]:
+    """``items`` in the order of this round. In each round another one is the first, so that a
+    disturbance of the machine meets all."""
+    order = list(items)
+    shift = number % max(1, len(order))
+    return order[shift:] + order[:shift]
+
+
+def check_names(what: str, names: Iterable[str], known: Iterable[str]) -> None:
+    """Raises `UsageError` if one of ``names`` is not ``known``. ``what``: how the error begins."""
+    choices = list(known)
+    for name in names:
+        if name not in choices:
+            raise UsageError(f"{what} {name!r}: the choices are {', '.join(choices)}")
+
+
+def write(path: str | None, results: dict[str, Any], say: bool = True) -> None:
+    """Writes what --json asked for, if anything."""
+    if path:
+        pathlib.Path(path).write_text(json.dumps(results, indent=1))
+        if say:
+            print(f"json: {path}")
 
 
 def summary(values: Sequence[float]) -> dict[str, float]:

@@ -12,7 +12,6 @@ confidence. Exit code 1 names the slower rows.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import pathlib
 import statistics
@@ -24,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from absl import flags
-from processes import Peer, bounds, machine, progress
+from processes import Peer, bounds, check_names, machine, progress, write
 
 from ctl.errors import CtlError, UsageError
 from ctl.flags.parsing import check_flags, group, run_command
@@ -57,8 +56,7 @@ def saves(stack: contextlib.ExitStack, tree: pathlib.Path, key: str) -> Block:
     peer = _peer(stack, tree, "checkpoint_saver.py", *given)
 
     def block() -> float:
-        peer.say(json.dumps({"who": "ctl"}))
-        return peer.answer(_TIMEOUT.value)[key]
+        return peer.ask(_TIMEOUT.value, who="ctl")[key]
 
     block()
     return block
@@ -108,9 +106,7 @@ with group("How"):
 
 
 def _check(rows: list[str]) -> None:
-    for row in rows:
-        if row not in ROWS:
-            raise UsageError(f"unknown row {row!r}: the choices are {', '.join(ROWS)}")
+    check_names("unknown row", rows, ROWS)
 
 
 check_flags(["rows"], _check)
@@ -118,8 +114,8 @@ check_flags(["rows"], _check)
 
 def _peer(stack: contextlib.ExitStack, tree: pathlib.Path, script: str, *arguments: str) -> Peer:
     command = [str(tree / "benchmarks" / "peers" / script), *arguments]
-    peer = Peer(f"{script} of {tree}", command, {"PYTHONPATH": str(tree)})
-    stack.callback(peer.close)
+    environment = {"PYTHONPATH": str(tree)}
+    peer = stack.enter_context(Peer(f"{script} of {tree}", command, environment))
     peer.answer(_TIMEOUT.value)
     return peer
 
@@ -195,10 +191,7 @@ def main(arguments: Sequence[str]) -> None:
                 f"{max(b for _, b in one['intervals']):8.3f}  {one['verdict']}",
                 flush=True,
             )
-    if _JSON.value:
-        content = {"commit": arguments[0], "machine": about, "rows": results}
-        pathlib.Path(_JSON.value).write_text(json.dumps(content, indent=1))
-        print(f"json: {_JSON.value}")
+    write(_JSON.value, {"commit": arguments[0], "machine": about, "rows": results})
     slower = [row for row, one in results.items() if one["verdict"] == "slower"]
     if slower:
         raise CtlError(f"slower than {arguments[0]}: {', '.join(slower)}")

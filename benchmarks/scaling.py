@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
-import pathlib
 import statistics
 from collections.abc import Iterator
 from typing import Any
@@ -24,7 +22,7 @@ from typing import Any
 import shaped
 from absl import flags
 from jobs import Effort, Job
-from processes import Peer, machine, progress
+from processes import Peer, ask_all, in_turn, machine, progress, tasks, write
 
 from ctl import launch
 from ctl.errors import UsageError
@@ -90,9 +88,9 @@ class Group:
     def train(self, strong: bool, alone: bool, keep: bool = True) -> None:
         """Trains one block: with strong or weak scaling; if ``alone``, without the all-reduce."""
         request = {"what": "train", "steps": _STEPS.value, "strong": strong, "alone": alone}
-        for peer in self.job.peers:
-            peer.say(json.dumps(request))
-        seconds = max(peer.answer(_TIMEOUT.value)["seconds"] for peer in self.job.peers)
+        seconds = max(
+            answer["seconds"] for answer in ask_all(self.job.peers, _TIMEOUT.value, **request)
+        )
         if keep:
             self.blocks.setdefault((strong, alone), []).append(1e3 * seconds / _STEPS.value)
 
@@ -114,14 +112,14 @@ def started(counts: list[int]) -> Iterator[list[Group]]:
         groups = []
         for count in counts:
             progress(f"starting {count}")
-            peers = [Peer(f"{count} replicas", *p) for p in _processes(count, places)]
-            for peer in peers:
-                stack.callback(peer.close)
+            title = f"{count} replicas"
+            how = _processes(count, places)
+            peers = [stack.enter_context(Peer(title, *each)) for each in how]
             about = [peer.answer(_TIMEOUT.value) for peer in peers][0]
             if "unavailable" in about:
                 raise UsageError(about["unavailable"])
             effort = Effort(timeout=_TIMEOUT.value, **_EFFORT)
-            job = Job(f"{count} replicas", peers, count, about["device"], effort)
+            job = Job(title, peers, count, about["device"], effort)
             groups.append(Group(job, about["gradient_bytes"]))
         progress("")
         yield groups
@@ -137,29 +135,18 @@ def _processes(
         return [([*script, "--strategy=mirrored"], {}, [])]
     if _STRATEGY.value == "mirrored":
         return [([*script, "--strategy=mirrored", f"--replicas={count}"], {}, [])]
-    addresses = launch.cluster(count)["worker"]
-    if places:
-        ports = [address.rpartition(":")[2] for address in addresses]
-        addresses = [f"{host}:{port}" for (_, host), port in zip(places, ports, strict=False)]
-    configs = [
-        {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
-        for index in range(count)
-    ]
-    return [
-        (
-            [*script, "--strategy=multi_worker"],
-            {"TF_CONFIG": json.dumps(config)},
-            places[index][0] if places else [],
-        )
-        for index, config in enumerate(configs)
-    ]
+    script += ["--strategy=multi_worker"]
+    if not places:
+        return [(script, task, []) for task in tasks(launch.cluster(count)["worker"])]
+    used = places[:count]
+    pairs = zip(tasks(shaped.addresses(used)), used, strict=True)
+    return [(script, task, inside) for task, (inside, _) in pairs]
 
 
 def train_in_turn(groups: list[Group]) -> None:
     """Trains --rounds blocks of every kind in every job, after one block each to warm up."""
     for number in range(-1, _ROUNDS.value):
-        shift = max(0, number) % len(groups)  # no job always goes first
-        for each in groups[shift:] + groups[:shift]:
+        for each in in_turn(groups, max(0, number)):
             progress(f"round {number + 1} of {_ROUNDS.value}: {each.job.name}")
             kinds = [(False, False), (False, True), (True, False), (True, True)]
             for strong, alone in kinds if each.job.replicas > 1 else kinds[:1]:
@@ -253,23 +240,21 @@ def main() -> None:
     named = (_STRATEGY, _BATCH, _LAYERS, _WIDTH, _MBIT, _DELAY, _ROUNDS, _STEPS)
     settings = {flag.name: flag.value for flag in named}
     about = machine(load)
-    if _JSON.value:
-        content = {
-            "settings": settings | {"gradient_bytes": groups[0].gradient_bytes},
-            "machine": about,
-            "link": dataclasses.asdict(link),
-            "all_reduce": {each.job.name: each.job.rows for each in groups},
-            "blocks": {
-                each.job.name: [
-                    {"strong": strong, "alone": alone, "milliseconds": values}
-                    for (strong, alone), values in each.blocks.items()
-                ]
-                for each in groups
-            },
-            **tables,
-        }
-        pathlib.Path(_JSON.value).write_text(json.dumps(content, indent=1))
-        print(f"json: {_JSON.value}")
+    content = {
+        "settings": settings | {"gradient_bytes": groups[0].gradient_bytes},
+        "machine": about,
+        "link": dataclasses.asdict(link),
+        "all_reduce": {each.job.name: each.job.rows for each in groups},
+        "blocks": {
+            each.job.name: [
+                {"strong": strong, "alone": alone, "milliseconds": values}
+                for (strong, alone), values in each.blocks.items()
+            ]
+            for each in groups
+        },
+        **tables,
+    }
+    write(_JSON.value, content)
     print(" ".join(f"{k}={v}" for k, v in (settings | about).items()))
     kind = "shared by all" if link.shared else "one for each"
     print(

@@ -13,6 +13,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
 
+from ctl import launch
 from ctl.errors import UsageError
 
 _MADE = itertools.count()
@@ -72,6 +73,13 @@ def namespaces(count: int, mbit: float, delay_ms: float) -> Iterator[list[tuple[
             run(*inside, "tc", "qdisc", "add", "dev", "card", "root", *_discipline(mbit, delay_ms))
             places.append((inside, address))
         yield places
+
+
+def addresses(places: Sequence[tuple[list[str], str]]) -> list[str]:
+    """``host:port`` of a worker in each of `namespaces`, with free ports."""
+    free = launch.cluster(len(places))["worker"]
+    ports = [address.rpartition(":")[2] for address in free]
+    return [f"{host}:{port}" for (_, host), port in zip(places, ports, strict=True)]
 
 
 def _discipline(mbit: float, delay_ms: float) -> list[str]:

@@ -9,9 +9,7 @@ says what each row measures.
 
 from __future__ import annotations
 
-import json
 import os
-import pathlib
 import subprocess
 import sys
 import tempfile
@@ -19,9 +17,9 @@ import time
 from collections.abc import Callable
 
 from absl import flags
-from processes import Peer, machine, progress, summary
+from processes import Peer, check_names, in_turn, machine, progress, summary, write
 
-from ctl.errors import CtlError, UsageError
+from ctl.errors import CtlError
 from ctl.flags.parsing import group, run_command
 
 
@@ -59,14 +57,11 @@ def _first_step(script: str, *arguments: str) -> Callable[[], float]:
 
     def measure() -> float:
         begin = time.perf_counter()
-        peer = Peer(script, [script, f"--model={_MODEL.value}", *arguments])
-        try:
+        with Peer(script, [script, f"--model={_MODEL.value}", *arguments]) as peer:
             peer.answer(_TIMEOUT.value)
             peer.say("1")
             peer.answer(_TIMEOUT.value)
             return time.perf_counter() - begin
-        finally:
-            peer.close()
 
     return measure
 
@@ -95,14 +90,11 @@ with group("How"):
 
 
 def main() -> None:
-    for name in _WHAT.value:
-        if name not in WHAT:
-            raise UsageError(f"nothing is called {name!r}: the choices are {', '.join(WHAT)}")
+    check_names("nothing is called", _WHAT.value, WHAT)
     about = machine(os.getloadavg()[0])
     seconds: dict[str, list[float]] = {name: [] for name in _WHAT.value}
     for number in range(_ROUNDS.value):
-        shift = number % len(seconds)  # no process always goes first
-        for name in [*seconds][shift:] + [*seconds][:shift]:
+        for name in in_turn(seconds, number):
             progress(f"round {number + 1}/{_ROUNDS.value}: {name}")
             try:
                 seconds[name].append(WHAT[name]())
@@ -116,13 +108,10 @@ def main() -> None:
     for name, values in seconds.items():
         of = summary(values)
         print(f"{name:14}{of['median']:9.2f}{of['min']:9.2f}{of['max']:9.2f}")
-    if _JSON.value:
-        results = {
-            name: {"seconds": summary(values), "rounds": values} for name, values in seconds.items()
-        }
-        written = json.dumps({"machine": about, "what": results}, indent=1)
-        pathlib.Path(_JSON.value).write_text(written)
-        print(f"json: {_JSON.value}")
+    results = {
+        name: {"seconds": summary(values), "rounds": values} for name, values in seconds.items()
+    }
+    write(_JSON.value, {"machine": about, "what": results})
 
 
 if __name__ == "__main__":

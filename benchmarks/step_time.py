@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import os
 import pathlib
 import statistics
@@ -23,7 +22,7 @@ from typing import Any
 
 import bars
 from absl import flags
-from processes import Peer, machine, progress, summary
+from processes import Peer, check_names, in_turn, machine, progress, summary, write
 
 from ctl.base.names import check_model_name
 from ctl.errors import CtlError, UsageError
@@ -160,8 +159,7 @@ def measure(arguments: Sequence[str], where: str) -> dict[str, Measured]:
                 else:
                     jobs.append(job)
             for number in range(_ROUNDS.value):
-                shift = number % max(1, len(jobs))  # no variant always goes first
-                for job in jobs[shift:] + jobs[:shift]:
+                for job in in_turn(jobs, number):
                     progress(f"{title}, round {number + 1}/{_ROUNDS.value}: {job.variant}")
                     blocks = [job.train(_STEPS.value) for _ in range(_BLOCKS.value)]
                     its = measured[job.variant]
@@ -241,9 +239,7 @@ def _settings() -> Iterator[dict[str, Any]]:
 
 
 def _check() -> list[dict[str, Any]]:
-    for name in [*_VARIANTS.value, _REFERENCE.value]:
-        if name not in VARIANTS:
-            raise UsageError(f"unknown variant {name!r}: the choices are {', '.join(VARIANTS)}")
+    check_names("unknown variant", [*_VARIANTS.value, _REFERENCE.value], VARIANTS)
     if _REFERENCE.value not in _VARIANTS.value:
         raise UsageError(f"--reference={_REFERENCE.value} is not among --variants")
     return list(_settings())
@@ -266,11 +262,7 @@ def main() -> None:
         runs.append({"settings": setting | how, "variants": _rows(measured)})
         print(title, *(f"{k}={v}" for k, v in about_machine.items()))
         _show(runs[-1]["variants"])
-        if _JSON.value:
-            pathlib.Path(_JSON.value).write_text(
-                json.dumps({"machine": about_machine, "runs": runs}, indent=1)
-            )
-            print(f"json: {_JSON.value}")
+        write(_JSON.value, {"machine": about_machine, "runs": runs})
         if _SVG.value:
             pathlib.Path(_SVG.value).write_text(bars.chart(runs))
         check_losses(

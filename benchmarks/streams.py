@@ -9,12 +9,11 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
-import json
 import statistics
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from processes import Peer, progress
+from processes import Peer, in_turn, progress
 
 _LATE = 1_000_000  # the step of a late start
 
@@ -122,21 +121,17 @@ def measure(
             data_dir = folder / "grain" if row.kind == "grain" else folder
             flags = [f"--data_dir={data_dir}", f"--shuffle={kind.shuffled}"]
             flags += [f"--kind={row.kind}", f"--global_batch_size={batch}"]
-            peers[name] = Peer(name, ["stream_reader.py", *flags])
-            stack.callback(peers[name].close)
+            peers[name] = stack.enter_context(Peer(name, ["stream_reader.py", *flags]))
             peers[name].answer(timeout)
 
         def ask(name: str, what: str, keep: bool, **request: int) -> None:
             progress(f"{what}: {name}")
-            peers[name].say(json.dumps(request))
-            answer = peers[name].answer(timeout)
+            answer = peers[name].ask(timeout, **request)
             if keep:
                 answers[name][what].append(answer)
 
-        names = list(rows)
         for number in range(-1, rounds):
-            shift = number % len(names)
-            for name in names[shift:] + names[:shift]:
+            for name in in_turn(rows, number):
                 row = rows[name]
                 if name == "ctl":
                     ask(name, "start", False, start=0, steps=1)  # ends what was read ahead

@@ -25,7 +25,7 @@ import time
 from typing import Any
 
 from absl import flags
-from processes import PEERS, Peer, machine, progress
+from processes import PEERS, Peer, check_names, in_turn, machine, progress, write
 
 from ctl.errors import CtlError, UsageError
 from ctl.flags.parsing import check_flags, group, run_command
@@ -86,13 +86,8 @@ with group("How"):
 
 
 def _check(dataset: list[str], variants: list[str]) -> None:
-    for what, given, known in (
-        ("dataset", dataset, RECIPES),
-        ("variant", variants, VARIANTS),
-    ):
-        for name in given:
-            if name not in known:
-                raise UsageError(f"unknown {what} {name!r}: the choices are {', '.join(known)}")
+    check_names("unknown dataset", dataset, RECIPES)
+    check_names("unknown variant", variants, VARIANTS)
 
 
 check_flags(["dataset", "variants"], _check)
@@ -170,25 +165,23 @@ def show(dataset: str, by_variant: dict[str, list[dict[str, Any]]]) -> None:
             print(f"{variant} over {best}, the best peer: {ratio:.2f} (goal {_GOAL}: {verdict})")
 
 
-def _stored(path: pathlib.Path | None) -> dict[str, Any]:
-    if path is None or not path.exists():
+def _stored(path: str | None) -> dict[str, Any]:
+    if path is None or not os.path.exists(path):
         return {}
     try:
-        return json.loads(path.read_text())["runs"]
+        return json.loads(pathlib.Path(path).read_text())["runs"]
     except (ValueError, KeyError) as error:
         raise UsageError(f"--json={path} is no file of this program: {error}") from error
 
 
 def main() -> None:
-    path = pathlib.Path(_JSON.value) if _JSON.value else None
-    stored, about = _stored(path), machine(os.getloadavg()[0])
+    stored, about = _stored(_JSON.value), machine(os.getloadavg()[0])
     print(*(f"{key}={value}" for key, value in about.items()))
     for dataset in _DATASETS.value:
         measured: dict[str, list[dict[str, Any]]] = {name: [] for name in _VARIANTS.value}
         with tempfile.TemporaryDirectory() as arrays:
             for seed in range(1, _SEEDS.value + 1):
-                shift = seed % len(measured)  # no variant always goes first
-                for variant in [*measured][shift:] + [*measured][:shift]:
+                for variant in in_turn(measured, seed):
                     # A run of another recipe is none of this one.
                     key = f"{dataset} {variant} {seed} {recipe_of(dataset, variant)}"
                     if key not in stored:
@@ -200,8 +193,7 @@ def main() -> None:
                         progress("")
                         _say(dataset, variant, seed, stored[key])
                     measured[variant].append(stored[key])
-                    if path:
-                        path.write_text(json.dumps({"machine": about, "runs": stored}, indent=1))
+                    write(_JSON.value, {"machine": about, "runs": stored}, say=False)
         show(dataset, measured)
 
 

@@ -13,18 +13,16 @@ README.md says.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import pathlib
 import sys
 import textwrap
 from collections.abc import Sequence
 from typing import Any
 
 from absl import flags
-from processes import PEERS, Peer, machine, progress
+from processes import PEERS, Peer, check_names, machine, progress, tasks, write
 
-from ctl.errors import CtlError, UsageError
+from ctl.errors import CtlError
 from ctl.flags.parsing import group, run_command
 from ctl.launch import cluster
 
@@ -50,9 +48,7 @@ def ask(name: str, claim: Claim) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
         firsts = {}
         for side in _SIDES:
-            peers = _start(name, side, claim)
-            for peer in peers:
-                stack.callback(peer.close)
+            peers = [stack.enter_context(peer) for peer in _start(name, side, claim)]
             firsts[side] = peers[0]
         versions = [first.answer(_TIMEOUT.value)["versions"] for first in firsts.values()][0]
         row = {"claim": claim.says, "versions": versions}
@@ -65,12 +61,8 @@ def _start(name: str, side: str, claim: Claim) -> list[Peer]:
     command, title = ["claims.py", name, side], f"{name}, {side}"
     if claim.workers == 1:
         return [Peer(title, command)]
-    addresses = cluster(claim.workers)
-    tasks = [{"type": "worker", "index": index} for index in range(claim.started)]
-    return [
-        Peer(title, command, {"TF_CONFIG": json.dumps({"cluster": addresses, "task": task})})
-        for task in tasks
-    ]
+    started = tasks(cluster(claim.workers)["worker"])[: claim.started]
+    return [Peer(title, command, task) for task in started]
 
 
 def _seen(peer: Peer, silent: bool, may_be_silent: bool) -> dict[str, Any]:
@@ -103,9 +95,7 @@ def show(rows: dict[str, dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    for name in _CLAIMS.value:
-        if name not in CLAIMS:
-            raise UsageError(f"unknown claim {name!r}: the choices are {', '.join(CLAIMS)}")
+    check_names("unknown claim", _CLAIMS.value, CLAIMS)
     load = os.getloadavg()[0]
     rows = {}
     for number, name in enumerate(_CLAIMS.value, 1):
@@ -118,10 +108,7 @@ def main() -> None:
     refuted = [name for name, row in rows.items() if not row["still_true"]]
     if refuted:
         print(f"NO LONGER TRUE, to be taken out of README.md: {', '.join(refuted)}")
-    if _JSON.value:
-        results = {"claims": rows, "machine": machine(load)}
-        pathlib.Path(_JSON.value).write_text(json.dumps(results, indent=1))
-        print(f"json: {_JSON.value}")
+    write(_JSON.value, {"claims": rows, "machine": machine(load)})
     wrong = [name for name, row in rows.items() if not row["ctl"]["as_said"]]
     if wrong:
         raise CtlError(f"ctl does not do what README.md says: {', '.join(wrong)}")

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
+import tutorial
 from recipe import Evaluated, Recipe, keras_program, race
-
-from ctl.errors import UsageError
 
 
 def train(recipe: Recipe, evaluated: Evaluated) -> dict[str, Any]:
-    for package in ("orbit", "tf_keras"):
-        if importlib.util.find_spec(package) is None:
-            raise UsageError(
-                f"{package} is not installed: pip install --no-deps tf-models-official tf-keras"
-            )
+    tutorial.check_orbit()
     import keras
     import orbit
     import tensorflow as tf

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from absl import flags
-from lines import answerer, serve
+from lines import serve
 
 from ctl.distributed import cluster
 from ctl.errors import UsageError
@@ -128,19 +128,14 @@ class Measured:
         return now
 
 
-def main() -> None:
-    answer = answerer()
+def build() -> tuple[dict[str, Any], Any]:
     try:
         placement = place()
     except UsageError as error:  # the operation does not work on this device
-        answer(unavailable=str(error))
-        return
-    about = {
-        "replicas": placement.strategy.num_replicas_in_sync,
-        "device": placement.description,
-    }
-    serve(about, Measured(placement).run, answer)
+        return {"unavailable": str(error)}, None
+    replicas = placement.strategy.num_replicas_in_sync
+    return {"replicas": replicas, "device": placement.description}, Measured(placement).run
 
 
 if __name__ == "__main__":
-    run_command(main, sys.modules["__main__"].__doc__)
+    run_command(lambda: serve(build), sys.modules["__main__"].__doc__)

@@ -9,25 +9,14 @@ import pathlib
 import sys
 
 import numpy as np
+import pipeline
 
 
 def main(name: str, folder: str, data_dir: str | None = None) -> None:
     """Writes ``train`` and ``test``: images uint8 [n, height, width, channels] and labels int64
     [n]."""
-    import tensorflow_datasets as tfds
-
-    from ctl.data.tfds_source import EMBEDDED
-
     for split in ("train", "test"):
-        images, labels = tfds.as_numpy(
-            tfds.load(
-                name,
-                data_dir=data_dir or str(EMBEDDED),
-                split=split,
-                as_supervised=True,
-                batch_size=-1,
-            )
-        )
+        images, labels = pipeline.arrays(name, split, data_dir)
         np.save(pathlib.Path(folder) / f"{split}_images.npy", images)
         np.save(pathlib.Path(folder) / f"{split}_labels.npy", labels)
 

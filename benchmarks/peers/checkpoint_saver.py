@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from absl import flags
-from lines import answerer, serve
+from lines import serve
 
 from ctl.errors import UsageError
 from ctl.flags.parsing import group, run_command
@@ -22,8 +22,12 @@ with group("This peer"):
     _DIRECTORY = flags.DEFINE_string("directory", None, "where to save")
 
 
-def build(directory: Path):
+def build():
     """Facts of the state, and the function that answers a request."""
+    if _DIRECTORY.value is None:
+        raise UsageError("give --directory")
+    directory = Path(_DIRECTORY.value)
+
     import tensorflow as tf
 
     import ctl
@@ -88,12 +92,5 @@ def build(directory: Path):
     return about, reply
 
 
-def main() -> None:
-    if _DIRECTORY.value is None:
-        raise UsageError("give --directory")
-    answer = answerer()
-    serve(*build(Path(_DIRECTORY.value)), answer)
-
-
 if __name__ == "__main__":
-    run_command(main, __doc__)
+    run_command(lambda: serve(build), __doc__)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 from absl import flags
-from lines import answerer, serve
+from lines import serve
 
 from ctl.flags.parsing import group, run_command
 from ctl.inspect.session import Inspection
@@ -219,8 +219,7 @@ def between(ready: np.ndarray, done: np.ndarray, times: np.ndarray) -> tuple[flo
     return len(gaps) / max(1, len(ready)), float(np.median(gaps)) if gaps else float("nan")
 
 
-def main() -> None:
-    answer = answerer()
+def build() -> tuple[dict[str, Any], Any]:
     checks = Checks()
 
     def reply(check: str) -> dict[str, Any]:
@@ -235,8 +234,8 @@ def main() -> None:
         about["names"] = [
             tf.config.experimental.get_device_details(g).get("device_name", "?") for g in gpus
         ]
-    serve(about, reply, answer)
+    return about, reply
 
 
 if __name__ == "__main__":
-    run_command(main, __doc__)
+    run_command(lambda: serve(build), __doc__)

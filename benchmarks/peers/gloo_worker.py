@@ -9,21 +9,19 @@ import sys
 import time
 from typing import Any
 
-from lines import answerer, serve
+from lines import serve
 
 
-def main() -> None:
-    answer = answerer()
+def build() -> tuple[dict[str, Any], Any]:
     try:
         import torch
         import torch.distributed as dist
     except ImportError as error:
-        answer(unavailable=f"PyTorch is not installed ({error}): pip install 'ctl[bench]'")
-        return
+        why = f"PyTorch is not installed ({error}): pip install 'ctl[bench]'"
+        return {"unavailable": why}, None
     dtype = getattr(torch, sys.argv[1], None)
     if dtype is None:
-        answer(unavailable=f"PyTorch has no {sys.argv[1]}")
-        return
+        return {"unavailable": f"PyTorch has no {sys.argv[1]}"}, None
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, replicas = dist.get_rank(), dist.get_world_size()
@@ -42,8 +40,8 @@ def main() -> None:
             times["wrong"] += int((mine != right).sum())
         return times
 
-    serve({"replicas": replicas, "device": f"torch {torch.__version__}"}, run, answer)
+    return {"replicas": replicas, "device": f"torch {torch.__version__}"}, run
 
 
 if __name__ == "__main__":
-    main()
+    serve(build)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pipeline
 from absl import flags
-from lines import answerer, serve
+from lines import serve
 
 from ctl.flags.parsing import group, run_command
 
@@ -117,10 +117,5 @@ def build():
     return {"versions": {"tensorflow": tf.__version__}}, reply
 
 
-def main() -> None:
-    answer = answerer()
-    serve(*build(), answer)
-
-
 if __name__ == "__main__":
-    run_command(main, __doc__)
+    run_command(lambda: serve(build), __doc__)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from lines import answerer, serve
+from lines import serve
 
 _CHUNK = 1 << 20  # bytes of one call to receive
 
@@ -59,9 +59,8 @@ def _acknowledge(connection: socket.socket) -> None:
         connection.sendall(b".")
 
 
-def main() -> None:
+def build() -> tuple[dict[str, Any], Any]:
     prepare = {"copy": lambda: copy, "tcp": tcp}[sys.argv[1]]()
-    answer = answerer()
 
     def run(size: int, iterations: int) -> dict[str, Any]:
         action = prepare(size)
@@ -73,8 +72,8 @@ def main() -> None:
             done.append(ready[-1] + time.perf_counter() - start)
         return {"ready": ready, "done": done, "call": [0.0] * iterations, "wrong": 0}
 
-    serve({"replicas": 1, "device": sys.argv[1]}, run, answer)
+    return {"replicas": 1, "device": sys.argv[1]}, run
 
 
 if __name__ == "__main__":
-    main()
+    serve(build)

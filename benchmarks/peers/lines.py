@@ -21,8 +21,15 @@ def answerer() -> Callable[..., None]:
     return answer
 
 
-def serve(about: dict[str, Any], reply: Callable[..., dict[str, Any]], answer: Callable) -> None:
-    """Answers ``about``, then ``reply(**request)`` to each request until stdin ends."""
+def serve(build: Callable[[], tuple[dict[str, Any], Callable[..., dict[str, Any]] | None]]) -> None:
+    """Answers requests until stdin ends.
+
+    Args:
+        build: returns the first answer, which says what was built, and the function that answers a
+            request; None if there is none, since something is missing.
+    """
+    answer = answerer()
+    about, reply = build()
     answer(**about)
-    for line in sys.stdin:
+    for line in sys.stdin if reply else ():
         answer(**reply(**json.loads(line)))

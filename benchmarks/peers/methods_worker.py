@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 from absl import flags
-from lines import answerer, serve
+from lines import serve
 
 from ctl.distributed import cluster
 from ctl.flags.parsing import group, run_command
@@ -69,18 +69,17 @@ def _sent() -> int | None:
     return int(_SENT.read_text()) if _SENT.exists() else None
 
 
-def main() -> None:
+def build() -> tuple[dict[str, Any], Any]:
     from ctl.distributed.strategy import make_multi_worker
 
-    answer = answerer()
     placement = make_multi_worker(cluster.resolve(None, None), startup_timeout=60.0)
     trained = Trained(placement)
 
     def reply(what: str, **request: Any) -> dict[str, Any]:
         return getattr(trained, what)(**request)
 
-    serve({"device": placement.description}, reply, answer)
+    return {"device": placement.description}, reply
 
 
 if __name__ == "__main__":
-    run_command(main, sys.modules["__main__"].__doc__)
+    run_command(lambda: serve(build), sys.modules["__main__"].__doc__)

@@ -6,20 +6,12 @@ Orbit is a part of `tf-models-official`, but does not need all of its dependenci
 
 from __future__ import annotations
 
-import importlib.util
-
 import tutorial
 import worker
 
-from ctl.errors import UsageError
-
 
 def build(setting: worker.Setting):
-    for package in ("orbit", "tf_keras"):
-        if importlib.util.find_spec(package) is None:
-            raise UsageError(
-                f"{package} is not installed: pip install --no-deps tf-models-official tf-keras"
-            )
+    tutorial.check_orbit()
     program = tutorial.make(setting)
 
     import keras

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from ctl.errors import UsageError
 
 if TYPE_CHECKING:
+    import numpy as np
     import tensorflow as tf
 
 
@@ -42,20 +43,8 @@ def load(
     import tensorflow as tf
     import tensorflow_datasets as tfds
 
-    from ctl.data.tfds_source import EMBEDDED
-
-    dataset, info = tfds.load(
-        name,
-        data_dir=data_dir or str(EMBEDDED),
-        split="train",
-        read_config=tfds.ReadConfig(try_autocache=cache, input_context=share),
-        as_supervised=True,
-        with_info=True,
-    )
-    dataset = dataset.map(
-        lambda image, label: (tf.cast(image, tf.float32) / 255.0, label),
-        num_parallel_calls=tf.data.AUTOTUNE,
-    )
+    config = tfds.ReadConfig(try_autocache=cache, input_context=share)
+    dataset, info = _scaled(name, "train", data_dir, read_config=config)
     dataset = dataset.cache() if cache else dataset
     dataset = dataset.shuffle(shuffle).repeat().batch(batch_size, drop_remainder=True)
     return dataset.prefetch(tf.data.AUTOTUNE), info
@@ -64,6 +53,14 @@ def load(
 def load_test(name: str, batch_size: int, data_dir: str | None = None) -> tuple[Any, int]:
     """The split ``test`` once, as `load` gives the split ``train``, and its number of batches."""
     import tensorflow as tf
+
+    dataset, info = _scaled(name, "test", data_dir)
+    dataset = dataset.batch(batch_size).cache().prefetch(tf.data.AUTOTUNE)
+    return dataset, -(-info.splits["test"].num_examples // batch_size)
+
+
+def _scaled(name: str, split: str, data_dir: str | None, **options: Any) -> tuple[Any, Any]:
+    import tensorflow as tf
     import tensorflow_datasets as tfds
 
     from ctl.data.tfds_source import EMBEDDED
@@ -71,17 +68,24 @@ def load_test(name: str, batch_size: int, data_dir: str | None = None) -> tuple[
     dataset, info = tfds.load(
         name,
         data_dir=data_dir or str(EMBEDDED),
-        split="test",
+        split=split,
         as_supervised=True,
         with_info=True,
+        **options,
     )
-    dataset = (
-        dataset.map(
-            lambda image, label: (tf.cast(image, tf.float32) / 255.0, label),
-            num_parallel_calls=tf.data.AUTOTUNE,
-        )
-        .batch(batch_size)
-        .cache()
-        .prefetch(tf.data.AUTOTUNE)
+    scaled = dataset.map(
+        lambda image, label: (tf.cast(image, tf.float32) / 255.0, label),
+        num_parallel_calls=tf.data.AUTOTUNE,
     )
-    return dataset, -(-info.splits["test"].num_examples // batch_size)
+    return scaled, info
+
+
+def arrays(name: str, split: str, data_dir: str | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """All images, uint8 [n, height, width, channels], and labels, int64 [n]."""
+    import tensorflow_datasets as tfds
+
+    from ctl.data.tfds_source import EMBEDDED
+
+    data_dir = data_dir or str(EMBEDDED)
+    loaded = tfds.load(name, data_dir=data_dir, split=split, as_supervised=True, batch_size=-1)
+    return tfds.as_numpy(loaded)

@@ -13,7 +13,7 @@ from typing import Any
 
 from absl import flags
 from all_reduce_worker import Measured, place
-from lines import answerer, serve
+from lines import serve
 
 from ctl.flags.parsing import group, run_command
 
@@ -85,8 +85,7 @@ class Trained:
         return 4 * sum(v.value.shape.num_elements() for v in model.trainable_variables)
 
 
-def main() -> None:
-    answer = answerer()
+def build() -> tuple[dict[str, Any], Any]:
     if flags.FLAGS.strategy == "multi_worker" or flags.FLAGS.replicas:
         placement = place()
     else:
@@ -99,8 +98,8 @@ def main() -> None:
         return (trained if what == "train" else measured).run(**request)
 
     about = {"replicas": trained.replicas, "gradient_bytes": trained.gradient_bytes()}
-    serve(about | {"device": placement.description}, reply, answer)
+    return about | {"device": placement.description}, reply
 
 
 if __name__ == "__main__":
-    run_command(main, sys.modules["__main__"].__doc__)
+    run_command(lambda: serve(build), sys.modules["__main__"].__doc__)

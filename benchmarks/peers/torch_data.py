@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import pipeline
 import worker
 
 from ctl.errors import UsageError
@@ -27,19 +28,7 @@ def device(setting: worker.Setting) -> torch.device:
 
 def load() -> tuple[torch.Tensor, torch.Tensor]:
     """Images uint8 [n, 1, height, width] and labels int64 [n]."""
-    import tensorflow_datasets as tfds
-
-    from ctl.data.tfds_source import EMBEDDED
-
-    images, labels = tfds.as_numpy(
-        tfds.load(
-            "fashion_mnist_mini",
-            data_dir=str(EMBEDDED),
-            split="train",
-            as_supervised=True,
-            batch_size=-1,
-        )
-    )
+    images, labels = pipeline.arrays("fashion_mnist_mini", "train")
     return torch.from_numpy(images).permute(0, 3, 1, 2).contiguous(), torch.from_numpy(labels)
 
 

@@ -5,12 +5,15 @@ strategy, input pipeline, Keras model, Adam and a metric.
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import os
 from typing import Any
 
 import pipeline
 import worker
+
+from ctl.errors import UsageError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +26,15 @@ class Tutorial:
     optimizer: Any
     accuracy: Any
     about: dict
+
+
+def check_orbit() -> None:
+    """Raises `UsageError` if Orbit is missing."""
+    for package in ("orbit", "tf_keras"):
+        if importlib.util.find_spec(package) is None:
+            raise UsageError(
+                f"{package} is not installed: pip install --no-deps tf-models-official tf-keras"
+            )
 
 
 def make(setting: worker.Setting) -> Tutorial:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from absl import flags
-from lines import answerer, serve
+from lines import serve
 
 from ctl.flags.parsing import group, run_command
 
@@ -133,8 +133,7 @@ def resident_bytes() -> int:
         return int(statm.read().split()[1]) * resource.getpagesize()
 
 
-def main() -> None:
-    answer = answerer()
+def build() -> tuple[dict[str, Any], Any]:
     loops = make_loops()
 
     def reply(what: str, steps: int) -> dict[str, Any]:
@@ -148,8 +147,8 @@ def main() -> None:
             "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         }
 
-    serve({"gradient_bytes": 4 * _ROWS.value**2}, reply, answer)
+    return {"gradient_bytes": 4 * _ROWS.value**2}, reply
 
 
 if __name__ == "__main__":
-    run_command(main, sys.modules["__main__"].__doc__)
+    run_command(lambda: serve(build), sys.modules["__main__"].__doc__)

@@ -56,12 +56,8 @@ class ZeRO1(ctl.TrainStep):
         self.optimizer.build([part])
         # A function, so that the variable is not saved: a step assigns to it before it reads it.
         self.part = lambda: part.value
-        kept = (
-            (1 + len(self.unsynchronized_variables()))
-            * part.value.dtype.size
-            * sum(self.sizes)
-            / 1024
-        )
+        copies = 1 + len(self.unsynchronized_variables())
+        kept = copies * part.value.dtype.size * sum(self.sizes) / 1024
         logging.info("ZeRO-1: %.1f KiB on each replica, 1/%d of slots and weights", kept, parts)
 
     def unsynchronized_variables(self) -> list[tf.Variable]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers
+from references import assert_trains_as, descend, image_batches
 from replica_noise import replica_noise, replica_seeds
 
 import ctl
-from ctl import testing
 from ctl.recipes import ddpm
 
 SHAPE, BATCH, STEPS, RATE, TIMES = (2, 3, 1), 8, 4, 0.1, 30
@@ -26,9 +28,7 @@ def model() -> keras.Model:
 
 
 def batches() -> tf.data.Dataset:
-    images = np.random.default_rng(0).integers(0, 256, (STEPS * BATCH, *SHAPE)).astype("uint8")
-    arrays = images, np.zeros(len(images), "int64")
-    return tf.data.Dataset.from_tensor_slices(arrays).batch(BATCH, drop_remainder=True)
+    return image_batches(SHAPE, BATCH, STEPS)
 
 
 def make(strategy, checkpoints=None) -> ctl.Loop:
@@ -53,32 +53,24 @@ def loss_of(network, images: tf.Tensor, times: np.ndarray, noise: np.ndarray) ->
 
 @pytest.mark.parametrize("replicas", [1, 2, 4])
 def test_replicas_equal_plain_tensorflow(mirrored, replicas):
-    loop, plain = make(mirrored(replicas)), model()
-    plain.set_weights(loop.step.model.get_weights())
-    variables, losses, drawn = [v.value for v in plain.trainable_variables], [], set()
+    drawn = []
     for step, (images, _) in enumerate(batches()):
         times = [
             tf.random.stateless_uniform([BATCH // replicas], seed, 1, TIMES + 1, tf.int32)
             for seed in replica_seeds(7, "time", step, replicas)
         ]
-        times = np.concatenate(times)
         noise = replica_noise(7, "noise", step, replicas, BATCH, *SHAPE).numpy()
-        with tf.GradientTape() as tape:
-            loss = loss_of(plain, images, times, noise)
-        for variable, gradient in zip(variables, tape.gradient(loss, variables), strict=True):
-            variable.assign_sub(RATE * tf.convert_to_tensor(gradient))
-        losses.append(float(loss))
-        drawn |= set(times.tolist())
-    assert len(drawn) > STEPS * BATCH / 3
-    scalars = loop.train(STEPS)
-    for found, wanted in zip(loop.step.model.get_weights(), plain.get_weights(), strict=True):
-        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+        drawn.append((images, np.concatenate(times), noise))
+    assert len(np.unique([times for _, times, _ in drawn])) > STEPS * BATCH / 3
+    scalars, losses = assert_trains_as(
+        make(mirrored(replicas)),
+        model(),
+        lambda plain: descend(
+            plain, keras.optimizers.SGD(RATE), functools.partial(loss_of, plain), drawn
+        ),
+        steps=STEPS,
+    )
     assert scalars["loss"] == pytest.approx(np.mean(losses), rel=1e-5)
-
-
-@pytest.mark.slow
-def test_a_resume_changes_no_bit():
-    testing.check_resumed(make, 2)
 
 
 def test_an_evaluation_makes_the_same_images_of_the_same_weights(tmp_path):

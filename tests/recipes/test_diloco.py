@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from rounds import assert_equals_reference, assert_resumed
+from rounds import assert_equals_reference
 
 from ctl.recipes.diloco import DiLoCo
 
@@ -12,8 +12,3 @@ from ctl.recipes.diloco import DiLoCo
 @pytest.mark.parametrize("replicas", [1, 4])
 def test_it_equals_models_that_are_trained_one_by_one(mirrored, replicas):
     assert_equals_reference(mirrored(replicas), DiLoCo)
-
-
-@pytest.mark.slow
-def test_a_resume_within_a_round_changes_no_bit(mirrored, tmp_path):
-    assert_resumed(mirrored(2), DiLoCo, tmp_path)

@@ -6,10 +6,10 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from references import assert_trains_as, image_batches
 from replica_noise import replica_noise
 
 import ctl
-from ctl import testing
 from ctl.errors import UsageError
 from ctl.phases.optimizers import is_decayed
 from ctl.recipes import gan
@@ -34,9 +34,7 @@ def model() -> keras.Model:
 
 
 def batches() -> tf.data.Dataset:
-    images = np.random.default_rng(0).integers(0, 256, (STEPS * BATCH, *SHAPE)).astype("uint8")
-    arrays = images, np.zeros(len(images), "int64")
-    return tf.data.Dataset.from_tensor_slices(arrays).batch(BATCH, drop_remainder=True)
+    return image_batches(SHAPE, BATCH, STEPS)
 
 
 def make(strategy, checkpoints=None) -> ctl.Loop:
@@ -75,19 +73,14 @@ def plain_tensorflow(parts, replicas: int) -> list[float]:
 @pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 2, 4])
 def test_replicas_equal_plain_tensorflow(mirrored, replicas):
-    loop, plain = make(mirrored(replicas)), model()
-    plain.set_weights(loop.step.model.get_weights())
-    losses = plain_tensorflow(plain.layers, replicas)
-    scalars = loop.train(STEPS)
-    for found, wanted in zip(loop.step.model.get_weights(), plain.get_weights(), strict=True):
-        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+    scalars, losses = assert_trains_as(
+        make(mirrored(replicas)),
+        model(),
+        lambda plain: plain_tensorflow(plain.layers, replicas),
+        steps=STEPS,
+    )
     assert [scalars["generator"], scalars["discriminator"]] == pytest.approx(losses, rel=1e-5)
     assert scalars["loss"] == pytest.approx(sum(losses), rel=1e-5)
-
-
-@pytest.mark.slow
-def test_a_resume_changes_no_bit():
-    testing.check_resumed(make, 2)
 
 
 def test_an_evaluation_draws_images(tmp_path):

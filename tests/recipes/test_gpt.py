@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers import largest_difference
+from references import assert_trains_as, descend
 
 import ctl
-from ctl import testing
 from ctl.data.text import PAD, Buckets, pack, pad, windows
 from ctl.recipes import gpt
 
@@ -47,34 +46,22 @@ def token_losses(trained: keras.Model, rows: tf.Tensor) -> tf.Tensor:
 
 def plain_tensorflow(trained: keras.Model) -> float:
     """Trains on one device. Returns the mean over the tokens of all steps."""
-    variables, seen = [v.value for v in trained.trainable_variables], []
-    for rows in batches():
-        with tf.GradientTape() as tape:
-            losses = token_losses(trained, rows)
-            loss = tf.reduce_mean(losses)
-        seen += losses.numpy().tolist()
-        for variable, gradient in zip(variables, tape.gradient(loss, variables), strict=True):
-            variable.assign_sub(0.5 * tf.convert_to_tensor(gradient))
+    seen = []
+
+    def mean_loss(rows: tf.Tensor) -> tf.Tensor:
+        losses = token_losses(trained, rows)
+        seen.extend(losses.numpy())
+        return tf.reduce_mean(losses)
+
+    descend(trained, keras.optimizers.SGD(0.5), mean_loss, ((rows,) for rows in batches()))
     return float(np.mean(seen))
-
-
-@functools.cache
-def reference() -> tuple[list[np.ndarray], list[np.ndarray], float]:
-    trained = model()
-    before = trained.get_weights()
-    loss = plain_tensorflow(trained)
-    return before, trained.get_weights(), loss
 
 
 @pytest.mark.parametrize("options", [{}, {"accumulate_steps": 2}], ids=str)
 @pytest.mark.parametrize("replicas", [1, 2, 4])
 def test_replicas_equal_plain_tensorflow(mirrored, replicas, options):
-    before, wanted, loss = reference()
     loop = make(mirrored(replicas), **options)
-    loop.step.model.set_weights(before)
-    scalars = loop.train(STEPS)
-    for found, one in zip(loop.step.model.get_weights(), wanted, strict=True):
-        np.testing.assert_allclose(found, one, rtol=1e-5, atol=1e-6)
+    scalars, loss = assert_trains_as(loop, model(), plain_tensorflow, steps=STEPS, tolerance=1e-6)
     assert scalars["loss"] == pytest.approx(loss, rel=1e-5)
     assert scalars["perplexity"] == pytest.approx(np.exp(loss), rel=1e-5)
 
@@ -85,10 +72,6 @@ def test_an_evaluation_counts_tokens():
     results = ctl.Evaluator(gpt.Evaluation(trained), batches()).run()
     assert results["loss"] == pytest.approx(loss, rel=1e-5)
     assert results["perplexity"] == pytest.approx(np.exp(loss), rel=1e-5)
-
-
-def test_a_resume_changes_no_bit(mirrored):
-    testing.check_resumed(make, 2)
 
 
 def test_a_position_sees_only_those_before():
@@ -118,14 +101,14 @@ def one_step(strategy, rows: np.ndarray, weights, **options) -> tuple[list[np.nd
 @pytest.mark.slow
 def test_packed_rows_equal_single_texts(mirrored):
     """On replicas with unequal numbers of rows and tokens, and with micro-batches."""
-    packed, padded = pack(TEXTS, CONTEXT), pad(TEXTS, CONTEXT)
-    assert len(packed) < len(padded) and len(packed) % 4
+    texts = TEXTS[1:]  # in an odd number of rows
+    packed, padded = pack(texts, CONTEXT), pad(texts, CONTEXT)
+    assert len(packed) < len(padded) and len(packed) % 2
     weights = small_gpt().get_weights()
     expected, scalars = one_step(mirrored(1), padded, weights)
     assert max(np.abs(gradient).max() for gradient in expected) > 0.1
-    found, logged = one_step(mirrored(4), packed, weights, accumulate_steps=2)
-    for ours, theirs in zip(found, expected, strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6)
+    found, logged = one_step(mirrored(2), packed, weights, accumulate_steps=2)
+    assert largest_difference(found, expected) <= 1e-6
     assert logged["loss"] == pytest.approx(scalars["loss"], rel=1e-6)
     assert logged["perplexity"] == pytest.approx(scalars["perplexity"], rel=1e-5)
 
@@ -162,5 +145,4 @@ def test_batches_of_several_lengths(mirrored):
         ctl.Loop(step, data, strategy=mirrored(replicas)).train(6)
         weights.append(step.model.get_weights())
     for others in weights[1:]:
-        for one, other in zip(weights[0], others, strict=True):
-            np.testing.assert_allclose(other, one, atol=1e-6)
+        assert largest_difference(others, weights[0]) <= 1e-6

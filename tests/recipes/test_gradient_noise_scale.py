@@ -8,13 +8,11 @@ import pytest
 import tensorflow as tf
 from helpers import examples, keras_loss, make_loop
 
-from ctl import testing
 from ctl.errors import UsageError
 from ctl.recipes.gradient_noise_scale import NoiseScale
 from ctl.step import TrainStep
 
 STEPS, BATCH = 5, 16
-CUT = {"accumulate_steps": 2}
 
 
 def squares_of(model, features, labels, parts: int) -> list[float]:
@@ -104,13 +102,6 @@ def test_trains_as_a_step_without_it(mirrored):
         loop.train(3)
         bits.append([w.tobytes() for w in loop.step.model.get_weights()])
     assert bits[0] == bits[1]
-
-
-def test_a_resume_changes_no_bit():
-    def make(strategy, checkpoints):
-        return make_loop(strategy, step_class=NoiseScale, checkpoints=checkpoints, **CUT)
-
-    testing.check_resumed(make, steps=2)
 
 
 def test_one_size_of_batches_is_refused():

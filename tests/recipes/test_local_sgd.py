@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from helpers import largest_difference
-from rounds import ROUND, STEPS, assert_equals_reference, assert_resumed, copies, make
+from rounds import ROUND, STEPS, assert_equals_reference, copies, make
 
 from ctl.control.copies import CompareReplicas
 from ctl.errors import CheckpointError, UsageError
@@ -17,10 +17,6 @@ from ctl.step import TrainStep
 @pytest.mark.parametrize("replicas", [1, 4])
 def test_it_equals_models_that_are_trained_one_by_one(mirrored, replicas):
     assert_equals_reference(mirrored(replicas), LocalSGD)
-
-
-def test_a_resume_within_a_round_changes_no_bit(mirrored, tmp_path):
-    assert_resumed(mirrored(2), LocalSGD, tmp_path)
 
 
 def test_a_resume_on_other_replicas_is_refused(mirrored, tmp_path):

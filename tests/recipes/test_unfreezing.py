@@ -8,18 +8,9 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import (
-    CLASSES,
-    FEATURES,
-    adam,
-    assert_replicas_agree,
-    cut,
-    examples,
-    keras_loss,
-    largest_difference,
-    make_loop,
-)
+from helpers import CLASSES, FEATURES, adam, cut, examples, keras_loss, make_loop
 from keras import layers
+from references import assert_trains_as
 
 from ctl import testing
 from ctl.base.actions import Every
@@ -65,12 +56,7 @@ def test_equals_plain_tensorflow(mirrored, replicas):
     data = examples(16 * STEPS)
     batches = tf.data.Dataset.from_tensor_slices(data).batch(16, drop_remainder=True)
     loop = make(mirrored(replicas), data=batches)
-    plain = network()
-    plain.set_weights(loop.step.model.get_weights())
-    trained_plainly(plain, cut(data))
-    loop.train(STEPS)
-    assert largest_difference(loop.step.model.get_weights(), plain.get_weights()) <= 1e-5
-    assert_replicas_agree(loop.strategy, loop.step.model.variables)
+    assert_trains_as(loop, network(), lambda plain: trained_plainly(plain, cut(data)), steps=STEPS)
 
 
 def test_one_more_layer_trains_from_each_boundary_on():

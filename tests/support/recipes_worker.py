@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 from ctl.base import console
@@ -21,17 +22,20 @@ import numpy as np  # noqa: E402
 import rounds  # noqa: E402
 import test_compressed  # noqa: E402
 import test_ddpm  # noqa: E402
+import test_distillation  # noqa: E402
 import test_dp_sgd  # noqa: E402
 import test_gan  # noqa: E402
 import test_gpt  # noqa: E402
 import test_lora  # noqa: E402
+import test_mean_teacher  # noqa: E402
 import test_mixup  # noqa: E402
 import test_moe  # noqa: E402
 import test_powersgd  # noqa: E402
 import test_simclr  # noqa: E402
 import test_unfreezing  # noqa: E402
 import test_vae  # noqa: E402
-from helpers import CLASSES, FEATURES, make_loop  # noqa: E402
+import test_zero1  # noqa: E402
+from helpers import make_loop  # noqa: E402
 from worker_end import run_to_end  # noqa: E402
 
 from ctl.distributed.strategy import make_multi_worker  # noqa: E402
@@ -39,59 +43,40 @@ from ctl.recipes.diloco import DiLoCo  # noqa: E402
 from ctl.recipes.distillation import Distillation  # noqa: E402
 from ctl.recipes.gradient_noise_scale import NoiseScale  # noqa: E402
 from ctl.recipes.local_sgd import LocalSGD  # noqa: E402
-from ctl.recipes.mean_teacher import MeanTeacher  # noqa: E402
-from ctl.recipes.mixup import CutMix  # noqa: E402
 from ctl.recipes.sam import SAM  # noqa: E402
-from ctl.recipes.zero1 import ZeRO1  # noqa: E402
 
 STEPS = 4
 
 
-def distillation(strategy):
-    keras.utils.set_random_seed(5)
-    teacher = keras.Sequential([keras.Input([FEATURES]), keras.layers.Dense(CLASSES)])
-    teacher.save("teacher.keras")  # a name that workers share, in a directory of each
-    return make_loop(strategy, step_class=Distillation, teacher="teacher.keras")
+def distillation(strategy, **options):
+    path = "teacher.keras"  # workers share the name, in a directory of each
+    test_distillation.save_teacher(path)
+    return make_loop(strategy, step_class=Distillation, teacher=path, **options)
 
 
-def cutmix(strategy):
-    # What makes tensors must wait for the strategy of the workers.
-    return make_loop(
-        strategy, step_class=CutMix, model=test_mixup.network, data=test_mixup.data(), mix_alpha=0.5
-    )
-
-
-def plain(kind: type, **options):
-    return lambda strategy: make_loop(strategy, step_class=kind, **options)
-
-
-def of(module, *args):
-    return lambda strategy: module.make(strategy, *args)
-
-
-# Each makes a loop for a strategy.
+# Each makes a loop for a strategy, with these ``checkpoints`` if they are given.
 LOOPS = {
-    "sam": plain(SAM),
-    "mixup": cutmix,
+    "sam": partial(make_loop, step_class=SAM),
+    "mixup": test_mixup.make,
     "distillation": distillation,
-    "mean_teacher": plain(MeanTeacher, ema_decay=0.9),
-    "gradient_noise_scale": plain(NoiseScale),
-    "lora": of(test_lora),
-    "gpt": of(test_gpt),
-    "vae": of(test_vae),
-    "gan": of(test_gan),
-    "ddpm": of(test_ddpm),
-    "simclr": of(test_simclr),
-    "compressed fp16": of(test_compressed, "fp16"),
-    "compressed int8": of(test_compressed, "int8"),
-    "compressed topk": of(test_compressed, "topk"),
-    "powersgd": of(test_powersgd),
-    "dp_sgd": of(test_dp_sgd),
-    "zero1": plain(ZeRO1),
-    "local_sgd": of(rounds, LocalSGD),
-    "diloco": of(rounds, DiLoCo),
-    "moe": of(test_moe),
-    "unfreezing": of(test_unfreezing),
+    "mean_teacher": test_mean_teacher.make,
+    "gradient_noise_scale": partial(make_loop, step_class=NoiseScale),
+    "lora": test_lora.make,
+    "gpt": test_gpt.make,
+    "vae": test_vae.make,
+    "gan": test_gan.make,
+    "ddpm": test_ddpm.make,
+    "simclr": test_simclr.make,
+    "compressed fp16": partial(test_compressed.make, compressor="fp16"),
+    "compressed int8": partial(test_compressed.make, compressor="int8"),
+    "compressed topk": partial(test_compressed.make, compressor="topk"),
+    "powersgd": test_powersgd.make,
+    "dp_sgd": partial(test_dp_sgd.make, noise=1.0),
+    "zero1": test_zero1.make,
+    "local_sgd": partial(rounds.make, kind=LocalSGD),
+    "diloco": partial(rounds.make, kind=DiLoCo),
+    "moe": test_moe.make,
+    "unfreezing": test_unfreezing.make,
 }
 
 

@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
+import pytest
 from paths import BENCHMARKS
 
+STARTS_PROCESSES = [pytest.mark.slow, pytest.mark.xdist_group("processes")]  # see conftest.py
 
-def run(script: str, *arguments: str, exit_code: int = 0) -> subprocess.CompletedProcess:
-    """Runs a benchmark to its end, which must be ``exit_code``."""
+
+def run(command: str, exit_code: int | None = 0) -> subprocess.CompletedProcess:
+    """Runs ``command``, a script and its flags, to its end, which must be ``exit_code``, if any."""
+    script, *arguments = shlex.split(command)
     done = subprocess.run(
         [sys.executable, BENCHMARKS / script, *arguments],
         capture_output=True,
         text=True,
         timeout=300,
     )
-    assert done.returncode == exit_code, done.stderr
+    assert exit_code in (None, done.returncode), done.stderr
     return done
+
+
+def results(
+    folder: Path, command: str, exit_code: int = 0
+) -> tuple[dict[str, Any], subprocess.CompletedProcess]:
+    """As `run`, and what it has written with ``--json``."""
+    out, (script, _, flags) = folder / "out.json", command.partition(" ")
+    done = run(f"{script} --json={out} {flags}", exit_code)
+    return json.loads(out.read_text()), done

@@ -7,22 +7,18 @@ import subprocess
 import sys
 
 import pytest
-from paths import BENCHMARKS
+from paths import ROOT
 
-sys.path.append(str(BENCHMARKS))
-
-import chaos  # noqa: E402
-import chaos_draw  # noqa: E402
-import chaos_faults  # noqa: E402
-import chaos_judge  # noqa: E402
-from chaos_draw import KINDS, Fault, draw  # noqa: E402
-from chaos_run import Attempt, Hit  # noqa: E402
+from .attempt import Attempt, Hit, ports
+from .draw import KINDS, MARKS, PLACES, Fault, draw, loads
+from .judge import deadline, judge
+from .run import table
 
 
 def test_a_seed_draws_the_same_schedule_again():
     for seed in range(300):
         schedule = draw(seed)
-        assert draw(seed) == schedule == chaos_draw.loads(schedule.dumps())
+        assert draw(seed) == schedule == loads(schedule.dumps())
         *disturbed, last = schedule.attempts
         assert 1 <= len(disturbed) <= 2 and last == ()
         assert all(1 <= len(faults) <= 2 for faults in disturbed)
@@ -33,14 +29,14 @@ def test_seeds_draw_all_there_is():
     faults = [fault for schedule in drawn for faults in schedule.attempts for fault in faults]
     assert {fault.kind for fault in faults} == set(KINDS)
     assert {schedule.workers for schedule in drawn} == {1, 2, 3, 4}
-    assert {fault.place for fault in faults if fault.kind == "raise"} == set(chaos_draw.PLACES)
-    assert {fault.place for fault in faults if fault.kind == "kill"} > set(chaos_draw.MARKS)
+    assert {fault.place for fault in faults if fault.kind == "raise"} == set(PLACES)
+    assert {fault.place for fault in faults if fault.kind == "kill"} > set(MARKS)
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"seed": 1}', '{"attempts": [[{"kind": "flood"}]]}'])
 def test_what_is_no_schedule(text):
     with pytest.raises(ValueError):
-        chaos_draw.loads(text)
+        loads(text)
 
 
 def killed(at_mark: str = "step 20", kind: str = "kill", **fault) -> Attempt:
@@ -59,7 +55,7 @@ def killed(at_mark: str = "step 20", kind: str = "kill", **fault) -> Attempt:
 
 
 def checks(attempt: Attempt, tmp_path, before: int = 0) -> list[str]:
-    return [failure.check for failure in chaos_judge.judge(attempt, tmp_path, before)]
+    return [failure.check for failure in judge(attempt, tmp_path, before)]
 
 
 def test_what_is_documented_is_right(tmp_path):
@@ -129,7 +125,7 @@ def test_a_pause_must_change_nothing(tmp_path):
 )
 def test_bounds(attempt, seconds):
     """Of an attempt in which the fault came after 10 s; undisturbed it takes 4 s."""
-    assert chaos_judge.deadline(attempt, 4.0, factor=1.0) == 110 + seconds
+    assert deadline(attempt, 4.0, factor=1.0) == 110 + seconds
 
 
 def test_garbage_goes_to_every_port_of_a_process():
@@ -146,7 +142,7 @@ time.sleep(1000)
     process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     try:
         tcp, udp = map(int, process.stdout.readline().split())
-        found = set(chaos_faults.ports([process.pid]))
+        found = set(ports([process.pid]))
     finally:
         process.kill()
         process.communicate()
@@ -158,7 +154,7 @@ def test_table():
         {"kinds": ["kill", "pause"], "failures": []},
         {"kinds": ["kill"], "failures": [{"check": "blame", "why": ""}] * 2},
     ]
-    rows = {line.split()[0]: line.split()[1:] for line in chaos.table(results).splitlines()}
+    rows = {line.split()[0]: line.split()[1:] for line in table(results).splitlines()}
     assert rows["kill"] == ["2", "2", "2", "1", "2"]
     assert rows["pause"] == ["1", "1", "1", "1", "1"]
     assert rows["hang"] == ["0", "0", "0", "0", "0"]
@@ -166,8 +162,8 @@ def test_table():
 
 
 def run_chaos(*arguments: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, BENCHMARKS / "chaos.py", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
+    command = [sys.executable, "-m", "tests.chaos.run", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800)
     if "cannot mount a disk" in done.stderr:
         pytest.skip(done.stderr.strip())
     return done

@@ -8,8 +8,10 @@ import sys
 
 import pytest
 from paths import BENCHMARKS
+from scripts import STARTS_PROCESSES, results
 
-pytestmark = pytest.mark.slow  # starts processes
+pytestmark = STARTS_PROCESSES
+
 
 # The command with rows that are given, instead of those that processes answer.
 GIVEN_ROWS = """
@@ -22,12 +24,6 @@ import why_not_fit
 why_not_fit.ask = lambda name, claim: rows[name]
 why_not_fit.run_command(why_not_fit.main, "")
 """
-
-
-def python(*arguments: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, *map(str, arguments)], capture_output=True, text=True, timeout=240
-    )
 
 
 def row(keras: bool, ctl: bool) -> dict:
@@ -50,7 +46,8 @@ def row(keras: bool, ctl: bool) -> dict:
 )
 def test_a_claim_that_is_refuted_is_shown(keras, ctl, exit_code, says, is_silent_about):
     rows = json.dumps({"uneven": row(keras, ctl)})
-    done = python("-c", GIVEN_ROWS, BENCHMARKS, rows, "--claims=uneven")
+    command = [sys.executable, "-c", GIVEN_ROWS, str(BENCHMARKS), rows, "--claims=uneven"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == exit_code, done.stderr
     assert says in done.stdout and "keras 9.9" in done.stdout
     assert not any(word in done.stdout for word in is_silent_about)
@@ -58,10 +55,9 @@ def test_a_claim_that_is_refuted_is_shown(keras, ctl, exit_code, says, is_silent
 
 
 def test_both_sides_run_and_who_is_silent_is_killed(tmp_path):
-    out = tmp_path / "out.json"
-    script = BENCHMARKS / "why_not_fit.py"
-    done = python(script, "--claims=several_steps,missing", "--patience=0", f"--json={out}")
-    rows = json.loads(out.read_text())["claims"]
+    command = "why_not_fit.py --claims=several_steps,missing --patience=0"
+    found, done = results(tmp_path, command, exit_code=1)
+    rows = found["claims"]
     assert rows["several_steps"]["ctl"] == {"seen": "the weight is -21, as it should"} | {
         "as_said": True
     }
@@ -71,12 +67,4 @@ def test_both_sides_run_and_who_is_silent_is_killed(tmp_path):
     silence = "nothing for 0 s, then killed"
     assert rows["missing"]["keras"] == {"seen": silence, "as_said": True}
     assert rows["missing"]["ctl"] == {"seen": silence, "as_said": False}
-    assert done.returncode == 1
     assert "ctl does not do what README.md says: missing" in done.stderr
-
-
-def test_an_unknown_claim_is_one_line():
-    done = python(BENCHMARKS / "why_not_fit.py", "--claims=clippping")
-    assert done.returncode == 2
-    assert "unknown claim 'clippping': the choices are clipping, " in done.stderr
-    assert len(done.stderr.splitlines()) == 1

@@ -1,8 +1,8 @@
-"""What must hold after an attempt of a job of `chaos.py`, by what README.md and the pages of
+"""What must hold after an attempt of a job, by what README.md and the pages of
 `ctl/distributed/watch`, `ctl/jobs/parameter_server.py` and `ctl/checkpoint` promise.
 
 The bounds in seconds are those of the table in ctl/distributed/watch/README.md, with the limits
-that the job gives as flags (`chaos_draw`). Times a factor of the caller, for a machine that is
+that the job gives as flags (`draw`). Times a factor of the caller, for a machine that is
 busy.
 """
 
@@ -10,17 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import os
 import re
 from pathlib import Path
 
-from chaos_draw import COLLECTIVE_TIMEOUT, COMPILING_TIMEOUT, MARKS, STARTUP_TIMEOUT, STEPS
-from chaos_faults import to_resume_from
-from chaos_run import Attempt, Hit
-
 from ctl.checkpoint import manifest
 
-# What is checked, by the names of the columns of the table.
-CHECKS = ("time", "code", "blame", "state")
+from .attempt import Attempt, Hit, to_resume_from
+from .draw import COLLECTIVE_TIMEOUT, COMPILING_TIMEOUT, MARKS, STARTUP_TIMEOUT, STEPS
 
 _BENIGN = ("pause", "slow", "garbage", "damage")
 _SLOWER = 5.0  # how much longer than undisturbed an attempt may take that goes on
@@ -38,7 +35,7 @@ _NOISE = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """One check that failed: which of `CHECKS`, and why in one line."""
+    """One check that failed: "time", "code", "blame" or "state", and why in one line."""
 
     check: str
     why: str
@@ -248,3 +245,25 @@ def final_state(run_dir: Path) -> str:
     for path in sorted(manifest.path_of(run_dir / "checkpoints", step).glob("variables.*")):
         digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()
+
+
+def wrong_variables(checkpoints: Path) -> str:
+    """What is wrong with the last checkpoint of a job with parameter servers, or ""."""
+    step = to_resume_from(checkpoints)
+    if step != STEPS:
+        return f"{step} steps were counted, not {STEPS}"
+    child = os.fork()  # TensorFlow must start no thread in the process that forks
+    if not child:
+        code = 2
+        try:
+            import numpy as np
+            import tensorflow as tf
+
+            path = manifest.path_of(checkpoints, step)
+            reader = tf.train.load_checkpoint(str(path / "variables"))
+            values = [reader.get_tensor(n) for n in reader.get_variable_to_shape_map()]
+            numbers = [v for v in values if getattr(v, "dtype", None) in (np.float32, np.int64)]
+            code = 0 if numbers and all(np.isfinite(v).all() for v in numbers) else 1
+        finally:
+            os._exit(code)
+    return "" if os.waitpid(child, 0)[1] == 0 else "a variable is not finite, or cannot be read"

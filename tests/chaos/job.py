@@ -1,4 +1,4 @@
-"""A task of the jobs of `chaos.py`: `run` trains as `ctl.train` does, and marks how far it is.
+"""A task of the jobs: `run` trains as `ctl.train` does, and marks how far it is.
 
 User code is in every place where a training runs some. In each, a fault of the schedule may make it
 slow, hang or raise, once.
@@ -20,15 +20,6 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from chaos_draw import (
-    COLLECTIVE_TIMEOUT,
-    COMPILING_TIMEOUT,
-    EVALUATE_EVERY,
-    SAVE_EVERY,
-    STARTUP_TIMEOUT,
-    STEPS,
-    Fault,
-)
 
 import ctl
 from ctl.base import console
@@ -45,6 +36,16 @@ from ctl.distributed.strategy import (
 from ctl.distributed.watch import watchdog
 from ctl.errors import CtlError, PeerError
 from ctl.jobs.parameter_server import CopyEvaluator, ParameterServerLoop, serve
+
+from .draw import (
+    COLLECTIVE_TIMEOUT,
+    COMPILING_TIMEOUT,
+    EVALUATE_EVERY,
+    SAVE_EVERY,
+    STARTUP_TIMEOUT,
+    STEPS,
+    Fault,
+)
 
 _BATCH, _FEATURES, _CLASSES = 12, 6, 3
 _STEP_SECONDS = 0.02  # so that faults meet a training that goes on
@@ -120,7 +121,7 @@ def run(task: str, addresses: dict[str, list[str]], out: Path, run_dir: Path, fa
             _train(make_strategy("default"), run_dir, users, mark)
         else:
             placement = make_multi_worker(
-                Cluster(tuple(addresses["worker"]), int(index), "chaos.py"),
+                Cluster(tuple(addresses["worker"]), int(index), "tests.chaos"),
                 collective_timeout=COLLECTIVE_TIMEOUT,
                 startup_timeout=STARTUP_TIMEOUT,
                 record_dir=run_dir / "inspect",

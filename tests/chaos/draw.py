@@ -1,4 +1,4 @@
-"""Draws what `chaos.py` runs: schedules of faults for a job. They are plain data, as in JSON."""
+"""Draws schedules of faults for a job. They are plain data, as in JSON."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import random
 from typing import Any
 
-# The job, see peers/chaos_job.py. Times in seconds; they are the flags of `ctl.train` of that name.
+# The job, see `job`. Times in seconds; they are the flags of `ctl.train` of that name.
 STEPS, SAVE_EVERY, EVALUATE_EVERY = 60, 5, 30
 COLLECTIVE_TIMEOUT, STARTUP_TIMEOUT = 10.0, 20.0
 COMPILING_TIMEOUT = 20.0  # instead of `watchdog.FIRST_CALL_SECONDS`

@@ -1,0 +1,15 @@
+"""The benchmark of the start says what it did; no time is judged."""
+
+from __future__ import annotations
+
+from scripts import STARTS_PROCESSES, results
+
+pytestmark = STARTS_PROCESSES
+
+
+def test_startup(tmp_path):
+    found, done = results(tmp_path, "startup.py --what=python,bad_flag,ctl --rounds=1")
+    seconds = {name: of["rounds"] for name, of in found["what"].items()}
+    assert list(seconds) == ["python", "bad_flag", "ctl"]
+    assert 0 < seconds["python"][0] < seconds["ctl"][0]  # one of them imports TensorFlow
+    assert "bad_flag " in done.stdout

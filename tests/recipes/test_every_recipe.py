@@ -1,0 +1,81 @@
+"""Every recipe trains two workers as it trains two replicas of one process, and resumes bit for
+bit."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+
+import numpy as np
+import pytest
+import recipes_worker
+from helpers import largest_difference
+from paths import ROOT, SUPPORT
+from worker_jobs import codes, said
+
+from ctl import testing
+
+NOT_STEPS = {"__init__", "lr_range", "population", "samples", "tutorial"}
+# Their tests pause at other steps, and on one replica, too.
+RESUMED_ELSEWHERE = {"sam", "unfreezing"}
+# Replicas and options of the others, where these are not 2 and none.
+RESUMED_WITH = {
+    "distillation": (1, {}),
+    "gradient_noise_scale": (1, {"accumulate_steps": 2}),
+    "mixup": (1, {"accumulate_steps": 2}),
+}
+
+
+@pytest.fixture(scope="module")
+def out(job, tmp_path_factory):
+    """Where two workers left the weights that they trained."""
+    out = tmp_path_factory.mktemp("recipes")
+    with job(out, program=SUPPORT / "recipes_worker.py") as processes:
+        assert codes(processes) == [0, 0], said(out, 0)[-2000:]
+    return out
+
+
+@pytest.mark.parametrize("name", recipes_worker.LOOPS)
+def test_two_workers_equal_two_replicas(mirrored, out, tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    expected = recipes_worker.trained(mirrored(2), name)
+    for worker, wanted in enumerate(expected):
+        saved = np.load(out / f"process-{worker}" / f"{name}.npz")
+        assert largest_difference(saved.values(), wanted) <= 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [n for n in recipes_worker.LOOPS if n not in RESUMED_ELSEWHERE])
+def test_a_resume_changes_no_bit(tmp_path, monkeypatch, name):
+    """After 2 of 4 steps: of `LocalSGD` and `DiLoCo`, within a round."""
+    monkeypatch.chdir(tmp_path)
+    replicas, options = RESUMED_WITH.get(name, (2, {}))
+    make = functools.partial(recipes_worker.LOOPS[name], **options)
+    testing.check_resumed(lambda strategy, saved: make(strategy, checkpoints=saved), replicas)
+
+
+def test_no_recipe_is_left_out():
+    files = {path.stem for path in (ROOT / "ctl" / "recipes").glob("*.py")}
+    assert {name.split()[0] for name in recipes_worker.LOOPS} == files - NOT_STEPS
+
+
+def lines_of_code(text: str) -> int:
+    """Without empty lines, comments, imports and docstrings."""
+    left_out: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        text_alone = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if text_alone or isinstance(node, ast.Import | ast.ImportFrom):
+            left_out |= {*range(node.lineno, node.end_lineno + 1)}
+    lines = enumerate(text.splitlines(), 1)
+    return sum(bool(re.match(r"\s*[^\s#]", line)) for i, line in lines if i not in left_out)
+
+
+def test_the_page_counts_lines_of_code():
+    folder = ROOT / "ctl" / "recipes"
+    rows = re.findall(
+        r"^\| `(\w+\.py)` .* (\d+) \| \d+ \|$", (folder / "README.md").read_text(), re.M
+    )
+    assert len(rows) == 19
+    found = {name: lines_of_code((folder / name).read_text("utf-8")) for name, _ in rows}
+    assert found == {name: int(count) for name, count in rows}
