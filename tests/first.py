@@ -28,15 +28,21 @@ def tests_of(changed: Iterable[str], users: bool = False) -> list[str]:
         path = Path(name)
         if path.parts[0] == "tests" and path.name.startswith("test_"):
             found[name] = None
-        elif path.parts[0] == "ctl" and path.suffix == ".py":
+        elif path.parts[0] in ("benchmarks", "ctl", "tests") and path.suffix == ".py":
             named, importing = _named(path), _importing(path)
             chosen = [*named, *(importing if users or not named else ())]
-            found |= dict.fromkeys(chosen or _of_folder(path.parent))
+            found |= dict.fromkeys(chosen or _of_folder(_folder_of(path)))
     return list(found)
 
 
+def _folder_of(module: Path) -> Path:
+    """The folder of the tests of ``module``."""
+    first, *others = module.parent.parts
+    return ROOT / "tests" / Path(*(others if first in ("ctl", "tests") else (first, *others)))
+
+
 def _named(module: Path) -> list[str]:
-    folder = ROOT / "tests" / module.parent.relative_to("ctl")
+    folder = _folder_of(module)
     patterns = f"test_{module.stem}.py", f"test_{module.stem}_*.py"
     files = [path for pattern in patterns for path in sorted(folder.glob(pattern))]
     return [str(path.relative_to(ROOT)) for path in files]
@@ -44,12 +50,13 @@ def _named(module: Path) -> list[str]:
 
 def _importing(module: Path) -> list[str]:
     name = ".".join(module.with_suffix("").parts).removesuffix(".__init__")
+    name = name.removeprefix("tests.support.")
     files = [path for path in sorted(ROOT.glob("tests/**/test_*.py")) if name in _imports(path)]
     return [str(path.relative_to(ROOT)) for path in files]
 
 
 def _of_folder(folder: Path) -> list[str]:
-    files = sorted((ROOT / "tests" / folder.relative_to("ctl")).glob("test_*.py"))
+    files = sorted(folder.glob("test_*.py"))
     return [str(path.relative_to(ROOT)) for path in files] or _of_folder(folder.parent)
 
 

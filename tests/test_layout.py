@@ -141,6 +141,8 @@ def test_every_module_has_tests_that_are_found():
         assert tests and all((ROOT / test).is_file() for test in tests), path
     assert first.tests_of(["ctl/phases/norms.py"]) == ["tests/phases/test_norms.py"]
     assert "tests/control/test_state.py" in first.tests_of(["ctl/control/state.py"])
+    assert first.tests_of(["tests/chaos/judge.py"]) == ["tests/chaos/test_chaos.py"]
+    assert first.tests_of(["benchmarks/scaling.py"]) == ["tests/benchmarks/test_scaling.py"]
 
 
 def test_the_tests_that_hold_the_promises_are_there():
