@@ -34,7 +34,7 @@ class BadRecord(Exception):
 
 
 class Records:
-    """Records of several files, numbered file after file. A source of encoded bytes.
+    """Records of several files, numbered file after file. A subclass reads them.
 
     Args:
         paths: of the files.
@@ -60,25 +60,22 @@ class Records:
         """Records in each file, int64 [files]."""
         raise NotImplementedError
 
-    def read(self, indices: np.ndarray) -> list[bytes]:
-        """Returns the records at ``indices``, int64 [n]. Raises `BadRecord` for a damaged one."""
-        raise NotImplementedError
-
     @functools.cached_property
-    def _ends(self) -> np.ndarray:
-        return np.cumsum(self.counts())
+    def begins(self) -> np.ndarray:
+        """The first record of each file, and the number of all, int64 [files + 1]."""
+        return np.cumsum([0, *self.counts()])
 
     def __len__(self) -> int:
-        return int(self._ends[-1])
+        return int(self.begins[-1])
 
-    def _locate(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The file of each record, and its number in the file."""
-        files = np.searchsorted(self._ends, indices, side="right")
-        return files, indices - (self._ends - self.counts())[files]
+    def locate(self, indices: Any) -> tuple[Any, Any]:
+        """The file of each record of ``indices``, int64 [...], and its number in the file."""
+        files = np.searchsorted(self.begins, indices, side="right") - 1
+        return files, indices - self.begins[files]
 
     def where(self, index: int) -> str:
         """The file of a record and its number there, from 0."""
-        (file,), (number,) = self._locate(np.array([index]))
+        file, number = self.locate(index)
         return f"{self.paths[file].name}, record {number}"
 
     def content_hash(self) -> str:
@@ -108,7 +105,7 @@ class TFRecords(Records):
             BadRecord: a checksum is wrong, or the file has become shorter.
             OSError: the file cannot be read.
         """
-        files, numbers = self._locate(indices)
+        files, numbers = self.locate(indices)
         parts = []
         for file in np.unique(files).tolist():
             rows = np.flatnonzero(files == file)
@@ -220,7 +217,7 @@ class ArrayRecords(Records):
     def read(self, indices: np.ndarray) -> list[bytes]:
         """Returns the records at ``indices``, int64 [n]. Raises `BadRecord` for one that its file
         cannot give."""
-        files, numbers = self._locate(indices)
+        files, numbers = self.locate(indices)
         result: list[bytes] = [b""] * len(indices)
         for file in np.unique(files).tolist():
             rows = np.flatnonzero(files == file)

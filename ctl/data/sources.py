@@ -21,7 +21,7 @@ from ctl.base.names import IMAGES
 from ctl.data import index
 from ctl.data.arrays import check, form, raw
 from ctl.data.dataset import DatasetInfo
-from ctl.data.records import BadRecord
+from ctl.data.records import BadRecord, Records
 from ctl.errors import UsageError
 
 # Rows of an array that its hash reads.
@@ -152,7 +152,7 @@ class Items:
 
     def read(self, indices: np.ndarray) -> Any:
         """See `Source.read`."""
-        numbers = indices.tolist()
+        numbers, nests = indices.tolist(), None
         if hasattr(self._items, "__getitems__"):
             try:
                 items = self._items.__getitems__(numbers)
@@ -160,10 +160,8 @@ class Items:
             except UsageError:
                 raise
             except Exception:  # of the user's code; which item it was, it does not say
-                nests = [self._one(number) for number in numbers]
-        else:
-            nests = [self._one(number) for number in numbers]
-        return self._stack(numbers, nests)
+                pass
+        return self._stack(numbers, nests or [self._one(number) for number in numbers])
 
     def _one(self, number: int) -> Any:
         try:
@@ -208,7 +206,7 @@ def _as_array(leaf: Any) -> np.ndarray:
     return leaf if isinstance(leaf, np.ndarray) else np.asarray(leaf)
 
 
-class JsonLines(Items):
+class JsonLines(Records, Items):
     """The lines of files of JSON. Where each line begins is read once, see `ctl.data.index`.
 
     Args:
@@ -224,35 +222,25 @@ class JsonLines(Items):
         *,
         name: str = "json",
     ):
-        self._paths = [index.local(path) for path in paths]
-        if not self._paths:
-            raise UsageError(f"{name}: there are no files to read")
-        self._offsets = index.offsets(self._paths, _lines, "lines")
-        self._ends = np.cumsum([len(offsets) - 1 for offsets in self._offsets])
-        self._file = index.opener(self._paths)
-        super().__init__(self, example, name=name)
+        Records.__init__(self, paths, name=name)
+        Items.__init__(self, self, example, name=name)
+        self._offsets = index.offsets(self.paths, _lines, "lines")
+        self._file = index.opener(self.paths)
 
-    def __len__(self) -> int:
-        return int(self._ends[-1])
-
-    def _locate(self, number: int) -> tuple[int, int]:
-        file = int(np.searchsorted(self._ends, number, side="right"))
-        return file, number - int(self._ends[file - 1] if file else 0)
+    def counts(self) -> np.ndarray:
+        """Lines in each file, int64 [files]."""
+        return np.array([len(offsets) - 1 for offsets in self._offsets])
 
     def __getitem__(self, number: int) -> Any:
-        file, line = self._locate(number)
+        file, line = self.locate(number)
         begin, end = self._offsets[file][line : line + 2].tolist()
         opened = self._file(file)  # while it has a name, no other thread closes it
         return json.loads(os.pread(opened.fileno(), end - begin, begin))
 
     def where(self, index: int) -> str:
         """See `Source`."""
-        file, line = self._locate(index)
-        return f"{self._paths[file].name}, line {line + 1}"
-
-    def content_hash(self) -> str:
-        """Returns what identifies the data: names and sizes of the files."""
-        return str([(path.name, path.stat().st_size) for path in self._paths])
+        file, line = self.locate(index)
+        return f"{self.paths[file].name}, line {line + 1}"
 
 
 def _lines(path: Path) -> Iterator[np.ndarray]:

@@ -1,4 +1,4 @@
-"""Finds and prepares TFDS datasets, and reads those of images with a class.
+"""Finds and prepares TFDS datasets, and reads their images with a class, or columns of numbers.
 
 A dataset is downloaded only if it is not on disk. Its hosts are probed first, because TFDS itself
 takes minutes to report a missing network.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import http.client
 import importlib.resources
+import math
 import os
 import pathlib
 import threading
@@ -16,14 +17,14 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 import tensorflow_datasets as tfds
 
-from ctl.data.dataset import DatasetInfo, distribution_options
+from ctl.data.dataset import DatasetInfo
 from ctl.data.index import local
 from ctl.data.sources import resized
 from ctl.data.tfds_split import Split, one_line
@@ -37,10 +38,6 @@ PROBE_SECONDS = 5.0
 
 # Status codes for which the downloader retries for minutes.
 _UNAVAILABLE = (500, 502, 503, 504)
-
-# Examples that `ImageSource.decoded` decodes together, to make the cost per element of a pipeline
-# small.
-_READ_BATCH = 256
 
 
 def find(
@@ -190,52 +187,12 @@ class ImageSource(Split):
     def check(self) -> None:
         """Raises `UsageError` if the first example is damaged or has no label."""
         _, label = self.first()
-        self._check_labels(int(label))
+        self.check_labels(label.numpy())
 
-    def _check_labels(self, smallest: int) -> None:
-        if smallest < 0:
-            raise UsageError(f"{self.name}: the split {self.info.split!r} has no labels (-1)")
-
-    def decoded(self) -> tuple[np.ndarray, np.ndarray]:
-        """Returns all examples of files in TFRecord: images uint8 [N, H, W, C], labels int64 [N].
-
-        They are read in the order of the files, which needs no index.
-
-        Raises:
-            UsageError: files end early or hold no labels.
-            tf.errors.OpError: an example is damaged.
-        """
-        images = np.empty((len(self), *self._image_shape), np.uint8)
-        labels = np.empty(len(self), np.int64)
-        signature = (
-            tf.TensorSpec(self._image_shape, tf.uint8),
-            tf.TensorSpec((), tf.int64),
-        )
-        files = tf.constant([shard.filename for shard in self.shards])
-        parts = tf.constant([(shard.skip, shard.take) for shard in self.shards], tf.int64)
-
-        def records(file: tf.Tensor, part: tf.Tensor) -> tf.data.Dataset:
-            return tf.data.TFRecordDataset(file, buffer_size=1 << 20).skip(part[0]).take(part[1])
-
-        batches = (
-            tf.data.Dataset.from_tensor_slices((files, parts))
-            .flat_map(records)
-            .batch(_READ_BATCH)
-            .map(
-                lambda records: tf.map_fn(self.decode, records, fn_output_signature=signature),
-                num_parallel_calls=tf.data.AUTOTUNE,
-                deterministic=True,
-            )
-            .with_options(distribution_options())
-        )
-        end = 0
-        for batch_images, batch_labels in batches.as_numpy_iterator():
-            begin, end = end, end + len(batch_labels)
-            images[begin:end], labels[begin:end] = batch_images, batch_labels
-        if end != len(self):
-            raise self.damaged(f"{end} of {len(self)} examples are left")
-        self._check_labels(int(labels.min()))
-        return images, labels
+    def check_labels(self, labels: np.ndarray) -> None:
+        """Raises `UsageError` if one of ``labels`` is missing."""
+        if labels.min() < 0:
+            raise UsageError(f"{self.name}: the split {self.split!r} has no labels (-1)")
 
 
 def _supervised_pair(builder: tfds.core.DatasetBuilder) -> tuple[str, str]:
@@ -275,3 +232,105 @@ def _image_shape(
             f"{','.join(map(str, wanted))}"
         )
     return (*wanted,)
+
+
+class Columns(Split):
+    """Features of one split of a prepared TFDS dataset: a source of ``(features, labels)``."""
+
+    def __init__(
+        self,
+        builder: tfds.core.DatasetBuilder,
+        split: str,
+        features: Sequence[str],
+        labels: Sequence[str],
+    ):
+        """Opens a split. Arguments and errors as those of `ctl.data.load_columns`."""
+        super().__init__(builder, split)
+        kinds = builder.info.features.get_tensor_info()
+        columns = *features, *labels
+        self._bytes = sum(_bytes_of(kinds, column, self.name) for column in columns)
+        self._features, self._labels = features, labels
+        # All others are neither parsed nor decoded.
+        chosen = tfds.decode.PartialDecoding(_tree(columns))
+        self._parsed = chosen.extract_features(builder.info.features)
+        image, label = _chosen(kinds, features), _chosen(builder.info.features, labels)
+        is_image = not isinstance(image, dict) and image.np_dtype == np.uint8
+        self.info = DatasetInfo(
+            builder.name,
+            str(builder.info.version),
+            split,
+            image.shape if is_image and len(image.shape) == 3 else None,
+            label.num_classes if isinstance(label, tfds.features.ClassLabel) else None,
+        )
+
+    @property
+    def description(self) -> str:
+        """One line for the log."""
+        return f"{super().description} of {', '.join(self._features)}"
+
+    @property
+    def decoded_bytes(self) -> int:
+        """Bytes of all examples in memory."""
+        return len(self) * self._bytes
+
+    def decode(self, record: tf.Tensor) -> tuple[Any, Any]:
+        """Returns ``(features, labels)`` of one serialized example."""
+        example = self._parsed.deserialize_example(record)
+        chosen = _chosen(example, self._features), _chosen(example, self._labels)
+        return tf.nest.map_structure(_number, chosen)
+
+
+def _tree(columns: Sequence[str]) -> dict[str, Any]:
+    """``["a/b", "c"]`` as {"a": {"b": True}, "c": True}."""
+    tree: dict[str, Any] = {}
+    for column in sorted(columns, reverse=True):  # "a" after "a/b", which it includes
+        *parents, name = column.split("/")
+        place = tree
+        for parent in parents:
+            place = place.setdefault(parent, {})
+        place[name] = True
+    return tree
+
+
+def _part(nest: Any, column: str) -> Any:
+    for name in column.split("/"):
+        nest = nest[name]
+    return nest
+
+
+def _chosen(example: Any, columns: Sequence[str]) -> Any:
+    if len(columns) == 1:
+        return _part(example, columns[0])
+    return {column: _part(example, column) for column in columns}
+
+
+def _bytes_of(kinds: Any, column: str, where: str) -> int:
+    """Bytes of ``column`` in an example, after a check that it has numbers of one shape."""
+    try:
+        leaves = tf.nest.flatten(_part(kinds, column))
+    except (KeyError, TypeError) as error:
+        raise UsageError(
+            f"{where} has no feature {column!r}; it has {', '.join(_names(kinds))}"
+        ) from error
+    total = 0
+    for leaf in leaves:
+        shape, dtype = tuple(leaf.shape), np.dtype(leaf.np_dtype)
+        if None in shape or dtype.kind not in "biuf":
+            raise UsageError(
+                f"{where}: the feature {column!r} is {dtype} of shape {shape}: only numbers of one "
+                "shape can be trained on, so prepare others in a function and give "
+                "--dataset=package.module:function"
+            )
+        total += math.prod(shape) * dtype.itemsize
+    return total
+
+
+def _names(kinds: Any, before: str = "") -> list[str]:
+    if not isinstance(kinds, dict):
+        return [before]
+    join = f"{before}/" if before else ""
+    return [name for key, kind in kinds.items() for name in _names(kind, join + key)]
+
+
+def _number(value: tf.Tensor) -> tf.Tensor:
+    return tf.cast(value, tf.int32) if value.dtype == tf.uint8 and value.shape.rank < 2 else value

@@ -13,7 +13,7 @@ import tensorflow as tf
 import tensorflow_datasets as tfds
 
 from ctl.data.index import readable
-from ctl.data.records import ArrayRecords, BadRecord, Records, TFRecords
+from ctl.data.records import ArrayRecords, BadRecord, TFRecords
 from ctl.errors import UsageError
 
 
@@ -27,8 +27,6 @@ class Split:
         name: of the dataset, with its config and version.
         split: as TFDS writes it.
         shards: the parts of files to read, ``FileInstruction`` of TFDS.
-        is_sequential: whether the files are in TFRecord, and can be read in their order without an
-            index.
     """
 
     def __init__(self, builder: tfds.core.DatasetBuilder, split: str):
@@ -41,19 +39,23 @@ class Split:
         self.name = builder.info.full_name
         self.split = split
         self.shards = _shards(builder, split)
-        self.is_sequential = builder.info.file_format.value == "tfrecord"
+        self._kind = TFRecords if builder.info.file_format.value == "tfrecord" else ArrayRecords
         self._folder = pathlib.Path(builder.data_dir)
         self._ends = np.cumsum([shard.take for shard in self.shards])
+
+    @property
+    def description(self) -> str:
+        """One line for the log."""
+        return f"{self.name} {self.split}, {len(self)} examples"
 
     def __len__(self) -> int:
         return int(self._ends[-1])
 
     @functools.cached_property
-    def _records(self) -> Records:
+    def _records(self) -> TFRecords | ArrayRecords:
         """The records of the files, which have an index: to read them in any order."""
-        kind = TFRecords if self.is_sequential else ArrayRecords
         expected = {shard.filename: shard.examples_in_shard for shard in self.shards}
-        records = kind(list(expected))
+        records = self._kind(list(expected))
         for path, count, wanted in zip(
             records.paths, records.counts(), expected.values(), strict=True
         ):
@@ -65,10 +67,9 @@ class Split:
     def _offsets(self) -> np.ndarray:
         """What to add to the number of an example of each shard, for its number in `_records`."""
         files = {str(path): number for number, path in enumerate(self._records.paths)}
-        counts = self._records.counts()
-        firsts = np.cumsum(counts) - counts
+        begins = self._records.begins
         parts = zip(self.shards, self._ends, strict=True)
-        return np.array([firsts[files[s.filename]] + s.skip - (end - s.take) for s, end in parts])
+        return np.array([begins[files[s.filename]] + s.skip - (end - s.take) for s, end in parts])
 
     def _rows(self, indices: np.ndarray) -> np.ndarray:
         return indices + self._offsets[np.searchsorted(self._ends, indices, side="right")]
@@ -127,22 +128,17 @@ class Split:
         return content.hexdigest()
 
 
-def split_of(builder: tfds.core.DatasetBuilder, split: str) -> Any:
-    """What TFDS says of ``split``. Raises `UsageError` if there is none."""
+def _shards(builder: tfds.core.DatasetBuilder, split: str) -> list[Any]:
+    """The parts of files to read (``FileInstruction`` of TFDS), after a check of all file sizes."""
     info = builder.info
     try:
-        return info.splits[split]
+        found = info.splits[split]
     except (ValueError, KeyError, AssertionError) as error:
         raise UsageError(
             f"{info.full_name} has no split {split!r}; it has {', '.join(info.splits)}, and parts "
             "of them such as train[:80%]"
         ) from error
-
-
-def _shards(builder: tfds.core.DatasetBuilder, split: str) -> list[Any]:
-    """The parts of files to read (``FileInstruction`` of TFDS), after a check of all file sizes."""
-    info = builder.info
-    shards = split_of(builder, split).file_instructions
+    shards = found.file_instructions
     if not shards:
         raise UsageError(f"{info.full_name}: the split {split!r} has no examples")
     if info.file_format.value not in ("tfrecord", "array_record"):

@@ -165,7 +165,7 @@ def test_a_server_that_does_not_have_it(server, status, says, tmp_path, monkeypa
 def test_read_gives_the_examples_in_the_order_of_the_files(data_dir):
     builder = find("ctl_tiny_color", data_dir)
     source = ImageSource(builder, "train")
-    images, labels = source.decoded()
+    images, labels = read_all(source)
     expected = builder.as_dataset(
         split="train", read_config=tfds.ReadConfig(interleave_cycle_length=1), as_supervised=True
     )
@@ -181,8 +181,8 @@ def test_read_gives_the_examples_in_the_order_of_the_files(data_dir):
 
 def test_splits_may_be_parts_and_sums(data_dir):
     builder = find("ctl_tiny_color", data_dir)
-    images, labels = ImageSource(builder, "train[10:20]+validation").decoded()
-    whole, _ = ImageSource(builder, "train").decoded()
+    images, labels = read_all(ImageSource(builder, "train[10:20]+validation"))
+    whole, _ = read_all(ImageSource(builder, "train"))
     np.testing.assert_array_equal(images[:10], whole[10:20])
     assert len(labels) == 17
 
@@ -206,7 +206,7 @@ def test_images_of_varying_sizes_need_a_shape(data_dir):
     one_line(error)
     with pytest.raises(UsageError, match="the 1 channels"):
         ImageSource(builder, "train", (8, 8, 3))
-    images, labels = ImageSource(builder, "train", (8, 8, 1)).decoded()
+    images, labels = read_all(ImageSource(builder, "train", (8, 8, 1)))
     assert images.shape == (50, 8, 8, 1) and images.dtype == np.uint8
     # Every image has one value, so resizing must not change it.
     np.testing.assert_array_equal(images, images[:, :1, :1] + np.zeros_like(images))
