@@ -90,7 +90,7 @@ class Arrays:
     """A nest of arrays of equal length, in memory or `mapped`."""
 
     def __init__(self, arrays: Any, info: DatasetInfo | None = None):
-        self._arrays = _as_arrays(arrays)
+        self._arrays = _map(_as_array, arrays)
         self.info = info or DatasetInfo("arrays")
         check(self._arrays, self.info.name)
         shapes = [array.shape for array in tf.nest.flatten(self._arrays)]
@@ -156,7 +156,7 @@ class Items:
         if hasattr(self._items, "__getitems__"):
             try:
                 items = self._items.__getitems__(numbers)
-                nests = [_as_arrays(self._example(item)) for item in items]
+                nests = [_map(_as_array, self._example(item)) for item in items]
             except UsageError:
                 raise
             except Exception:  # of the user's code; which item it was, it does not say
@@ -165,14 +165,14 @@ class Items:
 
     def _one(self, number: int) -> Any:
         try:
-            return _as_arrays(self._example(self._items[number]))
+            return _map(_as_array, self._example(self._items[number]))
         except Exception as error:  # of the user's code
             raise BadRecord(number, f"{self.where(number)}: {error!r}"[:250]) from error
 
     def _stack(self, numbers: Sequence[int], nests: Sequence[Any]) -> Any:
-        first = _forms(nests[0])
+        first = _map(form, nests[0])
         for number, nest in zip(numbers, nests, strict=True):
-            if (forms := _forms(nest)) != first:
+            if (forms := _map(form, nest)) != first:
                 raise UsageError(
                     f"{self.where(number)} has {forms}, example {numbers[0]} has {first}: make "
                     "all examples alike"
@@ -182,20 +182,13 @@ class Items:
         return tf.nest.pack_sequence_as(nests[0], columns)
 
 
-def _as_arrays(nest: Any) -> Any:
-    """A nest of tuples and dicts, whose leaves are arrays: lists, too, unlike in `tf.nest`."""
+def _map(function: Callable[[Any], Any], nest: Any) -> Any:
+    """``function`` of the leaves of tuples and dicts: lists are leaves, unlike in `tf.nest`."""
     if isinstance(nest, dict):
-        return {key: _as_arrays(value) for key, value in nest.items()}
+        return {key: _map(function, value) for key, value in nest.items()}
     if isinstance(nest, tuple):
-        return tuple(_as_arrays(value) for value in nest)
-    return _as_array(nest)
-
-
-def _forms(nest: Any) -> Any:
-    """``nest`` with the types and shapes of its arrays."""
-    if isinstance(nest, dict):
-        return {key: _forms(value) for key, value in nest.items()}
-    return tuple(map(_forms, nest)) if isinstance(nest, tuple) else form(nest)
+        return tuple(_map(function, value) for value in nest)
+    return function(nest)
 
 
 def _as_array(leaf: Any) -> np.ndarray:

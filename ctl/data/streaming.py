@@ -16,7 +16,13 @@ from absl import logging
 from ctl.base.autograph import with_autograph
 from ctl.data import callbacks
 from ctl.data.arrays import native
-from ctl.data.dataset import DatasetInfo, check_batch_size, distribution_options, fingerprint
+from ctl.data.dataset import (
+    DatasetInfo,
+    NotResident,
+    check_batch_size,
+    distribution_options,
+    fingerprint,
+)
 from ctl.data.errors import NO_CLASS, translate_data_errors
 from ctl.data.order import VERSION, Shuffle, check_block
 from ctl.data.records import BadRecord
@@ -38,15 +44,12 @@ _BAD_IN_A_ROW = 100
 ON_BAD_RECORD = ("stop", "skip")
 
 
-class Streaming:
+class Streaming(NotResident):
     """Examples that are read and decoded in every epoch, from a source that gives any of them.
 
-    Training is endless. Every epoch is a new permutation of all examples, and batches straddle
-    epochs. The order is a pure function of (seed, epoch, position), so a start costs the same at
-    any step. Evaluation has all examples once, in their order; the last batch may be smaller.
-
-    Each worker reads and decodes only the examples of its own replicas. The global batches are the
-    same for any number of workers and replicas.
+    Epochs and evaluations are as those of `ctl.data.InMemory`, and a start costs the same at any
+    step. Each worker reads and decodes only the examples of its own replicas; the global batches
+    are the same for any number of workers and replicas.
 
     An element of `batches` and `shares` is ``(keys, batch)``. ``keys``, int64 [n, 2], are the epoch
     and the index of each example; `on_replica` drops them.
@@ -367,10 +370,6 @@ class Streaming:
         return ""
 
     # The interface of datasets ------------------------------------------------------------------
-
-    def resident(self, strategy: tf.distribute.Strategy) -> tuple[()]:
-        """See `Dataset.resident`."""
-        return ()
 
     def on_replica(self, element: Any, resident: tuple[()]) -> Any:
         """See `Dataset.on_replica`."""

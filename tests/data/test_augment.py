@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from augment_reference import REFERENCE, draws, nearest, splitmix, with_factor
+from batches import seen
 
 import ctl
 from ctl import testing
 from ctl.data import Augmented, DatasetInfo, InMemory, Streaming, augment
-from ctl.data.feed import open_batches
 from ctl.errors import UsageError
 from ctl.flags.augmentation import parse
 
@@ -132,21 +132,6 @@ def data(operations: str = ALL, batch: int = 12, **options) -> Augmented:
     arrays = pictures(50, size=(5, 6)), np.arange(50)
     options = {"info": DatasetInfo("arrays", num_classes=50), **options}
     return Augmented(InMemory(arrays, global_batch_size=batch, **options), operations, seed=5)
-
-
-def seen(strategy, dataset, start: int, count: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """The global batches that the replicas see."""
-    iterator, resident = open_batches(dataset, strategy, start), dataset.resident(strategy)
-
-    @tf.function
-    def next_batch(iterator, resident):
-        return strategy.run(dataset.on_replica, args=(next(iterator), resident))
-
-    batches = []
-    for _ in range(count):
-        parts = map(strategy.experimental_local_results, next_batch(iterator, resident))
-        batches.append(tuple(np.concatenate([p.numpy() for p in part]) for part in parts))
-    return batches
 
 
 @pytest.mark.slow

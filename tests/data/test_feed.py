@@ -8,9 +8,9 @@ from ctl.data.feed import batch_of, distribute, next_block, open_feed
 from ctl.data.global_batches import GlobalBatches
 
 
-def taken(strategy, feed, steps, most):
-    """The next global batches, by calls of a function as the loop has it: at most ``most`` of a
-    block at once."""
+def taken(strategy, feed, counts, most):
+    """The next global batches, in calls for so many, of a function as the loop has it: at most
+    ``most`` of a block at once."""
 
     @tf.function
     def take(feed, steps):
@@ -26,8 +26,12 @@ def taken(strategy, feed, steps, most):
                 done += 1
         return batches.stack(), position
 
-    batches, position = take(feed, tf.constant(steps))
-    return batches.numpy(), feed._replace(position=position)
+    found = []
+    for steps in counts:
+        batches, position = take(feed, tf.constant(steps))
+        found.append(batches.numpy())
+        feed = feed._replace(position=position)
+    return np.concatenate(found)
 
 
 @pytest.mark.slow
@@ -41,18 +45,15 @@ def test_batches_in_blocks_are_those_of_the_dataset(mirrored, replicas, start, m
     want = np.stack(list(dataset.batches(start).take(80).as_numpy_iterator()))
     feed = open_feed(dataset, strategy, start)
     assert feed.batches_per_block > 1
-    got = []
-    for steps in (1, 31, 1, 40, 7):
-        batches, feed = taken(strategy, feed, steps, most)
-        got.append(batches)
-    np.testing.assert_array_equal(np.concatenate(got), want)
+    got = taken(strategy, feed, (1, 31, 1, 40, 7), most)
+    np.testing.assert_array_equal(got, want)
 
 
 def test_what_is_not_said_to_be_small_comes_one_by_one(mirrored):
     dataset = GlobalBatches(tf.data.Dataset.range(8).batch(4, drop_remainder=True))
     feed = open_feed(dataset, mirrored(2), 0)
     assert feed.position == () and feed.batches_per_block == 1
-    batches, _ = taken(mirrored(2), feed, 3, most=32)
+    batches = taken(mirrored(2), feed, [3], most=32)
     assert batches.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [0, 1, 2, 3]]
 
 

@@ -100,15 +100,11 @@ def test_shares_are_those_that_tensorflow_makes(mirrored, replicas, count):
         tf.data.Dataset.range(12 + count).batch(12).map(lambda x: x)
     )
     iterator = open_batches(dataset, strategy, again=True)
-    for _ in range(2):
-        for theirs in own:
-            ours = dataset.on_replica(next(iterator), ())
-            for a, b in zip(
-                strategy.experimental_local_results(ours),
-                strategy.experimental_local_results(theirs),
-                strict=True,
-            ):
-                np.testing.assert_array_equal(a, b)
+    parts = strategy.experimental_local_results
+    for theirs in [*own] * 2:
+        ours = dataset.on_replica(next(iterator), ())
+        for a, b in zip(parts(ours), parts(theirs), strict=True):
+            np.testing.assert_array_equal(a, b)
 
 
 def test_small_shares_are_read_together():
