@@ -106,19 +106,18 @@ class TFRecords(Records):
             OSError: the file cannot be read.
         """
         files, numbers = self.locate(indices)
-        parts = []
+        spans = []
         for file in np.unique(files).tolist():
             rows = np.flatnonzero(files == file)
             rows = rows[np.argsort(numbers[rows], kind="stable")]
             breaks = np.flatnonzero(np.diff(numbers[rows]) != 1) + 1
-            parts += [(file, run) for run in np.split(rows, breaks)]
-        spans = []
-        for file, run in parts:
-            offsets, first = self._offsets[file], numbers[run[0]]
-            edges = offsets[first : first + len(run) + 1].tolist()
-            spans.append((self._file(file), run.tolist(), edges))
-        for opened, _, (first, *_, last) in spans:  # the disk works on all of them meanwhile
-            os.posix_fadvise(opened.fileno(), first, last - first, os.POSIX_FADV_WILLNEED)
+            for run in np.split(rows, breaks):
+                first = numbers[run[0]]
+                edges = self._offsets[file][first : first + len(run) + 1].tolist()
+                opened, size = self._file(file), edges[-1] - edges[0]
+                # The disk works on all of them meanwhile.
+                os.posix_fadvise(opened.fileno(), edges[0], size, os.POSIX_FADV_WILLNEED)
+                spans.append((opened, run.tolist(), edges))
         result: list[bytes] = [b""] * len(indices)
         headers, stored = [b""] * len(indices), np.zeros(len(indices), np.uint32)
         for opened, run, edges in spans:
@@ -165,24 +164,19 @@ def _walk(path: Path) -> Iterator[np.ndarray]:
 
 def _check_headers(path: Path, first: int, headers: list[bytes], whole: bool) -> None:
     """Raises `UsageError` for the first header of a wrong checksum, or for a file cut short."""
-    full = headers if whole else headers[:-1]
-    sums = crc.masked([header[:8] for header in full])
-    stored = np.array([int.from_bytes(header[8:], "little") for header in full], np.uint32)
+    complete = [header for header in headers if len(header) == _HEADER]  # the last may be cut
+    sums = crc.masked([header[:8] for header in complete])
+    stored = np.array([int.from_bytes(header[8:], "little") for header in complete], np.uint32)
     wrong = np.flatnonzero(sums != stored)
-    if not whole and not len(wrong):
-        last = headers[-1]
-        if len(last) == _HEADER and crc.masked([last[:8]])[0] != int.from_bytes(last[8:], "little"):
-            wrong = np.array([len(full)])
     if len(wrong):
-        raise UsageError(
-            f"{path.name}, record {first + int(wrong[0])}: the file is damaged: corrupted record: "
-            "the checksum of its length is wrong; prepare it again"
-        )
-    if not whole:
-        raise UsageError(
-            f"{path.name}, record {first + len(full)}: the file is damaged: it is truncated; "
-            "prepare it again"
-        )
+        number, what = int(wrong[0]), "corrupted record: the checksum of its length is wrong"
+    elif not whole:
+        number, what = len(headers) - 1, "it is truncated"
+    else:
+        return
+    raise UsageError(
+        f"{path.name}, record {first + number}: the file is damaged: {what}; prepare it again"
+    )
 
 
 class ArrayRecords(Records):

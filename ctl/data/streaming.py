@@ -323,28 +323,22 @@ class Streaming(NotResident):
             return (batch[0], tf.identity(labels), *batch[2:])
 
     def decode(self, pair: tuple[tf.Tensor, Any]) -> Any:
-        """An example of its index, int64 [], and what `read` gave for it."""
-        if not self.decodes:
-            return pair[1]
-        return (
-            self._decode_or_skip(pair)
-            if self.skips
-            else with_autograph(self._source.decode)(pair[1])
-        )
-
-    def _decode_or_skip(self, pair: tuple[tf.Tensor, Any]) -> Any:
-        """An example, or the first after it that can be decoded. Only a dataset drops errors."""
+        """An example of its index, int64 [], and what `read` gave for it; the first after it that
+        can be decoded if bad ones are skipped."""
         index, row = pair
-        specs = tf.nest.flatten(self._spec)
+        if not self.decodes:
+            return row
+        decode, specs = with_autograph(self._source.decode), tf.nest.flatten(self._spec)
+        if not self.skips:
+            return decode(row)
 
-        def decode(step: tf.Tensor) -> Any:
+        def decode_after(step: tf.Tensor) -> Any:
             leaves = callbacks.call(self._read_after, [index, step], specs)
-            return with_autograph(self._source.decode)(tf.nest.pack_sequence_as(self._spec, leaves))
+            return decode(tf.nest.pack_sequence_as(self._spec, leaves))
 
-        own = tf.data.Dataset.from_tensors(0).map(
-            lambda _: with_autograph(self._source.decode)(row)
-        )
-        others = tf.data.Dataset.range(1, _BAD_IN_A_ROW).map(decode)
+        # Only a dataset drops errors.
+        own = tf.data.Dataset.from_tensors(0).map(lambda _: decode(row))
+        others = tf.data.Dataset.range(1, _BAD_IN_A_ROW).map(decode_after)
         candidates = own.ignore_errors().concatenate(others.ignore_errors())
         return candidates.take(1).get_single_element()
 

@@ -247,13 +247,12 @@ def python_sources(
             "training": split == "train",
             "info": DatasetInfo("stdlib", split=split),
         }
-        if rows == "buckets":
-            return Buckets(paragraphs(texts), length, **options)
         if rows != "windows":
-            made = {"packed": pack, "padded": pad}[rows](paragraphs(texts), length)
-        else:
-            made = windows(texts, length)
-        return InMemory(made, **options)
+            texts = paragraphs(texts)
+        if rows == "buckets":
+            return Buckets(texts, length, **options)
+        cut = {"windows": windows, "packed": pack, "padded": pad}[rows]
+        return InMemory(cut(texts, length), **options)
 
     train = [file for number, file in enumerate(files) if number % 20]
     return data("train", train), data("held_out", files[::20])

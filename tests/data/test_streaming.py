@@ -136,15 +136,6 @@ def test_training_batches_are_endless_and_static(sources, mirrored):
     np.testing.assert_array_equal(images.numpy()[:, 8, 6, 2] % 5, labels)
 
 
-def test_order_depends_on_the_seed_and_on_nothing_global(sources):
-    first = batches(Streaming(sources["mapped"], global_batch_size=8, seed=3), 0, 5)
-    tf.random.set_seed(2)
-    again = batches(Streaming(sources["mapped"], global_batch_size=8, seed=3), 0, 5)
-    np.testing.assert_array_equal(first, again)
-    other = batches(Streaming(sources["mapped"], global_batch_size=8, seed=4), 0, 5)
-    assert not np.array_equal(first, other)
-
-
 def test_evaluation_of_files_is_in_their_order(sources, mirrored):
     source, strategy, seen = sources["validation"], mirrored(4), []
     dataset = Streaming(source, global_batch_size=5, training=False)
