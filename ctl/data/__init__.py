@@ -2,11 +2,10 @@
 
 from ctl.data import text
 from ctl.data.augment import Augmented
-from ctl.data.columns import load_columns
 from ctl.data.dataset import Dataset, DatasetInfo
 from ctl.data.global_batches import GlobalBatches, as_dataset
 from ctl.data.in_memory import InMemory
-from ctl.data.load import Splits, load, selection_splits, synthetic
+from ctl.data.load import Splits, load, load_columns, selection_splits, synthetic
 from ctl.data.mixture import Mixture, StreamedMixture, mix
 from ctl.data.streaming import Streaming
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -77,11 +78,17 @@ def _places(nest: Any, place: str = "") -> Iterator[str]:
         yield place
 
 
-def raw(array: np.ndarray) -> bytes | memoryview:
-    """The bytes of ``array``, for a hash: of its strings, not of where they are in memory."""
-    if array.dtype == object:
-        return repr(array.tolist()).encode()
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+def content_hash(nest: Any, rows: Any = slice(None)) -> str:
+    """A sha256 of the types and the shapes of arrays, and of ``rows`` of each; of strings, of what
+    they say, not of where they are in memory."""
+    content = hashlib.sha256()
+    for array in tf.nest.flatten(nest):
+        content.update(f"{array.dtype.str}{array.shape}".encode())
+        if array.dtype == object:
+            content.update(repr(array[rows].tolist()).encode())
+        else:
+            content.update(np.ascontiguousarray(array[rows]).reshape(-1).view(np.uint8).data)
+    return content.hexdigest()
 
 
 def form(array: np.ndarray) -> str:

@@ -5,9 +5,8 @@ neither a resume nor the number of replicas or workers changes an image, and eve
 Where there are no epochs, as in a mixture or a `tf.data.Dataset` of the user's own, it is a
 function of the position in all batches. The changes are exact, see `ctl.data.pixels`.
 
-mixup and CutMix mix each example with its neighbour in the order of the training: positions 0 and 1
-in all batches, 2 and 3, and so on. That order is another permutation in each epoch, so the pairs
-are drawn at random, and nothing is read or decoded twice. Both of a pair are on one replica.
+mixup and CutMix mix each example with its neighbour in the order of the training, which is another
+permutation in each epoch: positions 0 and 1 in all batches, 2 and 3, and so on.
 
 `Augmented` makes them on the replica, from uint8 to uint8, before `ctl.TrainStep.preprocess`.
 """

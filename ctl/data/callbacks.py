@@ -6,7 +6,7 @@ import atexit
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -22,23 +22,32 @@ _running, _last = 0, 0.0
 _iterators: list[weakref.ref] = []
 
 
-def for_graph(function: Callable) -> Callable:
-    """``function`` for `tf.numpy_function`, which keeps the message but not the type of an error:
-    `ctl.data.errors` knows a `UsageError` again."""
+def call(
+    function: Callable, arguments: Sequence[tf.Tensor], specs: Sequence[tf.TensorSpec]
+) -> list[tf.Tensor]:
+    """Returns tensors of ``specs``, in a graph: the arrays that a Python function returns for the
+    values of ``arguments``.
 
-    def call(*arguments: Any) -> Any:
+    `tf.numpy_function` keeps the message but not the type of an error: `ctl.data.errors` knows a
+    `UsageError` again.
+    """
+
+    def counted(*values: Any) -> Any:
         global _running, _last
         with _lock:
             _running += 1
         try:
-            return function(*arguments)
+            return function(*values)
         except UsageError as error:
             raise ValueError(REFUSED.format(error)) from error
         finally:
             with _lock:
                 _running, _last = _running - 1, time.monotonic()
 
-    return call
+    tensors = tf.numpy_function(counted, arguments, [spec.dtype for spec in specs])
+    for tensor, spec in zip(tensors, specs, strict=True):
+        tensor.set_shape(spec.shape)
+    return tensors
 
 
 def own_memory(nest: Any) -> Any:

@@ -20,6 +20,8 @@ import numpy as np
 _POLYNOMIAL = 0x82F63B78  # reversed
 _TOP, *_LOWER = 209, 144, 54, 39, 14, 0  # bytes
 _ONCE = 1 << 22  # bytes that are folded together
+# The start value of all ones is the remainder of these bytes, so a string begins with them.
+_START = bytes.fromhex("54641f64")
 
 
 def masked(strings: Sequence[bytes]) -> np.ndarray:
@@ -35,30 +37,20 @@ def crc32c(strings: Sequence[bytes]) -> np.ndarray:
     """The CRC-32C (RFC 3720, B.4) of each of ``strings``, uint32 [n]."""
     result = np.zeros(len(strings), np.uint32)
     tables = _tables()
-    for size, numbers in _groups(strings):
-        # Zeros before a string change nothing; the start value of all ones is that of inverted
-        # bytes.
-        padded = bytearray(size * len(numbers))
+    for size, numbers in _groups([len(_START) + len(string) for string in strings]):
+        padded = bytearray(size * len(numbers))  # zeros before a string change nothing
         for end, number in enumerate(numbers, 1):
-            string = strings[number]
+            string = _START + strings[number]
             padded[end * size - len(string) : end * size] = string
-        data = np.frombuffer(padded, np.uint8).reshape(-1, size)
-        begins = size - np.array([len(strings[number]) for number in numbers])
-        for byte in range(4):
-            data[np.arange(len(numbers)), begins + byte] ^= 255
-        rest = _folded(data)
+        rest = _folded(np.frombuffer(padded, np.uint8).reshape(-1, size))
         places = np.arange(_TOP - rest.shape[1], _TOP)
         result[numbers] = np.bitwise_xor.reduce(tables[places, rest], axis=1)
-    for number, string in enumerate(strings):
-        if len(string) < 4:
-            result[number] = _of_short(string)
     return ~result
 
 
-def _groups(strings: Sequence[bytes]) -> Iterator[tuple[int, list[int]]]:
-    """Strings of 4 bytes or more of about one length: what to pad it to, and their numbers."""
-    lengths = [len(string) for string in strings]
-    left = sorted((n for n, length in enumerate(lengths) if length >= 4), key=lengths.__getitem__)
+def _groups(lengths: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
+    """Strings of about one length: what to pad it to, and their numbers."""
+    left = sorted(range(len(lengths)), key=lengths.__getitem__)
     while left:
         size = max(lengths[left[-1]], _TOP)
         least = min(size - size // 8, size - _TOP)  # at most an eighth is padding
@@ -82,13 +74,6 @@ def _folded(rows: np.ndarray) -> np.ndarray:
             left -= moved
         scale //= 2
     return rows[:, size - left :]
-
-
-def _of_short(string: bytes) -> int:
-    value = 0xFFFFFFFF
-    for byte in string:
-        value = int(_tables()[-1, (value ^ byte) & 255]) ^ (value >> 8)
-    return value
 
 
 @functools.cache

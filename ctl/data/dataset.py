@@ -70,6 +70,18 @@ class Dataset(Protocol):
         """Returns JSON values that identify the data and their order; a restore compares them."""
 
 
+class NotResident:
+    """What datasets share whose batches have the examples themselves."""
+
+    def resident(self, strategy: tf.distribute.Strategy) -> tuple[()]:
+        """See `Dataset.resident`."""
+        return ()
+
+    def on_replica(self, element: Any, resident: tuple[()]) -> Any:
+        """See `Dataset.on_replica`."""
+        return element
+
+
 def on_replica(dataset: Dataset, element: Any, resident: Any) -> Any:
     """`Dataset.on_replica`, which may be the user's, in a graph."""
     return with_autograph(dataset.on_replica)(element, resident)

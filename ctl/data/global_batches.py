@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from ctl.base import tf_internals
 from ctl.data.callbacks import own_memory
-from ctl.data.dataset import Dataset, DatasetInfo
+from ctl.data.dataset import Dataset, DatasetInfo, NotResident
 from ctl.data.feed import element_of
 from ctl.distributed import local_batch
 from ctl.errors import UsageError
@@ -19,7 +19,7 @@ from ctl.errors import UsageError
 _READ_AGAIN_SECONDS = 20.0
 
 
-class GlobalBatches:
+class GlobalBatches(NotResident):
     """A user's ``tf.data.Dataset`` whose elements are global batches.
 
     It resumes with ``skip``, which reads and drops all earlier batches. This is exact if the
@@ -61,7 +61,7 @@ class GlobalBatches:
         dataset = dataset.with_options(options)
         specs = tf.nest.flatten(dataset.element_spec)
         if any(spec.shape.rank != 0 and spec.shape[0] is None for spec in specs):
-            dataset = dataset.filter(_has_examples)
+            dataset = dataset.filter(lambda *element: tf.greater(local_batch.rows(element), 0))
         self._dataset = dataset.repeat() if training else dataset
         self._may_call_python = tf_internals.may_call_python(dataset)
         self._global_batch_size = global_batch_size
@@ -82,15 +82,9 @@ class GlobalBatches:
     def batches(self, start_step: int = 0) -> tf.data.Dataset:
         """Returns the elements from ``start_step`` on."""
         later = self._dataset.skip(start_step) if start_step else self._dataset
-        return later.map(_own_memory) if self._may_call_python else later
-
-    def resident(self, strategy: tf.distribute.Strategy) -> tuple[()]:
-        """See `Dataset.resident`."""
-        return ()
-
-    def on_replica(self, element: Any, resident: tuple[()]) -> Any:
-        """See `Dataset.on_replica`."""
-        return element
+        if not self._may_call_python:
+            return later
+        return later.map(lambda *element: own_memory(element_of(element)))
 
     def fingerprint(self) -> dict[str, Any]:
         """Returns a hash of the first batch: workers must not shuffle differently."""
@@ -115,14 +109,6 @@ def read_again(dataset: Any, step: int) -> Any:
         thread.start()
         thread.join(_READ_AGAIN_SECONDS)
     return found[0] if found else None
-
-
-def _has_examples(*element: Any) -> tf.Tensor:
-    return tf.greater(local_batch.rows(element), 0)
-
-
-def _own_memory(*element: Any) -> Any:
-    return own_memory(element_of(element))
 
 
 def as_dataset(

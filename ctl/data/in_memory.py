@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from ctl.data.arrays import native, raw
+from ctl.data.arrays import content_hash, native
 from ctl.data.dataset import DatasetInfo, check_batch_size, distribution_options, fingerprint
 from ctl.distributed.replicas import is_default
 from ctl.errors import UsageError
@@ -146,11 +145,7 @@ class InMemory:
 
     def fingerprint(self) -> dict[str, Any]:
         """Returns what identifies the examples and their order; reads all examples once."""
-        content = hashlib.sha256()
-        for array in tf.nest.flatten(self.arrays):
-            content.update(f"{array.dtype.str}{array.shape}".encode())
-            content.update(raw(array))
-        return fingerprint(self, content.hexdigest())
+        return fingerprint(self, content_hash(self.arrays))
 
 
 # TensorFlow gathers these dtypes on a CPU only, so on a GPU every step would copy all data to the

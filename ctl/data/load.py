@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +15,7 @@ from ctl.data.dataset import DatasetInfo, check_batch_size
 from ctl.data.errors import translate_data_errors
 from ctl.data.in_memory import InMemory
 from ctl.data.streaming import Streaming
-from ctl.data.tfds_source import ImageSource
+from ctl.data.tfds_source import Columns, ImageSource
 from ctl.errors import UsageError
 
 
@@ -50,47 +49,41 @@ def selection_splits(name: str, data_dir: str | None = None, *, download: bool =
     return Splits("train[:90%]", "train[90%:]", test)
 
 
-def default_split(builder: tfds.core.DatasetBuilder, training: bool) -> str:
-    """The split to train on, or to evaluate on, where none is named."""
-    return "train" if training else "test" if "test" in builder.info.splits else "validation"
+def _open(
+    name: str, data_dir: str | None, download: bool, split: str | None, training: bool
+) -> tuple[tfds.core.DatasetBuilder, str]:
+    """The dataset, and the split to train on, or to evaluate on, where none is named."""
+    builder = tfds_source.find(name, data_dir, download=download)
+    if split is None:
+        split = "train" if training else "test" if "test" in builder.info.splits else "validation"
+    return builder, split
 
 
-def in_memory_or_streamed(
-    source: Any,
-    read: Callable[[Any, str, str], Any],
-    description: str,
-    *,
+def _in_memory_or_streamed(
+    source: ImageSource | Columns,
     resident_limit_mib: float,
     shuffle_block: int,
     on_bad_record: str,
     **order: Any,
 ) -> InMemory | Streaming:
-    """Keeps a split in memory if it fits, and streams it if not.
-
-    Args:
-        source: of ``(features, labels)``, with ``decoded_bytes`` and ``info``.
-        read: ``(source, on_bad_record, description)`` to its examples, a nest of arrays [N, ...].
-        description: of the split.
-        resident_limit_mib, shuffle_block, on_bad_record: see `load`.
-        order: ``global_batch_size``, ``training`` and ``seed``.
-
-    Raises:
-        UsageError: as `load` does for these arguments.
-    """
+    """Keeps a split in memory if it fits, and streams it if not; see `load` for the arguments.
+    ``order``: ``global_batch_size``, ``training`` and ``seed``."""
     check_batch_size(order["global_batch_size"], len(source), order["training"])
     mib = source.decoded_bytes / 2**20
     if mib > resident_limit_mib:
         why = f"streamed: {mib:.1f} MiB are over the limit of {resident_limit_mib:g} MiB"
-        order["description"] = f"{description}, {why}"
+        order["description"] = f"{source.description}, {why}"
         return Streaming(source, block=shuffle_block, on_bad_record=on_bad_record, **order)
     if shuffle_block != 1 and order["training"]:
         raise UsageError(
             f"shuffle_block={shuffle_block} has no effect on data in memory: leave it out, or "
             "stream them with resident_limit_mib=0"
         )
-    order["description"] = f"{description}, {mib:.1f} MiB resident"
-    arrays = read(source, on_bad_record, order["description"])
+    order["description"] = f"{source.description}, {mib:.1f} MiB resident"
+    arrays = read_all(source, on_bad_record, order["description"])
     info, labels = source.info, arrays[1]
+    if isinstance(source, ImageSource):
+        source.check_labels(labels)
     is_class = isinstance(labels, np.ndarray) and labels.ndim == 1 and labels.dtype.kind in "iu"
     if info.num_classes is None and is_class:
         info = dataclasses.replace(info, num_classes=int(labels.max()) + 1)
@@ -134,16 +127,54 @@ def load(
             download fails, there are fewer examples than a training batch, or a
             ``shuffle_block`` other than 1 is for training data that are kept in memory.
     """
-    builder = tfds_source.find(name, data_dir, download=download)
-    split = default_split(builder, training) if split is None else split
-    source = ImageSource(builder, split, image_shape)
-    return in_memory_or_streamed(
-        source,
-        _read,
-        f"{builder.info.full_name} {split}, {len(source)} examples",
-        resident_limit_mib=resident_limit_mib,
-        shuffle_block=shuffle_block,
-        on_bad_record=on_bad_record,
+    builder, split = _open(name, data_dir, download, split, training)
+    return _in_memory_or_streamed(
+        ImageSource(builder, split, image_shape),
+        resident_limit_mib,
+        shuffle_block,
+        on_bad_record,
+        global_batch_size=global_batch_size,
+        training=training,
+        seed=seed,
+    )
+
+
+def load_columns(
+    name: str,
+    features: Sequence[str],
+    labels: Sequence[str],
+    *,
+    global_batch_size: int,
+    training: bool = True,
+    split: str | None = None,
+    seed: int = 0,
+    data_dir: str | None = None,
+    download: bool = True,
+    resident_limit_mib: float = 1024,
+    shuffle_block: int = 1,
+    on_bad_record: str = "stop",
+) -> InMemory | Streaming:
+    """Loads batches ``(features, labels)`` of any numbers of a TFDS dataset, in memory if they fit,
+    else streamed.
+
+    Args:
+        name: see `load`, as for all that follow ``labels``.
+        features: names of features; ``a/b`` is part b of a. One is an array, or the dict that it
+            is; several are a dict by these names. bytes that are no images become int32, since a
+            step scales uint8 to [0, 1].
+        labels: as ``features``. The number of classes of an integer label that TFDS does not know
+            as a class is counted where the data are in memory.
+
+    Raises:
+        UsageError: as `load` does; there is no such feature, it is no number or varies in
+            size.
+    """
+    builder, split = _open(name, data_dir, download, split, training)
+    return _in_memory_or_streamed(
+        Columns(builder, split, features, labels),
+        resident_limit_mib,
+        shuffle_block,
+        on_bad_record,
         global_batch_size=global_batch_size,
         training=training,
         seed=seed,
@@ -159,19 +190,17 @@ def read_all(source: Any, on_bad_record: str = "stop", description: str = "") ->
         on_bad_record=on_bad_record,
         description=description,
     )
+    arrays = tf.nest.map_structure(
+        lambda spec: np.empty([len(source), *spec.shape], spec.dtype.as_numpy_dtype),
+        dataset.example_spec,
+    )
+    end = 0
     with translate_data_errors(dataset):
-        parts = [batch for _, batch in dataset.batches().as_numpy_iterator()]
-    return tf.nest.map_structure(lambda *leaves: np.concatenate(leaves), *parts)
-
-
-def _read(
-    source: ImageSource, on_bad_record: str, description: str
-) -> tuple[np.ndarray, np.ndarray]:
-    if source.is_sequential and on_bad_record == "stop":
-        with contextlib.suppress(tf.errors.OpError):
-            return source.decoded()
-    # Slower by a third, but knows which record is damaged.
-    return read_all(source, on_bad_record, description)
+        for keys, batch in dataset.batches().as_numpy_iterator():
+            begin, end = end, end + len(keys)
+            for whole, part in zip(tf.nest.flatten(arrays), tf.nest.flatten(batch), strict=True):
+                whole[begin:end] = part
+    return arrays
 
 
 def synthetic(

@@ -1,9 +1,4 @@
-"""Mixtures of datasets, in which each has its share of the examples at every moment.
-
-The order is fixed and not drawn: at any position, each part has had its weight times the position,
-to within one example. So a start anywhere needs no count of earlier draws, and short trainings have
-the right shares, too.
-"""
+"""Mixtures of datasets, in which each has its share of the examples at every moment."""
 
 from __future__ import annotations
 

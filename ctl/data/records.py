@@ -34,7 +34,7 @@ class BadRecord(Exception):
 
 
 class Records:
-    """Records of several files, numbered file after file. A source of encoded bytes.
+    """Records of several files, numbered file after file. A subclass reads them.
 
     Args:
         paths: of the files.
@@ -60,25 +60,22 @@ class Records:
         """Records in each file, int64 [files]."""
         raise NotImplementedError
 
-    def read(self, indices: np.ndarray) -> list[bytes]:
-        """Returns the records at ``indices``, int64 [n]. Raises `BadRecord` for a damaged one."""
-        raise NotImplementedError
-
     @functools.cached_property
-    def _ends(self) -> np.ndarray:
-        return np.cumsum(self.counts())
+    def begins(self) -> np.ndarray:
+        """The first record of each file, and the number of all, int64 [files + 1]."""
+        return np.cumsum([0, *self.counts()])
 
     def __len__(self) -> int:
-        return int(self._ends[-1])
+        return int(self.begins[-1])
 
-    def _locate(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The file of each record, and its number in the file."""
-        files = np.searchsorted(self._ends, indices, side="right")
-        return files, indices - (self._ends - self.counts())[files]
+    def locate(self, indices: Any) -> tuple[Any, Any]:
+        """The file of each record of ``indices``, int64 [...], and its number in the file."""
+        files = np.searchsorted(self.begins, indices, side="right") - 1
+        return files, indices - self.begins[files]
 
     def where(self, index: int) -> str:
         """The file of a record and its number there, from 0."""
-        (file,), (number,) = self._locate(np.array([index]))
+        file, number = self.locate(index)
         return f"{self.paths[file].name}, record {number}"
 
     def content_hash(self) -> str:
@@ -108,20 +105,19 @@ class TFRecords(Records):
             BadRecord: a checksum is wrong, or the file has become shorter.
             OSError: the file cannot be read.
         """
-        files, numbers = self._locate(indices)
-        parts = []
+        files, numbers = self.locate(indices)
+        spans = []
         for file in np.unique(files).tolist():
             rows = np.flatnonzero(files == file)
             rows = rows[np.argsort(numbers[rows], kind="stable")]
             breaks = np.flatnonzero(np.diff(numbers[rows]) != 1) + 1
-            parts += [(file, run) for run in np.split(rows, breaks)]
-        spans = []
-        for file, run in parts:
-            offsets, first = self._offsets[file], numbers[run[0]]
-            edges = offsets[first : first + len(run) + 1].tolist()
-            spans.append((self._file(file), run.tolist(), edges))
-        for opened, _, (first, *_, last) in spans:  # the disk works on all of them meanwhile
-            os.posix_fadvise(opened.fileno(), first, last - first, os.POSIX_FADV_WILLNEED)
+            for run in np.split(rows, breaks):
+                first = numbers[run[0]]
+                edges = self._offsets[file][first : first + len(run) + 1].tolist()
+                opened, size = self._file(file), edges[-1] - edges[0]
+                # The disk works on all of them meanwhile.
+                os.posix_fadvise(opened.fileno(), edges[0], size, os.POSIX_FADV_WILLNEED)
+                spans.append((opened, run.tolist(), edges))
         result: list[bytes] = [b""] * len(indices)
         headers, stored = [b""] * len(indices), np.zeros(len(indices), np.uint32)
         for opened, run, edges in spans:
@@ -168,24 +164,19 @@ def _walk(path: Path) -> Iterator[np.ndarray]:
 
 def _check_headers(path: Path, first: int, headers: list[bytes], whole: bool) -> None:
     """Raises `UsageError` for the first header of a wrong checksum, or for a file cut short."""
-    full = headers if whole else headers[:-1]
-    sums = crc.masked([header[:8] for header in full])
-    stored = np.array([int.from_bytes(header[8:], "little") for header in full], np.uint32)
+    complete = [header for header in headers if len(header) == _HEADER]  # the last may be cut
+    sums = crc.masked([header[:8] for header in complete])
+    stored = np.array([int.from_bytes(header[8:], "little") for header in complete], np.uint32)
     wrong = np.flatnonzero(sums != stored)
-    if not whole and not len(wrong):
-        last = headers[-1]
-        if len(last) == _HEADER and crc.masked([last[:8]])[0] != int.from_bytes(last[8:], "little"):
-            wrong = np.array([len(full)])
     if len(wrong):
-        raise UsageError(
-            f"{path.name}, record {first + int(wrong[0])}: the file is damaged: corrupted record: "
-            "the checksum of its length is wrong; prepare it again"
-        )
-    if not whole:
-        raise UsageError(
-            f"{path.name}, record {first + len(full)}: the file is damaged: it is truncated; "
-            "prepare it again"
-        )
+        number, what = int(wrong[0]), "corrupted record: the checksum of its length is wrong"
+    elif not whole:
+        number, what = len(headers) - 1, "it is truncated"
+    else:
+        return
+    raise UsageError(
+        f"{path.name}, record {first + number}: the file is damaged: {what}; prepare it again"
+    )
 
 
 class ArrayRecords(Records):
@@ -220,7 +211,7 @@ class ArrayRecords(Records):
     def read(self, indices: np.ndarray) -> list[bytes]:
         """Returns the records at ``indices``, int64 [n]. Raises `BadRecord` for one that its file
         cannot give."""
-        files, numbers = self._locate(indices)
+        files, numbers = self.locate(indices)
         result: list[bytes] = [b""] * len(indices)
         for file in np.unique(files).tolist():
             rows = np.flatnonzero(files == file)

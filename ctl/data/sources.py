@@ -19,9 +19,9 @@ import tensorflow as tf
 
 from ctl.base.names import IMAGES
 from ctl.data import index
-from ctl.data.arrays import check, form, raw
+from ctl.data.arrays import check, content_hash, form
 from ctl.data.dataset import DatasetInfo
-from ctl.data.records import BadRecord
+from ctl.data.records import BadRecord, Records
 from ctl.errors import UsageError
 
 # Rows of an array that its hash reads.
@@ -90,7 +90,7 @@ class Arrays:
     """A nest of arrays of equal length, in memory or `mapped`."""
 
     def __init__(self, arrays: Any, info: DatasetInfo | None = None):
-        self._arrays = _as_arrays(arrays)
+        self._arrays = _map(_as_array, arrays)
         self.info = info or DatasetInfo("arrays")
         check(self._arrays, self.info.name)
         shapes = [array.shape for array in tf.nest.flatten(self._arrays)]
@@ -110,12 +110,8 @@ class Arrays:
 
     def content_hash(self) -> str:
         """Returns a hash of the types, the shapes and 64 rows; reading all could take hours."""
-        content = hashlib.sha256()
         rows = np.linspace(0, self._length - 1, _HASHED_ROWS).astype(np.int64)
-        for array in tf.nest.flatten(self._arrays):
-            content.update(f"{array.dtype.str}{array.shape}".encode())
-            content.update(raw(array[rows]))
-        return content.hexdigest()
+        return content_hash(self._arrays, rows)
 
 
 class Items:
@@ -152,29 +148,27 @@ class Items:
 
     def read(self, indices: np.ndarray) -> Any:
         """See `Source.read`."""
-        numbers = indices.tolist()
+        numbers, nests = indices.tolist(), None
         if hasattr(self._items, "__getitems__"):
             try:
                 items = self._items.__getitems__(numbers)
-                nests = [_as_arrays(self._example(item)) for item in items]
+                nests = [_map(_as_array, self._example(item)) for item in items]
             except UsageError:
                 raise
             except Exception:  # of the user's code; which item it was, it does not say
-                nests = [self._one(number) for number in numbers]
-        else:
-            nests = [self._one(number) for number in numbers]
-        return self._stack(numbers, nests)
+                pass
+        return self._stack(numbers, nests or [self._one(number) for number in numbers])
 
     def _one(self, number: int) -> Any:
         try:
-            return _as_arrays(self._example(self._items[number]))
+            return _map(_as_array, self._example(self._items[number]))
         except Exception as error:  # of the user's code
             raise BadRecord(number, f"{self.where(number)}: {error!r}"[:250]) from error
 
     def _stack(self, numbers: Sequence[int], nests: Sequence[Any]) -> Any:
-        first = _forms(nests[0])
+        first = _map(form, nests[0])
         for number, nest in zip(numbers, nests, strict=True):
-            if (forms := _forms(nest)) != first:
+            if (forms := _map(form, nest)) != first:
                 raise UsageError(
                     f"{self.where(number)} has {forms}, example {numbers[0]} has {first}: make "
                     "all examples alike"
@@ -184,20 +178,13 @@ class Items:
         return tf.nest.pack_sequence_as(nests[0], columns)
 
 
-def _as_arrays(nest: Any) -> Any:
-    """A nest of tuples and dicts, whose leaves are arrays: lists, too, unlike in `tf.nest`."""
+def _map(function: Callable[[Any], Any], nest: Any) -> Any:
+    """``function`` of the leaves of tuples and dicts: lists are leaves, unlike in `tf.nest`."""
     if isinstance(nest, dict):
-        return {key: _as_arrays(value) for key, value in nest.items()}
+        return {key: _map(function, value) for key, value in nest.items()}
     if isinstance(nest, tuple):
-        return tuple(_as_arrays(value) for value in nest)
-    return _as_array(nest)
-
-
-def _forms(nest: Any) -> Any:
-    """``nest`` with the types and shapes of its arrays."""
-    if isinstance(nest, dict):
-        return {key: _forms(value) for key, value in nest.items()}
-    return tuple(map(_forms, nest)) if isinstance(nest, tuple) else form(nest)
+        return tuple(_map(function, value) for value in nest)
+    return function(nest)
 
 
 def _as_array(leaf: Any) -> np.ndarray:
@@ -208,7 +195,7 @@ def _as_array(leaf: Any) -> np.ndarray:
     return leaf if isinstance(leaf, np.ndarray) else np.asarray(leaf)
 
 
-class JsonLines(Items):
+class JsonLines(Records, Items):
     """The lines of files of JSON. Where each line begins is read once, see `ctl.data.index`.
 
     Args:
@@ -224,35 +211,25 @@ class JsonLines(Items):
         *,
         name: str = "json",
     ):
-        self._paths = [index.local(path) for path in paths]
-        if not self._paths:
-            raise UsageError(f"{name}: there are no files to read")
-        self._offsets = index.offsets(self._paths, _lines, "lines")
-        self._ends = np.cumsum([len(offsets) - 1 for offsets in self._offsets])
-        self._file = index.opener(self._paths)
-        super().__init__(self, example, name=name)
+        Records.__init__(self, paths, name=name)
+        Items.__init__(self, self, example, name=name)
+        self._offsets = index.offsets(self.paths, _lines, "lines")
+        self._file = index.opener(self.paths)
 
-    def __len__(self) -> int:
-        return int(self._ends[-1])
-
-    def _locate(self, number: int) -> tuple[int, int]:
-        file = int(np.searchsorted(self._ends, number, side="right"))
-        return file, number - int(self._ends[file - 1] if file else 0)
+    def counts(self) -> np.ndarray:
+        """Lines in each file, int64 [files]."""
+        return np.array([len(offsets) - 1 for offsets in self._offsets])
 
     def __getitem__(self, number: int) -> Any:
-        file, line = self._locate(number)
+        file, line = self.locate(number)
         begin, end = self._offsets[file][line : line + 2].tolist()
         opened = self._file(file)  # while it has a name, no other thread closes it
         return json.loads(os.pread(opened.fileno(), end - begin, begin))
 
     def where(self, index: int) -> str:
         """See `Source`."""
-        file, line = self._locate(index)
-        return f"{self._paths[file].name}, line {line + 1}"
-
-    def content_hash(self) -> str:
-        """Returns what identifies the data: names and sizes of the files."""
-        return str([(path.name, path.stat().st_size) for path in self._paths])
+        file, line = self.locate(index)
+        return f"{self.paths[file].name}, line {line + 1}"
 
 
 def _lines(path: Path) -> Iterator[np.ndarray]:

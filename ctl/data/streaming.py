@@ -14,9 +14,15 @@ import tensorflow as tf
 from absl import logging
 
 from ctl.base.autograph import with_autograph
+from ctl.data import callbacks
 from ctl.data.arrays import native
-from ctl.data.callbacks import for_graph, own_memory
-from ctl.data.dataset import DatasetInfo, check_batch_size, distribution_options, fingerprint
+from ctl.data.dataset import (
+    DatasetInfo,
+    NotResident,
+    check_batch_size,
+    distribution_options,
+    fingerprint,
+)
 from ctl.data.errors import NO_CLASS, translate_data_errors
 from ctl.data.order import VERSION, Shuffle, check_block
 from ctl.data.records import BadRecord
@@ -38,15 +44,12 @@ _BAD_IN_A_ROW = 100
 ON_BAD_RECORD = ("stop", "skip")
 
 
-class Streaming:
+class Streaming(NotResident):
     """Examples that are read and decoded in every epoch, from a source that gives any of them.
 
-    Training is endless. Every epoch is a new permutation of all examples, and batches straddle
-    epochs. The order is a pure function of (seed, epoch, position), so a start costs the same at
-    any step. Evaluation has all examples once, in their order; the last batch may be smaller.
-
-    Each worker reads and decodes only the examples of its own replicas. The global batches are the
-    same for any number of workers and replicas.
+    Epochs and evaluations are as those of `ctl.data.InMemory`, and a start costs the same at any
+    step. Each worker reads and decodes only the examples of its own replicas; the global batches
+    are the same for any number of workers and replicas.
 
     An element of `batches` and `shares` is ``(keys, batch)``. ``keys``, int64 [n, 2], are the epoch
     and the index of each example; `on_replica` drops them.
@@ -162,16 +165,16 @@ class Streaming:
         steps = max(start_step, -(-self.num_examples // batch))
         end = tf.int64.max if self.training else width * steps
         static, together = self.equal_shares(num_replicas)
-        specs = [tf.TensorSpec([2], tf.int64), *tf.nest.flatten(self._spec)]
+        specs = [
+            tf.TensorSpec([static and together * static, *spec.shape], spec.dtype)
+            for spec in (tf.TensorSpec([2], tf.int64), *tf.nest.flatten(self._spec))
+        ]
+
+        def read_shares(first: np.ndarray) -> list[np.ndarray]:
+            return self._read_shares(int(first), together, replicas, num_replicas)
 
         def read(first: tf.Tensor) -> Any:
-            leaves = tf.numpy_function(
-                for_graph(lambda i: self._read_shares(int(i), together, replicas, num_replicas)),
-                [first],
-                [spec.dtype for spec in specs],
-            )
-            for leaf, spec in zip(leaves, specs, strict=True):
-                leaf.set_shape([static and together * static, *spec.shape])
+            leaves = callbacks.call(read_shares, [first], specs)
             if together > 1:
                 leaves = [tf.reshape(leaf, [together, static, *leaf.shape[1:]]) for leaf in leaves]
             return leaves[0], tf.nest.pack_sequence_as(self._spec, leaves[1:])
@@ -249,7 +252,10 @@ class Streaming:
                 break
             except BadRecord as bad:
                 if not self.skips:
-                    raise self._refusal(bad.what) from bad
+                    raise UsageError(
+                        f"{self.description}: the data are damaged: {bad.what}; prepare them "
+                        "again, or give --on_bad_record=skip"
+                    ) from bad
                 self._note(bad.index, bad.what)
                 rows[rows == bad.index] = self._after(bad.index)
             except OSError as error:
@@ -278,12 +284,6 @@ class Streaming:
                 )
         return data
 
-    def _refusal(self, what: str) -> UsageError:
-        return UsageError(
-            f"{self.description}: the data are damaged: {what}; prepare them again, or give "
-            "--on_bad_record=skip"
-        )
-
     def _after(self, index: int) -> int:
         """The example after ``index`` that is not known to be bad."""
         for step in range(1, min(_BAD_IN_A_ROW, self.num_examples)):
@@ -310,7 +310,7 @@ class Streaming:
         if self.decodes:
             batch = tf.map_fn(self.decode, (indices, rows), fn_output_signature=self.example_spec)
         else:
-            batch = own_memory(rows)
+            batch = callbacks.own_memory(rows)
         classes = self.info.num_classes
         labels = batch[1] if isinstance(batch, tuple) and len(batch) > 1 else None
         if not classes or not isinstance(labels, tf.Tensor) or not labels.dtype.is_integer:
@@ -323,40 +323,28 @@ class Streaming:
             return (batch[0], tf.identity(labels), *batch[2:])
 
     def decode(self, pair: tuple[tf.Tensor, Any]) -> Any:
-        """An example of its index, int64 [], and what `read` gave for it."""
-        if not self.decodes:
-            return pair[1]
-        return (
-            self._decode_or_skip(pair)
-            if self.skips
-            else with_autograph(self._source.decode)(pair[1])
-        )
-
-    def _decode_or_skip(self, pair: tuple[tf.Tensor, Any]) -> Any:
-        """An example, or the first after it that can be decoded. Only a dataset drops errors."""
+        """An example of its index, int64 [], and what `read` gave for it; the first after it that
+        can be decoded if bad ones are skipped."""
         index, row = pair
-        specs = tf.nest.flatten(self._spec)
+        if not self.decodes:
+            return row
+        decode, specs = with_autograph(self._source.decode), tf.nest.flatten(self._spec)
+        if not self.skips:
+            return decode(row)
 
-        def decode(step: tf.Tensor) -> Any:
-            leaves = tf.numpy_function(
-                for_graph(lambda i, step: self._read_after(int(i), int(step))),
-                [index, step],
-                [spec.dtype for spec in specs],
-            )
-            for leaf, spec in zip(leaves, specs, strict=True):
-                leaf.set_shape(spec.shape)
-            return with_autograph(self._source.decode)(tf.nest.pack_sequence_as(self._spec, leaves))
+        def decode_after(step: tf.Tensor) -> Any:
+            leaves = callbacks.call(self._read_after, [index, step], specs)
+            return decode(tf.nest.pack_sequence_as(self._spec, leaves))
 
-        own = tf.data.Dataset.from_tensors(0).map(
-            lambda _: with_autograph(self._source.decode)(row)
-        )
-        others = tf.data.Dataset.range(1, _BAD_IN_A_ROW).map(decode)
+        # Only a dataset drops errors.
+        own = tf.data.Dataset.from_tensors(0).map(lambda _: decode(row))
+        others = tf.data.Dataset.range(1, _BAD_IN_A_ROW).map(decode_after)
         candidates = own.ignore_errors().concatenate(others.ignore_errors())
         return candidates.take(1).get_single_element()
 
-    def _read_after(self, index: int, step: int) -> list[np.ndarray]:
+    def _read_after(self, index: np.ndarray, step: np.ndarray) -> list[np.ndarray]:
         """The leaves of the example ``step`` after ``index``, because those before it are bad."""
-        bad = (index + step - 1) % self.num_examples
+        bad = int(index + step - 1) % self.num_examples
         self._note(bad, f"{self.where(bad)}: it cannot be decoded")
         rows = self.read(np.array([(index + step) % self.num_examples]))
         return [leaf[0] for leaf in tf.nest.flatten(rows)]
@@ -376,10 +364,6 @@ class Streaming:
         return ""
 
     # The interface of datasets ------------------------------------------------------------------
-
-    def resident(self, strategy: tf.distribute.Strategy) -> tuple[()]:
-        """See `Dataset.resident`."""
-        return ()
 
     def on_replica(self, element: Any, resident: tuple[()]) -> Any:
         """See `Dataset.on_replica`."""

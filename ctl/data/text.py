@@ -19,7 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from ctl.data.arrays import check
-from ctl.data.dataset import DatasetInfo, distribution_options
+from ctl.data.dataset import DatasetInfo, NotResident, distribution_options
 from ctl.data.in_memory import InMemory
 from ctl.data.mixture import Interleave
 from ctl.errors import UsageError
@@ -127,7 +127,7 @@ def _check(texts: Sequence[bytes | np.ndarray]) -> None:
         raise UsageError(f"a text has the {what} {PAD}, which is the padding: leave it out")
 
 
-class Buckets:
+class Buckets(NotResident):
     """Texts of like length in each batch, so that there is little padding, in few shapes.
 
     A text is in the shortest row that has room for it. Each length has an order of its own, see
@@ -192,14 +192,6 @@ class Buckets:
             batches = first.skip(start_step)
         return batches.prefetch(2).with_options(distribution_options())
 
-    def resident(self, strategy: tf.distribute.Strategy) -> tuple[()]:
-        """See `ctl.data.Dataset.resident`."""
-        return ()
-
-    def on_replica(self, element: Any, resident: tuple[()]) -> Any:
-        """See `ctl.data.Dataset.on_replica`."""
-        return element
-
     def fingerprint(self) -> dict[str, Any]:
         """See `ctl.data.Dataset.fingerprint`."""
         return {"buckets": [part.fingerprint() for part in self._parts]}
@@ -255,13 +247,12 @@ def python_sources(
             "training": split == "train",
             "info": DatasetInfo("stdlib", split=split),
         }
-        if rows == "buckets":
-            return Buckets(paragraphs(texts), length, **options)
         if rows != "windows":
-            made = {"packed": pack, "padded": pad}[rows](paragraphs(texts), length)
-        else:
-            made = windows(texts, length)
-        return InMemory(made, **options)
+            texts = paragraphs(texts)
+        if rows == "buckets":
+            return Buckets(texts, length, **options)
+        cut = {"windows": windows, "packed": pack, "padded": pad}[rows]
+        return InMemory(cut(texts, length), **options)
 
     train = [file for number, file in enumerate(files) if number % 20]
     return data("train", train), data("held_out", files[::20])

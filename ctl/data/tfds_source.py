@@ -1,4 +1,4 @@
-"""Finds and prepares TFDS datasets, and reads those of images with a class.
+"""Datasets of TFDS: finds and prepares them, and reads images with a class, or columns of numbers.
 
 A dataset is downloaded only if it is not on disk. Its hosts are probed first, because TFDS itself
 takes minutes to report a missing network.
@@ -7,26 +7,30 @@ takes minutes to report a missing network.
 from __future__ import annotations
 
 import difflib
+import functools
+import hashlib
 import http.client
 import importlib.resources
+import math
 import os
 import pathlib
+import re
 import threading
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 import tensorflow_datasets as tfds
 
-from ctl.data.dataset import DatasetInfo, distribution_options
-from ctl.data.index import local
+from ctl.data.dataset import DatasetInfo
+from ctl.data.index import local, readable
+from ctl.data.records import ArrayRecords, BadRecord, TFRecords
 from ctl.data.sources import resized
-from ctl.data.tfds_split import Split, one_line
 from ctl.errors import UsageError
 
 # A TFDS data_dir that comes with ctl. It is searched after the user's own.
@@ -37,10 +41,6 @@ PROBE_SECONDS = 5.0
 
 # Status codes for which the downloader retries for minutes.
 _UNAVAILABLE = (500, 502, 503, 504)
-
-# Examples that `ImageSource.decoded` decodes together, to make the cost per element of a pipeline
-# small.
-_READ_BATCH = 256
 
 
 def find(
@@ -138,6 +138,164 @@ def _unreachable(urls: Iterable[str]) -> str | None:
     return None
 
 
+def one_line(error: BaseException) -> str:
+    """The class of an error, and at most 200 characters of the first line of its message."""
+    # Names of graph nodes, and the prefix that TFDS adds.
+    noise = r"\{\{.*?\}\}| \[Op:.*|Failed to construct dataset .*?\}\": "
+    text = re.sub(noise, "", str(error))
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+
+
+class Split:
+    """The serialized examples of one split of a prepared dataset, in TFRecord or ArrayRecord. A
+    subclass decodes them; it is a `ctl.data.sources.Source`.
+
+    Examples are numbered in the order of the files, shard after shard.
+
+    Attributes:
+        name: of the dataset, with its config and version.
+        split: as TFDS writes it.
+        shards: the parts of files to read, ``FileInstruction`` of TFDS.
+    """
+
+    def __init__(self, builder: tfds.core.DatasetBuilder, split: str):
+        """Opens a split of a dataset, see `find`.
+
+        Raises:
+            UsageError: there is no such split, or its files are missing, cut short or of a kind
+                that is not read.
+        """
+        self.name = builder.info.full_name
+        self.split = split
+        self.shards = _shards(builder, split)
+        self._kind = TFRecords if builder.info.file_format.value == "tfrecord" else ArrayRecords
+        self._folder = pathlib.Path(builder.data_dir)
+        self._ends = np.cumsum([shard.take for shard in self.shards])
+
+    @property
+    def description(self) -> str:
+        """One line for the log."""
+        return f"{self.name} {self.split}, {len(self)} examples"
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    @functools.cached_property
+    def _records(self) -> TFRecords | ArrayRecords:
+        """The records of the files, which have an index: to read them in any order."""
+        expected = {shard.filename: shard.examples_in_shard for shard in self.shards}
+        records = self._kind(list(expected))
+        for path, count, wanted in zip(
+            records.paths, records.counts(), expected.values(), strict=True
+        ):
+            if count != wanted:
+                raise self.damaged(f"{path.name} has {count} records, not {wanted}")
+        return records
+
+    @functools.cached_property
+    def _offsets(self) -> np.ndarray:
+        """What to add to the number of an example of each shard, for its number in `_records`."""
+        files = {str(path): number for number, path in enumerate(self._records.paths)}
+        begins = self._records.begins
+        parts = zip(self.shards, self._ends, strict=True)
+        return np.array([begins[files[s.filename]] + s.skip - (end - s.take) for s, end in parts])
+
+    def _rows(self, indices: np.ndarray) -> np.ndarray:
+        return indices + self._offsets[np.searchsorted(self._ends, indices, side="right")]
+
+    def read(self, indices: np.ndarray) -> list[bytes]:
+        """Returns the serialized examples at ``indices``, int64 [n].
+
+        Raises:
+            BadRecord: one of them is damaged.
+            UsageError: the first read finds that a file is not whole.
+        """
+        rows = self._rows(indices)
+        try:
+            return self._records.read(rows)
+        except BadRecord as bad:
+            raise BadRecord(int(indices[np.flatnonzero(rows == bad.index)[0]]), bad.what) from bad
+
+    def where(self, index: int) -> str:
+        """The shard of an example, and its record there."""
+        return self._records.where(int(self._rows(np.array([index]))[0]))
+
+    def decode(self, record: tf.Tensor) -> Any:
+        """The example of a serialized one, a scalar string; see `ctl.data.sources.Source`."""
+        raise NotImplementedError
+
+    def first(self) -> Any:
+        """Returns the first example. Raises `UsageError` if it is damaged."""
+        try:
+            return self.decode(tf.constant(self.read(np.zeros(1, np.int64))[0]))
+        except BadRecord as bad:
+            raise self.damaged(bad.what) from bad
+        except tf.errors.OpError as error:
+            raise self.damaged(f"{self.where(0)}: {one_line(error)}") from error
+
+    def check(self) -> None:
+        """Raises `UsageError` if the first example is damaged."""
+        self.first()
+
+    def damaged(self, what: str) -> UsageError:
+        """The error for files that are not what they should be."""
+        return UsageError(
+            f"{self.name}: the files of the split {self.split!r} are damaged ({what}): "
+            f"remove {self._folder} and prepare it again"
+        )
+
+    def content_hash(self) -> str:
+        """Returns a sha256 of the names and sizes of the files and of TFDS's metadata."""
+        content = hashlib.sha256()
+        for shard in self.shards:
+            path = pathlib.Path(shard.filename)
+            content.update(
+                f"{path.name} {path.stat().st_size} {shard.skip} {shard.take}\n".encode()
+            )
+        for name in ("dataset_info.json", "features.json"):
+            content.update((self._folder / name).read_bytes())
+        return content.hexdigest()
+
+
+def _shards(builder: tfds.core.DatasetBuilder, split: str) -> list[Any]:
+    """The parts of files to read (``FileInstruction`` of TFDS), after a check of all file sizes."""
+    info = builder.info
+    try:
+        found = info.splits[split]
+    except (ValueError, KeyError, AssertionError) as error:
+        raise UsageError(
+            f"{info.full_name} has no split {split!r}; it has {', '.join(info.splits)}, and parts "
+            "of them such as train[:80%]"
+        ) from error
+    shards = found.file_instructions
+    if not shards:
+        raise UsageError(f"{info.full_name}: the split {split!r} has no examples")
+    if info.file_format.value not in ("tfrecord", "array_record"):
+        raise UsageError(
+            f"{info.full_name} is stored as {info.file_format.value}: prepare it as tfrecord or "
+            "array_record"
+        )
+    used = {shard.filename for shard in shards}
+    for part in info.splits.values():
+        paths = [pathlib.Path(path) for path in part.filepaths]
+        if used.isdisjoint(map(str, paths)):
+            continue
+        for path in paths:
+            with readable(path):
+                path.stat()
+        if info.file_format.value != "tfrecord":  # may be compressed
+            continue
+        # A record has a length (8 bytes), two checksums (4 bytes each) and its data.
+        expected = int(part.num_bytes) + 16 * part.num_examples
+        if (size := sum(path.stat().st_size for path in paths)) < expected:
+            raise UsageError(
+                f"{info.full_name}: the files of the split {part.name!r} are truncated ({size} of "
+                f"{expected} bytes): remove {builder.data_dir} and prepare it again"
+            )
+    return shards
+
+
 class ImageSource(Split):
     """One split of a prepared TFDS dataset of uint8 images and integer labels."""
 
@@ -190,52 +348,12 @@ class ImageSource(Split):
     def check(self) -> None:
         """Raises `UsageError` if the first example is damaged or has no label."""
         _, label = self.first()
-        self._check_labels(int(label))
+        self.check_labels(label.numpy())
 
-    def _check_labels(self, smallest: int) -> None:
-        if smallest < 0:
-            raise UsageError(f"{self.name}: the split {self.info.split!r} has no labels (-1)")
-
-    def decoded(self) -> tuple[np.ndarray, np.ndarray]:
-        """Returns all examples of files in TFRecord: images uint8 [N, H, W, C], labels int64 [N].
-
-        They are read in the order of the files, which needs no index.
-
-        Raises:
-            UsageError: files end early or hold no labels.
-            tf.errors.OpError: an example is damaged.
-        """
-        images = np.empty((len(self), *self._image_shape), np.uint8)
-        labels = np.empty(len(self), np.int64)
-        signature = (
-            tf.TensorSpec(self._image_shape, tf.uint8),
-            tf.TensorSpec((), tf.int64),
-        )
-        files = tf.constant([shard.filename for shard in self.shards])
-        parts = tf.constant([(shard.skip, shard.take) for shard in self.shards], tf.int64)
-
-        def records(file: tf.Tensor, part: tf.Tensor) -> tf.data.Dataset:
-            return tf.data.TFRecordDataset(file, buffer_size=1 << 20).skip(part[0]).take(part[1])
-
-        batches = (
-            tf.data.Dataset.from_tensor_slices((files, parts))
-            .flat_map(records)
-            .batch(_READ_BATCH)
-            .map(
-                lambda records: tf.map_fn(self.decode, records, fn_output_signature=signature),
-                num_parallel_calls=tf.data.AUTOTUNE,
-                deterministic=True,
-            )
-            .with_options(distribution_options())
-        )
-        end = 0
-        for batch_images, batch_labels in batches.as_numpy_iterator():
-            begin, end = end, end + len(batch_labels)
-            images[begin:end], labels[begin:end] = batch_images, batch_labels
-        if end != len(self):
-            raise self.damaged(f"{end} of {len(self)} examples are left")
-        self._check_labels(int(labels.min()))
-        return images, labels
+    def check_labels(self, labels: np.ndarray) -> None:
+        """Raises `UsageError` if one of ``labels`` is missing."""
+        if labels.min() < 0:
+            raise UsageError(f"{self.name}: the split {self.split!r} has no labels (-1)")
 
 
 def _supervised_pair(builder: tfds.core.DatasetBuilder) -> tuple[str, str]:
@@ -275,3 +393,105 @@ def _image_shape(
             f"{','.join(map(str, wanted))}"
         )
     return (*wanted,)
+
+
+class Columns(Split):
+    """Features of one split of a prepared TFDS dataset: a source of ``(features, labels)``."""
+
+    def __init__(
+        self,
+        builder: tfds.core.DatasetBuilder,
+        split: str,
+        features: Sequence[str],
+        labels: Sequence[str],
+    ):
+        """Opens a split. Arguments and errors as those of `ctl.data.load_columns`."""
+        super().__init__(builder, split)
+        kinds = builder.info.features.get_tensor_info()
+        columns = *features, *labels
+        self._bytes = sum(_bytes_of(kinds, column, self.name) for column in columns)
+        self._features, self._labels = features, labels
+        # All others are neither parsed nor decoded.
+        chosen = tfds.decode.PartialDecoding(_tree(columns))
+        self._parsed = chosen.extract_features(builder.info.features)
+        image, label = _chosen(kinds, features), _chosen(builder.info.features, labels)
+        is_image = not isinstance(image, dict) and image.np_dtype == np.uint8
+        self.info = DatasetInfo(
+            builder.name,
+            str(builder.info.version),
+            split,
+            image.shape if is_image and len(image.shape) == 3 else None,
+            label.num_classes if isinstance(label, tfds.features.ClassLabel) else None,
+        )
+
+    @property
+    def description(self) -> str:
+        """One line for the log."""
+        return f"{super().description} of {', '.join(self._features)}"
+
+    @property
+    def decoded_bytes(self) -> int:
+        """Bytes of all examples in memory."""
+        return len(self) * self._bytes
+
+    def decode(self, record: tf.Tensor) -> tuple[Any, Any]:
+        """Returns ``(features, labels)`` of one serialized example."""
+        example = self._parsed.deserialize_example(record)
+        chosen = _chosen(example, self._features), _chosen(example, self._labels)
+        return tf.nest.map_structure(_number, chosen)
+
+
+def _tree(columns: Sequence[str]) -> dict[str, Any]:
+    """``["a/b", "c"]`` as {"a": {"b": True}, "c": True}."""
+    tree: dict[str, Any] = {}
+    for column in sorted(columns, reverse=True):  # "a" after "a/b", which it includes
+        *parents, name = column.split("/")
+        place = tree
+        for parent in parents:
+            place = place.setdefault(parent, {})
+        place[name] = True
+    return tree
+
+
+def _part(nest: Any, column: str) -> Any:
+    for name in column.split("/"):
+        nest = nest[name]
+    return nest
+
+
+def _chosen(example: Any, columns: Sequence[str]) -> Any:
+    if len(columns) == 1:
+        return _part(example, columns[0])
+    return {column: _part(example, column) for column in columns}
+
+
+def _bytes_of(kinds: Any, column: str, where: str) -> int:
+    """Bytes of ``column`` in an example, after a check that it has numbers of one shape."""
+    try:
+        leaves = tf.nest.flatten(_part(kinds, column))
+    except (KeyError, TypeError) as error:
+        raise UsageError(
+            f"{where} has no feature {column!r}; it has {', '.join(_names(kinds))}"
+        ) from error
+    total = 0
+    for leaf in leaves:
+        shape, dtype = tuple(leaf.shape), np.dtype(leaf.np_dtype)
+        if None in shape or dtype.kind not in "biuf":
+            raise UsageError(
+                f"{where}: the feature {column!r} is {dtype} of shape {shape}: only numbers of one "
+                "shape can be trained on, so prepare others in a function and give "
+                "--dataset=package.module:function"
+            )
+        total += math.prod(shape) * dtype.itemsize
+    return total
+
+
+def _names(kinds: Any, before: str = "") -> list[str]:
+    if not isinstance(kinds, dict):
+        return [before]
+    join = f"{before}/" if before else ""
+    return [name for key, kind in kinds.items() for name in _names(kind, join + key)]
+
+
+def _number(value: tf.Tensor) -> tf.Tensor:
+    return tf.cast(value, tf.int32) if value.dtype == tf.uint8 and value.shape.rank < 2 else value

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import itertools
 import math
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
+from ctl.base.tf_internals import may_call_python
 from ctl.data import GlobalBatches, Streaming
 from ctl.data.feed import open_batches
 
 PROGRAM = """
 import time
+import __main__
 import numpy as np
 import tensorflow as tf
 from ctl.data import Streaming
@@ -26,17 +26,17 @@ def example(row):
     time.sleep(0.05)
     return row
 
-data = Streaming(Items(np.zeros([64, 2]), example), global_batch_size=4)
-iterator = open_batches(data, tf.distribute.OneDeviceStrategy("/cpu:0"))
-next(iterator)
+def run():
+    data = Streaming(Items(np.zeros([64, 2]), example), global_batch_size=4)
+    __main__.iterator = open_batches(data, tf.distribute.OneDeviceStrategy("/cpu:0"))
+    next(__main__.iterator)
 """
 
 
-@pytest.mark.slow
-def test_a_program_that_reads_ahead_ends():
-    """Without `ctl.data.callbacks`, it hangs or is aborted."""
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+def test_a_program_that_reads_ahead_ends(zygote, tmp_path):
+    """Without `ctl.data.callbacks`, it hangs, or is aborted: its iterator is freed last."""
+    (tmp_path / "reads_ahead.py").write_text(PROGRAM)
+    zygote.run("reads_ahead", path=[tmp_path])
 
 
 @pytest.mark.parametrize("source", ["generator", "streamed"])
@@ -82,3 +82,28 @@ def aligned(shape):
     memory = np.zeros(size + 64, np.uint8)
     start = -memory.ctypes.data % 64
     return memory[start : start + size].view(np.float32).reshape(shape)
+
+
+ARRAY = np.zeros([8, 4], np.float32)
+
+
+def in_python(row):
+    return tf.numpy_function(lambda row: row, [row], tf.float32)
+
+
+def test_python_is_found_wherever_it_is_called():
+    dataset, spec = tf.data.Dataset, tf.TensorSpec(ARRAY.shape)
+    generator = dataset.from_generator(lambda: iter([ARRAY]), output_signature=spec)
+    one = dataset.from_tensors(ARRAY)
+    mapped = one.map(tf.function(lambda row: tf.function(in_python)(row)))
+    inside = dataset.range(2).interleave(lambda _: one.map(in_python))
+    captured = dataset.range(2).flat_map(lambda _: generator)
+    zipped = dataset.zip((one, generator.cache().repeat().prefetch(1)))
+    for found in (generator, mapped, inside, captured, zipped):
+        assert may_call_python(found)
+
+
+def test_other_data_are_not_copied():
+    rows = tf.data.Dataset.from_tensor_slices(ARRAY).shuffle(8).map(lambda row: row * 2)
+    assert not may_call_python(tf.data.Dataset.zip((rows.batch(2), rows.batch(2))).prefetch(1))
+    assert not may_call_python(tf.data.TFRecordDataset([]))

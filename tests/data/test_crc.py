@@ -17,7 +17,7 @@ def reference(string: bytes) -> int:
 
 def test_checksums_of_all_lengths_at_once(monkeypatch):
     random = np.random.default_rng(0)
-    lengths = [0, 1, 3, 4, 5, 16, 207, 208, 209, 210, 211, 417, 418, 419, 1024, 3000, 2, 7001, 7002]
+    lengths = [0, 1, 3, 4, 5, 16, *range(204, 212), *range(412, 420), 1024, 3000, 2, 7001, 7002]
     strings = [random.bytes(n) for n in lengths]
     strings += [b"123456789", b"\0" * 600, b"\xff" * 32, *(random.bytes(300) for _ in range(5))]
     expected = [reference(string) for string in strings]

@@ -7,10 +7,10 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import tensorflow as tf
+from batches import seen
 
 from ctl.data import Augmented, DatasetInfo, InMemory, Streaming, mix
 from ctl.data.errors import translate_data_errors
-from ctl.data.feed import open_batches
 from ctl.data.mixture import Interleave
 from ctl.data.sources import Items
 from ctl.errors import UsageError
@@ -54,15 +54,10 @@ def mixture(**options):
 
 def numbers(strategy, dataset, start: int, count: int) -> np.ndarray:
     """The examples of global batches, as the replicas see them."""
-    iterator, resident = open_batches(dataset, strategy, start), dataset.resident(strategy)
-    batches = []
-    for _ in range(count):
-        batch = strategy.run(dataset.on_replica, args=(next(iterator), resident))
-        parts = [strategy.experimental_local_results(batch[key]) for key in ("x", "y")]
-        x, y = (np.concatenate([p.numpy() for p in one]) for one in parts)
-        np.testing.assert_array_equal(x, np.stack([y, y + 1], axis=1))
-        batches.append(y)
-    return np.stack(batches)
+    batches = seen(strategy, dataset, start, count)
+    for batch in batches:
+        np.testing.assert_array_equal(batch["x"], np.stack([batch["y"], batch["y"] + 1], axis=1))
+    return np.stack([batch["y"] for batch in batches])
 
 
 class Encoded:

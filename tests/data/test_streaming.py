@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import stored_sources
 import tensorflow as tf
+import tensorflow_datasets as tfds
 import tiny_tfds
 from stored_sources import COUNT
 from stored_sources import SOURCES as KINDS
@@ -99,15 +100,11 @@ def test_shares_are_those_that_tensorflow_makes(mirrored, replicas, count):
         tf.data.Dataset.range(12 + count).batch(12).map(lambda x: x)
     )
     iterator = open_batches(dataset, strategy, again=True)
-    for _ in range(2):
-        for theirs in own:
-            ours = dataset.on_replica(next(iterator), ())
-            for a, b in zip(
-                strategy.experimental_local_results(ours),
-                strategy.experimental_local_results(theirs),
-                strict=True,
-            ):
-                np.testing.assert_array_equal(a, b)
+    parts = strategy.experimental_local_results
+    for theirs in [*own] * 2:
+        ours = dataset.on_replica(next(iterator), ())
+        for a, b in zip(parts(ours), parts(theirs), strict=True):
+            np.testing.assert_array_equal(a, b)
 
 
 def test_small_shares_are_read_together():
@@ -139,26 +136,19 @@ def test_training_batches_are_endless_and_static(sources, mirrored):
     np.testing.assert_array_equal(images.numpy()[:, 8, 6, 2] % 5, labels)
 
 
-def test_order_depends_on_the_seed_and_on_nothing_global(sources):
-    first = batches(Streaming(sources["mapped"], global_batch_size=8, seed=3), 0, 5)
-    tf.random.set_seed(2)
-    again = batches(Streaming(sources["mapped"], global_batch_size=8, seed=3), 0, 5)
-    np.testing.assert_array_equal(first, again)
-    other = batches(Streaming(sources["mapped"], global_batch_size=8, seed=4), 0, 5)
-    assert not np.array_equal(first, other)
-
-
 def test_evaluation_of_files_is_in_their_order(sources, mirrored):
     source, strategy, seen = sources["validation"], mirrored(4), []
     dataset = Streaming(source, global_batch_size=5, training=False)
     for element in open_batches(dataset, strategy):  # the last two of 4 replicas have no examples
         images, _ = dataset.on_replica(element, ())
         seen += [numbers(part) for part in strategy.experimental_local_results(images)]
-    np.testing.assert_array_equal(np.concatenate(seen), numbers(source.decoded()))
-    np.testing.assert_array_equal(np.concatenate(batches(dataset, 0, 9)), numbers(source.decoded()))
+    stored = find("ctl_tiny_color", str(sources["root"] / "tfrecord")).as_dataset(
+        split="validation", batch_size=7, read_config=tfds.ReadConfig(interleave_cycle_length=1)
+    )
+    wanted = numbers(next(stored.as_numpy_iterator()))
+    for found in (seen, batches(dataset, 0, 9), [numbers(read_all(source))]):
+        np.testing.assert_array_equal(np.concatenate(found), wanted)
     assert len(batches(dataset, 0, 9)) == 2
-    for ours, theirs in zip(read_all(source), source.decoded(), strict=True):
-        np.testing.assert_array_equal(ours, theirs)
 
 
 def cut_short(path):
