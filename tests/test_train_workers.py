@@ -10,16 +10,15 @@ import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
+from paths import ROOT
+from runs import records
 
-import ctl
 from ctl import launch
 
 pytestmark = pytest.mark.slow  # starts processes
 
-ROOT = Path(ctl.__file__).parents[1]
 TRAIN = "ctl.train"
 SHORT = [
     *("--dataset=synthetic", "--num_examples=640", "--model=dense"),
@@ -50,8 +49,7 @@ def test_the_command_of_the_readme(tmp_path):
     said = [line for line in ended.stdout.splitlines() if not line.startswith("[worker 0]")]
     assert said == []  # progress and the result are the chief's
     assert len(re.findall(r"test  .*accuracy \d", ended.stdout)) == 1
-    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [(r["phase"], r["step"]) for r in records] == [
+    assert [(r["phase"], r["step"]) for r in records(tmp_path)] == [
         *(("train", 10), ("eval", 10)),
         *(("train", 20), ("eval", 20)),
     ]
