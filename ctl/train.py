@@ -22,7 +22,6 @@ from ctl.distributed import cluster
 from ctl.distributed.cluster import handshake
 from ctl.errors import UsageError
 from ctl.flags import config, training
-from ctl.flags.durations import steps_from
 from ctl.flags.imports import NAMING
 from ctl.flags.parsing import AUTO, grouped_flags, run_command
 from ctl.jobs import dry_run, outputs
@@ -143,8 +142,7 @@ def _train(model_dir: Path) -> None:
             loop, prepared, stack, model_dir, chief, saved
         )
         if FLAGS.inspect_every:
-            steps = steps_from("--inspect_every", FLAGS.inspect_every, prepared.steps_per_epoch)
-            loop.actions += inspect_every(loop, max(1, steps), sinks)
+            loop.actions += inspect_every(loop, prepared.every("inspect_every"), sinks)
         if programs:
             loop.actions.append(lambda status: programs.publish())
         if FLAGS.precompile:
@@ -241,7 +239,7 @@ def _run(
     from ctl.data.errors import translate_data_errors
 
     evaluation, test, others = prepared.evaluation, prepared.test, prepared.others
-    total, steps_per_epoch = prepared.total_steps, prepared.steps_per_epoch
+    total = every = prepared.total_steps
     assert loop.evaluator is not None
     tester = loop.evaluator.on(test) if test else None
     with (
@@ -250,10 +248,9 @@ def _run(
     ):
         if loop.global_step < total:
             logging.info("compiling the first step: this takes some seconds")
-        every = total
-        if steps_per_epoch is not None or FLAGS["evaluate_every"].present:
-            every = steps_from("--evaluate_every", FLAGS.evaluate_every, steps_per_epoch)
-        last = loop.train_and_evaluate(total, evaluate_every=max(1, every), on_progress=on_progress)
+        if prepared.steps_per_epoch is not None or FLAGS["evaluate_every"].present:
+            every = prepared.every("evaluate_every")
+        last = loop.train_and_evaluate(total, evaluate_every=every, on_progress=on_progress)
         results: dict[str, dict[str, float]] = {evaluation.info.split or "test": {}}
         results |= {which: {} for which in others}
         for name, value in last.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -334,89 +335,68 @@ def define_schedule_flags(values: flags.FlagValues = flags.FLAGS) -> None:
 
 
 def _define_schedule_flags(values: flags.FlagValues) -> None:
-    flags.DEFINE_enum(
-        "schedule",
-        "constant",
-        [*durations.SCHEDULES],
-        "Learning rate schedule.",
-        flag_values=values,
+    define_enum, define_float, define_list, define_string, define_integer = (
+        functools.partial(getattr(flags, f"DEFINE_{kind}"), flag_values=values)
+        for kind in ("enum", "float", "list", "string", "integer")
     )
-    flags.DEFINE_float(
-        "learning_rate",
-        None,
-        "Peak learning rate (default: 1e-3). Not for --schedule=piecewise.",
-        flag_values=values,
+    define_enum("schedule", "constant", [*durations.SCHEDULES], "Learning rate schedule.")
+    define_float(
+        "learning_rate", None, "Peak learning rate (default: 1e-3). Not for --schedule=piecewise."
     )
-    flags.DEFINE_list(
+    define_list(
         "boundaries",
         None,
         "Piecewise: where the next of --rates begins, in steps (500) or epochs counted from 0 "
         "(3ep,7ep: at the start of epochs 3 and 7) (default: none).",
-        flag_values=values,
     )
-    flags.DEFINE_list(
-        "rates",
-        None,
-        "Piecewise: learning rates, one more than --boundaries (1e-3,1e-4,1e-5).",
-        flag_values=values,
+    define_list(
+        "rates", None, "Piecewise: learning rates, one more than --boundaries (1e-3,1e-4,1e-5)."
     )
-    flags.DEFINE_string(
-        "warmup",
-        "0",
-        "Linear warm-up, for any schedule, in steps (500) or epochs (0.5ep).",
-        flag_values=values,
+    define_string(
+        "warmup", "0", "Linear warm-up, for any schedule, in steps (500) or epochs (0.5ep)."
     )
-    flags.DEFINE_float(
+    define_float(
         "end_learning_rate",
         None,
         "Cosine, polynomial: final learning rate; plateau: lowest learning rate (default: 0).",
-        flag_values=values,
     )
-    flags.DEFINE_float(
+    define_float(
         "decay_rate",
         None,
         "Exponential: factor by which the rate changes every --decay_steps (default: 0.95); "
         "plateau: factor at each plateau (default: 0.1).",
-        flag_values=values,
     )
-    flags.DEFINE_string(
+    define_string(
         "decay_steps",
         None,
         "Exponential: steps (500) or epochs (2ep) in which the rate changes by --decay_rate "
         "(default: 1ep).",
-        flag_values=values,
     )
-    flags.DEFINE_enum(
+    define_enum(
         "plateau_metric",
         None,
         ["loss", "accuracy"],
         "Plateau: evaluation result that must improve (default: loss).",
-        flag_values=values,
     )
-    flags.DEFINE_integer(
+    define_integer(
         "plateau_patience",
         None,
         "Plateau: number of consecutive evaluations without improvement after which the rate "
         "changes (default: 10).",
         lower_bound=1,
-        flag_values=values,
     )
-    flags.DEFINE_float(
-        "power", None, "Polynomial: exponent (default: 1, linear).", flag_values=values
-    )
-    flags.DEFINE_enum(
+    define_float("power", None, "Polynomial: exponent (default: 1, linear).")
+    define_enum(
         "lr_scaling",
         "none",
         names.SCALING_RULES,
         "Multiply every rate by k = global batch size / --base_batch_size (linear), by the square "
         "root of k (sqrt), or not at all (none).",
-        flag_values=values,
     )
-    flags.DEFINE_integer(
+    define_integer(
         "base_batch_size",
         None,
         "Examples per update for which the rates were chosen (default: 256). For --lr_scaling.",
-        flag_values=values,
     )
 
 

@@ -240,7 +240,10 @@ def grouped_flags(*titles: str) -> list[str]:
 
 class _Converted(flags.ArgumentParser):
     def __init__(self, convert: Callable[[Any], Any]):
-        self.parse = convert
+        self._convert = convert
+
+    def parse(self, argument: Any) -> Any:
+        return self._convert(argument)
 
 
 def define(name: str, default: Any, help: str, convert: Callable[[Any], Any]) -> None:

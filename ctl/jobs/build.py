@@ -20,6 +20,7 @@ from ctl.distributed import cluster
 from ctl.distributed.watch import watchdog
 from ctl.errors import UsageError
 from ctl.flags import defaults, groups, training
+from ctl.flags.durations import steps_from
 from ctl.flags.parsing import AUTO, grouped_flags
 
 if TYPE_CHECKING:
@@ -54,6 +55,15 @@ class Prepared(NamedTuple):
     steps_per_epoch: float | None
     others: dict[str, Any]
     flags: FlagValues
+
+    def every(self, name: str) -> int:
+        """The flag ``name``, a duration, in steps: at least one.
+
+        Raises:
+            UsageError: it counts epochs, and their length is unknown.
+        """
+        duration: Any = self.flags[name].value
+        return max(1, steps_from(f"--{name}", duration, self.steps_per_epoch))
 
 
 def prepare(flags: FlagValues = FLAGS) -> Prepared:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from absl import logging
 
 from ctl.base.actions import parse_window
-from ctl.flags.durations import steps_from
 from ctl.flags.parsing import grouped_flags
 
 if TYPE_CHECKING:
@@ -58,25 +57,25 @@ def add_actions(
     from ctl.logs.profiler import Profile
     from ctl.logs.progress import Lines, Progress
 
-    flags, steps_per_epoch = prepared.flags, prepared.steps_per_epoch
+    flags = prepared.flags
     # Reading metrics is a collective: all workers read them, at the same steps.
     multi_worker = is_multi_worker(loop.strategy)
     bar = None
     if chief and sys.stdout.isatty():
         bar = stack.enter_context(Progress(peek=not multi_worker))
     files = make_sinks(flags, model_dir, saved) if chief else []
-    log = Log(*files, *([bar or Lines()] if chief else []), steps_per_epoch=steps_per_epoch)
+    log = Log(
+        *files, *([bar or Lines()] if chief else []), steps_per_epoch=prepared.steps_per_epoch
+    )
     stack.callback(log.close)
     loop.eval_actions.append(log.evaluated)
-    loop.actions.append(
-        Every(log, steps=max(1, steps_from("--log_every", flags.log_every, steps_per_epoch)))
-    )
+    loop.actions.append(Every(log, steps=prepared.every("log_every")))
     if flags.check_replicas_every:  # before the checkpoints
-        steps = steps_from("--check_replicas_every", flags.check_replicas_every, steps_per_epoch)
-        loop.actions.append(Every(CompareReplicas(loop.step), steps=max(1, steps)))
+        compare = CompareReplicas(loop.step)
+        loop.actions.append(Every(compare, steps=prepared.every("check_replicas_every")))
     if flags.checkpoint_every:
-        steps = steps_from("--checkpoint_every", flags.checkpoint_every, steps_per_epoch)
-        loop.actions.append(Every(lambda status: loop.save(), steps=max(1, steps)))
+        steps = prepared.every("checkpoint_every")
+        loop.actions.append(Every(lambda status: loop.save(), steps=steps))
     if flags.profile_steps:
         # On every worker, because all calls must end at the same steps.
         where = "train" if chief else f"worker-{cluster_of(loop.strategy).index}"
