@@ -185,14 +185,10 @@ def _place(flags: FlagValues) -> Placement:
         startup_timeout=flags.startup_timeout,
         record_dir=Path(flags.model_dir) / "inspect" if flags.model_dir else None,
     )
-    check_agreement(placement.strategy, _flags_of_the_job(flags))
+    of_a_worker = {"worker_index", "data_dir", "download"}  # all others must be equal on each
+    of_the_job = [name for name in grouped_flags() if name not in of_a_worker]
+    check_agreement(placement.strategy, {f"--{name}": flags[name].value for name in of_the_job})
     return placement
-
-
-def _flags_of_the_job(flags: FlagValues) -> dict[str, Any]:
-    """The flags that must be equal on every worker."""
-    mine = {"worker_index", "data_dir", "download"}
-    return {f"--{name}": flags[name].value for name in grouped_flags() if name not in mine}
 
 
 def load_evaluation_data(flags: FlagValues) -> Dataset:
