@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ctl.flags.commands import run_one_of
+from ctl.flags.parsing import run_one_of
 
 # Name -> (module, line in --help).
 COMMANDS = {

@@ -11,7 +11,7 @@ from absl import flags, logging
 
 from ctl.base import console, names
 from ctl.errors import CheckpointError, UsageError
-from ctl.flags import config, devices, groups, training, user_code_flags
+from ctl.flags import config, devices, groups, training
 from ctl.flags.imports import NAMING
 from ctl.flags.parsing import (
     check_flags,
@@ -76,7 +76,7 @@ def run() -> None:
             "confusion matrix, and the examples with the highest loss.",
         )
     groups.define_data_flags(of_a_run=True)
-    user_code_flags.define_code_flags()
+    groups.define_code_flags()
     devices.define_device_flags(training=False)
     with group("Computation"):
         flags.DEFINE_enum(
@@ -148,9 +148,9 @@ def main() -> None:
     logging.info("strategy: %s", placement.description)
     named.step_class(FLAGS.step)  # what is wrong is said before data are loaded
     named.check_metrics(FLAGS.metrics)
-    dataset = load_evaluation_data()
+    dataset = load_evaluation_data(FLAGS)
     logging.info("evaluation data: %s", dataset.description)
-    check_classes(dataset)
+    check_classes(FLAGS, dataset)
     evaluator = _make_evaluator(dataset, placement.strategy, frozen)
     if FLAGS.model_dir:
         _evaluate_checkpoints(evaluator, averaged, best)
@@ -172,7 +172,7 @@ def _make_evaluator(dataset: Any, strategy: tf.distribute.Strategy, frozen: list
             model = load_model(FLAGS.model, "model")
             if info.image_shape and info.num_classes:
                 check_model(FLAGS.model, model, info.image_shape, info.num_classes)
-        step = make_eval_step(model)
+        step = make_eval_step(FLAGS, model)
     return Evaluator(step, dataset, strategy=strategy)
 
 

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from secrets import token_hex
 from typing import IO, TextIO
 
@@ -126,7 +126,7 @@ def launch(
                 return code
             pause = _pause_before(attempt, backoff)
             _say(f"restart {attempt + 1} of {max_restarts} in {pause:g} s")
-            _pause(pause, received)
+            _wait_until(lambda: received, pause)
             if received:
                 return code
     raise AssertionError("unreachable")
@@ -277,15 +277,15 @@ class _Job:
 
     def _cause(self) -> tuple[str, int]:
         """The task that failed first, and its code."""
-        # A worker that lost a peer may end before the peer does: wait a second for the cause.
-        deadline = time.monotonic() + 1.0
-        while True:
+
+        def first() -> tuple[str, int]:
             codes = [(task.name, task.poll()) for task in self._deciding()]
             failed = [(name, code) for name, code in codes if code]
-            others = [failure for failure in failed if failure[1] != PeerError.exit_code]
-            if others or time.monotonic() >= deadline:
-                return (others or failed)[0]
-            time.sleep(0.05)
+            return min(failed, key=lambda failure: failure[1] == PeerError.exit_code)
+
+        # A worker that lost a peer may end before the peer does: wait a second for the cause.
+        _wait_until(lambda: first()[1] != PeerError.exit_code, 1.0)
+        return first()
 
     def end(self, grace: float, *, at_once: bool = False) -> None:
         """Sends SIGTERM after half of ``grace`` seconds, or ``at_once``; kills the process groups
@@ -318,11 +318,7 @@ class _Job:
                     os.killpg(task.process.pid, number)
 
     def _wait_until_ended(self, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            if all(task.poll() is not None for task in self._tasks):
-                return
-            time.sleep(0.05)
+        _wait_until(lambda: all(task.poll() is not None for task in self._tasks), seconds)
 
 
 @contextlib.contextmanager
@@ -346,9 +342,10 @@ def _pause_before(restart: int, backoff: float) -> float:
     return min(_LONGEST_BACKOFF, backoff * 2.0 ** min(restart, 1000))
 
 
-def _pause(seconds: float, received: list[int]) -> None:
+def _wait_until(condition: Callable[[], object], seconds: float) -> None:
+    """Waits for ``condition`` to be true, at most so many ``seconds``."""
     deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and not received:
+    while time.monotonic() < deadline and not condition():
         time.sleep(0.05)
 
 

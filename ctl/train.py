@@ -22,7 +22,6 @@ from ctl.distributed import cluster
 from ctl.distributed.cluster import handshake
 from ctl.errors import UsageError
 from ctl.flags import config, training
-from ctl.flags.durations import steps_from
 from ctl.flags.imports import NAMING
 from ctl.flags.parsing import AUTO, grouped_flags, run_command
 from ctl.jobs import dry_run, outputs
@@ -87,10 +86,11 @@ def main() -> None:
         config.check_resumable(stored)
     elif FLAGS.init_from and not Path(FLAGS.init_from).exists():
         raise UsageError(f"--init_from={FLAGS.init_from}: no such file or directory")
-    if FLAGS.dry_run:
-        return dry_run.main(model_dir)
-    if FLAGS.precompile:
+    if FLAGS.dry_run or FLAGS.precompile:
         FLAGS["download"].value = False
+    if FLAGS.dry_run:
+        return dry_run.main(FLAGS)
+    if FLAGS.precompile:
         FLAGS["mlflow"].value = FLAGS["wandb"].value = None
         # The name of a program depends on all that was traced before, so this is a training, too.
         console.log_to_terminal()
@@ -116,8 +116,8 @@ def _train(model_dir: Path) -> None:
     from ctl.distributed.workers import is_chief, leave_together
     from ctl.inspect.session import inspect_every
 
-    prepared = prepare()
-    placement, steps_per_epoch = prepared.placement, prepared.steps_per_epoch
+    prepared = prepare(FLAGS)
+    placement = prepared.placement
     if manifest.paths(model_dir / "checkpoints"):
         _check_evaluation(model_dir, prepared.evaluation.info.split)
     chief = is_chief(placement.strategy)
@@ -137,13 +137,12 @@ def _train(model_dir: Path) -> None:
         )
         if chief:
             _write_config(model_dir, prepared, chosen, checkpoints.code, saved)
-        outputs.add_scalars(loop)
+        outputs.add_scalars(loop, FLAGS.log_also)
         log, on_progress, sinks = outputs.add_actions(
-            loop, stack, model_dir, steps_per_epoch, chief, saved
+            loop, prepared, stack, model_dir, chief, saved
         )
         if FLAGS.inspect_every:
-            steps = steps_from("--inspect_every", FLAGS.inspect_every, steps_per_epoch)
-            loop.actions += inspect_every(loop, max(1, steps), sinks)
+            loop.actions += inspect_every(loop, prepared.every("inspect_every"), sinks)
         if programs:
             loop.actions.append(lambda status: programs.publish())
         if FLAGS.precompile:
@@ -239,19 +238,19 @@ def _run(
     """Trains, evaluates and tests. Returns the last results, by the name of the data."""
     from ctl.data.errors import translate_data_errors
 
-    _, train, evaluation, test, total, steps_per_epoch, others = prepared
+    evaluation, test, others = prepared.evaluation, prepared.test, prepared.others
+    total = every = prepared.total_steps
     assert loop.evaluator is not None
     tester = loop.evaluator.on(test) if test else None
     with (
         loop.signals.noted(last=True),
-        translate_data_errors(train, evaluation, test, *others.values()),
+        translate_data_errors(prepared.train, evaluation, test, *others.values()),
     ):
         if loop.global_step < total:
             logging.info("compiling the first step: this takes some seconds")
-        every = total
-        if steps_per_epoch is not None or FLAGS["evaluate_every"].present:
-            every = steps_from("--evaluate_every", FLAGS.evaluate_every, steps_per_epoch)
-        last = loop.train_and_evaluate(total, evaluate_every=max(1, every), on_progress=on_progress)
+        if prepared.steps_per_epoch is not None or FLAGS["evaluate_every"].present:
+            every = prepared.every("evaluate_every")
+        last = loop.train_and_evaluate(total, evaluate_every=every, on_progress=on_progress)
         results: dict[str, dict[str, float]] = {evaluation.info.split or "test": {}}
         results |= {which: {} for which in others}
         for name, value in last.items():

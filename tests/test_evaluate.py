@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
-from pathlib import Path
 
 import keras
+import numpy as np
 import pytest
+from runs import evaluations
 from zygote import one_line
 
-from ctl.checkpoint import CheckpointManager
+from ctl.checkpoint import CheckpointManager, Reader
 
 TRAIN, EVALUATE = "ctl.train", "ctl.evaluate"
 
@@ -25,13 +26,6 @@ def run(zygote, tmp_path_factory):
     options += ["--train_steps=60", "--evaluate_every=20", "--label_smoothing=0.1"]
     zygote.run(TRAIN, f"--model_dir={model_dir}", *options)
     return model_dir
-
-
-def of_the_run(model_dir) -> dict[int, dict]:
-    """What the run said when it evaluated, by step."""
-    lines = (Path(model_dir) / "metrics.jsonl").read_text().splitlines()
-    records = [json.loads(line) for line in lines]
-    return {r["step"]: r for r in records if r["phase"] == "eval"}
 
 
 def evaluate(zygote, *flags, **kwargs):
@@ -63,7 +57,7 @@ def test_the_latest_under_any_strategy(zygote, run, flags):
     (found,), command = evaluate(zygote, f"--model_dir={run}", *flags)
     assert (found.pop("step"), found.pop("path")) == (60, f"{run}/checkpoints/step-0000000060")
     assert set(found) == {"loss", "accuracy"}
-    assert_equal(found, of_the_run(run)[60])
+    assert_equal(found, evaluations(run)[60])
     assert "arning" not in command.stderr
 
 
@@ -78,11 +72,13 @@ def test_the_best_and_a_step(zygote, run, tmp_path):
         assert found["step"] == step
         on_the_same = "the best checkpoint was selected on these data, test[:500]"
         assert (on_the_same in command.stderr) == (checkpoint == "best")
-        assert_equal(found, of_the_run(run)[step])
+        assert_equal(found, evaluations(run)[step])
     command = zygote.run(EVALUATE, f"--model_dir={run}", "--checkpoint=30", exit_code=4)
     assert command.stderr.splitlines()[-1] == (
         f"No checkpoint of step 30 in {run}/checkpoints; choose one of 20, 40, 60"
     )
+    command = zygote.run(EVALUATE, f"--model_dir={run}", "--model=convnet", exit_code=4)
+    assert "step-0000000060 does not fit: " in command.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize("strategy", [["--strategy=default"], ["--replicas=2"]], ids=" ".join)
@@ -91,12 +87,17 @@ def test_the_exported_model_is_the_averaged_one(zygote, run, strategy):
     data = ["--eval_split=test[:500]", "--global_batch_size=48"]
     (found,), _ = evaluate(zygote, f"--model={exported}", *data, *strategy)
     assert found.pop("path") == str(exported)
-    assert_equal(found, of_the_run(run)[60])
+    reader, model = Reader(run), keras.models.load_model(exported)
+    for variable in model.trainable_variables:
+        averaged, trained = (reader[f"{key}/{variable.path}"] for key in ("ema", "model"))
+        np.testing.assert_array_equal(variable.numpy(), averaged)
+        assert np.abs(averaged - trained).max() > 1e-3
+    assert_equal(found, evaluations(run)[60])
 
 
 def test_text(zygote, run):
     command = zygote.run(EVALUATE, f"--model_dir={run}")
-    record = of_the_run(run)[60]
+    record = evaluations(run)[60]
     assert command.stdout == (
         f"step 60 ({run}/checkpoints/step-0000000060):\n    loss {record['loss']:.6f}  accuracy "
         f"{record['accuracy']:.6f}\n"
@@ -132,7 +133,7 @@ def test_a_damaged_newest_checkpoint(zygote, run, tmp_path):
     next((copy / "checkpoints" / "step-0000000060").glob("*.data-*")).write_bytes(b"short")
     (found,), command = evaluate(zygote, f"--model_dir={copy}")
     assert found["step"] == 40
-    assert_equal(found, of_the_run(run)[40])
+    assert_equal(found, evaluations(run)[40])
     assert command.stderr.count("warning: Passing over the damaged checkpoint") == 1
     # --watch evaluates it once, and not again and again for the damaged one.
     results, command = evaluate(zygote, f"--model_dir={copy}", "--watch", "--watch_timeout=2")
@@ -142,19 +143,6 @@ def test_a_damaged_newest_checkpoint(zygote, run, tmp_path):
     shutil.rmtree(copy / "checkpoints")
     command = zygote.run(EVALUATE, f"--model_dir={copy}", exit_code=4)
     assert command.stderr.splitlines()[-1] == f"{copy}/checkpoints holds no checkpoint"
-
-
-def test_a_stored_function_must_be_given_again(zygote, tmp_path):
-    (tmp_path / "mine.py").write_text("from ctl.jobs.models import dense as make\n")
-    model_dir, path = tmp_path / "run", [tmp_path]
-    options = ["--model=mine:make", "--train_steps=5", "--noexport"]
-    zygote.run(TRAIN, f"--model_dir={model_dir}", *options, path=path)
-    command = zygote.run(EVALUATE, f"--model_dir={model_dir}", path=path, exit_code=2)
-    assert command.stderr == "the run was trained with --model=mine:make: give that flag again\n"
-    (found,), _ = evaluate(zygote, f"--model_dir={model_dir}", "--model=mine:make", path=path)
-    assert_equal(found, of_the_run(model_dir)[5])
-    command = zygote.run(EVALUATE, f"--model_dir={model_dir}", "--model=convnet", exit_code=4)
-    assert "step-0000000005 does not fit: " in command.stderr.splitlines()[-1]
 
 
 def test_watch_a_run_from_before_its_start(zygote, tmp_path):
@@ -173,7 +161,7 @@ def test_watch_a_run_from_before_its_start(zygote, tmp_path):
     steps = [record["step"] for record in found]
     assert steps == sorted(set(steps)) and set(steps) <= {200, 400, 600}
     for record in found:
-        assert_equal(record, of_the_run(model_dir)[record["step"]])
+        assert_equal(record, evaluations(model_dir)[record["step"]])
     assert "arning" not in watch.stderr
     watch.signal(2)
     assert watch.wait() == 130

@@ -18,15 +18,20 @@ from ctl.launch import cluster
 
 pytestmark = pytest.mark.slow  # starts processes
 
-WHO = "import json,os,sys,time; task=json.loads(os.environ['TF_CONFIG'])['task']['index']; "
+WHO = (
+    "import json,os,sys,time; who=json.loads(os.environ['TF_CONFIG'])['task']; me=who['type']; "
+    "task=who['index']; "
+)
 
 
-def start(*arguments: str, code: str = "", command: list[str] | None = None) -> subprocess.Popen:
-    command = command or [sys.executable, "-c", WHO + code]
+def start(
+    *arguments: str, code: str = "", command: list[str] | None = None, stderr: int = subprocess.PIPE
+) -> subprocess.Popen:
+    command = [sys.executable, "-c", WHO + code] if command is None else command
     return subprocess.Popen(
         [sys.executable, "-m", "ctl.launch", *arguments, "--", *command],
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stderr=stderr,
         text=True,
     )
 
@@ -48,22 +53,42 @@ def alive(pid: int) -> bool:
         return False
 
 
-def test_every_worker_gets_its_place_and_its_output_a_name():
-    code = "print(os.environ['TF_CONFIG']); print('oops', file=sys.stderr)"
-    status, out, err = finish(start("--workers=3", code=code))
+def environments(workers: int) -> dict[str, list[str | None]]:
+    """What each process of a job is given, by the name that its output has."""
+    variables = ("TF_CONFIG", "CTL_JOB_SECRET", "TF_NUM_INTRAOP_THREADS")
+    code = f"print(json.dumps([*map(os.environ.get, {variables})])); print('oops', file=sys.stderr)"
+    status, out, err = finish(start(f"--workers={workers}", code=code))
     assert status == 0
-    configs = {}
-    for line in out.splitlines():
-        name, _, text = line.partition("] ")
-        configs[name] = json.loads(text)
-    assert sorted(configs) == ["[worker 0", "[worker 1", "[worker 2"]
-    for index in range(3):
-        assert configs[f"[worker {index}"]["task"] == {"type": "worker", "index": index}
-    clusters = [config["cluster"] for config in configs.values()]
-    assert clusters[0] == clusters[1] == clusters[2]
-    assert len(set(clusters[0]["worker"])) == 3
-    assert all(address.startswith("127.0.0.1:") for address in clusters[0]["worker"])
-    assert sorted(err.splitlines()) == [f"[worker {i}] oops" for i in range(3)]
+    assert sorted(err.splitlines()) == [f"[worker {i}] oops" for i in range(workers)]
+    lines = (line.partition("] ") for line in sorted(out.splitlines()))
+    return {name: json.loads(text) for name, _, text in lines}
+
+
+def test_every_worker_gets_its_place_a_shared_secret_and_its_part_of_the_cores(monkeypatch):
+    """A single one, which may have peers on other machines, gets no secret and all cores."""
+    monkeypatch.delenv("TF_NUM_INTRAOP_THREADS", raising=False)
+    three, two, one = map(environments, (3, 2, 1))
+    assert list(three) == ["[worker 0", "[worker 1", "[worker 2"]
+    configs = [json.loads(config) for config, *_ in three.values()]
+    for index, config in enumerate(configs):
+        assert config["task"] == {"type": "worker", "index": index}
+        assert config["cluster"] == configs[0]["cluster"]
+    addresses = configs[0]["cluster"]["worker"]
+    assert len(set(addresses)) == 3
+    assert all(address.startswith("127.0.0.1:") for address in addresses)
+    (secret,), (other,) = ({own for _, own, _ in job.values()} for job in (three, two))
+    assert secret != other and len(secret) == 32
+    each = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert [threads for *_, threads in two.values()] == [str(each)] * 2
+    assert one["[worker 0"][1:] == [None, None]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_secret_and_a_number_of_threads_of_the_user_stay(monkeypatch, workers):
+    monkeypatch.setenv("CTL_JOB_SECRET", "sesame")
+    monkeypatch.setenv("TF_NUM_INTRAOP_THREADS", "7")
+    found = environments(workers).values()
+    assert [own for _, *own in found] == [["sesame", "7"]] * workers
 
 
 def test_lines_stay_whole():
@@ -101,11 +126,7 @@ def test_a_job_of_which_nobody_reads_anything_goes_on(tmp_path):
     """`2>&1 | head`: what it says of that is not read either."""
     write = "[print('x' * 50, flush=True) for _ in range(10000)]"
     code = f"{write}; open('{tmp_path}/' + str(task), 'w').close()"
-    process = subprocess.Popen(
-        [sys.executable, "-m", "ctl.launch", "--workers=2", "--", sys.executable, "-c", WHO + code],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
+    process = start("--workers=2", code=code, stderr=subprocess.STDOUT)
     process.stdout.readline()
     process.stdout.close()
     try:
@@ -120,19 +141,38 @@ def test_ports_differ():
     assert len(set(addresses)) == 50
 
 
-def test_one_failure_ends_all_and_is_the_exit_code():
-    code = "sys.exit(7) if task == 1 else time.sleep(100)"
-    status, _, err = finish(start("--workers=2", "--grace=2", code=code))
-    assert status == 7
-    assert "[launch] worker 1 exited with 7" in err
+ONE, ENDS = "sys.exit(7) if {} else time.sleep(100)", "exited with 7; ending the others"
+FAILURES = {
+    "one ends all": ("", ONE.format("task == 1"), 7, f"[launch] worker 1 {ENDS}"),
+    # Worker 0 ends with 5, a lost peer, before worker 1 is seen to have died.
+    "the cause, not who lost a peer": (
+        *("", "(time.sleep(0.4), os.kill(os.getpid(), 9)) if task else os._exit(5)"),
+        *(137, "worker 1 died of SIGKILL"),
+    ),
+    "a parameter server": (
+        "--ps=1",
+        ONE.format("me == 'ps'"),
+        7,
+        f"[launch] ps 0 {ENDS}",
+    ),
+    "the coordinator": ("--ps=1", ONE.format("me == 'chief'"), 7, f"[launch] chief 0 {ENDS}"),
+    "again": ("--max_restarts=1", "sys.exit(9)", 9, "restart 1 of 1 in 0 s"),
+    # A restart cannot mend these.
+    **{
+        f"exit code {code}": ("--max_restarts=3", f"sys.exit({code})", code, f"exited with {code}")
+        for code in (2, 3, 42)
+    },
+}
 
 
-def test_the_cause_is_named_not_the_peers_who_lost_it():
-    """Worker 0 ends with 5, a lost peer, before worker 1 is seen to have died."""
-    code = "(time.sleep(0.4), os.kill(os.getpid(), 9)) if task else os._exit(5)"
-    status, _, err = finish(start("--workers=2", "--grace=2", code=code))
-    assert status == 137
-    assert "worker 1 died of SIGKILL" in err
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_failure_ends_the_job_and_is_its_exit_code(failure):
+    option, code, expected, said = FAILURES[failure]
+    options = ["--workers=2", "--backoff=0", "--grace=1", *option.split()]
+    status, _, err = finish(start(*options, code=code))
+    assert status == expected
+    assert said in err
+    assert err.count("restart") == (failure == "again")
 
 
 def test_restarts_on_new_ports_until_it_works(tmp_path):
@@ -183,52 +223,6 @@ def test_a_port_that_was_taken_in_between_is_chosen_again(tmp_path):
     status, out, err = finish(start(*options, command=command))
     assert "[worker 1] worker 1 cannot listen on 127.0.0.1:" in out
     assert "restart 1 of 1" in err and status == 0
-
-
-SECRET = "print(os.environ.get('CTL_JOB_SECRET'))"
-
-
-def test_the_processes_of_a_job_share_a_secret():
-    one, two = (finish(start("--workers=2", code=SECRET))[1].split() for _ in range(2))
-    assert one[2] == one[5] != two[2] == two[5]
-    assert len(one[2]) == 32
-
-
-def test_a_secret_of_the_user_stays(monkeypatch):
-    """And a single worker, which may have peers on other machines, gets none."""
-    assert finish(start("--workers=1", code=SECRET))[1] == "[worker 0] None\n"
-    monkeypatch.setenv("CTL_JOB_SECRET", "sesame")
-    assert finish(start("--workers=1", code=SECRET))[1] == "[worker 0] sesame\n"
-    assert finish(start("--workers=2", code=SECRET))[1].split()[2::3] == ["sesame"] * 2
-
-
-THREADS = "print(os.environ.get('TF_NUM_INTRAOP_THREADS'))"
-
-
-def test_the_processes_of_a_job_share_the_cores(monkeypatch):
-    monkeypatch.delenv("TF_NUM_INTRAOP_THREADS", raising=False)
-    each = max(1, len(os.sched_getaffinity(0)) // 2)
-    assert finish(start("--workers=1", code=THREADS))[1].split()[2::3] == ["None"]
-    assert finish(start("--workers=2", code=THREADS))[1].split()[2::3] == [str(each)] * 2
-    monkeypatch.setenv("TF_NUM_INTRAOP_THREADS", "7")
-    assert finish(start("--workers=2", code=THREADS))[1].split()[2::3] == ["7"] * 2
-
-
-def test_gives_up_with_the_last_code():
-    status, _, err = finish(
-        start("--workers=2", "--max_restarts=1", "--backoff=0", "--grace=1", code="sys.exit(9)")
-    )
-    assert status == 9
-    assert err.count("restart") == 1
-
-
-@pytest.mark.parametrize("code", [2, 3, 42])
-def test_what_a_restart_cannot_mend_is_not_restarted(code):
-    status, _, err = finish(
-        start("--workers=1", "--max_restarts=3", "--grace=1", code=f"sys.exit({code})")
-    )
-    assert status == code
-    assert "restart" not in err
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -332,30 +326,16 @@ def test_no_orphan_when_a_worker_leaves_one_behind():
     [([], "-- COMMAND"), (["no-such-program"], "no-such-program: No such file")],
 )
 def test_nothing_to_start_is_one_line(command, words):
-    process = subprocess.run(
-        [sys.executable, "-m", "ctl.launch", "--workers=2", "--", *command],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert process.returncode == 2
-    assert words in process.stderr and len(process.stderr.splitlines()) == 1
-
-
-ROLE = (
-    "import json,os,sys,time; task=json.loads(os.environ['TF_CONFIG'])['task']; me=task['type']; "
-)
-
-
-def role(code: str) -> list[str]:
-    return [sys.executable, "-c", ROLE + code]
+    status, _, err = finish(start("--workers=2", command=command))
+    assert status == 2
+    assert words in err and len(err.splitlines()) == 1
 
 
 def test_with_parameter_servers_a_worker_is_started_again_alone(tmp_path):
     """The coordinator and the parameter server are started once. The coordinator ends when worker 1
     has been started twice, the others then by themselves."""
     code = (
-        f"where={str(tmp_path)!r}; name=me+str(task['index']); "
+        f"where={str(tmp_path)!r}; name=me+str(task); "
         "open(where+'/'+name,'a').write('x')\n"
         "def starts():\n"
         "    try: return len(open(where+'/worker1').read())\n"
@@ -363,22 +343,13 @@ def test_with_parameter_servers_a_worker_is_started_again_alone(tmp_path):
         "if name == 'worker1' and starts() == 1: os.kill(os.getpid(), 9)\n"
         "while starts() < 2: time.sleep(0.05)\n"
     )
-    status, _, err = finish(
-        start("--workers=2", "--ps=1", "--backoff=0.1", "--grace=5", command=role(code))
-    )
+    options = ["--workers=2", "--ps=1", "--backoff=0.1", "--grace=5"]
+    status, _, err = finish(start(*options, code=code))
     assert status == 0
     assert "worker 1 died of SIGKILL; the others go on; restarting it in 0.1 s" in err
     assert err.count("[launch]") == 1
     counts = {path.name: len(path.read_text()) for path in tmp_path.iterdir()}
     assert counts == {"chief0": 1, "worker0": 1, "worker1": 2, "ps0": 1}
-
-
-@pytest.mark.parametrize(("kind", "name"), [("ps", "ps 0"), ("chief", "chief 0")])
-def test_a_parameter_server_or_coordinator_ends_the_job(kind, name):
-    code = f"sys.exit(7) if me == {kind!r} else time.sleep(100)"
-    status, _, err = finish(start("--workers=2", "--ps=1", "--grace=1", command=role(code)))
-    assert status == 7
-    assert f"[launch] {name} exited with 7; ending the others" in err
 
 
 def test_others_may_finish_after_a_signal():

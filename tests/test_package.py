@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import configparser
+import contextlib
 import email
 import email.message
 import hashlib
@@ -20,6 +21,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 from paths import ROOT
+from zygote import Zygote
 
 import ctl
 from ctl.inspect.__main__ import COMMANDS as INSPECT
@@ -145,7 +147,6 @@ def test_the_lowest_pins_are_the_lower_bounds(wheel):
 
 # What takes seconds to load, or is not needed to answer.
 SLOW = ("tensorflow", "keras", "numpy", "tensorflow_datasets", "tensorboard")
-WITHOUT = f"import runpy, sys; sys.modules.update(dict.fromkeys({SLOW!r}))\n"
 
 COMMANDS = [
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__")
@@ -155,42 +156,44 @@ COMMANDS = [
 ] + [f"ctl.inspect {name}" for name in INSPECT]
 
 
-def python(program: str, *arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", program, *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def test_import_loads_nothing():
-    """A module that is None in ``sys.modules`` cannot be imported."""
-    python(WITHOUT + "import ctl; assert ctl.__version__ and 'Loop' in ctl.__all__")
-    loaded = python("import sys, ctl; print(*(m for m in sys.modules if m.startswith('ctl')))")
-    assert {*loaded.split()} == {"ctl", "ctl.base", "ctl.base.lazy"}
-
-
-def test_import_changes_nothing():
-    """No import hook, no handler and no descriptor: a library leaves these to the program."""
-    python(
+def test_import_loads_and_changes_nothing():
+    """No import hook, no handler and no descriptor: a library leaves these to the program. A module
+    that is None in ``sys.modules`` cannot be imported."""
+    program = (
         "import os, sys\n"
         "def state():\n"
         "    files = [os.fstat(number).st_ino for number in (1, 2)]\n"
         "    return [*sys.meta_path], [*sys.path_hooks], files, {**os.environ}\n"
         "before = state()\n"
+        f"sys.modules.update(dict.fromkeys({SLOW!r}))\n"
         "import ctl\n"
         "assert state() == before\n"
+        "assert ctl.__version__ and 'Loop' in ctl.__all__\n"
+        "print(*(name for name in sys.modules if name.startswith('ctl')))\n"
     )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert {*done.stdout.split()} == {"ctl", "ctl.base", "ctl.base.lazy"}
+
+
+@pytest.fixture(scope="module")
+def without_slow(tmp_path_factory):
+    """Runs ``python -m`` in processes in which importing one of `SLOW` is an error."""
+    directory = tmp_path_factory.mktemp("without_slow")
+    (directory / "as_main.py").write_text(
+        "import runpy, sys\n"
+        "def run():\n"
+        "    runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)\n"
+    )
+    with contextlib.closing(Zygote(directory, ["ctl.flags.parsing"], SLOW)) as started:
+        yield lambda *words: started.run("as_main", *words, path=[directory]).stdout
 
 
 @pytest.mark.parametrize("module", COMMANDS)
-def test_help_needs_no_tensorflow(module):
-    program = WITHOUT + "runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
-    assert f"python -m {module}" in python(program, *module.split(), "--help")
+def test_help_needs_no_tensorflow(without_slow, module):
+    assert f"python -m {module}" in without_slow(*module.split(), "--help")
 
 
 def test_there_are_commands():

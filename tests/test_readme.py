@@ -4,12 +4,9 @@ is said of Keras can be seen.
 
 from __future__ import annotations
 
-import functools
 import json
-import os
 import re
 import shlex
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -60,25 +57,8 @@ def commands() -> list[list[str]]:
     return found
 
 
-@functools.cache
-def help_of(*command: str) -> str:
-    return python("-m", *command, "--help").stdout
-
-
-def python(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess:
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": path, "TF_CPP_MIN_LOG_LEVEL": "2"}
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=cwd,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done
+# Modules without a function `run`, whose command is in another.
+ELSEWHERE = {"ctl.schedule": "ctl.schedule.plot", "ctl.inspect": "ctl.inspect.__main__"}
 
 
 @pytest.fixture(scope="module")
@@ -110,29 +90,44 @@ def parse(main, usage, **_):
     parsing._import_named([a for a in sys.argv[1:] if "=ctl." in a])  # not "mine:MyStep"
     flags.FLAGS(sys.argv)
 
-parsing.run_command = parse
-importlib.import_module(sys.argv.pop(1)).run()
+def run():
+    command = importlib.import_module(sys.argv.pop(1))
+    parsing.run_command = command.run_command = parse
+    command.run()
 """
 
 
-def test_the_flags_of_every_command_parse(run):
+@pytest.fixture(scope="module")
+def parse(zygote, zygote_without_tensorflow, tmp_path_factory):
+    """Parses the flags of a command, which need TensorFlow where they name code."""
+    path = tmp_path_factory.mktemp("parse")
+    (path / "parse_flags.py").write_text(PARSE)
+
+    def parse(*command: str, **kwargs):
+        runs = zygote if any("=ctl." in word for word in command) else zygote_without_tensorflow
+        return runs.run("parse_flags", *command, path=[path], **kwargs)
+
+    return parse
+
+
+def test_the_flags_of_every_command_parse(parse, run):
     assert {command[0] for command in commands()} >= {"ctl.train", "ctl.evaluate", "ctl.schedule"}
     for module, *arguments in commands():
         if "--help" in arguments or (module == "ctl.inspect" and not arguments):
-            assert help_of(module)
-            continue
+            continue  # `test_every_flag_exists` runs it
         if module == "ctl.inspect":
             module = INSPECT[arguments.pop(0)][0]
-        module = {"ctl.schedule": "ctl.schedule.plot"}.get(module, module)
         here = [a.replace(RUN, str(run)).replace("/shared/run", str(run)) for a in arguments]
-        python("-c", PARSE, module, *here)
+        parse(ELSEWHERE.get(module, module), *here)
 
 
-def test_every_flag_exists():
+def test_every_flag_exists(zygote_without_tensorflow):
     exist = set()
     modules = {command[0] for command in commands()} - {"ctl.inspect"}
     for command in [*((m,) for m in modules), *(("ctl.inspect", name) for name in INSPECT)]:
-        exist |= set(re.findall(r"^  --(?:\[no\])?(\w+)", help_of(*command), re.MULTILINE))
+        module, *words = ELSEWHERE.get(command[0], command[0]), *command[1:], "--help"
+        text = zygote_without_tensorflow.run(module, *words).stdout
+        exist |= set(re.findall(r"^  --(?:\[no\])?(\w+)", text, re.MULTILINE))
     for recipe in ROOT.glob("ctl/recipes/*.py"):
         text = recipe.read_text("utf-8")
         exist |= set(re.findall(r'DEFINE_\w+\(\s*"(\w+)"', text))
@@ -143,16 +138,16 @@ def test_every_flag_exists():
     assert len(named) > 20
 
 
-def test_a_wrong_flag_would_be_seen():
-    with pytest.raises(AssertionError, match="epohs"):
-        python("-c", PARSE, "ctl.train", "--model_dir=x", "--epohs=3")
+def test_a_wrong_flag_would_be_seen(parse):
+    assert "epohs" in parse("ctl.train", "--model_dir=x", "--epohs=3", exit_code=1).stderr
 
 
 @pytest.mark.parametrize("number", range(len(blocks("python"))))
-def test_the_programs_run(number, run, tmp_path):
-    program = tmp_path / "program.py"
-    program.write_text(blocks("python")[number].replace(RUN, str(run)), encoding="utf-8")
-    output = python(str(program), cwd=tmp_path).stdout
+def test_the_programs_run(zygote, number, run, tmp_path):
+    """Each as a module, which runs as it is imported."""
+    text = blocks("python")[number].replace(RUN, str(run))
+    (tmp_path / "program.py").write_text(f"{text}\n\ndef run():\n    pass\n", encoding="utf-8")
+    output = zygote.run("program", path=[tmp_path]).stdout
     assert output.strip(), "a program of a page shows what it does"
 
 

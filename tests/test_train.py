@@ -13,6 +13,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from runs import config, latest, records
 
 import ctl
 from ctl.base.names import OPTIMIZERS
@@ -22,16 +23,6 @@ from ctl.jobs.build import make_optimizer
 pytestmark = pytest.mark.slow  # starts processes
 
 TRAIN = "ctl.train"
-
-
-def records(model_dir, phase=None) -> list[dict]:
-    lines = (Path(model_dir) / "metrics.jsonl").read_text().splitlines()
-    found = [json.loads(line) for line in lines]
-    return [r for r in found if phase in (None, r["phase"])]
-
-
-def latest(model_dir):
-    return CheckpointManager(Path(model_dir) / "checkpoints", read_only=True).latest()
 
 
 def events(directory) -> dict[str, dict[int, float]]:
@@ -119,13 +110,13 @@ def test_job_tensorboard(job):
 
 def test_job_config(job):
     _, model_dir = job
-    config = json.loads((model_dir / "config.json").read_text())
-    assert config["schema"] == 1
-    assert config["command"][1:] == [f"--model_dir={model_dir}", "--epochs=2"]
-    assert config["flags"]["epochs"] == 2.0
-    assert config["flags"]["schedule"] == "cosine"
-    assert config["flags"]["global_batch_size"] == 64
-    assert config["versions"]["tensorflow"] == tf.__version__
+    found = config(model_dir)
+    assert found["schema"] == 1
+    assert found["command"][1:] == [f"--model_dir={model_dir}", "--epochs=2"]
+    assert found["flags"]["epochs"] == 2.0
+    assert found["flags"]["schedule"] == "cosine"
+    assert found["flags"]["global_batch_size"] == 64
+    assert found["versions"]["tensorflow"] == tf.__version__
 
 
 def test_job_exports_the_model_of_the_checkpoint(job):
@@ -206,9 +197,8 @@ def test_a_checkpoint_of_two_replicas_resumes_on_one(zygote, tmp_path, one_repli
     command = zygote.run(TRAIN, f"--model_dir={parts}", *few, "--train_steps=6", "--replicas=2")
     for name, first in (("bytes_per_pack", "0"), ("jit_compile", "False")):
         assert f"{name}: {first}, the training is too short for a trial" in command.stderr
-    chosen = json.loads((parts / "config.json").read_text())["chosen"]
     splits = {"train_split": "train", "eval_split": "test"}
-    assert chosen == {"bytes_per_pack": 0, "jit_compile": False} | splits
+    assert config(parts)["chosen"] == {"bytes_per_pack": 0, "jit_compile": False} | splits
     command = zygote.run(TRAIN, f"--model_dir={parts}", *few, "--train_steps=12")
     assert "resuming at step 6 " in command.stderr
     assert "bytes_per_pack: 0, chosen when the run began" in command.stderr
@@ -250,7 +240,10 @@ def run_few(zygote, model_dir, *options, steps=30, model="dense", **kwargs):
             *("--resident_limit_mib=0", "--shuffle_block=4", "--optimizer=adamw"),
             *("--schedule=inverse_sqrt", "--warmup=0.01ep", "--lr_scaling=linear"),
         ],
-        ["--dataset=synthetic", "--image_shape=8,8,3", "--num_classes=3", "--num_examples=500"],
+        [
+            *("--dataset=synthetic", "--image_shape=8,8,3", "--num_classes=3"),
+            *("--num_examples=500", "--profile_steps=20:25"),
+        ],
         ["--image_shape=14,14,1", "--train_split=train[:50%]", "--on_nan=skip"],
     ],
     ids=" ".join,
@@ -263,8 +256,12 @@ def test_options(zygote, tmp_path, options):
     assert all(r["epoch"] for r in records(tmp_path))
     if "--dataset=synthetic" not in options:  # noise
         assert train[-1]["loss"] < train[0]["loss"]
-    assert not list(tmp_path.glob("*/events.*"))
     assert not (tmp_path / "export").exists()
+    if "--profile_steps=20:25" in options:
+        assert f"profile of steps 20 to 24: tensorboard --logdir={tmp_path}" in command.stderr
+        assert list(tmp_path.glob("train/plugins/profile/*/*.xplane.pb"))
+    else:
+        assert not list(tmp_path.glob("*/events.*"))
     rates = [r["learning_rate"] for r in train]
     if "--schedule=exponential" in options:
         assert rates == pytest.approx([1e-3 * 0.5 ** ((step - 1) / 10) for step in (10, 20, 30)])
@@ -279,9 +276,8 @@ def test_the_best_checkpoint_is_not_selected_on_the_test_data(zygote, tmp_path):
     command = run_few(zygote, tmp_path, *options)
     assert "train[:90%], 9000 examples" in command.stderr
     assert "best checkpoints are those with the best accuracy on train[90%:]" in command.stderr
-    chosen = json.loads((tmp_path / "config.json").read_text())["chosen"]
     splits = {"train_split": "train[:90%]", "eval_split": "train[90%:]"}
-    assert chosen == {"jit_compile": True} | splits
+    assert config(tmp_path)["chosen"] == {"jit_compile": True} | splits
     evaluated, (tested,) = records(tmp_path, "eval"), records(tmp_path, "test")
     best = max(evaluated, key=lambda record: record["accuracy"])
     assert tested["step"] == 30 and best["step"] < 30
@@ -322,27 +318,6 @@ def test_a_run_that_stops_early(zygote, tmp_path):
     other = [*options[:-1], "--early_stop=loss:3"]
     refused = run_few(zygote, tmp_path, *other, exit_code=2)
     assert "--early_stop was" in refused.stderr
-
-
-def test_profile(zygote, tmp_path):
-    command = run_few(zygote, tmp_path, "--profile_steps=20:25")
-    assert f"profile of steps 20 to 24: tensorboard --logdir={tmp_path}" in command.stderr
-    assert list(tmp_path.glob("train/plugins/profile/*/*.xplane.pb"))
-
-
-def test_ema_is_what_is_evaluated_and_exported(zygote, tmp_path):
-    zygote.run(
-        *(TRAIN, f"--model_dir={tmp_path}", "--model=dense", "--train_steps=30"),
-        *("--ema_decay=0.9", "--learning_rate=0.05"),
-    )
-    reader = tf.train.load_checkpoint(latest(tmp_path).prefix)
-    model = keras.models.load_model(tmp_path / "export" / "model.keras")
-    for i, variable in enumerate(model.trainable_variables):
-        averaged, trained = (
-            reader.get_tensor(f"{key}/{i}/.ATTRIBUTES/VARIABLE_VALUE") for key in ("ema", "model")
-        )
-        np.testing.assert_array_equal(variable.numpy(), averaged)
-        assert np.abs(averaged - trained).max() > 1e-3
 
 
 def test_a_model_of_ones_own(zygote, tmp_path):

@@ -6,6 +6,7 @@ import json
 
 import numpy as np
 import pytest
+from runs import config, records
 
 from ctl.checkpoint import Reader
 
@@ -64,11 +65,11 @@ def test_a_changed_run_equals_a_program_that_changes_the_same(zygote, tmp_path, 
         np.testing.assert_array_equal(ours[name], theirs[name], err_msg=name)
     assert "from step 6 on, --clip_norm is 0.1 (was not set)\n" in command.stderr
     assert "learning rate of the next step: 0.0005\n" in command.stderr
-    config = json.loads((model_dir / "config.json").read_text())
-    [change] = config["history"]
+    found = config(model_dir)
+    [change] = found["history"]
     assert change["step"] == 6
     assert change["changed"] == {"train_steps": [6, 12], "clip_norm": [None, 0.1]}
-    assert not {"extend", "change"} & config["flags"].keys()
+    assert not {"extend", "change"} & found["flags"].keys()
 
 
 def test_a_run_starts_from_the_weights_of_another(zygote, tmp_path, extended):
@@ -92,7 +93,7 @@ def test_a_run_starts_from_the_weights_of_another(zygote, tmp_path, extended):
         "ema/logits/bias",
     ]
     result = zygote.run("ctl.evaluate", f"--model_dir={tmp_path}", "--json")
-    last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    last = records(tmp_path)[-1]
     assert json.loads(result.stdout)["loss"] == pytest.approx(last["loss"], rel=1e-6)
 
 
@@ -100,10 +101,10 @@ def test_the_flags_of_a_run_are_given_back_as_a_file(zygote, extended):
     model_dir, _ = extended
     text = (model_dir / "flags.txt").read_text()
     assert "\n--train_steps=12\n" in text and "\n# --optimizer=adam\n" in text
-    before = json.loads((model_dir / "config.json").read_text())
+    before = config(model_dir)
     again = zygote.run(TRAIN, f"--flagfile={model_dir / 'flags.txt'}")
     assert "done: 12 steps, 0 of them now" in again.stdout
-    after = json.loads((model_dir / "config.json").read_text())
+    after = config(model_dir)
     assert after["flags"] == before["flags"] and after["history"] == before["history"]
     assert (model_dir / "flags.txt").read_text() == text
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
 import shutil
@@ -11,11 +10,11 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
 import tensorflow as tf
+from runs import evaluations, latest, records
 from zygote import last_line
 
 from ctl.base import durable
@@ -34,8 +33,7 @@ MANY = [
 
 def tensors(model_dir) -> dict[str, np.ndarray]:
     """Everything in the latest checkpoint."""
-    saved = CheckpointManager(Path(model_dir) / "checkpoints", read_only=True).latest()
-    reader = tf.train.load_checkpoint(saved.prefix)
+    reader = tf.train.load_checkpoint(latest(model_dir).prefix)
     return {name: reader.get_tensor(name) for name in reader.get_variable_to_shape_map()}
 
 
@@ -45,13 +43,6 @@ def assert_same_end(model_dir, reference) -> None:
     for name, value in theirs.items():
         if name != "_CHECKPOINTABLE_OBJECT_GRAPH":
             np.testing.assert_array_equal(ours[name], value, err_msg=name)
-
-
-def evaluations(model_dir) -> dict[int, dict]:
-    """By step; of two lines the later one counts. Fails for a line that is not JSON."""
-    lines = (Path(model_dir) / "metrics.jsonl").read_text().splitlines()
-    records = [json.loads(line) for line in lines]
-    return {r["step"]: r for r in records if r["phase"] == "eval"}
 
 
 def assert_same_evaluations(model_dir, reference) -> None:
@@ -146,32 +137,35 @@ def test_killed_twenty_times(zygote, tmp_path, uninterrupted):
 # Signals.
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_stopped_by_a_signal(zygote, tmp_path, uninterrupted, number):
-    command = zygote.start(TRAIN, f"--model_dir={tmp_path}", *MANY)
-    command.until("step ", "stdout")
-    command.signal(number)
-    assert command.wait() == 42
-    line = last_line(command)
-    step = intact_steps(tmp_path)[-1]
-    path = tmp_path / "checkpoints" / f"step-{step:010}"
-    assert line == f"{number.name}: saved step {step} in {path}; the same command resumes"
-    assert 0 < step < STEPS
-    assert not (tmp_path / "export").exists()
+def test_stopped_by_signals(zygote, tmp_path, uninterrupted):
+    """Once by each, then by a scheduler that repeats SIGTERM until the process has ended, also
+    after the state was saved. Meanwhile no other run may write there."""
+    step = 0
+    for number, repeats in (
+        (signal.SIGTERM, False),
+        (signal.SIGINT, False),
+        (signal.SIGTERM, True),
+    ):
+        command = zygote.start(TRAIN, f"--model_dir={tmp_path}", *MANY)
+        command.until("step ", "stdout")
+        if not step:
+            second = zygote.run(TRAIN, f"--model_dir={tmp_path}", *MANY, exit_code=4)
+            assert f"is being written by process {command.pid} on " in last_line(second)
+        assert f"resuming at step {step} " in command.stderr or not step
+        command.signal(number)
+        while repeats and not zygote.ended(command):
+            command.signal(number)
+            time.sleep(0.002)
+        assert command.wait() == 42
+        line, before = last_line(command), step
+        step = intact_steps(tmp_path)[-1]
+        path = tmp_path / "checkpoints" / f"step-{step:010}"
+        assert line == f"{number.name}: saved step {step} in {path}; the same command resumes"
+        assert before < step < STEPS
+        assert not (tmp_path / "export").exists()
     command = zygote.run(TRAIN, f"--model_dir={tmp_path}", *MANY)
     assert f"resuming at step {step} " in command.stderr
     assert_same_end(tmp_path, uninterrupted)
-
-
-def test_sigterm_again_and_again_changes_nothing(zygote, tmp_path):
-    """A scheduler may repeat it until the process has ended, also after the state was saved."""
-    command = zygote.start(TRAIN, f"--model_dir={tmp_path}", *MANY)
-    command.until("step ", "stdout")
-    while not zygote.ended(command):
-        command.signal(signal.SIGTERM)
-        time.sleep(0.002)
-    assert command.wait() == 42
-    assert "SIGTERM: saved step " in last_line(command)
 
 
 def test_stopped_while_it_evaluates(zygote, tmp_path):
@@ -215,17 +209,6 @@ def test_a_second_interrupt_saves_nothing(zygote, tmp_path):
 # What cannot go on.
 
 
-def test_two_runs_in_one_directory(zygote, tmp_path):
-    first = zygote.start(TRAIN, f"--model_dir={tmp_path}", *MANY)
-    try:
-        first.until("step ", "stdout")
-        second = zygote.run(TRAIN, f"--model_dir={tmp_path}", *MANY, exit_code=4)
-        assert f"is being written by process {first.pid} on " in last_line(second)
-    finally:
-        first.signal(signal.SIGKILL)
-        first.wait()
-
-
 @pytest.mark.parametrize("on_nan", ["stop", "skip"])
 def test_diverged(zygote, tmp_path, on_nan):
     options = ["--learning_rate=1e30", "--optimizer=sgd", "--schedule=constant", "--warmup=0"]
@@ -238,8 +221,7 @@ def test_diverged(zygote, tmp_path, on_nan):
         assert re.match(r"the last 100 updates were skipped, .* \(step 10\d\)", line)
     assert "try a lower learning rate" in line
     assert intact_steps(tmp_path) == []
-    for record in (tmp_path / "metrics.jsonl").read_text().splitlines():
-        json.loads(record)
+    assert records(tmp_path)  # JSON, although the loss may be none
 
 
 def test_an_attempt_that_was_given_up_is_no_part_of_the_next(zygote, tmp_path):
@@ -255,7 +237,7 @@ def test_an_attempt_that_was_given_up_is_no_part_of_the_next(zygote, tmp_path):
     assert (tmp_path / "metrics.jsonl.old").read_text() == given_up
     assert not (tmp_path / "mlflow.json").exists()
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    steps = [json.loads(line)["step"] for line in lines]
+    steps = [record["step"] for record in records(tmp_path)]
     assert sorted(set(steps)) == list(range(1, 21)) and len(steps) == 22
     shutil.rmtree(tmp_path / "checkpoints" / "step-0000000020")
     zygote.run(*run, "--learning_rate=0.1")
@@ -266,10 +248,20 @@ def test_an_attempt_that_was_given_up_is_no_part_of_the_next(zygote, tmp_path):
     assert old.splitlines() == [*given_up.splitlines(), *lines[steps.index(11) :]]
 
 
-def test_damaged_checkpoints(zygote, tmp_path):
-    options = ["--model=dense", "--train_steps=20", "--evaluate_every=10", "--noexport"]
-    run = tmp_path / "run"
-    zygote.run(TRAIN, f"--model_dir={run}", *options)
+SHORT = ["--model=dense", "--train_steps=20", "--evaluate_every=10"]
+
+
+@pytest.fixture(scope="module")
+def short(zygote, tmp_path_factory):
+    """A run that has ended well."""
+    model_dir = tmp_path_factory.mktemp("short")
+    zygote.run(TRAIN, f"--model_dir={model_dir}", *SHORT)
+    return model_dir
+
+
+def test_damaged_checkpoints(zygote, tmp_path, short):
+    options, run = [*SHORT, "--noexport"], tmp_path / "run"
+    shutil.copytree(short, run)
     for step, left in ((20, [10]), (10, [])):
         data = next((run / "checkpoints" / f"step-{step:010}").glob("*.data-*"))
         content = bytearray(data.read_bytes())
@@ -328,14 +320,12 @@ def test_a_limit_on_the_size_of_files(zygote, tmp_path):
     assert intact_steps(tmp_path) == []
 
 
-def test_an_export_that_does_not_fit(zygote, tmp_path):
-    options = [f"--model_dir={tmp_path}", "--model=dense", "--train_steps=20"]
-    zygote.run(TRAIN, *options)
-    kept = (tmp_path / "export" / "model.keras").read_bytes()
-    command = zygote.run(TRAIN, *options, file_limit=100_000, exit_code=4)
-    assert f"cannot export to {tmp_path}/export: " in last_line(command)
-    assert (tmp_path / "export" / "model.keras").read_bytes() == kept
-    assert not list(tmp_path.glob("tmp-*"))
+def test_an_export_that_does_not_fit(zygote, short):
+    kept = (short / "export" / "model.keras").read_bytes()
+    command = zygote.run(TRAIN, f"--model_dir={short}", *SHORT, file_limit=100_000, exit_code=4)
+    assert f"cannot export to {short}/export: " in last_line(command)
+    assert (short / "export" / "model.keras").read_bytes() == kept
+    assert not list(short.glob("tmp-*"))
 
 
 def test_output_on_a_full_disk_does_not_end_the_training(zygote, tmp_path):
@@ -348,6 +338,3 @@ def test_output_on_a_full_disk_does_not_end_the_training(zygote, tmp_path):
     assert last_line(command).startswith("some of the standard output was lost: No space left")
     assert intact_steps(tmp_path / "run") == [20]
     assert list(evaluations(tmp_path / "run")) == [20]
-
-
-# Data.

@@ -7,6 +7,7 @@ import json
 import re
 
 import pytest
+from runs import config, evaluations
 
 from ctl import launch
 
@@ -67,11 +68,6 @@ def path(tmp_path_factory):
     return [directory]
 
 
-def evaluations(model_dir) -> dict[int, dict]:
-    lines = (model_dir / "metrics.jsonl").read_text().splitlines()
-    return {r["step"]: r for r in map(json.loads, lines) if r["phase"] == "eval"}
-
-
 def variables(model_dir) -> bytes:
     """What the last checkpoint holds."""
     folder = model_dir / "checkpoints/step-0000000030"
@@ -89,12 +85,12 @@ def whole(zygote, path, tmp_path_factory):
 
 def test_trains_with_all_of_it(whole):
     model_dir, command = whole
-    config = json.loads((model_dir / "config.json").read_text())
-    assert (config["flags"]["temperature"], config["flags"]["widths"]) == (2.0, ["6", "5"])
-    assert config["code"]["step"] == "mine:Mine" and len(config["code"]["source"]) == 12
+    flags, code = (config(model_dir)[name] for name in ("flags", "code"))
+    assert (flags["temperature"], flags["widths"]) == (2.0, ["6", "5"])
+    assert code["step"] == "mine:Mine" and len(code["source"]) == 12
     manifest = json.loads((model_dir / "checkpoints/step-0000000030/manifest.json").read_text())
-    assert manifest["code"] == {**config["code"], "model": manifest["code"]["model"]}
-    assert len(config["code"]["modules"]["mine"]) == 12
+    assert manifest["code"] == {**code, "model": manifest["code"]["model"]}
+    assert len(code["modules"]["mine"]) == 12
     assert manifest["code"]["model"]["layer dense"]["activation"] == "relu"
     shapes = [spec["shape"] for spec in manifest["variables"]["model"]]
     assert shapes == [[4, 6], [6], [6, 5], [5], [5, 1], [1]]
@@ -150,7 +146,6 @@ def test_two_workers(zygote, path, whole, tmp_path):
 
 
 WRONG = [
-    (["--step=gone:Mine"], "cannot import the step 'gone:Mine': .*PYTHONPATH"),
     (["--step=mine:Gone", "--help"], "mine has no class or function 'Gone'"),
     (["--step=mine:model"], "--step=mine:model is no subclass of ctl.TrainStep"),
     (["--metrics=bogus"], "--metrics: Keras has no metric 'bogus'"),

@@ -10,16 +10,15 @@ import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
+from paths import ROOT
+from runs import records
 
-import ctl
 from ctl import launch
 
 pytestmark = pytest.mark.slow  # starts processes
 
-ROOT = Path(ctl.__file__).parents[1]
 TRAIN = "ctl.train"
 SHORT = [
     *("--dataset=synthetic", "--num_examples=640", "--model=dense"),
@@ -50,8 +49,7 @@ def test_the_command_of_the_readme(tmp_path):
     said = [line for line in ended.stdout.splitlines() if not line.startswith("[worker 0]")]
     assert said == []  # progress and the result are the chief's
     assert len(re.findall(r"test  .*accuracy \d", ended.stdout)) == 1
-    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [(r["phase"], r["step"]) for r in records] == [
+    assert [(r["phase"], r["step"]) for r in records(tmp_path)] == [
         *(("train", 10), ("eval", 10)),
         *(("train", 20), ("eval", 20)),
     ]
@@ -68,16 +66,9 @@ def test_the_command_of_the_readme(tmp_path):
         assert all(re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d.\d{3}Z ", line) for line in log)
 
 
+# tests/distributed/cluster/test_cluster.py has more.
 WRONG = {
-    "not JSON": ('{"cluster": ', "TF_CONFIG is not as TensorFlow wants it"),
-    "no such index": (
-        tf_config(["127.0.0.1:1", "127.0.0.1:2"], 2),
-        "TF_CONFIG: there is no worker 2",
-    ),
     "no address": (tf_config(["127.0.0.1:1", ""], 1), "TF_CONFIG: '' is not HOST:PORT"),
-    "no port": (tf_config(["127.0.0.1:1", "host1"], 1), "TF_CONFIG: 'host1' is not HOST:PORT"),
-    "a half": (tf_config(["127.0.0.1:1", "127.0.0.1:2"], 0.5), "index 0.5 is not a whole number"),
-    "two names": (tf_config(["127.0.0.1:1", "localhost:1"], 0), "an address occurs twice"),
     "no cluster": ('{"task": {"type": "worker", "index": 0}}', "'cluster'"),
 }
 

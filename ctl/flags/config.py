@@ -84,8 +84,10 @@ def write(
     versions = {"python": sys.version.split()[0]}
     for package in ("ctl", "tensorflow", "keras", "numpy", "tensorflow-datasets"):
         versions[package] = importlib.metadata.version(package)
-    history, stored = _history(model_dir), read(model_dir)
-    if step is not None and (changed := changes(stored or {}, values)):
+    before = _read(model_dir)
+    history = before.get("history")
+    history = history if isinstance(history, list) else []  # a run of old may have none
+    if step is not None and (changed := changes(before.get("flags", {}), values)):
         history.append({"step": step, "time": time.time(), "changed": changed})
     names = [name for name in names if name not in _OF_A_COMMAND]
     config = {
@@ -127,9 +129,14 @@ def read(model_dir: Path) -> dict[str, Any] | None:
     Raises:
         UsageError: the file is damaged or of another version.
     """
+    return _read(model_dir).get("flags")
+
+
+def _read(model_dir: Path) -> dict[str, Any]:
+    """All that the file holds; empty if there is no run. Raises as `read`."""
     path = model_dir / FILE
     if not path.exists():
-        return None
+        return {}
     try:
         config = durable.read_json(path)
         stored = config["flags"] if config["schema"] == SCHEMA else None
@@ -139,7 +146,7 @@ def read(model_dir: Path) -> dict[str, Any] | None:
         ) from error
     if not isinstance(stored, dict):
         raise UsageError(f"{path} was not written by this version of ctl")
-    return stored
+    return config
 
 
 def chosen(model_dir: Path, name: str, kind: type[int] | type[str]) -> Any:
@@ -151,21 +158,11 @@ def chosen(model_dir: Path, name: str, kind: type[int] | type[str]) -> Any:
     Returns:
         The value; None if there is no run, no choice, or a choice of another type.
     """
-    if read(model_dir) is None:
-        return None
-    of = durable.read_json(model_dir / FILE).get("chosen")
+    of = _read(model_dir).get("chosen")
     value = of.get(name) if isinstance(of, dict) else None
     if type(value) is not kind or (isinstance(value, int) and value < 0):
         return None
     return value
-
-
-def _history(model_dir: Path) -> list[Any]:
-    """The changes of flags so far; empty if there is no run, or an old one."""
-    if read(model_dir) is None:
-        return []
-    history = durable.read_json(model_dir / FILE).get("history")
-    return history if isinstance(history, list) else []
 
 
 def changes(

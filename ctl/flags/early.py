@@ -11,7 +11,7 @@ import itertools
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
@@ -60,8 +60,7 @@ def _spec(what: str, name: str, module: str) -> ModuleSpec | None:
     parts = module.split(".")
     for number in range(1, len(parts) + 1):
         full = ".".join(parts[:number])
-        finders = [f.find_spec for f in sys.meta_path if hasattr(f, "find_spec")]
-        spec = next((s for find in finders if (s := find(full, path))), None)
+        spec = _found(full, path)
         if spec is None:
             if full in sys.modules:
                 return None
@@ -73,6 +72,12 @@ def _spec(what: str, name: str, module: str) -> ModuleSpec | None:
         if path is None and number < len(parts):
             return None
     return spec
+
+
+def _found(module: str, path: Sequence[str] | None = None) -> ModuleSpec | None:
+    """As `importlib.util.find_spec`, which imports the packages that ``module`` is in."""
+    finders = (finder.find_spec for finder in sys.meta_path if hasattr(finder, "find_spec"))
+    return next((spec for find in finders if (spec := find(module, path))), None)
 
 
 def _names(body: list[ast.stmt]) -> Iterator[str]:
@@ -106,9 +111,8 @@ def check_dataset(name: str, data_dir: str | None) -> None:
     prepared = Path(data_dir or usual).expanduser()
     if any((place / short).is_dir() for place in (_EMBEDDED, prepared)):
         return
-    finders = [f.find_spec for f in sys.meta_path if hasattr(f, "find_spec")]
     try:
-        tfds = next((s for find in finders if (s := find("tensorflow_datasets", None))), None)
+        tfds = _found("tensorflow_datasets")
     except Exception:  # of a finder of others
         return
     root = Path(tfds.origin).parent if tfds and tfds.origin else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,14 +10,13 @@ from absl import flags
 
 from ctl.base import names
 from ctl.errors import UsageError
-from ctl.flags import columns, defaults, durations, early
+from ctl.flags import defaults, durations, early
 from ctl.flags.parsing import (
     AUTO,
     check_flags,
     check_without_effect,
-    define_name,
+    define,
     define_path,
-    define_size_or_auto,
     group,
 )
 
@@ -61,7 +61,13 @@ def define_data_flags(of_a_run: bool = False) -> None:
             "HEIGHT,WIDTH,CHANNELS: the size to which images of a TFDS dataset are resized, or "
             "the shape of synthetic images (their default: 28,28,1).",
         )
-        columns.define_column_flags()
+        flags.DEFINE_list(
+            "features",
+            None,
+            "Names of the features of a TFDS dataset to train on, for a table, e.g. age,fare. a/b "
+            "is part b of feature a. Several form a dict (default: an image).",
+        )
+        flags.DEFINE_list("labels", None, "Names of the features to predict, with --features.")
         flags.DEFINE_integer(
             "num_classes", 10, "Number of classes, for --dataset=synthetic.", lower_bound=2
         )
@@ -83,11 +89,25 @@ def define_data_flags(of_a_run: bool = False) -> None:
         )
         about = "On a damaged example: stop and name it, or replace it with the next one."
         flags.DEFINE_enum("on_bad_record", "stop", ["stop", "skip"], about)
+    check_flags(["features", "labels", "dataset", "image_shape"], _check_columns)
     check_flags(["image_shape"], lambda image_shape: image_shape_from(image_shape))
     check_flags(["dataset", "data_dir"], _check_dataset)
     if not of_a_run:
         names_of_data = ["dataset", "data_dir", "image_shape", *_OF_FILES, *_OF_SYNTHETIC]
         check_flags(names_of_data, lambda **_: check_data_flags())
+
+
+def _check_columns(
+    features: list[str] | None, labels: list[str] | None, dataset: str, image_shape: str | None
+) -> None:
+    if not features and not labels:
+        return
+    if not features or not labels:
+        raise UsageError("--features and --labels belong together: give both")
+    if dataset == "synthetic" or names.is_function_name(dataset):
+        raise UsageError(f"--features has no effect with --dataset={dataset}")
+    if image_shape is not None:
+        raise UsageError("--image_shape has no effect with --features: they are taken as they are")
 
 
 # Flags of one kind of dataset.
@@ -132,10 +152,83 @@ def image_shape_from(text: str | None) -> tuple[int, int, int] | None:
     return height, width, channels
 
 
+def define_model_flags() -> None:
+    """Defines the flags of the model, see `ctl.models.make_model`; of the weights that it starts
+    from (`ctl.checkpoint.load_weights`), and of what does not train (`ctl.freezing.freeze`)."""
+    with group("Model"):
+        flags.DEFINE_string(
+            "model",
+            "convnet",
+            f"{', '.join(names.MODELS)}, or package.module:function for your own: called with "
+            "(image_shape, num_classes), returns a Keras model that outputs logits. A function "
+            "without parameters may return any Keras model, for any data.",
+        )
+        define_path(
+            "init_from",
+            None,
+            "Initial weights: a checkpoint, a run (its last checkpoint), or a .keras file. The "
+            "optimizer and the step count start anew. A run that resumes ignores this flag.",
+        )
+        flags.DEFINE_list(
+            "reinit", None, "Names of layers for which --init_from is ignored, such as a new head."
+        )
+        flags.DEFINE_list(
+            "freeze",
+            None,
+            "Layers that are not trained, by patterns of their names: conv*,block1_*. They have "
+            "no gradient and no optimizer slots.",
+        )
+    check_flags(["model"], lambda model: names.check_model_name(model))
+    check_flags(["init_from", "reinit"], _check_start)
+
+
+def _check_start(init_from: str | None, reinit: list[str] | None) -> None:
+    if reinit and not init_from:
+        raise UsageError("--reinit has no effect without --init_from: every layer starts anew")
+
+
+def define_code_flags() -> None:
+    """Defines the flags of step, loss and metrics, see `ctl.jobs.named`."""
+    with group("Step, loss and metrics"):
+        flags.DEFINE_string(
+            "step",
+            None,
+            "package.module:MyStep, a subclass of ctl.TrainStep with the same arguments. "
+            "Evaluation uses its attribute eval_step, a subclass of ctl.EvalStep. The module, and "
+            "those of the other flags, may define flags of their own (absl.flags.DEFINE_float, "
+            "…): give them on the same command line.",
+        )
+        flags.DEFINE_string(
+            "loss",
+            "cross_entropy",
+            f"{', '.join(names.LOSSES)}, or package.module:function for your own: called with "
+            "(labels, outputs), returns the loss of each example, [n]. The two cross entropies "
+            "take logits. A step with its own loss() need not use it.",
+        )
+        flags.DEFINE_string(
+            "metrics",
+            None,
+            "Names of Keras metrics, e.g. accuracy,sparse_top_k_categorical_accuracy; or "
+            "package.module:function for your own: called without arguments, returns a list of "
+            "Keras metrics. They are updated with (labels, outputs) (default: accuracy with the "
+            "cross entropies, unless the step has its own loss(); otherwise none).",
+        )
+    check_flags(["step", "loss", "metrics"], _check_code)
+
+
+def _check_code(step: str | None, loss: str, metrics: str | None) -> None:
+    if step is not None and not names.is_function_name(step):
+        raise UsageError(f"--step={step} is not package.module:MyStep, a subclass of ctl.TrainStep")
+    names.check_code_name("loss", loss, names.LOSSES)
+    if metrics and ":" in metrics and not names.is_function_name(metrics):
+        raise UsageError(f"--metrics={metrics} is not NAME,NAME,… or package.module:function")
+
+
 def define_step_flags() -> None:
     """Defines the flags of optimizer and step, see `ctl.step.TrainStep`."""
     with group("Optimizer and step"):
-        define_name("optimizer", "adam", f"One of {', '.join(names.OPTIMIZERS)}.")
+        # Capitals, as in the class names of Keras, mean the same.
+        define("optimizer", "adam", f"One of {', '.join(names.OPTIMIZERS)}.", str.lower)
         flags.DEFINE_float(
             "momentum", 0.9, "Momentum, for momentum and nesterov.", lower_bound=0, upper_bound=1
         )
@@ -190,12 +283,13 @@ def define_step_flags() -> None:
             "dense networks on one CPU, otherwise off. auto: try both before the first step and "
             "keep the faster.",
         )
-        define_size_or_auto(
+        define(
             "bytes_per_pack",
             0,
             "Maximum number of bytes per all-reduce. 0: all gradients of a type in one. auto: try "
             "several sizes before the first step and keep the fastest; a resumed run keeps it, "
             "too.",
+            _size_or_auto,
         )
         flags.DEFINE_integer(
             "steps_per_loop",
@@ -208,6 +302,14 @@ def define_step_flags() -> None:
     check_flags(
         ["clip_norm", "ema_decay", "momentum", "weight_decay", "label_smoothing"], _check_step
     )
+
+
+def _size_or_auto(text: str | int) -> str | int:
+    if text == AUTO:
+        return AUTO
+    if str(text).isdecimal():
+        return int(text)
+    raise ValueError("must be a number of bytes, 0 or more, or auto")
 
 
 def _check_smoothing(loss: str, label_smoothing: float) -> None:
@@ -229,111 +331,91 @@ def define_schedule_flags(values: flags.FlagValues = flags.FLAGS) -> None:
     """Defines the flags of the learning rate, see `ctl.schedule.make_schedule`."""
     with group("Learning rate", values):
         _define_schedule_flags(values)
-    check_flags(_SCHEDULE_FLAGS, _check_schedule, values)
+    check_flags([*_SCHEDULE_FLAGS], _check_schedule, values)
 
 
 def _define_schedule_flags(values: flags.FlagValues) -> None:
-    flags.DEFINE_enum(
-        "schedule",
-        "constant",
-        [*durations.SCHEDULES],
-        "Learning rate schedule.",
-        flag_values=values,
+    define_enum, define_float, define_list, define_string, define_integer = (
+        functools.partial(getattr(flags, f"DEFINE_{kind}"), flag_values=values)
+        for kind in ("enum", "float", "list", "string", "integer")
     )
-    flags.DEFINE_float(
-        "learning_rate",
-        None,
-        "Peak learning rate (default: 1e-3). Not for --schedule=piecewise.",
-        flag_values=values,
+    define_enum("schedule", "constant", [*durations.SCHEDULES], "Learning rate schedule.")
+    define_float(
+        "learning_rate", None, "Peak learning rate (default: 1e-3). Not for --schedule=piecewise."
     )
-    flags.DEFINE_list(
+    define_list(
         "boundaries",
         None,
         "Piecewise: where the next of --rates begins, in steps (500) or epochs counted from 0 "
         "(3ep,7ep: at the start of epochs 3 and 7) (default: none).",
-        flag_values=values,
     )
-    flags.DEFINE_list(
-        "rates",
-        None,
-        "Piecewise: learning rates, one more than --boundaries (1e-3,1e-4,1e-5).",
-        flag_values=values,
+    define_list(
+        "rates", None, "Piecewise: learning rates, one more than --boundaries (1e-3,1e-4,1e-5)."
     )
-    flags.DEFINE_string(
-        "warmup",
-        "0",
-        "Linear warm-up, for any schedule, in steps (500) or epochs (0.5ep).",
-        flag_values=values,
+    define_string(
+        "warmup", "0", "Linear warm-up, for any schedule, in steps (500) or epochs (0.5ep)."
     )
-    flags.DEFINE_float(
+    define_float(
         "end_learning_rate",
         None,
         "Cosine, polynomial: final learning rate; plateau: lowest learning rate (default: 0).",
-        flag_values=values,
     )
-    flags.DEFINE_float(
+    define_float(
         "decay_rate",
         None,
         "Exponential: factor by which the rate changes every --decay_steps (default: 0.95); "
         "plateau: factor at each plateau (default: 0.1).",
-        flag_values=values,
     )
-    flags.DEFINE_string(
+    define_string(
         "decay_steps",
         None,
         "Exponential: steps (500) or epochs (2ep) in which the rate changes by --decay_rate "
         "(default: 1ep).",
-        flag_values=values,
     )
-    flags.DEFINE_enum(
+    define_enum(
         "plateau_metric",
         None,
         ["loss", "accuracy"],
         "Plateau: evaluation result that must improve (default: loss).",
-        flag_values=values,
     )
-    flags.DEFINE_integer(
+    define_integer(
         "plateau_patience",
         None,
         "Plateau: number of consecutive evaluations without improvement after which the rate "
         "changes (default: 10).",
         lower_bound=1,
-        flag_values=values,
     )
-    flags.DEFINE_float(
-        "power", None, "Polynomial: exponent (default: 1, linear).", flag_values=values
-    )
-    flags.DEFINE_enum(
+    define_float("power", None, "Polynomial: exponent (default: 1, linear).")
+    define_enum(
         "lr_scaling",
         "none",
         names.SCALING_RULES,
         "Multiply every rate by k = global batch size / --base_batch_size (linear), by the square "
         "root of k (sqrt), or not at all (none).",
-        flag_values=values,
     )
-    flags.DEFINE_integer(
+    define_integer(
         "base_batch_size",
         None,
         "Examples per update for which the rates were chosen (default: 256). For --lr_scaling.",
-        flag_values=values,
     )
 
 
-_SCHEDULE_FLAGS = (
-    "schedule",
-    "learning_rate",
-    "boundaries",
-    "rates",
-    "warmup",
-    "end_learning_rate",
-    "decay_rate",
-    "decay_steps",
-    "plateau_metric",
-    "plateau_patience",
-    "power",
-    "lr_scaling",
-    "base_batch_size",
-)
+# The flags of the learning rate, and which arguments of `ctl.schedule.make_schedule` they are.
+_SCHEDULE_FLAGS = {
+    "schedule": "name",
+    "learning_rate": "learning_rate",
+    "boundaries": "boundaries",
+    "rates": "values",
+    "warmup": "warmup_steps",
+    "end_learning_rate": "end_learning_rate",
+    "decay_rate": "decay_rate",
+    "decay_steps": "decay_steps",
+    "plateau_metric": "metric",
+    "plateau_patience": "patience",
+    "power": "power",
+    "lr_scaling": "scaling",
+    "base_batch_size": "base_batch_size",
+}
 
 
 def _check_schedule(
@@ -383,18 +465,4 @@ def _check_pieces(boundaries: Sequence[str], values: Sequence[str] | None) -> No
 def schedule_arguments(values: flags.FlagValues = flags.FLAGS) -> dict[str, Any]:
     """The flags as arguments of `ctl.schedule.make_schedule`. The caller adds ``total_steps``,
     ``steps_per_epoch`` and ``global_batch_size``."""
-    return {
-        "name": values.schedule,
-        "learning_rate": values.learning_rate,
-        "warmup_steps": values.warmup,
-        "boundaries": values.boundaries,
-        "values": values.rates,
-        "decay_rate": values.decay_rate,
-        "decay_steps": values.decay_steps,
-        "end_learning_rate": values.end_learning_rate,
-        "metric": values.plateau_metric,
-        "patience": values.plateau_patience,
-        "power": values.power,
-        "base_batch_size": values.base_batch_size,
-        "scaling": values.lr_scaling,
-    }
+    return {argument: values[flag].value for flag, argument in _SCHEDULE_FLAGS.items()}

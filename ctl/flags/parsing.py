@@ -7,6 +7,7 @@ defines the flags.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import math
 import os
 import re
@@ -14,12 +15,12 @@ import signal
 import sys
 import textwrap
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from absl import app, flags
 
-from ctl.base import console, streams
+from ctl.base import __version__, console, streams
 from ctl.base.names import check_name
 from ctl.distributed.watch.watchdog import leave
 from ctl.errors import CheckpointError, CtlError, PeerError, UsageError
@@ -67,11 +68,10 @@ def run_command(
             positional = flags.FLAGS(argv)[1:]
         except flags.Error as error:
             _fail(_with_hint(str(error)), UsageError.exit_code)
-        for _, names in _groups:
-            for name in names:
-                value = flags.FLAGS[name].value
-                if isinstance(value, float) and not math.isfinite(value):
-                    _fail(f"--{name}={value} must be a finite number", UsageError.exit_code)
+        for name in grouped_flags():
+            value = flags.FLAGS[name].value
+            if isinstance(value, float) and not math.isfinite(value):
+                _fail(f"--{name}={value} must be a finite number", UsageError.exit_code)
         if positional and not takes_command:
             _fail(f"unexpected argument {positional[0]!r}: see --help", UsageError.exit_code)
         return [argv[0], *positional]
@@ -83,6 +83,35 @@ def run_command(
 
     streams.guard()
     app.run(call, flags_parser=parse)
+
+
+def run_one_of(commands: Mapping[str, tuple[str, str]], usage: str) -> None:
+    """Runs the sub-command that the command line names first, with the rest of the command line.
+
+    Without a name, prints ``usage`` and the sub-commands; with ``--version``, the version of ctl.
+
+    Args:
+        commands: by name: a module with a function ``run``, and a line that describes it.
+        usage: the first part of ``--help``.
+
+    Raises:
+        SystemExit: the sub-command is unknown (2), or help or version were printed (0).
+    """
+    name = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    if name in commands:
+        module, _ = commands[name]
+        sys.argv = [f"{sys.argv[0]} {name}", *sys.argv[2:]]
+        importlib.import_module(module).run()
+        return
+    with exit_codes():
+        if name.lstrip("-") in ("h", "help", "helpshort", "helpfull"):
+            width = max(map(len, commands))
+            lines = [f"  {name:<{width}}  {what}" for name, (_, what) in commands.items()]
+            print("\n".join([usage.strip(), "", *lines]))
+        elif name == "--version":
+            print(f"ctl {__version__}")
+        else:
+            check_name("command", name, commands)
 
 
 # What absl says of a value that is not one of the choices of a flag.
@@ -209,49 +238,24 @@ def grouped_flags(*titles: str) -> list[str]:
     return [name for title, names in _groups if not titles or title in titles for name in names]
 
 
-class _SizeOrAuto(flags.ArgumentParser):
-    syntactic_help = "a number of bytes, or auto"
+class _Converted(flags.ArgumentParser):
+    def __init__(self, convert: Callable[[Any], Any]):
+        self._convert = convert
 
-    def parse(self, argument: str | int) -> str | int:
-        if argument == AUTO:
-            return AUTO
-        if str(argument).isdecimal():
-            return int(argument)
-        raise ValueError("must be a number of bytes, 0 or more, or auto")
-
-    def flag_type(self) -> str:
-        return "int or auto"
+    def parse(self, argument: Any) -> Any:
+        return self._convert(argument)
 
 
-class _Path(flags.ArgumentParser):
-    syntactic_help = "a path"
-
-    def parse(self, argument: str) -> str:
-        return os.path.expanduser(argument)
-
-
-class _Name(flags.ArgumentParser):
-    syntactic_help = "a name"
-
-    def parse(self, argument: str) -> str:
-        return argument.lower()
-
-
-def define_name(name: str, default: str, help: str) -> None:
-    """Defines a flag whose value is a name in small letters. Capitals, as in the class names of
-    Keras, mean the same."""
-    flags.DEFINE(_Name(), name, default, help, serializer=flags.ArgumentSerializer())
+def define(name: str, default: Any, help: str, convert: Callable[[Any], Any]) -> None:
+    """Defines a flag whose value is what ``convert`` makes of the text, and of ``default``; it
+    raises `ValueError` for what it does not take."""
+    flags.DEFINE(_Converted(convert), name, default, help, serializer=flags.ArgumentSerializer())
 
 
 def define_path(name: str, default: str | None, help: str) -> None:
     """Defines a flag whose value is a path, in which ``~`` is the home directory. The shell leaves
     the ``~`` of ``--flag=~/path`` as it is."""
-    flags.DEFINE(_Path(), name, default, help, serializer=flags.ArgumentSerializer())
-
-
-def define_size_or_auto(name: str, default: str | int, help: str) -> None:
-    """Defines a flag whose value is an integer, 0 or more, or `AUTO`."""
-    flags.DEFINE(_SizeOrAuto(), name, default, help, serializer=flags.ArgumentSerializer())
+    define(name, default, help, os.path.expanduser)
 
 
 def _shown(flag: flags.Flag) -> str:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import math
+import os
+from pathlib import Path
 
 from absl import flags
 
@@ -10,10 +14,10 @@ from ctl.base import names
 from ctl.base.actions import parse_window
 from ctl.base.best import Mode, known_mode
 from ctl.errors import UsageError
-from ctl.flags import augmentation, devices, durations, groups, run, user_code_flags
+from ctl.flags import augmentation, devices, durations, groups
 from ctl.flags.defaults import early_stop_parts
 from ctl.flags.durations import steps_from
-from ctl.flags.parsing import check_flags, group
+from ctl.flags.parsing import check_flags, define_path, group, grouped_flags
 
 FLAGS = flags.FLAGS
 flags.disclaim_key_flags()
@@ -21,11 +25,11 @@ flags.disclaim_key_flags()
 
 def define_flags(model_dir_required: bool = True) -> None:
     """Defines all groups of flags."""
-    run.define_run_flags(model_dir_required)
+    _define_run_flags(model_dir_required)
     groups.define_data_flags()
     augmentation.define_augment_flag()
-    user_code_flags.define_model_flags()
-    user_code_flags.define_code_flags()
+    groups.define_model_flags()
+    groups.define_code_flags()
     groups.define_step_flags()
     groups.define_schedule_flags()
     FLAGS.set_default("schedule", "cosine")
@@ -36,6 +40,96 @@ def define_flags(model_dir_required: bool = True) -> None:
     if model_dir_required:
         check_flags(["dry_run", "strategy"], _check_dry_run)
         check_flags(["precompile", "xla_cache", "strategy"], _check_precompile)
+
+
+def _define_run_flags(training: bool = True) -> None:
+    """Defines the directory, the length and the seed of a run; with ``training``, how it goes on.
+    A ``training`` needs the directory."""
+    with group("Run"):
+        define_path(
+            "model_dir",
+            None,
+            "Directory of the run: checkpoints, logs, TensorBoard, exported model. The same "
+            "command with the same directory resumes the run." + (" Required." if training else ""),
+        )
+        flags.DEFINE_float("epochs", None, "Passes over the training data (default: 12).")
+        flags.DEFINE_integer(
+            "train_steps",
+            None,
+            "Number of global batches to train on, instead of --epochs.",
+            lower_bound=1,
+        )
+        flags.DEFINE_integer(
+            "seed",
+            0,
+            "Seed of the initial weights, the order of the data and dropout.",
+            lower_bound=0,
+            upper_bound=2**32 - 1,
+        )
+        if training:
+            _define_resume_flags()
+    check_flags(["model_dir"], functools.partial(_check_model_dir, required=training))
+    check_flags(["epochs", "train_steps"], _check_length)
+
+
+def _define_resume_flags() -> None:
+    flags.DEFINE_boolean(
+        "extend",
+        False,
+        "Continue a run for more --epochs or --train_steps if its schedule depends on the length. "
+        "From the current step on, the rates are those of the longer training.",
+    )
+    flags.DEFINE_list(
+        "change",
+        [],
+        "Names of flags that may differ from the run when it resumes, e.g. "
+        "learning_rate,clip_norm. They change from the current step on.",
+    )
+    flags.DEFINE_boolean(
+        "dry_run",
+        False,
+        "Print what the run would do and exit: data, model, all-reduce, memory, and the time of "
+        "an epoch, measured over ten steps. Writes no file and downloads nothing.",
+    )
+    flags.DEFINE_boolean(
+        "precompile",
+        False,
+        "Compile with XLA, fill the cache, and exit. Writes no other file and downloads nothing.",
+    )
+    check_flags(["change"], _check_change)
+
+
+def _check_change(change: list[str]) -> None:
+    for name in change:
+        names.check_name("flag in --change", name.lstrip("-"), grouped_flags())
+
+
+def _check_model_dir(model_dir: str | None, *, required: bool) -> None:
+    if not model_dir:
+        if not required:
+            return
+        raise UsageError("--model_dir is required: the directory of the run, e.g. /tmp/ctl-run")
+    if "://" in model_dir:
+        raise UsageError(f"--model_dir={model_dir}: mount it, runs need a POSIX file system")
+    path = Path(model_dir)
+    try:
+        if path.is_symlink() and not path.exists():
+            raise UsageError(f"--model_dir={model_dir}: a link to a path that is missing")
+        while not path.exists():
+            path = path.parent
+    except OSError as error:
+        raise UsageError(f"--model_dir={model_dir}: {error.strerror}") from error
+    if not path.is_dir():
+        raise UsageError(f"--model_dir={model_dir}: {path} is a file, not a directory")
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise UsageError(f"--model_dir={model_dir}: no permission to write in {path}")
+
+
+def _check_length(epochs: float | None, train_steps: int | None) -> None:
+    if epochs is not None and train_steps is not None:
+        raise UsageError("--epochs and --train_steps say the same thing: give one of them")
+    if epochs is not None and not (math.isfinite(epochs) and epochs > 0):
+        raise UsageError(f"--epochs={epochs} must be a number above 0")
 
 
 def _check_precompile(precompile: bool, xla_cache: bool, strategy: str) -> None:
@@ -106,10 +200,8 @@ def _define_checkpoint_flags() -> None:
         )
         flags.DEFINE_boolean("async_checkpoints", True, "Write checkpoints in the background.")
     check_flags(["early_stop", "best_mode", "best_metric"], _check_modes)
-    check_flags(
-        ["evaluate_every", "checkpoint_every", "keep_every_hours"],
-        _check_checkpoints,
-    )
+    check_flags(["evaluate_every", "checkpoint_every"], _check_intervals)
+    check_flags(["keep_every_hours"], _check_hours)
     check_flags(["best_metric", "best_mode"], best_mode)
     check_flags(["dataset", "also_evaluate"], _check_also_evaluate)
 
@@ -180,15 +272,14 @@ def _check_modes(early_stop: str | None, best_mode: str | None, best_metric: str
         )
 
 
-def _check_checkpoints(
-    evaluate_every: str,
-    checkpoint_every: str | None,
-    keep_every_hours: float | None,
-) -> None:
-    for name, value in {"evaluate": evaluate_every, "checkpoint": checkpoint_every}.items():
+def _check_intervals(**intervals: str | None) -> None:
+    for name, value in intervals.items():
         if value is not None:
-            steps = steps_from(f"--{name}_every", value, groups.LONG_EPOCH)
-            durations.check_positive(f"--{name}_every", steps)
+            steps = steps_from(f"--{name}", value, groups.LONG_EPOCH)
+            durations.check_positive(f"--{name}", steps)
+
+
+def _check_hours(keep_every_hours: float | None) -> None:
     if keep_every_hours is not None:
         durations.check_positive("--keep_every_hours", keep_every_hours)
 
@@ -241,8 +332,8 @@ def _define_output_flags() -> None:
         )
         flags.DEFINE_boolean("export", True, "Export model.keras and a SavedModel at the end.")
     check_flags(["log_also", "strategy"], _check_log_also)
-    intervals = ["log_every", "inspect_every", "check_replicas_every"]
-    check_flags([*intervals, "profile_steps"], _check_output)
+    check_flags(["log_every", "inspect_every", "check_replicas_every"], _check_intervals)
+    check_flags(["profile_steps"], _check_window)
     check_flags(["mlflow", "wandb"], _check_trackers)
 
 
@@ -257,17 +348,13 @@ def _check_trackers(**values: str | None) -> None:
             raise UsageError(f"--{name} needs a package: pip install 'ctl[{name}]'")
 
 
+def _check_window(profile_steps: str | None) -> None:
+    if profile_steps is not None:
+        parse_window(profile_steps)
+
+
 def _check_log_also(log_also: list[str], strategy: str) -> None:
     for name in log_also:
         names.check_name("scalar in --log_also", name, ("norms", "mfu", "memory"))
     if "norms" in log_also and strategy in ("central_storage", "parameter_server"):
         raise UsageError(f"--log_also=norms needs a copy of the weights: not --strategy={strategy}")
-
-
-def _check_output(profile_steps: str | None, **intervals: str | None) -> None:
-    for name, value in intervals.items():
-        if value is not None:
-            steps = steps_from(f"--{name}", value, groups.LONG_EPOCH)
-            durations.check_positive(f"--{name}", steps)
-    if profile_steps is not None:
-        parse_window(profile_steps)

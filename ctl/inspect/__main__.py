@@ -5,7 +5,7 @@ Each sub-command is a module with a function ``run``, as is `ctl.train`.
 
 from __future__ import annotations
 
-from ctl.flags.commands import run_one_of
+from ctl.flags.parsing import run_one_of
 
 # Name -> (module, line in --help).
 COMMANDS = {

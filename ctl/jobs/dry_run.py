@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import resource
 import textwrap
 import time
@@ -9,37 +10,33 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from absl import flags
-
 from ctl.base import console
 from ctl.checkpoint import manifest
 from ctl.jobs.build import Prepared, make_loop, prepare
 
 if TYPE_CHECKING:
-    from ctl.loop import Loop
+    from absl.flags import FlagValues
 
-FLAGS = flags.FLAGS
-flags.disclaim_key_flags()
+    from ctl.loop import Loop
 
 _LAYOUT: dict[str, Any] = {"width": console.COLUMNS, "break_on_hyphens": False}
 _LAYOUT |= {"subsequent_indent": " " * 14, "break_long_words": False}
 _STEPS = 10  # before the time is taken, and then for it
 
 
-def main(model_dir: Path) -> None:
-    """Builds what the flags describe, trains some steps in memory and prints what it saw.
+def main(flags: FlagValues) -> None:
+    """Builds what ``flags`` describe, trains some steps in memory and prints what it saw.
 
     Raises:
         UsageError: as a training would.
         CheckpointError: the checkpoints do not fit.
     """
-    FLAGS["download"].value = False
     console.log_to_terminal()
     console.load_tensorflow()
 
     from ctl.checkpoint.manager import CheckpointManager
 
-    prepared = prepare()
+    prepared, model_dir = prepare(flags), Path(flags.model_dir)
     checkpoints = None
     if manifest.paths(model_dir / "checkpoints"):
         fingerprint = prepared.train.fingerprint()
@@ -113,9 +110,9 @@ def _seconds_per_step(loop: Loop, first: int) -> float:
 
 def _size(variable: Any) -> int:
     """Bytes of a variable of Keras or TensorFlow."""
-    value = getattr(variable, "value", variable)
-    value = variable if callable(value) else value
-    return value.shape.num_elements() * value.dtype.size
+    import tensorflow as tf
+
+    return math.prod(variable.shape) * tf.as_dtype(variable.dtype).size
 
 
 def _mib(size: float) -> str:

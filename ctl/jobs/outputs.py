@@ -8,23 +8,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from absl import flags, logging
+from absl import logging
 
 from ctl.base.actions import parse_window
-from ctl.flags.durations import steps_from
 from ctl.flags.parsing import grouped_flags
 
 if TYPE_CHECKING:
+    from absl.flags import FlagValues
+
     from ctl.base.actions import Log, Sink, Status
     from ctl.checkpoint.manifest import Saved
     from ctl.control.evaluator import OnProgress
+    from ctl.jobs.build import Prepared
     from ctl.loop import Loop
 
-FLAGS = flags.FLAGS
-flags.disclaim_key_flags()
 
-
-def add_scalars(loop: Loop) -> None:
+def add_scalars(loop: Loop, log_also: Sequence[str]) -> None:
     """Adds what ``--log_also`` asks for, and a line about the model after the first step."""
     from ctl.logs import machine
 
@@ -41,19 +40,14 @@ def add_scalars(loop: Loop) -> None:
         )
 
     loop.actions.append(describe)
-    if "memory" in FLAGS.log_also:
+    if "memory" in log_also:
         loop.scalars.extras.append(machine.peak_memory)
-    if "mfu" in FLAGS.log_also:
+    if "mfu" in log_also:
         loop.scalars.extras.append(machine.utilization(loop.strategy, lambda: loop.step.flops))
 
 
 def add_actions(
-    loop: Loop,
-    stack: Any,
-    model_dir: Path,
-    steps_per_epoch: float | None,
-    chief: bool,
-    saved: Saved | None,
+    loop: Loop, prepared: Prepared, stack: Any, model_dir: Path, chief: bool, saved: Saved | None
 ) -> tuple[Log, OnProgress | None, Sequence[Sink]]:
     """Adds logs, progress, checkpoints and profile. ``saved`` is what the run resumes from. Returns
     the log, the ``on_progress`` of evaluations, and the sinks of files."""
@@ -63,28 +57,29 @@ def add_actions(
     from ctl.logs.profiler import Profile
     from ctl.logs.progress import Lines, Progress
 
+    flags = prepared.flags
     # Reading metrics is a collective: all workers read them, at the same steps.
     multi_worker = is_multi_worker(loop.strategy)
     bar = None
     if chief and sys.stdout.isatty():
         bar = stack.enter_context(Progress(peek=not multi_worker))
-    files = make_sinks(model_dir, saved) if chief else []
-    log = Log(*files, *([bar or Lines()] if chief else []), steps_per_epoch=steps_per_epoch)
+    files = make_sinks(flags, model_dir, saved) if chief else []
+    log = Log(
+        *files, *([bar or Lines()] if chief else []), steps_per_epoch=prepared.steps_per_epoch
+    )
     stack.callback(log.close)
     loop.eval_actions.append(log.evaluated)
-    loop.actions.append(
-        Every(log, steps=max(1, steps_from("--log_every", FLAGS.log_every, steps_per_epoch)))
-    )
-    if FLAGS.check_replicas_every:  # before the checkpoints
-        steps = steps_from("--check_replicas_every", FLAGS.check_replicas_every, steps_per_epoch)
-        loop.actions.append(Every(CompareReplicas(loop.step), steps=max(1, steps)))
-    if FLAGS.checkpoint_every:
-        steps = steps_from("--checkpoint_every", FLAGS.checkpoint_every, steps_per_epoch)
-        loop.actions.append(Every(lambda status: loop.save(), steps=max(1, steps)))
-    if FLAGS.profile_steps:
+    loop.actions.append(Every(log, steps=prepared.every("log_every")))
+    if flags.check_replicas_every:  # before the checkpoints
+        compare = CompareReplicas(loop.step)
+        loop.actions.append(Every(compare, steps=prepared.every("check_replicas_every")))
+    if flags.checkpoint_every:
+        steps = prepared.every("checkpoint_every")
+        loop.actions.append(Every(lambda status: loop.save(), steps=steps))
+    if flags.profile_steps:
         # On every worker, because all calls must end at the same steps.
         where = "train" if chief else f"worker-{cluster_of(loop.strategy).index}"
-        profile = Profile(*parse_window(FLAGS.profile_steps), model_dir / where)
+        profile = Profile(*parse_window(flags.profile_steps), model_dir / where)
         stack.callback(profile.close)
         loop.actions.append(profile)
     if bar:
@@ -92,24 +87,24 @@ def add_actions(
     return log, bar.evaluating if bar else None, files
 
 
-def make_sinks(model_dir: Path, saved: Saved | None) -> list[Sink]:
-    """The sinks that the flags ask for: ``metrics.jsonl``, TensorBoard, MLflow, W&B. What earlier
+def make_sinks(flags: FlagValues, model_dir: Path, saved: Saved | None) -> list[Sink]:
+    """The sinks that ``flags`` ask for: ``metrics.jsonl``, TensorBoard, MLflow, W&B. What earlier
     attempts logged after the checkpoint ``saved`` is no part of this run; None if it begins."""
     from ctl.logs.hparams import HParams
     from ctl.logs.runs import NOT_COMPARED, best_so_far
     from ctl.logs.sinks import JsonLines, TensorBoard
     from ctl.logs.trackers import MLflow, Tracker, WandB, forget
 
-    given = {name: FLAGS[name].value for name in grouped_flags() if name not in NOT_COMPARED}
+    given = {name: flags[name].value for name in grouped_flags() if name not in NOT_COMPARED}
     given = {name: value for name, value in given.items() if value is not None}
     sinks: list[Sink] = [JsonLines(model_dir / "metrics.jsonl", saved.step if saved else -1)]
     best = best_so_far(model_dir)
     if not saved:
         forget(model_dir)
-    if FLAGS.tensorboard:
+    if flags.tensorboard:
         sinks += [TensorBoard(model_dir), HParams(model_dir, given, best)]
-    if FLAGS.mlflow:
-        sinks.append(Tracker("MLflow", lambda: MLflow(FLAGS.mlflow, model_dir, given)))
-    if FLAGS.wandb:
-        sinks.append(Tracker("Weights & Biases", lambda: WandB(FLAGS.wandb, model_dir, given)))
+    if flags.mlflow:
+        sinks.append(Tracker("MLflow", lambda: MLflow(flags.mlflow, model_dir, given)))
+    if flags.wandb:
+        sinks.append(Tracker("Weights & Biases", lambda: WandB(flags.wandb, model_dir, given)))
     return sinks

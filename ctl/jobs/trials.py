@@ -2,14 +2,16 @@
 ``--jit_compile=auto``.
 
 A trial does not affect training: it reads batches of its own and restores every variable on every
-replica.
+replica. What it has chosen is kept for later runs, by what was tried and where.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import json
 import math
+import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,11 +21,14 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 from absl import logging
 
+from ctl.base import durable
+from ctl.base.cache import processor
+from ctl.checkpoint.manifest import unnumbered
+from ctl.control import source_hash
 from ctl.distributed import workers
-from ctl.distributed.replicas import shares_variables, synchronizes
+from ctl.distributed.replicas import layers_of, shares_variables, synchronizes
 from ctl.distributed.watch import watchdog
 from ctl.errors import UsageError
-from ctl.jobs.trial_cache import Known
 from ctl.phases.marks import Marks
 from ctl.phases.observer import NO_OBSERVER
 from ctl.reduce import make_packs
@@ -39,6 +44,7 @@ _BLOCK_SECONDS = 0.1
 _MOST_STEPS = 100  # in a block
 _LEAST_GAIN = 0.03  # a smaller one is noise, and each pack adds an operation
 _MOST_SHARE = 0.03  # of the time of a training
+_MOST_KEPT = 256  # choices in a file; the oldest go first
 # What a step raises that XLA cannot compile.
 _IMPOSSIBLE = (tf.errors.InvalidArgumentError, tf.errors.UnimplementedError, UsageError)
 
@@ -120,7 +126,7 @@ def _fastest(
     loop: Loop, name: str, values: Sequence[Any], steps: int | None, cache: Path | None
 ) -> Any:
     """The fastest of ``values`` for ``name``; the first if the gain or the data are too small."""
-    known = Known(cache, loop, name, values) if cache else None
+    known = _Known(cache, loop, name, values) if cache else None
     if known and (value := known.value()) is not None:
         logging.info("%s: %s, chosen by an earlier trial (%s)", name, value, cache)
         return value
@@ -252,9 +258,8 @@ def _slowest(strategy: tf.distribute.Strategy, seconds: Sequence[float]) -> list
 def preserved(step: TrainStep) -> Iterator[None]:
     """Restores the state and the metrics of ``step`` on exit, on each replica to its own value."""
     variables = [v for group in step.state().values() for v in group]
-    variables += (
-        step.per_replica_variables.variables
-    )  # `state` has what the last save has copied of them
+    # `state` has what the last save has copied of these.
+    variables += step.per_replica_variables.variables
     variables += step.logged.variables  # a trial that finds the end of the data leaves its rows
     variables += [v.value for metric in step.all_metrics() for v in metric.variables]
     parts = [p for v in variables for p in step.strategy.experimental_local_results(v)]
@@ -264,3 +269,86 @@ def preserved(step: TrainStep) -> Iterator[None]:
     finally:
         for part, value in zip(parts, values, strict=True):
             part.assign(value)
+
+
+class _Known:
+    """The choice of an earlier trial of the same step, batch, devices and versions.
+
+    Workers use it where all of them know the same one. A file that cannot be read or written only
+    costs a trial.
+
+    Args:
+        path: of the file, see `ctl.base.cache`.
+        loop: of the trial.
+        name: of the setting.
+        values: to choose from.
+    """
+
+    def __init__(self, path: Path, loop: Loop, name: str, values: Sequence[Any]):
+        self._path, self._strategy, self._values = path, loop.strategy, values
+        self._key = source_hash.hash_of([json.dumps(_facts(loop, name, values)).encode()])
+
+    def value(self) -> Any:
+        """The choice; None if there is none."""
+        mine = self._read().get(self._key)
+        if workers.is_multi_worker(self._strategy):
+            texts = workers.all_gather(self._strategy, json.dumps(mine).encode(), "a gather")
+            mine = mine if len(set(texts)) == 1 else None
+        known = [value for value in self._values if value == mine and type(value) is type(mine)]
+        return known[0] if known else None
+
+    def note(self, value: Any) -> None:
+        """Writes a choice, beside those that other processes may have written meanwhile."""
+        choices = {**self._read(), self._key: value}
+        kept = dict(list(choices.items())[-_MOST_KEPT:])
+        try:
+            durable.write_json(self._path, kept, via=self._path.parent)
+        except OSError as error:
+            logging.warning("the choice is not kept for other runs: %s", error)
+
+    def _read(self) -> dict[str, Any]:
+        with contextlib.suppress(OSError, durable.Damaged):
+            content = durable.read_json(self._path)
+            if isinstance(content, dict):
+                return content
+        return {}
+
+
+def _facts(loop: Loop, name: str, values: Sequence[Any]) -> list[Any]:
+    """All on which the time of a step depends."""
+    step, data = loop.step, loop.dataset
+    settings = ("clip_norm", "accumulate_steps", "ema_decay", "loss_scale", "on_nan", "jit_update")
+    return [
+        name,
+        [*values],
+        _network(step),
+        [f"{v.dtype.name}{v.shape}" for v in step.trainable_variables],
+        source_hash.class_name(step),
+        source_hash.of_step(step),
+        source_hash.of_ctl(),
+        [str(getattr(step, setting)) for setting in settings],
+        [type(optimizer).__name__ for optimizer in step.updater.optimizers().values()],
+        [data.global_batch_size, type(data).__name__],
+        [type(loop.strategy).__name__, loop.strategy.num_replicas_in_sync],
+        _between(loop),
+        sorted({v.device for v in step.trainable_variables}),
+        [processor(), platform.machine()],
+        [importlib.metadata.version(package) for package in ("tensorflow", "keras", "numpy")],
+        [device.name for device in tf.config.list_physical_devices()],
+    ]
+
+
+def _between(loop: Loop) -> list[str]:
+    """How replicas communicate, and on how many hosts."""
+    options = loop.step.options
+    several = workers.is_multi_worker(loop.strategy)
+    addresses = workers.cluster_of(loop.strategy).workers if several else ()
+    hosts = {address.rpartition(":")[0] for address in addresses}
+    return [str(options and options.implementation), str(len(hosts))]
+
+
+def _network(step: TrainStep) -> str:
+    layers = [type(layer).__name__ for layer in layers_of(step.tracked.layer)]
+    with contextlib.suppress(Exception):  # a model of the user's may have no configuration
+        return unnumbered(f"{layers} {step.model.get_config()}")
+    return str(layers)

@@ -200,10 +200,9 @@ def test_every_name_has_a_model():
     ],
 )
 def test_unknown_names(name, message):
-    with pytest.raises(UsageError, match=message):
-        names.check_model_name(name)
-    with pytest.raises(UsageError, match=message):
-        models.make_model(name, (8, 8, 1), 2)
+    for make in (names.check_model_name, lambda name: models.make_model(name, (8, 8, 1), 2)):
+        with pytest.raises(UsageError, match=message):
+            make(name)
 
 
 USER_MODULE = """
@@ -248,19 +247,15 @@ def of_any_data():
 
 def any_nothing():
     pass
-
-number = 3
 """
 
 
 @pytest.fixture
 def user_module(tmp_path, monkeypatch):
     (tmp_path / "users_models.py").write_text(USER_MODULE)
-    (tmp_path / "users_broken.py").write_text("import no_such_package")
     monkeypatch.syspath_prepend(tmp_path)
     yield
-    for name in ("users_models", "users_broken"):
-        sys.modules.pop(name, None)
+    sys.modules.pop("users_models", None)
 
 
 @pytest.mark.parametrize("function", ["good", "subclassed"])
@@ -273,10 +268,7 @@ def test_users_own_model(user_module, function):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("no_such_module:f", "cannot import .*no_such_module.*PYTHONPATH"),
-        ("users_broken:f", "cannot import .*no_such_package"),
         ("users_models:missing", "users_models has no class or function 'missing'"),
-        ("users_models:number", "users_models has no class or function 'number'"),
         ("users_models:nothing", "returns a keras.Model, it returned NoneType"),
         ("users_models:wrong_classes", r"logits of shape \(batch, 3\), got \(None, 4\)"),
         ("users_models:unflattened", r"logits of shape \(batch, 3\), got \(None, 4, 4, 3\)"),

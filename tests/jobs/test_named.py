@@ -102,10 +102,8 @@ def test_losses_equal_those_of_keras(shape, flat):
     expected = mean(keras.losses.mean_squared_error(labels.astype("float32"), outputs))
     np.testing.assert_allclose(squared, expected, rtol=1e-6)
     binary = named.loss_function("binary_cross_entropy")(tf.constant(given), tf.constant(outputs))
-    reference = keras.losses.binary_crossentropy(
-        labels.astype("float32"), outputs, from_logits=True
-    )
-    np.testing.assert_allclose(binary, mean(reference), rtol=1e-5)
+    expected = keras.losses.binary_crossentropy(labels.astype("float32"), outputs, True)
+    np.testing.assert_allclose(binary, mean(expected), rtol=1e-5)
 
 
 @pytest.mark.parametrize(("labels", "outputs"), [([6], [6, 3]), ([6, 1], [6, 3]), ([6, 2], [6])])
@@ -134,14 +132,8 @@ def test_accuracy_is_the_default_where_it_means_something():
 
 def test_metrics_by_name():
     arguments = ("mse, auc,SparseTopKCategoricalAccuracy", "cross_entropy", BaseStep)
-    assert (
-        names_of(*arguments)
-        == names_of(*arguments)
-        == [  # Keras would number them
-            *("mse", "auc"),
-            "SparseTopKCategoricalAccuracy",
-        ]
-    )
+    for _ in range(2):  # Keras would number them
+        assert names_of(*arguments) == ["mse", "auc", "SparseTopKCategoricalAccuracy"]
     assert names_of("", "cross_entropy", BaseStep) == []
     assert names_of("users_own:one", "cross_entropy", BaseStep) == ["mean_squared_error"]
     assert names_of("users_own:several", "cross_entropy", BaseStep)[1] == "mean"

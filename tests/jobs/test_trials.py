@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import BATCH, CLASSES, FEATURES, assert_replicas_agree, examples, make_loop, mlp
+from helpers import BATCH, CLASSES, FEATURES, assert_replicas_agree, examples, make_loop
 
 from ctl.data import InMemory
 from ctl.data.global_batches import GlobalBatches
@@ -22,33 +22,20 @@ def tensors(*sizes: int) -> list[tf.TensorSpec]:
     return [tf.TensorSpec([size // 4], tf.float32) for size in sizes]
 
 
-def test_candidates_are_halves_down_to_sixteenths():
+def test_candidates_are_halves_down_to_sixteenths_which_differ_in_their_packs():
+    """A large tensor has a pack of its own, whatever the limit. Small gradients are not cut."""
     parts = 1 << 20
     found = trials.candidates(tensors(*[parts] * 16))
     assert found == [0, 8 * parts, 4 * parts, 2 * parts, parts]
-
-
-def test_candidates_differ_in_their_packs():
-    """A large tensor has a pack of its own, whatever the limit."""
     assert trials.candidates(tensors(1 << 20)) == [0]
-    found = trials.candidates(tensors(8 << 20, 1 << 20))
-    assert len(found) == 2
-
-
-def test_small_gradients_are_not_cut():
+    assert len(trials.candidates(tensors(8 << 20, 1 << 20))) == 2
     assert trials.candidates(tensors(*[1 << 10] * 64)) == [0]
 
 
 def network() -> keras.Model:
-    return keras.Sequential(
-        [
-            keras.layers.Input([FEATURES]),
-            keras.layers.Dense(8),
-            keras.layers.BatchNormalization(),
-            keras.layers.Dropout(0.5),
-            keras.layers.Dense(CLASSES),
-        ]
-    )
+    layers = [keras.layers.Input([FEATURES]), keras.layers.Dense(8)]
+    layers += [keras.layers.BatchNormalization(), keras.layers.Dropout(0.5)]
+    return keras.Sequential([*layers, keras.layers.Dense(CLASSES)])
 
 
 def tunable(strategy) -> Loop:
@@ -66,6 +53,11 @@ def weights(of: Loop) -> list[np.ndarray]:
         for variable in values
         for part in of.strategy.experimental_local_results(variable)
     ]
+
+
+def assert_equal(ours: list[np.ndarray], theirs: list[np.ndarray]) -> None:
+    for a, b in zip(ours, theirs, strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 @pytest.fixture
@@ -88,16 +80,14 @@ def test_a_training_does_not_see_the_trial(mirrored, two):
     before = weights(tuned)
     kept = trials.tune_packs(tuned)
     assert tuned.global_step == 3 and kept == tuned.step.bytes_per_pack
-    for a, b in zip(before, weights(tuned), strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert_equal(before, weights(tuned))
     (times,) = two
     assert list(times) == [0, 128]
     assert all(len(seconds) >= 7 and min(seconds) > 0 for seconds in times.values())
     trained.step.bytes_per_pack = kept
     trained.scalars.reset()
     results = [each.train(10) for each in (trained, tuned)]
-    for a, b in zip(weights(trained), weights(tuned), strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert_equal(weights(trained), weights(tuned))
     for name in ("loss", "accuracy"):
         assert results[0][name] == results[1][name]
     assert_replicas_agree(strategy, tuned.step.model.trainable_variables)
@@ -198,13 +188,11 @@ def test_compiling_is_tried_and_leaves_no_trace(mirrored, replicas):
     before = weights(tuned)
     kept = trials.tune_jit_compile(tuned)
     assert kept is tuned.step.jit_compile
-    for a, b in zip(before, weights(tuned), strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert_equal(before, weights(tuned))
     trained.step.jit_compile = kept
     for each in (trained, tuned):
         each.train(5)
-    for a, b in zip(weights(trained), weights(tuned), strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert_equal(weights(trained), weights(tuned))
 
 
 class Strings(TrainStep):
@@ -217,10 +205,8 @@ class Strings(TrainStep):
 
 
 def test_what_cannot_be_compiled_is_not(mirrored):
-    strategy = mirrored(2)
-    with strategy.scope():
-        step = Strings(mlp(), keras.optimizers.SGD(0.1))
-    each = Loop(step, InMemory(examples(), global_batch_size=BATCH), strategy=strategy)
+    data = InMemory(examples(), global_batch_size=BATCH)
+    each = make_loop(mirrored(2), step_class=Strings, data=data)
     assert trials.tune_jit_compile(each) is False
     each.train(3)
     assert each.global_step == 3
@@ -231,15 +217,11 @@ def test_one_replica_has_nothing_to_try(mirrored):
 
 
 def test_a_dataset_that_ends_is_not_an_error(mirrored, two):
-    strategy = mirrored(2)
-    with strategy.scope():
-        step = TrainStep(mlp(), keras.optimizers.SGD(0.1))
     few = tf.data.Dataset.from_tensor_slices(examples(3 * BATCH)).batch(BATCH, drop_remainder=True)
-    each = Loop(step, GlobalBatches(few, training=False), strategy=strategy)
+    each = make_loop(mirrored(2), data=GlobalBatches(few, training=False))
     before = weights(each)
     assert trials.tune_packs(each) == 0 and not two
-    for a, b in zip(before, weights(each), strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert_equal(before, weights(each))
     each.train(3)
     assert each.global_step == 3
 

@@ -1,7 +1,8 @@
 """What a task of tests/jobs/test_parameter_server.py runs. The coordinator does what it is told, a
-word in each line: train (20 steps), evaluate, save; and says how things are after each.
+word in each line of the pipe OUT/orders: train (20 steps), evaluate, save; and says how things are
+after each.
 
-python parameter_server_job.py OUT
+parameter_server_job OUT
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import logging
 import sys
 from pathlib import Path
+from typing import TextIO
 
 from ctl.base import console
 from ctl.distributed import cluster
@@ -53,7 +55,7 @@ class Recovered(logging.Handler):
             print(record.getMessage(), flush=True)
 
 
-def obey(loop: ctl.Loop) -> None:
+def obey(loop: ctl.Loop, orders: TextIO) -> None:
     while True:
         step = loop.global_step
         np.savez(OUT / f"step-{step}.npz", *loop.step.model.get_weights())
@@ -61,7 +63,7 @@ def obey(loop: ctl.Loop) -> None:
         updates = int(loop.step.optimizer.iterations.value.numpy())
         print(f"at {step}: {updates} updates, {examples_seen} examples", flush=True)
         loop.step.reset_metrics()
-        order = sys.stdin.readline()
+        order = orders.readline()
         if not order:
             return  # the test has ended
         if order == "train\n":
@@ -96,7 +98,7 @@ def asynchronous_loop(placement) -> ctl.Loop:
     )
 
 
-if __name__ == "__main__":
+def run() -> None:
     tasks = cluster.resolve_tasks()
     if not tasks.is_coordinator:
         serve(tasks, 60.0)
@@ -106,7 +108,8 @@ if __name__ == "__main__":
             logger = tf.get_logger()
             logger.addHandler(Recovered())
             logger.setLevel(logging.INFO)
-            obey(asynchronous_loop(placed))
+            with (OUT / "orders").open() as orders:
+                obey(asynchronous_loop(placed), orders)
     except CtlError as error:
         print(error, file=sys.stderr, flush=True)
         raise SystemExit(error.exit_code) from None
