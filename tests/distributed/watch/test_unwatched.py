@@ -13,7 +13,7 @@ from ctl.base.actions import Log
 from ctl.checkpoint.export import export_model
 from ctl.data import InMemory
 from ctl.distributed import workers
-from ctl.distributed.watch.section import Section
+from ctl.distributed.watch.record import Section
 from ctl.distributed.watch.watchdog import Watchdog
 from ctl.errors import UsageError
 
