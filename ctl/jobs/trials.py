@@ -8,8 +8,10 @@ replica.
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import json
 import math
+import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,11 +21,14 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 from absl import logging
 
+from ctl.base import durable
+from ctl.base.cache import processor
+from ctl.checkpoint.manifest import unnumbered
+from ctl.control import source_hash
 from ctl.distributed import workers
-from ctl.distributed.replicas import shares_variables, synchronizes
+from ctl.distributed.replicas import layers_of, shares_variables, synchronizes
 from ctl.distributed.watch import watchdog
 from ctl.errors import UsageError
-from ctl.jobs.trial_cache import Known
 from ctl.phases.marks import Marks
 from ctl.phases.observer import NO_OBSERVER
 from ctl.reduce import make_packs
@@ -39,6 +44,7 @@ _BLOCK_SECONDS = 0.1
 _MOST_STEPS = 100  # in a block
 _LEAST_GAIN = 0.03  # a smaller one is noise, and each pack adds an operation
 _MOST_SHARE = 0.03  # of the time of a training
+_MOST_CHOICES = 256  # in a file of earlier trials; the oldest go first
 # What a step raises that XLA cannot compile.
 _IMPOSSIBLE = (tf.errors.InvalidArgumentError, tf.errors.UnimplementedError, UsageError)
 
@@ -72,7 +78,7 @@ def tune_packs(loop: Loop, steps: int | None = None, cache: Path | None = None) 
             training, which keeps the first value. None sets no limit.
         cache: file of the choices of earlier trials, which are not made again.
     """
-    return _tune(loop, "bytes_per_pack", _best_size, steps, cache)
+    return _tune(loop, "bytes_per_pack", _sizes, steps, cache)
 
 
 def tune_jit_compile(loop: Loop, steps: int | None = None, cache: Path | None = None) -> bool:
@@ -81,39 +87,38 @@ def tune_jit_compile(loop: Loop, steps: int | None = None, cache: Path | None = 
 
     On a CPU, XLA may double the speed of small steps and cut that of convolutions to a quarter.
     """
-    return _tune(loop, "jit_compile", _best_jit_compile, steps, cache)
+    return _tune(loop, "jit_compile", _with_and_without_xla, steps, cache)
 
 
-def _tune(loop: Loop, name: str, best: Callable, steps: int | None, cache: Path | None) -> Any:
+def _tune(loop: Loop, name: str, choices: Callable, steps: int | None, cache: Path | None) -> Any:
     if name == "jit_compile":
         loop.step.jit_by_rule = None
     with loop.translate_failures(f"the trial of {name}"):
         loop.begin(loop.global_step)
-        setattr(loop.step, name, best(loop, steps, cache))
+        values, why_one = choices(loop)
+        if len(values) == 1:
+            logging.info("%s: %s, %s", name, "off" if values[0] is False else values[0], why_one)
+        chosen = _fastest(loop, name, values, steps, cache) if len(values) > 1 else values[0]
+        setattr(loop.step, name, chosen)
     loop.scalars.reset()
     return getattr(loop.step, name)
 
 
-def _best_size(loop: Loop, steps: int | None, cache: Path | None) -> int:
+def _sizes(loop: Loop) -> tuple[list[int], str]:
+    """The sizes to try, and why there is one."""
     if loop.strategy.num_replicas_in_sync == 1:
-        logging.info("bytes_per_pack: 0, there is one replica and nothing to reduce")
-        return 0
-    sizes = candidates(loop.step.reduced_specs())
-    if len(sizes) == 1:
-        logging.info("bytes_per_pack: 0, the gradients are too small to cut")
-        return 0
-    return _fastest(loop, "bytes_per_pack", sizes, steps, cache)
+        return [0], "there is one replica and nothing to reduce"
+    return candidates(loop.step.reduced_specs()), "the gradients are too small to cut"
 
 
-def _best_jit_compile(loop: Loop, steps: int | None, cache: Path | None) -> bool:
+def _with_and_without_xla(loop: Loop) -> tuple[list[bool], str]:
+    """The values of ``jit_compile`` to try, and why there is one."""
     if shares_variables(loop.strategy):
-        logging.info("jit_compile: off, replicas share their variables")
-        return False
+        return [False], "replicas share their variables"
     if synchronizes(loop.strategy, loop.step.tracked.layer):
-        logging.info("jit_compile: off, replicas exchange the statistics of BatchNormalization")
-        return False
+        return [False], "replicas exchange the statistics of BatchNormalization"
     first = bool(loop.step.jit_compile)
-    return _fastest(loop, "jit_compile", [first, not first], steps, cache)
+    return [first, not first], ""
 
 
 def _fastest(
@@ -264,3 +269,89 @@ def preserved(step: TrainStep) -> Iterator[None]:
     finally:
         for part, value in zip(parts, values, strict=True):
             part.assign(value)
+
+
+# Earlier trials ---------------------------------------------------------------------------------
+
+
+class Known:
+    """The choice of an earlier trial of the same step, batch, devices and versions.
+
+    Workers use it where all of them know the same one. A file that cannot be read or written only
+    costs a trial.
+
+    Args:
+        path: of the file, see `ctl.base.cache`.
+        loop: of the trial.
+        name: of the setting.
+        values: to choose from.
+    """
+
+    def __init__(self, path: Path, loop: Loop, name: str, values: Sequence[Any]):
+        self._path, self._strategy, self._values = path, loop.strategy, values
+        self._key = source_hash.hash_of([json.dumps(_facts(loop, name, values)).encode()])
+
+    def value(self) -> Any:
+        """The choice; None if there is none."""
+        mine = self._read().get(self._key)
+        if workers.is_multi_worker(self._strategy):
+            texts = workers.all_gather(self._strategy, json.dumps(mine).encode(), "a gather")
+            mine = mine if len(set(texts)) == 1 else None
+        known = [value for value in self._values if value == mine and type(value) is type(mine)]
+        return known[0] if known else None
+
+    def note(self, value: Any) -> None:
+        """Writes a choice, beside those that other processes may have written meanwhile."""
+        choices = {**self._read(), self._key: value}
+        kept = dict(list(choices.items())[-_MOST_CHOICES:])
+        try:
+            durable.write_json(self._path, kept, via=self._path.parent)
+        except OSError as error:
+            logging.warning("the choice is not kept for other runs: %s", error)
+
+    def _read(self) -> dict[str, Any]:
+        with contextlib.suppress(OSError, durable.Damaged):
+            content = durable.read_json(self._path)
+            if isinstance(content, dict):
+                return content
+        return {}
+
+
+def _facts(loop: Loop, name: str, values: Sequence[Any]) -> list[Any]:
+    """All on which the time of a step depends."""
+    step, data = loop.step, loop.dataset
+    settings = ("clip_norm", "accumulate_steps", "ema_decay", "loss_scale", "on_nan", "jit_update")
+    return [
+        name,
+        [*values],
+        _network(step),
+        [f"{v.dtype.name}{v.shape}" for v in step.trainable_variables],
+        source_hash.class_name(step),
+        source_hash.of_step(step),
+        source_hash.of_ctl(),
+        [str(getattr(step, setting)) for setting in settings],
+        [type(optimizer).__name__ for optimizer in step.updater.optimizers().values()],
+        [data.global_batch_size, type(data).__name__],
+        [type(loop.strategy).__name__, loop.strategy.num_replicas_in_sync],
+        _between(loop),
+        sorted({v.device for v in step.trainable_variables}),
+        [processor(), platform.machine()],
+        [importlib.metadata.version(package) for package in ("tensorflow", "keras", "numpy")],
+        [device.name for device in tf.config.list_physical_devices()],
+    ]
+
+
+def _between(loop: Loop) -> list[str]:
+    """How replicas communicate, and on how many hosts."""
+    options = loop.step.options
+    several = workers.is_multi_worker(loop.strategy)
+    addresses = workers.cluster_of(loop.strategy).workers if several else ()
+    hosts = {address.rpartition(":")[0] for address in addresses}
+    return [str(options and options.implementation), str(len(hosts))]
+
+
+def _network(step: TrainStep) -> str:
+    layers = [type(layer).__name__ for layer in layers_of(step.tracked.layer)]
+    with contextlib.suppress(Exception):  # a model of the user's may have no configuration
+        return unnumbered(f"{layers} {step.model.get_config()}")
+    return str(layers)
