@@ -247,8 +247,6 @@ def _time(
 
 def _slowest(strategy: tf.distribute.Strategy, seconds: Sequence[float]) -> list[float]:
     """The maximum over workers of each of ``seconds``; every worker must call it."""
-    if not workers.is_multi_worker(strategy):
-        return list(seconds)
     texts = workers.all_gather(strategy, json.dumps(seconds).encode(), "a gather")
     return [max(values) for values in zip(*map(json.loads, texts), strict=True)]
 
@@ -294,11 +292,10 @@ class Known:
     def value(self) -> Any:
         """The choice; None if there is none."""
         mine = self._read().get(self._key)
-        if workers.is_multi_worker(self._strategy):
-            texts = workers.all_gather(self._strategy, json.dumps(mine).encode(), "a gather")
-            mine = mine if len(set(texts)) == 1 else None
-        known = [value for value in self._values if value == mine and type(value) is type(mine)]
-        return known[0] if known else None
+        texts = workers.all_gather(self._strategy, json.dumps(mine).encode(), "a gather")
+        if len(set(texts)) > 1:
+            return None
+        return next((v for v in self._values if v == mine and type(v) is type(mine)), None)
 
     def note(self, value: Any) -> None:
         """Writes a choice, beside those that other processes may have written meanwhile."""
