@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import BATCH, CLASSES, FEATURES, assert_replicas_agree, examples, make_loop, mlp
+from helpers import BATCH, CLASSES, FEATURES, assert_replicas_agree, examples, make_loop
 
 from ctl.data import InMemory
 from ctl.data.global_batches import GlobalBatches
@@ -217,10 +217,7 @@ class Strings(TrainStep):
 
 
 def test_what_cannot_be_compiled_is_not(mirrored):
-    strategy = mirrored(2)
-    with strategy.scope():
-        step = Strings(mlp(), keras.optimizers.SGD(0.1))
-    each = Loop(step, InMemory(examples(), global_batch_size=BATCH), strategy=strategy)
+    each = make_loop(mirrored(2), step_class=Strings)
     assert trials.tune_jit_compile(each) is False
     each.train(3)
     assert each.global_step == 3
@@ -231,11 +228,8 @@ def test_one_replica_has_nothing_to_try(mirrored):
 
 
 def test_a_dataset_that_ends_is_not_an_error(mirrored, two):
-    strategy = mirrored(2)
-    with strategy.scope():
-        step = TrainStep(mlp(), keras.optimizers.SGD(0.1))
     few = tf.data.Dataset.from_tensor_slices(examples(3 * BATCH)).batch(BATCH, drop_remainder=True)
-    each = Loop(step, GlobalBatches(few, training=False), strategy=strategy)
+    each = make_loop(mirrored(2), data=GlobalBatches(few, training=False))
     before = weights(each)
     assert trials.tune_packs(each) == 0 and not two
     for a, b in zip(before, weights(each), strict=True):

@@ -7,6 +7,7 @@ is also written when TensorFlow hangs.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import itertools
@@ -183,10 +184,8 @@ def _stack(frame: FrameType) -> tuple[str, ...]:
 def _versions() -> dict[str, str]:
     found = {"python": sys.version.split()[0]}
     for name in ("ctl", "tensorflow", "keras"):
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return found
 
 

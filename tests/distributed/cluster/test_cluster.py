@@ -189,6 +189,7 @@ def test_tasks_with_parameter_servers():
     assert found == Tasks("c:1", TWO, ("p:1",), "ps", 0)
     assert found.name == "ps 0" and not found.is_coordinator
     assert found.servers == {"ps 0": "p:1", "worker 0": "a:1", "worker 1": "b:2"}
+    assert resolve_tasks(tf_config(JOBS, "worker", 1)).name == "worker 1"
     coordinator = resolve_tasks(tf_config(JOBS, "chief"))
     assert coordinator.is_coordinator and coordinator.name == "the coordinator"
 
