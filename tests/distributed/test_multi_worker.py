@@ -17,7 +17,7 @@ import keras
 import numpy as np
 import pytest
 from helpers import BATCH, CLASSES, FEATURES, batches_of_files, examples, largest_difference
-from worker_jobs import WORKER, codes, finished, last_line, said, weights
+from worker_jobs import WORKER, codes, finished, last_line, run_job, said, weights
 
 from ctl import launch
 from ctl.data import InMemory, Streaming
@@ -73,8 +73,7 @@ def test_equals_one_device(job, tmp_path, reference, workers):
     """AdamW and clipping; 101 test examples in batches of 16; initial weights come from the chief,
     although every worker has a seed of its own."""
     options = ["seeds=1", *(["tune=1"] if workers == 3 else [])]
-    with job(tmp_path, *options, workers=workers) as processes:
-        assert codes(processes) == [0] * workers, said(tmp_path, 0)[-2000:]
+    run_job(job, tmp_path, *options, workers=workers)
     assert_equal(tmp_path, workers, reference)
     for saved in finished(tmp_path, workers):
         # TensorFlow's own time limit would be a thread for every step, which outlives it; some are
@@ -85,16 +84,14 @@ def test_equals_one_device(job, tmp_path, reference, workers):
 def test_files_of_ones_own_equal_one_device(job, tmp_path, mirrored):
     """With one file for each worker, the global batches would be others."""
     data = batches_of_files(tmp_path, BATCH * 3)
-    with job(tmp_path, "files=1") as processes:
-        assert codes(processes) == [0, 0], said(tmp_path, 0)[-2000:]
+    run_job(job, tmp_path, "files=1")
     assert_equal(tmp_path, 2, one_device(mirrored, data=data))
 
 
 def test_streams_are_read_in_parts_and_resumed_by_another(job, tmp_path, mirrored):
     """In mid-epoch, by 2 workers instead of 1: each reads its own examples, and no others."""
     for workers, start, until in ((1, 0, 8), (2, 8, 20)):
-        with job(tmp_path, "stream=1", f"until={until}", workers=workers) as processes:
-            assert codes(processes) == [0] * workers, said(tmp_path, 0)[-2000:]
+        run_job(job, tmp_path, "stream=1", f"until={until}", workers=workers)
         for worker, saved in enumerate(finished(tmp_path, workers)):
             rows = Shuffle(320, 0)(np.arange(start * BATCH * 3, (until + 60) * BATCH * 3))
             rows = rows.reshape(-1, workers, BATCH * 3 // workers)[:, worker]
@@ -108,8 +105,7 @@ def test_streams_are_read_in_parts_and_resumed_by_another(job, tmp_path, mirrore
 
 def test_workers_that_shuffle_differently_are_refused(job, tmp_path):
     batches_of_files(tmp_path, 1)
-    with job(tmp_path, "shuffle=1", "seeds=1") as processes:
-        assert codes(processes) == [2, 2]
+    run_job(job, tmp_path, "shuffle=1", "seeds=1", code=2)
     for worker in range(2):
         said_last = last_line(tmp_path, worker)
         assert "the workers do not agree: data: first batch is " in said_last
@@ -118,8 +114,7 @@ def test_workers_that_shuffle_differently_are_refused(job, tmp_path):
 def test_several_devices_per_worker_equal_one(job, tmp_path, mirrored):
     """2 workers of 2 devices. BatchNorm over all replicas, so its moving averages are compared too;
     101 test examples in batches of 16, which 4 replicas cannot share alike."""
-    with job(tmp_path, "seeds=1", "devices=2", "synchronized=1") as processes:
-        assert codes(processes) == [0, 0], said(tmp_path, 0)[-2000:]
+    run_job(job, tmp_path, "seeds=1", "devices=2", "synchronized=1")
     assert_equal(tmp_path, 2, one_device(mirrored, synchronized=True))
     masks = np.concatenate([saved["masks"] for saved in finished(tmp_path, 2)])
     assert len(np.unique(masks, axis=0)) == len(masks) == 4
@@ -130,8 +125,7 @@ def test_state_of_each_replica_is_resumed(job, tmp_path):
     saved = []
     for directory, steps in ((tmp_path / "straight", [20]), (tmp_path / "paused", [8, 20])):
         for until in steps:
-            with job(directory, "devices=2", "state=1", f"until={until}") as processes:
-                assert codes(processes) == [0, 0], said(directory, 0)[-2000:]
+            run_job(job, directory, "devices=2", "state=1", f"until={until}")
         saved.append(finished(directory, 2))
     for straight, resumed in zip(*saved, strict=True):
         assert largest_difference(weights(straight), weights(resumed)) == 0
@@ -155,8 +149,7 @@ def first_features(start: int, stop: int) -> float:
 
 def test_a_strategy_of_ones_own(job, tmp_path, reference):
     """And all of it made inside of its scope, the loop too."""
-    with job(tmp_path, "own=1") as processes:
-        assert codes(processes) == [0, 0], said(tmp_path, 0)[-2000:]
+    run_job(job, tmp_path, "own=1")
     assert_equal(tmp_path, 2, reference)
 
 
@@ -164,8 +157,7 @@ def test_a_strategy_of_ones_own(job, tmp_path, reference):
 def straight(job, tmp_path_factory):
     """An uninterrupted job of 2 workers with BatchNorm and Dropout."""
     out = tmp_path_factory.mktemp("straight")
-    with job(out, "norm=1", "fit=1") as processes:
-        assert codes(processes) == [0, 0], said(out, 0)[-2000:]
+    run_job(job, out, "norm=1", "fit=1")
     return finished(out, 2)
 
 
@@ -183,22 +175,18 @@ def test_fit_fails_where_this_loop_trains(straight):
 
 @pytest.mark.sample
 def test_preempted_at_the_same_step_and_resumed_bit_for_bit(job, tmp_path, straight):
-    with job(tmp_path, "norm=1", "fault=term", "step=7") as processes:
-        assert codes(processes) == [42, 42], said(tmp_path, 0)[-2000:]
+    run_job(job, tmp_path, "norm=1", "fault=term", "step=7", code=42)
     step = int(re.search(r"SIGTERM: saved step (\d+)", last_line(tmp_path, 1))[1])
     assert f"another worker's signal: saved step {step} " in last_line(tmp_path, 0)
-    with job(tmp_path, "norm=1") as processes:
-        assert codes(processes) == [0, 0], said(tmp_path, 0)[-2000:]
+    run_job(job, tmp_path, "norm=1")
     assert all(f"resumed at {step}" in said(tmp_path, i) for i in range(2))
     for saved, whole in zip(finished(tmp_path, 2), straight, strict=True):
         assert largest_difference(weights(saved), weights(whole)) == 0
 
 
 def test_resumed_by_another_number_of_workers(job, tmp_path, reference):
-    with job(tmp_path, "until=8") as processes:
-        assert codes(processes) == [0, 0], said(tmp_path, 0)[-2000:]
-    with job(tmp_path, workers=3) as processes:
-        assert codes(processes) == [0] * 3, said(tmp_path, 0)[-2000:]
+    run_job(job, tmp_path, "until=8")
+    run_job(job, tmp_path, workers=3)
     assert "resumed at 8" in said(tmp_path, 2)
     assert_equal(tmp_path, 3, reference)
 
@@ -283,16 +271,14 @@ def test_data_that_end_on_one_worker(job, tmp_path):
 
 
 def test_a_nan_on_one_worker_stops_all(job, tmp_path):
-    with job(tmp_path, "fault=nan", "step=6") as processes:
-        assert codes(processes) == [3, 3], said(tmp_path, 0)[-2000:]
+    run_job(job, tmp_path, "fault=nan", "step=6", code=3)
     for index in range(2):
         assert "the loss is nan at step 7" in last_line(tmp_path, index)
 
 
 def test_workers_that_differ_do_not_start(job, tmp_path):
     """Each of these would be reason enough. What their steps reduce does not tell them apart."""
-    with job(tmp_path, "differ=1") as processes:
-        assert codes(processes) == [2, 2]
+    run_job(job, tmp_path, "differ=1", code=2)
     step = '"multi_worker:Step" on worker 0, "multi_worker:Other"'
     said_last = (
         "the workers do not agree: clip_norm is 0.3 on worker 0, 0.4 on worker 1; "
@@ -307,8 +293,7 @@ def test_workers_that_differ_do_not_start(job, tmp_path):
 
 def test_a_peer_that_never_comes(job, tmp_path):
     addresses = launch.cluster(2)["worker"]
-    with job(tmp_path, "startup=12", workers=1, addresses=addresses) as processes:
-        assert codes(processes) == [5]
+    run_job(job, tmp_path, "startup=12", workers=1, addresses=addresses, code=5)
     absent = f"worker 1 at {addresses[1]} (Connection refused)"
     assert f"worker 0 waits for {absent} since 10 s" in said(tmp_path, 0)
     assert f"gave up after 12 s (--startup_timeout) waiting for {absent}" in last_line(tmp_path, 0)
