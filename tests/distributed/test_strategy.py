@@ -33,9 +33,6 @@ def on_one_device():
 @pytest.mark.parametrize(
     ("options", "replicas", "words"),
     [
-        ({"name": "auto"}, 1, "default: no distribution"),
-        ({"name": "auto", "replicas": 1}, 1, "default: no distribution"),
-        ({"name": "auto", "replicas": 2}, 2, "mirrored over 2 replicas (cpu:0, cpu:1)"),
         ({"name": "one_device"}, 1, "one_device: CPU:0"),
         ({"name": "default"}, 1, "no distribution"),
         ({"name": "mirrored"}, 1, "mirrored over 1 replicas"),
@@ -62,6 +59,20 @@ def test_every_strategy_trains_alike(options, replicas, words, on_one_device):
     weights, results = train(placement.strategy, placement.options)
     assert largest_difference(weights, on_one_device[0]) <= 1e-6
     assert results == pytest.approx(on_one_device[1], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "words"),
+    [
+        (None, "default: no distribution"),
+        (1, "default: no distribution"),
+        (2, "mirrored over 2 replicas (cpu:0, cpu:1); all-reduce: reduction_to_one_device (auto"),
+    ],
+)
+def test_auto_is_one_of_them(replicas, words):
+    placement = make_strategy("auto", replicas=replicas)
+    assert placement.strategy.num_replicas_in_sync == (replicas or 1)
+    assert placement.description.startswith(words)
 
 
 def test_a_ring_trains_alike(ring2, on_one_device):
