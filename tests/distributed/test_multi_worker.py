@@ -114,7 +114,7 @@ def test_workers_that_shuffle_differently_are_refused(job, tmp_path):
 def test_several_devices_per_worker_equal_one(job, tmp_path, mirrored):
     """2 workers of 2 devices. BatchNorm over all replicas, so its moving averages are compared too;
     101 test examples in batches of 16, which 4 replicas cannot share alike."""
-    run_job(job, tmp_path, "seeds=1", "devices=2", "synchronized=1")
+    run_job(job, tmp_path, "seeds=1", "devices=2", "synchronized=1", "masks=1")
     assert_equal(tmp_path, 2, one_device(mirrored, synchronized=True))
     masks = np.concatenate([saved["masks"] for saved in finished(tmp_path, 2)])
     assert len(np.unique(masks, axis=0)) == len(masks) == 4
@@ -157,7 +157,7 @@ def test_a_strategy_of_ones_own(job, tmp_path, reference):
 def straight(job, tmp_path_factory):
     """An uninterrupted job of 2 workers with BatchNorm and Dropout."""
     out = tmp_path_factory.mktemp("straight")
-    run_job(job, out, "norm=1", "fit=1")
+    run_job(job, out, "norm=1", "fit=1", "masks=1")
     return finished(out, 2)
 
 

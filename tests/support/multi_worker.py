@@ -302,7 +302,7 @@ def train(
     np.savez(
         OUT / f"worker-{me.index}.npz",
         *network.get_weights(),
-        masks=masks(strategy),
+        masks=masks(strategy) if "masks" in OPTIONS else 0.0,
         fit=fit(strategy) if "fit" in OPTIONS else "",
         results=np.array([results["loss"], results["accuracy"]]),
         rows=Noted.rows,
