@@ -30,7 +30,11 @@ _VERSION = 2
 _LARGEST = 1024  # bytes of a datagram
 
 # What stands for a type in JSON, and its name for messages; an object for all others.
-_IN_JSON = {bool: (bool, "true or false"), str: (str, "a text"), tuple: (list, "a list")}
+_IN_JSON: dict[Any, tuple[Any, str]] = {
+    bool: (bool, "true or false"),
+    str: (str, "a text"),
+    tuple: (list, "a list"),
+}
 _MOST_CHARACTERS = 300  # of a text
 _hints = functools.cache(typing.get_type_hints)
 
@@ -183,9 +187,10 @@ def from_json(kind: Any, value: Any, name: str) -> Any:
         return "".join(c for c in value if c.isprintable())[:_MOST_CHARACTERS]
     if accepted is list:
         return tuple(from_json(parts[0], one, name) for one in value)
-    if dataclasses.is_dataclass(kind):
+    if not parts:  # a dataclass
         hints = _hints(kind).items()
         return kind(**{field: from_json(hint, value.get(field), field) for field, hint in hints})
+    # A mapping, from texts or from the indices of workers.
     keys = [from_json(str, key, name) for key in value]
     if parts[0] is int and (wrong := [k for k in keys if not k.isdecimal() or len(k) > 7]):
         raise ValueError(f"there is no worker {wrong[0]}")
