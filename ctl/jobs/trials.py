@@ -87,12 +87,11 @@ def tune_jit_compile(loop: Loop, steps: int | None = None, cache: Path | None = 
 
     On a CPU, XLA may double the speed of small steps and cut that of convolutions to a quarter.
     """
+    loop.step.jit_by_rule = None  # from here on, the trial decides
     return _tune(loop, "jit_compile", _with_and_without_xla, steps, cache)
 
 
 def _tune(loop: Loop, name: str, choices: Callable, steps: int | None, cache: Path | None) -> Any:
-    if name == "jit_compile":
-        loop.step.jit_by_rule = None
     with loop.translate_failures(f"the trial of {name}"):
         loop.begin(loop.global_step)
         values, why_one = choices(loop)
