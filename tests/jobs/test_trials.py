@@ -68,6 +68,12 @@ def weights(of: Loop) -> list[np.ndarray]:
     ]
 
 
+@pytest.fixture(autouse=True)
+def short_blocks(monkeypatch):
+    """Of two steps: how long a step takes is not what is tested."""
+    monkeypatch.setattr(trials, "_BLOCK_SECONDS", 0.0)
+
+
 @pytest.fixture
 def two(monkeypatch):
     """One pack and packs of 128 bytes are tried; collects the times of every trial."""
@@ -164,7 +170,6 @@ def test_more_rounds_are_made_while_it_is_undecided(mirrored, monkeypatch):
 
     monkeypatch.setattr(trials, "_slowest", measured)
     monkeypatch.setattr(trials, "candidates", lambda tensors: [0, 128])
-    monkeypatch.setattr(trials, "_BLOCK_SECONDS", 0)
     each = tunable(mirrored(2))
     assert trials.tune_packs(each, steps=1000) == 0 and len(made) == 2
     made.clear()
