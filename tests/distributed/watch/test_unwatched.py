@@ -6,7 +6,7 @@ import keras
 import pytest
 import tensorflow as tf
 from helpers import BATCH, CLASSES, FEATURES, accuracy, examples
-from unwatched import collectives_refused
+from worker_end import collectives_refused
 
 import ctl
 from ctl.base.actions import Log
