@@ -6,6 +6,7 @@ import contextlib
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -121,12 +122,16 @@ def test_several_devices_per_worker_equal_one(job, tmp_path, mirrored):
 
 
 def test_state_of_each_replica_is_resumed(job, tmp_path):
-    """2 workers of 2 devices, with parameter groups, noise and logged scalars besides."""
+    """2 workers of 2 devices, with parameter groups, noise and logged scalars besides. The job of
+    ``resumed`` finds what that of ``straight`` had saved in the middle of a window of its log."""
+    checkpoint = Path("checkpoints", "step-0000000012")
     saved = []
-    for directory, steps in ((tmp_path / "straight", [20]), (tmp_path / "paused", [8, 20])):
-        for until in steps:
-            run_job(job, directory, "devices=2", "state=1", f"until={until}")
+    for directory in (tmp_path / "straight", tmp_path / "resumed"):
+        if saved:
+            shutil.copytree(tmp_path / "straight" / checkpoint, directory / checkpoint)
+        run_job(job, directory, "devices=2", "state=1")
         saved.append(finished(directory, 2))
+    assert "resumed at 12" in said(tmp_path / "resumed", 0)
     for straight, resumed in zip(*saved, strict=True):
         assert largest_difference(weights(straight), weights(resumed)) == 0
         assert largest_difference([straight["left"]], [resumed["left"]]) == 0
