@@ -34,12 +34,11 @@ from ctl.base.autograph import graph_function
 from ctl.checkpoint.manager import CheckpointManager, Saved
 from ctl.control import jit, source_hash
 from ctl.control.agreement import agree, check_state
-from ctl.control.callbacks import run_actions, status_of, steps_until_due
 from ctl.control.divergence import Divergence
 from ctl.control.evaluator import Evaluator, OnProgress
 from ctl.control.flight import attach_progress_marks, watched_call
 from ctl.control.pace import Pace
-from ctl.control.scalars import Scalars
+from ctl.control.scalars import Scalars, run_actions, status_of, steps_until_due
 from ctl.control.signals import Signals, StopRequested
 from ctl.control.state import TrainState
 from ctl.data.dataset import Dataset, on_replica
@@ -279,7 +278,7 @@ class Loop:
                 if (key := self.step.trace_key)[1:] != self._agreed:  # an action changed a setting
                     self.begin(step)
                     key = self.step.trace_key
-                skipped = self.step.updater.skipped_so_far()
+                skipped_before = self.step.updater.skipped_so_far()
                 call = watched_call(
                     self.step, step, steps, self._flight, self._pace.will_trace(key)
                 )
@@ -295,7 +294,7 @@ class Loop:
                 self.step.trace_guards.snapshot(self.step)
                 self.feed = self.feed._replace(position=outcome.position)
                 step = self._feed_step = step + steps
-                skipped = self.step.updater.skipped_so_far() - skipped
+                skipped = self.step.updater.skipped_so_far() - skipped_before
                 self._divergence.check(step, steps, totals.loss, outcome.finite, skipped)
                 self._evaluated, self.scalars.rates = None, outcome.rates
                 self.scalars.add(totals, skipped)

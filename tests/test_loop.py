@@ -21,6 +21,7 @@ from pretended import Pretend
 
 import ctl.loop
 from ctl.base.actions import Every
+from ctl.control.pace import Pace
 from ctl.data import InMemory
 from ctl.errors import UsageError
 from ctl.loop import Loop
@@ -65,23 +66,27 @@ def test_the_pace_follows_the_steps(monkeypatch):
     assert steps.calls == [1, 1, 64, 64, 64, 4, 4]
 
 
-@pytest.mark.slow
+@pytest.fixture(scope="module")
+def idle():
+    """A loop for tests that pretend its steps."""
+    return make_loop()
+
+
 @pytest.mark.parametrize("steps_per_loop", [None, 1, 7])
 @pytest.mark.parametrize("start", [0, 13])
 @pytest.mark.parametrize("periods", [(1,), (10,), (4, 6), (7, 10, 15), (100, 3), (1000,)], ids=str)
-def test_actions_are_called_at_the_steps_due(monkeypatch, steps_per_loop, start, periods):
+def test_actions_are_called_at_the_steps_due(idle, monkeypatch, steps_per_loop, start, periods):
     until = 47
     fired = {period: [] for period in periods}
 
     def note(period):
         return lambda status: fired[period].append((status.step, status.final))
 
-    loop = make_loop(
-        actions=[Every(note(p), steps=p) for p in periods], steps_per_loop=steps_per_loop
-    )
-    steps = Pretend(loop, monkeypatch)
-    loop.step.global_step.assign(start)
-    loop.train(until)
+    idle.actions = [Every(note(p), steps=p) for p in periods]
+    idle._pace = Pace(steps_per_loop)
+    steps = Pretend(idle, monkeypatch)
+    idle.step.global_step.assign(start)
+    idle.train(until)
     for period in periods:
         due = [s for s in range(start + 1, until + 1) if s % period == 0 or s == until]
         assert fired[period] == [(s, s == until) for s in due]

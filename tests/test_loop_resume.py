@@ -16,7 +16,6 @@ from helpers import (
     examples,
     largest_difference,
     make_loop,
-    mlp,
     precision,
 )
 
@@ -168,16 +167,9 @@ def test_another_number_of_replicas_goes_on_with_the_same_batches(
     """Without Dropout and BatchNorm, which look at a replica's part of the batch only."""
 
     def small(replicas, directory, seed=0):
-        strategy = mirrored(replicas)
-        keras.utils.set_random_seed(seed)
-        with strategy.scope():
-            step = TrainStep(mlp(), keras.optimizers.Adam(0.01), clip_norm=0.5, ema_decay=0.9)
-        return Loop(
-            step,
-            InMemory(examples(EXAMPLES), global_batch_size=BATCH, seed=5),
-            strategy=strategy,
-            checkpoints=CheckpointManager(directory),
-        )
+        data = InMemory(examples(EXAMPLES), global_batch_size=BATCH, seed=5)
+        options = {"clip_norm": 0.5, "ema_decay": 0.9}
+        return make_loop(mirrored(replicas), data=data, directory=directory, seed=seed, **options)
 
     def values(loop):
         return {k: [v.numpy() for v in group] for k, group in loop.step.state().items()}

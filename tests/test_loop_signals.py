@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -157,7 +155,6 @@ def test_signals_need_the_main_thread():
     assert errors == ["signals can be handled in the main thread only"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("numbers", "steps", "code"),
     [
@@ -166,25 +163,17 @@ def test_signals_need_the_main_thread():
         ([signal.SIGINT, signal.SIGINT], 10**9, 130),
     ],
 )
-def test_a_process_that_is_told_to_stop(tmp_path, numbers, steps, code):
+def test_a_process_that_is_told_to_stop(zygote, tmp_path, numbers, steps, code):
     """From outside, in the middle of a call: it ends and the state is saved; a second Ctrl-C ends
     the process, however long the call would take."""
-    command = [sys.executable, __file__, str(tmp_path), str(steps)]
-    path = os.pathsep.join([str(SUPPORT), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": path}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    process = subprocess.Popen(command, text=True, env=environment, **pipes)
-    try:
-        assert process.stdout.readline() == "training\n"
-        for number in numbers:
-            process.send_signal(number)
-            time.sleep(0.03)
-        _, said = process.communicate(timeout=120)
-    finally:
-        process.kill()
-        process.wait()
-    assert process.returncode == code, said
-    last = said.splitlines()[-1]
+    path = Path(__file__).parent, SUPPORT
+    process = zygote.start(Path(__file__).stem, str(tmp_path), str(steps), path=path)
+    process.until("training\n", "stdout")
+    for number in numbers:
+        process.signal(number)
+        time.sleep(0.03)
+    assert process.wait() == code, process.stderr
+    last = process.stderr.splitlines()[-1]
     if code == 130:
         assert last == "interrupted"
         return
@@ -193,8 +182,9 @@ def test_a_process_that_is_told_to_stop(tmp_path, numbers, steps, code):
     assert step % steps == 1 and step > 1
 
 
-def main(directory: str, steps: str) -> None:
+def run() -> None:
     """What the process of the last test runs."""
+    directory, steps = sys.argv[1:]
 
     def announce(status):
         if status.step == 1:
@@ -207,7 +197,3 @@ def main(directory: str, steps: str) -> None:
     loop._pace.steps = lambda: int(steps)
     with exit_codes(), loop.checkpoints, loop.stop_on_signals():
         loop.train(10**9 + 1)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from helpers import make_loop
-from worker_jobs import BOUND
+from worker_jobs import finished, run_job
 
 from ctl.base.actions import STOP, Every
 from ctl.checkpoint import CheckpointManager
@@ -143,11 +143,9 @@ def test_workers_learn_from_the_next_call_that_one_of_them_has_asked(monkeypatch
 
 
 def test_one_worker_may_ask(tmp_path, job):
-    with job(tmp_path, "ends=3", "loop=2", "until=40") as processes:
-        for process in processes:
-            assert process.wait(BOUND) == 0
-    weights = [np.load(tmp_path / f"worker-{i}.npz") for i in range(2)]
-    np.testing.assert_array_equal(weights[0]["arr_0"], weights[1]["arr_0"])
+    run_job(job, tmp_path, "ends=3", "loop=2", "until=40")
+    first, second = finished(tmp_path, 2)
+    np.testing.assert_array_equal(first["arr_0"], second["arr_0"])
     with CheckpointManager(tmp_path / "checkpoints", read_only=True) as checkpoints:
         saved = checkpoints.latest()
     assert (saved.step, saved.stopped) == (5, True)  # asked at 4, in a wake between two calls

@@ -92,10 +92,8 @@ def check_state(step: TrainStep, *, this_worker: bool = False) -> None:
     Raises:
         UsageError: the forward pass has given a variable different values on the replicas.
     """
-    strategy, combined = (
-        step.strategy,
-        {id(v) for v in (*step.statistics.combined, *step.unsynchronized_variables())},
-    )
+    strategy = step.strategy
+    combined = {id(v) for v in (*step.statistics.combined, *step.unsynchronized_variables())}
     named = [(v.path, v.value) for v in replicas.other_state(step.tracked.layer)]
     named += [(v.name, v) for v in step.tracked.raw_variables]
     state = [(name, v) for name, v in named if id(v) not in combined]
@@ -108,7 +106,7 @@ def check_state(step: TrainStep, *, this_worker: bool = False) -> None:
         }
         for _, v in state
     ]
-    if not this_worker and workers.is_multi_worker(strategy):
+    if not this_worker:
         local_hashes = json.dumps([sorted(hashes) for hashes in values]).encode()
         for text in workers.all_gather(strategy, local_hashes, "comparing the state"):
             for hashes, theirs in zip(values, json.loads(text), strict=True):

@@ -111,7 +111,7 @@ def _code(step: TrainStep, dataset: Dataset) -> str | None:
         return f"metric {other[0].name} ({type(other[0]).__name__})"
     optimizer, _, schedule = step.updater.groups[0]
     schedule = schedule or optimizer._learning_rate  # the public name is the current number
-    if not _is_of_keras(schedule) and not _is_of_ctl(schedule):
+    if not _is_of_keras(schedule) and _module(schedule) != schedules.__name__:
         return f"the schedule is {_name(schedule)}"
     if not _is_of_keras(optimizer):
         return f"the optimizer is {type(optimizer).__name__}"
@@ -157,13 +157,11 @@ def _unwrapped(function: Callable) -> Callable:
 
 
 def _is_of_keras(value: Any) -> bool:
-    owner = value if inspect.isroutine(value) else type(value)
-    return owner.__module__.partition(".")[0] == "keras"
+    return _module(value).partition(".")[0] == "keras"
 
 
-def _is_of_ctl(schedule: Any) -> bool:
-    owner = schedule if inspect.isroutine(schedule) else type(schedule)
-    return owner.__module__ == schedules.__name__
+def _module(value: Any) -> str:
+    return (value if inspect.isroutine(value) else type(value)).__module__
 
 
 def _name(value: Any) -> str:

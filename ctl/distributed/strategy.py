@@ -291,15 +291,12 @@ def _tpu_strategy(address: str) -> tf.distribute.Strategy:
     if address.startswith("grpc://"):
         _require_grpc(address)
 
-    def connect() -> tf.distribute.Strategy:
-        resolver = tf.distribute.cluster_resolver.TPUClusterResolver.connect(address)
-        return tf.distribute.TPUStrategy(resolver)
-
     outcome: queue.Queue = queue.Queue()
 
     def attempt() -> None:
         try:
-            outcome.put(connect())
+            resolver = tf.distribute.cluster_resolver.TPUClusterResolver.connect(address)
+            outcome.put(tf.distribute.TPUStrategy(resolver))
         except Exception as error:
             outcome.put(error)
 

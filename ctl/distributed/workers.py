@@ -257,15 +257,11 @@ def raise_together(strategy: tf.distribute.Strategy, error: CtlError) -> NoRetur
 
 def earliest(strategy: tf.distribute.Strategy, step: int) -> int:
     """The minimum of ``step`` over all workers. All workers must call it."""
-    if not is_multi_worker(strategy):
-        return step
     return min(int(text) for text in all_gather(strategy, str(step).encode(), "a gather"))
 
 
 def any_of(strategy: tf.distribute.Strategy, asked: bool) -> bool:
     """Whether ``asked`` is true on any worker. All workers must call it."""
-    if not is_multi_worker(strategy):
-        return asked
     return b"1" in all_gather(strategy, b"1" if asked else b"0", "asking whether to end")
 
 
@@ -273,7 +269,7 @@ def all_gather(strategy: tf.distribute.Strategy, text: bytes, doing: str) -> lis
     """Gathers the ``text`` of every worker. All workers must call it.
 
     Args:
-        strategy: a `tf.distribute.MultiWorkerMirroredStrategy`.
+        strategy: any strategy.
         text: this worker's bytes, of any length.
         doing: what the caller does, for messages.
 
@@ -283,6 +279,8 @@ def all_gather(strategy: tf.distribute.Strategy, text: bytes, doing: str) -> lis
     Raises:
         PeerError: a worker was lost.
     """
+    if not is_multi_worker(strategy):
+        return [text]
 
     def all_of(values: tf.Tensor) -> tf.Tensor:
         local_values = strategy.experimental_distribute_values_from_function(lambda _: values)

@@ -2,7 +2,7 @@
 ``--jit_compile=auto``.
 
 A trial does not affect training: it reads batches of its own and restores every variable on every
-replica. What it has chosen is kept for later runs, by what was tried and where.
+replica.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _BLOCK_SECONDS = 0.1
 _MOST_STEPS = 100  # in a block
 _LEAST_GAIN = 0.03  # a smaller one is noise, and each pack adds an operation
 _MOST_SHARE = 0.03  # of the time of a training
-_MOST_KEPT = 256  # choices in a file; the oldest go first
+_MOST_CHOICES = 256  # in a file of earlier trials; the oldest go first
 # What a step raises that XLA cannot compile.
 _IMPOSSIBLE = (tf.errors.InvalidArgumentError, tf.errors.UnimplementedError, UsageError)
 
@@ -78,7 +78,7 @@ def tune_packs(loop: Loop, steps: int | None = None, cache: Path | None = None) 
             training, which keeps the first value. None sets no limit.
         cache: file of the choices of earlier trials, which are not made again.
     """
-    return _tune(loop, "bytes_per_pack", _best_size, steps, cache)
+    return _tune(loop, "bytes_per_pack", _sizes, steps, cache)
 
 
 def tune_jit_compile(loop: Loop, steps: int | None = None, cache: Path | None = None) -> bool:
@@ -87,46 +87,44 @@ def tune_jit_compile(loop: Loop, steps: int | None = None, cache: Path | None = 
 
     On a CPU, XLA may double the speed of small steps and cut that of convolutions to a quarter.
     """
-    return _tune(loop, "jit_compile", _best_jit_compile, steps, cache)
+    loop.step.jit_by_rule = None  # from here on, the trial decides
+    return _tune(loop, "jit_compile", _with_and_without_xla, steps, cache)
 
 
-def _tune(loop: Loop, name: str, best: Callable, steps: int | None, cache: Path | None) -> Any:
-    if name == "jit_compile":
-        loop.step.jit_by_rule = None
+def _tune(loop: Loop, name: str, choices: Callable, steps: int | None, cache: Path | None) -> Any:
     with loop.translate_failures(f"the trial of {name}"):
         loop.begin(loop.global_step)
-        setattr(loop.step, name, best(loop, steps, cache))
+        values, why_one = choices(loop)
+        if len(values) == 1:
+            logging.info("%s: %s, %s", name, "off" if values[0] is False else values[0], why_one)
+        chosen = _fastest(loop, name, values, steps, cache) if len(values) > 1 else values[0]
+        setattr(loop.step, name, chosen)
     loop.scalars.reset()
     return getattr(loop.step, name)
 
 
-def _best_size(loop: Loop, steps: int | None, cache: Path | None) -> int:
+def _sizes(loop: Loop) -> tuple[list[int], str]:
+    """The sizes to try, and why there is one."""
     if loop.strategy.num_replicas_in_sync == 1:
-        logging.info("bytes_per_pack: 0, there is one replica and nothing to reduce")
-        return 0
-    sizes = candidates(loop.step.reduced_specs())
-    if len(sizes) == 1:
-        logging.info("bytes_per_pack: 0, the gradients are too small to cut")
-        return 0
-    return _fastest(loop, "bytes_per_pack", sizes, steps, cache)
+        return [0], "there is one replica and nothing to reduce"
+    return candidates(loop.step.reduced_specs()), "the gradients are too small to cut"
 
 
-def _best_jit_compile(loop: Loop, steps: int | None, cache: Path | None) -> bool:
+def _with_and_without_xla(loop: Loop) -> tuple[list[bool], str]:
+    """The values of ``jit_compile`` to try, and why there is one."""
     if shares_variables(loop.strategy):
-        logging.info("jit_compile: off, replicas share their variables")
-        return False
+        return [False], "replicas share their variables"
     if synchronizes(loop.strategy, loop.step.tracked.layer):
-        logging.info("jit_compile: off, replicas exchange the statistics of BatchNormalization")
-        return False
+        return [False], "replicas exchange the statistics of BatchNormalization"
     first = bool(loop.step.jit_compile)
-    return _fastest(loop, "jit_compile", [first, not first], steps, cache)
+    return [first, not first], ""
 
 
 def _fastest(
     loop: Loop, name: str, values: Sequence[Any], steps: int | None, cache: Path | None
 ) -> Any:
     """The fastest of ``values`` for ``name``; the first if the gain or the data are too small."""
-    known = _Known(cache, loop, name, values) if cache else None
+    known = Known(cache, loop, name, values) if cache else None
     if known and (value := known.value()) is not None:
         logging.info("%s: %s, chosen by an earlier trial (%s)", name, value, cache)
         return value
@@ -248,8 +246,6 @@ def _time(
 
 def _slowest(strategy: tf.distribute.Strategy, seconds: Sequence[float]) -> list[float]:
     """The maximum over workers of each of ``seconds``; every worker must call it."""
-    if not workers.is_multi_worker(strategy):
-        return list(seconds)
     texts = workers.all_gather(strategy, json.dumps(seconds).encode(), "a gather")
     return [max(values) for values in zip(*map(json.loads, texts), strict=True)]
 
@@ -258,8 +254,9 @@ def _slowest(strategy: tf.distribute.Strategy, seconds: Sequence[float]) -> list
 def preserved(step: TrainStep) -> Iterator[None]:
     """Restores the state and the metrics of ``step`` on exit, on each replica to its own value."""
     variables = [v for group in step.state().values() for v in group]
-    # `state` has what the last save has copied of these.
-    variables += step.per_replica_variables.variables
+    variables += (
+        step.per_replica_variables.variables
+    )  # `state` has what the last save has copied of them
     variables += step.logged.variables  # a trial that finds the end of the data leaves its rows
     variables += [v.value for metric in step.all_metrics() for v in metric.variables]
     parts = [p for v in variables for p in step.strategy.experimental_local_results(v)]
@@ -271,7 +268,10 @@ def preserved(step: TrainStep) -> Iterator[None]:
             part.assign(value)
 
 
-class _Known:
+# Earlier trials ---------------------------------------------------------------------------------
+
+
+class Known:
     """The choice of an earlier trial of the same step, batch, devices and versions.
 
     Workers use it where all of them know the same one. A file that cannot be read or written only
@@ -291,16 +291,15 @@ class _Known:
     def value(self) -> Any:
         """The choice; None if there is none."""
         mine = self._read().get(self._key)
-        if workers.is_multi_worker(self._strategy):
-            texts = workers.all_gather(self._strategy, json.dumps(mine).encode(), "a gather")
-            mine = mine if len(set(texts)) == 1 else None
-        known = [value for value in self._values if value == mine and type(value) is type(mine)]
-        return known[0] if known else None
+        texts = workers.all_gather(self._strategy, json.dumps(mine).encode(), "a gather")
+        if len(set(texts)) > 1:
+            return None
+        return next((v for v in self._values if v == mine and type(v) is type(mine)), None)
 
     def note(self, value: Any) -> None:
         """Writes a choice, beside those that other processes may have written meanwhile."""
         choices = {**self._read(), self._key: value}
-        kept = dict(list(choices.items())[-_MOST_KEPT:])
+        kept = dict(list(choices.items())[-_MOST_CHOICES:])
         try:
             durable.write_json(self._path, kept, via=self._path.parent)
         except OSError as error:

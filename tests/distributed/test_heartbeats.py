@@ -3,7 +3,6 @@ TensorFlow, because a coordinator ends its process."""
 
 from __future__ import annotations
 
-import dataclasses
 import signal
 import socket
 import subprocess
@@ -13,7 +12,6 @@ import time
 
 import pytest
 
-from ctl.distributed.cluster import Tasks
 from ctl.launch import cluster
 
 pytestmark = pytest.mark.slow  # starts processes
@@ -248,10 +246,3 @@ def test_a_port_in_use(job):
         code, said = ended(job.start("chief"))
     assert code == 5
     assert said.startswith(f"the coordinator cannot listen on {job.addresses[0]}: ")
-
-
-def test_tasks_have_names():
-    tasks = Tasks("c:1", ("w:1", "w:2"), ("p:1",), "worker", 1)
-    assert tasks.name == "worker 1" and not tasks.is_coordinator
-    assert tasks.servers == {"ps 0": "p:1", "worker 0": "w:1", "worker 1": "w:2"}
-    assert dataclasses.replace(tasks, kind="chief", index=0).name == "the coordinator"

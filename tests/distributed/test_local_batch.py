@@ -1,4 +1,5 @@
-"""A replica's share of a batch: micro-batches, losses and weights that would be scaled wrongly."""
+"""A replica's share of a batch: micro-batches, losses and weights that would be scaled wrongly, and
+shares without examples."""
 
 from __future__ import annotations
 
@@ -8,10 +9,13 @@ import pytest
 import tensorflow as tf
 from helpers import (
     BATCH,
+    CLASSES,
     FEATURES,
     PARTIAL,
     STEPS,
+    accuracy,
     adam,
+    assert_replicas_agree,
     both,
     convolutions,
     examples,
@@ -19,10 +23,12 @@ from helpers import (
     largest_difference,
     make_loop,
     mlp,
+    precision,
     train,
 )
 
 from ctl.control.evaluator import Evaluator
+from ctl.data import GlobalBatches, InMemory
 from ctl.distributed import local_batch
 from ctl.errors import UsageError
 from ctl.loop import Loop
@@ -30,32 +36,36 @@ from ctl.phases.base_step import EvalStep
 from ctl.step import TrainStep
 
 
+def batches(arrays, size: int = BATCH, full: bool = False) -> tf.data.Dataset:
+    return tf.data.Dataset.from_tensor_slices(arrays).batch(size, drop_remainder=full)
+
+
 class TestMicroBatches:
     @pytest.mark.slow
     @pytest.mark.parametrize("static", [True, False], ids=["static", "dynamic"])
     @pytest.mark.parametrize("parts", [2, 3, 8])
     def test_all_examples_in_order_of_sizes_that_differ_by_one(self, parts, static):
+        def cut(examples):
+            groups = local_batch.micro_batches({"x": examples}, parts)
+            sizes = tf.TensorArray(tf.int32, parts, element_shape=[])
+            joined, done = tf.zeros([0, 2], tf.int32), 0
+            for number, micro_batch in groups:
+                for part in tf.range(number):
+                    tf.autograph.experimental.set_loop_options(
+                        shape_invariants=[(joined, tf.TensorShape([None, 2]))]
+                    )
+                    piece = micro_batch(part)["x"]
+                    joined = tf.concat([joined, piece], 0)
+                    sizes = sizes.write(done, tf.shape(piece)[0])
+                    done += 1
+            return joined, sizes.stack()[:done]
+
+        traced = tf.function(
+            cut, input_signature=None if static else [tf.TensorSpec([None, 2], tf.int32)]
+        )
         for count in range(1 if static else 0, 20):
-            spec = tf.TensorSpec([count if static else None, 2], tf.int32)
-
-            @tf.function(input_signature=[spec])
-            def cut(examples):
-                groups = local_batch.micro_batches({"x": examples}, parts)
-                sizes = tf.TensorArray(tf.int32, parts, element_shape=[])
-                joined, done = tf.zeros([0, 2], tf.int32), 0
-                for number, micro_batch in groups:
-                    for part in tf.range(number):
-                        tf.autograph.experimental.set_loop_options(
-                            shape_invariants=[(joined, tf.TensorShape([None, 2]))]
-                        )
-                        piece = micro_batch(part)["x"]
-                        joined = tf.concat([joined, piece], 0)
-                        sizes = sizes.write(done, tf.shape(piece)[0])
-                        done += 1
-                return joined, sizes.stack()[:done]
-
             values = np.arange(2 * count, dtype=np.int32).reshape(count, 2)
-            joined, sizes = cut(tf.constant(values, shape=[count, 2]))
+            joined, sizes = traced(tf.constant(values, shape=[count, 2]))
             np.testing.assert_array_equal(joined, values)
             assert len(sizes) == max(1, min(parts, count))
             assert max(sizes) - min(sizes) <= 1
@@ -87,26 +97,18 @@ class TestMicroBatches:
 
         class Step(TrainStep):
             def loss(self, batch):
-                losses = keras.losses.sparse_categorical_crossentropy(
-                    batch["labels"], self.model(batch["views"]), from_logits=True
-                )
-                return losses
+                return keras_loss(batch["labels"], self.model(batch["views"]))
 
             def count(self, batch):
                 return super().count((batch["views"], None))
 
+        def with_views(batch):
+            views = tf.repeat(batch["features"], 2, axis=0)
+            length = 2 * BATCH if full else None
+            return {**batch, "views": tf.ensure_shape(views, [length, FEATURES])}
+
         features, labels = examples(4 * BATCH)
-        data = tf.data.Dataset.from_tensor_slices({"features": features, "labels": labels})
-        views = data.batch(BATCH, drop_remainder=full).map(
-            lambda batch: {**batch, "views": tf.repeat(batch["features"], 2, axis=0)}
-        )
-        if full:
-            views = views.map(
-                lambda batch: {
-                    **batch,
-                    "views": tf.ensure_shape(batch["views"], [2 * BATCH, FEATURES]),
-                }
-            )
+        views = batches({"features": features, "labels": labels}, full=full).map(with_views)
         step = Step(mlp(), adam()(), accumulate_steps=2, jit_compile=jit_compile)
         with pytest.raises(UsageError, match="accumulate_steps cannot cut tensors of different"):
             Loop(step, views, strategy=tf.distribute.get_strategy()).train(1)
@@ -132,16 +134,6 @@ class TestMicroBatches:
             local_batch.micro_batches(tf.sparse.from_dense(np.eye(4)), 2)
 
 
-class Returns(TrainStep):
-    """A loss of the shape that ``change`` makes of [n]."""
-
-    change = staticmethod(lambda losses: losses)
-
-    def loss(self, batch):
-        losses, outputs = super().loss(batch)
-        return self.change(losses), outputs
-
-
 class TestShapes:
     @pytest.mark.slow
     def test_weights_with_an_axis_more(self, mirrored):
@@ -150,32 +142,24 @@ class TestShapes:
         features, labels = examples()
         results = []
         for shape in ([-1], [-1, 1]):
-            keras.utils.set_random_seed(0)
-            with mirrored(2).scope():
-                metric = keras.metrics.SparseCategoricalAccuracy("accuracy")
-            loop = train(
-                mirrored(2),
-                mlp,
-                adam(),
-                (features, labels, weights.reshape(shape)),
-                step_class=lambda *args, metric=metric: TrainStep(*args, metrics=[metric]),
-            )
+            data = batches((features, labels, weights.reshape(shape)), full=True)
+            loop = make_loop(mirrored(2), data=data, seed=0)
+            loop.train(STEPS)
             results.append([*loop.step.model.get_weights(), loop.step.results()["accuracy"]])
         assert largest_difference(*results) == 0
 
-    def test_weights_of_unknown_rank(self, mirrored):
+    def test_weights_of_unknown_rank(self):
         features, labels = examples()
         weights = np.random.default_rng(2).integers(0, 3, STEPS * BATCH).astype(np.float32)
         results = []
         for known in (True, False):
-            keras.utils.set_random_seed(0)
-            data = tf.data.Dataset.from_tensor_slices((features, labels, weights))
-            data = data.batch(BATCH, drop_remainder=True)
+            data = batches((features, labels, weights), full=True)
             if not known:
                 data = data.map(
                     lambda x, y, w: (x, y, tf.numpy_function(lambda w: w[:, None], [w], tf.float32))
                 )
-            step = TrainStep(mlp(), adam()())
+            keras.utils.set_random_seed(0)
+            step = TrainStep(mlp(), adam()())  # metrics of Keras take no weights of unknown rank
             Loop(step, data, strategy=tf.distribute.get_strategy()).train(STEPS)
             results.append(step.model.get_weights())
         assert largest_difference(*results) == 0
@@ -183,10 +167,8 @@ class TestShapes:
     @pytest.mark.parametrize("shape", [[BATCH, 2], [BATCH, 1, 1], [BATCH, BATCH]], ids=str)
     def test_weights_of_no_example_are_refused(self, mirrored, shape):
         data = tf.data.Dataset.from_tensors((*(a[:BATCH] for a in examples()), np.ones(shape)))
-        with mirrored(1).scope():
-            step = TrainStep(mlp(), adam()())
         with pytest.raises(UsageError, match=r"weights of a batch have shape .*\[n\] or \[n, 1\]"):
-            Loop(step, data, strategy=mirrored(1)).train(1)
+            make_loop(mirrored(1), data=data).train(1)
 
     @pytest.mark.slow
     @pytest.mark.parametrize("replicas", [1, 2])
@@ -207,20 +189,19 @@ class TestShapes:
     def test_losses_that_are_not_those_of_examples_are_refused(
         self, mirrored, replicas, full, jit_compile, change
     ):
-        class Step(Returns):
-            pass
+        class Step(TrainStep):
+            def loss(self, batch):
+                losses, outputs = super().loss(batch)
+                return change(losses), outputs
 
-        Step.change = staticmethod(change)
+        loop = make_loop(
+            mirrored(replicas),
+            step_class=Step,
+            data=batches(examples(), full=full),
+            jit_compile=jit_compile,
+        )
         with pytest.raises(UsageError, match="one loss for each example") as error:
-            train(
-                mirrored(replicas),
-                mlp,
-                adam(),
-                examples(),
-                full=full,
-                step_class=Step,
-                jit_compile=jit_compile,
-            )
+            loop.train(STEPS)
         assert "\n" not in str(error.value)
 
     @pytest.mark.parametrize("change", [tf.reduce_mean, lambda losses: losses[:1]])
@@ -229,11 +210,10 @@ class TestShapes:
             def loss(self, batch):
                 return change(super().loss(batch)[0])
 
-        data = tf.data.Dataset.from_tensor_slices(examples()).batch(BATCH)
         with mirrored(2).scope():
             step = Step(mlp())
         with pytest.raises(UsageError, match="one loss for each example"):
-            Evaluator(step, data, strategy=mirrored(2)).run()
+            Evaluator(step, batches(examples()), strategy=mirrored(2)).run()
 
     @pytest.mark.slow
     def test_as_many_losses_as_are_counted(self, mirrored):
@@ -330,3 +310,295 @@ class TestPowerOfTwo:
             trained.append(loop.step.model.get_weights())
         for weights in trained[1:]:
             assert largest_difference(weights, trained[0]) <= 1e-6
+
+
+# Empty shares
+
+
+def normalized_convolutions() -> keras.Model:
+    """With no examples, it fails in evaluation, too."""
+    return keras.Sequential(
+        [
+            keras.layers.Input([FEATURES]),
+            keras.layers.Reshape([2, 2, 3]),
+            keras.layers.Conv2D(16, 3, padding="same", use_bias=False),
+            keras.layers.BatchNormalization(),
+            keras.layers.Flatten(),
+            keras.layers.Dense(CLASSES),
+        ]
+    )
+
+
+def unit_length() -> keras.Model:
+    """Of an example of zeros it makes NaN, and so do its gradients."""
+    return keras.Sequential(
+        [
+            keras.layers.Input([FEATURES]),
+            keras.layers.Dense(8, use_bias=False),
+            keras.layers.Lambda(lambda x: x / tf.norm(x, axis=-1, keepdims=True)),
+            keras.layers.Dense(CLASSES),
+        ]
+    )
+
+
+def normalized(**options) -> keras.Model:
+    return keras.Sequential(
+        [
+            keras.layers.Input([FEATURES]),
+            keras.layers.BatchNormalization(momentum=0.8, **options),
+            keras.layers.Dropout(0.3, seed=3),
+            keras.layers.Dense(CLASSES),
+        ]
+    )
+
+
+def still() -> keras.Optimizer:
+    """Leaves the weights as they are."""
+    return keras.optimizers.SGD(0.0)
+
+
+class TestNoExamples:
+    @pytest.mark.slow
+    @pytest.mark.parametrize(
+        "options",
+        [{}, {"accumulate_steps": 3}, {"jit_compile": True}, {"bytes_per_pack": 200}],
+        ids=lambda options: next(iter(options), "plain"),
+    )
+    @pytest.mark.parametrize("model", [convolutions, unit_length])
+    def test_training_equals_one_device(self, mirrored, model, options):
+        ours, theirs, *_ = both(
+            mirrored(4),
+            lambda: keras.optimizers.SGD(0.1),
+            examples(PARTIAL),
+            make_model=model,
+            full=False,
+            **options,
+        )
+        assert largest_difference(ours.get_weights(), theirs.get_weights()) <= 1e-6
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("weighted", [False, True], ids=["", "weighted"])
+    @pytest.mark.parametrize("parts", [1, 3])
+    def test_statistics_are_weighted_by_examples(self, mirrored, parts, weighted):
+        """Not by the weights of examples, which BatchNorm does not know."""
+        features, labels = examples(5)
+        arrays = np.tile(features, [3, 1]), np.tile(labels, 3)
+        if weighted:  # each batch otherwise
+            arrays += (np.concatenate([[1.0, -0.9, 1.0, -0.9, 0.0], np.zeros(5), np.ones(5)]),)
+        data = batches(arrays, 5)  # TensorFlow splits them as 2, 2, 1 and 0
+        loop = make_loop(
+            mirrored(4), model=normalized, optimizer=still, data=data, accumulate_steps=parts
+        )
+        loop.train(3)
+        mean, variance = np.zeros(FEATURES), np.ones(FEATURES)
+        for _ in range(3):
+            means, variances = [], []
+            if parts == 1:  # those of the whole batch
+                mean = 0.8 * mean + 0.2 * features.astype(np.float64).mean(axis=0)
+                variance = 0.8 * variance + 0.2 * features.astype(np.float64).var(axis=0)
+                continue
+            for rows in np.split(features.astype(np.float64), [2, 4]):
+                m, v = mean, variance
+                for micro_batch in np.split(rows, min(parts, len(rows))):
+                    m = 0.8 * m + 0.2 * micro_batch.mean(axis=0)
+                    v = 0.8 * v + 0.2 * micro_batch.var(axis=0)
+                means.append(m)
+                variances.append(v)
+            mean = np.average(means, axis=0, weights=[2, 2, 1])
+            variance = np.average(variances, axis=0, weights=[2, 2, 1])
+        norm = loop.step.model.layers[0]
+        np.testing.assert_allclose(norm.moving_mean.numpy(), mean, atol=1e-6)
+        np.testing.assert_allclose(norm.moving_variance.numpy(), variance, atol=1e-6)
+        assert_replicas_agree(loop.strategy, norm.variables)
+
+    @pytest.mark.slow
+    def test_statistics_in_float16_do_not_overflow(self, mirrored):
+        features, labels = examples(514)
+        data = batches((20 * features, labels), 514)
+        with precision("float16"):
+            loop = make_loop(mirrored(2), model=normalized, optimizer=still, data=data)
+        loop.train(9)
+        variance = loop.step.model.layers[0].moving_variance
+        assert variance.dtype == "float16"
+        assert variance.numpy().min() > 200 and variance.numpy().max() < 600
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("parts", [1, 3])
+    def test_resumed_bit_for_bit(self, mirrored, tmp_path, parts):
+        """Masks of Dropout, too: replicas that have drawn fewer of them stay in step."""
+        strategy = mirrored(4)
+
+        def fresh(directory) -> Loop:
+            return make_loop(
+                strategy,
+                model=normalized,
+                data=batches(examples(BATCH + 5)),
+                accumulate_steps=parts,
+                directory=directory,
+                seed=1,
+            )
+
+        def bits(loop: Loop) -> list[np.ndarray]:
+            variables = [v for group in loop.step.state().values() for v in group]
+            copies = [strategy.experimental_local_results(v) for v in variables]
+            return [copy.numpy() for group in copies for copy in group]
+
+        straight = fresh(tmp_path)
+        straight.train(4)  # the last of them was of 5 examples
+        straight.save(wait=True)
+        straight.train(7)
+        straight.checkpoints.close()
+        resumed = fresh(tmp_path)
+        assert resumed.restore().step == 4
+        resumed.train(7)
+        resumed.checkpoints.close()
+        for ours, theirs in zip(bits(resumed), bits(straight), strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("kind", ["resident", "tf.data"])
+    def test_evaluation(self, mirrored, kind):
+        """65 examples in batches of 16: the last has one."""
+        features, labels = examples(65)
+        strategy = mirrored(4)
+        with strategy.scope():
+            model = normalized_convolutions()
+            step = EvalStep(model, metrics=[accuracy()])
+        data = batches((features, labels))
+        if kind == "resident":
+            data = InMemory((features, labels), global_batch_size=BATCH, training=False)
+        logits = model(features).numpy()
+        want = {
+            "loss": keras_loss(labels, logits).numpy().mean(),
+            "accuracy": (logits.argmax(axis=1) == labels).mean(),
+        }
+        assert Evaluator(step, data, strategy=strategy).run() == pytest.approx(want, rel=1e-6)
+
+    @pytest.mark.slow
+    def test_metrics_see_no_example_that_stands_for_none(self, mirrored):
+        loop = make_loop(mirrored(4), model=convolutions, data=batches(examples(5), 5))
+        loop.train(3)
+        (metric,) = loop.step.metrics
+        assert float(tf.convert_to_tensor(metric.variables[1].value)) == 3 * 5
+
+    @pytest.mark.slow
+    def test_outputs_of_all_examples_are_zeros_too(self, mirrored):
+        """A metric of one's own, of a sum and a number: 3 steps with 5 examples."""
+
+        class Step(TrainStep):
+            def loss(self, batch):
+                losses, logits = super().loss(batch)
+                return losses, {"seen": tf.reduce_sum(tf.ones_like(losses)), "one": 1.0}
+
+            def update_metrics(self, batch, outputs):
+                (metric,) = self.metrics
+                metric.update_state(outputs["one"], sample_weight=outputs["seen"])
+
+        with mirrored(4).scope():
+            step = Step(mlp(), adam()(), metrics=[keras.metrics.Mean("mean")])
+        Loop(step, batches(examples(5), 5), strategy=mirrored(4)).train(3)
+        assert float(tf.convert_to_tensor(step.metrics[0].variables[1].value)) == 3 * 5
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("training", [True, False])
+    def test_inner_axes_stay_known(self, mirrored, training):
+        """Sequences of any length, of 8 features: layers ask for the 8."""
+        seen = []
+
+        class Step(TrainStep if training else EvalStep):
+            def loss(self, batch):
+                seen.append(batch[0].shape.as_list())
+                return super().loss(batch)
+
+        random = np.random.default_rng(0)
+        sequences = tf.data.Dataset.from_generator(
+            lambda: ((random.normal(size=[n, 8]), n % CLASSES) for n in (2, 5, 3, 4)),
+            output_signature=(tf.TensorSpec([None, 8]), tf.TensorSpec([], tf.int32)),
+        ).padded_batch(4)
+        with mirrored(2).scope():
+            layers = [keras.layers.GroupNormalization(2), keras.layers.GRU(3)]
+            network = keras.Sequential(
+                [keras.Input([None, 8]), *layers, keras.layers.Dense(CLASSES)]
+            )
+            step = Step(network, adam()()) if training else Step(network)
+        if training:
+            Loop(step, sequences, strategy=mirrored(2)).train(1)
+        else:
+            Evaluator(step, sequences, strategy=mirrored(2)).run()
+        assert set(map(tuple, seen)) == {(None, None, 8)}
+
+    @pytest.mark.slow
+    def test_full_batches_of_sparse_tensors(self, mirrored):
+        """Which TensorFlow can split over replicas where each gets some."""
+
+        class Step(TrainStep):
+            def loss(self, batch):
+                return super().loss((tf.sparse.to_dense(batch[0]), batch[1]))
+
+            def count(self, batch):
+                return super().count((batch[1], batch[1]))
+
+        features, labels = examples(STEPS * BATCH)
+        results = []
+        for replicas in (1, 2):
+            data = batches((tf.sparse.from_dense(features), labels))
+            loop = make_loop(mirrored(replicas), step_class=Step, data=data, seed=0)
+            loop.train(STEPS)
+            results.append(loop.step.model.get_weights())
+        assert largest_difference(*results) <= 1e-6
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("kind", ["ragged", "strings"])
+    def test_features_of_any_kind(self, mirrored, kind):
+        """One step on 5 examples of different lengths: 4 replicas equal one."""
+        lengths = [1, 4, 2, 3, 2]
+        words = tf.ragged.constant([[str(i) for i in range(n)] for n in lengths])
+
+        class Step(TrainStep):
+            def loss(self, batch):
+                texts, labels = batch
+                if kind == "strings":
+                    texts = tf.strings.split(texts)
+                numbers = tf.strings.to_number(texts)
+                numbers = tf.reduce_sum(numbers, axis=1, keepdims=True)
+                return tf.reduce_sum((self.model(numbers) - tf.cast(labels, tf.float32)) ** 2, 1)
+
+            def count(self, batch):
+                return tf.cast(tf.shape(batch[1])[0], tf.float32)
+
+        features = words if kind == "ragged" else tf.strings.reduce_join(words, 1, separator=" ")
+        weights = []
+        for replicas in (1, 4):
+            strategy = mirrored(replicas)
+            with strategy.scope():
+                model = keras.Sequential([keras.Input([1]), keras.layers.Dense(1)])
+                model.set_weights([np.ones([1, 1]), np.zeros([1])])
+                step = Step(model, keras.optimizers.SGD(0.01))
+            data = batches((features, tf.range(5)[:, None]), 5)
+            Loop(step, data, strategy=strategy).train(2)
+            weights.append(model.get_weights())
+        assert largest_difference(*weights) <= 1e-6
+        assert abs(weights[0][0] - 1) > 1e-3
+
+    @pytest.mark.slow
+    def test_synchronized_batch_norm_is_refused(self, mirrored):
+        synchronized = lambda: normalized(synchronized=True)  # noqa: E731
+        loop = make_loop(mirrored(4), model=synchronized, data=batches(examples(BATCH + 5)))
+        with pytest.raises(UsageError, match="a replica has no examples .*drop_remainder"):
+            loop.train(STEPS)
+
+    def test_elements_of_ragged_tensors_and_of_scalars(self):
+        words = tf.ragged.constant([[1, 2], [3], [4, 5, 6]])
+        assert len(list(GlobalBatches(tf.data.Dataset.from_tensors(words)).batches().take(2))) == 2
+        assert len(list(GlobalBatches(batches(words, 2), training=False).batches())) == 2
+        numbers = tf.data.Dataset.range(3)
+        assert len(list(GlobalBatches(numbers, training=False).batches())) == 3
+
+    def test_elements_without_examples_are_left_out(self):
+        sizes = [3, 0, 2, 0]
+        data = tf.data.Dataset.from_generator(
+            lambda: (np.zeros([n, 2], np.float32) for n in sizes),
+            output_signature=tf.TensorSpec([None, 2]),
+        )
+        found = GlobalBatches(data).batches(start_step=1).take(3)
+        assert [len(batch) for batch in found] == [2, 3, 2]

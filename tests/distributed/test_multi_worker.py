@@ -6,8 +6,8 @@ import contextlib
 import os
 import random
 import re
+import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,7 +18,7 @@ import keras
 import numpy as np
 import pytest
 from helpers import BATCH, CLASSES, FEATURES, batches_of_files, examples, largest_difference
-from worker_jobs import WORKER, codes, finished, last_line, said, weights
+from worker_jobs import WORKER, codes, finished, last_line, run_job, said, weights
 
 from ctl import launch
 from ctl.data import InMemory, Streaming
@@ -56,17 +56,27 @@ def one_device(mirrored, synchronized: bool = False, data=None):
     return model.get_weights(), loop.evaluate()
 
 
+def assert_equal(out: Path, workers: int, reference) -> None:
+    """The workers have the weights and the results of ``reference``, see `one_device`."""
+    trained, results = reference
+    for saved in finished(out, workers):
+        assert largest_difference(weights(saved), trained) <= 1e-6
+        np.testing.assert_allclose(saved["results"], [results["loss"], results["accuracy"]], 1e-6)
+
+
+@pytest.fixture(scope="module")
+def reference(mirrored):
+    return one_device(mirrored)
+
+
 @pytest.mark.parametrize("workers", [pytest.param(2, marks=pytest.mark.sample), 3, 4])
-def test_equals_one_device(job, tmp_path, mirrored, workers):
+def test_equals_one_device(job, tmp_path, reference, workers):
     """AdamW and clipping; 101 test examples in batches of 16; initial weights come from the chief,
     although every worker has a seed of its own."""
     options = ["seeds=1", *(["tune=1"] if workers == 3 else [])]
-    with job(tmp_path, *options, workers=workers) as processes:
-        assert codes(processes) == [0] * workers, said(tmp_path, 0)[-2000:]
-    reference, results = one_device(mirrored)
+    run_job(job, tmp_path, *options, workers=workers)
+    assert_equal(tmp_path, workers, reference)
     for saved in finished(tmp_path, workers):
-        assert largest_difference(weights(saved), reference) <= 1e-6
-        np.testing.assert_allclose(saved["results"], [results["loss"], results["accuracy"]], 1e-6)
         # TensorFlow's own time limit would be a thread for every step, which outlives it; some are
         # left of how the strategy began.
         assert (saved["threads"] == "collective_ops").sum() < 10 < len(saved["threads"])
@@ -75,18 +85,14 @@ def test_equals_one_device(job, tmp_path, mirrored, workers):
 def test_files_of_ones_own_equal_one_device(job, tmp_path, mirrored):
     """With one file for each worker, the global batches would be others."""
     data = batches_of_files(tmp_path, BATCH * 3)
-    reference, _ = one_device(mirrored, data=data)
-    with job(tmp_path, "files=1") as processes:
-        assert codes(processes) == [0, 0], said(tmp_path, 0)[-2000:]
-    for saved in finished(tmp_path, 2):
-        assert largest_difference(weights(saved), reference) <= 1e-6
+    run_job(job, tmp_path, "files=1")
+    assert_equal(tmp_path, 2, one_device(mirrored, data=data))
 
 
 def test_streams_are_read_in_parts_and_resumed_by_another(job, tmp_path, mirrored):
     """In mid-epoch, by 2 workers instead of 1: each reads its own examples, and no others."""
     for workers, start, until in ((1, 0, 8), (2, 8, 20)):
-        with job(tmp_path, "stream=1", f"until={until}", workers=workers) as processes:
-            assert codes(processes) == [0] * workers, said(tmp_path, 0)[-2000:]
+        run_job(job, tmp_path, "stream=1", f"until={until}", workers=workers)
         for worker, saved in enumerate(finished(tmp_path, workers)):
             rows = Shuffle(320, 0)(np.arange(start * BATCH * 3, (until + 60) * BATCH * 3))
             rows = rows.reshape(-1, workers, BATCH * 3 // workers)[:, worker]
@@ -95,16 +101,12 @@ def test_streams_are_read_in_parts_and_resumed_by_another(job, tmp_path, mirrore
             )
             assert needed <= Counter(saved["rows"].tolist()) <= ahead
     data = Streaming(examples(), global_batch_size=BATCH * 3)
-    reference, results = one_device(mirrored, data=data)
-    for saved in finished(tmp_path, 2):
-        assert largest_difference(weights(saved), reference) <= 1e-6
-        np.testing.assert_allclose(saved["results"], [results["loss"], results["accuracy"]], 1e-6)
+    assert_equal(tmp_path, 2, one_device(mirrored, data=data))
 
 
 def test_workers_that_shuffle_differently_are_refused(job, tmp_path):
     batches_of_files(tmp_path, 1)
-    with job(tmp_path, "shuffle=1", "seeds=1") as processes:
-        assert codes(processes) == [2, 2]
+    run_job(job, tmp_path, "shuffle=1", "seeds=1", code=2)
     for worker in range(2):
         said_last = last_line(tmp_path, worker)
         assert "the workers do not agree: data: first batch is " in said_last
@@ -113,25 +115,23 @@ def test_workers_that_shuffle_differently_are_refused(job, tmp_path):
 def test_several_devices_per_worker_equal_one(job, tmp_path, mirrored):
     """2 workers of 2 devices. BatchNorm over all replicas, so its moving averages are compared too;
     101 test examples in batches of 16, which 4 replicas cannot share alike."""
-    with job(tmp_path, "seeds=1", "devices=2", "synchronized=1") as processes:
-        assert codes(processes) == [0, 0], said(tmp_path, 0)[-2000:]
-    reference, results = one_device(mirrored, synchronized=True)
-    both = finished(tmp_path, 2)
-    for saved in both:
-        assert largest_difference(weights(saved), reference) <= 1e-6
-        np.testing.assert_allclose(saved["results"], [results["loss"], results["accuracy"]], 1e-6)
-    masks = np.concatenate([saved["masks"] for saved in both])
+    run_job(job, tmp_path, "seeds=1", "devices=2", "synchronized=1", "masks=1")
+    assert_equal(tmp_path, 2, one_device(mirrored, synchronized=True))
+    masks = np.concatenate([saved["masks"] for saved in finished(tmp_path, 2)])
     assert len(np.unique(masks, axis=0)) == len(masks) == 4
 
 
 def test_state_of_each_replica_is_resumed(job, tmp_path):
-    """2 workers of 2 devices, with parameter groups, noise and logged scalars besides."""
+    """2 workers of 2 devices, with parameter groups, noise and logged scalars besides. The job of
+    ``resumed`` finds what that of ``straight`` had saved in the middle of a window of its log."""
+    checkpoint = Path("checkpoints", "step-0000000012")
     saved = []
-    for directory, steps in ((tmp_path / "straight", [20]), (tmp_path / "paused", [8, 20])):
-        for until in steps:
-            with job(directory, "devices=2", "state=1", f"until={until}") as processes:
-                assert codes(processes) == [0, 0], said(directory, 0)[-2000:]
+    for directory in (tmp_path / "straight", tmp_path / "resumed"):
+        if saved:
+            shutil.copytree(tmp_path / "straight" / checkpoint, directory / checkpoint)
+        run_job(job, directory, "devices=2", "state=1")
         saved.append(finished(directory, 2))
+    assert "resumed at 12" in said(tmp_path / "resumed", 0)
     for straight, resumed in zip(*saved, strict=True):
         assert largest_difference(weights(straight), weights(resumed)) == 0
         assert largest_difference([straight["left"]], [resumed["left"]]) == 0
@@ -152,21 +152,17 @@ def first_features(start: int, stop: int) -> float:
     return float(data.arrays[0][rows[start * BATCH * 3 : stop * BATCH * 3], 0].mean())
 
 
-def test_a_strategy_of_ones_own(job, tmp_path, mirrored):
+def test_a_strategy_of_ones_own(job, tmp_path, reference):
     """And all of it made inside of its scope, the loop too."""
-    with job(tmp_path, "own=1") as processes:
-        assert codes(processes) == [0, 0], said(tmp_path, 0)[-2000:]
-    reference, _ = one_device(mirrored)
-    for saved in finished(tmp_path, 2):
-        assert largest_difference(weights(saved), reference) <= 1e-6
+    run_job(job, tmp_path, "own=1")
+    assert_equal(tmp_path, 2, reference)
 
 
 @pytest.fixture(scope="module")
 def straight(job, tmp_path_factory):
     """An uninterrupted job of 2 workers with BatchNorm and Dropout."""
     out = tmp_path_factory.mktemp("straight")
-    with job(out, "norm=1", "fit=1") as processes:
-        assert codes(processes) == [0, 0], said(out, 0)[-2000:]
+    run_job(job, out, "norm=1", "fit=1", "masks=1")
     return finished(out, 2)
 
 
@@ -184,26 +180,20 @@ def test_fit_fails_where_this_loop_trains(straight):
 
 @pytest.mark.sample
 def test_preempted_at_the_same_step_and_resumed_bit_for_bit(job, tmp_path, straight):
-    with job(tmp_path, "norm=1", "fault=term", "step=7") as processes:
-        assert codes(processes) == [42, 42], said(tmp_path, 0)[-2000:]
+    run_job(job, tmp_path, "norm=1", "fault=term", "step=7", code=42)
     step = int(re.search(r"SIGTERM: saved step (\d+)", last_line(tmp_path, 1))[1])
     assert f"another worker's signal: saved step {step} " in last_line(tmp_path, 0)
-    with job(tmp_path, "norm=1") as processes:
-        assert codes(processes) == [0, 0], said(tmp_path, 0)[-2000:]
+    run_job(job, tmp_path, "norm=1")
     assert all(f"resumed at {step}" in said(tmp_path, i) for i in range(2))
     for saved, whole in zip(finished(tmp_path, 2), straight, strict=True):
         assert largest_difference(weights(saved), weights(whole)) == 0
 
 
-def test_resumed_by_another_number_of_workers(job, tmp_path, mirrored):
-    with job(tmp_path, "until=8") as processes:
-        assert codes(processes) == [0, 0], said(tmp_path, 0)[-2000:]
-    with job(tmp_path, workers=3) as processes:
-        assert codes(processes) == [0] * 3, said(tmp_path, 0)[-2000:]
+def test_resumed_by_another_number_of_workers(job, tmp_path, reference):
+    run_job(job, tmp_path, "until=8")
+    run_job(job, tmp_path, workers=3)
     assert "resumed at 8" in said(tmp_path, 2)
-    reference, _ = one_device(mirrored)
-    for saved in finished(tmp_path, 3):
-        assert largest_difference(weights(saved), reference) <= 1e-6
+    assert_equal(tmp_path, 3, reference)
 
 
 def end_of(job, tmp_path, fault: str, culprit: int, *options: str) -> tuple[list[int], float]:
@@ -286,59 +276,32 @@ def test_data_that_end_on_one_worker(job, tmp_path):
 
 
 def test_a_nan_on_one_worker_stops_all(job, tmp_path):
-    with job(tmp_path, "fault=nan", "step=6") as processes:
-        assert codes(processes) == [3, 3], said(tmp_path, 0)[-2000:]
+    run_job(job, tmp_path, "fault=nan", "step=6", code=3)
     for index in range(2):
         assert "the loss is nan at step 7" in last_line(tmp_path, index)
 
 
 def test_workers_that_differ_do_not_start(job, tmp_path):
-    """In a setting of the optimizer and in the global batch size."""
-    with job(tmp_path, "differ=1") as processes:
-        assert codes(processes) == [2, 2]
+    """Each of these would be reason enough. What their steps reduce does not tell them apart."""
+    run_job(job, tmp_path, "differ=1", code=2)
+    step = '"multi_worker:Step" on worker 0, "multi_worker:Other"'
+    said_last = (
+        "the workers do not agree: clip_norm is 0.3 on worker 0, 0.4 on worker 1; "
+        "data: global_batch_size is 48 on worker 0, 96 on worker 1; "
+        f"the class of the step is {step} on worker 1; "
+        'the code of the step is "[0-9a-f]{12}" on worker 0, "[0-9a-f]{12}" on worker 1; '
+        "the optimizer: beta_1 is 0.9 on worker 0, 0.8 on worker 1; start all with the same"
+    )
     for index in range(2):
-        line = last_line(tmp_path, index)
-        assert "the workers do not agree: data: global_batch_size is 48 on worker 0, 96 on" in line
-        assert "the optimizer: beta_1 is 0.9 on worker 0, 0.8 on worker 1" in line
-
-
-@pytest.mark.parametrize(
-    ("option", "expected"),
-    [
-        (
-            "code=1",
-            'the class of the step is "multi_worker:Step" on worker 0, "multi_worker:Other" on '
-            'worker 1; the code of the step is "[0-9a-f]{12}" on worker 0, "[0-9a-f]{12}" on ',
-        ),
-        ("clip=1", "clip_norm is 0.3 on worker 0, 0.4 on worker 1;"),
-    ],
-)
-def test_workers_whose_steps_differ_do_not_start(job, tmp_path, option, expected):
-    """What they reduce is the same, so only this tells."""
-    with job(tmp_path, option) as processes:
-        assert codes(processes) == [2, 2]
-    for index in range(2):
-        assert re.search(f"the workers do not agree: {expected}", last_line(tmp_path, index))
+        assert re.fullmatch(said_last, last_line(tmp_path, index))
 
 
 def test_a_peer_that_never_comes(job, tmp_path):
     addresses = launch.cluster(2)["worker"]
-    with job(tmp_path, "startup=12", workers=1, addresses=addresses) as processes:
-        assert codes(processes) == [5]
+    run_job(job, tmp_path, "startup=12", workers=1, addresses=addresses, code=5)
     absent = f"worker 1 at {addresses[1]} (Connection refused)"
     assert f"worker 0 waits for {absent} since 10 s" in said(tmp_path, 0)
     assert f"gave up after 12 s (--startup_timeout) waiting for {absent}" in last_line(tmp_path, 0)
-
-
-def test_a_port_in_use(job, tmp_path):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        addresses = [f"127.0.0.1:{port}", *launch.cluster(1)["worker"]]
-        with job(tmp_path, workers=1, addresses=addresses) as processes:
-            assert codes(processes) == [5]
-    assert f"worker 0 cannot listen on 127.0.0.1:{port}" in last_line(tmp_path, 0)
 
 
 def test_killed_ten_times_and_restarted_gives_the_same_weights(tmp_path, straight):

@@ -2,45 +2,26 @@
 
 from __future__ import annotations
 
-import os
 import socket
-import subprocess
-import sys
 
 import keras
 import pytest
 import tensorflow as tf
-from helpers import BATCH, CLASSES, FEATURES, examples, largest_difference, mlp
+from helpers import CLASSES, FEATURES, largest_difference, make_loop, mlp
 
 from ctl import launch
-from ctl.data import InMemory
 from ctl.distributed import strategy as strategy_module
 from ctl.distributed.cluster import Cluster
 from ctl.distributed.strategy import make_multi_worker, make_strategy
 from ctl.distributed.watch import watchdog
 from ctl.errors import PeerError, UsageError
-from ctl.loop import Evaluator, Loop
-from ctl.phases.base_step import EvalStep
-from ctl.step import TrainStep
 
 
 def train(strategy, options=None, model=mlp):
     """Weights after 10 steps and an evaluation of them."""
-    keras.utils.set_random_seed(1)
-    with strategy.scope():
-        net = model()
-        step = TrainStep(net, keras.optimizers.Adam(0.01), clip_norm=0.5, options=options)
-        metrics = [keras.metrics.SparseCategoricalAccuracy("accuracy")]
-        eval_step = EvalStep(net, metrics=metrics)
-    held_out = InMemory(examples(40, seed=9), global_batch_size=8, training=False)
-    loop = Loop(
-        step,
-        InMemory(examples(100), global_batch_size=BATCH),
-        strategy=strategy,
-        evaluator=Evaluator(eval_step, held_out, strategy=strategy),
-    )
+    loop = make_loop(strategy, model=model, clip_norm=0.5, options=options, evaluate=40, seed=1)
     loop.train(10)
-    return net.get_weights(), loop.evaluate()
+    return loop.step.model.get_weights(), loop.evaluate()
 
 
 @pytest.fixture(scope="module")
@@ -52,9 +33,6 @@ def on_one_device():
 @pytest.mark.parametrize(
     ("options", "replicas", "words"),
     [
-        ({"name": "auto"}, 1, "default: no distribution"),
-        ({"name": "auto", "replicas": 1}, 1, "default: no distribution"),
-        ({"name": "auto", "replicas": 2}, 2, "mirrored over 2 replicas (cpu:0, cpu:1)"),
         ({"name": "one_device"}, 1, "one_device: CPU:0"),
         ({"name": "default"}, 1, "no distribution"),
         ({"name": "mirrored"}, 1, "mirrored over 1 replicas"),
@@ -81,6 +59,20 @@ def test_every_strategy_trains_alike(options, replicas, words, on_one_device):
     weights, results = train(placement.strategy, placement.options)
     assert largest_difference(weights, on_one_device[0]) <= 1e-6
     assert results == pytest.approx(on_one_device[1], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "words"),
+    [
+        (None, "default: no distribution"),
+        (1, "default: no distribution"),
+        (2, "mirrored over 2 replicas (cpu:0, cpu:1); all-reduce: reduction_to_one_device (auto"),
+    ],
+)
+def test_auto_is_one_of_them(replicas, words):
+    placement = make_strategy("auto", replicas=replicas)
+    assert placement.strategy.num_replicas_in_sync == (replicas or 1)
+    assert placement.description.startswith(words)
 
 
 def test_a_ring_trains_alike(ring2, on_one_device):
@@ -155,24 +147,24 @@ def test_central_storage_refuses_layers_that_it_cannot_train(layer, words):
 _PROCESS = """
 import sys
 import tensorflow as tf
-from ctl import strategy
-from ctl.errors import PeerError, UsageError
+from ctl.distributed import strategy
+from ctl.errors import UsageError
 
-strategy._TPU_PROBE_SECONDS = 1.0
-placement = strategy.make_strategy("mirrored", replicas=3)  # cuts the CPU, here for the first time
-print(placement.strategy.num_replicas_in_sync, len(tf.config.list_logical_devices("CPU")))
-strategy._require_grpc(tf.distribute.Server.create_local_server().target)
-print("a server of gRPC is found", flush=True)
-for address in sys.argv[1:]:
-    try:
-        print("works", strategy.make_strategy("tpu", tpu=address))
-    except UsageError as error:
-        print(error, flush=True)
+def run():
+    strategy._TPU_PROBE_SECONDS = 1.0
+    placement = strategy.make_strategy("mirrored", replicas=3)  # cuts the CPU for the first time
+    print(placement.strategy.num_replicas_in_sync, len(tf.config.list_logical_devices("CPU")))
+    strategy._require_grpc(tf.distribute.Server.create_local_server().target)
+    print("a server of gRPC is found")
+    for address in sys.argv[1:]:
+        try:
+            print("works", strategy.make_strategy("tpu", tpu=address))
+        except UsageError as error:
+            print(error)
 """
 
 
-@pytest.mark.slow
-def test_tpus_that_are_not_there():
+def test_tpus_that_are_not_there(zygote, tmp_path):
     """Also one that accepts the connection and never says a word."""
     with socket.socket() as silent, socket.socket() as closed:
         silent.bind(("127.0.0.1", 0))
@@ -181,13 +173,8 @@ def test_tpus_that_are_not_there():
         quiet, nobody = (f"grpc://127.0.0.1:{s.getsockname()[1]}" for s in (silent, closed))
         addresses = ["local", nobody, "grpc://127.0.0.1:port", "grpc://", quiet, "no-such-tpu"]
         reasons = ["refused", "Port could not be cast", "", "timed out"]
-        done = subprocess.run(
-            [sys.executable, "-c", _PROCESS, *addresses],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            env=dict(os.environ),
-        )
+        (tmp_path / "tpus.py").write_text(_PROCESS)
+        done = zygote.run("tpus", *addresses, path=[tmp_path])
     first, second, *lines = done.stdout.splitlines()
     assert first == "3 3", done.stderr
     assert second == "a server of gRPC is found"
@@ -197,7 +184,6 @@ def test_tpus_that_are_not_there():
         assert line == f"no TPU answers at {address}: {line.rpartition(': ')[2]}"
         assert why in line
     assert name.startswith("cannot use TPU no-such-tpu: ")
-    assert done.returncode == 0, done.stderr
 
 
 def test_a_port_that_is_taken_after_the_workers_have_met():

@@ -240,20 +240,18 @@ def train(
     options: tf.distribute.experimental.CommunicationOptions | None,
 ) -> None:
     keras.utils.set_random_seed(me.index if "seeds" in OPTIONS else 0)
+    differs = "differ" in OPTIONS and me.index > 0
     with strategy.scope():
         network = model()
         if PLACE == "building":
             time.sleep(3)  # until all have heard of all
             misbehave()
-        optimizer = keras.optimizers.AdamW(
-            0.01, beta_1=0.8 if "differ" in OPTIONS and me.index else 0.9
-        )
-        kind = Other if "code" in OPTIONS and me.index else Own if "state" in OPTIONS else Step
-        clip = 0.4 if "clip" in OPTIONS and me.index else 0.3
-        step = kind(network, optimizer, clip_norm=clip, options=options)
+        optimizer = keras.optimizers.AdamW(0.01, beta_1=0.8 if differs else 0.9)
+        kind = Other if differs else Own if "state" in OPTIONS else Step
+        step = kind(network, optimizer, clip_norm=0.4 if differs else 0.3, options=options)
         metric = keras.metrics.SparseCategoricalAccuracy("accuracy")
         evaluation = ctl.EvalStep(network, metrics=[metric])
-    batch = BATCH * 3 * (2 if "differ" in OPTIONS and me.index else 1)
+    batch = BATCH * 3 * (2 if differs else 1)
     data = ctl.data.InMemory(examples(), global_batch_size=batch)
     if "files" in OPTIONS:
         data = batches_of_files(OUT, batch)
@@ -304,7 +302,7 @@ def train(
     np.savez(
         OUT / f"worker-{me.index}.npz",
         *network.get_weights(),
-        masks=masks(strategy),
+        masks=masks(strategy) if "masks" in OPTIONS else 0.0,
         fit=fit(strategy) if "fit" in OPTIONS else "",
         results=np.array([results["loss"], results["accuracy"]]),
         rows=Noted.rows,

@@ -6,7 +6,7 @@ import contextlib
 import json
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -67,6 +67,14 @@ def last_line(out: Path, index: int) -> str:
 def codes(processes: list[Command]) -> list[int]:
     deadline = time.monotonic() + BOUND
     return [process.wait(max(0.1, deadline - time.monotonic())) for process in processes]
+
+
+def run_job(
+    job: Callable, out: Path, *options: str, workers: int = 2, code: int = 0, **more
+) -> None:
+    """Runs a job (the fixture) to its end; all workers must end with ``code``."""
+    with job(out, *options, workers=workers, **more) as processes:
+        assert codes(processes) == [code] * workers, said(out, 0)[-2000:]
 
 
 def finished(out: Path, workers: int) -> list[dict[str, np.ndarray]]:

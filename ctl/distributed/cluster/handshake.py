@@ -60,7 +60,7 @@ class HandshakeServer:
         self._fingerprint = fingerprint
         self._others = others
         self._strangers: dict[socket.socket, _Stranger] = {}  # the oldest first
-        self._listener = _listen(address, name)
+        self._listener = _bound(address, name, listens=True)
         self._selector = selectors.EpollSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
 
@@ -195,10 +195,6 @@ def _parse(word: str, line: bytes) -> tuple[str, str] | None:
 def check_free(address: str, name: str) -> None:
     """Raises `PeerError` if the port of ``address``, that of the task ``name``, is taken."""
     _bound(address, name, listens=False).close()
-
-
-def _listen(address: str, name: str) -> socket.socket:
-    return _bound(address, name, listens=True)
 
 
 def _bound(address: str, name: str, *, listens: bool) -> socket.socket:

@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import select
 import socket
 import time
+import types
+import typing
 from typing import Any
 
 from absl import logging
@@ -26,28 +29,26 @@ from ctl.distributed.cluster.secret import sign, verified
 _VERSION = 2
 _LARGEST = 1024  # bytes of a datagram
 
-_KINDS = {
-    "worker": (int,),
-    "step": (int,),
-    "doing": (str,),
-    "phase": (str,),
-    "waits": (bool,),
-    "since": (int, float),
-    "gave_up": (str,),
+# What stands for a type in JSON, and its name for messages; an object for all others.
+_IN_JSON: dict[Any, tuple[Any, str]] = {
+    bool: (bool, "true or false"),
+    str: (str, "a text"),
+    tuple: (list, "a list"),
 }
+_MOST_CHARACTERS = 300  # of a text
+_hints = functools.cache(typing.get_type_hints)
 
 
 @dataclasses.dataclass(frozen=True)
 class Beat:
-    """Where a worker was.
+    """Where a worker is.
 
     Attributes:
         step: last global step that it finished.
-        doing, phase: see `ctl.distributed.watch.section.Section`.
-        waits: whether it was in a section where it may wait for others.
+        doing, phase: see `ctl.distributed.watch.record.Section`.
+        waits: whether it is in a section where it may wait for others.
         since: seconds without progress.
         gave_up: "timed out" or "broke off" if a collective failed and it is about to end; else "".
-        at: when the beat was received (`time.monotonic` of the receiver).
     """
 
     step: int
@@ -56,20 +57,28 @@ class Beat:
     waits: bool
     since: float
     gave_up: str
-    at: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Peer(Beat):
+    """The last beat that was received from another worker.
+
+    Attributes:
+        silent: seconds since then.
+    """
+
+    silent: float
 
 
 class Beats:
     """Sends and receives the beats of one worker.
 
     Attributes:
-        peers: the last beat received from each other worker.
         interval: seconds between beats while step, section and phase stay the same, see `interval`;
             a quarter of that while they change.
     """
 
     def __init__(self, cluster: Cluster):
-        self.peers: dict[int, Beat] = {}
         self.interval = interval(len(cluster.workers))
         self._index = cluster.index
         self._job = cluster.fingerprint[:16]
@@ -79,8 +88,9 @@ class Beats:
             if index != cluster.index
         }
         self._resolved: dict[int, tuple[str, int]] = {}
+        self._heard: dict[int, tuple[Beat, float]] = {}  # and when, by `time.monotonic`
         self._sent = -self.interval
-        self._last: dict[str, Any] = {}
+        self._last: tuple[int, str, str] | None = None
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self._socket.setblocking(False)
         host, _, port = cluster.workers[cluster.index].rpartition(":")
@@ -91,9 +101,18 @@ class Beats:
                 "UDP port %s: %s; a flight record will not know where others are", port, error
             )
 
-    def exchange(self, mine: dict[str, Any], seconds: float) -> None:
-        """Sends ``mine`` (a `Beat` without ``at``) if it is due, and receives for ``seconds``."""
-        moved = any(mine[name] != self._last.get(name) for name in ("step", "doing", "phase"))
+    @property
+    def peers(self) -> dict[int, Peer]:
+        """The other workers that were heard, by index. For any thread."""
+        now = time.monotonic()
+        return {
+            worker: Peer(**vars(beat), silent=now - at)
+            for worker, (beat, at) in sorted(self._heard.items())
+        }
+
+    def exchange(self, mine: Beat, seconds: float) -> None:
+        """Sends ``mine`` if it is due, and receives for ``seconds``."""
+        moved = self._last != (mine.step, mine.doing, mine.phase)
         if time.monotonic() - self._sent >= self.interval / (4 if moved else 1):
             self.send(mine)
         end = time.monotonic() + seconds
@@ -101,10 +120,10 @@ class Beats:
             if select.select([self._socket], [], [], left)[0]:
                 self._receive()
 
-    def send(self, mine: dict[str, Any]) -> None:
+    def send(self, mine: Beat) -> None:
         """Sends ``mine`` to all other workers at once; drops what cannot be sent."""
-        self._sent, self._last = time.monotonic(), mine
-        beat = {"ctl": _VERSION, "job": self._job, "worker": self._index, **mine}
+        self._sent, self._last = time.monotonic(), (mine.step, mine.doing, mine.phase)
+        beat = {"ctl": _VERSION, "job": self._job, "worker": self._index, **vars(mine)}
         datagram = sign(json.dumps(beat))
         for index, address in self._others.items():
             with contextlib.suppress(OSError):  # no listener or a full buffer
@@ -117,7 +136,7 @@ class Beats:
         with contextlib.suppress(OSError):  # among them the answer of a closed port
             parsed = parse(self._socket.recv(_LARGEST + 1), self._job)
             if parsed and parsed[0] in self._others:
-                self.peers[parsed[0]] = parsed[1]
+                self._heard[parsed[0]] = parsed[1], time.monotonic()
 
 
 def interval(workers: int) -> float:
@@ -137,15 +156,43 @@ def parse(datagram: bytes, job: str) -> tuple[int, Beat] | None:
     text = verified(datagram) if len(datagram) <= _LARGEST else None
     try:
         data = json.loads(text) if text else None
+        if not isinstance(data, dict) or data.get("ctl") != _VERSION or data.get("job") != job:
+            return None
+        return from_json(int, data.get("worker"), "worker"), from_json(Beat, data, "beat")
     except (ValueError, RecursionError):
         return None
-    if not isinstance(data, dict) or data.get("ctl") != _VERSION or data.get("job") != job:
-        return None
-    if any(type(data.get(name)) not in kinds for name, kinds in _KINDS.items()):
-        return None
-    if not 0 <= data["since"] < 1e9 or not 0 <= data["step"] < 1e12:
-        return None
-    beat = {name: data[name] for name in _KINDS if name != "worker"}
-    for name in ("doing", "phase", "gave_up"):
-        beat[name] = "".join(c for c in beat[name] if c.isprintable())
-    return data["worker"], Beat(**beat, at=time.monotonic())
+
+
+def from_json(kind: Any, value: Any, name: str) -> Any:
+    """Returns ``value``, untrusted JSON that is called ``name``, as a ``kind``: a dataclass or the
+    type of a field of one. Of a text, it keeps the first 300 printable characters, so that a
+    terminal obeys none of them.
+
+    Raises:
+        ValueError: ``value`` is not of that kind; the message says why.
+    """
+    parts = typing.get_args(kind)
+    if isinstance(kind, types.UnionType):  # with None
+        return None if value is None else from_json(parts[0], value, name)
+    if kind in (int, float):
+        if type(value) not in (int, kind) or not 0 <= value <= 1e12:
+            raise ValueError(f"{name} is not a number from 0 to 1e+12")
+        return kind(value)
+    accepted, what = _IN_JSON.get(typing.get_origin(kind) or kind, (dict, "an object"))
+    if not isinstance(value, accepted):
+        raise ValueError(f"{name} is not {what}")
+    if kind is bool:
+        return value
+    if kind is str:
+        return "".join(c for c in value if c.isprintable())[:_MOST_CHARACTERS]
+    if accepted is list:
+        return tuple(from_json(parts[0], one, name) for one in value)
+    if not parts:  # a dataclass
+        hints = _hints(kind).items()
+        return kind(**{field: from_json(hint, value.get(field), field) for field, hint in hints})
+    # A mapping, from texts or from the indices of workers.
+    keys = [from_json(str, key, name) for key in value]
+    if parts[0] is int and (wrong := [k for k in keys if not k.isdecimal() or len(k) > 7]):
+        raise ValueError(f"there is no worker {wrong[0]}")
+    pairs = zip(keys, value.values(), strict=True)
+    return {parts[0](key): from_json(parts[1], one, f"{name}: {key}") for key, one in pairs}

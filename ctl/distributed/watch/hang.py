@@ -82,45 +82,35 @@ def _place(worker: int, records: Sequence[Record]) -> Place:
     own = max((r for r in records if r.worker == worker), key=lambda r: r.time, default=None)
     heard = [r for r in records if worker in r.peers]
     last = max(heard, key=lambda r: r.time - r.peers[worker].silent, default=None)
-    silent = 0.0
-    if last and last.peers[worker].silent > last.silent_after:
-        silent = last.peers[worker].silent
+    peer = last.peers[worker] if last else None
+    silent = peer.silent if last and peer and peer.silent > last.silent_after else 0.0
+    gone = next((r.gone[worker] for r in records if worker in r.gone), "")
+    found, gave_up, at = own or peer, "", ""
+    if found is None:
+        return Place(worker, gone=gone)
     if own:
         # Silence after its record only means that it ended. Silence before its record means that it
         # was frozen and went on.
-        if last and silent and own.time < last.time - silent + last.silent_after:
+        if last and own.time < last.time - silent + last.silent_after:
             silent = 0.0
-        main = own.stacks.get("MainThread", ())
-        return Place(
-            worker,
-            known=True,
-            own=True,
-            step=-1 if own.step is None else own.step,
-            doing=own.doing,
-            phase=own.phase,
-            waits=own.waits,
-            since=own.since,
-            steady=own.since >= _STEADY_SECONDS,
-            silent=silent,
-            gave_up=own.why == "broke off",
-            at=main[-1] if main else "",
-        )
-    gone = next((r.gone[worker] for r in records if worker in r.gone), "")
-    if not last:
-        return Place(worker, gone=gone)
-    peer = last.peers[worker]
+        gone, gave_up = "", own.why
+        at = ["", *own.stacks.get("MainThread", ())][-1]
+    elif peer and peer.gave_up:
+        silent, gone, gave_up = 0.0, "", peer.gave_up
     return Place(
         worker,
         known=True,
-        step=peer.step,
-        doing=peer.doing,
-        phase=peer.phase,
-        waits=peer.waits,
-        since=peer.since,
-        steady=peer.since >= _STEADY_SECONDS,
-        silent=0.0 if peer.gave_up else silent,
-        gone="" if peer.gave_up else gone,
-        gave_up=peer.gave_up == "broke off",
+        own=own is not None,
+        step=-1 if found.step is None else found.step,
+        doing=found.doing,
+        phase=found.phase,
+        waits=found.waits,
+        since=found.since,
+        steady=found.since >= _STEADY_SECONDS,
+        silent=silent,
+        gone=gone,
+        gave_up=gave_up == "broke off",
+        at=at,
     )
 
 

@@ -7,24 +7,25 @@ is also written when TensorFlow hangs.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import itertools
 import json
+import math
 import os
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from ctl.base import durable
 from ctl.distributed.cluster.members import Cluster
-from ctl.distributed.watch.beats import Beat, interval
-from ctl.distributed.watch.section import Section
+from ctl.distributed.watch.beats import Peer, from_json, interval
+from ctl.errors import CtlError
 
 SCHEMA = 2
 
@@ -39,22 +40,40 @@ _MOST_FRAMES = 60
 _LARGEST_FILE = 4 << 20
 
 
-@dataclasses.dataclass(frozen=True)
-class Peer:
-    """The last beat that the writer of a record received from another worker.
+@dataclasses.dataclass(eq=False)
+class Section:
+    """A section of the code that the main thread is in, as the watchdog sees it.
 
     Attributes:
-        step, doing, phase, waits, since, gave_up: see `ctl.distributed.watch.beats.Beat`.
-        silent: seconds since the beat was received.
+        doing: description for messages.
+        limit: seconds without progress after which the process ends; None for work that waits for
+            no other worker.
+        otherwise: error to end with at the limit, in place of one that blames other workers.
+        step: last known global step.
+        progress: returns the global step.
+        marks: returns the seconds since each mark of the running step that has fired, and the names
+            of those that have not, in the order of the step.
+        packs: bytes of each pack of gradients, where known.
+        flag: the flag that sets the limit.
+        stalled: seconds since the last progress.
+        quiet_until: value of ``stalled`` at which the watchdog next logs whom it waits for.
+        fired, not_fired: last result of ``marks``, read while the step makes no progress.
+        phase: what the running step waits for, see `phase_of`.
     """
 
-    step: int
     doing: str
-    phase: str
-    waits: bool
-    since: float
-    gave_up: str
-    silent: float
+    limit: float | None
+    otherwise: CtlError | None = None
+    step: int | None = None
+    progress: Callable[[], int] | None = None
+    marks: Callable[[], tuple[dict[str, float], tuple[str, ...]]] | None = None
+    packs: tuple[int, ...] = ()
+    flag: str = "--collective_timeout"
+    stalled: float = 0.0
+    quiet_until: float = math.inf
+    fired: dict[str, float] = dataclasses.field(default_factory=dict)
+    not_fired: tuple[str, ...] = ()
+    phase: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +86,7 @@ class Record:
         time: when the record was made, in seconds since the epoch.
         why: "timed out", "broke off" or "worker I gave up".
         step: last global step that it finished; None before the first section with steps.
-        doing: section of the code, see `ctl.distributed.watch.section.Section`.
+        doing: section of the code, see `Section`.
         phase: what the step waits for, see `phase_of`.
         waits: whether it may wait for others in this section.
         since: seconds without progress.
@@ -104,11 +123,10 @@ def make(
     cluster: Cluster,
     why: str,
     section: Section,
-    peers: Mapping[int, Beat],
+    peers: Mapping[int, Peer],
     gone: Mapping[int, str],
 ) -> Record:
     """Returns the record of this process at this moment; `Record` says what the arguments are."""
-    now = time.monotonic()
     return Record(
         worker=cluster.index,
         workers=len(cluster.workers),
@@ -122,13 +140,7 @@ def make(
         silent_after=4 * interval(len(cluster.workers)),
         fired=section.fired,
         not_fired=section.not_fired,
-        peers={
-            index: Peer(
-                **{f.name: getattr(beat, f.name) for f in dataclasses.fields(Peer)[:-1]},
-                silent=now - beat.at,
-            )
-            for index, beat in sorted(peers.items())
-        },
+        peers=peers,
         gone=gone,
         packs=section.packs,
         stacks=_stacks(),
@@ -172,10 +184,8 @@ def _stack(frame: FrameType) -> tuple[str, ...]:
 def _versions() -> dict[str, str]:
     found = {"python": sys.version.split()[0]}
     for name in ("ctl", "tensorflow", "keras"):
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return found
 
 
@@ -217,89 +227,10 @@ def read(path: Path) -> Record:
         raise ValueError("not a JSON object")
     if data.get("schema") != SCHEMA:
         raise ValueError(f"schema {data.get('schema')!r:.20}, not {SCHEMA}")
-    workers = _number(data, "workers", int, 1, 10**6)
-    step = None if data.get("step") is None else _number(data, "step", int)
-    return Record(
-        worker=_number(data, "worker", int, 0, workers - 1),
-        workers=workers,
-        time=_number(data, "time", float),
-        why=_text(data, "why"),
-        step=step,
-        doing=_text(data, "doing"),
-        phase=_text(data, "phase"),
-        waits=_flag(data, "waits"),
-        since=_number(data, "since", float),
-        silent_after=_number(data, "silent_after", float),
-        fired={_line(k): _number(v, k, float, -1e9) for k, v in _items(data, "fired", whole=True)},
-        not_fired=tuple(_line(name) for name in _list(data.get("not_fired"), "not_fired")),
-        peers={
-            _index(key, workers): Peer(
-                step=_number(peer, "step", int),
-                doing=_text(peer, "doing"),
-                phase=_text(peer, "phase"),
-                waits=_flag(peer, "waits"),
-                since=_number(peer, "since", float),
-                gave_up=_text(peer, "gave_up"),
-                silent=_number(peer, "silent", float),
-            )
-            for key, peer in _items(data, "peers")
-        },
-        gone={_index(k, workers): _text(v, k) for k, v in _items(data, "gone", whole=True)},
-        packs=tuple(
-            _number({"packs": size}, "packs", int) for size in _list(data.get("packs"), "packs")
-        ),
-        stacks={
-            _line(name): tuple(_line(entry) for entry in _list(stack, "stacks"))
-            for name, stack in _items(data, "stacks")
-        },
-        versions={_line(k): _text(v, k) for k, v in _items(data, "versions", whole=True)},
-    )
-
-
-def _number(data: Any, name: str, kind: type, low: float = 0, high: float = 1e12) -> Any:
-    value: Any = data.get(name) if isinstance(data, dict) else None
-    kinds = (int,) if kind is int else (int, float)
-    if type(value) not in kinds or not low <= value <= high:
-        raise ValueError(f"{_line(name)} is not a number from {low:g} to {high:g}")
-    return kind(value)
-
-
-def _flag(data: Any, name: str) -> bool:
-    value = data.get(name) if isinstance(data, dict) else None
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} is not true or false")
-    return value
-
-
-def _text(data: Any, name: str) -> str:
-    value = data.get(name) if isinstance(data, dict) else None
-    if not isinstance(value, str):
-        raise ValueError(f"{_line(name)} is not a text")
-    return _line(value)
-
-
-def _line(value: Any) -> str:
-    """The first 300 printable characters, so that a terminal obeys none of them."""
-    if not isinstance(value, str):
-        raise ValueError("not a text")
-    return "".join(c for c in value if c.isprintable())[:300]
-
-
-def _list(value: Any, name: str) -> list:
-    if not isinstance(value, list):
-        raise ValueError(f"{name} is not a list")
-    return value
-
-
-def _items(data: dict, name: str, whole: bool = False) -> list[tuple[str, Any]]:
-    """Keys and values of the object ``name``; with ``whole``, the object in place of each value."""
-    value = data.get(name)
-    if not isinstance(value, dict):
-        raise ValueError(f"{name} is not an object")
-    return [(key, value if whole else item) for key, item in value.items()]
-
-
-def _index(key: str, workers: int) -> int:
-    if not key.isdecimal() or len(key) > 7 or int(key) >= workers:
-        raise ValueError(f"there is no worker {_line(key)}")
-    return int(key)
+    record = from_json(Record, data, "record")
+    if not 1 <= record.workers <= 10**6:
+        raise ValueError("workers is not a number from 1 to 1e+06")
+    for worker in (record.worker, *record.peers, *record.gone):
+        if worker >= record.workers:
+            raise ValueError(f"there is no worker {worker}")
+    return record

@@ -28,9 +28,8 @@ from ctl.base.console import last_line
 from ctl.distributed.cluster.members import Cluster
 from ctl.distributed.cluster.rendezvous import unreachable
 from ctl.distributed.watch import hang, record
-from ctl.distributed.watch.beats import Beats
-from ctl.distributed.watch.record import Record
-from ctl.distributed.watch.section import Section
+from ctl.distributed.watch.beats import Beat, Beats
+from ctl.distributed.watch.record import Record, Section
 from ctl.errors import CtlError, PeerError
 
 # Limit of a first call, which compiles. Workers differ in how long that takes.
@@ -156,15 +155,15 @@ class Watchdog:
         if named := self._named(record.make(self.cluster, "waits", section, self._beats.peers, {})):
             logging.warning("worker %d waits %s for %s", self.cluster.index, where, named)
 
-    def _beat(self, section: Section) -> dict[str, Any]:
-        return {
-            "step": section.step or 0,
-            "doing": section.doing[:100],
-            "phase": section.phase,
-            "waits": section.limit is not None,
-            "since": section.stalled,
-            "gave_up": self._gave_up,
-        }
+    def _beat(self, section: Section) -> Beat:
+        return Beat(
+            step=section.step or 0,
+            doing=section.doing[:100],
+            phase=section.phase,
+            waits=section.limit is not None,
+            since=section.stalled,
+            gave_up=self._gave_up,
+        )
 
     def _listen_to_those_who_give_up(self) -> None:
         """Writes a record when a peer gives up: this worker may be the cause and not know it."""

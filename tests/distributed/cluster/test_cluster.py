@@ -189,6 +189,7 @@ def test_tasks_with_parameter_servers():
     assert found == Tasks("c:1", TWO, ("p:1",), "ps", 0)
     assert found.name == "ps 0" and not found.is_coordinator
     assert found.servers == {"ps 0": "p:1", "worker 0": "a:1", "worker 1": "b:2"}
+    assert resolve_tasks(tf_config(JOBS, "worker", 1)).name == "worker 1"
     coordinator = resolve_tasks(tf_config(JOBS, "chief"))
     assert coordinator.is_coordinator and coordinator.name == "the coordinator"
 
@@ -217,21 +218,16 @@ def test_tasks_that_cannot_be(environ, words):
 
 
 @pytest.mark.parametrize(
-    ("jobs", "strategy"),
+    ("environ", "strategy"),
     [
-        (JOBS, "parameter_server"),
-        ({"worker": list(TWO)}, "multi_worker"),
-        ({"worker": ["a:1"]}, ""),
-        ({}, ""),
+        (tf_config(JOBS), "parameter_server"),
+        (tf_config({"worker": list(TWO)}), "multi_worker"),
+        *((e, "") for e in (tf_config({"worker": ["a:1"]}), tf_config({}), {})),
+        *(({"TF_CONFIG": text}, "") for text in ("", "{}")),
     ],
 )
-def test_the_strategy_for_a_tf_config(jobs, strategy):
-    assert strategy_for(tf_config(jobs)) == strategy
-
-
-@pytest.mark.parametrize("environ", [{}, {"TF_CONFIG": ""}, {"TF_CONFIG": "{}"}])
-def test_the_strategy_without_a_cluster(environ):
-    assert strategy_for(environ) == ""
+def test_the_strategy_for_a_tf_config(environ, strategy):
+    assert strategy_for(environ) == strategy
 
 
 @pytest.mark.parametrize("text", ["{", "3", '{"cluster": 3}', "[" * 100_000])

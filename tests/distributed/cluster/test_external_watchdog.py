@@ -16,6 +16,7 @@ import time
 
 import pytest
 from paths import ROOT
+from worker_jobs import last_line, said
 
 from ctl import launch
 from ctl.distributed.cluster import external_watchdog
@@ -183,39 +184,30 @@ def test_nothing_is_left_of_who_dies_meanwhile(start):
     assert process.communicate(timeout=40)[1] == ""
 
 
-def test_a_worker_that_freezes_while_tensorflow_connects():
-    """The chief's server runs, and waits for a worker that came to the rendezvous."""
-    program = """
-import os, signal, sys
+CONNECTS = """
+import os, signal
 import tensorflow as tf
-from ctl.distributed.cluster import Cluster, external_watchdog
+from ctl.distributed.cluster import external_watchdog, resolve
 from ctl.distributed.strategy import make_multi_worker
-if sys.argv[1] == "1":
-    tf.distribute.MultiWorkerMirroredStrategy = lambda **_: os.kill(os.getpid(), signal.SIGSTOP)
-addresses = tuple(sys.argv[2].split(","))
-limited = external_watchdog.limited
-external_watchdog.limited = lambda doing, peers, timeout, flag: limited(doing, peers, 3.0, flag)
-make_multi_worker(Cluster(addresses, int(sys.argv[1]), "a test"))
+
+def run():
+    me, limited = resolve(None, None), external_watchdog.limited
+    if me.index == 1:
+        freeze = lambda **_: os.kill(os.getpid(), signal.SIGSTOP)
+        tf.distribute.MultiWorkerMirroredStrategy = freeze
+    external_watchdog.limited = lambda doing, peers, timeout, flag: limited(doing, peers, 3.0, flag)
+    make_multi_worker(me)
 """
-    addresses = launch.cluster(2)["worker"]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", program, str(index), ",".join(addresses)],
-            env={**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for index in range(2)
-    ]
-    try:
-        errors = processes[0].communicate(timeout=120)[1]
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
-    assert processes[0].returncode == 5, errors
-    last = errors.splitlines()[-1]
+
+
+def test_a_worker_that_freezes_while_tensorflow_connects(job, tmp_path):
+    """The chief's server runs, and waits for a worker that came to the rendezvous."""
+    program, addresses = tmp_path / "connects.py", launch.cluster(2)["worker"]
+    program.write_text(CONNECTS)
+    with job(tmp_path, addresses=addresses, program=program) as (chief, _):
+        assert chief.wait(120) == 5, said(tmp_path, 0)
     begin = (
         r"worker 0: TensorFlow connects the job since \d+ s \(--startup_timeout\); gave up; waiting"
     )
-    assert re.match(rf"{begin} for worker 1 \(at {addresses[1]}: ", last), errors
+    line = last_line(tmp_path, 0)
+    assert re.match(rf"{begin} for worker 1 \(at {addresses[1]}: ", line), line

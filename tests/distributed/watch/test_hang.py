@@ -10,7 +10,8 @@ import re
 import pytest
 
 from ctl.distributed.watch import hang
-from ctl.distributed.watch.record import Peer, Record, path_of, phase_of, read, write
+from ctl.distributed.watch.beats import Peer
+from ctl.distributed.watch.record import Record, path_of, phase_of, read, write
 from ctl.errors import UsageError
 from ctl.inspect.commands import hang as hang_command
 
@@ -325,7 +326,9 @@ def test_what_is_no_record_is_refused(tmp_path, field):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "null", "[" * 100_000, '{"schema": 1}', "1" * 5 * 2**20]
+    "text",
+    ["", "[]", "null", "[" * 100_000, '{"schema": 1}', "1" * 5 * 2**20],
+    ids=lambda text: text[:20],
 )
 def test_what_is_not_even_an_object_is_refused(tmp_path, text):
     path = tmp_path / "flight-worker-0.json"

@@ -6,14 +6,14 @@ import keras
 import pytest
 import tensorflow as tf
 from helpers import BATCH, CLASSES, FEATURES, accuracy, examples
-from unwatched import collectives_refused
+from worker_end import collectives_refused
 
 import ctl
 from ctl.base.actions import Log
 from ctl.checkpoint.export import export_model
 from ctl.data import InMemory
 from ctl.distributed import workers
-from ctl.distributed.watch.section import Section
+from ctl.distributed.watch.record import Section
 from ctl.distributed.watch.watchdog import Watchdog
 from ctl.errors import UsageError
 

@@ -4,6 +4,7 @@ TensorFlow: who ends, how, with which words; who does not."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -40,13 +41,14 @@ BUSY = "with watchdog.host('the action Sleep', 6): time.sleep(60)"
 
 @pytest.fixture
 def start(tmp_path):
-    """Starts worker ``index`` of two, which are known to each other or ``alone``; ends what is left
-    of them."""
-    together = launch.cluster(2)["worker"]
+    """Starts worker ``index`` of a pair, whose workers know each other, or one that is ``alone``;
+    ends what is left of them."""
+    first, second, *others = launch.cluster(4)["worker"]
+    pairs = [[first, second], others]
     processes = []
 
-    def start(index: int, program: str, alone: bool = False) -> subprocess.Popen:
-        addresses = ",".join(launch.cluster(2)["worker"] if alone else together)
+    def start(index: int, program: str, alone: bool = False, pair: int = 0) -> subprocess.Popen:
+        addresses = ",".join(launch.cluster(2)["worker"] if alone else pairs[pair])
         process = subprocess.Popen(
             [sys.executable, "-c", PRELUDE + program, str(index), addresses, tmp_path],
             env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -89,8 +91,9 @@ def test_it_says_for_whom_it_waits(start):
     """Once, and again when twice the time is over; nothing where all wait in the same place."""
     quiet = "from ctl.base import console\nconsole.log_to_terminal()\n"
     quiet += "watchdog._QUIET_SECONDS = 4.0\nwatchdog._watchdog.timeout = 9.0\n"
-    busy = start(1, BUSY)
+    start(1, BUSY)
     waits = start(0, quiet + WAITS)
+    together = [start(index, quiet + WAITS, pair=1) for index in range(2)]
     assert waits.wait(30) == 5
     *said, last = waits.stderr.read().splitlines()
     said = [line for line in said if line.startswith("warning: ")]
@@ -98,11 +101,8 @@ def test_it_says_for_whom_it_waits(start):
     for line in said:
         assert "worker 0 waits in training since " in line
         assert "for worker 1 (in the action Sleep" in line
-    busy.kill()
-    busy.wait()
-    waits, also_waits = start(0, quiet + WAITS), start(1, quiet + WAITS)
-    assert [waits.wait(30), also_waits.wait(30)] == [5, 5]
-    for process in (waits, also_waits):
+    assert [process.wait(30) for process in together] == [5, 5]
+    for process in together:
         (line,) = process.stderr.read().splitlines()
         assert "timed out" in line
 
@@ -245,9 +245,11 @@ with contextlib.suppress(BlockingIOError):
         os.write(2, bytes(4096))
 os.set_blocking(2, True)
 """
-    start(1, BUSY)
     ends = [full + WAITS, full + WAITS.replace("step=7", "otherwise=UsageError('its data ended')")]
-    assert [start(0, program).wait(40) for program in ends] == [5, 2]
+    for pair in range(2):
+        start(1, BUSY, pair=pair)
+    processes = [start(0, program, pair=pair) for pair, program in enumerate(ends)]
+    assert [process.wait(40) for process in processes] == [5, 2]
 
 
 def test_without_it_sections_do_nothing():
@@ -270,9 +272,7 @@ def datagram(beat: dict) -> bytes:
 
 def test_a_beat_is_read():
     worker, beat = beats.parse(datagram(GOOD), "j")
-    assert worker == 1 and 0 <= time.monotonic() - beat.at < 60
-    assert (beat.step, beat.doing, beat.phase, beat.waits) == (3, "training", "pack0", True)
-    assert (beat.since, beat.gave_up) == (0.5, "")
+    assert (worker, beat) == (1, beats.Beat(3, "training", "pack0", True, 0.5, ""))
 
 
 @pytest.mark.parametrize(
@@ -318,15 +318,15 @@ def test_only_who_knows_the_secret_can_send_a_beat(monkeypatch):
         mine, peer, forger = (beats.Beats(Cluster(addresses, i, "test")) for i in (0, 1, 1))
         for opened in (mine, peer, forger):
             stack.callback(opened._socket.close)
-        where = {name: GOOD[name] for name in ("doing", "phase", "waits", "since", "gave_up")}
+        _, beat = beats.parse(datagram(GOOD), "j")
         with monkeypatch.context() as without_it:
             without_it.setenv(secret.VARIABLE, "")
-            forger.send({**where, "step": 9, "gave_up": "broke off"})
-        mine.exchange({**where, "step": 1}, 0.5)
+            forger.send(dataclasses.replace(beat, step=9, gave_up="broke off"))
+        mine.exchange(beat, 0.5)
         assert mine.peers == {}
-        peer.send({**where, "step": 3})
-        wait_until(lambda: mine.exchange({**where, "step": 1}, 0.05) or mine.peers)
-        assert mine.peers[1].step == 3
+        peer.send(beat)
+        wait_until(lambda: mine.exchange(beat, 0.05) or mine.peers)
+        assert mine.peers[1].step == 3 and 0 <= mine.peers[1].silent < 60
 
 
 def test_the_number_of_datagrams_is_bounded():
