@@ -42,7 +42,7 @@ def of_kind(kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 2])
-@pytest.mark.parametrize("optimizer", map(of_kind, PROVEN), ids=[kind.__name__ for kind in PROVEN])
+@pytest.mark.parametrize("optimizer", [*map(of_kind, PROVEN)], ids=[k.__name__ for k in PROVEN])
 def test_every_optimizer_equals_plain_keras(mirrored, optimizer, replicas):
     ours, theirs, loop, reference = both(mirrored(replicas), optimizer)
     assert largest_difference(ours.get_weights(), theirs.get_weights()) <= 1e-6

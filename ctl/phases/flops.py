@@ -58,7 +58,7 @@ def _of(operation: tf.Operation) -> int:
     return of_kind(operation.type, operation.get_attr, inputs, output, _known)
 
 
-def _known(shape: Iterable[int | None]) -> list[int]:
+def _known(shape: Any) -> list[int]:
     sizes = list(shape)  # raises ValueError if the rank is unknown
     if None in sizes:
         raise ValueError(shape)

@@ -46,7 +46,7 @@ class TraceKey(NamedTuple):
 
     observer: Observer
     bytes_per_pack: int
-    jit_compile: bool
+    jit_compile: bool | None
     version: int  # counts the changes of all other settings, see `TraceGuards`
 
 

@@ -170,6 +170,11 @@ def test_flops():
     assert four["Sum"] == [0] and four["Reshape"][0] == 0
 
 
+def test_flops_of_an_einsum_of_any_rank_are_not_counted():
+    graph = graph_of(lambda x: tf.einsum("...i,io->...o", x, tf.ones([3, 2])), X)
+    assert [flops(node) for node in graph.nodes if node.op == "Einsum"] == [0]
+
+
 def test_constants():
     graph = graph_of(lambda: tf.identity(tf.identity(tf.constant(7)), name="seven"))
     assert constant(Tensor(named(graph, "seven"), 0)) == 7
