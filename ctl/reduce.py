@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -90,40 +89,6 @@ def _unshared(tensor: tf.Tensor) -> tf.Tensor:
     sum, would depend on timing.
     """
     return tf.raw_ops.Snapshot(input=tensor) if "CPU" in tensor.device.upper() else tensor
-
-
-def reduce_with_custom_sum(
-    gradients: Sequence[tf.Tensor],
-    own: Sequence[tf.Tensor],
-    loss_scale: tf.Tensor | None,
-    sum_gradients: Callable[[list[tf.Tensor]], list[tf.Tensor]],
-    sum_own: Callable[[list[tf.Tensor]], list[tf.Tensor]],
-) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-    """Sums gradients with a user's function, and other tensors with ctl's own all-reduce.
-
-    Args:
-        gradients: this replica's gradients, times ``loss_scale``.
-        own: other tensors to sum.
-        loss_scale: float32 scalar, or None.
-        sum_gradients: see `ctl.TrainStep.sum_gradients`.
-        sum_own: sums a list of tensors over replicas.
-
-    Returns:
-        The sums of both. If a gradient of any replica has a NaN or Inf, all gradient sums are NaN.
-
-    Raises:
-        UsageError: ``sum_gradients`` returned another number of tensors, or other shapes.
-    """
-    wide = [local_batch.widened(g) for g in gradients]
-    if loss_scale is not None:
-        wide = [g / tf.cast(loss_scale, g.dtype) for g in wide]
-    broken = tf.reduce_any([tf.reduce_any(~tf.math.is_finite(g)) for g in wide])
-    *own, broken = sum_own([*own, tf.where(broken, math.nan, 0.0)])
-    sums = sum_gradients(wide)
-    given, returned = ([tuple(t.shape) for t in tensors] for tensors in (wide, sums))
-    if given != returned:
-        raise UsageError(f"sum_gradients() was given shapes {given}, and returned {returned}")
-    return [s + tf.cast(broken, s.dtype) for s in sums], own
 
 
 def densify(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:

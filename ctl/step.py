@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -36,9 +37,9 @@ from ctl.phases.norms import global_norm
 from ctl.phases.observer import NO_OBSERVER, Observer
 from ctl.phases.optimizers import Optimizers, from_name
 from ctl.phases.seeds import Seeds
-from ctl.phases.statistics import StatisticsSnapshot, make_statistics
+from ctl.phases.statistics import Statistics, StatisticsSnapshot
 from ctl.phases.trace_guards import TraceGuards, TraceKey
-from ctl.reduce import BESIDE, COUNT, all_reduce, densify, gather_context, reduce_with_custom_sum
+from ctl.reduce import BESIDE, COUNT, all_reduce, densify, gather_context
 
 Gradients = list[tf.Tensor | None]
 
@@ -151,7 +152,7 @@ class TrainStep(BaseStep):
         self.trainable_variables = [v.value for v in self.updater.trainable_variables]
         self.trainable_mask = (True,) * len(self.trainable_variables)  # see `Loop.train_only`
         self.tracked.check(self.trainable_variables)
-        self.statistics = make_statistics(
+        self.statistics = Statistics(
             self.tracked.layer,
             self.replica_statistics(),
             strategy,
@@ -193,8 +194,10 @@ class TrainStep(BaseStep):
 
     @property
     def trace_key(self) -> TraceKey:
-        """The loop keeps one trace of the step per key. Raises `UsageError`, see `TraceGuards`."""
-        return self.trace_guards.key(self)
+        """The loop keeps one trace of the step per key. Raises `UsageError`, see
+        `TraceGuards.version_for`."""
+        version = self.trace_guards.version_for(self)
+        return TraceKey(self.observer, self.bytes_per_pack, self.jit_compile, version)
 
     @property
     def global_step(self) -> tf.Variable:
@@ -203,8 +206,12 @@ class TrainStep(BaseStep):
 
     def state(self) -> dict[str, list[tf.Variable]]:
         """Variables that a checkpoint must hold so that training resumes bit for bit, by group."""
-        own = {"step": self.tracked.extra_variables, "replicas": self.per_replica_variables.saved}
-        groups = {"model": [v.value for v in self.model.variables], **own, **self.updater.state()}
+        groups = {
+            "model": [v.value for v in self.model.variables],
+            "step": self.tracked.extra_variables,
+            "replicas": self.per_replica_variables.saved,
+            **self.updater.state(),
+        }
         return {group: variables for group, variables in groups.items() if variables}
 
     def reduced_specs(self) -> list[tf.Variable | tf.TensorSpec]:
@@ -231,12 +238,12 @@ class TrainStep(BaseStep):
         with penalties.counted(self, batch, count):
             loss, gradients = self.forward_backward(batch, count)
         self.observer.mark("backward", gradients)
-        loss, count, gradients = self.reduce(loss, count, gradients, snapshot)
+        loss, total, gradients = self.reduce(loss, count, gradients, snapshot)
         finite = self.finite(gradients) if self.updater.judges_finiteness else None
         with self.norms_logged(gradients):
             gradients = self.clip(gradients)
             self.apply(gradients, finite)
-        return self.outcome(loss, count, finite, snapshot)
+        return self.outcome(loss, total, finite, snapshot)
 
     def forward_backward(self, batch: Any, count: int | tf.Tensor) -> tuple[tf.Tensor, Gradients]:
         """Computes the replica's loss (float32 scalar) and gradients; updates the metrics.
@@ -272,10 +279,8 @@ class TrainStep(BaseStep):
             return part + 1, loss + more, totals
 
         # Sums of float16 overflow early.
-        loss, totals = (
-            0.0,
-            [tf.zeros(v.shape, local_batch.wide(v.dtype)) for v in self.trainable_variables],
-        )
+        zeros = [tf.zeros(v.shape, local_batch.wide(v.dtype)) for v in self.trainable_variables]
+        loss, totals = 0.0, zeros
         # With fewer examples than `accumulate_steps`, there are fewer micro-batches.
         groups = local_batch.micro_batches(batch, self.accumulate_steps)
         done = sum(parts for parts, _ in groups)
@@ -386,17 +391,16 @@ class TrainStep(BaseStep):
             v for g, v in zip(gradients, self.trainable_variables, strict=True) if g is not None
         ]
         counted = [] if isinstance(count, int) else [tf.cast(count, tf.float32)]
-        own = [*self.statistics.terms(snapshot), *counted]
+        others = [*self.statistics.terms(snapshot), *counted]
         scale = self.updater.loss_scale and self.updater.loss_scale.scale
         if not self.has_custom_all_reduce:
-            reduced = self.sum_gradients([*dense, *own])
-            dense, own = reduced[: len(dense)], reduced[len(dense) :]
+            reduced = self.sum_gradients([*dense, *others])
+            dense, others = reduced[: len(dense)], reduced[len(dense) :]
         else:
-            sum_own = functools.partial(all_reduce, options=self.options, scope=BESIDE)
-            dense, own = reduce_with_custom_sum(dense, own, scale, self.sum_gradients, sum_own)
+            dense, others = self._reduce_with_custom_sum(dense, others, scale)
             scale = None
-        total = own.pop() if counted else count * self.strategy.num_replicas_in_sync
-        self.statistics.assign(own, snapshot, self.strategy.num_replicas_in_sync)
+        total = others.pop() if counted else count * self.strategy.num_replicas_in_sync
+        self.statistics.assign(others, snapshot, self.strategy.num_replicas_in_sync)
         if counted:
             divisor = local_batch.or_one(total)
             dense = [g / tf.cast(divisor, g.dtype) for g in dense]
@@ -406,6 +410,28 @@ class TrainStep(BaseStep):
         dense = [tf.cast(g, v.dtype) for g, v in zip(dense, variables, strict=True)]
         left = iter(dense)
         return loss, total, [None if g is None else next(left) for g in gradients]
+
+    def _reduce_with_custom_sum(
+        self, gradients: list[tf.Tensor], others: list[tf.Tensor], scale: tf.Tensor | None
+    ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+        """Returns the sums of ``gradients``, without the loss ``scale``, with an overridden
+        `sum_gradients`, and those of ``others`` with ctl's all-reduce. If a gradient of any replica
+        has a NaN or Inf, all sums of gradients are NaN.
+
+        Raises:
+            UsageError: the override returned another number of tensors, or other shapes.
+        """
+        wide = [local_batch.widened(g) for g in gradients]
+        if scale is not None:
+            wide = [g / tf.cast(scale, g.dtype) for g in wide]
+        broken = tf.reduce_any([tf.reduce_any(~tf.math.is_finite(g)) for g in wide])
+        broken = tf.where(broken, math.nan, 0.0)
+        *others, broken = all_reduce([*others, broken], options=self.options, scope=BESIDE)
+        sums = self.sum_gradients(wide)
+        given, returned = ([tuple(t.shape) for t in tensors] for tensors in (wide, sums))
+        if given != returned:
+            raise UsageError(f"sum_gradients() was given shapes {given}, and returned {returned}")
+        return [s + tf.cast(broken, s.dtype) for s in sums], others
 
     def sum_gradients(self, gradients: list[tf.Tensor]) -> list[tf.Tensor]:
         """Sums dense tensors over replicas, with `ctl.reduce.all_reduce`.
@@ -422,8 +448,7 @@ class TrainStep(BaseStep):
     @property
     def has_custom_all_reduce(self) -> bool:
         """Whether `sum_gradients` is overridden."""
-        own = "sum_gradients" in vars(self)
-        return own or type(self).sum_gradients is not TrainStep.sum_gradients
+        return self.overrides("sum_gradients", TrainStep)
 
     def norms_logged(self, gradients: Gradients) -> contextlib.AbstractContextManager[None]:
         """With ``log_norms``, logs norms of the update that is made inside; otherwise adds nothing
@@ -452,8 +477,8 @@ class TrainStep(BaseStep):
     def outcome(
         self, loss: tf.Tensor, count: Any, finite: tf.Tensor | None, snapshot: StatisticsSnapshot
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Returns ``loss`` and ``count``. If ``finite`` is false, returns zeros and restores the
-        statistics. None: finiteness is not checked."""
+        """Returns ``loss`` and ``count``, the size of the global batch. If ``finite`` is false,
+        returns zeros and restores the statistics. None: finiteness is not checked."""
         count = tf.cast(count, tf.float32)
         if finite is None:
             return loss, count
@@ -473,5 +498,5 @@ class TrainStep(BaseStep):
         replaces by their mean. By default, the moving statistics of BatchNorm layers that train and
         are not synchronized. Override it to add variables of your layers."""
         layers = replicas.training_norms(self.tracked.layer)
-        own = replicas.statistics_of(layer for layer in layers if not layer.synchronized)
-        return [variable.value for variable in own]
+        separate = replicas.statistics_of(layer for layer in layers if not layer.synchronized)
+        return [variable.value for variable in separate]

@@ -97,11 +97,11 @@ def check_replicas_equal_one(
     """
     one, several = _made(make, 1), _made(make, replicas)
     _check_comparable(several)
-    before, names = _state(one), _names(several)
+    before, names = _values(one), _names(several)
     for until in (1, steps):
         scalars = [loop.train(until) for loop in (one, several)]
         _check_agreement(several, replicas)
-        wanted, found = _state(one), _state(several)
+        wanted, found = _values(one), _values(several)
         when = f"after {until} step{'s' * (until > 1)}"
         for name in wanted:
             difference = np.abs(found[name] - wanted[name]).max(initial=0.0)
@@ -139,11 +139,11 @@ def _guess(before: np.ndarray, wanted: np.ndarray, found: np.ndarray, replicas: 
 
 def _check_agreement(loop: Loop, replicas: int) -> None:
     seeds = {id(v) for v in of_replicas.dropout_seeds(loop.step.tracked.layer)}
-    for name, variable in _variables(loop):
+    for label, _, variable in _variables(loop):
         copies = loop.strategy.experimental_local_results(variable)
         if id(variable) not in seeds and len({c.numpy().tobytes() for c in copies}) > 1:
             raise AssertionError(
-                f"{name} differs between the {replicas} replicas: is its gradient not reduced, or "
+                f"{label} differs between the {replicas} replicas: is its gradient not reduced, or "
                 "is it updated with one replica's part of the batch?"
             )
 
@@ -296,34 +296,34 @@ def _made(
     return make(strategy_over(replicas), checkpoints)
 
 
-def _variables(loop: Loop) -> Iterator[tuple[str, tf.Variable]]:
-    """All variables of the state, with names that two loops share: Keras numbers its own."""
+def _variables(loop: Loop) -> Iterator[tuple[str, str, tf.Variable]]:
+    """Yields the label, a name that two loops share (Keras numbers its own), and each variable of
+    the state."""
     loop.state.collect()
     for group, variables in loop.state.variables().items():
         for number, variable in enumerate(variables):
-            yield f"{group} {number} ({variable.name.removesuffix(':0')})", variable
+            name = f"{group} {number}"
+            yield f"{name} ({variable.name.removesuffix(':0')})", name, variable
 
 
 def _names(loop: Loop) -> dict[str, str]:
-    """The names of all variables, by what two loops share."""
-    return {name.partition(" (")[0]: name for name, _ in _variables(loop)}
+    """The labels of all variables, by name."""
+    return {name: label for label, name, _ in _variables(loop)}
 
 
-def _state(loop: Loop) -> dict[str, np.ndarray]:
+def _values(loop: Loop) -> dict[str, np.ndarray]:
+    """The values by name; not those that differ between replicas."""
     return {
-        name.partition(" (")[0]: variable.numpy().astype(np.float64)
-        for name, variable in _variables(loop)
-        if not name.startswith("replicas ")  # has other values on each
+        name: variable.numpy().astype(np.float64)
+        for _, name, variable in _variables(loop)
+        if not name.startswith("replicas ")
     }
 
 
 def _bits(loop: Loop) -> dict[str, list[bytes]]:
-    return {
-        name.partition(" (")[0]: [
-            copy.numpy().tobytes() for copy in loop.strategy.experimental_local_results(variable)
-        ]
-        for name, variable in _variables(loop)
-    }
+    """The bits of all copies, by name."""
+    copies = loop.strategy.experimental_local_results
+    return {name: [c.numpy().tobytes() for c in copies(v)] for _, name, v in _variables(loop)}
 
 
 def _batches(dataset: Any) -> Iterator[Any]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import tensorflow as tf
-from contrastive import Contrastive, contrastive, dataset, plain_tensorflow, views
-from helpers import assert_replicas_agree, largest_difference, precision
+from contrastive import Contrastive, contrastive, plain_tensorflow, views
+from helpers import assert_replicas_agree, batches_of, largest_difference, precision
 
 import ctl
 from ctl.errors import UsageError
@@ -91,7 +91,7 @@ def test_an_evaluation_gathers_too(mirrored):
 
         with strategy.scope():
             evaluation = Evaluation(loop.step.model)
-        evaluator = ctl.Evaluator(evaluation, dataset(batches, False), strategy=strategy)
+        evaluator = ctl.Evaluator(evaluation, batches_of(batches), strategy=strategy)
         values.append(evaluator.run()["loss"])
     assert values[0] == pytest.approx(values[1], rel=1e-6)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -10,39 +12,38 @@ from helpers import (
     BATCH,
     CLASSES,
     FEATURES,
+    PARTIAL,
     STEPS,
     adam,
     both,
     examples,
     largest_difference,
+    make_loop,
     mlp,
+    sgd,
     train,
 )
 
 from ctl.distributed.replicas import offset_dropout_seeds
 from ctl.errors import UsageError
-from ctl.loop import Loop
 from ctl.phases.losses import cross_entropy
 from ctl.phases.optimizers import PROVEN
 from ctl.step import TrainStep
 
 pytestmark = pytest.mark.compiled_update
 
-REPLICAS = pytest.mark.parametrize("replicas", [1, 2, 4])
-# Where nothing depends on their number but that there are several.
-FEW_REPLICAS = pytest.mark.parametrize("replicas", [1, 2])
-
 # Rates at which 20 steps move the weights by 0.01 to 1: an update left out would be seen.
 RATES = {"Adadelta": 1.0, "Ftrl": 0.05, "SGD": 0.1, "Lion": 1e-3}
 
 
-@pytest.mark.slow
-@FEW_REPLICAS
-@pytest.mark.parametrize("kind", PROVEN, ids=lambda kind: kind.__name__)
-def test_every_optimizer_equals_plain_keras(mirrored, kind, replicas):
-    def optimizer():
-        return kind(learning_rate=RATES.get(kind.__name__, 0.01))
+def of_kind(kind):
+    return lambda: kind(learning_rate=RATES.get(kind.__name__, 0.01))
 
+
+@pytest.mark.slow
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("optimizer", [*map(of_kind, PROVEN)], ids=[k.__name__ for k in PROVEN])
+def test_every_optimizer_equals_plain_keras(mirrored, optimizer, replicas):
     ours, theirs, loop, reference = both(mirrored(replicas), optimizer)
     assert largest_difference(ours.get_weights(), theirs.get_weights()) <= 1e-6
     slots = [v.numpy() for v in loop.step.optimizer.variables]
@@ -54,176 +55,130 @@ def test_every_optimizer_equals_plain_keras(mirrored, kind, replicas):
     )
 
 
-@pytest.mark.parametrize("nesterov", [False, True])
-def test_momentum_equals_plain_keras(mirrored, nesterov):
-    def optimizer():
-        return keras.optimizers.SGD(0.05, momentum=0.9, nesterov=nesterov)
+def excluding(word: str):
+    def adamw():
+        optimizer = keras.optimizers.AdamW(0.01, weight_decay=0.3)
+        optimizer.exclude_from_weight_decay(var_names=[word])
+        return optimizer
 
-    ours, theirs, *_ = both(mirrored(2), optimizer)
+    return adamw
+
+
+def with_head() -> keras.Model:
+    layers = [keras.layers.Dense(8, "tanh"), keras.layers.Dense(CLASSES, name="head")]
+    return keras.Sequential([keras.Input([FEATURES]), *layers])
+
+
+def embedding() -> keras.Model:
+    words = keras.Input([6], dtype="int32")
+    layers = [keras.layers.Embedding(7, 4), keras.layers.Flatten(), keras.layers.Dense(CLASSES)]
+    return keras.Sequential([words, *layers])
+
+
+def with_duplicate_rows() -> tuple[np.ndarray, np.ndarray]:
+    random = np.random.default_rng(1)
+    words = random.integers(0, 7, (STEPS * BATCH, 6)).astype(np.int32)
+    return words, random.integers(0, CLASSES, STEPS * BATCH)
+
+
+def weighted() -> tuple[np.ndarray, ...]:
+    """Half of the weights are 0, so replicas differ in their number of valid examples."""
+    weights = np.random.default_rng(2).integers(0, 2, STEPS * BATCH).astype(np.float32)
+    return *examples(), weights
+
+
+def frozen() -> keras.Model:
+    model = mlp()
+    model.layers[0].trainable = False
+    return model
+
+
+# Keras clips before it reduces, so it is one device that clips.
+CLIPPED = {"optimizer": sgd(0.5), "reference": sgd(0.5, global_clipnorm=0.05), "clip_norm": 0.05}
+# The last batch of the 20 has 5 examples: on 4 replicas 2, 2, 1 and none.
+PARTIALLY = {"arrays": functools.partial(examples, PARTIAL), "full": False}
+
+# Each feature: the numbers of replicas, and what `both` is given; by default Adam.
+QUICK: dict[str, tuple[tuple[int, ...], dict]] = {
+    "momentum": ((2,), {"optimizer": sgd(0.05, momentum=0.9)}),
+    "nesterov": ((2,), {"optimizer": sgd(0.05, momentum=0.9, nesterov=True)}),
+    "clipping by global norm after the reduction": ((1, 2, 4), CLIPPED),
+    "weight decay of any optimizer": ((1, 2), {"optimizer": sgd(0.1, weight_decay=0.1)}),
+    "schedule": ((1, 2), {"schedule": lambda s: 0.01 * 0.9 ** tf.cast(s, "float32")}),
+    "constraint": (
+        (1, 2),
+        {
+            "optimizer": sgd(0.5),
+            "model": lambda: mlp(kernel_constraint=keras.constraints.MaxNorm(0.5)),
+        },
+    ),
+    "regularizer counts once": (
+        (1, 2),
+        {"optimizer": sgd(), "model": lambda: mlp(kernel_regularizer=keras.regularizers.L2(0.05))},
+    ),
+    "weighted examples": ((1, 2), {"optimizer": sgd(), "arrays": weighted}),
+}
+SLOW: dict[str, tuple[tuple[int, ...], dict]] = {
+    # 3 does not divide a replica's batch: micro-batches of different sizes.
+    "accumulation of 3": ((1, 4), {"accumulate_steps": 3}),
+    "accumulation of 2": ((2,), {"accumulate_steps": 2}),
+    **{
+        f"weight decay without {word}": ((1, 2), {"optimizer": excluding(word), "model": with_head})
+        for word in ("bias", "head", "^bias$", "head/kernel")
+    },
+    "sparse gradients with duplicate rows": (
+        (1, 2, 4),
+        {"arrays": with_duplicate_rows, "model": embedding},
+    ),
+    "partial batches": ((1, 2, 4), {"optimizer": sgd(), **PARTIALLY}),
+    "partial batches with accumulation and clipping": (
+        (1, 2, 4),
+        {**CLIPPED, **PARTIALLY, "accumulate_steps": 2},
+    ),
+    "frozen layers": ((1, 2), {"model": frozen}),
+    "several packs": ((1, 2), {"bytes_per_pack": 200}),
+    "compiled": ((1, 2), {"jit_compile": True}),
+    "compiled with accumulation": ((1, 2), {"jit_compile": True, "accumulate_steps": 2}),
+}
+ADAM = adam()
+
+
+@pytest.mark.parametrize(
+    ("replicas", "case"),
+    [
+        pytest.param(n, case, id=f"{name}, {n}", marks=marks)
+        for cases, marks in ((QUICK, ()), (SLOW, pytest.mark.slow))
+        for name, (replicas, case) in cases.items()
+        for n in replicas
+    ],
+)
+def test_each_feature_equals_keras_on_one_device(mirrored, replicas, case):
+    options = dict(case)
+    make_model, arrays = options.pop("model", mlp), options.pop("arrays", examples)()
+    optimizer = options.pop("optimizer", ADAM)
+    ours, theirs, *_ = both(mirrored(replicas), optimizer, arrays, make_model=make_model, **options)
     assert largest_difference(ours.get_weights(), theirs.get_weights()) <= 1e-6
+    for mine, other in zip(ours.layers, theirs.layers, strict=True):
+        if not mine.trainable:
+            np.testing.assert_equal(mine.get_weights(), other.get_weights())
 
 
-class TestEqualsPlainKeras:
-    """Each feature, against Keras's own on one device."""
+AVERAGED = adam(use_ema=True, ema_momentum=0.9)
 
-    def check(self, mirrored, replicas, make_optimizer, *args, **options):
-        ours, theirs, loop, reference = both(mirrored(replicas), make_optimizer, *args, **options)
-        assert largest_difference(ours.get_weights(), theirs.get_weights()) <= 1e-6
-        return loop, reference
 
-    @REPLICAS
-    def test_clipping_by_global_norm_after_the_reduction(self, mirrored, replicas):
-        def sgd(**kwargs):
-            return lambda: keras.optimizers.SGD(0.5, **kwargs)
-
-        self.check(mirrored, replicas, sgd(), reference=sgd(global_clipnorm=0.05), clip_norm=0.05)
-
-    @pytest.mark.slow
-    @pytest.mark.parametrize(("replicas", "parts"), [(1, 3), (2, 2), (4, 3)])
-    def test_accumulation(self, mirrored, replicas, parts):
-        """3 does not divide a replica's batch: micro-batches of different sizes."""
-        self.check(mirrored, replicas, adam(), accumulate_steps=parts)
-
-    @pytest.mark.slow
-    @FEW_REPLICAS
-    def test_averaged_weights(self, mirrored, replicas):
-        loop, reference = self.check(
-            mirrored,
-            replicas,
-            adam(),
-            reference=adam(use_ema=True, ema_momentum=0.9),
-            ema_decay=0.9,
-        )
-        theirs = reference._model_variables_moving_average
-        assert largest_difference(loop.step.updater.ema, theirs) <= 1e-6
-        trained = loop.step.model.get_weights()
-        with loop.step.updater.averaged():
-            assert largest_difference(loop.step.model.get_weights(), theirs) <= 1e-6
-        assert largest_difference(loop.step.model.get_weights(), trained) == 0
-
-    @pytest.mark.slow
-    @FEW_REPLICAS
-    @pytest.mark.parametrize("words", [["bias"], ["head"], ["^bias$"], ["head/kernel"]], ids=str)
-    def test_weight_decay_with_exclusions(self, mirrored, replicas, words):
-        def adamw():
-            optimizer = keras.optimizers.AdamW(0.01, weight_decay=0.3)
-            optimizer.exclude_from_weight_decay(var_names=words)
-            return optimizer
-
-        def model():
-            layers = [keras.layers.Dense(8, "tanh"), keras.layers.Dense(CLASSES, name="head")]
-            return keras.Sequential([keras.Input([FEATURES]), *layers])
-
-        self.check(mirrored, replicas, adamw, make_model=model)
-
-    @FEW_REPLICAS
-    def test_weight_decay_of_any_optimizer(self, mirrored, replicas):
-        self.check(mirrored, replicas, lambda: keras.optimizers.SGD(0.1, weight_decay=0.1))
-
-    @FEW_REPLICAS
-    def test_schedule(self, mirrored, replicas):
-        self.check(
-            mirrored, replicas, adam(), schedule=lambda s: 0.01 * 0.9 ** tf.cast(s, "float32")
-        )
-
-    @FEW_REPLICAS
-    def test_constraint(self, mirrored, replicas):
-        self.check(
-            mirrored,
-            replicas,
-            lambda: keras.optimizers.SGD(0.5),
-            make_model=lambda: mlp(kernel_constraint=keras.constraints.MaxNorm(0.5)),
-        )
-
-    @FEW_REPLICAS
-    def test_regularizer_counts_once(self, mirrored, replicas):
-        self.check(
-            mirrored,
-            replicas,
-            lambda: keras.optimizers.SGD(0.1),
-            make_model=lambda: mlp(kernel_regularizer=keras.regularizers.L2(0.05)),
-        )
-
-    @pytest.mark.slow
-    @REPLICAS
-    def test_sparse_gradients_with_duplicate_rows(self, mirrored, replicas):
-        def model():
-            return keras.Sequential(
-                [
-                    keras.layers.Input([6], dtype="int32"),
-                    keras.layers.Embedding(7, 4),
-                    keras.layers.Flatten(),
-                    keras.layers.Dense(CLASSES),
-                ]
-            )
-
-        random = np.random.default_rng(1)
-        words = random.integers(0, 7, (STEPS * BATCH, 6)).astype(np.int32)
-        arrays = (words, random.integers(0, CLASSES, STEPS * BATCH))
-        self.check(mirrored, replicas, adam(), arrays, make_model=model)
-
-    @pytest.mark.slow
-    @REPLICAS
-    def test_partial_batches(self, mirrored, replicas):
-        """The last batch of the 20 has 5 examples: on 4 replicas 2, 2, 1 and none."""
-        arrays = examples((STEPS - 1) * BATCH + 5)
-        self.check(mirrored, replicas, lambda: keras.optimizers.SGD(0.1), arrays, full=False)
-
-    @pytest.mark.slow
-    @REPLICAS
-    def test_partial_batches_with_accumulation_and_clipping(self, mirrored, replicas):
-        def sgd(**kwargs):
-            return lambda: keras.optimizers.SGD(0.5, **kwargs)
-
-        self.check(
-            mirrored,
-            replicas,
-            sgd(),
-            examples((STEPS - 1) * BATCH + 5),
-            full=False,
-            reference=sgd(global_clipnorm=0.05),
-            clip_norm=0.05,
-            accumulate_steps=2,
-        )
-
-    @FEW_REPLICAS
-    def test_weighted_examples(self, mirrored, replicas):
-        """Half of the weights are 0, so replicas differ in their number of valid examples."""
-        weights = np.random.default_rng(2).integers(0, 2, STEPS * BATCH).astype(np.float32)
-        self.check(mirrored, replicas, lambda: keras.optimizers.SGD(0.1), (*examples(), weights))
-
-    @pytest.mark.slow
-    @FEW_REPLICAS
-    def test_frozen_layers(self, mirrored, replicas):
-        def model():
-            model = mlp()
-            model.layers[0].trainable = False
-            return model
-
-        before = []
-
-        class Step(TrainStep):
-            def build(self, *args, **kwargs):
-                before.extend(self.model.layers[0].get_weights())
-                super().build(*args, **kwargs)
-
-        loop, _ = self.check(mirrored, replicas, adam(), make_model=model, step_class=Step)
-        assert largest_difference(loop.step.model.layers[0].get_weights(), before) == 0
-
-    @pytest.mark.slow
-    @FEW_REPLICAS
-    def test_several_packs(self, mirrored, replicas):
-        self.check(mirrored, replicas, adam(), bytes_per_pack=200)
-
-    @pytest.mark.slow
-    @FEW_REPLICAS
-    def test_compiled_forward_and_backward(self, mirrored, replicas):
-        self.check(mirrored, replicas, adam(), jit_compile=True)
-
-    @pytest.mark.slow
-    @FEW_REPLICAS
-    def test_compiled_with_accumulation(self, mirrored, replicas):
-        self.check(mirrored, replicas, adam(), jit_compile=True, accumulate_steps=2)
+@pytest.mark.slow
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_averaged_weights_equal_those_of_keras(mirrored, replicas):
+    ours, theirs, loop, reference = both(
+        mirrored(replicas), ADAM, reference=AVERAGED, ema_decay=0.9
+    )
+    assert largest_difference(ours.get_weights(), theirs.get_weights()) <= 1e-6
+    averages = reference._model_variables_moving_average
+    assert largest_difference(loop.step.updater.ema, averages) <= 1e-6
+    trained = ours.get_weights()
+    with loop.step.updater.averaged():
+        assert largest_difference(ours.get_weights(), averages) <= 1e-6
+    assert largest_difference(ours.get_weights(), trained) == 0
 
 
 @pytest.mark.slow
@@ -234,15 +189,11 @@ class TestEqualsPlainKeras:
 )
 def test_all_of_the_step_compiled_equals_plain_keras(options):
     default = tf.distribute.get_strategy()
-    ours, theirs, loop, _ = both(default, adam(), jit_compile=True, **options)
+    ours, theirs, loop, _ = both(default, ADAM, jit_compile=True, **options)
     assert largest_difference(ours.get_weights(), theirs.get_weights()) <= 1e-6
     functions = loop.traced().graph.as_graph_def().library.function
     (body,) = (f.node_def for f in functions if any("IteratorGetNext" in n.op for n in f.node_def))
     assert sum(node.attr["_XlaMustCompile"].b for node in body) == 1  # forward, update and all
-
-
-def dropout_model():
-    return keras.Sequential([keras.layers.Input([64]), keras.layers.Dropout(0.5, seed=3)])
 
 
 def masks(strategy, model) -> np.ndarray:
@@ -255,9 +206,8 @@ def masks(strategy, model) -> np.ndarray:
 def test_dropout_masks_differ_between_replicas(mirrored):
     strategy = mirrored(4)
     with strategy.scope():
-        model = keras.Sequential(
-            [keras.layers.Input([64]), keras.layers.Dropout(0.5, seed=3), keras.layers.Dense(2)]
-        )
+        parts = [keras.layers.Dropout(0.5, seed=3), keras.layers.Dense(2)]
+        model = keras.Sequential([keras.Input([64]), *parts])
         dropout = keras.Sequential(model.layers[:1])
         step = TrainStep(model, keras.optimizers.SGD(0.1))
     assert len(np.unique(masks(strategy, dropout), axis=0)) == 1  # what Keras does
@@ -308,12 +258,6 @@ def test_one_gradient_collective_per_device_per_step(ring2, options, packs):
     assert names == {f"pack{i}" for i in range(packs)}
 
 
-def test_collectives_have_the_options(ring2):
-    options = tf.distribute.experimental.CommunicationOptions(timeout_seconds=7.0)
-    loop = train(ring2, mlp, adam(), examples(), steps=1, options=options)
-    assert {node.attr["timeout_seconds"].f for node in collectives(loop)} == {7.0}
-
-
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -360,7 +304,7 @@ def test_variables_of_another_scope_are_refused(mirrored):
 
 
 def test_a_step_that_overrides_one_phase(mirrored):
-    """A step of one's own: the loss only, no metrics, a batch of any form."""
+    """A step of one's own: the loss only, no outputs for metrics, a batch of any form."""
 
     class Autoencoder(TrainStep):
         def loss(self, batch):
@@ -372,17 +316,13 @@ def test_a_step_that_overrides_one_phase(mirrored):
     def model():
         return keras.Sequential([keras.layers.Input([FEATURES]), keras.layers.Dense(FEATURES)])
 
-    weights = model().get_weights()
+    data = tf.data.Dataset.from_tensor_slices({"x": examples()[0]})
+    options = {"data": data.batch(BATCH, drop_remainder=True).repeat(), "optimizer": sgd(0.5)}
     results = []
     for replicas in (1, 2):
-        strategy = mirrored(replicas)
-        with strategy.scope():
-            mine = model()
-            mine.set_weights(weights)
-            step = Autoencoder(mine, keras.optimizers.SGD(0.5))
-        dataset = tf.data.Dataset.from_tensor_slices({"x": examples()[0]})
-        loop = Loop(step, dataset.batch(BATCH, drop_remainder=True).repeat(), strategy=strategy)
+        loop = make_loop(mirrored(replicas), model=model, step_class=Autoencoder, seed=0, **options)
+        before = loop.step.model.get_weights()
         loop.train(STEPS)
-        results.append(mine.get_weights())
-    assert largest_difference(results[0], results[1]) <= 1e-6
-    assert largest_difference(results[0], weights) > 1e-2
+        results.append(loop.step.model.get_weights())
+    assert largest_difference(*results) <= 1e-6
+    assert largest_difference(results[0], before) > 1e-2

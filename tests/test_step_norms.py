@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from helpers import (
     BATCH,
-    CLASSES,
     FEATURES,
     STEPS,
     adam,
@@ -19,8 +18,12 @@ from helpers import (
     examples,
     largest_difference,
     make_loop,
+    network,
+    normalized,
+    sgd,
     train,
 )
+from keras import layers
 
 from ctl.errors import UsageError
 
@@ -31,18 +34,9 @@ pytestmark = pytest.mark.compiled_update
 def test_batch_norm_statistics_are_those_of_one_replica(mirrored, replicas):
     """The layer sees the data, so its statistics do not depend on how batches are split."""
 
-    def model():
-        return keras.Sequential(
-            [
-                keras.layers.Input([FEATURES]),
-                keras.layers.BatchNormalization(momentum=0.8, name="norm"),
-                keras.layers.Dense(CLASSES),
-            ]
-        )
-
     arrays = examples()
     strategy = mirrored(replicas)
-    loop = train(strategy, model, lambda: keras.optimizers.SGD(0.0), arrays)
+    loop = train(strategy, normalized(momentum=0.8, name="norm"), sgd(0.0), arrays)
     mean, variance = np.zeros(FEATURES), np.ones(FEATURES)
     for features, _ in cut(arrays):
         mean = 0.8 * mean + 0.2 * features.astype(np.float64).mean(axis=0)
@@ -54,16 +48,7 @@ def test_batch_norm_statistics_are_those_of_one_replica(mirrored, replicas):
 
 
 def test_synchronized_batch_norm_equals_one_replica(mirrored):
-    def model():
-        return keras.Sequential(
-            [
-                keras.layers.Input([FEATURES]),
-                keras.layers.BatchNormalization(synchronized=True),
-                keras.layers.Dense(CLASSES),
-            ]
-        )
-
-    ours, theirs, *_ = both(mirrored(2), lambda: keras.optimizers.SGD(0.1), make_model=model)
+    ours, theirs, *_ = both(mirrored(2), sgd(), make_model=normalized(synchronized=True))
     assert largest_difference(ours.get_weights(), theirs.get_weights()) <= 1e-6
 
 
@@ -72,29 +57,16 @@ def test_gradients_of_a_synchronized_batch_norm_cross_replicas_of_other_counts(m
     """Gradients of the first layer are those of all replicas, whose weights differ."""
 
     def model():
-        return keras.Sequential(
-            [
-                keras.layers.Input([FEATURES]),
-                keras.layers.Dense(8, activation="tanh"),
-                keras.layers.BatchNormalization(synchronized=True),
-                keras.layers.Dense(CLASSES),
-            ]
-        )
+        return network(layers.Dense(8, "tanh"), layers.BatchNormalization(synchronized=True))
 
     weights = np.tile(np.repeat([1.0, 0.1], BATCH // 2), STEPS).astype(np.float32)
-    arrays = (*examples(), weights)
-    ours, theirs, *_ = both(
-        mirrored(2), lambda: keras.optimizers.SGD(0.1), arrays, make_model=model
-    )
+    ours, theirs, *_ = both(mirrored(2), sgd(), (*examples(), weights), make_model=model)
     assert largest_difference(ours.get_weights(), theirs.get_weights()) <= 1e-6
 
 
 @pytest.mark.parametrize("options", [{"accumulate_steps": 2}, {"jit_compile": True}], ids=str)
 def test_a_synchronized_batch_norm_in_a_loop_or_under_xla_is_refused(mirrored, options):
-    def model():
-        norm = keras.layers.BatchNormalization(synchronized=True)
-        return keras.Sequential([keras.layers.Input([FEATURES]), norm, keras.layers.Dense(CLASSES)])
-
+    model = normalized(synchronized=True)
     make_loop(mirrored(1), model=model, **options)
     with pytest.raises(UsageError, match="neither --accumulate_steps nor --jit_compile: use"):
         make_loop(mirrored(2), model=model, **options)
@@ -106,25 +78,16 @@ def test_a_synchronized_batch_norm_in_a_loop_or_under_xla_is_refused(mirrored, o
 def test_a_skipped_step_leaves_batch_norm_as_it_was(mirrored, replicas, jit_compile, synchronized):
     """The statistics are those of a training that never saw the batch."""
 
-    def model():
-        keras.utils.set_random_seed(4)
-        return keras.Sequential(
-            [
-                keras.layers.Input([FEATURES]),
-                keras.layers.BatchNormalization(momentum=0.5, synchronized=synchronized),
-                keras.layers.Dense(CLASSES),
-            ]
-        )
-
     batches = cut(examples(4 * BATCH))
     poisoned = batches[1][0].copy()
     poisoned[3, 2] = np.nan
     states = []
     for given in ([*batches[:2], (poisoned, batches[1][1]), *batches[2:]], batches):
         arrays = tuple(np.concatenate(parts) for parts in zip(*given, strict=True))
+        keras.utils.set_random_seed(4)
         loop = train(
             mirrored(replicas),
-            model,
+            normalized(momentum=0.5, synchronized=synchronized),
             adam(),
             arrays,
             steps=len(given),
@@ -141,11 +104,7 @@ def test_a_skipped_step_leaves_batch_norm_as_it_was(mirrored, replicas, jit_comp
     reason="needs a newer Keras, with renorm of BatchNormalization",
 )
 def test_the_statistics_of_renorm_are_the_same_on_all_replicas(mirrored):
-    def model():
-        layers = keras.layers
-        norm = layers.BatchNormalization(momentum=0.5, renorm=True, renorm_momentum=0.5)
-        return keras.Sequential([layers.Input([FEATURES]), norm, layers.Dense(CLASSES)])
-
+    model = normalized(momentum=0.5, renorm=True, renorm_momentum=0.5)
     loop = train(mirrored(2), model, adam(), examples())
     norm = loop.step.model.layers[0]
     assert len(norm.non_trainable_variables) == 5

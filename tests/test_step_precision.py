@@ -16,7 +16,9 @@ from helpers import (
     examples,
     largest_difference,
     mlp,
+    network,
     precision,
+    sgd,
     train,
 )
 
@@ -37,11 +39,8 @@ def test_float16_with_loss_scale_equals_keras(mirrored, replicas):
         )
     # Rounding to float16 differs with the split of the batch: 2^-11 relative per operation.
     assert largest_difference(ours.get_weights(), theirs.get_weights()) <= 5e-3
-    assert (
-        float(loop.step.updater.loss_scale.scale.numpy())
-        == float(reference.dynamic_scale.numpy())
-        == 2.0**15
-    )
+    scales = loop.step.updater.loss_scale.scale, reference.dynamic_scale
+    assert [float(scale.numpy()) for scale in scales] == [2.0**15] * 2
 
 
 @pytest.mark.slow
@@ -66,10 +65,8 @@ class InfinityOnLastReplica(TrainStep):
 @pytest.mark.parametrize("options", [{"loss_scale": True}, {"on_nan": "skip"}], ids=str)
 def test_an_infinity_on_one_replica_skips_the_update_on_all(mirrored, replicas, options):
     strategy = mirrored(replicas)
-    arrays = examples()
-    loop = train(
-        strategy, mlp, adam(), arrays, step_class=InfinityOnLastReplica, steps=2, **options
-    )
+    options = {"step_class": InfinityOnLastReplica, "steps": 2, **options}
+    loop = train(strategy, mlp, adam(), examples(), **options)
     assert_replicas_agree(strategy, loop.step.model.trainable_variables)
     assert int(loop.step.updater.skipped.numpy()) == 1
     assert int(loop.step.optimizer.iterations.numpy()) == 1
@@ -92,12 +89,8 @@ def test_counted_batches_do_not_overflow(mirrored, policy, replicas, jit_compile
     arrays = 2e4 * np.sign(features), labels
 
     def model():
-        keras.utils.set_random_seed(0)
-        layers = [
-            keras.layers.Input([FEATURES]),
-            keras.layers.Dense(CLASSES, kernel_initializer="zeros"),
-        ]
-        return keras.Sequential(layers)
+        dense = keras.layers.Dense(CLASSES, kernel_initializer="zeros")
+        return keras.Sequential([keras.Input([FEATURES]), dense])
 
     weights = []
     for constant in (True, False):  # sample weights are counted
@@ -105,7 +98,7 @@ def test_counted_batches_do_not_overflow(mirrored, policy, replicas, jit_compile
             loop = train(
                 mirrored(replicas),
                 model,
-                lambda: keras.optimizers.SGD(1e-4),
+                sgd(1e-4),
                 arrays if constant else (*arrays, np.ones(len(labels), "float32")),
                 steps=1,
                 on_nan="skip",
@@ -123,7 +116,7 @@ def test_counted_batches_do_not_overflow(mirrored, policy, replicas, jit_compile
 def test_counted_gradients_are_sums_until_they_are_reduced(dtype):
     """A step of one's own may override either side of it."""
     with precision(dtype):
-        model = keras.Sequential([keras.layers.Input([FEATURES]), keras.layers.Dense(CLASSES)])
+        model = network()
         step = TrainStep(model, keras.optimizers.SGD(0.1))
     strategy = tf.distribute.get_strategy()
     step.build(strategy)

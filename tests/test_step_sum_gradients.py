@@ -6,7 +6,15 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import CLASSES, FEATURES, examples, largest_difference, make_loop, precision
+from helpers import (
+    batches_of,
+    examples,
+    largest_difference,
+    make_loop,
+    network,
+    precision,
+    sgd,
+)
 from keras import layers
 
 from ctl.errors import UsageError
@@ -31,18 +39,12 @@ class Finite(TrainStep):
 
 
 def model() -> keras.Model:
-    parts = [layers.Dense(6, "tanh"), layers.BatchNormalization(), layers.Dense(CLASSES)]
-    return keras.Sequential([keras.Input([FEATURES]), *parts])
+    return network(layers.Dense(6, "tanh"), layers.BatchNormalization())
 
 
 def batches(features, labels) -> tf.data.Dataset:
     """Of 16 and of 5 examples, so that the examples are counted."""
-    sizes = [16, 5]
-    parts = [np.split(array, np.cumsum(sizes)[:-1]) for array in (features, labels)]
-    signature = tuple(tf.TensorSpec([None, *a.shape[1:]], a.dtype) for a in (features, labels))
-    return tf.data.Dataset.from_generator(
-        lambda: zip(*parts, strict=True), output_signature=signature
-    )
+    return batches_of([*zip(np.split(features, [16]), np.split(labels, [16]), strict=True)])
 
 
 @pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
@@ -56,7 +58,7 @@ def test_it_trains_alike(mirrored, replicas, counted, policy):
             loop = make_loop(
                 mirrored(replicas),
                 model=model,
-                optimizer=lambda: keras.optimizers.SGD(0.1),
+                optimizer=sgd(),
                 step_class=kind,
                 data=batches(*examples(21)) if counted else None,
                 loss_scale=policy != "float32",

@@ -132,10 +132,11 @@ class BaseStep(AutographMethods):
         examples = local_batch.rows(features)
         return examples if isinstance(examples, int) else tf.cast(examples, tf.float32)
 
-    def overrides(self, method: str) -> bool:
-        """Whether a subclass or this object replaces ``method`` (`loss`, `count`,
-        `update_metrics`)."""
-        return method in vars(self) or getattr(type(self), method) is not getattr(BaseStep, method)
+    def overrides(self, method: str, base: type[BaseStep] | None = None) -> bool:
+        """Whether a subclass of ``base`` (by default `BaseStep`) or this object replaces
+        ``method``."""
+        original = getattr(base or BaseStep, method)
+        return method in vars(self) or getattr(type(self), method) is not original
 
     def update_metrics(self, batch: Any, outputs: Any) -> None:
         """Updates ``self.metrics`` without a collective. Reading a result combines the replicas.

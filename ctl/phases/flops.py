@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from ctl.distributed import local_batch
+
+# What the names of counted operations begin with.
+KINDS = "MatMul", "BatchMatMul", "Einsum", "Conv2D", "Conv3D", "DepthwiseConv2dNative"
 
 # The body of a call is another graph. A loop runs its body an unknown number of times.
 _OPAQUE = frozenset(
@@ -41,45 +44,65 @@ def counted(step: Any, batch: Any) -> Iterator[None]:
 def count(operations: Iterable[tf.Operation]) -> int | None:
     """Returns the number of multiplications and additions in ``operations``; None if unknown."""
     try:
-        return sum(_of(operation) for operation in operations)
+        return sum(map(_of, operations))
     except ValueError:  # a shape is unknown
         return None
 
 
 def _of(operation: tf.Operation) -> int:
-    kind, inputs = operation.type, operation.inputs
-    if kind in _OPAQUE:
-        raise ValueError(kind)
-    if kind == "MatMul" or kind.startswith("BatchMatMul"):
-        adjoint = operation.get_attr("transpose_a" if kind == "MatMul" else "adj_x")
-        return (
-            2 * _size(operation.outputs[0].shape) * _size([inputs[0].shape[-2 if adjoint else -1]])
-        )
-    if kind == "Einsum":
-        return _of_einsum(operation)
-    if not kind.startswith(("Conv2D", "Conv3D", "DepthwiseConv2dNative")):
+    if operation.type in _OPAQUE:
+        raise ValueError(operation.type)
+    if not operation.type.startswith(KINDS):
         return 0
-    # Each element of the result of the forward pass needs a product with a filter.
-    backward, of_filter = "Backprop" in kind, "BackpropFilter" in kind
-    result = inputs[2] if backward else operation.outputs[0]
-    kernel = (operation.outputs[0] if of_filter else inputs[1]).shape
-    used = kernel[:2] if kind.startswith("Depthwise") else kernel[:-1]
-    return 2 * _size(result.shape) * _size(used)
+    inputs, output = [tensor.shape for tensor in operation.inputs], operation.outputs[0].shape
+    return of_kind(operation.type, operation.get_attr, inputs, output, _known)
 
 
-def _of_einsum(operation: tf.Operation) -> int:
-    """Counts one product and one addition for each combination of the indices."""
-    terms = operation.get_attr("equation").decode().partition("->")[0].split(",")
-    sizes: dict[str, int] = {}
-    for term, tensor in zip(terms, operation.inputs, strict=True):
-        if "." in term:
-            raise ValueError(term)
-        sizes.update(zip(term, map(_size, ([n] for n in tensor.shape)), strict=True))
-    return 2 * math.prod(sizes.values()) if len(terms) > 1 else 0
-
-
-def _size(shape: Any) -> int:
+def _known(shape: Any) -> list[int]:
     sizes = list(shape)  # raises ValueError if the rank is unknown
     if None in sizes:
         raise ValueError(shape)
-    return math.prod(sizes)
+    return sizes
+
+
+def of_kind(
+    kind: str,
+    attribute: Callable[[str], Any],
+    inputs: Sequence[Any],
+    output: Any,
+    known: Callable[[Any], Sequence[int]],
+) -> int:
+    """Returns the multiplications and additions of one operation.
+
+    Args:
+        kind: type of the operation, one of `KINDS`.
+        attribute: returns an attribute of the operation by its name.
+        inputs, output: shapes.
+        known: returns a part of a shape without unknown sizes.
+
+    Raises:
+        ValueError: an ``einsum`` has an ellipsis, or an operand of another rank than its term.
+    """
+    if "MatMul" in kind:
+        adjoint = attribute("transpose_a" if kind == "MatMul" else "adj_x")
+        inner = inputs[0][-2:][:1] if adjoint else inputs[0][-1:]
+        return 2 * math.prod(known(output)) * math.prod(known(inner))
+    if kind == "Einsum":
+        return _of_einsum(attribute("equation").decode(), map(known, inputs))
+    # Each element of the result of the forward pass needs a product with a filter. The gradients
+    # of the input and of the filter cost as much.
+    result = inputs[2] if "Backprop" in kind else output
+    kernel = output if "BackpropFilter" in kind else inputs[1]
+    used = kernel[:2] if kind.startswith("Depthwise") else kernel[:-1]
+    return 2 * math.prod(known(result)) * math.prod(known(used))
+
+
+def _of_einsum(equation: str, operands: Iterable[Sequence[int]]) -> int:
+    """Counts one product and one addition for each combination of the indices."""
+    terms = equation.partition("->")[0].split(",")
+    sizes: dict[str, int] = {}
+    for term, operand in zip(terms, operands, strict=True):
+        if "." in term:
+            raise ValueError(term)
+        sizes.update(zip(term, operand, strict=True))
+    return 2 * math.prod(sizes.values()) if len(terms) > 1 else 0

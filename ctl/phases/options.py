@@ -6,7 +6,7 @@ import inspect
 import math
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from absl import flags
 
@@ -61,14 +61,13 @@ def option(
     return _Option(default, help, parser, fixed)
 
 
-class _Option:
+class _Option(NamedTuple):
     """The declaration that `option` leaves in a class. Each instance has the value."""
 
-    def __init__(self, default: Any, help: str, parser: Any, fixed: bool):
-        self.fixed = fixed
-        self.default = default
-        self.help = help
-        self.parser = parser
+    default: Any
+    help: str
+    parser: Any
+    fixed: bool
 
     def define(self, name: str, owner: type) -> None:
         """Defines the flag ``name``. A class that is defined again, in a notebook, replaces it."""

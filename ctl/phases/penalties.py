@@ -42,7 +42,8 @@ def counted(step: Any, batch: Any, count: Any) -> Iterator[None]:
         batch: this replica's part of the global batch.
         count: as returned by `TrainStep.count`.
     """
-    if _counts_rows(step, batch) or not any(map(_may_add, _adding(step))):
+    owners = [step, *replicas.layers_of(step.tracked.layer)]
+    if _counts_rows(step, batch) or not any(map(_may_add, owners)):
         yield
         return
     rows = local_batch.rows(batch)
@@ -122,11 +123,6 @@ def _check_own(penalties: Sequence[tf.Tensor]) -> None:
 def _counts_rows(step: Any, batch: Any) -> bool:
     """Whether each example counts 1."""
     return not step.overrides("count") and local_batch.unpack(batch)[2] is None
-
-
-def _adding(step: Any) -> Iterator[Any]:
-    yield step
-    yield from replicas.layers_of(step.tracked.layer)
 
 
 def _may_add(owner: Any) -> bool:

@@ -28,26 +28,45 @@ class Statistics:
     so the variance between these shifts gives the variance between the means.
 
     Args:
-        combined: variables that the forward pass updates separately on each replica; empty if there
-            is one replica.
-        norms: BatchNorm layers. A moving variance that is one of ``combined`` gets the variance
-            between replicas, unless the layer has ``renorm``, which keeps standard deviations.
+        model: the model that trains. The moving variance of a BatchNorm layer that is one of
+            ``own`` gets the variance between replicas, unless the layer has ``renorm``, which keeps
+            standard deviations.
+        own: see `ctl.TrainStep.replica_statistics`.
+        strategy: the strategy of the step.
+        plain: TensorFlow variables of the step.
+        micro_batches: whether the forward pass sees a replica's part in pieces. The variance is
+            then the one within these pieces, as on one replica.
+        undoes: whether updates may be skipped.
+
+    Attributes:
+        combined: ``own``; empty if there is one replica.
         undone: variables to return to their values before the step if its update is skipped.
     """
 
     def __init__(
         self,
-        combined: Sequence[tf.Variable],
-        norms: Sequence[keras.layers.BatchNormalization],
-        undone: Sequence[tf.Variable],
+        model: keras.Model,
+        own: Sequence[tf.Variable],
+        strategy: tf.distribute.Strategy,
+        *,
+        plain: Sequence[tf.Variable],
+        micro_batches: bool,
+        undoes: bool,
     ):
-        self.combined = list(combined)
-        self.undone = list(undone)
-        index = {id(variable): i for i, variable in enumerate(combined)}
+        norms = replicas.training_norms(model)
+        undone: list[tf.Variable] = []
+        if undoes and not replicas.has_one_copy(strategy):  # else one replica cannot be undone
+            state = [*replicas.statistics_of(norms), *replicas.other_state(model)]
+            undone = [*own, *(v.value for v in state if v.aggregation == "none")]
+            none, on_read = tf.VariableAggregation.NONE, tf.VariableSynchronization.ON_READ
+            undone += [v for v in plain if v.aggregation == none or v.synchronization == on_read]
+        self.undone = [*{id(variable): variable for variable in undone}.values()]
+        self.combined = list(own) if strategy.num_replicas_in_sync > 1 else []
+        index = {id(variable): i for i, variable in enumerate(self.combined)}
         # Per layer: index of the mean, index of the variance, and the layer.
         self._pairs = [
             (index[id(n.moving_mean.value)], index[id(n.moving_variance.value)], n)
-            for n in norms
+            for n in ([] if micro_batches else norms)
             # Older versions of Keras have no renorm.
             if id(n.moving_variance.value) in index
             and n.momentum < 1.0
@@ -110,38 +129,6 @@ class Statistics:
         """Restores the variables of ``undone`` unless ``finite``, a bool scalar."""
         for variable, old in zip(self.undone, snapshot.undone, strict=True):
             variable.assign(tf.where(finite, variable.read_value(), old))
-
-
-def make_statistics(
-    model: keras.Model,
-    own: Sequence[tf.Variable],
-    strategy: tf.distribute.Strategy,
-    *,
-    plain: Sequence[tf.Variable],
-    micro_batches: bool,
-    undoes: bool,
-) -> Statistics:
-    """Returns the statistics of a step.
-
-    Args:
-        model: the model that trains.
-        own: see `ctl.TrainStep.replica_statistics`.
-        strategy: the strategy of the step.
-        plain: TensorFlow variables of the step.
-        micro_batches: whether the forward pass sees a replica's part in pieces. The variance is
-            then the one within these pieces, as on one replica.
-        undoes: whether updates may be skipped.
-    """
-    norms = replicas.training_norms(model)
-    undone: dict[int, tf.Variable] = {}
-    if undoes and not replicas.has_one_copy(strategy):  # else one replica cannot be undone
-        state = [*replicas.statistics_of(norms), *replicas.other_state(model)]
-        changed = [*own, *(v.value for v in state if v.aggregation == "none")]
-        none, on_read = tf.VariableAggregation.NONE, tf.VariableSynchronization.ON_READ
-        changed += [v for v in plain if v.aggregation == none or v.synchronization == on_read]
-        undone = {id(variable): variable for variable in changed}
-    several = strategy.num_replicas_in_sync > 1
-    return Statistics(own if several else [], [] if micro_batches else norms, [*undone.values()])
 
 
 def _wide(variable: tf.Variable) -> tf.Tensor:

@@ -46,7 +46,7 @@ class TraceKey(NamedTuple):
 
     observer: Observer
     bytes_per_pack: int
-    jit_compile: bool
+    jit_compile: bool | None
     version: int  # counts the changes of all other settings, see `TraceGuards`
 
 
@@ -92,12 +92,6 @@ class TraceGuards:
     def snapshot(self, step: Any) -> None:
         """Records the values with which the graph was traced. Call it after the graph has run."""
         self._seen = self._read(step)
-
-    def key(self, step: Any) -> TraceKey:
-        """The key of the trace of a training step. Raises `UsageError`, see `version_for`."""
-        return TraceKey(
-            step.observer, step.bytes_per_pack, step.jit_compile, self.version_for(step)
-        )
 
     def version_for(self, step: Any) -> int:
         """Returns `version`, a new one if a value was changed since `snapshot`.

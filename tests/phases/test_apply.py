@@ -9,11 +9,12 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers import sgd
 
 from ctl.errors import UsageError
 from ctl.phases.apply import LossScale, Updater
 from ctl.phases.norms import global_norm
-from ctl.phases.optimizers import PROVEN, check_optimizer
+from ctl.phases.optimizers import check_optimizer
 from ctl.schedule import make_schedule
 
 pytestmark = pytest.mark.compiled_update
@@ -28,12 +29,10 @@ class Mine(keras.optimizers.Optimizer):
 
 def make(strategy, optimizer, **options) -> Updater:
     with strategy.scope():
-        constraint = options.pop("constraint", None)
         variables = [
             keras.Variable(np.zeros(3, "float32"), name="a"),
             keras.Variable(np.ones(2, "float32"), name="b"),
         ]
-        variables[0].constraint = constraint
         return Updater(optimizer(), variables, **options)
 
 
@@ -58,10 +57,6 @@ def update(strategy, updater, *gradients, finite=None) -> None:
 
 def values(updater) -> list[np.ndarray]:
     return [v.numpy() for v in updater.variables]
-
-
-def sgd(rate=0.5, **options):
-    return lambda: keras.optimizers.SGD(rate, **options)
 
 
 ONES = ([1.0, 1.0, 1.0], [1.0, 1.0])
@@ -102,11 +97,6 @@ def test_an_update_outside_of_update_step_is_refused(method):
     assert "SGD, Adam, AdamW" in str(error.value) and "\n" not in str(error.value)
 
 
-def test_what_is_proven_is_accepted():
-    for kind in PROVEN:
-        check_optimizer(kind())
-
-
 def test_a_variable_overwritten_by_its_gradient_is_refused(mirrored):
     with mirrored(1).scope():
         variable = keras.Variable(np.zeros(2, "float32"))
@@ -132,23 +122,11 @@ def test_the_norm_of_gradients_of_several_types():
 
 def test_none_leaves_a_variable_as_it_is(mirrored):
     """Weight decay too; its average goes on."""
-    updater = make(mirrored(1), sgd(weight_decay=0.5), ema_decay=0.5)
+    updater = make(mirrored(1), sgd(0.5, weight_decay=0.5), ema_decay=0.5)
     update(mirrored(1), updater, ONES[0], None)
     np.testing.assert_array_equal(values(updater)[0], [-0.5] * 3)
     np.testing.assert_array_equal(values(updater)[1], [1.0, 1.0])
     np.testing.assert_array_equal(updater.ema[1].numpy(), [1.0, 1.0])
-
-
-def test_weight_decay_comes_before_the_update(mirrored):
-    updater = make(mirrored(1), sgd(0.5, weight_decay=0.25))
-    update(mirrored(1), updater, *ONES)
-    np.testing.assert_array_equal(values(updater)[1], [1 - 0.25 * 0.5 - 0.5] * 2)
-
-
-def test_a_constraint_holds_after_the_update(mirrored):
-    updater = make(mirrored(1), sgd(), constraint=keras.constraints.NonNeg())
-    update(mirrored(1), updater, [1.0, -1.0, 0.0], ONES[1])
-    np.testing.assert_array_equal(values(updater)[0], [0, 0.5, 0])
 
 
 def keras_schedule():
@@ -163,11 +141,7 @@ def keras_schedule():
         (lambda: keras.optimizers.SGD(keras_schedule()), None, [1.0, 1.0, 2.0, 4.0]),
         (sgd(0.5), keras_schedule(), [1.0, 1.0, 2.0, 4.0]),
         (sgd(0.5), lambda step: 1.0 + tf.cast(step, tf.float32), [1.0, 2.0, 3.0, 4.0]),
-        (
-            sgd(0.5),
-            make_schedule("cosine", learning_rate=1.0, total_steps=4),
-            None,
-        ),
+        (sgd(0.5), make_schedule("cosine", learning_rate=1.0, total_steps=4), None),
     ],
     ids=["float", "keras, in the optimizer", "keras", "function", "ctl"],
 )
@@ -184,13 +158,6 @@ def test_the_rate_is_the_one_that_is_said(mirrored, optimizer, schedule, rates, 
         assert updater.learning_rates()[0].dtype == tf.float32
         update(strategy, updater, *ONES)
         np.testing.assert_array_equal(values(updater)[0], before - np.float32(rate))
-
-
-def test_a_rate_set_during_training_is_used(mirrored):
-    updater = make(mirrored(1), sgd(0.5))
-    updater.groups[0].optimizer.learning_rate = 0.25
-    update(mirrored(1), updater, *ONES)
-    np.testing.assert_array_equal(values(updater)[1], [0.75, 0.75])
 
 
 @pytest.mark.parametrize("options", [{"loss_scale": True}, {"skip_nonfinite": True}], ids=str)
@@ -289,7 +256,7 @@ def test_averages_of_other_types_than_float32(mirrored, dtype):
 
 
 def test_weights_are_put_back_when_swapping_fails_half_way(mirrored, monkeypatch):
-    updater = make(mirrored(1), sgd(), ema_decay=0.5)
+    updater = make(mirrored(1), sgd(0.5), ema_decay=0.5)
     update(mirrored(1), updater, *ONES)
     update(mirrored(1), updater, *ONES)
     trained = values(updater)
@@ -304,7 +271,7 @@ def test_weights_are_put_back_when_swapping_fails_half_way(mirrored, monkeypatch
 
 
 def test_without_averages_the_weights_are_the_weights(mirrored):
-    updater = make(mirrored(1), sgd())
+    updater = make(mirrored(1), sgd(0.5))
     assert updater.ema == [] and "ema" not in updater.state()
     with updater.averaged():
         np.testing.assert_array_equal(values(updater)[1], [1.0, 1.0])

@@ -151,10 +151,3 @@ def test_what_cannot_be_trained_is_refused(parts, message):
     loop = make_loop()
     with pytest.raises(UsageError, match=message):
         loop.train_only(parts(loop))
-
-
-def test_a_layer_that_is_frozen_after_the_loop_was_made_names_the_way():
-    loop = make_loop()
-    head(loop).trainable = False
-    with pytest.raises(UsageError, match=r"use loop.train_only\(layers\)"):
-        loop.train(1)

@@ -6,29 +6,16 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import BATCH, examples, keras_loss, make_loop
+from helpers import BATCH, batches_of, examples, keras_loss, make_loop, sgd
 
 SIZES = BATCH, 5
 
 
-def batches(features, labels, weights) -> tf.data.Dataset:
-    """A batch of 16 and one of 5, again and again."""
-    parts = [np.split(array, [BATCH]) for array in (features, labels, weights)]
-
-    def given():
-        yield from zip(*parts, strict=True)
-
-    signature = tuple(
-        tf.TensorSpec([None, *array.shape[1:]], array.dtype)
-        for array in (features, labels, weights)
-    )
-    return tf.data.Dataset.from_generator(given, output_signature=signature)
-
-
-def logged(strategy, given, **options) -> tuple[float, keras.Model]:
-    loop = make_loop(
-        strategy, optimizer=lambda: keras.optimizers.SGD(0.0), data=batches(*given), **options
-    )
+def logged(strategy, arrays, **options) -> tuple[float, keras.Model]:
+    """Trains on a batch of 16 and one of 5, again and again."""
+    parts = [np.split(array, [BATCH]) for array in arrays]
+    data = batches_of([*zip(*parts, strict=True)])
+    loop = make_loop(strategy, optimizer=sgd(0.0), data=data, **options)
     return loop.train(6)["loss"], loop.step.model
 
 

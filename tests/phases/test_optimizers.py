@@ -6,8 +6,9 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import BATCH, CLASSES, FEATURES, examples, keras_loss, make_loop, mlp
+from helpers import BATCH, CLASSES, FEATURES, examples, keras_loss, make_loop, mlp, sgd
 
+from ctl import testing
 from ctl.control.evaluator import Evaluator
 from ctl.errors import UsageError
 from ctl.phases.base_step import EvalStep
@@ -18,8 +19,8 @@ pytestmark = pytest.mark.compiled_update
 STEPS = 4
 
 
-def batches() -> tf.data.Dataset:
-    return tf.data.Dataset.from_tensor_slices(examples(STEPS * BATCH)).batch(BATCH)
+def batches(**options) -> tf.data.Dataset:
+    return tf.data.Dataset.from_tensor_slices(examples(STEPS * BATCH)).batch(BATCH, **options)
 
 
 def critic() -> keras.Model:
@@ -84,18 +85,9 @@ OPTIONS = [{}, {"accumulate_steps": 2}, {"jit_compile": True}, {"loss_scale": Tr
 def test_two_losses_equal_plain_tensorflow(mirrored, replicas, options):
     if replicas == 4 and options:
         pytest.skip("as with two")
-    data = batches()
-    if "jit_compile" in options:
-        data = tf.data.Dataset.from_tensor_slices(examples(STEPS * BATCH))
-        data = data.batch(BATCH, drop_remainder=True)
-    loop = make_loop(
-        mirrored(replicas),
-        model=generator,
-        optimizer=lambda: keras.optimizers.SGD(0.1),
-        step_class=Adversarial,
-        data=data,
-        **options,
-    )
+    data = batches(drop_remainder="jit_compile" in options)
+    of = {"model": generator, "optimizer": sgd(), "step_class": Adversarial}
+    loop = make_loop(mirrored(replicas), data=data, **of, **options)
     step = loop.step
     model, judge = generator(), critic()
     for mine, other in ((step.model, model), (step.critic, judge)):
@@ -110,12 +102,8 @@ def test_two_losses_equal_plain_tensorflow(mirrored, replicas, options):
 
 
 def test_the_log_counts_regularizers_once():
-    loop = make_loop(
-        model=generator,
-        optimizer=lambda: keras.optimizers.SGD(0.1),
-        step_class=Adversarial,
-        data=batches(),
-    )
+    of = {"model": generator, "optimizer": sgd(), "step_class": Adversarial}
+    loop = make_loop(data=batches(), **of)
     model, judge = loop.step.model, loop.step.critic
     features = next(iter(batches()))[0]
     wanted = tf.add_n([*losses(model, judge, features)])
@@ -139,12 +127,8 @@ def test_regularizers_of_a_layer_of_the_step_count_with_one_optimizer():
 
     def regularized(strength):
         keras.utils.set_random_seed(1)
-        loop = make_loop(
-            model=generator,
-            optimizer=lambda: keras.optimizers.SGD(0.1),
-            step_class=WithHead,
-            data=batches(),
-        )
+        of = {"model": generator, "optimizer": sgd(), "step_class": WithHead}
+        loop = make_loop(data=batches(), **of)
         loop.step.head.kernel.regularizer = keras.regularizers.L2(strength)
         square = float(tf.reduce_sum(loop.step.head.kernel**2))
         return loop.train(1)["loss"], square
@@ -198,22 +182,11 @@ def test_the_schedule_of_the_loop_is_that_of_groups_without_one(mirrored):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_groups_resume_bit_for_bit(mirrored, replicas, tmp_path):
-    def make(seed, directory=None):
-        return layerwise(mirrored(replicas), ema_decay=0.9, seed=seed, directory=directory)
+def test_groups_resume_bit_for_bit(replicas):
+    def make(strategy, checkpoints):
+        return layerwise(strategy, ema_decay=0.9, checkpoints=checkpoints)
 
-    def bits(loop) -> list[bytes]:
-        return [v.numpy().tobytes() for group in loop.step.state().values() for v in group]
-
-    straight, first = make(1), make(1, tmp_path)
-    straight.train(STEPS)
-    first.train(2, total=STEPS)
-    first.save(wait=True)
-    first.checkpoints.close()
-    second = make(2, tmp_path)
-    second.restore()
-    second.train(STEPS)
-    assert bits(second) == bits(straight)
+    testing.check_resumed(make, replicas, steps=STEPS)
 
 
 def refused(message, groups) -> None:
@@ -226,16 +199,12 @@ def refused(message, groups) -> None:
         make_loop(step_class=Wrong).train(1)
 
 
-def sgd() -> keras.optimizers.Optimizer:
-    return keras.optimizers.SGD(0.1)
-
-
 def test_wrong_groups_are_refused():
-    one = sgd()
-    refused("in two parameter groups: train it in one", lambda m, _: [(sgd(), m), (sgd(), m)])
-    refused("in no parameter group: add it to one", lambda m, _: [(sgd(), m.layers[0])])
+    new, one = sgd(), sgd()()
+    refused("in two parameter groups: train it in one", lambda m, _: [(new(), m), (new(), m)])
+    refused("in no parameter group: add it to one", lambda m, _: [(new(), m.layers[0])])
     refused("give each one", lambda m, _: [(one, m.layers[0]), (one, m.layers[1])])
-    refused("frozen of a parameter group is not", lambda m, f: [(sgd(), m), (sgd(), [f])])
+    refused("frozen of a parameter group is not", lambda m, f: [(new(), m), (new(), [f])])
     refused("clipnorm must not be set", lambda m, _: [(keras.optimizers.SGD(clipnorm=1.0), m)])
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import functools
 from pathlib import Path
 
 import keras
@@ -143,19 +142,13 @@ def test_a_class_may_be_defined_again_and_another_may_not_share_its_flag():
         define(3.0, name="Another")
 
 
-def test_help_names_an_option_of_the_users(tmp_path):
+def test_help_names_an_option_of_the_users(zygote, tmp_path):
     (tmp_path / "mine.py").write_text(
         "import ctl\n\n\nclass Mine(ctl.TrainStep):\n"
         '    sharpness: float = ctl.option(0.5, "How sharp.", lower_bound=0.0)\n'
     )
-    command = [sys.executable, "-m", "ctl.train", "--step=mine:Mine"]
-
-    def run(*more):
-        return subprocess.run(
-            [*command, *more], cwd=tmp_path, capture_output=True, text=True, timeout=120
-        )
-
-    shown = run("--help").stdout
+    command = functools.partial(zygote.run, "ctl.train", "--step=mine:Mine", path=[tmp_path])
+    shown = command("--help").stdout
     assert "--sharpness" in shown and "How sharp. (default: 0.5" in shown
-    wrong = run("--model_dir=x", "--sharpness=-1")
-    assert wrong.returncode == 2 and "sharpness" in wrong.stderr.strip().splitlines()[-1]
+    wrong = command("--model_dir=x", "--sharpness=-1", exit_code=2)
+    assert "sharpness" in wrong.stderr.strip().splitlines()[-1]

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 from helpers import (
     BATCH,
-    CLASSES,
-    FEATURES,
     assert_replicas_agree,
     examples,
     largest_difference,
     make_loop,
+    network,
     precision,
+    sgd,
 )
 from keras import layers
 from sam import SharpnessOfEach, sam_loop, trained_plainly
@@ -26,6 +28,7 @@ from ctl.step import TrainStep
 pytestmark = pytest.mark.compiled_update
 
 STEPS = 10
+plainly = functools.cache(trained_plainly)
 CUT, COMPILED = {"accumulate_steps": 2}, {"jit_compile": True}
 
 
@@ -34,7 +37,7 @@ CUT, COMPILED = {"accumulate_steps": 2}, {"jit_compile": True}
 def test_two_passes_may_be_accumulated_or_compiled(mirrored, replicas, options):
     loop = sam_loop(mirrored(replicas), **options)
     loop.train(STEPS)
-    assert largest_difference(loop.step.model.get_weights(), trained_plainly(STEPS)) <= 1e-6
+    assert largest_difference(loop.step.model.get_weights(), plainly(STEPS)) <= 1e-6
     assert_replicas_agree(loop.strategy, loop.step.model.variables)
 
 
@@ -45,7 +48,7 @@ def test_sam_where_examples_are_counted(mirrored, replicas):
     sizes = (9, 16, 5)
     loop = sam_loop(mirrored(replicas), sizes=sizes, static=False)
     loop.train(STEPS)
-    assert largest_difference(loop.step.model.get_weights(), trained_plainly(STEPS, sizes)) <= 1e-6
+    assert largest_difference(loop.step.model.get_weights(), plainly(STEPS, sizes)) <= 1e-6
 
 
 @pytest.mark.slow
@@ -53,9 +56,9 @@ def test_sam_where_examples_are_counted(mirrored, replicas):
 def test_each_replica_may_move_along_its_own_gradient(mirrored, replicas):
     loop = sam_loop(mirrored(replicas), kind=SharpnessOfEach)
     loop.train(STEPS)
-    plain = trained_plainly(STEPS, parts=replicas)
+    plain = plainly(STEPS, parts=replicas)
     assert largest_difference(loop.step.model.get_weights(), plain) <= 1e-6
-    assert largest_difference(plain, trained_plainly(STEPS)) > 1e-4
+    assert largest_difference(plain, plainly(STEPS)) > 1e-4
     assert_replicas_agree(loop.strategy, loop.step.model.variables)
 
 
@@ -96,9 +99,8 @@ class Twice(Own):
         return super().forward_backward(batch, count)
 
 
-def network() -> keras.Model:
-    parts = [layers.Dense(6, "tanh"), layers.BatchNormalization(), layers.Dropout(0.5)]
-    return keras.Sequential([keras.Input([FEATURES]), *parts, layers.Dense(CLASSES)])
+def with_state() -> keras.Model:
+    return network(layers.Dense(6, "tanh"), layers.BatchNormalization(), layers.Dropout(0.5))
 
 
 @pytest.mark.slow
@@ -107,7 +109,7 @@ def test_a_pass_that_is_undone_leaves_no_trace(mirrored, replicas, options):
     """Statistics, metrics, seeds, the step's own variable: all bits are those of one pass."""
     bits, scalars = [], []
     for kind in (Own, Twice):
-        loop = make_loop(mirrored(replicas), model=network, step_class=kind, seed=1, **options)
+        loop = make_loop(mirrored(replicas), model=with_state, step_class=kind, seed=1, **options)
         found = loop.train(STEPS)
         scalars.append({name: value for name, value in found.items() if "_per_" not in name})
         state = [v for group in loop.step.state().values() for v in group]
@@ -138,8 +140,7 @@ class TwoLosses(TrainStep):
 
 
 def pooled() -> keras.Model:
-    parts = [layers.Reshape([4, 3]), layers.MaxPooling1D(2), layers.Flatten()]
-    return keras.Sequential([keras.Input([FEATURES]), *parts, layers.Dense(CLASSES)])
+    return network(layers.Reshape([4, 3]), layers.MaxPooling1D(2), layers.Flatten())
 
 
 @pytest.mark.parametrize(
@@ -153,13 +154,13 @@ def test_two_passes_may_have_two_losses(mirrored, replicas, options):
             losses, logits = super().loss(batch)
             return 0.5 * losses, logits
 
-    loops = []
-    for kind in (TwoLosses, Half):
-        own = options if kind is TwoLosses else {k: v for k, v in options.items() if k == "model"}
-        data = tf.data.Dataset.from_tensors(examples(BATCH)).repeat()
-        sgd = lambda: keras.optimizers.SGD(0.5)  # noqa: E731
-        given = {"step_class": kind, "data": data, "optimizer": sgd, "seed": 1, **own}
-        loops.append(make_loop(mirrored(replicas if kind is TwoLosses else 1), **given))
+    data = tf.data.Dataset.from_tensors(examples(BATCH)).repeat()
+    given = {"data": data, "optimizer": sgd(0.5), "seed": 1}
+    plain = {k: v for k, v in options.items() if k == "model"}
+    loops = [
+        make_loop(mirrored(replicas), step_class=TwoLosses, **given, **options),
+        make_loop(mirrored(1), step_class=Half, **given, **plain),
+    ]
     losses = [loop.train(3)["loss"] for loop in loops]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     weights = [loop.step.model.get_weights() for loop in loops]

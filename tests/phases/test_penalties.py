@@ -8,7 +8,15 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import CLASSES, FEATURES, examples, keras_loss, largest_difference, make_loop
+from helpers import (
+    batches_of,
+    examples,
+    keras_loss,
+    largest_difference,
+    make_loop,
+    network,
+    sgd,
+)
 from keras import layers
 
 from ctl.errors import UsageError
@@ -26,8 +34,8 @@ class Spread(layers.Layer):
 
 
 def model() -> keras.Model:
-    parts = [layers.Dense(6, "tanh", activity_regularizer="l2", kernel_regularizer="l1"), Spread()]
-    return keras.Sequential([keras.Input([FEATURES]), *parts, layers.Dense(CLASSES)])
+    penalties = {"activity_regularizer": "l2", "kernel_regularizer": "l1"}
+    return network(layers.Dense(6, "tanh", **penalties), Spread())
 
 
 def batches(weigh) -> list[tuple]:
@@ -39,6 +47,7 @@ def batches(weigh) -> list[tuple]:
     return batches
 
 
+@functools.cache
 def plainly_trained(weigh) -> list[np.ndarray]:
     keras.utils.set_random_seed(1)
     trained = model()
@@ -53,13 +62,10 @@ def plainly_trained(weigh) -> list[np.ndarray]:
     return trained.get_weights()
 
 
-def loop_of(strategy, weigh, *, static=False, model=model, **options):
-    made = batches(weigh)
-    size = BATCH if static else None
-    signature = [tf.TensorSpec([size, *part.shape[1:]], part.dtype) for part in made[0]]
-    data = tf.data.Dataset.from_generator(lambda: iter(made), output_signature=tuple(signature))
-    given = {"model": model, "optimizer": lambda: keras.optimizers.SGD(RATE), "seed": 1}
-    return make_loop(strategy, data=data, **given, **options)
+def loop_of(strategy, weigh, *, static=False, model=model, parts=3, **options):
+    """``parts`` of a batch: features, labels and weights."""
+    data = batches_of([batch[:parts] for batch in batches(weigh)], BATCH if static else None)
+    return make_loop(strategy, data=data, model=model, optimizer=sgd(RATE), seed=1, **options)
 
 
 def first_half_without_weight(weights):
@@ -93,13 +99,12 @@ def test_a_call_may_be_decorated(mirrored):
     class Decorated(layers.Layer):
         call = decorated(Spread.call)
 
-    def model():
-        return keras.Sequential([keras.Input([FEATURES]), Decorated(), layers.Dense(CLASSES)])
-
-    one, two = (loop_of(mirrored(n), first_half_without_weight, model=model) for n in (1, 2))
-    one.train(STEPS)
-    two.train(STEPS)
-    weights = [loop.step.model.get_weights() for loop in (one, two)]
+    weights = []
+    for replicas in (1, 2):
+        model = lambda: network(Decorated())  # noqa: E731
+        loop = loop_of(mirrored(replicas), first_half_without_weight, model=model)
+        loop.train(STEPS)
+        weights.append(loop.step.model.get_weights())
     assert largest_difference(*weights) <= 2e-6
 
 
@@ -112,13 +117,9 @@ def test_a_loss_that_is_added_elsewhere_is_refused(mirrored):
         def call(self, x):
             return hidden(self, x)
 
-    def model():
-        return keras.Sequential([keras.Input([FEATURES]), Hidden(), layers.Dense(CLASSES)])
-
-    with pytest.raises(
-        UsageError, match=r"^a layer adds a loss \(add_loss\), and .* of TrainStep$"
-    ):
-        loop_of(mirrored(2), lambda w: w, model=model).train(1)
+    reason = r"^a layer adds a loss \(add_loss\), and .* of TrainStep$"
+    with pytest.raises(UsageError, match=reason):
+        loop_of(mirrored(2), lambda w: w, model=lambda: network(Hidden())).train(1)
 
 
 class Doubled(TrainStep):
@@ -135,13 +136,8 @@ class Doubled(TrainStep):
 @pytest.mark.parametrize("static", [True, False])
 def test_a_count_of_ones_own(mirrored, static):
     """An integer costs no collective: with a static shape it is the same on every replica."""
-    weigh = np.ones_like
-    plain = plainly_trained(weigh)
-    made = [batch[:2] for batch in batches(weigh)]
-    size = BATCH if static else None
-    signature = [tf.TensorSpec([size, *part.shape[1:]], part.dtype) for part in made[0]]
-    data = tf.data.Dataset.from_generator(lambda: iter(made), output_signature=tuple(signature))
-    given = {"model": model, "optimizer": lambda: keras.optimizers.SGD(RATE), "seed": 1}
-    loop = make_loop(mirrored(1 if static else 2), data=data, step_class=Doubled, **given)
+    strategy = mirrored(1 if static else 2)
+    loop = loop_of(strategy, np.ones_like, static=static, parts=2, step_class=Doubled)
     loop.train(STEPS)
+    plain = plainly_trained(np.ones_like)
     assert largest_difference(loop.step.model.get_weights(), plain) <= 2e-6

@@ -7,6 +7,7 @@ import pytest
 import tensorflow as tf
 from helpers import BATCH, examples, make_loop
 
+from ctl import testing
 from ctl.step import TrainStep
 
 
@@ -37,10 +38,6 @@ def make(strategy, **options):
     return make_loop(strategy, step_class=Noisy, data=data, **options)
 
 
-def state(loop) -> list[bytes]:
-    return [v.numpy().tobytes() for v in loop.step.state()["model"]]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("replicas", "options"),
@@ -61,17 +58,11 @@ def test_noise_differs_between_steps_replicas_and_micro_batches(mirrored, replic
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"accumulate_steps": 2}], ids=str)
-def test_a_resume_and_a_second_run_draw_the_same(mirrored, tmp_path, options):
-    straight = make(mirrored(2), seed=1, **options)
-    straight.train(5)
-    first = make(mirrored(2), seed=1, directory=tmp_path, **options)
-    first.train(2, total=5)
-    first.save(wait=True)
-    first.checkpoints.close()
-    second = make(mirrored(2), seed=2, directory=tmp_path, **options)
-    second.restore()
-    second.train(5)
-    assert state(second) == state(straight)
+def test_a_resume_and_a_second_run_draw_the_same(options):
+    def made(strategy, checkpoints):
+        return make(strategy, checkpoints=checkpoints, **options)
+
+    testing.check_resumed(made, 2, steps=5)
 
 
 def test_the_run_and_the_salt_change_it(mirrored):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import types
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import CLASSES, FEATURES, examples, make_loop, mlp
+from helpers import examples, make_loop, mlp, network, sgd
 
 from ctl.base.actions import Every
 from ctl.data import InMemory
@@ -45,14 +46,21 @@ class Tempered(TrainStep):
         return losses * scale, outputs
 
 
-def sgd(**options):
-    return lambda: keras.optimizers.SGD(0.1, **options)
+def sets(path: str, value):
+    """A change of an attribute, a path with dots, to ``value`` or to what it makes."""
+    *owners, name = path.split(".")
+
+    def change(owner):
+        made = value() if isinstance(value, type | types.FunctionType) else value
+        setattr(functools.reduce(getattr, owners, owner), name, made)
+
+    return change
 
 
 CHANGES = {
-    "clip_norm": lambda step: setattr(step, "clip_norm", 1e-3),
-    "loss_fn": lambda step: setattr(step, "loss_fn", lambda *a: 0.1 * cross_entropy(*a)),
-    "own number": lambda step: setattr(step, "temperature", 0.1),
+    "clip_norm": sets("clip_norm", 1e-3),
+    "loss_fn": sets("loss_fn", lambda: lambda *a: 0.1 * cross_entropy(*a)),
+    "own number": sets("temperature", 0.1),
     "own dict": lambda step: step.table.update(temperature=0.1),
     "own list": lambda step: step.weights.__setitem__(1, 0.1),
     "own dict that grows": lambda step: step.table.update(temperature=0.1, other=1.0),
@@ -60,19 +68,18 @@ CHANGES = {
     "own list that grows": lambda step: step.weights.append(0.1),
     "own long list": lambda step: step.many.__setitem__(3, 0.1),
     "own set": lambda step: step.skipped.add("conv2"),
-    "own dataclass": lambda step: setattr(step.config, "temperature", 0.1),
-    "own namespace": lambda step: setattr(step.space, "temperature", 0.1),
-    "own array": lambda step: setattr(step, "array", np.float32(0.1)),
-    "own method": lambda step: setattr(step, "clip", lambda gs: [0.1 * g for g in gs]),
-    "weight_decay": lambda step: setattr(step.optimizer, "weight_decay", 0.9),
-    "momentum": lambda step: setattr(step.optimizer, "momentum", 0.1),
+    "own dataclass": sets("config.temperature", 0.1),
+    "own namespace": sets("space.temperature", 0.1),
+    "own array": sets("array", np.float32(0.1)),
+    "own method": sets("clip", lambda: lambda gs: [0.1 * g for g in gs]),
+    "weight_decay": sets("optimizer.weight_decay", 0.9),
+    "momentum": sets("optimizer.momentum", 0.1),
     "a layer": lambda step: setattr(step.model.layers[0], "rate", 0.9),
 }
 
 
 def with_dropout():
-    layers = [keras.layers.Input([FEATURES]), keras.layers.Dropout(0.1, seed=1)]
-    return keras.Sequential([*layers, keras.layers.Dense(CLASSES)])
+    return network(keras.layers.Dropout(0.1, seed=1))
 
 
 def make(strategy=None, **options):
@@ -149,39 +156,29 @@ def test_a_change_of_the_evaluation_step_takes_effect():
     assert loop.evaluate()["loss"] == pytest.approx(2 * before)
 
 
+def other_data():
+    return InMemory(examples(64), global_batch_size=16)
+
+
 REFUSED = {
-    "Tempered.accumulate_steps was changed from 1 to 2": lambda loop: setattr(
-        loop.step, "accumulate_steps", 2
+    "Tempered.accumulate_steps was changed from 1 to 2": sets("step.accumulate_steps", 2),
+    "Tempered.ema_decay was changed from None": sets("step.ema_decay", 0.9),
+    "Tempered.on_nan was changed from 'stop'": sets("step.on_nan", "skip"),
+    "Tempered.loss_scale": sets("step.loss_scale", True),
+    "Tempered.jit_update": sets("step.jit_update", False),
+    "Tempered.optimizer was changed from a SGD to a Adam": sets(
+        "step.optimizer", keras.optimizers.Adam
     ),
-    "Tempered.ema_decay was changed from None": lambda loop: setattr(loop.step, "ema_decay", 0.9),
-    "Tempered.on_nan was changed from 'stop'": lambda loop: setattr(loop.step, "on_nan", "skip"),
-    "Tempered.loss_scale": lambda loop: setattr(loop.step, "loss_scale", True),
-    "Tempered.jit_update": lambda loop: setattr(loop.step, "jit_update", False),
-    "Tempered.optimizer was changed from a SGD to a Adam": lambda loop: setattr(
-        loop.step, "optimizer", keras.optimizers.Adam()
-    ),
-    "Tempered.model was changed": lambda loop: setattr(loop.step, "model", mlp()),
-    "Tempered.teacher was changed from None to a Sequential": lambda loop: setattr(
-        loop.step, "teacher", mlp()
-    ),
+    "Tempered.model was changed": sets("step.model", mlp),
+    "Tempered.teacher was changed from None to a Sequential": sets("step.teacher", mlp),
     "Tempered.metrics": lambda loop: loop.step.metrics.append(keras.metrics.Mean()),
-    "optimizer.nesterov was changed from False": lambda loop: setattr(
-        loop.step.optimizer, "nesterov", True
-    ),
-    "optimizer.clipnorm was changed from None to 1.0": lambda loop: setattr(
-        loop.step.optimizer, "clipnorm", 1.0
-    ),
-    "optimizer.momentum was changed from 0.9 to 0.0": lambda loop: setattr(
-        loop.step.optimizer, "momentum", 0.0
-    ),
-    "updater.groups": lambda loop: setattr(loop.step.updater, "groups", []),
-    "the dataset of the loop": lambda loop: setattr(
-        loop, "dataset", InMemory(examples(64), global_batch_size=16)
-    ),
-    "the dataset of the loop has": lambda loop: setattr(
-        loop.steps, "dataset", InMemory(examples(64), global_batch_size=16)
-    ),
-    "the step of the loop": lambda loop: setattr(loop, "step", make().step),
+    "optimizer.nesterov was changed from False": sets("step.optimizer.nesterov", True),
+    "optimizer.clipnorm was changed from None to 1.0": sets("step.optimizer.clipnorm", 1.0),
+    "optimizer.momentum was changed from 0.9 to 0.0": sets("step.optimizer.momentum", 0.0),
+    "updater.groups": sets("step.updater.groups", list),
+    "the dataset of the loop": sets("dataset", other_data),
+    "the dataset of the loop has": sets("steps.dataset", other_data),
+    "the step of the loop": sets("step", lambda: make().step),
 }
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ import tensorflow as tf
 from helpers import CLASSES, FEATURES, examples, make_loop, mlp
 from keras import layers
 
+from ctl import testing
 from ctl.errors import UsageError
 from ctl.step import TrainStep
 
@@ -18,6 +21,11 @@ REPLICAS = pytest.mark.parametrize("replicas", [1, 2])
 def small(name: str) -> keras.Model:
     parts = [layers.Dense(6, "tanh"), layers.Dropout(0.3), layers.Dense(CLASSES)]
     return keras.Sequential([keras.Input([FEATURES]), *parts], name=name)
+
+
+def taught(strategy, **options):
+    model = functools.partial(small, "student")
+    return make_loop(strategy, model=model, step_class=MeanTeacher, **options)
 
 
 class MeanTeacher(TrainStep):
@@ -55,42 +63,23 @@ class MeanTeacher(TrainStep):
         strategy.extended.update(self.updates, lambda v: v.assign_add(1))
 
 
-def bits(loop) -> list[bytes]:
-    return [
-        copy.numpy().tobytes()
-        for variables in loop.step.state().values()
-        for variable in variables
-        for copy in loop.strategy.experimental_local_results(variable)
-    ]
-
-
 @pytest.mark.slow
 @REPLICAS
-def test_a_mean_teacher_resumes_bit_for_bit(mirrored, replicas, tmp_path):
-    def make(seed, directory=None):
-        return make_loop(
-            mirrored(replicas),
-            model=lambda: small("student"),
-            step_class=MeanTeacher,
-            directory=directory,
-            seed=seed,
-        )
+def test_a_mean_teacher_resumes_bit_for_bit(replicas):
+    loops = []
 
-    straight = make(1)
-    straight.train(6)
-    first = make(1, tmp_path)
-    first.train(3, total=6)
-    first.save(wait=True)
-    first.checkpoints.close()
-    other = make(2, tmp_path)
-    assert other.restore().step == 3
-    other.train(6)
-    assert int(other.step.updates.numpy()) == 6
-    assert bits(other) == bits(straight) and len(bits(other)) > 20
+    def make(strategy, checkpoints):
+        loops.append(taught(strategy, checkpoints=checkpoints))
+        return loops[-1]
+
+    testing.check_resumed(make, replicas, steps=6)
+    for loop in (loops[0], loops[-1]):  # the first has no pause
+        assert int(loop.step.updates.numpy()) == 6
+        assert len([v for group in loop.step.state().values() for v in group]) > 20
 
 
 def test_replicas_draw_other_noise(mirrored):
-    loop = make_loop(mirrored(2), model=lambda: small("student"), step_class=MeanTeacher)
+    loop = taught(mirrored(2))
     draw = tf.function(
         lambda: mirrored(2).run(lambda: keras.random.normal([3], seed=loop.step.kept["noise"]))
     )

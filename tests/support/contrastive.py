@@ -5,7 +5,7 @@ from __future__ import annotations
 import keras
 import numpy as np
 import tensorflow as tf
-from helpers import FEATURES, make_loop
+from helpers import FEATURES, batches_of, make_loop, sgd
 
 import ctl
 from ctl.recipes.simclr import nt_xent
@@ -56,19 +56,13 @@ def plain_tensorflow(batches) -> list[np.ndarray]:
     return model.get_weights()
 
 
-def dataset(batches, static: bool) -> tf.data.Dataset:
-    size = len(batches[0][0]) if static else None
-    signature = (tf.TensorSpec([size, FEATURES], tf.float32),) * 2
-    return tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=signature)
-
-
 def contrastive(strategy, batches, static=False, **options) -> ctl.Loop:
     return make_loop(
         strategy,
         model=encoder,
-        optimizer=lambda: keras.optimizers.SGD(RATE),
+        optimizer=sgd(RATE),
         step_class=Contrastive,
-        data=dataset(batches, static),
+        data=batches_of(batches, len(batches[0][0]) if static else None),
         seed=1,
         **options,
     )

@@ -46,6 +46,17 @@ def batches_of_files(directory: Path, size: int) -> tf.data.Dataset:
     return tf.data.TFRecordDataset([str(path) for path in paths]).map(parsed).batch(size)
 
 
+def batches_of(batches, size: int | None = None) -> tf.data.Dataset:
+    """A dataset of these batches of arrays, each of ``size`` examples, or of any number."""
+    signature = tuple(tf.TensorSpec([size, *a.shape[1:]], a.dtype) for a in batches[0])
+    return tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=signature)
+
+
+def network(*layers: keras.Layer) -> keras.Model:
+    """From the features through ``layers`` to logits."""
+    return keras.Sequential([keras.Input([FEATURES]), *layers, keras.layers.Dense(CLASSES)])
+
+
 def mlp(**kwargs) -> keras.Model:
     return keras.Sequential(
         [
@@ -59,19 +70,21 @@ def mlp(**kwargs) -> keras.Model:
 def convolutions() -> keras.Model:
     """With no examples, a convolution gives a tensor of a wrong shape, and its gradient aborts the
     process."""
-    return keras.Sequential(
-        [
-            keras.layers.Input([FEATURES]),
-            keras.layers.Reshape([2, 2, 3]),
-            keras.layers.Conv2D(4, 2, activation="tanh"),
-            keras.layers.Flatten(),
-            keras.layers.Dense(CLASSES),
-        ]
-    )
+    layers = keras.layers
+    image = layers.Reshape([2, 2, 3])
+    return network(image, layers.Conv2D(4, 2, activation="tanh"), layers.Flatten())
+
+
+def normalized(**options):
+    return lambda: network(keras.layers.BatchNormalization(**options))
 
 
 def adam(**kwargs):
     return lambda: keras.optimizers.Adam(0.01, **kwargs)
+
+
+def sgd(rate: float = 0.1, **kwargs):
+    return lambda: keras.optimizers.SGD(rate, **kwargs)
 
 
 def accuracy() -> keras.metrics.Metric:
@@ -203,13 +216,21 @@ def train(
     return loop
 
 
+_references: dict[tuple, tuple] = {}  # of `both`, by what they are made of
+
+
 def both(strategy, make_optimizer, arrays=None, *, make_model=mlp, reference=None, **options):
-    """Trains the reference and ours from the same weights; returns both models and the loop."""
-    arrays = examples() if arrays is None else arrays
-    theirs = make_model()
-    weights = [w.copy() for w in theirs.get_weights()]
-    optimizer = (reference or make_optimizer)()
-    plain_keras(theirs, optimizer, cut(arrays), schedule=options.get("schedule"))
+    """Trains the reference and ours from the same weights; returns both models, the loop and the
+    optimizer of the reference. Tests that give the same objects share the reference."""
+    arrays, reference = examples() if arrays is None else arrays, reference or make_optimizer
+    schedule, policy = options.get("schedule"), keras.mixed_precision.dtype_policy().name
+    key = make_model, reference, schedule, policy, *(a.tobytes() for a in arrays)
+    if key not in _references:
+        theirs, optimizer = make_model(), reference()
+        weights = [w.copy() for w in theirs.get_weights()]
+        plain_keras(theirs, optimizer, cut(arrays), schedule=schedule)
+        _references[key] = theirs, weights, optimizer
+    theirs, weights, optimizer = _references[key]
     loop = train(strategy, make_model, make_optimizer, arrays, weights=weights, **options)
     ours = loop.step.model
     assert_replicas_agree(strategy, ours.trainable_variables)

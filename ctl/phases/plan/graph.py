@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import math
+import functools
 import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from ctl.base import tf_internals
+from ctl.phases.flops import KINDS, of_kind
 
 _CALLS = {"PartitionedCall", "StatefulPartitionedCall"}
 _BRANCHES = {"If", "StatelessIf", "Case", "StatelessCase"}
@@ -288,67 +289,19 @@ def flops(node: Node) -> int:
     An unknown dimension counts as 1: the ratio of two operations does not depend on the batch size.
     """
     out = node.shape()
-    if out is None or node.op not in _FLOPS:
+    if out is None or not node.op.startswith(KINDS):
         return 0
-    return _FLOPS[node.op](node, _known(out))
-
-
-def _known(shape: tuple[int, ...] | None) -> tuple[int, ...]:
-    return tuple(max(1, size) for size in shape or ())
-
-
-def _operand(node: Node, index: int) -> tuple[int, ...]:
-    tensor = node.inputs[index]
-    return _known(tensor.node.shape(tensor.port))
-
-
-def _matmul(node: Node, out: tuple[int, ...]) -> int:
-    left = _operand(node, 0)
-    if len(left) < 2:
+    inputs = [tensor.node.shape(tensor.port) or () for tensor in node.inputs]
+    try:
+        return of_kind(node.op, functools.partial(_attribute, node), inputs, out, _known)
+    except ValueError:
         return 0
-    transposed = node.attr["transpose_a"].b or node.attr["adj_x"].b
-    return 2 * math.prod(out) * left[-2 if transposed else -1]
 
 
-def _conv(node: Node, out: tuple[int, ...]) -> int:
-    return 2 * math.prod(out) * _products(node, _operand(node, 1))
+def _attribute(node: Node, name: str) -> Any:
+    value = node.attr[name]
+    return getattr(value, value.WhichOneof("value"))
 
 
-def _conv_backward(node: Node, out: tuple[int, ...]) -> int:
-    """The gradient of the input or of the kernel costs as much as the convolution itself."""
-    kernel = _operand(node, 1) if "Input" in node.op else out
-    return 2 * math.prod(_operand(node, 2)) * _products(node, kernel)
-
-
-def _products(node: Node, kernel: tuple[int, ...]) -> int:
-    """Products for each number of the result; ``kernel`` is [height, width, in, out]."""
-    return math.prod(kernel[:2] if node.op.startswith("Depthwise") else kernel[:-1])
-
-
-def _einsum(node: Node, out: tuple[int, ...]) -> int:
-    """Each index of the equation is a loop."""
-    equation = node.attr["equation"].s.decode()
-    terms = equation.partition("->")[0].split(",")
-    sizes: dict[str, int] = {}
-    for index, term in enumerate(terms):
-        sizes |= dict(zip(term, _operand(node, index), strict=False))
-    return 2 * math.prod(sizes.values())
-
-
-_FLOPS: dict[str, Callable[[Node, tuple[int, ...]], int]] = {
-    "MatMul": _matmul,
-    "_FusedMatMul": _matmul,
-    "BatchMatMul": _matmul,
-    "BatchMatMulV2": _matmul,
-    "BatchMatMulV3": _matmul,
-    "Conv2D": _conv,
-    "Conv3D": _conv,
-    "Conv2DBackpropInput": _conv_backward,
-    "Conv2DBackpropFilter": _conv_backward,
-    "Conv3DBackpropInputV2": _conv_backward,
-    "Conv3DBackpropFilterV2": _conv_backward,
-    "DepthwiseConv2dNative": _conv,
-    "DepthwiseConv2dNativeBackpropInput": _conv_backward,
-    "DepthwiseConv2dNativeBackpropFilter": _conv_backward,
-    "Einsum": _einsum,
-}
+def _known(shape: tuple[int, ...]) -> list[int]:
+    return [max(1, size) for size in shape]

@@ -9,12 +9,11 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import BATCH, CLASSES, examples, mlp
+from helpers import BATCH, CLASSES, examples, make_loop, mlp, sgd
 from paths import SUPPORT
 from worker_jobs import codes, last_line, said
 
 from ctl import data
-from ctl.loop import Loop
 from ctl.phases.plan import lints
 from ctl.phases.plan.plan import Plan, from_json
 from ctl.phases.plan.xla import read_hlo
@@ -22,10 +21,8 @@ from ctl.step import TrainStep
 
 
 def plan_of(strategy, step_class=TrainStep, model=mlp, dataset=None, **options) -> Plan:
-    with strategy.scope():
-        step = step_class(model(), keras.optimizers.SGD(), **options)
-    dataset = dataset or data.InMemory(examples(), global_batch_size=BATCH)
-    return Loop(step, dataset, strategy=strategy).plan()
+    of = {"step_class": step_class, "model": model, "optimizer": sgd(), "data": dataset}
+    return make_loop(strategy, **of, **options).plan()
 
 
 def found(plan: Plan) -> set[str]:

@@ -11,7 +11,8 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import BATCH, CLASSES, FEATURES, examples, make_loop, mlp, precision
+from helpers import BATCH, CLASSES, FEATURES, examples, make_loop, mlp, network, precision
+from keras import layers
 
 from ctl import data
 from ctl.base import tf_internals
@@ -103,16 +104,8 @@ def test_one_replica_has_nothing_to_reduce(mirrored):
 
 
 def convolutions() -> keras.Model:
-    return keras.Sequential(
-        [
-            keras.layers.Input([4, 3, 1]),
-            keras.layers.Conv2D(2, 2),
-            keras.layers.BatchNormalization(),
-            keras.layers.Dropout(0.5),
-            keras.layers.Flatten(),
-            keras.layers.Dense(CLASSES, dtype="float32"),
-        ]
-    )
+    image, norm = layers.Reshape([4, 3, 1]), layers.BatchNormalization()
+    return network(image, layers.Conv2D(2, 2), norm, layers.Dropout(0.5), layers.Flatten())
 
 
 def frozen() -> keras.Model:
@@ -122,19 +115,8 @@ def frozen() -> keras.Model:
 
 
 def words() -> keras.Model:
-    return keras.Sequential(
-        [
-            keras.layers.Input([4], dtype="int32"),
-            keras.layers.Embedding(10, 6),
-            keras.layers.LSTM(3),
-            keras.layers.Dense(CLASSES),
-        ]
-    )
-
-
-def images(count: int = 64):
-    features, labels = examples(count)
-    return data.InMemory((features.reshape(-1, 4, 3, 1), labels), global_batch_size=BATCH)
+    parts = [layers.Embedding(10, 6), layers.LSTM(3), layers.Dense(CLASSES)]
+    return keras.Sequential([keras.Input([4], dtype="int32"), *parts])
 
 
 def tokens():
@@ -150,10 +132,10 @@ def partial():
 @pytest.mark.parametrize(
     ("model", "dataset", "optimizer", "options", "beside"),
     [
-        (convolutions, images, keras.optimizers.Lamb, {"accumulate_steps": 2}, 2),
+        (convolutions, None, keras.optimizers.Lamb, {"accumulate_steps": 2}, 2),
         (frozen, partial, keras.optimizers.Adafactor, {"ema_decay": 0.9, "clip_norm": 1.0}, 1),
         (words, tokens, keras.optimizers.Adam, {"on_nan": "skip", "jit_update": False}, 0),
-        (convolutions, images, keras.optimizers.AdamW, {"loss_scale": True}, 3),
+        (convolutions, None, keras.optimizers.AdamW, {"loss_scale": True}, 3),
         (mlp, None, keras.optimizers.SGD, {"jit_compile": True}, 0),
     ],
 )
@@ -182,8 +164,7 @@ def test_every_trainable_variable_is_reduced_once(
 
 def test_a_synchronized_batch_norm(mirrored):
     def model():
-        layers = [keras.layers.Dense(8), keras.layers.BatchNormalization(synchronized=True)]
-        return keras.Sequential([keras.layers.Input([FEATURES]), *layers, keras.layers.Dense(5)])
+        return network(layers.Dense(8), layers.BatchNormalization(synchronized=True))
 
     plan = plan_of(mirrored(2), model=model)
     purposes = [c.purpose for c in plan.other]
@@ -246,13 +227,9 @@ class Twins(keras.layers.Layer):
     ],
 )
 def test_each_weight_is_found_once(mirrored, ring2, layer, dataset, beside, ring):
-    def model():
-        layers = [keras.layers.Input([FEATURES]), layer(), keras.layers.Dense(CLASSES)]
-        return keras.Sequential(layers)
-
     loop = planned(
         ring2 if ring else mirrored(2),
-        model=model,
+        model=lambda: network(layer()),
         data=dataset and dataset(),
         bytes_per_pack=1 if ring else 0,  # each tensor is a pack
     )
