@@ -31,6 +31,7 @@ from absl import logging
 
 from ctl.base.actions import STOP, Action, EvalAction
 from ctl.base.autograph import graph_function
+from ctl.base.bounds import checked
 from ctl.checkpoint.manager import CheckpointManager, Saved
 from ctl.checkpoint.validation import require_restored
 from ctl.control import jit, source_hash
@@ -51,7 +52,7 @@ from ctl.distributed import local_batch, workers
 from ctl.distributed.watch import watchdog
 from ctl.errors import Preempted, UsageError
 from ctl.phases import freezing, noinline
-from ctl.phases.checks import check_evaluator
+from ctl.phases.checks import check_arguments, check_evaluator
 from ctl.phases.loss_accumulator import CallResult, LossAccumulator, no_losses
 from ctl.phases.observer import NO_OBSERVER
 from ctl.phases.plan.collectives import plan_of_step
@@ -202,7 +203,9 @@ class Loop:
         eval_actions: Sequence[EvalAction] = (),
         steps_per_loop: int | None = None,
     ):
+        check_arguments(evaluator, checkpoints, actions=actions, eval_actions=eval_actions)
         self.step = step
+        self._pace = Pace(checked("steps_per_loop", steps_per_loop))
         self.dataset = as_dataset(dataset)
         self.strategy = strategy or tf.distribute.get_strategy()
         self.evaluator = evaluator
@@ -225,7 +228,6 @@ class Loop:
         self.signals = Signals()
         self.steps = Steps(step, self.dataset, self.strategy)
         self._flight = attach_progress_marks(step) if self._several_workers else None
-        self._pace = Pace(steps_per_loop)
         self.scalars = Scalars(step, size)
         self._divergence = Divergence(step, self.dataset, checkpoints)
         self._is_chief = workers.is_chief(self.strategy)
@@ -266,7 +268,8 @@ class Loop:
                 a class, or a change would have no effect (`_check`,
                 `ctl.phases.trace_guards.TraceGuards`).
         """
-        total = until if total is None else total
+        until = checked("until", until)
+        total = until if total is None else checked("total", total)
         scalars: dict[str, float] = {}
         with self.translate_failures("training"):
             step = self.global_step
@@ -454,7 +457,9 @@ class Loop:
         """Trains until step ``until``, or until an action ends the training. Saves and evaluates
         every ``evaluate_every`` steps and at the end. If the current step is due but not
         evaluated, as after a restore, evaluates first. Returns the results of the last
-        evaluation."""
+        evaluation. Raises `UsageError` if ``evaluate_every`` is not a whole number of at least 1;
+        also as `train` and `evaluate` do."""
+        until, evaluate_every = checked("until", until), checked("evaluate_every", evaluate_every)
         step = self.global_step
         while True:
             ends = step >= until or self.stopped

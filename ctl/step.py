@@ -25,12 +25,18 @@ import keras
 import tensorflow as tf
 
 from ctl.base.autograph import graph_function
+from ctl.base.bounds import checked
 from ctl.distributed import local_batch, replicas
 from ctl.errors import UsageError
 from ctl.phases import flops, noinline, norms, penalties
 from ctl.phases.apply import Updater
 from ctl.phases.base_step import BaseStep, EvalStep
-from ctl.phases.checks import check_overrides, check_unsynchronized, checked_gradients
+from ctl.phases.checks import (
+    check_clipped,
+    check_overrides,
+    check_unsynchronized,
+    checked_gradients,
+)
 from ctl.phases.losses import cross_entropy
 from ctl.phases.norms import global_norm
 from ctl.phases.observer import NO_OBSERVER, Observer
@@ -103,16 +109,14 @@ class TrainStep(BaseStep):
         super().__init__(model, loss_fn, metrics, **own)
         if on_nan not in ("stop", "skip"):
             raise UsageError(f"on_nan is {on_nan!r}; it must be 'stop' or 'skip'")
-        if accumulate_steps < 1:
-            raise UsageError(f"accumulate_steps is {accumulate_steps}; it must be 1 or more")
         self.optimizer = from_name(optimizer)
-        self.clip_norm = clip_norm
-        self.accumulate_steps = accumulate_steps
-        self.ema_decay = ema_decay
+        self.clip_norm = checked("clip_norm", clip_norm)
+        self.accumulate_steps = checked("accumulate_steps", accumulate_steps)
+        self.ema_decay = checked("ema_decay", ema_decay)
         self.loss_scale = loss_scale
         self.on_nan = on_nan
         self.log_norms = log_norms
-        self.bytes_per_pack = bytes_per_pack
+        self.bytes_per_pack = checked("bytes_per_pack", bytes_per_pack)
         self.options = options
         self.jit_compile = jit_compile
         self.jit_by_rule: bool | None = None  # the last decision of `ctl.control.jit`
@@ -169,8 +173,9 @@ class TrainStep(BaseStep):
         self.trace_guards = TraceGuards(self)
 
     def check_model(self) -> None:
-        """Raises `UsageError` if the model does not allow ``jit_compile``, or if its trainable
-        variables have changed since `build`."""
+        """Raises `UsageError` if the model does not allow ``jit_compile``, if its trainable
+        variables have changed since `build`, or if ``clip_norm`` is out of bounds."""
+        checked("clip_norm", self.clip_norm)
         self._check_layers(self.strategy)
         now, built = self.model.trainable_variables, self.updater.of_model
         if [id(v) for v in now] != [id(v) for v in built]:
@@ -446,7 +451,8 @@ class TrainStep(BaseStep):
 
     def apply(self, gradients: Gradients, finite: tf.Tensor | None = None) -> None:
         """Applies reduced gradients with `ctl.phases.apply.Updater`, in the same way on all
-        replicas."""
+        replicas. Raises `UsageError` if ``clip`` returned something else."""
+        check_clipped(self, gradients)
         tf.distribute.get_replica_context().merge_call(self.updater, args=(gradients, finite))
 
     def outcome(

@@ -59,9 +59,10 @@ class LossScale:
         self.finite_steps = _counter("finite_steps", 0, tf.int64)
 
     def good(self) -> None:
-        """Counts a finite step; doubles the scale when there are enough in a row."""
+        """Counts a finite step; doubles the scale when there are enough in a row, up to 2^127."""
         grow = self.finite_steps + 1 >= self.growth_steps
-        self.scale.assign(tf.where(grow, self.scale * 2.0, self.scale))
+        doubled = tf.minimum(self.scale, 2.0**126) * 2.0
+        self.scale.assign(tf.where(grow, doubled, self.scale))
         self.finite_steps.assign(tf.where(grow, tf.zeros([], tf.int64), self.finite_steps + 1))
 
     def bad(self) -> None:

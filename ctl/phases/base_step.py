@@ -15,6 +15,7 @@ from ctl.distributed.replica_variables import ReplicaVariables
 from ctl.distributed.watch import watchdog
 from ctl.errors import UsageError
 from ctl.phases import labels, losses, options
+from ctl.phases.checks import check_loss_and_metrics, check_results
 from ctl.phases.logged import TAKEN, Logged
 from ctl.phases.tracked_state import TrackedState
 from ctl.reduce import gather_context
@@ -54,6 +55,7 @@ class BaseStep(AutographMethods):
         **own: Any,
     ):
         options.take(self, own)
+        check_loss_and_metrics(loss_fn, metrics)
         self.model = model
         self.loss_fn = loss_fn
         self.metrics = list(metrics)
@@ -108,6 +110,8 @@ class BaseStep(AutographMethods):
             UsageError: there is not one loss for each example.
         """
         losses, outputs = losses if isinstance(losses, tuple) else (losses, None)
+        if losses is None:
+            raise UsageError(f"{type(self).__name__}.loss() returned None: return the losses, [n]")
         # A step that overrides `count` may have another number of losses, for instance one per view
         # of an example.
         count = None if self.overrides("count") else local_batch.rows(batch)
@@ -156,6 +160,7 @@ class BaseStep(AutographMethods):
             return
         for metric in self.metrics:
             with_autograph(metric.update_state)(labels, outputs, sample_weight=weights)
+        check_results(self.metrics)
 
     def _update_shared_metrics(self, strategy: tf.distribute.Strategy, parts: Any) -> None:
         for replica in range(strategy.num_replicas_in_sync):
