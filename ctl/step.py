@@ -308,8 +308,7 @@ class TrainStep(BaseStep):
             loss, gradients, outputs = gradient_fn(computed, divisor, self.seeds.place(number))
         gradients = checked_gradients(self, gradients, self.trainable_variables)
         (loss, gradients), outputs = local_batch.mask_empty(empty, (loss, gradients), outputs)
-        if outputs is not None:
-            self.update_metrics(batch, outputs)
+        self.update_metrics_of(batch, outputs)
         return loss, gradients
 
     def _gradient_fn(self) -> Callable:

@@ -141,6 +141,18 @@ class BaseStep(AutographMethods):
         `update_metrics`)."""
         return method in vars(self) or getattr(type(self), method) is not getattr(BaseStep, method)
 
+    def update_metrics_of(self, batch: Any, outputs: Any) -> None:
+        """Calls `update_metrics` if `loss` has returned outputs. Raises `UsageError` if it has not,
+        and there are metrics to update."""
+        if outputs is not None:
+            self.update_metrics(batch, outputs)
+        elif self.metrics:
+            raise UsageError(
+                f"{type(self).__name__}.loss() returns no outputs, so metric "
+                f"{self.metrics[0].name} would stay 0: return (losses, outputs), leave the metric "
+                "out, or make it an attribute of the step that loss() updates"
+            )
+
     def update_metrics(self, batch: Any, outputs: Any) -> None:
         """Updates ``self.metrics`` without a collective. Reading a result combines the replicas.
 
@@ -262,13 +274,16 @@ class BaseStep(AutographMethods):
         return getattr(self.loss_fn, "func", self.loss_fn) is losses.cross_entropy
 
     def check_labels(self, dataset: Any, step: int | None = None) -> None:
-        """Raises `UsageError` if the model or the labels do not fit the loss. Checks only the cross
-        entropies of ctl: with another loss, labels may mean anything.
+        """Raises `UsageError` if the model or the labels do not fit the loss. Checks the cross
+        entropies of ctl, and ``from_logits`` of those of Keras: with another loss, labels may mean
+        anything.
 
         Args:
             dataset: see `ctl.phases.labels.check_labels`.
             step: the step of a batch, which is read again if that takes little time.
         """
+        if not self.overrides("loss"):
+            labels.check_from_logits(self.loss_fn, self.model)
         loss_fn: Any = getattr(self.loss_fn, "func", self.loss_fn)  # of a `functools.partial`
         if loss_fn not in labels.CHECKED or self.overrides("loss"):
             return
@@ -352,6 +367,5 @@ class EvalStep(BaseStep):
             losses = self.loss(computed)
         loss, outputs = self.sum_of(losses, computed)
         loss, outputs = local_batch.mask_empty(empty, tf.reduce_sum(loss), outputs)
-        if outputs is not None:
-            self.update_metrics(batch, outputs)
+        self.update_metrics_of(batch, outputs)
         return tf.stack([loss, tf.cast(self.count(batch), tf.float32)])

@@ -184,3 +184,20 @@ def test_phases_that_return_nothing_are_named():
 
     with pytest.raises(UsageError, match=r"EvalForgets.loss\(\) returned None"):
         Evaluator(EvalForgets(mlp()), evaluated()).run()
+
+
+def test_a_metric_that_nothing_would_update_is_refused():
+    class Alone(TrainStep):
+        def loss(self, batch):
+            return super().loss(batch)[0]
+
+    class EvalAlone(EvalStep):
+        def loss(self, batch):
+            return super().loss(batch)[0]
+
+    reason = r"Alone.loss\(\) returns no outputs, so metric accuracy would stay 0: return"
+    with pytest.raises(UsageError, match=reason):
+        make_loop(step_class=Alone).train(1)
+    with pytest.raises(UsageError, match="Eval" + reason):
+        metrics = [keras.metrics.SparseCategoricalAccuracy("accuracy")]
+        Evaluator(EvalAlone(mlp(), metrics=metrics), evaluated()).run()
