@@ -372,8 +372,8 @@ class Loop:
         restored.
 
         Raises:
-            UsageError: layers were frozen or unfrozen; the step, the dataset or the strategy was
-                replaced; the learning rate of an optimizer with a schedule was set; ``jit_compile``
+            UsageError: layers were frozen or unfrozen; the step, the dataset, the strategy or the
+                schedule was replaced; the learning rate of an optimizer with a schedule was set; ``jit_compile``
                 was set, and the model does not allow it; or the directory of the checkpoints has a
                 run that was not restored.
         """
@@ -381,6 +381,8 @@ class Loop:
         for name in ("step", "dataset", "strategy"):
             if getattr(self, name) is not getattr(self.steps, name):
                 raise UsageError(f"the {name} of the loop has changed: make a new loop")
+        for name in {"schedule", "steps_per_loop"} & vars(self).keys():
+            raise UsageError(f"loop.{name} was set, which has no effect: make a new loop")
         if self.checkpoints:
             require_restored(self.checkpoints.directory, self.checkpoints.unrestored)
         step.trace_guards.check_rate(step)

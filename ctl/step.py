@@ -170,11 +170,13 @@ class TrainStep(BaseStep):
         self.single_replica = replicas.is_alone(strategy)
         self.noinline = noinline.is_needed(strategy, self.tracked.layer)
         replicas.offset_dropout_seeds(strategy, self.tracked.layer)
+        self._training_norms = {*replicas.training_norms(self.tracked.layer)}
         self.trace_guards = TraceGuards(self)
 
     def check_model(self) -> None:
         """Raises `UsageError` if the model does not allow ``jit_compile``, if its trainable
-        variables have changed since `build`, or if ``clip_norm`` is out of bounds."""
+        variables or BatchNorm layers have changed since `build`, or if ``clip_norm`` is out of
+        bounds."""
         checked("clip_norm", self.clip_norm)
         self._check_layers(self.strategy)
         now, built = self.model.trainable_variables, self.updater.of_model
@@ -186,6 +188,12 @@ class TrainStep(BaseStep):
                 f"the trainable variables of model {self.model.name} have changed since the step "
                 f"was built ({which}): set layer.trainable before, and use loop.train_only(layers) "
                 "then"
+            )
+        toggled = {*replicas.training_norms(self.tracked.layer)} ^ self._training_norms
+        if toggled:
+            raise UsageError(
+                f"{min(layer.name for layer in toggled)}.trainable was changed after the step was "
+                "built, and its statistics would be treated as before: set it before"
             )
 
     def _check_layers(self, strategy: tf.distribute.Strategy) -> None:
