@@ -373,9 +373,9 @@ class Loop:
 
         Raises:
             UsageError: layers were frozen or unfrozen; the step, the dataset, the strategy or the
-                schedule was replaced; the learning rate of an optimizer with a schedule was set; ``jit_compile``
-                was set, and the model does not allow it; or the directory of the checkpoints has a
-                run that was not restored.
+                schedule was replaced; the learning rate of an optimizer with a schedule was set;
+                ``jit_compile`` was set, and the model does not allow it; or the directory of the
+                checkpoints has a run that was not restored.
         """
         step = self.step
         for name in ("step", "dataset", "strategy"):

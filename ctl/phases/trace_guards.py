@@ -186,21 +186,12 @@ class TraceGuards:
             f"{what}.learning_rate": _Value(optimizer._learning_rate, records)
             for what, optimizer in self._optimizers.items()
         }
-        return _Read(of_step, code, self._settings(), rates)
-
-    def _settings(self) -> list[tuple[str, Any]]:
-        """The compared attributes of layers of Keras, the optimizers and the updater."""
-        found = [
-            (f"{what}.{name}", attributes.get(name))
-            for what, (attributes, names) in self._others.items()
-            for name in names
-        ]
         for variable in self._variables:
             for name in _OF_BUILT:
-                value = getattr(variable, name)
-                seen = _NOTHING if value is None else _Value(value, self._records)
-                found.append((f"{variable.path}.{name}", seen))
-        return found
+                if (value := getattr(variable, name)) is not None:
+                    code[f"{variable.path}.{name}"] = _Value(value, records)
+        settings = [[*map(of.get, names)] for of, names in self._others.values()]
+        return _Read(of_step, code, settings, rates)
 
     def _changes(
         self, step: Any, before: _Read, now: _Read
@@ -219,9 +210,13 @@ class TraceGuards:
             old, new = (values.code.get(name, none) for values in (before, now))
             if old != new:
                 yield name, old.of, new.of, not (has_state(old.of) or has_state(new.of))
-        for (name, setting), (_, changed) in zip(before.settings, now.settings, strict=True):
-            if setting is not changed and setting != changed:
-                yield name, setting, changed, _takes_effect(name, setting, changed)
+        for (what, (_, names)), olds, news in zip(
+            self._others.items(), before.settings, now.settings, strict=True
+        ):
+            for name, setting, changed in zip(names, olds, news, strict=True):
+                if setting is not changed and setting != changed:
+                    takes_effect = _takes_effect(what, name, setting, changed)
+                    yield f"{what}.{name}", setting, changed, takes_effect
         for name, old in before.rates.items():
             if old != (new := now.rates[name]):
                 # A rate variable is in the checkpoints, so it must not appear or disappear.
@@ -233,16 +228,15 @@ class _Read(NamedTuple):
     """What `TraceGuards` compares, by name."""
 
     of_step: dict[str, _Value]
-    code: dict[str, _Value]  # of the user's classes, functions and layers
-    settings: list[tuple[str, Any]]  # of layers of Keras, optimizers, the updater and variables
+    code: dict[str, _Value]  # of the user's classes, functions and layers, and of variables
+    settings: list[list[Any]]  # of each layer of Keras, optimizer and updater
     rates: dict[str, _Value]
 
 
-def _takes_effect(name: str, old: Any, new: Any) -> bool:
+def _takes_effect(owner: str, name: str, old: Any, new: Any) -> bool:
     """Whether a graph that is traced again has a setting, and needs nothing for it that was made
     with the old one."""
-    owner, _, attribute = name.rpartition(".")
-    if attribute in (*_OF_BUILT, *_EXCLUDED):
+    if name in _EXCLUDED:
         return True
     numbers = all(type(value) in (int, float) for value in (old, new)) and old != 0
     if owner.startswith("layer "):
@@ -342,9 +336,6 @@ class _Value:
         return same and self._elements == other._elements
 
 
-_NOTHING = _Value(None, {})
-
-
 def _is_option(name: str, value: Any) -> bool:
     plain = isinstance(value, (*_PLAIN, *_FUNCTIONS, *_OF_VARIABLES))
     return name == "groups" or (name[0] != "_" and plain)
@@ -353,6 +344,4 @@ def _is_option(name: str, value: Any) -> bool:
 def _shown(value: Any) -> str:
     if isinstance(value, keras.Variable):
         return "a number"
-    if isinstance(value, _Value):
-        return _shown(value.of)
     return repr(value) if isinstance(value, _PLAIN) else f"a {type(value).__name__}"
