@@ -31,6 +31,7 @@ from absl import logging
 
 from ctl.base.actions import STOP, Action, EvalAction
 from ctl.base.autograph import graph_function
+from ctl.base.bounds import checked
 from ctl.checkpoint.manager import CheckpointManager, Saved
 from ctl.control import jit, source_hash
 from ctl.control.agreement import agree, check_state
@@ -49,7 +50,7 @@ from ctl.distributed import local_batch, workers
 from ctl.distributed.watch import watchdog
 from ctl.errors import Preempted, UsageError
 from ctl.phases import freezing, noinline
-from ctl.phases.checks import check_evaluator
+from ctl.phases.checks import check_arguments, check_evaluator
 from ctl.phases.loss_accumulator import CallResult, LossAccumulator, no_losses
 from ctl.phases.observer import NO_OBSERVER
 from ctl.phases.plan.collectives import plan_of_step
@@ -200,7 +201,9 @@ class Loop:
         eval_actions: Sequence[EvalAction] = (),
         steps_per_loop: int | None = None,
     ):
+        check_arguments(evaluator, checkpoints, actions=actions, eval_actions=eval_actions)
         self.step = step
+        self._pace = Pace(checked("steps_per_loop", steps_per_loop))
         self.dataset = as_dataset(dataset)
         self.strategy = strategy or tf.distribute.get_strategy()
         self.evaluator = evaluator
@@ -223,7 +226,6 @@ class Loop:
         self.signals = Signals()
         self.steps = Steps(step, self.dataset, self.strategy)
         self._flight = attach_progress_marks(step) if self._several_workers else None
-        self._pace = Pace(steps_per_loop)
         self.scalars = Scalars(step, size)
         self._divergence = Divergence(step, self.dataset, checkpoints)
         self._is_chief = workers.is_chief(self.strategy)
@@ -264,7 +266,8 @@ class Loop:
                 a class, or a change would have no effect (`_check`,
                 `ctl.phases.trace_guards.TraceGuards`).
         """
-        total = until if total is None else total
+        until = checked("until", until)
+        total = until if total is None else checked("total", total)
         scalars: dict[str, float] = {}
         with self.translate_failures("training"):
             step = self.global_step
@@ -367,15 +370,17 @@ class Loop:
         restored.
 
         Raises:
-            UsageError: layers were frozen or unfrozen; the step, the dataset or the strategy was
-                replaced; the learning rate of an optimizer with a schedule was set; ``jit_compile``
-                was set, and the model does not allow it; or the directory of the checkpoints has a
-                run that was not restored.
+            UsageError: layers were frozen or unfrozen; the step, the dataset, the strategy or the
+                schedule was replaced; the learning rate of an optimizer with a schedule was set;
+                ``jit_compile`` was set, and the model does not allow it; or the directory of the
+                checkpoints has a run that was not restored.
         """
         step = self.step
         for name in ("step", "dataset", "strategy"):
             if getattr(self, name) is not getattr(self.steps, name):
                 raise UsageError(f"the {name} of the loop has changed: make a new loop")
+        for name in {"schedule", "steps_per_loop"} & vars(self).keys():
+            raise UsageError(f"loop.{name} was set, which has no effect: make a new loop")
         if self.checkpoints:
             self.checkpoints.require_restored()
         step.trace_guards.check_rate(step)
@@ -452,7 +457,9 @@ class Loop:
         """Trains until step ``until``, or until an action ends the training. Saves and evaluates
         every ``evaluate_every`` steps and at the end. If the current step is due but not
         evaluated, as after a restore, evaluates first. Returns the results of the last
-        evaluation."""
+        evaluation. Raises `UsageError` if ``evaluate_every`` is not a whole number of at least 1;
+        also as `train` and `evaluate` do."""
+        until, evaluate_every = checked("until", until), checked("evaluate_every", evaluate_every)
         step = self.global_step
         while True:
             ends = step >= until or self.stopped

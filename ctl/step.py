@@ -26,12 +26,18 @@ import keras
 import tensorflow as tf
 
 from ctl.base.autograph import graph_function
+from ctl.base.bounds import checked
 from ctl.distributed import local_batch, replicas
 from ctl.errors import UsageError
 from ctl.phases import flops, noinline, norms, penalties
 from ctl.phases.apply import Updater
 from ctl.phases.base_step import BaseStep, EvalStep
-from ctl.phases.checks import check_overrides, check_unsynchronized, checked_gradients
+from ctl.phases.checks import (
+    check_clipped,
+    check_overrides,
+    check_unsynchronized,
+    checked_gradients,
+)
 from ctl.phases.losses import cross_entropy
 from ctl.phases.norms import global_norm
 from ctl.phases.observer import NO_OBSERVER, Observer
@@ -104,16 +110,14 @@ class TrainStep(BaseStep):
         super().__init__(model, loss_fn, metrics, **own)
         if on_nan not in ("stop", "skip"):
             raise UsageError(f"on_nan is {on_nan!r}; it must be 'stop' or 'skip'")
-        if accumulate_steps < 1:
-            raise UsageError(f"accumulate_steps is {accumulate_steps}; it must be 1 or more")
         self.optimizer = from_name(optimizer)
-        self.clip_norm = clip_norm
-        self.accumulate_steps = accumulate_steps
-        self.ema_decay = ema_decay
+        self.clip_norm = checked("clip_norm", clip_norm)
+        self.accumulate_steps = checked("accumulate_steps", accumulate_steps)
+        self.ema_decay = checked("ema_decay", ema_decay)
         self.loss_scale = loss_scale
         self.on_nan = on_nan
         self.log_norms = log_norms
-        self.bytes_per_pack = bytes_per_pack
+        self.bytes_per_pack = checked("bytes_per_pack", bytes_per_pack)
         self.options = options
         self.jit_compile = jit_compile
         self.jit_by_rule: bool | None = None  # the last decision of `ctl.control.jit`
@@ -167,11 +171,14 @@ class TrainStep(BaseStep):
         self.single_replica = replicas.is_alone(strategy)
         self.noinline = noinline.is_needed(strategy, self.tracked.layer)
         replicas.offset_dropout_seeds(strategy, self.tracked.layer)
+        self._training_norms = {*replicas.training_norms(self.tracked.layer)}
         self.trace_guards = TraceGuards(self)
 
     def check_model(self) -> None:
-        """Raises `UsageError` if the model does not allow ``jit_compile``, or if its trainable
-        variables have changed since `build`."""
+        """Raises `UsageError` if the model does not allow ``jit_compile``, if its trainable
+        variables or BatchNorm layers have changed since `build`, or if ``clip_norm`` is out of
+        bounds."""
+        checked("clip_norm", self.clip_norm)
         self._check_layers(self.strategy)
         now, built = self.model.trainable_variables, self.updater.of_model
         if [id(v) for v in now] != [id(v) for v in built]:
@@ -182,6 +189,12 @@ class TrainStep(BaseStep):
                 f"the trainable variables of model {self.model.name} have changed since the step "
                 f"was built ({which}): set layer.trainable before, and use loop.train_only(layers) "
                 "then"
+            )
+        toggled = {*replicas.training_norms(self.tracked.layer)} ^ self._training_norms
+        if toggled:
+            raise UsageError(
+                f"{min(layer.name for layer in toggled)}.trainable was changed after the step was "
+                "built, and its statistics would be treated as before: set it before"
             )
 
     def _check_layers(self, strategy: tf.distribute.Strategy) -> None:
@@ -308,8 +321,7 @@ class TrainStep(BaseStep):
             loss, gradients, outputs = gradient_fn(computed, divisor, self.seeds.place(number))
         gradients = checked_gradients(self, gradients, self.trainable_variables)
         (loss, gradients), outputs = local_batch.mask_empty(empty, (loss, gradients), outputs)
-        if outputs is not None:
-            self.update_metrics(batch, outputs)
+        self.update_metrics_of(batch, outputs)
         return loss, gradients
 
     def _gradient_fn(self) -> Callable:
@@ -471,7 +483,8 @@ class TrainStep(BaseStep):
 
     def apply(self, gradients: Gradients, finite: tf.Tensor | None = None) -> None:
         """Applies reduced gradients with `ctl.phases.apply.Updater`, in the same way on all
-        replicas."""
+        replicas. Raises `UsageError` if ``clip`` returned something else."""
+        check_clipped(self, gradients)
         tf.distribute.get_replica_context().merge_call(self.updater, args=(gradients, finite))
 
     def outcome(

@@ -38,6 +38,14 @@ OPTIMIZERS = {
     "adafactor": "Adafactor",
 }
 
+# Flags of the optimizer and its rate, which an option of a step with such a name would not set.
+OPTIMIZER_FLAGS = (
+    *("optimizer", "momentum", "weight_decay", "label_smoothing", "precision"),
+    *("schedule", "learning_rate", "boundaries", "rates", "warmup", "end_learning_rate"),
+    *("decay_rate", "decay_steps", "plateau_metric", "plateau_patience", "power"),
+    *("lr_scaling", "base_batch_size"),
+)
+
 # Optimizers of Keras that ctl refuses, with the reason; see
 # `ctl.optimizers.check_optimizer`.
 _REFUSED = {

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+import stat
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +33,17 @@ class JsonLines:
             attempt that was given up: they are moved to the end of ``PATH.old``. None keeps all.
 
     Raises:
-        CheckpointError: the file cannot be written, e.g. because the disk is full.
+        CheckpointError: the file cannot be written, e.g. because the disk is full; or ``path`` is a
+            pipe, a link or another kind of file.
     """
 
     def __init__(self, path: str | os.PathLike[str], after: int | None = None):
         self.path = Path(path)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            if self.path.is_file():
+            for file in (self.path, Path(f"{self.path}.old")):
+                _check_kind(file, stat.S_ISREG, "file")
+            if self.path.exists():
                 _repair(self.path)
                 if after is not None:
                     _set_aside(self.path, after)
@@ -77,6 +81,7 @@ class TensorBoard:
         with writing_events(self.directory):
             if phase not in self._writers:
                 path = self.directory / phase
+                _check_kind(path, lambda mode: not stat.S_ISLNK(mode), "directory")
                 self._writers[phase] = tf.summary.create_file_writer(str(path))
             with self._writers[phase].as_default():  # flushes on exit
                 write_scalars(scalars_of(record), record["step"])
@@ -102,6 +107,14 @@ def writing_events(directory: Path) -> Iterator[None]:
     except tf.errors.OpError as error:
         reason = error.message.splitlines()[0].split("}} ")[-1]
         raise CheckpointError(f"cannot write events to {directory}: {reason}") from error
+
+
+def _check_kind(path: Path, is_kind: Callable[[int], bool], kind: str) -> None:
+    """Raises `CheckpointError` if something else has the place of a file: a pipe would block for
+    ever, and a link would lead the output of a run elsewhere."""
+    with contextlib.suppress(FileNotFoundError):
+        if not is_kind(path.lstat().st_mode):
+            raise CheckpointError(f"cannot write {path}: it is not a {kind} of the run; move it")
 
 
 def _repair(path: Path) -> None:

@@ -14,12 +14,13 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.optimizers.schedules import LearningRateSchedule
 
 from ctl.base.autograph import with_autograph
 from ctl.distributed import local_batch
 from ctl.errors import UsageError
 from ctl.phases import shared_programs
-from ctl.phases.optimizers import Optimizers, is_decayed, is_plain, make_groups, slots_of
+from ctl.phases.optimizers import Group, Optimizers, is_decayed, is_plain, make_groups, slots_of
 
 # Variables per compiled function. The cost of a call grows faster than its number of variables, and
 # several functions run at once (`benchmarks/model_size.py`).
@@ -59,9 +60,10 @@ class LossScale:
         self.finite_steps = _counter("finite_steps", 0, tf.int64)
 
     def good(self) -> None:
-        """Counts a finite step; doubles the scale when there are enough in a row."""
+        """Counts a finite step; doubles the scale when there are enough in a row, up to 2^127."""
         grow = self.finite_steps + 1 >= self.growth_steps
-        self.scale.assign(tf.where(grow, self.scale * 2.0, self.scale))
+        doubled = tf.minimum(self.scale, 2.0**126) * 2.0
+        self.scale.assign(tf.where(grow, doubled, self.scale))
         self.finite_steps.assign(tf.where(grow, tf.zeros([], tf.int64), self.finite_steps + 1))
 
     def bad(self) -> None:
@@ -161,13 +163,19 @@ class Updater:
     def learning_rates(self, step: tf.Tensor | None = None) -> list[tf.Tensor]:
         """Returns the learning rate of each group in the update at ``step`` (by default the next
         one), float32 scalars."""
+        ago = None if step is None else self.global_step - step
         step = self.global_step if step is None else step
-        rates = [
-            with_autograph(g.schedule)(step) if g.schedule else g.optimizer.learning_rate
-            for g in self.groups
-        ]
-        values = [rate.value if isinstance(rate, keras.Variable) else rate for rate in rates]
-        return [tf.convert_to_tensor(value) for value in values]
+
+        def rate(group: Group) -> Any:
+            if group.schedule:
+                return with_autograph(group.schedule)(step)
+            schedule = group.optimizer._learning_rate  # the public name is the rate of the next one
+            if ago is not None and isinstance(schedule, LearningRateSchedule):
+                return schedule(group.optimizer.iterations.value - ago)
+            value = group.optimizer.learning_rate
+            return value.value if isinstance(value, keras.Variable) else value
+
+        return [tf.convert_to_tensor(rate(group)) for group in self.groups]
 
     def by_group(
         self, gradients_of: Callable[..., list[tf.Tensor | None]], losses: list[tf.Tensor]

@@ -15,6 +15,7 @@ from ctl.distributed.replica_variables import ReplicaVariables
 from ctl.distributed.watch import watchdog
 from ctl.errors import UsageError
 from ctl.phases import labels, losses, options
+from ctl.phases.checks import check_loss_and_metrics, check_results
 from ctl.phases.logged import TAKEN, Logged
 from ctl.phases.tracked_state import TrackedState
 from ctl.reduce import gather_context
@@ -54,6 +55,7 @@ class BaseStep(AutographMethods):
         **own: Any,
     ):
         options.take(self, own)
+        check_loss_and_metrics(loss_fn, metrics)
         self.model = model
         self.loss_fn = loss_fn
         self.metrics = list(metrics)
@@ -108,6 +110,8 @@ class BaseStep(AutographMethods):
             UsageError: there is not one loss for each example.
         """
         losses, outputs = losses if isinstance(losses, tuple) else (losses, None)
+        if losses is None:
+            raise UsageError(f"{type(self).__name__}.loss() returned None: return the losses, [n]")
         # A step that overrides `count` may have another number of losses, for instance one per view
         # of an example.
         count = None if self.overrides("count") else local_batch.rows(batch)
@@ -138,6 +142,18 @@ class BaseStep(AutographMethods):
         original = getattr(base or BaseStep, method)
         return method in vars(self) or getattr(type(self), method) is not original
 
+    def update_metrics_of(self, batch: Any, outputs: Any) -> None:
+        """Calls `update_metrics` if `loss` has returned outputs. Raises `UsageError` if it has not,
+        and there are metrics to update."""
+        if outputs is not None:
+            self.update_metrics(batch, outputs)
+        elif self.metrics:
+            raise UsageError(
+                f"{type(self).__name__}.loss() returns no outputs, so metric "
+                f"{self.metrics[0].name} would stay 0: return (losses, outputs), leave the metric "
+                "out, or make it an attribute of the step that loss() updates"
+            )
+
     def update_metrics(self, batch: Any, outputs: Any) -> None:
         """Updates ``self.metrics`` without a collective. Reading a result combines the replicas.
 
@@ -157,6 +173,7 @@ class BaseStep(AutographMethods):
             return
         for metric in self.metrics:
             with_autograph(metric.update_state)(labels, outputs, sample_weight=weights)
+        check_results(self.metrics)
 
     def _update_shared_metrics(self, strategy: tf.distribute.Strategy, parts: Any) -> None:
         for replica in range(strategy.num_replicas_in_sync):
@@ -258,13 +275,16 @@ class BaseStep(AutographMethods):
         return getattr(self.loss_fn, "func", self.loss_fn) is losses.cross_entropy
 
     def check_labels(self, dataset: Any, step: int | None = None) -> None:
-        """Raises `UsageError` if the model or the labels do not fit the loss. Checks only the cross
-        entropies of ctl: with another loss, labels may mean anything.
+        """Raises `UsageError` if the model or the labels do not fit the loss. Checks the cross
+        entropies of ctl, and ``from_logits`` of those of Keras: with another loss, labels may mean
+        anything.
 
         Args:
             dataset: see `ctl.phases.labels.check_labels`.
             step: the step of a batch, which is read again if that takes little time.
         """
+        if not self.overrides("loss"):
+            labels.check_from_logits(self.loss_fn, self.model)
         loss_fn: Any = getattr(self.loss_fn, "func", self.loss_fn)  # of a `functools.partial`
         if loss_fn not in labels.CHECKED or self.overrides("loss"):
             return
@@ -348,6 +368,5 @@ class EvalStep(BaseStep):
             losses = self.loss(computed)
         loss, outputs = self.sum_of(losses, computed)
         loss, outputs = local_batch.mask_empty(empty, tf.reduce_sum(loss), outputs)
-        if outputs is not None:
-            self.update_metrics(batch, outputs)
+        self.update_metrics_of(batch, outputs)
         return tf.stack([loss, tf.cast(self.count(batch), tf.float32)])

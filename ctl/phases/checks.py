@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import os
 from collections.abc import Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 from absl import logging
 
 from ctl.distributed import replicas
+from ctl.distributed.replica_variables import ReplicaVariables
 from ctl.errors import UsageError
+from ctl.phases.logged import Logged
+from ctl.phases.seeds import Seeds
+from ctl.phases.tracked_state import TrackedState
 
 _CONTRACTS = {
     "reduce": "(loss, count, gradients, snapshot) and return (loss, count, gradients)",
@@ -19,10 +26,95 @@ _CONTRACTS = {
 }
 
 
+def check_arguments(evaluator: Any, checkpoints: Any, **actions: Any) -> None:
+    """Refuses arguments of `ctl.Loop` of another kind."""
+    if evaluator is not None and not hasattr(evaluator, "run"):
+        raise UsageError(
+            f"evaluator is a {type(evaluator).__name__}: give "
+            "ctl.Evaluator(ctl.EvalStep(model, metrics=…), dataset)"
+        )
+    if isinstance(checkpoints, str | os.PathLike):
+        where = os.fspath(checkpoints)
+        raise UsageError(f"checkpoints is {where!r}: give ctl.CheckpointManager({where!r})")
+    for name, value in actions.items():
+        if not isinstance(value, Sequence) or not all(map(callable, value)):
+            raise UsageError(f"{name} must be a list of functions, not {value!r}")
+
+
+def check_loss_and_metrics(loss_fn: Any, metrics: Any) -> None:
+    """Refuses what is neither a function nor a list of Keras metrics, such as names."""
+    if not callable(loss_fn):
+        raise UsageError(
+            f"loss_fn is {loss_fn!r}: give a function of labels and outputs that returns one loss "
+            "for each example, such as ctl.losses.mean_squared_error"
+        )
+    listed = isinstance(metrics, Sequence) and not isinstance(metrics, str)
+    for metric in metrics if listed else [metrics]:
+        if not (listed and isinstance(metric, keras.metrics.Metric)):
+            raise UsageError(
+                f"metrics must be a list of keras.metrics.Metric objects, such as "
+                f"[keras.metrics.SparseCategoricalAccuracy('accuracy')]; got {metric!r}"
+            )
+
+
+def check_results(metrics: Sequence[keras.metrics.Metric]) -> None:
+    """Refuses metrics whose results are not scalars, once their variables are known."""
+    for metric in metrics:
+        try:
+            with tf.init_scope():
+                zeros = [tf.zeros(v.shape, v.dtype) for v in metric.variables]
+                results = tf.nest.flatten(metric.stateless_result(zeros))
+        except Exception:  # the user's, on values that never occur
+            continue
+        for shape in (tuple(getattr(result, "shape", ())) for result in results):
+            if shape:
+                raise UsageError(
+                    f"metric {metric.name} has a result of shape {shape}, and a record holds one "
+                    "number for each: average it, or return a dict of scalars"
+                )
+
+
+# Attributes that `TrainStep.build` sets.
+_OF_BUILD = (
+    *("noinline", "single_replica", "statistics", "synchronizes", "trace_guards"),
+    *("trainable_mask", "trainable_variables", "updater"),
+)
+
+
+def check_attributes(step: Any) -> None:
+    """Refuses attributes that hide those of ctl, such as ``self.seed = 3``. A function may take the
+    place of a method."""
+    kind = type(step).__name__
+    for name, value in vars(step).items():
+        hides = name in _OF_BUILD or (name == "training" and value is not type(step).training)
+        if not hides and not (inspect.isroutine(value) or isinstance(value, functools.partial)):
+            hides = inspect.isroutine(_of_ctl(type(step), name))
+        kept = _KINDS.get(name)
+        if hides or (kept and not isinstance(value, kept)):
+            raise UsageError(f"{kind} sets self.{name}, which ctl uses for itself: rename it")
+
+
+# Objects that a step of ctl keeps in its attributes.
+_KINDS: dict[str, Any] = {
+    "logged": Logged,
+    "options": (tf.distribute.experimental.CommunicationOptions, type(None)),
+    "per_replica_variables": ReplicaVariables,
+    "seeds": Seeds,
+    "tracked": TrackedState,
+}
+
+
+def _of_ctl(kind: type, name: str) -> Any:
+    """The attribute ``name`` of the class of ctl that ``kind`` inherits it from, or None."""
+    classes = (base for base in kind.__mro__ if base.__module__.startswith("ctl."))
+    return next((vars(base)[name] for base in classes if name in vars(base)), None)
+
+
 def check_overrides(step: Any) -> None:
     """Refuses a step that was built before, and overrides with other arguments."""
     if step.strategy is not None:
         raise UsageError("this step is built already: make a new one for another loop")
+    check_attributes(step)
     kind = type(step).__name__
     for method, at, name in (("reduce", 3, "snapshot"), ("backward", 2, "variables")):
         parameters = [*inspect.signature(getattr(step, method)).parameters]
@@ -64,6 +156,17 @@ def checked_gradients(
             "is it computed from the outputs of self.model, without argmax, int or stop_gradient?"
         )
     return chosen
+
+
+def check_clipped(step: Any, gradients: Any) -> None:
+    """Refuses gradients to apply that are not one for each trainable variable."""
+    wanted, kind = len(step.trainable_variables), type(step).__name__
+    if not isinstance(gradients, Sequence) or len(gradients) != wanted:
+        got = len(gradients) if isinstance(gradients, Sequence) else type(gradients).__name__
+        raise UsageError(
+            f"{kind} applies {got} for {wanted} trainable variables: its clip() must return a list "
+            "with the gradient of each, None where there is none"
+        )
 
 
 def check_unsynchronized(step: Any) -> None:

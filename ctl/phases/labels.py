@@ -45,6 +45,44 @@ def check_outputs(loss: str, model: keras.Model) -> None:
         )
 
 
+_OF_KERAS = (
+    keras.losses.binary_crossentropy,
+    keras.losses.categorical_crossentropy,
+    keras.losses.sparse_categorical_crossentropy,
+)
+
+
+def check_from_logits(loss_fn: Any, model: keras.Model) -> None:
+    """Raises `UsageError` if a cross entropy of Keras takes probabilities and ``model`` ends in a
+    linear layer, or if it takes logits and ``model`` ends in a softmax or sigmoid.
+
+    Args:
+        loss_fn: an object or a function of `keras.losses`, also in a `functools.partial`; any other
+            loss is not checked.
+        model: checked only if it is functional or sequential.
+    """
+    if isinstance(loss_fn, keras.losses.Loss):
+        from_logits = loss_fn.get_config().get("from_logits")
+    elif getattr(loss_fn, "func", loss_fn) in _OF_KERAS:
+        from_logits = getattr(loss_fn, "keywords", {}).get("from_logits", False)
+    else:
+        return
+    last = model.layers[-1] if type(getattr(model, "output_shape", None)) is tuple else None
+    applied = getattr(last, "activation", None)
+    if isinstance(last, keras.layers.Softmax):
+        applied = keras.activations.softmax
+    if from_logits is False and applied is keras.activations.linear:
+        raise UsageError(
+            f"loss_fn takes probabilities (from_logits=False), and model {model.name} ends in "
+            f"logits (layer {last.name} has no activation): give from_logits=True"
+        )
+    if from_logits and applied in (keras.activations.softmax, keras.activations.sigmoid):
+        raise UsageError(
+            f"loss_fn takes logits (from_logits=True), and model {model.name} ends in a "
+            f"{applied.__name__} (layer {last.name}): leave the activation or from_logits out"
+        )
+
+
 def check_labels(loss: str, model: keras.Model, dataset: Any, step: int | None = None) -> None:
     """Raises `UsageError` if the labels of ``dataset`` do not fit ``loss``.
 

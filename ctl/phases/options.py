@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from absl import flags
 
+from ctl.base.names import OPTIMIZER_FLAGS
 from ctl.errors import UsageError
 
 _owners: dict[str, str] = {}  # the class that declared a flag, by name
@@ -99,12 +100,17 @@ def declare(kind: type) -> None:
     """Defines a flag for each option in the body of the class ``kind``.
 
     Raises:
-        UsageError: a base class has an attribute or argument of that name; or ``kind`` has an
-            attribute with the name of an option.
+        UsageError: a base class has an attribute or argument of that name; it is a flag of the
+            optimizer; or ``kind`` has an attribute with the name of an option.
     """
     bases = kind.__mro__[1:-1]
     for name, value in vars(kind).items():
         if isinstance(value, _Option):
+            if name in OPTIMIZER_FLAGS:
+                raise UsageError(
+                    f"{kind.__name__}.{name}: --{name} is a flag of the optimizer, which this "
+                    "option would not set: rename the option"
+                )
             for base in bases:
                 made = vars(base).get("__init__")
                 if name in vars(base) or (made and name in inspect.signature(made).parameters):

@@ -7,12 +7,16 @@ container that is empty at first is a record: it may grow without a new trace.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
+import inspect
 import types
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import keras
+import numpy as np
 from absl import logging
 
 from ctl.distributed import replicas
@@ -36,8 +40,25 @@ _FIXED = frozenset(
 )
 
 _PLAIN = bool, int, float, complex, str, bytes, type(None)
+_CONTAINERS = tuple, list, dict, set, frozenset
+_FUNCTIONS = types.FunctionType, types.BuiltinFunctionType, types.MethodType
+# What Keras gives to variables when a layer is built.
+_OF_VARIABLES = keras.regularizers.Regularizer, keras.constraints.Constraint
 # Objects that are compared by their attributes.
-_ATTRIBUTES = types.SimpleNamespace, keras.optimizers.schedules.LearningRateSchedule
+_ATTRIBUTES = (
+    types.SimpleNamespace,
+    keras.optimizers.schedules.LearningRateSchedule,
+    *_OF_VARIABLES,
+)
+# Methods of a step that a trace runs.
+_PHASES = (
+    *("preprocess", "loss", "count", "forward", "backward", "loss_and_gradients"),
+    *("forward_backward", "reduce", "sum_gradients", "finite", "clip", "apply"),
+    *("update_metrics", "outcome", "__call__"),
+)
+# What Keras gives to the variables of a layer; where its optimizers keep which are not decayed.
+_OF_BUILT = "regularizer", "constraint"
+_EXCLUDED = "_exclude_from_weight_decay", "_exclude_from_weight_decay_pattern"
 _MOST_ELEMENTS = 64  # of a container with values that are not plain
 
 
@@ -53,9 +74,17 @@ class TraceKey(NamedTuple):
 class TraceGuards:
     """The Python values with which the graph of a step was traced.
 
-    These are the attributes of the step; the public attributes with a plain value of its
-    optimizers, its updater and each of its layers; and Keras schedules that are the rate of an
-    optimizer. A change during a call comes from the step itself, and is accepted (`snapshot`).
+    These are
+
+    * the attributes of the step, and plain values of the user's classes that it inherits from;
+    * plain values and containers in globals and closures that the user's phases, loss, layers, and
+      functions that these name, read;
+    * of its optimizers, its updater and layers of Keras, public attributes that are plain values or
+      functions; of layers of the user's, private ones and containers, too;
+    * regularizers and constraints of its variables, variables without weight decay, and Keras
+      schedules that are the rate of an optimizer.
+
+    A change during a call comes from the step itself, and is accepted (`snapshot`).
 
     Args:
         step: a step that is ready to be traced.
@@ -70,7 +99,10 @@ class TraceGuards:
         self.version = 0
         self.rates: dict[str, float] = {}
         self._records: dict[int, Any] = {}
-        owners = {f"layer {layer.name}": layer for layer in replicas.layers_of(step.tracked.layer)}
+        layers = {f"layer {layer.name}": layer for layer in replicas.layers_of(step.tracked.layer)}
+        self._layers = {what: layer for what, layer in layers.items() if _is_users(type(layer))}
+        self._variables = list(step.tracked.layer.trainable_variables)
+        owners: dict[str, Any] = dict(layers)
         self._optimizers = {f"optimizer {o.name}": o for o in step.tracked.optimizers}
         self._scheduled: set[str] = set()  # names of optimizers whose rate is not used
         if hasattr(step, "updater"):
@@ -84,7 +116,12 @@ class TraceGuards:
         self._others = {
             what: (vars(owner), [n for n, v in vars(owner).items() if _is_option(n, v)])
             for what, owner in owners.items()
+            if what not in self._layers
         }
+        for what in layers.keys() & self._others.keys():
+            self._others[what][1].extend(("call", "_dtype_policy"))
+        for what in self._optimizers:
+            self._others[what][1].extend(_EXCLUDED)
         self.snapshot(step)
         if hasattr(step, "updater"):
             self.check_rate(step)
@@ -134,39 +171,122 @@ class TraceGuards:
                     "has a schedule: change the schedule, or make the loop without one"
                 )
 
-    def _read(self, step: Any) -> tuple[dict[str, _Value], list[list[Any]], list[_Value]]:
-        """Returns the attributes of the step, the compared attributes of other owners, and the rate
-        of each optimizer: a variable or a schedule. Keras's public ``learning_rate`` would be the
-        current number."""
-        of_step = {n: _Value(v, self._records) for n, v in vars(step).items() if n not in _OURS}
-        rates = [_Value(o._learning_rate, self._records) for o in self._optimizers.values()]
-        return of_step, [[*map(of.get, names)] for of, names in self._others.values()], rates
+    def _read(self, step: Any) -> _Read:
+        records = self._records
+        of_step = {n: _Value(v, records) for n, v in vars(step).items() if n not in _OURS}
+        code = {name: _Value(v, records) for name, v in _named_by_code(step, self._layers)}
+        # Keras's public `learning_rate` would be the current number.
+        rates = {
+            f"{what}.learning_rate": _Value(optimizer._learning_rate, records)
+            for what, optimizer in self._optimizers.items()
+        }
+        for variable in self._variables:
+            for name in _OF_BUILT:
+                if (value := getattr(variable, name)) is not None:
+                    code[f"{variable.path}.{name}"] = _Value(value, records)
+        settings = [[*map(of.get, names)] for of, names in self._others.values()]
+        return _Read(of_step, code, settings, rates)
 
-    def _changes(self, step: Any, before: Any, now: Any) -> Iterator[tuple[str, Any, Any, bool]]:
+    def _changes(
+        self, step: Any, before: _Read, now: _Read
+    ) -> Iterator[tuple[str, Any, Any, bool]]:
         """Yields the name, the old and the new value of each change, and whether the change takes
         effect."""
         none = _Value(None, {})
         fixed = {name for name, value in options(type(step)).items() if value.fixed} | _FIXED
-        for name in {**before[0], **now[0]}:
-            old, new = (values[0].get(name, none) for values in (before, now))
+        for name in {**before.of_step, **now.of_step}:
+            old, new = (values.of_step.get(name, none) for values in (before, now))
             if old != new:
                 stateful = has_state(old.of) or has_state(new.of)
                 takes_effect = name not in fixed and not stateful
                 yield f"{type(step).__name__}.{name}", old.of, new.of, takes_effect
+        for name in {**before.code, **now.code}:
+            old, new = (values.code.get(name, none) for values in (before, now))
+            if old != new:
+                yield name, old.of, new.of, not (has_state(old.of) or has_state(new.of))
         for (what, (_, names)), olds, news in zip(
-            self._others.items(), before[1], now[1], strict=True
+            self._others.items(), before.settings, now.settings, strict=True
         ):
-            for name, old, new in zip(names, olds, news, strict=True):
-                if old is not new and old != new:
-                    # An optimizer that is made with 0 or None may lack variables for a number.
-                    numbers = all(type(v) in (int, float) and v != 0 for v in (old, new))
-                    yield f"{what}.{name}", old, new, numbers
-        for what, old_rate, new_rate in zip(self._optimizers, before[2], now[2], strict=True):
-            if old_rate != new_rate:
+            for name, setting, changed in zip(names, olds, news, strict=True):
+                if setting is not changed and setting != changed:
+                    takes_effect = _takes_effect(what, name, setting, changed)
+                    yield f"{what}.{name}", setting, changed, takes_effect
+        for name, old in before.rates.items():
+            if old != (new := now.rates[name]):
                 # A rate variable is in the checkpoints, so it must not appear or disappear.
-                values = old_rate.of, new_rate.of
-                stays = not any(isinstance(value, keras.Variable) for value in values)
-                yield f"{what}.learning_rate", *values, stays and what not in self._scheduled
+                stays = not any(isinstance(value.of, keras.Variable) for value in (old, new))
+                yield name, old.of, new.of, stays and name.rpartition(".")[0] not in self._scheduled
+
+
+class _Read(NamedTuple):
+    """What `TraceGuards` compares, by name."""
+
+    of_step: dict[str, _Value]
+    code: dict[str, _Value]  # of the user's classes, functions and layers, and of variables
+    settings: list[list[Any]]  # of each layer of Keras, optimizer and updater
+    rates: dict[str, _Value]
+
+
+def _takes_effect(owner: str, name: str, old: Any, new: Any) -> bool:
+    """Whether a graph that is traced again has a setting, and needs nothing for it that was made
+    with the old one."""
+    if name in _EXCLUDED:
+        return True
+    numbers = all(type(value) in (int, float) for value in (old, new)) and old != 0
+    if owner.startswith("layer "):
+        functions = [value for value in (old, new) if isinstance(value, _FUNCTIONS)]
+        return numbers or (bool(functions) and all(v in functions or v is None for v in (old, new)))
+    return numbers and new != 0  # an optimizer that is made with 0 or None may lack variables
+
+
+def _named_by_code(step: Any, layers: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Values that a trace of the user's code reads, by name."""
+    for kind in filter(_is_users, type(step).__mro__):
+        for name, value in vars(kind).items():
+            if isinstance(value, _PLAIN) and not name.startswith("__"):
+                yield f"class {kind.__name__}.{name}", value
+    functions = {f"{type(step).__name__}.{n}": getattr(step, n, None) for n in _PHASES}
+    functions["loss_fn"] = getattr(step.loss_fn, "func", step.loss_fn)
+    for what, layer in layers.items():
+        functions[f"{what}.call"] = layer.call
+        for name, value in vars(layer).items():
+            kept = isinstance(value, (*_PLAIN, *_CONTAINERS, *_FUNCTIONS))
+            if kept and name not in _of_any_layer() and not has_state(value):
+                yield f"{what}.{name}", value
+    left, seen = list(functions.items()), set()
+    while left:
+        what, method = left.pop()
+        function = inspect.unwrap(getattr(method, "__func__", method))
+        code = getattr(function, "__code__", None)
+        module = getattr(function, "__module__", None) or ""
+        if code is None or code in seen or _is_of_ctl_or_keras(module):
+            continue
+        seen.add(code)
+        names = {name: function.__globals__.get(name) for name in code.co_names}
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            with contextlib.suppress(ValueError):  # an empty cell
+                names[name] = cell.cell_contents
+        for name, value in names.items():
+            if isinstance(value, types.FunctionType):
+                left.append((name, value))
+            elif value is not None and isinstance(value, (*_PLAIN, *_CONTAINERS)):
+                yield f"{name} of {what}", value
+
+
+def _is_users(kind: type) -> bool:
+    return kind is not object and not _is_of_ctl_or_keras(kind.__module__)
+
+
+def _is_of_ctl_or_keras(module: str) -> bool:
+    return module.split(".")[0] in ("ctl", "keras", "tensorflow", "builtins")
+
+
+@functools.cache
+def _of_any_layer() -> frozenset[str]:
+    """Attributes that Keras itself keeps in a layer that was built and called."""
+    layer = keras.layers.Identity()
+    layer(np.zeros([1, 1], np.float32))
+    return frozenset(vars(layer)) | {"_build_shapes_dict"}
 
 
 class _Value:
@@ -183,7 +303,7 @@ class _Value:
             return
         if dataclasses.is_dataclass(value) or isinstance(value, _ATTRIBUTES):
             value = getattr(value, "__dict__", None)
-        if not isinstance(value, tuple | list | dict | set | frozenset):
+        if not isinstance(value, _CONTAINERS):
             return
         if not value:
             records[id(value)] = value
@@ -211,7 +331,8 @@ class _Value:
 
 
 def _is_option(name: str, value: Any) -> bool:
-    return name == "groups" or (name[0] != "_" and isinstance(value, _PLAIN))
+    plain = isinstance(value, (*_PLAIN, *_FUNCTIONS, *_OF_VARIABLES))
+    return name == "groups" or (name[0] != "_" and plain)
 
 
 def _shown(value: Any) -> str:

@@ -87,9 +87,9 @@ def test_json_lines_of_an_attempt_that_was_given_up_are_moved(tmp_path, after, k
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
 def test_json_lines_on_a_full_disk(tmp_path):
-    path = tmp_path / "m.jsonl"
-    path.symlink_to("/dev/full")
-    sink = JsonLines(path)
+    sink = JsonLines(tmp_path / "m.jsonl")
+    with open("/dev/full", "wb") as full:
+        os.dup2(full.fileno(), sink._file.fileno())
     with pytest.raises(CtlError, match="cannot write .*m.jsonl: No space left on device"):
         sink.write(record(loss=0.5))
     sink.close()
@@ -99,6 +99,27 @@ def test_json_lines_where_no_file_can_be(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(CtlError, match="cannot write .*m.jsonl: "):
         JsonLines(tmp_path / "file" / "m.jsonl")
+
+
+@pytest.mark.parametrize("name", ["m.jsonl", "m.jsonl.old"])
+@pytest.mark.parametrize("kind", ["pipe", "link", "directory"])
+def test_json_lines_where_something_else_is(tmp_path, name, kind):
+    """A pipe would block for ever; a link leads elsewhere."""
+    path, elsewhere = tmp_path / name, tmp_path / "elsewhere"
+    elsewhere.write_text("kept")
+    make = {"pipe": os.mkfifo, "link": lambda p: p.symlink_to(elsewhere), "directory": Path.mkdir}
+    make[kind](path)
+    with pytest.raises(CtlError, match=f"cannot write {path}: it is not a file of the run; move"):
+        JsonLines(tmp_path / "m.jsonl", after=-1)
+    assert elsewhere.read_text() == "kept"
+
+
+def test_tensorboard_does_not_follow_a_link(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "train").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CtlError, match="cannot write .*train: it is not a directory of the run"):
+        TensorBoard(tmp_path).write(record(loss=0.5))
+    assert not [*(tmp_path / "elsewhere").iterdir()]
 
 
 def test_tensorboard_has_scalars_of_both_phases_at_once(tmp_path):

@@ -200,6 +200,9 @@ def test_a_loss_scale_grows_halves_and_stays_above_one():
     assert after(*[bad] * 4) == (1.0, 0)
     assert after(bad, bad) == (1.0, 0)
     assert after(good, good, good) == (2.0, 0)
+    scale.scale.assign(2.0**126)
+    assert after(*[good] * 9) == (2.0**127, 0)  # infinity would never come back
+    assert after(bad) == (2.0**126, 0)
 
 
 @pytest.mark.parametrize("replicas", [1, 2])

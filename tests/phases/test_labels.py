@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -85,3 +88,37 @@ class TestLabels:
 
         labels = [10, 11, 14, 12]
         assert self.made(labels, in_memory=True, step_class=Shifted).train(2)["loss"] > 0
+
+
+def of_keras(units, activation):
+    return lambda: keras.Sequential(
+        [keras.Input([FEATURES]), keras.layers.Dense(units, activation)]
+    )
+
+
+SPARSE = functools.partial(keras.losses.SparseCategoricalCrossentropy, reduction=None)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "activation", "reason"),
+    [
+        (SPARSE(), None, r"probabilities \(from_logits=False\), and model .* has no activation"),
+        (keras.losses.sparse_categorical_crossentropy, None, "give from_logits=True"),
+        (SPARSE(from_logits=True), "softmax", r"takes logits .* ends in a softmax \(layer dense"),
+        (SPARSE(from_logits=True), None, None),
+        (SPARSE(), "softmax", None),
+        (
+            functools.partial(keras.losses.sparse_categorical_crossentropy, from_logits=True),
+            None,
+            None,
+        ),
+        (keras.losses.MeanAbsoluteError(reduction=None), None, None),
+    ],
+)
+def test_a_cross_entropy_of_keras_fits_the_last_layer(loss_fn, activation, reason):
+    """``from_logits=False`` on logits trains nothing: the loss stays at 2.3."""
+    if reason is None:
+        make_loop(model=of_keras(CLASSES, activation), loss_fn=loss_fn)
+        return
+    with pytest.raises(UsageError, match=reason):
+        make_loop(model=of_keras(CLASSES, activation), loss_fn=loss_fn)

@@ -11,8 +11,10 @@ import pytest
 from absl import flags
 
 import ctl
+from ctl.base import names
 from ctl.data import InMemory
 from ctl.errors import UsageError
+from ctl.flags import groups
 
 
 class Step(ctl.TrainStep):
@@ -89,6 +91,19 @@ def test_an_unknown_keyword_is_refused():
 def test_a_name_of_a_base_class_is_refused(name):
     with pytest.raises(UsageError, match=f"has '{name}': rename the option"):
         type("Mine", (Step,), {name: ctl.option(1.0, "Mine.")})
+
+
+@pytest.mark.parametrize("name", ["learning_rate", "momentum"])
+def test_a_flag_of_the_optimizer_is_refused(name):
+    with pytest.raises(UsageError, match=f"Mine.{name}: --{name} is a flag of the optimizer"):
+        type("Mine", (ctl.TrainStep,), {name: ctl.option(0.1, "Of nothing.")})
+
+
+def test_all_flags_of_the_optimizer_are_known():
+    values = flags.FlagValues()
+    groups.define_schedule_flags(values)
+    rates = {name for name in values if name in groups.schedule_arguments.__code__.co_names}
+    assert rates and rates <= {*names.OPTIMIZER_FLAGS}
 
 
 def test_a_class_that_hides_an_option_is_refused():

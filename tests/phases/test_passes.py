@@ -79,11 +79,11 @@ class Own(TrainStep):
         self.spread = keras.metrics.Mean(name="spread")
         self.passes = tf.Variable(0, trainable=False)
         self.total = self.variable("total", [], per_replica=True)
-        self.seed = keras.random.SeedGenerator(3)
+        self.draws = keras.random.SeedGenerator(3)
 
     def loss(self, batch):
         losses, logits = super().loss(batch)
-        noise = keras.random.normal(tf.shape(losses), seed=self.seed)
+        noise = keras.random.normal(tf.shape(losses), seed=self.draws)
         self.spread.update_state(tf.math.reduce_std(losses))
         self.passes.assign_add(1)
         self.total.assign_add(tf.reduce_sum(losses))

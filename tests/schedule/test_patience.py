@@ -225,6 +225,19 @@ def test_the_logged_rate_is_the_one_that_was_applied():
     assert rows == [0.5, 0.25, 0.125]
 
 
+@pytest.mark.parametrize("in_the_optimizer", [True, False])
+def test_the_logged_rate_of_a_schedule_of_keras_is_the_one_that_was_applied(in_the_optimizer):
+    rows, rates = [], keras.optimizers.schedules.PiecewiseConstantDecay([1, 2], [4.0, 2.0, 1.0])
+    if in_the_optimizer:
+        loop = make_loop(optimizer=lambda: keras.optimizers.SGD(rates), steps_per_loop=1)
+    else:
+        loop = make_loop(optimizer=lambda: keras.optimizers.SGD(9.0), schedule=rates)
+    loop.actions.append(lambda status: rows.append(status.scalars()["learning_rate"]))
+    for step in range(1, 5):
+        loop.train(step)
+    assert rows == [4.0, 4.0, 2.0, 1.0]  # until and with the boundaries: those of Keras
+
+
 def test_a_schedule_that_changes_after_the_last_step_is_logged_as_it_was():
     schedule = Plateau(0.5, factor=0.5, patience=1)
     loop = make_loop(schedule=schedule, evaluate=20)
