@@ -9,6 +9,7 @@ from typing import Any
 from absl import flags
 
 from ctl.base import names
+from ctl.base.bounds import BOUNDS, checked
 from ctl.errors import UsageError
 from ctl.flags import defaults, durations, early
 from ctl.flags.parsing import (
@@ -252,7 +253,7 @@ def define_step_flags() -> None:
             1,
             "Number of micro-batches into which a replica's batch is split to save memory. Their "
             "gradients are reduced once.",
-            lower_bound=1,
+            lower_bound=int(BOUNDS["accumulate_steps"].low),
         )
         flags.DEFINE_float(
             "ema_decay",
@@ -321,10 +322,8 @@ def _check_step(clip_norm: float | None, ema_decay: float | None, **shares: floa
     for name, value in shares.items():
         if value is not None:
             durations.check_rate(f"--{name}", value)
-    if clip_norm is not None:
-        durations.check_positive("--clip_norm", clip_norm)
-    if ema_decay is not None and not 0 < ema_decay < 1:
-        raise UsageError(f"--ema_decay={ema_decay} must be between 0 and 1")
+    checked("clip_norm", clip_norm, shown="--clip_norm")
+    checked("ema_decay", ema_decay, shown="--ema_decay")
 
 
 def define_schedule_flags(values: flags.FlagValues = flags.FLAGS) -> None:
