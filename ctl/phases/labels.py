@@ -67,7 +67,9 @@ def check_from_logits(loss_fn: Any, model: keras.Model) -> None:
         from_logits = getattr(loss_fn, "keywords", {}).get("from_logits", False)
     else:
         return
-    last = model.layers[-1] if type(getattr(model, "output_shape", None)) is tuple else None
+    if type(getattr(model, "output_shape", None)) is not tuple or not model.layers:
+        return
+    last = model.layers[-1]
     applied = getattr(last, "activation", None)
     if isinstance(last, keras.layers.Softmax):
         applied = keras.activations.softmax

@@ -245,7 +245,11 @@ def _named_by_code(step: Any, layers: dict[str, Any]) -> Iterator[tuple[str, Any
         for name, value in vars(kind).items():
             if isinstance(value, _PLAIN) and not name.startswith("__"):
                 yield f"class {kind.__name__}.{name}", value
-    functions = {f"{type(step).__name__}.{n}": getattr(step, n, None) for n in _PHASES}
+    functions: dict[str, Any] = {
+        f"{type(step).__name__}.{name}": getattr(step, name)
+        for name in _PHASES
+        if hasattr(step, name)
+    }
     functions["loss_fn"] = getattr(step.loss_fn, "func", step.loss_fn)
     for what, layer in layers.items():
         functions[f"{what}.call"] = layer.call
@@ -253,7 +257,7 @@ def _named_by_code(step: Any, layers: dict[str, Any]) -> Iterator[tuple[str, Any
             kept = isinstance(value, (*_PLAIN, *_CONTAINERS, *_FUNCTIONS))
             if kept and name not in _of_any_layer() and not has_state(value):
                 yield f"{what}.{name}", value
-    left, seen = list(functions.items()), set()
+    left, seen = [*functions.items()], set()
     while left:
         what, method = left.pop()
         function = inspect.unwrap(getattr(method, "__func__", method))
