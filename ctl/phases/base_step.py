@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
+from absl import logging
 
 from ctl.base.autograph import AutographMethods, with_autograph
 from ctl.distributed import local_batch, replicas
@@ -62,6 +64,7 @@ class BaseStep(AutographMethods):
         self.logged = Logged()
         self.per_replica_variables = ReplicaVariables()
         self.input_specs: Any = None  # specs of the model's inputs, once traced
+        self.returns_outputs = True  # of `loss`, in the last trace
 
     def preprocess(self, features: Any) -> Any:
         """Turns the features of a batch into the input of the model; by default `scale_images`."""
@@ -143,15 +146,16 @@ class BaseStep(AutographMethods):
         return method in vars(self) or getattr(type(self), method) is not original
 
     def update_metrics_of(self, batch: Any, outputs: Any) -> None:
-        """Calls `update_metrics` if `loss` has returned outputs. Raises `UsageError` if it has not,
-        and there are metrics to update."""
-        if outputs is not None:
+        """Calls `update_metrics` if `loss` has returned outputs. Otherwise `results` leaves out
+        metrics that nothing has updated."""
+        self.returns_outputs = outputs is not None
+        if self.returns_outputs:
             self.update_metrics(batch, outputs)
         elif self.metrics:
-            raise UsageError(
-                f"{type(self).__name__}.loss() returns no outputs, so metric "
-                f"{self.metrics[0].name} would stay 0: return (losses, outputs), leave the metric "
-                "out, or make it an attribute of the step that loss() updates"
+            logging.warning(
+                "%s.loss() returns no outputs, so %s is left out unless loss() updates it: return "
+                "(losses, outputs)",
+                *(type(self).__name__, ", ".join(metric.name for metric in self.metrics)),
             )
 
     def update_metrics(self, batch: Any, outputs: Any) -> None:
@@ -321,6 +325,8 @@ class BaseStep(AutographMethods):
         values: dict[str, Any] = {}
         with watchdog.host("the results of the metrics"):
             for metric, variables in zip(metrics, totals, strict=True):
+                if not (self.returns_outputs or any(np.any(total) for total in variables)):
+                    continue
                 result = metric.stateless_result(variables)
                 result = result if isinstance(result, dict) else {metric.name: result}
                 # A result may be a variable itself, which holds the value of one replica.

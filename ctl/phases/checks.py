@@ -88,7 +88,7 @@ def check_attributes(step: Any) -> None:
     for name, value in vars(step).items():
         hides = name in _OF_BUILD or (name == "training" and value is not type(step).training)
         if not hides and not (inspect.isroutine(value) or isinstance(value, functools.partial)):
-            hides = inspect.isroutine(_of_ctl(type(step), name))
+            hides = inspect.isfunction(_of_ctl(type(step), name))
         kept = _KINDS.get(name)
         if hides or (kept and not isinstance(value, kept)):
             raise UsageError(f"{kind} sets self.{name}, which ctl uses for itself: rename it")
@@ -97,7 +97,7 @@ def check_attributes(step: Any) -> None:
 # Objects that a step of ctl keeps in its attributes.
 _KINDS: dict[str, Any] = {
     "logged": Logged,
-    "options": (tf.distribute.experimental.CommunicationOptions, type(None)),
+    "options": (type(tf.distribute.experimental.CommunicationOptions()), type(None)),
     "per_replica_variables": ReplicaVariables,
     "seeds": Seeds,
     "tracked": TrackedState,

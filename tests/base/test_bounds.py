@@ -186,18 +186,34 @@ def test_phases_that_return_nothing_are_named():
         Evaluator(EvalForgets(mlp()), evaluated()).run()
 
 
-def test_a_metric_that_nothing_would_update_is_refused():
-    class Alone(TrainStep):
-        def loss(self, batch):
-            return super().loss(batch)[0]
+class Alone(TrainStep):
+    """Returns no outputs, and may update its metric by itself."""
 
-    class EvalAlone(EvalStep):
-        def loss(self, batch):
-            return super().loss(batch)[0]
+    updates = False
 
-    reason = r"Alone.loss\(\) returns no outputs, so metric accuracy would stay 0: return"
-    with pytest.raises(UsageError, match=reason):
-        make_loop(step_class=Alone).train(1)
-    with pytest.raises(UsageError, match="Eval" + reason):
-        metrics = [keras.metrics.SparseCategoricalAccuracy("accuracy")]
-        Evaluator(EvalAlone(mlp(), metrics=metrics), evaluated()).run()
+    def loss(self, batch):
+        losses, outputs = super().loss(batch)
+        if self.updates:
+            self.metrics[0].update_state(batch[1], outputs)
+        return losses
+
+
+class EvalAlone(EvalStep):
+    def loss(self, batch):
+        return super().loss(batch)[0]
+
+
+def test_a_metric_that_nothing_updates_is_left_out(warnings_of):
+    loop = make_loop(step_class=Alone)
+    scalars = loop.train(2)
+    assert "loss" in scalars and "accuracy" not in scalars
+    (warning,) = warnings_of()
+    assert warning.startswith("Alone.loss() returns no outputs, so accuracy is left out unless")
+    metrics = [keras.metrics.SparseCategoricalAccuracy("accuracy")]
+    assert {*Evaluator(EvalAlone(mlp(), metrics=metrics), evaluated()).run()} == {"loss"}
+
+
+def test_a_metric_that_the_loss_updates_is_logged(monkeypatch):
+    want = make_loop(seed=0).train(2)["accuracy"]
+    monkeypatch.setattr(Alone, "updates", True)
+    assert make_loop(seed=0, step_class=Alone).train(2)["accuracy"] == want > 0

@@ -156,8 +156,8 @@ def test_what_makes_no_difference(one, other):
             "the loss: arguments",
         ),
         (
-            keras.losses.CategoricalFocalCrossentropy(gamma=1.0, reduction=None),
-            keras.losses.CategoricalFocalCrossentropy(gamma=2.0, reduction=None),
+            keras.losses.CategoricalFocalCrossentropy(gamma=1.0, from_logits=True, reduction=None),
+            keras.losses.CategoricalFocalCrossentropy(gamma=2.0, from_logits=True, reduction=None),
             "the loss: gamma",
         ),
     ],
