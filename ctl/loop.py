@@ -11,7 +11,7 @@ collective:
               TrainStep.sum_gradients    to override for another collective
                 ctl.reduce.all_reduce    in packs: context.all_reduce(SUM, ...)  # <- here
 
-`Steps._variant` chooses what every replica runs. With ``jit_compile`` (see `ctl.control.jit`), XLA
+`Steps._strategy_run` chooses what every replica runs. With ``jit_compile`` (see `ctl.control.jit`), XLA
 compiles the whole step on one replica, and forward and backward on several. With several workers,
 the observer of the step is `ctl.phases.marks.Marks`: its ``all_reduce`` calls
 `ctl.reduce.all_reduce` and stamps each pack.
@@ -95,7 +95,7 @@ class Steps:
         one trace per ``trace_key``.
         """
         strategy, position = self.strategy, feed.position
-        strategy_run, most = self._variant()
+        strategy_run, most = self._strategy_run()
         losses = strategy.run(no_losses)
         while steps > 0:
             block, position = next_block(feed, position, tf.minimum(steps, most))
@@ -139,10 +139,16 @@ class Steps:
             self.step.observer.end()
         return losses.add(loss, count)
 
-    def _variant(self) -> tuple[Callable[..., LossAccumulator], int]:
-        """Returns the function that every replica runs, and its maximum number of batches."""
+    def _strategy_run(self) -> tuple[Callable[..., LossAccumulator], int]:
+        """Returns what runs the step on every replica, and the most batches that it takes at once.
+
+        * XLA, one replica, no time stamps: XLA compiles a loop over the batches of a block.
+        * XLA, one replica, time stamps: XLA compiles the step, and the stamps stay outside.
+        * Otherwise: the step as it is. With XLA on several replicas, `TrainStep._gradient_fn` has
+          forward and backward compiled.
+        """
         step: Any = self.step
-        # A single replica has nothing to reduce, so XLA can compile the whole step.
+        # A single replica has nothing to reduce.
         whole = step.jit_compile and step.single_replica
         if whole and not step.observer.stamps:
             steps = graph_function(self._steps_of_block, jit_compile=True)

@@ -243,9 +243,10 @@ class TrainStep(BaseStep):
         """Trains on this replica's part of one global batch.
 
         Returns:
-            ``(loss, count)``, float32 scalars: the replica's loss divided by the global batch size,
-            and that size. The sum of the losses over replicas is the mean loss of the global batch.
-            Both are 0 if the update was skipped.
+            ``(loss, total)``, float32 scalars: the replica's loss divided by the number of valid
+            examples of the global batch (the sum of their weights), and that number. The sum of the
+            losses over replicas is the mean loss of the global batch. Both are 0 if the update was
+            skipped.
         """
         count, snapshot = self.count(batch), self.statistics.snapshot(batch)
         with penalties.counted(self, batch, count):

@@ -353,8 +353,9 @@ class CheckpointManager:
         """Assigns the values of a checkpoint to the variables of ``state``, to all or to none.
 
         Checksums are verified before. A damaged checkpoint is passed over with a warning, and the
-        one before it (or the next best) is tried. Keys that ``state`` lacks are ignored, so
-        ``{"model": [...]}`` is enough to evaluate. The host holds one copy of the values.
+        next one of `manifest.newest_first` (or the next best) is tried. Keys that ``state`` lacks
+        are ignored, so ``{"model": [...]}`` is enough to evaluate. The host holds one copy of the
+        values.
 
         The run continues from the restored step, and `save` deletes checkpoints of later steps as
         it passes them. To keep them, continue in another directory.

@@ -1,11 +1,12 @@
-"""The order of examples: a permutation of each epoch, evaluated at any position.
+"""The order of streamed examples: a permutation of each epoch, evaluated at any position.
 
-Below `_IN_MEMORY` examples, NumPy permutes them. Beyond, the permutation is a keyed bijection, so
-that neither memory nor the time of a start grows with the data: a Feistel network (Luby and
-Rackoff 1988, "How to construct pseudorandom permutations from pseudorandom functions") on the
-smallest 2^b that has room, walked until it falls below n (Black and Rogaway 2002, "Ciphers with
-arbitrary finite domains"). Its round function is the finalizer of SplitMix64 (Steele, Lea and
-Flood 2014, "Fast splittable pseudorandom number generators").
+Data in memory have `InMemory._shuffled`. Here, NumPy permutes up to `_MOST_PERMUTED` examples.
+Beyond, the permutation is a keyed bijection, so that neither memory nor the time of a start grows
+with the data: a Feistel network (Luby and Rackoff 1988, "How to construct pseudorandom permutations
+from pseudorandom functions") on the smallest 2^b that has room, walked until it falls below n
+(Black and Rogaway 2002, "Ciphers with arbitrary finite domains"). Its round function is the
+finalizer of SplitMix64 (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number
+generators").
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ctl.errors import UsageError
 # Identifies the order in fingerprints. Change it with any change of the order.
 VERSION = "a function of seed, epoch and position, 1"
 
-_IN_MEMORY = 1 << 22  # 16 MiB as int32, of which three are kept
+_MOST_PERMUTED = 1 << 22  # 16 MiB as int32, of which three are kept
 _ROUNDS = 8
 _MASK64 = (1 << 64) - 1
 
@@ -66,7 +67,7 @@ class Shuffle:
         return offsets
 
     def _permuted(self, epoch: int, blocks: np.ndarray) -> np.ndarray:
-        if self._blocks > _IN_MEMORY:
+        if self._blocks > _MOST_PERMUTED:
             return permuted(blocks, self._blocks, self._philox(epoch).random_raw(_ROUNDS))
         with self._lock:  # several threads read ahead
             if epoch not in self._permutations:

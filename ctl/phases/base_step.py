@@ -241,7 +241,7 @@ class BaseStep(AutographMethods):
         """Variables of the model and its optimizers that this step lets differ between replicas, as
         in local SGD; by default none. For a Keras variable, return its ``value``.
 
-        A checkpoint holds the values of all replicas, and is restored on the same number of
+        A checkpoint holds the values of all replicas, and is restored only on the same number of
         replicas. Each worker keeps all values in host memory."""
         return ()
 

@@ -84,7 +84,9 @@ class TraceGuards:
     * regularizers and constraints of its variables, variables without weight decay, and Keras
       schedules that are the rate of an optimizer.
 
-    A change during a call comes from the step itself, and is accepted (`snapshot`).
+    Not compared are elements of arrays, attributes of modules and other objects, and what methods
+    of other objects read. A change during a call comes from the step itself, and is accepted
+    (`snapshot`).
 
     Args:
         step: a step that is ready to be traced.
