@@ -11,7 +11,7 @@ collective:
               TrainStep.sum_gradients    to override for another collective
                 ctl.reduce.all_reduce    in packs: context.all_reduce(SUM, ...)  # <- here
 
-`Steps._strategy_run` chooses what every replica runs. With ``jit_compile`` (see `ctl.control.jit`), XLA
+`Steps._strategy_run` chooses what every replica runs. With ``jit_compile`` (`ctl.control.jit`), XLA
 compiles the whole step on one replica, and forward and backward on several. With several workers,
 the observer of the step is `ctl.phases.marks.Marks`: its ``all_reduce`` calls
 `ctl.reduce.all_reduce` and stamps each pack.
