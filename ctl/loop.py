@@ -300,7 +300,7 @@ class Loop:
                 except tf.errors.OutOfRangeError:
                     return self._ended(step, total)
                 seconds = time.perf_counter() - start
-                self.step.trace_guards.snapshot(self.step)
+                self.step.trace_guards.snapshot(self.step, ran=True)
                 self.feed = self.feed._replace(position=outcome.position)
                 step = self._feed_step = step + steps
                 skipped = self.step.updater.skipped_so_far() - skipped_before
@@ -340,7 +340,7 @@ class Loop:
         graph = self.steps.run.get_concrete_function(
             self.feed, tf.constant(1), self._pace.worker_report(False, False), self.step.trace_key
         )
-        self.step.trace_guards.snapshot(self.step)
+        self.step.trace_guards.snapshot(self.step, ran=True)
         return graph
 
     def plan(self, *, xla: bool = False) -> Plan:

@@ -126,7 +126,7 @@ class Evaluator:
                     raise
                 iterator = None
                 break
-            self._guards.snapshot(self.step)
+            self._guards.snapshot(self.step, ran=True)
             self._pace.record_duration(
                 time.perf_counter() - start, steps, workers.mean(self.strategy, pace)
             )

@@ -112,7 +112,7 @@ def writing_events(directory: Path) -> Iterator[None]:
 def _check_kind(path: Path, is_kind: Callable[[int], bool], kind: str) -> None:
     """Raises `CheckpointError` if something else has the place of a file: a pipe would block for
     ever, and a link would lead the output of a run elsewhere."""
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(OSError):  # who opens it says why
         if not is_kind(path.lstat().st_mode):
             raise CheckpointError(f"cannot write {path}: it is not a {kind} of the run; move it")
 

@@ -171,7 +171,7 @@ class Updater:
                 return with_autograph(group.schedule)(step)
             schedule = group.optimizer._learning_rate  # the public name is the rate of the next one
             if ago is not None and isinstance(schedule, LearningRateSchedule):
-                return schedule(group.optimizer.iterations.value - ago)
+                return schedule(tf.maximum(group.optimizer.iterations.value - ago, 0))
             value = group.optimizer.learning_rate
             return value.value if isinstance(value, keras.Variable) else value
 

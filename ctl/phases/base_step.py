@@ -57,7 +57,7 @@ class BaseStep(AutographMethods):
         **own: Any,
     ):
         options.take(self, own)
-        check_loss_and_metrics(loss_fn, metrics)
+        check_loss_and_metrics(None if self.overrides("loss") else loss_fn, metrics)
         self.model = model
         self.loss_fn = loss_fn
         self.metrics = list(metrics)
@@ -153,7 +153,7 @@ class BaseStep(AutographMethods):
             self.update_metrics(batch, outputs)
         elif self.metrics:
             logging.warning(
-                "%s.loss() returns no outputs, so %s is left out unless loss() updates it: return "
+                "%s.loss() returns no outputs, so %s is logged only if loss() updates it: return "
                 "(losses, outputs)",
                 *(type(self).__name__, ", ".join(metric.name for metric in self.metrics)),
             )
@@ -325,7 +325,8 @@ class BaseStep(AutographMethods):
         values: dict[str, Any] = {}
         with watchdog.host("the results of the metrics"):
             for metric, variables in zip(metrics, totals, strict=True):
-                if not (self.returns_outputs or any(np.any(total) for total in variables)):
+                unknown = not self.returns_outputs and any(metric is m for m in self.metrics)
+                if unknown and not any(np.any(total) for total in variables):
                     continue
                 result = metric.stateless_result(variables)
                 result = result if isinstance(result, dict) else {metric.name: result}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
+import math
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +17,7 @@ from ctl.distributed.replica_variables import ReplicaVariables
 from ctl.errors import UsageError
 from ctl.phases.logged import Logged
 from ctl.phases.seeds import Seeds
-from ctl.phases.tracked_state import TrackedState
+from ctl.phases.tracked_state import TrackedState, has_state
 
 _CONTRACTS = {
     "reduce": "(loss, count, gradients, snapshot) and return (loss, count, gradients)",
@@ -27,7 +27,7 @@ _CONTRACTS = {
 
 
 def check_arguments(evaluator: Any, checkpoints: Any, **actions: Any) -> None:
-    """Refuses arguments of `ctl.Loop` of another kind."""
+    """Refuses a wrong kind of argument of `ctl.Loop`."""
     if evaluator is not None and not hasattr(evaluator, "run"):
         raise UsageError(
             f"evaluator is a {type(evaluator).__name__}: give "
@@ -42,8 +42,8 @@ def check_arguments(evaluator: Any, checkpoints: Any, **actions: Any) -> None:
 
 
 def check_loss_and_metrics(loss_fn: Any, metrics: Any) -> None:
-    """Refuses what is neither a function nor a list of Keras metrics, such as names."""
-    if not callable(loss_fn):
+    """Refuses what is neither a function (or None) nor a list of Keras metrics, such as names."""
+    if loss_fn is not None and not callable(loss_fn):
         raise UsageError(
             f"loss_fn is {loss_fn!r}: give a function of labels and outputs that returns one loss "
             "for each example, such as ctl.losses.mean_squared_error"
@@ -67,7 +67,7 @@ def check_results(metrics: Sequence[keras.metrics.Metric]) -> None:
         except Exception:  # the user's, on values that never occur
             continue
         for shape in (tuple(getattr(result, "shape", ())) for result in results):
-            if shape:
+            if math.prod(shape) != 1:
                 raise UsageError(
                     f"metric {metric.name} has a result of shape {shape}, and a record holds one "
                     "number for each: average it, or return a dict of scalars"
@@ -79,21 +79,6 @@ _OF_BUILD = (
     *("noinline", "single_replica", "statistics", "synchronizes", "trace_guards"),
     *("trainable_mask", "trainable_variables", "updater"),
 )
-
-
-def check_attributes(step: Any) -> None:
-    """Refuses attributes that hide those of ctl, such as ``self.seed = 3``. A function may take the
-    place of a method."""
-    kind = type(step).__name__
-    for name, value in vars(step).items():
-        hides = name in _OF_BUILD or (name == "training" and value is not type(step).training)
-        if not hides and not (inspect.isroutine(value) or isinstance(value, functools.partial)):
-            hides = inspect.isfunction(_of_ctl(type(step), name))
-        kept = _KINDS.get(name)
-        if hides or (kept and not isinstance(value, kept)):
-            raise UsageError(f"{kind} sets self.{name}, which ctl uses for itself: rename it")
-
-
 # Objects that a step of ctl keeps in its attributes.
 _KINDS: dict[str, Any] = {
     "logged": Logged,
@@ -102,6 +87,21 @@ _KINDS: dict[str, Any] = {
     "seeds": Seeds,
     "tracked": TrackedState,
 }
+
+
+def check_attributes(step: Any) -> None:
+    """Refuses attributes that hide those of ctl, such as ``self.seed = 3``. What is called may take
+    the place of a method, if it is no layer or metric."""
+    for name, value in vars(step).items():
+        method = inspect.isfunction(_of_ctl(type(step), name))
+        if (
+            name in _OF_BUILD
+            or (name == "training" and value is not type(step).training)
+            or (method and (not callable(value) or has_state(value)))
+            or not isinstance(value, _KINDS.get(name, object))
+        ):
+            kind = type(step).__name__
+            raise UsageError(f"{kind} sets self.{name}, which ctl uses for itself: rename it")
 
 
 def _of_ctl(kind: type, name: str) -> Any:
@@ -162,10 +162,11 @@ def check_clipped(step: Any, gradients: Any) -> None:
     """Refuses gradients to apply that are not one for each trainable variable."""
     wanted, kind = len(step.trainable_variables), type(step).__name__
     if not isinstance(gradients, Sequence) or len(gradients) != wanted:
-        got = len(gradients) if isinstance(gradients, Sequence) else type(gradients).__name__
+        listed = isinstance(gradients, Sequence)
+        got = f"{len(gradients)} gradients" if listed else type(gradients).__name__
         raise UsageError(
-            f"{kind} applies {got} for {wanted} trainable variables: its clip() must return a list "
-            "with the gradient of each, None where there is none"
+            f"{kind}.clip() returned {got}: it must return a list with the gradient of each of the "
+            f"{wanted} trainable variables, None where there is none"
         )
 
 

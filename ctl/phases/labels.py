@@ -34,7 +34,7 @@ def check_outputs(loss: str, model: keras.Model) -> None:
             "be 0 and train nothing; use one output for each class, --loss=binary_cross_entropy "
             "for two classes, or --loss=mean_squared_error for numbers (ctl.jobs.named has them)"
         )
-    last, activation = model.layers[-1], _ACTIVATIONS[loss]
+    last, activation = _last(model), _ACTIVATIONS[loss]
     applied = getattr(last, "activation", None)
     if applied is getattr(keras.activations, activation) or (
         activation == "softmax" and isinstance(last, keras.layers.Softmax)
@@ -62,18 +62,19 @@ def check_from_logits(loss_fn: Any, model: keras.Model) -> None:
         model: checked only if it is functional or sequential.
     """
     if isinstance(loss_fn, keras.losses.Loss):
-        from_logits = loss_fn.get_config().get("from_logits")
+        from_logits = getattr(loss_fn, "from_logits", None)
     elif getattr(loss_fn, "func", loss_fn) in _OF_KERAS:
         from_logits = getattr(loss_fn, "keywords", {}).get("from_logits", False)
     else:
         return
     if type(getattr(model, "output_shape", None)) is not tuple or not model.layers:
         return
-    last = model.layers[-1]
+    last = _last(model)
     applied = getattr(last, "activation", None)
     if isinstance(last, keras.layers.Softmax):
         applied = keras.activations.softmax
-    if from_logits is False and applied is keras.activations.linear:
+    linear = applied is keras.activations.linear and not isinstance(last, keras.layers.Activation)
+    if from_logits is False and linear:
         raise UsageError(
             f"loss_fn takes probabilities (from_logits=False), and model {model.name} ends in "
             f"logits (layer {last.name} has no activation): give from_logits=True"
@@ -83,6 +84,11 @@ def check_from_logits(loss_fn: Any, model: keras.Model) -> None:
             f"loss_fn takes logits (from_logits=True), and model {model.name} ends in a "
             f"{applied.__name__} (layer {last.name}): leave the activation or from_logits out"
         )
+
+
+def _last(model: keras.Model) -> Any:
+    """The last operation of a functional or sequential model; `layers` leaves out `keras.ops`."""
+    return getattr(model, "operations", model.layers)[-1]
 
 
 def check_labels(loss: str, model: keras.Model, dataset: Any, step: int | None = None) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import dis
 import functools
 import inspect
 import types
@@ -42,6 +43,7 @@ _FIXED = frozenset(
 _PLAIN = bool, int, float, complex, str, bytes, type(None)
 _CONTAINERS = tuple, list, dict, set, frozenset
 _FUNCTIONS = types.FunctionType, types.BuiltinFunctionType, types.MethodType
+_COMPARED = (*_PLAIN, *_CONTAINERS, *_FUNCTIONS)
 # What Keras gives to variables when a layer is built.
 _OF_VARIABLES = keras.regularizers.Regularizer, keras.constraints.Constraint
 # Objects that are compared by their attributes.
@@ -76,7 +78,7 @@ class TraceGuards:
 
     These are
 
-    * the attributes of the step, and plain values of the user's classes that it inherits from;
+    * the attributes of the step, and plain values of its classes that the user's phases read;
     * plain values and containers in globals and closures that the user's phases, loss, layers, and
       functions that these name, read;
     * of its optimizers, its updater and layers of Keras, public attributes that are plain values or
@@ -101,6 +103,8 @@ class TraceGuards:
         self.version = 0
         self.rates: dict[str, float] = {}
         self._records: dict[int, Any] = {}
+        self._set_by_code: set[str] = set()
+        self._seen: _Read
         layers = {f"layer {layer.name}": layer for layer in replicas.layers_of(step.tracked.layer)}
         self._layers = {what: layer for what, layer in layers.items() if _is_users(type(layer))}
         self._variables = list(step.tracked.layer.trainable_variables)
@@ -116,9 +120,12 @@ class TraceGuards:
         owners |= self._optimizers
         # For each owner, its attributes and the names of the compared ones.
         self._others = {
-            what: (vars(owner), [n for n, v in vars(owner).items() if _is_option(n, v)])
+            what: (
+                vars(owner),
+                [n for n, v in vars(owner).items() if _is_option(n, v)],
+            )
             for what, owner in owners.items()
-            if what not in self._layers
+            if what not in self._layers and not isinstance(owner, keras.Model)
         }
         for what in layers.keys() & self._others.keys():
             self._others[what][1].extend(("call", "_dtype_policy"))
@@ -128,9 +135,19 @@ class TraceGuards:
         if hasattr(step, "updater"):
             self.check_rate(step)
 
-    def snapshot(self, step: Any) -> None:
-        """Records the values with which the graph was traced. Call it after the graph has run."""
-        self._seen = self._read(step)
+    def snapshot(self, step: Any, *, ran: bool = False) -> None:
+        """Records the values with which the graph was traced. Call it after the graph has run.
+
+        With ``ran``, values of the user's code that have changed since the last call are those that
+        the trace itself sets, as that of an evaluation may do. They are not compared any more.
+        """
+        now = self._read(step)
+        if ran:
+            old, new = self._seen.code, now.code
+            self._set_by_code |= old.keys() ^ new.keys()
+            self._set_by_code |= {n for n in old.keys() & new.keys() if old[n] != new[n]}
+            now = self._read(step)
+        self._seen = now
 
     def version_for(self, step: Any) -> int:
         """Returns `version`, a new one if a value was changed since `snapshot`.
@@ -142,6 +159,9 @@ class TraceGuards:
         if now == self._seen:
             return self.version
         changes = [*self._changes(step, self._seen, now)]
+        if not changes:  # only names with None have come or gone
+            self._seen = now
+            return self.version
         for name, before, after, takes_effect in changes:
             if not takes_effect:
                 raise UsageError(
@@ -176,7 +196,11 @@ class TraceGuards:
     def _read(self, step: Any) -> _Read:
         records = self._records
         of_step = {n: _Value(v, records) for n, v in vars(step).items() if n not in _OURS}
-        code = {name: _Value(v, records) for name, v in _named_by_code(step, self._layers)}
+        code = {
+            name: _Value(value, records)
+            for name, value in _named_by_code(step, self._layers)
+            if name not in self._set_by_code
+        }
         # Keras's public `learning_rate` would be the current number.
         rates = {
             f"{what}.learning_rate": _Value(optimizer._learning_rate, records)
@@ -243,10 +267,6 @@ def _takes_effect(owner: str, name: str, old: Any, new: Any) -> bool:
 
 def _named_by_code(step: Any, layers: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """Values that a trace of the user's code reads, by name."""
-    for kind in filter(_is_users, type(step).__mro__):
-        for name, value in vars(kind).items():
-            if isinstance(value, _PLAIN) and not name.startswith("__"):
-                yield f"class {kind.__name__}.{name}", value
     functions: dict[str, Any] = {
         f"{type(step).__name__}.{name}": getattr(step, name)
         for name in _PHASES
@@ -255,11 +275,13 @@ def _named_by_code(step: Any, layers: dict[str, Any]) -> Iterator[tuple[str, Any
     functions["loss_fn"] = getattr(step.loss_fn, "func", step.loss_fn)
     for what, layer in layers.items():
         functions[f"{what}.call"] = layer.call
+        of_keras = _of_any_layer() | (_OF_FIT if isinstance(layer, keras.Model) else frozenset())
         for name, value in vars(layer).items():
-            kept = isinstance(value, (*_PLAIN, *_CONTAINERS, *_FUNCTIONS))
-            if kept and name not in _of_any_layer() and not has_state(value):
+            if name in of_keras or name.startswith("_self_") or not isinstance(value, _COMPARED):
+                continue  # TensorFlow's names begin with `_self_`
+            if not isinstance(value, _CONTAINERS) or not has_state(value):
                 yield f"{what}.{name}", value
-    left, seen = [*functions.items()], set()
+    left, seen, named = [*functions.items()], set(), set()
     while left:
         what, method = left.pop()
         function = inspect.unwrap(getattr(method, "__func__", method))
@@ -268,7 +290,8 @@ def _named_by_code(step: Any, layers: dict[str, Any]) -> Iterator[tuple[str, Any
         if code is None or code in seen or _is_of_ctl_or_keras(module):
             continue
         seen.add(code)
-        names = {name: function.__globals__.get(name) for name in code.co_names}
+        named |= {*code.co_names}
+        names = {name: function.__globals__.get(name) for name in _globals_of(code)}
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             with contextlib.suppress(ValueError):  # an empty cell
                 names[name] = cell.cell_contents
@@ -277,6 +300,10 @@ def _named_by_code(step: Any, layers: dict[str, Any]) -> Iterator[tuple[str, Any
                 left.append((name, value))
             elif value is not None and isinstance(value, (*_PLAIN, *_CONTAINERS)):
                 yield f"{name} of {what}", value
+    for kind in filter(_is_users, type(step).__mro__):
+        for name in named & vars(kind).keys():
+            if isinstance(vars(kind)[name], _PLAIN):
+                yield f"class {kind.__name__}.{name}", vars(kind)[name]
 
 
 def _is_users(kind: type) -> bool:
@@ -293,6 +320,26 @@ def _of_any_layer() -> frozenset[str]:
     layer = keras.layers.Identity()
     layer(np.zeros([1, 1], np.float32))
     return frozenset(vars(layer)) | {"_build_shapes_dict"}
+
+
+# Attributes that `compile`, `fit`, `evaluate` and `predict` of Keras keep in a model.
+_OF_FIT = frozenset(
+    (
+        *("_compile_config", "_compile_loss", "_compile_metrics", "_compiled_trainable_state"),
+        *("_compute_loss_has_training_arg", "_distribute_strategy", "_eval_epoch_iterator"),
+        *("_initial_epoch", "_jit_compile", "_loss_tracker", "_run_eagerly", "compiled", "history"),
+        *("loss", "optimizer", "predict_function", "steps_per_execution", "stop_evaluating"),
+        *("stop_predicting", "stop_training", "test_function", "train_function"),
+        "unrolled_steps_per_execution",
+    )
+)
+
+
+@functools.cache
+def _globals_of(code: types.CodeType) -> frozenset[str]:
+    """Names of globals that ``code`` reads; ``co_names`` has those of attributes, too."""
+    reads = "LOAD_GLOBAL", "LOAD_NAME"
+    return frozenset(i.argval for i in dis.get_instructions(code) if i.opname in reads)
 
 
 class _Value:
@@ -331,7 +378,8 @@ class _Value:
             grows = self._is_record and other._is_record and len(elements) != len(other_elements)
             return elements == other_elements or (grows and not has_state(self.of))
         if isinstance(self.of, _PLAIN):
-            return type(self.of) is type(other.of) and self.of == other.of
+            nan = self.of != self.of and other.of != other.of
+            return type(self.of) is type(other.of) and (self.of == other.of or nan)
         same = type(self.of) is type(other.of) and self._elements is not None
         return same and self._elements == other._elements
 

@@ -20,6 +20,7 @@ from ctl.data import InMemory
 from ctl.distributed import local_batch
 from ctl.errors import UsageError
 from ctl.phases.base_step import EvalStep
+from ctl.phases.losses import cross_entropy
 from ctl.step import TrainStep
 
 
@@ -122,3 +123,34 @@ def test_a_cross_entropy_of_keras_fits_the_last_layer(loss_fn, activation, reaso
         return
     with pytest.raises(UsageError, match=reason):
         make_loop(model=of_keras(CLASSES, activation), loss_fn=loss_fn)
+
+
+def with_operations(last):
+    inputs = keras.Input([FEATURES])
+    return lambda: keras.Model(inputs, last(keras.layers.Dense(CLASSES)(inputs)))
+
+
+def cast_softmax(logits):
+    return keras.layers.Activation("linear", dtype="float32")(keras.layers.Softmax()(logits))
+
+
+class OfTheUser(keras.losses.Loss):
+    def call(self, labels, outputs):
+        return cross_entropy(labels, outputs)
+
+    def get_config(self):
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    ("model", "loss_fn"),
+    [
+        (with_operations(keras.ops.softmax), SPARSE()),
+        (with_operations(cast_softmax), SPARSE()),
+        (with_operations(keras.ops.log_softmax), cross_entropy),
+        (of_keras(CLASSES, None), OfTheUser(reduction=None)),
+    ],
+    ids=["ops", "float32", "log", "own"],
+)
+def test_what_ends_in_an_operation_is_right(model, loss_fn):
+    make_loop(model=model, loss_fn=loss_fn)

@@ -184,3 +184,60 @@ def test_an_argument_of_the_loop_is_not_an_attribute(name):
     setattr(loop, name, 3)
     with pytest.raises(UsageError, match=f"loop.{name} was set, which has no effect"):
         loop.train(1)
+
+
+# What is no change of what a trace reads.
+
+loss = hits = mean = 0.0
+RATE = float("nan")
+
+
+class Noting(keras.layers.Layer):
+    """Keeps values of the call in Python, which differ between training and evaluation."""
+
+    def __init__(self):
+        super().__init__(name="noting")
+        self.calls, self.was_training, self.shapes = 0, None, []
+
+    def call(self, inputs, training=False):
+        self.calls += 1
+        self.was_training = bool(training)
+        self.shapes = [inputs.shape]
+        return inputs
+
+
+class Subclassed(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.noting, self.last = Noting(), keras.layers.Dense(CLASSES)
+        self(np.zeros([1, FEATURES], np.float32))
+
+    def call(self, inputs, training=False):
+        return self.last(self.noting(inputs, training=training))
+
+
+class Reads(OfAClass):
+    unread = 0
+
+    def loss(self, batch):
+        losses, outputs = super().loss(batch)
+        return losses + (0.0 if RATE != RATE else RATE), outputs
+
+
+@pytest.mark.parametrize("model", [wide_model, Subclassed])
+def test_what_a_trace_does_not_read_is_not_traced_again(model, monkeypatch):
+    """Globals that are called like an attribute; what `fit`, `predict` and evaluations leave."""
+    loop = make_loop(model=model, step_class=Reads, evaluate=32)
+    evaluations = loop.evaluator._eval_steps.experimental_get_tracing_count
+    features = np.zeros([4, FEATURES], np.float32)
+    for number in range(1, 4):
+        loop.train(number)
+        loop.evaluate()
+        loop.plan()
+        loop.step.model.predict(features, verbose=0)
+        loop.step.model.compile("sgd", "mse")
+        loop.step.model.evaluate(features, np.zeros([4, CLASSES]), verbose=0)
+        monkeypatch.setitem(globals(), "loss", float(number))
+        monkeypatch.setitem(globals(), "RATE", float("nan"))
+        monkeypatch.setattr(Reads, "unread", number)
+    assert loop.steps.run.experimental_get_tracing_count() == 1 and evaluations() == 1
