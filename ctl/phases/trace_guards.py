@@ -44,13 +44,12 @@ _PLAIN = bool, int, float, complex, str, bytes, type(None)
 _CONTAINERS = tuple, list, dict, set, frozenset
 _FUNCTIONS = types.FunctionType, types.BuiltinFunctionType, types.MethodType
 _COMPARED = (*_PLAIN, *_CONTAINERS, *_FUNCTIONS)
-# What Keras gives to variables when a layer is built.
-_OF_VARIABLES = keras.regularizers.Regularizer, keras.constraints.Constraint
+_RULES = keras.regularizers.Regularizer, keras.constraints.Constraint  # of a layer's variables
 # Objects that are compared by their attributes.
 _ATTRIBUTES = (
     types.SimpleNamespace,
     keras.optimizers.schedules.LearningRateSchedule,
-    *_OF_VARIABLES,
+    *_RULES,
 )
 # Methods of a step that a trace runs.
 _PHASES = (
@@ -58,8 +57,9 @@ _PHASES = (
     *("forward_backward", "reduce", "sum_gradients", "finite", "clip", "apply"),
     *("update_metrics", "outcome", "__call__"),
 )
-# What Keras gives to the variables of a layer; where its optimizers keep which are not decayed.
-_OF_BUILT = "regularizer", "constraint"
+# Attributes of a variable that its layer sets when it is built.
+_OF_VARIABLES = "regularizer", "constraint"
+# Attributes of an optimizer that say which variables have no weight decay.
 _EXCLUDED = "_exclude_from_weight_decay", "_exclude_from_weight_decay_pattern"
 _MOST_ELEMENTS = 64  # of a container with values that are not plain
 
@@ -120,10 +120,7 @@ class TraceGuards:
         owners |= self._optimizers
         # For each owner, its attributes and the names of the compared ones.
         self._others = {
-            what: (
-                vars(owner),
-                [n for n, v in vars(owner).items() if _is_option(n, v)],
-            )
+            what: (vars(owner), [n for n, v in vars(owner).items() if _is_option(n, v)])
             for what, owner in owners.items()
             if what not in self._layers and not isinstance(owner, keras.Model)
         }
@@ -144,9 +141,9 @@ class TraceGuards:
         now = self._read(step)
         if ran:
             old, new = self._seen.code, now.code
-            self._set_by_code |= old.keys() ^ new.keys()
-            self._set_by_code |= {n for n in old.keys() & new.keys() if old[n] != new[n]}
-            now = self._read(step)
+            changed = {n for n in old | new if n not in old or n not in new or old[n] != new[n]}
+            self._set_by_code |= changed
+            now = now._replace(code={n: v for n, v in new.items() if n not in changed})
         self._seen = now
 
     def version_for(self, step: Any) -> int:
@@ -207,7 +204,7 @@ class TraceGuards:
             for what, optimizer in self._optimizers.items()
         }
         for variable in self._variables:
-            for name in _OF_BUILT:
+            for name in _OF_VARIABLES:
                 if (value := getattr(variable, name)) is not None:
                     code[f"{variable.path}.{name}"] = _Value(value, records)
         settings = [[*map(of.get, names)] for of, names in self._others.values()]
@@ -385,7 +382,7 @@ class _Value:
 
 
 def _is_option(name: str, value: Any) -> bool:
-    plain = isinstance(value, (*_PLAIN, *_FUNCTIONS, *_OF_VARIABLES))
+    plain = isinstance(value, (*_PLAIN, *_FUNCTIONS, *_RULES))
     return name == "groups" or (name[0] != "_" and plain)
 
 
