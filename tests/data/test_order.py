@@ -18,7 +18,7 @@ def test_a_feistel_network_is_a_permutation(size):
 
 @pytest.mark.parametrize("in_memory", [1 << 22, 0])
 def test_every_epoch_has_every_example_once_at_any_position(monkeypatch, in_memory):
-    monkeypatch.setattr(order, "_IN_MEMORY", in_memory)
+    monkeypatch.setattr(order, "_MOST_PERMUTED", in_memory)
     for block in (1, 7):
         epochs = Shuffle(101, 5, block)(np.arange(4 * 101)).reshape(4, 101)
         assert all(sorted(epoch) == list(range(101)) for epoch in epochs)
@@ -39,7 +39,7 @@ def chi_square(counts: np.ndarray) -> float:
 
 @pytest.mark.parametrize("in_memory", [1 << 22, 0])
 def test_positions_and_neighbours_are_uniform(monkeypatch, in_memory):
-    monkeypatch.setattr(order, "_IN_MEMORY", in_memory)
+    monkeypatch.setattr(order, "_MOST_PERMUTED", in_memory)
     size, epochs = 100, 2000
     rows = Shuffle(size, 1)(np.arange(size * epochs)).reshape(epochs, size)
     positions = np.stack([np.bincount(rows[:, at], minlength=size) for at in range(size)])

@@ -102,8 +102,7 @@ def test_a_flag_of_the_optimizer_is_refused(name):
 def test_all_flags_of_the_rate_are_known():
     values = flags.FlagValues()
     groups.define_schedule_flags(values)
-    defined = {name for name in values if values[name].module_name}
-    assert "learning_rate" in defined and defined <= {*names.OPTIMIZER_FLAGS}
+    assert "learning_rate" in values and {*values} <= {*names.OPTIMIZER_FLAGS}
 
 
 def test_a_class_that_hides_an_option_is_refused():
