@@ -6,7 +6,9 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -15,8 +17,6 @@ import numpy as np
 import pytest
 from helpers import BATCH, CLASSES, FEATURES, examples, largest_difference, mlp
 from paths import SUPPORT
-from runs import latest
-from zygote import Command, Zygote
 
 from ctl import launch
 from ctl.checkpoint import CheckpointManager
@@ -29,59 +29,75 @@ from ctl.step import TrainStep
 
 pytestmark = pytest.mark.slow  # starts processes
 
-JOB = "parameter_server_job"
+JOB = SUPPORT / "parameter_server_job.py"
 BOUND = 120  # seconds to wait for anything
 
 
-def until(zygote: Zygote, command: Command, pattern: str) -> re.Match:
-    """Waits for ``pattern`` in what ``command`` writes."""
-    deadline = time.monotonic() + BOUND
-    while True:
-        ended = zygote.ended(command)
-        if match := re.search(pattern, command.stdout + command.stderr):
-            return match
-        said = (command.stdout + command.stderr)[-2000:]
-        assert not ended and time.monotonic() < deadline, f"no {pattern}: {said}"
-        time.sleep(0.01)
+class Process:
+    """A task whose output is read as it comes."""
+
+    def __init__(self, command: list, **environ: str):
+        self.popen = subprocess.Popen(
+            list(map(str, command)),
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": "-1", "PYTHONUNBUFFERED": "1", **environ},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.lines: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        for line in self.popen.stdout:
+            self.lines.append(line.rstrip("\n"))
+
+    @property
+    def output(self) -> str:
+        return "\n".join(self.lines)
+
+    def until(self, pattern: str) -> re.Match:
+        deadline = time.monotonic() + BOUND
+        while not (match := re.search(pattern, self.output)):
+            ended = self.popen.poll() is not None and not self._reader.is_alive()
+            assert not ended and time.monotonic() < deadline, f"no {pattern}: {self.output[-2000:]}"
+            time.sleep(0.01)
+        return match
+
+    def order(self, order: str) -> None:
+        print(order, file=self.popen.stdin, flush=True)
+
+    def kill(self) -> None:
+        self.popen.kill()
+        self.popen.wait()
+
+    def wait(self) -> int:
+        code = self.popen.wait(BOUND)
+        self._reader.join(BOUND)
+        return code
 
 
 class Job(dict):
     """A coordinator, two workers and a parameter server by name, without the launcher."""
 
-    def __init__(self, zygote: Zygote, out: Path):
-        self._zygote, self._out = zygote, out
+    def __init__(self, out: Path):
+        self._out = out
         self._addresses = launch.cluster(2, ps=1)
-        os.mkfifo(out / "orders")
-        self._orders = os.open(out / "orders", os.O_RDWR)
         for name in ("chief 0", "worker 0", "worker 1", "ps 0"):
             self.start(name)
 
     def start(self, name: str) -> None:
         kind, index = name.split()
         config = {"cluster": self._addresses, "task": {"type": kind, "index": int(index)}}
-        self[name] = self._zygote.start(
-            JOB, str(self._out), path=[SUPPORT], TF_CONFIG=json.dumps(config)
-        )
-
-    def order(self, order: str) -> None:
-        os.write(self._orders, f"{order}\n".encode())
-
-    def until(self, pattern: str) -> re.Match:
-        """Waits for ``pattern`` in what the coordinator writes."""
-        return until(self._zygote, self["chief 0"], pattern)
-
-    def kill(self, name: str) -> None:
-        if not self._zygote.ended(self[name]):
-            self[name].signal(signal.SIGKILL)
-            self[name].wait()
+        self[name] = Process([sys.executable, JOB, self._out], TF_CONFIG=json.dumps(config))
 
     def __enter__(self) -> Job:
         return self
 
     def __exit__(self, *_) -> None:
-        os.close(self._orders)
-        for name in self:
-            self.kill(name)
+        for process in self.values():
+            process.kill()
 
 
 def one_device(mirrored) -> tuple[Loop, keras.Model]:
@@ -111,45 +127,47 @@ def weights(out: Path, step: int) -> list[np.ndarray]:
 
 
 @pytest.mark.sample
-def test_workers_come_and_go(zygote, tmp_path, mirrored):
+def test_workers_come_and_go(tmp_path, mirrored):
     """Worker 1 is killed and comes back, then worker 0 is killed, then worker 1 again. With one
     worker nothing is asynchronous, and the weights must be those of one device."""
-    with Job(zygote, tmp_path) as job:
-        job.until("at 0:")
-        job.kill("worker 1")
-        job.until("worker 1 was lost")
-        job.order("train")
-        job.until(f"at 20: 20 updates, {20 * BATCH} examples")
+    with Job(tmp_path) as job:
+        chief = job["chief 0"]
+        chief.until("at 0:")
+        job["worker 1"].kill()
+        chief.until("worker 1 was lost")
+        chief.order("train")
+        chief.until(f"at 20: 20 updates, {20 * BATCH} examples")
 
         job.start("worker 1")
-        job.until("worker 1 is back")
+        chief.until("worker 1 is back")
         step, deadline = 20, time.monotonic() + BOUND
-        both = 0
-        while both < 2:  # calls of which both workers make steps
+        while "task:1 has been recovered" not in chief.output:
             assert time.monotonic() < deadline
-            both += "task:1 has been recovered" in job["chief 0"].stdout
             step += 20
-            job.order("train")
-            job.until(f"at {step}: {step} updates, {20 * BATCH} examples")
+            chief.order("train")
+            chief.until(f"at {step}: {step} updates, {20 * BATCH} examples")
+        for _ in range(2):  # with both
+            step += 20
+            chief.order("train")
+            chief.until(f"at {step}: {step} updates, {20 * BATCH} examples")
 
-        job.kill("worker 0")
-        job.until("worker 0 was lost")
-        job.order("train")
+        job["worker 0"].kill()
+        chief.until("worker 0 was lost")
+        chief.order("train")
         step += 20
-        job.until(f"at {step}: {step} updates, {20 * BATCH} examples")
-        job.order("evaluate")
-        results = json.loads(job.until("results (.*)")[1])
-        job.order("save")
-        job.until(rf"results .*\n(?s:.*at {step}:.*){{2}}")
+        chief.until(f"at {step}: {step} updates, {20 * BATCH} examples")
+        chief.order("evaluate")
+        results = json.loads(chief.until("results (.*)")[1])
+        chief.order("save")
+        chief.until(rf"results .*\n(?s:.*at {step}:.*){{2}}")
 
-        job.kill("worker 1")
-        job.until("(?s:worker 1 was lost.*){2}")
-        job.order("train")
-        lost, chief = time.monotonic(), job["chief 0"]
-        assert [chief.wait(), job["ps 0"].wait()] == [5, 5], chief.stderr[-2000:]
+        job["worker 1"].kill()
+        chief.until("(?s:worker 1 was lost.*){2}")
+        chief.order("train")
+        lost = time.monotonic()
+        assert [chief.wait(), job["ps 0"].wait()] == [5, 5], chief.output[-2000:]
         assert time.monotonic() - lost < 20
-    line = chief.stderr.splitlines()[-1]
-    assert "no worker is left for 3 s (--worker_timeout): worker 0 at" in line
+    assert "no worker is left for 3 s (--worker_timeout): worker 0 at" in chief.lines[-1]
 
     loop, model = one_device(mirrored)
     loop.train(20)
@@ -162,34 +180,36 @@ def test_workers_come_and_go(zygote, tmp_path, mirrored):
     assert results["accuracy"] == expected["accuracy"]
 
 
-def test_a_lost_parameter_server_restarts_the_job(tmp_path, zygote, zygote_without_tensorflow):
+def test_a_lost_parameter_server_restarts_the_job(tmp_path, zygote):
     """The main command under the launcher, killed once there is a checkpoint; 2 workers learn what
     one replica does. They end within a point of each other on 12 epochs (README.md); here it is 2,
     because 2 epochs and 2,000 test images leave that much to chance."""
     run = tmp_path / "run"
     flags = ["--epochs=2", "--noexport", "--notensorboard"]
     reference = zygote.start("ctl.train", f"--model_dir={tmp_path / 'one'}", *flags)
-    launched = zygote_without_tensorflow.start(
-        *("ctl.launch", "--workers=2", "--ps=1", "--max_restarts=1", "--backoff=0", "--grace=10"),
-        *("--", sys.executable, "-m", "ctl.train", "--strategy=parameter_server"),
-        *(f"--model_dir={run}", "--checkpoint_every=50", *flags),
+    launched = Process(
+        [
+            *(sys.executable, "-m", "ctl.launch", "--workers=2", "--ps=1", "--max_restarts=1"),
+            *("--backoff=0", "--grace=10", "--", sys.executable, "-m", "ctl.train"),
+            *("--strategy=parameter_server", f"--model_dir={run}", "--checkpoint_every=50", *flags),
+        ]
     )
     try:
-        until(zygote_without_tensorflow, launched, "step 100/313")
-        (pid,) = [pid for pid in children(launched.pid) if task_of(pid) == ("ps", 0)]
+        launched.until("step 100/313")
+        (pid,) = [pid for pid in children(launched.popen.pid) if task_of(pid) == ("ps", 0)]
         os.kill(pid, signal.SIGKILL)
-        assert launched.wait() == 0, launched.stderr[-3000:]
+        assert launched.wait() == 0, launched.output[-3000:]
     finally:
-        if not zygote_without_tensorflow.ended(launched):
-            launched.signal(signal.SIGTERM)
-            launched.wait()
+        launched.popen.terminate()
+        launched.wait()
     assert reference.wait() == 0
-    assert "[launch] ps 0 died of SIGKILL; ending the others" in launched.stderr.splitlines()
-    resumed = int(re.search(r"resuming at step (\d+)", launched.stderr)[1])
-    assert resumed >= 50 and "Traceback" not in launched.stdout + launched.stderr
-    assert f"done: 313 steps, {313 - resumed} of them now" in launched.stdout
-    saved, alone = latest(run), latest(tmp_path / "one")
+    assert "[launch] ps 0 died of SIGKILL; ending the others" in launched.lines
+    resumed = int(re.search(r"resuming at step (\d+)", launched.output)[1])
+    assert resumed >= 50 and "Traceback" not in launched.output
+    assert f"done: 313 steps, {313 - resumed} of them now" in launched.output
+    saved = CheckpointManager(run / "checkpoints", read_only=True).latest()
     assert saved.step == 313
+    alone = CheckpointManager(tmp_path / "one" / "checkpoints", read_only=True).latest()
     assert saved.metrics["accuracy"] > alone.metrics["accuracy"] - 0.02
 
 

@@ -1,8 +1,7 @@
 """What a task of tests/jobs/test_parameter_server.py runs. The coordinator does what it is told, a
-word in each line of the pipe OUT/orders: train (20 steps), evaluate, save; and says how things are
-after each.
+word in each line: train (20 steps), evaluate, save; and says how things are after each.
 
-parameter_server_job OUT
+python parameter_server_job.py OUT
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import json
 import logging
 import sys
 from pathlib import Path
-from typing import TextIO
 
 from ctl.base import console
 from ctl.distributed import cluster
@@ -55,7 +53,7 @@ class Recovered(logging.Handler):
             print(record.getMessage(), flush=True)
 
 
-def obey(loop: ctl.Loop, orders: TextIO) -> None:
+def obey(loop: ctl.Loop) -> None:
     while True:
         step = loop.global_step
         np.savez(OUT / f"step-{step}.npz", *loop.step.model.get_weights())
@@ -63,7 +61,7 @@ def obey(loop: ctl.Loop, orders: TextIO) -> None:
         updates = int(loop.step.optimizer.iterations.value.numpy())
         print(f"at {step}: {updates} updates, {examples_seen} examples", flush=True)
         loop.step.reset_metrics()
-        order = orders.readline()
+        order = sys.stdin.readline()
         if not order:
             return  # the test has ended
         if order == "train\n":
@@ -98,7 +96,7 @@ def asynchronous_loop(placement) -> ctl.Loop:
     )
 
 
-def run() -> None:
+if __name__ == "__main__":
     tasks = cluster.resolve_tasks()
     if not tasks.is_coordinator:
         serve(tasks, 60.0)
@@ -108,8 +106,7 @@ def run() -> None:
             logger = tf.get_logger()
             logger.addHandler(Recovered())
             logger.setLevel(logging.INFO)
-            with (OUT / "orders").open() as orders:
-                obey(asynchronous_loop(placed), orders)
+            obey(asynchronous_loop(placed))
     except CtlError as error:
         print(error, file=sys.stderr, flush=True)
         raise SystemExit(error.exit_code) from None
