@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -80,7 +81,7 @@ def _in_memory_or_streamed(
             "stream them with resident_limit_mib=0"
         )
     order["description"] = f"{source.description}, {mib:.1f} MiB resident"
-    arrays = read_all(source, on_bad_record, order["description"])
+    arrays = _arrays(source, on_bad_record, order["description"])
     info, labels = source.info, arrays[1]
     if isinstance(source, ImageSource):
         source.check_labels(labels)
@@ -179,6 +180,13 @@ def load_columns(
         training=training,
         seed=seed,
     )
+
+
+def _arrays(source: ImageSource | Columns, on_bad_record: str, description: str) -> Any:
+    if isinstance(source, ImageSource) and source.is_sequential and on_bad_record == "stop":
+        with contextlib.suppress(tf.errors.OpError):  # `read_all` names what is damaged
+            return source.in_order()
+    return read_all(source, on_bad_record, description)
 
 
 def read_all(source: Any, on_bad_record: str = "stop", description: str = "") -> Any:
