@@ -288,6 +288,7 @@ def _adopt_run() -> tuple[bool, list[str], dict[str, Any]]:
         those = "that flag" if len(again) == 1 else "those flags"
         raise UsageError(f"the run was trained with {' '.join(again)}: give {those} again")
     groups_of_the_run = grouped_flags("Data", "Step, loss and metrics", "Computation")
+    stored = config.BEFORE_FLAGS | stored
     config.adopt(stored, ["model", *groups_of_the_run, *imported_flags()])
     metric, mode = str(stored.get("best_metric")), stored.get("best_mode")
     best = {"best_metric": metric, "best_mode": training.best_mode(metric, mode)}

@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -29,7 +29,7 @@ from ctl.base.autograph import graph_function
 from ctl.base.bounds import checked
 from ctl.distributed import local_batch, replicas
 from ctl.errors import UsageError
-from ctl.phases import flops, noinline, norms, penalties
+from ctl.phases import flops, noinline, norms, penalties, sample_weights
 from ctl.phases.apply import Updater
 from ctl.phases.base_step import BaseStep, EvalStep
 from ctl.phases.checks import (
@@ -60,7 +60,14 @@ class TrainStep(BaseStep):
             model or to layers that are attributes of the step. A layer stands for its trainable
             variables.
         loss_fn: ``(labels, outputs) -> losses [n]``.
-        metrics: Keras metrics, updated with ``(labels, outputs, sample_weight)``.
+        metrics: Keras metrics, updated with ``(labels, outputs)``. Examples of weight 0 are left
+            out; each other one counts once.
+        weighted_metrics: Keras metrics in which each example counts its weight.
+        weighting: by what the sum of the losses times their weights is divided: ``"examples"``, the
+            number of weights that are not 0, or ``"sum_of_weights"``, which must be at least 0.
+        class_weight: weights of classes, for labels that are integers [n]: above 0; 1 for classes
+            that it does not name. The weights of the examples are multiplied with them. `loss` then
+            gets batches with weights.
         clip_norm: maximum global norm of the reduced gradient; None does not clip.
         accumulate_steps: number of micro-batches per batch of a replica. They go through the model
             one after the other. Their gradients are summed and then reduced once.
@@ -94,6 +101,9 @@ class TrainStep(BaseStep):
         loss_fn: Callable[[tf.Tensor, tf.Tensor], tf.Tensor] = cross_entropy,
         *,
         metrics: Sequence[keras.metrics.Metric] = (),
+        weighted_metrics: Sequence[keras.metrics.Metric] = (),
+        weighting: str = "examples",
+        class_weight: Mapping[int, float] | None = None,
         clip_norm: float | None = None,
         accumulate_steps: int = 1,
         ema_decay: float | None = None,
@@ -107,10 +117,13 @@ class TrainStep(BaseStep):
         random_seed: int = 0,
         **own: Any,
     ):
-        super().__init__(model, loss_fn, metrics, **own)
+        super().__init__(
+            model, loss_fn, metrics, weighted_metrics=weighted_metrics, weighting=weighting, **own
+        )
         if on_nan not in ("stop", "skip"):
             raise UsageError(f"on_nan is {on_nan!r}; it must be 'stop' or 'skip'")
         self.optimizer = from_name(optimizer)
+        self.class_weight = class_weight and sample_weights.checked_classes(class_weight)
         self.clip_norm = checked("clip_norm", clip_norm)
         self.accumulate_steps = checked("accumulate_steps", accumulate_steps)
         self.ema_decay = checked("ema_decay", ema_decay)
@@ -244,10 +257,12 @@ class TrainStep(BaseStep):
 
         Returns:
             ``(loss, total)``, float32 scalars: the replica's loss divided by the number of valid
-            examples of the global batch (the sum of their weights), and that number. The sum of the
-            losses over replicas is the mean loss of the global batch. Both are 0 if the update was
-            skipped.
+            examples of the global batch (or the sum of their weights), and that number. The sum of
+            the losses over replicas is the mean loss of the global batch. Both are 0 if the update
+            was skipped.
         """
+        if self.class_weight:
+            batch = sample_weights.with_classes(batch, self.class_weight)
         count, snapshot = self.count(batch), self.statistics.snapshot(batch)
         with penalties.counted(self, batch, count):
             loss, gradients = self.forward_backward(batch, count)

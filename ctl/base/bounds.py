@@ -38,6 +38,7 @@ class Bounds(NamedTuple):
 BOUNDS = {
     "accumulate_steps": Bounds(int, 1),
     "bytes_per_pack": Bounds(int, 0),
+    "class_weight": Bounds(float, 0, open=True),
     "clip_norm": Bounds(float, 0, open=True, optional=True),
     "ema_decay": Bounds(float, 0, 1, open=True, optional=True),
     "evaluate_every": Bounds(int, 1),

@@ -13,6 +13,7 @@ from ctl.errors import UsageError
 
 MODELS = ("convnet", "dense", "resnet20", "tiny_transformer")
 LOSSES = ("cross_entropy", "binary_cross_entropy", "mean_squared_error")
+WEIGHTINGS = ("examples", "sum_of_weights")
 SCALING_RULES = ("none", "linear", "sqrt")
 STRATEGIES = (
     *("auto", "one_device", "mirrored", "central_storage", "tpu", "default", "multi_worker"),

@@ -107,7 +107,7 @@ def _code(step: TrainStep, dataset: Dataset) -> str | None:
         return f"{changed[0]} of the step was replaced"
     if _unwrapped(step.loss_fn) not in _LOSSES:
         return f"the loss is {_name(step.loss_fn)}"
-    if other := [metric for metric in step.metrics if type(metric) not in _METRICS]:
+    if other := [metric for metric in step.given_metrics if type(metric) not in _METRICS]:
         return f"metric {other[0].name} ({type(other[0]).__name__})"
     optimizer, _, schedule = step.updater.groups[0]
     schedule = schedule or optimizer._learning_rate  # the public name is the current number

@@ -22,6 +22,7 @@ _LOSSES, _EMPTY = "ctl_one_loss_for_each_example", "ctl_no_empty_share"
 # TensorFlow's message for a sparse tensor whose share for a replica is empty.
 _SPARSE = "Serialized sparse should have at least 1 serialized tensor"
 _TENSORS = "ctl_tensors_of_one_length"
+_NEGATIVE = "ctl_no_negative_weight"
 # The nodes in a message that only wait for the failed node.
 _WAITING = re.compile(r"\[\[(?!\{\{node).*?\]\]")
 # TensorFlow's message for a label outside of the classes.
@@ -40,6 +41,10 @@ _MESSAGES = {
         "tensor: give larger batches, for instance with drop_remainder=True, or dense tensors"
     ),
     _TENSORS: "accumulate_steps cannot cut tensors of different numbers of examples",
+    _NEGATIVE: (
+        "a weight is below 0, and losses are divided by the sum of the weights, which may cancel: "
+        "give weights of at least 0, or weighting='examples'"
+    ),
 }
 
 
@@ -296,8 +301,8 @@ def one_for_each_example(losses: Any, count: Any = None, source: str = "loss()")
 
 
 def check_weights_used(losses: tf.Tensor, batch: Any, step: str) -> None:
-    """Refuses losses that do not depend on the weights of their batch: ctl divides losses by the
-    sum of the weights. Checks nothing in eager mode.
+    """Refuses losses that do not depend on the weights of their batch. Checks nothing in eager
+    mode.
 
     Args:
         losses: float [n], as returned by ``loss()`` of a class named ``step``.
@@ -317,8 +322,8 @@ def check_weights_used(losses: tf.Tensor, batch: Any, step: str) -> None:
             seen.add(tensor.op.name)
             left += tensor.op.inputs
     raise UsageError(
-        f"loss() of {step} does not use the weights of its batch, by whose sum its losses are "
-        "divided: multiply them by batch[2], or override count()"
+        f"loss() of {step} does not use the weights of its batch: multiply its losses by batch[2], "
+        "or override count()"
     )
 
 
@@ -337,8 +342,17 @@ def _of_length(tensor: Any, count: int | tf.Tensor, name: str) -> Any:
 def refuse_empty(empty: tf.Tensor) -> None:
     """Makes the running graph fail if ``empty`` (a bool scalar) is true, see
     `translate_graph_checks`."""
-    with tf.name_scope(_EMPTY):
-        tf.debugging.Assert(tf.logical_not(empty), [_EMPTY])
+    _refuse_if(empty, _EMPTY)
+
+
+def refuse_negative_weights(negative: tf.Tensor) -> None:
+    """As `refuse_empty`, if ``negative`` is true."""
+    _refuse_if(negative, _NEGATIVE)
+
+
+def _refuse_if(condition: tf.Tensor, name: str) -> None:
+    with tf.name_scope(name):
+        tf.debugging.Assert(tf.logical_not(condition), [name])
 
 
 @contextlib.contextmanager

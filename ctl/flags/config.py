@@ -47,6 +47,9 @@ _LENGTH = ("epochs", "train_steps")
 # Flags of one command, not of the run.
 _OF_A_COMMAND = frozenset(("change", "extend", "dry_run", "precompile"))
 
+# What runs did that are older than a flag.
+BEFORE_FLAGS = {"weighting": "sum_of_weights"}
+
 # Why `--change` cannot change a flag. It can change all others.
 _ORDER = "where the run is in its data follows from it"
 _STATE = "the checkpoints hold its variables"
@@ -189,6 +192,8 @@ def check_resumable(stored: dict[str, Any], values: flags.FlagValues = flags.FLA
     ``--change`` names flags that may; ``--extend`` allows a longer training under a schedule that
     depends on the length. When to evaluate may change, unless the training depends on it.
     """
+    if "weighting" in values and "weighting" not in stored:  # it goes on as it began
+        adopt(BEFORE_FLAGS, [*BEFORE_FLAGS], values)
     free = _FREE
     if values.schedule in OF_A_LENGTH:
         free = free - set(_LENGTH)

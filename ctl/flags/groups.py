@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -214,6 +215,14 @@ def define_code_flags() -> None:
             "Keras metrics. They are updated with (labels, outputs) (default: accuracy with the "
             "cross entropies, unless the step has its own loss(); otherwise none).",
         )
+        flags.DEFINE_enum(
+            "weighting",
+            "examples",
+            names.WEIGHTINGS,
+            "By what a loss is divided where the examples have weights. examples: the number of "
+            "those whose weight is not 0, as Keras does for class weights and masks. "
+            "sum_of_weights: that sum.",
+        )
     check_flags(["step", "loss", "metrics"], _check_code)
 
 
@@ -246,6 +255,12 @@ def define_step_flags() -> None:
             "Label smoothing: weight of the uniform distribution in the target.",
             lower_bound=0,
             upper_bound=1,
+        )
+        flags.DEFINE_list(
+            "class_weight",
+            None,
+            "Weights of classes in the training, e.g. 0:1,1:5. Other classes have the weight 1. "
+            "For labels that are integers (default: none).",
         )
         flags.DEFINE_float("clip_norm", None, "Maximum global norm of the reduced gradient.")
         flags.DEFINE_integer(
@@ -299,6 +314,7 @@ def define_step_flags() -> None:
             lower_bound=0,
         )
     check_flags(["optimizer"], lambda optimizer: names.check_optimizer_name(optimizer))
+    check_flags(["class_weight"], class_weight_from)
     check_flags(["loss", "label_smoothing"], _check_smoothing)
     check_flags(
         ["clip_norm", "ema_decay", "momentum", "weight_decay", "label_smoothing"], _check_step
@@ -311,6 +327,29 @@ def _size_or_auto(text: str | int) -> str | int:
     if str(text).isdecimal():
         return int(text)
     raise ValueError("must be a number of bytes, 0 or more, or auto")
+
+
+def class_weight_from(class_weight: list[str] | None) -> dict[int, float] | None:
+    """Parses ``["0:1", "1:5"]`` as the argument of `ctl.TrainStep`; None without weights.
+
+    Raises:
+        UsageError: for other text, a class that is named twice, and a weight that is not above 0.
+    """
+    weights: dict[int, float] = {}
+    for text in class_weight or ():
+        label, _, weight = (part.strip() for part in text.partition(":"))
+        if not label.isdecimal() or int(label) in weights:
+            raise UsageError(
+                f"--class_weight={','.join(class_weight or ())}: {text} is not CLASS:WEIGHT of "
+                "another class, e.g. 0:1,1:5"
+            )
+        try:
+            value = float(weight)
+        except ValueError:
+            value = math.nan
+        shown = f"--class_weight of class {label}"
+        weights[int(label)] = checked("class_weight", value, shown=shown)
+    return weights or None
 
 
 def _check_smoothing(loss: str, label_smoothing: float) -> None:

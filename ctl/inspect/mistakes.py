@@ -146,7 +146,7 @@ def collect(
             tf.argmax(probabilities, axis=-1),
             tf.reduce_max(probabilities, axis=-1),
             tf.cast(losses[0], tf.float32)[:rows],
-            weights > 0,
+            weights != 0,
             features if is_image else tf.zeros([rows]),
         )
 

@@ -247,7 +247,8 @@ def make_eval_step(flags: FlagValues, model: keras.Model) -> EvalStep:
 
     kind = named.step_class(flags.step).eval_step
     metrics = named.make_metrics(flags.metrics, flags.loss, kind)
-    return kind(model, named.loss_function(flags.loss), metrics)
+    loss = named.loss_function(flags.loss)
+    return kind(model, loss, metrics, weighting=flags.weighting)
 
 
 def make_loop(prepared: Prepared, checkpoints: Any = None) -> Loop:
@@ -297,6 +298,8 @@ def make_loop(prepared: Prepared, checkpoints: Any = None) -> Loop:
             make_optimizer(flags.optimizer, flags.momentum, flags.weight_decay),
             smoothed if flags.label_smoothing else named.loss_function(flags.loss),
             metrics=named.make_metrics(flags.metrics, flags.loss, step_class),
+            weighting=flags.weighting,
+            class_weight=groups.class_weight_from(flags.class_weight),
             clip_norm=flags.clip_norm,
             accumulate_steps=flags.accumulate_steps,
             ema_decay=flags.ema_decay,

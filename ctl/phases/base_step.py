@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -12,11 +12,12 @@ import tensorflow as tf
 from absl import logging
 
 from ctl.base.autograph import AutographMethods, with_autograph
+from ctl.base.names import WEIGHTINGS, check_name
 from ctl.distributed import local_batch, replicas
 from ctl.distributed.replica_variables import ReplicaVariables
 from ctl.distributed.watch import watchdog
 from ctl.errors import UsageError
-from ctl.phases import labels, losses, options
+from ctl.phases import labels, losses, options, sample_weights
 from ctl.phases.checks import check_loss_and_metrics, check_results
 from ctl.phases.logged import TAKEN, Logged
 from ctl.phases.tracked_state import TrackedState
@@ -44,6 +45,7 @@ class BaseStep(AutographMethods):
     """The model, the loss of a batch and the metrics. Arguments as in `ctl.TrainStep`."""
 
     training: bool
+    class_weight: Mapping[int, float] | None = None  # of a training
     counts = "examples"  # what `count` counts; other than examples, records have its rate, too
 
     def __init_subclass__(cls) -> None:
@@ -54,17 +56,28 @@ class BaseStep(AutographMethods):
         model: keras.Model,
         loss_fn: Callable[[tf.Tensor, tf.Tensor], tf.Tensor] = losses.cross_entropy,
         metrics: Sequence[keras.metrics.Metric] = (),
+        *,
+        weighted_metrics: Sequence[keras.metrics.Metric] = (),
+        weighting: str = "examples",
         **own: Any,
     ):
         options.take(self, own)
-        check_loss_and_metrics(None if self.overrides("loss") else loss_fn, metrics)
+        check_loss_and_metrics(
+            None if self.overrides("loss") else loss_fn,
+            metrics=metrics,
+            weighted_metrics=weighted_metrics,
+        )
+        check_name("weighting", weighting, WEIGHTINGS)
         self.model = model
         self.loss_fn = loss_fn
         self.metrics = list(metrics)
+        self.weighted_metrics = list(weighted_metrics)
+        self.weighting = weighting
         self.logged = Logged()
         self.per_replica_variables = ReplicaVariables()
         self.input_specs: Any = None  # specs of the model's inputs, once traced
         self.returns_outputs = True  # of `loss`, in the last trace
+        self.has_weights = False  # of batches, in the last trace
 
     def preprocess(self, features: Any) -> Any:
         """Turns the features of a batch into the input of the model; by default `scale_images`."""
@@ -128,14 +141,19 @@ class BaseStep(AutographMethods):
         return [total(o) for o in losses] if isinstance(losses, list) else total(losses), outputs
 
     def count(self, batch: Any) -> int | tf.Tensor:
-        """Number of valid examples in this replica's batch; with weights, the sum of the weights.
+        """Number of valid examples in this replica's batch; with weights, what ``weighting`` says,
+        see `ctl.phases.sample_weights.number`.
 
         Returns:
             A Python integer if *every* batch on every replica has this many; else a float32 scalar.
         """
         features, _, weights = local_batch.unpack(batch)
         if weights is not None:
-            return tf.reduce_sum(tf.cast(weights, tf.float32))
+            if not self.has_weights:
+                name = type(self).__name__
+                logging.info("%s: %s", name, sample_weights.describe(self.weighting))
+                self.has_weights = True
+            return sample_weights.number(weights, self.weighting)
         examples = local_batch.rows(features)
         return examples if isinstance(examples, int) else tf.cast(examples, tf.float32)
 
@@ -151,49 +169,63 @@ class BaseStep(AutographMethods):
         self.returns_outputs = outputs is not None
         if self.returns_outputs:
             self.update_metrics(batch, outputs)
-        elif self.metrics:
+        elif given := self.given_metrics:
             logging.warning(
                 "%s.loss() returns no outputs, so %s is logged only if loss() updates it: return "
                 "(losses, outputs)",
-                *(type(self).__name__, ", ".join(metric.name for metric in self.metrics)),
+                *(type(self).__name__, ", ".join(metric.name for metric in given)),
             )
 
     def update_metrics(self, batch: Any, outputs: Any) -> None:
-        """Updates ``self.metrics`` without a collective. Reading a result combines the replicas.
+        """Updates the metrics without a collective. Reading a result combines the replicas.
 
-        If `cross_entropy` takes probabilities, as with mixup, metrics get the most likely class.
+        ``self.metrics`` count each example of a weight that is not 0 once,
+        ``self.weighted_metrics`` by its weight. If `cross_entropy` takes probabilities, as with
+        mixup, metrics get the most likely class.
         """
         _, labels, weights = local_batch.unpack(batch)
         if self.is_cross_entropy and losses.are_probabilities(labels, outputs):
             labels = tf.argmax(labels, axis=-1)
+        # The 0 or 1 of each weight, and the weight itself.
+        pair = (None, None) if weights is None else (sample_weights.present(weights), weights)
         replica = tf.distribute.get_replica_context()
         if replica and replicas.shares_variables(replica.strategy):
             # All replicas share one copy of a metric. TensorFlow would sum the values that the
             # replicas assign, and each of these values includes the total so far.
-            replica.merge_call(self._update_shared_metrics, args=((labels, outputs, weights),))
+            replica.merge_call(self._update_shared_metrics, args=((labels, outputs, pair),))
             return
         if replica and isinstance(replica.strategy, tf.distribute.ParameterServerStrategy):
-            self._add_to_metrics(labels, outputs, weights)
+            self._add_to_metrics(labels, outputs, pair)
             return
-        for metric in self.metrics:
+        for metric, weights in self._with_weights(pair):
             with_autograph(metric.update_state)(labels, outputs, sample_weight=weights)
-        check_results(self.metrics)
+        check_results(self.given_metrics)
+
+    @property
+    def given_metrics(self) -> list[keras.metrics.Metric]:
+        """``self.metrics`` and ``self.weighted_metrics``."""
+        return [*self.metrics, *self.weighted_metrics]
+
+    def _with_weights(self, pair: Any) -> Iterator[tuple[keras.metrics.Metric, Any]]:
+        """Yields each metric with its weights. ``pair``: those of `metrics`, and of the others."""
+        for metrics, weights in zip((self.metrics, self.weighted_metrics), pair, strict=True):
+            yield from ((metric, weights) for metric in metrics)
 
     def _update_shared_metrics(self, strategy: tf.distribute.Strategy, parts: Any) -> None:
         for replica in range(strategy.num_replicas_in_sync):
-            labels, outputs, weights = tf.nest.map_structure(
+            labels, outputs, pair = tf.nest.map_structure(
                 lambda t, i=replica: (
                     None if t is None else strategy.experimental_local_results(t)[i]
                 ),
                 parts,
             )
-            for metric in self.metrics:
+            for metric, weights in self._with_weights(pair):
                 with_autograph(metric.update_state)(labels, outputs, sample_weight=weights)
 
-    def _add_to_metrics(self, labels: Any, outputs: Any, weights: Any) -> None:
+    def _add_to_metrics(self, labels: Any, outputs: Any, pair: Any) -> None:
         """Adds the values of this batch to the variables. Keras reads and then assigns, which loses
         concurrent updates of other workers."""
-        for metric in self.metrics:
+        for metric, weights in self._with_weights(pair):
             variables = metric.variables
             none = [tf.zeros(v.shape, v.dtype) for v in variables]
             values = metric.stateless_update_state(none, labels, outputs, sample_weight=weights)
@@ -293,7 +325,7 @@ class BaseStep(AutographMethods):
         if loss_fn not in labels.CHECKED or self.overrides("loss"):
             return
         if self.training and step is None:
-            labels.check_outputs(loss_fn.__name__, self.model)
+            labels.check_outputs(loss_fn.__name__, self.model, self.class_weight or ())
         labels.check_labels(loss_fn.__name__, self.model, dataset, step)
 
     def log(self, name: str, value: tf.Tensor | float, reduce: str = "mean") -> None:
@@ -314,7 +346,7 @@ class BaseStep(AutographMethods):
 
     def results(self) -> dict[str, float]:
         """Returns values by name, over all replicas, since the last `reset_metrics`: of
-        ``self.metrics``, of metrics that are attributes of the step, and of logged scalars.
+        ``given_metrics``, of metrics that are attributes of the step, and of logged scalars.
 
         With several workers, all must call it at the same steps.
         """
@@ -325,7 +357,7 @@ class BaseStep(AutographMethods):
         values: dict[str, Any] = {}
         with watchdog.host("the results of the metrics"):
             for metric, variables in zip(metrics, totals, strict=True):
-                unknown = not self.returns_outputs and any(metric is m for m in self.metrics)
+                unknown = not self.returns_outputs and any(metric is m for m in self.given_metrics)
                 if unknown and not any(np.any(total) for total in variables):
                     continue
                 result = metric.stateless_result(variables)
@@ -347,8 +379,8 @@ class BaseStep(AutographMethods):
                     replicas.assign_alike(variable.value, value)
 
     def all_metrics(self) -> list[keras.metrics.Metric]:
-        """``self.metrics``, and metrics that are attributes of the step."""
-        return [*self.metrics, *self.tracked.metrics]
+        """``given_metrics``, and metrics that are attributes of the step."""
+        return [*self.given_metrics, *self.tracked.metrics]
 
 
 class _Assigned(keras.StatelessScope):

@@ -41,20 +41,29 @@ def check_arguments(evaluator: Any, checkpoints: Any, **actions: Any) -> None:
             raise UsageError(f"{name} must be a list of functions, not {value!r}")
 
 
-def check_loss_and_metrics(loss_fn: Any, metrics: Any) -> None:
-    """Refuses what is neither a function (or None) nor a list of Keras metrics, such as names."""
+def check_loss_and_metrics(loss_fn: Any, **metrics: Any) -> None:
+    """Refuses a ``loss_fn`` that is neither a function nor None, arguments of metrics that are not
+    lists of Keras metrics, such as names, and two metrics of one name."""
     if loss_fn is not None and not callable(loss_fn):
         raise UsageError(
             f"loss_fn is {loss_fn!r}: give a function of labels and outputs that returns one loss "
             "for each example, such as ctl.losses.mean_squared_error"
         )
-    listed = isinstance(metrics, Sequence) and not isinstance(metrics, str)
-    for metric in metrics if listed else [metrics]:
-        if not (listed and isinstance(metric, keras.metrics.Metric)):
-            raise UsageError(
-                f"metrics must be a list of keras.metrics.Metric objects, such as "
-                f"[keras.metrics.SparseCategoricalAccuracy('accuracy')]; got {metric!r}"
-            )
+    names: set[str] = set()
+    for argument, given in metrics.items():
+        listed = isinstance(given, Sequence) and not isinstance(given, str)
+        for metric in given if listed else [given]:
+            if not (listed and isinstance(metric, keras.metrics.Metric)):
+                raise UsageError(
+                    f"{argument} must be a list of keras.metrics.Metric objects, such as "
+                    f"[keras.metrics.SparseCategoricalAccuracy('accuracy')]; got {metric!r}"
+                )
+            if metric.name in names:
+                raise UsageError(
+                    f"two metrics are called {metric.name}, and a record would have one of them: "
+                    "give another name=, such as weighted_accuracy"
+                )
+            names.add(metric.name)
 
 
 def check_results(metrics: Sequence[keras.metrics.Metric]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import keras
@@ -17,13 +18,14 @@ CROSS_ENTROPY, BINARY = (loss.__name__ for loss in CHECKED)
 _ACTIVATIONS = {CROSS_ENTROPY: "softmax", BINARY: "sigmoid"}
 
 
-def check_outputs(loss: str, model: keras.Model) -> None:
-    """Raises `UsageError` if ``model`` ends in the activation that ``loss`` applies itself, or has
-    one output for a softmax.
+def check_outputs(loss: str, model: keras.Model, classes: Iterable[int] = ()) -> None:
+    """Raises `UsageError` if ``model`` ends in the activation that ``loss`` applies itself, has one
+    output for a softmax, or has no output for one of ``classes``.
 
     Args:
         loss: `CROSS_ENTROPY` or `BINARY`, which take logits.
         model: checked only if it is functional or sequential.
+        classes: those that have weights.
     """
     shape: Any = getattr(model, "output_shape", None)
     if type(shape) is not tuple or not model.layers:
@@ -33,6 +35,12 @@ def check_outputs(loss: str, model: keras.Model) -> None:
             f"model {model.name} has 1 output, whose softmax is always 1: the cross_entropy would "
             "be 0 and train nothing; use one output for each class, --loss=binary_cross_entropy "
             "for two classes, or --loss=mean_squared_error for numbers (ctl.jobs.named has them)"
+        )
+    most = max(classes, default=0)
+    if len(shape) == 2 and shape[1] and most >= max(shape[1], 2):
+        raise UsageError(
+            f"class_weight has the class {most}, and the model has {shape[1]} outputs: number the "
+            "classes from 0"
         )
     last, activation = _last(model), _ACTIVATIONS[loss]
     applied = getattr(last, "activation", None)

@@ -35,7 +35,7 @@ class CallTotals(NamedTuple):
     """Sums over all replicas after a call of the loop: losses and the reports of the workers."""
 
     loss: float  # mean over the valid examples of all steps whose update was not skipped
-    examples: float  # number of these examples, or the sum of their weights
+    examples: float  # sum of what `TrainStep.count` counts of them
     stop: float  # above 0 if a signal has asked a worker to stop
     end: float  # above 0 if an action of a worker has asked to end the training
     pace: float  # sum of the seconds per step that workers measured, see `Pace.worker_report`

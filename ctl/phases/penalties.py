@@ -3,8 +3,9 @@
 A penalty on weights is the same for every share of a batch. Each share may take any part of it, if
 the parts sum to 1. A loss that a layer adds is a mean over the examples of one call of the model;
 Keras divides activity regularizers in this way. Each share takes a part in proportion to its number
-of *examples*, whatever their weights. Losses are divided by the sum of the weights, so each share
-needs the mean weight of an example of the global batch before its backward pass.
+of *examples*, whatever their weights. Losses are divided by the sum of what `TrainStep.count`
+returns, so each share needs its mean over the examples of the global batch before its backward
+pass.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from ctl.errors import UsageError
 from ctl.reduce import COUNT, all_reduce
 
 _OTHERS = "keras", "tensorflow", "builtins"
-# Mean weight of an example, float32 scalar; None if every example counts 1.
+# What an example counts in the mean, float32 scalar; None if every example counts 1.
 _PER_EXAMPLE: contextvars.ContextVar[tf.Tensor | None] = contextvars.ContextVar("_PER_EXAMPLE")
 
 

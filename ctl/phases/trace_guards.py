@@ -29,7 +29,7 @@ from ctl.phases.tracked_state import has_state
 # Attributes of a step that `TraceKey` holds, or that the loop sets.
 _OURS = frozenset(
     ("observer", "bytes_per_pack", "jit_compile", "flops", "trace_guards", "tracked")
-    + ("input_specs", "returns_outputs")
+    + ("input_specs", "returns_outputs", "has_weights")
 )
 
 # Attributes of a step that `TrainStep.build` uses, so later changes have no effect.

@@ -12,7 +12,7 @@ import tensorflow as tf
 from ctl.errors import UsageError
 
 # Attributes that every step has from its arguments, and handles itself.
-_KNOWN = ("model", "optimizer", "metrics")
+_KNOWN = ("model", "optimizer", "metrics", "weighted_metrics")
 
 
 class _Layer(keras.Layer):
@@ -30,7 +30,7 @@ class TrackedState:
 
     Attributes:
         layer: the model and all layers, Keras variables and seed generators as one layer.
-        metrics: metrics that are attributes, without ``step.metrics``.
+        metrics: metrics that are attributes, without ``step.given_metrics``.
         optimizers: optimizers that are attributes, without ``step.optimizer``.
         raw_variables: TensorFlow variables that are attributes or in a `tf.Module`, without
             per-replica variables.
@@ -46,7 +46,7 @@ class TrackedState:
         self.layer = _Layer(
             [step.model, *(p for p in parts if isinstance(p, kinds) and not _is_metric(p))]
         )
-        self.metrics = [p for p in parts if _is_metric(p) and p not in step.metrics]
+        self.metrics = [p for p in parts if _is_metric(p) and p not in step.given_metrics]
         self.optimizers = [p for p in parts if isinstance(p, keras.optimizers.Optimizer)]
         skip = {id(v) for v in step.per_replica_variables.variables}
         self.raw_variables = [p for p in parts if isinstance(p, tf.Variable) and id(p) not in skip]

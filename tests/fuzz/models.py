@@ -177,11 +177,32 @@ def arrays_of(case: Case) -> tuple[Any, ...]:
     weights = random.uniform(0.2, 2.0, rows).astype(np.float32)
     if case.weights == "zeros":
         weights *= random.integers(0, 2, rows).astype(np.float32)
+    if case.weights == "signed":
+        weights *= random.choice([-1.0, 1.0], rows)
+        weights[0] -= weights[: case.sizes[0]].sum()
     if case.weights == "integers":
         weights = np.arange(rows)
     if case.weights == "nothing":
         weights[: case.sizes[0]] = 0.0
     return features, labels, weights[:, None] if case.weights == "column" else weights
+
+
+CLASS_WEIGHT = {0: 0.5, 2: 4.0}
+
+
+def weights_of(case: Case, batch: Any, trains: bool = True) -> np.ndarray:
+    """The weight of each example, float32 [n]; with those of the classes if ``trains``."""
+    features, labels, *rest = batch
+    rows = tf.nest.flatten(features)[0].shape[0]
+    weights = rest[0].reshape(-1) if rest else np.ones(rows, np.float32)
+    if not (case.class_weight and trains):
+        return weights
+    return weights * np.array([CLASS_WEIGHT.get(int(k), 1.0) for k in labels], np.float32)
+
+
+def counted(case: Case, weights: np.ndarray) -> float:
+    """By what the losses of these weights are divided; 0 if no example is there."""
+    return float((weights != 0).sum() if case.weighting == "examples" else weights.sum())
 
 
 def cut(case: Case, arrays: Any) -> list[Any]:

@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from .cases import CLASSES, Case, smallest_call
-from .models import MOMENTUM, losses_of, make_model, make_optimizer, rate_of
+from .models import MOMENTUM, counted, losses_of, make_model, make_optimizer, rate_of, weights_of
 
 # See the docstring of the package.
 NOISE = 16.0
@@ -64,7 +64,7 @@ def predict(case: Case, arrays: Any, batches: list[Any]) -> Tolerance:
     others = [_train(case, batches, noise=sign * NOISE * unit) for sign in (1, -1)]
     if "float16" in case.policy:
         # A replica divides by its own count, so that its gradients may be larger than here.
-        larger = 2.0 * case.replicas * (8.0 if case.weights else 1.0)
+        larger = 2.0 * case.replicas * (8.0 if case.weights or case.class_weight else 1.0)
         others.append(_train(case, batches, scaled=larger))
     if any(o[:2] != end[:2] or o.skipped != end.skipped for o in others):
         return Tolerance(End("unclear"), {})
@@ -133,6 +133,8 @@ def _refused_batch(case: Case, batch: Any) -> str:
         return "a replica has no examples .* sparse"
     if empty and _trains_norm(case) and case.norm == "synchronized":
         return "a replica has no examples .* synchronized BatchNormalization"
+    if case.weighting == "sum_of_weights" and (weights_of(case, batch) < 0).any():
+        return "a weight is below 0, .*weighting='examples'"
     return _refused_labels(batch[1])
 
 
@@ -209,8 +211,8 @@ class _Training:
         before = [v.numpy() for v in state]
         features, labels, *_ = batch
         rows = tf.nest.flatten(features)[0].shape[0]
-        weights = weights_of(batch)
-        total = float(weights.sum()) or 1.0  # without examples, the loss and its gradients are 0
+        weights = weights_of(case, batch)
+        total = counted(case, weights) or 1.0  # without examples, the loss and its gradients are 0
         # A sum over examples that cancels is no more exact than its terms.
         weights = weights * (1.0 + self.noise * self.signs(rows))
         scale = self.scaled * (self.loss_scale if case.loss_scale else 1.0)
@@ -262,7 +264,7 @@ class _Training:
         if self.case.penalty:  # Keras puts it before those of weights
             loss += penalties.pop(0) * of_all
         for penalty in penalties:
-            loss += penalty * (float(weights.sum()) / total)
+            loss += penalty * (counted(self.case, weights) / total)
         return loss
 
     def moved(self, gradients: list) -> list:
@@ -333,13 +335,6 @@ class _Training:
         return values | {"skipped": np.int64(len(self.skipped))}
 
 
-def weights_of(batch: Any) -> np.ndarray:
-    """The weight of each example, float32 [n]."""
-    features, _, *rest = batch
-    rows = tf.nest.flatten(features)[0].shape[0]
-    return rest[0].reshape(-1) if rest else np.ones(rows, np.float32)
-
-
 def slots_of(optimizer: keras.optimizers.Optimizer) -> dict[str, np.ndarray]:
     """The state of ``optimizer`` by name, without the learning rate."""
     variables = [v for v in optimizer.variables if not v.path.endswith("learning_rate")]
@@ -378,7 +373,7 @@ def _train(case: Case, batches: list[Any], noise: float = 0.0, scaled: float = 1
         if number + 1 == case.pause and not _finite(training.values()):
             return End("diverged", "The state has a NaN or Inf")
         if number not in training.skipped:
-            count = float(weights_of(batch).sum())
+            count = counted(case, weights_of(case, batch))
             losses, counts = losses + loss * count, counts + count
     values = training.values()
     values["loss"] = np.float32(losses / counts if counts else 0.0)

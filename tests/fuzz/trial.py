@@ -30,7 +30,16 @@ from ctl.step import TrainStep
 
 from . import oracle
 from .cases import Case
-from .models import arrays_of, cut, losses_of, make_model, make_optimizer, rate_of
+from .models import (
+    CLASS_WEIGHT,
+    arrays_of,
+    cut,
+    losses_of,
+    make_model,
+    make_optimizer,
+    rate_of,
+    weights_of,
+)
 
 Mirrored = Callable[[int], tf.distribute.Strategy]  # see tests/conftest.py
 
@@ -183,6 +192,8 @@ def _make_loop(case: Case, dataset: Any, strategy: tf.distribute.Strategy, direc
             losses_of if heads else cross_entropy,
             metrics=[metric],
             twice=case.twice,
+            weighting=case.weighting,
+            class_weight=CLASS_WEIGHT if case.class_weight else None,
             clip_norm=case.clip_norm,
             accumulate_steps=case.accumulate_steps,
             ema_decay=case.ema_decay,
@@ -297,7 +308,7 @@ def _resumed(
 def _evaluated(case: Case, dataset: Any, strategy: tf.distribute.Strategy, loop: Loop) -> str:
     """Evaluates the model of ``loop``. Returns what is counted wrongly, "" if nothing is."""
     arrays = arrays_of(case)
-    weights = arrays[2].reshape(-1) if case.weights else np.ones(sum(case.sizes), np.float32)
+    weights = weights_of(case, arrays, trains=False)
     if not weights.any():  # refused
         return ""
     if case.source == "memory":
@@ -305,9 +316,13 @@ def _evaluated(case: Case, dataset: Any, strategy: tf.distribute.Strategy, loop:
     with strategy.scope():
         metric = keras.metrics.MeanMetricWrapper(_class_of, name="label")
         loss_fn = losses_of if case.heads == 2 else cross_entropy
-        step = Evaluates(loop.step.model, loss_fn, metrics=[metric])
+        weighted = [keras.metrics.MeanMetricWrapper(_class_of, name="weighted")]
+        options = {"weighted_metrics": weighted, "weighting": case.weighting}
+        step = Evaluates(loop.step.model, loss_fn, metrics=[metric], **options)
     results = Evaluator(step, dataset, strategy=strategy).run()
     labels = np.asarray(_class_of(arrays[1], None))
-    wanted = {"label": (labels * weights).sum() / weights.sum(), "examples": len(labels)}
+    wanted = {"label": labels[weights != 0].mean(), "examples": len(labels)}
+    if (weights >= 0).all():  # else the sum may cancel
+        wanted["weighted"] = (labels * weights).sum() / weights.sum()
     wrong = {k: v for k, v in wanted.items() if abs(results.get(k, v) - v) > 1e-5 * max(1.0, v)}
     return f"evaluated: {results}, not {wrong}" if wrong else ""

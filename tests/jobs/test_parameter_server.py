@@ -107,7 +107,8 @@ def one_device(mirrored) -> tuple[Loop, keras.Model]:
         layers = [keras.layers.Input([FEATURES]), keras.layers.Dense(8, activation="tanh")]
         layers += [keras.layers.BatchNormalization(), keras.layers.Dense(CLASSES)]
         model = keras.Sequential(layers)
-        step = TrainStep(model, keras.optimizers.AdamW(0.01), clip_norm=0.3, jit_update=False)
+        options = {"clip_norm": 0.3, "jit_update": False, "class_weight": {0: 0.5, 1: 5.0}}
+        step = TrainStep(model, keras.optimizers.AdamW(0.01), **options)
         metric = keras.metrics.SparseCategoricalAccuracy("accuracy")
         eval_step = EvalStep(model, metrics=[metric])
     test = InMemory(examples(101, seed=1), global_batch_size=BATCH, training=False)

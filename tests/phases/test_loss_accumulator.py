@@ -27,6 +27,7 @@ def test_it_is_the_mean_over_examples(mirrored, replicas, options, weighted):
     weights = np.ones(len(labels), "float32")
     if weighted:
         weights[:BATCH] = np.linspace(0, 3, BATCH)
+        options = options | {"weighting": "sum_of_weights"}
     labels[BATCH:] = labels[0]  # the short batches have another loss
     loss, model = logged(mirrored(replicas), (features, labels, weights), **options)
     losses = keras_loss(labels, model(features)).numpy().astype("float64")

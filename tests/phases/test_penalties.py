@@ -48,13 +48,14 @@ def batches(weigh) -> list[tuple]:
 
 
 @functools.cache
-def plainly_trained(weigh) -> list[np.ndarray]:
+def plainly_trained(weigh, weighting: str = "examples") -> list[np.ndarray]:
     keras.utils.set_random_seed(1)
     trained = model()
     for features, labels, weights in batches(weigh):
         with tf.GradientTape() as tape:
             losses = keras_loss(labels, trained(features, training=True))
-            loss = tf.reduce_sum(losses * weights) / tf.reduce_sum(weights)
+            counted = weights if weighting == "sum_of_weights" else weights != 0
+            loss = tf.reduce_sum(losses * weights) / np.sum(counted, dtype=np.float32)
             loss += tf.add_n(trained.losses)
         variables = [v.value for v in trained.trainable_variables]
         for variable, gradient in zip(variables, tape.gradient(loss, variables), strict=True):
@@ -84,12 +85,14 @@ def first_half_without_weight(weights):
         (2, {}),
         (4, {"accumulate_steps": 2}),
         (2, {"loss_scale": True}),
+        (2, {"weighting": "sum_of_weights"}),
     ],
 )
 def test_any_shares_equal_the_whole_batch(mirrored, replicas, options, weigh):
     loop = loop_of(mirrored(replicas), weigh, **options)
     loop.train(STEPS)
-    assert largest_difference(loop.step.model.get_weights(), plainly_trained(weigh)) <= 2e-6
+    plain = plainly_trained(weigh, options.get("weighting", "examples"))
+    assert largest_difference(loop.step.model.get_weights(), plain) <= 2e-6
 
 
 def test_a_call_may_be_decorated(mirrored):

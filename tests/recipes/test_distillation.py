@@ -38,7 +38,7 @@ def plain_distillation(model, teacher, batches, temperature, label_share) -> Non
             soft = divergence(target[row], tf.nn.softmax(logits[row] / temperature))
             hard = keras_loss(labels[row], logits[row])
             both = (1 - label_share) * temperature**2 * soft + label_share * hard
-            loss += weight * both / np.sum(weights)
+            loss += weight * both / len(weights)
         return loss
 
     descend(model, keras.optimizers.SGD(0.1), loss_of, batches)

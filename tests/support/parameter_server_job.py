@@ -80,6 +80,7 @@ def asynchronous_loop(placement) -> ctl.Loop:
             model,
             keras.optimizers.AdamW(0.01),
             metrics=[accuracy()],
+            class_weight={0: 0.5, 1: 5.0},
             clip_norm=0.3,
             jit_update=False,
         )
