@@ -232,6 +232,7 @@ class Loop:
         self.signals = Signals()
         self.steps = Steps(step, self.dataset, self.strategy)
         self._flight = attach_progress_marks(step) if self._several_workers else None
+        self._flights: dict[Any, Any] = {}  # those of other settings
         self.scalars = Scalars(step, size)
         self._divergence = Divergence(step, self.dataset, checkpoints)
         self._is_chief = workers.is_chief(self.strategy)
@@ -366,8 +367,9 @@ class Loop:
         if self._feed_step != step:
             self.feed, self._feed_step = self.steps.open(step), step
         if self._several_workers:
-            if self._agreed not in (None, settings):
-                self._flight = attach_progress_marks(self.step)  # the packs may have changed
+            if self._agreed not in (None, settings):  # each trace keeps its marks
+                self._flights[self._agreed] = self._flight
+                self._flight = attach_progress_marks(self.step, self._flights.get(settings))
             agree(self.step, self.dataset, self.traced, self.plan)
         self._agreed = settings
 

@@ -35,7 +35,12 @@ class FlightRecorder:
     def __init__(self, step: TrainStep):
         self._step = step
         self._latest = Latest(step)
-        step.observer = Marks(step, self._latest)
+        self._marks = Marks(step, self._latest)
+        self.attach()
+
+    def attach(self) -> None:
+        """Makes the marks those of the step, again if they were exchanged."""
+        self._step.observer = self._marks
 
     def read(self, until: int) -> tuple[dict[str, float], tuple[str, ...]]:
         """Reads how far this process is in its step. Call it from any thread.
@@ -77,15 +82,20 @@ def fired(
     return ages, tuple(name for name in names if name not in ages)
 
 
-def attach_progress_marks(step: TrainStep) -> FlightRecorder | None:
-    """Returns a `FlightRecorder` for ``step``; None, with a warning, if this TensorFlow cannot
-    stamp."""
+def attach_progress_marks(
+    step: TrainStep, again: FlightRecorder | None = None
+) -> FlightRecorder | None:
+    """Returns a `FlightRecorder` for ``step``: ``again``, or a new one; None, with a warning, if
+    this TensorFlow cannot stamp."""
     reason = tf_internals.why_no_timestamps()
     if type(step.observer) not in (Observer, Marks):
         reason = "the step has an observer of its own, which is not a ctl.phases.marks.Marks"
     if reason:
         logging.warning("flight records will not say where in a step a worker is: %s", reason)
         return None
+    if again:
+        again.attach()
+        return again
     with workers.watching_variables(step.strategy):
         return FlightRecorder(step)
 

@@ -25,7 +25,7 @@ class Pace:
         self._fixed = steps_per_loop
         self._measured = self._agreed = 0.0  # seconds per step; 0: not known
         self._key: Any = None  # of the call that runs
-        self._traced_for: Any = None  # of the last call that succeeded
+        self._traced: set[Any] = set()  # keys of calls that succeeded
         self._first = True
 
     def steps(self) -> int:
@@ -41,7 +41,7 @@ class Pace:
     def will_trace(self, key: Any = ()) -> bool:
         """Whether the next call is traced before it runs, which makes its duration meaningless.
         Call it once before each call; the loop keeps one trace per ``key``."""
-        self._first, self._key = key != self._traced_for, key
+        self._first, self._key = key not in self._traced, key
         return self._first
 
     def record_duration(self, seconds: float, steps: int, mean: float | None) -> bool:
@@ -55,7 +55,7 @@ class Pace:
         Returns:
             False if the call was traced, so that its duration means nothing.
         """
-        self._traced_for = self._key
+        self._traced.add(self._key)
         if not self._first:
             self._measured = seconds / steps
         self._agreed = self._measured if mean is None else mean

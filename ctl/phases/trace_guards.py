@@ -1,8 +1,9 @@
 """Notices changes after a step was traced: its graph holds Python values as constants.
 
-If the user changes a value between two calls, the step is traced again. A change that would have no
-effect is refused. Plain values and containers are compared by value, other objects by identity. A
-container that is empty at first is a record: it may grow without a new trace.
+If the user changes a value between two calls, the step is traced again, but back to earlier plain
+values it finds their trace. A change that would have no effect is refused. Plain values and
+containers are compared by value, other objects by identity. A container that is empty at first is a
+record: it may grow without a new trace.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class TraceKey(NamedTuple):
     observer: Observer
     bytes_per_pack: int
     jit_compile: bool | None
-    version: int  # counts the changes of all other settings, see `TraceGuards`
+    version: int  # of all other settings, see `TraceGuards`
 
 
 class TraceGuards:
@@ -94,16 +95,18 @@ class TraceGuards:
         step: a step that is ready to be traced.
 
     Attributes:
-        version: number of changes so far.
+        version: number of the values as they are now; equal values have the same number.
         rates: learning rates of optimizers that have a schedule, by name, as `check_rate` first
             found them; empty if they are not known.
     """
 
     def __init__(self, step: Any):
-        self.version = 0
+        self.version = self._versions = 0
+        self._earlier: dict[int, _Read] = {}  # values of other versions, the latest last
         self.rates: dict[str, float] = {}
         self._records: dict[int, Any] = {}
         self._set_by_code: set[str] = set()
+        self._set_by_calls: set[str] = set()  # of the step; not set by the user since
         self._seen: _Read
         layers = {f"layer {layer.name}": layer for layer in replicas.layers_of(step.tracked.layer)}
         self._layers = {what: layer for what, layer in layers.items() if _is_users(type(layer))}
@@ -144,10 +147,13 @@ class TraceGuards:
             changed = {n for n in old | new if n not in old or n not in new or old[n] != new[n]}
             self._set_by_code |= changed
             now = now._replace(code={n: v for n, v in new.items() if n not in changed})
+            if self._seen.of_step != now.of_step:
+                of_step = self._seen._replace(of_step=now.of_step)
+                self._set_by_calls |= {c.name for c in self._changes(step, self._seen, of_step)}
         self._seen = now
 
     def version_for(self, step: Any) -> int:
-        """Returns `version`, a new one if a value was changed since `snapshot`.
+        """Returns `version`, another one if a value was changed since `snapshot`.
 
         Raises:
             UsageError: a change would have no effect.
@@ -159,16 +165,29 @@ class TraceGuards:
         if not changes:  # only names with None have come or gone
             self._seen = now
             return self.version
-        for name, before, after, takes_effect in changes:
-            if not takes_effect:
+        for change in changes:
+            if not change.takes_effect:
                 raise UsageError(
-                    f"{name} was changed from {_shown(before)} to {_shown(after)}, which would "
-                    "have no effect: make a new step and loop"
+                    f"{change.name} was changed from {_shown(change.before.of)} to "
+                    f"{_shown(change.after.of)}, which would have no effect: make a new step and loop"
                 )
-        self.version += 1
+        self.version = self._version_of(step, now, changes)
         self._seen = now
-        logging.info("the step is traced again: changed %s", ", ".join(c[0] for c in changes))
         return self.version
+
+    def _version_of(self, step: Any, now: _Read, changes: list[_Change]) -> int:
+        """Returns an earlier version if ``now`` has its values, else a new one."""
+        self._earlier.pop(self.version, None)
+        self._earlier[self.version] = self._seen
+        self._set_by_calls -= {change.name for change in changes}
+        if not all(value.is_plain for c in changes for value in (c.before, c.after)):
+            self._earlier.clear()  # when an object comes back, other values may be inside
+        for version, read in reversed(self._earlier.items()):
+            if self._set_by_calls.issuperset(c.name for c in self._changes(step, read, now)):
+                return version
+        logging.info("the step is traced again: changed %s", ", ".join(c.name for c in changes))
+        self._versions += 1
+        return self._versions
 
     def check_rate(self, step: Any) -> None:
         """Refuses a new learning rate of an optimizer that has a schedule.
@@ -210,11 +229,7 @@ class TraceGuards:
         settings = [[*map(of.get, names)] for of, names in self._others.values()]
         return _Read(of_step, code, settings, rates)
 
-    def _changes(
-        self, step: Any, before: _Read, now: _Read
-    ) -> Iterator[tuple[str, Any, Any, bool]]:
-        """Yields the name, the old and the new value of each change, and whether the change takes
-        effect."""
+    def _changes(self, step: Any, before: _Read, now: _Read) -> Iterator[_Change]:
         none = _Value(None, {})
         fixed = {name for name, value in options(type(step)).items() if value.fixed} | _FIXED
         for name in {**before.of_step, **now.of_step}:
@@ -222,23 +237,35 @@ class TraceGuards:
             if old != new:
                 stateful = has_state(old.of) or has_state(new.of)
                 takes_effect = name not in fixed and not stateful
-                yield f"{type(step).__name__}.{name}", old.of, new.of, takes_effect
+                yield _Change(f"{type(step).__name__}.{name}", old, new, takes_effect)
         for name in {**before.code, **now.code}:
             old, new = (values.code.get(name, none) for values in (before, now))
             if old != new:
-                yield name, old.of, new.of, not (has_state(old.of) or has_state(new.of))
+                takes_effect = not (has_state(old.of) or has_state(new.of))
+                yield _Change(name, old, new, takes_effect)
         for (what, (_, names)), olds, news in zip(
             self._others.items(), before.settings, now.settings, strict=True
         ):
             for name, setting, changed in zip(names, olds, news, strict=True):
                 if setting is not changed and setting != changed:
                     takes_effect = _takes_effect(what, name, setting, changed)
-                    yield f"{what}.{name}", setting, changed, takes_effect
+                    before_after = _Value(setting, {}), _Value(changed, {})
+                    yield _Change(f"{what}.{name}", *before_after, takes_effect)
         for name, old in before.rates.items():
             if old != (new := now.rates[name]):
                 # A rate variable is in the checkpoints, so it must not appear or disappear.
                 stays = not any(isinstance(value.of, keras.Variable) for value in (old, new))
-                yield name, old.of, new.of, stays and name.rpartition(".")[0] not in self._scheduled
+                takes_effect = stays and name.rpartition(".")[0] not in self._scheduled
+                yield _Change(name, old, new, takes_effect)
+
+
+class _Change(NamedTuple):
+    """A value that was changed, and whether a new trace has the change."""
+
+    name: str
+    before: _Value
+    after: _Value
+    takes_effect: bool
 
 
 class _Read(NamedTuple):
@@ -367,6 +394,16 @@ class _Value:
             self._elements = {k: _Value(v, records, depth - 1) for k, v in elements.items()}
         elif all(isinstance(element, _PLAIN) for element in elements.values()):
             self._elements = dict(elements)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all that a trace may read in the value is compared by value."""
+        if self._elements is None:
+            return isinstance(self.of, _PLAIN)
+        return all(
+            isinstance(key, _PLAIN) and (not isinstance(element, _Value) or element.is_plain)
+            for key, element in self._elements.items()
+        )
 
     def __eq__(self, other: object) -> bool:
         assert isinstance(other, _Value)

@@ -50,5 +50,6 @@ def test_an_observer_of_the_user_is_kept(mirrored, caplog):
     assert "the step has an observer of its own" in caplog.text
     step.observer = NO_OBSERVER
     assert attach_progress_marks(step) and isinstance(step.observer, Marks)
-    first = step.observer
+    recorder, first = attach_progress_marks(step), step.observer
     assert attach_progress_marks(step) and step.observer is not first  # for other packs
+    assert attach_progress_marks(step, recorder) is recorder and step.observer is first

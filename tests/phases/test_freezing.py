@@ -53,6 +53,14 @@ def test_the_others_keep_their_values_and_slots(options):
     assert loop.steps.run.experimental_get_tracing_count() == 3
 
 
+def test_each_set_is_traced_once():
+    """However often one alternates with another, as those of generator and discriminator do."""
+    loop = make_loop(seed=0, steps_per_loop=1)
+    loop.actions.append(lambda status: loop.train_only([head(loop)] if status.step % 2 else None))
+    loop.train(8)
+    assert loop.steps.run.experimental_get_tracing_count() == 2
+
+
 def test_only_what_trains_is_reduced(mirrored):
     loop = make_loop(mirrored(2), seed=0)
     loop.train_only([head(loop).kernel])

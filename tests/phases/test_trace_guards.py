@@ -124,6 +124,44 @@ def test_a_change_takes_effect(name, unchanged):
     assert np.abs(unchanged - changed).max() > 1e-4
 
 
+def test_earlier_values_find_their_trace():
+    """Of any kind that is compared by value, and several at once; a later version has its own."""
+    step = make().step
+    values = (1.0, {"conv1"}), (0.1, {"conv1"}), (0.1, {"conv2"}), (1.0, {"conv2"})
+    versions = []
+    for number in (0, 1, 2, 1, 0, 3, 2, 0, 1):
+        step.temperature, step.skipped = values[number][0], {*values[number][1]}
+        versions.append(step.trace_key.version)
+    assert versions == [0, 1, 2, 1, 0, 3, 2, 0, 1]
+
+
+@pytest.mark.parametrize("name", ["loss_fn", "own array", "own method"])
+def test_an_object_that_comes_back_is_traced_again(name):
+    """It may be another inside, which is not compared."""
+    step = make().step
+    array, method, loss_fn = step.array, step.clip, step.loss_fn
+    CHANGES[name](step)
+    assert step.trace_key.version == 1
+    step.temperature = 0.1
+    assert step.trace_key.version == 2
+    step.array, step.clip, step.loss_fn = array, method, loss_fn
+    step.temperature = 1.0
+    assert step.trace_key.version == 3
+
+
+@pytest.mark.slow
+def test_a_known_trace_trains_as_a_new_one():
+    loops = [make(steps_per_loop=1) for _ in range(2)]
+    for number, scale in enumerate((1.0, 0.1, 1.0), 1):
+        for loop in loops:
+            loop.step.temperature = scale
+        loops[1].step.array = np.float32(1.0)  # no trace is found again
+        for loop in loops:
+            loop.train(number, total=9)
+    assert [loop.steps.run.experimental_get_tracing_count() for loop in loops] == [2, 3]
+    np.testing.assert_array_equal(*map(weights, loops))
+
+
 @pytest.mark.slow
 def test_a_change_takes_effect_in_what_xla_compiles(mirrored):
     """Forward and backward of several replicas are a function with traces of its own."""
@@ -289,6 +327,18 @@ class Counting(TrainStep):
 
     def note(self):
         self.ran += 1
+
+
+def test_what_a_step_changes_itself_hides_no_earlier_trace():
+    """But what the user has set since does."""
+    loop = make_loop(step_class=Counting, steps_per_loop=1)
+    for number, norm in enumerate((None, 1.0, None, 1.0), 1):
+        loop.step.clip_norm = norm
+        loop.train(number, total=9)
+    assert loop.steps.run.experimental_get_tracing_count() == 2
+    loop.step.clip_norm, loop.step.traced = None, 7
+    loop.train(5, total=9)
+    assert loop.steps.run.experimental_get_tracing_count() == 3
 
 
 def test_what_a_step_changes_itself_is_not_traced_again():
