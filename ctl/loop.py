@@ -32,6 +32,7 @@ from absl import logging
 from ctl.base.actions import STOP, Action, EvalAction
 from ctl.base.autograph import graph_function
 from ctl.base.bounds import checked
+from ctl.base.signals import Signals, StopRequested
 from ctl.checkpoint.manager import CheckpointManager, Saved
 from ctl.control import jit, source_hash
 from ctl.control.agreement import agree, check_state
@@ -40,7 +41,6 @@ from ctl.control.evaluator import Evaluator, OnProgress
 from ctl.control.flight import attach_progress_marks, watched_call
 from ctl.control.pace import Pace
 from ctl.control.scalars import Scalars, run_actions, status_of, steps_until_due
-from ctl.control.signals import Signals, StopRequested
 from ctl.control.state import TrainState
 from ctl.data.dataset import Dataset, on_replica
 from ctl.data.errors import translate_data_errors
