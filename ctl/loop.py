@@ -35,7 +35,8 @@ from ctl.base.bounds import checked
 from ctl.base.signals import Signals, StopRequested
 from ctl.checkpoint.manager import CheckpointManager, Saved
 from ctl.control import jit, source_hash
-from ctl.control.agreement import agree, check_state
+from ctl.control.agreement import agree
+from ctl.control.copies import check_copies
 from ctl.control.divergence import Divergence
 from ctl.control.evaluator import Evaluator, OnProgress
 from ctl.control.flight import attach_progress_marks, watched_call
@@ -422,6 +423,7 @@ class Loop:
         `Preempted` and `PeerError` as `train` does, `UsageError` if the loop has no evaluator."""
         if self.evaluator is None:
             raise UsageError("this loop has no evaluator: give Loop(evaluator=Evaluator(...))")
+        check_copies(self.step)
         with (
             self.translate_failures("the evaluation"),
             watchdog.host("preparing the evaluation", self.global_step),
@@ -438,12 +440,12 @@ class Loop:
     def save(self, metrics: dict[str, float] | None = None, *, wait: bool = False) -> None:
         """Saves the state and ``metrics`` in the background; with ``wait``, returns when they are
         on disk. Call it on all workers; the chief writes. Raises `CheckpointError` if a save
-        failed, `UsageError` if the loop has no checkpoints or replicas differ (`check_state`)."""
+        failed, `UsageError` if the loop has no checkpoints; also as `check_copies` does."""
         checkpoints = self._checkpoints()
         self.state.collect()
         if self._is_chief:
             with watchdog.host("saving", self.global_step):
-                check_state(self.step, this_worker=True)
+                check_copies(self.step, this_worker=True)
                 checkpoints.save(self.global_step, self.state.variables(), metrics, wait=wait)
 
     def restore(self) -> Saved | None:
