@@ -32,15 +32,16 @@ from absl import logging
 from ctl.base.actions import STOP, Action, EvalAction
 from ctl.base.autograph import graph_function
 from ctl.base.bounds import checked
+from ctl.base.signals import Signals, StopRequested
 from ctl.checkpoint.manager import CheckpointManager, Saved
 from ctl.control import jit, source_hash
-from ctl.control.agreement import agree, check_state
+from ctl.control.agreement import agree
+from ctl.control.copies import check_copies
 from ctl.control.divergence import Divergence
 from ctl.control.evaluator import Evaluator, OnProgress
 from ctl.control.flight import attach_progress_marks, watched_call
 from ctl.control.pace import Pace
 from ctl.control.scalars import Scalars, run_actions, status_of, steps_until_due
-from ctl.control.signals import Signals, StopRequested
 from ctl.control.state import TrainState
 from ctl.data.dataset import Dataset, on_replica
 from ctl.data.errors import translate_data_errors
@@ -424,6 +425,7 @@ class Loop:
         `Preempted` and `PeerError` as `train` does, `UsageError` if the loop has no evaluator."""
         if self.evaluator is None:
             raise UsageError("this loop has no evaluator: give Loop(evaluator=Evaluator(...))")
+        check_copies(self.step)
         with (
             self.translate_failures("the evaluation"),
             watchdog.host("preparing the evaluation", self.global_step),
@@ -440,12 +442,12 @@ class Loop:
     def save(self, metrics: dict[str, float] | None = None, *, wait: bool = False) -> None:
         """Saves the state and ``metrics`` in the background; with ``wait``, returns when they are
         on disk. Call it on all workers; the chief writes. Raises `CheckpointError` if a save
-        failed, `UsageError` if the loop has no checkpoints or replicas differ (`check_state`)."""
+        failed, `UsageError` if the loop has no checkpoints; also as `check_copies` does."""
         checkpoints = self._checkpoints()
         self.state.collect()
         if self._is_chief:
             with watchdog.host("saving", self.global_step):
-                check_state(self.step, this_worker=True)
+                check_copies(self.step, this_worker=True)
                 checkpoints.save(self.global_step, self.state.variables(), metrics, wait=wait)
 
     def restore(self) -> Saved | None:

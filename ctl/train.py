@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from ctl.base import signals
+
+if __name__ == "__main__":
+    signals.begin()  # before the other imports
+
 import contextlib
 import shlex
 import shutil
@@ -57,6 +62,7 @@ saved.
 
 def run() -> None:
     """The command line, also installed as ``ctl-train``."""
+    signals.begin()
     training.define_flags()
     run_command(main, _USAGE, output_is_log=True)
 
@@ -150,10 +156,15 @@ def _train(model_dir: Path) -> None:
         started, first = time.monotonic(), loop.global_step
         results = _run(loop, prepared, log, on_progress)
         seconds = time.monotonic() - started
+        if exports:
+            signals.unwind("all steps are saved; the same command exports")
+        else:
+            signals.decided()
         # The others need not wait for what only the chief does, however long it takes.
         leave_together(placement.strategy)
         checkpoints.wait()
         exported = _export(loop, model_dir) if exports else []
+        signals.decided()
         steps = loop.global_step
         best = checkpoints.best() if FLAGS.keep_best else None
     if FLAGS.precompile and programs:
@@ -243,7 +254,7 @@ def _run(
     assert loop.evaluator is not None
     tester = loop.evaluator.on(test) if test else None
     with (
-        loop.signals.noted(last=True),
+        loop.signals.noted(),
         translate_data_errors(prepared.train, evaluation, test, *others.values()),
     ):
         if loop.global_step < total:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import shutil
@@ -24,6 +25,7 @@ pytestmark = pytest.mark.slow  # starts processes
 
 TRAIN = "ctl.train"
 STEPS = 1500
+SHORT = ["--model=dense", "--train_steps=20", "--evaluate_every=10"]
 # Training, saving and evaluating take about the same time, so that an end falls in each.
 MANY = [
     *("--model=dense", f"--train_steps={STEPS}", "--evaluate_every=100", "--checkpoint_every=25"),
@@ -206,6 +208,101 @@ def test_a_second_interrupt_saves_nothing(zygote, tmp_path):
     assert last_line(command) == "interrupted"
 
 
+# Code of a user that sends signals to its own process at one point of the training.
+SIGNALS = """
+import atexit, ctypes, os, pathlib, signal
+import keras
+from ctl import models
+
+numbers = [int(number) for number in os.environ["NUMBERS"].split()]
+
+def at(point):
+    if point == os.environ["POINT"]:
+        while numbers:
+            os.kill(os.getpid(), numbers.pop(0))
+        if point in ("import", "build"):  # waits in C, as TensorFlow does for other workers
+            library, lock = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+            library.pthread_mutex_lock(lock)
+            library.pthread_mutex_lock(lock)
+
+class Exported(keras.layers.Layer):
+    def call(self, inputs):
+        return inputs
+
+    def get_config(self):
+        if any(pathlib.Path(os.environ["RUN"]).glob("checkpoints/step-*")):
+            at("export")
+        return super().get_config()
+
+def make(input_shape, classes):
+    at("build")
+    model = models.make_model("dense", input_shape, classes)
+    return keras.Sequential([keras.Input(input_shape), Exported(), model])
+
+at("import")
+atexit.register(at, "exit")
+"""
+TWICE = [signal.SIGINT, signal.SIGINT]
+BEFORE = "SIGTERM: stopped before the training; run the same command again"
+AFTER = "SIGINT: all steps are saved; the same command exports"
+
+
+@pytest.mark.parametrize(
+    ("point", "numbers", "code", "line"),
+    [
+        ("import", [signal.SIGTERM], 42, BEFORE),
+        pytest.param("build", [signal.SIGTERM] * 2, 42, BEFORE, marks=pytest.mark.sample),
+        pytest.param("export", TWICE[:1], 42, AFTER, marks=pytest.mark.sample),
+        ("exit", [signal.SIGTERM, *TWICE], 0, None),
+    ],
+)
+def test_signals_from_the_first_line_to_the_exit(zygote, tmp_path, point, numbers, code, line):
+    (tmp_path / "signals_of_a_user.py").write_text(SIGNALS)
+    run, sent = tmp_path / "run", " ".join(str(int(number)) for number in numbers)
+    options = [f"--model_dir={run}", "--model=signals_of_a_user:make", *SHORT[1:], "--log_every=20"]
+    start = {"path": [tmp_path], "RUN": str(run), "NUMBERS": sent}
+    command = zygote.run(TRAIN, *options, **start, POINT=point, exit_code=code)
+    said = last_line(command)
+    assert said == line or (line is None and "SIG" not in said), said
+    assert (run / "export").exists() == (code == 0)
+    if point == "export":
+        assert intact_steps(run) == [10, 20] and not list(run.glob("tmp-*"))
+        command = zygote.run(TRAIN, *options, **start, POINT="none")
+        assert "resuming at step 20 " in command.stderr and (run / "export").exists()
+
+
+def test_what_comes_after_a_save_does_not_change_the_code(zygote, tmp_path):
+    """Signals while the process of a stopped training ends."""
+    (tmp_path / "signals_of_a_user.py").write_text(SIGNALS)
+    options = ["--model=signals_of_a_user:make", "--evaluate_every=1000000", "--steps_per_loop=5"]
+    start = {"path": [tmp_path], "RUN": str(tmp_path), "NUMBERS": "2 15 2", "POINT": "exit"}
+    command = zygote.start(TRAIN, f"--model_dir={tmp_path}/run", *options, **start)
+    command.until("step ", "stdout")
+    command.signal(signal.SIGINT)
+    assert command.wait() == 42
+    assert last_line(command).startswith("SIGINT: saved step ")
+
+
+def test_signals_while_the_command_is_imported(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, signal, sys\n"
+        "class Finder:\n"
+        "    @staticmethod\n"
+        "    def find_spec(name, path=None, target=None):\n"
+        "        if name == 'ctl.flags.parsing':\n"
+        "            os.kill(os.getpid(), signal.SIGTERM)\n"
+        "sys.meta_path.insert(0, Finder)\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-m", TRAIN, f"--model_dir={tmp_path}/run"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (ended.returncode, ended.stderr) == (42, f"{BEFORE}\n")
+
+
 # What cannot go on.
 
 
@@ -246,9 +343,6 @@ def test_an_attempt_that_was_given_up_is_no_part_of_the_next(zygote, tmp_path):
     assert len(after) == 22 and after[-1] != lines[-1]
     old = (tmp_path / "metrics.jsonl.old").read_text()
     assert old.splitlines() == [*given_up.splitlines(), *lines[steps.index(11) :]]
-
-
-SHORT = ["--model=dense", "--train_steps=20", "--evaluate_every=10"]
 
 
 @pytest.fixture(scope="module")

@@ -12,9 +12,11 @@ import logging as python_logging
 import os
 import sys
 import textwrap
+import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from absl import logging
 
@@ -22,6 +24,9 @@ from ctl.base.streams import native_stderr_held
 from ctl.errors import CheckpointError
 
 COLUMNS, INDENT = 80, "    "  # of what is printed
+
+# Limit of flushing the output, whose reader may be stuck.
+_FLUSH_SECONDS = 2.0
 
 _TIME = "%Y-%m-%dT%H:%M:%S"
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
@@ -77,6 +82,33 @@ def last_line(text: str) -> None:
     for handler in python_logging.getLogger().handlers:
         if isinstance(handler, python_logging.FileHandler):
             handler.handle(record)
+
+
+def leave(exit_code: int, line: str = "") -> None:
+    """Ends the process at once, after a flush of at most 2 s. Prints ``line`` first, if any.
+
+    Where a collective has failed, TensorFlow's threads are still in it. An orderly end would wait
+    for them, or crash with them and exit with another code.
+    """
+    within(_FLUSH_SECONDS, _flush, line)
+    os._exit(exit_code)
+
+
+def _flush(line: str) -> None:
+    if line:
+        last_line(line)
+    logging.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+
+
+def within(seconds: float, work: Callable[..., Any], *arguments: Any) -> None:
+    """Calls ``work`` in a thread; returns when it is done, or after ``seconds``."""
+    thread = threading.Thread(target=work, args=arguments, name="ctl_within", daemon=True)
+    with contextlib.suppress(RuntimeError):  # there may be no more threads
+        thread.start()
+        thread.join(seconds)
 
 
 class _LogFile(python_logging.FileHandler):

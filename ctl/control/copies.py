@@ -7,6 +7,9 @@ processor fails, or if something assigned to one copy. From then on, they diverg
 from __future__ import annotations
 
 import functools
+import json
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -15,7 +18,7 @@ from absl import logging
 from ctl.base.actions import Status
 from ctl.distributed import replicas, workers
 from ctl.distributed.watch import watchdog
-from ctl.errors import DivergedError
+from ctl.errors import DivergedError, UsageError
 from ctl.step import TrainStep
 
 _SHOWN = 3  # variables in a message
@@ -61,13 +64,7 @@ class CompareReplicas:
 
     @functools.cached_property
     def _variables(self) -> list[tf.Variable]:
-        """All variables whose copies must be equal."""
-        differ = {id(v) for v in replicas.dropout_seeds(self.step.tracked.layer)}
-        differ |= {
-            id(v)
-            for v in (*self.step.per_replica_variables.saved, *self.step.unsynchronized_variables())
-        }
-        return [v for group in self.step.state().values() for v in group if id(v) not in differ]
+        return _equal_variables(self.step)
 
     def _gathered(self) -> tf.Tensor:
         """int64 [replicas, variables]: the checksums, on each replica."""
@@ -80,20 +77,9 @@ class CompareReplicas:
         return self.step.strategy.run(on_replica)
 
     def _judge(self, sums: np.ndarray, step: int) -> None:
-        kinds, kind_of, counts = np.unique(sums, axis=0, return_inverse=True, return_counts=True)
-        if len(kinds) == 1:
-            return
-        kind_of = kind_of.ravel()
-        alone = kind_of != counts.argmax() if counts.max() > len(sums) / 2 else kind_of >= 0
-        variables = np.flatnonzero((sums != sums[0]).any(axis=0))
-        names = [self._variables[i].name.removesuffix(":0") for i in variables]
-        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-        who = " and ".join(self._described(int(i), len(sums)) for i in np.flatnonzero(alone))
-        error = DivergedError(
-            f"{who} differ{'s from the others' if alone.sum() == 1 else ''} in "
-            f"{', '.join(names[:_SHOWN])}{more} at step {step}, {self._before()}"
-        )
-        workers.raise_together(self.step.strategy, error)
+        if said := _difference(self.step.strategy, self._variables, sums):
+            error = DivergedError(f"{said} at step {step}, {self._before()}")
+            workers.raise_together(self.step.strategy, error)
 
     def _before(self) -> str:
         if self._equal_at is None:
@@ -103,12 +89,111 @@ class CompareReplicas:
             "up to that step"
         )
 
-    def _described(self, replica: int, count: int) -> str:
-        strategy = self.step.strategy
-        devices = strategy.extended.worker_devices  # of this worker; the others have as many
+
+def check_copies(step: TrainStep, *, this_worker: bool = False) -> None:
+    """Refuses copies of the state that differ between replicas. A checkpoint has one value of each
+    variable, and an evaluation uses one.
+
+    It compares what `CompareReplicas` compares. Between workers, a difference is an error in state
+    of a user's layers and step, and a warning elsewhere: other processors may round differently.
+
+    Args:
+        step: a built step.
+        this_worker: compares the replicas of this worker only. Otherwise all workers must call it.
+
+    Raises:
+        UsageError: the forward pass has given a variable different values on the replicas.
+        DivergedError: other variables differ between the replicas of a worker.
+    """
+    strategy = step.strategy
+    if strategy.num_replicas_in_sync == 1 or replicas.has_one_copy(strategy):
+        return
+    variables = _equal_variables(step)
+    local = [_checksums(strategy, variable) for variable in variables]
+    texts = [json.dumps(local).encode()]
+    if not this_worker:
+        texts = workers.all_gather(strategy, texts[0], "comparing the replicas")
+    # int64 [workers, variables, replicas of a worker]
+    sums = np.array([json.loads(text) for text in texts])
+    apart = (sums != sums[:, :, :1]).any(axis=(0, 2))
+    unequal = (sums != sums[:1, :, :1]).any(axis=(0, 2))
+    of_users = {id(v.value): v.path for v in replicas.other_state(step.tracked.layer)}
+    of_users |= {id(v): v.name for v in step.tracked.raw_variables}
+    for variable in step.statistics.combined:
+        of_users.pop(id(variable), None)
+    found = [of_users.get(id(variables[i])) for i in np.flatnonzero(unequal).tolist()]
+    if names := ", ".join(filter(None, found)):
+        raise UsageError(
+            f"variable {names} differs between replicas: the forward pass updates it with the "
+            "replica's part of the batch, and a checkpoint holds one value. For the mean over "
+            "replicas, return it (of a Keras variable, its .value) from "
+            "TrainStep.replica_statistics(); for the value of replica 0, make it with "
+            "aggregation='only_first_replica'"
+        )
+    number = int(step.global_step.numpy())
+    if apart.any():
+        flat = sums.transpose(0, 2, 1).reshape(-1, len(variables))
+        raise DivergedError(
+            f"{_difference(strategy, variables, flat)} at step {number}: if they may, return them "
+            f"from {type(step).__name__}.unsynchronized_variables(); else check the device, and "
+            "resume from a checkpoint"
+        )
+    if unequal.any():
+        logging.log_first_n(
+            logging.WARNING,
+            "%s differ between workers at step %d: if they may, return them from "
+            "%s.unsynchronized_variables(); workers on other kinds of processors may round "
+            "differently",
+            *(1, _shown([variables[i] for i in np.flatnonzero(unequal).tolist()]), number),
+            type(step).__name__,
+        )
+
+
+def _equal_variables(step: TrainStep) -> list[Any]:
+    """All variables whose copies must be equal."""
+    differ = {id(v) for v in replicas.dropout_seeds(step.tracked.layer)}
+    differ |= {id(v) for v in step.per_replica_variables.saved}
+    differ |= {id(v) for v in step.unsynchronized_variables()}
+    return [v for group in step.state().values() for v in group if id(v) not in differ]
+
+
+def _checksums(strategy: tf.distribute.Strategy, variable: tf.Variable) -> list[int]:
+    """A checksum of the copy of each replica of this worker."""
+    sums = []
+    for copy in strategy.experimental_local_results(variable):
+        if "CPU" in copy.device.upper():  # there, NumPy reads it where it is
+            value = np.asarray(copy.read_value()).reshape(-1)  # .numpy() would make a copy
+            size = next(n for n in (8, 4, 2, 1) if value.nbytes % n == 0)
+            sums.append(int(value.view(f"int{8 * size}").sum(dtype=np.int64)))
+        else:
+            sums.append(int(checksum(copy)))
+    return sums if len(sums) > 1 else sums * len(strategy.extended.worker_devices)
+
+
+def _difference(
+    strategy: tf.distribute.Strategy, variables: Sequence[Any], sums: np.ndarray
+) -> str:
+    """Which replicas differ in what; "" if all are equal. ``sums``: int64 [replicas, variables]."""
+    kinds, kind_of, counts = np.unique(sums, axis=0, return_inverse=True, return_counts=True)
+    if len(kinds) == 1:
+        return ""
+    kind_of = kind_of.ravel()
+    alone = kind_of != counts.argmax() if counts.max() > len(sums) / 2 else kind_of >= 0
+    devices = strategy.extended.worker_devices  # of this worker; the others have as many
+    who: list[str] = []
+    for replica in np.flatnonzero(alone).tolist():
         device = devices[replica % len(devices)].rpartition("/device:")[2]
-        worker = f"worker {replica // len(devices)}, " if count > len(devices) else ""
-        return f"replica {replica} ({worker}{device})"
+        worker = f"worker {replica // len(devices)}, " if len(sums) > len(devices) else ""
+        who.append(f"replica {replica} ({worker}{device})")
+    different = [variables[i] for i in np.flatnonzero((sums != sums[0]).any(axis=0)).tolist()]
+    verb = "differs from the others in" if len(who) == 1 else "differ in"
+    return f"{' and '.join(who)} {verb} {_shown(different)}"
+
+
+def _shown(variables: Sequence[Any]) -> str:
+    names = [variable.name.removesuffix(":0") for variable in variables]
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
 
 
 def checksum(value: tf.Variable | tf.Tensor) -> tf.Tensor:

@@ -9,7 +9,7 @@ import tensorflow as tf
 from absl import logging
 
 from ctl.checkpoint.manager import CheckpointManager
-from ctl.control.agreement import check_state
+from ctl.control.copies import check_copies
 from ctl.data.dataset import Dataset
 from ctl.distributed import workers
 from ctl.distributed.watch import watchdog
@@ -47,9 +47,10 @@ class Divergence:
             skipped: number of these steps whose update was skipped.
 
         Raises:
-            DivergedError: ``loss`` is not finite, or 100 or more updates in a row were skipped.
+            DivergedError: ``loss`` is not finite, 100 or more updates in a row were skipped, or the
+                replicas differ after the first call (see `check_copies`).
             UsageError: the steps were not counted, the replicas differ after the first call (see
-                `check_state`), or a label is not a class.
+                `check_copies`), or a label is not a class.
         """
         counted = int(self._step.global_step.numpy())
         if counted != step:
@@ -58,7 +59,7 @@ class Divergence:
                 f"{type(self._step).__name__} call self.apply()?"
             )
         if self._first:
-            check_state(self._step)
+            check_copies(self._step)
             self._first = False
         if not math.isfinite(loss):
             self._end(f"the loss is {loss} at step {self._first_bad(step - steps, finite)}")

@@ -9,8 +9,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from ctl.base.signals import StopRequested
 from ctl.control.pace import Pace
-from ctl.control.signals import StopRequested
 from ctl.data.dataset import on_replica
 from ctl.data.feed import open_batches, waiting_for
 from ctl.data.global_batches import as_dataset

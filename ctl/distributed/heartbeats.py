@@ -25,6 +25,7 @@ from collections.abc import Iterable
 
 from absl import logging
 
+from ctl.base import signals
 from ctl.distributed.cluster.external_watchdog import Keeper
 from ctl.distributed.cluster.handshake import HandshakeServer, handshake
 from ctl.distributed.cluster.members import Tasks
@@ -304,9 +305,13 @@ def attend(tasks: Tasks, timeout: float) -> int:
         Preempted: SIGTERM or SIGINT was received.
         UsageError: the coordinator has other addresses in its ``TF_CONFIG``.
     """
-    received: list[int] = []
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, _: received.append(number))
+    with signals.answered_by(received := signals.Received()), signals.deciding():
+        code = _attend(tasks, timeout, received)
+        signals.decided(code)
+        return code
+
+
+def _attend(tasks: Tasks, timeout: float, received: list[int]) -> int:
     where = f"the coordinator at {tasks.coordinator}"
     peer = _connect(tasks, timeout, received)
     leave_at = float("inf")

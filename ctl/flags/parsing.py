@@ -20,9 +20,8 @@ from typing import Any
 
 from absl import app, flags
 
-from ctl.base import __version__, console, streams
+from ctl.base import __version__, console, signals, streams
 from ctl.base.names import check_name
-from ctl.distributed.watch.watchdog import leave
 from ctl.errors import CheckpointError, CtlError, PeerError, UsageError
 from ctl.flags import early, imports, tracebacks
 
@@ -78,8 +77,9 @@ def run_command(
 
     def call(argv: Sequence[str]) -> None:
         sys.unraisablehook = _unraisable
-        with exit_codes(output_is_log):
+        with signals.deciding(), exit_codes(output_is_log):
             main(*([argv[1:]] if takes_command else []))
+        signals.decided()
 
     streams.guard()
     app.run(call, flags_parser=parse)
@@ -178,11 +178,11 @@ def exit_codes(output_is_log: bool = False) -> Iterator[None]:
             raise SystemExit(CheckpointError.exit_code)
     except PeerError as error:
         _say(str(error))
-        leave(error.exit_code)
+        console.leave(error.exit_code)
     except CtlError as error:
         _fail(str(error), error.exit_code)
-    except KeyboardInterrupt:
-        _fail("interrupted", 130)
+    except KeyboardInterrupt as error:
+        _fail(str(error) or "interrupted", getattr(error, "exit_code", 130))
     except BrokenPipeError:
         if not reader_ended:  # of another pipe
             raise
@@ -199,7 +199,9 @@ def _unraisable(unraisable: Any) -> None:
     nothing where TensorFlow frees what waits for a lost server: ctl says that the server is lost.
     """
     # Raised here, it would be ignored again.
-    if issubclass(unraisable.exc_type, KeyboardInterrupt):
+    if isinstance(unraisable.exc_value, signals.Interrupted):
+        console.leave(signals.Interrupted.exit_code, str(unraisable.exc_value))
+    elif issubclass(unraisable.exc_type, KeyboardInterrupt):
         main = threading.main_thread().ident
         try:
             threading.Timer(0.05, signal.pthread_kill, (main, signal.SIGINT)).start()

@@ -22,7 +22,7 @@ import numpy as np
 import tensorflow as tf
 
 import ctl
-from ctl.base import console
+from ctl.base import console, signals
 from ctl.checkpoint.export import export_model
 from ctl.distributed import workers
 from ctl.distributed.cluster import Cluster
@@ -94,6 +94,7 @@ def run(task: str, addresses: dict[str, list[str]], out: Path, run_dir: Path, fa
         faults: those of this task.
     """
     atexit._clear()  # what the parent wanted to do at its own end
+    signals.begin()
     mark = Marks(out / f"{task}.marks")
     mark("start")
     if any(fault.kind == "cut" for fault in faults):
@@ -128,7 +129,7 @@ def run(task: str, addresses: dict[str, list[str]], out: Path, run_dir: Path, fa
             )
             _train(placement, run_dir, users, mark)
         code = 0
-    except CtlError as error:
+    except (CtlError, signals.Interrupted) as error:
         print(" ".join(str(error).split()), file=sys.stderr)
         if isinstance(error, PeerError):
             watchdog.leave(error.exit_code)
@@ -136,6 +137,7 @@ def run(task: str, addresses: dict[str, list[str]], out: Path, run_dir: Path, fa
     except BaseException:
         traceback.print_exc()
         code = 1
+    signals.decided(code)
     sys.stderr.flush()
     atexit._run_exitfuncs()
     os._exit(code)
@@ -299,10 +301,14 @@ def _train(placement: Placement, run_dir: Path, users: Users, mark: Marks) -> No
     with checkpoints:
         saved = loop.restore()
         mark(f"resumed {saved.step if saved else 0}")
-        with loop.signals.noted(last=True):
+        with loop.signals.noted():
             mark("training")
             loop.train_and_evaluate(STEPS, evaluate_every=EVALUATE_EVERY)
             mark("trained")
+        if chief:
+            signals.unwind("all steps are saved; the same command exports")
+        else:
+            signals.decided()
         mark("leaving")
         workers.leave_together(strategy)
         checkpoints.wait()
@@ -310,4 +316,5 @@ def _train(placement: Placement, run_dir: Path, users: Users, mark: Marks) -> No
             mark("exporting")
             with loop.step.updater.averaged():
                 export_model(model, run_dir / "export")
+        signals.decided()
     mark("done")

@@ -27,6 +27,8 @@ _AFTER_THAW = 35.0  # then TensorFlow and the roll call notice that they are alo
 # A task with one of these marks owes its peers no gradients any more.
 _LATE = (f"step {STEPS - 1}", f"step {STEPS}", "trained", "leaving", "exporting", "done")
 
+_TERMED = {42, -15}  # of a task that SIGTERM meets before its first line
+
 # What TensorFlow's threads log while a process ends, and empty lines.
 _NOISE = re.compile(
     r"[IWEF]\d{4} |Additional GRPC|:[A-Z]+:|/job:|The tasks have crashed|The error could be|\s*$"
@@ -146,8 +148,10 @@ def _culprits(attempt: Attempt) -> set[str]:
     """The tasks that may be named."""
     termed = {
         name
-        for name in _hit_by(attempt, "term")
-        if "chief 0" in attempt.names or any(code == -15 for code, _ in attempt.ends[name])
+        for hit in attempt.hits
+        for name in hit.tasks
+        if hit.fault.kind == "term"
+        and ("chief 0" in attempt.names or _order(hit.marks[name]) < MARKS.index("training"))
     }
     stopped = {name for name in attempt.names if _gave_up_connecting(attempt, name)}
     return termed | stopped | _hit_by(attempt, *("kill", "freeze", "hang", "raise", "cut", "disk"))
@@ -177,8 +181,6 @@ def _allowed(attempt: Attempt, name: str) -> set[int]:
         codes |= of_task(hit, name)
         if any(mark == f"resumed {STEPS}" for _, mark in attempt.marks[name]):
             codes.add(0)  # there was nothing left to train
-    if len(attempt.hits) > 1 and codes - {0} and name in _hit_by(attempt, "term"):
-        codes.add(-15)  # it was about to end when the signal came
     return codes or {0}
 
 
@@ -188,11 +190,7 @@ def _codes_of_workers(hit: Hit, name: str) -> set[int]:
     if name in hit.tasks:
         own = {"kill": {-9}, "raise": {1}, "hang": {5}, "cut": {0, 5}, "freeze": {5}}
         own["disk"] = {0, 4} if late else {4}
-        own["term"] = {42}
-        if _order(mark) < MARKS.index("training"):
-            own["term"] = {-15} if _order(mark) < MARKS.index("built") else {-15, 42}
-        elif late:
-            own["term"] = {0, -15, 42}
+        own["term"] = _TERMED if not mark else {0, 42} if late else {42}
         return own[kind] | ({0} if late and kind in ("freeze", "hang") or mark == "done" else set())
     if kind == "term":
         ready = [_order(hit.marks[n]) >= MARKS.index("training") for n in hit.tasks]
@@ -206,7 +204,7 @@ def _codes_of_servers(hit: Hit, name: str) -> set[int]:
     codes = {"kill": {5}, "freeze": {5}, "cut": {0, 5}, "raise": {1}, "disk": {4}, "term": {42}}
     ends = codes[kind]
     if _order(chief) < MARKS.index("training") and kind == "term":
-        ends = {5, 42, -15}
+        ends = {5} | (_TERMED if not hit.marks[name] else {42})
     own = {"kill": {-9}, "freeze": {5}, "cut": {0, 5}}.get(kind, ends)
     if all(n.startswith("worker") for n in hit.tasks) and kind != "freeze":
         # The others go on.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import types
 
 import keras
@@ -12,7 +14,8 @@ from helpers import CLASSES, FEATURES, adam, make_loop
 from keras import layers
 
 import ctl
-from ctl.control.copies import checksum
+from ctl.control.copies import check_copies, checksum
+from ctl.distributed import workers
 from ctl.errors import DivergedError
 
 
@@ -84,6 +87,64 @@ def test_all_state_is_compared(mirrored):
     flip(strategy, state["model"][0], 1)
     with pytest.raises(DivergedError, match=" at step 1, the first that was compared: check "):
         ctl.CompareReplicas(loop.step)(status)
+
+
+class Drifting(ctl.TrainStep):
+    """Each replica follows its own gradients after some steps, and nothing says so."""
+
+    begin = 0
+
+    def sum_gradients(self, gradients):
+        apart = tf.cast(self.global_step >= self.begin, gradients[0].dtype)
+        sums = super().sum_gradients(gradients)
+        return [(1 - apart) * s + apart * g for s, g in zip(sums, gradients, strict=True)]
+
+
+def drifting(strategy, begin: int, **options) -> ctl.Loop:
+    loop = make_loop(strategy, step_class=Drifting, **options)
+    loop.step.begin = begin
+    return loop
+
+
+APART = (
+    r"^replica 0 \(CPU:0\) and replica 1 \(CPU:1\) differ in .*bias.* at step {}: .*if they may, "
+    r"return them from Drifting.unsynchronized_variables\(\)"
+)
+
+
+@pytest.mark.slow
+def test_replicas_that_drift_apart_are_found(mirrored, tmp_path):
+    """After the first call, at each save and at each evaluation; on all optimizers' slots, too."""
+    with pytest.raises(DivergedError, match=APART.format(1)):
+        drifting(mirrored(2), 0).train(10)
+    loop = drifting(mirrored(2), 3, directory=tmp_path, evaluate=20, steps_per_loop=1)
+    loop.train(3)
+    loop.save(wait=True)
+    assert loop.evaluate()
+    loop.train(5)
+    for refused in (loop.save, loop.evaluate):
+        with pytest.raises(DivergedError, match=APART.format(5)) as raised:
+            refused()
+    assert raised.value.exit_code == 3
+    assert [saved.step for saved in loop.checkpoints.all()] == [3]
+    loop.checkpoints.close()
+
+
+def test_workers_that_drift_apart_are_named(mirrored, monkeypatch, warnings_of):
+    """Those of other machines may round differently, so this is no error."""
+    loop = make_loop(mirrored(2))
+
+    def all_gather(strategy, text, doing):
+        other = [[one + 1 for one in copies] for copies in json.loads(text)]
+        return [text, json.dumps(other).encode()]
+
+    monkeypatch.setattr(workers, "all_gather", all_gather)
+    loop.train(1)
+    check_copies(loop.step)
+    (said,) = [line for line in warnings_of() if "differ between workers" in line]
+    assert re.match(
+        r"\S+/kernel, \S+/bias, \S+ and \d+ more differ between workers at step 1", said
+    )
 
 
 @pytest.mark.slow

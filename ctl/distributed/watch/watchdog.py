@@ -14,8 +14,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import math
-import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +22,7 @@ from typing import Any
 
 from absl import logging
 
-from ctl.base.console import last_line
+from ctl.base.console import last_line, leave, within
 from ctl.distributed.cluster.members import Cluster
 from ctl.distributed.cluster.rendezvous import unreachable
 from ctl.distributed.watch import hang, record
@@ -50,8 +48,6 @@ _STALLED_SECONDS = 0.5
 _QUIET_SECONDS = 10.0
 # Limit of all that is done before the exit, including the end of a checkpoint's write.
 _LAST_WORDS_SECONDS = 60.0
-# Limit of flushing the output, whose reader may be stuck.
-_FLUSH_SECONDS = 2.0
 
 _ALL_LISTEN = "workers that are there but do not come"  # if none can be named
 
@@ -140,12 +136,12 @@ class Watchdog:
                 if section.stalled < section.limit:
                     if section.stalled >= section.quiet_until:
                         section.quiet_until *= 2
-                        _within(0.0, self._say_for_whom, section)
+                        within(0.0, self._say_for_whom, section)
                     continue
                 if section is self._sections[-1] and self._giving_up.acquire(blocking=False):
                     self._give_up(section)
             except Exception as error:  # the time limits must not end with it
-                _within(0.0, logging.error, "the watchdog goes on after %r", error)
+                within(0.0, logging.error, "the watchdog goes on after %r", error)
                 time.sleep(_TICK)
 
     def _say_for_whom(self, section: Section) -> None:
@@ -170,7 +166,7 @@ class Watchdog:
         for worker, beat in self._beats.peers.items():
             if beat.gave_up and worker not in self._heard_giving_up:
                 self._heard_giving_up.add(worker)
-                _within(0.0, self._write_record, f"worker {worker} gave up")
+                within(0.0, self._write_record, f"worker {worker} gave up")
 
     def _write_record(self, why: str, gone: dict[int, str] | None = None) -> Record:
         """Makes a record, and writes it unless this hang has one already.
@@ -225,7 +221,7 @@ class Watchdog:
 
     def _give_up(self, section: Section) -> None:
         """Ends the process, even if the last words hang, for example in a file system."""
-        _within(_LAST_WORDS_SECONDS, self._last_words, section)
+        within(_LAST_WORDS_SECONDS, self._last_words, section)
         leave((section.otherwise or PeerError).exit_code)
 
     def _last_words(self, section: Section) -> None:
@@ -245,33 +241,6 @@ class Watchdog:
             self._beats.exchange(self._beat(section), _TICK)
         with contextlib.suppress(Exception):  # a failed save must not change the exit code
             self.finish_first()
-
-
-def leave(exit_code: int, line: str = "") -> None:
-    """Ends the process at once, after a flush of at most 2 s. Prints ``line`` first, if any.
-
-    TensorFlow's threads are still in the collective that failed. An orderly end would wait for
-    them, or crash with them and exit with another code.
-    """
-    _within(_FLUSH_SECONDS, _flush, line)
-    os._exit(exit_code)
-
-
-def _flush(line: str) -> None:
-    if line:
-        last_line(line)
-    logging.flush()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
-
-
-def _within(seconds: float, work: Callable[..., Any], *arguments: Any) -> None:
-    """Calls ``work`` in a thread; returns when it is done, or after ``seconds``."""
-    thread = threading.Thread(target=work, args=arguments, name="ctl_within", daemon=True)
-    with contextlib.suppress(RuntimeError):  # there may be no more threads
-        thread.start()
-        thread.join(seconds)
 
 
 _watchdog: Watchdog | None = None

@@ -10,9 +10,8 @@ import time
 
 import pytest
 
-from ctl.control import signals
-from ctl.control.signals import Signals
-from ctl.distributed.watch import watchdog
+from ctl.base import console, signals
+from ctl.base.signals import Signals
 
 
 @pytest.fixture
@@ -47,7 +46,7 @@ def test_two_interrupts_in_one_call(outer, monkeypatch, returns):
             told.wait(20)
         library.pthread_mutex_unlock(lock)
 
-    monkeypatch.setattr(watchdog, "leave", leave)
+    monkeypatch.setattr(console, "leave", leave)
     monkeypatch.setattr(signals, "_GRACE_SECONDS", 60.0 if returns else 0.01)
     thread = threading.Thread(target=interrupt_twice)
     with pytest.raises(KeyboardInterrupt), Signals().noted():
