@@ -105,9 +105,9 @@ class Every:
         if steps is None and seconds is None:
             raise UsageError("Every needs steps, seconds or both")
         if steps is not None and not (isinstance(steps, numbers.Integral) and steps >= 1):
-            raise UsageError(f"Every(steps={steps!r}): steps are whole numbers from 1")
+            raise UsageError(f"Every(steps={steps!r}): steps must be a whole number above 0")
         if seconds is not None and not (isinstance(seconds, numbers.Real) and seconds > 0):
-            raise UsageError(f"Every(seconds={seconds!r}): seconds are numbers above 0")
+            raise UsageError(f"Every(seconds={seconds!r}): seconds must be a number above 0")
         self.action = action
         self.steps = int(steps) if steps else None
         self.seconds = seconds
@@ -209,7 +209,7 @@ class Log:
         taken = [name for name in scalars if name in CONTEXT]
         if taken:
             raise UsageError(
-                f"a metric is called {taken[0]!r}, which every log record holds already: rename it"
+                f"the metric name {taken[0]!r} is reserved for log records: rename the metric"
             )
         epoch = step / self._steps_per_epoch if self._steps_per_epoch else None
         context |= {"epoch": epoch, "time": self._clock()}
@@ -234,7 +234,7 @@ def parse_window(text: str) -> tuple[int, int]:
     start, stop = (int(match[1]), int(match[2])) if match else (0, 0)
     if not 1 <= start < stop:
         raise UsageError(
-            f"{text!r} is not a window of steps: write START:STOP with 1 <= START < STOP (20:30 is "
-            "the steps 20 to 29)"
+            f"{text!r} is not a window of steps: write START:STOP with 1 <= START < STOP, e.g. "
+            "20:30 for the steps 20 to 29"
         )
     return start, stop

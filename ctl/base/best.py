@@ -28,6 +28,6 @@ def mode_of(metric: str, mode: str | None) -> Mode:
         return "max" if found == "max" else "min"
     if mode is None:
         raise UsageError(
-            f"whether a high or a low {metric} is best is not known: give the mode, 'max' or 'min'"
+            f"cannot tell if a high or a low {metric} is better: set the mode to 'max' or 'min'"
         )
     raise UsageError(f"the mode must be 'max' or 'min', not {mode!r}")

@@ -31,7 +31,7 @@ def directory() -> Path | None:
     except OSError as error:
         reason = f"{error.filename or found}: {error.strerror}"
     if reason:
-        logging.warning("nothing is kept for later runs: %s", reason)
+        logging.warning("no cache for later runs: %s", reason)
         return None
     return found
 
@@ -40,14 +40,14 @@ def why_not(path: Path) -> str | None:
     """Why ``path`` is no directory of this user alone; None if it is. Raises `OSError`."""
     of = os.lstat(path)
     if not stat.S_ISDIR(of.st_mode):
-        return f"{path} is no directory"
+        return f"{path} is not a directory"
     if of.st_uid != os.geteuid() or of.st_mode & 0o077:
-        return f"{path} is open to others: chmod 700 it, or set XDG_CACHE_HOME"
+        return f"{path} is open to other users: chmod 700 it, or set XDG_CACHE_HOME"
     for parent in path.resolve().parents:  # who can rename a parent can put another there
         of = os.stat(parent)
         others = of.st_mode & 0o022 and not of.st_mode & stat.S_ISVTX
         if others or of.st_uid not in (0, os.geteuid()):
-            return f"{parent}, which has it, is open to others: set XDG_CACHE_HOME"
+            return f"{parent}, above {path.name}, is open to other users: set XDG_CACHE_HOME"
     return None
 
 

@@ -53,7 +53,7 @@ def log_to_file(path: Path) -> Iterator[None]:
         path.parent.mkdir(parents=True, exist_ok=True)
         handler = _LogFile(path, encoding="utf-8")
     except OSError as error:
-        logging.warning("there will be no %s: %s", path, error.strerror)
+        logging.warning("cannot open the log file %s: %s", path, error.strerror)
         yield
         return
     formatter = python_logging.Formatter("%(asctime)s.%(msecs)03dZ %(message)s", _TIME)

@@ -52,8 +52,8 @@ OPTIMIZER_FLAGS = (
 _REFUSED = {
     "nadam": "part of its update is outside update_step() and would be lost",
     "muon": "part of its update is outside update_step() and would be lost",
-    "schedulefreeadamw": "it evaluates other weights than it trains, and is not proven equal",
-    "lossscaleoptimizer": "use --precision=mixed_float16",
+    "schedulefreeadamw": "it evaluates other weights than it trains, which ctl does not support",
+    "lossscaleoptimizer": "--precision=mixed_float16 adds the loss scale",
 }
 
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif")  # ends of files, see `ctl.data.sources`
@@ -83,7 +83,9 @@ def check_optimizer_name(name: str) -> None:
     """Raises `UsageError` unless ``name`` is one of `OPTIMIZERS`."""
     reason = _REFUSED.get(name.lower().replace("_", ""))
     if reason:
-        raise UsageError(f"optimizer {name} is refused: {reason}; use {', '.join(OPTIMIZERS)}")
+        raise UsageError(
+            f"optimizer {name} is not supported: {reason}; use {', '.join(OPTIMIZERS)}"
+        )
     check_name("optimizer", name, OPTIMIZERS)
 
 

@@ -27,7 +27,7 @@ def no_rules() -> str | None:
     config = _import(_AUTOGRAPH)
     if hasattr(config, "CONVERSION_RULES") and hasattr(config, "DoNotConvert"):
         return None
-    lost = "AutoGraph reads all functions of ctl, so each start takes longer"
+    lost = "AutoGraph converts all functions of ctl, so each start takes longer"
     return _without(f"{_AUTOGRAPH}.CONVERSION_RULES", lost)
 
 
@@ -88,7 +88,7 @@ def _import(name: str) -> Any:
 
 def no_definitions() -> str | None:
     """Says why the outputs of an operation cannot be looked up; None if they can."""
-    lost = "the shapes of operations with several outputs are not known, so some sizes may be "
+    lost = "the shapes of operations with several outputs are unknown, so some sizes may be "
     return None if _import(_DEFINITIONS) else _without(_DEFINITIONS, lost + "missing")
 
 

@@ -135,13 +135,13 @@ class Heartbeats:
                 )
             if seconds - last_warning >= _QUIET_SECONDS:
                 last_warning = seconds
-                logging.warning("the coordinator waits for %s since %.0f s", missing, seconds)
+                logging.warning("the coordinator has waited %.0f s for %s", seconds, missing)
             time.sleep(0.02)
         self._complete = True
         # While TensorFlow waits for a frozen server, it may hold Python's lock and stop `_run`. The
         # other tasks would then end, and the frozen one could not be named.
         limit = _SILENT_SECONDS - _REACTION_SECONDS
-        doing = "the coordinator: TensorFlow holds its process"
+        doing = "the coordinator: TensorFlow has blocked its process"
         self._keeper = Keeper(doing, self._tasks.servers, limit, "", patient=True)
 
     def check(self) -> None:
@@ -265,7 +265,7 @@ class Heartbeats:
     def _missing(self, names: Iterable[str]) -> str:
         why = self._why | dict.fromkeys(self._door.differing, "has another TF_CONFIG")
         return ", ".join(
-            f"{name} at {self._tasks.servers[name]} ({why.get(name, 'not there yet')})"
+            f"{name} at {self._tasks.servers[name]} ({why.get(name, 'not connected yet')})"
             for name in names
             if name not in self._peers
         )
@@ -289,7 +289,7 @@ class Heartbeats:
         if seconds < self._worker_timeout:
             return None
         missing = self._missing(self._workers)
-        return f"no worker is left for {seconds:.0f} s (--worker_timeout): {missing}"
+        return f"no worker has been connected for {seconds:.0f} s (--worker_timeout): {missing}"
 
 
 def attend(tasks: Tasks, timeout: float) -> int:
@@ -355,5 +355,5 @@ def _connect(tasks: Tasks, timeout: float, received: list[int]) -> _Peer:
             raise Preempted(f"{tasks.name}: left after {signal.Signals(received[0]).name}")
         if seconds - last_warning >= _QUIET_SECONDS:
             last_warning = seconds
-            logging.warning("%s waits for %s since %.0f s", tasks.name, missing, seconds)
+            logging.warning("%s has waited %.0f s for %s", tasks.name, seconds, missing)
         time.sleep(0.1)

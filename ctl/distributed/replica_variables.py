@@ -46,11 +46,11 @@ class ReplicaVariables:
                 f"variable {name}: on_resize={on_resize!r} is not one of {', '.join(_ON_RESIZE)}"
             )
         if self.saved:
-            raise UsageError(f"variable {name}: make the variables of a step before its loop")
+            raise UsageError(f"variable {name}: create the variables of a step before its loop")
         if replicas.has_one_copy(tf.distribute.get_strategy()):
             raise UsageError(
-                f"variable {name} cannot have a value on each replica with this strategy, in which "
-                "all share one copy: use mirrored"
+                f"variable {name} cannot differ between replicas: this strategy has one copy for "
+                "all; use mirrored"
             )
         variable = tf.Variable(
             tf.zeros(shape, dtype),

@@ -80,7 +80,7 @@ def make_multi_worker(
         UsageError: ``nccl`` has no GPUs, or a worker has another list of workers.
     """
     if communication == "nccl" and not tf.config.list_physical_devices("GPU"):
-        raise UsageError("--communication=nccl needs GPUs, and TensorFlow sees none; use auto")
+        raise UsageError("--communication=nccl needs GPUs, but TensorFlow sees none: use auto")
     meet(cluster, startup_timeout)
     if not cluster.is_chief:
         _wait_for_chief(cluster, startup_timeout)
@@ -92,7 +92,7 @@ def make_multi_worker(
         try:
             strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
         except workers.LOST as error:
-            raise workers.lost_peer(cluster, "connecting to the others", error) from error
+            raise workers.lost_peer(cluster, "connecting to other workers", error) from error
     workers.watch(
         strategy,
         timeout=collective_timeout,
@@ -138,7 +138,9 @@ def make_parameter_server(
     with _connecting(tasks.name, tasks.servers, startup_timeout):
         strategy = tf.distribute.ParameterServerStrategy(resolver)
     if strategy.num_replicas_in_sync > 1:
-        raise UsageError("parameter_server uses one GPU of a worker: hide the others from it")
+        raise UsageError(
+            "parameter_server uses one GPU per worker: hide others by CUDA_VISIBLE_DEVICES"
+        )
     return Placement(
         strategy,
         _options("auto"),
@@ -156,13 +158,13 @@ def _connecting(me: str, peers: Mapping[str, str], timeout: float) -> Iterator[N
     Raises:
         PeerError: TensorFlow lost a task, or its port, which was free a moment ago.
     """
-    doing = f"{me}: TensorFlow connects the job"
+    doing = f"{me}: TensorFlow has been connecting to the job"
     with external_watchdog.limited(doing, peers, timeout, "--startup_timeout"):
         try:
             yield
         except tf.errors.OpError as error:
             reason = error.message.splitlines()[0]
-            raise PeerError(f"{me}: TensorFlow cannot connect the job: {reason}") from error
+            raise PeerError(f"{me}: TensorFlow cannot connect to the job: {reason}") from error
 
 
 def make_strategy(
@@ -203,7 +205,7 @@ def make_strategy(
     if name in ("one_device", "default") and len(devices) > 1 and replicas:
         raise UsageError(f"--strategy={name} has one replica, not {replicas}; use mirrored")
     if cross_device_ops == "nccl" and not on_gpu:
-        raise UsageError("--cross_device_ops=nccl needs GPUs, and TensorFlow sees none; use auto")
+        raise UsageError("--cross_device_ops=nccl needs GPUs, but TensorFlow sees none: use auto")
     options = _options(cross_device_ops)
     if name == "mirrored":
         operation, why = _cross_device_operation(cross_device_ops, on_gpu)

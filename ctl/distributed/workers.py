@@ -200,8 +200,8 @@ def check_all_ended(strategy: tf.distribute.Strategy, step: int) -> None:
     if not is_multi_worker(strategy):
         return
     not_all = UsageError(
-        f"worker {cluster_of(strategy).index}: its data ended after step {step}, those of other "
-        "workers go on: every worker must be given the same batches"
+        f"worker {cluster_of(strategy).index}: its data ended after step {step}, but other workers "
+        "have more: give all workers the same batches"
     )
     try:
         barrier(strategy, _ENDED_SECONDS, otherwise=not_all)
@@ -239,10 +239,8 @@ def check_agreement(
             for name, values in list(differ.items())[:_SHOWN]
         )
         more = f" and {len(differ) - _SHOWN} more" if len(differ) > _SHOWN else ""
-        raise_together(
-            strategy,
-            UsageError(f"the workers do not agree: {shown}{more}; start all with the same"),
-        )
+        remedy = "start all with the same code, flags and data"
+        raise_together(strategy, UsageError(f"the workers do not agree: {shown}{more}; {remedy}"))
 
 
 def raise_together(strategy: tf.distribute.Strategy, error: CtlError) -> NoReturn:

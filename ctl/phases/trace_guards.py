@@ -169,7 +169,8 @@ class TraceGuards:
             if not change.takes_effect:
                 raise UsageError(
                     f"{change.name} was changed from {_shown(change.before.of)} to "
-                    f"{_shown(change.after.of)}, which would have no effect: make a new step and loop"
+                    f"{_shown(change.after.of)}, which would have no effect: make a new step "
+                    "and loop"
                 )
         self.version = self._version_of(step, now, changes)
         self._seen = now

@@ -168,7 +168,10 @@ def _named(own: str, line: str) -> set[str]:
 def _gave_up_connecting(attempt: Attempt, name: str) -> bool:
     """Whether TensorFlow never connected the task. To those that it had connected, the task looks
     lost: see the limits in ctl/distributed/watch/README.md."""
-    return re.search("TensorFlow connects the job .*; gave up", attempt.said[name]) is not None
+    return (
+        re.search("TensorFlow has been connecting to the job .*; gave up", attempt.said[name])
+        is not None
+    )
 
 
 def _allowed(attempt: Attempt, name: str) -> set[int]:

@@ -78,7 +78,7 @@ def test_a_wrong_code(tmp_path, code):
 @pytest.mark.parametrize(
     "last",
     [
-        "worker 2 of 3: broke off; waiting for workers that are there but do not come",
+        "worker 2 of 3: broke off; waiting for other workers, which all still listen",
         "worker 2 of 3: broke off; waiting for worker 0 (gone: refused)",
         "worker 2 of 3: broke off; waiting for worker 1 (gone: x), worker 0 (in forward for 9 s)",
     ],

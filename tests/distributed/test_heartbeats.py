@@ -196,7 +196,7 @@ def test_who_does_not_come_is_named(job):
     chief, ps = job.start("chief", timeout=1), job.start("ps")
     code, said = ended(chief)
     assert code == 5
-    missing = f"worker 0 at {job.addresses[1]} (not there yet)"
+    missing = f"worker 0 at {job.addresses[1]} (not connected yet)"
     assert said.endswith(f"(--startup_timeout) waiting for {missing}")
     assert ended(ps)[0] == 5
 
@@ -214,7 +214,10 @@ def test_another_list_of_tasks(job):
     assert worker.stdout.readline() == "up\n"
     chief = job.start("chief", timeout=4)
     where = f"the coordinator at {job.addresses[0]}"
-    assert ended(worker) == (2, f"{where} has another list of addresses: give all tasks the same")
+    assert ended(worker) == (
+        2,
+        f"{where} has another list of addresses: give all tasks the same list",
+    )
     code, said = ended(chief)
     assert code == 5
     assert f"worker 0 at {job.addresses[1]} (has another TF_CONFIG)" in said

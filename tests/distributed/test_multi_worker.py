@@ -228,8 +228,8 @@ def test_survivors_end_in_time_and_say_why(job, tmp_path, fault, culprit, bound,
     records, notes = hang_command.load(tmp_path)
     assert {record.worker for record in records} >= set(survivors) and not notes
     verdict = hang.summary(records)
-    waiting = rf"workers {survivors[0]}, {survivors[1]} wait in (pack0 of )?training"
-    assert re.search(rf"^step \d+: {waiting} since \d+ s; {blamed}[^;]*$", verdict), verdict
+    waiting = rf"workers {survivors[0]}, {survivors[1]} have waited \d+ s in (pack0 of )?training"
+    assert re.search(rf"^step \d+: {waiting} for {blamed}[^)]*\)$", verdict), verdict
 
 
 def test_the_disk_of_the_chief_hangs_before_an_evaluation(job, tmp_path):
@@ -261,7 +261,7 @@ def test_while_the_model_is_built(job, tmp_path, fault, culprit, bound, what, bl
         building = rf"worker {index} of 3: a collective in making variables {what}: "
         assert re.search(rf"{building}.*; waiting for {blamed}", said(tmp_path, index))
         if fault == "absent":
-            early = rf"worker {index} waits in making variables since 10 s for {blamed}"
+            early = rf"worker {index} has waited 10 s in making variables for {blamed}"
             assert re.search(early, said(tmp_path, index))
 
 
@@ -271,7 +271,9 @@ def test_data_that_end_on_one_worker(job, tmp_path):
         assert codes(processes) == [5, 2], said(tmp_path, 0)[-2000:]
     at = float(re.search(r"fault end at (\S+)", said(tmp_path, 1))[1])
     assert (tmp_path / "process-0" / "stderr").stat().st_mtime - at < 25
-    assert "worker 1: its data ended after step 5, those of other" in last_line(tmp_path, 1)
+    assert "worker 1: its data ended after step 5, but other workers have more" in last_line(
+        tmp_path, 1
+    )
     assert re.search(r"worker 0 of 2: .* waiting for worker 1 \(gone: ", last_line(tmp_path, 0))
 
 
@@ -290,7 +292,8 @@ def test_workers_that_differ_do_not_start(job, tmp_path):
         "data: global_batch_size is 48 on worker 0, 96 on worker 1; "
         f"the class of the step is {step} on worker 1; "
         'the code of the step is "[0-9a-f]{12}" on worker 0, "[0-9a-f]{12}" on worker 1; '
-        "the optimizer: beta_1 is 0.9 on worker 0, 0.8 on worker 1; start all with the same"
+        "the optimizer: beta_1 is 0.9 on worker 0, 0.8 on worker 1; "
+        "start all with the same code, flags and data"
     )
     for index in range(2):
         assert re.fullmatch(said_last, last_line(tmp_path, index))
@@ -300,7 +303,7 @@ def test_a_peer_that_never_comes(job, tmp_path):
     addresses = launch.cluster(2)["worker"]
     run_job(job, tmp_path, "startup=12", workers=1, addresses=addresses, code=5)
     absent = f"worker 1 at {addresses[1]} (Connection refused)"
-    assert f"worker 0 waits for {absent} since 10 s" in said(tmp_path, 0)
+    assert f"worker 0 has waited 10 s for {absent}" in said(tmp_path, 0)
     assert f"gave up after 12 s (--startup_timeout) waiting for {absent}" in last_line(tmp_path, 0)
 
 

@@ -192,7 +192,7 @@ def test_a_port_that_is_taken_after_the_workers_have_met():
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        words = "worker 0: TensorFlow cannot connect the job: Could not start gRPC server"
+        words = "worker 0: TensorFlow cannot connect to the job: Could not start gRPC server"
         connecting = strategy_module._connecting("worker 0", {}, 60.0)
         with pytest.raises(PeerError, match=words), connecting:
             tf.distribute.Server({"worker": [address]}, "worker", 0, protocol="grpc")
@@ -221,6 +221,6 @@ def test_a_worker_that_is_lost_while_tensorflow_connects(monkeypatch):
     with pytest.raises(PeerError) as raised:
         make_multi_worker(Cluster((chief, gone), 0, "a test"))
     assert str(raised.value) == (
-        "worker 0 of 2: connecting to the others broke off: Socket closed; waiting for worker 1 "
+        "worker 0 of 2: connecting to other workers broke off: Socket closed; waiting for worker 1 "
         f"(gone: {gone}: Connection refused)"
     )

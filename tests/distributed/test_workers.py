@@ -130,8 +130,8 @@ def test_workers_compare_their_facts(monkeypatch):
     expected = (
         'the workers do not agree: layer dense: activation is "relu" on worker 0, "tanh" on '
         'worker 1; module is 1 on worker 0, 2 on worker 1; z is "(absent)" on worker 0, 1 on '
-        "worker 1; start all with the same"
+        "worker 1; start all with the same code, flags and data"
     )
     assert compared(monkeypatch, (facts, only), (other, {"module": 2}))[0] == [expected] * 2
     said, _ = compared(monkeypatch, (facts,), (dict.fromkeys(facts, 0),))
-    assert said[0].endswith(" and 4 more; start all with the same")
+    assert said[0].endswith(" and 4 more; start all with the same code, flags and data")

@@ -168,7 +168,7 @@ def test_workers_come_and_go(tmp_path, mirrored):
         lost = time.monotonic()
         assert [chief.wait(), job["ps 0"].wait()] == [5, 5], chief.output[-2000:]
         assert time.monotonic() - lost < 20
-    assert "no worker is left for 3 s (--worker_timeout): worker 0 at" in chief.lines[-1]
+    assert "no worker has been connected for 3 s (--worker_timeout): worker 0 at" in chief.lines[-1]
 
     loop, model = one_device(mirrored)
     loop.train(20)

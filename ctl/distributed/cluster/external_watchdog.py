@@ -45,7 +45,7 @@ class Keeper:
     """The second process. It ends with this one.
 
     Args:
-        doing: this task and what TensorFlow does, for messages.
+        doing: this task and what TensorFlow has been doing, for messages.
         peers: ``host:port`` of each other task that runs a gRPC server, by name.
         timeout: seconds without `beat` after which it ends this process with code 5.
         flag: the flag that sets ``timeout``, or "".
@@ -132,10 +132,10 @@ def main() -> None:
         ends = quiet >= timeout and (silent or not patient)
         if silent or not patient:
             how = f"{flag and f' ({flag})'}; gave up" if ends else ""
-            for_whom = silent or "tasks that all answer"
+            whom = f"waiting for {silent}" if silent else "all other tasks answer"
             with contextlib.suppress(Exception):  # nobody may read it, and the rest must go on
                 print(
-                    f"{doing} since {waited:.0f} s{how}; waiting for {for_whom}",
+                    f"{doing} for {waited:.0f} s{how}; {whom}",
                     file=sys.stderr,
                     flush=True,
                 )

@@ -156,16 +156,16 @@ def handshake(address: str, peer: str, name: str, fingerprint: str) -> socket.so
         connection.sendall(sign(f"hello {fingerprint} {name}") + b"\n")
         said = _parse("welcome", _read_line(connection))
         if not said:
-            raise OSError(f"no task of this job answers, or one with another {VARIABLE}")
+            raise OSError(f"what answers is of another job, or has another {VARIABLE}")
         theirs, who = said
         if theirs != fingerprint:
             raise UsageError(
-                f"{peer} at {address} has another list of addresses: give all tasks the same"
+                f"{peer} at {address} has another list of addresses: give all tasks the same list"
             )
         if who != peer:
             raise UsageError(
-                f"{peer} at {address} says that it is {who}: give each task an address and an "
-                "index of its own"
+                f"{peer} at {address} says that it is {who}: give each task its own address "
+                "and index"
             )
     except BaseException:
         connection.close()

@@ -120,7 +120,9 @@ def resolve_tasks(environ: Mapping[str, str] = os.environ) -> Tasks:
         raise UsageError(f"TF_CONFIG: this task is a {kind!r}, not chief, worker or ps")
     if len(jobs["chief"]) != 1 or not jobs["worker"] or not jobs["ps"]:
         counts = ", ".join(f"{len(addresses)} {kind}" for kind, addresses in jobs.items())
-        raise UsageError(f"TF_CONFIG: one chief, workers and ps are needed, not {counts}")
+        raise UsageError(
+            f"TF_CONFIG must name 1 chief, and at least 1 worker and 1 ps, not {counts}"
+        )
     _check_addresses([address for job in jobs.values() for address in job], "TF_CONFIG")
     _check_index(kind, index, len(jobs[kind]), "TF_CONFIG")
     return Tasks(jobs["chief"][0], jobs["worker"], jobs["ps"], kind, index)
@@ -138,7 +140,9 @@ def resolve(
     """
     if workers:
         if worker_index is None:
-            raise UsageError("--workers needs --worker_index: which of them this process is")
+            raise UsageError(
+                "--workers needs --worker_index: the place of this process in it, from 0"
+            )
         return _checked(workers, worker_index, "--workers")
     if worker_index is not None:
         raise UsageError("--worker_index needs --workers=HOST:PORT,HOST:PORT,…")
@@ -198,7 +202,7 @@ def _task(config: dict[str, Any]) -> tuple[str, int]:
 
 def _unreadable(error: Exception) -> UsageError:
     return UsageError(
-        f"TF_CONFIG is not as TensorFlow wants it ({type(error).__name__}: {error}); e.g. "
+        f"TF_CONFIG is malformed ({type(error).__name__}: {error}); give it in this form: "
         '{"cluster": {"worker": ["host0:2222", "host1:2222"]}, '
         '"task": {"type": "worker", "index": 0}}'
     )
@@ -212,7 +216,7 @@ def _checked(workers: Sequence[Any], index: int, source: str) -> Cluster:
 
 def _check_index(kind: str, index: int, count: int, source: str) -> None:
     if not 0 <= index < count:
-        raise UsageError(f"{source}: there is no {kind} {index}; it names {count}")
+        raise UsageError(f"{source}: there is no {kind} {index}; it names {count}, counted from 0")
 
 
 def _check_addresses(addresses: Sequence[Any], source: str) -> None:
@@ -222,7 +226,7 @@ def _check_addresses(addresses: Sequence[Any], source: str) -> None:
         if host.startswith("[") or host.count(":") > 1:
             raise UsageError(
                 f"{source}: {address!r} is an IPv6 address, which ctl does not support: give a "
-                "name or an IPv4 address"
+                "host name or an IPv4 address"
             )
         valid = _HOST.fullmatch(host) and _PORT.fullmatch(port)
         if not valid or not 0 < int(port) < 65536:

@@ -71,7 +71,7 @@ def meet(cluster: Cluster, timeout: float) -> None:
                     )
                 if missing and seconds - said >= _QUIET_SECONDS:
                     said = seconds
-                    logging.warning("%s waits for %s since %.0f s", me, missing, seconds)
+                    logging.warning("%s has waited %.0f s for %s", me, seconds, missing)
                 time.sleep(0.05)
         except UsageError:
             time.sleep(_STAY_SECONDS)

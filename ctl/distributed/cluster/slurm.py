@@ -37,7 +37,9 @@ def tasks(environ: Mapping[str, str]) -> tuple[list[str], int]:
         rank, job = int(environ["SLURM_PROCID"]), int(environ["SLURM_JOB_ID"])
         placed = list(zip(hosts, counts, strict=True))
     except (KeyError, ValueError) as error:
-        raise UsageError(f"cannot read the cluster from Slurm: {error}") from error
+        raise UsageError(
+            f"cannot read the cluster from Slurm's variables: {error}; start with srun"
+        ) from error
     port = _FIRST_PORT + job % _JOBS * _PORTS_PER_JOB
     addresses = [f"{host}:{port + i}" for host, count in placed for i in range(count)]
     here = environ.get("SLURMD_NODENAME")
@@ -82,6 +84,6 @@ def expand_counts(text: str) -> list[int]:
     for part in text.split(","):
         match = _TASKS.fullmatch(part)
         if not match:
-            raise ValueError(f"{text!r} are not numbers of tasks")
+            raise ValueError(f"{text!r} is not a list of numbers of tasks")
         counts += [int(match[1])] * int(match[2] or 1)
     return counts

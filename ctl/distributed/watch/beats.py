@@ -32,7 +32,7 @@ _LARGEST = 1024  # bytes of a datagram
 # What stands for a type in JSON, and its name for messages; an object for all others.
 _IN_JSON: dict[Any, tuple[Any, str]] = {
     bool: (bool, "true or false"),
-    str: (str, "a text"),
+    str: (str, "a string"),
     tuple: (list, "a list"),
 }
 _MOST_CHARACTERS = 300  # of a text
@@ -98,7 +98,7 @@ class Beats:
             self._socket.bind((interface(host), int(port)))
         except OSError as error:
             logging.warning(
-                "UDP port %s: %s; a flight record will not know where others are", port, error
+                "cannot use UDP port %s, so flight records lack the other workers: %s", port, error
             )
 
     @property

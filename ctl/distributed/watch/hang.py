@@ -64,7 +64,7 @@ class Place:
         if self.gone:
             what = f"gone: {self.gone}{self._last}"
         elif not self.known:
-            what = "it left no record, and nobody heard of it"
+            what = "it left no record, and no worker heard from it"
         elif self.silent:
             what = f"frozen or dead: silent for {self.silent:.0f} s{self._last}"
         else:
@@ -163,19 +163,20 @@ def summary(records: Sequence[Record]) -> str:
     group, named = _judge(found)
     named = named or [p for p in found if not p.known] or ([] if group else found)
     if not group:
-        who = "nobody waits for others"
+        who = "no worker waits for others; "
         step = max(p.step for p in found)
     else:
         one = max(group, key=lambda p: (p.steady, p.since))
         step = one.step
         where = f"{one.phase} of {one.doing}" if one.phase else one.doing
-        many = "wait" if len(group) > 1 else "waits"
-        who = f"{_workers(group)} {many} in {where} since {one.since:.0f} s"
-    whom = "; ".join(str(place) for place in named)
+        have = "have" if len(group) > 1 else "has"
+        who = f"{_workers(group)} {have} waited {one.since:.0f} s in {where}"
+        who += " for " if named else "; "
+    whom = ", ".join(str(place) for place in named)
     if not whom:
-        whom = "all are in the same place: it is the network between them, or the runtime itself"
+        whom = "all are in the same place: suspect the network between them, or TensorFlow"
     # A step is counted when it is finished, so the next one is the one that hangs.
-    return (f"step {step + 1}: " if step >= 0 else "before step 1: ") + f"{who}; {whom}"
+    return (f"step {step + 1}: " if step >= 0 else "before step 1: ") + who + whom
 
 
 def _workers(group: Sequence[Place]) -> str:

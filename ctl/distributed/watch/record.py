@@ -218,18 +218,18 @@ def read(path: Path) -> Record:
     with durable.open_regular(path) as file:
         text = file.read(_LARGEST_FILE + 1)
     if len(text) > _LARGEST_FILE:
-        raise ValueError(f"more than {_LARGEST_FILE >> 20} MiB")
+        raise ValueError(f"it is larger than {_LARGEST_FILE >> 20} MiB")
     try:
         data = json.loads(text)
     except RecursionError:
-        raise ValueError("nested too deeply") from None
+        raise ValueError("its JSON is nested too deeply") from None
     if not isinstance(data, dict):
-        raise ValueError("not a JSON object")
+        raise ValueError("it is not a JSON object")
     if data.get("schema") != SCHEMA:
-        raise ValueError(f"schema {data.get('schema')!r:.20}, not {SCHEMA}")
+        raise ValueError(f"it has schema {data.get('schema')!r:.20}; this ctl reads {SCHEMA}")
     record = from_json(Record, data, "record")
     if not 1 <= record.workers <= 10**6:
-        raise ValueError("workers is not a number from 1 to 1e+06")
+        raise ValueError("workers is not a number from 1 to 1,000,000")
     for worker in (record.worker, *record.peers, *record.gone):
         if worker >= record.workers:
             raise ValueError(f"there is no worker {worker}")

@@ -49,7 +49,7 @@ _QUIET_SECONDS = 10.0
 # Limit of all that is done before the exit, including the end of a checkpoint's write.
 _LAST_WORDS_SECONDS = 60.0
 
-_ALL_LISTEN = "workers that are there but do not come"  # if none can be named
+_ALL_LISTEN = "other workers, which all still listen"  # if none can be named
 
 
 class Watchdog:
@@ -141,15 +141,15 @@ class Watchdog:
                 if section is self._sections[-1] and self._giving_up.acquire(blocking=False):
                     self._give_up(section)
             except Exception as error:  # the time limits must not end with it
-                within(0.0, logging.error, "the watchdog goes on after %r", error)
+                within(0.0, logging.error, "the watchdog continues after %r", error)
                 time.sleep(_TICK)
 
     def _say_for_whom(self, section: Section) -> None:
         """Logs for whom this worker waits; nothing if all are in one place, and compute. In a
         thread: the file system may hang, and the reader of the log."""
-        where = f"in {section.doing} since {section.stalled:.0f} s"
+        waited = f"{section.stalled:.0f} s in {section.doing}"
         if named := self._named(record.make(self.cluster, "waits", section, self._beats.peers, {})):
-            logging.warning("worker %d waits %s for %s", self.cluster.index, where, named)
+            logging.warning("worker %d has waited %s for %s", self.cluster.index, waited, named)
 
     def _beat(self, section: Section) -> Beat:
         return Beat(

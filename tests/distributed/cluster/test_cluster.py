@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import socket
 import threading
 import time
@@ -69,7 +70,7 @@ def test_a_chief_is_the_first_worker(chief):
         (("127.0.0.2:1", "0.0.0.0:1"), 0, {}, "twice: 127.0.0.2:1 and 0.0.0.0:1"),
         (("10.0.1:01", "10.0.0.1:1"), 0, {}, "twice: 10.0.1:01 and 10.0.0.1:1"),
         (("Host0.net:1", "host0.net.:1"), 0, {}, "twice: Host0.net:1 and host0.net.:1"),
-        (None, None, {"TF_CONFIG": "[" * 100_000}, "TF_CONFIG is not as TensorFlow wants it"),
+        (None, None, {"TF_CONFIG": "[" * 100_000}, "TF_CONFIG is malformed"),
         (None, None, tf_config({"worker": TWO}, index=float("inf")), "index inf is not a whole"),
         (None, None, tf_config({"worker": TWO}, index=1.7), "index 1.7 is not a whole number"),
         (None, None, tf_config({"worker": TWO}, index=True), "index True is not a whole number"),
@@ -78,8 +79,8 @@ def test_a_chief_is_the_first_worker(chief):
         (None, None, tf_config({"worker": TWO}, ["worker"]), "this task is a \"['worker']\""),
         (None, None, tf_config({"chief": ["c:1"], "worker": TWO}, "chief", 1), "no chief 1"),
         (None, None, tf_config({"chief": ["c:1"], "worker": TWO}, index=-1), "no worker -1"),
-        (None, None, {"TF_CONFIG": "{"}, "TF_CONFIG is not as TensorFlow wants it"),
-        (None, None, {"TF_CONFIG": "[]"}, "TF_CONFIG is not as TensorFlow wants it"),
+        (None, None, {"TF_CONFIG": "{"}, "TF_CONFIG is malformed"),
+        (None, None, {"TF_CONFIG": "[]"}, "TF_CONFIG is malformed"),
         (None, None, {"TF_CONFIG": '{"cluster": {}}'}, "'task'"),
         (None, None, tf_config({"worker": ["a:1"]}, index=1), "there is no worker 1"),
         (None, None, tf_config({"ps": ["a:1"]}, "ps"), "this task is a 'ps'"),
@@ -177,7 +178,9 @@ def test_a_missing_peer_is_named(monkeypatch):
     with pytest.raises(PeerError) as error:
         meet(Cluster(addresses, 0, "test"), 1.4)
     absent = f"worker 1 at {addresses[1]} (Connection refused)"
-    assert len(said) == 2 and all(f"worker 0 waits for {absent}" in line for line in said)
+    assert len(said) == 2 and all(
+        re.search(rf"worker 0 has waited \d+ s for {re.escape(absent)}", line) for line in said
+    )
     assert f"gave up after 1 s (--startup_timeout) waiting for {absent}" in str(error.value)
 
 
@@ -232,5 +235,5 @@ def test_the_strategy_for_a_tf_config(environ, strategy):
 
 @pytest.mark.parametrize("text", ["{", "3", '{"cluster": 3}', "[" * 100_000])
 def test_a_tf_config_that_cannot_be_read_is_not_passed_over(text):
-    with pytest.raises(UsageError, match="TF_CONFIG is not as TensorFlow wants it"):
+    with pytest.raises(UsageError, match="TF_CONFIG is malformed"):
         strategy_for({"TF_CONFIG": text})

@@ -87,7 +87,7 @@ def test_a_process_that_holds_the_lock_ends_and_names_who_does_not_answer(start,
         process = start(HOLDS_THE_LOCK, 1.0, peers)
         errors = process.communicate(timeout=40)[1]
     assert process.returncode == 5
-    begin, _, rest = errors.partition(" since ")
+    begin, _, rest = errors.partition(" for ")
     assert begin == "worker 0: it connects"
     whom = f"2 (at {silent}: timed out)" if frozen else f"3 (at {gone}: Connection refused)"
     assert re.fullmatch(
@@ -140,11 +140,10 @@ def test_it_says_for_whom_it_waits(monkeypatch, capfd):
     whom = f"waiting for ps 0 (at {gone}: Connection refused)"
     assert len(lines) == 3
     assert all(
-        re.fullmatch(rf"worker 0: it connects since \d+ s; {re.escape(whom)}", x) for x in lines
+        re.fullmatch(rf"worker 0: it connects for \d+ s; {re.escape(whom)}", x) for x in lines
     )
     assert (
-        re.fullmatch(r"worker 0: it connects since \d+ s \(--flag\); gave up; (.*)", last)[1]
-        == whom
+        re.fullmatch(r"worker 0: it connects for \d+ s \(--flag\); gave up; (.*)", last)[1] == whom
     )
 
 
@@ -207,7 +206,8 @@ def test_a_worker_that_freezes_while_tensorflow_connects(job, tmp_path):
     with job(tmp_path, addresses=addresses, program=program) as (chief, _):
         assert chief.wait(120) == 5, said(tmp_path, 0)
     begin = (
-        r"worker 0: TensorFlow connects the job since \d+ s \(--startup_timeout\); gave up; waiting"
+        r"worker 0: TensorFlow has been connecting to the job for \d+ s \(--startup_timeout\); "
+        r"gave up; waiting"
     )
     line = last_line(tmp_path, 0)
     assert re.match(rf"{begin} for worker 1 \(at {addresses[1]}: ", line), line

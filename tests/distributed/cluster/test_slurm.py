@@ -53,7 +53,7 @@ def test_ranks_follow_the_list_of_hosts_and_ports_the_job():
         (step(hosts="n[1-"), "'n[1-' is not a list of hosts"),
         (step(hosts="n[1-2"), "is not a list of hosts"),
         (step(hosts=""), "is not a list of hosts"),
-        (step(counts="two"), "'two' are not numbers of tasks"),
+        (step(counts="two"), "'two' is not a list of numbers of tasks"),
         (step(counts="1"), "cannot read the cluster from Slurm"),
         (step(rank=2), "there is no worker 2"),
         (step(rank="x"), "cannot read the cluster from Slurm"),

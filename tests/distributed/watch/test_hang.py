@@ -44,7 +44,7 @@ def record(worker: int, workers: int = 4, **changes) -> Record:
     return Record(**values | changes)
 
 
-WAITING = "step 412: workers 0, 2, 3 wait in pack0 of training since 97 s; "
+WAITING = "step 412: workers 0, 2, 3 have waited 97 s in pack0 of training for "
 
 
 def others(**changes) -> list[Record]:
@@ -111,7 +111,7 @@ def test_a_worker_that_hangs_until_its_own_limit_is_to_blame():
 def test_a_worker_that_died():
     records = others(why="broke off", since=0.1, phase="", gone={1: "h:1: Connection refused"})
     verdict = hang.summary(records)
-    assert verdict.endswith("; worker 1 (gone: h:1: Connection refused)")
+    assert verdict.endswith(" for worker 1 (gone: h:1: Connection refused)")
     known = [dataclasses.replace(r, peers={1: peer(step=410)}) for r in records]
     assert "refused, last seen in pack0 of training after step 410)" in hang.summary(known)
 
@@ -124,7 +124,7 @@ def test_where_peers_are_means_nothing_while_all_move():
 
 def test_a_worker_that_nobody_knows():
     assert hang.summary(others()) == (
-        WAITING + "worker 1 (it left no record, and nobody heard of it)"
+        WAITING + "worker 1 (it left no record, and no worker heard from it)"
     )
 
 
@@ -141,7 +141,7 @@ def test_who_waits_at_the_end_of_the_step_waits_with_the_others():
     frozen = {3: peer(since=0.1, silent=96.0)}
     at_the_end = record(1, phase="", not_fired=(), peers=frozen)
     records = [record(0, peers=frozen), at_the_end, record(2, peers=frozen)]
-    assert hang.summary(records).startswith("step 412: workers 0, 1, 2 wait in pack0 of training")
+    assert hang.summary(records).startswith("step 412: workers 0, 1, 2 have waited 97 s in pack0")
     assert [p.worker for p in hang.suspects(records)] == [3]
     seen = record(0, peers={1: peer(phase=""), 2: peer(), **frozen})
     assert [p.worker for p in hang.suspects([seen])] == [3]
@@ -158,7 +158,7 @@ def test_a_ring_that_ended_on_some_workers_only():
 
 def test_of_two_workers_the_other_one_is_named_even_if_nobody_heard_it():
     (place,) = hang.suspects([record(0, workers=2, peers={})])
-    assert place.worker == 1 and str(place).endswith("nobody heard of it)")
+    assert place.worker == 1 and str(place).endswith("no worker heard from it)")
     assert hang.suspects([record(0, workers=3, peers={})]) == []
 
 
@@ -166,7 +166,7 @@ def test_who_has_given_up_has_waited():
     gone = {3: peer(since=0.1, silent=96.0)}
     first = record(1, step=410, phase="input", why="broke off", peers=gone)
     records = [record(0, peers=gone), first, record(2, peers=gone)]
-    assert hang.summary(records).startswith("step 412: workers 0, 1, 2 wait in pack0")
+    assert hang.summary(records).startswith("step 412: workers 0, 1, 2 have waited 97 s in pack0")
 
 
 def test_who_was_caught_in_an_action_that_waits():
@@ -174,19 +174,19 @@ def test_who_was_caught_in_an_action_that_waits():
     action = {"doing": "the action Sum", "phase": "", "waits": False, "why": "broke off"}
     records = [record(i, 3, gone={1: "refused"}, since=0.2, **action) for i in (0, 2)]
     assert hang.summary(records) == (
-        "step 412: workers 0, 2 wait in the action Sum since 0 s; worker 1 (gone: refused)"
+        "step 412: workers 0, 2 have waited 0 s in the action Sum for worker 1 (gone: refused)"
     )
     heard = {2: peer(doing="the action Sum", phase="", waits=False)}  # it has not given up yet
     alone = record(0, 3, gone={1: "refused"}, peers=heard, **action)
-    assert hang.summary([alone]).startswith("step 412: workers 0, 2 wait in the action Sum")
+    assert hang.summary([alone]).startswith("step 412: workers 0, 2 have waited 97 s in the action")
     assert [p.worker for p in hang.suspects([alone])] == [1]
 
 
 def test_all_in_the_same_place():
     verdict = hang.summary([record(i) for i in range(4)])
     assert verdict == (
-        "step 412: workers 0, 1, 2, 3 wait in pack0 of training since 97 s; all are in the same "
-        "place: it is the network between them, or the runtime itself"
+        "step 412: workers 0, 1, 2, 3 have waited 97 s in pack0 of training; all are in the same "
+        "place: suspect the network between them, or TensorFlow"
     )
 
 
@@ -194,12 +194,12 @@ def test_two_halves_that_wait_for_each_other():
     """Who is behind is blamed."""
     records = [record(0), record(1, step=410), record(2), record(3, step=410)]
     assert [p.worker for p in hang.suspects(records)] == [1, 3]
-    assert hang.summary(records).startswith("step 412: workers 0, 2 wait")
+    assert hang.summary(records).startswith("step 412: workers 0, 2 have waited")
 
 
 def test_workers_in_different_parts_of_the_code():
     records = [*others(), record(1, doing="the evaluation", phase="")]
-    assert "; worker 1 (in the evaluation after step 411 for 97 s)" in hang.summary(records)
+    assert " for worker 1 (in the evaluation after step 411 for 97 s)" in hang.summary(records)
 
 
 def test_several_suspects_the_surest_first():
@@ -219,12 +219,16 @@ def test_one_record_is_enough_to_blame():
 
 def test_before_the_first_step():
     records = [record(i, 2, step=None, doing="a barrier", phase="") for i in range(2)]
-    assert hang.summary(records).startswith("before step 1: workers 0, 1 wait in a barrier since")
+    assert hang.summary(records).startswith(
+        "before step 1: workers 0, 1 have waited 97 s in a barrier"
+    )
 
 
 def test_nobody_waits():
     records = [record(0, 1, waits=False, doing="the action Log", phase="")]
-    assert hang.summary(records).startswith("step 412: nobody waits for others; worker 0 (in the")
+    assert hang.summary(records).startswith(
+        "step 412: no worker waits for others; worker 0 (in the"
+    )
 
 
 @pytest.mark.parametrize("workers", [2, 64, 1000])
@@ -278,8 +282,8 @@ def test_the_report(tmp_path, capsys):
     hang_command.main([str(tmp_path)])
     first, *rest = capsys.readouterr().out.splitlines()
     assert first.startswith(WAITING + "worker 1 (frozen or dead: silent for 50 s")
-    assert "flight-worker-1.json is not used: 900 s older than the last" in rest
-    assert "flight-worker-7.json is not used: schema 9, not 2" in rest
+    assert "flight-worker-1.json is not used: it is 900 s older than the last" in rest
+    assert "flight-worker-7.json is not used: it has schema 9; this ctl reads 2" in rest
     assert any("worker 0: in pack0 of training after step 411" in line for line in rest)
 
 
