@@ -188,7 +188,6 @@ def _open_checkpoints(model_dir: Path, prepared: Prepared, chief: bool) -> Check
         keep_every_hours=FLAGS.keep_every_hours,
         asynchronous=FLAGS.async_checkpoints,
         fingerprint=prepared.train.fingerprint(),
-        soft_keys=("tensorflow",),
         read_only=not chief,
     )
 
