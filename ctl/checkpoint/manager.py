@@ -86,6 +86,10 @@ class CheckpointManager:
     ):
         """Opens ``directory``. A writer creates it and deletes unfinished files of dead writers.
 
+        All workers of a job may open one directory. The loop of the chief writes, so the others
+        take nothing at first: with a ``TF_CONFIG`` of a worker after 0, a manager becomes the
+        writer when it is asked to `save`.
+
         Args:
           directory: on a POSIX file system.
           keep: number of latest checkpoints to keep, at least 1.
@@ -127,11 +131,15 @@ class CheckpointManager:
         self._clock = clock
         self._pending: list[Future[None]] = []  # in one thread, one after the other
         self._constants: dict[tuple[str, int], tf.Tensor] = {}
-        self._lock = None if read_only else self._open_for_writing()
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="ctl-checkpoint")
-        self.unrestored = self.latest()
+        self._writes = not read_only  # until it is closed
+        self._lock: durable.Lock | None = None
         # The last step in the history of this run. A later checkpoint is damaged, or was written
         # before the run went back to an earlier step. `save` deletes it when it passes its step.
+        self._committed = -1
+        if self._writes and not _is_later_worker():
+            self._require_writer()
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="ctl-checkpoint")
+        self.unrestored = self.latest()
         self._committed = self.unrestored.step if self.unrestored else -1
 
     def __enter__(self) -> CheckpointManager:
@@ -151,6 +159,7 @@ class CheckpointManager:
             self.wait()
         finally:
             self._executor.shutdown()
+            self._writes = False
             if self._lock:
                 self._lock.release()
                 self._lock = None
@@ -279,6 +288,10 @@ class CheckpointManager:
         )
 
     def _require_writer(self) -> None:
+        if self._lock is None and self._writes:
+            self._lock = self._open_for_writing()
+            if self._committed < 0:  # meanwhile, another may have written
+                self.unrestored = self.latest()
         if self._lock is None:
             raise CheckpointError(
                 f"{self.directory} is closed or read-only; open it without read_only to write"
@@ -507,6 +520,15 @@ class CheckpointManager:
                 saved.path,
                 first_three(changed),
             )
+
+
+def _is_later_worker() -> bool:
+    """Whether ``TF_CONFIG`` says that this process is a worker, and not the first."""
+    try:
+        task = json.loads(os.environ.get("TF_CONFIG", "{}"))["task"]
+        return task["type"] == "worker" and int(task["index"]) > 0
+    except (ValueError, KeyError, TypeError):
+        return False
 
 
 def _require_fit(saved: Saved, variables: Mapping[str, list[tf.Variable]]) -> None:
