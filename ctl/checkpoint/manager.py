@@ -308,6 +308,8 @@ class CheckpointManager:
                     return
             os.mkdir(unfinished)
             bundle.write(str(unfinished / "variables"), tensors)
+            if self._lock:
+                self._lock.check()
             files = durable.seal(unfinished)
             saved = replace(saved, files=files, fingerprint=self._identity())
             manifest.dump(saved, unfinished, via=self.directory)
