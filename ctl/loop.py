@@ -46,7 +46,7 @@ from ctl.control.state import TrainState
 from ctl.data.dataset import Dataset, on_replica
 from ctl.data.errors import translate_data_errors
 from ctl.data.feed import Block, Feed, batch_of, next_block, open_feed, waiting_for
-from ctl.data.global_batches import as_dataset
+from ctl.data.global_batches import as_dataset, comparable
 from ctl.distributed import local_batch, workers
 from ctl.distributed.watch import watchdog
 from ctl.errors import Preempted, UsageError
@@ -230,6 +230,7 @@ class Loop:
             watchdog.finish_first(checkpoints.wait)
             checkpoints.note_constants(self.state.variables())
             checkpoints.code = source_hash.identity(step)
+            checkpoints.identify(comparable(self.dataset))
         self.signals = Signals()
         self.steps = Steps(step, self.dataset, self.strategy)
         self._flight = attach_progress_marks(step) if self._several_workers else None

@@ -130,7 +130,7 @@ def _train(model_dir: Path) -> None:
     with contextlib.ExitStack() as stack:
         if placement.heartbeats:
             stack.enter_context(placement.heartbeats)
-        checkpoints = stack.enter_context(_open_checkpoints(model_dir, prepared, chief))
+        checkpoints = stack.enter_context(_open_checkpoints(model_dir, prepared))
         loop = make_loop(prepared, checkpoints)
         exports = FLAGS.export and chief and not FLAGS.precompile
         if exports:
@@ -187,7 +187,7 @@ def _load_tensorflow() -> XlaCache | None:
     return programs
 
 
-def _open_checkpoints(model_dir: Path, prepared: Prepared, chief: bool) -> CheckpointManager:
+def _open_checkpoints(model_dir: Path, prepared: Prepared) -> CheckpointManager:
     from ctl.checkpoint.manager import CheckpointManager
 
     return CheckpointManager(
@@ -199,8 +199,6 @@ def _open_checkpoints(model_dir: Path, prepared: Prepared, chief: bool) -> Check
         keep_every_hours=FLAGS.keep_every_hours,
         asynchronous=FLAGS.async_checkpoints,
         fingerprint=prepared.train.fingerprint(),
-        soft_keys=("tensorflow",),
-        read_only=not chief,
     )
 
 

@@ -22,7 +22,7 @@ from helpers import (
 from ctl.base.actions import Every
 from ctl.checkpoint import CheckpointManager
 from ctl.data import GlobalBatches, InMemory
-from ctl.errors import DivergedError, UsageError
+from ctl.errors import CheckpointError, DivergedError, UsageError
 from ctl.loop import Loop
 from ctl.schedule import make_schedule
 from ctl.step import TrainStep
@@ -292,3 +292,36 @@ def test_after_a_step_that_failed_restore_goes_on_with_the_same_batches(tmp_path
         weights.append(loop.step.model.get_weights())
     for a, b in zip(*weights, strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def test_a_resume_with_other_data_is_refused(tmp_path):
+    """The data that a resume compares are those of the loop; the first save has what they are."""
+
+    def loop(data, **options):
+        model = keras.Sequential([keras.layers.Input([FEATURES]), keras.layers.Dense(CLASSES)])
+        checkpoints = CheckpointManager(tmp_path, **options)
+        return Loop(TrainStep(model, keras.optimizers.SGD(0.1)), data, checkpoints=checkpoints)
+
+    def own(seed, count=EXAMPLES):
+        pairs = tf.data.Dataset.from_tensor_slices(examples(count))
+        return pairs.shuffle(64, seed=seed).batch(BATCH)
+
+    def resumed(data, **options):
+        found = loop(data, **options)
+        with found.checkpoints:
+            return found.restore()
+
+    tf.random.set_seed(None)
+    first = loop(own(1))
+    with first.checkpoints:
+        first.save(wait=True)
+    assert resumed(own(1)).step == 0
+    with pytest.raises(CheckpointError, match="shuffle was .*, is 'without a seed: another order"):
+        resumed(own(None))
+    with pytest.raises(CheckpointError, match=r"another run: shuffle was .*soft_keys=\['tensorf"):
+        resumed(own(2))
+    assert resumed(own(2), soft_keys=["shuffle"]).step == 0
+    with pytest.raises(CheckpointError, match="first examples was '"):
+        resumed(tf.data.Dataset.from_tensor_slices(examples(EXAMPLES)).skip(1).batch(BATCH))
+    with pytest.raises(CheckpointError, match=r"content was '\(absent\)', is "):
+        resumed(InMemory(examples(EXAMPLES), global_batch_size=BATCH, seed=5))

@@ -10,6 +10,7 @@ POSIX only: these guarantees need ``fsync`` of directories, ``rename`` and ``flo
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -210,6 +211,7 @@ class Lock:
         Raises:
             CheckpointError: another process or object holds it; the message names the process.
         """
+        self._path = path
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -225,6 +227,14 @@ class Lock:
         except BaseException:
             os.close(self._descriptor)
             raise
+
+    def check(self) -> None:
+        """Raises `OSError` if the file was deleted or replaced. Its directory may still be there:
+        ``rm -r`` leaves one in which a file was made meanwhile."""
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.stat(self._path), os.fstat(self._descriptor)):
+                return
+        raise OSError(errno.ENOENT, "the directory was deleted meanwhile")
 
     def release(self) -> None:
         """Frees the lock."""

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -152,18 +153,77 @@ def object_graph(lengths: Mapping[str, int], name: Callable[[str, int], str]) ->
     return graph.SerializeToString()
 
 
-def may_call_python(dataset: tf.data.Dataset) -> bool:
-    """Whether a function of ``dataset`` may call Python; True if this TensorFlow does not say."""
+class Pipeline(NamedTuple):
+    """What is known of a ``tf.data.Dataset`` that nobody has read, see `pipeline`.
+
+    Attributes:
+        may_call_python: whether a function of it may call Python.
+        fixed: its largest parts that give the same elements whenever they are read.
+        seeds: name, buffer and two seeds of each transformation with random numbers of its own.
+        unseeded: what draws random numbers without a seed: "shuffle", "random" (the choice of
+            ``sample_from_datasets``), or the name of a transformation whose function does.
+    """
+
+    may_call_python: bool
+    fixed: tuple[tf.data.Dataset, ...] = ()
+    seeds: tuple[tuple[str, int, int, int], ...] = ()
+    unseeded: tuple[str, ...] = ()
+
+
+def pipeline(dataset: tf.data.Dataset) -> Pipeline:
+    """Looks through a dataset. A part of which this TensorFlow does not tell may call Python, and
+    is not fixed.
+
+    A shuffle takes new seeds each time it is read. To read it once more changes its later epochs,
+    so it is not fixed, whatever its seed. Neither is a cache, which notes what was read.
+    """
+    kind = type(dataset).__name__
+    name = re.sub(r"^_?(Parallel)?|Dataset(V\d)?$", "", kind).lower()
     try:
         inputs, functions = dataset._inputs(), [each.function for each in dataset._functions()]
     except (AttributeError, NotImplementedError):
-        return True
+        return Pipeline(True)
+    if kind == "_VariantDataset":
+        return Pipeline(True)
+    parts = [pipeline(each) for each in inputs]
+    python = any(part.may_call_python for part in parts)
+    fixed = all(part.fixed == (each,) for part, each in zip(parts, inputs, strict=True))
+    fixed &= not name.endswith(("cache", "snapshot", "save"))
+    seeds = [each for part in parts for each in part.seeds]
+    unseeded = [each for part in parts for each in part.unseeded]
+    if hasattr(dataset, "_seed2"):  # a shuffle, or the choice of sample_from_datasets
+        fixed, own = False, (int(dataset._seed), int(dataset._seed2))
+        seeds.append((name, int(getattr(dataset, "_buffer_size", 0)), *own))
+        unseeded += [] if any(own) else [name]
     for function in functions:
-        other_datasets = any(tensor.dtype == tf.variant for tensor in function.captured_inputs)
-        if other_datasets or b"PyFunc" in function.graph.as_graph_def().SerializeToString():
-            return True
-    unknown = type(dataset).__name__ == "_VariantDataset"
-    return unknown or any(map(may_call_python, inputs))
+        graph, captured = function.graph.as_graph_def(), function.captured_inputs
+        drawn = [each for part in (graph, *graph.library.function) for each in _drawn(part)]
+        python |= any(tensor.dtype == tf.variant for tensor in captured)
+        python |= b"PyFunc" in graph.SerializeToString()
+        fixed &= not drawn and all(tensor.dtype != tf.resource for tensor in captured)
+        unseeded += [what or name for what, seeded in drawn if not seeded]
+    fixed_parts = (each for part in parts for each in part.fixed)
+    return Pipeline(
+        python,
+        (dataset,) if fixed else tuple(fixed_parts),
+        tuple(seeds),
+        tuple(dict.fromkeys(unseeded)),
+    )
+
+
+def _drawn(graph: Any) -> Iterator[tuple[str, bool]]:
+    """For each operation of a graph or function that draws random numbers: "shuffle" or "random" if
+    it makes a dataset, else ""; and whether it has a seed."""
+    nodes = {node.name: node for node in getattr(graph, "node", None) or graph.node_def}
+    for node in nodes.values():
+        if "seed2" in node.attr:
+            yield "", bool(node.attr["seed"].i or node.attr["seed2"].i)
+        for what, first in (("shuffle", 2), ("random", 0)) if "Dataset" in node.op else ():
+            if node.op.lower().startswith(what):  # its seeds are inputs
+                seeds = [nodes.get(name.partition(":")[0]) for name in node.input[first:][:2]]
+                values = [each.attr["value"].tensor.int64_val if each else [1] for each in seeds]
+                constant = all(each is not None and each.op == "Const" for each in seeds)
+                yield what, not constant or any(map(any, values))
 
 
 @contextlib.contextmanager

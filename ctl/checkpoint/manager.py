@@ -80,11 +80,15 @@ class CheckpointManager:
         keep_every_hours: float | None = None,
         asynchronous: bool = True,
         fingerprint: Mapping[str, Any] | None = None,
-        soft_keys: Sequence[str] = (),
+        soft_keys: Sequence[str] = ("tensorflow",),
         read_only: bool = False,
         clock: Callable[[], float] = time.time,
     ):
         """Opens ``directory``. A writer creates it and deletes unfinished files of dead writers.
+
+        All workers of a job may open one directory. The loop of the chief writes, so the others
+        take nothing at first: with a ``TF_CONFIG`` of a worker after 0, a manager becomes the
+        writer when it is asked to `save`.
 
         Args:
           directory: on a POSIX file system.
@@ -94,8 +98,9 @@ class CheckpointManager:
           best_mode: whether "max" or "min" is best; needed unless it is a "loss" or an "accuracy".
           keep_every_hours: also keep one checkpoint per this many hours.
           asynchronous: a thread writes the files, and `save` returns after the snapshot.
-          fingerprint: JSON scalars that identify the run (data, model, optimizer), stored with each
-            checkpoint. `restore` refuses a checkpoint with other ones. ``None``: no check.
+          fingerprint: JSON values that identify the run (data, model, optimizer), stored with each
+            checkpoint. `restore` refuses a checkpoint with other ones. By default, the loop gives
+            those of its data.
           soft_keys: keys of the fingerprint that may differ; `restore` then logs a warning.
           read_only: for evaluators and exporters. Creates, locks and deletes nothing.
           clock: returns seconds since the epoch.
@@ -120,18 +125,21 @@ class CheckpointManager:
         self._retention: dict[str, Any] = {"best_metric": best_metric, "best_mode": self._best[1]}
         self._retention |= {"keep": keep, "keep_best": keep_best}
         self._retention |= {"keep_every_hours": keep_every_hours}
-        # JSON turns tuples into lists, as in the fingerprint that is read back.
-        self._fingerprint = json.loads(json.dumps(fingerprint))
-        self._soft_keys = frozenset(soft_keys)
+        self._fingerprint: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = fingerprint
+        self._soft_keys = tuple(soft_keys)
         self._asynchronous = asynchronous
         self._clock = clock
         self._pending: list[Future[None]] = []  # in one thread, one after the other
         self._constants: dict[tuple[str, int], tf.Tensor] = {}
-        self._lock = None if read_only else self._open_for_writing()
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="ctl-checkpoint")
-        self.unrestored = self.latest()
+        self._writes = not read_only  # until it is closed
+        self._lock: durable.Lock | None = None
         # The last step in the history of this run. A later checkpoint is damaged, or was written
         # before the run went back to an earlier step. `save` deletes it when it passes its step.
+        self._committed = -1
+        if self._writes and not _is_later_worker():
+            self._require_writer()
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="ctl-checkpoint")
+        self.unrestored = self.latest()
         self._committed = self.unrestored.step if self.unrestored else -1
 
     def __enter__(self) -> CheckpointManager:
@@ -151,6 +159,7 @@ class CheckpointManager:
             self.wait()
         finally:
             self._executor.shutdown()
+            self._writes = False
             if self._lock:
                 self._lock.release()
                 self._lock = None
@@ -195,7 +204,7 @@ class CheckpointManager:
             time=self._clock(),
             metrics={name: float(value) for name, value in (metrics or {}).items()},
             evaluated=(),
-            fingerprint=self._fingerprint,
+            fingerprint=None,  # as `_write` finds it
             variables=bundle.specs(variables, tensors),
             files={},
             versions=_VERSIONS,
@@ -211,6 +220,11 @@ class CheckpointManager:
                 f"{self.directory} has a run, up to step {self.unrestored.step}: continue it by "
                 "restore(), or choose another directory"
             )
+
+    def identify(self, fingerprint: Callable[[], Mapping[str, Any]]) -> None:
+        """Takes the function that gives the ``fingerprint``, unless the manager has one. It is
+        called when a checkpoint is written or restored, not at the start."""
+        self._fingerprint = self._fingerprint or fingerprint
 
     def note_constants(self, state: State) -> None:
         """Notes which variables have a NaN or Inf before training, such as the Inf of a mask."""
@@ -274,6 +288,10 @@ class CheckpointManager:
         )
 
     def _require_writer(self) -> None:
+        if self._lock is None and self._writes:
+            self._lock = self._open_for_writing()
+            if self._committed < 0:  # meanwhile, another may have written
+                self.unrestored = self.latest()
         if self._lock is None:
             raise CheckpointError(
                 f"{self.directory} is closed or read-only; open it without read_only to write"
@@ -290,7 +308,10 @@ class CheckpointManager:
                     return
             os.mkdir(unfinished)
             bundle.write(str(unfinished / "variables"), tensors)
-            saved = replace(saved, files=durable.seal(unfinished))
+            if self._lock:
+                self._lock.check()
+            files = durable.seal(unfinished)
+            saved = replace(saved, files=files, fingerprint=self._identity())
             manifest.dump(saved, unfinished, via=self.directory)
             durable.publish(unfinished, saved.path)
             manifest.commit(self.directory, saved.step)
@@ -435,21 +456,28 @@ class CheckpointManager:
             )
         return [operator.index(wanted)]
 
+    def _identity(self) -> Mapping[str, Any] | None:
+        """The fingerprint, as it is read back: JSON turns tuples into lists."""
+        if callable(self._fingerprint):
+            self._fingerprint = self._fingerprint()
+        return json.loads(json.dumps(self._fingerprint))
+
     def _require_fingerprint(self, saved: Saved) -> None:
         """Logs a warning where soft keys differ. Raises `CheckpointError` if others do: ``saved``
         is of another run."""
-        if self._fingerprint is None or saved.fingerprint is None:
+        if saved.fingerprint is None or (ours := self._identity()) is None:
             return
         differing = {
             key: f"{key} was {was!r}, is {now!r}"
-            for key, (was, now) in differences([saved.fingerprint, self._fingerprint]).items()
+            for key, (was, now) in differences([saved.fingerprint, ours]).items()
         }
         soft = [text for key, text in differing.items() if key in self._soft_keys]
-        hard = [text for key, text in differing.items() if key not in self._soft_keys]
+        hard = {key: text for key, text in differing.items() if key not in self._soft_keys}
         if hard:
             raise CheckpointError(
-                f"{saved.path} is of another run: {'; '.join(hard)}; use the same flags or choose "
-                "another --model_dir"
+                f"{saved.path} is of another run: {'; '.join(hard.values())}; use the same flags "
+                "and data, or another directory (or allow it in Python: CheckpointManager(..., "
+                f"soft_keys={[*self._soft_keys, *hard]}))"
             )
         if soft:
             logging.warning("%s: %s", saved.path, "; ".join(soft))
@@ -494,6 +522,15 @@ class CheckpointManager:
                 saved.path,
                 first_three(changed),
             )
+
+
+def _is_later_worker() -> bool:
+    """Whether ``TF_CONFIG`` says that this process is a worker, and not the first."""
+    try:
+        task = json.loads(os.environ.get("TF_CONFIG", "{}"))["task"]
+        return task["type"] == "worker" and int(task["index"]) > 0
+    except (ValueError, KeyError, TypeError):
+        return False
 
 
 def _require_fit(saved: Saved, variables: Mapping[str, list[tf.Variable]]) -> None:

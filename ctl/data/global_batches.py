@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import threading
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import tensorflow as tf
+from absl import logging
 
 from ctl.base import tf_internals
 from ctl.data.callbacks import own_memory
@@ -17,6 +20,15 @@ from ctl.distributed import local_batch
 from ctl.errors import UsageError
 
 _READ_AGAIN_SECONDS = 20.0
+_HASHED_ELEMENTS = 16  # below a shuffle, usually single examples
+
+# What draws the order of the elements, see `tf_internals.pipeline`.
+_UNSEEDED = {
+    "shuffle": "a shuffle without a seed: a resume cannot repeat its order, and is refused; give "
+    "shuffle(..., seed=), or list_files(..., seed=)",
+    "random": "a random choice without a seed: a resume cannot repeat it, and is refused; give "
+    "sample_from_datasets(..., seed=)",
+}
 
 
 class GlobalBatches(NotResident):
@@ -63,7 +75,10 @@ class GlobalBatches(NotResident):
         if any(spec.shape.rank != 0 and spec.shape[0] is None for spec in specs):
             dataset = dataset.filter(lambda *element: tf.greater(local_batch.rows(element), 0))
         self._dataset = dataset.repeat() if training else dataset
-        self._may_call_python = tf_internals.may_call_python(dataset)
+        self.pipeline = tf_internals.pipeline(dataset)
+        self._seeds: Any = self.pipeline.seeds
+        if not _UNSEEDED.keys().isdisjoint(self.pipeline.unseeded):
+            self._seeds = f"without a seed: another order in each run ({os.urandom(2).hex()})"
         self._global_batch_size = global_batch_size
         self.info = DatasetInfo("tf.data")
         self.description = "a tf.data.Dataset of global batches, resumed by skipping"
@@ -82,17 +97,40 @@ class GlobalBatches(NotResident):
     def batches(self, start_step: int = 0) -> tf.data.Dataset:
         """Returns the elements from ``start_step`` on."""
         later = self._dataset.skip(start_step) if start_step else self._dataset
-        if not self._may_call_python:
+        if not self.pipeline.may_call_python:
             return later
         return later.map(lambda *element: own_memory(element_of(element)))
 
     def fingerprint(self) -> dict[str, Any]:
-        """Returns a hash of the first batch: workers must not shuffle differently."""
+        """Returns what `order` does, and a hash of the first elements. Read are only the parts
+        below each shuffle and other random numbers: these would draw others from then on."""
         content = hashlib.sha256()
-        for batch in self._dataset.take(1):
-            for tensor in tf.nest.flatten(batch, expand_composites=True):
-                content.update(tf.io.serialize_tensor(tensor).numpy())
-        return {"first batch": content.hexdigest()[:12]}
+        for part in self.pipeline.fixed:
+            for element in part.take(_HASHED_ELEMENTS if self.pipeline.seeds else 1):
+                for tensor in tf.nest.flatten(element, expand_composites=True):
+                    content.update(tf.io.serialize_tensor(tensor).numpy())
+        return {**self.order(), "first examples": content.hexdigest()[:12]}
+
+    def order(self) -> dict[str, Any]:
+        """Returns the types of the elements, and the seeds; reads nothing. Without a seed, no two
+        of these datasets have one order."""
+        return {"elements": str(self._dataset.element_spec), "shuffle": self._seeds}
+
+
+def comparable(dataset: Any) -> Callable[[], Mapping[str, Any]]:
+    """The `Dataset.fingerprint` that a resume in Python compares. It has no examples that Python
+    code makes: to ask for them might wait for another thread, or take them from the training.
+    Warns of random numbers without a seed, which no resume repeats."""
+    if not isinstance(dataset, GlobalBatches):
+        return getattr(dataset, "fingerprint", dict)
+    for what in dataset.pipeline.unseeded:
+        logging.warning(
+            "the tf.data.Dataset has %s",
+            _UNSEEDED.get(what)
+            or f"random numbers without a seed in {what}(): a resume draws others; give seed=, or "
+            "use tf.random.stateless_uniform and the like",
+        )
+    return dataset.order if dataset.pipeline.may_call_python else dataset.fingerprint
 
 
 def read_again(dataset: Any, step: int) -> Any:

@@ -43,7 +43,6 @@ def main(flags: FlagValues) -> None:
         checkpoints = CheckpointManager(
             model_dir / "checkpoints",
             fingerprint=fingerprint,
-            soft_keys=("tensorflow",),
             read_only=True,
         )
     loop = make_loop(prepared, checkpoints)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import random
 import subprocess
@@ -16,7 +17,7 @@ from saved import restore_fresh, save_steps, state_of, steps_in, values_of
 
 from ctl.base import durable
 from ctl.checkpoint import CheckpointManager
-from ctl.errors import CheckpointError
+from ctl.errors import CheckpointError, UsageError
 
 
 def test_wait_for_new(tmp_path):
@@ -56,12 +57,40 @@ def test_one_writer(tmp_path):
     CheckpointManager(tmp_path).close()
 
 
+def test_the_later_workers_of_a_job_wait_until_they_are_asked_to_save(tmp_path, monkeypatch):
+    """All workers open one directory, and their loops have only the chief save."""
+    cluster = {"worker": ["localhost:1", "localhost:2"]}
+
+    def config(index):
+        task = {"type": "worker", "index": index}
+        monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster, "task": task}))
+
+    config(1)
+    with CheckpointManager(tmp_path / "run") as later:
+        assert later.restore(state_of(0)) is None and not (tmp_path / "run").exists()
+        config(0)
+        with CheckpointManager(tmp_path / "run") as chief:
+            chief.save(1, state_of(1), wait=True)
+            config(1)
+            with CheckpointManager(tmp_path / "run") as again:  # also among checkpoints
+                assert again.restore(state_of(0)).step == 1
+                with pytest.raises(CheckpointError, match="is being written by process"):
+                    again.save(2, state_of(2))
+        with pytest.raises(UsageError, match="has a run, up to step 1"):
+            later.save(3, state_of(3))
+    with CheckpointManager(tmp_path / "own") as own:
+        own.save(3, state_of(3), wait=True)
+        assert own.latest().step == 3
+    with pytest.raises(CheckpointError, match="closed or read-only"):
+        own.save(4, state_of(4))
+
+
 # Writes to two directories: on a tmpfs, if there is one, and then under a limit of the process.
 FULL_DISKS = """
 import os, sys, resource
 import tensorflow as tf
 from ctl.checkpoint import CheckpointManager
-from ctl.errors import CheckpointError
+from ctl.errors import CheckpointError, UsageError
 
 def fill(directory):
     small, big = tf.Variable(tf.fill([1000], 7.0)), tf.Variable(tf.zeros([1 << 20]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import threading
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 from saved import Gate, restore_fresh, state_of, steps_in
 
 from ctl.base import durable
-from ctl.checkpoint import CheckpointManager
+from ctl.checkpoint import CheckpointManager, bundle
 from ctl.errors import CheckpointError, UsageError
 
 
@@ -43,6 +44,22 @@ def test_a_failure_of_the_thread_fails_the_run_once(tmp_path, surfaces_at):
     with pytest.raises(CheckpointError, match="step 1: .*run: the directory is gone"):
         getattr(manager, surfaces_at)(*arguments.get(surfaces_at, ()))
     manager.close()
+
+
+def test_a_directory_that_is_deleted_while_saving_is_not_made_again(tmp_path, monkeypatch):
+    """``rm -r`` leaves a directory in which a file was made meanwhile: a run without its flags."""
+    written = bundle.write
+
+    def deleted_before(prefix, tensors):
+        shutil.rmtree(tmp_path / "run")
+        os.makedirs(os.path.dirname(prefix))
+        written(prefix, tensors)
+
+    monkeypatch.setattr(bundle, "write", deleted_before)
+    with CheckpointManager(tmp_path / "run") as manager:
+        with pytest.raises(CheckpointError, match="step 1: .*run: the directory was deleted mean"):
+            manager.save(1, state_of(1), wait=True)
+        assert manager.all() == []
 
 
 def test_the_context_manager_does_not_hide_the_first_exception(tmp_path):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ctl.base.tf_internals import may_call_python
+from ctl.base.tf_internals import pipeline
 from ctl.data import GlobalBatches, Streaming
 from ctl.data.feed import open_batches
 
@@ -100,10 +100,11 @@ def test_python_is_found_wherever_it_is_called():
     captured = dataset.range(2).flat_map(lambda _: generator)
     zipped = dataset.zip((one, generator.cache().repeat().prefetch(1)))
     for found in (generator, mapped, inside, captured, zipped):
-        assert may_call_python(found)
+        assert pipeline(found).may_call_python
 
 
 def test_other_data_are_not_copied():
     rows = tf.data.Dataset.from_tensor_slices(ARRAY).shuffle(8).map(lambda row: row * 2)
-    assert not may_call_python(tf.data.Dataset.zip((rows.batch(2), rows.batch(2))).prefetch(1))
-    assert not may_call_python(tf.data.TFRecordDataset([]))
+    both = tf.data.Dataset.zip((rows.batch(2), rows.batch(2))).prefetch(1)
+    assert not pipeline(both).may_call_python
+    assert not pipeline(tf.data.TFRecordDataset([])).may_call_python

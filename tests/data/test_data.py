@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -20,6 +21,7 @@ from ctl.data import (
     synthetic,
 )
 from ctl.data.feed import distribute
+from ctl.data.global_batches import comparable
 from ctl.errors import UsageError
 
 
@@ -221,12 +223,83 @@ def test_your_own_tf_data_is_not_sharded_by_file_unless_you_say_so():
         assert of_batches.auto_shard_policy == wanted
 
 
-def test_workers_that_shuffle_differently_have_other_first_batches():
-    def first(seed):
-        own = tf.data.Dataset.range(100).shuffle(100, seed=seed).batch(10)
+def test_a_tf_data_pipeline_is_known_by_its_seeds_and_its_first_examples():
+    def known(seed=1, first=0, buffer=100):
+        own = tf.data.Dataset.range(first, 100).shuffle(buffer, seed=seed).batch(10)
         return as_dataset(own.map(lambda batch: {"x": tf.strings.as_string(batch)})).fingerprint()
 
-    assert first(1) == first(1) != first(2)
+    assert known() == known()
+    differs = [known(seed=2), known(first=1), known(buffer=50), known(seed=None), known(seed=None)]
+    assert len({str(one) for one in [known(), *differs]}) == 6
+
+
+@pytest.mark.parametrize("kind", ["shuffle", "cache", "map", "table"])
+def test_to_compare_a_pipeline_changes_none_of_its_numbers(kind, tmp_path):
+    """To read a shuffle once more changes its later epochs; so does a generator of numbers."""
+    generator = tf.random.Generator.from_seed(1)
+    table = tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer([1], [2]), 3)
+
+    def own():
+        generator.reset_from_seed(1)
+        numbers = tf.data.Dataset.range(12)
+        if kind == "shuffle":
+            numbers = numbers.shuffle(12, seed=1)
+        elif kind == "cache":
+            numbers = numbers.cache(str(tmp_path / "kept"))
+        elif kind == "table":
+            numbers = numbers.map(lambda n: table.lookup(tf.cast(n, tf.int32)))
+        else:
+            numbers = numbers.map(lambda n: n + generator.uniform([], 0, 99, tf.int64))
+        return as_dataset(numbers.batch(4))
+
+    def two_epochs(dataset):
+        return [batch.numpy().tolist() for batch in dataset.batches().take(6)]
+
+    compared = own()
+    compared.fingerprint()
+    found = two_epochs(compared)
+    assert compared.fingerprint() == compared.fingerprint()
+    assert found == two_epochs(own())
+
+
+def test_random_numbers_without_a_seed_are_named(warnings_of):
+    tf.random.set_seed(None)
+    numbers = tf.data.Dataset.range(9)
+    cases = {
+        "a shuffle without a seed": [
+            numbers.shuffle(9),
+            numbers.interleave(lambda n: tf.data.Dataset.range(n).shuffle(3)),
+        ],
+        "a random choice without a seed": [tf.data.Dataset.sample_from_datasets([numbers] * 2)],
+        "random numbers without a seed in map()": [
+            numbers.map(lambda n: n + tf.random.uniform([], 0, 9, tf.int64)),
+            numbers.map(lambda n: tf.cond(n > 3, lambda: tf.random.normal([]), lambda: 0.0)),
+        ],
+    }
+    for message, found in cases.items():
+        for own in found:
+            comparable(as_dataset(own.batch(3)))
+            assert message in warnings_of()[-1]
+    said = len(warnings_of())
+    seeded = numbers.shuffle(9, seed=1).map(lambda n: tf.random.stateless_uniform([], [1, n]))
+    comparable(as_dataset(seeded.map(lambda n: tf.random.uniform([], seed=1) + n).batch(3)))
+    keras.utils.set_random_seed(1)
+    comparable(as_dataset(numbers.shuffle(9).batch(3)))
+    assert len(warnings_of()) == said
+
+
+def test_what_python_code_gives_is_not_asked_for():
+    """It might wait for the training, or lack what was taken from it."""
+    calls = []
+
+    def rows():
+        calls.append(1)
+        yield from range(8)
+
+    spec = tf.TensorSpec([], tf.int64)
+    own = tf.data.Dataset.from_generator(rows, output_signature=spec).shuffle(4, seed=1).batch(2)
+    known = comparable(as_dataset(own))()
+    assert not calls and known["shuffle"] == (("shuffle", 4, 0, 1),)  # and of the test
 
 
 def test_a_batch_size_that_is_not_static_is_unknown_unless_given():

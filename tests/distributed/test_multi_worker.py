@@ -109,7 +109,7 @@ def test_workers_that_shuffle_differently_are_refused(job, tmp_path):
     run_job(job, tmp_path, "shuffle=1", "seeds=1", code=2)
     for worker in range(2):
         said_last = last_line(tmp_path, worker)
-        assert "the workers do not agree: data: first batch is " in said_last
+        assert 'the workers do not agree: data: shuffle is [["shuffle", 99, ' in said_last
 
 
 def test_several_devices_per_worker_equal_one(job, tmp_path, mirrored):

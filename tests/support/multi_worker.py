@@ -272,7 +272,7 @@ def train(
         logged.update(status.scalars())
         status.reset()
 
-    checkpoints = Disk(OUT / "checkpoints", read_only=not me.is_chief)
+    checkpoints = Disk(OUT / "checkpoints")
     loop = ctl.Loop(
         step,
         data,
