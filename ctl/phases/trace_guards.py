@@ -167,10 +167,10 @@ class TraceGuards:
             return self.version
         for change in changes:
             if not change.takes_effect:
+                before, after = _shown(change.before.of), _shown(change.after.of)
                 raise UsageError(
-                    f"{change.name} was changed from {_shown(change.before.of)} to "
-                    f"{_shown(change.after.of)}, which would have no effect: make a new step "
-                    "and loop"
+                    f"{change.name} was changed from {before} to {after}, which would have no "
+                    "effect: make a new step and loop"
                 )
         self.version = self._version_of(step, now, changes)
         self._seen = now

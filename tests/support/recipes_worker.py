@@ -34,6 +34,7 @@ import test_powersgd  # noqa: E402
 import test_simclr  # noqa: E402
 import test_unfreezing  # noqa: E402
 import test_vae  # noqa: E402
+import test_wgan_gp  # noqa: E402
 import test_zero1  # noqa: E402
 from helpers import make_loop  # noqa: E402
 from worker_end import run_to_end  # noqa: E402
@@ -65,6 +66,7 @@ LOOPS = {
     "gpt": test_gpt.make,
     "vae": test_vae.make,
     "gan": test_gan.make,
+    "wgan_gp": test_wgan_gp.make,
     "ddpm": test_ddpm.make,
     "simclr": test_simclr.make,
     "compressed fp16": partial(test_compressed.make, compressor="fp16"),
