@@ -211,7 +211,7 @@ def print_recommendation(job: Job, tried: dict[str, Any]) -> None:
         f"  {shown(tried['candidate'])} is the smallest size within 10 % of the best bandwidth. "
         f"{shown(size)} of gradients took {tried['one_pack'] * 1e3:.2f} ms as one pack and "
         f"{tried['packs'] * 1e3:.2f} ms in packs of it ({ratio:.2f} times as fast).\n"
-        "  What packs hide behind the backward pass shows in a training only: "
+        "  Only a training shows what packs hide behind the backward pass: "
         "ctl.train --bytes_per_pack=auto."
     )
 

@@ -30,7 +30,7 @@ with group("What is saved"):
     _DIRECTORY = flags.DEFINE_string("directory", None, "where; a temporary one by default")
 with group("How"):
     _ROUNDS = flags.DEFINE_integer(
-        "rounds", 9, "saves of each, beside the first, which is shown apart", lower_bound=1
+        "rounds", 9, "saves of each, after a first one that is shown separately", lower_bound=1
     )
     _TIMEOUT = flags.DEFINE_float("timeout", 300.0, "seconds for one save and restore")
     _JSON = flags.DEFINE_string("json", None, "file for the results")

@@ -124,7 +124,7 @@ with group("Results"):
 
 
 def _check(what: Sequence[str]) -> None:
-    check_names("nothing is called", what, [*CHECKS, *TABLES])
+    check_names("unknown --what", what, [*CHECKS, *TABLES])
 
 
 check_flags(["what"], _check)
@@ -161,7 +161,7 @@ def run_table(name: str, devices: int, environment: dict[str, str]) -> dict[str,
     """Runs a benchmark; ``ok`` says whether it ended with 0."""
     table = TABLES[name]
     if devices < table.least:
-        said = f"needs {table.least} devices, and there is {devices}"
+        said = f"needs {table.least} devices, but found {devices}"
         return {"question": table.question, "ok": None, "found": [said]}
     script, *arguments = table_command(table, devices)
     row: dict[str, Any] = {"question": table.question, "command": " ".join([script, *arguments])}
@@ -176,7 +176,7 @@ def run_table(name: str, devices: int, environment: dict[str, str]) -> dict[str,
             timeout=_LIMIT.value,
         )
     except subprocess.TimeoutExpired:
-        return row | {"ok": False, "found": [f"not ended in {_LIMIT.value:g} s; see --limit"]}
+        return row | {"ok": False, "found": [f"did not end in {_LIMIT.value:g} s; see --limit"]}
     row |= {"ok": done.returncode == 0, "seconds": time.perf_counter() - begin}
     errors = done.stderr.strip().splitlines()
     found = [] if row["ok"] else [errors[-1] if errors else f"exit code {done.returncode}"]

@@ -110,7 +110,7 @@ def check(rows: dict[str, dict[str, Any]]) -> None:
         if not abs(row["mean"] - middle) <= 0.05 * middle:
             raise CtlError(
                 f"{name} gives other images than the others: their mean sum is {row['mean']:.1f}, "
-                f"not {middle:.1f}; its rate means nothing"
+                f"not {middle:.1f}, so its rate means nothing"
             )
 
 
@@ -156,7 +156,7 @@ def stream(about: dict[str, Any]) -> None:
 def main() -> None:
     check_names("unknown pipeline", _PIPELINES.value, PIPELINES)
     if "tutorial" not in _PIPELINES.value:
-        raise UsageError("--pipelines needs tutorial: ratios are over it")
+        raise UsageError("--pipelines must include tutorial, the base of the ratios")
     for replicas in _REPLICAS.value:
         if not replicas.isdecimal() or int(replicas) < 1:
             raise UsageError(f"--replicas={replicas}: must be whole numbers of 1 or more")

@@ -136,7 +136,7 @@ def main() -> None:
             f"{share:6.0%}  {off:+.2f} +- {clock.error * 1e3:.2f}"
         )
     named = [late_worker(join(windows)) for windows in seen[len(planted) :]]
-    print(f"nothing planted: somebody was named in {sum(map(bool, named))} of {len(named)} runs")
+    print(f"nothing planted: a worker was named in {sum(map(bool, named))} of {len(named)} runs")
 
 
 if __name__ == "__main__":

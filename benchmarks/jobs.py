@@ -76,7 +76,9 @@ class Job:
         wanted = max(_LEAST_ITERATIONS, int(self.effort.seconds / typical))
         seen = self.ask(size=size, iterations=min(wanted, self.effort.iterations), **request)
         if wrong := warm["wrong"] + seen["wrong"]:
-            raise CtlError(f"{self.name}: {wrong} elements of {size} bytes were summed wrongly")
+            raise CtlError(
+                f"{self.name}: wrong sums of {wrong} elements in tensors of {size} bytes"
+            )
         seconds = statistics.median(seen["seconds"])
         row = {
             "bytes": size,

@@ -46,7 +46,7 @@ with group("Results"):
 
 
 def _check(what: Sequence[str], steps: int, cost_steps: int) -> None:
-    check_names("nothing is called", what, ["long", "cost"])
+    check_names("unknown --what", what, ["long", "cost"])
     if steps % 1000 or cost_steps % 200:
         raise UsageError("--steps must be divisible by 1000, --cost_steps by 200")
 
@@ -164,7 +164,7 @@ def show_long(of: dict[str, Any]) -> list[str]:
         print(f"{name:22}{of[key]['first']:14.0f}{of[key]['last']:14.0f}")
     for name, grown in sorted(of["grown"].items()):
         log = name in LOGS or "events.out.tfevents" in name
-        print(f"{name} has grown by {grown:,} bytes{'' if log else ', and is no log'}")
+        print(f"{name} has grown by {grown:,} bytes{'' if log else ', and is not a log'}")
         if not log:
             missed.append(f"{name} has grown")
     return missed

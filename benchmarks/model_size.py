@@ -42,7 +42,7 @@ with group("How"):
 
 def _check_variables(variables: list[str]) -> None:
     if not all(v.isdecimal() and int(v) >= 1 for v in variables):
-        raise UsageError(f"--variables={','.join(variables)}: whole numbers, 1 or more")
+        raise UsageError(f"--variables={','.join(variables)}: must be whole numbers of 1 or more")
 
 
 check_flags(["variables"], _check_variables)
@@ -50,7 +50,7 @@ check_flags(["variables"], _check_variables)
 
 def _check_plain(plain: bool, replicas: int, jit_compile: bool) -> None:
     if plain and (replicas > 1 or jit_compile):
-        raise UsageError("--plain has one replica, and no --jit_compile")
+        raise UsageError("--plain needs one replica and no --jit_compile")
 
 
 check_flags(["plain", "replicas", "jit_compile"], _check_plain)

@@ -60,12 +60,14 @@ _EFFORT = {"iterations": 40, "seconds": 0.5, "warm_up": 3}
 
 def _check_counts(counts: list[str], strategy: str, batch: int, mbit: float | None) -> None:
     if not all(c.isdigit() and int(c) > 0 for c in counts) or not {"1", "2"} <= set(counts):
-        raise UsageError(f"--counts={','.join(counts)}: numbers of replicas, 1 and 2 among them")
+        raise UsageError(
+            f"--counts={','.join(counts)}: must be numbers of replicas, with 1 and 2 among them"
+        )
     for count in map(int, counts):
         if batch % count:
             raise UsageError(f"--batch={batch} is not divisible by {count} replicas")
     if mbit is not None and (mbit <= 0 or strategy != "multi_worker"):
-        raise UsageError("--mbit is the positive rate of a link between workers")
+        raise UsageError("--mbit must be above 0, and needs --strategy=multi_worker")
 
 
 check_flags(["counts", "strategy", "batch", "mbit"], _check_counts)
@@ -272,8 +274,8 @@ def main() -> None:
         )
     cores = about["cores"]
     print(
-        f"{cores} cores: with more than {cores} replicas they share the cores, and no efficiency "
-        "above 'at most' can be"
+        f"{cores} cores: more than {cores} replicas share them, so the efficiency cannot exceed "
+        "'at most'"
     )
 
 

@@ -90,7 +90,7 @@ with group("How"):
 
 
 def main() -> None:
-    check_names("nothing is called", _WHAT.value, WHAT)
+    check_names("unknown --what", _WHAT.value, WHAT)
     about = machine(os.getloadavg()[0])
     seconds: dict[str, list[float]] = {name: [] for name in _WHAT.value}
     for number in range(_ROUNDS.value):
@@ -100,7 +100,7 @@ def main() -> None:
                 seconds[name].append(WHAT[name]())
             except subprocess.TimeoutExpired:
                 raise CtlError(
-                    f"{name}: not ended in {_TIMEOUT.value:g} s; see --timeout"
+                    f"{name}: did not end in {_TIMEOUT.value:g} s; see --timeout"
                 ) from None
     progress("")
     print("  ".join(f"{key}={value}" for key, value in about.items()), end="\n\n")

@@ -49,7 +49,7 @@ VARIANTS = {
 
 with group("What is measured"):
     _VARIANTS = flags.DEFINE_list("variants", "ctl,plain,bound,bound_xla", ", ".join(VARIANTS))
-    _REFERENCE = flags.DEFINE_string("reference", "plain", "the variant that ratios are over")
+    _REFERENCE = flags.DEFINE_string("reference", "plain", "the variant that times are divided by")
     _MODELS = flags.DEFINE_list("model", "dense", "models of ctl.jobs.models")
     _BATCHES = flags.DEFINE_list("global_batch_size", "64", "examples per step")
     _REPLICAS = flags.DEFINE_list(

@@ -74,7 +74,9 @@ _GOAL = 0.8  # of the best peer
 
 with group("What is trained"):
     _DATASETS = flags.DEFINE_list("dataset", "fashion_mnist_mini", ", ".join(RECIPES))
-    _DATA_DIR = flags.DEFINE_string("data_dir", None, "the folder of TFDS, where they are prepared")
+    _DATA_DIR = flags.DEFINE_string(
+        "data_dir", None, "the folder of TFDS in which they are prepared"
+    )
     _VARIANTS = flags.DEFINE_list(
         "variants", "ctl,ctl_auto,cheapest,fit_50,orbit,torch", ", ".join(VARIANTS)
     )
@@ -82,7 +84,9 @@ with group("What is trained"):
 with group("How"):
     _SEEDS = flags.DEFINE_integer("seeds", 10, "runs of each variant", lower_bound=1)
     _TIMEOUT = flags.DEFINE_float("timeout", 600.0, "seconds for the answer of a process")
-    _JSON = flags.DEFINE_string("json", None, "file for the results; what it has is not run again")
+    _JSON = flags.DEFINE_string(
+        "json", None, "file for the results; runs that it holds are not repeated"
+    )
 
 
 def _check(dataset: list[str], variants: list[str]) -> None:
@@ -171,7 +175,7 @@ def _stored(path: str | None) -> dict[str, Any]:
     try:
         return json.loads(pathlib.Path(path).read_text())["runs"]
     except (ValueError, KeyError) as error:
-        raise UsageError(f"--json={path} is no file of this program: {error}") from error
+        raise UsageError(f"--json={path} is not a file of this program: {error}") from error
 
 
 def main() -> None:

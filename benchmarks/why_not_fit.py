@@ -36,7 +36,7 @@ with group("What is shown"):
     _CLAIMS = flags.DEFINE_list("claims", list(CLAIMS), "what Keras is said to do")
 with group("How"):
     _PATIENCE = flags.DEFINE_float(
-        "patience", 40.0, "seconds after which who says nothing is said to hang", lower_bound=0.0
+        "patience", 40.0, "seconds of silence after which a process counts as hung", lower_bound=0.0
     )
     _TIMEOUT = flags.DEFINE_float("timeout", 180.0, "seconds for any other answer of a process")
     _JSON = flags.DEFINE_string("json", None, "file for the results")
@@ -107,7 +107,7 @@ def main() -> None:
     show(rows)
     refuted = [name for name, row in rows.items() if not row["still_true"]]
     if refuted:
-        print(f"NO LONGER TRUE, to be taken out of README.md: {', '.join(refuted)}")
+        print(f"NO LONGER TRUE, remove from README.md: {', '.join(refuted)}")
     write(_JSON.value, {"claims": rows, "machine": machine(load)})
     wrong = [name for name, row in rows.items() if not row["ctl"]["as_said"]]
     if wrong:

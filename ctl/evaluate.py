@@ -95,9 +95,11 @@ def run() -> None:
 
 def _check_report(report: str | None, watch: bool, loss: str) -> None:
     if report and watch:
-        raise UsageError("--report is of one checkpoint: leave out --watch")
+        raise UsageError("--report covers one checkpoint: leave out --watch")
     if report and loss in ("binary_cross_entropy", "mean_squared_error"):
-        raise UsageError(f"--report is of a classification: not for --loss={loss}")
+        raise UsageError(
+            f"--report needs a classifier, and --loss={loss} is not for one: leave out --report"
+        )
 
 
 def _check(
@@ -108,7 +110,7 @@ def _check(
     if model and not model_dir and not Path(model).is_file():
         raise UsageError(f"--model={model}: no such file")
     if not math.isfinite(watch_timeout):
-        raise UsageError(f"--watch_timeout={watch_timeout} must be a number of seconds")
+        raise UsageError(f"--watch_timeout={watch_timeout} must be finite")
     if model and model_dir:
         names.check_model_name(model)
     if checkpoint not in ("latest", "best") and not checkpoint.isdecimal():
@@ -116,7 +118,7 @@ def _check(
     if checkpoint != "latest" and not model_dir:
         raise UsageError("--checkpoint has no effect without --model_dir: leave it out")
     if watch and (not model_dir or checkpoint != "latest"):
-        raise UsageError("--watch needs --model_dir, and evaluates the latest checkpoint")
+        raise UsageError("--watch needs --model_dir and --checkpoint=latest")
 
 
 def main() -> None:
@@ -247,8 +249,8 @@ def _warn_of_selection(info: Any) -> None:
         return
     if config.chosen(Path(FLAGS.model_dir), "eval_split", str) == info.split:
         logging.warning(
-            "the best checkpoint was selected on these data, %s, so its result is too good: "
-            "--keep_best=1 without --eval_split selects on other data",
+            "the best checkpoint was selected on these data, %s, so its result is too good: to "
+            "select on other data, train with --keep_best=1 and without --eval_split",
             info.split or info.name,
         )
 
@@ -260,9 +262,9 @@ def _check_given() -> None:
     if FLAGS.dataset != "synthetic" and not names.is_function_name(FLAGS.dataset):
         check_without_effect(["seed"], f"with --dataset={FLAGS.dataset}: leave it out")
     if not FLAGS.model_dir:
-        check_without_effect(["precision"], "without --model_dir: the file says its own")
+        check_without_effect(["precision"], "without --model_dir: the file sets it")
     if not FLAGS.watch:
-        check_without_effect(["watch_timeout"], "without --watch: add it, or leave this out")
+        check_without_effect(["watch_timeout"], "without --watch: add --watch, or leave this out")
 
 
 def _adopt_run() -> tuple[bool, list[str], dict[str, Any]]:

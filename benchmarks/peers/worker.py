@@ -29,7 +29,7 @@ with group("What is trained"):
         "replicas", 1, "replicas; logical CPU devices where there is no GPU", lower_bound=1
     )
     _WORKERS = flags.DEFINE_list(
-        "workers", "", "host:port of each worker, this process being one; none means one process"
+        "workers", "", "host:port of each worker, this process included; empty for one process"
     )
     _INDEX = flags.DEFINE_integer("worker_index", 0, "which of the workers this is", lower_bound=0)
     _JIT = flags.DEFINE_boolean("jit_compile", False, "compile with XLA, as the peer's users would")

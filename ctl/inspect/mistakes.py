@@ -82,8 +82,8 @@ class Report:
 
     @property
     def accuracies(self) -> list[float | None]:
-        """Of the examples of each class, the share that is predicted right; None without examples.
-        This is the recall of the class."""
+        """The recall of each class, the share of its examples that is predicted right; None without
+        examples."""
         counts = self.confusion.sum(axis=1)
         right = self.confusion.diagonal()
         return [float(r / n) if n else None for r, n in zip(right, counts, strict=True)]
@@ -95,7 +95,7 @@ class Report:
         return int(others.argmax()) if others.any() else None
 
     def to_json(self) -> dict[str, Any]:
-        """All but the pictures, as JSON values."""
+        """Everything except the pictures, as JSON values."""
         worst = [dataclasses.asdict(dataclasses.replace(one, png=None)) for one in self.worst]
         return {
             "schema": 1,
@@ -190,8 +190,8 @@ def _check(labels: Any, outputs: Any) -> None:
     logits = isinstance(outputs, tf.Tensor) and outputs.shape.rank == 2 and outputs.shape[1] != 1
     if not classes or not logits:
         raise UsageError(
-            "a report is of a classification: labels are integers [n], and the model returns "
-            "[n, classes]; leave out --report"
+            "--report needs a classifier, with integer labels [n] and outputs [n, classes]: leave "
+            "it out"
         )
 
 
@@ -232,7 +232,7 @@ def table(report: Report) -> list[str]:
     cell = max(4, len(str(report.confusion.max()))) + 1
     if wide + cell * len(names) <= 80:
         numbers = itertools.chain([f"{'':<{wide}}"], (f"{n:>{cell}}" for n in range(len(names))))
-        lines += ["", "label below, prediction to the right, in the same order", "".join(numbers)]
+        lines += ["", "rows: labels; columns: predictions, in the same order", "".join(numbers)]
         for name, row in zip(names, report.confusion, strict=True):
             lines.append(f"{name:<{wide}}" + "".join(f"{value:>{cell}}" for value in row))
     return lines
@@ -252,12 +252,12 @@ def make_page(report: Report, title: str, scores: Sequence[str]) -> str:
     if len(report.classes) <= LARGEST:
         body.append(
             '<section><h2>Confusion matrix</h2><p class="lead">A row for each label, a column for '
-            "each prediction. The colour is the share of the row; right ones have a frame.</p>"
+            "each prediction. The colour is the share of the row; correct ones have a frame.</p>"
             f'<div class="wide">{draw(report)}</div></section>'
         )
     body.append(
         '<section><h2>Worst examples</h2><p class="lead">Those with the highest loss, with their '
-        f'place in the data. A wrong label is among them often.</p><ul class="worst">'
+        f'place in the data. Wrong labels are often among them.</p><ul class="worst">'
         f"{_worst(report)}</ul></section>"
     )
     return document(escape(title), _STYLE, body, images=True)

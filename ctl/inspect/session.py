@@ -1,4 +1,4 @@
-"""Inspects steps while a loop trains: those of a block, see `Inspection`, or some now and then."""
+"""Inspects steps while a loop trains: those of a block (`Inspection`), or a few at intervals."""
 
 from __future__ import annotations
 
@@ -148,8 +148,8 @@ class Periodic:
         late = late_worker(timeline)
         if late and self._sinks:
             logging.warning(
-                "worker %d is late: the others wait %.1f ms %s, its %s takes longer",
-                *(late.worker, late.seconds * 1e3, late.when, late.phase),
+                "worker %d is late: its %s takes longer, and the others wait %.1f ms %s",
+                *(late.worker, late.phase, late.seconds * 1e3, late.when),
             )
 
 

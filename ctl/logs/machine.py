@@ -38,7 +38,9 @@ def utilization(
     dtype = keras.mixed_precision.dtype_policy().compute_dtype
     peak = peak_flops(dtype)
     devices = _devices(strategy)
-    logging.info("peak: %.4g GFLOP/s (a %s product, on each of %d)", peak / 1e9, dtype, devices)
+    logging.info(
+        "peak: %.4g GFLOP/s (%s matrix product, on each of %d devices)", peak / 1e9, dtype, devices
+    )
 
     def mfu(scalars: Mapping[str, float]) -> dict[str, float]:
         rate, each = scalars.get("examples_per_second"), flops()

@@ -12,11 +12,11 @@ numbers, as QSGD (Alistarh et al. 2017, arXiv:1610.02132), but rounds to the nea
 
 For d parameters, a replica gives this to the collective, instead of 4d bytes to an all-reduce:
 
-- ``fp16``: 2d bytes to an all-reduce. It adds in float16, and no feedback has what that rounds off.
+- ``fp16``: 2d bytes to an all-reduce. It adds in float16, whose rounding has no error feedback.
 - ``int8``: 1.01d bytes to a gather, since a sum of int8 would need more bits. Each replica receives
-  the parts of all others, so a float32 ring moves as little from 8 replicas on.
-- ``topk``: 8 bytes, a number and where it belongs, for each number kept, to a gather. A float32
-  ring moves as little from ``1 / topk_share`` replicas on.
+  the parts of all others, so it saves nothing over a float32 ring from 8 replicas on.
+- ``topk``: 8 bytes, a number and its index, for each number kept, to a gather. It saves nothing
+  over a float32 ring from ``1 / topk_share`` replicas on.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Compressed(ctl.TrainStep):
     def sum_gradients(self, gradients: list[tf.Tensor]) -> list[tf.Tensor]:
         flat = tf.concat([tf.reshape(tf.cast(g, tf.float32), [-1]) for g in gradients], axis=0)
         if flat.shape != self.left.shape:
-            raise UsageError("Compressed needs a gradient of all variables of the model, no others")
+            raise UsageError("Compressed needs gradients of exactly the variables of the model")
         whole = flat + self.left.read_value()
         context = tf.distribute.get_replica_context()
         if self.compressor == "fp16":

@@ -1,5 +1,5 @@
-"""A diffusion model: it learns which noise was added to an image, and makes images of noise by
-taking away a little of it, many times.
+"""A diffusion model: it learns which noise was added to an image, and makes images from noise by
+removing a little of it, many times.
 
 Ho, Jain and Abbeel 2020, arXiv:2006.11239: the loss is L_simple of equation 14, as the mean over
 the pixels of an image; section 4 has the variances of the noise, appendix B the U-Net, which here

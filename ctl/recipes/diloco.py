@@ -1,5 +1,5 @@
-"""Each replica trains its own weights for a round of many steps. Then all take one step along the
-mean of how far they went, with an optimizer of its own.
+"""Each replica trains its own weights for a round of many steps. Then an outer optimizer takes one
+step along the mean of how far they went.
 
 Douillard et al. 2023 (arXiv:2311.08105), algorithm 1: AdamW within rounds, with slots of each
 replica that rounds do not reset, and SGD with Nesterov's momentum between them. The defaults are

@@ -26,7 +26,7 @@ class Distillation(ctl.TrainStep):
     """Distills a teacher. Both models are functional or sequential, and return logits.
 
     Raises:
-        UsageError: there is no such file, it holds no model, or one of other shapes.
+        UsageError: there is no such file, it holds no model, or the shapes of the models differ.
     """
 
     teacher: str | None = ctl.option(None, "Teacher model, a .keras file.", type=str, fixed=True)

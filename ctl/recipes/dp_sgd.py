@@ -14,7 +14,7 @@ which one of the examples adds nothing:
 - ``epsilon`` holds for the batches of ctl. An example is in one batch of an epoch, so an epoch
   counts as one sum with noise.
 - ``epsilon_poisson`` is the number that papers report. It would hold if each step drew each example
-  by itself, with one probability (Poisson sampling). Batches of a shuffled epoch are not drawn so,
+  independently, with one probability (Poisson sampling). A shuffled epoch does not draw so,
   and the difference can be large (Chua et al. 2024, arXiv:2403.17673).
 
 They hold for the weights and their averages. The loss and the metrics of the training, in the same
@@ -65,7 +65,9 @@ class DPSGD(ctl.TrainStep):
         # They mix examples; a skipped update tells of one; workers would share the noise of a step.
         mixes = replicas.training_norms(self.tracked.layer) or replicas.has_one_copy(strategy)
         if mixes or self.on_nan == "skip" or self.loss_scale:
-            raise UsageError("DPSGD takes no BatchNormalization, float16, on_nan=skip or ps")
+            raise UsageError(
+                "DPSGD supports no BatchNormalization, float16, on_nan=skip or parameter servers"
+            )
         if self.accumulate_steps > 1:
             raise UsageError("DPSGD takes examples one by one: leave out accumulate_steps")
         self.accumulate_steps = _MOST
@@ -77,10 +79,10 @@ class DPSGD(ctl.TrainStep):
         data = loop.dataset
         self.size, self.examples = data.global_batch_size or 0, data.num_examples or 0
         if isinstance(getattr(data, "dataset", data), ctl.data.Mixture | ctl.data.StreamedMixture):
-            raise UsageError("DPSGD needs each example once in an epoch: a mixture repeats some")
+            raise UsageError("DPSGD needs each example once per epoch, but a mixture repeats some")
         if not self.size or not self.examples or self.examples % self.size:
-            given = f"{self.examples} examples by {self.size}"
-            raise UsageError(f"DPSGD needs epochs of full --global_batch_size, not {given}")
+            given = f"--global_batch_size={self.size} does not divide {self.examples} examples"
+            raise UsageError(f"DPSGD needs batches of one size: {given}")
 
     def loss_and_gradients(
         self, batch: Any, divisor: Any

@@ -1,9 +1,9 @@
-"""A generative adversarial network: a generator makes images of noise, and a discriminator learns
-to tell them from those of the data.
+"""A generative adversarial network: a generator makes images from noise, and a discriminator learns
+to tell them from the images of the data.
 
 Goodfellow et al. 2014, arXiv:1406.2661: equation 1, with the loss of section 3 for the generator,
 which does not saturate. Both take one step on each batch, from the weights before it. Each is a
-parameter group with an optimizer of its own. An evaluation writes ``samples.png``, see
+parameter group with its own optimizer. An evaluation writes ``samples.png``, see
 `ctl.recipes.samples`::
 
     python -m ctl.train --model_dir=/tmp/gan --step=ctl.recipes.gan:GAN \\
@@ -56,7 +56,7 @@ class GAN(ctl.TrainStep):
     Args:
         model: `keras.Sequential` of the two: from noise to images in [0, 1], and from images to
             logits [n, 1].
-        optimizer: of the generator. The discriminator has another with the same settings.
+        optimizer: of the generator. The discriminator gets a second one with the same settings.
     """
 
     eval_step = Evaluation
@@ -64,8 +64,8 @@ class GAN(ctl.TrainStep):
     def __init__(self, model: keras.Model, optimizer: Any, *args: Any, **options: Any):
         if len(model.layers) != 2:
             raise UsageError(
-                f"GAN needs a keras.Sequential of a generator and a discriminator, not "
-                f"{len(model.layers)} layers: --model=ctl.recipes.gan:make_model is one"
+                f"GAN needs a keras.Sequential of a generator and a discriminator, not of "
+                f"{len(model.layers)} layers: give --model=ctl.recipes.gan:make_model"
             )
         generator, discriminator = model.layers
         optimizer = optimizers.from_name(optimizer)

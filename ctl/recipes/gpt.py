@@ -3,9 +3,9 @@
 The model is a decoder: a transformer whose positions see only those before them (GPT: Radford et
 al. 2018, "Improving language understanding by generative pre-training", section 3.1; Vaswani et al.
 2017, arXiv:1706.03762, section 3.2.3), with pre-LN blocks (Radford et al. 2019). A row of
-`ctl.data.text` can have several texts: positions count from the beginning of a text, and see only
-its own. Rows are padded, so the loss is divided by the valid tokens of all replicas. ``perplexity``
-is the exponential of the mean loss of a token::
+`ctl.data.text` can have several texts: positions count from the beginning of a text, and attend to
+that text only. Rows are padded, so the loss is divided by the valid tokens of all replicas.
+``perplexity`` is the exponential of the mean loss of a token::
 
     python -m ctl.train --model_dir=/tmp/gpt --step=ctl.recipes.gpt:LanguageModel \\
         --dataset=ctl.recipes.gpt:datasets --model=ctl.recipes.gpt:make_model --train_steps=2000

@@ -9,9 +9,9 @@ and a replica that has fewer examples than others takes a smaller step. The defa
         --local_steps=8 --replicas=2 --train_steps=1600 --evaluate_every=160
 
 Between two means no gradients and no weights cross replicas, only what ctl sums beside gradients:
-whether they are finite, statistics of BatchNorm, and the number of examples if it varies. What is
-evaluated or exported then are weights of single replicas, which a warning says: let
-``--evaluate_every`` and the steps of the training be multiples of ``--local_steps``.
+whether they are finite, statistics of BatchNorm, and the number of examples if it varies. Weights
+that are evaluated or exported then are not averaged, and a warning says so: make
+``--evaluate_every`` and ``--train_steps`` multiples of ``--local_steps``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class LocalSGD(ctl.TrainStep):
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
         if not isinstance(self.optimizer, keras.Optimizer) or self.ema_decay is not None:
-            raise UsageError(f"{type(self).__name__} takes one optimizer, and no ema_decay")
+            raise UsageError(f"{type(self).__name__} supports one optimizer only, and no ema_decay")
         self.local_steps = self.local_steps or self.default_steps
         self.outer: list[list[tf.Variable]] = []  # for `join`, one of each list for each weight
 
@@ -52,8 +52,8 @@ class LocalSGD(ctl.TrainStep):
         def warn(step: int, results: Any) -> None:
             if step % self.local_steps and loop.strategy.num_replicas_in_sync > 1:
                 logging.warning(
-                    "step %d is no multiple of --local_steps=%d, so what is evaluated here, and "
-                    "exported if it is the last, are weights of single replicas",
+                    "step %d is not a multiple of --local_steps=%d, so the weights that are "
+                    "evaluated here, or exported at the end, are not averaged",
                     *(step, self.local_steps),
                 )
 

@@ -1,4 +1,4 @@
-"""Fine-tuning with low-rank updates: the weights of a trained model stay as they are, and each
+"""Fine-tuning with low-rank updates: the weights of a trained model are frozen, and each
 kernel W of a dense layer becomes W + (alpha / rank) A B, of which only A and B train.
 
 Hu et al. 2021, arXiv:2106.09685, section 4.1. B begins at zero, so the model begins as the trained
@@ -31,7 +31,7 @@ def make_model() -> keras.Model:
     """The model of ``--lora_base``, with low-rank updates.
 
     Raises:
-        UsageError: ``--lora_base`` is missing or no model, or has no dense layers.
+        UsageError: ``--lora_base`` is missing, is not a model, or has no dense layers.
     """
     values: Any = flags.FLAGS
     base, rank, alpha = (values[f"lora_{name}"].value for name in ("base", "rank", "alpha"))

@@ -114,7 +114,7 @@ def main() -> None:
     }
     for name, value in rising.items():
         if FLAGS[name].present:
-            raise UsageError(f"--{name} is part of the range test: leave it out")
+            raise UsageError(f"--{name} is set by the range test: leave it out")
         FLAGS[name].value = value
     console.log_to_terminal()
     console.load_tensorflow()

@@ -58,14 +58,14 @@ class MeanTeacher(ctl.TrainStep):
         return losses if weights is None else losses * tf.cast(weights, losses.dtype), outputs
 
     def update_metrics(self, batch: Any, outputs: Any) -> None:
-        """Of the labelled examples."""
+        """Updates the metrics with the labelled examples."""
         features, labels, weights = local_batch.unpack(batch)
         labelled = tf.cast(labels >= 0, tf.float32)
         weights = labelled if weights is None else labelled * tf.cast(weights, tf.float32)
         super().update_metrics((features, tf.maximum(labels, 0), weights), outputs)
 
     def noisy(self, features: tf.Tensor, name: str) -> tf.Tensor:
-        """Adds noise, other for each ``name``, step, replica and micro-batch."""
+        """Adds noise that differs for each ``name``, step, replica and micro-batch."""
         noise = tf.random.stateless_normal(
             tf.shape(features), self.seed(name), dtype=features.dtype
         )
@@ -83,7 +83,7 @@ class MeanTeacher(ctl.TrainStep):
         outputs, _ = self.model.stateless_call(weights, others, features, training=True)
         if len(self.model.losses) != penalties:
             raise UsageError(
-                "MeanTeacher calls the model twice, and Keras forgets what layers have added to "
-                "the loss (add_loss, activity_regularizer): leave it out, or add it in loss()"
+                "MeanTeacher calls the model twice, which drops the losses of layers (add_loss, "
+                "activity_regularizer): remove them, or add them in loss()"
             )
         return outputs

@@ -10,8 +10,8 @@ depend on how examples are split over replicas. All experts are on all replicas:
     python -m ctl.train --model_dir=/tmp/moe --step=ctl.recipes.moe:Balanced \\
         --model=ctl.recipes.moe:make_model --experts=4 --balance_weight=0.01
 
-The log has ``balance``, about 1 when all experts get as many tokens and ``--experts`` when one gets
-all, and the fraction that each gets: ``load0_3`` is that of expert 3 in layer 0.
+The log has ``balance``, about 1 when all experts get equally many tokens and ``--experts`` when one
+gets all, and the fraction that each gets: ``load0_3`` is that of expert 3 in layer 0.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Balanced(ctl.TrainStep):
         super().__init__(*arguments, **options)
         switches = [layer for layer in self.model.layers if isinstance(layer, Switch)]
         if not switches:
-            raise UsageError("no layer is a Switch: give --model=ctl.recipes.moe:make_model")
+            raise UsageError("the model has no Switch: give --model=ctl.recipes.moe:make_model")
         outputs = [self.model.output, *(switch.output[1] for switch in switches)]
         self.routed = keras.Model(self.model.inputs, outputs)
 

@@ -71,7 +71,7 @@ def check_steps(results: dict[int, dict[str, float]], early_stop: str | None) ->
     steps = {seed: result["step"] for seed, result in results.items()}
     if len(set(steps.values())) > 1 and not early_stop:
         ends = ", ".join(f"seed {seed} at {step}" for seed, step in steps.items())
-        raise UsageError(f"the runs have ended at different steps: {ends}; use another --model_dir")
+        raise UsageError(f"the runs ended at different steps: {ends}; use another --model_dir")
 
 
 def table(results: dict[int, dict[str, float]]) -> list[str]:
@@ -95,7 +95,7 @@ def table(results: dict[int, dict[str, float]]) -> list[str]:
     rows.append(row("least", np.min(columns, axis=1)))
     rows.append(row("most", np.max(columns, axis=1)))
     if missing:
-        rows.append(f"not of all seeds: {', '.join(missing)}")
+        rows.append(f"missing for some seeds: {', '.join(missing)}")
     return [f"{'seed':<10}" + "".join(f"{name:>14}" for name in names), *rows]
 
 

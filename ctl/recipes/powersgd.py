@@ -48,7 +48,7 @@ class PowerSGD(ctl.TrainStep):
     @tf.autograph.experimental.do_not_convert
     def sum_gradients(self, gradients: list[tf.Tensor]) -> list[tf.Tensor]:
         if [tuple(g.shape) for g in gradients] != self.shapes:
-            raise UsageError("PowerSGD needs a gradient of all variables of the model, no others")
+            raise UsageError("PowerSGD needs gradients of exactly the variables of the model")
         whole, sums = {}, list(gradients)
         for i, left in self.left.items():
             whole[i] = tf.reshape(tf.cast(gradients[i], tf.float32), left.shape) + left.read_value()

@@ -47,7 +47,7 @@ class ZeRO1(ctl.TrainStep):
         weights, refused = self.model.trainable_variables, (list, tuple, *_NORMED)
         one = not isinstance(self.optimizer, refused) and not self.optimizer.built
         if not one or len({v.dtype for v in weights}) != 1:
-            raise UsageError("ZeRO1 needs one new optimizer, neither Lamb nor Adafactor; one dtype")
+            raise UsageError("ZeRO1 needs one new optimizer, not Lamb or Adafactor, and one dtype")
         if replicas.has_one_copy(tf.distribute.get_strategy()):
             raise UsageError("ZeRO1 needs a copy of the weights on each replica: use mirrored")
         parts = tf.distribute.get_strategy().num_replicas_in_sync
@@ -68,7 +68,7 @@ class ZeRO1(ctl.TrainStep):
     def apply(self, gradients: list[tf.Tensor | None], finite: tf.Tensor | None = None) -> None:
         """Updates the part of this replica, and gathers those of the others."""
         if any(g is None for g in gradients):
-            raise UsageError("ZeRO1 needs a gradient of all variables of the model")
+            raise UsageError("ZeRO1 needs a gradient of each variable of the model")
         context, part = tf.distribute.get_replica_context(), replicas.own_copy(self.part())
         weights = [v.read_value() for v in self.trainable_variables]
         rate = self.updater.learning_rates()[0]

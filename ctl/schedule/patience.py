@@ -1,4 +1,4 @@
-"""How long a metric has not improved: what early stopping and a plateau schedule remember."""
+"""How long a metric has not improved: the memory of early stopping and of a plateau schedule."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class Patience:
 
     Args:
         metric: its name in the results of an evaluation.
-        patience: so many evaluations in a row without an improvement end the patience.
-        mode: "min" or "max", what is best; by default "min" for a "loss", "max" for an "accuracy".
-        min_delta: an improvement is larger than this.
+        patience: number of evaluations in a row without an improvement that end the patience.
+        mode: "min" or "max", the best value; by default "min" for a loss, "max" for an accuracy.
+        min_delta: an improvement must be larger than this.
         cooldown: evaluations that do not count after the patience has ended.
 
     Raises:
-        UsageError: an argument is out of range, or ``mode`` is left out of another metric.
+        UsageError: an argument is out of range, or ``mode`` is missing for another metric.
     """
 
     def __init__(

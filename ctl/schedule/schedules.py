@@ -62,7 +62,9 @@ class Schedule(AutographMethods, keras.optimizers.schedules.LearningRateSchedule
 
     def __post_init__(self) -> None:
         if self.warmup_steps < 0 or self.warmup_steps != int(self.warmup_steps):
-            raise UsageError(f"warm-up must be a number of steps >= 0, got {self.warmup_steps}")
+            raise UsageError(
+                f"warm-up must be a whole number of steps >= 0, got {self.warmup_steps}"
+            )
         for field in dataclasses.fields(self):
             if check := field.metadata.get("check"):
                 name = field.metadata.get("name", field.name.replace("_", " "))
@@ -195,7 +197,7 @@ class Polynomial(_ToEnd):
 @_serializable
 @dataclasses.dataclass(frozen=True)
 class Exponential(Schedule):
-    """rate * decay_rate ** (t / decay_steps), t steps after the warm-up, continuous, without end.
+    """rate * decay_rate ** (t / decay_steps), t steps after the warm-up; continuous, it never ends.
 
     A ``decay_rate`` above 1 makes the rate grow, as in a learning rate range test (Smith, "Cyclical
     Learning Rates for Training Neural Networks", 2015, section 3.3).
@@ -231,7 +233,7 @@ class Plateau(Schedule):
     """rate * factor ** k, at least ``end_learning_rate``, after k times in which a metric has not
     improved for ``patience`` evaluations.
 
-    As `keras.callbacks.ReduceLROnPlateau`, of which these arguments have the defaults. `ctl.Loop`
+    Like `keras.callbacks.ReduceLROnPlateau`, with the same defaults. `ctl.Loop`
     calls `evaluated` after each evaluation, and saves the memory in its checkpoints. ``metric``,
     ``mode``, ``min_delta`` and ``cooldown`` (in evaluations): see `ctl.schedule.patience.Patience`.
     """
@@ -329,7 +331,9 @@ def make_schedule(
         if scaling == "none":
             return rate
         if global_batch_size is None:
-            raise UsageError("the scaling of the learning rate needs the global batch size")
+            raise UsageError(
+                "scaling the learning rate needs the global batch size: give global_batch_size"
+            )
         return scale_learning_rate(
             rate, global_batch_size, base_batch_size or defaults.BASE_BATCH_SIZE, scaling
         )
@@ -371,7 +375,9 @@ def make_schedule(
         )
     assert name in OF_A_LENGTH, f"{name} is in SCHEDULES, and has no branch here"
     if total_steps is None:
-        raise UsageError(f"the {name} schedule needs the number of steps of the training")
+        raise UsageError(
+            f"the {name} schedule needs the number of training steps: give total_steps"
+        )
     end = scaled(defaults.END_LEARNING_RATE if end_learning_rate is None else end_learning_rate)
     if name == "cosine":
         return Cosine(rate, total_steps, end_learning_rate=end, warmup_steps=warmup)

@@ -62,7 +62,7 @@ def test_every_process_runs_as_many_iterations_as_fit():
 
 
 def test_a_wrong_sum_ends_the_run():
-    with pytest.raises(CtlError, match="ring: 2 elements of 8 bytes were summed wrongly"):
+    with pytest.raises(CtlError, match="ring: wrong sums of 2 elements in tensors of 8 bytes"):
         job(Canned(0.0, 1.0), Canned(0.0, 1.0, wrong=1)).measure(8)
 
 

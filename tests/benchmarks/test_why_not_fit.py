@@ -40,7 +40,7 @@ def row(keras: bool, ctl: bool) -> dict:
     "keras, ctl, exit_code, says, is_silent_about",
     [
         (True, True, 0, "yes", ["NO", "WRONG"]),
-        (False, True, 0, "NO LONGER TRUE, to be taken out of README.md: uneven", ["WRONG"]),
+        (False, True, 0, "NO LONGER TRUE, remove from README.md: uneven", ["WRONG"]),
         (True, False, 1, "WRONG: the weight is 1", ["NO"]),
     ],
 )

@@ -122,10 +122,10 @@ def test_what_cannot_be_is_refused(mirrored):
     step = make(mirrored(1)).step
     with pytest.raises(UsageError, match="on_resize='mean' is not one of refuse, sum, zero"):
         step.variable("mine", [], per_replica=True, on_resize="mean")
-    with pytest.raises(UsageError, match="make the variables of a step before its loop"):
+    with pytest.raises(UsageError, match="create the variables of a step before its loop"):
         step.variable("mine", [], per_replica=True)
     strategy = tf.distribute.experimental.CentralStorageStrategy(["/cpu:0", "/cpu:1"], "/cpu:0")
-    with pytest.raises(UsageError, match="left0 cannot have a value on each replica"):
+    with pytest.raises(UsageError, match="left0 cannot differ between replicas"):
         make(strategy)
 
 

@@ -124,7 +124,7 @@ def test_only_classifications(mirrored):
     data = InMemory((features, np.ones(COUNT, "f")), global_batch_size=9, training=False)
     loss = keras.losses.MeanSquaredError(reduction=None)
     step = EvalStep(model(), lambda labels, outputs: loss(labels[:, None], outputs))
-    with pytest.raises(UsageError, match="a report is of a classification"):
+    with pytest.raises(UsageError, match="--report needs a classifier"):
         mistakes.collect(step, data, mirrored(1))
 
 
@@ -132,4 +132,4 @@ def test_only_classifications(mirrored):
 def test_wrong_flags(zygote_without_tensorflow, tmp_path, flag):
     arguments = [f"--model_dir={tmp_path}", f"--report={tmp_path}", flag]
     command = zygote_without_tensorflow.run("ctl.evaluate", *arguments, exit_code=2)
-    assert command.stderr.startswith("--report is of ") and command.stderr.count("\n") == 1
+    assert command.stderr.startswith("--report ") and command.stderr.count("\n") == 1

@@ -149,7 +149,7 @@ def test_sums_that_marks_do_not_show_are_neither_said_to_take_no_time_nor_ablate
 def test_an_observer_of_the_user_is_not_replaced(mirrored):
     loop = inspectable(mirrored(1))
     loop.step.observer = type("Mine", (Observer,), {})()
-    with pytest.raises(UsageError, match="an observer of its own, which an inspection would"):
+    with pytest.raises(UsageError, match="an inspection would replace step.observer: set it to"):
         Inspection(loop)
 
 

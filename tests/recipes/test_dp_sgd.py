@@ -148,14 +148,16 @@ def test_what_it_refuses(mirrored, monkeypatch):
         parts = [keras.layers.BatchNormalization(), keras.layers.Dense(CLASSES)]
         return keras.Sequential([keras.Input([FEATURES]), *parts])
 
-    with pytest.raises(UsageError, match="^DPSGD takes no BatchNormalization"):
+    with pytest.raises(UsageError, match="^DPSGD supports no BatchNormalization"):
         make(model=normalized)
-    with pytest.raises(UsageError, match="^DPSGD takes .* on_nan=skip"):
+    with pytest.raises(UsageError, match="^DPSGD supports .* on_nan=skip"):
         make(on_nan="skip")
-    with pytest.raises(UsageError, match="^DPSGD needs epochs of full .* not 20 examples by 16"):
+    with pytest.raises(
+        UsageError, match="^DPSGD needs batches of one size: .*=16 does not divide 20"
+    ):
         make(data=InMemory(examples(20), global_batch_size=BATCH))
     parts = [(InMemory(examples(n * BATCH), global_batch_size=BATCH), 0.5) for n in (1, 3)]
-    with pytest.raises(UsageError, match="^DPSGD needs each example once in an epoch: a mixture"):
+    with pytest.raises(UsageError, match="^DPSGD needs each example once per epoch, but a mixture"):
         make(data=mix(parts))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UsageError, match="^DPSGD needs dp-accounting: pip install"):

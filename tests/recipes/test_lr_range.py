@@ -58,4 +58,4 @@ def test_the_command(zygote, tmp_path):
     wrong = zygote.run("ctl.recipes.lr_range", "--lowest=2", "--highest=1", exit_code=2)
     assert "--lowest=2 must be below --highest=1" in wrong.stderr
     wrong = zygote.run("ctl.recipes.lr_range", "--schedule=cosine", exit_code=2)
-    assert "--schedule is part of the range test: leave it out" in wrong.stderr
+    assert "--schedule is set by the range test: leave it out" in wrong.stderr

@@ -124,5 +124,5 @@ def test_what_layers_add_to_the_loss_is_refused():
         added = keras.layers.Dense(CLASSES, activity_regularizer="l2")
         return keras.Sequential([keras.Input([FEATURES]), added])
 
-    with pytest.raises(UsageError, match="^MeanTeacher calls the model twice, and Keras forgets"):
+    with pytest.raises(UsageError, match="^MeanTeacher calls the model twice, which drops"):
         make_loop(step_class=MeanTeacher, model=model, ema_decay=0.5).train(1)

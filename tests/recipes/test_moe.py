@@ -147,5 +147,5 @@ def test_the_model_of_the_command_is_saved_and_loaded(tmp_path):
 
 
 def test_a_model_without_experts_is_refused():
-    with pytest.raises(UsageError, match=r"^no layer is a Switch: give --model=.*make_model$"):
+    with pytest.raises(UsageError, match=r"^the model has no Switch: give --model=.*make_model$"):
         make_loop(step_class=Balanced)

@@ -41,7 +41,7 @@ def test_runs_that_differ_in_length_or_results():
     for order in ([0, 1], [1, 0]):  # the place of NaN decides nothing
         lines = table({seed: results[seed] for seed in order})
         assert sorted(lines[0].split()) == ["loss", "seed", "step"]
-        assert lines[-1] == "not of all seeds: f1"
+        assert lines[-1] == "missing for some seeds: f1"
         assert "nan" in lines[-2] and "nan" in lines[-3] and "9" in lines[-2] and "8" in lines[-3]
 
 

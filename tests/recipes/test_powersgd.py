@@ -91,5 +91,5 @@ def test_how_many_bytes_move(ring2):
 def test_a_gradient_that_is_missing(mirrored):
     loop = make(mirrored(1))
     loop.train_only([loop.step.model.layers[-1]])
-    with pytest.raises(UsageError, match="^PowerSGD needs a gradient of all variables"):
+    with pytest.raises(UsageError, match="^PowerSGD needs gradients of exactly the variables"):
         loop.train(1)

@@ -157,9 +157,9 @@ def test_a_skipped_update_changes_no_bit(mirrored):
 
 def test_what_it_refuses(mirrored):
     for refused in (keras.optimizers.Lamb, keras.optimizers.Adafactor):
-        with pytest.raises(UsageError, match="^ZeRO1 needs one new optimizer, neither Lamb nor"):
+        with pytest.raises(UsageError, match="^ZeRO1 needs one new optimizer, not Lamb or"):
             make_loop(optimizer=refused, step_class=ZeRO1)
     loop = make(mirrored(1))
     loop.train_only([loop.step.model.layers[-1]])
-    with pytest.raises(UsageError, match="^ZeRO1 needs a gradient of all variables"):
+    with pytest.raises(UsageError, match="^ZeRO1 needs a gradient of each variable"):
         loop.train(1)

@@ -276,7 +276,10 @@ def test_make_every_schedule():
     [
         (lambda: Constant(-1e-3), "learning rate must be a number of at least 0, got -0.001"),
         (lambda: Constant(math.inf), "learning rate .* got inf"),
-        (lambda: Constant(0.1, warmup_steps=-1), "warm-up must be a number of steps >= 0, got -1"),
+        (
+            lambda: Constant(0.1, warmup_steps=-1),
+            "warm-up must be a whole number of steps >= 0, got -1",
+        ),
         (lambda: Constant(0.1, warmup_steps=0.5), "warm-up must be .* got 0.5"),
         (lambda: Cosine(0.1, 10, warmup_steps=10), "warm-up of 10 .* shorter .* 10 steps"),
         (lambda: Cosine(0.1, 0), "number of steps must be above 0, got 0"),
@@ -293,7 +296,7 @@ def test_make_every_schedule():
         (lambda: Plateau(0.1, factor=1.0), "factor must be between 0 and 1, got 1.0"),
         (lambda: Plateau(0.1, end_learning_rate=1.0), "end learning rate 1 is above .*, 0.1"),
         (lambda: make_schedule("cosin"), "unknown schedule 'cosin': did you mean 'cosine'"),
-        (lambda: make_schedule("cosine"), "cosine schedule needs the number of steps"),
+        (lambda: make_schedule("cosine"), "cosine schedule needs the number of training steps"),
         (lambda: make_schedule("piecewise"), "needs rates, e.g. --rates"),
         (lambda: make_schedule("exponential"), "1ep counts epochs, and the length of an epoch"),
         (lambda: make_schedule("constant", values=[1.0]), "--rates is for --schedule=piecewise"),

@@ -141,7 +141,7 @@ def resolve(
     if workers:
         if worker_index is None:
             raise UsageError(
-                "--workers needs --worker_index: the place of this process in it, from 0"
+                "--workers needs --worker_index: the position of this process in it, from 0"
             )
         return _checked(workers, worker_index, "--workers")
     if worker_index is not None:

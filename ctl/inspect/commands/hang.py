@@ -44,7 +44,7 @@ def load(directory: Path) -> tuple[list[Record], list[str]]:
     for path, record in records:
         if newest - record.time > max(SAME_HANG_SECONDS, 2 * longest):
             notes.append(
-                f"{path.name} is not used: {newest - record.time:.0f} s older than the last"
+                f"{path.name} is not used: it is {newest - record.time:.0f} s older than the last"
             )
         else:
             used.append(record)
@@ -83,5 +83,5 @@ def main(arguments: Sequence[str]) -> None:
         UsageError: not one directory, or it has no readable record.
     """
     if len(arguments) != 1:
-        raise UsageError(f"hang takes one directory, not {len(arguments)}: see --help")
+        raise UsageError("name one directory: python -m ctl.inspect hang /tmp/run")
     print(report(Path(arguments[0])))

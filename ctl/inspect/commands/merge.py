@@ -92,14 +92,14 @@ def show(
     if measured and (measured.strategy, measured.replicas) != (strategy, len(timeline.rows)):
         raise UsageError(
             f"{bandwidth} was measured with {measured.replicas} replicas under "
-            f"{measured.strategy}, and these are {len(timeline.rows)} under {strategy}: "
+            f"{measured.strategy}, but this run has {len(timeline.rows)} under {strategy}: run "
             f"{measure_command(timeline)}"
         )
     plan = note = None
     try:
         plan = None if timeline.plan is None else from_json(timeline.plan)
     except UsageError as error:
-        note = f"what the step moves cannot be shown: {error}"
+        note = f"cannot show what the step moves: {error}"
     lines = (*verdict(timeline, measured), *more)
     print_report(timeline, lines, plan=plan, measured=measured)
     if note:
@@ -107,7 +107,10 @@ def show(
     command = measure_command(timeline)
     said = measured is not None or any(command in line for line in lines)
     if timeline.packs and len(timeline.rows) > 1 and not said:
-        print(f"For busbw as a share of what this machine can do: {command}, then --bandwidth.")
+        print(
+            f"For busbw as a share of what this machine can do: {command}, then "
+            "--bandwidth=link.json."
+        )
     if directory is None:
         return
     page = make_page(timeline, lines, plan=plan, measured=measured)

@@ -30,7 +30,7 @@ from ctl.inspect.predict.model import (
     predict_method,
     table_of_methods,
 )
-from ctl.phases.plan.plan import GATHERS, from_json
+from ctl.phases.plan.plan import GATHERS, Plan, from_json
 
 FLAGS = flags.FLAGS
 flags.disclaim_key_flags()
@@ -220,7 +220,15 @@ def parse_method(text: str) -> Method:
             f"--methods={text}: give PLAN@TIME ({', '.join(_SECONDS)}) or PLAN@TIME/STEPS, e.g. "
             "diloco.json@3.9ms/50"
         ) from None
-    return Method(Path(path).stem, from_json(link.read_json(path)), seconds, steps)
+    return Method(Path(path).stem, _read_plan(path), seconds, steps)
+
+
+def _read_plan(path: str) -> Plan:
+    content = link.read_json(path)
+    try:
+        return from_json(content)
+    except UsageError as error:
+        raise UsageError(f"{path}: {error}") from error
 
 
 def packs_of_plan(path: str) -> tuple[Pack, ...]:
@@ -231,11 +239,11 @@ def packs_of_plan(path: str) -> tuple[Pack, ...]:
             gradients are gathered, not summed.
     """
     packs = []
-    for collective in from_json(link.read_json(path)).collectives:
+    for collective in _read_plan(path).collectives:
         if collective.bytes is None:
-            raise UsageError(f"{path}: the size of {collective.name} is not known; give --packs")
+            raise UsageError(f"{path}: the size of {collective.name} is unknown: give --packs")
         if collective.kind in GATHERS:
-            raise UsageError(f"{path}: {collective.name} is a gather: give --methods={path}@TIME")
+            raise UsageError(f"{path}: {collective.name} is gathered: give --methods={path}@TIME")
         share = 1.0 if collective.full_share is None else collective.full_share
         packs.append(Pack(collective.bytes, share))
     return tuple(packs)
@@ -253,7 +261,7 @@ def read_network() -> Network:
     ):
         raise UsageError(f"--topology={FLAGS.topology}: choose flat, shared or hosts:N")
     if bool(FLAGS.outer) == bool(FLAGS.link):
-        raise UsageError("give one of --outer=LATENCY,BANDWIDTH and --link=FILE")
+        raise UsageError("give either --outer=LATENCY,BANDWIDTH or --link=FILE")
     shared = kind == "shared"
     if FLAGS.link:
         outer = cost.link_of(link.read(FLAGS.link), shared=shared)

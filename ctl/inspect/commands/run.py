@@ -126,4 +126,4 @@ def _time(loop: Loop) -> None:
     start = time.perf_counter()
     loop.train(FLAGS.warm_up + FLAGS.steps)
     seconds = (time.perf_counter() - start) / FLAGS.steps
-    print(f"The step takes {seconds * 1e3:.2f} ms; where, cannot be shown.")
+    print(f"The step takes {seconds * 1e3:.2f} ms; its phases cannot be shown.")

@@ -29,7 +29,7 @@ _WARM_UP = 2  # untimed blocks of each kind: the first one is traced
 
 @dataclasses.dataclass(frozen=True)
 class Ablation:
-    """The times of blocks with and without the all-reduce. Blocks i of both kinds ran in turn.
+    """The times of blocks with and without the all-reduce. Blocks i of both kinds ran in sequence.
 
     Attributes:
         whole: float64 [rounds], seconds per step with the all-reduce.
@@ -89,8 +89,8 @@ def ablate(loop: Loop, *, rounds: int = 8, steps: int = 20) -> Ablation:
                     loop.train(loop.global_step + steps)
                     if not (reduces or without.called):
                         raise UsageError(
-                            "the step sums gradients by itself, without step.observer.all_reduce, "
-                            "so its all-reduce cannot be left out: leave out --ablate"
+                            "the step sums gradients without step.observer.all_reduce, so its sum "
+                            "cannot be skipped: leave out --ablate"
                         )
                     if number >= _WARM_UP:
                         seconds[reduces].append((time.perf_counter() - start) / steps)

@@ -91,7 +91,7 @@ def explain(parts: dict[str, float], step: float) -> tuple[str, str]:
     bound = f"{slowest[0].upper()}{slowest[1:]} is the bound: try {_REMEDY[slowest]}."
     if sum(parts.values()) < step / 2:
         bound = "None of them is slow: they wait for cores that the step uses. Try more cores."
-    return f"Alone, the parts of the input take for a batch: {each}.", bound
+    return f"Timed alone, the parts of the input take for each batch: {each}.", bound
 
 
 def _again(dataset: tf.data.Dataset) -> tf.data.Dataset:

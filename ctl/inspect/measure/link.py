@@ -55,7 +55,7 @@ class AlphaBeta:
             UsageError: fewer than two points.
         """
         if len(points) < 2:
-            raise UsageError("a latency and a bandwidth need two sizes at least")
+            raise UsageError("a latency and a bandwidth need at least two sizes")
         # Minimises the sum of (alpha * u + v / beta - 1)^2 with u = 1/t and v = bytes/t.
         u = [1 / p.seconds for p in points]
         v = [p.bytes / p.seconds for p in points]
@@ -164,7 +164,7 @@ class Measured:
 
 
 def read_json(path: str | Path) -> Any:
-    """The value in a JSON file of the user's.
+    """The value in a JSON file that the user names.
 
     Raises:
         UsageError: the file cannot be read, or is not JSON.
@@ -186,7 +186,7 @@ def read(path: str | Path) -> Measured:
     content = read_json(path)
     try:
         if content["schema"] != SCHEMA:
-            raise ValueError(f"schema {content['schema']!r}, not {SCHEMA}")
+            raise ValueError(f"schema {content['schema']!r} instead of {SCHEMA}")
         if not 0 < len(content["points"]) <= _MOST_POINTS:
             raise ValueError(f"{len(content['points'])} points")
         points = [Point(int(p["bytes"]), float(p["seconds"])) for p in content["points"]]
@@ -200,14 +200,14 @@ def read(path: str | Path) -> Measured:
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         what = f"no {error}" if isinstance(error, KeyError) else error
         raise UsageError(
-            f"{path} is not from benchmarks/all_reduce.py --json ({what}); run that again"
+            f"{path} is not from benchmarks/all_reduce.py --json ({what}): run it again"
         ) from error
     return measured
 
 
 def _name(value: Any) -> str:
     if not isinstance(value, str) or not value.replace("_", "").isalnum() or len(value) > 40:
-        raise ValueError(f"{str(value)[:40]!r} is no name")
+        raise ValueError(f"{str(value)[:40]!r} is not a name")
     return value
 
 
@@ -216,6 +216,6 @@ def _check(measured: Measured) -> None:
         raise ValueError(f"{measured.replicas} replicas")
     sizes = [p.bytes for p in measured.points]
     if min(sizes) < 1 or len(set(sizes)) < len(sizes):
-        raise ValueError("sizes that repeat, or below 1 byte")
+        raise ValueError("repeated sizes, or sizes below 1 byte")
     if not all(0 < p.seconds < math.inf for p in measured.points):
         raise ValueError("seconds that are not positive")

@@ -50,7 +50,7 @@ def profiled(wanted: bool = True) -> Iterator[list[Any]]:
         try:
             tf.profiler.experimental.start(directory)
         except tf.errors.OpError as error:
-            logging.warning("no profile, so packing is in the transfer: %s", error.message)
+            logging.warning("no profile, so the transfer includes packing: %s", error.message)
             yield traces
             return
         try:
@@ -108,7 +108,9 @@ def with_collectives(window: Window, traces: Sequence[Any]) -> Window:
         found |= collectives(trace)
     if not found:
         if traces:
-            logging.info("no collectives in the profile: a pack's time is not split further")
+            logging.info(
+                "the profile has no collectives, so the time of a pack is not split further"
+            )
         return window
     names, columns = list(window.names), [window.stamps]
     for pack in range(len(window.packs)):

@@ -42,15 +42,15 @@ class Recording:
 
     def __init__(self, loop: Loop, steps: int):
         if steps < 1:
-            raise UsageError(f"a window of {steps} steps: it must have 1 or more")
+            raise UsageError(f"a window must have at least 1 step, not {steps}")
         self._loop = loop
         self.step = step = loop.step
         self.steps = steps
         self._ring = Ring(step, steps + 1)  # a step begins when the one before was applied
         if type(step.observer) not in (Observer, Marks):
             raise UsageError(
-                "the step has an observer of its own, which an inspection would replace: set "
-                "step.observer = ctl.phases.observer.NO_OBSERVER before"
+                "an inspection would replace step.observer: set it to "
+                "ctl.phases.observer.NO_OBSERVER first"
             )
         self._before = step.observer
         others = step.observer.stores if isinstance(step.observer, Marks) else ()

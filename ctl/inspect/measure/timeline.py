@@ -227,7 +227,7 @@ def _clock(window: Window, first: Window, steps: np.ndarray) -> Clock:
     low, high = low[~np.isnan(low)], high[~np.isnan(high)]
     if not len(low):
         raise UsageError(
-            "the windows have neither barriers nor packs: clocks of workers cannot be aligned"
+            "cannot align the clocks of the workers: the windows have neither barriers nor packs"
         )
     drift = DRIFT * max(window.clock_age, first.clock_age)
     return Clock(window.worker, float(low.max()) - drift, float(high.min()) + drift)

@@ -16,11 +16,11 @@ _AFTER = "what follows its backward pass"  # bounds a step whose communication i
 
 _REMEDY = {
     # It begins when the step before ends, so time between calls of the loop is in it.
-    "input": "a faster input there: its files, its disk; or see what that worker does between "
-    "calls of the loop: checkpoints, logs, callbacks",
-    "forward": "see what else runs on that machine, and whether its part of the batch is larger",
-    "backward": "see what else runs on that machine, and whether its part of the batch is larger",
-    "apply": "see what else runs on that machine",
+    "input": "Try a faster input there: its files, its disk; or see what that worker does between "
+    "calls of the loop: checkpoints, logs, callbacks.",
+    "forward": "See what else runs on that machine, and whether its part of the batch is larger.",
+    "backward": "See what else runs on that machine, and whether its part of the batch is larger.",
+    "apply": "See what else runs on that machine.",
 }
 
 
@@ -52,8 +52,8 @@ def verdict(timeline: Timeline, measured: Measured | None = None) -> tuple[str, 
     late = late_worker(timeline)
     if late is None:
         return _bound(timeline, step, measured)
-    why = f"{late.phase} takes {late.excess * _MS:.2f} ms longer than that of the others."
-    remedy = f"Try {_REMEDY[late.phase]}."
+    why = f"{late.phase} takes {late.excess * _MS:.2f} ms longer than on the others."
+    remedy = _REMEDY[late.phase]
     waited = f"{late.seconds * _MS:.2f} ms"
     if late.every == 1:
         first = f"The step takes {step * _MS:.2f} ms and waits for worker {late.worker}: {waited}"
@@ -104,10 +104,10 @@ def _bound(timeline: Timeline, step: float, measured: Measured | None) -> tuple[
             f"forward {parts['forward'] * _MS:.2f} ms, backward {parts['backward'] * _MS:.2f} ms"
         )
         if np.isnan(timeline.phases["forward"]).all():
-            split = "forward and backward are one here"
+            split = "forward and backward cannot be told apart here"
         if np.isnan(timeline.marks["backward"]).all():
-            why = f"XLA compiled all of the step as one; {exposed}."
-            return first, why, "Try a larger batch; --jit_compile=off shows the phases apart."
+            why = f"XLA compiled the whole step as one program; {exposed}."
+            return first, why, "Try a larger batch; --jit_compile=off shows the phases separately."
         why = f"{split}; {exposed}."
         return first, why, "Try --jit_compile=auto, --precision=mixed_bfloat16 or a larger batch."
     if bound == "input":
@@ -126,14 +126,14 @@ def _communication(
     total = of_one_step(timeline.hidden + timeline.exposed)
     hidden = of_one_step(timeline.hidden) / max(total, 1e-9)
     if parts["wait"] > parts["transfer"] + parts["pack"]:
-        waiting = f"{parts['wait'] * _MS:.2f} ms are waiting for the last replica"
+        waiting = f"{parts['wait'] * _MS:.2f} ms are spent waiting for the last replica"
         if timeline.workers == 1:
             why = f"{waiting}: replicas on one CPU share its cores and compute in turn."
         else:
             why = f"{waiting}, and no phase of one worker explains it in most steps."
         return (
             why,
-            "Try fewer other jobs on the cores, or a larger batch: more work per all-reduce.",
+            "Run fewer other jobs on these cores, or try a larger batch: more work per all-reduce.",
         )
     slowest = max(timeline.packs, key=lambda pack: float(np.median(pack.seconds)))
     share = share_of_measured(slowest, measured)
@@ -144,7 +144,7 @@ def _communication(
     )
     size = timeline.bytes
     if measured and slowest.bytes and measured.seconds(slowest.bytes) < 2 * measured.seconds(1):
-        return why, "Its latency counts, not its bytes: try --accumulate_steps or fewer packs."
+        return why, "Its latency dominates, not its bytes: try --accumulate_steps or fewer packs."
     # Where the forward pass is not known, XLA or micro-batches give all gradients at once.
     gradual = not np.isnan(timeline.phases["forward"]).all()
     splits = timeline.workers > 1 and gradual and size >= WORTH_SPLITTING
@@ -154,5 +154,8 @@ def _communication(
             f"Try --bytes_per_pack={size // 4}: packs start before the backward pass ends.",
         )
     if measured is None:
-        return why, f"Compare with the machine: {measure_command(timeline)}, then --bandwidth."
+        return (
+            why,
+            f"Compare with the machine: {measure_command(timeline)}, then --bandwidth=link.json.",
+        )
     return why, "Try fewer bytes (--precision, a smaller model), or --accumulate_steps."

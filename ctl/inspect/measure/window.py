@@ -95,7 +95,7 @@ class Window:
         """The window that `to_json` wrote.
 
         Raises:
-            ValueError: ``value`` is no window; the message is one line.
+            ValueError: ``value`` is not a window; the message is one line.
         """
         if not isinstance(value, dict) or value.get("kind") != "window":
             raise ValueError("it is not a window of ctl.inspect")
@@ -107,12 +107,12 @@ class Window:
         if not isinstance(names, list) or not all(
             isinstance(name, str) and _NAME.fullmatch(name) for name in names
         ):
-            raise ValueError("its names are not those of marks")
+            raise ValueError("its names are not names of marks")
         if len(set(names)) < len(names) or not {"input", "backward", "apply"} <= set(names):
-            raise ValueError("its marks are not those of a step")
+            raise ValueError("its marks repeat, or lack input, backward or apply")
         steps = _array(value, "steps", 1)
         if (steps != np.round(steps)).any() or (np.diff(steps) <= 0).any():
-            raise ValueError("its steps do not ascend")
+            raise ValueError("its steps are not in ascending order")
         stamps = _array(value, "stamps", 3)
         shape = (len(steps), len(names))
         if (stamps.size or len(steps)) and (stamps.shape[0] < 1 or stamps.shape[1:] != shape):
@@ -165,8 +165,8 @@ def read_all(directory: Path) -> list[Window]:
     """Reads the windows of all workers in ``directory``, in order.
 
     Raises:
-        UsageError: there is none, or they are not of one run; or a file is damaged or no window,
-            then the message names it and the reason.
+        UsageError: there is none, they are not of one run, or a file is damaged or not a window;
+            the message names the file and the reason.
     """
     windows = []
     for path in sorted(directory.glob("worker-*.json")):
@@ -177,8 +177,8 @@ def read_all(directory: Path) -> list[Window]:
             raise UsageError(f"{path}: {error}") from error
     if not windows:
         raise UsageError(
-            f"{directory} has no worker-*.json: run `python -m ctl.inspect run --model_dir=...` "
-            "on every worker, and name the directory `inspect` in it"
+            f"{directory} has no worker-*.json: run `python -m ctl.inspect run --model_dir=DIR` "
+            "on every worker, then give DIR/inspect"
         )
     check_together(windows)
     return sorted(windows, key=lambda window: window.worker)
@@ -193,11 +193,13 @@ def check_together(windows: Sequence[Window]) -> None:
     workers = windows[0].workers
     have = sorted(window.worker for window in windows)
     if any(window.workers != workers for window in windows):
-        raise UsageError("these windows are of runs with different numbers of workers")
+        raise UsageError(
+            "these windows are from runs with different numbers of workers: delete the older files"
+        )
     if have != list(range(workers)):
         missing = sorted(set(range(workers)) - set(have))
         raise UsageError(
-            f"there are {workers} workers, but no window of {_list(missing)}"
+            f"the run had {workers} workers, but there is no window of {_list(missing)}"
             if missing
             else "a worker has more than one window"
         )
@@ -209,9 +211,9 @@ def check_together(windows: Sequence[Window]) -> None:
     }
     for what, differs in facts.items():
         if len(differs) > 1:
-            raise UsageError(f"these windows are of different runs: their {what} differ")
+            raise UsageError(f"these windows are from different runs: their {what} differ")
     if len({len(window.barriers) for window in windows}) > 1:
-        raise UsageError("these windows are of different runs: their barriers differ")
+        raise UsageError("these windows are from different runs: their barriers differ")
 
 
 def _list(workers: Sequence[int]) -> str:

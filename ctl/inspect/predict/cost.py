@@ -54,7 +54,9 @@ class Network:
 
     def __post_init__(self) -> None:
         if self.per_host > 1 and self.inner is None:
-            raise UsageError(f"{self.per_host} replicas on a host need an inner link: --inner")
+            raise UsageError(
+                f"{self.per_host} replicas on a host need a link between them: give --inner"
+            )
 
     def shape(self, replicas: int) -> tuple[int, int]:
         """The number of hosts, and the number of replicas on the fullest host."""

@@ -151,7 +151,10 @@ def measured_step(timeline: Timeline, contention: float = 1.0) -> Step:
 
     phases, marks = timeline.phases, timeline.marks
     if not timeline.packs or np.isnan(phases["forward"]).all():
-        raise UsageError("these windows hold no packs or no forward pass: measure them again")
+        raise UsageError(
+            "the windows have no packs or no forward pass: measure with several replicas, "
+            "--jit_compile=off and --accumulate_steps=1"
+        )
 
     def median(values: np.ndarray) -> float:
         return float(np.nanmedian(values))
@@ -219,9 +222,7 @@ def predict_method(method: Method, network: Network, replicas: int) -> MethodPre
         share = 1 / method.every if _CONDITIONAL.search(collective.name) else 1.0
         size = collective.bytes
         if size is None:
-            raise UsageError(
-                f"the plan of {method.name}: the size of {collective.name} is not known"
-            )
+            raise UsageError(f"the plan of {method.name}: the size of {collective.name} is unknown")
         if collective.kind in GATHERS:
             seconds += share * cost.gather(network, replicas, size)
             sent += share * (replicas - 1) * size

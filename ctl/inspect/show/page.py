@@ -50,21 +50,20 @@ _DEFINITIONS = (
     ("hidden, exposed", "communication while a replica still computed, and after that"),
     (
         "mean",
-        "of the medians of the replicas: so the verdict and the figures can be checked in the "
-        "table",
+        "of the medians of the replicas; the verdict and the figures use it, too",
     ),
     (
         "late",
-        "how much later than the median of the others a replica had the gradients of a pack ready; "
-        "of the pack for which this is longest, so a delay counts once",
+        "how much later than the median of the others a replica had its gradients ready; of all "
+        "packs, the largest value, so a delay counts once",
     ),
     ("late p95, late worst", "the 95th percentile of late over the steps, and its largest value"),
     (
         "can start",
-        "the share of the backward pass without which a pack cannot start, from the graph",
+        "the share of the backward pass that a pack needs before it can start, from the graph",
     ),
-    ("ready", "the share of the backward pass after which its gradients were there, measured"),
-    ("algbw", "bytes of a pack by its time, 1 GB = 1e9 bytes (nccl-tests)"),
+    ("ready", "the share of the backward pass after which its gradients were ready, as measured"),
+    ("algbw", "bytes of a pack divided by its time, 1 GB = 1e9 bytes (nccl-tests)"),
     ("busbw", "algbw · 2(n−1)/n with n replicas: comparable with the speed of a link"),
 )
 

@@ -57,7 +57,7 @@ def plan_of_step(
     if one_step:
         try:
             if len({device for c in plan.collectives for device in c.devices}) > 1:
-                raise UsageError("XLA cannot compile a step that is on several devices")
+                raise UsageError("XLA cannot compile a step that runs on several devices")
             plan = dataclasses.replace(plan, xla=xla.compile_step(one_step()))
         except UsageError as error:
             plan = dataclasses.replace(plan, notes=(*plan.notes, str(error)))

@@ -57,7 +57,7 @@ def differing(plans: Mapping[int, Plan]) -> tuple[Lint, ...]:
                     Lint(
                         "plans differ",
                         f"{name} is {ours or 'nothing'} on worker {first}, {other or 'nothing'} on "
-                        f"worker {worker}: sums of tensors that do not belong together, in silence",
+                        f"worker {worker}: unrelated tensors would be summed silently",
                         "start all workers with the same code and flags; reduce in an order that "
                         "does not depend on the worker",
                     ),
@@ -100,9 +100,8 @@ def _no_overlap(plan: Plan) -> Lint | None:
         return None
     return Lint(
         "no overlap",
-        f"{pack.name} has all {size_text(size)} and can start only when all of the backward pass "
-        "is done",
-        f"--bytes_per_pack={size // 4}: the first packs move while the backward pass goes on",
+        f"{pack.name} has all {size_text(size)}, so it starts only after the whole backward pass",
+        f"--bytes_per_pack={size // 4}: the first packs move during the backward pass",
     )
 
 
@@ -145,7 +144,7 @@ def _gathered(plan: Plan) -> Lint | None:
         return None
     return Lint(
         "sparse gradients gathered",
-        f"{_names(gathers)}: the rows of every replica are gathered, so what moves grows with the "
+        f"{_names(gathers)}: the rows of every replica are gathered, so the traffic grows with the "
         "replicas; rows that occur twice are not summed, which is wrong for most optimizers of "
         "Keras",
         "make the gradient dense before it is reduced: ctl.reduce.densify",
@@ -161,7 +160,7 @@ def _no_timeout(waiting: Sequence[Collective]) -> Lint | None:
         return None
     return Lint(
         "no timeout",
-        f"{_names(waiting)}: waits for ever for a replica that does not come",
+        f"{_names(waiting)}: waits forever if a replica is lost",
         "train with ctl.Loop, which starts ctl.distributed.watch.watchdog: --collective_timeout",
     )
 
@@ -172,8 +171,8 @@ def _threads(limited: Sequence[Collective]) -> Lint | None:
     seconds = max(c.timeout or 0.0 for c in limited)
     return Lint(
         "a thread for every all-reduce",
-        f"{_names(limited)}: TensorFlow's own time limit is a thread for each call, which sleeps "
-        f"for all of the {seconds:g} s; a process that has too many of them dies",
+        f"{_names(limited)}: TensorFlow's own time limit starts a thread for each call, which "
+        f"sleeps for all of the {seconds:g} s; a process with too many threads dies",
         "CommunicationOptions without timeout_seconds; the watchdog of ctl limits the time",
     )
 
@@ -186,6 +185,6 @@ def _merged(plan: Plan) -> Lint | None:
     return Lint(
         "XLA merged the packs",
         f"compiled as a whole, the step has {merged[0].payloads} all-reduces in one of "
-        f"{size_text(merged[0].bytes)}, which waits for all of the backward pass",
+        f"{size_text(merged[0].bytes)}, which waits for the whole backward pass",
         "leave the all-reduce out of what XLA compiles, as TrainStep(jit_compile=True) does",
     )

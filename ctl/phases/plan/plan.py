@@ -58,7 +58,7 @@ class Collective:
         bytes: the size of one replica's payload; None if unknown.
         group_size: the number of replicas that take part.
         group_key: TensorFlow's number of the group; None if it has none.
-        hint: ``ring``, ``nccl`` or ``auto``; empty if the operation is no collective.
+        hint: ``ring``, ``nccl`` or ``auto``; empty if the operation is not a collective.
         timeout: seconds; 0 means no limit; None if the operation has no such attribute.
         devices: those of this process, sorted.
         in_loop: True if it runs once a step, False if once for each call from Python.
@@ -157,7 +157,7 @@ class Plan:
         """SHA-256, in hexadecimal, of everything that all workers must agree on.
 
         It covers kind, type, shape, group and members of each communication, in order, but not its
-        name. Workers that differ in it silently sum tensors that do not belong together.
+        name. Workers that differ in it would silently sum unrelated tensors.
         """
         rows = [
             [c.kind, c.ops, c.dtype, c.shape, c.group_size, c.hint, c.in_loop]
@@ -190,14 +190,14 @@ def from_json(value: Any) -> Plan:
     """The plan that `Plan.to_json` wrote.
 
     Raises:
-        UsageError: ``value`` is no plan, has another schema, or does not match its fingerprint.
+        UsageError: ``value`` is not a plan, has another schema, or does not match its fingerprint.
     """
     if not isinstance(value, dict) or value.get("schema") != SCHEMA:
         raise UsageError(f"not a plan of this version of ctl (schema {SCHEMA})")
     known = {field.name for field in dataclasses.fields(Plan)}
     plan = _read(Plan, {key: item for key, item in value.items() if key in known}, "plan")
     if plan.fingerprint != value.get("fingerprint"):
-        raise UsageError("the plan does not match its fingerprint: it was changed")
+        raise UsageError("the plan was changed: it does not match its fingerprint")
     return plan
 
 
@@ -211,7 +211,7 @@ def _read(wanted: Any, value: Any, where: str) -> Any:
     if isinstance(wanted, type) and dataclasses.is_dataclass(wanted):
         hints = typing.get_type_hints(wanted)
         if not isinstance(value, dict) or set(value) != set(hints):
-            raise UsageError(f"{where} has not the fields of a {wanted.__name__}")
+            raise UsageError(f"{where} does not have the fields of a {wanted.__name__}")
         return wanted(
             **{key: _read(hints[key], item, f"{where}.{key}") for key, item in value.items()}
         )

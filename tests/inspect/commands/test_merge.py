@@ -26,7 +26,7 @@ def test_the_page_and_the_trace_are_written_and_named(tmp_path, capsys):
     verdict = "waits for worker 1"
     assert verdict in page and verdict in text and "busbw GB/s" in text
     assert json.loads((tmp_path / "inspect/trace.json").read_text())["traceEvents"]
-    assert "What the step moves" not in page and "cannot be shown" not in text
+    assert "What the step moves" not in page and "cannot show" not in text
 
 
 def test_a_plan_that_cannot_be_read_costs_the_plan_only(tmp_path, capsys):
@@ -36,7 +36,7 @@ def test_a_plan_that_cannot_be_read_costs_the_plan_only(tmp_path, capsys):
     assert "What the step moves" in (tmp_path / "report.html").read_text("utf-8")
     timeline = dataclasses.replace(timeline, plan={**plan, "replicas": 3.5})
     show(timeline, None, tmp_path)
-    assert "what the step moves cannot be shown: plan.replicas" in capsys.readouterr().out
+    assert "cannot show what the step moves: plan.replicas" in capsys.readouterr().out
     assert "What the step moves" not in (tmp_path / "report.html").read_text("utf-8")
 
 
@@ -70,7 +70,7 @@ def test_the_bandwidth_of_another_link_is_refused(strategy, replicas, tmp_path, 
     link, timeline = tmp_path / "link.json", simulated.timeline(2)
     about = {"schema": 1, "operation": "ring", "points": [{"bytes": 1024, "seconds": 1e-4}]}
     link.write_text(json.dumps({**about, "strategy": strategy, "replicas": replicas}))
-    match = f"with {replicas} replicas under {strategy}, and these are 2 under multi_worker"
+    match = f"with {replicas} replicas under {strategy}, but this run has 2 under multi_worker"
     with pytest.raises(UsageError, match=match):
         show(timeline, str(link), None)
     link.write_text(json.dumps({**about, "strategy": "multi_worker", "replicas": 2}))

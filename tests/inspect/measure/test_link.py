@@ -114,8 +114,8 @@ BROKEN = [
     ({"points": 7}, "has no len"),
     ({"replicas": 1}, "1 replicas"),
     ({"replicas": math.inf}, "infinity"),
-    ({"strategy": "<b>bold</b>"}, "is no name"),
-    ({"operation": None}, "is no name"),
+    ({"strategy": "<b>bold</b>"}, "is not a name"),
+    ({"operation": None}, "is not a name"),
 ]
 BROKEN = [(json.dumps(GOOD | change), says) for change, says in BROKEN]
 

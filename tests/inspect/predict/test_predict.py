@@ -251,11 +251,13 @@ def test_a_plan(run, tmp_path):
     expected = [{"bytes": 1000, "ready": 0.25}, {"bytes": 500, "ready": 1.0}]
     assert json.loads(run(*given, "--json").stdout)["step"]["packs"] == expected
     for pack, says in (
-        (collective("pack0", None, 1.0), "the size of pack0 is not known"),
-        (collective("all", 1000, None, kind="ConcatV2"), "all is a gather: give --methods="),
+        (collective("pack0", None, 1.0), "plan.json: the size of pack0 is unknown: give --packs"),
+        (collective("all", 1000, None, kind="ConcatV2"), "all is gathered: give --methods="),
     ):
         plan_file(tmp_path / "plan.json", pack)
         assert says in run(*given, exit_code=2).stderr
+    (tmp_path / "plan.json").write_text("{}")
+    assert "plan.json: not a plan of this version" in run(*given, exit_code=2).stderr
 
 
 def test_ways_to_communicate(run, tmp_path):
@@ -303,7 +305,7 @@ def test_a_measured_link(run, tmp_path):
     [
         (["--outer=5us,50GB/s", "--packs=1MiB"], "--forward_ms and --backward_ms"),
         ([*STEP, "--outer=5us,50GB/s"], "give --packs"),
-        ([*STEP, "--packs=1MiB"], "one of --outer"),
+        ([*STEP, "--packs=1MiB"], "either --outer"),
         ([*STEP, "--packs=4", "--outer=5us,1GB/s"], "--packs=4: give SIZE"),
         ([*STEP, "--packs=4MiB@2", "--outer=5us,1GB/s"], "--packs=4MiB@2"),
         ([*STEP, "--packs=4MiB", "--outer=5us"], "--outer=5us: give latency"),

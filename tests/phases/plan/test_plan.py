@@ -264,7 +264,7 @@ def test_json(mirrored):
         (("replicas",), "2", "plan.replicas is not of type int"),
         (("collectives",), {}, "plan.collectives is not a list"),
         (("collectives", 0, "bytes"), 1.5, "bytes is not of type int"),
-        (("collectives", 0, "members", 0), {}, "has not the fields of a Member"),
+        (("collectives", 0, "members", 0), {}, "does not have the fields of a Member"),
         (("collectives", 0, "dtype"), "float64", "does not match its fingerprint"),
     ]:
         broken = copy.deepcopy(value)
@@ -299,7 +299,7 @@ def test_xla_cannot_compile_several_devices(mirrored):
     loop = planned(mirrored(2))
     plan = loop.plan(xla=True)
     assert plan.xla is None
-    assert plan.notes == ("XLA cannot compile a step that is on several devices",)
+    assert plan.notes == ("XLA cannot compile a step that runs on several devices",)
 
 
 def test_without_a_way_to_define_functions(mirrored, monkeypatch):
