@@ -12,7 +12,7 @@ import tensorflow as tf
 from helpers import CLASSES, FEATURES, make_loop, mlp
 
 from ctl.control.evaluator import Evaluator
-from ctl.data import InMemory
+from ctl.data import InMemory, Streaming
 from ctl.errors import UsageError
 from ctl.flags import early, tracebacks
 from ctl.jobs import named
@@ -29,32 +29,43 @@ def ending(units: int, activation: str | None):
     )
 
 
-def loop_of(labels, *, streamed=False, model=mlp, **options):
+def loop_of(labels, *, kind=InMemory, model=mlp, **options):
     labels = np.asarray(labels)
     arrays = np.zeros([len(labels), FEATURES], np.float32), labels
-    if streamed:
-        data = tf.data.Dataset.from_tensor_slices(arrays).batch(2)
+    if kind is tf.data.Dataset:
+        data = kind.from_tensor_slices(arrays).batch(2)
     else:
-        data = InMemory(arrays, global_batch_size=2)
+        data = kind(arrays, global_batch_size=2)
     return make_loop(data=data, model=model, **options)
 
 
 GOOD, BINARY = [0, 4, 2, 1], {"loss_fn": losses.binary_cross_entropy}
+TF_DATA, STREAM = {"kind": tf.data.Dataset}, {"kind": Streaming}
 ONE_HOT = np.eye(CLASSES, dtype="float32")[GOOD]
 FLOATS = np.array([0.5, -1.25, 3.0, 7.0], "float32")
 
 REFUSED = {
     "numbers": (FLOATS, {}, "labels are numbers from -1.25 to 7, and cross_entropy takes .*0 to 4"),
-    "numbers of a stream": (FLOATS, {"streamed": True}, "labels in the first batch are numbers fr"),
+    "numbers of a stream": (FLOATS, TF_DATA, "labels in the first batch are numbers fr"),
     "floats that are no class": (np.array([0.0, 9.0]), {}, "label 9.0 of example 1 is no class"),
     "out of range": ([0, 7, -1, 1], {}, r"label 7 of example 1 .* 0 to 4 \(2 of 4 are .*are -1 to"),
     "from one": ([1, 5, 2, 3], {}, "label 5 of example 1 is no class: .*they are 1 to 5"),
     "one-hot": (ONE_HOT, {}, r"labels of shape \[n, 5\] are one-hot.*tf.argmax"),
-    "one-hot stream": (ONE_HOT, {"streamed": True}, r"labels of shape \[n, 5\] are one-hot"),
+    "one-hot stream": (ONE_HOT, TF_DATA, r"labels of shape \[n, 5\] are one-hot"),
     "a column": ([[0], [1]], {}, r"labels have shape \[n, 1\].* 0 to 4: give labels\[:, 0\]"),
-    "a column of a stream": ([[0], [1]], {"streamed": True}, r"shape \[n, 1\]"),
+    "a column of a stream": ([[0], [1]], TF_DATA, r"shape \[n, 1\]"),
     "several labels": ([[0, 1], [1, 2]], {}, r"shape \[n, 2\].*override loss\(\)"),
-    "text": (["cat", "dog"], {"streamed": True}, "labels are strings, .*number the classes"),
+    "text": (["cat", "dog"], TF_DATA, "labels are strings, .*number the classes"),
+    "numbers streamed": (FLOATS, STREAM, "labels in the first batch are numbers fr"),
+    "one-hot streamed": (ONE_HOT, STREAM, r"labels of shape \[n, 5\] are one-hot"),
+    "one-hot integers streamed": (ONE_HOT.astype(int), STREAM, "are one-hot"),
+    "a column streamed": ([[0], [1]], STREAM, r"shape \[n, 1\]"),
+    "text streamed": (["cat", "dog"], STREAM, "labels are strings"),
+    "binary classes streamed": (
+        [3, 3],
+        {"model": ending(1, None), **BINARY, **STREAM},
+        "labels in the first batch are 3 to 3",
+    ),
     "one output": ([0, 1], {"model": ending(1, None)}, "has 1 output, whose softmax is always 1"),
     "softmax": (GOOD, {"model": ending(5, "softmax")}, r"ends in a softmax \(layer last\).*logits"),
     "sigmoid": ([0, 1], {"model": ending(1, "sigmoid"), **BINARY}, "ends in a sigmoid .*last"),
@@ -77,9 +88,11 @@ def test_mistakes_in_python(name):
 def test_what_is_no_mistake():
     """Classes as floats; a loss of one's own; a softmax that is only evaluated; Keras's names."""
     loop_of(np.array(GOOD, "float32"))
-    loop_of(np.array(GOOD, "float32"), streamed=True)
+    loop_of(np.array(GOOD, "float32"), **TF_DATA)
+    loop_of(np.array(GOOD, "float32"), **STREAM)
     loop_of(FLOATS, model=ending(1, "sigmoid"), loss_fn=losses.mean_squared_error)
     loop_of([0.0, 0.5], model=ending(1, None), **BINARY)
+    loop_of([0.0, 0.5], model=ending(1, None), **BINARY, **STREAM)
     softmax, data = ending(CLASSES, "softmax")(), np.zeros([4, FEATURES], np.float32)
     data = InMemory((data, np.array(GOOD)), global_batch_size=2, training=False)
     Evaluator(EvalStep(softmax), data)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import hashlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -89,6 +90,104 @@ def content_hash(nest: Any, rows: Any = slice(None)) -> str:
         else:
             content.update(np.ascontiguousarray(array[rows]).reshape(-1).view(np.uint8).data)
     return content.hexdigest()
+
+
+def arrays_of(value: Any, place: str = "") -> Any:
+    """Arrays of the leaves of tuples and dicts. Lists are leaves, unlike in `tf.nest`.
+
+    Raises:
+        ValueError: a leaf is no array of numbers or strings. The message names its ``place``.
+    """
+    if isinstance(value, dict):
+        return {key: arrays_of(part, f"{place}[{key!r}]") for key, part in value.items()}
+    if isinstance(value, tuple):
+        return tuple(arrays_of(part, f"{place}[{number}]") for number, part in enumerate(value))
+    problem = ""
+    try:
+        array = as_array(value)
+        if array.dtype == object:
+            problem = _problem(array)
+        elif array.dtype.kind in "SU" and not isinstance(value, np.ndarray):
+            parts = np.asarray(value, object).flat
+            if not all(isinstance(part, str | bytes) for part in parts):
+                problem = "numbers beside strings"  # of which NumPy makes strings
+    except ValueError:
+        problem = "lists of different lengths"
+    if problem:
+        raise ValueError(f"{place or 'it'} has {problem}")
+    return array
+
+
+def as_array(leaf: Any) -> np.ndarray:
+    """The array of a number, a string of any length, an array or a list of these.
+
+    Raises:
+        ValueError: the parts of a list differ in length.
+    """
+    if isinstance(leaf, str | bytes):
+        array = np.empty((), object)
+        array[()] = leaf.encode() if isinstance(leaf, str) else leaf
+        return array
+    return leaf if isinstance(leaf, np.ndarray) else np.asarray(leaf)
+
+
+def common(examples: Sequence[Any]) -> Any:
+    """A nest of arrays of the form that most of ``examples`` have, in types that hold the numbers
+    of these examples. Integers and floats are one form."""
+    outlines = [
+        tuple((place, _kind(array), array.shape) for place, array in _leaves(example))
+        for example in examples
+    ]
+    ((most, _),) = collections.Counter(outlines).most_common(1)
+    chosen = [one for one, outline in zip(examples, outlines, strict=True) if outline == most]
+    columns = zip(*(tf.nest.flatten(one) for one in chosen), strict=True)
+    wide = [c[0].astype(np.result_type(*(array.dtype for array in c))) for c in columns]
+    return tf.nest.pack_sequence_as(chosen[0], wide)
+
+
+def fitted(example: Any, like: Any, *, cast: bool = False) -> Any:
+    """``example``, a nest of arrays, if it has the form of ``like``.
+
+    Args:
+        example: to look at.
+        like: another example.
+        cast: gives numbers the types of ``like`` where this changes no value.
+
+    Raises:
+        ValueError: it has another form. The message names the place.
+    """
+    own, wanted = dict(_leaves(example)), dict(_leaves(like))
+    for less, more, what in ((own, wanted, "is missing"), (wanted, own, "is in no other example")):
+        if lacking := sorted(more.keys() - less.keys()):
+            raise ValueError(f"{lacking[0] or 'a value'} {what}")
+    arrays = []
+    for place, array in own.items():
+        if (found := form(array)) != (needed := form(wanted[place])):
+            exact = _exact(array, wanted[place]) if cast else None
+            if exact is None:
+                value = f" ({array.item()!r:.40})" if array.size == 1 else ""
+                raise ValueError(f"{place or 'it'} is {found}{value}, but {needed} in others")
+            array = exact
+        arrays.append(array)
+    return tf.nest.pack_sequence_as(example, arrays)
+
+
+def _exact(array: np.ndarray, like: np.ndarray) -> np.ndarray | None:
+    """Numbers in the type of ``like``; None if a value or the shape would be another."""
+    if array.shape != like.shape or _kind(array) != "number" or _kind(like) != "number":
+        return None
+    with np.errstate(invalid="ignore", over="ignore"):
+        result = array.astype(like.dtype)
+        return result if np.array_equal(result.astype(array.dtype), array) else None
+
+
+def _leaves(nest: Any) -> Iterator[tuple[str, np.ndarray]]:
+    return zip(_places(nest), tf.nest.flatten(nest), strict=True)
+
+
+def _kind(array: np.ndarray) -> str:
+    kind = array.dtype.kind
+    return "number" if kind in "iuf" else "string" if kind in "OSU" else array.dtype.name
 
 
 def form(array: np.ndarray) -> str:

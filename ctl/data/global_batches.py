@@ -134,15 +134,15 @@ def comparable(dataset: Any) -> Callable[[], Mapping[str, Any]]:
 
 
 def read_again(dataset: Any, step: int) -> Any:
-    """The batch of ``step`` of a user's ``tf.data.Dataset``; None if it cannot be read within some
-    seconds, or for another kind of dataset."""
+    """The batch of ``step`` of a stream or a user's ``tf.data.Dataset``; None if it cannot be read
+    within some seconds, or for another kind of dataset."""
     found: list[Any] = []
 
     def read() -> None:
         with contextlib.suppress(Exception):  # of the user's code
-            found.append(next(iter(dataset.batches(step - 1))))
+            found.append(dataset.on_replica(next(iter(dataset.batches(step - 1))), ()))
 
-    if isinstance(dataset, GlobalBatches):
+    if isinstance(dataset, NotResident):
         thread = threading.Thread(target=read, name="read_again", daemon=True)
         thread.start()
         thread.join(_READ_AGAIN_SECONDS)

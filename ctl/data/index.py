@@ -93,7 +93,7 @@ def offsets(
             with readable(path):
                 for part in walk(path):
                     parts.append(part)
-                    bar.show((done + int(part[-1])) / max(1, total))
+                    bar.show((done + abs(int(part[-1]))) / max(1, total))
             done += size
             result.append(np.concatenate(parts))
     if time.monotonic() - started >= _KEEP_SECONDS:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -19,13 +20,16 @@ import tensorflow as tf
 
 from ctl.base.names import IMAGES
 from ctl.data import index
-from ctl.data.arrays import check, content_hash, form
+from ctl.data.arrays import arrays_of, as_array, check, common, content_hash, fitted, form
 from ctl.data.dataset import DatasetInfo
 from ctl.data.records import BadRecord, Records
 from ctl.errors import UsageError
 
 # Rows of an array that its hash reads.
 _HASHED_ROWS = 64
+
+# Lines that `JsonLines` reads for the types of their numbers.
+_SAMPLED = 128
 
 
 class Source(Protocol):
@@ -90,7 +94,7 @@ class Arrays:
     """A nest of arrays of equal length, in memory or `mapped`."""
 
     def __init__(self, arrays: Any, info: DatasetInfo | None = None):
-        self._arrays = _map(_as_array, arrays)
+        self._arrays = _map(as_array, arrays)
         self.info = info or DatasetInfo("arrays")
         check(self._arrays, self.info.name)
         shapes = [array.shape for array in tf.nest.flatten(self._arrays)]
@@ -125,6 +129,9 @@ class Items:
         decode: see `Source`.
     """
 
+    _casts = False
+    _like: Any = None  # an example of the form that all must have, and its forms
+
     def __init__(
         self,
         items: Any,
@@ -152,30 +159,45 @@ class Items:
         if hasattr(self._items, "__getitems__"):
             try:
                 items = self._items.__getitems__(numbers)
-                nests = [_map(_as_array, self._example(item)) for item in items]
+                nests = [arrays_of(self._example(item)) for item in items]
             except UsageError:
                 raise
             except Exception:  # of the user's code; which item it was, it does not say
                 pass
-        return self._stack(numbers, nests or [self._one(number) for number in numbers])
+        nests = nests or [self._one(number) for number in numbers]
+        if self._like is None:
+            like = self._form_of_most(nests[0])
+            self._like = like, _map(form, like)
+        rows = map(self._fitted, numbers, nests)
+        columns = [np.stack(column) for column in zip(*map(tf.nest.flatten, rows), strict=True)]
+        return tf.nest.pack_sequence_as(self._like[0], columns)
+
+    def _form_of_most(self, example: Any) -> Any:
+        """An example of the form that all must have; ``example`` is the one read first."""
+        return example
 
     def _one(self, number: int) -> Any:
         try:
-            return _map(_as_array, self._example(self._items[number]))
+            example = self._example(self._items[number])
+        except BadRecord:
+            raise
         except Exception as error:  # of the user's code
             raise BadRecord(number, f"{self.where(number)}: {error!r}"[:250]) from error
+        try:
+            return arrays_of(example)
+        except ValueError as error:
+            raise BadRecord(number, f"{self.where(number)}: {error}") from error
 
-    def _stack(self, numbers: Sequence[int], nests: Sequence[Any]) -> Any:
-        first = _map(form, nests[0])
-        for number, nest in zip(numbers, nests, strict=True):
-            if (forms := _map(form, nest)) != first:
-                raise UsageError(
-                    f"{self.where(number)} has {forms}, example {numbers[0]} has {first}: make "
-                    "all examples alike"
-                )
-        flat = [tf.nest.flatten(nest) for nest in nests]
-        columns = [np.stack(column) for column in zip(*flat, strict=True)]
-        return tf.nest.pack_sequence_as(nests[0], columns)
+    def _fitted(self, number: int, nest: Any) -> Any:
+        assert self._like
+        like, forms = self._like
+        if _map(form, nest) == forms:
+            return nest
+        try:
+            return fitted(nest, like, cast=self._casts)
+        except ValueError as error:
+            what = f"{self.where(number)}: {error}: make all examples alike"
+            raise BadRecord(number, what) from error
 
 
 def _map(function: Callable[[Any], Any], nest: Any) -> Any:
@@ -187,22 +209,21 @@ def _map(function: Callable[[Any], Any], nest: Any) -> Any:
     return function(nest)
 
 
-def _as_array(leaf: Any) -> np.ndarray:
-    if isinstance(leaf, str | bytes):  # of any length
-        array = np.empty((), object)
-        array[()] = leaf.encode() if isinstance(leaf, str) else leaf
-        return array
-    return leaf if isinstance(leaf, np.ndarray) else np.asarray(leaf)
-
-
 class JsonLines(Records, Items):
-    """The lines of files of JSON. Where each line begins is read once, see `ctl.data.index`.
+    """The lines of files of JSON in UTF-8. Where each line begins is read once, see
+    `ctl.data.index`. Blank lines are left out.
+
+    JSON has numbers of one kind: 10 beside 10.5 is a float. The type of each number is the one that
+    holds those of a sample, up to 128 lines of all files. A line with another number, such as 10.5
+    where the sample has integers, or of another form than most of the sample, is a bad record.
 
     Args:
         paths: of the files.
         example: makes a nest of numbers, arrays and strings of what a line says.
         name: of the data.
     """
+
+    _casts = True
 
     def __init__(
         self,
@@ -213,38 +234,69 @@ class JsonLines(Records, Items):
     ):
         Records.__init__(self, paths, name=name)
         Items.__init__(self, self, example, name=name)
-        self._offsets = index.offsets(self.paths, _lines, "lines")
+        self._offsets = index.offsets(self.paths, _lines, "json")
+        # The lines of each file that are not blank, where some are.
+        self._lines = [
+            None if (offsets >= 0).all() else np.flatnonzero(offsets[:-1] >= 0)
+            for offsets in self._offsets
+        ]
         self._file = index.opener(self.paths)
 
     def counts(self) -> np.ndarray:
-        """Lines in each file, int64 [files]."""
-        return np.array([len(offsets) - 1 for offsets in self._offsets])
+        """Lines in each file that are not blank, int64 [files]."""
+        pairs = zip(self._offsets, self._lines, strict=True)
+        return np.array([len(o) - 1 if lines is None else len(lines) for o, lines in pairs])
+
+    def _line(self, number: int) -> tuple[int, int]:
+        """The file of a record, and its line there, from 0."""
+        file, record = self.locate(number)
+        lines = self._lines[file]
+        return file, int(record if lines is None else lines[record])
 
     def __getitem__(self, number: int) -> Any:
-        file, line = self.locate(number)
+        file, line = self._line(number)
         begin, end = self._offsets[file][line : line + 2].tolist()
+        end = max(end, ~end)
         opened = self._file(file)  # while it has a name, no other thread closes it
-        return json.loads(os.pread(opened.fileno(), end - begin, begin))
+        text = os.pread(opened.fileno(), end - begin, begin)
+        try:
+            return json.loads(text.decode("utf-8-sig" if not begin else "utf-8"))
+        except UnicodeDecodeError as error:
+            what = f"it is not UTF-8: {error.reason} at byte {error.start}"
+        except json.JSONDecodeError as error:
+            what = f"it is not JSON: {error.msg} at character {error.pos}"
+        raise BadRecord(number, f"{self.where(number)}: {what}")
+
+    def _form_of_most(self, example: Any) -> Any:
+        examples = []
+        for number in np.unique(np.linspace(0, len(self) - 1, _SAMPLED).astype(np.int64)).tolist():
+            with contextlib.suppress(BadRecord):  # it is named when its turn comes
+                examples.append(self._one(number))
+        return common(examples or [example])
 
     def where(self, index: int) -> str:
         """See `Source`."""
-        file, line = self.locate(index)
+        file, line = self._line(index)
         return f"{self.paths[file].name}, line {line + 1}"
 
 
 def _lines(path: Path) -> Iterator[np.ndarray]:
-    """Yields where the lines of a file begin, and where it ends. The last may lack its newline."""
-    offset, last = 0, 0
-    yield np.zeros(1, np.int64)
+    """Yields where the lines of a file begin, of blank ones ``~`` that, and where it ends. The last
+    line may lack its newline."""
+    begin, rest = 0, b""
     with open(path, "rb") as file:
-        while data := file.read(1 << 22):
-            ends = np.flatnonzero(np.frombuffer(data, np.uint8) == ord("\n")) + 1 + offset
-            offset += len(data)
-            if len(ends):
-                last = int(ends[-1])
-                yield ends
-    if offset > last:
-        yield np.array([offset], np.int64)
+        while text := rest + (read := file.read(1 << 22)):
+            codes = np.frombuffer(text, np.uint8)
+            ends = np.flatnonzero(codes == ord("\n")) + 1 if read else np.array([len(text)])
+            edges = np.concatenate([[0], ends])
+            begins = begin + edges[:-1]
+            for line in np.flatnonzero(codes[edges[:-1]] <= ord(" ")).tolist():
+                if text[edges[line] : edges[line + 1]].isspace():
+                    begins[line] = ~begins[line]
+            if len(begins):
+                yield begins
+            begin, rest = begin + int(edges[-1]), text[edges[-1] :]
+    yield np.array([begin], np.int64)
 
 
 class ImageFolder:

@@ -286,12 +286,13 @@ class Streaming(NotResident):
 
     def _after(self, index: int) -> int:
         """The example after ``index`` that is not known to be bad."""
-        for step in range(1, min(_BAD_IN_A_ROW, self.num_examples)):
+        most = min(_BAD_IN_A_ROW, self.num_examples)
+        for step in range(1, most):
             if (found := (index + step) % self.num_examples) not in self._skipped:
                 return found
         raise UsageError(
-            f"{self.description}: {self.where(index)} and {_BAD_IN_A_ROW - 1} examples after it "
-            "are damaged: too many to skip; prepare the data again"
+            f"{self.description}: {self.where(index)} and {most - 1} examples after it are "
+            "damaged: too many to skip; prepare the data again"
         )
 
     def _note(self, index: int, what: str) -> None:

@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from ctl.data.augment import Augmented
 from ctl.data.global_batches import GlobalBatches, read_again
 from ctl.errors import UsageError
 from ctl.phases.losses import binary_cross_entropy, cross_entropy
@@ -105,22 +106,24 @@ def check_labels(loss: str, model: keras.Model, dataset: Any, step: int | None =
     Args:
         loss: `CROSS_ENTROPY` or `BINARY`.
         model: gives the number of classes, if it is functional or sequential.
-        dataset: all labels are checked if they are in memory. In a ``tf.data.Dataset``, the type
-            and shape are checked; values of the first batch only if they are floats and ``loss`` is
-            `CROSS_ENTROPY`.
+        dataset: all labels are checked if they are in memory. Of a `ctl.data.Streaming` and a
+            ``tf.data.Dataset``, the type and shape are checked, and the values of the first batch
+            unless they are classes as integers: the loss finds one that is out of range.
         step: the batch of this step is read again, and its values are checked; None for no batch.
     """
     shape: Any = getattr(model, "output_shape", None)
+    if isinstance(dataset, Augmented):  # which checks by itself what it mixes
+        dataset = dataset.dataset
     batch, where = getattr(dataset, "arrays", None), ""
     if type(shape) is not tuple or len(shape) != 2:
         return
     if batch is None and step is not None:
         batch, where = read_again(dataset, step), f" in the batch of step {step}"
-    elif batch is None and isinstance(dataset, GlobalBatches):
-        spec = dataset.batches(0).element_spec
+    elif batch is None:
+        spec = _batch_spec(dataset)
         if isinstance(spec, tuple | list) and len(spec) in (2, 3):
             _check_kind(loss, spec[1], shape[-1])
-            if _is_float(spec[1]) and loss == CROSS_ENTROPY:
+            if _is_float(spec[1]) or loss == BINARY:
                 batch, where = read_again(dataset, 1), " in the first batch"
     if not isinstance(batch, tuple | list) or len(batch) not in (2, 3):
         return
@@ -129,9 +132,19 @@ def check_labels(loss: str, model: keras.Model, dataset: Any, step: int | None =
     _check_kind(loss, batch[1], shape[-1])
     values = np.asarray(batch[1])
     if loss == BINARY:
-        _check_binary(values)
+        _check_binary(values, where)
     elif values.ndim == 1 and values.size and shape[-1]:
         _check_classes(values, shape[-1], where)
+
+
+def _batch_spec(dataset: Any) -> Any:
+    """A nest of `tf.TensorSpec` of a batch that is not in memory; None if it is not known."""
+    if hasattr(dataset, "example_spec"):
+        return tf.nest.map_structure(
+            lambda spec: tf.TensorSpec(tf.TensorShape([None]) + spec.shape, spec.dtype),
+            dataset.example_spec,
+        )
+    return dataset.batches(0).element_spec if isinstance(dataset, GlobalBatches) else None
 
 
 def _check_kind(loss: str, labels: Any, classes: int | None) -> None:
@@ -174,11 +187,14 @@ def _check_classes(labels: np.ndarray, classes: int, where: str) -> None:
         )
 
 
-def _check_binary(labels: np.ndarray) -> None:
-    if labels.dtype.kind in "iuf" and labels.size and not (labels.min() >= 0 <= labels.max() <= 1):
+def _check_binary(labels: np.ndarray, where: str) -> None:
+    if labels.dtype.kind not in "iuf" or not labels.size:
+        return
+    low, high = labels.min(), labels.max()
+    if not low >= 0 <= high <= 1:
         raise UsageError(
-            f"labels are {labels.min():g} to {labels.max():g}, and binary_cross_entropy takes 0 "
-            "and 1, or probabilities: use --loss=cross_entropy and one output for each class"
+            f"labels{where} are {low:g} to {high:g}, and binary_cross_entropy takes 0 and 1, or "
+            "probabilities: use --loss=cross_entropy and one output for each class"
         )
 
 

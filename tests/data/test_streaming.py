@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 import os
 import shutil
+from typing import Any
 
 import numpy as np
 import pytest
@@ -183,12 +185,8 @@ def streamed(items) -> None:
         (lambda s: find("mnist", "gs://bucket/a"), "^gs://bucket/a: mount it"),
         (lambda s: Streaming(np.array(5), global_batch_size=1), "not of the shapes"),
         (lambda s: Streaming([None], global_batch_size=1), "objects .NoneType.: make numbers"),
-        (lambda s: Streaming([[[1], [1, 2]]], global_batch_size=1), "example 0: ValueError"),
-        (
-            lambda s: Items([{"a": 1}, {"b": 1}]).read(np.arange(2)),
-            r"example 1 has {'b': 'int64\[\]'}, example 0 has {'a': 'int64\[\]'}",
-        ),
-        (lambda s: streamed([{"a": 1}, {"b": 1}]), "another structure than the first"),
+        (lambda s: Streaming([[[1], [1, 2]]], global_batch_size=1), "0: it has lists of different"),
+        (lambda s: streamed([{"a": 1}, {"b": 1}]), r"items, example 1: \['a'\] is missing"),
     ],
 )
 def test_what_cannot_be_streamed_is_refused_at_once(sources, make, says):
@@ -292,13 +290,75 @@ def test_items_that_fail_or_differ_are_named():
 
     for chosen, says in (
         (range(8), "items, example 7: OSError"),
-        ((1, 8), "example 8 has {.*float64.*: make all examples alike"),
+        ((1, 8), r"example 8: \['x'\] is float64\[3\], but float64\[2\] in others: make all"),
     ):
-        with pytest.raises((BadRecord, UsageError), match=says):
+        with pytest.raises(BadRecord, match=says):
             Items(list(range(9)), fails).read(np.array(list(chosen)))
     (short,) = [Streaming(Items(list(range(9)), fails), global_batch_size=9)]
     with pytest.raises(UsageError, match="example 7: OSError"), translate_data_errors(short):
         next(iter(short.batches()))
+
+
+def json_lines(path, text: str | bytes, **options) -> tuple[Streaming, Any]:
+    """A stream of the lines of ``text``, and what it reads of all."""
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    stream = Streaming(JsonLines([path]), global_batch_size=2, training=False, **options)
+    return stream, stream.read(np.arange(stream.num_examples))
+
+
+@pytest.mark.parametrize("numbers", [(10, 10.5, 3), (10.5, 3, 10), (3, 4, 2**53)])
+def test_numbers_of_json_have_the_type_of_all(tmp_path, numbers):
+    lines = "".join(json.dumps({"x": n, "y": [n, 1]}) + "\n" for n in numbers)
+    _, got = json_lines(tmp_path / "a", lines)
+    np.testing.assert_array_equal(got["x"], numbers)
+    assert got["x"].dtype == got["y"].dtype == np.array(numbers).dtype
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ('{"x": null, "y": [1]}', r"\['x'\] has Python objects .NoneType.: make numbers"),
+        ('{"x": "a", "y": [1]}', r"\['x'\] is string\[\] \(b'a'\), but int64\[\] in others"),
+        ('{"x": true, "y": [1]}', r"\['x'\] is bool\[\] \(True\), but int64"),
+        ('{"x": 1267650600228229401496703205376, "y": [1]}', r"\['x'\] has Python objects .int."),
+        ('{"x": 1, "y": [1, 2]}', r"\['y'\] is int64\[2\], but int64\[1\] in others"),
+        ('{"x": 1, "y": ["a"]}', r"\['y'\] is string\[1\] \('a'\), but int64\[1\]"),
+        ('{"x": 1, "y": [1, "a"]}', r"\['y'\] has numbers beside strings"),
+        ('{"x": 1, "y": [[1], [1, 2]]}', r"\['y'\] has lists of different lengths"),
+        ('{"x": 1}', r"\['y'\] is missing: make all examples alike"),
+        ('{"x": 1, "y": [1], "z": 1}', r"\['z'\] is in no other example"),
+        ("[1, 2]", r"\['x'\] is missing"),
+        ('{"x": 1, "y"', "it is not JSON: Expecting ':' delimiter at character 13"),
+        (b'{"x": "\xe9", "y": [1]}', "it is not UTF-8: invalid continuation byte at byte 7"),
+    ],
+)
+def test_a_line_of_another_form_is_named_or_skipped(tmp_path, monkeypatch, line, says):
+    """Also where it is not in the sample."""
+    line = line if isinstance(line, bytes) else line.encode()
+    good = b"".join(b'{"x": %d, "y": [1]}\n' % n for n in range(3))
+    _, got = json_lines(tmp_path / "a", line + b"\n" + good, on_bad_record="skip")
+    assert got["x"].tolist() == [0, 0, 1, 2]
+    for sampled in (128, 2):
+        monkeypatch.setattr(module, "_SAMPLED", sampled)
+        text = good + line + b"\n" + good
+        with pytest.raises(UsageError, match=f"damaged: a, line 4: {says}.*; prepare") as error:
+            json_lines(tmp_path / "a", text)
+        assert "\n" not in str(error.value) and "--on_bad_record=skip" in str(error.value)
+        stream, got = json_lines(tmp_path / "a", text, on_bad_record="skip")
+        assert stream._skipped == {3} and got["x"].tolist() == [0, 1, 2, 0, 0, 1, 2]
+
+
+def test_blank_lines_are_no_examples(tmp_path):
+    texts = ["\n \t\n{0}\n\n{1}\n   \n{2}\n\n", "{0}\r\n\r\n{1}\r\n{2}", "\ufeff{0}\n{1}\n\n{2}  "]
+    for text in texts:
+        for name, value in enumerate(('{"x": 5}', '{"x": 6}', '{"x": 7}')):
+            text = text.replace(f"{{{name}}}", value)
+        stream, got = json_lines(tmp_path / "a", text)
+        assert got["x"].tolist() == [5, 6, 7] and stream.num_examples == 3
+        last = len(text.rstrip().splitlines())
+        assert stream.where(2) == f"a, line {last}"
+    with pytest.raises(UsageError, match="the dataset has no examples"):
+        json_lines(tmp_path / "a", " \n\n")
 
 
 def test_decode_may_depend_on_tensors():
