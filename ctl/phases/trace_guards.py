@@ -95,12 +95,14 @@ class TraceGuards:
 
     Attributes:
         version: number of changes so far.
+        changed: names of what the last of them changed.
         rates: learning rates of optimizers that have a schedule, by name, as `check_rate` first
             found them; empty if they are not known.
     """
 
     def __init__(self, step: Any):
         self.version = 0
+        self.changed = ""
         self.rates: dict[str, float] = {}
         self._records: dict[int, Any] = {}
         self._set_by_code: set[str] = set()
@@ -167,7 +169,8 @@ class TraceGuards:
                 )
         self.version += 1
         self._seen = now
-        logging.info("the step is traced again: changed %s", ", ".join(c[0] for c in changes))
+        self.changed = ", ".join(name for name, *_ in changes)
+        logging.info("the step is traced again: changed %s", self.changed)
         return self.version
 
     def check_rate(self, step: Any) -> None:
