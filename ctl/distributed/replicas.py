@@ -106,11 +106,18 @@ def check_central_storage(
         )
     for layer in layers_of(model):
         norm = isinstance(layer, keras.layers.BatchNormalization) and layer.trainable
-        if norm or hasattr(layer, "seed_generator"):
+        if norm or draws(layer):
             raise UsageError(
                 f"layer {layer.name} ({type(layer).__name__}) updates variables in the forward "
                 "pass, which central_storage with several replicas cannot; use mirrored"
             )
+
+
+def draws(layer: keras.Layer) -> bool:
+    """Whether a layer of Keras draws random numbers in training. Cells of GRU, LSTM and SimpleRNN
+    have a seed generator even if they drop nothing."""
+    rates = [getattr(layer, name, None) for name in ("dropout", "recurrent_dropout")]
+    return hasattr(layer, "seed_generator") and (None in rates or any(rates))
 
 
 def training_norms(model: keras.Model) -> list[keras.layers.BatchNormalization]:
@@ -122,6 +129,15 @@ def training_norms(model: keras.Model) -> list[keras.layers.BatchNormalization]:
 def statistics_of(norms: Iterable[keras.layers.BatchNormalization]) -> list[keras.Variable]:
     """Moving statistics of ``norms``, including the statistics of ``renorm``."""
     return [variable for norm in norms for variable in norm.non_trainable_variables]
+
+
+def average_like(variable: keras.Variable) -> tf.Variable:
+    """Returns a variable for the moving average of ``variable``, with its current value, in float32
+    at least."""
+    value = variable.value
+    dtype = tf.float32 if value.dtype.size < 4 else value.dtype
+    name = value.name.removesuffix(":0")
+    return tf.Variable(tf.cast(value, dtype), trainable=False, name=name)
 
 
 def synchronizes(strategy: tf.distribute.Strategy, model: keras.Model) -> bool:

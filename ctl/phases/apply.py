@@ -17,7 +17,7 @@ import tensorflow as tf
 from keras.optimizers.schedules import LearningRateSchedule
 
 from ctl.base.autograph import with_autograph
-from ctl.distributed import local_batch
+from ctl.distributed import replicas
 from ctl.errors import UsageError
 from ctl.phases import shared_programs
 from ctl.phases.optimizers import Group, Optimizers, is_decayed, is_plain, make_groups, slots_of
@@ -25,13 +25,6 @@ from ctl.phases.optimizers import Group, Optimizers, is_decayed, is_plain, make_
 # Variables per compiled function. The cost of a call grows faster than its number of variables, and
 # several functions run at once (`benchmarks/model_size.py`).
 _VARIABLES_PER_UPDATE = 32
-
-
-def average_like(variable: keras.Variable) -> tf.Variable:
-    """Returns a variable for the moving average of ``variable``, with its current value."""
-    value = variable.value
-    start, name = tf.cast(value, local_batch.wide(value.dtype)), value.name.removesuffix(":0")
-    return tf.Variable(start, trainable=False, name=name)
 
 
 def is_compiled(device: str) -> bool:
@@ -135,7 +128,7 @@ class Updater:
         self.global_step = _counter("global_step", 0, tf.int64)
         self.skipped = _counter("skipped", 0, tf.int64)
         self.loss_scale = LossScale() if loss_scale else None
-        self.ema = [average_like(v) for v in self.averaged_variables]
+        self.ema = [replicas.average_like(v) for v in self.averaged_variables]
         self._average_of = dict(zip(map(id, self.averaged_variables), self.ema, strict=True))
 
     def state(self) -> dict[str, list[tf.Variable]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import os
+import types
 from collections.abc import Sequence
 from typing import Any
 
@@ -119,6 +120,19 @@ def _of_ctl(kind: type, name: str) -> Any:
     return next((vars(base)[name] for base in classes if name in vars(base)), None)
 
 
+def names_in(function: Any) -> set[str]:
+    """Names of attributes and globals, and strings, in the code of a function, a method or a
+    property, and of functions inside it."""
+    function = getattr(function, "fget", None) or getattr(function, "func", None) or function
+    left, names = [getattr(getattr(function, "__func__", function), "__code__", None)], set()
+    while left:
+        code = left.pop()
+        if isinstance(code, types.CodeType):
+            names |= {*code.co_names, *(one for one in code.co_consts if isinstance(one, str))}
+            left += code.co_consts
+    return names
+
+
 def check_overrides(step: Any) -> None:
     """Refuses a step that was built before, and overrides with other arguments."""
     if step.strategy is not None:
@@ -144,6 +158,11 @@ def checked_gradients(
             than its variable, or no variable that trains has a gradient.
     """
     kind = type(step).__name__
+    if not isinstance(gradients, Sequence):
+        raise UsageError(
+            f"{kind}.backward() returned {type(gradients).__name__}: it must return a list with "
+            "the gradient of each trainable variable, None where there is none"
+        )
     if len(gradients) != len(variables):
         raise UsageError(
             f"{kind} computed {len(gradients)} gradients for {len(variables)} trainable "

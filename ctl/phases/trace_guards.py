@@ -96,6 +96,7 @@ class TraceGuards:
 
     Attributes:
         version: number of the values as they are now; equal values have the same number.
+        changed: names of what was changed before the last new version.
         rates: learning rates of optimizers that have a schedule, by name, as `check_rate` first
             found them; empty if they are not known.
     """
@@ -103,6 +104,7 @@ class TraceGuards:
     def __init__(self, step: Any):
         self.version = self._versions = 0
         self._earlier: dict[int, _Read] = {}  # values of other versions, the latest last
+        self.changed = ""
         self.rates: dict[str, float] = {}
         self._records: dict[int, Any] = {}
         self._set_by_code: set[str] = set()
@@ -186,7 +188,8 @@ class TraceGuards:
         for version, read in reversed(self._earlier.items()):
             if self._set_by_calls.issuperset(c.name for c in self._changes(step, read, now)):
                 return version
-        logging.info("the step is traced again: changed %s", ", ".join(c.name for c in changes))
+        self.changed = ", ".join(c.name for c in changes)
+        logging.info("the step is traced again: changed %s", self.changed)
         self._versions += 1
         return self._versions
 
