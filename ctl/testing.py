@@ -118,7 +118,7 @@ class _Training:
         self.names = _names(self.loop)
         self.states = [_State(_values(self.loop), {})]
         self.saved: dict[str, list[bytes]] = {}
-        self._masks: list[Any] = []
+        self._masks: set[Any] = set()
 
     def restored(self) -> Loop:
         """A loop with other weights, in which the state of step ``pause`` is restored."""
@@ -145,7 +145,7 @@ class _Training:
         """Trains until step ``until``, one step at a time."""
         with self.evidence.recording():
             while (step := len(self.states)) <= until:
-                self._masks += [m for m in [self.step.trainable_mask] if m not in self._masks[-1:]]
+                self._masks.add(self.step.trainable_mask)
                 scalars = self.loop.train(step)
                 self.states.append(_State(_values(self.loop), scalars))
                 if step == self.pause:
@@ -153,9 +153,9 @@ class _Training:
                     self.saved = _bits(self.loop)
 
     def traces(self) -> int:
-        """How often a step was traced, but for those that `Loop.train_only` asks for."""
-        more = max(len(self._masks) - 1, 0)
-        return max(1, self.loop.steps.run.experimental_get_tracing_count() - more)
+        """How often a step was traced, if once is right for all that `Loop.train_only` chose."""
+        traces = self.loop.steps.run.experimental_get_tracing_count()
+        return max(1, traces - len(self._masks) + 1)
 
     def check_traces(self, steps: int) -> None:
         """See `check_one_trace`."""
@@ -440,7 +440,7 @@ def _check_one_trace(training: _Training, steps: int) -> None:
         f"changes{changed}, or do the batches have several static shapes?"
     )
     before, attributes = training.trace(), evidence.plain_attributes(step)
-    step.trace_guards.version += 1
+    step.trace_guards.version = -1  # that no trace has
     drawn = evidence.random_states()
     try:
         after = training.trace()
