@@ -352,6 +352,8 @@ def check_noise(make: Make, replicas: int) -> None:
 
 def _check_noise(several: _Training) -> None:
     loop, step = several.loop, several.step
+    if not evidence.draws(several.trace()):
+        return
     batch = next(_batches(loop.dataset))
     rows = int(local_batch.rows(batch)) // several.replicas
     copies = loop.strategy.experimental_local_results

@@ -17,7 +17,7 @@ from ctl.errors import UsageError
 from ctl.phases.losses import cross_entropy
 from ctl.step import TrainStep
 
-DRAWN = 6
+DRAWN = 4
 # Methods without a `loss` for mistakes in it, and those that need two traces, or no equal replicas.
 NOT_COMPOSED = {"fedavg", "pcgrad", "wgan-gp", *DRAWING}
 
@@ -111,6 +111,6 @@ def test_each_check_by_itself():
 
 @pytest.mark.slow
 def test_a_step_that_is_right():
-    testing.check_step(maker(), reference=plain)
+    testing.check_step(maker(), replicas=[4], reference=plain)
     noisy = maker(network=lambda: model(layers.Dropout(0.5), layers.BatchNormalization()))
     testing.check_step(noisy, replicas=())

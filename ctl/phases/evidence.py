@@ -26,6 +26,8 @@ _DRAWS = re.compile(
     r"Random(StandardNormal|Uniform(Int)?|Shuffle|Gamma|Poisson(V2)?)|Multinomial"
     r"|(Parameterized)?TruncatedNormal"
 )
+# Operations that may draw random numbers, and functions of Python.
+_MAY_DRAW = re.compile(r"Random|Rng|Multinomial|TruncatedNormal|Stateful|Stateless|PyFunc")
 _HALF = tf.float16, tf.bfloat16
 
 
@@ -183,6 +185,12 @@ def unsaved_draw(graph: Any) -> str | None:
     """The first operation of ``graph``, a concrete function, that draws random numbers from a state
     of TensorFlow's own; None if there is none."""
     return next((node.op for node in _nodes(graph) if _DRAWS.fullmatch(node.op)), None)
+
+
+def draws(graph: Any) -> bool:
+    """Whether ``graph``, a concrete function, may draw random numbers."""
+    calls = {"StatefulPartitionedCall", "StatelessIf", "StatelessWhile"}
+    return any(_MAY_DRAW.search(node.op) and node.op not in calls for node in _nodes(graph))
 
 
 def fingerprint(graph: Any) -> list[tuple]:
