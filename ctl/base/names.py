@@ -55,7 +55,8 @@ _REFUSED = {
     "lossscaleoptimizer": "use --precision=mixed_float16",
 }
 
-IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif")  # ends of files, see `ctl.data.sources`
+# Ends of files, see `ctl.data.sources`.
+IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp")
 
 _MOST_CHOICES = 16  # that an error lists
 
