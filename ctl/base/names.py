@@ -56,7 +56,8 @@ _REFUSED = {
     "lossscaleoptimizer": "--precision=mixed_float16 adds the loss scale",
 }
 
-IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif")  # ends of files, see `ctl.data.sources`
+# Ends of files, see `ctl.data.sources`.
+IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp")
 
 _MOST_CHOICES = 16  # that an error lists
 

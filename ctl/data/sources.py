@@ -17,9 +17,9 @@ from typing import Any, Protocol
 
 import numpy as np
 import tensorflow as tf
+from absl import logging
 
-from ctl.base.names import IMAGES
-from ctl.data import index
+from ctl.data import image_files, index
 from ctl.data.arrays import arrays_of, as_array, check, common, content_hash, fitted, form
 from ctl.data.dataset import DatasetInfo
 from ctl.data.records import BadRecord, Records
@@ -302,6 +302,9 @@ def _lines(path: Path) -> Iterator[np.ndarray]:
 class ImageFolder:
     """A folder with one folder of images for each class, in the order of their names.
 
+    The log says how many images each class has, and what is left out: other files, folders in
+    these folders, and all whose name begins with a dot.
+
     Args:
         folder: of the folders.
         image_shape: [H, W, C]; images of other sizes are resized.
@@ -310,7 +313,8 @@ class ImageFolder:
             has no folder there would shift the labels of the classes after it.
 
     Raises:
-        UsageError: the folder is missing, has no images, or has a folder that is no class.
+        UsageError: the folder is missing, has no images, or has a folder that is no class; or
+            ``image_shape`` is no shape of images.
     """
 
     def __init__(
@@ -319,34 +323,47 @@ class ImageFolder:
         image_shape: tuple[int, int, int],
         classes: Sequence[str] | None = None,
     ):
+        if len(image_shape) != 3 or min(image_shape) < 1 or image_shape[2] not in (1, 3, 4):
+            raise UsageError(
+                f"image_shape is {list(image_shape)}: give [height, width, channels], of 1, 3 or 4 "
+                "channels"
+            )
         self._folder, self._image_shape = index.local(folder), image_shape
         with index.readable(folder):
-            found = {entry.name for entry in self._folder.iterdir() if entry.is_dir()}
+            found, left_out = image_files.classes(self._folder)
             classes = sorted(found) if classes is None else list(classes)
             if unknown := found - set(classes):
                 raise UsageError(f"{folder} has a folder {min(unknown)}, which is no class")
-            names = [
-                sorted(self._images(self._folder / name)) if name in found else []
-                for name in classes
-            ]
-        if not any(names):
+            names = []
+            for name in classes:
+                path = self._folder / name
+                images, others = image_files.images(path) if name in found else ([], [])
+                names.append(images)
+                left_out += [f"{name}/{other}" for other in others]
+        counts = [len(of_class) for of_class in names]
+        logging.info("%s: images: %s", folder, image_files.per_class(classes, counts))
+        if left_out:
+            logging.warning("%s: left out %s", folder, image_files.left_out(left_out))
+        if not any(counts):
             raise UsageError(
                 f"{folder} has no images: it needs a folder for each class, with files "
-                + ", ".join(IMAGES)
+                + ", ".join(image_files.ENDS)
+            )
+        if 0 in counts:
+            logging.warning(
+                "%s: %d of %d classes have no images, such as %s",
+                *(folder, counts.count(0), len(counts), classes[counts.index(0)]),
             )
         # One array of bytes: a million strings of Python take ten times as much memory.
         self._names = np.array([os.fsencode(name) for of_class in names for name in of_class])
-        self._labels = np.repeat(np.arange(len(classes)), [len(of_class) for of_class in names])
+        self._labels = np.repeat(np.arange(len(classes)), counts)
+        self._warned = False
         self.info = DatasetInfo(
             self._folder.name,
             image_shape=(*image_shape,),
             num_classes=len(classes),
             class_names=tuple(classes),
         )
-
-    @staticmethod
-    def _images(folder: Path) -> Iterator[str]:
-        return (e.name for e in os.scandir(folder) if e.name.lower().endswith(IMAGES))
 
     def __len__(self) -> int:
         return len(self._names)
@@ -367,13 +384,34 @@ class ImageFolder:
                 files[row] = self._path(number).read_bytes()
             except OSError as error:
                 raise BadRecord(number, f"{self.where(number)}: {error.strerror}") from error
+            if problem := image_files.problem(files[row]):
+                what = f"{self.where(number)}: TensorFlow cannot decode {problem}: make it a PNG"
+                raise BadRecord(number, what)
+            if not self._warned and image_files.is_rotated(files[row]):
+                self._warned = True
+                logging.warning(
+                    "%s is to be rotated (EXIF), as others may be: it is read as it is stored",
+                    self.where(number),
+                )
         return files, self._labels[indices]
 
     def decode(self, example: tuple[tf.Tensor, tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:
         """Returns (image uint8 [H, W, C], label int64 [])."""
         data, label = example
         channels = self._image_shape[2]
-        image = tf.io.decode_image(data, channels=channels, expand_animations=False)
+
+        def of_channels() -> tf.Tensor:
+            return tf.io.decode_image(data, channels=channels, expand_animations=False)
+
+        def webp() -> tf.Tensor:  # is decoded with its own channels only, 3 or 4
+            image = tf.io.decode_image(data, expand_animations=False)
+            opaque = tf.fill([*tf.unstack(tf.shape(image)[:2]), 1], tf.constant(255, tf.uint8))
+            rgb, alpha = image[..., :3], tf.concat([image[..., 3:], opaque], axis=2)[..., :1]
+            if channels == 1:
+                return tf.image.rgb_to_grayscale(rgb)
+            return rgb if channels == 3 else tf.concat([rgb, alpha], axis=2)
+
+        image = tf.cond(tf.strings.substr(data, 0, 4) == "RIFF", webp, of_channels)
         return resized(image, self._image_shape), label
 
     @functools.cached_property
