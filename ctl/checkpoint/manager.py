@@ -467,6 +467,8 @@ class CheckpointManager:
         is of another run."""
         if saved.fingerprint is None or (ours := self._identity()) is None:
             return
+        if '"samples":' not in json.dumps(saved.fingerprint):  # of a stream, in the first versions
+            ours = json.loads(json.dumps(ours), object_hook=_without_samples)
         differing = {
             key: f"{key} was {was!r}, is {now!r}"
             for key, (was, now) in differences([saved.fingerprint, ours]).items()
@@ -522,6 +524,10 @@ class CheckpointManager:
                 saved.path,
                 first_three(changed),
             )
+
+
+def _without_samples(value: dict[str, Any]) -> dict[str, Any]:
+    return {key: one for key, one in value.items() if key != "samples"}
 
 
 def _is_later_worker() -> bool:

@@ -78,6 +78,18 @@ def test_fingerprint(tmp_path, warnings_of):
     assert "tensorflow was '2.21', is '2.22'" in warnings_of()[-1]
 
 
+def test_samples_of_the_data_are_compared_if_the_checkpoint_has_some(tmp_path):
+    """The first versions had none."""
+    now = {"seed": 1, "samples": "a"}
+    save_steps(tmp_path / "old", [1], fingerprint={"seed": 1})
+    assert restore_fresh(tmp_path / "old", fingerprint=now)[0].step == 1
+    save_steps(tmp_path / "parts", [1], fingerprint={"mixture": [{"seed": 1}, {"seed": 1}]})
+    assert restore_fresh(tmp_path / "parts", fingerprint={"mixture": [now, now]})[0].step == 1
+    save_steps(tmp_path / "new", [1], fingerprint=now)
+    with pytest.raises(CheckpointError, match="samples was 'a', is 'b'"):
+        restore_fresh(tmp_path / "new", fingerprint={"seed": 1, "samples": "b"})
+
+
 def test_the_code_of_the_step(tmp_path, warnings_of):
     """As `ctl.control.source_hash.identity` describes it."""
 
