@@ -120,15 +120,18 @@ def test_the_code_of_the_step(tmp_path, warnings_of):
     assert restore(code("mine:B", "0b", **newer)) == 10
     assert len(warnings_of()) == before
     # Modules that only one has imported are not compared.
+    newer |= {"settings": {"keras.config.floatx()": "float32"}}
     path = tmp_path / "step-0000000010"
     edit_manifest(code=code("mine:A", "0a", **{**newer, "modules": {"mine": "0", "less": "0"}}))(
         path
     )
     edit_manifest(versions={"keras": "3.0"})(path)
-    changed = {**newer, "model": {"layer dense": {"units": 8, "rate": 0.5}, "layer add": {"n": 1}}}
+    changed = {**newer, "settings": {"keras.config.floatx()": "float64"}}
+    changed |= {"model": {"layer dense": {"units": 8, "rate": 0.5}, "layer add": {"n": 1}}}
     assert restore(code("mine:A", "0a", **changed)) == 10
     [said] = warnings_of()[before:]
     assert said.split(": ", 1)[1] == (
         'layer add was "(absent)", is {"n": 1}; layer dense: rate was "(absent)", is 0.5; '
-        "the source of the module mine; and 1 more; the run continues with the present code"
+        'keras.config.floatx() was "float32", is "float64"; and 2 more; '
+        "the run continues with the present code"
     )
