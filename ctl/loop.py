@@ -58,7 +58,7 @@ from ctl.phases.plan.collectives import plan_of_step
 from ctl.phases.plan.plan import Plan
 from ctl.phases.trace_guards import TraceKey
 from ctl.reduce import SUM
-from ctl.schedule.patience import remembered
+from ctl.schedule.patience import check_watched, remembered
 from ctl.step import TrainStep
 
 
@@ -216,7 +216,7 @@ class Loop:
         self.evaluator = evaluator
         self.checkpoints = checkpoints
         self.actions = list(actions)
-        self.eval_actions = [*remembered(schedule, evaluator), *eval_actions]
+        self.eval_actions = [*remembered(schedule), *eval_actions]
         size, replicas = self.dataset.global_batch_size, self.strategy.num_replicas_in_sync
         local_batch.check_sizes(size, replicas, step.accumulate_steps)
         step.check_labels(self.dataset)
@@ -226,6 +226,7 @@ class Loop:
         self.state = TrainState(step, self.dataset, self.eval_actions)
         if evaluator:
             check_evaluator(step, self.dataset, evaluator)
+        check_watched(self.eval_actions, evaluator)
         if checkpoints:
             watchdog.finish_first(checkpoints.wait)
             checkpoints.note_constants(self.state.variables())
@@ -424,15 +425,14 @@ class Loop:
     def evaluate(self, on_progress: OnProgress | None = None) -> dict[str, float]:
         """Evaluates, with the averaged weights if there are any; see `Evaluator.run`. Raises
         `Preempted` and `PeerError` as `train` does, `UsageError` if the loop has no evaluator."""
-        if self.evaluator is None:
-            raise UsageError("this loop has no evaluator: give Loop(evaluator=Evaluator(...))")
+        evaluator = self._evaluator()
         check_copies(self.step)
         with (
             self.translate_failures("the evaluation"),
             watchdog.host("preparing the evaluation", self.global_step),
             self.step.updater.averaged(),
         ):
-            results = self.evaluator.run(on_progress, lambda: self.signals.arrived)
+            results = evaluator.run(on_progress, lambda: self.signals.arrived)
         for action in self.eval_actions:
             with watchdog.host("an action after the evaluation", self.global_step):
                 self._asked_to_end |= action(self.global_step, results) is STOP
@@ -471,6 +471,7 @@ class Loop:
         evaluation. Raises `UsageError` if ``evaluate_every`` is not a whole number of at least 1;
         also as `train` and `evaluate` do."""
         until, evaluate_every = checked("until", until), checked("evaluate_every", evaluate_every)
+        check_watched(self.eval_actions, self._evaluator())
         step = self.global_step
         while True:
             ends = step >= until or self.stopped
@@ -494,6 +495,11 @@ class Loop:
             self.checkpoints.annotate(step, self._evaluated or {}, stopped=self.stopped)
             if wait:
                 self.checkpoints.wait()
+
+    def _evaluator(self) -> Evaluator:
+        if self.evaluator is None:
+            raise UsageError("this loop has no evaluator: give Loop(evaluator=Evaluator(...))")
+        return self.evaluator
 
     def _checkpoints(self) -> CheckpointManager:
         if self.checkpoints is None:

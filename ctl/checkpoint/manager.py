@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import keras
+import numpy as np
 import tensorflow as tf
 from absl import logging
 
@@ -40,7 +41,7 @@ from ctl.checkpoint.bundle import State
 from ctl.checkpoint.manifest import Saved
 from ctl.errors import CheckpointError, CtlError, UsageError
 
-_VERSIONS = {"tensorflow": tf.__version__, "keras": keras.__version__}
+_VERSIONS = {"tensorflow": tf.__version__, "keras": keras.__version__, "numpy": np.__version__}
 
 # A quota and a limit on file sizes have the same remedy as a full disk.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -467,6 +468,8 @@ class CheckpointManager:
         is of another run."""
         if saved.fingerprint is None or (ours := self._identity()) is None:
             return
+        if '"samples":' not in json.dumps(saved.fingerprint):  # of a stream, in the first versions
+            ours = json.loads(json.dumps(ours), object_hook=_without_samples)
         differing = {
             key: f"{key} was {was!r}, is {now!r}"
             for key, (was, now) in differences([saved.fingerprint, ours]).items()
@@ -497,11 +500,12 @@ class CheckpointManager:
                 f"{saved.path} was written by the step {old}, not by {new}: use that class, or "
                 "choose another --model_dir"
             )
-        now = {"modules": {}, "model": {}, **code}
-        then = {**now, **saved.code}  # which lacks both in the first versions
+        now = {"modules": {}, "model": {}, "settings": {}, **code}
+        then = {**now, **saved.code}  # which lacks these in the first versions
         changed = [
             f"{name} was {json.dumps(was)}, is {json.dumps(is_)}"
-            for name, (was, is_) in differences([then["model"], now["model"]]).items()
+            for what in ("model", "settings")
+            for name, (was, is_) in differences([then[what], now[what]]).items()
         ]
         if not same_source:
             changed.append(f"the source of the step {new}, of its layers or of its loss")
@@ -522,6 +526,10 @@ class CheckpointManager:
                 saved.path,
                 first_three(changed),
             )
+
+
+def _without_samples(value: dict[str, Any]) -> dict[str, Any]:
+    return {key: one for key, one in value.items() if key != "samples"}
 
 
 def _is_later_worker() -> bool:

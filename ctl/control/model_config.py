@@ -15,6 +15,7 @@ import hashlib
 import json
 import marshal
 import math
+import os
 import re
 import types
 from collections.abc import Mapping
@@ -22,6 +23,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from ctl.distributed import replicas
 from ctl.step import TrainStep
@@ -32,8 +34,25 @@ _SCALARS = bool, int, float, str
 # Keras numbers names. The variables already hold the effect of a seed.
 _LEFT_OUT = "name", "seed"
 
+# Which kernels compute. XLA's flags are left out: most choose where it writes.
+_ENVIRONMENT = "TF_ENABLE_ONEDNN_OPTS", "NVIDIA_TF32_OVERRIDE", "TF_DETERMINISTIC_OPS"
+
 # Left out of a model's config, because `model_config` has the settings of each layer.
 _OF_WHOLE_MODELS = "layers", "input_layers", "output_layers", "build_input_shape"
+
+
+def global_settings() -> dict[str, Any]:
+    """Returns the settings of this process that change the numbers of a step and stand in no layer:
+    those of Keras, which ``~/.keras/keras.json`` may set on one machine alone, and of TensorFlow's
+    kernels. JSON values by name."""
+    environment = {f"the environment's {name}": os.environ.get(name, "") for name in _ENVIRONMENT}
+    return {
+        "keras.config.floatx()": keras.config.floatx(),
+        "keras.config.epsilon()": keras.config.epsilon(),
+        "keras.config.image_data_format()": keras.config.image_data_format(),
+        "TensorFloat-32": tf.config.experimental.tensor_float_32_execution_enabled(),
+        **environment,
+    }
 
 
 def model_config(step: TrainStep) -> dict[str, dict[str, Any]]:

@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,8 +26,10 @@ from ctl.data.dataset import DatasetInfo
 from ctl.data.records import BadRecord, Records
 from ctl.errors import UsageError
 
-# Rows of an array that its hash reads.
-_HASHED_ROWS = 64
+# Rows of an array that its hash reads; examples of a source that gives no hash; and bytes at the
+# beginning, in the middle and at the end of a file.
+_HASHED_ROWS, _HASHED_EXAMPLES, _HASHED_BYTES = 64, 16, 4096
+_HASHED_AT_ONCE = 16  # files; on a network file system, each waits for several round trips
 
 # Lines that `JsonLines` reads for the types of their numbers.
 _SAMPLED = 128
@@ -40,7 +43,8 @@ class Source(Protocol):
     * ``decode(example)``: makes the example of what `read` gives for one row, by operations of
       TensorFlow, which run in parallel outside of Python; without it, `read` gives the examples;
     * ``where(index) -> str``: says where an example is, for messages;
-    * ``content_hash() -> str``: identifies the data, to refuse a resume with others;
+    * ``content_hash() -> str``: identifies the data, to refuse a resume with others; without it,
+      some examples do, which are read twice;
     * ``check()``: raises `UsageError` if the data are not suitable, before the first step;
     * ``info``: a `DatasetInfo`.
     """
@@ -72,6 +76,46 @@ def as_source(data: Any) -> Any:
         f"a {type(data).__name__} is no source of examples: it needs a length, and read(indices) "
         "or items"
     )
+
+
+def sample(source: Any) -> str | None:
+    """A hash of some of the data, which a file of the same size with other contents does not have:
+    of three places in each file, if the source has ``paths``, else of some examples. None if the
+    source has a hash of its own, or gives other examples each time."""
+    if paths := getattr(source, "paths", None):
+        with ThreadPoolExecutor(_HASHED_AT_ONCE) as threads:
+            return hashlib.sha256(b"".join(threads.map(_sample_of_file, paths))).hexdigest()
+    if hasattr(source, "content_hash") and not isinstance(source, ImageFolder):
+        return None
+    found = [_sample_of_examples(source) for _ in range(2)]
+    if found[0] != found[1]:
+        logging.warning(
+            "the source of the data gives other examples each time they are read, so a resume "
+            "cannot compare them: define content_hash()"
+        )
+    return found[0] if found[0] == found[1] else None
+
+
+def _sample_of_file(path: Path) -> bytes:
+    content = hashlib.sha256()
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        for begin in (0, size // 2, max(0, size - _HASHED_BYTES)):
+            content.update(os.pread(file.fileno(), _HASHED_BYTES, begin))
+    return content.digest()
+
+
+def _sample_of_examples(source: Any) -> str | None:
+    rows = np.unique(np.linspace(0, len(source) - 1, _HASHED_EXAMPLES).astype(np.int64))
+    while len(rows):
+        try:
+            data = source.read(rows)
+            encoded = isinstance(data, list)
+            return content_hash(_map(_as_array, np.array(data, object) if encoded else data))
+        except BadRecord as bad:
+            left = rows[rows != bad.index]
+            rows = left if len(left) < len(rows) else rows[:0]
+    return None
 
 
 def mapped(path: str | os.PathLike[str]) -> np.ndarray:

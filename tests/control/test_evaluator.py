@@ -12,8 +12,10 @@ from helpers import BATCH, accuracy, examples, keras_loss, make_loop, mlp
 
 from ctl.control.evaluator import Evaluator
 from ctl.data import InMemory
+from ctl.errors import UsageError
 from ctl.logs.progress import format_record
 from ctl.phases.base_step import EvalStep
+from ctl.schedule import Plateau
 from ctl.schedule.patience import EarlyStopping
 
 
@@ -55,6 +57,49 @@ def test_a_loop_stops_by_another_set(mirrored):
     assert stops.mode == "max"
     loop.eval_actions.append(stops)
     assert "b/loss" in loop.train_and_evaluate(2, evaluate_every=1)
+
+
+def test_a_metric_that_no_evaluation_has_is_refused_before_the_training(mirrored):
+    with pytest.raises(UsageError, match="metric of EarlyStopping 'acc': the choices are loss"):
+        make_loop(evaluate=10, eval_actions=[EarlyStopping("acc", 1, "max")])
+    with pytest.raises(UsageError, match="metric of Plateau 'mae': the choices are loss, accuracy"):
+        make_loop(evaluate=10, schedule=Plateau(0.1, "mae", mode="min"))
+    with pytest.raises(UsageError, match=r"EarlyStopping depends on evaluations: give Loop\(eval"):
+        make_loop(eval_actions=[EarlyStopping("loss", 1)])
+    loop = make_loop()
+    with pytest.raises(UsageError, match=r"no evaluator: give Loop\(evaluator"):
+        loop.train_and_evaluate(2, evaluate_every=1)
+    loop = make_loop(evaluate=10)
+    loop.eval_actions.append(EarlyStopping("second/loss", 1))
+    with pytest.raises(UsageError, match="unknown metric of EarlyStopping 'second/loss'"):
+        loop.train_and_evaluate(2, evaluate_every=1)
+    assert loop.global_step == 0
+
+
+def test_what_a_step_of_ones_own_will_log_is_known_before(mirrored):
+    """It is traced for it, once."""
+    traces = []
+
+    class Logging(EvalStep):
+        def loss(self, batch):
+            traces.append(1)
+            losses, outputs = super().loss(batch)
+            self.log("doubled", 2 * losses)
+            return losses, outputs
+
+    with mirrored(2).scope():
+        step = Logging(mlp(), metrics=[accuracy()])
+    others = {"second": held_out(20, 2)}
+    evaluator = Evaluator(step, held_out(20, 1), strategy=mirrored(2), others=others)
+    evaluator.check_result("metric", "second/accuracy")
+    assert not traces
+    evaluator.check_result("metric", "doubled")
+    evaluator.check_result("metric", "second/doubled")
+    before = len(traces)
+    with pytest.raises(UsageError, match="unknown metric 'tripled': .* second/doubled"):
+        evaluator.check_result("metric", "tripled")
+    evaluator.others = {}
+    assert {"doubled", "accuracy"} < evaluator.run().keys() and len(traces) == before
 
 
 @pytest.mark.slow  # starts a process
