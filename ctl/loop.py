@@ -365,6 +365,7 @@ class Loop:
         jit.decide(self.step, self.dataset)
         settings = self.step.trace_key[1:]
         self._check()
+        self.step.updater.renew_copies()
         if (self._feed_step, self._agreed) == (step, settings):
             return
         if self._feed_step != step:

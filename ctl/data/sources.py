@@ -111,7 +111,7 @@ def _sample_of_examples(source: Any) -> str | None:
         try:
             data = source.read(rows)
             encoded = isinstance(data, list)
-            return content_hash(_map(_as_array, np.array(data, object) if encoded else data))
+            return content_hash(_map(as_array, np.array(data, object) if encoded else data))
         except BadRecord as bad:
             left = rows[rows != bad.index]
             rows = left if len(left) < len(rows) else rows[:0]

@@ -371,11 +371,20 @@ def make_optimizer(
     Args:
         name: a key of `ctl.base.names.OPTIMIZERS`.
         momentum: used by "momentum" and "nesterov".
-        weight_decay: decoupled, times the learning rate; None for the default of Keras.
+        weight_decay: decoupled, times the learning rate; None for the default of Keras. Muon has a
+            second one, of the weights that it trains as Adam does: it is the same.
+
+    Raises:
+        UsageError: the installed Keras does not have this optimizer.
     """
     import keras
 
+    kind = getattr(keras.optimizers, OPTIMIZERS[name], None)
+    if kind is None:
+        raise UsageError(f"--optimizer={name} needs a later Keras than {keras.__version__}")
     options: dict[str, Any] = {} if weight_decay is None else {"weight_decay": weight_decay}
     if name in ("momentum", "nesterov"):
         options |= {"momentum": momentum, "nesterov": name == "nesterov"}
-    return getattr(keras.optimizers, OPTIMIZERS[name])(**options)
+    if name == "muon" and weight_decay is not None:
+        options["adam_weight_decay"] = weight_decay
+    return kind(**options)
