@@ -51,7 +51,7 @@ from ctl.distributed import local_batch, workers
 from ctl.distributed.watch import watchdog
 from ctl.errors import Preempted, UsageError
 from ctl.phases import freezing, noinline
-from ctl.phases.checks import check_arguments, check_evaluator
+from ctl.phases.checks import check_arguments, check_evaluator, translate_trace_errors
 from ctl.phases.loss_accumulator import CallResult, LossAccumulator, no_losses
 from ctl.phases.observer import NO_OBSERVER
 from ctl.phases.plan.collectives import plan_of_step
@@ -241,6 +241,7 @@ class Loop:
         self._is_chief = workers.is_chief(self.strategy)
         self.feed: Any = None  # opened by `begin`
         self._feed_step = -1
+        self._doing = ""  # what `translate_failures` is for, at present
         self._agreed: Any = None  # settings of the step
         self._evaluated: dict[str, float] | None = None  # results at the current step
         self.stopped = self._asked_to_end = False  # by any action; by this worker's
@@ -455,7 +456,13 @@ class Loop:
     def restore(self) -> Saved | None:
         """Restores the last checkpoint (see `manifest.newest_first`) and returns it; None if there
         is none. Training resumes bit for bit. Raises `CheckpointError` if none is intact, or if it
-        does not fit or has another class of step; `UsageError` if the loop has no checkpoints."""
+        does not fit or has another class of step; `UsageError` if the loop has no checkpoints, or
+        an action calls it."""
+        if self._doing == "training":
+            raise UsageError(
+                "restore() cannot be called by an action: end the training by status.stop(), and "
+                "call it then"
+            )
         saved, results = self.state.restore(self._checkpoints())
         if saved:
             self._evaluated = results or None
@@ -520,15 +527,19 @@ class Loop:
                 the data cannot be read, see `translate_data_errors`.
         """
         datasets = [self.dataset, *(self.evaluator.datasets if self.evaluator else ())]
+        before, self._doing = self._doing, doing
         try:
             with (
                 workers.naming_lost_peers(self.strategy, doing, lambda: self.global_step),
                 translate_data_errors(*datasets),
                 local_batch.translate_graph_checks(),
+                translate_trace_errors(self.step),
             ):
                 yield
         except StopRequested:
             raise self._saved_at_stop() from None
+        finally:
+            self._doing = before
 
     def _saved_at_stop(self) -> Preempted:
         step, name = self.global_step, self.signals.name

@@ -271,17 +271,22 @@ class CheckpointManager:
     def _failure(self, doing: str, error: Exception, needed: int = 0) -> CheckpointError:
         """The error for an operation that failed with one of Python or TensorFlow. ``doing``
         continues "Cannot"; ``needed`` are the bytes that it writes."""
-        # TensorFlow keeps the text of an errno, not its number.
-        reason = (getattr(error, "strerror", None) or str(error)).partition("\n")[0]
-        if any(os.strerror(number) in reason for number in _FULL):
+        reason = durable.reason_of(error)
+        if reason in map(os.strerror, _FULL):
             needed = max(needed, 2**20)  # The manifest and the file system need a little too.
-            free = shutil.disk_usage(self.directory).free
+            there = next(p for p in (self.directory, *self.directory.parents) if p.exists())
+            if os.statvfs(there).f_files and not os.statvfs(there).f_favail:
+                return CheckpointError(
+                    f"No inode left to {doing}: {self.directory}; delete some files, or choose "
+                    "another --model_dir"
+                )
+            free = shutil.disk_usage(there).free
             missing = needed - free if needed > free else needed
             return CheckpointError(
                 f"No space left to {doing} ({needed / 2**20:.1f} MiB): {self.directory}; "
                 f"free {missing / 2**20:.1f} MiB or choose another --model_dir"
             )
-        if os.strerror(errno.ENOENT) in reason and not self.directory.exists():
+        if reason == os.strerror(errno.ENOENT) and not self.directory.exists():
             reason = "the directory is gone"
         return CheckpointError(
             f"Cannot {doing}: {self.directory}: {reason}; make it writable or choose another "

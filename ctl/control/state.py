@@ -8,11 +8,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from ctl.base import durable
 from ctl.checkpoint import bundle
 from ctl.checkpoint.manager import CheckpointManager, Saved
 from ctl.control import jit
 from ctl.data.dataset import Dataset
 from ctl.distributed import replicas
+from ctl.errors import CheckpointError
 from ctl.schedule.patience import with_memory
 from ctl.step import TrainStep
 
@@ -67,9 +69,14 @@ class TrainState:
             return None, {}
         step.trainable_mask = (True,) * len(step.trainable_variables)
         if _TRAINED in saved.variables:
-            [values] = bundle.read(saved.prefix, {_TRAINED: [_setting(step.trainable_mask)]})[
-                _TRAINED
-            ]
+            try:
+                group = bundle.read(saved.prefix, {_TRAINED: [_setting(step.trainable_mask)]})
+            except durable.Damaged as damage:
+                raise CheckpointError(
+                    f"{saved.path} is damaged: {damage}; restore a copy of it or choose another "
+                    "--model_dir"
+                ) from damage
+            [values] = group[_TRAINED]
             step.trainable_mask = tuple(bool(value) for value in values)
         jit.keep(step, self._dataset, _COMPILED in saved.variables)
         replicas.offset_dropout_seeds(step.strategy, step.tracked.layer)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 import os
+import re
 import types
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
@@ -221,6 +223,33 @@ def check_unsynchronized(step: Any) -> None:
             f"{kind} lets weights differ between replicas, so they have no one average: leave out "
             "ema_decay"
         )
+
+
+# TensorFlow's words for what XLA cannot compile.
+_NOT_OF_XLA = re.compile(r"unsupported operations when trying to compile graph \S+ on \S+: (\w+)")
+
+
+@contextlib.contextmanager
+def translate_trace_errors(step: Any) -> Iterator[None]:
+    """Turns two errors of TensorFlow into a `UsageError`: the step makes a variable while it is
+    traced, and XLA cannot compile it."""
+    try:
+        yield
+    except ValueError as error:
+        if "singleton tf.Variables" not in str(error):
+            raise
+        raise UsageError(
+            f"{type(step).__name__} makes a variable while it is traced: make layers and variables "
+            "in __init__. keras.random makes one where no seed is given: give it seed=self.seed(), "
+            "or a keras.random.SeedGenerator made in __init__"
+        ) from error
+    except tf.errors.OpError as error:
+        if not (found := _NOT_OF_XLA.search(error.message)):
+            raise
+        raise UsageError(
+            f"XLA cannot compile {found[1]}: if the update has it, as in a constraint, make the "
+            "step with jit_update=False; else give jit_compile=False (--jit_compile=off)"
+        ) from error
 
 
 def check_evaluator(step: Any, dataset: Any, evaluator: Any) -> None:
