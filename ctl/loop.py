@@ -50,7 +50,7 @@ from ctl.distributed import local_batch, workers
 from ctl.distributed.watch import watchdog
 from ctl.errors import Preempted, UsageError
 from ctl.phases import freezing, noinline
-from ctl.phases.checks import check_arguments, check_evaluator
+from ctl.phases.checks import check_arguments, check_evaluator, naming_eval_step
 from ctl.phases.loss_accumulator import CallResult, LossAccumulator, no_losses
 from ctl.phases.observer import NO_OBSERVER
 from ctl.phases.plan.collectives import plan_of_step
@@ -463,10 +463,13 @@ class Loop:
         """Trains until step ``until``, or until an action ends the training. Saves and evaluates
         every ``evaluate_every`` steps and at the end. If the current step is due but not
         evaluated, as after a restore, evaluates first. Returns the results of the last
-        evaluation. Raises `UsageError` if ``evaluate_every`` is not a whole number of at least 1;
-        also as `train` and `evaluate` do."""
+        evaluation. Traces the evaluation first, so that its mistakes are known before the first
+        step. Raises `UsageError` if ``evaluate_every`` is not a whole number of at least 1; also as
+        `train` and `evaluate` do."""
         until, evaluate_every = checked("until", until), checked("evaluate_every", evaluate_every)
         step = self.global_step
+        if self.evaluator and step < until and not self.stopped:
+            self._trace_evaluation(self.evaluator)
         while True:
             ends = step >= until or self.stopped
             due = step and (step % evaluate_every == 0 or ends)
@@ -482,6 +485,14 @@ class Loop:
             step = self.global_step
             if step < stop:  # the data ended
                 until = step
+
+    def _trace_evaluation(self, evaluator: Evaluator) -> None:
+        with (
+            self.translate_failures("tracing the evaluation"),
+            watchdog.host("tracing the evaluation", self.global_step),
+            naming_eval_step(self.step, evaluator),
+        ):
+            evaluator.trace()
 
     def _annotate(self, step: int, wait: bool) -> None:
         """Adds the results of the evaluation to the checkpoint of ``step``, if the loop saves."""

@@ -73,6 +73,18 @@ class Evaluator:
         """Returns an evaluator of the same model on another ``dataset``."""
         return Evaluator(self.step, dataset, strategy=self.strategy)
 
+    def trace(self) -> None:
+        """Traces the graph that `run` then uses, and runs nothing: a mistake is known before the
+        training. With several workers, all of them must call it."""
+        self._iterator = self._iterator or self._start()
+        report, version = self._pace.worker_report(False), self._guards.version_for(self.step)
+        self._eval_steps.get_concrete_function(
+            self._iterator, self._resident, tf.constant(1), report, version
+        )
+        self._guards.snapshot(self.step, ran=True)
+        for other in self.others.values():
+            other.trace()
+
     def run(
         self,
         on_progress: OnProgress | None = None,
