@@ -51,7 +51,12 @@ from ctl.distributed import local_batch, workers
 from ctl.distributed.watch import watchdog
 from ctl.errors import Preempted, UsageError
 from ctl.phases import freezing, noinline
-from ctl.phases.checks import check_arguments, check_evaluator, translate_trace_errors
+from ctl.phases.checks import (
+    check_arguments,
+    check_evaluator,
+    naming_eval_step,
+    translate_trace_errors,
+)
 from ctl.phases.loss_accumulator import CallResult, LossAccumulator, no_losses
 from ctl.phases.observer import NO_OBSERVER
 from ctl.phases.plan.collectives import plan_of_step
@@ -476,11 +481,14 @@ class Loop:
         """Trains until step ``until``, or until an action ends the training. Saves and evaluates
         every ``evaluate_every`` steps and at the end. If the current step is due but not
         evaluated, as after a restore, evaluates first. Returns the results of the last
-        evaluation. Raises `UsageError` if ``evaluate_every`` is not a whole number of at least 1;
-        also as `train` and `evaluate` do."""
+        evaluation. Traces the evaluation first, so that its mistakes are known before the first
+        step. Raises `UsageError` if ``evaluate_every`` is not a whole number of at least 1; also as
+        `train` and `evaluate` do."""
         until, evaluate_every = checked("until", until), checked("evaluate_every", evaluate_every)
-        check_watched(self.eval_actions, self._evaluator())
-        step = self.global_step
+        evaluator, step = self._evaluator(), self.global_step
+        check_watched(self.eval_actions, evaluator)
+        if step < until and not self.stopped:
+            self._trace_evaluation(evaluator)
         while True:
             ends = step >= until or self.stopped
             due = step and (step % evaluate_every == 0 or ends)
@@ -496,6 +504,14 @@ class Loop:
             step = self.global_step
             if step < stop:  # the data ended
                 until = step
+
+    def _trace_evaluation(self, evaluator: Evaluator) -> None:
+        with (
+            self.translate_failures("tracing the evaluation"),
+            watchdog.host("tracing the evaluation", self.global_step),
+            naming_eval_step(self.step, evaluator),
+        ):
+            evaluator.trace()
 
     def _annotate(self, step: int, wait: bool) -> None:
         """Adds the results of the evaluation to the checkpoint of ``step``, if the loop saves."""

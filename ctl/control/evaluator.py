@@ -81,17 +81,23 @@ class Evaluator:
         known = ["loss", *self.step.results()]
         known += [f"{which}/{each}" for which in self.others for each in known]
         if name not in known and type(self.step) is not EvalStep:
-            self._iterator = self._iterator or self._start()
-            version = self._guards.version_for(self.step)
-            report = self._pace.worker_report(False)
             with local_batch.translate_graph_checks():
-                self._eval_steps.get_concrete_function(
-                    self._iterator, self._resident, tf.constant(1), report, version
-                )
-            self._guards.snapshot(self.step, ran=True)
+                self.trace()
             logged = self.step.logged.names
             known += [*logged, *(f"{which}/{each}" for which in self.others for each in logged)]
         check_name(what, name, known)
+
+    def trace(self) -> None:
+        """Traces the graph that `run` then uses, and runs nothing: a mistake is known before the
+        training. With several workers, all of them must call it."""
+        self._iterator = self._iterator or self._start()
+        report, version = self._pace.worker_report(False), self._guards.version_for(self.step)
+        self._eval_steps.get_concrete_function(
+            self._iterator, self._resident, tf.constant(1), report, version
+        )
+        self._guards.snapshot(self.step, ran=True)
+        for other in self.others.values():
+            other.trace()
 
     def run(
         self,

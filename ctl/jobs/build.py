@@ -244,9 +244,13 @@ def check_classes(flags: FlagValues, dataset: Dataset) -> None:
 def make_eval_step(flags: FlagValues, model: keras.Model) -> EvalStep:
     """Makes the evaluation step that ``--step``, ``--loss`` and ``--metrics`` describe."""
     from ctl.jobs import named
+    from ctl.phases.checks import fits_default_evaluation
 
-    kind = named.step_class(flags.step).eval_step
-    metrics = named.make_metrics(flags.metrics, flags.loss, kind)
+    step = named.step_class(flags.step)
+    kind = step.eval_step
+    # An accuracy of what is no logits means nothing, as in the training.
+    of_outputs = kind if fits_default_evaluation(step) else step
+    metrics = named.make_metrics(flags.metrics, flags.loss, of_outputs)
     loss = named.loss_function(flags.loss)
     return kind(model, loss, metrics, weighting=flags.weighting)
 

@@ -38,7 +38,7 @@ WRONG = [
     (("--optimizer=RMSpop",), "unknown optimizer 'rmspop': did you mean 'rmsprop'"),
     (
         ("--optimizer=MultiOptimizer",),
-        "optimizer multioptimizer .*: in Python, give parameter groups",
+        "optimizer multioptimizer is not supported: .*groups",
     ),
     (("train",), "unexpected argument 'train'"),
     (("--replicas=3",), "--global_batch_size=64 is not divisible by --replicas=3; 66 is"),
