@@ -446,7 +446,8 @@ class Loop:
         if self._is_chief:
             with watchdog.host("saving", self.global_step):
                 check_state(self.step, this_worker=True)
-                checkpoints.save(self.global_step, self.state.variables(), metrics, wait=wait)
+                state, changed = self.state.variables(), self.step.trace_guards.changed(self.step)
+                checkpoints.save(self.global_step, state, metrics, changed=changed, wait=wait)
 
     def restore(self) -> Saved | None:
         """Restores the last checkpoint (see `manifest.newest_first`) and returns it; None if there
