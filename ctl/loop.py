@@ -449,11 +449,13 @@ class Loop:
                 state, changed = self.state.variables(), self.step.trace_guards.changed(self.step)
                 checkpoints.save(self.global_step, state, metrics, changed=changed, wait=wait)
 
-    def restore(self) -> Saved | None:
+    def restore(self, *, changed: bool = True) -> Saved | None:
         """Restores the last checkpoint (see `manifest.newest_first`) and returns it; None if there
-        is none. Training resumes bit for bit. Raises `CheckpointError` if none is intact, or if it
-        does not fit or has another class of step; `UsageError` if the loop has no checkpoints."""
-        saved, results = self.state.restore(self._checkpoints())
+        is none. Training resumes bit for bit. With ``changed`` False, Python values stay as the
+        program has set them (see `Saved.changed`). Raises `CheckpointError` if none is intact, or
+        if it does not fit or has another class of step; `UsageError` if the loop has no
+        checkpoints."""
+        saved, results = self.state.restore(self._checkpoints(), changed)
         if saved:
             self._evaluated = results or None
             self.stopped, self._asked_to_end = saved.stopped, False

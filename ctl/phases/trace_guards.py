@@ -273,7 +273,8 @@ class TraceGuards:
         if still := [name for name in self._lost if name not in changed]:
             raise UsageError(
                 f"{', '.join(still)} was changed before the checkpoint that was restored, which "
-                "cannot hold it: change it again after restore()"
+                "cannot hold it: change it again after restore(), or go on without the change by "
+                "restore(changed=False)"
             )
         self._lost = []
 

@@ -162,6 +162,20 @@ def test_what_cannot_be_saved_must_be_changed_again(tmp_path, monkeypatch, caplo
     resumed.train(2, total=9)
 
 
+def test_a_resume_may_go_on_without_the_changes(tmp_path):
+    first = make(tmp_path)
+    first.train(1, total=9)
+    change(first)
+    first.step.rate = np.float32(0.5)
+    first.save(wait=True)
+    first.checkpoints.close()
+    resumed = make(tmp_path)
+    assert resumed.restore(changed=False).step == 1
+    resumed.checkpoints.close()
+    resumed.train(2, total=9)
+    assert (resumed.step.rate, resumed.step.clip_norm) == (1.0, None)
+
+
 def test_an_older_checkpoint_changes_nothing(tmp_path):
     first = make(tmp_path)
     first.train(1, total=9)
