@@ -456,19 +456,21 @@ class Loop:
         if self._is_chief:
             with watchdog.host("saving", self.global_step):
                 check_copies(self.step, this_worker=True)
-                checkpoints.save(self.global_step, self.state.variables(), metrics, wait=wait)
+                state, changed = self.state.variables(), self.step.trace_guards.changed(self.step)
+                checkpoints.save(self.global_step, state, metrics, changed=changed, wait=wait)
 
-    def restore(self) -> Saved | None:
+    def restore(self, *, changed: bool = True) -> Saved | None:
         """Restores the last checkpoint (see `manifest.newest_first`) and returns it; None if there
-        is none. Training resumes bit for bit. Raises `CheckpointError` if none is intact, or if it
-        does not fit or has another class of step; `UsageError` if the loop has no checkpoints, or
-        an action calls it."""
+        is none. Training resumes bit for bit. With ``changed`` False, Python values stay as the
+        program has set them (see `Saved.changed`). Raises `CheckpointError` if none is intact, or
+        if it does not fit or has another class of step; `UsageError` if the loop has no
+        checkpoints, or an action calls it."""
         if self._doing == "training":
             raise UsageError(
                 "restore() cannot be called by an action: end the training by status.stop(), and "
                 "call it then"
             )
-        saved, results = self.state.restore(self._checkpoints())
+        saved, results = self.state.restore(self._checkpoints(), changed)
         if saved:
             self._evaluated = results or None
             self.stopped, self._asked_to_end = saved.stopped, False

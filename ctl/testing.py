@@ -438,7 +438,7 @@ def check_one_trace(make: Make, replicas: int = 1, *, steps: int = 4) -> None:
 
 def _check_one_trace(training: _Training, steps: int) -> None:
     kind, step = type(training.step).__name__, training.step
-    traces, changed = training.traces(), step.trace_guards.changed
+    traces, changed = training.traces(), step.trace_guards.retraced_for
     changed = changed and f" ({changed}; use a variable)"
     assert traces == 1, (
         f"{steps} steps were traced {traces} times: does the step depend on a Python value that "

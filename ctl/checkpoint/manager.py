@@ -173,9 +173,11 @@ class CheckpointManager:
         state: State,
         metrics: Mapping[str, float] | None = None,
         *,
+        changed: Mapping[str, Any] | None = None,
         wait: bool = False,
     ) -> Path:
-        """Saves ``state`` as the checkpoint of ``step``; returns the directory it will be in.
+        """Saves ``state`` as the checkpoint of ``step``, with the Python values that were
+        ``changed`` (see `Saved.changed`); returns the directory it will be in.
 
         The call waits for the previous write, and takes a snapshot: a reference to the buffer of
         each variable, and one pass over the values that looks for NaN and Inf. An update of a
@@ -210,6 +212,7 @@ class CheckpointManager:
             files={},
             versions=_VERSIONS,
             code=self.code,
+            changed=changed,
         )
         self._submit(self._write, saved, tensors, wait=wait)
         return saved.path

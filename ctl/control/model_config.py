@@ -9,14 +9,12 @@ from the graph of the model, because the config of a whole model takes three tim
 from __future__ import annotations
 
 import base64
-import collections
 import functools
 import hashlib
 import json
 import marshal
 import math
 import os
-import re
 import types
 from collections.abc import Mapping
 from typing import Any
@@ -66,14 +64,10 @@ def model_config(step: TrainStep) -> dict[str, dict[str, Any]]:
     layers.reverse()
     graphs = [layer for layer in layers if hasattr(layer, "_nodes_by_depth")]  # private, see below
     parts = [*layers, *(operation for graph in graphs for operation in graph.operations)]
-    count: collections.Counter[str] = collections.Counter()
-    names: dict[int, str] = {}
     configs: dict[str, dict[str, Any]] = {"the loss": settings_of(step.loss_fn)}
-    for part in {id(part): part for part in parts}.values():
-        name = re.sub(r"_\d+$", "", part.name)
-        count[name] += 1
-        names[id(part)] = f"{name}#{count[name]}" if count[name] > 1 else name
-        configs[f"layer {names[id(part)]}"] = settings_of(part)
+    parts = [*{id(part): part for part in parts}.values()]
+    names = dict(zip(map(id, parts), replicas.numbered(p.name for p in parts), strict=True))
+    configs |= {f"layer {names[id(part)]}": settings_of(part) for part in parts}
     for layer in layers:
         if isinstance(layer, keras.Sequential):
             order = [names[id(one)] for one in layer.layers]

@@ -50,8 +50,11 @@ class TrainState:
         """Reads the variables that differ between replicas. All workers must call it."""
         self._step.per_replica_variables.collect(self._step.strategy)
 
-    def restore(self, checkpoints: CheckpointManager) -> tuple[Saved | None, dict[str, float]]:
-        """Restores the last checkpoint, and the first run's decision about XLA (`jit.keep`).
+    def restore(
+        self, checkpoints: CheckpointManager, changed: bool = True
+    ) -> tuple[Saved | None, dict[str, float]]:
+        """Restores the last checkpoint, the Python values that were ``changed`` before it, and the
+        first run's decision about XLA (`jit.keep`).
 
         Returns:
             The checkpoint, or None if there is none; and the results of its evaluation, or an empty
@@ -82,6 +85,8 @@ class TrainState:
         replicas.offset_dropout_seeds(step.strategy, step.tracked.layer)
         step.per_replica_variables.spread(step.strategy)
         step.trace_guards.rates.clear()
+        if changed and saved.changed is not None:
+            step.trace_guards.restore(step, saved.changed, saved.step)
         results = {name: saved.metrics[name] for name in saved.evaluated}
         for owner in with_memory(self._eval_actions) if results else []:
             owner.evaluated(saved.step, results)
