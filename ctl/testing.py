@@ -199,7 +199,11 @@ def _check_equal(one: _Training, several: _Training, steps: int, tolerance: floa
     for until in (1, steps):
         one.train(until)
         _check_undrawn(one)
-        several.train(until)
+        try:
+            several.train(until)
+        except Exception:  # the training compares the replicas, too
+            _check_agreement(several)
+            raise
         _check_agreement(several)
         wanted, found = one.states[until].values, several.states[until].values
         when = f"after {until} step{'s' * (until > 1)}"
@@ -435,7 +439,7 @@ def check_one_trace(make: Make, replicas: int = 1, *, steps: int = 4) -> None:
 
 def _check_one_trace(training: _Training, steps: int) -> None:
     kind, step = type(training.step).__name__, training.step
-    traces, changed = training.traces(), step.trace_guards.changed
+    traces, changed = training.traces(), step.trace_guards.retraced_for
     changed = changed and f" ({changed}; use a variable)"
     assert traces == 1, (
         f"{steps} steps were traced {traces} times: does the step depend on a Python value that "

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import re
 from collections.abc import Iterable, Iterator
 
 import keras
@@ -89,6 +91,18 @@ def check_reads(strategy: tf.distribute.Strategy, variables: Iterable[tf.Variabl
 def layers_of(model: keras.Model) -> list[keras.Layer]:
     """All layers of ``model``, nested ones included."""
     return list(model._flatten_layers())  # Keras has no public way into nested layers
+
+
+def numbered(names: Iterable[str]) -> list[str]:
+    """``names`` of layers, or paths of variables, as they are in every process: without the numbers
+    of Keras, which counts layers that a process makes; the second ``dense`` is ``dense#2``."""
+    count: collections.Counter[str] = collections.Counter()
+    made = []
+    for name in names:
+        name = re.sub(r"_\d+(?=/|$)", "", name)
+        count[name] += 1
+        made.append(f"{name}#{count[name]}" if count[name] > 1 else name)
+    return made
 
 
 def check_central_storage(

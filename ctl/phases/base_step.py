@@ -97,6 +97,7 @@ class BaseStep(AutographMethods):
         Raises:
             UsageError: ``loss_fn`` does not return [n], or there is not one weight per example.
         """
+        check_loss_and_metrics(self.loss_fn)  # an override that calls this one needs it, too
         features, labels, weights = local_batch.unpack(batch)
         inputs = self.preprocess(features)
         self.input_specs = _specs_of(inputs)
