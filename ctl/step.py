@@ -29,7 +29,7 @@ from ctl.base.autograph import graph_function
 from ctl.base.bounds import checked
 from ctl.distributed import local_batch, replicas
 from ctl.errors import UsageError
-from ctl.phases import flops, noinline, norms, penalties, sample_weights
+from ctl.phases import flops, labels, noinline, norms, penalties, sample_weights
 from ctl.phases.apply import Updater
 from ctl.phases.base_step import BaseStep, EvalStep
 from ctl.phases.checks import (
@@ -350,7 +350,8 @@ class TrainStep(BaseStep):
         """
 
         def placed(batch: Any, divisor: Any, place: tf.Tensor) -> Any:
-            with self.seeds.inside(place), flops.counted(self, batch):
+            checked_ids = labels.nan_for_wrong_ids(self.tracked.layer, self.jit_compile)
+            with self.seeds.inside(place), flops.counted(self, batch), checked_ids:
                 return self.loss_and_gradients(batch, divisor)
 
         if self.jit_compile:

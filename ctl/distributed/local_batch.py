@@ -27,6 +27,8 @@ _NEGATIVE = "ctl_no_negative_weight"
 _WAITING = re.compile(r"\[\[(?!\{\{node).*?\]\]")
 # TensorFlow's message for a label outside of the classes.
 _LABEL = re.compile(r"label value of (-?\d+) which is outside the valid range of \[0, (\d+)\)")
+# TensorFlow's message for an index outside of a table.
+_INDEX = re.compile(r"indices\[[\d,]*\] = (-?\d+) is not in \[0, (\d+)\)")
 _MESSAGES = {
     _LOSSES: (
         "{} must return one loss for each example of the replica, [n]: sum or average over other "
@@ -370,5 +372,11 @@ def translate_graph_checks() -> Iterator[None]:
             raise UsageError(
                 f"label {value} is no class: the model has {classes} outputs, so labels must be 0 "
                 f"to {classes - 1}"
+            ) from error
+        if index := _INDEX.search(text):
+            value, size = index[1], int(index[2])
+            raise UsageError(
+                f"index {value} is outside of a table of {size} rows, such as that of an "
+                f"Embedding: indices must be 0 to {size - 1}"
             ) from error
         raise

@@ -316,9 +316,9 @@ class BaseStep(AutographMethods):
         return getattr(self.loss_fn, "func", self.loss_fn) is losses.cross_entropy
 
     def check_labels(self, dataset: Any, step: int | None = None) -> None:
-        """Raises `UsageError` if the model or the labels do not fit the loss. Checks the cross
-        entropies of ctl, and ``from_logits`` of those of Keras: with another loss, labels may mean
-        anything.
+        """Raises `UsageError` if the model or the labels do not fit the loss, or ids their
+        Embedding. Checks the cross entropies of ctl, and ``from_logits`` of those of Keras: with
+        another loss, labels may mean anything.
 
         Args:
             dataset: see `ctl.phases.labels.check_labels`.
@@ -327,6 +327,8 @@ class BaseStep(AutographMethods):
         if self.replaces_loss():
             return
         labels.check_from_logits(self.loss_fn, self.model)
+        if not self.overrides("preprocess"):
+            labels.check_ids(self.model, dataset, step)
         loss_fn: Any = getattr(self.loss_fn, "func", self.loss_fn)  # of a `functools.partial`
         if loss_fn not in labels.CHECKED:
             return

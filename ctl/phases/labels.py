@@ -1,8 +1,11 @@
-"""Refuses, before training, labels and outputs that a loss of ctl would misread."""
+"""Refuses, before training, labels, ids and outputs that a loss or an Embedding would misread."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
@@ -11,6 +14,7 @@ import tensorflow as tf
 
 from ctl.data.augment import Augmented
 from ctl.data.global_batches import GlobalBatches, read_again
+from ctl.distributed import replicas
 from ctl.errors import UsageError
 from ctl.phases.losses import binary_cross_entropy, cross_entropy
 
@@ -145,6 +149,67 @@ def _batch_spec(dataset: Any) -> Any:
             dataset.example_spec,
         )
     return dataset.batches(0).element_spec if isinstance(dataset, GlobalBatches) else None
+
+
+def check_ids(model: keras.Model, dataset: Any, step: int | None = None) -> None:
+    """Raises `UsageError` if a feature that is the input of an Embedding has an id outside of it.
+
+    Args:
+        model: checked only if it is functional or sequential.
+        dataset, step: see `check_labels`. Without ``step``, features are checked if they are in
+            memory.
+    """
+    batch, where = getattr(dataset, "arrays", None), ""
+    if batch is None and step is not None:
+        batch, where = read_again(dataset, step), f" in the batch of step {step}"
+    inputs = getattr(model, "inputs", None)
+    if not isinstance(batch, tuple | list) or not inputs:
+        return
+    features = keras.tree.flatten(batch[0])
+    for layer in model.layers if len(features) == len(inputs) else ():
+        for one, ids in zip(inputs, features, strict=True):
+            with contextlib.suppress(AttributeError, ValueError):  # called never, or several times
+                if isinstance(layer, keras.layers.Embedding) and layer.input is one:
+                    _check_rows(np.asarray(ids), layer, where)
+
+
+def _check_rows(ids: np.ndarray, layer: keras.layers.Embedding, where: str) -> None:
+    # Images of uint8 are scaled, see `ctl.phases.base_step.scale_images`.
+    if ids.dtype.kind not in "iu" or ids.dtype == np.uint8 or not ids.size:
+        return
+    wrong = ids.max() if ids.max() >= layer.input_dim else ids.min()
+    if not 0 <= wrong < layer.input_dim:
+        raise UsageError(
+            f"id {wrong}{where} is outside of layer {layer.name}, which has {layer.input_dim} "
+            f"rows: ids must be 0 to {layer.input_dim - 1}"
+        )
+
+
+@contextlib.contextmanager
+def nan_for_wrong_ids(layer: keras.Layer, under_xla: bool | None) -> Iterator[None]:
+    """If ``under_xla``, each Embedding in ``layer`` gives NaN inside for ids that it does not have:
+    XLA checks no index, and would take the nearest row."""
+    embeddings = []
+    if under_xla:
+        layers = replicas.layers_of(layer)
+        embeddings = [one for one in layers if isinstance(one, keras.layers.Embedding)]
+    own = [vars(one).get("call") for one in embeddings]
+    for one in embeddings:
+        vars(one)["call"] = functools.partial(_looked_up, one.call, one.input_dim)
+    try:
+        yield
+    finally:
+        for one, call in zip(embeddings, own, strict=True):
+            vars(one).pop("call")
+            if call is not None:
+                vars(one)["call"] = call
+
+
+def _looked_up(call: Callable, rows: int, ids: Any, *args: Any, **options: Any) -> Any:
+    outputs = call(ids, *args, **options)
+    places = tf.cast(ids, tf.int64)
+    inside = tf.expand_dims((places >= 0) & (places < rows), -1)
+    return tf.where(inside, outputs, tf.cast(math.nan, outputs.dtype))
 
 
 def _check_kind(loss: str, labels: Any, classes: int | None) -> None:

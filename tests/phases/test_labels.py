@@ -18,7 +18,8 @@ from helpers import (
 from ctl.control.evaluator import Evaluator
 from ctl.data import InMemory, Streaming
 from ctl.distributed import local_batch
-from ctl.errors import UsageError
+from ctl.errors import DivergedError, UsageError
+from ctl.phases import labels
 from ctl.phases.base_step import EvalStep
 from ctl.phases.losses import cross_entropy
 from ctl.step import TrainStep
@@ -159,3 +160,66 @@ class OfTheUser(keras.losses.Loss):
 )
 def test_what_ends_in_an_operation_is_right(model, loss_fn):
     make_loop(model=model, loss_fn=loss_fn)
+
+
+def of_ids(**options) -> keras.Model:
+    rows = keras.layers.Embedding(5, 3, name="words")
+    layers = keras.Input([2], dtype="int32"), rows, keras.layers.Flatten()
+    return keras.Sequential([*layers, keras.layers.Dense(CLASSES)], **options)
+
+
+class OwnModel(keras.Model):
+    """ctl cannot see which of its inputs are ids."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = of_ids()
+        self.build([None, 2])
+
+    def call(self, ids):
+        return self.inner(ids)
+
+
+class TestIds:
+    """Ids outside of an Embedding. XLA takes the nearest row."""
+
+    def made(self, ids, *, in_memory=False, strategy=None, **options):
+        arrays = np.array(ids, np.int32), np.zeros(len(ids), np.int64)
+        data = InMemory(arrays, global_batch_size=4)
+        if not in_memory:
+            data = tf.data.Dataset.from_tensor_slices(arrays).batch(4)
+        return make_loop(strategy, data=data, **{"model": of_ids} | options)
+
+    good = ((0, 4),) * 4
+    bad = (*good, (1, 2), (3, 99), (0, 0), (4, 4))
+
+    def test_in_memory(self):
+        with pytest.raises(UsageError, match="^id 99 is outside of layer words, .* 0 to 4$"):
+            self.made(self.bad, in_memory=True)
+
+    @pytest.mark.parametrize("replicas", [1, 2])
+    def test_of_a_stream_under_xla(self, mirrored, replicas):
+        loop = self.made(self.bad, strategy=mirrored(replicas), jit_compile=True)
+        loop.train(1)
+        assert "call" not in vars(loop.step.model.layers[0])
+        with pytest.raises(UsageError, match="^id 99 in the batch of step 2 is outside of layer w"):
+            loop.train(2)
+
+    def test_of_another_model_under_xla(self):
+        loop = self.made(self.bad, model=OwnModel, jit_compile=True)
+        with pytest.raises(DivergedError, match="the loss is nan at step 2"):
+            loop.train(2)
+
+    def test_without_xla(self):
+        with pytest.raises(
+            UsageError, match="^index 99 is outside of a table of 5 rows, .* 0 to 4$"
+        ):
+            self.made(self.bad).train(2)
+
+    def test_those_inside_have_the_same_bits(self, monkeypatch):
+        losses = []
+        for looked_up in (labels._looked_up, lambda call, rows, ids: call(ids)):
+            monkeypatch.setattr(labels, "_looked_up", looked_up)
+            loop = self.made(self.good * 4, jit_compile=True, seed=1)
+            losses.append([loop.train(4)["loss"], loop.step.model.get_weights()[0].tobytes()])
+        assert losses[0] == losses[1]
