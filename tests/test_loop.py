@@ -198,6 +198,25 @@ def test_no_strategy_equals_one_device():
     np.testing.assert_equal(weights[0], weights[1])
 
 
+@pytest.mark.slow
+def test_weights_loaded_into_a_loop_are_those_it_begins_with():
+    """Averages and slots that begin as the weights, too: ScheduleFreeAdamW would forget them."""
+    kind = getattr(keras.optimizers, "ScheduleFreeAdamW", keras.optimizers.Adam)
+    options = {"optimizer": lambda: kind(0.01), "ema_decay": 0.5, "evaluate": 32}
+    first, second = make_loop(seed=0, **options), make_loop(seed=1, **options)
+    weights = first.step.model.get_weights()
+    want = first.evaluate()
+    second.step.model.set_weights(weights)
+    assert second.evaluate() == want
+    second.step.model.set_weights([w + 1.0 for w in weights])
+    assert second.evaluate() != want
+    second.step.model.set_weights(weights)
+    for loop in (first, second):
+        loop.train(2)
+    np.testing.assert_equal(second.step.model.get_weights(), first.step.model.get_weights())
+    assert second.evaluate() == first.evaluate()
+
+
 def test_batches_of_any_form_with_partial_ones(mirrored):
     """A dict from a user's own tf.data, whose last batch has 5 examples, on three loops."""
 
