@@ -340,3 +340,32 @@ def test_a_resume_with_other_data_is_refused(tmp_path):
         resumed(tf.data.Dataset.from_tensor_slices(examples(EXAMPLES)).skip(1).batch(BATCH))
     with pytest.raises(CheckpointError, match=r"content was '\(absent\)', is "):
         resumed(InMemory(examples(EXAMPLES), global_batch_size=BATCH, seed=5))
+
+
+@pytest.mark.slow
+def test_a_resume_in_the_same_process_has_the_batches_of_a_new_one(tmp_path, mirrored):
+    """A shuffle that was read has other seeds. The resume is in the second epoch."""
+    rows: list[list[int]] = []
+
+    class Seen(TrainStep):
+        def loss(self, batch):
+            context = tf.distribute.get_replica_context()
+            if context.replica_id_in_sync_group == 0:
+                tf.numpy_function(lambda x: rows.append(x[:, 0].tolist()), [batch[0]], [])
+            return super().loss(batch)
+
+    numbers = np.arange(24, dtype=np.float32)[:, None] * np.ones([1, FEATURES], np.float32)
+    own = tf.data.Dataset.from_tensor_slices((numbers, np.zeros(24, np.int64)))
+    own = own.shuffle(24, seed=1).batch(8, drop_remainder=True)
+    strategy = mirrored(2)
+    loop = make_loop(strategy, step_class=Seen, data=own, directory=tmp_path, jit_compile=False)
+    with loop.checkpoints:
+        loop.train(5)
+        loop.save(wait=True)
+        loop.train(9)
+        expected = rows[5:]
+        for _ in range(2):
+            rows.clear()
+            assert loop.restore().step == 5
+            loop.train(9)
+            assert rows == expected

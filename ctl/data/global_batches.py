@@ -22,6 +22,9 @@ from ctl.errors import UsageError
 _READ_AGAIN_SECONDS = 20.0
 _HASHED_ELEMENTS = 16  # below a shuffle, usually single examples
 
+# Operations whose last input is the generator of their seeds.
+_WITH_GENERATOR = "ShuffleDatasetV3", "ShuffleAndRepeatDatasetV2", "RandomDatasetV2"
+
 # What draws the order of the elements, see `tf_internals.pipeline`.
 _UNSEEDED = {
     "shuffle": "a shuffle without a seed: a resume cannot repeat its order, and is refused; give "
@@ -101,6 +104,20 @@ class GlobalBatches(NotResident):
             return later
         return later.map(lambda *element: own_memory(element_of(element)))
 
+    def rewind(self) -> None:
+        """Lets `batches` begin anew: a ``shuffle`` that was read has other seeds than in a new
+        process, so a second reading resumes with other batches. Copies the dataset for it, with the
+        arrays that it holds."""
+        if self.pipeline.seeds:
+            try:
+                self._dataset = _with_first_seeds(self._dataset)
+            except Exception as error:  # above 2 GiB, or with state that cannot be copied
+                logging.warning(
+                    "the tf.data.Dataset goes on in another order than in a new process, because "
+                    "its shuffle was read before and cannot be copied: %s",
+                    str(error).partition("\n")[0][:200],
+                )
+
     def fingerprint(self) -> dict[str, Any]:
         """Returns what `order` does, and a hash of the first elements. Read are only the parts
         below each shuffle and other random numbers: these would draw others from then on."""
@@ -115,6 +132,22 @@ class GlobalBatches(NotResident):
         """Returns the types of the elements, and the seeds; reads nothing. Without a seed, no two
         of these datasets have one order."""
         return {"elements": str(self._dataset.element_spec), "shuffle": self._seeds}
+
+
+def _with_first_seeds(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """A copy of ``dataset`` whose shuffles have not been read. They share a generator of seeds with
+    the dataset, and make a new one where that does not exist."""
+    variant = tf.raw_ops.DatasetToGraphV2(
+        input_dataset=tf.data.experimental.to_variant(dataset), external_state_policy=1
+    )  # 1: keeps variables and tables
+    graph = tf.compat.v1.GraphDef.FromString(variant.numpy())
+    none = graph.node.add(name="no_generator_of_seeds", op="DummySeedGenerator").name
+    for node in graph.node:
+        if node.op in _WITH_GENERATOR:
+            node.input[-1] = none
+    copy = tf.raw_ops.DatasetFromGraph(graph_def=graph.SerializeToString())
+    copied = tf.data.experimental.from_variant(copy, dataset.element_spec)
+    return copied.with_options(dataset.options())
 
 
 def comparable(dataset: Any) -> Callable[[], Mapping[str, Any]]:

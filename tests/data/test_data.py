@@ -262,6 +262,24 @@ def test_to_compare_a_pipeline_changes_none_of_its_numbers(kind, tmp_path):
     assert found == two_epochs(own())
 
 
+@pytest.mark.parametrize("kind", ["shuffle", "python", "table"])
+def test_data_that_are_opened_again_begin_as_in_a_new_process(kind, warnings_of):
+    """A shuffle takes other seeds for each reading, and each epoch."""
+    table = tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer([1], [2]), 3)
+    numbers = tf.data.Dataset.range(12).shuffle(12, seed=1)
+    if kind == "python":
+        numbers = numbers.map(lambda n: tf.numpy_function(lambda n: 2 * n, [n], tf.int64))
+    elif kind == "table":
+        numbers = numbers.map(lambda n: table.lookup(tf.cast(n, tf.int32)) + tf.cast(n, tf.int32))
+    own = as_dataset(numbers.batch(4))
+    readings = []
+    for _ in range(3):
+        readings.append([batch.numpy().tolist() for batch in own.batches(1).take(6)])
+        own.rewind()
+    assert readings[0] == readings[1] == readings[2]
+    assert readings[0][2:5] != readings[0][:3] and not warnings_of()
+
+
 def test_random_numbers_without_a_seed_are_named(warnings_of):
     tf.random.set_seed(None)
     numbers = tf.data.Dataset.range(9)
