@@ -35,7 +35,12 @@ def native(nest: Any, what: str, strings: type | None = None) -> Any:
 
 
 def _native(array: np.ndarray, strings: type | None) -> np.ndarray:
-    wanted = strings if strings and array.dtype.kind in "SU" else array.dtype.newbyteorder("=")
+    if array.dtype.kind == "T":  # NumPy's StringDType
+        wanted: Any = object
+    elif strings and array.dtype.kind in "SU":
+        wanted = strings
+    else:
+        wanted = array.dtype.newbyteorder("=")
     return array.astype(wanted, copy=False)
 
 
@@ -55,7 +60,12 @@ def check(nest: Any, what: str) -> None:
 def _problem(leaf: Any) -> str:
     if np.ma.is_masked(leaf):
         return "masked values: fill them with numbers"
-    array = np.asarray(leaf)
+    try:
+        array = np.asarray(leaf)
+    except ValueError:
+        return "rows of different lengths"
+    if array.dtype.kind == "T":
+        array = array.astype(object)  # what is missing is no string
     if array.dtype == object:
         kinds = {type(item) for item in array.flat if not isinstance(item, str | bytes)}
         names = ", ".join(sorted(kind.__name__ for kind in kinds))
@@ -128,7 +138,8 @@ def as_array(leaf: Any) -> np.ndarray:
         array = np.empty((), object)
         array[()] = leaf.encode() if isinstance(leaf, str) else leaf
         return array
-    return leaf if isinstance(leaf, np.ndarray) else np.asarray(leaf)
+    array = leaf if isinstance(leaf, np.ndarray) else np.asarray(leaf)
+    return array.astype(object) if array.dtype.kind == "T" else array
 
 
 def common(examples: Sequence[Any]) -> Any:

@@ -18,6 +18,9 @@ from ctl.errors import CheckpointError, UsageError
 NO_CLASS = "no class of the dataset:"
 REFUSED = "ctl refuses the data: {} [ctl]"
 
+# Ends a message about a bad record.
+SKIP = 'skip it: --on_bad_record=skip, in Python Streaming(…, on_bad_record="skip")'
+
 _REFUSED = re.compile(re.escape(REFUSED).replace(r"\{\}", "(.*?)"))
 _LABEL = re.compile(rf"\[{re.escape(NO_CLASS)}\] \[(-?\d+)\] \[(\d+)\]")
 # TensorFlow raises the error of exhausted memory for a full disk, too.
@@ -60,7 +63,7 @@ def translate_data_errors(dataset: Any, *others: Any) -> Iterator[None]:
             raise UsageError(
                 f"{dataset.description}: {culprit or 'an example'} cannot be decoded: "
                 f"{_reason(error)}; prepare it again"
-                + (", or give --on_bad_record=skip" if culprit else "")
+                + (f", or {SKIP}" if culprit and not dataset.skips else "")
             ) from error
         raise
     except tf.errors.ResourceExhaustedError as error:

@@ -35,6 +35,8 @@ _OPEN_FILES = 256
 
 def local(path: str | os.PathLike[str]) -> Path:
     """``path``, with ``~`` as the home directory. Raises `UsageError` for one of remote storage."""
+    if not isinstance(path, str | os.PathLike):
+        raise UsageError(f"{path!r:.100} is no path: give a str or a pathlib.Path")
     text = os.fspath(path)
     if "://" in text:
         raise UsageError(f"{text}: mount it, or copy the files; data need a POSIX file system")

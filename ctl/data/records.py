@@ -37,19 +37,20 @@ class Records:
     """Records of several files, numbered file after file. A subclass reads them.
 
     Args:
-        paths: of the files.
+        paths: of the files, or of one file.
         decode: makes one example of one record, a scalar string, by operations of TensorFlow.
         name: of the data.
     """
 
     def __init__(
         self,
-        paths: Sequence[str | os.PathLike],
+        paths: Sequence[str | os.PathLike] | str | os.PathLike,
         decode: Callable[[Any], Any] | None = None,
         *,
         name: str = "records",
     ):
-        self.paths = [index.local(path) for path in paths]
+        several = [paths] if isinstance(paths, str | os.PathLike) else paths
+        self.paths = [index.local(path) for path in several]
         if not self.paths:
             raise UsageError(f"{name}: there are no files to read")
         if decode:
@@ -155,14 +156,16 @@ def _walk(path: Path) -> Iterator[np.ndarray]:
             offset += int.from_bytes(header[:8], "little") + _HEADER + _FOOTER
             whole = len(header) == _HEADER and offset <= size
             if len(offsets) == _INDEXED_AT_ONCE or offset >= size or not whole:
-                _check_headers(path, number, headers, whole)
+                _check_headers(path, number, headers, whole, offsets)
                 yield np.array(offsets, np.int64)
                 number += len(offsets)
                 offsets, headers = [], []
     yield np.array([offset], np.int64)
 
 
-def _check_headers(path: Path, first: int, headers: list[bytes], whole: bool) -> None:
+def _check_headers(
+    path: Path, first: int, headers: list[bytes], whole: bool, offsets: list[int]
+) -> None:
     """Raises `UsageError` for the first header of a wrong checksum, or for a file cut short."""
     complete = [header for header in headers if len(header) == _HEADER]  # the last may be cut
     sums = crc.masked([header[:8] for header in complete])
@@ -174,9 +177,27 @@ def _check_headers(path: Path, first: int, headers: list[bytes], whole: bool) ->
         number, what = len(headers) - 1, "it is truncated"
     else:
         return
+    intact, begin = first + number, offsets[number]
+    if not intact and (kind := _compression(headers[0])):
+        raise UsageError(
+            f"{path} is compressed ({kind}), so its records cannot be read in any order: write it "
+            "without compression" + (f", as gzip -dc {path.name} does" if kind == "GZIP" else "")
+        )
+    remedy = "prepare it again"
+    if intact:
+        remedy += f", or keep the {intact} records before it: truncate -s {begin} {path.name}"
     raise UsageError(
-        f"{path.name}, record {first + number}: the file is damaged: {what}; prepare it again"
+        f"{path.name}, record {intact}: the file is damaged: {what}, and what follows in this file "
+        f"cannot be found, also not to skip it; {remedy}"
     )
+
+
+def _compression(begin: bytes) -> str:
+    """What the first bytes of a file look like."""
+    if begin[:2] == b"\x1f\x8b":
+        return "GZIP"
+    is_zlib = begin[:1] == b"\x78" and int.from_bytes(begin[:2], "big") % 31 == 0  # RFC 1950
+    return "ZLIB" if is_zlib else ""
 
 
 class ArrayRecords(Records):

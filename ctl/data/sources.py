@@ -70,7 +70,8 @@ def as_source(data: Any) -> Any:
         return data
     if isinstance(data, np.ndarray | tuple | dict):
         return Arrays(data)
-    if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+    is_text = isinstance(data, str | bytes)  # such as a path
+    if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not is_text:
         return Items(data)
     raise UsageError(
         f"a {type(data).__name__} is no source of examples: it needs a length, and read(indices) "
@@ -127,10 +128,22 @@ def mapped(path: str | os.PathLike[str]) -> np.ndarray:
     with index.readable(path):
         try:
             array = np.load(index.local(path), mmap_mode="r")
-        except (ValueError, EOFError) as error:
-            raise UsageError(f"{path} cannot be read as .npy: {error}"[:250]) from error
+        except (OSError, UsageError):
+            raise
+        except Exception as error:  # also of the parsers of headers and of .npz
+            what = str(error).split(". ")[0].splitlines()[0]
+            if "pickle" in what:
+                what = "it does not begin as such a file does, or has Python objects"
+            raise UsageError(f"{path} cannot be read as .npy: {what}"[:250]) from error
     if not isinstance(array, np.ndarray):
         raise UsageError(f"{path} has several arrays: save each in a .npy file of its own")
+    if isinstance(array, np.memmap):
+        size, wanted = index.local(path).stat().st_size, array.offset + array.nbytes
+        if size != wanted:
+            raise UsageError(
+                f"{path} cannot be read as .npy: it has {size} bytes, and {wanted} by its header: "
+                "save it again, each array in a file of its own"
+            )
     return array
 
 
@@ -138,8 +151,11 @@ class Arrays:
     """A nest of arrays of equal length, in memory or `mapped`."""
 
     def __init__(self, arrays: Any, info: DatasetInfo | None = None):
-        self._arrays = _map(as_array, arrays)
         self.info = info or DatasetInfo("arrays")
+        try:
+            self._arrays = _map(as_array, arrays)
+        except ValueError as error:
+            raise UsageError(f"{self.info.name}: there are lists of different lengths") from error
         check(self._arrays, self.info.name)
         shapes = [array.shape for array in tf.nest.flatten(self._arrays)]
         if () in shapes or len({shape[0] for shape in shapes}) != 1:
@@ -262,7 +278,7 @@ class JsonLines(Records, Items):
     where the sample has integers, or of another form than most of the sample, is a bad record.
 
     Args:
-        paths: of the files.
+        paths: of the files, or of one file.
         example: makes a nest of numbers, arrays and strings of what a line says.
         name: of the data.
     """
@@ -271,7 +287,7 @@ class JsonLines(Records, Items):
 
     def __init__(
         self,
-        paths: Sequence[str | os.PathLike],
+        paths: Sequence[str | os.PathLike] | str | os.PathLike,
         example: Callable[[Any], Any] = lambda value: value,
         *,
         name: str = "json",

@@ -24,7 +24,7 @@ from ctl.data.dataset import (
     distribution_options,
     fingerprint,
 )
-from ctl.data.errors import NO_CLASS, translate_data_errors
+from ctl.data.errors import NO_CLASS, SKIP, translate_data_errors
 from ctl.data.order import VERSION, Shuffle, check_block
 from ctl.data.records import BadRecord
 from ctl.data.sources import as_source, sample
@@ -131,6 +131,13 @@ class Streaming(NotResident):
             return self._spec
         self._decode_row = tf.function(self._source.decode)
         traced = self._decode_row.get_concrete_function(self._spec).structured_outputs
+        leaves = tf.nest.flatten(traced)
+        if not leaves or not all(isinstance(leaf, tf.Tensor) for leaf in leaves):
+            kinds = ", ".join(sorted({type(leaf).__name__ for leaf in leaves})) or "nothing"
+            raise UsageError(
+                f"{self.description}: decode() returns {kinds}: make a nest of tensors of it, each "
+                "of one shape"
+            )
         if not self.skips:
             self._decode_row(
                 tf.nest.map_structure(lambda array: tf.constant(array[0]), self._first)
@@ -255,7 +262,7 @@ class Streaming(NotResident):
                 if not self.skips:
                     raise UsageError(
                         f"{self.description}: the data are damaged: {bad.what}; prepare them "
-                        "again, or give --on_bad_record=skip"
+                        f"again, or {SKIP}"
                     ) from bad
                 self._note(bad.index, bad.what)
                 rows[rows == bad.index] = self._after(bad.index)
@@ -278,6 +285,11 @@ class Streaming(NotResident):
                 "make all alike"
             ) from error
         for first, now in zip(tf.nest.flatten(wanted), tf.nest.flatten(data), strict=True):
+            if now.shape[:1] != rows.shape:
+                raise UsageError(
+                    f"{self.description}: read() of {len(rows)} examples gave an array of shape "
+                    f"{list(now.shape)}: the first axis must have one row for each"
+                )
             if (first.dtype, first.shape[1:]) != (now.dtype, now.shape[1:]):
                 raise UsageError(
                     f"{self.description}: there are examples of {now.dtype} {list(now.shape[1:])}, "
@@ -352,17 +364,27 @@ class Streaming(NotResident):
         return [leaf[0] for leaf in tf.nest.flatten(rows)]
 
     def culprit(self) -> str:
-        """Which of the examples that were read last cannot be decoded; "" if none was found."""
-        until = time.monotonic() + _CULPRIT_SECONDS
+        """Which of the examples that were read last cannot be decoded; "" if none was found.
+
+        Raises:
+            UsageError: they are decoded to different shapes, which make no batch.
+        """
+        until, first = time.monotonic() + _CULPRIT_SECONDS, ""
         for indices in list(self._read_last) if self.decodes else ():
             for index in indices.tolist() if time.monotonic() < until else ():
                 row = tf.nest.map_structure(
                     lambda leaf: tf.constant(leaf[0]), self.read(np.array([index]))
                 )
                 try:
-                    self._decode_row(row)
+                    outputs = self._decode_row(row)
                 except tf.errors.OpError:
                     return self.where(index)
+                shapes = str([output.shape.as_list() for output in tf.nest.flatten(outputs)])
+                if shapes != (first := first or shapes) and self.global_batch_size > 1:
+                    raise UsageError(
+                        f"{self.description}: decode() makes shapes {shapes} of "
+                        f"{self.where(index)}, and {first} of others: make all alike"
+                    )
         return ""
 
     # The interface of datasets ------------------------------------------------------------------

@@ -41,7 +41,7 @@ def windows(texts: Sequence[bytes], length: int) -> np.ndarray:
     Raises:
         UsageError: there is no text, or one has the byte `PAD`.
     """
-    _check(texts)
+    _check(texts, length, bytes | bytearray)
     rows = []
     for text in filter(None, texts):
         padded = np.zeros(-len(text) % length + len(text) + 1, np.uint8)  # `PAD`
@@ -91,11 +91,16 @@ def pack(texts: Sequence[bytes | np.ndarray], length: int) -> np.ndarray:
 
 
 def _pieces(texts: Sequence[bytes | np.ndarray], length: int) -> list[np.ndarray]:
-    _check(texts)
-    tokens = [
-        np.frombuffer(text, np.uint8) if isinstance(text, bytes) else np.asanyarray(text)
-        for text in texts
-    ]
+    _check(texts, length)
+    tokens = []
+    for number, text in enumerate(texts):
+        try:
+            one = np.frombuffer(text, np.uint8) if isinstance(text, bytes) else np.asanyarray(text)
+        except ValueError as error:
+            raise UsageError(f"text {number} has lists of different lengths") from error
+        if one.ndim != 1:
+            raise UsageError(f"text {number} has the shape {list(one.shape)}: give integers [n]")
+        tokens.append(one)
     for number, of_text in enumerate(tokens):
         if np.ma.is_masked(of_text) or of_text.dtype.hasobject:
             check(of_text, f"text {number}")
@@ -119,7 +124,17 @@ def _rows(rows: Sequence[Sequence[np.ndarray]], length: int) -> np.ndarray:
     return filled
 
 
-def _check(texts: Sequence[bytes | np.ndarray]) -> None:
+def _check(texts: Sequence[bytes | np.ndarray], length: int, kinds: Any = object) -> None:
+    if isinstance(length, bool) or not isinstance(length, int | np.integer) or length < 1:
+        raise UsageError(f"the length of a row must be a whole number from 1, not {length!r}")
+    if isinstance(texts, str | bytes | bytearray):
+        raise UsageError(f"texts is one {type(texts).__name__}: give a list of texts")
+    for number, text in enumerate(texts):
+        if isinstance(text, str) or not hasattr(text, "__len__") or not isinstance(text, kinds):
+            raise UsageError(
+                f"text {number} is a {type(text).__name__}: give bytes, as text.encode() makes"
+                + (", or integers [n]" if kinds is object else "")
+            )
     if not any(len(text) for text in texts):
         raise UsageError("there is no text to train on")
     if any(PAD in text for text in texts):

@@ -86,6 +86,22 @@ def _define_worker_flags() -> None:
     check_flags(
         ["strategy", "replicas", "workers", "worker_index", "communication"], _check_workers
     )
+    check_flags(["strategy", *_LIMITS], _check_limits)
+
+
+# Time limits, and the strategies that have them.
+_LIMITS = {
+    "startup_timeout": ("multi_worker", "parameter_server"),
+    "collective_timeout": ("multi_worker", "parameter_server"),
+    "worker_timeout": ("parameter_server",),
+}
+
+
+def _check_limits(strategy: str, **limits: float) -> None:
+    for name, value in limits.items():
+        if strategy not in _LIMITS[name] and value != flags.FLAGS[name].default:
+            needed = " or ".join(_LIMITS[name])
+            raise UsageError(f"--{name} has no effect without --strategy={needed}: leave it out")
 
 
 def _check_workers(

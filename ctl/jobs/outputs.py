@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from absl import logging
 
 from ctl.base.actions import parse_window
+from ctl.errors import UsageError
 from ctl.flags.parsing import grouped_flags
 
 if TYPE_CHECKING:
@@ -50,7 +51,11 @@ def add_actions(
     loop: Loop, prepared: Prepared, stack: Any, model_dir: Path, chief: bool, saved: Saved | None
 ) -> tuple[Log, OnProgress | None, Sequence[Sink]]:
     """Adds logs, progress, checkpoints and profile. ``saved`` is what the run resumes from. Returns
-    the log, the ``on_progress`` of evaluations, and the sinks of files."""
+    the log, the ``on_progress`` of evaluations, and the sinks of files.
+
+    Raises:
+        UsageError: a flag has no effect on the number of replicas that the machine has.
+    """
     from ctl.base.actions import Every, Log
     from ctl.control.copies import CompareReplicas
     from ctl.distributed.workers import cluster_of, is_multi_worker
@@ -58,6 +63,8 @@ def add_actions(
     from ctl.logs.progress import Lines, Progress
 
     flags = prepared.flags
+    if flags.check_replicas_every and loop.strategy.num_replicas_in_sync == 1:
+        raise UsageError("--check_replicas_every has no effect with one replica: leave it out")
     # Reading metrics is a collective: all workers read them, at the same steps.
     multi_worker = is_multi_worker(loop.strategy)
     bar = None

@@ -26,7 +26,10 @@ def flags_only(value) -> str:
 TWO = ("--workers=a:1,b:2", "--worker_index=0")
 WRONG = [
     ((), "--model_dir is required"),
-    (("--collective_timeout=nan",), "--collective_timeout=nan must be a finite number"),
+    (
+        ("--strategy=multi_worker", *TWO, "--collective_timeout=nan"),
+        "--collective_timeout=nan must be a finite number",
+    ),
     (("--resident_limit_mib=1e999",), "--resident_limit_mib=inf must be a finite number"),
     (("--log_every=1e999",), "'1e999' is not a duration"),
     (("--warmup=1e999ep",), "'1e999ep' is not a duration"),
@@ -124,6 +127,12 @@ WRONG = [
         "--also_evaluate=a@b@c is neither SPLIT nor DATASET@SPLIT",
     ),
     (("--communication=ring",), "--communication has no effect without --strategy=multi_worker"),
+    (("--startup_timeout=9",), "--startup_timeout has no effect without --strategy=multi_worke"),
+    (("--collective_timeout=9",), "--collective_timeout has no effect without --strategy=multi_"),
+    (
+        ("--strategy=multi_worker", *TWO, "--worker_timeout=9"),
+        "--worker_timeout has no effect without --strategy=parameter_server: leave it out",
+    ),
     (
         ("--strategy=multi_worker", *TWO, "--cross_device_ops=ring"),
         "--cross_device_ops has no effect with --strategy=multi_worker",
