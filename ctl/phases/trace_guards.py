@@ -257,13 +257,14 @@ class TraceGuards:
                 setattr(owner, attribute, value)
 
     def _changes_by_user(self, step: Any) -> list[_Change]:
-        """The changes since the first call of what a checkpoint does not hold in another way."""
+        """The changes since the first call that take effect, of what a checkpoint does not hold in
+        another way."""
         if self._start is None:
             return []
         own = {f"{type(step).__name__}.{name}" for name in _IN_CHECKPOINTS}
         others = own | self._set_by_calls | self._set_by_code
         changes = self._changes(step, self._start, self._read(step))
-        return [change for change in changes if change.name not in others]
+        return [change for change in changes if change.takes_effect and change.name not in others]
 
     def _owner(self, name: str) -> Any:
         """The object with the attribute that `_changes` calls ``name``; None for a variable of a

@@ -50,7 +50,7 @@ def test_the_others_keep_their_values_and_slots(options):
     loop.train_only()
     loop.train(5)
     assert all(not np.array_equal(after[path], value) for path, value in state(loop).items())
-    assert loop.steps.run.experimental_get_tracing_count() == 3
+    assert loop.steps.run.experimental_get_tracing_count() == 2
 
 
 def test_each_set_is_traced_once():
