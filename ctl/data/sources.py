@@ -69,8 +69,8 @@ def as_source(data: Any) -> Any:
     if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
         return Items(data)
     raise UsageError(
-        f"a {type(data).__name__} is no source of examples: it needs a length, and read(indices) "
-        "or items"
+        f"a {type(data).__name__} is not a source of examples: it needs __len__, and "
+        "read(indices) or __getitem__"
     )
 
 
@@ -100,7 +100,7 @@ class Arrays:
         shapes = [array.shape for array in tf.nest.flatten(self._arrays)]
         if () in shapes or len({shape[0] for shape in shapes}) != 1:
             raise UsageError(
-                "the arrays of a source must be of one length, not of the shapes "
+                "the arrays of a source must have one length; their shapes are "
                 + ", ".join(map(str, shapes))
             )
         self._length: int = shapes[0][0]
@@ -310,7 +310,7 @@ class ImageFolder:
             has no folder there would shift the labels of the classes after it.
 
     Raises:
-        UsageError: the folder is missing, has no images, or has a folder that is no class.
+        UsageError: the folder is missing, has no images, or has a folder not in ``classes``.
     """
 
     def __init__(
@@ -324,7 +324,10 @@ class ImageFolder:
             found = {entry.name for entry in self._folder.iterdir() if entry.is_dir()}
             classes = sorted(found) if classes is None else list(classes)
             if unknown := found - set(classes):
-                raise UsageError(f"{folder} has a folder {min(unknown)}, which is no class")
+                raise UsageError(
+                    f"{folder} has a folder {min(unknown)} that is not in classes: add it to "
+                    "classes, or move it away"
+                )
             names = [
                 sorted(self._images(self._folder / name)) if name in found else []
                 for name in classes

@@ -368,7 +368,7 @@ def translate_graph_checks() -> Iterator[None]:
         if label := _LABEL.search(text):
             value, classes = label[1], int(label[2])
             raise UsageError(
-                f"label {value} is no class: the model has {classes} outputs, so labels must be 0 "
-                f"to {classes - 1}"
+                f"label {value} is out of range: the model has {classes} outputs, so labels must "
+                f"be 0 to {classes - 1}"
             ) from error
         raise

@@ -181,7 +181,7 @@ def _check_classes(labels: np.ndarray, classes: int, where: str) -> None:
     wrong = np.flatnonzero((labels < 0) | (labels >= classes))
     if wrong.size:
         raise UsageError(
-            f"label {labels[wrong[0]]} of example {wrong[0]}{where} is no class: the model "
+            f"label {labels[wrong[0]]} of example {wrong[0]}{where} is out of range: the model "
             f"has {classes} outputs, so labels must be 0 to {classes - 1} ({wrong.size} of "
             f"{labels.size} are not; they are {low} to {high})"
         )

@@ -122,7 +122,7 @@ def _refused_early(case: Case, arrays: Any) -> str:
 def _refused_labels(labels: Any) -> str:
     classes = labels["class"] if isinstance(labels, dict) else labels
     wrong = [int(label) for label in classes if not 0 <= int(label) < CLASSES]
-    return f"label {wrong[0]} .*is no class.*labels must be 0 to {CLASSES - 1}" if wrong else ""
+    return f"label {wrong[0]} .*is out of range.*labels must be 0 to {CLASSES - 1}" if wrong else ""
 
 
 def _refused_batch(case: Case, batch: Any) -> str:

@@ -199,7 +199,7 @@ def test_a_function_gets_the_keywords_that_it_declares():
     [
         ("demanding", "'batch_size'; it may take global_batch_size, seed, data_dir"),
         ("single", r"must return two datasets, \(training, evaluation\), it returned InMemory"),
-        ("arrays", "a ndarray is no dataset"),
+        ("arrays", "a ndarray is not a dataset"),
         ("gone", "has no class or function 'gone'"),
     ],
 )
