@@ -362,7 +362,7 @@ def test_checkpoints_without_a_config_are_not_resumed(zygote_without_tensorflow,
     (tmp_path / "config.json").unlink()
     run = [TRAIN, f"--model_dir={tmp_path}", "--learning_rate=7"]
     line = one_line(zygote_without_tensorflow.run(*run, exit_code=2))
-    assert line.startswith(f"{tmp_path} holds checkpoints, but no config.json that says")
+    assert line.startswith(f"{tmp_path} holds checkpoints, but not config.json with")
 
 
 @pytest.mark.parametrize(

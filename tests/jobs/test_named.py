@@ -75,7 +75,7 @@ def test_the_class_of_the_step():
     assert named.step_class(None) is ctl.TrainStep
     assert issubclass(named.step_class("users_own:Mine"), ctl.TrainStep)
     for name in ("users_own:loss", "ctl:EvalStep"):
-        with pytest.raises(UsageError, match=f"--step={name} is no subclass of ctl.TrainStep"):
+        with pytest.raises(UsageError, match=f"--step={name} is not a subclass of ctl.TrainStep"):
             named.step_class(name)
 
 
