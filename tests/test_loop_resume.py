@@ -251,7 +251,7 @@ def test_a_run_is_not_mixed_with_another(tmp_path):
     first.save(wait=True)
     first.checkpoints.close()
     again = make_loop(directory=tmp_path)
-    with pytest.raises(UsageError, match="has a run, up to step 3: continue it by restore"):
+    with pytest.raises(UsageError, match="holds a run up to step 3: call restore"):
         again.train(3)
     assert again.global_step == 0
     again.restore()

@@ -365,7 +365,7 @@ def test_damaged_checkpoints(zygote, tmp_path, short):
             copy = tmp_path / "copy"
             shutil.copytree(run, copy)
             command = zygote.run(TRAIN, f"--model_dir={copy}", *options)
-            assert "warning: Passing over the damaged checkpoint" in command.stderr
+            assert "warning: Skipping the damaged checkpoint" in command.stderr
             assert "resuming at step 10 " in command.stderr
     command = zygote.run(TRAIN, f"--model_dir={run}", *options, exit_code=4)
     assert "No intact checkpoint in" in last_line(command)

@@ -100,7 +100,7 @@ def _find(path: Path) -> Saved:
         saved = manifest.first_intact(directory, steps, manifest.verified)
     if saved is None:
         raise UsageError(
-            f"{path} is no checkpoint, and no directory of checkpoints or of a run with one"
+            f"{path} holds no checkpoint: give a checkpoint, a directory of checkpoints, or a run"
         )
     return saved
 
