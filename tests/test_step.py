@@ -265,7 +265,7 @@ def test_one_gradient_collective_per_device_per_step(ring2, options, packs):
         (lambda: keras.optimizers.Muon(), ["Muon"]),
         pytest.param(
             lambda: keras.optimizers.ScheduleFreeAdamW(),
-            ["ScheduleFreeAdamW", "not proven"],
+            ["ScheduleFreeAdamW", "has not tested it"],
             marks=pytest.mark.skipif(
                 not hasattr(keras.optimizers, "ScheduleFreeAdamW"),
                 reason="needs a newer Keras, with ScheduleFreeAdamW",

@@ -76,8 +76,12 @@ REFUSED = {
     "binary classes": ([0, 3], {"model": ending(1, None), **BINARY}, "labels are 0 to 3, and"),
     "no such optimizer": (GOOD, {"optimizer": lambda: "adm"}, "unknown optimizer 'adm': .*'adam'"),
     "nadam": (GOOD, {"optimizer": lambda: "nadam"}, "optimizer Nadam overrides"),
-    "a class": (GOOD, {"optimizer": lambda: keras.optimizers.Adam}, "is no optimizer: give an obj"),
-    "no optimizer": (GOOD, {"optimizer": lambda: None}, "None is no optimizer"),
+    "a class": (
+        GOOD,
+        {"optimizer": lambda: keras.optimizers.Adam},
+        "is not an optimizer: give an obj",
+    ),
+    "no optimizer": (GOOD, {"optimizer": lambda: None}, "None is not an optimizer"),
 }
 
 

@@ -234,6 +234,6 @@ def check_evaluator(step: Any, dataset: Any, evaluator: Any) -> None:
             if labels.get(name, label) != label:
                 raise UsageError(
                     f"class {name} has label {labels[name]} in {dataset.info.name} and {label} in "
-                    f"{data.info.name}, which it is evaluated on: number the classes of both alike "
-                    "(ImageFolder has classes=)"
+                    f"{data.info.name}, which it is evaluated on: number the classes of both in "
+                    "the same way (ImageFolder takes classes=)"
                 )
