@@ -219,7 +219,7 @@ def test_data_that_end_leave_a_whole_step(mirrored, caplog, replicas):
     )
     scalars = loop.train(30)
     assert wakes == [(10, 30, False), (20, 30, False), (23, 23, True)]
-    assert "ended after step 23, before step 30" in caplog.text
+    assert "ended after step 23 of 30" in caplog.text
     assert np.isfinite(scalars["loss"]) and scalars["loss"] > 0
     assert_same(bits(loop), bits(want))
 
