@@ -234,8 +234,7 @@ def _evaluate_checkpoints(evaluator: Evaluator, averaged: bool, best: dict[str, 
 def _averages(model: keras.Model) -> list[tuple[keras.Variable, Any]]:
     """Each averaged variable, and what its average is restored to: itself, or a wider one."""
     from ctl.distributed import local_batch
-    from ctl.distributed.replicas import statistics_of, training_norms
-    from ctl.phases.apply import average_like
+    from ctl.distributed.replicas import average_like, statistics_of, training_norms
 
     averages = []
     for variable in [*model.trainable_variables, *statistics_of(training_norms(model))]:

@@ -51,14 +51,19 @@ from ctl.distributed import local_batch, workers
 from ctl.distributed.watch import watchdog
 from ctl.errors import Preempted, UsageError
 from ctl.phases import freezing, noinline
-from ctl.phases.checks import check_arguments, check_evaluator
+from ctl.phases.checks import (
+    check_arguments,
+    check_evaluator,
+    naming_eval_step,
+    translate_trace_errors,
+)
 from ctl.phases.loss_accumulator import CallResult, LossAccumulator, no_losses
 from ctl.phases.observer import NO_OBSERVER
 from ctl.phases.plan.collectives import plan_of_step
 from ctl.phases.plan.plan import Plan
 from ctl.phases.trace_guards import TraceKey
 from ctl.reduce import SUM
-from ctl.schedule.patience import remembered
+from ctl.schedule.patience import check_watched, remembered
 from ctl.step import TrainStep
 
 
@@ -216,7 +221,7 @@ class Loop:
         self.evaluator = evaluator
         self.checkpoints = checkpoints
         self.actions = list(actions)
-        self.eval_actions = [*remembered(schedule, evaluator), *eval_actions]
+        self.eval_actions = [*remembered(schedule), *eval_actions]
         size, replicas = self.dataset.global_batch_size, self.strategy.num_replicas_in_sync
         local_batch.check_sizes(size, replicas, step.accumulate_steps)
         step.check_labels(self.dataset)
@@ -226,6 +231,7 @@ class Loop:
         self.state = TrainState(step, self.dataset, self.eval_actions)
         if evaluator:
             check_evaluator(step, self.dataset, evaluator)
+        check_watched(self.eval_actions, evaluator)
         if checkpoints:
             watchdog.finish_first(checkpoints.wait)
             checkpoints.note_constants(self.state.variables())
@@ -240,6 +246,7 @@ class Loop:
         self._is_chief = workers.is_chief(self.strategy)
         self.feed: Any = None  # opened by `begin`
         self._feed_step = -1
+        self._doing = ""  # what `translate_failures` is for, at present
         self._agreed: Any = None  # settings of the step
         self._evaluated: dict[str, float] | None = None  # results at the current step
         self.stopped = self._asked_to_end = False  # by any action; by this worker's
@@ -364,6 +371,7 @@ class Loop:
         jit.decide(self.step, self.dataset)
         settings = self.step.trace_key[1:]
         self._check()
+        self.step.updater.renew_copies()
         if (self._feed_step, self._agreed) == (step, settings):
             return
         if self._feed_step != step:
@@ -424,15 +432,14 @@ class Loop:
     def evaluate(self, on_progress: OnProgress | None = None) -> dict[str, float]:
         """Evaluates, with the averaged weights if there are any; see `Evaluator.run`. Raises
         `Preempted` and `PeerError` as `train` does, `UsageError` if the loop has no evaluator."""
-        if self.evaluator is None:
-            raise UsageError("this loop has no evaluator: give Loop(evaluator=Evaluator(...))")
+        evaluator = self._evaluator()
         check_copies(self.step)
         with (
             self.translate_failures("the evaluation"),
             watchdog.host("preparing the evaluation", self.global_step),
             self.step.updater.averaged(),
         ):
-            results = self.evaluator.run(on_progress, lambda: self.signals.arrived)
+            results = evaluator.run(on_progress, lambda: self.signals.arrived)
         for action in self.eval_actions:
             with watchdog.host("an action after the evaluation", self.global_step):
                 self._asked_to_end |= action(self.global_step, results) is STOP
@@ -449,13 +456,21 @@ class Loop:
         if self._is_chief:
             with watchdog.host("saving", self.global_step):
                 check_copies(self.step, this_worker=True)
-                checkpoints.save(self.global_step, self.state.variables(), metrics, wait=wait)
+                state, changed = self.state.variables(), self.step.trace_guards.changed(self.step)
+                checkpoints.save(self.global_step, state, metrics, changed=changed, wait=wait)
 
-    def restore(self) -> Saved | None:
+    def restore(self, *, changed: bool = True) -> Saved | None:
         """Restores the last checkpoint (see `manifest.newest_first`) and returns it; None if there
-        is none. Training resumes bit for bit. Raises `CheckpointError` if none is intact, or if it
-        does not fit or has another class of step; `UsageError` if the loop has no checkpoints."""
-        saved, results = self.state.restore(self._checkpoints())
+        is none. Training resumes bit for bit. With ``changed`` False, Python values stay as the
+        program has set them (see `Saved.changed`). Raises `CheckpointError` if none is intact, or
+        if it does not fit or has another class of step; `UsageError` if the loop has no
+        checkpoints, or an action calls it."""
+        if self._doing == "training":
+            raise UsageError(
+                "restore() cannot be called by an action: end the training by status.stop(), and "
+                "call it then"
+            )
+        saved, results = self.state.restore(self._checkpoints(), changed)
         if saved:
             self._evaluated = results or None
             self.stopped, self._asked_to_end = saved.stopped, False
@@ -468,10 +483,14 @@ class Loop:
         """Trains until step ``until``, or until an action ends the training. Saves and evaluates
         every ``evaluate_every`` steps and at the end. If the current step is due but not
         evaluated, as after a restore, evaluates first. Returns the results of the last
-        evaluation. Raises `UsageError` if ``evaluate_every`` is not a whole number of at least 1;
-        also as `train` and `evaluate` do."""
+        evaluation. Traces the evaluation first, so that its mistakes are known before the first
+        step. Raises `UsageError` if ``evaluate_every`` is not a whole number of at least 1; also as
+        `train` and `evaluate` do."""
         until, evaluate_every = checked("until", until), checked("evaluate_every", evaluate_every)
-        step = self.global_step
+        evaluator, step = self._evaluator(), self.global_step
+        check_watched(self.eval_actions, evaluator)
+        if step < until and not self.stopped:
+            self._trace_evaluation(evaluator)
         while True:
             ends = step >= until or self.stopped
             due = step and (step % evaluate_every == 0 or ends)
@@ -488,12 +507,25 @@ class Loop:
             if step < stop:  # the data ended
                 until = step
 
+    def _trace_evaluation(self, evaluator: Evaluator) -> None:
+        with (
+            self.translate_failures("tracing the evaluation"),
+            watchdog.host("tracing the evaluation", self.global_step),
+            naming_eval_step(self.step, evaluator),
+        ):
+            evaluator.trace()
+
     def _annotate(self, step: int, wait: bool) -> None:
         """Adds the results of the evaluation to the checkpoint of ``step``, if the loop saves."""
         if self.checkpoints and self._is_chief:
             self.checkpoints.annotate(step, self._evaluated or {}, stopped=self.stopped)
             if wait:
                 self.checkpoints.wait()
+
+    def _evaluator(self) -> Evaluator:
+        if self.evaluator is None:
+            raise UsageError("this loop has no evaluator: give Loop(evaluator=Evaluator(...))")
+        return self.evaluator
 
     def _checkpoints(self) -> CheckpointManager:
         if self.checkpoints is None:
@@ -513,15 +545,19 @@ class Loop:
                 the data cannot be read, see `translate_data_errors`.
         """
         datasets = [self.dataset, *(self.evaluator.datasets if self.evaluator else ())]
+        before, self._doing = self._doing, doing
         try:
             with (
                 workers.naming_lost_peers(self.strategy, doing, lambda: self.global_step),
                 translate_data_errors(*datasets),
                 local_batch.translate_graph_checks(),
+                translate_trace_errors(self.step),
             ):
                 yield
         except StopRequested:
             raise self._saved_at_stop() from None
+        finally:
+            self._doing = before
 
     def _saved_at_stop(self) -> Preempted:
         step, name = self.global_step, self.signals.name

@@ -13,14 +13,13 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from absl import flags, logging
 
 from ctl.base import cache, console
-from ctl.base.names import check_name, is_function_name
+from ctl.base.names import is_function_name
 from ctl.base.streams import native_stderr_held
 from ctl.checkpoint import manifest
 from ctl.distributed import cluster
@@ -136,7 +135,8 @@ def _train(model_dir: Path) -> None:
         if exports:
             check_exportable(loop.step.model)
         if FLAGS.keep_best or FLAGS["best_metric"].present:
-            _check_best_metric(loop, prepared.others)
+            assert loop.evaluator is not None
+            loop.evaluator.check_result("--best_metric", FLAGS.best_metric)
         saved = _restore(loop, model_dir)
         chosen = _choose(
             loop, model_dir if saved else None, prepared.total_steps - loop.global_step
@@ -202,18 +202,6 @@ def _open_checkpoints(model_dir: Path, prepared: Prepared) -> CheckpointManager:
         asynchronous=FLAGS.async_checkpoints,
         fingerprint=prepared.train.fingerprint(),
     )
-
-
-def _check_best_metric(loop: Loop, others: Iterable[str]) -> None:
-    """Checks ``--best_metric`` now, if the results are known, and at each evaluation."""
-    from ctl.phases.base_step import EvalStep
-
-    assert loop.evaluator is not None
-    if type(loop.evaluator.step) is EvalStep:  # a user's own may log() more
-        names = ["loss", *loop.evaluator.step.results()]
-        names += [f"{which}/{name}" for which in others for name in names]
-        _check_best(0, dict.fromkeys(names, 0.0))
-    loop.eval_actions.append(_check_best)
 
 
 def _restore(loop: Loop, model_dir: Path) -> Saved | None:
@@ -292,11 +280,6 @@ def _check_evaluation(model_dir: Path, split: str) -> None:
             f"{model_dir} holds a run that was evaluated on {before}, not on {split}: use the "
             "same --keep_best and --eval_split, or another --model_dir"
         )
-
-
-def _check_best(step: int, results: Mapping[str, float]) -> None:
-    """Raises `UsageError` if an evaluation gives no ``--best_metric``. An evaluation action."""
-    check_name("--best_metric", FLAGS.best_metric, results)
 
 
 def _serve() -> None:

@@ -62,12 +62,26 @@ def everything(seed: int) -> keras.Model:
     )
 
 
-def fresh(strategy, directory, *, seed=0, data=None, jit_compile=False, **options) -> Loop:
+def groups_of(model: keras.Model) -> list[tuple]:
+    """An optimizer for each kernel that does more than `update_step`, or begins with the weights;
+    AdamW for the rest."""
+    of = keras.optimizers
+    kinds = [of.Nadam, of.Muon, getattr(of, "ScheduleFreeAdamW", of.Adam)]
+    kernels = [v for v in model.trainable_variables if v.name == "kernel"]
+    rest = [v for v in model.trainable_variables if v.name != "kernel"]
+    own = [(kind(0.01), [v]) for kind, v in zip(kinds, kernels, strict=True)]
+    return [(of.AdamW(0.01, weight_decay=0.1), rest), *own]
+
+
+def fresh(
+    strategy, directory, *, seed=0, data=None, jit_compile=False, groups=False, **options
+) -> Loop:
     """Everything anew, as a new process has it; weights and masks differ with ``seed``."""
     with precision("mixed_float16"), strategy.scope():
+        model = everything(seed)
         step = InfinityAtStep5(
-            everything(seed),
-            keras.optimizers.AdamW(0.01, weight_decay=0.1),
+            model,
+            groups_of(model) if groups else keras.optimizers.AdamW(0.01, weight_decay=0.1),
             metrics=[keras.metrics.SparseCategoricalAccuracy("accuracy")],
             clip_norm=0.5,
             accumulate_steps=2,
@@ -131,12 +145,13 @@ def assert_all_is_in_play(state: dict[str, np.ndarray], replicas: int) -> None:
 def test_resumed_equals_uninterrupted_bit_for_bit(mirrored, tmp_path, replicas, compiled):
     """Also the chunks (as many steps as fit, 1, 7) and saves on the way change nothing."""
     strategy = tf.distribute.get_strategy() if compiled else mirrored(replicas)
-    straight = fresh(strategy, None, jit_compile=compiled)
+    options = {"jit_compile": compiled, "groups": replicas == 1 and not compiled}
+    straight = fresh(strategy, None, **options)
     straight.train(30)
     want = bits(straight)
     assert_all_is_in_play(want, replicas)
 
-    first = fresh(strategy, tmp_path, jit_compile=compiled, steps_per_loop=1)
+    first = fresh(strategy, tmp_path, steps_per_loop=1, **options)
     first.train(12)
     first.save()
     first.train(17)
@@ -144,7 +159,7 @@ def test_resumed_equals_uninterrupted_bit_for_bit(mirrored, tmp_path, replicas, 
     at_17 = bits(first)
     first.checkpoints.close()
 
-    second = fresh(strategy, tmp_path, seed=1, jit_compile=compiled, steps_per_loop=7)
+    second = fresh(strategy, tmp_path, seed=1, steps_per_loop=7, **options)
     assert second.restore().step == second.global_step == 17
     assert_same(bits(second), at_17)
     second.train(30)

@@ -11,11 +11,23 @@ from worker_jobs import finished, run_job
 from ctl.base.actions import STOP, Every
 from ctl.checkpoint import CheckpointManager
 from ctl.distributed import workers
+from ctl.errors import UsageError
 
 
 def stopping(at):
     """An action that ends the training at a step."""
     return Every(lambda status: status.step == at and status.stop(), steps=at)
+
+
+def test_an_action_cannot_restore(tmp_path):
+    loop = make_loop(directory=tmp_path)
+    loop.train(2)
+    loop.save(wait=True)
+    loop.actions.append(lambda status: loop.restore())
+    with pytest.raises(UsageError, match=r"^restore\(\) cannot be called by an action: end the tr"):
+        loop.train(4)
+    assert loop.restore().step == 2
+    loop.checkpoints.close()
 
 
 def test_an_action_ends_the_training_with_a_last_wake():

@@ -33,7 +33,7 @@ from ctl.step import TrainStep
 pytestmark = pytest.mark.compiled_update
 
 # Rates at which 20 steps move the weights by 0.01 to 1: an update left out would be seen.
-RATES = {"Adadelta": 1.0, "Ftrl": 0.05, "SGD": 0.1, "Lion": 1e-3}
+RATES = {"Adadelta": 1.0, "Ftrl": 0.05, "SGD": 0.1, "Lion": 1e-3, "Muon": 2e-3}
 
 
 def of_kind(kind):
@@ -62,6 +62,22 @@ def excluding(word: str):
         return optimizer
 
     return adamw
+
+
+def by_layer(**options):
+    """Muon for the first layer, Adam for the head and the biases, each with a weight decay."""
+
+    def muon():
+        decays = {"weight_decay": 0.3, "adam_weight_decay": 0.1, "exclude_layers": ["head"]}
+        optimizer = keras.optimizers.Muon(0.002, **decays, **options)
+        optimizer.exclude_from_weight_decay(var_names=["bias"])
+        return optimizer
+
+    return muon
+
+
+def nadam(**options):
+    return lambda: keras.optimizers.Nadam(0.005, **options)
 
 
 def with_head() -> keras.Model:
@@ -135,6 +151,17 @@ SLOW: dict[str, tuple[tuple[int, ...], dict]] = {
         (1, 2, 4),
         {**CLIPPED, **PARTIALLY, "accumulate_steps": 2},
     ),
+    "Muon by layer": ((1, 2), {"optimizer": by_layer(), "model": with_head}),
+    "Nadam, clipped, of micro-batches": (
+        (2,),
+        {
+            "optimizer": nadam(weight_decay=0.1),
+            "reference": nadam(weight_decay=0.1, global_clipnorm=0.05),
+            "clip_norm": 0.05,
+            "accumulate_steps": 2,
+            "on_nan": "skip",
+        },
+    ),
     "frozen layers": ((1, 2), {"model": frozen}),
     "several packs": ((1, 2), {"bytes_per_pack": 200}),
     "compiled": ((1, 2), {"jit_compile": True}),
@@ -163,14 +190,17 @@ def test_each_feature_equals_keras_on_one_device(mirrored, replicas, case):
             np.testing.assert_equal(mine.get_weights(), other.get_weights())
 
 
-AVERAGED = adam(use_ema=True, ema_momentum=0.9)
+def schedule_free(**options):
+    kind = getattr(keras.optimizers, "ScheduleFreeAdamW", keras.optimizers.Adam)  # of a later Keras
+    return lambda: kind(0.005, weight_decay=0.1, **options)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_averaged_weights_equal_those_of_keras(mirrored, replicas):
+@pytest.mark.parametrize(("make", "replicas"), [(adam, 1), (adam, 2), (schedule_free, 2)])
+def test_averaged_weights_equal_those_of_keras(mirrored, make, replicas):
+    averaged = make(use_ema=True, ema_momentum=0.9)
     ours, theirs, loop, reference = both(
-        mirrored(replicas), ADAM, reference=AVERAGED, ema_decay=0.9
+        mirrored(replicas), make(), reference=averaged, ema_decay=0.9
     )
     assert largest_difference(ours.get_weights(), theirs.get_weights()) <= 1e-6
     averages = reference._model_variables_moving_average
@@ -261,16 +291,11 @@ def test_one_gradient_collective_per_device_per_step(ring2, options, packs):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: keras.optimizers.Nadam(), ["Nadam", "_backend_update_step"]),
-        (lambda: keras.optimizers.Muon(), ["Muon"]),
-        pytest.param(
-            lambda: keras.optimizers.ScheduleFreeAdamW(),
-            ["ScheduleFreeAdamW", "has not tested it"],
-            marks=pytest.mark.skipif(
-                not hasattr(keras.optimizers, "ScheduleFreeAdamW"),
-                reason="needs a newer Keras, with ScheduleFreeAdamW",
-            ),
+        (
+            lambda: keras.optimizers.MultiOptimizer(lambda variable: keras.optimizers.SGD()),
+            ["MultiOptimizer", "parameter groups"],
         ),
+        (lambda: keras.optimizers.Muon(use_ema=True), ["use_ema", "ema_decay"]),
         (
             lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()),
             ["LossScaleOptimizer", "inner"],

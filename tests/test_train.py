@@ -345,17 +345,19 @@ def test_a_model_of_ones_own(zygote, tmp_path):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_each_name_makes_its_optimizer(name):
-    class_name = {
-        **{"sgd": "SGD", "momentum": "SGD", "nesterov": "SGD", "adamw": "AdamW"},
-        "rmsprop": "RMSprop",
-    }.get(name, name.capitalize())
+    class_name = OPTIMIZERS[name]
+    assert class_name.lower() == name or (class_name, name) in (
+        ("SGD", "momentum"),
+        ("SGD", "nesterov"),
+    )
     optimizer = make_optimizer(name, 0.8, None)
     assert type(optimizer) is getattr(keras.optimizers, class_name)
-    assert make_optimizer(name, 0.8, 0.01).weight_decay == 0.01
-    assert not make_optimizer(name, 0.8, 0.0).weight_decay
+    for decay in (0.01, 0.0):
+        decayed = make_optimizer(name, 0.8, decay)
+        assert {decayed.weight_decay, getattr(decayed, "adam_weight_decay", decay)} == {decay}
     if class_name == "SGD":
         assert (optimizer.momentum, optimizer.nesterov) == (
             0.0 if name == "sgd" else 0.8,
             name == "nesterov",
         )
-    assert optimizer.weight_decay == (0.004 if name == "adamw" else None)
+    assert optimizer.weight_decay == (0.004 if name in ("adamw", "muon") else None)

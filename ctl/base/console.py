@@ -10,6 +10,7 @@ import contextlib
 import gc
 import logging as python_logging
 import os
+import re
 import sys
 import textwrap
 import threading
@@ -27,6 +28,8 @@ COLUMNS, INDENT = 80, "    "  # of what is printed
 
 # Limit of flushing the output, whose reader may be stuck.
 _FLUSH_SECONDS = 2.0
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 
 _TIME = "%Y-%m-%dT%H:%M:%S"
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
@@ -76,7 +79,8 @@ def log_to_file(path: Path) -> Iterator[None]:
 
 def last_line(text: str) -> None:
     """Writes to stderr and the file of `log_to_file` why the process ends. For any thread."""
-    sys.stderr.write(text + "\n")  # in one piece: `print` writes the newline separately
+    # In one piece: `print` writes the newline separately.
+    sys.stderr.write(for_terminal(text) + "\n")
     sys.stderr.flush()
     record = python_logging.makeLogRecord({"msg": text, "levelno": python_logging.ERROR})
     for handler in python_logging.getLogger().handlers:
@@ -138,7 +142,9 @@ def filled(pieces: Iterable[str], head: str = "") -> str:
 
 def for_terminal(text: str) -> str:
     """``text`` in lines of at most 80 columns, if standard error is a terminal. In a pipe or a file
-    it stays one line, for programs that search it."""
+    it stays one line, for programs that search it. Characters that would control a terminal, which
+    a file of others may hold, are written as in Python."""
+    text = _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
     if not sys.stderr.isatty():
         return text
     wrap = textwrap.TextWrapper(COLUMNS, subsequent_indent=INDENT, break_long_words=False)

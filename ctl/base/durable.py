@@ -33,6 +33,10 @@ from ctl.errors import CheckpointError
 
 _SCRATCH = re.compile(r"tmp-[\w.-]+-\d+-[0-9a-f]{8}")
 _JSON_LIMIT = 64 << 20
+_REASONS = (
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM),
+    *(errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENOENT),
+)
 
 
 class Damaged(Exception):
@@ -202,6 +206,15 @@ def fsync_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
+def reason_of(error: Exception) -> str:
+    """Why the system refused to read or write, by an error of Python or of TensorFlow, which puts
+    paths and names of operations around the words of the system."""
+    text = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    known = (os.strerror(number) for number in _REASONS)
+    words = re.sub(r"\{\{.*?\}\} ?", "", text).partition("\n")[0].partition(" [Op:")[0]
+    return next((reason for reason in known if reason in text), words[:200])
+
+
 class Lock:
     """An exclusive ``flock``, which the kernel frees when its process dies."""
 
@@ -239,8 +252,10 @@ class Lock:
     def release(self) -> None:
         """Frees the lock."""
         # Closing is not enough: a forked child may still hold a copy of the descriptor.
-        fcntl.flock(self._descriptor, fcntl.LOCK_UN)
-        os.close(self._descriptor)
+        with contextlib.suppress(OSError):  # of a file system that is gone
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+        with contextlib.suppress(OSError):
+            os.close(self._descriptor)
 
 
 def open_regular(path: Path) -> BufferedReader:

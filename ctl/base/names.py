@@ -37,6 +37,9 @@ OPTIMIZERS = {
     "lion": "Lion",
     "lamb": "Lamb",
     "adafactor": "Adafactor",
+    "nadam": "Nadam",
+    "muon": "Muon",
+    "schedulefreeadamw": "ScheduleFreeAdamW",
 }
 
 # Flags of the optimizer and its rate, which an option of a step with such a name would not set.
@@ -50,13 +53,12 @@ OPTIMIZER_FLAGS = (
 # Optimizers of Keras that ctl refuses, with the reason; see
 # `ctl.optimizers.check_optimizer`.
 _REFUSED = {
-    "nadam": "part of its update is outside update_step() and would be lost",
-    "muon": "part of its update is outside update_step() and would be lost",
-    "schedulefreeadamw": "it evaluates other weights than it trains, which ctl does not support",
-    "lossscaleoptimizer": "--precision=mixed_float16 adds the loss scale",
+    "lossscaleoptimizer": "use --precision=mixed_float16",
+    "multioptimizer": "in Python, give parameter groups",
 }
 
-IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif")  # ends of files, see `ctl.data.sources`
+# Ends of files, see `ctl.data.sources`.
+IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp")
 
 _MOST_CHOICES = 16  # that an error lists
 

@@ -58,10 +58,9 @@ def export_model(model: keras.Model, directory: Path, input_specs: Any = None) -
         durable.flush(unfinished)
         durable.publish(unfinished, directory)
     except (OSError, tf.errors.OpError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
         raise CheckpointError(
-            f"cannot export to {directory}: {reason.partition(chr(10))[0][:200]}; fix that and "
-            "run the same command again"
+            f"cannot export to {directory}: {durable.reason_of(error)}; fix that and run the "
+            "same command again"
         ) from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import keras
+import numpy as np
 import tensorflow as tf
 from absl import logging
 
@@ -40,7 +41,7 @@ from ctl.checkpoint.bundle import State
 from ctl.checkpoint.manifest import Saved
 from ctl.errors import CheckpointError, CtlError, UsageError
 
-_VERSIONS = {"tensorflow": tf.__version__, "keras": keras.__version__}
+_VERSIONS = {"tensorflow": tf.__version__, "keras": keras.__version__, "numpy": np.__version__}
 
 # A quota and a limit on file sizes have the same remedy as a full disk.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -172,9 +173,11 @@ class CheckpointManager:
         state: State,
         metrics: Mapping[str, float] | None = None,
         *,
+        changed: Mapping[str, Any] | None = None,
         wait: bool = False,
     ) -> Path:
-        """Saves ``state`` as the checkpoint of ``step``; returns the directory it will be in.
+        """Saves ``state`` as the checkpoint of ``step``, with the Python values that were
+        ``changed`` (see `Saved.changed`); returns the directory it will be in.
 
         The call waits for the previous write, and takes a snapshot: a reference to the buffer of
         each variable, and one pass over the values that looks for NaN and Inf. An update of a
@@ -209,6 +212,7 @@ class CheckpointManager:
             files={},
             versions=_VERSIONS,
             code=self.code,
+            changed=changed,
         )
         self._submit(self._write, saved, tensors, wait=wait)
         return saved.path
@@ -270,17 +274,22 @@ class CheckpointManager:
     def _failure(self, doing: str, error: Exception, needed: int = 0) -> CheckpointError:
         """The error for an operation that failed with one of Python or TensorFlow. ``doing``
         continues "Cannot"; ``needed`` are the bytes that it writes."""
-        # TensorFlow keeps the text of an errno, not its number.
-        reason = (getattr(error, "strerror", None) or str(error)).partition("\n")[0]
-        if any(os.strerror(number) in reason for number in _FULL):
+        reason = durable.reason_of(error)
+        if reason in map(os.strerror, _FULL):
             needed = max(needed, 2**20)  # The manifest and the file system need a little too.
-            free = shutil.disk_usage(self.directory).free
+            there = next(p for p in (self.directory, *self.directory.parents) if p.exists())
+            if os.statvfs(there).f_files and not os.statvfs(there).f_favail:
+                return CheckpointError(
+                    f"No inode left to {doing}: {self.directory}; delete some files, or choose "
+                    "another --model_dir"
+                )
+            free = shutil.disk_usage(there).free
             missing = needed - free if needed > free else needed
             return CheckpointError(
                 f"No space left to {doing} ({needed / 2**20:.1f} MiB): {self.directory}; "
                 f"free {missing / 2**20:.1f} MiB or choose another --model_dir"
             )
-        if os.strerror(errno.ENOENT) in reason and not self.directory.exists():
+        if reason == os.strerror(errno.ENOENT) and not self.directory.exists():
             reason = "the directory is gone"
         return CheckpointError(
             f"Cannot {doing}: {self.directory}: {reason}; make it writable or choose another "
@@ -468,6 +477,8 @@ class CheckpointManager:
         is from another run."""
         if saved.fingerprint is None or (ours := self._identity()) is None:
             return
+        if '"samples":' not in json.dumps(saved.fingerprint):  # of a stream, in the first versions
+            ours = json.loads(json.dumps(ours), object_hook=_without_samples)
         differing = {
             key: f"{key} was {was!r}, is {now!r}"
             for key, (was, now) in differences([saved.fingerprint, ours]).items()
@@ -498,11 +509,12 @@ class CheckpointManager:
                 f"{saved.path} was written by the step {old}, not by {new}: use that class, or "
                 "choose another --model_dir"
             )
-        now = {"modules": {}, "model": {}, **code}
-        then = {**now, **saved.code}  # which lacks both in the first versions
+        now = {"modules": {}, "model": {}, "settings": {}, **code}
+        then = {**now, **saved.code}  # which lacks these in the first versions
         changed = [
             f"{name} was {json.dumps(was)}, is {json.dumps(is_)}"
-            for name, (was, is_) in differences([then["model"], now["model"]]).items()
+            for what in ("model", "settings")
+            for name, (was, is_) in differences([then[what], now[what]]).items()
         ]
         if not same_source:
             changed.append(f"the source of the step {new}, of its layers or of its loss")
@@ -523,6 +535,10 @@ class CheckpointManager:
                 saved.path,
                 first_three(changed),
             )
+
+
+def _without_samples(value: dict[str, Any]) -> dict[str, Any]:
+    return {key: one for key, one in value.items() if key != "samples"}
 
 
 def _is_later_worker() -> bool:

@@ -51,6 +51,9 @@ class Saved:
     versions: Mapping[str, str] = field(repr=False)
     code: Mapping[str, Any] | None = field(repr=False)
     """See `CheckpointManager.code`."""
+    changed: Mapping[str, Any] | None = None
+    """Python values that were changed while the step trained, see `TraceGuards.changed`; None in a
+    checkpoint of an earlier version."""
     stopped: bool = False
     """Whether an action ended the training here, see `annotate`."""
 
@@ -139,6 +142,15 @@ def load(path: Path) -> Saved:
     )
     stopped = content.get("stopped", False)  # absent in the first version
     require(type(stopped) is bool, "it does not say whether the training was ended there")
+    changed = content.get("changed")  # absent in the first versions
+    require(
+        changed is None
+        or (
+            isinstance(changed, dict)
+            and all(v is None or (isinstance(v, list) and len(v) == 2) for v in changed.values())
+        ),
+        "a value that was changed has no two values",
+    )
     variables = content.get("variables")
     require(isinstance(variables, dict), "no variables")
     for group in variables.values():
@@ -162,6 +174,7 @@ def load(path: Path) -> Saved:
         files=files,
         versions=versions,
         code=code,
+        changed=changed,
         stopped=stopped,
     )
 
@@ -183,6 +196,7 @@ def dump(saved: Saved, directory: Path, *, via: Path) -> None:
         "metrics": {k: v if math.isfinite(v) else None for k, v in saved.metrics.items()},
         "evaluated": list(saved.evaluated),
         "stopped": saved.stopped,
+        "changed": saved.changed,
         "fingerprint": saved.fingerprint,
         "versions": saved.versions,
         "code": saved.code,

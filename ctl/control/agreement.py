@@ -12,7 +12,7 @@ from absl import logging
 
 from ctl.checkpoint import manifest
 from ctl.control import source_hash
-from ctl.control.model_config import model_config, settings_of
+from ctl.control.model_config import global_settings, model_config, settings_of
 from ctl.data.dataset import Dataset
 from ctl.distributed import workers
 from ctl.distributed.watch import watchdog
@@ -66,6 +66,7 @@ def agree(
                 for number, v in enumerate(step.tracked.layer.trainable_variables)
             },
             **model_config(step),
+            **global_settings(),
         },
         {
             f"the source of the module {name}": text

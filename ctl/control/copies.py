@@ -134,9 +134,9 @@ def check_copies(step: TrainStep, *, this_worker: bool = False) -> None:
     if apart.any():
         flat = sums.transpose(0, 2, 1).reshape(-1, len(variables))
         raise DivergedError(
-            f"{_difference(strategy, variables, flat)} at step {number}: if they may, return them "
-            f"from {type(step).__name__}.unsynchronized_variables(); else check the device, and "
-            "resume from a checkpoint"
+            f"{_difference(strategy, variables, flat)} at step {number}: is their gradient not "
+            f"reduced? If they may differ, return them from {type(step).__name__}."
+            "unsynchronized_variables(); else check the device, and resume from a checkpoint"
         )
     if unequal.any():
         logging.log_first_n(

@@ -9,6 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from ctl.base.names import check_name
 from ctl.base.signals import StopRequested
 from ctl.control.pace import Pace
 from ctl.data.dataset import on_replica
@@ -72,6 +73,31 @@ class Evaluator:
     def on(self, dataset: Any) -> Evaluator:
         """Returns an evaluator of the same model on another ``dataset``."""
         return Evaluator(self.step, dataset, strategy=self.strategy)
+
+    def check_result(self, what: str, name: str) -> None:
+        """Raises `UsageError`, before an evaluation, unless ``name`` will be one of its results.
+        ``what`` describes the name. All workers must call it. A step of one's own may log more than
+        its metrics, so it is traced where these have no such name."""
+        known = ["loss", *self.step.results()]
+        known += [f"{which}/{each}" for which in self.others for each in known]
+        if name not in known and type(self.step) is not EvalStep:
+            with local_batch.translate_graph_checks():
+                self.trace()
+            logged = self.step.logged.names
+            known += [*logged, *(f"{which}/{each}" for which in self.others for each in logged)]
+        check_name(what, name, known)
+
+    def trace(self) -> None:
+        """Traces the graph that `run` then uses, and runs nothing: a mistake is known before the
+        training. With several workers, all of them must call it."""
+        self._iterator = self._iterator or self._start()
+        report, version = self._pace.worker_report(False), self._guards.version_for(self.step)
+        self._eval_steps.get_concrete_function(
+            self._iterator, self._resident, tf.constant(1), report, version
+        )
+        self._guards.snapshot(self.step, ran=True)
+        for other in self.others.values():
+            other.trace()
 
     def run(
         self,

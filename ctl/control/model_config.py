@@ -9,19 +9,19 @@ from the graph of the model, because the config of a whole model takes three tim
 from __future__ import annotations
 
 import base64
-import collections
 import functools
 import hashlib
 import json
 import marshal
 import math
-import re
+import os
 import types
 from collections.abc import Mapping
 from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from ctl.distributed import replicas
 from ctl.step import TrainStep
@@ -32,8 +32,25 @@ _SCALARS = bool, int, float, str
 # Keras numbers names. The variables already hold the effect of a seed.
 _LEFT_OUT = "name", "seed"
 
+# Which kernels compute. XLA's flags are left out: most choose where it writes.
+_ENVIRONMENT = "TF_ENABLE_ONEDNN_OPTS", "NVIDIA_TF32_OVERRIDE", "TF_DETERMINISTIC_OPS"
+
 # Left out of a model's config, because `model_config` has the settings of each layer.
 _OF_WHOLE_MODELS = "layers", "input_layers", "output_layers", "build_input_shape"
+
+
+def global_settings() -> dict[str, Any]:
+    """Returns the settings of this process that change the numbers of a step and stand in no layer:
+    those of Keras, which ``~/.keras/keras.json`` may set on one machine alone, and of TensorFlow's
+    kernels. JSON values by name."""
+    environment = {f"the environment's {name}": os.environ.get(name, "") for name in _ENVIRONMENT}
+    return {
+        "keras.config.floatx()": keras.config.floatx(),
+        "keras.config.epsilon()": keras.config.epsilon(),
+        "keras.config.image_data_format()": keras.config.image_data_format(),
+        "TensorFloat-32": tf.config.experimental.tensor_float_32_execution_enabled(),
+        **environment,
+    }
 
 
 def model_config(step: TrainStep) -> dict[str, dict[str, Any]]:
@@ -47,14 +64,10 @@ def model_config(step: TrainStep) -> dict[str, dict[str, Any]]:
     layers.reverse()
     graphs = [layer for layer in layers if hasattr(layer, "_nodes_by_depth")]  # private, see below
     parts = [*layers, *(operation for graph in graphs for operation in graph.operations)]
-    count: collections.Counter[str] = collections.Counter()
-    names: dict[int, str] = {}
     configs: dict[str, dict[str, Any]] = {"the loss": settings_of(step.loss_fn)}
-    for part in {id(part): part for part in parts}.values():
-        name = re.sub(r"_\d+$", "", part.name)
-        count[name] += 1
-        names[id(part)] = f"{name}#{count[name]}" if count[name] > 1 else name
-        configs[f"layer {names[id(part)]}"] = settings_of(part)
+    parts = [*{id(part): part for part in parts}.values()]
+    names = dict(zip(map(id, parts), replicas.numbered(p.name for p in parts), strict=True))
+    configs |= {f"layer {names[id(part)]}": settings_of(part) for part in parts}
     for layer in layers:
         if isinstance(layer, keras.Sequential):
             order = [names[id(one)] for one in layer.layers]

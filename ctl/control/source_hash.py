@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ctl.base import __version__
-from ctl.control.model_config import model_config
+from ctl.control.model_config import global_settings, model_config
 from ctl.distributed import replicas
 from ctl.step import TrainStep
 
@@ -28,12 +28,14 @@ _OF_AUTOGRAPH = "__autograph_generated_file"  # modules that AutoGraph makes of 
 
 def identity(step: TrainStep) -> dict[str, Any]:
     """Returns what a checkpoint records of the code of a built ``step``: ``step`` (`class_name`),
-    ``source`` (`of_step`), ``modules`` (`of_modules`) and ``model`` (`model_config`)."""
+    ``source`` (`of_step`), ``modules`` (`of_modules`), ``model`` (`model_config`) and ``settings``
+    (`global_settings`)."""
     return {
         "step": class_name(step),
         "source": of_step(step),
         "modules": of_modules(),
         "model": model_config(step),
+        "settings": global_settings(),
     }
 
 

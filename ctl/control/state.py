@@ -8,11 +8,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from ctl.base import durable
 from ctl.checkpoint import bundle
 from ctl.checkpoint.manager import CheckpointManager, Saved
 from ctl.control import jit
 from ctl.data.dataset import Dataset
 from ctl.distributed import replicas
+from ctl.errors import CheckpointError
 from ctl.schedule.patience import with_memory
 from ctl.step import TrainStep
 
@@ -48,8 +50,11 @@ class TrainState:
         """Reads the variables that differ between replicas. All workers must call it."""
         self._step.per_replica_variables.collect(self._step.strategy)
 
-    def restore(self, checkpoints: CheckpointManager) -> tuple[Saved | None, dict[str, float]]:
-        """Restores the last checkpoint, and the first run's decision about XLA (`jit.keep`).
+    def restore(
+        self, checkpoints: CheckpointManager, changed: bool = True
+    ) -> tuple[Saved | None, dict[str, float]]:
+        """Restores the last checkpoint, the Python values that were ``changed`` before it, and the
+        first run's decision about XLA (`jit.keep`).
 
         Returns:
             The checkpoint, or None if there is none; and the results of its evaluation, or an empty
@@ -67,14 +72,21 @@ class TrainState:
             return None, {}
         step.trainable_mask = (True,) * len(step.trainable_variables)
         if _TRAINED in saved.variables:
-            [values] = bundle.read(saved.prefix, {_TRAINED: [_setting(step.trainable_mask)]})[
-                _TRAINED
-            ]
+            try:
+                group = bundle.read(saved.prefix, {_TRAINED: [_setting(step.trainable_mask)]})
+            except durable.Damaged as damage:
+                raise CheckpointError(
+                    f"{saved.path} is damaged: {damage}; restore a copy of it or choose another "
+                    "--model_dir"
+                ) from damage
+            [values] = group[_TRAINED]
             step.trainable_mask = tuple(bool(value) for value in values)
         jit.keep(step, self._dataset, _COMPILED in saved.variables)
         replicas.offset_dropout_seeds(step.strategy, step.tracked.layer)
         step.per_replica_variables.spread(step.strategy)
         step.trace_guards.rates.clear()
+        if changed and saved.changed is not None:
+            step.trace_guards.restore(step, saved.changed, saved.step)
         results = {name: saved.metrics[name] for name in saved.evaluated}
         for owner in with_memory(self._eval_actions) if results else []:
             owner.evaluated(saved.step, results)

@@ -12,21 +12,24 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import tensorflow as tf
+from absl import logging
 
-from ctl.base.names import IMAGES
-from ctl.data import index
+from ctl.data import image_files, index
 from ctl.data.arrays import arrays_of, as_array, check, common, content_hash, fitted, form
 from ctl.data.dataset import DatasetInfo
 from ctl.data.records import BadRecord, Records
 from ctl.errors import UsageError
 
-# Rows of an array that its hash reads.
-_HASHED_ROWS = 64
+# Rows of an array that its hash reads; examples of a source that gives no hash; and bytes at the
+# beginning, in the middle and at the end of a file.
+_HASHED_ROWS, _HASHED_EXAMPLES, _HASHED_BYTES = 64, 16, 4096
+_HASHED_AT_ONCE = 16  # files; on a network file system, each waits for several round trips
 
 # Lines that `JsonLines` reads for the types of their numbers.
 _SAMPLED = 128
@@ -40,7 +43,8 @@ class Source(Protocol):
     * ``decode(example)``: makes the example of what `read` gives for one row, by operations of
       TensorFlow, which run in parallel outside of Python; without it, `read` gives the examples;
     * ``where(index) -> str``: says where an example is, for messages;
-    * ``content_hash() -> str``: identifies the data, to refuse a resume with others;
+    * ``content_hash() -> str``: identifies the data, to refuse a resume with others; without it,
+      some examples do, which are read twice;
     * ``check()``: raises `UsageError` if the data are not suitable, before the first step;
     * ``info``: a `DatasetInfo`.
     """
@@ -72,6 +76,46 @@ def as_source(data: Any) -> Any:
         f"a {type(data).__name__} is not a source of examples: it needs __len__, and "
         "read(indices) or __getitem__"
     )
+
+
+def sample(source: Any) -> str | None:
+    """A hash of some of the data, which a file of the same size with other contents does not have:
+    of three places in each file, if the source has ``paths``, else of some examples. None if the
+    source has a hash of its own, or gives other examples each time."""
+    if paths := getattr(source, "paths", None):
+        with ThreadPoolExecutor(_HASHED_AT_ONCE) as threads:
+            return hashlib.sha256(b"".join(threads.map(_sample_of_file, paths))).hexdigest()
+    if hasattr(source, "content_hash") and not isinstance(source, ImageFolder):
+        return None
+    found = [_sample_of_examples(source) for _ in range(2)]
+    if found[0] != found[1]:
+        logging.warning(
+            "the source of the data gives other examples each time they are read, so a resume "
+            "cannot compare them: define content_hash()"
+        )
+    return found[0] if found[0] == found[1] else None
+
+
+def _sample_of_file(path: Path) -> bytes:
+    content = hashlib.sha256()
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        for begin in (0, size // 2, max(0, size - _HASHED_BYTES)):
+            content.update(os.pread(file.fileno(), _HASHED_BYTES, begin))
+    return content.digest()
+
+
+def _sample_of_examples(source: Any) -> str | None:
+    rows = np.unique(np.linspace(0, len(source) - 1, _HASHED_EXAMPLES).astype(np.int64))
+    while len(rows):
+        try:
+            data = source.read(rows)
+            encoded = isinstance(data, list)
+            return content_hash(_map(as_array, np.array(data, object) if encoded else data))
+        except BadRecord as bad:
+            left = rows[rows != bad.index]
+            rows = left if len(left) < len(rows) else rows[:0]
+    return None
 
 
 def mapped(path: str | os.PathLike[str]) -> np.ndarray:
@@ -302,6 +346,9 @@ def _lines(path: Path) -> Iterator[np.ndarray]:
 class ImageFolder:
     """A folder with one folder of images for each class, in the order of their names.
 
+    The log says how many images each class has, and what is left out: other files, folders in
+    these folders, and all whose name begins with a dot.
+
     Args:
         folder: of the folders.
         image_shape: [H, W, C]; images of other sizes are resized.
@@ -310,7 +357,8 @@ class ImageFolder:
             has no folder there would shift the labels of the classes after it.
 
     Raises:
-        UsageError: the folder is missing, has no images, or has a folder not in ``classes``.
+        UsageError: the folder is missing, has no images, or has a folder not in ``classes``; or
+            ``image_shape`` is no shape of images.
     """
 
     def __init__(
@@ -319,37 +367,50 @@ class ImageFolder:
         image_shape: tuple[int, int, int],
         classes: Sequence[str] | None = None,
     ):
+        if len(image_shape) != 3 or min(image_shape) < 1 or image_shape[2] not in (1, 3, 4):
+            raise UsageError(
+                f"image_shape is {list(image_shape)}: give [height, width, channels], of 1, 3 or 4 "
+                "channels"
+            )
         self._folder, self._image_shape = index.local(folder), image_shape
         with index.readable(folder):
-            found = {entry.name for entry in self._folder.iterdir() if entry.is_dir()}
+            found, left_out = image_files.classes(self._folder)
             classes = sorted(found) if classes is None else list(classes)
             if unknown := found - set(classes):
                 raise UsageError(
                     f"{folder} has a folder {min(unknown)} that is not in classes: add it to "
                     "classes, or move it away"
                 )
-            names = [
-                sorted(self._images(self._folder / name)) if name in found else []
-                for name in classes
-            ]
-        if not any(names):
+            names = []
+            for name in classes:
+                path = self._folder / name
+                images, others = image_files.images(path) if name in found else ([], [])
+                names.append(images)
+                left_out += [f"{name}/{other}" for other in others]
+        counts = [len(of_class) for of_class in names]
+        logging.info("%s: images: %s", folder, image_files.per_class(classes, counts))
+        if left_out:
+            logging.warning("%s: left out %s", folder, image_files.left_out(left_out))
+        if not any(counts):
             raise UsageError(
                 f"{folder} has no images: it needs a folder for each class, with files "
-                + ", ".join(IMAGES)
+                + ", ".join(image_files.ENDS)
+            )
+        if 0 in counts:
+            logging.warning(
+                "%s: %d of %d classes have no images, such as %s",
+                *(folder, counts.count(0), len(counts), classes[counts.index(0)]),
             )
         # One array of bytes: a million strings of Python take ten times as much memory.
         self._names = np.array([os.fsencode(name) for of_class in names for name in of_class])
-        self._labels = np.repeat(np.arange(len(classes)), [len(of_class) for of_class in names])
+        self._labels = np.repeat(np.arange(len(classes)), counts)
+        self._warned = False
         self.info = DatasetInfo(
             self._folder.name,
             image_shape=(*image_shape,),
             num_classes=len(classes),
             class_names=tuple(classes),
         )
-
-    @staticmethod
-    def _images(folder: Path) -> Iterator[str]:
-        return (e.name for e in os.scandir(folder) if e.name.lower().endswith(IMAGES))
 
     def __len__(self) -> int:
         return len(self._names)
@@ -370,13 +431,34 @@ class ImageFolder:
                 files[row] = self._path(number).read_bytes()
             except OSError as error:
                 raise BadRecord(number, f"{self.where(number)}: {error.strerror}") from error
+            if problem := image_files.problem(files[row]):
+                what = f"{self.where(number)}: TensorFlow cannot decode {problem}: make it a PNG"
+                raise BadRecord(number, what)
+            if not self._warned and image_files.is_rotated(files[row]):
+                self._warned = True
+                logging.warning(
+                    "%s is to be rotated (EXIF), as others may be: it is read as it is stored",
+                    self.where(number),
+                )
         return files, self._labels[indices]
 
     def decode(self, example: tuple[tf.Tensor, tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:
         """Returns (image uint8 [H, W, C], label int64 [])."""
         data, label = example
         channels = self._image_shape[2]
-        image = tf.io.decode_image(data, channels=channels, expand_animations=False)
+
+        def of_channels() -> tf.Tensor:
+            return tf.io.decode_image(data, channels=channels, expand_animations=False)
+
+        def webp() -> tf.Tensor:  # is decoded with its own channels only, 3 or 4
+            image = tf.io.decode_image(data, expand_animations=False)
+            opaque = tf.fill([*tf.unstack(tf.shape(image)[:2]), 1], tf.constant(255, tf.uint8))
+            rgb, alpha = image[..., :3], tf.concat([image[..., 3:], opaque], axis=2)[..., :1]
+            if channels == 1:
+                return tf.image.rgb_to_grayscale(rgb)
+            return rgb if channels == 3 else tf.concat([rgb, alpha], axis=2)
+
+        image = tf.cond(tf.strings.substr(data, 0, 4) == "RIFF", webp, of_channels)
         return resized(image, self._image_shape), label
 
     @functools.cached_property

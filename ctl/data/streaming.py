@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import hashlib
 import os
 import threading
@@ -26,7 +27,7 @@ from ctl.data.dataset import (
 from ctl.data.errors import NO_CLASS, translate_data_errors
 from ctl.data.order import VERSION, Shuffle, check_block
 from ctl.data.records import BadRecord
-from ctl.data.sources import as_source
+from ctl.data.sources import as_source, sample
 from ctl.errors import UsageError
 
 # Calls that read at the same time. Threads wait for the disk most of that time.
@@ -372,7 +373,11 @@ class Streaming(NotResident):
         return element[1]
 
     def fingerprint(self) -> dict[str, Any]:
-        """Returns what identifies the data and the order; reads no example."""
+        """Returns what identifies the data and the order, see `ctl.data.sources.sample`."""
         content = getattr(self._source, "content_hash", str)().encode()
         result = fingerprint(self, hashlib.sha256(content).hexdigest())
-        return {**result, "order": VERSION, "block": self.block}
+        return {**result, "order": VERSION, "block": self.block, "samples": self._sample}
+
+    @functools.cached_property
+    def _sample(self) -> str | None:
+        return sample(self._source)

@@ -250,6 +250,11 @@ class Split:
             f"remove {self._folder} and prepare it again"
         )
 
+    @property
+    def paths(self) -> list[pathlib.Path]:
+        """The files of the split."""
+        return [pathlib.Path(shard.filename) for shard in self.shards]
+
     def content_hash(self) -> str:
         """Returns a sha256 of the names and sizes of the files and of TFDS's metadata."""
         content = hashlib.sha256()

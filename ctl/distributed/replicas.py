@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import re
 from collections.abc import Iterable, Iterator
 
 import keras
@@ -91,6 +93,18 @@ def layers_of(model: keras.Model) -> list[keras.Layer]:
     return list(model._flatten_layers())  # Keras has no public way into nested layers
 
 
+def numbered(names: Iterable[str]) -> list[str]:
+    """``names`` of layers, or paths of variables, as they are in every process: without the numbers
+    of Keras, which counts layers that a process makes; the second ``dense`` is ``dense#2``."""
+    count: collections.Counter[str] = collections.Counter()
+    made = []
+    for name in names:
+        name = re.sub(r"_\d+(?=/|$)", "", name)
+        count[name] += 1
+        made.append(f"{name}#{count[name]}" if count[name] > 1 else name)
+    return made
+
+
 def check_central_storage(
     strategy: tf.distribute.Strategy, model: keras.Model, accumulate_steps: int, jit_compile: bool
 ) -> None:
@@ -106,11 +120,18 @@ def check_central_storage(
         )
     for layer in layers_of(model):
         norm = isinstance(layer, keras.layers.BatchNormalization) and layer.trainable
-        if norm or hasattr(layer, "seed_generator"):
+        if norm or draws(layer):
             raise UsageError(
                 f"layer {layer.name} ({type(layer).__name__}) updates variables in the forward "
                 "pass, which central_storage with several replicas cannot; use mirrored"
             )
+
+
+def draws(layer: keras.Layer) -> bool:
+    """Whether a layer of Keras draws random numbers in training. Cells of GRU, LSTM and SimpleRNN
+    have a seed generator even if they drop nothing."""
+    rates = [getattr(layer, name, None) for name in ("dropout", "recurrent_dropout")]
+    return hasattr(layer, "seed_generator") and (None in rates or any(rates))
 
 
 def training_norms(model: keras.Model) -> list[keras.layers.BatchNormalization]:
@@ -122,6 +143,15 @@ def training_norms(model: keras.Model) -> list[keras.layers.BatchNormalization]:
 def statistics_of(norms: Iterable[keras.layers.BatchNormalization]) -> list[keras.Variable]:
     """Moving statistics of ``norms``, including the statistics of ``renorm``."""
     return [variable for norm in norms for variable in norm.non_trainable_variables]
+
+
+def average_like(variable: keras.Variable) -> tf.Variable:
+    """Returns a variable for the moving average of ``variable``, with its current value, in float32
+    at least."""
+    value = variable.value
+    dtype = tf.float32 if value.dtype.size < 4 else value.dtype
+    name = value.name.removesuffix(":0")
+    return tf.Variable(tf.cast(value, dtype), trainable=False, name=name)
 
 
 def synchronizes(strategy: tf.distribute.Strategy, model: keras.Model) -> bool:

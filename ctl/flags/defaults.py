@@ -32,7 +32,9 @@ def spelled_out(flags: Mapping[str, Any]) -> dict[str, Any]:
         "train_split": "train",
         "eval_split": "test",  # where there is none, it cannot be spelled out
         "image_shape": ",".join(map(str, SYNTHETIC_SHAPE)) if synthetic else None,
-        "weight_decay": 0.004 if flags.get("optimizer") == "adamw" else 0.0,  # as in Keras
+        "weight_decay": 0.004
+        if flags.get("optimizer") in ("adamw", "muon")
+        else 0.0,  # as in Keras
         "learning_rate": LEARNING_RATE,
         "end_learning_rate": END_LEARNING_RATE,
         "power": POWER,

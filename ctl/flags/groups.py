@@ -245,8 +245,8 @@ def define_step_flags() -> None:
         flags.DEFINE_float(
             "weight_decay",
             None,
-            "Decoupled weight decay, multiplied by the learning rate (default: 0.004 for adamw, "
-            "otherwise none).",
+            "Decoupled weight decay, multiplied by the learning rate (default: 0.004 for adamw and "
+            "muon, otherwise none).",
             lower_bound=0,
         )
         flags.DEFINE_float(

@@ -20,7 +20,7 @@ from typing import Any
 
 from absl import app, flags
 
-from ctl.base import __version__, console, signals, streams
+from ctl.base import __version__, console, durable, signals, streams
 from ctl.base.names import check_name
 from ctl.errors import CheckpointError, CtlError, PeerError, UsageError
 from ctl.flags import early, imports, tracebacks
@@ -188,6 +188,12 @@ def exit_codes(output_is_log: bool = False) -> Iterator[None]:
             raise
         raise SystemExit(128 + signal.SIGPIPE) from None
     except Exception as error:
+        # TensorFlow's, which is not imported here, and those of Python and NumPy.
+        if isinstance(error, MemoryError) or (
+            type(error).__name__ == "ResourceExhaustedError" and "OOM" in str(error)
+        ):
+            remedy = "try a smaller model, or a smaller --global_batch_size"
+            _fail(f"out of memory: {durable.reason_of(error)}; {remedy}", UsageError.exit_code)
         if (theirs := tracebacks.of_the_user(error)) is None:
             raise
         print(theirs, file=sys.stderr)

@@ -244,9 +244,13 @@ def check_classes(flags: FlagValues, dataset: Dataset) -> None:
 def make_eval_step(flags: FlagValues, model: keras.Model) -> EvalStep:
     """Makes the evaluation step that ``--step``, ``--loss`` and ``--metrics`` describe."""
     from ctl.jobs import named
+    from ctl.phases.checks import fits_default_evaluation
 
-    kind = named.step_class(flags.step).eval_step
-    metrics = named.make_metrics(flags.metrics, flags.loss, kind)
+    step = named.step_class(flags.step)
+    kind = step.eval_step
+    # An accuracy of what is no logits means nothing, as in the training.
+    of_outputs = kind if fits_default_evaluation(step) else step
+    metrics = named.make_metrics(flags.metrics, flags.loss, of_outputs)
     loss = named.loss_function(flags.loss)
     return kind(model, loss, metrics, weighting=flags.weighting)
 
@@ -371,11 +375,20 @@ def make_optimizer(
     Args:
         name: a key of `ctl.base.names.OPTIMIZERS`.
         momentum: used by "momentum" and "nesterov".
-        weight_decay: decoupled, times the learning rate; None for the default of Keras.
+        weight_decay: decoupled, times the learning rate; None for the default of Keras. Muon has a
+            second one, of the weights that it trains as Adam does: it is the same.
+
+    Raises:
+        UsageError: the installed Keras does not have this optimizer.
     """
     import keras
 
+    kind = getattr(keras.optimizers, OPTIMIZERS[name], None)
+    if kind is None:
+        raise UsageError(f"--optimizer={name} needs a later Keras than {keras.__version__}")
     options: dict[str, Any] = {} if weight_decay is None else {"weight_decay": weight_decay}
     if name in ("momentum", "nesterov"):
         options |= {"momentum": momentum, "nesterov": name == "nesterov"}
-    return getattr(keras.optimizers, OPTIMIZERS[name])(**options)
+    if name == "muon" and weight_decay is not None:
+        options["adam_weight_decay"] = weight_decay
+    return kind(**options)

@@ -97,7 +97,8 @@ def make_sinks(flags: FlagValues, model_dir: Path, saved: Saved | None) -> list[
 
     given = {name: flags[name].value for name in grouped_flags() if name not in NOT_COMPARED}
     given = {name: value for name, value in given.items() if value is not None}
-    sinks: list[Sink] = [JsonLines(model_dir / "metrics.jsonl", saved.step if saved else -1)]
+    after, evaluates = (saved.step, not saved.evaluated) if saved else (-1, False)
+    sinks: list[Sink] = [JsonLines(model_dir / "metrics.jsonl", after, evaluates=evaluates)]
     best = best_so_far(model_dir)
     if not saved:
         forget(model_dir)

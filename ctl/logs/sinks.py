@@ -31,13 +31,21 @@ class JsonLines:
         path: of the file.
         after: the step at which a run resumes, -1 if it begins. Lines of later steps are of an
             attempt that was given up: they are moved to the end of ``PATH.old``. None keeps all.
+        evaluates: whether the run evaluates again at that step, since it was killed before its
+            checkpoint had the results. Then evaluations of that step are moved, too.
 
     Raises:
         CheckpointError: the file cannot be written, e.g. because the disk is full; or ``path`` is a
             pipe, a link or another kind of file.
     """
 
-    def __init__(self, path: str | os.PathLike[str], after: int | None = None):
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        after: int | None = None,
+        *,
+        evaluates: bool = False,
+    ):
         self.path = Path(path)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -46,7 +54,7 @@ class JsonLines:
             if self.path.exists():
                 _repair(self.path)
                 if after is not None:
-                    _set_aside(self.path, after)
+                    _set_aside(self.path, after, evaluates)
             self._file = self.path.open("ab", buffering=0)
         except OSError as error:
             raise _unwritable(self.path, error) from error
@@ -131,27 +139,33 @@ def _repair(path: Path) -> None:
             file.truncate(whole)
 
 
-def _set_aside(path: Path, after: int) -> None:
-    """Moves the lines of steps after ``after``, with -1 all lines, to the end of ``path.old``."""
+def _set_aside(path: Path, after: int, evaluates: bool) -> None:
+    """Moves the lines of steps after ``after``, with -1 all lines, to the end of ``path.old``; with
+    ``evaluates`` also the evaluations of that step."""
+
+    def given_up(line: bytes) -> bool:
+        step, phase = _of(line)
+        return step > after or (evaluates and step == after and phase == "eval")
+
     with open(path, "r+b") as file:
         lines = file.readlines()
-        given_up = [line for line in lines if _step(line) > after]
-        if not given_up:
+        if not any(map(given_up, lines)):
             return
         with open(f"{path}.old", "ab") as old:
-            old.writelines(given_up)
+            old.writelines(line for line in lines if given_up(line))
         file.seek(0)
-        file.writelines(line for line in lines if _step(line) <= after)
+        file.writelines(line for line in lines if not given_up(line))
         file.truncate()
 
 
-def _step(line: bytes) -> int:
-    """The step of a record; 0 if the line is damaged."""
+def _of(line: bytes) -> tuple[int, Any]:
+    """The step and the phase of a record; 0 and None if the line is damaged."""
     try:
-        step = json.loads(line)["step"]
-    except (ValueError, TypeError, KeyError, RecursionError):
-        return 0
-    return step if isinstance(step, int) else 0
+        record = json.loads(line)
+        step, phase = record["step"], record.get("phase")
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return 0, None
+    return (step if isinstance(step, int) else 0), phase
 
 
 def _unwritable(path: Path, error: OSError) -> CheckpointError:

@@ -19,6 +19,7 @@ from absl import logging
 
 from ctl.base import durable
 from ctl.base.actions import scalars_of
+from ctl.errors import CheckpointError
 from ctl.logs.hparams import Ending, ending
 
 PATIENCE = 60.0  # seconds that the end of a run waits for what is not sent yet
@@ -191,9 +192,19 @@ def add_keys(keys: dict[str, str], names: Iterable[str]) -> None:
 
 def forget(directory: Path) -> None:
     """Lets the run in ``directory`` begin anew at all services: what it was there is of an attempt
-    that was given up."""
+    that was given up.
+
+    Raises:
+        CheckpointError: what it was cannot be deleted.
+    """
     for service in (MLflow, WandB):
-        (directory / service.FILE).unlink(missing_ok=True)
+        path = directory / service.FILE
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot delete {path}: {error.strerror}; delete it, or choose another --model_dir"
+            ) from error
 
 
 def _named(record: Mapping[str, Any]) -> dict[str, float]:

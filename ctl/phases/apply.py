@@ -17,21 +17,26 @@ import tensorflow as tf
 from keras.optimizers.schedules import LearningRateSchedule
 
 from ctl.base.autograph import with_autograph
-from ctl.distributed import local_batch
+from ctl.distributed import replicas
 from ctl.errors import UsageError
 from ctl.phases import shared_programs
-from ctl.phases.optimizers import Group, Optimizers, is_decayed, is_plain, make_groups, slots_of
+from ctl.phases.optimizers import (
+    Group,
+    Optimizers,
+    before_update,
+    common_variables,
+    copies_of_weights,
+    is_decayed,
+    is_plain,
+    make_groups,
+    slots_of,
+    update_variable,
+    with_rate,
+)
 
 # Variables per compiled function. The cost of a call grows faster than its number of variables, and
 # several functions run at once (`benchmarks/model_size.py`).
 _VARIABLES_PER_UPDATE = 32
-
-
-def average_like(variable: keras.Variable) -> tf.Variable:
-    """Returns a variable for the moving average of ``variable``, with its current value."""
-    value = variable.value
-    start, name = tf.cast(value, local_batch.wide(value.dtype)), value.name.removesuffix(":0")
-    return tf.Variable(start, trainable=False, name=name)
 
 
 def is_compiled(device: str) -> bool:
@@ -135,11 +140,17 @@ class Updater:
         self.global_step = _counter("global_step", 0, tf.int64)
         self.skipped = _counter("skipped", 0, tf.int64)
         self.loss_scale = LossScale() if loss_scale else None
-        self.ema = [average_like(v) for v in self.averaged_variables]
+        self.ema = [replicas.average_like(v) for v in self.averaged_variables]
+        copied = [(e, v.value) for v, e in zip(self.averaged_variables, self.ema, strict=True)]
+        self._copies = [
+            *copied,
+            *(pair for g in self.groups for pair in copies_of_weights(g.optimizer)),
+        ]
         self._average_of = dict(zip(map(id, self.averaged_variables), self.ema, strict=True))
 
     def state(self) -> dict[str, list[tf.Variable]]:
         """Variables that a checkpoint must hold, by group."""
+        self.renew_copies()
         state = {
             "optimizer": self._of_optimizers,
             "counters": [self.global_step, self.skipped],
@@ -149,6 +160,13 @@ class Updater:
         if self.loss_scale:
             state["loss_scale"] = [self.loss_scale.scale, self.loss_scale.finite_steps]
         return state
+
+    def renew_copies(self) -> None:
+        """Until the first update, gives averages, and slots that begin as the weights, the weights
+        that the model has now: it may have loaded them since this updater was made."""
+        if self._copies and int(self.groups[0].optimizer.iterations.numpy()) == 0:
+            for copy, variable in self._copies:
+                copy.assign(tf.cast(variable, copy.dtype))
 
     def skipped_so_far(self) -> int:
         """Number of skipped updates; 0 if finiteness is not checked."""
@@ -203,6 +221,7 @@ class Updater:
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
         """While inside, the model has the averaged weights, if there are any."""
+        self.renew_copies()
         pairs = list(zip(self.averaged_variables, self.ema, strict=True))
         trained = [variable.value.read_value() for variable, _ in pairs]
         try:
@@ -249,6 +268,9 @@ class Updater:
         for index, variable in enumerate(self.variables):
             devices.setdefault(variable.value.device, []).append(index)
         kinds = [self._kind(i, g) for i, g in enumerate(gradients)]
+        for group, rate in zip(self.groups, rates, strict=True):
+            before_update(group.optimizer, rate)
+        common = [v for group in self.groups for v in common_variables(group.optimizer)]
         compiled = shared_programs.ProgramCache()
         for device, indices in _in_parts(devices, kinds):
             # One function updates all of them. The first variable determines the device.
@@ -256,7 +278,7 @@ class Updater:
             if is_compiled(device) if self.jit_update is None else self.jit_update:
                 kind = tuple(kinds[i] for i in indices)
                 variables = [v for i in indices for v in self._updated(i)]
-                update = functools.partial(compiled.call, update, kind, variables, iterations)
+                update = functools.partial(compiled.call, update, kind, variables, common)
             strategy.extended.update(
                 self.variables[indices[0]].value,
                 lambda _, *args, update=update: update(*args),
@@ -280,7 +302,8 @@ class Updater:
         optimizer = self.groups[number].optimizer
         if variable.constraint is not None or not is_plain(optimizer):
             return id(variable)  # user code may treat each variable differently
-        return *kind, number, is_decayed(optimizer, variable)
+        slots = len(slots_of(optimizer, variable))  # Muon's say how it trains the variable
+        return *kind, number, slots, is_decayed(optimizer, variable)
 
     def _updated(self, index: int) -> list[tf.Variable]:
         """Returns what an update assigns to: the variable, its average and its slots."""
@@ -297,16 +320,13 @@ class Updater:
         first: tf.Tensor | None,
     ) -> None:
         """Updates the variables at ``indices``, in the update context of their device."""
+        optimizers = [with_rate(g.optimizer, r) for g, r in zip(self.groups, rates, strict=True)]
         for index, gradient in zip(indices, gradients, strict=True):
             variable = self.variables[index]
             value = variable.value
             if gradient is not None:
                 number = self._group_of[id(variable)]
-                optimizer, rate = self.groups[number].optimizer, rates[number]
-                if is_decayed(optimizer, variable):
-                    decay = tf.cast(optimizer.weight_decay * rate, value.dtype)
-                    value.assign_sub(value * decay)
-                optimizer.update_step(gradient, value, rate)
+                update_variable(optimizers[number], variable, gradient)
                 if variable.constraint is not None:
                     value.assign(variable.constraint(value))
             if id(variable) in self._average_of:

@@ -97,6 +97,7 @@ class BaseStep(AutographMethods):
         Raises:
             UsageError: ``loss_fn`` does not return [n], or there is not one weight per example.
         """
+        check_loss_and_metrics(self.loss_fn)  # an override that calls this one needs it, too
         features, labels, weights = local_batch.unpack(batch)
         inputs = self.preprocess(features)
         self.input_specs = _specs_of(inputs)
@@ -162,6 +163,10 @@ class BaseStep(AutographMethods):
         ``method``."""
         original = getattr(base or BaseStep, method)
         return method in vars(self) or getattr(type(self), method) is not original
+
+    def replaces_loss(self) -> bool:
+        """Whether a subclass replaces `loss`, and so does not need ``loss_fn``."""
+        return self.overrides("loss")
 
     def update_metrics_of(self, batch: Any, outputs: Any) -> None:
         """Calls `update_metrics` if `loss` has returned outputs. Otherwise `results` leaves out
@@ -319,10 +324,11 @@ class BaseStep(AutographMethods):
             dataset: see `ctl.phases.labels.check_labels`.
             step: the step of a batch, which is read again if that takes little time.
         """
-        if not self.overrides("loss"):
-            labels.check_from_logits(self.loss_fn, self.model)
+        if self.replaces_loss():
+            return
+        labels.check_from_logits(self.loss_fn, self.model)
         loss_fn: Any = getattr(self.loss_fn, "func", self.loss_fn)  # of a `functools.partial`
-        if loss_fn not in labels.CHECKED or self.overrides("loss"):
+        if loss_fn not in labels.CHECKED:
             return
         if self.training and step is None:
             labels.check_outputs(loss_fn.__name__, self.model, self.class_weight or ())

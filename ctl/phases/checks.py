@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 import os
-from collections.abc import Sequence
+import re
+import types
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
@@ -14,8 +17,9 @@ from absl import logging
 
 from ctl.distributed import replicas
 from ctl.distributed.replica_variables import ReplicaVariables
-from ctl.errors import UsageError
+from ctl.errors import CtlError, UsageError
 from ctl.phases.logged import Logged
+from ctl.phases.penalties import names
 from ctl.phases.seeds import Seeds
 from ctl.phases.tracked_state import TrackedState, has_state
 
@@ -119,6 +123,19 @@ def _of_ctl(kind: type, name: str) -> Any:
     return next((vars(base)[name] for base in classes if name in vars(base)), None)
 
 
+def names_in(function: Any) -> set[str]:
+    """Names of attributes and globals, and strings, in the code of a function, a method or a
+    property, and of functions inside it."""
+    function = getattr(function, "fget", None) or getattr(function, "func", None) or function
+    left, names = [getattr(getattr(function, "__func__", function), "__code__", None)], set()
+    while left:
+        code = left.pop()
+        if isinstance(code, types.CodeType):
+            names |= {*code.co_names, *(one for one in code.co_consts if isinstance(one, str))}
+            left += code.co_consts
+    return names
+
+
 def check_overrides(step: Any) -> None:
     """Refuses a step that was built before, and overrides with other arguments."""
     if step.strategy is not None:
@@ -144,6 +161,11 @@ def checked_gradients(
             than its variable, or no variable that trains has a gradient.
     """
     kind = type(step).__name__
+    if not isinstance(gradients, Sequence):
+        raise UsageError(
+            f"{kind}.backward() returned {type(gradients).__name__}: it must return a list with "
+            "the gradient of each trainable variable, None where there is none"
+        )
     if len(gradients) != len(variables):
         raise UsageError(
             f"{kind} computed {len(gradients)} gradients for {len(variables)} trainable "
@@ -204,9 +226,79 @@ def check_unsynchronized(step: Any) -> None:
         )
 
 
+# TensorFlow's words for what XLA cannot compile.
+_NOT_OF_XLA = re.compile(r"unsupported operations when trying to compile graph \S+ on \S+: (\w+)")
+
+
+@contextlib.contextmanager
+def translate_trace_errors(step: Any) -> Iterator[None]:
+    """Turns two errors of TensorFlow into a `UsageError`: the step makes a variable while it is
+    traced, and XLA cannot compile it."""
+    try:
+        yield
+    except ValueError as error:
+        if "singleton tf.Variables" not in str(error):
+            raise
+        raise UsageError(
+            f"{type(step).__name__} makes a variable while it is traced: make layers and variables "
+            "in __init__. keras.random makes one where no seed is given: give it seed=self.seed(), "
+            "or a keras.random.SeedGenerator made in __init__"
+        ) from error
+    except tf.errors.OpError as error:
+        if not (found := _NOT_OF_XLA.search(error.message)):
+            raise
+        raise UsageError(
+            f"XLA cannot compile {found[1]}: if the update has it, as in a constraint, make the "
+            "step with jit_update=False; else give jit_compile=False (--jit_compile=off)"
+        ) from error
+
+
+def fits_default_evaluation(kind: type) -> bool:
+    """Whether `ctl.EvalStep` evaluates what a step of the class ``kind`` trains: its `loss` uses
+    ``loss_fn``, or that of a base class, as far as its code says; or it names an ``eval_step``."""
+    for base in kind.__mro__:
+        if base.__module__.startswith("ctl.") and not base.__module__.startswith("ctl.recipes."):
+            return True
+        functions = {name: f for name, f in vars(base).items() if callable(f)}
+        codes = {n: getattr(inspect.unwrap(f), "__code__", None) for n, f in functions.items()}
+        if "eval_step" in vars(base) or any(names(code, "loss_fn") for code in codes.values()):
+            return True
+        if "loss" in codes and not names(codes["loss"], "loss"):
+            return False
+    return True
+
+
+@contextlib.contextmanager
+def naming_eval_step(step: Any, evaluator: Any) -> Iterator[None]:
+    """Turns an error inside, where ``evaluator`` is traced, into a `UsageError` if it is that of
+    the default evaluation of another loss."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, CtlError) or not _mistakes_loss(step, evaluator):
+            raise
+        first = next(filter(None, map(str.strip, str(error).splitlines())), type(error).__name__)
+        raise UsageError(f"the evaluation fails ({first[:200]}): {_advice(step)}") from error
+
+
+def _mistakes_loss(step: Any, evaluator: Any) -> bool:
+    own = evaluator.step.overrides("loss")
+    return not own and not fits_default_evaluation(type(step))
+
+
+def _advice(step: Any) -> str:
+    kind = type(step).__name__
+    return (
+        f"{kind}.loss() does not use loss_fn, by which ctl.EvalStep evaluates labels and outputs: "
+        f"set {kind}.eval_step to a subclass of ctl.EvalStep with this loss(), or to ctl.EvalStep "
+        "if that is meant"
+    )
+
+
 def check_evaluator(step: Any, dataset: Any, evaluator: Any) -> None:
     """Refuses an evaluation that shares a metric with the training or labels classes differently.
-    Warns if the two steps preprocess features differently.
+    Warns if the two steps preprocess features differently, or if the loss of the evaluation may
+    mean nothing.
 
     Raises:
         UsageError: the training step and the evaluation step share a metric, or a class has one
@@ -219,6 +311,10 @@ def check_evaluator(step: Any, dataset: Any, evaluator: Any) -> None:
                 f"metric {metric.name} is in the training step and in the evaluation step, which "
                 "resets it: make one for each"
             )
+    if _mistakes_loss(step, evaluator):
+        logging.warning(
+            "the loss and metrics of the evaluation may mean nothing: %s", _advice(step)
+        )
     train_class, eval_class = type(step), type(evaluator.step)
     if train_class.preprocess is not eval_class.preprocess:
         logging.warning(

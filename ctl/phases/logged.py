@@ -107,6 +107,11 @@ class Logged:
             weight += size
         self.variables[0].assign(tf.tensor_scatter_nd_update(rows, [[row]], [[before, weight]]))
 
+    @property
+    def names(self) -> list[str]:
+        """What the steps log that were traced."""
+        return list(self._kinds)
+
     def terms(self) -> tf.Tensor:
         """Returns one replica's terms for the sum over replicas, float32 [k]; clears its rows. k is
         0 if the traced graph logs nothing."""

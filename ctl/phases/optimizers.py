@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import collections
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from ctl.base.names import OPTIMIZERS, check_name
 from ctl.errors import UsageError
 
-# Optimizers of Keras whose whole update is in `update_step`. A test compares each of them with
-# plain Keras on one device.
-PROVEN = tuple(getattr(keras.optimizers, kind) for kind in dict.fromkeys(OPTIMIZERS.values()))
+# Optimizers of Keras, as far as the installed one has them. A test compares each of them with plain
+# Keras on one device.
+PROVEN = tuple(
+    getattr(keras.optimizers, kind)
+    for kind in dict.fromkeys(OPTIMIZERS.values())
+    if hasattr(keras.optimizers, kind)
+)
 
-# Some optimizers (Nadam, Muon) override one of these methods and do a part of the update there.
-# `update_step` alone would then be silently wrong.
+# Keras's update around `update_step`. ctl calls those of `PROVEN` optimizers: Nadam overrides
+# `_backend_update_step`, see `before_update`, and Muon `_apply_weight_decay`, see
+# `update_variable`. Any other override would be lost.
 _UPDATE_METHODS = (
-    *("apply", "_backend_apply_gradients", "_backend_update_step", "_apply_weight_decay"),
-    *("apply_gradients", "_clip_gradients"),
+    *("apply", "apply_gradients", "_backend_apply_gradients", "_backend_update_step"),
+    *("_apply_weight_decay", "_clip_gradients", "_filter_empty_gradients"),
+    *("_overwrite_variables_directly_with_gradients", "_all_reduce_sum_gradients"),
+    *("_distributed_tf_update_step", "scale_loss", "finalize_variable_values", "iterations"),
 )
 
 # ctl does this itself, after the all-reduce. The optimizer would do it before, or a second time.
@@ -47,11 +56,23 @@ def check_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
             "LossScaleOptimizer checks for NaN and Inf on each replica alone: pass the "
             "inner optimizer and TrainStep(loss_scale=True) (--precision=mixed_float16)"
         )
+    if kind.__name__ == "MultiOptimizer":
+        raise UsageError(
+            "MultiOptimizer applies its optimizers itself: give parameter groups instead, a list "
+            "of (optimizer, variables)"
+        )
+    if not _has_update_step(optimizer):
+        raise UsageError(
+            f"optimizer {kind.__name__} must have update_step(gradient, variable, learning_rate), "
+            "which Keras 3 calls for each variable"
+        )
     for method in _UPDATE_METHODS:
-        if getattr(kind, method, None) is not getattr(keras.optimizers.Optimizer, method, None):
+        known = (getattr(of, method, None) for of in (keras.optimizers.Optimizer, *PROVEN))
+        if method in vars(optimizer) or all(getattr(kind, method, None) is not m for m in known):
             raise UsageError(
-                f"optimizer {kind.__name__} overrides {method}(): part of its update is outside "
-                f"update_step() and would be lost; use one of {_names(PROVEN)}"
+                f"optimizer {kind.__name__} overrides {method}(), which would be lost: ctl calls "
+                "update_step() for each variable; move it there, to TrainStep.clip, or to "
+                "TrainStep.apply"
             )
     if kind not in PROVEN and kind.__module__.split(".")[0] == "keras":
         raise UsageError(
@@ -63,19 +84,89 @@ def check_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
             raise UsageError(f"optimizer argument {argument} must not be set; use {remedy}")
 
 
+def _has_update_step(optimizer: keras.optimizers.Optimizer) -> bool:
+    method = optimizer.update_step
+    if getattr(method, "__func__", method) is keras.optimizers.Optimizer.update_step:
+        return False
+    try:
+        inspect.signature(method).bind("gradient", "variable", "learning_rate")
+    except TypeError:
+        return False
+    return True
+
+
 def is_plain(optimizer: keras.optimizers.Optimizer) -> bool:
     """Whether ``optimizer`` updates as Keras does. Such an update depends on the variable only by
     its slots, shape and type."""
     return type(optimizer) in PROVEN and "update_step" not in vars(optimizer)
 
 
+def with_rate(optimizer: keras.optimizers.Optimizer, rate: tf.Tensor) -> Any:
+    """Returns a second object with the methods and the attributes of ``optimizer``, for one trace.
+
+    Its learning rate is ``rate``. It may be called on reduced gradients, outside of a replica:
+    Keras's own `_backend_update_step`, which reduces gradients and calls `update_step`, does
+    nothing.
+    """
+    kind = type(optimizer)
+    bases = kind, _WithoutReduction
+    other: Any = object.__new__(type(kind.__name__, bases, {"learning_rate": rate}))
+    object.__setattr__(other, "__dict__", vars(optimizer))  # the same, not a copy
+    return other
+
+
+class _WithoutReduction(keras.optimizers.Optimizer):
+    def _backend_update_step(self, grads: Any, trainable_variables: Any, rate: Any) -> None:
+        pass
+
+
+def before_update(optimizer: keras.optimizers.Optimizer, rate: tf.Tensor) -> None:
+    """Does what ``optimizer`` does once a step before it updates variables, such as Nadam's
+    product. Call it in cross-replica context."""
+    with_rate(optimizer, rate)._backend_update_step([], [], rate)
+
+
+def update_variable(optimizer: Any, variable: keras.Variable, gradient: tf.Tensor) -> None:
+    """Decays and updates ``variable`` as ``optimizer`` does, which is of `with_rate`. Call it in an
+    update context.
+
+    Raises:
+        UsageError: `update_step` changes a number that is an attribute, or makes a variable. A
+            graph does neither in every step.
+    """
+    value, rate, before = variable.value, optimizer.learning_rate, _numbers(optimizer)
+    if _has_own_decay(optimizer):
+        optimizer._apply_weight_decay([variable])
+    elif is_decayed(optimizer, variable):
+        value.assign_sub(value * tf.cast(optimizer.weight_decay * rate, value.dtype))
+    optimizer.update_step(gradient, value, rate)
+    for name, number in _numbers(optimizer).items():
+        if before.get(name, number) != number:
+            raise UsageError(
+                f"optimizer {optimizer.__class__.__name__} changes its {name} in update_step(), "
+                "which runs once, for the graph: make variables in build(), and change those"
+            )
+
+
+def _numbers(optimizer: keras.optimizers.Optimizer) -> dict[str, float]:
+    numbers = {name: v for name, v in vars(optimizer).items() if type(v) in (int, float)}
+    return numbers | {"number of variables": len(optimizer._variables)}
+
+
 def is_decayed(optimizer: keras.optimizers.Optimizer, variable: keras.Variable) -> bool:
     """Whether ``optimizer`` decays ``variable``, see `exclude_from_weight_decay` of Keras.
 
     Keras looks for excluded words in the name of the ``tf.Variable``, such as ``dense/kernel:0``. A
-    Keras variable is called ``kernel``.
+    Keras variable is called ``kernel``, where Muon looks.
     """
+    if _has_own_decay(optimizer):
+        return optimizer._use_weight_decay(variable)
     return bool(optimizer.weight_decay) and optimizer._use_weight_decay(variable.value)
+
+
+def _has_own_decay(optimizer: keras.optimizers.Optimizer) -> bool:
+    keras_own = keras.optimizers.Optimizer._apply_weight_decay
+    return type(optimizer)._apply_weight_decay is not keras_own
 
 
 def slots_of(optimizer: keras.optimizers.Optimizer, variable: keras.Variable) -> list[tf.Variable]:
@@ -84,26 +175,37 @@ def slots_of(optimizer: keras.optimizers.Optimizer, variable: keras.Variable) ->
     Keras has no public API for slots. Its optimizers keep slots of one name in a list, in the order
     of the variables. Slots that are kept in another way are not found.
     """
-    indices = optimizer._trainable_variables_indices
-    index = indices.get(optimizer._var_key(variable))
-    lists = [x for x in vars(optimizer).values() if isinstance(x, list) and len(x) == len(indices)]
-    slots = [] if index is None else [x[index] for x in lists]
+    index = optimizer._trainable_variables_indices.get(optimizer._var_key(variable))
+    slots = [] if index is None else [x[index] for x in _slots_by_name(optimizer)]
     return [slot.value for slot in slots if isinstance(slot, keras.Variable)]
+
+
+def _slots_by_name(optimizer: keras.optimizers.Optimizer) -> list[list[Any]]:
+    count, variables = len(optimizer._trainable_variables_indices), optimizer._trainable_variables
+    lists = [x for x in vars(optimizer).values() if isinstance(x, list) and x is not variables]
+    return [x for x in lists if len(x) == count]
+
+
+def common_variables(optimizer: keras.optimizers.Optimizer) -> list[tf.Variable]:
+    """Returns the variables of ``optimizer`` that are no slots, such as its iterations."""
+    return [one.value for one in vars(optimizer).values() if isinstance(one, keras.Variable)]
 
 
 def check_precision(
     optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]
 ) -> None:
-    """Refuses Adam, AdamW and Lamb if ``beta_2`` rounds to 1 in the type of a variable. Their bias
-    correction is then 0: Adam never moves the variable, and Lamb may make it NaN.
+    """Refuses types of variables with which Keras's update fails.
+
+    If ``beta_2`` rounds to 1, a bias correction is 0: Adam never moves the variable, and others may
+    make it NaN. Muon multiplies float32 by the type of the variable.
 
     Raises:
         UsageError: names the variable.
     """
-    corrected = keras.optimizers.Adam, keras.optimizers.Lamb
-    if not isinstance(optimizer, corrected):
-        return
-    beta = float(optimizer.beta_2)
+    kinds = {of.__name__ for of in type(optimizer).__mro__ if of in PROVEN}
+    beta = 0.0
+    if not kinds.isdisjoint(("Adam", "Lamb", "Nadam", "ScheduleFreeAdamW")):
+        beta = float(optimizer.beta_2)
     for variable in variables:
         if float(tf.cast(beta, variable.dtype)) == 1.0:
             raise UsageError(
@@ -111,6 +213,31 @@ def check_precision(
                 f"{variable.dtype}, so it would not move {variable.path}: keep the weights in "
                 "float32 (--precision=mixed_bfloat16), or use beta_2=0.99"
             )
+        if "Muon" in kinds and variable.dtype != "float32":
+            raise UsageError(
+                f"optimizer {type(optimizer).__name__} cannot train {variable.path} in "
+                f"{variable.dtype}: keep the weights in float32 (--precision=mixed_bfloat16)"
+            )
+
+
+def copies_of_weights(
+    optimizer: keras.optimizers.Optimizer,
+) -> list[tuple[tf.Variable, tf.Variable]]:
+    """Returns the slots that begin as the weights, as those of ScheduleFreeAdamW do, each with its
+    variable. Call it right after `build`."""
+    if is_plain(optimizer) and type(optimizer).__name__ != "ScheduleFreeAdamW":
+        return []
+    copies = []
+    for slots in _slots_by_name(optimizer):
+        pairs = [
+            (slot.value, variable.value)
+            for slot, variable in zip(slots, optimizer._trainable_variables, strict=True)
+            if isinstance(slot, keras.Variable)
+        ]
+        values = [(slot.numpy(), variable.numpy()) for slot, variable in pairs]
+        if any(v.any() for _, v in values) and all(np.array_equal(s, v) for s, v in values):
+            copies += pairs
+    return copies
 
 
 def _names(kinds: Sequence[type]) -> str:

@@ -133,11 +133,11 @@ def _may_add(owner: Any) -> bool:
     kinds = [k for k in type(owner).__mro__ if k.__module__.partition(".")[0] not in _OTHERS]
     values = [value for kind in kinds for value in vars(kind).values()] + [*vars(owner).values()]
     functions = [inspect.unwrap(value) for value in values if callable(value)]
-    return any(_names_add_loss(getattr(function, "__code__", None)) for function in functions)
+    return any(names(getattr(function, "__code__", None), "add_loss") for function in functions)
 
 
-def _names_add_loss(code: Any) -> bool:
-    """Whether the code of a function, or of a function inside it, names ``add_loss``."""
+def names(code: Any, name: str) -> bool:
+    """Whether the code of a function, or of a function inside it, has the ``name``."""
     if not isinstance(code, types.CodeType):
         return False
-    return "add_loss" in code.co_names or any(map(_names_add_loss, code.co_consts))
+    return name in code.co_names or any(names(inner, name) for inner in code.co_consts)

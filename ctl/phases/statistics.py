@@ -57,9 +57,7 @@ class Statistics:
         undone: list[tf.Variable] = []
         if undoes and not replicas.has_one_copy(strategy):  # else one replica cannot be undone
             state = [*replicas.statistics_of(norms), *replicas.other_state(model)]
-            undone = [*own, *(v.value for v in state if v.aggregation == "none")]
-            none, on_read = tf.VariableAggregation.NONE, tf.VariableSynchronization.ON_READ
-            undone += [v for v in plain if v.aggregation == none or v.synchronization == on_read]
+            undone = [*own, *(v.value for v in state), *plain]
         self.undone = [*{id(variable): variable for variable in undone}.values()]
         self.combined = list(own) if strategy.num_replicas_in_sync > 1 else []
         index = {id(variable): i for i, variable in enumerate(self.combined)}
@@ -83,7 +81,7 @@ class Statistics:
         return StatisticsSnapshot(
             local_batch.rows(batch) if self.combined else 0,
             [_wide(self.combined[mean]) for mean, _, _ in self._pairs],
-            [variable.read_value() for variable in self.undone],
+            [replicas.own_copy(variable).read_value() for variable in self.undone],
         )
 
     def terms(self, snapshot: StatisticsSnapshot) -> list[tf.Tensor]:
@@ -127,8 +125,10 @@ class Statistics:
 
     def undo_unless(self, finite: tf.Tensor, snapshot: StatisticsSnapshot) -> None:
         """Restores the variables of ``undone`` unless ``finite``, a bool scalar."""
-        for variable, old in zip(self.undone, snapshot.undone, strict=True):
-            variable.assign(tf.where(finite, variable.read_value(), old))
+        # Each replica restores its own copy: some variables combine assigned values over replicas.
+        copies = [replicas.own_copy(variable) for variable in self.undone]
+        for copy, old in zip(copies, snapshot.undone, strict=True):
+            copy.assign(tf.where(finite, copy.read_value(), old))
 
 
 def _wide(variable: tf.Variable) -> tf.Tensor:

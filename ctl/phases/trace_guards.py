@@ -13,8 +13,9 @@ import dataclasses
 import dis
 import functools
 import inspect
+import json
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import keras
@@ -32,6 +33,9 @@ _OURS = frozenset(
     ("observer", "bytes_per_pack", "jit_compile", "flops", "trace_guards", "tracked")
     + ("input_specs", "returns_outputs", "has_weights")
 )
+
+# Attributes of a step that a checkpoint holds in another way, see `ctl.control.state`.
+_IN_CHECKPOINTS = frozenset(("trainable_mask", "jit_by_rule"))
 
 # Attributes of a step that `TrainStep.build` uses, so later changes have no effect.
 _FIXED = frozenset(
@@ -96,6 +100,7 @@ class TraceGuards:
 
     Attributes:
         version: number of the values as they are now; equal values have the same number.
+        retraced_for: names of what was changed before the last new version.
         rates: learning rates of optimizers that have a schedule, by name, as `check_rate` first
             found them; empty if they are not known.
     """
@@ -103,16 +108,27 @@ class TraceGuards:
     def __init__(self, step: Any):
         self.version = self._versions = 0
         self._earlier: dict[int, _Read] = {}  # values of other versions, the latest last
+        self.retraced_for = ""
         self.rates: dict[str, float] = {}
         self._records: dict[int, Any] = {}
         self._set_by_code: set[str] = set()
         self._set_by_calls: set[str] = set()  # of the step; not set by the user since
         self._seen: _Read
-        layers = {f"layer {layer.name}": layer for layer in replicas.layers_of(step.tracked.layer)}
+        self._start: _Read | None = None  # what the program has set, before the first call
+        self._lost: list[str] = []  # what a restore could not change
+        layers = {}
+        parts = replicas.layers_of(step.tracked.layer)[::-1]  # from the first to the last
+        for name, layer in zip(replicas.numbered(p.name for p in parts), parts, strict=True):
+            layers[f"layer {name}"] = layer
         self._layers = {what: layer for what, layer in layers.items() if _is_users(type(layer))}
-        self._variables = list(step.tracked.layer.trainable_variables)
+        variables = step.tracked.layer.trainable_variables
+        paths = replicas.numbered(v.path for v in variables)
+        self._variables = [*zip(paths, variables, strict=True)]
         owners: dict[str, Any] = dict(layers)
-        self._optimizers = {f"optimizer {o.name}": o for o in step.tracked.optimizers}
+        names = replicas.numbered(o.name for o in step.tracked.optimizers)
+        self._optimizers = {
+            f"optimizer {name}": o for name, o in zip(names, step.tracked.optimizers, strict=True)
+        }
         self._scheduled: set[str] = set()  # names of optimizers whose rate is not used
         if hasattr(step, "updater"):
             applied = step.updater.optimizers()
@@ -121,6 +137,8 @@ class TraceGuards:
             self._optimizers |= applied
             owners["updater"] = step.updater
         owners |= self._optimizers
+        self._owners = {**owners, type(step).__name__: step}
+        self._owners |= {f"class {k.__name__}": k for k in type(step).__mro__ if _is_users(k)}
         # For each owner, its attributes and the names of the compared ones.
         self._others = {
             what: (vars(owner), [n for n, v in vars(owner).items() if _is_option(n, v)])
@@ -159,6 +177,9 @@ class TraceGuards:
             UsageError: a change would have no effect.
         """
         now = self._read(step)
+        self._start = self._start or now
+        if self._lost:
+            self._require_changed(step, now)
         if now == self._seen:
             return self.version
         changes = [*self._changes(step, self._seen, now)]
@@ -186,9 +207,79 @@ class TraceGuards:
         for version, read in reversed(self._earlier.items()):
             if self._set_by_calls.issuperset(c.name for c in self._changes(step, read, now)):
                 return version
-        logging.info("the step is traced again: changed %s", ", ".join(c.name for c in changes))
+        self.retraced_for = ", ".join(c.name for c in changes)
+        logging.info("the step is traced again: changed %s", self.retraced_for)
         self._versions += 1
         return self._versions
+
+    def changed(self, step: Any) -> dict[str, Any]:
+        """What a checkpoint must hold: the values that the user has changed since the first call,
+        by name, as JSON ``[before, now]``. None stands for what cannot be saved, with a warning."""
+        found: dict[str, Any] = {}
+        for change in self._changes_by_user(step):
+            fits = self._owner(change.name) and _fits_json(change.before, change.after)
+            found[change.name] = [change.before.then(), change.after.then()] if fits else None
+        if lost := [name for name, values in found.items() if values is None]:
+            logging.warning(
+                "the checkpoint cannot hold what %s was changed to: a run that resumes must change "
+                "it again after restore()",
+                ", ".join(lost),
+            )
+        return found
+
+    def restore(self, step: Any, saved: Mapping[str, Any], at: int) -> None:
+        """Sets the values of `changed`, as a checkpoint of step ``at`` holds them.
+
+        If the program now begins with another value than the run did, it keeps that value, with a
+        warning. What the checkpoint does not hold must be changed before the next call.
+        """
+        self._start = self._start or self._read(step)
+        changed = {change.name: change for change in self._changes_by_user(step)}
+        self._lost = [name for name, values in saved.items() if values is None]
+        for name in [name for name in {**saved, **changed} if name not in self._lost]:
+            owner, attribute = self._owner(name), name.rpartition(".")[2]
+            if owner is None:
+                logging.warning("%s stays as it is, not as it was at step %d: set it", name, at)
+                continue
+            known = vars(owner)
+            begins = changed[name].before.then() if name in changed else known.get(attribute)
+            before, value = saved.get(name, (begins, begins))
+            if all(_Value(begins, {}) != _Value(of_run, {}) for of_run in (before, value)):
+                logging.warning(
+                    "%s is %r, as the program sets it now, not %r, to which it was changed before "
+                    "step %d: to change it, set it after restore()",
+                    *(name, begins, value, at),
+                )
+                value = begins
+            if value is None and owner is step and attribute not in self._start.of_step:
+                known.pop(attribute, None)  # that of the class
+            elif _Value(known.get(attribute), {}) != _Value(value, {}):
+                setattr(owner, attribute, value)
+
+    def _changes_by_user(self, step: Any) -> list[_Change]:
+        """The changes since the first call of what a checkpoint does not hold in another way."""
+        if self._start is None:
+            return []
+        own = {f"{type(step).__name__}.{name}" for name in _IN_CHECKPOINTS}
+        others = own | self._set_by_calls | self._set_by_code
+        changes = self._changes(step, self._start, self._read(step))
+        return [change for change in changes if change.name not in others]
+
+    def _owner(self, name: str) -> Any:
+        """The object with the attribute that `_changes` calls ``name``; None for a variable of a
+        function."""
+        return self._owners.get(name.rpartition(".")[0])
+
+    def _require_changed(self, step: Any, now: _Read) -> None:
+        assert self._start
+        changed = {change.name for change in self._changes(step, self._start, now)}
+        if still := [name for name in self._lost if name not in changed]:
+            raise UsageError(
+                f"{', '.join(still)} was changed before the checkpoint that was restored, which "
+                "cannot hold it: change it again after restore(), or go on without the change by "
+                "restore(changed=False)"
+            )
+        self._lost = []
 
     def check_rate(self, step: Any) -> None:
         """Refuses a new learning rate of an optimizer that has a schedule.
@@ -223,10 +314,10 @@ class TraceGuards:
             f"{what}.learning_rate": _Value(optimizer._learning_rate, records)
             for what, optimizer in self._optimizers.items()
         }
-        for variable in self._variables:
+        for path, variable in self._variables:
             for name in _OF_VARIABLES:
                 if (value := getattr(variable, name)) is not None:
-                    code[f"{variable.path}.{name}"] = _Value(value, records)
+                    code[f"{path}.{name}"] = _Value(value, records)
         settings = [[*map(of.get, names)] for of, names in self._others.values()]
         return _Read(of_step, code, settings, rates)
 
@@ -406,6 +497,19 @@ class _Value:
             for key, element in self._elements.items()
         )
 
+    def then(self) -> Any:
+        """The value as it was read: of a container, a copy."""
+        if self._elements is None or not isinstance(self.of, _CONTAINERS):
+            return self.of
+        elements = {
+            key: element.then() if isinstance(element, _Value) else element
+            for key, element in self._elements.items()
+        }
+        kind: Any = type(self.of)
+        if isinstance(self.of, dict):
+            return elements
+        return kind(elements if isinstance(self.of, set | frozenset) else elements.values())
+
     def __eq__(self, other: object) -> bool:
         assert isinstance(other, _Value)
         if self.of is other.of:
@@ -417,6 +521,16 @@ class _Value:
             return type(self.of) is type(other.of) and (self.of == other.of or nan)
         same = type(self.of) is type(other.of) and self._elements is not None
         return same and self._elements == other._elements
+
+
+def _fits_json(*values: _Value) -> bool:
+    """Whether JSON gives back the same ``values``, of the same types."""
+    with contextlib.suppress(TypeError, ValueError):
+        then = [value.then() for value in values]
+        again = json.loads(json.dumps(then, allow_nan=False))
+        pairs = zip(again, then, strict=True)
+        return all(_Value(a, {}) == _Value(b, {}) for a, b in pairs)
+    return False
 
 
 def _is_option(name: str, value: Any) -> bool:

@@ -26,7 +26,8 @@ from absl import logging
 import ctl
 from ctl import UsageError, optimizers, replicas
 
-_NORMED = keras.optimizers.Lamb, keras.optimizers.Adafactor  # by norms of whole variables
+# These need whole variables, a product that is taken once a step, or slots that begin as weights.
+_REFUSED = "Lamb", "Adafactor", "Muon", "Nadam", "ScheduleFreeAdamW"
 
 
 class ZeRO1(ctl.TrainStep):
@@ -36,18 +37,21 @@ class ZeRO1(ctl.TrainStep):
         args, options: see `ctl.TrainStep`.
 
     Raises:
-        UsageError: there are parameter groups, the optimizer is built already or is Lamb or
-            Adafactor, the weights have several dtypes, or all replicas share one copy of them.
+        UsageError: there are parameter groups, the optimizer is built already or is Lamb,
+            Adafactor, Muon, Nadam or ScheduleFreeAdamW, the weights have several dtypes, or all
+            replicas share one copy of them.
     """
 
     optimizer: keras.Optimizer
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
-        weights, refused = self.model.trainable_variables, (list, tuple, *_NORMED)
-        one = not isinstance(self.optimizer, refused) and not self.optimizer.built
-        if not one or len({v.dtype for v in weights}) != 1:
-            raise UsageError("ZeRO1 needs one new optimizer, not Lamb or Adafactor, and one dtype")
+        weights, kinds = self.model.trainable_variables, type(self.optimizer).__mro__
+        one = isinstance(self.optimizer, keras.Optimizer) and not self.optimizer.built
+        if not one or any(kind.__name__ in _REFUSED for kind in kinds):
+            raise UsageError(f"ZeRO1 needs one new optimizer, not one of {', '.join(_REFUSED)}")
+        if len({v.dtype for v in weights}) != 1:
+            raise UsageError("ZeRO1 needs weights of one dtype")
         if replicas.has_one_copy(tf.distribute.get_strategy()):
             raise UsageError("ZeRO1 needs a copy of the weights on each replica: use mirrored")
         parts = tf.distribute.get_strategy().num_replicas_in_sync

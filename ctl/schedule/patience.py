@@ -112,20 +112,23 @@ class EarlyStopping(Patience):
         return STOP if self.evaluated(step, results) else None
 
 
-def remembered(schedule: Any, evaluator: Any) -> list[Any]:
-    """The evaluation action of ``schedule``, if it depends on evaluations.
+def remembered(schedule: Any) -> list[Any]:
+    """The evaluation action of ``schedule``, if it depends on evaluations."""
+    return [schedule.evaluated] if hasattr(schedule, "evaluated") else []
 
-    Raises:
-        UsageError: it does, and there is no evaluator.
-    """
-    if not hasattr(schedule, "evaluated"):
-        return []
-    if evaluator is None:
-        raise UsageError(
-            f"the schedule {type(schedule).__name__} depends on evaluations: give "
-            "Loop(evaluator=...), and call train_and_evaluate or evaluate"
-        )
-    return [schedule.evaluated]
+
+def check_watched(actions: Iterable[Any], evaluator: Any) -> None:
+    """Raises `UsageError` if one of ``actions`` watches a metric that no evaluation will have. All
+    workers must call it."""
+    for owner in with_memory(actions):
+        watcher, metric = type(owner).__name__, getattr(owner, "metric", None)
+        if evaluator is None:
+            raise UsageError(
+                f"{watcher} depends on evaluations: give Loop(evaluator=...), and call "
+                "train_and_evaluate or evaluate"
+            )
+        if metric is not None:
+            evaluator.check_result(f"metric of {watcher}", metric)
 
 
 def with_memory(actions: Iterable[Any]) -> list[Any]:

@@ -10,6 +10,7 @@ import threading
 
 import pytest
 
+from ctl.base import console, durable
 from ctl.base.streams import Descriptor
 
 needs_full_device = pytest.mark.skipif(
@@ -26,6 +27,29 @@ def run(main: str, redirection: str, *options: str) -> subprocess.CompletedProce
     )
     command = ["sh", "-c", f'"$@" {redirection}', "sh", sys.executable, "-c", code]
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.slow
+def test_memory_that_is_exhausted_is_one_line():
+    done = run("bytearray(1 << 62)", "")
+    line = "out of memory: MemoryError; try a smaller model, or a smaller --global_batch_size\n"
+    assert (done.returncode, done.stderr) == (2, line)
+
+
+def test_the_reason_is_that_of_the_system():
+    """TensorFlow puts 200 characters of an operation and a path before it."""
+    node = "{{function_node __wrapped__SaveV2_dtypes_9_device_/job:localhost/device:CPU:0}} "
+    path = f"{'/long' * 40}/variables_temp/part-00000-of-00001.data; "
+    for said in ("No space left on device", "File too large", "Read-only file system"):
+        assert durable.reason_of(RuntimeError(f"{node}{path}{said} [Op:SaveV2]\nmore")) == said
+    assert durable.reason_of(RuntimeError(f"{node}odd [Op:SaveV2]")) == "odd"
+    assert durable.reason_of(OSError(5, "Input/output error")) == "Input/output error"
+
+
+def test_what_controls_a_terminal_is_shown_instead():
+    """Names in a manifest are of whoever wrote it."""
+    said = console.for_terminal("was '\x1b]0;title\x07\x9b31m', is \u202e'é'\tand 'dense'")
+    assert said == r"was '\x1b]0;title\x07\x9b31m', is \u202e'é'" + "\tand 'dense'"
 
 
 @pytest.mark.slow

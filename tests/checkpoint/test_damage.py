@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import tensorflow as tf
+from helpers import make_loop
 from saved import edit_manifest, restore_fresh, save_steps, state_of, steps_in, values_of
 
 from ctl.base import durable
@@ -143,6 +144,20 @@ def test_a_checkpoint_of_the_first_version(tmp_path, warnings_of):
     first_version(tmp_path / "step-0000000020")
     saved, values = restore_fresh(tmp_path)
     assert (saved.step, values) == (20, [20, 20, 20]) and not warnings_of()
+
+
+def test_a_manifest_with_a_group_that_the_data_lack(tmp_path):
+    loop = make_loop(directory=tmp_path)
+    loop.train(1)
+    loop.save(wait=True)
+    loop.checkpoints.close()
+    [saved] = loop.checkpoints.all()
+    trained = [{"name": "v", "shape": [4], "dtype": "int32"}]
+    edit_manifest(variables={**saved.variables, "trained": trained})(saved.path)
+    loop = make_loop(directory=tmp_path)
+    with pytest.raises(CheckpointError, match="step-0000000001 is damaged: trained/0/.* restore a"):
+        loop.restore()
+    loop.checkpoints.close()
 
 
 def test_no_intact_checkpoint_left(tmp_path):

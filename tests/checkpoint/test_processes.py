@@ -109,9 +109,13 @@ def fill(directory):
         manager.save(3, {"model": [small]}, wait=True)
         assert [s.step for s in manager.all()] == [1, 3]
 
-tmpfs, limited = sys.argv[1:]
+tmpfs, inodes, limited = sys.argv[1:]
 if os.path.ismount(tmpfs):
     fill(tmpfs)
+    try:
+        CheckpointManager(inodes + "/run/checkpoints")
+    except CheckpointError as error:
+        print(error)
 resource.setrlimit(resource.RLIMIT_FSIZE, (2 << 20, 2 << 20))
 fill(limited)
 """
@@ -120,9 +124,10 @@ fill(limited)
 @pytest.fixture(scope="module")
 def full_disks(tmp_path_factory):
     """What a child says of a full tmpfs and of a limit on file sizes: directories and lines."""
-    paths = {means: tmp_path_factory.mktemp(means) for means in ("tmpfs", "limit")}
+    paths = {means: tmp_path_factory.mktemp(means) for means in ("tmpfs", "inodes", "limit")}
     # In a mount namespace of the child: gone with it.
     mount = f"mount -t tmpfs -o size=2m tmpfs {paths['tmpfs']}"
+    mount += f" && mount -t tmpfs -o nr_inodes=1 tmpfs {paths['inodes']}"
     wrap = ["unshare", "--mount", "sh", "-c", f'{mount} && exec "$@"', "sh"]
     try:
         subprocess.run([*wrap, "true"], check=True, capture_output=True)
@@ -133,7 +138,7 @@ def full_disks(tmp_path_factory):
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     if not wrap:
-        del paths["tmpfs"]
+        del paths["tmpfs"], paths["inodes"]
     return {
         means: (path, [line for line in lines if str(path) in line])
         for means, path in paths.items()
@@ -152,6 +157,17 @@ def test_full_disk(full_disks, means):
         assert head == "No space left to save the checkpoint of step 2 (4.0 MiB)"
         missing = float(tail.removeprefix("free ").split(" MiB or choose another --model_dir")[0])
         assert 0 < missing <= 4
+
+
+@pytest.mark.slow
+def test_no_inode_for_the_directory(full_disks):
+    if "inodes" not in full_disks:
+        pytest.skip("may not mount a tmpfs")
+    path, lines = full_disks["inodes"]
+    assert lines == [
+        f"No inode left to open the checkpoints for writing: {path}/run/checkpoints; delete some "
+        "files, or choose another --model_dir"
+    ]
 
 
 def test_a_directory_that_cannot_be_written(tmp_path):

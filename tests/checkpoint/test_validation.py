@@ -78,6 +78,18 @@ def test_fingerprint(tmp_path, warnings_of):
     assert "tensorflow was '2.21', is '2.22'" in warnings_of()[-1]
 
 
+def test_samples_of_the_data_are_compared_if_the_checkpoint_has_some(tmp_path):
+    """The first versions had none."""
+    now = {"seed": 1, "samples": "a"}
+    save_steps(tmp_path / "old", [1], fingerprint={"seed": 1})
+    assert restore_fresh(tmp_path / "old", fingerprint=now)[0].step == 1
+    save_steps(tmp_path / "parts", [1], fingerprint={"mixture": [{"seed": 1}, {"seed": 1}]})
+    assert restore_fresh(tmp_path / "parts", fingerprint={"mixture": [now, now]})[0].step == 1
+    save_steps(tmp_path / "new", [1], fingerprint=now)
+    with pytest.raises(CheckpointError, match="samples was 'a', is 'b'"):
+        restore_fresh(tmp_path / "new", fingerprint={"seed": 1, "samples": "b"})
+
+
 def test_the_code_of_the_step(tmp_path, warnings_of):
     """As `ctl.control.source_hash.identity` describes it."""
 
@@ -108,15 +120,18 @@ def test_the_code_of_the_step(tmp_path, warnings_of):
     assert restore(code("mine:B", "0b", **newer)) == 10
     assert len(warnings_of()) == before
     # Modules that only one has imported are not compared.
+    newer |= {"settings": {"keras.config.floatx()": "float32"}}
     path = tmp_path / "step-0000000010"
     edit_manifest(code=code("mine:A", "0a", **{**newer, "modules": {"mine": "0", "less": "0"}}))(
         path
     )
     edit_manifest(versions={"keras": "3.0"})(path)
-    changed = {**newer, "model": {"layer dense": {"units": 8, "rate": 0.5}, "layer add": {"n": 1}}}
+    changed = {**newer, "settings": {"keras.config.floatx()": "float64"}}
+    changed |= {"model": {"layer dense": {"units": 8, "rate": 0.5}, "layer add": {"n": 1}}}
     assert restore(code("mine:A", "0a", **changed)) == 10
     [said] = warnings_of()[before:]
     assert said.split(": ", 1)[1] == (
         'layer add was "(absent)", is {"n": 1}; layer dense: rate was "(absent)", is 0.5; '
-        "the source of the module mine; and 1 more; the run continues with the present code"
+        'keras.config.floatx() was "float32", is "float64"; and 2 more; '
+        "the run continues with the present code"
     )

@@ -8,8 +8,8 @@ import pytest
 import tensorflow as tf
 
 from ctl.checkpoint import CheckpointManager, Reader, load_weights
+from ctl.distributed.replicas import average_like
 from ctl.errors import CheckpointError, UsageError
-from ctl.phases.apply import average_like
 from ctl.phases.freezing import freeze
 
 

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import re
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import BATCH, accuracy, examples, keras_loss, make_loop, mlp
+from helpers import BATCH, FEATURES, accuracy, examples, keras_loss, make_loop, mlp, network
 
 from ctl.control.evaluator import Evaluator
 from ctl.data import InMemory
+from ctl.errors import UsageError
 from ctl.logs.progress import format_record
 from ctl.phases.base_step import EvalStep
+from ctl.phases.checks import fits_default_evaluation
+from ctl.schedule import Plateau
 from ctl.schedule.patience import EarlyStopping
+from ctl.step import TrainStep
 
 
 def held_out(count, seed):
@@ -55,6 +61,49 @@ def test_a_loop_stops_by_another_set(mirrored):
     assert stops.mode == "max"
     loop.eval_actions.append(stops)
     assert "b/loss" in loop.train_and_evaluate(2, evaluate_every=1)
+
+
+def test_a_metric_that_no_evaluation_has_is_refused_before_the_training(mirrored):
+    with pytest.raises(UsageError, match="metric of EarlyStopping 'acc': the choices are loss"):
+        make_loop(evaluate=10, eval_actions=[EarlyStopping("acc", 1, "max")])
+    with pytest.raises(UsageError, match="metric of Plateau 'mae': the choices are loss, accuracy"):
+        make_loop(evaluate=10, schedule=Plateau(0.1, "mae", mode="min"))
+    with pytest.raises(UsageError, match=r"EarlyStopping depends on evaluations: give Loop\(eval"):
+        make_loop(eval_actions=[EarlyStopping("loss", 1)])
+    loop = make_loop()
+    with pytest.raises(UsageError, match=r"no evaluator: give Loop\(evaluator"):
+        loop.train_and_evaluate(2, evaluate_every=1)
+    loop = make_loop(evaluate=10)
+    loop.eval_actions.append(EarlyStopping("second/loss", 1))
+    with pytest.raises(UsageError, match="unknown metric of EarlyStopping 'second/loss'"):
+        loop.train_and_evaluate(2, evaluate_every=1)
+    assert loop.global_step == 0
+
+
+def test_what_a_step_of_ones_own_will_log_is_known_before(mirrored):
+    """It is traced for it, once."""
+    traces = []
+
+    class Logging(EvalStep):
+        def loss(self, batch):
+            traces.append(1)
+            losses, outputs = super().loss(batch)
+            self.log("doubled", 2 * losses)
+            return losses, outputs
+
+    with mirrored(2).scope():
+        step = Logging(mlp(), metrics=[accuracy()])
+    others = {"second": held_out(20, 2)}
+    evaluator = Evaluator(step, held_out(20, 1), strategy=mirrored(2), others=others)
+    evaluator.check_result("metric", "second/accuracy")
+    assert not traces
+    evaluator.check_result("metric", "doubled")
+    evaluator.check_result("metric", "second/doubled")
+    before = len(traces)
+    with pytest.raises(UsageError, match="unknown metric 'tripled': .* second/doubled"):
+        evaluator.check_result("metric", "tripled")
+    evaluator.others = {}
+    assert {"doubled", "accuracy"} < evaluator.run().keys() and len(traces) == before
 
 
 @pytest.mark.slow  # starts a process
@@ -168,3 +217,62 @@ def test_the_end_of_the_data_changes_nothing(mirrored, which):
         if kind is Changes:
             assert results["examples"] == batches * BATCH
             assert results["calls"] == batches * strategy.num_replicas_in_sync
+
+
+class Projects(TrainStep):
+    """Compares outputs with themselves: they are no logits."""
+
+    def loss(self, batch):
+        outputs = self.model(self.preprocess(batch[0]), training=True)
+        return tf.reduce_sum(outputs**2, axis=range(1, outputs.shape.rank)), outputs
+
+
+class Meant(Projects):
+    eval_step = EvalStep
+
+
+class Penalized(TrainStep):
+    def loss(self, batch):
+        losses, outputs = super().loss(batch)
+        return losses + tf.reduce_sum(outputs**2, axis=1), outputs
+
+
+class Smoothed(TrainStep):
+    def loss(self, batch):
+        return self.smoothed(batch[1], self.model(batch[0], training=True))
+
+    def smoothed(self, labels, outputs):
+        return 0.9 * self.loss_fn(labels, outputs), outputs
+
+
+class OfNoLoss(Penalized, Projects):
+    """Its `super().loss` is that of `Projects`."""
+
+
+ADVICE = r"Projects.loss\(\) does not use loss_fn, .*: set Projects.eval_step to a subclass of ctl"
+
+
+class TestOfAnOwnLoss:
+    def test_that_is_another_is_said(self, caplog):
+        for kind, fits in ((Projects, False), (Meant, True), (Penalized, True), (Smoothed, True)):
+            assert fits_default_evaluation(kind) is fits
+            make_loop(step_class=kind, evaluate=20)
+            assert bool(re.search(f"may mean nothing: {ADVICE}", caplog.text)) is not fits
+            caplog.clear()
+        assert fits_default_evaluation(TrainStep) and not fits_default_evaluation(OfNoLoss)
+
+    def test_that_cannot_be_evaluated_is_refused_before_the_first_step(self):
+        model = functools.partial(network, keras.layers.Reshape([FEATURES, 1]))
+        loop = make_loop(step_class=Projects, model=model, evaluate=20)
+        with pytest.raises(UsageError, match=f"^the evaluation fails .*: {ADVICE}"):
+            loop.train_and_evaluate(2, evaluate_every=1)
+        assert loop.global_step == 0
+
+
+def test_is_traced_before_the_training_and_not_again():
+    loop = make_loop(evaluate=20)
+    loop.evaluator.trace()
+    traces = loop.evaluator._eval_steps.experimental_get_tracing_count
+    assert traces() == 1
+    loop.train_and_evaluate(4, evaluate_every=2)
+    assert traces() == 1

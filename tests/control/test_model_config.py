@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import functools
+import os
 
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from helpers import CLASSES, FEATURES, make_loop
 
 from ctl.base.differences import differences
-from ctl.control.model_config import model_config
+from ctl.control.agreement import agree
+from ctl.control.model_config import global_settings, model_config
+from ctl.distributed import workers
 from ctl.phases.losses import cross_entropy
 
 
@@ -164,3 +168,50 @@ def test_what_makes_no_difference(one, other):
 )
 def test_the_loss(one, other, name):
     assert list(differences([config(dense, loss_fn=loss) for loss in (one, other)])) == [name]
+
+
+def of_environment(name):
+    return f"the environment's {name}", lambda value: os.environ.update({name: value}), "", "9"
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "usual", "other"),
+    [
+        ("keras.config.floatx()", keras.config.set_floatx, "float32", "float64"),
+        ("keras.config.epsilon()", keras.config.set_epsilon, 1e-7, 1e-3),
+        (
+            "keras.config.image_data_format()",
+            keras.config.set_image_data_format,
+            "channels_last",
+            "channels_first",
+        ),
+        (
+            "TensorFloat-32",
+            tf.config.experimental.enable_tensor_float_32_execution,
+            True,
+            False,
+        ),
+        of_environment("TF_ENABLE_ONEDNN_OPTS"),
+        of_environment("TF_DETERMINISTIC_OPS"),
+        of_environment("NVIDIA_TF32_OVERRIDE"),
+    ],
+)
+def test_a_setting_of_the_process_that_differs_is_named(name, change, usual, other, monkeypatch):
+    """Workers refuse it, and a resume warns of it: each changes the numbers of a step."""
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    change(usual)
+    before = global_settings()
+    change(other)
+    try:
+        assert list(differences([before, global_settings()])) == [name]
+    finally:
+        change(usual)
+
+
+def test_workers_and_a_resume_compare_the_settings_of_the_process(tmp_path, monkeypatch):
+    compared = {}
+    monkeypatch.setattr(workers, "check_agreement", lambda _, facts, *__: compared.update(facts))
+    loop = make_loop(directory=tmp_path)
+    agree(loop.step, loop.dataset, lambda: None, lambda: None)
+    assert compared.items() >= global_settings().items()
+    assert loop.checkpoints.code["settings"] == global_settings()

@@ -229,6 +229,50 @@ def test_fingerprint_tells_content_and_order(sources):
     assert len({of(kind)["content"] for kind in KINDS if kind != "data_source"}) == 6
 
 
+def test_files_of_the_same_size_with_other_contents_are_other_data(tmp_path):
+    """Copies of the files are the same data, whatever their times."""
+
+    def known(folder):
+        return Streaming(TFRecords(sorted(folder.iterdir())), global_batch_size=2).fingerprint()
+
+    (tmp_path / "data").mkdir()
+    for name in ("a", "b"):
+        with tf.io.TFRecordWriter(str(tmp_path / "data" / name)) as file:
+            for number in range(30):
+                file.write(f"{name}{number:1000}".encode())
+    before = known(tmp_path / "data")
+    shutil.copytree(tmp_path / "data", tmp_path / "copy", copy_function=shutil.copyfile)
+    os.utime(tmp_path / "copy" / "a", (1, 1))
+    assert known(tmp_path / "copy") == before
+    changed = bytearray((tmp_path / "copy" / "b").read_bytes())
+    changed[len(changed) // 2 + 300] ^= 1
+    (tmp_path / "copy" / "b").write_bytes(changed)
+    assert known(tmp_path / "copy") != before
+
+
+def test_sources_without_a_hash_are_known_by_some_examples(tmp_path, warnings_of):
+    def known(source):
+        return Streaming(source, global_batch_size=2, on_bad_record="skip").fingerprint()["samples"]
+
+    def folder(color):
+        for label in "ab":
+            (tmp_path / label).mkdir(exist_ok=True)
+            pixels = np.full([1, 1, 3], color, np.uint8)
+            (tmp_path / label / "0.png").write_bytes(tf.io.encode_png(pixels).numpy())
+        return ImageFolder(tmp_path, (1, 1, 3))
+
+    class Noisy(list):
+        def __getitem__(self, index):
+            return np.random.default_rng().normal(size=3)
+
+    assert known(list(range(20))) == known(list(range(20))) != known(list(range(1, 21)))
+    assert known(Flawed(unreadable=[0, 19])) == known(Flawed(unreadable=[0, 19])) is not None
+    assert known(folder(1)) != known(folder(2))
+    assert not any("other examples" in said for said in warnings_of())
+    assert known(Noisy(range(20))) is None
+    assert "other examples each time they are read" in warnings_of()[-1]
+
+
 def test_labels_belong_to_their_images(sources):
     for kind, label_of in (("folder", lambda n: n // 10), ("array_record", lambda n: n % 5)):
         images, labels = read_all(sources[kind])

@@ -36,7 +36,10 @@ WRONG = [
     (("--modle=dense",), "Unknown command line flag 'modle'. Did you mean: model"),
     (("--model=convnte",), "unknown model 'convnte': did you mean 'convnet'"),
     (("--optimizer=RMSpop",), "unknown optimizer 'rmspop': did you mean 'rmsprop'"),
-    (("--optimizer=nadam",), "optimizer nadam is not supported: .*update_step"),
+    (
+        ("--optimizer=MultiOptimizer",),
+        "optimizer multioptimizer is not supported: .*groups",
+    ),
     (("train",), "unexpected argument 'train'"),
     (("--replicas=3",), "--global_batch_size=64 is not divisible by --replicas=3; 66 is"),
     (("--accumulate_steps=65",), "--accumulate_steps=65, but a replica has 64 examples: use 64 or"),

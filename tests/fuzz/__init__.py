@@ -8,7 +8,7 @@ a model, batches, options of the step, and a step at which to pause. Files, in t
 - `oracle.py`: trains a case without ctl, on the whole global batch, and predicts how ctl ends.
 - `run.py`: trains the case with ctl, and judges.
 - `kept.json`: cases that failed once, by name. They run in every test run.
-- `test_fuzz.py`: 60 drawn cases, always the same, and all that were kept.
+- `test_fuzz.py`: 54 drawn cases, always the same, and all that were kept.
 
 The verdict on a case is one of these. The oracle predicts which, and any other end is a **bug**:
 

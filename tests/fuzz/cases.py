@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,6 +20,27 @@ OPTIMIZERS = (
     *("SGD", "Momentum", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax", "Ftrl"),
     *("Lion", "Lamb", "Adafactor"),
 )
+
+# What may be changed between two calls.
+CHANGES = ("scale", "rate", "slope", "activation", "trainable", "train_only")
+# Arguments that are refused before the first step: the value, and what the error says.
+WRONG: dict[str, tuple[Any, str]] = {
+    f"{name}={value}": (value, text or f"{name} must be .*not")
+    for name, values, text in (
+        ("clip_norm", (0, -1.0, math.inf, math.nan, True, "1"), ""),
+        ("accumulate_steps", (0, -1, 2.0, True, None), ""),
+        ("ema_decay", (1.5, -0.5, math.nan, 1), ""),
+        ("bytes_per_pack", (-1, 2.5), ""),
+        ("steps_per_loop", (0, -1, 2.5), ""),
+        ("until", (10.5, math.inf, None, "9"), ""),
+        ("evaluate_every", (-1, 0, 0.5), ""),
+        ("on_nan", ("ignore", None), "on_nan is .*must be 'stop' or 'skip'"),
+        ("loss_fn", ("mse", 3), "loss_fn is .*give a function"),
+        ("metrics", ("accuracy", ["accuracy"]), "metrics must be a list"),
+        ("checkpoints", ("directory",), "checkpoints is .*CheckpointManager"),
+    )
+    for value in values
+}
 
 
 @dataclass(frozen=True)
@@ -71,6 +93,11 @@ class Case:
     bytes_per_pack: int = 0
     steps_per_loop: int | None = None
 
+    change: str = ""  # one of `CHANGES`
+    change_step: int = 1  # the first that has the change
+    back: bool = False  # the next step is as before
+    wrong: str = ""  # one of `WRONG`: no step is run
+
     pause: int = 0  # save after this many steps, and resume; 0 does not
     seed: int = 0
 
@@ -86,6 +113,11 @@ class Case:
     @property
     def steps(self) -> int:
         return len(self.sizes)
+
+    def changed(self, step: int) -> bool:
+        """Whether ``step``, counted from 0, has the change."""
+        end = self.change_step + 1 if self.back else self.steps
+        return bool(self.change) and self.change_step <= step < end
 
 
 def parsed(values: dict[str, Any]) -> Case:
@@ -135,7 +167,12 @@ def valid(case: Case) -> Case:
         changes |= {"ends": False}
     if case.heads == 1 and case.float32_head and case.policy == "float32":
         changes |= {"float32_head": False}
+    if case.change == "trainable" and case.frozen == "hidden":
+        changes |= {"change": ""}
     changes |= {"pause": min(case.pause, case.steps - 1), "fault_row": case.fault_row % rows}
+    changes |= {"change_step": max(1, min(case.change_step, case.steps - 1))}
+    if case.steps == 1:
+        changes |= {"change": ""}
     return dataclasses.replace(case, **changes)
 
 
@@ -218,6 +255,10 @@ def cases(draw: st.DrawFn) -> Case:
         schedule=choice("", "", "decay", "cosine"),
         bytes_per_pack=choice(0, 0, 1, 64),
         steps_per_loop=choice(None, 1, 2),
+        change=choice(*CHANGES) if rarely(4) else "",
+        change_step=draw(st.integers(1, 3)),
+        back=choice(True, False),
+        wrong=choice(*WRONG) if rarely(15) else "",
         pause=draw(st.integers(1, 3)) if rarely(4) else 0,
         seed=draw(st.integers(0, 99)),
     )

@@ -93,6 +93,7 @@ def _make_model(case: Case) -> keras.Model:
         norm.trainable = case.frozen != "norm"
         x = norm(x)
     x = keras.ops.tanh(x)
+    x = layers.LeakyReLU(0.3, name="slope")(x) if case.change == "slope" else x
     if case.shared:
         again = layers.Dense(HIDDEN, "tanh", name="shared")
         x = again(again(x))
@@ -137,6 +138,22 @@ def make_optimizer(case: Case) -> keras.optimizers.Optimizer:
     if case.policy == "bfloat16" and kind in ("Adam", "AdamW", "Lamb"):
         options |= {"beta_2": 0.99}  # ctl refuses the default, which is 1 there
     return getattr(keras.optimizers, kind)(rate_of(case), **options)
+
+
+def change_model(case: Case, model: keras.Model, changed: bool) -> None:
+    """Makes or undoes the change of ``case``, if it is one of the model."""
+    if case.change == "slope":
+        model.get_layer("slope").negative_slope = 0.1 if changed else 0.3
+    if case.change == "activation":
+        names = keras.activations.linear, keras.activations.tanh
+        model.get_layer("hidden").activation = names[changed]
+    if case.change == "trainable":
+        model.get_layer("hidden").trainable = not changed
+
+
+def scale_of(case: Case, changed: bool) -> float:
+    """The factor of the losses, a Python value of the step."""
+    return 0.5 if case.change == "scale" and changed else 1.0
 
 
 def rate_of(case: Case) -> float:

@@ -16,8 +16,18 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from .cases import CLASSES, Case, smallest_call
-from .models import MOMENTUM, counted, losses_of, make_model, make_optimizer, rate_of, weights_of
+from .cases import CLASSES, WRONG, Case, smallest_call
+from .models import (
+    MOMENTUM,
+    change_model,
+    counted,
+    losses_of,
+    make_model,
+    make_optimizer,
+    rate_of,
+    scale_of,
+    weights_of,
+)
 
 # See the docstring of the package.
 NOISE = 16.0
@@ -55,6 +65,8 @@ class Tolerance(NamedTuple):
 def predict(case: Case, arrays: Any, batches: list[Any]) -> Tolerance:
     """Trains ``case`` on ``batches``; ``arrays`` are all examples."""
     refusal = _refused_early(case, arrays)
+    if case.wrong:  # either of two faults may be found first
+        refusal = f"{WRONG[case.wrong][1]}|{refusal or WRONG[case.wrong][1]}"
     if refusal:
         return Tolerance(End("refused", refusal), {})
     end = _train(case, batches)
@@ -138,6 +150,15 @@ def _refused_batch(case: Case, batch: Any) -> str:
     return _refused_labels(batch[1])
 
 
+def _refused_change(case: Case) -> str:
+    """What must be refused when the change is made."""
+    if case.change == "rate" and case.schedule:
+        return "optimizer.learning_rate was set to .* because it has a schedule"
+    if case.change == "trainable":
+        return "the trainable variables of model .* have changed since the step was built"
+    return ""
+
+
 # Training -----------------------------------------------------------------------------------------
 
 
@@ -189,10 +210,13 @@ class _Training:
         self.skipped: list[int] = []
         self.updates = 0
         self.random = np.random.default_rng(1)
+        self.changed = False
 
     def step(self, number: int, batch: Any) -> float:
         """Makes one step. Returns the mean loss, NaN if the training has diverged."""
         case, state = self.case, self.model.non_trainable_variables
+        self.changed = case.changed(number)
+        change_model(case, self.model, self.changed)
         before = [v.numpy() for v in state]
         loss, gradients = self.differentiate(batch)
         finite = all(np.isfinite(g).all() for g in gradients if g is not None)
@@ -227,6 +251,10 @@ class _Training:
                     mean = self.mean_loss(*part, weights[examples], total, of_all)
                     scaled = mean * scale
                 found = tape.gradient(scaled, [v.value for v in self.variables])
+                if case.change == "train_only" and self.changed:
+                    trained = {*map(id, self.model.get_layer("logits").trainable_variables)}
+                    pairs = zip(found, self.variables, strict=True)
+                    found = [g if id(v) in trained else None for g, v in pairs]
                 loss += float(mean)
                 sums = [_plus(s, g) for s, g in zip(sums, found, strict=True)]
             values = {v.name: v.numpy().astype(np.float64) for v in self.norms}
@@ -260,6 +288,7 @@ class _Training:
             logits = tf.nn.log_softmax(tf.cast(outputs, tf.float32))
             losses = -tf.gather(logits, labels.astype(np.int64), axis=1, batch_dims=1)
         loss = tf.reduce_sum(losses * weights.astype(np.float32)) / total
+        loss *= scale_of(self.case, self.changed)
         penalties = [tf.cast(penalty, tf.float32) for penalty in self.model.losses]
         if self.case.penalty:  # Keras puts it before those of weights
             loss += penalties.pop(0) * of_all
@@ -297,6 +326,7 @@ class _Training:
         pairs = [(g, v) for g, v in zip(gradients, self.variables, strict=True) if g is not None]
         rounding = 2 * _UNITS["float32"] * np.sign(self.noise)  # the type of the rate
         rate = schedule(case, number) or rate_of(case)
+        rate *= 0.5 if case.change == "rate" and self.changed else 1.0
         self.optimizer.learning_rate = rate * (1.0 + rounding)
         self.optimizer.apply([tf.cast(g, v.dtype) for g, v in pairs], [v for _, v in pairs])
         if case.ema_decay is not None:
@@ -364,6 +394,8 @@ def _train(case: Case, batches: list[Any], noise: float = 0.0, scaled: float = 1
     first = training.largest()
     losses = counts = 0.0
     for number, batch in enumerate(batches):
+        if case.changed(number) and _refused_change(case):
+            return End("refused", _refused_change(case))
         refusal = _refused_batch(case, batch)
         if refusal:
             return End("refused", refusal)

@@ -10,7 +10,7 @@ import pytest
 from .cases import Case, drawn
 from .run import judged, kept
 
-CASES, PARTS = 60, 3
+CASES, PARTS = 54, 3
 
 
 @functools.cache
@@ -26,7 +26,7 @@ def bugs(chosen: list[Case]) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
 def test_drawn_cases(part):
-    """The same 60 in every run. To draw others: ``python -m tests.fuzz.run``.
+    """The same 54 in every run. To draw others: ``python -m tests.fuzz.run``.
 
     In parts with one child process each, so that pytest-xdist can share them out.
     """

@@ -29,15 +29,17 @@ from ctl.schedule import Cosine
 from ctl.step import TrainStep
 
 from . import oracle
-from .cases import Case
+from .cases import WRONG, Case
 from .models import (
     CLASS_WEIGHT,
     arrays_of,
+    change_model,
     cut,
     losses_of,
     make_model,
     make_optimizer,
     rate_of,
+    scale_of,
     weights_of,
 )
 
@@ -67,7 +69,11 @@ class Step(Dense, TrainStep):
 
     def __init__(self, *args: Any, twice: bool, **options: Any):
         super().__init__(*args, **options)
-        self.twice, self.factor = twice, 1.0
+        self.twice, self.factor, self.scale = twice, 1.0, 1.0
+
+    def loss(self, batch: Any) -> Any:
+        losses, outputs = super().loss(batch)
+        return losses * self.scale, outputs
 
     def loss_and_gradients(self, batch: Any, divisor: Any) -> tuple[Any, list, Any]:
         loss, gradients, outputs = super().loss_and_gradients(batch, divisor)
@@ -184,24 +190,26 @@ def _data(case: Case, arrays: Any) -> tuple[Any, list[Any]]:
 
 def _make_loop(case: Case, dataset: Any, strategy: tf.distribute.Strategy, directory: str) -> Loop:
     with strategy.scope():
-        heads = case.heads == 2
-        metric = keras.metrics.MeanMetricWrapper(_class_of, name="label")
+        options = {
+            "loss_fn": losses_of if case.heads == 2 else cross_entropy,
+            "metrics": [keras.metrics.MeanMetricWrapper(_class_of, name="label")],
+            "clip_norm": case.clip_norm,
+            "accumulate_steps": case.accumulate_steps,
+            "ema_decay": case.ema_decay,
+            "on_nan": case.on_nan,
+            "bytes_per_pack": case.bytes_per_pack,
+        }
+        wrong = _wrong(case)
         step = Step(
             make_model(case),
             make_optimizer(case),
-            losses_of if heads else cross_entropy,
-            metrics=[metric],
             twice=case.twice,
             weighting=case.weighting,
             class_weight=CLASS_WEIGHT if case.class_weight else None,
-            clip_norm=case.clip_norm,
-            accumulate_steps=case.accumulate_steps,
-            ema_decay=case.ema_decay,
             loss_scale=case.loss_scale,
-            on_nan=case.on_nan,
-            bytes_per_pack=case.bytes_per_pack,
             jit_compile=case.jit_compile,
             jit_update=case.jit_update,
+            **options | {name: value for name, value in wrong.items() if name in options},
         )
     rate = rate_of(case)
     schedules = {
@@ -213,9 +221,14 @@ def _make_loop(case: Case, dataset: Any, strategy: tf.distribute.Strategy, direc
         GlobalBatches(dataset, training=False) if case.ends else dataset,
         strategy=strategy,
         schedule=schedules.get(case.schedule),
-        checkpoints=CheckpointManager(directory) if case.pause else None,
-        steps_per_loop=case.steps_per_loop,
+        checkpoints=wrong.get("checkpoints", CheckpointManager(directory) if case.pause else None),
+        steps_per_loop=wrong.get("steps_per_loop", case.steps_per_loop),
     )
+
+
+def _wrong(case: Case) -> dict[str, Any]:
+    """The argument that is refused, and its value."""
+    return {case.wrong.partition("=")[0]: WRONG[case.wrong][0]} if case.wrong else {}
 
 
 def _class_of(labels: Any, outputs: Any) -> tf.Tensor:
@@ -226,12 +239,47 @@ def _train(
     case: Case, dataset: Any, strategy: tf.distribute.Strategy, directory: str
 ) -> tuple[Loop, dict[str, float]]:
     loop = _make_loop(case, dataset, strategy, directory)
+    if case.wrong:
+        _call_wrongly(case, loop)
     if case.pause:
-        loop.train(case.pause, total=case.steps)
+        _train_to(case, loop, case.pause)
         loop.save(wait=True)
         assert loop.checkpoints
         loop.checkpoints.close()
-    return loop, loop.train(_until(case))
+    return loop, _train_to(case, loop, case.steps)
+
+
+def _call_wrongly(case: Case, loop: Loop) -> None:
+    """Must be refused without a step."""
+    wrong = _wrong(case)
+    try:
+        if "evaluate_every" in wrong:
+            loop.train_and_evaluate(case.steps, **wrong)
+        else:
+            loop.train(wrong.get("until", 1))
+    finally:
+        assert not loop.global_step, f"trained to step {loop.global_step}"
+
+
+def _train_to(case: Case, loop: Loop, end: int) -> dict[str, float]:
+    """Trains up to step ``end``, with the change of the case at its step."""
+    for step in range(loop.global_step, end):
+        if case.changed(step) != case.changed(step - 1):
+            if step > loop.global_step:
+                loop.train(step, total=_until(case))
+            _change(case, loop, case.changed(step))
+    return loop.train(_until(case) if end == case.steps else end, total=_until(case))
+
+
+def _change(case: Case, loop: Loop, changed: bool) -> None:
+    step = loop.step
+    change_model(case, step.model, changed)
+    if case.change == "scale":
+        step.scale = scale_of(case, changed)
+    if case.change == "rate":
+        step.optimizer.learning_rate = rate_of(case) * (0.5 if changed else 1.0)
+    if case.change == "train_only":
+        loop.train_only([step.model.get_layer("logits")] if changed else None)
 
 
 def _until(case: Case) -> int:
@@ -295,11 +343,14 @@ def _resumed(
     other = dataclasses.replace(case, seed=case.seed + 1)
     loop = _make_loop(other, dataset, strategy, directory)
     assert loop.checkpoints
-    saved = loop.restore()
+    lost = case.change == "activation" and case.changed(case.pause - 1)  # JSON has no functions
+    saved = loop.restore(changed=not lost or case.changed(case.pause))
     loop.checkpoints.close()
     if not saved or saved.step != case.pause:
         return f"restored {saved}, not step {case.pause}"
-    loop.train(_until(case))
+    if lost:
+        change_model(case, loop.step.model, True)
+    _train_to(case, loop, case.steps)
     # Keras numbers models and optimizers, so names may differ.
     pairs = zip(_bits(straight).items(), _bits(loop).values(), strict=True)
     return next((f"resumed, {name} differs" for (name, a), b in pairs if a != b), "")

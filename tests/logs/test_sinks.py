@@ -11,7 +11,7 @@ import pytest
 from records import points, record
 
 from ctl.errors import CtlError
-from ctl.logs.sinks import JsonLines, TensorBoard, _step
+from ctl.logs.sinks import JsonLines, TensorBoard, _of
 
 
 def lines(path):
@@ -77,7 +77,7 @@ def test_json_lines_of_an_attempt_that_was_given_up_are_moved(tmp_path, after, k
             file.write('[1e999]\n{"step": 3, "loss": 0.5}\n{"step": 4}\n')
         before = path.read_text().splitlines()
         sink = JsonLines(path, after)
-        assert [_step(line) for line in path.read_bytes().splitlines()] == kept
+        assert [_of(line)[0] for line in path.read_bytes().splitlines()] == kept
         given_up += before[len(kept) :]
         sink.write(record(9))
         sink.close()
@@ -86,6 +86,21 @@ def test_json_lines_of_an_attempt_that_was_given_up_are_moved(tmp_path, after, k
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
+def test_an_evaluation_whose_checkpoint_does_not_have_it_is_moved(tmp_path):
+    """A run that is killed between the two evaluates again."""
+    path = tmp_path / "metrics.jsonl"
+    sink = JsonLines(path)
+    for phase, step in (("train", 10), ("eval", 10), ("train", 20), ("eval", 20)):
+        sink.write({"phase": phase, "step": step})
+    sink.close()
+    JsonLines(path, 20).close()
+    assert path.read_text().count("\n") == 4
+    JsonLines(path, 20, evaluates=True).close()
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(r["phase"], r["step"]) for r in found] == [("train", 10), ("eval", 10), ("train", 20)]
+    assert json.loads(Path(f"{path}.old").read_text())["phase"] == "eval"
+
+
 def test_json_lines_on_a_full_disk(tmp_path):
     sink = JsonLines(tmp_path / "m.jsonl")
     with open("/dev/full", "wb") as full:

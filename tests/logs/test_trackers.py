@@ -16,7 +16,7 @@ import pytest
 from records import record
 from waiting import wait_until
 
-from ctl.errors import Preempted
+from ctl.errors import CheckpointError, Preempted
 from ctl.logs.trackers import MLflow, Tracker, WandB, add_keys, forget
 
 FLAGS = {"optimizer": "adam", "learning_rate": 1e-3, "note": "x" * 9000}
@@ -150,6 +150,12 @@ def test_a_run_of_wandb_goes_on_with_its_id(tmp_path, monkeypatch):
     assert [each["id"] for each in begun] == [None, "run 0", None]
     assert [each["resume"] for each in begun] == [None, "allow", None]
     assert begun[0]["config"] == FLAGS and begun[0]["settings"]["login_timeout"] == 10
+
+
+def test_an_id_that_cannot_be_deleted_is_said(tmp_path):
+    (tmp_path / MLflow.FILE).mkdir()
+    with pytest.raises(CheckpointError, match=f"^cannot delete {tmp_path}/mlflow.json: Is a dir"):
+        forget(tmp_path)
 
 
 def test_names_that_mlflow_refuses():

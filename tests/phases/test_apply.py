@@ -5,6 +5,8 @@ That each optimizer and feature equals plain Keras is in test_step.py.
 
 from __future__ import annotations
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -86,15 +88,108 @@ def test_a_subclass_of_a_proven_one_may_change_its_update_step(mirrored):
 @pytest.mark.parametrize(
     "method",
     ["apply", "_backend_apply_gradients", "_backend_update_step", "_apply_weight_decay"]
-    + ["apply_gradients", "_clip_gradients"],
+    + ["apply_gradients", "_clip_gradients", "scale_loss", "finalize_variable_values"],
     ids=str,
 )
 def test_an_update_outside_of_update_step_is_refused(method):
-    kind = type("Elsewhere", (keras.optimizers.SGD,), {method: lambda self, *args: None})
-    with pytest.raises(UsageError) as error:
-        check_optimizer(kind())
-    assert f"Elsewhere overrides {method}()" in str(error.value)
-    assert "SGD, Adam, AdamW" in str(error.value) and "\n" not in str(error.value)
+    """Also one of an optimizer that ctl knows, and one of a single object."""
+    for base in (keras.optimizers.SGD, keras.optimizers.Nadam, keras.optimizers.Muon):
+        kind = type("Elsewhere", (base,), {method: lambda self, *args: None})
+        with pytest.raises(UsageError, match=rf"Elsewhere overrides {method}\(\)") as error:
+            check_optimizer(kind())
+        assert "\n" not in str(error.value)
+    optimizer = keras.optimizers.SGD()
+    setattr(optimizer, method, getattr(optimizer, method))
+    with pytest.raises(UsageError, match=rf"SGD overrides {method}\(\)"):
+        check_optimizer(optimizer)
+
+
+def test_what_keras_3_would_not_call_is_refused():
+    class OfKeras2(keras.optimizers.Optimizer):
+        def update_step(self, gradient, variable):
+            pass
+
+    for kind in (OfKeras2, type("Empty", (keras.optimizers.Optimizer,), {})):
+        with pytest.raises(
+            UsageError, match=r"must have update_step\(gradient, variable, learning"
+        ):
+            check_optimizer(kind(0.1))
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_python_state_of_an_update_is_refused(mirrored, replicas):
+    """A graph would hold it, with another value on each replica."""
+
+    class Counting(keras.optimizers.SGD):
+        def __init__(self, rate):
+            super().__init__(rate)
+            self.calls = 0
+
+        def update_step(self, gradient, variable, learning_rate):
+            self.calls += 1
+            super().update_step(gradient, variable, learning_rate / self.calls)
+
+    class Late(keras.optimizers.Optimizer):
+        def update_step(self, gradient, variable, learning_rate):
+            slot = self.add_variable_from_reference(variable, "late")
+            slot.assign(gradient)
+            variable.assign_sub(learning_rate * slot)
+
+    for kind, what in ((Counting, "calls"), (Late, "number of variables")):
+        updater = make(mirrored(replicas), functools.partial(kind, 0.5))
+        with pytest.raises(UsageError, match=rf"{kind.__name__} changes its {what} in update_step"):
+            update(mirrored(replicas), updater, *ONES)
+
+
+def test_an_update_that_reads_the_rate_of_its_optimizer_sees_the_schedule(mirrored):
+    class Reads(keras.optimizers.Optimizer):
+        def update_step(self, gradient, variable, learning_rate):
+            variable.assign_sub(self.learning_rate * gradient)
+
+    def halving(step):
+        return 0.5 ** tf.cast(step + 1, tf.float32)
+
+    updater = make(mirrored(2), lambda: Reads(9.0), schedule=halving)
+    update(mirrored(2), updater, *ONES)
+    update(mirrored(2), updater, *ONES)
+    np.testing.assert_array_equal(values(updater)[1], [0.25, 0.25])
+
+
+class Slow(keras.optimizers.Optimizer):
+    """A user's own: its slots begin as the weights."""
+
+    def build(self, variables):
+        super().build(variables)
+        self.slow = self.add_optimizer_variables(variables, "slow")
+        for slot, variable in zip(self.slow, variables, strict=True):
+            slot.assign(variable)
+
+    def update_step(self, gradient, variable, learning_rate):
+        slot = self.slow[self._get_variable_index(variable)]
+        self.assign(variable, slot - learning_rate * gradient)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_copies_of_the_weights_begin_as_what_was_loaded(mirrored, replicas):
+    """Slots and averages, until the first update."""
+    updater = make(mirrored(replicas), lambda: Slow(0.5), ema_decay=0.5)
+
+    def load(value):
+        for variable in updater.variables:
+            variable.assign(np.full(variable.shape, value))
+
+    load(3.0)
+    with updater.averaged():
+        np.testing.assert_array_equal(values(updater)[0], [3.0] * 3)
+    assert updater.state()["ema"][0].numpy().tolist() == [3.0] * 3
+    load(5.0)
+    updater.renew_copies()
+    update(mirrored(replicas), updater, *ONES)
+    np.testing.assert_array_equal(values(updater)[0], [4.5] * 3)
+    load(7.0)
+    updater.renew_copies()
+    np.testing.assert_array_equal(updater.ema[0].numpy(), [4.5] * 3)
+    np.testing.assert_array_equal(updater.groups[0].optimizer.slow[0].numpy(), [5.0] * 3)
 
 
 def test_a_variable_overwritten_by_its_gradient_is_refused(mirrored):
@@ -160,13 +255,20 @@ def test_the_rate_is_the_one_that_is_said(mirrored, optimizer, schedule, rates, 
         np.testing.assert_array_equal(values(updater)[0], before - np.float32(rate))
 
 
-@pytest.mark.parametrize("options", [{"loss_scale": True}, {"skip_nonfinite": True}], ids=str)
+@pytest.mark.parametrize(
+    ("options", "kind"),
+    [
+        ({"loss_scale": True}, keras.optimizers.AdamW),
+        ({"skip_nonfinite": True}, keras.optimizers.Nadam),  # with a product of all steps
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_gradients_that_are_not_finite_leave_everything_but_the_counters(
-    mirrored, options, replicas
+    mirrored, options, kind, replicas
 ):
     strategy = mirrored(replicas)
-    updater = make(strategy, lambda: keras.optimizers.AdamW(0.1), ema_decay=0.5, **options)
+    updater = make(strategy, lambda: kind(0.1), ema_decay=0.5, **options)
     update(strategy, updater, *ONES, finite=True)
     state = {k: [v.numpy() for v in group] for k, group in updater.state().items()}
     before = values(updater)
@@ -222,7 +324,7 @@ def test_averages(mirrored, replicas):
     np.testing.assert_array_equal(values(updater)[1], [0.0, 0.0])
 
 
-@pytest.mark.parametrize("kind", ["Adam", "AdamW", "Lamb"])
+@pytest.mark.parametrize("kind", ["Adam", "AdamW", "Lamb", "Nadam", "ScheduleFreeAdamW"])
 def test_a_decay_that_rounds_to_1_is_refused(mirrored, kind):
     """Keras's Adam leaves such weights as they are, for ever and in silence."""
     optimizer = getattr(keras.optimizers, kind)
@@ -236,6 +338,13 @@ def test_a_decay_that_rounds_to_1_is_refused(mirrored, kind):
     tf.function(lambda: mirrored(1).run(lambda: merge(updater, [gradient])))()
     moved = weights.numpy().astype("float32") - 1.0
     assert (moved[:2] < -0.05).all()
+
+
+def test_muon_takes_weights_in_float32(mirrored):
+    with mirrored(1).scope():
+        weights = keras.Variable(np.ones([2, 2]), dtype="bfloat16", name="weights")
+        with pytest.raises(UsageError, match="Muon cannot train weights in bfloat16: keep"):
+            Updater(keras.optimizers.Muon(), [weights])
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])

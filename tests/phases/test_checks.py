@@ -18,6 +18,38 @@ from ctl.phases.base_step import EvalStep
 from ctl.step import TrainStep
 
 
+class Unseeded(TrainStep):
+    def loss(self, batch):
+        losses, outputs = super().loss(batch)
+        return losses * keras.random.uniform([]), outputs
+
+
+class NotForXla(keras.constraints.Constraint):
+    def __call__(self, weight):
+        number = tf.strings.to_number(tf.strings.as_string(tf.reduce_sum(weight)))
+        return weight + 0.0 * number
+
+
+@pytest.mark.compiled_update
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (
+            {"step_class": Unseeded},
+            r"^Unseeded makes a variable while it is traced: .* give it seed=self.seed\(\), or",
+        ),
+        (
+            {"model": lambda: network(layers.Dense(3, kernel_constraint=NotForXla()))},
+            "^XLA cannot compile AsString: if the update has it, .* with jit_update=False; else",
+        ),
+    ],
+    ids=["keras.random", "constraint"],
+)
+def test_what_tensorflow_refuses_is_one_line(mirrored, options, says):
+    with pytest.raises(UsageError, match=says):
+        make_loop(mirrored(2), **options).train(1)
+
+
 def test_overrides_that_take_other_arguments_are_refused():
     class Reduce(TrainStep):
         def reduce(self, loss, count, gradients, examples=None):

@@ -72,7 +72,7 @@ def one_of_each(strategy) -> Updater:
 @pytest.mark.slow
 def test_sharing_changes_no_bit(mirrored, monkeypatch, traced):
     """Every proven optimizer, with averages, and some variables without decay or gradient."""
-    monkeypatch.setattr(apply, "_VARIABLES_PER_UPDATE", 24)
+    monkeypatch.setattr(apply, "_VARIABLES_PER_UPDATE", len(PROVEN) * 2)
     variables = len(PROVEN) * 4 + 2
     without = 4, 6  # of one shape
     shared = train(mirrored(2), one_of_each(mirrored(2)), 3, without)

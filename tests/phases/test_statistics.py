@@ -126,16 +126,22 @@ class TestStateOfALayer:
         np.testing.assert_allclose(centre.numpy(), first, atol=1e-6)
         assert_replicas_agree(mirrored(2), [centre])
 
-    @pytest.mark.parametrize("replicas", [1, 2])
-    def test_is_as_before_after_a_skipped_step(self, mirrored, replicas):
+    @pytest.mark.parametrize(
+        ("replicas", "aggregation"),
+        [
+            *[(1, "none"), (1, "only_first_replica")],
+            *[(2, "none"), (2, "mean"), (2, "sum"), (2, "only_first_replica")],
+        ],
+    )
+    def test_is_as_before_after_a_skipped_step(self, mirrored, replicas, aggregation):
         features, labels = examples(BATCH)
         poisoned = features.copy()
         poisoned[3, 2] = np.nan
         batches = [tf.data.Dataset.from_tensors((x, labels)) for x in (features, poisoned)]
         loop = make_loop(
             mirrored(replicas),
-            model=centred(),
-            step_class=Averaging,
+            model=centred(aggregation=aggregation),
+            step_class=Averaging if aggregation == "none" else TrainStep,
             data=batches[0].concatenate(batches[1]),
             on_nan="skip",
         )

@@ -271,6 +271,12 @@ def test_make_every_schedule():
     )
 
 
+def test_a_name_without_a_branch_is_not_another_schedule(monkeypatch):
+    monkeypatch.setitem(SCHEDULES, "linear", SCHEDULES["polynomial"])
+    with pytest.raises(AssertionError, match="linear is in SCHEDULES, and has no branch"):
+        make_schedule("linear", total_steps=10)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

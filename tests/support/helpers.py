@@ -166,6 +166,7 @@ def keras_loss(labels, logits):
 def plain_keras(model, optimizer, batches, *, schedule=None) -> None:
     """The reference: one device, no strategy, Keras's own optimizer.apply of the mean loss."""
     variables = model.trainable_variables
+    optimizer.build(variables)  # within a graph, ScheduleFreeAdamW would begin with weights of 0
 
     @tf.function(reduce_retracing=True)
     def step(features, labels, weights):
