@@ -467,7 +467,7 @@ class Loop:
         checkpoints, or an action calls it."""
         if self._doing == "training":
             raise UsageError(
-                "restore() cannot be called by an action: end the training by status.stop(), and "
+                "an action cannot call restore(): end the training with status.stop(), and "
                 "call it then"
             )
         saved, results = self.state.restore(self._checkpoints(), changed)

@@ -106,4 +106,6 @@ def _find(path: Path) -> Saved:
 
 
 def _damaged(path: Path, damage: durable.Damaged) -> CheckpointError:
-    return CheckpointError(f"{path} is damaged: {damage}; restore a copy of it or choose another")
+    return CheckpointError(
+        f"{path} is damaged: {damage}; restore it from a backup or choose another"
+    )

@@ -369,8 +369,8 @@ class ImageFolder:
     ):
         if len(image_shape) != 3 or min(image_shape) < 1 or image_shape[2] not in (1, 3, 4):
             raise UsageError(
-                f"image_shape is {list(image_shape)}: give [height, width, channels], of 1, 3 or 4 "
-                "channels"
+                f"image_shape is {list(image_shape)}: give [height, width, channels], with 1, 3 or "
+                "4 channels"
             )
         self._folder, self._image_shape = index.local(folder), image_shape
         with index.readable(folder):
@@ -437,7 +437,7 @@ class ImageFolder:
             if not self._warned and image_files.is_rotated(files[row]):
                 self._warned = True
                 logging.warning(
-                    "%s is to be rotated (EXIF), as others may be: it is read as it is stored",
+                    "%s has an EXIF rotation, as others may: it is read as it is stored",
                     self.where(number),
                 )
         return files, self._labels[indices]

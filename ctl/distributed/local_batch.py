@@ -42,7 +42,7 @@ _MESSAGES = {
     ),
     _TENSORS: "accumulate_steps cannot split tensors with different numbers of examples",
     _NEGATIVE: (
-        "a weight is below 0, and losses are divided by the sum of the weights, which may cancel: "
+        "a weight is below 0, so the sum of the weights, which divides the losses, may be 0: "
         "give weights of at least 0, or weighting='examples'"
     ),
 }

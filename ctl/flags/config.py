@@ -145,7 +145,7 @@ def _read(model_dir: Path) -> dict[str, Any]:
         stored = config["flags"] if config["schema"] == SCHEMA else None
     except (durable.Damaged, KeyError, TypeError) as error:
         raise UsageError(
-            f"{path} is damaged: {error}; restore a copy of it or choose another --model_dir"
+            f"{path} is damaged: {error}; restore it from a backup or choose another --model_dir"
         ) from error
     if not isinstance(stored, dict):
         raise UsageError(f"{path} was not written by this version of ctl")

@@ -64,8 +64,8 @@ def check_loss_and_metrics(loss_fn: Any, **metrics: Any) -> None:
                 )
             if metric.name in names:
                 raise UsageError(
-                    f"two metrics are called {metric.name}, and a record would have one of them: "
-                    "give another name=, such as weighted_accuracy"
+                    f"two metrics are called {metric.name}, but a record can hold only one of "
+                    "them: give another name=, such as weighted_accuracy"
                 )
             names.add(metric.name)
 

@@ -40,7 +40,7 @@ def check_outputs(loss: str, model: keras.Model, classes: Iterable[int] = ()) ->
     most = max(classes, default=0)
     if len(shape) == 2 and shape[1] and most >= max(shape[1], 2):
         raise UsageError(
-            f"class_weight has the class {most}, and the model has {shape[1]} outputs: number the "
+            f"class_weight has the class {most}, but the model has {shape[1]} outputs: number the "
             "classes from 0"
         )
     last, activation = _last(model), _ACTIVATIONS[loss]

@@ -63,7 +63,9 @@ def test_a_reader_lists_and_reads(trained):
     with pytest.raises(UsageError, match="holds no checkpoint: give a checkpoint, a directory of"):
         Reader(path / "model.keras")
     (reader.saved.path / "variables.data-00000-of-00001").write_bytes(b"damaged")
-    with pytest.raises(CheckpointError, match="step-0000000007 is damaged: .*; restore a copy"):
+    with pytest.raises(
+        CheckpointError, match="step-0000000007 is damaged: .*; restore it from a backup"
+    ):
         Reader(reader.saved.path)
     with pytest.raises(CheckpointError, match="No intact checkpoint in .*step 7: .*; restore it"):
         Reader(path)
