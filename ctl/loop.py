@@ -341,8 +341,8 @@ class Loop:
         workers.check_all_ended(self.strategy, step)
         with watchdog.collective("the end of the data", first=True):
             self.step.logged.collect_left(self.strategy)
-        lost = f"; no record has the loss of its last {step - before}" if step > before else ""
-        logging.warning("the dataset ended after step %d, before step %d%s", step, total, lost)
+        lost = f"; the losses of its last {step - before} are not logged" if step > before else ""
+        logging.warning("the dataset ended after step %d of %d%s", step, total, lost)
         return self._between_calls(step, step, 0.0)
 
     def traced(self) -> tf.types.experimental.ConcreteFunction:
@@ -469,7 +469,7 @@ class Loop:
         checkpoints, or an action calls it."""
         if self._doing == "training":
             raise UsageError(
-                "restore() cannot be called by an action: end the training by status.stop(), and "
+                "an action cannot call restore(): end the training with status.stop(), and "
                 "call it then"
             )
         saved, results = self.state.restore(self._checkpoints(), changed)
@@ -564,7 +564,9 @@ class Loop:
     def _saved_at_stop(self) -> Preempted:
         step, name = self.global_step, self.signals.name
         if self.checkpoints is None:
-            return Preempted(f"{name} at step {step}; nothing saved, no checkpoints")
+            return Preempted(
+                f"{name} at step {step}: nothing saved, because the loop has no checkpoints"
+            )
         self.save(wait=True)
         saved = self.checkpoints.latest() if self._is_chief else None
         path = saved.path if saved else self.checkpoints.directory

@@ -195,7 +195,7 @@ def first_row(part: tf.Tensor) -> tf.Tensor:
         return tf.constant(0)
     if now.in_graph:
         raise UsageError(
-            "a loss with ctl.reduce.all_gather on several replicas can have neither "
+            "a loss with ctl.reduce.all_gather on several replicas supports neither "
             "--accumulate_steps nor --jit_compile: use one replica, or leave them out"
         )
     replica = tf.cast(context.replica_id_in_sync_group, tf.int32)

@@ -202,14 +202,14 @@ class TrainStep(BaseStep):
             which = ", ".join(sorted(names[i] for i in changed)) or "their order"
             raise UsageError(
                 f"the trainable variables of model {self.model.name} have changed since the step "
-                f"was built ({which}): set layer.trainable before, and use loop.train_only(layers) "
-                "then"
+                f"was built ({which}): set layer.trainable before that, or use "
+                "loop.train_only(layers)"
             )
         toggled = {*replicas.training_norms(self.tracked.layer)} ^ self._training_norms
         if toggled:
             raise UsageError(
                 f"{min(layer.name for layer in toggled)}.trainable was changed after the step was "
-                "built, and its statistics would be treated as before: set it before"
+                "built, which would have no effect on its statistics: set it before that"
             )
 
     def _check_layers(self, strategy: tf.distribute.Strategy) -> None:

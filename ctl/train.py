@@ -83,8 +83,8 @@ def main() -> None:
     if manifest.paths(model_dir / "checkpoints"):
         if stored is None:
             raise UsageError(
-                f"{model_dir} holds checkpoints, but no {config.FILE} that says which flags they "
-                "are of: restore it or choose another --model_dir"
+                f"{model_dir} holds checkpoints, but not {config.FILE} with their flags: restore "
+                "that file or choose another --model_dir"
             )
         if FLAGS.precompile:
             raise UsageError(f"--precompile is for a first start, and {model_dir} holds a run")
@@ -181,7 +181,9 @@ def _load_tensorflow() -> XlaCache | None:
     one_process = FLAGS.strategy not in ("multi_worker", "parameter_server")
     programs = open_cache() if FLAGS.xla_cache and one_process else None
     if FLAGS.precompile and not programs:
-        raise UsageError("--precompile: the programs cannot be kept, see the warning")
+        raise UsageError(
+            "--precompile: cannot save programs: see the warning, or unset TF_XLA_FLAGS"
+        )
     # TensorFlow writes errors when it finds an entry of its cache, which are none.
     console.load_tensorflow(errors=FLAGS.strategy != "parameter_server" and not programs)
     return programs
@@ -275,8 +277,8 @@ def _check_evaluation(model_dir: Path, split: str) -> None:
     before = config.chosen(model_dir, "eval_split", str)
     if before not in (None, split):
         raise UsageError(
-            f"{model_dir} holds a run that is evaluated on {before}, not on {split}: use the same "
-            "--keep_best, which chooses it, or another --model_dir"
+            f"{model_dir} holds a run that was evaluated on {before}, not on {split}: use the "
+            "same --keep_best and --eval_split, or another --model_dir"
         )
 
 

@@ -134,11 +134,11 @@ def test_a_damaged_newest_checkpoint(zygote, run, tmp_path):
     (found,), command = evaluate(zygote, f"--model_dir={copy}")
     assert found["step"] == 40
     assert_equal(found, evaluations(run)[40])
-    assert command.stderr.count("warning: Passing over the damaged checkpoint") == 1
+    assert command.stderr.count("warning: Skipping the damaged checkpoint") == 1
     # --watch evaluates it once, and not again and again for the damaged one.
     results, command = evaluate(zygote, f"--model_dir={copy}", "--watch", "--watch_timeout=2")
     assert [r["step"] for r in results] == [40]
-    assert command.stderr.count("warning: Passing over") <= 2
+    assert command.stderr.count("warning: Skipping") <= 2
     assert command.stderr.splitlines()[-1] == "no new checkpoint in 2 s"
     shutil.rmtree(copy / "checkpoints")
     command = zygote.run(EVALUATE, f"--model_dir={copy}", exit_code=4)

@@ -107,7 +107,7 @@ def test_skipping_goes_on_and_counts(mirrored):
 @pytest.mark.parametrize("options", [{"on_nan": "skip"}, {"loss_scale": True}], ids=str)
 def test_skipping_without_end_stops(options):
     loop = make_loop(data=poisoned(*range(1, 21)), steps_per_loop=30, **options)
-    with pytest.raises(DivergedError, match="the last 120 updates were skipped.*step 120"):
+    with pytest.raises(DivergedError, match="the last 120 updates, up to step 120, were skipped"):
         loop.train(1000)
     assert loop.global_step == 120
 

@@ -234,7 +234,7 @@ def test_data_that_end_leave_a_whole_step(mirrored, caplog, replicas):
     )
     scalars = loop.train(30)
     assert wakes == [(10, 30, False), (20, 30, False), (23, 23, True)]
-    assert "ended after step 23, before step 30" in caplog.text
+    assert "ended after step 23 of 30" in caplog.text
     assert np.isfinite(scalars["loss"]) and scalars["loss"] > 0
     assert_same(bits(loop), bits(want))
 
@@ -266,7 +266,7 @@ def test_a_run_is_not_mixed_with_another(tmp_path):
     first.save(wait=True)
     first.checkpoints.close()
     again = make_loop(directory=tmp_path)
-    with pytest.raises(UsageError, match="has a run, up to step 3: continue it by restore"):
+    with pytest.raises(UsageError, match="holds a run up to step 3: call restore"):
         again.train(3)
     assert again.global_step == 0
     again.restore()

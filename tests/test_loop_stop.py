@@ -24,7 +24,9 @@ def test_an_action_cannot_restore(tmp_path):
     loop.train(2)
     loop.save(wait=True)
     loop.actions.append(lambda status: loop.restore())
-    with pytest.raises(UsageError, match=r"^restore\(\) cannot be called by an action: end the tr"):
+    with pytest.raises(
+        UsageError, match=r"^an action cannot call restore\(\): end the training with"
+    ):
         loop.train(4)
     assert loop.restore().step == 2
     loop.checkpoints.close()

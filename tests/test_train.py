@@ -292,7 +292,7 @@ def test_the_best_checkpoint_is_not_selected_on_the_test_data(zygote, tmp_path):
     assert json.loads(command.stdout)["loss"] == pytest.approx(tested["loss"], rel=1e-6)
     # Without the flag, the run would train on the examples that selected its best checkpoint.
     command = run_few(zygote, tmp_path, *options, "--keep_best=0", exit_code=2)
-    assert "is evaluated on train[90%:], not on test: use the same --keep_best" in command.stderr
+    assert "was evaluated on train[90%:], not on test: use the same --keep_best" in command.stderr
 
 
 def test_a_part_of_train_leaves_the_choice_of_the_other_part(zygote, tmp_path):

@@ -147,7 +147,7 @@ def test_two_workers(zygote, path, whole, tmp_path):
 
 WRONG = [
     (["--step=mine:Gone", "--help"], "mine has no class or function 'Gone'"),
-    (["--step=mine:model"], "--step=mine:model is no subclass of ctl.TrainStep"),
+    (["--step=mine:model"], "--step=mine:model is not a subclass of ctl.TrainStep"),
     (["--metrics=bogus"], "--metrics: Keras has no metric 'bogus'"),
     (["--step=mine:Mine", "--temperature=cold"], "--temperature=cold"),
     (["--temperature=2"], "Unknown command line flag 'temperature'"),

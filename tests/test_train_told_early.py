@@ -47,9 +47,13 @@ FLOATS = np.array([0.5, -1.25, 3.0, 7.0], "float32")
 REFUSED = {
     "numbers": (FLOATS, {}, "labels are numbers from -1.25 to 7, and cross_entropy takes .*0 to 4"),
     "numbers of a stream": (FLOATS, TF_DATA, "labels in the first batch are numbers fr"),
-    "floats that are no class": (np.array([0.0, 9.0]), {}, "label 9.0 of example 1 is no class"),
+    "floats that are no class": (
+        np.array([0.0, 9.0]),
+        {},
+        "label 9.0 of example 1 is out of range",
+    ),
     "out of range": ([0, 7, -1, 1], {}, r"label 7 of example 1 .* 0 to 4 \(2 of 4 are .*are -1 to"),
-    "from one": ([1, 5, 2, 3], {}, "label 5 of example 1 is no class: .*they are 1 to 5"),
+    "from one": ([1, 5, 2, 3], {}, "label 5 of example 1 is out of range: .*they are 1 to 5"),
     "one-hot": (ONE_HOT, {}, r"labels of shape \[n, 5\] are one-hot.*tf.argmax"),
     "one-hot stream": (ONE_HOT, TF_DATA, r"labels of shape \[n, 5\] are one-hot"),
     "a column": ([[0], [1]], {}, r"labels have shape \[n, 1\].* 0 to 4: give labels\[:, 0\]"),
@@ -72,8 +76,12 @@ REFUSED = {
     "binary classes": ([0, 3], {"model": ending(1, None), **BINARY}, "labels are 0 to 3, and"),
     "no such optimizer": (GOOD, {"optimizer": lambda: "adm"}, "unknown optimizer 'adm': .*'adam'"),
     "clipping": (GOOD, {"optimizer": lambda: keras.optimizers.Nadam(clipnorm=1.0)}, "use TrainSt"),
-    "a class": (GOOD, {"optimizer": lambda: keras.optimizers.Adam}, "is no optimizer: give an obj"),
-    "no optimizer": (GOOD, {"optimizer": lambda: None}, "None is no optimizer"),
+    "a class": (
+        GOOD,
+        {"optimizer": lambda: keras.optimizers.Adam},
+        "is not an optimizer: give an obj",
+    ),
+    "no optimizer": (GOOD, {"optimizer": lambda: None}, "None is not an optimizer"),
 }
 
 

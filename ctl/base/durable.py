@@ -301,4 +301,4 @@ def _delete(path: Path) -> None:
         else:
             path.unlink(missing_ok=True)
     except OSError as error:
-        logging.warning("cannot delete %s: %s; it is not needed any more", path, error.strerror)
+        logging.warning("cannot delete %s, which is no longer needed: %s", path, error.strerror)

@@ -40,7 +40,7 @@ def unwrap(state: State) -> dict[str, list[tf.Variable]]:
         # `write` makes each key an attribute of a tf.train.Checkpoint.
         taken = key in ("root", "save_counter") or hasattr(tf.train.Checkpoint, key)
         if taken or not key.isidentifier():
-            raise UsageError(f"{key!r} cannot be a key of the state of a checkpoint; rename it")
+            raise UsageError(f"{key!r} is not a valid key for the state of a checkpoint: rename it")
     return {
         key: [v.value if isinstance(v, keras.Variable) else v for v in group]
         for key, group in state.items()

@@ -29,7 +29,7 @@ def check_exportable(model: keras.Model) -> None:
     except Exception as error:  # it calls the user's get_config
         said = str(error).strip().partition("\n")[0][:200]
         raise UsageError(
-            f"model {model.name} cannot be exported: {said}: add get_config() to it, or --noexport"
+            f"cannot export model {model.name}: {said}; add get_config() to it, or give --noexport"
         ) from error
 
 
@@ -59,8 +59,8 @@ def export_model(model: keras.Model, directory: Path, input_specs: Any = None) -
         durable.publish(unfinished, directory)
     except (OSError, tf.errors.OpError) as error:
         raise CheckpointError(
-            f"cannot export to {directory}: {durable.reason_of(error)}; when that is mended, run "
-            "the same command again"
+            f"cannot export to {directory}: {durable.reason_of(error)}; fix that and run the "
+            "same command again"
         ) from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)

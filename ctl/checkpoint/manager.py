@@ -221,8 +221,8 @@ class CheckpointManager:
         """Raises `UsageError` if the run would write among the checkpoints of another."""
         if self.unrestored:
             raise UsageError(
-                f"{self.directory} has a run, up to step {self.unrestored.step}: continue it by "
-                "restore(), or choose another directory"
+                f"{self.directory} holds a run up to step {self.unrestored.step}: call restore() "
+                "to continue it, or choose another directory"
             )
 
     def identify(self, fingerprint: Callable[[], Mapping[str, Any]]) -> None:
@@ -303,7 +303,8 @@ class CheckpointManager:
                 self.unrestored = self.latest()
         if self._lock is None:
             raise CheckpointError(
-                f"{self.directory} is closed or read-only; open it without read_only to write"
+                f"cannot write {self.directory}: its manager is closed or read-only; make another, "
+                "with read_only=False"
             )
 
     def _write(self, saved: Saved, tensors: dict[str, list[tf.Tensor]]) -> None:
@@ -473,7 +474,7 @@ class CheckpointManager:
 
     def _require_fingerprint(self, saved: Saved) -> None:
         """Logs a warning where soft keys differ. Raises `CheckpointError` if others do: ``saved``
-        is of another run."""
+        is from another run."""
         if saved.fingerprint is None or (ours := self._identity()) is None:
             return
         if '"samples":' not in json.dumps(saved.fingerprint):  # of a stream, in the first versions
@@ -486,7 +487,7 @@ class CheckpointManager:
         hard = {key: text for key, text in differing.items() if key not in self._soft_keys}
         if hard:
             raise CheckpointError(
-                f"{saved.path} is of another run: {'; '.join(hard.values())}; use the same flags "
+                f"{saved.path} is from another run: {'; '.join(hard.values())}; use the same flags "
                 "and data, or another directory (or allow it in Python: CheckpointManager(..., "
                 f"soft_keys={[*self._soft_keys, *hard]}))"
             )
@@ -579,7 +580,10 @@ def _require_fit(saved: Saved, variables: Mapping[str, list[tf.Variable]]) -> No
             "with or choose another --model_dir"
         )
     if renamed:
-        logging.warning("%s: %d other names, first %s", saved.path, len(renamed), renamed[0])
+        logging.warning(
+            "%s: the names of %d variables differ, e.g. %s; their values are restored by position",
+            *(saved.path, len(renamed), renamed[0]),
+        )
 
 
 def _fits(shape: Sequence[int], wanted: Sequence[int | None]) -> bool:

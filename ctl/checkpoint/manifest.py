@@ -264,12 +264,12 @@ def first_intact(
         except durable.Damaged as damage:
             damaged[step] = damage
             if not quiet:
-                logging.warning("Passing over the damaged checkpoint %s: %s", path, damage)
+                logging.warning("Skipping the damaged checkpoint %s: %s", path, damage)
     if damaged and not quiet:
         first, reason = next(iter(damaged.items()))
         raise CheckpointError(
-            f"No intact checkpoint in {directory}: step {first}: {reason}; restore a copy of it or "
-            "choose another --model_dir"
+            f"No intact checkpoint in {directory} (step {first}: {reason}); restore it from a "
+            "backup or choose another --model_dir"
         )
     return None
 

@@ -100,10 +100,12 @@ def _find(path: Path) -> Saved:
         saved = manifest.first_intact(directory, steps, manifest.verified)
     if saved is None:
         raise UsageError(
-            f"{path} is no checkpoint, and no directory of checkpoints or of a run with one"
+            f"{path} holds no checkpoint: give a checkpoint, a directory of checkpoints, or a run"
         )
     return saved
 
 
 def _damaged(path: Path, damage: durable.Damaged) -> CheckpointError:
-    return CheckpointError(f"{path} is damaged: {damage}; restore a copy of it or choose another")
+    return CheckpointError(
+        f"{path} is damaged: {damage}; restore it from a backup or choose another"
+    )

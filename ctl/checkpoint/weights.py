@@ -94,8 +94,8 @@ def load_weights(
         ]
     if differing or pairs is None:
         raise UsageError(
-            f"the weights at {path} do not fit the model: {first_three(differing)}; use the model "
-            "they are of, or name layers that start anew with --reinit=LAYER"
+            f"the weights in {path} do not fit the model: {first_three(differing)}; use the model "
+            "that they were saved from, or give --reinit=LAYER for layers to start anew"
         )
     for one, value in pairs:
         one.variable.assign(value.astype(one.variable.dtype))
@@ -133,7 +133,9 @@ def _read(path: Path) -> tuple[list[_Given], bool]:
     count, averaged = (collections.Counter(map(_base, names[g])) for g in ("model", "ema"))
     for name, number in averaged.items():
         if count[name] != number:
-            raise UsageError(f"{path} averages some of the weights {name}: give its export instead")
+            raise UsageError(
+                f"{path} holds averages of only some of the weights {name}: give its export instead"
+            )
     averages = set(names["ema"])
     return [
         _Given(name, reader[f"{'ema' if name in averages else 'model'}/{name}"])

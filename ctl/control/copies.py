@@ -141,7 +141,7 @@ def check_copies(step: TrainStep, *, this_worker: bool = False) -> None:
     if unequal.any():
         logging.log_first_n(
             logging.WARNING,
-            "%s differ between workers at step %d: if they may, return them from "
+            "%s differ between workers at step %d: if they may differ, return them from "
             "%s.unsynchronized_variables(); workers on other kinds of processors may round "
             "differently",
             *(1, _shown([variables[i] for i in np.flatnonzero(unequal).tolist()]), number),

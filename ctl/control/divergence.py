@@ -66,8 +66,8 @@ class Divergence:
         self._skipped_in_a_row = self._skipped_in_a_row + skipped if skipped == steps else 0
         if self._skipped_in_a_row >= _MOST_SKIPPED:
             self._end(
-                f"the last {self._skipped_in_a_row} updates were skipped, their gradients were not "
-                f"finite (step {step})"
+                f"the last {self._skipped_in_a_row} updates, up to step {step}, were skipped "
+                "because their gradients were not finite"
             )
 
     def check_weights(self, step: int) -> None:

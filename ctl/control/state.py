@@ -76,8 +76,8 @@ class TrainState:
                 group = bundle.read(saved.prefix, {_TRAINED: [_setting(step.trainable_mask)]})
             except durable.Damaged as damage:
                 raise CheckpointError(
-                    f"{saved.path} is damaged: {damage}; restore a copy of it or choose another "
-                    "--model_dir"
+                    f"{saved.path} is damaged: {damage}; restore it from a backup or choose "
+                    "another --model_dir"
                 ) from damage
             [values] = group[_TRAINED]
             step.trainable_mask = tuple(bool(value) for value in values)

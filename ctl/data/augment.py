@@ -62,7 +62,10 @@ class Augmented:
                 images, or the examples of a batch are not in pairs that can be mixed.
         """
         if dataset.global_batch_size is None:
-            raise UsageError("to augment data, the size of their global batches must be known")
+            raise UsageError(
+                "data to augment need a known global batch size: give batches of one size "
+                "(drop_remainder=True)"
+            )
         self.dataset = dataset
         self.operations = operations
         self.description = f"{dataset.description}, augmented: {operations}"
@@ -79,8 +82,8 @@ class Augmented:
             spec = None if self._has_keys else tf.nest.flatten(dataset.batches().element_spec)[0]
             if spec is not None and not spec.shape[:1].is_fully_defined():
                 raise UsageError(
-                    f"{self._mixes}: the last batch may be smaller, and examples are mixed in "
-                    "pairs: make all of one size, with drop_remainder=True"
+                    f"{self._mixes} mixes pairs of examples, but the last batch may be smaller: "
+                    "give batches of one size (drop_remainder=True)"
                 )
 
     def __getattr__(self, name: str) -> Any:
@@ -137,11 +140,9 @@ class Augmented:
     def _check_pairs(self, replicas: int) -> None:
         size: Any = self.dataset.global_batch_size
         if size % (2 * replicas):
-            of = f"{replicas} replicas" if replicas > 1 else "batch"
             raise UsageError(
-                f"{self._mixes} mixes pairs of examples, and a global batch of {size} has no whole "
-                f"pairs for {'each of ' if replicas > 1 else 'a '}{of}: give a multiple of "
-                f"{2 * replicas}"
+                f"{self._mixes} mixes pairs of examples, so the global batch size must be a "
+                f"multiple of {2 * replicas}, not {size}"
             )
 
     def fingerprint(self) -> dict[str, Any]:

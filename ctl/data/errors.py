@@ -52,8 +52,8 @@ def translate_data_errors(dataset: Any, *others: Any) -> Iterator[None]:
         if label := _LABEL.search(error.message):
             value, classes = label.groups()
             raise UsageError(
-                f"{dataset.description}: label {value} is no class: the dataset has {classes} "
-                f"classes, so labels must be 0 to {int(classes) - 1}; prepare it again"
+                f"{dataset.description}: label {value} is out of range: the dataset has "
+                f"{classes} classes, so labels must be 0 to {int(classes) - 1}; prepare it again"
             ) from error
         streams = [of for of in (dataset, *others) if hasattr(of, "culprit")]
         dataset, culprit = next(
@@ -71,7 +71,7 @@ def translate_data_errors(dataset: Any, *others: Any) -> Iterator[None]:
             raise CheckpointError(f"no space left: {_reason(error)}") from error
         raise UsageError(
             f"out of memory: {_reason(error)}; try a smaller --global_batch_size, more "
-            "--accumulate_steps or, if it is the data that are too large, a --resident_limit_mib"
+            "--accumulate_steps, or a lower --resident_limit_mib if the data are too large"
         ) from error
 
 

@@ -66,7 +66,7 @@ class GlobalBatches(NotResident):
             UsageError: ``dataset`` is for an evaluation and never ends.
         """
         if not training and dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
-            raise UsageError("the data of an evaluation must end: do not repeat() them")
+            raise UsageError("the evaluation dataset never ends: leave out repeat()")
         given, policies = dataset.options(), tf.data.experimental.AutoShardPolicy
         options = tf.data.Options()
         if given.autotune.enabled is None:
@@ -195,6 +195,6 @@ def as_dataset(
     if hasattr(dataset, "batches") and hasattr(dataset, "on_replica"):
         return dataset
     raise UsageError(
-        f"a {type(dataset).__name__} is no dataset: give a tf.data.Dataset of global batches, or "
-        "ctl.data.InMemory(arrays, global_batch_size=…)"
+        f"a {type(dataset).__name__} is not a dataset: give a tf.data.Dataset of global batches, "
+        "or ctl.data.InMemory(arrays, global_batch_size=…)"
     )

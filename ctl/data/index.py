@@ -129,7 +129,7 @@ def _keep(path: Path, files: Sequence[Any], parts: Sequence[np.ndarray]) -> None
             data.tofile(file)
         os.replace(unfinished, path)
     except OSError as error:
-        logging.warning("the index is not kept: %s: %s", path, error.strerror)
+        logging.warning("cannot save the index %s: %s", path, error.strerror)
         unfinished.unlink(missing_ok=True)
 
 

@@ -47,7 +47,7 @@ class Interleave:
         self._period = sum(self._numbers)
         if self._period > _LONGEST_PERIOD:
             raise UsageError(
-                f"weights of a mixture must be numbers of few digits, such as 0.7 and 0.3, not "
+                f"weights of a mixture must be short decimals such as 0.7 and 0.3, not "
                 f"{', '.join(map(str, weights))}"
             )
         self._parts = self._order()
@@ -289,4 +289,6 @@ def _form(dataset: InMemory | Streaming) -> Any:
 def _check_alike(what: str, values: Sequence[Any]) -> None:
     for value in values:
         if value != values[0]:
-            raise UsageError(f"datasets of a mixture have other {what}: {values[0]} and {value}")
+            raise UsageError(
+                f"datasets of a mixture differ in their {what}: {values[0]} and {value}"
+            )

@@ -31,8 +31,8 @@ def check_block(block: int, num_examples: int, training: bool) -> None:
         raise UsageError(f"the block of a shuffle must be at least 1, not {block}")
     if training and block > 1 and num_examples < 2 * block:
         raise UsageError(
-            f"with blocks of {block}, nothing of {num_examples} examples is shuffled: make the "
-            f"block (--shuffle_block) at most {max(1, num_examples // 2)}"
+            f"blocks of {block} leave {num_examples} examples unshuffled: use blocks "
+            f"(--shuffle_block) of at most {max(1, num_examples // 2)}"
         )
 
 

@@ -74,8 +74,8 @@ def as_source(data: Any) -> Any:
     if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not is_text:
         return Items(data)
     raise UsageError(
-        f"a {type(data).__name__} is no source of examples: it needs a length, and read(indices) "
-        "or items"
+        f"a {type(data).__name__} is not a source of examples: it needs __len__, and "
+        "read(indices) or __getitem__"
     )
 
 
@@ -160,7 +160,7 @@ class Arrays:
         shapes = [array.shape for array in tf.nest.flatten(self._arrays)]
         if () in shapes or len({shape[0] for shape in shapes}) != 1:
             raise UsageError(
-                "the arrays of a source must be of one length, not of the shapes "
+                "the arrays of a source must have one length; their shapes are "
                 + ", ".join(map(str, shapes))
             )
         self._length: int = shapes[0][0]
@@ -373,7 +373,7 @@ class ImageFolder:
             has no folder there would shift the labels of the classes after it.
 
     Raises:
-        UsageError: the folder is missing, has no images, or has a folder that is no class; or
+        UsageError: the folder is missing, has no images, or has a folder not in ``classes``; or
             ``image_shape`` is no shape of images.
     """
 
@@ -385,15 +385,18 @@ class ImageFolder:
     ):
         if len(image_shape) != 3 or min(image_shape) < 1 or image_shape[2] not in (1, 3, 4):
             raise UsageError(
-                f"image_shape is {list(image_shape)}: give [height, width, channels], of 1, 3 or 4 "
-                "channels"
+                f"image_shape is {list(image_shape)}: give [height, width, channels], with 1, 3 or "
+                "4 channels"
             )
         self._folder, self._image_shape = index.local(folder), image_shape
         with index.readable(folder):
             found, left_out = image_files.classes(self._folder)
             classes = sorted(found) if classes is None else list(classes)
             if unknown := found - set(classes):
-                raise UsageError(f"{folder} has a folder {min(unknown)}, which is no class")
+                raise UsageError(
+                    f"{folder} has a folder {min(unknown)} that is not in classes: add it to "
+                    "classes, or move it away"
+                )
             names = []
             for name in classes:
                 path = self._folder / name
@@ -450,7 +453,7 @@ class ImageFolder:
             if not self._warned and image_files.is_rotated(files[row]):
                 self._warned = True
                 logging.warning(
-                    "%s is to be rotated (EXIF), as others may be: it is read as it is stored",
+                    "%s has an EXIF rotation, as others may: it is read as it is stored",
                     self.where(number),
                 )
         return files, self._labels[indices]

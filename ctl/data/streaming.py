@@ -281,8 +281,8 @@ class Streaming(NotResident):
             tf.nest.assert_same_structure(wanted, data)
         except (ValueError, TypeError) as error:
             raise UsageError(
-                f"{self.description}: there are examples of another structure than the first: "
-                "make all alike"
+                f"{self.description}: some examples differ in structure from the first: "
+                "give all the same structure"
             ) from error
         for first, now in zip(tf.nest.flatten(wanted), tf.nest.flatten(data), strict=True):
             if now.shape[:1] != rows.shape:
@@ -292,8 +292,9 @@ class Streaming(NotResident):
                 )
             if (first.dtype, first.shape[1:]) != (now.dtype, now.shape[1:]):
                 raise UsageError(
-                    f"{self.description}: there are examples of {now.dtype} {list(now.shape[1:])}, "
-                    f"and the first is of {first.dtype} {list(first.shape[1:])}: make all alike"
+                    f"{self.description}: some examples are {now.dtype} {list(now.shape[1:])}, but "
+                    f"the first is {first.dtype} {list(first.shape[1:])}: give all the same dtype "
+                    "and shape"
                 )
         return data
 

@@ -139,7 +139,9 @@ def _check(texts: Sequence[bytes | np.ndarray], length: int, kinds: Any = object
         raise UsageError("there is no text to train on")
     if any(PAD in text for text in texts):
         what = "byte" if isinstance(texts[0], bytes) else "token"
-        raise UsageError(f"a text has the {what} {PAD}, which is the padding: leave it out")
+        raise UsageError(
+            f"a text contains the {what} {PAD}, which is reserved for padding: remove it"
+        )
 
 
 class Buckets(NotResident):

@@ -410,7 +410,7 @@ def _supervised_pair(builder: tfds.core.DatasetBuilder) -> tuple[str, str]:
     name = builder.info.full_name
     if not keys or len(keys) != 2 or not all(isinstance(key, str) for key in keys):
         raise UsageError(
-            f"{name} has no supervised pair of an image and a label; its features are "
+            f"{name} has no supervised (image, label) pair; its features are "
             + ", ".join(f"{key} ({type(feature).__name__})" for key, feature in features.items())
         )
     image, label = (features[key] for key in keys)
@@ -527,7 +527,7 @@ def _bytes_of(kinds: Any, column: str, where: str) -> int:
         if None in shape or dtype.kind not in "biuf":
             raise UsageError(
                 f"{where}: the feature {column!r} is {dtype} of shape {shape}: only numbers of one "
-                "shape can be trained on, so prepare others in a function and give "
+                "shape can be used: convert it in a function of your own, "
                 "--dataset=package.module:function"
             )
         total += math.prod(shape) * dtype.itemsize

@@ -31,20 +31,20 @@ _LABEL = re.compile(r"label value of (-?\d+) which is outside the valid range of
 _INDEX = re.compile(r"indices\[[\d,]*\] = (-?\d+) is not in \[0, (\d+)\)")
 _MESSAGES = {
     _LOSSES: (
-        "{} must return one loss for each example of the replica, [n]: sum or average over other "
-        "axes only; ctl takes the mean over the examples"
+        "{} must return one loss per example, [n]: reduce all other axes, and leave the mean over "
+        "the examples to ctl"
     ),
     _EMPTY: (
-        "a replica has no examples of this batch, and a synchronized BatchNormalization cannot "
-        "train then: give batches of one size, for instance with drop_remainder=True"
+        "a replica got no examples of this batch, so a synchronized BatchNormalization cannot "
+        "train: use batches of one size (drop_remainder=True)"
     ),
     _SPARSE: (
-        "a replica has no examples of this batch, and TensorFlow cannot give it an empty sparse "
+        "a replica got no examples of this batch, and TensorFlow cannot give it an empty sparse "
         "tensor: give larger batches, for instance with drop_remainder=True, or dense tensors"
     ),
-    _TENSORS: "accumulate_steps cannot cut tensors of different numbers of examples",
+    _TENSORS: "accumulate_steps cannot split tensors with different numbers of examples",
     _NEGATIVE: (
-        "a weight is below 0, and losses are divided by the sum of the weights, which may cancel: "
+        "a weight is below 0, so the sum of the weights, which divides the losses, may be 0: "
         "give weights of at least 0, or weighting='examples'"
     ),
 }
@@ -84,14 +84,16 @@ def rows(batch: Any) -> int | tf.Tensor:
         if isinstance(leaf, tf.Tensor) and leaf.shape.rank != 0:
             static = leaf.shape[0] if leaf.shape.rank else None
             return static or tf.shape(leaf)[0]
-    raise UsageError("no tensor of a batch has the examples as its first axis")
+    raise UsageError(
+        "no tensor of the batch has examples along its first axis: give tensors [n, ...]"
+    )
 
 
 def pair(batch: Any) -> tuple[Any, Any]:
     """Returns ``(features, labels)``. Raises `UsageError` for other forms, and for weights."""
     features, labels, weights = unpack(batch)
     if weights is not None:
-        raise UsageError("this step takes batches (features, labels), without weights")
+        raise UsageError("this step accepts batches (features, labels) only: drop the weights")
     return features, labels
 
 
@@ -135,9 +137,8 @@ def unpack(batch: Any) -> tuple[Any, Any, Any]:
     weights = rest[0] if rest else None
     if isinstance(weights, tf.Tensor) and weights.dtype.is_integer:
         raise UsageError(
-            f"the third part of a batch is its weights, and has {weights.dtype.name}: convert them "
-            "to float32; or, if it is something else, override loss(), count() and "
-            "update_metrics()"
+            f"the weights (third part) of a batch have dtype {weights.dtype.name}: convert them to "
+            "float32; if they are not weights, override loss(), count() and update_metrics()"
         )
     if isinstance(weights, tf.Tensor) and weights.shape.rank == 2 and weights.shape[1] == 1:
         weights = tf.squeeze(weights, axis=1)
@@ -163,7 +164,7 @@ def micro_batches(batch: Any, parts: int) -> list[tuple[Any, Callable[[tf.Tensor
     """
     leaves = tf.nest.flatten(batch)
     if any(isinstance(leaf, tf.SparseTensor) for leaf in leaves):
-        raise UsageError("accumulate_steps cannot cut sparse tensors; give dense or ragged ones")
+        raise UsageError("accumulate_steps cannot split sparse tensors: give dense or ragged ones")
     static = {leaf.shape[0] for leaf in leaves if leaf is not None and leaf.shape.rank} - {None}
     if len(static) > 1:
         raise UsageError(f"{_MESSAGES[_TENSORS]}: {', '.join(map(str, sorted(static)))}")
@@ -370,8 +371,8 @@ def translate_graph_checks() -> Iterator[None]:
         if label := _LABEL.search(text):
             value, classes = label[1], int(label[2])
             raise UsageError(
-                f"label {value} is no class: the model has {classes} outputs, so labels must be 0 "
-                f"to {classes - 1}"
+                f"label {value} is out of range: the model has {classes} outputs, so labels must "
+                f"be 0 to {classes - 1}"
             ) from error
         if index := _INDEX.search(text):
             value, size = index[1], int(index[2])

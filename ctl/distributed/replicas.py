@@ -82,9 +82,9 @@ def check_reads(strategy: tf.distribute.Strategy, variables: Iterable[tf.Variabl
         on_read = variable.synchronization == tf.VariableSynchronization.ON_READ
         if on_read and variable.aggregation in reduced:
             raise UsageError(
-                f"variable {variable.name} is synchronized on read, which waits for all workers, "
-                "and the chief alone saves it: make it without synchronization=, or with the "
-                "method variable() of the step"
+                f"variable {variable.name} is synchronized on read: reading it waits for all "
+                "workers, but only the chief saves it; create it without synchronization=, or with "
+                "step.variable()"
             )
 
 
@@ -115,8 +115,8 @@ def check_central_storage(
         return
     if accumulate_steps > 1 or jit_compile:
         raise UsageError(
-            "central_storage with several replicas has neither --accumulate_steps nor "
-            "--jit_compile; use mirrored"
+            "central_storage with several replicas supports neither --accumulate_steps nor "
+            "--jit_compile: use mirrored"
         )
     for layer in layers_of(model):
         norm = isinstance(layer, keras.layers.BatchNormalization) and layer.trainable
@@ -169,7 +169,7 @@ def check_synchronized(
     in_graph = accumulate_steps > 1 or jit_compile
     if in_graph and synchronizes(strategy, model):
         raise UsageError(
-            "a synchronized BatchNormalization that trains on several replicas can have neither "
+            "a synchronized BatchNormalization on several replicas supports neither "
             "--accumulate_steps nor --jit_compile: use synchronized=False, or one replica"
         )
 

@@ -203,7 +203,7 @@ def make_strategy(
         # gains nothing; `default` iterates over the dataset directly.
         name = "mirrored" if len(devices) > 1 else "one_device" if on_gpu else "default"
     if name in ("one_device", "default") and len(devices) > 1 and replicas:
-        raise UsageError(f"--strategy={name} has one replica, not {replicas}; use mirrored")
+        raise UsageError(f"--strategy={name} has one replica, not {replicas}: use mirrored")
     if cross_device_ops == "nccl" and not on_gpu:
         raise UsageError("--cross_device_ops=nccl needs GPUs, but TensorFlow sees none: use auto")
     options = _options(cross_device_ops)

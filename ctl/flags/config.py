@@ -145,7 +145,7 @@ def _read(model_dir: Path) -> dict[str, Any]:
         stored = config["flags"] if config["schema"] == SCHEMA else None
     except (durable.Damaged, KeyError, TypeError) as error:
         raise UsageError(
-            f"{path} is damaged: {error}; restore a copy of it or choose another --model_dir"
+            f"{path} is damaged: {error}; restore it from a backup or choose another --model_dir"
         ) from error
     if not isinstance(stored, dict):
         raise UsageError(f"{path} was not written by this version of ctl")
@@ -203,8 +203,8 @@ def check_resumable(stored: dict[str, Any], values: flags.FlagValues = flags.FLA
     found = {n: was for n, was in _different(stored, values).items() if n not in free}
     for name in sorted(named & found.keys() & _FIXED.keys()):
         raise UsageError(
-            f"--change={name}: {_FIXED[name]}: begin a new run in another --model_dir, if you like "
-            f"with the weights of this one (--init_from={values.model_dir})"
+            f"--change={name}: {_FIXED[name]}: start a new run in another --model_dir, with "
+            f"--init_from={values.model_dir} to keep the weights"
         )
     remembers = {"schedule", "early_stop"}
     if named & remembers or not found.keys() & remembers:  # also another --best_mode
@@ -219,9 +219,9 @@ def check_resumable(stored: dict[str, Any], values: flags.FlagValues = flags.FLA
     if found.keys() <= {*_LENGTH}:
         raise UsageError(
             f"{values.model_dir} holds a run of another length: {'; '.join(said)}: the "
-            f"{values.schedule} schedule depends on it, so from the present step on its learning "
-            "rates would be those of a training of the new length: add --extend to train longer "
-            "so, or use the same flags or another --model_dir"
+            f"{values.schedule} schedule depends on the length, so its learning rates would "
+            "change from this step on: add --extend to train longer all the same, or use the same "
+            "flags or another --model_dir"
         )
     remedy = "use the same flags or another --model_dir"
     if not found.keys() & _FIXED.keys():
@@ -239,8 +239,8 @@ def _check_longer(stored: Mapping[str, Any], values: flags.FlagValues) -> None:
         old, new = before.get(name), now.get(name)
         if isinstance(old, float | int) and isinstance(new, float | int) and new < old:
             raise UsageError(
-                f"--extend: --{name} was {old:g}, is {new:g}, which is shorter: for a schedule "
-                f"that ends earlier, say --change={name}"
+                f"--extend cannot shorten a run, but --{name} was {old:g} and is {new:g}: for a "
+                f"schedule that ends earlier, give --change={name}"
             )
 
 
@@ -262,8 +262,8 @@ def _check_memory(stored: Mapping[str, Any], values: flags.FlagValues) -> None:
         if stored.get("schedule") != values.schedule:
             name = "--change=schedule"
         raise UsageError(
-            f"{name}: the checkpoints hold what {' and '.join(before) or 'nothing'} "
-            f"remembers of evaluations, not {' and '.join(after)}: use the same --schedule=plateau "
+            f"{name}: the checkpoints hold the state of {' and '.join(before) or 'nothing'}, "
+            f"not of {' and '.join(after)}: use the same --schedule=plateau "
             "and --early_stop=METRIC, or leave both out"
         )
 

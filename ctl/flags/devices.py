@@ -129,7 +129,7 @@ def _check_workers(
 
 def _check_devices(strategy: str, replicas: int | None, tpu: str, cross_device_ops: str) -> None:
     if strategy in ("one_device", "default") and (replicas or 1) > 1:
-        raise UsageError(f"--strategy={strategy} has one replica, not {replicas}; use mirrored")
+        raise UsageError(f"--strategy={strategy} has one replica, not {replicas}: use mirrored")
     if strategy == "tpu" and not tpu:
         raise UsageError("--strategy=tpu needs --tpu=NAME, --tpu=local or --tpu=grpc://host:port")
     if tpu and strategy != "tpu":
@@ -176,4 +176,4 @@ def check_asynchronous_flags() -> None:
 def _check_asynchronous(strategy: str, **values: Any) -> None:
     for name, (default, why) in _NOT_ASYNCHRONOUS.items():
         if strategy == "parameter_server" and values[name] != default:
-            raise UsageError(f"--{name} cannot be had with --strategy=parameter_server: {why}")
+            raise UsageError(f"--{name} does not work with --strategy=parameter_server: {why}")

@@ -219,9 +219,9 @@ def define_code_flags() -> None:
             "weighting",
             "examples",
             names.WEIGHTINGS,
-            "By what a loss is divided where the examples have weights. examples: the number of "
-            "those whose weight is not 0, as Keras does for class weights and masks. "
-            "sum_of_weights: that sum.",
+            "What divides a loss if the examples have weights. examples: the number of examples "
+            "whose weight is not 0, as in Keras for class weights and masks. sum_of_weights: the "
+            "sum of the weights.",
         )
     check_flags(["step", "loss", "metrics"], _check_code)
 
@@ -340,8 +340,8 @@ def class_weight_from(class_weight: list[str] | None) -> dict[int, float] | None
         label, _, weight = (part.strip() for part in text.partition(":"))
         if not label.isdecimal() or int(label) in weights:
             raise UsageError(
-                f"--class_weight={','.join(class_weight or ())}: {text} is not CLASS:WEIGHT of "
-                "another class, e.g. 0:1,1:5"
+                f"--class_weight={','.join(class_weight or ())}: {text} is not CLASS:WEIGHT, or "
+                "repeats a class: write e.g. 0:1,1:5"
             )
         try:
             value = float(weight)

@@ -134,14 +134,14 @@ def _check_length(epochs: float | None, train_steps: int | None) -> None:
 
 def _check_precompile(precompile: bool, xla_cache: bool, strategy: str) -> None:
     if precompile and not (xla_cache and strategy not in ("multi_worker", "parameter_server")):
-        raise UsageError("--precompile needs --xla_cache, which runs of one process have")
+        raise UsageError("--precompile needs --xla_cache, which works in one process only")
 
 
 def _check_dry_run(dry_run: bool, strategy: str) -> None:
     if dry_run and strategy in ("multi_worker", "parameter_server"):
         raise UsageError(
-            f"--dry_run looks at one process: leave out --strategy={strategy}; ctl.inspect plan "
-            "has the all-reduces of several workers"
+            f"--dry_run works in one process: leave out --strategy={strategy}; ctl.inspect plan "
+            "shows the all-reduces of several workers"
         )
 
 

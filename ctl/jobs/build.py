@@ -236,8 +236,8 @@ def check_classes(flags: FlagValues, dataset: Dataset) -> None:
     own = is_function_name(flags.dataset) or flags.features
     if dataset.info.num_classes is None and not own:
         raise UsageError(
-            f"{dataset.description}: it does not say how many classes it has, and its labels are "
-            "counted only where it fits into memory: raise --resident_limit_mib"
+            f"{dataset.description}: the number of classes is unknown, and counting it needs the "
+            "data in memory: raise --resident_limit_mib"
         )
 
 

@@ -27,13 +27,13 @@ def step_class(name: str | None) -> type[steps.TrainStep]:
     """The class ``name``; `ctl.TrainStep` for None.
 
     Raises:
-        UsageError: it cannot be imported or is no subclass of `ctl.TrainStep`.
+        UsageError: it cannot be imported or is not a subclass of `ctl.TrainStep`.
     """
     if name is None:
         return steps.TrainStep
     found = find("step", name)
     if not (isinstance(found, type) and issubclass(found, steps.TrainStep)):
-        raise UsageError(f"--step={name} is no subclass of ctl.TrainStep")
+        raise UsageError(f"--step={name} is not a subclass of ctl.TrainStep")
     return found
 
 

@@ -303,7 +303,7 @@ class Known:
         try:
             durable.write_json(self._path, kept, via=self._path.parent)
         except OSError as error:
-            logging.warning("the choice is not kept for other runs: %s", error)
+            logging.warning("cannot save the choice for later runs: %s", error)
 
     def _read(self) -> dict[str, Any]:
         with contextlib.suppress(OSError, durable.Damaged):

@@ -86,7 +86,7 @@ def open_cache() -> XlaCache | None:
     try:
         opened = XlaCache(directory / f"xla-{_key()}")
     except OSError as error:
-        logging.warning("programs of XLA are not kept for later runs: %s", error)
+        logging.warning("cannot save XLA's programs for later runs: %s", error)
         return None
     os.environ[_FLAGS] = " ".join(
         filter(None, (flags, f"--tf_xla_persistent_cache_directory={opened.path}"))

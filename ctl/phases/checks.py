@@ -64,8 +64,8 @@ def check_loss_and_metrics(loss_fn: Any, **metrics: Any) -> None:
                 )
             if metric.name in names:
                 raise UsageError(
-                    f"two metrics are called {metric.name}, and a record would have one of them: "
-                    "give another name=, such as weighted_accuracy"
+                    f"two metrics are called {metric.name}, but a record can hold only one of "
+                    "them: give another name=, such as weighted_accuracy"
                 )
             names.add(metric.name)
 
@@ -330,6 +330,6 @@ def check_evaluator(step: Any, dataset: Any, evaluator: Any) -> None:
             if labels.get(name, label) != label:
                 raise UsageError(
                     f"class {name} has label {labels[name]} in {dataset.info.name} and {label} in "
-                    f"{data.info.name}, which it is evaluated on: number the classes of both alike "
-                    "(ImageFolder has classes=)"
+                    f"{data.info.name}, which it is evaluated on: number the classes of both in "
+                    "the same way (ImageFolder takes classes=)"
                 )

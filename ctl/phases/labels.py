@@ -44,7 +44,7 @@ def check_outputs(loss: str, model: keras.Model, classes: Iterable[int] = ()) ->
     most = max(classes, default=0)
     if len(shape) == 2 and shape[1] and most >= max(shape[1], 2):
         raise UsageError(
-            f"class_weight has the class {most}, and the model has {shape[1]} outputs: number the "
+            f"class_weight has the class {most}, but the model has {shape[1]} outputs: number the "
             "classes from 0"
         )
     last, activation = _last(model), _ACTIVATIONS[loss]
@@ -246,7 +246,7 @@ def _check_classes(labels: np.ndarray, classes: int, where: str) -> None:
     wrong = np.flatnonzero((labels < 0) | (labels >= classes))
     if wrong.size:
         raise UsageError(
-            f"label {labels[wrong[0]]} of example {wrong[0]}{where} is no class: the model "
+            f"label {labels[wrong[0]]} of example {wrong[0]}{where} is out of range: the model "
             f"has {classes} outputs, so labels must be 0 to {classes - 1} ({wrong.size} of "
             f"{labels.size} are not; they are {low} to {high})"
         )

@@ -75,18 +75,19 @@ class Logged:
         """
         if not self.variables:
             raise UsageError(
-                f"log({name!r}) works in a step of a loop, and with neither parameter servers nor "
-                "central_storage: use a metric there"
+                f"log({name!r}) needs a step in a loop, and does not work with parameter servers "
+                "or central_storage: use a metric there"
             )
         if tf.distribute.in_cross_replica_context():
             raise UsageError(f"log({name!r}) was called outside of a replica: call it in a phase")
         if kind not in KINDS:
             raise UsageError(f"log({name!r}, reduce={kind!r}): reduce is one of {', '.join(KINDS)}")
         if name in taken:
-            raise UsageError(f"log({name!r}): the log has another {name} already: rename it")
+            raise UsageError(f"log({name!r}): this name is taken in the log: rename it")
         if self._kinds.setdefault(name, kind) != kind:
             raise UsageError(
-                f"log({name!r}) has reduce={kind!r} and reduce={self._kinds[name]!r}: give one"
+                f"log({name!r}) is called with reduce={kind!r} and with "
+                f"reduce={self._kinds[name]!r}: use one of them"
             )
         if len(self._kinds) > _ROWS:
             raise UsageError(f"log({name!r}) is the {_ROWS + 1}th name: log at most {_ROWS}")

@@ -53,7 +53,7 @@ def check_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
     kind = type(optimizer)
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         raise UsageError(
-            "LossScaleOptimizer judges finiteness on one replica, before the all-reduce: pass the "
+            "LossScaleOptimizer checks for NaN and Inf on each replica alone: pass the "
             "inner optimizer and TrainStep(loss_scale=True) (--precision=mixed_float16)"
         )
     if kind.__name__ == "MultiOptimizer":
@@ -76,8 +76,8 @@ def check_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
             )
     if kind not in PROVEN and kind.__module__.split(".")[0] == "keras":
         raise UsageError(
-            f"optimizer {kind.__name__} is not proven equal to Keras in ctl; use one of "
-            f"{_names(PROVEN)}"
+            f"optimizer {kind.__name__} is not supported: ctl has not tested it against Keras; "
+            f"use one of {_names(PROVEN)}"
         )
     for argument, remedy in _REFUSED_ARGUMENTS.items():
         if getattr(optimizer, argument, None):
@@ -271,7 +271,7 @@ def from_name(optimizer: Any) -> Any:
             check_name("optimizer", optimizer.lower(), known)
     if not isinstance(optimizer, keras.optimizers.Optimizer | Sequence):
         raise UsageError(
-            f"{str(optimizer)[:80]} is no optimizer: give an object such as "
+            f"{str(optimizer)[:80]} is not an optimizer: give an object such as "
             "keras.optimizers.Adam(1e-3), its name, or parameter groups"
         )
     return optimizer
@@ -303,7 +303,10 @@ def make_groups(
         check_precision(optimizer, variables)
         for variable in variables:
             if variable.overwrite_with_gradient:
-                raise UsageError(f"variable {variable.path} is to be overwritten by its gradient")
+                raise UsageError(
+                    f"variable {variable.path} has overwrite_with_gradient=True (as in float8 "
+                    "training), which ctl does not support: use float16 or bfloat16"
+                )
         if not optimizer.built:
             optimizer.build(variables)
     return groups
@@ -323,7 +326,9 @@ def _check_disjoint(groups: Sequence[Group], model_variables: Sequence[keras.Var
     for variable in _twice(trained):
         raise UsageError(f"variable {variable.path} is in two parameter groups: train it in one")
     for optimizer in _twice([group.optimizer for group in groups]):
-        raise UsageError(f"optimizer {optimizer.name} is in two parameter groups: give each one")
+        raise UsageError(
+            f"optimizer {optimizer.name} is in two parameter groups: give each group its own"
+        )
     for variable in model_variables:
         if not any(variable is one for one in trained):
             raise UsageError(

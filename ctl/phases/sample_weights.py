@@ -47,7 +47,7 @@ def describe(weighting: str) -> str:
     divisor = "number of weights that are not 0" if weighting == "examples" else "sum of weights"
     return (
         f"batches have weights: losses are divided by the {divisor} (weighting={weighting}), "
-        "metrics count each example of a weight that is not 0 once, weighted_metrics by its weight"
+        "metrics count examples whose weight is not 0 once, weighted_metrics by their weight"
     )
 
 
@@ -82,8 +82,8 @@ def with_classes(batch: Any, class_weight: Mapping[int, float]) -> tuple[Any, An
     if not isinstance(labels, tf.Tensor) or not labels.dtype.is_integer or not of_classes:
         kind = f"{labels.dtype.name} {shape}" if isinstance(labels, tf.Tensor) else type(labels)
         raise UsageError(
-            f"class_weight is for labels that are classes, integers [n], and these are {kind}: "
-            "give the weights of the examples as the third part of a batch"
+            f"class_weight needs labels that are classes, integers [n], not {kind}: give weights "
+            "of examples instead, as the third part of a batch"
         )
     table = np.ones([max(classes, default=0) + 2], np.float32)  # the last is of all other labels
     table[[*classes]] = [*classes.values()]

@@ -74,7 +74,7 @@ class TrackedState:
             if variable.trainable and variable.dtype.is_floating and id(variable) not in known:
                 raise UsageError(
                     f"variable {variable.name} of the step is trainable, but no optimizer trains "
-                    "it: make it part of the model or of a parameter group, build an optimizer of "
+                    "it: add it to the model or to a parameter group, build an optimizer of "
                     "the step with it (self.my_optimizer.build(variables)), or set trainable=False"
                 )
 

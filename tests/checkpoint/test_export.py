@@ -78,5 +78,5 @@ def test_a_model_that_keras_cannot_describe_is_refused():
         def call(self, features):
             return self.backbone(features)
 
-    with pytest.raises(UsageError, match="^model opaque cannot be exported: .* add get_config"):
+    with pytest.raises(UsageError, match="^cannot export model opaque: .* add get_config"):
         check_exportable(Opaque(keras.layers.Dense(2)))

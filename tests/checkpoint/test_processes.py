@@ -76,7 +76,7 @@ def test_the_later_workers_of_a_job_wait_until_they_are_asked_to_save(tmp_path, 
                 assert again.restore(state_of(0)).step == 1
                 with pytest.raises(CheckpointError, match="is being written by process"):
                     again.save(2, state_of(2))
-        with pytest.raises(UsageError, match="has a run, up to step 1"):
+        with pytest.raises(UsageError, match="holds a run up to step 1"):
             later.save(3, state_of(3))
     with CheckpointManager(tmp_path / "own") as own:
         own.save(3, state_of(3), wait=True)

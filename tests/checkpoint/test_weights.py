@@ -60,12 +60,14 @@ def test_a_reader_lists_and_reads(trained):
         assert list(Reader(same)) == list(reader)
     with pytest.raises(UsageError, match="unknown tensor .*did you mean 'model/net/head/kernel'"):
         reader["model/net/head/kernl"]
-    with pytest.raises(UsageError, match="is no checkpoint, and no directory of"):
+    with pytest.raises(UsageError, match="holds no checkpoint: give a checkpoint, a directory of"):
         Reader(path / "model.keras")
     (reader.saved.path / "variables.data-00000-of-00001").write_bytes(b"damaged")
-    with pytest.raises(CheckpointError, match="step-0000000007 is damaged: .*; restore a copy"):
+    with pytest.raises(
+        CheckpointError, match="step-0000000007 is damaged: .*; restore it from a backup"
+    ):
         Reader(reader.saved.path)
-    with pytest.raises(CheckpointError, match="No intact checkpoint in .*: step 7: .*; restore a"):
+    with pytest.raises(CheckpointError, match="No intact checkpoint in .*step 7: .*; restore it"):
         Reader(path)
 
 

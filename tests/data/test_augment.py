@@ -284,10 +284,10 @@ def test_data_that_have_no_pairs(mirrored):
     own = tf.data.Dataset.from_tensor_slices((pictures(9), np.arange(9))).batch(4)
     own = ctl.data.as_dataset(own, global_batch_size=4)
     for says, make, replicas in (
-        ("mixup mixes pairs .* batch of 11", lambda: data("mixup:1", batch=11), 1),
+        ("mixup mixes pairs .* a multiple of 2, not 11", lambda: data("mixup:1", batch=11), 1),
         ("takes batches .images, classes", lambda: data("flip,cutmix:1", info=None), 1),
-        ("pairs for each of 4 replicas: give a multiple of 8", lambda: data("mixup:1"), 4),
-        ("all of one size, with drop_remainder=True", lambda: Augmented(own, "mixup:1"), 1),
+        ("mixes pairs .* a multiple of 8, not ", lambda: data("mixup:1"), 4),
+        (r"batches of one size \(drop_remainder=True\)", lambda: Augmented(own, "mixup:1"), 1),
     ):
         with pytest.raises(UsageError, match=says):
             seen(mirrored(replicas), make(), 0, 1)

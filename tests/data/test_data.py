@@ -328,7 +328,7 @@ def test_a_batch_size_that_is_not_static_is_unknown_unless_given():
 
 def test_data_of_an_evaluation_must_end():
     endless = tf.data.Dataset.range(6).batch(2).repeat()
-    with pytest.raises(UsageError, match="must end: do not repeat"):
+    with pytest.raises(UsageError, match="never ends: leave out repeat"):
         as_dataset(endless, training=False)
     as_dataset(endless)
     as_dataset(endless.take(3), training=False)
@@ -337,7 +337,7 @@ def test_data_of_an_evaluation_must_end():
 def test_as_dataset_passes_datasets_and_refuses_others():
     dataset = numbered(20, global_batch_size=4)
     assert as_dataset(dataset) is dataset
-    with pytest.raises(UsageError, match="a list is no dataset"):
+    with pytest.raises(UsageError, match="a list is not a dataset"):
         as_dataset([1, 2])
 
 

@@ -130,7 +130,7 @@ def test_a_rotation_is_named_once(folder, caplog, order):
     for _ in range(2):
         source.read(np.arange(3))
     (record,) = caplog.records
-    assert "cat/0.jpg is to be rotated (EXIF)" in record.getMessage()
+    assert "cat/0.jpg has an EXIF rotation" in record.getMessage()
     for end in range(0, 60):  # cut short anywhere
         image_files.is_rotated(jpeg(6, order)[:end])
 
@@ -146,5 +146,5 @@ def test_webp(folder, alpha, channels):
 
 @pytest.mark.parametrize("shape", [(4, 4), (4, 4, 2), (0, 4, 3)])
 def test_what_is_no_shape_of_images(folder, shape):
-    with pytest.raises(UsageError, match="of 1, 3 or 4 channels"):
+    with pytest.raises(UsageError, match="with 1, 3 or 4 channels"):
         ImageFolder(folder({"cat/1.png": PNG}), shape)

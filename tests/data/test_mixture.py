@@ -34,7 +34,7 @@ def test_each_part_has_its_share_at_every_position(weights):
         ([], "weights of a mixture must be above 0"),
         ([1, 0], "must be above 0, not"),
         ([1, float("nan")], "must be above 0, not"),
-        ([1, 0.1234567], "must be numbers of few digits, such as 0.7 and 0.3, not 1, 0.1234567"),
+        ([1, 0.1234567], "must be short decimals such as 0.7 and 0.3, not 1, 0.1234567"),
     ],
 )
 def test_weights_that_have_no_order(weights, says):
@@ -164,9 +164,12 @@ def test_datasets_that_do_not_fit():
     images = InMemory((np.zeros([9, 4, 4, 3], np.uint8), np.zeros(9)), global_batch_size=8)
     small = InMemory(part(0, 9).arrays, global_batch_size=4)
     for parts, says in (
-        ([(part(0, 10), 1), (images, 1)], "other examples: .* and .*uint8"),
-        ([(part(0, 10), 1), (small, 1)], "other global batch sizes: 8 and 4"),
-        ([(part(0, 10), 1), (Streaming(np.zeros(9), global_batch_size=8), 1)], "other examples"),
+        ([(part(0, 10), 1), (images, 1)], "differ in their examples: .* and .*uint8"),
+        ([(part(0, 10), 1), (small, 1)], "differ in their global batch sizes: 8 and 4"),
+        (
+            [(part(0, 10), 1), (Streaming(np.zeros(9), global_batch_size=8), 1)],
+            "differ in their examples",
+        ),
         ([(part(0, 10), 1), (part(0, 10, training=False), 1)], "in memory .* to train on"),
         ([(Augmented(images, "flip"), 1)], "in memory .* to train on"),
     ):

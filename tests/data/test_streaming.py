@@ -173,8 +173,11 @@ def streamed(items) -> None:
         (lambda s: Streaming(s["mapped"], global_batch_size=8, block=0), "block of a shuffle"),
         (lambda s: Streaming(s["mapped"], global_batch_size=8, block=26), "at most 25$"),
         (lambda s: Streaming(s["mapped"], global_batch_size=8, on_bad_record="x"), "stop or skip"),
-        (lambda s: Streaming(5, global_batch_size=8), "a int is no source"),
-        (lambda s: Streaming((np.zeros(3), np.zeros(4)), global_batch_size=1), "of one length"),
+        (lambda s: Streaming(5, global_batch_size=8), "a int is not a source"),
+        (
+            lambda s: Streaming((np.zeros(3), np.zeros(4)), global_batch_size=1),
+            "must have one length",
+        ),
         (lambda s: ImageFolder(s["root"] / "folder/class0", (4, 6, 3)), "has no images"),
         (lambda s: JsonLines([s["root"] / "c.jsonl"]), "c.jsonl is missing"),
         (lambda s: TFRecords([]), "no files"),
@@ -183,7 +186,7 @@ def streamed(items) -> None:
         (lambda s: TFRecords(["gs://bucket/a"]), "^gs://bucket/a: mount it, or copy the files"),
         (lambda s: ImageFolder("s3://bucket/a", (4, 6, 3)), "^s3://bucket/a: mount it"),
         (lambda s: find("mnist", "gs://bucket/a"), "^gs://bucket/a: mount it"),
-        (lambda s: Streaming(np.array(5), global_batch_size=1), "not of the shapes"),
+        (lambda s: Streaming(np.array(5), global_batch_size=1), "their shapes are"),
         (lambda s: Streaming([None], global_batch_size=1), "objects .NoneType.: make numbers"),
         (lambda s: Streaming([[[1], [1, 2]]], global_batch_size=1), "0: it has lists of different"),
         (lambda s: streamed([{"a": 1}, {"b": 1}]), r"items, example 1: \['a'\] is missing"),
@@ -437,7 +440,7 @@ def test_classes_without_images_keep_the_labels(sources, tmp_path):
     test = ImageFolder(tmp_path / "test", (4, 6, 3), classes=names)
     wanted = set(range(1, len(names)))
     assert {int(test.read(np.array([n]))[1][0]) for n in range(len(test))} == wanted
-    with pytest.raises(UsageError, match=f"has a folder {names[1]}, which is no class"):
+    with pytest.raises(UsageError, match=f"has a folder {names[1]} that is not in classes"):
         ImageFolder(tmp_path / "test", (4, 6, 3), classes=names[:1])
 
 

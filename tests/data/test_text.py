@@ -67,7 +67,7 @@ def test_other_tokens_than_bytes():
         rows = cut([np.array([70_000, 2]), np.array([5])], 4)
         assert rows.dtype == np.int64
         assert sorted(rows[rows != PAD]) == [2, 5, 70_000]
-        with pytest.raises(UsageError, match="a text has the token 0"):
+        with pytest.raises(UsageError, match="a text contains the token 0"):
             cut([np.array([3, 0])], 4)
 
 

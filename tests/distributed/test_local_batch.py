@@ -110,7 +110,9 @@ class TestMicroBatches:
         features, labels = examples(4 * BATCH)
         views = batches({"features": features, "labels": labels}, full=full).map(with_views)
         step = Step(mlp(), adam()(), accumulate_steps=2, jit_compile=jit_compile)
-        with pytest.raises(UsageError, match="accumulate_steps cannot cut tensors of different"):
+        with pytest.raises(
+            UsageError, match="accumulate_steps cannot split tensors with different"
+        ):
             Loop(step, views, strategy=tf.distribute.get_strategy()).train(1)
 
     def test_what_has_no_examples_is_in_each(self):
@@ -130,7 +132,7 @@ class TestMicroBatches:
         assert unknown.numpy().tolist() == [[4, 5], [6, 7]]
 
     def test_sparse_tensors_are_refused(self):
-        with pytest.raises(UsageError, match="cannot cut sparse tensors"):
+        with pytest.raises(UsageError, match="cannot split sparse tensors"):
             local_batch.micro_batches(tf.sparse.from_dense(np.eye(4)), 2)
 
 
@@ -200,7 +202,7 @@ class TestShapes:
             data=batches(examples(), full=full),
             jit_compile=jit_compile,
         )
-        with pytest.raises(UsageError, match="one loss for each example") as error:
+        with pytest.raises(UsageError, match="one loss per example") as error:
             loop.train(STEPS)
         assert "\n" not in str(error.value)
 
@@ -212,7 +214,7 @@ class TestShapes:
 
         with mirrored(2).scope():
             step = Step(mlp())
-        with pytest.raises(UsageError, match="one loss for each example"):
+        with pytest.raises(UsageError, match="one loss per example"):
             Evaluator(step, batches(examples()), strategy=mirrored(2)).run()
 
     @pytest.mark.slow
@@ -259,7 +261,7 @@ class TestThirdPart:
     @pytest.mark.parametrize("dtype", ["int64", "uint8"])
     def test_of_integers_is_refused(self, kind, dtype):
         loop = make_loop(step_class=kind, data=self.data(np.arange(BATCH).astype(dtype)))
-        with pytest.raises(UsageError, match=f"^the third part .* has {dtype}: .*float32; or, if"):
+        with pytest.raises(UsageError, match=f"^the weights .* have dtype {dtype}: .*float32; if"):
             loop.train(1)
 
     def test_may_be_a_mask(self):
@@ -584,7 +586,7 @@ class TestNoExamples:
     def test_synchronized_batch_norm_is_refused(self, mirrored):
         synchronized = lambda: normalized(synchronized=True)  # noqa: E731
         loop = make_loop(mirrored(4), model=synchronized, data=batches(examples(BATCH + 5)))
-        with pytest.raises(UsageError, match="a replica has no examples .*drop_remainder"):
+        with pytest.raises(UsageError, match="a replica got no examples .*drop_remainder"):
             loop.train(STEPS)
 
     def test_elements_of_ragged_tensors_and_of_scalars(self):

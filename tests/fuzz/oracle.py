@@ -125,16 +125,16 @@ def _refused_early(case: Case, arrays: Any) -> str:
     if synchronized and (case.accumulate_steps > 1 or case.jit_compile):
         return "a synchronized BatchNormalization .* neither --accumulate_steps nor --jit_compile"
     if case.weights == "integers":
-        return "the third part of a batch is its weights, and has int64"
+        return "the weights .third part. of a batch have dtype int64"
     if case.features == "sparse" and case.accumulate_steps > 1:
-        return "accumulate_steps cannot cut sparse tensors"
+        return "accumulate_steps cannot split sparse tensors"
     return ""
 
 
 def _refused_labels(labels: Any) -> str:
     classes = labels["class"] if isinstance(labels, dict) else labels
     wrong = [int(label) for label in classes if not 0 <= int(label) < CLASSES]
-    return f"label {wrong[0]} .*is no class.*labels must be 0 to {CLASSES - 1}" if wrong else ""
+    return f"label {wrong[0]} .*is out of range.*labels must be 0 to {CLASSES - 1}" if wrong else ""
 
 
 def _refused_batch(case: Case, batch: Any) -> str:
@@ -142,9 +142,9 @@ def _refused_batch(case: Case, batch: Any) -> str:
     rows = tf.nest.flatten(batch)[0].shape[0]
     empty = any(not len(part) for part in _shares(rows, case.replicas))
     if empty and case.features == "sparse":
-        return "a replica has no examples .* sparse"
+        return "a replica got no examples .* sparse"
     if empty and _trains_norm(case) and case.norm == "synchronized":
-        return "a replica has no examples .* synchronized BatchNormalization"
+        return "a replica got no examples .* synchronized BatchNormalization"
     if case.weighting == "sum_of_weights" and (weights_of(case, batch) < 0).any():
         return "a weight is below 0, .*weighting='examples'"
     return _refused_labels(batch[1])

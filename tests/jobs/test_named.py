@@ -75,7 +75,7 @@ def test_the_class_of_the_step():
     assert named.step_class(None) is ctl.TrainStep
     assert issubclass(named.step_class("users_own:Mine"), ctl.TrainStep)
     for name in ("users_own:loss", "ctl:EvalStep"):
-        with pytest.raises(UsageError, match=f"--step={name} is no subclass of ctl.TrainStep"):
+        with pytest.raises(UsageError, match=f"--step={name} is not a subclass of ctl.TrainStep"):
             named.step_class(name)
 
 
@@ -199,7 +199,7 @@ def test_a_function_gets_the_keywords_that_it_declares():
     [
         ("demanding", "'batch_size'; it may take global_batch_size, seed, data_dir"),
         ("single", r"must return two datasets, \(training, evaluation\), it returned InMemory"),
-        ("arrays", "a ndarray is no dataset"),
+        ("arrays", "a ndarray is not a dataset"),
         ("gone", "has no class or function 'gone'"),
     ],
 )

@@ -39,7 +39,7 @@ class TestLabels:
     @pytest.mark.parametrize(("wrong", "dtype"), [(-1, "int64"), (CLASSES, "uint8")])
     def test_in_memory(self, wrong, dtype):
         labels = np.array([0, CLASSES - 1, wrong, 1], dtype)
-        reason = f"^label {labels[2]} of example 2 is no class: .* 5 outputs, .* 0 to 4 .1 of 4"
+        reason = f"^label {labels[2]} of example 2 is out of range: .* 5 outputs, .* 0 to 4 .1 of 4"
         with pytest.raises(UsageError, match=reason):
             self.made(labels, in_memory=True)
         with pytest.raises(UsageError, match=reason):
@@ -50,7 +50,7 @@ class TestLabels:
     def test_in_the_step(self, wrong):
         loop = self.made([0, wrong, 1, 1], in_memory=False)
         with pytest.raises(
-            UsageError, match=f"^label {wrong} is no class: the model has 5 outputs, .* 4$"
+            UsageError, match=f"^label {wrong} is out of range: the model has 5 outputs, .* 4$"
         ):
             loop.train(1)
 
@@ -67,7 +67,8 @@ class TestLabels:
             steps_per_loop=2,
         )
         with pytest.raises(
-            UsageError, match="^label 7 of example . in the batch of step . is no class: .* 0 to"
+            UsageError,
+            match="^label 7 of example . in the batch of step . is out of range: .* 0 to",
         ) as error:
             loop.train(4)
         assert streamed or "of example 1 in the batch of step 3 " in str(error.value)
@@ -79,7 +80,7 @@ class TestLabels:
             "\t [[while/body/_1/ctl_one_loss_for_each_example/Reshape/_258]]"
         )
         with (
-            pytest.raises(UsageError, match="^label 3 is no class"),
+            pytest.raises(UsageError, match="^label 3 is out of range"),
             local_batch.translate_graph_checks(),
         ):
             raise tf.errors.InvalidArgumentError(None, None, message)

@@ -116,13 +116,13 @@ def test_an_evaluation_logs(mirrored, replicas):
 @pytest.mark.parametrize(
     ("name", "reduce", "message"),
     [
-        ("loss", "mean", "has another loss already"),
-        ("accuracy", "mean", "has another accuracy already"),
-        ("epoch", "mean", "has another epoch already"),
-        ("gradient_norm", "mean", "has another gradient_norm already"),
-        ("learning_rate_2", "last", "has another learning_rate_2 already"),
+        ("loss", "mean", "this name is taken in the log"),
+        ("accuracy", "mean", "this name is taken in the log"),
+        ("epoch", "mean", "this name is taken in the log"),
+        ("gradient_norm", "mean", "this name is taken in the log"),
+        ("learning_rate_2", "last", "this name is taken in the log"),
         ("mine", "median", "one of mean, sum, max, last"),
-        ("twice", "sum", "reduce='sum' and reduce='mean': give one"),
+        ("twice", "sum", "reduce='sum' and with reduce='mean': use one"),
     ],
 )
 def test_a_wrong_call_is_refused(mirrored, name, reduce, message):

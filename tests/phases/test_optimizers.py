@@ -203,7 +203,7 @@ def test_wrong_groups_are_refused():
     new, one = sgd(), sgd()()
     refused("in two parameter groups: train it in one", lambda m, _: [(new(), m), (new(), m)])
     refused("in no parameter group: add it to one", lambda m, _: [(new(), m.layers[0])])
-    refused("give each one", lambda m, _: [(one, m.layers[0]), (one, m.layers[1])])
+    refused("give each group its own", lambda m, _: [(one, m.layers[0]), (one, m.layers[1])])
     refused("frozen of a parameter group is not", lambda m, f: [(new(), m), (new(), [f])])
     refused("clipnorm must not be set", lambda m, _: [(keras.optimizers.SGD(clipnorm=1.0), m)])
 

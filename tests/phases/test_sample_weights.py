@@ -237,7 +237,7 @@ class TestClassWeight:
             ({-1: 2.0}, "has the class -1"),
             ({1: 0.0}, "^class_weight of class 1 must be a number above 0, not 0.0$"),
             ({1: "2"}, "must be a number above 0"),
-            ({CLASSES: 2.0}, f"^class_weight has the class {CLASSES}, and the model has {CLASSES}"),
+            ({CLASSES: 2.0}, f"^class_weight has the class {CLASSES}, but the model has {CLASSES}"),
         ],
         ids=str,
     )
@@ -250,7 +250,7 @@ class TestClassWeight:
     )
     def test_labels_that_are_no_classes_are_refused(self, labels):
         loop = make_loop(data=data_of(labels=labels), class_weight={0: 2.0}, step_class=OwnLoss)
-        with pytest.raises(UsageError, match=r"^class_weight is for labels that are classes"):
+        with pytest.raises(UsageError, match=r"^class_weight needs labels that are classes"):
             loop.train(1)
 
     def test_an_own_loss_must_use_it(self):

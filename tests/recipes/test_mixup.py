@@ -134,5 +134,5 @@ def test_shares_have_the_beta_distribution(alpha):
 
 def test_weights_are_refused():
     loop = make_loop(model=network, step_class=Mixup, data=data(np.ones(BATCH, "float32")))
-    with pytest.raises(UsageError, match=r"^this step takes batches \(features, labels\), without"):
+    with pytest.raises(UsageError, match=r"^this step accepts batches \(features, labels\) only"):
         loop.train(1)

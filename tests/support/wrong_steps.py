@@ -446,7 +446,7 @@ WRONG = {
     ),
     "drifts": Mistake("differs between the 2 replicas: .* one replica's part", Drifts),
     "by the share": Mistake("divided by the examples of one replica", ByTheShare),
-    "one loss": Mistake("must return one loss for each example", OneLoss),
+    "one loss": Mistake("must return one loss per example", OneLoss),
     "maximum": Mistake("Maximum.loss.. gives an example another loss among other", Maximum),
     "top k": Mistake("TopK.loss.. gives an example another loss among other", TopK),
     "batch statistics": Mistake("another loss among other examples", Normalized),
