@@ -79,7 +79,9 @@ def log_to_file(path: Path) -> Iterator[None]:
 
 def last_line(text: str) -> None:
     """Writes to stderr and the file of `log_to_file` why the process ends. For any thread."""
-    sys.stderr.write(for_terminal(text) + "\n")  # in one piece: `print` writes the newline separately
+    sys.stderr.write(
+        for_terminal(text) + "\n"
+    )  # in one piece: `print` writes the newline separately
     sys.stderr.flush()
     record = python_logging.makeLogRecord({"msg": text, "levelno": python_logging.ERROR})
     for handler in python_logging.getLogger().handlers:
