@@ -199,8 +199,13 @@ class _Watch:
         # The previous file descriptor may be asyncio's, for instance.
         self._before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         threading.Thread(target=self._watch, name="ctl_signals", daemon=True).start()
-        self._handlers = {number: signal.signal(number, self._handle) for number in _NUMBERS}
+        self._handlers = self.install()
         _Watch.active = self
+
+    def install(self) -> dict[int, Any]:
+        """Returns the handlers of before. TensorFlow puts its own in their place, which Python does
+        not notice, where it connects workers."""
+        return {number: signal.signal(number, self._handle) for number in _NUMBERS}
 
     def close(self) -> None:
         """Puts back what handled signals before."""
@@ -250,6 +255,7 @@ def answered_by(answer: _Answer) -> Iterator[_Answer | None]:
         raise UsageError("signals can be handled in the main thread only")
     if watch := _Watch.active:
         outer, watch.answer = watch.answer, answer
+        watch.install()
         try:
             yield outer
         finally:
@@ -275,6 +281,12 @@ def begin() -> None:
         _command = _Command()
         _Watch(_command)
         atexit.register(_ignore)  # what is registered first is called last
+
+
+def install() -> None:
+    """Handles signals again that TensorFlow has taken over, see `_Watch.install`."""
+    if _command and _Watch.active:
+        _Watch.active.install()
 
 
 def _ignore() -> None:

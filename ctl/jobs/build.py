@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from absl import logging
 from absl.flags import FLAGS, FlagValues
 
-from ctl.base import console
+from ctl.base import console, signals
 from ctl.base.names import OPTIMIZERS, is_function_name
 from ctl.distributed import cluster
 from ctl.distributed.watch import watchdog
@@ -80,6 +80,7 @@ def prepare(flags: FlagValues = FLAGS) -> Prepared:
     from ctl.jobs import named
 
     placement = _place(flags)
+    signals.install()
     console.run_first_operation()
     keras.utils.set_random_seed(flags.seed)
     keras.mixed_precision.set_dtype_policy(flags.precision)

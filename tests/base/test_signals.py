@@ -56,6 +56,16 @@ def test_two_interrupts_in_one_call(outer, monkeypatch, returns):
     assert left == ([] if returns else [(130, "interrupted")])
 
 
+def test_a_signal_that_tensorflow_has_taken_over(outer):
+    """Its C++ code handles SIGTERM where it connects workers."""
+    with Signals().noted():
+        ctypes.CDLL(None).signal(signal.SIGTERM, ctypes.c_void_p(1))  # SIG_IGN
+        inner = Signals()
+        with inner.noted():
+            signal.raise_signal(signal.SIGTERM)
+        assert inner.name == "SIGTERM"
+
+
 def test_the_signals_of_a_forked_process_are_its_own(outer):
     noting = Signals()
     with noting.noted():

@@ -211,9 +211,9 @@ class _Running:
         self._hit(fault, names, time.time())
         if fault.kind == "kill":
             self._signal(names, signal.SIGKILL)
-        elif fault.kind == "term":
+        elif fault.kind in ("term", "int"):
             for _ in range(fault.times):
-                self._signal(names, signal.SIGTERM)
+                self._signal(names, signal.SIGTERM if fault.kind == "term" else signal.SIGINT)
                 time.sleep(_SECONDS_BETWEEN_SIGNALS)
         elif fault.kind in ("pause", "freeze"):
             self._signal(names, signal.SIGSTOP)
@@ -226,8 +226,8 @@ class _Running:
             fill(self.disk)
         elif fault.kind == "garbage":
             self._opened += send_garbage(list(self._pids.values()), self._randoms)
-        elif fault.kind == "cut":
-            (self.out / f"{names[0]}.cut").touch()
+        elif fault.kind in ("cut", "drop"):
+            (self.out / f"{names[0]}.{fault.kind}").touch()
 
     def _signal(self, names: list[str], number: int) -> None:
         for name in names:

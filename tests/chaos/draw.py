@@ -18,17 +18,20 @@ ALL = -1  # as the task of a fault
 STEPPED = ("action", "data", "forward", "saving")
 PLACES = (*STEPPED, "model", "layer", "schedule", "metric", "evaluated", "export")
 
-# Of a task, in this order; "step N" is between the last two.
-MARKS = ("start", "placed", "built", "training", "trained", "leaving", "exporting")
+# Of a task, in this order; "step N" is between "tracing", where the step is traced, and "trained".
+MARKS = ("start", "placed", "built", "training", "trained", "leaving", "exporting", "exiting")
+TRACING = "tracing"
 
 KINDS = {
     "kill": "SIGKILL to a task",
     "pause": "SIGSTOP, and SIGCONT within the time limits",
     "freeze": "SIGSTOP until the others have ended",
     "term": "SIGTERM to a task or to all, once to 40 times",
+    "int": "SIGINT to a task or to all, once or twice",
     "disk": "no space left on the disk of the checkpoints",
     "garbage": "bytes that mean nothing, silent and half-open connections on every port",
     "cut": "all connections of a task are shut down",
+    "drop": "the network hangs: no packet reaches a task any more",
     "slow": "code of a user, or a save, takes some seconds once",
     "hang": "code of a user, or a save, never returns",
     "raise": "code of a user, or a save, raises an exception",
@@ -125,9 +128,10 @@ def draw(seed: int, *, workers: int = 4, attempts: int = 2) -> Schedule:
 
 def _fault(number: int, schedule: Schedule, randoms: random.Random) -> Fault:
     alone = len(schedule.tasks) == 1
-    kinds = set(KINDS) - ({"freeze", "garbage", "cut", "hang"} if alone else set())
+    kinds = set(KINDS) - ({"freeze", "garbage", "cut", "drop", "hang"} if alone else set())
     if schedule.servers:
-        kinds -= {"hang"}  # code of a user runs in the coordinator, for which nobody waits
+        # Code of a user runs in the coordinator, for which nobody waits.
+        kinds -= {"hang", "drop"}
     kind = randoms.choice(sorted(kinds))
     task = randoms.randrange(len(schedule.tasks))
     if kind in ("slow", "hang", "raise"):
@@ -145,11 +149,12 @@ def _fault(number: int, schedule: Schedule, randoms: random.Random) -> Fault:
         return Fault(number, kind, 0, randoms.choice(["flip", "cut short", "delete"]))
     if kind == "disk":
         task = 0
-    place = randoms.choice([*MARKS, *(f"step {randoms.randrange(1, STEPS)}" for _ in range(9))])
+    places = [*MARKS, TRACING] if kind != "drop" else [TRACING]
+    place = randoms.choice([*places, *(f"step {randoms.randrange(1, STEPS)}" for _ in range(9))])
     seconds = round(randoms.uniform(0, 0.3), 3)
     if kind == "pause":
         seconds = round(randoms.uniform(0.5, 4), 2)
-    if kind in ("pause", "term") and randoms.random() < 0.3:
+    if kind in ("pause", "term", "int") and randoms.random() < 0.3:
         task = ALL
-    times = randoms.choice([1, 1, 2, 40]) if kind == "term" else 1
-    return Fault(number, kind, task, place, seconds=seconds, times=times)
+    times = {"term": [1, 1, 2, 40], "int": [1, 1, 2]}.get(kind, [1])
+    return Fault(number, kind, task, place, seconds=seconds, times=randoms.choice(times))

@@ -7,8 +7,12 @@ slow, hang or raise, once.
 from __future__ import annotations
 
 import atexit
+import contextlib
+import ctypes
 import os
 import socket
+import stat
+import struct
 import sys
 import threading
 import time
@@ -44,10 +48,12 @@ from .draw import (
     SAVE_EVERY,
     STARTUP_TIMEOUT,
     STEPS,
+    TRACING,
     Fault,
 )
 
 _BATCH, _FEATURES, _CLASSES = 12, 6, 3
+_SO_ATTACH_FILTER = 26
 _STEP_SECONDS = 0.02  # so that faults meet a training that goes on
 
 
@@ -97,8 +103,9 @@ def run(task: str, addresses: dict[str, list[str]], out: Path, run_dir: Path, fa
     signals.begin()
     mark = Marks(out / f"{task}.marks")
     mark("start")
-    if any(fault.kind == "cut" for fault in faults):
-        threading.Thread(target=_cut_when_told, args=(out / f"{task}.cut",), daemon=True).start()
+    for kind in {"cut", "drop"} & {fault.kind for fault in faults}:
+        arguments = out / f"{task}.{kind}", kind == "drop"
+        threading.Thread(target=_cut_when_told, args=arguments, daemon=True).start()
     console.log_to_terminal()
     watchdog.FIRST_CALL_SECONDS = COMPILING_TIMEOUT  # not ten minutes
     users, kind, index = Users(faults, mark), *task.split()
@@ -134,26 +141,42 @@ def run(task: str, addresses: dict[str, list[str]], out: Path, run_dir: Path, fa
         if isinstance(error, PeerError):
             watchdog.leave(error.exit_code)
         code = error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        code = 130
     except BaseException:
         traceback.print_exc()
         code = 1
     signals.decided(code)
+    mark("exiting")
     sys.stderr.flush()
     atexit._run_exitfuncs()
     os._exit(code)
 
 
-def _cut_when_told(path: Path) -> None:
-    """Shuts down all connections of this process once there is a file at ``path``."""
+def _cut_when_told(path: Path, drop: bool) -> None:
+    """Shuts down all connections of this process once there is a file at ``path``; with ``drop``,
+    lets the kernel drop all that comes to any socket, as where a network hangs."""
     while not path.exists():
         time.sleep(0.02)
-    for entry in os.listdir("/proc/self/fd"):
-        try:
-            with socket.socket(fileno=os.dup(int(entry))) as connection:
-                connection.getpeername()
-                connection.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            continue  # no socket, or one that listens
+    # A filter of one instruction, "return 0 bytes" (linux/filter.h).
+    instruction = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))
+    program = struct.pack("HP", 1, ctypes.addressof(instruction))
+    while True:
+        for entry in os.listdir("/proc/self/fd"):
+            # Not a socket, one that listens, or one that is closed meanwhile.
+            with contextlib.suppress(OSError):
+                if not stat.S_ISSOCK(os.fstat(int(entry)).st_mode):
+                    continue
+                with socket.socket(fileno=os.dup(int(entry))) as connection:
+                    if drop:
+                        connection.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
+                    else:
+                        connection.getpeername()
+                        connection.shutdown(socket.SHUT_RDWR)
+        if not drop:
+            return
+        time.sleep(0.02)  # for those that are opened later
 
 
 class Exported(keras.layers.Layer):
@@ -198,8 +221,10 @@ class Step(ctl.TrainStep):
     """A step of a user, whose forward pass may call Python."""
 
     users: Users
+    mark: Marks
 
     def preprocess(self, features: tf.Tensor) -> tf.Tensor:
+        self.mark(TRACING)
         if not self.users.in_graph("forward"):
             return features
 
@@ -250,6 +275,7 @@ def _train(placement: Placement, run_dir: Path, users: Users, mark: Marks) -> No
     """The order of `ctl.train`: build, resume, train and evaluate, leave together, export."""
     strategy, asynchronous = placement.strategy, placement.heartbeats is not None
     chief = workers.is_chief(strategy)
+    signals.install()
     mark("placed")
     keras.utils.set_random_seed(0)
     users("model")
@@ -259,7 +285,7 @@ def _train(placement: Placement, run_dir: Path, users: Users, mark: Marks) -> No
         if asynchronous:
             step.jit_update = False
         copy = None if asynchronous else ctl.EvalStep(model, metrics=[Accuracy(users)])
-    step.users = users
+    step.users, step.mark = users, mark
     test = _batches(Users((), mark)).take(5)
     if asynchronous:
         copy = ctl.EvalStep(_model(Users((), mark)), metrics=[Accuracy(users)])

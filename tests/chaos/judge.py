@@ -12,12 +12,13 @@ import dataclasses
 import hashlib
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from ctl.checkpoint import manifest
 
 from .attempt import Attempt, Hit, to_resume_from
-from .draw import COLLECTIVE_TIMEOUT, COMPILING_TIMEOUT, MARKS, STARTUP_TIMEOUT, STEPS
+from .draw import COLLECTIVE_TIMEOUT, COMPILING_TIMEOUT, MARKS, STARTUP_TIMEOUT, STEPS, TRACING
 
 _BENIGN = ("pause", "slow", "garbage", "damage")
 _SLOWER = 5.0  # how much longer than undisturbed an attempt may take that goes on
@@ -25,9 +26,9 @@ _GRACE = 15.0  # until the survivors of a kill in the training have ended
 _HEARTBEATS, _ROLL_CALL = 25.0, 35.0 + 10.0  # a frozen worker; a frozen task beside servers
 _AFTER_THAW = 35.0  # then TensorFlow and the roll call notice that they are alone
 # A task with one of these marks owes its peers no gradients any more.
-_LATE = (f"step {STEPS - 1}", f"step {STEPS}", "trained", "leaving", "exporting", "done")
+_LATE = (f"step {STEPS - 1}", f"step {STEPS}", "trained", "leaving", "exporting", "done", "exiting")
 
-_TERMED = {42, -15}  # of a task that SIGTERM meets before its first line
+_TERMED = {42, -15, 99}  # of a task that a signal meets before its first line
 
 # What TensorFlow's threads log while a process ends, and empty lines.
 _NOISE = re.compile(
@@ -45,7 +46,7 @@ class Failure:
 
 def _order(mark: str) -> int:
     """How far a task is with this mark; -1 before the first."""
-    if mark.startswith("step "):
+    if mark.startswith("step ") or mark == TRACING:
         return MARKS.index("training")
     if mark.startswith("resumed"):
         return MARKS.index("built")
@@ -73,7 +74,9 @@ def deadline(attempt: Attempt, undisturbed: float, factor: float) -> float:
 
 
 def _surely_ends(attempt: Attempt, hit: Hit) -> bool:
-    if hit.fault.kind in ("disk", "cut") or any(hit.marks[name] in _LATE for name in hit.tasks):
+    if hit.fault.kind in ("disk", "cut", "drop") or any(
+        hit.marks[name] in _LATE for name in hit.tasks
+    ):
         return False
     workers_only = all(name.startswith("worker") for name in hit.tasks)
     return hit.fault.kind == "freeze" or not ("chief 0" in attempt.names and workers_only)
@@ -124,12 +127,12 @@ def _judge_task(attempt: Attempt, name: str) -> list[Failure]:
         codes = ", ".join(map(str, sorted(allowed)))
         return [Failure("code", f"{name} exited with {ends[0]}, not {codes}: {last[:300]}")]
     culprits = _culprits(attempt)
-    if ends[0] != 5 or name in _hit_by(attempt, "freeze", "cut"):
+    if ends[0] != 5 or name in _hit_by(attempt, "freeze", "cut", "drop"):
         return []
     named = _named(name, last)
     if innocent := named - culprits:
         return [Failure("blame", f"{name} names {_names(innocent)}: {last[:400]}")]
-    known = culprits - _hit_by(attempt, "cut")  # both ends of a lost connection are there
+    known = culprits - _hit_by(attempt, "cut", "drop")  # both ends of a lost connection are there
     speaks = name == "chief 0" or "chief 0" not in attempt.names  # servers are told to end
     if known and not named and speaks and name not in culprits:
         return [Failure("blame", f"{name} does not name {_names(culprits)}: {last[:400]}")]
@@ -150,11 +153,19 @@ def _culprits(attempt: Attempt) -> set[str]:
         name
         for hit in attempt.hits
         for name in hit.tasks
-        if hit.fault.kind == "term"
-        and ("chief 0" in attempt.names or _order(hit.marks[name]) < MARKS.index("training"))
+        if hit.fault.kind in ("term", "int")
+        and (
+            "chief 0" in attempt.names
+            or hit.fault.times > 1
+            or _order(hit.marks[name]) < MARKS.index("training")
+        )
     }
     stopped = {name for name in attempt.names if _gave_up_connecting(attempt, name)}
-    return termed | stopped | _hit_by(attempt, *("kill", "freeze", "hang", "raise", "cut", "disk"))
+    return (
+        termed
+        | stopped
+        | _hit_by(attempt, *("kill", "freeze", "hang", "raise", "cut", "drop", "disk"))
+    )
 
 
 def _named(own: str, line: str) -> set[str]:
@@ -188,20 +199,34 @@ def _allowed(attempt: Attempt, name: str) -> set[int]:
 
 
 def _codes_of_workers(hit: Hit, name: str) -> set[int]:
+    if hit.fault.kind == "int":
+        return _as_term(hit, name, _codes_of_workers)
     kind, mark = hit.fault.kind, hit.marks[name]
     late = any(hit.marks[n] in _LATE for n in hit.tasks)
     if name in hit.tasks:
         own = {"kill": {-9}, "raise": {1}, "hang": {5}, "cut": {0, 5}, "freeze": {5}}
+        own["drop"] = {5}
         own["disk"] = {0, 4} if late else {4}
         own["term"] = _TERMED if not mark else {0, 42} if late else {42}
-        return own[kind] | ({0} if late and kind in ("freeze", "hang") or mark == "done" else set())
+        return own[kind] | (
+            {0} if late and kind in ("freeze", "drop", "hang") or mark == "done" else set()
+        )
     if kind == "term":
         ready = [_order(hit.marks[n]) >= MARKS.index("training") for n in hit.tasks]
         return {42} | (set() if all(ready) else {5}) | ({0, 5} if late else set())
     return {5} | ({0} if late or kind == "cut" else set())
 
 
+def _as_term(hit: Hit, name: str, codes: Callable[[Hit, str], set[int]]) -> set[int]:
+    """The codes after SIGINT: those after SIGTERM. The second one may end a task at once, which the
+    others lose then."""
+    term = dataclasses.replace(hit, fault=dataclasses.replace(hit.fault, kind="term"))
+    return codes(term, name) | ({5, 130} if hit.fault.times > 1 else set())
+
+
 def _codes_of_servers(hit: Hit, name: str) -> set[int]:
+    if hit.fault.kind == "int":
+        return _as_term(hit, name, _codes_of_servers)
     kind, chief = hit.fault.kind, hit.marks["chief 0"]
     late = chief in _LATE
     codes = {"kill": {5}, "freeze": {5}, "cut": {0, 5}, "raise": {1}, "disk": {4}, "term": {42}}

@@ -75,6 +75,14 @@ def test_a_wrong_code(tmp_path, code):
     assert checks(attempt, tmp_path) == ["code"]
 
 
+@pytest.mark.parametrize(("times", "wrong"), [(1, ["code"]), (2, [])])
+def test_the_second_ctrl_c_ends_a_task_at_once(tmp_path, times, wrong):
+    attempt = killed(kind="int", times=times)
+    attempt.ends["worker 1"] = [(130, 111.0)]
+    attempt.ends["worker 0"] = attempt.ends["worker 2"] = [(42, 111.0)]
+    assert checks(attempt, tmp_path) == wrong
+
+
 @pytest.mark.parametrize(
     "last",
     [
