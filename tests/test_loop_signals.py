@@ -135,7 +135,7 @@ def test_the_second_interrupt_is_at_once(tmp_path):
 
 def test_a_signal_without_checkpoints():
     loop = stoppable(actions=[Every(lambda s: signal.raise_signal(signal.SIGTERM), steps=3)])
-    with pytest.raises(Preempted, match="SIGTERM at step 3; nothing saved"), loop.stop_on_signals():
+    with pytest.raises(Preempted, match="SIGTERM at step 3: nothing saved"), loop.stop_on_signals():
         loop.train(20)
 
 

@@ -231,12 +231,12 @@ class _Watch:
 
     def _watch(self) -> None:
         while 0 not in (numbers := os.read(self._reader, 64)):
+            ends = [self.answer.arrive(n) for n in filter(_NUMBERS.__contains__, numbers)]
             if self._before >= 0:
                 with contextlib.suppress(OSError):
                     os.write(self._before, numbers)
-            for number in filter(_NUMBERS.__contains__, numbers):
-                end = self.answer.arrive(number)
-                if end and not end.prevented.wait(end.seconds):
+            for end in filter(None, ends):
+                if not end.prevented.wait(end.seconds):
                     console.leave(end.code, end.line)
         os.close(self._reader)
 

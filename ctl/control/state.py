@@ -47,8 +47,10 @@ class TrainState:
         return state
 
     def collect(self) -> None:
-        """Reads the variables that differ between replicas. All workers must call it."""
+        """Brings up to date what is saved: variables that differ between replicas, and averages of
+        weights that were loaded. All workers must call it."""
         self._step.per_replica_variables.collect(self._step.strategy)
+        self._step.updater.renew_copies()
 
     def restore(
         self, checkpoints: CheckpointManager, changed: bool = True

@@ -150,7 +150,6 @@ class Updater:
 
     def state(self) -> dict[str, list[tf.Variable]]:
         """Variables that a checkpoint must hold, by group."""
-        self.renew_copies()
         state = {
             "optimizer": self._of_optimizers,
             "counters": [self.global_step, self.skipped],

@@ -155,7 +155,7 @@ def test_a_manifest_with_a_group_that_the_data_lack(tmp_path):
     trained = [{"name": "v", "shape": [4], "dtype": "int32"}]
     edit_manifest(variables={**saved.variables, "trained": trained})(saved.path)
     loop = make_loop(directory=tmp_path)
-    with pytest.raises(CheckpointError, match="step-0000000001 is damaged: trained/0/.* restore a"):
+    with pytest.raises(CheckpointError, match="0001 is damaged: trained/0/.* restore it from a"):
         loop.restore()
     loop.checkpoints.close()
 

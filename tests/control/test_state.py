@@ -27,8 +27,8 @@ def groups_of_the_page() -> list[str]:
 
 
 def test_the_page_has_every_group(mirrored):
-    stop = EarlyStopping("loss", patience=3)
-    loop = make_loop(mirrored(2), step_class=HasAll, eval_actions=[stop])
+    loop = make_loop(mirrored(2), step_class=HasAll)
+    loop.eval_actions.append(EarlyStopping("loss", patience=3))
     loop.train_only([loop.step.model.layers[-1]])
     loop.step.jit_compile = True
     state = loop.state.variables()

@@ -233,7 +233,7 @@ def test_strings_of_numpy_2():
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda path: Streaming(str(path), global_batch_size=1), "a str is no source of examples"),
+        (lambda path: Streaming(str(path), global_batch_size=1), "a str is not a source"),
         (lambda path: Streaming(([[1], [1, 2]],), global_batch_size=1), "lists of different len"),
         (lambda path: InMemory(([[1], [1, 2]],), global_batch_size=1), "equal leading dimensions"),
         (lambda path: mapped([path]), "is no path: give a str"),

@@ -141,6 +141,8 @@ def valid(case: Case) -> Case:
     if case.fault == "label" and not in_memory and (skips or case.heads == 2):
         # XLA makes a NaN of a label that is no class. ctl skips that, or does not know the loss.
         changes |= {"jit_compile": False}
+    if case.change == "scale" and case.fault == "label":  # of a loss of its own, not checked
+        changes |= {"fault": ""}
     if case.heads == 2:  # the labels are not classes alone
         changes |= {"class_weight": False}
     if case.weights == "signed" and case.weighting == "sum_of_weights":

@@ -69,11 +69,7 @@ class Step(Dense, TrainStep):
 
     def __init__(self, *args: Any, twice: bool, **options: Any):
         super().__init__(*args, **options)
-        self.twice, self.factor, self.scale = twice, 1.0, 1.0
-
-    def loss(self, batch: Any) -> Any:
-        losses, outputs = super().loss(batch)
-        return losses * self.scale, outputs
+        self.twice, self.factor = twice, 1.0
 
     def loss_and_gradients(self, batch: Any, divisor: Any) -> tuple[Any, list, Any]:
         loss, gradients, outputs = super().loss_and_gradients(batch, divisor)
@@ -93,6 +89,16 @@ class Step(Dense, TrainStep):
         loss, gradients = super().forward_backward(batch, count)
         pairs = zip(gradients, others, strict=True)
         return loss + less, [None if g is None else g + other for g, other in pairs]
+
+
+class Scaled(Step):
+    """Its losses are multiplied by a Python value. Its labels are not checked, so not all are."""
+
+    scale = 1.0
+
+    def loss(self, batch: Any) -> Any:
+        losses, outputs = super().loss(batch)
+        return losses * self.scale, outputs
 
 
 class Evaluates(Dense, EvalStep):
@@ -200,7 +206,7 @@ def _make_loop(case: Case, dataset: Any, strategy: tf.distribute.Strategy, direc
             "bytes_per_pack": case.bytes_per_pack,
         }
         wrong = _wrong(case)
-        step = Step(
+        step = (Scaled if case.change == "scale" else Step)(
             make_model(case),
             make_optimizer(case),
             twice=case.twice,

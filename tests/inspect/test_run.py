@@ -141,7 +141,7 @@ def test_sums_that_marks_do_not_show_are_neither_said_to_take_no_time_nor_ablate
     said = " ".join(seen.verdict())
     assert "communication is not measured" in said and "are exposed" not in said
     if kind is LocalSGD:  # it sums without the step's own all-reduce
-        with pytest.raises(UsageError, match="sums gradients by itself"):
+        with pytest.raises(UsageError, match="sums gradients without step.observer.all_reduce"):
             ablate(loop, rounds=1, steps=2)
         assert loop.step.observer is NO_OBSERVER
 
