@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import os
 import threading
@@ -106,17 +107,23 @@ class GlobalBatches(NotResident):
 
     def rewind(self) -> None:
         """Lets `batches` begin anew: a ``shuffle`` that was read has other seeds than in a new
-        process, so a second reading resumes with other batches. Copies the dataset for it, with the
-        arrays that it holds."""
+        process, so a second reading resumes with other batches."""
+        try:
+            self._dataset = self.copy()._dataset
+        except Exception as error:  # above 2 GiB, or with state that cannot be copied
+            logging.warning(
+                "the tf.data.Dataset goes on in another order than in a new process, because "
+                "its shuffle was read before and cannot be copied: %s",
+                str(error).partition("\n")[0][:200],
+            )
+
+    def copy(self) -> GlobalBatches:
+        """Returns these batches as nobody has read them. Copies the dataset for it, with the arrays
+        that it holds, if it shuffles."""
+        other = copy.copy(self)
         if self.pipeline.seeds:
-            try:
-                self._dataset = _with_first_seeds(self._dataset)
-            except Exception as error:  # above 2 GiB, or with state that cannot be copied
-                logging.warning(
-                    "the tf.data.Dataset goes on in another order than in a new process, because "
-                    "its shuffle was read before and cannot be copied: %s",
-                    str(error).partition("\n")[0][:200],
-                )
+            other._dataset = _with_first_seeds(self._dataset)
+        return other
 
     def fingerprint(self) -> dict[str, Any]:
         """Returns what `order` does, and a hash of the first elements. Read are only the parts
@@ -173,7 +180,10 @@ def read_again(dataset: Any, step: int) -> Any:
 
     def read() -> None:
         with contextlib.suppress(Exception):  # of the user's code
-            found.append(dataset.on_replica(next(iter(dataset.batches(step - 1))), ()))
+            untouched = dataset
+            if isinstance(dataset, GlobalBatches):  # whose shuffles would draw other seeds then
+                untouched = dataset.copy()
+            found.append(dataset.on_replica(next(iter(untouched.batches(step - 1))), ()))
 
     if isinstance(dataset, NotResident):
         thread = threading.Thread(target=read, name="read_again", daemon=True)

@@ -165,7 +165,10 @@ def check_ids(model: keras.Model, dataset: Any, step: int | None = None) -> None
     inputs = getattr(model, "inputs", None)
     if not isinstance(batch, tuple | list) or not inputs:
         return
-    features = keras.tree.flatten(batch[0])
+    features = batch[0]
+    if isinstance(features, dict) and features.keys() == {one.name for one in inputs}:
+        features = [features[one.name] for one in inputs]  # as Keras does for a list of inputs
+    features = keras.tree.flatten(features)
     for layer in model.layers if len(features) == len(inputs) else ():
         for one, ids in zip(inputs, features, strict=True):
             with contextlib.suppress(AttributeError, ValueError):  # called never, or several times

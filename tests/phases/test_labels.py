@@ -16,7 +16,7 @@ from helpers import (
 )
 
 from ctl.control.evaluator import Evaluator
-from ctl.data import InMemory, Streaming
+from ctl.data import GlobalBatches, InMemory, Streaming
 from ctl.distributed import local_batch
 from ctl.errors import DivergedError, UsageError
 from ctl.phases import labels
@@ -198,6 +198,17 @@ class TestIds:
         with pytest.raises(UsageError, match="^id 99 is outside of layer words, .* 0 to 4$"):
             self.made(self.bad, in_memory=True)
 
+    def test_of_inputs_by_name(self):
+        """Keras gives a model with a list of inputs those of a dict by name."""
+        one, other = (keras.Input([], dtype="int32", name=name) for name in ("user", "item"))
+        embed = keras.layers.Embedding
+        model = keras.Model([one, other], [embed(99, 2)(one), embed(5, 2, name="few")(other)])
+        features = {"item": np.array([4, 0], np.int32), "user": np.array([98, 7], np.int32)}
+        labels.check_ids(model, InMemory((features, features["item"]), global_batch_size=2))
+        features["item"][1] = 5
+        with pytest.raises(UsageError, match="^id 5 is outside of layer few"):
+            labels.check_ids(model, InMemory((features, features["item"]), global_batch_size=2))
+
     @pytest.mark.parametrize("replicas", [1, 2])
     def test_of_a_stream_under_xla(self, mirrored, replicas):
         loop = self.made(self.bad, strategy=mirrored(replicas), jit_compile=True)
@@ -224,3 +235,22 @@ class TestIds:
             loop = self.made(self.good * 4, jit_compile=True, seed=1)
             losses.append([loop.train(4)["loss"], loop.step.model.get_weights()[0].tobytes()])
         assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("loss", [labels.BINARY, labels.CROSS_ENTROPY])
+def test_a_first_batch_that_is_checked_changes_no_order(loss):
+    """A shuffle draws other seeds each time it is read."""
+    model = keras.Sequential([keras.Input([]), keras.layers.Reshape([1]), keras.layers.Dense(2)])
+
+    def order(check, wrong=0.0):
+        shape = [12, 2] if loss == labels.BINARY else [12]
+        arrays = np.arange(12), np.full(shape, 1.0 + wrong, np.float32)
+        own = tf.data.Dataset.from_tensor_slices(arrays).shuffle(12, seed=1).batch(4)
+        data = GlobalBatches(own, training=False)
+        if check:
+            labels.check_labels(loss, model, data)
+        return [batch[0].numpy().tolist() for _ in range(2) for batch in data.batches()]
+
+    assert order(True) == order(False)
+    with pytest.raises(UsageError, match="in the first batch"):
+        order(True, wrong=4.0)
