@@ -477,11 +477,10 @@ class CheckpointManager:
         is from another run."""
         if saved.fingerprint is None or (ours := self._identity()) is None:
             return
-        if '"samples":' not in json.dumps(saved.fingerprint):  # of a stream, in the first versions
-            ours = json.loads(json.dumps(ours), object_hook=_without_samples)
+        then, ours = _without_later_keys(saved.fingerprint, ours)
         differing = {
             key: f"{key} was {was!r}, is {now!r}"
-            for key, (was, now) in differences([saved.fingerprint, ours]).items()
+            for key, (was, now) in differences([then, ours]).items()
         }
         soft = [text for key, text in differing.items() if key in self._soft_keys]
         hard = {key: text for key, text in differing.items() if key not in self._soft_keys}
@@ -537,6 +536,19 @@ class CheckpointManager:
             )
 
 
+def _without_later_keys(
+    then: Mapping[str, Any], ours: Mapping[str, Any]
+) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Both fingerprints, without what the first versions did not compare if ``then`` is theirs."""
+    if '"samples":' not in json.dumps(then):  # of a stream
+        ours = json.loads(json.dumps(ours), object_hook=_without_samples)
+    if "first batch" in then and "elements" not in then and not ours.get("shuffle"):  # of tf.data
+        ours = {key: value for key, value in ours.items() if key not in ("elements", "shuffle")}
+        if "first examples" in ours:  # Python makes the batch, so it is not compared any more
+            return {}, {}
+    return then, ours
+
+
 def _without_samples(value: dict[str, Any]) -> dict[str, Any]:
     return {key: one for key, one in value.items() if key != "samples"}
 
@@ -544,9 +556,11 @@ def _without_samples(value: dict[str, Any]) -> dict[str, Any]:
 def _is_later_worker() -> bool:
     """Whether ``TF_CONFIG`` says that this process is a worker, and not the first."""
     try:
-        task = json.loads(os.environ.get("TF_CONFIG", "{}"))["task"]
-        return task["type"] == "worker" and int(task["index"]) > 0
-    except (ValueError, KeyError, TypeError):
+        config = json.loads(os.environ.get("TF_CONFIG", "{}"))
+        task, cluster = config["task"], config.get("cluster", {})
+        first = not (cluster.get("chief") or cluster.get("master"))  # as TensorFlow calls it
+        return task["type"] == "worker" and (int(task["index"]) > 0 or not first)
+    except (ValueError, KeyError, TypeError, AttributeError):
         return False
 
 

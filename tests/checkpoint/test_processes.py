@@ -78,6 +78,11 @@ def test_the_later_workers_of_a_job_wait_until_they_are_asked_to_save(tmp_path, 
                     again.save(2, state_of(2))
         with pytest.raises(UsageError, match="holds a run up to step 1"):
             later.save(3, state_of(3))
+    task = {"type": "worker", "index": 0}  # after a chief, it is not the first
+    cluster = {"chief": ["localhost:1"], "worker": ["localhost:2"]}
+    monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster, "task": task}))
+    CheckpointManager(tmp_path / "second").close()
+    assert not (tmp_path / "second").exists()
     with CheckpointManager(tmp_path / "own") as own:
         own.save(3, state_of(3), wait=True)
         assert own.latest().step == 3

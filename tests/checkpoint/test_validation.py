@@ -90,6 +90,18 @@ def test_samples_of_the_data_are_compared_if_the_checkpoint_has_some(tmp_path):
         restore_fresh(tmp_path / "new", fingerprint={"seed": 1, "samples": "b"})
 
 
+def test_batches_of_the_users_own_as_the_first_versions_named_them(tmp_path):
+    """Without a shuffle, their order is the same."""
+    save_steps(tmp_path, [1], fingerprint={"first batch": "a"})
+    now = {"elements": "spec", "shuffle": [], "first batch": "a"}
+    of_python = {"elements": "spec", "shuffle": [], "first examples": "b"}
+    for same in (now, of_python):
+        assert restore_fresh(tmp_path, fingerprint=same)[0].step == 1
+    for other in ({"first batch": "b"}, {"shuffle": [["shuffle", 9, 1, 0]]}):
+        with pytest.raises(CheckpointError, match=f"another run: .*{min(other)} was "):
+            restore_fresh(tmp_path, fingerprint=now | other)
+
+
 def test_the_code_of_the_step(tmp_path, warnings_of):
     """As `ctl.control.source_hash.identity` describes it."""
 
