@@ -25,6 +25,7 @@ pytestmark = pytest.mark.slow  # starts processes
 
 TRAIN = "ctl.train"
 STEPS = 1500
+ENDLESS = ["--train_steps=1000000", "--evaluate_every=1000000"]
 SHORT = ["--model=dense", "--train_steps=20", "--evaluate_every=10"]
 # Training, saving and evaluating take about the same time, so that an end falls in each.
 MANY = [
@@ -198,7 +199,7 @@ def test_a_second_interrupt_saves_nothing(zygote, tmp_path):
         "    raise OSError('the end of the test')\n"
         "bundle.write, make = write, models.dense\n"
     )
-    options = ["--model=slow:make", "--steps_per_loop=5", "--evaluate_every=1000000"]
+    options = ["--model=slow:make", "--steps_per_loop=5", *ENDLESS]
     command = zygote.start(TRAIN, f"--model_dir={tmp_path}/run", *options, path=[tmp_path])
     command.until("step ", "stdout")
     command.signal(signal.SIGINT)
@@ -274,7 +275,7 @@ def test_signals_from_the_first_line_to_the_exit(zygote, tmp_path, point, number
 def test_what_comes_after_a_save_does_not_change_the_code(zygote, tmp_path):
     """Signals while the process of a stopped training ends."""
     (tmp_path / "signals_of_a_user.py").write_text(SIGNALS)
-    options = ["--model=signals_of_a_user:make", "--evaluate_every=1000000", "--steps_per_loop=5"]
+    options = ["--model=signals_of_a_user:make", "--steps_per_loop=5", *ENDLESS]
     start = {"path": [tmp_path], "RUN": str(tmp_path), "NUMBERS": "2 15 2", "POINT": "exit"}
     command = zygote.start(TRAIN, f"--model_dir={tmp_path}/run", *options, **start)
     command.until("step ", "stdout")
@@ -285,12 +286,13 @@ def test_what_comes_after_a_save_does_not_change_the_code(zygote, tmp_path):
 
 def test_signals_while_the_command_is_imported(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(
-        "import os, signal, sys\n"
+        "import os, signal, sys, time\n"
         "class Finder:\n"
         "    @staticmethod\n"
         "    def find_spec(name, path=None, target=None):\n"
         "        if name == 'ctl.flags.parsing':\n"
         "            os.kill(os.getpid(), signal.SIGTERM)\n"
+        "            time.sleep(60)  # which the signal ends\n"
         "sys.meta_path.insert(0, Finder)\n"
     )
     ended = subprocess.run(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import queue
 import signal
 import threading
 from collections.abc import Iterator
@@ -15,6 +16,9 @@ from ctl.base import console
 from ctl.errors import Preempted, UsageError
 
 _NUMBERS = signal.SIGTERM, signal.SIGINT
+
+# Bytes in the pipe of `_Watch` that are no signals.
+_END, _NEXT = 0, 255
 
 # A call of the loop takes about half a second. A call that takes longer than this may hang.
 _GRACE_SECONDS = 1.0
@@ -198,9 +202,20 @@ class _Watch:
         os.set_blocking(self._writer, False)
         # The previous file descriptor may be asyncio's, for instance.
         self._before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        threading.Thread(target=self._watch, name="ctl_signals", daemon=True).start()
+        self._next: queue.SimpleQueue[_Answer] = queue.SimpleQueue()
+        thread = threading.Thread(target=self._watch, args=(answer,), name="ctl_signals")
+        thread.daemon = True
+        thread.start()
         self._handlers = self.install()
         _Watch.active = self
+
+    def switch(self, answer: _Answer) -> None:
+        """Lets ``answer`` decide from now on. The thread, which may be late, asks the one before
+        about signals that came before: else it would take the last one of a loop for one that came
+        after the loop."""
+        self.answer = answer
+        self._next.put(answer)
+        os.write(self._writer, bytes([_NEXT]))
 
     def install(self) -> dict[int, Any]:
         """Returns the handlers of before. TensorFlow puts its own in their place, which Python does
@@ -213,7 +228,7 @@ class _Watch:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._before)
-        os.write(self._writer, b"\0")  # ends the thread
+        os.write(self._writer, bytes([_END]))
         os.close(self._writer)
 
     def _handle(self, number: int, frame: Any) -> None:
@@ -229,16 +244,21 @@ class _Watch:
                 for number, handler in cls.active._handlers.items():
                     signal.signal(number, handler)
 
-    def _watch(self) -> None:
-        while 0 not in (numbers := os.read(self._reader, 64)):
-            ends = [self.answer.arrive(n) for n in filter(_NUMBERS.__contains__, numbers)]
-            if self._before >= 0:
-                with contextlib.suppress(OSError):
-                    os.write(self._before, numbers)
-            for end in filter(None, ends):
-                if not end.prevented.wait(end.seconds):
+    def _watch(self, answer: _Answer) -> None:
+        while True:
+            for number in os.read(self._reader, 64):
+                if number == _END:
+                    os.close(self._reader)
+                    return
+                if number == _NEXT:
+                    answer = self._next.get()
+                    continue
+                end = answer.arrive(number) if number in _NUMBERS else None
+                if self._before >= 0:
+                    with contextlib.suppress(OSError):
+                        os.write(self._before, bytes([number]))
+                if end and not end.prevented.wait(end.seconds):
                     console.leave(end.code, end.line)
-        os.close(self._reader)
 
 
 os.register_at_fork(after_in_child=_Watch.forget)
@@ -254,12 +274,13 @@ def answered_by(answer: _Answer) -> Iterator[_Answer | None]:
     if threading.current_thread() is not threading.main_thread():
         raise UsageError("signals can be handled in the main thread only")
     if watch := _Watch.active:
-        outer, watch.answer = watch.answer, answer
+        outer = watch.answer
+        watch.switch(answer)
         watch.install()
         try:
             yield outer
         finally:
-            watch.answer = outer
+            watch.switch(outer)
         return
     watch = _Watch(answer)
     try:

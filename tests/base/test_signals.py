@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import select
 import signal
 import threading
 import time
@@ -85,3 +86,28 @@ def test_the_second_interrupt_may_come_in_an_inner_context(outer):
         signal.raise_signal(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt), Signals().noted():
             signal.raise_signal(signal.SIGINT)
+
+
+def test_a_thread_that_is_late_asks_who_answered_then(outer):
+    """The second interrupt of a loop is not one that comes after the loop, which would end the
+    process without a word."""
+    asked, released = [], threading.Event()
+
+    class Answer(signals.Received):
+        def __init__(self, name):
+            self.name = name
+
+        def arrive(self, number):
+            released.wait(20)
+            asked.append(self.name)
+
+    with signals.answered_by(Answer("outer")):
+        with signals.answered_by(Answer("inner")):
+            for _ in range(2):
+                signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        released.set()
+        for _ in range(3):
+            assert select.select([outer], [], [], 20)[0]
+            os.read(outer, 1)
+    assert asked == ["inner", "inner", "outer"]

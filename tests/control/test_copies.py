@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from absl import logging
 from helpers import CLASSES, FEATURES, adam, make_loop
 from keras import layers
 
@@ -139,6 +140,7 @@ def test_workers_that_drift_apart_are_named(mirrored, monkeypatch, warnings_of):
         return [text, json.dumps(other).encode()]
 
     monkeypatch.setattr(workers, "all_gather", all_gather)
+    monkeypatch.setattr(logging, "_log_counter_per_token", {})  # said once in a process
     loop.train(1)
     check_copies(loop.step)
     (said,) = [line for line in warnings_of() if "differ between workers" in line]
