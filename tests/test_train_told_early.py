@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import sys
+from types import SimpleNamespace
 
 import keras
 import numpy as np
@@ -16,6 +17,7 @@ from ctl.data import InMemory, Streaming
 from ctl.errors import UsageError
 from ctl.flags import early, tracebacks
 from ctl.jobs import named
+from ctl.jobs.build import make_eval_step
 from ctl.phases import losses
 from ctl.phases.base_step import EvalStep
 from ctl.step import TrainStep
@@ -125,6 +127,12 @@ class Closed(ctl.TrainStep):
         super().__init__(model, optimizer, loss_fn)
 
 
+class Evaluated(ctl.TrainStep):
+    class eval_step(ctl.EvalStep):
+        def __init__(self, model, loss_fn, metrics):
+            super().__init__(model, loss_fn, metrics)
+
+
 def model(image_shape, num_classes, depth):
     pass
 
@@ -165,6 +173,12 @@ def test_how_code_is_called_is_checked_before_data_are_read(calls):
         with pytest.raises(UsageError, match=reason):
             named.check_calls(*arguments)
     named.check_calls(TrainStep, "dense", "calls:fails", "accuracy")
+    kind = named.step_class("calls:Evaluated")
+    named.check_calls(kind, "dense", "cross_entropy", None)
+    flags = SimpleNamespace(step="calls:Evaluated", loss="cross_entropy", metrics=None)
+    flags.weighting = "sum_of_weights"
+    made = make_eval_step(flags, mlp())
+    assert (type(made), made.weighting) == (kind.eval_step, "sum_of_weights")
 
 
 def test_an_error_of_the_users_keeps_its_frames_and_no_others(calls):

@@ -253,7 +253,9 @@ def make_eval_step(flags: FlagValues, model: keras.Model) -> EvalStep:
     of_outputs = kind if fits_default_evaluation(step) else step
     metrics = named.make_metrics(flags.metrics, flags.loss, of_outputs)
     loss = named.loss_function(flags.loss)
-    return kind(model, loss, metrics, weighting=flags.weighting)
+    evaluates = kind(model, loss, metrics)
+    evaluates.weighting = flags.weighting  # a class of the user's need not take it
+    return evaluates
 
 
 def make_loop(prepared: Prepared, checkpoints: Any = None) -> Loop:

@@ -47,8 +47,8 @@ def check_calls(kind: type[steps.TrainStep], model: str, loss: str, metrics: str
     )
     with_model = "(model, optimizer, loss_fn, **options), and passes the options on"
     _check_call(f"the step {kind.__name__}", kind, (None, None, None), with_model, **options)
-    evaluates, takes = kind.eval_step, "(model, loss_fn, metrics, **options), and passes those on"
-    _check_call(f"the step {evaluates.__name__}", evaluates, (None,) * 3, takes, weighting=None)
+    evaluates, takes = kind.eval_step, "(model, loss_fn, metrics)"
+    _check_call(f"the step {evaluates.__name__}", evaluates, (None,) * 3, takes)
     if is_function_name(model) and inspect.signature(find("model", model)).parameters:
         takes = "(image_shape, num_classes), or nothing"
         _check_call(f"the model {model!r}", find("model", model), (None, None), takes)
