@@ -116,19 +116,13 @@ class TraceGuards:
         self._seen: _Read
         self._start: _Read | None = None  # what the program has set, before the first call
         self._lost: list[str] = []  # what a restore could not change
-        layers = {}
         parts = replicas.layers_of(step.tracked.layer)[::-1]  # from the first to the last
-        for name, layer in zip(replicas.numbered(p.name for p in parts), parts, strict=True):
-            layers[f"layer {name}"] = layer
+        layers = {f"layer {name}": layer for name, layer in replicas.numbered(parts)}
         self._layers = {what: layer for what, layer in layers.items() if _is_users(type(layer))}
-        variables = step.tracked.layer.trainable_variables
-        paths = replicas.numbered(v.path for v in variables)
-        self._variables = [*zip(paths, variables, strict=True)]
+        self._variables = replicas.numbered(step.tracked.layer.trainable_variables, "path")
         owners: dict[str, Any] = dict(layers)
-        names = replicas.numbered(o.name for o in step.tracked.optimizers)
-        self._optimizers = {
-            f"optimizer {name}": o for name, o in zip(names, step.tracked.optimizers, strict=True)
-        }
+        optimizers = replicas.numbered(step.tracked.optimizers)
+        self._optimizers = {f"optimizer {name}": optimizer for name, optimizer in optimizers}
         self._scheduled: set[str] = set()  # names of optimizers whose rate is not used
         if hasattr(step, "updater"):
             applied = step.updater.optimizers()
