@@ -238,7 +238,7 @@ class TraceGuards:
             known = vars(owner)
             begins = changed[name].before.then() if name in changed else known.get(attribute)
             before, value = saved.get(name, (begins, begins))
-            if all(_Value(begins, {}) != _Value(of_run, {}) for of_run in (before, value)):
+            if not (_same(begins, before) or _same(begins, value)):
                 logging.warning(
                     "%s is %r, as the program sets it now, not %r, to which it was changed before "
                     "step %d: to change it, set it after restore()",
@@ -247,7 +247,7 @@ class TraceGuards:
                 value = begins
             if value is None and owner is step and attribute not in self._start.of_step:
                 known.pop(attribute, None)  # that of the class
-            elif _Value(known.get(attribute), {}) != _Value(value, {}):
+            elif not _same(known.get(attribute), value):
                 setattr(owner, attribute, value)
 
     def _changes_by_user(self, step: Any) -> list[_Change]:
@@ -523,9 +523,12 @@ def _fits_json(*values: _Value) -> bool:
     with contextlib.suppress(TypeError, ValueError):
         then = [value.then() for value in values]
         again = json.loads(json.dumps(then, allow_nan=False))
-        pairs = zip(again, then, strict=True)
-        return all(_Value(a, {}) == _Value(b, {}) for a, b in pairs)
+        return all(map(_same, again, then))
     return False
+
+
+def _same(one: Any, other: Any) -> bool:
+    return _Value(one, {}) == _Value(other, {})
 
 
 def _is_option(name: str, value: Any) -> bool:
