@@ -286,8 +286,7 @@ def naming_eval_step(step: Any, evaluator: Any) -> Iterator[None]:
 
 
 def _mistakes_loss(step: Any, evaluator: Any) -> bool:
-    own = evaluator.step.overrides("loss")
-    return not own and not fits_default_evaluation(type(step))
+    return not (evaluator.step.overrides("loss") or fits_default_evaluation(type(step)))
 
 
 def _advice(step: Any) -> str:
