@@ -46,7 +46,7 @@ from ctl.control.state import TrainState
 from ctl.data.dataset import Dataset, on_replica
 from ctl.data.errors import translate_data_errors
 from ctl.data.feed import Block, Feed, batch_of, next_block, open_feed, waiting_for
-from ctl.data.global_batches import GlobalBatches, as_dataset, comparable
+from ctl.data.global_batches import as_dataset, comparable
 from ctl.distributed import local_batch, workers
 from ctl.distributed.watch import watchdog
 from ctl.errors import Preempted, UsageError
@@ -87,7 +87,7 @@ class Steps:
         """Opens a feed of the global batches from ``start_step`` on."""
         if self._resident is None:
             self._resident = self.dataset.resident(self.strategy)
-        elif isinstance(self.dataset, GlobalBatches):
+        elif hasattr(self.dataset, "rewind"):
             self.dataset.rewind()
         feed = open_feed(self.dataset, self.strategy, start_step, self._resident)
         self._batches_per_block = feed.batches_per_block

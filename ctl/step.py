@@ -37,7 +37,6 @@ from ctl.phases.checks import (
     check_overrides,
     check_unsynchronized,
     checked_gradients,
-    names_in,
 )
 from ctl.phases.losses import cross_entropy
 from ctl.phases.norms import global_norm
@@ -49,7 +48,6 @@ from ctl.phases.trace_guards import TraceGuards, TraceKey
 from ctl.reduce import BESIDE, COUNT, all_reduce, densify, gather_context
 
 Gradients = list[tf.Tensor | None]
-_CALL_LOSS = "forward", "loss_and_gradients", "forward_backward"
 
 
 class TrainStep(BaseStep):
@@ -480,12 +478,6 @@ class TrainStep(BaseStep):
         """Whether a subclass, or this object, replaces ``method`` of ``base``, by default of
         `TrainStep`."""
         return super().overrides(method, base or TrainStep)
-
-    def replaces_loss(self) -> bool:
-        """Whether a subclass replaces `loss`, or a phase that calls it and does so no more."""
-        own = (getattr(self, p) for p in _CALL_LOSS if self.overrides(p))
-        calls = {"super", "loss", "loss_fn", *_CALL_LOSS}
-        return super().replaces_loss() or any(calls.isdisjoint(names_in(m)) for m in own)
 
     @property
     def has_custom_all_reduce(self) -> bool:

@@ -104,6 +104,7 @@ class _Training:
     Attributes:
         make, replicas: see `check_step`.
         pause: the step after which the state is saved; 0 for none.
+        seeds: ids of the variables from which Dropout and seed generators draw.
         states: after 0, 1, 2, ... steps.
         saved: the bits of the state after step ``pause``.
     """
@@ -116,6 +117,7 @@ class _Training:
         self.loop = _made(make, replicas, checkpoints)
         self.step = self.loop.step
         self.names = _names(self.loop)
+        self.seeds = {id(v) for v in of_replicas.dropout_seeds(self.step.tracked.layer)}
         self.states = [_State(_values(self.loop), {})]
         self.saved: dict[str, list[bytes]] = {}
         self._masks: set[Any] = set()
@@ -127,12 +129,12 @@ class _Training:
         with self._directory:
             checkpoints = CheckpointManager(self._directory.name)
             loop = _made(self.make, self.replicas, checkpoints, seed=_SEED + 1)
+            assert self.loop.dataset.fingerprint() == loop.dataset.fingerprint(), (
+                "make() gives other batches each time it is called: give their shuffle a seed, as "
+                "in dataset.shuffle(1000, seed=1), and random numbers of NumPy, too"
+            )
             loop.restore()
             checkpoints.close()
-        assert self.loop.dataset.fingerprint() == loop.dataset.fingerprint(), (
-            "make() gives other batches each time it is called: give their shuffle a seed, as in "
-            "dataset.shuffle(1000, seed=1), and random numbers of NumPy, too"
-        )
         return loop
 
     def trace(self) -> Any:
@@ -165,17 +167,18 @@ class _Training:
                 f"the step draws from tf.random ({draw}), whose state no checkpoint has: use "
                 "tf.random.stateless_normal(shape, self.seed('name')) and its kind"
             )
-        self._check_evidence()
+        self.check_evidence()
         if option := evidence.unread_option(self.step):
             raise AssertionError(
                 f"no code of {type(self.step).__name__} names its option {option}, so --{option} "
                 "has no effect: read it, or leave it out"
             )
         self.train(steps)
-        self._check_evidence()
+        self.check_evidence()
         _check_one_trace(self, steps)
 
-    def _check_evidence(self) -> None:
+    def check_evidence(self) -> None:
+        """Raises `AssertionError` for a mistake that the traces so far have shown."""
         if mistake := self.evidence.mistake(self.step):
             raise AssertionError(mistake)
 
@@ -208,8 +211,8 @@ def _check_equal(one: _Training, several: _Training, steps: int, tolerance: floa
         wanted, found = one.states[until].values, several.states[until].values
         when = f"after {until} step{'s' * (until > 1)}"
         for name in wanted:
-            difference = np.abs(found[name] - wanted[name]).max(initial=0.0)
-            if difference > tolerance * max(1.0, np.abs(wanted[name]).max(initial=0.0)):
+            difference = _largest(found[name] - wanted[name])
+            if difference > tolerance * max(1.0, _largest(wanted[name])):
                 raise AssertionError(
                     f"{replicas} replicas do not equal one: {when}, {names[name]} differs by "
                     f"{difference:.2g}: "
@@ -224,9 +227,10 @@ def _check_equal(one: _Training, several: _Training, steps: int, tolerance: floa
                     f"{replicas} replicas do not equal one: {when}, {name} is {value:.6g}, not "
                     f"{one_replica:.6g}: {reason}"
                 )
-    moves = [np.abs(wanted[n] - before[n]).max(initial=0.0) for n in wanted if "model " in names[n]]
-    assert max(moves, default=0.0) > 10 * tolerance, (
-        f"in {steps} steps, no weight has moved by more than {max(moves, default=0.0):.2g}, so "
+    moves = [_largest(wanted[name] - before[name]) for name in wanted if "model " in names[name]]
+    most = max(moves, default=0.0)
+    assert most > 10 * tolerance, (
+        f"in {steps} steps, no weight has moved by more than {most:.2g}, so "
         "nothing was compared: take a larger learning rate"
     )
 
@@ -278,11 +282,9 @@ def _of_other_examples(several: _Training) -> str | None:
 
 
 def _check_agreement(several: _Training) -> None:
-    loop = several.loop
-    seeds = {id(v) for v in of_replicas.dropout_seeds(loop.step.tracked.layer)}
-    for label, _, variable in _variables(loop):
-        copies = loop.strategy.experimental_local_results(variable)
-        if id(variable) not in seeds and len({c.numpy().tobytes() for c in copies}) > 1:
+    for label, _, variable in _variables(several.loop):
+        copies = several.loop.strategy.experimental_local_results(variable)
+        if id(variable) not in several.seeds and len({c.numpy().tobytes() for c in copies}) > 1:
             reason = _own_optimizer(several) or (
                 "is its gradient not reduced, or is it updated with one replica's part of the "
                 "batch?"
@@ -303,9 +305,8 @@ def _check_comparable(loop: Loop) -> None:
 
 def _check_undrawn(one: _Training) -> None:
     """Refuses Dropout and seed generators that draw. One at rate 0 leaves its state as it is."""
-    seeds = {id(v) for v in of_replicas.dropout_seeds(one.step.tracked.layer)}
     for label, name, variable in _variables(one.loop):
-        if id(variable) in seeds:
+        if id(variable) in one.seeds:
             before, now = (one.states[at].values[name] for at in (0, -1))
             assert np.array_equal(before, now), (
                 f"several replicas do not equal one with Dropout or a seed generator ({label}), "
@@ -324,7 +325,7 @@ def check_reduced_once(make: Make, replicas: int) -> None:
 
 def _check_reduced_once(several: _Training) -> None:
     several.trace()
-    several._check_evidence()
+    several.check_evidence()
     plan = several.loop.plan()
     # A sum of `passes.reduced` is no gradient yet, and what is made of it is summed.
     sums = [c for c in plan.collectives if passes.SCOPE not in c.name]
@@ -376,9 +377,8 @@ def _check_noise(several: _Training) -> None:
     state = [v for group in step.state().values() for v in group]
     state += [v.value for metric in step.all_metrics() for v in metric.variables]
     state += [*step.per_replica_variables.variables, *step.logged.variables]
-    seeds = {id(v) for v in of_replicas.dropout_seeds(step.tracked.layer)}
-    state.sort(key=lambda v: id(v) in seeds)
-    first_seed = sum(len(copies(v)) for v in state if id(v) not in seeds)
+    state.sort(key=lambda v: id(v) in several.seeds)
+    first_seed = sum(len(copies(v)) for v in state if id(v) not in several.seeds)
     kept = [copy for v in state for copy in copies(v)]
     before = [variable.numpy() for variable in kept]
     drawn = []
@@ -496,9 +496,8 @@ def _check_loss_scale(one: _Training) -> None:
         training.train(1)
     wanted, found = one.states[1].values, other.states[1].values
     for name, label in one.names.items():
-        difference = np.abs(found[name] - wanted[name]).max(initial=0.0)
-        moved = np.abs(wanted[name] - one.states[0].values[name]).max(initial=0.0)
-        if "model " in label and difference > max(0.01 * moved, 1e-9):
+        moved = _largest(wanted[name] - one.states[0].values[name])
+        if "model " in label and _largest(found[name] - wanted[name]) > max(0.01 * moved, 1e-9):
             raise AssertionError(
                 f"{label} depends on the loss scale: {type(one.step).__name__} must compute "
                 "gradients with self.backward(tape, loss), which multiplies them by it"
@@ -554,10 +553,14 @@ def check_reference(
     loop.train(steps)
     for mine, other in zip(loop.step.model.variables, plain.step.model.variables, strict=True):
         wanted, found = (v.numpy().astype(np.float64) for v in (other, mine))
-        difference = np.abs(found - wanted).max(initial=0.0)
-        assert difference <= tolerance * max(1.0, np.abs(wanted).max(initial=0.0)), (
+        difference = _largest(found - wanted)
+        assert difference <= tolerance * max(1.0, _largest(wanted)), (
             f"{mine.path} differs from the reference by {difference:.2g} after {steps} steps"
         )
+
+
+def _largest(values: np.ndarray) -> float:
+    return float(np.abs(values).max(initial=0.0))
 
 
 def _made(

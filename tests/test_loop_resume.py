@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import keras
 import numpy as np
@@ -21,9 +22,9 @@ from helpers import (
 
 from ctl.base.actions import Every
 from ctl.checkpoint import CheckpointManager
-from ctl.data import GlobalBatches, InMemory
+from ctl.data import Augmented, GlobalBatches, InMemory
 from ctl.errors import CheckpointError, DivergedError, UsageError
-from ctl.loop import Loop
+from ctl.loop import Loop, Steps
 from ctl.schedule import make_schedule
 from ctl.step import TrainStep
 
@@ -369,3 +370,14 @@ def test_a_resume_in_the_same_process_has_the_batches_of_a_new_one(tmp_path, mir
             assert loop.restore().step == 5
             loop.train(9)
             assert rows == expected
+
+
+def test_augmented_batches_that_are_opened_again_are_those_of_a_new_process():
+    images = tf.data.Dataset.from_tensor_slices((np.zeros([8, 4, 4, 1], np.uint8), np.arange(8)))
+    own = GlobalBatches(images.shuffle(8, seed=1).batch(4, drop_remainder=True))
+    step: Any = None  # opening needs none
+    steps, readings = Steps(step, Augmented(own, "flip"), tf.distribute.get_strategy()), []
+    for _ in range(2):
+        feed = steps.open(0)
+        readings.append([tf.nest.flatten(next(feed.iterator))[-1].numpy().tolist() for _ in "1234"])
+    assert readings[0] == readings[1] and readings[0][:2] != readings[0][2:]

@@ -65,9 +65,9 @@ def model_config(step: TrainStep) -> dict[str, dict[str, Any]]:
     graphs = [layer for layer in layers if hasattr(layer, "_nodes_by_depth")]  # private, see below
     parts = [*layers, *(operation for graph in graphs for operation in graph.operations)]
     configs: dict[str, dict[str, Any]] = {"the loss": settings_of(step.loss_fn)}
-    parts = [*{id(part): part for part in parts}.values()]
-    names = dict(zip(map(id, parts), replicas.numbered(p.name for p in parts), strict=True))
-    configs |= {f"layer {names[id(part)]}": settings_of(part) for part in parts}
+    named = replicas.numbered({id(part): part for part in parts}.values())
+    names = {id(part): name for name, part in named}
+    configs |= {f"layer {name}": settings_of(part) for name, part in named}
     for layer in layers:
         if isinstance(layer, keras.Sequential):
             order = [names[id(one)] for one in layer.layers]

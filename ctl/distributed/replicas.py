@@ -6,10 +6,12 @@ import collections
 import contextlib
 import re
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import keras
 import tensorflow as tf
 
+from ctl.distributed import local_batch
 from ctl.errors import UsageError
 
 # Keras mirrors the seed of Dropout, so all replicas would draw the same mask. The seeds of
@@ -93,15 +95,15 @@ def layers_of(model: keras.Model) -> list[keras.Layer]:
     return list(model._flatten_layers())  # Keras has no public way into nested layers
 
 
-def numbered(names: Iterable[str]) -> list[str]:
-    """``names`` of layers, or paths of variables, as they are in every process: without the numbers
+def numbered(parts: Iterable[Any], name: str = "name") -> list[tuple[str, Any]]:
+    """Gives each of ``parts`` its attribute ``name`` as it is in every process: without the numbers
     of Keras, which counts layers that a process makes; the second ``dense`` is ``dense#2``."""
     count: collections.Counter[str] = collections.Counter()
     made = []
-    for name in names:
-        name = re.sub(r"_\d+(?=/|$)", "", name)
-        count[name] += 1
-        made.append(f"{name}#{count[name]}" if count[name] > 1 else name)
+    for part in parts:
+        plain = re.sub(r"_\d+(?=/|$)", "", getattr(part, name))
+        count[plain] += 1
+        made.append((f"{plain}#{count[plain]}" if count[plain] > 1 else plain, part))
     return made
 
 
@@ -149,9 +151,8 @@ def average_like(variable: keras.Variable) -> tf.Variable:
     """Returns a variable for the moving average of ``variable``, with its current value, in float32
     at least."""
     value = variable.value
-    dtype = tf.float32 if value.dtype.size < 4 else value.dtype
     name = value.name.removesuffix(":0")
-    return tf.Variable(tf.cast(value, dtype), trainable=False, name=name)
+    return tf.Variable(local_batch.widened(value), trainable=False, name=name)
 
 
 def synchronizes(strategy: tf.distribute.Strategy, model: keras.Model) -> bool:

@@ -18,7 +18,7 @@ from ctl.distributed.replica_variables import ReplicaVariables
 from ctl.distributed.watch import watchdog
 from ctl.errors import UsageError
 from ctl.phases import labels, losses, options, sample_weights
-from ctl.phases.checks import check_loss_and_metrics, check_results
+from ctl.phases.checks import check_loss_and_metrics, check_results, replaces_loss
 from ctl.phases.logged import TAKEN, Logged
 from ctl.phases.tracked_state import TrackedState
 from ctl.reduce import gather_context
@@ -163,10 +163,6 @@ class BaseStep(AutographMethods):
         ``method``."""
         original = getattr(base or BaseStep, method)
         return method in vars(self) or getattr(type(self), method) is not original
-
-    def replaces_loss(self) -> bool:
-        """Whether a subclass replaces `loss`, and so does not need ``loss_fn``."""
-        return self.overrides("loss")
 
     def update_metrics_of(self, batch: Any, outputs: Any) -> None:
         """Calls `update_metrics` if `loss` has returned outputs. Otherwise `results` leaves out
@@ -324,7 +320,7 @@ class BaseStep(AutographMethods):
             dataset: see `ctl.phases.labels.check_labels`.
             step: the step of a batch, which is read again if that takes little time.
         """
-        if self.replaces_loss():
+        if replaces_loss(self):
             return
         labels.check_from_logits(self.loss_fn, self.model)
         if not self.overrides("preprocess"):

@@ -7,7 +7,6 @@ import inspect
 import math
 import os
 import re
-import types
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -19,7 +18,7 @@ from ctl.distributed import replicas
 from ctl.distributed.replica_variables import ReplicaVariables
 from ctl.errors import CtlError, UsageError
 from ctl.phases.logged import Logged
-from ctl.phases.penalties import names
+from ctl.phases.penalties import codes, names
 from ctl.phases.seeds import Seeds
 from ctl.phases.tracked_state import TrackedState, has_state
 
@@ -127,13 +126,18 @@ def names_in(function: Any) -> set[str]:
     """Names of attributes and globals, and strings, in the code of a function, a method or a
     property, and of functions inside it."""
     function = getattr(function, "fget", None) or getattr(function, "func", None) or function
-    left, names = [getattr(getattr(function, "__func__", function), "__code__", None)], set()
-    while left:
-        code = left.pop()
-        if isinstance(code, types.CodeType):
-            names |= {*code.co_names, *(one for one in code.co_consts if isinstance(one, str))}
-            left += code.co_consts
+    names: set[str] = set()
+    for code in codes(getattr(getattr(function, "__func__", function), "__code__", None)):
+        names |= {*code.co_names, *(one for one in code.co_consts if isinstance(one, str))}
     return names
+
+
+def replaces_loss(step: Any) -> bool:
+    """Whether a subclass replaces `loss`, or a phase that calls it and does so no more."""
+    phases = "forward", "loss_and_gradients", "forward_backward"
+    own = (getattr(step, p) for p in phases if step.training and step.overrides(p))
+    calls = {"super", "loss", "loss_fn", *phases}
+    return step.overrides("loss") or any(calls.isdisjoint(names_in(method)) for method in own)
 
 
 def check_overrides(step: Any) -> None:
@@ -282,8 +286,7 @@ def naming_eval_step(step: Any, evaluator: Any) -> Iterator[None]:
 
 
 def _mistakes_loss(step: Any, evaluator: Any) -> bool:
-    own = evaluator.step.overrides("loss")
-    return not own and not fits_default_evaluation(type(step))
+    return not (evaluator.step.overrides("loss") or fits_default_evaluation(type(step)))
 
 
 def _advice(step: Any) -> str:

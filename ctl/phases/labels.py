@@ -118,12 +118,10 @@ def check_labels(loss: str, model: keras.Model, dataset: Any, step: int | None =
     shape: Any = getattr(model, "output_shape", None)
     if isinstance(dataset, Augmented):  # which checks by itself what it mixes
         dataset = dataset.dataset
-    batch, where = getattr(dataset, "arrays", None), ""
     if type(shape) is not tuple or len(shape) != 2:
         return
-    if batch is None and step is not None:
-        batch, where = read_again(dataset, step), f" in the batch of step {step}"
-    elif batch is None:
+    batch, where = _examples(dataset, step)
+    if batch is None and step is None:
         spec = _batch_spec(dataset)
         if isinstance(spec, tuple | list) and len(spec) in (2, 3):
             _check_kind(loss, spec[1], shape[-1])
@@ -139,6 +137,14 @@ def check_labels(loss: str, model: keras.Model, dataset: Any, step: int | None =
         _check_binary(values, where)
     elif values.ndim == 1 and values.size and shape[-1]:
         _check_classes(values, shape[-1], where)
+
+
+def _examples(dataset: Any, step: int | None) -> tuple[Any, str]:
+    """All examples if they are in memory, else the batch of ``step``, and where it is; or None."""
+    arrays = getattr(dataset, "arrays", None)
+    if arrays is not None or step is None:
+        return arrays, ""
+    return read_again(dataset, step), f" in the batch of step {step}"
 
 
 def _batch_spec(dataset: Any) -> Any:
@@ -159,9 +165,7 @@ def check_ids(model: keras.Model, dataset: Any, step: int | None = None) -> None
         dataset, step: see `check_labels`. Without ``step``, features are checked if they are in
             memory.
     """
-    batch, where = getattr(dataset, "arrays", None), ""
-    if batch is None and step is not None:
-        batch, where = read_again(dataset, step), f" in the batch of step {step}"
+    batch, where = _examples(dataset, step)
     inputs = getattr(model, "inputs", None)
     if not isinstance(batch, tuple | list) or not inputs:
         return

@@ -138,6 +138,12 @@ def _may_add(owner: Any) -> bool:
 
 def names(code: Any, name: str) -> bool:
     """Whether the code of a function, or of a function inside it, has the ``name``."""
-    if not isinstance(code, types.CodeType):
-        return False
-    return name in code.co_names or any(names(inner, name) for inner in code.co_consts)
+    return any(name in one.co_names for one in codes(code))
+
+
+def codes(code: Any) -> Iterator[types.CodeType]:
+    """The ``code`` of a function and of functions inside it; nothing if it is no code."""
+    if isinstance(code, types.CodeType):
+        yield code
+        for inner in code.co_consts:
+            yield from codes(inner)

@@ -116,19 +116,13 @@ class TraceGuards:
         self._seen: _Read
         self._start: _Read | None = None  # what the program has set, before the first call
         self._lost: list[str] = []  # what a restore could not change
-        layers = {}
         parts = replicas.layers_of(step.tracked.layer)[::-1]  # from the first to the last
-        for name, layer in zip(replicas.numbered(p.name for p in parts), parts, strict=True):
-            layers[f"layer {name}"] = layer
+        layers = {f"layer {name}": layer for name, layer in replicas.numbered(parts)}
         self._layers = {what: layer for what, layer in layers.items() if _is_users(type(layer))}
-        variables = step.tracked.layer.trainable_variables
-        paths = replicas.numbered(v.path for v in variables)
-        self._variables = [*zip(paths, variables, strict=True)]
+        self._variables = replicas.numbered(step.tracked.layer.trainable_variables, "path")
         owners: dict[str, Any] = dict(layers)
-        names = replicas.numbered(o.name for o in step.tracked.optimizers)
-        self._optimizers = {
-            f"optimizer {name}": o for name, o in zip(names, step.tracked.optimizers, strict=True)
-        }
+        optimizers = replicas.numbered(step.tracked.optimizers)
+        self._optimizers = {f"optimizer {name}": optimizer for name, optimizer in optimizers}
         self._scheduled: set[str] = set()  # names of optimizers whose rate is not used
         if hasattr(step, "updater"):
             applied = step.updater.optimizers()
@@ -244,7 +238,7 @@ class TraceGuards:
             known = vars(owner)
             begins = changed[name].before.then() if name in changed else known.get(attribute)
             before, value = saved.get(name, (begins, begins))
-            if all(_Value(begins, {}) != _Value(of_run, {}) for of_run in (before, value)):
+            if not (_same(begins, before) or _same(begins, value)):
                 logging.warning(
                     "%s is %r, as the program sets it now, not %r, to which it was changed before "
                     "step %d: to change it, set it after restore()",
@@ -253,7 +247,7 @@ class TraceGuards:
                 value = begins
             if value is None and owner is step and attribute not in self._start.of_step:
                 known.pop(attribute, None)  # that of the class
-            elif _Value(known.get(attribute), {}) != _Value(value, {}):
+            elif not _same(known.get(attribute), value):
                 setattr(owner, attribute, value)
 
     def _changes_by_user(self, step: Any) -> list[_Change]:
@@ -529,9 +523,12 @@ def _fits_json(*values: _Value) -> bool:
     with contextlib.suppress(TypeError, ValueError):
         then = [value.then() for value in values]
         again = json.loads(json.dumps(then, allow_nan=False))
-        pairs = zip(again, then, strict=True)
-        return all(_Value(a, {}) == _Value(b, {}) for a, b in pairs)
+        return all(map(_same, again, then))
     return False
+
+
+def _same(one: Any, other: Any) -> bool:
+    return _Value(one, {}) == _Value(other, {})
 
 
 def _is_option(name: str, value: Any) -> bool:
