@@ -60,7 +60,8 @@ def test_gradients_of_a_synchronized_batch_norm_cross_replicas_of_other_counts(m
         return network(layers.Dense(8, "tanh"), layers.BatchNormalization(synchronized=True))
 
     weights = np.tile(np.repeat([1.0, 0.1], BATCH // 2), STEPS).astype(np.float32)
-    ours, theirs, *_ = both(mirrored(2), sgd(), (*examples(), weights), make_model=model)
+    options = {"make_model": model, "weighting": "sum_of_weights"}
+    ours, theirs, *_ = both(mirrored(2), sgd(), (*examples(), weights), **options)
     assert largest_difference(ours.get_weights(), theirs.get_weights()) <= 1e-6
 
 

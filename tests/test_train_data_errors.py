@@ -28,7 +28,7 @@ def test_unknown_dataset(zygote, tmp_path):
         command = zygote.run(
             *run, "--strategy=central_storage", "--replicas=2", option, exit_code=2
         )
-        assert last_line(command).endswith("; use mirrored")
+        assert last_line(command).endswith("use mirrored")
     assert not (tmp_path / "run" / "config.json").exists()
 
 

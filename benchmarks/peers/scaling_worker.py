@@ -60,6 +60,9 @@ class Trained:
             def reduce(self, loss, count, gradients, snapshot):
                 return loss, count, gradients
 
+            def unsynchronized_variables(self):
+                return [v.value for v in self.model.trainable_variables]
+
         keras.utils.set_random_seed(1)
         with self.placement.strategy.scope():
             model = keras.Sequential([keras.layers.Input(_FEATURES), keras.layers.Flatten()])

@@ -108,11 +108,11 @@ def check_copies(step: TrainStep, *, this_worker: bool = False) -> None:
     strategy = step.strategy
     if strategy.num_replicas_in_sync == 1 or replicas.has_one_copy(strategy):
         return
-    variables = _equal_variables(step)
+    variables, number = _equal_variables(step), int(step.global_step.numpy())
     local = [_checksums(strategy, variable) for variable in variables]
     texts = [json.dumps(local).encode()]
     if not this_worker:
-        texts = workers.all_gather(strategy, texts[0], "comparing the replicas")
+        texts = workers.all_gather(strategy, texts[0], "comparing the replicas", number)
     # int64 [workers, variables, replicas of a worker]
     sums = np.array([json.loads(text) for text in texts])
     apart = (sums != sums[:, :, :1]).any(axis=(0, 2))
@@ -130,7 +130,6 @@ def check_copies(step: TrainStep, *, this_worker: bool = False) -> None:
             "TrainStep.replica_statistics(); for the value of replica 0, make it with "
             "aggregation='only_first_replica'"
         )
-    number = int(step.global_step.numpy())
     if apart.any():
         flat = sums.transpose(0, 2, 1).reshape(-1, len(variables))
         raise DivergedError(
@@ -162,7 +161,10 @@ def _checksums(strategy: tf.distribute.Strategy, variable: tf.Variable) -> list[
     sums = []
     for copy in strategy.experimental_local_results(variable):
         if "CPU" in copy.device.upper():  # there, NumPy reads it where it is
-            value = np.asarray(copy.read_value()).reshape(-1)  # .numpy() would make a copy
+            value = (
+                copy.read_value()
+            )  # its .numpy() would be a copy; a bfloat16 scalar has no other
+            value = np.asarray(value if value.shape.rank else value.numpy()).reshape(-1)
             size = next(n for n in (8, 4, 2, 1) if value.nbytes % n == 0)
             sums.append(int(value.view(f"int{8 * size}").sum(dtype=np.int64)))
         else:

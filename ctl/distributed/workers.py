@@ -263,13 +263,15 @@ def any_of(strategy: tf.distribute.Strategy, asked: bool) -> bool:
     return b"1" in all_gather(strategy, b"1" if asked else b"0", "asking whether to end")
 
 
-def all_gather(strategy: tf.distribute.Strategy, text: bytes, doing: str) -> list[bytes]:
+def all_gather(
+    strategy: tf.distribute.Strategy, text: bytes, doing: str, step: int | None = None
+) -> list[bytes]:
     """Gathers the ``text`` of every worker. All workers must call it.
 
     Args:
         strategy: any strategy.
         text: this worker's bytes, of any length.
-        doing: what the caller does, for messages.
+        doing, step: see `gather`.
 
     Returns:
         One text per worker, in the order of the workers; the same list on every worker.
@@ -282,7 +284,7 @@ def all_gather(strategy: tf.distribute.Strategy, text: bytes, doing: str) -> lis
 
     def all_of(values: tf.Tensor) -> tf.Tensor:
         local_values = strategy.experimental_distribute_values_from_function(lambda _: values)
-        return gather(strategy, local_values, doing)
+        return gather(strategy, local_values, doing, step)
 
     lengths = all_of(tf.constant([len(text)])).numpy()
     # As int32: not every collective takes bytes.
@@ -295,13 +297,17 @@ def all_gather(strategy: tf.distribute.Strategy, text: bytes, doing: str) -> lis
     return texts[:: len(texts) // len(cluster_of(strategy).workers)]
 
 
-def gather(strategy: tf.distribute.Strategy, parts: Any, doing: str) -> tf.Tensor:
+def gather(
+    strategy: tf.distribute.Strategy, parts: Any, doing: str, step: int | None = None
+) -> tf.Tensor:
     """Concatenates the ``parts`` of all replicas along their first axis. All workers must call it.
 
     Args:
         strategy: any strategy.
         parts: a tensor for each replica, as returned by ``strategy.run``.
         doing: what the caller does, for messages.
+        step: the global step, for messages. It says that the workers have trained together, so that
+            none of them may be late by the time of a first call.
 
     Raises:
         PeerError: a worker was lost.
@@ -309,8 +315,8 @@ def gather(strategy: tf.distribute.Strategy, parts: Any, doing: str) -> tf.Tenso
     if strategy.num_replicas_in_sync == 1:
         return strategy.experimental_local_results(parts)[0]
     with (
-        naming_lost_peers(strategy, doing),
-        watchdog.collective(doing, first=True),
+        naming_lost_peers(strategy, doing, None if step is None else lambda: step),
+        watchdog.collective(doing, first=step is None, step=step),
         _without_warnings(),
     ):
         return strategy.gather(parts, axis=0)

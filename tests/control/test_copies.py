@@ -17,7 +17,7 @@ from keras import layers
 import ctl
 from ctl.control.copies import check_copies, checksum
 from ctl.distributed import workers
-from ctl.errors import DivergedError
+from ctl.errors import DivergedError, UsageError
 
 
 def flip(strategy, variable: tf.Variable, replica: int) -> None:
@@ -135,7 +135,7 @@ def test_workers_that_drift_apart_are_named(mirrored, monkeypatch, warnings_of):
     """Those of other machines may round differently, so this is no error."""
     loop = make_loop(mirrored(2))
 
-    def all_gather(strategy, text, doing):
+    def all_gather(strategy, text, doing, step):
         other = [[one + 1 for one in copies] for copies in json.loads(text)]
         return [text, json.dumps(other).encode()]
 
@@ -147,6 +147,24 @@ def test_workers_that_drift_apart_are_named(mirrored, monkeypatch, warnings_of):
     assert re.match(
         r"\S+/kernel, \S+/bias, \S+ and \d+ more differ between workers at step 1", said
     )
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "uint8", "bool", "int64"])
+def test_state_of_any_type(mirrored, dtype):
+    class Step(ctl.TrainStep):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            self.seen = [self.zeros(shape) for shape in ([], [3], [0])]
+
+        def zeros(self, shape):
+            return tf.Variable(tf.zeros(shape, dtype), trainable=False)
+
+    loop = make_loop(mirrored(2), step_class=Step)
+    check_copies(loop.step)
+    first = mirrored(2).experimental_local_results(loop.step.seen[0])[0]
+    first.assign(tf.cast(1, dtype))
+    with pytest.raises(UsageError, match="Variable.* differs between replicas"):
+        check_copies(loop.step)
 
 
 @pytest.mark.slow

@@ -237,7 +237,8 @@ def test_the_disk_of_the_chief_hangs_before_an_evaluation(job, tmp_path):
     survivors, seconds = end_of(job, tmp_path, "absent", 0, *options)
     assert seconds < 25
     for index in survivors:
-        line = rf"worker {index} of 3: a collective in the evaluation after step 20 timed out: "
+        doing = "comparing the replicas after step 20"
+        line = rf"worker {index} of 3: a collective in {doing} timed out: "
         blamed = r"waiting for worker 0 \(in saving after step 20 "
         assert re.search(f"{line}.*; {blamed}", said(tmp_path, index))
 
