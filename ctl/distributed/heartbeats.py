@@ -305,6 +305,7 @@ def attend(tasks: Tasks, timeout: float) -> int:
         Preempted: SIGTERM or SIGINT was received.
         UsageError: the coordinator has other addresses in its ``TF_CONFIG``.
     """
+    signals.begin()  # the process ends with this code, whatever signals come after it is known
     with signals.answered_by(received := signals.Received()), signals.deciding():
         code = _attend(tasks, timeout, received)
         signals.decided(code)
