@@ -160,10 +160,9 @@ def _checksums(strategy: tf.distribute.Strategy, variable: tf.Variable) -> list[
     """A checksum of the copy of each replica of this worker."""
     sums = []
     for copy in strategy.experimental_local_results(variable):
-        if "CPU" in copy.device.upper():  # there, NumPy reads it where it is
-            value = (
-                copy.read_value()
-            )  # its .numpy() would be a copy; a bfloat16 scalar has no other
+        if "CPU" in copy.device.upper():
+            # NumPy reads an array where it is; .numpy() copies it. A bfloat16 scalar is no array.
+            value = copy.read_value()
             value = np.asarray(value if value.shape.rank else value.numpy()).reshape(-1)
             size = next(n for n in (8, 4, 2, 1) if value.nbytes % n == 0)
             sums.append(int(value.view(f"int{8 * size}").sum(dtype=np.int64)))
