@@ -477,7 +477,7 @@ class CheckpointManager:
         is from another run."""
         if saved.fingerprint is None or (ours := self._identity()) is None:
             return
-        then, ours = _without_later_keys(saved.fingerprint, ours)
+        then, ours = _comparable(saved.fingerprint, ours)
         differing = {
             key: f"{key} was {was!r}, is {now!r}"
             for key, (was, now) in differences([then, ours]).items()
@@ -536,16 +536,23 @@ class CheckpointManager:
             )
 
 
-def _without_later_keys(
+def _comparable(
     then: Mapping[str, Any], ours: Mapping[str, Any]
 ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Both fingerprints, without what the first versions did not compare if ``then`` is theirs."""
+    """Both fingerprints, without what only one of them can have: what the first versions did not
+    compare if ``then`` is theirs, and the first batch if Python makes it in one of the runs."""
     if '"samples":' not in json.dumps(then):  # of a stream
         ours = json.loads(json.dumps(ours), object_hook=_without_samples)
     if "first batch" in then and "elements" not in then and not ours.get("shuffle"):  # of tf.data
         ours = {key: value for key, value in ours.items() if key not in ("elements", "shuffle")}
         if "first examples" in ours:  # Python makes the batch, so it is not compared any more
             return {}, {}
+    if "elements" in then and "elements" in ours:
+        hashes = {"first batch", "first examples"}  # neither, where Python makes the batches
+        if hashes.isdisjoint(then) or hashes.isdisjoint(ours):
+            then, ours = (
+                {k: v for k, v in side.items() if k not in hashes} for side in (then, ours)
+            )
     return then, ours
 
 

@@ -102,6 +102,18 @@ def test_batches_of_the_users_own_as_the_first_versions_named_them(tmp_path):
             restore_fresh(tmp_path, fingerprint=now | other)
 
 
+def test_batches_that_python_made_in_one_of_the_runs(tmp_path):
+    """A ``py_function`` is added to find a fault: there is no batch to compare, and what else is
+    known is compared."""
+    native = {"elements": "spec", "shuffle": [], "first batch": "a"}
+    of_python = {"elements": "spec", "shuffle": []}
+    for number, (was, now) in enumerate([(native, of_python), (of_python, native)]):
+        save_steps(tmp_path / str(number), [1], fingerprint=was)
+        assert restore_fresh(tmp_path / str(number), fingerprint=now)[0].step == 1
+        with pytest.raises(CheckpointError, match="another run: elements was 'spec', is 'other'"):
+            restore_fresh(tmp_path / str(number), fingerprint=now | {"elements": "other"})
+
+
 def test_the_code_of_the_step(tmp_path, warnings_of):
     """As `ctl.control.source_hash.identity` describes it."""
 
