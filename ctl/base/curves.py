@@ -131,7 +131,10 @@ def _parts(curves: Sequence[Curve]) -> list[str]:
     curves = [curve for curve in curves if curve.points]
     if not curves:
         return []
-    limit, low, high, marks = _axes(curves)
+    limit, low, high = _range(curves)
+    step = svg.ticks(high - low, about=5)[1]
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    low, high, marks = first * step, last * step, [n * step for n in range(first, last + 1)]
 
     def x(step: float) -> float:
         return LEFT + (RIGHT - LEFT) * step / limit
@@ -160,16 +163,14 @@ def _parts(curves: Sequence[Curve]) -> list[str]:
     return parts
 
 
-def _axes(curves: Sequence[Curve]) -> tuple[int, float, float, list[float]]:
-    """The last step, the lowest and the highest value of the axes, and the marks between them."""
+def _range(curves: Sequence[Curve]) -> tuple[int, float, float]:
+    """The last step, and the ends of an axis for the values, which differ."""
     values = [value for curve in curves for _, value in curve.points]
     limit = max(1, *(step for curve in curves for step, _ in curve.points))
     low, high = max(min(values), -1e300), min(max(values), 1e300)
     if not high - low > 1e-9 * max(abs(low), abs(high)):
         low, high = low - (abs(low) or 1.0) * 0.1, high + (abs(high) or 1.0) * 0.1
-    step = svg.ticks(high - low, about=5)[1]
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return limit, first * step, last * step, [n * step for n in range(first, last + 1)]
+    return limit, low, high
 
 
 def _thinned(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
@@ -195,8 +196,8 @@ def text_plot(name: str, curves: Sequence[Curve], columns: int) -> list[str]:
     curves = [curve for curve in curves if curve.points]
     if not any(len(curve.points) > 1 for curve in curves):
         return []
-    limit, low, high, _ = _axes(curves)
-    ends = {0: f"{high:.4g}", _ROWS - 1: f"{low:.4g}"}
+    limit, low, high = _range(curves)
+    ends = {0: f"{high:.3g}", _ROWS - 1: f"{low:.3g}"}
     left = max(map(len, ends.values()))
     width = columns - left - 2  # of the plot: behind the ends, a space and the axis
     if width < 12:
