@@ -76,7 +76,8 @@ p {{ margin: 4px 0 10px }}
 .verdict {{ margin: 18px 0; padding: 14px 18px; background: var(--card);
   border: 1px solid var(--rule); border-left: 5px solid {_STRONG}; border-radius: 6px }}
 .verdict p {{ margin: 0 0 4px }} .verdict p:first-child {{ font-size: 17px; font-weight: 600 }}
-.figures {{ display: flex; flex-wrap: wrap; gap: 12px; margin: 0; padding: 0; list-style: none }}
+.figures {{ display: flex; flex-wrap: wrap; gap: 12px; margin: 14px 0 12px; padding: 0;
+  list-style: none }}
 .figures li {{ flex: 1 1 150px; padding: 10px 14px; border: 1px solid var(--rule);
   border-radius: 6px }}
 .figures b {{ display: block; font-size: 21px; line-height: 1.3;
