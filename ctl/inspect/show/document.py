@@ -98,7 +98,11 @@ tr.strong td {{ font-weight: 600 }}
 .mono {{ font: 12px ui-monospace, "SFMono-Regular", Menlo, Consolas, monospace;
   overflow-wrap: anywhere }}
 .defs {{ position: absolute }}
-.wide svg {{ display: block; width: 100%; min-width: 760px; height: auto }}
+.wide svg, .on-wide svg, .on-narrow svg {{ display: block; width: 100%; height: auto }}
+.wide svg {{ min-width: 760px }} .on-narrow {{ display: none; max-width: 560px }}
+@media screen and (max-width: 820px) {{
+  .on-wide {{ display: none }} .on-narrow {{ display: block }}
+}}
 text {{ font: 12px {FONT}; fill: var(--soft);
   font-variant-numeric: tabular-nums }}
 text.strong {{ font-size: 13px; font-weight: 600; fill: var(--ink) }}

@@ -14,6 +14,7 @@ import simulated
 from simulated import collective
 from simulated import timeline as timeline_of
 
+from ctl.base.svg import text_width
 from ctl.inspect.measure.link import Measured, Point
 from ctl.inspect.measure.verdict import verdict
 from ctl.inspect.show import pictures
@@ -180,7 +181,28 @@ def test_wild_numbers_stay_on_the_page(value):
 def test_its_size_is_bounded(options, variables):
     timeline = timeline_of(**options, late=(1, "input", 0.02), noise=0.5)
     plan = make_plan(packs=options["packs"], variables=variables)
-    assert len(make_page(timeline, VERDICT, plan=plan)) < 300_000
+    assert len(make_page(timeline, VERDICT, plan=plan)) < 400_000  # each picture twice
+
+
+@pytest.mark.parametrize(
+    "options", [{"workers": 2, "packs": 3}, {"workers": 12, "replicas": 4, "steps": 300}], ids=str
+)
+def test_pictures_for_narrow_pages_have_a_layout_of_their_own(options):
+    page = make_page(timeline_of(**options, late=(1, "input", 0.02)), VERDICT)
+    groups = {e.get("class"): e for e in parse(page).iter("div")}
+    assert {"on-wide", "on-narrow"} <= set(groups) and "min-width: 760px" in page
+    drawn = [d for e in parse(page).iter("div") if e.get("class") == "on-narrow" for d in e]
+    assert len(drawn) == page.count('class="on-wide"') == 4
+    for picture in drawn:
+        width = float(picture.get("viewBox").split()[2])
+        assert width == pictures.NARROW.width <= 372  # what a page of 400 pixels has
+        for text in picture.iter("text"):
+            kind, at = text.get("class", ""), float(text.get("x"))
+            pixel = 11 if {"small", "note"} & {*kind.split()} else 12
+            # The estimate is rather too wide.
+            long = 0.9 * text_width(text.text or "", pixel)
+            left = at - long * (1 if "y" in kind.split() else 0.5 if "x" in kind.split() else 0)
+            assert left >= -2 and left + long <= width + 2, text.text
 
 
 def test_the_replicas_drawn_are_those_that_explain_the_step():
