@@ -1,20 +1,15 @@
-"""Makes the page of `ctl.compare`: the table of runs, and a picture for each scalar."""
+"""Makes the page of `ctl.compare`: the tables of runs, and a chart for each scalar."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from ctl.base import svg
+from ctl.base import curves
+from ctl.base.curves import CURVES, Curve
 from ctl.base.svg import escape
-from ctl.inspect.show.document import COLOURS, STYLE, document, html_table
+from ctl.inspect.show.document import STYLE, document, stacked_tables
 from ctl.logs.runs import Run
 
-WIDTH, HEIGHT = 440, 270
-LEFT, RIGHT, TOP, BOTTOM = 58, 430, 28, 230
-POINTS = 300  # the most of a curve
-_DASHES = ("none", "6 3", "2 3")
-CURVES = len(COLOURS) * len(_DASHES)  # that can be told apart
 # Not of the model: these are in the table, or the same for all.
 _NOT_DRAWN = ("steps_per_second", "examples_per_second")
 
@@ -22,26 +17,21 @@ _STYLE = (
     STYLE
     + ".curves { display: grid; gap: 20px; "
     + "grid-template-columns: repeat(auto-fit, minmax(min(100%, 420px), 1fr)) }\n"
-    + ".curves h2 { margin: 12px 0 4px } .curves svg { display: block; width: 100% }\n"
-    + ".curve { fill: none; stroke-width: 1.8; stroke-linejoin: round }\n"
-    + ".train { opacity: 0.45 } .frame { fill: none }\n"
+    + ".curves h2 { margin: 12px 0 4px; overflow-wrap: anywhere }\n"
+    + ".curves svg { display: block; width: 100%; max-width: 640px }\n"
     + ".legend { list-style: none; padding: 0; overflow-wrap: anywhere }\n"
     + ".legend svg { width: 34px; height: 10px; vertical-align: middle; margin-right: 8px }\n"
-    + "@media screen and (prefers-color-scheme: dark) {"
-    + " .curve { filter: brightness(1.4) } .train { opacity: 0.65 } }\n"
-    + "".join(
-        f".c{n} {{ stroke: {COLOURS[n % len(COLOURS)]}; "
-        f"stroke-dasharray: {_DASHES[n // len(COLOURS)]} }}\n"
-        for n in range(CURVES)
-    )
+    + curves.STYLE
 )
 
 
 def make_page(
-    runs: Sequence[Run], header: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str]
+    runs: Sequence[Run],
+    tables: Mapping[str, tuple[Sequence[str], Sequence[Sequence[str]]]],
+    notes: Sequence[str],
 ) -> str:
-    """The page as HTML, with the first `CURVES` of ``runs``, the table of `ctl.compare.table`, and
-    ``notes`` about what was left out."""
+    """The page as HTML: the ``tables`` of `ctl.compare.tables` by their titles, ``notes`` about
+    what was left out, and curves of the first `CURVES` of ``runs``."""
     drawn = runs[:CURVES]
     names: dict[str, None] = {}
     for run in drawn:
@@ -61,72 +51,25 @@ def make_page(
     body = [
         f"<h1>{len(runs)} {'run' if len(runs) == 1 else 'runs'} compared</h1>",
         *(f'<p class="alarm">{escape(note)}</p>' for note in (*notes, *left_out)),
-        html_table(header, rows),
-        f'<ul class="legend">{legend}</ul>',
-        '<p class="lead">Faint: training. Strong, with points: evaluation.</p>',
-        f'<div class="curves">{"".join(pictures)}</div>',
     ]
+    for title, (header, rows) in tables.items():
+        body.append(f"<section><h2>{escape(title)}</h2>{stacked_tables(header, rows)}</section>")
+    if pictures:
+        body += [
+            f'<ul class="legend">{legend}</ul>',
+            '<p class="lead">Faint: training. Strong, with points: evaluation.</p>',
+            f'<div class="curves">{"".join(pictures)}</div>',
+        ]
     return document("Runs compared", _STYLE, body)
 
 
 def draw(runs: Sequence[Run], name: str) -> str:
-    """One picture: the scalar ``name`` of all ``runs`` over the steps. Empty if none has it."""
-    curves = [
-        (number, phase, _thinned(points))
-        for number, run in enumerate(runs)
-        for phase in ("train", "eval")
-        if (points := run.curve(phase, name))
-    ]
-    if not curves:
-        return ""
-    values = [value for _, _, points in curves for _, value in points]
-    limit = max(1, *(step for _, _, points in curves for step, _ in points))
-    low, high, marks = _axis(min(values), max(values))
-
-    def x(step: float) -> float:
-        return LEFT + (RIGHT - LEFT) * step / limit
-
-    def y(value: float) -> float:
-        return BOTTOM - (BOTTOM - TOP) * (value - low) / (high - low)
-
-    parts = []
-    for mark in marks:
-        parts += [svg.line(LEFT, y(mark), RIGHT, y(mark))]
-        parts += [svg.text(LEFT - 6, y(mark) + 4, f"{mark:.4g}", "y")]
-    for tick in svg.ticks(limit, least=1, about=4):
-        parts.append(svg.text(x(tick), BOTTOM + 17, _count(tick), "x"))
-    parts.append(svg.text((LEFT + RIGHT) / 2, BOTTOM + 34, "number of the step", "x"))
-    parts.append(svg.text(LEFT, 16, svg.shorten(name, RIGHT - LEFT)))
-    parts.append(svg.rect(LEFT, TOP, RIGHT - LEFT, BOTTOM - TOP, "frame"))
-    for number, phase, points in curves:
-        places = [f"{svg.number(x(step))} {svg.number(y(value))}" for step, value in points]
-        kind = f"curve {phase} c{number}"
-        parts.append(svg.path(["M", "L".join(places)], kind))
-        if phase == "eval":
-            dots = [f"M{place}m-2 0h4m-2 -2v4" for place in places]
-            parts.append(svg.path(dots, kind))
-    label = escape(f"{name} of {len(runs)} runs over the steps")
-    return (
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img"><title>{label}</title>'
-        f"{''.join(parts)}</svg>"
+    """The chart of the scalar ``name`` of all ``runs``. Empty if none has it."""
+    return curves.chart(
+        name,
+        [
+            Curve(run.curve(phase, name), phase == "eval", number)
+            for number, run in enumerate(runs)
+            for phase in ("train", "eval")
+        ],
     )
-
-
-def _thinned(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
-    """At most `POINTS` of ``points``, the last among them."""
-    every = -(-len(points) // POINTS)
-    return points[:-1:every] + points[-1:]
-
-
-def _axis(low: float, high: float) -> tuple[float, float, list[float]]:
-    """The ends of an axis for values from ``low`` to ``high``, and its marks."""
-    low, high = max(low, -1e300), min(high, 1e300)
-    if not high - low > 1e-9 * max(abs(low), abs(high)):
-        low, high = low - (abs(low) or 1.0) * 0.1, high + (abs(high) or 1.0) * 0.1
-    step = svg.ticks(high - low, about=5)[1]
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return first * step, last * step, [n * step for n in range(first, last + 1)]
-
-
-def _count(step: float) -> str:
-    return f"{step / 1e6:g}M" if step >= 1e6 else f"{step:,.0f}"

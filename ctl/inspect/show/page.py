@@ -15,6 +15,7 @@ from ctl.base.svg import escape
 from ctl.base.units import size_text
 from ctl.inspect.measure.late_worker import late_worker
 from ctl.inspect.measure.timeline import of_one_step
+from ctl.inspect.measure.verdict import exposed_parts
 from ctl.inspect.show import pictures
 from ctl.inspect.show.document import STYLE, document, html_table
 from ctl.inspect.show.report import (
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 COLLECTIVES = 64  # the most of a plan in the page
 NAMES = 400  # the most variables in the page
+_FRAMES = (pictures.WIDE, pictures.NARROW)
 
 _HATCH = (
     '<svg width="0" height="0" aria-hidden="true" class="defs"><defs><pattern id="hatch" '
@@ -114,7 +116,8 @@ def _figures(timeline: Timeline, measured: Measured | None) -> str:
     cards = [(duration(step), "step")]
     if timeline.packs:
         share = percent(exposed / step if step > 0 else None)
-        cards.append((duration(exposed), f"exposed communication, {share} of the step"))
+        said = f"exposed communication, {share} of the step: {exposed_parts(timeline)}"
+        cards.append((duration(exposed), said))
         cards.append((duration(hidden), "communication hidden behind compute"))
     if "allreduce/busbw" in values:
         said = "bus bandwidth of the all-reduces"
@@ -151,34 +154,41 @@ def _step_sections(timeline: Timeline) -> list[str]:
         name = f"The {what} step, number {number:,}: {duration(seconds)}"
         if len(timeline.rows) > 1:
             name += " from the first begin to the last end"
-        picture, shown = pictures.step_picture(timeline, index, name, shared or seconds)
-        note = _shown(shown, timeline)
+        drawn = [
+            pictures.step_picture(timeline, index, name, shared or seconds, frame)
+            for frame in _FRAMES
+        ]
+        note = _shown(drawn, timeline)
         if what == "worst" and not shared:
             note += " The scale is another one than above."
-        sections.append(_section(name, note, picture))
+        sections.append(_section(name, note, drawn))
     return sections
 
 
 def _waits_section(timeline: Timeline) -> str:
-    picture, shown = pictures.waits_picture(timeline)
-    note = "What a replica spends in all-reduces, all packs together. " + _shown(shown, timeline)
-    return _section("Wait and transfer, step by step", note, picture)
+    drawn = [pictures.waits_picture(timeline, frame) for frame in _FRAMES]
+    note = "What a replica spends in all-reduces, all packs together. " + _shown(drawn, timeline)
+    return _section("Wait and transfer, step by step", note, drawn)
 
 
 def _lateness_section(timeline: Timeline) -> str:
-    picture, shown = pictures.lateness_picture(timeline)
+    drawn = [pictures.lateness_picture(timeline, frame) for frame in _FRAMES]
     note = "One replica in one colour: it makes the others wait. Scattered: noise. "
-    return _section("Who comes late", note + _shown(shown, timeline), picture)
+    return _section("Who comes late", note + _shown(drawn, timeline), drawn)
 
 
-def _shown(shown: int, timeline: Timeline) -> str:
+def _shown(drawn: Sequence[tuple[str, int]], timeline: Timeline) -> str:
+    (_, shown), *_ = drawn
     rows = len(timeline.rows)
     return "" if shown == rows else f"{shown} of {rows} replicas are shown; trace.json has all."
 
 
-def _section(title: str, note: str, picture: str) -> str:
+def _section(title: str, note: str, drawn: Sequence[tuple[str, int]]) -> str:
+    """A section with a picture for wide pages, and one for narrow ones."""
     note = f'<p class="lead">{escape(note.strip())}</p>' if note.strip() else ""
-    return f'<section><h2>{escape(title)}</h2>{note}<div class="wide">{picture}</div></section>'
+    (wide, _), (narrow, _) = drawn
+    both = f'<div class="on-wide">{wide}</div><div class="on-narrow">{narrow}</div>'
+    return f"<section><h2>{escape(title)}</h2>{note}{both}</section>"
 
 
 def _plan_section(plan: Plan) -> str:

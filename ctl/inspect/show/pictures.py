@@ -7,6 +7,7 @@ steps. So the size of a picture is bounded. Colours are classes of `ctl.inspect.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -24,12 +25,40 @@ LANES = 8  # the most replicas in the picture of a step
 PANELS = 4  # the most replicas in the picture of waits
 CELLS = 64  # the most rows of the heat map
 PACKS = 200  # the most packs of a lane
-COLUMNS = 120  # the most columns of a picture of steps
 TITLES = 200  # the most elements with a tooltip
-WIDTH = 1040
-LEFT, RIGHT = 190, 1024  # the measurements are between them, labels left of them
 # Where each level of the heat map begins: lateness as a share of the step.
 LEVELS = (0.0, 0.01, 0.02, 0.05, 0.10, 0.20, 0.50)
+_ROW = 18  # height of a row of a legend
+
+
+@dataclasses.dataclass(frozen=True)
+class Frame:
+    """The layout of a picture.
+
+    Attributes:
+        width: of the picture.
+        left, right: the measurements are between them, labels left of them.
+        label: width of the label of a replica.
+        legend: where the rows of the legend begin.
+        columns: the most columns of a picture of steps.
+        ticks: the most on an axis of time.
+        last: width of the column right of the heat map.
+        has_details: whether there is room for tooltips, and for what the legend says, too.
+    """
+
+    width: int
+    left: int
+    right: int
+    label: int
+    legend: int
+    columns: int
+    ticks: int
+    last: int
+    has_details: bool
+
+
+WIDE = Frame(1040, 190, 1024, 116, 190, columns=120, ticks=10, last=96, has_details=True)
+NARROW = Frame(372, 114, 364, 86, 0, columns=40, ticks=4, last=80, has_details=False)
 
 
 def typical_and_worst(timeline: Timeline) -> list[tuple[str, int]]:
@@ -86,7 +115,9 @@ def length(timeline: Timeline, index: int) -> float:
     return float((begin + timeline.step_seconds[:, index]).max() - begin.min())
 
 
-def step_picture(timeline: Timeline, index: int, name: str, limit: float) -> tuple[str, int]:
+def step_picture(
+    timeline: Timeline, index: int, name: str, limit: float, frame: Frame = WIDE
+) -> tuple[str, int]:
     """Draws the step at ``index``: for each replica a lane of computation, and of communication
     below it. Returns the SVG, and the number of replicas in it.
 
@@ -99,7 +130,7 @@ def step_picture(timeline: Timeline, index: int, name: str, limit: float) -> tup
     names = row_names(timeline.rows)
     limit = limit if math.isfinite(limit) and limit > 0 else 1e-3
     scale, unit = _unit(limit)
-    lanes = _Lanes(timeline, index, limit)
+    lanes = _Lanes(timeline, index, limit, frame)
     top, height = 34, 66
     bottom = top + height * len(rows)
     for number, row in enumerate(rows):
@@ -107,42 +138,62 @@ def step_picture(timeline: Timeline, index: int, name: str, limit: float) -> tup
     legend = [(f"p-{phase}", phase) for phase in PHASES if phase in lanes.phases]
     if lanes.has_exposed:
         legend.append(("exposed", "exposed: nothing left to compute"))
-    parts = [_legend(legend)]
-    for tick in svg.ticks(limit * scale, about=10):
+    parts = []
+    for tick in svg.ticks(limit * scale, about=frame.ticks):
         x = lanes.x(tick / scale)
         parts.append(svg.line(x, top - 6, x, bottom))
         parts.append(svg.text(x, bottom + 16, f"{tick:,g}", "x"))
     title = f"time since the step began, {unit}"
-    parts.append(svg.text((LEFT + RIGHT) / 2, bottom + 34, title, "x"))
-    return _figure(bottom + 44, name, [*parts, *lanes.parts]), len(rows)
+    parts.append(svg.text((frame.left + frame.right) / 2, bottom + 34, title, "x"))
+    parts += lanes.elements()
+    return _figure(bottom + 44, name, _legend(legend, frame), parts, frame), len(rows)
 
 
 class _Lanes:
     """The lanes of one step.
 
     Attributes:
-        parts: what was drawn.
+        parts: what was drawn, but for `shapes`.
+        shapes: where there are no tooltips, the outlines of each class: one element takes a third
+            of the bytes.
         phases: those that are wide enough to be seen.
         has_exposed: whether a replica communicated and had nothing left to compute.
     """
 
-    def __init__(self, timeline: Timeline, index: int, limit: float):
-        self._timeline, self._index, self._limit = timeline, index, limit
+    def __init__(self, timeline: Timeline, index: int, limit: float, frame: Frame):
+        self._timeline, self._index, self._limit, self._frame = timeline, index, limit, frame
         self._zero = timeline.begin[:, index].min()
         self.parts: list[str] = []
+        self.shapes: dict[str, list[str]] = {}
         self.phases: set[str] = set()
         self.has_exposed = False
 
     def x(self, seconds: float) -> float:
-        return LEFT + (RIGHT - LEFT) * min(max(seconds, 0.0), self._limit) / self._limit
+        frame, share = self._frame, min(max(seconds, 0.0), self._limit) / self._limit
+        return frame.left + (frame.right - frame.left) * share
+
+    def elements(self) -> list[str]:
+        """All that was drawn: texts lie on shapes."""
+        return [*(svg.path(lines, kind) for kind, lines in self.shapes.items()), *self.parts]
+
+    def _box(self, x: float, y: float, width: float, height: float, kind: str, title: str) -> None:
+        """Draws a rectangle of class ``kind``, with ``title`` as a tooltip if there is room."""
+        if self._frame.has_details:
+            self.parts.append(svg.rect(x, y, width, height, kind, title))
+        else:
+            wide, high = svg.number(width), svg.number(height)
+            line = f"M{svg.number(x)} {svg.number(y)}h{wide}v{high}h-{wide}z"
+            self.shapes.setdefault(kind, []).append(line)
 
     def draw(self, row: int, label: str, note: str, y: float) -> None:
         """Draws a replica, with ``note`` as a second line below its label."""
         timeline, index, zero = self._timeline, self._index, self._zero
-        self.parts.append(svg.text(0, y + 16, svg.shorten(label, 116), "strong"))
-        self.parts.append(svg.text(0, y + 33, svg.shorten(note, 116, 11), "note"))
-        self.parts.append(svg.text(LEFT - 8, y + 16, "compute", "y small"))
-        self.parts.append(svg.text(LEFT - 8, y + 41, "all-reduce", "y small"))
+        frame = self._frame
+        self.parts.append(svg.text(0, y + 16, svg.shorten(label, frame.label), "strong"))
+        self.parts.append(svg.text(0, y + 33, svg.shorten(note, frame.label, 11), "note"))
+        if frame.has_details:
+            self.parts.append(svg.text(frame.left - 8, y + 16, "compute", "y small"))
+            self.parts.append(svg.text(frame.left - 8, y + 41, "all-reduce", "y small"))
         at = timeline.begin[row, index] - zero
         end = at + timeline.step_seconds[row, index]
         computed = []
@@ -156,7 +207,10 @@ class _Lanes:
         packs = timeline.packs[:PACKS]
         for pack in packs:
             ready = self.x(pack.ready[row, index] - zero)
-            self.parts.append(svg.line(ready, y + 23, ready, y + 28, "ready"))
+            if self._frame.has_details:
+                self.parts.append(svg.line(ready, y + 23, ready, y + 28, "ready"))
+            else:
+                self.shapes.setdefault("ready", []).append(f"M{svg.number(ready)} {y + 23}v5")
         exposed, covered = [], at
         level_of = levels(packs, row, index)
         height = 19 / (1 + max(level_of, default=0))
@@ -172,9 +226,10 @@ class _Lanes:
             start, done = parts[0][1] - zero, parts[-1][2] - zero
             if done > covered:
                 left = self.x(max(start, covered))
-                exposed.append(svg.rect(left, y + 49, self.x(done) - left, 4, "exposed"))
+                exposed.append((left, self.x(done) - left))
                 covered = done
-        self.parts += exposed
+        for left, width in exposed:
+            self._box(left, y + 49, width, 4, "exposed", "")
         self.has_exposed |= bool(exposed)
 
     def _span(
@@ -195,7 +250,7 @@ class _Lanes:
             self.phases.add(phase)
         # No tooltip for a span that is too thin to point at.
         title = title if width > 1.5 else ""
-        self.parts.append(svg.rect(left, y, width, height, f"p-{phase}", title))
+        self._box(left, y, width, height, f"p-{phase}", title)
         if text and height > 12 and svg.text_width(text, 11) + 8 < width:
             kind = f"x small t-{phase}"
             self.parts.append(svg.text(left + width / 2, y + height / 2 + 4, text, kind))
@@ -251,7 +306,7 @@ def _waited(timeline: Timeline) -> np.ndarray:
     return np.zeros(timeline.late.shape) + covered_seconds(spans)
 
 
-def waits_picture(timeline: Timeline) -> tuple[str, int]:
+def waits_picture(timeline: Timeline, frame: Frame = WIDE) -> tuple[str, int]:
     """Draws wait and transfer of every step: one panel for each replica, all on one scale. Returns
     the SVG, and the number of replicas in it."""
     total = timeline.hidden + timeline.exposed  # not the sum over packs, which may overlap
@@ -259,39 +314,39 @@ def waits_picture(timeline: Timeline) -> tuple[str, int]:
     late = median(timeline.late, axis=1)
     rows, notes = choose(late, median(wait, axis=1), PANELS, noise(timeline))
     names, steps = row_names(timeline.rows), timeline.steps.tolist()
-    groups = _groups(len(steps))
+    groups = _groups(len(steps), frame)
     seconds = np.stack([wait, total - wait, timeline.exposed])
     panels = [_worst_of(seconds[:, row], groups) for row in rows]
     bars = [bar for panel in panels for bar in panel]
     limit, clipped = _limit([wait + transfer for wait, transfer, _ in bars] + [e for *_, e in bars])
     scale, unit = _unit(limit)
     top, height, gap = 34, 84, 22
-    column = (RIGHT - LEFT) / len(groups)
+    column = (frame.right - frame.left) / len(groups)
     width = min(0.76 * column, 30.0)
     bottom = top + (height + gap) * len(rows) - gap
-    titled = len(bars) <= TITLES
-    parts = [
-        _legend([("p-wait", "wait for others"), ("p-transfer", "transfer"), ("level", "exposed")])
-    ]
+    titled = len(bars) <= TITLES and frame.has_details
+    entries = [("p-wait", "wait for others"), ("p-transfer", "transfer"), ("level", "exposed")]
     if len(groups) < len(steps):
-        parts.append(svg.text(RIGHT, 13, f"a bar is the worst of {len(groups[0])} steps", "y note"))
+        entries.append(("", f"a bar is the worst of {len(groups[0])} steps"))
+    parts = []
     for number, (row, panel) in enumerate(zip(rows, panels, strict=True)):
         foot = top + (height + gap) * number + height
 
         def y(seconds: float, foot: float = foot) -> float:
             return foot - (height - 14) * min(max(seconds, 0.0), limit) / limit
 
-        parts.append(svg.text(0, foot - height + 24, svg.shorten(names[row], 130), "strong"))
-        note = svg.shorten(notes.get(row, ""), 130, 11)
+        label = svg.shorten(names[row], frame.label)
+        parts.append(svg.text(0, foot - height + 24, label, "strong"))
+        note = svg.shorten(notes.get(row, ""), frame.label, 11)
         parts.append(svg.text(0, foot - height + 41, note, "note"))
         for tick in svg.ticks(limit * scale, about=3):
-            parts.append(svg.line(LEFT, y(tick / scale), RIGHT, y(tick / scale)))
-            parts.append(svg.text(LEFT - 8, y(tick / scale) + 4, f"{tick:,g}", "y"))
-        parts.append(svg.text(LEFT - 8, foot - height + 6, f"all-reduces, {unit}", "y small"))
+            parts.append(svg.line(frame.left, y(tick / scale), frame.right, y(tick / scale)))
+            parts.append(svg.text(frame.left - 8, y(tick / scale) + 4, f"{tick:,g}", "y"))
+        parts.append(svg.text(frame.left - 8, foot - height + 6, f"all-reduces, {unit}", "y small"))
         marks = []
         strokes: dict[str, list[str]] = {"wait": [], "transfer": []}
         for index, (waited, transfer, exposed) in enumerate(panel):
-            at = LEFT + column * (index + 0.5) - width / 2
+            at = frame.left + column * (index + 0.5) - width / 2
             title = f"step {_range(steps, groups[index])}: wait {duration(waited)}, transfer "
             title += f"{duration(transfer)}, exposed {duration(exposed)}"
             middle, end = y(transfer), y(waited + transfer)
@@ -309,12 +364,13 @@ def waits_picture(timeline: Timeline) -> tuple[str, int]:
                 parts.append(svg.text(at + width / 2, foot - height + 10, over, "x small"))
         parts += [_stroke(lines, f"s-{phase}", width) for phase, lines in strokes.items()]
         parts.append(svg.path(marks, "level"))
-        parts.append(svg.line(LEFT, foot, RIGHT, foot, "frame"))
-    parts += _step_axis(steps, groups, bottom)
-    return _figure(bottom + 44, "Wait and transfer of each step", parts), len(rows)
+        parts.append(svg.line(frame.left, foot, frame.right, foot, "frame"))
+    parts += _step_axis(steps, groups, bottom, frame.left, frame.right)
+    name = "Wait and transfer of each step"
+    return _figure(bottom + 44, name, _legend(entries, frame), parts, frame), len(rows)
 
 
-def lateness_picture(timeline: Timeline) -> tuple[str, int]:
+def lateness_picture(timeline: Timeline, frame: Frame = WIDE) -> tuple[str, int]:
     """Draws the heat map of how much later than the others each replica came to the packs: of all
     replicas, or of the latest if there are too many. Colours are shares of the median step, so that
     runs can be compared. Returns the SVG, and the number of replicas in it."""
@@ -326,30 +382,31 @@ def lateness_picture(timeline: Timeline) -> tuple[str, int]:
     names, steps = row_names(timeline.rows), timeline.steps.tolist()
     step_time = float(median(timeline.step_seconds))
     step_time = step_time if math.isfinite(step_time) and step_time > 0 else 1e-3
-    groups = _groups(len(steps))
-    right = RIGHT - 96
+    groups = _groups(len(steps), frame)
+    right = frame.right - frame.last
     height = 30 if len(rows) <= 4 else 20 if len(rows) <= 16 else 13
-    column = (right - LEFT) / len(groups)
+    column = (right - frame.left) / len(groups)
     top = 64
     bottom = top + height * len(rows)
-    parts = [_heat_legend(step_time)]
+    parts = []
     cells: list[list[str]] = [[] for _ in LEVELS]
     texts = []
     digits = 1 if step_time >= 5e-3 else 2
-    titled = len(rows) * len(groups) <= TITLES
+    titled = len(rows) * len(groups) <= TITLES and frame.has_details
     width = svg.number(column - min(1.0, column / 8))
     small = "" if height >= 18 else " small"
     for number, row in enumerate(rows):
         y = top + height * number
         middle = y + height / 2 + 4
         note = f"{came_last[row]} of {len(steps)}" if came_last[row] else ""
-        parts.append(svg.text(LEFT - 8, middle, svg.shorten(names[row], 176), f"y{small}"))
-        parts.append(svg.text(right + 8, middle, svg.shorten(note, 92, 11), "note"))
+        label = svg.shorten(names[row], frame.left - 14)
+        parts.append(svg.text(frame.left - 8, middle, label, f"y{small}"))
+        parts.append(svg.text(right + 8, middle, svg.shorten(note, frame.last - 4, 11), "note"))
         for index, group in enumerate(groups):
             known = [value for value in timeline.late[row, group] if math.isfinite(value)]
             if not known:
                 continue
-            value, at = max(known), LEFT + column * index
+            value, at = max(known), frame.left + column * index
             level = sum(value >= share * step_time for share in LEVELS[1:])
             title = f"{names[row]}, step {_range(steps, group)}: {duration(value)} behind"
             if titled:
@@ -361,11 +418,11 @@ def lateness_picture(timeline: Timeline) -> tuple[str, int]:
                 texts.append(svg.text(at + column / 2, middle, shown, f"x small n{level}"))
     parts += [_stroke(cell, f"s{level}", height - 1) for level, cell in enumerate(cells) if cell]
     parts += texts
-    parts.append(svg.text(LEFT - 8, top - 8, "replica", "y small"))
+    parts.append(svg.text(frame.left - 8, top - 8, "replica", "y small"))
     parts.append(svg.text(right + 8, top - 8, "last to come", "small"))
-    parts += _step_axis(steps, groups, bottom, right)
+    parts += _step_axis(steps, groups, bottom, frame.left, right)
     name = "How late each replica came to the all-reduces of each step"
-    return _figure(bottom + 44, name, parts), len(rows)
+    return _figure(bottom + 44, name, _heat_legend(step_time, frame), parts, frame), len(rows)
 
 
 def _stroke(parts: Sequence[str], kind: str, width: float) -> str:
@@ -373,17 +430,16 @@ def _stroke(parts: Sequence[str], kind: str, width: float) -> str:
     return f'<g stroke-width="{svg.number(width)}">{svg.path(parts, kind)}</g>' if parts else ""
 
 
-def _heat_legend(step_time: float) -> str:
-    parts = [svg.text(LEFT, 13, "behind the median of the others, % of a step (ms)", "small")]
-    at = float(LEFT)
+def _heat_legend(step_time: float, frame: Frame) -> tuple[str, int]:
+    title = "behind the median of the others, % of a step (ms)"
+    entries = []
     for level, share in enumerate(LEVELS):
         shown = f"{share:.0%}+" if level else f"below {LEVELS[1]:.0%}"
         if level:
             shown += f" ({significant(share * step_time * 1e3)})"
-        parts.append(svg.rect(at, 21, 14, 12, f"h{level} swatch"))
-        parts.append(svg.text(at + 18, 31, shown, "small"))
-        at += 34 + svg.text_width(shown, 11)
-    return "".join(parts)
+        entries.append((f"h{level} swatch", shown))
+    parts, rows = _legend(entries, frame, 27)
+    return svg.text(frame.legend, 13, title, "small") + parts, rows
 
 
 def _unit(limit: float) -> tuple[float, str]:
@@ -400,9 +456,9 @@ def _limit(values: Sequence[float]) -> tuple[float, bool]:
     return (values[-1], False) if values[-1] <= 4 * usual else (2 * usual, True)
 
 
-def _groups(count: int) -> list[range]:
-    """``count`` steps in at most ``COLUMNS`` groups of neighbours."""
-    size = max(1, math.ceil(count / COLUMNS))
+def _groups(count: int, frame: Frame) -> list[range]:
+    """``count`` steps in at most ``columns`` groups of neighbours."""
+    size = max(1, math.ceil(count / frame.columns))
     return [range(first, min(first + size, count)) for first in range(0, count, size)]
 
 
@@ -415,14 +471,14 @@ def _worst_of(seconds: np.ndarray, groups: Sequence[range]) -> list[list[float]]
 
 
 def _step_axis(
-    steps: Sequence[int], groups: Sequence[range], y: float, right: float = RIGHT
+    steps: Sequence[int], groups: Sequence[range], y: float, left: float, right: float
 ) -> list[str]:
-    column = (right - LEFT) / len(groups)
+    column = (right - left) / len(groups)
     widest = max(svg.text_width(f"{steps[i]:,}") for i in (0, -1)) + 14
     every = max(1, math.ceil(widest / column))
-    parts = [svg.text((LEFT + right) / 2, y + 36, "number of the step", "x")]
+    parts = [svg.text((left + right) / 2, y + 36, "number of the step", "x")]
     for index in range(0, len(groups), every):
-        at = LEFT + column * (index + 0.5)
+        at = left + column * (index + 0.5)
         parts.append(svg.text(at, y + 17, f"{steps[groups[index][0]]:,}", "x"))
     return parts
 
@@ -432,20 +488,32 @@ def _range(steps: Sequence[int], group: range) -> str:
     return f"{first:,}" if first == last else f"{first:,}–{last:,}"
 
 
-def _legend(entries: Sequence[tuple[str, str]]) -> str:
+def _legend(entries: Sequence[tuple[str, str]], frame: Frame, middle: float = 9) -> tuple[str, int]:
+    """A legend, its first row around ``middle``: the class of a colour and its text, or "" and a
+    text. Returns its SVG, and the number of its rows."""
     parts = []
-    at: float = LEFT
+    at, rows = float(frame.legend), 1
     for kind, label in entries:
+        width = 38 + svg.text_width(label)
+        if at > frame.legend and at + width > frame.width + 19:
+            at, rows, middle = float(frame.legend), rows + 1, middle + _ROW
         if kind == "level":
-            parts.append(svg.path([f"M{at} 9h14"], "level"))
-        else:
+            parts.append(svg.path([f"M{svg.number(at)} {middle}h14"], "level"))
+        elif kind:
             tall = 4 if kind == "exposed" else 12
-            parts.append(svg.rect(at, 9 - tall / 2, 14, tall, kind))
-        parts.append(svg.text(at + 19, 13, label))
-        at += 38 + svg.text_width(label)
-    return "".join(parts)
+            parts.append(svg.rect(at, middle - tall / 2, 14, tall, kind))
+        parts.append(svg.text(at + (19 if kind else 0), middle + 4, label))
+        at += width
+    return "".join(parts), rows
 
 
-def _figure(height: float, name: str, parts: Sequence[str]) -> str:
-    box = f'viewBox="0 0 {WIDTH} {svg.number(height)}"'
-    return f'<svg {box} role="img" aria-label="{svg.escape(name)}">{"".join(parts)}</svg>'
+def _figure(
+    height: float, name: str, legend: tuple[str, int], parts: Sequence[str], frame: Frame
+) -> str:
+    """A picture of ``height`` with one row of the ``legend``, and higher with more."""
+    drawn, rows = legend
+    below = _ROW * (rows - 1)
+    box = f'viewBox="0 0 {frame.width} {svg.number(height + below)}"'
+    body = "".join(parts)
+    body = f'<g transform="translate(0 {below})">{body}</g>' if below else body
+    return f'<svg {box} role="img" aria-label="{svg.escape(name)}">{drawn}{body}</svg>'

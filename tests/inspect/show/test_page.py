@@ -14,6 +14,7 @@ import simulated
 from simulated import collective
 from simulated import timeline as timeline_of
 
+from ctl.base.svg import text_width
 from ctl.inspect.measure.link import Measured, Point
 from ctl.inspect.measure.verdict import verdict
 from ctl.inspect.show import pictures
@@ -114,9 +115,12 @@ def test_exposed_and_the_step_are_one_number_everywhere(late):
     said = verdict(timeline)
     text = text_of(make_page(timeline, said))
     assert f"{duration(exposed / 1e3)}exposed communication, {exposed / mean[1]:.0%} of" in text
+    parts = re.search(r"([\d.]+) ms wait for the last replica, ([\d.]+) ms transfer", text)
+    assert sum(map(float, parts.groups())) == pytest.approx(exposed, abs=0.02)
     assert float(re.search(r"takes ([\d.]+) ms", said[0])[1]) == pytest.approx(mean[1], abs=0.06)
     if late is None:
         assert f"{exposed:.2f} ms of communication are exposed" in said[1]
+        assert "ms wait for the last replica" in said[1]
     else:  # no compute, so that the step is bound by communication
         nobody = simulated.with_phases(timeline, backward=0 * timeline.late)
         nobody = dataclasses.replace(nobody, clocks=timeline.clocks[:1])
@@ -177,7 +181,28 @@ def test_wild_numbers_stay_on_the_page(value):
 def test_its_size_is_bounded(options, variables):
     timeline = timeline_of(**options, late=(1, "input", 0.02), noise=0.5)
     plan = make_plan(packs=options["packs"], variables=variables)
-    assert len(make_page(timeline, VERDICT, plan=plan)) < 300_000
+    assert len(make_page(timeline, VERDICT, plan=plan)) < 400_000  # each picture twice
+
+
+@pytest.mark.parametrize(
+    "options", [{"workers": 2, "packs": 3}, {"workers": 12, "replicas": 4, "steps": 300}], ids=str
+)
+def test_pictures_for_narrow_pages_have_a_layout_of_their_own(options):
+    page = make_page(timeline_of(**options, late=(1, "input", 0.02)), VERDICT)
+    groups = {e.get("class"): e for e in parse(page).iter("div")}
+    assert {"on-wide", "on-narrow"} <= set(groups) and "min-width: 760px" in page
+    drawn = [d for e in parse(page).iter("div") if e.get("class") == "on-narrow" for d in e]
+    assert len(drawn) == page.count('class="on-wide"') == 4
+    for picture in drawn:
+        width = float(picture.get("viewBox").split()[2])
+        assert width == pictures.NARROW.width <= 372  # what a page of 400 pixels has
+        for text in picture.iter("text"):
+            kind, at = text.get("class", ""), float(text.get("x"))
+            pixel = 11 if {"small", "note"} & {*kind.split()} else 12
+            # The estimate is rather too wide.
+            long = 0.9 * text_width(text.text or "", pixel)
+            left = at - long * (1 if "y" in kind.split() else 0.5 if "x" in kind.split() else 0)
+            assert left >= -2 and left + long <= width + 2, text.text
 
 
 def test_the_replicas_drawn_are_those_that_explain_the_step():
