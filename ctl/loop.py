@@ -236,9 +236,8 @@ class Loop:
         check_watched(self.eval_actions, evaluator)
         if checkpoints:
             watchdog.finish_first(checkpoints.wait)
-            checkpoints.note_constants(self.state.variables())
-            checkpoints.code = source_hash.identity(step)
-            checkpoints.identify(comparable(self.dataset))
+            fingerprint = comparable(self.dataset)
+            checkpoints.begin_run(self.state.variables(), source_hash.identity(step), fingerprint)
         self.signals = Signals()
         self.steps = Steps(step, self.dataset, self.strategy)
         self._flight = attach_progress_marks(step) if self._several_workers else None
