@@ -6,8 +6,9 @@ import dataclasses
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from absl import flags
 
@@ -21,7 +22,7 @@ FLAGS = flags.FLAGS
 flags.disclaim_key_flags()
 
 _USAGE = """
-Compares runs of ctl.train: the flags that differ, results, time, and learning curves.
+Compares runs of ctl.train: results, time, the flags that differ, and learning curves.
 
   python -m ctl.compare /tmp/run-1 /tmp/run-2                      # a table
   python -m ctl.compare --page=compare.html /tmp/run-1 /tmp/run-2  # and curves, for a browser
@@ -66,45 +67,59 @@ def main(directories: Sequence[str]) -> None:
         print(printable(" ".join(note.split())), file=sys.stderr)
     if not runs:
         raise UsageError("there is no run to compare")
-    header, rows = table(runs)
     if FLAGS.json:
         print(json.dumps({"schema": 1, "runs": [_to_json(one, runs) for one in runs]}))
     else:
-        _print(header, rows)
+        _print(tables(runs))
     if FLAGS.page:
         write_page(Path(FLAGS.page), runs, notes)
 
 
-def table(runs: list[Run]) -> tuple[list[str], list[list[str]]]:
-    """The table: its header, and a row of cells for each run. The cells are not escaped."""
-    names = differing_flags(runs)
+def tables(runs: list[Run]) -> dict[str, tuple[list[str], list[list[str]]]]:
+    """The tables by their titles: a header, and a row of cells for each run. First the results,
+    then the flags that differ, if any. The cells are not escaped."""
     results = [one.results() for one in runs]
     metrics = list(dict.fromkeys(name for of_run in results for name in of_run))
-    header = ["run", *names, "steps"]
-    header += [f"{kind} {name}" for name in metrics for kind in ("best", "last")]
+    header = [f"{kind} {name}" for name in metrics for kind in ("best", "last")]
     rows = []
     for one, of_run in zip(runs, results, strict=True):
-        of = f"{one.step} of {one.until}" if (one.until or 0) > one.step else str(one.step)
-        row = [one.name, *(shown(one.flags.get(name)) for name in names), of]
+        row = [one.name]
         for name in metrics:
             found = of_run.get(name)
             row.append(f"{found.best:.4f} at {found.step}" if found else "")
             row.append(f"{found.last:.4f}" if found else "")
-        rows.append([*row, _time(one.seconds), _time(one.seconds * one.replicas)])
-    return [*header, "train time", "replica time"], rows
+        of = f"{one.step} of {one.until}" if (one.until or 0) > one.step else str(one.step)
+        rows.append([*row, of, _time(one.seconds), _time(one.seconds * one.replicas)])
+    made = {"Results": (["run", *header, "steps", "train time", "replica time"], rows)}
+    if names := differing_flags(runs):
+        cells = [[one.name, *(_plain(one.flags.get(name)) for name in names)] for one in runs]
+        made["Flags that differ"] = (["run", *names], cells)
+    return made
 
 
-def _print(header: list[str], rows: list[list[str]]) -> None:
-    """Prints a column for each run, so that some runs fit into a terminal."""
+def _plain(value: Any) -> str:
+    """A value of a flag as one would give it."""
+    if isinstance(value, list):
+        return ",".join(map(_plain, value))
+    return value if isinstance(value, str) else shown(value)
+
+
+def _print(made: Mapping[str, tuple[list[str], list[list[str]]]]) -> None:
+    """Prints a column for each run, so that some runs fit into a terminal, and a line for each
+    column of the tables."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
-    columns = [[escape(printable(cell)) for cell in cells] for cells in (header, *rows)]
+    lines = [
+        [escape(printable(cell)) for cell in line]
+        for number, (header, rows) in enumerate(made.values())
+        for line in list(zip(header, *rows, strict=True))[min(number, 1) :]  # the names once
+    ]
     shown_table = Table(box=None, pad_edge=False)
-    for column in columns:
-        shown_table.add_column(column[0], overflow="fold")
-    for line in list(zip(*columns, strict=True))[1:]:
+    for cell in lines[0]:
+        shown_table.add_column(cell, overflow="fold")
+    for line in lines[1:]:
         shown_table.add_row(*line)
     piped = None if sys.stdout.isatty() else _WIDE
     Console(highlight=False, width=piped).print(shown_table)
@@ -127,7 +142,7 @@ def write_page(path: Path, runs: list[Run], notes: Sequence[str]) -> None:
     from ctl.inspect.show.curves import make_page
 
     try:
-        path.write_text(make_page(runs, *table(runs), notes), "utf-8")
+        path.write_text(make_page(runs, tables(runs), notes), "utf-8")
     except OSError as error:
         raise CheckpointError(f"cannot write --page={path}: {error.strerror}") from error
     print(f"page: {path}", file=sys.stderr)

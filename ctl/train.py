@@ -354,6 +354,7 @@ def _summarize(
     if best and best.step < total_steps:
         earlier = [f"  best         step {best.step}; evaluated and exported is step {total_steps}"]
     lines = [
+        *outputs.summarize(model_dir),
         "",
         f"done: {total_steps} steps, {steps} of them now in {seconds:.1f} s",
         *scores,

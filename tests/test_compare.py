@@ -7,7 +7,9 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from ctl.inspect.show.curves import CURVES, make_page
+from ctl.base.svg import text_width
+from ctl.compare import tables
+from ctl.inspect.show.curves import CURVES, draw, make_page
 from ctl.logs.runs import read
 
 COMPARE = "ctl.compare"
@@ -67,7 +69,9 @@ def test_the_page_opens_offline_and_escapes_what_runs_say(zygote_without_tensorf
     assert "default-src 'none'" in text and "http" not in text.replace("http-equiv", "")
     said = "".join(root.itertext())
     assert "alert(1)" in said and "\u202e" not in said
-    curves = [e.get("d") for e in root.iter("path") if "curve eval" in e.get("class", "")]
+    curves = [e.get("d") for e in root.iter("path") if "eval" in e.get("class", "")]
+    titles = [e.text for e in root.iter("h2")]
+    assert titles[:2] == ["Results", "Flags that differ"] and len(titles) == len({*titles})
     assert len(curves) == 2 * 4  # loss, EVIL and accuracy: two runs have the last
     assert all("nan" not in d and "inf" not in d for d in curves)
 
@@ -104,10 +108,51 @@ def test_runs_that_are_damaged_missing_or_still_writing(zygote_without_tensorflo
 def test_values_of_any_size_are_drawn(tmp_path):
     """Also one point, equal values, and more runs than there are colours."""
     found = [read(make_run(tmp_path / str(n), 0.1 + n, steps=(5,))) for n in range(CURVES + 1)]
-    ET.fromstring(make_page(found, ["run"], [["a"]], []).removeprefix("<!DOCTYPE html>\n"))
+    ET.fromstring(make_page(found, {}, []).removeprefix("<!DOCTYPE html>\n"))
     huge = make_run(tmp_path / "huge", 1e-300, steps=tuple(range(1, 2000)))
     with (huge / "metrics.jsonl").open("a") as file:
         file.write('{"phase": "eval", "step": 9007199254740991, "loss": -1.7e308}\n')
-    page = make_page([read(huge)], ["run"], [["a"]], [])
+    page = make_page([read(huge)], {}, [])
     ET.fromstring(page.removeprefix("<!DOCTYPE html>\n"))
     assert len(page) < 100_000
+
+
+def test_results_come_first_then_flags_as_one_gives_them_and_each_title_once(tmp_path):
+    one = make_run(tmp_path / "one", 0.1, steps=(5,), augment=["crop:4", "flip"], schedule="cosine")
+    other = make_run(tmp_path / "other", 0.2, steps=(5,))
+    runs = [read(one), read(other)]
+    made = tables(runs)
+    assert list(made) == ["Results", "Flags that differ"]
+    names, (first, second) = made["Flags that differ"]
+    assert names == ["run", "learning_rate", "augment", "schedule"]
+    assert first[1:] == ["0.1", "crop:4,flip", "cosine"] and second[2:] == ["not set", "not set"]
+    root = ET.fromstring(make_page(runs, made, []).removeprefix("<!DOCTYPE html>\n"))
+    said = [text.strip() for text in root.itertext() if text.strip() == "learning_rate"]
+    assert len(said) == 2  # a column, and the title of a chart
+
+
+def test_a_series_of_one_point_is_a_mark_and_a_chart_without_points_is_not_drawn(tmp_path):
+    found = [read(make_run(tmp_path / "one", 0.1, steps=(5,)))]
+    root = ET.fromstring(draw(found, "learning_rate"))
+    kinds = [e.get("class") for e in root.iter("path")]
+    assert kinds == ["curve mark train c0"]
+    assert draw(found, "nothing") == ""
+
+
+def test_nothing_is_wider_than_the_page(tmp_path):
+    """Charts scale with the page; tables have few columns, and are lists on narrow screens."""
+    metrics = {f"a_metric_of_mine_{n}": n for n in range(9)}
+    path = make_run(tmp_path / "one", 0.1, until=2**40)
+    with (path / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"phase": "eval", "step": 2**40, "loss": 1.0, **metrics}) + "\n")
+    runs = [read(path)]
+    root = ET.fromstring(make_page(runs, tables(runs), []).removeprefix("<!DOCTYPE html>\n"))
+    assert all(len(list(row)) <= 8 for row in root.iter("tr"))
+    cells = [cell.get("data-name") for cell in root.iter("td")]
+    assert all(cells) and "best eval a_metric_of_mine_8" in cells
+    for picture in root.iter("svg"):
+        assert picture.get("width") is None
+        width = float(picture.get("viewBox").split()[2])
+        for text in picture.iter("text"):
+            half = text_width(text.text) / 2 if text.get("class") == "x" else 0
+            assert float(text.get("x")) + half <= width

@@ -58,7 +58,7 @@ def test_the_command_of_the_readme(tmp_path):
     names = {p.name for p in tmp_path.iterdir() if not p.name.startswith("events.")}
     assert names == {
         *("best", "checkpoints", "config.json", "eval", "export", "metrics.jsonl", "train"),
-        *("worker-0.log", "worker-1.log", "flags.txt"),
+        *("worker-0.log", "worker-1.log", "flags.txt", "summary.svg"),
     }
     for index in range(2):
         log = (tmp_path / f"worker-{index}.log").read_text().splitlines()

@@ -17,14 +17,14 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from absl import logging
 
 from ctl.base.streams import native_stderr_held
 from ctl.errors import CheckpointError
 
-COLUMNS, INDENT = 80, "    "  # of what is printed
+COLUMNS, INDENT = 80, "    "  # of what is printed, see `columns`
 
 # Limit of flushing the output, whose reader may be stuck.
 _FLUSH_SECONDS = 2.0
@@ -127,27 +127,36 @@ class _Formatter(python_logging.Formatter):
         return for_terminal(f"{record.levelname.lower()}: {text}" if warns else text)
 
 
+def columns(stream: TextIO) -> int:
+    """Columns of the lines that are written to ``stream``: 80, or those of a narrower terminal."""
+    if stream.isatty():
+        with contextlib.suppress(OSError, ValueError):
+            return min(COLUMNS, os.get_terminal_size(stream.fileno()).columns or COLUMNS)
+    return COLUMNS
+
+
 def filled(pieces: Iterable[str], head: str = "") -> str:
-    """Joins ``pieces`` after ``head`` to lines of at most 80 columns, the second and others
-    indented. A piece that is longer than that has a line of its own."""
-    lines, line = [], head
+    """Joins ``pieces`` after ``head`` to lines of at most the `columns` of standard output, the
+    second and others indented. A piece that is longer than that has a line of its own."""
+    lines, line, width = [], head, columns(sys.stdout)
     for piece in pieces:
         gap = "  " if line.strip() and line != head else ""
-        if line.strip() and len(line + gap + piece) > COLUMNS:
+        if line.strip() and len(line + gap + piece) > width:
             lines.append(line.rstrip())
             line, gap = INDENT, ""
         line += gap + piece
     return "\n".join([*lines, line.rstrip()])
 
 
-def for_terminal(text: str) -> str:
-    """``text`` in lines of at most 80 columns, if standard error is a terminal. In a pipe or a file
-    it stays one line, for programs that search it. Characters that would control a terminal, which
-    a file of others may hold, are written as in Python."""
+def for_terminal(text: str, stream: TextIO | None = None) -> str:
+    """``text`` in lines of at most its `columns`, if ``stream`` (by default standard error) is a
+    terminal. In a pipe or a file it stays one line, for programs that search it. Characters that
+    would control a terminal, which a file of others may hold, are written as in Python."""
     text = _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
-    if not sys.stderr.isatty():
+    stream = stream or sys.stderr
+    if not stream.isatty():
         return text
-    wrap = textwrap.TextWrapper(COLUMNS, subsequent_indent=INDENT, break_long_words=False)
+    wrap = textwrap.TextWrapper(columns(stream), subsequent_indent=INDENT, break_long_words=False)
     wrap.break_on_hyphens = False
     return "\n".join(wrap.fill(line) for line in text.splitlines())
 

@@ -28,13 +28,19 @@ from ctl.phases.base_step import BaseStep
 WORST = 48  # examples
 _WIDEST_NAME = 16
 LARGEST = 100  # classes of a matrix that is drawn
-_NUMBERED = 25  # classes of a matrix whose cells have numbers
+_NUMBERED = 25  # classes of a matrix whose cells have numbers; it fits narrow pages
+_WIDTH = 1036  # of a larger one, that of the page; on a narrow one, it scrolls in its own box
+_LONGEST_LABEL = 240  # pixels
 _LEVELS = 7  # of the colours, see `ctl.inspect.show.document`
 
 _STYLE = (
     STYLE
     + ".right { fill: none; stroke: var(--soft) }\n"
-    + ".wide svg.matrix { max-width: 1040px; min-width: 0 }\n"
+    + ".wide svg.matrix { width: auto; min-width: 0 }\n"
+    + ".wide svg.small-matrix { max-width: 100% }\n"
+    + ".matrix text.tiny { font-size: 8px }\n"
+    + ".classes th { white-space: normal }\n"
+    + ".classes td { white-space: normal; overflow-wrap: anywhere }\n"
     + ".worst { display: grid; gap: 14px; padding: 0; list-style: none; "
     + "grid-template-columns: repeat(auto-fill, minmax(132px, 1fr)) }\n"
     + ".worst li { padding: 8px; border: 1px solid var(--rule); border-radius: 6px; "
@@ -247,7 +253,7 @@ def make_page(report: Report, title: str, scores: Sequence[str]) -> str:
     body = [
         f"<h1>{escape(title)}</h1>",
         f'<ul class="figures">{figures}</ul>',
-        f"<section><h2>Classes</h2>{classes}</section>",
+        f'<section class="classes"><h2>Classes</h2>{classes}</section>',
     ]
     if len(report.classes) <= LARGEST:
         body.append(
@@ -264,20 +270,23 @@ def make_page(report: Report, title: str, scores: Sequence[str]) -> str:
 
 
 def draw(report: Report) -> str:
-    """The confusion matrix as an SVG element."""
+    """The confusion matrix as an SVG element: as large as its labels and numbers need."""
     count = len(report.classes)
-    cell = 56.0 if count <= 12 else max(8.0, 900.0 / count)
-    longest = max(svg.text_width(name) for name in report.classes)
-    left = min(160.0, longest + 16)
-    top, width = 26.0, left + cell * count + 8
+    numbered = count <= _NUMBERED
+    pixel, tiny = (12.0, "") if numbered else (8.0, " tiny")
+    longest = max(svg.text_width(name, pixel) for name in report.classes)
+    left = top = min(_LONGEST_LABEL, longest) + 14
+    digits = svg.text_width(str(report.confusion.max()))
+    cell = max(30.0, digits + 8) if numbered else min(30.0, (_WIDTH - left) / count)
+    width, height = left + cell * count + 2, top + cell * count + 2
     parts = []
     for label, name in enumerate(report.classes):
         y = top + label * cell
-        if cell >= 12:
-            shown = svg.shorten(name, left - 12)
-            parts.append(svg.text(left - 8, y + cell / 2 + 4, shown, "y"))
-            head = svg.shorten(name, cell - 4) if count <= 12 else str(label)
-            parts.append(svg.text(left + (label + 0.5) * cell, top - 8, head, "x"))
+        shown = svg.shorten(name, _LONGEST_LABEL, pixel)
+        middle = (label + 0.5) * cell + pixel / 3
+        parts.append(svg.text(left - 6, top + middle, shown, f"y{tiny}"))
+        place = f"translate({svg.number(left + middle)} {svg.number(top - 6)}) rotate(-90)"
+        parts.append(f'<g transform="{place}">{svg.text(0, 0, shown, tiny.strip())}</g>')
         total = max(1, int(report.confusion[label].sum()))
         for predicted, value in enumerate(report.confusion[label].tolist()):
             x = left + predicted * cell
@@ -285,13 +294,14 @@ def draw(report: Report) -> str:
             level = min(_LEVELS - 1, round((_LEVELS - 1) * (value / total) ** 0.5))
             about = f"{name} taken for {report.classes[predicted]}: {value} of {total}"
             parts.append(svg.rect(x, y, cell - 1, cell - 1, f"h{level}", about))
-            if value and count <= _NUMBERED:
+            if value and numbered:
                 parts.append(svg.text(x + cell / 2, y + cell / 2 + 4, value, f"x n{level}"))
             if label == predicted:
                 parts.append(svg.rect(x, y, cell - 1, cell - 1, "right"))
-    box = f"0 0 {svg.number(width)} {svg.number(top + cell * count + 6)}"
+    kind = "matrix small-matrix" if numbered else "matrix"
+    box = f'viewBox="0 0 {svg.number(width)} {svg.number(height)}" width="{svg.number(width)}"'
     return (
-        f'<svg class="matrix" viewBox="{box}" role="img"><title>Confusion matrix</title>'
+        f'<svg class="{kind}" {box} role="img"><title>Confusion matrix</title>'
         f"{''.join(parts)}</svg>"
     )
 

@@ -13,6 +13,7 @@ from absl import logging
 from ctl.base.actions import parse_window
 from ctl.errors import UsageError
 from ctl.flags.parsing import grouped_flags
+from ctl.logs.summary import summarize as summarize
 
 if TYPE_CHECKING:
     from absl.flags import FlagValues

@@ -8,27 +8,14 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ctl.base import svg
+from ctl.base import curves
 from ctl.base.actions import Status
+from ctl.base.curves import Curve
 from ctl.errors import UsageError
-from ctl.logs.curves import HEIGHT, WIDTH, draw
 from ctl.logs.runs import Run
 
 _MOST = 1000  # points; where there are twice as many, two become one
 _SECONDS, _SHARE = 1.0, 0.01  # between two reads of the metrics; of the time that these take
-_STYLE = """
-  .ctl-history { max-width: 100%; height: auto } .ctl-history .page { fill: #ffffff }
-  .ctl-history .frame { fill: none; stroke: #818b98 } .ctl-history .grid { stroke: #e4e8ec }
-  .ctl-history text { font: 12px system-ui, "Segoe UI", Helvetica, Arial, sans-serif }
-  .ctl-history text { fill: #59636e } .ctl-history .y { text-anchor: end }
-  .ctl-history .x { text-anchor: middle } .ctl-history .train { opacity: 0.45 }
-  .ctl-history .curve { fill: none; stroke: #0969da; stroke-width: 1.8; stroke-linejoin: round }
-  @media (prefers-color-scheme: dark) {
-    .ctl-history .page { fill: #0d1117 } .ctl-history .frame { stroke: #656c76 }
-    .ctl-history .grid { stroke: #262c34 } .ctl-history .curve { stroke: #4493f8 }
-    .ctl-history text { fill: #9198a1 } .ctl-history .train { opacity: 0.65 }
-  }
-"""
 
 
 class Picture(str):
@@ -118,33 +105,27 @@ class History:
         names = dict.fromkeys(
             name for row in [*train.values(), *evaluations.values()] for name in row
         )
-        shown = [name for name in names if not name.endswith("_per_second")]
-        for name in [name for name in shown if name.startswith("learning_rate")]:
-            if len({value for _, value in run.curve("train", name)}) == 1:
-                shown.remove(name)
-        pictures = [picture for name in shown if (picture := draw([run], name))]
-        if not pictures:
+        charts = {
+            name: [Curve(run.curve("train", name)), Curve(run.curve("eval", name), evaluates=True)]
+            for name in names
+            if not name.endswith("_per_second")
+        }
+        for name in [name for name in charts if name.startswith("learning_rate")]:
+            if len({rate for _, rate in charts[name][0].points}) == 1:
+                del charts[name]
+        if not any(curve.points for chart in charts.values() for curve in chart):
             raise UsageError("there is nothing to plot yet: call train() first")
-        columns = min(2, len(pictures))
-        width, height = columns * WIDTH, 24 + HEIGHT * math.ceil(len(pictures) / columns)
-        parts = [f"<style>{_STYLE}</style>", svg.rect(0, 0, width, height, "page")]
-        legend = "Faint: training. Strong, with points: evaluation." if evaluations else "Training."
-        parts.append(svg.text(12, 18, legend))
-        for number, picture in enumerate(pictures):
-            place = f'x="{number % columns * WIDTH}" y="{24 + number // columns * HEIGHT}"'
-            size = f'width="{WIDTH}" height="{HEIGHT}"'
-            parts.append(picture.replace("<svg ", f"<svg {place} {size} ", 1))
-        return Picture(
-            f'<svg xmlns="http://www.w3.org/2000/svg" class="ctl-history" width="{width}" '
-            f'height="{height}" viewBox="0 0 {width} {height}">{"".join(parts)}</svg>\n'
-        )
+        return Picture(curves.picture(charts, f"{' and '.join(charts)} over the steps"))
 
     def __repr__(self) -> str:
         steps = self._points[-1].step if self._points else 0
         return f"<History of {steps} steps and {len(self.evaluations)} evaluations>"
 
     def _repr_svg_(self) -> str | None:
-        return str(self.plot()) if self._points or self.evaluations else None
+        try:
+            return str(self.plot())
+        except UsageError:  # there is nothing to draw
+            return None
 
     # For the loop -------------------------------------------------------------------------------
 

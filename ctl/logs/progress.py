@@ -300,7 +300,8 @@ class _TimeLeft:
 
 def format_record(record: Mapping[str, Any], seconds_left: float | None = None) -> str:
     """Formats a record as ``step 1200/9380  loss 0.4312  ...  0:43 left  lr 1.00e-3``, in lines of
-    at most 80 columns. The epoch is in the lines of evaluations only, where it has room."""
+    at most 80 columns, or those of a narrower terminal. The epoch is in the lines
+    of evaluations only, where it has room."""
     scalars = scalars_of(record)
     if record["phase"] == "train":
         pieces = [_place(record["step"], record["until"]), *_metrics(scalars), *_rate(scalars)]

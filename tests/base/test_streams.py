@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import os
+import pty
+import struct
 import subprocess
 import sys
+import termios
 import threading
 
 import pytest
@@ -149,3 +153,22 @@ def test_a_pipe_that_does_not_block_gets_everything():
         stream.close()
         reader.join(60)
     assert got == [text]
+
+
+def test_lines_fit_a_narrow_terminal_and_break_between_words():
+    words = ["loss 0.4312", "accuracy 0.8521", "41.2k ex/s", "0:43 left", "lr 1.00e-3"] * 2
+    ours, theirs = pty.openpty()
+    try:
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 60, 0, 0))
+        with open(theirs, "w", closefd=False) as terminal:
+            assert console.columns(terminal) == 60
+            lines = console.for_terminal(" ".join(words), terminal).splitlines()
+            fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 200, 0, 0))
+            assert console.columns(terminal) == 80
+            fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 0, 0, 0, 0))
+            assert console.columns(terminal) == 80  # it does not say
+    finally:
+        os.close(ours)
+        os.close(theirs)
+    assert max(map(len, lines)) <= 60 and " ".join(map(str.strip, lines)) == " ".join(words)
+    assert console.columns(io.StringIO()) == 80

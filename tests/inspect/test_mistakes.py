@@ -133,3 +133,18 @@ def test_wrong_flags(zygote_without_tensorflow, tmp_path, flag):
     arguments = [f"--model_dir={tmp_path}", f"--report={tmp_path}", flag]
     command = zygote_without_tensorflow.run("ctl.evaluate", *arguments, exit_code=2)
     assert command.stderr.startswith("--report ") and command.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("count", "widest"), [(3, 200), (10, 500), (25, 1040), (26, 1040), (100, 1040)]
+)
+def test_the_matrix_is_as_large_as_its_labels_need(count, widest):
+    """Labels are whole and do not touch; a few classes are no poster, 100 fit a page."""
+    names = [f"class {n}" for n in range(count)]
+    drawn = ElementTree.fromstring(mistakes.draw(mistakes.Report(names, np.eye(count), [])))
+    assert float(drawn.get("width")) == float(drawn.get("viewBox").split()[2]) <= widest
+    labels = [e for e in drawn.iter("text") if e.text in names]
+    assert sorted(e.text for e in labels) == sorted(2 * names)
+    rows = [float(e.get("y")) for e in labels if "y" in e.get("class", "").split()]
+    assert len(rows) == count and min(np.diff(rows)) >= 8
+    assert float(drawn.get("viewBox").split()[3]) <= widest + 20

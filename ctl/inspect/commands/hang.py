@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from ctl.base.console import for_terminal
 from ctl.distributed.watch.hang import places, summary, suspects
 from ctl.distributed.watch.record import SAME_HANG_SECONDS, Record, read
 from ctl.errors import UsageError
 from ctl.flags.parsing import run_command
 from ctl.inspect.measure import FOLDER
+from ctl.logs.runs import read as read_run
 
 _USAGE = """
 Names the worker that kept the others of a run waiting, from their flight records.
@@ -58,7 +63,7 @@ def report(directory: Path) -> str:
         UsageError: there is no readable record.
     """
     records, notes = load(directory)
-    lines = [summary(records), ""]
+    lines = [summary(records), *_dated(directory, records), ""]
     for place in places(records):
         source = "its own record" if place.own else "last beat" if place.known else "nothing"
         state = str(place).partition("(")[2][:-1]
@@ -69,6 +74,31 @@ def report(directory: Path) -> str:
             lines += ["", f"worker {place.worker}, main thread, innermost last:"]
             lines += [f"    {entry}" for entry in stuck[place.worker][-8:]]
     return "\n".join([*lines, *notes])
+
+
+def _dated(directory: Path, records: Sequence[Record]) -> list[str]:
+    """When the records were made, and how far the run has come since, as its log says."""
+    made = max(record.time for record in records)
+    lines = [f"recorded at {_date(made)}, {_ago(time.time() - made)}"]
+    hung = max((record.step for record in records if record.step is not None), default=-1)
+    log = directory / "metrics.jsonl"
+    with contextlib.suppress(OSError, UsageError):
+        logged = log.stat().st_mtime
+        step = read_run(directory).step
+        if logged > made and step > hung:
+            lines.append(f"the run has gone on since: its log has step {step} at {_date(logged)}")
+    return lines
+
+
+def _date(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
+
+
+def _ago(seconds: float) -> str:
+    for unit, length in (("days", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit} ago"
+    return f"{max(0.0, seconds):.0f} s ago"
 
 
 def run() -> None:
@@ -84,4 +114,4 @@ def main(arguments: Sequence[str]) -> None:
     """
     if len(arguments) != 1:
         raise UsageError("name one directory: python -m ctl.inspect hang /tmp/run")
-    print(report(Path(arguments[0])))
+    print(for_terminal(report(Path(arguments[0])), sys.stdout))

@@ -84,6 +84,15 @@ def bounds(timeline: Timeline) -> dict[str, float]:
     return dict(sorted(seconds.items(), key=lambda item: -item[1]))
 
 
+def exposed_parts(timeline: Timeline) -> str:
+    """How much of the exposed communication waits for a late replica, and how much is transfer and
+    packing: in the proportion of their sums over all steps, since medians would not add up."""
+    exposed = float(np.nan_to_num(of_one_step(timeline.exposed))) * _MS
+    total = float(np.nansum(timeline.exposed))
+    wait = exposed * float(np.nansum(timeline.phases["wait"])) / total if total > 0 else 0.0
+    return f"{wait:.2f} ms wait for the last replica, {exposed - wait:.2f} ms transfer"
+
+
 def _bound(timeline: Timeline, step: float, measured: Measured | None) -> tuple[str, str, str]:
     parts, of = _phases(timeline), bounds(timeline)
     bound = next(iter(of))
@@ -95,6 +104,7 @@ def _bound(timeline: Timeline, step: float, measured: Measured | None) -> tuple[
     if bound == "communication":
         return (first, *_communication(timeline, measured, parts))
     exposed = f"{of['communication'] * _MS:.2f} ms of communication are exposed"
+    exposed += f" ({exposed_parts(timeline)})"
     if len(timeline.rows) == 1:
         exposed = "one replica has nothing to reduce"
     elif timeline.reduce_unseen:

@@ -6,19 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 
 from ctl.base import svg
+from ctl.base.curves import BLUE, GREEN, SKY_BLUE, VERMILION
 from ctl.inspect.predict.model import Prediction
-from ctl.inspect.show.document import (
-    BLUE,
-    DARK_INK,
-    DARK_PAGE,
-    DARK_SOFT,
-    FONT,
-    GREEN,
-    LIGHT_INK,
-    LIGHT_SOFT,
-    SKY_BLUE,
-    VERMILION,
-)
+from ctl.inspect.show.document import DARK_INK, DARK_PAGE, DARK_SOFT, FONT, LIGHT_INK, LIGHT_SOFT
 
 _WIDTH, _HEIGHT = 720, 400
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 590, 92, 336  # the labels of the curves are right of the frame

@@ -10,14 +10,10 @@ import base64
 import hashlib
 from collections.abc import Collection, Sequence
 
+from ctl.base.curves import BLUE, GREEN, ORANGE, PURPLE, SKY_BLUE
 from ctl.base.svg import escape
 
 FONT = 'system-ui, "Segoe UI", Helvetica, Arial, sans-serif'
-
-# Okabe and Ito (2008), "Color Universal Design": distinguishable with any colour vision.
-BLUE, SKY_BLUE, GREEN = "#0072b2", "#56b4e9", "#009e73"
-ORANGE, VERMILION, PURPLE = "#e69f00", "#d55e00", "#cc79a7"
-COLOURS = (BLUE, VERMILION, GREEN, ORANGE, PURPLE, SKY_BLUE)  # of curves, in this order
 
 DARK_PAGE = "#0d1117"
 LIGHT_INK, LIGHT_SOFT = "#1f2328", "#59636e"
@@ -80,7 +76,8 @@ p {{ margin: 4px 0 10px }}
 .verdict {{ margin: 18px 0; padding: 14px 18px; background: var(--card);
   border: 1px solid var(--rule); border-left: 5px solid {_STRONG}; border-radius: 6px }}
 .verdict p {{ margin: 0 0 4px }} .verdict p:first-child {{ font-size: 17px; font-weight: 600 }}
-.figures {{ display: flex; flex-wrap: wrap; gap: 12px; margin: 0; padding: 0; list-style: none }}
+.figures {{ display: flex; flex-wrap: wrap; gap: 12px; margin: 14px 0 12px; padding: 0;
+  list-style: none }}
 .figures li {{ flex: 1 1 150px; padding: 10px 14px; border: 1px solid var(--rule);
   border-radius: 6px }}
 .figures b {{ display: block; font-size: 21px; line-height: 1.3;
@@ -116,7 +113,17 @@ text.t-wait {{ stroke: #f7c9b0; stroke-width: 4px; stroke-linejoin: round; paint
 .swatch {{ stroke: var(--rule) }}
 {_phases()}
 {_levels(_LIGHT, _ON_LIGHT)}
-@media (max-width: 600px) {{ main {{ padding: 16px 14px 40px }} }}
+.stacked th, .stacked td {{ white-space: normal; overflow-wrap: anywhere }}
+.stacked {{ margin-bottom: 14px }}
+@media (max-width: 600px) {{
+  main {{ padding: 16px 14px 40px }}
+  .stacked, .stacked tbody, .stacked tr, .stacked td {{ display: block }}
+  .stacked tr:first-child {{ display: none }}
+  .stacked td {{ padding: 2px 0; text-align: left; border: 0 }}
+  .stacked td:first-child {{ font-weight: 600; white-space: normal }}
+  .stacked td:not(:first-child)::before {{ content: attr(data-name) ": "; color: var(--soft) }}
+  .stacked tr {{ padding: 6px 0; border-bottom: 1px solid var(--grid) }}
+}}
 summary {{ cursor: pointer; color: var(--soft) }}
 footer {{ margin-top: 44px; padding-top: 12px; border-top: 1px solid var(--rule); font-size: 13px }}
 dt {{ font-weight: 600; color: var(--ink) }} dd {{ margin: 0 0 6px }}
@@ -169,3 +176,27 @@ def html_table(
         kind = ' class="strong"' if number in strong else ""
         lines.append(f"<tr{kind}>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>")
     return f'<div class="wide"><table><tr>{head}</tr>{"".join(lines)}</table></div>'
+
+
+TABLE_COLUMNS = 7  # the most of a table that must fit a page of 1280 pixels
+
+
+def stacked_tables(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Tables of texts as HTML that fit the page at any width. Of more than `TABLE_COLUMNS`, the
+    others follow in further tables, each with the first column. On a narrow screen, each row is a
+    list of names and values."""
+    return "".join(
+        _stacked([0, *range(first, min(first + TABLE_COLUMNS, len(columns)))], columns, rows)
+        for first in range(1, max(2, len(columns)), TABLE_COLUMNS)
+    )
+
+
+def _stacked(
+    chosen: Sequence[int], columns: Sequence[str], rows: Sequence[Sequence[object]]
+) -> str:
+    head = "".join(f"<th>{escape(columns[n])}</th>" for n in chosen)
+    lines = []
+    for row in rows:
+        cells = (f'<td data-name="{escape(columns[n])}">{escape(row[n])}</td>' for n in chosen)
+        lines.append(f"<tr>{''.join(cells)}</tr>")
+    return f'<table class="stacked"><tr>{head}</tr>{"".join(lines)}</table>'

@@ -15,6 +15,7 @@ from ctl.base.svg import escape
 from ctl.base.units import size_text
 from ctl.inspect.measure.late_worker import late_worker
 from ctl.inspect.measure.timeline import of_one_step
+from ctl.inspect.measure.verdict import exposed_parts
 from ctl.inspect.show import pictures
 from ctl.inspect.show.document import STYLE, document, html_table
 from ctl.inspect.show.report import (
@@ -114,7 +115,8 @@ def _figures(timeline: Timeline, measured: Measured | None) -> str:
     cards = [(duration(step), "step")]
     if timeline.packs:
         share = percent(exposed / step if step > 0 else None)
-        cards.append((duration(exposed), f"exposed communication, {share} of the step"))
+        said = f"exposed communication, {share} of the step: {exposed_parts(timeline)}"
+        cards.append((duration(exposed), said))
         cards.append((duration(hidden), "communication hidden behind compute"))
     if "allreduce/busbw" in values:
         said = "bus bandwidth of the all-reduces"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 
 import pytest
@@ -285,6 +286,29 @@ def test_the_report(tmp_path, capsys):
     assert "flight-worker-1.json is not used: it is 900 s older than the last" in rest
     assert "flight-worker-7.json is not used: it has schema 9; this ctl reads 2" in rest
     assert any("worker 0: in pack0 of training after step 411" in line for line in rest)
+
+
+def test_the_report_is_dated_and_says_that_the_run_has_gone_on(tmp_path, capsys):
+    write(tmp_path / "inspect", record(0, 2))
+    hang_command.main([str(tmp_path)])
+    lines = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"recorded at 1970-01-01 00:16:40 UTC, [\d]+ days ago", lines[1])
+    assert lines[2] == ""
+    (tmp_path / "config.json").write_text('{"schema": 1, "flags": {}}')
+    log = tmp_path / "metrics.jsonl"
+    for step, gone_on in ((400, False), (420, True)):
+        log.write_text(f'{{"phase": "train", "step": {step}, "loss": 1.0}}\n')
+        os.utime(log, (1060, 1060))
+        hang_command.main([str(tmp_path)])
+        said = capsys.readouterr().out.splitlines()[2]
+        line = "the run has gone on since: its log has step 420 at 1970-01-01 00:17:40 UTC"
+        assert said == (line if gone_on else "")
+    os.utime(log, (900, 900))  # its last step is of before
+    hang_command.main([str(tmp_path)])
+    assert "gone on" not in capsys.readouterr().out
+    write(tmp_path / "inspect", record(0, 2, time=1e12))
+    hang_command.main([str(tmp_path)])
+    assert "UTC, 0 s ago" in capsys.readouterr().out
 
 
 def test_no_records(tmp_path):

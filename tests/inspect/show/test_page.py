@@ -114,9 +114,12 @@ def test_exposed_and_the_step_are_one_number_everywhere(late):
     said = verdict(timeline)
     text = text_of(make_page(timeline, said))
     assert f"{duration(exposed / 1e3)}exposed communication, {exposed / mean[1]:.0%} of" in text
+    parts = re.search(r"([\d.]+) ms wait for the last replica, ([\d.]+) ms transfer", text)
+    assert sum(map(float, parts.groups())) == pytest.approx(exposed, abs=0.02)
     assert float(re.search(r"takes ([\d.]+) ms", said[0])[1]) == pytest.approx(mean[1], abs=0.06)
     if late is None:
         assert f"{exposed:.2f} ms of communication are exposed" in said[1]
+        assert "ms wait for the last replica" in said[1]
     else:  # no compute, so that the step is bound by communication
         nobody = simulated.with_phases(timeline, backward=0 * timeline.late)
         nobody = dataclasses.replace(nobody, clocks=timeline.clocks[:1])
