@@ -537,7 +537,7 @@ class Loop:
             if ends or self.stopped:
                 return self._evaluated or {}
             stop = min(until, step - step % evaluate_every + evaluate_every)
-            self.train(stop, total=until)
+            self.train(stop, total=until, progress=False)
             step = self.global_step
             if step < stop:  # the data ended
                 until = step

@@ -206,6 +206,8 @@ def test_a_loop_shows_a_bar_where_somebody_looks(monkeypatch, capsys):
     output = capsys.readouterr().out
     assert output.count("eval at step 8: loss ") == 1
     assert output.splitlines()[-1].startswith("step 8/8  ") and output.count("step 8/8") == 1
+    loop.train_and_evaluate(9, evaluate_every=1, progress=False)
+    assert capsys.readouterr().out == ""
     with Progress() as own:
         loop.actions.append(own)
         loop.train(10)
