@@ -59,7 +59,7 @@ def main() -> None:
         watchdog._watchdog = running if on else None
         step.observer, loop._flight = (marks, flight) if on else (NO_OBSERVER, None)
         wall, cpu = time.perf_counter(), time.process_time()
-        loop.train(loop.global_step + FLAGS.steps)
+        loop.train(loop.global_step + FLAGS.steps, progress=False)
         return time.perf_counter() - wall, time.process_time() - cpu
 
     for on in (False, True) * 2:  # traces and warms up

@@ -57,7 +57,7 @@ def main() -> None:
         for name in order:
             step.observer = variants[name]
             start, used = time.perf_counter(), time.process_time()
-            loop.train(loop.global_step + _STEPS.value)
+            loop.train(loop.global_step + _STEPS.value, progress=False)
             if number >= _WARM_UP.value:
                 took = time.perf_counter() - start, time.process_time() - used
                 seconds[name].append(took)

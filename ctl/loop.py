@@ -50,6 +50,8 @@ from ctl.data.global_batches import as_dataset, comparable
 from ctl.distributed import local_batch, workers
 from ctl.distributed.watch import watchdog
 from ctl.errors import Preempted, UsageError
+from ctl.logs.history import History
+from ctl.logs.progress import showing
 from ctl.phases import freezing, noinline
 from ctl.phases.checks import (
     check_arguments,
@@ -193,6 +195,7 @@ class Loop:
         steps_per_loop: maximum steps per call; by default, as many as fit in half a second.
 
     Attributes:
+        history: what was trained and evaluated, see `ctl.logs.history.History`.
         stopped: whether an action has ended the training. If so, `train` runs no step.
             `train_and_evaluate` records it in the checkpoint, and `restore` sets it. Set it to
             False to train on.
@@ -236,14 +239,15 @@ class Loop:
         check_watched(self.eval_actions, evaluator)
         if checkpoints:
             watchdog.finish_first(checkpoints.wait)
-            checkpoints.note_constants(self.state.variables())
-            checkpoints.code = source_hash.identity(step)
-            checkpoints.identify(comparable(self.dataset))
+            fingerprint = comparable(self.dataset)
+            checkpoints.begin_run(self.state.variables(), source_hash.identity(step), fingerprint)
         self.signals = Signals()
         self.steps = Steps(step, self.dataset, self.strategy)
         self._flight = attach_progress_marks(step) if self._several_workers else None
         self._flights: dict[Any, Any] = {}  # those of other settings
-        self.scalars = Scalars(step, size)
+        scalars = self.scalars = Scalars(step, size)
+        self.history = History(lambda: scalars.latest, reads=not self._several_workers)
+        self._watchers: list[Any] = [self.history]  # and a progress bar before it
         self._divergence = Divergence(step, self.dataset, checkpoints)
         self._is_chief = workers.is_chief(self.strategy)
         self.feed: Any = None  # opened by `begin`
@@ -263,12 +267,16 @@ class Loop:
         """Number of global batches trained on so far."""
         return int(self.step.global_step.numpy())
 
-    def train(self, until: int, *, total: int | None = None) -> dict[str, float]:
+    def train(
+        self, until: int, *, total: int | None = None, progress: bool | None = None
+    ) -> dict[str, float]:
         """Trains until the global step is ``until``, or an action calls `Status.stop`.
 
         Args:
             until: global step at the end of this call.
             total: global step at the end of the whole training; by default ``until``.
+            progress: whether to show a progress bar; by default, if standard output is a terminal
+                or the cell of a notebook, and no other bar is shown.
 
         Returns:
             Scalars of the last window (see `Status`) if ``total`` was reached, an action ended the
@@ -277,7 +285,8 @@ class Loop:
         Raises:
             DivergedError: the loss is not finite, or too many updates in a row were skipped.
             Preempted: a signal arrived (see `stop_on_signals`); the state was saved, if there are
-                checkpoints.
+                checkpoints. In a notebook or a shell, the stop button or Ctrl-C does the same, with
+                `KeyboardInterrupt`; the next call goes on.
             CheckpointError: a save in the background failed.
             PeerError: another worker was lost.
             UsageError: the workers do not agree, the step does not fit the batches, a label is not
@@ -287,11 +296,16 @@ class Loop:
         until = checked("until", until)
         total = until if total is None else checked("total", total)
         scalars: dict[str, float] = {}
-        with self.translate_failures("training"):
-            step = self.global_step
-            if step < until and self.stopped:
+        step = self.global_step
+        runs = step < until and not self.stopped
+        with self._showing(progress, runs), self.translate_failures("training"):
+            if step >= until:
+                logging.warning(
+                    "no step is run: the loop is at step %d, not before %d", step, until
+                )
+            elif self.stopped:
                 logging.warning("no step is run: an action ended the training at step %d", step)
-            elif step < until:
+            else:
                 self.begin(step)
             while step < until and not self.stopped:
                 steps = min(self._pace.steps(), until - step, steps_until_due(self.actions, step))
@@ -319,6 +333,7 @@ class Loop:
                 self._divergence.check(step, steps, totals.loss, outcome.finite, skipped)
                 self._evaluated, self.scalars.rates = None, outcome.rates
                 self.scalars.add(totals, skipped)
+                self.history.add(totals.loss, totals.examples)
                 if self._pace.record_duration(
                     seconds, steps, workers.mean(self.strategy, totals.pace)
                 ):
@@ -416,13 +431,13 @@ class Loop:
         if self.checkpoints and self._is_chief:
             self.checkpoints.check()
         status = status_of(step, until, seconds_per_step, self.dataset, self.scalars)
-        run_actions(self.actions, status)
+        run_actions([*self.actions, *self._watchers], status)
         self._asked_to_end |= status.stops
         if self._asked_to_end and not self._several_workers:  # several learn of it in the next call
             self._stop(step)
             if not status.final:
                 status = dataclasses.replace(status, until=step, final=True)
-                run_actions(self.actions, status)
+                run_actions([*self.actions, *self._watchers], status)
         return status.scalars() if status.final else {}
 
     def _stop(self, step: int) -> None:
@@ -445,6 +460,8 @@ class Loop:
         for action in self.eval_actions:
             with watchdog.host("an action after the evaluation", self.global_step):
                 self._asked_to_end |= action(self.global_step, results) is STOP
+        for watcher in self._watchers:
+            watcher.evaluated(self.global_step, results)
         if workers.any_of(self.strategy, self._asked_to_end):
             self._stop(self.global_step)
         return results
@@ -477,22 +494,38 @@ class Loop:
             self._evaluated = results or None
             self.stopped, self._asked_to_end = saved.stopped, False
             self.scalars.reset()
+            self.history.rewind(saved.step)
+            if results:
+                self.history.evaluated(saved.step, results)
         return saved
 
     def train_and_evaluate(
-        self, until: int, *, evaluate_every: int, on_progress: OnProgress | None = None
+        self,
+        until: int,
+        *,
+        evaluate_every: int,
+        on_progress: OnProgress | None = None,
+        progress: bool | None = None,
     ) -> dict[str, float]:
         """Trains until step ``until``, or until an action ends the training. Saves and evaluates
         every ``evaluate_every`` steps and at the end. If the current step is due but not
         evaluated, as after a restore, evaluates first. Returns the results of the last
-        evaluation. Traces the evaluation first, so that its mistakes are known before the first
-        step. Raises `UsageError` if ``evaluate_every`` is not a whole number of at least 1; also as
-        `train` and `evaluate` do."""
+        evaluation. For ``progress``, see `train`. Traces the evaluation first, so that its mistakes
+        are known before the first step. Raises `UsageError` if ``evaluate_every`` is not a whole
+        number of at least 1; also as `train` and `evaluate` do."""
         until, evaluate_every = checked("until", until), checked("evaluate_every", evaluate_every)
-        evaluator, step = self._evaluator(), self.global_step
+        evaluator = self._evaluator()
         check_watched(self.eval_actions, evaluator)
-        if step < until and not self.stopped:
-            self._trace_evaluation(evaluator)
+        runs = self.global_step < until and not self.stopped
+        with self._showing(progress, runs) as bar:
+            if runs:
+                self._trace_evaluation(evaluator)
+            return self._train_and_evaluate(until, evaluate_every, on_progress or bar)
+
+    def _train_and_evaluate(
+        self, until: int, evaluate_every: int, on_progress: OnProgress | None
+    ) -> dict[str, float]:
+        step = self.global_step
         while True:
             ends = step >= until or self.stopped
             due = step and (step % evaluate_every == 0 or ends)
@@ -504,10 +537,18 @@ class Loop:
             if ends or self.stopped:
                 return self._evaluated or {}
             stop = min(until, step - step % evaluate_every + evaluate_every)
-            self.train(stop, total=until)
+            self.train(stop, total=until, progress=False)
             step = self.global_step
             if step < stop:  # the data ended
                 until = step
+
+    def _showing(
+        self, progress: bool | None, runs: bool
+    ) -> contextlib.AbstractContextManager[OnProgress | None]:
+        """Shows a progress bar inside, if it is wanted, the loop ``runs`` steps and this worker is
+        the first. Gives what shows an evaluation."""
+        wanted = progress if runs and self._is_chief else False
+        return showing(wanted, self._watchers, peek=not self._several_workers)
 
     def _trace_evaluation(self, evaluator: Evaluator) -> None:
         with (
@@ -542,6 +583,7 @@ class Loop:
 
         Raises:
             Preempted: a signal asked to stop; the state was saved, if there are checkpoints.
+            KeyboardInterrupt: so did the stop button of a notebook, see `Signals.button`.
             PeerError: a worker was lost.
             UsageError: a check in the graph failed, see `local_batch.translate_graph_checks`; or
                 the data cannot be read, see `translate_data_errors`.
@@ -550,6 +592,7 @@ class Loop:
         before, self._doing = self._doing, doing
         try:
             with (
+                self.signals.button(),
                 workers.naming_lost_peers(self.strategy, doing, lambda: self.global_step),
                 translate_data_errors(*datasets),
                 local_batch.translate_graph_checks(),
@@ -561,8 +604,15 @@ class Loop:
         finally:
             self._doing = before
 
-    def _saved_at_stop(self) -> Preempted:
+    def _saved_at_stop(self) -> Preempted | KeyboardInterrupt:
         step, name = self.global_step, self.signals.name
+        if self.signals.is_button:
+            if self.checkpoints:
+                self.save(wait=True)
+            saved_too = " and is saved" if self.checkpoints else ""
+            return KeyboardInterrupt(
+                f"the loop stopped after step {step}, keeps its state{saved_too}: train() goes on"
+            )
         if self.checkpoints is None:
             return Preempted(
                 f"{name} at step {step}: nothing saved, because the loop has no checkpoints"

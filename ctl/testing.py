@@ -148,7 +148,7 @@ class _Training:
         with self.evidence.recording():
             while (step := len(self.states)) <= until:
                 self._masks.add(self.step.trainable_mask)
-                scalars = self.loop.train(step)
+                scalars = self.loop.train(step, progress=False)
                 self.states.append(_State(_values(self.loop), scalars))
                 if step == self.pause:
                     self.loop.save(wait=True)
@@ -411,7 +411,7 @@ def _check_resumed(straight: _Training, steps: int) -> None:
     straight.train(steps)
     second = straight.restored()
     restored, names = _bits(second), _names(second)
-    second.train(steps)
+    second.train(steps, progress=False)
     advice = "what a step depends on must be an attribute of the step, which is saved"
     for name, value in straight.saved.items():
         assert restored[name] == value, f"{names[name]} is not restored: {advice}"
@@ -550,7 +550,7 @@ def check_reference(
     """
     loop, plain = _made(make, 1), _made(make, 1)
     reference(plain.step.model, list(itertools.islice(_batches(plain.dataset), steps)))
-    loop.train(steps)
+    loop.train(steps, progress=False)
     for mine, other in zip(loop.step.model.variables, plain.step.model.variables, strict=True):
         wanted, found = (v.numpy().astype(np.float64) for v in (other, mine))
         difference = _largest(found - wanted)

@@ -21,7 +21,7 @@ import first  # noqa: E402
 # The rooms, from below: files directly in ctl/ and its packages. Each imports only rooms before it.
 LAYERS = (
     *("errors", "base", "distributed", "reduce", "flags", "data", "checkpoint", "schedule"),
-    *("phases", "step", "control", "loop", "logs", "jobs", "inspect", "testing"),
+    *("phases", "step", "control", "logs", "loop", "jobs", "inspect", "testing"),
     *("train", "evaluate", "launch", "compare", "__main__", "__init__", "recipes"),
 )
 MOST_ARROWS = 130  # from a room to another

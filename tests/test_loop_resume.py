@@ -21,6 +21,7 @@ from helpers import (
 )
 
 from ctl.base.actions import Every
+from ctl.base.durable import Lock
 from ctl.checkpoint import CheckpointManager
 from ctl.data import Augmented, GlobalBatches, InMemory
 from ctl.errors import CheckpointError, DivergedError, UsageError
@@ -381,3 +382,26 @@ def test_augmented_batches_that_are_opened_again_are_those_of_a_new_process():
         feed = steps.open(0)
         readings.append([tf.nest.flatten(next(feed.iterator))[-1].numpy().tolist() for _ in "1234"])
     assert readings[0] == readings[1] and readings[0][:2] != readings[0][2:]
+
+
+def test_a_cell_that_makes_a_loop_runs_twice(tmp_path):
+    """With a manager of an earlier cell, then with one of its own, which takes over."""
+    loop = make_loop(directory=tmp_path)
+    loop.train(4)
+    loop.save(wait=True)
+    manager = loop.checkpoints
+    other = InMemory(examples(EXAMPLES, seed=1), global_batch_size=BATCH)
+    with pytest.raises(CheckpointError, match="is from another run: content was"):
+        make_loop(data=other, checkpoints=manager).restore()
+    for step in (4, 6):
+        loop = make_loop(checkpoints=manager)
+        with pytest.raises(UsageError, match=rf"up to step {step}: call restore\(\) to continue"):
+            loop.train(8)
+        assert loop.restore().step == step
+        loop.train(step + 2)
+        loop.save(wait=True)
+        assert [saved.step for saved in manager.all()] == [4, 6, 8][: step // 2]
+        manager = CheckpointManager(tmp_path)
+    directory = manager.directory
+    del loop, manager
+    Lock(directory / ".lock").release()  # deleting them has freed it

@@ -44,7 +44,7 @@ def build(setting: worker.Setting):
     loop = ctl.Loop(step, dataset, strategy=placement.strategy, actions=[end_window])
 
     def train(steps: int) -> float:
-        return loop.train(loop.global_step + steps)["loss"]
+        return loop.train(loop.global_step + steps, progress=False)["loss"]
 
     return train, {
         "versions": {"tensorflow": tf.__version__, "keras": keras.__version__},

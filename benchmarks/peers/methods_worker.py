@@ -37,7 +37,7 @@ class Trained:
         """
         loop = self._loop(step, tuple(options.items()))
         before, start = _sent(), time.perf_counter()
-        loop.train(loop.global_step + steps)
+        loop.train(loop.global_step + steps, progress=False)
         seconds = time.perf_counter() - start
         return {"seconds": seconds, "sent": None if before is None else _sent() - before}
 

@@ -47,7 +47,7 @@ class Trained:
         """
         loop = self._loop(strong, alone)
         start = time.perf_counter()
-        loop.train(loop.global_step + steps)
+        loop.train(loop.global_step + steps, progress=False)
         return {"seconds": time.perf_counter() - start}
 
     @functools.lru_cache  # noqa: B019 - one object in the process

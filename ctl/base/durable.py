@@ -216,7 +216,8 @@ def reason_of(error: Exception) -> str:
 
 
 class Lock:
-    """An exclusive ``flock``, which the kernel frees when its process dies."""
+    """An exclusive ``flock``, which is freed with the object, and by the kernel when its process
+    dies."""
 
     def __init__(self, path: Path):
         """Takes the lock.
@@ -224,7 +225,7 @@ class Lock:
         Raises:
             CheckpointError: another process or object holds it; the message names the process.
         """
-        self._path = path
+        self._path, self._process = path, os.getpid()
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -232,13 +233,13 @@ class Lock:
             os.pwrite(self._descriptor, f"{os.getpid()} on {socket.gethostname()}".encode(), 0)
         except BlockingIOError:
             holder = os.pread(self._descriptor, 256, 0).decode(errors="replace")
-            os.close(self._descriptor)
+            self.release()
             raise CheckpointError(
                 f"{path.parent} is being written by process {holder or '(unknown)'}; "
                 "stop that one or choose another --model_dir"
             ) from None
         except BaseException:
-            os.close(self._descriptor)
+            self.release()
             raise
 
     def check(self) -> None:
@@ -250,12 +251,21 @@ class Lock:
         raise OSError(errno.ENOENT, "the directory was deleted meanwhile")
 
     def release(self) -> None:
-        """Frees the lock."""
-        # Closing is not enough: a forked child may still hold a copy of the descriptor.
-        with contextlib.suppress(OSError):  # of a file system that is gone
-            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+        """Frees the lock. A second call has no effect."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor < 0:
+            return
+        # Closing is not enough: a forked child may still hold a copy of the descriptor. The child
+        # must not free the lock of its parent.
+        if self._process == os.getpid():
+            with contextlib.suppress(OSError):  # of a file system that is gone
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
         with contextlib.suppress(OSError):
-            os.close(self._descriptor)
+            os.close(descriptor)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_descriptor"):
+            self.release()
 
 
 def open_regular(path: Path) -> BufferedReader:

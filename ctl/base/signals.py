@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 
 from ctl.base import console
+from ctl.base.interactive import is_shell
 from ctl.errors import Preempted, UsageError
 
 _NUMBERS = signal.SIGTERM, signal.SIGINT
@@ -58,6 +59,7 @@ class Signals:
 
     def __init__(self) -> None:
         self._number: int | None = None
+        self.is_button = False  # noted by `button`
 
     @property
     def arrived(self) -> bool:
@@ -80,7 +82,7 @@ class Signals:
         Raises:
             UsageError: entered outside the main thread.
         """
-        self._number = None
+        self._number, self.is_button = None, False
         self._handled = self._arrived = 0
         self._over = threading.Event()  # `KeyboardInterrupt` was raised, or the context has ended
         with answered_by(self) as outer:
@@ -93,6 +95,35 @@ class Signals:
                 self._over.set()
                 if _command and self._number is not None:
                     _command.asked(self._number)
+
+    @contextlib.contextmanager
+    def button(self) -> Iterator[None]:
+        """In a notebook or a shell, notes the first SIGINT, of the stop button or Ctrl-C, while
+        inside; the next one raises `KeyboardInterrupt`. Where something else than Python's default
+        handles SIGINT, and outside the main thread, it changes nothing.
+
+        Raises:
+            StopRequested: at the end, if one came.
+        """
+        default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        main = threading.current_thread() is threading.main_thread()
+        if not (is_shell() and default and main):
+            yield
+            return
+
+        def note(number: int, frame: Any) -> None:
+            self._number = number
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+        self._number, self.is_button = None, True
+        signal.signal(signal.SIGINT, note)
+        try:
+            yield
+            if self.arrived:
+                raise StopRequested
+        finally:
+            self._number = None
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def handle(self, number: int) -> None:
         """See `_Answer`."""
@@ -107,7 +138,7 @@ class Signals:
         self._arrived += number == signal.SIGINT
         # As commands do for `KeyboardInterrupt`.
         end = _End(130, "interrupted", _GRACE_SECONDS, self._over)
-        return end if self._arrived > 1 else None
+        return end if self._arrived > 1 and not is_shell() else None  # a kernel has more to lose
 
 
 class _Command:

@@ -22,6 +22,7 @@ import operator
 import os
 import shutil
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -53,8 +54,16 @@ _RESIZED = (
 )
 
 
+# The managers that write, by process (a forked one has others) and directory.
+_writers: weakref.WeakValueDictionary[tuple[int, str], CheckpointManager]
+_writers = weakref.WeakValueDictionary()
+
+
 class CheckpointManager:
     """The checkpoints of one run in one directory, with one writer and any number of readers.
+
+    A later manager of the same process takes the directory over from the earlier one, which is
+    closed: a cell of a notebook can be run again.
 
     The state is ``{"model": [...], "optimizer": [...], "counters": [...], ...}``, lists of
     ``tf.Variable`` (mirrored ones too) or Keras variables. A variable is identified by its place in
@@ -108,7 +117,7 @@ class CheckpointManager:
 
         Raises:
           UsageError: an argument is out of range.
-          CheckpointError: the directory cannot be written, or another writer has it.
+          CheckpointError: the directory cannot be written, or another process writes it.
         """
         self.code: Mapping[str, Any] | None = None
         self.directory = Path(directory)
@@ -127,6 +136,7 @@ class CheckpointManager:
         self._retention |= {"keep": keep, "keep_best": keep_best}
         self._retention |= {"keep_every_hours": keep_every_hours}
         self._fingerprint: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = fingerprint
+        self._has_fingerprint, self._has_loop = fingerprint is not None, False
         self._soft_keys = tuple(soft_keys)
         self._asynchronous = asynchronous
         self._clock = clock
@@ -134,10 +144,12 @@ class CheckpointManager:
         self._constants: dict[tuple[str, int], tf.Tensor] = {}
         self._writes = not read_only  # until it is closed
         self._lock: durable.Lock | None = None
+        self._why_not = "its manager is closed or read-only; make another, with read_only=False"
         # The last step in the history of this run. A later checkpoint is damaged, or was written
         # before the run went back to an earlier step. `save` deletes it when it passes its step.
         self._committed = -1
         if self._writes and not _is_later_worker():
+            self._take_over()
             self._require_writer()
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="ctl-checkpoint")
         self.unrestored = self.latest()
@@ -225,10 +237,25 @@ class CheckpointManager:
                 "to continue it, or choose another directory"
             )
 
-    def identify(self, fingerprint: Callable[[], Mapping[str, Any]]) -> None:
-        """Takes the function that gives the ``fingerprint``, unless the manager has one. It is
-        called when a checkpoint is written or restored, not at the start."""
-        self._fingerprint = self._fingerprint or fingerprint
+    def begin_run(
+        self, state: State, code: Mapping[str, Any], fingerprint: Callable[[], Mapping[str, Any]]
+    ) -> None:
+        """A loop begins with ``state``, and will save here. If an earlier loop did, its run has to
+        be restored first.
+
+        Args:
+          state: see `note_constants`.
+          code: see the class.
+          fingerprint: gives the fingerprint, unless the manager was made with one. It is called
+            when a checkpoint is written or restored, not at the start.
+        """
+        if self._has_loop:
+            self.wait()
+            self.unrestored = self.latest()
+        self._has_loop, self.code = True, code
+        self.note_constants(state)
+        if not self._has_fingerprint:
+            self._fingerprint = fingerprint
 
     def note_constants(self, state: State) -> None:
         """Notes which variables have a NaN or Inf before training, such as the Inf of a mask."""
@@ -260,6 +287,22 @@ class CheckpointManager:
         self._pending.append(self._executor.submit(write, *args))
         if wait or not self._asynchronous:
             self.wait()
+
+    def _take_over(self) -> None:
+        """Closes an earlier manager of this process that writes the directory."""
+        place = os.getpid(), os.path.realpath(self.directory)
+        if (earlier := _writers.pop(place, None)) and earlier._lock:
+            logging.warning(
+                "%s was open in this process: a new CheckpointManager takes it over, and the "
+                "earlier one is closed",
+                self.directory,
+            )
+            earlier._why_not = "a later CheckpointManager has taken it over; use that, and its loop"
+            try:
+                earlier.close()
+            except CtlError as error:
+                logging.error("%s", error)
+        _writers[place] = self
 
     def _open_for_writing(self) -> durable.Lock:
         try:
@@ -302,10 +345,7 @@ class CheckpointManager:
             if self._committed < 0:  # meanwhile, another may have written
                 self.unrestored = self.latest()
         if self._lock is None:
-            raise CheckpointError(
-                f"cannot write {self.directory}: its manager is closed or read-only; make another, "
-                "with read_only=False"
-            )
+            raise CheckpointError(f"cannot write {self.directory}: {self._why_not}")
 
     def _write(self, saved: Saved, tensors: dict[str, list[tf.Tensor]]) -> None:
         """Writes a checkpoint, in the thread of the executor."""

@@ -20,7 +20,6 @@ from ctl.distributed.watch import watchdog
 from ctl.errors import UsageError
 from ctl.phases.base_step import EvalStep
 from ctl.phases.trace_guards import TraceGuards
-from ctl.reduce import SUM
 
 # Takes the number of finished batches and the number of all batches (None if unknown).
 OnProgress = Callable[[int, int | None], None]
@@ -183,7 +182,7 @@ class Evaluator:
         sums = self.strategy.run(
             lambda sums: tf.concat([sums, report, self.step.logged.terms()], 0), args=(sums,)
         )
-        return self.strategy.reduce(SUM, sums, axis=None)
+        return self.strategy.reduce(tf.distribute.ReduceOp.SUM, sums, axis=None)
 
     def _one_step(self, sums: tf.Tensor, element: Any, resident: Any) -> tf.Tensor:
         with waiting_for(element):

@@ -22,6 +22,7 @@ class Scalars:
 
     Attributes:
         extras: functions that return more scalars from the scalars, see `ctl.logs.machine`.
+        latest: what `read` returned since the last `add`; else an empty dict.
         rates: learning rates that the last step applied. By the time of `read`, a schedule that
             depends on more than the step may give other rates.
     """
@@ -31,6 +32,7 @@ class Scalars:
         self._global_batch_size = global_batch_size
         self.extras: list[Callable[[Mapping[str, float]], Mapping[str, float]]] = []
         self.rates: Sequence[Any] = ()
+        self.latest: dict[str, float] = {}
         self.reset()
 
     def reset(self) -> None:
@@ -42,6 +44,7 @@ class Scalars:
     def add(self, totals: CallTotals, skipped: int) -> None:
         """Adds the ``totals`` of a call, and its number of ``skipped`` updates, which do not count
         in the loss."""
+        self.latest = {}
         self._loss += totals.loss * totals.examples
         self._examples += totals.examples
         self._latest = totals.examples
@@ -75,6 +78,7 @@ class Scalars:
             scalars["loss_scale"] = float(updater.loss_scale.scale.numpy())
         for extra in self.extras:
             scalars |= extra(scalars)
+        self.latest = scalars
         return scalars
 
 

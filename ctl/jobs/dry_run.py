@@ -101,9 +101,9 @@ def _seconds_per_step(loop: Loop, first: int) -> float:
     """The time of a step after the first calls, which compile it."""
     loop.stopped = False
     for last in (1, _STEPS):
-        loop.train(first + last, total=first + 3 * _STEPS)
+        loop.train(first + last, total=first + 3 * _STEPS, progress=False)
     start = time.perf_counter()
-    loop.train(first + 2 * _STEPS, total=first + 3 * _STEPS)
+    loop.train(first + 2 * _STEPS, total=first + 3 * _STEPS, progress=False)
     return (time.perf_counter() - start) / _STEPS
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TextIO
 
 from absl import logging
@@ -16,9 +18,12 @@ from rich.text import Text
 
 from ctl.base.actions import Status, scalars_of
 from ctl.base.console import INDENT, filled
+from ctl.base.interactive import is_notebook, is_watched
+from ctl.errors import UsageError
 
 _REFRESH_SECONDS = 0.5
 _NARROWEST_BAR, _WIDEST_BAR = 8, 40
+_CELL_COLUMNS = 100  # of the output of a notebook
 # A step that counts something else, see `ctl.phases.base_step.BaseStep.counts`, has another rate,
 # too.
 _UNITS = ("steps_per_second", "examples_per_second")
@@ -42,7 +47,8 @@ class Lines:
 
 
 class Progress:
-    """A progress bar at the foot of the terminal: a context manager, an action, and a sink.
+    """A progress bar at the foot of the terminal, or in a notebook: a context manager, an action,
+    and a sink.
 
     As an action, it updates the bar between two calls. As a sink of `ctl.actions.Log`, it prints
     each record above the bar. Other output appears above the bar, too::
@@ -59,6 +65,8 @@ class Progress:
         clock: returns seconds.
     """
 
+    shown = 0  # in this process
+
     def __init__(
         self,
         *,
@@ -72,20 +80,27 @@ class Progress:
         self._read_at = -math.inf
         self._time_left = _TimeLeft()
         self._bar = _Bar()
-        # Only redirected where it would overwrite the bar: standard error may go elsewhere.
-        self._live = Live(
-            console=console or Console(),
-            get_renderable=self._render,
-            refresh_per_second=1 / _REFRESH_SECONDS,
-            redirect_stderr=sys.stderr.isatty(),
-            vertical_overflow="crop",
-        )
+        self._live: Live | _Cell
+        if is_notebook() and console is None:
+            self._live = _Cell(self._render)
+        else:
+            # Only redirected where it would overwrite the bar: standard error may go elsewhere.
+            self._live = Live(
+                console=console or Console(),
+                get_renderable=self._render,
+                refresh_per_second=1 / _REFRESH_SECONDS,
+                redirect_stderr=sys.stderr.isatty(),
+                vertical_overflow="crop",
+            )
+        self._is_open = False
         self._log_stream: TextIO | None = None
 
     def __enter__(self) -> Progress:
         self._began = self._clock()
         before = sys.stderr
         self._live.start()
+        self._is_open = True
+        Progress.shown += 1
         # absl keeps its first stream: set the one that prints above the bar.
         handler = logging.get_absl_handler().python_handler
         if handler.stream is before and sys.stderr is not before:
@@ -103,12 +118,18 @@ class Progress:
             scalars, self._read_at = dict(status.scalars()), now
         self._show(vars(status), scalars, now)
 
+    def evaluated(self, step: int, results: Mapping[str, float]) -> None:
+        """Prints the results of an evaluation above the bar."""
+        self.write({"phase": "eval", "step": step, "epoch": None, **results})
+
     def evaluating(self, done: int, batches: int | None) -> None:
         """Shows evaluation progress, ``done`` of ``batches`` (None: unknown), instead of training.
 
         For ``Loop.evaluate(progress.evaluating)``.
         """
         self._bar = dataclasses.replace(self._bar, evaluated=(done, batches))
+        if isinstance(self._live, _Cell):
+            self._live.refresh()
 
     def write(self, record: Mapping[str, Any]) -> None:
         left = None
@@ -126,15 +147,85 @@ class Progress:
         if self._log_stream:
             logging.get_absl_handler().python_handler.setStream(self._log_stream)
             self._log_stream = None
+        if self._is_open:
+            self._is_open = False
+            Progress.shown -= 1
         self._live.stop()
 
     def _show(self, place: Mapping[str, Any], scalars: Mapping[str, float], now: float) -> None:
         left = self._time_left.seconds(place, now, scalars)
         # A new object, because another thread renders.
         self._bar = _Bar(place["step"], place["until"], scalars, left)
+        if isinstance(self._live, _Cell) and self._is_open:
+            self._live.refresh()
 
     def _render(self) -> _Bar:
         return dataclasses.replace(self._bar, elapsed=self._clock() - self._began)
+
+
+@contextlib.contextmanager
+def showing(
+    asked: bool | None, watchers: list[Any], *, peek: bool
+) -> Iterator[Callable[[int, int | None], None] | None]:
+    """Inside, a bar is the first of the ``watchers`` of a loop. Gives what shows an evaluation.
+
+    Args:
+        asked: whether to show one; None if somebody looks, see `is_watched`. While one is shown,
+            there is no other.
+        peek: see `Progress`.
+
+    Raises:
+        UsageError: ``asked`` is something else.
+    """
+    if asked is not None and not isinstance(asked, bool):
+        raise UsageError(f"progress must be True, False or None, not {asked!r}")
+    if Progress.shown or not (is_watched() if asked is None else asked):
+        yield None
+        return
+    with Progress(peek=peek) as bar:
+        watchers.insert(0, bar)
+        try:
+            yield bar.evaluating
+        finally:
+            watchers.remove(bar)
+
+
+class _Cell:
+    """Shows a bar in the output of a notebook's cell, in one place; has what is used of `Live`."""
+
+    def __init__(self, render: Callable[[], _Bar]):
+        self._render = render
+        self._handle: Any = None
+        self._at = -math.inf
+        self.console = self
+
+    def start(self) -> None:
+        """Shows it."""
+        from IPython.display import display
+
+        self._handle = display(self._content(), raw=True, display_id=True)
+
+    def refresh(self) -> None:
+        """Shows it as it is now, twice a second at most."""
+        if self._handle and time.monotonic() - self._at >= _REFRESH_SECONDS:
+            self.stop()
+
+    def stop(self) -> None:
+        """Shows it as it is now."""
+        self._at = time.monotonic()
+        self._handle.update(self._content(), raw=True)
+
+    def print(self, text: Text, **_: Any) -> None:
+        """Prints below it."""
+        print(text.plain)
+
+    def _content(self) -> dict[str, str]:
+        text = io.StringIO()
+        width = _CELL_COLUMNS
+        Console(file=text, width=width, color_system=None, force_jupyter=False).print(
+            self._render()
+        )
+        return {"text/plain": text.getvalue().rstrip("\n")}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ import time
 import pytest
 
 from ctl.base import console, signals
-from ctl.base.signals import Signals
+from ctl.base.signals import Signals, StopRequested
 
 
 @pytest.fixture
@@ -111,3 +111,32 @@ def test_a_thread_that_is_late_asks_who_answered_then(outer):
             assert select.select([outer], [], [], 20)[0]
             os.read(outer, 1)
     assert asked == ["inner", "inner", "outer"]
+
+
+def test_the_stop_button_of_a_notebook(monkeypatch):
+    """`tests/test_notebook.py` presses it in a kernel."""
+    number, default = signal.SIGINT, signal.default_int_handler
+    noted, reached = Signals(), []
+    with pytest.raises(KeyboardInterrupt), noted.button():  # of a script
+        signal.raise_signal(number)
+    monkeypatch.setattr(signals, "is_shell", lambda: True)
+    for _ in range(2):
+        with pytest.raises(StopRequested), noted.button():
+            signal.raise_signal(number)
+            reached.append(noted.arrived)
+        assert noted.is_button and not noted.arrived and signal.getsignal(number) is default
+    assert reached == [True, True]
+    with pytest.raises(KeyboardInterrupt), noted.button():
+        signal.raise_signal(number)
+        signal.raise_signal(number)
+    assert signal.getsignal(number) is default
+    with noted.noted():
+        with noted.button():  # the loop answers signals already
+            signal.raise_signal(number)
+        assert noted.arrived and not noted.is_button
+        noted._arrived = 2
+        assert noted.arrive(number) is None  # a kernel does not end
+    thread = threading.Thread(target=lambda: noted.button().__enter__())
+    thread.start()
+    thread.join()
+    assert signal.getsignal(number) is default

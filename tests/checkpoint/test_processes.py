@@ -38,7 +38,7 @@ def test_wait_for_new(tmp_path):
 
 def test_one_writer(tmp_path):
     code = "import sys, time; from ctl.base.durable import Lock; "
-    code += "Lock(sys.argv[1]); print(1, flush=True)"
+    code += "lock = Lock(sys.argv[1]); print(1, flush=True)"
     with subprocess.Popen(
         [sys.executable, "-c", f"{code}; time.sleep(600)", str(tmp_path / ".lock")],
         stdout=subprocess.PIPE,
@@ -50,10 +50,6 @@ def test_one_writer(tmp_path):
             assert CheckpointManager(tmp_path, read_only=True).restore(state_of(0)) is None
         finally:
             holder.kill()
-    first = CheckpointManager(tmp_path)
-    with pytest.raises(CheckpointError, match=f"written by process {os.getpid()} on "):
-        CheckpointManager(tmp_path)
-    first.close()
     CheckpointManager(tmp_path).close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import shutil
@@ -84,6 +85,48 @@ def test_closed_or_read_only_managers_do_not_write(tmp_path):
     for closed in (manager, CheckpointManager(tmp_path, read_only=True)):
         with pytest.raises(CheckpointError, match="closed or read-only"):
             closed.save(1, state_of(1))
+
+
+def test_a_later_manager_of_the_process_takes_over(tmp_path, monkeypatch, warnings_of):
+    """A cell of a notebook is run again."""
+    gate = Gate(monkeypatch)
+    earlier = CheckpointManager(tmp_path)
+    earlier.save(1, state_of(1))
+    assert gate.reached.wait(60)
+    gate.opened.set()
+    link = tmp_path.parent / f"{tmp_path.name}-link"
+    link.symlink_to(tmp_path)
+    later = CheckpointManager(link)
+    assert any("a new CheckpointManager takes it over" in line for line in warnings_of())
+    assert later.latest().step == 1  # the write of the earlier one has ended
+    with pytest.raises(CheckpointError, match="a later CheckpointManager has taken it over"):
+        earlier.save(2, state_of(2))
+    with pytest.raises(UsageError, match=r"call restore\(\)"):
+        later.save(2, state_of(2))
+    later.restore(state_of(0))
+    later.save(2, state_of(2), wait=True)
+    earlier.close()
+    later.save(3, state_of(3), wait=True)  # still has the lock
+    later.close()
+    warnings = len(warnings_of())
+    CheckpointManager(tmp_path).close()
+    assert len(warnings_of()) == warnings
+
+
+def test_deleting_a_manager_frees_its_directory(tmp_path):
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, state_of(1), wait=True)
+    with pytest.raises(CheckpointError, match=f"written by process {os.getpid()} on "):
+        durable.Lock(tmp_path / ".lock")
+    if not (child := os.fork()):  # it ends without an effect on the lock of its parent
+        manager._lock.__del__()
+        os._exit(0)
+    os.waitpid(child, 0)
+    with pytest.raises(CheckpointError, match="is being written by process"):
+        durable.Lock(tmp_path / ".lock")
+    del manager
+    gc.collect()
+    durable.Lock(tmp_path / ".lock").release()
 
 
 # Retention.

@@ -7,11 +7,15 @@ import sys
 
 import pytest
 from absl import logging
+from helpers import make_loop
 from records import Clock
 from rich.console import Console
 
 from ctl.base.actions import Status
-from ctl.logs.progress import Lines, Progress, _count, _duration, _number, format_record
+from ctl.base.interactive import is_notebook, is_watched
+from ctl.errors import UsageError
+from ctl.logs import progress as progress_module
+from ctl.logs.progress import Lines, Progress, _count, _duration, _number, format_record, showing
 
 SCALARS = {
     "loss": 0.43121,
@@ -185,6 +189,47 @@ def test_the_terminal_is_given_back_after_an_error(quiet, monkeypatch):
     hidden, visible = "\x1b[?25l", "\x1b[?25h"
     output = quiet.file.getvalue()
     assert output.rindex(visible) > output.rindex(hidden)
+
+
+def test_a_loop_shows_a_bar_where_somebody_looks(monkeypatch, capsys):
+    """`tests/test_notebook.py` has a notebook."""
+    loop = make_loop(evaluate=20)
+    loop.train(2)
+    assert capsys.readouterr().out == ""  # of a script whose output goes elsewhere
+    loop.train(4, progress=True)
+    assert capsys.readouterr().out.startswith("step 4/4  ")
+    monkeypatch.setattr(progress_module, "is_watched", lambda: True)
+    loop.train(4)
+    loop.train(6, progress=False)
+    assert capsys.readouterr().out == ""
+    loop.train_and_evaluate(8, evaluate_every=4)
+    output = capsys.readouterr().out
+    assert output.count("eval at step 8: loss ") == 1
+    assert output.splitlines()[-1].startswith("step 8/8  ") and output.count("step 8/8") == 1
+    loop.train_and_evaluate(9, evaluate_every=1, progress=False)
+    assert capsys.readouterr().out == ""
+    with Progress() as own:
+        loop.actions.append(own)
+        loop.train(10)
+    assert capsys.readouterr().out.count("step 10/10") == 1
+    loop.actions.clear()
+    loop.actions.append(lambda status: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loop.train(12)
+    assert Progress.shown == 0 and len(loop._watchers) == 1
+    with pytest.raises(UsageError, match="progress must be True, False or None, not 'bar'"):
+        loop.train(20, progress="bar")
+
+
+def test_a_bar_has_one_place(monkeypatch):
+    watchers = []
+    with showing(True, watchers, peek=True) as outer:
+        assert outer and len(watchers) == 1
+        with showing(True, watchers, peek=True) as inner:
+            assert inner is None and len(watchers) == 1
+    assert not watchers
+    monkeypatch.setattr(sys, "stdout", None)
+    assert not is_watched() and not is_notebook()
 
 
 NUMBERS = {0.0: "0.0000", 0.43121: "0.4312", 1.2e-5: "1.20e-05", 3.2e7: "3.20e+07"}

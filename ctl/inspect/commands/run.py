@@ -95,9 +95,9 @@ def _look(loop: Loop) -> None:
 
     with Inspection(loop, FLAGS.steps) as seen:
         logging.info("compiling and warming up: %d steps", FLAGS.warm_up)
-        loop.train(FLAGS.warm_up)
+        loop.train(FLAGS.warm_up, progress=False)
         with profiled(FLAGS.profile) as seen.traces:
-            loop.train(FLAGS.warm_up + FLAGS.steps + 1)
+            loop.train(FLAGS.warm_up + FLAGS.steps + 1, progress=False)
     directory = Path(FLAGS.model_dir) / measure.FOLDER if FLAGS.model_dir else None
     if directory:
         multi_worker = workers.is_multi_worker(loop.strategy)
@@ -122,8 +122,8 @@ def _input(loop: Loop, timeline: Timeline) -> tuple[str, ...]:
 
 def _time(loop: Loop) -> None:
     """Prints the time of a step, which needs no marks."""
-    loop.train(FLAGS.warm_up)
+    loop.train(FLAGS.warm_up, progress=False)
     start = time.perf_counter()
-    loop.train(FLAGS.warm_up + FLAGS.steps)
+    loop.train(FLAGS.warm_up + FLAGS.steps, progress=False)
     seconds = (time.perf_counter() - start) / FLAGS.steps
     print(f"The step takes {seconds * 1e3:.2f} ms; its phases cannot be shown.")

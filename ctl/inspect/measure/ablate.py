@@ -86,7 +86,7 @@ def ablate(loop: Loop, *, rounds: int = 8, steps: int = 20) -> Ablation:
                 for reduces in (True, False) if number % 2 else (False, True):
                     step.observer = observers[reduces]
                     start = time.perf_counter()
-                    loop.train(loop.global_step + steps)
+                    loop.train(loop.global_step + steps, progress=False)
                     if not (reduces or without.called):
                         raise UsageError(
                             "the step sums gradients without step.observer.all_reduce, so its sum "
