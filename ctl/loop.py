@@ -38,6 +38,7 @@ from ctl.control import jit, source_hash
 from ctl.control.agreement import agree
 from ctl.control.copies import check_copies
 from ctl.control.divergence import Divergence
+from ctl.control.eager import check_eager, without_graphs
 from ctl.control.evaluator import Evaluator, OnProgress
 from ctl.control.flight import attach_progress_marks, watched_call
 from ctl.control.pace import Pace
@@ -263,12 +264,17 @@ class Loop:
         """Number of global batches trained on so far."""
         return int(self.step.global_step.numpy())
 
-    def train(self, until: int, *, total: int | None = None) -> dict[str, float]:
+    def train(
+        self, until: int, *, total: int | None = None, eager: bool = False
+    ) -> dict[str, float]:
         """Trains until the global step is ``until``, or an action calls `Status.stop`.
 
         Args:
             until: global step at the end of this call.
             total: global step at the end of the whole training; by default ``until``.
+            eager: runs the same steps without graphs, one per call and without XLA, so that
+                `print`, `breakpoint()` and NumPy work in the step. The numbers are the same up to
+                rounding. Slow; not with several workers, parameter servers or TPUs.
 
         Returns:
             Scalars of the last window (see `Status`) if ``total`` was reached, an action ended the
@@ -287,27 +293,30 @@ class Loop:
         until = checked("until", until)
         total = until if total is None else checked("total", total)
         scalars: dict[str, float] = {}
+        run = without_graphs(self.steps.run) if eager else self.steps.run
         with self.translate_failures("training"):
             step = self.global_step
             if step < until and self.stopped:
                 logging.warning("no step is run: an action ended the training at step %d", step)
             elif step < until:
+                if eager:
+                    check_eager(self.step)
                 self.begin(step)
             while step < until and not self.stopped:
-                steps = min(self._pace.steps(), until - step, steps_until_due(self.actions, step))
+                steps = 1 if eager else self._pace.steps()
+                steps = min(steps, until - step, steps_until_due(self.actions, step))
                 report = self._pace.worker_report(self.signals.arrived, self._asked_to_end)
                 if (key := self.step.trace_key)[1:] != self._agreed:  # an action changed a setting
                     self.begin(step)
                     key = self.step.trace_key
                 skipped_before = self.step.updater.skipped_so_far()
-                call = watched_call(
-                    self.step, step, steps, self._flight, self._pace.will_trace(key)
-                )
+                first = self._pace.will_trace((key, eager))
+                call = watched_call(self.step, step, steps, self._flight, first)
                 self._feed_step = -1  # a call that fails has taken an unknown number of batches
                 start = time.perf_counter()
                 try:
                     with call:
-                        outcome = self.steps.run(self.feed, tf.constant(steps), report, key)
+                        outcome = run(self.feed, tf.constant(steps), report, key)
                         totals = outcome.totals()
                 except tf.errors.OutOfRangeError:
                     return self._ended(step, total)
@@ -431,7 +440,9 @@ class Loop:
 
     # Evaluation and state -----------------------------------------------------------------------
 
-    def evaluate(self, on_progress: OnProgress | None = None) -> dict[str, float]:
+    def evaluate(
+        self, on_progress: OnProgress | None = None, *, eager: bool = False
+    ) -> dict[str, float]:
         """Evaluates, with the averaged weights if there are any; see `Evaluator.run`. Raises
         `Preempted` and `PeerError` as `train` does, `UsageError` if the loop has no evaluator."""
         evaluator = self._evaluator()
@@ -441,7 +452,7 @@ class Loop:
             watchdog.host("preparing the evaluation", self.global_step),
             self.step.updater.averaged(),
         ):
-            results = evaluator.run(on_progress, lambda: self.signals.arrived)
+            results = evaluator.run(on_progress, lambda: self.signals.arrived, eager=eager)
         for action in self.eval_actions:
             with watchdog.host("an action after the evaluation", self.global_step):
                 self._asked_to_end |= action(self.global_step, results) is STOP
@@ -480,18 +491,23 @@ class Loop:
         return saved
 
     def train_and_evaluate(
-        self, until: int, *, evaluate_every: int, on_progress: OnProgress | None = None
+        self,
+        until: int,
+        *,
+        evaluate_every: int,
+        on_progress: OnProgress | None = None,
+        eager: bool = False,
     ) -> dict[str, float]:
         """Trains until step ``until``, or until an action ends the training. Saves and evaluates
         every ``evaluate_every`` steps and at the end. If the current step is due but not
         evaluated, as after a restore, evaluates first. Returns the results of the last
         evaluation. Traces the evaluation first, so that its mistakes are known before the first
-        step. Raises `UsageError` if ``evaluate_every`` is not a whole number of at least 1; also as
-        `train` and `evaluate` do."""
+        step. With ``eager``, nothing is traced, see `train`. Raises `UsageError` if
+        ``evaluate_every`` is not a whole number of at least 1; also as `train` and `evaluate` do."""
         until, evaluate_every = checked("until", until), checked("evaluate_every", evaluate_every)
         evaluator, step = self._evaluator(), self.global_step
         check_watched(self.eval_actions, evaluator)
-        if step < until and not self.stopped:
+        if step < until and not (self.stopped or eager):
             self._trace_evaluation(evaluator)
         while True:
             ends = step >= until or self.stopped
@@ -499,12 +515,12 @@ class Loop:
             if due and self._evaluated is None:
                 if self.checkpoints:
                     self.save()
-                self._evaluated = self.evaluate(on_progress)
+                self._evaluated = self.evaluate(on_progress, eager=eager)
                 self._annotate(step, wait=ends or self.stopped)
             if ends or self.stopped:
                 return self._evaluated or {}
             stop = min(until, step - step % evaluate_every + evaluate_every)
-            self.train(stop, total=until)
+            self.train(stop, total=until, eager=eager)
             step = self.global_step
             if step < stop:  # the data ended
                 until = step
