@@ -503,7 +503,8 @@ class Loop:
         evaluated, as after a restore, evaluates first. Returns the results of the last
         evaluation. Traces the evaluation first, so that its mistakes are known before the first
         step. With ``eager``, nothing is traced, see `train`. Raises `UsageError` if
-        ``evaluate_every`` is not a whole number of at least 1; also as `train` and `evaluate` do."""
+        ``evaluate_every`` is not a whole number of at least 1; also as `train` and `evaluate`
+        do."""
         until, evaluate_every = checked("until", until), checked("evaluate_every", evaluate_every)
         evaluator, step = self._evaluator(), self.global_step
         check_watched(self.eval_actions, evaluator)
