@@ -33,6 +33,7 @@ from ctl.base.actions import STOP, Action, EvalAction
 from ctl.base.autograph import graph_function
 from ctl.base.bounds import checked
 from ctl.base.signals import Signals, StopRequested
+from ctl.base.tracebacks import hides_frames
 from ctl.checkpoint.manager import CheckpointManager, Saved
 from ctl.control import jit, source_hash
 from ctl.control.agreement import agree
@@ -264,6 +265,7 @@ class Loop:
         """Number of global batches trained on so far."""
         return int(self.step.global_step.numpy())
 
+    @hides_frames
     def train(
         self, until: int, *, total: int | None = None, eager: bool = False
     ) -> dict[str, float]:
@@ -440,19 +442,22 @@ class Loop:
 
     # Evaluation and state -----------------------------------------------------------------------
 
+    @hides_frames
     def evaluate(
         self, on_progress: OnProgress | None = None, *, eager: bool = False
     ) -> dict[str, float]:
         """Evaluates, with the averaged weights if there are any; see `Evaluator.run`. Raises
         `Preempted` and `PeerError` as `train` does, `UsageError` if the loop has no evaluator."""
         evaluator = self._evaluator()
+        # An evaluator of the user's need not take `eager`.
+        run = functools.partial(evaluator.run, eager=True) if eager else evaluator.run
         check_copies(self.step)
         with (
             self.translate_failures("the evaluation"),
             watchdog.host("preparing the evaluation", self.global_step),
             self.step.updater.averaged(),
         ):
-            results = evaluator.run(on_progress, lambda: self.signals.arrived, eager=eager)
+            results = run(on_progress, lambda: self.signals.arrived)
         for action in self.eval_actions:
             with watchdog.host("an action after the evaluation", self.global_step):
                 self._asked_to_end |= action(self.global_step, results) is STOP
@@ -490,6 +495,7 @@ class Loop:
             self.scalars.reset()
         return saved
 
+    @hides_frames
     def train_and_evaluate(
         self,
         until: int,
