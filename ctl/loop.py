@@ -33,11 +33,13 @@ from ctl.base.actions import STOP, Action, EvalAction
 from ctl.base.autograph import graph_function
 from ctl.base.bounds import checked
 from ctl.base.signals import Signals, StopRequested
+from ctl.base.tracebacks import hides_frames
 from ctl.checkpoint.manager import CheckpointManager, Saved
 from ctl.control import jit, source_hash
 from ctl.control.agreement import agree
 from ctl.control.copies import check_copies
 from ctl.control.divergence import Divergence
+from ctl.control.eager import check_eager, without_graphs
 from ctl.control.evaluator import Evaluator, OnProgress
 from ctl.control.flight import attach_progress_marks, watched_call
 from ctl.control.pace import Pace
@@ -267,8 +269,14 @@ class Loop:
         """Number of global batches trained on so far."""
         return int(self.step.global_step.numpy())
 
+    @hides_frames
     def train(
-        self, until: int, *, total: int | None = None, progress: bool | None = None
+        self,
+        until: int,
+        *,
+        total: int | None = None,
+        progress: bool | None = None,
+        eager: bool = False,
     ) -> dict[str, float]:
         """Trains until the global step is ``until``, or an action calls `Status.stop`.
 
@@ -276,7 +284,10 @@ class Loop:
             until: global step at the end of this call.
             total: global step at the end of the whole training; by default ``until``.
             progress: whether to show a progress bar; by default, if standard output is a terminal
-                or the cell of a notebook, and no other bar is shown.
+                or the cell of a notebook, no other bar is shown, and not ``eager``.
+            eager: runs the same steps without graphs, one per call and without XLA, so that
+                `print`, `breakpoint()` and NumPy work in the step. The numbers are the same up to
+                rounding. Slow; not with several workers, parameter servers or TPUs.
 
         Returns:
             Scalars of the last window (see `Status`) if ``total`` was reached, an action ended the
@@ -296,9 +307,10 @@ class Loop:
         until = checked("until", until)
         total = until if total is None else checked("total", total)
         scalars: dict[str, float] = {}
+        run = without_graphs(self.steps.run) if eager else self.steps.run
         step = self.global_step
         runs = step < until and not self.stopped
-        with self._showing(progress, runs), self.translate_failures("training"):
+        with self._showing(progress, runs, eager), self.translate_failures("training"):
             if step >= until:
                 logging.warning(
                     "no step is run: the loop is at step %d, not before %d", step, until
@@ -306,22 +318,24 @@ class Loop:
             elif self.stopped:
                 logging.warning("no step is run: an action ended the training at step %d", step)
             else:
+                if eager:
+                    check_eager(self.step)
                 self.begin(step)
             while step < until and not self.stopped:
-                steps = min(self._pace.steps(), until - step, steps_until_due(self.actions, step))
+                steps = 1 if eager else self._pace.steps()
+                steps = min(steps, until - step, steps_until_due(self.actions, step))
                 report = self._pace.worker_report(self.signals.arrived, self._asked_to_end)
                 if (key := self.step.trace_key)[1:] != self._agreed:  # an action changed a setting
                     self.begin(step)
                     key = self.step.trace_key
                 skipped_before = self.step.updater.skipped_so_far()
-                call = watched_call(
-                    self.step, step, steps, self._flight, self._pace.will_trace(key)
-                )
+                first = self._pace.will_trace((key, eager))
+                call = watched_call(self.step, step, steps, self._flight, first)
                 self._feed_step = -1  # a call that fails has taken an unknown number of batches
                 start = time.perf_counter()
                 try:
                     with call:
-                        outcome = self.steps.run(self.feed, tf.constant(steps), report, key)
+                        outcome = run(self.feed, tf.constant(steps), report, key)
                         totals = outcome.totals()
                 except tf.errors.OutOfRangeError:
                     return self._ended(step, total)
@@ -446,17 +460,22 @@ class Loop:
 
     # Evaluation and state -----------------------------------------------------------------------
 
-    def evaluate(self, on_progress: OnProgress | None = None) -> dict[str, float]:
+    @hides_frames
+    def evaluate(
+        self, on_progress: OnProgress | None = None, *, eager: bool = False
+    ) -> dict[str, float]:
         """Evaluates, with the averaged weights if there are any; see `Evaluator.run`. Raises
         `Preempted` and `PeerError` as `train` does, `UsageError` if the loop has no evaluator."""
         evaluator = self._evaluator()
+        # An evaluator of the user's need not take `eager`.
+        run = functools.partial(evaluator.run, eager=True) if eager else evaluator.run
         check_copies(self.step)
         with (
             self.translate_failures("the evaluation"),
             watchdog.host("preparing the evaluation", self.global_step),
             self.step.updater.averaged(),
         ):
-            results = evaluator.run(on_progress, lambda: self.signals.arrived)
+            results = run(on_progress, lambda: self.signals.arrived)
         for action in self.eval_actions:
             with watchdog.host("an action after the evaluation", self.global_step):
                 self._asked_to_end |= action(self.global_step, results) is STOP
@@ -499,6 +518,7 @@ class Loop:
                 self.history.evaluated(saved.step, results)
         return saved
 
+    @hides_frames
     def train_and_evaluate(
         self,
         until: int,
@@ -506,24 +526,26 @@ class Loop:
         evaluate_every: int,
         on_progress: OnProgress | None = None,
         progress: bool | None = None,
+        eager: bool = False,
     ) -> dict[str, float]:
         """Trains until step ``until``, or until an action ends the training. Saves and evaluates
         every ``evaluate_every`` steps and at the end. If the current step is due but not
         evaluated, as after a restore, evaluates first. Returns the results of the last
-        evaluation. For ``progress``, see `train`. Traces the evaluation first, so that its mistakes
-        are known before the first step. Raises `UsageError` if ``evaluate_every`` is not a whole
-        number of at least 1; also as `train` and `evaluate` do."""
+        evaluation. Traces the evaluation first, so that its mistakes are known before the first
+        step. For ``progress`` and ``eager``, which traces nothing, see `train`. Raises `UsageError`
+        if ``evaluate_every`` is not a whole number of at least 1; also as `train` and `evaluate`
+        do."""
         until, evaluate_every = checked("until", until), checked("evaluate_every", evaluate_every)
         evaluator = self._evaluator()
         check_watched(self.eval_actions, evaluator)
         runs = self.global_step < until and not self.stopped
-        with self._showing(progress, runs) as bar:
-            if runs:
+        with self._showing(progress, runs, eager) as bar:
+            if runs and not eager:
                 self._trace_evaluation(evaluator)
-            return self._train_and_evaluate(until, evaluate_every, on_progress or bar)
+            return self._train_and_evaluate(until, evaluate_every, on_progress or bar, eager)
 
     def _train_and_evaluate(
-        self, until: int, evaluate_every: int, on_progress: OnProgress | None
+        self, until: int, evaluate_every: int, on_progress: OnProgress | None, eager: bool
     ) -> dict[str, float]:
         step = self.global_step
         while True:
@@ -532,22 +554,23 @@ class Loop:
             if due and self._evaluated is None:
                 if self.checkpoints:
                     self.save()
-                self._evaluated = self.evaluate(on_progress)
+                self._evaluated = self.evaluate(on_progress, eager=eager)
                 self._annotate(step, wait=ends or self.stopped)
             if ends or self.stopped:
                 return self._evaluated or {}
             stop = min(until, step - step % evaluate_every + evaluate_every)
-            self.train(stop, total=until, progress=False)
+            self.train(stop, total=until, progress=False, eager=eager)
             step = self.global_step
             if step < stop:  # the data ended
                 until = step
 
     def _showing(
-        self, progress: bool | None, runs: bool
+        self, progress: bool | None, runs: bool, eager: bool
     ) -> contextlib.AbstractContextManager[OnProgress | None]:
         """Shows a progress bar inside, if it is wanted, the loop ``runs`` steps and this worker is
         the first. Gives what shows an evaluation."""
-        wanted = progress if runs and self._is_chief else False
+        in_the_way = eager and progress is None  # of a debugger
+        wanted = progress if runs and self._is_chief and not in_the_way else False
         return showing(wanted, self._watchers, peek=not self._several_workers)
 
     def _trace_evaluation(self, evaluator: Evaluator) -> None:

@@ -131,7 +131,7 @@ def _train(model_dir: Path) -> None:
             stack.enter_context(placement.heartbeats)
         checkpoints = stack.enter_context(_open_checkpoints(model_dir, prepared))
         loop = make_loop(prepared, checkpoints)
-        exports = FLAGS.export and chief and not FLAGS.precompile
+        exports = FLAGS.export and chief and not (FLAGS.precompile or FLAGS.eager)
         if exports:
             check_exportable(loop.step.model)
         if FLAGS.keep_best or FLAGS["best_metric"].present:
@@ -245,11 +245,13 @@ def _run(
         loop.signals.noted(),
         translate_data_errors(prepared.train, evaluation, test, *others.values()),
     ):
-        if loop.global_step < total:
+        if loop.global_step < total and not FLAGS.eager:
             logging.info("compiling the first step: this takes some seconds")
         if prepared.steps_per_epoch is not None or FLAGS["evaluate_every"].present:
             every = prepared.every("evaluate_every")
-        last = loop.train_and_evaluate(total, evaluate_every=every, on_progress=on_progress)
+        last = loop.train_and_evaluate(
+            total, evaluate_every=every, on_progress=on_progress, eager=FLAGS.eager
+        )
         results: dict[str, dict[str, float]] = {evaluation.info.split or "test": {}}
         results |= {which: {} for which in others}
         for name, value in last.items():
@@ -257,7 +259,7 @@ def _run(
             results[which or next(iter(results))][name.removeprefix(f"{which}/")] = value
         if tester:
             loop.evaluator, loop.eval_actions = tester, [log.tested]
-            results[test.info.split] = loop.evaluate(on_progress)
+            results[test.info.split] = loop.evaluate(on_progress, eager=FLAGS.eager)
     return results
 
 

@@ -12,10 +12,11 @@ import pytest
 import tensorflow as tf
 from helpers import CLASSES, FEATURES, make_loop, mlp
 
+from ctl.base import tracebacks
 from ctl.control.evaluator import Evaluator
 from ctl.data import InMemory, Streaming
 from ctl.errors import UsageError
-from ctl.flags import early, tracebacks
+from ctl.flags import early
 from ctl.jobs import named
 from ctl.jobs.build import make_eval_step
 from ctl.phases import losses
@@ -187,7 +188,7 @@ def test_an_error_of_the_users_keeps_its_frames_and_no_others(calls):
         loop.train(1)
     # Without the frames of this file, as from the command line.
     error.value.__traceback__ = error.value.__traceback__.tb_next
-    text = tracebacks.of_the_user(error.value)
+    text = tracebacks.text_of(tracebacks.of_the_user(error.value))
     frames = [line.strip() for line in text.splitlines() if line.startswith('  File "')]
     assert [line.rsplit(" ", 1)[1] for line in frames] == ["fails", "helper"]
     assert all("calls.py" in line for line in frames)

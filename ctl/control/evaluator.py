@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import tensorflow as tf
 
 from ctl.base.names import check_name
 from ctl.base.signals import StopRequested
+from ctl.control.eager import without_graphs
 from ctl.control.pace import Pace
 from ctl.data.dataset import on_replica
 from ctl.data.feed import open_batches, waiting_for
@@ -58,7 +59,7 @@ class Evaluator:
         self._batches: int | None = None
         if examples is not None and batch_size is not None:
             self._batches = math.ceil(examples / batch_size)
-        self._iterator: Iterator | None = None
+        self._iterator: Any = None
         self._resident: Any = None
         self._pace = Pace()
         self._guards = TraceGuards(step)
@@ -102,12 +103,15 @@ class Evaluator:
         self,
         on_progress: OnProgress | None = None,
         asked_to_stop: Callable[[], bool] = lambda: False,
+        *,
+        eager: bool = False,
     ) -> dict[str, float]:
         """Evaluates once. With several workers, all of them must call it.
 
         Args:
             on_progress: called after each group of batches, see `OnProgress`.
             asked_to_stop: if it returns True on any worker, the evaluation stops on all workers.
+            eager: evaluates without graphs, see `ctl.Loop.train`.
 
         Returns:
             ``loss`` (the mean over valid examples) and each metric, by name; then the results of
@@ -117,34 +121,35 @@ class Evaluator:
             UsageError: a dataset has no valid examples.
             StopRequested: a worker was asked to stop.
         """
-        results = self._run(on_progress, asked_to_stop)
+        results = self._run(on_progress, asked_to_stop, eager)
         for dataset_name, other in self.others.items():
-            other_results = other.run(on_progress, asked_to_stop)
+            other_results = other.run(on_progress, asked_to_stop, eager=eager)
             results |= {f"{dataset_name}/{name}": value for name, value in other_results.items()}
         return results
 
     def _run(
-        self, on_progress: OnProgress | None, asked_to_stop: Callable[[], bool]
+        self, on_progress: OnProgress | None, asked_to_stop: Callable[[], bool], eager: bool
     ) -> dict[str, float]:
+        eval_steps = without_graphs(self._eval_steps) if eager else self._eval_steps
         self.step.reset_metrics()
         # If the length of the dataset is known, the dataset repeats and one iterator serves every
         # evaluation. A new iterator each time would cost start-up time and, in TensorFlow, memory.
-        iterator: Iterator | None
         iterator, self._iterator = self._iterator or self._start(), None
         totals, done = [0.0, 0.0], 0
         while self._batches is None or done < self._batches:
-            steps = 1 if self._batches is None else min(self._pace.steps(), self._batches - done)
+            steps = 1
+            if self._batches is not None and not eager:
+                steps = min(self._pace.steps(), self._batches - done)
             start = time.perf_counter()
             report = self._pace.worker_report(asked_to_stop())
             version = self._guards.version_for(self.step)
             try:
+                first = self._pace.will_trace((version, eager))
                 with (
-                    watchdog.collective("the evaluation", first=self._pace.will_trace(version)),
+                    watchdog.collective("the evaluation", first=first),
                     local_batch.translate_graph_checks(),
                 ):
-                    sums = self._eval_steps(
-                        iterator, self._resident, tf.constant(steps), report, version
-                    )
+                    sums = eval_steps(iterator, self._resident, tf.constant(steps), report, version)
                     loss, examples, asked, pace, *logged = sums.numpy().tolist()
             except tf.errors.OutOfRangeError:
                 if self._batches is not None:
@@ -167,18 +172,18 @@ class Evaluator:
             raise UsageError("the evaluation dataset holds no valid examples")
         return {"loss": totals[0] / totals[1], **self.step.results()}
 
-    def _start(self) -> Iterator:
+    def _start(self) -> Any:
         if self._resident is None:
             self._resident = self.dataset.resident(self.strategy)
         return open_batches(self.dataset, self.strategy, again=self._batches is not None)
 
     @tf.function
     def _eval_steps(
-        self, iterator: Iterator, resident: Any, steps: tf.Tensor, report: tf.Tensor, version: int
+        self, iterator: Any, resident: Any, steps: tf.Tensor, report: tf.Tensor, version: int
     ) -> tf.Tensor:
         sums = self.strategy.run(lambda: tf.zeros([2]))
         for _ in tf.range(steps):
-            sums = self.strategy.run(self._one_step, args=(sums, next(iterator), resident))
+            sums = self.strategy.run(self._one_step, args=(sums, iterator.get_next(), resident))
         sums = self.strategy.run(
             lambda sums: tf.concat([sums, report, self.step.logged.terms()], 0), args=(sums,)
         )

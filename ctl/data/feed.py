@@ -14,7 +14,6 @@ strategy, the step copies its batch itself.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -34,7 +33,7 @@ class Position(NamedTuple):
 class Feed(NamedTuple):
     """The source of the batches for the next steps."""
 
-    iterator: Iterator  # of the strategy
+    iterator: Any  # of the strategy
     resident: Any  # see `Dataset.resident`
     position: Position | tuple[()] = ()  # empty where elements are single batches
     batches_per_block: int = 1
@@ -108,10 +107,11 @@ def next_block(
     For use in a graph, in cross-replica context. ``steps`` is an int32 scalar.
     """
     if not position:
-        return Block(next(feed.iterator), tf.constant(0), tf.constant(1)), position
+        # `next` would raise StopIteration at the end without graphs, and OutOfRangeError in one.
+        return Block(feed.iterator.get_next(), tf.constant(0), tf.constant(1)), position
     block, used = tf.cond(
         tf.equal(position.used, feed.batches_per_block),
-        lambda: (next(feed.iterator), tf.constant(0)),
+        lambda: (feed.iterator.get_next(), tf.constant(0)),
         lambda: tuple(position),
     )
     end = tf.minimum(used + steps, feed.batches_per_block)

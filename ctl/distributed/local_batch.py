@@ -71,18 +71,22 @@ def rows(batch: Any) -> int | tf.Tensor:
     """The number of examples in ``batch``: the leading dimension of its first non-scalar tensor.
 
     Returns:
-        A Python integer if the dimension is known while tracing, else an int32 scalar.
+        A Python integer if the dimension is known while tracing, else an int32 scalar: the same
+        integer on all replicas. So it is a scalar on several replicas in eager mode, where each
+        replica knows its own dimension.
 
     Raises:
         UsageError: all tensors are scalars.
     """
+    several = tf.distribute.get_strategy().num_replicas_in_sync > 1
+    unknown = several and tf.executing_eagerly()
     for leaf in tf.nest.flatten(batch):
         if isinstance(leaf, tf.RaggedTensor):
-            return leaf.shape[0] or leaf.nrows(tf.int32)
+            return (not unknown and leaf.shape[0]) or leaf.nrows(tf.int32)
         if isinstance(leaf, tf.SparseTensor):
-            return leaf.shape[0] or tf.cast(leaf.dense_shape[0], tf.int32)
+            return (not unknown and leaf.shape[0]) or tf.cast(leaf.dense_shape[0], tf.int32)
         if isinstance(leaf, tf.Tensor) and leaf.shape.rank != 0:
-            static = leaf.shape[0] if leaf.shape.rank else None
+            static = leaf.shape[0] if leaf.shape.rank and not unknown else None
             return static or tf.shape(leaf)[0]
     raise UsageError(
         "no tensor of the batch has examples along its first axis: give tensors [n, ...]"
@@ -265,8 +269,10 @@ def mask_empty(empty: tf.Tensor | None, sums: Any, outputs: Any) -> tuple[Any, A
         return sums, outputs
 
     def of_examples(output: Any) -> bool:
-        kinds = tf.Tensor | tf.RaggedTensor
-        return isinstance(output, kinds) and bool(output.shape.rank) and output.shape[0] is None
+        if not isinstance(output, tf.Tensor | tf.RaggedTensor) or not output.shape.rank:
+            return False
+        # In eager mode, it is the one of the example of zeros where it matters.
+        return output.shape[0] == 1 if tf.executing_eagerly() else output.shape[0] is None
 
     def rest(output: Any) -> Any:
         return output[: tf.where(empty, 0, rows(output))] if of_examples(output) else output

@@ -45,7 +45,7 @@ _FREE = frozenset(
 _LENGTH = ("epochs", "train_steps")
 
 # Flags of one command, not of the run.
-_OF_A_COMMAND = frozenset(("change", "extend", "dry_run", "precompile"))
+_OF_A_COMMAND = frozenset(("change", "extend", "dry_run", "precompile", "eager"))
 
 # What runs did that are older than a flag.
 BEFORE_FLAGS = {"weighting": "sum_of_weights"}

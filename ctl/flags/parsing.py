@@ -20,10 +20,10 @@ from typing import Any
 
 from absl import app, flags
 
-from ctl.base import __version__, console, durable, signals, streams
+from ctl.base import __version__, console, durable, signals, streams, tracebacks
 from ctl.base.names import check_name
 from ctl.errors import CheckpointError, CtlError, PeerError, UsageError
-from ctl.flags import early, imports, tracebacks
+from ctl.flags import early, imports
 
 flags.disclaim_key_flags()  # They belong to the command that calls a group.
 
@@ -157,7 +157,7 @@ def exit_codes(output_is_log: bool = False) -> Iterator[None]:
     """Turns errors inside into one line on stderr and an exit code: that of a `CtlError`, 130 for
     Ctrl-C. If nothing else went wrong, 141 if the reader of the output has ended, and 4 if the
     output could not be written. An error in code of the user's keeps its traceback, see
-    `ctl.flags.tracebacks`.
+    `ctl.base.tracebacks`.
 
     Args:
         output_is_log: whether the result of the command is elsewhere. Output that could not be
@@ -196,7 +196,7 @@ def exit_codes(output_is_log: bool = False) -> Iterator[None]:
             _fail(f"out of memory: {durable.reason_of(error)}; {remedy}", UsageError.exit_code)
         if (theirs := tracebacks.of_the_user(error)) is None:
             raise
-        print(theirs, file=sys.stderr)
+        print(tracebacks.text_of(theirs), file=sys.stderr)
         raise SystemExit(1) from None
 
 

@@ -7,6 +7,7 @@ import importlib.util
 import math
 import os
 from pathlib import Path
+from typing import Any
 
 from absl import flags
 
@@ -17,7 +18,7 @@ from ctl.errors import UsageError
 from ctl.flags import augmentation, devices, durations, groups
 from ctl.flags.defaults import early_stop_parts
 from ctl.flags.durations import steps_from
-from ctl.flags.parsing import check_flags, define_path, group, grouped_flags
+from ctl.flags.parsing import AUTO, check_flags, define_path, group, grouped_flags
 
 FLAGS = flags.FLAGS
 flags.disclaim_key_flags()
@@ -40,6 +41,7 @@ def define_flags(model_dir_required: bool = True) -> None:
     if model_dir_required:
         check_flags(["dry_run", "strategy"], _check_dry_run)
         check_flags(["precompile", "xla_cache", "strategy"], _check_precompile)
+        check_flags(["eager", "strategy", *_NOT_EAGER], _check_eager)
 
 
 def _define_run_flags(training: bool = True) -> None:
@@ -96,6 +98,12 @@ def _define_resume_flags() -> None:
         False,
         "Compile with XLA, fill the cache, and exit. Writes no other file and downloads nothing.",
     )
+    flags.DEFINE_boolean(
+        "eager",
+        False,
+        "Run the steps and evaluations without graphs, one step per call and without XLA, so that "
+        "print, breakpoint() and NumPy work in them. Slow, for debugging. Exports nothing.",
+    )
     check_flags(["change"], _check_change)
 
 
@@ -135,6 +143,25 @@ def _check_length(epochs: float | None, train_steps: int | None) -> None:
 def _check_precompile(precompile: bool, xla_cache: bool, strategy: str) -> None:
     if precompile and not (xla_cache and strategy not in ("multi_worker", "parameter_server")):
         raise UsageError("--precompile needs --xla_cache, which works in one process only")
+
+
+# Flags that need the graph of the step, or of which a value does.
+_NOT_EAGER = ("dry_run", "precompile", "inspect_every", "jit_compile", "bytes_per_pack")
+
+
+def _check_eager(eager: bool, strategy: str, **values: Any) -> None:
+    if not eager:
+        return
+    if strategy in ("multi_worker", "parameter_server", "tpu"):
+        raise UsageError(
+            f"--eager works in one process: debug with --replicas, without --strategy={strategy}"
+        )
+    for name in ("dry_run", "precompile", "inspect_every"):
+        if values[name]:
+            raise UsageError(f"--{name} needs the graph of the step: leave out --eager")
+    for name in ("jit_compile", "bytes_per_pack"):
+        if values[name] == AUTO:
+            raise UsageError(f"--{name}=auto tries graphs: leave out --eager")
 
 
 def _check_dry_run(dry_run: bool, strategy: str) -> None:

@@ -69,7 +69,7 @@ def add_actions(
     # Reading metrics is a collective: all workers read them, at the same steps.
     multi_worker = is_multi_worker(loop.strategy)
     bar = None
-    if chief and sys.stdout.isatty():
+    if chief and sys.stdout.isatty() and not flags.eager:  # it would hide the prompt of pdb
         bar = stack.enter_context(Progress(peek=not multi_worker))
     files = make_sinks(flags, model_dir, saved) if chief else []
     log = Log(

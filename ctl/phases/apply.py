@@ -274,7 +274,8 @@ class Updater:
         for device, indices in _in_parts(devices, kinds):
             # One function updates all of them. The first variable determines the device.
             update = functools.partial(self._update_device, indices)
-            if is_compiled(device) if self.jit_update is None else self.jit_update:
+            compiles = is_compiled(device) if self.jit_update is None else self.jit_update
+            if compiles and not tf.executing_eagerly():
                 kind = tuple(kinds[i] for i in indices)
                 variables = [v for i in indices for v in self._updated(i)]
                 update = functools.partial(compiled.call, update, kind, variables, common)

@@ -105,7 +105,12 @@ class Marks(Observer):
 
     def begin(self, batch: Any) -> Any:
         """Stamps ``input``. Returns ``batch`` with a dependency on the stamp; otherwise the stamp
-        would run late."""
+        would run late. Raises `UsageError` where the step runs without a graph."""
+        if tf.executing_eagerly():
+            raise UsageError(
+                "time stamps need the graph of the step: leave out eager (--eager), or the "
+                "inspection"
+            )
         time = self.mark("input", batch)
         with tf.control_dependencies([] if time is None else [time]):
             return tf.nest.map_structure(tf.identity, batch, expand_composites=True)
