@@ -140,7 +140,7 @@ def build() -> tuple[dict[str, Any], Any]:
         """Trains; returns ``seconds``, and the memory of this process, now and at most so far."""
         loop = loops[what]
         start = time.perf_counter()
-        loop.train(loop.global_step + steps, progress=False)
+        loop.train(loop.global_step + steps)
         return {
             "seconds": time.perf_counter() - start,
             "resident_bytes": resident_bytes(),
