@@ -37,6 +37,7 @@ from ctl.phases.checks import (
     check_overrides,
     check_unsynchronized,
     checked_gradients,
+    refuses_summaries,
 )
 from ctl.phases.losses import cross_entropy
 from ctl.phases.norms import global_norm
@@ -348,8 +349,12 @@ class TrainStep(BaseStep):
         """
 
         def placed(batch: Any, divisor: Any, place: tf.Tensor) -> Any:
-            checked_ids = labels.nan_for_wrong_ids(self.tracked.layer, self.jit_compile)
-            with self.seeds.inside(place), flops.counted(self, batch), checked_ids:
+            with (
+                self.seeds.inside(place),
+                flops.counted(self, batch),
+                labels.nan_for_wrong_ids(self.tracked.layer, self.jit_compile),
+                refuses_summaries(self),
+            ):
                 return self.loss_and_gradients(batch, divisor)
 
         if self.jit_compile:

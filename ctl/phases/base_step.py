@@ -18,7 +18,12 @@ from ctl.distributed.replica_variables import ReplicaVariables
 from ctl.distributed.watch import watchdog
 from ctl.errors import UsageError
 from ctl.phases import labels, losses, options, sample_weights
-from ctl.phases.checks import check_loss_and_metrics, check_results, replaces_loss
+from ctl.phases.checks import (
+    check_loss_and_metrics,
+    check_results,
+    refuses_summaries,
+    replaces_loss,
+)
 from ctl.phases.logged import TAKEN, Logged
 from ctl.phases.tracked_state import TrackedState
 from ctl.reduce import gather_context
@@ -407,7 +412,8 @@ class EvalStep(BaseStep):
     def __call__(self, batch: Any) -> tf.Tensor:
         """Updates the metrics. Returns float32 [2]: sum of the losses, number of valid examples."""
         computed, empty = local_batch.pad_empty(batch)
-        with self.tracked.counted_unless(empty, *self.logged.variables), gather_context(1, empty):
+        counted = self.tracked.counted_unless(empty, *self.logged.variables)
+        with counted, gather_context(1, empty), refuses_summaries(self):
             losses = self.loss(computed)
         loss, outputs = self.sum_of(losses, computed)
         loss, outputs = local_batch.mask_empty(empty, tf.reduce_sum(loss), outputs)
