@@ -150,7 +150,10 @@ class TrainStep(BaseStep):
         self.check_scope(strategy)
         self._check_layers(strategy)
         if not self.model.trainable_variables:
-            raise UsageError(f"model {self.model.name} has no trainable variables; build it first")
+            raise UsageError(
+                f"model {self.model.name} has no trainable variables: if it is not built, call it "
+                "on one batch of features first; else set trainable in the layers to train"
+            )
         self.strategy = strategy
         self.synchronizes = replicas.synchronizes(strategy, self.tracked.layer)
         self.logged.create(strategy)
