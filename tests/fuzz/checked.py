@@ -18,7 +18,6 @@ from wrong_steps import check_wrong, composed, wrong
 from .cases import BATCH, RIGHT_STEPS, Case
 
 _OPTIONS = ("accumulate_steps", "clip_norm", "ema_decay", "loss_scale", "on_nan", "bytes_per_pack")
-_OPTIONS += ("jit_update",)
 
 # Methods and options that must be refused, and what the error says.
 _REFUSED = {
@@ -30,13 +29,14 @@ _REFUSED = {
 def verdict(case: Case) -> tuple[str, str]:
     """Returns kind and text of the `Verdict` on what `check_step` says."""
     options = {name: getattr(case, name) for name in _OPTIONS if _is_drawn(case, name)}
+    options |= {"jit_update": case.jit_update}  # by default, it is compiled, which takes a second
     mistake, _, method = case.checked.partition(" in ")
     expected = _refusal(case)
     try:
         if mistake in RIGHT_STEPS:
             kind, arrays, own = RIGHT[mistake]
             data = arrays if case.source == "memory" else _batched(arrays, case.sizes[0])
-            check_right(maker(kind, data, **(own | options)), mistake, case.replicas)
+            check_right(maker(kind, data, **(own | options)), mistake, case.replicas, steps=2)
         elif method:
             check_wrong(composed(mistake, RIGHT[method], **options), mistake)
         else:

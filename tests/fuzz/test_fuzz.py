@@ -9,7 +9,7 @@ import pytest
 import right_steps
 import wrong_steps
 
-from .cases import COMPOSED, MISTAKES, RIGHT_STEPS, Case, drawn
+from .cases import COMPOSED, MISTAKES, NOT_COMPOSED, RIGHT_STEPS, Case, drawn
 from .run import judged, kept
 
 CASES, PARTS = 54, 3
@@ -40,6 +40,7 @@ def test_every_step_is_drawn():
     assert RIGHT_STEPS.keys() == right_steps.RIGHT.keys()
     assert {*MISTAKES} == wrong_steps.WRONG.keys()
     assert COMPOSED == wrong_steps.COMPOSED
+    assert {*right_steps.NOT_COMPOSED, "muon"} == NOT_COMPOSED
 
 
 @pytest.mark.slow

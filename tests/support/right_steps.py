@@ -531,10 +531,10 @@ DRAWING = {"r-drop"}
 NOT_COMPOSED = {"fedavg", "pcgrad", "wgan-gp", *DRAWING}
 
 
-def check_right(make, name: str, replicas: int = 2) -> None:
+def check_right(make, name: str, replicas: int = 2, steps: int = 3) -> None:
     """Makes all checks that ``make``, of the method ``name``, must pass."""
     equal = () if name in DRAWING else (replicas,)
-    testing.check_step(make, replicas=equal, steps=3)
+    testing.check_step(make, replicas=equal, steps=steps)
     if not equal:
         testing.check_noise(make, replicas)
-        testing.check_resumed(make, replicas, steps=3)
+        testing.check_resumed(make, replicas, steps=steps)
