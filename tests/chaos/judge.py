@@ -26,9 +26,10 @@ _GRACE = 15.0  # until the survivors of a kill in the training have ended
 _HEARTBEATS, _ROLL_CALL = 25.0, 35.0 + 10.0  # a frozen worker; a frozen task beside servers
 _AFTER_THAW = 35.0  # then TensorFlow and the roll call notice that they are alone
 # A task with one of these marks owes its peers no gradients any more.
-# What a task says that a fault has ended with this code.
-_SAYS = {"raise": (1, "a bug in the"), "disk": (4, "No space left|cannot export")}
 _LATE = (f"step {STEPS - 1}", f"step {STEPS}", "trained", "leaving", "exporting", "done", "exiting")
+
+# The code with which a fault ends a task, and what that says then.
+_SAYS = {"raise": (1, "a bug in the"), "disk": (4, "No space left|cannot export")}
 
 _TERMED = {42, -15, 99}  # of a task that a signal meets before its first line
 
