@@ -19,14 +19,13 @@ from typing import TYPE_CHECKING, Any
 from absl import flags, logging
 
 from ctl.base import cache, console
-from ctl.base.names import is_function_name
+from ctl.base.names import NAMING, is_function_name
 from ctl.base.streams import native_stderr_held
 from ctl.checkpoint import manifest
 from ctl.distributed import cluster
 from ctl.distributed.cluster import handshake
 from ctl.errors import UsageError
 from ctl.flags import config, training
-from ctl.flags.imports import NAMING
 from ctl.flags.parsing import AUTO, grouped_flags, run_command
 from ctl.jobs import dry_run, outputs
 from ctl.jobs.build import make_loop, prepare
@@ -48,7 +47,7 @@ Trains an image classifier with an explicit loop that owns its all-reduce.
 
   python -m ctl.train --model_dir=/tmp/run                        # embedded data, any machine
   python -m ctl.train --model_dir=/tmp/run --dataset=mnist --replicas=2 --global_batch_size=128
-  python -m ctl.train --model_dir=/tmp/run --model=my.module:make_model --optimizer=adamw
+  python -m ctl.train --model_dir=/tmp/run --model=mymodel.py:make_model --optimizer=adamw
   python -m ctl.train --model_dir=/tmp/run --step=my.module:MyStep --dataset=my.module:load \\
       --model=my.module:make_model --loss=mean_squared_error --train_steps=1000
 
@@ -351,7 +350,8 @@ def _summarize(
         )
         for split, scalars in results.items()
     ]
-    again = [f" --{n}={FLAGS[n].value}" for n in NAMING if is_function_name(FLAGS[n].value or "")]
+    named = {name: FLAGS[name].value or "" for name in NAMING}
+    again = [f" --{n}={shlex.quote(code)}" for n, code in named.items() if is_function_name(code)]
     earlier = []
     if best and best.step < total_steps:
         earlier = [f"  best         step {best.step}; evaluated and exported is step {total_steps}"]

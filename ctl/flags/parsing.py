@@ -21,7 +21,7 @@ from typing import Any
 from absl import app, flags
 
 from ctl.base import __version__, console, durable, signals, streams, tracebacks
-from ctl.base.names import check_name
+from ctl.base.names import check_name, code_name
 from ctl.errors import CheckpointError, CtlError, PeerError, UsageError
 from ctl.flags import early, imports
 
@@ -139,13 +139,16 @@ def _import_named(arguments: Sequence[str]) -> None:
         named = imports.named(arguments)
     except flags.Error as error:
         raise UsageError(str(error)) from error
+    if named:
+        imports.search_current_folder()
     for flag, name in named.items():
         early.check_code(flag, name)
     if named:
         console.load_tensorflow()  # in silence; the modules would load it
+        imports.seed(arguments)
     for flag, name in named.items():
         imports.find(flag, name)
-        module = name.partition(":")[0]
+        module = code_name(name).module
         added = [n for n in imports.flags_of(module.partition(".")[0]) if n not in grouped_flags()]
         if added:
             _groups.append((f"Your module {module}", added))

@@ -92,7 +92,7 @@ WRONG = [
     (("--best_metric=f1",), "--best_metric=f1: add --best_mode=max or --best_mode=min"),
     (("--loss=mse",), "unknown loss 'mse': .*mean_squared_error, or package.module:function"),
     (("--loss=mean_squared_error", "--label_smoothing=0.1"), "--label_smoothing is for --loss=c"),
-    (("--step=MyStep",), "--step=MyStep is not package.module:MyStep, a subclass of"),
+    (("--step=MyStep",), "--step=MyStep is neither package.module:MyStep nor file.py:MyStep, a s"),
     (("--metrics=a:b,accuracy",), "--metrics=a:b,accuracy is not NAME,NAME"),
     (("--early_stop=loss",), "--early_stop=loss is not METRIC:PATIENCE"),
     (("--early_stop=f1:3",), "--early_stop=f1:3: write f1:3:max or f1:3:min, as is best"),
