@@ -172,7 +172,8 @@ def changes(
     stored: Mapping[str, Any], values: flags.FlagValues = flags.FLAGS
 ) -> dict[str, tuple[Any, Any]]:
     """The flags that decide what a run computes and differ from the ``stored`` ones: their stored
-    values and those of now, by name. A default is equal to the same value spelled out."""
+    values and those of now, by name. A default is equal to the same value spelled out. One that is
+    not given is equal to itself, even if another flag changes what it means."""
     found = _different(stored, values)
     return {name: was for name, was in found.items() if name not in _FREE - {*_LENGTH}}
 
@@ -183,7 +184,11 @@ def _different(stored: Mapping[str, Any], values: flags.FlagValues) -> dict[str,
     # Before there was a rule, "off" was the default. What began so stays off: `jit.keep`.
     if before.get("jit_compile") == "off" and not values["jit_compile"].present:
         after["jit_compile"] = "off"
-    return {n: (stored[n], value) for n, value in now.items() if before[n] != after[n]}
+    return {
+        name: (stored[name], value)
+        for name, value in now.items()
+        if before[name] != after[name] and stored[name] != value
+    }
 
 
 def check_resumable(stored: dict[str, Any], values: flags.FlagValues = flags.FLAGS) -> None:

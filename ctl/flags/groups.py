@@ -383,7 +383,7 @@ def _define_schedule_flags(values: flags.FlagValues) -> None:
         functools.partial(getattr(flags, f"DEFINE_{kind}"), flag_values=values)
         for kind in ("enum", "float", "list", "string", "integer")
     )
-    define_enum("schedule", "constant", [*durations.SCHEDULES], "Learning rate schedule.")
+    define_enum("schedule", "cosine", [*durations.SCHEDULES], "Learning rate schedule.")
     define_float(
         "learning_rate", None, "Peak learning rate (default: 1e-3). Not for --schedule=piecewise."
     )

@@ -33,7 +33,6 @@ def define_flags(model_dir_required: bool = True) -> None:
     groups.define_code_flags()
     groups.define_step_flags()
     groups.define_schedule_flags()
-    FLAGS.set_default("schedule", "cosine")
     devices.define_device_flags()
     _define_checkpoint_flags()
     _define_output_flags()

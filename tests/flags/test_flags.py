@@ -172,6 +172,24 @@ def test_model_dirs_that_cannot_be(zygote_without_tensorflow, tmp_path):
         assert re.fullmatch(f"--model_dir={path}: {reason}.*\n", ended.stderr)
 
 
+@pytest.mark.parametrize("value", ["x" * 10_000, "x " * 5_000], ids=["a word", "words"])
+@pytest.mark.parametrize(
+    ("flag", "end"),
+    [
+        ("model", "file.py:function for your own"),
+        ("schedule", "inverse_sqrt, plateau"),
+        ("step", "a subclass of ctl.TrainStep"),
+        ("epochs", "'"),
+        ("model_dir", "File name too long"),
+    ],
+)
+def test_a_long_value_is_cut_in_the_middle(zygote_without_tensorflow, flag, end, value):
+    run = [TRAIN, "--model_dir=/tmp/run", f"--{flag}={value}"]
+    line = one_line(zygote_without_tensorflow.run(*run, exit_code=2))
+    assert len(line) <= 2_000 and "…" in line, line
+    assert flag in line[:50] and line.endswith(end)
+
+
 def test_a_tilde_is_the_home_directory(zygote_without_tensorflow, tmp_path):
     file = tmp_path / "file"
     file.touch()
@@ -244,6 +262,12 @@ CONTRADICTIONS = {
         ["--schedule=constant", "--epochs=4"],
         'DIR holds a run with other flags: --optimizer was "sgd", is "adam"; use the same flags or '
         "another --model_dir",
+    ),
+    "what follows from another flag is not named": (
+        {"schedule": "exponential", "optimizer": "sgd", "decay_rate": None, "weight_decay": None},
+        ["--schedule=plateau", "--optimizer=adamw"],
+        'DIR holds a run with other flags: --schedule was "exponential", is "plateau"; --optimizer '
+        'was "sgd", is "adamw"; use the same flags or another --model_dir',
     ),
     "early stopping keeps its direction": (
         {"schedule": "cosine", "epochs": 3.0, "early_stop": "mae:5", "best_mode": "min"},
