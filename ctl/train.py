@@ -9,8 +9,6 @@ if __name__ == "__main__":
 
 import contextlib
 import shlex
-import shutil
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -365,23 +363,13 @@ def _summarize(
         *(f"  exported     {path}" for path in exported),
         *earlier,
         "next:",
-        f"  {_python()} -m ctl.evaluate --model_dir={shlex.quote(str(model_dir))}"
+        f"  {console.python()} -m ctl.evaluate --model_dir={shlex.quote(str(model_dir))}"
         f"{''.join(again)}{' --checkpoint=best' if FLAGS.keep_best else ''}",
     ]
     if FLAGS.tensorboard:
         logdir = shlex.quote(str(model_dir))
-        lines.append(f"  {_python()} -m tensorboard.main --logdir={logdir}")
+        lines.append(f"  {console.python()} -m tensorboard.main --logdir={logdir}")
     print("\n".join(lines))
-
-
-def _python() -> str:
-    """The command that runs this interpreter; its virtual environment need not be active."""
-    python = Path(sys.executable)
-    active = shutil.which("python")
-    if active and Path(active).parent == python.parent:
-        return "python"
-    here = Path.cwd()
-    return str(python.relative_to(here) if python.is_relative_to(here) else python)
 
 
 if __name__ == "__main__":

@@ -337,7 +337,8 @@ def _define_output_flags() -> None:
         flags.DEFINE_string(
             "profile_steps",
             None,
-            "START:STOP, e.g. 20:30: write a profile of these steps for TensorBoard.",
+            "START:STOP, e.g. 20:30: write a profile of these steps for TensorBoard, whose tab "
+            "Profile needs a package: pip install 'ctl[profile]'.",
         )
         flags.DEFINE_string(
             "inspect_every",
