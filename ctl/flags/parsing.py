@@ -125,7 +125,7 @@ def _with_hint(error: flags.Error) -> str:
     if isinstance(error, flags.UnrecognizedFlagError):
         name = error.flagname
         advice = synonyms.here(name, grouped_flags())
-        return f"unknown flag --{name}: here, it is {advice}" if advice else message
+        return f"Unknown command line flag '{name}': ctl calls it {advice}" if advice else message
     if match := _NO_CHOICE.fullmatch(message):
         name, value, choices = match.groups()
         try:

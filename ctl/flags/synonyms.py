@@ -14,6 +14,7 @@ SYNONYMS = {
     "--schedule": "lr_scheduler* lr_schedule scheduler sched lr_policy lr_decay*",
     "--warmup=500 for steps, --warmup=5ep for epochs": "warmup_* num_warmup_steps lr_warmup*",
     "--optimizer": "optim opt optimizer_name",
+    "--optimizer=nesterov": "nesterov use_nesterov",
     "--weight_decay": "wd",
     "--clip_norm": "gradient_clip_val max_grad_norm grad_clip* clip_grad* clipnorm global_clipnorm",
     "--accumulate_steps": "accumulate_grad* gradient_accum* grad_accum* accum_iter accum_steps",

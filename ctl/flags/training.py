@@ -144,6 +144,9 @@ def _check_precompile(precompile: bool, xla_cache: bool, strategy: str) -> None:
         raise UsageError("--precompile needs --xla_cache, which works in one process only")
 
 
+# What would be refused without a strategy of several processes.
+_WORKERS = ", --workers, --worker_index and TF_CONFIG"
+
 # Flags that need the graph of the step, or of which a value does.
 _NOT_EAGER = ("dry_run", "precompile", "inspect_every", "jit_compile", "bytes_per_pack")
 
@@ -154,6 +157,7 @@ def _check_eager(eager: bool, strategy: str, **values: Any) -> None:
     if strategy in ("multi_worker", "parameter_server", "tpu"):
         raise UsageError(
             f"--eager works in one process: debug with --replicas, without --strategy={strategy}"
+            f"{_WORKERS}"
         )
     for name in ("dry_run", "precompile", "inspect_every"):
         if values[name]:
@@ -166,8 +170,8 @@ def _check_eager(eager: bool, strategy: str, **values: Any) -> None:
 def _check_dry_run(dry_run: bool, strategy: str) -> None:
     if dry_run and strategy in ("multi_worker", "parameter_server"):
         raise UsageError(
-            f"--dry_run works in one process: leave out --strategy={strategy}; ctl.inspect plan "
-            "shows the all-reduces of several workers"
+            f"--dry_run works in one process: leave out --strategy={strategy}{_WORKERS}; "
+            "ctl.inspect plan shows the all-reduces of several workers"
         )
 
 

@@ -70,7 +70,10 @@ WRONG = [
     (("--eager", "--strategy=multi_worker", *TWO), "--eager works in one process: debug with"),
     (("--eager", "--inspect_every=9"), "--inspect_every needs the graph of the step: leave out"),
     (("--eager", "--jit_compile=auto"), "--jit_compile=auto tries graphs: leave out --eager"),
-    (("--dry_run", "--strategy=multi_worker", *TWO), "--dry_run works in one process: leave out"),
+    (
+        ("--dry_run", "--strategy=multi_worker", *TWO),
+        "--dry_run works in one process: leave out --strategy=multi_worker, --workers, --worker_i",
+    ),
     (("--image_shape=28x28",), "--image_shape=28x28 is not HEIGHT,WIDTH,CHANNELS"),
     (("--image_shape=28,28,²",), "is not HEIGHT,WIDTH,CHANNELS"),
     (("--evaluate_every=often",), "--evaluate_every: 'often' is not a duration"),
@@ -337,8 +340,18 @@ CHANGES = [
     (["--epochs=4", *SAME], "--epochs was 3.0, is 4.0: the cosine .*: add --extend"),
     (
         ["--epochs=2", "--extend", "--optimizer=sgd"],
-        "--extend cannot shorten .* --epochs was 3 and is 2: .*--cha",
+        "--extend cannot shorten .* --epochs was 3 and is 2: .*--change=epochs instead",
     ),
+    # What a message names is not refused next.
+    (["--epochs=2", *SAME], "--epochs was 3.0, is 2.0: the cosine .*: add --change=epochs, or u"),
+    (["--epochs=2", "--change=epochs", "--optimizer=sgd"], None),
+    (["--early_stop=loss:2", *SAME], '--early_stop was .*"; use the same flags or another .*dir$'),
+    (["--schedule=plateau", *SAME], '--schedule was .*"; use the same flags or another .*_dir$'),
+    (
+        ["--schedule=constant", *SAME],
+        "--schedule was .*, or add --change=schedule to change from the present step on$",
+    ),
+    (["--schedule=constant", "--change=schedule", "--optimizer=sgd"], None),
     (["--clip_norm=1", *SAME], "--clip_norm was not set.*or add --change=clip_norm to"),
     (["--clip_norm=1", "--optimizer=sgd", "--change=clip_norm"], None),
     (["--change=optimizer"], "--change=optimizer: the checkpoints hold its .*--init_from=.*run"),

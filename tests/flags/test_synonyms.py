@@ -34,18 +34,21 @@ def test_no_flag_of_ctl_is_one_of_another_tool(flags_of_train):
 @pytest.mark.parametrize(
     ("given", "answer"),
     [
-        ("--lr=0.1", "--lr: here, it is --learning_rate"),
-        ("--batch-size", "--batch-size: here, it is --global_batch_size, the examples per update"),
-        ("--gpus=2", "--gpus: here, it is --replicas"),
-        ("--max_steps=5", "--max_steps: here, it is --train_steps"),
+        ("--lr=0.1", "'lr': ctl calls it --learning_rate"),
+        ("--batch-size", "'batch-size': ctl calls it --global_batch_size, the examples per update"),
+        ("--gpus=2", "'gpus': ctl calls it --replicas"),
+        ("--max_steps=5", "'max_steps': ctl calls it --train_steps"),
         ("--val_batch_size=5", "--eval_split for the data, --evaluate_every for how often"),
-        ("--val_check_interval=5", "it is --evaluate_every=500 for steps, --evaluate_every=2ep f"),
+        (
+            "--val_check_interval=5",
+            "calls it --evaluate_every=500 for steps, --evaluate_every=2ep f",
+        ),
         ("--resume", "--model_dir: the same command with the same directory resumes"),
-        ("--fp16", "--fp16: here, it is --precision=mixed_float16"),
-        ("--num_workers=4", "it is --workers for the processes of a job; reading data needs no"),
+        ("--fp16", "'fp16': ctl calls it --precision=mixed_float16"),
+        ("--num_workers=4", "calls it --workers for the processes of a job; reading data needs no"),
     ],
 )
 def test_the_answer_is_one_line(zygote_without_tensorflow, given, answer):
     run = zygote_without_tensorflow.run(TRAIN, "--model_dir=run", given, exit_code=2)
     line = one_line(run)
-    assert line.startswith("unknown flag --") and answer in line, line
+    assert line.startswith("Unknown command line flag ") and answer in line, line
