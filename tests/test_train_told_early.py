@@ -240,7 +240,8 @@ def test_code_is_looked_for_without_an_import(tmp_path, monkeypatch):
         ("plain:AA", "no class or function 'AA'; did you mean 'A'?"),
         ("broken:f", r"cannot import the step 'broken:f': SyntaxError: .*broken.py:1\)$"),
         ("package.gone:f", "No module named 'package.gone'; is its folder on PYTHONPATH"),
-        ("gone.inner:f", "No module named 'gone'"),
+        ("gone.inner:f", r"No module named 'gone'; is its folder on PYTHONPATH\?$"),
+        ("gone:f", r"is its folder on PYTHONPATH\? Or name its file: FOLDER/gone.py:f$"),
         (f"{tmp_path}/gone.py:f", "there is no file /.*/gone.py$"),
         (f"{tmp_path}/plain.py:AA", "plain has no class or function 'AA'; did you mean 'A'"),
     ):

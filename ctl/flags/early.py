@@ -67,9 +67,12 @@ def _spec(what: str, name: str, module: str) -> ModuleSpec | None:
         if spec is None:
             if full in sys.modules:
                 return None
+            file = (
+                "" if len(parts) > 1 else f" Or name its file: FOLDER/{name.replace(':', '.py:')}"
+            )
             raise UsageError(
                 f"cannot import the {what} {name!r}: No module named {full!r}; is its folder on "
-                "PYTHONPATH?"
+                f"PYTHONPATH?{file}"
             )
         path = spec.submodule_search_locations
         if path is None and number < len(parts):

@@ -198,10 +198,9 @@ def define_code_flags() -> None:
             "step",
             None,
             "package.module:MyStep or file.py:MyStep, a subclass of ctl.TrainStep with the same "
-            "arguments. "
-            "Evaluation uses its attribute eval_step, a subclass of ctl.EvalStep. The module, and "
-            "those of the other flags, may define flags of their own (absl.flags.DEFINE_float, "
-            "…): give them on the same command line.",
+            "arguments. Evaluation uses its attribute eval_step, a subclass of ctl.EvalStep. The "
+            "module, and those of the other flags, may define flags of their own "
+            "(absl.flags.DEFINE_float, …): give them on the same command line.",
         )
         flags.DEFINE_string(
             "loss",
