@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,6 @@ from absl import flags, logging
 from ctl.base import console, names
 from ctl.errors import CheckpointError, UsageError
 from ctl.flags import config, devices, groups, training
-from ctl.flags.imports import NAMING
 from ctl.flags.parsing import (
     check_flags,
     check_without_effect,
@@ -59,7 +59,7 @@ def run() -> None:
             "model",
             None,
             "A .keras file, instead of --model_dir; or, with --model_dir, the "
-            "package.module:function that the run was trained with.",
+            "package.module:function or file.py:function that the run was trained with.",
         )
         flags.DEFINE_string(
             "checkpoint", "latest", "Checkpoint to evaluate: latest, best, or a step."
@@ -281,8 +281,8 @@ def _adopt_run() -> tuple[bool, list[str], dict[str, Any]]:
         raise UsageError(f"--model_dir={model_dir} holds no run of ctl.train: no {config.FILE}")
     # Importing a module runs it, so a name in a file is not enough to import one.
     again = [
-        f"--{name}={stored.get(name)}"
-        for name in NAMING
+        f"--{name}={shlex.quote(str(stored.get(name)))}"
+        for name in names.NAMING
         if not FLAGS[name].present and names.is_function_name(str(stored.get(name)))
     ]
     if again:

@@ -9,8 +9,6 @@ if __name__ == "__main__":
 
 import contextlib
 import shlex
-import shutil
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -19,14 +17,13 @@ from typing import TYPE_CHECKING, Any
 from absl import flags, logging
 
 from ctl.base import cache, console
-from ctl.base.names import is_function_name
+from ctl.base.names import NAMING, is_function_name
 from ctl.base.streams import native_stderr_held
 from ctl.checkpoint import manifest
 from ctl.distributed import cluster
 from ctl.distributed.cluster import handshake
 from ctl.errors import UsageError
 from ctl.flags import config, training
-from ctl.flags.imports import NAMING
 from ctl.flags.parsing import AUTO, grouped_flags, run_command
 from ctl.jobs import dry_run, outputs
 from ctl.jobs.build import make_loop, prepare
@@ -48,7 +45,7 @@ Trains an image classifier with an explicit loop that owns its all-reduce.
 
   python -m ctl.train --model_dir=/tmp/run                        # embedded data, any machine
   python -m ctl.train --model_dir=/tmp/run --dataset=mnist --replicas=2 --global_batch_size=128
-  python -m ctl.train --model_dir=/tmp/run --model=my.module:make_model --optimizer=adamw
+  python -m ctl.train --model_dir=/tmp/run --model=mymodel.py:make_model --optimizer=adamw
   python -m ctl.train --model_dir=/tmp/run --step=my.module:MyStep --dataset=my.module:load \\
       --model=my.module:make_model --loss=mean_squared_error --train_steps=1000
 
@@ -351,7 +348,8 @@ def _summarize(
         )
         for split, scalars in results.items()
     ]
-    again = [f" --{n}={FLAGS[n].value}" for n in NAMING if is_function_name(FLAGS[n].value or "")]
+    named = {name: FLAGS[name].value or "" for name in NAMING}
+    again = [f" --{n}={shlex.quote(code)}" for n, code in named.items() if is_function_name(code)]
     earlier = []
     if best and best.step < total_steps:
         earlier = [f"  best         step {best.step}; evaluated and exported is step {total_steps}"]
@@ -365,23 +363,13 @@ def _summarize(
         *(f"  exported     {path}" for path in exported),
         *earlier,
         "next:",
-        f"  {_python()} -m ctl.evaluate --model_dir={shlex.quote(str(model_dir))}"
+        f"  {console.python()} -m ctl.evaluate --model_dir={shlex.quote(str(model_dir))}"
         f"{''.join(again)}{' --checkpoint=best' if FLAGS.keep_best else ''}",
     ]
     if FLAGS.tensorboard:
         logdir = shlex.quote(str(model_dir))
-        lines.append(f"  {_python()} -m tensorboard.main --logdir={logdir}")
+        lines.append(f"  {console.python()} -m tensorboard.main --logdir={logdir}")
     print("\n".join(lines))
-
-
-def _python() -> str:
-    """The command that runs this interpreter; its virtual environment need not be active."""
-    python = Path(sys.executable)
-    active = shutil.which("python")
-    if active and Path(active).parent == python.parent:
-        return "python"
-    here = Path.cwd()
-    return str(python.relative_to(here) if python.is_relative_to(here) else python)
 
 
 if __name__ == "__main__":

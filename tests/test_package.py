@@ -34,17 +34,22 @@ IMPORTED_AS = {"absl-py": "absl", "ipython": "IPython"}
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory) -> zipfile.ZipFile:
-    """Built from a copy, so that neither a stale ``build/`` gets in nor a new one stays."""
-    directory = tmp_path_factory.mktemp("package")
-    source = directory / "source"
-    shutil.copytree(ROOT / "ctl", source / "ctl", ignore=shutil.ignore_patterns("__pycache__"))
+def checkout(tmp_path_factory):
+    """A copy, in which a build leaves its files. Its folder has the name that a clone has."""
+    folder = tmp_path_factory.mktemp("package") / "ctl"
+    shutil.copytree(ROOT / "ctl", folder / "ctl", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("setup.py", "setup.cfg", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
+        shutil.copy(ROOT / name, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(checkout) -> zipfile.ZipFile:
+    directory = checkout.parent
     # Without isolation no network is needed; TensorFlow and TensorBoard bring setuptools and wheel.
     build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"]
     done = subprocess.run(
-        [*build, "--wheel-dir", directory, source], capture_output=True, text=True, check=False
+        [*build, "--wheel-dir", directory, checkout], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-2000:]
     (path,) = directory.glob("*.whl")
@@ -125,6 +130,25 @@ def test_what_is_imported_is_declared(wheel):
     assert {"tensorflow", "keras"} <= imported <= declared
     # TFDS imports it without declaring it.
     assert declared - imported == {"importlib_resources"}
+
+
+def test_an_editable_install_works_in_the_folder_that_holds_the_checkout(checkout, tmp_path):
+    """Python finds the folder ``ctl/`` there, which has no ``__init__.py``."""
+    program = f"from setuptools import build_meta; build_meta.build_editable({str(tmp_path)!r})"
+    subprocess.run([sys.executable, "-c", program], cwd=checkout, capture_output=True, check=True)
+    (built,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(built) as archive:
+        archive.extractall(tmp_path)
+    # Without the other packages, one of which is the ctl that is tested.
+    program = f"import site; site.addsitedir({str(tmp_path)!r}); import ctl; print(ctl.__file__)"
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", program],
+        cwd=checkout.parent,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == f"{checkout / 'ctl/__init__.py'}\n"
 
 
 def pinned(name: str) -> dict[str, Version]:

@@ -258,7 +258,8 @@ def test_options(zygote, tmp_path, options):
         assert train[-1]["loss"] < train[0]["loss"]
     assert not (tmp_path / "export").exists()
     if "--profile_steps=20:25" in options:
-        assert f"profile of steps 20 to 24: tensorboard --logdir={tmp_path}" in command.stderr
+        assert "profile of steps 20 to 24: " in command.stderr
+        assert f" -m tensorboard.main --logdir={tmp_path}/train, tab Profile\n" in command.stderr
         assert list(tmp_path.glob("train/plugins/profile/*/*.xplane.pb"))
     else:
         assert not list(tmp_path.glob("*/events.*"))

@@ -55,6 +55,14 @@ def load(global_batch_size, seed):
     return pairs.shuffle(200).batch(global_batch_size, drop_remainder=True), pairs.batch(30)
 """
 
+EARLY = """
+import keras
+
+dense = keras.layers.Dense(10)
+model = keras.Sequential([keras.Input([28, 28, 1]), keras.layers.Flatten(), dense])
+print("drawn:", float(keras.ops.sum(dense.kernel)))
+"""
+
 OWN = ["--step=mine:Mine", "--dataset=mine:load", "--model=mine:model"]
 FLAGS = ["--loss=mean_squared_error", "--metrics=mse", "--temperature=2", "--widths=6,5"]
 TO_THE_END = ["--train_steps=30", "--schedule=constant", "--noexport", "--notensorboard"]
@@ -65,7 +73,13 @@ ALL = [*OWN, *FLAGS, *TO_THE_END]
 def path(tmp_path_factory):
     directory = tmp_path_factory.mktemp("own")
     (directory / "mine.py").write_text(MINE)
+    (directory / "early.py").write_text(EARLY)
     return [directory]
+
+
+def of_a_file(path) -> list[str]:
+    """`ALL` with the file in place of the module."""
+    return [flag.replace("=mine:", f"={path[0]}/mine.py:") for flag in ALL]
 
 
 def variables(model_dir) -> bytes:
@@ -110,7 +124,7 @@ def test_a_resumed_run_is_the_same_bit_for_bit(zygote, path, whole, tmp_path):
     assert "other flags: --temperature was 2.0, is 3.0; use the same" in command.stderr
     command = zygote.run(*run, *ALL, "--step=mine:Other", path=path, exit_code=2)
     assert '--step was "mine:Mine", is "mine:Other"' in command.stderr
-    zygote.run(*run, *ALL, path=path)
+    zygote.run(*run, *of_a_file(path))  # the same code
     assert variables(tmp_path) == variables(whole[0])
 
 
@@ -131,8 +145,7 @@ def test_two_workers(zygote, path, whole, tmp_path):
     addresses = launch.cluster(2)["worker"]
     workers = [
         zygote.start(
-            *(TRAIN, f"--model_dir={tmp_path}", "--strategy=multi_worker", *ALL),
-            path=path,
+            *(TRAIN, f"--model_dir={tmp_path}", "--strategy=multi_worker", *of_a_file(path)),
             TF_CONFIG=json.dumps(
                 {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
             ),
@@ -160,6 +173,15 @@ WRONG = [
         [*ALL, "--best_metric=mae", "--best_mode=min", "--train_steps=2"],
         "unknown --best_metric 'mae': .*loss, mse, doubled",
     ),
+    # What runs as the module is imported comes before the devices.
+    (
+        ["--model=early:model", "--replicas=2"],
+        "2 replicas on the CPU need .* make models and tensors in functions",
+    ),
+    (
+        ["--model=early:model", "--precision=mixed_bfloat16"],
+        "the model 'early:model' computes in float32, not in mixed_bfloat16: give a function",
+    ),
     ([*ALL, "--evaluate_every=1ep"], "--evaluate_every: 1ep counts epochs, and the length"),
 ]
 
@@ -171,6 +193,17 @@ def test_mistakes_are_one_line(zygote, path, tmp_path, given, expected):
     command = zygote.run(TRAIN, f"--model_dir={tmp_path}", *given, path=path, exit_code=2)
     assert re.search(expected, command.stderr.splitlines()[-1])
     assert "Traceback" not in command.stderr
+
+
+def test_what_a_module_draws_follows_from_the_seed(zygote, path):
+    """It is imported before the flags are parsed."""
+    drawn = []
+    for seed in (["--seed=5"], ["--seed", "5"], ["--seed=6"], [], ["--seed=0"]):
+        text = zygote.run(TRAIN, "--help", "--model=early:model", *seed, path=path).stdout
+        drawn.append(re.findall(r"^drawn: .*", text, re.MULTILINE))
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert drawn[3] == drawn[4] != drawn[2]
+    assert len(drawn[0]) == 1
 
 
 def test_the_plan_takes_the_same_flags(zygote, path):

@@ -194,7 +194,7 @@ def test_an_error_of_the_users_keeps_its_frames_and_no_others(calls):
     assert all("calls.py" in line for line in frames)
     assert '    raise ValueError("two\\nlines")\n' in text and "user code" not in text
     assert text.endswith("\nValueError: two\nlines")
-    with pytest.raises(AttributeError) as bug:
+    with pytest.raises(TypeError) as bug:
         named.find("loss", None)
     bug.value.__traceback__ = bug.value.__traceback__.tb_next
     assert tracebacks.of_the_user(bug.value) is None
@@ -232,6 +232,7 @@ def test_code_is_looked_for_without_an_import(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     names = ["A", "b", "c", "d", "system"]
     good = [*(f"plain:{n}" for n in names), "lazy:x", "stars:x", "package.inner:f", "math:cos"]
+    good += [f"{tmp_path}/plain.py:A", f"{tmp_path}/package/inner.py:f"]
     for name in [*good, "ctl.recipes.sam:SAM", "keras:Sequential"]:
         early.check_code("step", name)
     for name, reason in (
@@ -239,7 +240,10 @@ def test_code_is_looked_for_without_an_import(tmp_path, monkeypatch):
         ("plain:AA", "no class or function 'AA'; did you mean 'A'?"),
         ("broken:f", r"cannot import the step 'broken:f': SyntaxError: .*broken.py:1\)$"),
         ("package.gone:f", "No module named 'package.gone'; is its folder on PYTHONPATH"),
-        ("gone.inner:f", "No module named 'gone'"),
+        ("gone.inner:f", r"No module named 'gone'; is its folder on PYTHONPATH\?$"),
+        ("gone:f", r"is its folder on PYTHONPATH\? Or name its file: FOLDER/gone.py:f$"),
+        (f"{tmp_path}/gone.py:f", "there is no file /.*/gone.py$"),
+        (f"{tmp_path}/plain.py:AA", "plain has no class or function 'AA'; did you mean 'A'"),
     ):
         with pytest.raises(UsageError, match=reason):
             early.check_code("step", name)

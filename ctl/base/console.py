@@ -11,6 +11,7 @@ import gc
 import logging as python_logging
 import os
 import re
+import shutil
 import sys
 import textwrap
 import threading
@@ -159,6 +160,15 @@ def for_terminal(text: str, stream: TextIO | None = None) -> str:
     wrap = textwrap.TextWrapper(columns(stream), subsequent_indent=INDENT, break_long_words=False)
     wrap.break_on_hyphens = False
     return "\n".join(wrap.fill(line) for line in text.splitlines())
+
+
+def python() -> str:
+    """The command that runs this interpreter; its virtual environment need not be active."""
+    interpreter, here = Path(sys.executable), Path.cwd()
+    active = shutil.which("python")
+    if active and Path(active).parent == interpreter.parent:
+        return "python"
+    return str(interpreter.relative_to(here) if interpreter.is_relative_to(here) else interpreter)
 
 
 def write_file(flag: str, path: str, content: str) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
 
 from ctl.errors import UsageError
 
@@ -60,9 +62,16 @@ _REFUSED = {
 # Ends of files, see `ctl.data.sources`.
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp")
 
+# How code of the user's is named.
+YOURS = "package.module:function or file.py:function"
+
 _MOST_CHOICES = 16  # that an error lists
 
-_FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
+# The flags whose value may name code.
+NAMING = ("step", "model", "dataset", "loss", "metrics")
+
+_NAME = r"[^\W\d]\w*"
+_CODE = re.compile(rf"({_NAME}(?:\.{_NAME})*|.*\.py):({_NAME})")
 
 
 def check_name(what: str, name: str, known: Iterable[str], otherwise: str = "") -> None:
@@ -92,12 +101,31 @@ def check_optimizer_name(name: str) -> None:
 
 
 def is_function_name(name: str) -> bool:
-    """Whether ``name`` has the form ``package.module:function``."""
-    return _FUNCTION.fullmatch(name) is not None
+    """Whether ``name`` has the form ``package.module:function`` or ``file.py:function``."""
+    return _CODE.fullmatch(name) is not None
+
+
+class CodeName(NamedTuple):
+    """The parts of a name of code: its module, its name there, and its file if that is given."""
+
+    module: str
+    attribute: str
+    file: Path | None
+
+
+def code_name(name: str) -> CodeName:
+    """The parts of a ``name`` that `is_function_name`. A file is the module of its name."""
+    found = _CODE.fullmatch(name)
+    assert found, name
+    module, attribute = found.groups()
+    if not module.endswith(".py"):
+        return CodeName(module, attribute, None)
+    file = Path(module).expanduser().absolute()
+    return CodeName(file.stem, attribute, file)
 
 
 def check_model_name(name: str) -> None:
-    """Raises `UsageError` unless ``name`` is one of `MODELS` or a ``package.module:function``.
+    """Raises `UsageError` unless ``name`` is one of `MODELS` or a name of code.
 
     Does not import the function, so it may not exist.
     """
@@ -105,6 +133,8 @@ def check_model_name(name: str) -> None:
 
 
 def check_code_name(what: str, name: str, known: Iterable[str]) -> None:
-    """As `check_name`, but ``name`` may also be a ``package.module:function``."""
+    """As `check_name`, but ``name`` may also be a name of code, see `is_function_name`."""
+    if name.endswith(".py"):
+        raise UsageError(f"--{what}={name} names no function of that file: give {name}:FUNCTION")
     if not is_function_name(name):
-        check_name(what, name, known, ", or package.module:function for your own")
+        check_name(what, name, known, f", or {YOURS} for your own")

@@ -78,7 +78,7 @@ def of_the_user(error: BaseException) -> BaseException | None:
     called = [f[0] for f, _ in frames if not _is_of_libraries(f[0]) and f[0] != _GLUE]
     # What ctl does wrong with a user's object is a bug: the innermost frame is its own then. Of an
     # operation in a function of the data, TensorFlow lists no frame.
-    if not (ours or _DATA in message or (called and _is_of_the_user(called[-1]))):
+    if not (ours or _DATA in message or (called and is_of_the_user(called[-1]))):
         return None
     if said != message and hasattr(error, "node_def"):
         kind: Any = type(error)
@@ -87,7 +87,7 @@ def of_the_user(error: BaseException) -> BaseException | None:
         error.args = (said, *error.args[1:])
     following: TracebackType | None = None
     for frame, step in reversed(frames):
-        if _is_of_the_user(frame[0]):
+        if is_of_the_user(frame[0]):
             step = step or _made_of(frame)
             following = TracebackType(following, step.tb_frame, step.tb_lasti, frame[1])
     error.__cause__, error.__suppress_context__ = None, True
@@ -149,5 +149,6 @@ def _is_of_libraries(name: str) -> bool:
     return not name or generated or "/site-packages/" in name or name.startswith(_LIBRARIES)
 
 
-def _is_of_the_user(name: str) -> bool:
+def is_of_the_user(name: str) -> bool:
+    """Whether the file ``name`` is neither of ctl, of Python nor of an installed package."""
     return not (_is_of_libraries(name) or name.startswith(f"{_CTL}/"))

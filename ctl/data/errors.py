@@ -19,7 +19,7 @@ NO_CLASS = "no class of the dataset:"
 REFUSED = "ctl refuses the data: {} [ctl]"
 
 # Ends a message about a bad record.
-SKIP = 'skip it: --on_bad_record=skip, in Python Streaming(…, on_bad_record="skip")'
+SKIP = 'skip it: --on_bad_record=skip for data of TFDS, else Streaming(…, on_bad_record="skip")'
 
 _REFUSED = re.compile(re.escape(REFUSED).replace(r"\{\}", "(.*?)"))
 _LABEL = re.compile(rf"\[{re.escape(NO_CLASS)}\] \[(-?\d+)\] \[(\d+)\]")
@@ -71,7 +71,7 @@ def translate_data_errors(dataset: Any, *others: Any) -> Iterator[None]:
             raise CheckpointError(f"no space left: {_reason(error)}") from error
         raise UsageError(
             f"out of memory: {_reason(error)}; try a smaller --global_batch_size, more "
-            "--accumulate_steps, or a lower --resident_limit_mib if the data are too large"
+            "--accumulate_steps, or, if data of TFDS are too large, --resident_limit_mib=0"
         ) from error
 
 

@@ -528,7 +528,7 @@ def _bytes_of(kinds: Any, column: str, where: str) -> int:
             raise UsageError(
                 f"{where}: the feature {column!r} is {dtype} of shape {shape}: only numbers of one "
                 "shape can be used: convert it in a function of your own, "
-                "--dataset=package.module:function"
+                "--dataset=package.module:function, without --features"
             )
         total += math.prod(shape) * dtype.itemsize
     return total

@@ -30,6 +30,11 @@ _TPU_START_SECONDS = 120.0
 # step takes 1.4 times as long (benchmarks/README.md has the command).
 _GRPC = "-event_engine_client"
 
+_FIRST = (
+    "before TensorFlow runs its first operation: make models and tensors in functions, not at the "
+    "top of a module, and in Python the strategy first"
+)
+
 _Implementation = tf.distribute.experimental.CommunicationImplementation
 
 
@@ -93,6 +98,8 @@ def make_multi_worker(
             strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
         except workers.LOST as error:
             raise workers.lost_peer(cluster, "connecting to other workers", error) from error
+        except RuntimeError as error:
+            raise UsageError(f"workers are connected {_FIRST} ({error})") from error
     workers.watch(
         strategy,
         timeout=collective_timeout,
@@ -256,7 +263,7 @@ def _cut_cpu(count: int) -> None:
         if len(tf.config.list_logical_devices("CPU")) < count:
             raise UsageError(
                 f"{count} replicas on the CPU need {count} logical devices, which must be made "
-                "before TensorFlow runs its first operation: make the strategy first"
+                f"{_FIRST}"
             ) from error
 
 

@@ -172,7 +172,8 @@ def changes(
     stored: Mapping[str, Any], values: flags.FlagValues = flags.FLAGS
 ) -> dict[str, tuple[Any, Any]]:
     """The flags that decide what a run computes and differ from the ``stored`` ones: their stored
-    values and those of now, by name. A default is equal to the same value spelled out."""
+    values and those of now, by name. A default is equal to the same value spelled out. One that is
+    not given is equal to itself, even if another flag changes what it means."""
     found = _different(stored, values)
     return {name: was for name, was in found.items() if name not in _FREE - {*_LENGTH}}
 
@@ -183,7 +184,11 @@ def _different(stored: Mapping[str, Any], values: flags.FlagValues) -> dict[str,
     # Before there was a rule, "off" was the default. What began so stays off: `jit.keep`.
     if before.get("jit_compile") == "off" and not values["jit_compile"].present:
         after["jit_compile"] = "off"
-    return {n: (stored[n], value) for n, value in now.items() if before[n] != after[n]}
+    return {
+        name: (stored[name], value)
+        for name, value in now.items()
+        if before[name] != after[name] and stored[name] != value
+    }
 
 
 def check_resumable(stored: dict[str, Any], values: flags.FlagValues = flags.FLAGS) -> None:
@@ -209,44 +214,51 @@ def check_resumable(stored: dict[str, Any], values: flags.FlagValues = flags.FLA
     remembers = {"schedule", "early_stop"}
     if named & remembers or not found.keys() & remembers:  # also another --best_mode
         _check_memory(stored, values)
+    if values.extend and (shorter := _shortened(stored, values)):
+        name, old, new = shorter
+        raise UsageError(
+            f"--extend cannot shorten a run, but --{name} was {old:g} and is {new:g}: for a "
+            f"schedule that ends earlier, give --change={name} instead"
+        )
     if values.extend:
-        _check_longer(stored, values)
         named |= {*_LENGTH}
     found = {name: was for name, was in found.items() if name not in named}
     if not found:
         return
     said = [f"--{n} was {shown(was)}, is {shown(now)}" for n, (was, now) in found.items()]
     if found.keys() <= {*_LENGTH}:
+        shorter = _shortened(stored, values)
+        allows = f"--change={shorter[0]}" if shorter else "--extend to train longer all the same"
         raise UsageError(
             f"{values.model_dir} holds a run of another length: {'; '.join(said)}: the "
             f"{values.schedule} schedule depends on the length, so its learning rates would "
-            "change from this step on: add --extend to train longer all the same, or use the same "
-            "flags or another --model_dir"
+            f"change from this step on: add {allows}, or use the same flags or another --model_dir"
         )
     remedy = "use the same flags or another --model_dir"
-    if not found.keys() & _FIXED.keys():
+    before, after = _remembered(stored, values)
+    if not found.keys() & _FIXED.keys() and after in ([], before):
         remedy += f", or add --change={','.join(found)} to change from the present step on"
     raise UsageError(
         f"{values.model_dir} holds a run with other flags: {'; '.join(said)}; {remedy}"
     )
 
 
-def _check_longer(stored: Mapping[str, Any], values: flags.FlagValues) -> None:
-    """Raises `UsageError` if the length is in the same unit as before, and shorter."""
+def _shortened(
+    stored: Mapping[str, Any], values: flags.FlagValues
+) -> tuple[str, float, float] | None:
+    """The flag of the length, its value before and its value now, if that is in the same unit and
+    shorter."""
     now = spelled_out({name: _stored(values[name]) for name in stored if name in values})
     before = spelled_out(stored)
     for name in _LENGTH:
         old, new = before.get(name), now.get(name)
         if isinstance(old, float | int) and isinstance(new, float | int) and new < old:
-            raise UsageError(
-                f"--extend cannot shorten a run, but --{name} was {old:g} and is {new:g}: for a "
-                f"schedule that ends earlier, give --change={name}"
-            )
+            return name, old, new
+    return None
 
 
-def _check_memory(stored: Mapping[str, Any], values: flags.FlagValues) -> None:
-    """Raises `UsageError` if evaluations would be remembered that the checkpoints know nothing of:
-    they hold what plateau and early stopping remember, by metric."""
+def _remembered(stored: Mapping[str, Any], values: flags.FlagValues) -> tuple[list[str], list[str]]:
+    """What remembers evaluations, by metric: plateau and early stopping; before and now."""
 
     def remembered(schedule: Any, early_stop: Any, best_mode: Any) -> list[str]:
         metric, _, mode = early_stop_parts(str(early_stop))
@@ -255,7 +267,13 @@ def _check_memory(stored: Mapping[str, Any], values: flags.FlagValues) -> None:
         return ["plateau"] * (schedule == "plateau") + stops
 
     before = remembered(*(stored.get(n) for n in ("schedule", "early_stop", "best_mode")))
-    after = remembered(values.schedule, values.early_stop, values.best_mode)
+    return before, remembered(values.schedule, values.early_stop, values.best_mode)
+
+
+def _check_memory(stored: Mapping[str, Any], values: flags.FlagValues) -> None:
+    """Raises `UsageError` if evaluations would be remembered that the checkpoints, which hold the
+    memory, know nothing of."""
+    before, after = _remembered(stored, values)
     if after not in ([], before):
         named = {name.lstrip("-") for name in values.change}
         name = "--change=early_stop" if "early_stop" in named else "--best_mode"

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ctl.base.names import NAMING, code_name, is_function_name
+
 EPOCHS = 12.0
 LEARNING_RATE = 1e-3
 END_LEARNING_RATE = 0.0
@@ -22,7 +24,8 @@ SYNTHETIC_SHAPE = (28, 28, 1)
 
 
 def spelled_out(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values of all flags by name, with the default in place of None.
+    """Returns the values of all flags by name, with the default in place of None, and the module in
+    place of its file.
 
     None stays where it has no other spelling.
     """
@@ -44,7 +47,11 @@ def spelled_out(flags: Mapping[str, Any]) -> dict[str, Any]:
         "plateau_patience": PLATEAU_PATIENCE,
         "base_batch_size": BASE_BATCH_SIZE,
     }
-    return {n: defaults.get(n) if value is None else value for n, value in flags.items()}
+    values = {n: defaults.get(n) if value is None else value for n, value in flags.items()}
+    for name in NAMING:
+        if isinstance(value := values.get(name), str) and is_function_name(value):
+            values[name] = "{0.module}:{0.attribute}".format(code_name(value))
+    return values
 
 
 def early_stop_parts(text: str) -> tuple[str, str, str | None]:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
-from ctl.base.names import IMAGES
+from ctl.base.names import IMAGES, code_name
 from ctl.errors import UsageError
 
 _EMBEDDED = Path(__file__).parents[1] / "data" / "datasets"
@@ -23,16 +23,19 @@ _LOOKED_AT = 10_000  # files of a folder that may have images
 
 
 def check_code(what: str, name: str) -> None:
-    """Looks for the class or function ``name``, ``package.module:attribute``, in its source file.
+    """Looks for the class or function ``name``, see `ctl.base.names.code_name`, in its source file.
 
     A module without a source file, or one that makes its names as it runs, is not looked into.
 
     Raises:
-        UsageError: there is no such module, its source is no Python, or it has no such name.
+        UsageError: there is no such module or file, its source is no Python, or it has no such
+            name.
     """
-    module, _, attribute = name.partition(":")
-    spec = _spec(what, name, module)
-    source = spec.origin if spec else None
+    module, attribute, file = code_name(name)
+    if file and not file.is_file():
+        raise UsageError(f"cannot import the {what} {name!r}: there is no file {file}")
+    spec = None if file else _spec(what, name, module)
+    source = str(file) if file else spec.origin if spec else None
     if source is None or not source.endswith(".py"):
         return
     try:
@@ -64,9 +67,12 @@ def _spec(what: str, name: str, module: str) -> ModuleSpec | None:
         if spec is None:
             if full in sys.modules:
                 return None
+            file = (
+                "" if len(parts) > 1 else f" Or name its file: FOLDER/{name.replace(':', '.py:')}"
+            )
             raise UsageError(
                 f"cannot import the {what} {name!r}: No module named {full!r}; is its folder on "
-                "PYTHONPATH?"
+                f"PYTHONPATH?{file}"
             )
         path = spec.submodule_search_locations
         if path is None and number < len(parts):

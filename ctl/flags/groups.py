@@ -161,9 +161,11 @@ def define_model_flags() -> None:
         flags.DEFINE_string(
             "model",
             "convnet",
-            f"{', '.join(names.MODELS)}, or package.module:function for your own: called with "
+            f"{', '.join(names.MODELS)}, or {names.YOURS} for your own: called with "
             "(image_shape, num_classes), returns a Keras model that outputs logits. A function "
-            "without parameters may return any Keras model, for any data.",
+            "without parameters may return any Keras model, for any data. Instead of a function, "
+            "the name may be that of a Keras model, which is copied with its weights; for one "
+            "replica.",
         )
         define_path(
             "init_from",
@@ -195,10 +197,10 @@ def define_code_flags() -> None:
         flags.DEFINE_string(
             "step",
             None,
-            "package.module:MyStep, a subclass of ctl.TrainStep with the same arguments. "
-            "Evaluation uses its attribute eval_step, a subclass of ctl.EvalStep. The module, and "
-            "those of the other flags, may define flags of their own (absl.flags.DEFINE_float, "
-            "…): give them on the same command line.",
+            "package.module:MyStep or file.py:MyStep, a subclass of ctl.TrainStep with the same "
+            "arguments. Evaluation uses its attribute eval_step, a subclass of ctl.EvalStep. The "
+            "module, and those of the other flags, may define flags of their own "
+            "(absl.flags.DEFINE_float, …): give them on the same command line.",
         )
         flags.DEFINE_string(
             "loss",
@@ -228,7 +230,10 @@ def define_code_flags() -> None:
 
 def _check_code(step: str | None, loss: str, metrics: str | None) -> None:
     if step is not None and not names.is_function_name(step):
-        raise UsageError(f"--step={step} is not package.module:MyStep, a subclass of ctl.TrainStep")
+        raise UsageError(
+            f"--step={step} is neither package.module:MyStep nor file.py:MyStep, a subclass of "
+            "ctl.TrainStep"
+        )
     names.check_code_name("loss", loss, names.LOSSES)
     if metrics and ":" in metrics and not names.is_function_name(metrics):
         raise UsageError(f"--metrics={metrics} is not NAME,NAME,… or package.module:function")
@@ -377,7 +382,7 @@ def _define_schedule_flags(values: flags.FlagValues) -> None:
         functools.partial(getattr(flags, f"DEFINE_{kind}"), flag_values=values)
         for kind in ("enum", "float", "list", "string", "integer")
     )
-    define_enum("schedule", "constant", [*durations.SCHEDULES], "Learning rate schedule.")
+    define_enum("schedule", "cosine", [*durations.SCHEDULES], "Learning rate schedule.")
     define_float(
         "learning_rate", None, "Peak learning rate (default: 1e-3). Not for --schedule=piecewise."
     )

@@ -1,4 +1,4 @@
-"""Imports code of the user's by its name, ``package.module:attribute``.
+"""Imports code of the user's by its name: ``package.module:attribute`` or ``file.py:attribute``.
 
 `ctl.flags.parsing` does so before it parses a command line, because a module may define flags.
 """
@@ -6,16 +6,20 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+import importlib.util
+import os
+import sys
+import traceback
+from collections.abc import Container, Sequence
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from absl import flags
 
-from ctl.base.names import is_function_name
+from ctl.base import tracebacks
+from ctl.base.names import NAMING, code_name, is_function_name
 from ctl.errors import UsageError
-
-# The flags whose value may name code.
-NAMING = ("step", "model", "dataset", "loss", "metrics")
 
 
 def named(arguments: Sequence[str]) -> dict[str, str]:
@@ -24,29 +28,50 @@ def named(arguments: Sequence[str]) -> dict[str, str]:
     Raises:
         absl.flags.Error: a file of ``--flagfile`` cannot be read.
     """
+    values = _given(arguments, NAMING)
+    return {name: value for name, value in values.items() if is_function_name(value)}
+
+
+def seed(arguments: Sequence[str]) -> None:
+    """Seeds all generators with the ``--seed`` of a command line, before it is parsed: a module may
+    draw numbers as it is imported, such as the weights of a model."""
+    import keras
+
+    text = _given(arguments, ["seed"]).get("seed", "0")
+    keras.utils.set_random_seed(int(text) % 2**32 if text.isdecimal() else 0)
+
+
+def _given(arguments: Sequence[str], names: Container[str]) -> dict[str, str]:
+    """The values that ``arguments`` give those of the flags ``names`` that there are."""
     values = {}
     following = iter(flags.FLAGS.read_flags_from_files(list(arguments)))
     for argument in following:
         if argument == "--":
             break
         name, given, value = argument.lstrip("-").partition("=")
-        if argument.startswith("-") and name in NAMING and name in flags.FLAGS:
+        if argument.startswith("-") and name in names and name in flags.FLAGS:
             values[name] = value if given else next(following, "")
-    return {name: value for name, value in values.items() if is_function_name(value)}
+    return values
 
 
 def find(what: str, name: str) -> Any:
     """Imports the class or function ``name``. ``what`` describes it in messages.
 
+    The folder of a file is searched for modules from then on, as that of a script is.
+
     Raises:
-        UsageError: its module cannot be imported or has no such class or function.
+        UsageError: its module cannot be imported or has no such class or function, or another
+            module has the name of the file.
     """
-    module_name, _, attribute = name.partition(":")
+    module_name, attribute, file = code_name(name)
     try:
-        module = importlib.import_module(module_name)
+        module = _run(file) if file else importlib.import_module(module_name)
+    except UsageError as error:
+        raise UsageError(f"cannot import the {what} {name!r}: {error}") from error
     except ImportError as error:
         raise UsageError(
-            f"cannot import the {what} {name!r}: {error}; is its folder on PYTHONPATH?"
+            f"cannot import the {what} {name!r}: {error}{_where(error)}; is its folder on "
+            "PYTHONPATH?"
         ) from error
     except flags.DuplicateFlagError as error:
         raise UsageError(
@@ -54,7 +79,7 @@ def find(what: str, name: str) -> Any:
         ) from error
     except Exception as error:
         raise UsageError(
-            f"cannot import the {what} {name!r}: {type(error).__name__}: {error} ({_where(error)})"
+            f"cannot import the {what} {name!r}: {type(error).__name__}: {error}{_where(error)}"
         ) from error
     found = getattr(module, attribute, None)
     if not callable(found):
@@ -71,9 +96,37 @@ def flags_of(package: str) -> list[str]:
     return [name for name, module in modules.items() if f"{module}.".startswith(f"{package}.")]
 
 
+def search_current_folder() -> None:
+    """Makes Python search the current folder for modules, as ``python -m`` does. An installed
+    command searches its own folder first."""
+    if not getattr(sys.flags, "safe_path", False) and not {"", os.getcwd()} & {*sys.path}:
+        sys.path.insert(1, os.getcwd())
+
+
+def _run(file: Path) -> ModuleType:
+    """The module of ``file``, which is run unless it has been imported."""
+    name, folder = file.stem, str(file.parent)
+    loaded = sys.modules.get(name)
+    if loaded:
+        other = getattr(loaded, "__file__", None) or "built in"
+        if os.path.realpath(other) == os.path.realpath(file):
+            return loaded
+        raise UsageError(f"there is another module {name} ({other}): rename the file")
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec and spec.loader
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
 def _where(error: Exception) -> str:
-    """The line that raised ``error``, as ``file:line``."""
-    at: Any = error.__traceback__
-    while at.tb_next:
-        at = at.tb_next
-    return f"{at.tb_frame.f_code.co_filename}:{at.tb_lineno}"
+    """The user's line that raised ``error``, as `` (file:line)``; empty if there is none."""
+    frames = [(f.filename, f.lineno) for f in traceback.extract_tb(error.__traceback__)]
+    theirs = [f"{file}:{line}" for file, line in frames if tracebacks.is_of_the_user(file)]
+    return f" ({theirs[-1]})" if theirs else ""

@@ -21,9 +21,9 @@ from typing import Any
 from absl import app, flags
 
 from ctl.base import __version__, console, durable, signals, streams, tracebacks
-from ctl.base.names import check_name
+from ctl.base.names import check_name, code_name
 from ctl.errors import CheckpointError, CtlError, PeerError, UsageError, exit_code_of
-from ctl.flags import early, imports
+from ctl.flags import early, imports, synonyms
 
 flags.disclaim_key_flags()  # They belong to the command that calls a group.
 
@@ -66,7 +66,7 @@ def run_command(
         try:
             positional = flags.FLAGS(argv)[1:]
         except flags.Error as error:
-            _fail(_with_hint(str(error)), UsageError.exit_code)
+            _fail(_with_hint(error), UsageError.exit_code)
         for name in grouped_flags():
             value = flags.FLAGS[name].value
             if isinstance(value, float) and not math.isfinite(value):
@@ -118,8 +118,14 @@ def run_one_of(commands: Mapping[str, tuple[str, str]], usage: str) -> None:
 _NO_CHOICE = re.compile(r"flag --(\w+)=(.*): value should be one of <(.*)>", re.DOTALL)
 
 
-def _with_hint(message: str) -> str:
-    """``message`` of absl, with the closest choice if a value is none."""
+def _with_hint(error: flags.Error) -> str:
+    """The message of absl, with the closest choice if a value is none, and with the name here of a
+    flag of other tools."""
+    message = str(error)
+    if isinstance(error, flags.UnrecognizedFlagError):
+        name = error.flagname
+        advice = synonyms.here(name, grouped_flags())
+        return f"Unknown command line flag '{name}': ctl calls it {advice}" if advice else message
     if match := _NO_CHOICE.fullmatch(message):
         name, value, choices = match.groups()
         try:
@@ -139,13 +145,16 @@ def _import_named(arguments: Sequence[str]) -> None:
         named = imports.named(arguments)
     except flags.Error as error:
         raise UsageError(str(error)) from error
+    if named:
+        imports.search_current_folder()
     for flag, name in named.items():
         early.check_code(flag, name)
     if named:
         console.load_tensorflow()  # in silence; the modules would load it
+        imports.seed(arguments)
     for flag, name in named.items():
         imports.find(flag, name)
-        module = name.partition(":")[0]
+        module = code_name(name).module
         added = [n for n in imports.flags_of(module.partition(".")[0]) if n not in grouped_flags()]
         if added:
             _groups.append((f"Your module {module}", added))
@@ -218,7 +227,22 @@ def _unraisable(unraisable: Any) -> None:
 
 
 def _say(message: str) -> None:
-    print(console.for_terminal(" ".join(message.split())), file=sys.stderr)
+    message = _bounded(" ".join(message.split()))
+    print(console.for_terminal(message), file=sys.stderr)
+
+
+_LONGEST_WORD, _LONGEST = 400, 2_000  # characters
+
+
+def _bounded(message: str) -> str:
+    """``message`` without the middle of long values in it, which the user knows. Its ends are the
+    name and the remedy."""
+    message = re.sub(rf"\S{{{_LONGEST_WORD},}}", lambda word: _cut(word[0], 150), message)
+    return message if len(message) <= _LONGEST else _cut(message, _LONGEST // 2 - 1)
+
+
+def _cut(text: str, end: int) -> str:
+    return f"{text[:end]}…{text[-end:]}"
 
 
 def _fail(message: str, exit_code: int) -> None:

@@ -33,7 +33,6 @@ def define_flags(model_dir_required: bool = True) -> None:
     groups.define_code_flags()
     groups.define_step_flags()
     groups.define_schedule_flags()
-    FLAGS.set_default("schedule", "cosine")
     devices.define_device_flags()
     _define_checkpoint_flags()
     _define_output_flags()
@@ -145,6 +144,9 @@ def _check_precompile(precompile: bool, xla_cache: bool, strategy: str) -> None:
         raise UsageError("--precompile needs --xla_cache, which works in one process only")
 
 
+# What would be refused without a strategy of several processes.
+_WORKERS = ", --workers, --worker_index and TF_CONFIG"
+
 # Flags that need the graph of the step, or of which a value does.
 _NOT_EAGER = ("dry_run", "precompile", "inspect_every", "jit_compile", "bytes_per_pack")
 
@@ -155,6 +157,7 @@ def _check_eager(eager: bool, strategy: str, **values: Any) -> None:
     if strategy in ("multi_worker", "parameter_server", "tpu"):
         raise UsageError(
             f"--eager works in one process: debug with --replicas, without --strategy={strategy}"
+            f"{_WORKERS}"
         )
     for name in ("dry_run", "precompile", "inspect_every"):
         if values[name]:
@@ -167,8 +170,8 @@ def _check_eager(eager: bool, strategy: str, **values: Any) -> None:
 def _check_dry_run(dry_run: bool, strategy: str) -> None:
     if dry_run and strategy in ("multi_worker", "parameter_server"):
         raise UsageError(
-            f"--dry_run works in one process: leave out --strategy={strategy}; ctl.inspect plan "
-            "shows the all-reduces of several workers"
+            f"--dry_run works in one process: leave out --strategy={strategy}{_WORKERS}; "
+            "ctl.inspect plan shows the all-reduces of several workers"
         )
 
 
@@ -338,7 +341,8 @@ def _define_output_flags() -> None:
         flags.DEFINE_string(
             "profile_steps",
             None,
-            "START:STOP, e.g. 20:30: write a profile of these steps for TensorBoard.",
+            "START:STOP, e.g. 20:30: write a profile of these steps for TensorBoard, whose tab "
+            "Profile needs a package: pip install 'ctl[profile]'.",
         )
         flags.DEFINE_string(
             "inspect_every",

@@ -119,7 +119,7 @@ def prepare(flags: FlagValues = FLAGS) -> Prepared:
         if steps_per_epoch is None:
             raise UsageError(
                 f"--dataset={flags.dataset}: the number of examples is unknown, so epochs cannot "
-                "be counted: give --train_steps"
+                f"be counted: give --train_steps{' instead of --epochs' if flags.epochs else ''}"
             )
         epochs = flags.epochs or defaults.EPOCHS
         total_steps = max(1, math.ceil(epochs * steps_per_epoch - 1e-6))

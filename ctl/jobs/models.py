@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import keras
 from keras import layers
 
-from ctl.base.names import check_model_name, is_function_name
+from ctl.base.names import YOURS, check_model_name, is_function_name
 from ctl.errors import UsageError
 from ctl.flags.imports import find
 
@@ -96,25 +96,30 @@ def make_model(
     """Builds a model. Call it inside ``strategy.scope()``, because it creates variables.
 
     Args:
-        name: one of `ctl.base.names.MODELS`, or ``package.module:function``. That function
-            returns a `keras.Model`. It is called with ``(image_shape, num_classes)``, or without
-            arguments if it has no parameters; then the model may be for data of any kind.
+        name: one of `ctl.base.names.MODELS`, or a name of code (`ctl.base.names.code_name`). A
+            function returns a `keras.Model`. It is called with ``(image_shape, num_classes)``, or
+            without arguments if it has no parameters; then the model may be for data of any kind.
+            So may a `keras.Model`, which is copied with its weights.
         image_shape: (height, width, channels); None if the data do not say it.
         num_classes: number of logits; None if the data do not say it.
 
     Raises:
         UsageError: the name is unknown, the function cannot be imported, the sizes are unknown or
             not positive, or the function does not return a Keras model; or, if it has parameters,
-            not one from images to logits of shape [batch, num_classes].
+            not one from images to logits of shape [batch, num_classes]. A model cannot be copied,
+            or computes in another precision than Keras's.
     """
     check_model_name(name)
-    if is_function_name(name) and not inspect.signature(find("model", name)).parameters:
-        return _checked_type(name, find("model", name)())
+    if is_function_name(name):
+        if isinstance(model := find("model", name), keras.Model):
+            return _copied(name, model)
+        if not inspect.signature(model).parameters:
+            return _checked_type(name, model())
     if image_shape is None or num_classes is None:
         raise UsageError(
             f"the data do not say the shape of their images and the number of classes, which the "
-            f"model {name} needs: give --model=package.module:function, a function without "
-            "parameters, or data with a ctl.data.DatasetInfo"
+            f"model {name} needs: give --model={YOURS}, without parameters, or data with a "
+            "ctl.data.DatasetInfo"
         )
     shape = tuple(int(size) for size in image_shape)
     if len(shape) != 3 or min(shape) < 1 or num_classes < 1:
@@ -127,6 +132,24 @@ def make_model(
     model = find("model", name)(shape, num_classes)
     check_model(name, model, shape, num_classes)
     return model
+
+
+def _copied(name: str, model: keras.Model) -> keras.Model:
+    """A copy of ``model``, which was made before there was a strategy, with its weights."""
+    made, wanted = model.dtype_policy.name, keras.config.dtype_policy().name
+    if made != wanted:
+        raise UsageError(
+            f"the model {name!r} computes in {made}, not in {wanted}: give a function that makes it"
+        )
+    try:
+        copy = keras.models.clone_model(model)
+    except (NotImplementedError, TypeError, ValueError) as error:
+        raise UsageError(
+            f"cannot copy the model {name!r}, whose config does not make it again: give its class, "
+            "or a function that makes it"
+        ) from error
+    copy.set_weights(model.get_weights())
+    return copy
 
 
 def _logits(x: keras.KerasTensor, num_classes: int) -> keras.KerasTensor:

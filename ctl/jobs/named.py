@@ -49,9 +49,11 @@ def check_calls(kind: type[steps.TrainStep], model: str, loss: str, metrics: str
     _check_call(f"the step {kind.__name__}", kind, (None, None, None), with_model, **options)
     evaluates, takes = kind.eval_step, "(model, loss_fn, metrics)"
     _check_call(f"the step {evaluates.__name__}", evaluates, (None,) * 3, takes)
-    if is_function_name(model) and inspect.signature(find("model", model)).parameters:
-        takes = "(image_shape, num_classes), or nothing"
-        _check_call(f"the model {model!r}", find("model", model), (None, None), takes)
+    if is_function_name(model):
+        make = find("model", model)
+        if not isinstance(make, keras.Model) and inspect.signature(make).parameters:
+            takes = "(image_shape, num_classes), or nothing"
+            _check_call(f"the model {model!r}", make, (None, None), takes)
     if is_function_name(loss):
         _check_call(f"the loss {loss!r}", find("loss", loss), (None, None), "(labels, outputs)")
     if metrics and is_function_name(metrics):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
+import shlex
 
 import tensorflow as tf
 from absl import logging
 
+from ctl.base import console
 from ctl.base.actions import NEVER, Status
 from ctl.errors import CtlError, UsageError
 
@@ -64,11 +67,16 @@ class Profile:
             tf.profiler.experimental.stop()
         except tf.errors.OpError as error:
             raise self._failed(error) from error
+        python, logdir = console.python(), shlex.quote(self.directory)
+        # The package xprof; plugins are entry points of this group.
+        plugins = importlib.metadata.entry_points(group="tensorboard_plugins").names
         logging.info(
-            "profile of steps %d to %d: tensorboard --logdir=%s",
+            "profile of steps %d to %d: %s%s -m tensorboard.main --logdir=%s, tab Profile",
             self._first,
             self._step - 1,
-            self.directory,
+            "" if "profile" in plugins else f"{python} -m pip install 'ctl[profile]', then ",
+            python,
+            logdir,
         )
 
     def _start(self, step: int) -> None:

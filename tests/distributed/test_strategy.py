@@ -97,7 +97,7 @@ def test_a_ring_trains_alike(ring2, on_one_device):
         ),
         ({"name": "tpu"}, ["--tpu=NAME", "grpc://host:port"]),
         # TensorFlow has run already, with 4 devices.
-        ({"name": "mirrored", "replicas": 5}, ["5 logical devices", "make the strategy first"]),
+        ({"name": "mirrored", "replicas": 5}, ["5 logical devices", "the strategy first"]),
     ],
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else "",
 )

@@ -70,7 +70,10 @@ WRONG = [
     (("--eager", "--strategy=multi_worker", *TWO), "--eager works in one process: debug with"),
     (("--eager", "--inspect_every=9"), "--inspect_every needs the graph of the step: leave out"),
     (("--eager", "--jit_compile=auto"), "--jit_compile=auto tries graphs: leave out --eager"),
-    (("--dry_run", "--strategy=multi_worker", *TWO), "--dry_run works in one process: leave out"),
+    (
+        ("--dry_run", "--strategy=multi_worker", *TWO),
+        "--dry_run works in one process: leave out --strategy=multi_worker, --workers, --worker_i",
+    ),
     (("--image_shape=28x28",), "--image_shape=28x28 is not HEIGHT,WIDTH,CHANNELS"),
     (("--image_shape=28,28,²",), "is not HEIGHT,WIDTH,CHANNELS"),
     (("--evaluate_every=often",), "--evaluate_every: 'often' is not a duration"),
@@ -92,7 +95,7 @@ WRONG = [
     (("--best_metric=f1",), "--best_metric=f1: add --best_mode=max or --best_mode=min"),
     (("--loss=mse",), "unknown loss 'mse': .*mean_squared_error, or package.module:function"),
     (("--loss=mean_squared_error", "--label_smoothing=0.1"), "--label_smoothing is for --loss=c"),
-    (("--step=MyStep",), "--step=MyStep is not package.module:MyStep, a subclass of"),
+    (("--step=MyStep",), "--step=MyStep is neither package.module:MyStep nor file.py:MyStep, a s"),
     (("--metrics=a:b,accuracy",), "--metrics=a:b,accuracy is not NAME,NAME"),
     (("--early_stop=loss",), "--early_stop=loss is not METRIC:PATIENCE"),
     (("--early_stop=f1:3",), "--early_stop=f1:3: write f1:3:max or f1:3:min, as is best"),
@@ -172,6 +175,24 @@ def test_model_dirs_that_cannot_be(zygote_without_tensorflow, tmp_path):
         assert re.fullmatch(f"--model_dir={path}: {reason}.*\n", ended.stderr)
 
 
+@pytest.mark.parametrize("value", ["x" * 10_000, "x " * 5_000], ids=["a word", "words"])
+@pytest.mark.parametrize(
+    ("flag", "end"),
+    [
+        ("model", "file.py:function for your own"),
+        ("schedule", "inverse_sqrt, plateau"),
+        ("step", "a subclass of ctl.TrainStep"),
+        ("epochs", "'"),
+        ("model_dir", "File name too long"),
+    ],
+)
+def test_a_long_value_is_cut_in_the_middle(zygote_without_tensorflow, flag, end, value):
+    run = [TRAIN, "--model_dir=/tmp/run", f"--{flag}={value}"]
+    line = one_line(zygote_without_tensorflow.run(*run, exit_code=2))
+    assert len(line) <= 2_000 and "…" in line, line
+    assert flag in line[:50] and line.endswith(end)
+
+
 def test_a_tilde_is_the_home_directory(zygote_without_tensorflow, tmp_path):
     file = tmp_path / "file"
     file.touch()
@@ -245,6 +266,12 @@ CONTRADICTIONS = {
         'DIR holds a run with other flags: --optimizer was "sgd", is "adam"; use the same flags or '
         "another --model_dir",
     ),
+    "what follows from another flag is not named": (
+        {"schedule": "exponential", "optimizer": "sgd", "decay_rate": None, "weight_decay": None},
+        ["--schedule=plateau", "--optimizer=adamw"],
+        'DIR holds a run with other flags: --schedule was "exponential", is "plateau"; --optimizer '
+        'was "sgd", is "adamw"; use the same flags or another --model_dir',
+    ),
     "early stopping keeps its direction": (
         {"schedule": "cosine", "epochs": 3.0, "early_stop": "mae:5", "best_mode": "min"},
         ["--epochs=3", "--early_stop=mae:5", "--best_mode=max"],
@@ -313,8 +340,18 @@ CHANGES = [
     (["--epochs=4", *SAME], "--epochs was 3.0, is 4.0: the cosine .*: add --extend"),
     (
         ["--epochs=2", "--extend", "--optimizer=sgd"],
-        "--extend cannot shorten .* --epochs was 3 and is 2: .*--cha",
+        "--extend cannot shorten .* --epochs was 3 and is 2: .*--change=epochs instead",
     ),
+    # What a message names is not refused next.
+    (["--epochs=2", *SAME], "--epochs was 3.0, is 2.0: the cosine .*: add --change=epochs, or u"),
+    (["--epochs=2", "--change=epochs", "--optimizer=sgd"], None),
+    (["--early_stop=loss:2", *SAME], '--early_stop was .*"; use the same flags or another .*dir$'),
+    (["--schedule=plateau", *SAME], '--schedule was .*"; use the same flags or another .*_dir$'),
+    (
+        ["--schedule=constant", *SAME],
+        "--schedule was .*, or add --change=schedule to change from the present step on$",
+    ),
+    (["--schedule=constant", "--change=schedule", "--optimizer=sgd"], None),
     (["--clip_norm=1", *SAME], "--clip_norm was not set.*or add --change=clip_norm to"),
     (["--clip_norm=1", "--optimizer=sgd", "--change=clip_norm"], None),
     (["--change=optimizer"], "--change=optimizer: the checkpoints hold its .*--init_from=.*run"),

@@ -184,7 +184,7 @@ def test_every_name_has_a_model():
     takes = ["image_shape", "num_classes"]
     named = [f.__name__ for f in made if [*inspect.signature(f).parameters] == takes]
     assert sorted(named) == sorted(names.MODELS)
-    for name in (*names.MODELS, "a:b", "my.package.module:make_it"):
+    for name in (*names.MODELS, "a:b", "my.package.module:make_it", "../my models/a-b.py:make"):
         names.check_model_name(name)
 
 
@@ -193,6 +193,7 @@ def test_every_name_has_a_model():
     [
         ("resnet", "did you mean 'resnet20'"),
         ("transfromer", "the choices are convnet, dense, resnet20, tiny_transformer, or package"),
+        ("mine.py", "--model=mine.py names no function of that file: give mine.py:FUNCTION"),
         ("a:b:c", "unknown model"),
         ("a.:b", "unknown model"),
         ("a:1b", "unknown model"),
@@ -247,6 +248,17 @@ def of_any_data():
 
 def any_nothing():
     pass
+
+made = of_any_data()
+made.set_weights([weights + 1.0 for weights in made.get_weights()])
+made.layers[0].trainable = False
+
+class Odd(keras.layers.Layer):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+odd = keras.Sequential([keras.Input([3]), Odd(abs)])
 """
 
 
@@ -290,6 +302,26 @@ def test_a_function_without_parameters_is_for_data_of_any_kind(user_module):
     for name in ("dense", "users_models:good"):
         with pytest.raises(UsageError, match=f"do not say .* which the model {name} needs"):
             models.make_model(name, (4, 4, 1), None)
+
+
+def test_a_model_is_copied_into_the_scope_with_its_weights(user_module, mirrored):
+    strategy = mirrored(2)
+    with strategy.scope():
+        copies = [models.make_model("users_models:made", None, None) for _ in range(2)]
+    made = sys.modules["users_models"].made
+    assert copies[0].variables[0] is not copies[1].variables[0]
+    for copy in copies:
+        assert all(map(np.array_equal, copy.get_weights(), made.get_weights()))
+        assert not copy.trainable_variables
+        assert strategy.extended.variable_created_in_scope(copy.variables[0].value)
+
+
+def test_a_model_that_cannot_be_copied(user_module, policy):
+    with pytest.raises(UsageError, match="copy the model 'users_models:odd', .*: give its class, "):
+        models.make_model("users_models:odd", None, None)
+    policy("mixed_bfloat16")
+    with pytest.raises(UsageError, match="computes in float32, not in mixed_bfloat16"):
+        models.make_model("users_models:made", None, None)
 
 
 def test_an_error_inside_the_users_function_keeps_its_traceback(user_module):

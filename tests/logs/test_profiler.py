@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import logging as python_logging
+from types import SimpleNamespace
 
 import pytest
 import tensorflow as tf
@@ -10,6 +12,7 @@ from absl import logging
 from helpers import make_loop
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
+from ctl.base import console
 from ctl.base.actions import NEVER, Every
 from ctl.errors import UsageError
 from ctl.logs.profiler import Profile
@@ -58,7 +61,25 @@ def test_a_profile_has_one_marker_for_each_step_of_the_window(mirrored, tmp_path
     with caplog.at_level(python_logging.INFO, logger="absl"):
         loop.train(40)
     assert steps_in(tmp_path) == [7, 8, 9]
-    assert f"profile of steps 7 to 9: tensorboard --logdir={tmp_path}" in caplog.text
+    assert f" -m tensorboard.main --logdir={tmp_path}, tab Profile" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("plugins", "said"),
+    [({"scalars", "profile"}, ""), ({"scalars"}, "{0} -m pip install 'ctl[profile]', then ")],
+)
+def test_the_command_that_shows_it_names_what_is_missing(
+    train, tmp_path, caplog, monkeypatch, plugins, said
+):
+    """TensorBoard finds its tabs as entry points of packages."""
+    found = SimpleNamespace(names=plugins)
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: found)
+    logging.set_verbosity(logging.INFO)
+    with caplog.at_level(python_logging.INFO, logger="absl"):
+        train(9, Profile(7, 8, tmp_path / "a run"))
+    python = console.python()
+    line = f"{said}{{0}} -m tensorboard.main --logdir='{tmp_path}/a run', tab Profile"
+    assert f"profile of steps 7 to 7: {line.format(python)}\n" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -335,18 +335,21 @@ def test_flags_make_the_schedule():
     values = parse("--schedule=polynomial", "--power=2", "--learning_rate=0.4", "--lr_scaling=sqrt")
     made = make_schedule(total_steps=9, global_batch_size=64, **schedule_arguments(values))
     assert made == Polynomial(0.2, 9, power=2.0)
-    assert make_schedule(**schedule_arguments(parse())) == Constant(1e-3)
+    assert make_schedule(total_steps=9, **schedule_arguments(parse())) == Cosine(1e-3, 9)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ("--schedule=cosine --rates=1,2", "^--rates is for --schedule=piecewise, not for cosine$"),
-        ("--boundaries=3", "^--boundaries is for --schedule=piecewise, not for constant$"),
-        ("--power=2", "^--power is for --schedule=polynomial, not for constant$"),
+        ("--boundaries=3", "^--boundaries is for --schedule=piecewise, not for cosine$"),
+        ("--power=2", "^--power is for --schedule=polynomial, not for cosine$"),
         ("--decay_rate=.5", "^--decay_rate is for --schedule=exponential"),
         ("--decay_steps=5", "^--decay_steps is for --schedule=exponential"),
-        ("--end_learning_rate=0", r"^--end_learning_rate is for --schedule=cosine\|polynomial"),
+        (
+            "--schedule=constant --end_learning_rate=0",
+            r"^--end_learning_rate is for --schedule=cosine\|polynomial",
+        ),
         ("--schedule=piecewise --rates=1 --learning_rate=1", "not for piecewise; give --rates$"),
         ("--schedule=piecewise", "^--schedule=piecewise needs --rates"),
         ("--schedule=piecewise --boundaries=3 --rates=1,2,3", "got 3 rates and 1 boundaries$"),
