@@ -57,7 +57,7 @@ class KerasCallbacks:
         until: int,
         evaluate_every: float | None,
     ):
-        self.callbacks = list(callbacks)
+        self.callbacks = keras.tree.flatten(callbacks)
         for callback in self.callbacks:
             _check(callback, step)
         self._model: Any = step.model
