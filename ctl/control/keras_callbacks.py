@@ -192,12 +192,8 @@ def calling(callbacks: Any, loop: Any, until: int, every: float | None = None) -
     if not callbacks or start >= until or loop.stopped:
         yield
         return
-    model, optimizers = step.model, step.updater.groups
-    before = vars(model).get("optimizer")
-    if len(optimizers) == 1:
-        model.optimizer = optimizers[0].optimizer
-    model.stop_training = False
-    try:
+    step.model.stop_training = False
+    with _optimizer_of(step):
         adapter = KerasCallbacks(
             callbacks, step, loop.dataset, start=start, until=until, evaluate_every=every
         )
@@ -210,6 +206,16 @@ def calling(callbacks: Any, loop: Any, until: int, every: float | None = None) -
         finally:
             loop.actions.remove(adapter)
             loop.eval_actions.remove(adapter.evaluated)
+
+
+@contextlib.contextmanager
+def _optimizer_of(step: TrainStep) -> Iterator[None]:
+    """Inside, ``model.optimizer`` is that of ``step``, unless it has several."""
+    attributes, groups = vars(step.model), step.updater.groups
+    before = attributes.get("optimizer")
+    if len(groups) == 1:  # a plain assignment would make it a part of an exported model
+        attributes["optimizer"] = groups[0].optimizer
+    try:
+        yield
     finally:
-        if len(optimizers) == 1:
-            model.optimizer = before
+        attributes["optimizer"] = before

@@ -39,7 +39,7 @@ def check_outputs(loss: str, model: keras.Model, classes: Iterable[int] = ()) ->
         raise UsageError(
             f"model {model.name} has 1 output, whose softmax is always 1: the cross_entropy would "
             "be 0 and train nothing; use one output for each class, --loss=binary_cross_entropy "
-            "for two classes, or --loss=mean_squared_error for numbers (ctl.jobs.named has them)"
+            "for two classes, or --loss=mean_squared_error for numbers (loss_fn= in Python)"
         )
     most = max(classes, default=0)
     if len(shape) == 2 and shape[1] and most >= max(shape[1], 2):
