@@ -199,6 +199,7 @@ def calling(callbacks: Any, loop: Any, until: int, every: float | None = None) -
         )
         loop.actions.append(adapter)
         loop.eval_actions.append(adapter.evaluated)
+        loop.scalars.reset()  # the logs of the first epoch begin here
         try:
             adapter.begin()
             yield

@@ -52,7 +52,8 @@ def check_loss_and_metrics(loss_fn: Any, **metrics: Any) -> None:
     if loss_fn is not None and not callable(loss_fn):
         raise UsageError(
             f"loss_fn is {loss_fn!r}: give a function of labels and outputs that returns one loss "
-            "for each example, such as ctl.losses.mean_squared_error, or a name of Keras"
+            "for each example, such as ctl.losses.mean_squared_error; TrainStep(loss_fn=) takes "
+            "Keras's names, too"
         )
     names: set[str] = set()
     for argument, given in metrics.items():

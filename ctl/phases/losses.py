@@ -96,7 +96,7 @@ def per_example(loss_fn: Any, model: Any = None) -> Any:
     """
     if isinstance(loss_fn, str):
         return _named(loss_fn, model)
-    if not isinstance(loss_fn, keras.losses.Loss):
+    if not isinstance(loss_fn, keras.losses.Loss) or loss_fn.reduction in (None, "none"):
         return loss_fn
     if loss_fn.reduction in ("sum", "mean_with_sample_weight"):
         remedy = "weighting='sum_of_weights'" if "weight" in loss_fn.reduction else "a larger rate"

@@ -85,6 +85,17 @@ def test_a_callback_is_called_as_by_fit():
     assert not loop.actions and not loop.eval_actions
 
 
+def test_logs_begin_with_the_epoch():
+    ours, theirs = Recorder(), Recorder()
+    loop = make(evaluated=False)
+    loop.train(epochs=1)
+    loop.train(epochs=2, callbacks=ours)
+    fit([theirs], 2)
+    (logs,) = ours.logs["on_epoch_end"]
+    assert ("on_epoch_begin", 1) in ours.calls
+    assert logs["loss"] == pytest.approx(theirs.logs["on_epoch_end"][1]["loss"], rel=1e-5)
+
+
 def test_batches_are_those_at_the_end_of_a_call():
     seen = []
     callback = of_keras.LambdaCallback(

@@ -81,6 +81,7 @@ def test_an_object_has_one_loss_for_each_example():
     given = keras.losses.MeanSquaredError()
     one = losses.per_example(given)
     assert given.reduction == "sum_over_batch_size" and one.reduction == "none"
+    assert losses.per_example(one) is one
     labels, outputs = RANDOM.normal(size=(2, 6, 4, 3)).astype("float32")
     values = losses.of_each(one, tf.constant(labels), tf.constant(outputs))
     assert values.shape == (6,)
