@@ -96,7 +96,8 @@ def run() -> None:
 def _check_report(report: str | None, watch: bool, loss: str) -> None:
     if report and watch:
         raise UsageError("--report covers one checkpoint: leave out --watch")
-    if report and loss in ("binary_cross_entropy", "mean_squared_error"):
+    others = {*names.LOSSES, *names.KERAS_LOSSES} - names.OF_CLASSES
+    if report and loss in others:
         raise UsageError(
             f"--report needs a classifier, and --loss={loss} is not for one: leave out --report"
         )

@@ -22,10 +22,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 from absl import logging
 
@@ -42,13 +44,16 @@ from ctl.control.divergence import Divergence
 from ctl.control.eager import check_eager, without_graphs
 from ctl.control.evaluator import Evaluator, OnProgress
 from ctl.control.flight import attach_progress_marks, watched_call
+from ctl.control.keras_callbacks import calling
 from ctl.control.pace import Pace
 from ctl.control.scalars import Scalars, run_actions, status_of, steps_until_due
 from ctl.control.state import TrainState
+from ctl.data.adapters import as_dataset
 from ctl.data.dataset import Dataset, on_replica
+from ctl.data.epochs import completed, end_of, end_of_training, length_of_epoch
 from ctl.data.errors import translate_data_errors
 from ctl.data.feed import Block, Feed, batch_of, next_block, open_feed, waiting_for
-from ctl.data.global_batches import as_dataset, comparable
+from ctl.data.global_batches import comparable
 from ctl.distributed import local_batch, workers
 from ctl.distributed.watch import watchdog
 from ctl.errors import Preempted, UsageError
@@ -186,11 +191,13 @@ class Loop:
 
     Args:
         step: the step to train with. The loop builds it.
-        dataset: a dataset of `ctl.data`, or a `tf.data.Dataset` of global batches (repeated).
+        dataset: a dataset of `ctl.data`; arrays ``(x, y)``, with ``global_batch_size``; a
+            `keras.utils.PyDataset`; or a `tf.data.Dataset` of global batches (repeated).
+        global_batch_size: examples of a batch, of all replicas. For data that do not tell it.
         strategy: by default the current strategy.
         schedule: learning rate as a function of the step; by default the optimizer's.
         evaluator: used by `evaluate`.
-        checkpoints: used by `save` and `restore`.
+        checkpoints: used by `save` and `restore`: a `CheckpointManager`, or its directory.
         actions: called with a `Status` after each call of `Steps.run`. If an action has a method
             ``steps_until_due(step) -> int`` (see `ctl.actions.Every`), calls end where it is due.
         eval_actions: called with ``(step, results)`` after each evaluation; may return `STOP`. They
@@ -204,8 +211,8 @@ class Loop:
             False to train on.
 
     Raises:
-        UsageError: see `ctl.data.global_batches.as_dataset`,
-            `ctl.local_batch.check_sizes` and `TrainStep.build`.
+        UsageError: see `ctl.data.as_dataset`, `ctl.local_batch.check_sizes` and
+            `TrainStep.build`.
     """
 
     def __init__(
@@ -213,10 +220,11 @@ class Loop:
         step: TrainStep,
         dataset: Any,
         *,
+        global_batch_size: int | None = None,
         strategy: tf.distribute.Strategy | None = None,
         schedule: Callable[[Any], Any] | None = None,
         evaluator: Evaluator | None = None,
-        checkpoints: CheckpointManager | None = None,
+        checkpoints: CheckpointManager | str | os.PathLike[str] | None = None,
         actions: Sequence[Action] = (),
         eval_actions: Sequence[EvalAction] = (),
         steps_per_loop: int | None = None,
@@ -224,9 +232,11 @@ class Loop:
         check_arguments(evaluator, checkpoints, actions=actions, eval_actions=eval_actions)
         self.step = step
         self._pace = Pace(checked("steps_per_loop", steps_per_loop))
-        self.dataset = as_dataset(dataset)
+        self.dataset = as_dataset(dataset, global_batch_size=global_batch_size)
         self.strategy = strategy or tf.distribute.get_strategy()
         self.evaluator = evaluator
+        if isinstance(checkpoints, str | os.PathLike):
+            checkpoints = CheckpointManager(checkpoints)
         self.checkpoints = checkpoints
         self.actions = list(actions)
         self.eval_actions = [*remembered(schedule), *eval_actions]
@@ -274,22 +284,28 @@ class Loop:
     @hides_frames
     def train(
         self,
-        until: int,
+        until: int | None = None,
         *,
+        epochs: float | None = None,
         total: int | None = None,
         progress: bool | None = None,
         eager: bool = False,
+        callbacks: Sequence[keras.callbacks.Callback] = (),
     ) -> dict[str, float]:
         """Trains until the global step is ``until``, or an action calls `Status.stop`.
 
         Args:
             until: global step at the end of this call.
+            epochs: instead of ``until``, epochs at the end of this call. Like steps, they count
+                from the start of the training: after a resume, ``epochs=3`` trains what is left.
             total: global step at the end of the whole training; by default ``until``.
             progress: whether to show a progress bar; by default, if standard output is a terminal
                 or the cell of a notebook, no other bar is shown, and not ``eager``.
             eager: runs the same steps without graphs, one per call and without XLA, so that
                 `print`, `breakpoint()` and NumPy work in the step. The numbers are the same up to
                 rounding. Slow; not with several workers, parameter servers or TPUs.
+            callbacks: of Keras, see `ctl.control.keras_callbacks.KerasCallbacks`; the same on all
+                workers.
 
         Returns:
             Scalars of the last window (see `Status`) if ``total`` was reached, an action ended the
@@ -306,13 +322,17 @@ class Loop:
                 a class, or a change would have no effect (`_check`,
                 `ctl.phases.trace_guards.TraceGuards`).
         """
-        until = checked("until", until)
+        until = end_of_training(until, epochs, self.dataset)
         total = until if total is None else checked("total", total)
         scalars: dict[str, float] = {}
         run = without_graphs(self.steps.run) if eager else self.steps.run
         step = self.global_step
         runs = step < until and not self.stopped
-        with self._showing(progress, runs, eager), self.translate_failures("training"):
+        with (
+            self._showing(progress, runs, eager),
+            calling(callbacks, self, total),
+            self.translate_failures("training"),
+        ):
             if step >= until:
                 logging.warning(
                     "no step is run: the loop is at step %d, not before %d", step, until
@@ -523,36 +543,47 @@ class Loop:
     @hides_frames
     def train_and_evaluate(
         self,
-        until: int,
+        until: int | None = None,
         *,
-        evaluate_every: int,
+        epochs: float | None = None,
+        evaluate_every: int | None = None,
         on_progress: OnProgress | None = None,
         progress: bool | None = None,
         eager: bool = False,
+        callbacks: Sequence[keras.callbacks.Callback] = (),
     ) -> dict[str, float]:
-        """Trains until step ``until``, or until an action ends the training. Saves and evaluates
-        every ``evaluate_every`` steps and at the end. If the current step is due but not
-        evaluated, as after a restore, evaluates first. Returns the results of the last
-        evaluation. Traces the evaluation first, so that its mistakes are known before the first
-        step. For ``progress`` and ``eager``, which traces nothing, see `train`. Raises `UsageError`
-        if ``evaluate_every`` is not a whole number of at least 1; also as `train` and `evaluate`
-        do."""
-        until, evaluate_every = checked("until", until), checked("evaluate_every", evaluate_every)
+        """Trains until step ``until`` or the end of ``epochs`` (see `train`), or until an action
+        ends the training. Saves and evaluates every ``evaluate_every`` steps, by default at the end
+        of each epoch, and at the end. If the current step is due but not evaluated, as after a
+        restore, evaluates first. Returns the results of the last evaluation. Traces the evaluation
+        first, so that its mistakes are known before the first step. For ``progress``, ``callbacks``
+        and ``eager``, which traces nothing, see `train`. Raises `UsageError` if ``evaluate_every``
+        is not a whole number of at least 1, or epochs have no known length; also as `train` and
+        `evaluate` do."""
+        until = end_of_training(until, epochs, self.dataset)
+        every: float
+        if evaluate_every is None:
+            every = length_of_epoch(self.dataset, "evaluate_every=STEPS")
+        else:
+            every = checked("evaluate_every", evaluate_every)
         evaluator = self._evaluator()
         check_watched(self.eval_actions, evaluator)
         runs = self.global_step < until and not self.stopped
-        with self._showing(progress, runs, eager) as bar:
+        with (
+            self._showing(progress, runs, eager) as bar,
+            calling(callbacks, self, until, every),
+        ):
             if runs and not eager:
                 self._trace_evaluation(evaluator)
-            return self._train_and_evaluate(until, evaluate_every, on_progress or bar, eager)
+            return self._train_and_evaluate(until, every, on_progress or bar, eager)
 
     def _train_and_evaluate(
-        self, until: int, evaluate_every: int, on_progress: OnProgress | None, eager: bool
+        self, until: int, every: float, on_progress: OnProgress | None, eager: bool
     ) -> dict[str, float]:
         step = self.global_step
         while True:
             ends = step >= until or self.stopped
-            due = step and (step % evaluate_every == 0 or ends)
+            due = step and (completed(step, every) > completed(step - 1, every) or ends)
             if due and self._evaluated is None:
                 if self.checkpoints:
                     self.save()
@@ -560,7 +591,7 @@ class Loop:
                 self._annotate(step, wait=ends or self.stopped)
             if ends or self.stopped:
                 return self._evaluated or {}
-            stop = min(until, step - step % evaluate_every + evaluate_every)
+            stop = min(until, end_of(completed(step, every) + 1, every))
             self.train(stop, total=until, progress=False, eager=eager)
             step = self.global_step
             if step < stop:  # the data ended

@@ -60,9 +60,11 @@ class TrainStep(BaseStep):
             of parameter groups ``(optimizer, variables[, schedule])``. Variables belong to the
             model or to layers that are attributes of the step. A layer stands for its trainable
             variables.
-        loss_fn: ``(labels, outputs) -> losses [n]``.
-        metrics: Keras metrics, updated with ``(labels, outputs)``. Examples of weight 0 are left
-            out; each other one counts once.
+        loss_fn: ``(labels, outputs) -> losses [n]``; a loss of Keras, by name or as an object,
+            whose reduction is left out. Of a cross entropy by Keras's name, the last layer of the
+            model decides whether it takes logits.
+        metrics: Keras metrics or their names, updated with ``(labels, outputs)``. Examples of
+            weight 0 are left out; each other one counts once.
         weighted_metrics: Keras metrics in which each example counts its weight.
         weighting: by what the sum of the losses times their weights is divided: ``"examples"``, the
             number of weights that are not 0, or ``"sum_of_weights"``, which must be at least 0.
@@ -99,10 +101,10 @@ class TrainStep(BaseStep):
         self,
         model: keras.Model,
         optimizer: Optimizers | str,
-        loss_fn: Callable[[tf.Tensor, tf.Tensor], tf.Tensor] = cross_entropy,
+        loss_fn: Callable[[tf.Tensor, tf.Tensor], tf.Tensor] | str = cross_entropy,
         *,
-        metrics: Sequence[keras.metrics.Metric] = (),
-        weighted_metrics: Sequence[keras.metrics.Metric] = (),
+        metrics: Sequence[keras.metrics.Metric | str] = (),
+        weighted_metrics: Sequence[keras.metrics.Metric | str] = (),
         weighting: str = "examples",
         class_weight: Mapping[int, float] | None = None,
         clip_norm: float | None = None,

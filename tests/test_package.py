@@ -202,6 +202,68 @@ def test_import_loads_and_changes_nothing():
     assert {*done.stdout.split()} == {"ctl", "ctl.base", "ctl.base.lazy"}
 
 
+STATE_OF_A_PROCESS = """
+import builtins, gc, locale, logging, os, random, signal, socket, sys, threading, warnings
+import absl.flags, absl.logging, keras, numpy as np, tensorflow as tf, tensorflow_datasets
+
+def state():
+    loggers = logging.root.manager.loggerDict.items()
+    others = {n: l for n, l in loggers if isinstance(l, logging.Logger)}
+    return {
+        "environment": ({**os.environ}, os.getcwd(), [os.fstat(n).st_ino for n in (1, 2)]),
+        "streams": (sys.stdout, sys.stderr, builtins.print),
+        "loggers": {n: (l.level, [*l.handlers], [*l.filters]) for n, l in others.items()},
+        "root logger": (logging.root.level, [*logging.root.handlers], logging.getLoggerClass()),
+        "absl": (absl.logging.get_verbosity(), absl.logging.get_absl_handler().formatter),
+        "flags": sorted(absl.flags.FLAGS),
+        "signals": {s: signal.getsignal(s) for s in signal.valid_signals()},
+        "hooks": (sys.excepthook, threading.excepthook, sys.unraisablehook, sys.breakpointhook),
+        "imports": ([*sys.meta_path], [*sys.path_hooks], [*sys.path]),
+        "warnings": ([*warnings.filters], warnings.showwarning),
+        "numpy": (np.get_printoptions(), np.geterr(), np.random.get_state()[1].tolist()),
+        "random": random.getstate(),
+        "keras": [getattr(keras.config, name)() for name in (
+            "floatx", "epsilon", "image_data_format", "backend",
+            "is_interactive_logging_enabled", "is_traceback_filtering_enabled",
+        )] + [keras.config.dtype_policy().name, keras.Layer.__call__, keras.Model.fit],
+        "custom objects": [n for n in keras.saving.get_custom_objects() if n[:4] != "ctl>"],
+        "tensorflow": (
+            tf.config.functions_run_eagerly(), tf.config.get_soft_device_placement(),
+            tf.config.optimizer.get_jit(), tf.config.optimizer.get_experimental_options(),
+            tf.config.threading.get_inter_op_parallelism_threads(),
+            tf.distribute.has_strategy(), tf.function, tf.Variable.__init__,
+            [tf.config.get_logical_device_configuration(d)
+             for d in tf.config.list_physical_devices()],
+        ),
+        "interpreter": (gc.get_threshold(), gc.get_freeze_count(), sys.getrecursionlimit(),
+                        sys.getswitchinterval(), locale.setlocale(locale.LC_ALL),
+                        socket.getdefaulttimeout()),
+        "threads": sorted(thread.name for thread in threading.enumerate()),
+    }
+
+before = state()
+import ctl
+for name in ctl.__all__:
+    getattr(ctl, name)
+after = state()
+print(*(f"{name}: {before[name]} {after[name]}" for name in before if before[name] != after[name]))
+"""
+
+
+@pytest.mark.slow
+def test_its_names_change_nothing_of_a_process():
+    """What TensorFlow and Keras change when they are imported is theirs."""
+    done = subprocess.run(
+        [sys.executable, "-c", STATE_OF_A_PROCESS],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert not done.stdout.strip()
+
+
 @pytest.fixture(scope="module")
 def without_slow(tmp_path_factory):
     """Runs ``python -m`` in processes in which importing one of `SLOW` is an error."""

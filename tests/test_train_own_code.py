@@ -52,7 +52,13 @@ def model():
 def load(global_batch_size, seed):
     x = np.random.default_rng(seed).normal(size=(200, 4)).astype("float32")
     pairs = tf.data.Dataset.from_tensor_slices((x, x.sum(axis=1)))
-    return pairs.shuffle(200).batch(global_batch_size, drop_remainder=True), pairs.batch(30)
+    batches = pairs.shuffle(200).batch(global_batch_size, drop_remainder=True)
+    return batches.repeat(), pairs.batch(30)  # of no known length
+
+
+def load_once(global_batch_size):
+    train, test = load(global_batch_size, 0)
+    return train.take(5), test
 """
 
 EARLY = """
@@ -117,6 +123,12 @@ def test_trains_with_all_of_it(whole):
     assert f"ctl.evaluate --model_dir={model_dir} {again}" in command.stdout
 
 
+def test_epochs_count_if_the_data_have_a_length(zygote, path, tmp_path):
+    own = [*OWN[:1], "--dataset=mine:load_once", *OWN[2:], *FLAGS, *TO_THE_END[1:]]
+    zygote.run(TRAIN, f"--model_dir={tmp_path}", *own, "--epochs=2", path=path)
+    assert sorted(evaluations(tmp_path)) == [5, 10]
+
+
 def test_a_resumed_run_is_the_same_bit_for_bit(zygote, path, whole, tmp_path):
     run = [TRAIN, f"--model_dir={tmp_path}", "--replicas=2"]
     zygote.run(*run, *ALL, "--train_steps=11", path=path)
@@ -161,7 +173,7 @@ def test_two_workers(zygote, path, whole, tmp_path):
 WRONG = [
     (["--step=mine:Gone", "--help"], "mine has no class or function 'Gone'"),
     (["--step=mine:model"], "--step=mine:model is not a subclass of ctl.TrainStep"),
-    (["--metrics=bogus"], "--metrics: Keras has no metric 'bogus'"),
+    (["--metrics=bogus"], "Keras has no metric 'bogus'"),
     (["--step=mine:Mine", "--temperature=cold"], "--temperature=cold"),
     (["--temperature=2"], "Unknown command line flag 'temperature'"),
     ([*OWN, "--train_split=train"], "--train_split has no effect with --dataset=mine:load"),

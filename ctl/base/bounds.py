@@ -41,6 +41,7 @@ BOUNDS = {
     "class_weight": Bounds(float, 0, open=True),
     "clip_norm": Bounds(float, 0, open=True, optional=True),
     "ema_decay": Bounds(float, 0, 1, open=True, optional=True),
+    "epochs": Bounds(float, 0, open=True),
     "evaluate_every": Bounds(int, 1),
     "steps_per_loop": Bounds(int, 1, optional=True),
     "total": Bounds(int, 0),

@@ -264,7 +264,8 @@ class Lock:
             os.close(descriptor)
 
     def __del__(self) -> None:
-        if hasattr(self, "_descriptor"):
+        # At the end of Python, modules have lost their names; the kernel frees the lock.
+        if os is not None and hasattr(self, "_descriptor"):
             self.release()
 
 

@@ -14,7 +14,35 @@ from typing import NamedTuple
 from ctl.errors import UsageError
 
 MODELS = ("convnet", "dense", "resnet20", "tiny_transformer")
+# Those of `ctl.losses`, and those of Keras with their classes in `keras.losses`.
 LOSSES = ("cross_entropy", "binary_cross_entropy", "mean_squared_error")
+KERAS_LOSSES = {
+    "sparse_categorical_crossentropy": "SparseCategoricalCrossentropy",
+    "categorical_crossentropy": "CategoricalCrossentropy",
+    "binary_crossentropy": "BinaryCrossentropy",
+    "mean_absolute_error": "MeanAbsoluteError",
+    "mse": "MeanSquaredError",
+    "mae": "MeanAbsoluteError",
+    "huber": "Huber",
+    "log_cosh": "LogCosh",
+    "hinge": "Hinge",
+    "squared_hinge": "SquaredHinge",
+    "categorical_hinge": "CategoricalHinge",
+    "cosine_similarity": "CosineSimilarity",
+    "kl_divergence": "KLDivergence",
+    "poisson": "Poisson",
+    "mean_absolute_percentage_error": "MeanAbsolutePercentageError",
+    "mean_squared_logarithmic_error": "MeanSquaredLogarithmicError",
+    "binary_focal_crossentropy": "BinaryFocalCrossentropy",
+    "categorical_focal_crossentropy": "CategoricalFocalCrossentropy",
+    "bce": "BinaryCrossentropy",
+    "kld": "KLDivergence",
+    "mape": "MeanAbsolutePercentageError",
+    "msle": "MeanSquaredLogarithmicError",
+    "ctc": "CTC",
+}
+OF_CLASSES = {"cross_entropy", "sparse_categorical_crossentropy", "SparseCategoricalCrossentropy"}
+KERAS_LOSSES |= {kind: kind for kind in KERAS_LOSSES.values()}
 WEIGHTINGS = ("examples", "sum_of_weights")
 SCALING_RULES = ("none", "linear", "sqrt")
 STRATEGIES = (
@@ -98,6 +126,12 @@ def check_optimizer_name(name: str) -> None:
             f"optimizer {name} is not supported: {reason}; use {', '.join(OPTIMIZERS)}"
         )
     check_name("optimizer", name, OPTIMIZERS)
+
+
+def check_loss_name(name: str) -> None:
+    """Raises `UsageError` unless ``name`` is one of `LOSSES` or `KERAS_LOSSES`, or a
+    ``package.module:function``, which need not exist."""
+    check_code_name("loss", name, (*LOSSES, *KERAS_LOSSES))
 
 
 def is_function_name(name: str) -> bool:

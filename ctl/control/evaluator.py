@@ -13,9 +13,9 @@ from ctl.base.names import check_name
 from ctl.base.signals import StopRequested
 from ctl.control.eager import without_graphs
 from ctl.control.pace import Pace
+from ctl.data.adapters import as_dataset
 from ctl.data.dataset import on_replica
 from ctl.data.feed import open_batches, waiting_for
-from ctl.data.global_batches import as_dataset
 from ctl.distributed import local_batch, workers
 from ctl.distributed.watch import watchdog
 from ctl.errors import UsageError
@@ -31,7 +31,8 @@ class Evaluator:
 
     Args:
         step: the step to evaluate with. Create its model and metrics in ``strategy.scope()``.
-        dataset: a dataset of `ctl.data`, or a finite `tf.data.Dataset` of global batches.
+        dataset: what `ctl.data.as_dataset` takes: a dataset of `ctl.data`, arrays ``(x, y)``, a
+            `keras.utils.PyDataset`, or a finite `tf.data.Dataset` of global batches.
         strategy: by default the current strategy.
         others: more datasets by name. They are evaluated after ``dataset``; their results are
             called ``name/loss``, ``name/accuracy``.

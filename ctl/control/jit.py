@@ -18,6 +18,7 @@ from ctl.data.dataset import Dataset
 from ctl.data.in_memory import InMemory
 from ctl.distributed import replicas
 from ctl.phases import losses
+from ctl.phases.metrics import Accuracy
 from ctl.schedule import schedules
 from ctl.step import TrainStep
 
@@ -34,7 +35,7 @@ _LAYERS = (
 _LOSSES = (losses.cross_entropy, losses.binary_cross_entropy, losses.mean_squared_error)
 _METRICS = (
     *(keras.metrics.SparseCategoricalAccuracy, keras.metrics.CategoricalAccuracy),
-    *(keras.metrics.BinaryAccuracy, keras.metrics.Mean),
+    *(keras.metrics.BinaryAccuracy, keras.metrics.Mean, Accuracy),
     *(keras.metrics.MeanSquaredError, keras.metrics.MeanAbsoluteError),
 )
 _NUMBERS = "uif"  # kinds of NumPy's dtypes

@@ -8,6 +8,7 @@ from typing import Any
 
 from ctl.base.actions import NEVER, Action, Status
 from ctl.data.dataset import Dataset
+from ctl.data.epochs import steps_per_epoch
 from ctl.distributed.watch import watchdog
 from ctl.phases.loss_accumulator import CallTotals
 from ctl.step import TrainStep
@@ -103,11 +104,10 @@ def status_of(
         scalars()  # keeps them for actions that read them later
         window.reset()
 
-    examples, batch = dataset.num_examples, dataset.global_batch_size
     return Status(
         step=step,
         until=until,
-        steps_per_epoch=examples / batch if examples and batch else None,
+        steps_per_epoch=steps_per_epoch(dataset),
         seconds_per_step=seconds_per_step,
         final=step >= until,
         scalars=scalars,

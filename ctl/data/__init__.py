@@ -1,9 +1,10 @@
 """Datasets: examples, their order, and where they are kept. See `ctl.data.dataset`."""
 
 from ctl.data import text
+from ctl.data.adapters import PyDatasetBatches, as_dataset
 from ctl.data.augment import Augmented
 from ctl.data.dataset import Dataset, DatasetInfo
-from ctl.data.global_batches import GlobalBatches, as_dataset
+from ctl.data.global_batches import GlobalBatches
 from ctl.data.in_memory import InMemory
 from ctl.data.load import Splits, load, load_columns, selection_splits, synthetic
 from ctl.data.mixture import Mixture, StreamedMixture, mix
@@ -16,6 +17,7 @@ __all__ = [
     "GlobalBatches",
     "InMemory",
     "Mixture",
+    "PyDatasetBatches",
     "Splits",
     "StreamedMixture",
     "Streaming",

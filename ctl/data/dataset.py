@@ -39,6 +39,7 @@ class Dataset(Protocol):
         description: one line for the log.
         steps_per_element: optional, 1 by default. Number of batches that `ctl.data.feed` may read
             at once. More than 1 requires endless batches of one shape, and pays if they are small.
+        batches_per_epoch: optional, where ``num_examples`` or ``global_batch_size`` is None.
         shares: optional, the method of `ctl.data.Streaming` by which a worker reads only the parts
             of its own replicas. Without it, each worker reads all `batches`.
     """

@@ -15,7 +15,7 @@ from absl import logging
 
 from ctl.base import tf_internals
 from ctl.data.callbacks import own_memory
-from ctl.data.dataset import Dataset, DatasetInfo, NotResident
+from ctl.data.dataset import DatasetInfo, NotResident
 from ctl.data.feed import element_of
 from ctl.distributed import local_batch
 from ctl.errors import UsageError
@@ -68,6 +68,8 @@ class GlobalBatches(NotResident):
         """
         if not training and dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
             raise UsageError("the evaluation dataset never ends: leave out repeat()")
+        length = int(dataset.cardinality())
+        self.batches_per_epoch = length if length > 0 else None  # below 0: endless or unknown
         given, policies = dataset.options(), tf.data.experimental.AutoShardPolicy
         options = tf.data.Options()
         if given.autotune.enabled is None:
@@ -190,32 +192,3 @@ def read_again(dataset: Any, step: int) -> Any:
         thread.start()
         thread.join(_READ_AGAIN_SECONDS)
     return found[0] if found else None
-
-
-def as_dataset(
-    dataset: Any, *, global_batch_size: int | None = None, training: bool = True
-) -> Dataset:
-    """Returns ``dataset`` as a `Dataset`; wraps a ``tf.data.Dataset`` of global batches.
-
-    Raises:
-        UsageError: ``dataset`` is neither.
-    """
-    if isinstance(dataset, tf.data.Dataset):
-        return GlobalBatches(dataset, global_batch_size=global_batch_size, training=training)
-    if hasattr(dataset, "batches") and hasattr(dataset, "on_replica"):
-        return dataset
-    kind = type(dataset).__name__
-    if isinstance(dataset, tf.distribute.DistributedDataset | tf.distribute.DistributedIterator):
-        raise UsageError(
-            f"a {kind} is distributed already: give the tf.data.Dataset of global batches, which "
-            "the loop distributes"
-        )
-    if callable(dataset) and not isinstance(dataset, type):
-        raise UsageError(
-            f"a {kind} is not a dataset: call it, and give the tf.data.Dataset of global batches; "
-            "for a tf.distribute.InputContext, without shard(), since each worker takes its part"
-        )
-    raise UsageError(
-        f"a {kind} is not a dataset: give a tf.data.Dataset of global batches, "
-        "or ctl.data.InMemory(arrays, global_batch_size=…)"
-    )

@@ -205,9 +205,11 @@ def define_code_flags() -> None:
         flags.DEFINE_string(
             "loss",
             "cross_entropy",
-            f"{', '.join(names.LOSSES)}, or package.module:function for your own: called with "
-            "(labels, outputs), returns the loss of each example, [n]. The two cross entropies "
-            "take logits. A step with its own loss() need not use it.",
+            f"{', '.join(names.LOSSES)}; a loss by Keras's name, such as "
+            "sparse_categorical_crossentropy or mae; or package.module:function for your own: "
+            "called with (labels, outputs), returns the loss of each example, [n]. The first two "
+            "take logits; of those of Keras, the last layer of the model decides. A step with its "
+            "own loss() need not use it.",
         )
         flags.DEFINE_string(
             "metrics",
@@ -234,7 +236,7 @@ def _check_code(step: str | None, loss: str, metrics: str | None) -> None:
             f"--step={step} is neither package.module:MyStep nor file.py:MyStep, a subclass of "
             "ctl.TrainStep"
         )
-    names.check_code_name("loss", loss, names.LOSSES)
+    names.check_loss_name(loss)
     if metrics and ":" in metrics and not names.is_function_name(metrics):
         raise UsageError(f"--metrics={metrics} is not NAME,NAME,… or package.module:function")
 

@@ -6,7 +6,6 @@ Shared by `ctl.train`, `ctl.evaluate` and `ctl.inspect`. Importing this module l
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -77,6 +76,7 @@ def prepare(flags: FlagValues = FLAGS) -> Prepared:
     import keras
 
     from ctl import data
+    from ctl.data import epochs
     from ctl.jobs import named
 
     placement = _place(flags)
@@ -111,9 +111,7 @@ def prepare(flags: FlagValues = FLAGS) -> Prepared:
         logging.info("the best checkpoints are those with the best %s on %s", metric, where)
     if test:
         logging.info("test data, for the end: %s", test.description)
-    steps_per_epoch = None
-    if train.num_examples and train.global_batch_size:
-        steps_per_epoch = train.num_examples / train.global_batch_size
+    steps_per_epoch = epochs.steps_per_epoch(train)
     total_steps = flags.train_steps
     if total_steps is None:
         if steps_per_epoch is None:
@@ -121,8 +119,7 @@ def prepare(flags: FlagValues = FLAGS) -> Prepared:
                 f"--dataset={flags.dataset}: the number of examples is unknown, so epochs cannot "
                 f"be counted: give --train_steps{' instead of --epochs' if flags.epochs else ''}"
             )
-        epochs = flags.epochs or defaults.EPOCHS
-        total_steps = max(1, math.ceil(epochs * steps_per_epoch - 1e-6))
+        total_steps = max(1, epochs.end_of(flags.epochs or defaults.EPOCHS, steps_per_epoch))
     return Prepared(placement, train, evaluation, test, total_steps, steps_per_epoch, others, flags)
 
 
@@ -251,8 +248,8 @@ def make_eval_step(flags: FlagValues, model: keras.Model) -> EvalStep:
     kind = step.eval_step
     # An accuracy of what is no logits means nothing, as in the training.
     of_outputs = kind if fits_default_evaluation(step) else step
-    metrics = named.make_metrics(flags.metrics, flags.loss, of_outputs)
-    loss = named.loss_function(flags.loss)
+    loss = named.loss_function(flags.loss, model)
+    metrics = named.make_metrics(flags.metrics, loss, of_outputs)
     evaluates = kind(model, loss, metrics)
     evaluates.weighting = flags.weighting  # a class of the user's need not take it
     return evaluates
@@ -300,11 +297,12 @@ def make_loop(prepared: Prepared, checkpoints: Any = None) -> Loop:
         model = model_of_the_data()
         given = {} if resumes or not flags.init_from else load_weights(flags, model)
         freeze(model, flags.freeze)
+        loss = smoothed if flags.label_smoothing else named.loss_function(flags.loss, model)
         step = step_class(
             model,
             make_optimizer(flags.optimizer, flags.momentum, flags.weight_decay),
-            smoothed if flags.label_smoothing else named.loss_function(flags.loss),
-            metrics=named.make_metrics(flags.metrics, flags.loss, step_class),
+            loss,
+            metrics=named.make_metrics(flags.metrics, loss, step_class),
             weighting=flags.weighting,
             class_weight=groups.class_weight_from(flags.class_weight),
             clip_norm=flags.clip_norm,

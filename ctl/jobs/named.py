@@ -13,14 +13,13 @@ import keras
 import tensorflow as tf
 
 from ctl import step as steps
-from ctl.base.names import LOSSES, check_code_name, is_function_name
+from ctl.base.names import check_loss_name, is_function_name
 from ctl.data import Dataset, as_dataset
 from ctl.errors import UsageError
 from ctl.flags.imports import find
 from ctl.phases import losses
 from ctl.phases.base_step import BaseStep
-
-LossFunction = Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
+from ctl.phases.metrics import from_name
 
 
 def step_class(name: str | None) -> type[steps.TrainStep]:
@@ -73,33 +72,36 @@ def _check_call(
         raise UsageError(f"cannot call {what}: {error}; it must take {takes}") from error
 
 
-def loss_function(name: str) -> LossFunction:
-    """The loss ``name``, one of `ctl.base.names.LOSSES` or ``package.module:function``.
+def loss_function(name: str, model: keras.Model | None = None) -> Callable[..., Any]:
+    """The loss ``name``, see `ctl.phases.losses.per_example`, or ``package.module:function``.
 
     Raises:
         UsageError: the name is unknown or cannot be imported.
     """
-    check_code_name("loss", name, LOSSES)
-    return find("loss", name) if is_function_name(name) else _LOSSES[name]
+    check_loss_name(name)
+    return losses.per_example(find("loss", name) if is_function_name(name) else name, model)
 
 
-def make_metrics(names: str | None, loss: str, kind: type[BaseStep]) -> list[keras.metrics.Metric]:
+def make_metrics(
+    names: str | None, loss: Callable[..., Any], kind: type[BaseStep]
+) -> list[keras.metrics.Metric]:
     """Makes new metrics. Call it inside ``strategy.scope()``, because it creates variables.
 
     Args:
-        names: ``NAME,NAME`` as `keras.metrics.get` knows them, each metric with its name as given;
-            or ``package.module:function``, which returns a metric or a list of them; None for
-            ``accuracy`` if ``loss`` is a cross entropy that ``kind`` does not override, else none.
-        loss: see `loss_function`; decides which accuracy ``accuracy`` is.
+        names: ``NAME,NAME``, see `ctl.phases.metrics.from_name`; or ``package.module:function``,
+            which returns a metric or a list of them; None for ``accuracy`` if ``loss`` is a cross
+            entropy that ``kind`` does not override, else none.
+        loss: of `loss_function`; decides whether metrics take logits.
         kind: the class of the step that updates the metrics.
 
     Raises:
         UsageError: Keras knows no such metric, or a function returns something else.
     """
+    logits = losses.takes_logits(loss)
     if names is None:
-        names = "accuracy" if loss in _ACCURACIES and kind.loss is BaseStep.loss else ""
+        names = "accuracy" if logits is not None and kind.loss is BaseStep.loss else ""
     if not is_function_name(names):
-        return [_metric(name.strip(), loss) for name in names.split(",") if name.strip()]
+        return [from_name(name.strip(), logits) for name in names.split(",") if name.strip()]
     made = find("metrics", names)()
     made = list(made) if isinstance(made, list | tuple) else [made]
     for metric in made:
@@ -114,46 +116,7 @@ def make_metrics(names: str | None, loss: str, kind: type[BaseStep]) -> list[ker
 def check_metrics(names: str | None) -> None:
     """Raises `UsageError` if Keras has no metric of one of ``names``. Calls no function."""
     if names and not is_function_name(names):
-        make_metrics(names, "cross_entropy", BaseStep)
-
-
-def _metric(name: str, loss: str) -> keras.metrics.Metric:
-    if name == "accuracy":
-        return _ACCURACIES.get(loss, _ACCURACIES["cross_entropy"])()
-    try:
-        found = type(keras.metrics.get(name))
-    except TypeError as error:
-        raise UsageError(
-            f"--metrics: {name} needs arguments: give package.module:function, which makes it"
-        ) from error
-    except ValueError:
-        found = None
-    if found is None or not issubclass(found, keras.metrics.Metric):
-        raise UsageError(f"--metrics: Keras has no metric {name!r}")
-    if loss == "binary_cross_entropy" and issubclass(found, keras.metrics.FBetaScore):
-        raise UsageError(
-            f"--metrics: {name} of Keras takes probabilities, and {loss} has logits: give "
-            "package.module:function, which makes a metric that applies the sigmoid"
-        )
-    # Keras would number the second of some classes: auc_1.
-    return found(name=name, **(_of_logits(found) if loss in _ACCURACIES else {}))
-
-
-def _of_logits(kind: type[keras.metrics.Metric]) -> dict[str, Any]:
-    """What makes a metric for probabilities one for the logits that the losses take."""
-    if issubclass(kind, keras.metrics.AUC) or kind.__name__.endswith("Crossentropy"):
-        return {"from_logits": True}
-    if issubclass(kind, _COUNTS):
-        return {"thresholds": 0.0}  # of the probability 1/2
-    return {"threshold": 0.0} if issubclass(kind, _THRESHOLD) else {}
-
-
-_THRESHOLD = (keras.metrics.BinaryAccuracy, keras.metrics.BinaryIoU)
-_COUNTS = (
-    *(keras.metrics.Precision, keras.metrics.Recall),
-    *(keras.metrics.TruePositives, keras.metrics.TrueNegatives),
-    *(keras.metrics.FalsePositives, keras.metrics.FalseNegatives),
-)
+        make_metrics(names, losses.cross_entropy, BaseStep)
 
 
 def datasets(
@@ -162,8 +125,7 @@ def datasets(
     """Calls the function ``name`` with those of the keywords that it declares.
 
     Returns:
-        Its two datasets, to train and to evaluate: of `ctl.data`, or a ``tf.data.Dataset`` of
-        global batches as a `ctl.data.GlobalBatches`.
+        Its two datasets, to train and to evaluate, see `ctl.data.as_dataset`.
 
     Raises:
         UsageError: it cannot be imported or called, does not declare a ``data_dir`` that is given,
@@ -190,24 +152,14 @@ def datasets(
             f"the dataset {name!r} must return two datasets, (training, evaluation), it returned "
             f"{type(made).__name__}"
         )
-    size = as_dataset(made[0]).global_batch_size
+    batches, arrays = isinstance(made[0], tf.data.Dataset), isinstance(made[0], tuple | dict)
+    train = as_dataset(made[0], global_batch_size=global_batch_size if arrays else None)
+    size = train.global_batch_size
     if size not in (None, global_batch_size):
         raise UsageError(
             f"the dataset {name!r} makes batches of {size} examples: give "
             f"--global_batch_size={size}, or make them of global_batch_size"
         )
-    train = as_dataset(made[0], global_batch_size=global_batch_size)
+    if batches:
+        train = as_dataset(made[0], global_batch_size=global_batch_size)
     return train, as_dataset(made[1], training=False)
-
-
-_LOSSES: dict[str, LossFunction] = {
-    "cross_entropy": losses.cross_entropy,
-    "binary_cross_entropy": losses.binary_cross_entropy,
-    "mean_squared_error": losses.mean_squared_error,
-}
-
-# Of logits. Keras's own `accuracy` counts outputs that equal the label.
-_ACCURACIES: dict[str, Callable[[], keras.metrics.Metric]] = {
-    "cross_entropy": lambda: keras.metrics.SparseCategoricalAccuracy("accuracy"),
-    "binary_cross_entropy": lambda: keras.metrics.BinaryAccuracy("accuracy", threshold=0.0),
-}

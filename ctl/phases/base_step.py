@@ -25,6 +25,7 @@ from ctl.phases.checks import (
     replaces_loss,
 )
 from ctl.phases.logged import TAKEN, Logged
+from ctl.phases.metrics import from_names
 from ctl.phases.tracked_state import TrackedState
 from ctl.reduce import gather_context
 
@@ -59,22 +60,25 @@ class BaseStep(AutographMethods):
     def __init__(
         self,
         model: keras.Model,
-        loss_fn: Callable[[tf.Tensor, tf.Tensor], tf.Tensor] = losses.cross_entropy,
-        metrics: Sequence[keras.metrics.Metric] = (),
+        loss_fn: Callable[[tf.Tensor, tf.Tensor], tf.Tensor] | str = losses.cross_entropy,
+        metrics: Sequence[keras.metrics.Metric | str] = (),
         *,
-        weighted_metrics: Sequence[keras.metrics.Metric] = (),
+        weighted_metrics: Sequence[keras.metrics.Metric | str] = (),
         weighting: str = "examples",
         **own: Any,
     ):
         options.take(self, own)
+        self.loss_fn: Callable[..., Any] = losses.per_example(loss_fn, model)
+        logits = losses.takes_logits(self.loss_fn)
+        metrics = from_names(metrics, logits)
+        weighted_metrics = from_names(weighted_metrics, logits)
         check_loss_and_metrics(
-            None if self.overrides("loss") else loss_fn,
+            None if self.overrides("loss") else self.loss_fn,
             metrics=metrics,
             weighted_metrics=weighted_metrics,
         )
         check_name("weighting", weighting, WEIGHTINGS)
         self.model = model
-        self.loss_fn = loss_fn
         self.metrics = list(metrics)
         self.weighted_metrics = list(weighted_metrics)
         self.weighting = weighting
@@ -108,18 +112,21 @@ class BaseStep(AutographMethods):
         inputs = self.preprocess(features)
         self.input_specs = _specs_of(inputs)
         outputs = self.model(inputs, training=self.training)
-        losses = with_autograph(self.loss_fn)(labels, outputs)
-        losses = local_batch.one_for_each_example(losses, source="loss_fn")
+        if isinstance(self.loss_fn, keras.losses.Loss):
+            each = losses.of_each(self.loss_fn, labels, outputs)
+        else:
+            each = with_autograph(self.loss_fn)(labels, outputs)
+        each = local_batch.one_for_each_example(each, source="loss_fn")
         if weights is None:
-            return losses, outputs
-        if not weights.shape.is_compatible_with(losses.shape):
+            return each, outputs
+        if not weights.shape.is_compatible_with(each.shape):
             raise UsageError(
-                f"the weights of a batch have shape {weights.shape}, its losses {losses.shape}: "
+                f"the weights of a batch have shape {weights.shape}, its losses {each.shape}: "
                 "give one weight for each example, [n] or [n, 1]"
             )
         if weights.shape.rank is None:
-            weights = tf.reshape(weights, tf.shape(losses))
-        return losses * tf.cast(weights, losses.dtype), outputs
+            weights = tf.reshape(weights, tf.shape(each))
+        return each * tf.cast(weights, each.dtype), outputs
 
     def sum_of(self, losses: Any, batch: Any) -> tuple[tf.Tensor | list[tf.Tensor], Any]:
         """Returns the sum of ``losses``, a float32 scalar, and the outputs for metrics or None. A
@@ -330,10 +337,11 @@ class BaseStep(AutographMethods):
         """
         if replaces_loss(self):
             return
-        labels.check_from_logits(self.loss_fn, self.model)
+        loss_fn: Any = getattr(self.loss_fn, "func", self.loss_fn)  # of a `functools.partial`
+        if loss_fn not in labels.CHECKED:
+            labels.check_from_logits(self.loss_fn, self.model)
         if not self.overrides("preprocess"):
             labels.check_ids(self.model, dataset, step)
-        loss_fn: Any = getattr(self.loss_fn, "func", self.loss_fn)  # of a `functools.partial`
         if loss_fn not in labels.CHECKED:
             return
         if self.training and step is None:

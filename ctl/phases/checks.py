@@ -36,9 +36,11 @@ def check_arguments(evaluator: Any, checkpoints: Any, **actions: Any) -> None:
             f"evaluator is a {type(evaluator).__name__}: give "
             "ctl.Evaluator(ctl.EvalStep(model, metrics=…), dataset)"
         )
-    if isinstance(checkpoints, str | os.PathLike):
-        where = os.fspath(checkpoints)
-        raise UsageError(f"checkpoints is {where!r}: give ctl.CheckpointManager({where!r})")
+    named = isinstance(checkpoints, str | os.PathLike | None)
+    if not named and not hasattr(checkpoints, "begin_run"):
+        raise UsageError(
+            f"checkpoints is {checkpoints!r}: give a directory, or ctl.CheckpointManager(directory)"
+        )
     for name, value in actions.items():
         if not isinstance(value, Sequence) or not all(map(callable, value)):
             raise UsageError(f"{name} must be a list of functions, not {value!r}")
@@ -46,11 +48,12 @@ def check_arguments(evaluator: Any, checkpoints: Any, **actions: Any) -> None:
 
 def check_loss_and_metrics(loss_fn: Any, **metrics: Any) -> None:
     """Refuses a ``loss_fn`` that is neither a function nor None, arguments of metrics that are not
-    lists of Keras metrics, such as names, and two metrics of one name."""
+    lists of Keras metrics, such as one name, and two metrics of one name."""
     if loss_fn is not None and not callable(loss_fn):
         raise UsageError(
             f"loss_fn is {loss_fn!r}: give a function of labels and outputs that returns one loss "
-            "for each example, such as ctl.losses.mean_squared_error"
+            "for each example, such as ctl.losses.mean_squared_error; TrainStep(loss_fn=) takes "
+            "Keras's names, too"
         )
     names: set[str] = set()
     for argument, given in metrics.items():
@@ -58,8 +61,8 @@ def check_loss_and_metrics(loss_fn: Any, **metrics: Any) -> None:
         for metric in given if listed else [given]:
             if not (listed and isinstance(metric, keras.metrics.Metric)):
                 raise UsageError(
-                    f"{argument} must be a list of keras.metrics.Metric objects, such as "
-                    f"[keras.metrics.SparseCategoricalAccuracy('accuracy')]; got {metric!r}"
+                    f"{argument} must be a list of names, such as ['accuracy'], or of "
+                    f"keras.metrics.Metric objects; got {metric!r}"
                 )
             if metric.name in names:
                 raise UsageError(

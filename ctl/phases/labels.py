@@ -16,9 +16,9 @@ from ctl.data.augment import Augmented
 from ctl.data.global_batches import GlobalBatches, read_again
 from ctl.distributed import replicas
 from ctl.errors import UsageError
-from ctl.phases.losses import binary_cross_entropy, cross_entropy
+from ctl.phases import losses
 
-CHECKED = (cross_entropy, binary_cross_entropy)
+CHECKED = (losses.cross_entropy, losses.binary_cross_entropy)
 CROSS_ENTROPY, BINARY = (loss.__name__ for loss in CHECKED)
 _ACTIVATIONS = {CROSS_ENTROPY: "softmax", BINARY: "sigmoid"}
 
@@ -39,7 +39,7 @@ def check_outputs(loss: str, model: keras.Model, classes: Iterable[int] = ()) ->
         raise UsageError(
             f"model {model.name} has 1 output, whose softmax is always 1: the cross_entropy would "
             "be 0 and train nothing; use one output for each class, --loss=binary_cross_entropy "
-            "for two classes, or --loss=mean_squared_error for numbers (ctl.jobs.named has them)"
+            "for two classes, or --loss=mean_squared_error for numbers (loss_fn= in Python)"
         )
     most = max(classes, default=0)
     if len(shape) == 2 and shape[1] and most >= max(shape[1], 2):
@@ -47,22 +47,12 @@ def check_outputs(loss: str, model: keras.Model, classes: Iterable[int] = ()) ->
             f"class_weight has the class {most}, but the model has {shape[1]} outputs: number the "
             "classes from 0"
         )
-    last, activation = _last(model), _ACTIVATIONS[loss]
-    applied = getattr(last, "activation", None)
-    if applied is getattr(keras.activations, activation) or (
-        activation == "softmax" and isinstance(last, keras.layers.Softmax)
-    ):
+    (last, applied), activation = losses.last_of(model), _ACTIVATIONS[loss]
+    if applied is getattr(keras.activations, activation):
         raise UsageError(
             f"model {model.name} ends in a {activation} (layer {last.name}), and {loss} takes "
             "logits, to which it applies that itself: leave the activation out"
         )
-
-
-_OF_KERAS = (
-    keras.losses.binary_crossentropy,
-    keras.losses.categorical_crossentropy,
-    keras.losses.sparse_categorical_crossentropy,
-)
 
 
 def check_from_logits(loss_fn: Any, model: keras.Model) -> None:
@@ -74,34 +64,19 @@ def check_from_logits(loss_fn: Any, model: keras.Model) -> None:
             loss is not checked.
         model: checked only if it is functional or sequential.
     """
-    if isinstance(loss_fn, keras.losses.Loss):
-        from_logits = getattr(loss_fn, "from_logits", None)
-    elif getattr(loss_fn, "func", loss_fn) in _OF_KERAS:
-        from_logits = getattr(loss_fn, "keywords", {}).get("from_logits", False)
-    else:
+    takes, gives = losses.takes_logits(loss_fn), losses.gives_logits(model)
+    if takes is None or gives is None or takes == gives:
         return
-    if type(getattr(model, "output_shape", None)) is not tuple or not model.layers:
-        return
-    last = _last(model)
-    applied = getattr(last, "activation", None)
-    if isinstance(last, keras.layers.Softmax):
-        applied = keras.activations.softmax
-    linear = applied is keras.activations.linear and not isinstance(last, keras.layers.Activation)
-    if from_logits is False and linear:
+    last, applied = losses.last_of(model)
+    if gives:
         raise UsageError(
             f"loss_fn takes probabilities (from_logits=False), and model {model.name} ends in "
             f"logits (layer {last.name} has no activation): give from_logits=True"
         )
-    if from_logits and applied in (keras.activations.softmax, keras.activations.sigmoid):
-        raise UsageError(
-            f"loss_fn takes logits (from_logits=True), and model {model.name} ends in a "
-            f"{applied.__name__} (layer {last.name}): leave the activation or from_logits out"
-        )
-
-
-def _last(model: keras.Model) -> Any:
-    """The last operation of a functional or sequential model; `layers` leaves out `keras.ops`."""
-    return getattr(model, "operations", model.layers)[-1]
+    raise UsageError(
+        f"loss_fn takes logits (from_logits=True), and model {model.name} ends in a "
+        f"{applied.__name__} (layer {last.name}): leave the activation or from_logits out"
+    )
 
 
 def check_labels(loss: str, model: keras.Model, dataset: Any, step: int | None = None) -> None:
@@ -135,7 +110,10 @@ def check_labels(loss: str, model: keras.Model, dataset: Any, step: int | None =
     values = np.asarray(batch[1])
     if loss == BINARY:
         _check_binary(values, where)
-    elif values.ndim == 1 and values.size and shape[-1]:
+        return
+    if values.ndim == 2 and values.shape[1] == 1:
+        values = values[:, 0]
+    if values.ndim == 1 and values.size and shape[-1]:
         _check_classes(values, shape[-1], where)
 
 
@@ -232,7 +210,7 @@ def _check_kind(loss: str, labels: Any, classes: int | None) -> None:
     dtype, shape = tf.as_dtype(labels.dtype), tf.TensorShape(labels.shape)
     if dtype == tf.string:
         raise UsageError(f"labels are strings, and {loss} takes numbers: number the classes from 0")
-    if loss != CROSS_ENTROPY or shape.rank != 2 or classes is None:
+    if loss != CROSS_ENTROPY or shape.rank != 2 or shape[1] == 1 or classes is None:
         return
     if shape[1] == classes and classes > 1:
         raise UsageError(
@@ -241,8 +219,7 @@ def _check_kind(loss: str, labels: Any, classes: int | None) -> None:
         )
     raise UsageError(
         f"labels have shape [n, {shape[1]}], and cross_entropy takes one class for each example, "
-        f"integers [n] from 0 to {classes - 1}: "
-        + ("give labels[:, 0]" if shape[1] == 1 else "override loss() of the step for several")
+        f"integers [n] from 0 to {classes - 1}: override loss() of the step for several"
     )
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import keras
 import tensorflow as tf
 
+from ctl.base.autograph import with_autograph
+from ctl.base.names import KERAS_LOSSES, LOSSES, check_name
 from ctl.errors import UsageError
 
 
@@ -13,7 +17,7 @@ def cross_entropy(labels: tf.Tensor, logits: tf.Tensor, smoothing: float = 0.0) 
     """Softmax cross-entropy of each example, float32 [n].
 
     Args:
-        labels: classes, integers [n]; or their probabilities, float [n, classes].
+        labels: classes, integers [n] or [n, 1]; or their probabilities, float [n, classes].
         logits: float [n, classes].
         smoothing: weight in [0, 1] of the uniform distribution over the classes, which is mixed
             into the one-hot target (Szegedy et al. 2016, arXiv:1512.00567, section 7).
@@ -22,6 +26,8 @@ def cross_entropy(labels: tf.Tensor, logits: tf.Tensor, smoothing: float = 0.0) 
     if are_probabilities(labels, logits):
         losses = tf.nn.softmax_cross_entropy_with_logits(tf.cast(labels, tf.float32), logits)
     else:  # as int32, a label of 2**32 + 1 would be class 1
+        if labels.shape.rank == logits.shape.rank == 2 and labels.shape[1] == 1:
+            labels = labels[:, 0]
         losses = tf.nn.sparse_softmax_cross_entropy_with_logits(tf.cast(labels, tf.int64), logits)
     if smoothing:
         uniform = -tf.reduce_mean(tf.nn.log_softmax(logits), axis=-1)
@@ -62,18 +68,149 @@ def mean_squared_error(labels: tf.Tensor, outputs: tf.Tensor) -> tf.Tensor:
     return _mean(tf.math.squared_difference(labels, outputs))
 
 
+# What flags and programs name, see `per_example`.
+_OF_CTL = {
+    "cross_entropy": cross_entropy,
+    "binary_cross_entropy": binary_cross_entropy,
+    "mean_squared_error": mean_squared_error,
+}
+# Functions of Keras that take logits or probabilities.
+_CROSS_ENTROPIES = (
+    *(keras.losses.binary_crossentropy, keras.losses.binary_focal_crossentropy),
+    *(keras.losses.categorical_crossentropy, keras.losses.categorical_focal_crossentropy),
+    keras.losses.sparse_categorical_crossentropy,
+)
+
+
+def per_example(loss_fn: Any, model: Any = None) -> Any:
+    """Returns ``loss_fn`` as a function that gives the loss of each example.
+
+    Args:
+        loss_fn: a function, which is returned as it is; a loss object of Keras, of which a copy
+            without reduction is returned; or a name of `ctl.base.names`.
+        model: its last layer decides whether a cross entropy by Keras's name takes logits.
+
+    Raises:
+        UsageError: the name is unknown, the last layer does not say whether it gives logits, or the
+            object sums over the batch or divides by the weights.
+    """
+    if isinstance(loss_fn, str):
+        return _named(loss_fn, model)
+    if not isinstance(loss_fn, keras.losses.Loss) or loss_fn.reduction in (None, "none"):
+        return loss_fn
+    if loss_fn.reduction in ("sum", "mean_with_sample_weight"):
+        remedy = "weighting='sum_of_weights'" if "weight" in loss_fn.reduction else "a larger rate"
+        raise UsageError(
+            f"loss_fn has reduction={loss_fn.reduction!r}, and ctl takes the mean over the "
+            f"examples: leave reduction out (and give {remedy} if you need it)"
+        )
+    unreduced = object.__new__(type(loss_fn))  # `copy.copy` goes by get_config: Huber's lacks delta
+    vars(unreduced).update(vars(loss_fn))
+    unreduced.reduction = "none"
+    return unreduced
+
+
+def _named(name: str, model: Any) -> Callable[[tf.Tensor, tf.Tensor], tf.Tensor]:
+    check_name("loss_fn", name, (*LOSSES, *KERAS_LOSSES), ", or a function (labels, outputs)")
+    if name in _OF_CTL:
+        return _OF_CTL[name]
+    kind = KERAS_LOSSES[name]
+    if kind == "MeanSquaredError":
+        return mean_squared_error
+    if not kind.endswith("rossentropy"):
+        return getattr(keras.losses, kind)(reduction="none")
+    logits = gives_logits(model)
+    if logits is None:
+        raise UsageError(
+            f"loss_fn={name!r}: the last layer of model {getattr(model, 'name', '')} does not say "
+            f"whether it gives logits or probabilities: give keras.losses.{kind}(from_logits=True) "
+            "or False"
+        )
+    # The same numbers as Keras's, which XLA may compile and whose labels are checked.
+    if logits and kind == "BinaryCrossentropy":
+        return binary_cross_entropy
+    if logits and kind == "SparseCategoricalCrossentropy" and len(model.output_shape) == 2:
+        return cross_entropy
+    return getattr(keras.losses, kind)(from_logits=logits, reduction="none")
+
+
+def takes_logits(loss_fn: Any) -> bool | None:
+    """Whether a cross entropy of ctl or Keras takes logits; None for any other loss."""
+    if isinstance(loss_fn, keras.losses.Loss):
+        return getattr(loss_fn, "from_logits", None)
+    function = getattr(loss_fn, "func", loss_fn)  # of a `functools.partial`
+    if function in (cross_entropy, binary_cross_entropy):
+        return True
+    if function in _CROSS_ENTROPIES:
+        return getattr(loss_fn, "keywords", {}).get("from_logits", False)
+    return None
+
+
+def gives_logits(model: Any) -> bool | None:
+    """Whether the last layer of ``model`` is linear; False if it is a softmax or sigmoid. None for
+    any other layer, and unless the model is functional or sequential with one output."""
+    if type(getattr(model, "output_shape", None)) is not tuple or not model.layers:
+        return None
+    last, applied = last_of(model)
+    if applied in (keras.activations.softmax, keras.activations.sigmoid):
+        return False
+    linear = applied is keras.activations.linear and not isinstance(last, keras.layers.Activation)
+    return True if linear else None
+
+
+def last_of(model: Any) -> tuple[Any, Any]:
+    """The last operation of a functional or sequential model, and its activation or None."""
+    last = getattr(model, "operations", model.layers)[-1]  # `layers` leaves out `keras.ops`
+    if isinstance(last, keras.Sequential) or hasattr(last, "operations"):
+        return last_of(last)
+    if isinstance(last, keras.layers.Softmax):
+        return last, keras.activations.softmax
+    return last, getattr(last, "activation", None)
+
+
+def of_each(loss: keras.losses.Loss, labels: Any, outputs: Any) -> tf.Tensor:
+    """Returns the losses of an object of `per_example`, [n]: their mean over other axes, as Keras
+    takes it.
+
+    Raises:
+        UsageError: a loss of Keras would broadcast the labels; or ``outputs`` have a mask, whose
+            mean is one over the valid places of the whole batch.
+    """
+    known = all(isinstance(t, tf.Tensor) and t.shape.rank is not None for t in (labels, outputs))
+    if known and type(loss).__module__.startswith("keras.") and type(loss) not in _UNLIKE:
+        classes = isinstance(loss, keras.losses.CategoricalCrossentropy)
+        _check_alike(labels, outputs, " (sparse_categorical_crossentropy takes classes)" * classes)
+    losses = with_autograph(loss)(labels, outputs)
+    if losses.shape.rank is None or losses.shape.rank < 2:
+        return losses
+    if getattr(outputs, "_keras_mask", None) is not None:
+        raise UsageError(
+            "the outputs of the model have a mask, so the mean over the places of an example is "
+            "not Keras's: override loss() of the step, and weigh the places there"
+        )
+    return _mean(losses)
+
+
+# Those whose labels need not have the shape of the outputs.
+_UNLIKE = (keras.losses.SparseCategoricalCrossentropy, keras.losses.CTC)
+
+
 def _alike(labels: tf.Tensor, outputs: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     """Returns both as float32 of one shape; [n] and [n, 1] would be broadcast to [n, n]."""
-    if labels.shape.rank == 1 and outputs.shape.rank == 2 and outputs.shape[1] == 1:
+    _check_alike(labels, outputs)
+    if labels.shape.rank == 1 and outputs.shape.rank == 2:
         labels = labels[:, tf.newaxis]
-    if labels.shape.rank != outputs.shape.rank or not labels.shape.is_compatible_with(
-        outputs.shape
-    ):
+    return tf.cast(labels, tf.float32), tf.cast(outputs, tf.float32)
+
+
+def _check_alike(labels: tf.Tensor, outputs: tf.Tensor, hint: str = "") -> None:
+    flat = labels.shape.rank == 1 and outputs.shape.rank == 2 and outputs.shape[1] == 1
+    shape = labels.shape + [1] if flat else labels.shape
+    if shape.rank != outputs.shape.rank or not shape.is_compatible_with(outputs.shape):
         raise UsageError(
             f"labels of shape {labels.shape} do not fit outputs of shape {outputs.shape}: the loss "
-            "needs one label for each output"
+            f"needs one label for each output{hint}"
         )
-    return tf.cast(labels, tf.float32), tf.cast(outputs, tf.float32)
 
 
 def _mean(values: tf.Tensor) -> tf.Tensor:

@@ -35,8 +35,9 @@ from ctl.step import TrainStep
         ("bytes_per_pack", -1, "a whole number of at least 0, not -1"),
         ("steps_per_loop", -1, "steps_per_loop must be a whole number of at least 1, not -1"),
         ("steps_per_loop", 2.5, "not 2.5"),
-        ("loss_fn", "mse", "loss_fn is 'mse': give a function"),
-        ("checkpoints", "runs", r"checkpoints is 'runs': give ctl.CheckpointManager\('runs'\)"),
+        ("loss_fn", "msee", "unknown loss_fn 'msee': did you mean 'mse'"),
+        ("loss_fn", 3, "loss_fn is 3: give a function"),
+        ("checkpoints", 3, r"checkpoints is 3: give a directory, or ctl.CheckpointManager\(dire"),
         ("evaluator", EvalStep(mlp()), "evaluator is a EvalStep: give ctl.Evaluator"),
         ("actions", print, "actions must be a list of functions"),
         ("eval_actions", [3], "eval_actions must be a list of functions, not .3."),
@@ -48,22 +49,22 @@ def test_wrong_arguments_are_one_line(name, value, reason):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("metrics", [["accuracy"], "accuracy", keras.metrics.Mean("mean")])
+@pytest.mark.parametrize("metrics", [[3], "accuracy", keras.metrics.Mean("mean")])
 def test_metrics_are_a_list_of_keras_metrics(metrics):
     for make in (
         lambda: TrainStep(mlp(), "adam", metrics=metrics),
         lambda: EvalStep(mlp(), metrics=metrics),
     ):
-        with pytest.raises(UsageError, match="metrics must be a list of keras.metrics.Metric"):
+        with pytest.raises(UsageError, match="metrics must be a list of names, such as"):
             make()
 
 
 def test_lengths_of_a_training():
     loop = make_loop(evaluate=16)
-    for wrong in (10.5, "10", True, -1, None):
+    for wrong in (10.5, "10", True, -1):
         with pytest.raises(UsageError, match="until must be a whole number of at least 0"):
             loop.train(wrong)
-    for wrong in (-1, 0, 2.0, None):
+    for wrong in (-1, 0, 2.0):
         with pytest.raises(UsageError, match="evaluate_every must be a whole number of at least 1"):
             loop.train_and_evaluate(10, evaluate_every=wrong)
     assert loop.global_step == 0

@@ -129,6 +129,15 @@ def test_deleting_a_manager_frees_its_directory(tmp_path):
     durable.Lock(tmp_path / ".lock").release()
 
 
+def test_a_lock_is_quiet_at_the_end_of_python(tmp_path, monkeypatch):
+    """A script that keeps its loop in a global ended with a traceback."""
+    lock = durable.Lock(tmp_path / ".lock")
+    with monkeypatch.context() as patch:
+        patch.setattr(durable, "os", None)  # as modules are then
+        lock.__del__()
+    lock.release()
+
+
 # Retention.
 
 

@@ -93,7 +93,7 @@ WRONG = [
     (("--class_weight=0:few",), "--class_weight of class 0 must be a number above 0, not nan"),
     (("--profile_steps=0:10",), "'0:10' is not a window of steps"),
     (("--best_metric=f1",), "--best_metric=f1: add --best_mode=max or --best_mode=min"),
-    (("--loss=mse",), "unknown loss 'mse': .*mean_squared_error, or package.module:function"),
+    (("--loss=msee",), "unknown loss 'msee': did you mean 'mse'. .*, or package.module:function"),
     (("--loss=mean_squared_error", "--label_smoothing=0.1"), "--label_smoothing is for --loss=c"),
     (("--step=MyStep",), "--step=MyStep is neither package.module:MyStep nor file.py:MyStep, a s"),
     (("--metrics=a:b,accuracy",), "--metrics=a:b,accuracy is not NAME,NAME"),

@@ -35,9 +35,9 @@ WRONG: dict[str, tuple[Any, str]] = {
         ("until", (10.5, math.inf, None, "9"), ""),
         ("evaluate_every", (-1, 0, 0.5), ""),
         ("on_nan", ("ignore", None), "on_nan is .*must be 'stop' or 'skip'"),
-        ("loss_fn", ("mse", 3), "loss_fn is .*give a function"),
-        ("metrics", ("accuracy", ["accuracy"]), "metrics must be a list"),
-        ("checkpoints", ("directory",), "checkpoints is .*CheckpointManager"),
+        ("loss_fn", ("msee", 3), "loss_fn.*give a function|unknown loss_fn .*did you mean"),
+        ("metrics", ("accuracy", [3]), "metrics must be a list"),
+        ("checkpoints", (3,), "checkpoints is .*CheckpointManager"),
     )
     for value in values
 }

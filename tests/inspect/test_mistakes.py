@@ -128,7 +128,7 @@ def test_only_classifications(mirrored):
         mistakes.collect(step, data, mirrored(1))
 
 
-@pytest.mark.parametrize("flag", ["--watch", "--loss=mean_squared_error"])
+@pytest.mark.parametrize("flag", ["--watch", "--loss=mean_squared_error", "--loss=mae"])
 def test_wrong_flags(zygote_without_tensorflow, tmp_path, flag):
     arguments = [f"--model_dir={tmp_path}", f"--report={tmp_path}", flag]
     command = zygote_without_tensorflow.run("ctl.evaluate", *arguments, exit_code=2)

@@ -1,0 +1,222 @@
+"""Callbacks of Keras, called at the places of a training that `fit` has."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import keras
+
+from ctl.base.actions import STOP, Status
+from ctl.data.epochs import completed, end_of, steps_per_epoch
+from ctl.errors import UsageError
+from ctl.step import TrainStep
+
+# What ctl does itself. By name, since not every Keras has each of them.
+_REFUSED = {
+    "BackupAndRestore": "give Loop(checkpoints=DIRECTORY) and call loop.restore()",
+    "OrbaxCheckpoint": "give Loop(checkpoints=DIRECTORY)",
+    "ProgbarLogger": "give progress=True",
+    "SwapEMAWeights": "give TrainStep(ema_decay=...), whose average evaluations use",
+}
+_SETS_RATE = keras.callbacks.LearningRateScheduler, keras.callbacks.ReduceLROnPlateau
+
+_Logs = dict[str, float]
+
+
+class KerasCallbacks:
+    """An action and an evaluation action that call ``callbacks``.
+
+    An epoch is that of the data if its length is known, else what is trained between two
+    evaluations. Its logs have the scalars of the window (see `ctl.actions.Status`), which it ends,
+    and the results of the last evaluation in it as ``val_…``. ``on_train_batch_end`` is called once
+    for each call of the loop, which runs several steps, with the number of the last one.
+    ``on_test_batch_…`` are not called.
+
+    Args:
+        callbacks: of Keras.
+        step: a built step.
+        dataset: the training data.
+        start: the global step at which the training begins.
+        until: the step at which it ends.
+        evaluate_every: steps between two evaluations; None without evaluations.
+
+    Raises:
+        UsageError: ctl has something else for a callback, or one sets a learning rate that is given
+            by a schedule or by parameter groups.
+    """
+
+    def __init__(
+        self,
+        callbacks: Sequence[keras.callbacks.Callback],
+        step: TrainStep,
+        dataset: Any,
+        *,
+        start: int,
+        until: int,
+        evaluate_every: float | None,
+    ):
+        self.callbacks = keras.tree.flatten(callbacks)
+        for callback in self.callbacks:
+            _check(callback, step)
+        self._model: Any = step.model
+        self._every = evaluate_every
+        self._steps = steps_per_epoch(dataset) or evaluate_every or max(1, until - start)
+        self._reads = any(map(_has_batch_end, self.callbacks))
+        self._step = self._begun = start  # of the last call; of the epoch
+        self._epoch = completed(start, self._steps)
+        self._is_open = False  # an epoch has begun
+        self._final = False  # the training ends at this step
+        self._ended: _Logs | None = None  # logs of an epoch that waits for its evaluation
+        self._evaluated: _Logs = {}  # results in this epoch
+        self._last: _Logs = {}
+        epochs = max(1, -(-until // self._steps))
+        params = {"verbose": 0, "epochs": int(epochs), "steps": int(-(-self._steps // 1))}
+        for callback in self.callbacks:
+            callback.set_params(params)
+            callback.set_model(self._model)
+
+    def begin(self) -> None:
+        """Before the first step."""
+        self._call("on_train_begin", {})
+        self._begin_epoch()
+
+    def end(self) -> None:
+        """After the last step and its evaluation."""
+        if self._is_open and self._step > self._begun:
+            self._final = True
+            self._end_epoch(self._ended or {})
+        self._call("on_train_end", self._last)
+
+    def steps_until_due(self, step: int) -> int:
+        """Steps until the epoch ends, see `ctl.actions.Every`."""
+        return end_of(completed(step, self._steps) + 1, self._steps) - step
+
+    def __call__(self, status: Status) -> None:
+        self._final = status.final
+        goes_on = status.step > self._step and self._is_open
+        if goes_on:
+            self._step = status.step
+            logs = _logs(status) if self._reads else {}
+            self._call("on_train_batch_end", self._batch - 1, logs)
+        ends = status.final or completed(status.step, self._steps) > self._epoch
+        if ends and self._is_open and self._ended is None:
+            self._ended = _logs(status)
+            status.reset()
+            if not self._evaluates_at(status):
+                self._end_epoch(self._ended)
+        if self._model.stop_training and not status.final:
+            status.stop()
+        elif goes_on and not ends:
+            self._call("on_train_batch_begin", self._batch, {})
+
+    @property
+    def _batch(self) -> int:
+        """Number of the next batch in its epoch, from 0."""
+        return self._step - end_of(self._epoch, self._steps)
+
+    def _evaluates_at(self, status: Status) -> bool:
+        if self._every is None:
+            return False
+        step = status.step
+        return status.final or completed(step, self._every) > completed(step - 1, self._every)
+
+    def evaluated(self, step: int, results: Mapping[str, float]) -> object:
+        """Returns `STOP` if a callback has set ``model.stop_training``."""
+        self._call("on_test_begin", {})
+        self._call("on_test_end", dict(results))
+        if step > self._begun:
+            self._evaluated = {f"val_{name}": value for name, value in results.items()}
+        if self._ended is not None:
+            self._end_epoch(self._ended)
+        return STOP if self._model.stop_training else None
+
+    def _begin_epoch(self) -> None:
+        self._is_open, self._begun = True, self._step
+        self._call("on_epoch_begin", self._epoch, {})
+        self._call("on_train_batch_begin", self._batch, {})
+
+    def _end_epoch(self, logs: _Logs) -> None:
+        self._last = logs | self._evaluated
+        self._ended, self._evaluated, self._is_open = None, {}, False
+        self._call("on_epoch_end", self._epoch, self._last)
+        self._epoch += 1
+        if not (self._final or self._model.stop_training):
+            self._begin_epoch()
+
+    def _call(self, hook: str, *arguments: Any) -> None:
+        for callback in self.callbacks:
+            getattr(callback, hook)(*arguments)
+
+
+def _check(callback: Any, step: TrainStep) -> None:
+    name = type(callback).__name__
+    if not isinstance(callback, keras.callbacks.Callback):
+        raise UsageError(
+            f"callbacks must be a list of keras.callbacks.Callback objects, not of {callback!r}"
+        )
+    if type(callback).__module__.startswith("keras.") and name in _REFUSED:
+        raise UsageError(f"{name} is not used with ctl: {_REFUSED[name]}")
+    groups = step.updater.groups
+    if isinstance(callback, _SETS_RATE) and (len(groups) > 1 or groups[0].schedule is not None):
+        what = "several parameter groups" if len(groups) > 1 else "a schedule"
+        raise UsageError(
+            f"{name} sets the learning rate of the optimizer, and the loop has {what}: leave out "
+            "the one or the other (ctl.schedule.Plateau is a schedule)"
+        )
+
+
+def _has_batch_end(callback: Any) -> bool:
+    """Whether a callback has code that takes the logs of a batch."""
+    base = keras.callbacks.Callback
+    return any(
+        getattr(getattr(callback, hook), "__func__", None) is not getattr(base, hook)
+        for hook in ("on_train_batch_end", "on_batch_end")
+    )
+
+
+def _logs(status: Status) -> _Logs:
+    speeds = "_per_second"
+    return {name: value for name, value in status.scalars().items() if not name.endswith(speeds)}
+
+
+@contextlib.contextmanager
+def calling(callbacks: Any, loop: Any, until: int, every: float | None = None) -> Iterator[None]:
+    """Calls ``callbacks`` of Keras inside, where ``loop`` trains to step ``until`` and evaluates
+    every so many steps. Without callbacks, or steps to run, does nothing.
+
+    The model has the optimizer of the step inside, as callbacks expect it.
+    """
+    step, start = loop.step, loop.global_step
+    if not callbacks or start >= until or loop.stopped:
+        yield
+        return
+    step.model.stop_training = False
+    with _optimizer_of(step):
+        adapter = KerasCallbacks(
+            callbacks, step, loop.dataset, start=start, until=until, evaluate_every=every
+        )
+        loop.actions.append(adapter)
+        loop.eval_actions.append(adapter.evaluated)
+        loop.scalars.reset()  # the logs of the first epoch begin here
+        try:
+            adapter.begin()
+            yield
+            adapter.end()
+        finally:
+            loop.actions.remove(adapter)
+            loop.eval_actions.remove(adapter.evaluated)
+
+
+@contextlib.contextmanager
+def _optimizer_of(step: TrainStep) -> Iterator[None]:
+    """Inside, ``model.optimizer`` is that of ``step``, unless it has several."""
+    attributes, groups = vars(step.model), step.updater.groups
+    before = attributes.get("optimizer")
+    if len(groups) == 1:  # a plain assignment would make it a part of an exported model
+        attributes["optimizer"] = groups[0].optimizer
+    try:
+        yield
+    finally:
+        attributes["optimizer"] = before

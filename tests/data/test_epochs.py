@@ -1,0 +1,57 @@
+"""Epochs, counted in steps."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import make_loop
+
+from ctl.data import Augmented, GlobalBatches, InMemory
+from ctl.data.epochs import completed, end_of, end_of_training, steps_per_epoch
+from ctl.errors import UsageError
+
+
+def batches(count=7):
+    return tf.data.Dataset.from_tensor_slices(np.zeros([20, 2, 2, 1], "uint8")).batch(count)
+
+
+@pytest.mark.parametrize("steps", [1.0, 7, 60000 / 97, 100 / 3, 0.25])
+def test_an_epoch_ends_once(steps):
+    ends = [end_of(number, steps) for number in range(1, 40)]
+    for step in range(1, ends[-1]):
+        assert completed(step, steps) == sum(end <= step for end in ends)
+
+
+def test_the_length_of_an_epoch():
+    assert steps_per_epoch(InMemory(np.zeros([20, 2]), global_batch_size=8)) == 2.5
+    assert steps_per_epoch(GlobalBatches(batches())) == 3
+    static = batches().take(2)
+    assert steps_per_epoch(Augmented(GlobalBatches(static, global_batch_size=7), "flip")) == 2
+    for unknown in (batches().repeat(), batches().filter(lambda images: True)):
+        assert steps_per_epoch(GlobalBatches(unknown)) is None
+
+
+def test_a_training_ends_after_its_epochs(tmp_path):
+    loop = make_loop(evaluate=20, directory=tmp_path)  # 100 examples in batches of 16: 6.25 steps
+    loop.train_and_evaluate(epochs=2)
+    assert loop.global_step == 13 and [*loop.history.evaluations] == [7, 13]
+    loop.checkpoints.close()
+    again = make_loop(evaluate=20, directory=tmp_path)
+    again.restore()
+    again.train_and_evaluate(epochs=2.5, evaluate_every=15)
+    assert again.global_step == 16 and [*again.history.evaluations] == [13, 15, 16]
+    again.train(epochs=3)
+    assert again.global_step == 19
+
+
+def test_what_is_refused():
+    data = GlobalBatches(batches().repeat())
+    for until, epochs, says in (
+        (None, None, "^until must be a number of steps, not None; or give epochs="),
+        (3, 2, "^until=3 and epochs=2 are both given"),
+        (None, 0, "^epochs must be a number above 0, not 0"),
+        (None, 2, r"^the length of an epoch of tf.data is unknown: give until=STEPS, .*repeat\(\)"),
+    ):
+        with pytest.raises(UsageError, match=says):
+            end_of_training(until, epochs, data)

@@ -1,0 +1,177 @@
+"""Losses by the names and the objects of Keras, against `Model.fit` and Keras's own numbers."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import ctl
+from ctl.base.names import KERAS_LOSSES, LOSSES
+from ctl.errors import UsageError
+from ctl.phases import losses
+
+RANDOM = np.random.default_rng(0)
+FEATURES = RANDOM.normal(size=(32, 4)).astype("float32")
+CLASSES = RANDOM.integers(0, 3, 32)
+ONE_HOT = np.eye(3, dtype="float32")[CLASSES]
+BINARY = (CLASSES > 0).astype("float32")
+
+
+def model(outputs=3, activation=None):
+    keras.utils.set_random_seed(0)
+    last = keras.layers.Dense(outputs, activation)
+    return keras.Sequential([keras.Input([4]), keras.layers.Dense(5, "tanh"), last])
+
+
+def batches(labels, *weights):
+    return tf.data.Dataset.from_tensor_slices((FEATURES, labels, *weights)).batch(8)
+
+
+CATEGORICAL = keras.losses.CategoricalCrossentropy
+
+
+@pytest.mark.parametrize(
+    ("loss", "theirs", "outputs", "activation", "labels"),
+    [
+        ("sparse_categorical_crossentropy", None, 3, "softmax", CLASSES[:, None]),
+        ("categorical_crossentropy", CATEGORICAL(from_logits=True), 3, None, ONE_HOT),
+        ("binary_crossentropy", None, 1, "sigmoid", BINARY),
+        ("mae", None, 1, None, BINARY),
+        (keras.losses.Huber(0.2), None, 3, None, ONE_HOT),
+    ],
+)
+def test_a_training_has_the_numbers_of_fit(loss, theirs, outputs, activation, labels):
+    ours, data = model(outputs, activation), batches(labels)
+    loop = ctl.Loop(
+        ctl.TrainStep(ours, "sgd", loss, metrics=["accuracy"]),
+        data,
+        evaluator=ctl.Evaluator(ctl.EvalStep(ours, loss, ["accuracy"]), data),
+    )
+    results = loop.train_and_evaluate(4, evaluate_every=4)
+    plain = model(outputs, activation)
+    plain.compile("sgd", theirs or loss, metrics=["accuracy"], run_eagerly=True)
+    plain.fit(data, verbose=0)
+    for one, other in zip(ours.get_weights(), plain.get_weights(), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6)
+    expected = plain.evaluate(data, verbose=0, return_dict=True)
+    assert results["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+    if activation or outputs > 1:  # of others, Keras compares with 1/2
+        assert results["accuracy"] == pytest.approx(expected["accuracy"])
+
+
+@pytest.mark.parametrize("name", KERAS_LOSSES)
+def test_the_table_is_that_of_keras(name):
+    kind = getattr(keras.losses, KERAS_LOSSES[name])
+    found = keras.losses.get(name)
+    assert name == kind.__name__ or found is keras.losses.get(kind().fn.__name__)
+    one = losses.per_example(name, model(3, "softmax"))
+    labels = {"SparseCategoricalCrossentropy": CLASSES}.get(KERAS_LOSSES[name], ONE_HOT)
+    outputs = np.abs(RANDOM.normal(size=(32, 3))).astype("float32")
+    outputs /= outputs.sum(axis=1, keepdims=True)
+    if KERAS_LOSSES[name] == "CTC":
+        return
+    values = one(tf.constant(labels), tf.constant(outputs))
+    assert values.shape == (32,)
+    np.testing.assert_allclose(tf.reduce_mean(values), kind()(labels, outputs), rtol=1e-5)
+
+
+def test_an_object_has_one_loss_for_each_example():
+    given = keras.losses.MeanSquaredError()
+    one = losses.per_example(given)
+    assert given.reduction == "sum_over_batch_size" and one.reduction == "none"
+    assert losses.per_example(one) is one
+    labels, outputs = RANDOM.normal(size=(2, 6, 4, 3)).astype("float32")
+    values = losses.of_each(one, tf.constant(labels), tf.constant(outputs))
+    assert values.shape == (6,)
+    assert float(tf.reduce_mean(values)) == pytest.approx(float(given(labels, outputs)), rel=1e-6)
+
+
+def test_a_loss_of_the_users_own_keeps_its_code():
+    class Cubed(keras.losses.Loss):
+        def call(self, labels, outputs):
+            return tf.reduce_mean(tf.abs(labels - outputs) ** 3, axis=-1)
+
+    loop = ctl.Loop(ctl.TrainStep(model(), "sgd", Cubed()), batches(ONE_HOT))
+    expected = np.mean(np.abs(ONE_HOT[:8] - model().predict(FEATURES[:8], verbose=0)) ** 3)
+    assert loop.train(1)["loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_weights_count_as_in_fit():
+    weights = RANDOM.uniform(0.5, 2.0, 32).astype("float32")
+    ours, plain = model(), model()
+    data = batches(ONE_HOT, weights)
+    ctl.Loop(ctl.TrainStep(ours, "sgd", "mae"), data).train(4)
+    plain.compile("sgd", "mae", run_eagerly=True)
+    plain.fit(data, verbose=0)
+    for one, other in zip(ours.get_weights(), plain.get_weights(), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6)
+
+
+def unknown_end(last):
+    inputs = keras.Input([4])
+    return lambda: keras.Model(inputs, last(keras.layers.Dense(3)(inputs)))
+
+
+def test_what_a_model_ends_in():
+    nested = keras.Sequential([keras.Input([4]), model(3, "softmax")])
+    assert losses.gives_logits(model()) is True
+    assert losses.gives_logits(model(1, "sigmoid")) is losses.gives_logits(nested) is False
+    for last in (keras.ops.softmax, keras.layers.ReLU(), keras.layers.Activation("linear")):
+        assert losses.gives_logits(unknown_end(last)()) is None
+
+
+@pytest.mark.parametrize(
+    ("loss", "made", "labels", "says"),
+    [
+        ("msee", model, ONE_HOT, "^unknown loss_fn 'msee': did you mean 'mse'"),
+        ("dice", model, ONE_HOT, "^unknown loss_fn 'dice': .*the choices are cross_entropy, "),
+        (
+            "sparse_categorical_crossentropy",
+            unknown_end(keras.ops.softmax),
+            CLASSES,
+            r"last layer of model .* does not say .*: give .*SparseCategoricalCrossentropy\(from",
+        ),
+        (keras.losses.Huber(reduction="sum"), model, ONE_HOT, "^loss_fn has reduction='sum', and"),
+        (
+            keras.losses.Huber(reduction="mean_with_sample_weight"),
+            model,
+            ONE_HOT,
+            "leave reduction out .and give weighting='sum_of_weights'",
+        ),
+        ("mae", model, CLASSES, r"^labels of shape \(None,\) do not fit outputs of .*each output$"),
+        (
+            "categorical_crossentropy",
+            model,
+            CLASSES,
+            "each output .sparse_categorical_crossentropy takes classes",
+        ),
+    ],
+)
+def test_what_is_refused(loss, made, labels, says):
+    with pytest.raises(UsageError, match=says):
+        ctl.Loop(ctl.TrainStep(made(), "sgd", loss), batches(labels)).train(1)
+
+
+def test_masked_places_are_refused():
+    layers = [keras.Input([4]), keras.layers.Embedding(9, 3, mask_zero=True), keras.layers.Dense(2)]
+    data = tf.data.Dataset.from_tensors((np.eye(4, dtype="int64"), np.zeros([4, 4, 2])))
+    loop = ctl.Loop(ctl.TrainStep(keras.Sequential(layers), "sgd", "mae"), data)
+    with pytest.raises(UsageError, match="^the outputs of the model have a mask, .*override loss"):
+        loop.train(1)
+
+
+def test_names_of_ctl_go_on():
+    assert [losses.per_example(name).__name__ for name in LOSSES] == list(LOSSES)
+    assert losses.per_example("mse") is losses.mean_squared_error
+
+
+def test_classes_may_be_a_column():
+    """As `keras.datasets.cifar10` has them."""
+    flat, column = model(), model()
+    for one, labels in ((flat, CLASSES), (column, CLASSES[:, None])):
+        data = ctl.data.InMemory((FEATURES, labels), global_batch_size=8)
+        ctl.Loop(ctl.TrainStep(one, "sgd", metrics=["accuracy"]), data).train(3)
+    for one, other in zip(flat.get_weights(), column.get_weights(), strict=True):
+        np.testing.assert_array_equal(one, other)

@@ -1,0 +1,83 @@
+"""Metrics by the names that Keras has for them."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+
+import ctl
+from ctl.errors import UsageError
+from ctl.phases import metrics
+
+RANDOM = np.random.default_rng(0)
+CLASSES = RANDOM.integers(0, 3, 20)
+
+
+@pytest.mark.parametrize(
+    ("labels", "outputs", "logits", "expected"),
+    [
+        (CLASSES, 3, True, keras.metrics.SparseCategoricalAccuracy),
+        (CLASSES[:, None], 3, False, keras.metrics.SparseCategoricalAccuracy),
+        (np.eye(3)[CLASSES], 3, False, keras.metrics.CategoricalAccuracy),
+        (CLASSES > 0, 1, False, keras.metrics.BinaryAccuracy),
+        (CLASSES > 0, 1, True, lambda: keras.metrics.BinaryAccuracy(threshold=0.0)),
+    ],
+)
+def test_accuracy_is_that_of_the_shapes(labels, outputs, logits, expected):
+    outputs = RANDOM.normal(0.4, 0.3, size=(20, outputs)).astype("float32")
+    theirs = expected()
+    for name in metrics.ACCURACY:
+        ours = metrics.from_name(name, logits)
+        assert ours.name == name
+        for metric in (ours, theirs):
+            metric.reset_state()
+            metric.update_state(labels.astype("float32"), outputs)
+        assert 0 < float(ours.result()) == float(theirs.result())
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("auc", keras.metrics.AUC),
+        ("precision", keras.metrics.Precision),
+        ("Recall", keras.metrics.Recall),
+        ("FalsePositives", keras.metrics.FalsePositives),
+        ("binary_accuracy", keras.metrics.BinaryAccuracy),
+        ("BinaryIoU", keras.metrics.BinaryIoU),
+        ("binary_crossentropy", keras.metrics.BinaryCrossentropy),
+    ],
+)
+def test_metrics_of_probabilities_take_logits(name, kind):
+    random = np.random.default_rng(0)
+    logits = random.normal(size=(50, 3)).astype("float32")
+    labels = random.integers(0, 2, (50, 3))
+    ours = metrics.from_name(name, True)
+    ours.update_state(labels, logits)
+    theirs = kind()
+    theirs.update_state(labels, 1 / (1 + np.exp(-logits)))
+    assert float(ours.result()) == pytest.approx(float(theirs.result()), abs=1e-6)
+    plain = metrics.from_name(name)  # outputs as they are
+    plain.update_state(labels, 1 / (1 + np.exp(-logits)))
+    assert float(plain.result()) == pytest.approx(float(theirs.result()), abs=1e-6)
+
+
+def test_metrics_that_take_no_logits_are_refused():
+    with pytest.raises(UsageError, match="^metric F1Score of Keras takes probabilities, and t"):
+        metrics.from_name("F1Score", True)
+
+
+def test_steps_take_names():
+    model = keras.Sequential([keras.Input([2]), keras.layers.Dense(3)])
+    step = ctl.TrainStep(model, "adam", metrics=["accuracy", "mse"], weighted_metrics=["acc"])
+    assert [metric.name for metric in step.given_metrics] == ["accuracy", "mse", "acc"]
+    evaluates = ctl.EvalStep(model, "mse", ["mae", keras.metrics.Mean("mean")])
+    assert [metric.name for metric in evaluates.given_metrics] == ["mae", "mean"]
+    for given, says in {
+        "acuracy": "^Keras has no metric 'acuracy': did you mean 'accuracy'?",
+        "MeanIoU": "^metric MeanIoU needs arguments: give an object of keras.metrics",
+    }.items():
+        with pytest.raises(UsageError, match=says):
+            ctl.TrainStep(model, "adam", metrics=[given])
+    with pytest.raises(UsageError, match="^metrics must be a list of names, such as"):
+        ctl.TrainStep(model, "adam", metrics="accuracy")
