@@ -22,7 +22,7 @@ from ctl.flags.parsing import (
     imported_flags,
     run_command,
 )
-from ctl.jobs.build import check_classes, freeze, load_evaluation_data, make_eval_step
+from ctl.jobs.build import check_classes, freeze, load_evaluation_data, make_eval_step, model_of
 from ctl.logs.runs import to_json
 
 if TYPE_CHECKING:
@@ -150,7 +150,8 @@ def main() -> None:
     logging.info("strategy: %s", placement.description)
     named.step_class(FLAGS.step)  # what is wrong is said before data are loaded
     named.check_metrics(FLAGS.metrics)
-    dataset = load_evaluation_data(FLAGS)
+    found = config.found(Path(FLAGS.model_dir)) if FLAGS.model_dir else {}
+    dataset = load_evaluation_data(FLAGS, found)
     logging.info("evaluation data: %s", dataset.description)
     check_classes(FLAGS, dataset)
     evaluator = _make_evaluator(dataset, placement.strategy, frozen)
@@ -163,12 +164,12 @@ def main() -> None:
 def _make_evaluator(dataset: Any, strategy: tf.distribute.Strategy, frozen: list[str]) -> Evaluator:
     from ctl.checkpoint.export import load_model
     from ctl.control.evaluator import Evaluator
-    from ctl.jobs.models import check_model, make_model
+    from ctl.jobs.models import check_model
 
     info: Any = dataset.info
     with strategy.scope():
         if FLAGS.model_dir:
-            model = make_model(FLAGS.model, info.image_shape, info.num_classes)
+            model = model_of(FLAGS, info)
             freeze(model, frozen)  # what is frozen has no average
         else:
             model = load_model(FLAGS.model, "model")

@@ -57,8 +57,12 @@ _REFUSED = {
     "multioptimizer": "in Python, give parameter groups",
 }
 
-# Ends of files, see `ctl.data.sources`.
+# Ends of files, see `ctl.data.sources` and `ctl.data.tables`.
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp")
+TABLES = (".csv", ".tsv", ".npz")
+
+# What the labels are that a loss takes.
+CLASSES, BINARY, NUMBERS = "classes", "binary", "numbers"
 
 _MOST_CHOICES = 16  # that an error lists
 
@@ -94,6 +98,28 @@ def check_optimizer_name(name: str) -> None:
 def is_function_name(name: str) -> bool:
     """Whether ``name`` has the form ``package.module:function``."""
     return _FUNCTION.fullmatch(name) is not None
+
+
+def is_path(dataset: str) -> bool:
+    """Whether ``--dataset`` is a file or a folder of the user's, by its form: it begins with ``.``,
+    ``/`` or ``~``, or has an end of `TABLES`."""
+    if is_function_name(dataset):
+        return False
+    return dataset.startswith((".", "/", "~")) or suffix(dataset) in TABLES
+
+
+def suffix(path: str) -> str:
+    """The end of a file's name that says what is in it: ``.csv``, also of ``data.CSV.gz``."""
+    name = path.lower().removesuffix(".gz")
+    dot = name.rfind(".", name.rfind("/") + 2)
+    return name[dot:] if dot > 0 else ""
+
+
+def loss_of(loss: str) -> str:
+    """`CLASSES`, `BINARY` or `NUMBERS`: what the labels are that ``loss`` takes, by its name."""
+    if is_function_name(loss) or loss == "cross_entropy" or "categorical" in loss.lower():
+        return CLASSES
+    return BINARY if "binary" in loss.lower() else NUMBERS
 
 
 def check_model_name(name: str) -> None:
