@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -280,16 +281,16 @@ def _tables(path: Path) -> dict[str, Table]:
                 )
             return tables.read(path)
         files = [p for p in sorted(path.iterdir()) if suffix(p.name) in TABLES and p.is_file()]
-    found: dict[str, Table] = {}
+    found: dict[str, list[Table]] = {}
     for file in files:
-        part = PARTS.get(file.name.partition(".")[0].lower())
-        if part is None or part in found:
+        part = PARTS.get(re.split(r"[-_.]", file.name.lower())[0])  # of train-00000-of-00002.csv
+        if part is None:
             raise UsageError(
                 f"{path} has the tables {tables.listed(p.name for p in files)}: name them train "
                 "and test, or give one of them"
             )
-        found[part] = tables.read(file)["train"]
-    return found
+        found.setdefault(part, []).append(tables.read(file)["train"])
+    return {part: tables.joined(path.name, of_part) for part, of_part in found.items()}
 
 
 def _folders(path: Path) -> dict[str, Path]:

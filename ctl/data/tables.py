@@ -10,6 +10,7 @@ import dataclasses
 import gzip
 import io
 import itertools
+import json
 import lzma
 import zipfile
 import zlib
@@ -45,17 +46,23 @@ class Table:
         columns: numbers, float64 [N], NaN where one is missing; text, object [N], "" where it is
             missing; or numbers of any type and shape [N, ...].
         lines: the line of each row, int64 [N]; None where the file has none.
+        files: the tables that were joined, if this is not of one file.
     """
 
     name: str
     columns: dict[str, np.ndarray]
     lines: np.ndarray | None = None
+    files: Sequence[Table] = ()
 
     def __len__(self) -> int:
         return len(next(iter(self.columns.values()), ()))
 
     def where(self, row: int) -> str:
         """Says where a row is, for messages."""
+        for table in self.files:
+            if row < len(table):
+                return table.where(row)
+            row -= len(table)
         if self.lines is None:
             return f"{self.name}, row {row}"
         return f"{self.name}, line {self.lines[row]}"
@@ -73,10 +80,42 @@ def read(path: Path) -> dict[str, Table]:
             tables = _READERS[suffix(path.name)](path)
         except (gzip.BadGzipFile, EOFError, zlib.error) as error:
             raise UsageError(f"{path.name} is damaged: {_cut(str(error))}") from error
+        except UnicodeDecodeError as error:
+            byte = error.object[error.start]
+            raise UsageError(
+                f"{path.name} is not UTF-8 (byte {byte:#x}): save it as UTF-8"
+            ) from error
     for table in tables.values():
         if not len(table):
             raise UsageError(f"{path.name} has no rows")
     return tables
+
+
+def joined(name: str, parts: Sequence[Table]) -> Table:
+    """The rows of several tables, one after the other.
+
+    Raises:
+        UsageError: they differ in their columns.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    first = parts[0]
+    for other in parts[1:]:
+        for column in {**first.columns, **other.columns}:
+            kinds = [
+                (of.dtype == object, of.shape[1:])
+                for of in (first.columns.get(column), other.columns.get(column))
+                if of is not None
+            ]
+            if len(kinds) < 2 or kinds[0] != kinds[1]:
+                raise UsageError(
+                    f"{first.name} and {other.name} differ in the column {quoted(column)}: give "
+                    "all files of a part the same columns"
+                )
+    columns = {
+        column: np.concatenate([part.columns[column] for part in parts]) for column in first.columns
+    }
+    return Table(name, columns, files=parts)
 
 
 def quoted(text: object) -> str:
@@ -165,17 +204,13 @@ def _opened(path: Path) -> io.TextIOWrapper:
 
 def _rows(path: Path, file: io.TextIOWrapper) -> Iterator[Any]:
     """Yields the line and the cells of each row that is not blank."""
+    first = file.readline()
+    delimiter = max(",;\t", key=first.count)
+    reader = csv.reader(itertools.chain([first], file), delimiter=delimiter, strict=True)
     try:
-        first = file.readline()
-        delimiter = max(",;\t", key=first.count)
-        reader = csv.reader(itertools.chain([first], file), delimiter=delimiter, strict=True)
         for cells in reader:
             if cells and (len(cells) > 1 or cells[0].strip()):
                 yield reader.line_num, cells
-    except UnicodeDecodeError as error:
-        raise UsageError(
-            f"{path.name} is not UTF-8 (byte {error.object[error.start]:#x}): save it as UTF-8"
-        ) from error
     except csv.Error as error:
         raise UsageError(
             f"{path.name}, line {reader.line_num}: it cannot be read as CSV: {_cut(str(error))}"
@@ -243,10 +278,83 @@ def _column(path: Path, name: str, array: np.ndarray) -> np.ndarray:
     return array.astype(np.float64) if array.ndim == 1 else array
 
 
+def _jsonl(path: Path) -> dict[str, Table]:
+    """Lines that are objects of JSON: their keys are the columns."""
+    rows: list[dict[str, Any]] = []
+    lines: list[int] = []
+    with _opened(path) as file:
+        for line, text in enumerate(file, 1):
+            if not text.strip():
+                continue
+            try:
+                row = json.loads(text)
+            except (ValueError, RecursionError) as error:
+                what = _cut(str(error))
+                raise UsageError(f"{path.name}, line {line}: it is not JSON: {what}") from error
+            if not isinstance(row, dict):
+                raise UsageError(
+                    f"{path.name}, line {line} is no object, such as {{{quoted('label')}: 1}}"
+                )
+            rows.append(row)
+            lines.append(line)
+    names = dict.fromkeys(name for row in rows for name in row)
+    columns = {name: _values([row.get(name) for row in rows]) for name in names}
+    return {"train": Table(path.name, columns, np.array(lines, np.int64))}
+
+
+def _values(values: list[Any]) -> np.ndarray:
+    """A column of values of Python: numbers, lists of numbers of one shape, or else text."""
+    kinds = {type(value) for value in values} - {type(None)}
+    try:
+        if kinds <= {int, float, bool}:
+            return np.array([np.nan if value is None else float(value) for value in values])
+        if kinds == {list} and None not in values:
+            return np.array(values, np.float64)
+    except (ValueError, TypeError, OverflowError):
+        pass
+    texts = np.empty(len(values), object)
+    for row, value in enumerate(values):
+        texts[row] = "" if value is None else value if isinstance(value, str) else json.dumps(value)
+    return texts
+
+
+def _parquet(path: Path) -> dict[str, Table]:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError as error:
+        raise UsageError(f"{path.name}: Parquet needs a package: pip install pyarrow") from error
+    try:
+        table = parquet.ParquetFile(path).read()
+    except (pyarrow.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.errno:
+            raise
+        what = str(error).split("\n")[0][:80]
+        raise UsageError(f"{path.name} cannot be read as Parquet: {what}") from error
+    names = table.column_names
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise UsageError(f"{path.name}: the column {quoted(twice)} is there twice: rename one")
+    columns = {}
+    for name, column in zip(names, table.columns, strict=True):
+        if name.startswith("__index_level_"):  # row names of pandas
+            continue
+        kind = column.type
+        is_number = pyarrow.types.is_integer(kind) or pyarrow.types.is_floating(kind)
+        if is_number or pyarrow.types.is_boolean(kind) or pyarrow.types.is_decimal(kind):
+            columns[name] = column.cast(pyarrow.float64(), safe=False).to_numpy()
+        elif pyarrow.types.is_nested(kind) or pyarrow.types.is_null(kind):
+            columns[name] = _values(column.to_pylist())
+        else:
+            columns[name] = _values([v if v is None else str(v) for v in column.to_pylist()])
+    return {"train": Table(path.name, columns)}
+
+
 _READERS: dict[str, Callable[[Path], dict[str, Table]]] = {
     ".csv": _csv,
     ".tsv": _csv,
     ".npz": _npz,
+    ".jsonl": _jsonl,
+    ".parquet": _parquet,
 }
 assert {*_READERS} == {*TABLES}
 

@@ -212,3 +212,12 @@ def test_files_that_are_not_there(tmp_path):
     (tmp_path / "t.txt").touch()
     with pytest.raises(UsageError, match="t.txt is no table that ctl reads: give a folder of imag"):
         Files(tmp_path / "t.txt")
+
+
+def test_a_part_in_several_files(tmp_path):
+    write_table(tmp_path / "train-00000-of-00002.csv")
+    write_table(tmp_path / "train-00001-of-00002.csv", 10)
+    write_table(tmp_path / "test_all.csv", 4)
+    files = Files(tmp_path)
+    assert load(files, "train").num_examples == 50
+    assert load(files, "test", training=False).num_examples == 4

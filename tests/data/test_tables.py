@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import pickle
+import sys
 
 import numpy as np
 import pytest
@@ -245,3 +246,77 @@ def test_every_loss_has_a_kind():
 @pytest.mark.parametrize("cell", ["1_0", "1\0", "0x1", "1,0", "١x"])
 def test_what_python_alone_takes_for_a_number_is_text(tmp_path, cell):
     assert table(tmp_path, f'a,b\n"{cell}",1\n').columns["a"].tolist() == [cell]
+
+
+def test_lines_of_json(tmp_path):
+    lines = ['{"a": 1, "b": "x", "v": [1, 2]}', "", '{"b": null, "a": null, "v": [3, 4.5]}']
+    found = table(tmp_path, "\n".join([*lines, '{"a": true, "b": 3, "v": [5, 6]}']), "t.jsonl")
+    np.testing.assert_array_equal(found.columns["a"], [1, np.nan, 1])
+    assert found.columns["b"].tolist() == ["x", "", "3"]
+    np.testing.assert_array_equal(found.columns["v"], [[1, 2], [3, 4.5], [5, 6]])
+    assert found.where(1) == "t.jsonl, line 3"
+    (tmp_path / "u.jsonl.gz").write_bytes(gzip.compress("\n".join(lines).encode()))
+    assert len(tables.read(tmp_path / "u.jsonl.gz")["train"]) == 2
+    found = table(tmp_path, '{"v": [1], "w": {"x": 1}}\n{"v": [1, 2], "w": 2}\n', "t.jsonl")
+    assert found.columns["v"].tolist() == ["[1]", "[1, 2]"]  # of different lengths: text
+    assert found.columns["w"].tolist() == ['{"x": 1}', "2"]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('{"a": 1}\n{"a": 1\n', "^t.jsonl, line 2: it is not JSON: "),
+        ("[1, 2]\n", "^t.jsonl, line 1 is no object, such as {'label': 1}"),
+        ("[" * 100_000, "^t.jsonl, line 1: it is not JSON: "),
+        ("\n\n", "^t.jsonl has no rows$"),
+    ],
+)
+def test_what_is_no_line_of_json_is_named(tmp_path, text, says):
+    with pytest.raises(UsageError, match=says):
+        table(tmp_path, text, "t.jsonl")
+
+
+def test_parquet(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow", reason="Parquet needs the extra `parquet`")
+    from pyarrow import parquet
+
+    path = tmp_path / "t.parquet"
+    columns = {
+        "a": pyarrow.array([1, None, 3], pyarrow.int32()),
+        "b": pyarrow.array(["x", None, "y"]).dictionary_encode(),
+        "v": pyarrow.array([[1, 2], [3, 4], [5, 6]]),
+        "t": pyarrow.array([0, 1, 2], pyarrow.timestamp("s")),
+        "f": pyarrow.array([True, False, True]),
+        "__index_level_0__": pyarrow.array([7, 8, 9]),
+    }
+    parquet.write_table(pyarrow.table(columns), path)
+    found = tables.read(path)["train"]
+    assert list(found.columns) == ["a", "b", "v", "t", "f"]
+    np.testing.assert_array_equal(found.columns["a"], [1, np.nan, 3])
+    assert found.columns["b"].tolist() == ["x", "", "y"]
+    np.testing.assert_array_equal(found.columns["v"], [[1, 2], [3, 4], [5, 6]])
+    assert found.columns["t"].dtype == object
+    np.testing.assert_array_equal(found.columns["f"], [1, 0, 1])
+    for content in (b"", path.read_bytes()[:-20]):
+        path.write_bytes(content)
+        with pytest.raises(UsageError, match=r"^t.parquet cannot be read as Parquet: "):
+            tables.read(path)
+
+
+def test_parquet_without_its_package(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    (tmp_path / "t.parquet").touch()
+    with pytest.raises(UsageError, match="^t.parquet: Parquet needs a package: pip install pyarr"):
+        tables.read(tmp_path / "t.parquet")
+
+
+def test_several_files_are_one_table(tmp_path):
+    one, two = table(tmp_path, "a,b\n1,x\n2,y\n"), table(tmp_path, "b,a\nz,3\n", "u.csv")
+    both = tables.joined("both", [one, two])
+    np.testing.assert_array_equal(both.columns["a"], [1, 2, 3])
+    assert [both.where(row) for row in range(3)] == [
+        *("t.csv, line 2", "t.csv, line 3", "u.csv, line 2")
+    ]
+    for text in ("a,b\nx,y\n", "a\n1\n", "a,b,c\n1,x,2\n"):
+        with pytest.raises(UsageError, match="^t.csv and v.csv differ in the column '[abc]': "):
+            tables.joined("both", [one, table(tmp_path, text, "v.csv")])
