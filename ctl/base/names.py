@@ -59,7 +59,7 @@ _REFUSED = {
 
 # Ends of files, see `ctl.data.sources` and `ctl.data.tables`.
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp")
-TABLES = (".csv", ".tsv", ".npz", ".jsonl", ".parquet")
+TABLES = (".csv", ".tsv", ".npz", ".jsonl", ".parquet", ".tfrecord")
 
 # What the labels are that a loss takes.
 CLASSES, BINARY, NUMBERS = "classes", "binary", "numbers"

@@ -19,9 +19,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import tensorflow as tf
+from google.protobuf.message import DecodeError
 
 from ctl.base.names import BINARY, CLASSES, NUMBERS, TABLES, suffix
 from ctl.data import index
+from ctl.data.records import compression
 from ctl.errors import UsageError
 
 # Columns that hold the labels where none is named; if there is none of these, the last one does.
@@ -33,6 +36,7 @@ PARTS |= dict.fromkeys(("validation", "valid", "val", "dev"), "validation")
 
 _MISSING = frozenset(("", "na", "n/a", "nan", "null", "none", "?"))  # in a column of numbers
 _MOST_CLASSES = 1000
+_IMAGES = (b"\x89PNG\r\n", b"\xff\xd8\xff")
 _ROWS_AT_ONCE = 1 << 16
 _SHOWN = 40  # characters of a name or a value, and names of a list
 
@@ -349,12 +353,65 @@ def _parquet(path: Path) -> dict[str, Table]:
     return {"train": Table(path.name, columns)}
 
 
+def _tfrecord(path: Path) -> dict[str, Table]:
+    """Records that are a `tf.train.Example` each: its features are the columns."""
+    with open(path, "rb") as file:
+        kind = compression(file.read(2))
+    rows: list[dict[str, Any]] = []
+    try:
+        for record in tf.data.TFRecordDataset(str(path), kind).as_numpy_iterator():
+            example = tf.train.Example.FromString(record)
+            row = {}
+            for name, feature in example.features.feature.items():
+                values = getattr(feature, feature.WhichOneof("kind") or "int64_list").value
+                row[name] = [_text_or_image(v) if isinstance(v, bytes) else v for v in values]
+            rows.append(row)
+    except DecodeError as error:
+        raise UsageError(f"{path.name}, record {len(rows)} is no tf.train.Example") from error
+    except tf.errors.OpError as error:
+        raise UsageError(
+            f"{path.name}, record {len(rows)} is damaged: {_cut(error.message)}"
+        ) from error
+    except ValueError as error:
+        raise UsageError(f"{path.name}, record {len(rows)}: {error}") from error
+    names = sorted({name for row in rows for name in row})  # they have no order
+    return {"train": Table(path.name, {name: _feature(path, name, rows) for name in names})}
+
+
+def _text_or_image(value: bytes) -> str | np.ndarray:
+    if value.startswith(_IMAGES):
+        return tf.io.decode_image(value, expand_animations=False).numpy()
+    try:
+        return value.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError("it has bytes that are neither text in UTF-8 nor PNG or JPEG") from error
+
+
+def _feature(path: Path, name: str, rows: Sequence[dict[str, list[Any]]]) -> np.ndarray:
+    """A column: one value of each record, or arrays of one shape."""
+    lists = [row.get(name, []) for row in rows]
+    if {len(values) for values in lists} <= {0, 1}:
+        values: list[Any] = [one[0] if one else None for one in lists]
+        if not any(isinstance(value, np.ndarray) for value in values):
+            return _values(values)
+    else:
+        values = [np.array(value) for value in lists]
+    shapes = {np.shape(value) for value in values}
+    if len(shapes) > 1 or np.asarray(values[0]).dtype.kind not in "iuf":
+        raise UsageError(
+            f"{path.name}: {quoted(name)} has values of several sizes or of text: read the file by "
+            "a function of your own, with ctl.data.records.TFRecords"
+        )
+    return np.stack(values)
+
+
 _READERS: dict[str, Callable[[Path], dict[str, Table]]] = {
     ".csv": _csv,
     ".tsv": _csv,
     ".npz": _npz,
     ".jsonl": _jsonl,
     ".parquet": _parquet,
+    ".tfrecord": _tfrecord,
 }
 assert {*_READERS} == {*TABLES}
 

@@ -8,6 +8,7 @@ import sys
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from ctl.base.names import BINARY, CLASSES, NUMBERS
 from ctl.data import tables
@@ -320,3 +321,61 @@ def test_several_files_are_one_table(tmp_path):
     for text in ("a,b\nx,y\n", "a\n1\n", "a,b,c\n1,x,2\n"):
         with pytest.raises(UsageError, match="^t.csv and v.csv differ in the column '[abc]': "):
             tables.joined("both", [one, table(tmp_path, text, "v.csv")])
+
+
+def example(**features) -> bytes:
+    """A serialized `tf.train.Example`."""
+    made = {}
+    for name, values in features.items():
+        values = values if isinstance(values, list) else [values]
+        kind = {int: "int64", float: "float", bytes: "bytes"}[type(values[0])]
+        of_kind = getattr(tf.train, f"{kind.title()}List")(value=values)
+        made[name] = tf.train.Feature(**{f"{kind}_list": of_kind})
+    return tf.train.Example(features=tf.train.Features(feature=made)).SerializeToString()
+
+
+@pytest.mark.parametrize("kind", ["", "GZIP", "ZLIB"])
+def test_records_of_examples(tmp_path, kind):
+    pixels = np.arange(12, dtype=np.uint8).reshape(2, 2, 3)
+    image = tf.io.encode_png(pixels).numpy()
+    path = tmp_path / ("t.tfrecord.gz" if kind else "t.tfrecord")
+    with tf.io.TFRecordWriter(str(path), kind) as writer:
+        writer.write(example(image=image, label=3, name=b"x", vector=[1.5, 2.0]))
+        writer.write(example(image=image, label=5, vector=[3.5, 4.0]))
+    found = tables.read(path)["train"]
+    assert list(found.columns) == ["image", "label", "name", "vector"]
+    np.testing.assert_array_equal(found.columns["image"], [pixels, pixels])
+    np.testing.assert_array_equal(found.columns["label"], [3, 5])
+    assert found.columns["name"].tolist() == ["x", ""] and found.where(1) == f"{path.name}, row 1"
+    np.testing.assert_array_equal(found.columns["vector"], [[1.5, 2], [3.5, 4]])
+    features, labels = tables.arrays(found, tables.choose(found, features=["image"]))
+    assert features.dtype == np.uint8 and labels.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("records", "says"),
+    [
+        ([], "^t.tfrecord has no rows$"),
+        ([b"\xff"], "^t.tfrecord, record 0 is no tf.train.Example$"),
+        ([example(a=1), example(a=b"\xff\xfe")], "^t.tfrecord, record 1: it has bytes that are"),
+        ([example(a=[1, 2]), example(a=[1])], "^t.tfrecord: 'a' has values of several sizes"),
+        ([example(a=[b"x", b"y"])], "^t.tfrecord: 'a' has values of several sizes or of text"),
+    ],
+)
+def test_records_that_are_no_examples_are_named(tmp_path, records, says):
+    with tf.io.TFRecordWriter(str(tmp_path / "t.tfrecord")) as writer:
+        for record in records:
+            writer.write(record)
+    with pytest.raises(UsageError, match=says):
+        tables.read(tmp_path / "t.tfrecord")
+
+
+def test_damaged_records_are_named(tmp_path):
+    with tf.io.TFRecordWriter(str(tmp_path / "t.tfrecord")) as writer:
+        writer.write(example(a=1))
+        writer.write(example(a=2))
+    content = (tmp_path / "t.tfrecord").read_bytes()
+    for damaged in (content[:-3], content[:-9] + b"x" + content[-8:]):
+        (tmp_path / "t.tfrecord").write_bytes(damaged)
+        with pytest.raises(UsageError, match="^t.tfrecord, record 1 is damaged: "):
+            tables.read(tmp_path / "t.tfrecord")
