@@ -257,7 +257,9 @@ def _warn_of_selection(info: Any) -> None:
 
 def _check_given() -> None:
     """Raises `UsageError` if a flag is given that has no effect on this evaluation."""
-    check_without_effect(("train_split", "shuffle_block"), "on an evaluation: leave it out")
+    check_without_effect(
+        ("train_split", "shuffle_block", "oversample"), "on an evaluation: leave it out"
+    )
     groups.check_data_flags()
     if FLAGS.dataset != "synthetic" and not names.is_function_name(FLAGS.dataset):
         check_without_effect(["seed"], f"with --dataset={FLAGS.dataset}: leave it out")

@@ -19,6 +19,7 @@ from ctl.data import image_files, index, tables
 from ctl.data.dataset import DatasetInfo
 from ctl.data.in_memory import InMemory
 from ctl.data.load import Splits, in_memory_or_streamed
+from ctl.data.order import oversampled
 from ctl.data.sources import Arrays, ImageFolder
 from ctl.data.streaming import Streaming
 from ctl.data.tables import PARTS, Choice, Table
@@ -191,17 +192,26 @@ class Files:
         global_batch_size: int,
         training: bool,
         seed: int = 0,
+        oversample: bool = False,
         resident_limit_mib: float = 1024,
         shuffle_block: int = 1,
         on_bad_record: str = "stop",
     ) -> InMemory | Streaming:
         """Loads ``split``, the training data first; see `ctl.data.load` for the others.
 
+        Args:
+            oversample: repeats examples of a training until all classes have as many, see
+                `ctl.data.order.oversampled`.
+
         Raises:
-            UsageError: there is no such split, a file is damaged, or there are fewer examples than
-                a training batch.
+            UsageError: there is no such split, a file is damaged, there are fewer examples than a
+                training batch, or no classes to ``oversample``.
         """
         part, rows = self._rows(split)
+        if oversample and training:
+            if not self._info.class_names:
+                raise UsageError(f"{self._info.name} has no classes: leave out --oversample")
+            rows = rows[oversampled(self._labels(part)[rows])]
         source: Any = self._sources[part].part(rows)
         if training and isinstance(source, Arrays) and source.arrays[0].ndim == 2:
             values = source.arrays[0].astype(np.float64)
@@ -225,14 +235,17 @@ class Files:
             seed=seed,
         )
 
-    def _counts(self, part: str, rows: np.ndarray) -> int | list[int]:
-        """The examples of each class; of all, if there are no classes."""
+    def _labels(self, part: str) -> np.ndarray:
+        """The classes of all examples of a part, integers [N]."""
         source = self._sources[part]
         labels = source.labels if isinstance(source, ImageFolder) else source.arrays[1]
+        return labels.astype(np.int64)
+
+    def _counts(self, part: str, rows: np.ndarray) -> int | list[int]:
+        """The examples of each class; of all, if there are no classes."""
         if not self._info.class_names:
             return len(rows)
-        classes = len(self._info.class_names)
-        return np.bincount(labels[rows].astype(np.int64), minlength=classes).tolist()
+        return np.bincount(self._labels(part)[rows], minlength=len(self._info.class_names)).tolist()
 
     def table(self) -> list[str]:
         """What was found and loaded, for the log: columns, and examples of each class."""

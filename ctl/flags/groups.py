@@ -100,13 +100,19 @@ def define_data_flags(of_a_run: bool = False) -> None:
             "Consecutive records that a stream reads and shuffles as one unit.",
             1,
         )
+        flags.DEFINE_boolean(
+            "oversample",
+            False,
+            "Repeat training examples of your own files until all classes have as many.",
+        )
         about = "On a damaged example: stop and name it, or replace it with the next one."
         flags.DEFINE_enum("on_bad_record", "stop", ["stop", "skip"], about)
     check_flags(["features", "labels", "dataset", "image_shape"], _check_columns)
     check_flags(["image_shape"], lambda image_shape: image_shape_from(image_shape))
     check_flags(["dataset", "data_dir"], _check_dataset)
     if not of_a_run:
-        names_of_data = ["dataset", "data_dir", "image_shape", *_OF_FILES, *_OF_SYNTHETIC]
+        names_of_data = ["dataset", "data_dir", "image_shape", "oversample"]
+        names_of_data += [*_OF_FILES, *_OF_SYNTHETIC]
         check_flags(names_of_data, lambda **_: check_data_flags())
 
 
@@ -132,6 +138,7 @@ _OF_FILES = (
     *("resident_limit_mib", "shuffle_block", "on_bad_record"),
 )
 _OF_SYNTHETIC = ("num_classes", "num_examples")
+_OF_OWN_FILES = ("oversample",)
 
 
 def _absolute(dataset: str) -> str:
@@ -153,12 +160,13 @@ def _check_dataset(dataset: str, data_dir: str | None) -> None:
 def check_data_flags() -> None:
     """Raises `UsageError` if a flag is given that has no effect on the data of ``--dataset``."""
     dataset, data_dir = flags.FLAGS.dataset, flags.FLAGS.data_dir
-    unused: tuple[str, ...] = _OF_SYNTHETIC
+    unused: tuple[str, ...] = (*_OF_SYNTHETIC, *_OF_OWN_FILES)
     remedy = "leave it out"
     if names.is_function_name(dataset):
-        unused, remedy = (*_OF_FILES, *_OF_SYNTHETIC, "image_shape"), "decide it there"
+        unused = (*_OF_FILES, *_OF_OWN_FILES, *_OF_SYNTHETIC, "image_shape")
+        remedy = "decide it there"
     elif dataset == "synthetic":
-        unused = (*_OF_FILES, "data_dir")
+        unused = (*_OF_FILES, *_OF_OWN_FILES, "data_dir")
     elif names.is_path(dataset):
         unused = (*_OF_SYNTHETIC, "data_dir", "download")
         if early.has_table(dataset):
@@ -296,7 +304,8 @@ def define_step_flags() -> None:
             "class_weight",
             None,
             "Weights of classes in the training, e.g. 0:1,1:5. Other classes have the weight 1. "
-            "For labels that are integers (default: none).",
+            "balanced: such that all classes have the same sum. For labels that are integers "
+            "(default: none).",
         )
         flags.DEFINE_float("clip_norm", None, "Maximum global norm of the reduced gradient.")
         flags.DEFINE_integer(
@@ -350,7 +359,7 @@ def define_step_flags() -> None:
             lower_bound=0,
         )
     check_flags(["optimizer"], lambda optimizer: names.check_optimizer_name(optimizer))
-    check_flags(["class_weight"], class_weight_from)
+    check_flags(["class_weight", "oversample"], _check_balance)
     check_flags(["loss", "label_smoothing"], _check_smoothing)
     check_flags(
         ["clip_norm", "ema_decay", "momentum", "weight_decay", "label_smoothing"], _check_step
@@ -365,6 +374,18 @@ def _size_or_auto(text: str | int) -> str | int:
     raise ValueError("must be a number of bytes, 0 or more, or auto")
 
 
+BALANCED = ["balanced"]  # of --class_weight
+
+
+def _check_balance(class_weight: list[str] | None, oversample: bool) -> None:
+    if class_weight != BALANCED:
+        class_weight_from(class_weight)
+    elif oversample:
+        raise UsageError(
+            "--oversample and --class_weight=balanced both make classes count alike: give one"
+        )
+
+
 def class_weight_from(class_weight: list[str] | None) -> dict[int, float] | None:
     """Parses ``["0:1", "1:5"]`` as the argument of `ctl.TrainStep`; None without weights.
 
@@ -377,7 +398,7 @@ def class_weight_from(class_weight: list[str] | None) -> dict[int, float] | None
         if not label.isdecimal() or int(label) in weights:
             raise UsageError(
                 f"--class_weight={','.join(class_weight or ())}: {text} is not CLASS:WEIGHT, or "
-                "repeats a class: write e.g. 0:1,1:5"
+                "repeats a class: write e.g. 0:1,1:5, or balanced"
             )
         try:
             value = float(weight)

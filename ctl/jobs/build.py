@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from ctl.phases.base_step import EvalStep
 
 
+_SHOWN = 20  # weights of classes in the log
+
+
 class Prepared(NamedTuple):
     """What `make_loop` makes a loop of.
 
@@ -289,7 +292,7 @@ def load_data(
     if files and name and is_path(name):
         files = open_files(flags, name, files.schema)
     if files and (not name or is_path(name)):
-        return files.load(split or "train", **order)
+        return files.load(split or "train", oversample=flags.oversample, **order)
     of_tfds: dict[str, Any] = order | {
         "split": split,
         "data_dir": flags.data_dir,
@@ -333,6 +336,40 @@ def make_eval_step(flags: FlagValues, model: keras.Model) -> EvalStep:
     evaluates = kind(model, loss, metrics)
     evaluates.weighting = flags.weighting  # a class of the user's need not take it
     return evaluates
+
+
+def class_weights(flags: FlagValues, prepared: Prepared) -> dict[int, float] | None:
+    """The weights of classes in the training that ``--class_weight`` names.
+
+    With ``balanced``, examples / (classes x examples of the class): each class has the same sum.
+    Classes without examples are not counted.
+
+    Raises:
+        UsageError: the examples of each class are not known.
+    """
+    if flags.class_weight != groups.BALANCED:
+        return groups.class_weight_from(flags.class_weight)
+    import numpy as np
+
+    from ctl.data import Augmented, InMemory
+
+    train = prepared.train.dataset if isinstance(prepared.train, Augmented) else prepared.train
+    counts = prepared.found.get("examples", {}).get(train.info.split)
+    if not isinstance(counts, list):
+        arrays = train.arrays if isinstance(train, InMemory) else ()
+        labels: Any = arrays[1] if isinstance(arrays, tuple) and len(arrays) > 1 else None
+        is_class = isinstance(labels, np.ndarray) and labels.ndim == 1 and labels.dtype.kind in "iu"
+        if not is_class or labels.min() < 0:
+            raise UsageError(
+                "--class_weight=balanced counts the classes, integers [n], of files of your own or "
+                "of data in memory: raise --resident_limit_mib, or give weights such as 0:1,1:5"
+            )
+        counts = np.bincount(labels).tolist()
+    there = {label: count for label, count in enumerate(counts) if count}
+    weights = {label: sum(counts) / (len(there) * count) for label, count in there.items()}
+    shown = ", ".join(f"{label}: {weight:.3g}" for label, weight in [*weights.items()][:_SHOWN])
+    logging.info("class weights: %s%s", shown, ", …" if len(weights) > _SHOWN else "")
+    return weights
 
 
 def make_loop(prepared: Prepared, checkpoints: Any = None) -> Loop:
@@ -379,7 +416,7 @@ def make_loop(prepared: Prepared, checkpoints: Any = None) -> Loop:
             smoothed if flags.label_smoothing else named.loss_function(flags.loss),
             metrics=named.make_metrics(flags.metrics, flags.loss, step_class),
             weighting=flags.weighting,
-            class_weight=groups.class_weight_from(flags.class_weight),
+            class_weight=class_weights(flags, prepared),
             clip_norm=flags.clip_norm,
             accumulate_steps=flags.accumulate_steps,
             ema_decay=flags.ema_decay,

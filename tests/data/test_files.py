@@ -221,3 +221,26 @@ def test_a_part_in_several_files(tmp_path):
     files = Files(tmp_path)
     assert load(files, "train").num_examples == 50
     assert load(files, "test", training=False).num_examples == 4
+
+
+def test_rare_classes_are_repeated_in_the_training_only(tmp_path):
+    rows = [f"{n},{n},{'a' if n % 5 else 'b'}" for n in range(40)]
+    (tmp_path / "t.csv").write_text("\n".join(["x,z,kind", *rows, ""]))
+    files = Files(tmp_path / "t.csv")
+    train = load(files, "train[:90%]", oversample=True)
+    held = load(files, "train[90%:]", training=False, oversample=True)
+    first, second = np.bincount(train.arrays[1])
+    assert first == second and held.num_examples == 4
+    assert files.schema["examples"]["train[:90%]"] == [first, second]
+    assert not {*train.arrays[0].ravel()} & {*held.arrays[0].ravel()}
+    with pytest.raises(UsageError, match="t.csv has no classes: leave out --oversample"):
+        load(Files(tmp_path / "t.csv", labels=["x"], loss_of=NUMBERS), "train", oversample=True)
+
+
+def test_streamed_images_of_rare_classes_are_repeated(tmp_path):
+    write_images(tmp_path, 4)
+    for n in (1, 2, 3):
+        (tmp_path / "emu" / f"{n}.png").unlink()
+    stream = load(Files(tmp_path), "train", oversample=True, resident_limit_mib=0)
+    _, labels = stream.read(np.arange(len(stream._source)))
+    assert np.bincount(labels).tolist() == [4, 4, 4] and stream.num_examples == 12

@@ -88,6 +88,18 @@ WRONG = [
     (("--class_weight=cat:5",), "--class_weight=cat:5: cat:5 is not CLASS:WEIGHT, or rep"),
     (("--class_weight=0:1,0:2",), "--class_weight=0:1,0:2: 0:2 is not CLASS:WEIGHT, or rep"),
     (("--class_weight=0:1,1:0",), "--class_weight of class 1 must be a number above 0, not 0.0"),
+    (
+        ("--class_weight=balance",),
+        "balance is not CLASS:WEIGHT, .* write e.g. 0:1,1:5, or balanced",
+    ),
+    (
+        ("--dataset=.", "--class_weight=balanced", "--oversample"),
+        "both make classes count alike: give one",
+    ),
+    (
+        ("--oversample",),
+        "--oversample has no effect with --dataset=fashion_mnist_mini: leave it out",
+    ),
     (("--class_weight=0:few",), "--class_weight of class 0 must be a number above 0, not nan"),
     (("--profile_steps=0:10",), "'0:10' is not a window of steps"),
     (("--best_metric=f1",), "--best_metric=f1: add --best_mode=max or --best_mode=min"),
