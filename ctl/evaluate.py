@@ -22,7 +22,7 @@ from ctl.flags.parsing import (
     imported_flags,
     run_command,
 )
-from ctl.jobs.build import check_classes, freeze, load_evaluation_data, make_eval_step
+from ctl.jobs.build import check_classes, freeze, load_evaluation_data, make_eval_step, model_of
 from ctl.logs.runs import to_json
 
 if TYPE_CHECKING:
@@ -151,7 +151,8 @@ def main() -> None:
     logging.info("strategy: %s", placement.description)
     named.step_class(FLAGS.step)  # what is wrong is said before data are loaded
     named.check_metrics(FLAGS.metrics)
-    dataset = load_evaluation_data(FLAGS)
+    found = config.found(Path(FLAGS.model_dir)) if FLAGS.model_dir else {}
+    dataset = load_evaluation_data(FLAGS, found)
     logging.info("evaluation data: %s", dataset.description)
     check_classes(FLAGS, dataset)
     evaluator = _make_evaluator(dataset, placement.strategy, frozen)
@@ -164,12 +165,12 @@ def main() -> None:
 def _make_evaluator(dataset: Any, strategy: tf.distribute.Strategy, frozen: list[str]) -> Evaluator:
     from ctl.checkpoint.export import load_model
     from ctl.control.evaluator import Evaluator
-    from ctl.jobs.models import check_model, make_model
+    from ctl.jobs.models import check_model
 
     info: Any = dataset.info
     with strategy.scope():
         if FLAGS.model_dir:
-            model = make_model(FLAGS.model, info.image_shape, info.num_classes)
+            model = model_of(FLAGS, info)
             freeze(model, frozen)  # what is frozen has no average
         else:
             model = load_model(FLAGS.model, "model")
@@ -257,7 +258,9 @@ def _warn_of_selection(info: Any) -> None:
 
 def _check_given() -> None:
     """Raises `UsageError` if a flag is given that has no effect on this evaluation."""
-    check_without_effect(("train_split", "shuffle_block"), "on an evaluation: leave it out")
+    check_without_effect(
+        ("train_split", "shuffle_block", "oversample"), "on an evaluation: leave it out"
+    )
     groups.check_data_flags()
     if FLAGS.dataset != "synthetic" and not names.is_function_name(FLAGS.dataset):
         check_without_effect(["seed"], f"with --dataset={FLAGS.dataset}: leave it out")

@@ -122,6 +122,7 @@ def _train(model_dir: Path) -> None:
     placement = prepared.placement
     if manifest.paths(model_dir / "checkpoints"):
         _check_evaluation(model_dir, prepared.evaluation.info.split)
+        config.check_found(model_dir, prepared.found)
     chief = is_chief(placement.strategy)
     with contextlib.ExitStack() as stack:
         if placement.heartbeats:
@@ -225,6 +226,7 @@ def _write_config(
         chosen=chosen | {"train_split": train.split, "eval_split": evaluation.split},
         code=code,
         step=saved.step if saved else None,
+        found=prepared.found,
     )
 
 

@@ -308,7 +308,7 @@ def test_a_folder_that_the_embedded_data_do_not_read(tmp_path):
         with pytest.raises(UsageError, match="has no effect .* comes with ctl: name the dataset"):
             early.check_data_dir(embedded, str(folder))
     (photos / "train" / "cat" / "1.JPG").touch()
-    with pytest.raises(UsageError, match="ImageFolder .* give --dataset=package.module:function"):
+    with pytest.raises(UsageError, match=f"to train on its images, give --dataset={photos}: "):
         early.check_data_dir(embedded, str(photos))
     (prepared / embedded / "1.0.0" / "dataset_info.json").touch()
     early.check_data_dir(embedded, str(prepared))

@@ -87,8 +87,12 @@ _REFUSED = {
     "multioptimizer": "in Python, give parameter groups",
 }
 
-# Ends of files, see `ctl.data.sources`.
+# Ends of files, see `ctl.data.sources` and `ctl.data.tables`.
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp")
+TABLES = (".csv", ".tsv", ".npz", ".jsonl", ".parquet", ".tfrecord")
+
+# What the labels are that a loss takes.
+CLASSES, BINARY, NUMBERS = "classes", "binary", "numbers"
 
 # How code of the user's is named.
 YOURS = "package.module:function or file.py:function"
@@ -156,6 +160,28 @@ def code_name(name: str) -> CodeName:
         return CodeName(module, attribute, None)
     file = Path(module).expanduser().absolute()
     return CodeName(file.stem, attribute, file)
+
+
+def is_path(dataset: str) -> bool:
+    """Whether ``--dataset`` is a file or a folder of the user's, by its form: it begins with ``.``,
+    ``/`` or ``~``, or has an end of `TABLES`."""
+    if is_function_name(dataset):
+        return False
+    return dataset.startswith((".", "/", "~")) or suffix(dataset) in TABLES
+
+
+def suffix(path: str) -> str:
+    """The end of a file's name that says what is in it: ``.csv``, also of ``data.CSV.gz``."""
+    name = path.lower().removesuffix(".gz")
+    dot = name.rfind(".", name.rfind("/") + 2)
+    return name[dot:] if dot > 0 else ""
+
+
+def loss_of(loss: str) -> str:
+    """`CLASSES`, `BINARY` or `NUMBERS`: what the labels are that ``loss`` takes, by its name."""
+    if is_function_name(loss) or loss == "cross_entropy" or "categorical" in loss.lower():
+        return CLASSES
+    return BINARY if "binary" in loss.lower() else NUMBERS
 
 
 def check_model_name(name: str) -> None:

@@ -4,6 +4,7 @@ from ctl.data import text
 from ctl.data.adapters import PyDatasetBatches, as_dataset
 from ctl.data.augment import Augmented
 from ctl.data.dataset import Dataset, DatasetInfo
+from ctl.data.files import Files
 from ctl.data.global_batches import GlobalBatches
 from ctl.data.in_memory import InMemory
 from ctl.data.load import Splits, load, load_columns, selection_splits, synthetic
@@ -14,6 +15,7 @@ __all__ = [
     "Augmented",
     "Dataset",
     "DatasetInfo",
+    "Files",
     "GlobalBatches",
     "InMemory",
     "Mixture",

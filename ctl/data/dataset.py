@@ -16,16 +16,22 @@ class DatasetInfo:
     """A description of a dataset, for models and reports. ``None`` and empty mean unknown.
 
     Attributes:
-        image_shape: [height, width, channels].
+        image_shape: [height, width, channels]; of a table, [columns].
         class_names: in the order of the labels.
+        num_outputs: of a model, where the labels are numbers and no classes.
+        mean, deviation: of each column of a table, in the training data: a model of ctl begins by
+            standardizing the columns.
     """
 
     name: str
     version: str = ""
     split: str = ""
-    image_shape: tuple[int, int, int] | None = None
+    image_shape: tuple[int, ...] | None = None
     num_classes: int | None = None
     class_names: tuple[str, ...] = ()
+    num_outputs: int | None = None
+    mean: tuple[float, ...] = ()
+    deviation: tuple[float, ...] = ()
 
 
 class Dataset(Protocol):

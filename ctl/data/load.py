@@ -15,6 +15,7 @@ from ctl.data import tfds_source
 from ctl.data.dataset import DatasetInfo, check_batch_size
 from ctl.data.errors import translate_data_errors
 from ctl.data.in_memory import InMemory
+from ctl.data.sources import Arrays
 from ctl.data.streaming import Streaming
 from ctl.data.tfds_source import Columns, ImageSource
 from ctl.errors import UsageError
@@ -60,15 +61,17 @@ def _open(
     return builder, split
 
 
-def _in_memory_or_streamed(
-    source: ImageSource | Columns,
+def in_memory_or_streamed(
+    source: Any,
     resident_limit_mib: float,
     shuffle_block: int,
     on_bad_record: str,
     **order: Any,
 ) -> InMemory | Streaming:
     """Keeps a split in memory if it fits, and streams it if not; see `load` for the arguments.
-    ``order``: ``global_batch_size``, ``training`` and ``seed``."""
+
+    ``source`` has ``info``, ``description`` and ``decoded_bytes``. ``order`` is
+    ``global_batch_size``, ``training`` and ``seed``."""
     check_batch_size(order["global_batch_size"], len(source), order["training"])
     mib = source.decoded_bytes / 2**20
     if mib > resident_limit_mib:
@@ -129,7 +132,7 @@ def load(
             ``shuffle_block`` other than 1 is for training data that are kept in memory.
     """
     builder, split = _open(name, data_dir, download, split, training)
-    return _in_memory_or_streamed(
+    return in_memory_or_streamed(
         ImageSource(builder, split, image_shape),
         resident_limit_mib,
         shuffle_block,
@@ -171,7 +174,7 @@ def load_columns(
             size.
     """
     builder, split = _open(name, data_dir, download, split, training)
-    return _in_memory_or_streamed(
+    return in_memory_or_streamed(
         Columns(builder, split, features, labels),
         resident_limit_mib,
         shuffle_block,
@@ -182,7 +185,9 @@ def load_columns(
     )
 
 
-def _arrays(source: ImageSource | Columns, on_bad_record: str, description: str) -> Any:
+def _arrays(source: Any, on_bad_record: str, description: str) -> Any:
+    if isinstance(source, Arrays):
+        return source.arrays
     if isinstance(source, ImageSource) and source.is_sequential and on_bad_record == "stop":
         with contextlib.suppress(tf.errors.OpError):  # `read_all` names what is damaged
             return source.in_order()

@@ -84,6 +84,21 @@ class Shuffle:
         return np.random.Philox(key=np.array([self._seed, epoch], np.uint64))
 
 
+def oversampled(labels: np.ndarray, seed: int = 0) -> np.ndarray:
+    """Examples of which each class has as many as the largest, int64 [classes x largest].
+
+    Each example of a class is there equally often, or once more than others, which ``seed`` draws.
+
+    Args:
+        labels: the class of each example, integers [N].
+        seed: of the examples that are there once more.
+    """
+    random = np.random.RandomState(seed & 0xFFFFFFFF)  # its numbers are those of any version
+    classes, counts = np.unique(labels, return_counts=True)
+    rows = [random.permutation(np.flatnonzero(labels == one)) for one in classes]
+    return np.sort(np.concatenate([np.resize(one, counts.max()) for one in rows]))
+
+
 def permuted(positions: np.ndarray, size: int, keys: np.ndarray) -> np.ndarray:
     """Returns the images of ``positions`` under a permutation of 0 … ``size`` - 1.
 

@@ -178,7 +178,7 @@ def _check_headers(
     else:
         return
     intact, begin = first + number, offsets[number]
-    if not intact and (kind := _compression(headers[0])):
+    if not intact and (kind := compression(headers[0])):
         raise UsageError(
             f"{path} is compressed ({kind}), so its records cannot be read in any order: write it "
             "without compression" + (f", as gzip -dc {path.name} does" if kind == "GZIP" else "")
@@ -192,8 +192,8 @@ def _check_headers(
     )
 
 
-def _compression(begin: bytes) -> str:
-    """What the first bytes of a file look like."""
+def compression(begin: bytes) -> str:
+    """The compression of a file that has these first bytes: ``GZIP``, ``ZLIB``, or "" for none."""
     if begin[:2] == b"\x1f\x8b":
         return "GZIP"
     is_zlib = begin[:1] == b"\x78" and int.from_bytes(begin[:2], "big") % 31 == 0  # RFC 1950

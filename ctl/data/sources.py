@@ -7,9 +7,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import hashlib
 import json
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -148,16 +150,20 @@ def mapped(path: str | os.PathLike[str]) -> np.ndarray:
 
 
 class Arrays:
-    """A nest of arrays of equal length, in memory or `mapped`."""
+    """A nest of arrays of equal length, in memory or `mapped`.
+
+    Attributes:
+        arrays: the nest.
+    """
 
     def __init__(self, arrays: Any, info: DatasetInfo | None = None):
         self.info = info or DatasetInfo("arrays")
         try:
-            self._arrays = _map(as_array, arrays)
+            self.arrays = _map(as_array, arrays)
         except ValueError as error:
             raise UsageError(f"{self.info.name}: there are lists of different lengths") from error
-        check(self._arrays, self.info.name)
-        shapes = [array.shape for array in tf.nest.flatten(self._arrays)]
+        check(self.arrays, self.info.name)
+        shapes = [array.shape for array in tf.nest.flatten(self.arrays)]
         if () in shapes or len({shape[0] for shape in shapes}) != 1:
             raise UsageError(
                 "the arrays of a source must have one length; their shapes are "
@@ -168,14 +174,23 @@ class Arrays:
     def __len__(self) -> int:
         return self._length
 
+    @property
+    def decoded_bytes(self) -> int:
+        """Bytes of all examples."""
+        return sum(array.nbytes for array in tf.nest.flatten(self.arrays))
+
+    def part(self, rows: np.ndarray) -> Arrays:
+        """The examples ``rows``, int64 [n]."""
+        return Arrays(_map(lambda array: array[rows], self.arrays), self.info)
+
     def read(self, indices: np.ndarray) -> Any:
         """See `Source.read`."""
-        return tf.nest.map_structure(lambda array: array[indices], self._arrays)
+        return tf.nest.map_structure(lambda array: array[indices], self.arrays)
 
     def content_hash(self) -> str:
         """Returns a hash of the types, the shapes and 64 rows; reading all could take hours."""
         rows = np.linspace(0, self._length - 1, _HASHED_ROWS).astype(np.int64)
-        return content_hash(self._arrays, rows)
+        return content_hash(self.arrays, rows)
 
 
 class Items:
@@ -430,6 +445,23 @@ class ImageFolder:
 
     def __len__(self) -> int:
         return len(self._names)
+
+    @property
+    def labels(self) -> np.ndarray:
+        """The class of each image, int64 [N]."""
+        return self._labels
+
+    @property
+    def decoded_bytes(self) -> int:
+        """Bytes of all decoded images and labels."""
+        return len(self) * (math.prod(self._image_shape) + 8)
+
+    def part(self, rows: np.ndarray) -> ImageFolder:
+        """The images ``rows``, int64 [n], with the same classes."""
+        part = copy.copy(self)
+        part._names, part._labels = self._names[rows], self._labels[rows]
+        part.__dict__.pop("_content", None)
+        return part
 
     def _path(self, index: int) -> Path:
         name = os.fsdecode(self._names[index])

@@ -57,6 +57,7 @@ _START = "only a run that begins uses it"
 _FIXED = {
     **dict.fromkeys(("dataset", "train_split", "num_examples", "global_batch_size"), _ORDER),
     **dict.fromkeys(("seed", "shuffle_block", "image_shape", "features", "labels"), _ORDER),
+    "oversample": _ORDER,
     "augment": "the checkpoints name the data with it",
     **dict.fromkeys(("model", "num_classes", "step", "optimizer", "ema_decay", "freeze"), _STATE),
     "precision": "the checkpoints hold the loss scale of float16",
@@ -73,9 +74,11 @@ def write(
     chosen: Mapping[str, Any] | None = None,
     code: Mapping[str, Any] | None = None,
     step: int | None = None,
+    found: Mapping[str, Any] | None = None,
 ) -> None:
     """Writes the flags ``names``, the values ``chosen`` for flags that leave a choice, the ``code``
-    of the step (`ctl.control.source_hash.identity`), and versions of packages. If the run resumes
+    of the step (`ctl.control.source_hash.identity`), what was ``found`` in files of the user's, and
+    versions of packages. If the run resumes
     at ``step``, flags that have changed are added to its ``history``. Also writes the flags as a
     file for ``--flagfile``. Deletes unfinished files of killed runs in ``model_dir``.
 
@@ -99,6 +102,7 @@ def write(
         "flags": {name: _stored(values[name]) for name in names},
         "history": history,
         "chosen": dict(chosen or {}),
+        "data": dict(found or {}),
         # The checkpoints hold the settings of its layers.
         "code": {name: value for name, value in (code or {}).items() if name != "model"},
         "versions": versions,
@@ -166,6 +170,26 @@ def chosen(model_dir: Path, name: str, kind: type[int] | type[str]) -> Any:
     if type(value) is not kind or (isinstance(value, int) and value < 0):
         return None
     return value
+
+
+def found(model_dir: Path) -> dict[str, Any]:
+    """What the run in ``model_dir`` found in files of the user's, see `ctl.data.Files.schema`. Not
+    trusted. Empty if there is no run, or it has other data."""
+    of = _read(model_dir).get("data")
+    return of if isinstance(of, dict) else {}
+
+
+def check_found(model_dir: Path, now: Mapping[str, Any]) -> None:
+    """Raises `UsageError` if files of the user's, of which ``now`` says what they hold, have other
+    columns, classes or sizes than those that the run in ``model_dir`` began with."""
+    before = found(model_dir)
+    for name in ("features", "labels", "classes", "image_shape") if before else ():
+        was, is_now = (shown(of.get(name) or []) for of in (before, now))
+        if was != is_now:
+            raise UsageError(
+                f"{model_dir} holds a run with other data: the {name} were {was}, and "
+                f"are {is_now}: use the same files, or another --model_dir"
+            )
 
 
 def changes(

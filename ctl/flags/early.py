@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
-from ctl.base.names import IMAGES, code_name
+from ctl.base.names import IMAGES, TABLES, code_name, is_path, suffix
 from ctl.errors import UsageError
 
 _EMBEDDED = Path(__file__).parents[1] / "data" / "datasets"
@@ -105,6 +105,36 @@ def _names(body: list[ast.stmt]) -> Iterator[str]:
                 yield node.name
 
 
+def check_path(path: str) -> None:
+    """Raises `UsageError` if there is no file or folder ``path`` of data."""
+    if "://" in path:
+        raise UsageError(f"--dataset={path}: mount it, or copy the files")
+    if os.path.exists(path):
+        if os.path.isfile(path) and suffix(path) not in TABLES:
+            raise UsageError(
+                f"--dataset={path} is no table that ctl reads: give a file {', '.join(TABLES)}, or "
+                "a folder with a folder of images for each class"
+            )
+        return
+    folder = Path(path).parent
+    near: list[str] = []
+    if folder.is_dir():
+        near = difflib.get_close_matches(Path(path).name, os.listdir(folder), n=1)
+    hint = f"; did you mean {folder / near[0]}?" if near else ""
+    raise UsageError(f"--dataset={path}: there is no such file or folder{hint}")
+
+
+def has_table(dataset: str) -> bool:
+    """Whether ``--dataset`` names a table, or a folder of tables."""
+    if not is_path(dataset):
+        return False
+    try:
+        names = os.listdir(dataset) if os.path.isdir(dataset) else [dataset]
+    except OSError:  # reading it will say why
+        return False
+    return any(suffix(name) in TABLES for name in names)
+
+
 def check_dataset(name: str, data_dir: str | None) -> None:
     """Raises `UsageError` if TFDS, as it is installed, and ``data_dir`` have no dataset ``name``.
     Only names of a plain form are looked for, and only if TFDS has the layout that is known."""
@@ -137,6 +167,8 @@ def check_dataset(name: str, data_dir: str | None) -> None:
     known |= {path.name for path in _EMBEDDED.iterdir() if path.is_dir()}
     near = difflib.get_close_matches(short, known - {"__pycache__"}, n=3)
     hint = f"; near: {', '.join(near)}" if near else ""
+    if os.path.exists(name):
+        hint = f" of TFDS: for the files of that name here, give --dataset=./{name}"
     raise UsageError(f"there is no dataset {name!r}{hint}")
 
 
@@ -153,8 +185,8 @@ def check_data_dir(dataset: str, data_dir: str) -> None:
     files = itertools.chain.from_iterable(folder.glob(depth) for depth in ("*", "*/*", "*/*/*"))
     if any(path.suffix.lower() in IMAGES for path in itertools.islice(files, _LOOKED_AT)):
         remedy = (
-            "to train on its images, make a ctl.data.sources.ImageFolder in a function, as "
-            "ctl/data/README.md does, and give --dataset=package.module:function"
+            f"to train on its images, give --dataset={os.path.abspath(data_dir)}: it needs a "
+            "folder for each class"
         )
     raise UsageError(
         f"--data_dir={data_dir} has no effect with --dataset={dataset}, which comes with ctl: "

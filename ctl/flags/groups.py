@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,14 +32,18 @@ def define_data_flags(of_a_run: bool = False) -> None:
     With ``of_a_run``, what is not given is taken from a run: call `check_data_flags` after that.
     """
     with group("Data"):
-        flags.DEFINE_string(
+        define(
             "dataset",
             "fashion_mnist_mini",
-            "A TFDS dataset of images with integer labels, synthetic, or package.module:function "
-            "for your own. The default is part of ctl: 10,000 + 2,000 images of Fashion-MNIST. "
-            "Your function is called with those keywords of global_batch_size, seed and data_dir "
+            "A TFDS dataset of images with integer labels; your own files; synthetic; or "
+            "package.module:function. The default is part of ctl: 10,000 + 2,000 images of "
+            "Fashion-MNIST. Files: a folder such as ./photos, with a folder of images for each "
+            "class, or with train and test of such folders; or a table, "
+            f"{', '.join(names.TABLES)}. Of files without a test part, a tenth is held out. Your "
+            "function is called with those keywords of global_batch_size, seed and data_dir "
             "that it declares. It returns two datasets, for training and evaluation: datasets of "
             "ctl.data, or a tf.data.Dataset of global batches, which requires --train_steps.",
+            _absolute,
         )
         define_path(
             "data_dir",
@@ -66,10 +71,16 @@ def define_data_flags(of_a_run: bool = False) -> None:
         flags.DEFINE_list(
             "features",
             None,
-            "Names of the features of a TFDS dataset to train on, for a table, e.g. age,fare. a/b "
-            "is part b of feature a. Several form a dict (default: an image).",
+            "Columns of a table to train on, e.g. age,fare (default: all of numbers but the "
+            "labels). They form one vector. Or features of a TFDS dataset: a/b is part b of "
+            "feature a, and several form a dict (default: an image).",
         )
-        flags.DEFINE_list("labels", None, "Names of the features to predict, with --features.")
+        flags.DEFINE_list(
+            "labels",
+            None,
+            "Columns to predict (default: label, labels, class, target or y of a table, or else "
+            "its last column; of a TFDS dataset, required with --features).",
+        )
         flags.DEFINE_integer(
             "num_classes", 10, "Number of classes, for --dataset=synthetic.", lower_bound=2
         )
@@ -89,13 +100,19 @@ def define_data_flags(of_a_run: bool = False) -> None:
             "Consecutive records that a stream reads and shuffles as one unit.",
             1,
         )
+        flags.DEFINE_boolean(
+            "oversample",
+            False,
+            "Repeat training examples of your own files until all classes have as many.",
+        )
         about = "On a damaged example: stop and name it, or replace it with the next one."
         flags.DEFINE_enum("on_bad_record", "stop", ["stop", "skip"], about)
     check_flags(["features", "labels", "dataset", "image_shape"], _check_columns)
     check_flags(["image_shape"], lambda image_shape: image_shape_from(image_shape))
     check_flags(["dataset", "data_dir"], _check_dataset)
     if not of_a_run:
-        names_of_data = ["dataset", "data_dir", "image_shape", *_OF_FILES, *_OF_SYNTHETIC]
+        names_of_data = ["dataset", "data_dir", "image_shape", "oversample"]
+        names_of_data += [*_OF_FILES, *_OF_SYNTHETIC]
         check_flags(names_of_data, lambda **_: check_data_flags())
 
 
@@ -104,7 +121,10 @@ def _check_columns(
 ) -> None:
     if not features and not labels:
         return
-    if not features or not labels:
+    if names.is_path(dataset):
+        if not early.has_table(dataset):
+            raise UsageError(f"--features and --labels have no effect on images, as in {dataset}")
+    elif not features or not labels:
         raise UsageError("--features and --labels belong together: give both")
     if dataset == "synthetic" or names.is_function_name(dataset):
         raise UsageError(f"--features has no effect with --dataset={dataset}")
@@ -118,9 +138,19 @@ _OF_FILES = (
     *("resident_limit_mib", "shuffle_block", "on_bad_record"),
 )
 _OF_SYNTHETIC = ("num_classes", "num_examples")
+_OF_OWN_FILES = ("oversample",)
+
+
+def _absolute(dataset: str) -> str:
+    """A path of another folder, as another command would not find it; names as they are."""
+    if not names.is_path(dataset) or "://" in dataset:
+        return dataset
+    return os.path.abspath(os.path.expanduser(dataset))
 
 
 def _check_dataset(dataset: str, data_dir: str | None) -> None:
+    if names.is_path(dataset):
+        return early.check_path(dataset)
     if dataset != "synthetic" and not names.is_function_name(dataset):
         if data_dir and "://" in data_dir:
             raise UsageError(f"--data_dir={data_dir}: mount it, or copy the files")
@@ -130,12 +160,17 @@ def _check_dataset(dataset: str, data_dir: str | None) -> None:
 def check_data_flags() -> None:
     """Raises `UsageError` if a flag is given that has no effect on the data of ``--dataset``."""
     dataset, data_dir = flags.FLAGS.dataset, flags.FLAGS.data_dir
-    unused: tuple[str, ...] = _OF_SYNTHETIC
+    unused: tuple[str, ...] = (*_OF_SYNTHETIC, *_OF_OWN_FILES)
     remedy = "leave it out"
     if names.is_function_name(dataset):
-        unused, remedy = (*_OF_FILES, *_OF_SYNTHETIC, "image_shape"), "decide it there"
+        unused = (*_OF_FILES, *_OF_OWN_FILES, *_OF_SYNTHETIC, "image_shape")
+        remedy = "decide it there"
     elif dataset == "synthetic":
-        unused = (*_OF_FILES, "data_dir")
+        unused = (*_OF_FILES, *_OF_OWN_FILES, "data_dir")
+    elif names.is_path(dataset):
+        unused = (*_OF_SYNTHETIC, "data_dir", "download")
+        if early.has_table(dataset):
+            unused += ("image_shape", "on_bad_record")
     elif data_dir and flags.FLAGS["data_dir"].present:
         others = flags.FLAGS.also_evaluate if "also_evaluate" in flags.FLAGS else []
         if not any("@" in other for other in others):
@@ -160,12 +195,12 @@ def define_model_flags() -> None:
     with group("Model"):
         flags.DEFINE_string(
             "model",
-            "convnet",
+            "convnet",  # see `_choose_model`
             f"{', '.join(names.MODELS)}, or {names.YOURS} for your own: called with "
             "(image_shape, num_classes), returns a Keras model that outputs logits. A function "
             "without parameters may return any Keras model, for any data. Instead of a function, "
             "the name may be that of a Keras model, which is copied with its weights; for one "
-            "replica.",
+            "replica. For tables, the default is dense.",
         )
         define_path(
             "init_from",
@@ -183,7 +218,15 @@ def define_model_flags() -> None:
             "no gradient and no optimizer slots.",
         )
     check_flags(["model"], lambda model: names.check_model_name(model))
+    check_flags(["dataset", "model"], _choose_model)
     check_flags(["init_from", "reinit"], _check_start)
+
+
+def _choose_model(dataset: str, model: str) -> None:
+    """Sets the default model to one that fits the data."""
+    fits = "dense" if early.has_table(dataset) else "convnet"
+    if flags.FLAGS["model"].default != fits:
+        flags.FLAGS.set_default("model", fits)
 
 
 def _check_start(init_from: str | None, reinit: list[str] | None) -> None:
@@ -267,7 +310,8 @@ def define_step_flags() -> None:
             "class_weight",
             None,
             "Weights of classes in the training, e.g. 0:1,1:5. Other classes have the weight 1. "
-            "For labels that are integers (default: none).",
+            "balanced: such that all classes have the same sum. For labels that are integers "
+            "(default: none).",
         )
         flags.DEFINE_float("clip_norm", None, "Maximum global norm of the reduced gradient.")
         flags.DEFINE_integer(
@@ -321,7 +365,7 @@ def define_step_flags() -> None:
             lower_bound=0,
         )
     check_flags(["optimizer"], lambda optimizer: names.check_optimizer_name(optimizer))
-    check_flags(["class_weight"], class_weight_from)
+    check_flags(["class_weight", "oversample"], _check_balance)
     check_flags(["loss", "label_smoothing"], _check_smoothing)
     check_flags(
         ["clip_norm", "ema_decay", "momentum", "weight_decay", "label_smoothing"], _check_step
@@ -336,6 +380,18 @@ def _size_or_auto(text: str | int) -> str | int:
     raise ValueError("must be a number of bytes, 0 or more, or auto")
 
 
+BALANCED = ["balanced"]  # of --class_weight
+
+
+def _check_balance(class_weight: list[str] | None, oversample: bool) -> None:
+    if class_weight != BALANCED:
+        class_weight_from(class_weight)
+    elif oversample:
+        raise UsageError(
+            "--oversample and --class_weight=balanced both make classes count alike: give one"
+        )
+
+
 def class_weight_from(class_weight: list[str] | None) -> dict[int, float] | None:
     """Parses ``["0:1", "1:5"]`` as the argument of `ctl.TrainStep`; None without weights.
 
@@ -348,7 +404,7 @@ def class_weight_from(class_weight: list[str] | None) -> dict[int, float] | None
         if not label.isdecimal() or int(label) in weights:
             raise UsageError(
                 f"--class_weight={','.join(class_weight or ())}: {text} is not CLASS:WEIGHT, or "
-                "repeats a class: write e.g. 0:1,1:5"
+                "repeats a class: write e.g. 0:1,1:5, or balanced"
             )
         try:
             value = float(weight)

@@ -15,7 +15,7 @@ from ctl.base import names
 from ctl.base.actions import parse_window
 from ctl.base.best import Mode, known_mode
 from ctl.errors import UsageError
-from ctl.flags import augmentation, devices, durations, groups
+from ctl.flags import augmentation, devices, durations, early, groups
 from ctl.flags.defaults import early_stop_parts
 from ctl.flags.durations import steps_from
 from ctl.flags.parsing import AUTO, check_flags, define_path, group, grouped_flags
@@ -245,6 +245,13 @@ def _check_also_evaluate(dataset: str, also_evaluate: list[str]) -> None:
         name, at, split = which.rpartition("@")
         if not split or (at and not name) or which.count("@") > 1:
             raise UsageError(f"--also_evaluate={which} is neither SPLIT nor DATASET@SPLIT")
+        if names.is_path(name):
+            if not names.is_path(dataset):
+                raise UsageError(
+                    f"--also_evaluate={which} names files beside --dataset={dataset}, which are "
+                    "none: evaluate them with ctl.evaluate --dataset"
+                )
+            early.check_path(name)
         if also_evaluate.count(which) > 1:
             raise UsageError(f"--also_evaluate names {which} twice")
 

@@ -6,7 +6,8 @@ Shared by `ctl.train`, `ctl.evaluate` and `ctl.inspect`. Importing this module l
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,7 +15,7 @@ from absl import logging
 from absl.flags import FLAGS, FlagValues
 
 from ctl.base import console, signals
-from ctl.base.names import OPTIMIZERS, is_function_name
+from ctl.base.names import OPTIMIZERS, is_function_name, is_path, loss_of
 from ctl.distributed import cluster
 from ctl.distributed.watch import watchdog
 from ctl.errors import UsageError
@@ -26,10 +27,13 @@ if TYPE_CHECKING:
     import keras
 
     from ctl.control.evaluator import Evaluator
-    from ctl.data import Dataset, InMemory, Splits, Streaming
+    from ctl.data import Dataset, DatasetInfo, Files, InMemory, Splits, Streaming
     from ctl.distributed.strategy import Placement
     from ctl.loop import Loop
     from ctl.phases.base_step import EvalStep
+
+
+_SHOWN = 20  # weights of classes in the log
 
 
 class Prepared(NamedTuple):
@@ -44,6 +48,7 @@ class Prepared(NamedTuple):
         steps_per_epoch: may be fractional; None if the number of examples is unknown.
         others: more data to evaluate on while training, by name.
         flags: of which all that was made; `make_loop` makes the rest of them.
+        found: what files of the user's hold, see `ctl.data.Files.schema`; empty for other data.
     """
 
     placement: Placement
@@ -54,6 +59,7 @@ class Prepared(NamedTuple):
     steps_per_epoch: float | None
     others: dict[str, Any]
     flags: FlagValues
+    found: dict[str, Any]
 
     def every(self, name: str) -> int:
         """The flag ``name``, a duration, in steps: at least one.
@@ -88,20 +94,25 @@ def prepare(flags: FlagValues = FLAGS) -> Prepared:
     # What is wrong is said before data are loaded.
     named.check_calls(named.step_class(flags.step), flags.model, flags.loss, flags.metrics)
     named.check_metrics(flags.metrics)
-    test, others = None, {}
+    test, others, files = None, {}, None
     with watchdog.host("loading the data"):
         if is_function_name(flags.dataset):
             train, evaluation = _own_data(flags)
         else:
-            splits = _splits(flags)
-            train = load_data(flags, splits.train, training=True)
-            evaluation = load_data(flags, splits.evaluation, training=False)
-            test = load_data(flags, splits.test, training=False) if splits.test else None
+            files = open_files(flags) if is_path(flags.dataset) else None
+            splits = _splits(flags, files)
+            train = load_data(flags, splits.train, training=True, files=files)
+            evaluation = load_data(flags, splits.evaluation, training=False, files=files)
+            if splits.test:
+                test = load_data(flags, splits.test, training=False, files=files)
         for which in flags.also_evaluate:
             name, at, split = which.rpartition("@")
-            others[which] = load_data(flags, split, training=False, name=name if at else None)
+            others[which] = load_data(
+                flags, split, training=False, name=name if at else None, files=files
+            )
         if flags.augment is not None:
             train = data.Augmented(train, flags.augment, seed=flags.seed)
+    _show(files)
     logging.info("training data: %s", train.description)
     for data_to_evaluate in (evaluation, *others.values()):
         logging.info("evaluation data: %s", data_to_evaluate.description)
@@ -120,7 +131,10 @@ def prepare(flags: FlagValues = FLAGS) -> Prepared:
                 f"be counted: give --train_steps{' instead of --epochs' if flags.epochs else ''}"
             )
         total_steps = max(1, epochs.end_of(flags.epochs or defaults.EPOCHS, steps_per_epoch))
-    return Prepared(placement, train, evaluation, test, total_steps, steps_per_epoch, others, flags)
+    found = files.schema if files else {}
+    return Prepared(
+        placement, train, evaluation, test, total_steps, steps_per_epoch, others, flags, found
+    )
 
 
 def _own_data(flags: FlagValues) -> tuple[Dataset, Dataset]:
@@ -135,11 +149,47 @@ def _own_data(flags: FlagValues) -> tuple[Dataset, Dataset]:
     )
 
 
-def _splits(flags: FlagValues) -> Splits:
+def open_files(
+    flags: FlagValues, path: str | None = None, found: Mapping[str, Any] | None = None
+) -> Files:
+    """Opens the file or the folder that ``--dataset`` names, or ``path``.
+
+    Args:
+        flags: of a command.
+        path: of other data.
+        found: what the training data of the model hold, if these are others.
+    """
+    from ctl import data
+
+    return data.Files(
+        path or flags.dataset,
+        image_shape=groups.image_shape_from(flags.image_shape),
+        features=flags.features,
+        labels=flags.labels,
+        loss_of=loss_of(flags.loss),
+        schema=found,
+    )
+
+
+def _show(files: Files | None) -> None:
+    for line in files.table() if files else ():
+        logging.info("%s", line)
+
+
+def _splits(flags: FlagValues, files: Files | None) -> Splits:
     """The splits that the flags ask for."""
     from ctl import data
 
     given = data.Splits(flags.train_split, flags.eval_split)
+    if files:
+        splits = files.splits(given, select=bool(flags.keep_best))
+        held_out = splits.test or splits.evaluation or ""
+        if "[" in held_out and not flags.eval_split:
+            logging.info(
+                "%s has no part for the test: %s is held out, drawn at random with a fixed seed",
+                *(flags.dataset, held_out),
+            )
+        return splits
     if not flags.keep_best or flags.eval_split or flags.dataset == "synthetic":
         return given
     splits = data.selection_splits(flags.dataset, flags.data_dir, download=flags.download)
@@ -189,19 +239,36 @@ def _place(flags: FlagValues) -> Placement:
     return placement
 
 
-def load_evaluation_data(flags: FlagValues) -> Dataset:
-    """Loads the data to evaluate on that the ``flags`` of `ctl.evaluate` describe."""
+def load_evaluation_data(flags: FlagValues, found: Mapping[str, Any]) -> Dataset:
+    """Loads the data to evaluate on that the ``flags`` of `ctl.evaluate` describe.
+
+    ``found`` is what the training data of the run hold. Of other files, all is evaluated, unless
+    they have a part for it.
+    """
     if is_function_name(flags.dataset):
         return _own_data(flags)[1]
-    return load_data(flags, flags.eval_split, training=False)
+    if not is_path(flags.dataset):
+        return load_data(flags, flags.eval_split, training=False)
+    files = open_files(flags, found=found)
+    others = bool(found) and found.get("path") != flags.dataset
+    split = flags.eval_split or files.evaluation(whole=others)
+    dataset = load_data(flags, split, training=False, files=files)
+    _show(files)
+    return dataset
 
 
 def load_data(
-    flags: FlagValues, split: str | None, *, training: bool, name: str | None = None
+    flags: FlagValues,
+    split: str | None,
+    *,
+    training: bool,
+    name: str | None = None,
+    files: Files | None = None,
 ) -> InMemory | Streaming:
     """Loads a split of the dataset ``name``, by default that of ``flags``, to train or to evaluate.
 
-    ``split`` is None for the default, see `ctl.data.load`. Synthetic data have no splits.
+    ``split`` is None for the default, see `ctl.data.load`. Synthetic data have no splits. ``files``
+    are those of ``--dataset``, if it names some.
     """
     from ctl import data
 
@@ -215,13 +282,19 @@ def load_data(
         return data.synthetic(
             shape or defaults.SYNTHETIC_SHAPE, flags.num_classes, flags.num_examples, **order
         )
+    order |= {
+        "resident_limit_mib": flags.resident_limit_mib,
+        "shuffle_block": flags.shuffle_block,
+        "on_bad_record": flags.on_bad_record,
+    }
+    if files and name and is_path(name):
+        files = open_files(flags, name, files.schema)
+    if files and (not name or is_path(name)):
+        return files.load(split or "train", oversample=flags.oversample, **order)
     of_tfds: dict[str, Any] = order | {
         "split": split,
         "data_dir": flags.data_dir,
         "download": flags.download,
-        "resident_limit_mib": flags.resident_limit_mib,
-        "shuffle_block": flags.shuffle_block,
-        "on_bad_record": flags.on_bad_record,
     }
     if flags.features:
         return data.load_columns(name or flags.dataset, flags.features, flags.labels, **of_tfds)
@@ -232,11 +305,19 @@ def check_classes(flags: FlagValues, dataset: Dataset) -> None:
     """Raises `UsageError` if the number of classes of ``dataset`` is unknown, unless it is data of
     the user's own, or has columns of the user's choice, which need not have classes."""
     own = is_function_name(flags.dataset) or flags.features
-    if dataset.info.num_classes is None and not own:
+    if dataset.info.num_classes is dataset.info.num_outputs is None and not own:
         raise UsageError(
             f"{dataset.description}: the number of classes is unknown, and counting it needs the "
             "data in memory: raise --resident_limit_mib"
         )
+
+
+def model_of(flags: FlagValues, info: DatasetInfo) -> keras.Model:
+    """Makes the model that ``--model`` names, for data with this ``info``."""
+    from ctl.jobs.models import make_model
+
+    outputs = info.num_classes or info.num_outputs
+    return make_model(flags.model, info.image_shape, outputs, info.mean, info.deviation)
 
 
 def make_eval_step(flags: FlagValues, model: keras.Model) -> EvalStep:
@@ -255,6 +336,40 @@ def make_eval_step(flags: FlagValues, model: keras.Model) -> EvalStep:
     return evaluates
 
 
+def class_weights(flags: FlagValues, prepared: Prepared) -> dict[int, float] | None:
+    """The weights of classes in the training that ``--class_weight`` names.
+
+    With ``balanced``, examples / (classes x examples of the class): each class has the same sum.
+    Classes without examples are not counted.
+
+    Raises:
+        UsageError: the examples of each class are not known.
+    """
+    if flags.class_weight != groups.BALANCED:
+        return groups.class_weight_from(flags.class_weight)
+    import numpy as np
+
+    from ctl.data import Augmented, InMemory
+
+    train = prepared.train.dataset if isinstance(prepared.train, Augmented) else prepared.train
+    counts = prepared.found.get("examples", {}).get(train.info.split)
+    if not isinstance(counts, list):
+        arrays = train.arrays if isinstance(train, InMemory) else ()
+        labels: Any = arrays[1] if isinstance(arrays, tuple) and len(arrays) > 1 else None
+        is_class = isinstance(labels, np.ndarray) and labels.ndim == 1 and labels.dtype.kind in "iu"
+        if not is_class or labels.min() < 0:
+            raise UsageError(
+                "--class_weight=balanced counts the classes, integers [n], of files of your own or "
+                "of data in memory: raise --resident_limit_mib, or give weights such as 0:1,1:5"
+            )
+        counts = np.bincount(labels).tolist()
+    there = {label: count for label, count in enumerate(counts) if count}
+    weights = {label: sum(counts) / (len(there) * count) for label, count in there.items()}
+    shown = ", ".join(f"{label}: {weight:.3g}" for label, weight in [*weights.items()][:_SHOWN])
+    logging.info("class weights: %s%s", shown, ", …" if len(weights) > _SHOWN else "")
+    return weights
+
+
 def make_loop(prepared: Prepared, checkpoints: Any = None) -> Loop:
     """Makes model, optimizer, step and loop, in the strategy's scope.
 
@@ -270,7 +385,6 @@ def make_loop(prepared: Prepared, checkpoints: Any = None) -> Loop:
     from ctl.control.evaluator import Evaluator
     from ctl.distributed.workers import check_agreement
     from ctl.jobs import named
-    from ctl.jobs.models import make_model
     from ctl.loop import Loop
     from ctl.phases.losses import cross_entropy
     from ctl.schedule.patience import EarlyStopping
@@ -287,14 +401,11 @@ def make_loop(prepared: Prepared, checkpoints: Any = None) -> Loop:
 
     check_classes(flags, train)
 
-    def model_of_the_data() -> keras.Model:
-        return make_model(flags.model, train.info.image_shape, train.info.num_classes)
-
     smoothed = functools.partial(cross_entropy, smoothing=flags.label_smoothing)
     step_class = named.step_class(flags.step)
     resumes = checkpoints is not None and checkpoints.latest() is not None
     with placement.strategy.scope(), watchdog.host("building the model"):
-        model = model_of_the_data()
+        model = model_of(flags, train.info)
         given = {} if resumes or not flags.init_from else load_weights(flags, model)
         freeze(model, flags.freeze)
         loss = smoothed if flags.label_smoothing else named.loss_function(flags.loss, model)
@@ -304,7 +415,7 @@ def make_loop(prepared: Prepared, checkpoints: Any = None) -> Loop:
             loss,
             metrics=named.make_metrics(flags.metrics, loss, step_class),
             weighting=flags.weighting,
-            class_weight=groups.class_weight_from(flags.class_weight),
+            class_weight=class_weights(flags, prepared),
             clip_norm=flags.clip_norm,
             accumulate_steps=flags.accumulate_steps,
             ema_decay=flags.ema_decay,
@@ -335,7 +446,7 @@ def make_loop(prepared: Prepared, checkpoints: Any = None) -> Loop:
     if placement.heartbeats:
         from ctl.jobs.parameter_server import CopyEvaluator, ParameterServerLoop
 
-        copied = make_eval_step(flags, model_of_the_data())
+        copied = make_eval_step(flags, model_of(flags, train.info))
         evaluator: Evaluator = CopyEvaluator(model, copied, evaluation, others=others)
         return ParameterServerLoop(
             step,

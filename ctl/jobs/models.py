@@ -40,10 +40,23 @@ def convnet(image_shape: Sequence[int], num_classes: int) -> keras.Model:
     return keras.Model(inputs, _logits(x, num_classes), name="convnet")
 
 
-def dense(image_shape: Sequence[int], num_classes: int) -> keras.Model:
-    """One hidden layer of 128 units: 101,770 parameters for 28x28x1 images and 10 classes."""
-    inputs = keras.Input(image_shape, name="image")
+def dense(
+    image_shape: Sequence[int],
+    num_classes: int,
+    mean: Sequence[float] = (),
+    deviation: Sequence[float] = (),
+) -> keras.Model:
+    """One hidden layer of 128 units: 101,770 parameters for 28x28x1 images and 10 classes.
+
+    Examples may have any shape. With ``mean`` and ``deviation``, those of each column of a table, a
+    first layer standardizes the columns.
+    """
+    inputs = keras.Input(image_shape, name="image" if len(image_shape) == 3 else "features")
     x = layers.Flatten()(inputs)
+    if mean:
+        offset = [-m / d for m, d in zip(mean, deviation, strict=True)]
+        scale = [1 / d for d in deviation]
+        x = layers.Rescaling(scale, offset, dtype="float32", name="standardized")(x)
     x = layers.Dense(128, activation="relu")(x)
     return keras.Model(inputs, _logits(x, num_classes), name="dense")
 
@@ -91,7 +104,11 @@ def tiny_transformer(image_shape: Sequence[int], num_classes: int) -> keras.Mode
 
 
 def make_model(
-    name: str, image_shape: Sequence[int] | None, num_classes: int | None
+    name: str,
+    image_shape: Sequence[int] | None,
+    num_classes: int | None,
+    mean: Sequence[float] = (),
+    deviation: Sequence[float] = (),
 ) -> keras.Model:
     """Builds a model. Call it inside ``strategy.scope()``, because it creates variables.
 
@@ -100,8 +117,10 @@ def make_model(
             function returns a `keras.Model`. It is called with ``(image_shape, num_classes)``, or
             without arguments if it has no parameters; then the model may be for data of any kind.
             So may a `keras.Model`, which is copied with its weights.
-        image_shape: (height, width, channels); None if the data do not say it.
+        image_shape: (height, width, channels), or the shape of other examples, such as (columns,);
+            None if the data do not say it.
         num_classes: number of logits; None if the data do not say it.
+        mean, deviation: of each column of a table, see `dense`.
 
     Raises:
         UsageError: the name is unknown, the function cannot be imported, the sizes are unknown or
@@ -122,12 +141,19 @@ def make_model(
             "ctl.data.DatasetInfo"
         )
     shape = tuple(int(size) for size in image_shape)
-    if len(shape) != 3 or min(shape) < 1 or num_classes < 1:
+    if not shape or min(shape) < 1 or num_classes < 1:
         raise UsageError(
-            f"a model needs images of shape (height, width, channels) and at least one class, "
-            f"got {shape} and {num_classes}"
+            f"a model needs examples of a shape, such as (height, width, channels), and at least "
+            f"one class, got {shape} and {num_classes}"
         )
+    if name == "dense":
+        return dense(shape, num_classes, mean, deviation)
     if not is_function_name(name):
+        if len(shape) != 3:
+            raise UsageError(
+                f"the model {name} takes images (height, width, channels), and these examples have "
+                f"the shape {shape}: choose dense"
+            )
         return globals()[name](shape, num_classes)  # a function above for each of `MODELS`
     model = find("model", name)(shape, num_classes)
     check_model(name, model, shape, num_classes)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from ctl.data import order
-from ctl.data.order import Shuffle, permuted
+from ctl.data.order import Shuffle, oversampled, permuted
 
 
 def keys(epoch: int) -> np.ndarray:
@@ -67,3 +67,15 @@ def test_a_start_far_into_data_of_any_size_is_quick_and_small():
     late = shuffle(10**15 + np.arange(64))
     assert len(set(late.tolist())) == 64 and late.min() >= 0 and late.max() < 10**12
     assert not shuffle._permutations
+
+
+def test_oversampled_classes_have_as_many():
+    labels = np.array([2, 0, 0, 2, 0, 0, 0, 5])
+    rows = oversampled(labels)
+    assert np.bincount(labels[rows]).tolist() == [5, 0, 5, 0, 0, 5]
+    assert {*rows.tolist()} == {*range(8)}
+    counts = np.bincount(rows)
+    assert sorted(counts[[0, 3]].tolist()) == [2, 3] and counts[7] == 5
+    np.testing.assert_array_equal(oversampled(labels), rows)
+    drawn = {tuple(oversampled(labels, seed)) for seed in range(9)}
+    assert len(drawn) == 2  # which of the two is there once more

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from zygote import one_line
@@ -90,6 +91,18 @@ WRONG = [
     (("--class_weight=cat:5",), "--class_weight=cat:5: cat:5 is not CLASS:WEIGHT, or rep"),
     (("--class_weight=0:1,0:2",), "--class_weight=0:1,0:2: 0:2 is not CLASS:WEIGHT, or rep"),
     (("--class_weight=0:1,1:0",), "--class_weight of class 1 must be a number above 0, not 0.0"),
+    (
+        ("--class_weight=balance",),
+        "balance is not CLASS:WEIGHT, .* write e.g. 0:1,1:5, or balanced",
+    ),
+    (
+        ("--dataset=.", "--class_weight=balanced", "--oversample"),
+        "both make classes count alike: give one",
+    ),
+    (
+        ("--oversample",),
+        "--oversample has no effect with --dataset=fashion_mnist_mini: leave it out",
+    ),
     (("--class_weight=0:few",), "--class_weight of class 0 must be a number above 0, not nan"),
     (("--profile_steps=0:10",), "'0:10' is not a window of steps"),
     (("--best_metric=f1",), "--best_metric=f1: add --best_mode=max or --best_mode=min"),
@@ -453,3 +466,34 @@ def test_a_stored_function_is_not_imported(zygote_without_tensorflow, tmp_path):
         "the run was trained with --step=evil:Step --model=evil:model --loss=evil:loss: give those "
         "flags again"
     )
+
+
+def test_own_files_are_looked_for_early(zygote_without_tensorflow, tmp_path):
+    """A path is one by its form; a name of TFDS is none."""
+    (tmp_path / "photos" / "cat").mkdir(parents=True)
+    (tmp_path / "t.csv").write_text("a,b\n1,x\n")
+    (tmp_path / "notes.txt").touch()
+    run = [TRAIN, f"--model_dir={tmp_path}/run"]
+    for given, says in (
+        (f"{tmp_path}/photo", f"there is no such file or folder; did you mean {tmp_path}/photos?"),
+        ("./none.csv", f"--dataset={Path.cwd()}/none.csv: there is no such file or folder"),
+        ("none.npz", f"--dataset={Path.cwd()}/none.npz: there is no such file or folder"),
+        (f"{tmp_path}/notes.txt", "is no table that ctl reads: give a file .csv, "),
+        ("gs://bucket/t.csv", "--dataset=gs://bucket/t.csv: mount it, or copy the files"),
+        ("tests", "there is no dataset 'tests' of TFDS: for the files of that name here, give --d"),
+    ):
+        assert says in one_line(
+            zygote_without_tensorflow.run(*run, f"--dataset={given}", exit_code=2)
+        )
+    for given, says in (
+        (("--dataset={}/photos", "--features=a"), "have no effect on images"),
+        (("--dataset={}/photos", "--nodownload"), "--download has no effect with --dataset"),
+        (("--dataset={}/t.csv", "--image_shape=3,3,3"), "--image_shape has no effect with"),
+        (("--dataset={}/t.csv", "--on_bad_record=skip"), "--on_bad_record has no effect with"),
+        (
+            ("--dataset=mnist", "--also_evaluate={}/t.csv@train"),
+            "names files beside --dataset=mnist",
+        ),
+    ):
+        given = [one.format(tmp_path) for one in given]
+        assert says in one_line(zygote_without_tensorflow.run(*run, *given, exit_code=2))

@@ -169,10 +169,26 @@ def test_image_too_small():
         assert models.make_model(name, (1, 1, 1), 2).output_shape == (None, 2)
 
 
-@pytest.mark.parametrize(("shape", "classes"), [((28, 28), 10), ((28, 0, 1), 10), ((8, 8, 1), 0)])
+@pytest.mark.parametrize(("shape", "classes"), [((), 10), ((28, 0, 1), 10), ((8, 8, 1), 0)])
 def test_impossible_data(shape, classes):
-    with pytest.raises(UsageError, match="shape \\(height, width, channels\\)"):
+    with pytest.raises(UsageError, match="such as \\(height, width, channels\\), and at least one"):
         models.make_model("dense", shape, classes)
+
+
+def test_examples_that_are_no_images():
+    with pytest.raises(
+        UsageError, match=r"convnet takes images .* have the shape \(28, 28\): choose d"
+    ):
+        models.make_model("convnet", (28, 28), 10)
+    assert models.make_model("dense", (28, 28), 10).count_params() == 101_770
+
+
+def test_columns_are_standardized():
+    mean, deviation = (1e6, -2.0), (1e4, 0.5)
+    model = models.make_model("dense", (2,), 3, mean, deviation)
+    standardized = keras.Model(model.input, model.get_layer("standardized").output)
+    rows = np.float32([[1e6, -2], [1.02e6, -1]])
+    np.testing.assert_allclose(standardized(rows), [[0, 0], [2, 2]], atol=1e-4)
 
 
 def test_every_name_has_a_model():
@@ -182,7 +198,7 @@ def test_every_name_has_a_model():
         if inspect.isfunction(f) and f.__module__ == models.__name__
     ]
     takes = ["image_shape", "num_classes"]
-    named = [f.__name__ for f in made if [*inspect.signature(f).parameters] == takes]
+    named = [f.__name__ for f in made if [*inspect.signature(f).parameters][:2] == takes]
     assert sorted(named) == sorted(names.MODELS)
     for name in (*names.MODELS, "a:b", "my.package.module:make_it", "../my models/a-b.py:make"):
         names.check_model_name(name)

@@ -1,0 +1,356 @@
+"""Datasets in files of the user's: folders of images, and tables; their parts and splits."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import types
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+import tensorflow_datasets as tfds
+from absl import logging
+
+from ctl.base.names import CLASSES, TABLES, suffix
+from ctl.data import image_files, index, tables
+from ctl.data.dataset import DatasetInfo
+from ctl.data.in_memory import InMemory
+from ctl.data.load import Splits, in_memory_or_streamed
+from ctl.data.order import oversampled
+from ctl.data.sources import Arrays, ImageFolder
+from ctl.data.streaming import Streaming
+from ctl.data.tables import PARTS, Choice, Table
+from ctl.errors import UsageError
+
+# Images of several sizes are resized to this one.
+_SIZE = (64, 64)
+_LOOKED_AT = 16  # classes, and images of each, for the sizes
+_MOST_CLASSES = 20  # in the log
+
+
+class Files:
+    """The data of a file or a folder of the user's.
+
+    A folder has a folder of images for each class, or ``train`` and ``test`` (also ``validation``)
+    with these, or ``train.csv`` and ``test.csv``. A file is a table, see `ctl.data.tables`.
+
+    A part ``train[90%:]`` is the last tenth of a permutation that is the same in each run, because
+    files are often sorted by class.
+
+    Attributes:
+        schema: JSON. What the data of a run have alike: ``image_shape``, ``features``, ``labels``,
+            ``classes``, ``mean``, ``deviation``; and what was found: ``columns``, ``examples``.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        image_shape: tuple[int, int, int] | None = None,
+        features: Sequence[str] | None = None,
+        labels: Sequence[str] | None = None,
+        loss_of: str = CLASSES,
+        schema: Mapping[str, Any] | None = None,
+    ):
+        """Reads tables, and looks for images.
+
+        Args:
+            path: of the file or the folder.
+            image_shape: [H, W, C] to resize images to; by default that of all images, or 64x64 if
+                they differ in size.
+            features: columns of a table, see `ctl.data.tables.choose`.
+            labels: as ``features``.
+            loss_of: what the loss takes, see `ctl.base.names.loss_of`.
+            schema: of the training data, if this is other data for the same model.
+
+        Raises:
+            UsageError: the data are missing, damaged or not suitable.
+        """
+        path = index.local(path)
+        known = _checked(schema or {})
+        self.schema: dict[str, Any] = {"path": str(path), "examples": {}}
+        self._columns: list[list[str]] = []
+        if found := _tables(path):
+            choice = Choice(known["features"], known["labels"], known["classes"])
+            if not known["features"]:
+                choice = tables.choose(_part(found, path), features, labels, loss_of)
+            self._columns = tables.described(_part(found, path), choice)
+            self.schema |= choice._asdict() | {"columns": self._columns}
+            self._info = DatasetInfo(path.name, class_names=choice.classes)
+            self._sources: dict[str, Any] = {}
+            for part, table in found.items():
+                rows, targets = tables.arrays(table, choice)
+                targets = targets if loss_of == CLASSES else targets.astype(np.float32)
+                self._sources[part] = Arrays((rows, targets))
+            self._set_info(choice, loss_of, known)
+        else:
+            folders = _folders(path)
+            shape = image_shape or known["image_shape"] or _image_shape(_part(folders, path))
+            first = ImageFolder(_part(folders, path), shape, known["classes"] or None)
+            names = first.info.class_names
+            self._sources = {
+                part: first if part == "train" else ImageFolder(folder, shape, names)
+                for part, folder in folders.items()
+            }
+            self._info = dataclasses.replace(first.info, name=path.name)
+            self.schema |= {"image_shape": shape, "classes": names}
+
+    def _set_info(self, choice: Choice, loss_of: str, known: Mapping[str, Any]) -> None:
+        """Sets what the info of a table is, but for its mean."""
+        features, labels = self._sources["train"].arrays
+        classes = len(choice.classes) if loss_of == CLASSES else None
+        self._info = dataclasses.replace(
+            self._info,
+            image_shape=features.shape[1:],
+            num_classes=classes,
+            num_outputs=None if classes else labels[0].size,
+            mean=known["mean"],
+            deviation=known["deviation"],
+        )
+
+    def evaluation(self, *, whole: bool = False) -> str:
+        """What to evaluate on: ``test``, or else ``validation``; or else the last tenth of
+        ``train``, and with ``whole`` all of it."""
+        parts = [part for part in ("test", "validation") if part in self._sources]
+        return [*parts, "train" if whole else "train[90%:]"][0]
+
+    def splits(self, given: Splits = Splits(), *, select: bool = False) -> Splits:  # noqa: B008
+        """What to train on, to evaluate on meanwhile, and to test on at the end.
+
+        Args:
+            given: names some of these.
+            select: whether the evaluation selects the best checkpoint: not on the test data.
+
+        Raises:
+            UsageError: there is no such part, or an example would be trained on and evaluated,
+                unless both are given.
+        """
+        last = self.evaluation()
+        chosen = Splits("train[:90%]" if "[" in last else "train", last)
+        if select and "validation" in self._sources:
+            chosen = Splits("train", "validation", "test" if last == "test" else None)
+        elif select:
+            chosen = Splits("train[:90%]", "train[90%:]", last)
+            if "[" in last:
+                chosen = Splits("train[:80%]", "train[80%:90%]", last)
+        if given.evaluation:
+            chosen = chosen._replace(evaluation=given.evaluation, test=None)
+        chosen = chosen._replace(train=given.train or chosen.train)
+        for split in chosen[1:]:
+            self._check_apart(chosen.train or "", split, bool(given.train and given.evaluation))
+        return chosen
+
+    def _check_apart(self, train: str, other: str | None, meant: bool) -> None:
+        if other is None:
+            return
+        (part, rows), (other_part, other_rows) = self._rows(train), self._rows(other)
+        if part != other_part or not (common := len(np.intersect1d(rows, other_rows))):
+            return
+        what = f"{common} of the {len(other_rows)} examples of {other} are in {train}, too"
+        if not meant:
+            raise UsageError(
+                f"{self._info.name}: {what}: give both --train_split and --eval_split, such as "
+                "train[:80%] and train[80%:]"
+            )
+        logging.warning("%s: %s: their results are too good", self._info.name, what)
+
+    def _rows(self, split: str) -> tuple[str, np.ndarray]:
+        """The part that ``split`` is of, and its examples there, int64 [n]."""
+        sizes = {
+            part: types.SimpleNamespace(num_examples=len(source))
+            for part, source in self._sources.items()
+        }
+        try:
+            ((part, begin, end),) = [
+                (found.splitname, found.from_ or 0, found.to)
+                for found in tfds.core.ReadInstruction.from_spec(split).to_absolute(sizes)
+            ]
+        except (ValueError, KeyError, AssertionError) as error:
+            raise UsageError(
+                f"{self._info.name} has no split {split!r:.80}; it has {', '.join(sizes)}, and "
+                "parts of one of them such as train[:80%]"
+            ) from error
+        count = len(self._sources[part])
+        rows = np.arange(count)
+        if (begin, end) != (0, count):
+            # The legacy generator is the one whose numbers NumPy never changes.
+            rows = np.sort(np.random.RandomState(0).permutation(count)[begin:end])
+        if not len(rows):
+            raise UsageError(
+                f"{self._info.name}: the split {split} of {count} examples is empty: give a larger "
+                "one with --train_split and --eval_split"
+            )
+        return part, rows
+
+    def load(
+        self,
+        split: str,
+        *,
+        global_batch_size: int,
+        training: bool,
+        seed: int = 0,
+        oversample: bool = False,
+        resident_limit_mib: float = 1024,
+        shuffle_block: int = 1,
+        on_bad_record: str = "stop",
+    ) -> InMemory | Streaming:
+        """Loads ``split``, the training data first; see `ctl.data.load` for the others.
+
+        Args:
+            oversample: repeats examples of a training until all classes have as many, see
+                `ctl.data.order.oversampled`.
+
+        Raises:
+            UsageError: there is no such split, a file is damaged, there are fewer examples than a
+                training batch, or no classes to ``oversample``.
+        """
+        part, rows = self._rows(split)
+        if oversample and training:
+            if not self._info.class_names:
+                raise UsageError(f"{self._info.name} has no classes: leave out --oversample")
+            rows = rows[oversampled(self._labels(part)[rows])]
+        source: Any = self._sources[part].part(rows)
+        if training and isinstance(source, Arrays) and source.arrays[0].ndim == 2:
+            values = source.arrays[0].astype(np.float64)
+            deviation = values.std(axis=0)
+            self._info = dataclasses.replace(
+                self._info,
+                mean=tuple(values.mean(axis=0).tolist()),
+                deviation=tuple(np.where(deviation > 0, deviation, 1.0).tolist()),
+            )
+            self.schema |= {"mean": self._info.mean, "deviation": self._info.deviation}
+        source.info = dataclasses.replace(self._info, split=split)
+        source.description = f"{self._info.name} {split}, {len(rows)} examples"
+        self.schema["examples"][split] = self._counts(part, rows)
+        return in_memory_or_streamed(
+            source,
+            resident_limit_mib,
+            shuffle_block,
+            on_bad_record,
+            global_batch_size=global_batch_size,
+            training=training,
+            seed=seed,
+        )
+
+    def _labels(self, part: str) -> np.ndarray:
+        """The classes of all examples of a part, integers [N]."""
+        source = self._sources[part]
+        labels = source.labels if isinstance(source, ImageFolder) else source.arrays[1]
+        return labels.astype(np.int64)
+
+    def _counts(self, part: str, rows: np.ndarray) -> int | list[int]:
+        """The examples of each class; of all, if there are no classes."""
+        if not self._info.class_names:
+            return len(rows)
+        return np.bincount(self._labels(part)[rows], minlength=len(self._info.class_names)).tolist()
+
+    def table(self) -> list[str]:
+        """What was found and loaded, for the log: columns, and examples of each class."""
+        lines = _aligned(self._columns)
+        examples = self.schema["examples"]
+        counts = {split: n if isinstance(n, list) else [n] for split, n in examples.items()}
+        rows = [["class", *counts]] if self._info.class_names else [["", *counts]]
+        names = self._info.class_names[:_MOST_CLASSES]
+        for number, name in enumerate(names):
+            rows.append([tables.plain(name), *(str(n[number]) for n in counts.values())])
+        if left := len(self._info.class_names) - len(names):
+            rows.append([f"{left} others", *(str(sum(n[len(names) :])) for n in counts.values())])
+        rows.append(["all", *(str(sum(n)) for n in counts.values())])
+        return [*lines, *_aligned(rows)]
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines with columns: the first is flush left, numbers are flush right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.rjust(width) if number and cell[:1] in "-0123456789" else cell.ljust(width)
+            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  " + "  ".join(cells).rstrip())
+    return lines
+
+
+def _part(parts: Mapping[str, Any], path: Path) -> Any:
+    """The training part."""
+    if "train" not in parts:
+        raise UsageError(f"{path} has {' and '.join(parts)}, but no train")
+    return parts["train"]
+
+
+def _tables(path: Path) -> dict[str, Table]:
+    """The tables of a file, or of the files of a folder, by their part; none of other folders."""
+    with index.readable(path):
+        if not path.is_dir():
+            path.stat()
+            if suffix(path.name) not in TABLES:
+                raise UsageError(
+                    f"{path} is no table that ctl reads: give a folder of images, or a file "
+                    f"{', '.join(TABLES)}"
+                )
+            return tables.read(path)
+        files = [p for p in sorted(path.iterdir()) if suffix(p.name) in TABLES and p.is_file()]
+    found: dict[str, list[Table]] = {}
+    for file in files:
+        part = PARTS.get(re.split(r"[-_.]", file.name.lower())[0])  # of train-00000-of-00002.csv
+        if part is None:
+            raise UsageError(
+                f"{path} has the tables {tables.listed(p.name for p in files)}: name them train "
+                "and test, or give one of them"
+            )
+        found.setdefault(part, []).append(tables.read(file)["train"])
+    return {part: tables.joined(path.name, of_part) for part, of_part in found.items()}
+
+
+def _folders(path: Path) -> dict[str, Path]:
+    """The folders that hold those of the classes, by their part."""
+    with index.readable(path):
+        names, _ = image_files.classes(path)
+    found = {PARTS[name.lower()]: path / name for name in sorted(names) if name.lower() in PARTS}
+    if "train" not in found:
+        return {"train": path}
+    if others := sorted(name for name in names if name.lower() not in PARTS):
+        logging.warning("%s: left out %s, beside train", path, tables.listed(others))
+    return found
+
+
+def _image_shape(folder: Path) -> tuple[int, int, int]:
+    """The shape of the images of ``folder``; if they differ in size, one that is chosen."""
+    shapes = set()
+    with index.readable(folder):
+        for name in sorted(image_files.classes(folder)[0])[:_LOOKED_AT]:
+            images, _ = image_files.images(folder / name)
+            for image in images[:: max(1, len(images) // _LOOKED_AT)][:_LOOKED_AT]:
+                data = (folder / name / image).read_bytes()
+                try:
+                    decoded = tf.io.decode_image(data, expand_animations=False)
+                except tf.errors.OpError:  # it is named when it is read
+                    continue
+                shapes.add(tuple(decoded.shape))
+    channels = 1 if shapes and max(shape[2] for shape in shapes) < 3 else 3
+    sizes = {shape[:2] for shape in shapes}
+    if len(sizes) == 1:
+        return (*sizes.pop(), channels)
+    logging.info(
+        "%s: the images differ in size, and are resized to %d,%d,%d: --image_shape=HEIGHT,WIDTH,"
+        "CHANNELS gives another",
+        *(folder, *_SIZE, channels),
+    )
+    return (*_SIZE, channels)
+
+
+def _checked(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """What a schema says, as tuples; it is not trusted. Empty where it says nothing."""
+    kinds: dict[str, Any] = {"features": str, "labels": str, "classes": str, "image_shape": int}
+    kinds |= {"mean": (int, float), "deviation": (int, float)}
+    result = {}
+    for name, kind in kinds.items():
+        value = schema.get(name) or ()
+        if not isinstance(value, list | tuple) or not all(isinstance(one, kind) for one in value):
+            raise UsageError(f"config.json: the {name} of the data cannot be {str(value)[:80]}")
+        result[name] = tuple(value)
+    return result

@@ -1,0 +1,637 @@
+"""Tables in files: columns of numbers or text, of which some are features and some are labels.
+
+What a file says is not trusted: no Python object is read from it, and messages cut what they show.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import gzip
+import io
+import itertools
+import json
+import lzma
+import zipfile
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+from google.protobuf.message import DecodeError
+
+from ctl.base.names import BINARY, CLASSES, NUMBERS, TABLES, suffix
+from ctl.data import index
+from ctl.data.records import compression
+from ctl.errors import UsageError
+
+# Columns that hold the labels where none is named; if there is none of these, the last one does.
+LABELS = ("label", "labels", "class", "target", "y")
+
+# The parts of data, by what files, folders and arrays call them.
+PARTS = {"train": "train", "training": "train", "test": "test", "testing": "test"}
+PARTS |= dict.fromkeys(("validation", "valid", "val", "dev"), "validation")
+
+_MISSING = frozenset(("", "na", "n/a", "nan", "null", "none", "?"))  # in a column of numbers
+_MOST_CLASSES = 1000
+_IMAGES = (b"\x89PNG\r\n", b"\xff\xd8\xff")
+_ROWS_AT_ONCE = 1 << 16
+_SHOWN = 40  # characters of a name or a value, and names of a list
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """Columns of one length, by name.
+
+    Attributes:
+        name: of the file, for messages.
+        columns: numbers, float64 [N], NaN where one is missing; text, object [N], "" where it is
+            missing; or numbers of any type and shape [N, ...].
+        lines: the line of each row, int64 [N]; None where the file has none.
+        files: the tables that were joined, if this is not of one file.
+    """
+
+    name: str
+    columns: dict[str, np.ndarray]
+    lines: np.ndarray | None = None
+    files: Sequence[Table] = ()
+
+    def __len__(self) -> int:
+        return len(next(iter(self.columns.values()), ()))
+
+    def where(self, row: int) -> str:
+        """Says where a row is, for messages."""
+        for table in self.files:
+            if row < len(table):
+                return table.where(row)
+            row -= len(table)
+        if self.lines is None:
+            return f"{self.name}, row {row}"
+        return f"{self.name}, line {self.lines[row]}"
+
+
+def read(path: Path) -> dict[str, Table]:
+    """The tables of a file by the part that they are, such as ``{"train": …, "test": …}``; one that
+    says nothing of parts is ``train``.
+
+    Raises:
+        UsageError: the file is missing, damaged, or has no rows.
+    """
+    with index.readable(path):
+        try:
+            tables = _READERS[suffix(path.name)](path)
+        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+            raise UsageError(f"{path.name} is damaged: {_cut(str(error))}") from error
+        except UnicodeDecodeError as error:
+            byte = error.object[error.start]
+            raise UsageError(
+                f"{path.name} is not UTF-8 (byte {byte:#x}): save it as UTF-8"
+            ) from error
+    for table in tables.values():
+        if not len(table):
+            raise UsageError(f"{path.name} has no rows")
+    return tables
+
+
+def joined(name: str, parts: Sequence[Table]) -> Table:
+    """The rows of several tables, one after the other.
+
+    Raises:
+        UsageError: they differ in their columns.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    first = parts[0]
+    for other in parts[1:]:
+        for column in {**first.columns, **other.columns}:
+            kinds = [
+                (of.dtype == object, of.shape[1:])
+                for of in (first.columns.get(column), other.columns.get(column))
+                if of is not None
+            ]
+            if len(kinds) < 2 or kinds[0] != kinds[1]:
+                raise UsageError(
+                    f"{first.name} and {other.name} differ in the column {quoted(column)}: give "
+                    "all files of a part the same columns"
+                )
+    columns = {
+        column: np.concatenate([part.columns[column] for part in parts]) for column in first.columns
+    }
+    return Table(name, columns, files=parts)
+
+
+def quoted(text: object) -> str:
+    """``text`` of a file for a message: cut, and with what does not print escaped."""
+    return _cut(repr(str(text)[: _SHOWN + 1]))
+
+
+def plain(text: object) -> str:
+    """As `quoted`, without quotes where nothing had to be escaped."""
+    text = str(text)
+    return _cut(text if text.isprintable() else quoted(text))
+
+
+def listed(names: Iterable[object]) -> str:
+    """Some of ``names`` for a message."""
+    texts = [*map(plain, names)]
+    return ", ".join(texts[:_SHOWN]) + (f", … ({len(texts)})" if len(texts) > _SHOWN else "")
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _SHOWN + 2 else f"{text[:_SHOWN]}…"
+
+
+# Readers ----------------------------------------------------------------------------------------
+
+
+def _csv(path: Path) -> dict[str, Table]:
+    text: set[str] = set()
+    while True:
+        table, restart = _parsed(path, text)
+        if not restart:
+            return {"train": table}
+
+
+def _parsed(path: Path, text: set[str]) -> tuple[Table, bool]:
+    """The table of a CSV file. Adds to ``text`` the columns that are not of numbers. Returns
+    whether such a column began with numbers, so that the file is to be read again."""
+    parts: dict[str, list[np.ndarray]] = {}
+    lines: list[int] = []
+    restart = False
+    with _opened(path) as file:
+        rows: Iterator[Any] = _rows(path, file)
+        header = next(rows, None)
+        if header is None:
+            raise UsageError(f"{path.name} has no rows")
+        names = header[1]
+        if any(_is_number(name) for name in names):  # a first line of data
+            rows = itertools.chain([header], rows)
+            names = [f"column{number}" for number in range(len(names))]
+        names = [name.strip() for name in names]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise UsageError(
+                f"{path.name}, line {header[0]}: the column {quoted(twice)} is there twice: rename "
+                "one"
+            )
+        parts = {name: [] for name in names}
+        while chunk := [*itertools.islice(rows, _ROWS_AT_ONCE)]:
+            for line, cells in chunk:
+                if len(cells) != len(names):
+                    raise UsageError(
+                        f"{path.name}, line {line} has {len(cells)} cells, and line {header[0]} "
+                        f"has {len(names)}: give all lines the same columns"
+                    )
+            lines += [line for line, _ in chunk]
+            for name, cells in zip(
+                names, zip(*(cells for _, cells in chunk), strict=True), strict=True
+            ):
+                numbers = None if name in text else _numbers(cells)
+                if numbers is None and name not in text:
+                    text.add(name)
+                    restart |= bool(parts[name])
+                parts[name].append(
+                    np.array([cell.strip() for cell in cells], object)
+                    if numbers is None
+                    else numbers
+                )
+    columns = {name: np.concatenate(chunks) for name, chunks in parts.items() if chunks}
+    return Table(path.name, columns, np.array(lines, np.int64)), restart
+
+
+def _opened(path: Path) -> io.TextIOWrapper:
+    opener: Any = gzip.open if path.name.lower().endswith(".gz") else open
+    raw = opener(path, "rb")
+    return io.TextIOWrapper(raw, "utf-8-sig", newline="")
+
+
+def _rows(path: Path, file: io.TextIOWrapper) -> Iterator[Any]:
+    """Yields the line and the cells of each row that is not blank."""
+    first = file.readline()
+    delimiter = max(",;\t", key=first.count)
+    reader = csv.reader(itertools.chain([first], file), delimiter=delimiter, strict=True)
+    try:
+        for cells in reader:
+            if cells and (len(cells) > 1 or cells[0].strip()):
+                yield reader.line_num, cells
+    except csv.Error as error:
+        raise UsageError(
+            f"{path.name}, line {reader.line_num}: it cannot be read as CSV: {_cut(str(error))}"
+        ) from error
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _numbers(cells: Sequence[str]) -> np.ndarray | None:
+    """The numbers of ``cells``, float64 [n], NaN where one is missing; None if one is text."""
+    if any("_" in cell for cell in cells):  # Python takes 1_0 for 10
+        return None
+    try:
+        return np.array([float(cell) for cell in cells])
+    except ValueError:
+        pass
+    try:
+        return np.array(
+            [np.nan if cell.strip().lower() in _MISSING else float(cell) for cell in cells]
+        )
+    except ValueError:
+        return None
+
+
+def _npz(path: Path) -> dict[str, Table]:
+    """The arrays of a file of NumPy. ``x_train`` is x of the part ``train``."""
+    parts: dict[str, dict[str, np.ndarray]] = {}
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            for key in arrays.files:
+                name, _, part = key.rpartition("_")
+                if not name or part not in PARTS:
+                    name, part = key, "train"
+                parts.setdefault(PARTS[part], {})[name] = _column(path, key, arrays[key])
+    except (ValueError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError) as error:
+        what = "it has Python objects" if "pickle" in str(error) else str(error).split("\n")[0][:80]
+        raise UsageError(f"{path.name} cannot be read as .npz: {what}") from error
+    for part, columns in parts.items():
+        lengths = {len(column) for column in columns.values()}
+        if len(lengths) > 1:
+            shapes = [f"{name} {list(column.shape)}" for name, column in columns.items()]
+            raise UsageError(
+                f"{path.name}: the arrays of {part} differ in length: {listed(shapes)}: save those "
+                "of one length, or with names such as x_train and x_test"
+            )
+    return {part: Table(path.name, columns) for part, columns in parts.items()}
+
+
+def _column(path: Path, name: str, array: np.ndarray) -> np.ndarray:
+    if not array.ndim:
+        raise UsageError(f"{path.name}: {quoted(name)} is one value, not one for each example")
+    if array.dtype.kind in "SU":
+        texts = array.astype(str) if array.dtype.kind == "U" else np.char.decode(array, "utf-8")
+        return texts.astype(object)
+    if array.dtype.kind not in "biuf":
+        raise UsageError(
+            f"{path.name}: {quoted(name)} has the type {array.dtype}: save numbers or text"
+        )
+    return array.astype(np.float64) if array.ndim == 1 else array
+
+
+def _jsonl(path: Path) -> dict[str, Table]:
+    """Lines that are objects of JSON: their keys are the columns."""
+    rows: list[dict[str, Any]] = []
+    lines: list[int] = []
+    with _opened(path) as file:
+        for line, text in enumerate(file, 1):
+            if not text.strip():
+                continue
+            try:
+                row = json.loads(text)
+            except (ValueError, RecursionError) as error:
+                what = _cut(str(error))
+                raise UsageError(f"{path.name}, line {line}: it is not JSON: {what}") from error
+            if not isinstance(row, dict):
+                raise UsageError(
+                    f"{path.name}, line {line} is no object, such as {{{quoted('label')}: 1}}"
+                )
+            rows.append(row)
+            lines.append(line)
+    names = dict.fromkeys(name for row in rows for name in row)
+    columns = {name: _values([row.get(name) for row in rows]) for name in names}
+    return {"train": Table(path.name, columns, np.array(lines, np.int64))}
+
+
+def _values(values: list[Any]) -> np.ndarray:
+    """A column of values of Python: numbers, lists of numbers of one shape, or else text."""
+    kinds = {type(value) for value in values} - {type(None)}
+    try:
+        if kinds <= {int, float, bool}:
+            return np.array([np.nan if value is None else float(value) for value in values])
+        if kinds == {list} and None not in values:
+            return np.array(values, np.float64)
+    except (ValueError, TypeError, OverflowError):
+        pass
+    texts = np.empty(len(values), object)
+    for row, value in enumerate(values):
+        texts[row] = "" if value is None else value if isinstance(value, str) else json.dumps(value)
+    return texts
+
+
+def _parquet(path: Path) -> dict[str, Table]:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError as error:
+        raise UsageError(f"{path.name}: Parquet needs a package: pip install pyarrow") from error
+    try:
+        table = parquet.ParquetFile(path).read()
+    except (pyarrow.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.errno:
+            raise
+        what = str(error).split("\n")[0][:80]
+        raise UsageError(f"{path.name} cannot be read as Parquet: {what}") from error
+    names = table.column_names
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise UsageError(f"{path.name}: the column {quoted(twice)} is there twice: rename one")
+    columns = {}
+    for name, column in zip(names, table.columns, strict=True):
+        if name.startswith("__index_level_"):  # row names of pandas
+            continue
+        kind = column.type
+        is_number = pyarrow.types.is_integer(kind) or pyarrow.types.is_floating(kind)
+        if is_number or pyarrow.types.is_boolean(kind) or pyarrow.types.is_decimal(kind):
+            columns[name] = column.cast(pyarrow.float64(), safe=False).to_numpy()
+        elif pyarrow.types.is_nested(kind) or pyarrow.types.is_null(kind):
+            columns[name] = _values(column.to_pylist())
+        else:
+            columns[name] = _values([v if v is None else str(v) for v in column.to_pylist()])
+    return {"train": Table(path.name, columns)}
+
+
+def _tfrecord(path: Path) -> dict[str, Table]:
+    """Records that are a `tf.train.Example` each: its features are the columns."""
+    with open(path, "rb") as file:
+        kind = compression(file.read(2))
+    rows: list[dict[str, Any]] = []
+    try:
+        for record in tf.data.TFRecordDataset(str(path), kind).as_numpy_iterator():
+            example = tf.train.Example.FromString(record)
+            row = {}
+            for name, feature in example.features.feature.items():
+                values = getattr(feature, feature.WhichOneof("kind") or "int64_list").value
+                row[name] = [_text_or_image(v) if isinstance(v, bytes) else v for v in values]
+            rows.append(row)
+    except DecodeError as error:
+        raise UsageError(f"{path.name}, record {len(rows)} is no tf.train.Example") from error
+    except tf.errors.OpError as error:
+        raise UsageError(
+            f"{path.name}, record {len(rows)} is damaged: {_cut(error.message)}"
+        ) from error
+    except ValueError as error:
+        raise UsageError(f"{path.name}, record {len(rows)}: {error}") from error
+    names = sorted({name for row in rows for name in row})  # they have no order
+    return {"train": Table(path.name, {name: _feature(path, name, rows) for name in names})}
+
+
+def _text_or_image(value: bytes) -> str | np.ndarray:
+    if value.startswith(_IMAGES):
+        return tf.io.decode_image(value, expand_animations=False).numpy()
+    try:
+        return value.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError("it has bytes that are neither text in UTF-8 nor PNG or JPEG") from error
+
+
+def _feature(path: Path, name: str, rows: Sequence[dict[str, list[Any]]]) -> np.ndarray:
+    """A column: one value of each record, or arrays of one shape."""
+    lists = [row.get(name, []) for row in rows]
+    if {len(values) for values in lists} <= {0, 1}:
+        values: list[Any] = [one[0] if one else None for one in lists]
+        if not any(isinstance(value, np.ndarray) for value in values):
+            return _values(values)
+    else:
+        values = [np.array(value) for value in lists]
+    shapes = {np.shape(value) for value in values}
+    if len(shapes) > 1 or np.asarray(values[0]).dtype.kind not in "iuf":
+        raise UsageError(
+            f"{path.name}: {quoted(name)} has values of several sizes or of text: read the file by "
+            "a function of your own, with ctl.data.records.TFRecords"
+        )
+    return np.stack(values)
+
+
+_READERS: dict[str, Callable[[Path], dict[str, Table]]] = {
+    ".csv": _csv,
+    ".tsv": _csv,
+    ".npz": _npz,
+    ".jsonl": _jsonl,
+    ".parquet": _parquet,
+    ".tfrecord": _tfrecord,
+}
+assert {*_READERS} == {*TABLES}
+
+# Features and labels ----------------------------------------------------------------------------
+
+
+class Choice(NamedTuple):
+    """The columns that are used, and the classes that the labels are; none for other numbers."""
+
+    features: tuple[str, ...]
+    labels: tuple[str, ...]
+    classes: tuple[str, ...] = ()
+
+
+def choose(
+    table: Table,
+    features: Sequence[str] | None = None,
+    labels: Sequence[str] | None = None,
+    loss_of: str = CLASSES,
+) -> Choice:
+    """Chooses the columns: as labels one of `LABELS`, or else the last; as features all others that
+    are numbers. An array of rank 2 or more is the only feature.
+
+    Args:
+        table: to train on.
+        features, labels: names of columns, instead of the choice.
+        loss_of: what the loss takes, see `ctl.base.names.loss_of`. Text, and of `CLASSES` whole
+            numbers, too, are the names of classes.
+
+    Raises:
+        UsageError: there is no such column, or the labels suit no loss.
+    """
+    columns = table.columns
+    for what, names in (("features", features), ("labels", labels)):
+        for name in names or ():
+            if name not in columns:
+                raise UsageError(
+                    f"--{what}: {table.name} has no column {quoted(name)}; it has {listed(columns)}"
+                )
+    if labels is None:
+        used = {*(features or ())}
+        free = [name for name in columns if name not in used]
+        named = [name for name in free if name.lower() in LABELS]
+        if not free:
+            raise UsageError(f"{table.name} has no column for labels: name fewer with --features")
+        labels = named[:1] or free[-1:]
+    if features is None:
+        others = [name for name in columns if name not in labels]
+        features = [name for name in others if columns[name].dtype != object]
+        deep = [name for name in features if columns[name].ndim > 1]
+        features = deep if len(deep) == 1 else features
+    if not features:
+        raise UsageError(
+            f"{table.name} has no column of numbers but {listed(labels)}: features must be numbers"
+        )
+    if both := {*features} & {*labels}:
+        raise UsageError(f"{table.name}: {quoted(min(both))} is in --features and in --labels")
+    chosen = Choice(tuple(features), tuple(labels))
+    is_text = any(columns[name].dtype == object for name in labels)
+    if not is_text and loss_of != CLASSES:
+        return chosen
+    if len(labels) > 1:
+        raise UsageError(
+            f"{table.name}: {listed(labels)} are several labels, which must be numbers, for a loss "
+            "of numbers: give --loss=mean_squared_error or binary_cross_entropy"
+        )
+    if loss_of == NUMBERS:
+        raise UsageError(
+            f"{table.name}: {quoted(labels[0])} is text, and the loss takes numbers: name a column "
+            "of numbers with --labels, or leave out --loss"
+        )
+    classes = _classes(table, labels[0])
+    if loss_of == BINARY and len(classes) > 2:
+        raise UsageError(
+            f"{table.name}: {quoted(labels[0])} has {len(classes)} classes, and the loss is for 2: "
+            "leave out --loss"
+        )
+    return chosen._replace(classes=classes)
+
+
+def _classes(table: Table, label: str) -> tuple[str, ...]:
+    """The classes of a column, in order."""
+    column = table.columns[label]
+    regression = "to predict numbers, give --loss=mean_squared_error"
+    if column.ndim > 1:
+        raise UsageError(
+            f"{table.name}: {quoted(label)} has the shape {list(column.shape)}, and a class is one "
+            f"value: {regression}"
+        )
+    _check_complete(table, label)
+    if column.dtype != object:
+        if len(broken := np.flatnonzero(column != np.floor(column))):
+            raise UsageError(
+                f"{table.where(broken[0])}: {quoted(label)} is {column[broken[0]]:g}, which is no "
+                f"class: {regression}, or name another column with --labels"
+            )
+        column = column.astype(np.int64)
+    distinct = sorted({*column.tolist()})
+    if len(distinct) < 2:
+        raise UsageError(
+            f"{table.name}: all labels are {quoted(distinct[0])}: there is nothing to learn"
+        )
+    if len(distinct) > min(_MOST_CLASSES, max(20, len(column) // 2)):
+        raise UsageError(
+            f"{table.name}: {quoted(label)} has {len(distinct)} values in {len(column)} rows, too "
+            f"many for classes: {regression}, or name another column with --labels"
+        )
+    return tuple(map(str, distinct))
+
+
+def arrays(table: Table, choice: Choice) -> tuple[np.ndarray, np.ndarray]:
+    """Features and labels.
+
+    Returns:
+        float32 [N, columns], or an array as it is, images with a last axis of channels; and the
+        labels, int64 [N] of classes, else float32 [N] or [N, labels].
+
+    Raises:
+        UsageError: a value is missing, is not finite, or is another class; or a column of features
+            is text.
+    """
+    for name in (*choice.features, *choice.labels):
+        if name not in table.columns:
+            raise UsageError(
+                f"{table.name} has no column {quoted(name)}, which the training data have; it has "
+                f"{listed(table.columns)}"
+            )
+    return _features(table, choice.features), _labels(table, choice)
+
+
+def _features(table: Table, names: Sequence[str]) -> np.ndarray:
+    columns = []
+    for name in names:
+        column = table.columns[name]
+        if column.dtype == object:
+            row = next((r for r, text in enumerate(column) if not _is_number(text)), 0)
+            raise UsageError(
+                f"{table.where(row)}: {quoted(name)} is {quoted(column[row])}, and features must "
+                "be numbers: leave it out of --features, or make numbers of it"
+            )
+        if column.ndim > 1 and len(names) > 1:
+            raise UsageError(
+                f"{table.name}: {quoted(name)} has the shape {list(column.shape)}, which does not "
+                "go with other columns: name it alone with --features"
+            )
+        _check_complete(table, name)
+        columns.append(column)
+    if columns[0].ndim == 1:
+        return np.stack(columns, axis=1).astype(np.float32)
+    (array,) = columns
+    if array.dtype == np.uint8 and array.ndim > 2:  # images, which the step scales
+        return array[..., np.newaxis] if array.ndim == 3 else array
+    return array.astype(np.float32)
+
+
+def _labels(table: Table, choice: Choice) -> np.ndarray:
+    if not choice.classes:
+        for name in choice.labels:
+            if table.columns[name].dtype == object:
+                raise UsageError(f"{table.name}: {quoted(name)} is text, and must be numbers")
+            _check_complete(table, name)
+        columns = [table.columns[name] for name in choice.labels]
+        labels = columns[0] if len(columns) == 1 else np.stack(columns, axis=1)
+        return labels.astype(np.float32)
+    (name,) = choice.labels
+    numbers = {text: number for number, text in enumerate(choice.classes)}
+    _check_complete(table, name)
+    result = np.empty(len(table), np.int64)
+    for row, value in enumerate(table.columns[name].tolist()):
+        text = f"{value:.0f}" if isinstance(value, float) and value.is_integer() else str(value)
+        if text not in numbers:
+            raise UsageError(
+                f"{table.where(row)}: {quoted(name)} is {quoted(text)}, which is no class of the "
+                f"training data; they have {listed(choice.classes)}"
+            )
+        result[row] = numbers[text]
+    return result
+
+
+def missing(column: np.ndarray) -> np.ndarray:
+    """The rows of a column that have no value, bool [N]."""
+    if column.dtype == object:
+        return column == ""
+    return (
+        np.isnan(column.reshape(len(column), -1)).any(1)
+        if column.dtype.kind == "f"
+        else (np.zeros(len(column), bool))
+    )
+
+
+def _check_complete(table: Table, name: str) -> None:
+    """Refuses values that are missing or infinite."""
+    column = table.columns[name]
+    rows = np.flatnonzero(missing(column))
+    if len(rows):
+        raise UsageError(
+            f"{table.where(rows[0])}: {quoted(name)} has no value, as in {len(rows)} of "
+            f"{len(column)} rows: fill them, or name the columns to use with --features"
+        )
+    if column.dtype.kind == "f":
+        rows = np.flatnonzero(~np.isfinite(column.reshape(len(column), -1)).all(1))
+        if len(rows):
+            raise UsageError(f"{table.where(rows[0])}: {quoted(name)} is infinite")
+
+
+def described(table: Table, choice: Choice) -> list[list[str]]:
+    """Rows for the log: column, use, type, minimum, maximum, missing values."""
+    rows = [["column", "used as", "type", "minimum", "maximum", "missing"]]
+    for name, column in table.columns.items():
+        use = "feature" if name in choice.features else "label" if name in choice.labels else "-"
+        low, high = "", ""
+        if column.dtype == object:
+            kind = f"text, {len({*column.tolist()})} values"
+        else:
+            finite = column[np.isfinite(column)]
+            whole = column.dtype.kind != "f" or (finite == np.floor(finite)).all()
+            kind = "integer" if whole else "number"
+            if column.ndim > 1:
+                kind = f"{column.dtype} {'x'.join(map(str, column.shape[1:]))}"
+            if finite.size:
+                low, high = f"{finite.min():g}", f"{finite.max():g}"
+        rows.append([plain(name), use, kind, low, high, str(int(missing(column).sum()))])
+    return rows

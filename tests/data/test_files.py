@@ -1,0 +1,246 @@
+"""Data in files of the user's: parts, splits, what the model is told, what config.json keeps."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from ctl.base.names import BINARY, NUMBERS
+from ctl.data import Files, Splits, Streaming
+from ctl.errors import UsageError
+
+CLASSES = ("cat", "dog", "emu")
+
+
+def write_images(folder, count: int, size=(4, 6), channels: int = 3) -> None:
+    """``count`` images of each class; all bytes of the image n of the class c are 10 c + n."""
+    for label, name in enumerate(CLASSES):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        for n in range(count):
+            image = np.full([*size, channels], 10 * label + n, np.uint8)
+            (folder / name / f"{n}.png").write_bytes(tf.io.encode_png(image).numpy())
+
+
+def write_table(path, count: int = 40) -> None:
+    """Sorted by class: ``count`` rows, half of each."""
+    rows = [f"{n},{n % 3},{'ab'[2 * n // count]}" for n in range(count)]
+    path.write_text("\n".join(["x,z,kind", *rows, ""]))
+
+
+def load(files: Files, split: str, training: bool = True, **options):
+    return files.load(split, training=training, global_batch_size=2, **options)
+
+
+def test_a_folder_of_images(tmp_path):
+    write_images(tmp_path, 8)
+    files = Files(tmp_path)
+    train = load(files, "train[:75%]")
+    images, labels = train.arrays
+    assert images.shape == (18, 4, 6, 3) and train.info.image_shape == (4, 6, 3)
+    assert train.info.class_names == CLASSES and train.info.split == "train[:75%]"
+    np.testing.assert_array_equal(images[:, 0, 0, 0] // 10, labels)
+    held = load(files, "train[75%:]", training=False)
+    seen = [*images[:, 0, 0, 0].tolist(), *held.arrays[0][:, 0, 0, 0].tolist()]
+    assert sorted(seen) == sorted(10 * label + n for label in range(3) for n in range(8))
+    assert len({*held.arrays[1].tolist()}) > 1  # the last rows would be one class
+    assert files.table()[-1].split() == ["all", "18", "6"]
+
+
+def test_parts_of_images_have_one_numbering(tmp_path):
+    write_images(tmp_path / "train", 3)
+    write_images(tmp_path / "val", 2)
+    (tmp_path / "val" / "cat" / "0.png").unlink()
+    (tmp_path / "val" / "cat" / "1.png").unlink()
+    (tmp_path / "val" / "cat").rmdir()
+    files = Files(tmp_path)
+    assert files.splits() == ("train", "validation", None)
+    assert load(files, "validation", training=False).arrays[1].tolist() == [1, 1, 2, 2]
+
+
+def test_images_that_differ_in_size_are_resized(tmp_path, caplog):
+    write_images(tmp_path, 2, channels=1)
+    (tmp_path / "cat" / "0.png").write_bytes(
+        tf.io.encode_png(np.zeros([5, 5, 1], np.uint8)).numpy()
+    )
+    assert load(Files(tmp_path), "train").info.image_shape == (64, 64, 1)
+    files = Files(tmp_path, image_shape=(8, 8, 3))
+    assert load(files, "train").info.image_shape == (8, 8, 3)
+
+
+def test_a_large_folder_is_streamed(tmp_path):
+    write_images(tmp_path, 4)
+    stream = load(Files(tmp_path), "train[:50%]", resident_limit_mib=0)
+    assert isinstance(stream, Streaming) and stream.num_examples == 6
+    resident = load(Files(tmp_path), "train[:50%]")
+    _, labels = stream.read(np.arange(6))
+    assert labels.tolist() == resident.arrays[1].tolist()
+    other = load(Files(tmp_path), "train[50%:]", resident_limit_mib=0)
+    assert other.fingerprint()["content"] != stream.fingerprint()["content"]
+
+
+def test_a_table(tmp_path):
+    write_table(tmp_path / "t.csv")
+    files = Files(tmp_path / "t.csv")
+    splits = files.splits()
+    assert splits == ("train[:90%]", "train[90%:]", None)
+    train = load(files, splits.train)
+    held = load(files, splits.evaluation, training=False)
+    x = np.concatenate([train.arrays[0][:, 0], held.arrays[0][:, 0]])
+    assert sorted(x) == [*range(40)] and len(held.arrays[0]) == 4
+    assert {*held.arrays[1].tolist()} == {0, 1}
+    info = train.info
+    assert (info.image_shape, info.num_classes, info.num_outputs) == ((2,), 2, None)
+    np.testing.assert_allclose(info.mean, train.arrays[0].mean(0, np.float64))  # not of the others
+    np.testing.assert_allclose(info.deviation, train.arrays[0].std(0, np.float64))
+    assert held.info.mean == info.mean
+    again = load(Files(tmp_path / "t.csv"), splits.train)
+    assert again.fingerprint() == train.fingerprint()
+
+
+def test_a_column_that_does_not_vary_stays_finite(tmp_path):
+    (tmp_path / "t.csv").write_text("a,b,y\n" + "3,1,x\n5,1,z\n" * 10)
+    assert load(Files(tmp_path / "t.csv"), "train").info.deviation == (1.0, 1.0)
+
+
+def test_a_folder_of_tables(tmp_path):
+    write_table(tmp_path / "train.csv")
+    write_table(tmp_path / "test.csv", 10)
+    files = Files(tmp_path)
+    assert files.splits() == ("train", "test", None)
+    assert files.splits(select=True) == ("train[:90%]", "train[90%:]", "test")
+    assert load(files, "test", training=False).num_examples == 10
+    (tmp_path / "more.csv").touch()
+    with pytest.raises(UsageError, match="has the tables more.csv, test.csv, train.csv: name them"):
+        Files(tmp_path)
+
+
+def test_numbers_need_as_many_outputs(tmp_path):
+    write_table(tmp_path / "t.csv")
+    table = tmp_path / "t.csv"
+    one = load(Files(table, labels=["z"], loss_of=NUMBERS), "train").info
+    assert (one.num_classes, one.num_outputs) == (None, 1)
+    binary = load(Files(table, loss_of=BINARY), "train")
+    assert (binary.info.num_classes, binary.info.num_outputs) == (None, 1)
+    assert {*binary.arrays[1].tolist()} == {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("parts", "select", "splits"),
+    [
+        (["train"], False, ("train[:90%]", "train[90%:]", None)),
+        (["train"], True, ("train[:80%]", "train[80%:90%]", "train[90%:]")),
+        (["train", "test"], False, ("train", "test", None)),
+        (["train", "test"], True, ("train[:90%]", "train[90%:]", "test")),
+        (["train", "validation"], False, ("train", "validation", None)),
+        (["train", "validation"], True, ("train", "validation", None)),
+        (["train", "test", "validation"], False, ("train", "test", None)),
+        (["train", "test", "validation"], True, ("train", "validation", "test")),
+    ],
+)
+def test_no_split_is_selected_on_and_tested(tmp_path, parts, select, splits):
+    for part in parts:
+        write_table(tmp_path / f"{part}.csv")
+    assert Files(tmp_path).splits(select=select) == splits
+
+
+def test_what_is_trained_on_is_not_evaluated_unless_both_are_given(tmp_path, caplog):
+    write_table(tmp_path / "t.csv")
+    files = Files(tmp_path / "t.csv")
+    with pytest.raises(UsageError, match=r"4 of the 4 examples of train\[90%:\] are in train, too"):
+        files.splits(Splits("train"))
+    with pytest.raises(
+        UsageError, match=r"4 of the 8 examples of train\[80%:\] are in train\[:90%"
+    ):
+        files.splits(Splits(None, "train[80%:]"))
+    given = Splits("train[:50%]", "train[50%:75%]")
+    assert files.splits(given) == given
+    files.splits(Splits("train", "train[:10]"))
+    assert "their results are too good" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("split", "says"),
+    [
+        ("test", "has no split 'test'; it has train, and parts of one of them"),
+        ("train[", "has no split"),
+        ("train+train", "has no split"),
+        ("train[:1%]", r"the split train\[:1%\] of 40 examples is empty"),
+    ],
+)
+def test_splits_that_are_not_there(tmp_path, split, says):
+    write_table(tmp_path / "t.csv")
+    with pytest.raises(UsageError, match=says):
+        load(Files(tmp_path / "t.csv"), split)
+
+
+def test_other_data_follow_the_schema(tmp_path):
+    write_table(tmp_path / "t.csv")
+    files = Files(tmp_path / "t.csv", features=["z"])
+    train = load(files, "train[:90%]")
+    schema = json.loads(json.dumps(files.schema))
+    assert schema["classes"] == ["a", "b"] and schema["examples"] == {"train[:90%]": [17, 19]}
+    (tmp_path / "u.csv").write_text("kind,z,x\nb,2,1\nb,1,9\n")
+    info = load(Files(tmp_path / "u.csv", schema=schema), "train", training=False)
+    assert info.arrays[0].tolist() == [[2], [1]] and info.arrays[1].tolist() == [1, 1]
+    assert info.info.mean == train.info.mean and info.info.class_names == ("a", "b")
+    (tmp_path / "u.csv").write_text("kind,z,x\nc,2,1\n")
+    with pytest.raises(UsageError, match="^u.csv, line 2: 'kind' is 'c', which is no class of the"):
+        Files(tmp_path / "u.csv", schema=schema)
+    for name, value in (("classes", "ab"), ("mean", ["1"]), ("features", {"y": 1})):
+        with pytest.raises(UsageError, match=f"^config.json: the {name} of the data cannot be "):
+            Files(tmp_path / "u.csv", schema=schema | {name: value})
+
+
+def test_images_follow_the_schema(tmp_path):
+    write_images(tmp_path / "photos", 2)
+    files = Files(tmp_path / "photos")
+    load(files, "train")
+    (tmp_path / "new").mkdir()
+    (tmp_path / "photos" / "emu").rename(tmp_path / "new" / "emu")
+    new = load(Files(tmp_path / "new", schema=files.schema), "train", training=False)
+    assert new.arrays[1].tolist() == [2, 2] and new.info.image_shape == (4, 6, 3)
+
+
+def test_files_that_are_not_there(tmp_path):
+    with pytest.raises(UsageError, match="photos is missing"):
+        Files(tmp_path / "photos")
+    with pytest.raises(UsageError, match="has no images: it needs a folder for each class"):
+        Files(tmp_path)
+    (tmp_path / "t.txt").touch()
+    with pytest.raises(UsageError, match="t.txt is no table that ctl reads: give a folder of imag"):
+        Files(tmp_path / "t.txt")
+
+
+def test_a_part_in_several_files(tmp_path):
+    write_table(tmp_path / "train-00000-of-00002.csv")
+    write_table(tmp_path / "train-00001-of-00002.csv", 10)
+    write_table(tmp_path / "test_all.csv", 4)
+    files = Files(tmp_path)
+    assert load(files, "train").num_examples == 50
+    assert load(files, "test", training=False).num_examples == 4
+
+
+def test_rare_classes_are_repeated_in_the_training_only(tmp_path):
+    rows = [f"{n},{n},{'a' if n % 5 else 'b'}" for n in range(40)]
+    (tmp_path / "t.csv").write_text("\n".join(["x,z,kind", *rows, ""]))
+    files = Files(tmp_path / "t.csv")
+    train = load(files, "train[:90%]", oversample=True)
+    held = load(files, "train[90%:]", training=False, oversample=True)
+    first, second = np.bincount(train.arrays[1])
+    assert first == second and held.num_examples == 4
+    assert files.schema["examples"]["train[:90%]"] == [first, second]
+    assert not {*train.arrays[0].ravel()} & {*held.arrays[0].ravel()}
+    with pytest.raises(UsageError, match="t.csv has no classes: leave out --oversample"):
+        load(Files(tmp_path / "t.csv", labels=["x"], loss_of=NUMBERS), "train", oversample=True)
+
+
+def test_streamed_images_of_rare_classes_are_repeated(tmp_path):
+    write_images(tmp_path, 4)
+    for n in (1, 2, 3):
+        (tmp_path / "emu" / f"{n}.png").unlink()
+    stream = load(Files(tmp_path), "train", oversample=True, resident_limit_mib=0)
+    _, labels = stream.read(np.arange(len(stream._source)))
+    assert np.bincount(labels).tolist() == [4, 4, 4] and stream.num_examples == 12

@@ -1,0 +1,47 @@
+"""ctl.jobs.build: weights of classes that are counted."""
+
+from __future__ import annotations
+
+import types
+
+import numpy as np
+import pytest
+
+from ctl.data import Augmented, InMemory
+from ctl.errors import UsageError
+from ctl.jobs.build import class_weights
+
+LABELS = np.array([0, 0, 0, 0, 0, 0, 2, 2])
+
+
+def prepared(train, found=None):
+    return types.SimpleNamespace(train=train, found=found or {})
+
+
+def flags(*class_weight: str):
+    return types.SimpleNamespace(class_weight=[*class_weight])
+
+
+def in_memory(labels: np.ndarray = LABELS) -> InMemory:
+    images = np.zeros([len(labels), 4, 4, 1], np.uint8)
+    return InMemory((images, labels), global_batch_size=4)
+
+
+def test_each_class_has_the_same_sum():
+    """As ``class_weight="balanced"`` of scikit-learn."""
+    wanted = {0: 8 / (2 * 6), 2: 8 / (2 * 2)}
+    assert class_weights(flags("balanced"), prepared(in_memory())) == wanted
+    augmented = Augmented(in_memory(), "flip")
+    assert class_weights(flags("balanced"), prepared(augmented)) == wanted
+    found = {"examples": {"": [6, 0, 2]}}  # of a stream, too
+    stream = types.SimpleNamespace(info=in_memory().info)
+    assert class_weights(flags("balanced"), prepared(stream, found)) == wanted
+    assert class_weights(flags("1:5"), prepared(in_memory())) == {1: 5.0}
+
+
+@pytest.mark.parametrize(
+    "labels", [LABELS.astype(np.float32), np.eye(3, dtype=np.int64)[LABELS], LABELS - 1]
+)
+def test_labels_that_are_no_classes_cannot_be_counted(labels):
+    with pytest.raises(UsageError, match="^--class_weight=balanced counts the classes, integers"):
+        class_weights(flags("balanced"), prepared(in_memory(labels)))

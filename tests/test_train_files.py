@@ -1,0 +1,92 @@
+"""Trainings on folders and files of the user's, by --dataset: what follows from them is kept."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from zygote import last_line
+
+pytestmark = pytest.mark.slow  # starts processes
+
+TRAIN, EVALUATE = "ctl.train", "ctl.evaluate"
+
+
+@pytest.fixture
+def table(tmp_path):
+    """Two classes that one column tells apart; sorted by class; of a large scale."""
+    random = np.random.default_rng(0)
+    wide, narrow = random.normal(size=(2, 200))
+    kinds = np.repeat(["oak", "ash"], 100)
+    narrow += 4 * (kinds == "oak")
+    rows = [f"{1e4 * w + 1e6},{n},{kind}" for w, n, kind in zip(wide, narrow, kinds, strict=True)]
+    path = tmp_path / "trees.csv"
+    path.write_text("\n".join(["height,width,kind", *rows, ""]))
+    return path
+
+
+@pytest.mark.sample
+def test_a_table(zygote, table, tmp_path):
+    run = f"--model_dir={tmp_path}/run"
+    command = [TRAIN, run, f"--dataset={table}", "--learning_rate=0.01", "--seed=1"]
+    whole = zygote.run(*command, "--train_steps=40", "--global_batch_size=20")
+    assert f"{table} has no part for the test: train[90%:] is held out" in whole.stderr
+    lines = [line.split() for line in whole.stderr.splitlines()]
+    assert ["kind", "label", "text,", "2", "values", "0"] in lines
+    assert ["all", "180", "20"] in lines
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert config["flags"]["model"] == "dense" and config["data"]["classes"] == ["ash", "oak"]
+    assert config["data"]["features"] == ["height", "width"]
+    (result,) = (line for line in whole.stdout.splitlines() if "train[90%:]" in line)
+    assert float(result.split()[-1]) > 0.9  # columns are standardized
+    shown = zygote.run(EVALUATE, run, "--json").stdout
+    assert json.loads(shown)["accuracy"] == pytest.approx(float(result.split()[-1]), abs=1e-4)
+
+    other = tmp_path / "more.csv"
+    other.write_text("width,kind,height\n" + "0,ash,1e6\n" * 3)  # one class, and another order
+    shown = zygote.run(EVALUATE, run, f"--dataset={other}", "--json")
+    assert "more.csv train, 3 examples" in shown.stderr
+    assert json.loads(shown.stdout)["accuracy"] == 1
+    model = tf.keras.models.load_model(tmp_path / "run/export/model.keras")
+    assert model(np.float32([[1e6, 0], [1e6, 4]])).numpy().argmax(1).tolist() == [0, 1]
+
+    again = zygote.run(*command, "--train_steps=40", "--global_batch_size=20")
+    assert "done: 40 steps, 0 of them now" in again.stdout
+    table.write_text(table.read_text().replace("oak", "elm"))
+    again = zygote.run(*command, "--train_steps=40", "--global_batch_size=20", exit_code=2)
+    says = 'the classes were ["ash", "oak"], and are ["ash", "elm"]'
+    assert says in last_line(again)
+    table.write_text(table.read_text().replace("elm", "oak").replace("\n1", "\n2"))
+    again = zygote.run(*command, "--train_steps=40", "--global_batch_size=20", exit_code=4)
+    assert "is from another run: content was" in last_line(again)
+
+
+def test_numbers_to_predict(zygote, table, tmp_path):
+    command = [TRAIN, f"--model_dir={tmp_path}/run", f"--dataset={table}", "--labels=height"]
+    refused = zygote.run(*command, exit_code=2)
+    assert "--loss=mean_squared_error" in last_line(refused)
+    options = ["--features=width", "--loss=mean_squared_error", "--train_steps=4", "--keep_best=1"]
+    done = zygote.run(*command, *options, "--best_metric=loss").stdout
+    assert "train[80%:90%]" in done and "train[90%:]" in done
+
+
+def test_a_folder_of_images(zygote, tmp_path):
+    for kind, level in (("dark", 20), ("light", 200)):
+        (tmp_path / "photos" / kind).mkdir(parents=True)
+        for number in range(20):
+            image = np.full([8, 8, 3], level + number, np.uint8)
+            file = tmp_path / "photos" / kind / f"{number}.png"
+            file.write_bytes(tf.io.encode_png(image).numpy())
+    run = f"--model_dir={tmp_path}/run"
+    command = [TRAIN, run, f"--dataset={tmp_path}/photos", "--global_batch_size=8"]
+    command += ["--train_steps=8", "--learning_rate=0.01", "--augment=flip"]
+    resident = zygote.run(*command)
+    assert "photos train[:90%], 36 examples, 0.0 MiB resident" in resident.stderr
+    shown = zygote.run(EVALUATE, run, f"--report={tmp_path}/report")
+    assert [line.split()[:2] for line in shown.stdout.splitlines() if line[:4] in ("dark", "ligh")]
+    assert "light" in (tmp_path / "report" / "report.html").read_text()
+    command[1] = f"--model_dir={tmp_path}/streamed"
+    streamed = zygote.run(*command, "--resident_limit_mib=0", "--replicas=2")
+    assert "36 examples, streamed" in streamed.stderr
