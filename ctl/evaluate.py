@@ -151,8 +151,7 @@ def main() -> None:
     logging.info("strategy: %s", placement.description)
     named.step_class(FLAGS.step)  # what is wrong is said before data are loaded
     named.check_metrics(FLAGS.metrics)
-    found = config.found(Path(FLAGS.model_dir)) if FLAGS.model_dir else {}
-    dataset = load_evaluation_data(FLAGS, found)
+    dataset = load_evaluation_data(FLAGS, _found())
     logging.info("evaluation data: %s", dataset.description)
     check_classes(FLAGS, dataset)
     evaluator = _make_evaluator(dataset, placement.strategy, frozen)
@@ -160,6 +159,13 @@ def main() -> None:
         _evaluate_checkpoints(evaluator, averaged, best)
     else:
         _show(evaluator, None)
+
+
+def _found() -> dict[str, Any]:
+    """What the training data of the model hold, if they were files."""
+    from ctl.checkpoint.export import found_beside
+
+    return config.found(Path(FLAGS.model_dir)) if FLAGS.model_dir else found_beside(FLAGS.model)
 
 
 def _make_evaluator(dataset: Any, strategy: tf.distribute.Strategy, frozen: list[str]) -> Evaluator:

@@ -161,7 +161,7 @@ def _train(model_dir: Path) -> None:
         # The others need not wait for what only the chief does, however long it takes.
         leave_together(placement.strategy)
         checkpoints.wait()
-        exported = _export(loop, model_dir) if exports else []
+        exported = _export(loop, model_dir, prepared.found) if exports else []
         signals.decided()
         steps = loop.global_step
         best = checkpoints.best() if FLAGS.keep_best else None
@@ -320,7 +320,7 @@ def _choose(loop: Loop, resumed: Path | None, steps: int) -> dict[str, Any]:
     return {"jit_compile": loop.step.jit_compile, **choices}
 
 
-def _export(loop: Loop, model_dir: Path) -> list[Path]:
+def _export(loop: Loop, model_dir: Path, found: dict[str, Any]) -> list[Path]:
     from ctl.checkpoint.export import export_model
     from ctl.distributed.workers import is_multi_worker
     from ctl.phases.base_step import BaseStep
@@ -332,7 +332,7 @@ def _export(loop: Loop, model_dir: Path) -> list[Path]:
     if kind.preprocess is not BaseStep.preprocess:
         logging.info("the exported model takes what %s.preprocess returns", kind.__name__)
     with quiet, step.updater.averaged():
-        return export_model(step.model, model_dir / "export", step.input_specs)
+        return export_model(step.model, model_dir / "export", step.input_specs, found)
 
 
 def _summarize(

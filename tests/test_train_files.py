@@ -45,11 +45,14 @@ def test_a_table(zygote, table, tmp_path):
     assert json.loads(shown)["accuracy"] == pytest.approx(float(result.split()[-1]), abs=1e-4)
 
     other = tmp_path / "more.csv"
-    other.write_text("width,kind,height\n" + "0,ash,1e6\n" * 3)  # one class, and another order
+    other.write_text("width,kind,height\n" + "4,oak,1e6\n" * 3)  # one class, and another order
     shown = zygote.run(EVALUATE, run, f"--dataset={other}", "--json")
     assert "more.csv train, 3 examples" in shown.stderr
     assert json.loads(shown.stdout)["accuracy"] == 1
-    model = tf.keras.models.load_model(tmp_path / "run/export/model.keras")
+    exported = tmp_path / "run/export/model.keras"
+    shown = zygote.run(EVALUATE, f"--model={exported}", f"--dataset={other}", "--json")
+    assert json.loads(shown.stdout)["accuracy"] == 1  # its one class is the second
+    model = tf.keras.models.load_model(exported)
     assert model(np.float32([[1e6, 0], [1e6, 4]])).numpy().argmax(1).tolist() == [0, 1]
 
     again = zygote.run(*command, "--train_steps=40", "--global_batch_size=20")

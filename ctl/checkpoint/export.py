@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from ctl.errors import CheckpointError, UsageError
 
 KERAS_FILE = "model.keras"
 SAVED_MODEL = "saved_model"
+DATA_FILE = "training_data.json"
 
 
 def check_exportable(model: keras.Model) -> None:
@@ -33,7 +35,12 @@ def check_exportable(model: keras.Model) -> None:
         ) from error
 
 
-def export_model(model: keras.Model, directory: Path, input_specs: Any = None) -> list[Path]:
+def export_model(
+    model: keras.Model,
+    directory: Path,
+    input_specs: Any = None,
+    found: Mapping[str, Any] | None = None,
+) -> list[Path]:
     """Writes ``model`` with its current weights to ``directory``, replacing an earlier export.
 
     Args:
@@ -41,9 +48,11 @@ def export_model(model: keras.Model, directory: Path, input_specs: Any = None) -
         directory: to write.
         input_specs: `tf.TensorSpec` of each input, for a model that does not declare them. By
             default, Keras takes them from the shapes that it has met, and from the model's dtype.
+        found: what files of the user's hold, see `ctl.data.Files.schema`: who calls the model needs
+            the order of columns and classes.
 
     Returns:
-        The paths of the Keras file and of the SavedModel.
+        The paths of the Keras file, of the SavedModel, and of what was ``found``, if anything was.
 
     Raises:
         CheckpointError: the directory cannot be written. An earlier export is kept.
@@ -55,6 +64,8 @@ def export_model(model: keras.Model, directory: Path, input_specs: Any = None) -
         unfinished.mkdir(parents=True)
         model.save(unfinished / KERAS_FILE)
         model.export(str(unfinished / SAVED_MODEL), verbose=False, **signature)
+        if found:
+            durable.write_json(unfinished / DATA_FILE, found, via=unfinished)
         durable.flush(unfinished)
         durable.publish(unfinished, directory)
     except (OSError, tf.errors.OpError) as error:
@@ -64,7 +75,23 @@ def export_model(model: keras.Model, directory: Path, input_specs: Any = None) -
         ) from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-    return [directory / KERAS_FILE, directory / SAVED_MODEL]
+    written = [KERAS_FILE, SAVED_MODEL, DATA_FILE] if found else [KERAS_FILE, SAVED_MODEL]
+    return [directory / name for name in written]
+
+
+def found_beside(model: str | os.PathLike[str]) -> dict[str, Any]:
+    """What the training data of an exported ``model`` hold, see `export_model`. Not trusted. Empty
+    if that is not beside it.
+
+    Raises:
+        UsageError: the file is damaged.
+    """
+    path = Path(model).parent / DATA_FILE
+    try:
+        found = durable.read_json(path) if path.exists() else {}
+    except durable.Damaged as error:
+        raise UsageError(f"{path} is damaged: {error}: export the model again") from error
+    return found if isinstance(found, dict) else {}
 
 
 def load_model(

@@ -603,7 +603,7 @@ def missing(column: np.ndarray) -> np.ndarray:
 
 
 def _check_complete(table: Table, name: str) -> None:
-    """Refuses values that are missing or infinite."""
+    """Refuses values that are missing, infinite or too large."""
     column = table.columns[name]
     rows = np.flatnonzero(missing(column))
     if len(rows):
@@ -612,9 +612,10 @@ def _check_complete(table: Table, name: str) -> None:
             f"{len(column)} rows: fill them, or name the columns to use with --features"
         )
     if column.dtype.kind == "f":
-        rows = np.flatnonzero(~np.isfinite(column.reshape(len(column), -1)).all(1))
+        flat = np.abs(column.reshape(len(column), -1))
+        rows = np.flatnonzero(flat.max(axis=1, initial=0) > np.finfo(np.float32).max)
         if len(rows):
-            raise UsageError(f"{table.where(rows[0])}: {quoted(name)} is infinite")
+            raise UsageError(f"{table.where(rows[0])}: {quoted(name)} is too large for float32")
 
 
 def described(table: Table, choice: Choice) -> list[list[str]]:
