@@ -50,7 +50,7 @@ from ctl.control.scalars import Scalars, run_actions, status_of, steps_until_due
 from ctl.control.state import TrainState
 from ctl.data.adapters import as_dataset
 from ctl.data.dataset import Dataset, on_replica
-from ctl.data.epochs import completed, end_of, end_of_training, length_of_epoch
+from ctl.data.epochs import completed, end_of, end_of_training, evaluation_interval
 from ctl.data.errors import translate_data_errors
 from ctl.data.feed import Block, Feed, batch_of, next_block, open_feed, waiting_for
 from ctl.data.global_batches import comparable
@@ -561,11 +561,7 @@ class Loop:
         is not a whole number of at least 1, or epochs have no known length; also as `train` and
         `evaluate` do."""
         until = end_of_training(until, epochs, self.dataset)
-        every: float
-        if evaluate_every is None:
-            every = length_of_epoch(self.dataset, "evaluate_every=STEPS")
-        else:
-            every = checked("evaluate_every", evaluate_every)
+        every = evaluation_interval(evaluate_every, self.dataset)
         evaluator = self._evaluator()
         check_watched(self.eval_actions, evaluator)
         runs = self.global_step < until and not self.stopped

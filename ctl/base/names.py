@@ -115,6 +115,7 @@ def check_name(what: str, name: str, known: Iterable[str], otherwise: str = "") 
     if name in known:
         return
     close = difflib.get_close_matches(name, known, n=1)
+    close = close or difflib.get_close_matches(name.lower(), known, n=1)
     hint = f"did you mean {close[0]!r}? " if close else ""
     choices = known if len(known) <= _MOST_CHOICES else [*known[:_MOST_CHOICES], "…"]
     raise UsageError(

@@ -43,10 +43,18 @@ def end_of_training(until: int | None, epochs: float | None, dataset: Any) -> in
         return checked("until", until)
     if until is not None:
         raise UsageError(f"until={until} and epochs={epochs} are both given: leave out one of them")
-    return max(1, end_of(checked("epochs", epochs), length_of_epoch(dataset, "until=STEPS")))
+    return max(1, end_of(checked("epochs", epochs), _length_of_epoch(dataset, "until=STEPS")))
 
 
-def length_of_epoch(dataset: Any, instead: str) -> float:
+def evaluation_interval(evaluate_every: int | None, dataset: Any) -> float:
+    """Steps between two evaluations: ``evaluate_every``, or those of an epoch. Raises `UsageError`
+    if it is no whole number from 1, or epochs have no known length."""
+    if evaluate_every is None:
+        return _length_of_epoch(dataset, "evaluate_every=STEPS")
+    return checked("evaluate_every", evaluate_every)
+
+
+def _length_of_epoch(dataset: Any, instead: str) -> float:
     """`steps_per_epoch`. Raises `UsageError`, which names what to give ``instead``, if unknown."""
     if (steps := steps_per_epoch(dataset)) is None:
         raise UsageError(

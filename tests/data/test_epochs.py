@@ -8,7 +8,13 @@ import tensorflow as tf
 from helpers import make_loop
 
 from ctl.data import Augmented, GlobalBatches, InMemory
-from ctl.data.epochs import completed, end_of, end_of_training, steps_per_epoch
+from ctl.data.epochs import (
+    completed,
+    end_of,
+    end_of_training,
+    evaluation_interval,
+    steps_per_epoch,
+)
 from ctl.errors import UsageError
 
 
@@ -55,3 +61,5 @@ def test_what_is_refused():
     ):
         with pytest.raises(UsageError, match=says):
             end_of_training(until, epochs, data)
+    with pytest.raises(UsageError, match="is unknown: give evaluate_every=STEPS, or data of a kn"):
+        evaluation_interval(None, data)

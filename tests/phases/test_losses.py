@@ -126,6 +126,7 @@ def test_what_a_model_ends_in():
     ("loss", "made", "labels", "says"),
     [
         ("msee", model, ONE_HOT, "^unknown loss_fn 'msee': did you mean 'mse'"),
+        ("MSE", model, ONE_HOT, "^unknown loss_fn 'MSE': did you mean 'mse'"),
         ("dice", model, ONE_HOT, "^unknown loss_fn 'dice': .*the choices are cross_entropy, "),
         (
             "sparse_categorical_crossentropy",
