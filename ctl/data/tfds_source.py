@@ -73,7 +73,10 @@ def find(
         raise UsageError(f"there is no dataset {name!r}{_similar(name)}")
     where = f"{builder.info.full_name} is not prepared at {builder.data_dir}"
     if not download:
-        raise UsageError(f"{where}: allow the download or name another data_dir")
+        raise UsageError(
+            f"{where}: allow the download, which --dry_run and --precompile never do, or name "
+            "another data_dir"
+        )
     if problem := _unreachable(builder.url_infos or ()):
         raise UsageError(
             f"{where}, and {problem}: prepare it where there is a network, and name that data_dir"

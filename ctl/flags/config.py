@@ -230,9 +230,12 @@ def check_resumable(stored: dict[str, Any], values: flags.FlagValues = flags.FLA
         free = free - {"evaluate_every"}
     named = {name.lstrip("-") for name in values.change}
     found = {n: was for n, was in _different(stored, values).items() if n not in free}
-    for name in sorted(named & found.keys() & _FIXED.keys()):
+    fixed = dict(_FIXED)
+    if not all(found.get("momentum", ())):  # without momentum, there are no variables of it
+        fixed["momentum"] = _STATE
+    for name in sorted(named & found.keys() & fixed.keys()):
         raise UsageError(
-            f"--change={name}: {_FIXED[name]}: start a new run in another --model_dir, with "
+            f"--change={name}: {fixed[name]}: start a new run in another --model_dir, with "
             f"--init_from={values.model_dir} to keep the weights"
         )
     remembers = {"schedule", "early_stop"}
@@ -260,7 +263,7 @@ def check_resumable(stored: dict[str, Any], values: flags.FlagValues = flags.FLA
         )
     remedy = "use the same flags or another --model_dir"
     before, after = _remembered(stored, values)
-    if not found.keys() & _FIXED.keys() and after in ([], before):
+    if not found.keys() & fixed.keys() and after in ([], before):
         remedy += f", or add --change={','.join(found)} to change from the present step on"
     raise UsageError(
         f"{values.model_dir} holds a run with other flags: {'; '.join(said)}; {remedy}"

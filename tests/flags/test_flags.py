@@ -285,6 +285,24 @@ CONTRADICTIONS = {
         'DIR holds a run with other flags: --schedule was "exponential", is "plateau"; --optimizer '
         'was "sgd", is "adamw"; use the same flags or another --model_dir',
     ),
+    "without momentum there are no variables of it": (
+        {"optimizer": "momentum", "momentum": 0.0},
+        ["--optimizer=momentum", "--momentum=0.5"],
+        "DIR holds a run with other flags: --momentum was 0.0, is 0.5; use the same flags or "
+        "another --model_dir",
+    ),
+    "nor may they end": (
+        {"optimizer": "momentum", "momentum": 0.9},
+        ["--optimizer=momentum", "--momentum=0", "--change=momentum"],
+        "--change=momentum: the checkpoints hold its variables: start a new run in another "
+        "--model_dir, with --init_from=DIR to keep the weights",
+    ),
+    "another momentum may be": (
+        {"optimizer": "momentum", "momentum": 0.9},
+        ["--optimizer=momentum", "--momentum=0.5"],
+        "DIR holds a run with other flags: --momentum was 0.9, is 0.5; use the same flags or "
+        "another --model_dir, or add --change=momentum to change from the present step on",
+    ),
     "early stopping keeps its direction": (
         {"schedule": "cosine", "epochs": 3.0, "early_stop": "mae:5", "best_mode": "min"},
         ["--epochs=3", "--early_stop=mae:5", "--best_mode=max"],
