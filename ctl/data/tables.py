@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
-from google.protobuf.message import DecodeError
 
 from ctl.base.names import BINARY, CLASSES, NUMBERS, TABLES, suffix
 from ctl.data import index
@@ -327,7 +326,9 @@ def _parquet(path: Path) -> dict[str, Table]:
         import pyarrow
         from pyarrow import parquet
     except ImportError as error:
-        raise UsageError(f"{path.name}: Parquet needs a package: pip install pyarrow") from error
+        raise UsageError(
+            f"{path.name}: Parquet needs a package: pip install 'ctl[parquet]'"
+        ) from error
     try:
         table = parquet.ParquetFile(path).read()
     except (pyarrow.ArrowException, OSError) as error:
@@ -366,14 +367,14 @@ def _tfrecord(path: Path) -> dict[str, Table]:
                 values = getattr(feature, feature.WhichOneof("kind") or "int64_list").value
                 row[name] = [_text_or_image(v) if isinstance(v, bytes) else v for v in values]
             rows.append(row)
-    except DecodeError as error:
-        raise UsageError(f"{path.name}, record {len(rows)} is no tf.train.Example") from error
     except tf.errors.OpError as error:
         raise UsageError(
             f"{path.name}, record {len(rows)} is damaged: {_cut(error.message)}"
         ) from error
     except ValueError as error:
         raise UsageError(f"{path.name}, record {len(rows)}: {error}") from error
+    except Exception as error:  # of protobuf, which TensorFlow brings
+        raise UsageError(f"{path.name}, record {len(rows)} is no tf.train.Example") from error
     names = sorted({name for row in rows for name in row})  # they have no order
     return {"train": Table(path.name, {name: _feature(path, name, rows) for name in names})}
 

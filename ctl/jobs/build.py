@@ -6,7 +6,6 @@ Shared by `ctl.train`, `ctl.evaluate` and `ctl.inspect`. Importing this module l
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
