@@ -68,7 +68,7 @@ SYNONYMS = {
     "--replicas": "gpus num_gpus n_gpus n_gpu ngpus devices num_devices n_devices nproc_per_node",
     "--strategy": "distributed distribution* distribute* accelerator ddp device num_processes",
     "--workers for the processes of a job; reading data needs no flag": "num_workers n_workers",
-    "--workers, or ctl.launch on one machine": "num_nodes nodes n_nodes nnodes world_size hosts",
+    "--workers": "num_nodes nodes n_nodes nnodes world_size hosts",
     "--worker_index": "node_rank rank local_rank global_rank machine_rank",
     "--model": "arch architecture network net backbone model_name*",
     "--num_classes, for --dataset=synthetic; other data know it": "classes n_classes nb_classes",
