@@ -557,7 +557,9 @@ def _features(table: Table, names: Sequence[str]) -> np.ndarray:
                 f"{table.name}: {quoted(name)} has the shape {list(column.shape)}, which does not "
                 "go with other columns: name it alone with --features"
             )
-        _check_complete(table, name)
+        whole = [other for other in names if not missing(table.columns[other]).any()]
+        leave_out = f", or leave it out: --features={','.join(whole)}" if whole else ""
+        _check_complete(table, name, f"fill them{leave_out}")
         columns.append(column)
     if columns[0].ndim == 1:
         return np.stack(columns, axis=1).astype(np.float32)
@@ -602,14 +604,14 @@ def missing(column: np.ndarray) -> np.ndarray:
     )
 
 
-def _check_complete(table: Table, name: str) -> None:
+def _check_complete(table: Table, name: str, remedy: str = "fill them") -> None:
     """Refuses values that are missing, infinite or too large."""
     column = table.columns[name]
     rows = np.flatnonzero(missing(column))
     if len(rows):
         raise UsageError(
             f"{table.where(rows[0])}: {quoted(name)} has no value, as in {len(rows)} of "
-            f"{len(column)} rows: fill them, or name the columns to use with --features"
+            f"{len(column)} rows: {remedy}"
         )
     if column.dtype.kind == "f":
         flat = np.abs(column.reshape(len(column), -1))
