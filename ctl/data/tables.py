@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
-from google.protobuf.message import DecodeError
 
 from ctl.base.names import BINARY, CLASSES, NUMBERS, TABLES, suffix
 from ctl.data import index
@@ -360,14 +359,12 @@ def _tfrecord(path: Path) -> dict[str, Table]:
     rows: list[dict[str, Any]] = []
     try:
         for record in tf.data.TFRecordDataset(str(path), kind).as_numpy_iterator():
-            example = tf.train.Example.FromString(record)
+            example = _example(record)
             row = {}
             for name, feature in example.features.feature.items():
                 values = getattr(feature, feature.WhichOneof("kind") or "int64_list").value
                 row[name] = [_text_or_image(v) if isinstance(v, bytes) else v for v in values]
             rows.append(row)
-    except DecodeError as error:
-        raise UsageError(f"{path.name}, record {len(rows)} is no tf.train.Example") from error
     except tf.errors.OpError as error:
         raise UsageError(
             f"{path.name}, record {len(rows)} is damaged: {_cut(error.message)}"
@@ -376,6 +373,13 @@ def _tfrecord(path: Path) -> dict[str, Table]:
         raise UsageError(f"{path.name}, record {len(rows)}: {error}") from error
     names = sorted({name for row in rows for name in row})  # they have no order
     return {"train": Table(path.name, {name: _feature(path, name, rows) for name in names})}
+
+
+def _example(record: bytes) -> tf.train.Example:
+    try:
+        return tf.train.Example.FromString(record)
+    except Exception as error:  # of protobuf, which ctl does not import
+        raise ValueError("it is no tf.train.Example") from error
 
 
 def _text_or_image(value: bytes) -> str | np.ndarray:

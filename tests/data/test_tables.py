@@ -358,7 +358,7 @@ def test_records_of_examples(tmp_path, kind):
     ("records", "says"),
     [
         ([], "^t.tfrecord has no rows$"),
-        ([b"\xff"], "^t.tfrecord, record 0 is no tf.train.Example$"),
+        ([b"\xff"], "^t.tfrecord, record 0: it is no tf.train.Example$"),
         ([example(a=1), example(a=b"\xff\xfe")], "^t.tfrecord, record 1: it has bytes that are"),
         ([example(a=[1, 2]), example(a=[1])], "^t.tfrecord: 'a' has values of several sizes"),
         ([example(a=[b"x", b"y"])], "^t.tfrecord: 'a' has values of several sizes or of text"),
