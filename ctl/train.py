@@ -45,6 +45,7 @@ Trains an image classifier with an explicit loop that owns its all-reduce.
 
   python -m ctl.train --model_dir=/tmp/run                        # embedded data, any machine
   python -m ctl.train --model_dir=/tmp/run --dataset=mnist --replicas=2 --global_batch_size=128
+  python -m ctl.train --model_dir=/tmp/run --dataset=./photos     # or wine.csv
   python -m ctl.train --model_dir=/tmp/run --model=mymodel.py:make_model --optimizer=adamw
   python -m ctl.train --model_dir=/tmp/run --step=my.module:MyStep --dataset=my.module:load \\
       --model=my.module:make_model --loss=mean_squared_error --train_steps=1000

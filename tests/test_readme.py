@@ -111,7 +111,8 @@ def parse(zygote, zygote_without_tensorflow, tmp_path_factory):
 
 
 def test_the_flags_of_every_command_parse(parse, run, tmp_path):
-    table = tmp_path / "wine.csv"  # a file of the reader's
+    (tmp_path / "cat").mkdir()  # a folder of the reader's, and a file
+    table = tmp_path / "wine.csv"
     table.touch()
     assert {command[0] for command in commands()} >= {"ctl.train", "ctl.evaluate", "ctl.schedule"}
     for module, *arguments in commands():
@@ -120,7 +121,7 @@ def test_the_flags_of_every_command_parse(parse, run, tmp_path):
         if module == "ctl.inspect":
             module = INSPECT[arguments.pop(0)][0]
         here = [a.replace(RUN, str(run)).replace("/shared/run", str(run)) for a in arguments]
-        here = [a.replace("./photos", str(run)).replace("wine.csv", str(table)) for a in here]
+        here = [a.replace("./photos", str(tmp_path)).replace("wine.csv", str(table)) for a in here]
         parse(ELSEWHERE.get(module, module), *here)
 
 

@@ -6,6 +6,7 @@ Imports no TensorFlow, because flags are checked before TensorFlow is loaded.
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -176,6 +177,21 @@ def suffix(path: str) -> str:
     name = path.lower().removesuffix(".gz")
     dot = name.rfind(".", name.rfind("/") + 2)
     return name[dot:] if dot > 0 else ""
+
+
+def has_table(dataset: str) -> bool:
+    """Whether ``--dataset`` is the path of a table or of a folder of tables. Beside other folders,
+    a table is data only if it is that of the training: others describe the images, for instance."""
+    if not is_path(dataset):
+        return False
+    try:
+        entries = [*os.scandir(dataset)] if os.path.isdir(dataset) else []
+    except OSError:  # reading it will say why
+        return False
+    tables = [entry.name for entry in entries if suffix(entry.name) in TABLES and entry.is_file()]
+    if any(entry.is_dir() and not entry.name.startswith(".") for entry in entries):
+        tables = [name for name in tables if name.lower().startswith("train")]
+    return bool(tables) or (not entries and suffix(dataset) in TABLES)
 
 
 def loss_of(loss: str) -> str:

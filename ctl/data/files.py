@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import types
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,7 @@ import tensorflow as tf
 import tensorflow_datasets as tfds
 from absl import logging
 
-from ctl.base.names import CLASSES, TABLES, suffix
+from ctl.base.names import CLASSES, TABLES, has_table, suffix
 from ctl.data import image_files, index, tables
 from ctl.data.dataset import DatasetInfo
 from ctl.data.in_memory import InMemory
@@ -293,6 +294,8 @@ def _tables(path: Path) -> dict[str, Table]:
                     f"{', '.join(TABLES)}"
                 )
             return tables.read(path)
+        if not has_table(os.path.abspath(path)):
+            return {}
         files = [p for p in sorted(path.iterdir()) if suffix(p.name) in TABLES and p.is_file()]
     found: dict[str, list[Table]] = {}
     for file in files:
@@ -335,6 +338,8 @@ def _image_shape(folder: Path) -> tuple[int, int, int]:
     sizes = {shape[:2] for shape in shapes}
     if len(sizes) == 1:
         return (*sizes.pop(), channels)
+    if not sizes:  # `ImageFolder` says what is missing
+        return (*_SIZE, channels)
     logging.info(
         "%s: the images differ in size, and are resized to %d,%d,%d: --image_shape=HEIGHT,WIDTH,"
         "CHANNELS gives another",

@@ -361,7 +361,7 @@ def _tfrecord(path: Path) -> dict[str, Table]:
     rows: list[dict[str, Any]] = []
     try:
         for record in tf.data.TFRecordDataset(str(path), kind).as_numpy_iterator():
-            example = tf.train.Example.FromString(record)
+            example = _example(record)
             row = {}
             for name, feature in example.features.feature.items():
                 values = getattr(feature, feature.WhichOneof("kind") or "int64_list").value
@@ -377,6 +377,13 @@ def _tfrecord(path: Path) -> dict[str, Table]:
         raise UsageError(f"{path.name}, record {len(rows)} is no tf.train.Example") from error
     names = sorted({name for row in rows for name in row})  # they have no order
     return {"train": Table(path.name, {name: _feature(path, name, rows) for name in names})}
+
+
+def _example(record: bytes) -> tf.train.Example:
+    try:
+        return tf.train.Example.FromString(record)
+    except Exception as error:  # of protobuf, which ctl does not import
+        raise ValueError("it is no tf.train.Example") from error
 
 
 def _text_or_image(value: bytes) -> str | np.ndarray:
@@ -558,7 +565,9 @@ def _features(table: Table, names: Sequence[str]) -> np.ndarray:
                 f"{table.name}: {quoted(name)} has the shape {list(column.shape)}, which does not "
                 "go with other columns: name it alone with --features"
             )
-        _check_complete(table, name)
+        whole = [other for other in names if not missing(table.columns[other]).any()]
+        leave_out = f", or leave it out: --features={','.join(whole)}" if whole else ""
+        _check_complete(table, name, f"fill them{leave_out}")
         columns.append(column)
     if columns[0].ndim == 1:
         return np.stack(columns, axis=1).astype(np.float32)
@@ -603,14 +612,14 @@ def missing(column: np.ndarray) -> np.ndarray:
     )
 
 
-def _check_complete(table: Table, name: str) -> None:
+def _check_complete(table: Table, name: str, remedy: str = "fill them") -> None:
     """Refuses values that are missing, infinite or too large."""
     column = table.columns[name]
     rows = np.flatnonzero(missing(column))
     if len(rows):
         raise UsageError(
             f"{table.where(rows[0])}: {quoted(name)} has no value, as in {len(rows)} of "
-            f"{len(column)} rows: fill them, or name the columns to use with --features"
+            f"{len(column)} rows: {remedy}"
         )
     if column.dtype.kind == "f":
         flat = np.abs(column.reshape(len(column), -1))

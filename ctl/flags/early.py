@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
-from ctl.base.names import IMAGES, TABLES, code_name, is_path, suffix
+from ctl.base.names import IMAGES, TABLES, code_name, suffix
 from ctl.errors import UsageError
 
 _EMBEDDED = Path(__file__).parents[1] / "data" / "datasets"
@@ -122,17 +122,6 @@ def check_path(path: str) -> None:
         near = difflib.get_close_matches(Path(path).name, os.listdir(folder), n=1)
     hint = f"; did you mean {folder / near[0]}?" if near else ""
     raise UsageError(f"--dataset={path}: there is no such file or folder{hint}")
-
-
-def has_table(dataset: str) -> bool:
-    """Whether ``--dataset`` names a table, or a folder of tables."""
-    if not is_path(dataset):
-        return False
-    try:
-        names = os.listdir(dataset) if os.path.isdir(dataset) else [dataset]
-    except OSError:  # reading it will say why
-        return False
-    return any(suffix(name) in TABLES for name in names)
 
 
 def check_dataset(name: str, data_dir: str | None) -> None:

@@ -122,7 +122,7 @@ def _check_columns(
     if not features and not labels:
         return
     if names.is_path(dataset):
-        if not early.has_table(dataset):
+        if not names.has_table(dataset):
             raise UsageError(f"--features and --labels have no effect on images, as in {dataset}")
     elif not features or not labels:
         raise UsageError("--features and --labels belong together: give both")
@@ -169,7 +169,7 @@ def check_data_flags() -> None:
         unused = (*_OF_FILES, *_OF_OWN_FILES, "data_dir")
     elif names.is_path(dataset):
         unused = (*_OF_SYNTHETIC, "data_dir", "download")
-        if early.has_table(dataset):
+        if names.has_table(dataset):
             unused += ("image_shape", "on_bad_record")
     elif data_dir and flags.FLAGS["data_dir"].present:
         others = flags.FLAGS.also_evaluate if "also_evaluate" in flags.FLAGS else []
@@ -224,7 +224,7 @@ def define_model_flags() -> None:
 
 def _choose_model(dataset: str, model: str) -> None:
     """Sets the default model to one that fits the data."""
-    fits = "dense" if early.has_table(dataset) else "convnet"
+    fits = "dense" if names.has_table(dataset) else "convnet"
     if flags.FLAGS["model"].default != fits:
         flags.FLAGS.set_default("model", fits)
 

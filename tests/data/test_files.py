@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ctl.base.names import BINARY, NUMBERS
+from ctl.base.names import BINARY, NUMBERS, has_table
 from ctl.data import Files, Splits, Streaming
 from ctl.errors import UsageError
 
@@ -244,3 +244,16 @@ def test_streamed_images_of_rare_classes_are_repeated(tmp_path):
     stream = load(Files(tmp_path), "train", oversample=True, resident_limit_mib=0)
     _, labels = stream.read(np.arange(len(stream._source)))
     assert np.bincount(labels).tolist() == [4, 4, 4] and stream.num_examples == 12
+
+
+def test_a_table_beside_images_is_left_out(tmp_path):
+    write_images(tmp_path, 1)
+    (tmp_path / "labels.csv").touch()
+    assert load(Files(tmp_path), "train").info.class_names == CLASSES
+    assert not has_table(str(tmp_path))
+    (tmp_path / "train.csv").touch()
+    assert has_table(str(tmp_path))
+    (tmp_path / "only").mkdir()
+    write_table(tmp_path / "only" / "mine.csv")
+    with pytest.raises(UsageError, match="has the tables mine.csv: name them train and test, or"):
+        Files(tmp_path / "only")

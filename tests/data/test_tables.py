@@ -197,7 +197,8 @@ def test_features_and_labels():
 @pytest.mark.parametrize(
     ("choice", "says"),
     [
-        (Choice(("n",), ("b",)), "^t.csv, line 3: 'n' has no value, as in 1 of 4 rows: fill"),
+        (Choice(("n",), ("b",)), "^t.csv, line 3: 'n' has no value, as in 1 of 4 rows: fill them$"),
+        (Choice(("b", "n", "k"), ("b",)), "rows: fill them, or leave it out: --features=b,k$"),
         (Choice(("s",), ("b",)), "^t.csv, line 2: 's' is 'no', and features must be numbers"),
         (Choice(("x",), ("b",)), "no column 'x', which the training data have; it has n, b, s, k"),
         (Choice(("b",), ("k",), ("3", "7")), "^t.csv, line 5: 'k' is '20', which is no class of"),
@@ -357,7 +358,7 @@ def test_records_of_examples(tmp_path, kind):
     ("records", "says"),
     [
         ([], "^t.tfrecord has no rows$"),
-        ([b"\xff"], "^t.tfrecord, record 0 is no tf.train.Example$"),
+        ([b"\xff"], "^t.tfrecord, record 0: it is no tf.train.Example$"),
         ([example(a=1), example(a=b"\xff\xfe")], "^t.tfrecord, record 1: it has bytes that are"),
         ([example(a=[1, 2]), example(a=[1])], "^t.tfrecord: 'a' has values of several sizes"),
         ([example(a=[b"x", b"y"])], "^t.tfrecord: 'a' has values of several sizes or of text"),
