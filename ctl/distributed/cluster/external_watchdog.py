@@ -89,33 +89,45 @@ def limited(doing: str, peers: Mapping[str, str], timeout: float, flag: str) -> 
         keeper.close()
 
 
-def _silent(peers: Mapping[str, str], patient: bool) -> str:
-    """The tasks that do not answer, and why: the frozen ones, or else those that are gone, which
-    may have given up as this one does. With patience, without workers that are gone, since they are
-    started again."""
+def _silent(peers: Mapping[str, str], patient: bool, missed: dict[str, int]) -> str:
+    """The tasks that do not answer, and why: the frozen ones, or else those that are gone for the
+    longest time, since later ones may have given up as this one does. With patience, without
+    workers that are gone, since they are started again.
 
-    def ask(name: str, address: str) -> tuple[bool, str] | None:
+    ``missed`` counts the calls in a row, up to this one, in which a task has not answered.
+    """
+
+    def ask(name: str, address: str) -> OSError | None:
         host, _, port = address.rpartition(":")
         try:
             ask_grpc(host, int(port), _ANSWER_SECONDS)
         except OSError as error:
-            gone = isinstance(error, ConnectionRefusedError)
-            if gone and patient and name.startswith("worker"):
-                return None
-            why = f"{name} (at {address}: {error.strerror or error})"
-            return isinstance(error, TimeoutError), why
+            return error
         return None
 
     with ThreadPoolExecutor(max(1, len(peers))) as threads:
-        found = [one for one in threads.map(ask, peers, peers.values()) if one]
-    frozen = [why for is_frozen, why in found if is_frozen]
-    return ", ".join(frozen or [why for _, why in found])
+        answers = dict(zip(peers, threads.map(ask, peers, peers.values()), strict=True))
+    frozen, gone = {}, {}
+    for name, error in answers.items():
+        missed[name] = missed.get(name, 0) + 1 if error else 0
+        why = f"{name} (at {peers[name]}: {error and error.strerror or error})"
+        if isinstance(error, TimeoutError):
+            frozen[name] = why
+        elif error and not (
+            patient and name.startswith("worker") and isinstance(error, ConnectionRefusedError)
+        ):
+            gone[name] = why
+    longest = max((missed[name] for name in gone), default=0)
+    return ", ".join(
+        frozen.values() or [why for name, why in gone.items() if missed[name] == longest]
+    )
 
 
 def main() -> None:
     """Ends the parent after the limit, unless it beats, closes stdin or ends before."""
     parent, doing, peers, timeout, flag, patient = json.loads(sys.argv[1])
     waited, quiet = 0.0, min(_QUIET_SECONDS, timeout)
+    missed: dict[str, int] = {}
     while True:
         # Ticks are counted, so that a job that was stopped as a whole has not waited.
         if select.select([sys.stdin], [], [], _TICK)[0]:
@@ -127,7 +139,7 @@ def main() -> None:
         if waited < quiet:
             continue
         began = time.monotonic()
-        silent = _silent(peers, patient)
+        silent = _silent(peers, patient, missed)
         waited += time.monotonic() - began
         ends = quiet >= timeout and (silent or not patient)
         if silent or not patient:

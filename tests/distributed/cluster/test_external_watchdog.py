@@ -3,7 +3,9 @@ says for whom it waited."""
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import errno
 import json
 import os
 import re
@@ -145,6 +147,23 @@ def test_it_says_for_whom_it_waits(monkeypatch, capfd):
     assert (
         re.fullmatch(r"worker 0: it connects for \d+ s \(--flag\); gave up; (.*)", last)[1] == whom
     )
+
+
+def test_who_was_gone_first_is_named(monkeypatch, capfd):
+    """Not who gave up meanwhile, as this process does."""
+    asked = collections.Counter()
+
+    def ask(host, port, timeout):
+        asked[port] += 1
+        if port == 1 or asked[port] > 2:
+            raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
+
+    monkeypatch.setattr(external_watchdog, "ask_grpc", ask)
+    peers = {"worker 1": "host:1", "worker 2": "host:2"}
+    assert run_main(monkeypatch, peers, patient=False, stdin=60.0)
+    lines = capfd.readouterr().err.splitlines()
+    assert asked[2] > 2 and len(lines) == asked[1]
+    assert all(x.endswith("waiting for worker 1 (at host:1: Connection refused)") for x in lines)
 
 
 def test_patience_with_a_process_that_is_busy(monkeypatch, capfd):
