@@ -36,7 +36,7 @@ def define_data_flags(of_a_run: bool = False) -> None:
             "dataset",
             "fashion_mnist_mini",
             "A TFDS dataset of images with integer labels; your own files; synthetic; or "
-            "package.module:function. The default is part of ctl: 10,000 + 2,000 images of "
+            f"{names.YOURS}. The default is part of ctl: 10,000 + 2,000 images of "
             "Fashion-MNIST. Files: a folder such as ./photos, with a folder of images for each "
             "class, or with train and test of such folders; or a table, "
             f"{', '.join(names.TABLES)}. Of files without a test part, a tenth is held out. Your "
@@ -249,7 +249,7 @@ def define_code_flags() -> None:
             "loss",
             "cross_entropy",
             f"{', '.join(names.LOSSES)}; a loss by Keras's name, such as "
-            "sparse_categorical_crossentropy or mae; or package.module:function for your own: "
+            f"sparse_categorical_crossentropy or mae; or {names.YOURS} for your own: "
             "called with (labels, outputs), returns the loss of each example, [n]. The first two "
             "take logits; of those of Keras, the last layer of the model decides. A step with its "
             "own loss() need not use it.",
@@ -258,7 +258,7 @@ def define_code_flags() -> None:
             "metrics",
             None,
             "Names of Keras metrics, e.g. accuracy,sparse_top_k_categorical_accuracy; or "
-            "package.module:function for your own: called without arguments, returns a list of "
+            f"{names.YOURS} for your own: called without arguments, returns a list of "
             "Keras metrics. They are updated with (labels, outputs) (default: accuracy with the "
             "cross entropies, unless the step has its own loss(); otherwise none).",
         )
@@ -281,7 +281,7 @@ def _check_code(step: str | None, loss: str, metrics: str | None) -> None:
         )
     names.check_loss_name(loss)
     if metrics and ":" in metrics and not names.is_function_name(metrics):
-        raise UsageError(f"--metrics={metrics} is not NAME,NAME,… or package.module:function")
+        raise UsageError(f"--metrics={metrics} is not NAME,NAME,… or {names.YOURS}")
 
 
 def define_step_flags() -> None:
