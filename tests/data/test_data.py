@@ -219,7 +219,7 @@ def test_your_own_tf_data_is_endless_to_train_and_skipped_to_resume():
         (lambda strategy, own: strategy.experimental_distribute_dataset(own), "already: give the"),
         (lambda strategy, own: iter(strategy.experimental_distribute_dataset(own)), "already: "),
         (lambda strategy, own: lambda context: own, "a function is not a dataset: call it"),
-        (lambda strategy, own: iter(own), "Iterator is not a dataset: give a tf.data.Dataset"),
+        (lambda strategy, own: iter(own), "Iterator is not a dataset: give arrays"),
     ],
     ids=["distributed", "iterator of distributed", "function", "iterator"],
 )
