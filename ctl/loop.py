@@ -59,7 +59,7 @@ from ctl.distributed.watch import watchdog
 from ctl.errors import Preempted, UsageError
 from ctl.logs.history import History
 from ctl.logs.progress import showing
-from ctl.phases import freezing, labels, noinline
+from ctl.phases import freezing, noinline
 from ctl.phases.base_step import build_model
 from ctl.phases.checks import (
     check_arguments,
@@ -242,10 +242,11 @@ class Loop:
         self.eval_actions = [*remembered(schedule), *eval_actions]
         size, replicas = self.dataset.global_batch_size, self.strategy.num_replicas_in_sync
         local_batch.check_sizes(size, replicas, step.accumulate_steps)
-        step.check_labels(self.dataset)
         self._several_workers = workers.watch(self.strategy)
         with workers.watching_variables(self.strategy):
-            build_model(step, self.strategy, labels.batch_spec(self.dataset))
+            build_model(step, self.strategy, self.dataset)
+        step.check_labels(self.dataset)
+        with workers.watching_variables(self.strategy):
             step.build(self.strategy, schedule)
         self.state = TrainState(step, self.dataset, self.eval_actions)
         if evaluator:

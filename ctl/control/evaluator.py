@@ -19,7 +19,7 @@ from ctl.data.feed import open_batches, waiting_for
 from ctl.distributed import local_batch, workers
 from ctl.distributed.watch import watchdog
 from ctl.errors import UsageError
-from ctl.phases.base_step import EvalStep
+from ctl.phases.base_step import EvalStep, build_model
 from ctl.phases.trace_guards import TraceGuards
 
 # Takes the number of finished batches and the number of all batches (None if unknown).
@@ -54,6 +54,7 @@ class Evaluator:
         self.strategy = strategy or tf.distribute.get_strategy()
         step.check_scope(self.strategy)
         with workers.watching_variables(self.strategy):
+            build_model(step, self.strategy, self.dataset)
             step.logged.create(self.strategy)
         step.check_labels(self.dataset)
         examples, batch_size = self.dataset.num_examples, self.dataset.global_batch_size

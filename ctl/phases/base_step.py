@@ -403,12 +403,14 @@ class BaseStep(AutographMethods):
         return [*self.given_metrics, *self.tracked.metrics]
 
 
-def build_model(step: BaseStep, strategy: tf.distribute.Strategy, batch_spec: Any) -> None:
-    """Builds the model of ``step`` as its first call would, but runs nothing. Does nothing if it is
-    built, or if ``batch_spec`` is not that of ``(features, labels)``, with or without weights."""
-    if step.model.built or not local_batch.has_parts(batch_spec):
+def build_model(step: BaseStep, strategy: tf.distribute.Strategy, dataset: Any) -> None:
+    """Builds the model of ``step`` as its first call on features of ``dataset`` would, but runs
+    nothing. Does nothing if it is built, or if batches are not ``(features, labels)``, with or
+    without weights."""
+    spec: Any = None if step.model.built else labels.batch_spec(dataset)
+    if not local_batch.has_parts(spec):
         return
-    inputs = tf.function(step.preprocess).get_concrete_function(batch_spec[0]).structured_outputs
+    inputs = tf.function(step.preprocess).get_concrete_function(spec[0]).structured_outputs
     symbols = tf.nest.map_structure(
         lambda tensor: keras.KerasTensor(tensor.shape, tensor.dtype.name), inputs
     )

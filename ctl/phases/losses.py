@@ -129,7 +129,7 @@ def _named(name: str, model: Any) -> Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
     # The same numbers as Keras's, which XLA may compile and whose labels are checked.
     if logits and kind == "BinaryCrossentropy":
         return binary_cross_entropy
-    if logits and kind == "SparseCategoricalCrossentropy" and len(model.output_shape) == 2:
+    if logits and kind == "SparseCategoricalCrossentropy" and len(_output_shape(model) or ()) == 2:
         return cross_entropy
     return getattr(keras.losses, kind)(from_logits=logits, reduction="none")
 
@@ -148,14 +148,20 @@ def takes_logits(loss_fn: Any) -> bool | None:
 
 def gives_logits(model: Any) -> bool | None:
     """Whether the last layer of ``model`` is linear; False if it is a softmax or sigmoid. None for
-    any other layer, and unless the model is functional or sequential with one output."""
-    if type(getattr(model, "output_shape", None)) is not tuple or not model.layers:
+    any other layer, and unless the model is sequential, or functional with one output."""
+    of_one = isinstance(model, keras.Sequential) or type(_output_shape(model)) is tuple
+    if not of_one or not model.layers:
         return None
     last, applied = last_of(model)
     if applied in (keras.activations.softmax, keras.activations.sigmoid):
         return False
     linear = applied is keras.activations.linear and not isinstance(last, keras.layers.Activation)
     return True if linear else None
+
+
+def _output_shape(model: Any) -> Any:
+    """None where it is not known."""
+    return getattr(model, "output_shape", None)
 
 
 def last_of(model: Any) -> tuple[Any, Any]:
