@@ -54,7 +54,7 @@ RIGHT_STEPS: dict[str, set[str]] = {
     "maml": set(),
     "moco": {"sizes", "accumulate_steps"},
     "muon": set(),
-    "pcgrad": set(),
+    "pcgrad": {"loss_scale"},  # `passes.reduced` takes the scale out
     "pinn": set(),
     "r-drop": set(),
     "scheduled sampling": {"accumulate_steps"},
@@ -241,6 +241,8 @@ def _valid_checked(case: Case) -> Case:
         changes |= {"sizes": (min(max(case.sizes[0], replicas), BATCH),)}
     if "accumulate_steps" in unfit:
         changes |= {"accumulate_steps": 1}
+    if "loss_scale" in unfit:
+        changes |= {"loss_scale": False}
     return dataclasses.replace(case, **changes)
 
 
