@@ -338,7 +338,7 @@ def test_a_resume_with_other_data_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"another run: shuffle was .*soft_keys=\['tensorf"):
         resumed(own(2))
     assert resumed(own(2), soft_keys=["shuffle"]).step == 0
-    with pytest.raises(CheckpointError, match="first batch was .*; first examples was '"):
+    with pytest.raises(CheckpointError, match="first examples was '.*; shuffle was"):
         resumed(tf.data.Dataset.from_tensor_slices(examples(EXAMPLES)).skip(1).batch(BATCH))
     with pytest.raises(CheckpointError, match=r"content was '\(absent\)', is "):
         resumed(InMemory(examples(EXAMPLES), global_batch_size=BATCH, seed=5))

@@ -580,19 +580,15 @@ def _comparable(
     then: Mapping[str, Any], ours: Mapping[str, Any]
 ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """Both fingerprints, without what only one of them can have: what the first versions did not
-    compare if ``then`` is theirs, and the first batch if Python makes it in one of the runs."""
+    compare if ``then`` is theirs, and the first examples if Python makes them in one of the runs."""
     if '"samples":' not in json.dumps(then):  # of a stream
         ours = json.loads(json.dumps(ours), object_hook=_without_samples)
-    if "first batch" in then and "elements" not in then and not ours.get("shuffle"):  # of tf.data
+    first = "first examples"
+    then = {first if key == "first batch" else key: value for key, value in then.items()}
+    if first in then and "elements" not in then and not ours.get("shuffle"):  # of tf.data
         ours = {key: value for key, value in ours.items() if key not in ("elements", "shuffle")}
-        if "first examples" in ours:  # Python makes the batch, so it is not compared any more
-            return {}, {}
-    if "elements" in then and "elements" in ours:
-        hashes = {"first batch", "first examples"}  # neither, where Python makes the batches
-        if hashes.isdisjoint(then) or hashes.isdisjoint(ours):
-            then, ours = (
-                {k: v for k, v in side.items() if k not in hashes} for side in (then, ours)
-            )
+    if first not in then or first not in ours:
+        then, ours = ({k: v for k, v in side.items() if k != first} for side in (then, ours))
     return then, ours
 
 

@@ -93,11 +93,11 @@ def test_samples_of_the_data_are_compared_if_the_checkpoint_has_some(tmp_path):
 def test_batches_of_the_users_own_as_the_first_versions_named_them(tmp_path):
     """Without a shuffle, their order is the same."""
     save_steps(tmp_path, [1], fingerprint={"first batch": "a"})
-    now = {"elements": "spec", "shuffle": [], "first batch": "a"}
-    of_python = {"elements": "spec", "shuffle": [], "first examples": "b"}
+    now = {"elements": "spec", "shuffle": [], "first examples": "a"}
+    of_python = {"elements": "spec", "shuffle": []}
     for same in (now, of_python):
         assert restore_fresh(tmp_path, fingerprint=same)[0].step == 1
-    for other in ({"first batch": "b"}, {"shuffle": [["shuffle", 9, 1, 0]]}):
+    for other in ({"first examples": "b"}, {"shuffle": [["shuffle", 9, 1, 0]]}):
         with pytest.raises(CheckpointError, match=f"another run: .*{min(other)} was "):
             restore_fresh(tmp_path, fingerprint=now | other)
 
@@ -105,7 +105,7 @@ def test_batches_of_the_users_own_as_the_first_versions_named_them(tmp_path):
 def test_batches_that_python_made_in_one_of_the_runs(tmp_path):
     """A ``py_function`` is added to find a fault: there is no batch to compare, and what else is
     known is compared."""
-    native = {"elements": "spec", "shuffle": [], "first batch": "a"}
+    native = {"elements": "spec", "shuffle": [], "first examples": "a"}
     of_python = {"elements": "spec", "shuffle": []}
     for number, (was, now) in enumerate([(native, of_python), (of_python, native)]):
         save_steps(tmp_path / str(number), [1], fingerprint=was)

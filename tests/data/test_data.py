@@ -233,6 +233,17 @@ def test_a_tf_data_pipeline_is_known_by_its_seeds_and_its_first_examples():
     assert len({str(one) for one in [known(), *differs]}) == 6
 
 
+def test_a_pipeline_through_which_python_looks_is_the_same_data():
+    """As where one worker alone prints its batches: the workers still agree."""
+
+    def looked_at(batch):
+        seen = tf.numpy_function(lambda values: values, [batch], tf.int64)
+        return tf.ensure_shape(seen, batch.shape)
+
+    own = tf.data.Dataset.range(10).batch(4)
+    assert as_dataset(own).fingerprint() == as_dataset(own.map(looked_at)).fingerprint()
+
+
 @pytest.mark.parametrize("kind", ["shuffle", "cache", "map", "table"])
 def test_to_compare_a_pipeline_changes_none_of_its_numbers(kind, tmp_path):
     """To read a shuffle once more changes its later epochs; so does a generator of numbers."""
