@@ -47,3 +47,12 @@ class Preempted(CtlError):
     """
 
     exit_code = 42
+
+
+def exit_code_of(error: BaseException | None) -> int:
+    """The exit code of a process that ``error`` ends; 0 for None."""
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    if isinstance(error, CtlError | KeyboardInterrupt):
+        return getattr(error, "exit_code", 130)
+    return int(error is not None)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 from ctl.base import console
 from ctl.base.interactive import is_shell
-from ctl.errors import Preempted, UsageError
+from ctl.errors import Preempted, UsageError, exit_code_of
 
 _NUMBERS = signal.SIGTERM, signal.SIGINT
 
@@ -189,12 +189,8 @@ class _Command:
         """Knows the exit code if an exception ends the context."""
         try:
             yield
-        except SystemExit as end:
-            self.decide(end.code if isinstance(end.code, int) else 1)
-            raise
         except BaseException as error:
-            interrupted = 130 if isinstance(error, KeyboardInterrupt) else 1
-            self.decide(getattr(error, "exit_code", interrupted))
+            self.decide(exit_code_of(error))
             raise
 
     def unwind(self, line: str) -> None:

@@ -29,7 +29,7 @@ from ctl.base import signals
 from ctl.distributed.cluster.external_watchdog import Keeper
 from ctl.distributed.cluster.handshake import HandshakeServer, handshake
 from ctl.distributed.cluster.members import Tasks
-from ctl.errors import CtlError, PeerError, Preempted
+from ctl.errors import CtlError, PeerError, Preempted, exit_code_of
 
 _BEAT_SECONDS = 1.0
 _QUIET_BEATS = 4
@@ -182,10 +182,8 @@ class Heartbeats:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
         """Raises `PeerError` in place of an exception that a lost server may have caused."""
         atexit.register(lambda: self._end(self._code))
-        self._code = error.exit_code if isinstance(error, CtlError) else int(error is not None)
-        if isinstance(error, KeyboardInterrupt):
-            self._code = 130
-        elif isinstance(error, Exception) and (reason := self._cause_of(error)):
+        self._code = exit_code_of(error)
+        if isinstance(error, Exception) and (reason := self._cause_of(error)):
             self._code = PeerError.exit_code
             raise PeerError(reason) from error
 

@@ -22,7 +22,7 @@ from absl import app, flags
 
 from ctl.base import __version__, console, durable, signals, streams, tracebacks
 from ctl.base.names import check_name
-from ctl.errors import CheckpointError, CtlError, PeerError, UsageError
+from ctl.errors import CheckpointError, CtlError, PeerError, UsageError, exit_code_of
 from ctl.flags import early, imports
 
 flags.disclaim_key_flags()  # They belong to the command that calls a group.
@@ -182,7 +182,7 @@ def exit_codes(output_is_log: bool = False) -> Iterator[None]:
     except CtlError as error:
         _fail(str(error), error.exit_code)
     except KeyboardInterrupt as error:
-        _fail(str(error) or "interrupted", getattr(error, "exit_code", 130))
+        _fail(str(error) or "interrupted", exit_code_of(error))
     except BrokenPipeError:
         if not reader_ended:  # of another pipe
             raise

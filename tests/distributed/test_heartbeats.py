@@ -22,6 +22,7 @@ import sys, time
 from absl import logging
 from ctl.distributed import heartbeats
 from ctl.distributed.cluster import Tasks
+from ctl.base.signals import Interrupted
 from ctl.errors import CtlError, UsageError
 
 logging.set_verbosity(logging.INFO)
@@ -46,6 +47,10 @@ try:
         if doing == "bug":
             time.sleep(0.3)
             raise RuntimeError("connection reset")
+        if doing == "export":
+            raise Interrupted("SIGTERM: all steps are saved")
+        if doing == "ctrl-c":
+            raise KeyboardInterrupt
         print("saved", flush=True)
 except CtlError as error:
     print(error, flush=True)
@@ -107,7 +112,10 @@ def ended(process: subprocess.Popen) -> tuple[int, str]:
     return process.returncode, (out + err).strip()
 
 
-@pytest.mark.parametrize(("doing", "code"), [("nothing", 0), ("fail", 2), ("bug", 1)])
+@pytest.mark.parametrize(
+    ("doing", "code"),
+    [("nothing", 0), ("fail", 2), ("bug", 1), ("export", 42), ("ctrl-c", 130)],
+)
 def test_all_end_with_the_code_of_the_coordinator(job, doing, code):
     assert [ended(process)[0] for process in job.all(doing)] == [code] * 3
 
