@@ -54,7 +54,8 @@ from ctl.distributed.watch import watchdog
 from ctl.errors import Preempted, UsageError
 from ctl.logs.history import History
 from ctl.logs.progress import showing
-from ctl.phases import freezing, noinline
+from ctl.phases import freezing, labels, noinline
+from ctl.phases.base_step import build_model
 from ctl.phases.checks import (
     check_arguments,
     check_evaluator,
@@ -234,6 +235,7 @@ class Loop:
         step.check_labels(self.dataset)
         self._several_workers = workers.watch(self.strategy)
         with workers.watching_variables(self.strategy):
+            build_model(step, self.strategy, labels.batch_spec(self.dataset))
             step.build(self.strategy, schedule)
         self.state = TrainState(step, self.dataset, self.eval_actions)
         if evaluator:

@@ -37,6 +37,7 @@ from ctl.phases.checks import (
     check_overrides,
     check_unsynchronized,
     checked_gradients,
+    refuses_summaries,
 )
 from ctl.phases.losses import cross_entropy
 from ctl.phases.norms import global_norm
@@ -149,7 +150,10 @@ class TrainStep(BaseStep):
         self.check_scope(strategy)
         self._check_layers(strategy)
         if not self.model.trainable_variables:
-            raise UsageError(f"model {self.model.name} has no trainable variables; build it first")
+            raise UsageError(
+                f"model {self.model.name} has no trainable variables: if it is not built, call it "
+                "on one batch of features first; else set trainable in the layers to train"
+            )
         self.strategy = strategy
         self.synchronizes = replicas.synchronizes(strategy, self.tracked.layer)
         self.logged.create(strategy)
@@ -348,8 +352,12 @@ class TrainStep(BaseStep):
         """
 
         def placed(batch: Any, divisor: Any, place: tf.Tensor) -> Any:
-            checked_ids = labels.nan_for_wrong_ids(self.tracked.layer, self.jit_compile)
-            with self.seeds.inside(place), flops.counted(self, batch), checked_ids:
+            with (
+                self.seeds.inside(place),
+                flops.counted(self, batch),
+                labels.nan_for_wrong_ids(self.tracked.layer, self.jit_compile),
+                refuses_summaries(self),
+            ):
                 return self.loss_and_gradients(batch, divisor)
 
         if self.jit_compile:

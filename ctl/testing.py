@@ -495,7 +495,8 @@ def _check_loss_scale(one: _Training) -> None:
     for training in (one, other):
         training.train(1)
     wanted, found = one.states[1].values, other.states[1].values
-    for name, label in one.names.items():
+    for name in wanted:
+        label = one.names[name]
         moved = _largest(wanted[name] - one.states[0].values[name])
         if "model " in label and _largest(found[name] - wanted[name]) > max(0.01 * moved, 1e-9):
             raise AssertionError(

@@ -24,6 +24,7 @@ from helpers import (
     train,
 )
 
+from ctl.data import InMemory
 from ctl.distributed.replicas import offset_dropout_seeds
 from ctl.errors import UsageError
 from ctl.phases.losses import cross_entropy
@@ -331,26 +332,83 @@ def test_variables_of_another_scope_are_refused(mirrored):
         step.build(mirrored(2))
 
 
-def test_a_step_that_overrides_one_phase(mirrored):
-    """A step of one's own: the loss only, no outputs for metrics, a batch of any form."""
+FORMS = {
+    "one tensor": (lambda x: x, lambda batch: batch),
+    "a dictionary": (lambda x: {"id": x[:, 0], "x": x}, lambda batch: batch["x"]),
+    "four": (lambda x: (x[:, 0], x[:, 1], {"x": (x,)}, x), lambda batch: batch[2]["x"][0]),
+}
+
+
+@pytest.mark.parametrize("accumulate_steps", [1, 2])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_step_that_overrides_one_phase(mirrored, form, accumulate_steps):
+    """A step of one's own: the loss only, no outputs for metrics, a batch of any form, of which
+    each row counts 1. The last batch is smaller."""
+    make, read = FORMS[form]
 
     class Autoencoder(TrainStep):
         def loss(self, batch):
-            return tf.reduce_mean((self.model(batch["x"], training=True) - batch["x"]) ** 2, -1)
-
-        def count(self, batch):
-            return batch["x"].shape[0]
+            x = read(batch)
+            return tf.reduce_mean((self.model(x, training=True) - x) ** 2, -1)
 
     def model():
         return keras.Sequential([keras.layers.Input([FEATURES]), keras.layers.Dense(FEATURES)])
 
-    data = tf.data.Dataset.from_tensor_slices({"x": examples()[0]})
-    options = {"data": data.batch(BATCH, drop_remainder=True).repeat(), "optimizer": sgd(0.5)}
-    results = []
+    data = tf.data.Dataset.from_tensor_slices(make(examples(PARTIAL)[0])).batch(BATCH)
+    options = {"data": data, "optimizer": sgd(0.5), "accumulate_steps": accumulate_steps}
+    results, losses = [], []
     for replicas in (1, 2):
         loop = make_loop(mirrored(replicas), model=model, step_class=Autoencoder, seed=0, **options)
         before = loop.step.model.get_weights()
-        loop.train(STEPS)
+        losses.append(loop.train(STEPS + 1)["loss"])
         results.append(loop.step.model.get_weights())
     assert largest_difference(*results) <= 1e-6
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     assert largest_difference(results[0], before) > 1e-2
+
+
+class Subclassed(keras.Model):
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        self.norm, self.drop = keras.layers.BatchNormalization(), keras.layers.Dropout(0.3)
+        self.head = keras.layers.Dense(CLASSES)
+
+    def call(self, inputs, training=False):
+        x = inputs["x"] if self.kind == "dictionary" else inputs
+        return self.head(self.drop(self.norm(x), training=training))
+
+
+@pytest.mark.parametrize("kind", ["sequential", "subclassed", "dictionary"])
+def test_a_model_that_is_not_built_equals_one_that_its_owner_built(mirrored, kind):
+    """It is built from the first batch's spec, with the same numbers for its weights and masks."""
+    x, y = examples(40)
+    features = {"x": x} if kind == "dictionary" else x
+    data = InMemory((features, y), global_batch_size=8)
+    if kind == "sequential":
+        data = tf.data.Dataset.from_tensor_slices((features, y)).batch(8).repeat()
+    results = []
+    for built in (True, False):
+        keras.utils.clear_session()
+        keras.utils.set_random_seed(3)
+        with mirrored(2).scope():
+            made = Subclassed(kind)
+            if kind == "sequential":
+                made = keras.Sequential([made.norm, made.drop, made.head])
+            if built:
+                made({"x": x[:1]} if kind == "dictionary" else x[:1])
+        loop = make_loop(mirrored(2), model=lambda made=made: made, data=data)
+        loop.train(4)
+        results.append(loop.step.model.get_weights())
+    for a, b in zip(*results, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_model_that_ctl_cannot_build_is_refused():
+    class Own(TrainStep):
+        def loss(self, batch):
+            return tf.reduce_mean(self.model(batch["x"]) ** 2, -1)
+
+    data = tf.data.Dataset.from_tensor_slices({"x": examples()[0]}).batch(8)
+    with pytest.raises(UsageError, match="if it is not built, call it on one batch of features"):
+        make_loop(model=lambda: Subclassed("tensor"), step_class=Own, data=data)

@@ -8,45 +8,27 @@ import keras
 import pytest
 import tensorflow as tf
 from keras import layers
-from right_steps import DRAWING, RATE, RIGHT, maker, model
-from wrong_steps import COMPOSED, WRONG, composed, wrong
+from right_steps import NOT_COMPOSED, RATE, RIGHT, check_right, maker, model
+from wrong_steps import COMPOSED, WRONG, check_wrong, composed, wrong
 
 from ctl import testing
 from ctl.distributed import replicas
-from ctl.errors import UsageError
 from ctl.phases.losses import cross_entropy
 from ctl.step import TrainStep
 
 DRAWN = 4
-# Methods without a `loss` for mistakes in it, and those that need two traces, or no equal replicas.
-NOT_COMPOSED = {"fedavg", "pcgrad", "wgan-gp", *DRAWING}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RIGHT)
 def test_right(name):
-    make = RIGHT[name].make()
-    equal = () if name in DRAWING else (2,)
-    testing.check_step(make, replicas=equal, steps=3)
-    if not equal:
-        testing.check_noise(make, 2)
-        testing.check_resumed(make, 2, steps=3)
+    check_right(RIGHT[name].make(), name)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong(name):
     check_wrong(wrong(name), name)
-
-
-def check_wrong(make, name):
-    with pytest.raises(Exception, match=WRONG[name].says) as raised:
-        testing.check_step(make, replicas=[2], steps=3)
-    if name == "numpy":  # TensorFlow says it
-        assert raised.type is NotImplementedError
-    else:
-        assert raised.type in (AssertionError, UsageError)
-        assert "\n" not in str(raised.value)
 
 
 @pytest.mark.slow
@@ -56,6 +38,13 @@ def test_drawn_mistakes_of_drawn_methods():
     for _ in range(DRAWN):
         mistake, method = draw.choice(COMPOSED), draw.choice(methods)
         check_wrong(composed(mistake, RIGHT[method]), mistake)
+
+
+@pytest.mark.slow
+def test_a_loss_scale_beside_variables_of_each_replica():
+    method = RIGHT["truncated bptt"]
+    make = maker(method.kind, method.arrays, **method.options, loss_scale=True)
+    testing.check_step(make, replicas=(), steps=2)
 
 
 def test_the_lists_are_complete():

@@ -580,7 +580,7 @@ def _comparable(
     then: Mapping[str, Any], ours: Mapping[str, Any]
 ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """Both fingerprints, without what only one of them can have: what the first versions did not
-    compare if ``then`` is theirs, and the first examples if Python makes them in one of the runs."""
+    compare if ``then`` is theirs, and first examples if Python makes them in one of the runs."""
     if '"samples":' not in json.dumps(then):  # of a stream
         ours = json.loads(json.dumps(ours), object_hook=_without_samples)
     first = "first examples"

@@ -204,7 +204,18 @@ def as_dataset(
         return GlobalBatches(dataset, global_batch_size=global_batch_size, training=training)
     if hasattr(dataset, "batches") and hasattr(dataset, "on_replica"):
         return dataset
+    kind = type(dataset).__name__
+    if isinstance(dataset, tf.distribute.DistributedDataset | tf.distribute.DistributedIterator):
+        raise UsageError(
+            f"a {kind} is distributed already: give the tf.data.Dataset of global batches, which "
+            "the loop distributes"
+        )
+    if callable(dataset) and not isinstance(dataset, type):
+        raise UsageError(
+            f"a {kind} is not a dataset: call it, and give the tf.data.Dataset of global batches; "
+            "for a tf.distribute.InputContext, without shard(), since each worker takes its part"
+        )
     raise UsageError(
-        f"a {type(dataset).__name__} is not a dataset: give a tf.data.Dataset of global batches, "
+        f"a {kind} is not a dataset: give a tf.data.Dataset of global batches, "
         "or ctl.data.InMemory(arrays, global_batch_size=…)"
     )

@@ -101,6 +101,16 @@ def pair(batch: Any) -> tuple[Any, Any]:
     return features, labels
 
 
+def weights_of(batch: Any) -> Any:
+    """The weights that `unpack` returns; None for a batch of another form."""
+    return unpack(batch)[2] if has_parts(batch) else None
+
+
+def has_parts(batch: Any) -> bool:
+    """Whether ``batch`` is ``(features, labels)`` or ``(features, labels, weights)``."""
+    return isinstance(batch, tuple | list) and len(batch) in (2, 3)
+
+
 def power_of_two(count: tf.Tensor) -> tf.Tensor:
     """Returns the largest power of two up to ``count``, float32 scalar; 1 if that is 0 or not
     finite. Division and multiplication by it are exact."""
@@ -132,10 +142,10 @@ def unpack(batch: Any) -> tuple[Any, Any, Any]:
     than ``(features, labels)`` and ``(features, labels, weights)``, and for integer weights, which
     are usually something else, such as indices.
     """
-    if not isinstance(batch, tuple | list) or len(batch) not in (2, 3):
+    if not has_parts(batch):
         raise UsageError(
             "a batch must be (features, labels) or (features, labels, weights); for any other form "
-            "override loss(), count() and update_metrics()"
+            "override loss(), and update_metrics() for metrics"
         )
     features, labels, *rest = batch
     weights = rest[0] if rest else None
@@ -320,7 +330,7 @@ def check_weights_used(losses: tf.Tensor, batch: Any, step: str) -> None:
     Raises:
         UsageError: the graph has no path from the weights to ``losses``.
     """
-    if tf.executing_eagerly() or not isinstance(unpack(batch)[2], tf.Tensor):
+    if tf.executing_eagerly() or not isinstance(weights_of(batch), tf.Tensor):
         return
     seen, left = set(), [losses]
     while left:

@@ -18,7 +18,12 @@ from ctl.distributed.replica_variables import ReplicaVariables
 from ctl.distributed.watch import watchdog
 from ctl.errors import UsageError
 from ctl.phases import labels, losses, options, sample_weights
-from ctl.phases.checks import check_loss_and_metrics, check_results, replaces_loss
+from ctl.phases.checks import (
+    check_loss_and_metrics,
+    check_results,
+    refuses_summaries,
+    replaces_loss,
+)
 from ctl.phases.logged import TAKEN, Logged
 from ctl.phases.tracked_state import TrackedState
 from ctl.reduce import gather_context
@@ -88,7 +93,8 @@ class BaseStep(AutographMethods):
 
         Args:
             batch: n examples, this replica's part of the global batch: ``(features, labels)`` or
-                ``(features, labels, sample_weights)``. Override for any other form.
+                ``(features, labels, sample_weights)``. Override for any other form: one tensor, a
+                dictionary, or a nest of them.
 
         Returns:
             ``losses`` or ``(losses, outputs)``. ``losses`` is float [n], each times the weight of
@@ -142,20 +148,20 @@ class BaseStep(AutographMethods):
         return [total(o) for o in losses] if isinstance(losses, list) else total(losses), outputs
 
     def count(self, batch: Any) -> int | tf.Tensor:
-        """Number of valid examples in this replica's batch; with weights, what ``weighting`` says,
-        see `ctl.phases.sample_weights.number`.
+        """Number of valid examples in this replica's batch: its rows; with weights, what
+        ``weighting`` says, see `ctl.phases.sample_weights.number`.
 
         Returns:
             A Python integer if *every* batch on every replica has this many; else a float32 scalar.
         """
-        features, _, weights = local_batch.unpack(batch)
+        weights = local_batch.weights_of(batch)
         if weights is not None:
             if not self.has_weights:
                 name = type(self).__name__
                 logging.info("%s: %s", name, sample_weights.describe(self.weighting))
                 self.has_weights = True
             return sample_weights.number(weights, self.weighting)
-        examples = local_batch.rows(features)
+        examples = local_batch.rows(batch)
         return examples if isinstance(examples, int) else tf.cast(examples, tf.float32)
 
     def overrides(self, method: str, base: type[BaseStep] | None = None) -> bool:
@@ -184,6 +190,8 @@ class BaseStep(AutographMethods):
         ``self.weighted_metrics`` by its weight. If `cross_entropy` takes probabilities, as with
         mixup, metrics get the most likely class.
         """
+        if not self.given_metrics:
+            return
         _, labels, weights = local_batch.unpack(batch)
         if self.is_cross_entropy and losses.are_probabilities(labels, outputs):
             labels = tf.argmax(labels, axis=-1)
@@ -387,6 +395,19 @@ class BaseStep(AutographMethods):
         return [*self.given_metrics, *self.tracked.metrics]
 
 
+def build_model(step: BaseStep, strategy: tf.distribute.Strategy, batch_spec: Any) -> None:
+    """Builds the model of ``step`` as its first call would, but runs nothing. Does nothing if it is
+    built, or if ``batch_spec`` is not that of ``(features, labels)``, with or without weights."""
+    if step.model.built or not local_batch.has_parts(batch_spec):
+        return
+    inputs = tf.function(step.preprocess).get_concrete_function(batch_spec[0]).structured_outputs
+    symbols = tf.nest.map_structure(
+        lambda tensor: keras.KerasTensor(tensor.shape, tensor.dtype.name), inputs
+    )
+    with strategy.scope():
+        step.model(symbols)
+
+
 class _Assigned(keras.StatelessScope):
     """Inside, collects assignments to Keras variables in ``values``; variables do not change."""
 
@@ -407,7 +428,8 @@ class EvalStep(BaseStep):
     def __call__(self, batch: Any) -> tf.Tensor:
         """Updates the metrics. Returns float32 [2]: sum of the losses, number of valid examples."""
         computed, empty = local_batch.pad_empty(batch)
-        with self.tracked.counted_unless(empty, *self.logged.variables), gather_context(1, empty):
+        counted = self.tracked.counted_unless(empty, *self.logged.variables)
+        with counted, gather_context(1, empty), refuses_summaries(self):
             losses = self.loss(computed)
         loss, outputs = self.sum_of(losses, computed)
         loss, outputs = local_batch.mask_empty(empty, tf.reduce_sum(loss), outputs)

@@ -257,6 +257,26 @@ def translate_trace_errors(step: Any) -> Iterator[None]:
         ) from error
 
 
+@contextlib.contextmanager
+def refuses_summaries(step: Any) -> Iterator[None]:
+    """Refuses ``tf.summary`` in what is traced inside: one replica would write the value of its own
+    part of the batch, once for each micro-batch, and under a name such as ``while/loss``."""
+    if not tf.inside_function():
+        yield
+        return
+    graph = tf.compat.v1.get_default_graph()
+    before = len(graph.get_operations())
+    yield
+    for operation in graph.get_operations()[before:]:
+        if operation.type.startswith("Write") and operation.type.endswith("Summary"):
+            tag = operation.name.rpartition("/")[0].rpartition("/")[2]
+            raise UsageError(
+                f"{type(step).__name__} calls tf.summary for {tag!r}: in a step, log a number with "
+                f"self.log({tag!r}, value), which is averaged over replicas; write other summaries "
+                "in an action of the loop"
+            )
+
+
 def fits_default_evaluation(kind: type) -> bool:
     """Whether `ctl.EvalStep` evaluates what a step of the class ``kind`` trains: its `loss` uses
     ``loss_fn``, or that of a base class, as far as its code says; or it names an ``eval_step``."""

@@ -122,7 +122,7 @@ def check_labels(loss: str, model: keras.Model, dataset: Any, step: int | None =
         return
     batch, where = _examples(dataset, step)
     if batch is None and step is None:
-        spec = _batch_spec(dataset)
+        spec = batch_spec(dataset)
         if isinstance(spec, tuple | list) and len(spec) in (2, 3):
             _check_kind(loss, spec[1], shape[-1])
             if _is_float(spec[1]) or loss == BINARY:
@@ -147,8 +147,14 @@ def _examples(dataset: Any, step: int | None) -> tuple[Any, str]:
     return read_again(dataset, step), f" in the batch of step {step}"
 
 
-def _batch_spec(dataset: Any) -> Any:
-    """A nest of `tf.TensorSpec` of a batch that is not in memory; None if it is not known."""
+def batch_spec(dataset: Any) -> Any:
+    """A nest of `tf.TensorSpec` of a batch; None if it is not known."""
+    if isinstance(dataset, Augmented):
+        return batch_spec(dataset.dataset)
+    if (arrays := getattr(dataset, "arrays", None)) is not None:
+        return tf.nest.map_structure(
+            lambda array: tf.TensorSpec([None, *array.shape[1:]], array.dtype), arrays
+        )
     if hasattr(dataset, "example_spec"):
         return tf.nest.map_structure(
             lambda spec: tf.TensorSpec(tf.TensorShape([None]) + spec.shape, spec.dtype),

@@ -197,16 +197,25 @@ def check_precision(
     """Refuses types of variables with which Keras's update fails.
 
     If ``beta_2`` rounds to 1, a bias correction is 0: Adam never moves the variable, and others may
-    make it NaN. Muon multiplies float32 by the type of the variable.
+    make it NaN. If ``epsilon`` rounds to 0, a gradient of 0 is divided by 0. Muon multiplies
+    float32 by the type of the variable.
 
     Raises:
         UsageError: names the variable.
     """
     kinds = {of.__name__ for of in type(optimizer).__mro__ if of in PROVEN}
-    beta = 0.0
+    beta = epsilon = 0.0
     if not kinds.isdisjoint(("Adam", "Lamb", "Nadam", "ScheduleFreeAdamW")):
         beta = float(optimizer.beta_2)
+    if kinds and "Adagrad" not in kinds:  # whose sum does not begin at 0
+        epsilon = float(getattr(optimizer, "epsilon", 0.0))
     for variable in variables:
+        if epsilon > 0.0 and float(tf.cast(epsilon, variable.dtype)) == 0.0:
+            raise UsageError(
+                f"optimizer {type(optimizer).__name__} has epsilon={epsilon:g}, which is 0 in "
+                f"{variable.dtype}, so {variable.path} would become NaN where its gradient is 0: "
+                "keep the weights in float32 (--precision=mixed_float16), or use epsilon=1e-7"
+            )
         if float(tf.cast(beta, variable.dtype)) == 1.0:
             raise UsageError(
                 f"optimizer {type(optimizer).__name__} has beta_2={beta:g}, which is 1 in "

@@ -123,7 +123,7 @@ def _check_own(penalties: Sequence[tf.Tensor]) -> None:
 
 def _counts_rows(step: Any, batch: Any) -> bool:
     """Whether each example counts 1."""
-    return not step.overrides("count") and local_batch.unpack(batch)[2] is None
+    return not step.overrides("count") and local_batch.weights_of(batch) is None
 
 
 def _may_add(owner: Any) -> bool:

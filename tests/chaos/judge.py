@@ -26,6 +26,8 @@ _GRACE = 15.0  # until the survivors of a kill in the training have ended
 _HEARTBEATS, _ROLL_CALL = 25.0, 35.0 + 10.0  # a frozen worker; a frozen task beside servers
 _AFTER_THAW = 35.0  # then TensorFlow and the roll call notice that they are alone
 # A task with one of these marks owes its peers no gradients any more.
+# What a task says that a fault has ended with this code.
+_SAYS = {"raise": (1, "a bug in the"), "disk": (4, "No space left|cannot export")}
 _LATE = (f"step {STEPS - 1}", f"step {STEPS}", "trained", "leaving", "exporting", "done", "exiting")
 
 _TERMED = {42, -15, 99}  # of a task that a signal meets before its first line
@@ -254,12 +256,11 @@ def _judge_state(attempt: Attempt, run_dir: Path, before: int) -> list[Failure]:
             if now < int(step):
                 failures.append(Failure("state", f"{name} has saved step {step}; there is {now}"))
     for hit in attempt.hits:
-        if hit.fault.kind in ("raise", "disk"):
-            words = "a bug in the" if hit.fault.kind == "raise" else "No space left|cannot export"
-            for name in hit.tasks:
-                ended = attempt.ends[name] and attempt.ends[name][0][0] in (1, 4)
-                if ended and not re.search(words, attempt.said[name]):
-                    failures.append(Failure("blame", f"{name} does not say {words!r}"))
+        code, words = _SAYS.get(hit.fault.kind, (None, ""))
+        for name in hit.tasks:
+            ended = attempt.ends[name] and attempt.ends[name][0][0] == code
+            if ended and not re.search(words, attempt.said[name]):
+                failures.append(Failure("blame", f"{name} does not say {words!r}"))
     return failures
 
 

@@ -213,6 +213,21 @@ def test_your_own_tf_data_is_endless_to_train_and_skipped_to_resume():
     assert [len(batch) for batch in once.batches()] == [4, 4, 2]
 
 
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (lambda strategy, own: strategy.experimental_distribute_dataset(own), "already: give the"),
+        (lambda strategy, own: iter(strategy.experimental_distribute_dataset(own)), "already: "),
+        (lambda strategy, own: lambda context: own, "a function is not a dataset: call it"),
+        (lambda strategy, own: iter(own), "Iterator is not a dataset: give a tf.data.Dataset"),
+    ],
+    ids=["distributed", "iterator of distributed", "function", "iterator"],
+)
+def test_what_is_no_dataset_is_refused(given, says, mirrored):
+    with pytest.raises(UsageError, match=says):
+        as_dataset(given(mirrored(2), tf.data.Dataset.range(8).batch(4)))
+
+
 def test_your_own_tf_data_is_not_sharded_by_file_unless_you_say_so():
     policy = tf.data.experimental.AutoShardPolicy
     for given, wanted in ((policy.AUTO, policy.DATA), (policy.FILE, policy.FILE)):

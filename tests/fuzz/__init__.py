@@ -6,7 +6,9 @@ a model, batches, options of the step, and a step at which to pause. Files, in t
 - `cases.py`: `Case`, one training as JSON, and hypothesis strategies that draw valid ones.
 - `models.py`: the model, the data and the optimizer of a case. Both sides build them here.
 - `oracle.py`: trains a case without ctl, on the whole global batch, and predicts how ctl ends.
-- `run.py`: trains the case with ctl, and judges.
+- `trial.py`: trains the case with ctl, and compares.
+- `checked.py`: is `ctl.testing.check_step` right about steps that are right, and about mistakes?
+- `run.py`: draws cases, judges each in a child process, and counts.
 - `kept.json`: cases that failed once, by name. They run in every test run.
 - `test_fuzz.py`: 54 drawn cases, always the same, and all that were kept.
 
@@ -18,6 +20,8 @@ The verdict on a case is one of these. The oracle predicts which, and any other 
   bits of the training that went on.
 - **refused**: a `UsageError` with the predicted message, at the predicted place.
 - **diverged**: a `DivergedError` that names the predicted step.
+
+A case with a checked step is **equal** if `check_step` accepts the right one, or names the mistake.
 
 **The tolerance** follows from the data type. ctl and the oracle sum the same terms in another
 order, so their gradients differ by a small multiple of u, the unit roundoff of the type that the

@@ -18,7 +18,7 @@ FLOATS = {"dense", "image", "two", "sparse"}  # features with numbers that may b
 INTEGERS = ("int64", "int32", "int16", "int8", "uint8", "uint16", "uint32", "uint64")
 OPTIMIZERS = (
     *("SGD", "Momentum", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax", "Ftrl"),
-    *("Lion", "Lamb", "Adafactor"),
+    *("Lion", "Lamb", "Adafactor", "Nadam", "Muon", "ScheduleFreeAdamW"),
 )
 
 # What may be changed between two calls.
@@ -41,6 +41,49 @@ WRONG: dict[str, tuple[Any, str]] = {
     )
     for value in values
 }
+
+
+# What `check_step` is tried on. The steps that are right, each with the options that it is not
+# written for: its state has a place for each example of a whole batch, or orders the examples.
+RIGHT_STEPS: dict[str, set[str]] = {
+    "a2c": {"sizes", "accumulate_steps"},
+    "byol": set(),
+    "fedavg": set(),
+    "hard examples": {"accumulate_steps"},
+    "lookahead": set(),
+    "maml": set(),
+    "moco": {"sizes", "accumulate_steps"},
+    "muon": set(),
+    "pcgrad": set(),
+    "pinn": set(),
+    "r-drop": set(),
+    "scheduled sampling": {"accumulate_steps"},
+    "truncated bptt": {"sizes", "accumulate_steps"},
+    "wgan-gp": set(),
+}
+# Mistakes in a step, and those that methods make, too.
+COMPOSED = (
+    *("reduced twice", "averaged", "clipped before", "applied never", "applied twice"),
+    *("by the share", "maximum", "np.random", "tf.random", "drawn alike", "counter"),
+    *("counter of steps", "hidden state", "changed attribute", "changed module", "in half"),
+)
+MISTAKES = (
+    *COMPOSED,
+    *("reduced again", "never reduced", "never divided", "its own count", "counts one", "a mean"),
+    *("penalty of each", "metrics of one", "drifts", "one loss", "top k", "batch statistics"),
+    *("broadcast", "numpy", "tensor on self", "changed class", "changed array", "cached function"),
+    *("cached pass", "second optimizer", "no loss", "no gradients", "no backward", "other order"),
+    *("no weights", "never accumulates", "unscaled", "unread option", "uint8", "in inference"),
+    *("shuffle", "small rate", "batch norm", "dropout"),
+)
+# Muon hides a wrong scale of the gradient; see tests/support/right_steps.py for the others.
+NOT_COMPOSED = {"muon", "fedavg", "pcgrad", "wgan-gp", "r-drop"}
+_METHODS = [name for name in RIGHT_STEPS if name not in NOT_COMPOSED]
+BATCH = 16  # examples in memory of a checked step
+# What a case keeps that has a right step, or a mistake that other options would hide or rename.
+_OF_RIGHT = ("checked", "source", "sizes", "replicas", "accumulate_steps", "clip_norm", "ema_decay")
+_OF_RIGHT += ("loss_scale", "on_nan", "bytes_per_pack", "jit_update", "seed")
+_OF_MISTAKES = ("checked", "ema_decay", "on_nan", "bytes_per_pack", "jit_update", "seed")
 
 
 @dataclass(frozen=True)
@@ -97,6 +140,9 @@ class Case:
     change_step: int = 1  # the first that has the change
     back: bool = False  # the next step is as before
     wrong: str = ""  # one of `WRONG`: no step is run
+    # Calls `ctl.testing.check_step` instead: the name of a right step, or of a mistake, which may
+    # be "in" a right step.
+    checked: str = ""
 
     pause: int = 0  # save after this many steps, and resume; 0 does not
     seed: int = 0
@@ -127,6 +173,8 @@ def parsed(values: dict[str, Any]) -> Case:
 
 def valid(case: Case) -> Case:
     """``case`` without what contradicts the rest of it."""
+    if case.checked:
+        return _valid_checked(case)
     changes: dict[str, Any] = {}
     rows = sum(case.sizes)
     if case.features in ("ragged", "sparse"):
@@ -178,6 +226,24 @@ def valid(case: Case) -> Case:
     return dataclasses.replace(case, **changes)
 
 
+def _valid_checked(case: Case) -> Case:
+    """`valid` of a case with a checked step, which has a model and examples of its own."""
+    right = case.checked in RIGHT_STEPS
+    kept = _OF_RIGHT if right else _OF_MISTAKES
+    case = Case(**{name: getattr(case, name) for name in kept})
+    if not right:
+        return case
+    unfit, replicas = RIGHT_STEPS[case.checked], 3 if case.replicas == 3 else 2  # 4 take 10 s
+    changes: dict[str, Any] = {"replicas": replicas}
+    if "sizes" in unfit or case.source != "dataset":
+        changes |= {"source": "memory", "sizes": (BATCH,)}
+    else:  # at least one example for each replica
+        changes |= {"sizes": (min(max(case.sizes[0], replicas), BATCH),)}
+    if "accumulate_steps" in unfit:
+        changes |= {"accumulate_steps": 1}
+    return dataclasses.replace(case, **changes)
+
+
 def smallest_call(case: Case, **changes: Any) -> int:
     """The fewest examples that a BatchNormalization sees at once. The gradients before one example
     are 0 but for rounding, and most optimizers divide them by their own size."""
@@ -213,6 +279,8 @@ def cases(draw: st.DrawFn) -> Case:
     if source != "dataset" and not rarely(10):
         size = size.map(lambda n: n + -n % replicas)
     labels = choice(*INTEGERS)
+    composed = f"{choice(*COMPOSED)} in {choice(*_METHODS)}"
+    checked = choice(choice(*RIGHT_STEPS), choice(*MISTAKES), composed)
     case = Case(
         features=choice("dense", "image", "bytes", "ids", "two", "ragged", "sparse"),
         norm=choice("none", "none", "batch", "batch", "renorm", "synchronized"),
@@ -261,6 +329,7 @@ def cases(draw: st.DrawFn) -> Case:
         change_step=draw(st.integers(1, 3)),
         back=choice(True, False),
         wrong=choice(*WRONG) if rarely(15) else "",
+        checked=checked if rarely(5) else "",
         pause=draw(st.integers(1, 3)) if rarely(4) else 0,
         seed=draw(st.integers(0, 99)),
     )

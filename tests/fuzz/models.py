@@ -135,8 +135,17 @@ def make_optimizer(case: Case) -> keras.optimizers.Optimizer:
     kind = case.optimizer
     if kind == "Momentum":
         kind, options = "SGD", options | {"momentum": 0.9, "nesterov": True}
-    if case.policy == "bfloat16" and kind in ("Adam", "AdamW", "Lamb"):
-        options |= {"beta_2": 0.99}  # ctl refuses the default, which is 1 there
+    # ctl refuses defaults that are 1 or 0 in the type of the weights.
+    if case.policy == "bfloat16" and kind in (
+        "Adam",
+        "AdamW",
+        "Lamb",
+        "Nadam",
+        "ScheduleFreeAdamW",
+    ):
+        options |= {"beta_2": 0.99}
+    if case.policy == "float16" and kind == "ScheduleFreeAdamW":
+        options |= {"epsilon": 1e-7}
     return getattr(keras.optimizers, kind)(rate_of(case), **options)
 
 

@@ -124,6 +124,10 @@ def _refused_early(case: Case, arrays: Any) -> str:
     synchronized = case.norm == "synchronized" and _trains_norm(case) and case.replicas > 1
     if synchronized and (case.accumulate_steps > 1 or case.jit_compile):
         return "a synchronized BatchNormalization .* neither --accumulate_steps nor --jit_compile"
+    if case.optimizer == "Muon":
+        trained = make_model(case).trainable_variables
+        if any(v.dtype != "float32" for v in trained):
+            return "optimizer Muon cannot train .*: keep the weights in float32"
     if case.weights == "integers":
         return "the weights .third part. of a batch have dtype int64"
     if case.features == "sparse" and case.accumulate_steps > 1:
@@ -368,7 +372,12 @@ class _Training:
 def slots_of(optimizer: keras.optimizers.Optimizer) -> dict[str, np.ndarray]:
     """The state of ``optimizer`` by name, without the learning rate."""
     variables = [v for v in optimizer.variables if not v.path.endswith("learning_rate")]
-    return {f"slot {i} {v.name}": v.numpy() for i, v in enumerate(variables)}
+    # Keras numbers the product of Nadam, which has no name.
+    names = [v.name.rstrip("_0123456789") for v in variables]
+    return {
+        f"slot {i} {name}": v.numpy()
+        for i, (name, v) in enumerate(zip(names, variables, strict=True))
+    }
 
 
 def schedule(case: Case, step: Any) -> Any:

@@ -6,8 +6,10 @@ import contextlib
 import functools
 
 import pytest
+import right_steps
+import wrong_steps
 
-from .cases import Case, drawn
+from .cases import COMPOSED, MISTAKES, NOT_COMPOSED, RIGHT_STEPS, Case, drawn
 from .run import judged, kept
 
 CASES, PARTS = 54, 3
@@ -32,6 +34,13 @@ def test_drawn_cases(part):
     """
     found = bugs(all_drawn()[part::PARTS])
     assert not found, "\n".join(found)
+
+
+def test_every_step_is_drawn():
+    assert RIGHT_STEPS.keys() == right_steps.RIGHT.keys()
+    assert {*MISTAKES} == wrong_steps.WRONG.keys()
+    assert COMPOSED == wrong_steps.COMPOSED
+    assert {*right_steps.NOT_COMPOSED, "muon"} == NOT_COMPOSED
 
 
 @pytest.mark.slow

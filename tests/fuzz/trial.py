@@ -28,7 +28,7 @@ from ctl.phases.losses import cross_entropy
 from ctl.schedule import Cosine
 from ctl.step import TrainStep
 
-from . import oracle
+from . import checked, oracle
 from .cases import WRONG, Case
 from .models import (
     CLASS_WEIGHT,
@@ -121,6 +121,8 @@ def judge(case: Case, mirrored: Mirrored) -> Verdict:
 
 
 def _judge(case: Case, mirrored: Mirrored) -> Verdict:
+    if case.checked:
+        return Verdict(*checked.verdict(case))
     arrays = arrays_of(case)
     dataset, batches = _data(case, arrays)
     expected, allowed = oracle.predict(case, arrays, batches)

@@ -340,6 +340,21 @@ def test_a_decay_that_rounds_to_1_is_refused(mirrored, kind):
     assert (moved[:2] < -0.05).all()
 
 
+@pytest.mark.parametrize("kind", ["Adam", "AdamW", "RMSprop", "Adadelta", "ScheduleFreeAdamW"])
+def test_an_epsilon_that_rounds_to_0_is_refused(mirrored, kind):
+    """Keras's Adam makes NaN of a weight whose gradient is 0."""
+    optimizer = getattr(keras.optimizers, kind)
+    words = f"{kind} has epsilon=1e-08, which is 0 in float16, so weights would become NaN where"
+    with mirrored(1).scope():
+        weights = keras.Variable(np.ones(3), dtype="float16", name="weights")
+        with pytest.raises(UsageError, match=words):
+            Updater(optimizer(epsilon=1e-8), [weights])
+        updater = Updater(optimizer(0.1, epsilon=1e-7), [weights])
+    gradient = tf.constant([1.0, 0.5, 0.0], tf.float16)
+    tf.function(lambda: mirrored(1).run(lambda: merge(updater, [gradient])))()
+    assert np.isfinite(weights.numpy()).all()
+
+
 def test_muon_takes_weights_in_float32(mirrored):
     with mirrored(1).scope():
         weights = keras.Variable(np.ones([2, 2]), dtype="bfloat16", name="weights")

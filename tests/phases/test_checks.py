@@ -50,6 +50,33 @@ def test_what_tensorflow_refuses_is_one_line(mirrored, options, says):
         make_loop(mirrored(2), **options).train(1)
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_summary_in_a_step_is_refused(replicas, mirrored, tmp_path):
+    class Writes(TrainStep):
+        def loss(self, batch):
+            losses, outputs = super().loss(batch)
+            tf.summary.scalar("mine", tf.reduce_mean(losses), self.global_step)
+            return losses, outputs
+
+    class Draws(EvalStep):
+        def loss(self, batch):
+            losses, outputs = super().loss(batch)
+            tf.summary.histogram("spread", losses, 0)
+            return losses, outputs
+
+    says = r"^Writes calls tf.summary for 'mine': .* self.log\('mine', value\)"
+    with tf.summary.create_file_writer(str(tmp_path)).as_default():
+        for accumulate_steps in (1, 2):
+            loop = make_loop(
+                mirrored(replicas), step_class=Writes, accumulate_steps=accumulate_steps
+            )
+            with pytest.raises(UsageError, match=says):
+                loop.train(1)
+        data = InMemory(examples(8), global_batch_size=8, training=False)
+        with pytest.raises(UsageError, match="^Draws calls tf.summary for 'spread'"):
+            Evaluator(Draws(mlp()), data).run()
+
+
 def test_overrides_that_take_other_arguments_are_refused():
     class Reduce(TrainStep):
         def reduce(self, loss, count, gradients, examples=None):

@@ -14,6 +14,7 @@ import tensorflow as tf
 from helpers import BATCH, CLASSES, FEATURES, accuracy, examples
 from keras import layers
 
+from ctl import testing
 from ctl.base.actions import Every
 from ctl.data import InMemory
 from ctl.loop import Loop
@@ -526,3 +527,14 @@ RIGHT = {
 }
 # These draw other numbers on each replica, so N replicas do not equal one.
 DRAWING = {"r-drop"}
+# Those without a `loss` for mistakes in it, and those that need two traces, or no equal replicas.
+NOT_COMPOSED = {"fedavg", "pcgrad", "wgan-gp", *DRAWING}
+
+
+def check_right(make, name: str, replicas: int = 2, steps: int = 3) -> None:
+    """Makes all checks that ``make``, of the method ``name``, must pass."""
+    equal = () if name in DRAWING else (replicas,)
+    testing.check_step(make, replicas=equal, steps=steps)
+    if not equal:
+        testing.check_noise(make, replicas)
+        testing.check_resumed(make, replicas, steps=steps)

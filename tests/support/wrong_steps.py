@@ -10,13 +10,16 @@ from typing import NamedTuple
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from helpers import BATCH, FEATURES, accuracy, examples
 from keras import layers
 from right_steps import COUNT, RATE, Method, maker, model
 
 import ctl
+from ctl import testing
 from ctl.base.actions import Every
+from ctl.errors import UsageError
 from ctl.step import TrainStep
 
 
@@ -516,14 +519,25 @@ COMPOSED = (
 )
 
 
-def wrong(name: str):
+def wrong(name: str, **options):
     """The ``make`` of the mistake ``name``."""
-    return maker(WRONG[name].kind, **WRONG[name].options)
+    return maker(WRONG[name].kind, **(WRONG[name].options | options))
 
 
-def composed(name: str, method: Method):
+def composed(name: str, method: Method, **options):
     """The ``make`` of ``method`` with the mistake ``name`` of `COMPOSED`."""
     kind = type(WRONG[name].kind.__name__, (WRONG[name].kind, method.kind), {})
     if method.kind is TrainStep:
         kind = WRONG[name].kind
-    return maker(kind, method.arrays, **method.options)
+    return maker(kind, method.arrays, **(method.options | options))
+
+
+def check_wrong(make, name: str) -> None:
+    """`ctl.testing.check_step` must find the mistake ``name`` in ``make``, in one line."""
+    with pytest.raises(Exception, match=WRONG[name].says) as raised:
+        testing.check_step(make, replicas=[2], steps=3)
+    if name == "numpy":  # TensorFlow says it
+        assert raised.type is NotImplementedError
+    else:
+        assert raised.type in (AssertionError, UsageError)
+        assert "\n" not in str(raised.value)
