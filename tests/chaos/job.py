@@ -183,6 +183,7 @@ class Exported(keras.layers.Layer):
     """A layer of a user, which runs code of theirs when the model is exported."""
 
     users: Users | None = None
+    exporting = False  # Keras and ctl read the settings at other times, too
 
     def call(self, inputs: Any) -> Any:
         if self.users:
@@ -190,7 +191,7 @@ class Exported(keras.layers.Layer):
         return inputs
 
     def get_config(self) -> dict[str, Any]:
-        if self.users:
+        if self.users and self.exporting:
             self.users("export")
         return super().get_config()
 
@@ -203,7 +204,8 @@ class Accuracy(keras.metrics.SparseCategoricalAccuracy):
         self._users = users
 
     def result(self) -> Any:
-        self._users("metric")
+        if float(self.count):  # ctl asks for the result of zeros once, to see its shape
+            self._users("metric")
         return super().result()
 
 
@@ -340,6 +342,7 @@ def _train(placement: Placement, run_dir: Path, users: Users, mark: Marks) -> No
         checkpoints.wait()
         if chief:
             mark("exporting")
+            Exported.exporting = True
             with loop.step.updater.averaged():
                 export_model(model, run_dir / "export")
         signals.decided()
