@@ -96,8 +96,6 @@ def make_multi_worker(
     with _connecting(f"worker {cluster.index}", peers, startup_timeout):
         try:
             strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
-        except workers.LOST as error:
-            raise workers.lost_peer(cluster, "connecting to other workers", error) from error
         except RuntimeError as error:
             raise UsageError(f"workers are connected {_FIRST} ({error})") from error
     workers.watch(
@@ -166,12 +164,17 @@ def _connecting(me: str, peers: Mapping[str, str], timeout: float) -> Iterator[N
         PeerError: TensorFlow lost a task, or its port, which was free a moment ago.
     """
     doing = f"{me}: TensorFlow has been connecting to the job"
-    with external_watchdog.limited(doing, peers, timeout, "--startup_timeout"):
+    with external_watchdog.limited(doing, peers, timeout, "--startup_timeout") as keeper:
         try:
             yield
         except tf.errors.OpError as error:
-            reason = error.message.splitlines()[0]
-            raise PeerError(f"{me}: TensorFlow cannot connect to the job: {reason}") from error
+            whom = ""
+            if isinstance(error, workers.LOST):
+                whom = f"; waiting for {keeper.silent() or 'other tasks, which all still answer'}"
+                time.sleep(external_watchdog.LINGER_SECONDS)
+            raise PeerError(
+                f"{me}: TensorFlow cannot connect to the job: {workers.reason(error)}{whom}"
+            ) from error
 
 
 def make_strategy(

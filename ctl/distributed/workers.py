@@ -101,7 +101,7 @@ def lost_peer(
     how = "timed out" if isinstance(error, tf.errors.DeadlineExceededError) else "broke off"
     blamed = watchdog.broke_off(cluster, step)
     return PeerError(
-        f"worker {cluster.index} of {len(cluster.workers)}: {what} {how}: {_reason(error)}; "
+        f"worker {cluster.index} of {len(cluster.workers)}: {what} {how}: {reason(error)}; "
         f"waiting for {blamed}"
     )
 
@@ -137,7 +137,7 @@ def watching_variables(strategy: tf.distribute.Strategy) -> Iterator[None]:
         yield
 
 
-def _reason(error: tf.errors.OpError) -> str:
+def reason(error: tf.errors.OpError) -> str:
     """Returns the cause of ``error`` in TensorFlow's words, without the graph before it and the
     ways by which other workers passed it on after it."""
     message = re.sub(r"\{\{.*?\}\} ?", "", error.message).split("\n\t [[")[0]

@@ -11,9 +11,8 @@ from helpers import CLASSES, FEATURES, largest_difference, make_loop, mlp
 
 from ctl import launch
 from ctl.distributed import strategy as strategy_module
-from ctl.distributed.cluster import Cluster
+from ctl.distributed.cluster import Cluster, external_watchdog
 from ctl.distributed.strategy import make_multi_worker, make_strategy
-from ctl.distributed.watch import watchdog
 from ctl.errors import PeerError, UsageError
 
 
@@ -215,12 +214,12 @@ def test_a_worker_that_is_lost_while_tensorflow_connects(monkeypatch):
 
     monkeypatch.setattr(strategy_module, "meet", lambda cluster, timeout: None)
     monkeypatch.setattr(tf.distribute, "MultiWorkerMirroredStrategy", connect)
-    monkeypatch.setattr(watchdog, "_ENDING_SECONDS", 0.1)
+    monkeypatch.setattr(external_watchdog, "LINGER_SECONDS", 0.1)
     monkeypatch.setenv("TF_CONFIG", "")
     monkeypatch.setenv("GRPC_EXPERIMENTS", "")
     with pytest.raises(PeerError) as raised:
         make_multi_worker(Cluster((chief, gone), 0, "a test"))
     assert str(raised.value) == (
-        "worker 0 of 2: connecting to other workers broke off: Socket closed; waiting for worker 1 "
-        f"(gone: {gone}: Connection refused)"
+        "worker 0: TensorFlow cannot connect to the job: Socket closed; waiting for worker 1 "
+        f"(at {gone}: Connection refused)"
     )

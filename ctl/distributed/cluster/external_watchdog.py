@@ -29,8 +29,10 @@ _SIGNAL = signal.SIGTRAP  # number 5, the exit code of `ctl.errors.PeerError`
 _PROGRAM = "import runpy, sys; runpy.run_path(sys.argv.pop(1))['main']()"
 _TICK = 0.5
 _QUIET_SECONDS = 10.0  # until a line names the tasks that do not answer; it doubles each time
+_LOOK_SECONDS = 5.0  # before a line: each tick asks the tasks, to know who was gone first
 _ANSWER_SECONDS = 2.0
-_LINGER_SECONDS = 2.0  # after the last line: who looks now must still find this task here
+_ENDING_SECONDS = 3.0  # a failed task may take so long to stop answering
+LINGER_SECONDS = 2.0  # after the last line: who looks now must still find this task here
 
 
 def ask_grpc(host: str | None, port: int | None, timeout: float) -> None:
@@ -63,13 +65,26 @@ class Keeper:
         task = json.dumps([os.getpid(), doing, dict(peers), timeout, flag, patient])
         # Without the site's packages, it starts in 20 ms.
         program = [sys.executable, "-I", "-S", "-c", _PROGRAM, __file__, task]
-        self._process = subprocess.Popen(program, stdin=subprocess.PIPE)
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(program, stdin=pipe, stdout=pipe)
 
     def beat(self) -> None:
         """Says that Python runs."""
+        self._write(b".")
+
+    def silent(self) -> str:
+        """The tasks that do not answer, and why, see `_silent`; "" if all answer for 3 s."""
+        assert self._process.stdout
+        deadline, text = time.monotonic() + _ENDING_SECONDS, "\n"
+        while text == "\n" and time.monotonic() < deadline:
+            self._write(b"?")
+            text = self._process.stdout.readline().decode()
+        return text.rstrip()
+
+    def _write(self, message: bytes) -> None:
         assert self._process.stdin
         with contextlib.suppress(OSError, ValueError):  # it has ended, or is closed
-            os.write(self._process.stdin.fileno(), b".")
+            os.write(self._process.stdin.fileno(), message)
 
     def close(self) -> None:
         """Ends the second process."""
@@ -79,12 +94,12 @@ class Keeper:
 
 
 @contextlib.contextmanager
-def limited(doing: str, peers: Mapping[str, str], timeout: float, flag: str) -> Iterator[None]:
+def limited(doing: str, peers: Mapping[str, str], timeout: float, flag: str) -> Iterator[Keeper]:
     """A context that ends this process with code 5 if it is not left after ``timeout`` seconds.
     Arguments as of `Keeper`."""
     keeper = Keeper(doing, peers, timeout, flag, patient=False)
     try:
-        yield
+        yield keeper
     finally:
         keeper.close()
 
@@ -131,16 +146,21 @@ def main() -> None:
     while True:
         # Ticks are counted, so that a job that was stopped as a whole has not waited.
         if select.select([sys.stdin], [], [], _TICK)[0]:
-            if not os.read(sys.stdin.fileno(), 1000):
+            message = os.read(sys.stdin.fileno(), 1000)
+            if not message:
                 return
+            if b"?" in message:
+                print(_silent(peers, patient, missed), flush=True)
             waited, quiet = 0.0, min(_QUIET_SECONDS, timeout)
             continue
         waited += _TICK
-        if waited < quiet:
+        if waited < quiet - _LOOK_SECONDS:
             continue
         began = time.monotonic()
         silent = _silent(peers, patient, missed)
         waited += time.monotonic() - began
+        if waited < quiet:
+            continue
         ends = quiet >= timeout and (silent or not patient)
         if silent or not patient:
             how = f"{flag and f' ({flag})'}; gave up" if ends else ""
@@ -152,7 +172,7 @@ def main() -> None:
                     flush=True,
                 )
         if ends:
-            if select.select([sys.stdin], [], [], _LINGER_SECONDS)[0]:
+            if select.select([sys.stdin], [], [], LINGER_SECONDS)[0]:
                 continue  # it goes on after all, or has ended
             if os.getppid() == parent:
                 os.kill(parent, _SIGNAL)

@@ -24,6 +24,7 @@ from absl import logging
 
 from ctl.base.console import last_line, leave, within
 from ctl.distributed.cluster.members import Cluster
+from ctl.distributed.cluster.external_watchdog import LINGER_SECONDS
 from ctl.distributed.cluster.rendezvous import unreachable
 from ctl.distributed.watch import hang, record
 from ctl.distributed.watch.beats import Beat, Beats
@@ -39,7 +40,6 @@ _TICK = 0.25
 _MOST_OF_A_TICK = 0.5
 # Pause between the last line and the exit. It lets other workers reach their own limits, and print
 # what they know, before their connections to this worker break.
-_LINGER_SECONDS = 2.0
 # A peer whose connection broke may take so long to end. Only then can it be told from the others.
 _ENDING_SECONDS = 3.0
 # Marks are read after so long without progress: reading costs time, and tells nothing earlier.
@@ -236,7 +236,7 @@ class Watchdog:
             f"{section.doing}{after} timed out: no progress for {waited:.0f} s "
             f"({section.flag}); waiting for {blamed}"
         )
-        end = time.monotonic() + _LINGER_SECONDS
+        end = time.monotonic() + LINGER_SECONDS
         while time.monotonic() < end:
             self._beats.exchange(self._beat(section), _TICK)
         with contextlib.suppress(Exception):  # a failed save must not change the exit code

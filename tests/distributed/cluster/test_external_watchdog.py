@@ -102,10 +102,17 @@ def test_it_ends_though_nobody_can_read_why(start):
     assert process.wait(40) == 5
 
 
-def run_main(monkeypatch, peers: dict[str, str], patient: bool, beats: int = 0, stdin=3.0) -> list:
+def run_main(
+    monkeypatch,
+    peers: dict[str, str],
+    patient: bool,
+    beats: int = 0,
+    stdin: float = 3.0,
+    quiet: float = 0.2,
+) -> list:
     """Runs the program of the second process here, with short times, until its stdin ends after
     ``stdin`` seconds. Returns its calls of kill."""
-    for name, value in (("_TICK", 0.05), ("_QUIET_SECONDS", 0.2), ("_LINGER_SECONDS", 0.0)):
+    for name, value in (("_TICK", 0.05), ("_QUIET_SECONDS", quiet), ("LINGER_SECONDS", 0.0)):
         monkeypatch.setattr(external_watchdog, name, value)
     task = [os.getppid(), "worker 0: it connects", peers, 1.0, "--flag", patient]
     monkeypatch.setattr(sys, "argv", ["", json.dumps(task)])
@@ -162,8 +169,35 @@ def test_who_was_gone_first_is_named(monkeypatch, capfd):
     peers = {"worker 1": "host:1", "worker 2": "host:2"}
     assert run_main(monkeypatch, peers, patient=False, stdin=60.0)
     lines = capfd.readouterr().err.splitlines()
-    assert asked[2] > 2 and len(lines) == asked[1]
+    assert asked[2] > 2 and len(lines) == 4
     assert all(x.endswith("waiting for worker 1 (at host:1: Connection refused)") for x in lines)
+
+
+def test_who_was_gone_shortly_before_the_others_gave_up(monkeypatch, capfd):
+    """Before that, all answered."""
+    asked = collections.Counter()
+
+    def ask(host, port, timeout):
+        asked[port] += 1
+        if asked[port] > port:
+            raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
+
+    monkeypatch.setattr(external_watchdog, "ask_grpc", ask)
+    peers = {"worker 1": "host:2", "worker 2": "host:1"}
+    assert run_main(monkeypatch, peers, patient=False, stdin=60.0, quiet=1.0)
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.endswith("gave up; waiting for worker 2 (at host:1: Connection refused)")
+
+
+def test_who_is_silent_is_told_when_asked(start):
+    gone = launch.cluster(1)["worker"][0]
+    with server(b"\0\0\0\4\0\0\0\0\0") as well:
+        with external_watchdog.limited("", {"ps 0": well, "ps 1": gone}, 60.0, "") as keeper:
+            assert keeper.silent() == f"ps 1 (at {gone}: Connection refused)"
+        with external_watchdog.limited("", {"ps 0": well}, 60.0, "") as keeper:
+            assert keeper.silent() == ""
+            keeper._process.kill()
+            assert keeper.silent() == ""
 
 
 def test_patience_with_a_process_that_is_busy(monkeypatch, capfd):
