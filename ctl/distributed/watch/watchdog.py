@@ -23,8 +23,8 @@ from typing import Any
 from absl import logging
 
 from ctl.base.console import last_line, leave, within
-from ctl.distributed.cluster.members import Cluster
 from ctl.distributed.cluster.external_watchdog import LINGER_SECONDS
+from ctl.distributed.cluster.members import Cluster
 from ctl.distributed.cluster.rendezvous import unreachable
 from ctl.distributed.watch import hang, record
 from ctl.distributed.watch.beats import Beat, Beats
