@@ -106,10 +106,10 @@ def limited(doing: str, peers: Mapping[str, str], timeout: float, flag: str) -> 
 
 def _silent(peers: Mapping[str, str], patient: bool, missed: dict[str, int]) -> str:
     """The tasks that do not answer, and why: the frozen ones, or else those that are gone for the
-    longest time, since later ones may have given up as this one does. With patience, without
-    workers that are gone, since they are started again.
+    longest time, since later ones may have given up as this one does, or else those that have not
+    started TensorFlow. With patience, without workers that are gone, since they are started again.
 
-    ``missed`` counts the calls in a row, up to this one, in which a task has not answered.
+    ``missed`` counts the calls in a row, up to this one, in which a task was gone.
     """
 
     def ask(name: str, address: str) -> OSError | None:
@@ -122,20 +122,20 @@ def _silent(peers: Mapping[str, str], patient: bool, missed: dict[str, int]) -> 
 
     with ThreadPoolExecutor(max(1, len(peers))) as threads:
         answers = dict(zip(peers, threads.map(ask, peers, peers.values()), strict=True))
-    frozen, gone = {}, {}
+    frozen, gone, early = {}, {}, {}
     for name, error in answers.items():
-        missed[name] = missed.get(name, 0) + 1 if error else 0
+        refused = isinstance(error, ConnectionRefusedError)
         why = f"{name} (at {peers[name]}: {error and error.strerror or error})"
         if isinstance(error, TimeoutError):
             frozen[name] = why
-        elif error and not (
-            patient and name.startswith("worker") and isinstance(error, ConnectionRefusedError)
-        ):
+        elif isinstance(error, ConnectionError) and not refused:
+            early[name] = why
+        elif error and not (patient and refused and name.startswith("worker")):
             gone[name] = why
+        missed[name] = missed.get(name, 0) + 1 if name in gone else 0
     longest = max((missed[name] for name in gone), default=0)
-    return ", ".join(
-        frozen.values() or [why for name, why in gone.items() if missed[name] == longest]
-    )
+    first = [why for name, why in gone.items() if missed[name] == longest]
+    return ", ".join(frozen.values() or first or early.values())
 
 
 def main() -> None:

@@ -189,6 +189,18 @@ def test_who_was_gone_shortly_before_the_others_gave_up(monkeypatch, capfd):
     assert line.endswith("gave up; waiting for worker 2 (at host:1: Connection refused)")
 
 
+def test_who_waits_before_tensorflow_is_not_gone(start):
+    """A worker that has not met all others answers, with what is not gRPC."""
+    gone = launch.cluster(1)["worker"][0]
+    with server(b"welcome all") as early:
+        peers = {"worker 1": early, "worker 2": gone}
+        process = start(HOLDS_THE_LOCK, 1.0, peers)
+        errors = process.communicate(timeout=40)[1]
+        assert errors.endswith(f"waiting for worker 2 (at {gone}: Connection refused)\n")
+        with external_watchdog.limited("", {"worker 1": early}, 60.0, "") as keeper:
+            assert keeper.silent() == f"worker 1 (at {early}: what answers is not gRPC)"
+
+
 def test_who_is_silent_is_told_when_asked(start):
     gone = launch.cluster(1)["worker"][0]
     with server(b"\0\0\0\4\0\0\0\0\0") as well:
