@@ -417,7 +417,8 @@ def _train(case: Case, batches: list[Any], noise: float = 0.0, scaled: float = 1
             count = counted(case, weights_of(case, batch))
             losses, counts = losses + loss * count, counts + count
     values = training.values()
-    values["loss"] = np.float32(losses / counts if counts else 0.0)
+    if counts:
+        values["loss"] = np.float32(losses / counts)
     return End("equal", "", values, first, tuple(training.skipped))
 
 
