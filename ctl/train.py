@@ -87,7 +87,9 @@ def main() -> None:
         if FLAGS.precompile:
             raise UsageError(f"--precompile is for a first start, and {model_dir} holds a run")
         config.check_resumable(stored)
-    elif FLAGS.init_from and not Path(FLAGS.init_from).exists():
+    elif FLAGS.init_from and not any(
+        Path(FLAGS.init_from + end).exists() for end in ("", ".index")
+    ):
         raise UsageError(f"--init_from={FLAGS.init_from}: no such file or directory")
     if FLAGS.dry_run or FLAGS.precompile:
         FLAGS["download"].value = False

@@ -132,6 +132,13 @@ def no_object_graph() -> str | None:
     return None if _import(_OBJECTS) else _without(_OBJECTS, lost + "can")
 
 
+def objects_of(graph: bytes) -> list[Any]:
+    """The nodes of a stored object graph: their children, attributes and slots. Without
+    `no_object_graph`, there are none, so variables are found by name."""
+    module = _import(_OBJECTS)
+    return [*module.TrackableObjectGraph.FromString(graph).nodes] if module else []
+
+
 def object_graph(lengths: Mapping[str, int], name: Callable[[str, int], str]) -> bytes:
     """Returns what ``tf.train.Checkpoint(key=[...], ...)`` stores beside its variables. Check
     `no_object_graph` first.

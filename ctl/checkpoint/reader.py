@@ -12,7 +12,7 @@ import numpy as np
 
 from ctl.base import durable
 from ctl.base.names import check_name
-from ctl.checkpoint import bundle, manifest
+from ctl.checkpoint import bundle, foreign, manifest
 from ctl.checkpoint.manifest import Saved
 from ctl.errors import CheckpointError, UsageError
 
@@ -34,16 +34,19 @@ class Reader(Mapping[str, np.ndarray]):
 
     ``Reader("/tmp/ctl-run")["model/logits/kernel"]`` is that weight in the last checkpoint of the
     run. A name is the part of the state and the name of the variable. Where a program gave two
-    variables one name, the second has ``#2`` after it.
+    variables one name, the second has ``#2`` after it. In a checkpoint that ctl has not written,
+    the name is that of the key: ``Reader("ckpt-1")["model/dense/kernel"]``.
 
     Args:
         path: a checkpoint (``…/checkpoints/step-…``); or a directory of checkpoints or of a run, of
             which the last checkpoint is read: the one from which the run would resume. That is the
             highest intact step up to the one that ``latest.json`` names, else the highest intact
-            one. A damaged one is passed over with a warning.
+            one. A damaged one is passed over with a warning. Or a checkpoint of others, see
+            `ctl.checkpoint.foreign.find`.
 
     Attributes:
-        saved: the step, time and metrics of the checkpoint, see `ctl.checkpoint.Saved`.
+        saved: the step, time and metrics of the checkpoint, see `ctl.checkpoint.Saved`; None for a
+            checkpoint of others.
         tensors: shape and dtype of each tensor by name, in the order of the program.
 
     Raises:
@@ -52,8 +55,16 @@ class Reader(Mapping[str, np.ndarray]):
     """
 
     def __init__(self, path: str | os.PathLike[str]):
-        self.saved = _find(Path(path))
+        self._path = Path(path)
+        self.saved: Saved | None = None
         self.tensors: dict[str, Tensor] = {}
+        if prefix := foreign.find(self._path):
+            self._foreign = foreign.ForeignCheckpoint(prefix)
+            for place, (name, key) in enumerate(self._foreign.names().items()):
+                shape, dtype = self._foreign.shapes[key], self._foreign.dtypes[key]
+                self.tensors[name] = Tensor(tuple(shape), dtype.name, name.split("/")[0], place)
+            return
+        self.saved = _find(self._path)
         for group, specs in self.saved.variables.items():
             for place, spec in enumerate(specs):
                 name, number = f"{group}/{spec['name']}", 1
@@ -65,8 +76,10 @@ class Reader(Mapping[str, np.ndarray]):
         """The tensor ``name``. Raises `UsageError` for a name that is not there, with the closest,
         and `CheckpointError` if the files do not hold what the manifest says."""
         if name not in self.tensors:
-            check_name(f"tensor of {self.saved.path}", name, self.tensors)
+            check_name(f"tensor of {self.saved.path if self.saved else self._path}", name, self)
         tensor = self.tensors[name]
+        if not self.saved:
+            return self._foreign.read(self._foreign.names()[name])
         try:
             value = bundle.read_one(self.saved.prefix, tensor.group, tensor.place)
             if value.shape != tensor.shape or value.dtype.name != tensor.dtype:

@@ -14,7 +14,7 @@ from absl import logging
 
 from ctl.base.differences import first_three
 from ctl.base.names import check_name
-from ctl.checkpoint import manifest
+from ctl.checkpoint import foreign, manifest
 from ctl.checkpoint.export import load_model
 from ctl.checkpoint.reader import Reader
 from ctl.distributed import replicas
@@ -36,6 +36,9 @@ class _Wanted(NamedTuple):
     fresh: bool
 
 
+_Pairs = list[tuple[_Wanted, np.ndarray]]
+
+
 def load_weights(
     model: keras.Model, path: str | os.PathLike[str], reinit: Sequence[str] = ()
 ) -> dict[str, np.ndarray]:
@@ -46,9 +49,14 @@ def load_weights(
     seeds is no weight. Weights that only ``path`` has are named in a warning. With averaged weights
     (``ema_decay``), the averages are read, as for an export.
 
+    A checkpoint of others is matched by the attributes of its objects, as `tf.train.Checkpoint`
+    does, or else by name. If several objects fit, the one called ``model`` is read. A file
+    ``.weights.h5`` is read by Keras.
+
     Args:
         model: a built model; call it in the scope of the strategy.
-        path: a ``.keras`` file, or what `ctl.checkpoint.Reader` reads.
+        path: a ``.keras`` or ``.weights.h5`` file, a SavedModel, or what `ctl.checkpoint.Reader`
+            reads.
         reinit: names of layers that keep the weights they have, such as a new head.
 
     Returns:
@@ -61,16 +69,22 @@ def load_weights(
     layers = {layer.name: layer for layer in replicas.layers_of(model) if layer is not model}
     for name in reinit:
         check_name("layer of --reinit", name, [n for n, layer in layers.items() if layer.weights])
-    fresh = {id(v) for name in reinit for v in layers[name].weights}
-    given, is_checkpoint = _read(Path(path))
+    path, fresh = Path(path), {id(v) for name in reinit for v in layers[name].weights}
+    if path.name.endswith(".weights.h5"):
+        return _read_by_keras(model, path, [layers[name] for name in reinit], fresh)
+    stale_variables = [v for v in model.weights if id(v) not in fresh]
+    source = _read(path, model, stale_variables)
     # A checkpoint has TensorFlow's names; those of a subclassed model leave its layers out.
     wanted = [
-        _Wanted(v.value.name.removesuffix(":0") if is_checkpoint else v.path, v, id(v) in fresh)
-        for v in model.weights
+        _Wanted(v.path if source.is_model else _name(v), v, id(v) in fresh) for v in model.weights
     ]
     stale = [one for one in wanted if not one.fresh]
+    given = source.weights
     others = [one for one in given if set(reinit).isdisjoint(_base(one.name).split("/")[:-1])]
-    pairs = _pairs(wanted, given, stale, others)
+    if source.matched:
+        pairs: _Pairs | None = [(o, g.value) for o, g in zip(stale, given, strict=True)]
+    else:
+        pairs = _pairs(wanted, given, stale, others, in_order=source.in_order)
     if pairs is None:
         ours, theirs = (_tails(one.name for one in side) for side in (stale, others))
         missing = [
@@ -101,34 +115,77 @@ def load_weights(
         one.variable.assign(value.astype(one.variable.dtype))
     used = {id(value) for _, value in pairs}
     if unused := [one.name for one in others if id(one.value) not in used]:
-        logging.warning("%s has weights that are not used: %s", path, ", ".join(unused))
+        logging.warning("%s has weights that are not used: %s", path, first_three(unused))
     return {one.variable.path: value for one, value in pairs}
 
 
 def _pairs(
-    wanted: list[_Wanted], given: list[_Given], stale: list[_Wanted], others: list[_Given]
-) -> list[tuple[_Wanted, np.ndarray]] | None:
+    wanted: list[_Wanted],
+    given: list[_Given],
+    stale: list[_Wanted],
+    others: list[_Given],
+    *,
+    in_order: bool,
+) -> _Pairs | None:
     """Each of ``stale``, which are not fresh, with its value; None if the names do not fit.
-    ``others`` are given and not of a fresh layer."""
+    ``others`` are given and not of a fresh layer. ``in_order``: whether the order means anything.
+    """
     names = {one.name for one in stale}
     by_name = {one.name: one.value for one in given}
-    if len(names) == len(stale) and names <= by_name.keys():
+    once = not any(f"{name}#2" in by_name for name in names)
+    if len(names) == len(stale) and names <= by_name.keys() and (in_order or once):
         return [(one, by_name[one.name]) for one in stale]
+    if not in_order:
+        return _by_tail(stale, others)
     for ours, theirs in ((wanted, given), (stale, others)):
         if _tails(o.name for o in ours) == _tails(t.name for t in theirs):
             return [(o, t.value) for o, t in zip(ours, theirs, strict=True) if not o.fresh]
     return None
 
 
-def _read(path: Path) -> tuple[list[_Given], bool]:
-    """The weights at ``path`` in their order, and whether it is a checkpoint."""
+def _by_tail(stale: list[_Wanted], others: list[_Given]) -> _Pairs | None:
+    """As `_pairs`, by layer and variable. None if one is there twice: which is which?"""
+    ours, theirs = ([_tail(one.name) for one in side] for side in (stale, others))
+    if set(map(manifest.unnumbered, ours)) & set(map(manifest.unnumbered, {*theirs} - {*ours})):
+        ours, theirs = (list(map(manifest.unnumbered, side)) for side in (ours, theirs))
+    if len({*ours}) < len(ours) or any(theirs.count(tail) != 1 for tail in ours):
+        return None
+    return [(o, others[theirs.index(t)].value) for o, t in zip(stale, ours, strict=True)]
+
+
+class _Source(NamedTuple):
+    """What a path holds."""
+
+    weights: list[_Given]
+    is_model: bool = False
+    """Whether a program of Keras has made it a model, with Keras's names."""
+    in_order: bool = True
+    matched: bool = False
+    """Whether ``weights`` are those that were wanted."""
+
+
+def _read(path: Path, model: keras.Model, variables: list[keras.Variable]) -> _Source:
+    """The weights at ``path``, for ``variables`` of ``model``."""
+    if prefix := foreign.find(path):
+        checkpoint = foreign.ForeignCheckpoint(prefix)
+        matched = checkpoint.match(model, variables)
+        weights = [_Given(n, checkpoint.read(k)) for n, k in matched or checkpoint.weights()]
+        if matched:
+            return _Source(weights, matched=True)
+        numbers: collections.Counter[str] = collections.Counter()
+        named = []
+        for name, value in weights:
+            numbers[name] += 1
+            named.append(_Given(f"{name}#{n}" if (n := numbers[name]) > 1 else name, value))
+        named = [one for one in named if not _is_seed(one.name)]
+        return _Source(named, in_order=checkpoint.in_order)
     if path.suffix == ".keras" or path.is_file():
-        model = load_model(path, "init_from")
-        return [_Given(v.path, v.numpy()) for v in model.weights], False
+        weights = [_Given(v.path, v.numpy()) for v in load_model(path, "init_from").weights]
+        return _Source(weights, is_model=True)
     reader = Reader(path)
     names: dict[str, list[str]] = {"model": [], "ema": []}
     for name, tensor in reader.tensors.items():
-        if not _base(name).endswith("/seed_generator_state"):
+        if not _is_seed(name):
             names.setdefault(tensor.group, []).append(name.partition("/")[2])
     count, averaged = (collections.Counter(map(_base, names[g])) for g in ("model", "ema"))
     for name, number in averaged.items():
@@ -137,10 +194,38 @@ def _read(path: Path) -> tuple[list[_Given], bool]:
                 f"{path} holds averages of only some of the weights {name}: give its export instead"
             )
     averages = set(names["ema"])
-    return [
-        _Given(name, reader[f"{'ema' if name in averages else 'model'}/{name}"])
-        for name in names["model"]
-    ], True
+    return _Source(
+        [
+            _Given(name, reader[f"{'ema' if name in averages else 'model'}/{name}"])
+            for name in names["model"]
+        ]
+    )
+
+
+def _read_by_keras(
+    model: keras.Model, path: Path, layers: list[keras.Layer], fresh: set[int]
+) -> dict[str, np.ndarray]:
+    """Assigns the weights of a ``.weights.h5`` file, but for those of ``layers``."""
+    before = [v.numpy() for v in model.weights]
+    try:
+        model.load_weights(path, objects_to_skip=layers)
+    except Exception as error:  # Keras raises many kinds
+        for variable, value in zip(model.weights, before, strict=True):
+            variable.assign(value)
+        reason = " ".join(str(error).split())[:200]
+        raise UsageError(
+            f"the weights in {path} do not fit the model: {reason}; use the model that they were "
+            "saved from, or give --reinit=LAYER for layers to start anew"
+        ) from error
+    return {v.path: v.numpy() for v in model.weights if id(v) not in fresh}
+
+
+def _name(variable: keras.Variable) -> str:
+    return variable.value.name.removesuffix(":0")
+
+
+def _is_seed(name: str) -> bool:
+    return _base(name).endswith("seed_generator_state")
 
 
 def _base(name: str) -> str:
@@ -151,7 +236,11 @@ def _base(name: str) -> str:
 def _tails(names: Iterable[str]) -> list[str]:
     """Layer and variable of each name, without numbers. A file that Keras has loaded has no more:
     ``dense/kernel`` for ``trunk/dense_1/kernel``."""
-    return ["/".join(manifest.unnumbered(_base(name)).split("/")[-2:]) for name in names]
+    return [manifest.unnumbered(_tail(name)) for name in names]
+
+
+def _tail(name: str) -> str:
+    return "/".join(_base(name).split("/")[-2:])
 
 
 def _kind(value: keras.Variable | np.ndarray) -> str:

@@ -205,8 +205,9 @@ def define_model_flags() -> None:
         define_path(
             "init_from",
             None,
-            "Initial weights: a checkpoint, a run (its last checkpoint), or a .keras file. The "
-            "optimizer and the step count start anew. A run that resumes ignores this flag.",
+            "Initial weights: a checkpoint, of ctl or of tf.train.Checkpoint; a run (its last "
+            "checkpoint); a .keras or .weights.h5 file; a SavedModel. The optimizer and the step "
+            "count start anew. A run that resumes ignores this flag.",
         )
         flags.DEFINE_list(
             "reinit", None, "Names of layers for which --init_from is ignored, such as a new head."
