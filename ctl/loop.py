@@ -541,6 +541,20 @@ class Loop:
                 self.history.evaluated(saved.step, results)
         return saved
 
+    def restore_best_weights(self) -> Saved | None:
+        """Gives the model the weights of the best checkpoint (see `CheckpointManager.best`), for a
+        test or an export, and returns it; None if there is no checkpoint. Averages, layers of the
+        step and the step count are those of the best, too; the optimizer's state is not, so to
+        train again, call `restore` first. Call it on all workers. Raises `CheckpointError` if none
+        was evaluated or is intact, `UsageError` if the loop has no checkpoints."""
+        checkpoints = self._checkpoints()
+        checkpoints.wait()
+        if self._several_workers:
+            workers.barrier(self.strategy)  # the chief has written it
+        saved = self.state.read_best(checkpoints)
+        checkpoints.unrestored = checkpoints.latest()
+        return saved
+
     @hides_frames
     def train_and_evaluate(
         self,

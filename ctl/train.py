@@ -155,7 +155,7 @@ def _train(model_dir: Path) -> None:
         if FLAGS.precompile:
             loop.actions.append(lambda status: status.stop())
         started, first = time.monotonic(), loop.global_step
-        results = _run(loop, prepared, log, on_progress)
+        results, steps = _run(loop, prepared, log, on_progress)
         seconds = time.monotonic() - started
         if exports:
             signals.unwind("all steps are saved; the same command exports")
@@ -166,7 +166,6 @@ def _train(model_dir: Path) -> None:
         checkpoints.wait()
         exported = _export(loop, model_dir, prepared.found) if exports else []
         signals.decided()
-        steps = loop.global_step
         best = checkpoints.best() if FLAGS.keep_best else None
     if FLAGS.precompile and programs:
         print(f"{programs.published} new programs of XLA in {programs.shared}")
@@ -235,8 +234,9 @@ def _write_config(
 
 def _run(
     loop: Loop, prepared: Prepared, log: Log, on_progress: OnProgress | None
-) -> dict[str, dict[str, float]]:
-    """Trains, evaluates and tests. Returns the last results, by the name of the data."""
+) -> tuple[dict[str, dict[str, float]], int]:
+    """Trains, evaluates and tests. Returns the last results, by the name of the data, and the
+    number of steps."""
     from ctl.data.errors import translate_data_errors
 
     evaluation, test, others = prepared.evaluation, prepared.test, prepared.others
@@ -254,6 +254,10 @@ def _run(
         last = loop.train_and_evaluate(
             total, evaluate_every=every, on_progress=on_progress, eager=FLAGS.eager
         )
+        steps = loop.global_step
+        if FLAGS.restore_best_weights and (best := loop.restore_best_weights()):
+            logging.info("tested and exported are the weights of step %d, the best", best.step)
+            last = {name: best.metrics[name] for name in best.evaluated}
         results: dict[str, dict[str, float]] = {evaluation.info.split or "test": {}}
         results |= {which: {} for which in others}
         for name, value in last.items():
@@ -262,7 +266,7 @@ def _run(
         if tester:
             loop.evaluator, loop.eval_actions = tester, [log.tested]
             results[test.info.split] = loop.evaluate(on_progress, eager=FLAGS.eager)
-    return results
+    return results, steps
 
 
 def _show_changes(model_dir: Path, loop: Loop) -> None:
@@ -357,7 +361,8 @@ def _summarize(
     again = [f" --{n}={shlex.quote(code)}" for n, code in named.items() if is_function_name(code)]
     earlier = []
     if best and best.step < total_steps:
-        earlier = [f"  best         step {best.step}; evaluated and exported is step {total_steps}"]
+        used = best.step if FLAGS.restore_best_weights else total_steps
+        earlier = [f"  best         step {best.step}; evaluated and exported is step {used}"]
     lines = [
         *outputs.summarize(model_dir),
         "",

@@ -17,6 +17,7 @@ from helpers import (
 )
 from pretended import Pretend
 
+from ctl.checkpoint import CheckpointManager
 from ctl.control.evaluator import Evaluator
 from ctl.data import GlobalBatches
 from ctl.errors import UsageError
@@ -237,3 +238,27 @@ def test_an_evaluation_without_examples_is_an_error():
     data = tf.data.Dataset.from_tensor_slices(examples(BATCH)).batch(BATCH).take(0)
     with pytest.raises(UsageError, match="no valid examples"):
         Evaluator(EvalStep(mlp()), data).run()
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_the_weights_of_the_best_evaluation(tmp_path, mirrored, replicas):
+    """They are evaluated as they were; the training goes on from its last step only."""
+    noted: list[tuple[int, dict[str, float]]] = []
+    loop = make_loop(
+        mirrored(replicas),
+        evaluate=EVALUATED,
+        checkpoints=CheckpointManager(tmp_path, keep=9, best_metric="loss"),
+        ema_decay=0.5,
+        schedule=lambda step: tf.where(step < 4, 1e-2, 3.0),
+        eval_actions=[lambda step, results: noted.append((step, results))],
+    )
+    loop.train_and_evaluate(8, evaluate_every=2)
+    step, results = min(noted, key=lambda one: one[1]["loss"])
+    assert step < 8
+    saved = loop.restore_best_weights()
+    assert (saved.step, loop.global_step) == (step, step)
+    assert loop.evaluate() == pytest.approx(results, rel=1e-6)
+    with pytest.raises(UsageError, match=r"holds a run up to step 8: call restore\(\)"):
+        loop.train(9)
+    assert loop.restore().step == 8
+    loop.train(9)

@@ -291,6 +291,14 @@ def test_the_best_checkpoint_is_not_selected_on_the_test_data(zygote, tmp_path):
     assert said in command.stdout
     command = zygote.run("ctl.evaluate", f"--model_dir={tmp_path}", "--json")
     assert json.loads(command.stdout)["loss"] == pytest.approx(tested["loss"], rel=1e-6)
+    command = run_few(zygote, tmp_path, *options, "--restore_best_weights")  # the run is resumed
+    assert f"evaluated and exported is step {best['step']}\n" in command.stdout
+    assert "done: 30 steps, 0 of them now" in command.stdout
+    tested = records(tmp_path, "test")[-1]
+    command = zygote.run("ctl.evaluate", f"--model_dir={tmp_path}", "--json", "--checkpoint=best")
+    assert json.loads(command.stdout)["loss"] == pytest.approx(tested["loss"], rel=1e-6)
+    assert tested["step"] == best["step"]
+    assert [saved.step for saved in kept.all()] == [best["step"], 30]
     # Without the flag, the run would train on the examples that selected its best checkpoint.
     command = run_few(zygote, tmp_path, *options, "--keep_best=0", exit_code=2)
     assert "was evaluated on train[90%:], not on test: use the same --keep_best" in command.stderr

@@ -421,15 +421,34 @@ class CheckpointManager:
     def restore(
         self, state: State, step: int | Literal["latest", "best"] | None = None
     ) -> Saved | None:
+        """Assigns the values of a checkpoint to ``state``, see `read`, and continues the run from
+        there: `save` deletes checkpoints of later steps as it passes them. To keep them, continue
+        in another directory."""
+        saved = self.read(state, step)
+        if saved is None:
+            return None
+        self.note_constants(state)
+        self._committed, self.unrestored = saved.step, None
+        later = [step for step in manifest.paths(self.directory) if step > saved.step]
+        if self._lock and later:
+            logging.warning(
+                "Continuing %s from step %d: its checkpoints of later steps (%s) are deleted as "
+                "the run passes them",
+                self.directory,
+                saved.step,
+                ", ".join(map(str, later)),
+            )
+        return saved
+
+    def read(
+        self, state: State, step: int | Literal["latest", "best"] | None = None
+    ) -> Saved | None:
         """Assigns the values of a checkpoint to the variables of ``state``, to all or to none.
 
         Checksums are verified before. A damaged checkpoint is passed over with a warning, and the
         next one of `manifest.newest_first` (or the next best) is tried. Keys that ``state`` lacks
         are ignored, so ``{"model": [...]}`` is enough to evaluate. The host holds one copy of the
         values.
-
-        The run continues from the restored step, and `save` deletes checkpoints of later steps as
-        it passes them. To keep them, continue in another directory.
 
         Args:
           state: the variables; see the class.
@@ -460,17 +479,6 @@ class CheckpointManager:
         for key, group in variables.items():
             for variable in group:
                 variable.assign(values[key].pop(0))
-        self.note_constants(state)
-        self._committed, self.unrestored = saved.step, None
-        later = [step for step in manifest.paths(self.directory) if step > saved.step]
-        if self._lock and later:
-            logging.warning(
-                "Continuing %s from step %d: its checkpoints of later steps (%s) are deleted as "
-                "the run passes them",
-                self.directory,
-                saved.step,
-                ", ".join(map(str, later)),
-            )
         return saved
 
     def wait_for_new(

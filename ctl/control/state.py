@@ -18,6 +18,7 @@ from ctl.errors import CheckpointError
 from ctl.schedule.patience import with_memory
 from ctl.step import TrainStep
 
+_EVALUATED = ("model", "step", "ema", "counters")  # what an evaluation reads
 _TRAINED = "trained"  # which variables train, if not all do: see `Loop.train_only`
 _COMPILED = "compiled"  # present if XLA compiles the step: see `ctl.control.jit`
 
@@ -93,6 +94,13 @@ class TrainState:
         for owner in with_memory(self._eval_actions) if results else []:
             owner.evaluated(saved.step, results)
         return saved, results
+
+    def read_best(self, checkpoints: CheckpointManager) -> Saved | None:
+        """Gives the model, its averages, the layers of the step and the step count the values of
+        the best checkpoint, and returns it; None if there is none. Raises `CheckpointError` as
+        `CheckpointManager.read` does."""
+        state = self._step.state()
+        return checkpoints.read({g: state[g] for g in _EVALUATED if g in state}, "best")
 
 
 class _Setting(NamedTuple):

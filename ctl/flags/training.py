@@ -225,6 +225,12 @@ def _define_checkpoint_flags() -> None:
             "Whether the highest or the lowest --best_metric is best (default: min for loss, max "
             "for accuracy). Required for other metrics.",
         )
+        flags.DEFINE_boolean(
+            "restore_best_weights",
+            False,
+            "Test and export the best checkpoint instead of the last step. The run still resumes "
+            "from its last step. Requires --keep_best.",
+        )
         flags.DEFINE_float(
             "keep_every_hours", None, "Also keep one checkpoint per this many hours."
         )
@@ -233,6 +239,7 @@ def _define_checkpoint_flags() -> None:
     check_flags(["evaluate_every", "checkpoint_every"], _check_intervals)
     check_flags(["keep_every_hours"], _check_hours)
     check_flags(["best_metric", "best_mode"], best_mode)
+    check_flags(["restore_best_weights", "keep_best"], _check_best)
     check_flags(["dataset", "also_evaluate"], _check_also_evaluate)
 
 
@@ -306,6 +313,14 @@ def _check_modes(early_stop: str | None, best_mode: str | None, best_metric: str
         raise UsageError(
             f"--best_mode={best_mode}: the best {best_metric} is the {_EXTREME[mode]}: name "
             "another result with --best_metric"
+        )
+
+
+def _check_best(restore_best_weights: bool, keep_best: int) -> None:
+    if restore_best_weights and not keep_best:
+        raise UsageError(
+            "--restore_best_weights needs the best checkpoint, which may be deleted: add "
+            "--keep_best=1"
         )
 
 

@@ -397,6 +397,7 @@ CHANGES = [
         "--change=schedule: .*nothing, not of plateau: use",
     ),
     (["--reinit=logits"], "--reinit has no effect without --init_from"),
+    (["--restore_best_weights"], "--restore_best_weights needs the best checkpoint"),
     (["--best_metric=mae", "--best_mode=max", "--optimizer=sgd"], None),
 ]
 
