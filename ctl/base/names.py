@@ -92,6 +92,8 @@ _REFUSED = {
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp")
 TABLES = (".csv", ".tsv", ".npz", ".jsonl", ".parquet", ".tfrecord")
 
+TARS = ".tar"  # of images, as WebDataset writes them
+
 # What the labels are that a loss takes.
 CLASSES, BINARY, NUMBERS = "classes", "binary", "numbers"
 
@@ -166,10 +168,10 @@ def code_name(name: str) -> CodeName:
 
 def is_path(dataset: str) -> bool:
     """Whether ``--dataset`` is a file or a folder of the user's, by its form: it begins with ``.``,
-    ``/`` or ``~``, or has an end of `TABLES`."""
+    ``/`` or ``~``, or has an end of `TABLES` or `TARS`."""
     if is_function_name(dataset):
         return False
-    return dataset.startswith((".", "/", "~")) or suffix(dataset) in TABLES
+    return dataset.startswith((".", "/", "~")) or suffix(dataset) in (*TABLES, TARS)
 
 
 def suffix(path: str) -> str:

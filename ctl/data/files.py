@@ -6,7 +6,7 @@ import dataclasses
 import os
 import re
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,14 @@ import tensorflow as tf
 import tensorflow_datasets as tfds
 from absl import logging
 
-from ctl.base.names import CLASSES, TABLES, has_table, suffix
-from ctl.data import image_files, index, tables
+from ctl.base.names import CLASSES, TABLES, TARS, has_table, suffix
+from ctl.data import image_files, image_tars, index, tables
 from ctl.data.dataset import DatasetInfo
+from ctl.data.image_tars import ImageTars
 from ctl.data.in_memory import InMemory
 from ctl.data.load import Splits, in_memory_or_streamed
 from ctl.data.order import oversampled
-from ctl.data.sources import Arrays, ImageFolder
+from ctl.data.sources import Arrays, EncodedImages, ImageFolder
 from ctl.data.streaming import Streaming
 from ctl.data.tables import PARTS, Choice, Table
 from ctl.errors import UsageError
@@ -36,7 +37,8 @@ class Files:
     """The data of a file or a folder of the user's.
 
     A folder has a folder of images for each class, or ``train`` and ``test`` (also ``validation``)
-    with these, or ``train.csv`` and ``test.csv``. A file is a table, see `ctl.data.tables`.
+    with these, or ``train.csv`` and ``test.csv``, or ``train-0000.tar``. A file is a table, see
+    `ctl.data.tables`, or a tar file, see `ctl.data.image_tars`.
 
     A part ``train[90%:]`` is the last tenth of a permutation that is the same in each run, because
     files are often sorted by class.
@@ -88,13 +90,15 @@ class Files:
                 self._sources[part] = Arrays((rows, targets))
             self._set_info(choice, loss_of, known)
         else:
-            folders = _folders(path)
-            shape = image_shape or known["image_shape"] or _image_shape(_part(folders, path))
-            first = ImageFolder(_part(folders, path), shape, known["classes"] or None)
+            images = _images(path)
+            shape = image_shape or known["image_shape"] or _image_shape(path, _part(images, path))
+            first = _source(path.name, _part(images, path), shape, known["classes"])
             names = first.info.class_names
             self._sources = {
-                part: first if part == "train" else ImageFolder(folder, shape, names)
-                for part, folder in folders.items()
+                part: first
+                if part == "train"
+                else _source(f"{path.name} {part}", one, shape, names)
+                for part, one in images.items()
             }
             self._info = dataclasses.replace(first.info, name=path.name)
             self.schema |= {"image_shape": shape, "classes": names}
@@ -239,7 +243,7 @@ class Files:
     def _labels(self, part: str) -> np.ndarray:
         """The classes of all examples of a part, integers [N]."""
         source = self._sources[part]
-        labels = source.labels if isinstance(source, ImageFolder) else source.arrays[1]
+        labels = source.labels if isinstance(source, EncodedImages) else source.arrays[1]
         return labels.astype(np.int64)
 
     def _counts(self, part: str, rows: np.ndarray) -> int | list[int]:
@@ -289,24 +293,58 @@ def _tables(path: Path) -> dict[str, Table]:
         if not path.is_dir():
             path.stat()
             if suffix(path.name) not in TABLES:
-                raise UsageError(
-                    f"{path} is no table that ctl reads: give a folder of images, or a file "
-                    f"{', '.join(TABLES)}"
-                )
+                return {}
             return tables.read(path)
         if not has_table(os.path.abspath(path)):
             return {}
         files = [p for p in sorted(path.iterdir()) if suffix(p.name) in TABLES and p.is_file()]
-    found: dict[str, list[Table]] = {}
+    found = {
+        part: [tables.read(file)["train"] for file in of_part]
+        for part, of_part in _by_part(path, files, "tables").items()
+    }
+    return {part: tables.joined(path.name, of_part) for part, of_part in found.items()}
+
+
+def _by_part(path: Path, files: Sequence[Path], kind: str) -> dict[str, list[Path]]:
+    """The ``files`` of a folder by their part, which their names begin with."""
+    found: dict[str, list[Path]] = {}
     for file in files:
         part = PARTS.get(re.split(r"[-_.]", file.name.lower())[0])  # of train-00000-of-00002.csv
         if part is None:
             raise UsageError(
-                f"{path} has the tables {tables.listed(p.name for p in files)}: name them train "
+                f"{path} has the {kind} {tables.listed(p.name for p in files)}: name them train "
                 "and test, or give one of them"
             )
-        found.setdefault(part, []).append(tables.read(file)["train"])
-    return {part: tables.joined(path.name, of_part) for part, of_part in found.items()}
+        found.setdefault(part, []).append(file)
+    return found
+
+
+def _images(path: Path) -> dict[str, Path | image_tars.Index]:
+    """The folders of classes, or what is in the tar files, by their part."""
+    with index.readable(path):
+        if path.is_file():
+            if suffix(path.name) != TARS:
+                raise UsageError(
+                    f"{path} is no file that ctl reads: give a folder of images, or a file "
+                    f"{', '.join((*TABLES, TARS))}"
+                )
+            return {"train": image_tars.index_of([path])}
+        files = [p for p in sorted(path.iterdir()) if suffix(p.name) == TARS and p.is_file()]
+    if not files:
+        return {**_folders(path)}
+    parts = _by_part(path, files, "tar files")
+    return {part: image_tars.index_of(of_part) for part, of_part in parts.items()}
+
+
+def _source(
+    name: str,
+    images: Path | image_tars.Index,
+    shape: tuple[int, int, int],
+    classes: Sequence[str],
+) -> EncodedImages:
+    if isinstance(images, Path):
+        return ImageFolder(images, shape, classes or None)
+    return ImageTars(name, images, shape, classes or None)
 
 
 def _folders(path: Path) -> dict[str, Path]:
@@ -321,19 +359,15 @@ def _folders(path: Path) -> dict[str, Path]:
     return found
 
 
-def _image_shape(folder: Path) -> tuple[int, int, int]:
-    """The shape of the images of ``folder``; if they differ in size, one that is chosen."""
+def _image_shape(path: Path, images: Path | image_tars.Index) -> tuple[int, int, int]:
+    """The shape of the images; if they differ in size, one that is chosen."""
     shapes = set()
-    with index.readable(folder):
-        for name in sorted(image_files.classes(folder)[0])[:_LOOKED_AT]:
-            images, _ = image_files.images(folder / name)
-            for image in images[:: max(1, len(images) // _LOOKED_AT)][:_LOOKED_AT]:
-                data = (folder / name / image).read_bytes()
-                try:
-                    decoded = tf.io.decode_image(data, expand_animations=False)
-                except tf.errors.OpError:  # it is named when it is read
-                    continue
-                shapes.add(tuple(decoded.shape))
+    for data in _samples(images):
+        try:
+            decoded = tf.io.decode_image(data, expand_animations=False)
+        except tf.errors.OpError:  # it is named when it is read
+            continue
+        shapes.add(tuple(decoded.shape))
     channels = 1 if shapes and max(shape[2] for shape in shapes) < 3 else 3
     sizes = {shape[:2] for shape in shapes}
     if len(sizes) == 1:
@@ -343,9 +377,23 @@ def _image_shape(folder: Path) -> tuple[int, int, int]:
     logging.info(
         "%s: the images differ in size, and are resized to %d,%d,%d: --image_shape=HEIGHT,WIDTH,"
         "CHANNELS gives another",
-        *(folder, *_SIZE, channels),
+        *(path, *_SIZE, channels),
     )
     return (*_SIZE, channels)
+
+
+def _samples(images: Path | image_tars.Index) -> Iterator[bytes]:
+    """Some images of some classes."""
+    if isinstance(images, Path):
+        with index.readable(images):
+            for name in sorted(image_files.classes(images)[0])[:_LOOKED_AT]:
+                files, _ = image_files.images(images / name)
+                for file in files[:: max(1, len(files) // _LOOKED_AT)][:_LOOKED_AT]:
+                    yield (images / name / file).read_bytes()
+    else:
+        count = len(images.names)
+        for row in range(0, count, max(1, count // _LOOKED_AT**2)):
+            yield images.encoded(row)
 
 
 def _checked(schema: Mapping[str, Any]) -> dict[str, Any]:

@@ -374,74 +374,43 @@ def _lines(path: Path) -> Iterator[np.ndarray]:
     yield np.array([begin], np.int64)
 
 
-class ImageFolder:
-    """A folder with one folder of images for each class, in the order of their names.
+class EncodedImages:
+    """Images and their classes, read as the bytes of a PNG, JPEG and so on. A base of sources.
 
-    The log says how many images each class has, and what is left out: other files, folders in
-    these folders, and all whose name begins with a dot.
-
-    Args:
-        folder: of the folders.
-        image_shape: [H, W, C]; images of other sizes are resized.
-        classes: names of all classes, in the order of the labels; by default those of the folders.
-            Give the test data those of the training data, ``train.info.class_names``: a class that
-            has no folder there would shift the labels of the classes after it.
-
-    Raises:
-        UsageError: the folder is missing, has no images, or has a folder not in ``classes``; or
-            ``image_shape`` is no shape of images.
+    Attributes:
+        info: the shape [H, W, C] to which images are resized, and the names of the classes.
     """
 
     def __init__(
         self,
-        folder: str | os.PathLike,
+        name: str,
+        names: np.ndarray,
+        labels: np.ndarray,
         image_shape: tuple[int, int, int],
-        classes: Sequence[str] | None = None,
+        classes: Sequence[str],
     ):
-        if len(image_shape) != 3 or min(image_shape) < 1 or image_shape[2] not in (1, 3, 4):
-            raise UsageError(
-                f"image_shape is {list(image_shape)}: give [height, width, channels], with 1, 3 or "
-                "4 channels"
-            )
-        self._folder, self._image_shape = index.local(folder), image_shape
-        with index.readable(folder):
-            found, left_out = image_files.classes(self._folder)
-            classes = sorted(found) if classes is None else list(classes)
-            if unknown := found - set(classes):
-                raise UsageError(
-                    f"{folder} has a folder {min(unknown)} that is not in classes: add it to "
-                    "classes, or move it away"
-                )
-            names = []
-            for name in classes:
-                path = self._folder / name
-                images, others = image_files.images(path) if name in found else ([], [])
-                names.append(images)
-                left_out += [f"{name}/{other}" for other in others]
-        counts = [len(of_class) for of_class in names]
-        logging.info("%s: images: %s", folder, image_files.per_class(classes, counts))
-        if left_out:
-            logging.warning("%s: left out %s", folder, image_files.left_out(left_out))
-        if not any(counts):
-            raise UsageError(
-                f"{folder} has no images: it needs a folder for each class, with files "
-                + ", ".join(image_files.ENDS)
-            )
-        if 0 in counts:
-            logging.warning(
-                "%s: %d of %d classes have no images, such as %s",
-                *(folder, counts.count(0), len(counts), classes[counts.index(0)]),
-            )
-        # One array of bytes: a million strings of Python take ten times as much memory.
-        self._names = np.array([os.fsencode(name) for of_class in names for name in of_class])
-        self._labels = np.repeat(np.arange(len(classes)), counts)
-        self._warned = False
+        """Takes a name, bytes [N], and a class, int64 [N], of each image.
+
+        Raises:
+            UsageError: ``image_shape`` is no shape of images.
+        """
+        check_image_shape(image_shape)
+        self._names, self._labels = names, labels
+        self._image_shape, self._warned = image_shape, False
         self.info = DatasetInfo(
-            self._folder.name,
+            name,
             image_shape=(*image_shape,),
             num_classes=len(classes),
             class_names=tuple(classes),
         )
+
+    def where(self, index: int) -> str:
+        """See `Source`."""
+        raise NotImplementedError
+
+    def encoded(self, index: int) -> bytes:
+        """The bytes of an image. Raises `OSError` if they cannot be read."""
+        raise NotImplementedError
 
     def __len__(self) -> int:
         return len(self._names)
@@ -456,27 +425,19 @@ class ImageFolder:
         """Bytes of all decoded images and labels."""
         return len(self) * (math.prod(self._image_shape) + 8)
 
-    def part(self, rows: np.ndarray) -> ImageFolder:
+    def part(self, rows: np.ndarray) -> EncodedImages:
         """The images ``rows``, int64 [n], with the same classes."""
         part = copy.copy(self)
         part._names, part._labels = self._names[rows], self._labels[rows]
         part.__dict__.pop("_content", None)
         return part
 
-    def _path(self, index: int) -> Path:
-        name = os.fsdecode(self._names[index])
-        return self._folder / self.info.class_names[self._labels[index]] / name
-
-    def where(self, index: int) -> str:
-        """See `Source`."""
-        return str(self._path(index))
-
     def read(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns the bytes of the files, and the labels, int64 [n]."""
         files = np.empty(len(indices), object)
         for row, number in enumerate(indices.tolist()):
             try:
-                files[row] = self._path(number).read_bytes()
+                files[row] = self.encoded(number)
             except OSError as error:
                 raise BadRecord(number, f"{self.where(number)}: {error.strerror}") from error
             if problem := image_files.problem(files[row]):
@@ -518,6 +479,86 @@ class ImageFolder:
     def content_hash(self) -> str:
         """Returns a hash of the names of classes and files."""
         return self._content
+
+
+class ImageFolder(EncodedImages):
+    """A folder with one folder of images for each class, in the order of their names.
+
+    The log says how many images each class has, and what is left out: other files, folders in
+    these folders, and all whose name begins with a dot.
+
+    Args:
+        folder: of the folders.
+        image_shape: [H, W, C]; images of other sizes are resized.
+        classes: names of all classes, in the order of the labels; by default those of the folders.
+            Give the test data those of the training data, ``train.info.class_names``: a class that
+            has no folder there would shift the labels of the classes after it.
+
+    Raises:
+        UsageError: the folder is missing, has no images, or has a folder not in ``classes``; or
+            ``image_shape`` is no shape of images.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike,
+        image_shape: tuple[int, int, int],
+        classes: Sequence[str] | None = None,
+    ):
+        check_image_shape(image_shape)
+        self._folder = index.local(folder)
+        with index.readable(folder):
+            found, left_out = image_files.classes(self._folder)
+            classes = sorted(found) if classes is None else list(classes)
+            if unknown := found - set(classes):
+                raise UsageError(
+                    f"{folder} has a folder {min(unknown)} that is not in classes: add it to "
+                    "classes, or move it away"
+                )
+            names = []
+            for name in classes:
+                path = self._folder / name
+                images, others = image_files.images(path) if name in found else ([], [])
+                names.append(images)
+                left_out += [f"{name}/{other}" for other in others]
+        counts = [len(of_class) for of_class in names]
+        logging.info("%s: images: %s", folder, image_files.per_class(classes, counts))
+        if left_out:
+            logging.warning("%s: left out %s", folder, image_files.left_out(left_out))
+        if not any(counts):
+            raise UsageError(
+                f"{folder} has no images: it needs a folder for each class, with files "
+                + ", ".join(image_files.ENDS)
+            )
+        if 0 in counts:
+            logging.warning(
+                "%s: %d of %d classes have no images, such as %s",
+                *(folder, counts.count(0), len(counts), classes[counts.index(0)]),
+            )
+        # One array of bytes: a million strings of Python take ten times as much memory.
+        encoded = np.array([os.fsencode(name) for of_class in names for name in of_class])
+        labels = np.repeat(np.arange(len(classes)), counts)
+        super().__init__(self._folder.name, encoded, labels, image_shape, classes)
+
+    def _path(self, index: int) -> Path:
+        name = os.fsdecode(self._names[index])
+        return self._folder / self.info.class_names[self._labels[index]] / name
+
+    def where(self, index: int) -> str:
+        """See `Source`."""
+        return str(self._path(index))
+
+    def encoded(self, index: int) -> bytes:
+        """See `EncodedImages`."""
+        return self._path(index).read_bytes()
+
+
+def check_image_shape(shape: Sequence[int]) -> None:
+    """Raises `UsageError` unless ``shape`` is [height, width, channels]."""
+    if len(shape) != 3 or min(shape) < 1 or shape[2] not in (1, 3, 4):
+        raise UsageError(
+            f"image_shape is {list(shape)}: give [height, width, channels], with 1, 3 or 4 channels"
+        )
 
 
 def resized(image: tf.Tensor, shape: tuple[int, int, int]) -> tf.Tensor:

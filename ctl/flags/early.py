@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
-from ctl.base.names import IMAGES, TABLES, code_name, suffix
+from ctl.base.names import IMAGES, TABLES, TARS, code_name, suffix
 from ctl.errors import UsageError
 
 _EMBEDDED = Path(__file__).parents[1] / "data" / "datasets"
@@ -110,10 +110,11 @@ def check_path(path: str) -> None:
     if "://" in path:
         raise UsageError(f"--dataset={path}: mount it, or copy the files")
     if os.path.exists(path):
-        if os.path.isfile(path) and suffix(path) not in TABLES:
+        kinds = (*TABLES, TARS)
+        if os.path.isfile(path) and suffix(path) not in kinds:
             raise UsageError(
-                f"--dataset={path} is no table that ctl reads: give a file {', '.join(TABLES)}, or "
-                "a folder with a folder of images for each class"
+                f"--dataset={path} is no file that ctl reads: give a file {', '.join(kinds)}, or a "
+                "folder with a folder of images for each class"
             )
         return
     folder = Path(path).parent

@@ -210,7 +210,7 @@ def test_files_that_are_not_there(tmp_path):
     with pytest.raises(UsageError, match="has no images: it needs a folder for each class"):
         Files(tmp_path)
     (tmp_path / "t.txt").touch()
-    with pytest.raises(UsageError, match="t.txt is no table that ctl reads: give a folder of imag"):
+    with pytest.raises(UsageError, match="t.txt is no file that ctl reads: give a folder of imag"):
         Files(tmp_path / "t.txt")
 
 

@@ -497,7 +497,7 @@ def test_own_files_are_looked_for_early(zygote_without_tensorflow, tmp_path):
         (f"{tmp_path}/photo", f"there is no such file or folder; did you mean {tmp_path}/photos?"),
         ("./none.csv", f"--dataset={Path.cwd()}/none.csv: there is no such file or folder"),
         ("none.npz", f"--dataset={Path.cwd()}/none.npz: there is no such file or folder"),
-        (f"{tmp_path}/notes.txt", "is no table that ctl reads: give a file .csv, "),
+        (f"{tmp_path}/notes.txt", "is no file that ctl reads: give a file .csv, "),
         ("gs://bucket/t.csv", "--dataset=gs://bucket/t.csv: mount it, or copy the files"),
         ("tests", "there is no dataset 'tests' of TFDS: for the files of that name here, give --d"),
     ):
