@@ -1,7 +1,7 @@
 """How Sphinx builds the site: from the pages of the repository, where they stand, and from what is
 written here first, a page for each public module and one for each command::
 
-    sphinx-build -W --keep-going -c .docs . .docs/site
+    sphinx-build -W -c .docs . .docs/site
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import public  # noqa: E402
 
 import ctl  # noqa: E402
 from ctl.__main__ import COMMANDS  # noqa: E402
+from ctl.base.console import load_tensorflow  # noqa: E402
 from ctl.inspect.__main__ import COMMANDS as OF_INSPECT  # noqa: E402
 
 project = "ctl"
@@ -36,7 +37,7 @@ include_patterns = [
     *("README.md", "CONTRIBUTING.md", ".github/*.md", "ctl/**", "tests/**", "benchmarks/**"),
     *(".docs/index.md", ".docs/api/*", ".docs/commands/*"),
 ]
-exclude_patterns = ["**/.ipynb_checkpoints"]
+exclude_patterns = [".venv", "**/.ipynb_checkpoints"]
 root_doc = ".docs/index"
 html_extra_path = ["root"]
 html_theme = "furo"
@@ -45,14 +46,16 @@ html_copy_source = html_show_copyright = html_use_index = html_domain_indices = 
 html_static_path = ["static"]
 html_css_files = ["site.css"]
 highlight_language = "none"
-smartquotes_action = "D"  # dashes only
+smartquotes_action = "D"  # dashes, no quotes
 myst_heading_anchors = 4  # as on GitHub, a link may lead to any heading
 nb_execution_mode = "off"  # a notebook is shown as it is stored
 
 # Docstrings.
 default_role = "py:obj"
 nitpicky = True
-nitpick_ignore_regex = [("py:class", r"tensorflow\.python\..*|collections\.abc\.Callable\[\[")]
+nitpick_ignore_regex = [  # TensorFlow's private modules, and a type that Sphinx does not parse
+    ("py:class", r"tensorflow\.python\..*|collections\.abc\.Callable\[\["),
+]
 autodoc_default_options = {"show-inheritance": True, "member-order": "bysource"}
 autodoc_typehints_format = "short"
 autodoc_type_aliases = {n: n for n in ("tf", "keras", "np")}  # tf.Tensor, as it is written
@@ -115,15 +118,16 @@ def resolve(
     nowhere stays an error."""
     if node["refdomain"] != "py":
         return None
-    target = node["reftarget"]
+    domain, target = env.domains.python_domain, node["reftarget"]
     owner = attribute(sys.modules[node.get("py:module") or "ctl"], node.get("py:class"))
     ours = [module for name, module in sys.modules.items() if name.partition(".")[0] == "ctl"]
     values = [attribute(root, target) for root in (owner, *ours)] + [pydoc.locate(target)]
     value = next((value for value in values if value is not None), None)
+    # A method of the class or its bases, an end of a name, the name where it is defined.
     of_bases = [f"{base.__name__}.{target}" for base in getattr(owner, "__mro__", ())]
     names = [*of_bases, target, f"{getattr(value, '__module__', '')}.{target.rpartition('.')[2]}"]
     for name in names:
-        found = env.domains.python_domain.find_obj(env, "", "", name, node["reftype"], 1)
+        found = domain.find_obj(env, "", "", name, node["reftype"], 1)
         places = {(place.docname, place.node_id) for _, place in found}
         if len(places) == 1:
             docname, anchor = places.pop()
@@ -156,5 +160,6 @@ def setup(app: Sphinx) -> None:
     app.connect("doctree-read", without_object)
 
 
+load_tensorflow()  # in silence
 write_pages(HERE / "commands", pages_of_commands())
 write_pages(HERE / "api", pages_of_modules())
