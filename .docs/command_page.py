@@ -65,7 +65,8 @@ def _usage(text: str) -> Iterator[str]:
 
 
 def _flag(flag: flags.Flag) -> str:
-    written = "=".join(filter(None, (f"--{flag.name}", parsing.choices_of(flag))))
+    choices = parsing.choices_of(flag).replace("|", " | ")  # a narrow screen breaks them there
+    written = "=".join(filter(None, (f"--{flag.name}", choices)))
     if flag.boolean:
         written += f", --no{flag.name}"
     return f".. option:: {written}\n\n   {_text(parsing.help_of(flag))}"
