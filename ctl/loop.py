@@ -303,8 +303,8 @@ class Loop:
             progress: whether to show a progress bar; by default, if standard output is a terminal
                 or the cell of a notebook, no other bar is shown, and not ``eager``.
             eager: runs the same steps without graphs, one per call and without XLA, so that
-                `print`, `breakpoint()` and NumPy work in the step. The numbers are the same up to
-                rounding. Slow; not with several workers, parameter servers or TPUs.
+                ``print``, ``breakpoint()`` and NumPy work in the step. The numbers are the same up
+                to rounding. Slow; not with several workers, parameter servers or TPUs.
             callbacks: of Keras, see `ctl.control.keras_callbacks.KerasCallbacks`; the same on all
                 workers.
 

@@ -233,7 +233,7 @@ class TrainStep(BaseStep):
 
     @property
     def global_step(self) -> tf.Variable:
-        """int64 scalar: number of global batches seen, which is also the position in the data."""
+        """Number of global batches seen, int64 scalar. It is also the position in the data."""
         return self.updater.global_step
 
     def state(self) -> dict[str, list[tf.Variable]]:

@@ -63,11 +63,11 @@ Action = Callable[[Status], None]
 
 EvalAction = Callable[[int, dict[str, float]], Any]
 
-STOP = object()  # An evaluation action on any worker that returns it ends the training there.
+STOP = object()  #: An evaluation action on any worker that returns it ends the training there.
 
-NEVER = sys.maxsize  # `steps_until_due` returns it when no step is due.
+NEVER = sys.maxsize  #: `Every.steps_until_due` returns it when no step is due.
 
-# The keys of a record that are not scalars.
+#: The keys of a record that are not scalars.
 CONTEXT = ("phase", "step", "until", "epoch", "time")
 
 _WINDOW = re.compile(r"\s*([0-9]+)\s*:\s*([0-9]+)\s*")

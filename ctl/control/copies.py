@@ -30,10 +30,10 @@ class CompareReplicas:
         ctl.Loop(..., actions=[ctl.Every(ctl.CompareReplicas(step), steps=100)])
 
     It compares the variables of a checkpoint (`TrainStep.state`), except those that may differ:
-    seeds of Dropout, per-replica variables of the step, and `unsynchronized_variables`. A checksum
-    is the sum of the bits of a variable, read as integers. It is exact in any order, and one
-    flipped bit changes it. Actions run in their order: put this one before actions that save. Every
-    worker needs it, at the same steps.
+    seeds of Dropout, per-replica variables of the step, and `BaseStep.unsynchronized_variables`. A
+    checksum is the sum of the bits of a variable, read as integers. It is exact in any order, and
+    one flipped bit changes it. Actions run in their order: put this one before actions that save.
+    Every worker needs it, at the same steps.
 
     Args:
         step: the step of the loop.

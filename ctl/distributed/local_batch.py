@@ -71,7 +71,7 @@ def rows(batch: Any) -> int | tf.Tensor:
     """The number of examples in ``batch``: the leading dimension of its first non-scalar tensor.
 
     Returns:
-        A Python integer if the dimension is known while tracing, else an int32 scalar: the same
+        A Python integer if the dimension is known while tracing, else an int32 scalar. The same
         integer on all replicas. So it is a scalar on several replicas in eager mode, where each
         replica knows its own dimension.
 

@@ -61,7 +61,7 @@ def own_copy(variable: tf.Variable) -> tf.Variable:
 
 
 def assign_alike(variable: tf.Variable, value: tf.Tensor) -> None:
-    """Assigns ``value`` outside of `strategy.run`, like ``variable.assign``, but without a
+    """Assigns ``value`` outside of ``strategy.run``, like ``variable.assign``, but without a
     collective: ``assign`` reads a variable that is synchronized on read from all workers."""
     on_read = variable.synchronization == tf.VariableSynchronization.ON_READ
     if not on_read or not isinstance(variable, tf.distribute.DistributedValues):

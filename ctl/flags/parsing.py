@@ -290,24 +290,36 @@ def define_path(name: str, default: str | None, help: str) -> None:
     define(name, default, help, os.path.expanduser)
 
 
-def _shown(flag: flags.Flag) -> str:
-    return str(flag.default).lower() if flag.boolean else str(flag.default)
+def flag_groups(values: flags.FlagValues = flags.FLAGS) -> Iterator[tuple[str, list[flags.Flag]]]:
+    """The title and the flags of every `group`, in the order of ``--help``."""
+    for title, names in _groups:
+        yield title, [values[name] for name in names]
+
+
+def choices_of(flag: flags.Flag) -> str:
+    """``"a|b"`` of a flag that takes one of these values, else ``""``."""
+    return "|".join(getattr(flag.parser, "enum_values", None) or ())
+
+
+def help_of(flag: flags.Flag) -> str:
+    """What ``flag`` does, and its default if it has one."""
+    text = (flag.help or "").removeprefix(f"<{choices_of(flag)}>: ")  # absl puts the choices there
+    if flag.default in (None, ""):
+        return text
+    shown = str(flag.default).lower() if flag.boolean else flag.default
+    return f"{text} (default: {shown})"
 
 
 def help_text(usage: str, values: flags.FlagValues = flags.FLAGS) -> str:
     """``usage`` and the flags of every `group`, with their defaults."""
     lines = [usage.strip(), "", "Flags, also from a file: --flagfile=FILE"]
-    for title, names in _groups:
+    for title, members in flag_groups(values):
         lines += ["", f"{title}:"]
-        for name in names:
-            flag = values[name]
-            value = "[no]" if flag.boolean else ""
-            choices = getattr(flag.parser, "enum_values", None)
-            choices = f"={'|'.join(choices)}" if choices else ""
-            default = "" if flag.default in (None, "") else f" (default: {_shown(flag)})"
-            lines.append(f"  --{value}{name}{choices}")
+        for flag in members:
+            name = f"[no]{flag.name}" if flag.boolean else flag.name
+            lines.append("=".join(filter(None, (f"  --{name}", choices_of(flag)))))
             lines += textwrap.wrap(
-                (flag.help or "") + default, 92, initial_indent=" " * 8, subsequent_indent=" " * 8
+                help_of(flag), 92, initial_indent=" " * 8, subsequent_indent=" " * 8
             )
     return "\n".join(lines)
 

@@ -29,7 +29,7 @@ _ALIGN_AFTER = 30.0
 
 
 class Inspection:
-    """A context manager that inspects the last ``steps`` steps that a loop runs inside it.
+    """A context manager that inspects the last ``steps`` steps that a loop runs inside it::
 
         with ctl.Inspection(loop, steps=20) as seen:
             loop.train(until=100)

@@ -65,9 +65,9 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """Time of the training steps, without evaluations, checkpoints and pauses: the sum over
-        records of their steps by the steps per second. A record without these, as that of the first
-        steps, has those of the next."""
+        """Time of the training steps, without evaluations, checkpoints and pauses. It is the sum
+        over records of their steps by the steps per second. A record without these, as that of the
+        first steps, has those of the next."""
         total = 0.0
         before = waiting = 0
         for step, values in self.records.get("train", {}).items():
@@ -79,7 +79,7 @@ class Run:
 
     @property
     def replicas(self) -> int:
-        """Those that the flags name: ``--replicas``, else one for each of ``--workers``."""
+        """``--replicas`` of the run, else one for each of its ``--workers``."""
         replicas, workers = self.flags.get("replicas"), self.flags.get("workers")
         if type(replicas) is int and replicas > 0:
             return replicas

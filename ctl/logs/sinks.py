@@ -60,6 +60,7 @@ class JsonLines:
             raise _unwritable(self.path, error) from error
 
     def write(self, record: Mapping[str, Any]) -> None:
+        """Appends one line. Raises `CheckpointError` if it cannot be written."""
         line = to_json({"schema": SCHEMA, **record}).encode() + b"\n"
         try:
             while line:
@@ -68,6 +69,7 @@ class JsonLines:
             raise _unwritable(self.path, error) from error
 
     def close(self) -> None:
+        """Closes the file."""
         self._file.close()
 
 
@@ -85,6 +87,7 @@ class TensorBoard:
         self._writers: dict[str, tf.summary.SummaryWriter] = {}
 
     def write(self, record: Mapping[str, Any]) -> None:
+        """Writes and flushes the scalars of a record. Raises `CheckpointError` if it cannot."""
         phase = record["phase"]
         with writing_events(self.directory):
             if phase not in self._writers:
@@ -95,6 +98,7 @@ class TensorBoard:
                 write_scalars(scalars_of(record), record["step"])
 
     def close(self) -> None:
+        """Closes the files of all phases."""
         for writer in self._writers.values():
             writer.close()
 

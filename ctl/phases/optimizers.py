@@ -105,7 +105,7 @@ def with_rate(optimizer: keras.optimizers.Optimizer, rate: tf.Tensor) -> Any:
     """Returns a second object with the methods and the attributes of ``optimizer``, for one trace.
 
     Its learning rate is ``rate``. It may be called on reduced gradients, outside of a replica:
-    Keras's own `_backend_update_step`, which reduces gradients and calls `update_step`, does
+    Keras's own ``_backend_update_step``, which reduces gradients and calls ``update_step``, does
     nothing.
     """
     kind = type(optimizer)
@@ -131,7 +131,7 @@ def update_variable(optimizer: Any, variable: keras.Variable, gradient: tf.Tenso
     update context.
 
     Raises:
-        UsageError: `update_step` changes a number that is an attribute, or makes a variable. A
+        UsageError: ``update_step`` changes a number that is an attribute, or makes a variable. A
             graph does neither in every step.
     """
     value, rate, before = variable.value, optimizer.learning_rate, _numbers(optimizer)
@@ -154,7 +154,7 @@ def _numbers(optimizer: keras.optimizers.Optimizer) -> dict[str, float]:
 
 
 def is_decayed(optimizer: keras.optimizers.Optimizer, variable: keras.Variable) -> bool:
-    """Whether ``optimizer`` decays ``variable``, see `exclude_from_weight_decay` of Keras.
+    """Whether ``optimizer`` decays ``variable``, see ``exclude_from_weight_decay`` of Keras.
 
     Keras looks for excluded words in the name of the ``tf.Variable``, such as ``dense/kernel:0``. A
     Keras variable is called ``kernel``, where Muon looks.

@@ -47,7 +47,8 @@ def low_rank(model: keras.Model, rank: int, alpha: float | None = None) -> keras
         alpha: scales A B, by alpha / rank; ``rank`` by default.
 
     Raises:
-        UsageError: ``model`` has no `keras.layers.Dense` or `EinsumDense`, or such updates already.
+        UsageError: ``model`` has no layer `keras.layers.Dense` or `keras.layers.EinsumDense`, or it
+            has such updates already.
     """
     kinds = keras.layers.Dense, keras.layers.EinsumDense
     dense: list[Any] = [layer for layer in replicas.layers_of(model) if isinstance(layer, kinds)]

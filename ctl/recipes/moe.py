@@ -49,6 +49,7 @@ class Switch(layers.Layer):
         return super().get_config() | {"experts": self.experts, "hidden": self.hidden}
 
     def build(self, shape: tuple[int | None, ...]) -> None:
+        """Makes the router and the experts for tokens of the width ``shape[-1]``."""
         width: Any = shape[-1]
         self.router = layers.Dense(self.experts, "softmax", use_bias=False, dtype="float32")
         self.networks = [
@@ -64,6 +65,7 @@ class Switch(layers.Layer):
             layer.build((None, width))
 
     def call(self, x: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """The tokens ``x`` after their experts, and the probabilities of the router."""
         tokens = tf.reshape(x, [-1, x.shape[-1]])
         probabilities = self.router(tokens)  # equation 1
         chosen = tf.argmax(probabilities, axis=-1, output_type=tf.int32)

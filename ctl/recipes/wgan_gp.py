@@ -81,6 +81,7 @@ class Turns:
         self._loop, self._part, self._steps = loop, part, steps
 
     def choose(self, step: int) -> None:
+        """Sets what trains in the step after ``step`` of them."""
         all_train = step % self._steps == self._steps - 1
         self._loop.train_only(None if all_train else [self._part])
 

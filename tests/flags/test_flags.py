@@ -364,6 +364,11 @@ def test_defaults_are_what_help_says_and_keras_does(zygote_without_tensorflow):
         assert spelled_out({"optimizer": name, "weight_decay": None})["weight_decay"] == decay
 
 
+def test_help_prints_the_choices_of_a_flag_once(zygote_without_tensorflow):
+    text = zygote_without_tensorflow.run(TRAIN, "--help").stdout
+    assert "  --on_nan=stop|skip\n        stop: end the run" in text
+
+
 SAME = ["--optimizer=sgd", "--label_smoothing=0.5"]
 CHANGES = [
     (["--epochs=4", "--extend"], "--optimizer was"),

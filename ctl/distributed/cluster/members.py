@@ -45,7 +45,7 @@ class Cluster:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of all addresses, in hexadecimal: equal for the workers of a job."""
+        """A hash of all addresses, in hexadecimal, which is equal for the workers of a job."""
         return _hash(self.workers)
 
     def tf_config(self) -> str:
@@ -88,7 +88,7 @@ class Tasks:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of all addresses, in hexadecimal: equal for the tasks of a job."""
+        """A hash of all addresses, in hexadecimal, which is equal for the tasks of a job."""
         return _hash((self.coordinator, *self.workers, "", *self.ps))
 
     @property
