@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers
@@ -112,6 +115,74 @@ def test_dcgan(mirrored):
     of_both = [sum(one) / STEPS for one in zip(*losses, strict=True)]
     assert scalars["discriminator"] == pytest.approx(of_both[1], rel=1e-6)
     assert scalars["loss"] == pytest.approx(sum(of_both), rel=1e-6)
+
+
+# https://www.tensorflow.org/guide/keras/writing_a_training_loop_from_scratch, its second example -
+
+
+def make_small_gan() -> tuple[keras.Model, keras.Model]:
+    generator = [keras.Input([NOISE]), layers.Dense(4, "tanh")]
+    discriminator = [keras.Input([4]), layers.Dense(6, "leaky_relu"), layers.Dense(1)]
+    return keras.Sequential(generator), keras.Sequential(discriminator)
+
+
+def tutorial_gan_in_turns(generator, discriminator, dataset) -> list[list[float]]:
+    d_optimizer, g_optimizer = adam(), adam()
+
+    @tf.function
+    def train_step(real_images, random_latent_vectors):
+        generated_images = generator(random_latent_vectors)
+        combined_images = tf.concat([generated_images, real_images], axis=0)
+        labels = tf.concat([tf.zeros([BATCH, 1]), tf.ones([BATCH, 1])], axis=0)
+        with tf.GradientTape() as tape:
+            d_loss = bce(labels, discriminator(combined_images))
+        grads = tape.gradient(d_loss, discriminator.trainable_weights)
+        d_optimizer.apply(grads, discriminator.trainable_weights)
+        misleading_labels = tf.ones([BATCH, 1])
+        with tf.GradientTape() as tape:
+            g_loss = bce(misleading_labels, discriminator(generator(random_latent_vectors)))
+        grads = tape.gradient(g_loss, generator.trainable_weights)
+        g_optimizer.apply(grads, generator.trainable_weights)
+        return d_loss, g_loss
+
+    return [[float(loss) for loss in train_step(*batch)] for batch in dataset]
+
+
+class GANInTurns(ctl.TrainStep):
+    def __init__(self, generator, discriminator):
+        self.discriminator = discriminator
+        super().__init__(generator, [(adam(), generator), (adam(), discriminator)])
+
+    def loss(self, batch):
+        real_images, noise = batch
+        real = self.discriminator(real_images, training=True)
+        fake = self.discriminator(self.model(noise, training=True), training=True)
+        on_real = binary_cross_entropy(tf.ones_like(real), real)
+        on_fake = binary_cross_entropy(tf.zeros_like(fake), fake)
+        return [binary_cross_entropy(tf.ones_like(fake), fake), (on_real + on_fake) / 2]
+
+
+def port_gan_in_turns(generator, discriminator, dataset, strategy) -> None:
+    with strategy.scope():
+        step = GANInTurns(generator, discriminator)
+    twice = dataset.flat_map(lambda *batch: tf.data.Dataset.from_tensors(batch).repeat(2))
+    loop = ctl.Loop(step, twice, strategy=strategy, steps_per_loop=1)
+    turns = itertools.cycle([[generator], [discriminator]])
+    loop.train_only([discriminator])
+    loop.actions.append(lambda status: loop.train_only(next(turns)))
+    loop.train(2 * STEPS)
+
+
+def test_gan_in_turns(mirrored):
+    """The discriminator learns first, and the generator from what it has learnt: two steps on each
+    batch, in each of which one of them trains. Each optimizer counts its own updates."""
+    twins, random = Twins(mirrored(2), make_small_gan), np.random.default_rng(0)
+    real, noise = (random.normal(size=(STEPS * BATCH, n)).astype("float32") for n in (4, NOISE))
+    data = batches(BATCH, real, noise)
+    with eagerly():
+        tutorial_gan_in_turns(*twins.theirs, data)
+    port_gan_in_turns(*twins.ours, data, mirrored(2))
+    twins.assert_equal()
 
 
 # https://www.tensorflow.org/tutorials/generative/pix2pix -----------------------------------------
