@@ -151,6 +151,7 @@ class TrainStep(BaseStep):
         check_overrides(self)
         self.check_scope(strategy)
         self._check_layers(strategy)
+        self.tracked.check_layers()
         if not self.model.trainable_variables:
             raise UsageError(
                 f"model {self.model.name} has no trainable variables: if it is not built, call it "

@@ -163,7 +163,8 @@ class Updater:
     def renew_copies(self) -> None:
         """Until the first update, gives averages, and slots that begin as the weights, the weights
         that the model has now: it may have loaded them since this updater was made."""
-        if self._copies and int(self.groups[0].optimizer.iterations.numpy()) == 0:
+        updates = sum(int(group.optimizer.iterations.numpy()) for group in self.groups)
+        if self._copies and updates == 0:
             for copy, variable in self._copies:
                 copy.assign(tf.cast(variable, copy.dtype))
 
@@ -261,14 +262,16 @@ class Updater:
     def _update(self, strategy: tf.distribute.Strategy, gradients: Sequence) -> None:
         rates = self.learning_rates()
         gradients = [*gradients, *[None] * (len(self.variables) - len(gradients))]
+        pairs = zip(self.variables, gradients, strict=True)
+        trained = {self._group_of[id(v)] for v, g in pairs if g is not None}
         iterations = [group.optimizer.iterations.value for group in self.groups]
-        first = tf.equal(iterations[0], 0) if self.ema else None
+        first = tf.equal(tf.add_n(iterations), 0) if self.ema else None
         devices: dict[str, list[int]] = {}
         for index, variable in enumerate(self.variables):
             devices.setdefault(variable.value.device, []).append(index)
         kinds = [self._kind(i, g) for i, g in enumerate(gradients)]
-        for group, rate in zip(self.groups, rates, strict=True):
-            before_update(group.optimizer, rate)
+        for number in sorted(trained):
+            before_update(self.groups[number].optimizer, rates[number])
         common = [v for group in self.groups for v in common_variables(group.optimizer)]
         compiled = shared_programs.ProgramCache()
         for device, indices in _in_parts(devices, kinds):
@@ -286,8 +289,8 @@ class Updater:
                 group=False,
             )
         # Not Keras's own increment: it reads and then assigns, so concurrent workers lose counts.
-        for iteration in iterations:
-            iteration.assign_add(1)
+        for number in sorted(trained):  # Adam corrects by the number of its own updates
+            iterations[number].assign_add(1)
         if self.loss_scale:
             self.loss_scale.good()
 

@@ -19,6 +19,7 @@ from ctl.distributed.watch import watchdog
 from ctl.errors import UsageError
 from ctl.phases import labels, losses, options, sample_weights
 from ctl.phases.checks import (
+    check_kind,
     check_loss_and_metrics,
     check_results,
     refuses_summaries,
@@ -68,6 +69,7 @@ class BaseStep(AutographMethods):
         **own: Any,
     ):
         options.take(self, own)
+        check_kind(model)
         self.loss_fn: Callable[..., Any] = losses.per_example(loss_fn, model)
         logits = losses.takes_logits(self.loss_fn)
         metrics = from_names(metrics, logits)

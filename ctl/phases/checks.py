@@ -46,6 +46,16 @@ def check_arguments(evaluator: Any, checkpoints: Any, **actions: Any) -> None:
             raise UsageError(f"{name} must be a list of functions, not {value!r}")
 
 
+def check_kind(model: Any) -> None:
+    """Refuses a model that is no model of Keras 3, such as a `tf.Module` or a class."""
+    if not isinstance(model, keras.Layer):
+        what = f"class {model.__name__}" if isinstance(model, type) else type(model).__name__
+        raise UsageError(
+            f"model is a {what}: give an object of keras.Model (Keras 3), which makes variables of "
+            "its own with self.add_weight()"
+        )
+
+
 def check_loss_and_metrics(loss_fn: Any, **metrics: Any) -> None:
     """Refuses a ``loss_fn`` that is neither a function nor None, arguments of metrics that are not
     lists of Keras metrics, such as one name, and two metrics of one name."""

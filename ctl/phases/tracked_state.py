@@ -9,6 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from ctl.distributed import replicas
 from ctl.errors import UsageError
 
 # Attributes that every step has from its arguments, and handles itself.
@@ -32,8 +33,8 @@ class TrackedState:
         layer: the model and all layers, Keras variables and seed generators as one layer.
         metrics: metrics that are attributes, without ``step.given_metrics``.
         optimizers: optimizers that are attributes, without ``step.optimizer``.
-        raw_variables: TensorFlow variables that are attributes or in a `tf.Module`, without
-            per-replica variables.
+        raw_variables: TensorFlow variables that are attributes, also of layers, or in a
+            `tf.Module`, without per-replica variables.
         extra_variables: all variables that belong neither to the model nor to a metric: Keras
             variables, variables of seed generators, layers and optimizers, and ``raw_variables``;
             each kind in the order of the attributes.
@@ -51,6 +52,10 @@ class TrackedState:
         skip = {id(v) for v in step.per_replica_variables.variables}
         self.raw_variables = [p for p in parts if isinstance(p, tf.Variable) and id(p) not in skip]
         self.raw_variables += [v for p in parts if isinstance(p, tf.Module) for v in p.variables]
+        self._in_layers = [
+            (layer, v) for layer in replicas.layers_of(self.layer) for v in _raw_variables(layer)
+        ]
+        self.raw_variables += [v for _, v in self._in_layers]
         of_keras = [v.value for part in (self.layer, *self.optimizers) for v in part.variables]
         models = {id(v.value) for v in step.model.variables}
         self.extra_variables = list(
@@ -59,6 +64,16 @@ class TrackedState:
         # Keras has no public name for the variables that an optimizer was built with.
         self._trained = {id(v.value) for o in self.optimizers for v in o._trainable_variables}
         self._generators = any(isinstance(p, tf.random.Generator) for p in parts)
+
+    def check_layers(self) -> None:
+        """Raises `UsageError` for a layer with a trainable variable of TensorFlow, which Keras 3
+        neither trains nor saves."""
+        for layer, variable in self._in_layers:
+            if variable.trainable and variable.dtype.is_floating:
+                raise UsageError(
+                    f"layer {layer.name} has a tf.Variable, {variable.name}, which Keras does not "
+                    "train: make it with self.add_weight(), or set trainable=False"
+                )
 
     def check(self, trained: Sequence[tf.Variable]) -> None:
         """Raises `UsageError` for a trainable variable that is neither in ``trained`` nor in an
@@ -101,6 +116,13 @@ def has_state(value: Any) -> bool:
 
 def _is_metric(part: Any) -> bool:
     return isinstance(part, keras.metrics.Metric)
+
+
+def _raw_variables(layer: keras.Layer) -> list[tf.Variable]:
+    """The variables of TensorFlow in attributes of ``layer``, in the order of the attributes."""
+    parts = list(_leaves(vars(layer)))
+    modules = [v for part in parts if isinstance(part, tf.Module) for v in part.variables]
+    return [part for part in parts if isinstance(part, tf.Variable)] + modules
 
 
 def _leaves(value: Any) -> Iterator[Any]:

@@ -75,6 +75,22 @@ def test_an_optimizer_of_ones_own(mirrored, replicas):
     assert int(updater.groups[0].optimizer.iterations.numpy()) == 1
 
 
+@pytest.mark.parametrize("kind", [keras.optimizers.Adam, keras.optimizers.Nadam])
+def test_a_group_without_a_gradient_counts_no_update(kind):
+    """As the optimizer of a network that learns at some steps only. The first update of a group is
+    the same at every step; averages begin with the first of any group."""
+    variables = [keras.Variable(np.zeros(2, "float32"), name=name) for name in "ab"]
+    groups = [(kind(0.25), [variable]) for variable in variables]
+    updater = Updater(groups, variables, ema_decay=0.5)
+    update(tf.distribute.get_strategy(), updater, None, [3.0, -5.0])
+    first = variables[1].numpy()
+    update(tf.distribute.get_strategy(), updater, [3.0, -5.0], None)
+    np.testing.assert_array_equal(variables[0].numpy(), first)
+    np.testing.assert_array_equal(updater.ema[0].numpy(), first / 2)
+    assert [int(group.optimizer.iterations.numpy()) for group in updater.groups] == [1, 1]
+    assert int(updater.global_step.numpy()) == 2
+
+
 def test_a_subclass_of_a_proven_one_may_change_its_update_step(mirrored):
     class Twice(keras.optimizers.SGD):
         def update_step(self, gradient, variable, learning_rate):

@@ -77,6 +77,13 @@ def test_a_summary_in_a_step_is_refused(replicas, mirrored, tmp_path):
             Evaluator(Draws(mlp()), data).run()
 
 
+@pytest.mark.parametrize(("model", "kind"), [(tf.Module(), "Module"), (mlp, "function")])
+@pytest.mark.parametrize("step", [lambda model: TrainStep(model, "sgd"), EvalStep])
+def test_a_model_that_is_not_of_keras_is_refused(step, model, kind):
+    with pytest.raises(UsageError, match=f"^model is a {kind}: give an object of keras.Model"):
+        step(model)
+
+
 def test_overrides_that_take_other_arguments_are_refused():
     class Reduce(TrainStep):
         def reduce(self, loss, count, gradients, examples=None):

@@ -225,3 +225,49 @@ def test_a_skipped_step_undoes_a_variable_of_the_step(mirrored, replicas):
     loop = make_loop(mirrored(replicas), step_class=Remembers, data=data, on_nan="skip")
     assert loop.train(2)["skipped_steps"] == 1
     assert float(loop.step.last.numpy()) == 1.0
+
+
+class WithVariable(layers.Layer):
+    """With a variable of TensorFlow, as before Keras 3."""
+
+    def __init__(self, trainable: bool):
+        super().__init__(name="own")
+        self.parts = {"scale": tf.Variable(1.0, trainable=trainable, name="scale")}
+
+    def call(self, inputs):
+        self.parts["scale"].assign_add(0.0 if self.parts["scale"].trainable else 1.0)
+        return inputs * self.parts["scale"]
+
+
+def with_variable(trainable: bool) -> keras.Model:
+    parts = [WithVariable(trainable), layers.Dense(CLASSES)]
+    return keras.Sequential([keras.Input([FEATURES]), *parts])
+
+
+class OfVariables(keras.Model):
+    """Without a weight of Keras."""
+
+    def __init__(self):
+        super().__init__(name="own")
+        self.w = tf.Variable(tf.ones([FEATURES, CLASSES]), name="w")
+
+    def call(self, features):
+        return features @ self.w
+
+
+@pytest.mark.parametrize("model", [lambda: with_variable(True), OfVariables])
+def test_a_trainable_variable_of_tensorflow_in_a_layer_is_refused(model):
+    """Keras does not train it, and no gradient of it would be missed."""
+    with pytest.raises(UsageError, match="^layer own has a tf.Variable, .*, which Keras"):
+        make_loop(model=model)
+
+
+def test_a_variable_of_tensorflow_in_a_layer_is_saved(tmp_path):
+    loop = make_loop(model=lambda: with_variable(False), directory=tmp_path)
+    loop.train(3)
+    loop.save()
+    loop.checkpoints.close()
+    before = loop.step.model.layers[0].parts["scale"].numpy()
+    restored = make_loop(model=lambda: with_variable(False), directory=tmp_path)
+    restored.restore()
+    assert restored.step.model.layers[0].parts["scale"].numpy() == before > 3.0

@@ -54,7 +54,6 @@ def plain_tensorflow(parts, replicas: int) -> list[float]:
             losses = losses_of(parts, images, noise, share)
         for number, part in enumerate(parts):
             if number == 0 and step % CRITIC_STEPS != CRITIC_STEPS - 1:
-                optimizers[0].iterations.assign_add(1)  # as ctl: Adam's correction counts all steps
                 continue
             found = tape.gradient(losses[number], [v.value for v in part.trainable_variables])
             optimizers[number].apply(found, part.trainable_variables)
