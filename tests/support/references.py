@@ -20,6 +20,14 @@ def image_batches(shape: tuple[int, ...], size: int, steps: int) -> tf.data.Data
     return tf.data.Dataset.from_tensor_slices(arrays).batch(size, drop_remainder=True)
 
 
+def global_batches(loop: Loop, steps: int) -> list[Any]:
+    """The first ``steps`` global batches of examples in memory."""
+    return [
+        tf.nest.map_structure(lambda array, at=at: tf.gather(array, at), loop.dataset.arrays)
+        for at in loop.dataset.batches().take(steps)
+    ]
+
+
 def descend(
     model: keras.Model,
     optimizer: keras.Optimizer,
