@@ -7,6 +7,8 @@ The features are learned on five classes of clothes; the others have only 200 im
 
 from __future__ import annotations
 
+from typing import Any
+
 import keras
 import numpy as np
 
@@ -17,7 +19,7 @@ HEAD_STEPS, STEPS, BATCH = 200, 400, 50
 
 def make_data(classes: range, training: bool = True) -> tuple[np.ndarray, np.ndarray]:
     """Images of some classes, uint8 [n, 28, 28, 1], and their labels from 0, int64 [n]."""
-    data = ctl.data.load("fashion_mnist_mini", global_batch_size=1, training=training)
+    data: Any = ctl.data.load("fashion_mnist_mini", global_batch_size=1, training=training)
     images, labels = data.arrays
     chosen = np.isin(labels, classes)
     return images[chosen], labels[chosen] - classes[0]

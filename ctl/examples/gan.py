@@ -27,9 +27,10 @@ class GAN(ctl.TrainStep):
         super().__init__(generator, [generator_group, discriminator_group])
         self.discriminator = discriminator
 
-    def loss(self, batch: tf.Tensor) -> list[tf.Tensor]:
+    def loss(self, batch: tuple[tf.Tensor, tf.Tensor]) -> list[tf.Tensor]:
         """Two losses [n], in the order of the optimizers, from one forward pass."""
-        real = self.preprocess(batch)
+        images, _ = batch
+        real = self.preprocess(images)
         noise = tf.random.stateless_normal([tf.shape(real)[0], NOISE], self.seed("noise"))
         on_fake = self.discriminator(self.model(noise, training=True), training=True)[:, 0]
         on_real = self.discriminator(real, training=True)[:, 0]
@@ -53,8 +54,7 @@ def make_discriminator() -> keras.Model:
 
 
 def make_loop() -> ctl.Loop:
-    images, _ = ctl.data.load("fashion_mnist_mini", global_batch_size=BATCH).arrays
-    data = ctl.data.InMemory(images, global_batch_size=BATCH)
+    data = ctl.data.load("fashion_mnist_mini", global_batch_size=BATCH)
     return ctl.Loop(GAN(make_generator(), make_discriminator()), data)
 
 

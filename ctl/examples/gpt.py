@@ -8,6 +8,8 @@ classifier, at each place.
 
 from __future__ import annotations
 
+from typing import Any
+
 import keras
 import numpy as np
 from keras import layers, ops
@@ -45,7 +47,7 @@ def make_loop() -> ctl.Loop:
     )
 
 
-def shifted(rows: ctl.data.InMemory) -> tuple[np.ndarray, np.ndarray]:
+def shifted(rows: Any) -> tuple[np.ndarray, np.ndarray]:
     """Inputs and targets, uint8 [n, CONTEXT]."""
     return rows.arrays[:, :-1], rows.arrays[:, 1:]
 

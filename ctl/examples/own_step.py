@@ -53,7 +53,9 @@ def make_model() -> keras.Model:
     return keras.Sequential(layers)
 
 
-def make_loop(strategy: tf.distribute.Strategy, checkpoints: ctl.CheckpointManager) -> ctl.Loop:
+def make_loop(
+    strategy: tf.distribute.Strategy, checkpoints: ctl.CheckpointManager | None
+) -> ctl.Loop:
     """What `check_step` calls. SGD shows a gradient that is twice too large, and Adam hides it."""
     with strategy.scope():
         step = Adversarial(make_model(), keras.optimizers.SGD(0.1))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Any
 
 import keras
 
@@ -22,7 +23,7 @@ def make_model() -> keras.Model:
     return ctl.models.make_model("dense", (28, 28, 1), 10)
 
 
-def make_loop(placement: ctl.strategy.Placement) -> ctl.Loop:
+def make_loop(placement: Any) -> ctl.Loop:
     """A free worker takes the next global batch, and adds its update to the weights."""
     with placement.strategy.scope():
         model = make_model()
@@ -41,7 +42,7 @@ def make_loop(placement: ctl.strategy.Placement) -> ctl.Loop:
 
 def coordinate(tasks: ctl.cluster.Tasks) -> None:
     """Trains and evaluates; at the end, or after an error, tells the other tasks to end."""
-    placement = ctl.strategy.make_parameter_server(tasks)
+    placement: Any = ctl.strategy.make_parameter_server(tasks)
     with placement.heartbeats:
         keras.utils.set_random_seed(1)
         loop = make_loop(placement)

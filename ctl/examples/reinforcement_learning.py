@@ -14,6 +14,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from keras import layers
 
 import ctl
 
@@ -32,7 +33,8 @@ def push(states: np.ndarray, right: np.ndarray) -> np.ndarray:
 
 def play(policy: Any, number: int) -> dict[str, np.ndarray]:
     """Game ``number``: all that the policy sees and does until each pole has fallen."""
-    random, steps = np.random.default_rng(number), []
+    random = np.random.default_rng(number)
+    steps: list[Any] = []
     states = random.uniform(-0.05, 0.05, [POLES, 4]).astype("float32")
     stands = np.full(POLES, True)
     while stands.any() and len(steps) < LIMIT:
@@ -44,7 +46,8 @@ def play(policy: Any, number: int) -> dict[str, np.ndarray]:
     left = np.cumsum(stood[::-1], axis=0)[::-1].astype("float32")  # how long each will stand
     better = left - left.mean(axis=1, where=stood, keepdims=True)
     better /= better[stood].std() + 1e-6
-    return {"state": seen[stood], "right": actions[stood], "advantage": better[stood]}
+    chosen = actions[stood].astype("float32")
+    return {"state": seen[stood], "right": chosen, "advantage": better[stood]}
 
 
 class Reinforce(ctl.TrainStep):
@@ -52,22 +55,20 @@ class Reinforce(ctl.TrainStep):
 
     def loss(self, batch: dict[str, tf.Tensor]) -> tf.Tensor:
         logits = self.model(batch["state"], training=True)[:, 0]
-        right = tf.cast(batch["right"], tf.float32)
-        return batch["advantage"] * tf.nn.sigmoid_cross_entropy_with_logits(right, logits)
+        losses = tf.nn.sigmoid_cross_entropy_with_logits(batch["right"], logits)
+        return batch["advantage"] * losses
 
 
 def make_loop() -> ctl.Loop:
     """With one step per call, a game begins when the step before it has ended."""
-    layers = [keras.Input([4]), keras.layers.Dense(32, "tanh"), keras.layers.Dense(1)]
-    model = keras.Sequential(layers)
+    model = keras.Sequential([keras.Input([4]), layers.Dense(32, "tanh"), layers.Dense(1)])
     policy = tf.function(model)
-    spec = {"state": tf.TensorSpec([None, 4]), "right": tf.TensorSpec([None], tf.bool)}
+    rows = tf.TensorSpec([None])
     games = tf.data.Dataset.from_generator(
         lambda: (play(policy, number) for number in itertools.count()),
-        output_signature=spec | {"advantage": tf.TensorSpec([None])},
+        output_signature={"state": tf.TensorSpec([None, 4]), "right": rows, "advantage": rows},
     )
-    step = Reinforce(model, keras.optimizers.Adam(0.01))
-    return ctl.Loop(step, games, steps_per_loop=1)
+    return ctl.Loop(Reinforce(model, keras.optimizers.Adam(0.01)), games, steps_per_loop=1)
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ def loop(monkeypatch) -> ctl.Loop:
 
 
 def test_it_equals_plain_tensorflow(loop, monkeypatch, capsys):
-    batches = global_batches(loop, STEPS)
+    batches = global_batches(loop.dataset, STEPS)
     train, plain = loop.train, keras.models.clone_model(loop.step.model)
     cross_entropy = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 

@@ -20,7 +20,7 @@ def plain_tensorflow(generator: keras.Model, discriminator: keras.Model, batches
     """Both gradients of each batch, then both updates. Returns the losses of the steps."""
     parts = generator, discriminator
     optimizers, seen = [keras.optimizers.Adam(5e-4, beta_1=0.5) for _ in parts], []
-    for step, images in enumerate(batches):
+    for step, (images, _) in enumerate(batches):
         noise = replica_noise(0, "noise", step, 1, gan.BATCH, gan.NOISE)
         with tf.GradientTape(persistent=True) as tape:
             fake = tf.sigmoid(discriminator(generator(noise, training=True), training=True))
@@ -43,7 +43,7 @@ def test_it_equals_plain_tensorflow():
     loop = gan.make_loop()
     keras.utils.set_random_seed(1)
     plain = gan.make_generator(), gan.make_discriminator()
-    losses = plain_tensorflow(*plain, global_batches(loop, STEPS))
+    losses = plain_tensorflow(*plain, global_batches(loop.dataset, STEPS))
     scalars = loop.train(STEPS)
     for ours, theirs in zip((loop.step.model, loop.step.discriminator), plain, strict=True):
         assert largest_difference(ours.get_weights(), theirs.get_weights()) < 1e-5

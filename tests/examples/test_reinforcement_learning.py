@@ -23,7 +23,7 @@ def plain_tensorflow(model: keras.Model) -> None:
         game = example.play(model, number)
         with tf.GradientTape() as tape:
             right = tf.sigmoid(model(game["state"])[:, 0])
-            chosen = tf.where(game["right"], right, 1.0 - right)
+            chosen = tf.where(game["right"] == 1.0, right, 1.0 - right)
             loss = -tf.reduce_mean(game["advantage"] * tf.math.log(chosen))
         gradients = tape.gradient(loss, [v.value for v in model.trainable_variables])
         optimizer.apply(gradients, model.trainable_variables)

@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 from helpers import assert_replicas_agree, largest_difference
 
+from ctl.data import InMemory
 from ctl.loop import Loop
 
 
@@ -20,11 +21,11 @@ def image_batches(shape: tuple[int, ...], size: int, steps: int) -> tf.data.Data
     return tf.data.Dataset.from_tensor_slices(arrays).batch(size, drop_remainder=True)
 
 
-def global_batches(loop: Loop, steps: int) -> list[Any]:
-    """The first ``steps`` global batches of examples in memory."""
+def global_batches(data: InMemory, steps: int) -> list[Any]:
+    """The first ``steps`` global batches of ``data``."""
     return [
-        tf.nest.map_structure(lambda array, at=at: tf.gather(array, at), loop.dataset.arrays)
-        for at in loop.dataset.batches().take(steps)
+        tf.nest.map_structure(lambda array, at=at: tf.gather(array, at), data.arrays)
+        for at in data.batches().take(steps)
     ]
 
 
