@@ -76,7 +76,7 @@ def test_the_wheel_has_the_sources_the_data_and_nothing_else(wheel):
         f"ctl/distributed/cluster/examples/{name}"
         for name in ("slurm.sh", "kubernetes_job.yaml", "tfjob.yaml")
     }
-    assert files == sources | data | clusters | {"ctl/py.typed"}
+    assert files == sources | data | clusters | {"ctl/py.typed", "ctl/examples/quickstart.ipynb"}
 
 
 def test_the_data_in_the_wheel_are_those_of_the_checksums(wheel):

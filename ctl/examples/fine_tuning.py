@@ -2,10 +2,9 @@
 
     python -m ctl.examples.fine_tuning
 
-The features are learned on five classes of clothes; the others have only 200 images to train on.
+The features are learned on five classes of clothes; the others have 200 images to train on. It
+prints the accuracy on these: 0.796 after the steps of the head, and 0.905 at the end.
 """
-
-from __future__ import annotations
 
 from typing import Any
 

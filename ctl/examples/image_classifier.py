@@ -6,8 +6,6 @@ Trains on 10,000 images of clothes, and evaluates on 2,000 others after each epo
 ``step 625: test loss 0.360, accuracy 0.875``.
 """
 
-from __future__ import annotations
-
 import keras
 
 import ctl

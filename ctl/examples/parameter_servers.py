@@ -2,11 +2,9 @@
 
     python -m ctl.examples.parameter_servers
 
-Started alone, it starts a coordinator, two workers and one server of itself. All of them run this
-program; what trains is the coordinator's.
+Started alone, it starts a coordinator, two workers and a server of itself. The coordinator prints
+an accuracy of about 0.82: who comes first differs from run to run.
 """
-
-from __future__ import annotations
 
 import os
 import sys
