@@ -35,6 +35,21 @@ def test_it_equals_plain_tensorflow():
     assert_trains_as(loop, plain, plain_tensorflow, steps=STEPS)
 
 
+def test_a_game_begins_when_the_step_before_it_has_ended(monkeypatch):
+    """The step of a small policy is so fast that a game which begins too early ends as it should,
+    so the weights would tell it rarely."""
+    play, steps = example.play, []
+
+    def watched(policy, number):
+        steps.append(loop.global_step)
+        return play(policy, number)
+
+    monkeypatch.setattr(example, "play", watched)
+    loop = example.make_loop()
+    loop.train(STEPS)
+    assert steps == [*range(STEPS)]
+
+
 def pushed(state: list[float], right: bool) -> list[float]:
     """One cart, as Gym's CartPole has it."""
     x, speed, angle, spin = state
