@@ -176,7 +176,7 @@ COMMANDS = [
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__")
     for path in SOURCES
     if '__name__ == "__main__"' in path.read_text(encoding="utf-8")
-    and {"datasets", "plan"}.isdisjoint(path.parts)
+    and {"datasets", "plan", "examples"}.isdisjoint(path.relative_to(ROOT).parts)
 ] + [f"ctl.inspect {name}" for name in INSPECT]
 
 
