@@ -4,7 +4,7 @@
 
 The generator makes images from noise; the discriminator learns to tell them from real ones
 (Goodfellow et al. 2014, arXiv:1406.2661, with the loss of section 3 for the generator). It draws
-three images in characters, of clothes if you look from afar.
+three images in characters, which begin to look like clothes.
 """
 
 import keras

@@ -3,7 +3,8 @@
     python -m ctl.examples.gpt
 
 The targets are the bytes one place later, so data, loss and metric are those of a classifier, at
-each place. It prints ``loss 2.23 per byte, accuracy 0.41``, and what looks like words.
+each place. With Python 3.11, it prints ``loss 2.23 per byte, accuracy 0.41``, and what looks like
+words.
 """
 
 from typing import Any
@@ -18,8 +19,8 @@ CONTEXT, WIDTH, BLOCKS, BATCH, STEPS = 32, 64, 1, 32, 400
 
 
 def make_model() -> keras.Model:
-    """From tokens, int [n, CONTEXT], to logits, float32 [n, CONTEXT, 256]. A place sees those
-    before it."""
+    """From tokens, int [n, CONTEXT], to logits, float32 [n, CONTEXT, 256]. A place sees
+    itself and those before it."""
     tokens = keras.Input([CONTEXT], dtype="int32")
     x = layers.Embedding(256, WIDTH)(tokens)
     x += layers.Embedding(CONTEXT, WIDTH)(ops.arange(CONTEXT))
