@@ -77,6 +77,8 @@ def check_step(
             A weight must move by ten times as much, or nothing would be compared.
         reference: see `check_reference`.
     """
+    for count in sorted(replicas, reverse=True):
+        strategy_over(count)  # may cut the CPU, which is too late after the first operation
     pause = _pause(steps)
     one = resumed = _Training(make, 1, 0 if replicas else pause)
     one.check_traces(steps)
@@ -192,7 +194,8 @@ def check_replicas_equal_one(
         AssertionError: they differ, the replicas do, no weight moves, or the model has layers for
             which they must differ: a BatchNormalization that is not synchronized, or Dropout.
     """
-    _check_equal(_Training(make, 1), _Training(make, replicas), steps, tolerance)
+    several = _Training(make, replicas)  # may cut the CPU, so it comes first
+    _check_equal(_Training(make, 1), several, steps, tolerance)
 
 
 def _check_equal(one: _Training, several: _Training, steps: int, tolerance: float) -> None:

@@ -22,7 +22,7 @@ import first  # noqa: E402
 LAYERS = (
     *("errors", "base", "distributed", "reduce", "flags", "data", "checkpoint", "schedule"),
     *("phases", "step", "control", "logs", "loop", "jobs", "inspect", "testing"),
-    *("train", "evaluate", "launch", "compare", "__main__", "__init__", "recipes"),
+    *("train", "evaluate", "launch", "compare", "__main__", "__init__", "recipes", "examples"),
 )
 MOST_ARROWS = 130  # from a room to another
 MOST_LINES = 60  # of a function of the hot path or of a command
@@ -95,9 +95,9 @@ PACKAGES = {"ctl": ctl, "ctl.data": ctl.data, "ctl.logs": ctl.logs, "ctl.flags":
 PACKAGES |= {"ctl.jobs": ctl.jobs, "ctl.checkpoint": ctl.checkpoint, "ctl.recipes": None}
 
 
-@pytest.mark.parametrize("recipe", sorted(m for m in MODULES if room(m) == "recipes"))
-def test_recipes_import_public_names(recipe):
-    for node in ast.walk(MODULES[recipe]):
+@pytest.mark.parametrize("module", sorted(m for m in MODULES if room(m) in ("recipes", "examples")))
+def test_recipes_and_examples_import_public_names(module):
+    for node in ast.walk(MODULES[module]):
         if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith("ctl."):
             if not str(node.module).startswith("ctl.recipes"):
                 assert {a.name for a in node.names} <= {*PACKAGES[node.module].__all__}

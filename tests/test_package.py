@@ -76,7 +76,7 @@ def test_the_wheel_has_the_sources_the_data_and_nothing_else(wheel):
         f"ctl/distributed/cluster/examples/{name}"
         for name in ("slurm.sh", "kubernetes_job.yaml", "tfjob.yaml")
     }
-    assert files == sources | data | clusters | {"ctl/py.typed"}
+    assert files == sources | data | clusters | {"ctl/py.typed", "ctl/examples/quickstart.ipynb"}
 
 
 def test_the_data_in_the_wheel_are_those_of_the_checksums(wheel):
@@ -176,7 +176,7 @@ COMMANDS = [
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__")
     for path in SOURCES
     if '__name__ == "__main__"' in path.read_text(encoding="utf-8")
-    and {"datasets", "plan"}.isdisjoint(path.parts)
+    and {"datasets", "plan", "examples"}.isdisjoint(path.relative_to(ROOT).parts)
 ] + [f"ctl.inspect {name}" for name in INSPECT]
 
 

@@ -44,7 +44,7 @@ def blocks(language: str, text: str = ALL) -> list[str]:
 
 
 def commands() -> list[list[str]]:
-    """The commands of ctl on all pages: ``[module, flag, ...]``."""
+    """The commands of ctl on all pages: ``[module, flag, ...]``. Examples have no flags."""
     lines = [line for block in blocks("") for line in block.splitlines()]
     lines += re.findall(r"`([^`\n]+)`", ALL)
     found = []
@@ -52,7 +52,7 @@ def commands() -> list[list[str]]:
         for command in line.split("&&"):
             words = shlex.split(command, comments=True) if "ctl." in command else []
             modules = [word for word in words if re.fullmatch(r"ctl(\.\w+)+", word)]
-            if "-m" in words and modules:
+            if "-m" in words and modules and not modules[0].startswith("ctl.examples."):
                 found.append(words[words.index(modules[0]) :])
     return found
 

@@ -25,6 +25,32 @@ def test_right(name):
     check_right(RIGHT[name].make(), name)
 
 
+PROGRAM = """
+import ctl, keras, numpy as np
+from ctl import testing
+
+def make(strategy, checkpoints):
+    with strategy.scope():
+        model = keras.Sequential([keras.Input([3]), keras.layers.Dense(2)])
+        step = ctl.TrainStep(model, keras.optimizers.SGD(0.1))
+    x = np.random.default_rng(0).normal(size=(16, 3)).astype("float32")
+    data = ctl.data.InMemory((x, (x[:, 0] > 0).astype("int64")), global_batch_size=8)
+    return ctl.Loop(step, data, strategy=strategy, checkpoints=checkpoints)
+
+def run():
+    testing.CHECK
+    print("right")
+"""
+
+
+@pytest.mark.parametrize("check", ["check_step(make)", "check_replicas_equal_one(make, 2)"])
+def test_a_program_need_not_cut_the_cpu(zygote, tmp_path, check):
+    """TensorFlow has one device there until it runs the first operation, which comes too early if
+    one replica is the first to train."""
+    (tmp_path / "program.py").write_text(PROGRAM.replace("CHECK", check), "utf-8")
+    assert zygote.run("program", path=[tmp_path]).stdout == "right\n"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong(name):

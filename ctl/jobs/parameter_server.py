@@ -38,7 +38,7 @@ _LOOK_SECONDS = 1.0
 _PREFETCH = 4
 
 
-def serve(tasks: Tasks, startup_timeout: float) -> None:
+def serve(tasks: Tasks, startup_timeout: float = 300.0) -> None:
     """Runs a worker or a parameter server; ends the process when the coordinator ends or is lost.
 
     Args:

@@ -31,14 +31,23 @@ from ctl.phases.tracked_state import TrackedState
 from ctl.reduce import gather_context
 
 
-def scale_images(features: Any) -> Any:
-    """Scales uint8 tensors to float32 in [0, 1]; returns other tensors unchanged.
+def scale_images(features: Any, inputs: Sequence[keras.KerasTensor] = ()) -> Any:
+    """Scales uint8 tensors to float32 in [0, 1]; returns other tensors unchanged. So it does with
+    tokens: those of an input in ``inputs`` of the model that takes integers.
 
     Batches stay uint8 until this point, so that a quarter of the bytes moves to the device.
     """
-    return tf.nest.map_structure(
-        lambda t: tf.cast(t, tf.float32) * (1.0 / 255.0) if t.dtype == tf.uint8 else t, features
-    )
+    tensors = tf.nest.flatten(features)
+    if isinstance(features, dict) and features.keys() == {one.name for one in inputs}:
+        inputs = sorted(inputs, key=lambda one: one.name)  # as `tf.nest` has them
+    takes_integers = [tf.as_dtype(one.dtype).is_integer for one in inputs]
+    if len(takes_integers) != len(tensors):
+        takes_integers = [False] * len(tensors)
+    scaled = [
+        tf.cast(t, tf.float32) * (1.0 / 255.0) if t.dtype == tf.uint8 and not integers else t
+        for t, integers in zip(tensors, takes_integers, strict=True)
+    ]
+    return tf.nest.pack_sequence_as(features, scaled)
 
 
 def _specs_of(inputs: Any) -> Any:
@@ -92,7 +101,7 @@ class BaseStep(AutographMethods):
 
     def preprocess(self, features: Any) -> Any:
         """Turns the features of a batch into the input of the model; by default `scale_images`."""
-        return scale_images(features)
+        return scale_images(features, getattr(self.model, "inputs", None) or ())
 
     def loss(self, batch: Any) -> tf.Tensor | tuple[tf.Tensor, Any]:
         """Computes the loss of each example; may also return the outputs for the metrics.

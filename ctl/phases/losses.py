@@ -22,7 +22,7 @@ def cross_entropy(labels: tf.Tensor, logits: tf.Tensor, smoothing: float = 0.0) 
         smoothing: weight in [0, 1] of the uniform distribution over the classes, which is mixed
             into the one-hot target (Szegedy et al. 2016, arXiv:1512.00567, section 7).
     """
-    logits = tf.cast(logits, tf.float32)
+    labels, logits = tf.convert_to_tensor(labels), tf.cast(logits, tf.float32)
     if are_probabilities(labels, logits):
         losses = tf.nn.softmax_cross_entropy_with_logits(tf.cast(labels, tf.float32), logits)
     else:  # as int32, a label of 2**32 + 1 would be class 1

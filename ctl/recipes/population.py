@@ -19,7 +19,7 @@ from pathlib import Path
 from absl import flags
 
 import ctl
-from ctl import UsageError, launch
+from ctl import UsageError
 
 FLAGS = flags.FLAGS
 flags.disclaim_key_flags()
@@ -52,7 +52,7 @@ def trained(seed: int, model_dir: Path) -> dict[str, float]:
     ]
     given = [flag.serialize() for flag in others]
     command = [sys.executable, "-m", "ctl.train", *given, f"--seed={seed}"]
-    code = launch.launch([*command, f"--model_dir={model_dir}"], workers=1)
+    code = ctl.launch.launch([*command, f"--model_dir={model_dir}"], workers=1)
     if code:
         raise SystemExit(code)
     run = ctl.logs.runs.read(model_dir)

@@ -176,3 +176,11 @@ def test_classes_may_be_a_column():
         ctl.Loop(ctl.TrainStep(one, "sgd", metrics=["accuracy"]), data).train(3)
     for one, other in zip(flat.get_weights(), column.get_weights(), strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("labels", [CLASSES, CLASSES[:, None], ONE_HOT, CLASSES.tolist()])
+def test_labels_may_be_arrays(labels):
+    """As at a prompt, where nothing has made tensors of them."""
+    logits = FEATURES[:, :3]
+    wanted = keras.losses.sparse_categorical_crossentropy(CLASSES, logits, from_logits=True)
+    np.testing.assert_allclose(ctl.losses.cross_entropy(labels, logits), wanted, rtol=1e-5)

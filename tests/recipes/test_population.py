@@ -9,6 +9,7 @@ import re
 import numpy as np
 import pytest
 
+import ctl
 from ctl.errors import UsageError
 from ctl.recipes import population
 from ctl.recipes.population import check_steps, table
@@ -47,7 +48,7 @@ def test_runs_that_differ_in_length_or_results():
 
 def test_the_last_evaluation_of_a_run(tmp_path, monkeypatch, capsys):
     """Its log has a damaged line and records that are of no evaluation."""
-    monkeypatch.setattr(population.launch, "launch", lambda command, workers: 0)
+    monkeypatch.setattr(ctl.launch, "launch", lambda command, workers: 0)
     monkeypatch.setattr(population, "FLAGS", {})
     (tmp_path / "config.json").write_text('{"schema": 1, "flags": {}}')
     phases = [("eval", 4, 1.0), ("eval", 8, "NaN"), ("inspect", 8, 9.0)]

@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 from helpers import assert_replicas_agree, largest_difference
 
+from ctl.data import InMemory
 from ctl.loop import Loop
 
 
@@ -18,6 +19,14 @@ def image_batches(shape: tuple[int, ...], size: int, steps: int) -> tf.data.Data
     images = np.random.default_rng(0).integers(0, 256, (steps * size, *shape)).astype("uint8")
     arrays = images, np.zeros(len(images), "int64")
     return tf.data.Dataset.from_tensor_slices(arrays).batch(size, drop_remainder=True)
+
+
+def global_batches(data: InMemory, steps: int) -> list[Any]:
+    """The first ``steps`` global batches of ``data``."""
+    return [
+        tf.nest.map_structure(lambda array, at=at: tf.gather(array, at), data.arrays)
+        for at in data.batches().take(steps)
+    ]
 
 
 def descend(

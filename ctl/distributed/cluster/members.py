@@ -129,8 +129,8 @@ def resolve_tasks(environ: Mapping[str, str] = os.environ) -> Tasks:
 
 
 def resolve(
-    workers: Sequence[str] | None,
-    worker_index: int | None,
+    workers: Sequence[str] | None = None,
+    worker_index: int | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> Cluster:
     """Returns the cluster of ``--workers`` and ``--worker_index``, else ``TF_CONFIG``, else Slurm.
