@@ -1,0 +1,80 @@
+"""What the pages "from ..." say of ctl runs, line by line. Where the other loop is installed, both
+train the same weights.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import tempfile
+
+import pytest
+from helpers import largest_difference
+from paths import ROOT
+
+PAGES = {page.stem: page.read_text("utf-8") for page in ROOT.glob("ctl/examples/from_*.md")}
+COMPARED = "from_keras_fit", "from_the_tutorial"
+
+
+def block(page: str, language: str) -> str:
+    """The one fenced block of ``language``."""
+    (text,) = re.findall(rf"^```{language}\n(.*?)^```$", PAGES[page], re.MULTILINE | re.DOTALL)
+    return text
+
+
+def rows() -> list:
+    """Of the tables: the page, the other loop's line, and the snippets of ctl; not its flags, which
+    `tests/test_readme.py` checks."""
+    found = []
+    for page in sorted(PAGES):
+        for theirs, ours in re.findall(r"^\| (`.*) \| (.*) \|$", PAGES[page], re.MULTILINE):
+            snippets = [s for s in re.findall(r"`([^`]+)`", ours) if not s.startswith("--")]
+            if snippets:
+                slow = [pytest.mark.slow] if "loop.train" in ours else []
+                found.append(pytest.param(page, snippets, id=f"{page}: {theirs}", marks=slow))
+    return found
+
+
+def prepared(page: str, snippets: list[str]) -> dict:
+    """What the program of ``page`` makes before it trains and prints; its loop only if ``snippets``
+    make no other, since a step belongs to one loop."""
+    tree = ast.parse(block(page, "python"))
+    tree.body = [node for node in tree.body if not isinstance(node, ast.Expr)]
+    if any("ctl.Loop(" in snippet for snippet in snippets):
+        tree.body = [node for node in tree.body if not ast.unparse(node).startswith("loop = ")]
+    return run(tree, {"__name__": page})
+
+
+def run(code: str | ast.Module, names: dict) -> dict:
+    exec(compile(code, code if isinstance(code, str) else "program", "exec"), names)
+    return names
+
+
+@pytest.fixture(autouse=True)
+def in_a_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
+@pytest.mark.parametrize(("page", "snippets"), rows())
+def test_a_line_of_a_table_runs(page, snippets):
+    """After what the program of the page makes."""
+    names = prepared(page, snippets)
+    for snippet in snippets:
+        run(snippet, names)
+
+
+def test_there_are_lines():
+    counts = {page: sum(row.values[0] == page for row in rows()) for page in PAGES}
+    assert len(counts) >= 1 and min(counts.values()) > 12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", COMPARED)
+def test_both_train_the_same_weights(page):
+    program = block(page, "python")
+    shared, marker, _ = program.partition("\n# With ctl\n")
+    assert marker
+    texts = program, shared + block(page, "py")
+    ours, theirs = (run(text, {"__name__": page})["model"].get_weights() for text in texts)
+    assert largest_difference(ours, theirs) <= 1e-5
