@@ -74,7 +74,7 @@ def test_the_wheel_has_the_sources_the_data_and_nothing_else(wheel):
     assert len(data) == 8  # six of the data set, its licence and its checksums
     clusters = {
         f"ctl/distributed/cluster/examples/{name}"
-        for name in ("slurm.sh", "kubernetes_job.yaml", "tfjob.yaml")
+        for name in ("slurm.sh", "kubernetes_job.yaml", "tfjob.yaml", "Dockerfile")
     }
     assert files == sources | data | clusters | {"ctl/py.typed"}
 
