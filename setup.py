@@ -38,7 +38,7 @@ def absolute(link: re.Match) -> str:
 
 
 with open("README.md", encoding="utf-8") as page:
-    description = re.sub(r"(!?)\[([^]\n]+)\]\((?!https?:|#)([^)\s]+)\)", absolute, page.read())
+    description = re.sub(r"(!?)\[([^]]+)\]\((?!https?:|#)([^)\s]+)\)", absolute, page.read())
 
 urls = {
     "Source": URL,
