@@ -37,7 +37,8 @@ def rows() -> list:
                 s for s in re.findall(r"`([^`]+)`", ours) if not s.startswith(("--", "python -m"))
             ]
             if snippets:
-                slow = [pytest.mark.slow] if "loop.train" in ours else []
+                runs = re.search(r"loop\.(train|eval)|\.(predict|export)\(", ours)
+                slow = [pytest.mark.slow] if runs or page == "from_the_tutorial" else []
                 found.append(pytest.param(page, snippets, id=f"{page}: {theirs}", marks=slow))
     return found
 
