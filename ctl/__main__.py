@@ -14,6 +14,7 @@ COMMANDS = {
     "lr_range": ("ctl.recipes.lr_range", "tells which learning rates a model can train with"),
     "population": ("ctl.recipes.population", "trains several seeds: how much of a result is luck"),
     "inspect": ("ctl.inspect.__main__", "inspects the all-reduce of a training"),
+    "completion": ("ctl.flags.completion", "prints a script that completes flags in a shell"),
 }
 
 _USAGE = """

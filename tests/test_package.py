@@ -10,10 +10,12 @@ import email.message
 import hashlib
 import importlib.metadata
 import inspect
+import os
 import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 
 import pytest
@@ -33,12 +35,18 @@ DATA = "ctl/data/datasets/fashion_mnist_mini/"
 IMPORTED_AS = {"absl-py": "absl", "ipython": "IPython"}
 
 
+CACHES = shutil.ignore_patterns("__pycache__", "*.py[co]")
+# Beside the sources: what a build needs, and what an sdist has on top.
+BUILT_FROM = ("setup.py", "setup.cfg", "README.md", "LICENSE")
+FOLDERS = (".ci", ".github", "benchmarks", "tests")
+
+
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory):
     """A copy, in which a build leaves its files. Its folder has the name that a clone has."""
     folder = tmp_path_factory.mktemp("package") / "ctl"
-    shutil.copytree(ROOT / "ctl", folder / "ctl", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("setup.py", "setup.cfg", "README.md", "LICENSE"):
+    shutil.copytree(ROOT / "ctl", folder / "ctl", ignore=CACHES)
+    for name in BUILT_FROM:
         shutil.copy(ROOT / name, folder)
     return folder
 
@@ -48,9 +56,9 @@ def wheel(checkout) -> zipfile.ZipFile:
     directory = checkout.parent
     # Without isolation no network is needed; TensorFlow and TensorBoard bring setuptools and wheel.
     build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"]
-    done = subprocess.run(
-        [*build, "--wheel-dir", directory, checkout], capture_output=True, text=True, check=False
-    )
+    command = [*build, "--wheel-dir", directory, checkout]
+    environ = {**os.environ, "CTL_URL": ""}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     (path,) = directory.glob("*.whl")
     assert path.name == f"ctl-{ctl.__version__}-py3-none-any.whl"
@@ -58,12 +66,79 @@ def wheel(checkout) -> zipfile.ZipFile:
         yield archive
 
 
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory) -> dict[str, bytes]:
+    """Its files by name, of a repository that has an address."""
+    folder = tmp_path_factory.mktemp("sdist")
+    for name in ("ctl", *FOLDERS):
+        shutil.copytree(ROOT / name, folder / name, ignore=CACHES)
+    for name in (*BUILT_FROM, "CONTRIBUTING.md", ".ruff.toml"):
+        shutil.copy(ROOT / name, folder)
+    (folder / "tests/__pycache__").mkdir()
+    (folder / "tests/__pycache__/left_over.pyc").touch()
+    program = "from setuptools import build_meta; build_meta.build_sdist('dist')"
+    environ = {**os.environ, "CTL_URL": f"{ADDRESS}/"}
+    command = [sys.executable, "-c", program]
+    subprocess.run(command, cwd=folder, env=environ, capture_output=True, check=True)
+    (path,) = (folder / "dist").glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        files = [member for member in archive if member.isfile()]
+        return {m.name.partition("/")[2]: archive.extractfile(m).read() for m in files}
+
+
+def test_the_sdist_has_all_that_the_checkout_has(sdist):
+    """So its tests can be run, and its pages be read."""
+    folders = [path for name in ("ctl", *FOLDERS) for path in (ROOT / name).rglob("*")]
+    wanted = {str(path.relative_to(ROOT)) for path in folders if path.is_file()}
+    wanted = {name for name in wanted if not re.search(r"\.py[co]$", name)}
+    wanted |= {*BUILT_FROM, "CONTRIBUTING.md", ".ruff.toml"}
+    assert {".github/CHANGELOG.md", ".github/terminal.png", "ctl/data/README.md"} <= wanted
+    made = {name for name in sdist if name == "PKG-INFO" or name.startswith("ctl.egg-info/")}
+    assert sdist.keys() - made == wanted
+
+
+ADDRESS = "https://example.com/someone/ctl"
+
+
+def test_what_pypi_shows_leads_to_the_tag_of_the_version(sdist):
+    """It follows no relative link, and shows no relative picture."""
+    declared = email.message_from_bytes(sdist["PKG-INFO"])
+    text = declared.get_payload()
+    urls = dict(line.split(", ") for line in declared.get_all("Project-URL"))
+    assert urls["Source"] == ADDRESS and urls.keys() == {
+        *("Source", "Documentation", "Changelog", "Issues")
+    }
+    at = f"{ADDRESS}/{{}}/v{ctl.__version__}"
+    assert f"]({at.format('raw')}/.github/terminal.png)" in text
+    assert f"]({at.format('blob')}/ctl/checkpoint/README.md#evaluate-export-use)" in text
+    for link in [*re.findall(r"\]\(([^)\s]+)\)", prose(text)), *urls.values()]:
+        assert link.startswith(f"{ADDRESS}"), link
+        _, _, file = link.partition(f"/v{ctl.__version__}/")
+        assert link in (ADDRESS, f"{ADDRESS}/issues") or (ROOT / file.partition("#")[0]).is_file()
+
+
+def test_without_an_address_pypi_shows_no_links(wheel):
+    """The wheel of the fixture was built without one."""
+    assert metadata(wheel).get_all("Project-URL") is None
+    text, page = metadata(wheel).get_payload(), (ROOT / "README.md").read_text("utf-8")
+    assert "](" not in prose(text) and "](" in prose(page)
+    assert text.count("```") == page.count("```")
+    assert re.findall(FENCED, text) == re.findall(FENCED, page)  # code is left as it is
+
+
+FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+
+
+def prose(page: str) -> str:
+    return FENCED.sub("", page)
+
+
 def metadata(wheel: zipfile.ZipFile) -> email.message.Message:
     (path,) = [name for name in wheel.namelist() if name.endswith(".dist-info/METADATA")]
     return email.message_from_bytes(wheel.read(path))
 
 
-def test_the_wheel_has_the_sources_the_data_and_nothing_else(wheel):
+def test_the_wheel_has_the_sources_the_pages_the_data_and_nothing_else(wheel):
     files = {name for name in wheel.namelist() if ".dist-info/" not in name}
     sources = {str(path.relative_to(ROOT)) for path in SOURCES}
     data = {
@@ -74,9 +149,12 @@ def test_the_wheel_has_the_sources_the_data_and_nothing_else(wheel):
     assert len(data) == 8  # six of the data set, its licence and its checksums
     clusters = {
         f"ctl/distributed/cluster/examples/{name}"
-        for name in ("slurm.sh", "kubernetes_job.yaml", "tfjob.yaml")
+        for name in ("slurm.sh", "kubernetes_job.yaml", "tfjob.yaml", "Dockerfile")
     }
-    assert files == sources | data | clusters | {"ctl/py.typed", "ctl/examples/quickstart.ipynb"}
+    pages = {str(path.relative_to(ROOT)) for path in (ROOT / "ctl").rglob("*.md")}
+    assert {"ctl/README.md", "ctl/examples/from_keras_fit.md", "ctl/data/README.md"} <= pages
+    others = {"ctl/py.typed", "ctl/examples/quickstart.ipynb"}
+    assert files == sources | data | clusters | pages | others
 
 
 def test_the_data_in_the_wheel_are_those_of_the_checksums(wheel):

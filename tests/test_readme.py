@@ -151,7 +151,7 @@ def test_the_programs_run(zygote, number, run, tmp_path):
     """Each as a module, which runs as it is imported."""
     text = blocks("python")[number].replace(RUN, str(run))
     (tmp_path / "program.py").write_text(f"{text}\n\ndef run():\n    pass\n", encoding="utf-8")
-    output = zygote.run("program", path=[tmp_path]).stdout
+    output = zygote.run("program", path=[tmp_path], TMPDIR=str(tmp_path)).stdout
     assert output.strip(), "a program of a page shows what it does"
 
 

@@ -250,3 +250,40 @@ def test_tfjob(tmp_path):
             text=True,
         )
         assert said.stdout.split() == [*names, str(index)], said.stderr
+
+
+HADOLINT = Path(sys.executable).with_name("hadolint")
+
+
+def lint(text: str) -> subprocess.CompletedProcess:
+    command = [HADOLINT, "--strict-labels", "-"]
+    return subprocess.run(command, input=text, capture_output=True, text=True)
+
+
+@pytest.mark.skipif(not HADOLINT.exists(), reason="the extra `dev` brings Hadolint")
+def test_the_linter_has_nothing_to_say_of_the_dockerfile():
+    text = (FILES / "Dockerfile").read_text("utf-8")
+    done = lint(text)
+    assert done.returncode == 0 and not done.stdout, done.stdout
+    assert "DL3006" in lint(text.replace("python:3.12-slim", "python")).stdout  # without a tag
+    assert "DL3042" in lint(text.replace("--no-cache-dir ", "")).stdout
+
+
+def test_dockerfile():
+    """It is built nowhere here. It copies what `tests/test_package.py` builds a wheel of."""
+    lines = (FILES / "Dockerfile").read_text("utf-8").splitlines()
+    words = [line.split(maxsplit=1) for line in lines if line and line[0].isupper()]
+    copied = [name for key, rest in words if key == "COPY" for name in rest.split()[:-1]]
+    assert copied == ["setup.py", "setup.cfg", "README.md", "LICENSE", "ctl"]
+    instructions = dict(words)
+    assert instructions["ENTRYPOINT"] == '["ctl-train"]'
+    image = f"registry.example.com/ctl:{ctl.__version__}"
+    assert f"-t {image} ." in "\n".join(lines)
+    worker = documents("tfjob.yaml")["TFJob"]["spec"]["tfReplicaSpecs"]["Worker"]
+    for template in (
+        documents("kubernetes_job.yaml")["Job"]["spec"]["template"],
+        worker["template"],
+    ):
+        pod = template["spec"]
+        assert only(pod["containers"])["image"] == image
+        assert pod["securityContext"]["fsGroup"] == int(instructions["USER"]) != 0
