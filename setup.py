@@ -23,8 +23,10 @@ class Sdist(sdist):
     """With the tests, the benchmarks and the pages, so that ``.ci/run`` works in it."""
 
     def make_distribution(self) -> None:
-        for folder in (".ci", ".github", "benchmarks", "tests"):
+        for folder in (".ci", ".docs", ".github", "benchmarks", "tests"):
             self.filelist.graft(folder)
+        for folder in ("api", "commands", "site"):  # what a build of the site has written
+            self.filelist.prune(f".docs/{folder}")
         self.filelist.extend(["CONTRIBUTING.md", ".ruff.toml"])
         self.filelist.global_exclude("*.py[co]")
         super().make_distribution()

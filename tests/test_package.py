@@ -38,7 +38,7 @@ IMPORTED_AS = {"absl-py": "absl", "ipython": "IPython"}
 CACHES = shutil.ignore_patterns("__pycache__", "*.py[co]")
 # Beside the sources: what a build needs, and what an sdist has on top.
 BUILT_FROM = ("setup.py", "setup.cfg", "README.md", "LICENSE")
-FOLDERS = (".ci", ".github", "benchmarks", "tests")
+FOLDERS = (".ci", ".docs", ".github", "benchmarks", "tests")
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +90,8 @@ def test_the_sdist_has_all_that_the_checkout_has(sdist):
     """So its tests can be run, and its pages be read."""
     folders = [path for name in ("ctl", *FOLDERS) for path in (ROOT / name).rglob("*")]
     wanted = {str(path.relative_to(ROOT)) for path in folders if path.is_file()}
-    wanted = {name for name in wanted if not re.search(r"\.py[co]$", name)}
+    built = r"\.py[co]$|^\.docs/(api|commands|site)/"
+    wanted = {name for name in wanted if not re.search(built, name)}
     wanted |= {*BUILT_FROM, "CONTRIBUTING.md", ".ruff.toml"}
     assert {".github/CHANGELOG.md", ".github/terminal.png", "ctl/data/README.md"} <= wanted
     made = {name for name in sdist if name == "PKG-INFO" or name.startswith("ctl.egg-info/")}
