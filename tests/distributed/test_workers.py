@@ -73,7 +73,7 @@ HEARTBEATS_OF_1 = "worker 1 stopped sending heartbeats"
     ],
 )
 def test_the_reason_is_without_the_graph_around_it(message, reason):
-    assert workers._reason(tf.errors.UnavailableError(None, None, message)) == reason
+    assert workers.reason(tf.errors.UnavailableError(None, None, message)) == reason
 
 
 def test_who_has_left_at_the_end_is_not_lost(monkeypatch):
