@@ -62,7 +62,7 @@ def test_every_source_has_an_example(sources):
     made = {type(module.as_source(sources[kind])) for kind in KINDS}
     classes = [value for value in vars(module).values() if inspect.isclass(value)]
     kinds = {kind for kind in classes if kind.__module__ == module.__name__}
-    assert len(kinds) > 3 and kinds - {module.Source} <= made
+    assert len(kinds) > 3 and kinds - {module.Source, module.EncodedImages} <= made
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -226,7 +226,7 @@ def test_fingerprint_tells_content_and_order(sources):
 
     assert of() == of()
     assert all(other != of() for other in (of("validation"), of(seed=1), of(block=3)))
-    assert len({of(kind)["content"] for kind in KINDS if kind != "data_source"}) == 6
+    assert len({of(kind)["content"] for kind in KINDS if kind != "data_source"}) == 7
 
 
 def test_files_of_the_same_size_with_other_contents_are_other_data(tmp_path):

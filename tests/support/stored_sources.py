@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,12 @@ import tensorflow_datasets as tfds
 import tiny_tfds
 
 from ctl.data import InMemory, Streaming, load_columns, mix
+from ctl.data.image_tars import ImageTars, index_of
 from ctl.data.sources import ImageFolder, JsonLines
 from ctl.data.tfds_source import ImageSource, find
 
 COUNT = 50
-SOURCES = ("tfrecord", "array_record", "mapped", "items", "data_source", "json", "folder")
+SOURCES = ("tfrecord", "array_record", "mapped", "items", "data_source", "json", "folder", "tar")
 KINDS = (*SOURCES, "columns", "mixture")
 
 
@@ -37,6 +39,10 @@ def write(root: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         pixels = np.full([4, 6, 3], n, np.uint8)
         (folder / f"{n:02}.png").write_bytes(tf.io.encode_png(pixels).numpy())
+        (root / "class").write_text(str(n // 10))
+        with tarfile.open(root / f"{n // 30}.tar", "a") as tar:
+            tar.add(folder / f"{n:02}.png", f"{n:02}.png")
+            tar.add(root / "class", f"{n:02}.cls")
 
 
 def opened(root: Path) -> dict[str, Any]:
@@ -51,6 +57,7 @@ def opened(root: Path) -> dict[str, Any]:
         ),
         "json": JsonLines([root / "a.jsonl", root / "b.jsonl"]),
         "folder": ImageFolder(root / "folder", (4, 6, 3)),
+        "tar": ImageTars("tar", index_of([root / "0.tar", root / "1.tar"]), (4, 6, 3)),
     }
 
 
