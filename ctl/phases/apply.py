@@ -263,7 +263,10 @@ class Updater:
         rates = self.learning_rates()
         gradients = [*gradients, *[None] * (len(self.variables) - len(gradients))]
         pairs = zip(self.variables, gradients, strict=True)
-        trained = {self._group_of[id(v)] for v, g in pairs if g is not None}
+        # A step that has no gradients here makes its update itself, as `ctl.recipes.zero1` does.
+        trained = {self._group_of[id(v)] for v, g in pairs if g is not None} or {
+            *range(len(self.groups))
+        }
         iterations = [group.optimizer.iterations.value for group in self.groups]
         first = tf.equal(tf.add_n(iterations), 0) if self.ema else None
         devices: dict[str, list[int]] = {}
