@@ -57,7 +57,7 @@ SYNONYMS = {
     ),
     "--keep": "save_total_limit max_to_keep keep_last* keep_checkpoint*",
     "--keep_best": "save_top_k save_best* save_best_only",
-    "--restore_best_weights": "load_best* restore_best*",
+    "--restore_best_weights": "load_best* restore_best",
     "--best_metric": "monitor metric_for_best_model",
     "--best_mode": "mode greater_is_better",
     "--early_stop=loss:5": "early_stopping* patience earlystop*",
