@@ -141,5 +141,6 @@ class ImageTars(EncodedImages):
 
     def encoded(self, index: int) -> bytes:
         """See `EncodedImages`."""
-        file, begin, length = self._places[index].tolist()
-        return os.pread(self._files(file).fileno(), length, begin)
+        number, begin, length = self._places[index].tolist()
+        file = self._files(number)  # is closed when nobody holds it, which other threads decide
+        return os.pread(file.fileno(), length, begin)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import io
 import tarfile
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from ctl.base.names import has_table, is_path
-from ctl.data import Files, Streaming
+from ctl.data import Files, Streaming, index
+from ctl.data.image_tars import ImageTars, index_of
 from ctl.errors import UsageError
 
 
@@ -70,6 +72,16 @@ def test_one_file_is_streamed_by_its_splits(tmp_path):
         seen += decoded
     assert sorted(seen) == list(range(20))
     assert files.table()[-1].split() == ["all", "16", "4"]
+
+
+def test_threads_that_close_files_of_one_another(tmp_path, monkeypatch):
+    monkeypatch.setattr(index, "_OPEN_FILES", 1)
+    for n in range(3):
+        write(tmp_path / f"{n}.tar", shard(0, 20, ("a", "b")))
+    source = ImageTars("x", index_of(sorted(tmp_path.iterdir())), (4, 6, 3))
+    with ThreadPoolExecutor(8) as threads:
+        read = [*threads.map(source.encoded, [7 * n % 60 for n in range(4000)])]
+    assert read[:60] * 66 == read[:3960]
 
 
 def test_the_content_is_what_a_resume_compares(tmp_path):
