@@ -27,7 +27,7 @@ _FLOATS = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
 _PART = 1 << 18  # elements
 
 # What `tf.train.Checkpoint` reads first. Without it, variables can be read by name only.
-_GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
+GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
 
 
 def unwrap(state: State) -> dict[str, list[tf.Variable]]:
@@ -121,7 +121,7 @@ def write(prefix: str, tensors: dict[str, list[tf.Tensor]]) -> None:
         logging.log_first_n(logging.WARNING, "%s", 1, missing)
     else:
         lengths = {key: len(group) for key, group in tensors.items()}
-        names.append(_GRAPH)
+        names.append(GRAPH)
         values.append(tf.constant(tf_internals.object_graph(lengths, _key)))
     for group in tensors.values():
         group.clear()

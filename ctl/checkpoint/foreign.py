@@ -13,9 +13,9 @@ import numpy as np
 import tensorflow as tf
 
 from ctl.base import tf_internals
+from ctl.checkpoint import bundle
 from ctl.errors import CheckpointError, UsageError
 
-_GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
 _VALUE = "VARIABLE_VALUE"
 _SUFFIX = f"/.ATTRIBUTES/{_VALUE}"  # of keys
 
@@ -45,6 +45,9 @@ class ForeignCheckpoint:
         prefix: of its files, see `find`.
 
     Attributes:
+        names: the key of each tensor by its name: the attributes that lead to it, or the name of
+            its variable in TensorFlow 1.
+        shapes, dtypes: of each tensor, by its key.
         in_order: whether `weights` has the order of the model, as in an export by Keras.
 
     Raises:
@@ -57,16 +60,12 @@ class ForeignCheckpoint:
             self._reader = tf.train.load_checkpoint(prefix)
             self.shapes: dict[str, list[int]] = self._reader.get_variable_to_shape_map()
             self.dtypes: dict[str, tf.DType] = self._reader.get_variable_to_dtype_map()
-            graph = self._reader.get_tensor(_GRAPH) if _GRAPH in self.shapes else b""
+            graph = self._reader.get_tensor(bundle.GRAPH) if bundle.GRAPH in self.shapes else b""
             self._nodes = tf_internals.objects_of(graph)
         except Exception as error:  # TensorFlow raises many kinds for a file that is damaged
             raise CheckpointError(f"{prefix} cannot be read: {str(error)[:200]}") from error
+        self.names = {k.removesuffix(_SUFFIX): k for k in sorted(self.shapes) if k != bundle.GRAPH}
         self.in_order = bool(self._nodes) and "variables" in self._children(0)
-
-    def names(self) -> dict[str, str]:
-        """The key of each tensor by its name: the attributes that lead to it, or the name of its
-        variable in TensorFlow 1."""
-        return {k.removesuffix(_SUFFIX): k for k in sorted(self.shapes) if k != _GRAPH}
 
     def read(self, key: str) -> np.ndarray:
         """The tensor of the key ``key``. Raises `CheckpointError` if it is damaged."""
@@ -78,7 +77,7 @@ class ForeignCheckpoint:
     def weights(self) -> list[Weight]:
         """The variables by the names that their program gave them, without slots of optimizers."""
         if not self._nodes:
-            keys = self.shapes.keys() - {_GRAPH}
+            keys = self.shapes.keys() - {bundle.GRAPH}
             parents = ({*map(str, Path(key).parents)} for key in keys)
             return sorted(Weight(k, k) for k, p in zip(keys, parents, strict=True) if not p & keys)
         order = [*range(len(self._nodes))]

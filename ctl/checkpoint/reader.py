@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -60,17 +61,17 @@ class Reader(Mapping[str, np.ndarray]):
         self.tensors: dict[str, Tensor] = {}
         if prefix := foreign.find(self._path):
             self._foreign = foreign.ForeignCheckpoint(prefix)
-            for place, (name, key) in enumerate(self._foreign.names().items()):
-                shape, dtype = self._foreign.shapes[key], self._foreign.dtypes[key]
-                self.tensors[name] = Tensor(tuple(shape), dtype.name, name.split("/")[0], place)
+            for place, (name, key) in enumerate(self._foreign.names.items()):
+                shape, dtype = tuple(self._foreign.shapes[key]), self._foreign.dtypes[key].name
+                self.tensors[name] = Tensor(shape, dtype, name.split("/")[0], place)
             return
         self.saved = _find(self._path)
         for group, specs in self.saved.variables.items():
-            for place, spec in enumerate(specs):
-                name, number = f"{group}/{spec['name']}", 1
-                while (full := name if number == 1 else f"{name}#{number}") in self.tensors:
-                    number += 1
-                self.tensors[full] = Tensor(tuple(spec["shape"]), spec["dtype"], group, place)
+            for place, (name, spec) in enumerate(
+                zip(numbered(s["name"] for s in specs), specs, strict=True)
+            ):
+                shape, dtype = tuple(spec["shape"]), spec["dtype"]
+                self.tensors[f"{group}/{name}"] = Tensor(shape, dtype, group, place)
 
     def __getitem__(self, name: str) -> np.ndarray:
         """The tensor ``name``. Raises `UsageError` for a name that is not there, with the closest,
@@ -79,7 +80,7 @@ class Reader(Mapping[str, np.ndarray]):
             check_name(f"tensor of {self.saved.path if self.saved else self._path}", name, self)
         tensor = self.tensors[name]
         if not self.saved:
-            return self._foreign.read(self._foreign.names()[name])
+            return self._foreign.read(self._foreign.names[name])
         try:
             value = bundle.read_one(self.saved.prefix, tensor.group, tensor.place)
             if value.shape != tensor.shape or value.dtype.name != tensor.dtype:
@@ -96,6 +97,16 @@ class Reader(Mapping[str, np.ndarray]):
 
     def __len__(self) -> int:
         return len(self.tensors)
+
+
+def numbered(names: Iterable[str]) -> list[str]:
+    """``names``, of which a second one of a name has ``#2`` after it, and so on."""
+    counts: collections.Counter[str] = collections.Counter()
+    result = []
+    for name in names:
+        counts[name] += 1
+        result.append(f"{name}#{counts[name]}" if counts[name] > 1 else name)
+    return result
 
 
 def _find(path: Path) -> Saved:

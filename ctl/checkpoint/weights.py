@@ -16,7 +16,7 @@ from ctl.base.differences import first_three
 from ctl.base.names import check_name
 from ctl.checkpoint import foreign, manifest
 from ctl.checkpoint.export import load_model
-from ctl.checkpoint.reader import Reader
+from ctl.checkpoint.reader import Reader, numbered
 from ctl.distributed import replicas
 from ctl.errors import UsageError
 
@@ -107,10 +107,7 @@ def load_weights(
             if tuple(variable.shape) != value.shape
         ]
     if differing or pairs is None:
-        raise UsageError(
-            f"the weights in {path} do not fit the model: {first_three(differing)}; use the model "
-            "that they were saved from, or give --reinit=LAYER for layers to start anew"
-        )
+        raise _misfit(path, first_three(differing))
     for one, value in pairs:
         one.variable.assign(value.astype(one.variable.dtype))
     used = {id(value) for _, value in pairs}
@@ -172,12 +169,12 @@ def _read(path: Path, model: keras.Model, variables: list[keras.Variable]) -> _S
         weights = [_Given(n, checkpoint.read(k)) for n, k in matched or checkpoint.weights()]
         if matched:
             return _Source(weights, matched=True)
-        numbers: collections.Counter[str] = collections.Counter()
-        named = []
-        for name, value in weights:
-            numbers[name] += 1
-            named.append(_Given(f"{name}#{n}" if (n := numbers[name]) > 1 else name, value))
-        named = [one for one in named if not _is_seed(one.name)]
+        names_of_all = numbered(name for name, _ in weights)
+        named = [
+            _Given(name, value)
+            for name, (_, value) in zip(names_of_all, weights, strict=True)
+            if not _is_seed(name)
+        ]
         return _Source(named, in_order=checkpoint.in_order)
     if path.suffix == ".keras" or path.is_file():
         weights = [_Given(v.path, v.numpy()) for v in load_model(path, "init_from").weights]
@@ -212,12 +209,15 @@ def _read_by_keras(
     except Exception as error:  # Keras raises many kinds
         for variable, value in zip(model.weights, before, strict=True):
             variable.assign(value)
-        reason = " ".join(str(error).split())[:200]
-        raise UsageError(
-            f"the weights in {path} do not fit the model: {reason}; use the model that they were "
-            "saved from, or give --reinit=LAYER for layers to start anew"
-        ) from error
+        raise _misfit(path, " ".join(str(error).split())[:200]) from error
     return {v.path: v.numpy() for v in model.weights if id(v) not in fresh}
+
+
+def _misfit(path: Path, what: str) -> UsageError:
+    return UsageError(
+        f"the weights in {path} do not fit the model: {what}; use the model that they were saved "
+        "from, or give --reinit=LAYER for layers to start anew"
+    )
 
 
 def _name(variable: keras.Variable) -> str:
