@@ -83,6 +83,7 @@ def run() -> None:
             "arrived, before they are killed.",
             lower_bound=0,
         )
+    FLAGS.set_gnu_getopt(False)  # the command may follow without --
     run_command(_main, _USAGE, takes_command=True, output_is_log=True)
 
 

@@ -70,6 +70,7 @@ from ctl.phases.base_step import build_model
 from ctl.phases.checks import (
     check_arguments,
     check_evaluator,
+    check_step_kind,
     naming_eval_step,
     translate_trace_errors,
 )
@@ -235,7 +236,10 @@ class Loop:
         eval_actions: Sequence[EvalAction] = (),
         steps_per_loop: int | None = None,
     ):
-        check_arguments(evaluator, checkpoints, actions=actions, eval_actions=eval_actions)
+        check_step_kind(step, TrainStep, "ctl.Loop")
+        check_arguments(
+            evaluator, checkpoints, schedule, actions=actions, eval_actions=eval_actions
+        )
         self.step = step
         self._pace = Pace(checked("steps_per_loop", steps_per_loop))
         self.dataset = as_dataset(dataset, global_batch_size=global_batch_size)

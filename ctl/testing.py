@@ -252,13 +252,13 @@ def _guess(several: _Training, before: np.ndarray, wanted: np.ndarray, found: np
         )
     if abs(ratio * replicas - 1.0) < 0.02:
         return f"it has moved 1/{replicas} as far: is its gradient divided by the replicas?"
-    if reason := _of_other_examples(several):
-        return reason
     if several.evidence.draws_by_replica:
         return (
             "self.seed() gives each replica other random numbers: give self.seed(per_replica=False)"
             " for the test, or replicas=()"
         )
+    if reason := _of_other_examples(several):
+        return reason
     return "is a part of the step not a sum over examples, such as clipping before the reduce?"
 
 

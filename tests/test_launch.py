@@ -331,6 +331,12 @@ def test_nothing_to_start_is_one_line(command, words):
     assert words in err and len(err.splitlines()) == 1
 
 
+def test_a_command_may_follow_without_dashes():
+    command = [sys.executable, "-m", "ctl.launch", "--workers=2", "echo", "--help", "--", "-m"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert result.returncode == 0 and result.stdout.count("--help -- -m\n") == 2, result
+
+
 def test_with_parameter_servers_a_worker_is_started_again_alone(tmp_path):
     """The coordinator and the parameter server are started once. The coordinator ends when worker 1
     has been started twice, the others then by themselves."""

@@ -43,10 +43,20 @@ def test_nan_names_its_step_and_the_last_good_checkpoint(mirrored, tmp_path, rep
     with pytest.raises(DivergedError) as error:
         loop.train(20)
     assert f"the loss is nan at step {step}; last good checkpoint: {good};" in str(error.value)
+    row = f"example {BATCH - 1} in the batch of step {step} has a NaN or Inf (1 of {BATCH} have)"
+    assert str(error.value).endswith(f"{row}: mend the data, or leave them out")
     assert "\n" not in str(error.value)
     assert error.value.exit_code == 3
     loop.checkpoints.close()
     assert [s.step for s in loop.checkpoints.all()] == ([10] if step > 10 else [])
+
+
+def test_a_nan_in_memory_is_found():
+    features, labels = examples(BATCH)
+    features[2], features[5] = np.inf, np.nan
+    loop = make_loop(data=InMemory((features, labels), global_batch_size=BATCH))
+    with pytest.raises(DivergedError, match=rf"; example 2 has a NaN or Inf \(2 of {BATCH} have"):
+        loop.train(1)
 
 
 def test_weights_that_are_not_finite_are_not_saved(tmp_path):

@@ -129,3 +129,19 @@ def test_a_step_that_is_right():
     testing.check_step(maker(), replicas=[4], reference=plain)
     noisy = maker(network=lambda: model(layers.Dropout(0.5), layers.BatchNormalization()))
     testing.check_step(noisy, replicas=())
+
+
+class Noise(TrainStep):
+    """Its noise depends on the place in the batch, too."""
+
+    def loss(self, batch):
+        features, labels = batch
+        noise = tf.random.stateless_normal(tf.shape(features), self.seed("features"))
+        return super().loss((features + 0.3 * noise, labels))
+
+
+@pytest.mark.slow
+def test_noise_of_a_replica_is_named():
+    testing.check_step(maker(Noise), replicas=())
+    with pytest.raises(AssertionError, match=r"self.seed\(\) gives each replica other random numb"):
+        testing.check_replicas_equal_one(maker(Noise), 2)

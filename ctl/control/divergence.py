@@ -14,11 +14,14 @@ from ctl.data.dataset import Dataset
 from ctl.distributed import workers
 from ctl.distributed.watch import watchdog
 from ctl.errors import CheckpointError, DivergedError, UsageError
+from ctl.phases import labels
 from ctl.step import TrainStep
 
 # Skipped updates in a row after which a run is lost. The loss scale needs at most 15 halvings from
 # its initial value to 1, so more skips than that are not its search for a scale.
 _MOST_SKIPPED = 100
+
+_REMEDY = "try a lower learning rate, clipping (--clip_norm) or --on_nan=skip"
 
 
 class Divergence:
@@ -62,7 +65,11 @@ class Divergence:
             check_copies(self._step)
             self._first = False
         if not math.isfinite(loss):
-            self._end(f"the loss is {loss} at step {self._first_bad(step - steps, finite)}")
+            bad = self._first_bad(step - steps, finite)
+            with watchdog.host("the data of a batch"):
+                examples = labels.not_finite(self._dataset, bad)
+            remedy = f"{examples}: mend the data, or leave them out" if examples else _REMEDY
+            self._end(f"the loss is {loss} at step {bad}", remedy)
         self._skipped_in_a_row = self._skipped_in_a_row + skipped if skipped == steps else 0
         if self._skipped_in_a_row >= _MOST_SKIPPED:
             self._end(
@@ -91,7 +98,7 @@ class Divergence:
                 step.check_labels(self._dataset, bad)
         return bad
 
-    def _end(self, what: str) -> None:
+    def _end(self, what: str, remedy: str = _REMEDY) -> None:
         good = None
         if self._checkpoints:
             try:
@@ -100,6 +107,5 @@ class Divergence:
                 logging.error("%s", error)
             good = self._checkpoints.latest()
         raise DivergedError(
-            f"{what}; last good checkpoint: {good.path if good else 'none'}; try a lower learning "
-            "rate, clipping (--clip_norm) or --on_nan=skip"
+            f"{what}; last good checkpoint: {good.path if good else 'none'}; {remedy}"
         )

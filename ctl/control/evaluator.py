@@ -20,6 +20,7 @@ from ctl.distributed import local_batch, workers
 from ctl.distributed.watch import watchdog
 from ctl.errors import UsageError
 from ctl.phases.base_step import EvalStep, build_model
+from ctl.phases.checks import check_step_kind
 from ctl.phases.trace_guards import TraceGuards
 
 # Takes the number of finished batches and the number of all batches (None if unknown).
@@ -49,6 +50,7 @@ class Evaluator:
         strategy: tf.distribute.Strategy | None = None,
         others: Mapping[str, Any] | None = None,
     ):
+        check_step_kind(step, EvalStep, "ctl.Evaluator")
         self.step = step
         self.dataset = as_dataset(dataset, training=False)
         self.strategy = strategy or tf.distribute.get_strategy()

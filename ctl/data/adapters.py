@@ -68,8 +68,13 @@ def _why_none(data: Any) -> str:
             f"a {kind} is not a dataset: call it, and give the tf.data.Dataset of global batches; "
             "for a tf.distribute.InputContext, without shard(), since each worker takes its part"
         )
+    parts = data if isinstance(data, tuple) else data.values() if isinstance(data, dict) else ()
+    for part in parts:
+        if not isinstance(part, tuple | dict | np.ndarray | tf.Tensor):
+            remedy = "its to_numpy()" if hasattr(part, "to_numpy") else "numpy.asarray of it"
+            return f"the data have a {type(part).__name__} in place of an array: give {remedy}"
     return (
-        f"a {kind} is not a dataset: give arrays (x, y), a keras.utils.PyDataset, a "
+        f"a {kind} is not a dataset: give arrays (x, y) or (x,), a keras.utils.PyDataset, a "
         "tf.data.Dataset of global batches, or one of ctl.data"
     )
 

@@ -64,8 +64,16 @@ class GlobalBatches(NotResident):
             training: whether to repeat ``dataset`` without end.
 
         Raises:
-            UsageError: ``dataset`` is for an evaluation and never ends.
+            UsageError: ``dataset`` is for an evaluation and never ends; or its elements are single
+                examples.
         """
+        element = dataset.element_spec
+        labels = element[1] if local_batch.has_parts(element) else element
+        if isinstance(labels, tf.TensorSpec) and labels.shape.rank == 0:
+            raise UsageError(
+                "the elements of the tf.data.Dataset are single examples: make global batches of "
+                "them, with .batch(…)"
+            )
         if not training and dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
             raise UsageError("the evaluation dataset never ends: leave out repeat()")
         length = int(dataset.cardinality())

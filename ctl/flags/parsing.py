@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import math
 import os
 import re
@@ -56,7 +57,7 @@ def run_command(
     """
 
     def parse(argv: Sequence[str]) -> list[str]:
-        own = argv[1 : argv.index("--")] if takes_command and "--" in argv else argv[1:]
+        own = _before_command(argv[1:]) if takes_command else argv[1:]
         with exit_codes():
             _import_named(own)
         if any(argument in _HELP for argument in own):
@@ -83,6 +84,12 @@ def run_command(
 
     streams.guard()
     app.run(call, flags_parser=parse)
+
+
+def _before_command(arguments: Sequence[str]) -> list[str]:
+    """The flags; also what is among them, if flags may follow it."""
+    mixed = flags.FLAGS.is_gnu_getopt()
+    return [*itertools.takewhile(lambda a: a != "--" and (mixed or a.startswith("-")), arguments)]
 
 
 def run_one_of(commands: Mapping[str, tuple[str, str]], usage: str) -> None:

@@ -352,7 +352,10 @@ class BaseStep(AutographMethods):
         if loss_fn not in labels.CHECKED:
             labels.check_from_logits(self.loss_fn, self.model)
         if not self.overrides("preprocess"):
+            labels.check_features(self.model, dataset)
             labels.check_ids(self.model, dataset, step)
+        if labels.takes_classes(loss_fn):
+            labels.check_labels(labels.CROSS_ENTROPY, self.model, dataset, step)
         if loss_fn not in labels.CHECKED:
             return
         if self.training and step is None:

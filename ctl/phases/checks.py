@@ -29,8 +29,13 @@ _CONTRACTS = {
 }
 
 
-def check_arguments(evaluator: Any, checkpoints: Any, **actions: Any) -> None:
+def check_arguments(evaluator: Any, checkpoints: Any, schedule: Any, **actions: Any) -> None:
     """Refuses a wrong kind of argument of `ctl.Loop`."""
+    if schedule is not None and not callable(schedule):
+        raise UsageError(
+            f"schedule is {schedule!r}: give a function of the step, such as "
+            "ctl.schedule.Cosine(…), or the rate to the optimizer"
+        )
     if evaluator is not None and not hasattr(evaluator, "run"):
         raise UsageError(
             f"evaluator is a {type(evaluator).__name__}: give "
@@ -44,6 +49,15 @@ def check_arguments(evaluator: Any, checkpoints: Any, **actions: Any) -> None:
     for name, value in actions.items():
         if not isinstance(value, Sequence) or not all(map(callable, value)):
             raise UsageError(f"{name} must be a list of functions, not {value!r}")
+
+
+def check_step_kind(step: Any, kind: type, takes: str) -> None:
+    """Refuses a step that is not of ``kind``, such as a model."""
+    if not isinstance(step, kind):
+        raise UsageError(
+            f"{takes} takes a ctl.{kind.__name__}, not a {type(step).__name__}: give "
+            f"ctl.{kind.__name__}(model, …)"
+        )
 
 
 def check_kind(model: Any) -> None:

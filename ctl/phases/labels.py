@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from ctl.data.augment import Augmented
 from ctl.data.global_batches import GlobalBatches, read_again
-from ctl.distributed import replicas
+from ctl.distributed import local_batch, replicas
 from ctl.errors import UsageError
 from ctl.phases import losses
 
@@ -79,6 +79,45 @@ def check_from_logits(loss_fn: Any, model: keras.Model) -> None:
     )
 
 
+def takes_classes(loss_fn: Any) -> bool:
+    """Whether ``loss_fn`` is Keras's cross entropy of classes, of which each label is one."""
+    return (
+        isinstance(loss_fn, keras.losses.SparseCategoricalCrossentropy)
+        and loss_fn.ignore_class is None
+    )
+
+
+def check_features(model: keras.Model, dataset: Any) -> None:
+    """Raises `UsageError` if the features of ``dataset`` have another shape than ``model`` takes.
+
+    Args:
+        model: checked only if it is functional or sequential.
+        dataset: checked if its batches are ``(features, labels)``, with or without weights, and
+            features are one tensor.
+    """
+    inputs = getattr(model, "inputs", None)
+    batch = batch_spec(dataset)
+    if not inputs or len(inputs) != 1 or not local_batch.has_parts(batch):
+        return
+    features: Any = batch[0]
+    if not isinstance(features, tf.TensorSpec) or features.shape.rank is None:
+        return
+    wanted, shape = tf.TensorShape(inputs[0].shape), features.shape
+    last = wanted if wanted.rank > shape.rank else shape  # Keras adds or drops a dimension of 1
+    if abs(wanted.rank - shape.rank) == 1 and last[-1] == 1:
+        return
+    if not wanted[1:].is_compatible_with(shape[1:]):
+        unbatched = wanted[1:].is_compatible_with(shape)
+        raise UsageError(
+            f"model {model.name} takes features {_shown(wanted)}, and the data have "
+            f"{_shown(shape)}{': make batches of them, with .batch(…)' if unbatched else ''}"
+        )
+
+
+def _shown(shape: tf.TensorShape) -> str:
+    return f"[{', '.join('n' if size is None else str(size) for size in shape)}]"
+
+
 def check_labels(loss: str, model: keras.Model, dataset: Any, step: int | None = None) -> None:
     """Raises `UsageError` if the labels of ``dataset`` do not fit ``loss``.
 
@@ -123,6 +162,19 @@ def _examples(dataset: Any, step: int | None) -> tuple[Any, str]:
     if arrays is not None or step is None:
         return arrays, ""
     return read_again(dataset, step), f" in the batch of step {step}"
+
+
+def not_finite(dataset: Any, step: int) -> str | None:
+    """Says which examples have a NaN or Inf, in memory or in the batch of ``step``, if any have."""
+    examples, where = _examples(dataset, step)
+    bad: Any = False
+    for leaf in tf.nest.flatten(examples):
+        values = np.asarray(leaf)
+        if values.dtype.kind == "f" and values.ndim:
+            bad |= ~np.isfinite(values).reshape(len(values), -1).all(axis=1)
+    if not np.any(bad):
+        return None
+    return f"example {np.argmax(bad)}{where} has a NaN or Inf ({np.sum(bad)} of {len(bad)} have)"
 
 
 def batch_spec(dataset: Any) -> Any:

@@ -54,6 +54,12 @@ def run() -> None:
     with group("Picture"):
         flags.DEFINE_string("plot", None, "SVG file to write (default: print the table only).")
         flags.DEFINE_float("epochs", 12.0, "Length of the training in epochs.")
+        flags.DEFINE_integer(
+            "train_steps",
+            None,
+            "Length of the training in steps (default: --epochs times --steps_per_epoch).",
+            lower_bound=1,
+        )
         flags.DEFINE_float("steps_per_epoch", 156.0, "Updates per epoch; may be a fraction.")
         flags.DEFINE_integer(
             "global_batch_size", None, "Examples per update, for --lr_scaling (default: none)."
@@ -76,7 +82,7 @@ def _main() -> None:
 
     tf.config.set_visible_devices([], "GPU")  # not needed, and a training may be using it
     steps_per_epoch = flags.FLAGS.steps_per_epoch
-    total_steps = math.ceil(flags.FLAGS.epochs * steps_per_epoch)
+    total_steps = flags.FLAGS.train_steps or math.ceil(flags.FLAGS.epochs * steps_per_epoch)
     schedule = make_schedule(
         total_steps=total_steps,
         steps_per_epoch=steps_per_epoch,

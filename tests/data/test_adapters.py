@@ -125,6 +125,13 @@ class Unlike(Right):
         return features.astype("float64") if index == 2 else features, labels
 
 
+class Frame:
+    """As one of pandas."""
+
+    def to_numpy(self):
+        return X
+
+
 @pytest.mark.parametrize(
     ("data", "options", "says"),
     [
@@ -132,6 +139,9 @@ class Unlike(Right):
         ("photos", {}, "^a str is not a dataset: give arrays"),
         ([1, 2], {}, "^a list is not a dataset"),
         ((), {}, "^a tuple is not a dataset"),
+        ((X, Y.tolist()), {}, "^the data have a list in place of an array: give numpy.asarray of"),
+        ({"x": Frame()}, {}, r"^the data have a Frame in place of .*: give its to_numpy\(\)"),
+        (tf.data.Dataset.from_tensor_slices((X, Y)), {}, "single examples: .*, with .batch"),
         (Right(), {"global_batch_size": 4}, "^global_batch_size=4 has no effect on Right, "),
         (Empty(), {}, "^Empty has no batches"),
         (Endless(), {"training": False}, "^Endless has no length, so its evaluation would never"),

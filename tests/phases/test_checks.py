@@ -18,6 +18,16 @@ from ctl.phases.base_step import EvalStep
 from ctl.step import TrainStep
 
 
+def test_arguments_of_another_kind():
+    model, data = mlp(), InMemory(examples(4), global_batch_size=4)
+    with pytest.raises(UsageError, match="^ctl.Evaluator takes a ctl.EvalStep, not a Seq"):
+        Evaluator(model, data)
+    with pytest.raises(UsageError, match=r"^ctl.Loop takes a ctl.TrainStep, not a Sequential: "):
+        Loop(model, data)
+    with pytest.raises(UsageError, match=r"^schedule is 0.1: give a function of the step"):
+        Loop(TrainStep(model, "sgd"), data, schedule=0.1)
+
+
 class Unseeded(TrainStep):
     def loss(self, batch):
         losses, outputs = super().loss(batch)

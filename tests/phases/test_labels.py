@@ -19,10 +19,32 @@ from ctl.control.evaluator import Evaluator
 from ctl.data import GlobalBatches, InMemory, Streaming
 from ctl.distributed import local_batch
 from ctl.errors import DivergedError, UsageError
+from ctl.loop import Loop
 from ctl.phases import labels
 from ctl.phases.base_step import EvalStep
 from ctl.phases.losses import cross_entropy
 from ctl.step import TrainStep
+
+
+@pytest.mark.parametrize("given, right", [([4], True), ([], False), ([1], False), ([4, 1], True)])
+@pytest.mark.parametrize("kind", ["arrays", "tf.data"])
+def test_features_of_another_shape(given, right, kind):
+    arrays = np.zeros([6, *given], np.float32), np.zeros([6, 1], np.int64)
+    model = keras.Sequential([keras.Input([4], name="x"), keras.layers.Dense(2)], name="small")
+    data = arrays if kind == "arrays" else tf.data.Dataset.from_tensor_slices(arrays).batch(2)
+    step = TrainStep(model, "sgd")
+    if right:
+        Loop(step, data, global_batch_size=2)
+        return
+    with pytest.raises(UsageError, match=r"^model small takes features \[n, 4\], and the data "):
+        Loop(step, data, global_batch_size=2)
+
+
+def test_features_without_batches():
+    data = tf.data.Dataset.from_tensors((np.zeros(4, np.float32), np.zeros(1, np.int64)))
+    model = keras.Sequential([keras.Input([4]), keras.layers.Dense(2)])
+    with pytest.raises(UsageError, match=r"the data have \[4\]: make batches of them, with .batch"):
+        Loop(TrainStep(model, "sgd"), data)
 
 
 class TestLabels:
@@ -45,6 +67,15 @@ class TestLabels:
         with pytest.raises(UsageError, match=reason):
             data = InMemory((np.zeros([4, FEATURES]), labels), global_batch_size=4, training=False)
             Evaluator(EvalStep(mlp()), data)
+
+    def test_of_the_cross_entropy_of_keras(self):
+        loss_fn = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        with pytest.raises(UsageError, match="^label 5 of example 1 is out of range"):
+            self.made([0, CLASSES, 1, 1], in_memory=True, loss_fn=loss_fn)
+        with pytest.raises(UsageError, match=r"^labels of shape \[n, 5\] are one-hot"):
+            self.made(np.eye(CLASSES), in_memory=True, loss_fn=loss_fn)
+        loss_fn.ignore_class = -1
+        self.made([0, -1, 1, 1], in_memory=True, loss_fn=loss_fn)
 
     @pytest.mark.parametrize("wrong", [CLASSES, 2**32 + 1])
     def test_in_the_step(self, wrong):

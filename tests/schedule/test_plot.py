@@ -102,6 +102,8 @@ def test_command_draws(zygote, tmp_path):
     picture = tmp_path / "rate.svg"
     flags = ("--boundaries=3ep,7ep", "--rates=1e-3,1e-4,1e-5", "--warmup=10")
     result = zygote.run("ctl.schedule.plot", f"--plot={picture}", "--schedule=piecewise", *flags)
+    result_of_steps = zygote.run("ctl.schedule.plot", "--train_steps=80")
+    assert "total_steps=80" in result_of_steps.stdout and "        79 " in result_of_steps.stdout
     assert "warmup_steps=10" in result.stdout and "     1,092     7.00  1e-05" in result.stdout
     assert ET.parse(picture).getroot().tag == "{http://www.w3.org/2000/svg}svg"
 
@@ -112,6 +114,7 @@ def test_command_draws(zygote, tmp_path):
         (["--help"], 0, "--warmup\n        Linear warm-up", ""),
         (["--schedule=cosine", "--rates=1"], 2, "", "--rates is for --schedule=piecewise"),
         (["--lerning_rate=1"], 2, "", "Did you mean: learning_rate"),
+        (["--steps=80"], 2, "", "Unknown command line flag 'steps': ctl calls it --train_steps"),
         (["--epochs=-1"], 2, "", "--epochs must be above 0, got -1"),
         (["cosine"], 2, "", "unexpected argument 'cosine': see --help"),
     ],
