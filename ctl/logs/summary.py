@@ -48,8 +48,7 @@ def _charts(run: Run) -> dict[str, list[Curve]]:
     ]
     others = [name for name in dict.fromkeys(metrics) if name != "loss"]
     return {
-        name: [Curve(run.curve(phase, name), phase == "eval") for phase in ("train", "eval")]
-        for name in [*(["loss"] if "loss" in metrics else []), *others[:1]]
+        name: run.curves(name) for name in [*(["loss"] if "loss" in metrics else []), *others[:1]]
     }
 
 

@@ -291,15 +291,9 @@ def collective(
     marks: Callable[[], tuple[dict[str, float], tuple[str, ...]]] | None = None,
     packs: Sequence[int] = (),
 ) -> contextlib.AbstractContextManager[None]:
-    """Returns a context in which the main thread may wait for other workers.
-
-    Args:
-        doing: description, for messages.
-        timeout: limit in seconds without progress; by default that of `start`.
-        first: whether the call compiles; the limit is then at least `FIRST_CALL_SECONDS`.
-        otherwise: error to end with at the limit; by default one that blames the other workers.
-        step, progress, marks, packs: see `Section`.
-    """
+    """Returns a context in which the main thread may wait for other workers: up to ``timeout``
+    seconds without progress, by default those of `start`; at least `FIRST_CALL_SECONDS` if the call
+    compiles (``first``). See `Section` for the rest."""
     if _watchdog is None:
         return contextlib.nullcontext()
     limit = timeout or _watchdog.timeout
