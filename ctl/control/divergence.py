@@ -22,13 +22,8 @@ _MOST_SKIPPED = 100
 
 
 class Divergence:
-    """Checks the steps of each call.
-
-    Args:
-        step: a built step.
-        dataset: the dataset of the training.
-        checkpoints: the message names the last good one, if any.
-    """
+    """Checks the steps of each call of a built ``step`` on ``dataset``. The message names the last
+    good one of the ``checkpoints``, if any."""
 
     def __init__(self, step: TrainStep, dataset: Dataset, checkpoints: CheckpointManager | None):
         self._step, self._dataset = step, dataset

@@ -320,12 +320,8 @@ def one_for_each_example(losses: Any, count: Any = None, source: str = "loss()")
 
 
 def check_weights_used(losses: tf.Tensor, batch: Any, step: str) -> None:
-    """Refuses losses that do not depend on the weights of their batch. Checks nothing in eager
-    mode.
-
-    Args:
-        losses: float [n], as returned by ``loss()`` of a class named ``step``.
-        batch: the batch that ``loss()`` was given.
+    """Refuses ``losses``, as returned by ``loss(batch)`` of a class named ``step``, that do not
+    depend on the weights of ``batch``. Checks nothing in eager mode.
 
     Raises:
         UsageError: the graph has no path from the weights to ``losses``.

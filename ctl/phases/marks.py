@@ -183,10 +183,6 @@ class Ring:
     """Store for the stamps of the last ``keep`` steps, on each replica. Costs one scatter of a row
     per step.
 
-    Args:
-        step: a built step.
-        keep: number of steps.
-
     Raises:
         UsageError: replicas share one copy of every variable.
     """

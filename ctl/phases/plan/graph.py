@@ -74,15 +74,9 @@ class Node:
 
 
 class Graph:
-    """All operations that a call of ``graph_def`` may run; loops appear as if they ran once.
-
-    Args:
-        graph_def: a `GraphDef` with shapes, from ``graph.as_graph_def(add_shapes=True)``.
-
-    Attributes:
-        nodes: all operations.
-        main: name -> operation, for those outside of functions.
-    """
+    """All operations that a call of ``graph_def`` may run (``nodes``); loops appear as if they ran
+    once. It needs shapes: ``graph.as_graph_def(add_shapes=True)``. ``main`` has those outside of
+    functions, by name."""
 
     def __init__(self, graph_def: Any):
         self.nodes: list[Node] = []
