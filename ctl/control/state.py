@@ -54,10 +54,8 @@ class TrainState:
         """Restores the last checkpoint, the Python values that were ``changed`` before it, and the
         first run's decision about XLA (`jit.keep`).
 
-        Returns:
-            The checkpoint, or None if there is none; and the results of its evaluation, or an empty
-            dict. A checkpoint is written before its evaluation, so actions with a memory get these
-            results now.
+        Returns the checkpoint, or None; and the results of its evaluation, or an empty dict. A
+        checkpoint is written before its evaluation, so actions with a memory get these results now.
 
         Raises:
             CheckpointError: see `CheckpointManager.restore`.

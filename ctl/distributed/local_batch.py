@@ -225,12 +225,9 @@ def _stack(tensor: Any, begin: Any, length: Any, size: Any) -> Callable[[tf.Tens
 
 
 def pad_empty(batch: Any) -> tuple[Any, tf.Tensor | None]:
-    """Replaces a batch without examples by one example of zeros.
-
-    Returns:
-        ``(computed, empty)``: ``batch`` or the example of zeros, and a bool scalar that is true for
-        the latter. ``empty`` is None if every replica must have examples.
-    """
+    """Replaces a batch without examples by one example of zeros. Returns the batch to compute, and
+    ``empty``, a bool scalar that is true for the example of zeros; None if every replica must have
+    examples."""
     # A single replica gets the whole batch. A batch of static size has examples for every replica.
     if tf.distribute.get_strategy().num_replicas_in_sync == 1:
         return batch, None

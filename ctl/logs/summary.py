@@ -21,11 +21,8 @@ FILE = "summary.svg"
 
 def summarize(model_dir: Path) -> list[str]:
     """Writes ``summary.svg`` of the run in ``model_dir``: the loss, and the first metric of its
-    evaluations. A file that cannot be written is a warning.
-
-    Returns:
-        The same as lines of text, if standard output is a terminal that can show them.
-    """
+    evaluations. A file that cannot be written is a warning. Returns the same as lines of text, if
+    standard output is a terminal that can show them."""
     try:
         charts = _charts(read(model_dir))
     except UsageError:

@@ -43,11 +43,9 @@ def from_names(metrics: Any, logits: bool | None) -> Any:
 
 
 def from_name(name: str, logits: bool | None = None) -> keras.metrics.Metric:
-    """Makes a metric, which is called ``name``.
-
-    Args:
-        name: as `keras.metrics.get` knows it, or of `ACCURACY`.
-        logits: whether the loss is a cross entropy of logits; then the metrics take them, too.
+    """Makes a metric, which is called ``name``: one that `keras.metrics.get` knows, or of
+    `ACCURACY`. ``logits`` says whether the loss is a cross entropy of logits; then the metrics take
+    them, too.
 
     Raises:
         UsageError: Keras has no such metric, or it needs arguments or probabilities.

@@ -187,15 +187,9 @@ class Watchdog:
         return made
 
     def blame(self, why: str, step: int | None = None) -> str:
-        """Writes the record of a collective that failed, and tells the other workers.
-
-        Args:
-            why: "timed out" or "broke off", see `Record`.
-            step: last global step that was finished; None to keep the one that is known.
-
-        Returns:
-            The workers that this one waits for, as far as it can know.
-        """
+        """Writes the record of a collective that failed (``why``: see `Record`), and tells the
+        other workers. ``step`` is the last global step that was finished; None keeps the one that
+        is known. Returns the workers that this one waits for, as far as it can know."""
         section = self._section()
         if step is not None:
             section.step = step

@@ -96,12 +96,8 @@ class Graph:
         return self._consumers.get(tensor, [])
 
     def becomes(self, node: Node, index: int) -> list[Tensor] | None:
-        """The outputs of ``node`` that equal its input ``index``.
-
-        Returns:
-            A list, which may be empty, for calls, loops, branches, ``Merge`` and ``IdentityN``;
-            None for any other operation.
-        """
+        """The outputs of ``node`` that equal its input ``index``: a list, which may be empty, for
+        calls, loops, branches, ``Merge`` and ``IdentityN``; None for any other operation."""
         if node.op in ("Merge", "IdentityN"):
             return [Tensor(node, 0 if node.op == "Merge" else index)]
         if node.op in _BRANCHES:
