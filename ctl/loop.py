@@ -1,15 +1,21 @@
 """The explicit training loop: batches in, one step on every replica, losses combined.
 
-Read `Steps.run` first: it is the custom training loop. Seven calls lead from `Loop.train` to the
-collective:
+Read `Steps.run` first: it is the custom training loop. From a batch to an update, each call inside
+the one above it:
 
     Loop.train                           how many steps to run; what follows from them
       Steps.run                          one graph: iterator, strategy.run, strategy.reduce(SUM)
+        next_block                       `ctl.data.feed`: some batches of the iterator
         Steps._one_step                  on each replica: its part of one batch
           TrainStep.__call__             forward, backward, reduce, clip, apply
+            TrainStep.forward_backward   loss and gradients of the replica
             TrainStep.reduce             gradients, and what must be summed with them
               TrainStep.sum_gradients    to override for another collective
                 ctl.reduce.all_reduce    in packs: context.all_reduce(SUM, ...)  # <- here
+            TrainStep.clip               what all replicas have together
+            TrainStep.apply              all replicas call it together, once
+              Updater.__call__           `ctl.phases.apply`: updates or skips; counts the step
+                Updater._update_device   the update of each variable, by the optimizer
 
 `Steps._strategy_run` chooses what every replica runs. With ``jit_compile`` (`ctl.control.jit`), XLA
 compiles the whole step on one replica, and forward and backward on several. With several workers,

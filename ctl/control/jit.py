@@ -59,7 +59,8 @@ def decide(step: TrainStep, dataset: Dataset) -> None:
 def keep(step: TrainStep, dataset: Dataset, compiled: bool) -> None:
     """Reuses the first run's decision, so a resume is bit-exact. Leaves out XLA where the rule
     forbids it now, for instance on several replicas after one."""
-    if step.jit_compile is step.jit_by_rule is not compiled:
+    decided_by_rule = step.jit_compile is step.jit_by_rule
+    if decided_by_rule and step.jit_compile is not compiled:
         step.jit_compile = step.jit_by_rule = compiled and why_not(step, dataset) is None
         logging.info("jit_compile: %s, as when the run began", _shown(step))
 

@@ -50,54 +50,60 @@ def index_of(paths: Sequence[Path]) -> Index:
     names, places, classes = [], [], []
     left_out: list[str] = []
     for number, path in enumerate(paths):
-        images: dict[str, tuple[str, int, int]] = {}
-        of_image: dict[str, str] = {}
         with index.readable(path):
-            try:
-                with tarfile.open(path, "r:") as tar:
-                    for member in tar:
-                        folder, name = os.path.split(member.name)
-                        key, _, end = name.partition(".")
-                        key = f"{folder}/{key}"
-                        if not member.isreg() or member.sparse is not None or not key:
-                            continue
-                        if f".{end.lower()}" in image_files.ENDS:
-                            if key in images:
-                                raise UsageError(
-                                    f"{path} has two images {member.name!r:.80} and "
-                                    f"{images[key][0]!r:.80}: which one is to be classified?"
-                                )
-                            images[key] = (member.name, member.offset_data, member.size)
-                        elif end == _CLASS:
-                            content = tar.extractfile(member)
-                            of_image[key] = (
-                                content.read(_LONGEST).decode().strip() if content else ""
-                            )
-                        else:
-                            left_out.append(name)
-                    # Where it finds no more files, Python does not say why.
-                    with open(path, "rb") as file:
-                        if os.pread(file.fileno(), tarfile.BLOCKSIZE, tar.offset) != _END:
-                            raise UsageError(f"{path} is damaged or cut short: copy it again")
-            except (tarfile.TarError, UnicodeDecodeError, EOFError) as error:
+            images, of_image, others = _contents(path)
+        left_out += others
+        for key, image in images.items():
+            if not of_image.get(key):
                 raise UsageError(
-                    f"{path} cannot be read as a tar file: {str(error)[:80]}; if it is compressed, "
-                    "decompress it"
-                ) from error
-        for key, (name, begin, length) in images.items():
-            if key not in of_image or not of_image[key]:
-                raise UsageError(
-                    f"{path} has no class of {name!r:.80}: add a file with the same name and the "
-                    f"end .{_CLASS}, as WebDataset does"
+                    f"{path} has no class of {image.name!r:.80}: add a file with the same name and "
+                    f"the end .{_CLASS}, as WebDataset does"
                 )
-            names.append(os.fsencode(f"{path.name}/{name}"))
-            places.append((number, begin, length))
+            names.append(os.fsencode(f"{path.name}/{image.name}"))
+            places.append((number, image.offset_data, image.size))
             classes.append(of_image[key])
     if left_out:
         logging.info("%s: left out %s", paths[0].name, image_files.left_out(left_out))
     if not names:
         raise UsageError(f"{paths[0]} has no images: files {', '.join(image_files.ENDS)}")
     return Index([*paths], np.array(names), np.array(places, np.int64), classes)
+
+
+def _contents(path: Path) -> tuple[dict[str, tarfile.TarInfo], dict[str, str], list[str]]:
+    """Returns the images of a file and their classes, by what WebDataset calls the key, and the
+    names of other files."""
+    images: dict[str, tarfile.TarInfo] = {}
+    classes: dict[str, str] = {}
+    others: list[str] = []
+    try:
+        with tarfile.open(path, "r:") as tar, open(path, "rb") as file:
+            for member in tar:
+                if not member.isreg() or member.sparse is not None:
+                    continue
+                folder, name = os.path.split(member.name)
+                key, _, end = name.partition(".")
+                key = f"{folder}/{key}"
+                if f".{end.lower()}" in image_files.ENDS:
+                    if key in images:
+                        raise UsageError(
+                            f"{path} has two images {member.name!r:.80} and "
+                            f"{images[key].name!r:.80}: which one is to be classified?"
+                        )
+                    images[key] = member
+                elif end == _CLASS:
+                    file.seek(member.offset_data)
+                    classes[key] = file.read(min(member.size, _LONGEST)).decode().strip()
+                else:
+                    others.append(name)
+            # Where it finds no more files, Python does not say why.
+            if os.pread(file.fileno(), tarfile.BLOCKSIZE, tar.offset) != _END:
+                raise UsageError(f"{path} is damaged or cut short: copy it again")
+    except (tarfile.TarError, UnicodeDecodeError, EOFError) as error:
+        raise UsageError(
+            f"{path} cannot be read as a tar file: {str(error)[:80]}; if it is compressed, "
+            "decompress it"
+        ) from error
+    return images, classes, others
 
 
 class ImageTars(EncodedImages):

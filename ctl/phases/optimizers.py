@@ -197,8 +197,9 @@ def check_precision(
     """Refuses types of variables with which Keras's update fails.
 
     If ``beta_2`` rounds to 1, a bias correction is 0: Adam never moves the variable, and others may
-    make it NaN. If ``epsilon`` rounds to 0, a gradient of 0 is divided by 0. Muon multiplies
-    float32 by the type of the variable.
+    make it NaN. If ``epsilon`` rounds to 0, a gradient of 0 is divided by 0; the first step of
+    Adamax divides by ``(1 - beta_1) * epsilon``. Muon multiplies float32 by the type of the
+    variable.
 
     Raises:
         UsageError: names the variable.
@@ -209,12 +210,14 @@ def check_precision(
         beta = float(optimizer.beta_2)
     if kinds and "Adagrad" not in kinds:  # whose sum does not begin at 0
         epsilon = float(getattr(optimizer, "epsilon", 0.0))
+    factor = 1.0 - float(optimizer.beta_1) if "Adamax" in kinds else 1.0
     for variable in variables:
-        if epsilon > 0.0 and float(tf.cast(epsilon, variable.dtype)) == 0.0:
+        if epsilon > 0.0 and float(tf.cast(epsilon * factor, variable.dtype)) == 0.0:
             raise UsageError(
-                f"optimizer {type(optimizer).__name__} has epsilon={epsilon:g}, which is 0 in "
-                f"{variable.dtype}, so {variable.path} would become NaN where its gradient is 0: "
-                "keep the weights in float32 (--precision=mixed_float16), or use epsilon=1e-7"
+                f"optimizer {type(optimizer).__name__} has epsilon={epsilon:g}, which is too "
+                f"small for {variable.dtype}: {variable.path} would become NaN where its gradient "
+                "is 0; keep the weights in float32 (--precision=mixed_float16), or use "
+                f"epsilon={1e-7 / factor:.0e}"
             )
         if float(tf.cast(beta, variable.dtype)) == 1.0:
             raise UsageError(

@@ -5,6 +5,8 @@ import inspect
 import json
 import os
 import shutil
+from importlib import import_module
+from pkgutil import iter_modules
 from typing import Any
 
 import numpy as np
@@ -16,15 +18,15 @@ import tiny_tfds
 from stored_sources import COUNT
 from stored_sources import SOURCES as KINDS
 
-from ctl.data import sources as module
+import ctl.data
 from ctl.data import streaming
 from ctl.data.errors import translate_data_errors
 from ctl.data.feed import open_batches
 from ctl.data.load import read_all
 from ctl.data.records import ArrayRecords, BadRecord, TFRecords
-from ctl.data.sources import ImageFolder, Items, JsonLines, mapped
+from ctl.data.sources import EncodedImages, ImageFolder, Items, JsonLines, Source, mapped
 from ctl.data.streaming import Streaming
-from ctl.data.tfds_source import ImageSource, find
+from ctl.data.tfds_source import ImageSource, Split, find
 from ctl.errors import CheckpointError, UsageError
 
 
@@ -59,10 +61,14 @@ def batches(dataset: Streaming, start: int, count: int) -> list[np.ndarray]:
 
 def test_every_source_has_an_example(sources):
     """`stored_sources` is what this file and `test_sources_over_workers.py` read."""
-    made = {type(module.as_source(sources[kind])) for kind in KINDS}
-    classes = [value for value in vars(module).values() if inspect.isclass(value)]
-    kinds = {kind for kind in classes if kind.__module__ == module.__name__}
-    assert len(kinds) > 3 and kinds - {module.Source, module.EncodedImages} <= made
+    streams = [stored_sources.stream(sources["root"], kind, 8) for kind in stored_sources.KINDS]
+    examples = {type(stream._source) for stream in streams}
+    modules = [import_module(f"ctl.data.{one.name}") for one in iter_modules(ctl.data.__path__)]
+    classes = {c for one in modules for c in vars(one).values() if inspect.isclass(c)}
+    kinds = {c for c in classes if hasattr(c, "read") and hasattr(c, "__len__")}
+    # Base classes, and the files of an `ImageSource`.
+    kinds -= {Source, EncodedImages, Split, TFRecords, ArrayRecords}
+    assert kinds and kinds <= examples
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -386,7 +392,7 @@ def test_a_line_of_another_form_is_named_or_skipped(tmp_path, monkeypatch, line,
     _, got = json_lines(tmp_path / "a", line + b"\n" + good, on_bad_record="skip")
     assert got["x"].tolist() == [0, 0, 1, 2]
     for sampled in (128, 2):
-        monkeypatch.setattr(module, "_SAMPLED", sampled)
+        monkeypatch.setattr(ctl.data.sources, "_SAMPLED", sampled)
         text = good + line + b"\n" + good
         with pytest.raises(UsageError, match=f"damaged: a, line 4: {says}.*; prepare") as error:
             json_lines(tmp_path / "a", text)

@@ -144,8 +144,8 @@ def make_optimizer(case: Case) -> keras.optimizers.Optimizer:
         "ScheduleFreeAdamW",
     ):
         options |= {"beta_2": 0.99}
-    if case.policy == "float16" and kind == "ScheduleFreeAdamW":
-        options |= {"epsilon": 1e-7}
+    if case.policy == "float16" and kind in ("Adamax", "ScheduleFreeAdamW"):
+        options |= {"epsilon": 1e-6 if kind == "Adamax" else 1e-7}
     return getattr(keras.optimizers, kind)(rate_of(case), **options)
 
 

@@ -356,16 +356,20 @@ def test_a_decay_that_rounds_to_1_is_refused(mirrored, kind):
     assert (moved[:2] < -0.05).all()
 
 
-@pytest.mark.parametrize("kind", ["Adam", "AdamW", "RMSprop", "Adadelta", "ScheduleFreeAdamW"])
-def test_an_epsilon_that_rounds_to_0_is_refused(mirrored, kind):
+@pytest.mark.parametrize(
+    "kind, factor",
+    [("Adam", 1), ("AdamW", 1), ("RMSprop", 1), ("Adadelta", 1), ("ScheduleFreeAdamW", 1)]
+    + [("Adamax", 10)],  # divides by (1 - beta_1) * epsilon
+)
+def test_an_epsilon_that_rounds_to_0_is_refused(mirrored, kind, factor):
     """Keras's Adam makes NaN of a weight whose gradient is 0."""
     optimizer = getattr(keras.optimizers, kind)
-    words = f"{kind} has epsilon=1e-08, which is 0 in float16, so weights would become NaN where"
+    words = f"{kind} has epsilon=1e-0., which is too small for float16: weights would become NaN"
     with mirrored(1).scope():
         weights = keras.Variable(np.ones(3), dtype="float16", name="weights")
-        with pytest.raises(UsageError, match=words):
-            Updater(optimizer(epsilon=1e-8), [weights])
-        updater = Updater(optimizer(0.1, epsilon=1e-7), [weights])
+        with pytest.raises(UsageError, match=f"{words}.* use epsilon={1e-7 * factor:.0e}"):
+            Updater(optimizer(epsilon=1e-8 * factor), [weights])
+        updater = Updater(optimizer(0.1, epsilon=1e-7 * factor), [weights])
     gradient = tf.constant([1.0, 0.5, 0.0], tf.float16)
     tf.function(lambda: mirrored(1).run(lambda: merge(updater, [gradient])))()
     assert np.isfinite(weights.numpy()).all()

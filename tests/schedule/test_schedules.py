@@ -24,7 +24,9 @@ from ctl.schedule import (
     Piecewise,
     Plateau,
     Polynomial,
+    Schedule,
     make_schedule,
+    schedules,
 )
 
 BILLION = 10**9
@@ -255,8 +257,11 @@ def test_make_every_schedule():
         "plateau": Plateau(1e-3, "loss", 0.1, 10, warmup_steps=5),
     }
     assert set(made) == set(SCHEDULES)
-    kinds = {name for name in schedule.__all__ if name not in ("Schedule", "make_schedule")}
-    assert {type(one).__name__ for one in made.values()} == kinds
+    kinds = {type(one) for one in made.values()}
+    classes = [c for c in vars(schedules).values() if isinstance(c, type)]
+    public = {c for c in classes if issubclass(c, Schedule) and not c.__name__.startswith("_")}
+    assert kinds == public - {Schedule}
+    assert {c.__name__ for c in public} | {"make_schedule"} == set(schedule.__all__)
     for name, expected in made.items():
         pieces = {"boundaries": ["30", "5ep"], "values": [3, 2, 1]} if name == "piecewise" else {}
         assert make_schedule(name, **common, **pieces) == expected

@@ -1,9 +1,10 @@
 """Ends this process if TensorFlow holds it because of another task.
 
-TensorFlow may wait without end for a task that is frozen or dead. If it holds Python's lock
-meanwhile, no thread of Python can give up. A second process can: it runs `main`. It names the tasks
-that do not answer, and ends the first process by a signal whose handler is C's ``_exit``. The
-handler is called with the number of the signal, so that is the exit code.
+It runs while the workers are connected, and in a job with parameter servers. TensorFlow may wait
+without end for a task that is frozen or dead. If it holds Python's lock meanwhile, no thread of
+Python can give up. A second process can: it runs `main`. It names the tasks that do not answer, and
+ends the first process by a signal whose handler is C's ``_exit``. The handler is called with the
+number of the signal, so that is the exit code.
 """
 
 from __future__ import annotations
