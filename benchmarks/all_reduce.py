@@ -27,13 +27,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from absl import flags
-from jobs import Effort, Job, recommend
+from jobs import Effort, Job, held_out, recommend
 from processes import Peer, check_names, in_turn, machine, progress, tasks, write
 
 from ctl import launch
 from ctl.errors import UsageError
 from ctl.flags.parsing import check_flags, group, run_command
-from ctl.inspect.measure.link import SCHEMA, AlphaBeta, PiecewiseLinear, Point, held_out
+from ctl.inspect.measure.link import SCHEMA, AlphaBeta, PiecewiseLinear, Point
 
 MIB = 1 << 20
 

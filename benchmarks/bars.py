@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from ctl.base.svg import line, number, rect, text, ticks
+from ctl.base.svg import document, line, rect, text, ticks
 
 _WIDTH, _NAMES, _VALUES = 720, 150, 120  # pixels; columns for the names and for the times
 _BAR, _GAP, _HEAD, _FOOT = 18, 6, 44, 46
@@ -35,19 +35,19 @@ _ABOUT = {
     "bound_xla": "bound, the whole step compiled with XLA",
 }
 
-_STYLE = """
-  .page { fill: #ffffff } .grid { stroke: #e4e8ec } .one { stroke: #818b98 }
-  .ours { fill: #0969da } .theirs { fill: #afb8c1 } .bound { fill: #dfe3e8 }
-  .spread { stroke: #59636e }
-  text { font: 12px system-ui, "Segoe UI", Helvetica, Arial, sans-serif; fill: #59636e }
-  text.title { font-size: 14px; font-weight: 600; fill: #1f2328 }
-  .middle { text-anchor: middle } .end { text-anchor: end }
-  @media (prefers-color-scheme: dark) {
-    .page { fill: #0d1117 } .grid { stroke: #262c34 } .one { stroke: #656c76 }
-    .ours { fill: #4493f8 } .theirs { fill: #57606a } .bound { fill: #30363d }
-    .spread { stroke: #9198a1 } text { fill: #9198a1 } text.title { fill: #f0f6fc }
-  }
-"""
+_LIGHT = {
+    "text.title": "font-size: 14px; font-weight: 600; fill: #1f2328",
+    ".ours": "fill: #0969da",
+    ".theirs": "fill: #afb8c1",
+    ".bound": "fill: #dfe3e8",
+    ".spread": "stroke: #59636e",
+}
+_DARK = {
+    ".ours": "fill: #4493f8",
+    ".theirs": "fill: #57606a",
+    ".bound": "fill: #30363d",
+    ".spread": "stroke: #9198a1",
+}
 
 
 def chart(runs: Sequence[dict[str, Any]]) -> str:
@@ -73,18 +73,18 @@ def chart(runs: Sequence[dict[str, Any]]) -> str:
                 "title",
             )
         )
-        parts.append(text(_WIDTH - 12, y + 18, "ratio and ms per step", "end"))
+        parts.append(text(_WIDTH - 12, y + 18, "ratio and ms per step", "y"))
         top = y + _HEAD - 14
         bottom = y + _HEAD + (_BAR + _GAP) * len(run["variants"])
         for tick in ticks(limit):
             x = _NAMES + tick * scale
-            parts.append(line(x, top, x, bottom, "one" if tick == 1 else "grid"))
-            parts.append(text(x, bottom + 14, f"{tick:g}", "middle"))
+            parts.append(line(x, top, x, bottom, "frame" if tick == 1 else "grid"))
+            parts.append(text(x, bottom + 14, f"{tick:g}", "x"))
         axis = f"time of a step over that of {setting['reference']}: shorter is faster"
-        parts.append(text((_NAMES + _WIDTH - _VALUES) / 2, bottom + 30, axis, "middle"))
+        parts.append(text((_NAMES + _WIDTH - _VALUES) / 2, bottom + 30, axis, "x"))
         y += _HEAD
         for variant, row in run["variants"].items():
-            parts.append(text(_NAMES - 8, y + 13, variant, "end"))
+            parts.append(text(_NAMES - 8, y + 13, variant, "y"))
             if "failure" in row:
                 parts.append(text(_NAMES + 6, y + 13, "fails"))
             else:
@@ -93,16 +93,11 @@ def chart(runs: Sequence[dict[str, Any]]) -> str:
         y += _FOOT
     used = dict.fromkeys(variant for run in runs for variant in run["variants"])
     for variant in (variant for variant in _ABOUT if variant in used):
-        parts.append(text(_NAMES - 8, y + 13, variant, "end"))
+        parts.append(text(_NAMES - 8, y + 13, variant, "y"))
         parts.append(text(_NAMES, y + 13, _ABOUT[variant]))
         y += 17
     y += 10
-    height = number(y)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" '
-        f'width="{_WIDTH}" height="{height}"><style>{_STYLE}</style>'
-        f"{rect(0, 0, _WIDTH, y, 'page')}{''.join(parts)}</svg>\n"
-    )
+    return document("ctl-bars", _WIDTH, y, parts, _LIGHT, _DARK)
 
 
 def _bar(variant: str, row: dict[str, Any], y: float, scale: float, limit: float) -> list[str]:
@@ -116,8 +111,8 @@ def _bar(variant: str, row: dict[str, Any], y: float, scale: float, limit: float
     return [
         rect(_NAMES, y, ratio["median"] * scale, _BAR, kind),
         line(ends[0], middle, ends[1], middle, "spread"),
-        text(_WIDTH - 84, y + 13, f"{ratio['median']:.2f}", "end"),
-        text(_WIDTH - 12, y + 13, f"{ms:.{2 if ms < 100 else 0}f} ms", "end"),
+        text(_WIDTH - 84, y + 13, f"{ratio['median']:.2f}", "y"),
+        text(_WIDTH - 12, y + 13, f"{ms:.{2 if ms < 100 else 0}f} ms", "y"),
     ]
 
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from processes import Peer, ask_all
 
 from ctl.errors import CtlError
-from ctl.inspect.measure.link import bus_factor
+from ctl.inspect.measure.link import AlphaBeta, PiecewiseLinear, Point, bus_factor
 
 _LEAST_ITERATIONS = 5
 
@@ -33,6 +33,39 @@ class Effort:
     seconds: float
     warm_up: int
     timeout: float
+
+
+@dataclasses.dataclass(frozen=True)
+class HeldOut:
+    """Relative errors of a fit at sizes that are left out of it, one at a time.
+
+    Attributes:
+        mean: the mean of the absolute errors.
+        worst: the error with the largest absolute value; negative if the fit is too fast.
+        worst_bytes: the size of that error.
+    """
+
+    mean: float
+    worst: float
+    worst_bytes: int
+
+
+def held_out(
+    fit: Callable[[Sequence[Point]], AlphaBeta | PiecewiseLinear], points: Sequence[Point]
+) -> HeldOut | None:
+    """The errors of ``fit`` at points that it is not given; None for fewer than four points.
+
+    The smallest and the largest point are never left out: a fit need not extrapolate.
+    """
+    if len(points) < 4:
+        return None
+    points = sorted(points, key=lambda p: p.bytes)
+    errors = []
+    for index, point in enumerate(points[1:-1], 1):
+        predicted = fit([*points[:index], *points[index + 1 :]]).seconds(point.bytes)
+        errors.append((predicted / point.seconds - 1, point.bytes))
+    worst = max(errors, key=lambda e: abs(e[0]))
+    return HeldOut(sum(abs(e) for e, _ in errors) / len(errors), *worst)
 
 
 @dataclasses.dataclass

@@ -12,8 +12,9 @@ from typing import Any
 
 from absl import flags
 
+from ctl.base.console import write_file
 from ctl.base.svg import printable
-from ctl.errors import CheckpointError, UsageError
+from ctl.errors import UsageError
 from ctl.flags.config import shown
 from ctl.flags.parsing import define_path, group, run_command
 from ctl.logs.runs import Run, differing_flags, read
@@ -72,7 +73,9 @@ def main(directories: Sequence[str]) -> None:
     else:
         _print(tables(runs))
     if FLAGS.page:
-        write_page(Path(FLAGS.page), runs, notes)
+        from ctl.inspect.show.curves import make_page
+
+        write_file("page", FLAGS.page, make_page(runs, tables(runs), notes))
 
 
 def tables(runs: list[Run]) -> dict[str, tuple[list[str], list[list[str]]]]:
@@ -135,17 +138,6 @@ def _to_json(one: Run, runs: list[Run]) -> dict[str, object]:
         "train_seconds": one.seconds,
         "replica_seconds": one.seconds * one.replicas,
     }
-
-
-def write_page(path: Path, runs: list[Run], notes: Sequence[str]) -> None:
-    """Writes the page with the table, ``notes`` and the learning curves of ``runs``."""
-    from ctl.inspect.show.curves import make_page
-
-    try:
-        path.write_text(make_page(runs, tables(runs), notes), "utf-8")
-    except OSError as error:
-        raise CheckpointError(f"cannot write --page={path}: {error.strerror}") from error
-    print(f"page: {path}", file=sys.stderr)
 
 
 def _time(seconds: float) -> str:

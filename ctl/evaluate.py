@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from absl import flags, logging
 
-from ctl.base import console, names
+from ctl.base import console, durable, names
 from ctl.errors import CheckpointError, UsageError
 from ctl.flags import config, devices, groups, training
 from ctl.flags.parsing import (
@@ -313,7 +313,9 @@ def write_report(evaluator: Evaluator, results: dict[str, float], saved: Saved |
     """Prints and writes what ``--report`` asks for."""
     from ctl.inspect import mistakes
 
-    directory = mistakes.prepare(FLAGS.report)
+    directory = Path(FLAGS.report)
+    with durable.writing(f"--report={directory}"):
+        directory.mkdir(parents=True, exist_ok=True)
     found = mistakes.collect(evaluator.step, evaluator.dataset, evaluator.strategy)
     if not FLAGS.json:
         print("\n".join(["", *mistakes.table(found), ""]), flush=True)

@@ -22,12 +22,9 @@ class Bounds(NamedTuple):
     def __str__(self) -> str:
         noun = "a whole number" if self.kind is int else "a number"
         if self.high < math.inf:
-            return f"{noun} {'between' if self.open else 'from'} {self.low} {self._to} {self.high}"
+            words = ("between", "and") if self.open else ("from", "to")
+            return f"{noun} {words[0]} {self.low} {words[1]} {self.high}"
         return f"{noun} above {self.low}" if self.open else f"{noun} of at least {self.low}"
-
-    @property
-    def _to(self) -> str:
-        return "and" if self.open else "to"
 
     def hold(self, value: float) -> bool:
         """Whether ``value`` is allowed. Infinity and NaN never are."""

@@ -22,8 +22,8 @@ from typing import Any, TextIO
 
 from absl import logging
 
+from ctl.base import durable
 from ctl.base.streams import native_stderr_held
-from ctl.errors import CheckpointError
 
 COLUMNS, INDENT = 80, "    "  # of what is printed, see `columns`
 
@@ -177,10 +177,8 @@ def write_file(flag: str, path: str, content: str) -> None:
     Raises:
         CheckpointError: it cannot be written.
     """
-    try:
+    with durable.writing(f"--{flag}={path}"):
         Path(path).write_text(content, encoding="utf-8")
-    except OSError as error:
-        raise CheckpointError(f"cannot write --{flag}={path}: {error.strerror}") from error
     print(f"{flag}: {path}", file=sys.stderr)
 
 
@@ -201,7 +199,9 @@ def load_tensorflow(errors: bool = True) -> None:
     """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2" if errors else "3")
     if "AUTOGRAPH_VERBOSITY" not in os.environ:
-        python_logging.getLogger("tensorflow").addFilter(_is_not_of_autograph)
+        python_logging.getLogger("tensorflow").addFilter(
+            lambda record: not str(record.msg).startswith("AutoGraph could not ")
+        )
     if not errors:
         logging.get_absl_handler().addFilter(lambda r: "cluster_coordinator" not in r.pathname)
     gc.disable()  # collecting garbage among modules, which stay, takes a tenth of the start
@@ -221,7 +221,3 @@ def run_first_operation() -> None:
 
     with native_stderr_held(), tf.device("/cpu:0"):
         tf.transpose(tf.zeros([1, 1], tf.int64))
-
-
-def _is_not_of_autograph(record: python_logging.LogRecord) -> bool:
-    return not str(record.msg).startswith("AutoGraph could not ")

@@ -34,34 +34,7 @@ _RULES = {
 }
 _DARK_RULES = {".curve": "filter: brightness(1.4)", ".train": "opacity: 0.65"}
 
-_FONT = '12px system-ui, "Segoe UI", Helvetica, Arial, sans-serif'
-# A document of its own has these, too; a page has its own.
-_PAGE_RULES = {
-    ".page": "fill: #ffffff",
-    ".frame": "fill: none; stroke: #818b98",
-    ".grid": "stroke: #e4e8ec",
-    "text": f"font: {_FONT}; fill: #59636e",
-    "text.title": "font-size: 14px; font-weight: 600; fill: #1f2328",
-    ".x": "text-anchor: middle",
-    ".y": "text-anchor: end",
-}
-_DARK_PAGE_RULES = {
-    ".page": "fill: #0d1117",
-    ".frame": "stroke: #656c76",
-    ".grid": "stroke: #262c34",
-    "text": "fill: #9198a1",
-    "text.title": "fill: #f0f6fc",
-}
-_SCOPE = "svg.ctl-curves "  # a style in a notebook holds for the whole page
-
-
-def _css(rules: Mapping[str, str], scope: str = "") -> str:
-    return "\n".join(f"{scope}{selector} {{ {rule} }}" for selector, rule in rules.items())
-
-
-STYLE = (
-    f"{_css(_RULES)}\n@media screen and (prefers-color-scheme: dark) {{\n{_css(_DARK_RULES)}\n}}\n"
-)
+STYLE = svg.style(_RULES, _DARK_RULES)
 
 
 @dataclass(frozen=True)
@@ -97,7 +70,7 @@ def picture(charts: Mapping[str, Sequence[Curve]], about: str = "") -> str:
     top, body = 6.0, []
     for name, curves in charts.items():
         if parts := _parts(curves):
-            body.append(svg.text(LEFT, top + 16, svg.shorten(name, RIGHT - LEFT, 14), "title"))
+            body.append(svg.text(LEFT, top + 16, svg.shorten(name, RIGHT - LEFT, 16), "title"))
             place = f'transform="translate(0 {svg.number(top + 18)})"'
             body.append(f"<g {place}>{''.join(parts)}</g>")
             top += 18 + HEIGHT
@@ -112,18 +85,7 @@ def picture(charts: Mapping[str, Sequence[Curve]], about: str = "") -> str:
                 body.append(svg.path([f"M{svg.number(at + 12)} {y}h0"], "curve mark eval c0"))
             body.append(svg.text(at + 30, top + 16, label))
             at += 48 + svg.text_width(label)
-    height = svg.number(top + 28)
-    style = f"{_css(_RULES | _PAGE_RULES, _SCOPE)}\n"
-    dark = _css(_DARK_RULES | _DARK_PAGE_RULES, _SCOPE)
-    style += f"@media screen and (prefers-color-scheme: dark) {{\n{dark}\n}}\n"
-    label = f"<title>{escape(about)}</title>" if about else ""
-    return (
-        '<svg xmlns="http://www.w3.org/2000/svg" class="ctl-curves" '
-        f'viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" '
-        f'style="max-width: 100%; height: auto" role="img">\n{label}'
-        f"<style>\n{style}</style>\n"
-        f'<rect class="page" width="{WIDTH}" height="{height}"/>\n' + "\n".join(body) + "\n</svg>\n"
-    )
+    return svg.document("ctl-curves", WIDTH, top + 28, body, _RULES, _DARK_RULES, about)
 
 
 def _parts(curves: Sequence[Curve]) -> list[str]:

@@ -21,6 +21,12 @@ def differences(objects: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     return found
 
 
+def names_of(names: Sequence[str]) -> str:
+    """The first three of ``names``, and how many more there are: ``a, b, c and 2 more``."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
+
+
 def first_three(texts: Sequence[str]) -> str:
     """The first three of ``texts``, and how many more there are."""
     more = f"; and {len(texts) - 3} more" if len(texts) > 3 else ""

@@ -130,6 +130,15 @@ def _readable(name: str) -> Iterator[None]:
         raise Damaged(f"{name} cannot be read ({error.strerror})") from error
 
 
+@contextlib.contextmanager
+def writing(what: object) -> Iterator[None]:
+    """Raises `CheckpointError` where the system refuses to write ``what`` inside."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"cannot write {what}: {error.strerror}") from error
+
+
 def flush(directory: Path) -> None:
     """Flushes all files below ``directory``, and their names, to disk."""
     for folder, _, names in os.walk(directory):

@@ -5,6 +5,7 @@ Imports no TensorFlow, because flags are checked before TensorFlow is loaded.
 
 from __future__ import annotations
 
+import collections
 import difflib
 import os
 import re
@@ -164,6 +165,16 @@ def code_name(name: str) -> CodeName:
         return CodeName(module, attribute, None)
     file = Path(module).expanduser().absolute()
     return CodeName(file.stem, attribute, file)
+
+
+def numbered(names: Iterable[str]) -> list[str]:
+    """``names``, of which a second one of a name has ``#2`` after it, and so on."""
+    counts: collections.Counter[str] = collections.Counter()
+    result = []
+    for name in names:
+        counts[name] += 1
+        result.append(f"{name}#{counts[name]}" if counts[name] > 1 else name)
+    return result
 
 
 def is_path(dataset: str) -> bool:

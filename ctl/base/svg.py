@@ -1,4 +1,4 @@
-"""Writes SVG elements: coordinates, escaped text, ticks of an axis.
+"""Writes SVG: coordinates, escaped text, ticks of an axis, and whole pictures.
 
 The content comes from files and from names that users choose, so it is not trusted: text is
 escaped and its unprintable characters are replaced; coordinates are finite and short.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from xml.sax.saxutils import escape as _escape
 
 # Not allowed in XML, invisible, or changing the direction of text.
@@ -17,6 +17,29 @@ _UNPRINTABLE = re.compile(
     "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff\u200b-\u200f\u202a-\u202e\u2066-\u2069]"
 )
 _FAR = 1e5  # Larger than any picture; browsers fail beyond 2**24.
+
+FONT = 'system-ui, "Segoe UI", Helvetica, Arial, sans-serif'
+DARK_PAGE = "#0d1117"
+LIGHT_INK, LIGHT_SOFT = "#1f2328", "#59636e"
+DARK_INK, DARK_SOFT = "#f0f6fc", "#9198a1"
+
+# Of a `document`; a page has rules of its own.
+_LIGHT_RULES = {
+    ".page": "fill: #ffffff",
+    ".frame": "fill: none; stroke: #818b98",
+    ".grid": "stroke: #e4e8ec",
+    "text": f"font: 12px {FONT}; fill: {LIGHT_SOFT}",
+    "text.title": f"font-size: 16px; font-weight: 600; fill: {LIGHT_INK}",
+    ".x": "text-anchor: middle",
+    ".y": "text-anchor: end",
+}
+_DARK_RULES = {
+    ".page": f"fill: {DARK_PAGE}",
+    ".frame": "stroke: #656c76",
+    ".grid": "stroke: #262c34",
+    "text": f"fill: {DARK_SOFT}",
+    "text.title": f"fill: {DARK_INK}",
+}
 
 
 def printable(text: object) -> str:
@@ -89,6 +112,46 @@ def ticks(limit: float, least: float = 0.0, about: int = 6) -> list[float]:
     step = next(m for m in (1, 2, 5, 10) if about * m * power >= 0.999 * limit) * power
     step = max(least, step)
     return [i * step for i in range(math.floor(limit / step * (1 + 1e-9)) + 1)]
+
+
+def style(light: Mapping[str, str], dark: Mapping[str, str], scope: str = "") -> str:
+    """A style sheet: rules by selector, and those that replace them on a dark screen."""
+    rules, dark_rules = (
+        "\n".join(f"{scope}{selector} {{ {rule} }}" for selector, rule in of.items())
+        for of in (light, dark)
+    )
+    return f"{rules}\n@media screen and (prefers-color-scheme: dark) {{\n{dark_rules}\n}}\n"
+
+
+def document(
+    kind: str,
+    width: float,
+    height: float,
+    parts: Sequence[str],
+    light: Mapping[str, str],
+    dark: Mapping[str, str],
+    title: str = "",
+) -> str:
+    """An SVG document of its own, for light and dark pages, with a background.
+
+    Args:
+        kind: its class, for which alone its style holds: in a notebook, it is a part of a page.
+        width, height: pixels.
+        parts: elements, with the classes ``frame``, ``grid``, ``title``, and for the anchor of a
+            text ``x`` (middle) and ``y`` (end).
+        light, dark: rules for other classes, see `style`.
+        title: describes it for screen readers.
+    """
+    rules = style(_LIGHT_RULES | dict(light), _DARK_RULES | dict(dark), f"svg.{kind} ")
+    size = f'width="{number(width)}" height="{number(height)}"'
+    label = f"<title>{escape(title)}</title>\n" if title else ""
+    body = "\n".join([f'<rect class="page" {size}/>', *parts])
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="{kind}" '
+        f'viewBox="0 0 {number(width)} {number(height)}" {size} '
+        f'style="max-width: 100%; height: auto" role="img">\n{label}'
+        f"<style>\n{rules}</style>\n{body}\n</svg>\n"
+    )
 
 
 def _class(kind: str) -> str:

@@ -25,11 +25,8 @@ _XPLANE = "tensorflow.tsl.profiler.protobuf.xplane_pb2"
 
 def no_rules() -> str | None:
     """Says why AutoGraph reads all functions of ctl; None if it reads those of the user alone."""
-    config = _import(_AUTOGRAPH)
-    if hasattr(config, "CONVERSION_RULES") and hasattr(config, "DoNotConvert"):
-        return None
     lost = "AutoGraph converts all functions of ctl, so each start takes longer"
-    return _without(f"{_AUTOGRAPH}.CONVERSION_RULES", lost)
+    return _without(_AUTOGRAPH, lost, "CONVERSION_RULES", "DoNotConvert")
 
 
 def leave_to_python(package: str, but: str) -> None:
@@ -49,10 +46,9 @@ def convert(function: Callable) -> Callable:
 
 def why_no_timestamps() -> str | None:
     """Says why time stamps are impossible (see `run_independently`); None if they are possible."""
-    if hasattr(tf.Graph(), _MANAGER):
-        return None
     lost = "time stamps inside the step would wait for each other, so phases, packs and late "
-    return _without(f"Graph.{_MANAGER}", lost + "workers cannot be shown")
+    has_manager = hasattr(tf.Graph(), _MANAGER)
+    return None if has_manager else _lacks(f"Graph.{_MANAGER}", lost + "workers cannot be shown")
 
 
 def run_independently(operation: tf.Operation) -> None:
@@ -68,7 +64,7 @@ def run_independently(operation: tf.Operation) -> None:
 def no_profile() -> str | None:
     """Says why a profile cannot be read; None if it can."""
     lost = "the time of a pack cannot be split into packing, collective and unpacking"
-    return None if _import(_XPLANE) else _without(_XPLANE, lost)
+    return _without(_XPLANE, lost)
 
 
 def parse_xspace(data: bytes) -> Any:
@@ -76,7 +72,15 @@ def parse_xspace(data: bytes) -> Any:
     return _import(_XPLANE).XSpace.FromString(data)
 
 
-def _without(name: str, lost: str) -> str:
+def _without(module: str, lost: str, *names: str) -> str | None:
+    """What is ``lost`` if there is no such module, or it lacks one of ``names``; else None."""
+    found = _import(module)
+    if found is not None and all(hasattr(found, name) for name in names):
+        return None
+    return _lacks(".".join((module, *names[:1])), lost)
+
+
+def _lacks(name: str, lost: str) -> str:
     return f"this TensorFlow ({tf.__version__}) has no {name}: {lost}"
 
 
@@ -90,7 +94,7 @@ def _import(name: str) -> Any:
 def no_definitions() -> str | None:
     """Says why the outputs of an operation cannot be looked up; None if they can."""
     lost = "the shapes of operations with several outputs are unknown, so some sizes may be "
-    return None if _import(_DEFINITIONS) else _without(_DEFINITIONS, lost + "missing")
+    return _without(_DEFINITIONS, lost + "missing")
 
 
 def output_offset(node: Any, output: str) -> int:
@@ -116,9 +120,7 @@ def output_offset(node: Any, output: str) -> int:
 
 def no_functions() -> str | None:
     """Says why functions of another process cannot be defined here; None if they can."""
-    if hasattr(_import(_CONTEXT), "context"):
-        return None
-    return _without(f"{_CONTEXT}.context", "what XLA makes of the step cannot be shown")
+    return _without(_CONTEXT, "what XLA makes of the step cannot be shown", "context")
 
 
 def define_function(function: Any) -> None:
@@ -129,7 +131,7 @@ def define_function(function: Any) -> None:
 def no_object_graph() -> str | None:
     """Says what a checkpoint without `object_graph` lacks; None if there is one."""
     lost = "`tf.train.Checkpoint` cannot read the checkpoints; ctl and `tf.train.load_checkpoint` "
-    return None if _import(_OBJECTS) else _without(_OBJECTS, lost + "can")
+    return _without(_OBJECTS, lost + "can")
 
 
 def objects_of(graph: bytes) -> list[Any]:
@@ -140,13 +142,9 @@ def objects_of(graph: bytes) -> list[Any]:
 
 
 def object_graph(lengths: Mapping[str, int], name: Callable[[str, int], str]) -> bytes:
-    """Returns what ``tf.train.Checkpoint(key=[...], ...)`` stores beside its variables. Check
-    `no_object_graph` first.
-
-    Args:
-        lengths: number of variables in the list of each key.
-        name: ``(key, index)`` to the name under which the variable is stored.
-    """
+    """Returns what ``tf.train.Checkpoint(key=[...], ...)`` stores beside its variables: ``lengths``
+    is their number in the list of each key, ``name`` maps ``(key, index)`` to the name under which
+    one is stored. Check `no_object_graph` first."""
     graph = _import(_OBJECTS).TrackableObjectGraph()
     root = graph.nodes.add()
     for key, length in lengths.items():

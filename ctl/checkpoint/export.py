@@ -97,15 +97,11 @@ def found_beside(model: str | os.PathLike[str]) -> dict[str, Any]:
 def load_model(
     path: str | os.PathLike[str] | None, flag: str, like: keras.Model | None = None
 ) -> keras.Model:
-    """Loads a ``.keras`` file, uncompiled.
-
-    Args:
-        path: of the file.
-        flag: that gives the path; for messages.
-        like: a model whose inputs and outputs have the shapes of the one in the file.
+    """Loads a ``.keras`` file, uncompiled. Messages name the ``flag`` that gives its path.
 
     Raises:
-        UsageError: there is no such file, it holds no model, or one of other shapes.
+        UsageError: there is no such file, it holds no model, or one whose inputs and outputs have
+            other shapes than those of ``like``.
     """
     if path is None:
         raise UsageError(f"--{flag} is missing: give the .keras file of a trained model")

@@ -304,16 +304,6 @@ class CheckpointManager:
                 logging.error("%s", error)
         _writers[place] = self
 
-    def _open_for_writing(self) -> durable.Lock:
-        try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            # While this process holds the lock, all scratch files are those of dead writers.
-            lock = durable.Lock(self.directory / ".lock")
-            durable.sweep(self.directory)
-            return lock
-        except OSError as error:
-            raise self._failure("open the checkpoints for writing", error) from error
-
     def _failure(self, doing: str, error: Exception, needed: int = 0) -> CheckpointError:
         """The error for an operation that failed with one of Python or TensorFlow. ``doing``
         continues "Cannot"; ``needed`` are the bytes that it writes."""
@@ -341,7 +331,14 @@ class CheckpointManager:
 
     def _require_writer(self) -> None:
         if self._lock is None and self._writes:
-            self._lock = self._open_for_writing()
+            try:
+                self.directory.mkdir(parents=True, exist_ok=True)
+                # While this process holds the lock, all scratch files are those of dead writers.
+                lock = durable.Lock(self.directory / ".lock")
+                durable.sweep(self.directory)
+            except OSError as error:
+                raise self._failure("open the checkpoints for writing", error) from error
+            self._lock = lock
             if self._committed < 0:  # meanwhile, another may have written
                 self.unrestored = self.latest()
         if self._lock is None:

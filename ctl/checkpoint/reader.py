@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import collections
 import functools
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from ctl.base import durable
-from ctl.base.names import check_name
+from ctl.base.names import check_name, numbered
 from ctl.checkpoint import bundle, foreign, manifest
 from ctl.checkpoint.manifest import Saved
 from ctl.errors import CheckpointError, UsageError
@@ -97,16 +96,6 @@ class Reader(Mapping[str, np.ndarray]):
 
     def __len__(self) -> int:
         return len(self.tensors)
-
-
-def numbered(names: Iterable[str]) -> list[str]:
-    """``names``, of which a second one of a name has ``#2`` after it, and so on."""
-    counts: collections.Counter[str] = collections.Counter()
-    result = []
-    for name in names:
-        counts[name] += 1
-        result.append(f"{name}#{counts[name]}" if counts[name] > 1 else name)
-    return result
 
 
 def _find(path: Path) -> Saved:

@@ -13,10 +13,10 @@ import numpy as np
 from absl import logging
 
 from ctl.base.differences import first_three
-from ctl.base.names import check_name
+from ctl.base.names import check_name, numbered
 from ctl.checkpoint import foreign, manifest
 from ctl.checkpoint.export import load_model
-from ctl.checkpoint.reader import Reader, numbered
+from ctl.checkpoint.reader import Reader
 from ctl.distributed import replicas
 from ctl.errors import UsageError
 

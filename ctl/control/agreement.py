@@ -30,13 +30,8 @@ _SETTINGS = (
 def agree(
     step: TrainStep, dataset: Dataset, trace: Callable[[], Any], plan: Callable[[], Plan]
 ) -> None:
-    """Compares code, model, optimizer, data and all-reduces over all workers.
-
-    Args:
-        step: a built step.
-        dataset: the dataset of the loop.
-        trace: traces the step. All workers wait until each has traced it.
-        plan: returns the plan of the trace.
+    """Compares code, model, optimizer, data and all-reduces over all workers. ``trace`` traces the
+    built ``step``, and all workers wait until each has; ``plan`` returns the plan of the trace.
 
     Raises:
         UsageError: the workers differ.

@@ -16,12 +16,11 @@ import tensorflow as tf
 from absl import logging
 
 from ctl.base.actions import Status
+from ctl.base.differences import names_of
 from ctl.distributed import replicas, workers
 from ctl.distributed.watch import watchdog
 from ctl.errors import DivergedError, UsageError
 from ctl.step import TrainStep
-
-_SHOWN = 3  # variables in a message
 
 
 class CompareReplicas:
@@ -192,9 +191,7 @@ def _difference(
 
 
 def _shown(variables: Sequence[Any]) -> str:
-    names = [variable.name.removesuffix(":0") for variable in variables]
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+    return names_of([variable.name.removesuffix(":0") for variable in variables])
 
 
 def checksum(value: tf.Variable | tf.Tensor) -> tf.Tensor:

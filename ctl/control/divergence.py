@@ -25,13 +25,8 @@ _REMEDY = "try a lower learning rate, clipping (--clip_norm) or --on_nan=skip"
 
 
 class Divergence:
-    """Checks the steps of each call.
-
-    Args:
-        step: a built step.
-        dataset: the dataset of the training.
-        checkpoints: the message names the last good one, if any.
-    """
+    """Checks the steps of each call of a built ``step`` on ``dataset``. The message names the last
+    good one of the ``checkpoints``, if any."""
 
     def __init__(self, step: TrainStep, dataset: Dataset, checkpoints: CheckpointManager | None):
         self._step, self._dataset = step, dataset

@@ -26,11 +26,8 @@ if TYPE_CHECKING:
 
 
 class FlightRecorder:
-    """Adds marks to ``step``, whose latest stamps another thread can read.
-
-    Args:
-        step: a built step; the loop traces it again, with the marks.
-    """
+    """Adds marks to ``step``, which the loop then traces again. Another thread can read their
+    latest stamps."""
 
     def __init__(self, step: TrainStep):
         self._step = step
@@ -43,14 +40,11 @@ class FlightRecorder:
         self._step.observer = self._marks
 
     def read(self, until: int) -> tuple[dict[str, float], tuple[str, ...]]:
-        """Reads how far this process is in its step. Call it from any thread.
+        """Reads how far this process is in a call that ends at the global step ``until``. Call it
+        from any thread.
 
-        Args:
-            until: global step at which the running call ends.
-
-        Returns:
-            Seconds since each mark that has fired on all replicas of this process; and the names of
-            the other marks, in the order of the step.
+        Returns the seconds since each mark that has fired on all replicas of this process; and the
+        names of the other marks, in the order of the step.
         """
         running = int(self._step.global_step.numpy())
         # After the last step of a call, only the reduction of the losses is left.

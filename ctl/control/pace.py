@@ -45,15 +45,10 @@ class Pace:
         return self._first
 
     def record_duration(self, seconds: float, steps: int, mean: float | None) -> bool:
-        """Updates the pace after a call.
+        """Updates the pace after a call of ``steps`` steps. ``mean`` is that of the workers'
+        reports, in seconds per step; None for one worker.
 
-        Args:
-            seconds: duration of the call.
-            steps: number of steps of the call.
-            mean: mean of the workers' reports, in seconds per step; None for one worker.
-
-        Returns:
-            False if the call was traced, so that its duration means nothing.
+        Returns False if the call was traced, so that its duration means nothing.
         """
         self._traced.add(self._key)
         if not self._first:

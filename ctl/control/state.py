@@ -24,13 +24,8 @@ _COMPILED = "compiled"  # present if XLA compiles the step: see `ctl.control.jit
 
 
 class TrainState:
-    """The variables of a training by group, which a checkpoint holds.
-
-    Args:
-        step: a built step; see `TrainStep.state` for its groups.
-        dataset: the dataset of the training.
-        eval_actions: the memories of actions make one group, see `ctl.schedule.patience`.
-    """
+    """The variables of a training on ``dataset`` by group, which a checkpoint holds: those of
+    `TrainStep.state`, and the memories of ``eval_actions``, see `ctl.schedule.patience`."""
 
     def __init__(self, step: TrainStep, dataset: Dataset, eval_actions: Sequence[Any]):
         self._step, self._dataset, self._eval_actions = step, dataset, eval_actions
@@ -59,10 +54,8 @@ class TrainState:
         """Restores the last checkpoint, the Python values that were ``changed`` before it, and the
         first run's decision about XLA (`jit.keep`).
 
-        Returns:
-            The checkpoint, or None if there is none; and the results of its evaluation, or an empty
-            dict. A checkpoint is written before its evaluation, so actions with a memory get these
-            results now.
+        Returns the checkpoint, or None; and the results of its evaluation, or an empty dict. A
+        checkpoint is written before its evaluation, so actions with a memory get these results now.
 
         Raises:
             CheckpointError: see `CheckpointManager.restore`.

@@ -29,12 +29,12 @@ from ctl.base import signals
 from ctl.distributed.cluster.external_watchdog import Keeper
 from ctl.distributed.cluster.handshake import HandshakeServer, handshake
 from ctl.distributed.cluster.members import Tasks
+from ctl.distributed.cluster.rendezvous import Waiting
 from ctl.errors import CtlError, PeerError, Preempted, exit_code_of
 
 _BEAT_SECONDS = 1.0
 _QUIET_BEATS = 4
 _SILENT_SECONDS = 30.0
-_QUIET_SECONDS = 10.0  # until a warning names the missing tasks, and between such warnings
 
 # Seconds that a worker still serves after a signal to end. The coordinator may have received the
 # signal too, and then needs the worker for the steps in progress.
@@ -125,17 +125,9 @@ class Heartbeats:
         Raises:
             PeerError: one is missing after ``timeout`` seconds. Warnings name it from 10 s on.
         """
-        began, last_warning = time.monotonic(), 0.0
+        waiting = Waiting(_COORDINATOR, timeout)
         while missing := self._missing(self._tasks.servers):
-            seconds = time.monotonic() - began
-            if seconds >= timeout:
-                raise PeerError(
-                    f"the coordinator gave up after {seconds:.0f} s (--startup_timeout) waiting "
-                    f"for {missing}"
-                )
-            if seconds - last_warning >= _QUIET_SECONDS:
-                last_warning = seconds
-                logging.warning("the coordinator has waited %.0f s for %s", seconds, missing)
+            waiting.check(missing)
             time.sleep(0.02)
         self._complete = True
         # While TensorFlow waits for a frozen server, it may hold Python's lock and stop `_run`. The
@@ -336,23 +328,14 @@ def _attend(tasks: Tasks, timeout: float, received: list[int]) -> int:
 
 
 def _connect(tasks: Tasks, timeout: float, received: list[int]) -> _Peer:
-    began, last_warning = time.monotonic(), 0.0
+    waiting = Waiting(tasks.name, timeout)
     while True:
         try:
             connection = handshake(tasks.coordinator, _COORDINATOR, tasks.name, tasks.fingerprint)
             connection.setblocking(False)
             return _Peer(connection, _COORDINATOR)
         except OSError as error:
-            seconds, why = time.monotonic() - began, error.strerror or str(error)
-        missing = f"the coordinator at {tasks.coordinator} ({why})"
-        if seconds >= timeout:
-            raise PeerError(
-                f"{tasks.name}: gave up after {seconds:.0f} s (--startup_timeout) waiting for "
-                f"{missing}"
-            )
+            waiting.check(f"{_COORDINATOR} at {tasks.coordinator} ({error.strerror or error})")
         if received:
             raise Preempted(f"{tasks.name}: left after {signal.Signals(received[0]).name}")
-        if seconds - last_warning >= _QUIET_SECONDS:
-            last_warning = seconds
-            logging.warning("%s has waited %.0f s for %s", tasks.name, seconds, missing)
         time.sleep(0.1)

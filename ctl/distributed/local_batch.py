@@ -225,12 +225,9 @@ def _stack(tensor: Any, begin: Any, length: Any, size: Any) -> Callable[[tf.Tens
 
 
 def pad_empty(batch: Any) -> tuple[Any, tf.Tensor | None]:
-    """Replaces a batch without examples by one example of zeros.
-
-    Returns:
-        ``(computed, empty)``: ``batch`` or the example of zeros, and a bool scalar that is true for
-        the latter. ``empty`` is None if every replica must have examples.
-    """
+    """Replaces a batch without examples by one example of zeros. Returns the batch to compute, and
+    ``empty``, a bool scalar that is true for the example of zeros; None if every replica must have
+    examples."""
     # A single replica gets the whole batch. A batch of static size has examples for every replica.
     if tf.distribute.get_strategy().num_replicas_in_sync == 1:
         return batch, None
@@ -320,12 +317,8 @@ def one_for_each_example(losses: Any, count: Any = None, source: str = "loss()")
 
 
 def check_weights_used(losses: tf.Tensor, batch: Any, step: str) -> None:
-    """Refuses losses that do not depend on the weights of their batch. Checks nothing in eager
-    mode.
-
-    Args:
-        losses: float [n], as returned by ``loss()`` of a class named ``step``.
-        batch: the batch that ``loss()`` was given.
+    """Refuses ``losses``, as returned by ``loss(batch)`` of a class named ``step``, that do not
+    depend on the weights of ``batch``. Checks nothing in eager mode.
 
     Raises:
         UsageError: the graph has no path from the weights to ``losses``.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import re
 from collections.abc import Iterable, Iterator
@@ -11,6 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from ctl.base import names
 from ctl.distributed import local_batch
 from ctl.errors import UsageError
 
@@ -98,13 +98,9 @@ def layers_of(model: keras.Model) -> list[keras.Layer]:
 def numbered(parts: Iterable[Any], name: str = "name") -> list[tuple[str, Any]]:
     """Gives each of ``parts`` its attribute ``name`` as it is in every process: without the numbers
     of Keras, which counts layers that a process makes; the second ``dense`` is ``dense#2``."""
-    count: collections.Counter[str] = collections.Counter()
-    made = []
-    for part in parts:
-        plain = re.sub(r"_\d+(?=/|$)", "", getattr(part, name))
-        count[plain] += 1
-        made.append((f"{plain}#{count[plain]}" if count[plain] > 1 else plain, part))
-    return made
+    parts = list(parts)
+    plain = (re.sub(r"_\d+(?=/|$)", "", getattr(part, name)) for part in parts)
+    return list(zip(names.numbered(plain), parts, strict=True))
 
 
 def check_central_storage(

@@ -67,43 +67,23 @@ def mean(strategy: tf.distribute.Strategy, total: float) -> float | None:
 def naming_lost_peers(
     strategy: tf.distribute.Strategy, doing: str, step: Callable[[], int] | None = None
 ) -> Iterator[None]:
-    """Turns TensorFlow's errors of a collective into a `PeerError` that names the lost worker.
-
-    Args:
-        strategy: the strategy whose collectives run inside.
-        doing: what the caller does, for the message.
-        step: returns the global step for the message.
-    """
+    """Turns TensorFlow's errors of a collective inside into a `PeerError` that names the lost
+    worker, what the caller is ``doing`` and the global step."""
     try:
         yield
     except LOST as error:
         number = step() if step else None
         where = doing if number is None else f"{doing} after step {number}"
+        timed_out = isinstance(error, tf.errors.DeadlineExceededError)
         if is_multi_worker(strategy):
-            what = f"a collective in {where}"
-            raise lost_peer(cluster_of(strategy), what, error, number) from error
-        if not isinstance(error, tf.errors.DeadlineExceededError):
+            cluster, how = cluster_of(strategy), "timed out" if timed_out else "broke off"
+            raise PeerError(
+                f"worker {cluster.index} of {len(cluster.workers)}: a collective in {where} {how}: "
+                f"{reason(error)}; waiting for {watchdog.broke_off(cluster, number)}"
+            ) from error
+        if not timed_out:
             raise
         raise PeerError(f"an all-reduce in {where} timed out") from error
-
-
-def lost_peer(
-    cluster: Cluster, what: str, error: tf.errors.OpError, step: int | None = None
-) -> PeerError:
-    """Returns the `PeerError` for one of `LOST`; it names the worker to blame.
-
-    Args:
-        cluster: all workers.
-        what: what this worker did when TensorFlow raised ``error``.
-        error: the error of TensorFlow.
-        step: last global step that was finished; None if it is not known.
-    """
-    how = "timed out" if isinstance(error, tf.errors.DeadlineExceededError) else "broke off"
-    blamed = watchdog.broke_off(cluster, step)
-    return PeerError(
-        f"worker {cluster.index} of {len(cluster.workers)}: {what} {how}: {reason(error)}; "
-        f"waiting for {blamed}"
-    )
 
 
 def watch(strategy: tf.distribute.Strategy, **options: Any) -> bool:

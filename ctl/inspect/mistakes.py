@@ -10,7 +10,6 @@ import dataclasses
 import heapq
 import itertools
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ from ctl.base.svg import escape
 from ctl.data.dataset import Dataset, on_replica
 from ctl.data.feed import open_batches, waiting_for
 from ctl.distributed import local_batch
-from ctl.errors import CheckpointError, UsageError
+from ctl.errors import UsageError
 from ctl.inspect.show.document import STYLE, document, html_table
 from ctl.phases.base_step import BaseStep
 
@@ -319,13 +318,3 @@ def _worst(report: Report) -> str:
             f"<span>loss {one.loss:.2f}, example {one.number}</span></li>"
         )
     return "".join(items)
-
-
-def prepare(directory: str) -> Path:
-    """Makes ``directory``. Raises `CheckpointError` if that is impossible."""
-    path = Path(directory)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CheckpointError(f"cannot write --report={path}: {error.strerror}") from error
-    return path

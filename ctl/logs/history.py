@@ -10,7 +10,6 @@ from typing import Any
 
 from ctl.base import curves
 from ctl.base.actions import Status
-from ctl.base.curves import Curve
 from ctl.errors import UsageError
 from ctl.logs.runs import Run
 
@@ -105,11 +104,7 @@ class History:
         names = dict.fromkeys(
             name for row in [*train.values(), *evaluations.values()] for name in row
         )
-        charts = {
-            name: [Curve(run.curve("train", name)), Curve(run.curve("eval", name), evaluates=True)]
-            for name in names
-            if not name.endswith("_per_second")
-        }
+        charts = {name: run.curves(name) for name in names if not name.endswith("_per_second")}
         for name in [name for name in charts if name.startswith("learning_rate")]:
             if len({rate for _, rate in charts[name][0].points}) == 1:
                 del charts[name]

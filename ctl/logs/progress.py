@@ -27,6 +27,7 @@ _CELL_COLUMNS = 100  # of the output of a notebook
 # A step that counts something else, see `ctl.phases.base_step.BaseStep.counts`, has another rate,
 # too.
 _UNITS = ("steps_per_second", "examples_per_second")
+_SHORT_UNITS = {"examples": "ex", "tokens": "tok"}
 
 
 class Lines:
@@ -322,11 +323,6 @@ def _place(step: int, until: int) -> str:
     return f"step {step:>{len(str(until))}}/{until}"
 
 
-def _rate_unit(name: str) -> str:
-    unit = name.removesuffix("_per_second")
-    return {"examples": "ex", "tokens": "tok"}.get(unit, unit)
-
-
 def _metrics(scalars: Mapping[str, float]) -> list[str]:
     """The loss, the metrics and what a step logs."""
     return [
@@ -374,7 +370,8 @@ def _rate(scalars: Mapping[str, float]) -> list[str]:
     if not rates:
         return []
     name = max(rates, key=lambda name: _UNITS.index(name) if name in _UNITS else len(_UNITS))
-    return [f"{_count(scalars[name]):>5} {_rate_unit(name)}/s"]
+    unit = name.removesuffix("_per_second")
+    return [f"{_count(scalars[name]):>5} {_SHORT_UNITS.get(unit, unit)}/s"]
 
 
 def _number(value: float) -> str:

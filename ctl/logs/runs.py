@@ -15,6 +15,7 @@ from typing import Any
 from ctl.base import durable
 from ctl.base.actions import CONTEXT
 from ctl.base.best import known_mode
+from ctl.base.curves import Curve
 from ctl.errors import UsageError
 from ctl.flags import config
 from ctl.flags.defaults import early_stop_parts
@@ -89,6 +90,10 @@ class Run:
         """``(step, value)`` of the scalar ``name``, where it is finite."""
         steps = self.records.get(phase, {})
         return [(s, v[name]) for s, v in steps.items() if math.isfinite(v.get(name, math.nan))]
+
+    def curves(self, name: str, number: int = 0) -> list[Curve]:
+        """The scalar ``name`` of training and evaluations, for a chart; ``number``: of this run."""
+        return [Curve(self.curve(p, name), p == "eval", number) for p in ("train", "eval")]
 
     def results(self) -> dict[str, Best]:
         """The results of evaluations by ``phase name``, such as ``eval accuracy``."""

@@ -14,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 from tensorboard.plugins.scalar.summary_v2 import scalar_pb
 
+from ctl.base import durable
 from ctl.base.actions import scalars_of
 from ctl.errors import CheckpointError
 from ctl.logs.runs import to_json
@@ -47,7 +48,7 @@ class JsonLines:
         evaluates: bool = False,
     ):
         self.path = Path(path)
-        try:
+        with durable.writing(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             for file in (self.path, Path(f"{self.path}.old")):
                 _check_kind(file, stat.S_ISREG, "file")
@@ -56,17 +57,13 @@ class JsonLines:
                 if after is not None:
                     _set_aside(self.path, after, evaluates)
             self._file = self.path.open("ab", buffering=0)
-        except OSError as error:
-            raise _unwritable(self.path, error) from error
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Appends one line. Raises `CheckpointError` if it cannot be written."""
         line = to_json({"schema": SCHEMA, **record}).encode() + b"\n"
-        try:
+        with durable.writing(self.path):
             while line:
                 line = line[self._file.write(line) :]
-        except OSError as error:
-            raise _unwritable(self.path, error) from error
 
     def close(self) -> None:
         """Closes the file."""
@@ -170,7 +167,3 @@ def _of(line: bytes) -> tuple[int, Any]:
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return 0, None
     return (step if isinstance(step, int) else 0), phase
-
-
-def _unwritable(path: Path, error: OSError) -> CheckpointError:
-    return CheckpointError(f"cannot write {path}: {error.strerror}")

@@ -21,11 +21,8 @@ FILE = "summary.svg"
 
 def summarize(model_dir: Path) -> list[str]:
     """Writes ``summary.svg`` of the run in ``model_dir``: the loss, and the first metric of its
-    evaluations. A file that cannot be written is a warning.
-
-    Returns:
-        The same as lines of text, if standard output is a terminal that can show them.
-    """
+    evaluations. A file that cannot be written is a warning. Returns the same as lines of text, if
+    standard output is a terminal that can show them."""
     try:
         charts = _charts(read(model_dir))
     except UsageError:
@@ -48,8 +45,7 @@ def _charts(run: Run) -> dict[str, list[Curve]]:
     ]
     others = [name for name in dict.fromkeys(metrics) if name != "loss"]
     return {
-        name: [Curve(run.curve(phase, name), phase == "eval") for phase in ("train", "eval")]
-        for name in [*(["loss"] if "loss" in metrics else []), *others[:1]]
+        name: run.curves(name) for name in [*(["loss"] if "loss" in metrics else []), *others[:1]]
     }
 
 

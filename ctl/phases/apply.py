@@ -198,11 +198,8 @@ class Updater:
     def by_group(
         self, gradients_of: Callable[..., list[tf.Tensor | None]], losses: list[tf.Tensor]
     ) -> list[tf.Tensor | None]:
-        """Returns the gradients of one loss per group, in the order of ``trainable_variables``.
-
-        Args:
-            gradients_of: ``(loss, variables) -> gradients``.
-            losses: scalars.
+        """Returns ``gradients_of(loss, variables)`` of one loss per group, in the order of
+        ``trainable_variables``.
 
         Raises:
             UsageError: the number of losses is not the number of groups.

@@ -45,11 +45,8 @@ def freeze(model: keras.Model, patterns: Sequence[str]) -> list[str]:
 
 
 def select_trainable(step: Any, parts: Sequence[Any] | None) -> tuple[bool, ...]:
-    """Returns for each trainable variable of a built step whether it trains.
-
-    Args:
-        step: the step.
-        parts: layers, models and `keras.Variable` objects that train; None for all.
+    """Returns for each trainable variable of a built step whether it trains: whether it is in
+    ``parts``, layers, models and `keras.Variable` objects; None for all.
 
     Raises:
         UsageError: a part has no variable that the step trains, or there are no parts.

@@ -24,14 +24,9 @@ _ACTIVATIONS = {CROSS_ENTROPY: "softmax", BINARY: "sigmoid"}
 
 
 def check_outputs(loss: str, model: keras.Model, classes: Iterable[int] = ()) -> None:
-    """Raises `UsageError` if ``model`` ends in the activation that ``loss`` applies itself, has one
-    output for a softmax, or has no output for one of ``classes``.
-
-    Args:
-        loss: `CROSS_ENTROPY` or `BINARY`, which take logits.
-        model: checked only if it is functional or sequential.
-        classes: those that have weights.
-    """
+    """Raises `UsageError` if a functional or sequential ``model`` ends in the activation that
+    ``loss`` (`CROSS_ENTROPY` or `BINARY`, which take logits) applies itself, has one output for a
+    softmax, or has no output for one of ``classes``, which have weights."""
     shape: Any = getattr(model, "output_shape", None)
     if type(shape) is not tuple or not model.layers:
         return
@@ -194,13 +189,9 @@ def batch_spec(dataset: Any) -> Any:
 
 
 def check_ids(model: keras.Model, dataset: Any, step: int | None = None) -> None:
-    """Raises `UsageError` if a feature that is the input of an Embedding has an id outside of it.
-
-    Args:
-        model: checked only if it is functional or sequential.
-        dataset, step: see `check_labels`. Without ``step``, features are checked if they are in
-            memory.
-    """
+    """Raises `UsageError` if a feature that is the input of an Embedding of a functional or
+    sequential ``model`` has an id outside of it. See `check_labels`; without ``step``, features are
+    checked if they are in memory."""
     batch, where = _examples(dataset, step)
     inputs = getattr(model, "inputs", None)
     if not isinstance(batch, tuple | list) or not inputs:

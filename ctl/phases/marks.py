@@ -41,13 +41,9 @@ def mark_names(step: ObservedStep) -> tuple[str, ...]:
 
 
 def stamp(waits_for: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Returns the time at which all of ``waits_for`` are computed.
-
-    Call it in a graph, after a check with `tf_internals.why_no_timestamps`.
-
-    Returns:
-        float64 scalar: seconds since the epoch, with a resolution of 1 us.
-    """
+    """Returns the time at which all of ``waits_for`` are computed, float64 seconds since the epoch,
+    with a resolution of 1 us. Call it in a graph, after a check with
+    `tf_internals.why_no_timestamps`."""
     with tf.control_dependencies(waits_for):
         time = tf.timestamp()
     tf_internals.run_independently(time.op)  # otherwise it would also wait for all earlier stamps
@@ -116,15 +112,11 @@ class Marks(Observer):
             return tf.nest.map_structure(tf.identity, batch, expand_composites=True)
 
     def mark(self, name: str, tensors: Any) -> tf.Tensor | None:
-        """Stamps the time at which all of ``tensors`` are computed.
+        """Stamps the time at which all of ``tensors`` are computed, a nest of tensors, variables
+        and None. For a variable, the stamp waits for all earlier updates in the program. ``name``
+        is one of `mark_names`.
 
-        Args:
-            name: one of `mark_names`.
-            tensors: a nest of tensors, variables and None. For a variable, the stamp waits for all
-                earlier updates in the program.
-
-        Returns:
-            The stamp, see `stamp`; None if no store asks for it, or if XLA compiles this place.
+        Returns the stamp, see `stamp`; None if no store asks for it, or if XLA compiles this place.
         """
         with tf.name_scope("ctl_mark"):
             if name == "input":
@@ -182,10 +174,6 @@ class Marks(Observer):
 class Ring:
     """Store for the stamps of the last ``keep`` steps, on each replica. Costs one scatter of a row
     per step.
-
-    Args:
-        step: a built step.
-        keep: number of steps.
 
     Raises:
         UsageError: replicas share one copy of every variable.

@@ -16,12 +16,8 @@ ACCURACY = ("accuracy", "acc")  # for which Keras looks at the shapes
 
 class Accuracy(keras.metrics.MeanMetricWrapper):
     """The accuracy that Keras takes for the shapes: binary if there is one output, sparse if the
-    labels are classes, [n] or [n, 1], else categorical.
-
-    Args:
-        name: of the metric.
-        logits: whether outputs are logits: their threshold is 0, not 1/2. No other kind has one.
-    """
+    labels are classes, [n] or [n, 1], else categorical. With ``logits``, the threshold of a binary
+    one is 0, not 1/2."""
 
     def __init__(self, name: str = "accuracy", *, logits: bool = False):
         threshold = 0.0 if logits else 0.5
@@ -47,11 +43,9 @@ def from_names(metrics: Any, logits: bool | None) -> Any:
 
 
 def from_name(name: str, logits: bool | None = None) -> keras.metrics.Metric:
-    """Makes a metric, which is called ``name``.
-
-    Args:
-        name: as `keras.metrics.get` knows it, or of `ACCURACY`.
-        logits: whether the loss is a cross entropy of logits; then the metrics take them, too.
+    """Makes a metric, which is called ``name``: one that `keras.metrics.get` knows, or of
+    `ACCURACY`. ``logits`` says whether the loss is a cross entropy of logits; then the metrics take
+    them, too.
 
     Raises:
         UsageError: Keras has no such metric, or it needs arguments or probabilities.

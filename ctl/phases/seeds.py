@@ -11,11 +11,7 @@ import tensorflow as tf
 
 
 class Seeds:
-    """Makes the seeds of a step.
-
-    Args:
-        run: integer, the same on all workers.
-    """
+    """Makes the seeds of a step from ``run``, the same on all workers."""
 
     def __init__(self, run: int):
         self.run = run

@@ -102,13 +102,7 @@ class Statistics:
         return [*terms, tf.cast(examples, tf.float32)]
 
     def assign(self, sums: Sequence[tf.Tensor], snapshot: StatisticsSnapshot, parts: int) -> None:
-        """Assigns the combined statistics.
-
-        Args:
-            sums: sums of `terms` over all replicas.
-            snapshot: as returned by `snapshot`.
-            parts: number of replicas.
-        """
+        """Assigns the combined statistics. ``sums`` are of `terms` over all ``parts`` replicas."""
         if not self.combined:
             return
         *sums, weight = [*sums, parts] if isinstance(snapshot.examples, int) else sums

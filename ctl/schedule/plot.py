@@ -1,7 +1,6 @@
 """Prints and draws a learning rate schedule: ``python -m ctl.schedule``.
 
-The curve is drawn by calling the schedule itself, the same code as in training. The picture is one
-self-contained SVG file, with colours for light and dark pages.
+The curve is drawn by calling the schedule itself, the same code as in training.
 """
 
 from __future__ import annotations
@@ -14,7 +13,8 @@ from typing import TYPE_CHECKING
 from absl import flags
 
 from ctl.base.console import load_tensorflow, write_file
-from ctl.base.svg import escape, line, shorten, text, ticks
+from ctl.base.curves import count
+from ctl.base.svg import document, line, rect, shorten, text, ticks
 from ctl.flags.durations import check_positive
 from ctl.flags.groups import define_schedule_flags, schedule_arguments
 from ctl.flags.parsing import check_flags, group, run_command
@@ -27,17 +27,8 @@ flags.disclaim_key_flags()
 WIDTH, HEIGHT = 720, 400
 LEFT, RIGHT, TOP, BOTTOM = 76, 690, 104, 344  # The frame of the curve.
 
-_STYLE = """
-  .page { fill: #ffffff } .frame { fill: none; stroke: #818b98 } .grid { stroke: #e4e8ec }
-  .curve { fill: none; stroke: #0969da; stroke-width: 2; stroke-linejoin: round }
-  text { font: 12px system-ui, "Segoe UI", Helvetica, Arial, sans-serif; fill: #59636e }
-  text.title { font-size: 16px; font-weight: 600; fill: #1f2328 }
-  .x { text-anchor: middle } .y { text-anchor: end }
-  @media (prefers-color-scheme: dark) {
-    .page { fill: #0d1117 } .frame { stroke: #656c76 } .grid { stroke: #262c34 }
-    .curve { stroke: #4493f8 } text { fill: #9198a1 } text.title { fill: #f0f6fc }
-  }
-"""
+_LIGHT = {".curve": "fill: none; stroke: #0969da; stroke-width: 2; stroke-linejoin: round"}
+_DARK = {".curve": "stroke: #4493f8"}
 
 
 _USAGE = """
@@ -128,15 +119,14 @@ def draw(schedule: Schedule, total_steps: int, steps_per_epoch: float) -> str:
     path = f"M{LEFT} {y(rates[0]):.1f}"
     for step, rate in zip(steps[1:], rates[1:], strict=True):
         path += f"H{x(step):.1f}V{y(rate):.1f}"
-    parts = [f'<rect class="page" width="{WIDTH}" height="{HEIGHT}"/>']
-    parts.append(text(LEFT, 30, f"Learning rate: {_name(schedule)}", "title"))
+    parts = [text(LEFT, 30, f"Learning rate: {_name(schedule)}", "title")]
     parts.append(text(LEFT, 51, shorten(_arguments(schedule), RIGHT - LEFT)))
     for rate in y_ticks:
         parts.append(line(LEFT, y(rate), RIGHT, y(rate)))
         parts.append(text(LEFT - 8, y(rate) + 4, _rate(rate), "y"))
     for tick in ticks(total_steps, least=1):
         parts.append(line(x(tick), TOP, x(tick), BOTTOM))
-        parts.append(text(x(tick), BOTTOM + 18, _count(tick), "x"))
+        parts.append(text(x(tick), BOTTOM + 18, count(tick), "x"))
     for epoch in ticks(epochs):
         at = x(epoch * steps_per_epoch)
         parts.append(f'<path class="frame" d="M{at:.1f} {TOP}v-4"/>')
@@ -144,17 +134,10 @@ def draw(schedule: Schedule, total_steps: int, steps_per_epoch: float) -> str:
     middle = (LEFT + RIGHT) / 2
     parts.append(text(middle, TOP - 28, "epoch", "x"))
     parts.append(text(middle, BOTTOM + 38, "step", "x"))
-    parts.append(
-        f'<rect class="frame" x="{LEFT}" y="{TOP}" width="{RIGHT - LEFT}" height="{BOTTOM - TOP}"/>'
-    )
+    parts.append(rect(LEFT, TOP, RIGHT - LEFT, BOTTOM - TOP, "frame"))
     parts.append(f'<path class="curve" d="{path}H{RIGHT}"/>')
-    name = escape(f"Learning rate schedule {_name(schedule)}: {_arguments(schedule)}")
-    body = "\n".join(parts)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
-        f'width="{WIDTH}" height="{HEIGHT}" role="img">\n'
-        f"<title>{name}</title>\n<style>{_STYLE}</style>\n{body}\n</svg>\n"
-    )
+    title = f"Learning rate schedule {_name(schedule)}: {_arguments(schedule)}"
+    return document("ctl-schedule", WIDTH, HEIGHT, parts, _LIGHT, _DARK, title)
 
 
 def _rate_axis(
@@ -203,7 +186,3 @@ def _rate(rate: float) -> str:
         return f"{rate:.4g}"
     mantissa, exponent = f"{rate:.3e}".split("e")
     return f"{float(mantissa):g}e{int(exponent)}"
-
-
-def _count(step: float) -> str:
-    return f"{step / 1e6:g}M" if step >= 1e6 else f"{step:,.0f}"

@@ -104,29 +104,13 @@ class Piecewise(Schedule):
     """``values[0]`` before step ``boundaries[0]``, ``values[1]`` from that step on, and so on.
 
     The step of a boundary has the new rate, so ``3 * steps_per_epoch`` means "before epoch 3",
-    counted from 0. (In `keras.optimizers.schedules.PiecewiseConstantDecay` it has the old rate.)
-    Boundaries are counted from step 0, not from the end of the warm-up. The warm-up must end before
-    the first boundary.
+    counted from 0; `make_schedule` takes ``"3ep"``, too. (In
+    `keras.optimizers.schedules.PiecewiseConstantDecay` it has the old rate.) Boundaries are counted
+    from step 0, not from the end of the warm-up, which must end before the first boundary.
     """
 
     boundaries: Sequence[int]
     values: Sequence[float]
-
-    @classmethod
-    def by_epoch(
-        cls,
-        boundaries: Sequence[float],
-        values: Sequence[float],
-        *,
-        steps_per_epoch: float,
-        warmup_steps: int = 0,
-    ) -> Piecewise:
-        """Takes boundaries in epochs; ``steps_per_epoch`` may be fractional.
-
-        A step that begins before a boundary and ends after it has the old rate.
-        """
-        steps = [steps_from("boundaries", f"{b}ep", steps_per_epoch) for b in boundaries]
-        return cls(steps, values, warmup_steps=warmup_steps)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -11,10 +11,11 @@ from scripts import STARTS_PROCESSES, results
 
 from ctl.errors import CtlError
 from ctl.inspect.measure import link
+from ctl.inspect.measure.link import AlphaBeta, PiecewiseLinear, Point
 
 sys.path.insert(0, str(BENCHMARKS))
 
-from jobs import Effort, Job, percentile, recommend  # noqa: E402
+from jobs import Effort, Job, held_out, percentile, recommend  # noqa: E402
 
 pytestmark = STARTS_PROCESSES
 
@@ -92,3 +93,15 @@ def test_two_workers(tmp_path):
         assert 5 <= row["iterations"] <= 10 and row["call"] > 0
     assert found["bytes_per_pack"]["recommended"] in (0, *(p.bytes for p in measured.points))
     assert "held-out error" in done.stdout and "recommended for ring" in done.stdout
+
+
+def test_held_out_points_are_not_seen():
+    points = [Point(1000 * 2**i, 1e-3 + 1000 * 2**i / 5e8) for i in range(12)]
+    assert held_out(AlphaBeta.fit, points).mean < 1e-9
+    points[5] = Point(points[5].bytes, 10 * points[5].seconds)
+    error = held_out(PiecewiseLinear, points)
+    assert error.worst_bytes == points[6].bytes or error.worst_bytes == points[4].bytes
+    assert error.worst > 1  # its neighbours are promised to take far longer than they do
+    outlier = PiecewiseLinear(points).seconds(points[5].bytes)
+    assert outlier == points[5].seconds
+    assert held_out(AlphaBeta.fit, points[:3]) is None

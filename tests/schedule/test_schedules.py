@@ -173,13 +173,12 @@ def test_saved_with_a_model(tmp_path):
 def test_the_classic_epochs():
     """1e-3 before epoch 3, 1e-4 before epoch 7, 1e-5 after, with batches that straddle epochs."""
     per_epoch = 60_000 / 128  # 468.75: epoch 3 begins within step 1406, epoch 7 within step 3281.
-    schedule = Piecewise.by_epoch([3, 7], [1e-3, 1e-4, 1e-5], steps_per_epoch=per_epoch)
-    assert schedule.boundaries == (1407, 3282)
+    pieces = {"boundaries": ["3ep", "7ep"], "values": ["1e-3", "1e-4", "1e-5"]}
+    schedule = make_schedule("piecewise", **pieces, steps_per_epoch=per_epoch)
+    assert schedule == Piecewise([1407, 3282], [1e-3, 1e-4, 1e-5])
     assert [float(schedule(step)) for step in (0, 1406, 1407, 3281, 3282, 5625)] == pytest.approx(
         [1e-3, 1e-3, 1e-4, 1e-4, 1e-5, 1e-5]
     )
-    pieces = {"boundaries": ["3ep", "7ep"], "values": ["1e-3", "1e-4", "1e-5"]}
-    assert schedule == make_schedule("piecewise", **pieces, steps_per_epoch=per_epoch)
 
 
 @pytest.mark.parametrize(

@@ -148,7 +148,7 @@ def resolve(
         raise UsageError("--worker_index needs --workers=HOST:PORT,HOST:PORT,…")
     if environ.get("TF_CONFIG"):
         return _from_tf_config(environ["TF_CONFIG"])
-    if slurm.is_task(environ):
+    if slurm.VARIABLE in environ:  # started by srun
         return _checked(*slurm.tasks(environ), "Slurm")
     raise UsageError(
         "--strategy=multi_worker finds no cluster: give --workers=HOST:PORT,… and --worker_index, "

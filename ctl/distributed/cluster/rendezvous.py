@@ -12,12 +12,32 @@ from ctl.distributed.cluster.handshake import HandshakeServer, handshake
 from ctl.distributed.cluster.members import Cluster
 from ctl.errors import PeerError, UsageError
 
-# Seconds until a warning names the missing workers, and between such warnings.
+# Seconds until a warning names the missing tasks, and between such warnings.
 _QUIET_SECONDS = 10.0
 
 # A worker that has found another list of addresses still answers for so long, so that its peers
 # find that, too.
 _STAY_SECONDS = 2.0
+
+
+class Waiting:
+    """Limits the wait of the task ``me`` for others at the start to ``timeout`` seconds."""
+
+    def __init__(self, me: str, timeout: float):
+        self._me, self._timeout = me, timeout
+        self._began, self._said = time.monotonic(), 0.0
+
+    def check(self, missing: str) -> None:
+        """Logs whom this task waits for, from 10 s on. Raises `PeerError` after the limit."""
+        seconds = time.monotonic() - self._began
+        if seconds >= self._timeout:
+            raise PeerError(
+                f"{self._me}: gave up after {seconds:.0f} s (--startup_timeout) waiting for "
+                f"{missing}"
+            )
+        if seconds - self._said >= _QUIET_SECONDS:
+            self._said = seconds
+            logging.warning("%s has waited %.0f s for %s", self._me, seconds, missing)
 
 
 def meet(cluster: Cluster, timeout: float) -> None:
@@ -47,7 +67,7 @@ def meet(cluster: Cluster, timeout: float) -> None:
         thread = threading.Thread(target=welcome, name="welcome", daemon=True)
         thread.start()
         untold, why = set(peers), dict.fromkeys(peers, "silent")
-        began, said = time.monotonic(), 0.0
+        waiting = Waiting(me, timeout)
         try:
             while untold or not came.issuperset(peers):
                 for peer in sorted(untold):
@@ -63,15 +83,8 @@ def meet(cluster: Cluster, timeout: float) -> None:
                     for peer, address in peers.items()
                     if peer in untold or peer not in came
                 )
-                seconds = time.monotonic() - began
-                if missing and seconds >= timeout:
-                    raise PeerError(
-                        f"{me}: gave up after {seconds:.0f} s (--startup_timeout) waiting for "
-                        f"{missing}"
-                    )
-                if missing and seconds - said >= _QUIET_SECONDS:
-                    said = seconds
-                    logging.warning("%s has waited %.0f s for %s", me, seconds, missing)
+                if missing:
+                    waiting.check(missing)
                 time.sleep(0.05)
         except UsageError:
             time.sleep(_STAY_SECONDS)

@@ -13,16 +13,13 @@ from collections.abc import Iterator, Mapping
 
 from ctl.errors import UsageError
 
+VARIABLE = "SLURM_STEP_NUM_TASKS"  # ``srun`` sets it for its tasks
+
 # The number of a job selects its ports, so that jobs on one node rarely share any.
 _FIRST_PORT, _PORTS_PER_JOB, _JOBS = 10_000, 10, 2_000
 
 _HOSTS = re.compile(r"([^,\[\]]|\[[\d,-]+\])+(,([^,\[\]]|\[[\d,-]+\])+)*")
 _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
-
-
-def is_task(environ: Mapping[str, str]) -> bool:
-    """Whether this process was started by ``srun``."""
-    return "SLURM_STEP_NUM_TASKS" in environ
 
 
 def tasks(environ: Mapping[str, str]) -> tuple[list[str], int]:

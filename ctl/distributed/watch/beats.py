@@ -61,11 +61,8 @@ class Beat:
 
 @dataclasses.dataclass(frozen=True)
 class Peer(Beat):
-    """The last beat that was received from another worker.
-
-    Attributes:
-        silent: seconds since then.
-    """
+    """The last beat that was received from another worker, which has been silent for so many
+    seconds since."""
 
     silent: float
 

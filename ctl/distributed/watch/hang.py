@@ -26,7 +26,7 @@ class Place:
         known: whether it left a record or a beat of it was received.
         own: whether this is from its own record; else it is from the last beat received.
         step: last global step that it finished; -1 if not known.
-        doing, phase, waits, since: see `Record`.
+        doing, phase, waits, since: see `ctl.distributed.watch.beats.Beat`.
         steady: whether it was there for long enough to be compared with others.
         silent: seconds without a beat, if more than ``silent_after`` (frozen or dead); else 0.
         gone: why nothing listens at its address, or "".
@@ -145,12 +145,10 @@ def _judge(found: Sequence[Place]) -> tuple[list[Place], list[Place]]:
     elsewhere = [p for p in found if p.known and p not in group and p not in lost and not p.gave_up]
     # A ring can end on one worker a step before it ends on the next: who waits in an all-reduce
     # waits for those that are lost, too.
-    elsewhere = [p for p in elsewhere if p.steady and not (lost and p.waits and _reduces(p))]
+    elsewhere = [
+        p for p in elsewhere if p.steady and not (lost and p.waits and p.phase.startswith("pack"))
+    ]
     return group, lost + sorted(elsewhere, key=lambda p: (p.waits, p.step))
-
-
-def _reduces(place: Place) -> bool:
-    return place.phase.startswith("pack")
 
 
 def _at(place: Place) -> tuple[int, str, str]:

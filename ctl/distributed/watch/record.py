@@ -86,16 +86,11 @@ class Record:
         time: when the record was made, in seconds since the epoch.
         why: "timed out", "broke off" or "worker I gave up".
         step: last global step that it finished; None before the first section with steps.
-        doing: section of the code, see `Section`.
-        phase: what the step waits for, see `phase_of`.
-        waits: whether it may wait for others in this section.
-        since: seconds without progress.
+        doing, phase, waits, since: see `ctl.distributed.watch.beats.Beat`.
         silent_after: seconds without a beat after which a peer counts as frozen or dead.
-        fired: seconds since each mark of the running step that has fired.
-        not_fired: the other marks, in the order of the step.
+        fired, not_fired, packs: see `Section`.
         peers: the other workers whose beats were received, by index.
         gone: the reason for each worker that no longer listens, by index.
-        packs: bytes of each pack of gradients, where known.
         stacks: frames of every Python thread by its name, ``file:line function``, innermost last.
         versions: of Python and packages, by name.
     """

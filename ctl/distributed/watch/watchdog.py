@@ -187,15 +187,9 @@ class Watchdog:
         return made
 
     def blame(self, why: str, step: int | None = None) -> str:
-        """Writes the record of a collective that failed, and tells the other workers.
-
-        Args:
-            why: "timed out" or "broke off", see `Record`.
-            step: last global step that was finished; None to keep the one that is known.
-
-        Returns:
-            The workers that this one waits for, as far as it can know.
-        """
+        """Writes the record of a collective that failed (``why``: see `Record`), and tells the
+        other workers. ``step`` is the last global step that was finished; None keeps the one that
+        is known. Returns the workers that this one waits for, as far as it can know."""
         section = self._section()
         if step is not None:
             section.step = step
@@ -291,15 +285,9 @@ def collective(
     marks: Callable[[], tuple[dict[str, float], tuple[str, ...]]] | None = None,
     packs: Sequence[int] = (),
 ) -> contextlib.AbstractContextManager[None]:
-    """Returns a context in which the main thread may wait for other workers.
-
-    Args:
-        doing: description, for messages.
-        timeout: limit in seconds without progress; by default that of `start`.
-        first: whether the call compiles; the limit is then at least `FIRST_CALL_SECONDS`.
-        otherwise: error to end with at the limit; by default one that blames the other workers.
-        step, progress, marks, packs: see `Section`.
-    """
+    """Returns a context in which the main thread may wait for other workers: up to ``timeout``
+    seconds without progress, by default those of `start`; at least `FIRST_CALL_SECONDS` if the call
+    compiles (``first``). See `Section` for the rest."""
     if _watchdog is None:
         return contextlib.nullcontext()
     limit = timeout or _watchdog.timeout

@@ -24,10 +24,8 @@ Names the worker that kept the others of a run waiting, from their flight record
 
 
 def load(directory: Path) -> tuple[list[Record], list[str]]:
-    """Reads the records of the last hang in ``directory`` and in its folder ``inspect``.
-
-    Returns:
-        The records, and one line for each file that is not used.
+    """Reads the records of the last hang in ``directory`` and in its folder ``inspect``. Returns
+    them, and one line for each file that is not used.
 
     Raises:
         UsageError: there is no readable record.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from absl import flags
 
 from ctl.base import durable
-from ctl.errors import CheckpointError, UsageError
+from ctl.errors import UsageError
 from ctl.flags.parsing import group, run_command
 
 if TYPE_CHECKING:
@@ -116,10 +116,8 @@ def show(
     page = make_page(timeline, lines, plan=plan, measured=measured)
     trace = json.dumps(make_trace(timeline), allow_nan=False, separators=(",", ":"))
     for name, text in (("report.html", page), ("trace.json", trace)):
-        try:
+        with durable.writing(directory / name):
             directory.mkdir(parents=True, exist_ok=True)
             durable.write_text(directory / name, text, via=directory)
-        except OSError as error:
-            raise CheckpointError(f"cannot write {directory / name}: {error.strerror}") from error
     print(f"page: {directory / 'report.html'}")
     print(f"trace, for ui.perfetto.dev or chrome://tracing: {directory / 'trace.json'}")

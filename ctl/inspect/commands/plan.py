@@ -72,5 +72,5 @@ def _compared(strategy: tf.distribute.Strategy, plan: Plan) -> Plan:
     from ctl.phases.plan.plan import from_json
 
     texts = all_gather(strategy, json.dumps(plan.to_json()).encode(), "comparing the plans")
-    plans = {worker: from_json(json.loads(text)) for worker, text in enumerate(texts)}
+    plans = [from_json(json.loads(text)) for text in texts]
     return dataclasses.replace(plan, lints=(*plan.lints, *differing(plans)))

@@ -29,12 +29,8 @@ _WARM_UP = 2  # untimed blocks of each kind: the first one is traced
 
 @dataclasses.dataclass(frozen=True)
 class Ablation:
-    """The times of blocks with and without the all-reduce. Blocks i of both kinds ran in sequence.
-
-    Attributes:
-        whole: float64 [rounds], seconds per step with the all-reduce.
-        without: float64 [rounds], seconds per step without it.
-    """
+    """Seconds per step with (``whole``) and without the all-reduce, float64 [rounds]. Blocks i of
+    both kinds ran in sequence."""
 
     whole: np.ndarray
     without: np.ndarray

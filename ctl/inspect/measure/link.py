@@ -3,18 +3,19 @@
 Reads the output of ``benchmarks/all_reduce.py --json=FILE``: ``{"schema": 1, "strategy": str,
 "operation": str, "replicas": int, "points": [{"bytes": int, "seconds": float, ...}], ...}``.
 Units are those of nccl-tests: sizes are the bytes of one replica's tensor, 1 GB is 1e9 bytes,
-``algbw = bytes / seconds`` and ``busbw = algbw * 2(n-1)/n`` for n replicas. Pure Python.
+``algbw = bytes / seconds`` and ``busbw = algbw * 2(n-1)/n`` for n replicas.
 """
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from ctl.errors import UsageError
 
@@ -56,19 +57,15 @@ class AlphaBeta:
         """
         if len(points) < 2:
             raise UsageError("a latency and a bandwidth need at least two sizes")
-        # Minimises the sum of (alpha * u + v / beta - 1)^2 with u = 1/t and v = bytes/t.
-        u = [1 / p.seconds for p in points]
-        v = [p.bytes / p.seconds for p in points]
-        uu, vv = sum(a * a for a in u), sum(b * b for b in v)
-        uv = sum(a * b for a, b in zip(u, v, strict=True))
-        determinant = uu * vv - uv * uv
-        alpha = (sum(u) * vv - sum(v) * uv) / determinant if determinant else -1.0
+        seconds = np.array([p.seconds for p in points])
+        # Minimises the sum of (alpha * u + slope * v - 1)^2.
+        u, v = 1 / seconds, np.array([p.bytes for p in points]) / seconds
+        (alpha, slope), *_ = np.linalg.lstsq(np.stack([u, v], axis=1), np.ones(len(u)), rcond=None)
         if alpha < 0:  # then 0 is the best that is not negative
-            return cls(0.0, vv / sum(v))
-        slope = (sum(v) * uu - sum(u) * uv) / determinant
-        if slope <= 0:
-            return cls(sum(u) / uu, math.inf)
-        return cls(alpha, 1 / slope)
+            alpha, slope = 0.0, v.sum() / (v @ v)
+        elif slope <= 0:
+            alpha, slope = u.sum() / (u @ u), 0.0
+        return cls(float(alpha), float(1 / slope) if slope else math.inf)
 
 
 class PiecewiseLinear:
@@ -87,47 +84,11 @@ class PiecewiseLinear:
 
     def seconds(self, size: float) -> float:
         """Seconds of an all-reduce of ``size`` bytes."""
-        after = bisect.bisect_left([p.bytes for p in self.points], size)
-        if after == 0:
-            return self.points[0].seconds
-        if after == len(self.points):
-            return size / self.points[-1].bytes * self.points[-1].seconds
-        low, high = self.points[after - 1 : after + 1]
-        share = (size - low.bytes) / (high.bytes - low.bytes)
-        return low.seconds + share * (high.seconds - low.seconds)
-
-
-@dataclasses.dataclass(frozen=True)
-class HeldOut:
-    """Relative errors of a fit at sizes that are left out of it, one at a time.
-
-    Attributes:
-        mean: the mean of the absolute errors.
-        worst: the error with the largest absolute value; negative if the fit is too fast.
-        worst_bytes: the size of that error.
-    """
-
-    mean: float
-    worst: float
-    worst_bytes: int
-
-
-def held_out(
-    fit: Callable[[Sequence[Point]], AlphaBeta | PiecewiseLinear], points: Sequence[Point]
-) -> HeldOut | None:
-    """The errors of ``fit`` at points that it is not given; None for fewer than four points.
-
-    The smallest and the largest point are never left out: a fit need not extrapolate.
-    """
-    if len(points) < 4:
-        return None
-    points = sorted(points, key=lambda p: p.bytes)
-    errors = []
-    for index, point in enumerate(points[1:-1], 1):
-        predicted = fit([*points[:index], *points[index + 1 :]]).seconds(point.bytes)
-        errors.append((predicted / point.seconds - 1, point.bytes))
-    worst = max(errors, key=lambda e: abs(e[0]))
-    return HeldOut(sum(abs(e) for e, _ in errors) / len(errors), *worst)
+        last = self.points[-1]
+        if size > last.bytes:
+            return size / last.bytes * last.seconds
+        sizes, seconds = zip(*((p.bytes, p.seconds) for p in self.points), strict=True)
+        return float(np.interp(size, sizes, seconds))
 
 
 def bus_factor(replicas: int) -> float:

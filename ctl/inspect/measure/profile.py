@@ -64,12 +64,9 @@ def profiled(wanted: bool = True) -> Iterator[list[Any]]:
 
 
 def collectives(space: Any) -> dict[tuple[int, int], np.ndarray]:
-    """When the collectives in a trace, an ``XSpace``, began and ended.
-
-    Returns:
-        ``{(pack, replica of this worker): float64 [n, 2]}``, seconds since the epoch, ascending.
-        Empty if the step uses no collectives.
-    """
+    """When the collectives in a trace, an ``XSpace``, began and ended: ``{(pack, replica of this
+    worker): float64 [n, 2]}``, seconds since the epoch, ascending. Empty if the step uses no
+    collectives."""
     began = profile_began(space)
     found: dict[tuple[int, int], list[tuple[float, float]]] = {}
     for plane in space.planes:

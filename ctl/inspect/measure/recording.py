@@ -121,11 +121,8 @@ def _describe(step: Any) -> str:
 
 def barriers(strategy: tf.distribute.Strategy, count: int = BARRIERS) -> np.ndarray:
     """Meets all workers ``count`` times, by which `ctl.inspect.measure.timeline` compares their
-    clocks; every worker must call it.
-
-    Returns:
-        float64 [count, 2], seconds since the epoch on this worker's clock: before and after each
-        meeting. With one worker, [0, 2].
+    clocks; every worker must call it. Returns seconds since the epoch on this worker's clock before
+    and after each meeting, float64 [count, 2]; with one worker, [0, 2].
 
     Raises:
         PeerError: a worker was lost.

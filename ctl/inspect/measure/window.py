@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ctl.base import durable
-from ctl.errors import CheckpointError, UsageError
+from ctl.errors import UsageError
 
 SCHEMA = 1  # Incremented when a key changes its meaning or is removed, not when one is added.
 
@@ -153,11 +153,9 @@ def write(window: Window, directory: Path) -> Path:
         CheckpointError: it cannot be written.
     """
     path = directory / f"worker-{window.worker}.json"
-    try:
+    with durable.writing(path):
         directory.mkdir(parents=True, exist_ok=True)
         durable.write_json(path, window.to_json(), via=directory)
-    except OSError as error:
-        raise CheckpointError(f"cannot write {path}: {error.strerror}") from error
     return path
 
 

@@ -1,4 +1,4 @@
-"""Draws efficiency against replicas: one self-contained SVG for light and dark pages."""
+"""Draws efficiency against replicas."""
 
 from __future__ import annotations
 
@@ -8,29 +8,22 @@ from collections.abc import Mapping, Sequence
 from ctl.base import svg
 from ctl.base.curves import BLUE, GREEN, SKY_BLUE, VERMILION
 from ctl.inspect.predict.model import Prediction
-from ctl.inspect.show.document import DARK_INK, DARK_PAGE, DARK_SOFT, FONT, LIGHT_INK, LIGHT_SOFT
 
 _WIDTH, _HEIGHT = 720, 400
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 590, 92, 336  # the labels of the curves are right of the frame
 
-# For dark pages; on paper, dashes tell the curves apart.
-_ORANGE, _GREEN = "#f0883e", "#3fb98f"
-_STYLE = f"""
-  .page {{ fill: #ffffff }} .frame {{ fill: none; stroke: #818b98 }} .grid {{ stroke: #e4e8ec }}
-  text {{ font: 12px {FONT}; fill: {LIGHT_SOFT} }}
-  text.title {{ font-size: 16px; font-weight: 600; fill: {LIGHT_INK} }}
-  .x {{ text-anchor: middle }} .y {{ text-anchor: end }}
-  .c0, .c1, .c2 {{ fill: none; stroke-width: 2; stroke-linejoin: round }}
-  .c0 {{ stroke: {BLUE} }} .c1 {{ stroke: {VERMILION}; stroke-dasharray: 7 4 }}
-  .c2 {{ stroke: {GREEN}; stroke-dasharray: 2 3 }}
-  text.t0 {{ fill: {BLUE} }} text.t1 {{ fill: #b04c00 }} text.t2 {{ fill: #00795a }}
-  @media (prefers-color-scheme: dark) {{
-    .page {{ fill: {DARK_PAGE} }} .frame {{ stroke: #656c76 }} .grid {{ stroke: #262c34 }}
-    text {{ fill: {DARK_SOFT} }} text.title {{ fill: {DARK_INK} }}
-    .c0 {{ stroke: {SKY_BLUE} }} .c1 {{ stroke: {_ORANGE} }} .c2 {{ stroke: {_GREEN} }}
-    text.t0 {{ fill: {SKY_BLUE} }} text.t1 {{ fill: {_ORANGE} }} text.t2 {{ fill: {_GREEN} }}
-  }}
-"""
+_CURVE = "fill: none; stroke-width: 2; stroke-linejoin: round; stroke: "
+_LIGHT = {  # dashes tell the curves apart on paper
+    ".c0": _CURVE + BLUE,
+    ".c1": f"{_CURVE}{VERMILION}; stroke-dasharray: 7 4",
+    ".c2": f"{_CURVE}{GREEN}; stroke-dasharray: 2 3",
+    "text.t0": f"fill: {BLUE}",
+    "text.t1": "fill: #b04c00",
+    "text.t2": "fill: #00795a",
+}
+_DARK_COLOURS = (SKY_BLUE, "#f0883e", "#3fb98f")
+_DARK = {f".c{n}": f"stroke: {colour}" for n, colour in enumerate(_DARK_COLOURS)}
+_DARK |= {f"text.t{n}": f"fill: {colour}" for n, colour in enumerate(_DARK_COLOURS)}
 
 
 def draw(curves: Mapping[str, Sequence[Prediction]], title: str, notes: Sequence[str]) -> str:
@@ -45,8 +38,7 @@ def draw(curves: Mapping[str, Sequence[Prediction]], title: str, notes: Sequence
     def y(efficiency: float) -> float:
         return _BOTTOM - (_BOTTOM - _TOP) * min(max(efficiency, 0.0), 1.0)
 
-    parts = [f'<rect class="page" width="{_WIDTH}" height="{_HEIGHT}"/>']
-    parts.append(svg.text(_LEFT, 30, svg.shorten(title, _WIDTH - _LEFT, 16), "title"))
+    parts = [svg.text(_LEFT, 30, svg.shorten(title, _WIDTH - _LEFT, 16), "title")]
     for number, note in enumerate(notes):
         parts.append(svg.text(_LEFT, 51 + 18 * number, svg.shorten(note, _WIDTH - _LEFT - 8)))
     for percent in range(0, 101, 20):
@@ -56,10 +48,7 @@ def draw(curves: Mapping[str, Sequence[Prediction]], title: str, notes: Sequence
         parts.append(svg.line(x(replicas), _TOP, x(replicas), _BOTTOM))
         parts.append(svg.text(x(replicas), _BOTTOM + 18, f"{replicas:,}", "x"))
     parts.append(svg.text((_LEFT + _RIGHT) / 2, _BOTTOM + 40, "replicas", "x"))
-    parts.append(
-        f'<rect class="frame" x="{_LEFT}" y="{_TOP}" width="{_RIGHT - _LEFT}" '
-        f'height="{_BOTTOM - _TOP}"/>'
-    )
+    parts.append(svg.rect(_LEFT, _TOP, _RIGHT - _LEFT, _BOTTOM - _TOP, "frame"))
     ends = []
     for number, (name, predictions) in enumerate(curves.items()):
         points = [f"{svg.number(x(p.replicas))} {svg.number(y(p.efficiency))}" for p in predictions]
@@ -68,12 +57,7 @@ def draw(curves: Mapping[str, Sequence[Prediction]], title: str, notes: Sequence
         ends.append((y(last) + 4, f"{name} {last:.0%}", f"t{number}"))
     for at, label, kind in _apart(ends):
         parts.append(svg.text(_RIGHT + 8, at, label, kind))
-    body = "\n".join(parts)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" '
-        f'width="{_WIDTH}" height="{_HEIGHT}" role="img">\n'
-        f"<title>{svg.escape(title)}</title>\n<style>{_STYLE}</style>\n{body}\n</svg>\n"
-    )
+    return svg.document("ctl-efficiency", _WIDTH, _HEIGHT, parts, _LIGHT, _DARK, title)
 
 
 def _decades(low: float, high: float) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ctl.base import curves
-from ctl.base.curves import CURVES, Curve
+from ctl.base.curves import CURVES
 from ctl.base.svg import escape
 from ctl.inspect.show.document import STYLE, document, stacked_tables
 from ctl.logs.runs import Run
@@ -65,11 +65,4 @@ def make_page(
 
 def draw(runs: Sequence[Run], name: str) -> str:
     """The chart of the scalar ``name`` of all ``runs``. Empty if none has it."""
-    return curves.chart(
-        name,
-        [
-            Curve(run.curve(phase, name), phase == "eval", number)
-            for number, run in enumerate(runs)
-            for phase in ("train", "eval")
-        ],
-    )
+    return curves.chart(name, [c for n, run in enumerate(runs) for c in run.curves(name, n)])

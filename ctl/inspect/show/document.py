@@ -11,13 +11,8 @@ import hashlib
 from collections.abc import Collection, Sequence
 
 from ctl.base.curves import BLUE, GREEN, ORANGE, PURPLE, SKY_BLUE
-from ctl.base.svg import escape
+from ctl.base.svg import DARK_INK, DARK_PAGE, DARK_SOFT, FONT, LIGHT_INK, LIGHT_SOFT, escape
 
-FONT = 'system-ui, "Segoe UI", Helvetica, Arial, sans-serif'
-
-DARK_PAGE = "#0d1117"
-LIGHT_INK, LIGHT_SOFT = "#1f2328", "#59636e"
-DARK_INK, DARK_SOFT = "#f0f6fc", "#9198a1"
 _BLACK, _WHITE = "#1b1b1b", "#ffffff"
 
 # Fill of a phase and the text on it, the same on light and dark pages.

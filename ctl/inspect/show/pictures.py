@@ -257,12 +257,9 @@ class _Lanes:
 
 
 def pack_parts(pack: PackTimes, row: int, index: int) -> list[tuple[str, float, float]]:
-    """The parts of an all-reduce on a replica in one step, in order and without gaps.
-
-    Returns:
-        Name, begin and end, seconds since `Timeline.origin`. The names are "wait", "transfer" and,
-        with a profile, "pack" for packing and unpacking.
-    """
+    """The parts of an all-reduce on a replica in one step, in order and without gaps: name, begin
+    and end, seconds since `Timeline.origin`. The names are "wait", "transfer" and, with a profile,
+    "pack" for packing and unpacking."""
     start, begun = float(pack.start[row, index]), float(pack.begun[row, index])
     there = begun + float(pack.wait[row, index])
     ended = there + float(pack.transfer[row, index])

@@ -13,6 +13,7 @@ import keras
 import tensorflow as tf
 
 from ctl.base import tf_internals
+from ctl.base.names import numbered
 from ctl.distributed.watch import watchdog
 from ctl.distributed.workers import cluster_of, is_multi_worker
 from ctl.errors import UsageError
@@ -68,15 +69,10 @@ def plan_of_step(
 
 
 def _by_path(variables: Iterable[keras.Variable]) -> dict[str, tf.Variable]:
-    """Path -> variable. Keras allows equal paths: the second is ``path (2)``."""
-    found: dict[str, tf.Variable] = {}
-    seen: collections.Counter[str] = collections.Counter()
-    for variable in {id(v.value): v for v in variables}.values():
-        seen[variable.path] += 1
-        number = seen[variable.path]
-        path = f"{variable.path} ({number})" if number > 1 else variable.path
-        found[path] = variable.value
-    return found
+    """Path -> variable. Keras allows equal paths: the second is ``path#2``."""
+    different = {id(v.value): v for v in variables}.values()
+    paths = numbered(v.path for v in different)
+    return dict(zip(paths, (v.value for v in different), strict=True))
 
 
 def plan_of(

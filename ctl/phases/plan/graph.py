@@ -74,15 +74,9 @@ class Node:
 
 
 class Graph:
-    """All operations that a call of ``graph_def`` may run; loops appear as if they ran once.
-
-    Args:
-        graph_def: a `GraphDef` with shapes, from ``graph.as_graph_def(add_shapes=True)``.
-
-    Attributes:
-        nodes: all operations.
-        main: name -> operation, for those outside of functions.
-    """
+    """All operations that a call of ``graph_def`` may run (``nodes``); loops appear as if they ran
+    once. It needs shapes: ``graph.as_graph_def(add_shapes=True)``. ``main`` has those outside of
+    functions, by name."""
 
     def __init__(self, graph_def: Any):
         self.nodes: list[Node] = []
@@ -102,12 +96,8 @@ class Graph:
         return self._consumers.get(tensor, [])
 
     def becomes(self, node: Node, index: int) -> list[Tensor] | None:
-        """The outputs of ``node`` that equal its input ``index``.
-
-        Returns:
-            A list, which may be empty, for calls, loops, branches, ``Merge`` and ``IdentityN``;
-            None for any other operation.
-        """
+        """The outputs of ``node`` that equal its input ``index``: a list, which may be empty, for
+        calls, loops, branches, ``Merge`` and ``IdentityN``; None for any other operation."""
         if node.op in ("Merge", "IdentityN"):
             return [Tensor(node, 0 if node.op == "Merge" else index)]
         if node.op in _BRANCHES:

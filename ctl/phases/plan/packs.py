@@ -29,12 +29,8 @@ def bytes_of(dtype: tf.DType, shape: tuple[int, ...] | None) -> int | None:
 
 
 def payload_of(root: Node, nodes: Collection[Node]) -> Tensor:
-    """The tensor that one replica contributes to a sum.
-
-    Args:
-        root: the last operation of the sum.
-        nodes: all operations of the sum; a hierarchical copy sums sums.
-    """
+    """The tensor that one replica contributes to the sum that ends in ``root``. Its operations are
+    ``nodes``; a hierarchical copy sums sums."""
     tensor = root.inputs[0]
     while tensor.node in nodes or (tensor.node.op == "Identity" and _behind(tensor) in nodes):
         tensor = tensor.node.inputs[0]
@@ -66,16 +62,8 @@ class Packs:
     communicates: Callable[[Node], bool]
 
     def members(self, root: Node, nodes: Collection[Node]) -> tuple[list[Member], set[Node]]:
-        """The tensors that a sum reduces.
-
-        Args:
-            root: the last operation of the sum.
-            nodes: all operations of the sum, see `payload_of`.
-
-        Returns:
-            The tensors, in the order of the payload; and the nodes that sum one of them over the
-            replicas again.
-        """
+        """The tensors that a sum reduces (see `payload_of`), in the order of the payload; and the
+        nodes that sum one of them over the replicas again."""
         payload = payload_of(root, nodes)
         packed, begin, end = _packed(payload)
         split = self._split_after(root, len(packed))

@@ -13,12 +13,7 @@ _MOST_MEMBERS = 4  # shown for each pack; the rest is counted
 
 
 def show(plan: Plan, console: Console | None = None) -> None:
-    """Prints the plan, its notes and lints, and its fingerprint.
-
-    Args:
-        plan: what to print.
-        console: where to print it; by default on standard output.
-    """
+    """Prints the plan, its notes and lints, and its fingerprint; by default on standard output."""
     console = console or Console(highlight=False)
     workers = f" on {plan.workers} workers" if plan.workers > 1 else ""
     console.print(f"{escape(plan.strategy)}: {plan.replicas} replicas{workers}", style="bold")
@@ -56,7 +51,7 @@ def _table(title: str, collectives: tuple[Collective, ...]) -> Table:
     for c in collectives:
         table.add_row(
             escape(c.name if c.purpose == "gradients" else f"{c.purpose}: {_last(c.name)}"),
-            _operation(c),
+            escape(c.kind + (f" x{c.ops}" if c.ops > 1 else "") + (f" {c.hint}" if c.hint else "")),
             c.dtype,
             size_text(c.bytes),
             size_text(c.wire_bytes),
@@ -69,12 +64,6 @@ def _table(title: str, collectives: tuple[Collective, ...]) -> Table:
         if c.purpose == "gradients" and len(c.members) > _MOST_MEMBERS:
             table.add_row(f"  and {len(c.members) - _MOST_MEMBERS} more", *[""] * 6)
     return table
-
-
-def _operation(c: Collective) -> str:
-    times = f" x{c.ops}" if c.ops > 1 else ""
-    hint = f" {c.hint}" if c.hint else ""
-    return escape(f"{c.kind}{times}{hint}")
 
 
 def _last(name: str) -> str:

@@ -34,10 +34,7 @@ _OP_NAME = re.compile(r'op_name="([^"]*)"')
 
 
 def compile_step(concrete: tf.types.experimental.ConcreteFunction) -> tuple[Fused, ...]:
-    """The all-reduces of one step on one replica, as XLA combines them.
-
-    Args:
-        concrete: the traced step.
+    """The all-reduces of one traced step on one replica, as XLA combines them.
 
     Raises:
         UsageError: XLA cannot compile the step or takes too long, or the child died.

@@ -14,7 +14,6 @@ from ctl.inspect.measure.link import (
     PiecewiseLinear,
     Point,
     bus_factor,
-    held_out,
     read,
 )
 
@@ -28,7 +27,6 @@ def line(alpha: float, beta: float) -> list[Point]:
 def test_a_line_is_found():
     fit = AlphaBeta.fit(line(1e-3, 5e8))
     assert math.isclose(fit.alpha, 1e-3) and math.isclose(fit.beta, 5e8)
-    assert held_out(AlphaBeta.fit, line(1e-3, 5e8)).mean < 1e-9
 
 
 def test_the_error_that_is_made_small_is_relative():
@@ -62,17 +60,6 @@ def test_piecewise_linear():
     assert fit.seconds(1500) == 3.0 and fit.seconds(3000) == 10.0
     assert fit.seconds(10) == 2.0  # latency
     assert fit.seconds(8000) == 32.0  # at the bandwidth of the largest
-
-
-def test_held_out_points_are_not_seen():
-    points = line(1e-3, 5e8)
-    points[5] = Point(points[5].bytes, 10 * points[5].seconds)
-    error = held_out(PiecewiseLinear, points)
-    assert error.worst_bytes == points[6].bytes or error.worst_bytes == points[4].bytes
-    assert error.worst > 1  # its neighbours are promised to take far longer than they do
-    outlier = PiecewiseLinear(points).seconds(points[5].bytes)
-    assert outlier == points[5].seconds
-    assert held_out(AlphaBeta.fit, points[:3]) is None
 
 
 @pytest.mark.parametrize(("replicas", "factor"), [(2, 1.0), (4, 1.5), (100, 1.98)])

@@ -237,7 +237,7 @@ def test_each_weight_is_found_once(mirrored, ring2, layer, dataset, beside, ring
     found = [m for c in (*plan.collectives, *plan.other) if c.in_loop for m in c.members]
     assert len([m for m in found if not m.variables]) == beside
     paths = collections.Counter(v.path for v in loop.step.model.trainable_variables)
-    numbered = [f"{path} (2)" for path, count in paths.items() if count == 2]
+    numbered = [f"{path}#2" for path, count in paths.items() if count == 2]
     assert sorted(names(plan)) == sorted([*paths, *numbered])
     assert bool(numbered) == (layer is Twins)
 
