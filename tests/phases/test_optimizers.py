@@ -157,9 +157,8 @@ def layerwise(strategy, **options):
     return make_loop(strategy, step_class=Layerwise, data=batches(), **options)
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_rates_of_layers_equal_plain_keras(mirrored, replicas):
-    loop = layerwise(mirrored(replicas), ema_decay=0.9)
+def test_rates_of_layers_equal_plain_keras(mirrored):
+    loop = layerwise(mirrored(2), ema_decay=0.9)
     model = mlp()
     model.set_weights([v.numpy() for v in loop.step.model.variables])
     (sgd, first, rate), (adam, second) = groups_of(model)
@@ -184,12 +183,11 @@ def test_the_schedule_of_the_loop_is_that_of_groups_without_one(mirrored):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_groups_resume_bit_for_bit(replicas):
+def test_groups_resume_bit_for_bit():
     def make(strategy, checkpoints):
         return layerwise(strategy, ema_decay=0.9, checkpoints=checkpoints)
 
-    testing.check_resumed(make, replicas, steps=STEPS)
+    testing.check_resumed(make, 2, steps=STEPS)
 
 
 def refused(message, groups) -> None:
