@@ -12,7 +12,7 @@ import pytest
 import recipes_worker
 from helpers import largest_difference
 from paths import ROOT, SUPPORT
-from worker_jobs import codes, said
+from worker_jobs import run_job
 
 from ctl import testing
 
@@ -31,8 +31,7 @@ RESUMED_WITH = {
 def out(job, tmp_path_factory):
     """Where two workers left the weights that they trained."""
     out = tmp_path_factory.mktemp("recipes")
-    with job(out, program=SUPPORT / "recipes_worker.py") as processes:
-        assert codes(processes) == [0, 0], said(out, 0)[-2000:]
+    run_job(job, out, program=SUPPORT / "recipes_worker.py")
     return out
 
 
