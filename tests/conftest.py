@@ -44,9 +44,10 @@ gc.set_threshold(20_000, 10, 10)
 # Fixtures that start processes.
 PROCESSES = {"job", "zygote", "zygote_without_tensorflow"}
 
-# Tests of time limits and of durations: one at a time. Two would disturb each other.
+# Tests of time limits: one at a time. Two would disturb each other. Of benchmarks, no test judges a
+# duration.
 TIMED = (
-    *("benchmarks/", "chaos/", "distributed/", "checkpoint/test_processes.py"),
+    *("chaos/", "distributed/", "checkpoint/test_processes.py"),
     *("inspect/test_run.py", "jobs/test_parameter_server.py", "test_launch.py"),
     *("test_loop_signals.py", "test_train_data_errors.py", "test_train_endings.py"),
     "test_train_workers.py",

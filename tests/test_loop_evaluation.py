@@ -240,12 +240,11 @@ def test_an_evaluation_without_examples_is_an_error():
         Evaluator(EvalStep(mlp()), data).run()
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_the_weights_of_the_best_evaluation(tmp_path, mirrored, replicas):
+def test_the_weights_of_the_best_evaluation(tmp_path, mirrored):
     """They are evaluated as they were; the training goes on from its last step only."""
     noted: list[tuple[int, dict[str, float]]] = []
     loop = make_loop(
-        mirrored(replicas),
+        mirrored(2),
         evaluate=EVALUATED,
         checkpoints=CheckpointManager(tmp_path, keep=9, best_metric="loss"),
         ema_decay=0.5,

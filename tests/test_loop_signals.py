@@ -69,8 +69,15 @@ def resumes(directory, step: int, uninterrupted) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda n: n.name)
-@pytest.mark.parametrize("moment", ["tracing", "in an action", "evaluating", "between"])
+@pytest.mark.parametrize(
+    ("moment", "number"),
+    [
+        ("tracing", signal.SIGINT),
+        ("in an action", signal.SIGTERM),
+        ("evaluating", signal.SIGTERM),
+        ("between", signal.SIGINT),
+    ],
+)
 def test_a_signal_saves_a_whole_step(tmp_path, uninterrupted, number, moment):
     step = {"tracing": 1, "in an action": 7, "evaluating": 20, "between": 11}[moment]
     options = {}

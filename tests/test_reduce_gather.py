@@ -15,7 +15,7 @@ from ctl.reduce import all_gather, first_row
 STEPS = 4
 
 
-@pytest.mark.parametrize("replicas", [1, 2, 4])
+@pytest.mark.parametrize("replicas", [1, 2])
 def test_n_replicas_equal_plain_tensorflow(mirrored, replicas):
     batches = views([16] * STEPS)
     loop = contrastive(mirrored(replicas), batches, static=True)
@@ -32,12 +32,11 @@ def test_on_the_default_strategy_and_with_tensorflows_collectives(ring2):
         assert largest_difference(loop.step.model.get_weights(), plain_tensorflow(batches)) <= 1e-6
 
 
-@pytest.mark.parametrize("replicas", [2, 4])
-def test_unequal_and_empty_parts(mirrored, replicas):
+def test_unequal_and_empty_parts(mirrored):
     """9 examples over 4 replicas are 3, 3, 3 and 0; the zeros that stand in are no negatives, and
     each replica divides its loss by a number of its own."""
     batches = views([9, 13, 5, 9])
-    loop = contrastive(mirrored(replicas), batches)
+    loop = contrastive(mirrored(4), batches)
     loop.train(STEPS)
     assert largest_difference(loop.step.model.get_weights(), plain_tensorflow(batches)) <= 1e-6
 

@@ -42,10 +42,10 @@ def of_kind(kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("optimizer", [*map(of_kind, PROVEN)], ids=[k.__name__ for k in PROVEN])
-def test_every_optimizer_equals_plain_keras(mirrored, optimizer, replicas):
-    ours, theirs, loop, reference = both(mirrored(replicas), optimizer)
+def test_every_optimizer_equals_plain_keras(mirrored, optimizer):
+    """On 2 replicas, each of which updates as one does alone, after a sum."""
+    ours, theirs, loop, reference = both(mirrored(2), optimizer)
     assert largest_difference(ours.get_weights(), theirs.get_weights()) <= 1e-6
     slots = [v.numpy() for v in loop.step.optimizer.variables]
     np.testing.assert_allclose(
@@ -119,11 +119,11 @@ PARTIALLY = {"arrays": functools.partial(examples, PARTIAL), "full": False}
 QUICK: dict[str, tuple[tuple[int, ...], dict]] = {
     "momentum": ((2,), {"optimizer": sgd(0.05, momentum=0.9)}),
     "nesterov": ((2,), {"optimizer": sgd(0.05, momentum=0.9, nesterov=True)}),
-    "clipping by global norm after the reduction": ((1, 2, 4), CLIPPED),
-    "weight decay of any optimizer": ((1, 2), {"optimizer": sgd(0.1, weight_decay=0.1)}),
-    "schedule": ((1, 2), {"schedule": lambda s: 0.01 * 0.9 ** tf.cast(s, "float32")}),
+    "clipping by global norm after the reduction": ((1, 4), CLIPPED),
+    "weight decay of any optimizer": ((2,), {"optimizer": sgd(0.1, weight_decay=0.1)}),
+    "schedule": ((2,), {"schedule": lambda s: 0.01 * 0.9 ** tf.cast(s, "float32")}),
     "constraint": (
-        (1, 2),
+        (2,),
         {
             "optimizer": sgd(0.5),
             "model": lambda: mlp(kernel_constraint=keras.constraints.MaxNorm(0.5)),
@@ -133,26 +133,26 @@ QUICK: dict[str, tuple[tuple[int, ...], dict]] = {
         (1, 2),
         {"optimizer": sgd(), "model": lambda: mlp(kernel_regularizer=keras.regularizers.L2(0.05))},
     ),
-    "weighted examples": ((1, 2), {"optimizer": sgd(), "arrays": weighted}),
+    "weighted examples": ((2,), {"optimizer": sgd(), "arrays": weighted}),
 }
 SLOW: dict[str, tuple[tuple[int, ...], dict]] = {
     # 3 does not divide a replica's batch: micro-batches of different sizes.
     "accumulation of 3": ((1, 4), {"accumulate_steps": 3}),
     "accumulation of 2": ((2,), {"accumulate_steps": 2}),
     **{
-        f"weight decay without {word}": ((1, 2), {"optimizer": excluding(word), "model": with_head})
+        f"weight decay without {word}": ((2,), {"optimizer": excluding(word), "model": with_head})
         for word in ("bias", "head", "^bias$", "head/kernel")
     },
     "sparse gradients with duplicate rows": (
-        (1, 2, 4),
+        (1, 4),
         {"arrays": with_duplicate_rows, "model": embedding},
     ),
-    "partial batches": ((1, 2, 4), {"optimizer": sgd(), **PARTIALLY}),
+    "partial batches": ((1, 4), {"optimizer": sgd(), **PARTIALLY}),
     "partial batches with accumulation and clipping": (
-        (1, 2, 4),
+        (1, 4),
         {**CLIPPED, **PARTIALLY, "accumulate_steps": 2},
     ),
-    "Muon by layer": ((1, 2), {"optimizer": by_layer(), "model": with_head}),
+    "Muon by layer": ((2,), {"optimizer": by_layer(), "model": with_head}),
     "Nadam, clipped, of micro-batches": (
         (2,),
         {
@@ -163,8 +163,8 @@ SLOW: dict[str, tuple[tuple[int, ...], dict]] = {
             "on_nan": "skip",
         },
     ),
-    "frozen layers": ((1, 2), {"model": frozen}),
-    "several packs": ((1, 2), {"bytes_per_pack": 200}),
+    "frozen layers": ((2,), {"model": frozen}),
+    "several packs": ((2,), {"bytes_per_pack": 200}),
     "compiled": ((1, 2), {"jit_compile": True}),
     "compiled with accumulation": ((1, 2), {"jit_compile": True, "accumulate_steps": 2}),
 }
@@ -339,8 +339,9 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("accumulate_steps", [1, 2])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("form", "accumulate_steps"), [("one tensor", 1), ("a dictionary", 2), ("four", 1), ("four", 2)]
+)
 def test_a_step_that_overrides_one_phase(mirrored, form, accumulate_steps):
     """A step of one's own: the loss only, no outputs for metrics, a batch of any form, of which
     each row counts 1. The last batch is smaller."""
@@ -379,6 +380,7 @@ class Subclassed(keras.Model):
         return self.head(self.drop(self.norm(x), training=training))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sequential", "subclassed", "dictionary"])
 def test_a_model_that_is_not_built_equals_one_that_its_owner_built(mirrored, kind):
     """It is built from the first batch's spec, with the same numbers for its weights and masks."""

@@ -28,11 +28,10 @@ pytestmark = pytest.mark.compiled_update
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_float16_with_loss_scale_equals_keras(mirrored, replicas):
+def test_float16_with_loss_scale_equals_keras(mirrored):
     with precision("mixed_float16"):
         ours, theirs, loop, reference = both(
-            mirrored(replicas),
+            mirrored(2),
             adam(),
             reference=lambda: keras.optimizers.LossScaleOptimizer(adam()(), initial_scale=2.0**15),
             loss_scale=True,
@@ -44,10 +43,9 @@ def test_float16_with_loss_scale_equals_keras(mirrored, replicas):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_bfloat16_equals_keras(mirrored, replicas):
+def test_bfloat16_equals_keras(mirrored):
     with precision("mixed_bfloat16"):
-        ours, theirs, *_ = both(mirrored(replicas), adam())
+        ours, theirs, *_ = both(mirrored(2), adam())
     assert largest_difference(ours.get_weights(), theirs.get_weights()) <= 3e-2  # 2^-8 relative
 
 
@@ -61,10 +59,9 @@ class InfinityOnLastReplica(TrainStep):
         return [g + tf.where(bad, np.inf, 0.0) for g in super().backward(tape, loss, variables)]
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("options", [{"loss_scale": True}, {"on_nan": "skip"}], ids=str)
-def test_an_infinity_on_one_replica_skips_the_update_on_all(mirrored, replicas, options):
-    strategy = mirrored(replicas)
+def test_an_infinity_on_one_replica_skips_the_update_on_all(mirrored, options):
+    strategy = mirrored(2)
     options = {"step_class": InfinityOnLastReplica, "steps": 2, **options}
     loop = train(strategy, mlp, adam(), examples(), **options)
     assert_replicas_agree(strategy, loop.step.model.trainable_variables)
@@ -80,9 +77,17 @@ def test_an_infinity_on_one_replica_skips_the_update_on_all(mirrored, replicas, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("accumulate_steps", [1, 3])
-@pytest.mark.parametrize("policy", ["mixed_float16", "float16"])
-@pytest.mark.parametrize(("replicas", "jit_compile"), [(1, False), (2, False), (2, True)])
+@pytest.mark.parametrize(  # each pair of values of any two
+    ("policy", "replicas", "jit_compile", "accumulate_steps"),
+    [
+        ("mixed_float16", 1, False, 1),
+        ("mixed_float16", 2, False, 3),
+        ("mixed_float16", 2, True, 1),
+        ("float16", 1, False, 3),
+        ("float16", 2, False, 1),
+        ("float16", 2, True, 3),
+    ],
+)
 def test_counted_batches_do_not_overflow(mirrored, policy, replicas, jit_compile, accumulate_steps):
     """The sum of the gradients of 16 examples is more than float16 can hold, their mean is not."""
     features, labels = examples(4 * BATCH)

@@ -173,7 +173,6 @@ def same_numbers(ours, theirs, tolerance=1e-3) -> None:
 @pytest.mark.parametrize(
     "devices",
     [
-        ["--replicas=2"],
         ["--replicas=2", "--strategy=central_storage"],
         ["--replicas=2", "--cross_device_ops=ring", "--bytes_per_pack=100000"],
         ["--replicas=4", "--cross_device_ops=hierarchical_copy", "--steps_per_loop=1"],

@@ -93,10 +93,10 @@ def warnings(command) -> list[str]:
 
 
 @pytest.mark.sample
-def test_killed_twenty_times(zygote, tmp_path, uninterrupted):
+def test_killed_again_and_again(zygote, tmp_path, uninterrupted):
     chance = random.Random(20)
     run, kills, reached, wheres = tmp_path / "run", 0, 0, Counter()
-    while kills < 20:
+    while kills < 12:
         command = zygote.start(TRAIN, f"--model_dir={run}", *MANY)
         # A third of the kills fall into the start, the others into what follows one of the first
         # lines of the log. A run at its end only exports: 0.3 s, in which the last kills fall.
@@ -122,10 +122,10 @@ def test_killed_twenty_times(zygote, tmp_path, uninterrupted):
         assert now >= reached, "a checkpoint is lost"
         wheres["export" if at_end else "start" if now == reached else "training"] += 1
         reached = now
-        if kills == 17 and reached < STEPS:  # the last three are for the export
+        if kills == 9 and reached < STEPS:  # the last three are for the export
             zygote.run(TRAIN, f"--model_dir={run}", *MANY)
             reached = STEPS
-    assert min(wheres[where] for where in ("export", "start", "training")) >= 2, wheres
+    assert min(wheres[where] for where in ("export", "start", "training")) >= 1, wheres
     command = zygote.run(TRAIN, f"--model_dir={run}", *MANY)
     assert warnings(command) == []
     assert intact_steps(run)[-1] == STEPS

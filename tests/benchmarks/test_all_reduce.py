@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from paths import BENCHMARKS
-from scripts import STARTS_PROCESSES, results
+from scripts import results
 
 from ctl.errors import CtlError
 from ctl.inspect.measure import link
@@ -17,7 +17,7 @@ sys.path.insert(0, str(BENCHMARKS))
 
 from jobs import Effort, Job, held_out, percentile, recommend  # noqa: E402
 
-pytestmark = STARTS_PROCESSES
+pytestmark = pytest.mark.slow  # starts processes
 
 
 class Canned:

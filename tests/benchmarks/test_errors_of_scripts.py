@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from scripts import STARTS_PROCESSES, run
+from scripts import run
 
-pytestmark = STARTS_PROCESSES
+pytestmark = pytest.mark.slow  # starts processes
 
 
 @pytest.mark.parametrize(

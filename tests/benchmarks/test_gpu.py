@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import xml.etree.ElementTree
 
+import pytest
 from paths import BENCHMARKS
-from scripts import STARTS_PROCESSES, results
+from scripts import results
 
-pytestmark = STARTS_PROCESSES
+pytestmark = pytest.mark.slow  # starts processes
 
 
 def test_gpu(tmp_path):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from scripts import STARTS_PROCESSES, results
+from scripts import results
 
-pytestmark = STARTS_PROCESSES
+pytestmark = pytest.mark.slow  # starts processes
 
 
 def test_input_pipeline(tmp_path):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from paths import BENCHMARKS
-from scripts import STARTS_PROCESSES, results
+from scripts import results
 
-pytestmark = STARTS_PROCESSES
+pytestmark = pytest.mark.slow  # starts processes
 
 
 def test_long_run(tmp_path):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
-from scripts import STARTS_PROCESSES, run
+from scripts import run
 
-pytestmark = STARTS_PROCESSES
+pytestmark = pytest.mark.slow  # starts processes
 
 
 def test_low_communication(tmp_path):

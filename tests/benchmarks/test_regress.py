@@ -7,9 +7,9 @@ import subprocess
 import numpy as np
 import pytest
 from paths import BENCHMARKS
-from scripts import STARTS_PROCESSES, results
+from scripts import results
 
-pytestmark = STARTS_PROCESSES
+pytestmark = pytest.mark.slow  # starts processes
 
 
 def test_regress(tmp_path):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from scripts import STARTS_PROCESSES, results
+from scripts import results
 
 from ctl.inspect.predict import cost
 
-pytestmark = STARTS_PROCESSES
+pytestmark = pytest.mark.slow  # starts processes
 
 
 def test_scaling(tmp_path):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import xml.etree.ElementTree
 
-from scripts import STARTS_PROCESSES, results, run
+import pytest
+from scripts import results, run
 
-pytestmark = STARTS_PROCESSES
+pytestmark = pytest.mark.slow  # starts processes
 
 
 def test_step_time(tmp_path):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from scripts import STARTS_PROCESSES, results
+import pytest
+from scripts import results
 
-pytestmark = STARTS_PROCESSES
+pytestmark = pytest.mark.slow  # starts processes
 
 
 def test_time_to_accuracy(tmp_path):

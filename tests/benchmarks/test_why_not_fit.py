@@ -8,9 +8,9 @@ import sys
 
 import pytest
 from paths import BENCHMARKS
-from scripts import STARTS_PROCESSES, results
+from scripts import results
 
-pytestmark = STARTS_PROCESSES
+pytestmark = pytest.mark.slow  # starts processes
 
 
 # The command with rows that are given, instead of those that processes answer.

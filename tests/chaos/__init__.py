@@ -11,7 +11,7 @@ reading:
 - `judge.py`: what must hold after an attempt, by what the pages of ctl promise.
 - `run.py`: the command.
 - `hang.py`: another one: does `python -m ctl.inspect hang` name the worker that hangs, and where?
-- `test_chaos.py`: what is drawn and judged, and ten schedules.
+- `test_chaos.py`: what is drawn and judged, and six schedules.
 
     python -m tests.chaos.run --seed=1 --hours=1
 """

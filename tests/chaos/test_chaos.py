@@ -1,4 +1,4 @@
-"""The chaos runner: what it draws, how it judges, and 10 schedules of it."""
+"""The chaos runner: what it draws, how it judges, and six schedules of it."""
 
 from __future__ import annotations
 
@@ -179,11 +179,11 @@ def run_chaos(*arguments: str) -> subprocess.CompletedProcess:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("first", "schedules"), [pytest.param(580, 2, marks=pytest.mark.sample), (582, 8)]
+    ("first", "schedules"), [pytest.param(580, 2, marks=pytest.mark.sample), (452, 4)]
 )
 def test_schedules(tmp_path, first, schedules):
-    """A machine may be slower than promised by a factor of 6; who is blamed does not depend on
-    that."""
+    """The first: int, pause and slow; the others: damage, freeze, hang and kill. A machine may be
+    slower than promised by a factor of 6; who is blamed does not depend on that."""
     out = tmp_path / "out.jsonl"
     done = run_chaos(
         f"--seed={first}",

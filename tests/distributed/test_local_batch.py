@@ -71,10 +71,16 @@ class TestMicroBatches:
             assert max(sizes) - min(sizes) <= 1
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("replicas", [1, 2])
-    @pytest.mark.parametrize("count", [STEPS * BATCH, PARTIAL], ids=["full", "partial"])
-    @pytest.mark.parametrize("model", [mlp, convolutions])
-    @pytest.mark.parametrize("parts", [3, 5])
+    @pytest.mark.parametrize(  # each pair of values of any two
+        ("replicas", "count", "model", "parts"),
+        [
+            (1, STEPS * BATCH, mlp, 3),
+            (1, PARTIAL, convolutions, 5),
+            (2, STEPS * BATCH, convolutions, 3),
+            (2, PARTIAL, mlp, 3),
+            (2, STEPS * BATCH, mlp, 5),
+        ],
+    )
     def test_compiled(self, mirrored, replicas, count, model, parts):
         """Micro-batches of two sizes; XLA took a slice of both sizes for one of the larger."""
         default = tf.distribute.get_strategy()
@@ -173,9 +179,11 @@ class TestShapes:
             make_loop(mirrored(1), data=data).train(1)
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("replicas", [1, 2])
-    @pytest.mark.parametrize("full", [True, False], ids=["full", "partial"])
-    @pytest.mark.parametrize("jit_compile", [False, True], ids=["", "xla"])
+    @pytest.mark.parametrize(  # each pair of values of any two
+        ("replicas", "full", "jit_compile"),
+        [(1, True, False), (1, False, True), (2, True, True), (2, False, False)],
+        ids=["", "partial-xla", "2-xla", "2-partial"],
+    )
     @pytest.mark.parametrize(
         "change",
         [
@@ -362,11 +370,15 @@ def still() -> keras.Optimizer:
 class TestNoExamples:
     @pytest.mark.slow
     @pytest.mark.parametrize(
-        "options",
-        [{}, {"accumulate_steps": 3}, {"jit_compile": True}, {"bytes_per_pack": 200}],
-        ids=lambda options: next(iter(options), "plain"),
+        ("model", "options"),
+        [
+            (convolutions, {"accumulate_steps": 3}),
+            (convolutions, {"jit_compile": True}),
+            (unit_length, {"accumulate_steps": 3}),
+            (unit_length, {"bytes_per_pack": 200}),
+            (unit_length, {"jit_compile": True}),
+        ],
     )
-    @pytest.mark.parametrize("model", [convolutions, unit_length])
     def test_training_equals_one_device(self, mirrored, model, options):
         ours, theirs, *_ = both(
             mirrored(4),

@@ -31,6 +31,8 @@ from ctl.step import TrainStep
 
 pytestmark = pytest.mark.slow  # starts processes
 
+KILLS = 4
+
 
 def one_device(mirrored, synchronized: bool = False, data=None):
     """The same training on one replica."""
@@ -69,7 +71,7 @@ def reference(mirrored):
     return one_device(mirrored)
 
 
-@pytest.mark.parametrize("workers", [pytest.param(2, marks=pytest.mark.sample), 3, 4])
+@pytest.mark.parametrize("workers", [pytest.param(2, marks=pytest.mark.sample), 3])
 def test_equals_one_device(job, tmp_path, reference, workers):
     """AdamW and clipping; 101 test examples in batches of 16; initial weights come from the chief,
     although every worker has a seed of its own."""
@@ -308,8 +310,8 @@ def test_a_peer_that_never_comes(job, tmp_path):
     assert f"gave up after 12 s (--startup_timeout) waiting for {absent}" in last_line(tmp_path, 0)
 
 
-def test_killed_ten_times_and_restarted_gives_the_same_weights(tmp_path, straight):
-    """kill -9 of a random worker at a random moment, ten times in one job under the launcher. The
+def test_killed_and_restarted_gives_the_same_weights(tmp_path, straight):
+    """kill -9 of a random worker at a random moment, four times in one job under the launcher. The
     job stops before its last step until that is done: how fast a machine is does not matter."""
     randoms = random.Random(0)
     process = subprocess.Popen(
@@ -328,7 +330,7 @@ def test_killed_ten_times_and_restarted_gives_the_same_weights(tmp_path, straigh
     try:
         for line in process.stdout:
             lines.append(line)
-            if line == "[worker 0] training\n" and kills < 10:
+            if line == "[worker 0] training\n" and kills < KILLS:
                 until = randoms.randrange(6)
             elif until and line.startswith("[worker 0] step "):
                 until = 0 if "step 19" in line else until - 1
@@ -337,13 +339,13 @@ def test_killed_ten_times_and_restarted_gives_the_same_weights(tmp_path, straigh
                 time.sleep(randoms.uniform(0, 0.1))
                 os.kill(randoms.choice(_children(process.pid)), signal.SIGKILL)
                 kills += 1
-                if kills == 10:
+                if kills == KILLS:
                     (tmp_path / "go").touch()
         assert process.wait(60) == 0, "".join(lines)[-3000:]
     finally:
         process.terminate()
         process.wait(60)
-    assert kills == 10
+    assert kills == KILLS
     assert not [line for line in lines if "damaged" in line]
     for saved, whole in zip(finished(tmp_path, 2), straight, strict=True):
         assert largest_difference(weights(saved), weights(whole)) == 0

@@ -10,7 +10,7 @@ a model, batches, options of the step, and a step at which to pause. Files, in t
 - `checked.py`: is `ctl.testing.check_step` right about steps that are right, and about mistakes?
 - `run.py`: draws cases, judges each in a child process, and counts.
 - `kept.json`: cases that failed once, by name. They run in every test run.
-- `test_fuzz.py`: 54 drawn cases, always the same, and all that were kept.
+- `test_fuzz.py`: drawn cases, always the same, that differ most; and all that were kept.
 
 The verdict on a case is one of these. The oracle predicts which, and any other end is a **bug**:
 

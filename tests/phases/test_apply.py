@@ -64,9 +64,8 @@ def values(updater) -> list[np.ndarray]:
 ONES = ([1.0, 1.0, 1.0], [1.0, 1.0])
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_an_optimizer_of_ones_own(mirrored, replicas):
-    strategy = mirrored(replicas)
+def test_an_optimizer_of_ones_own(mirrored):
+    strategy = mirrored(2)
     updater = make(strategy, lambda: Mine(0.25))
     update(strategy, updater, [3.0, -5.0, 0.0], [7.0, -1.0])
     np.testing.assert_array_equal(values(updater)[0], [-0.25, 0.25, 0])
@@ -132,8 +131,7 @@ def test_what_keras_3_would_not_call_is_refused():
             check_optimizer(kind(0.1))
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_python_state_of_an_update_is_refused(mirrored, replicas):
+def test_python_state_of_an_update_is_refused(mirrored):
     """A graph would hold it, with another value on each replica."""
 
     class Counting(keras.optimizers.SGD):
@@ -152,9 +150,9 @@ def test_python_state_of_an_update_is_refused(mirrored, replicas):
             variable.assign_sub(learning_rate * slot)
 
     for kind, what in ((Counting, "calls"), (Late, "number of variables")):
-        updater = make(mirrored(replicas), functools.partial(kind, 0.5))
+        updater = make(mirrored(2), functools.partial(kind, 0.5))
         with pytest.raises(UsageError, match=rf"{kind.__name__} changes its {what} in update_step"):
-            update(mirrored(replicas), updater, *ONES)
+            update(mirrored(2), updater, *ONES)
 
 
 def test_an_update_that_reads_the_rate_of_its_optimizer_sees_the_schedule(mirrored):
@@ -185,10 +183,9 @@ class Slow(keras.optimizers.Optimizer):
         self.assign(variable, slot - learning_rate * gradient)
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_copies_of_the_weights_begin_as_what_was_loaded(mirrored, replicas):
+def test_copies_of_the_weights_begin_as_what_was_loaded(mirrored):
     """Slots and averages, until the first update."""
-    updater = make(mirrored(replicas), lambda: Slow(0.5), ema_decay=0.5)
+    updater = make(mirrored(2), lambda: Slow(0.5), ema_decay=0.5)
 
     def load(value):
         for variable in updater.variables:
@@ -200,7 +197,7 @@ def test_copies_of_the_weights_begin_as_what_was_loaded(mirrored, replicas):
     assert updater.state()["ema"][0].numpy().tolist() == [3.0] * 3
     load(5.0)
     updater.renew_copies()
-    update(mirrored(replicas), updater, *ONES)
+    update(mirrored(2), updater, *ONES)
     np.testing.assert_array_equal(values(updater)[0], [4.5] * 3)
     load(7.0)
     updater.renew_copies()
@@ -256,9 +253,8 @@ def keras_schedule():
     ],
     ids=["float", "keras, in the optimizer", "keras", "function", "ctl"],
 )
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_the_rate_is_the_one_that_is_said(mirrored, optimizer, schedule, rates, replicas):
-    strategy = mirrored(replicas)
+def test_the_rate_is_the_one_that_is_said(mirrored, optimizer, schedule, rates):
+    strategy = mirrored(2)
     updater = make(strategy, optimizer, schedule=schedule)
     if rates is None:
         rates = [float(schedule(step)) for step in range(4)]
@@ -279,11 +275,8 @@ def test_the_rate_is_the_one_that_is_said(mirrored, optimizer, schedule, rates, 
     ],
     ids=str,
 )
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_gradients_that_are_not_finite_leave_everything_but_the_counters(
-    mirrored, options, kind, replicas
-):
-    strategy = mirrored(replicas)
+def test_gradients_that_are_not_finite_leave_everything_but_the_counters(mirrored, options, kind):
+    strategy = mirrored(2)
     updater = make(strategy, lambda: kind(0.1), ema_decay=0.5, **options)
     update(strategy, updater, *ONES, finite=True)
     state = {k: [v.numpy() for v in group] for k, group in updater.state().items()}
@@ -323,10 +316,9 @@ def test_a_loss_scale_grows_halves_and_stays_above_one():
     assert after(bad) == (2.0**126, 0)
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_averages(mirrored, replicas):
+def test_averages(mirrored):
     """The weights after the first update, then decay * average + (1 - decay) * weights."""
-    strategy = mirrored(replicas)
+    strategy = mirrored(2)
     updater = make(strategy, sgd(0.5), ema_decay=0.75)
     update(strategy, updater, *ONES)
     np.testing.assert_array_equal(updater.ema[1].numpy(), [0.5, 0.5])

@@ -15,8 +15,6 @@ from ctl import testing
 from ctl.errors import UsageError
 from ctl.step import TrainStep
 
-REPLICAS = pytest.mark.parametrize("replicas", [1, 2])
-
 
 def small(name: str) -> keras.Model:
     parts = [layers.Dense(6, "tanh"), layers.Dropout(0.3), layers.Dense(CLASSES)]
@@ -64,15 +62,14 @@ class MeanTeacher(TrainStep):
 
 
 @pytest.mark.slow
-@REPLICAS
-def test_a_mean_teacher_resumes_bit_for_bit(replicas):
+def test_a_mean_teacher_resumes_bit_for_bit():
     loops = []
 
     def make(strategy, checkpoints):
         loops.append(taught(strategy, checkpoints=checkpoints))
         return loops[-1]
 
-    testing.check_resumed(make, replicas, steps=6)
+    testing.check_resumed(make, 2, steps=6)
     for loop in (loops[0], loops[-1]):  # the first has no pause
         assert int(loop.step.updates.numpy()) == 6
         assert len([v for group in loop.step.state().values() for v in group]) > 20
@@ -168,10 +165,9 @@ class Measured(TrainStep):
         return super().loss(batch)
 
 
-@REPLICAS
 @pytest.mark.parametrize("options", [{}, {"accumulate_steps": 2}, {"jit_compile": True}], ids=str)
-def test_a_metric_of_ones_own_is_logged_and_reset(mirrored, replicas, options):
-    loop = make_loop(mirrored(replicas), model=mlp, step_class=Measured, **options)
+def test_a_metric_of_ones_own_is_logged_and_reset(mirrored, options):
+    loop = make_loop(mirrored(2), model=mlp, step_class=Measured, **options)
     assert loop.train(2)["examples_seen"] == 2 * loop.dataset.global_batch_size
     loop.step.reset_metrics()
     assert loop.train(3)["examples_seen"] == loop.dataset.global_batch_size
@@ -204,8 +200,7 @@ def test_a_generator_of_tensorflow_is_refused():
         make_loop(step_class=Draws)
 
 
-@REPLICAS
-def test_a_skipped_step_undoes_a_variable_of_the_step(mirrored, replicas):
+def test_a_skipped_step_undoes_a_variable_of_the_step(mirrored):
     class Remembers(TrainStep):
         def __init__(self, *args, **options):
             super().__init__(*args, **options)
@@ -222,7 +217,7 @@ def test_a_skipped_step_undoes_a_variable_of_the_step(mirrored, replicas):
     features[:] = 1.0
     features[8:] = np.nan
     data = tf.data.Dataset.from_tensor_slices((features, labels)).batch(8, drop_remainder=True)
-    loop = make_loop(mirrored(replicas), step_class=Remembers, data=data, on_nan="skip")
+    loop = make_loop(mirrored(2), step_class=Remembers, data=data, on_nan="skip")
     assert loop.train(2)["skipped_steps"] == 1
     assert float(loop.step.last.numpy()) == 1.0
 

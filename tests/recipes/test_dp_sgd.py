@@ -112,6 +112,7 @@ def test_the_noise_is_added_once(mirrored):
     assert abs(np.corrcoef(first[: 500 * CLASSES], first[-500 * CLASSES :])[0, 1]) < 0.08
 
 
+@pytest.mark.slow
 def test_one_example_moves_the_weights_by_twice_the_bound_at_most(mirrored):
     found = []
     for scale in (1.0, -1e4):

@@ -95,6 +95,7 @@ def test_the_estimates_are_unbiased(mirrored):
     assert found["gradient_square"] == pytest.approx(3 * 0.5**2, rel=0.2)
 
 
+@pytest.mark.slow
 def test_trains_as_a_step_without_it(mirrored):
     bits = []
     for kind in (TrainStep, NoiseScale):

@@ -34,6 +34,7 @@ def test_weights_that_differ_are_no_fault(mirrored):
     CompareReplicas(loop.step)(SimpleNamespace(step=ROUND + 1))
 
 
+@pytest.mark.slow
 def test_a_mean_in_each_step_equals_synchronous_training(mirrored):
     several = make(mirrored(4), LocalSGD, local_steps=1, seed=1)
     one = make(mirrored(1), TrainStep, seed=1)

@@ -78,7 +78,7 @@ def make(strategy=None, data=None, **options):
     )
 
 
-@pytest.mark.parametrize("replicas", [1, 2, 4])
+@pytest.mark.parametrize("replicas", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_equals_plain_tensorflow(mirrored, replicas):
     arrays = sequences()
     data = tf.data.Dataset.from_tensor_slices(arrays).batch(16, drop_remainder=True)
@@ -111,6 +111,7 @@ def test_unequal_and_empty_parts(mirrored):
     )
 
 
+@pytest.mark.slow
 def test_the_log_has_the_loads_of_the_global_batch(mirrored):
     features, labels = sequences(16)
     data = tf.data.Dataset.from_tensor_slices((features, labels)).batch(16)

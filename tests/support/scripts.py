@@ -9,10 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
 from paths import BENCHMARKS
-
-STARTS_PROCESSES = [pytest.mark.slow, pytest.mark.xdist_group("processes")]  # see conftest.py
 
 
 def run(command: str, exit_code: int | None = 0) -> subprocess.CompletedProcess:

@@ -219,7 +219,6 @@ class Twins(keras.layers.Layer):
 @pytest.mark.parametrize(
     ("layer", "dataset", "beside"),
     [
-        (Joined, None, 0),
         (Joined, partial, 1),
         (Parts, None, 0),
         (Scaled, partial, 1),
