@@ -201,6 +201,7 @@ def _evaluate_checkpoints(evaluator: Evaluator, averaged: bool, best: dict[str, 
     the averages of their weights."""
     import keras
 
+    from ctl.base.models import split
     from ctl.checkpoint.manager import CheckpointManager
 
     _warn_of_selection(evaluator.dataset.info)
@@ -210,6 +211,8 @@ def _evaluate_checkpoints(evaluator: Evaluator, averaged: bool, best: dict[str, 
     if averaged:
         # Restored last, over the weights in "model".
         state["ema"] = [average for _, average in averages]
+    of = {"model": model.variables, "ema": [variable for variable, _ in averages]}
+    state = split(model, state, of)
 
     def show(saved: Saved) -> None:
         for variable, average in averages:

@@ -8,6 +8,7 @@ from typing import Any
 
 import keras
 
+from ctl.base.models import Models
 from ctl.base.names import check_name
 from ctl.distributed import replicas
 from ctl.errors import UsageError
@@ -49,7 +50,8 @@ def select_trainable(step: Any, parts: Sequence[Any] | None) -> tuple[bool, ...]
 
     Args:
         step: the step.
-        parts: layers, models and `keras.Variable` objects that train; None for all.
+        parts: layers, models and `keras.Variable` objects that train, and names of models, if the
+            step has several; None for all.
 
     Raises:
         UsageError: a part has no variable that the step trains, or there are no parts.
@@ -60,7 +62,14 @@ def select_trainable(step: Any, parts: Sequence[Any] | None) -> tuple[bool, ...]
         raise UsageError(f"train_only needs a list of layers or variables, or None, not {parts!r}")
     chosen: set[int] = set()
     known = {id(variable) for variable in step.trainable_variables}
-    for part in parts:
+    for part in [parts] if isinstance(parts, str) else parts:
+        if isinstance(part, str):
+            if not isinstance(step.model, Models):
+                raise UsageError(
+                    f"train_only({part!r}): the step has one model: give layers, such as "
+                    f"model.get_layer({part!r})"
+                )
+            part = step.model[part]
         variables = [part] if isinstance(part, keras.Variable) else part.trainable_variables
         part_ids = {id(v.value) for v in variables} & known
         if not part_ids:
