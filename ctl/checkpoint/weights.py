@@ -275,10 +275,9 @@ def _require_several(path: Path, model: Models) -> None:
     if foreign.find(path) or exported_models(path):
         return
     if path.is_file() or not _models_in(Reader(path)):
-        name = model.keys()[0]
         raise UsageError(
             f"{path} holds one model, and there are {', '.join(model)}: say which one gets it, "
-            f"--init_from={name}={path} (in Python, load_weights(model, {{{name!r}: path}}))"
+            f"--init_from=NAME={path} (in Python, load_weights(model, {{NAME: path}}))"
         )
 
 
