@@ -134,8 +134,6 @@ def make_model(
     if is_function_name(name):
         if isinstance(model := find("model", name), keras.Model):
             return _copied(name, model)
-        if not callable(model):
-            raise UsageError(f"the model {name!r} is a {type(model).__name__}: name a function")
         if not inspect.signature(model).parameters:
             return _checked_type(name, as_model(model()))
     if image_shape is None or num_classes is None:

@@ -50,11 +50,7 @@ def check_calls(kind: type[steps.TrainStep], model: str, loss: str, metrics: str
     _check_call(f"the step {evaluates.__name__}", evaluates, (None,) * 3, takes)
     if is_function_name(model):
         make = find("model", model)
-        if (
-            callable(make)
-            and not isinstance(make, keras.Model)
-            and inspect.signature(make).parameters
-        ):
+        if not isinstance(make, keras.Model) and inspect.signature(make).parameters:
             takes = "(image_shape, num_classes), or nothing"
             _check_call(f"the model {model!r}", make, (None, None), takes)
     if is_function_name(loss):
