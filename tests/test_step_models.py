@@ -173,6 +173,14 @@ def test_a_frozen_teacher_needs_no_optimizer():
     assert "ema_teacher" not in loop.step.state()
 
 
+def test_a_model_is_frozen_by_its_name():
+    model = Models(models())
+    frozen = ctl.freezing.freeze(model, ["g"])
+    assert frozen == [v.path for v in model["g"].weights]
+    assert all(one.trainable_variables == [] for name, one in model.items() if name == "g")
+    assert model["d"].trainable_variables
+
+
 def test_averages_of_each_are_evaluated(tmp_path):
     loop = make(ema_decay=0.5, checkpoints=tmp_path)
     loop.evaluator = ctl.Evaluator(Evaluation(loop.step.model), (data()[0], data()[1]))
@@ -338,6 +346,8 @@ def test_turns_are_whole_numbers():
     for turns in ([("d", 0.5)], [("d", -1)], [("d", 0)], []):
         with pytest.raises(UsageError, match="^Turns"):
             ctl.actions.Turns(loop, turns)
+    with pytest.raises(UsageError, match="unknown model 'gg'"):
+        ctl.actions.Turns(loop, [("d", 5), ("gg", 1)])
     turns = ctl.actions.Turns(loop, [("d", 0), (None, 1), ("g", 3)])
     assert [turns.steps_until_due(step) for step in range(5)] == [1, 3, 2, 1, 1]
     assert all(loop.step.trainable_mask)

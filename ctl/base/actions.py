@@ -155,7 +155,8 @@ class Turns:
             from step 0.
 
     Raises:
-        UsageError: a number of steps is no whole number from 0, or all are 0.
+        UsageError: a number of steps is no whole number from 0, or all are 0; or as
+            `Loop.train_only`.
     """
 
     def __init__(self, loop: Any, turns: Sequence[tuple[Any, int]]):
@@ -164,6 +165,8 @@ class Turns:
         self._loop, self._turns = loop, [(parts, steps) for parts, steps in turns if steps]
         if not self._turns:
             raise UsageError("Turns needs (parts, steps), with steps above 0")
+        for parts, _ in self._turns:  # finds what cannot train now, not at its turn
+            loop.train_only(parts)
         self._choose(loop.global_step)
 
     def steps_until_due(self, step: int) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 
-from ctl.base.models import Models
+from ctl.base.models import Models, by_name
 from ctl.base.names import check_name
 from ctl.distributed import replicas
 from ctl.errors import UsageError
@@ -20,7 +20,8 @@ def freeze(model: keras.Model, patterns: Sequence[str]) -> list[str]:
 
     Args:
         model: a built model.
-        patterns: names or paths of layers, with ``*`` and ``?`` as in a shell: ``block1_*``.
+        patterns: names or paths of layers, with ``*`` and ``?`` as in a shell: ``block1_*``; of
+            several models, also their names.
 
     Returns:
         The paths of the frozen weights.
@@ -29,11 +30,15 @@ def freeze(model: keras.Model, patterns: Sequence[str]) -> list[str]:
         UsageError: a pattern matches no layer with weights, or nothing is left to train.
     """
     layers = [one for one in replicas.layers_of(model) if one is not model and one.weights]
+    names = {id(one): name for name, one in by_name(model).items()}
     for pattern in patterns:
         fitting = [
             layer
             for layer in layers
-            if any(fnmatch.fnmatchcase(name, pattern) for name in (layer.name, layer.path or ""))
+            if any(
+                fnmatch.fnmatchcase(name, pattern)
+                for name in (layer.name, layer.path or "", names.get(id(layer), ""))
+            )
         ]
         if not fitting:
             check_name("layer of --freeze", pattern, [layer.name for layer in layers])
