@@ -58,7 +58,8 @@ def run() -> None:
         flags.DEFINE_string(
             "model",
             None,
-            "A .keras file, instead of --model_dir; or, with --model_dir, the "
+            "A .keras file, or the directory of an export of several models, instead of "
+            "--model_dir; or, with --model_dir, the "
             "package.module:function or file.py:function that the run was trained with.",
         )
         flags.DEFINE_string(
@@ -108,7 +109,8 @@ def _check(
 ) -> None:
     if not model_dir and not model:
         raise UsageError("give --model_dir=DIR of a run, or --model=FILE.keras")
-    if model and not model_dir and not Path(model).is_file():
+    several = model and any(Path(model).glob("*/model.keras"))  # of an export
+    if model and not model_dir and not several and not Path(model).is_file():
         raise UsageError(f"--model={model}: no such file")
     if not math.isfinite(watch_timeout):
         raise UsageError(f"--watch_timeout={watch_timeout} must be finite")
@@ -201,6 +203,7 @@ def _evaluate_checkpoints(evaluator: Evaluator, averaged: bool, best: dict[str, 
     the averages of their weights."""
     import keras
 
+    from ctl.base.models import split
     from ctl.checkpoint.manager import CheckpointManager
 
     _warn_of_selection(evaluator.dataset.info)
@@ -210,6 +213,8 @@ def _evaluate_checkpoints(evaluator: Evaluator, averaged: bool, best: dict[str, 
     if averaged:
         # Restored last, over the weights in "model".
         state["ema"] = [average for _, average in averages]
+    of = {"model": model.variables, "ema": [variable for variable, _ in averages]}
+    state = split(model, state, of)
 
     def show(saved: Saved) -> None:
         for variable, average in averages:

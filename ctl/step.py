@@ -27,6 +27,7 @@ import tensorflow as tf
 
 from ctl.base.autograph import graph_function
 from ctl.base.bounds import checked
+from ctl.base.models import split
 from ctl.distributed import local_batch, replicas
 from ctl.errors import UsageError
 from ctl.phases import flops, labels, noinline, norms, penalties, sample_weights
@@ -55,11 +56,13 @@ class TrainStep(BaseStep):
     """One training step on one replica. Create it, like the model, in ``strategy.scope()``.
 
     Args:
-        model: a Keras 3 model. Layers frozen before `build` stay frozen.
+        model: a Keras 3 model. Layers frozen before `build` stay frozen. Or a dict of models by
+            name, ``{"g": ..., "d": ...}``: ``step.model["g"]`` is one of them.
         optimizer: a Keras 3 optimizer or its name, see `ctl.optimizers.check_optimizer`; or a list
             of parameter groups ``(optimizer, variables[, schedule])``. Variables belong to the
             model or to layers that are attributes of the step. A layer stands for its trainable
-            variables.
+            variables. For a dict of models, a dict with an optimizer, or ``(optimizer, schedule)``,
+            for each that trains; or one optimizer for all.
         loss_fn: ``(labels, outputs) -> losses [n]``; a loss of Keras, by name or as an object,
             whose reduction is left out. Of a cross entropy by Keras's name, the last layer of the
             model decides whether it takes logits.
@@ -99,7 +102,7 @@ class TrainStep(BaseStep):
 
     def __init__(
         self,
-        model: keras.Model,
+        model: keras.Model | Mapping[str, keras.Model],
         optimizer: Optimizers | str,
         loss_fn: Callable[[tf.Tensor, tf.Tensor], tf.Tensor] | str = cross_entropy,
         *,
@@ -125,7 +128,7 @@ class TrainStep(BaseStep):
         )
         if on_nan not in ("stop", "skip"):
             raise UsageError(f"on_nan is {on_nan!r}; it must be 'stop' or 'skip'")
-        self.optimizer = from_name(optimizer)
+        self.optimizer = from_name(optimizer, self.model)
         self.class_weight = class_weight and sample_weights.checked_classes(class_weight)
         self.clip_norm = checked("clip_norm", clip_norm)
         self.accumulate_steps = checked("accumulate_steps", accumulate_steps)
@@ -238,14 +241,17 @@ class TrainStep(BaseStep):
         return self.updater.global_step
 
     def state(self) -> dict[str, list[tf.Variable]]:
-        """Variables that a checkpoint must hold so that training resumes bit for bit, by group."""
+        """Variables that a checkpoint must hold so that training resumes bit for bit, by group. Of
+        several models, each has its groups."""
         groups = {
             "model": [v.value for v in self.model.variables],
             "step": self.tracked.extra_variables,
             "replicas": self.per_replica_variables.saved,
             **self.updater.state(),
         }
-        return {group: variables for group, variables in groups.items() if variables}
+        of = {"model": self.model.variables, "ema": self.updater.averaged_variables}
+        state = split(self.model, groups, of)
+        return {group: variables for group, variables in state.items() if variables}
 
     def reduced_specs(self) -> list[tf.Variable | tf.TensorSpec]:
         """Shapes and dtypes of the tensors that `sum_gradients` may sum, in order: gradients (some

@@ -230,7 +230,9 @@ def _check_equal(one: _Training, several: _Training, steps: int, tolerance: floa
                     f"{replicas} replicas do not equal one: {when}, {name} is {value:.6g}, not "
                     f"{one_replica:.6g}: {reason}"
                 )
-    moves = [_largest(wanted[name] - before[name]) for name in wanted if "model " in names[name]]
+    moves = [
+        _largest(wanted[name] - before[name]) for name in wanted if names[name].startswith("model")
+    ]
     most = max(moves, default=0.0)
     assert most > 10 * tolerance, (
         f"in {steps} steps, no weight has moved by more than {most:.2g}, so "
@@ -501,7 +503,9 @@ def _check_loss_scale(one: _Training) -> None:
     for name in wanted:
         label = one.names[name]
         moved = _largest(wanted[name] - one.states[0].values[name])
-        if "model " in label and _largest(found[name] - wanted[name]) > max(0.01 * moved, 1e-9):
+        if label.startswith("model") and _largest(found[name] - wanted[name]) > max(
+            0.01 * moved, 1e-9
+        ):
             raise AssertionError(
                 f"{label} depends on the loss scale: {type(one.step).__name__} must compute "
                 "gradients with self.backward(tape, loss), which multiplies them by it"

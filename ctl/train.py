@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from absl import flags, logging
 
 from ctl.base import cache, console
-from ctl.base.names import NAMING, is_function_name
+from ctl.base.names import NAMING, is_function_name, paths_by_name
 from ctl.base.streams import native_stderr_held
 from ctl.checkpoint import manifest
 from ctl.distributed import cluster
@@ -87,10 +87,10 @@ def main() -> None:
         if FLAGS.precompile:
             raise UsageError(f"--precompile is for a first start, and {model_dir} holds a run")
         config.check_resumable(stored)
-    elif FLAGS.init_from and not any(
-        Path(FLAGS.init_from + end).exists() for end in ("", ".index")
-    ):
-        raise UsageError(f"--init_from={FLAGS.init_from}: no such file or directory")
+    elif FLAGS.init_from:
+        for path in paths_by_name(FLAGS.init_from).values():
+            if not any(Path(path + end).exists() for end in ("", ".index")):
+                raise UsageError(f"--init_from={path}: no such file or directory")
     if FLAGS.dry_run or FLAGS.precompile:
         FLAGS["download"].value = False
     if FLAGS.dry_run:

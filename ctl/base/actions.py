@@ -20,7 +20,7 @@ import numbers
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from ctl.errors import UsageError
@@ -141,6 +141,53 @@ class Every:
         if self._timer is None:
             self._timer = now
         return self.seconds is not None and now - self._timer >= self.seconds
+
+
+class Turns:
+    """Lets parts of a step train in turns. Make it in `TrainStep.attach`, and put it before actions
+    that save, so that a checkpoint says what trains next::
+
+        loop.actions.insert(0, Turns(loop, [("critic", 5), ("generator", 1)]))
+
+    Args:
+        loop: that it is an action of.
+        turns: what trains, as `Loop.train_only` takes it, and for how many steps; again and again
+            from step 0.
+
+    Raises:
+        UsageError: a number of steps is no whole number from 0, or all are 0; or as
+            `Loop.train_only`.
+    """
+
+    def __init__(self, loop: Any, turns: Sequence[tuple[Any, int]]):
+        if not all(isinstance(s, numbers.Integral) and s >= 0 for _, s in turns):
+            raise UsageError(f"Turns: numbers of steps must be whole numbers, not {turns!r}")
+        self._loop, self._turns = loop, [(parts, steps) for parts, steps in turns if steps]
+        if not self._turns:
+            raise UsageError("Turns needs (parts, steps), with steps above 0")
+        for parts, _ in self._turns:  # finds what cannot train now, not at its turn
+            loop.train_only(parts)
+        self._choose(loop.global_step)
+
+    def steps_until_due(self, step: int) -> int:
+        """Steps from ``step`` to the end of a turn: a call of the loop ends there."""
+        return self._turn(step)[1]
+
+    def __call__(self, status: Status) -> None:
+        self._choose(status.step)
+
+    def _choose(self, step: int) -> None:
+        self._loop.train_only(self._turn(step)[0])
+
+    def _turn(self, step: int) -> tuple[Any, int]:
+        """What trains after ``step`` steps, and for how many."""
+        left = step % sum(steps for _, steps in self._turns)
+        at = 0
+        while left >= self._turns[at][1]:
+            left -= self._turns[at][1]
+            at += 1
+        parts, steps = self._turns[at]
+        return parts, steps - left
 
 
 class Sink(Protocol):

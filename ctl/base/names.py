@@ -177,6 +177,14 @@ def numbered(names: Iterable[str]) -> list[str]:
     return result
 
 
+def paths_by_name(text: str) -> dict[str, str]:
+    """The paths of ``g=PATH,d=PATH`` by the name of their model; any other path by ``""``."""
+    parts = [part.partition("=") for part in text.split(",")]
+    if all(name.isidentifier() and path for name, _, path in parts):
+        return {name: os.path.expanduser(path) for name, _, path in parts}
+    return {"": text}
+
+
 def is_path(dataset: str) -> bool:
     """Whether ``--dataset`` is a file or a folder of the user's, by its form: it begins with ``.``,
     ``/`` or ``~``, or has an end of `TABLES` or `TARS`."""

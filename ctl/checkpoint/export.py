@@ -1,4 +1,5 @@
-"""Exports a trained model as ``model.keras`` and as a SavedModel.
+"""Exports a trained model as ``model.keras`` and as a SavedModel; of several models, each in a
+directory of its name.
 
 Both take what `TrainStep.preprocess` returns: float32 images in [0, 1] of shape [batch, height,
 width, channels], unless it is overridden. `ctl.phases.base_step.scale_images` converts uint8
@@ -17,6 +18,7 @@ import keras
 import tensorflow as tf
 
 from ctl.base import durable
+from ctl.base.models import Models, by_name
 from ctl.errors import CheckpointError, UsageError
 
 KERAS_FILE = "model.keras"
@@ -26,13 +28,15 @@ DATA_FILE = "training_data.json"
 
 def check_exportable(model: keras.Model) -> None:
     """Raises `UsageError` if Keras cannot describe ``model`` in a file."""
-    try:
-        keras.saving.serialize_keras_object(model)
-    except Exception as error:  # it calls the user's get_config
-        said = str(error).strip().partition("\n")[0][:200]
-        raise UsageError(
-            f"cannot export model {model.name}: {said}; add get_config() to it, or give --noexport"
-        ) from error
+    for name, one in by_name(model).items():
+        try:
+            keras.saving.serialize_keras_object(one)
+        except Exception as error:  # it calls the user's get_config
+            said = str(error).strip().partition("\n")[0][:200]
+            raise UsageError(
+                f"cannot export model {name or one.name}: {said}; add get_config() to it, or give "
+                "--noexport"
+            ) from error
 
 
 def export_model(
@@ -44,7 +48,7 @@ def export_model(
     """Writes ``model`` with its current weights to ``directory``, replacing an earlier export.
 
     Args:
-        model: built.
+        model: built. Of several models (``step.model``), each gets a directory of its name.
         directory: to write.
         input_specs: `tf.TensorSpec` of each input, for a model that does not declare them. By
             default, Keras takes them from the shapes that it has met, and from the model's dtype.
@@ -52,19 +56,23 @@ def export_model(
             the order of columns and classes.
 
     Returns:
-        The paths of the Keras file, of the SavedModel, and of what was ``found``, if anything was.
+        The paths of each Keras file and SavedModel, and of what was ``found``, if anything was.
 
     Raises:
         CheckpointError: the directory cannot be written. An earlier export is kept.
     """
-    declared = getattr(model, "inputs", None) or input_specs is None
-    signature = {} if declared else {"input_signature": [input_specs]}
+    written = []
     unfinished = durable.scratch(directory.parent, directory.name)
     try:
-        unfinished.mkdir(parents=True)
-        model.save(unfinished / KERAS_FILE)
-        model.export(str(unfinished / SAVED_MODEL), verbose=False, **signature)
+        for name, one in by_name(model).items():
+            declared = getattr(one, "inputs", None) or input_specs is None
+            signature = {} if declared else {"input_signature": [input_specs]}
+            (unfinished / name).mkdir(parents=True, exist_ok=True)
+            one.save(unfinished / name / KERAS_FILE)
+            one.export(str(unfinished / name / SAVED_MODEL), verbose=False, **signature)
+            written += [Path(name, KERAS_FILE), Path(name, SAVED_MODEL)]
         if found:
+            written.append(Path(DATA_FILE))
             durable.write_json(unfinished / DATA_FILE, found, via=unfinished)
         durable.flush(unfinished)
         durable.publish(unfinished, directory)
@@ -75,7 +83,6 @@ def export_model(
         ) from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-    written = [KERAS_FILE, SAVED_MODEL, DATA_FILE] if found else [KERAS_FILE, SAVED_MODEL]
     return [directory / name for name in written]
 
 
@@ -86,7 +93,8 @@ def found_beside(model: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         UsageError: the file is damaged.
     """
-    path = Path(model).parent / DATA_FILE
+    path = Path(model) if exported_models(model) else Path(model).parent
+    path /= DATA_FILE
     try:
         found = durable.read_json(path) if path.exists() else {}
     except durable.Damaged as error:
@@ -94,10 +102,19 @@ def found_beside(model: str | os.PathLike[str]) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+def exported_models(directory: str | os.PathLike[str]) -> list[Path]:
+    """The Keras files of an export of several models, which are in directories of their names. None
+    if ``directory`` is something else, such as a run with its export."""
+    if Path(directory, "checkpoints").exists():
+        return []
+    return sorted(Path(directory).glob(f"*/{KERAS_FILE}"))
+
+
 def load_model(
     path: str | os.PathLike[str] | None, flag: str, like: keras.Model | None = None
 ) -> keras.Model:
-    """Loads a ``.keras`` file, uncompiled. Messages name the ``flag`` that gives its path.
+    """Loads a ``.keras`` file, uncompiled; or all models of an export of several, by name, from its
+    directory. Messages name the ``flag`` that gives ``path``.
 
     Raises:
         UsageError: there is no such file, it holds no model, or one whose inputs and outputs have
@@ -106,6 +123,8 @@ def load_model(
     if path is None:
         raise UsageError(f"--{flag} is missing: give the .keras file of a trained model")
     try:
+        if files := exported_models(path):
+            return Models({f.parent.name: keras.saving.load_model(f, compile=False) for f in files})
         model = keras.saving.load_model(path, compile=False)
     except Exception as error:  # Keras raises many kinds for a file that is damaged
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]

@@ -86,20 +86,22 @@ class ForeignCheckpoint:
         slots = {s.slot_variable_node_id for node in self._nodes for s in node.slot_variables}
         return [w for n in order if n not in slots for w in self._weights_at(n)]
 
-    def match(self, model: keras.Model, variables: list[keras.Variable]) -> list[Weight]:
+    def match(
+        self, model: keras.Model, variables: list[keras.Variable], name: str = "model"
+    ) -> list[Weight]:
         """The weights that are to an object of the checkpoint what ``variables`` are to ``model``:
         one for each, or none. The same attributes lead to them, as for
         ``tf.train.Checkpoint(model=model).read(prefix)``, but the object may have any name.
 
         Raises:
-            UsageError: several objects fit, and none or more than one are called ``model``.
+            UsageError: several objects fit, and none or more than one are called ``name``.
         """
         fits: dict[tuple[Weight, ...], str] = {}
         for path, start in self._objects():
             matched = dict(self._matched(model, start))
             if matched.keys() >= {id(v) for v in variables}:
                 fits.setdefault(tuple(matched[id(v)] for v in variables), path)
-        named = [w for w, path in fits.items() if len(fits) == 1 or path.split(".")[-1] == "model"]
+        named = [w for w, path in fits.items() if len(fits) == 1 or path.split(".")[-1] == name]
         if fits and len(named) != 1:
             raise UsageError(
                 f"{self._prefix} has several objects that fit the model: "

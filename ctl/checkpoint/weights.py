@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import collections
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 from absl import logging
 
 from ctl.base.differences import first_three
+from ctl.base.models import Models
 from ctl.base.names import check_name, numbered
 from ctl.checkpoint import foreign, manifest
-from ctl.checkpoint.export import load_model
+from ctl.checkpoint.export import KERAS_FILE, exported_models, load_model
 from ctl.checkpoint.reader import Reader
 from ctl.distributed import replicas
-from ctl.errors import UsageError
+from ctl.errors import CtlError, UsageError
 
 
 class _Given(NamedTuple):
@@ -40,7 +41,11 @@ _Pairs = list[tuple[_Wanted, np.ndarray]]
 
 
 def load_weights(
-    model: keras.Model, path: str | os.PathLike[str], reinit: Sequence[str] = ()
+    model: keras.Model,
+    path: str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]],
+    reinit: Sequence[str] = (),
+    *,
+    name: str | None = None,
 ) -> dict[str, np.ndarray]:
     """Assigns the weights at ``path`` to ``model``, to all of its weights or to none.
 
@@ -54,26 +59,42 @@ def load_weights(
     ``.weights.h5`` is read by Keras.
 
     Args:
-        model: a built model; call it in the scope of the strategy.
+        model: a built model; call it in the scope of the strategy. Of several models
+            (``step.model``), each gets the weights of its name.
         path: a ``.keras`` or ``.weights.h5`` file, a SavedModel, or what `ctl.checkpoint.Reader`
-            reads.
-        reinit: names of layers that keep the weights they have, such as a new head.
+            reads; also an export of several models. For several models, also a dict with a path for
+            each of some of them; the others keep their weights.
+        reinit: names of layers that keep the weights they have, such as a new head; of several
+            models, also their names.
+        name: which model to read, if there are several at ``path``.
 
     Returns:
-        The values that were assigned, by the path of their variable.
+        The values that were assigned, by the path of their variable; of several models after the
+        name: ``g/dense/kernel``.
 
     Raises:
         UsageError: there is nothing to read, no such layer, or weights differ; three are named.
         CheckpointError: the checkpoint is damaged.
     """
     layers = {layer.name: layer for layer in replicas.layers_of(model) if layer is not model}
-    for name in reinit:
-        check_name("layer of --reinit", name, [n for n, layer in layers.items() if layer.weights])
-    path, fresh = Path(path), {id(v) for name in reinit for v in layers[name].weights}
+    known = [*layers, *model] if isinstance(model, Models) else [*layers]
+    for part in reinit:
+        check_name(
+            "layer of --reinit", part, [n for n in known if n not in layers or layers[n].weights]
+        )
+    if isinstance(model, Models):
+        return _load_each(model, path, reinit)
+    if isinstance(path, Mapping):
+        raise UsageError(f"the weights of model {model.name} are one path, not a dict: it is one")
+    path, fresh = Path(path), {id(v) for part in reinit for v in layers[part].weights}
+    if exported := exported_models(path):
+        if name is None:
+            raise UsageError(f"{path} holds several models: give one, such as {exported[0]}")
+        path = path / name / KERAS_FILE
     if path.name.endswith(".weights.h5"):
         return _read_by_keras(model, path, [layers[name] for name in reinit], fresh)
     stale_variables = [v for v in model.weights if id(v) not in fresh]
-    source = _read(path, model, stale_variables)
+    source = _read(path, model, stale_variables, name)
     # A checkpoint has TensorFlow's names; those of a subclassed model leave its layers out.
     wanted = [
         _Wanted(v.path if source.is_model else _name(v), v, id(v) in fresh) for v in model.weights
@@ -161,11 +182,14 @@ class _Source(NamedTuple):
     """Whether ``weights`` are those that were wanted."""
 
 
-def _read(path: Path, model: keras.Model, variables: list[keras.Variable]) -> _Source:
-    """The weights at ``path``, for ``variables`` of ``model``."""
+def _read(
+    path: Path, model: keras.Model, variables: list[keras.Variable], model_name: str | None
+) -> _Source:
+    """The weights at ``path``, for ``variables`` of ``model``, of which ``path`` may have several:
+    it is called ``model_name`` there."""
     if prefix := foreign.find(path):
         checkpoint = foreign.ForeignCheckpoint(prefix)
-        matched = checkpoint.match(model, variables)
+        matched = checkpoint.match(model, variables, model_name or "model")
         weights = [_Given(n, checkpoint.read(k)) for n, k in matched or checkpoint.weights()]
         if matched:
             return _Source(weights, matched=True)
@@ -180,23 +204,81 @@ def _read(path: Path, model: keras.Model, variables: list[keras.Variable]) -> _S
         weights = [_Given(v.path, v.numpy()) for v in load_model(path, "init_from").weights]
         return _Source(weights, is_model=True)
     reader = Reader(path)
-    names: dict[str, list[str]] = {"model": [], "ema": []}
+    end = _end_of_group(reader, model_name)
+    names: dict[str, list[str]] = {f"model{end}": [], f"ema{end}": []}
     for name, tensor in reader.tensors.items():
         if not _is_seed(name):
             names.setdefault(tensor.group, []).append(name.partition("/")[2])
-    count, averaged = (collections.Counter(map(_base, names[g])) for g in ("model", "ema"))
+    of_model, of_averages = names[f"model{end}"], names[f"ema{end}"]
+    count, averaged = (collections.Counter(map(_base, n)) for n in (of_model, of_averages))
     for name, number in averaged.items():
         if count[name] != number:
             raise UsageError(
                 f"{path} holds averages of only some of the weights {name}: give its export instead"
             )
-    averages = set(names["ema"])
+    averages = set(of_averages)
     return _Source(
         [
-            _Given(name, reader[f"{'ema' if name in averages else 'model'}/{name}"])
-            for name in names["model"]
+            _Given(name, reader[f"{'ema' if name in averages else 'model'}{end}/{name}"])
+            for name in of_model
         ]
     )
+
+
+def _end_of_group(reader: Reader, name: str | None) -> str:
+    """What follows ``model`` in the name of the group of the model ``name``: nothing, if the
+    checkpoint has one model."""
+    names = _models_in(reader)
+    if not names:
+        return ""
+    path = reader.saved.path if reader.saved else ""
+    if name is None:
+        raise UsageError(
+            f"{path} holds the models {', '.join(names)}: choose one, load_weights(..., "
+            f"name={names[0]!r})"
+        )
+    check_name(f"model in {path}", name, names)
+    return f"_{name}"
+
+
+def _models_in(reader: Reader) -> list[str]:
+    """The names of several models in a checkpoint of ctl."""
+    groups = {tensor.group for tensor in reader.tensors.values()}
+    return sorted(g.removeprefix("model_") for g in groups if g.startswith("model_"))
+
+
+def _load_each(model: Models, path: Any, reinit: Sequence[str]) -> dict[str, np.ndarray]:
+    """As `load_weights`, for several models: assigns to all or to none."""
+    paths: Mapping[str, Any] = path if isinstance(path, Mapping) else dict.fromkeys(model, path)
+    for name in paths:
+        check_name("model to load", name, model.keys())
+    if not isinstance(path, Mapping):
+        _require_several(Path(path), model)
+    before = [v.numpy() for v in model.weights]
+    given: dict[str, np.ndarray] = {}
+    try:
+        for name, source in paths.items():
+            if name not in reinit:
+                own = {layer.name for layer in replicas.layers_of(model[name])}
+                fresh = [layer for layer in reinit if layer in own]
+                found = load_weights(model[name], source, fresh, name=name)
+                given |= {f"{name}/{variable}": value for variable, value in found.items()}
+    except CtlError:
+        for variable, value in zip(model.weights, before, strict=True):
+            variable.assign(value)
+        raise
+    return given
+
+
+def _require_several(path: Path, model: Models) -> None:
+    """Refuses a path that holds one model."""
+    if foreign.find(path) or exported_models(path):
+        return
+    if path.is_file() or not _models_in(Reader(path)):
+        raise UsageError(
+            f"{path} holds one model, and there are {', '.join(model)}: say which one gets it, "
+            f"--init_from=NAME={path} (in Python, load_weights(model, {{NAME: path}}))"
+        )
 
 
 def _read_by_keras(

@@ -18,7 +18,7 @@ from ctl.errors import CheckpointError
 from ctl.schedule.patience import with_memory
 from ctl.step import TrainStep
 
-_EVALUATED = ("model", "step", "ema", "counters")  # what an evaluation reads
+_EVALUATED = ("model", "step", "ema", "counters")  # what an evaluation reads, of all models
 _TRAINED = "trained"  # which variables train, if not all do: see `Loop.train_only`
 _COMPILED = "compiled"  # present if XLA compiles the step: see `ctl.control.jit`
 
@@ -93,7 +93,8 @@ class TrainState:
         the best checkpoint, and returns it; None if there is none. Raises `CheckpointError` as
         `CheckpointManager.read` does."""
         state = self._step.state()
-        return checkpoints.read({g: state[g] for g in _EVALUATED if g in state}, "best")
+        evaluated = {g: state[g] for g in state if g.partition("_")[0] in _EVALUATED}
+        return checkpoints.read(evaluated, "best")
 
 
 class _Setting(NamedTuple):

@@ -17,26 +17,21 @@ NOISE, BATCH, STEPS = 64, 64, 3000
 
 
 class GAN(ctl.TrainStep):
-    """The generator is the model, and the discriminator an attribute of the step. A checkpoint has
-    both. Each has an optimizer and a loss of its own."""
+    """Each model has an optimizer and a loss of its own, by its name."""
 
-    def __init__(self, generator: keras.Model, discriminator: keras.Model):
-        generator_group = keras.optimizers.Adam(5e-4, beta_1=0.5), generator
-        discriminator_group = keras.optimizers.Adam(5e-4, beta_1=0.5), discriminator
-        super().__init__(generator, [generator_group, discriminator_group])
-        self.discriminator = discriminator
-
-    def loss(self, batch: tuple[tf.Tensor, tf.Tensor]) -> list[tf.Tensor]:
-        """Two losses [n], in the order of the optimizers, from one forward pass."""
+    def loss(self, batch: tuple[tf.Tensor, tf.Tensor]) -> dict[str, tf.Tensor]:
+        """Two losses [n] from one forward pass."""
+        generator, discriminator = self.model["generator"], self.model["discriminator"]
         images, _ = batch
         real = self.preprocess(images)
         noise = tf.random.stateless_normal([tf.shape(real)[0], NOISE], self.seed("noise"))
-        on_fake = self.discriminator(self.model(noise, training=True), training=True)[:, 0]
-        on_real = self.discriminator(real, training=True)[:, 0]
-        losses = [tf.nn.softplus(-on_fake), tf.nn.softplus(-on_real) + tf.nn.softplus(on_fake)]
-        self.log("generator", losses[0])
-        self.log("discriminator", losses[1])
-        return losses
+        on_fake = discriminator(generator(noise, training=True), training=True)[:, 0]
+        on_real = discriminator(real, training=True)[:, 0]
+        generator_loss = tf.nn.softplus(-on_fake)
+        discriminator_loss = tf.nn.softplus(-on_real) + tf.nn.softplus(on_fake)
+        self.log("generator", generator_loss)
+        self.log("discriminator", discriminator_loss)
+        return {"generator": generator_loss, "discriminator": discriminator_loss}
 
 
 def make_generator() -> keras.Model:
@@ -54,7 +49,9 @@ def make_discriminator() -> keras.Model:
 
 def make_loop() -> ctl.Loop:
     data = ctl.data.load("fashion_mnist_mini", global_batch_size=BATCH)
-    return ctl.Loop(GAN(make_generator(), make_discriminator()), data)
+    models = {"generator": make_generator(), "discriminator": make_discriminator()}
+    optimizers = {name: keras.optimizers.Adam(5e-4, beta_1=0.5) for name in models}
+    return ctl.Loop(GAN(models, optimizers), data)
 
 
 def draw(images: tf.Tensor) -> str:
@@ -68,7 +65,8 @@ def main() -> None:
     loop = make_loop()
     scalars = loop.train(STEPS)
     print(f"generator {scalars['generator']:.2f}, discriminator {scalars['discriminator']:.2f}")
-    print(draw(loop.step.model(tf.random.stateless_normal([3, NOISE], seed=[0, 0]))))
+    generator = loop.step.model["generator"]
+    print(draw(generator(tf.random.stateless_normal([3, NOISE], seed=[0, 0]))))
 
 
 if __name__ == "__main__":

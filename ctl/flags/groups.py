@@ -198,7 +198,8 @@ def define_model_flags() -> None:
             "convnet",  # see `_choose_model`
             f"{', '.join(names.MODELS)}, or {names.YOURS} for your own: called with "
             "(image_shape, num_classes), returns a Keras model that outputs logits. A function "
-            "without parameters may return any Keras model, for any data. Instead of a function, "
+            "without parameters may return any Keras model, for any data; or a dict of models by "
+            "name, for a --step that trains several. Instead of a function, "
             "the name may be that of a Keras model, which is copied with its weights; for one "
             "replica. For tables, the default is dense.",
         )
@@ -206,11 +207,14 @@ def define_model_flags() -> None:
             "init_from",
             None,
             "Initial weights: a checkpoint, of ctl or of tf.train.Checkpoint; a run (its last "
-            "checkpoint); a .keras or .weights.h5 file; a SavedModel. The optimizer and the step "
-            "count start anew. A run that resumes ignores this flag.",
+            "checkpoint); a .keras or .weights.h5 file; a SavedModel. For several models, a run "
+            "or an export of several, or NAME=PATH,NAME=PATH for some of them. The optimizer and "
+            "the step count start anew. A run that resumes ignores this flag.",
         )
         flags.DEFINE_list(
-            "reinit", None, "Names of layers for which --init_from is ignored, such as a new head."
+            "reinit",
+            None,
+            "Names of layers or models for which --init_from is ignored, such as a new head.",
         )
         flags.DEFINE_list(
             "freeze",

@@ -14,7 +14,7 @@ from absl import logging
 from absl.flags import FLAGS, FlagValues
 
 from ctl.base import console, signals
-from ctl.base.names import OPTIMIZERS, is_function_name, is_path, loss_of
+from ctl.base.names import OPTIMIZERS, is_function_name, is_path, loss_of, paths_by_name
 from ctl.distributed import cluster
 from ctl.distributed.watch import watchdog
 from ctl.errors import UsageError
@@ -463,7 +463,8 @@ def load_weights(flags: FlagValues, model: keras.Model) -> dict[str, Any]:
     """Gives ``model`` the weights of ``--init_from``, see `ctl.checkpoint.load_weights`."""
     from ctl.checkpoint import weights
 
-    given = weights.load_weights(model, flags.init_from, flags.reinit or ())
+    paths = paths_by_name(flags.init_from)
+    given = weights.load_weights(model, paths.get("", paths), flags.reinit or ())
     fresh = f"; {','.join(flags.reinit)} start anew" if flags.reinit else ""
     logging.info("%d weights are those of %s%s", len(given), flags.init_from, fresh)
     return given

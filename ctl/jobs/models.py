@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import keras
 from keras import layers
 
+from ctl.base.models import Models, as_model
 from ctl.base.names import YOURS, check_model_name, is_function_name
 from ctl.errors import UsageError
 from ctl.flags.imports import find
@@ -116,7 +117,8 @@ def make_model(
         name: one of `ctl.base.names.MODELS`, or a name of code (`ctl.base.names.code_name`). A
             function returns a `keras.Model`. It is called with ``(image_shape, num_classes)``, or
             without arguments if it has no parameters; then the model may be for data of any kind.
-            So may a `keras.Model`, which is copied with its weights.
+            So may a `keras.Model`, which is copied with its weights. A dict of models by name is
+            what a step with several gets.
         image_shape: (height, width, channels), or the shape of other examples, such as (columns,);
             None if the data do not say it.
         num_classes: number of logits; None if the data do not say it.
@@ -133,7 +135,7 @@ def make_model(
         if isinstance(model := find("model", name), keras.Model):
             return _copied(name, model)
         if not inspect.signature(model).parameters:
-            return _checked_type(name, model())
+            return _checked_type(name, as_model(model()))
     if image_shape is None or num_classes is None:
         raise UsageError(
             f"the data do not say the shape of their images and the number of classes, which the "
@@ -155,7 +157,7 @@ def make_model(
                 f"the shape {shape}: choose dense"
             )
         return globals()[name](shape, num_classes)  # a function above for each of `MODELS`
-    model = find("model", name)(shape, num_classes)
+    model = as_model(find("model", name)(shape, num_classes))
     check_model(name, model, shape, num_classes)
     return model
 
@@ -227,8 +229,11 @@ def _position_aware(tokens: keras.KerasTensor, width: int) -> keras.KerasTensor:
 def check_model(name: str, model: object, shape: tuple[int, ...], num_classes: int) -> None:
     """Raises `UsageError` unless ``model`` maps images of ``shape`` to ``num_classes`` logits.
 
-    Calls the model on a symbolic input, which builds it if necessary and computes nothing.
+    Calls the model on a symbolic input, which builds it if necessary and computes nothing. Several
+    models are the step's to call.
     """
+    if isinstance(model, Models):
+        return
     try:
         output = _checked_type(name, model)(keras.Input(shape, name="image"))
     except (TypeError, ValueError) as error:

@@ -12,6 +12,7 @@ import tensorflow as tf
 from absl import logging
 
 from ctl.base.autograph import AutographMethods, with_autograph
+from ctl.base.models import Models, as_model
 from ctl.base.names import WEIGHTINGS, check_name
 from ctl.distributed import local_batch, replicas
 from ctl.distributed.replica_variables import ReplicaVariables
@@ -69,7 +70,7 @@ class BaseStep(AutographMethods):
 
     def __init__(
         self,
-        model: keras.Model,
+        model: keras.Model | Mapping[str, keras.Model],
         loss_fn: Callable[[tf.Tensor, tf.Tensor], tf.Tensor] | str = losses.cross_entropy,
         metrics: Sequence[keras.metrics.Metric | str] = (),
         *,
@@ -78,6 +79,7 @@ class BaseStep(AutographMethods):
         **own: Any,
     ):
         options.take(self, own)
+        model = as_model(model)
         check_kind(model)
         self.loss_fn: Callable[..., Any] = losses.per_example(loss_fn, model)
         logits = losses.takes_logits(self.loss_fn)
@@ -89,6 +91,12 @@ class BaseStep(AutographMethods):
             weighted_metrics=weighted_metrics,
         )
         check_name("weighting", weighting, WEIGHTINGS)
+        if isinstance(model, Models) and not replaces_loss(self):
+            raise UsageError(
+                f"{type(self).__name__} has the models {', '.join(model)}, and no loss() that says "
+                "which to call: override loss() in a subclass of ctl.TrainStep, and for an "
+                "evaluation in one of ctl.EvalStep (its eval_step)"
+            )
         self.model = model
         self.metrics = list(metrics)
         self.weighted_metrics = list(weighted_metrics)
@@ -113,7 +121,8 @@ class BaseStep(AutographMethods):
 
         Returns:
             ``losses`` or ``(losses, outputs)``. ``losses`` is float [n], each times the weight of
-            its example; or a list of such tensors, one per parameter group.
+            its example; a list of such tensors, one per parameter group; or, if the optimizer is a
+            dict, a dict with one per model that trains.
 
         Raises:
             UsageError: ``loss_fn`` does not return [n], or there is not one weight per example.
@@ -141,18 +150,20 @@ class BaseStep(AutographMethods):
 
     def sum_of(self, losses: Any, batch: Any) -> tuple[tf.Tensor | list[tf.Tensor], Any]:
         """Returns the sum of ``losses``, a float32 scalar, and the outputs for metrics or None. A
-        list of losses gives a list of sums.
+        list of losses gives a list of sums, and so does a dict: in the order of the names.
 
         Args:
             losses: as returned by `loss`.
             batch: the batch that `loss` was given.
 
         Raises:
-            UsageError: there is not one loss for each example.
+            UsageError: there is not one loss for each example, or for each model of a dict.
         """
         losses, outputs = losses if isinstance(losses, tuple) else (losses, None)
         if losses is None:
             raise UsageError(f"{type(self).__name__}.loss() returned None: return the losses, [n]")
+        if isinstance(losses, list | Mapping):
+            losses = self._in_order(losses)
         # A step that overrides `count` may have another number of losses, for instance one per view
         # of an example.
         count = None if self.overrides("count") else local_batch.rows(batch)
@@ -164,6 +175,30 @@ class BaseStep(AutographMethods):
             return tf.reduce_sum(tf.cast(one, tf.float32))
 
         return [total(o) for o in losses] if isinstance(losses, list) else total(losses), outputs
+
+    def _in_order(self, losses: Any) -> list[tf.Tensor]:
+        """Returns several losses as a list. Those of a dict are named as the optimizers are; in an
+        evaluation, as the models."""
+        names = list(self.model) if isinstance(self.model, Models) else []
+        if self.training:
+            optimizer = vars(self)["optimizer"]
+            names = list(optimizer) if isinstance(optimizer, Mapping) else []
+        if isinstance(losses, list):
+            if not (self.training and names):
+                return losses
+            wrong = "a list of losses, and the optimizer is a dict"
+        elif (
+            losses
+            and losses.keys() <= {*names}
+            and (len(losses) == len(names) or not self.training)
+        ):
+            return [losses[name] for name in names if name in losses]
+        else:
+            wrong = f"losses of {', '.join(map(str, losses)) or 'nothing'}"
+        wanted = f"a dict with one for each of {', '.join(names)}"
+        if not names:
+            wanted = "one loss, or give TrainStep(model=, optimizer=) dicts with these names"
+        raise UsageError(f"{type(self).__name__}.loss() returned {wrong}: return {wanted}")
 
     def count(self, batch: Any) -> int | tf.Tensor:
         """Number of valid examples in this replica's batch: its rows; with weights, what

@@ -8,6 +8,7 @@ from typing import Any
 
 import keras
 
+from ctl.base.models import Models, by_name
 from ctl.base.names import check_name
 from ctl.distributed import replicas
 from ctl.errors import UsageError
@@ -19,7 +20,8 @@ def freeze(model: keras.Model, patterns: Sequence[str]) -> list[str]:
 
     Args:
         model: a built model.
-        patterns: names or paths of layers, with ``*`` and ``?`` as in a shell: ``block1_*``.
+        patterns: names or paths of layers, with ``*`` and ``?`` as in a shell: ``block1_*``; of
+            several models, also their names.
 
     Returns:
         The paths of the frozen weights.
@@ -28,11 +30,15 @@ def freeze(model: keras.Model, patterns: Sequence[str]) -> list[str]:
         UsageError: a pattern matches no layer with weights, or nothing is left to train.
     """
     layers = [one for one in replicas.layers_of(model) if one is not model and one.weights]
+    names = {id(one): name for name, one in by_name(model).items()}
     for pattern in patterns:
         fitting = [
             layer
             for layer in layers
-            if any(fnmatch.fnmatchcase(name, pattern) for name in (layer.name, layer.path or ""))
+            if any(
+                fnmatch.fnmatchcase(name, pattern)
+                for name in (layer.name, layer.path or "", names.get(id(layer), ""))
+            )
         ]
         if not fitting:
             check_name("layer of --freeze", pattern, [layer.name for layer in layers])
@@ -46,7 +52,8 @@ def freeze(model: keras.Model, patterns: Sequence[str]) -> list[str]:
 
 def select_trainable(step: Any, parts: Sequence[Any] | None) -> tuple[bool, ...]:
     """Returns for each trainable variable of a built step whether it trains: whether it is in
-    ``parts``, layers, models and `keras.Variable` objects; None for all.
+    ``parts``, layers, models, names of models if the step has several, and `keras.Variable`
+    objects; None for all.
 
     Raises:
         UsageError: a part has no variable that the step trains, or there are no parts.
@@ -57,7 +64,14 @@ def select_trainable(step: Any, parts: Sequence[Any] | None) -> tuple[bool, ...]
         raise UsageError(f"train_only needs a list of layers or variables, or None, not {parts!r}")
     chosen: set[int] = set()
     known = {id(variable) for variable in step.trainable_variables}
-    for part in parts:
+    for part in [parts] if isinstance(parts, str) else parts:
+        if isinstance(part, str):
+            if not isinstance(step.model, Models):
+                raise UsageError(
+                    f"train_only({part!r}): the step has one model: give layers, such as "
+                    f"model.get_layer({part!r})"
+                )
+            part = step.model[part]
         variables = [part] if isinstance(part, keras.Variable) else part.trainable_variables
         part_ids = {id(v.value) for v in variables} & known
         if not part_ids:

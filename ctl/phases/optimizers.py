@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import collections
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from ctl.base.models import Models
 from ctl.base.names import OPTIMIZERS, check_name
 from ctl.errors import UsageError
 
@@ -265,16 +266,25 @@ class Group(NamedTuple):
 
 
 # One optimizer; or one tuple per group: optimizer, variables and optionally a schedule, which
-# replaces the schedule of the loop. A layer stands for its trainable variables.
-Optimizers: TypeAlias = "keras.optimizers.Optimizer | Sequence[tuple[Any, ...]]"
+# replaces the schedule of the loop. A layer stands for its trainable variables. A dict has groups
+# by the name of their model, see `from_name`.
+Optimizers: TypeAlias = "keras.optimizers.Optimizer | Sequence[tuple[Any, ...]] | Mapping[str, Any]"
 
 
-def from_name(optimizer: Any) -> Any:
+def from_name(optimizer: Any, model: Any = None) -> Any:
     """Returns ``optimizer``, or the Keras optimizer that it names, such as ``"adam"``.
 
+    Args:
+        optimizer: an object or its name; parameter groups; or, for several models, a dict with an
+            optimizer, or ``(optimizer, schedule)``, for each of them that trains.
+        model: of the step. A dict becomes a dict of parameter groups, in the order of its models.
+
     Raises:
-        UsageError: it is neither a Keras optimizer, nor such a name, nor parameter groups.
+        UsageError: it is neither a Keras optimizer, nor such a name, nor parameter groups; or the
+            names of a dict are not those of the models that train.
     """
+    if isinstance(optimizer, Mapping):
+        return _of_models(optimizer, model)
     if isinstance(optimizer, str):
         known = {kind.__name__.lower(): kind for kind in PROVEN}
         try:
@@ -287,6 +297,34 @@ def from_name(optimizer: Any) -> Any:
             "keras.optimizers.Adam(1e-3), its name, or parameter groups"
         )
     return optimizer
+
+
+def _of_models(optimizers: Mapping[str, Any], model: Any) -> dict[str, tuple[Any, ...]]:
+    if not isinstance(model, Models):
+        raise UsageError(
+            "optimizer is a dict, and model is one model: give a dict of models with its names, or "
+            "one optimizer"
+        )
+    for name in optimizers:
+        if not model[name].trainable_variables:
+            raise UsageError(f"model {name!r} has nothing to train: leave its optimizer out")
+    groups = {}
+    for name, one in model.items():
+        if name not in optimizers:
+            if one.trainable_variables:
+                raise UsageError(
+                    f"model {name!r} has no optimizer: add one, or set its trainable to False"
+                )
+            continue
+        given = optimizers[name]
+        optimizer, *schedule = given if isinstance(given, tuple) else (given,)
+        if len(schedule) > 1 or not isinstance(optimizer, str | keras.optimizers.Optimizer):
+            raise UsageError(
+                f"the optimizer of model {name!r} is {str(given)[:80]}: give an optimizer, its "
+                "name, or (optimizer, schedule)"
+            )
+        groups[name] = (from_name(optimizer), one, *schedule)
+    return groups
 
 
 def make_groups(
@@ -308,7 +346,8 @@ def make_groups(
     if isinstance(optimizers, keras.optimizers.Optimizer):
         groups = [Group(optimizers, list(model_variables), schedule)]
     else:
-        groups = [_group(*entry, schedule) for entry in optimizers]
+        entries = optimizers.values() if isinstance(optimizers, Mapping) else optimizers
+        groups = [_group(*entry, schedule) for entry in entries]
         _check_disjoint(groups, model_variables)
     for optimizer, variables, _ in groups:
         check_optimizer(optimizer)

@@ -3,7 +3,7 @@ to tell them from the images of the data.
 
 Goodfellow et al. 2014, arXiv:1406.2661: equation 1, with the loss of section 3 for the generator,
 which does not saturate. Both take one step on each batch, from the weights before it. Each is a
-parameter group with its own optimizer. An evaluation writes ``samples.png``, see
+model of the step, with its own optimizer. An evaluation writes ``samples.png``, see
 `ctl.recipes.samples`::
 
     python -m ctl.train --model_dir=/tmp/gan --step=ctl.recipes.gan:GAN \\
@@ -23,30 +23,31 @@ from ctl import BaseStep, UsageError, local_batch, optimizers
 from ctl.recipes.samples import SEED, Sampling
 
 
-def adversarial(step: BaseStep, batch: Any, seed: Any) -> list[tf.Tensor]:
-    """The losses of generator and discriminator for each image, two of float32 [n]. ``batch`` is
+def adversarial(step: BaseStep, batch: Any, seed: Any) -> dict[str, tf.Tensor]:
+    """The losses of generator and discriminator for each image, float32 [n]. ``batch`` is
     ``(images, labels)``."""
-    generator, discriminator = step.model.layers
+    generator, discriminator = step.model["generator"], step.model["discriminator"]
     images, _ = local_batch.pair(batch)
     real = step.preprocess(images)
     noise = tf.random.stateless_normal([tf.shape(real)[0], generator.input_shape[1]], seed)
     fake = generator(noise, training=step.training)
     on_fake = discriminator(fake, training=step.training)[:, 0]
     on_real = discriminator(real, training=step.training)[:, 0]
-    losses = [tf.nn.softplus(-on_fake), tf.nn.softplus(-on_real) + tf.nn.softplus(on_fake)]
-    step.log("generator", losses[0])
-    step.log("discriminator", losses[1])
+    losses = {"generator": tf.nn.softplus(-on_fake)}
+    losses["discriminator"] = tf.nn.softplus(-on_real) + tf.nn.softplus(on_fake)
+    for name, each in losses.items():
+        step.log(name, each)
     return losses
 
 
 class Evaluation(Sampling):
     """Both losses on the data to evaluate on."""
 
-    def loss(self, batch: Any) -> list[tf.Tensor]:
+    def loss(self, batch: Any) -> dict[str, tf.Tensor]:
         return adversarial(self, batch, SEED)
 
     def sampled(self, count: int) -> tf.Tensor:
-        generator = self.model.layers[0]
+        generator = self.model["generator"]
         return generator(tf.random.stateless_normal([count, generator.input_shape[1]], SEED))
 
 
@@ -54,33 +55,32 @@ class GAN(ctl.TrainStep):
     """Trains a generator and a discriminator.
 
     Args:
-        model: `keras.Sequential` of the two: from noise to images in [0, 1], and from images to
-            logits [n, 1].
-        optimizer: of the generator. The discriminator gets a second one with the same settings.
+        model: a dict of two: ``generator``, from noise to images in [0, 1], and ``discriminator``,
+            from images to logits [n, 1].
+        optimizer: of the generator. The other model gets a second one with the same settings.
     """
 
     eval_step = Evaluation
+    other = "discriminator"  # the name of the second model
 
-    def __init__(self, model: keras.Model, optimizer: Any, *args: Any, **options: Any):
-        if len(model.layers) != 2:
+    def __init__(self, model: Any, optimizer: Any, *args: Any, **options: Any):
+        if not hasattr(model, "keys") or {*model} != {"generator", self.other}:
             raise UsageError(
-                f"GAN needs a keras.Sequential of a generator and a discriminator, not of "
-                f"{len(model.layers)} layers: give --model=ctl.recipes.gan:make_model"
+                f"{type(self).__name__} needs a dict of two models, generator and {self.other}: "
+                f"give --model={type(self).__module__}:make_model"
             )
-        generator, discriminator = model.layers
         optimizer = optimizers.from_name(optimizer)
         other = type(optimizer).from_config(optimizer.get_config())
         for name, value in vars(optimizer).items():
             if name.startswith("_exclude_from_weight_decay"):  # not in the configuration
                 setattr(other, name, value)
-        groups = [(optimizer, generator), (other, discriminator)]
-        super().__init__(model, groups, *args, **options)
+        super().__init__(model, {"generator": optimizer, self.other: other}, *args, **options)
 
-    def loss(self, batch: Any) -> list[tf.Tensor]:
+    def loss(self, batch: Any) -> dict[str, tf.Tensor]:
         return adversarial(self, batch, self.seed("noise"))
 
 
-def make_model() -> keras.Model:
+def make_model() -> dict[str, keras.Model]:
     """For images of 28x28x1, like those of the embedded data set: dense layers and Dropout, as in
     the paper. BatchNorm in the generator (Radford et al. 2016, arXiv:1511.06434) and a smaller
     discriminator keep one from winning: the images would become noise, or black."""
@@ -97,4 +97,5 @@ def make_model() -> keras.Model:
         layers.Dropout(0.5),
         layers.Dense(1, dtype="float32"),
     ]
-    return keras.Sequential([keras.Sequential(generator), keras.Sequential(discriminator)])
+    made = {"generator": generator, "discriminator": discriminator}
+    return {name: keras.Sequential(parts) for name, parts in made.items()}

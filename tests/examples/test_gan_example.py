@@ -45,7 +45,8 @@ def test_it_equals_plain_tensorflow():
     plain = gan.make_generator(), gan.make_discriminator()
     losses = plain_tensorflow(*plain, global_batches(loop.dataset, STEPS))
     scalars = loop.train(STEPS)
-    for ours, theirs in zip((loop.step.model, loop.step.discriminator), plain, strict=True):
+    for name, theirs in zip(("generator", "discriminator"), plain, strict=True):
+        ours = loop.step.model[name]
         assert largest_difference(ours.get_weights(), theirs.get_weights()) < 1e-5
     found = [scalars["generator"], scalars["discriminator"]]
     assert found == pytest.approx(np.mean(losses, axis=0).tolist(), rel=1e-5)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from helpers import largest_difference, make_loop, mlp
 
+import ctl
 from ctl.base.actions import Every
 from ctl.errors import UsageError
 from ctl.step import TrainStep
@@ -128,6 +129,39 @@ def test_a_resume_continues_the_phase(tmp_path, mirrored, pause):
     for mine, other in zip(state(resumed).values(), state(straight).values(), strict=True):
         np.testing.assert_array_equal(mine, other)
     resumed.checkpoints.close()
+
+
+def fine_tuned(directory, *, seed=0, stop=6):
+    """The program of a fine-tuning in two phases, in one run, up to step ``stop``. It saves there,
+    and is started again as it is."""
+    rates = ctl.schedule.Piecewise([3], [0.1, 0.01])
+    loop = make_loop(directory=directory, seed=seed, schedule=rates)
+    loop.restore()
+    for parts, until in (([head(loop)], 3), (None, 6)):
+        loop.train_only(parts)
+        loop.train(min(until, stop), total=6)
+        if loop.global_step == stop:
+            break
+    loop.save(wait=True)
+    return loop
+
+
+@pytest.mark.parametrize("pause", [2, 3, 5])
+def test_two_phases_are_one_run(tmp_path, pause):
+    """Steps, history, slots and checkpoints go on, and a program that is stopped in either phase
+    goes on with the same bits."""
+    straight = fine_tuned(tmp_path / "straight")
+    assert straight.history.steps[0] <= 3 < straight.history.steps[-1] == 6
+    first = fine_tuned(tmp_path / "paused", stop=pause)
+    body = first.step.model.layers[0].kernel.numpy()
+    first.checkpoints.close()
+    resumed = fine_tuned(tmp_path / "paused", seed=1)
+    assert [saved.step for saved in resumed.checkpoints.all()] == [pause, 6]
+    for mine, other in zip(state(resumed).values(), state(straight).values(), strict=True):
+        np.testing.assert_array_equal(mine, other)
+    assert (body != resumed.step.model.layers[0].kernel.numpy()).any()
+    for loop in (straight, resumed):
+        loop.checkpoints.close()
 
 
 def test_a_start_without_a_checkpoint_keeps_what_was_chosen(tmp_path):

@@ -10,6 +10,7 @@ from references import assert_trains_as, image_batches
 from replica_noise import replica_noise
 
 import ctl
+from ctl.base.models import as_model
 from ctl.errors import UsageError
 from ctl.phases.optimizers import is_decayed
 from ctl.recipes import gan
@@ -17,7 +18,7 @@ from ctl.recipes import gan
 SHAPE, NOISE, BATCH, STEPS, RATE = (2, 3, 1), 5, 8, 4, 0.01
 
 
-def model() -> keras.Model:
+def model() -> dict[str, keras.Model]:
     """Parts of different sizes, so that one is not taken for the other."""
     generator = [
         keras.Input([NOISE]),
@@ -30,7 +31,14 @@ def model() -> keras.Model:
         keras.layers.Dense(7, "tanh"),
         keras.layers.Dense(1),
     ]
-    return keras.Sequential([keras.Sequential(generator), keras.Sequential(discriminator)])
+    return {
+        "generator": keras.Sequential(generator),
+        "discriminator": keras.Sequential(discriminator),
+    }
+
+
+def parts_of(models) -> list[keras.Model]:
+    return [models["generator"], models["discriminator"]]
 
 
 def batches() -> tf.data.Dataset:
@@ -75,8 +83,8 @@ def plain_tensorflow(parts, replicas: int) -> list[float]:
 def test_replicas_equal_plain_tensorflow(mirrored, replicas):
     scalars, losses = assert_trains_as(
         make(mirrored(replicas)),
-        model(),
-        lambda plain: plain_tensorflow(plain.layers, replicas),
+        as_model(model()),
+        lambda plain: plain_tensorflow(parts_of(plain), replicas),
         steps=STEPS,
     )
     assert [scalars["generator"], scalars["discriminator"]] == pytest.approx(losses, rel=1e-5)
@@ -88,7 +96,7 @@ def test_an_evaluation_draws_images(tmp_path):
     evaluator = ctl.Evaluator(gan.Evaluation(made, samples=str(tmp_path / "images.png")), batches())
     results = evaluator.run()
     noise = tf.random.stateless_normal([BATCH, NOISE], [0, 0])
-    losses = [losses_of(made.layers, images, noise) for images, _ in batches()]
+    losses = [losses_of(parts_of(made), images, noise) for images, _ in batches()]
     found = [results["generator"], results["discriminator"]]
     assert found == pytest.approx(np.mean(losses, axis=0).tolist(), rel=1e-5)
     drawn = tf.io.decode_png((tmp_path / "images.png").read_bytes())
@@ -96,15 +104,17 @@ def test_an_evaluation_draws_images(tmp_path):
 
 
 def test_the_model_fits_the_embedded_images():
-    generator, discriminator = gan.make_model().layers
+    generator, discriminator = parts_of(gan.make_model())
     assert generator.output_shape == discriminator.input_shape == (None, 28, 28, 1)
     assert discriminator.output_shape == (None, 1)
 
 
 def test_what_is_no_gan_is_refused():
     one = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
-    with pytest.raises(UsageError, match="^GAN needs a keras.Sequential of a generator and a disc"):
+    with pytest.raises(UsageError, match="^GAN needs a dict of two models, generator and disc"):
         gan.GAN(one, keras.optimizers.Adam())
+    with pytest.raises(UsageError, match="^GAN needs a dict of two models"):
+        gan.GAN({"generator": one, "critic": one}, keras.optimizers.Adam())
 
 
 def test_the_discriminator_has_the_settings_of_the_generator():

@@ -8,12 +8,23 @@ import pytest
 import tensorflow as tf
 from references import assert_trains_as
 from replica_noise import replica_noise, replica_seeds
-from test_gan import BATCH, NOISE, RATE, STEPS, batches, model
+from test_gan import BATCH, NOISE, RATE, STEPS, batches
+from test_gan import model as models_of_gan
 
 import ctl
+from ctl.base.models import as_model
 from ctl.recipes import wgan_gp
 
 CRITIC_STEPS, WEIGHT = 3, 2.0
+
+
+def model() -> dict[str, keras.Model]:
+    models = models_of_gan()
+    return {"generator": models["generator"], "critic": models["discriminator"]}
+
+
+def parts_of(models) -> list[keras.Model]:
+    return [models["generator"], models["critic"]]
 
 
 def make(strategy, checkpoints=None, **options) -> ctl.Loop:
@@ -66,7 +77,10 @@ def plain_tensorflow(parts, replicas: int) -> list[float]:
 def test_replicas_equal_plain_tensorflow(mirrored, replicas):
     loop = make(mirrored(replicas))
     scalars, losses = assert_trains_as(
-        loop, model(), lambda plain: plain_tensorflow(plain.layers, replicas), steps=STEPS
+        loop,
+        as_model(model()),
+        lambda plain: plain_tensorflow(parts_of(plain), replicas),
+        steps=STEPS,
     )
     assert [scalars["generator"], scalars["critic"]] == pytest.approx(losses, rel=1e-5)
     assert loop.steps.run.experimental_get_tracing_count() == 2
@@ -78,6 +92,6 @@ def test_an_evaluation_has_both_losses():
     results = ctl.Evaluator(step, batches()).run()
     noise = tf.random.stateless_normal([BATCH, NOISE], [0, 0])
     share = tf.random.stateless_uniform([BATCH, 1, 1, 1], [0, 0])
-    losses = [losses_of(made.layers, images, noise, share) for images, _ in batches()]
+    losses = [losses_of(parts_of(made), images, noise, share) for images, _ in batches()]
     found = [results["generator"], results["critic"]]
     assert found == pytest.approx(np.mean(losses, axis=0).tolist(), rel=1e-5)
