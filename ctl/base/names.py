@@ -94,6 +94,9 @@ TABLES = (".csv", ".tsv", ".npz", ".jsonl", ".parquet", ".tfrecord")
 
 TARS = ".tar"  # of images, as WebDataset writes them
 
+# Ends of the files of tokenizers, and the packages that read them, see `ctl.data.tokenizer`.
+TOKENIZERS = {".model": "sentencepiece", ".json": "tokenizers"}
+
 # What the labels are that a loss takes.
 CLASSES, BINARY, NUMBERS = "classes", "binary", "numbers"
 

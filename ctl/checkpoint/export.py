@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from ctl.errors import CheckpointError, UsageError
 KERAS_FILE = "model.keras"
 SAVED_MODEL = "saved_model"
 DATA_FILE = "training_data.json"
+ASSETS = "assets"
 
 
 def check_exportable(model: keras.Model) -> None:
@@ -40,6 +41,7 @@ def export_model(
     directory: Path,
     input_specs: Any = None,
     found: Mapping[str, Any] | None = None,
+    assets: Sequence[Path] = (),
 ) -> list[Path]:
     """Writes ``model`` with its current weights to ``directory``, replacing an earlier export.
 
@@ -50,9 +52,11 @@ def export_model(
             default, Keras takes them from the shapes that it has met, and from the model's dtype.
         found: what files of the user's hold, see `ctl.data.Files.schema`: who calls the model needs
             the order of columns and classes.
+        assets: files that who calls the model needs, too, such as a tokenizer: they are copied.
 
     Returns:
-        The paths of the Keras file, of the SavedModel, and of what was ``found``, if anything was.
+        The paths of the Keras file, of the SavedModel, of what was ``found``, if anything was, and
+        of the copies of ``assets``.
 
     Raises:
         CheckpointError: the directory cannot be written. An earlier export is kept.
@@ -66,6 +70,9 @@ def export_model(
         model.export(str(unfinished / SAVED_MODEL), verbose=False, **signature)
         if found:
             durable.write_json(unfinished / DATA_FILE, found, via=unfinished)
+        for asset in assets:
+            (unfinished / ASSETS).mkdir(exist_ok=True)
+            shutil.copyfile(asset, unfinished / ASSETS / asset.name)
         durable.flush(unfinished)
         durable.publish(unfinished, directory)
     except (OSError, tf.errors.OpError) as error:
@@ -75,7 +82,8 @@ def export_model(
         ) from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-    written = [KERAS_FILE, SAVED_MODEL, DATA_FILE] if found else [KERAS_FILE, SAVED_MODEL]
+    written = [KERAS_FILE, SAVED_MODEL, *[DATA_FILE] * bool(found)]
+    written += [f"{ASSETS}/{asset.name}" for asset in assets]
     return [directory / name for name in written]
 
 
