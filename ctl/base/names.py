@@ -90,7 +90,8 @@ _REFUSED = {
 
 # Ends of files, see `ctl.data.sources` and `ctl.data.tables`.
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp")
-TABLES = (".csv", ".tsv", ".npz", ".jsonl", ".parquet", ".tfrecord")
+RECORDS = ".tfrecord"
+TABLES = (".csv", ".tsv", ".npz", ".jsonl", ".parquet", RECORDS)
 
 TARS = ".tar"  # of images, as WebDataset writes them
 

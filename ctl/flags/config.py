@@ -62,7 +62,7 @@ _START = "only a run that begins uses it"
 _FIXED = {
     **dict.fromkeys(("dataset", "train_split", "num_examples", "global_batch_size"), _ORDER),
     **dict.fromkeys(("seed", "shuffle_block", "image_shape", "features", "labels"), _ORDER),
-    "oversample": _ORDER,
+    **dict.fromkeys(("oversample", "record_schema"), _ORDER),
     "augment": "the checkpoints name the data with it",
     **dict.fromkeys(("model", "num_classes", "step", "optimizer", "ema_decay", "freeze"), _STATE),
     "precision": "the checkpoints hold the loss scale of float16",

@@ -22,6 +22,7 @@ from ctl.flags.parsing import (
     define_path,
     group,
 )
+from ctl.flags.record_schema import parse_record_schema
 
 flags.disclaim_key_flags()  # They belong to the command that calls a group.
 
@@ -89,6 +90,14 @@ def define_data_flags(of_a_run: bool = False) -> None:
             "Columns to predict (default: label, labels, class, target or y of a table, or else "
             "its last column; of a TFDS dataset, required with --features).",
         )
+        flags.DEFINE_string(
+            "record_schema",
+            None,
+            "NAME:TYPE[SIZE,…],…: the features of your own TFRecord files that are read, e.g. "
+            "image:uint8[28,28],label:int64. Types: image (PNG or JPEG), string, and numbers as "
+            "TensorFlow calls them, which may be stored as raw bytes (default: all features, by "
+            "what they hold).",
+        )
         flags.DEFINE_integer(
             "num_classes", 10, "Number of classes, for --dataset=synthetic.", lower_bound=2
         )
@@ -119,9 +128,10 @@ def define_data_flags(of_a_run: bool = False) -> None:
     check_flags(["image_shape"], lambda image_shape: image_shape_from(image_shape))
     check_flags(["dataset", "data_dir"], _check_dataset)
     check_flags(["tokenizer"], _check_tokenizer)
+    check_flags(["record_schema"], _check_record_schema)
     if not of_a_run:
         names_of_data = ["dataset", "data_dir", "image_shape", "oversample", "tokenizer"]
-        names_of_data += [*_OF_FILES, *_OF_SYNTHETIC]
+        names_of_data += ["record_schema", *_OF_FILES, *_OF_SYNTHETIC]
         check_flags(names_of_data, lambda **_: check_data_flags())
 
 
@@ -171,6 +181,11 @@ def _check_tokenizer(tokenizer: str | None) -> None:
         early.check_tokenizer(tokenizer)
 
 
+def _check_record_schema(record_schema: str | None) -> None:
+    if record_schema is not None:
+        parse_record_schema(record_schema)
+
+
 def check_data_flags() -> None:
     """Raises `UsageError` if a flag is given that has no effect on the data of ``--dataset``."""
     dataset, data_dir = flags.FLAGS.dataset, flags.FLAGS.data_dir
@@ -190,6 +205,11 @@ def check_data_flags() -> None:
         if not any("@" in other for other in others):
             early.check_data_dir(dataset, data_dir)
     check_without_effect(unused, f"with --dataset={dataset}: {remedy}")
+    if names.suffix(dataset) != names.RECORDS and not (
+        os.path.isdir(dataset) and names.has_table(dataset)
+    ):
+        remedy = f"it is for your own files {names.RECORDS}"
+        check_without_effect(["record_schema"], f"with --dataset={dataset}: {remedy}")
     if not names.is_function_name(dataset):
         remedy = "give the text to a function, such as --dataset=ctl.recipes.gpt:datasets"
         check_without_effect(["tokenizer"], f"with --dataset={dataset}: {remedy}")

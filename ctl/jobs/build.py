@@ -173,6 +173,7 @@ def open_files(
         labels=flags.labels,
         loss_of=loss_of(flags.loss),
         schema=found,
+        record_schema=flags.record_schema,
     )
 
 
