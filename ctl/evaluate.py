@@ -305,7 +305,10 @@ def _adopt_run() -> tuple[bool, list[str], dict[str, Any]]:
         raise UsageError(f"the run was trained with {' '.join(again)}: give {those} again")
     groups_of_the_run = grouped_flags("Data", "Step, loss and metrics", "Computation")
     stored = config.BEFORE_FLAGS | stored
+    if kept := config.kept_tokenizer(model_dir):
+        stored["tokenizer"] = str(kept)
     config.adopt(stored, ["model", *groups_of_the_run, *imported_flags()])
+    config.check_tokenizer(model_dir)
     metric, mode = str(stored.get("best_metric")), stored.get("best_mode")
     best = {"best_metric": metric, "best_mode": training.best_mode(metric, mode)}
     frozen = stored.get("freeze") or []

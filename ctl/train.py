@@ -87,6 +87,7 @@ def main() -> None:
         if FLAGS.precompile:
             raise UsageError(f"--precompile is for a first start, and {model_dir} holds a run")
         config.check_resumable(stored)
+        config.check_tokenizer(model_dir)
     elif FLAGS.init_from:
         for path in paths_by_name(FLAGS.init_from).values():
             if not any(Path(path + end).exists() for end in ("", ".index")):
@@ -339,7 +340,9 @@ def _export(loop: Loop, model_dir: Path, found: dict[str, Any]) -> list[Path]:
     if kind.preprocess is not BaseStep.preprocess:
         logging.info("the exported model takes what %s.preprocess returns", kind.__name__)
     with quiet, step.updater.averaged():
-        return export_model(step.model, model_dir / "export", step.input_specs, found)
+        kept = config.kept_tokenizer(model_dir)
+        assets = [kept] if kept else []
+        return export_model(step.model, model_dir / "export", step.input_specs, found, assets)
 
 
 def _summarize(

@@ -8,6 +8,8 @@ import re
 
 import pytest
 from runs import config, evaluations
+from tokenizer_files import LINES, sentencepiece_model
+from zygote import one_line
 
 from ctl import launch
 
@@ -230,3 +232,54 @@ def test_help_lists_the_flags_of_the_module(zygote, path):
         "\nYour module mine:\n  --temperature\n        Divides the loss. (default: 1.0)\n"
         "  --widths\n        Hidden units. (default: ['8'])\n"
     )
+
+
+GPT = [
+    f"--{flag}=ctl.recipes.gpt:{name}"
+    for flag, name in (("step", "LanguageModel"), ("dataset", "datasets"), ("model", "make_model"))
+]
+
+
+def test_a_tokenizer_goes_with_the_run(zygote, tmp_path):
+    given = sentencepiece_model(tmp_path / "given.model")
+    other = sentencepiece_model(tmp_path / "other.model", size=25)
+    (tmp_path / "t.txt").write_text("\n".join(LINES))
+    text = f"--data_dir={tmp_path}/t.txt"
+    sizes = ["--context=8", "--width=32", "--blocks=1", "--global_batch_size=8"]
+    run = [TRAIN, f"--model_dir={tmp_path}/run", *GPT, *sizes, text, *TO_THE_END[1:2]]
+    zygote.run(*run, f"--tokenizer={given}", "--train_steps=2")
+    kept, exported = (tmp_path / "run" / name for name in ("", "export/assets"))
+    for folder in (kept, exported):
+        assert (folder / "tokenizer.model").read_bytes() == given.read_bytes()
+    shapes = json.loads(
+        (tmp_path / "run/checkpoints/step-0000000002/manifest.json").read_text("utf-8")
+    )["variables"]["model"]
+    assert shapes[0]["shape"] == [31, 32]  # tokens, with that of padding
+
+    command = zygote.run(*run, f"--tokenizer={other}", "--train_steps=3", exit_code=2)
+    assert f"give the copy that it keeps, --tokenizer={tmp_path}/run/tokenizer.model" in one_line(
+        command
+    )
+    given.unlink()
+    evaluate = [EVALUATE, "--json", f"--model_dir={tmp_path}/run", *GPT]
+    found = json.loads(zygote.run(*evaluate).stdout)
+    assert found["loss"] == pytest.approx(evaluations(tmp_path / "run")[2]["loss"], rel=1e-6)
+    zygote.run(*evaluate, f"--tokenizer={other}", exit_code=2)
+    zygote.run(*run, f"--tokenizer={tmp_path}/run/tokenizer.model", "--train_steps=3", "--noexport")
+
+
+def test_a_tokenizer_without_effect(zygote, path, tmp_path):
+    tokenizer = f"--tokenizer={sentencepiece_model(tmp_path / 't.model')}"
+    for own, said in (
+        (ALL, "--dataset=mine:load: give the function a parameter tokenizer"),
+        ([], "--dataset=fashion_mnist_mini: give the text to a function, such as --dataset="),
+    ):
+        command = zygote.run(
+            TRAIN, f"--model_dir={tmp_path}/run", *own, tokenizer, path=path, exit_code=2
+        )
+        assert f"--tokenizer has no effect with {said}" in command.stderr.splitlines()[-1]
+    (tmp_path / "t.txt").write_text("text")
+    command = zygote.run(
+        TRAIN, f"--model_dir={tmp_path}/run", f"--dataset={tmp_path}/t.txt", exit_code=2
+    )
+    assert "is text: for a language model of it, give --dataset=ctl.rec" in one_line(command)

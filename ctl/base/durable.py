@@ -171,11 +171,16 @@ def write_json(path: Path, value: Any, *, via: Path) -> None:
 
 
 def write_text(path: Path, text: str, *, via: Path) -> None:
+    """Writes ``text`` in UTF-8, like `write_bytes`."""
+    write_bytes(path, text.encode(), via=via)
+
+
+def write_bytes(path: Path, content: bytes, *, via: Path) -> None:
     """Replaces ``path`` atomically and durably, by way of a scratch file in directory ``via``."""
     unfinished = scratch(via, path.name)
     try:
-        with open(unfinished, "x", encoding="utf-8") as file:
-            file.write(text)
+        with open(unfinished, "xb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(unfinished, path)

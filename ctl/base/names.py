@@ -91,9 +91,13 @@ _REFUSED = {
 
 # Ends of files, see `ctl.data.sources` and `ctl.data.tables`.
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp")
-TABLES = (".csv", ".tsv", ".npz", ".jsonl", ".parquet", ".tfrecord")
+RECORDS = ".tfrecord"
+TABLES = (".csv", ".tsv", ".npz", ".jsonl", ".parquet", RECORDS)
 
 TARS = ".tar"  # of images, as WebDataset writes them
+
+# Ends of the files of tokenizers, and the packages that read them, see `ctl.data.tokenizer`.
+TOKENIZERS = {".model": "sentencepiece", ".json": "tokenizers"}
 
 # What the labels are that a loss takes.
 CLASSES, BINARY, NUMBERS = "classes", "binary", "numbers"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from ctl.errors import CheckpointError, UsageError
 KERAS_FILE = "model.keras"
 SAVED_MODEL = "saved_model"
 DATA_FILE = "training_data.json"
+ASSETS = "assets"
 
 
 def check_exportable(model: keras.Model) -> None:
@@ -44,6 +45,7 @@ def export_model(
     directory: Path,
     input_specs: Any = None,
     found: Mapping[str, Any] | None = None,
+    assets: Sequence[Path] = (),
 ) -> list[Path]:
     """Writes ``model`` with its current weights to ``directory``, replacing an earlier export.
 
@@ -54,9 +56,11 @@ def export_model(
             default, Keras takes them from the shapes that it has met, and from the model's dtype.
         found: what files of the user's hold, see `ctl.data.Files.schema`: who calls the model needs
             the order of columns and classes.
+        assets: files that who calls the model needs, too, such as a tokenizer: they are copied.
 
     Returns:
-        The paths of each Keras file and SavedModel, and of what was ``found``, if anything was.
+        The paths of each Keras file and SavedModel, of what was ``found``, if anything was, and of
+        the copies of ``assets``.
 
     Raises:
         CheckpointError: the directory cannot be written. An earlier export is kept.
@@ -74,6 +78,10 @@ def export_model(
         if found:
             written.append(Path(DATA_FILE))
             durable.write_json(unfinished / DATA_FILE, found, via=unfinished)
+        for asset in assets:
+            (unfinished / ASSETS).mkdir(exist_ok=True)
+            shutil.copyfile(asset, unfinished / ASSETS / asset.name)
+            written.append(Path(ASSETS, asset.name))
         durable.flush(unfinished)
         durable.publish(unfinished, directory)
     except (OSError, tf.errors.OpError) as error:

@@ -10,6 +10,7 @@ from ctl.data.in_memory import InMemory
 from ctl.data.load import Splits, load, load_columns, selection_splits, synthetic
 from ctl.data.mixture import Mixture, StreamedMixture, mix
 from ctl.data.streaming import Streaming
+from ctl.data.tokenizer import Tokenizer
 
 __all__ = [
     "Augmented",
@@ -23,6 +24,7 @@ __all__ = [
     "Splits",
     "StreamedMixture",
     "Streaming",
+    "Tokenizer",
     "as_dataset",
     "load",
     "load_columns",

@@ -19,6 +19,7 @@ class DatasetInfo:
         image_shape: [height, width, channels]; of a table, [columns].
         class_names: in the order of the labels.
         num_outputs: of a model, where the labels are numbers and no classes.
+        vocabulary_size: of text: its tokens are below it.
         mean, deviation: of each column of a table, in the training data: a model of ctl begins by
             standardizing the columns.
     """
@@ -32,6 +33,7 @@ class DatasetInfo:
     num_outputs: int | None = None
     mean: tuple[float, ...] = ()
     deviation: tuple[float, ...] = ()
+    vocabulary_size: int | None = None
 
 
 class Dataset(Protocol):

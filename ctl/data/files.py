@@ -26,6 +26,7 @@ from ctl.data.sources import Arrays, EncodedImages, ImageFolder
 from ctl.data.streaming import Streaming
 from ctl.data.tables import PARTS, Choice, Table
 from ctl.errors import UsageError
+from ctl.flags.record_schema import parse_record_schema
 
 # Images of several sizes are resized to this one.
 _SIZE = (64, 64)
@@ -57,6 +58,7 @@ class Files:
         labels: Sequence[str] | None = None,
         loss_of: str = CLASSES,
         schema: Mapping[str, Any] | None = None,
+        record_schema: str | None = None,
     ):
         """Reads tables, and looks for images.
 
@@ -68,6 +70,8 @@ class Files:
             labels: as ``features``.
             loss_of: what the loss takes, see `ctl.base.names.loss_of`.
             schema: of the training data, if this is other data for the same model.
+            record_schema: the features of TFRecord files that are read, and their types, such as
+                ``"image:uint8[28,28],label:int64"``; by default all, by what they hold.
 
         Raises:
             UsageError: the data are missing, damaged or not suitable.
@@ -76,7 +80,7 @@ class Files:
         known = _checked(schema or {})
         self.schema: dict[str, Any] = {"path": str(path), "examples": {}}
         self._columns: list[list[str]] = []
-        if found := _tables(path):
+        if found := _tables(path, record_schema):
             choice = Choice(known["features"], known["labels"], known["classes"])
             if not known["features"]:
                 choice = tables.choose(_part(found, path), features, labels, loss_of)
@@ -287,19 +291,20 @@ def _part(parts: Mapping[str, Any], path: Path) -> Any:
     return parts["train"]
 
 
-def _tables(path: Path) -> dict[str, Table]:
+def _tables(path: Path, record_schema: str | None) -> dict[str, Table]:
     """The tables of a file, or of the files of a folder, by their part; none of other folders."""
+    types = parse_record_schema(record_schema) if record_schema else None
     with index.readable(path):
         if not path.is_dir():
             path.stat()
             if suffix(path.name) not in TABLES:
                 return {}
-            return tables.read(path)
+            return tables.read(path, types)
         if not has_table(os.path.abspath(path)):
             return {}
         files = [p for p in sorted(path.iterdir()) if suffix(p.name) in TABLES and p.is_file()]
     found = {
-        part: [tables.read(file)["train"] for file in of_part]
+        part: [tables.read(file, types)["train"] for file in of_part]
         for part, of_part in _by_part(path, files, "tables").items()
     }
     return {part: tables.joined(path.name, of_part) for part, of_part in found.items()}

@@ -12,19 +12,21 @@ import io
 import itertools
 import json
 import lzma
+import math
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
-from ctl.base.names import BINARY, CLASSES, NUMBERS, TABLES, suffix
+from ctl.base.names import BINARY, CLASSES, NUMBERS, RECORDS, TABLES, suffix
 from ctl.data import index
 from ctl.data.records import compression
 from ctl.errors import UsageError
+from ctl.flags.record_schema import IMAGE, TEXT, Feature
 
 # Columns that hold the labels where none is named; if there is none of these, the last one does.
 LABELS = ("label", "labels", "class", "target", "y")
@@ -38,6 +40,7 @@ _MOST_CLASSES = 1000
 _IMAGES = (b"\x89PNG\r\n", b"\xff\xd8\xff")
 _ROWS_AT_ONCE = 1 << 16
 _SHOWN = 40  # characters of a name or a value, and names of a list
+_HELD = {bytes: "byte strings", int: "integers", float: "floats", type(None): "values"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,16 +74,22 @@ class Table:
         return f"{self.name}, line {self.lines[row]}"
 
 
-def read(path: Path) -> dict[str, Table]:
+def read(path: Path, record_schema: Mapping[str, Feature] | None = None) -> dict[str, Table]:
     """The tables of a file by the part that they are, such as ``{"train": …, "test": …}``; one that
     says nothing of parts is ``train``.
+
+    Args:
+        path: of the file.
+        record_schema: the features of TFRecord files that are read, by their names. Without it,
+            all are, by what they hold.
 
     Raises:
         UsageError: the file is missing, damaged, or has no rows.
     """
     with index.readable(path):
         try:
-            tables = _READERS[suffix(path.name)](path)
+            end = suffix(path.name)
+            tables = _tfrecord(path, record_schema) if end == RECORDS else _READERS[end](path)
         except (gzip.BadGzipFile, EOFError, zlib.error) as error:
             raise UsageError(f"{path.name} is damaged: {_cut(str(error))}") from error
         except UnicodeDecodeError as error:
@@ -354,17 +363,24 @@ def _parquet(path: Path) -> dict[str, Table]:
     return {"train": Table(path.name, columns)}
 
 
-def _tfrecord(path: Path) -> dict[str, Table]:
+def _tfrecord(path: Path, schema: Mapping[str, Feature] | None) -> dict[str, Table]:
     """Records that are a `tf.train.Example` each: its features are the columns."""
     with open(path, "rb") as file:
         kind = compression(file.read(2))
     rows: list[dict[str, Any]] = []
+    first: dict[str, Any] = {}
     try:
         for record in tf.data.TFRecordDataset(str(path), kind).as_numpy_iterator():
-            example = _example(record)
+            features = {
+                name: getattr(feature, feature.WhichOneof("kind") or "int64_list").value
+                for name, feature in sorted(_example(record).features.feature.items())
+            }
+            first = first or features
+            if schema:
+                rows.append({name: [_of_schema(features, name, schema[name])] for name in schema})
+                continue
             row = {}
-            for name, feature in example.features.feature.items():
-                values = getattr(feature, feature.WhichOneof("kind") or "int64_list").value
+            for name, values in features.items():
                 row[name] = [_text_or_image(v) if isinstance(v, bytes) else v for v in values]
             rows.append(row)
     except tf.errors.OpError as error:
@@ -372,11 +388,69 @@ def _tfrecord(path: Path) -> dict[str, Table]:
             f"{path.name}, record {len(rows)} is damaged: {_cut(error.message)}"
         ) from error
     except ValueError as error:
-        raise UsageError(f"{path.name}, record {len(rows)}: {error}") from error
+        hint = _types(first) if first and not schema else ""
+        raise UsageError(f"{path.name}, record {len(rows)}: {error}{hint}") from error
     except Exception as error:  # of protobuf, which TensorFlow brings
         raise UsageError(f"{path.name}, record {len(rows)} is no tf.train.Example") from error
-    names = sorted({name for row in rows for name in row})  # they have no order
-    return {"train": Table(path.name, {name: _feature(path, name, rows) for name in names})}
+    names = [*schema] if schema else sorted({name for row in rows for name in row})  # have no order
+    hint = "" if schema else _types(first)
+    return {"train": Table(path.name, {name: _feature(path, name, rows, hint) for name in names})}
+
+
+def _types(features: Mapping[str, Any]) -> str:
+    """What the first record holds, and the flag that says so, for messages."""
+    found, schema = [], []
+    for name, values in [*features.items()][:_SHOWN]:
+        held = next((type(value) for value in values), int)
+        kind, count = {float: "float32", int: "int64", bytes: TEXT}[held], len(values)
+        found.append(f"{plain(name)} of {count} {_HELD[held]}")
+        if held is bytes:
+            found[-1] += f" ({len(values[0])} bytes)"
+            try:
+                kind = IMAGE if isinstance(_text_or_image(values[0]), np.ndarray) else TEXT
+            except ValueError:
+                kind, count = "uint8", len(values[0])
+        schema.append(f"{plain(name)}:{Feature(kind, () if count == 1 else (count,))}")
+    flag = f"--record_schema={','.join(schema)}"
+    return f"; record 0 has {', '.join(found)}: give the types, as {flag}"
+
+
+def _of_schema(features: Mapping[str, Any], name: str, feature: Feature) -> Any:
+    """The value that a record has of a ``feature``: a number, text, or an array."""
+    if name not in features:
+        raise ValueError(f"it has no {quoted(name)}; it has {listed(features)}")
+    values, (kind, shape) = features[name], feature
+    held = {type(value) for value in values} or {type(None)}
+    has = f"{quoted(name)} has {len(values)} {_HELD[max(held, key=str)]}"
+    has += f", and the schema says {feature}"
+    if kind in (IMAGE, TEXT):
+        if held != {bytes} or len(values) != 1:
+            raise ValueError(has)
+        try:
+            if kind == TEXT:
+                return values[0].decode("utf-8")
+            return tf.io.decode_image(values[0], expand_animations=False).numpy()
+        except (UnicodeDecodeError, tf.errors.OpError) as error:
+            what = "no text in UTF-8" if kind == TEXT else "no image"
+            raise ValueError(f"{quoted(name)} is {what}") from error
+    dtype, count = np.dtype(kind).newbyteorder("<"), math.prod(shape)
+    if held == {bytes} and len(values) == 1:  # as `tf.io.decode_raw` reads them
+        if len(values[0]) != count * dtype.itemsize:
+            raise ValueError(
+                f"{quoted(name)} has {len(values[0])} bytes, and the schema says {feature}, "
+                f"{count * dtype.itemsize} bytes"
+            )
+        array = np.frombuffer(values[0], dtype)
+    else:
+        if held != {float if dtype.kind == "f" else int} or len(values) != count:
+            raise ValueError(has)
+        whole = np.array(values)
+        array = whole.astype(dtype)
+        if dtype.kind != "f" and (array != whole).any():
+            raise ValueError(
+                f"{quoted(name)} has {whole[array != whole][0]}, which no {kind} holds"
+            )
+    return array.reshape(shape) if shape else array[0].item()
 
 
 def _example(record: bytes) -> tf.train.Example:
@@ -395,7 +469,7 @@ def _text_or_image(value: bytes) -> str | np.ndarray:
         raise ValueError("it has bytes that are neither text in UTF-8 nor PNG or JPEG") from error
 
 
-def _feature(path: Path, name: str, rows: Sequence[dict[str, list[Any]]]) -> np.ndarray:
+def _feature(path: Path, name: str, rows: Sequence[dict[str, list[Any]]], hint: str) -> np.ndarray:
     """A column: one value of each record, or arrays of one shape."""
     lists = [row.get(name, []) for row in rows]
     if {len(values) for values in lists} <= {0, 1}:
@@ -408,7 +482,8 @@ def _feature(path: Path, name: str, rows: Sequence[dict[str, list[Any]]]) -> np.
     if len(shapes) > 1 or np.asarray(values[0]).dtype.kind not in "iuf":
         raise UsageError(
             f"{path.name}: {quoted(name)} has values of several sizes or of text: read the file by "
-            "a function of your own, with ctl.data.records.TFRecords"
+            "a function of your own, with ctl.data.records.TFRecords, or leave it out of a "
+            f"--record_schema{hint}"
         )
     return np.stack(values)
 
@@ -419,9 +494,8 @@ _READERS: dict[str, Callable[[Path], dict[str, Table]]] = {
     ".npz": _npz,
     ".jsonl": _jsonl,
     ".parquet": _parquet,
-    ".tfrecord": _tfrecord,
 }
-assert {*_READERS} == {*TABLES}
+assert {*_READERS, RECORDS} == {*TABLES}
 
 # Features and labels ----------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Rows of bytes or other tokens, and the text that every machine has: the sources of Python.
+"""Rows of bytes or other tokens: of text in files, and of what every machine has, Python's sources.
 
 A `PAD` begins each text of a row, and fills the rest of the row. A token belongs to the text of the
 last `PAD` before it, so the rows say by themselves which tokens a model may see: `ctl.recipes.gpt`
@@ -10,6 +10,8 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
+import os
+import re
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,34 +20,36 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from ctl.base.names import TABLES, suffix
+from ctl.data import index, tables
 from ctl.data.arrays import check
 from ctl.data.dataset import DatasetInfo, NotResident, distribution_options
 from ctl.data.in_memory import InMemory
 from ctl.data.mixture import Interleave
+from ctl.data.tokenizer import PAD as PAD
+from ctl.data.tokenizer import Tokenizer
 from ctl.errors import UsageError
 
-PAD = 0  # before the first token of a text, and after the last one of a row
 SHAPES = 4  # of batches of `Buckets`: XLA compiles a step once for each
 
 
-def windows(texts: Sequence[bytes], length: int) -> np.ndarray:
-    """Cuts ``texts`` into rows, in which each byte follows those before it once.
+def windows(texts: Sequence[bytes | np.ndarray], length: int) -> np.ndarray:
+    """Cuts ``texts`` into rows, in which each token follows those before it once.
 
     Args:
-        texts: without the byte `PAD`.
-        length: bytes to predict in a row.
+        texts: see `pad`.
+        length: tokens to predict in a row.
 
     Returns:
-        uint8 [rows, length + 1]. The last byte of a row begins the next one of its text.
+        As `pad` does. The last token of a row begins the next one of its text.
 
     Raises:
-        UsageError: there is no text, or one has the byte `PAD`.
+        UsageError: as `pad` does.
     """
-    _check(texts, length, bytes | bytearray)
     rows = []
-    for text in filter(None, texts):
-        padded = np.zeros(-len(text) % length + len(text) + 1, np.uint8)  # `PAD`
-        padded[1 : len(text) + 1] = np.frombuffer(text, np.uint8)
+    for text in filter(len, _tokens(texts, length)):
+        padded = np.zeros(-len(text) % length + len(text) + 1, text.dtype)  # `PAD`
+        padded[1 : len(text) + 1] = text
         rows.append(np.lib.stride_tricks.sliding_window_view(padded, length + 1)[::length])
     return np.concatenate(rows)
 
@@ -91,6 +95,12 @@ def pack(texts: Sequence[bytes | np.ndarray], length: int) -> np.ndarray:
 
 
 def _pieces(texts: Sequence[bytes | np.ndarray], length: int) -> list[np.ndarray]:
+    tokens = _tokens(texts, length)
+    return [t[at : at + length] for t in tokens for at in range(0, len(t), length)]
+
+
+def _tokens(texts: Sequence[bytes | np.ndarray], length: int) -> list[np.ndarray]:
+    """The tokens of each text, all of one type."""
     _check(texts, length)
     tokens = []
     for number, text in enumerate(texts):
@@ -110,8 +120,7 @@ def _pieces(texts: Sequence[bytes | np.ndarray], length: int) -> list[np.ndarray
         raise UsageError(
             f"tokens must be integers of one type, not {', '.join(sorted(map(str, kinds)))}"
         )
-    tokens = [t.astype(common, copy=False) for t in tokens]
-    return [t[at : at + length] for t in tokens for at in range(0, len(t), length)]
+    return [t.astype(common, copy=False) for t in tokens]
 
 
 def _rows(rows: Sequence[Sequence[np.ndarray]], length: int) -> np.ndarray:
@@ -124,16 +133,16 @@ def _rows(rows: Sequence[Sequence[np.ndarray]], length: int) -> np.ndarray:
     return filled
 
 
-def _check(texts: Sequence[bytes | np.ndarray], length: int, kinds: Any = object) -> None:
+def _check(texts: Sequence[bytes | np.ndarray], length: int) -> None:
     if isinstance(length, bool) or not isinstance(length, int | np.integer) or length < 1:
         raise UsageError(f"the length of a row must be a whole number from 1, not {length!r}")
     if isinstance(texts, str | bytes | bytearray):
         raise UsageError(f"texts is one {type(texts).__name__}: give a list of texts")
     for number, text in enumerate(texts):
-        if isinstance(text, str) or not hasattr(text, "__len__") or not isinstance(text, kinds):
+        if isinstance(text, str) or not hasattr(text, "__len__"):
             raise UsageError(
-                f"text {number} is a {type(text).__name__}: give bytes, as text.encode() makes"
-                + (", or integers [n]" if kinds is object else "")
+                f"text {number} is a {type(text).__name__}: give bytes, as text.encode() makes, or "
+                "integers [n], as a ctl.data.Tokenizer makes"
             )
     if not any(len(text) for text in texts):
         raise UsageError("there is no text to train on")
@@ -242,7 +251,12 @@ def paragraphs(texts: Sequence[bytes]) -> list[bytes]:
 
 
 def python_sources(
-    length: int, *, global_batch_size: int, seed: int = 0, rows: str = "windows"
+    length: int,
+    *,
+    global_batch_size: int,
+    seed: int = 0,
+    rows: str = "windows",
+    tokenizer: Tokenizer | None = None,
 ) -> tuple[InMemory | Buckets, InMemory | Buckets]:
     """The modules at the top of Python's standard library. Every 20th module is held out, to
     evaluate on. Another version of Python has others, so a run does not resume there.
@@ -253,23 +267,113 @@ def python_sources(
         seed: of the order.
         rows: ``"windows"`` of modules; or each of their `paragraphs` is a text, and they are
             ``"packed"``, ``"padded"`` or in ``"buckets"``.
+        tokenizer: makes the tokens, which are bytes without it.
     """
-    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    modules = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    texts = [module.read_bytes() for module in modules]
+    return _datasets("stdlib", *_held_out(texts), length, rows, tokenizer, global_batch_size, seed)
 
-    def data(split: str, chosen: Sequence[Path]) -> InMemory | Buckets:
-        texts = [file.read_bytes() for file in chosen]
+
+def files(
+    path: str | os.PathLike[str],
+    length: int,
+    *,
+    global_batch_size: int,
+    seed: int = 0,
+    rows: str = "windows",
+    tokenizer: Tokenizer | None = None,
+) -> tuple[InMemory | Buckets, InMemory | Buckets]:
+    """The texts of a file or of all files below a folder, to train and to evaluate on.
+
+    A ``.txt`` is one text. A table, see `ctl.data.tables`, has one in each row: in the column
+    ``text``, or the only one of text. To evaluate on are files and folders whose names begin with
+    ``test``, or else ``validation``; or else every 20th text; of a single text, its last 20th.
+
+    Args:
+        path: of the file or the folder.
+        length, global_batch_size, seed, rows, tokenizer: see `python_sources`.
+
+    Raises:
+        UsageError: a file is missing or damaged, there is no text to train or to evaluate on, or a
+            text does not suit, see `pad` and `ctl.data.Tokenizer.encode`.
+    """
+    path = index.local(path)
+    parts: dict[str, list[bytes]] = {}
+    with index.readable(path):
+        path.stat()
+        found = sorted(path.rglob("*")) if path.is_dir() else [path]
+        for file in found:
+            inside = file.relative_to(path).parts or (file.name,)
+            known = suffix(file.name) in TABLES or file.suffix == ".txt"
+            if not known or not file.is_file() or any(one.startswith(".") for one in inside):
+                continue
+            named = tables.PARTS.get(re.split(r"[-_.]", inside[0].lower())[0], "train")
+            for part, texts in _texts_of(file).items():
+                parts.setdefault(part if named == "train" else named, []).extend(texts)
+    train = parts.get("train", [])
+    if not any(train):
+        raise UsageError(
+            f"{path} has no text to train on: give a .txt, a table with a column text "
+            f"({', '.join(TABLES)}), or a folder of them"
+        )
+    held_out = parts.get("test") or parts.get("validation")
+    if not held_out:
+        train, held_out = _held_out(train)
+    return _datasets(path.name, train, held_out, length, rows, tokenizer, global_batch_size, seed)
+
+
+def _texts_of(file: Path) -> dict[str, list[bytes]]:
+    """The texts of a file by their part."""
+    if file.suffix == ".txt":
+        return {"train": [file.read_bytes()]}
+    parts = {}
+    for part, table in tables.read(file).items():
+        names = [name for name, column in table.columns.items() if column.dtype == object]
+        chosen = ["text"] if "text" in names else names
+        if len(chosen) != 1:
+            raise UsageError(
+                f"{file.name} has {len(chosen)} columns of text, {tables.listed(table.columns)}: "
+                "call the one to train on text"
+            )
+        parts[part] = [text.encode() for text in table.columns[chosen[0]].tolist()]
+    return parts
+
+
+def _held_out(texts: Sequence[bytes]) -> tuple[list[bytes], list[bytes]]:
+    """The texts to train on, and every 20th, from the first; of one, the lines of its last 20th."""
+    if len(texts) > 1:
+        return [text for number, text in enumerate(texts) if number % 20], [*texts[::20]]
+    end = texts[0].rfind(b"\n", 0, len(texts[0]) * 19 // 20) + 1
+    if not end:
+        raise UsageError("there is one text, of one line: give others to evaluate on, as test.txt")
+    return [texts[0][:end]], [texts[0][end:]]
+
+
+def _datasets(
+    name: str,
+    train: Sequence[bytes],
+    held_out: Sequence[bytes],
+    length: int,
+    rows: str,
+    tokenizer: Tokenizer | None,
+    global_batch_size: int,
+    seed: int,
+) -> tuple[InMemory | Buckets, InMemory | Buckets]:
+    size = tokenizer.vocabulary_size if tokenizer else 256
+
+    def data(split: str, texts: Sequence[bytes]) -> InMemory | Buckets:
+        if rows != "windows":
+            texts = paragraphs(texts)
+        tokens = tokenizer.encode(texts) if tokenizer else texts
         options: dict[str, Any] = {
             "global_batch_size": global_batch_size,
             "seed": seed,
             "training": split == "train",
-            "info": DatasetInfo("stdlib", split=split),
+            "info": DatasetInfo(name, split=split, vocabulary_size=size),
         }
-        if rows != "windows":
-            texts = paragraphs(texts)
         if rows == "buckets":
-            return Buckets(texts, length, **options)
+            return Buckets(tokens, length, **options)
         cut = {"windows": windows, "packed": pack, "padded": pad}[rows]
-        return InMemory(cut(texts, length), **options)
+        return InMemory(cut(tokens, length), **options)
 
-    train = [file for number, file in enumerate(files) if number % 20]
-    return data("train", train), data("held_out", files[::20])
+    return data("train", train), data("held_out", held_out)

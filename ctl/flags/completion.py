@@ -20,13 +20,15 @@ Prints a script that completes commands, flags, the choices of a flag, and files
 
   python -m ctl completion bash >~/.ctl.bash && echo 'source ~/.ctl.bash' >>~/.bashrc
   python -m ctl completion zsh >~/.ctl.zsh && echo 'source ~/.ctl.zsh' >>~/.zshrc
+  python -m ctl completion fish >~/.config/fish/conf.d/ctl.fish
 
 Run it again after an update of ctl. It is for ctl, ctl-train, ctl-evaluate, ctl-launch and
 ctl-inspect, not for `python -m ctl`.
 """
 
 # `_ctl_words COMMAND` prints what may follow: sub-commands; --flag, --noflag; --flag= and each
-# --flag=choice. In bash, `=` begins a word: the reply is what follows it.
+# --flag=choice. In bash, `=` begins a word: the reply is what follows it. In fish, it is the whole
+# word, without a space after a `=`; where there is none, fish completes files.
 _SCRIPTS = {
     "bash": r"""
 _ctl() {
@@ -68,7 +70,33 @@ _ctl() {
 (($+functions[compdef])) || { autoload -U compinit && compinit; }
 compdef _ctl {commands}
 """,
+    "fish": r"""
+function _ctl
+    set -l line (commandline -opc)
+    set -l key (string replace -- - ' ' (string replace -r -- '.*/' '' $line[1]))
+    for each in $line[2..-1]
+        set -l found (_ctl_words "$key $each")
+        set -q found[1]; and set key "$key $each"
+    end
+    set -l start (commandline -ct | string escape --style=regex)
+    if string match -q -- '*=*' "$start"
+        _ctl_words $key | string split ' ' | string match -r -- "^$start.+"
+    else
+        _ctl_words $key | string split ' ' | string match -rv '=.' | string match -r -- "^$start.*"
+    end
+end
+for each in {commands}
+    complete -c $each -f -n '_ctl >/dev/null' -a '(_ctl)'
+end
+""",
 }
+# How a shell writes `_ctl_words`: its beginning, each command, and its end.
+_POSIX = ("_ctl_words() {\n    case $1 in", '        "{key}") echo "{words}" ;;', "    esac\n}")
+_FISH = (
+    "function _ctl_words\n    switch $argv[1]",
+    '        case "{key}"\n            echo "{words}"',
+    "    end\nend",
+)
 _COMMANDS = "ctl ctl-train ctl-evaluate ctl-launch ctl-inspect"
 
 _COMMAND = re.compile(r"^  (\w+)  +\S", re.MULTILINE)
@@ -83,11 +111,13 @@ def run() -> None:
 def main(shells: Sequence[str]) -> None:
     """Prints the script for the one shell that is named."""
     if len(shells) != 1:
-        raise UsageError("give one shell: bash or zsh")
-    check_name("shell", shells[0], _SCRIPTS)
-    cases = [f'        "{key}") echo "{" ".join(words)}" ;;\n' for key, words in _words(["ctl"])]
-    print(f"_ctl_words() {{\n    case $1 in\n{''.join(cases)}    esac\n}}")
-    print(_SCRIPTS[shells[0]].replace("{commands}", _COMMANDS).strip())
+        raise UsageError(f"give one shell: {', '.join(_SCRIPTS)}")
+    (shell,) = shells
+    check_name("shell", shell, _SCRIPTS)
+    begin, case, end = _FISH if shell == "fish" else _POSIX
+    cases = [case.format(key=key, words=" ".join(words)) for key, words in _words(["ctl"])]
+    print("\n".join([begin, *cases, end]))
+    print(_SCRIPTS[shell].replace("{commands}", _COMMANDS).strip())
 
 
 def _words(command: list[str]) -> list[tuple[str, list[str]]]:

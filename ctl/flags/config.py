@@ -7,6 +7,7 @@ parsers and validators.
 from __future__ import annotations
 
 import enum
+import hashlib
 import importlib.metadata
 import json
 import sys
@@ -19,6 +20,7 @@ from absl import flags
 
 from ctl.base import durable
 from ctl.base.best import known_mode
+from ctl.base.names import TOKENIZERS, suffix
 from ctl.errors import CheckpointError, UsageError
 from ctl.flags.defaults import early_stop_parts, spelled_out
 from ctl.flags.durations import OF_A_LENGTH
@@ -26,12 +28,14 @@ from ctl.flags.durations import OF_A_LENGTH
 SCHEMA = 1
 FILE = "config.json"
 FLAGFILE = "flags.txt"
+_TOKENIZER = "tokenizer"  # and its end: a copy of `--tokenizer`
 
 # Flags that may change when a run is resumed: they say how it runs and what it shows, not what it
 # computes while the loss is finite. The length may change only if the schedule is not of a length.
 _FREE = frozenset(
     (
         *("model_dir", "data_dir", "download", "resident_limit_mib", "epochs", "train_steps"),
+        "tokenizer",  # its content counts, see `check_tokenizer`
         *("strategy", "replicas", "tpu", "cross_device_ops", "collective_timeout"),
         *("workers", "worker_index", "communication", "startup_timeout"),
         "worker_timeout",
@@ -58,7 +62,7 @@ _START = "only a run that begins uses it"
 _FIXED = {
     **dict.fromkeys(("dataset", "train_split", "num_examples", "global_batch_size"), _ORDER),
     **dict.fromkeys(("seed", "shuffle_block", "image_shape", "features", "labels"), _ORDER),
-    "oversample": _ORDER,
+    **dict.fromkeys(("oversample", "record_schema"), _ORDER),
     "augment": "the checkpoints name the data with it",
     **dict.fromkeys(("model", "num_classes", "step", "optimizer", "ema_decay", "freeze"), _STATE),
     "precision": "the checkpoints hold the loss scale of float16",
@@ -78,10 +82,10 @@ def write(
     found: Mapping[str, Any] | None = None,
 ) -> None:
     """Writes the flags ``names``, the values ``chosen`` for flags that leave a choice, the ``code``
-    of the step (`ctl.control.source_hash.identity`), what was ``found`` in files of the user's, and
-    versions of packages. If the run resumes
-    at ``step``, flags that have changed are added to its ``history``. Also writes the flags as a
-    file for ``--flagfile``. Deletes unfinished files of killed runs in ``model_dir``.
+    of the step (`ctl.control.source_hash.identity`), what was ``found`` in files of the user's, the
+    hash of the tokenizer, and versions of packages. If the run resumes at ``step``, flags that have
+    changed are added to its ``history``. Also writes the flags as a file for ``--flagfile``, and
+    keeps a copy of the tokenizer. Deletes unfinished files of killed runs in ``model_dir``.
 
     Only for the run that holds the lock.
 
@@ -108,8 +112,14 @@ def write(
         "code": {name: value for name, value in (code or {}).items() if name != "model"},
         "versions": versions,
     }
+    tokenizer = values["tokenizer"].value if "tokenizer" in values else None
     try:
         durable.sweep(model_dir)
+        if tokenizer:
+            content = Path(tokenizer).read_bytes()
+            kept = _TOKENIZER + suffix(tokenizer)
+            config["tokenizer"] = {"file": kept, "sha256": hashlib.sha256(content).hexdigest()}
+            durable.write_bytes(model_dir / kept, content, via=model_dir)
         durable.write_text(model_dir / FLAGFILE, _flagfile(names, values), via=model_dir)
         durable.write_json(model_dir / FILE, config, via=model_dir)
     except OSError as error:
@@ -191,6 +201,31 @@ def check_found(model_dir: Path, now: Mapping[str, Any]) -> None:
                 f"{model_dir} holds a run with other data: the {name} were {was}, and "
                 f"are {is_now}: use the same files, or another --model_dir"
             )
+
+
+def kept_tokenizer(model_dir: Path) -> Path | None:
+    """The copy that the run in ``model_dir`` has of its ``--tokenizer``; None if it has none."""
+    of = _read(model_dir).get("tokenizer")
+    name = of.get("file") if isinstance(of, dict) else None
+    return model_dir / name if name in [_TOKENIZER + end for end in TOKENIZERS] else None
+
+
+def check_tokenizer(model_dir: Path, values: flags.FlagValues = flags.FLAGS) -> None:
+    """Raises `UsageError` if ``--tokenizer`` is not that of the run in ``model_dir``: other tokens
+    mean nothing to its model."""
+    kept = kept_tokenizer(model_dir)
+    if not kept and not values.tokenizer:
+        return
+    if not kept:
+        raise UsageError(f"{model_dir} holds a run without a tokenizer: leave out --tokenizer")
+    before = str(_read(model_dir)["tokenizer"].get("sha256"))
+    now = values.tokenizer and hashlib.sha256(Path(values.tokenizer).read_bytes()).hexdigest()
+    if before != now:
+        said = f"{values.tokenizer} has the SHA-256 {now[:12]}" if now else "none is given"
+        raise UsageError(
+            f"{model_dir} holds a run with a tokenizer of the SHA-256 {before[:12]}, and {said}: "
+            f"give the copy that it keeps, --tokenizer={kept}"
+        )
 
 
 def changes(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import importlib.util
 import itertools
 import os
 import re
@@ -15,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
-from ctl.base.names import IMAGES, TABLES, TARS, code_name, suffix
+from ctl.base.names import IMAGES, TABLES, TARS, TOKENIZERS, code_name, suffix
 from ctl.errors import UsageError
 
 _EMBEDDED = Path(__file__).parents[1] / "data" / "datasets"
@@ -105,10 +106,24 @@ def _names(body: list[ast.stmt]) -> Iterator[str]:
                 yield node.name
 
 
+def check_tokenizer(path: str) -> None:
+    """Raises `UsageError` if ``path`` is no file of a tokenizer, or its package is missing."""
+    if suffix(path) not in TOKENIZERS:
+        raise UsageError(
+            f"the tokenizer {path} is neither a .model of SentencePiece nor a .json of tokenizers"
+        )
+    if not os.path.isfile(path):
+        raise UsageError(f"there is no file {path} of a tokenizer")
+    package = TOKENIZERS[suffix(path)]
+    if not importlib.util.find_spec(package):
+        raise UsageError(f"{path} needs a package: pip install 'ctl[{package}]'")
+
+
 def check_path(path: str) -> None:
     """Raises `UsageError` if there is no file or folder ``path`` of data."""
     if "://" in path:
         raise UsageError(f"--dataset={path}: mount it, or copy the files")
+    _check_no_text(path)
     if os.path.exists(path):
         kinds = (*TABLES, TARS)
         if os.path.isfile(path) and suffix(path) not in kinds:
@@ -125,9 +140,21 @@ def check_path(path: str) -> None:
     raise UsageError(f"--dataset={path}: there is no such file or folder{hint}")
 
 
+def _check_no_text(path: str) -> None:
+    """Refuses text, of which there is no one task."""
+    if suffix(path) == ".txt" and os.path.isfile(path):
+        recipe = "ctl.recipes.gpt"
+        raise UsageError(
+            f"--dataset={path} is text: for a language model of it, give "
+            f"--dataset={recipe}:datasets --data_dir={path} --model={recipe}:make_model "
+            f"--step={recipe}:LanguageModel"
+        )
+
+
 def check_dataset(name: str, data_dir: str | None) -> None:
     """Raises `UsageError` if TFDS, as it is installed, and ``data_dir`` have no dataset ``name``.
     Only names of a plain form are looked for, and only if TFDS has the layout that is known."""
+    _check_no_text(name)
     short = re.split("[/:]", name)[0]
     if not short.isidentifier() or ":" in name:
         return

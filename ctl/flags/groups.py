@@ -22,6 +22,7 @@ from ctl.flags.parsing import (
     define_path,
     group,
 )
+from ctl.flags.record_schema import parse_record_schema
 
 flags.disclaim_key_flags()  # They belong to the command that calls a group.
 
@@ -40,9 +41,10 @@ def define_data_flags(of_a_run: bool = False) -> None:
             "Fashion-MNIST. Files: a folder such as ./photos, with a folder of images for each "
             "class, or with train and test of such folders; or a table, "
             f"{', '.join(names.TABLES)}. Of files without a test part, a tenth is held out. Your "
-            "function is called with those keywords of global_batch_size, seed and data_dir "
-            "that it declares. It returns two datasets, for training and evaluation: datasets of "
-            "ctl.data, or a tf.data.Dataset of global batches, which requires --train_steps.",
+            "function is called with those keywords of global_batch_size, seed, data_dir and "
+            "tokenizer that it declares. It returns two datasets, for training and evaluation: "
+            "datasets of ctl.data, or a tf.data.Dataset of global batches, which requires "
+            "--train_steps.",
             _absolute,
         )
         define_path(
@@ -50,6 +52,13 @@ def define_data_flags(of_a_run: bool = False) -> None:
             None,
             "Directory of TFDS datasets (default: TFDS's own). Also passed to a function given as "
             "--dataset.",
+        )
+        define_path(
+            "tokenizer",
+            None,
+            "Makes the tokens of text: a .model of SentencePiece, or a tokenizer.json. Passed to a "
+            "function given as --dataset, as a ctl.data.Tokenizer. The run keeps a copy (default: "
+            "none; text is bytes).",
         )
         flags.DEFINE_boolean("download", True, "Download and prepare a missing dataset.")
         flags.DEFINE_string("train_split", None, "TFDS split to train on (default: train).")
@@ -81,6 +90,14 @@ def define_data_flags(of_a_run: bool = False) -> None:
             "Columns to predict (default: label, labels, class, target or y of a table, or else "
             "its last column; of a TFDS dataset, required with --features).",
         )
+        flags.DEFINE_string(
+            "record_schema",
+            None,
+            "NAME:TYPE[SIZE,…],…: the features of your own TFRecord files that are read, e.g. "
+            "image:uint8[28,28],label:int64. Types: image (PNG or JPEG), string, and numbers as "
+            "TensorFlow calls them, which may be stored as raw bytes (default: all features, by "
+            "what they hold).",
+        )
         flags.DEFINE_integer(
             "num_classes", 10, "Number of classes, for --dataset=synthetic.", lower_bound=2
         )
@@ -110,9 +127,11 @@ def define_data_flags(of_a_run: bool = False) -> None:
     check_flags(["features", "labels", "dataset", "image_shape"], _check_columns)
     check_flags(["image_shape"], lambda image_shape: image_shape_from(image_shape))
     check_flags(["dataset", "data_dir"], _check_dataset)
+    check_flags(["tokenizer"], _check_tokenizer)
+    check_flags(["record_schema"], _check_record_schema)
     if not of_a_run:
-        names_of_data = ["dataset", "data_dir", "image_shape", "oversample"]
-        names_of_data += [*_OF_FILES, *_OF_SYNTHETIC]
+        names_of_data = ["dataset", "data_dir", "image_shape", "oversample", "tokenizer"]
+        names_of_data += ["record_schema", *_OF_FILES, *_OF_SYNTHETIC]
         check_flags(names_of_data, lambda **_: check_data_flags())
 
 
@@ -157,6 +176,16 @@ def _check_dataset(dataset: str, data_dir: str | None) -> None:
         early.check_dataset(dataset, data_dir)
 
 
+def _check_tokenizer(tokenizer: str | None) -> None:
+    if tokenizer:
+        early.check_tokenizer(tokenizer)
+
+
+def _check_record_schema(record_schema: str | None) -> None:
+    if record_schema is not None:
+        parse_record_schema(record_schema)
+
+
 def check_data_flags() -> None:
     """Raises `UsageError` if a flag is given that has no effect on the data of ``--dataset``."""
     dataset, data_dir = flags.FLAGS.dataset, flags.FLAGS.data_dir
@@ -176,6 +205,14 @@ def check_data_flags() -> None:
         if not any("@" in other for other in others):
             early.check_data_dir(dataset, data_dir)
     check_without_effect(unused, f"with --dataset={dataset}: {remedy}")
+    if names.suffix(dataset) != names.RECORDS and not (
+        os.path.isdir(dataset) and names.has_table(dataset)
+    ):
+        remedy = f"it is for your own files {names.RECORDS}"
+        check_without_effect(["record_schema"], f"with --dataset={dataset}: {remedy}")
+    if not names.is_function_name(dataset):
+        remedy = "give the text to a function, such as --dataset=ctl.recipes.gpt:datasets"
+        check_without_effect(["tokenizer"], f"with --dataset={dataset}: {remedy}")
 
 
 def image_shape_from(text: str | None) -> tuple[int, int, int] | None:

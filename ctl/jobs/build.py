@@ -138,13 +138,19 @@ def prepare(flags: FlagValues = FLAGS) -> Prepared:
 
 def _own_data(flags: FlagValues) -> tuple[Dataset, Dataset]:
     """What the function returns that ``--dataset`` names: data to train and to evaluate on."""
+    from ctl import data
     from ctl.jobs import named
 
+    tokenizer = data.Tokenizer(flags.tokenizer) if flags.tokenizer else None
+    if tokenizer:
+        size = tokenizer.vocabulary_size
+        logging.info("tokenizer: %s, %d tokens with that of padding", tokenizer.path, size)
     return named.datasets(
         flags.dataset,
         global_batch_size=flags.global_batch_size,
         seed=flags.seed,
         data_dir=flags.data_dir,
+        tokenizer=tokenizer,
     )
 
 
@@ -167,6 +173,7 @@ def open_files(
         labels=flags.labels,
         loss_of=loss_of(flags.loss),
         schema=found,
+        record_schema=flags.record_schema,
     )
 
 
@@ -316,7 +323,10 @@ def model_of(flags: FlagValues, info: DatasetInfo) -> keras.Model:
     from ctl.jobs.models import make_model
 
     outputs = info.num_classes or info.num_outputs
-    return make_model(flags.model, info.image_shape, outputs, info.mean, info.deviation)
+    return make_model(
+        *(flags.model, info.image_shape, outputs),
+        *(info.mean, info.deviation, info.vocabulary_size),
+    )
 
 
 def make_eval_step(flags: FlagValues, model: keras.Model) -> EvalStep:

@@ -9,7 +9,9 @@ built into Keras, so a saved ``.keras`` file loads without ctl.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Sequence
+from typing import Any
 
 import keras
 from keras import layers
@@ -110,19 +112,21 @@ def make_model(
     num_classes: int | None,
     mean: Sequence[float] = (),
     deviation: Sequence[float] = (),
+    vocabulary_size: int | None = None,
 ) -> keras.Model:
     """Builds a model. Call it inside ``strategy.scope()``, because it creates variables.
 
     Args:
         name: one of `ctl.base.names.MODELS`, or a name of code (`ctl.base.names.code_name`). A
             function returns a `keras.Model`. It is called with ``(image_shape, num_classes)``, or
-            without arguments if it has no parameters; then the model may be for data of any kind.
-            So may a `keras.Model`, which is copied with its weights. A dict of models by name is
-            what a step with several gets.
+            without arguments if it has no parameters, or with ``vocabulary_size`` if that is its
+            only one; then the model may be for data of any kind. So may a `keras.Model`, which is
+            copied with its weights. A dict of models by name is what a step with several gets.
         image_shape: (height, width, channels), or the shape of other examples, such as (columns,);
             None if the data do not say it.
         num_classes: number of logits; None if the data do not say it.
         mean, deviation: of each column of a table, see `dense`.
+        vocabulary_size: of text, whose tokens are below it; None for other data.
 
     Raises:
         UsageError: the name is unknown, the function cannot be imported, the sizes are unknown or
@@ -133,9 +137,19 @@ def make_model(
     check_model_name(name)
     if is_function_name(name):
         if isinstance(model := find("model", name), keras.Model):
-            return _copied(name, model)
-        if not inspect.signature(model).parameters:
-            return _checked_type(name, as_model(model()))
+            return _with_outputs(name, _copied(name, model), vocabulary_size)
+        parameters = inspect.signature(model).parameters
+        if not parameters:
+            return _with_outputs(name, _checked_type(name, as_model(model())), vocabulary_size)
+        if [*parameters] == ["vocabulary_size"]:
+            has_default = parameters["vocabulary_size"].default is not inspect.Parameter.empty
+            if not vocabulary_size and not has_default:
+                raise UsageError(
+                    f"the data do not say the number of tokens, which the model {name} needs: give "
+                    "the dataset a ctl.data.DatasetInfo with its vocabulary_size"
+                )
+            made = model(vocabulary_size) if vocabulary_size else model()
+            return _with_outputs(name, _checked_type(name, as_model(made)), vocabulary_size)
     if image_shape is None or num_classes is None:
         raise UsageError(
             f"the data do not say the shape of their images and the number of classes, which the "
@@ -178,6 +192,18 @@ def _copied(name: str, model: keras.Model) -> keras.Model:
         ) from error
     copy.set_weights(model.get_weights())
     return copy
+
+
+def _with_outputs(name: str, model: keras.Model, vocabulary_size: Any) -> keras.Model:
+    """``model``, unless it gives a number to fewer tokens than the text has."""
+    shape: Any = getattr(model, "output_shape", None)
+    is_of_tokens = vocabulary_size and isinstance(shape, tuple) and len(shape) == 3
+    if is_of_tokens and (shape[2] or math.inf) < vocabulary_size:
+        raise UsageError(
+            f"the model {name!r} has {shape[2]} outputs for each token, and the text has "
+            f"{vocabulary_size} tokens: make it by a function with the parameter vocabulary_size"
+        )
+    return model
 
 
 def _logits(x: keras.KerasTensor, num_classes: int) -> keras.KerasTensor:

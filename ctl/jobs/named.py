@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from ctl import step as steps
 from ctl.base.names import check_loss_name, is_function_name
-from ctl.data import Dataset, as_dataset
+from ctl.data import Dataset, Tokenizer, as_dataset
 from ctl.errors import UsageError
 from ctl.flags.imports import find
 from ctl.phases import losses
@@ -50,8 +50,9 @@ def check_calls(kind: type[steps.TrainStep], model: str, loss: str, metrics: str
     _check_call(f"the step {evaluates.__name__}", evaluates, (None,) * 3, takes)
     if is_function_name(model):
         make = find("model", model)
-        if not isinstance(make, keras.Model) and inspect.signature(make).parameters:
-            takes = "(image_shape, num_classes), or nothing"
+        parameters = [] if isinstance(make, keras.Model) else [*inspect.signature(make).parameters]
+        if parameters and parameters != ["vocabulary_size"]:
+            takes = "(image_shape, num_classes), vocabulary_size, or nothing"
             _check_call(f"the model {model!r}", make, (None, None), takes)
     if is_function_name(loss):
         _check_call(f"the loss {loss!r}", find("loss", loss), (None, None), "(labels, outputs)")
@@ -120,7 +121,12 @@ def check_metrics(names: str | None) -> None:
 
 
 def datasets(
-    name: str, *, global_batch_size: int, seed: int, data_dir: str | None
+    name: str,
+    *,
+    global_batch_size: int,
+    seed: int,
+    data_dir: str | None,
+    tokenizer: Tokenizer | None = None,
 ) -> tuple[Dataset, Dataset]:
     """Calls the function ``name`` with those of the keywords that it declares.
 
@@ -128,18 +134,21 @@ def datasets(
         Its two datasets, to train and to evaluate, see `ctl.data.as_dataset`.
 
     Raises:
-        UsageError: it cannot be imported or called, does not declare a ``data_dir`` that is given,
-            returns something else, or trains on batches of another size.
+        UsageError: it cannot be imported or called, does not declare a ``data_dir`` or a
+            ``tokenizer`` that is given, returns something else, or trains on batches of another
+            size.
     """
     function = find("dataset", name)
-    offered = {"global_batch_size": global_batch_size, "seed": seed, "data_dir": data_dir}
+    offered: dict[str, Any] = {"global_batch_size": global_batch_size, "seed": seed}
+    offered |= {"data_dir": data_dir, "tokenizer": tokenizer}
     signature = inspect.signature(function)
     arguments = {n: v for n, v in offered.items() if n in signature.parameters}
-    if data_dir and "data_dir" not in arguments:
-        raise UsageError(
-            f"--data_dir has no effect with --dataset={name}: give the function a parameter "
-            "data_dir, or leave the flag out"
-        )
+    for flag in ("data_dir", "tokenizer"):
+        if offered[flag] and flag not in arguments:
+            raise UsageError(
+                f"--{flag} has no effect with --dataset={name}: give the function a parameter "
+                f"{flag}, or leave the flag out"
+            )
     try:
         signature.bind(**arguments)
     except TypeError as error:

@@ -1,4 +1,4 @@
-"""A language model of bytes, on the sources of Python's standard library, which every machine has.
+"""A language model of bytes or tokens, on text of yours or Python's sources.
 
 The model is a decoder: a transformer whose positions see only those before them (GPT: Radford et
 al. 2018, "Improving language understanding by generative pre-training", section 3.1; Vaswani et al.
@@ -10,7 +10,9 @@ that text only. Rows are padded, so the loss is divided by the valid tokens of a
     python -m ctl.train --model_dir=/tmp/gpt --step=ctl.recipes.gpt:LanguageModel \\
         --dataset=ctl.recipes.gpt:datasets --model=ctl.recipes.gpt:make_model --train_steps=2000
 
-``--rows=packed`` trains on single paragraphs, as many in a row as fit.
+``--data_dir=FILE.txt``, also a table or a folder of them, trains on text of yours, see
+`ctl.data.text.files`, and ``--tokenizer=FILE`` on its tokens instead of bytes. ``--rows=packed``
+trains on single paragraphs, as many in a row as fit.
 """
 
 from __future__ import annotations
@@ -24,9 +26,9 @@ from keras import layers, ops
 
 import ctl
 from ctl import BaseStep
-from ctl.data import InMemory, text
+from ctl.data import InMemory, Tokenizer, text
 
-flags.DEFINE_integer("context", 64, "Context length of the model, in bytes.", lower_bound=1)
+flags.DEFINE_integer("context", 64, "Context length of the model, in tokens.", lower_bound=1)
 flags.DEFINE_integer("width", 64, "Width of the model: 32 per attention head.", lower_bound=32)
 flags.DEFINE_integer("blocks", 2, "Number of transformer blocks.", lower_bound=1)
 flags.DEFINE_enum(
@@ -46,7 +48,7 @@ class Perplexity(keras.metrics.Mean):
 
 
 class _PerToken(BaseStep):
-    """A batch is uint8 [n, length + 1]: each byte but the first is to be predicted."""
+    """A batch is integers [n, length + 1]: each token but the first is to be predicted."""
 
     counts = "tokens"
 
@@ -80,35 +82,44 @@ class LanguageModel(_PerToken, ctl.TrainStep):
     eval_step = Evaluation
 
 
-def make_model() -> keras.Model:
+def make_model(vocabulary_size: int = 256) -> keras.Model:
     """The `gpt` that the flags describe."""
-    sizes: list[Any] = [flags.FLAGS[name].value for name in ("context", "width", "blocks")]
-    return gpt(*sizes)
+    sizes: Any = flags.FLAGS
+    return gpt(sizes.context, sizes.width, sizes.blocks, vocabulary_size)
 
 
-def gpt(context: int, width: int, blocks: int) -> keras.Model:
-    """From int [n, length] to float32 logits [n, length, 256], for lengths up to ``context``.
-    ``width`` is 32 for each head."""
+def gpt(context: int, width: int, blocks: int, vocabulary_size: int = 256) -> keras.Model:
+    """From int [n, length] to float32 logits [n, length, vocabulary_size], for lengths up to
+    ``context``. ``width`` is 32 for each head."""
     tokens = keras.Input([None], dtype="int32", name="tokens")
     places = ops.cumsum(ops.ones_like(tokens), axis=1)
     texts = ops.cumsum(ops.cast(ops.equal(tokens, text.PAD), "int32"), axis=1)
     earlier = ops.greater_equal(places[:, :, None], places[:, None, :])
     mask = ops.logical_and(earlier, ops.equal(texts[:, :, None], texts[:, None, :]))
     positions = ops.sum(ops.cast(mask, "int32"), axis=2) - 1
-    x = layers.Embedding(256, width)(tokens) + layers.Embedding(context, width)(positions)
+    x = layers.Embedding(vocabulary_size, width)(tokens)
+    x += layers.Embedding(context, width)(positions)
     for _ in range(blocks):
         y = layers.LayerNormalization()(x)
         x += layers.MultiHeadAttention(width // 32, 32)(y, y, attention_mask=mask)
         y = layers.Dense(4 * width, "gelu")(layers.LayerNormalization()(x))
         x += layers.Dense(width)(y)
     x = layers.LayerNormalization()(x)
-    return keras.Model(tokens, layers.Dense(256, dtype="float32")(x), name="gpt")
+    logits = layers.Dense(vocabulary_size, dtype="float32")(x)
+    return keras.Model(tokens, logits, name="gpt")
 
 
 def datasets(
-    global_batch_size: int, seed: int = 0
+    global_batch_size: int,
+    seed: int = 0,
+    data_dir: str | None = None,
+    tokenizer: Tokenizer | None = None,
 ) -> tuple[InMemory | text.Buckets, InMemory | text.Buckets]:
-    """The sources of Python's standard library, to train and to evaluate on."""
+    """The text of ``data_dir``, or else the sources of Python's standard library, to train and to
+    evaluate on."""
     context: Any = flags.FLAGS["context"].value
-    rows: Any = flags.FLAGS["rows"].value
-    return text.python_sources(context, global_batch_size=global_batch_size, seed=seed, rows=rows)
+    options: dict[str, Any] = {"rows": flags.FLAGS["rows"].value, "tokenizer": tokenizer}
+    options |= {"global_batch_size": global_batch_size, "seed": seed}
+    if data_dir:
+        return text.files(data_dir, context, **options)
+    return text.python_sources(context, **options)

@@ -80,3 +80,11 @@ def test_a_model_that_keras_cannot_describe_is_refused():
 
     with pytest.raises(UsageError, match="^cannot export model opaque: .* add get_config"):
         check_exportable(Opaque(keras.layers.Dense(2)))
+
+
+def test_files_go_with_the_model(tmp_path):
+    (tmp_path / "tokenizer.model").write_bytes(b"trained")
+    model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
+    written = export_model(model, tmp_path / "export", assets=[tmp_path / "tokenizer.model"])
+    assert written[-1] == tmp_path / "export/assets/tokenizer.model"
+    assert written[-1].read_bytes() == b"trained"

@@ -257,3 +257,23 @@ def test_a_table_beside_images_is_left_out(tmp_path):
     write_table(tmp_path / "only" / "mine.csv")
     with pytest.raises(UsageError, match="has the tables mine.csv: name them train and test, or"):
         Files(tmp_path / "only")
+
+
+def test_a_schema_of_records_is_for_every_file_of_a_folder(tmp_path):
+    for part, count in (("train", 6), ("test", 2)):
+        with tf.io.TFRecordWriter(str(tmp_path / f"{part}.tfrecord")) as writer:
+            for number in range(count):
+                values = {"pixels": bytes([number] * 4), "kind": str(number % 2).encode()}
+                feature = {
+                    name: tf.train.Feature(bytes_list=tf.train.BytesList(value=[value]))
+                    for name, value in values.items()
+                }
+                features = tf.train.Features(feature=feature)
+                writer.write(tf.train.Example(features=features).SerializeToString())
+    files = Files(tmp_path, record_schema="pixels:uint8[2,2,1],kind:string")
+    train = files.load("train", global_batch_size=2, training=True)
+    assert train.info.image_shape == (2, 2, 1) and train.info.class_names == ("0", "1")
+    assert train.arrays[0].dtype == np.uint8 and train.arrays[0][:, 0, 0, 0].tolist() == [*range(6)]
+    assert files.load("test", global_batch_size=2, training=False).num_examples == 2
+    with pytest.raises(UsageError, match="record 0: 'kind' has 1 bytes, and the schema says int64"):
+        Files(tmp_path, record_schema="pixels:uint8[2,2,1],kind:int64")

@@ -14,6 +14,7 @@ from ctl.base.names import BINARY, CLASSES, NUMBERS
 from ctl.data import tables
 from ctl.data.tables import Choice, Table
 from ctl.errors import UsageError
+from ctl.flags.record_schema import parse_record_schema
 
 
 def table(tmp_path, text: str, name: str = "t.csv") -> Table:
@@ -370,6 +371,72 @@ def test_records_that_are_no_examples_are_named(tmp_path, records, says):
             writer.write(record)
     with pytest.raises(UsageError, match=says):
         tables.read(tmp_path / "t.tfrecord")
+
+
+def write(path, *records: bytes) -> None:
+    with tf.io.TFRecordWriter(str(path)) as writer:
+        for record in records:
+            writer.write(record)
+
+
+def test_records_of_a_schema(tmp_path):
+    pixels = np.arange(4, dtype=np.uint8).reshape(2, 2)
+    other = np.array([[0.5, -1]], "<f4")
+    image = tf.io.encode_png(pixels[..., np.newaxis]).numpy()
+    features = {"pixels": pixels.tobytes(), "other": other.tobytes(), "image": image, "text": b"a"}
+    features |= {"label": 1, "real": 0.25, "many": [1, 2, 3, 300], "left": b"\xff"}
+    write(tmp_path / "t.tfrecord", example(**features), example(**features | {"label": 2}))
+    schema = (
+        "text:string,pixels:uint8[2,2],other:float32[1,2],image:image,many:int32[4],real:float32"
+    )
+    found = tables.read(tmp_path / "t.tfrecord", parse_record_schema(f"{schema},label:int64"))
+    columns = found["train"].columns
+    assert list(columns) == ["text", "pixels", "other", "image", "many", "real", "label"]
+    np.testing.assert_array_equal(columns["pixels"], [pixels, pixels])
+    assert columns["pixels"].dtype == np.uint8 and columns["many"].dtype == np.int32
+    np.testing.assert_array_equal(columns["other"][0], other)
+    np.testing.assert_array_equal(columns["image"][1, ..., 0], pixels)
+    np.testing.assert_array_equal(columns["many"][1], [1, 2, 3, 300])
+    assert columns["text"].tolist() == ["a", "a"] and columns["real"].tolist() == [0.25, 0.25]
+    rows, labels = tables.arrays(found["train"], tables.choose(found["train"], features=["pixels"]))
+    assert rows.shape == (2, 2, 2, 1) and labels.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("schema", "says"),
+    [
+        ("c:int64", "it has no 'c'; it has a, b"),
+        ("a:float32", "'a' has 2 integers, and the schema says float32"),
+        ("a:int64[3]", r"'a' has 2 integers, and the schema says int64\[3\]"),
+        ("a:uint8[2]", "'a' has 300, which no uint8 holds"),
+        ("a:string", "'a' has 2 integers, and the schema says string"),
+        ("b:uint8[2]", r"'b' has 3 bytes, and the schema says uint8\[2\], 2 bytes"),
+        ("b:string", "'b' is no text in UTF-8"),
+        ("b:image", "'b' is no image"),
+    ],
+)
+def test_records_that_do_not_fit_the_schema(tmp_path, schema, says):
+    write(tmp_path / "t.tfrecord", example(a=[1, 300], b=b"\xff12"))
+    with pytest.raises(UsageError, match=f"^t.tfrecord, record 0: {says}$"):
+        tables.read(tmp_path / "t.tfrecord", parse_record_schema(schema))
+
+
+def test_a_schema_to_paste(tmp_path):
+    """What a message prints is taken."""
+    path = tmp_path / "t.tfrecord"
+    write(path, *(example(a=b"\xff\xfe" + bytes([n]), b=[1.5, 2.5], label=n) for n in range(2)))
+    with pytest.raises(UsageError) as raised:
+        tables.read(path)
+    said, schema = str(raised.value).split(": give the types, as --record_schema=")
+    assert said.endswith(
+        "record 0 has a of 1 byte strings (3 bytes), b of 2 floats, label of 1 integers"
+    )
+    assert schema == "a:uint8[3],b:float32[2],label:int64"
+    found = tables.read(path, parse_record_schema(schema))["train"]
+    assert found.columns["a"].tolist() == [[255, 254, 0], [255, 254, 1]]
+    write(path, example(a=[1, 2], b=1), example(a=[1], b=2))
+    with pytest.raises(UsageError, match=r"'a' has values of several .*=a:int64\[2\],b:int64$"):
+        tables.read(path)
 
 
 def test_damaged_records_are_named(tmp_path):

@@ -4,8 +4,20 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from tokenizer_files import sentencepiece_model
 
-from ctl.data.text import PAD, SHAPES, Buckets, pack, pad, paragraphs, python_sources, windows
+from ctl.data import Tokenizer
+from ctl.data.text import (
+    PAD,
+    SHAPES,
+    Buckets,
+    files,
+    pack,
+    pad,
+    paragraphs,
+    python_sources,
+    windows,
+)
 from ctl.errors import UsageError
 
 TEXTS = [b"one", b"", b"four", b"a longer text", b"exactly "]
@@ -30,6 +42,14 @@ def test_each_byte_is_to_be_predicted_once(length):
 def test_texts_that_cannot_be_cut(texts, says):
     with pytest.raises(UsageError, match=says):
         windows(texts, 4)
+
+
+def test_windows_of_other_tokens():
+    rows = windows([np.array([70_000, 2, 3], np.int32), np.array([5], np.int32)], 2)
+    assert rows.tolist() == [[PAD, 70_000, 2], [2, 3, PAD], [PAD, 5, PAD]]
+    assert rows.dtype == np.int32
+    with pytest.raises(UsageError, match="text 0 is a str: give bytes, .*a ctl.data.Tokenizer"):
+        windows(["a"], 2)
 
 
 def texts_of(rows: np.ndarray) -> list[bytes]:
@@ -139,3 +159,54 @@ def test_buckets_have_one_type():
     dataset = Buckets(texts, 9, global_batch_size=4, training=False)
     seen = {int(token) for batch in dataset.batches() for token in batch.numpy().ravel()}
     assert seen == {0, 5, *range(69_000, 69_009)}
+
+
+def words(dataset) -> set[bytes]:
+    return {word for text in texts_of(dataset.arrays) for word in text.split()}
+
+
+def test_texts_in_files(tmp_path):
+    (tmp_path / "some").mkdir()
+    (tmp_path / "some/one.txt").write_text("one\n\nuno")
+    (tmp_path / "some/two.jsonl").write_text('{"text": "two", "id": "x"}\n{"text": "drei"}\n')
+    (tmp_path / "some/notes.md").write_text("left out")
+    (tmp_path / ".hidden.txt").write_text("left out")
+    (tmp_path / "test.csv").write_text("number,said\n1,held\n2,out\n")
+    train, test = files(tmp_path, 8, global_batch_size=1, rows="padded")
+    assert words(train) == {b"one", b"uno", b"two", b"drei"} and words(test) == {b"held", b"out"}
+    assert train.info.vocabulary_size == 256 and test.info.split == "held_out"
+    (tmp_path / "test.csv").unlink()  # then every 20th, from the first
+    train, test = files(tmp_path, 8, global_batch_size=1, rows="padded")
+    assert words(train) == {b"two", b"drei"} and words(test) == {b"one", b"uno"}
+
+
+def test_one_text_holds_out_its_last_lines(tmp_path):
+    lines = [f"line{n}" for n in range(100)]
+    (tmp_path / "t.txt").write_text("\n".join(lines))
+    train, test = files(tmp_path / "t.txt", 800, global_batch_size=1)
+    found = [b"".join(texts_of(part.arrays)).decode().split() for part in (train, test)]
+    assert found[0] + found[1] == lines and len(found[1]) in (5, 6)
+
+
+def test_texts_in_files_that_do_not_suit(tmp_path):
+    with pytest.raises(UsageError, match="t.txt is missing: give another path"):
+        files(tmp_path / "t.txt", 8, global_batch_size=1)
+    with pytest.raises(UsageError, match="has no text to train on: give a .txt, a table with"):
+        files(tmp_path, 8, global_batch_size=1)
+    (tmp_path / "t.csv").write_text("a,b,c\nx,y,1\n")
+    with pytest.raises(UsageError, match="^t.csv has 2 columns of text, a, b, c: call the one"):
+        files(tmp_path / "t.csv", 8, global_batch_size=1)
+    (tmp_path / "t.txt").write_text("a text without lines")
+    with pytest.raises(UsageError, match="there is one text, of one line: give others to eval"):
+        files(tmp_path / "t.txt", 8, global_batch_size=1)
+
+
+def test_texts_in_tokens_of_a_tokenizer(tmp_path):
+    tokenizer = Tokenizer(sentencepiece_model(tmp_path / "t.model"))
+    (tmp_path / "train.txt").write_text("the cat sat on the mat")
+    (tmp_path / "test.txt").write_text("a dog")
+    for rows in ("windows", "packed"):
+        train, test = files(tmp_path, 40, global_batch_size=1, rows=rows, tokenizer=tokenizer)
+        assert tokenizer.decode(train.arrays[0]) == "the cat sat on the mat"
+        assert tokenizer.decode(test.arrays[0]) == "a dog"
+        assert train.info.vocabulary_size == tokenizer.vocabulary_size == 31

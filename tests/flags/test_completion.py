@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -79,11 +80,38 @@ def test_other_values_are_left_to_bash_which_completes_files(replies):
 
 
 def test_another_shell_is_refused(zygote_without_tensorflow):
-    for words in ([], ["fish"], ["bash", "zsh"]):
+    for words in ([], ["csh"], ["bash", "zsh"]):
         line = one_line(zygote_without_tensorflow.run("ctl.flags.completion", *words, exit_code=2))
-        assert "bash" in line and "zsh" in line
+        assert "bash, zsh, fish" in line
 
 
 @pytest.mark.skipif(not shutil.which("zsh"), reason="there is no zsh")
 def test_zsh_takes_the_script(tmp_path):
     subprocess.run(["zsh", "-n", script("zsh", tmp_path)], check=True)
+
+
+def test_fish_has_the_words_of_bash(tmp_path):
+    found = []
+    for shell in ("bash", "fish"):
+        with open(script(shell, tmp_path)) as file:
+            found.append(re.findall(r'"(ctl[\w ]*)"\)?\s+echo "(.*)"', file.read()))
+    assert found[0] == found[1] and {"ctl", "ctl train", "ctl inspect run"} <= {*dict(found[0])}
+
+
+@pytest.mark.skipif(not shutil.which("fish"), reason="there is no fish")
+def test_fish_completes(tmp_path):
+    file = script("fish", tmp_path)
+    expected = {
+        "ctl tr": ["train"],
+        "ctl inspect ": sorted(INSPECT),
+        "/opt/bin/ctl-train --seed=1 --nodry": ["--nodry_run"],
+        "ctl train --model_d": ["--model_dir="],
+        "ctl train --schedule=co": ["--schedule=constant", "--schedule=cosine"],
+        f"ctl train --dataset={file[:-1]}": [f"--dataset={file}"],
+        f"ctl compare {file[:-1]}": [file],
+    }
+    program = f"source {file}; for line in $argv; complete -C $line; echo; end"
+    command = ["fish", "--no-config", "-c", program, *expected]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    replies = [reply.split() for reply in done.stdout.split("\n\n")[: len(expected)]]
+    assert dict(zip(expected, replies, strict=True)) == expected and done.stderr == ""

@@ -56,3 +56,32 @@ def test_flags_of_any_kind_are_adopted_and_compared(tmp_path):
     config.check_resumable(stored, flag_values(*GIVEN))
     with pytest.raises(UsageError, match=r"--widths was \[.6., .5.\], is \[.8.\]; .*RED"):
         config.check_resumable(stored, flag_values(*GIVEN[:2], *GIVEN[3:5]))
+
+
+def test_a_run_keeps_its_tokenizer_and_takes_no_other(tmp_path):
+    def given(path) -> flags.FlagValues:
+        values = flag_values()
+        flags.DEFINE_string("tokenizer", path and str(path), "", flag_values=values)
+        return values
+
+    for name, content in (("mine.model", b"1"), ("same.model", b"1"), ("other.model", b"2")):
+        (tmp_path / name).write_bytes(content)
+    run = tmp_path / "run"
+    run.mkdir()
+    config.write(run, ["rate"], given(None))
+    config.check_tokenizer(run, given(None))
+    with pytest.raises(UsageError, match="a run without a tokenizer: leave out --tokenizer"):
+        config.check_tokenizer(run, given(tmp_path / "mine.model"))
+
+    config.write(run, ["rate", "tokenizer"], given(tmp_path / "mine.model"))
+    kept = config.kept_tokenizer(run)
+    assert kept == run / "tokenizer.model" and kept.read_bytes() == b"1"
+    for same in (tmp_path / "same.model", kept):
+        config.check_tokenizer(run, given(same))
+        config.check_resumable(config.read(run), given(same))
+    for other, said in ((tmp_path / "other.model", "has the SHA-256 d4735e3a265e"), (None, "none")):
+        with pytest.raises(UsageError, match=f"6b86b273ff34, and .*{said}.* --tokenizer={kept}$"):
+            config.check_tokenizer(run, given(other))
+    text = (run / config.FILE).read_text().replace('"tokenizer.model"', '"/etc/passwd"')
+    (run / config.FILE).write_text(text)
+    assert config.kept_tokenizer(run) is None

@@ -14,7 +14,8 @@ import tensorflow as tf
 
 from ctl.base import names
 from ctl.errors import UsageError
-from ctl.jobs import models
+from ctl.jobs import models, named
+from ctl.step import TrainStep
 
 
 @pytest.fixture
@@ -269,6 +270,16 @@ made = of_any_data()
 made.set_weights([weights + 1.0 for weights in made.get_weights()])
 made.layers[0].trainable = False
 
+def of_text(vocabulary_size):
+    layers = [keras.layers.Embedding(vocabulary_size, 2), keras.layers.Dense(vocabulary_size)]
+    return keras.Sequential([keras.Input([None], dtype="int32"), *layers])
+
+def of_bytes(vocabulary_size=256):
+    return of_text(256)
+
+def of_nine_tokens():
+    return of_text(9)
+
 class Odd(keras.layers.Layer):
     def __init__(self, function):
         super().__init__()
@@ -318,6 +329,20 @@ def test_a_function_without_parameters_is_for_data_of_any_kind(user_module):
     for name in ("dense", "users_models:good"):
         with pytest.raises(UsageError, match=f"do not say .* which the model {name} needs"):
             models.make_model(name, (4, 4, 1), None)
+
+
+def test_a_model_of_text_has_an_output_for_each_token(user_module):
+    def made(name, size):
+        return models.make_model(f"users_models:{name}", None, None, vocabulary_size=size)
+
+    assert made("of_text", 31).output_shape == (None, None, 31)
+    assert made("of_bytes", None).output_shape == (None, None, 256)
+    assert made("of_nine_tokens", 5).output_shape == (None, None, 9)
+    with pytest.raises(UsageError, match="has 9 outputs for each token, and the text has 31 tok"):
+        made("of_nine_tokens", 31)
+    with pytest.raises(UsageError, match="data do not say the number of tokens, which the model"):
+        made("of_text", None)
+    named.check_calls(TrainStep, "users_models:of_text", "cross_entropy", None)
 
 
 def test_a_model_is_copied_into_the_scope_with_its_weights(user_module, mirrored):
