@@ -50,6 +50,7 @@ from ctl.control.divergence import Divergence
 from ctl.control.eager import check_eager, without_graphs
 from ctl.control.evaluator import Evaluator, OnProgress
 from ctl.control.flight import attach_progress_marks, watched_call
+from ctl.control.input_wait import InputWait
 from ctl.control.keras_callbacks import calling
 from ctl.control.pace import Pace
 from ctl.control.scalars import Scalars, run_actions, status_of, steps_until_due
@@ -121,9 +122,10 @@ class Steps:
         """
         strategy, position = self.strategy, feed.position
         strategy_run, most = self._strategy_run()
-        losses = strategy.run(no_losses)
+        losses, waited = strategy.run(no_losses), tf.constant(0.0, tf.float64)
         while steps > 0:
-            block, position = next_block(feed, position, tf.minimum(steps, most))
+            block, position, seconds = next_block(feed, position, tf.minimum(steps, most))
+            waited += seconds
             losses = strategy_run(args=(losses, block, feed.resident))
             steps -= block.end - block.first
         # Each replica divides its losses by the number of examples of all replicas, so their sum is
@@ -133,7 +135,8 @@ class Steps:
             lambda losses: losses.totals(report, replicas, self.step.logged.terms()), (losses,)
         )
         rates = self.step.updater.learning_rates(self.step.global_step - 1)
-        return CallResult(strategy.reduce(SUM, totals, axis=None), losses.finite, position, rates)
+        sums = strategy.reduce(SUM, totals, axis=None)
+        return CallResult(sums, losses.finite, position, rates, waited)
 
     def graph_of_one(self, feed: Any) -> Callable[[], tf.types.experimental.ConcreteFunction]:
         """Returns a function that traces one step on one element of ``feed``, for XLA. The trace
@@ -274,6 +277,7 @@ class Loop:
         self.history = History(lambda: scalars.latest, reads=not self._several_workers)
         self._watchers: list[Any] = [self.history]  # and a progress bar before it
         self._divergence = Divergence(step, self.dataset, checkpoints)
+        self._input_wait = InputWait(self.dataset)
         self._is_chief = workers.is_chief(self.strategy)
         self.feed: Any = None  # opened by `begin`
         self._feed_step = -1
@@ -381,10 +385,10 @@ class Loop:
                 self._evaluated, self.scalars.rates = None, outcome.rates
                 self.scalars.add(totals, skipped)
                 self.history.add(totals.loss, totals.examples)
-                if self._pace.record_duration(
-                    seconds, steps, workers.mean(self.strategy, totals.pace)
-                ):
+                mean = workers.mean(self.strategy, totals.pace)
+                if self._pace.record_duration(seconds, steps, mean):
                     self.scalars.add_time(seconds, steps)
+                    self._input_wait.add(float(outcome.waited), seconds)
                 if totals.end:
                     self._stop(step)
                 scalars = self._between_calls(

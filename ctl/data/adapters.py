@@ -116,6 +116,8 @@ class PyDatasetBatches(NotResident):
 
     num_examples: int | None = None
     global_batch_size: int | None = None
+    #: What to try if steps wait for the batches.
+    faster = "more workers= of the PyDataset, whose threads read items, or a cheaper __getitem__"
 
     def __init__(self, dataset: keras.utils.PyDataset, *, seed: int = 0, training: bool = True):
         name = type(dataset).__name__

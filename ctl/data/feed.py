@@ -101,21 +101,28 @@ def distribute(strategy: tf.distribute.Strategy, batches: tf.data.Dataset) -> An
 
 def next_block(
     feed: Feed, position: Position | tuple[()], steps: tf.Tensor
-) -> tuple[Block, Position | tuple[()]]:
-    """Returns at most ``steps`` global batches, and the position after them.
+) -> tuple[Block, Position | tuple[()], tf.Tensor]:
+    """Returns at most ``steps`` global batches, the position after them, and the seconds for which
+    the iterator was waited for, float64: 0 for batches that come in blocks, which are small.
 
     For use in a graph, in cross-replica context. ``steps`` is an int32 scalar.
     """
     if not position:
-        # `next` would raise StopIteration at the end without graphs, and OutOfRangeError in one.
-        return Block(feed.iterator.get_next(), tf.constant(0), tf.constant(1)), position
+        with tf.control_dependencies([steps]):  # in a loop, of this turn
+            asked = tf.timestamp()
+        with tf.control_dependencies([asked]):
+            # `next` would raise StopIteration at the end without graphs; this, OutOfRangeError.
+            batch = feed.iterator.get_next()
+        with waiting_for(batch):
+            waited = tf.timestamp() - asked
+        return Block(batch, tf.constant(0), tf.constant(1)), position, waited
     block, used = tf.cond(
         tf.equal(position.used, feed.batches_per_block),
         lambda: (feed.iterator.get_next(), tf.constant(0)),
         lambda: tuple(position),
     )
     end = tf.minimum(used + steps, feed.batches_per_block)
-    return Block(block, used, end), Position(block, end)
+    return Block(block, used, end), Position(block, end), tf.constant(0.0, tf.float64)
 
 
 def batch_of(block: Block, number: tf.Tensor | int, batches_per_block: int) -> Any:

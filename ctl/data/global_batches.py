@@ -49,6 +49,20 @@ class GlobalBatches(NotResident):
 
     num_examples: int | None = None
 
+    @property
+    def faster(self) -> str:
+        """What to try if steps wait for the batches."""
+        if self.pipeline.may_call_python:
+            return (
+                "less Python in the tf.data.Dataset: a keras.utils.PyDataset with workers=4 reads "
+                "in threads, and operations of TensorFlow in map() run in parallel"
+            )
+        return (
+            "parsing whole batches, batch() before map() with tf.io.parse_example; "
+            "map(..., num_parallel_calls=16); cache() if the data fit in memory; prefetch() at the "
+            "end"
+        )
+
     def __init__(
         self,
         dataset: tf.data.Dataset,

@@ -59,7 +59,14 @@ class Streaming(NotResident):
         example_spec: a nest of `tf.TensorSpec`, of one example.
         decodes: whether the source decodes what it reads.
         skips: whether bad records are skipped.
+        faster: what to try if steps wait for the batches.
     """
+
+    faster = (
+        "smaller images or examples in the files, block=16 (--shuffle_block=16) where the storage "
+        "is slow, --resident_limit_mib if all fit in memory decoded; `python -m ctl.inspect run` "
+        "with the same flags names the slowest part"
+    )
 
     def __init__(
         self,
