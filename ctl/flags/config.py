@@ -61,6 +61,7 @@ _FIXED = {
     "oversample": _ORDER,
     "augment": "the checkpoints name the data with it",
     **dict.fromkeys(("model", "num_classes", "step", "optimizer", "ema_decay", "freeze"), _STATE),
+    **dict.fromkeys(("table_rows", "embedding_dim", "bottom_units", "top_units"), _STATE),
     "precision": "the checkpoints hold the loss scale of float16",
     **dict.fromkeys(("init_from", "reinit"), _START),
     "eval_split": "its evaluations would not compare",

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
-from ctl.base.names import IMAGES, TABLES, TARS, code_name, suffix
+from ctl.base.names import CLICKS, IMAGES, TABLES, TARS, code_name, is_click_text, suffix
 from ctl.errors import UsageError
 
 _EMBEDDED = Path(__file__).parents[1] / "data" / "datasets"
@@ -110,8 +110,8 @@ def check_path(path: str) -> None:
     if "://" in path:
         raise UsageError(f"--dataset={path}: mount it, or copy the files")
     if os.path.exists(path):
-        kinds = (*TABLES, TARS)
-        if os.path.isfile(path) and suffix(path) not in kinds:
+        kinds = (*TABLES, TARS, CLICKS)
+        if os.path.isfile(path) and suffix(path) not in kinds and not is_click_text(path):
             raise UsageError(
                 f"--dataset={path} is no file that ctl reads: give a file {', '.join(kinds)}, or a "
                 "folder with a folder of images for each class"

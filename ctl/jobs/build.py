@@ -316,7 +316,15 @@ def model_of(flags: FlagValues, info: DatasetInfo) -> keras.Model:
     from ctl.jobs.models import make_model
 
     outputs = info.num_classes or info.num_outputs
-    return make_model(flags.model, info.image_shape, outputs, info.mean, info.deviation)
+    sizes: dict[str, Any] = {name: flags[name].value for name in groups.OF_DLRM}
+    return make_model(
+        flags.model,
+        info.image_shape,
+        outputs,
+        info.mean,
+        info.deviation,
+        groups.dlrm_sizes(**sizes),
+    )
 
 
 def make_eval_step(flags: FlagValues, model: keras.Model) -> EvalStep:

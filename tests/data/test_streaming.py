@@ -16,8 +16,8 @@ import tiny_tfds
 from stored_sources import COUNT
 from stored_sources import SOURCES as KINDS
 
+from ctl.data import clicks, streaming
 from ctl.data import sources as module
-from ctl.data import streaming
 from ctl.data.errors import translate_data_errors
 from ctl.data.feed import open_batches
 from ctl.data.load import read_all
@@ -48,7 +48,8 @@ def numbers(batch) -> np.ndarray:
     """The number of each example, [n], whatever the source."""
     if isinstance(batch, dict):
         batch = batch["number"] if "number" in batch else batch["image"]
-    first = np.asarray(batch[0] if isinstance(batch, tuple) else batch)
+    first = batch[0] if isinstance(batch, tuple) else batch
+    first = np.asarray(first["dense"] if isinstance(first, dict) else first)
     return first[(slice(None), *[0] * (first.ndim - 1))]
 
 
@@ -60,9 +61,11 @@ def batches(dataset: Streaming, start: int, count: int) -> list[np.ndarray]:
 def test_every_source_has_an_example(sources):
     """`stored_sources` is what this file and `test_sources_over_workers.py` read."""
     made = {type(module.as_source(sources[kind])) for kind in KINDS}
-    classes = [value for value in vars(module).values() if inspect.isclass(value)]
-    kinds = {kind for kind in classes if kind.__module__ == module.__name__}
-    assert len(kinds) > 3 and kinds - {module.Source, module.EncodedImages} <= made
+    here = (module, clicks)
+    classes = [value for of in here for value in vars(of).values() if inspect.isclass(value)]
+    kinds = {kind for kind in classes if kind.__module__ in {of.__name__ for of in here}}
+    kinds = {kind for kind in kinds if hasattr(kind, "read")}
+    assert len(kinds) > 5 and kinds - {module.Source, module.EncodedImages} <= made
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -226,7 +229,7 @@ def test_fingerprint_tells_content_and_order(sources):
 
     assert of() == of()
     assert all(other != of() for other in (of("validation"), of(seed=1), of(block=3)))
-    assert len({of(kind)["content"] for kind in KINDS if kind != "data_source"}) == 7
+    assert len({of(kind)["content"] for kind in KINDS if kind != "data_source"}) == 9
 
 
 def test_files_of_the_same_size_with_other_contents_are_other_data(tmp_path):
