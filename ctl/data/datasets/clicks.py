@@ -39,12 +39,6 @@ _LEARNABLE = 1 << 10  # only categories with at most so many values have an effe
 _CALIBRATED = 1 << 14  # lines from which the click rate is set
 _MIXED = np.uint32(0x9E3779B1)  # odd: 2**32 / the golden ratio
 
-_OUT = flags.DEFINE_list(
-    "out", None, "Files to write, one after the other: .txt, .txt.gz, .tfrecord, or day_0, day_1."
-)
-_LINES = flags.DEFINE_integer("lines", 100_000, "Examples in each file.", lower_bound=1)
-_SEED = flags.DEFINE_integer("seed", 0, "Of all that is random.", lower_bound=0)
-
 
 class Drawn(NamedTuple):
     """Examples: integers and hashes, int64 [n, 13] and uint32 [n, 26], and where they are missing;
@@ -212,12 +206,19 @@ def main(argv: list[str]) -> None:
     """Writes the files that ``--out`` names, and prints what is in them."""
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments: {' '.join(argv[1:])}")
-    for number, path in enumerate(_OUT.value or ()):
-        begin = number * _LINES.value
-        rate, best = write(path, begin, begin + _LINES.value, _SEED.value)
-        print(f"{path}: {_LINES.value} examples, {rate:.3f} clicks, AUC of their model {best:.3f}")
+    lines = flags.FLAGS.lines
+    for number, path in enumerate(flags.FLAGS.out):
+        rate, best = write(path, number * lines, (number + 1) * lines, flags.FLAGS.seed)
+        print(f"{path}: {lines} examples, {rate:.3f} clicks, AUC of their model {best:.3f}")
 
 
 if __name__ == "__main__":
-    flags.mark_flags_as_required(["out"])
+    flags.DEFINE_list(
+        "out",
+        None,
+        "Files to write, one after the other: .txt, .txt.gz, .tfrecord, or day_0,day_1.",
+        required=True,
+    )
+    flags.DEFINE_integer("lines", 100_000, "Examples in each file.", lower_bound=1)
+    flags.DEFINE_integer("seed", 0, "Of all that is random.", lower_bound=0)
     app.run(main)
