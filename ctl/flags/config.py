@@ -342,6 +342,7 @@ def adopt(
             try:
                 values[name].parse(_as_given(values[name], stored[name]))
                 values[name].present = 0  # on the command line
+                values[name].using_default_value = False  # which `set_default` would replace
             except flags.Error as error:
                 raise UsageError(f"{FILE}: {error}") from error
     try:

@@ -132,7 +132,15 @@ def dlrm(
         embedding_dim: length of the vectors.
         bottom_units: of the layers before the last of the first MLP.
         top_units: of the layers before the last of the second MLP.
+
+    Raises:
+        UsageError: there are neither 1 nor 26 ``table_rows``.
     """
+    if len(table_rows) not in (1, CLICK_CATEGORIES):
+        raise UsageError(
+            f"table_rows has {len(table_rows)} numbers: give one for all tables, or one for each "
+            f"of the {CLICK_CATEGORIES}"
+        )
     dense = keras.Input([CLICK_NUMBERS], name="dense")
     ids = keras.Input([CLICK_CATEGORIES], dtype="int64", name="ids")
     rows = [*table_rows] * (CLICK_CATEGORIES // len(table_rows))

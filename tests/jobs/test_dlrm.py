@@ -77,6 +77,28 @@ def test_sizes():
     assert small().count_params() == 4 * 26 * 50 + bottom + top
     table = small().get_layer("table_1").get_weights()[0]
     assert 0.9 * 50**-0.5 < np.abs(table).max() <= 50**-0.5
+    with pytest.raises(UsageError, match="table_rows has 2 numbers: give one for all tables, or"):
+        small((5, 6))
+
+
+@pytest.fixture
+def mixed():
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    yield
+    keras.config.set_dtype_policy(before)
+
+
+def test_logits_are_float32_under_a_mixed_policy(mixed):
+    """And large numbers lose no digits before their logarithm is taken."""
+    model = small()
+    assert model.get_layer("top_0").compute_dtype == "bfloat16"
+    assert {variable.dtype for variable in model.variables} == {"float32"}
+    dense, ids = np.full([2, 13], 999_999, np.float32), np.full([2, 26], (1 << 32) - 1)
+    assert model({"dense": dense, "ids": ids}).dtype == tf.float32
+    (logs,) = [node.output for node in model.operations if type(node).__name__ == "Log1p"]
+    found = keras.Model(model.inputs, logs)([dense, ids])
+    np.testing.assert_allclose(found, np.log1p(dense), rtol=1e-6)
 
 
 def make_loop(files, strategy, directory=None):
