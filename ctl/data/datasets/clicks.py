@@ -1,11 +1,10 @@
 """Writes click data of Criteo's form (`ctl.data.clicks`) that are drawn at random.
 
-    python -m ctl.data.datasets.clicks --out=/tmp/clicks/train.txt --lines=100000
+    clicks.write("/tmp/clicks/train.txt", 0, 100_000)
 
 The 26 categories have as many values as those of the data of the Kaggle challenge, and their
 frequencies follow a power law. A logistic model of some of the fields, which is drawn, too, decides
-on the clicks, so there is something to learn. It prints the share of clicks, and the AUC of that
-model: no other has a better one.
+on the clicks, so there is something to learn.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from absl import app, flags
 
 from ctl.base.names import CLICK_CATEGORIES as CATEGORIES
 from ctl.base.names import CLICK_NUMBERS as NUMBERS
@@ -137,7 +135,8 @@ def write(path: str | Path, begin: int, end: int, seed: int = 0) -> tuple[float,
     text, compressed if it ends with ``.gz``.
 
     Returns:
-        The share of clicks, and the AUC of the model that decided on them.
+        The share of clicks, and the AUC of the model that decided on them: no other has a better
+        one on many examples.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -200,25 +199,3 @@ def _records(drawn: Drawn) -> Iterator[bytes]:
             elif cell:
                 example.features.feature[name].bytes_list.value.append(cell.encode())
         yield example.SerializeToString(deterministic=True)
-
-
-def main(argv: list[str]) -> None:
-    """Writes the files that ``--out`` names, and prints what is in them."""
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments: {' '.join(argv[1:])}")
-    lines = flags.FLAGS.lines
-    for number, path in enumerate(flags.FLAGS.out):
-        rate, best = write(path, number * lines, (number + 1) * lines, flags.FLAGS.seed)
-        print(f"{path}: {lines} examples, {rate:.3f} clicks, AUC of their model {best:.3f}")
-
-
-if __name__ == "__main__":
-    flags.DEFINE_list(
-        "out",
-        None,
-        "Files to write, one after the other: .txt, .txt.gz, .tfrecord, or day_0,day_1.",
-        required=True,
-    )
-    flags.DEFINE_integer("lines", 100_000, "Examples in each file.", lower_bound=1)
-    flags.DEFINE_integer("seed", 0, "Of all that is random.", lower_bound=0)
-    app.run(main)
