@@ -77,6 +77,7 @@ def run() -> None:
             "confusion matrix, and the examples with the highest loss.",
         )
     groups.define_data_flags(of_a_run=True)
+    groups.define_dlrm_flags()
     groups.define_code_flags()
     devices.define_device_flags(training=False)
     with group("Computation"):
@@ -303,7 +304,8 @@ def _adopt_run() -> tuple[bool, list[str], dict[str, Any]]:
     if again:
         those = "that flag" if len(again) == 1 else "those flags"
         raise UsageError(f"the run was trained with {' '.join(again)}: give {those} again")
-    groups_of_the_run = grouped_flags("Data", "Step, loss and metrics", "Computation")
+    titles = "Data", "Model dlrm", "Step, loss and metrics", "Computation"
+    groups_of_the_run = grouped_flags(*titles)
     stored = config.BEFORE_FLAGS | stored
     if kept := config.kept_tokenizer(model_dir):
         stored["tokenizer"] = str(kept)

@@ -9,6 +9,8 @@ import pytest
 import tensorflow as tf
 from zygote import last_line
 
+from ctl.data.datasets import clicks
+
 pytestmark = pytest.mark.slow  # starts processes
 
 TRAIN, EVALUATE = "ctl.train", "ctl.evaluate"
@@ -73,6 +75,37 @@ def test_numbers_to_predict(zygote, table, tmp_path):
     options = ["--features=width", "--loss=mean_squared_error", "--train_steps=4", "--keep_best=1"]
     done = zygote.run(*command, *options, "--best_metric=loss").stdout
     assert "train[80%:90%]" in done and "train[90%:]" in done
+
+
+def test_click_data(zygote, tmp_path):
+    """Text and TFRecord train the same bits, also over a resume; AUC and log loss are shown."""
+    for suffix in (".txt", ".tfrecord"):
+        clicks.write(tmp_path / f"train{suffix}", 0, 4000)
+    sizes = ["--table_rows=100", "--embedding_dim=4", "--bottom_units=8", "--top_units=16"]
+    options = [*sizes, "--schedule=constant", "--optimizer=adagrad", "--learning_rate=0.05"]
+    options += ["--global_batch_size=60", "--seed=1"]
+
+    def train(name, suffix, steps):
+        run = tmp_path / name
+        command = [TRAIN, f"--model_dir={run}", f"--dataset={tmp_path}/train{suffix}", *options]
+        done = zygote.run(*command, f"--train_steps={steps}")
+        (data,) = (run / "checkpoints" / f"step-{steps:010}").glob("variables.data*")
+        return done.stdout, data.read_bytes()
+
+    shown, whole = train("whole", ".txt", 120)
+    config = json.loads((tmp_path / "whole" / "config.json").read_text())["flags"]
+    chosen = [config[name] for name in ("model", "loss", "metrics")]
+    assert chosen == ["dlrm", "binary_cross_entropy", "auc"]
+    (result,) = (line.split() for line in shown.splitlines() if "train[90%:]" in line)
+    assert result[1::2] == ["loss", "auc"] and float(result[4]) > 0.6
+    evaluated = json.loads(zygote.run(EVALUATE, f"--model_dir={tmp_path}/whole", "--json").stdout)
+    assert evaluated["auc"] == pytest.approx(float(result[4]), abs=1e-4)
+    exported = f"--model={tmp_path}/whole/export/model.keras"
+    again = zygote.run(EVALUATE, exported, f"--dataset={tmp_path}/train.tfrecord", "--json")
+    assert "train.tfrecord train, 4000 examples" in again.stderr
+    assert json.loads(again.stdout)["auc"] > 0.6
+    train("resumed", ".tfrecord", 37)
+    assert train("resumed", ".tfrecord", 120)[1] == whole
 
 
 def test_a_folder_of_images(zygote, tmp_path):

@@ -6,16 +6,19 @@ Imports no TensorFlow, because flags are checked before TensorFlow is loaded.
 from __future__ import annotations
 
 import collections
+import contextlib
 import difflib
+import gzip
 import os
 import re
+import zlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 from ctl.errors import UsageError
 
-MODELS = ("convnet", "dense", "resnet20", "tiny_transformer")
+MODELS = ("convnet", "dense", "dlrm", "resnet20", "tiny_transformer")
 # Those of `ctl.losses`, and those of Keras with their classes in `keras.losses`.
 LOSSES = ("cross_entropy", "binary_cross_entropy", "mean_squared_error")
 KERAS_LOSSES = {
@@ -95,6 +98,8 @@ RECORDS = ".tfrecord"
 TABLES = (".csv", ".tsv", ".npz", ".jsonl", ".parquet", RECORDS)
 
 TARS = ".tar"  # of images, as WebDataset writes them
+CLICKS = ".txt"  # lines of click data, see `ctl.data.clicks`
+CLICK_NUMBERS, CLICK_CATEGORIES = 13, 26  # in an example of them
 
 # Ends of the files of tokenizers, and the packages that read them, see `ctl.data.tokenizer`.
 TOKENIZERS = {".model": "sentencepiece", ".json": "tokenizers"}
@@ -191,10 +196,11 @@ def paths_by_name(text: str) -> dict[str, str]:
 
 def is_path(dataset: str) -> bool:
     """Whether ``--dataset`` is a file or a folder of the user's, by its form: it begins with ``.``,
-    ``/`` or ``~``, or has an end of `TABLES` or `TARS`."""
+    ``/`` or ``~``, or ends as `TABLES`, `TARS` or lines of clicks do."""
     if is_function_name(dataset):
         return False
-    return dataset.startswith((".", "/", "~")) or suffix(dataset) in (*TABLES, TARS)
+    known = suffix(dataset) in (*TABLES, TARS) or is_click_text(dataset)
+    return dataset.startswith((".", "/", "~")) or known
 
 
 def suffix(path: str) -> str:
@@ -204,10 +210,61 @@ def suffix(path: str) -> str:
     return name[dot:] if dot > 0 else ""
 
 
+def is_click_text(path: str) -> bool:
+    """Whether a file is one of lines of click data, by its name: ``train.txt``, ``day_0``, also
+    ``.gz``."""
+    return suffix(path) == CLICKS or click_day(path) is not None
+
+
+def click_day(path: str) -> int | None:
+    """The number of a file ``day_0`` of click data, also of ``day_0.gz``; None for other names."""
+    found = re.fullmatch(r"day_(\d+)(\.gz)?", os.path.basename(path))
+    return int(found[1]) if found else None
+
+
+def click_files(dataset: str) -> list[str]:
+    """The files of click data that ``--dataset`` names, see `ctl.data.clicks`; none if it names
+    other data. Those of a folder are its days; else, unless there are folders or tables, its texts
+    if one is that of the training; else its TFRecord files, if the first record has clicks."""
+    if not is_path(dataset):
+        return []
+    try:
+        entries = [*os.scandir(dataset)] if os.path.isdir(dataset) else []
+        files = sorted(entry.path for entry in entries if entry.is_file()) or [dataset]
+        if days := [file for file in files if click_day(file) is not None]:
+            return sorted(days, key=click_day)  # type: ignore[arg-type]
+        if any(entry.is_dir() and not entry.name.startswith(".") for entry in entries):
+            return []
+        by_end = {end: [file for file in files if suffix(file) == end] for end in (CLICKS, *TABLES)}
+        texts, records = by_end[CLICKS], by_end[".tfrecord"]
+        kinds = [end for end, found in by_end.items() if found]
+        names = [os.path.basename(text).lower() for text in texts]
+        if kinds == [CLICKS] and (not entries or any(n.startswith("train") for n in names)):
+            return texts
+        return records if records and _has_clicks(records[0]) else []
+    except OSError:  # reading it will say why
+        return []
+
+
+# A number and a category of a `tf.train.Example` of click data: the length of the key and the key.
+_CLICK_KEYS = rb"\n[\x02\x03]I\d\d?\x12", rb"\n[\x02\x03]C\d\d?\x12"
+_OTHER_CLICK_KEYS = rb"\n[\r\x0e]int-feature-\d\d?\x12", rb"\n\x16categorical-feature-\d\d\x12"
+
+
+def _has_clicks(path: str) -> bool:
+    """Whether the first record of a TFRecord file is one of click data."""
+    with open(path, "rb") as file:
+        begin = file.read(1 << 12)
+    if begin.startswith(b"\x1f\x8b"):
+        with contextlib.suppress(EOFError, zlib.error), gzip.open(path) as unzipped:
+            begin = unzipped.read(1 << 12)
+    return any(all(re.search(k, begin) for k in keys) for keys in (_CLICK_KEYS, _OTHER_CLICK_KEYS))
+
+
 def has_table(dataset: str) -> bool:
     """Whether ``--dataset`` is the path of a table or of a folder of tables. Beside other folders,
     a table is data only if it is that of the training: others describe the images, for instance."""
-    if not is_path(dataset):
+    if not is_path(dataset) or click_files(dataset):
         return False
     try:
         entries = [*os.scandir(dataset)] if os.path.isdir(dataset) else []

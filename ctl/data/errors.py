@@ -19,7 +19,7 @@ NO_CLASS = "no class of the dataset:"
 REFUSED = "ctl refuses the data: {} [ctl]"
 
 # Ends a message about a bad record.
-SKIP = 'skip it: --on_bad_record=skip for data of TFDS, else Streaming(…, on_bad_record="skip")'
+SKIP = 'skip it: --on_bad_record=skip for files and TFDS, else Streaming(…, on_bad_record="skip")'
 
 _REFUSED = re.compile(re.escape(REFUSED).replace(r"\{\}", "(.*?)"))
 _LABEL = re.compile(rf"\[{re.escape(NO_CLASS)}\] \[(-?\d+)\] \[(\d+)\]")

@@ -1,4 +1,4 @@
-"""Datasets in files of the user's: folders of images, and tables; their parts and splits."""
+"""Datasets in files of the user's: folders of images, tables and clicks; their parts and splits."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import tensorflow as tf
 import tensorflow_datasets as tfds
 from absl import logging
 
-from ctl.base.names import CLASSES, TABLES, TARS, has_table, suffix
-from ctl.data import image_files, image_tars, index, tables
+from ctl.base.names import CLASSES, CLICKS, TABLES, TARS, click_day, click_files, has_table, suffix
+from ctl.data import clicks, image_files, image_tars, index, tables
 from ctl.data.dataset import DatasetInfo
 from ctl.data.image_tars import ImageTars
 from ctl.data.in_memory import InMemory
@@ -39,7 +39,8 @@ class Files:
 
     A folder has a folder of images for each class, or ``train`` and ``test`` (also ``validation``)
     with these, or ``train.csv`` and ``test.csv``, or ``train-0000.tar``. A file is a table, see
-    `ctl.data.tables`, or a tar file, see `ctl.data.image_tars`.
+    `ctl.data.tables`, a tar file, see `ctl.data.image_tars`, or click data, see `ctl.data.clicks`.
+    Of several days of clicks, ``day_0``, ``day_1``, …, the last one is ``test``.
 
     A part ``train[90%:]`` is the last tenth of a permutation that is the same in each run, because
     files are often sorted by class.
@@ -80,14 +81,17 @@ class Files:
         known = _checked(schema or {})
         self.schema: dict[str, Any] = {"path": str(path), "examples": {}}
         self._columns: list[list[str]] = []
-        if found := _tables(path, record_schema):
+        self._sources: dict[str, Any] = {}
+        if parts := _clicks(path):
+            self._sources = {part: clicks.source(of, path.name) for part, of in parts.items()}
+            self._info = clicks.info(path.name)
+        elif found := _tables(path, record_schema):
             choice = Choice(known["features"], known["labels"], known["classes"])
             if not known["features"]:
                 choice = tables.choose(_part(found, path), features, labels, loss_of)
             self._columns = tables.described(_part(found, path), choice)
             self.schema |= choice._asdict() | {"columns": self._columns}
             self._info = DatasetInfo(path.name, class_names=choice.classes)
-            self._sources: dict[str, Any] = {}
             for part, table in found.items():
                 rows, targets = tables.arrays(table, choice)
                 targets = targets if loss_of == CLASSES else targets.astype(np.float32)
@@ -222,7 +226,7 @@ class Files:
                 raise UsageError(f"{self._info.name} has no classes: leave out --oversample")
             rows = rows[oversampled(self._labels(part)[rows])]
         source: Any = self._sources[part].part(rows)
-        if training and isinstance(source, Arrays) and source.arrays[0].ndim == 2:
+        if training and self._columns and source.arrays[0].ndim == 2:
             values = source.arrays[0].astype(np.float64)
             deviation = values.std(axis=0)
             self._info = dataclasses.replace(
@@ -291,6 +295,16 @@ def _part(parts: Mapping[str, Any], path: Path) -> Any:
     return parts["train"]
 
 
+def _clicks(path: Path) -> dict[str, list[Path]]:
+    """The files of click data by their part; none of other data."""
+    files = [*map(Path, click_files(os.path.abspath(path)))]
+    if not path.is_dir():
+        return {"train": files} if files else {}
+    if len(files) > 1 and click_day(files[0].name) is not None:
+        return {"train": files[:-1], "test": files[-1:]}
+    return _by_part(path, files, "click data")
+
+
 def _tables(path: Path, record_schema: str | None) -> dict[str, Table]:
     """The tables of a file, or of the files of a folder, by their part; none of other folders."""
     types = parse_record_schema(record_schema) if record_schema else None
@@ -331,7 +345,7 @@ def _images(path: Path) -> dict[str, Path | image_tars.Index]:
             if suffix(path.name) != TARS:
                 raise UsageError(
                     f"{path} is no file that ctl reads: give a folder of images, or a file "
-                    f"{', '.join((*TABLES, TARS))}"
+                    f"{', '.join((*TABLES, TARS, CLICKS))}"
                 )
             return {"train": image_tars.index_of([path])}
         files = [p for p in sorted(path.iterdir()) if suffix(p.name) == TARS and p.is_file()]

@@ -1,4 +1,4 @@
-"""Files of records that are read in any order: TFRecord and ArrayRecord."""
+"""Files of records that are read in any order: TFRecord, ArrayRecord and lines of text."""
 
 from __future__ import annotations
 
@@ -198,6 +198,65 @@ def compression(begin: bytes) -> str:
         return "GZIP"
     is_zlib = begin[:1] == b"\x78" and int.from_bytes(begin[:2], "big") % 31 == 0  # RFC 1950
     return "ZLIB" if is_zlib else ""
+
+
+class Lines(Records):
+    """Lines of text files. Where each begins is read once, see `ctl.data.index`. Blank lines are
+    left out. A base of sources."""
+
+    def __init__(
+        self, paths: Sequence[str | os.PathLike] | str | os.PathLike, *, name: str = "lines"
+    ):
+        super().__init__(paths, name=name)
+        self._offsets = index.offsets(self.paths, _walk_lines, "lines")
+        # The lines of each file that are not blank, where some are.
+        self._lines = [
+            None if (offsets >= 0).all() else np.flatnonzero(offsets[:-1] >= 0)
+            for offsets in self._offsets
+        ]
+        self.opened = index.opener(self.paths)
+
+    def counts(self) -> np.ndarray:
+        """Lines in each file that are not blank, int64 [files]."""
+        pairs = zip(self._offsets, self._lines, strict=True)
+        return np.array([len(o) - 1 if lines is None else len(lines) for o, lines in pairs])
+
+    def places(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The files of records, int64 [n], and their lines there, from 0."""
+        files, lines = self.locate(indices)
+        for file in {*files.tolist()}:
+            if (filled := self._lines[file]) is not None:
+                lines = np.where(files == file, filled[np.where(files == file, lines, 0)], lines)
+        return files, lines
+
+    def span(self, file: int, line: int, count: int = 1) -> tuple[int, int]:
+        """Where ``count`` lines of a file begin and end: the first is not blank."""
+        begin, end = int(self._offsets[file][line]), int(self._offsets[file][line + count])
+        return begin, max(end, ~end)
+
+    def where(self, index: int) -> str:
+        """The file of a line and its number there, from 1."""
+        (file,), (line,) = self.places(np.array([index]))
+        return f"{self.paths[file].name}, line {line + 1}"
+
+
+def _walk_lines(path: Path) -> Iterator[np.ndarray]:
+    """Yields where the lines of a file begin, of blank ones ``~`` that, and where it ends. The last
+    line may lack its newline."""
+    begin, rest = 0, b""
+    with open(path, "rb") as file:
+        while text := rest + (read := file.read(1 << 22)):
+            codes = np.frombuffer(text, np.uint8)
+            ends = np.flatnonzero(codes == ord("\n")) + 1 if read else np.array([len(text)])
+            edges = np.concatenate([[0], ends])
+            begins = begin + edges[:-1]
+            for line in np.flatnonzero(codes[edges[:-1]] <= ord(" ")).tolist():
+                if text[edges[line] : edges[line + 1]].isspace():
+                    begins[line] = ~begins[line]
+            if len(begins):
+                yield begins
+            begin, rest = begin + int(edges[-1]), text[edges[-1] :]
+    yield np.array([begin], np.int64)
 
 
 class ArrayRecords(Records):

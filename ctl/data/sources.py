@@ -13,7 +13,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,7 +25,7 @@ from absl import logging
 from ctl.data import image_files, index
 from ctl.data.arrays import arrays_of, as_array, check, common, content_hash, fitted, form
 from ctl.data.dataset import DatasetInfo
-from ctl.data.records import BadRecord, Records
+from ctl.data.records import BadRecord, Lines
 from ctl.errors import UsageError
 
 # Rows of an array that its hash reads; examples of a source that gives no hash; and bytes at the
@@ -284,9 +284,8 @@ def _map(function: Callable[[Any], Any], nest: Any) -> Any:
     return function(nest)
 
 
-class JsonLines(Records, Items):
-    """The lines of files of JSON in UTF-8. Where each line begins is read once, see
-    `ctl.data.index`. Blank lines are left out.
+class JsonLines(Lines, Items):
+    """The lines of files of JSON in UTF-8, see `ctl.data.records.Lines`.
 
     JSON has numbers of one kind: 10 beside 10.5 is a float. The type of each number is the one that
     holds those of a sample, up to 128 lines of all files. A line with another number, such as 10.5
@@ -307,32 +306,13 @@ class JsonLines(Records, Items):
         *,
         name: str = "json",
     ):
-        Records.__init__(self, paths, name=name)
+        Lines.__init__(self, paths, name=name)
         Items.__init__(self, self, example, name=name)
-        self._offsets = index.offsets(self.paths, _lines, "json")
-        # The lines of each file that are not blank, where some are.
-        self._lines = [
-            None if (offsets >= 0).all() else np.flatnonzero(offsets[:-1] >= 0)
-            for offsets in self._offsets
-        ]
-        self._file = index.opener(self.paths)
-
-    def counts(self) -> np.ndarray:
-        """Lines in each file that are not blank, int64 [files]."""
-        pairs = zip(self._offsets, self._lines, strict=True)
-        return np.array([len(o) - 1 if lines is None else len(lines) for o, lines in pairs])
-
-    def _line(self, number: int) -> tuple[int, int]:
-        """The file of a record, and its line there, from 0."""
-        file, record = self.locate(number)
-        lines = self._lines[file]
-        return file, int(record if lines is None else lines[record])
 
     def __getitem__(self, number: int) -> Any:
-        file, line = self._line(number)
-        begin, end = self._offsets[file][line : line + 2].tolist()
-        end = max(end, ~end)
-        opened = self._file(file)  # while it has a name, no other thread closes it
+        (file,), (line,) = self.places(np.array([number]))
+        begin, end = self.span(file, line)
+        opened = self.opened(file)  # while it has a name, no other thread closes it
         text = os.pread(opened.fileno(), end - begin, begin)
         try:
             return json.loads(text.decode("utf-8-sig" if not begin else "utf-8"))
@@ -348,30 +328,6 @@ class JsonLines(Records, Items):
             with contextlib.suppress(BadRecord):  # it is named when its turn comes
                 examples.append(self._one(number))
         return common(examples or [example])
-
-    def where(self, index: int) -> str:
-        """See `Source`."""
-        file, line = self._line(index)
-        return f"{self.paths[file].name}, line {line + 1}"
-
-
-def _lines(path: Path) -> Iterator[np.ndarray]:
-    """Yields where the lines of a file begin, of blank ones ``~`` that, and where it ends. The last
-    line may lack its newline."""
-    begin, rest = 0, b""
-    with open(path, "rb") as file:
-        while text := rest + (read := file.read(1 << 22)):
-            codes = np.frombuffer(text, np.uint8)
-            ends = np.flatnonzero(codes == ord("\n")) + 1 if read else np.array([len(text)])
-            edges = np.concatenate([[0], ends])
-            begins = begin + edges[:-1]
-            for line in np.flatnonzero(codes[edges[:-1]] <= ord(" ")).tolist():
-                if text[edges[line] : edges[line + 1]].isspace():
-                    begins[line] = ~begins[line]
-            if len(begins):
-                yield begins
-            begin, rest = begin + int(edges[-1]), text[edges[-1] :]
-    yield np.array([begin], np.int64)
 
 
 class EncodedImages:

@@ -65,6 +65,7 @@ _FIXED = {
     **dict.fromkeys(("oversample", "record_schema"), _ORDER),
     "augment": "the checkpoints name the data with it",
     **dict.fromkeys(("model", "num_classes", "step", "optimizer", "ema_decay", "freeze"), _STATE),
+    **dict.fromkeys(("table_rows", "embedding_dim", "bottom_units", "top_units"), _STATE),
     "precision": "the checkpoints hold the loss scale of float16",
     **dict.fromkeys(("init_from", "reinit"), _START),
     "eval_split": "its evaluations would not compare",
@@ -376,6 +377,7 @@ def adopt(
             try:
                 values[name].parse(_as_given(values[name], stored[name]))
                 values[name].present = 0  # on the command line
+                values[name].using_default_value = False  # which `set_default` would replace
             except flags.Error as error:
                 raise UsageError(f"{FILE}: {error}") from error
     try:

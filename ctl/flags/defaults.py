@@ -21,6 +21,11 @@ PLATEAU_FACTOR = 0.1
 PLATEAU_PATIENCE = 10  # evaluations
 BASE_BATCH_SIZE = 256
 SYNTHETIC_SHAPE = (28, 28, 1)
+# Of dlrm: those of its authors for the Kaggle data, but for the rows.
+TABLE_ROWS = 10_000
+EMBEDDING_DIM = 16
+BOTTOM_UNITS = (512, 256, 64)
+TOP_UNITS = (512, 256)
 
 
 def spelled_out(flags: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,16 +7,28 @@ from __future__ import annotations
 
 import ast
 import difflib
+import gzip
 import importlib.util
 import itertools
 import os
 import re
 import sys
+import zlib
 from collections.abc import Iterator, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from typing import Any
 
-from ctl.base.names import IMAGES, TABLES, TARS, TOKENIZERS, code_name, suffix
+from ctl.base.names import (
+    CLICKS,
+    IMAGES,
+    TABLES,
+    TARS,
+    TOKENIZERS,
+    code_name,
+    is_click_text,
+    suffix,
+)
 from ctl.errors import UsageError
 
 _EMBEDDED = Path(__file__).parents[1] / "data" / "datasets"
@@ -125,8 +137,8 @@ def check_path(path: str) -> None:
         raise UsageError(f"--dataset={path}: mount it, or copy the files")
     _check_no_text(path)
     if os.path.exists(path):
-        kinds = (*TABLES, TARS)
-        if os.path.isfile(path) and suffix(path) not in kinds:
+        kinds = (*TABLES, TARS, CLICKS)
+        if os.path.isfile(path) and suffix(path) not in kinds and not is_click_text(path):
             raise UsageError(
                 f"--dataset={path} is no file that ctl reads: give a file {', '.join(kinds)}, or a "
                 "folder with a folder of images for each class"
@@ -141,14 +153,26 @@ def check_path(path: str) -> None:
 
 
 def _check_no_text(path: str) -> None:
-    """Refuses text, of which there is no one task."""
-    if suffix(path) == ".txt" and os.path.isfile(path):
+    """Refuses text, of which there is no one task. Click data have tabs in each line."""
+    if suffix(path) == CLICKS and os.path.isfile(path) and not _has_tabs(path):
         recipe = "ctl.recipes.gpt"
         raise UsageError(
             f"--dataset={path} is text: for a language model of it, give "
             f"--dataset={recipe}:datasets --data_dir={path} --model={recipe}:make_model "
             f"--step={recipe}:LanguageModel"
         )
+
+
+def _has_tabs(path: str) -> bool:
+    """Whether the first line of a file has a tab. True if it has no line, or cannot be read: who
+    reads it says why."""
+    opener: Any = gzip.open if path.endswith(".gz") else open
+    try:
+        with opener(path, "rb") as file:
+            line = file.readline(1 << 16)
+    except (OSError, EOFError, zlib.error):
+        return True
+    return b"\t" in line or not line
 
 
 def check_dataset(name: str, data_dir: str | None) -> None:

@@ -40,11 +40,11 @@ def define_data_flags(of_a_run: bool = False) -> None:
             f"{names.YOURS}. The default is part of ctl: 10,000 + 2,000 images of "
             "Fashion-MNIST. Files: a folder such as ./photos, with a folder of images for each "
             "class, or with train and test of such folders; or a table, "
-            f"{', '.join(names.TABLES)}. Of files without a test part, a tenth is held out. Your "
-            "function is called with those keywords of global_batch_size, seed, data_dir and "
-            "tokenizer that it declares. It returns two datasets, for training and evaluation: "
-            "datasets of ctl.data, or a tf.data.Dataset of global batches, which requires "
-            "--train_steps.",
+            f"{', '.join(names.TABLES)}; or click data of Criteo's form, such as train.txt. Of "
+            "files without a test part, a tenth is held out. Your function is called with those "
+            "keywords of global_batch_size, seed, data_dir and tokenizer that it declares. It "
+            "returns two datasets, for training and evaluation: datasets of ctl.data, or a "
+            "tf.data.Dataset of global batches, which requires --train_steps.",
             _absolute,
         )
         define_path(
@@ -142,7 +142,8 @@ def _check_columns(
         return
     if names.is_path(dataset):
         if not names.has_table(dataset):
-            raise UsageError(f"--features and --labels have no effect on images, as in {dataset}")
+            what = "click data" if names.click_files(dataset) else "images"
+            raise UsageError(f"--features and --labels have no effect on {what}, as in {dataset}")
     elif not features or not labels:
         raise UsageError("--features and --labels belong together: give both")
     if dataset == "synthetic" or names.is_function_name(dataset):
@@ -198,7 +199,11 @@ def check_data_flags() -> None:
         unused = (*_OF_FILES, *_OF_OWN_FILES, "data_dir")
     elif names.is_path(dataset):
         unused = (*_OF_SYNTHETIC, "data_dir", "download")
-        if names.has_table(dataset):
+        if clicks := names.click_files(dataset):
+            unused += ("image_shape", "oversample", "record_schema")
+            if any(file.endswith(".gz") for file in clicks):
+                unused += ("on_bad_record",)
+        elif names.has_table(dataset):
             unused += ("image_shape", "on_bad_record")
     elif data_dir and flags.FLAGS["data_dir"].present:
         others = flags.FLAGS.also_evaluate if "also_evaluate" in flags.FLAGS else []
@@ -238,7 +243,7 @@ def define_model_flags() -> None:
             "without parameters may return any Keras model, for any data; or a dict of models by "
             "name, for a --step that trains several. Instead of a function, "
             "the name may be that of a Keras model, which is copied with its weights; for one "
-            "replica. For tables, the default is dense.",
+            "replica. For tables, the default is dense; for click data, dlrm.",
         )
         define_path(
             "init_from",
@@ -262,13 +267,83 @@ def define_model_flags() -> None:
     check_flags(["model"], lambda model: names.check_model_name(model))
     check_flags(["dataset", "model"], _choose_model)
     check_flags(["init_from", "reinit"], _check_start)
+    define_dlrm_flags()
 
 
 def _choose_model(dataset: str, model: str) -> None:
-    """Sets the default model to one that fits the data."""
-    fits = "dense" if names.has_table(dataset) else "convnet"
+    """Sets the default model to one that fits the data.
+
+    Raises:
+        UsageError: the data are clicks and ``model`` is not for them, or the other way round.
+    """
+    clicks = bool(names.click_files(dataset))
+    fits = "dlrm" if clicks else "dense" if names.has_table(dataset) else "convnet"
     if flags.FLAGS["model"].default != fits:
         flags.FLAGS.set_default("model", fits)
+        return  # this function is called again
+    if clicks and model in {*names.MODELS} - {"dlrm"}:
+        raise UsageError(f"--model={model} takes no click data, as in {dataset}: leave it out")
+    if model == "dlrm" and not clicks and not names.is_function_name(dataset):
+        raise UsageError(
+            f"--model=dlrm takes click data, such as --dataset=./train.txt, not {dataset}"
+        )
+
+
+# The flags of the sizes of dlrm.
+OF_DLRM = ("table_rows", "embedding_dim", "bottom_units", "top_units")
+
+
+def define_dlrm_flags() -> None:
+    """Defines the sizes of the model dlrm, see `ctl.models.dlrm`."""
+    with group("Model dlrm"):
+        flags.DEFINE_list(
+            "table_rows",
+            [str(defaults.TABLE_ROWS)],
+            "Rows of each of the 26 embedding tables: one number for all, or 26. A hash finds its "
+            "row modulo this number, so values share rows where there are fewer rows than values.",
+        )
+        flags.DEFINE_integer(
+            "embedding_dim", defaults.EMBEDDING_DIM, "Numbers in a row of a table.", lower_bound=1
+        )
+        flags.DEFINE_list(
+            "bottom_units",
+            [*map(str, defaults.BOTTOM_UNITS)],
+            "Units of the layers below the interaction; a last one has embedding_dim units.",
+        )
+        flags.DEFINE_list(
+            "top_units",
+            [*map(str, defaults.TOP_UNITS)],
+            "Units of the layers above the interaction; a last one gives the logit.",
+        )
+    check_flags(OF_DLRM, lambda **sizes: dlrm_sizes(**sizes))
+    check_flags(["model", *OF_DLRM], _check_dlrm)
+
+
+def dlrm_sizes(
+    table_rows: list[str], embedding_dim: int, bottom_units: list[str], top_units: list[str]
+) -> dict[str, Any]:
+    """The arguments of `ctl.models.dlrm` from the flags.
+
+    Raises:
+        UsageError: a size is not a whole number from 1, or there are neither 1 nor 26 tables.
+    """
+    sizes: dict[str, Any] = {"embedding_dim": embedding_dim}
+    lists = {"table_rows": table_rows, "bottom_units": bottom_units, "top_units": top_units}
+    for name, texts in lists.items():
+        if not all(text.strip().isdecimal() and int(text) for text in texts):
+            raise UsageError(f"--{name}={','.join(texts)}: give whole numbers from 1, as 512,256")
+        sizes[name] = tuple(map(int, texts))
+    if len(sizes["table_rows"]) not in (1, names.CLICK_CATEGORIES):
+        raise UsageError(
+            f"--table_rows has {len(table_rows)} numbers: give one for all tables, or one for each "
+            f"of the {names.CLICK_CATEGORIES}"
+        )
+    return sizes
+
+
+def _check_dlrm(model: str | None, **sizes: object) -> None:
+    if model != "dlrm":
+        check_without_effect(OF_DLRM, f"with --model={model}: leave it out")
 
 
 def _check_start(init_from: str | None, reinit: list[str] | None) -> None:
@@ -294,7 +369,8 @@ def define_code_flags() -> None:
             f"sparse_categorical_crossentropy or mae; or {names.YOURS} for your own: "
             "called with (labels, outputs), returns the loss of each example, [n]. The first two "
             "take logits; of those of Keras, the last layer of the model decides. A step with its "
-            "own loss() need not use it.",
+            "own loss() need not use it. For click data, the default is binary_cross_entropy: the "
+            "log loss.",
         )
         flags.DEFINE_string(
             "metrics",
@@ -302,7 +378,8 @@ def define_code_flags() -> None:
             "Names of Keras metrics, e.g. accuracy,sparse_top_k_categorical_accuracy; or "
             f"{names.YOURS} for your own: called without arguments, returns a list of "
             "Keras metrics. They are updated with (labels, outputs) (default: accuracy with the "
-            "cross entropies, unless the step has its own loss(); otherwise none).",
+            "cross entropies, unless the step has its own loss(); auc for click data; otherwise "
+            "none).",
         )
         flags.DEFINE_enum(
             "weighting",
@@ -313,6 +390,16 @@ def define_code_flags() -> None:
             "sum of the weights.",
         )
     check_flags(["step", "loss", "metrics"], _check_code)
+    check_flags(["dataset", "loss", "metrics"], _choose_loss)
+
+
+def _choose_loss(dataset: str, loss: str, metrics: str | None) -> None:
+    """Sets the default loss and metrics to those that fit the data."""
+    clicks = bool(names.click_files(dataset))
+    fits = {"loss": "binary_cross_entropy", "metrics": "auc"} if clicks else {}
+    for name, usual in {"loss": "cross_entropy", "metrics": None}.items():
+        if flags.FLAGS[name].default != fits.get(name, usual):
+            flags.FLAGS.set_default(name, fits.get(name, usual))
 
 
 def _check_code(step: str | None, loss: str, metrics: str | None) -> None:

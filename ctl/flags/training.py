@@ -216,7 +216,8 @@ def _define_checkpoint_flags() -> None:
         flags.DEFINE_string(
             "best_metric",
             "accuracy",
-            "Metric that selects the best checkpoint: loss, or another result of an evaluation.",
+            "Metric that selects the best checkpoint: loss, or another result of an evaluation. "
+            "Without an accuracy, the default is loss.",
         )
         flags.DEFINE_enum(
             "best_mode",
@@ -238,6 +239,7 @@ def _define_checkpoint_flags() -> None:
     check_flags(["early_stop", "best_mode", "best_metric"], _check_modes)
     check_flags(["evaluate_every", "checkpoint_every"], _check_intervals)
     check_flags(["keep_every_hours"], _check_hours)
+    check_flags(["loss", "metrics", "best_metric"], _choose_best_metric)
     check_flags(["best_metric", "best_mode"], best_mode)
     check_flags(["restore_best_weights", "keep_best"], _check_best)
     check_flags(["dataset", "also_evaluate"], _check_also_evaluate)
@@ -261,6 +263,17 @@ def _check_also_evaluate(dataset: str, also_evaluate: list[str]) -> None:
             early.check_path(name)
         if also_evaluate.count(which) > 1:
             raise UsageError(f"--also_evaluate names {which} twice")
+
+
+def _choose_best_metric(loss: str, metrics: str | None, best_metric: str) -> None:
+    """Sets the default metric of the best checkpoint to one that there will be."""
+    if metrics is None:
+        accuracy = names.loss_of(loss) != names.NUMBERS
+    else:
+        accuracy = names.is_function_name(metrics) or "accuracy" in metrics.split(",")
+    fits = "accuracy" if accuracy else "loss"
+    if flags.FLAGS["best_metric"].default != fits:
+        flags.FLAGS.set_default("best_metric", fits)
 
 
 def best_mode(best_metric: str, best_mode: str | None) -> Mode:

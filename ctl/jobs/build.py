@@ -323,9 +323,11 @@ def model_of(flags: FlagValues, info: DatasetInfo) -> keras.Model:
     from ctl.jobs.models import make_model
 
     outputs = info.num_classes or info.num_outputs
+    sizes: dict[str, Any] = {name: flags[name].value for name in groups.OF_DLRM}
     return make_model(
         *(flags.model, info.image_shape, outputs),
         *(info.mean, info.deviation, info.vocabulary_size),
+        groups.dlrm_sizes(**sizes),
     )
 
 

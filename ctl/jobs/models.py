@@ -1,8 +1,8 @@
-"""Image classifiers for the commands and the benchmarks.
+"""Image classifiers, and a model of clicks, for the commands and the benchmarks.
 
-Every model maps float32 images in [0, 1] of shape [batch, height, width, channels] to float32
-logits of shape [batch, classes], without softmax. The last layer computes in float32 under any
-dtype policy, because a softmax over bfloat16 or float16 logits is too inexact. All layers are
+An image classifier maps float32 images in [0, 1] of shape [batch, height, width, channels] to
+float32 logits of shape [batch, classes], without softmax. The last layer computes in float32 under
+any dtype policy, because a softmax over bfloat16 or float16 logits is too inexact. All layers are
 built into Keras, so a saved ``.keras`` file loads without ctl.
 """
 
@@ -10,15 +10,22 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
 from keras import layers
 
 from ctl.base.models import Models, as_model
-from ctl.base.names import YOURS, check_model_name, is_function_name
+from ctl.base.names import (
+    CLICK_CATEGORIES,
+    CLICK_NUMBERS,
+    YOURS,
+    check_model_name,
+    is_function_name,
+)
 from ctl.errors import UsageError
+from ctl.flags import defaults
 from ctl.flags.imports import find
 
 
@@ -106,6 +113,64 @@ def tiny_transformer(image_shape: Sequence[int], num_classes: int) -> keras.Mode
     return keras.Model(inputs, _logits(x, num_classes), name="tiny_transformer")
 
 
+def dlrm(
+    table_rows: Sequence[int] = (defaults.TABLE_ROWS,),
+    embedding_dim: int = defaults.EMBEDDING_DIM,
+    bottom_units: Sequence[int] = defaults.BOTTOM_UNITS,
+    top_units: Sequence[int] = defaults.TOP_UNITS,
+) -> keras.Model:
+    """DLRM for click data (`ctl.data.clicks`): from ``{"dense": float32 [n, 13], "ids": int64
+    [n, 26]}`` to logits, float32 [n, 1].
+
+    Naumov et al., "Deep Learning Recommendation Model for Personalization and Recommendation
+    Systems", 2019, arXiv:1906.00091. Numbers x become log(max(x, 0) + 1), and an MLP makes a vector
+    of them. Each category has a table of vectors, in which its hash modulo the number of rows finds
+    a row. The scalar products of all pairs of these 27 vectors, and the first vector itself, go
+    through another MLP. Weights begin as in the authors' code: tables uniform within 1/sqrt(rows),
+    kernels normal with the variance 2 / (inputs + outputs); but biases are 0.
+
+    Args:
+        table_rows: of each table, or of all.
+        embedding_dim: length of the vectors.
+        bottom_units: of the layers before the last of the first MLP.
+        top_units: of the layers before the last of the second MLP.
+
+    Raises:
+        UsageError: there are neither 1 nor 26 ``table_rows``.
+    """
+    if len(table_rows) not in (1, CLICK_CATEGORIES):
+        raise UsageError(
+            f"table_rows has {len(table_rows)} numbers: give one for all tables, or one for each "
+            f"of the {CLICK_CATEGORIES}"
+        )
+    dense = keras.Input([CLICK_NUMBERS], name="dense")
+    ids = keras.Input([CLICK_CATEGORIES], dtype="int64", name="ids")
+    rows = [*table_rows] * (CLICK_CATEGORIES // len(table_rows))
+
+    def mlp(x: keras.KerasTensor, units: Sequence[int], name: str) -> keras.KerasTensor:
+        for number, size in enumerate(units):
+            x = layers.Dense(size, "relu", True, "glorot_normal", name=f"{name}_{number}")(x)
+        return x
+
+    x = keras.ops.log1p(keras.ops.maximum(dense, 0.0))
+    x = mlp(x, [*bottom_units, embedding_dim], "bottom")
+    vectors = [x]
+    for number, (column, size) in enumerate(
+        zip(keras.ops.unstack(ids, CLICK_CATEGORIES, axis=1), rows, strict=True), 1
+    ):
+        limit = size**-0.5
+        start = keras.initializers.RandomUniform(-limit, limit)
+        table = layers.Embedding(size, embedding_dim, start, name=f"table_{number}")
+        vectors.append(table(keras.ops.mod(column, size)))
+    together = keras.ops.stack(vectors, axis=1)
+    products = layers.Dot(axes=2)([together, together])
+    below = [i * len(vectors) + j for i in range(len(vectors)) for j in range(i)]
+    pairs = keras.ops.take(layers.Flatten()(products), below, axis=1)
+    y = mlp(layers.Concatenate()([x, pairs]), top_units, "top")
+    inputs = {"dense": dense, "ids": ids}
+    return keras.Model(inputs, _logits(y, 1), name="dlrm")
+
+
 def make_model(
     name: str,
     image_shape: Sequence[int] | None,
@@ -113,6 +178,7 @@ def make_model(
     mean: Sequence[float] = (),
     deviation: Sequence[float] = (),
     vocabulary_size: int | None = None,
+    sizes: Mapping[str, Any] | None = None,
 ) -> keras.Model:
     """Builds a model. Call it inside ``strategy.scope()``, because it creates variables.
 
@@ -127,6 +193,7 @@ def make_model(
         num_classes: number of logits; None if the data do not say it.
         mean, deviation: of each column of a table, see `dense`.
         vocabulary_size: of text, whose tokens are below it; None for other data.
+        sizes: arguments of `dlrm`, which needs nothing else.
 
     Raises:
         UsageError: the name is unknown, the function cannot be imported, the sizes are unknown or
@@ -150,6 +217,8 @@ def make_model(
                 )
             made = model(vocabulary_size) if vocabulary_size else model()
             return _with_outputs(name, _checked_type(name, as_model(made)), vocabulary_size)
+    if name == "dlrm":
+        return dlrm(**sizes or {})
     if image_shape is None or num_classes is None:
         raise UsageError(
             f"the data do not say the shape of their images and the number of classes, which the "

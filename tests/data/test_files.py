@@ -210,8 +210,11 @@ def test_files_that_are_not_there(tmp_path):
     with pytest.raises(UsageError, match="has no images: it needs a folder for each class"):
         Files(tmp_path)
     (tmp_path / "t.txt").touch()
-    with pytest.raises(UsageError, match="t.txt is no file that ctl reads: give a folder of imag"):
+    with pytest.raises(UsageError, match="t.txt has no examples"):
         Files(tmp_path / "t.txt")
+    (tmp_path / "t.doc").touch()
+    with pytest.raises(UsageError, match="t.doc is no file that ctl reads: give a folder of imag"):
+        Files(tmp_path / "t.doc")
 
 
 def test_a_part_in_several_files(tmp_path):

@@ -19,7 +19,7 @@ from stored_sources import COUNT
 from stored_sources import SOURCES as KINDS
 
 import ctl.data
-from ctl.data import streaming
+from ctl.data import clicks, streaming
 from ctl.data.errors import translate_data_errors
 from ctl.data.feed import open_batches
 from ctl.data.load import read_all
@@ -50,7 +50,8 @@ def numbers(batch) -> np.ndarray:
     """The number of each example, [n], whatever the source."""
     if isinstance(batch, dict):
         batch = batch["number"] if "number" in batch else batch["image"]
-    first = np.asarray(batch[0] if isinstance(batch, tuple) else batch)
+    first = batch[0] if isinstance(batch, tuple) else batch
+    first = np.asarray(first["dense"] if isinstance(first, dict) else first)
     return first[(slice(None), *[0] * (first.ndim - 1))]
 
 
@@ -67,7 +68,7 @@ def test_every_source_has_an_example(sources):
     classes = {c for one in modules for c in vars(one).values() if inspect.isclass(c)}
     kinds = {c for c in classes if hasattr(c, "read") and hasattr(c, "__len__")}
     # Base classes, and the files of an `ImageSource`.
-    kinds -= {Source, EncodedImages, Split, TFRecords, ArrayRecords}
+    kinds -= {Source, EncodedImages, clicks.Clicks, Split, TFRecords, ArrayRecords}
     assert kinds and kinds <= examples
 
 
@@ -232,7 +233,7 @@ def test_fingerprint_tells_content_and_order(sources):
 
     assert of() == of()
     assert all(other != of() for other in (of("validation"), of(seed=1), of(block=3)))
-    assert len({of(kind)["content"] for kind in KINDS if kind != "data_source"}) == 7
+    assert len({of(kind)["content"] for kind in KINDS if kind != "data_source"}) == 9
 
 
 def test_files_of_the_same_size_with_other_contents_are_other_data(tmp_path):

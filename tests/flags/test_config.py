@@ -47,6 +47,8 @@ def test_flags_of_any_kind_are_adopted_and_compared(tmp_path):
     config.adopt(stored, names, adopted)
     assert (adopted.rate, adopted.fast, adopted.colour) == (0.75, True, Colour.BLUE)
     assert (adopted.widths, adopted.layer) == (["6", "5"], [3, 4])
+    adopted.set_default("widths", ["9"])  # as what fits the data does
+    assert adopted.widths == ["6", "5"]
 
     hostile = {"model_dir": ["evil:module"], "rate": [1], "widths": {"a": 1}, "layer": [[1]]}
     for name, value in hostile.items():

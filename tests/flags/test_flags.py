@@ -164,6 +164,8 @@ WRONG = [
     (("--flagfile=/nonexistent/no",), "/nonexistent/no"),
     (("--data_dir=gs://bucket/data",), "--data_dir=gs://bucket/data: mount it, or copy the files"),
     (("--augment=flip,mixup",), "--augment=mixup: write mixup:ALPHA"),
+    (("--table_rows=10",), "--table_rows has no effect with --model=convnet: leave it out"),
+    (("--model=dlrm",), "--model=dlrm takes click data, such as --dataset=./train.txt, not fashi"),
 ]
 
 
@@ -174,6 +176,33 @@ def test_wrong_flags_of_train(zygote_without_tensorflow, tmp_path, given, expect
     assert re.search(expected, line), line
     assert len(line) < 400
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (
+            ("--model=dense",),
+            "--model=dense takes no click data, as in .*train.txt.gz: leave it out",
+        ),
+        (("--table_rows=5,6",), "--table_rows has 2 numbers: give one for all tables, or one for"),
+        (("--bottom_units=8,no",), "--bottom_units=8,no: give whole numbers from 1, as 512,256"),
+        (("--top_units=0",), "--top_units=0: give whole numbers from 1, as 512,256"),
+        (("--features=I1",), "--features and --labels have no effect on click data, as in"),
+        (("--image_shape=8,8,3",), "--image_shape has no effect with --dataset=.*: leave it out"),
+        (("--oversample",), "--oversample has no effect with --dataset=.*: leave it out"),
+        (
+            ("--on_bad_record=skip",),
+            "--on_bad_record has no effect with --dataset=.*: leave it out",
+        ),
+    ],
+    ids=flags_only,
+)
+def test_wrong_flags_of_click_data(zygote_without_tensorflow, tmp_path, given, expected):
+    (tmp_path / "train.txt.gz").touch()
+    run = [TRAIN, f"--model_dir={tmp_path}/run", f"--dataset={tmp_path}/train.txt.gz"]
+    line = one_line(zygote_without_tensorflow.run(*run, *given, exit_code=2))
+    assert re.search(expected, line), line
 
 
 def test_model_dirs_that_cannot_be(zygote_without_tensorflow, tmp_path):
@@ -496,13 +525,13 @@ def test_own_files_are_looked_for_early(zygote_without_tensorflow, tmp_path):
     """A path is one by its form; a name of TFDS is none."""
     (tmp_path / "photos" / "cat").mkdir(parents=True)
     (tmp_path / "t.csv").write_text("a,b\n1,x\n")
-    (tmp_path / "notes.txt").touch()
+    (tmp_path / "notes.doc").touch()
     run = [TRAIN, f"--model_dir={tmp_path}/run"]
     for given, says in (
         (f"{tmp_path}/photo", f"there is no such file or folder; did you mean {tmp_path}/photos?"),
         ("./none.csv", f"--dataset={Path.cwd()}/none.csv: there is no such file or folder"),
         ("none.npz", f"--dataset={Path.cwd()}/none.npz: there is no such file or folder"),
-        (f"{tmp_path}/notes.txt", "is no file that ctl reads: give a file .csv, "),
+        (f"{tmp_path}/notes.doc", "is no file that ctl reads: give a file .csv, "),
         ("gs://bucket/t.csv", "--dataset=gs://bucket/t.csv: mount it, or copy the files"),
         ("tests", "there is no dataset 'tests' of TFDS: for the files of that name here, give --d"),
     ):

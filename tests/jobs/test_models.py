@@ -25,6 +25,9 @@ def policy():
     keras.config.set_dtype_policy(before)
 
 
+IMAGE_MODELS = [name for name in names.MODELS if name != "dlrm"]  # that is in test_dlrm.py
+
+
 def images(shape, count=8):
     return np.random.default_rng(0).random((count, *shape), dtype=np.float32)
 
@@ -63,7 +66,7 @@ def test_parameter_counts(name, shape, parameters):
     assert trainable(models.make_model(name, shape, 10)) == parameters
 
 
-@pytest.mark.parametrize("name", names.MODELS)
+@pytest.mark.parametrize("name", IMAGE_MODELS)
 @pytest.mark.parametrize("shape", [(28, 28, 1), (32, 32, 3), (9, 6, 2)])
 def test_logits_of_any_image(name, shape):
     model = models.make_model(name, shape, 7)
@@ -73,7 +76,7 @@ def test_logits_of_any_image(name, shape):
     assert (logits.numpy() < 0).any(), "logits, not probabilities"
 
 
-@pytest.mark.parametrize("name", names.MODELS)
+@pytest.mark.parametrize("name", IMAGE_MODELS)
 @pytest.mark.parametrize("mixed", ["mixed_bfloat16", "mixed_float16"])
 def test_logits_are_float32_under_a_mixed_policy(name, mixed, policy):
     policy(mixed)
@@ -84,7 +87,7 @@ def test_logits_are_float32_under_a_mixed_policy(name, mixed, policy):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", names.MODELS)
+@pytest.mark.parametrize("name", IMAGE_MODELS)
 def test_trains(name):
     keras.utils.set_random_seed(1)
     model = models.make_model(name, (8, 8, 1), 2)
@@ -113,7 +116,7 @@ def test_trains(name):
     assert losses[-1] < 0.5 * losses[0], losses
 
 
-@pytest.mark.parametrize("name", names.MODELS)
+@pytest.mark.parametrize("name", IMAGE_MODELS)
 def test_save_and_load(name, tmp_path):
     model = models.make_model(name, (9, 9, 3), 4)
     for variable in model.trainable_variables:
@@ -126,7 +129,7 @@ def test_save_and_load(name, tmp_path):
 
 @pytest.mark.slow
 def test_saved_models_load_without_ctl(tmp_path):
-    for name in names.MODELS:
+    for name in names.MODELS:  # dlrm takes no shape
         models.make_model(name, (9, 9, 3), 4).save(tmp_path / f"{name}.keras")
     code = (
         "import sys, pathlib, keras; sys.modules['ctl'] = None\n"
@@ -200,7 +203,7 @@ def test_every_name_has_a_model():
     ]
     takes = ["image_shape", "num_classes"]
     named = [f.__name__ for f in made if [*inspect.signature(f).parameters][:2] == takes]
-    assert sorted(named) == sorted(names.MODELS)
+    assert sorted(named) == sorted(IMAGE_MODELS) and models.dlrm in made
     for name in (*names.MODELS, "a:b", "my.package.module:make_it", "../my models/a-b.py:make"):
         names.check_model_name(name)
 
@@ -209,7 +212,10 @@ def test_every_name_has_a_model():
     ("name", "message"),
     [
         ("resnet", "did you mean 'resnet20'"),
-        ("transfromer", "the choices are convnet, dense, resnet20, tiny_transformer, or package"),
+        (
+            "transfromer",
+            "the choices are convnet, dense, dlrm, resnet20, tiny_transformer, or package",
+        ),
         ("mine.py", "--model=mine.py names no function of that file: give mine.py:FUNCTION"),
         ("a:b:c", "unknown model"),
         ("a.:b", "unknown model"),

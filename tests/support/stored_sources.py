@@ -13,12 +13,14 @@ import tensorflow_datasets as tfds
 import tiny_tfds
 
 from ctl.data import InMemory, Streaming, load_columns, mix
+from ctl.data.clicks import ClickLines, ClickRecords
 from ctl.data.image_tars import ImageTars, index_of
 from ctl.data.sources import ImageFolder, JsonLines
 from ctl.data.tfds_source import ImageSource, find
 
 COUNT = 50
 SOURCES = ("tfrecord", "array_record", "mapped", "items", "data_source", "json", "folder", "tar")
+SOURCES += ("click_lines", "click_records")
 KINDS = (*SOURCES, "columns", "mixture")
 
 
@@ -34,6 +36,15 @@ def write(root: Path) -> None:
     lines = [json.dumps({"number": n, "text": "é" * n, "row": [n, 1.5]}) for n in range(COUNT)]
     (root / "a.jsonl").write_text("\n".join(lines[:20]) + "\n")
     (root / "b.jsonl").write_text("\n".join(lines[20:]))
+    clicks = ["\t".join([f"{n % 2}\t{n}", *["-1"] * 12, *[f"{n:08x}"] * 26]) for n in range(COUNT)]
+    (root / "a.txt").write_text("\n".join(clicks[:20]) + "\n")
+    (root / "b.txt").write_text("\n".join(clicks[20:]))
+    with tf.io.TFRecordWriter(str(root / "clicks.tfrecord")) as writer:
+        for n in range(COUNT):
+            features = tf.train.Features()
+            for name in ("label", "I1"):
+                features.feature[name].int64_list.value.append(n % 2 if name == "label" else n)
+            writer.write(tf.train.Example(features=features).SerializeToString())
     for n in range(COUNT):
         folder = root / "folder" / f"class{n // 10}"
         folder.mkdir(parents=True, exist_ok=True)
@@ -57,6 +68,8 @@ def opened(root: Path) -> dict[str, Any]:
         ),
         "json": JsonLines([root / "a.jsonl", root / "b.jsonl"]),
         "folder": ImageFolder(root / "folder", (4, 6, 3)),
+        "click_lines": ClickLines([root / "a.txt", root / "b.txt"]),
+        "click_records": ClickRecords([root / "clicks.tfrecord"]),
         "tar": ImageTars("tar", index_of([root / "0.tar", root / "1.tar"]), (4, 6, 3)),
     }
 
