@@ -122,10 +122,9 @@ class Steps:
         """
         strategy, position = self.strategy, feed.position
         strategy_run, most = self._strategy_run()
-        losses, waited = strategy.run(no_losses), tf.constant(0.0, tf.float64)
+        losses = strategy.run(no_losses)
         while steps > 0:
-            block, position, seconds = next_block(feed, position, tf.minimum(steps, most))
-            waited += seconds
+            block, position = next_block(feed, position, tf.minimum(steps, most))
             losses = strategy_run(args=(losses, block, feed.resident))
             steps -= block.end - block.first
         # Each replica divides its losses by the number of examples of all replicas, so their sum is
@@ -135,8 +134,7 @@ class Steps:
             lambda losses: losses.totals(report, replicas, self.step.logged.terms()), (losses,)
         )
         rates = self.step.updater.learning_rates(self.step.global_step - 1)
-        sums = strategy.reduce(SUM, totals, axis=None)
-        return CallResult(sums, losses.finite, position, rates, waited)
+        return CallResult(strategy.reduce(SUM, totals, axis=None), losses.finite, position, rates)
 
     def graph_of_one(self, feed: Any) -> Callable[[], tf.types.experimental.ConcreteFunction]:
         """Returns a function that traces one step on one element of ``feed``, for XLA. The trace
@@ -388,7 +386,7 @@ class Loop:
                 mean = workers.mean(self.strategy, totals.pace)
                 if self._pace.record_duration(seconds, steps, mean):
                     self.scalars.add_time(seconds, steps)
-                    self._input_wait.add(float(outcome.waited), seconds)
+                    self._input_wait.add(outcome.position, seconds)
                 if totals.end:
                     self._stop(step)
                 scalars = self._between_calls(

@@ -97,7 +97,7 @@ def build():
         position = feed.position
         totals = strategy.run(lambda: tf.zeros([]))
         while steps > 0:
-            block, position, _ = next_block(feed, position, tf.constant(1))
+            block, position = next_block(feed, position, tf.constant(1))
             totals = strategy.run(add_up, args=(totals, block, feed.resident))
             steps -= 1
         return strategy.reduce(tf.distribute.ReduceOp.SUM, totals, axis=None), position

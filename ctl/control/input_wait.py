@@ -6,6 +6,8 @@ from typing import Any
 
 from absl import logging
 
+from ctl.data.feed import Waited
+
 _WINDOW_SECONDS = 5.0
 _BOUND_SHARE = 0.3  # of the time; without it, the training would be 1.4 times as fast
 
@@ -19,15 +21,19 @@ class InputWait:
 
     def __init__(self, dataset: Any):
         self._remedy = getattr(dataset, "faster", "")
-        self._waited = self._seconds = 0.0
+        self._waited = self._seconds = self._until_now = 0.0
         self._said = False
 
-    def add(self, waited: float, seconds: float) -> None:
-        """Adds a call of ``seconds``, of which ``waited`` were for batches. At the end of a window
-        of some seconds, logs if they are a large share of it; once for a loop."""
-        self._waited += waited
+    def add(self, position: Any, seconds: float) -> None:
+        """Adds a call of ``seconds``, which has ended at ``position`` of the feed. At the end of a
+        window of some seconds, logs if the steps waited for a large share of it; once for a loop.
+        Batches that come in blocks are small, and are not waited for."""
+        if self._said or not isinstance(position, Waited):
+            return
+        before, self._until_now = self._until_now, float(position.seconds)
+        self._waited += self._until_now - (before if before <= self._until_now else 0.0)
         self._seconds += seconds
-        if self._said or self._seconds < _WINDOW_SECONDS:
+        if self._seconds < _WINDOW_SECONDS:
             return
         if is_bound(self._waited, self._seconds):
             self._said = True

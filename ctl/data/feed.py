@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any, NamedTuple
 
+import numpy as np
 import tensorflow as tf
 
 from ctl.base import tf_internals
@@ -30,12 +31,18 @@ class Position(NamedTuple):
     used: tf.Tensor  # int32 scalar
 
 
+class Waited(NamedTuple):
+    """The position of the next batch where elements are single batches: that of the iterator."""
+
+    seconds: Any  # for which the iterator was waited for, float64 scalar
+
+
 class Feed(NamedTuple):
     """The source of the batches for the next steps."""
 
     iterator: Any  # of the strategy
     resident: Any  # see `Dataset.resident`
-    position: Position | tuple[()] = ()  # empty where elements are single batches
+    position: Position | Waited = Waited(np.float64(0.0))
     batches_per_block: int = 1
 
 
@@ -100,29 +107,28 @@ def distribute(strategy: tf.distribute.Strategy, batches: tf.data.Dataset) -> An
 
 
 def next_block(
-    feed: Feed, position: Position | tuple[()], steps: tf.Tensor
-) -> tuple[Block, Position | tuple[()], tf.Tensor]:
-    """Returns at most ``steps`` global batches, the position after them, and the seconds for which
-    the iterator was waited for, float64: 0 for batches that come in blocks, which are small.
+    feed: Feed, position: Position | Waited, steps: tf.Tensor
+) -> tuple[Block, Position | Waited]:
+    """Returns at most ``steps`` global batches, and the position after them.
 
     For use in a graph, in cross-replica context. ``steps`` is an int32 scalar.
     """
-    if not position:
+    if isinstance(position, Waited):
         with tf.control_dependencies([steps]):  # in a loop, of this turn
             asked = tf.timestamp()
         with tf.control_dependencies([asked]):
             # `next` would raise StopIteration at the end without graphs; this, OutOfRangeError.
             batch = feed.iterator.get_next()
         with waiting_for(batch):
-            waited = tf.timestamp() - asked
-        return Block(batch, tf.constant(0), tf.constant(1)), position, waited
+            seconds = position.seconds + (tf.timestamp() - asked)
+        return Block(batch, tf.constant(0), tf.constant(1)), Waited(seconds)
     block, used = tf.cond(
         tf.equal(position.used, feed.batches_per_block),
         lambda: (feed.iterator.get_next(), tf.constant(0)),
         lambda: tuple(position),
     )
     end = tf.minimum(used + steps, feed.batches_per_block)
-    return Block(block, used, end), Position(block, end), tf.constant(0.0, tf.float64)
+    return Block(block, used, end), Position(block, end)
 
 
 def batch_of(block: Block, number: tf.Tensor | int, batches_per_block: int) -> Any:

@@ -49,7 +49,6 @@ class CallResult(NamedTuple):
     finite: tf.Tensor  # `LossAccumulator.finite` of each replica
     position: Any  # position in the feed after the steps, see `ctl.data.feed`
     rates: Any = ()  # learning rates of the groups in the last step, float32 scalars
-    waited: Any = 0.0  # seconds that this worker waited for its batches, float64 scalar
 
     def totals(self) -> CallTotals:
         """Waits for the sums, and returns them by name."""

@@ -14,6 +14,7 @@ from helpers import CLASSES, FEATURES
 from ctl import Loop, TrainStep
 from ctl.control import input_wait
 from ctl.control.input_wait import InputWait, is_bound
+from ctl.data.feed import Waited
 from ctl.data.global_batches import GlobalBatches
 
 SAID = "the input bounds the speed"
@@ -30,10 +31,10 @@ def test_what_is_a_large_share():
 
 def test_it_is_said_once_at_the_end_of_a_window(caplog):
     wait = InputWait(types.SimpleNamespace(faster="another disk"))
-    wait.add(0.9, 1.0)
+    wait.add(Waited(0.9), 1.0)
     assert not lines(caplog)
-    wait.add(3.0, 4.0)
-    wait.add(5.0, 5.0)
+    wait.add(Waited(3.9), 4.0)
+    wait.add(Waited(8.9), 5.0)
     assert lines(caplog) == [
         f"{SAID}: steps waited for it for 78 % of the last 5 s; try another disk"
     ]
@@ -42,9 +43,10 @@ def test_it_is_said_once_at_the_end_of_a_window(caplog):
 def test_each_window_is_judged_alone(caplog):
     wait = InputWait(object())
     for _ in range(20):
-        wait.add(0.0, 5.0)
+        wait.add(Waited(1.0), 5.0)
+        wait.add(Waited(0.5), 5.0)  # of a feed that was opened again
     assert not lines(caplog)
-    wait.add(2.0, 5.0)  # such as from the second epoch on, from another disk
+    wait.add(Waited(2.5), 5.0)  # such as from the second epoch on, from another disk
     assert lines(caplog) == [f"{SAID}: steps waited for it for 40 % of the last 5 s"]
 
 

@@ -181,6 +181,7 @@ def example(**features):
         (example(C3=b"abc"), "C3 is 'abc', not 8 hexadecimal digits"),
         (example(C26=b"0000abcg"), "C26 is '0000abcg', not 8 hexadecimal digits"),
     ],
+    ids=["no label", "float", "integer", "no example", "label 2", "short", "letter"],
 )
 def test_a_damaged_record_is_named_or_skipped(tmp_path, record, message):
     with tf.io.TFRecordWriter(str(tmp_path / "train.tfrecord")) as writer:

@@ -18,7 +18,7 @@ def taker(strategy, most):
         batches = tf.TensorArray(tf.int64, steps, element_shape=[None])
         done = 0
         while done < steps:
-            block, position, _ = next_block(feed, position, tf.minimum(steps - done, most))
+            block, position = next_block(feed, position, tf.minimum(steps - done, most))
             for number in tf.range(block.first, block.end):
                 batch = strategy.run(batch_of, args=(block, number, feed.batches_per_block))
                 parts = strategy.experimental_local_results(batch)
