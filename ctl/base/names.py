@@ -108,6 +108,12 @@ TOKENIZERS = {".model": "sentencepiece", ".json": "tokenizers"}
 CLASSES, BINARY, NUMBERS = "classes", "binary", "numbers"
 
 # How code of the user's is named.
+# Trains a language model on the text in {path}.
+LANGUAGE_MODEL = (
+    "--dataset=ctl.recipes.gpt:datasets --data_dir={path} --model=ctl.recipes.gpt:make_model "
+    "--step=ctl.recipes.gpt:LanguageModel"
+)
+
 YOURS = "package.module:function or file.py:function"
 
 _MOST_CHOICES = 16  # that an error lists

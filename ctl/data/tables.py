@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from ctl.base.names import BINARY, CLASSES, NUMBERS, RECORDS, TABLES, suffix
+from ctl.base.names import BINARY, CLASSES, LANGUAGE_MODEL, NUMBERS, RECORDS, TABLES, suffix
 from ctl.data import index
 from ctl.data.records import compression
 from ctl.errors import UsageError
@@ -546,8 +546,11 @@ def choose(
         deep = [name for name in features if columns[name].ndim > 1]
         features = deep if len(deep) == 1 else features
     if not features:
+        text = any(columns[name].dtype == object for name in columns)
+        command = LANGUAGE_MODEL.format(path=table.name)
         raise UsageError(
             f"{table.name} has no column of numbers but {listed(labels)}: features must be numbers"
+            f"{f'; for a language model of its text, give {command}' if text else ''}"
         )
     if both := {*features} & {*labels}:
         raise UsageError(f"{table.name}: {quoted(min(both))} is in --features and in --labels")

@@ -22,6 +22,7 @@ from typing import Any
 from ctl.base.names import (
     CLICKS,
     IMAGES,
+    LANGUAGE_MODEL,
     TABLES,
     TARS,
     TOKENIZERS,
@@ -155,12 +156,8 @@ def check_path(path: str) -> None:
 def _check_no_text(path: str) -> None:
     """Refuses text, of which there is no one task. Click data have tabs in each line."""
     if suffix(path) == CLICKS and os.path.isfile(path) and not _has_tabs(path):
-        recipe = "ctl.recipes.gpt"
-        raise UsageError(
-            f"--dataset={path} is text: for a language model of it, give "
-            f"--dataset={recipe}:datasets --data_dir={path} --model={recipe}:make_model "
-            f"--step={recipe}:LanguageModel"
-        )
+        command = LANGUAGE_MODEL.format(path=path)
+        raise UsageError(f"--dataset={path} is text: for a language model of it, give {command}")
 
 
 def _has_tabs(path: str) -> bool:
