@@ -15,8 +15,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from ctl.errors import UsageError
 
 SCHEMA = 1
@@ -55,6 +53,8 @@ class AlphaBeta:
         Raises:
             UsageError: fewer than two points.
         """
+        import numpy as np  # slow, and not for --help
+
         if len(points) < 2:
             raise UsageError("a latency and a bandwidth need at least two sizes")
         seconds = np.array([p.seconds for p in points])
@@ -84,6 +84,8 @@ class PiecewiseLinear:
 
     def seconds(self, size: float) -> float:
         """Seconds of an all-reduce of ``size`` bytes."""
+        import numpy as np
+
         last = self.points[-1]
         if size > last.bytes:
             return size / last.bytes * last.seconds
