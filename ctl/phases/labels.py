@@ -102,7 +102,7 @@ def check_features(model: keras.Model, dataset: Any) -> None:
     if abs(wanted.rank - shape.rank) == 1 and last[-1] == 1:
         return
     if not wanted[1:].is_compatible_with(shape[1:]):
-        unbatched = wanted[1:].is_compatible_with(shape)
+        unbatched = shape.is_fully_defined() and wanted[1:].is_compatible_with(shape)
         raise UsageError(
             f"model {model.name} takes features {_shown(wanted)}, and the data have "
             f"{_shown(shape)}{': make batches of them, with .batch(…)' if unbatched else ''}"

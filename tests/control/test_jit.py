@@ -53,6 +53,11 @@ def strings():
     return InMemory((features, labels, labels.astype("S")), global_batch_size=BATCH)
 
 
+def of_rank_3():
+    features, labels = examples()
+    return InMemory((features[:, None].repeat(4, axis=1), labels), global_batch_size=BATCH)
+
+
 OTHERS = {
     "several replicas": {"replicas": 2},
     "layer conv": {"model": model(keras.layers.Conv1D(2, 3, name="conv"), features=(FEATURES, 1))},
@@ -60,7 +65,7 @@ OTHERS = {
     "function of its own": {"model": model(keras.layers.Dense(CLASSES, activation=lambda x: x))},
     "layer own": {"model": model(keras.layers.Dense(CLASSES, bias_regularizer=abs, name="own"))},
     "operation sin": {"model": with_operation},
-    "rank 3": {"model": model(outputs(), features=(4, FEATURES))},
+    "rank 3": {"model": model(outputs(), features=(4, FEATURES)), "data": of_rank_3},
     "mixed_bfloat16": {"model": model(keras.layers.Dense(CLASSES, dtype="mixed_bfloat16"))},
     "GlobalBatches": {"data": in_file},
     "not all numbers": {"data": strings},
