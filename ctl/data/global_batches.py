@@ -82,7 +82,7 @@ class GlobalBatches(NotResident):
                 examples.
         """
         element = dataset.element_spec
-        labels = element[1] if local_batch.has_parts(element) else element
+        labels = element[1] if local_batch.has_parts(element) else None
         if isinstance(labels, tf.TensorSpec) and labels.shape.rank == 0:
             raise UsageError(
                 "the elements of the tf.data.Dataset are single examples: make global batches of "

@@ -4,7 +4,7 @@ import tensorflow as tf
 
 from ctl.base.tf_internals import devices_without_autotuning
 from ctl.data import InMemory
-from ctl.data.feed import batch_of, distribute, next_block, open_feed
+from ctl.data.feed import Waited, batch_of, distribute, next_block, open_feed
 from ctl.data.global_batches import GlobalBatches
 
 
@@ -53,7 +53,7 @@ def test_batches_in_blocks_are_those_of_the_dataset(mirrored, replicas, most):
 def test_what_is_not_said_to_be_small_comes_one_by_one(mirrored):
     dataset = GlobalBatches(tf.data.Dataset.range(8).batch(4, drop_remainder=True))
     feed = open_feed(dataset, mirrored(2), 0)
-    assert feed.position == () and feed.batches_per_block == 1
+    assert isinstance(feed.position, Waited) and feed.batches_per_block == 1
     batches = taker(mirrored(2), most=32)(feed, 3)
     assert batches.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [0, 1, 2, 3]]
 
