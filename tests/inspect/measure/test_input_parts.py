@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 import time
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 from helpers import BATCH as BATCH_OF_LOOP
-from helpers import make_loop, mlp
+from helpers import CLASSES, make_loop
 
 from ctl.data import Augmented, InMemory, Streaming
 from ctl.data.sources import Items
@@ -108,7 +109,12 @@ def test_parts_of_other_data(mirrored, monkeypatch):
     random = np.random.default_rng(0)
     images = random.integers(256, size=[64, 12, 12, 3], dtype=np.uint8)
     data = InMemory((images, np.zeros(64, np.int64)), global_batch_size=BATCH)
-    loop = make_loop(mirrored(2), data=Augmented(data, "crop:2,randaugment:2:9"), model=mlp)
+
+    def model():
+        layers = [keras.layers.Flatten(), keras.layers.Dense(CLASSES)]
+        return keras.Sequential([keras.Input([12, 12, 3]), *layers])
+
+    loop = make_loop(mirrored(2), data=Augmented(data, "crop:2,randaugment:2:9"), model=model)
     parts = input_parts(loop)
     assert list(parts) == ["the order of examples", "handing over", "augmenting"]
     assert min(parts.values()) > 0
