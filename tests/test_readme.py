@@ -111,9 +111,10 @@ def parse(zygote, zygote_without_tensorflow, tmp_path_factory):
 
 
 def test_the_flags_of_every_command_parse(parse, run, tmp_path):
-    (tmp_path / "cat").mkdir()  # a folder of the reader's, and a file
-    table = tmp_path / "wine.csv"
-    table.touch()
+    (tmp_path / "cat").mkdir()  # a folder of the reader's, and files
+    files = {"wine.csv": tmp_path / "wine.csv", "/tmp/ctl-clicks/train.txt": tmp_path / "train.txt"}
+    for file in files.values():
+        file.touch()
     assert {command[0] for command in commands()} >= {"ctl.train", "ctl.evaluate", "ctl.schedule"}
     for module, *arguments in commands():
         if "--help" in arguments or (module == "ctl.inspect" and not arguments):
@@ -121,7 +122,9 @@ def test_the_flags_of_every_command_parse(parse, run, tmp_path):
         if module == "ctl.inspect":
             module = INSPECT[arguments.pop(0)][0]
         here = [a.replace(RUN, str(run)).replace("/shared/run", str(run)) for a in arguments]
-        here = [a.replace("./photos", str(tmp_path)).replace("wine.csv", str(table)) for a in here]
+        here = [a.replace("./photos", str(tmp_path)) for a in here]
+        for name, file in files.items():
+            here = [a.replace(name, str(file)) for a in here]
         here = [a for a in here if "spm.model" not in a]  # which needs a package of an extra
         parse(ELSEWHERE.get(module, module), *here)
 
