@@ -453,10 +453,16 @@ class BaseStep(AutographMethods):
 
 
 def build_model(step: BaseStep, strategy: tf.distribute.Strategy, dataset: Any) -> None:
-    """Builds the model of ``step`` as its first call on features of ``dataset`` would, but runs
-    nothing. Does nothing if it is built, or if batches are not ``(features, labels)``, with or
-    without weights."""
-    spec: Any = None if step.model.built else labels.batch_spec(dataset)
+    """Builds the model of ``step`` as its first call on features of ``dataset`` would, and metrics
+    that make their variables in their first update, such as F1Score; runs nothing. Does nothing to
+    what is built, or if batches are not ``(features, labels)``, with or without weights.
+
+    Raises:
+        UsageError: a metric takes other shapes.
+    """
+    usual = not (replaces_loss(step) or step.overrides("update_metrics"))
+    metrics = [one for one in step.given_metrics if usual and not one.variables]
+    spec: Any = None if step.model.built and not metrics else labels.batch_spec(dataset)
     if not local_batch.has_parts(spec):
         return
     inputs = tf.function(step.preprocess).get_concrete_function(spec[0]).structured_outputs
@@ -464,7 +470,18 @@ def build_model(step: BaseStep, strategy: tf.distribute.Strategy, dataset: Any) 
         lambda tensor: keras.KerasTensor(tensor.shape, tensor.dtype.name), inputs
     )
     with strategy.scope():
-        step.model(symbols)
+        outputs = step.model(symbols)
+        for metric in metrics:
+            try:
+                with keras.StatelessScope():  # at its end, the variables are made
+                    metric.update_state(_zeros(spec[1]), _zeros(outputs))
+            except ValueError as error:
+                raise UsageError(f"metric {metric.name}: {str(error).splitlines()[0]}") from error
+
+
+def _zeros(spec: Any) -> tf.Tensor:
+    """One example."""
+    return tf.zeros([size or 1 for size in spec.shape], spec.dtype)
 
 
 class _Assigned(keras.StatelessScope):

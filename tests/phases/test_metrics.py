@@ -81,3 +81,40 @@ def test_steps_take_names():
             ctl.TrainStep(model, "adam", metrics=[given])
     with pytest.raises(UsageError, match="^metrics must be a list of names, such as"):
         ctl.TrainStep(model, "adam", metrics="accuracy")
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize(
+    ("labels", "activation", "loss", "make"),
+    [
+        (RANDOM.normal(size=20), None, "mse", keras.metrics.R2Score),
+        (RANDOM.normal(size=(20, 3)), None, "mse", keras.metrics.R2Score),
+        (np.eye(3)[CLASSES], "softmax", "categorical_crossentropy", keras.metrics.F1Score),
+        (np.eye(3)[CLASSES], "softmax", "mse", lambda **_: keras.metrics.AUC(multi_label=True)),
+    ],
+)
+def test_variables_of_the_first_update(mirrored, replicas, labels, activation, loss, make):
+    """A trace cannot make them."""
+    options = {"average": "macro"} if make is keras.metrics.F1Score else {}
+    arrays = RANDOM.normal(size=(20, 4)).astype("float32"), labels.astype("float32")
+    strategy = mirrored(replicas)
+    with strategy.scope():
+        outputs = keras.layers.Dense(labels.shape[-1] if labels.ndim > 1 else 1, activation)
+        model = keras.Sequential([keras.Input([4]), outputs])
+        step = ctl.TrainStep(model, "sgd", loss, metrics=[make(**options)])
+        metric = make(**options)
+        evaluated = ctl.EvalStep(model, loss, metrics=[metric])
+    evaluator = ctl.Evaluator(evaluated, arrays, strategy=strategy)
+    loop = ctl.Loop(step, arrays, global_batch_size=8, strategy=strategy, evaluator=evaluator)
+    assert step.given_metrics[0].name in loop.train(3)
+    theirs = make(**options)
+    theirs.update_state(arrays[1], model(arrays[0]))
+    np.testing.assert_allclose(evaluator.run()[metric.name], theirs.result(), rtol=1e-5)
+
+
+def test_a_metric_of_other_shapes_is_one_line():
+    model = keras.Sequential([keras.Input([4]), keras.layers.Dense(3, "softmax")])
+    f1 = keras.metrics.F1Score(average="macro")
+    step = ctl.TrainStep(model, "sgd", "sparse_categorical_crossentropy", metrics=[f1])
+    with pytest.raises(UsageError, match="^metric f1_score: FBetaScore expects 2D inputs"):
+        ctl.Loop(step, (np.zeros([20, 4], np.float32), CLASSES), global_batch_size=8)
