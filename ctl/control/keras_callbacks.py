@@ -9,6 +9,7 @@ from typing import Any
 import keras
 
 from ctl.base.actions import STOP, Status
+from ctl.base.best import known_mode
 from ctl.data.epochs import completed, end_of, steps_per_epoch
 from ctl.errors import UsageError
 from ctl.step import TrainStep
@@ -41,10 +42,11 @@ class KerasCallbacks:
         start: the global step at which the training begins.
         until: the step at which it ends.
         evaluate_every: steps between two evaluations; None without evaluations.
+        metrics: of the training and of the evaluation.
 
     Raises:
         UsageError: ctl has something else for a callback, or one sets a learning rate that is given
-            by a schedule or by parameter groups.
+            by a schedule or by parameter groups, or monitors a metric of unknown mode.
     """
 
     def __init__(
@@ -56,10 +58,12 @@ class KerasCallbacks:
         start: int,
         until: int,
         evaluate_every: float | None,
+        metrics: Sequence[keras.metrics.Metric] = (),
     ):
         self.callbacks = keras.tree.flatten(callbacks)
         for callback in self.callbacks:
             _check(callback, step)
+            _choose_mode(callback, metrics)
         self._model: Any = step.model
         self._every = evaluate_every
         self._steps = steps_per_epoch(dataset) or evaluate_every or max(1, until - start)
@@ -167,6 +171,23 @@ def _check(callback: Any, step: TrainStep) -> None:
         )
 
 
+def _choose_mode(callback: Any, metrics: Sequence[keras.metrics.Metric]) -> None:
+    """Sets ``mode="auto"`` of what a callback monitors, which Keras takes from compiled metrics."""
+    monitored = getattr(callback, "monitor", None)
+    if getattr(callback, "mode", None) != "auto" or not isinstance(monitored, str):
+        return
+    name = monitored.removeprefix("val_")
+    directions = {getattr(one, "_direction", "") for one in metrics if one.name == name}
+    by_direction = "max" if "up" in directions else "min" if "down" in directions else None
+    if mode := by_direction or known_mode(name):
+        callback.mode = mode
+    elif type(callback).__module__.startswith("keras."):
+        raise UsageError(
+            f"{type(callback).__name__} monitors {monitored}: give mode='max' or mode='min', as is "
+            "best"
+        )
+
+
 def _has_batch_end(callback: Any) -> bool:
     """Whether a callback has code that takes the logs of a batch."""
     base = keras.callbacks.Callback
@@ -193,9 +214,16 @@ def calling(callbacks: Any, loop: Any, until: int, every: float | None = None) -
         yield
         return
     step.model.stop_training = False
+    evaluated = loop.evaluator.step.all_metrics() if loop.evaluator else []
     with _optimizer_of(step):
         adapter = KerasCallbacks(
-            callbacks, step, loop.dataset, start=start, until=until, evaluate_every=every
+            callbacks,
+            step,
+            loop.dataset,
+            start=start,
+            until=until,
+            evaluate_every=every,
+            metrics=[*step.all_metrics(), *evaluated],
         )
         loop.actions.append(adapter)
         loop.eval_actions.append(adapter.evaluated)

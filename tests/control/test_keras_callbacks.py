@@ -254,3 +254,42 @@ def test_what_is_refused(callback, options, says):
     with pytest.raises(UsageError, match=says):
         loop.train(epochs=1, callbacks=[callback])
     assert loop.global_step == 0 and not loop.actions
+
+
+@pytest.mark.parametrize(
+    ("metric", "monitor", "mode"),
+    [
+        ("accuracy", "val_accuracy", "max"),
+        (keras.metrics.AUC, "auc", "max"),
+        (keras.metrics.MeanAbsoluteError, "val_mean_absolute_error", "min"),
+        (None, "val_loss", "min"),
+        ("mean_squared_error", "val_mean_squared_error", "min"),
+        (None, "val_of_mine", None),
+    ],
+)
+def test_the_mode_of_what_is_monitored_is_that_of_its_metric(metric, monitor, mode):
+    callback = of_keras.EarlyStopping(monitor=monitor, patience=9)
+    given = [] if metric is None else [metric if isinstance(metric, str) else metric()]
+    trained = keras.Sequential([keras.Input([4]), keras.layers.Dense(1, "sigmoid")])
+    labels = (Y > 0).astype("float32")
+    step = ctl.TrainStep(trained, "sgd", "binary_crossentropy", metrics=given)
+    loop = ctl.Loop(step, (X, labels), global_batch_size=8)
+    if mode is None:
+        with pytest.raises(UsageError, match=f"^EarlyStopping monitors {monitor}: give mode='max'"):
+            loop.train(2, callbacks=[callback])
+        return
+    loop.train(2, callbacks=[callback])
+    assert callback.mode == mode
+
+
+def test_early_stopping_without_a_mode_is_that_of_fit():
+    ours, theirs = (
+        of_keras.EarlyStopping("val_accuracy", patience=1, restore_best_weights=True)
+        for _ in range(2)
+    )
+    loop = make(rate=3.0)
+    loop.train_and_evaluate(epochs=12, callbacks=[ours])
+    plain = fit([theirs], 12, rate=3.0)
+    assert 0 < ours.stopped_epoch == theirs.stopped_epoch
+    for mine, other in zip(loop.step.model.get_weights(), plain.get_weights(), strict=True):
+        np.testing.assert_allclose(mine, other, rtol=1e-4, atol=1e-5)
