@@ -256,8 +256,8 @@ def _guess(several: _Training, before: np.ndarray, wanted: np.ndarray, found: np
         return f"it has moved 1/{replicas} as far: is its gradient divided by the replicas?"
     if several.evidence.draws_by_replica:
         return (
-            "self.seed() gives each replica other random numbers: give self.seed(per_replica=False)"
-            " for the test, or replicas=()"
+            "self.seed() gives each replica other random numbers, so N replicas need not equal "
+            "one: give replicas=(), which leaves this check out"
         )
     if reason := _of_other_examples(several):
         return reason
@@ -279,10 +279,12 @@ def _of_other_examples(several: _Training) -> str | None:
     batches = itertools.islice(_batches(loop.dataset), 4)
     if not evidence.depends_on_others(loop.step, batches, several.replicas):
         return None
+    drawn = "its random numbers depend on the number of examples, which replicas=() allows; or "
     return (
-        f"{type(several.step).__name__}.loss() gives an example another loss among other examples, "
-        "so it uses a maximum, a mean or an order of one replica's part, or [n, 1] - [n] became "
-        "[n, n]: use each example alone, or ctl.reduce.all_gather"
+        f"{type(several.step).__name__}.loss() gives an example another loss among other examples: "
+        f"{drawn if several.evidence.draws else ''}it uses a maximum, a mean or an order of one "
+        "replica's part, or [n, 1] - [n] became [n, n]: use each example alone, or "
+        "ctl.reduce.all_gather"
     )
 
 

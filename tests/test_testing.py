@@ -134,14 +134,23 @@ def test_a_step_that_is_right():
 class Noise(TrainStep):
     """Its noise depends on the place in the batch, too."""
 
+    by_replica = True
+
     def loss(self, batch):
         features, labels = batch
-        noise = tf.random.stateless_normal(tf.shape(features), self.seed("features"))
+        seed = self.seed("features", per_replica=self.by_replica)
+        noise = tf.random.stateless_normal(tf.shape(features), seed)
         return super().loss((features + 0.3 * noise, labels))
+
+
+class NoiseAlike(Noise):
+    by_replica = False
 
 
 @pytest.mark.slow
 def test_noise_of_a_replica_is_named():
     testing.check_step(maker(Noise), replicas=())
-    with pytest.raises(AssertionError, match=r"self.seed\(\) gives each replica other random numb"):
+    with pytest.raises(AssertionError, match=r"other random numbers, .*: give replicas=\(\)"):
         testing.check_replicas_equal_one(maker(Noise), 2)
+    with pytest.raises(AssertionError, match="numbers depend on the number of examples"):
+        testing.check_replicas_equal_one(maker(NoiseAlike), 2)

@@ -14,9 +14,10 @@ import keras
 import tensorflow as tf
 from absl import logging
 
-from ctl.distributed import replicas
+from ctl.distributed import local_batch, replicas
 from ctl.distributed.replica_variables import ReplicaVariables
 from ctl.errors import CtlError, UsageError
+from ctl.phases.labels import batch_spec
 from ctl.phases.logged import Logged
 from ctl.phases.penalties import codes, names
 from ctl.phases.seeds import Seeds
@@ -167,12 +168,33 @@ def replaces_loss(step: Any) -> bool:
     return step.overrides("loss") or any(calls.isdisjoint(names_in(method)) for method in own)
 
 
+# Methods by which other tools train; of a keras.Model, the first two.
+_OF_OTHERS = (
+    *("train_step", "compute_loss", "test_step"),
+    *("training_step", "validation_step", "configure_optimizers"),
+)
+
+
 def check_overrides(step: Any) -> None:
-    """Refuses a step that was built before, and overrides with other arguments."""
+    """Refuses a step that was built before, overrides with other arguments, and methods that have
+    an effect in other tools only. Of a model, these are named by a warning."""
     if step.strategy is not None:
         raise UsageError("this step is built already: make a new one for another loop")
     check_attributes(step)
     kind = type(step).__name__
+    if others := [name for name in _OF_OTHERS if hasattr(type(step), name)]:
+        raise UsageError(
+            f"{kind} has {others[0]}(), which ctl does not call: override loss(), which returns "
+            "the loss of each example"
+        )
+    of_model = {name: getattr(type(step.model), name, None) for name in _OF_OTHERS[:2]}
+    for name, method in of_model.items():
+        if method not in (None, getattr(keras.Model, name)) and not replaces_loss(step):
+            logging.warning(
+                "model %s has its own %s(), which ctl does not call: if it is more than the loss "
+                "of outputs and labels, override loss() of the step",
+                *(step.model.name, name),
+            )
     for method, at, name in (("reduce", 3, "snapshot"), ("backward", 2, "variables")):
         parameters = [*inspect.signature(getattr(step, method)).parameters]
         if parameters[at : at + 1] != [name]:
@@ -372,6 +394,16 @@ def check_evaluator(step: Any, dataset: Any, evaluator: Any) -> None:
             "trains on: unless this is meant, define it in a class that both inherit, and set "
             "%s.eval_step",
             *(train_class.__name__, eval_class.__name__, train_class.__name__),
+        )
+    spec = batch_spec(dataset)
+    features = spec[0] if local_batch.has_parts(spec) else None
+    are_images = isinstance(features, tf.TensorSpec) and features.dtype == tf.uint8
+    unscaled = step.overrides("loss") and names_in(step.loss).isdisjoint({"preprocess", "super"})
+    if are_images and unscaled and not evaluator.step.overrides("loss"):
+        logging.warning(
+            "%s.loss() does not call self.preprocess(), as the evaluation does: unless it scales "
+            "images itself, it trains on 0 to 255 and is evaluated on 0 to 1",
+            train_class.__name__,
         )
     for data in evaluator.datasets:
         names, eval_names = (getattr(d.info, "class_names", ()) for d in (dataset, data))

@@ -36,7 +36,8 @@ class Evidence:
 
     Attributes:
         optimizers: names of optimizers whose `apply` was called, which ctl never does.
-        draws_by_replica: whether the step asked for a seed that differs between replicas.
+        draws: whether the step asked for a seed.
+        draws_by_replica: whether it asked for one that differs between replicas.
         half_losses: whether a loss had a type of 16 bits.
         cuts: whether a batch was cut into micro-batches.
         stale: names of functions of the user with a trace that another call would not have made.
@@ -44,7 +45,7 @@ class Evidence:
 
     def __init__(self) -> None:
         self.optimizers: set[str] = set()
-        self.draws_by_replica = self.half_losses = self.cuts = False
+        self.draws = self.draws_by_replica = self.half_losses = self.cuts = False
         self.stale: set[str] = set()
         self._calls: dict[int, tuple[keras.Layer, set[Any]]] = {}  # with values of `training`
         self._unscaled: dict[int, keras.Layer] = {}  # called with uint8
@@ -142,6 +143,7 @@ class Evidence:
         return original(step, losses, batch)
 
     def _seeded(self, original: Callable, seeds: Any, salt: Any, step: Any, own: bool) -> Any:
+        self.draws = True
         self.draws_by_replica |= own
         return original(seeds, salt, step, own)
 

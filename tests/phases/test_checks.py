@@ -250,3 +250,43 @@ def test_an_evaluation_on_other_inputs_is_said(caplog):
         model = mlp()
         Loop(Scaled(model, keras.optimizers.SGD()), data, evaluator=Evaluator(kind(model), data))
     assert "Scaled.preprocess is not EvalStep.preprocess, so the model is evaluated" in caplog.text
+
+
+def test_a_loss_that_does_not_scale_images_as_the_evaluation_does(caplog):
+    class Bytes(TrainStep):
+        eval_step = EvalStep
+
+        def loss(self, batch):
+            images, labels = batch
+            return self.loss_fn(labels, self.model(tf.cast(images, tf.float32)))
+
+    class Scales(TrainStep):
+        def loss(self, batch):
+            images, labels = batch
+            return self.loss_fn(labels, self.model(self.preprocess(images)))
+
+    images = np.zeros([8, 4, 4, 1], np.uint8), np.zeros(8, np.int64)
+    for kind in (Scales, Bytes):
+        assert "preprocess" not in caplog.text
+        flat = [layers.Flatten(), layers.Dense(CLASSES)]
+        model = keras.Sequential([keras.Input([4, 4, 1]), *flat])
+        evaluator = Evaluator(EvalStep(model), images)
+        Loop(kind(model, "sgd"), images, global_batch_size=4, evaluator=evaluator)
+    assert "Bytes.loss() does not call self.preprocess(), as the evaluation does" in caplog.text
+
+
+def test_methods_of_other_tools_are_not_ignored(caplog):
+    class Lightning(TrainStep):
+        def training_step(self, batch, index):
+            raise AssertionError
+
+    class Own(keras.Sequential):
+        def train_step(self, data):
+            raise AssertionError
+
+    data = InMemory(examples(32), global_batch_size=16)
+    with pytest.raises(UsageError, match=r"^Lightning has training_step\(\), which ctl does not c"):
+        Loop(Lightning(mlp(), "sgd"), data)
+    assert "does not call" not in caplog.text
+    Loop(TrainStep(Own([mlp()], name="own"), "sgd"), data)
+    assert "model own has its own train_step(), which ctl does not call" in caplog.text
