@@ -24,6 +24,7 @@ from ctl.base.names import TOKENIZERS, suffix
 from ctl.errors import CheckpointError, UsageError
 from ctl.flags.defaults import early_stop_parts, spelled_out
 from ctl.flags.durations import OF_A_LENGTH
+from ctl.flags.parsing import imported_flags
 
 SCHEMA = 1
 FILE = "config.json"
@@ -302,6 +303,8 @@ def check_resumable(stored: dict[str, Any], values: flags.FlagValues = flags.FLA
     before, after = _remembered(stored, values)
     if not found.keys() & fixed.keys() and after in ([], before):
         remedy += f", or add --change={','.join(found)} to change from the present step on"
+        if not found.keys().isdisjoint(imported_flags()):
+            remedy += ", if the data stay the same"
     raise UsageError(
         f"{values.model_dir} holds a run with other flags: {'; '.join(said)}; {remedy}"
     )

@@ -7,6 +7,7 @@ defines the flags.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import importlib
 import itertools
 import math
@@ -19,6 +20,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import absl.logging
 from absl import app, flags
 
 from ctl.base import __version__, console, durable, signals, streams, tracebacks
@@ -68,6 +70,9 @@ def run_command(
             positional = flags.FLAGS(argv)[1:]
         except flags.Error as error:
             _fail(_with_hint(error), UsageError.exit_code)
+        for flag in flags.FLAGS.flags_by_module_dict().get(absl.logging.__name__, ()):
+            if flag.present:  # defined by absl.logging, for handlers that ctl replaces
+                _fail(_with_hint(flags.UnrecognizedFlagError(flag.name)), UsageError.exit_code)
         for name in grouped_flags():
             value = flags.FLAGS[name].value
             if isinstance(value, float) and not math.isfinite(value):
@@ -131,8 +136,11 @@ def _with_hint(error: flags.Error) -> str:
     message = str(error)
     if isinstance(error, flags.UnrecognizedFlagError):
         name = error.flagname
-        advice = synonyms.here(name, grouped_flags())
-        return f"Unknown command line flag '{name}': ctl calls it {advice}" if advice else message
+        unknown = f"Unknown command line flag '{name}'"
+        if advice := synonyms.here(name, grouped_flags()):
+            return f"{unknown}: ctl calls it {advice}"
+        close = difflib.get_close_matches(name, grouped_flags(), n=1, cutoff=0.75)
+        return f"{unknown}. Did you mean: {close[0]} ?" if close else unknown
     if match := _NO_CHOICE.fullmatch(message):
         name, value, choices = match.groups()
         try:

@@ -80,7 +80,13 @@ def loss_function(name: str, model: keras.Model | None = None) -> Callable[..., 
         UsageError: the name is unknown or cannot be imported.
     """
     check_loss_name(name)
-    return losses.per_example(find("loss", name) if is_function_name(name) else name, model)
+    loss = find("loss", name) if is_function_name(name) else name
+    if isinstance(loss, type):
+        raise UsageError(
+            f"the loss {name!r} is a class: give a function of labels and outputs, or the name of "
+            "a loss of Keras, such as categorical_crossentropy"
+        )
+    return losses.per_example(loss, model)
 
 
 def make_metrics(

@@ -27,7 +27,7 @@ from ctl.phases.checks import (
     replaces_loss,
 )
 from ctl.phases.logged import TAKEN, Logged
-from ctl.phases.metrics import from_names
+from ctl.phases.metrics import from_names, update_metric
 from ctl.phases.tracked_state import TrackedState
 from ctl.reduce import gather_context
 
@@ -260,7 +260,7 @@ class BaseStep(AutographMethods):
             self._add_to_metrics(labels, outputs, pair)
             return
         for metric, weights in self._with_weights(pair):
-            with_autograph(metric.update_state)(labels, outputs, sample_weight=weights)
+            update_metric(metric, labels, outputs, weights)
         check_results(self.given_metrics)
 
     @property
@@ -282,7 +282,7 @@ class BaseStep(AutographMethods):
                 parts,
             )
             for metric, weights in self._with_weights(pair):
-                with_autograph(metric.update_state)(labels, outputs, sample_weight=weights)
+                update_metric(metric, labels, outputs, weights)
 
     def _add_to_metrics(self, labels: Any, outputs: Any, pair: Any) -> None:
         """Adds the values of this batch to the variables. Keras reads and then assigns, which loses

@@ -9,6 +9,7 @@ from typing import Any
 
 import keras
 
+from ctl.base.autograph import with_autograph
 from ctl.errors import UsageError
 
 ACCURACY = ("accuracy", "acc")  # for which Keras looks at the shapes
@@ -71,7 +72,7 @@ def from_name(name: str, logits: bool | None = None) -> keras.metrics.Metric:
     if logits and isinstance(found, keras.metrics.FBetaScore):
         raise UsageError(
             f"metric {name} of Keras takes probabilities, and the loss has logits: give an object "
-            "that applies the sigmoid (--metrics=package.module:function, which makes it)"
+            "that applies sigmoid or softmax (--metrics=package.module:function, which makes it)"
         )
     # Keras would number the second of some classes: auc_1.
     return kind(name=name, **(_of_logits(kind) if logits else {}))
@@ -84,6 +85,19 @@ def _of_logits(kind: type[keras.metrics.Metric]) -> dict[str, Any]:
     if issubclass(kind, _COUNTS):
         return {"thresholds": 0.0}  # of the probability 1/2
     return {"threshold": 0.0} if issubclass(kind, _THRESHOLD) else {}
+
+
+def update_metric(metric: keras.metrics.Metric, labels: Any, outputs: Any, weights: Any) -> None:
+    """Updates ``metric``. Raises `UsageError` if it is one of Keras that takes other shapes."""
+    try:
+        with_autograph(metric.update_state)(labels, outputs, sample_weight=weights)
+    except ValueError as error:
+        if not type(metric).__module__.startswith("keras."):
+            raise
+        raise UsageError(
+            f"metric {metric.name} takes no labels of shape {list(labels.shape)} with outputs of "
+            f"shape {list(outputs.shape)}: choose another, or give an object that makes them alike"
+        ) from error
 
 
 _THRESHOLD = (keras.metrics.BinaryAccuracy, keras.metrics.BinaryIoU)

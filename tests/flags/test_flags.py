@@ -108,6 +108,8 @@ WRONG = [
     (("--best_metric=f1",), "--best_metric=f1: add --best_mode=max or --best_mode=min"),
     (("--loss=msee",), "unknown loss 'msee': did you mean 'mse'. .*, or package.module:function"),
     (("--loss=mean_squared_error", "--label_smoothing=0.1"), "--label_smoothing is for --loss=c"),
+    (("--log_dir=logs",), "Unknown command line flag 'log_dir': ctl calls it --model_dir"),
+    (("--verbose=0",), "Unknown command line flag 'verbose'$"),
     (("--step=MyStep",), "--step=MyStep is neither package.module:MyStep nor file.py:MyStep, a s"),
     (("--metrics=a:b,accuracy",), "--metrics=a:b,accuracy is not NAME,NAME"),
     (("--early_stop=loss",), "--early_stop=loss is not METRIC:PATIENCE"),

@@ -118,3 +118,14 @@ def test_a_metric_of_other_shapes_is_one_line():
     step = ctl.TrainStep(model, "sgd", "sparse_categorical_crossentropy", metrics=[f1])
     with pytest.raises(UsageError, match="^metric f1_score: FBetaScore expects 2D inputs"):
         ctl.Loop(step, (np.zeros([20, 4], np.float32), CLASSES), global_batch_size=8)
+
+
+def test_a_metric_for_two_classes_is_one_line():
+    model = keras.Sequential([keras.Input([4]), keras.layers.Dense(3, "softmax")])
+    step = ctl.TrainStep(model, "sgd", "sparse_categorical_crossentropy", metrics=["precision"])
+    loop = ctl.Loop(step, (np.zeros([20, 4], np.float32), CLASSES), global_batch_size=8)
+    says = (
+        r"^metric precision takes no labels of shape \[8\] with outputs of shape \[8, 3\]: choose"
+    )
+    with pytest.raises(UsageError, match=says):
+        loop.train(1)
