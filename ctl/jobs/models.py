@@ -333,6 +333,8 @@ def check_model(name: str, model: object, shape: tuple[int, ...], num_classes: i
         output = _checked_type(name, model)(keras.Input(shape, name="image"))
     except (TypeError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0]
+        if inputs := getattr(model, "inputs", None):
+            reason = f"it takes {', '.join(str(tuple(one.shape[1:])) for one in inputs)}"
         raise UsageError(
             f"the model {name!r} does not take images of shape {shape}: {reason}"
         ) from error

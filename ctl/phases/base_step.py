@@ -197,7 +197,10 @@ class BaseStep(AutographMethods):
             wrong = f"losses of {', '.join(map(str, losses)) or 'nothing'}"
         wanted = f"a dict with one for each of {', '.join(names)}"
         if not names:
-            wanted = "one loss, or give TrainStep(model=, optimizer=) dicts with these names"
+            wanted = (
+                "one loss, or give TrainStep(model=, optimizer=) dicts with these names, by flags "
+                "in its __init__ as ctl.recipes.gan does"
+            )
         raise UsageError(f"{type(self).__name__}.loss() returned {wrong}: return {wanted}")
 
     def count(self, batch: Any) -> int | tf.Tensor:
@@ -381,6 +384,8 @@ class BaseStep(AutographMethods):
             dataset: see `ctl.phases.labels.check_labels`.
             step: the step of a batch, which is read again if that takes little time.
         """
+        if self.training and step is None:
+            labels.warn_of_not_finite(dataset)
         if replaces_loss(self):
             return
         loss_fn: Any = getattr(self.loss_fn, "func", self.loss_fn)  # of a `functools.partial`

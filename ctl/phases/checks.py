@@ -398,12 +398,16 @@ def check_evaluator(step: Any, dataset: Any, evaluator: Any) -> None:
     spec = batch_spec(dataset)
     features = spec[0] if local_batch.has_parts(spec) else None
     are_images = isinstance(features, tf.TensorSpec) and features.dtype == tf.uint8
-    unscaled = step.overrides("loss") and names_in(step.loss).isdisjoint({"preprocess", "super"})
-    if are_images and unscaled and not evaluator.step.overrides("loss"):
+    unscaled = [
+        one.overrides("loss") and names_in(one.loss).isdisjoint({"preprocess", "super"})
+        for one in (step, evaluator.step)
+    ]
+    if are_images and unscaled[0] != unscaled[1]:
         logging.warning(
-            "%s.loss() does not call self.preprocess(), as the evaluation does: unless it scales "
-            "images itself, it trains on 0 to 255 and is evaluated on 0 to 1",
-            train_class.__name__,
+            "only one of %s.loss() and %s.loss() calls self.preprocess(), which scales 0 to 255 "
+            "to 0 to 1: unless the other does it itself, the model is evaluated on other inputs "
+            "than it trains on",
+            *(train_class.__name__, eval_class.__name__),
         )
     for data in evaluator.datasets:
         names, eval_names = (getattr(d.info, "class_names", ()) for d in (dataset, data))

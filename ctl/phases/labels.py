@@ -11,6 +11,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from absl import logging
 
 from ctl.data.augment import Augmented
 from ctl.data.global_batches import GlobalBatches, read_again
@@ -159,7 +160,17 @@ def _examples(dataset: Any, step: int | None) -> tuple[Any, str]:
     return read_again(dataset, step), f" in the batch of step {step}"
 
 
-def not_finite(dataset: Any, step: int) -> str | None:
+def warn_of_not_finite(dataset: Any) -> None:
+    """Logs a warning if examples in memory have a NaN or Inf, which some kernels hide: TensorFlow's
+    relu with a bias makes 0 of a NaN, so the loss stays finite where the weights do not."""
+    arrays = [np.asarray(leaf) for leaf in tf.nest.flatten(getattr(dataset, "arrays", ()))]
+    with np.errstate(all="ignore"):  # a sum is faster than a look at each number
+        sums = [leaf.sum() for leaf in arrays if leaf.dtype.kind == "f"]
+    if not np.all(np.isfinite(sums)) and (found := not_finite(dataset, None)):
+        logging.warning("%s: %s", dataset.info.name, found)
+
+
+def not_finite(dataset: Any, step: int | None) -> str | None:
     """Says which examples have a NaN or Inf, in memory or in the batch of ``step``, if any have."""
     examples, where = _examples(dataset, step)
     bad: Any = False

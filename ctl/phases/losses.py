@@ -169,8 +169,9 @@ def last_of(model: Any) -> tuple[Any, Any]:
     last = getattr(model, "operations", model.layers)[-1]  # `layers` leaves out `keras.ops`
     if isinstance(last, keras.Sequential) or hasattr(last, "operations"):
         return last_of(last)
-    if isinstance(last, keras.layers.Softmax):
-        return last, keras.activations.softmax
+    name = type(last).__name__
+    if name in ("Softmax", "Sigmoid") and type(last).__module__.startswith("keras."):
+        return last, getattr(keras.activations, name.lower())  # also of `keras.ops`
     return last, getattr(last, "activation", None)
 
 

@@ -318,7 +318,7 @@ def test_users_own_model(user_module, function):
         ("users_models:wrong_classes", r"logits of shape \(batch, 3\), got \(None, 4\)"),
         ("users_models:unflattened", r"logits of shape \(batch, 3\), got \(None, 4, 4, 3\)"),
         ("users_models:two_outputs", r"logits of shape \(batch, 3\), got list"),
-        ("users_models:other_images", r"does not take images of shape \(4, 4, 1\)"),
+        ("users_models:other_images", r"does not take images of shape \(4, 4, 1\): it takes \("),
     ],
 )
 def test_users_mistakes_are_one_line(user_module, name, message):

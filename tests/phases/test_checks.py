@@ -272,7 +272,7 @@ def test_a_loss_that_does_not_scale_images_as_the_evaluation_does(caplog):
         model = keras.Sequential([keras.Input([4, 4, 1]), *flat])
         evaluator = Evaluator(EvalStep(model), images)
         Loop(kind(model, "sgd"), images, global_batch_size=4, evaluator=evaluator)
-    assert "Bytes.loss() does not call self.preprocess(), as the evaluation does" in caplog.text
+    assert "only one of Bytes.loss() and EvalStep.loss() calls self.preprocess()" in caplog.text
 
 
 def test_methods_of_other_tools_are_not_ignored(caplog):

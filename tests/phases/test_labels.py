@@ -194,6 +194,13 @@ def test_what_ends_in_an_operation_is_right(model, loss_fn):
     make_loop(model=model, loss_fn=loss_fn)
 
 
+@pytest.mark.parametrize("last", [keras.ops.softmax, keras.layers.Softmax()])
+def test_what_ends_in_a_softmax_is_refused_by_a_loss_of_logits(last):
+    for loss_fn in (cross_entropy, SPARSE(from_logits=True)):
+        with pytest.raises(UsageError, match=r"ends in a softmax \(layer softmax"):
+            make_loop(model=with_operations(last), loss_fn=loss_fn)
+
+
 def of_ids(**options) -> keras.Model:
     rows = keras.layers.Embedding(5, 3, name="words")
     layers = keras.Input([2], dtype="int32"), rows, keras.layers.Flatten()

@@ -109,7 +109,7 @@ def test_weights_count_as_in_fit():
         np.testing.assert_allclose(one, other, atol=1e-6)
 
 
-def unknown_end(last):
+def ending_in(last):
     inputs = keras.Input([4])
     return lambda: keras.Model(inputs, last(keras.layers.Dense(3)(inputs)))
 
@@ -118,8 +118,10 @@ def test_what_a_model_ends_in():
     nested = keras.Sequential([keras.Input([4]), model(3, "softmax")])
     assert losses.gives_logits(model()) is True
     assert losses.gives_logits(model(1, "sigmoid")) is losses.gives_logits(nested) is False
-    for last in (keras.ops.softmax, keras.layers.ReLU(), keras.layers.Activation("linear")):
-        assert losses.gives_logits(unknown_end(last)()) is None
+    for last in (keras.ops.softmax, keras.ops.sigmoid, keras.layers.Softmax()):
+        assert losses.gives_logits(ending_in(last)()) is False
+    for last in (keras.ops.log_softmax, keras.layers.ReLU(), keras.layers.Activation("linear")):
+        assert losses.gives_logits(ending_in(last)()) is None
 
 
 @pytest.mark.parametrize(
@@ -130,7 +132,7 @@ def test_what_a_model_ends_in():
         ("dice", model, ONE_HOT, "^unknown loss_fn 'dice': .*the choices are cross_entropy, "),
         (
             "sparse_categorical_crossentropy",
-            unknown_end(keras.ops.softmax),
+            ending_in(keras.ops.log_softmax),
             CLASSES,
             r"last layer of model .* does not say .*: give .*SparseCategoricalCrossentropy\(from",
         ),
