@@ -20,6 +20,7 @@ from ctl.flags.parsing import (
     check_without_effect,
     define,
     define_path,
+    fit_default,
     group,
 )
 from ctl.flags.record_schema import parse_record_schema
@@ -278,9 +279,8 @@ def _choose_model(dataset: str, model: str) -> None:
     """
     clicks = bool(names.click_files(dataset))
     fits = "dlrm" if clicks else "dense" if names.has_table(dataset) else "convnet"
-    if flags.FLAGS["model"].default != fits:
-        flags.FLAGS.set_default("model", fits)
-        return  # this function is called again
+    if fit_default("model", fits):
+        return
     if clicks and model in {*names.MODELS} - {"dlrm"}:
         raise UsageError(f"--model={model} takes no click data, as in {dataset}: leave it out")
     if model == "dlrm" and not clicks and not names.is_function_name(dataset):
@@ -398,8 +398,7 @@ def _choose_loss(dataset: str, loss: str, metrics: str | None) -> None:
     clicks = bool(names.click_files(dataset))
     fits = {"loss": "binary_cross_entropy", "metrics": "auc"} if clicks else {}
     for name, usual in {"loss": "cross_entropy", "metrics": None}.items():
-        if flags.FLAGS[name].default != fits.get(name, usual):
-            flags.FLAGS.set_default(name, fits.get(name, usual))
+        fit_default(name, fits.get(name, usual))
 
 
 def _check_code(step: str | None, loss: str, metrics: str | None) -> None:

@@ -339,6 +339,15 @@ def help_text(usage: str, values: flags.FlagValues = flags.FLAGS) -> str:
     return "\n".join(lines)
 
 
+def fit_default(name: str, value: object) -> bool:
+    """Makes ``value`` the default of a flag, and returns whether it was another. If so, absl has
+    called the checks of this flag again."""
+    if flags.FLAGS[name].default == value:
+        return False
+    flags.FLAGS.set_default(name, value)
+    return True
+
+
 def check_without_effect(names: Iterable[str], why: str) -> None:
     """Raises `UsageError` if one of the flags ``names`` is on the command line with another value
     than its default. ``why`` ends the message: ``"without --watch"``."""

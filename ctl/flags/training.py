@@ -18,7 +18,14 @@ from ctl.errors import UsageError
 from ctl.flags import augmentation, devices, durations, early, groups
 from ctl.flags.defaults import early_stop_parts
 from ctl.flags.durations import steps_from
-from ctl.flags.parsing import AUTO, check_flags, define_path, group, grouped_flags
+from ctl.flags.parsing import (
+    AUTO,
+    check_flags,
+    define_path,
+    fit_default,
+    group,
+    grouped_flags,
+)
 
 FLAGS = flags.FLAGS
 flags.disclaim_key_flags()
@@ -271,9 +278,7 @@ def _choose_best_metric(loss: str, metrics: str | None, best_metric: str) -> Non
         accuracy = names.loss_of(loss) != names.NUMBERS
     else:
         accuracy = names.is_function_name(metrics) or "accuracy" in metrics.split(",")
-    fits = "accuracy" if accuracy else "loss"
-    if flags.FLAGS["best_metric"].default != fits:
-        flags.FLAGS.set_default("best_metric", fits)
+    fit_default("best_metric", "accuracy" if accuracy else "loss")
 
 
 def best_mode(best_metric: str, best_mode: str | None) -> Mode:
