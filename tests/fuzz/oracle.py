@@ -417,6 +417,9 @@ def _train(case: Case, batches: list[Any], noise: float = 0.0, scaled: float = 1
             count = counted(case, weights_of(case, batch))
             losses, counts = losses + loss * count, counts + count
     values = training.values()
+    trained = {name: value for name, value in values.items() if name.startswith("trainable")}
+    if case.ends and not _finite(trained):  # the last call has no loss that would show it
+        return End("diverged", "is not finite at step .*, where the data ended")
     if counts:
         values["loss"] = np.float32(losses / counts)
     return End("equal", "", values, first, tuple(training.skipped))
