@@ -410,6 +410,9 @@ def _train(case: Case, batches: list[Any], noise: float = 0.0, scaled: float = 1
             return End("refused", refusal)
         loss = training.step(number, batch)
         if not math.isfinite(loss):
+            same_call = batches[number + 1 : number + (case.steps_per_loop or len(batches))]
+            if any(_refused_batch(case, later) for later in same_call):
+                return End("unclear")  # either fault may be found first
             return End("diverged", f"the loss is .* at step {number + 1};")
         if number + 1 == case.pause and not _finite(training.values()):
             return End("diverged", "The state has a NaN or Inf")
