@@ -12,6 +12,7 @@ import contextvars
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import tensorflow as tf
 
 from ctl.distributed import local_batch
@@ -20,8 +21,8 @@ from ctl.errors import UsageError
 SUM = tf.distribute.ReduceOp.SUM
 
 # Name scopes of the all-reduces of a step: gradients and the tensors in their packs; tensors that
-# must not share these packs; the number of examples.
-GRADIENTS, BESIDE, COUNT = "ctl_all_reduce", "ctl_beside", "ctl_count"
+# must not share these packs; the number of examples; rows of embedding tables.
+GRADIENTS, BESIDE, COUNT, ROWS = "ctl_all_reduce", "ctl_beside", "ctl_count", "ctl_rows"
 
 
 def make_packs(tensors: Sequence[tf.Tensor], bytes_per_pack: int = 0) -> list[list[int]]:
@@ -99,6 +100,59 @@ def densify(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:
     memory and the traffic of the whole table.
     """
     return tf.convert_to_tensor(gradient)
+
+
+def map_values(
+    function: Callable[[tf.Tensor], tf.Tensor], gradient: tf.Tensor | tf.IndexedSlices
+) -> tf.Tensor | tf.IndexedSlices:
+    """Returns ``function`` of a dense gradient, or of the values of rows."""
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(function(gradient.values), gradient.indices)
+    return function(gradient)
+
+
+def sum_rows(
+    gradients: Sequence[tf.IndexedSlices],
+    tables: Sequence[tf.Variable],
+    *,
+    options: tf.distribute.experimental.CommunicationOptions | None = None,
+) -> list[tf.IndexedSlices]:
+    """Sums the rows of tables over all replicas. Call it in replica context.
+
+    A replica sends the rows that it has, and no others. Tables of one width and type are one table
+    on the way.
+
+    Args:
+        gradients: rows of this replica, values [m, d] and indices int64 [m]. A row may be there
+            several times, and m may differ between replicas.
+        tables: what the gradients are of, [n, d].
+        options: timeout and implementation of the collectives.
+
+    Returns:
+        Each row once, with the sum of its gradients; equal on every replica.
+    """
+    context = tf.distribute.get_replica_context()
+    groups: dict[tuple[tf.DType, int], list[int]] = {}
+    for number, gradient in enumerate(gradients):
+        groups.setdefault((gradient.dtype, tables[number].shape[1]), []).append(number)
+    sums: list[tf.IndexedSlices | None] = [None] * len(gradients)
+    for group in groups.values():
+        first = np.cumsum([0, *(tables[i].shape[0] for i in group)])
+        rows = tf.concat([gradients[i].indices + f for i, f in zip(group, first, strict=False)], 0)
+        values = tf.concat([gradients[i].values for i in group], 0)
+        if context.num_replicas_in_sync > 1:
+            with tf.name_scope(ROWS):
+                rows = context.all_gather(rows, axis=0, options=options)
+                values = context.all_gather(values, axis=0, options=options)  # <- here
+        rows, places = tf.unique(rows)
+        values = tf.math.unsorted_segment_sum(values, places, tf.size(rows))
+        parts = [rows], [values]
+        if len(group) > 1:
+            table = tf.searchsorted(first[1:], rows, side="right")
+            parts = tuple(tf.dynamic_partition(x, table, len(group)) for x in (rows, values))
+        for number, start, its_rows, its_values in zip(group, first, *parts, strict=False):
+            sums[number] = tf.IndexedSlices(its_values, its_rows - start)
+    return sums
 
 
 # Tensors that cross replicas in the forward pass --------------------------------------------------

@@ -28,6 +28,7 @@ import tensorflow as tf
 from ctl.base.autograph import graph_function
 from ctl.base.bounds import checked
 from ctl.base.models import split
+from ctl.base.names import SPARSE_ROWS, check_name
 from ctl.distributed import local_batch, replicas
 from ctl.errors import UsageError
 from ctl.phases import flops, labels, noinline, norms, penalties, sample_weights
@@ -46,10 +47,12 @@ from ctl.phases.observer import NO_OBSERVER, Observer
 from ctl.phases.optimizers import Optimizers, from_name
 from ctl.phases.seeds import Seeds
 from ctl.phases.statistics import Statistics, StatisticsSnapshot
+from ctl.phases.tables import Tables
 from ctl.phases.trace_guards import TraceGuards, TraceKey
-from ctl.reduce import BESIDE, COUNT, all_reduce, densify, gather_context
+from ctl.phases.tables import Tables
+from ctl.reduce import BESIDE, COUNT, all_reduce, gather_context, map_values
 
-Gradients = list[tf.Tensor | None]
+Gradients = list[tf.Tensor | tf.IndexedSlices | None]  # rows only of `ctl.phases.tables`
 
 
 class TrainStep(BaseStep):
@@ -88,6 +91,8 @@ class TrainStep(BaseStep):
             replica, XLA compiles the whole step, and several steps at once if batches come in
             blocks. None decides by rule, see `ctl.control.jit`.
         jit_update: compiles the update with XLA, see `ctl.phases.apply.Updater`.
+        sparse_rows: which embedding tables are trained by rows: ``"auto"``, ``"on"`` or ``"off"``,
+            see `ctl.phases.tables.Tables`.
         random_seed: seed of the run, see `seed`.
         own: values of the options that a subclass declares, see `ctl.option`.
 
@@ -120,6 +125,7 @@ class TrainStep(BaseStep):
         options: tf.distribute.experimental.CommunicationOptions | None = None,
         jit_compile: bool | None = None,
         jit_update: bool | None = None,
+        sparse_rows: str = "auto",
         random_seed: int = 0,
         **own: Any,
     ):
@@ -141,6 +147,8 @@ class TrainStep(BaseStep):
         self.jit_compile = jit_compile
         self.jit_by_rule: bool | None = None  # the last decision of `ctl.control.jit`
         self.jit_update = jit_update
+        check_name("sparse_rows", sparse_rows, SPARSE_ROWS)
+        self.sparse_rows = sparse_rows
         self.seeds = Seeds(random_seed)
         self.strategy: Any = None
         self.observer: Observer = NO_OBSERVER
@@ -178,6 +186,7 @@ class TrainStep(BaseStep):
         self.per_replica_variables.create(strategy, self.unsynchronized_variables())
         self.trainable_variables = [v.value for v in self.updater.trainable_variables]
         self.trainable_mask = (True,) * len(self.trainable_variables)  # see `Loop.train_only`
+        self.tables = Tables(self)
         self.tracked.check(self.trainable_variables)
         self.statistics = Statistics(
             self.tracked.layer,
@@ -261,7 +270,8 @@ class TrainStep(BaseStep):
             return [
                 tf.TensorSpec(v.shape, local_batch.wide(v.dtype)) for v in self.trainable_variables
             ]
-        return [*self.trainable_variables, *self.statistics.specs(), tf.TensorSpec([], tf.float32)]
+        dense = [v for v in self.trainable_variables if v not in self.tables]
+        return [*dense, *self.statistics.specs(), tf.TensorSpec([], tf.float32)]
 
     # The step itself, on one replica ------------------------------------------------------------
 
@@ -302,8 +312,11 @@ class TrainStep(BaseStep):
         size = penalties.size(batch, count)
         power = local_batch.power_of_two(summed([size])[0] if self.synchronizes else size)
         loss, gradients = self._micro_batches(batch, power)
-        wide = [None if g is None else local_batch.widened(g) for g in gradients]
-        return loss * power, [None if g is None else g * tf.cast(power, g.dtype) for g in wide]
+        def undivided(gradient: tf.Tensor) -> tf.Tensor:
+            wide = local_batch.widened(gradient)
+            return wide * tf.cast(power, wide.dtype)
+
+        return loss * power, [None if g is None else map_values(undivided, g) for g in gradients]
 
     def _micro_batches(self, batch: Any, divisor: Any) -> tuple[tf.Tensor, Gradients]:
         """Computes loss and gradients of all micro-batches of ``batch``, a replica's examples. Both
@@ -317,11 +330,12 @@ class TrainStep(BaseStep):
             more, gradients = run(micro_batch(part), part)
             no_gradient[:] = [g is None for g in gradients]
             pairs = zip(totals, gradients, strict=True)
-            totals = [t if g is None else t + local_batch.widened(g) for t, g in pairs]
+            totals = [t if g is None else self.tables.add(t, g) for t, g in pairs]
             return part + 1, loss + more, totals
 
         # Sums of float16 overflow early.
-        zeros = [tf.zeros(v.shape, local_batch.wide(v.dtype)) for v in self.trainable_variables]
+        zeros = [self.tables.zeros(v, local_batch.wide(v.dtype)) for v in self.trainable_variables]
+        shapes = [self.tables.shape(v) for v in self.trainable_variables]
         loss, totals = 0.0, zeros
         # With fewer examples than `accumulate_steps`, there are fewer micro-batches.
         groups = local_batch.micro_batches(batch, self.accumulate_steps)
@@ -333,6 +347,7 @@ class TrainStep(BaseStep):
                     lambda part, *_, parts=parts: part < parts,
                     functools.partial(body, micro_batch),
                     (0, loss, totals),
+                    shape_invariants=(tf.TensorShape([]), tf.TensorShape([]), shapes),
                     parallel_iterations=1,
                 )
         return loss, [None if no else t for t, no in zip(totals, no_gradient, strict=True)]
@@ -406,14 +421,15 @@ class TrainStep(BaseStep):
     def backward(
         self, tape: tf.GradientTape, loss: tf.Tensor, variables: Sequence[tf.Variable] | None = None
     ) -> Gradients:
-        """Returns the dense gradient of ``loss``, times the loss scale, for each of ``variables``;
-        by default for all trainable variables. None where ``loss`` does not depend on the
-        variable."""
+        """Returns the gradient of ``loss``, times the loss scale, for each of ``variables``; by
+        default for all trainable variables. It is dense, or the rows of an embedding table (see
+        `ctl.phases.tables`), or None where ``loss`` does not depend on the variable."""
         scale = self.updater.loss_scale
         seed = None if scale is None else tf.cast(scale.scale, loss.dtype)
         variables = self.trainable_variables if variables is None else variables
         gradients = tape.gradient(loss, variables, output_gradients=seed)
-        return [None if g is None else densify(g) for g in gradients]
+        pairs = zip(gradients, variables, strict=True)
+        return [None if g is None else self.tables.gradient(g, v) for g, v in pairs]
 
     def reduce(
         self, loss: tf.Tensor, count: Any, gradients: Gradients, snapshot: StatisticsSnapshot
@@ -432,10 +448,7 @@ class TrainStep(BaseStep):
             The replica's loss divided by the global batch size, that size (an integer if ``count``
             is one), and the gradients of the mean loss of the global batch, equal on every replica.
         """
-        dense = [g for g in gradients if g is not None]
-        variables = [
-            v for g, v in zip(gradients, self.trainable_variables, strict=True) if g is not None
-        ]
+        dense = [g for g in gradients if isinstance(g, tf.Tensor)]
         counted = [] if isinstance(count, int) else [tf.cast(count, tf.float32)]
         others = [*self.statistics.terms(snapshot), *counted]
         scale = self.updater.loss_scale and self.updater.loss_scale.scale
@@ -447,15 +460,25 @@ class TrainStep(BaseStep):
             scale = None
         total = others.pop() if counted else count * self.strategy.num_replicas_in_sync
         self.statistics.assign(others, snapshot, self.strategy.num_replicas_in_sync)
+        divisors = [] if scale is None else [scale]
         if counted:
-            divisor = local_batch.or_one(total)
-            dense = [g / tf.cast(divisor, g.dtype) for g in dense]
-            loss /= divisor
-        if scale is not None:
-            dense = [g / tf.cast(scale, g.dtype) for g in dense]
-        dense = [tf.cast(g, v.dtype) for g, v in zip(dense, variables, strict=True)]
+            divisors.insert(0, local_batch.or_one(total))
+            loss /= divisors[0]
+
+        def mean(variable: tf.Variable, gradient: tf.Tensor) -> tf.Tensor:
+            for divisor in divisors:
+                gradient /= tf.cast(divisor, gradient.dtype)
+            return tf.cast(gradient, variable.dtype)
+
         left = iter(dense)
-        return loss, total, [None if g is None else next(left) for g in gradients]
+        sums = [next(left) if isinstance(g, tf.Tensor) else g for g in gradients]
+        sums = self.tables.sum_rows(sums, self.trainable_variables, self.options)
+        pairs = zip(self.trainable_variables, sums, strict=True)
+        return (
+            loss,
+            total,
+            [g if g is None else map_values(functools.partial(mean, v), g) for v, g in pairs],
+        )
 
     def _reduce_with_custom_sum(
         self, gradients: list[tf.Tensor], others: list[tf.Tensor], scale: tf.Tensor | None
@@ -510,9 +533,8 @@ class TrainStep(BaseStep):
 
     def finite(self, gradients: Gradients) -> tf.Tensor:
         """Whether the reduced gradients have no NaN or Inf: bool scalar, equal on all replicas."""
-        return tf.reduce_all(
-            [tf.reduce_all(tf.math.is_finite(g)) for g in gradients if g is not None]
-        )
+        values = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
+        return tf.reduce_all([tf.reduce_all(tf.math.is_finite(v)) for v in values if v is not None])
 
     def clip(self, gradients: Gradients) -> Gradients:
         """Clips the global norm (Pascanu et al. 2013, arXiv:1211.5063, section 3.2)."""

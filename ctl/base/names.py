@@ -49,6 +49,7 @@ KERAS_LOSSES = {
 OF_CLASSES = {"cross_entropy", "sparse_categorical_crossentropy", "SparseCategoricalCrossentropy"}
 KERAS_LOSSES |= {kind: kind for kind in KERAS_LOSSES.values()}
 WEIGHTINGS = ("examples", "sum_of_weights")
+SPARSE_ROWS = ("auto", "on", "off")
 SCALING_RULES = ("none", "linear", "sqrt")
 STRATEGIES = (
     *("auto", "one_device", "mirrored", "central_storage", "tpu", "default", "multi_worker"),

@@ -61,6 +61,12 @@ def run_independently(operation: tf.Operation) -> None:
         manager.run_independently(operation)
 
 
+def copy_here(variable: tf.Variable) -> tf.Variable:
+    """Returns the copy of ``variable`` of this replica, or of the replica that is being updated. A
+    distributed variable has no method that reads some of its rows."""
+    return variable._get() if isinstance(variable, tf.distribute.DistributedValues) else variable
+
+
 def no_profile() -> str | None:
     """Says why a profile cannot be read; None if it can."""
     lost = "the time of a pack cannot be split into packing, collective and unpacking"

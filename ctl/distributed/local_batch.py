@@ -265,7 +265,7 @@ def mask_empty(empty: tf.Tensor | None, sums: Any, outputs: Any) -> tuple[Any, A
 
     Args:
         empty: as returned by `pad_empty`.
-        sums: a nest of tensors and None, each a sum over all examples.
+        sums: a nest of tensors, rows and None, each a sum over all examples.
         outputs: a nest of tensors, usually one row per example, [n, ...]; or None.
 
     Returns:
@@ -284,13 +284,17 @@ def mask_empty(empty: tf.Tensor | None, sums: Any, outputs: Any) -> tuple[Any, A
     def rest(output: Any) -> Any:
         return output[: tf.where(empty, 0, rows(output))] if of_examples(output) else output
 
-    all_sums, outputs = tf.nest.flatten(sums), tf.nest.map_structure(rest, outputs)
+    all_sums = tf.nest.flatten(sums, expand_composites=True)
+    outputs = tf.nest.map_structure(rest, outputs)
     aggregates = [output for output in tf.nest.flatten(outputs) if not of_examples(output)]
     tensors = [leaf for leaf in (*all_sums, *aggregates) if isinstance(leaf, tf.Tensor)]
     # Not a product: the example of zeros may give NaN, and 0 * NaN is NaN. `cond` copies nothing.
     kept = tf.cond(empty, lambda: [tf.zeros_like(t) for t in tensors], lambda: tensors)
     kept = dict(zip(map(id, tensors), kept, strict=True))
-    return tf.nest.map_structure(lambda leaf: kept.get(id(leaf), leaf), (sums, outputs))
+    sums = tf.nest.pack_sequence_as(
+        sums, [kept.get(id(leaf), leaf) for leaf in all_sums], expand_composites=True
+    )
+    return sums, tf.nest.map_structure(lambda leaf: kept.get(id(leaf), leaf), outputs)
 
 
 # Checks -------------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ from ctl.phases.optimizers import (
     is_plain,
     make_groups,
     slots_of,
+    update_rows,
     update_variable,
     with_rate,
 )
@@ -160,6 +161,10 @@ class Updater:
             state["loss_scale"] = [self.loss_scale.scale, self.loss_scale.finite_steps]
         return state
 
+    def group_of(self, variable: keras.Variable) -> Group:
+        """The parameter group of a trained ``variable``."""
+        return self.groups[self._group_of[id(variable)]]
+
     def renew_copies(self) -> None:
         """Until the first update, gives averages, and slots that begin as the weights, the weights
         that the model has now: it may have loaded them since this updater was made."""
@@ -239,7 +244,8 @@ class Updater:
 
         Args:
             strategy: the strategy of this context.
-            gradients: reduced, equal on every replica; None leaves the variable unchanged.
+            gradients: reduced, equal on every replica; None leaves the variable unchanged. Rows of
+                a table, each of them once, leave the others unchanged.
             finite: bool scalar, equal on every replica; None if finiteness is not checked.
         """
         if not self.judges_finiteness:
@@ -253,7 +259,7 @@ class Updater:
             )
         # Counts the step only after its all-reduce: a step that is stuck there is not done.
         reduced = [strategy.experimental_local_results(g) for g in gradients if g is not None]
-        with tf.control_dependencies(tf.nest.flatten(reduced)):
+        with tf.control_dependencies(tf.nest.flatten(reduced, expand_composites=True)):
             self.global_step.assign_add(1)
 
     def _update(self, strategy: tf.distribute.Strategy, gradients: Sequence) -> None:
@@ -267,8 +273,10 @@ class Updater:
         iterations = [group.optimizer.iterations.value for group in self.groups]
         first = tf.equal(tf.add_n(iterations), 0) if self.ema else None
         devices: dict[str, list[int]] = {}
+        by_rows = [i for i, g in enumerate(gradients) if _is_rows(strategy, g)]
         for index, variable in enumerate(self.variables):
-            devices.setdefault(variable.value.device, []).append(index)
+            if index not in by_rows:
+                devices.setdefault(variable.value.device, []).append(index)
         kinds = [self._kind(i, g) for i, g in enumerate(gradients)]
         for number in sorted(trained):
             before_update(self.groups[number].optimizer, rates[number])
@@ -286,6 +294,14 @@ class Updater:
                 self.variables[indices[0]].value,
                 lambda _, *args, update=update: update(*args),
                 args=([gradients[i] for i in indices], rates, first),
+                group=False,
+            )
+        for index in by_rows:
+            rate = rates[self._group_of[id(self.variables[index])]]
+            strategy.extended.update(
+                self.variables[index].value,
+                functools.partial(self._update_rows, self.variables[index]),
+                args=(gradients[index], rate),
                 group=False,
             )
         # Not Keras's own increment: it reads and then assigns, so concurrent workers lose counts.
@@ -338,6 +354,12 @@ class Updater:
                 momentum = tf.where(first, tf.zeros_like(decay), decay)
                 average.assign(momentum * average + (1.0 - momentum) * tf.cast(value, decay.dtype))
 
+    def _update_rows(
+        self, table: keras.Variable, _: Any, gradient: tf.IndexedSlices, rate: tf.Tensor
+    ) -> None:
+        optimizer = self.group_of(table).optimizer
+        update_rows(with_rate(optimizer, rate), table, gradient)
+
     def _skip(self) -> None:
         self.skipped.assign_add(1)
         if self.loss_scale:
@@ -351,6 +373,10 @@ def _in_parts(
     for device, indices in devices.items():
         for part in shared_programs.make_parts([kinds[i] for i in indices], _VARIABLES_PER_UPDATE):
             yield device, [indices[i] for i in part]
+
+
+def _is_rows(strategy: tf.distribute.Strategy, gradient: Any) -> bool:
+    return isinstance(strategy.experimental_local_results(gradient)[0], tf.IndexedSlices)
 
 
 def _counter(name: str, initial: float, dtype: tf.DType) -> tf.Variable:

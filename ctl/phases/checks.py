@@ -117,7 +117,7 @@ def check_results(metrics: Sequence[keras.metrics.Metric]) -> None:
 # Attributes that `TrainStep.build` sets.
 _OF_BUILD = (
     *("noinline", "single_replica", "statistics", "synchronizes", "trace_guards"),
-    *("trainable_mask", "trainable_variables", "updater"),
+    *("tables", "trainable_mask", "trainable_variables", "updater"),
 )
 # Objects that a step of ctl keeps in its attributes.
 _KINDS: dict[str, Any] = {

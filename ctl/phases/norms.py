@@ -11,12 +11,15 @@ from ctl.distributed import local_batch
 
 
 def global_norm(gradients: Sequence[tf.Tensor | None]) -> tf.Tensor:
-    """Returns the norm of all ``gradients`` together: float32 scalar; float64 if one of them is.
+    """Returns the norm of all ``gradients`` together: float32 scalar; float64 if one of them is. Of
+    rows, each is there once.
 
     `tf.linalg.global_norm` refuses mixed types. It also squares float16 as float16, which is Inf
     from 256 on and 0 below 2e-4.
     """
-    tensors = [g for g in gradients if g is not None]
+    tensors = [
+        g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients if g is not None
+    ]
     dtype = tf.float64 if any(g.dtype == tf.float64 for g in tensors) else tf.float32
     wide = [tf.cast(g, dtype) for g in tensors]
     # The square of 2e19 is Inf in float32. Division by a power of two is exact.

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from ctl.base.models import Models
 from ctl.base.names import OPTIMIZERS, check_name
+from ctl.base.tf_internals import copy_here
 from ctl.errors import UsageError
 
 # Optimizers of Keras, as far as the installed one has them. A test compares each of them with plain
@@ -149,6 +150,59 @@ def update_variable(optimizer: Any, variable: keras.Variable, gradient: tf.Tenso
             )
 
 
+def update_rows(optimizer: Any, variable: keras.Variable, gradient: tf.IndexedSlices) -> None:
+    """Updates only the rows of ``gradient``, each as ``optimizer`` updates a variable. Call it in an
+    update context.
+
+    Args:
+        optimizer: of `with_rate`, `is_plain`, and such that an element of a variable depends on no
+            other.
+        variable: [n, ...].
+        gradient: has no row twice.
+    """
+    index = optimizer._get_variable_index(variable)
+    slots = {
+        name: _Rows(of_all[index].value, gradient.indices)
+        for name, of_all in _slots_by_name(optimizer).items()
+    }
+    rows = _Rows(variable.value, gradient.indices)
+    kind = type(optimizer)
+    other: Any = object.__new__(type(kind.__name__, (_OnRows, kind), {}))
+    lists = {name: [slot] for name, slot in slots.items()}
+    object.__setattr__(other, "__dict__", vars(optimizer) | lists)
+    other.update_step(gradient.values, rows, optimizer.learning_rate)
+    for each in (rows, *slots.values()):
+        each.variable.scatter_update(tf.IndexedSlices(each.value, gradient.indices))
+
+
+class _Rows:
+    """Some rows of a variable, which ``update_step`` takes for a variable of its own."""
+
+    def __init__(self, variable: tf.Variable, numbers: tf.Tensor):
+        self.variable = copy_here(variable)
+        self.value = self.variable.sparse_read(numbers)
+        self.dtype, self.shape = self.value.dtype, self.value.shape
+
+    def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> tf.Tensor:
+        return self.value if dtype is None else tf.cast(self.value, dtype)
+
+
+class _OnRows(keras.optimizers.Optimizer):
+    """Assigns to `_Rows`. Its lists of slots have one entry."""
+
+    def _get_variable_index(self, variable: Any) -> int:
+        return 0
+
+    def assign(self, variable: Any, value: Any) -> None:
+        variable.value = tf.cast(value, variable.dtype)
+
+    def assign_add(self, variable: Any, value: Any) -> None:
+        self.assign(variable, variable.value + tf.cast(value, variable.dtype))
+
+    def assign_sub(self, variable: Any, value: Any) -> None:
+        self.assign(variable, variable.value - tf.cast(value, variable.dtype))
+
+
 def _numbers(optimizer: keras.optimizers.Optimizer) -> dict[str, float]:
     numbers = {name: v for name, v in vars(optimizer).items() if type(v) in (int, float)}
     return numbers | {"number of variables": len(optimizer._variables)}
@@ -177,14 +231,14 @@ def slots_of(optimizer: keras.optimizers.Optimizer, variable: keras.Variable) ->
     of the variables. Slots that are kept in another way are not found.
     """
     index = optimizer._trainable_variables_indices.get(optimizer._var_key(variable))
-    slots = [] if index is None else [x[index] for x in _slots_by_name(optimizer)]
+    slots = [] if index is None else [x[index] for x in _slots_by_name(optimizer).values()]
     return [slot.value for slot in slots if isinstance(slot, keras.Variable)]
 
 
-def _slots_by_name(optimizer: keras.optimizers.Optimizer) -> list[list[Any]]:
+def _slots_by_name(optimizer: keras.optimizers.Optimizer) -> dict[str, list[Any]]:
     count, variables = len(optimizer._trainable_variables_indices), optimizer._trainable_variables
-    lists = [x for x in vars(optimizer).values() if isinstance(x, list) and x is not variables]
-    return [x for x in lists if len(x) == count]
+    lists = {name: x for name, x in vars(optimizer).items() if isinstance(x, list)}
+    return {name: x for name, x in lists.items() if x is not variables and len(x) == count}
 
 
 def common_variables(optimizer: keras.optimizers.Optimizer) -> list[tf.Variable]:
@@ -241,7 +295,7 @@ def copies_of_weights(
     if is_plain(optimizer) and type(optimizer).__name__ != "ScheduleFreeAdamW":
         return []
     copies = []
-    for slots in _slots_by_name(optimizer):
+    for slots in _slots_by_name(optimizer).values():
         pairs = [
             (slot.value, variable.value)
             for slot, variable in zip(slots, optimizer._trainable_variables, strict=True)

@@ -40,8 +40,8 @@ _IN_CHECKPOINTS = frozenset(("trainable_mask", "jit_by_rule"))
 # Attributes of a step that `TrainStep.build` uses, so later changes have no effect.
 _FIXED = frozenset(
     (
-        *("accumulate_steps", "ema_decay", "loss_scale", "on_nan", "jit_update"),
-        *("strategy", "updater", "statistics"),
+        *("accumulate_steps", "ema_decay", "loss_scale", "on_nan", "jit_update", "sparse_rows"),
+        *("strategy", "updater", "statistics", "tables"),
     )
 )
 
