@@ -187,6 +187,7 @@ class TrainStep(BaseStep):
         self.trainable_variables = [v.value for v in self.updater.trainable_variables]
         self.trainable_mask = (True,) * len(self.trainable_variables)  # see `Loop.train_only`
         self.tables = Tables(self)
+        self.updater.deferred = self.tables.deferred
         self.tracked.check(self.trainable_variables)
         self.statistics = Statistics(
             self.tracked.layer,

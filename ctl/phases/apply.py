@@ -20,6 +20,7 @@ from ctl.base.autograph import with_autograph
 from ctl.distributed import replicas
 from ctl.errors import UsageError
 from ctl.phases import shared_programs
+from ctl.phases.deferred import Deferred
 from ctl.phases.optimizers import (
     Group,
     Optimizers,
@@ -29,6 +30,7 @@ from ctl.phases.optimizers import (
     is_decayed,
     is_plain,
     make_groups,
+    read_rows,
     slots_of,
     update_rows,
     update_variable,
@@ -141,6 +143,7 @@ class Updater:
         self.global_step = _counter("global_step", 0, tf.int64)
         self.skipped = _counter("skipped", 0, tf.int64)
         self.loss_scale = LossScale() if loss_scale else None
+        self.deferred: dict[int, Deferred] = {}  # tables, by id: see `ctl.phases.tables`
         self.ema = [replicas.average_like(v) for v in self.averaged_variables]
         copied = [(e, v.value) for v, e in zip(self.averaged_variables, self.ema, strict=True)]
         self._copies = [
@@ -357,8 +360,14 @@ class Updater:
     def _update_rows(
         self, table: keras.Variable, _: Any, gradient: tf.IndexedSlices, rate: tf.Tensor
     ) -> None:
-        optimizer = self.group_of(table).optimizer
-        update_rows(with_rate(optimizer, rate), table, gradient)
+        optimizer, numbers = self.group_of(table).optimizer, gradient.indices
+        deferred = self.deferred.get(id(table))
+        if deferred:
+            deferred.make_room()
+        rows = deferred.read(numbers) if deferred else read_rows(table, optimizer, numbers)
+        update_rows(with_rate(optimizer, rate), table, gradient, *rows)
+        if deferred:
+            deferred.note_update(numbers, rate)
 
     def _skip(self) -> None:
         self.skipped.assign_add(1)

@@ -150,45 +150,78 @@ def update_variable(optimizer: Any, variable: keras.Variable, gradient: tf.Tenso
             )
 
 
-def update_rows(optimizer: Any, variable: keras.Variable, gradient: tf.IndexedSlices) -> None:
-    """Updates only the rows of ``gradient``, each as ``optimizer`` updates a variable. Call it in an
-    update context.
+def read_rows(
+    variable: keras.Variable, optimizer: keras.optimizers.Optimizer, numbers: tf.Tensor
+) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
+    """Returns rows ``numbers`` [m] of a variable [n, ...], and of its slots by name. Call it in a
+    replica or update context; in another, it reads the first copy."""
+    slots = _slots_of_name(optimizer, variable)
+    rows = {name: copy_here(slot).sparse_read(numbers) for name, slot in slots.items()}
+    return copy_here(variable.value).sparse_read(numbers), rows
+
+
+def write_rows(
+    variable: keras.Variable,
+    optimizer: keras.optimizers.Optimizer,
+    numbers: tf.Tensor,
+    row: tf.Tensor,
+    slots: Mapping[str, tf.Tensor],
+) -> None:
+    """Assigns what `read_rows` returns. Call it in an update context."""
+    copy_here(variable.value).scatter_update(tf.IndexedSlices(row, numbers))
+    for name, slot in _slots_of_name(optimizer, variable).items():
+        copy_here(slot).scatter_update(tf.IndexedSlices(slots[name], numbers))
+
+
+def _slots_of_name(
+    optimizer: keras.optimizers.Optimizer, variable: keras.Variable
+) -> dict[str, tf.Variable]:
+    index = optimizer._get_variable_index(variable)
+    return {name: slots[index].value for name, slots in _slots_by_name(optimizer).items()}
+
+
+def update_rows(
+    optimizer: Any,
+    variable: keras.Variable,
+    gradient: tf.IndexedSlices,
+    row: tf.Tensor,
+    slots: Mapping[str, tf.Tensor],
+) -> None:
+    """Decays and updates the rows of ``gradient`` as `update_variable` does with a variable. Call it
+    in an update context.
 
     Args:
-        optimizer: of `with_rate`, `is_plain`, and such that an element of a variable depends on no
-            other.
+        optimizer: of `with_rate` and `is_plain`. No element of its update depends on another.
         variable: [n, ...].
         gradient: has no row twice.
+        row: these rows of the variable, and of its slots by name: of `read_rows`, or up to date.
+        slots: see ``row``.
     """
-    index = optimizer._get_variable_index(variable)
-    slots = {
-        name: _Rows(of_all[index].value, gradient.indices)
-        for name, of_all in _slots_by_name(optimizer).items()
-    }
-    rows = _Rows(variable.value, gradient.indices)
-    kind = type(optimizer)
-    other: Any = object.__new__(type(kind.__name__, (_OnRows, kind), {}))
-    lists = {name: [slot] for name, slot in slots.items()}
-    object.__setattr__(other, "__dict__", vars(optimizer) | lists)
-    other.update_step(gradient.values, rows, optimizer.learning_rate)
-    for each in (rows, *slots.values()):
-        each.variable.scatter_update(tf.IndexedSlices(each.value, gradient.indices))
+    value, rate, kind = _Rows(row), optimizer.learning_rate, type(optimizer)
+    each = {name: _Rows(slot) for name, slot in slots.items()}
+    on_rows: Any = object.__new__(type(kind.__name__, (_OnRows, kind), {}))
+    object.__setattr__(
+        on_rows, "__dict__", vars(optimizer) | {name: [slot] for name, slot in each.items()}
+    )
+    if is_decayed(optimizer, variable):
+        on_rows.assign_sub(value, value.value * tf.cast(optimizer.weight_decay * rate, row.dtype))
+    on_rows.update_step(gradient.values, value, rate)
+    after = {name: slot.value for name, slot in each.items()}
+    write_rows(variable, optimizer, gradient.indices, value.value, after)
 
 
 class _Rows:
     """Some rows of a variable, which ``update_step`` takes for a variable of its own."""
 
-    def __init__(self, variable: tf.Variable, numbers: tf.Tensor):
-        self.variable = copy_here(variable)
-        self.value = self.variable.sparse_read(numbers)
-        self.dtype, self.shape = self.value.dtype, self.value.shape
+    def __init__(self, value: tf.Tensor):
+        self.value, self.dtype, self.shape = value, value.dtype, value.shape
 
     def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> tf.Tensor:
         return self.value if dtype is None else tf.cast(self.value, dtype)
 
 
 class _OnRows(keras.optimizers.Optimizer):
-    """Assigns to `_Rows`. Its lists of slots have one entry."""
+    """Assigns to `_Rows`. Each list of slots has one entry."""
 
     def _get_variable_index(self, variable: Any) -> int:
         return 0

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 from absl import logging
 
@@ -18,6 +19,7 @@ from ctl.base.tf_internals import copy_here
 from ctl.base.units import size_text
 from ctl.distributed import replicas
 from ctl.errors import UsageError
+from ctl.phases.deferred import Deferred, Rule, rule_of
 from ctl.phases.optimizers import is_decayed, is_plain
 from ctl.reduce import densify, sum_rows
 
@@ -45,25 +47,32 @@ class Tables:
     """
 
     def __init__(self, step: Any):
+        self.deferred: dict[int, Deferred] = {}  # by the id of the Keras variable
         self._by_id: dict[int, tf.Variable] = {}
-        for layer in _embeddings(step):
-            table = layer._embeddings
+        for table, layers in _tables_of(step):
             size = table.value.shape.num_elements() * table.value.dtype.size
             small = size < LEAST_BYTES and step.sparse_rows == "auto"
             if step.sparse_rows == "off" or small:
                 continue
-            reason = _why_dense(step, layer)
-            if reason and step.sparse_rows == "on":
+            optimizer = step.updater.group_of(table).optimizer
+            rule = _why_dense(step, table, layers) or _rule_of(optimizer, table)
+            if isinstance(rule, str) and step.sparse_rows == "on":
                 raise UsageError(
-                    f"layer {layer.name} cannot be trained by rows, because {reason}: use "
+                    f"layer {layers[0].name} cannot be trained by rows, because {rule}: use "
                     "--sparse_rows=auto (sparse_rows= in Python)"
                 )
-            if id(table.value) not in self._by_id:
-                how = f"dense, because {reason}" if reason else "by rows"
-                logging.info("embedding %s, %s: %s", table.path, size_text(size), how)
-            if not reason:
+            how = f"dense, because {rule}" if isinstance(rule, str) else "by rows"
+            logging.info("embedding %s, %s: %s", table.path, size_text(size), how)
+            if isinstance(rule, str):
+                continue
+            self._by_id[id(table.value)] = table.value
+            if rule:
+                with step.strategy.scope():
+                    deferred = Deferred(table, optimizer, rule, step.strategy)
+                self.deferred[id(table)] = table._deferred = deferred
+                table.__class__ = _DeferredVariable
+            for layer in layers:
                 vars(layer)["call"] = _Lookup(layer)
-                self._by_id[id(table.value)] = table.value
 
     def __contains__(self, variable: tf.Variable) -> bool:
         return id(variable) in self._by_id
@@ -107,24 +116,36 @@ class Tables:
         return [of_table.get(i, gradient) for i, gradient in enumerate(gradients)]
 
 
-def _embeddings(step: Any) -> list[keras.layers.Embedding]:
-    """The layers whose tables ``step`` trains. Removes what `Tables` of an earlier step did."""
+def _tables_of(step: Any) -> list[tuple[keras.Variable, list[keras.layers.Embedding]]]:
+    """The tables that ``step`` trains, with their layers, without what an earlier step did."""
     trained = {id(variable) for variable in step.updater.trainable_variables}
-    layers = replicas.layers_of(step.tracked.layer)
-    found = [x for x in layers if isinstance(x, keras.layers.Embedding) and x.built]
-    for layer in found:
-        if isinstance(vars(layer).get("call"), _Lookup):
-            del vars(layer)["call"]
-    return [layer for layer in found if id(layer._embeddings) in trained]
+    found: dict[int, list[keras.layers.Embedding]] = {}
+    for layer in replicas.layers_of(step.tracked.layer):
+        if isinstance(layer, keras.layers.Embedding) and layer.built:
+            release(layer)
+            if id(layer._embeddings) in trained:
+                found.setdefault(id(layer._embeddings), []).append(layer)
+    return [(layers[0]._embeddings, layers) for layers in found.values()]
 
 
-def _why_dense(step: Any, layer: keras.layers.Embedding) -> str | None:
-    """Why the table of ``layer`` is trained as a whole; None if it can be trained by rows."""
-    table = layer._embeddings
-    if type(layer) is not keras.layers.Embedding or "call" in vars(layer):
-        return f"{layer.name} has a call() of its own"
-    if layer.lora_enabled or layer.quantization_mode:
-        return f"{layer.name} has LoRA or is quantized"
+def release(layer: keras.layers.Embedding) -> None:
+    """Makes a layer, and its table, again what Keras made them."""
+    if isinstance(vars(layer).get("call"), _Lookup):
+        del vars(layer)["call"]
+    if isinstance(table := layer._embeddings, _DeferredVariable):
+        table._deferred.bring_up_to_date()
+        table.__class__ = keras.Variable
+
+
+def _why_dense(
+    step: Any, table: keras.Variable, layers: Sequence[keras.layers.Embedding]
+) -> str | None:
+    """Why ``table`` is trained as a whole, whatever its optimizer; None if by rows."""
+    for layer in layers:
+        if type(layer) is not keras.layers.Embedding or "call" in vars(layer):
+            return f"{layer.name} has a call() of its own"
+        if layer.lora_enabled or layer.quantization_mode:
+            return f"{layer.name} has LoRA or is quantized"
     if table.regularizer is not None or table.constraint is not None:
         return "its regularizer or constraint takes all rows"
     if step.jit_compile:
@@ -138,15 +159,18 @@ def _why_dense(step: Any, layer: keras.layers.Embedding) -> str | None:
     for method in _OF_GRADIENTS:
         if step.overrides(method):
             return f"{type(step).__name__}.{method}() may expect a dense gradient"
-    optimizer = step.updater.group_of(table).optimizer
-    name = type(optimizer).__name__
+    return None
+
+
+def _rule_of(optimizer: keras.optimizers.Optimizer, table: keras.Variable) -> Rule | str | None:
+    """See `ctl.phases.deferred.rule_of`."""
     if not is_plain(optimizer):
-        return f"{name} is not an optimizer of Keras"
-    if is_decayed(optimizer, table):
-        return "weight_decay decays all rows"
-    if name == "Adagrad" or (name == "SGD" and not optimizer.momentum):
-        return None
-    return f"{name} moves rows that have no gradient"
+        return f"{type(optimizer).__name__} is not an optimizer of Keras"
+    decay = float(optimizer.weight_decay) if is_decayed(optimizer, table) else 0.0
+    rule = rule_of(optimizer, decay, table.value.dtype)
+    if isinstance(rule, Rule) and table.dtype not in ("float32", "float64"):
+        return f"its type is {table.dtype}"
+    return rule
 
 
 class _Lookup:
@@ -161,8 +185,40 @@ class _Lookup:
         return tf.ragged.map_flat_values(self._rows, inputs)
 
     def _rows(self, ids: tf.Tensor) -> tf.Tensor:
-        layer = self._layer
+        layer, variable = self._layer, self._layer._embeddings
         ids = ids if ids.dtype in (tf.int32, tf.int64) else tf.cast(ids, tf.int32)
         ids = tf.where(ids < 0, ids + layer.input_dim, ids)  # as Keras
-        rows = copy_here(layer._embeddings.value).sparse_read(ids)
-        return tf.cast(rows, layer.compute_dtype)
+        table = copy_here(variable.value)
+        if not isinstance(variable, _DeferredVariable):
+            return tf.cast(table.sparse_read(ids), layer.compute_dtype)
+        numbers, places = tf.unique(tf.reshape(ids, [-1]))
+        rows = _with_value(table.sparse_read(numbers), variable._deferred.read(numbers)[0])
+        rows = tf.gather(tf.cast(rows, layer.compute_dtype), tf.reshape(places, tf.shape(ids)))
+        return tf.ensure_shape(rows, [*ids.shape, *table.shape[1:]])
+
+
+@tf.custom_gradient
+def _with_value(rows: tf.Tensor, value: tf.Tensor) -> tuple[tf.Tensor, Any]:
+    """Returns ``value``, and gives its gradient to ``rows``."""
+    return value, lambda upstream: (upstream, None)
+
+
+class _DeferredVariable(keras.Variable):
+    """A table, all of whose rows are up to date for whoever reads it as a whole. Its ``value`` is
+    the `tf.Variable`, whose rows are not."""
+
+    _deferred: Deferred
+
+    def numpy(self) -> np.ndarray:
+        return self._deferred.value().numpy()
+
+    def __array__(self, dtype: Any = None) -> np.ndarray:
+        return self.numpy() if dtype is None else self.numpy().astype(dtype)
+
+    def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> tf.Tensor:
+        value = _with_value(super().__tf_tensor__(), self._deferred.value())
+        return value if dtype is None else tf.cast(value, dtype, name=name)
+
+    def _direct_assign(self, value: Any) -> None:
+        self._deferred.bring_up_to_date()
+        super()._direct_assign(value)

@@ -1,0 +1,259 @@
+"""Rows of an embedding table that a batch does not look up, brought up to date when they are read.
+
+Most optimizers move a row in every step, also without a gradient: its momentum moves it on, and
+weight decay shrinks it. `Deferred` leaves such a row as it is, and makes up for the updates that it
+has missed when it is next read. The numbers are those of the dense update, up to rounding.
+
+In an update without a gradient, each slot of a row is multiplied by a factor, and the row moves by
+a sum of terms: a coefficient, which depends on the update and on how many the row has missed, times
+a tensor that depends on the slots as they were. The coefficients are added up once for all rows
+that had their last update together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from ctl.base.tf_internals import copy_here
+from ctl.phases.optimizers import read_rows, write_rows
+
+# After this many updates, all rows are brought up to date, which takes the time of a dense update.
+HISTORY = 4096
+_ROWS_AT_A_TIME = 1 << 16
+_ERROR = 1e-8  # relative, of the moves of Adam and of those that are left out
+
+class Rule(NamedTuple):
+    """How rows without a gradient move.
+
+    Attributes:
+        factors: what a step multiplies each slot by, by the slot's name.
+        terms: number of terms.
+        coefficients: ``(rate, update, missed) -> [m, terms]``: of the move in ``update`` (1 is the
+            first), of rows that have missed ``missed`` [m] updates with it; all float64.
+        of_slots: ``slots -> terms`` of tensors like a row, from the slots of the last update.
+        fade: factor by which coefficients fall, at least, with each update that is missed.
+        decay: ``weight_decay``, 0 for none.
+    """
+
+    factors: Mapping[str, float]
+    terms: int
+    coefficients: Callable[[tf.Tensor, tf.Tensor, tf.Tensor], tf.Tensor]
+    of_slots: Callable[[Mapping[str, tf.Tensor]], list[tf.Tensor]]
+    fade: float
+    decay: float = 0.0
+
+
+_STILL = Rule({}, 0, lambda rate, update, missed: tf.zeros([0]), lambda slots: [], 0.0)
+
+
+def rule_of(
+    optimizer: keras.optimizers.Optimizer, decay: float, dtype: tf.DType
+) -> Rule | str | None:
+    """Returns how ``optimizer`` moves rows without a gradient; None if it does not; or why they
+    cannot be deferred.
+
+    Args:
+        optimizer: one of Keras, see `ctl.phases.optimizers.is_plain`.
+        decay: its weight decay for the table, 0 for none.
+        dtype: of the table.
+    """
+    name, rule = type(optimizer).__name__, _STILL
+    if name == "SGD" and optimizer.momentum:
+        momentum = float(optimizer.momentum)
+        rule = _momentum("momentums", momentum, momentum if optimizer.nesterov else 1.0)
+    elif name == "RMSprop":
+        if optimizer.momentum:
+            rule = _momentum("_momentums", float(optimizer.momentum), -1.0)
+        averages = ["_velocities", *(["_average_gradients"] if optimizer.centered else [])]
+        factors = dict.fromkeys(averages, float(optimizer.rho))
+        rule = rule._replace(factors={**rule.factors, **factors})
+    elif name in ("Adam", "AdamW"):
+        found = _adam(optimizer, dtype)
+        if isinstance(found, str):
+            return found
+        rule = found
+    elif name not in ("SGD", "Adagrad"):
+        return f"{name} moves rows that have no gradient"
+    if rule.fade >= 1.0:
+        return f"a momentum of {rule.fade:g} does not fade"
+    return rule._replace(decay=decay) if rule.factors or decay else None
+
+
+def _momentum(slot: str, momentum: float, sign: float) -> Rule:
+    """Each update multiplies ``slot`` by ``momentum``, and then adds it, times ``sign``, to the row."""
+
+    def coefficients(rate: tf.Tensor, update: tf.Tensor, missed: tf.Tensor) -> tf.Tensor:
+        return sign * tf.pow(tf.constant(momentum, tf.float64), missed)[:, tf.newaxis]
+
+    return Rule({slot: momentum}, 1, coefficients, lambda slots: [slots[slot]], momentum)
+
+
+def _adam(optimizer: Any, dtype: tf.DType) -> Rule | str:
+    """The rule of Adam (Kingma and Ba 2015, arXiv:1412.6980) as Keras has it, or why it has none.
+
+    In the i-th update that it misses, a row moves by ``-alpha b1^i m / (sqrt(b2^i v) + epsilon)``.
+    With ``d = sqrt(v) + epsilon``, ``y = sqrt(v) / d`` and ``e = 1 - sqrt(b2^i)``, this is
+    ``-alpha b1^i (m / d) / (1 - e y)``, where ``1 / (1 - e y)`` is the sum of ``(e y)^k`` over all
+    k. A few of them are enough, because b1^i is small where e is not.
+    """
+    b1, b2, epsilon = (float(x) for x in (optimizer.beta_1, optimizer.beta_2, optimizer.epsilon))
+    if optimizer.amsgrad:
+        return "amsgrad keeps a maximum"
+    if not 0.0 < b1 < math.sqrt(b2) < 1.0 or epsilon <= 0.0:
+        return f"its moves do not fade with beta_1={b1:g}, beta_2={b2:g}, epsilon={epsilon:g}"
+    missed = np.arange(1.0, math.log(1e-18) / math.log(b1))
+    fading, short = b1**missed, 1.0 - b2 ** (missed / 2.0)
+    errors = [(fading * short**k / (1.0 - short)).sum() / fading.sum() for k in range(32)]
+    terms = next((k for k, error in enumerate(errors) if error < _ERROR), None)
+    if terms is None:
+        return f"its moves fade slowly with beta_1={b1:g}, beta_2={b2:g}"
+
+    def coefficients(rate: tf.Tensor, update: tf.Tensor, missed: tf.Tensor) -> tf.Tensor:
+        one, two = tf.constant(b1, dtype), tf.constant(b2, dtype)
+        rate, update = tf.cast(rate, dtype), tf.cast(update, dtype)
+        alpha = rate * tf.sqrt(1.0 - two**update) / (1.0 - one**update)  # rounded as by Keras
+        alpha, missed = tf.cast(alpha, tf.float64), missed[:, tf.newaxis]
+        one, two = tf.constant(b1, tf.float64), tf.constant(b2, tf.float64)
+        powers = (1.0 - two ** (missed / 2.0)) ** tf.range(terms, dtype=tf.float64)
+        return -alpha * one**missed * powers
+
+    def of_slots(slots: Mapping[str, tf.Tensor]) -> list[tf.Tensor]:
+        root = tf.sqrt(slots["_velocities"])
+        tensors, ratio = [slots["_momentums"] / (root + epsilon)], root / (root + epsilon)
+        for _ in range(terms - 1):
+            tensors.append(tensors[-1] * ratio)
+        return tensors
+
+    return Rule({"_momentums": b1, "_velocities": b2}, terms, coefficients, of_slots, b1)
+
+
+class Deferred:
+    """The updates that each row of a table has missed. Create it in the strategy's scope.
+
+    Args:
+        table: [n, ...], in float32 or float64.
+        optimizer: the table's, which is built.
+        rule: how it moves rows without a gradient.
+        strategy: that of the scope.
+
+    Attributes:
+        table: the table.
+        variables: what a checkpoint holds beside the table and its slots.
+    """
+
+    def __init__(
+        self,
+        table: keras.Variable,
+        optimizer: keras.optimizers.Optimizer,
+        rule: Rule,
+        strategy: tf.distribute.Strategy,
+    ):
+        self.table, self._optimizer, self._rule = table, optimizer, rule
+        self._strategy = strategy
+        # Updates since all rows were up to date; of each row, which of them was its last.
+        self._updates = self._variable("updates", tf.zeros([], tf.int32))
+        self._last = self._variable("last", tf.zeros(table.shape[:1], tf.int32))
+        # For rows whose last update was the i-th: what decay has left of the row, and the sums of
+        # the coefficients.
+        self._history = self._variable("history", self._nothing_missed())
+        self.variables = [self._updates, self._last, self._history]
+
+    def _variable(self, name: str, value: tf.Tensor) -> tf.Variable:
+        aggregation = tf.VariableAggregation.ONLY_FIRST_REPLICA
+        return tf.Variable(
+            value, trainable=False, aggregation=aggregation, name=f"{self.table.name}_{name}"
+        )
+
+    def _nothing_missed(self) -> tf.Tensor:
+        return tf.one_hot([0] * HISTORY, 1 + self._rule.terms, dtype=tf.float64)
+
+    def read(self, numbers: tf.Tensor) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
+        """Returns rows ``numbers`` [m] of the table, and of its slots by name, up to date."""
+        row, slots = read_rows(self.table, self._optimizer, numbers)
+        last = copy_here(self._last).sparse_read(numbers)
+        history = tf.cast(copy_here(self._history).sparse_read(last), row.dtype)
+        kept, *sums = (_as(row, one) for one in tf.unstack(history, axis=1))
+        terms = zip(sums, self._rule.of_slots(slots), strict=True)
+        row = tf.add_n([kept * row, *(total * tensor for total, tensor in terms)])
+        missed = tf.cast(self._updates - last, tf.float64)
+        for name, factor in self._rule.factors.items():
+            left = tf.pow(tf.constant(factor, tf.float64), missed)
+            slots[name] *= _as(row, tf.cast(left, row.dtype))
+        return row, slots
+
+    def make_room(self) -> None:
+        """Brings all rows up to date if there is no room in the history for another update. Call it
+        in an update context."""
+        tf.cond(self._updates + 1 < HISTORY, lambda: None, self._bring_all)
+
+    def note_update(self, numbers: tf.Tensor, rate: tf.Tensor) -> None:
+        """Notes that rows ``numbers``, which were up to date, were updated, and that all others
+        have missed it. Call it in an update context.
+
+        Args:
+            numbers: int64 [m], none of them twice.
+            rate: learning rate of the update, scalar.
+        """
+        rule, rate = self._rule, tf.cast(rate, tf.float64)
+        update = tf.cast(self._optimizer.iterations.value + 1, tf.float64)
+        updates, history = self._updates + 1, copy_here(self._history)
+        rows = history.read_value()[:updates] * (1.0 - rule.decay * rate)
+        # Coefficients of rows that have missed more are below rounding.
+        most = math.ceil(math.log(_ERROR * _ERROR) / math.log(rule.fade)) if rule.terms else 0
+        missed = tf.range(tf.minimum(updates, most), 0, -1)
+        if rule.terms:
+            more = rule.coefficients(rate, update, tf.cast(missed, tf.float64))
+            rows += tf.pad(more, [[updates - tf.size(missed), 0], [1, 0]])
+        history.scatter_update(tf.IndexedSlices(rows, tf.range(updates)))
+        last = tf.fill(tf.shape(numbers), updates)
+        copy_here(self._last).scatter_update(tf.IndexedSlices(last, numbers))
+        self._updates.assign(updates)
+
+    def _bring_all(self) -> None:
+        """Brings all rows up to date, some at a time."""
+
+        def some(first: tf.Tensor) -> tuple[tf.Tensor]:
+            numbers = self._numbers(first)
+            write_rows(self.table, self._optimizer, numbers, *self.read(numbers))
+            return (first + _ROWS_AT_A_TIME,)
+
+        rows = self.table.shape[0]
+        tf.while_loop(lambda first: first < rows, some, [tf.constant(0)], parallel_iterations=1)
+        self._last.assign(tf.zeros_like(self._last))
+        self._history.assign(self._nothing_missed())
+        self._updates.assign(0)
+
+    def _numbers(self, first: Any) -> tf.Tensor:
+        return tf.range(first, tf.minimum(first + _ROWS_AT_A_TIME, self.table.shape[0]))
+
+    def value(self) -> tf.Tensor:
+        """Returns the whole table, up to date; writes nothing."""
+        if not tf.executing_eagerly():
+            return self.read(tf.range(self.table.shape[0]))[0]
+        firsts = range(0, self.table.shape[0], _ROWS_AT_A_TIME)
+        return tf.concat([self.read(self._numbers(first))[0] for first in firsts], axis=0)
+
+    def bring_up_to_date(self) -> None:
+        """Brings all rows up to date. Call it outside of a graph, before another value is assigned
+        to the table."""
+
+        @tf.function
+        def bring() -> None:
+            self._strategy.extended.update(
+                self.table.value, lambda _: self._bring_all(), group=False
+            )
+
+        if int(self._updates.numpy()):
+            with self._strategy.scope():
+                bring()
+
+
+def _as(row: tf.Tensor, one_for_each: tf.Tensor) -> tf.Tensor:
+    """Returns [m] so that it is multiplied with [m, ...]."""
+    return tf.reshape(one_for_each, [-1] + [1] * (row.shape.rank - 1))
