@@ -257,6 +257,7 @@ class TrainStep(BaseStep):
             "model": [v.value for v in self.model.variables],
             "step": self.tracked.extra_variables,
             "replicas": self.per_replica_variables.saved,
+            "rows": [v for one in self.tables.deferred.values() for v in one.variables],
             **self.updater.state(),
         }
         of = {"model": self.model.variables, "ema": self.updater.averaged_variables}

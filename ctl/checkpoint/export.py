@@ -8,9 +8,10 @@ images. Those of `ctl.jobs.models` return logits of shape [batch, classes].
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +73,9 @@ def export_model(
             declared = getattr(one, "inputs", None) or input_specs is None
             signature = {} if declared else {"input_signature": [input_specs]}
             (unfinished / name).mkdir(parents=True, exist_ok=True)
-            one.save(unfinished / name / KERAS_FILE)
-            one.export(str(unfinished / name / SAVED_MODEL), verbose=False, **signature)
+            with _plain(one):
+                one.save(unfinished / name / KERAS_FILE)
+                one.export(str(unfinished / name / SAVED_MODEL), verbose=False, **signature)
             written += [Path(name, KERAS_FILE), Path(name, SAVED_MODEL)]
         if found:
             written.append(Path(DATA_FILE))
@@ -92,6 +94,17 @@ def export_model(
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return [directory / name for name in written]
+
+
+@contextlib.contextmanager
+def _plain(model: keras.Model) -> Iterator[None]:
+    """While inside, embeddings that are trained by rows are as Keras made them, see
+    `ctl.phases.tables`."""
+    with contextlib.ExitStack() as stack:
+        for layer in model._flatten_layers():
+            if plain := getattr(vars(layer).get("call"), "plain", None):
+                stack.enter_context(plain())
+        yield
 
 
 def found_beside(model: str | os.PathLike[str]) -> dict[str, Any]:

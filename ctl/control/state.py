@@ -15,12 +15,14 @@ from ctl.control import jit
 from ctl.data.dataset import Dataset
 from ctl.distributed import replicas
 from ctl.errors import CheckpointError
+from ctl.phases.deferred import Deferred
 from ctl.schedule.patience import with_memory
 from ctl.step import TrainStep
 
 _EVALUATED = ("model", "step", "ema", "counters")  # what an evaluation reads, of all models
 _TRAINED = "trained"  # which variables train, if not all do: see `Loop.train_only`
 _COMPILED = "compiled"  # present if XLA compiles the step: see `ctl.control.jit`
+_ROWS = "rows"  # embedding tables as they are, and what they have missed: `ctl.phases.deferred`
 
 
 class TrainState:
@@ -33,7 +35,7 @@ class TrainState:
     def variables(self) -> dict[str, list[tf.Variable]]:
         """Returns the current variables, by group. Per-replica values are as of `collect`."""
         step = self._step
-        state = step.state()
+        state = _with_whole_tables(step)
         if memories := [owner.memory for owner in with_memory(self._eval_actions)]:
             state["memory"] = memories
         if not all(step.trainable_mask):
@@ -61,22 +63,17 @@ class TrainState:
             CheckpointError: see `CheckpointManager.restore`.
         """
         step, state = self._step, self.variables()
-        for settings in (_TRAINED, _COMPILED):  # a checkpoint of another phase or setting has none
+        # A checkpoint of another phase or setting has none of these.
+        for settings in (_TRAINED, _COMPILED, _ROWS):
             state.pop(settings, None)
         saved = checkpoints.restore(state)
         if not saved:
             return None, {}
         step.trainable_mask = (True,) * len(step.trainable_variables)
         if _TRAINED in saved.variables:
-            try:
-                group = bundle.read(saved.prefix, {_TRAINED: [_setting(step.trainable_mask)]})
-            except durable.Damaged as damage:
-                raise CheckpointError(
-                    f"{saved.path} is damaged: {damage}; restore it from a backup or choose "
-                    "another --model_dir"
-                ) from damage
-            [values] = group[_TRAINED]
+            [values] = _read(saved, _TRAINED, [_setting(step.trainable_mask)])
             step.trainable_mask = tuple(bool(value) for value in values)
+        self._restore_rows(saved)
         jit.keep(step, self._dataset, _COMPILED in saved.variables)
         replicas.offset_dropout_seeds(step.strategy, step.tracked.layer)
         step.per_replica_variables.spread(step.strategy)
@@ -88,13 +85,77 @@ class TrainState:
             owner.evaluated(saved.step, results)
         return saved, results
 
+    def _restore_rows(self, saved: Saved) -> None:
+        step = self._step
+        rows = _rows_of(step)
+        if _ROWS not in saved.variables:  # of a training with dense gradients
+            for deferred in step.tables.deferred.values():
+                deferred.reset()
+        elif not rows:
+            raise CheckpointError(
+                f"{saved.path} has embedding tables that were trained by rows: resume it with the "
+                "same optimizer and sparse_rows (--sparse_rows)"
+            )
+        else:
+            for variable, value in zip(rows, _read(saved, _ROWS, rows), strict=True):
+                variable.assign(value)
+
     def read_best(self, checkpoints: CheckpointManager) -> Saved | None:
         """Gives the model, its averages, the layers of the step and the step count the values of
         the best checkpoint, and returns it; None if there is none. Raises `CheckpointError` as
         `CheckpointManager.read` does."""
         state = self._step.state()
+        for deferred in self._step.tables.deferred.values():
+            deferred.bring_up_to_date()  # the slots, of which the best checkpoint's are not read
         evaluated = {g: state[g] for g in state if g.partition("_")[0] in _EVALUATED}
         return checkpoints.read(evaluated, "best")
+
+
+def _read(saved: Saved, group: str, variables: list[Any]) -> list[tf.Tensor]:
+    """Reads a group of a checkpoint that was restored. Raises `CheckpointError`."""
+    try:
+        return bundle.read(saved.prefix, {group: variables})[group]
+    except durable.Damaged as damage:
+        raise CheckpointError(
+            f"{saved.path} is damaged: {damage}; restore it from a backup or choose another "
+            "--model_dir"
+        ) from damage
+
+
+def _with_whole_tables(step: TrainStep) -> dict[str, list[Any]]:
+    """The state of ``step``. In the groups of its models, all rows of tables are up to date, for
+    whoever reads them; another group has the tables as they are, from which a resume goes on."""
+    state: dict[str, list[Any]] = step.state()
+    whole = {id(d.table.value): _Whole(d) for d in step.tables.deferred.values()}
+    for group in state:
+        if group.partition("_")[0] == "model":
+            state[group] = [whole.get(id(variable), variable) for variable in state[group]]
+    if rows := _rows_of(step):
+        state[_ROWS] = rows
+    return state
+
+
+def _rows_of(step: TrainStep) -> list[tf.Variable]:
+    deferred = step.tables.deferred.values()
+    return [v for one in deferred for v in (one.table.value, *one.variables)]
+
+
+class _Whole:
+    """Stands for a table in a state, with all its rows up to date."""
+
+    def __init__(self, deferred: Deferred):
+        self._deferred, self._variable = deferred, deferred.table.value
+        self.name, self.dtype = self._variable.name, self._variable.dtype
+        self.shape = self._variable.shape
+
+    def value(self) -> tf.Tensor:
+        return self._deferred.value()
+
+    def numpy(self) -> np.ndarray:
+        return self.value().numpy()
+
+    def assign(self, value: tf.Tensor) -> None:
+        self._variable.assign(value)
 
 
 class _Setting(NamedTuple):

@@ -215,6 +215,12 @@ class Deferred:
         copy_here(self._last).scatter_update(tf.IndexedSlices(last, numbers))
         self._updates.assign(updates)
 
+    def reset(self) -> None:
+        """Notes that all rows are up to date."""
+        self._last.assign(tf.zeros_like(self._last))
+        self._history.assign(self._nothing_missed())
+        self._updates.assign(0)
+
     def _bring_all(self) -> None:
         """Brings all rows up to date, some at a time."""
 
@@ -225,9 +231,7 @@ class Deferred:
 
         rows = self.table.shape[0]
         tf.while_loop(lambda first: first < rows, some, [tf.constant(0)], parallel_iterations=1)
-        self._last.assign(tf.zeros_like(self._last))
-        self._history.assign(self._nothing_missed())
-        self._updates.assign(0)
+        self.reset()
 
     def _numbers(self, first: Any) -> tf.Tensor:
         return tf.range(first, tf.minimum(first + _ROWS_AT_A_TIME, self.table.shape[0]))

@@ -7,7 +7,8 @@ time of the backward pass, the all-reduce and the update.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
@@ -178,6 +179,24 @@ class _Lookup:
 
     def __init__(self, layer: keras.layers.Embedding):
         self._layer, self._call = layer, layer.call
+
+    @contextlib.contextmanager
+    def plain(self) -> Iterator[None]:
+        """While inside, the layer and its table are as Keras made them, with all rows up to date.
+        Call it outside of a graph."""
+        table, raw = self._layer._embeddings, None
+        if isinstance(table, _DeferredVariable):
+            raw = table.value.read_value()
+            table.value.assign(table._deferred.value())
+            table.__class__ = keras.Variable
+        del vars(self._layer)["call"]
+        try:
+            yield
+        finally:
+            vars(self._layer)["call"] = self
+            if raw is not None:
+                table.__class__ = _DeferredVariable
+                table.value.assign(raw)
 
     def __call__(self, inputs: Any, *args: Any, **options: Any) -> Any:
         if not isinstance(inputs, tf.Tensor | tf.RaggedTensor):  # symbols of Keras, sparse tensors

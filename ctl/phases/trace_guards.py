@@ -313,7 +313,7 @@ class TraceGuards:
             for name in _OF_VARIABLES:
                 if (value := getattr(variable, name)) is not None:
                     code[f"{path}.{name}"] = _Value(value, records)
-        settings = [[*map(of.get, names)] for of, names in self._others.values()]
+        settings = [[_setting(of, name) for name in names] for of, names in self._others.values()]
         return _Read(of_step, code, settings, rates)
 
     def _changes(self, step: Any, before: _Read, now: _Read) -> Iterator[_Change]:
@@ -362,6 +362,12 @@ class _Read(NamedTuple):
     code: dict[str, _Value]  # of the user's classes, functions and layers, and of variables
     settings: list[list[Any]]  # of each layer of Keras, optimizer and updater
     rates: dict[str, _Value]
+
+
+def _setting(attributes: dict[str, Any], name: str) -> Any:
+    """An attribute; None for what ctl itself has set, as in `ctl.phases.tables`."""
+    value = attributes.get(name)
+    return None if type(value).__module__.split(".")[0] == "ctl" else value
 
 
 def _takes_effect(owner: str, name: str, old: Any, new: Any) -> bool:

@@ -16,6 +16,8 @@ WORTH_SPLITTING = 2 * MIB
 # glibc maps a buffer above 32 MiB anew at each allocation, so that each of its pages faults.
 FAULT_CLIFF = 32 * MIB
 
+_ROWS = "ctl_rows/"  # in the names of the gathers of `ctl.reduce.sum_rows`, which sums duplicates
+
 
 def check(plan: Plan, watched: bool, splits: bool = True) -> tuple[Lint, ...]:
     """All lints of one plan; empty for a sensible step. ``watched`` is whether
@@ -119,7 +121,9 @@ def _ring_on_logical_cpus(plan: Plan) -> Iterator[Lint]:
 def _gathered(plan: Plan) -> Iterator[Lint]:
     # A step may gather integers, such as codes, or one row of each replica. These are no gradients.
     gathers = [
-        c for c in plan.collectives if not c.members and "float" in c.dtype and _has_rows(c.shape)
+        c
+        for c in plan.collectives
+        if not c.members and "float" in c.dtype and _has_rows(c.shape) and _ROWS not in c.name
     ]
     if gathers:
         yield Lint(
