@@ -286,8 +286,8 @@ def check_precision(
 
     If ``beta_2`` rounds to 1, a bias correction is 0: Adam never moves the variable, and others may
     make it NaN. If ``epsilon`` rounds to 0, a gradient of 0 is divided by 0; the first step of
-    Adamax divides by ``(1 - beta_1) * epsilon``. Muon multiplies float32 by the type of the
-    variable.
+    Adamax divides by ``(1 - beta_1) * epsilon``. Adafactor divides by products of small numbers,
+    which are 0 in float16. Muon multiplies float32 by the type of the variable.
 
     Raises:
         UsageError: names the variable.
@@ -313,10 +313,12 @@ def check_precision(
                 f"{variable.dtype}, so it would not move {variable.path}: keep the weights in "
                 "float32 (--precision=mixed_bfloat16), or use beta_2=0.99"
             )
-        if "Muon" in kinds and variable.dtype != "float32":
+        too_small = "Adafactor" in kinds and variable.dtype == "float16"
+        if too_small or ("Muon" in kinds and variable.dtype != "float32"):
             raise UsageError(
                 f"optimizer {type(optimizer).__name__} cannot train {variable.path} in "
-                f"{variable.dtype}: keep the weights in float32 (--precision=mixed_bfloat16)"
+                f"{variable.dtype}: keep the weights in float32 "
+                f"(--precision=mixed_{'float16' if too_small else 'bfloat16'})"
             )
 
 

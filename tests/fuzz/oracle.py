@@ -124,10 +124,11 @@ def _refused_early(case: Case, arrays: Any) -> str:
     synchronized = case.norm == "synchronized" and _trains_norm(case) and case.replicas > 1
     if synchronized and (case.accumulate_steps > 1 or case.jit_compile):
         return "a synchronized BatchNormalization .* neither --accumulate_steps nor --jit_compile"
-    if case.optimizer == "Muon":
+    taken = {"Muon": ("float32",), "Adafactor": ("float32", "float64", "bfloat16")}
+    if case.optimizer in taken:
         trained = make_model(case).trainable_variables
-        if any(v.dtype != "float32" for v in trained):
-            return "optimizer Muon cannot train .*: keep the weights in float32"
+        if any(v.dtype not in taken[case.optimizer] for v in trained):
+            return f"optimizer {case.optimizer} cannot train .*: keep the weights in float32"
     if case.weights == "integers":
         return "the weights .third part. of a batch have dtype int64"
     if case.features == "sparse" and case.accumulate_steps > 1:

@@ -367,11 +367,13 @@ def test_an_epsilon_that_rounds_to_0_is_refused(mirrored, kind, factor):
     assert np.isfinite(weights.numpy()).all()
 
 
-def test_muon_takes_weights_in_float32(mirrored):
+@pytest.mark.parametrize("kind, dtype", [("Muon", "bfloat16"), ("Adafactor", "float16")])
+def test_weights_of_a_type_that_keras_cannot_update_are_refused(mirrored, kind, dtype):
+    """Adafactor makes NaN of float16 weights whose gradients are small."""
     with mirrored(1).scope():
-        weights = keras.Variable(np.ones([2, 2]), dtype="bfloat16", name="weights")
-        with pytest.raises(UsageError, match="Muon cannot train weights in bfloat16: keep"):
-            Updater(keras.optimizers.Muon(), [weights])
+        weights = keras.Variable(np.ones([2, 2]), dtype=dtype, name="weights")
+        with pytest.raises(UsageError, match=f"{kind} cannot train weights in {dtype}: keep"):
+            Updater(getattr(keras.optimizers, kind)(), [weights])
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
