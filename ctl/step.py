@@ -49,7 +49,6 @@ from ctl.phases.seeds import Seeds
 from ctl.phases.statistics import Statistics, StatisticsSnapshot
 from ctl.phases.tables import Tables
 from ctl.phases.trace_guards import TraceGuards, TraceKey
-from ctl.phases.tables import Tables
 from ctl.reduce import BESIDE, COUNT, all_reduce, gather_context, map_values
 
 Gradients = list[tf.Tensor | tf.IndexedSlices | None]  # rows only of `ctl.phases.tables`
@@ -242,6 +241,7 @@ class TrainStep(BaseStep):
     def trace_key(self) -> TraceKey:
         """The loop keeps one trace of the step per key. Raises `UsageError`, see
         `TraceGuards.version_for`."""
+        self.tables.check(self.jit_compile)
         version = self.trace_guards.version_for(self)
         return TraceKey(self.observer, self.bytes_per_pack, self.jit_compile, version)
 
@@ -314,6 +314,7 @@ class TrainStep(BaseStep):
         size = penalties.size(batch, count)
         power = local_batch.power_of_two(summed([size])[0] if self.synchronizes else size)
         loss, gradients = self._micro_batches(batch, power)
+
         def undivided(gradient: tf.Tensor) -> tf.Tensor:
             wide = local_batch.widened(gradient)
             return wide * tf.cast(power, wide.dtype)

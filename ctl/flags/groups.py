@@ -482,10 +482,10 @@ def define_step_flags() -> None:
             "sparse_rows",
             "auto",
             names.SPARSE_ROWS,
-            "Which embedding tables are trained by rows: a step then reads, reduces and writes only "
-            "the rows that its batch looks up, with the numbers of a dense gradient. auto: tables "
-            "of 4 MiB or more, where it is possible; the log says why not. on: all tables, or an "
-            "error.",
+            "Which embedding tables are trained by rows: a step then reads, reduces and writes "
+            "only the rows that its batch looks up, with the numbers of a dense gradient. auto: "
+            "those of 4 MiB or more where it is possible; the log says why not. on: all of them, "
+            "or an error.",
         )
         define(
             "bytes_per_pack",

@@ -21,12 +21,14 @@ import numpy as np
 import tensorflow as tf
 
 from ctl.base.tf_internals import copy_here
-from ctl.phases.optimizers import read_rows, write_rows
+from ctl.errors import UsageError
+from ctl.phases.optimizers import is_decayed, is_plain, read_rows, write_rows
 
 # After this many updates, all rows are brought up to date, which takes the time of a dense update.
 HISTORY = 4096
 _ROWS_AT_A_TIME = 1 << 16
 _ERROR = 1e-8  # relative, of the moves of Adam and of those that are left out
+
 
 class Rule(NamedTuple):
     """How rows without a gradient move.
@@ -52,18 +54,13 @@ class Rule(NamedTuple):
 _STILL = Rule({}, 0, lambda rate, update, missed: tf.zeros([0]), lambda slots: [], 0.0)
 
 
-def rule_of(
-    optimizer: keras.optimizers.Optimizer, decay: float, dtype: tf.DType
-) -> Rule | str | None:
-    """Returns how ``optimizer`` moves rows without a gradient; None if it does not; or why they
-    cannot be deferred.
-
-    Args:
-        optimizer: one of Keras, see `ctl.phases.optimizers.is_plain`.
-        decay: its weight decay for the table, 0 for none.
-        dtype: of the table.
-    """
+def rule_of(optimizer: keras.optimizers.Optimizer, table: keras.Variable) -> Rule | str | None:
+    """Returns how ``optimizer`` moves rows of ``table`` that have no gradient; None if it does not;
+    or why these moves cannot be deferred."""
     name, rule = type(optimizer).__name__, _STILL
+    if not is_plain(optimizer):
+        return f"{name} is not an optimizer of Keras"
+    decay = float(optimizer.weight_decay) if is_decayed(optimizer, table) else 0.0
     if name == "SGD" and optimizer.momentum:
         momentum = float(optimizer.momentum)
         rule = _momentum("momentums", momentum, momentum if optimizer.nesterov else 1.0)
@@ -74,7 +71,7 @@ def rule_of(
         factors = dict.fromkeys(averages, float(optimizer.rho))
         rule = rule._replace(factors={**rule.factors, **factors})
     elif name in ("Adam", "AdamW"):
-        found = _adam(optimizer, dtype)
+        found = _adam(optimizer, tf.as_dtype(table.dtype))
         if isinstance(found, str):
             return found
         rule = found
@@ -82,11 +79,21 @@ def rule_of(
         return f"{name} moves rows that have no gradient"
     if rule.fade >= 1.0:
         return f"a momentum of {rule.fade:g} does not fade"
-    return rule._replace(decay=decay) if rule.factors or decay else None
+    if not rule.factors and not decay:
+        return None
+    if table.dtype not in ("float32", "float64"):
+        return f"its type is {table.dtype}"
+    return rule._replace(decay=decay)
+
+
+def _settings_of(optimizer: keras.optimizers.Optimizer, table: keras.Variable) -> tuple[Any, ...]:
+    """What a rule depends on and a user may change."""
+    names = ("momentum", "nesterov", "rho", "beta_1", "beta_2", "epsilon", "weight_decay")
+    return *(getattr(optimizer, name, None) for name in names), is_decayed(optimizer, table)
 
 
 def _momentum(slot: str, momentum: float, sign: float) -> Rule:
-    """Each update multiplies ``slot`` by ``momentum``, and then adds it, times ``sign``, to the row."""
+    """Each update multiplies ``slot`` by ``momentum``, then adds it, times ``sign``, to the row."""
 
     def coefficients(rate: tf.Tensor, update: tf.Tensor, missed: tf.Tensor) -> tf.Tensor:
         return sign * tf.pow(tf.constant(momentum, tf.float64), missed)[:, tf.newaxis]
@@ -156,6 +163,7 @@ class Deferred:
     ):
         self.table, self._optimizer, self._rule = table, optimizer, rule
         self._strategy = strategy
+        self._settings = _settings_of(optimizer, table)
         # Updates since all rows were up to date; of each row, which of them was its last.
         self._updates = self._variable("updates", tf.zeros([], tf.int32))
         self._last = self._variable("last", tf.zeros(table.shape[:1], tf.int32))
@@ -163,6 +171,15 @@ class Deferred:
         # the coefficients.
         self._history = self._variable("history", self._nothing_missed())
         self.variables = [self._updates, self._last, self._history]
+
+    def check(self) -> None:
+        """Raises `UsageError` if the optimizer has other settings than the rule."""
+        if _settings_of(self._optimizer, self.table) != self._settings:
+            raise UsageError(
+                f"settings of {type(self._optimizer).__name__} were changed, which trains "
+                f"{self.table.path} by rows: make a new step and loop, or use --sparse_rows=off "
+                "(sparse_rows= in Python)"
+            )
 
     def _variable(self, name: str, value: tf.Tensor) -> tf.Variable:
         aggregation = tf.VariableAggregation.ONLY_FIRST_REPLICA

@@ -187,8 +187,8 @@ def update_rows(
     row: tf.Tensor,
     slots: Mapping[str, tf.Tensor],
 ) -> None:
-    """Decays and updates the rows of ``gradient`` as `update_variable` does with a variable. Call it
-    in an update context.
+    """Decays and updates the rows of ``gradient`` as `update_variable` does a variable. Call it in
+    an update context.
 
     Args:
         optimizer: of `with_rate` and `is_plain`. No element of its update depends on another.

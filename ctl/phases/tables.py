@@ -18,10 +18,9 @@ from absl import logging
 
 from ctl.base.tf_internals import copy_here
 from ctl.base.units import size_text
-from ctl.distributed import replicas
+from ctl.distributed import replicas, workers
 from ctl.errors import UsageError
-from ctl.phases.deferred import Deferred, Rule, rule_of
-from ctl.phases.optimizers import is_decayed, is_plain
+from ctl.phases.deferred import Deferred, rule_of
 from ctl.reduce import densify, sum_rows
 
 # Of a smaller table, a dense gradient costs less than to find the rows (benchmarks/README.md).
@@ -43,20 +42,26 @@ class Tables:
             `LEAST_BYTES` are trained by rows where that is possible (``"auto"``), all are
             (``"on"``), or none is (``"off"``).
 
+    Attributes:
+        deferred: tables of which rows without a gradient move, by the id of their Keras variable.
+        varies: whether the number of rows that workers gather may vary between steps. A call then
+            runs one step: TensorFlow's collectives keep the shape of their first run in a call.
+
     Raises:
         UsageError: ``sparse_rows`` is ``"on"``, and a table cannot be trained by rows.
     """
 
     def __init__(self, step: Any):
-        self.deferred: dict[int, Deferred] = {}  # by the id of the Keras variable
+        self.deferred: dict[int, Deferred] = {}
         self._by_id: dict[int, tf.Variable] = {}
+        self._over_workers = workers.is_multi_worker(step.strategy)
         for table, layers in _tables_of(step):
             size = table.value.shape.num_elements() * table.value.dtype.size
             small = size < LEAST_BYTES and step.sparse_rows == "auto"
             if step.sparse_rows == "off" or small:
                 continue
             optimizer = step.updater.group_of(table).optimizer
-            rule = _why_dense(step, table, layers) or _rule_of(optimizer, table)
+            rule = _why_dense(step, table, layers) or rule_of(optimizer, table)
             if isinstance(rule, str) and step.sparse_rows == "on":
                 raise UsageError(
                     f"layer {layers[0].name} cannot be trained by rows, because {rule}: use "
@@ -74,6 +79,18 @@ class Tables:
                 table.__class__ = _DeferredVariable
             for layer in layers:
                 vars(layer)["call"] = _Lookup(layer)
+        self.varies = self._over_workers and bool(self._by_id)
+
+    def check(self, jit_compile: bool | None) -> None:
+        """Raises `UsageError` if something was changed since the step was built with which a table
+        cannot be trained by rows."""
+        for deferred in self.deferred.values():
+            deferred.check()
+        if jit_compile and self._by_id:
+            raise UsageError(
+                "embedding tables are trained by rows, which XLA cannot compile: give jit_compile "
+                "before the first step, or sparse_rows=off (--sparse_rows=off)"
+            )
 
     def __contains__(self, variable: tf.Variable) -> bool:
         return id(variable) in self._by_id
@@ -112,6 +129,8 @@ class Tables:
         """Returns ``gradients`` of ``variables``, with the rows summed over all replicas."""
         pairs = zip(gradients, variables, strict=True)
         tables = {i: v for i, (g, v) in enumerate(pairs) if isinstance(g, tf.IndexedSlices)}
+        unknown = any(gradients[i].indices.shape[0] is None for i in tables)
+        self.varies = self._over_workers and unknown
         sums = sum_rows([gradients[i] for i in tables], [*tables.values()], options=options)
         of_table = dict(zip(tables, sums, strict=True))
         return [of_table.get(i, gradient) for i, gradient in enumerate(gradients)]
@@ -157,21 +176,12 @@ def _why_dense(
         return "log_norms takes the norms of all rows"
     if replicas.has_one_copy(step.strategy):
         return "the strategy keeps one copy of each variable"
+    if isinstance(step.strategy, tf.distribute.TPUStrategy):
+        return "the device is a TPU"
     for method in _OF_GRADIENTS:
         if step.overrides(method):
             return f"{type(step).__name__}.{method}() may expect a dense gradient"
     return None
-
-
-def _rule_of(optimizer: keras.optimizers.Optimizer, table: keras.Variable) -> Rule | str | None:
-    """See `ctl.phases.deferred.rule_of`."""
-    if not is_plain(optimizer):
-        return f"{type(optimizer).__name__} is not an optimizer of Keras"
-    decay = float(optimizer.weight_decay) if is_decayed(optimizer, table) else 0.0
-    rule = rule_of(optimizer, decay, table.value.dtype)
-    if isinstance(rule, Rule) and table.dtype not in ("float32", "float64"):
-        return f"its type is {table.dtype}"
-    return rule
 
 
 class _Lookup:
@@ -210,10 +220,11 @@ class _Lookup:
         table = copy_here(variable.value)
         if not isinstance(variable, _DeferredVariable):
             return tf.cast(table.sparse_read(ids), layer.compute_dtype)
-        numbers, places = tf.unique(tf.reshape(ids, [-1]))
+        numbers = tf.reshape(ids, [-1])
         rows = _with_value(table.sparse_read(numbers), variable._deferred.read(numbers)[0])
-        rows = tf.gather(tf.cast(rows, layer.compute_dtype), tf.reshape(places, tf.shape(ids)))
-        return tf.ensure_shape(rows, [*ids.shape, *table.shape[1:]])
+        rows = tf.reshape(rows, tf.concat([tf.shape(ids), table.shape[1:]], 0))
+        rows = tf.ensure_shape(rows, [*ids.shape, *table.shape[1:]])
+        return tf.cast(rows, layer.compute_dtype)
 
 
 @tf.custom_gradient
@@ -231,7 +242,7 @@ class _DeferredVariable(keras.Variable):
     def numpy(self) -> np.ndarray:
         return self._deferred.value().numpy()
 
-    def __array__(self, dtype: Any = None) -> np.ndarray:
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return self.numpy() if dtype is None else self.numpy().astype(dtype)
 
     def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> tf.Tensor:

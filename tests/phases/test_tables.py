@@ -1,0 +1,299 @@
+"""Embedding tables by rows, through the loop: equal to dense gradients, for whoever reads them."""
+
+from __future__ import annotations
+
+import logging as python_logging
+
+import keras
+import numpy as np
+import pytest
+import tables_worker
+import tensorflow as tf
+from paths import SUPPORT
+from tables_worker import CLASSES, IDS, ROWS, WIDTH, examples
+from worker_jobs import run_job
+
+from ctl.checkpoint.export import export_model
+from ctl.checkpoint.reader import Reader
+from ctl.control.evaluator import Evaluator
+from ctl.data import InMemory
+from ctl.errors import CheckpointError, UsageError
+from ctl.loop import Loop
+from ctl.phases import tables
+from ctl.phases.base_step import EvalStep
+from ctl.step import TrainStep
+from ctl.testing import check_step
+
+BATCH = 24
+OPTIMIZERS = tables_worker.OPTIMIZERS | {
+    "sgd": lambda: keras.optimizers.SGD(0.3),
+    "momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True),
+    "rmsprop": lambda: keras.optimizers.RMSprop(0.01, momentum=0.5),
+}
+
+
+def embedding_model() -> keras.Model:
+    return keras.Sequential(
+        [
+            keras.Input([IDS], dtype="int32"),
+            keras.layers.Embedding(ROWS, WIDTH, name="embedding"),
+            keras.layers.Flatten(),
+            keras.layers.Dense(CLASSES),
+        ]
+    )
+
+
+def make(strategy, rows="on", optimizer="adamw", model=embedding_model, data=None, **options):
+    keras.utils.set_random_seed(1)
+    loop_options = {k: options.pop(k) for k in ("checkpoints",) if k in options}
+    with strategy.scope():
+        built = model()
+        kind = options.pop("step_class", TrainStep)
+        step = kind(built, OPTIMIZERS[optimizer](), sparse_rows=rows, **options)
+        evaluation = EvalStep(built, metrics=["accuracy"])
+    data = data or InMemory(examples(), global_batch_size=BATCH, seed=1)
+    test = InMemory(examples(40), global_batch_size=16, training=False)
+    evaluator = Evaluator(evaluation, test, strategy=strategy)
+    return Loop(step, data, strategy=strategy, evaluator=evaluator, **loop_options)
+
+
+def trained(strategy, rows, steps=20, **options) -> list[np.ndarray]:
+    loop = make(strategy, rows, **options)
+    loop.train(steps)
+    return loop.step.model.get_weights()
+
+
+def assert_close(got, want) -> None:
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_allclose(one, other, atol=5e-6 * np.abs(other).max())
+
+
+@pytest.mark.parametrize(
+    "optimizer, replicas, options",
+    [
+        ("sgd", 1, {}),
+        ("sgd", 2, {"clip_norm": 0.1, "on_nan": "skip"}),
+        ("adagrad", 2, {"accumulate_steps": 3}),
+        ("adagrad", 1, {"loss_scale": True, "accumulate_steps": 2}),
+        ("momentum", 1, {"accumulate_steps": 3, "clip_norm": 0.2}),
+        ("momentum", 2, {"loss_scale": True}),
+        ("rmsprop", 2, {}),
+        ("adamw", 1, {"clip_norm": 0.2}),
+        ("adamw", 2, {"accumulate_steps": 2, "on_nan": "skip"}),
+    ],
+)
+def test_equals_dense_gradients(mirrored, optimizer, replicas, options):
+    options["optimizer"] = optimizer
+    want = trained(mirrored(1), "off", **options)
+    assert_close(trained(mirrored(replicas), "on", **options), want)
+
+
+@pytest.mark.parametrize("optimizer", tables_worker.OPTIMIZERS)
+def test_equals_them_for_several_tables_on_shares_of_any_size(mirrored, optimizer):
+    want = tables_worker.trained(mirrored(1), optimizer, "off")
+    assert_close(tables_worker.trained(mirrored(1), optimizer, "on"), want)
+    assert_close(tables_worker.trained(mirrored(4), optimizer, "on"), want)
+
+
+@pytest.mark.slow
+def test_equals_them_on_two_workers(mirrored, job, tmp_path):
+    run_job(job, tmp_path, program=SUPPORT / "tables_worker.py")
+    for optimizer in tables_worker.OPTIMIZERS:
+        want = tables_worker.trained(mirrored(1), optimizer, "off")
+        for index in range(2):
+            got = [*np.load(tmp_path / f"{optimizer} {index}.npz").values()]
+            assert_close(got, want)
+
+
+def test_a_resume_changes_no_bit(mirrored, tmp_path):
+    def variables(loop):
+        return [v.numpy() for group in loop.state.variables().values() for v in group]
+
+    whole = make(mirrored(2))
+    whole.train(20)
+    first = make(mirrored(2), checkpoints=str(tmp_path))
+    first.train(7)
+    first.save()
+    first.checkpoints.close()
+    second = make(mirrored(2), checkpoints=str(tmp_path))
+    second.restore()
+    second.evaluate()
+    second.train(20)
+    for one, other in zip(variables(second), variables(whole), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_who_reads_a_table_finds_all_rows_up_to_date(mirrored, tmp_path):
+    want = trained(mirrored(1), "off")
+    loop = make(mirrored(1), checkpoints=str(tmp_path / "checkpoints"))
+    loop.train(20)
+    table = loop.step.model.get_layer("embedding").embeddings
+    assert np.abs(table.value.numpy() - want[0]).max() > 1e-3  # what is deferred
+    state = [v.numpy() for v in loop.step.state()["rows"]]
+    loop.save()
+    loop.checkpoints.wait()
+    assert_close([table.numpy(), np.array(table), tf.identity(table).numpy()], want[:1] * 3)
+    assert_close(loop.step.model.get_weights(), want)
+    saved = Reader(tmp_path / "checkpoints")
+    assert_close([saved[name] for name in list(saved)[: len(want)]], want)
+    dense = make(mirrored(1), "off")
+    dense.step.model.set_weights(want)
+    np.testing.assert_allclose(loop.evaluate()["loss"], dense.evaluate()["loss"], rtol=1e-5)
+    keras_file, saved_model = export_model(loop.step.model, tmp_path / "export")
+    assert_close(keras.models.load_model(keras_file).get_weights(), want)
+    features = tf.constant(examples()[0][:4])
+    loaded = tf.saved_model.load(str(saved_model))
+    np.testing.assert_allclose(
+        loaded.serve(features), dense.step.model(features), rtol=1e-4, atol=1e-5
+    )
+    for one, other in zip(loop.step.state()["rows"], state, strict=True):  # all of this only reads
+        np.testing.assert_array_equal(one.numpy(), other)
+
+
+def test_a_table_that_is_set_forgets_what_it_has_missed(mirrored):
+    loop = make(mirrored(2))
+    loop.train(10)
+    weights = [np.full_like(w, 0.5) for w in loop.step.model.get_weights()]
+    loop.step.model.set_weights(weights)
+    assert_close(loop.step.model.get_weights(), weights)
+
+
+def test_runs_go_on_with_rows_after_dense_gradients_and_not_the_other_way(mirrored, tmp_path):
+    dense = make(mirrored(1), "off", checkpoints=str(tmp_path))
+    dense.train(7)
+    dense.save()
+    dense.checkpoints.close()
+    rows = make(mirrored(1), "on", checkpoints=str(tmp_path))
+    rows.restore()
+    rows.train(20)
+    assert_close(rows.step.model.get_weights(), trained(mirrored(1), "off"))
+    rows.save()
+    rows.checkpoints.close()
+    with pytest.raises(CheckpointError, match="trained by rows: resume it with the same optimizer"):
+        make(mirrored(1), "off", checkpoints=str(tmp_path)).restore()
+
+
+def test_another_step_takes_the_model_over(mirrored):
+    want = make(mirrored(1), "off")
+    want.train(10)
+    loop = make(mirrored(1))
+    loop.train(10)
+    model = loop.step.model
+    Loop(
+        TrainStep(model, OPTIMIZERS["sgd"](), sparse_rows="off"),
+        InMemory(examples(), global_batch_size=BATCH, seed=1),
+        strategy=mirrored(1),
+    )
+    table = model.get_layer("embedding").embeddings
+    assert type(table) is keras.Variable
+    assert_close([table.value.numpy()], want.step.model.get_weights()[:1])
+
+
+class Tied(keras.Model):
+    """The table is looked up, and is the last layer, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = keras.layers.Embedding(ROWS, WIDTH)
+
+    def call(self, ids):
+        mean = keras.ops.mean(self.table(ids), axis=1)
+        return keras.ops.matmul(mean, keras.ops.transpose(self.table.embeddings))
+
+
+def tied() -> keras.Model:
+    model = Tied()
+    model(np.zeros([1, IDS], "int32"))
+    return model
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate_steps": 2}])
+def test_a_table_that_is_not_only_looked_up(mirrored, options):
+    options = {"model": tied, "steps": 8, **options}
+    want = trained(mirrored(1), "off", **options)
+    assert_close(trained(mirrored(2), "on", **options), want)
+
+
+def test_ragged_ids_and_ids_from_the_end(mirrored):
+    """Keras counts ids below 0 from the end."""
+    layer = keras.layers.Embedding(ROWS, WIDTH)
+    ragged = tf.ragged.constant([[1, 2, 2], [], [ROWS - 1]])
+    want = [layer(ragged), layer(tf.constant([[-1, 4]])), layer(tf.constant([2.0]))]
+    vars(layer)["call"] = tables._Lookup(layer)
+    got = [layer(ragged), layer(tf.constant([[-1, 4]])), layer(tf.constant([2.0]))]
+    assert got[0].to_list() == want[0].to_list()
+    for one, other in zip(got[1:], want[1:], strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+class Clips(TrainStep):
+    def clip(self, gradients):
+        return super().clip(gradients)
+
+
+def constrained() -> keras.Model:
+    model = embedding_model()
+    model.layers[0]._embeddings.regularizer = keras.regularizers.L2(0.1)
+    return model
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"ema_decay": 0.9}, "ema_decay averages all rows"),
+        ({"log_norms": True}, "log_norms takes the norms of all rows"),
+        ({"jit_compile": True}, "jit_compile is on"),
+        ({"step_class": Clips}, r"Clips.clip\(\) may expect a dense gradient"),
+        ({"model": constrained}, "its regularizer or constraint takes all rows"),
+    ],
+)
+def test_says_why_a_table_is_dense(mirrored, monkeypatch, caplog, options, words):
+    with pytest.raises(UsageError, match=f"embedding cannot be trained by rows, because {words}"):
+        make(mirrored(1), "on", **options)
+    monkeypatch.setattr(tables, "LEAST_BYTES", 1000)
+    with caplog.at_level(python_logging.INFO):
+        loop = make(mirrored(1), "auto", **options)
+    assert not loop.step.tables.deferred
+    assert any("4.7 KiB: dense, because" in line for line in caplog.messages)
+
+
+def test_small_tables_are_dense_by_themselves(mirrored):
+    assert not make(mirrored(1), "auto").step.tables.deferred
+
+
+def test_xla_that_is_chosen_later_is_refused(mirrored):
+    loop = make(mirrored(1))
+    loop.step.jit_compile = True
+    with pytest.raises(UsageError, match="trained by rows, which XLA cannot compile"):
+        loop.train(1)
+
+
+def test_an_id_outside_of_the_table_is_named(mirrored):
+    ids, labels = examples()
+    ids[30, 2] = ROWS
+    data = tf.data.Dataset.from_tensor_slices((ids, labels)).batch(BATCH)
+    with pytest.raises(UsageError, match=f"{ROWS}.* outside|{ROWS} is not in"):
+        trained(mirrored(1), "on", data=data)
+
+
+def test_step_by_step_without_graphs(mirrored):
+    want = trained(mirrored(1), "on", steps=3)
+    loop = make(mirrored(2))
+    loop.train(3, eager=True)
+    assert_close(loop.step.model.get_weights(), want)
+
+
+def test_the_plan_has_the_rows(mirrored):
+    loop = make(mirrored(2), optimizer="adagrad")
+    loop.train(1)
+    plan = loop.plan()
+    rows = [c for c in plan.collectives if "ctl_rows" in c.name]
+    assert [c.shape for c in rows] == [(BATCH // 2 * IDS,), (BATCH // 2 * IDS, WIDTH)]
+    assert not plan.lints
+
+
+def test_the_checks_of_a_step_hold(mirrored):
+    def make_loop(strategy, checkpoints):
+        return make(strategy, checkpoints=checkpoints)
+
+    check_step(make_loop)

@@ -1,0 +1,86 @@
+"""What one of two workers runs: trains embedding tables by rows.
+
+python tables_worker.py OUT
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from ctl.base import console
+from ctl.distributed import cluster
+
+console.log_to_terminal()
+console.load_tensorflow()
+
+import keras  # noqa: E402
+import numpy as np  # noqa: E402
+import tensorflow as tf  # noqa: E402
+from worker_end import run_to_end  # noqa: E402
+
+import ctl  # noqa: E402
+from ctl.distributed.strategy import make_multi_worker  # noqa: E402
+from ctl.distributed.watch import watchdog  # noqa: E402
+
+ROWS, WIDTH, IDS, CLASSES, STEPS = 300, 4, 5, 3, 12
+SIZES = 24, 5, 2, 24, 1, 7  # of batches: a share may have no examples
+OPTIMIZERS = {
+    "adagrad": lambda: keras.optimizers.Adagrad(0.3),
+    "adamw": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.05, epsilon=1e-4),
+}
+
+
+def examples(count: int = 240) -> tuple[np.ndarray, np.ndarray]:
+    random = np.random.default_rng(0)
+    ids = random.zipf(1.3, (count, IDS)) % ROWS
+    return ids.astype("int32"), random.integers(0, CLASSES, count)
+
+
+def batches() -> tf.data.Dataset:
+    """Batches of ``SIZES``, for ever."""
+    ids, labels = examples()
+    parts = np.split(np.arange(sum(SIZES)), np.cumsum(SIZES)[:-1])
+    spec = tf.TensorSpec([None, IDS], tf.int32), tf.TensorSpec([None], tf.int64)
+    return tf.data.Dataset.from_generator(
+        lambda: ((ids[part], labels[part]) for part in parts), output_signature=spec
+    ).repeat()
+
+
+def three_lookups() -> keras.Model:
+    """Three tables of two widths, one of which is looked up twice."""
+    inputs = keras.Input([IDS], dtype="int32")
+    shared = keras.layers.Embedding(ROWS, WIDTH)
+    other = keras.layers.Embedding(ROWS + 7, WIDTH)
+    wide = keras.layers.Embedding(ROWS, 2 * WIDTH, mask_zero=True)
+    each = [shared(inputs), shared(inputs[:, ::-1] * inputs % ROWS), other(inputs + 7)]
+    parts = [keras.layers.Flatten()(one) for one in each]
+    parts.append(keras.layers.GlobalAveragePooling1D()(wide(inputs)))
+    return keras.Model(inputs, keras.layers.Dense(CLASSES)(keras.layers.Concatenate()(parts)))
+
+
+def trained(strategy: tf.distribute.Strategy, optimizer: str, rows: str) -> list[np.ndarray]:
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model = three_lookups()
+        step = ctl.TrainStep(model, OPTIMIZERS[optimizer](), sparse_rows=rows)
+    ctl.Loop(step, batches(), strategy=strategy, steps_per_loop=4).train(STEPS)
+    with watchdog.host("the weights"):
+        return model.get_weights()
+
+
+def main() -> None:
+    out = Path(sys.argv[1])
+    me = cluster.resolve(None, None)
+    strategy = make_multi_worker(me, collective_timeout=60, startup_timeout=60).strategy
+    for optimizer in OPTIMIZERS:
+        np.savez(out / f"{optimizer} {me.index}.npz", *trained(strategy, optimizer, "on"))
+    ctl.workers.leave_together(strategy)
+
+
+def run() -> None:
+    run_to_end(main)
+
+
+if __name__ == "__main__":
+    run()
