@@ -367,6 +367,7 @@ class TrainStep(BaseStep):
         with counted, gather_context(divisor, empty, self.options, in_graph):
             loss, gradients, outputs = gradient_fn(computed, divisor, self.seeds.place(number))
         gradients = checked_gradients(self, gradients, self.trainable_variables)
+        gradients = self.tables.gradients(gradients, self.trainable_variables)
         (loss, gradients), outputs = local_batch.mask_empty(empty, (loss, gradients), outputs)
         self.update_metrics_of(batch, outputs)
         return loss, gradients
@@ -431,8 +432,7 @@ class TrainStep(BaseStep):
         seed = None if scale is None else tf.cast(scale.scale, loss.dtype)
         variables = self.trainable_variables if variables is None else variables
         gradients = tape.gradient(loss, variables, output_gradients=seed)
-        pairs = zip(gradients, variables, strict=True)
-        return [None if g is None else self.tables.gradient(g, v) for g, v in pairs]
+        return self.tables.gradients(gradients, variables)
 
     def reduce(
         self, loss: tf.Tensor, count: Any, gradients: Gradients, snapshot: StatisticsSnapshot

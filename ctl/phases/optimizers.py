@@ -176,8 +176,12 @@ def write_rows(
 def _slots_of_name(
     optimizer: keras.optimizers.Optimizer, variable: keras.Variable
 ) -> dict[str, tf.Variable]:
-    index = optimizer._get_variable_index(variable)
-    return {name: slots[index].value for name, slots in _slots_by_name(optimizer).items()}
+    """Keras has no public API for slots. Its optimizers keep slots of one name in a list, in the
+    order of the variables. Slots that are kept in another way are not found."""
+    index = optimizer._trainable_variables_indices.get(optimizer._var_key(variable))
+    lists = {} if index is None else _slots_by_name(optimizer)
+    slots = {name: slots[index] for name, slots in lists.items()}
+    return {name: slot.value for name, slot in slots.items() if isinstance(slot, keras.Variable)}
 
 
 def update_rows(
@@ -258,14 +262,8 @@ def _has_own_decay(optimizer: keras.optimizers.Optimizer) -> bool:
 
 
 def slots_of(optimizer: keras.optimizers.Optimizer, variable: keras.Variable) -> list[tf.Variable]:
-    """Returns the slots of ``variable``; none if ``optimizer`` was not built with it.
-
-    Keras has no public API for slots. Its optimizers keep slots of one name in a list, in the order
-    of the variables. Slots that are kept in another way are not found.
-    """
-    index = optimizer._trainable_variables_indices.get(optimizer._var_key(variable))
-    slots = [] if index is None else [x[index] for x in _slots_by_name(optimizer).values()]
-    return [slot.value for slot in slots if isinstance(slot, keras.Variable)]
+    """Returns the slots of ``variable``; none if ``optimizer`` was not built with it."""
+    return list(_slots_of_name(optimizer, variable).values())
 
 
 def _slots_by_name(optimizer: keras.optimizers.Optimizer) -> dict[str, list[Any]]:

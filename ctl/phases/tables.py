@@ -95,11 +95,15 @@ class Tables:
     def __contains__(self, variable: tf.Variable) -> bool:
         return id(variable) in self._by_id
 
-    def gradient(
+    def gradients(self, gradients: Sequence[Any], variables: Sequence[tf.Variable]) -> list[Any]:
+        """Returns each gradient as rows if it is that of such a table, else as a dense tensor. Of a
+        table that is not only looked up, a gradient has all rows. None stays None."""
+        pairs = zip(gradients, variables, strict=True)
+        return [None if g is None else self._gradient(g, v) for g, v in pairs]
+
+    def _gradient(
         self, gradient: tf.Tensor | tf.IndexedSlices, variable: tf.Variable
     ) -> tf.Tensor | tf.IndexedSlices:
-        """Returns ``gradient`` as rows if ``variable`` is such a table, else as a dense tensor. Of
-        a table that is not only looked up, a gradient has all rows."""
         if variable not in self:
             return densify(gradient)
         if isinstance(gradient, tf.Tensor):

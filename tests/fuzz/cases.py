@@ -134,6 +134,7 @@ class Case:
     weight_decay: float | None = None
     schedule: str = ""  # decay, cosine
     bytes_per_pack: int = 0
+    by_rows: bool = False  # small embedding tables, too
     steps_per_loop: int | None = None
 
     change: str = ""  # one of `CHANGES`
@@ -219,6 +220,8 @@ def valid(case: Case) -> Case:
         changes |= {"float32_head": False}
     if case.change == "trainable" and case.frozen == "hidden":
         changes |= {"change": ""}
+    if case.features not in ("ids", "two", "ragged") or case.twice or case.change == "scale":
+        changes |= {"by_rows": False}  # there is no table, or the step has phases of its own
     changes |= {"pause": min(case.pause, case.steps - 1), "fault_row": case.fault_row % rows}
     changes |= {"change_step": max(1, min(case.change_step, case.steps - 1))}
     if case.steps == 1:
@@ -326,6 +329,7 @@ def cases(draw: st.DrawFn) -> Case:
         weight_decay=choice(None, None, 0.1),
         schedule=choice("", "", "decay", "cosine"),
         bytes_per_pack=choice(0, 0, 1, 64),
+        by_rows=choice(False, True),
         steps_per_loop=choice(None, 1, 2),
         change=choice(*CHANGES) if rarely(4) else "",
         change_step=draw(st.integers(1, 3)),

@@ -8,6 +8,7 @@ import re
 import tempfile
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from unittest import mock
 
 import keras
 import numpy as np
@@ -21,8 +22,9 @@ from ctl.data.global_batches import GlobalBatches
 from ctl.distributed.local_batch import rows
 from ctl.distributed.replicas import has_one_copy
 from ctl.errors import DivergedError, UsageError
+from ctl.jobs.trials import preserved
 from ctl.loop import Loop
-from ctl.phases import passes
+from ctl.phases import passes, tables
 from ctl.phases.base_step import EvalStep
 from ctl.phases.losses import cross_entropy
 from ctl.schedule import Cosine
@@ -62,6 +64,13 @@ class Dense:
         if isinstance(features, tf.SparseTensor):
             return tf.ensure_shape(tf.sparse.to_dense(features), [None, 6])
         return super().preprocess(features)  # type: ignore[misc]
+
+
+class Plain(Dense, TrainStep):
+    """Has no phase of gradients of its own, which would get dense ones."""
+
+    def __init__(self, *args: Any, twice: bool, **options: Any):
+        super().__init__(*args, **options)
 
 
 class Step(Dense, TrainStep):
@@ -208,7 +217,8 @@ def _make_loop(case: Case, dataset: Any, strategy: tf.distribute.Strategy, direc
             "bytes_per_pack": case.bytes_per_pack,
         }
         wrong = _wrong(case)
-        step = (Scaled if case.change == "scale" else Step)(
+        kind = Scaled if case.change == "scale" else Plain if case.by_rows else Step
+        step = kind(
             make_model(case),
             make_optimizer(case),
             twice=case.twice,
@@ -224,14 +234,16 @@ def _make_loop(case: Case, dataset: Any, strategy: tf.distribute.Strategy, direc
         "decay": lambda number: rate * 0.8 ** tf.cast(number, tf.float32),
         "cosine": Cosine(rate, total_steps=6, warmup_steps=1),
     }
-    return Loop(
-        step,
-        GlobalBatches(dataset, training=False) if case.ends else dataset,
-        strategy=strategy,
-        schedule=schedules.get(case.schedule),
-        checkpoints=wrong.get("checkpoints", CheckpointManager(directory) if case.pause else None),
-        steps_per_loop=wrong.get("steps_per_loop", case.steps_per_loop),
-    )
+    checkpoints = CheckpointManager(directory) if case.pause else None
+    with mock.patch.object(tables, "LEAST_BYTES", 0 if case.by_rows else tables.LEAST_BYTES):
+        return Loop(
+            step,
+            GlobalBatches(dataset, training=False) if case.ends else dataset,
+            strategy=strategy,
+            schedule=schedules.get(case.schedule),
+            checkpoints=wrong.get("checkpoints", checkpoints),
+            steps_per_loop=wrong.get("steps_per_loop", case.steps_per_loop),
+        )
 
 
 def _wrong(case: Case) -> dict[str, Any]:
@@ -325,7 +337,10 @@ def _values(loop: Loop) -> dict[str, np.ndarray]:
     model, updater = loop.step.model, loop.step.updater
     values = {f"trainable {v.path}": v.numpy() for v in model.trainable_variables}
     values |= {f"state {v.path}": v.numpy() for v in model.non_trainable_variables}
-    values |= oracle.slots_of(loop.step.optimizer)
+    with preserved(loop.step):
+        for table in loop.step.tables.deferred.values():
+            table.bring_up_to_date()
+        values |= oracle.slots_of(loop.step.optimizer)
     values |= {f"ema {i}": v.numpy() for i, v in enumerate(updater.ema)}
     if updater.loss_scale:
         values["loss scale"] = updater.loss_scale.scale.numpy().astype(np.float64)
