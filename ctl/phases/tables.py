@@ -16,6 +16,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
+from ctl.base.differences import names_of
 from ctl.base.tf_internals import copy_here
 from ctl.base.units import size_text
 from ctl.distributed import replicas, workers
@@ -55,9 +56,9 @@ class Tables:
         self.deferred: dict[int, Deferred] = {}
         self._by_id: dict[int, tf.Variable] = {}
         self._over_workers = workers.is_multi_worker(step.strategy)
+        by_way: dict[str, list[keras.Variable]] = {}
         for table, layers in _tables_of(step):
-            size = table.value.shape.num_elements() * table.value.dtype.size
-            small = size < LEAST_BYTES and step.sparse_rows == "auto"
+            small = _bytes_of(table) < LEAST_BYTES and step.sparse_rows == "auto"
             if step.sparse_rows == "off" or small:
                 continue
             optimizer = step.updater.group_of(table).optimizer
@@ -67,8 +68,8 @@ class Tables:
                     f"layer {layers[0].name} cannot be trained by rows, because {rule}: use "
                     "--sparse_rows=auto (sparse_rows= in Python)"
                 )
-            how = f"dense, because {rule}" if isinstance(rule, str) else "by rows"
-            logging.info("embedding %s, %s: %s", table.path, size_text(size), how)
+            way = f"dense, because {rule}" if isinstance(rule, str) else "by rows"
+            by_way.setdefault(way, []).append(table)
             if isinstance(rule, str):
                 continue
             self._by_id[id(table.value)] = table.value
@@ -80,6 +81,9 @@ class Tables:
             for layer in layers:
                 vars(layer)["call"] = _Lookup(layer)
         self.varies = self._over_workers and bool(self._by_id)
+        for way, tables in by_way.items():
+            names, size = names_of([t.path for t in tables]), sum(map(_bytes_of, tables))
+            logging.info("embeddings %s, %s: %s", names, size_text(size), way)
 
     def check(self, jit_compile: bool | None) -> None:
         """Raises `UsageError` if something was changed since the step was built with which a table
@@ -138,6 +142,10 @@ class Tables:
         sums = sum_rows([gradients[i] for i in tables], [*tables.values()], options=options)
         of_table = dict(zip(tables, sums, strict=True))
         return [of_table.get(i, gradient) for i, gradient in enumerate(gradients)]
+
+
+def _bytes_of(table: keras.Variable) -> int:
+    return table.value.shape.num_elements() * table.value.dtype.size
 
 
 def _tables_of(step: Any) -> list[tuple[keras.Variable, list[keras.layers.Embedding]]]:
