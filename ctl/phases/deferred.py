@@ -7,7 +7,7 @@ has missed when it is next read. The numbers are those of the dense update, up t
 In an update without a gradient, each slot of a row is multiplied by a factor, and the row moves by
 a sum of terms: a coefficient, which depends on the update and on how many the row has missed, times
 a tensor that depends on the slots as they were. The coefficients are added up once for all rows
-that had their last update together.
+that had their last update together. With Ftrl, a row is a function of its slots and the last rate.
 """
 
 from __future__ import annotations
@@ -38,20 +38,23 @@ class Rule(NamedTuple):
         terms: number of terms.
         coefficients: ``(rate, update, missed) -> [m, terms]``: of the move in ``update`` (1 is the
             first), of rows that have missed ``missed`` [m] updates with it; all float64.
-        of_slots: ``slots -> terms`` of tensors like a row, from the slots of the last update.
+        moved: ``(row, slots, sums) -> row``: adds the terms to a row whose slots are those of its
+            last update. ``sums`` are those of the coefficients, a list of ``terms`` tensors.
         fade: factor by which coefficients fall, at least, with each update that is missed.
         decay: ``weight_decay``, 0 for none.
+        keeps: whether sums go on from one update to the next.
     """
 
     factors: Mapping[str, float]
     terms: int
     coefficients: Callable[[tf.Tensor, tf.Tensor, tf.Tensor], tf.Tensor]
-    of_slots: Callable[[Mapping[str, tf.Tensor]], list[tf.Tensor]]
+    moved: Callable[[tf.Tensor, Mapping[str, tf.Tensor], list[tf.Tensor]], tf.Tensor]
     fade: float
     decay: float = 0.0
+    keeps: bool = True
 
 
-_STILL = Rule({}, 0, lambda rate, update, missed: tf.zeros([0]), lambda slots: [], 0.0)
+_STILL = Rule({}, 0, lambda rate, update, missed: tf.zeros([0]), lambda row, slots, sums: row, 0.0)
 
 
 def rule_of(optimizer: keras.optimizers.Optimizer, table: keras.Variable) -> Rule | str | None:
@@ -75,11 +78,15 @@ def rule_of(optimizer: keras.optimizers.Optimizer, table: keras.Variable) -> Rul
         if isinstance(found, str):
             return found
         rule = found
+    elif name == "Ftrl":
+        if optimizer.l2_shrinkage_regularization_strength or decay:
+            return "its l2_shrinkage or weight_decay takes all rows"
+        rule = _ftrl(optimizer)
     elif name not in ("SGD", "Adagrad"):
         return f"{name} moves rows that have no gradient"
     if rule.fade >= 1.0:
         return f"a momentum of {rule.fade:g} does not fade"
-    if not rule.factors and not decay:
+    if not rule.factors and not rule.terms and not decay:
         return None
     if table.dtype not in ("float32", "float64"):
         return f"its type is {table.dtype}"
@@ -98,7 +105,28 @@ def _momentum(slot: str, momentum: float, sign: float) -> Rule:
     def coefficients(rate: tf.Tensor, update: tf.Tensor, missed: tf.Tensor) -> tf.Tensor:
         return sign * tf.pow(tf.constant(momentum, tf.float64), missed)[:, tf.newaxis]
 
-    return Rule({slot: momentum}, 1, coefficients, lambda slots: [slots[slot]], momentum)
+    def moved(row: tf.Tensor, slots: Mapping[str, tf.Tensor], sums: list[tf.Tensor]) -> tf.Tensor:
+        return row + sums[0] * slots[slot]
+
+    return Rule({slot: momentum}, 1, coefficients, moved, momentum)
+
+
+def _ftrl(optimizer: Any) -> Rule:
+    """The rule of Ftrl (McMahan et al. 2013, "Ad click prediction: a view from the trenches",
+    algorithm 1). Its "sum" is the last rate, or 0 if none was missed."""
+    l1 = float(optimizer.l1_regularization_strength)
+    l2, beta = float(optimizer.l2_regularization_strength), float(optimizer.beta)
+    power = -float(optimizer.learning_rate_power)
+
+    def coefficients(rate: tf.Tensor, update: tf.Tensor, missed: tf.Tensor) -> tf.Tensor:
+        return tf.fill([tf.size(missed), 1], rate)
+
+    def moved(row: tf.Tensor, slots: Mapping[str, tf.Tensor], sums: list[tf.Tensor]) -> tf.Tensor:
+        total, linear, rate = slots["_accumulators"], slots["_linears"], sums[0]
+        short = tf.clip_by_value(linear, -l1, l1) - linear
+        return tf.where(rate > 0, short * rate / (total**power + beta + 2.0 * l2 * rate), row)
+
+    return Rule({}, 1, coefficients, moved, 1.0 - 1e-9, keeps=False)
 
 
 def _adam(optimizer: Any, dtype: tf.DType) -> Rule | str:
@@ -130,14 +158,14 @@ def _adam(optimizer: Any, dtype: tf.DType) -> Rule | str:
         powers = (1.0 - two ** (missed / 2.0)) ** tf.range(terms, dtype=tf.float64)
         return -alpha * one**missed * powers
 
-    def of_slots(slots: Mapping[str, tf.Tensor]) -> list[tf.Tensor]:
+    def moved(row: tf.Tensor, slots: Mapping[str, tf.Tensor], sums: list[tf.Tensor]) -> tf.Tensor:
         root = tf.sqrt(slots["_velocities"])
-        tensors, ratio = [slots["_momentums"] / (root + epsilon)], root / (root + epsilon)
-        for _ in range(terms - 1):
-            tensors.append(tensors[-1] * ratio)
-        return tensors
+        ratio, total = root / (root + epsilon), sums[-1]
+        for one in reversed(sums[:-1]):
+            total = one + ratio * total
+        return row + total * slots["_momentums"] / (root + epsilon)
 
-    return Rule({"_momentums": b1, "_velocities": b2}, terms, coefficients, of_slots, b1)
+    return Rule({"_momentums": b1, "_velocities": b2}, terms, coefficients, moved, b1)
 
 
 class Deferred:
@@ -196,8 +224,7 @@ class Deferred:
         last = copy_here(self._last).sparse_read(numbers)
         history = tf.cast(copy_here(self._history).sparse_read(last), row.dtype)
         kept, *sums = (_as(row, one) for one in tf.unstack(history, axis=1))
-        terms = zip(sums, self._rule.of_slots(slots), strict=True)
-        row = tf.add_n([kept * row, *(total * tensor for total, tensor in terms)])
+        row = self._rule.moved(kept * row, slots, sums)
         missed = tf.cast(self._updates - last, tf.float64)
         for name, factor in self._rule.factors.items():
             left = tf.pow(tf.constant(factor, tf.float64), missed)
@@ -221,8 +248,10 @@ class Deferred:
         update = tf.cast(self._optimizer.iterations.value + 1, tf.float64)
         updates, history = self._updates + 1, copy_here(self._history)
         rows = history.read_value()[:updates] * (1.0 - rule.decay * rate)
+        rows *= 1.0 if rule.keeps else tf.one_hot(0, 1 + rule.terms, dtype=tf.float64)
         # Coefficients of rows that have missed more are below rounding.
-        most = math.ceil(math.log(_ERROR * _ERROR) / math.log(rule.fade)) if rule.terms else 0
+        most = math.log(_ERROR * _ERROR) / math.log(rule.fade) if rule.terms else 0
+        most = min(math.ceil(most), HISTORY)
         missed = tf.range(tf.minimum(updates, most), 0, -1)
         if rule.terms:
             more = rule.coefficients(rate, update, tf.cast(missed, tf.float64))

@@ -41,6 +41,14 @@ def adam(w, g, s, rate, update, beta_1, beta_2, epsilon):
     return w - alpha * s["m"] / (np.sqrt(s["v"]) + epsilon)
 
 
+def ftrl(w, g, s, rate, update, l1, l2, beta):
+    before = s.get("n", 0.125)
+    s["n"] = before + g * g
+    s["z"] = s.get("z", 0.0) + g - (np.sqrt(s["n"]) - np.sqrt(before)) / rate * w
+    divisor = (beta + np.sqrt(s["n"])) / rate + 2 * l2
+    return (np.clip(s["z"], -l1, l1) - s["z"]) / divisor
+
+
 # Numbers that float32 has: Keras rounds some of them to it, for float64, too.
 BETAS = {"beta_1": 0.875, "beta_2": 1 - 2**-10, "epsilon": EPSILON}
 DECAY = {"weight_decay": 2**-5}
@@ -59,6 +67,7 @@ CASES = {
         rmsprop,
         {"rho": 0.875, "momentum": 0.75, "centered": True, "epsilon": EPSILON},
     ),
+    "ftrl": ("Ftrl", ftrl, {"l1": 2**-9, "l2": 2**-7, "beta": 0.25}),
     "adam": ("Adam", adam, BETAS),
     "adam, other betas": ("Adam", adam, {**BETAS, "beta_1": 0.75, "beta_2": 1 - 2**-7}),
     "adam, large epsilon": ("Adam", adam, {**BETAS, "epsilon": 2**-10}),
@@ -96,6 +105,10 @@ def in_float64(formula, options) -> np.ndarray:
 def trained(kind: str, options, dtype: str, deferred: bool) -> np.ndarray:
     """The table after all updates: of rows, or of dense gradients as Keras makes them."""
     table, rows, gradients, rates = map(tf.constant, drawn())
+    names = {"l1": "l1_regularization_strength", "l2": "l2_regularization_strength"}
+    options = {names.get(name, name): value for name, value in options.items()}
+    if kind == "Ftrl":
+        options["initial_accumulator_value"] = 0.125
     optimizer = getattr(keras.optimizers, kind)(0.01, **options)
     variable = keras.Variable(tf.cast(table, dtype), dtype=dtype, name="table")
     optimizer.build([variable])
@@ -132,7 +145,9 @@ def test_in_float64_it_equals_a_dense_loop_of_numpy(case):
     assert np.abs(got - want).max() < 2e-8 * np.abs(want).max()
 
 
-@pytest.mark.parametrize("case", ["nesterov", "adagrad", "rmsprop momentum", "adam", "adamw"])
+@pytest.mark.parametrize(
+    "case", ["nesterov", "adagrad", "rmsprop momentum", "ftrl", "adam", "adamw"]
+)
 def test_in_float32_it_equals_dense_updates_of_keras(case):
     kind, _, options = CASES[case]
     want, got = (trained(kind, options, "float32", deferred) for deferred in (False, True))
@@ -151,7 +166,10 @@ def test_equals_them_where_all_rows_are_brought_up_to_date_now_and_then(case, mo
 @pytest.mark.parametrize(
     "optimizer, words",
     [
-        (lambda: keras.optimizers.Ftrl(), "Ftrl moves rows that have no gradient"),
+        (
+            lambda: keras.optimizers.Ftrl(l2_shrinkage_regularization_strength=0.1),
+            "its l2_shrinkage or weight_decay takes all rows",
+        ),
         (lambda: keras.optimizers.Lamb(), "Lamb moves rows that have no gradient"),
         (lambda: keras.optimizers.Adam(amsgrad=True), "amsgrad keeps a maximum"),
         (lambda: keras.optimizers.Adam(beta_1=0.99, beta_2=0.9), "its moves do not fade"),
