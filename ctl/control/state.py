@@ -88,6 +88,7 @@ class TrainState:
     def _restore_rows(self, saved: Saved) -> None:
         step = self._step
         rows = _rows_of(step)
+        step.tables.restored()
         if _ROWS not in saved.variables:  # of a training with dense gradients
             for deferred in step.tables.deferred.values():
                 deferred.reset()

@@ -362,8 +362,6 @@ class Updater:
     ) -> None:
         optimizer, numbers = self.group_of(table).optimizer, gradient.indices
         deferred = self.deferred.get(id(table))
-        if deferred:
-            deferred.make_room()
         rows = deferred.read(numbers) if deferred else read_rows(table, optimizer, numbers)
         update_rows(with_rate(optimizer, rate), table, gradient, *rows)
         if deferred:

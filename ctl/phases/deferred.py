@@ -21,6 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 from ctl.base.tf_internals import copy_here
+from ctl.distributed.watch import watchdog
 from ctl.errors import UsageError
 from ctl.phases.optimizers import is_decayed, is_plain, read_rows, write_rows
 
@@ -231,10 +232,14 @@ class Deferred:
             slots[name] *= _as(row, tf.cast(left, row.dtype))
         return row, slots
 
-    def make_room(self) -> None:
-        """Brings all rows up to date if there is no room in the history for another update. Call it
-        in an update context."""
-        tf.cond(self._updates + 1 < HISTORY, lambda: None, self._bring_all)
+    def make_room(self) -> int:
+        """Brings all rows up to date if the history has no room for another update. Returns for how
+        many it has room. Call it outside of a graph."""
+        updates = int(self._updates.numpy())
+        if updates + 1 < HISTORY:
+            return HISTORY - 1 - updates
+        self.bring_up_to_date()
+        return HISTORY - 1
 
     def note_update(self, numbers: tf.Tensor, rate: tf.Tensor) -> None:
         """Notes that rows ``numbers``, which were up to date, were updated, and that all others
@@ -300,7 +305,7 @@ class Deferred:
             )
 
         if int(self._updates.numpy()):
-            with self._strategy.scope():
+            with watchdog.host("the rows of an embedding table"), self._strategy.scope():
                 bring()
 
 

@@ -54,6 +54,7 @@ class Tables:
 
     def __init__(self, step: Any):
         self.deferred: dict[int, Deferred] = {}
+        self._room = 0  # steps for which all histories have room, at least
         self._by_id: dict[int, tf.Variable] = {}
         self._over_workers = workers.is_multi_worker(step.strategy)
         by_way: dict[str, list[keras.Variable]] = {}
@@ -84,6 +85,23 @@ class Tables:
         for way, tables in by_way.items():
             names, size = names_of([t.path for t in tables]), sum(map(_bytes_of, tables))
             logging.info("embeddings %s, %s: %s", names, size_text(size), way)
+
+    def steps(self, most: int) -> int:
+        """Returns how many steps the next call may run, ``most`` at most. Call it before each call:
+        where a history is full, it brings all rows of a table up to date."""
+        if self.varies:
+            most = 1
+        if not self.deferred:
+            return most
+        if self._room < 1:
+            self._room = min(deferred.make_room() for deferred in self.deferred.values())
+        most = min(most, self._room)
+        self._room -= most
+        return most
+
+    def restored(self) -> None:
+        """The variables of ``deferred`` have other values now."""
+        self._room = 0
 
     def check(self, jit_compile: bool | None) -> None:
         """Raises `UsageError` if something was changed since the step was built with which a table

@@ -120,7 +120,6 @@ def trained(kind: str, options, dtype: str, deferred: bool) -> np.ndarray:
         numbers, gradient = rows[number], tf.cast(gradients[number], dtype)
         on = with_rate(optimizer, rates[number])
         if deferred:
-            late.make_room()
             slices = tf.IndexedSlices(gradient, numbers)
             update_rows(on, variable, slices, *late.read(numbers))
             late.note_update(numbers, rates[number])
@@ -130,11 +129,15 @@ def trained(kind: str, options, dtype: str, deferred: bool) -> np.ndarray:
         optimizer.iterations.value.assign_add(1)
 
     @tf.function
-    def train() -> None:
-        for number in tf.range(UPDATES):
+    def train(first: tf.Tensor, last: tf.Tensor) -> None:
+        for number in tf.range(first, last):
             update(number)
 
-    train()
+    done = 0
+    while done < UPDATES:
+        last = min(UPDATES, done + late.make_room())
+        train(tf.constant(done), tf.constant(last))
+        done = last
     return (late.value() if deferred else variable.value).numpy()
 
 

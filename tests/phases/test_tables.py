@@ -19,7 +19,7 @@ from ctl.control.evaluator import Evaluator
 from ctl.data import InMemory
 from ctl.errors import CheckpointError, UsageError
 from ctl.loop import Loop
-from ctl.phases import tables
+from ctl.phases import deferred, tables
 from ctl.phases.base_step import EvalStep
 from ctl.step import TrainStep
 from ctl.testing import check_step
@@ -45,7 +45,7 @@ def embedding_model() -> keras.Model:
 
 def make(strategy, rows="on", optimizer="adamw", model=embedding_model, data=None, **options):
     keras.utils.set_random_seed(1)
-    loop_options = {k: options.pop(k) for k in ("checkpoints",) if k in options}
+    loop_options = {k: options.pop(k) for k in ("checkpoints", "steps_per_loop") if k in options}
     with strategy.scope():
         built = model()
         kind = options.pop("step_class", TrainStep)
@@ -120,6 +120,29 @@ def test_a_resume_changes_no_bit(mirrored, tmp_path):
     second.evaluate()
     second.train(20)
     for one, other in zip(variables(second), variables(whole), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("steps_per_loop", [1, 3, 50])
+def test_a_full_history_is_emptied_at_the_same_steps_in_any_run(
+    mirrored, monkeypatch, tmp_path, steps_per_loop
+):
+    monkeypatch.setattr(deferred, "HISTORY", 8)
+    want = trained(mirrored(1), "off", on_nan="skip")
+    whole = make(mirrored(1), on_nan="skip")
+    whole.train(20)
+    assert_close(whole.step.model.get_weights(), want)
+    for end in (5, 20):
+        directory = str(tmp_path)
+        part = make(
+            mirrored(1), on_nan="skip", checkpoints=directory, steps_per_loop=steps_per_loop
+        )
+        part.restore()
+        part.train(end)
+        part.save()
+        part.checkpoints.close()
+    state = zip(*(loop.step.model.get_weights() for loop in (whole, part)), strict=True)
+    for one, other in state:
         np.testing.assert_array_equal(one, other)
 
 
