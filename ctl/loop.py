@@ -357,9 +357,8 @@ class Loop:
                     check_eager(self.step)
                 self.begin(step)
             while step < until and not self.stopped:
-                steps = 1 if eager else self._pace.steps()
-                steps = min(steps, until - step, steps_until_due(self.actions, step))
-                steps = self.step.tables.steps(steps)
+                steps = min(1 if eager else self._pace.steps(), until - step)
+                steps = self.step.tables.steps(min(steps, steps_until_due(self.actions, step)))
                 report = self._pace.worker_report(self.signals.arrived, self._asked_to_end)
                 if (key := self.step.trace_key)[1:] != self._agreed:  # an action changed a setting
                     self.begin(step)
