@@ -80,7 +80,7 @@ class Tables:
                 self.deferred[id(table)] = table._deferred = deferred
                 table.__class__ = _DeferredVariable
             for layer in layers:
-                vars(layer)["call"] = _Lookup(layer)
+                vars(layer)["call"] = _Lookup(layer, self._over_workers)
         self.varies = self._over_workers and bool(self._by_id)
         for way, tables in by_way.items():
             names, size = names_of([t.path for t in tables]), sum(map(_bytes_of, tables))
@@ -217,8 +217,8 @@ def _why_dense(
 class _Lookup:
     """The ``call`` of an Embedding that reads the rows of its ids, and not the table."""
 
-    def __init__(self, layer: keras.layers.Embedding):
-        self._layer, self._call = layer, layer.call
+    def __init__(self, layer: keras.layers.Embedding, over_workers: bool = False):
+        self._layer, self._call, self._over_workers = layer, layer.call, over_workers
 
     @contextlib.contextmanager
     def plain(self) -> Iterator[None]:
@@ -250,8 +250,11 @@ class _Lookup:
         table = copy_here(variable.value)
         if not isinstance(variable, _DeferredVariable):
             return tf.cast(table.sparse_read(ids), layer.compute_dtype)
-        numbers = tf.reshape(ids, [-1])
+        numbers, places = tf.reshape(ids, [-1]), None
+        if not self._over_workers:  # whose number of rows must not vary
+            numbers, places = tf.unique(numbers)
         rows = _with_value(table.sparse_read(numbers), variable._deferred.read(numbers)[0])
+        rows = rows if places is None else tf.gather(rows, places)
         rows = tf.reshape(rows, tf.concat([tf.shape(ids), table.shape[1:]], 0))
         rows = tf.ensure_shape(rows, [*ids.shape, *table.shape[1:]])
         return tf.cast(rows, layer.compute_dtype)
