@@ -95,14 +95,14 @@ def main() -> None:
     write(_JSON.value, {"settings": settings, "machine": about, "results": found})
     print(" ".join(f"{k}={v}" for k, v in (settings | about).items()))
     head = f"{'optimizer':<10}{'rows':>10}  {'kind':<6}{'step ms':>9}"
-    print(f"{head}{'ctl over it':>22}{'peak MiB':>10}")
+    print(f"{head}{'ctl over it':>24}{'peak MiB':>10}")
     for one in found:
         for kind, step in one["step_seconds"].items():
             ratio = one["ratios"].get(kind)
             text = "{median:.3f} ({min:.3f} to {max:.3f})".format(**ratio) if ratio else ""
             print(
                 f"{one['optimizer']:<10}{one['rows']:>10}  {kind:<6}{step['median'] * 1e3:9.2f}"
-                f"{text:>22}{one['peak_bytes'][kind] / 2**20:10.0f}"
+                f"{text:>24}{one['peak_bytes'][kind] / 2**20:10.0f}"
             )
     for optimizer in _OPTIMIZERS.value if len(sizes) > 1 and "ctl" in _KINDS.value else ():
         mine = [one for one in found if one["optimizer"] == optimizer]

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from ctl.distributed import local_batch
+from ctl.distributed import local_batch, workers
 from ctl.errors import UsageError
 
 SUM = tf.distribute.ReduceOp.SUM
@@ -140,12 +140,13 @@ def sum_rows(
         first = np.cumsum([0, *(tables[i].shape[0] for i in group)])
         rows = tf.concat([gradients[i].indices + f for i, f in zip(group, first, strict=False)], 0)
         values = tf.concat([gradients[i].values for i in group], 0)
+        if workers.is_multi_worker(context.strategy):  # nothing is sent twice
+            rows, values = _summed(rows, values)
         if context.num_replicas_in_sync > 1:
             with tf.name_scope(ROWS):
                 rows = context.all_gather(rows, axis=0, options=options)
                 values = context.all_gather(values, axis=0, options=options)  # <- here
-        rows, places = tf.unique(rows)
-        values = tf.math.unsorted_segment_sum(values, places, tf.size(rows))
+        rows, values = _summed(rows, values)
         parts = [rows], [values]
         if len(group) > 1:
             table = tf.searchsorted(first[1:], rows, side="right")
@@ -153,6 +154,12 @@ def sum_rows(
         for number, start, its_rows, its_values in zip(group, first, *parts, strict=False):
             sums[number] = tf.IndexedSlices(its_values, its_rows - start)
     return sums
+
+
+def _summed(rows: tf.Tensor, values: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """Each row once, with the sum of its values."""
+    unique, places = tf.unique(rows)
+    return unique, tf.math.unsorted_segment_sum(values, places, tf.size(unique))
 
 
 # Tensors that cross replicas in the forward pass --------------------------------------------------

@@ -45,8 +45,6 @@ class Tables:
 
     Attributes:
         deferred: tables of which rows without a gradient move, by the id of their Keras variable.
-        varies: whether the number of rows that workers gather may vary between steps. A call then
-            runs one step: TensorFlow's collectives keep the shape of their first run in a call.
 
     Raises:
         UsageError: ``sparse_rows`` is ``"on"``, and a table cannot be trained by rows.
@@ -80,8 +78,7 @@ class Tables:
                 self.deferred[id(table)] = table._deferred = deferred
                 table.__class__ = _DeferredVariable
             for layer in layers:
-                vars(layer)["call"] = _Lookup(layer, self._over_workers)
-        self.varies = self._over_workers and bool(self._by_id)
+                vars(layer)["call"] = _Lookup(layer)
         for way, tables in by_way.items():
             names, size = names_of([t.path for t in tables]), sum(map(_bytes_of, tables))
             logging.info("embeddings %s, %s: %s", names, size_text(size), way)
@@ -89,8 +86,8 @@ class Tables:
     def steps(self, most: int) -> int:
         """Returns how many steps the next call may run, ``most`` at most. Call it before each call:
         where a history is full, it brings all rows of a table up to date."""
-        if self.varies:
-            most = 1
+        if self._by_id and self._over_workers:  # they gather another number of rows in each step
+            most = 1  # and a collective of TensorFlow keeps the shape of its first run in a call
         if not self.deferred:
             return most
         if self._room < 1:
@@ -155,8 +152,6 @@ class Tables:
         """Returns ``gradients`` of ``variables``, with the rows summed over all replicas."""
         pairs = zip(gradients, variables, strict=True)
         tables = {i: v for i, (g, v) in enumerate(pairs) if isinstance(g, tf.IndexedSlices)}
-        unknown = any(gradients[i].indices.shape[0] is None for i in tables)
-        self.varies = self._over_workers and unknown
         sums = sum_rows([gradients[i] for i in tables], [*tables.values()], options=options)
         of_table = dict(zip(tables, sums, strict=True))
         return [of_table.get(i, gradient) for i, gradient in enumerate(gradients)]
@@ -217,8 +212,8 @@ def _why_dense(
 class _Lookup:
     """The ``call`` of an Embedding that reads the rows of its ids, and not the table."""
 
-    def __init__(self, layer: keras.layers.Embedding, over_workers: bool = False):
-        self._layer, self._call, self._over_workers = layer, layer.call, over_workers
+    def __init__(self, layer: keras.layers.Embedding):
+        self._layer, self._call = layer, layer.call
 
     @contextlib.contextmanager
     def plain(self) -> Iterator[None]:
@@ -250,11 +245,9 @@ class _Lookup:
         table = copy_here(variable.value)
         if not isinstance(variable, _DeferredVariable):
             return tf.cast(table.sparse_read(ids), layer.compute_dtype)
-        numbers, places = tf.reshape(ids, [-1]), None
-        if not self._over_workers:  # whose number of rows must not vary
-            numbers, places = tf.unique(numbers)
+        numbers, places = tf.unique(tf.reshape(ids, [-1]))
         rows = _with_value(table.sparse_read(numbers), variable._deferred.read(numbers)[0])
-        rows = rows if places is None else tf.gather(rows, places)
+        rows = tf.gather(rows, places)
         rows = tf.reshape(rows, tf.concat([tf.shape(ids), table.shape[1:]], 0))
         rows = tf.ensure_shape(rows, [*ids.shape, *table.shape[1:]])
         return tf.cast(rows, layer.compute_dtype)
