@@ -173,7 +173,7 @@ class Deferred:
     """The updates that each row of a table has missed. Create it in the strategy's scope.
 
     Args:
-        table: [n, ...], in float32 or float64.
+        table: [n, d], in float32 or float64.
         optimizer: the table's, which is built.
         rule: how it moves rows without a gradient.
         strategy: that of the scope.
@@ -224,12 +224,12 @@ class Deferred:
         row, slots = read_rows(self.table, self._optimizer, numbers)
         last = copy_here(self._last).sparse_read(numbers)
         history = tf.cast(copy_here(self._history).sparse_read(last), row.dtype)
-        kept, *sums = (_as(row, one) for one in tf.unstack(history, axis=1))
+        kept, *sums = tf.split(history, 1 + self._rule.terms, axis=1)  # each [m, 1]
         row = self._rule.moved(kept * row, slots, sums)
-        missed = tf.cast(self._updates - last, tf.float64)
+        missed = tf.cast(self._updates - last, tf.float64)[:, tf.newaxis]
         for name, factor in self._rule.factors.items():
             left = tf.pow(tf.constant(factor, tf.float64), missed)
-            slots[name] *= _as(row, tf.cast(left, row.dtype))
+            slots[name] *= tf.cast(left, row.dtype)
         return row, slots
 
     def make_room(self) -> int:
@@ -307,8 +307,3 @@ class Deferred:
         if int(self._updates.numpy()):
             with watchdog.host("the rows of an embedding table"), self._strategy.scope():
                 bring()
-
-
-def _as(row: tf.Tensor, one_for_each: tf.Tensor) -> tf.Tensor:
-    """Returns [m] so that it is multiplied with [m, ...]."""
-    return tf.reshape(one_for_each, [-1] + [1] * (row.shape.rank - 1))
