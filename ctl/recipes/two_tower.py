@@ -112,7 +112,8 @@ class TwoTower(Towers, ctl.TrainStep):
 
 def make_model() -> dict[str, keras.Model]:
     """A `tower` for ``--users``, and one for ``--items``."""
-    return {name: tower(flags.FLAGS[f"{name}s"].value) for name in ("user", "item")}
+    values: Any = flags.FLAGS
+    return {"user": tower(values["users"].value), "item": tower(values["items"].value)}
 
 
 def tower(count: int, width: int = 32) -> keras.Model:
@@ -125,7 +126,8 @@ def tower(count: int, width: int = 32) -> keras.Model:
 def datasets(global_batch_size: int, seed: int = 0) -> tuple[InMemory, InMemory]:
     """`choices` of so many ``--users`` and ``--items``, to train and to evaluate on."""
     options: dict[str, Any] = {"global_batch_size": global_batch_size, "seed": seed}
-    training, held_out = choices(flags.FLAGS["users"].value, flags.FLAGS["items"].value)
+    values: Any = flags.FLAGS
+    training, held_out = choices(values["users"].value, values["items"].value)
     return InMemory(training, **options), InMemory(held_out, training=False, **options)
 
 
