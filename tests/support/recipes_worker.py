@@ -32,6 +32,7 @@ import test_mixup  # noqa: E402
 import test_moe  # noqa: E402
 import test_powersgd  # noqa: E402
 import test_simclr  # noqa: E402
+import test_two_tower  # noqa: E402
 import test_unfreezing  # noqa: E402
 import test_vae  # noqa: E402
 import test_wgan_gp  # noqa: E402
@@ -70,6 +71,7 @@ LOOPS = {
     "wgan_gp": test_wgan_gp.make,
     "ddpm": test_ddpm.make,
     "simclr": test_simclr.make,
+    "two_tower": test_two_tower.make,
     "compressed fp16": partial(test_compressed.make, compressor="fp16"),
     "compressed int8": partial(test_compressed.make, compressor="int8"),
     "compressed topk": partial(test_compressed.make, compressor="topk"),
