@@ -340,19 +340,13 @@ class Loop:
         scalars: dict[str, float] = {}
         run = without_graphs(self.steps.run) if eager else self.steps.run
         step = self.global_step
-        runs = step < until and not self.stopped
+        runs = self._runs(step, until)
         with (
             self._showing(progress, runs, eager),
             calling(callbacks, self, total),
             self.translate_failures("training"),
         ):
-            if step >= until:
-                logging.warning(
-                    "no step is run: the loop is at step %d, not before %d", step, until
-                )
-            elif self.stopped:
-                logging.warning("no step is run: an action ended the training at step %d", step)
-            else:
+            if runs:
                 if eager:
                     check_eager(self.step)
                 self.begin(step)
@@ -396,6 +390,14 @@ class Loop:
                 if totals.stop or (self.signals.arrived and not self._several_workers):
                     raise StopRequested
         return scalars
+
+    def _runs(self, step: int, until: int) -> bool:
+        """Whether there is a step to run from ``step`` on. Warns if not."""
+        if step >= until:
+            logging.warning("no step is run: the loop is at step %d, not before %d", step, until)
+        elif self.stopped:
+            logging.warning("no step is run: an action ended the training at step %d", step)
+        return step < until and not self.stopped
 
     def _ended(self, before: int, total: int) -> dict[str, float]:
         """Handles the end of the data in a call that began at step ``before``."""
@@ -592,7 +594,7 @@ class Loop:
         every = evaluation_interval(evaluate_every, self.dataset)
         evaluator = self._evaluator()
         check_watched(self.eval_actions, evaluator)
-        runs = self.global_step < until and not self.stopped
+        runs = self._runs(self.global_step, until)
         with (
             self._showing(progress, runs, eager) as bar,
             calling(callbacks, self, until, every),
