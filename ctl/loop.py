@@ -311,7 +311,8 @@ class Loop:
             until: global step at the end of this call.
             epochs: instead of ``until``, epochs at the end of this call. Like steps, they count
                 from the start of the training: after a resume, ``epochs=3`` trains what is left.
-            total: global step at the end of the whole training; by default ``until``.
+            total: global step at the end of the whole training, of which this call is a part; by
+                default ``until``. Actions see ``Status.final`` there.
             progress: whether to show a progress bar; by default, if standard output is a terminal
                 or the cell of a notebook, no other bar is shown, and not ``eager``.
             eager: runs the same steps without graphs, one per call and without XLA, so that
