@@ -31,7 +31,7 @@ import functools
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
@@ -40,6 +40,7 @@ from absl import logging
 from ctl.base.actions import STOP, Action, EvalAction
 from ctl.base.autograph import graph_function
 from ctl.base.bounds import checked
+from ctl.base.foreign import missing_attribute, refuses_foreign
 from ctl.base.signals import Signals, StopRequested
 from ctl.base.tracebacks import hides_frames
 from ctl.checkpoint.manager import CheckpointManager, Saved
@@ -223,6 +224,7 @@ class Loop:
             `TrainStep.build`.
     """
 
+    @refuses_foreign
     def __init__(
         self,
         step: TrainStep,
@@ -287,6 +289,11 @@ class Loop:
         step.attach(self)
         step.trace_guards.snapshot(step)
 
+    if not TYPE_CHECKING:  # which would take any name then
+
+        def __getattr__(self, name: str) -> Any:
+            raise missing_attribute(self, name)
+
     # Training -----------------------------------------------------------------------------------
 
     @property
@@ -295,6 +302,7 @@ class Loop:
         return int(self.step.global_step.numpy())
 
     @hides_frames
+    @refuses_foreign
     def train(
         self,
         until: int | None = None,
@@ -572,6 +580,7 @@ class Loop:
         return saved
 
     @hides_frames
+    @refuses_foreign
     def train_and_evaluate(
         self,
         until: int | None = None,
