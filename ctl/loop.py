@@ -31,7 +31,7 @@ import functools
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
@@ -40,6 +40,7 @@ from absl import logging
 from ctl.base.actions import STOP, Action, EvalAction
 from ctl.base.autograph import graph_function
 from ctl.base.bounds import checked
+from ctl.base.foreign import missing_attribute, refuses_foreign
 from ctl.base.signals import Signals, StopRequested
 from ctl.base.tracebacks import hides_frames
 from ctl.checkpoint.manager import CheckpointManager, Saved
@@ -223,6 +224,7 @@ class Loop:
             `TrainStep.build`.
     """
 
+    @refuses_foreign
     def __init__(
         self,
         step: TrainStep,
@@ -287,6 +289,11 @@ class Loop:
         step.attach(self)
         step.trace_guards.snapshot(step)
 
+    if not TYPE_CHECKING:  # which would take any name then
+
+        def __getattr__(self, name: str) -> Any:
+            raise missing_attribute(self, name)
+
     # Training -----------------------------------------------------------------------------------
 
     @property
@@ -295,6 +302,7 @@ class Loop:
         return int(self.step.global_step.numpy())
 
     @hides_frames
+    @refuses_foreign
     def train(
         self,
         until: int | None = None,
@@ -311,7 +319,8 @@ class Loop:
             until: global step at the end of this call.
             epochs: instead of ``until``, epochs at the end of this call. Like steps, they count
                 from the start of the training: after a resume, ``epochs=3`` trains what is left.
-            total: global step at the end of the whole training; by default ``until``.
+            total: global step at the end of the whole training, of which this call is a part; by
+                default ``until``. Actions see ``Status.final`` there.
             progress: whether to show a progress bar; by default, if standard output is a terminal
                 or the cell of a notebook, no other bar is shown, and not ``eager``.
             eager: runs the same steps without graphs, one per call and without XLA, so that
@@ -340,19 +349,13 @@ class Loop:
         scalars: dict[str, float] = {}
         run = without_graphs(self.steps.run) if eager else self.steps.run
         step = self.global_step
-        runs = step < until and not self.stopped
+        runs = self._runs(step, until)
         with (
             self._showing(progress, runs, eager),
             calling(callbacks, self, total),
             self.translate_failures("training"),
         ):
-            if step >= until:
-                logging.warning(
-                    "no step is run: the loop is at step %d, not before %d", step, until
-                )
-            elif self.stopped:
-                logging.warning("no step is run: an action ended the training at step %d", step)
-            else:
+            if runs:
                 if eager:
                     check_eager(self.step)
                 self.begin(step)
@@ -395,6 +398,14 @@ class Loop:
                 if totals.stop or (self.signals.arrived and not self._several_workers):
                     raise StopRequested
         return scalars
+
+    def _runs(self, step: int, until: int) -> bool:
+        """Whether there is a step to run from ``step`` on. Warns if not."""
+        if step >= until:
+            logging.warning("no step is run: the loop is at step %d, not before %d", step, until)
+        elif self.stopped:
+            logging.warning("no step is run: an action ended the training at step %d", step)
+        return step < until and not self.stopped
 
     def _ended(self, before: int, total: int) -> dict[str, float]:
         """Handles the end of the data in a call that began at step ``before``."""
@@ -568,6 +579,7 @@ class Loop:
         return saved
 
     @hides_frames
+    @refuses_foreign
     def train_and_evaluate(
         self,
         until: int | None = None,
@@ -591,7 +603,7 @@ class Loop:
         every = evaluation_interval(evaluate_every, self.dataset)
         evaluator = self._evaluator()
         check_watched(self.eval_actions, evaluator)
-        runs = self.global_step < until and not self.stopped
+        runs = self._runs(self.global_step, until)
         with (
             self._showing(progress, runs, eager) as bar,
             calling(callbacks, self, until, every),

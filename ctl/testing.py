@@ -71,7 +71,8 @@ def check_step(
         make: ``make(strategy, checkpoints)`` returns a loop. It must make the same model and data
             each time. The seeds of Keras are set before.
         replicas: how many replicas to compare with one. The global batch must have at least as many
-            examples. Empty if N replicas are not meant to equal one.
+            examples. Empty if N replicas are not meant to equal one. A step that adds noise is
+            better checked with noise of 0: without this check, its other mistakes are not found.
         steps: steps of each training, 2 or more.
         tolerance: largest difference of a variable, times its largest value where that is above 1.
             A weight must move by ten times as much, or nothing would be compared.
@@ -254,14 +255,25 @@ def _guess(several: _Training, before: np.ndarray, wanted: np.ndarray, found: np
         )
     if abs(ratio * replicas - 1.0) < 0.02:
         return f"it has moved 1/{replicas} as far: is its gradient divided by the replicas?"
-    if several.evidence.draws_by_replica:
+    if several.evidence.draws_by_replica and _draws_matter(several):
         return (
             "self.seed() gives each replica other random numbers, so N replicas need not equal "
-            "one: give replicas=(), which leaves this check out"
+            "one: make the noise 0 for this check (per_replica=False is enough for noise without "
+            "an axis of examples); only if you cannot, give replicas=(), which leaves the check out"
         )
     if reason := _of_other_examples(several):
         return reason
     return "is a part of the step not a sum over examples, such as clipping before the reduce?"
+
+
+def _draws_matter(several: _Training) -> bool:
+    """Whether a first step with other numbers of ``self.seed()`` gives other weights."""
+    one, other = (_Training(several.make, 1) for _ in range(2))
+    other.step.seeds.run += 1
+    for training in (one, other):
+        training.train(1)
+    values, others = (training.states[1].values for training in (one, other))
+    return any(not np.array_equal(values[name], others[name]) for name in values)
 
 
 def _own_optimizer(several: _Training) -> str | None:
@@ -279,10 +291,15 @@ def _of_other_examples(several: _Training) -> str | None:
     batches = itertools.islice(_batches(loop.dataset), 4)
     if not evidence.depends_on_others(loop.step, batches, several.replicas):
         return None
-    drawn = "its random numbers depend on the number of examples, which replicas=() allows; or "
+    drawn = ""
+    if several.evidence.draws and _draws_matter(several):
+        drawn = (
+            "its random numbers depend on the number of examples, so make them 0 for this check "
+            "(replicas=() leaves it out); or "
+        )
     return (
         f"{type(several.step).__name__}.loss() gives an example another loss among other examples: "
-        f"{drawn if several.evidence.draws else ''}it uses a maximum, a mean or an order of one "
+        f"{drawn}it uses a maximum, a mean or an order of one "
         "replica's part, or [n, 1] - [n] became [n, n]: use each example alone, or "
         "ctl.reduce.all_gather"
     )

@@ -73,6 +73,15 @@ def test_no_step_is_run_after_the_end_unless_the_user_says_so(caplog):
     assert loop.global_step == 8
 
 
+def test_nothing_is_left_to_train_and_evaluate(caplog):
+    """As when a cell of a notebook is run again."""
+    loop = make_loop(evaluate=20)
+    results = loop.train_and_evaluate(4, evaluate_every=4)
+    assert "no step is run" not in caplog.text
+    assert loop.train_and_evaluate(4, evaluate_every=4) == results
+    assert caplog.text.count("no step is run: the loop is at step 4, not before 4") == 1
+
+
 def test_a_run_that_is_ended_evaluates_and_saves_there(tmp_path):
     rows = []
     loop = make_loop(

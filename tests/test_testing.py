@@ -136,11 +136,13 @@ class Noise(TrainStep):
 
     by_replica = True
 
+    def noisy(self, features, size=0.3):
+        seed = self.seed("features", per_replica=self.by_replica)
+        return features + size * tf.random.stateless_normal(tf.shape(features), seed)
+
     def loss(self, batch):
         features, labels = batch
-        seed = self.seed("features", per_replica=self.by_replica)
-        noise = tf.random.stateless_normal(tf.shape(features), seed)
-        return super().loss((features + 0.3 * noise, labels))
+        return super().loss((self.noisy(features), labels))
 
 
 class NoiseAlike(Noise):
@@ -150,7 +152,29 @@ class NoiseAlike(Noise):
 @pytest.mark.slow
 def test_noise_of_a_replica_is_named():
     testing.check_step(maker(Noise), replicas=())
-    with pytest.raises(AssertionError, match=r"other random numbers, .*: give replicas=\(\)"):
+    with pytest.raises(AssertionError, match="other random numbers, .*: make the noise 0 for this"):
         testing.check_replicas_equal_one(maker(Noise), 2)
-    with pytest.raises(AssertionError, match="numbers depend on the number of examples"):
+    with pytest.raises(AssertionError, match="numbers depend on the number of examples, so make"):
         testing.check_replicas_equal_one(maker(NoiseAlike), 2)
+
+
+class Contrasts(Noise):
+    """The negatives are the other examples of one replica, which is wrong."""
+
+    size = 0.3
+
+    def loss(self, batch):
+        z = self.model(self.noisy(batch[0], self.size), training=True)
+        return cross_entropy(tf.range(tf.shape(z)[0]), tf.matmul(z, z, transpose_b=True))
+
+
+class ContrastsWithoutNoise(Contrasts):
+    size = 0.0
+
+
+@pytest.mark.slow
+def test_a_mistake_beside_noise_is_found_as_advised():
+    with pytest.raises(AssertionError, match="make the noise 0 for this check"):
+        testing.check_replicas_equal_one(maker(Contrasts), 2, steps=2)
+    with pytest.raises(AssertionError, match="another loss among other examples: it uses a max"):
+        testing.check_replicas_equal_one(maker(ContrastsWithoutNoise), 2, steps=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from typing import Literal
 
 from ctl.errors import UsageError
@@ -27,7 +28,10 @@ def mode_of(metric: str, mode: str | None) -> Mode:
     if found in ("max", "min"):
         return "max" if found == "max" else "min"
     if mode is None:
+        close = difflib.get_close_matches(metric.removeprefix("val_"), KNOWN, n=1, cutoff=0.5)
+        hint = f"did you mean {close[0]!r}? Otherwise " if close else ""
         raise UsageError(
-            f"cannot tell if a high or a low {metric} is better: set the mode to 'max' or 'min'"
+            f"cannot tell if a high or a low {metric} is better: {hint}set the mode to 'max' or "
+            "'min'"
         )
     raise UsageError(f"the mode must be 'max' or 'min', not {mode!r}")

@@ -80,8 +80,12 @@ class Evaluator:
 
     def check_result(self, what: str, name: str) -> None:
         """Raises `UsageError`, before an evaluation, unless ``name`` will be one of its results.
-        ``what`` describes the name. All workers must call it. A step of one's own may log more than
-        its metrics, so it is traced where these have no such name."""
+        ``what`` describes the name. All workers must call it."""
+        check_name(what, name, self.known_results(name))
+
+    def known_results(self, name: str) -> list[str]:
+        """The names that results of an evaluation will have. A step of one's own may log more than
+        its metrics, so it is traced where these have no ``name``; all workers must call it."""
         known = ["loss", *self.step.results()]
         known += [f"{which}/{each}" for which in self.others for each in known]
         if name not in known and type(self.step) is not EvalStep:
@@ -89,7 +93,7 @@ class Evaluator:
                 self.trace()
             logged = self.step.logged.names
             known += [*logged, *(f"{which}/{each}" for which in self.others for each in logged)]
-        check_name(what, name, known)
+        return known
 
     def trace(self) -> None:
         """Traces the graph that `run` then uses, and runs nothing: a mistake is known before the

@@ -10,8 +10,11 @@ import keras
 
 from ctl.base.actions import STOP, Status
 from ctl.base.best import known_mode
+from ctl.base.names import check_name
+from ctl.control.evaluator import Evaluator
 from ctl.data.epochs import completed, end_of, steps_per_epoch
 from ctl.errors import UsageError
+from ctl.phases.logged import TAKEN
 from ctl.step import TrainStep
 
 # What ctl does itself. By name, since not every Keras has each of them.
@@ -42,11 +45,12 @@ class KerasCallbacks:
         start: the global step at which the training begins.
         until: the step at which it ends.
         evaluate_every: steps between two evaluations; None without evaluations.
-        metrics: of the training and of the evaluation.
+        evaluator: of the loop.
 
     Raises:
         UsageError: ctl has something else for a callback, or one sets a learning rate that is given
-            by a schedule or by parameter groups, or monitors a metric of unknown mode.
+            by a schedule or by parameter groups, or monitors a metric that there is not, or one of
+            unknown mode.
     """
 
     def __init__(
@@ -58,11 +62,19 @@ class KerasCallbacks:
         start: int,
         until: int,
         evaluate_every: float | None,
-        metrics: Sequence[keras.metrics.Metric] = (),
+        evaluator: Evaluator | None = None,
     ):
         self.callbacks = keras.tree.flatten(callbacks)
+        metrics = [*step.all_metrics(), *(evaluator.step.all_metrics() if evaluator else ())]
+        all_known = True
         for callback in self.callbacks:
             _check(callback, step)
+            # One of the user's may add to the logs of those after it.
+            all_known &= (
+                _of_keras(callback) and type(callback) is not keras.callbacks.LambdaCallback
+            )
+            if all_known:
+                _check_monitored(callback, step, evaluator)
             _choose_mode(callback, metrics)
         self._model: Any = step.model
         self._every = evaluate_every
@@ -160,7 +172,7 @@ def _check(callback: Any, step: TrainStep) -> None:
         raise UsageError(
             f"callbacks must be a list of keras.callbacks.Callback objects, not of {callback!r}"
         )
-    if type(callback).__module__.startswith("keras.") and name in _REFUSED:
+    if _of_keras(callback) and name in _REFUSED:
         raise UsageError(f"{name} is not used with ctl: {_REFUSED[name]}")
     groups = step.updater.groups
     if isinstance(callback, _SETS_RATE) and (len(groups) > 1 or groups[0].schedule is not None):
@@ -169,6 +181,25 @@ def _check(callback: Any, step: TrainStep) -> None:
             f"{name} sets the learning rate of the optimizer, and the loop has {what}: leave out "
             "the one or the other (ctl.schedule.Plateau is a schedule)"
         )
+
+
+def _of_keras(callback: Any) -> bool:
+    return type(callback).__module__.startswith("keras.")
+
+
+def _check_monitored(callback: Any, step: TrainStep, evaluator: Evaluator | None) -> None:
+    """Refuses what a callback monitors if no log will have it, as far as the names are known: those
+    of a step of one's own are, once it is traced, and only the evaluation is traced here."""
+    monitored = getattr(callback, "monitor", None)
+    if not isinstance(monitored, str) or not getattr(callback, "save_best_only", True):
+        return
+    of_evaluation = monitored.startswith("val_")
+    if (evaluator is None) if of_evaluation else (type(step) is not TrainStep):
+        return
+    results = evaluator.known_results(monitored.removeprefix("val_")) if evaluator else []
+    known = ["loss", *step.results(), *(f"val_{name}" for name in results)]
+    if of_evaluation or monitored not in TAKEN:
+        check_name(f"monitor of {type(callback).__name__}", monitored, known)
 
 
 def _choose_mode(callback: Any, metrics: Sequence[keras.metrics.Metric]) -> None:
@@ -181,7 +212,7 @@ def _choose_mode(callback: Any, metrics: Sequence[keras.metrics.Metric]) -> None
     by_direction = "max" if "up" in directions else "min" if "down" in directions else None
     if mode := by_direction or known_mode(name):
         callback.mode = mode
-    elif type(callback).__module__.startswith("keras."):
+    elif _of_keras(callback):
         raise UsageError(
             f"{type(callback).__name__} monitors {monitored}: give mode='max' or mode='min', as is "
             "best"
@@ -214,7 +245,6 @@ def calling(callbacks: Any, loop: Any, until: int, every: float | None = None) -
         yield
         return
     step.model.stop_training = False
-    evaluated = loop.evaluator.step.all_metrics() if loop.evaluator else []
     with _optimizer_of(step):
         adapter = KerasCallbacks(
             callbacks,
@@ -223,7 +253,7 @@ def calling(callbacks: Any, loop: Any, until: int, every: float | None = None) -
             start=start,
             until=until,
             evaluate_every=every,
-            metrics=[*step.all_metrics(), *evaluated],
+            evaluator=loop.evaluator,
         )
         loop.actions.append(adapter)
         loop.eval_actions.append(adapter.evaluated)

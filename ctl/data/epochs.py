@@ -59,6 +59,7 @@ def _length_of_epoch(dataset: Any, instead: str) -> float:
     if (steps := steps_per_epoch(dataset)) is None:
         raise UsageError(
             f"the length of an epoch of {dataset.info.name} is unknown: give {instead}, or data "
-            "of a known length (of a tf.data.Dataset, its cardinality before repeat())"
+            "of a known length: a tf.data.Dataset without .repeat(), since the loop repeats it, "
+            "and with .apply(tf.data.experimental.assert_cardinality(BATCHES)) if it cannot tell"
         )
     return steps

@@ -160,6 +160,18 @@ def names_in(function: Any) -> set[str]:
     return names
 
 
+def _calls_preprocess(step: Any) -> bool:
+    """Whether the loss of ``step``, or a method that it calls, names `preprocess` or ``super``."""
+    names: set[str] = set()
+    left = [step.loss]
+    while left:
+        for name in names_in(left.pop()) - names:
+            names.add(name)
+            called = getattr(type(step), name, None)
+            left += [called] if inspect.isfunction(called) else []
+    return not names.isdisjoint({"preprocess", "super"})
+
+
 def replaces_loss(step: Any) -> bool:
     """Whether a subclass replaces `loss`, or a phase that calls it and does so no more."""
     phases = "forward", "loss_and_gradients", "forward_backward"
@@ -399,8 +411,7 @@ def check_evaluator(step: Any, dataset: Any, evaluator: Any) -> None:
     features = spec[0] if local_batch.has_parts(spec) else None
     are_images = isinstance(features, tf.TensorSpec) and features.dtype == tf.uint8
     unscaled = [
-        one.overrides("loss") and names_in(one.loss).isdisjoint({"preprocess", "super"})
-        for one in (step, evaluator.step)
+        one.overrides("loss") and not _calls_preprocess(one) for one in (step, evaluator.step)
     ]
     if are_images and unscaled[0] != unscaled[1]:
         logging.warning(

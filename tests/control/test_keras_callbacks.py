@@ -257,6 +257,41 @@ def test_what_is_refused(callback, options, says):
 
 
 @pytest.mark.parametrize(
+    ("callback", "says"),
+    [
+        (of_keras.EarlyStopping("val_acc"), "EarlyStopping 'val_acc': did you mean 'val_accuracy'"),
+        (of_keras.EarlyStopping("val_acc", mode="max"), "EarlyStopping 'val_acc': did you mean"),
+        (of_keras.EarlyStopping("acc", mode="max"), "EarlyStopping 'acc': the choices are loss, a"),
+        (
+            of_keras.ModelCheckpoint("x.keras", monitor="val_acc", save_best_only=True),
+            "ModelCheckpoint 'val_acc': did you mean 'val_accuracy'. the choices are loss, .*val_l",
+        ),
+    ],
+)
+def test_a_monitored_name_that_no_log_will_have_is_refused(callback, says):
+    loop = make()
+    with pytest.raises(UsageError, match=f"^unknown monitor of {says}"):
+        loop.train_and_evaluate(epochs=1, callbacks=[callback])
+    assert loop.global_step == 0 and not loop.actions
+
+
+def test_a_callback_may_monitor_what_one_before_it_has_added(tmp_path):
+    """And a `ModelCheckpoint` of all epochs monitors nothing."""
+    adds = of_keras.LambdaCallback(on_epoch_end=lambda epoch, logs: logs.update(val_f1=-epoch))
+    stopping = of_keras.EarlyStopping("val_f1", mode="max", patience=1)
+    every = of_keras.ModelCheckpoint(tmp_path / "x.keras", monitor="val_acc", mode="max")
+    loop = make()
+    loop.train_and_evaluate(epochs=4, callbacks=[every, adds, stopping])
+    assert stopping.stopped_epoch == 1 and loop.stopped
+
+
+def test_the_learning_rate_may_be_monitored():
+    loop = make()
+    loop.train(epochs=1, callbacks=[of_keras.EarlyStopping("learning_rate", mode="min")])
+    assert loop.global_step == 4
+
+
+@pytest.mark.parametrize(
     ("metric", "monitor", "mode"),
     [
         ("accuracy", "val_accuracy", "max"),

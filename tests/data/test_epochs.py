@@ -51,6 +51,19 @@ def test_a_training_ends_after_its_epochs(tmp_path):
     assert again.global_step == 19
 
 
+def test_what_is_advised_for_data_without_a_length_works():
+    """The loop repeats a dataset, so it is given without `repeat`."""
+    some = batches().filter(lambda images: True)
+    for unknown in (batches().repeat(), some):
+        with pytest.raises(UsageError, match=r"without \.repeat\(\), since the loop repeats it, "):
+            end_of_training(None, 2, GlobalBatches(unknown))
+    told = some.apply(tf.data.experimental.assert_cardinality(3))
+    for known in (batches(), told):
+        data = GlobalBatches(known)
+        assert end_of_training(None, 2, data) == 6
+        assert len([*data.batches().take(6)]) == 6
+
+
 def test_what_is_refused():
     data = GlobalBatches(batches().repeat())
     for until, epochs, says in (

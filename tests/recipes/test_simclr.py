@@ -105,6 +105,13 @@ def test_an_evaluation_looks_for_neighbours_on_all_replicas(mirrored, replicas):
         assert results["loss"] == pytest.approx(float(8 * first + 9 * second) / 17, rel=1e-5)
 
 
+def test_no_warning_says_that_one_of_both_losses_does_not_scale_images(caplog):
+    step = simclr.SimCLR(model(), keras.optimizers.SGD(RATE), **OPTIONS)
+    evaluator = ctl.Evaluator(simclr.Evaluation(step.model, **OPTIONS), batches())
+    ctl.Loop(step, batches(), evaluator=evaluator)
+    assert "preprocess" not in caplog.text
+
+
 def test_views_are_crops_of_their_image():
     """Of images with a slope: a crop has that slope, times its size and the contrast."""
     count, slope = 200, 0.05

@@ -123,6 +123,12 @@ def test_accuracy_is_best_where_it_is_highest():
     assert Patience("perplexity", 1, "min").mode == "min"
 
 
+@pytest.mark.parametrize(("name", "meant"), [("val_loss", "loss"), ("val_acc", "accuracy")])
+def test_a_name_of_keras_is_told_that_of_an_evaluation(name, meant):
+    with pytest.raises(UsageError, match=f"{name} is better: did you mean '{meant}'. Otherwise se"):
+        EarlyStopping(name, 3)
+
+
 @pytest.mark.parametrize(
     "make",
     [
