@@ -62,9 +62,9 @@ class TrainStep(BaseStep):
             name, ``{"g": ..., "d": ...}``: ``step.model["g"]`` is one of them.
         optimizer: a Keras 3 optimizer or its name, see `ctl.optimizers.check_optimizer`; or a list
             of parameter groups ``(optimizer, variables[, schedule])``. Variables belong to the
-            model or to layers that are attributes of the step. A layer stands for its trainable
-            variables. For a dict of models, a dict with an optimizer, or ``(optimizer, schedule)``,
-            for each that trains; or one optimizer for all.
+            model or to layers that are attributes of the step. A layer, also one in a list, stands
+            for its trainable variables. For a dict of models, a dict with an optimizer, or
+            ``(optimizer, schedule)``, for each that trains; or one optimizer for all.
         loss_fn: ``(labels, outputs) -> losses [n]``; a loss of Keras, by name or as an object,
             whose reduction is left out. Of a cross entropy by Keras's name, the last layer of the
             model decides whether it takes logits.

@@ -87,6 +87,12 @@ def _of_logits(kind: type[keras.metrics.Metric]) -> dict[str, Any]:
     return {"threshold": 0.0} if issubclass(kind, _THRESHOLD) else {}
 
 
+def makes_variables_late(metric: keras.metrics.Metric) -> bool:
+    """Whether ``metric`` makes variables in its first update: it has none before, or, as R2Score
+    of Keras, only some, and says that it is not built."""
+    return not metric.variables or not getattr(metric, "_built", True)
+
+
 def update_metric(metric: keras.metrics.Metric, labels: Any, outputs: Any, weights: Any) -> None:
     """Updates ``metric``. Raises `UsageError` if it is one of Keras that takes other shapes."""
     try:
