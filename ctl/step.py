@@ -73,9 +73,9 @@ class TrainStep(BaseStep):
         weighted_metrics: Keras metrics in which each example counts its weight.
         weighting: by what the sum of the losses times their weights is divided: ``"examples"``, the
             number of weights that are not 0, or ``"sum_of_weights"``, which must be at least 0.
-        class_weight: weights of classes, for labels that are integers [n]: above 0; 1 for classes
-            that it does not name. The weights of the examples are multiplied with them. `loss` then
-            gets batches with weights.
+        class_weight: weights of classes, for labels that are integers [n], or 0 and 1 of any type:
+            above 0; 1 for classes that it does not name. The weights of the examples are multiplied
+            with them. `loss` then gets batches with weights.
         clip_norm: maximum global norm of the reduced gradient; None does not clip.
         accumulate_steps: number of micro-batches per batch of a replica. They go through the model
             one after the other. Their gradients are summed and then reduced once.

@@ -361,19 +361,20 @@ def class_weights(flags: FlagValues, prepared: Prepared) -> dict[int, float] | N
     import numpy as np
 
     from ctl.data import Augmented, InMemory
+    from ctl.data.order import are_classes
 
     train = prepared.train.dataset if isinstance(prepared.train, Augmented) else prepared.train
     counts = prepared.found.get("examples", {}).get(train.info.split)
     if not isinstance(counts, list):
         arrays = train.arrays if isinstance(train, InMemory) else ()
         labels: Any = arrays[1] if isinstance(arrays, tuple) and len(arrays) > 1 else None
-        is_class = isinstance(labels, np.ndarray) and labels.ndim == 1 and labels.dtype.kind in "iu"
-        if not is_class or labels.min() < 0:
+        if not isinstance(labels, np.ndarray) or not are_classes(labels):
             raise UsageError(
-                "--class_weight=balanced counts the classes, integers [n], of files of your own or "
-                "of data in memory: raise --resident_limit_mib, or give weights such as 0:1,1:5"
+                "--class_weight=balanced counts the classes, integers [n] or 0 and 1, of files of "
+                "your own or of data in memory: raise --resident_limit_mib, or give weights such "
+                "as 0:1,1:5"
             )
-        counts = np.bincount(labels).tolist()
+        counts = np.bincount(labels.ravel().astype(np.int64)).tolist()
     there = {label: count for label, count in enumerate(counts) if count}
     weights = {label: sum(counts) / (len(there) * count) for label, count in there.items()}
     shown = ", ".join(f"{label}: {weight:.3g}" for label, weight in [*weights.items()][:_SHOWN])

@@ -100,10 +100,15 @@ def update_metric(metric: keras.metrics.Metric, labels: Any, outputs: Any, weigh
     except ValueError as error:
         if not type(metric).__module__.startswith("keras."):
             raise
+        two = list(outputs.shape[1:]) == [2] and labels.shape.rank == 1
         raise UsageError(
             f"metric {metric.name} takes no labels of shape {list(labels.shape)} with outputs of "
             f"shape {list(outputs.shape)}: choose another, or give an object that makes them alike"
+            f"{_ONE_OUTPUT if two else ''}"
         ) from error
+
+
+_ONE_OUTPUT = "; for two classes, train one output with --loss=binary_cross_entropy (loss_fn=)"
 
 
 _THRESHOLD = (keras.metrics.BinaryAccuracy, keras.metrics.BinaryIoU)

@@ -140,3 +140,12 @@ def test_a_metric_for_two_classes_is_one_line():
     )
     with pytest.raises(UsageError, match=says):
         loop.train(1)
+
+
+def test_a_metric_of_probabilities_names_the_loss_for_two_classes():
+    model = keras.Sequential([keras.Input([4]), keras.layers.Dense(2)])
+    step = ctl.TrainStep(model, "sgd", metrics=["auc"])
+    loop = ctl.Loop(step, (np.zeros([20, 4], np.float32), CLASSES > 0), global_batch_size=8)
+    says = r"^metric auc takes .* for two classes, train one output with --loss=binary_cross_entr"
+    with pytest.raises(UsageError, match=says):
+        loop.train(1)
