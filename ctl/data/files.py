@@ -99,6 +99,8 @@ class Files:
             choice = Choice(known["features"], known["labels"], known["classes"])
             if not known["features"]:
                 choice = tables.choose(_part(found, path), features, labels, loss_of)
+                if hint := tables.comma_hint(_part(found, path), f"{path.name}: "):
+                    logging.warning("%s", hint)
             self._columns = tables.described(_part(found, path), choice)
             self.schema |= choice._asdict() | {"columns": self._columns}
             self._info = DatasetInfo(path.name)

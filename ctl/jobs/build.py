@@ -14,7 +14,7 @@ from absl import logging
 from absl.flags import FLAGS, FlagValues
 
 from ctl.base import console, signals
-from ctl.base.names import OPTIMIZERS, is_function_name, is_path, loss_of, paths_by_name
+from ctl.base.names import NUMBERS, OPTIMIZERS, is_function_name, is_path, loss_of, paths_by_name
 from ctl.distributed import cluster
 from ctl.distributed.watch import watchdog
 from ctl.errors import UsageError
@@ -83,6 +83,7 @@ def prepare(flags: FlagValues = FLAGS) -> Prepared:
     from ctl import data
     from ctl.data import epochs
     from ctl.jobs import named
+    from ctl.phases.labels import warn_of_scale
 
     placement = _place(flags)
     signals.install()
@@ -113,6 +114,8 @@ def prepare(flags: FlagValues = FLAGS) -> Prepared:
             train = data.Augmented(train, flags.augment, seed=flags.seed)
     _show(files)
     logging.info("training data: %s", train.description)
+    if loss_of(flags.loss) == NUMBERS:
+        warn_of_scale(train)
     for data_to_evaluate in (evaluation, *others.values()):
         logging.info("evaluation data: %s", data_to_evaluate.description)
     if flags.keep_best:

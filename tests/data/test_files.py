@@ -253,6 +253,14 @@ def test_a_loss_of_0_and_1_has_two_classes(tmp_path, names):
     assert files.table()[-1] == f"  the positive class, label 1, is {names[1]}"
 
 
+def test_columns_with_decimal_commas_are_named(tmp_path, caplog):
+    (tmp_path / "t.csv").write_text("a;b;kind\n1,5;1;x\n2,5;3;y\n")
+    Files(tmp_path / "t.csv")
+    assert (
+        "t.csv: columns that are text, because their numbers have commas: a; write" in caplog.text
+    )
+
+
 def test_probabilities_are_no_classes(tmp_path):
     (tmp_path / "t.csv").write_text("x,y\n" + "1,0\n2,0.5\n" * 4)
     files = Files(tmp_path / "t.csv", loss_of=BINARY)
