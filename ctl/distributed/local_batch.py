@@ -49,8 +49,8 @@ _MESSAGES = {
         "give weights of at least 0, or weighting='examples'"
     ),
     _YES_OR_NO: (
-        "class_weight needs labels that are classes, integers [n], or floats that are 0 and 1, and "
-        "one is another number: give weights of examples instead, as the third part of a batch"
+        "class_weight needs labels that are classes, integers [n], or 0 and 1, and one is "
+        "another number: give weights of examples instead, as the third part of a batch"
     ),
 }
 

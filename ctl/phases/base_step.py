@@ -386,6 +386,8 @@ class BaseStep(AutographMethods):
         """
         if self.training and step is None:
             labels.warn_of_not_finite(dataset)
+        if self.class_weight:
+            labels.check_weighted_classes(dataset, step)
         if replaces_loss(self):
             return
         loss_fn: Any = getattr(self.loss_fn, "func", self.loss_fn)  # of a `functools.partial`

@@ -25,6 +25,7 @@ from helpers import (
 )
 
 from ctl.control.evaluator import Evaluator
+from ctl.data import InMemory
 from ctl.errors import DivergedError, UsageError
 from ctl.phases.base_step import EvalStep
 from ctl.step import TrainStep
@@ -269,7 +270,14 @@ class TestClassWeight:
         options = {"model": binary, "loss_fn": "binary_cross_entropy", "class_weight": {1: 2.0}}
         labels = np.full([BATCH], 0.5, np.float32)
         loop = make_loop(data=data_of(labels=labels), **options)
-        with pytest.raises(UsageError, match="^class_weight needs .*, or floats that are 0 and 1"):
+        with pytest.raises(UsageError, match="^class_weight needs .*, or 0 and 1, and one is anot"):
+            loop.train(1)
+        in_memory = InMemory((examples(BATCH)[0], labels), global_batch_size=BATCH)
+        with pytest.raises(UsageError, match="^class_weight needs .*, or 0 and 1, and one is 0.5"):
+            make_loop(data=in_memory, **options)
+        # XLA has no such checks, so the batch is read again.
+        loop = make_loop(data=data_of(labels=labels), jit_compile=True, **options)
+        with pytest.raises(UsageError, match="or 0 and 1, and one in the batch of step 1 is 0.5"):
             loop.train(1)
 
     def test_an_own_loss_must_use_it(self):
