@@ -264,7 +264,7 @@ class Loop:
         self.state = TrainState(step, self.dataset, self.eval_actions)
         if evaluator:
             check_evaluator(step, self.dataset, evaluator)
-        check_watched(self.eval_actions, evaluator)
+        check_watched(self.eval_actions, evaluator, getattr(checkpoints, "selects_by", None))
         if checkpoints:
             watchdog.finish_first(checkpoints.wait)
             fingerprint = comparable(self.dataset)

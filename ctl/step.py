@@ -62,9 +62,9 @@ class TrainStep(BaseStep):
             name, ``{"g": ..., "d": ...}``: ``step.model["g"]`` is one of them.
         optimizer: a Keras 3 optimizer or its name, see `ctl.optimizers.check_optimizer`; or a list
             of parameter groups ``(optimizer, variables[, schedule])``. Variables belong to the
-            model or to layers that are attributes of the step. A layer stands for its trainable
-            variables. For a dict of models, a dict with an optimizer, or ``(optimizer, schedule)``,
-            for each that trains; or one optimizer for all.
+            model or to layers that are attributes of the step. A layer, also one in a list, stands
+            for its trainable variables. For a dict of models, a dict with an optimizer, or
+            ``(optimizer, schedule)``, for each that trains; or one optimizer for all.
         loss_fn: ``(labels, outputs) -> losses [n]``; a loss of Keras, by name or as an object,
             whose reduction is left out. Of a cross entropy by Keras's name, the last layer of the
             model decides whether it takes logits.
@@ -73,9 +73,9 @@ class TrainStep(BaseStep):
         weighted_metrics: Keras metrics in which each example counts its weight.
         weighting: by what the sum of the losses times their weights is divided: ``"examples"``, the
             number of weights that are not 0, or ``"sum_of_weights"``, which must be at least 0.
-        class_weight: weights of classes, for labels that are integers [n]: above 0; 1 for classes
-            that it does not name. The weights of the examples are multiplied with them. `loss` then
-            gets batches with weights.
+        class_weight: weights of classes, for labels that are integers [n], or 0 and 1 of any type:
+            above 0; 1 for classes that it does not name. The weights of the examples are multiplied
+            with them. `loss` then gets batches with weights.
         clip_norm: maximum global norm of the reduced gradient; None does not clip.
         accumulate_steps: number of micro-batches per batch of a replica. They go through the model
             one after the other. Their gradients are summed and then reduced once.

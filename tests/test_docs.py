@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
+import re
 import sys
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 from paths import ROOT
 
 sys.path.insert(0, str(ROOT / ".docs"))
@@ -35,3 +38,28 @@ def test_public_names_are_documented():
             if inspect.isclass(value) or inspect.isroutine(value):
                 found += undocumented(f"{path}.{name}", value)
     assert not found
+
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "ctl").glob("**/*.md"))]
+
+
+def exists(name: str) -> bool:
+    """Whether the dotted ``name`` is a module, or an attribute that users get as it stands."""
+    value: Any = importlib.import_module("ctl")
+    for part in name.split(".")[1:]:
+        if hasattr(value, part):
+            value = getattr(value, part)
+            continue
+        try:
+            value = importlib.import_module(f"{value.__name__}.{part}")
+        except (AttributeError, ImportError):
+            return False
+    return True
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_names_of_ctl_on_a_page_exist(page):
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    spans = re.findall(r"`([^`]+)`", text)
+    names = {name for span in spans for name in re.findall(r"\bctl(?:\.[A-Za-z]\w*)+", span)}
+    assert not [name for name in sorted(names) if not exists(name)]

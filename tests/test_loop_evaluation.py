@@ -240,6 +240,16 @@ def test_an_evaluation_without_examples_is_an_error():
         Evaluator(EvalStep(mlp()), data).run()
 
 
+def test_a_manager_of_a_metric_that_no_evaluation_has_is_refused_before_the_first_step(tmp_path):
+    best = {"best_metric": "val_accuracy", "best_mode": "max"}
+    manager = CheckpointManager(tmp_path / "best", keep_best=1, **best)
+    says = "^unknown best_metric 'val_accuracy': did you mean 'accuracy'"
+    with pytest.raises(UsageError, match=says):
+        make_loop(checkpoints=manager, evaluate=EVALUATED)
+    # It selects nothing.
+    make_loop(checkpoints=CheckpointManager(tmp_path / "last", **best), evaluate=EVALUATED)
+
+
 def test_the_weights_of_the_best_evaluation(tmp_path, mirrored):
     """They are evaluated as they were; the training goes on from its last step only."""
     noted: list[tuple[int, dict[str, float]]] = []

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 from ctl.base.lazy import load_lazily
 
 if TYPE_CHECKING:
-    from ctl.checkpoint.export import load_model
+    from ctl.checkpoint.export import export_model, load_model
     from ctl.checkpoint.manager import CheckpointManager
     from ctl.checkpoint.manifest import Saved
     from ctl.checkpoint.reader import Reader
     from ctl.checkpoint.weights import load_weights
 
-__all__ = ["CheckpointManager", "Reader", "Saved", "load_model", "load_weights"]
+__all__ = ["CheckpointManager", "Reader", "Saved", "export_model", "load_model", "load_weights"]
 
 __getattr__, __dir__ = load_lazily(
     __name__,
@@ -22,6 +22,7 @@ __getattr__, __dir__ = load_lazily(
         "CheckpointManager": "ctl.checkpoint.manager",
         "Reader": "ctl.checkpoint.reader",
         "Saved": "ctl.checkpoint.manifest",
+        "export_model": "ctl.checkpoint.export",
         "load_model": "ctl.checkpoint.export",
         "load_weights": "ctl.checkpoint.weights",
     },

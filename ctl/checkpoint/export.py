@@ -42,8 +42,8 @@ def check_exportable(model: keras.Model) -> None:
 
 
 def export_model(
-    model: keras.Model,
-    directory: Path,
+    model: keras.Model | Models,
+    directory: str | os.PathLike[str],
     input_specs: Any = None,
     found: Mapping[str, Any] | None = None,
     assets: Sequence[Path] = (),
@@ -67,6 +67,7 @@ def export_model(
         CheckpointError: the directory cannot be written. An earlier export is kept.
     """
     written = []
+    directory = Path(directory)
     unfinished = durable.scratch(directory.parent, directory.name)
     try:
         for name, one in by_name(model).items():

@@ -410,6 +410,11 @@ class CheckpointManager:
         steps = functools.partial(manifest.newest_first, self.directory)
         return manifest.first_intact(self.directory, steps, manifest.load, quiet=True)
 
+    @property
+    def selects_by(self) -> str | None:
+        """``best_metric`` if the manager keeps the best checkpoints (``keep_best``), else None."""
+        return self._best[0] if self._retention["keep_best"] else None
+
     def best(self) -> Saved | None:
         """The one with the best ``best_metric``, see `manifest.best_first`; ``None`` if none has
         it."""

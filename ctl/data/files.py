@@ -15,13 +15,23 @@ import tensorflow as tf
 import tensorflow_datasets as tfds
 from absl import logging
 
-from ctl.base.names import CLASSES, CLICKS, TABLES, TARS, click_day, click_files, has_table, suffix
+from ctl.base.names import (
+    BINARY,
+    CLASSES,
+    CLICKS,
+    TABLES,
+    TARS,
+    click_day,
+    click_files,
+    has_table,
+    suffix,
+)
 from ctl.data import clicks, image_files, image_tars, index, tables
 from ctl.data.dataset import DatasetInfo
 from ctl.data.image_tars import ImageTars
 from ctl.data.in_memory import InMemory
 from ctl.data.load import Splits, in_memory_or_streamed
-from ctl.data.order import oversampled
+from ctl.data.order import are_classes, oversampled
 from ctl.data.sources import Arrays, EncodedImages, ImageFolder
 from ctl.data.streaming import Streaming
 from ctl.data.tables import PARTS, Choice, Table
@@ -89,9 +99,11 @@ class Files:
             choice = Choice(known["features"], known["labels"], known["classes"])
             if not known["features"]:
                 choice = tables.choose(_part(found, path), features, labels, loss_of)
+                if hint := tables.comma_hint(_part(found, path), f"{path.name}: "):
+                    logging.warning("%s", hint)
             self._columns = tables.described(_part(found, path), choice)
             self.schema |= choice._asdict() | {"columns": self._columns}
-            self._info = DatasetInfo(path.name, class_names=choice.classes)
+            self._info = DatasetInfo(path.name)
             for part, table in found.items():
                 rows, targets = tables.arrays(table, choice)
                 targets = targets if loss_of == CLASSES else targets.astype(np.float32)
@@ -112,11 +124,17 @@ class Files:
             self.schema |= {"image_shape": shape, "classes": names}
 
     def _set_info(self, choice: Choice, loss_of: str, known: Mapping[str, Any]) -> None:
-        """Sets what the info of a table is, but for its mean."""
+        """Sets what the info of a table is, but for its mean. A column of 0 and 1 for a loss of
+        these has two classes, as text has."""
         features, labels = self._sources["train"].arrays
+        names = choice.classes
+        every = [source.arrays[1] for source in self._sources.values()]
+        if loss_of == BINARY and labels.ndim == 1 and all(map(are_classes, every)):
+            names = names or ("0", "1")
         classes = len(choice.classes) if loss_of == CLASSES else None
         self._info = dataclasses.replace(
             self._info,
+            class_names=names,
             image_shape=features.shape[1:],
             num_classes=classes,
             num_outputs=None if classes else labels[0].size,
@@ -272,7 +290,10 @@ class Files:
         if left := len(self._info.class_names) - len(names):
             rows.append([f"{left} others", *(str(sum(n[len(names) :])) for n in counts.values())])
         rows.append(["all", *(str(sum(n)) for n in counts.values())])
-        return [*lines, *_aligned(rows)]
+        lines += _aligned(rows)
+        if self._info.class_names and not self._info.num_classes:  # one output
+            lines.append(f"  the positive class, label 1, is {tables.plain(names[1])}")
+        return lines
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:

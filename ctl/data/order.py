@@ -84,6 +84,16 @@ class Shuffle:
         return np.random.Philox(key=np.array([self._seed, epoch], np.uint64))
 
 
+def are_classes(labels: np.ndarray) -> bool:
+    """Whether ``labels``, [N] or [N, 1], are numbers of classes: integers from 0, or, of another
+    type, 0 and 1."""
+    if labels.shape[1:] not in ((), (1,)) or labels.dtype.kind not in "iufb":
+        return False
+    if labels.dtype.kind in "iu":
+        return bool((labels >= 0).all())
+    return bool(np.isin(labels, (0, 1)).all())
+
+
 def oversampled(labels: np.ndarray, seed: int = 0) -> np.ndarray:
     """Examples of which each class has as many as the largest, int64 [classes x largest].
 

@@ -13,6 +13,7 @@ import itertools
 import json
 import lzma
 import math
+import re
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -36,6 +37,9 @@ PARTS = {"train": "train", "training": "train", "test": "test", "testing": "test
 PARTS |= dict.fromkeys(("validation", "valid", "val", "dev"), "validation")
 
 _MISSING = frozenset(("", "na", "n/a", "nan", "null", "none", "?"))  # in a column of numbers
+_BOOLS = {"true": 1.0, "false": 0.0}
+# 1,72 and 1.234,5; 1,234 and 1,234,567.8
+_COMMAS = re.compile(r"[-+]?(\d+|\d{1,3}(\.\d{3})+)(,\d+)?|[-+]?\d{1,3}(,\d{3})+(\.\d+)?")
 _MOST_CLASSES = 1000
 _IMAGES = (b"\x89PNG\r\n", b"\xff\xd8\xff")
 _ROWS_AT_ONCE = 1 << 16
@@ -238,17 +242,20 @@ def _is_number(text: str) -> bool:
 
 
 def _numbers(cells: Sequence[str]) -> np.ndarray | None:
-    """The numbers of ``cells``, float64 [n], NaN where one is missing; None if one is text."""
+    """The numbers of ``cells``, float64 [n], NaN where one is missing; None if one is text. If all
+    are true or false, they are 1 and 0."""
     if any("_" in cell for cell in cells):  # Python takes 1_0 for 10
         return None
     try:
         return np.array([float(cell) for cell in cells])
     except ValueError:
         pass
+    lower = [cell.strip().lower() for cell in cells]
+    known = dict.fromkeys(_MISSING, np.nan)
+    if {*lower} <= known.keys() | _BOOLS.keys():
+        known |= _BOOLS
     try:
-        return np.array(
-            [np.nan if cell.strip().lower() in _MISSING else float(cell) for cell in cells]
-        )
+        return np.array([known[cell] if cell in known else float(cell) for cell in lower])
     except ValueError:
         return None
 
@@ -551,6 +558,7 @@ def choose(
         raise UsageError(
             f"{table.name} has no column of numbers but {listed(labels)}: features must be numbers"
             f"{f'; for a language model of its text, give {command}' if text else ''}"
+            f"{comma_hint(table)}"
         )
     if both := {*features} & {*labels}:
         raise UsageError(f"{table.name}: {quoted(min(both))} is in --features and in --labels")
@@ -566,7 +574,7 @@ def choose(
     if loss_of == NUMBERS:
         raise UsageError(
             f"{table.name}: {quoted(labels[0])} is text, and the loss takes numbers: name a column "
-            "of numbers with --labels, or leave out --loss"
+            f"of numbers with --labels, or leave out --loss{comma_hint(table)}"
         )
     classes = _classes(table, labels[0])
     if loss_of == BINARY and len(classes) > 2:
@@ -676,6 +684,23 @@ def _labels(table: Table, choice: Choice) -> np.ndarray:
             )
         result[row] = numbers[text]
     return result
+
+
+def comma_hint(table: Table, before: str = "; ") -> str:
+    """Which columns are text because their numbers have commas, as ``1,72``, and what to do, after
+    ``before``; "" for none."""
+    found = []
+    for name, column in table.columns.items():
+        if column.dtype == object and any("," in cell for cell in column):
+            cells = (cell for cell in column if cell.lower() not in _MISSING)
+            if all(_COMMAS.fullmatch(cell) for cell in cells):
+                found.append(name)
+    if not found:
+        return ""
+    return (
+        f"{before}columns that are text, because their numbers have commas: {listed(found)}; write "
+        "them with a decimal point, as 1.72"
+    )
 
 
 def missing(column: np.ndarray) -> np.ndarray:

@@ -23,6 +23,7 @@ _LOSSES, _EMPTY = "ctl_one_loss_for_each_example", "ctl_no_empty_share"
 _SPARSE = "Serialized sparse should have at least 1 serialized tensor"
 _TENSORS = "ctl_tensors_of_one_length"
 _NEGATIVE = "ctl_no_negative_weight"
+_YES_OR_NO = "ctl_labels_of_0_and_1"
 # The nodes in a message that only wait for the failed node.
 _WAITING = re.compile(r"\[\[(?!\{\{node).*?\]\]")
 # TensorFlow's message for a label outside of the classes.
@@ -46,6 +47,10 @@ _MESSAGES = {
     _NEGATIVE: (
         "a weight is below 0, so the sum of the weights, which divides the losses, may be 0: "
         "give weights of at least 0, or weighting='examples'"
+    ),
+    _YES_OR_NO: (
+        "class_weight needs labels that are classes, integers [n], or 0 and 1, and one is "
+        "another number: give weights of examples instead, as the third part of a batch"
     ),
 }
 
@@ -364,6 +369,11 @@ def refuse_empty(empty: tf.Tensor) -> None:
 def refuse_negative_weights(negative: tf.Tensor) -> None:
     """As `refuse_empty`, if ``negative`` is true."""
     _refuse_if(negative, _NEGATIVE)
+
+
+def refuse_other_than_0_and_1(other: tf.Tensor) -> None:
+    """As `refuse_empty`, if ``other`` is true: labels have other values."""
+    _refuse_if(other, _YES_OR_NO)
 
 
 def _refuse_if(condition: tf.Tensor, name: str) -> None:

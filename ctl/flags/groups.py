@@ -438,8 +438,8 @@ def define_step_flags() -> None:
             "class_weight",
             None,
             "Weights of classes in the training, e.g. 0:1,1:5. Other classes have the weight 1. "
-            "balanced: such that all classes have the same sum. For labels that are integers "
-            "(default: none).",
+            "balanced: such that all classes have the same sum. For labels that are integers, "
+            "or 0 and 1 (default: none).",
         )
         flags.DEFINE_float("clip_norm", None, "Maximum global norm of the reduced gradient.")
         flags.DEFINE_integer(

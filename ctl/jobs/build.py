@@ -14,7 +14,7 @@ from absl import logging
 from absl.flags import FLAGS, FlagValues
 
 from ctl.base import console, signals
-from ctl.base.names import OPTIMIZERS, is_function_name, is_path, loss_of, paths_by_name
+from ctl.base.names import NUMBERS, OPTIMIZERS, is_function_name, is_path, loss_of, paths_by_name
 from ctl.distributed import cluster
 from ctl.distributed.watch import watchdog
 from ctl.errors import UsageError
@@ -83,6 +83,7 @@ def prepare(flags: FlagValues = FLAGS) -> Prepared:
     from ctl import data
     from ctl.data import epochs
     from ctl.jobs import named
+    from ctl.phases.labels import warn_of_scale
 
     placement = _place(flags)
     signals.install()
@@ -113,6 +114,8 @@ def prepare(flags: FlagValues = FLAGS) -> Prepared:
             train = data.Augmented(train, flags.augment, seed=flags.seed)
     _show(files)
     logging.info("training data: %s", train.description)
+    if loss_of(flags.loss) == NUMBERS:
+        warn_of_scale(train)
     for data_to_evaluate in (evaluation, *others.values()):
         logging.info("evaluation data: %s", data_to_evaluate.description)
     if flags.keep_best:
@@ -361,19 +364,20 @@ def class_weights(flags: FlagValues, prepared: Prepared) -> dict[int, float] | N
     import numpy as np
 
     from ctl.data import Augmented, InMemory
+    from ctl.data.order import are_classes
 
     train = prepared.train.dataset if isinstance(prepared.train, Augmented) else prepared.train
     counts = prepared.found.get("examples", {}).get(train.info.split)
     if not isinstance(counts, list):
         arrays = train.arrays if isinstance(train, InMemory) else ()
         labels: Any = arrays[1] if isinstance(arrays, tuple) and len(arrays) > 1 else None
-        is_class = isinstance(labels, np.ndarray) and labels.ndim == 1 and labels.dtype.kind in "iu"
-        if not is_class or labels.min() < 0:
+        if not isinstance(labels, np.ndarray) or not are_classes(labels):
             raise UsageError(
-                "--class_weight=balanced counts the classes, integers [n], of files of your own or "
-                "of data in memory: raise --resident_limit_mib, or give weights such as 0:1,1:5"
+                "--class_weight=balanced counts the classes, integers [n] or 0 and 1, of files of "
+                "your own or of data in memory: raise --resident_limit_mib, or give weights such "
+                "as 0:1,1:5"
             )
-        counts = np.bincount(labels).tolist()
+        counts = np.bincount(labels.ravel().astype(np.int64)).tolist()
     there = {label: count for label, count in enumerate(counts) if count}
     weights = {label: sum(counts) / (len(there) * count) for label, count in there.items()}
     shown = ", ".join(f"{label}: {weight:.3g}" for label, weight in [*weights.items()][:_SHOWN])

@@ -27,7 +27,7 @@ from ctl.phases.checks import (
     replaces_loss,
 )
 from ctl.phases.logged import TAKEN, Logged
-from ctl.phases.metrics import from_names, update_metric
+from ctl.phases.metrics import from_names, makes_variables_late, update_metric
 from ctl.phases.tracked_state import TrackedState
 from ctl.reduce import gather_context
 
@@ -386,6 +386,8 @@ class BaseStep(AutographMethods):
         """
         if self.training and step is None:
             labels.warn_of_not_finite(dataset)
+        if self.class_weight:
+            labels.check_weighted_classes(dataset, step)
         if replaces_loss(self):
             return
         loss_fn: Any = getattr(self.loss_fn, "func", self.loss_fn)  # of a `functools.partial`
@@ -459,14 +461,14 @@ class BaseStep(AutographMethods):
 
 def build_model(step: BaseStep, strategy: tf.distribute.Strategy, dataset: Any) -> None:
     """Builds the model of ``step`` as its first call on features of ``dataset`` would, and metrics
-    that make their variables in their first update, such as F1Score; runs nothing. Does nothing to
-    what is built, or if batches are not ``(features, labels)``, with or without weights.
+    that make variables in their first update, such as F1Score; runs nothing. Does nothing to what
+    is built, or if batches are not ``(features, labels)``, with or without weights.
 
     Raises:
         UsageError: a metric takes other shapes.
     """
     usual = not (replaces_loss(step) or step.overrides("update_metrics"))
-    metrics = [one for one in step.given_metrics if usual and not one.variables]
+    metrics = [one for one in step.given_metrics if usual and makes_variables_late(one)]
     spec: Any = None if step.model.built and not metrics else labels.batch_spec(dataset)
     if not local_batch.has_parts(spec):
         return

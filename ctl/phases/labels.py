@@ -170,6 +170,38 @@ def warn_of_not_finite(dataset: Any) -> None:
         logging.warning("%s: %s", dataset.info.name, found)
 
 
+def check_weighted_classes(dataset: Any, step: int | None = None) -> None:
+    """Raises `UsageError` if labels that are floats are not all 0 and 1, which ``class_weight``
+    takes for classes. See `check_labels`; without ``step``, labels are checked if they are in
+    memory."""
+    batch, where = _examples(dataset, step)
+    labels = batch[1] if isinstance(batch, tuple | list) and len(batch) in (2, 3) else None
+    if not _is_float(labels):
+        return
+    values = np.asarray(labels).ravel()
+    if (wrong := values[~np.isin(values, (0, 1))]).size:
+        raise UsageError(
+            f"class_weight needs labels that are classes, integers [n], or 0 and 1, and one{where} "
+            f"is {wrong[0]:g}: give weights of examples instead, as the third part of a batch"
+        )
+
+
+def warn_of_scale(dataset: Any) -> None:
+    """Logs a warning if labels in memory, the numbers of a regression, are far from 0 or vary much:
+    a rate for labels of about -1 to 1 takes very many steps to them."""
+    arrays = getattr(dataset.dataset if isinstance(dataset, Augmented) else dataset, "arrays", ())
+    labels = arrays[1] if isinstance(arrays, tuple) and len(arrays) > 1 else None
+    if not isinstance(labels, np.ndarray) or labels.dtype.kind not in "iuf" or not labels.size:
+        return
+    mean, deviation = float(labels.mean(dtype=float)), float(labels.std(dtype=float))
+    if deviation > 10 or abs(mean) > 3 * max(deviation, 1):
+        logging.warning(
+            "%s: the labels have the mean %.5g and the standard deviation %.5g, and are not "
+            "standardized: train on (label - %.4g) / %.4g, or give a much larger --learning_rate",
+            *(dataset.info.name, mean, deviation, mean, deviation or 1.0),
+        )
+
+
 def not_finite(dataset: Any, step: int | None) -> str | None:
     """Says which examples have a NaN or Inf, in memory or in the batch of ``step``, if any have."""
     examples, where = _examples(dataset, step)

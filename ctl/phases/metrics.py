@@ -87,6 +87,12 @@ def _of_logits(kind: type[keras.metrics.Metric]) -> dict[str, Any]:
     return {"threshold": 0.0} if issubclass(kind, _THRESHOLD) else {}
 
 
+def makes_variables_late(metric: keras.metrics.Metric) -> bool:
+    """Whether ``metric`` makes variables in its first update: it has none before, or, as R2Score
+    of Keras, only some, and says that it is not built."""
+    return not metric.variables or not getattr(metric, "_built", True)
+
+
 def update_metric(metric: keras.metrics.Metric, labels: Any, outputs: Any, weights: Any) -> None:
     """Updates ``metric``. Raises `UsageError` if it is one of Keras that takes other shapes."""
     try:
@@ -94,10 +100,15 @@ def update_metric(metric: keras.metrics.Metric, labels: Any, outputs: Any, weigh
     except ValueError as error:
         if not type(metric).__module__.startswith("keras."):
             raise
+        two = list(outputs.shape[1:]) == [2] and labels.shape.rank == 1
         raise UsageError(
             f"metric {metric.name} takes no labels of shape {list(labels.shape)} with outputs of "
             f"shape {list(outputs.shape)}: choose another, or give an object that makes them alike"
+            f"{_ONE_OUTPUT if two else ''}"
         ) from error
+
+
+_ONE_OUTPUT = "; for two classes, train one output with --loss=binary_cross_entropy (loss_fn=)"
 
 
 _THRESHOLD = (keras.metrics.BinaryAccuracy, keras.metrics.BinaryIoU)

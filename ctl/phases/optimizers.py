@@ -383,7 +383,21 @@ def from_name(optimizer: Any, model: Any = None) -> Any:
             f"{str(optimizer)[:80]} is not an optimizer: give an object such as "
             "keras.optimizers.Adam(1e-3), its name, or parameter groups"
         )
+    if isinstance(optimizer, Sequence):
+        return [_named_group(entry) for entry in optimizer]
     return optimizer
+
+
+def _named_group(entry: Any) -> tuple[Any, ...]:
+    """A parameter group whose optimizer may be a name."""
+    if isinstance(entry, Sequence) and len(entry) in (2, 3):
+        optimizer, *rest = entry
+        if isinstance(optimizer, str | keras.optimizers.Optimizer):
+            return from_name(optimizer), *rest
+    raise UsageError(
+        f"parameter group {str(entry)[:80]}: give (optimizer, variables) or (optimizer, variables, "
+        "schedule)"
+    )
 
 
 def _of_models(optimizers: Mapping[str, Any], model: Any) -> dict[str, tuple[Any, ...]]:
@@ -451,9 +465,11 @@ def make_groups(
 
 
 def _group(optimizer: Any, variables: Any, *schedules: Any) -> Group:
-    if isinstance(variables, keras.Layer):
-        variables = variables.trainable_variables
-    return Group(optimizer, list(variables), next((s for s in schedules if s is not None), None))
+    several = [variables] if isinstance(variables, keras.Layer) else variables
+    flat: list[keras.Variable] = []
+    for one in several:
+        flat += one.trainable_variables if isinstance(one, keras.Layer) else [one]
+    return Group(optimizer, flat, next((s for s in schedules if s is not None), None))
 
 
 def _check_disjoint(groups: Sequence[Group], model_variables: Sequence[keras.Variable]) -> None:

@@ -72,14 +72,17 @@ def with_classes(batch: Any, class_weight: Mapping[int, float]) -> tuple[Any, An
     """Returns ``batch`` with weights [n]: its own, or 1, times those of the classes. Classes that
     ``class_weight`` does not name weigh 1.
 
+    Labels of a type that is no integer may be 0 and 1, as those of binary_cross_entropy are. The
+    running graph fails at others; under XLA, which has no such checks, the weights are NaN.
+
     Raises:
-        UsageError: the labels are not integers [n] or [n, 1], or `checked_classes`.
+        UsageError: the labels are neither numbers nor bools [n] or [n, 1], or `checked_classes`.
     """
     features, labels, weights = local_batch.unpack(batch)
     classes = checked_classes(class_weight)
     shape = getattr(labels, "shape", tf.TensorShape(None))
     of_classes = shape.rank == 1 or (shape.rank == 2 and shape[1] == 1)
-    if not isinstance(labels, tf.Tensor) or not labels.dtype.is_integer or not of_classes:
+    if not isinstance(labels, tf.Tensor) or labels.dtype == tf.string or not of_classes:
         kind = f"{labels.dtype.name} {shape}" if isinstance(labels, tf.Tensor) else type(labels)
         raise UsageError(
             f"class_weight needs labels that are classes, integers [n], not {kind}: give weights "
@@ -88,8 +91,13 @@ def with_classes(batch: Any, class_weight: Mapping[int, float]) -> tuple[Any, An
     table = np.ones([max(classes, default=0) + 2], np.float32)  # the last is of all other labels
     table[[*classes]] = [*classes.values()]
     # In int64, no label of another type turns into one of the classes.
-    places = tf.reshape(tf.cast(labels, tf.int64), [-1])
+    values = tf.reshape(labels, [-1])
+    places = tf.cast(values, tf.int64)
     last = len(table) - 1
     places = tf.where((places >= 0) & (places < last), places, last)
     factors = tf.gather(tf.constant(table), places)
+    if labels.dtype.is_floating:
+        other = (values != 0) & (values != 1)
+        local_batch.refuse_other_than_0_and_1(tf.reduce_any(other))
+        factors = tf.where(other, math.nan, factors)
     return features, labels, factors if weights is None else factors * tf.cast(weights, tf.float32)

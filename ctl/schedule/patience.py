@@ -117,9 +117,9 @@ def remembered(schedule: Any) -> list[Any]:
     return [schedule.evaluated] if hasattr(schedule, "evaluated") else []
 
 
-def check_watched(actions: Iterable[Any], evaluator: Any) -> None:
-    """Raises `UsageError` if one of ``actions`` watches a metric that no evaluation will have. All
-    workers must call it."""
+def check_watched(actions: Iterable[Any], evaluator: Any, best_metric: str | None = None) -> None:
+    """Raises `UsageError` if one of ``actions`` watches a metric that no evaluation will have, or
+    if ``best_metric``, by which checkpoints are kept, is none. All workers must call it."""
     for owner in with_memory(actions):
         watcher, metric = type(owner).__name__, getattr(owner, "metric", None)
         if evaluator is None:
@@ -129,6 +129,8 @@ def check_watched(actions: Iterable[Any], evaluator: Any) -> None:
             )
         if metric is not None:
             evaluator.check_result(f"metric of {watcher}", metric)
+    if best_metric is not None and hasattr(evaluator, "check_result"):
+        evaluator.check_result("best_metric", best_metric)
 
 
 def with_memory(actions: Iterable[Any]) -> list[Any]:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import ctl
 from ctl.base.models import Models, split
 from ctl.checkpoint import CheckpointManager, load_weights
 from ctl.checkpoint.export import KERAS_FILE, SAVED_MODEL, export_model, found_beside, load_model
@@ -41,7 +42,7 @@ def as_checkpoint(models: Models, path) -> None:
 
 
 def as_export(models: Models, path) -> None:
-    export_model(models, path)
+    ctl.checkpoint.export_model(models, str(path))
 
 
 def of_tensorflow(models: Models, path) -> None:

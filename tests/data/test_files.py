@@ -240,6 +240,35 @@ def test_rare_classes_are_repeated_in_the_training_only(tmp_path):
         load(Files(tmp_path / "t.csv", labels=["x"], loss_of=NUMBERS), "train", oversample=True)
 
 
+@pytest.mark.parametrize("names", [("0", "1"), ("no", "yes")])
+def test_a_loss_of_0_and_1_has_two_classes(tmp_path, names):
+    rows = [f"{n},{n},{names[n % 5 == 0]}" for n in range(40)]
+    (tmp_path / "t.csv").write_text("\n".join(["x,z,kind", *rows, ""]))
+    files = Files(tmp_path / "t.csv", loss_of=BINARY)
+    train = load(files, "train", oversample=True)
+    assert train.info.class_names == names and train.arrays[1].dtype == np.float32
+    assert (train.info.num_classes, train.info.num_outputs) == (None, 1)
+    assert np.bincount(train.arrays[1].astype(int)).tolist() == [32, 32]
+    assert files.schema["examples"]["train"] == [32, 32]
+    assert files.table()[-1] == f"  the positive class, label 1, is {names[1]}"
+
+
+def test_columns_with_decimal_commas_are_named(tmp_path, caplog):
+    (tmp_path / "t.csv").write_text("a;b;kind\n1,5;1;x\n2,5;3;y\n")
+    Files(tmp_path / "t.csv")
+    assert (
+        "t.csv: columns that are text, because their numbers have commas: a; write" in caplog.text
+    )
+
+
+def test_probabilities_are_no_classes(tmp_path):
+    (tmp_path / "t.csv").write_text("x,y\n" + "1,0\n2,0.5\n" * 4)
+    files = Files(tmp_path / "t.csv", loss_of=BINARY)
+    assert load(files, "train").info.class_names == ()
+    with pytest.raises(UsageError, match="t.csv has no classes: leave out --oversample"):
+        load(files, "train", oversample=True)
+
+
 def test_streamed_images_of_rare_classes_are_repeated(tmp_path):
     write_images(tmp_path, 4)
     for n in (1, 2, 3):

@@ -252,6 +252,24 @@ def test_what_python_alone_takes_for_a_number_is_text(tmp_path, cell):
     assert table(tmp_path, f'a,b\n"{cell}",1\n').columns["a"].tolist() == [cell]
 
 
+def test_true_and_false_are_1_and_0(tmp_path):
+    found = table(tmp_path, "a,b,c\nTrue,yes,true\nfalse,no,2\n ,no,3\n")
+    np.testing.assert_array_equal(found.columns["a"], [1, 0, np.nan])
+    assert found.columns["b"].tolist() == ["yes", "no", "no"]
+    assert found.columns["c"].tolist() == ["true", "2", "3"]  # all or none
+
+
+def test_numbers_with_commas_are_named(tmp_path):
+    found = table(tmp_path, "a;b;c;d;n\n1,72;1.234,5;x,y;1,2,3;1\n-2;NA;1,2;1,5;2\n")
+    hint = "columns that are text, because their numbers have commas: a, b; write them with a dec"
+    assert tables.comma_hint(found).startswith(f"; {hint}")
+    with pytest.raises(UsageError, match=f"the loss takes numbers: .*--loss; {hint}"):
+        tables.choose(found, labels=["a"], loss_of=NUMBERS)
+    with pytest.raises(UsageError, match=f"no column of numbers but n: .*; {hint}"):
+        tables.choose(found)
+    assert not tables.comma_hint(table(tmp_path, "a,b\n1.72,x\n2,y\n"))
+
+
 def test_lines_of_json(tmp_path):
     lines = ['{"a": 1, "b": "x", "v": [1, 2]}', "", '{"b": null, "a": null, "v": [3, 4.5]}']
     found = table(tmp_path, "\n".join([*lines, '{"a": true, "b": 3, "v": [5, 6]}']), "t.jsonl")

@@ -39,6 +39,12 @@ def test_each_class_has_the_same_sum():
     assert class_weights(flags("1:5"), prepared(in_memory())) == {1: 5.0}
 
 
+@pytest.mark.parametrize("labels", [LABELS > 0, (LABELS > 0)[:, None].astype(np.float32)])
+def test_labels_of_0_and_1_are_classes(labels):
+    weights = class_weights(flags("balanced"), prepared(in_memory(labels)))
+    assert weights == {0: 8 / (2 * 6), 1: 8 / (2 * 2)}
+
+
 @pytest.mark.parametrize(
     "labels", [LABELS.astype(np.float32), np.eye(3, dtype=np.int64)[LABELS], LABELS - 1]
 )

@@ -292,3 +292,23 @@ def test_a_first_batch_that_is_checked_changes_no_order(loss):
     assert order(True) == order(False)
     with pytest.raises(UsageError, match="in the first batch"):
         order(True, wrong=4.0)
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ([2637.0, 7000.0, 12040.0], "mean 7225.7 and the standard deviation 3842.1"),
+        (
+            [2001, 2002, 2003],
+            "train on (label - 2002) / 0.8165, or give a much larger --learning_rate",
+        ),
+        ([-1.0, 0.5, 3.0], None),
+        ([1.0, 1.1, 1.2], None),
+        ([np.nan, 2000.0], None),
+    ],
+)
+def test_labels_of_a_regression_that_are_not_standardized(caplog, values, says):
+    features = np.zeros([len(values), 2], np.float32)
+    labels.warn_of_scale(InMemory((features, np.array(values)), global_batch_size=2))
+    assert caplog.text.count("WARNING") == bool(says)
+    assert says is None or says in caplog.text

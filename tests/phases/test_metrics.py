@@ -112,6 +112,17 @@ def test_variables_of_the_first_update(mirrored, replicas, labels, activation, l
     np.testing.assert_allclose(evaluator.run()[metric.name], theirs.result(), rtol=1e-5)
 
 
+def test_a_metric_that_makes_some_variables_late_is_evaluated():
+    arrays = RANDOM.normal(size=(20, 4)).astype("float32"), RANDOM.normal(size=20)
+    model = keras.Sequential([keras.Input([4]), keras.layers.Dense(1)])
+    r2 = keras.metrics.R2Score()
+    evaluator = ctl.Evaluator(ctl.EvalStep(model, "mse", metrics=[r2]), arrays)
+    evaluator.trace()  # which, other than a first call, can make no variables
+    theirs = keras.metrics.R2Score()
+    theirs.update_state(arrays[1][:, None], model(arrays[0]))
+    np.testing.assert_allclose(evaluator.run()["r2_score"], theirs.result(), rtol=1e-5)
+
+
 def test_a_metric_of_other_shapes_is_one_line():
     model = keras.Sequential([keras.Input([4]), keras.layers.Dense(3, "softmax")])
     f1 = keras.metrics.F1Score(average="macro")
@@ -127,5 +138,14 @@ def test_a_metric_for_two_classes_is_one_line():
     says = (
         r"^metric precision takes no labels of shape \[8\] with outputs of shape \[8, 3\]: choose"
     )
+    with pytest.raises(UsageError, match=says):
+        loop.train(1)
+
+
+def test_a_metric_of_probabilities_names_the_loss_for_two_classes():
+    model = keras.Sequential([keras.Input([4]), keras.layers.Dense(2)])
+    step = ctl.TrainStep(model, "sgd", metrics=["auc"])
+    loop = ctl.Loop(step, (np.zeros([20, 4], np.float32), CLASSES > 0), global_batch_size=8)
+    says = r"^metric auc takes .* for two classes, train one output with --loss=binary_cross_entr"
     with pytest.raises(UsageError, match=says):
         loop.train(1)

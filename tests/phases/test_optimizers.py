@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 from helpers import BATCH, CLASSES, FEATURES, examples, keras_loss, make_loop, mlp, sgd
 
+import ctl
 from ctl import testing
 from ctl.control.evaluator import Evaluator
 from ctl.errors import UsageError
@@ -206,7 +207,25 @@ def test_wrong_groups_are_refused():
     refused("in no parameter group: add it to one", lambda m, _: [(new(), m.layers[0])])
     refused("give each group its own", lambda m, _: [(one, m.layers[0]), (one, m.layers[1])])
     refused("frozen of a parameter group is not", lambda m, f: [(new(), m), (new(), [f])])
+    refused("give .optimizer, variables. or", lambda m, _: [(new(), m.layers[0]), m.layers[1]])
+    refused("unknown optimizer 'adma'", lambda m, _: [("adma", m)])
     refused("clipnorm must not be set", lambda m, _: [(keras.optimizers.SGD(clipnorm=1.0), m)])
+
+
+def test_a_group_is_a_list_of_layers_and_variables_with_the_name_of_an_optimizer():
+    layers = [keras.layers.Dense(units) for units in (4, 3, 2)]
+    model = keras.Sequential([keras.Input([5]), *layers])
+    groups = [("adam", [layers[0], layers[1].kernel]), ("sgd", [layers[1].bias, layers[2]])]
+    step = TrainStep(model, groups, "mse")
+    data = np.zeros([8, 5], "float32"), np.zeros([8, 2], "float32")
+    ctl.Loop(step, data, global_batch_size=4).train(1)
+    variables = [[variable.path for variable in group.variables] for group in step.updater.groups]
+    kernels = [layer.kernel.path for layer in layers]
+    biases = [layer.bias.path for layer in layers]
+    assert variables == [
+        [kernels[0], biases[0], kernels[1]],
+        [biases[1], kernels[2], biases[2]],
+    ]
 
 
 def test_one_loss_for_each_group():

@@ -12,6 +12,7 @@ import tensorflow as tf
 from helpers import (
     BATCH,
     CLASSES,
+    FEATURES,
     accuracy,
     batches_of,
     cut,
@@ -24,6 +25,7 @@ from helpers import (
 )
 
 from ctl.control.evaluator import Evaluator
+from ctl.data import InMemory
 from ctl.errors import DivergedError, UsageError
 from ctl.phases.base_step import EvalStep
 from ctl.step import TrainStep
@@ -245,11 +247,37 @@ class TestClassWeight:
             make_loop(data=data_of(), class_weight=class_weight)
 
     @pytest.mark.parametrize(
-        "labels", [np.zeros([BATCH, CLASSES], np.int32), np.zeros([BATCH], np.float32)], ids=str
+        "labels", [np.zeros([BATCH, CLASSES], np.int32), np.array(["no"] * BATCH)], ids=str
     )
     def test_labels_that_are_no_classes_are_refused(self, labels):
         loop = make_loop(data=data_of(labels=labels), class_weight={0: 2.0}, step_class=OwnLoss)
         with pytest.raises(UsageError, match=r"^class_weight needs labels that are classes"):
+            loop.train(1)
+
+    @pytest.mark.parametrize("dtype", [np.float32, bool])
+    def test_labels_may_be_0_and_1_of_any_type(self, dtype):
+        """As binary_cross_entropy takes them."""
+        weights = {1: 20.0, 0: 0.5}
+        options = {"model": binary, "loss_fn": "binary_cross_entropy", "seed": 1}
+        labels = np.arange(BATCH) % 3 == 0
+        factors = np.where(labels, 20.0, 0.5).astype(np.float32)
+        given = make_loop(data=data_of(factors, labels=labels.astype(np.float32)), **options)
+        data = data_of(labels=labels.astype(dtype))
+        loop = make_loop(data=data, class_weight=weights, **options)
+        assert loop.train(3)["loss"] == pytest.approx(given.train(3)["loss"], rel=1e-6)
+
+    def test_other_floats_are_no_classes(self):
+        options = {"model": binary, "loss_fn": "binary_cross_entropy", "class_weight": {1: 2.0}}
+        labels = np.full([BATCH], 0.5, np.float32)
+        loop = make_loop(data=data_of(labels=labels), **options)
+        with pytest.raises(UsageError, match="^class_weight needs .*, or 0 and 1, and one is anot"):
+            loop.train(1)
+        in_memory = InMemory((examples(BATCH)[0], labels), global_batch_size=BATCH)
+        with pytest.raises(UsageError, match="^class_weight needs .*, or 0 and 1, and one is 0.5"):
+            make_loop(data=in_memory, **options)
+        # XLA has no such checks, so the batch is read again.
+        loop = make_loop(data=data_of(labels=labels), jit_compile=True, **options)
+        with pytest.raises(UsageError, match="or 0 and 1, and one in the batch of step 1 is 0.5"):
             loop.train(1)
 
     def test_an_own_loss_must_use_it(self):
@@ -265,6 +293,10 @@ class TestClassWeight:
         losses.append(loop.train(2)["loss"])
         fresh = make_loop(data=data_of(), seed=1, class_weight={0: 4.0}, optimizer=sgd(0.0))
         assert losses[1] == fresh.train(1)["loss"] != losses[0]
+
+
+def binary() -> keras.Model:
+    return keras.Sequential([keras.Input([FEATURES]), keras.layers.Dense(1)])
 
 
 class OwnLoss(TrainStep):
