@@ -40,7 +40,7 @@ from absl import logging
 from ctl.base.actions import STOP, Action, EvalAction
 from ctl.base.autograph import graph_function
 from ctl.base.bounds import checked
-from ctl.base.foreign import missing_attribute, refuses_foreign
+from ctl.base.foreign_names import missing_attribute, refuses_foreign
 from ctl.base.signals import Signals, StopRequested
 from ctl.base.tracebacks import hides_frames
 from ctl.checkpoint.manager import CheckpointManager, Saved

@@ -46,12 +46,12 @@ from ctl.phases.norms import global_norm
 from ctl.phases.observer import NO_OBSERVER, Observer
 from ctl.phases.optimizers import Optimizers, from_name
 from ctl.phases.seeds import Seeds
+from ctl.phases.sparse_rows import Tables
 from ctl.phases.statistics import Statistics, StatisticsSnapshot
-from ctl.phases.tables import Tables
 from ctl.phases.trace_guards import TraceGuards, TraceKey
 from ctl.reduce import BESIDE, COUNT, all_reduce, gather_context, map_values
 
-Gradients = list[tf.Tensor | tf.IndexedSlices | None]  # rows only of `ctl.phases.tables`
+Gradients = list[tf.Tensor | tf.IndexedSlices | None]  # rows only of `ctl.phases.sparse_rows`
 
 
 class TrainStep(BaseStep):
@@ -91,7 +91,7 @@ class TrainStep(BaseStep):
             blocks. None decides by rule, see `ctl.control.jit`.
         jit_update: compiles the update with XLA, see `ctl.phases.apply.Updater`.
         sparse_rows: which embedding tables are trained by rows: ``"auto"``, ``"on"`` or ``"off"``,
-            see `ctl.phases.tables.Tables`.
+            see `ctl.phases.sparse_rows.Tables`.
         random_seed: seed of the run, see `seed`.
         own: values of the options that a subclass declares, see `ctl.option`.
 
@@ -427,7 +427,7 @@ class TrainStep(BaseStep):
     ) -> Gradients:
         """Returns the gradient of ``loss``, times the loss scale, for each of ``variables``; by
         default for all trainable variables. It is dense, or the rows of an embedding table (see
-        `ctl.phases.tables`), or None where ``loss`` does not depend on the variable."""
+        `ctl.phases.sparse_rows`), or None where ``loss`` does not depend on the variable."""
         scale = self.updater.loss_scale
         seed = None if scale is None else tf.cast(scale.scale, loss.dtype)
         variables = self.trainable_variables if variables is None else variables

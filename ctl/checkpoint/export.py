@@ -100,7 +100,7 @@ def export_model(
 @contextlib.contextmanager
 def _plain(model: keras.Model) -> Iterator[None]:
     """While inside, embeddings that are trained by rows are as Keras made them, see
-    `ctl.phases.tables`."""
+    `ctl.phases.sparse_rows`."""
     with contextlib.ExitStack() as stack:
         for layer in model._flatten_layers():
             if plain := getattr(vars(layer).get("call"), "plain", None):

@@ -143,7 +143,7 @@ class Updater:
         self.global_step = _counter("global_step", 0, tf.int64)
         self.skipped = _counter("skipped", 0, tf.int64)
         self.loss_scale = LossScale() if loss_scale else None
-        self.deferred: dict[int, Deferred] = {}  # tables, by id: see `ctl.phases.tables`
+        self.deferred: dict[int, Deferred] = {}  # tables, by id: see `ctl.phases.sparse_rows`
         self.ema = [replicas.average_like(v) for v in self.averaged_variables]
         copied = [(e, v.value) for v, e in zip(self.averaged_variables, self.ema, strict=True)]
         self._copies = [

@@ -365,7 +365,7 @@ class _Read(NamedTuple):
 
 
 def _setting(attributes: dict[str, Any], name: str) -> Any:
-    """An attribute; None for what ctl itself has set, as in `ctl.phases.tables`."""
+    """An attribute; None for what ctl itself has set, as in `ctl.phases.sparse_rows`."""
     value = attributes.get(name)
     return None if type(value).__module__.split(".")[0] == "ctl" else value
 

@@ -24,7 +24,7 @@ from ctl.distributed.replicas import has_one_copy
 from ctl.errors import DivergedError, UsageError
 from ctl.jobs.trials import preserved
 from ctl.loop import Loop
-from ctl.phases import passes, tables
+from ctl.phases import passes, sparse_rows
 from ctl.phases.base_step import EvalStep
 from ctl.phases.losses import cross_entropy
 from ctl.schedule import Cosine
@@ -235,7 +235,9 @@ def _make_loop(case: Case, dataset: Any, strategy: tf.distribute.Strategy, direc
         "cosine": Cosine(rate, total_steps=6, warmup_steps=1),
     }
     checkpoints = CheckpointManager(directory) if case.pause else None
-    with mock.patch.object(tables, "LEAST_BYTES", 0 if case.by_rows else tables.LEAST_BYTES):
+    with mock.patch.object(
+        sparse_rows, "LEAST_BYTES", 0 if case.by_rows else sparse_rows.LEAST_BYTES
+    ):
         return Loop(
             step,
             GlobalBatches(dataset, training=False) if case.ends else dataset,

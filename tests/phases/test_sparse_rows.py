@@ -19,7 +19,7 @@ from ctl.control.evaluator import Evaluator
 from ctl.data import InMemory
 from ctl.errors import CheckpointError, UsageError
 from ctl.loop import Loop
-from ctl.phases import deferred, tables
+from ctl.phases import deferred, sparse_rows
 from ctl.phases.base_step import EvalStep
 from ctl.step import TrainStep
 from ctl.testing import check_step
@@ -244,7 +244,7 @@ def test_ragged_ids_and_ids_from_the_end(mirrored):
     layer = keras.layers.Embedding(ROWS, WIDTH)
     ragged = tf.ragged.constant([[1, 2, 2], [], [ROWS - 1]])
     want = [layer(ragged), layer(tf.constant([[-1, 4]])), layer(tf.constant([2.0]))]
-    vars(layer)["call"] = tables._Lookup(layer)
+    vars(layer)["call"] = sparse_rows._Lookup(layer)
     got = [layer(ragged), layer(tf.constant([[-1, 4]])), layer(tf.constant([2.0]))]
     assert got[0].to_list() == want[0].to_list()
     for one, other in zip(got[1:], want[1:], strict=True):
@@ -275,7 +275,7 @@ def constrained() -> keras.Model:
 def test_says_why_a_table_is_dense(mirrored, monkeypatch, caplog, options, words):
     with pytest.raises(UsageError, match=f"embedding cannot be trained by rows, because {words}"):
         make(mirrored(1), "on", **options)
-    monkeypatch.setattr(tables, "LEAST_BYTES", 1000)
+    monkeypatch.setattr(sparse_rows, "LEAST_BYTES", 1000)
     with caplog.at_level(python_logging.INFO):
         loop = make(mirrored(1), "auto", **options)
     assert not loop.step.tables.deferred

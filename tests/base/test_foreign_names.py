@@ -6,7 +6,7 @@ import pytest
 from helpers import make_loop
 
 import ctl
-from ctl.base.foreign import ARGUMENTS, METHODS
+from ctl.base.foreign_names import ARGUMENTS, METHODS
 from ctl.errors import UsageError
 
 
