@@ -361,7 +361,7 @@ class Loop:
                 self.begin(step)
             while step < until and not self.stopped:
                 steps = min(1 if eager else self._pace.steps(), until - step)
-                steps = self.step.tables.steps(min(steps, steps_until_due(self.actions, step)))
+                steps = self.step.tables.reserve(min(steps, steps_until_due(self.actions, step)))
                 report = self._pace.worker_report(self.signals.arrived, self._asked_to_end)
                 if (key := self.step.trace_key)[1:] != self._agreed:  # an action changed a setting
                     self.begin(step)

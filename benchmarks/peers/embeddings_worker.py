@@ -61,7 +61,7 @@ def keras_optimizer() -> Any:
     return optimizer
 
 
-def _ctl(data: tuple[Any, Any], sparse_rows: str = "auto") -> Callable[[int], None]:
+def _ctl(data: tuple[Any, Any], sparse_rows: str = "on") -> Callable[[int], None]:
     import ctl
 
     step = ctl.TrainStep(keras_model(), keras_optimizer(), sparse_rows=sparse_rows)

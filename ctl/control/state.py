@@ -92,14 +92,17 @@ class TrainState:
         if _ROWS not in saved.variables:  # of a training with dense gradients
             for deferred in step.tables.deferred.values():
                 deferred.reset()
-        elif not rows:
+            return
+        ours = [[*variable.shape] for variable in rows]
+        if ours != [spec["shape"] for spec in saved.variables[_ROWS]]:
             raise CheckpointError(
                 f"{saved.path} has embedding tables that were trained by rows: resume it with the "
-                "same optimizer and sparse_rows (--sparse_rows)"
+                "same model, optimizer and sparse_rows=on (--sparse_rows=on)"
             )
-        else:
-            for variable, value in zip(rows, _read(saved, _ROWS, rows), strict=True):
-                variable.assign(value)
+        for variable, value in zip(rows, _read(saved, _ROWS, rows), strict=True):
+            variable.assign(value)
+        for deferred in step.tables.deferred.values():
+            deferred.check_restored()
 
     def read_best(self, checkpoints: CheckpointManager) -> Saved | None:
         """Gives the model, its averages, the layers of the step and the step count the values of
@@ -124,13 +127,12 @@ def _read(saved: Saved, group: str, variables: list[Any]) -> list[tf.Tensor]:
 
 
 def _with_whole_tables(step: TrainStep) -> dict[str, list[Any]]:
-    """The state of ``step``. In the groups of its models, all rows of tables are up to date, for
-    whoever reads them; another group has the tables as they are, from which a resume goes on."""
+    """The state of ``step``. All rows of tables are up to date, for whoever reads them; another
+    group has the tables as they are, from which a resume goes on."""
     state: dict[str, list[Any]] = step.state()
     whole = {id(d.table.value): _Whole(d) for d in step.tables.deferred.values()}
     for group in state:
-        if group.partition("_")[0] == "model":
-            state[group] = [whole.get(id(variable), variable) for variable in state[group]]
+        state[group] = [whole.get(id(variable), variable) for variable in state[group]]
     if rows := _rows_of(step):
         state[_ROWS] = rows
     return state

@@ -484,8 +484,9 @@ def define_step_flags() -> None:
             names.SPARSE_ROWS,
             "Which embedding tables are trained by rows: a step then reads, reduces and writes "
             "only the rows that its batch looks up, with the numbers of a dense gradient. auto: "
-            "those of 4 MiB or more where it is possible; the log says why not. on: all of them, "
-            "or an error.",
+            "those of 4 MiB or more, if the optimizer moves no other row; the log says why not. "
+            "on: all of them, whose other rows are brought up to date when they are read; or an "
+            "error.",
         )
         define(
             "bytes_per_pack",

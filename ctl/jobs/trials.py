@@ -200,10 +200,14 @@ def _time(
         nonlocal feed
         setattr(step, name, value)
         start = time.perf_counter()
-        with watchdog.collective(f"trying {name}={value}", first=traces):
-            outcome = loop.steps.run(feed, tf.constant(steps), nothing, step.trace_key)
-            outcome.totals()
-        feed = feed._replace(position=outcome.position)
+        left = steps
+        while left:
+            some = step.tables.reserve(left)
+            with watchdog.collective(f"trying {name}={value}", first=traces):
+                outcome = loop.steps.run(feed, tf.constant(some), nothing, step.trace_key)
+                outcome.totals()
+            feed = feed._replace(position=outcome.position)
+            left -= some
         return (time.perf_counter() - start) / steps
 
     def round_of(values: Sequence[Any], steps: int, number: int) -> list[float]:
@@ -266,6 +270,7 @@ def preserved(step: TrainStep) -> Iterator[None]:
     finally:
         for part, value in zip(parts, values, strict=True):
             part.assign(value)
+        step.tables.restored()
 
 
 # Earlier trials ---------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ import tensorflow as tf
 
 from ctl.base.tf_internals import copy_here
 from ctl.distributed.watch import watchdog
-from ctl.errors import UsageError
+from ctl.errors import CheckpointError, UsageError
 from ctl.phases.optimizers import is_decayed, is_plain, read_rows, write_rows
 
 # After this many updates, all rows are brought up to date, which takes the time of a dense update.
@@ -94,10 +94,17 @@ def rule_of(optimizer: keras.optimizers.Optimizer, table: keras.Variable) -> Rul
     return rule._replace(decay=decay)
 
 
-def _settings_of(optimizer: keras.optimizers.Optimizer, table: keras.Variable) -> tuple[Any, ...]:
+_SETTINGS = (
+    *("momentum", "nesterov", "centered", "rho", "beta_1", "beta_2", "epsilon", "amsgrad"),
+    *("l1_regularization_strength", "l2_regularization_strength", "learning_rate_power", "beta"),
+    *("l2_shrinkage_regularization_strength", "weight_decay"),
+)
+
+
+def _settings_of(optimizer: keras.optimizers.Optimizer, table: keras.Variable) -> dict[str, Any]:
     """What a rule depends on and a user may change."""
-    names = ("momentum", "nesterov", "rho", "beta_1", "beta_2", "epsilon", "weight_decay")
-    return *(getattr(optimizer, name, None) for name in names), is_decayed(optimizer, table)
+    found = {name: getattr(optimizer, name) for name in _SETTINGS if hasattr(optimizer, name)}
+    return {**found, "decays it": is_decayed(optimizer, table)}
 
 
 def _momentum(slot: str, momentum: float, sign: float) -> Rule:
@@ -199,16 +206,31 @@ class Deferred:
         # For rows whose last update was the i-th: what decay has left of the row, and the sums of
         # the coefficients.
         self._history = self._variable("history", self._nothing_missed())
-        self.variables = [self._updates, self._last, self._history]
+        # Those of the rule, by which a checkpoint of other ones is known.
+        constants = [float(value or 0) for value in self._settings.values()]
+        self._constants = self._variable("settings", tf.constant(constants, tf.float64))
+        self.variables = [self._updates, self._last, self._history, self._constants]
 
     def check(self) -> None:
         """Raises `UsageError` if the optimizer has other settings than the rule."""
-        if _settings_of(self._optimizer, self.table) != self._settings:
-            raise UsageError(
-                f"settings of {type(self._optimizer).__name__} were changed, which trains "
-                f"{self.table.path} by rows: make a new step and loop, or use --sparse_rows=off "
-                "(sparse_rows= in Python)"
-            )
+        for name, now in _settings_of(self._optimizer, self.table).items():
+            if now != (before := self._settings[name]):
+                raise UsageError(
+                    f"{type(self._optimizer).__name__}.{name} was changed from {before} to {now}, "
+                    f"and {self.table.path} is trained by rows: leave sparse_rows=on out "
+                    "(--sparse_rows=on)"
+                )
+
+    def check_restored(self) -> None:
+        """Raises `CheckpointError` if the checkpoint that was restored is of another rule."""
+        saved = self._constants.numpy()
+        for (name, now), before in zip(self._settings.items(), saved, strict=True):
+            if before != float(now or 0):
+                raise CheckpointError(
+                    f"the checkpoint was saved with {type(self._optimizer).__name__}({name}="
+                    f"{before:g}), which is {now} now, and {self.table.path} is trained by rows: "
+                    "resume it with the same optimizer"
+                )
 
     def _variable(self, name: str, value: tf.Tensor) -> tf.Variable:
         aggregation = tf.VariableAggregation.ONLY_FIRST_REPLICA

@@ -157,7 +157,7 @@ def read_rows(
     replica or update context; in another, it reads the first copy."""
     slots = _slots_of_name(optimizer, variable)
     rows = {name: copy_here(slot).sparse_read(numbers) for name, slot in slots.items()}
-    return copy_here(variable.value).sparse_read(numbers), rows
+    return copy_here(variable._value).sparse_read(numbers), rows
 
 
 def write_rows(
@@ -178,10 +178,11 @@ def _slots_of_name(
 ) -> dict[str, tf.Variable]:
     """Keras has no public API for slots. Its optimizers keep slots of one name in a list, in the
     order of the variables. Slots that are kept in another way are not found."""
-    index = optimizer._trainable_variables_indices.get(optimizer._var_key(variable))
+    # In its scope for mixed precision, Keras gives a tensor for the public `value`.
+    index = optimizer._trainable_variables_indices.get(optimizer._var_key(variable._value))
     lists = {} if index is None else _slots_by_name(optimizer)
     slots = {name: slots[index] for name, slots in lists.items()}
-    return {name: slot.value for name, slot in slots.items() if isinstance(slot, keras.Variable)}
+    return {name: slot._value for name, slot in slots.items() if isinstance(slot, keras.Variable)}
 
 
 def update_rows(

@@ -1,8 +1,8 @@
 """Embedding tables of which a step reads and writes only the rows that its batch looks up.
 
 The gradient of a lookup stays a `tf.IndexedSlices`, the numbers of the rows and a gradient for
-each, from the tape to the update. A dense gradient has the size of the table, and with it grows the
-time of the backward pass, the all-reduce and the update.
+each, from the tape to the update. A dense gradient is as large as the table: so are the time of the
+backward pass, the all-reduce and the update.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ctl.base.tf_internals import copy_here
 from ctl.base.units import size_text
 from ctl.distributed import replicas, workers
 from ctl.errors import UsageError
-from ctl.phases.deferred import Deferred, rule_of
+from ctl.phases.deferred import Deferred, Rule, rule_of
 from ctl.reduce import densify, sum_rows
 
 # Of a smaller table, a dense gradient costs less than to find the rows (benchmarks/README.md).
@@ -29,7 +29,7 @@ LEAST_BYTES = 4 << 20
 
 # Phases that take or return gradients, which a user's may expect to be dense.
 _OF_GRADIENTS = (
-    *("forward_backward", "loss_and_gradients", "backward", "reduce", "sum_gradients"),
+    *("__call__", "forward_backward", "loss_and_gradients", "backward", "reduce", "sum_gradients"),
     *("finite", "clip", "apply"),
 )
 
@@ -40,8 +40,8 @@ class Tables:
 
     Args:
         step: a `ctl.TrainStep` whose updater is made. By its ``sparse_rows``, tables of at least
-            `LEAST_BYTES` are trained by rows where that is possible (``"auto"``), all are
-            (``"on"``), or none is (``"off"``).
+            `LEAST_BYTES` are trained by rows if their optimizer moves no other row (``"auto"``),
+            all are (``"on"``), or none is (``"off"``).
 
     Attributes:
         deferred: tables of which rows without a gradient move, by the id of their Keras variable.
@@ -62,10 +62,15 @@ class Tables:
                 continue
             optimizer = step.updater.group_of(table).optimizer
             rule = _why_dense(step, table, layers) or rule_of(optimizer, table)
+            if isinstance(rule, Rule) and step.sparse_rows == "auto":
+                rule = (
+                    f"{type(optimizer).__name__} moves rows that have no gradient, which "
+                    "sparse_rows=on defers (--sparse_rows=on)"
+                )
             if isinstance(rule, str) and step.sparse_rows == "on":
                 raise UsageError(
-                    f"layer {layers[0].name} cannot be trained by rows, because {rule}: use "
-                    "--sparse_rows=auto (sparse_rows= in Python)"
+                    f"layer {layers[0].name} cannot be trained by rows, because {rule}: leave "
+                    "sparse_rows=on (--sparse_rows=on) out, so that its gradient is dense"
                 )
             way = f"dense, because {rule}" if isinstance(rule, str) else "by rows"
             by_way.setdefault(way, []).append(table)
@@ -83,9 +88,20 @@ class Tables:
             names, size = names_of([t.path for t in tables]), sum(map(_bytes_of, tables))
             logging.info("embeddings %s, %s: %s", names, size_text(size), way)
 
-    def steps(self, most: int) -> int:
+    def reserve(self, most: int) -> int:
         """Returns how many steps the next call may run, ``most`` at most. Call it before each call:
-        where a history is full, it brings all rows of a table up to date."""
+        where a history is full, it brings all rows of a table up to date.
+
+        Raises:
+            UsageError: a step that was built later has taken a table over.
+        """
+        for deferred in self.deferred.values():
+            table: Any = deferred.table
+            if not isinstance(table, _DeferredVariable) or table._deferred is not deferred:
+                raise UsageError(
+                    f"{table.path} belongs to a step that was made later: make a new step and loop "
+                    "for this model, or leave sparse_rows=on out"
+                )
         if self._by_id and self._over_workers:  # they gather another number of rows in each step
             most = 1  # and a collective of TensorFlow keeps the shape of its first run in a call
         if not self.deferred:
@@ -188,7 +204,7 @@ def _why_dense(
     """Why ``table`` is trained as a whole, whatever its optimizer; None if by rows."""
     for layer in layers:
         if type(layer) is not keras.layers.Embedding or "call" in vars(layer):
-            return f"{layer.name} has a call() of its own"
+            return f"{layer.name} is a {type(layer).__name__}, whose call() may differ"
         if layer.lora_enabled or layer.quantization_mode:
             return f"{layer.name} has LoRA or is quantized"
     if table.regularizer is not None or table.constraint is not None:
@@ -234,7 +250,8 @@ class _Lookup:
                 table.value.assign(raw)
 
     def __call__(self, inputs: Any, *args: Any, **options: Any) -> Any:
-        if not isinstance(inputs, tf.Tensor | tf.RaggedTensor):  # symbols of Keras, sparse tensors
+        plain = isinstance(inputs, tf.Tensor | tf.RaggedTensor)  # no symbols, no sparse tensors
+        if not plain or _in_stateless_scope():
             return self._call(inputs, *args, **options)
         return tf.ragged.map_flat_values(self._rows, inputs)
 
@@ -242,7 +259,7 @@ class _Lookup:
         layer, variable = self._layer, self._layer._embeddings
         ids = ids if ids.dtype in (tf.int32, tf.int64) else tf.cast(ids, tf.int32)
         ids = tf.where(ids < 0, ids + layer.input_dim, ids)  # as Keras
-        table = copy_here(variable.value)
+        table = copy_here(variable._value)  # whose `value` is cast where Keras casts by itself
         if not isinstance(variable, _DeferredVariable):
             return tf.cast(table.sparse_read(ids), layer.compute_dtype)
         numbers, places = tf.unique(tf.reshape(ids, [-1]))
@@ -251,6 +268,12 @@ class _Lookup:
         rows = tf.reshape(rows, tf.concat([tf.shape(ids), table.shape[1:]], 0))
         rows = tf.ensure_shape(rows, [*ids.shape, *table.shape[1:]])
         return tf.cast(rows, layer.compute_dtype)
+
+
+def _in_stateless_scope() -> bool:
+    """Whether variables have other values here, as in `keras.Model.stateless_call`."""
+    with keras.StatelessScope() as scope:
+        return scope.original_scope is not None
 
 
 @tf.custom_gradient
@@ -272,8 +295,10 @@ class _DeferredVariable(keras.Variable):
         return self.numpy() if dtype is None else self.numpy().astype(dtype)
 
     def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> tf.Tensor:
-        value = _with_value(super().__tf_tensor__(), self._deferred.value())
-        return value if dtype is None else tf.cast(value, dtype, name=name)
+        if _in_stateless_scope():
+            return super().__tf_tensor__(dtype, name)
+        value = _with_value(tf.convert_to_tensor(self._value), self._deferred.value())
+        return tf.cast(value, dtype or self.dtype, name=name)
 
     def _direct_assign(self, value: Any) -> None:
         self._deferred.bring_up_to_date()

@@ -313,7 +313,7 @@ class TraceGuards:
             for name in _OF_VARIABLES:
                 if (value := getattr(variable, name)) is not None:
                     code[f"{path}.{name}"] = _Value(value, records)
-        settings = [[_setting(of, name) for name in names] for of, names in self._others.values()]
+        settings = [[*map(of.get, names)] for of, names in self._others.values()]
         return _Read(of_step, code, settings, rates)
 
     def _changes(self, step: Any, before: _Read, now: _Read) -> Iterator[_Change]:
@@ -364,12 +364,6 @@ class _Read(NamedTuple):
     rates: dict[str, _Value]
 
 
-def _setting(attributes: dict[str, Any], name: str) -> Any:
-    """An attribute; None for what ctl itself has set, as in `ctl.phases.sparse_rows`."""
-    value = attributes.get(name)
-    return None if type(value).__module__.split(".")[0] == "ctl" else value
-
-
 def _takes_effect(owner: str, name: str, old: Any, new: Any) -> bool:
     """Whether a graph that is traced again has a setting, and needs nothing for it that was made
     with the old one."""
@@ -377,7 +371,8 @@ def _takes_effect(owner: str, name: str, old: Any, new: Any) -> bool:
         return True
     numbers = all(type(value) in (int, float) for value in (old, new)) and old != 0
     if owner.startswith("layer "):
-        functions = [value for value in (old, new) if isinstance(value, _FUNCTIONS)]
+        # Or of ctl, see `ctl.phases.sparse_rows`.
+        functions = [v for v in (old, new) if isinstance(v, _FUNCTIONS) or _is_of_ctl(v)]
         return numbers or (bool(functions) and all(v in functions or v is None for v in (old, new)))
     return numbers and new != 0  # an optimizer that is made with 0 or None may lack variables
 
@@ -421,6 +416,10 @@ def _named_by_code(step: Any, layers: dict[str, Any]) -> Iterator[tuple[str, Any
         for name in named & vars(kind).keys():
             if isinstance(vars(kind)[name], _PLAIN):
                 yield f"class {kind.__name__}.{name}", vars(kind)[name]
+
+
+def _is_of_ctl(value: Any) -> bool:
+    return type(value).__module__.split(".")[0] == "ctl"
 
 
 def _is_users(kind: type) -> bool:

@@ -197,5 +197,5 @@ def test_a_changed_setting_is_refused():
     table = Deferred(variable, optimizer, rule_of(optimizer, variable), strategy)
     table.check()
     optimizer.momentum = 0.5
-    with pytest.raises(UsageError, match="settings of SGD were changed, which trains table by row"):
+    with pytest.raises(UsageError, match="SGD.momentum was changed from 0.9 to 0.5, and table is"):
         table.check()

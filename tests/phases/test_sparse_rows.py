@@ -18,6 +18,7 @@ from ctl.checkpoint.reader import Reader
 from ctl.control.evaluator import Evaluator
 from ctl.data import InMemory
 from ctl.errors import CheckpointError, UsageError
+from ctl.jobs import trials
 from ctl.loop import Loop
 from ctl.phases import deferred, sparse_rows
 from ctl.phases.base_step import EvalStep
@@ -192,7 +193,7 @@ def test_runs_go_on_with_rows_after_dense_gradients_and_not_the_other_way(mirror
     assert_close(rows.step.model.get_weights(), trained(mirrored(1), "off"))
     rows.save()
     rows.checkpoints.close()
-    with pytest.raises(CheckpointError, match="trained by rows: resume it with the same optimizer"):
+    with pytest.raises(CheckpointError, match="trained by rows: resume it with the same model"):
         make(mirrored(1), "off", checkpoints=str(tmp_path)).restore()
 
 
@@ -282,8 +283,150 @@ def test_says_why_a_table_is_dense(mirrored, monkeypatch, caplog, options, words
     assert any("4.7 KiB: dense, because" in line for line in caplog.messages)
 
 
-def test_small_tables_are_dense_by_themselves(mirrored):
-    assert not make(mirrored(1), "auto").step.tables.deferred
+def test_large_tables_are_by_rows_if_no_other_row_moves(mirrored, monkeypatch, caplog):
+    def table(optimizer):
+        step = make(mirrored(1), "auto", optimizer).step
+        return step.model.layers[0].embeddings.value in step.tables
+
+    assert not table("sgd")  # too small
+    monkeypatch.setattr(sparse_rows, "LEAST_BYTES", 1000)
+    with caplog.at_level(python_logging.INFO):
+        assert table("sgd") and table("adagrad") and not table("adamw")
+    assert "AdamW moves rows that have no gradient, which sparse_rows=on defers" in caplog.text
+
+
+class Sequences(keras.Model):
+    """An Embedding in another layer, and the same table for the outputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = keras.layers.Embedding(ROWS, WIDTH)
+        self.each = keras.layers.TimeDistributed(self.table)
+        self.head = keras.layers.Dense(CLASSES)
+
+    def call(self, ids):
+        mean = keras.ops.mean(self.each(ids[:, :, None]), axis=(1, 2))
+        scores = keras.ops.matmul(mean, keras.ops.transpose(self.table.embeddings))
+        return keras.ops.cast(self.head(keras.ops.tanh(scores)), "float32")
+
+
+def sequences() -> keras.Model:
+    model = Sequences()
+    model(np.zeros([1, IDS], "int32"))
+    return model
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum"])
+def test_where_keras_casts_by_itself(mirrored, optimizer):
+    options = {"model": sequences, "steps": 6, "optimizer": optimizer}
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    try:
+        want = trained(mirrored(1), "off", **options)
+        got = trained(mirrored(1), "on", **options)
+    finally:
+        keras.config.set_dtype_policy("float32")
+    for one, other in zip(got, want, strict=True):  # a step of bfloat16 is 2^-8
+        np.testing.assert_allclose(one, other, atol=2e-2 * np.abs(other).max())
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_a_call_with_other_weights_has_these(mirrored, optimizer):
+    loop = make(mirrored(1), optimizer=optimizer)
+    loop.train(3)
+    model = loop.step.model
+    zeros = [tf.zeros(v.shape) for v in model.trainable_variables]
+    outputs, _ = model.stateless_call(zeros, [], tf.constant(examples()[0][:2]))
+    np.testing.assert_array_equal(outputs, np.zeros([2, CLASSES]))
+
+
+def test_an_evaluator_from_before_the_loop(mirrored):
+    keras.utils.set_random_seed(1)
+    with mirrored(1).scope():
+        model = embedding_model()
+        evaluation = EvalStep(model)
+    test = InMemory(examples(40), global_batch_size=16, training=False)
+    evaluator = Evaluator(evaluation, test, strategy=mirrored(1))
+    evaluator.run()
+    data = InMemory(examples(), global_batch_size=BATCH, seed=1)
+    with mirrored(1).scope():
+        step = TrainStep(model, OPTIMIZERS["momentum"](), sparse_rows="on")
+    loop = Loop(step, data, strategy=mirrored(1), evaluator=evaluator)
+    loop.train(20)
+    dense = make(mirrored(1), "off", "momentum")
+    dense.step.model.set_weights(model.get_weights())
+    np.testing.assert_allclose(loop.evaluate()["loss"], dense.evaluate()["loss"], rtol=1e-6)
+
+
+def test_the_first_of_two_loops_of_a_model_is_refused(mirrored):
+    loop = make(mirrored(1))
+    loop.train(2)
+    with mirrored(1).scope():
+        step = TrainStep(loop.step.model, OPTIMIZERS["adamw"](), sparse_rows="on")
+    later = Loop(step, loop.dataset, strategy=mirrored(1))
+    later.train(2)
+    with pytest.raises(UsageError, match="belongs to a step that was made later"):
+        loop.train(4)
+
+
+class Beside(TrainStep):
+    """Trains a model that is an attribute, too."""
+
+    def __init__(self, model, optimizer, **options):
+        own = keras.Sequential([keras.Input([2]), keras.layers.Dense(2)])
+        super().__init__(own, [(optimizer, own), (OPTIMIZERS["momentum"](), model)], **options)
+        self.other = model
+
+    def loss(self, batch):
+        ids, labels = batch
+        outputs = self.other(ids, training=True)
+        rest = tf.reduce_sum(self.model(tf.ones([1, 2])))
+        return tf.nn.sparse_softmax_cross_entropy_with_logits(labels, outputs) + rest
+
+
+def test_a_table_of_a_model_that_is_an_attribute(mirrored, tmp_path):
+    with mirrored(1).scope():
+        model = embedding_model()
+        step = Beside(model, OPTIMIZERS["sgd"](), sparse_rows="on")
+    data = InMemory(examples(), global_batch_size=BATCH, seed=1)
+    loop = Loop(step, data, strategy=mirrored(1), checkpoints=str(tmp_path))
+    loop.train(10)
+    loop.save(wait=True)
+    saved = Reader(tmp_path)
+    [name] = [name for name in saved if saved[name].shape == (ROWS, WIDTH) and name[:4] == "step"]
+    assert_close([saved[name]], model.get_weights()[:1])
+
+
+def test_a_resume_with_another_momentum_is_refused(mirrored, tmp_path):
+    loop = make(mirrored(1), optimizer="momentum", checkpoints=str(tmp_path))
+    loop.train(3)
+    loop.save(wait=True)
+    loop.checkpoints.close()
+    other = make(mirrored(1), optimizer="momentum", checkpoints=str(tmp_path))
+    other.step.optimizer.momentum = 0.5
+    for table in other.step.tables.deferred.values():
+        table._settings["momentum"] = 0.5
+    with pytest.raises(CheckpointError, match=r"saved with SGD\(momentum=0.9\), which is 0.5 now"):
+        other.restore()
+
+
+class Whole(TrainStep):
+    def __call__(self, batch):
+        return super().__call__(batch)
+
+
+def test_a_step_with_its_own_call_gets_dense_gradients(mirrored):
+    with pytest.raises(UsageError, match=r"Whole.__call__\(\) may expect a dense gradient"):
+        make(mirrored(1), "on", step_class=Whole)
+
+
+def test_trials_end_where_a_history_is_full(mirrored, monkeypatch):
+    monkeypatch.setattr(deferred, "HISTORY", 4)
+    loop = make(mirrored(2), optimizer="momentum")
+    monkeypatch.setattr(trials, "candidates", lambda tensors: [0, 64])
+    trials.tune_packs(loop)
+    loop.train(6)
+    want = trained(mirrored(1), "off", 6, optimizer="momentum")
+    assert_close(loop.step.model.get_weights(), want)
 
 
 def test_xla_that_is_chosen_later_is_refused(mirrored):
