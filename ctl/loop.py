@@ -399,13 +399,15 @@ class Loop:
                     raise StopRequested
         return scalars
 
-    def _runs(self, step: int, until: int) -> bool:
-        """Whether there is a step to run from ``step`` on. Warns if not."""
-        if step >= until:
+    def _runs(self, step: int, until: int, warns: bool = True) -> bool:
+        """Whether there is a step to run from ``step`` on. ``warns`` if not."""
+        if step < until and not self.stopped:
+            return True
+        if warns and step >= until:
             logging.warning("no step is run: the loop is at step %d, not before %d", step, until)
-        elif self.stopped:
+        elif warns:
             logging.warning("no step is run: an action ended the training at step %d", step)
-        return step < until and not self.stopped
+        return False
 
     def _ended(self, before: int, total: int) -> dict[str, float]:
         """Handles the end of the data in a call that began at step ``before``."""
@@ -603,7 +605,8 @@ class Loop:
         every = evaluation_interval(evaluate_every, self.dataset)
         evaluator = self._evaluator()
         check_watched(self.eval_actions, evaluator)
-        runs = self._runs(self.global_step, until)
+        # A finished run that is begun again has its results, as it should.
+        runs = self._runs(self.global_step, until, warns=bool(self.history.steps))
         with (
             self._showing(progress, runs, eager) as bar,
             calling(callbacks, self, until, every),
