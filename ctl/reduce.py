@@ -102,6 +102,11 @@ def densify(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:
     return tf.convert_to_tensor(gradient)
 
 
+def values_of(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:
+    """A dense gradient itself, or the values of rows."""
+    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+
+
 def map_values(
     function: Callable[[tf.Tensor], tf.Tensor], gradient: tf.Tensor | tf.IndexedSlices
 ) -> tf.Tensor | tf.IndexedSlices:

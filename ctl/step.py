@@ -49,7 +49,7 @@ from ctl.phases.seeds import Seeds
 from ctl.phases.sparse_rows import Tables
 from ctl.phases.statistics import Statistics, StatisticsSnapshot
 from ctl.phases.trace_guards import TraceGuards, TraceKey
-from ctl.reduce import BESIDE, COUNT, all_reduce, gather_context, map_values
+from ctl.reduce import BESIDE, COUNT, all_reduce, gather_context, map_values, values_of
 
 Gradients = list[tf.Tensor | tf.IndexedSlices | None]  # rows only of `ctl.phases.sparse_rows`
 
@@ -451,6 +451,7 @@ class TrainStep(BaseStep):
             The replica's loss divided by the global batch size, that size (an integer if ``count``
             is one), and the gradients of the mean loss of the global batch, equal on every replica.
         """
+        gradients = self.tables.gradients(gradients, self.trainable_variables)
         dense = [g for g in gradients if isinstance(g, tf.Tensor)]
         counted = [] if isinstance(count, int) else [tf.cast(count, tf.float32)]
         others = [*self.statistics.terms(snapshot), *counted]
@@ -536,8 +537,8 @@ class TrainStep(BaseStep):
 
     def finite(self, gradients: Gradients) -> tf.Tensor:
         """Whether the reduced gradients have no NaN or Inf: bool scalar, equal on all replicas."""
-        values = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
-        return tf.reduce_all([tf.reduce_all(tf.math.is_finite(v)) for v in values if v is not None])
+        values = [values_of(g) for g in gradients if g is not None]
+        return tf.reduce_all([tf.reduce_all(tf.math.is_finite(v)) for v in values])
 
     def clip(self, gradients: Gradients) -> Gradients:
         """Clips the global norm (Pascanu et al. 2013, arXiv:1211.5063, section 3.2)."""

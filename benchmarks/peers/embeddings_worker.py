@@ -17,12 +17,9 @@ from lines import serve
 
 from ctl.flags.parsing import group, run_command
 
-KINDS = ("ctl", "dense", "plain", "fit", "torch")
-OPTIMIZERS = ("sgd", "adagrad", "adam", "adamw")
-
 with group("What is trained"):
-    _KIND = flags.DEFINE_enum("kind", "ctl", KINDS, "who trains")
-    _OPTIMIZER = flags.DEFINE_enum("optimizer", "adam", OPTIMIZERS, "by its name in Keras")
+    _KIND = flags.DEFINE_string("kind", "ctl", "who trains")
+    _OPTIMIZER = flags.DEFINE_string("optimizer", "adam", "by its name in Keras")
     _ROWS = flags.DEFINE_integer("rows", 2_000_000, "of the table", lower_bound=1)
     _WIDTH = flags.DEFINE_integer("width", 64, "of the table", lower_bound=1)
     _BATCH = flags.DEFINE_integer("batch", 256, "examples", lower_bound=1)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import tensorflow as tf
 
 from ctl.distributed import local_batch
+from ctl.reduce import values_of
 
 
 def global_norm(gradients: Sequence[tf.Tensor | None]) -> tf.Tensor:
@@ -17,9 +18,7 @@ def global_norm(gradients: Sequence[tf.Tensor | None]) -> tf.Tensor:
     `tf.linalg.global_norm` refuses mixed types. It also squares float16 as float16, which is Inf
     from 256 on and 0 below 2e-4.
     """
-    tensors = [
-        g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients if g is not None
-    ]
+    tensors = [values_of(g) for g in gradients if g is not None]
     dtype = tf.float64 if any(g.dtype == tf.float64 for g in tensors) else tf.float32
     wide = [tf.cast(g, dtype) for g in tensors]
     # The square of 2e19 is Inf in float32. Division by a power of two is exact.

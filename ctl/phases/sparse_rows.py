@@ -183,13 +183,13 @@ def _tables_of(step: Any) -> list[tuple[keras.Variable, list[keras.layers.Embedd
     found: dict[int, list[keras.layers.Embedding]] = {}
     for layer in replicas.layers_of(step.tracked.layer):
         if isinstance(layer, keras.layers.Embedding) and layer.built:
-            release(layer)
+            _release(layer)
             if id(layer._embeddings) in trained:
                 found.setdefault(id(layer._embeddings), []).append(layer)
     return [(layers[0]._embeddings, layers) for layers in found.values()]
 
 
-def release(layer: keras.layers.Embedding) -> None:
+def _release(layer: keras.layers.Embedding) -> None:
     """Makes a layer, and its table, again what Keras made them."""
     if isinstance(vars(layer).get("call"), _Lookup):
         del vars(layer)["call"]

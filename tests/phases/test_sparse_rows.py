@@ -409,6 +409,22 @@ def test_a_resume_with_another_momentum_is_refused(mirrored, tmp_path):
         other.restore()
 
 
+class LeavesRows(TrainStep):
+    """Its gradient of a table is rows, of which some occur twice."""
+
+    def forward_backward(self, batch, count):
+        with tf.GradientTape() as tape:
+            loss, _ = self.forward(batch)
+            loss /= count
+        return loss, tape.gradient(loss, self.trainable_variables)
+
+
+def test_rows_that_a_step_of_its_own_returns_become_dense(mirrored):
+    want = trained(mirrored(1), "off", optimizer="momentum")
+    got = trained(mirrored(1), "auto", optimizer="momentum", step_class=LeavesRows)
+    assert_close(got, want)
+
+
 class Whole(TrainStep):
     def __call__(self, batch):
         return super().__call__(batch)
