@@ -71,14 +71,13 @@ def reference(mirrored):
     return one_device(mirrored)
 
 
-@pytest.mark.parametrize("workers", [pytest.param(2, marks=pytest.mark.sample), 3])
-def test_equals_one_device(job, tmp_path, reference, workers):
+@pytest.mark.sample
+def test_equals_one_device(job, tmp_path, reference):
     """AdamW and clipping; 101 test examples in batches of 16; initial weights come from the chief,
     although every worker has a seed of its own."""
-    options = ["seeds=1", *(["tune=1"] if workers == 3 else [])]
-    run_job(job, tmp_path, *options, workers=workers)
-    assert_equal(tmp_path, workers, reference)
-    for saved in finished(tmp_path, workers):
+    run_job(job, tmp_path, "seeds=1")
+    assert_equal(tmp_path, 2, reference)
+    for saved in finished(tmp_path, 2):
         # TensorFlow's own time limit would be a thread for every step, which outlives it; some are
         # left of how the strategy began.
         assert (saved["threads"] == "collective_ops").sum() < 10 < len(saved["threads"])
@@ -192,8 +191,9 @@ def test_preempted_at_the_same_step_and_resumed_bit_for_bit(job, tmp_path, strai
 
 
 def test_resumed_by_another_number_of_workers(job, tmp_path, reference):
+    """The three first try which packs are fast."""
     run_job(job, tmp_path, "until=8")
-    run_job(job, tmp_path, workers=3)
+    run_job(job, tmp_path, "tune=1", workers=3)
     assert "resumed at 8" in said(tmp_path, 2)
     assert_equal(tmp_path, 3, reference)
 
@@ -213,7 +213,6 @@ def end_of(job, tmp_path, fault: str, culprit: int, *options: str) -> tuple[list
 @pytest.mark.parametrize(
     ("fault", "culprit", "bound", "what", "blamed"),
     [
-        ("kill", 1, 12, "broke off", "gone: "),
         ("kill", 0, 12, "broke off", "gone: "),
         ("raise", 1, 15, "broke off", "gone: "),
         ("freeze", 1, 25, "(timed out|broke off)", "frozen or dead: silent for "),
@@ -250,7 +249,6 @@ def test_the_disk_of_the_chief_hangs_before_an_evaluation(job, tmp_path):
     [
         ("kill", 1, 25, "broke off", "gone: "),
         ("raise", 0, 25, "broke off", "gone: "),
-        ("freeze", 1, 25, "(timed out|broke off)", "frozen or dead: silent for "),
         ("absent", 0, 30, "timed out", "in host code "),
         ("absent", 1, 30, "timed out", "in host code "),
     ],

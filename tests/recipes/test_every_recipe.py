@@ -1,5 +1,5 @@
-"""Every recipe trains two workers as it trains two replicas of one process, and resumes bit for
-bit."""
+"""Every recipe resumes bit for bit; those that ask what workers are train two of them as they train
+two replicas of one process."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def out(job, tmp_path_factory):
     return out
 
 
-@pytest.mark.parametrize("name", recipes_worker.LOOPS)
+@pytest.mark.parametrize("name", recipes_worker.ON_WORKERS)
 def test_two_workers_equal_two_replicas(mirrored, out, tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     expected = recipes_worker.trained(mirrored(2), name)

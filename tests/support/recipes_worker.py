@@ -1,4 +1,4 @@
-"""Small trainings with every recipe. What one of two workers runs: all of them.
+"""Small trainings with every recipe. What one of two workers runs: those that ask what workers are.
 
 python recipes_worker.py OUT
 """
@@ -6,6 +6,7 @@ python recipes_worker.py OUT
 from __future__ import annotations
 
 import os
+import re
 import sys
 from functools import partial
 from pathlib import Path
@@ -38,6 +39,7 @@ import test_vae  # noqa: E402
 import test_wgan_gp  # noqa: E402
 import test_zero1  # noqa: E402
 from helpers import make_loop  # noqa: E402
+from paths import ROOT  # noqa: E402
 from worker_end import run_to_end  # noqa: E402
 
 from ctl.distributed.strategy import make_multi_worker  # noqa: E402
@@ -49,6 +51,7 @@ from ctl.recipes.local_sgd import LocalSGD  # noqa: E402
 from ctl.recipes.sam import SAM  # noqa: E402
 
 STEPS = 4
+RECIPES = ROOT / "ctl/recipes"
 
 
 def distillation(strategy, **options):
@@ -84,6 +87,19 @@ LOOPS = {
     "unfreezing": test_unfreezing.make,
 }
 
+# Replicas of these exchange more than the step itself does, or have a state of their own. The others
+# use workers as `ctl.TrainStep` does (tests/distributed/test_multi_worker.py).
+EXCHANGES = re.compile(r"all_reduce|all_gather|merge_call|per_replica|def (sum_gradients|reduce)\b")
+
+
+def asks_for_workers(name: str) -> bool:
+    """Whether it is of these, its base class is, or it is that of several models."""
+    recipe = RECIPES / f"{name.split()[0]}.py"
+    return name in {"diloco", "gan"} or bool(EXCHANGES.search(recipe.read_text("utf-8")))
+
+
+ON_WORKERS = [name for name in LOOPS if asks_for_workers(name)]
+
 
 def trained(strategy, name: str) -> list[list[np.ndarray]]:
     """The variables of the model after `STEPS` steps, on each replica of this process."""
@@ -100,7 +116,7 @@ def main() -> None:
     strategy = make_multi_worker(me, collective_timeout=60, startup_timeout=60).strategy
     apply.is_compiled = lambda device: False  # as in the process that it is compared with
     os.chdir(out / f"process-{me.index}")
-    for name in LOOPS:
+    for name in ON_WORKERS:
         [values] = trained(strategy, name)
         np.savez(f"{name}.npz", *values)
 
