@@ -47,10 +47,8 @@ PROCESSES = {"job", "zygote", "zygote_without_tensorflow"}
 # Tests of time limits: one at a time. Two would disturb each other. Of benchmarks, no test judges a
 # duration.
 TIMED = (
-    *("chaos/", "distributed/", "checkpoint/test_processes.py"),
-    *("inspect/test_run.py", "jobs/test_parameter_server.py", "test_launch.py"),
-    *("test_loop_signals.py", "test_train_data_errors.py", "test_train_endings.py"),
-    "test_train_workers.py",
+    *("chaos/", "distributed/", "inspect/test_run.py", "jobs/test_parameter_server.py"),
+    *("test_launch.py", "test_train_workers.py"),
 )
 
 

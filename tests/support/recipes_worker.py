@@ -87,8 +87,8 @@ LOOPS = {
     "unfreezing": test_unfreezing.make,
 }
 
-# Replicas of these exchange more than the step itself does, or have a state of their own. The others
-# use workers as `ctl.TrainStep` does (tests/distributed/test_multi_worker.py).
+# Replicas of these exchange more than the step itself does, or have a state of their own. The
+# others use workers as `ctl.TrainStep` does (tests/distributed/test_multi_worker.py).
 EXCHANGES = re.compile(r"all_reduce|all_gather|merge_call|per_replica|def (sum_gradients|reduce)\b")
 
 

@@ -19,7 +19,7 @@ def run(command: str, exit_code: int | None = 0) -> subprocess.CompletedProcess:
         [sys.executable, BENCHMARKS / script, *arguments],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,  # many times what it takes
     )
     assert exit_code in (None, done.returncode), done.stderr
     return done
