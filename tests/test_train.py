@@ -173,14 +173,13 @@ def same_numbers(ours, theirs, tolerance=1e-3) -> None:
 @pytest.mark.parametrize(
     "devices",
     [
-        ["--replicas=2", "--strategy=central_storage"],
+        ["--replicas=4", "--strategy=central_storage", "--steps_per_loop=1"],
         ["--replicas=2", "--cross_device_ops=ring", "--bytes_per_pack=100000"],
-        ["--replicas=4", "--cross_device_ops=hierarchical_copy", "--steps_per_loop=1"],
-        ["--strategy=default"],
     ],
     ids=" ".join,
 )
 def test_replicas_train_alike(zygote, tmp_path, one_replica, devices):
+    """tests/distributed/test_strategy.py has the others."""
     command = zygote.run(TRAIN, f"--model_dir={tmp_path}", *FEW, *devices)
     same_numbers(tmp_path, one_replica)
     assert "arning" not in command.stderr

@@ -56,14 +56,11 @@ def test_a_loaded_program_gives_the_same_bits_and_a_damaged_one_is_compiled(tmp_
     assert damaged.stat().st_ino != before[1] and damaged.read_bytes() != content
 
 
-@pytest.mark.slow
-def test_precompile_has_the_programs_of_the_run(tmp_path):
+def test_precompile_has_the_programs_of_the_run(zygote, tmp_path):
     flags = [f"--model_dir={tmp_path / 'run'}", "--model=dense", "--train_steps=40", "--noexport"]
 
     def train(*more):
-        command = [sys.executable, "-m", "ctl.train", *flags, *more]
-        env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
-        subprocess.run(command, env=env, check=True, timeout=300, capture_output=True)
+        zygote.run("ctl.train", *flags, *more, XDG_CACHE_HOME=str(tmp_path))
         assert (tmp_path / "run").exists() == (not more)
         return {path: path.stat().st_ino for path in (tmp_path / "ctl").glob("*/*.pb")}
 
