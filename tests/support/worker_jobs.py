@@ -16,7 +16,7 @@ from zygote import Command, Zygote
 from ctl import launch
 
 WORKER = SUPPORT / "multi_worker.py"
-BOUND = 300  # seconds for a whole job, many times what it takes
+BOUND = 900  # seconds for a whole job, many times what it takes
 
 
 @contextlib.contextmanager
