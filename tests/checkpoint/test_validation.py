@@ -10,12 +10,6 @@ from ctl.checkpoint import CheckpointManager
 from ctl.errors import CheckpointError
 
 
-def other_model(**changes):
-    state = state_of(0)
-    state.update(changes)
-    return state
-
-
 @pytest.mark.parametrize(
     ("state", "message"),
     [
