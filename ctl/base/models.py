@@ -1,4 +1,5 @@
-"""Several models by name as one model of Keras: the ``model`` of a step that was given a dict."""
+"""Several models by name as one model of Keras, the ``model`` of a step that was given a dict; the
+layers of a model."""
 
 from __future__ import annotations
 
@@ -102,3 +103,8 @@ def split(
             places = [id(v) for v in one.variables]
             result[f"{group}_{name}"] = [saved_for[p] for p in places if p in saved_for]
     return result
+
+
+def layers_of(model: keras.Model) -> list[keras.Layer]:
+    """All layers of ``model``, nested ones included."""
+    return list(model._flatten_layers())  # Keras has no public way into nested layers

@@ -13,12 +13,11 @@ import numpy as np
 from absl import logging
 
 from ctl.base.differences import first_three
-from ctl.base.models import Models
+from ctl.base.models import Models, layers_of
 from ctl.base.names import check_name, numbered
 from ctl.checkpoint import foreign, manifest
 from ctl.checkpoint.export import KERAS_FILE, exported_models, load_model
 from ctl.checkpoint.reader import Reader
-from ctl.distributed import replicas
 from ctl.errors import CtlError, UsageError
 
 
@@ -76,7 +75,7 @@ def load_weights(
         UsageError: there is nothing to read, no such layer, or weights differ; three are named.
         CheckpointError: the checkpoint is damaged.
     """
-    layers = {layer.name: layer for layer in replicas.layers_of(model) if layer is not model}
+    layers = {layer.name: layer for layer in layers_of(model) if layer is not model}
     known = [*layers, *model] if isinstance(model, Models) else [*layers]
     for part in reinit:
         check_name(
@@ -259,7 +258,7 @@ def _load_each(model: Models, path: Any, reinit: Sequence[str]) -> dict[str, np.
     try:
         for name, source in paths.items():
             if name not in reinit:
-                own = {layer.name for layer in replicas.layers_of(model[name])}
+                own = {layer.name for layer in layers_of(model[name])}
                 fresh = [layer for layer in reinit if layer in own]
                 found = load_weights(model[name], source, fresh, name=name)
                 given |= {f"{name}/{variable}": value for variable, value in found.items()}

@@ -11,6 +11,7 @@ import keras
 import tensorflow as tf
 
 from ctl.base import names
+from ctl.base.models import layers_of
 from ctl.distributed import local_batch
 from ctl.errors import UsageError
 
@@ -88,11 +89,6 @@ def check_reads(strategy: tf.distribute.Strategy, variables: Iterable[tf.Variabl
                 "workers, but only the chief saves it; create it without synchronization=, or with "
                 "step.variable()"
             )
-
-
-def layers_of(model: keras.Model) -> list[keras.Layer]:
-    """All layers of ``model``, nested ones included."""
-    return list(model._flatten_layers())  # Keras has no public way into nested layers
 
 
 def numbered(parts: Iterable[Any], name: str = "name") -> list[tuple[str, Any]]:

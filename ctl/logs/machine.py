@@ -5,18 +5,14 @@ Functions for `ctl.control.scalars.Scalars.extras`, which add scalars to a recor
 
 from __future__ import annotations
 
-import functools
 import resource
-import time
 from collections.abc import Callable, Mapping
 
 import keras
 import tensorflow as tf
 from absl import logging
 
-from ctl.distributed import replicas
-
-_SECONDS = 0.3  # that the peak is measured for
+from ctl.base.peak import peak_flops
 
 
 def peak_memory(scalars: Mapping[str, float]) -> dict[str, float]:
@@ -51,33 +47,8 @@ def utilization(
 
 def _devices(strategy: tf.distribute.Strategy) -> int:
     """Devices of the job, where the logical ones of a CPU are one."""
-    if replicas.is_default(strategy):  # which has no devices
+    if strategy.num_replicas_in_sync == 1:
         return 1
     mine = strategy.extended.worker_devices
     distinct = {d if "GPU" in d.upper() else d.upper().rpartition("CPU")[0] for d in mine}
     return len(distinct) * max(1, strategy.num_replicas_in_sync // max(1, len(mine)))
-
-
-@functools.cache
-def peak_flops(dtype: str = "float32") -> float:
-    """The FLOPs per second of products of square matrices on one device, the best of `_SECONDS`.
-    Measured once in a process; other work on the machine makes it too low."""
-    on_gpu = bool(tf.config.list_logical_devices("GPU"))
-    size, products = (8192, 8) if on_gpu else (1024, 2)
-
-    @tf.function
-    def multiply(matrix: tf.Tensor) -> tf.Tensor:
-        result = matrix
-        for _ in range(products):
-            result = tf.matmul(result, matrix)
-        return result[0, 0]
-
-    with tf.device("/gpu:0" if on_gpu else "/cpu:0"):
-        matrix = tf.zeros([size, size], dtype)
-        multiply(matrix).numpy()
-        best, end = float("inf"), time.perf_counter() + _SECONDS
-        while time.perf_counter() < end:
-            start = time.perf_counter()
-            multiply(matrix).numpy()
-            best = min(best, time.perf_counter() - start)
-    return 2 * products * size**3 / best

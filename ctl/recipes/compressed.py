@@ -26,7 +26,7 @@ from typing import Any
 import tensorflow as tf
 
 import ctl
-from ctl import UsageError, reduce
+from ctl import UsageError
 
 _BUCKET = 512  # numbers that share a scale
 
@@ -57,7 +57,7 @@ class Compressed(ctl.TrainStep):
             most = tf.float16.max / context.num_replicas_in_sync  # so that their sum is finite
             half = tf.cast(tf.clip_by_value(whole, -most, most), tf.float16)
             sent = tf.cast(half, tf.float32)
-            total = tf.cast(reduce.all_reduce([half], options=self.options)[0], tf.float32)
+            total = tf.cast(ctl.reduce.all_reduce([half], options=self.options)[0], tf.float32)
         else:
             int8 = self.compressor == "int8"
             decode = self.of_int8 if int8 else self.of_topk

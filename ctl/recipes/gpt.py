@@ -26,7 +26,6 @@ from keras import layers, ops
 
 import ctl
 from ctl import BaseStep
-from ctl.data import InMemory, Tokenizer, text
 
 flags.DEFINE_integer("context", 64, "Context length of the model, in tokens.", lower_bound=1)
 flags.DEFINE_integer("width", 64, "Width of the model: 32 per attention head.", lower_bound=32)
@@ -69,7 +68,7 @@ class _PerToken(BaseStep):
         return tf.reduce_sum(self.valid(batch))
 
     def valid(self, batch: tf.Tensor) -> tf.Tensor:
-        return tf.cast(batch[:, 1:] != text.PAD, tf.float32)
+        return tf.cast(batch[:, 1:] != ctl.data.text.PAD, tf.float32)
 
 
 class Evaluation(_PerToken, ctl.EvalStep):
@@ -93,7 +92,7 @@ def gpt(context: int, width: int, blocks: int, vocabulary_size: int = 256) -> ke
     ``context``. ``width`` is 32 for each head."""
     tokens = keras.Input([None], dtype="int32", name="tokens")
     places = ops.cumsum(ops.ones_like(tokens), axis=1)
-    texts = ops.cumsum(ops.cast(ops.equal(tokens, text.PAD), "int32"), axis=1)
+    texts = ops.cumsum(ops.cast(ops.equal(tokens, ctl.data.text.PAD), "int32"), axis=1)
     earlier = ops.greater_equal(places[:, :, None], places[:, None, :])
     mask = ops.logical_and(earlier, ops.equal(texts[:, :, None], texts[:, None, :]))
     positions = ops.sum(ops.cast(mask, "int32"), axis=2) - 1
@@ -113,13 +112,13 @@ def datasets(
     global_batch_size: int,
     seed: int = 0,
     data_dir: str | None = None,
-    tokenizer: Tokenizer | None = None,
-) -> tuple[InMemory | text.Buckets, InMemory | text.Buckets]:
+    tokenizer: ctl.data.Tokenizer | None = None,
+) -> tuple[ctl.data.InMemory | ctl.data.text.Buckets, ctl.data.InMemory | ctl.data.text.Buckets]:
     """The text of ``data_dir``, or else the sources of Python's standard library, to train and to
     evaluate on."""
     context: Any = flags.FLAGS["context"].value
     options: dict[str, Any] = {"rows": flags.FLAGS["rows"].value, "tokenizer": tokenizer}
     options |= {"global_batch_size": global_batch_size, "seed": seed}
     if data_dir:
-        return text.files(data_dir, context, **options)
-    return text.python_sources(context, **options)
+        return ctl.data.text.files(data_dir, context, **options)
+    return ctl.data.text.python_sources(context, **options)

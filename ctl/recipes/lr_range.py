@@ -17,7 +17,6 @@ from absl import flags
 
 import ctl
 from ctl import DivergedError, UsageError, actions
-from ctl.logs import console, svg
 
 FLAGS = flags.FLAGS
 flags.disclaim_key_flags()
@@ -62,6 +61,7 @@ class Range:
 
 def draw(points: list[tuple[float, float]], best: float) -> str:
     """An SVG document: the loss over the rate, on a logarithmic axis, and the rate ``best``."""
+    svg = ctl.logs.svg
     low, high = (math.log10(points[end][0]) for end in (0, -1))
     ceiling = 1.2 * points[0][1]
 
@@ -116,8 +116,8 @@ def main() -> None:
         if FLAGS[name].present:
             raise UsageError(f"--{name} is set by the range test: leave it out")
         FLAGS[name].value = value
-    console.log_to_terminal()
-    console.load_tensorflow()
+    ctl.logs.console.log_to_terminal()
+    ctl.logs.console.load_tensorflow()
     seen, loop = Range(), ctl.jobs.make_loop(ctl.jobs.prepare())
     loop.actions.append(seen)
     with contextlib.suppress(DivergedError):  # as it should, in the end
@@ -128,7 +128,7 @@ def main() -> None:
         print(f"{rate:>10.2e}  {loss:.4f}")
     print(f"steepest descent at --learning_rate={seen.steepest():.1e}")
     if FLAGS.plot:
-        console.write_file("plot", FLAGS.plot, draw(seen.points, seen.steepest()))
+        ctl.logs.console.write_file("plot", FLAGS.plot, draw(seen.points, seen.steepest()))
 
 
 def run() -> None:

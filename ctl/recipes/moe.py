@@ -24,7 +24,7 @@ from absl import flags
 from keras import layers
 
 import ctl
-from ctl import UsageError, local_batch, reduce
+from ctl import UsageError, local_batch
 
 flags.DEFINE_integer("experts", 4, "Experts per mixture layer.", lower_bound=1)
 
@@ -109,7 +109,7 @@ class Balanced(ctl.TrainStep):
         """What each example adds to equation 4 divided by alpha, float32 [n]: the mean over its
         tokens. ``probabilities`` are those of the router of ``layer``, [n, tokens, experts]."""
         experts = probabilities.shape[-1]
-        chosen = reduce.all_gather(tf.argmax(probabilities, axis=-1, output_type=tf.int32))
+        chosen = ctl.reduce.all_gather(tf.argmax(probabilities, axis=-1, output_type=tf.int32))
         fractions = tf.reduce_mean(tf.one_hot(chosen, experts), axis=[0, 1])  # equation 5
         loss = experts * tf.reduce_sum(fractions * tf.reduce_mean(probabilities, axis=1), axis=-1)
         self.log("balance", loss)

@@ -22,7 +22,7 @@ import tensorflow as tf
 from keras import layers
 
 import ctl
-from ctl import BaseStep, local_batch, reduce
+from ctl import BaseStep, local_batch
 from ctl.recipes.samples import SEED
 
 
@@ -37,8 +37,8 @@ def cosines(vectors: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         vectors, int32 [n].
     """
     unit = tf.math.l2_normalize(tf.cast(vectors, tf.float32), axis=-1)
-    every = reduce.all_gather(unit)
-    itself = reduce.first_row(unit) + tf.range(tf.shape(unit)[0])
+    every = ctl.reduce.all_gather(unit)
+    itself = ctl.reduce.first_row(unit) + tf.range(tf.shape(unit)[0])
     mask = tf.one_hot(itself, tf.shape(every)[0], on_value=1e9, off_value=0.0)
     return tf.matmul(unit, every, transpose_b=True) - mask, itself
 
@@ -122,7 +122,7 @@ class Evaluation(Contrast, ctl.EvalStep):
     def loss(self, batch: Any) -> tf.Tensor:
         images, labels = local_batch.pair(batch)
         alike, _ = cosines(self.model.layers[0](self.preprocess(images), training=False))
-        same = tf.gather(reduce.all_gather(labels), tf.argmax(alike, axis=1)) == labels
+        same = tf.gather(ctl.reduce.all_gather(labels), tf.argmax(alike, axis=1)) == labels
         self.log("neighbour_accuracy", tf.cast(same, tf.float32))
         return self.contrastive_loss(batch, SEED)
 

@@ -30,8 +30,7 @@ from absl import flags
 from keras import layers
 
 import ctl
-from ctl import BaseStep, UsageError, local_batch, reduce
-from ctl.data import InMemory
+from ctl import BaseStep, UsageError, local_batch
 
 flags.DEFINE_integer("users", 10_000, "Number of users.", lower_bound=1)
 flags.DEFINE_integer("items", 10_000, "Number of items.", lower_bound=1)
@@ -99,13 +98,13 @@ class TwoTower(Towers, ctl.TrainStep):
 
     def loss(self, batch: Any) -> tf.Tensor:
         features, items = local_batch.pair(batch)
-        every = reduce.all_gather(self.vectors("item", items))
+        every = ctl.reduce.all_gather(self.vectors("item", items))
         logits = self.logits(self.vectors("user", features["user"]), every)
         if self.sampling_correction:
-            logits -= reduce.all_gather(features["log_frequency"])
-        columns = reduce.first_row(items) + tf.range(tf.shape(items)[0])
+            logits -= ctl.reduce.all_gather(features["log_frequency"])
+        columns = ctl.reduce.first_row(items) + tf.range(tf.shape(items)[0])
         own = tf.one_hot(columns, tf.shape(logits)[1], on_value=True, off_value=False)
-        again = (items[:, tf.newaxis] == reduce.all_gather(items)) & ~own
+        again = (items[:, tf.newaxis] == ctl.reduce.all_gather(items)) & ~own
         logits = tf.where(again, -1e9, logits)
         return tf.nn.sparse_softmax_cross_entropy_with_logits(columns, logits)
 
@@ -123,12 +122,13 @@ def tower(count: int, width: int = 32) -> keras.Model:
     return keras.Sequential([*parts, layers.UnitNormalization(dtype="float32")])
 
 
-def datasets(global_batch_size: int, seed: int = 0) -> tuple[InMemory, InMemory]:
+def datasets(global_batch_size: int, seed: int = 0) -> tuple[ctl.data.InMemory, ctl.data.InMemory]:
     """`choices` of so many ``--users`` and ``--items``, to train and to evaluate on."""
     options: dict[str, Any] = {"global_batch_size": global_batch_size, "seed": seed}
     values: Any = flags.FLAGS
     training, held_out = choices(values["users"].value, values["items"].value)
-    return InMemory(training, **options), InMemory(held_out, training=False, **options)
+    train = ctl.data.InMemory(training, **options)
+    return train, ctl.data.InMemory(held_out, training=False, **options)
 
 
 def choices(users: int, items: int) -> tuple[Any, Any]:
