@@ -11,6 +11,7 @@ COMMANDS = {
     "compare": ("ctl.compare", "compares runs: flags that differ, results, learning curves"),
     "schedule": ("ctl.schedule.plot", "prints and draws a learning rate schedule"),
     "launch": ("ctl.launch", "starts the workers of a job on this machine, and restarts them"),
+    "doctor": ("ctl.doctor.__main__", "looks for what would stop a job or make it slow"),
     "lr_range": ("ctl.recipes.lr_range", "tells which learning rates a model can train with"),
     "population": ("ctl.recipes.population", "trains several seeds: how much of a result is luck"),
     "inspect": ("ctl.inspect.__main__", "inspects the all-reduce of a training"),

@@ -36,8 +36,8 @@ def peak_flops(dtype: str = "float32") -> float:
 
 
 def copied_bytes(size: int = 1 << 26) -> float:
-    """The bytes per second of a copy of ``size`` bytes in memory, by one thread. A byte counts once,
-    though it is read and written."""
+    """The bytes per second of a copy of ``size`` bytes in memory, by one thread. A byte that is
+    read and written counts once."""
     source, target = np.ones(size, np.uint8), np.ones(size, np.uint8)
     return size / _fastest(lambda: np.copyto(target, source))
 

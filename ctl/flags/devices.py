@@ -49,17 +49,20 @@ def define_device_flags(training: bool = True) -> None:
         check_flags(["global_batch_size", "replicas", "accumulate_steps"], _check_batch)
 
 
+def define_address_flags() -> None:
+    """Defines the flags that say who the workers of a job are; call it in a `group`."""
+    flags.DEFINE_list(
+        "workers",
+        None,
+        "HOST:PORT of every worker, the same list on each (default: from TF_CONFIG, as set by "
+        "ctl.launch, or from Slurm).",
+    )
+    flags.DEFINE_integer("worker_index", None, "Index of this process in --workers.", lower_bound=0)
+
+
 def _define_worker_flags() -> None:
     with group("Several workers (--strategy=multi_worker or parameter_server)"):
-        flags.DEFINE_list(
-            "workers",
-            None,
-            "HOST:PORT of every worker, the same list on each (default: from TF_CONFIG, as set by "
-            "ctl.launch, or from Slurm).",
-        )
-        flags.DEFINE_integer(
-            "worker_index", None, "Index of this process in --workers.", lower_bound=0
-        )
+        define_address_flags()
         flags.DEFINE_enum(
             "communication", "auto", names.COMMUNICATIONS, "How workers all-reduce; ring uses gRPC."
         )

@@ -1,4 +1,4 @@
-"""Peaks of the machine: in the range of machines, and measured once where they are asked for often."""
+"""Peaks of the machine are in the range of machines."""
 
 from __future__ import annotations
 
