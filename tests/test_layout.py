@@ -22,7 +22,17 @@ import first  # noqa: E402
 LAYERS = (
     *("errors", "base", "distributed", "reduce", "flags", "data", "checkpoint", "schedule"),
     *("phases", "step", "control", "logs", "loop", "jobs", "inspect", "testing"),
-    *("train", "evaluate", "launch", "compare", "__main__", "__init__", "recipes", "examples"),
+    *(
+        "train",
+        "evaluate",
+        "launch",
+        "doctor",
+        "compare",
+        "__main__",
+        "__init__",
+        "recipes",
+        "examples",
+    ),
 )
 MOST_ARROWS = 130  # from a room to another
 MOST_LINES = 60  # of a function of the hot path or of a command

@@ -12,7 +12,7 @@ from ctl.doctor.program import Failed, answer_of
 from ctl.doctor.report import Finding, fine, not_fine, skipped
 
 _STARTUP_SECONDS = 60.0
-_MOST_SECONDS = 120.0  # beside those of the sums: TensorFlow loads, the workers meet, one is stuck
+MOST_SECONDS = 120.0  # beside those of the sums: TensorFlow loads, the workers meet, one is stuck
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +57,7 @@ def check_all_reduce(job: Job, cluster: Cluster | None, seconds: float) -> list[
             "ctl.doctor.sums",
             *arguments,
             doing="the all-reduce",
-            seconds=seconds + _MOST_SECONDS,
+            seconds=seconds + MOST_SECONDS,
             **environ,
         )
     except Failed as error:

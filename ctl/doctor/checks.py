@@ -326,7 +326,7 @@ def _measured(check: str, unknown: Sequence[tuple[int, int]], seen: str) -> list
     if not unknown:
         return [fine(check, seen)]
     ways = ", ".join(f"{i} to {j}" for i, j in unknown[:4]) + (" …" if len(unknown) > 4 else "")
-    return [skipped(check, f"not measured between workers {ways}; see tcp")]
+    return [skipped(check, f"not measured between workers {ways}; see tcp and udp")]
 
 
 def _range(values: Iterable[float]) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from ctl.distributed.cluster.members import Cluster
 from ctl.distributed.watch.beats import from_json
 from ctl.doctor import firewall, links, machine
-from ctl.doctor.all_reduce import check_all_reduce
+from ctl.doctor.all_reduce import MOST_SECONDS, check_all_reduce
 from ctl.doctor.checks import Job, check_job
 from ctl.doctor.peers import Peers
 from ctl.doctor.program import say
@@ -56,13 +56,14 @@ def together(
     with peers:
         peers.meet()
         here = dataclasses.replace(here, links=links.measure(peers), **see(peers, model_dir))
-        reports = {me: here} | _told(peers, "report", dataclasses.asdict(here), Report)
+        told = _told(peers, "report", dataclasses.asdict(here), Report, _STAGE_SECONDS)
+        reports = dict(sorted(({me: here} | told).items()))
         job = Job(cluster.workers, reports)
         peers.close_port()
         peers.exchange("port closed", None, _STAGE_SECONDS)  # TensorFlow needs it
         sums = {me: check_all_reduce(job, cluster, seconds)}
         findings = [dataclasses.asdict(finding) for finding in sums[me]]
-        sums |= _told(peers, "sums", findings, tuple[Finding, ...])
+        sums |= _told(peers, "sums", findings, tuple[Finding, ...], seconds + MOST_SECONDS)
     return _rows(job, sums), set(reports)
 
 
@@ -88,10 +89,10 @@ def _here(model_dir: str | None) -> Report:
     )
 
 
-def _told(peers: Peers, stage: str, value: Any, kind: Any) -> dict[int, Any]:
-    """Tells ``value`` to the others. Returns what they tell, each a ``kind``."""
+def _told(peers: Peers, stage: str, value: Any, kind: Any, seconds: float) -> dict[int, Any]:
+    """Tells ``value`` to the others. Returns what they tell within ``seconds``, each a ``kind``."""
     told = {}
-    for worker, theirs in peers.exchange(stage, value, _STAGE_SECONDS).items():
+    for worker, theirs in peers.exchange(stage, value, seconds).items():
         with contextlib.suppress(ValueError):  # of another version of ctl
             told[worker] = from_json(kind, theirs, stage)
     return told

@@ -23,12 +23,12 @@ _PAUSE_SECONDS = 0.002  # between two of them
 _HEARD_SECONDS = 1.0  # until the last of them has arrived
 _ROUND_TRIPS, _ROUND_TRIP_SECONDS = 100, 2.0  # at most
 _FIRST_BYTES, _MOST_BYTES = 1 << 16, 1 << 29
-_LONG_ENOUGH_SECONDS = 0.25
+_RATE_SECONDS, _LONG_ENOUGH_SECONDS = 0.6, 0.2  # for all sizes, and for one
 _STAGE_SECONDS = 45.0  # for the slowest worker
 
 _HEADERS = 28  # bytes of IP and UDP before a datagram
 _LARGEST_DATAGRAM = 65_507
-_IP_MTU, _SIOCGIFADDR, _SIOCGIFMTU = 14, 0x8915, 0x8921
+_SIOCGIFADDR, _SIOCGIFMTU = 0x8915, 0x8921  # of <linux/sockios.h>
 
 
 def measure(peers: Peers) -> dict[int, Link]:
@@ -162,10 +162,10 @@ def _rates(peers: Peers, worker: int, links: dict[int, Link]) -> dict[str, Any]:
 
 def _megabytes(seconds_of: Callable[[int], float]) -> float:
     """Megabytes per second, the best of sizes that double until one takes long enough."""
-    size, best = _FIRST_BYTES, 0.0
-    while True:
+    size, best, end = _FIRST_BYTES, 0.0, time.monotonic() + _RATE_SECONDS
+    while time.monotonic() < end:
         seconds = seconds_of(size)
         best = max(best, size / seconds / 1e6)
-        if seconds >= _LONG_ENOUGH_SECONDS or size >= _MOST_BYTES:
-            return best
-        size *= 2
+        if seconds < _LONG_ENOUGH_SECONDS and size < _MOST_BYTES:
+            size *= 2
+    return best

@@ -33,7 +33,7 @@ class Probe:
 def check_tensorflow() -> tuple[Finding, Probe]:
     """TensorFlow can be loaded and computes."""
     try:
-        answer = answer_of("ctl.doctor.probe", doing="TensorFlow", seconds=_PROBE_SECONDS)
+        answer = answer_of("ctl.doctor.probe", doing="loading TensorFlow", seconds=_PROBE_SECONDS)
     except Failed as error:
         remedy = "Repair the installation until this works:"
         command = f'{console.python()} -c "import tensorflow"'
