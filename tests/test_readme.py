@@ -58,7 +58,8 @@ def commands() -> list[list[str]]:
 
 
 # Modules without a function `run`, whose command is in another.
-ELSEWHERE = {"ctl.schedule": "ctl.schedule.plot", "ctl.inspect": "ctl.inspect.__main__"}
+ELSEWHERE = {name: f"{name}.__main__" for name in ("ctl.inspect", "ctl.doctor")}
+ELSEWHERE["ctl.schedule"] = "ctl.schedule.plot"
 
 
 @pytest.fixture(scope="module")

@@ -5,17 +5,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from ctl.distributed.cluster.members import Cluster
 from ctl.distributed.watch.beats import from_json
-from ctl.doctor import firewall, links, machine
-from ctl.doctor.all_reduce import MOST_SECONDS, check_all_reduce
+from ctl.doctor import all_reduce, firewall, links, machine
 from ctl.doctor.checks import Job, check_job
 from ctl.doctor.peers import Peers
 from ctl.doctor.program import say
-from ctl.doctor.report import Finding, Report, not_fine
+from ctl.doctor.report import FINE, Report, not_fine
 from ctl.doctor.shared import see
 from ctl.doctor.storage import check_model_dir
 from ctl.doctor.table import Row, merged
@@ -27,7 +26,7 @@ _STAGE_SECONDS = 60.0  # for the slowest worker
 def alone(model_dir: str | None, seconds: float) -> list[Row]:
     """Checks this machine; sums over its devices for so many ``seconds``."""
     job = Job([""], {0: _here(model_dir)})
-    return _rows(job, {0: check_all_reduce(job, None, seconds)})
+    return _rows(job, {0: all_reduce.run(job, None, seconds)})
 
 
 def together(
@@ -55,15 +54,18 @@ def together(
         return _rows(Job(cluster.workers, {me: here}), {}), {me}
     with peers:
         peers.meet()
-        here = dataclasses.replace(here, links=links.measure(peers), **see(peers, model_dir))
+        usable = model_dir if here.findings[-1].state == FINE else None
+        here = dataclasses.replace(here, links=links.measure(peers), **see(peers, usable))
         told = _told(peers, "report", dataclasses.asdict(here), Report, _STAGE_SECONDS)
         reports = dict(sorted(({me: here} | told).items()))
         job = Job(cluster.workers, reports)
         peers.close_port()
         peers.exchange("port closed", None, _STAGE_SECONDS)  # TensorFlow needs it
-        sums = {me: check_all_reduce(job, cluster, seconds)}
-        findings = [dataclasses.asdict(finding) for finding in sums[me]]
-        sums |= _told(peers, "sums", findings, tuple[Finding, ...], seconds + MOST_SECONDS)
+        own = all_reduce.run(job, cluster, seconds)
+        limit = seconds + all_reduce.MOST_SECONDS
+        told = _told(peers, "sums", dataclasses.asdict(own), all_reduce.Sums, limit)
+        silent = dict.fromkeys(reports, all_reduce.Sums(failed="its doctor was lost"))
+        sums = silent | {me: own} | told
     return _rows(job, sums), set(reports)
 
 
@@ -76,7 +78,7 @@ def _here(model_dir: str | None) -> Report:
         machine.check_cores(),
         machine.check_names(),
         machine.check_loopback(),
-        check_model_dir(model_dir),
+        check_model_dir(model_dir),  # the last, see `together`
     )
     return Report(
         host=socket.gethostname(),
@@ -98,6 +100,7 @@ def _told(peers: Peers, stage: str, value: Any, kind: Any, seconds: float) -> di
     return told
 
 
-def _rows(job: Job, sums: Mapping[int, Sequence[Finding]]) -> list[Row]:
+def _rows(job: Job, sums: Mapping[int, all_reduce.Sums]) -> list[Row]:
     local = {worker: report.findings for worker, report in job.reports.items()}
-    return merged(local) + [Row(finding, ()) for finding in check_job(job)] + merged(sums)
+    of_job = check_job(job) + (all_reduce.check_all_reduce(job, sums) if sums else [])
+    return merged(local) + [Row(finding, ()) for finding in of_job]

@@ -11,6 +11,7 @@ import statistics
 import struct
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from ctl.doctor.machine import resolve
@@ -38,7 +39,9 @@ def measure(peers: Peers) -> dict[int, Link]:
     number, modulo the number of workers. So no two measurements share a link.
     """
     me, count = peers.cluster.index, len(peers.cluster.workers)
-    links = {worker: _described(peers, worker) for worker in peers.others}
+    with ThreadPoolExecutor(32) as threads:  # a name server may be slow
+        described = threads.map(functools.partial(_described, peers), peers.others)
+        links = dict(zip(peers.others, described, strict=True))
     for number in range(count):
         worker = (number - me) % count
         reached = worker != me and peers.reaches(worker)
@@ -47,7 +50,8 @@ def measure(peers: Peers) -> dict[int, Link]:
         for name, part in (("near", _near), ("rates", _rates)):
             peers.exchange(f"{name} {number}", None, _STAGE_SECONDS)
             if reached and peers.reaches(worker):
-                links[worker] = dataclasses.replace(links[worker], **part(peers, worker, links))
+                found = part(peers, worker, links[worker])
+                links[worker] = dataclasses.replace(links[worker], **found)
     return links
 
 
@@ -102,12 +106,12 @@ def _mtu_of(device: str) -> int | None:
             return None
 
 
-def _near(peers: Peers, worker: int, links: dict[int, Link]) -> dict[str, Any]:
+def _near(peers: Peers, worker: int, link: Link) -> dict[str, Any]:
     """What takes little of the link: round trips, the clock and datagrams."""
     found: dict[str, Any] = {}
     with contextlib.suppress(OSError):
         found |= _round_trips(lambda: peers.ask(worker, "ping"))
-        found |= _datagrams(peers, worker, links[worker])
+        found |= _datagrams(peers, worker, link)
     return found
 
 
@@ -149,7 +153,7 @@ def _datagrams(peers: Peers, worker: int, link: Link) -> dict[str, Any]:
     return found | {"large_heard": large if size else None}
 
 
-def _rates(peers: Peers, worker: int, links: dict[int, Link]) -> dict[str, Any]:
+def _rates(peers: Peers, worker: int, link: Link) -> dict[str, Any]:
     """The bandwidth in both directions, which the worker with the lower index measures."""
     if worker < peers.cluster.index:
         return {}

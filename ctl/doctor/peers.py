@@ -250,7 +250,7 @@ class Peers:
 
     def _answer(self, worker: int, line: _Line) -> None:
         """Answers ``worker`` until it closes the connection, or sends what is no question."""
-        with contextlib.suppress(OSError, KeyError, TypeError, ValueError):
+        with contextlib.suppress(*_NO_QUESTION):
             while True:
                 question = line.hear(_SILENT_SECONDS)
                 self._answers[question.pop("do")](self, worker, line, **question)
@@ -354,6 +354,9 @@ class _Line:
             yield min(size, _BLOCK)
             size -= _BLOCK
 
+
+# What is raised where a message is no question.
+_NO_QUESTION = OSError, KeyError, TypeError, ValueError, AttributeError, RecursionError
 
 # Of <linux/in.h>: the kernel cuts no datagram, and forgets what routers said of smaller ones.
 _MTU_DISCOVER, _PROBE = 10, 3

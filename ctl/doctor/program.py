@@ -33,7 +33,8 @@ def answer_of(
     """
     process = subprocess.Popen(
         [sys.executable, "-m", module, *arguments],
-        env={**os.environ, **environ},
+        # TensorFlow would take all memory of a GPU, which others may use.
+        env={**os.environ, "TF_FORCE_GPU_ALLOW_GROWTH": "true", **environ},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

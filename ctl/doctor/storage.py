@@ -10,12 +10,13 @@ import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from ctl.base import durable
+from ctl.base import console, durable
 from ctl.base.units import size_text
 from ctl.doctor.report import Finding, fine, not_fine, skipped
 from ctl.errors import CheckpointError
 
 _SECONDS = 1.0  # of reading a file that is replaced meanwhile
+_MOST_SECONDS = 30.0  # for all checks of a model_dir
 _LAST_SECONDS = 5.0  # of a write that is under way
 _LINES = 4000  # of a file that is replaced: 8 to 20 KB
 
@@ -36,6 +37,16 @@ def check_model_dir(path: str | None) -> Finding:
         return skipped("model_dir", "give --model_dir")
     if "://" in path:
         return skipped("model_dir", f"{path} is not a directory")
+    found: list[Finding] = []
+    console.within(_MOST_SECONDS, lambda: found.append(_written(path)))
+    silent = f"{path}: no answer after {_MOST_SECONDS:.0f} s"
+    return found[0] if found else not_fine("model_dir", silent, _SILENT)
+
+
+_SILENT = "Its file system does not answer. See whether its server and the way there are up."
+
+
+def _written(path: str) -> Finding:
     try:
         with _scratch(Path(path)) as folder:
             durable.write_text(folder / "file", lines(0), via=folder)

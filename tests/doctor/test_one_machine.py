@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 from networks import two_namespaces
 from paths import SUPPORT
+from waiting import wait_until
 
 from ctl.doctor import machine, program, storage
 from ctl.doctor.report import FINE, NOT_FINE, SKIPPED
@@ -55,6 +57,32 @@ def test_a_file_system_that_takes_no_file(examine, tmp_path, options, reason):
     found = examine(f"--model_dir={tmp_path / 'run'}", f"tmpfs={tmp_path / 'run'}:{options}")
     assert found.keys() == {"model_dir"}
     assert found["model_dir"]["seen"] == f"{tmp_path / 'run'}: {reason}"
+
+
+@needs_root
+def test_a_file_system_that_does_not_answer(tmp_path, monkeypatch):
+    """As an NFS whose server is away: the kernel lets who writes wait."""
+    image, place = tmp_path / "image", tmp_path / "run"
+    image.write_bytes(bytes(16 << 20))
+    place.mkdir()
+    for command in (["mkfs.ext4", "-q", image], ["mount", "-o", "loop", image, place]):
+        try:
+            made = subprocess.run(command, capture_output=True, text=True)
+        except FileNotFoundError as error:
+            pytest.skip(f"there is no program {error.filename}")
+        if made.returncode:
+            pytest.skip(f"may not mount a file: {made.stderr}")
+    monkeypatch.setattr(storage, "_MOST_SECONDS", 1.0)
+    try:
+        subprocess.run(["fsfreeze", "--freeze", place], check=True)
+        found = storage.check_model_dir(str(place))
+        subprocess.run(["fsfreeze", "--unfreeze", place], check=True)
+        wait_until(
+            lambda: not {"ctl_within", "replacing"} & {t.name for t in threading.enumerate()}
+        )
+    finally:
+        subprocess.run(["umount", place], check=True)
+    assert found.seen == f"{place}: no answer after 1 s" and found.state == NOT_FINE
 
 
 def test_a_file_where_the_directory_should_be(tmp_path):

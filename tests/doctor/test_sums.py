@@ -20,7 +20,8 @@ from ctl import launch
 from ctl.distributed import strategy
 from ctl.distributed.cluster.external_watchdog import ask_grpc
 from ctl.doctor import all_reduce, sums
-from ctl.doctor.report import FINE, NOT_FINE
+from ctl.doctor.checks import Job
+from ctl.doctor.report import FINE, NOT_FINE, Finding
 
 
 def test_wrong_sums_are_counted(mirrored, monkeypatch):
@@ -28,7 +29,7 @@ def test_wrong_sums_are_counted(mirrored, monkeypatch):
     placement = strategy.Placement(mirrored(2), None, "")
     found = sums.checked_sums(placement, 0.2)
     assert found["wrong"] == 0 and found["sums"] > 1 and found["replicas"] == 2
-    assert all_reduce.judged(all_reduce.Sums(**found)).state == FINE
+    assert judged(found).state == FINE
     right = sums.reduce.all_reduce
 
     def broken(tensors, **options):
@@ -38,8 +39,12 @@ def test_wrong_sums_are_counted(mirrored, monkeypatch):
     monkeypatch.setattr(sums.reduce, "all_reduce", broken)
     found = sums.checked_sums(placement, 0.2)
     assert found["wrong"] == 2 * (found["sums"] + 1)  # on both replicas, the last sum included
-    judged = all_reduce.judged(all_reduce.Sums(**found))
-    assert judged.state == NOT_FINE and "elements are wrong" in judged.seen
+    assert judged(found).state == NOT_FINE
+    assert judged(found).seen == f"{found['wrong']} elements of {found['sums']} sums are wrong"
+
+
+def judged(found: dict) -> Finding:
+    return all_reduce.check_all_reduce(Job([""], {}), {0: all_reduce.Sums(**found)})[0]
 
 
 @pytest.fixture
@@ -102,7 +107,7 @@ def test_two_workers(tmp_path, workers):
         ((nccl,), sums) = found.pop("nccl"), found["all_reduce"]
         assert {row["state"] for rows in found.values() for row in rows} == {"fine"}
         assert nccl["state"] == "skipped" and nccl["seen"] == "no GPU"
-        assert all("over 2 replicas are right" in row["seen"] for row in sums)
+        assert ["over 2 replicas are right" in row["seen"] for row in sums] == [True]
 
 
 @pytest.mark.slow
@@ -114,6 +119,6 @@ def test_a_worker_that_is_lost_while_it_sums(tmp_path, workers):
         os.kill(sums_program_of(processes[1]), signal.SIGKILL)
         assert [process.wait(240) for process in processes] == [2, 2]
     for worker in range(2):
-        seen = {row["workers"][0]: row["seen"] for row in rows(tmp_path, worker)["all_reduce"]}
-        assert seen[1] == "died of SIGKILL"
-        assert "worker 1" in seen[0]
+        first, second = rows(tmp_path, worker)["all_reduce"]
+        assert first["seen"].startswith("worker 0: ") and "worker 1" in first["seen"]
+        assert second["seen"] == "worker 1: died of SIGKILL"
