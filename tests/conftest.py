@@ -47,7 +47,7 @@ PROCESSES = {"job", "zygote", "zygote_without_tensorflow"}
 # Tests of time limits: one at a time. Two would disturb each other. Of benchmarks, no test judges a
 # duration.
 TIMED = (
-    *("chaos/", "distributed/", "inspect/test_run.py", "jobs/test_parameter_server.py"),
+    *("chaos/", "distributed/", "doctor/", "inspect/test_run.py", "jobs/test_parameter_server.py"),
     *("test_launch.py", "test_train_workers.py"),
 )
 
