@@ -68,7 +68,10 @@ def check_versions(job: Job) -> list[Finding]:
     differ = differences([*known.values()])
     found = []
     for name, values in differ.items():
-        seen = ", ".join(f"{v} on {_who(i)}" for i, v in zip(known, values, strict=True))
+        places = {
+            value: [i for i, v in zip(known, values, strict=True) if v == value] for value in values
+        }
+        seen = ", ".join(f"{value} on {_who(*who)}" for value, who in places.items())
         same = f"pip install '{name}=={max(values, key=values.count)}'"
         command = same if name in PACKAGES else ""
         remedy = f"Install the same on all workers{':' if command else '.'}"
@@ -95,7 +98,7 @@ def _rates(check: str, job: Job, rate: Callable[[Report], float], unit: str) -> 
     slow = [
         not_fine(
             check,
-            f"{_who(i)}: {value:.4g} {unit}, {_who(best)}: {measured[best]:.4g}",
+            f"{_who(i)}: {_number(value)} {unit}, {_who(best)}: {_number(measured[best])}",
             "See what else runs there, and whether its processor is throttled: all wait for it.",
         )
         for i, value in measured.items()
@@ -149,8 +152,8 @@ def check_tcp(job: Job) -> list[Finding]:
             remedy = "Give all the same --workers and CTL_JOB_SECRET, and each its --worker_index."
             found.append(not_fine("tcp", f"{_who(i)}: {link.refused}", remedy))
             continue
-        other = job.reports.get(j)
-        there = link.came or bool(other and not other.links[i].refused)
+        back = job.reports[j].links.get(i) if j in job.reports else None
+        there = link.came or bool(back and not back.refused)
         more = ", but the other way is open" if there else ""
         found.append(
             not_fine(
@@ -218,13 +221,14 @@ def check_mtu(job: Job) -> list[Finding]:
 
 def check_clock(job: Job) -> list[Finding]:
     """The clocks agree within a second: by them, the records of a hang are put side by side."""
-    found, unknown, offsets = [], [], [0.0]
+    found, unknown, offsets, told = [], [], [0.0], set()
     for i, j, link in job.links():
         if link.clock is None:
             unknown.append((i, j))
             continue
         offsets.append(link.clock)
-        if link.clock > MOST_CLOCK_SECONDS and i < j:
+        if link.clock > MOST_CLOCK_SECONDS and (j, i) not in told:
+            told.add((i, j))
             how = "ahead of" if link.ahead else "behind"
             found.append(
                 not_fine(
@@ -271,11 +275,11 @@ def check_bandwidth(job: Job) -> list[Finding]:
     for (i, j), rate in rates.items():
         slow = job.between_machines(i, j) and rate < SLOW * usual
         if rate < LEAST_MEGABYTES or slow:
-            more = f", others {usual:.4g}" if rate >= LEAST_MEGABYTES else ""
+            more = f", others {_number(usual)}" if rate >= LEAST_MEGABYTES else ""
             found.append(
                 not_fine(
                     "bandwidth",
-                    f"{_who(i)} to {_who(j)}: {rate:.3g} MB/s{more}",
+                    f"{_who(i)} to {_who(j)}: {_number(rate)} MB/s{more}",
                     "Look at the speed of both network devices (ethtool), at mtu and udp above, "
                     "and at what else uses the link.",
                 )
@@ -306,8 +310,9 @@ def check_shared(job: Job) -> list[Finding]:
                     "of the cluster.",
                 )
             )
-    if not any(report.shares for report in job.reports.values()):
-        return [skipped("shared", "no --model_dir that all can write")]
+    silent = [i for i, report in job.reports.items() if not report.writes]
+    if silent and not found:
+        return [skipped("shared", f"{_who(*silent)} wrote to no --model_dir")]
     reads = sum(report.reads for report in job.reports.values())
     return found or [fine("shared", f"all see one model_dir; {reads} reads met whole files")]
 
@@ -331,8 +336,12 @@ def _measured(check: str, unknown: Sequence[tuple[int, int]], seen: str) -> list
 
 def _range(values: Iterable[float]) -> str:
     """The smallest and the largest of some numbers, with three digits."""
-    shown = [f"{value:.0f}" if value >= 100 else f"{value:.3g}" for value in sorted(values)]
+    shown = [_number(value) for value in sorted(values)]
     return " to ".join(dict.fromkeys((shown[0], shown[-1]))) if shown else "no"
+
+
+def _number(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _who(*workers: int) -> str:

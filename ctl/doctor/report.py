@@ -97,7 +97,8 @@ class Report:
         copied: gigabytes (1e9 bytes) per second that are copied in memory; 0 if unknown.
         gflops: 1e9 FLOPs per second of a matrix product; 0 if unknown.
         firewall: the program that sets up its firewall, see `firewall.TOOLS`; "" if none is there.
-        shares: for each worker that wrote a file to --model_dir, whether this one sees it.
+        writes: whether it wrote a file to --model_dir for the others.
+        shares: for each other worker that did, whether this one sees its file.
         reads, torn: reads of files of others there while they were replaced; those that failed.
         links: the way to each other worker.
     """
@@ -109,6 +110,7 @@ class Report:
     copied: float
     gflops: float
     firewall: str
+    writes: bool = False
     shares: Mapping[int, bool] = dataclasses.field(default_factory=dict)
     reads: int = 0
     torn: int = 0

@@ -24,7 +24,7 @@ def see(peers: Peers, model_dir: str | None) -> dict[str, Any]:
     """Writes to the model_dir and looks for what the others wrote. All doctors call it at once.
 
     Returns:
-        The fields ``shares``, ``reads`` and ``torn`` of a `ctl.doctor.report.Report`.
+        The fields ``writes``, ``shares``, ``reads`` and ``torn`` of a `ctl.doctor.report.Report`.
     """
     directory = Path(model_dir) if model_dir and "://" not in model_dir else None
     new = directory is not None and not directory.exists()
@@ -40,7 +40,7 @@ def see(peers: Peers, model_dir: str | None) -> dict[str, Any]:
             token = secrets.token_hex(8)
             durable.write_text(folder / f"token-{me}", token, via=folder)
     tokens = peers.exchange("token", token, _STAGE_SECONDS)
-    found: dict[str, Any] = {"shares": {}, "reads": 0, "torn": 0}
+    found: dict[str, Any] = {"writes": bool(token), "shares": {}, "reads": 0, "torn": 0}
     if folder and token:
         found["shares"] = _seen(folder, {i: tokens[i] for i in others if tokens.get(i)})
     peers.exchange("seen", None, _STAGE_SECONDS)

@@ -19,8 +19,8 @@ LINK = dataclasses.replace(LINK, send=1000.0, receive=1100.0)
 def report(worker: int, **more) -> Report:
     links = {j: LINK for j in range(len(WORKERS)) if j != worker}
     versions = {"tensorflow": "2.21"}
-    made = Report(f"host{worker}", versions, (), 0, 10.0, 100.0, "", dict.fromkeys(links, True))
-    return dataclasses.replace(made, links=links, **more)
+    made = Report(f"host{worker}", versions, (), 0, 10.0, 100.0, "", True)
+    return dataclasses.replace(made, shares=dict.fromkeys(links, True), links=links, **more)
 
 
 def job(**more: Report) -> Job:
@@ -70,6 +70,29 @@ def test_files_that_others_met_in_part():
     seen = wrong(checks.check_shared, job(w3=report(3, torn=2, reads=50)))
     assert seen == [
         "worker 3: 2 of 50 reads of files that others replaced met no file or half of one"
+    ]
+
+
+def test_a_directory_that_one_worker_did_not_write_to_is_not_shared_by_all():
+    (finding,) = checks.check_shared(job(w1=report(1, writes=False)))
+    assert finding == skipped("shared", "worker 1 wrote to no --model_dir")
+
+
+def test_versions_are_told_for_many_workers_at_once():
+    other = {f"w{i}": report(i, versions={"tensorflow": "2.20"}) for i in (1, 3)}
+    assert wrong(checks.check_versions, job(**other)) == [
+        "tensorflow is 2.21 on workers 0, 2, 2.20 on workers 1, 3"
+    ]
+
+
+def test_a_clock_is_told_once_for_both_ways():
+    both = {"w0": with_link(0, 1, clock=3.0), "w1": with_link(1, 0, clock=3.0, ahead=True)}
+    assert wrong(checks.check_clock, job(**both)) == [
+        "that of worker 1 is 3.0 s behind that of worker 0"
+    ]
+    only = job(w1=with_link(1, 0, clock=3.0, ahead=True))
+    assert wrong(checks.check_clock, only) == [
+        "that of worker 0 is 3.0 s ahead of that of worker 1"
     ]
 
 
