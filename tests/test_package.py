@@ -251,11 +251,13 @@ def test_the_lowest_pins_are_the_lower_bounds(wheel):
 # What takes seconds to load, or is not needed to answer.
 SLOW = ("tensorflow", "keras", "numpy", "tensorflow_datasets", "tensorboard")
 
+# Folders and files of programs that are examples, or that commands start.
+NO_COMMANDS = {"datasets", "plan", "examples", "probe.py", "sums.py"}
 COMMANDS = [
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__")
     for path in SOURCES
     if '__name__ == "__main__"' in path.read_text(encoding="utf-8")
-    and {"datasets", "plan", "examples"}.isdisjoint(path.relative_to(ROOT).parts)
+    and NO_COMMANDS.isdisjoint(path.relative_to(ROOT).parts)
 ] + [f"ctl.inspect {name}" for name in INSPECT]
 
 
