@@ -16,6 +16,8 @@ from networks import HOSTS, WORKERS, bad_link, connect, run, two_namespaces
 from paths import SUPPORT
 from worker_jobs import said, start_job
 
+from ctl.distributed.cluster.members import Cluster
+
 pytestmark = pytest.mark.slow  # starts processes
 
 QUICK = ["--all_reduce_seconds=0", "--json"]
@@ -58,7 +60,12 @@ def rows_of(out: Path, worker: int, code: int) -> dict[str, dict[str, Any]]:
     assert code == (0 if table["fine"] else 2), said(out, worker)
     skipped = {row["check"] for row in table["checks"] if row["state"] == "skipped"}
     assert {"all_reduce", "nccl"} <= skipped
-    return {row["check"]: row for row in table["checks"] if row["state"] == "not fine"}
+    found: dict[str, dict[str, Any]] = {}
+    for row in table["checks"]:
+        if row["state"] == "not fine":
+            first = found.setdefault(row["check"], {**row, "seen": ""})
+            first["seen"] += f"{row['seen']}\n"
+    return found
 
 
 def drop(machine: str, protocol: str) -> None:
@@ -97,7 +104,7 @@ def test_a_firewall_that_closes_both_ways(examine, machines):
         drop(machine, "tcp")
     for me, found in enumerate(examine(machines, "--startup_timeout=3")):
         assert found.keys() == {"workers", "tcp"}
-        assert found["workers"]["seen"] == f"nothing was heard of worker {1 - me}"
+        assert found["workers"]["seen"] == f"nothing was heard of worker {1 - me}\n"
         assert found["tcp"]["remedy"].startswith(f"Start the doctor on worker {1 - me}, too")
         line = f"ufw allow from {HOSTS[me]} to any port 2222 proto tcp"
         assert found["tcp"]["command"] == line
@@ -127,7 +134,7 @@ def test_devices_with_different_mtus(examine, machines):
     for found in examine(machines):
         assert found.keys() == {"mtu"}
         assert found["mtu"]["seen"] == (
-            "worker 0 sends packets of 9000 bytes, which do not arrive at worker 1"
+            "worker 0 sends packets of 9000 bytes, which do not arrive at worker 1\n"
         )
         assert found["mtu"]["command"] == "ip link set dev wire mtu 1500"
 
@@ -148,12 +155,18 @@ def test_a_name_that_leads_back_to_the_machine_itself(examine, machines):
 
 
 def test_directories_that_are_not_shared(examine, machines, tmp_path):
-    """Both have a directory of this name. What one writes, the other does not see."""
-    (tmp_path / "run").mkdir()
+    """Both have a directory of this name. What one writes, the other does not see. A file that
+    doctors left who were killed is no file of this time."""
+    job = Cluster(tuple(WORKERS), 0, "").fingerprint
+    left = tmp_path / "run" / f"tmp-doctor-0-{job[:8]}"
+    left.mkdir(parents=True)
+    (left / "token-1").write_text("0123456789abcdef")
     options = f"--model_dir={tmp_path / 'run'}", f"tmpfs={tmp_path / 'run'}:size=1M"
     for found in examine(machines, *options):
         assert found.keys() == {"shared"}
-        assert "does not see what worker" in found["shared"]["seen"]
+        assert found["shared"]["seen"].splitlines() == [
+            f"worker {i} does not see what worker {1 - i} wrote to --model_dir" for i in range(2)
+        ]
     assert os.listdir(tmp_path / "run") == []
 
 
@@ -176,7 +189,7 @@ def test_a_clock_that_is_off(examine, machines):
 def test_versions_that_differ(examine, machines):
     for found in examine(machines, "keras=3.10"):
         assert found.keys() == {"versions"}
-        assert found["versions"]["seen"] == "keras is 3.15 on worker 0, 3.10 on worker 1"
+        assert found["versions"]["seen"] == "keras is 3.15 on worker 0, 3.10 on worker 1\n"
         assert found["versions"]["command"] == "pip install 'keras==3.15'"
 
 
@@ -189,4 +202,4 @@ def test_another_secret(examine, machines):
 def test_a_worker_that_does_not_come(examine, machines):
     (found,) = examine(machines[:1], "--startup_timeout=2", workers=1)
     assert found.keys() == {"workers", "tcp"}
-    assert found["workers"]["seen"] == "nothing was heard of worker 1"
+    assert found["workers"]["seen"] == "nothing was heard of worker 1\n"

@@ -107,6 +107,7 @@ def test_a_file_that_is_not_replaced_by_a_rename_is_met_in_part(tmp_path):
             "        file.write(f'{number}\\n' * 2000); file.flush()",
             "        time.sleep(0.01)",
             "        file.write(f'{number}\\n' * 2000)",
+            "    time.sleep(0.01)",
         ]
     )
     process = subprocess.Popen([sys.executable, "-c", writer, target])
@@ -119,6 +120,9 @@ def test_a_file_that_is_not_replaced_by_a_rename_is_met_in_part(tmp_path):
         process.kill()
         process.wait()
     assert reads > torn > 0
+    target.write_text(storage.lines(0)[:1000])
+    reads, torn = storage.replacing(None, [target])
+    assert reads == torn > 0
     assert storage.replacing(tmp_path / "mine", [tmp_path / "mine"])[1] == 0
 
 
