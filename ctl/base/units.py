@@ -19,6 +19,7 @@ def size_text(size: int | None, unknown: str = "unknown") -> str:
 
 def time_text(seconds: float) -> str:
     """Seconds for people: 12.3 s, 2:05 (minutes), 1:02:03 (hours)."""
+    seconds = 0.0 if abs(seconds) < 0.05 else seconds  # no -0.0
     if not seconds >= 60 or not math.isfinite(seconds):
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)

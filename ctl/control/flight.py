@@ -99,8 +99,8 @@ def attach_progress_marks(
 def watched_call(
     step: TrainStep, begin: int, steps: int, flight: FlightRecorder | None, first: bool
 ) -> Iterator[None]:
-    """Wraps a call of ``steps`` steps from ``begin`` on in the watchdog, the ledger and a marker for
-    profiles.
+    """Wraps a call of ``steps`` steps from ``begin`` on in the watchdog, the ledger and a marker
+    for profiles.
 
     ``first``: the call traces the step, so its time limit is longer.
     """

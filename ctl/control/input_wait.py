@@ -26,10 +26,10 @@ class InputWait:
         self._said = False
 
     def add(self, position: Any, seconds: float, first: bool = False) -> None:
-        """Adds a call of ``seconds``, which has ended at ``position`` of the feed; ``first``: it was
-        traced, and its wait fills the pipeline. At the end of a window of some seconds, logs if the
-        steps waited for a large share of it; once for a loop. Batches that come in blocks are
-        small, and are not waited for."""
+        """Adds a call of ``seconds``, which has ended at ``position`` of the feed; ``first``: it
+        was traced, and has waited for the first batches. At the end of a window of some seconds,
+        logs if the steps waited for a large share of it; once for a loop. Batches that come in
+        blocks are small, and are not waited for."""
         if not isinstance(position, Waited):
             return
         before, self._until_now = self._until_now, float(position.seconds)

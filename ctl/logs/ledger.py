@@ -49,9 +49,10 @@ NAMES = {
 _WORKED = ("steps", "input")  # what is lost with a step
 
 # Seconds between two lines: this share of the time of the start, within these bounds. So a kill
-# costs half a percent of what the start has done, and a day is 1 MB.
-_SHARE, _SHORTEST, _LONGEST = 0.005, 0.25, 30.0
+# hides at most half a percent of what the start has done, and a day takes 1 MB.
+_SHARE, _SHORTEST, _LONGEST = 0.005, 0.1, 30.0
 _LONGEST_LINE = 1 << 16
+_FAR = 1e11  # seconds, some thousand years
 
 
 @dataclass(frozen=True)
@@ -100,8 +101,8 @@ class LedgerFile:
             loop.train_and_evaluate(until=1000)
         print(*ledger.pieces(), sep="\\n")
 
-    ``python -m ctl.inspect time /tmp/run`` shows it, with all earlier starts of the run. A file that
-    cannot be written is a warning. One at a time in a process, in the main thread.
+    ``python -m ctl.inspect time /tmp/run`` shows it, with all earlier starts of the run. A file
+    that cannot be written is a warning. One at a time in a process, in the main thread.
 
     Args:
         model_dir: directory of the run; it is made.
@@ -353,11 +354,11 @@ def _parsed(record: Mapping[str, Any]) -> tuple[float, float, int, Snapshot, str
     numbers = [record["began"], record["time"], *record["seconds"].values()]
     counts = [record["workers"], *(record[n] for n in ("first", "step") if record[n] is not None)]
     inspected = record.get("inspected", (0.0, 0.0))
-    if not all(map(durable.is_number, [*numbers, *inspected])) or len(inspected) != 2:
+    if not all(durable.is_number(n) and abs(n) < _FAR for n in [*numbers, *inspected]):
         raise ValueError("not a number")
     if not all(type(count) is int and 0 <= count < 2**53 for count in counts):
         raise ValueError("not a count")
-    if (record["first"] is None) != (record["step"] is None):
+    if (record["first"] is None) != (record["step"] is None) or len(inspected) != 2:
         raise ValueError("not of a loop")
     names = {*NAMES} - {"exposed", "lost", "down"}
     seconds = {str(n): float(v) for n, v in record["seconds"].items() if n in names}

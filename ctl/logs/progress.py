@@ -329,9 +329,8 @@ def _metrics(scalars: Mapping[str, float]) -> list[str]:
     return [
         f"{name} {_number(value)}"
         for name, value in scalars.items()
-        if name not in (*_DETAILS, *_NOT_SHOWN)
+        if not (name in _DETAILS or name in _NOT_SHOWN or _is_of_group(name))
         and not name.endswith("_per_second")
-        and not _is_of_group(name)
     ]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from absl import flags
 
-from ctl.base import console, durable
+from ctl.base import durable
 from ctl.base.svg import printable
 from ctl.base.units import time_text
 from ctl.errors import UsageError

@@ -27,13 +27,13 @@ _FILLS = {
     "saving": "#8c6d46",
     "waiting": "url(#hatch)",
     "lost": VERMILION,
-    "down": "var(--ink)",
-    "other": "#a9b1ba",
+    "down": "var(--soft)",
+    "other": "var(--rule)",
 }
 
 _MEANINGS = {
-    "steps": "calls that run steps, without the wait for input: compute, and the communication that "
-    "it does not hide",
+    "steps": "calls that run steps, without the wait for input: compute, and the communication "
+    "that it does not hide",
     "exposed": "the part of the steps in which a replica only communicates, waiting for others "
     "included: the share of the steps that an inspection has measured, taken for all of a start",
     "input": "steps that wait for their batch",
@@ -50,7 +50,10 @@ _MEANINGS = {
 
 _STYLE = STYLE + "\n".join(
     [
-        *(f".a-{name} {{ fill: {fill} }}" for name, fill in _FILLS.items()),
+        *(
+            f".a-{name} {{ fill: {fill}; shape-rendering: crispEdges }}"
+            for name, fill in _FILLS.items()
+        ),
         ".accounts { max-width: 560px } .accounts svg { width: 14px; height: 12px; "
         "margin-right: 8px; vertical-align: -1px }",
         "",
@@ -97,7 +100,7 @@ def tables(
     of_start: list[Counter[str]] = [Counter() for _ in starts]
     for span in spans(starts):
         of_start[span.start].update(span.seconds)
-    header = ["start", "workers", "steps", *names.values(), "end"]
+    header = ["began", "workers", "steps", *names.values(), "end"]
     rows = [
         [
             _date(start.began),
@@ -150,7 +153,7 @@ def _picture(starts: Sequence[Start], frame: Frame) -> str:
     parts_of_time = list(spans(starts))
     wall = max(sum(span.end - span.begin for span in parts_of_time), 1e-3)
     columns = _columns(parts_of_time, wall, frame.columns)
-    left, right, top, bottom = 38.0, float(frame.right), 14.0, 194.0
+    left, right, top, bottom = 44.0, float(frame.right), 14.0, 194.0
     width = (right - left) / frame.columns
     parts = []
     for share in (0.0, 0.5, 1.0):
@@ -164,7 +167,7 @@ def _picture(starts: Sequence[Start], frame: Frame) -> str:
                 height = (bottom - top) * column[key] / whole
                 foot -= height
                 x = left + width * number
-                parts.append(svg.rect(x, foot, width + 0.05, height, f"a-{key}"))
+                parts.append(svg.rect(x, foot, width, height, f"a-{key}"))
     if 1 < len(starts) <= _MARKS:
         at = 0.0
         for span in parts_of_time:
@@ -182,9 +185,9 @@ def _picture(starts: Sequence[Start], frame: Frame) -> str:
     return f'<svg {box} role="img">{title}{"".join(parts)}</svg>'
 
 
-def _columns(parts: Iterable[Span], wall: float, count: int) -> list[Counter[str]]:
+def _columns(parts: Iterable[Span], wall: float, count: int) -> list[dict[str, float]]:
     """Seconds by account in each of ``count`` parts of the time, without what is below 0."""
-    columns: list[Counter[str]] = [Counter() for _ in range(count)]
+    columns: list[dict[str, float]] = [dict.fromkeys(NAMES, 0.0) for _ in range(count)]
     at = 0.0
     for span in parts:
         begin, at = at, at + span.end - span.begin
@@ -193,7 +196,7 @@ def _columns(parts: Iterable[Span], wall: float, count: int) -> list[Counter[str
             inside = min(last, number + 1) - max(first, number)
             for key, seconds in span.seconds.items():
                 columns[number][key] += seconds * inside / max(last - first, 1e-12)
-    return [Counter({k: s for k, s in column.items() if s > 0}) for column in columns]
+    return [{key: max(0.0, s) for key, s in column.items()} for column in columns]
 
 
 def _accounts(total: Spent) -> str:
