@@ -208,10 +208,12 @@ class Spent:
         seconds: by each of `NAMES`.
         wall: seconds from the first start to the last moment known, without what lies between the
             end of a run and a start that extends it. It is the sum of ``seconds``.
+        inspected: seconds of the steps in which inspections have measured what is "exposed".
     """
 
     seconds: Mapping[str, float]
     wall: float
+    inspected: float = 0.0
 
     @property
     def goodput(self) -> float:
@@ -255,9 +257,10 @@ def read(model_dir: Path) -> dict[int, list[Start]]:
 
 
 def spent(starts: Sequence[Start]) -> Spent:
-    """What ``starts``, in order, have spent. What inspections have measured is taken for all steps
-    of the start."""
-    return _add(spans(starts))
+    """What ``starts``, in order, have spent. The share of the steps that inspections have measured
+    as exposed is taken for all steps of the start."""
+    inspected = sum(start.last.inspected[0] for start in starts)
+    return dataclasses.replace(_add(spans(starts)), inspected=inspected)
 
 
 def spans(starts: Sequence[Start], goes_on: int | None = None) -> Iterator[Span]:

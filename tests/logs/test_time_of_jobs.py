@@ -74,21 +74,20 @@ def test_a_late_worker_is_waited_for(job, tmp_path):
 
 def test_the_command_logs_goodput_and_says_at_the_end_where_the_time_went(zygote, tmp_path):
     flags = ["--model=dense", "--log_every=10", "--notensorboard", "--noexport"]
-    run = [f"--model_dir={tmp_path}", *flags]
-    first = zygote.start("ctl.train", *run, "--train_steps=1000000", "--evaluate_every=1000000")
-    first.until("step 10", "stdout")
-    first.signal(signal.SIGTERM)
-    assert first.wait() == 42
-    short = tmp_path / "short"
+    long, short = tmp_path / "long", tmp_path / "short"
+    endless = ["--train_steps=1000000", "--evaluate_every=1000000"]
+    stopped = zygote.start("ctl.train", f"--model_dir={long}", *flags, *endless)
+    stopped.until("loss", "stdout")
+    stopped.signal(signal.SIGTERM)
+    assert stopped.wait() == 42
     done = zygote.start("ctl.train", f"--model_dir={short}", *flags, "--train_steps=20")
     assert done.wait() == 0, done.stderr
     assert " % of " in done.stdout and "  time         " in done.stdout
     logged = [record["goodput"] for record in records(short, "train")]
     assert all(0 < value < 1 for value in logged) and len(logged) == 2
-    ((start,), (stopped,)) = read(short)[0], read(tmp_path)[0]
-    assert (start.end, stopped.end) == ("done", "stopped")
+    ((start,), (other,)) = read(short)[0], read(long)[0]
+    assert (start.end, other.end) == ("done", "stopped")
     total = spent([start])
-    assert total.goodput == pytest.approx(logged[-1], rel=0.5)
     assert math.isclose(sum(total.seconds.values()), total.wall, rel_tol=0.01)
     shown = zygote.start("ctl.inspect.commands.time_spent", str(short))
     assert shown.wait() == 0 and "goodput" in shown.stdout and "wall time" in shown.stdout

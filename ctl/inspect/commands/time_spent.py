@@ -59,6 +59,9 @@ def main(arguments: Sequence[str]) -> None:
     for name, seconds in [*rows, ("wall time", total.wall)]:
         share = 100 * seconds / max(total.wall, 1e-9)
         print(f"  {name:<{_WIDTH}}  {time_text(seconds):>10}  {share:5.1f} %")
+    if "exposed" in total.names():
+        measured = time_text(total.inspected)
+        print(f"exposed communication: as in the {measured} of steps that were inspected")
 
     from ctl.inspect.show.time_page import make_page
 
@@ -76,6 +79,7 @@ def _to_json(workers: Mapping[int, Sequence[Start]]) -> dict[str, Any]:
         "goodput": total.goodput,
         "wall_seconds": total.wall,
         "seconds": total.seconds,
+        "inspected_seconds": total.inspected,
         "seconds_of_worker": {worker: spent(of).seconds for worker, of in workers.items()},
         "starts": [
             {

@@ -32,10 +32,10 @@ _FILLS = {
 }
 
 _MEANINGS = {
-    "steps": "calls that run steps, without the wait for input: compute, and the communication "
-    "that it does not hide",
+    "steps": "calls that run steps, without the wait for input: compute, and communication that it "
+    "does not hide, which --inspect_every tells apart",
     "exposed": "the part of the steps in which a replica only communicates, waiting for others "
-    "included: the share of the steps that an inspection has measured, taken for all of a start",
+    "included: its share in the steps that were inspected, taken for all steps of a start",
     "input": "steps that wait for their batch",
     "compile": "the first call of each graph of the training, whose few steps do not count, and "
     "tracing the evaluation",
@@ -77,7 +77,7 @@ def make_page(name: str, workers: Mapping[int, Sequence[Start]]) -> str:
             for kind, frame in (("wide", WIDE), ("narrow", NARROW))
         ),
         "</section>",
-        f"<section><h2>In all</h2>{_accounts(total)}</section>",
+        f"<section><h2>In all</h2>{_accounts(total)}{_measured(total)}</section>",
     ]
     for title, (header, rows) in tables(workers).items():
         body.append(f"<section><h2>{escape(title)}</h2>{stacked_tables(header, rows)}</section>")
@@ -183,6 +183,13 @@ def _picture(starts: Sequence[Start], frame: Frame) -> str:
     title = "<title>What each moment of the run was spent for</title>"
     box = f'viewBox="0 0 {frame.width} {svg.number(bottom + 42)}"'
     return f'<svg {box} role="img">{title}{"".join(parts)}</svg>'
+
+
+def _measured(total: Spent) -> str:
+    if "exposed" not in total.names():
+        return ""
+    seconds = time_text(total.inspected)
+    return f'<p class="lead">Exposed communication as in the {seconds} of inspected steps.</p>'
 
 
 def _columns(parts: Iterable[Span], wall: float, count: int) -> list[dict[str, float]]:
