@@ -178,7 +178,7 @@ class LedgerFile:
             self._write()
 
     def _write(self, end: str = "") -> None:
-        if self._file is None:
+        if (file := self._file) is None:
             return
         now = LEDGER.read()
         record: dict[str, Any] = {"schema": 1, "began": self._began, "time": time.time()}
@@ -189,7 +189,7 @@ class LedgerFile:
         if end:
             record["end"] = end
         with self._warned():
-            os.write(self._file, json.dumps(record).encode() + b"\n")
+            os.write(file, json.dumps(record).encode() + b"\n")
 
     @contextlib.contextmanager
     def _warned(self) -> Iterator[None]:
