@@ -161,13 +161,12 @@ def _picture(starts: Sequence[Start], frame: Frame) -> str:
         parts.append(svg.line(left, y, right, y))
         parts.append(svg.text(left - 6, y + 4, f"{100 * share:.0f} %", "y"))
     for number, column in enumerate(columns):
-        whole, foot = sum(column.values()), bottom
-        for key in NAMES:
+        whole, height = sum(column.values()) or 1.0, bottom - top
+        for key in reversed(NAMES):  # each down to the axis, so that no gap shows between two
             if column[key] > 0:
-                height = (bottom - top) * column[key] / whole
-                foot -= height
                 x = left + width * number
-                parts.append(svg.rect(x, foot, width, height, f"a-{key}"))
+                parts.append(svg.rect(x, bottom - height, width, height, f"a-{key}"))
+                height -= (bottom - top) * column[key] / whole
     if 1 < len(starts) <= _MARKS:
         at = 0.0
         for span in parts_of_time:
