@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from absl import flags
 
 from ctl.base.console import write_file
 from ctl.base.svg import printable
+from ctl.base.units import time_text
 from ctl.errors import UsageError
 from ctl.flags.config import shown
 from ctl.flags.parsing import define_path, group, run_command
@@ -92,7 +92,7 @@ def tables(runs: list[Run]) -> dict[str, tuple[list[str], list[list[str]]]]:
             row.append(f"{found.best:.4f} at {found.step}" if found else "")
             row.append(f"{found.last:.4f}" if found else "")
         of = f"{one.step} of {one.until}" if (one.until or 0) > one.step else str(one.step)
-        rows.append([*row, of, _time(one.seconds), _time(one.seconds * one.replicas)])
+        rows.append([*row, of, time_text(one.seconds), time_text(one.seconds * one.replicas)])
     made = {"Results": (["run", *header, "steps", "train time", "replica time"], rows)}
     if names := differing_flags(runs):
         cells = [[one.name, *(_plain(one.flags.get(name)) for name in names)] for one in runs]
@@ -138,14 +138,6 @@ def _to_json(one: Run, runs: list[Run]) -> dict[str, object]:
         "train_seconds": one.seconds,
         "replica_seconds": one.seconds * one.replicas,
     }
-
-
-def _time(seconds: float) -> str:
-    if not seconds >= 60 or not math.isfinite(seconds):
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 if __name__ == "__main__":

@@ -41,6 +41,7 @@ from ctl.base.actions import STOP, Action, EvalAction
 from ctl.base.autograph import graph_function
 from ctl.base.bounds import checked
 from ctl.base.foreign_names import missing_attribute, refuses_foreign
+from ctl.base.ledger import LEDGER
 from ctl.base.signals import Signals, StopRequested
 from ctl.base.tracebacks import hides_frames
 from ctl.checkpoint.manager import CheckpointManager, Saved
@@ -387,9 +388,9 @@ class Loop:
                 self.scalars.add(totals, skipped)
                 self.history.add(totals.loss, totals.examples)
                 mean = workers.mean(self.strategy, totals.pace)
+                self._input_wait.add(outcome.position, seconds, first)
                 if self._pace.record_duration(seconds, steps, mean):
                     self.scalars.add_time(seconds, steps)
-                    self._input_wait.add(outcome.position, seconds)
                 if totals.end:
                     self._stop(step)
                 scalars = self._between_calls(
@@ -426,9 +427,11 @@ class Loop:
         """Returns the graph that `train` runs, and traces it if necessary. Runs no step."""
         if self.feed is None:
             self.feed = self.steps.open(self.global_step)  # the workers have not agreed on it yet
-        graph = self.steps.run.get_concrete_function(
-            self.feed, tf.constant(1), self._pace.worker_report(False, False), self.step.trace_key
-        )
+        report = self._pace.worker_report(False, False)
+        with LEDGER.spend("compile"):
+            graph = self.steps.run.get_concrete_function(
+                self.feed, tf.constant(1), report, self.step.trace_key
+            )
         self.step.trace_guards.snapshot(self.step, ran=True)
         return graph
 
@@ -461,6 +464,7 @@ class Loop:
                 self._flight = attach_progress_marks(self.step, self._flights.get(settings))
             agree(self.step, self.dataset, self.traced, self.plan)
         self._agreed = settings
+        LEDGER.reach(step)
 
     def _check(self) -> None:
         """Refuses changes since the loop was made that would have no effect, and a run that was not
@@ -490,6 +494,7 @@ class Loop:
         self.step.trainable_mask = freezing.select_trainable(self.step, parts)
 
     def _between_calls(self, step: int, until: int, seconds_per_step: float) -> dict[str, float]:
+        LEDGER.reach(step)
         if self.checkpoints and self._is_chief:
             self.checkpoints.check()
         status = status_of(step, until, seconds_per_step, self.dataset, self.scalars)
@@ -519,6 +524,7 @@ class Loop:
         run = functools.partial(evaluator.run, eager=True) if eager else evaluator.run
         check_copies(self.step)
         with (
+            LEDGER.spend("evaluation"),
             self.translate_failures("the evaluation"),
             watchdog.host("preparing the evaluation", self.global_step),
             self.step.updater.averaged(),
@@ -538,9 +544,9 @@ class Loop:
         on disk. Call it on all workers; the chief writes. Raises `CheckpointError` if a save
         failed, `UsageError` if the loop has no checkpoints; also as `check_copies` does."""
         checkpoints = self._checkpoints()
-        self.state.collect()
-        if self._is_chief:
-            with watchdog.host("saving", self.global_step):
+        with LEDGER.spend("saving"), watchdog.host("saving", self.global_step):
+            self.state.collect()
+            if self._is_chief:
                 check_copies(self.step, this_worker=True)
                 state, changed = self.state.variables(), self.step.trace_guards.changed(self.step)
                 checkpoints.save(self.global_step, state, metrics, changed=changed, wait=wait)
@@ -646,6 +652,7 @@ class Loop:
 
     def _trace_evaluation(self, evaluator: Evaluator) -> None:
         with (
+            LEDGER.spend("compile"),
             self.translate_failures("tracing the evaluation"),
             watchdog.host("tracing the evaluation", self.global_step),
             naming_eval_step(self.step, evaluator),

@@ -108,14 +108,18 @@ def main() -> None:
         raise UsageError(f"--model_dir={model_dir}: {error.strerror}") from error
     console.log_to_terminal()
     if FLAGS.strategy != "multi_worker":
-        return _train(model_dir)
+        with outputs.ledger_file(model_dir) as ledger:
+            return _train(model_dir, ledger)
     me = cluster.resolve(FLAGS.workers, FLAGS.worker_index)
     handshake.check_free(me.workers[me.index], f"worker {me.index}")
-    with console.log_to_file(model_dir / f"worker-{me.index}.log"):
-        _train(model_dir)
+    with (
+        console.log_to_file(model_dir / f"worker-{me.index}.log"),
+        outputs.ledger_file(model_dir, me.index, len(me.workers)) as ledger,
+    ):
+        _train(model_dir, ledger)
 
 
-def _train(model_dir: Path) -> None:
+def _train(model_dir: Path, ledger: outputs.LedgerFile | None = None) -> None:
     programs = _load_tensorflow()
 
     from ctl.checkpoint.export import check_exportable
@@ -145,7 +149,7 @@ def _train(model_dir: Path) -> None:
         )
         if chief:
             _write_config(model_dir, prepared, chosen, checkpoints.code, saved)
-        outputs.add_scalars(loop, FLAGS.log_also)
+        outputs.add_scalars(loop, FLAGS.log_also, ledger)
         log, on_progress, sinks = outputs.add_actions(
             loop, prepared, stack, model_dir, chief, saved
         )
@@ -171,7 +175,7 @@ def _train(model_dir: Path) -> None:
     if FLAGS.precompile and programs:
         print(f"{programs.published} new programs of XLA in {programs.shared}")
     elif chief:
-        _summarize(model_dir, results, steps, steps - first, seconds, exported, best)
+        _summarize(model_dir, ledger, results, steps, steps - first, seconds, exported, best)
     else:
         logging.info("done: %d steps; the chief has the results", steps)
 
@@ -345,6 +349,7 @@ def _export(loop: Loop, model_dir: Path, found: dict[str, Any]) -> list[Path]:
 
 def _summarize(
     model_dir: Path,
+    ledger: outputs.LedgerFile | None,
     results: dict[str, dict[str, float]],
     total_steps: int,
     steps: int,
@@ -371,6 +376,7 @@ def _summarize(
         *scores,
         f"  checkpoints  {model_dir / 'checkpoints'}",
         f"  log          {model_dir / 'metrics.jsonl'}",
+        *([console.filled(ledger.pieces(), "  time         ")] if ledger else []),
         *(f"  exported     {path}" for path in exported),
         *earlier,
         "next:",

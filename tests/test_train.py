@@ -61,7 +61,7 @@ def test_job_log(job):
     common = {"schema", "phase", "step", "epoch", "time", "loss", "accuracy"}
     speed = {"steps_per_second", "examples_per_second"}
     for record in train:
-        assert set(record) == common | speed | {"until", "learning_rate"}
+        assert set(record) == common | speed | {"until", "learning_rate", "goodput"}
         assert record["until"] == 313
         assert record["examples_per_second"] == pytest.approx(64 * record["steps_per_second"])
         cosine = 1e-3 * 0.5 * (1 + np.cos(np.pi * (record["step"] - 1) / 313))

@@ -59,6 +59,7 @@ def test_the_command_of_the_readme(tmp_path):
     assert names == {
         *("best", "checkpoints", "config.json", "eval", "export", "metrics.jsonl", "train"),
         *("worker-0.log", "worker-1.log", "flags.txt", "summary.svg"),
+        *("time-worker-0.jsonl", "time-worker-1.jsonl"),
     }
     for index in range(2):
         log = (tmp_path / f"worker-{index}.log").read_text().splitlines()

@@ -37,6 +37,7 @@ from absl import logging
 from ctl.base import durable
 from ctl.base.best import Mode, mode_of
 from ctl.base.differences import differences, first_three
+from ctl.base.ledger import LEDGER
 from ctl.checkpoint import bundle, manifest
 from ctl.checkpoint.bundle import State
 from ctl.checkpoint.manifest import Saved
@@ -280,8 +281,9 @@ class CheckpointManager:
     def wait(self) -> None:
         """Waits for the writes in progress; raises the CheckpointError of the first that failed."""
         pending, self._pending = self._pending, []
-        for write in pending:
-            write.result()
+        with LEDGER.spend("saving"):
+            for write in pending:
+                write.result()
 
     def _submit(self, write: Callable[..., None], *args: Any, wait: bool = False) -> None:
         self._pending.append(self._executor.submit(write, *args))

@@ -16,6 +16,7 @@ import tensorflow as tf
 from absl import logging
 
 from ctl.base import tf_internals
+from ctl.base.ledger import LEDGER
 from ctl.distributed import workers
 from ctl.distributed.watch import watchdog
 from ctl.phases.marks import Latest, Marks
@@ -98,7 +99,8 @@ def attach_progress_marks(
 def watched_call(
     step: TrainStep, begin: int, steps: int, flight: FlightRecorder | None, first: bool
 ) -> Iterator[None]:
-    """Wraps a call of ``steps`` steps from ``begin`` on in the watchdog and a marker for profiles.
+    """Wraps a call of ``steps`` steps from ``begin`` on in the watchdog, the ledger and a marker
+    for profiles.
 
     ``first``: the call traces the step, so its time limit is longer.
     """
@@ -111,6 +113,7 @@ def watched_call(
             marks=(lambda: flight.read(begin + steps)) if flight else None,
             packs=flight.packs if flight else (),
         ),
+        LEDGER.spend("compile" if first else "steps"),
         tf.profiler.experimental.Trace("ctl_step", step_num=begin, _r=1),
     ):
         yield

@@ -1,4 +1,4 @@
-"""Says once that steps wait for their input, and what makes it faster."""
+"""How long steps wait for their input: for the ledger, and once for the user, with a remedy."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 from absl import logging
 
+from ctl.base.ledger import LEDGER
 from ctl.data.feed import Waited
 
 _WINDOW_SECONDS = 5.0
@@ -24,14 +25,19 @@ class InputWait:
         self._waited = self._seconds = self._until_now = 0.0
         self._said = False
 
-    def add(self, position: Any, seconds: float) -> None:
-        """Adds a call of ``seconds``, which has ended at ``position`` of the feed. At the end of a
-        window of some seconds, logs if the steps waited for a large share of it; once for a loop.
-        Batches that come in blocks are small, and are not waited for."""
-        if self._said or not isinstance(position, Waited):
+    def add(self, position: Any, seconds: float, first: bool = False) -> None:
+        """Adds a call of ``seconds``, which has ended at ``position`` of the feed; ``first``: it
+        was traced, and has waited for the first batches. At the end of a window of some seconds,
+        logs if the steps waited for a large share of it; once for a loop. Batches that come in
+        blocks are small, and are not waited for."""
+        if not isinstance(position, Waited):
             return
         before, self._until_now = self._until_now, float(position.seconds)
-        self._waited += self._until_now - (before if before <= self._until_now else 0.0)
+        waited = self._until_now - (before if before <= self._until_now else 0.0)
+        LEDGER.move("compile" if first else "steps", "input", min(waited, seconds))
+        if first or self._said:
+            return
+        self._waited += waited
         self._seconds += seconds
         if self._seconds < _WINDOW_SECONDS:
             return

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
+from ctl.base.ledger import LEDGER
 from ctl.distributed import workers
 from ctl.distributed.cluster import external_watchdog
 from ctl.distributed.cluster.external_watchdog import ask_grpc
@@ -86,14 +87,16 @@ def make_multi_worker(
     """
     if communication == "nccl" and not tf.config.list_physical_devices("GPU"):
         raise UsageError("--communication=nccl needs GPUs, but TensorFlow sees none: use auto")
-    meet(cluster, startup_timeout)
-    if not cluster.is_chief:
-        _wait_for_chief(cluster, startup_timeout)
+    with LEDGER.spend("waiting"):
+        meet(cluster, startup_timeout)
+        if not cluster.is_chief:
+            _wait_for_chief(cluster, startup_timeout)
     os.environ["TF_CONFIG"] = cluster.tf_config()
     os.environ.setdefault("GRPC_EXPERIMENTS", _GRPC)
     options = _options(communication)
     peers = {f"worker {i}": a for i, a in enumerate(cluster.workers) if i != cluster.index}
-    with _connecting(f"worker {cluster.index}", peers, startup_timeout):
+    connecting = _connecting(f"worker {cluster.index}", peers, startup_timeout)
+    with LEDGER.spend("waiting"), connecting:
         try:
             strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
         except RuntimeError as error:
@@ -131,7 +134,8 @@ def make_parameter_server(
         UsageError: a worker has several GPUs.
     """
     heartbeats = Heartbeats(tasks, worker_timeout)
-    heartbeats.wait_for_all(startup_timeout)
+    with LEDGER.spend("waiting"):
+        heartbeats.wait_for_all(startup_timeout)
     with socket.socket() as free:  # heartbeats use the port of TF_CONFIG
         free.bind(("", 0))
         port = free.getsockname()[1]

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import tensorflow as tf
 
 from ctl.base.differences import differences
+from ctl.base.ledger import LEDGER
 from ctl.distributed.cluster.members import Cluster
 from ctl.distributed.watch import watchdog
 from ctl.errors import CtlError, PeerError, UsageError
@@ -107,7 +108,11 @@ def watching_variables(strategy: tf.distribute.Strategy) -> Iterator[None]:
     doing = "making variables"
 
     def create(next_creator: Callable[..., tf.Variable], **options: Any) -> tf.Variable:
-        with naming_lost_peers(strategy, doing), watchdog.building(doing):
+        with (
+            LEDGER.spend("waiting"),
+            naming_lost_peers(strategy, doing),
+            watchdog.building(doing),
+        ):
             return next_creator(**options)
 
     if not is_multi_worker(strategy):
@@ -153,7 +158,7 @@ def barrier(
 
     doing = "a barrier"
     section = watchdog.collective(doing, timeout=timeout, otherwise=otherwise)
-    with naming_lost_peers(strategy, doing), section:
+    with LEDGER.spend("waiting"), naming_lost_peers(strategy, doing), section:
         tf.function(lambda: strategy.run(meet), autograph=False)()
 
 
@@ -266,9 +271,10 @@ def all_gather(
         local_values = strategy.experimental_distribute_values_from_function(lambda _: values)
         return gather(strategy, local_values, doing, step)
 
-    lengths = all_of(tf.constant([len(text)])).numpy()
-    # As int32: not every collective takes bytes.
-    joined = bytes(all_of(tf.constant(list(text), tf.int32)).numpy().tolist())
+    with LEDGER.spend("waiting"):
+        lengths = all_of(tf.constant([len(text)])).numpy()
+        # As int32: not every collective takes bytes.
+        joined = bytes(all_of(tf.constant(list(text), tf.int32)).numpy().tolist())
     texts, start = [], 0
     for length in lengths:
         texts.append(joined[start : start + length])

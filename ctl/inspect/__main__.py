@@ -13,6 +13,7 @@ COMMANDS = {
     "predict": ("ctl.inspect.commands.predict", "time and efficiency on 2 to 100,000 replicas"),
     "run": ("ctl.inspect.commands.run", "runs some steps: where their time goes, who is late"),
     "merge": ("ctl.inspect.commands.merge", "joins the measurements of several workers"),
+    "time": ("ctl.inspect.commands.time_spent", "where the time of a run went, restarts included"),
     "hang": ("ctl.inspect.commands.hang", "names the worker that kept a run waiting"),
 }
 
@@ -22,7 +23,8 @@ Inspects the all-reduce of a training run.
   python -m ctl.inspect plan --replicas=2              # flags as for ctl.train
   python -m ctl.inspect predict --measured=/tmp/run --link=link.json
   python -m ctl.inspect run --replicas=2 --steps=20    # and so here
-  python -m ctl.inspect hang /tmp/ctl-workers          # a --model_dir
+  python -m ctl.inspect time /tmp/run                  # a --model_dir
+  python -m ctl.inspect hang /tmp/ctl-workers          # and so here
 
 Each has its own --help: python -m ctl.inspect plan --help
 """

@@ -11,12 +11,13 @@ from absl import logging
 
 from ctl.base import tf_internals
 from ctl.base.actions import Action, Sink, Status
+from ctl.base.ledger import LEDGER
 from ctl.inspect.measure import WARM_UP
 from ctl.inspect.measure.late_worker import LateWorker, late_worker
 from ctl.inspect.measure.link import Measured
 from ctl.inspect.measure.profile import profiled
 from ctl.inspect.measure.recording import Recording
-from ctl.inspect.measure.timeline import Timeline, join
+from ctl.inspect.measure.timeline import Timeline, exposed_seconds, join
 from ctl.inspect.measure.verdict import verdict
 from ctl.inspect.measure.window import Window
 from ctl.inspect.show.report import print_report, scalars
@@ -143,6 +144,7 @@ class Periodic:
             windows = self._recording.take()
         self._windows += 1
         timeline = join(windows)
+        LEDGER.inspect(*exposed_seconds(timeline, self._recording.worker))
         for sink in self._sinks:
             sink.write({"phase": "inspect", "step": step, "time": time.time(), **scalars(timeline)})
         late = late_worker(timeline)

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 from absl import logging
 
 from ctl.base.actions import parse_window
+from ctl.base.ledger import process_age
 from ctl.errors import UsageError
 from ctl.flags.parsing import grouped_flags
+from ctl.logs.ledger import LedgerFile as LedgerFile
 from ctl.logs.summary import summarize as summarize
 
 if TYPE_CHECKING:
@@ -25,8 +27,14 @@ if TYPE_CHECKING:
     from ctl.loop import Loop
 
 
-def add_scalars(loop: Loop, log_also: Sequence[str]) -> None:
-    """Adds what ``--log_also`` asks for, and a line about the model after the first step."""
+def ledger_file(model_dir: Path, worker: int = 0, workers: int = 1) -> LedgerFile:
+    """The ledger of a command, whose time begins with its process."""
+    return LedgerFile(model_dir, worker, workers, age=process_age())
+
+
+def add_scalars(loop: Loop, log_also: Sequence[str], ledger: LedgerFile | None) -> None:
+    """Adds the goodput and what ``--log_also`` asks for, and a line about the model after the first
+    step."""
     from ctl.logs import machine
 
     def describe(status: Status) -> None:
@@ -42,6 +50,8 @@ def add_scalars(loop: Loop, log_also: Sequence[str]) -> None:
         )
 
     loop.actions.append(describe)
+    if ledger:
+        loop.scalars.extras.append(ledger.goodput)
     if "memory" in log_also:
         loop.scalars.extras.append(machine.peak_memory)
     if "mfu" in log_also:

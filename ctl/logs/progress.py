@@ -27,6 +27,7 @@ _CELL_COLUMNS = 100  # of the output of a notebook
 # A step that counts something else, see `ctl.phases.base_step.BaseStep.counts`, has another rate,
 # too.
 _UNITS = ("steps_per_second", "examples_per_second")
+_NOT_SHOWN = ("goodput",)  # of the whole run, which the end of a command says
 _SHORT_UNITS = {"examples": "ex", "tokens": "tok"}
 
 
@@ -328,7 +329,8 @@ def _metrics(scalars: Mapping[str, float]) -> list[str]:
     return [
         f"{name} {_number(value)}"
         for name, value in scalars.items()
-        if name not in _DETAILS and not name.endswith("_per_second") and not _is_of_group(name)
+        if not (name in _DETAILS or name in _NOT_SHOWN or _is_of_group(name))
+        and not name.endswith("_per_second")
     ]
 
 

@@ -58,6 +58,12 @@ class Recording:
         self._barriers: np.ndarray | None = None
         self._plan: dict[str, Any] | None = None
 
+    @property
+    def worker(self) -> int:
+        """The index of this worker."""
+        strategy = self.step.strategy
+        return cluster_of(strategy).index if is_multi_worker(strategy) else 0
+
     def start(self) -> None:
         """Stamps steps from the next call of the loop on; forgets earlier ones."""
         self._ring.clear()
@@ -86,7 +92,7 @@ class Recording:
         steps, stamps = self._ring.read()
         cluster = cluster_of(strategy) if is_multi_worker(strategy) else None
         mine = Window(
-            worker=cluster.index if cluster else 0,
+            worker=self.worker,
             workers=len(cluster.workers) if cluster else 1,
             steps=steps,
             names=self._ring.names,

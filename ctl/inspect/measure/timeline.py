@@ -345,6 +345,16 @@ def of_one_step(values: np.ndarray) -> float:
     return sum(medians) / len(medians) if medians else float("nan")
 
 
+def exposed_seconds(timeline: Timeline, worker: int) -> tuple[float, float]:
+    """All seconds of the steps of a worker's replicas without their input, and those that were
+    exposed communication. Steps in which it is unseen do not count."""
+    rows = [row.worker == worker for row in timeline.rows]
+    exposed = timeline.exposed[rows]
+    seconds = timeline.step_seconds[rows] - timeline.phases["input"][rows]
+    seen = ~np.isnan(exposed + seconds)
+    return float(seconds[seen].sum()), float(exposed[seen].sum())
+
+
 def covered_seconds(spans: Sequence[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
     """Seconds that lie in at least one of the spans, of which any may overlap. ``spans``: begin and
     end of each, float64 arrays of one shape, which the result has, too; 0.0 without spans."""

@@ -139,6 +139,14 @@ dt {{ font-weight: 600; color: var(--ink) }} dd {{ margin: 0 0 6px }}
 }}
 """
 
+# The pattern of the wait: an element before the body of a page.
+HATCH = (
+    '<svg width="0" height="0" aria-hidden="true" class="defs"><defs><pattern id="hatch" '
+    'width="6" height="6" patternUnits="userSpaceOnUse"><rect width="6" height="6"/>'
+    '<path d="M0 6L6 0M-1 1L1 -1M5 7L7 5"/>'
+    "</pattern></defs></svg>"
+)
+
 
 def document(
     title: str, style: str, body: Sequence[str], before: str = "", images: bool = False

@@ -17,7 +17,7 @@ from ctl.inspect.measure.late_worker import late_worker
 from ctl.inspect.measure.timeline import of_one_step
 from ctl.inspect.measure.verdict import exposed_parts
 from ctl.inspect.show import pictures
-from ctl.inspect.show.document import STYLE, document, html_table
+from ctl.inspect.show.document import HATCH, STYLE, document, html_table
 from ctl.inspect.show.report import (
     duration,
     pack_table,
@@ -37,13 +37,6 @@ if TYPE_CHECKING:
 COLLECTIVES = 64  # the most of a plan in the page
 NAMES = 400  # the most variables in the page
 _FRAMES = (pictures.WIDE, pictures.NARROW)
-
-_HATCH = (
-    '<svg width="0" height="0" aria-hidden="true" class="defs"><defs><pattern id="hatch" '
-    'width="6" height="6" patternUnits="userSpaceOnUse"><rect width="6" height="6"/>'
-    '<path d="M0 6L6 0M-1 1L1 -1M5 7L7 5"/>'
-    "</pattern></defs></svg>"
-)
 
 _DEFINITIONS = (
     ("input", "from the end of the step before until the replica has its part of the batch"),
@@ -98,7 +91,7 @@ def make_page(
     if plan and (plan.replicas > 1 or plan.collectives or plan.lints):
         body.append(_plan_section(plan))
     body.append(_footer(timeline))
-    return document(title, STYLE, body, _HATCH)
+    return document(title, STYLE, body, HATCH)
 
 
 def _subtitle(timeline: Timeline) -> str:
