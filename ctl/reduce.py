@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import tensorflow as tf
@@ -19,6 +19,9 @@ from ctl.distributed import local_batch, workers
 from ctl.errors import UsageError
 
 SUM = tf.distribute.ReduceOp.SUM
+
+# Returns rows of a variable, [m, ...], by their places in it, int64 [m].
+Read: TypeAlias = Callable[[tf.Tensor], tf.Tensor]
 
 # Name scopes of the all-reduces of a step: gradients and the tensors in their packs; tensors that
 # must not share these packs; the number of examples; rows of embedding tables.
@@ -118,7 +121,7 @@ def map_values(
 
 def sum_rows(
     gradients: Sequence[tf.IndexedSlices],
-    tables: Sequence[tf.Variable],
+    shapes: Sequence[tuple[int, int]],
     *,
     options: tf.distribute.experimental.CommunicationOptions | None = None,
 ) -> list[tf.IndexedSlices]:
@@ -130,7 +133,7 @@ def sum_rows(
     Args:
         gradients: rows of this replica, values [m, d] and indices int64 [m]. A row may be there
             several times, and m may differ between replicas.
-        tables: what the gradients are of, [n, d].
+        shapes: (n, d) of each table, whole.
         options: timeout and implementation of the collectives.
 
     Returns:
@@ -139,10 +142,10 @@ def sum_rows(
     context = tf.distribute.get_replica_context()
     groups: dict[tuple[tf.DType, int], list[int]] = {}
     for number, gradient in enumerate(gradients):
-        groups.setdefault((gradient.dtype, tables[number].shape[1]), []).append(number)
+        groups.setdefault((gradient.dtype, shapes[number][1]), []).append(number)
     sums: list[tf.IndexedSlices | None] = [None] * len(gradients)
     for group in groups.values():
-        first = np.cumsum([0, *(tables[i].shape[0] for i in group)])
+        first = np.cumsum([0, *(shapes[i][0] for i in group)])
         rows = tf.concat([gradients[i].indices + f for i, f in zip(group, first, strict=False)], 0)
         values = tf.concat([gradients[i].values for i in group], 0)
         if workers.is_multi_worker(context.strategy):  # nothing is sent twice
@@ -159,6 +162,31 @@ def sum_rows(
         for number, start, its_rows, its_values in zip(group, first, *parts, strict=False):
             sums[number] = tf.IndexedSlices(its_values, its_rows - start)
     return sums
+
+
+def fetch_rows(numbers: tf.Tensor, read: Read, own: tf.Tensor) -> tf.Tensor:
+    """Returns rows of a table of which each replica holds a part. Call it on all replicas, in
+    replica context.
+
+    Every replica gets every row that any of them needs, once. That takes two gathers. An all-to-all
+    would move less, but TensorFlow does not order its own: two in one function may wait for each
+    other for ever.
+
+    Args:
+        numbers: of the rows that this replica needs, int64 [m]. m may differ between replicas.
+        read: returns rows that this replica holds, [k, d], by their places in its part, int64 [k].
+        own: first and last (exclusive) row of the part, int64 [2]. The parts follow each other.
+
+    Returns:
+        [m, d].
+    """
+    context, now = tf.distribute.get_replica_context(), _PASS.get(_OUTSIDE)
+    with tf.name_scope(ROWS):
+        wanted, _ = tf.unique(context.all_gather(numbers, axis=0, options=now.options))
+        wanted = tf.sort(wanted)  # as the parts follow each other
+        mine = tf.boolean_mask(wanted, (wanted >= own[0]) & (wanted < own[1]))
+        rows = context.all_gather(read(mine - own[0]), axis=0, options=now.options)  # <- here
+    return tf.gather(rows, tf.searchsorted(wanted, numbers))
 
 
 def _summed(rows: tf.Tensor, values: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:

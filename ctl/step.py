@@ -28,7 +28,7 @@ import tensorflow as tf
 from ctl.base.autograph import graph_function
 from ctl.base.bounds import checked
 from ctl.base.models import split
-from ctl.base.names import SPARSE_ROWS, check_name
+from ctl.base.names import EMBEDDING_PLANS, SPARSE_ROWS, check_name
 from ctl.distributed import local_batch, replicas
 from ctl.errors import UsageError
 from ctl.phases import flops, labels, noinline, norms, penalties, sample_weights
@@ -46,7 +46,7 @@ from ctl.phases.norms import global_norm
 from ctl.phases.observer import NO_OBSERVER, Observer
 from ctl.phases.optimizers import Optimizers, from_name
 from ctl.phases.seeds import Seeds
-from ctl.phases.sparse_rows import Tables
+from ctl.phases.sparse_rows import Tables, split_tables
 from ctl.phases.statistics import Statistics, StatisticsSnapshot
 from ctl.phases.trace_guards import TraceGuards, TraceKey
 from ctl.reduce import BESIDE, COUNT, all_reduce, gather_context, map_values, values_of
@@ -92,6 +92,8 @@ class TrainStep(BaseStep):
         jit_update: compiles the update with XLA, see `ctl.phases.apply.Updater`.
         sparse_rows: which embedding tables are trained by rows: ``"auto"``, ``"on"`` or ``"off"``,
             see `ctl.phases.sparse_rows.Tables`.
+        embedding_plan: where these tables are: ``"replicated"``, on every replica; or
+            ``"sharded"``: their rows are split over all replicas, see `ctl.phases.shards`.
         random_seed: seed of the run, see `seed`.
         own: values of the options that a subclass declares, see `ctl.option`.
 
@@ -125,6 +127,7 @@ class TrainStep(BaseStep):
         jit_compile: bool | None = None,
         jit_update: bool | None = None,
         sparse_rows: str = "auto",
+        embedding_plan: str = "replicated",
         random_seed: int = 0,
         **own: Any,
     ):
@@ -148,6 +151,8 @@ class TrainStep(BaseStep):
         self.jit_update = jit_update
         check_name("sparse_rows", sparse_rows, SPARSE_ROWS)
         self.sparse_rows = sparse_rows
+        check_name("embedding_plan", embedding_plan, EMBEDDING_PLANS)
+        self.embedding_plan = embedding_plan
         self.seeds = Seeds(random_seed)
         self.strategy: Any = None
         self.observer: Observer = NO_OBSERVER
@@ -170,23 +175,23 @@ class TrainStep(BaseStep):
         self.strategy = strategy
         self.synchronizes = replicas.synchronizes(strategy, self.tracked.layer)
         self.logged.create(strategy)
-        with strategy.scope():
-            self.updater = Updater(
-                self.optimizer,
-                self.model.trainable_variables,
-                statistics=replicas.statistics_of(replicas.training_norms(self.model)),
-                schedule=schedule,
-                ema_decay=self.ema_decay,
-                loss_scale=self.loss_scale,
-                skip_nonfinite=self.on_nan == "skip",
-                jit_update=self.jit_update,
-            )
+        with split_tables(self) as shards:
+            with strategy.scope():
+                self.updater = Updater(
+                    self.optimizer,
+                    self.model.trainable_variables,
+                    statistics=replicas.statistics_of(replicas.training_norms(self.model)),
+                    schedule=schedule,
+                    ema_decay=self.ema_decay,
+                    loss_scale=self.loss_scale,
+                    skip_nonfinite=self.on_nan == "skip",
+                    jit_update=self.jit_update,
+                )
+            self.tables = self.updater.tables = Tables(self, shards)
         check_unsynchronized(self)
         self.per_replica_variables.create(strategy, self.unsynchronized_variables())
         self.trainable_variables = [v.value for v in self.updater.trainable_variables]
         self.trainable_mask = (True,) * len(self.trainable_variables)  # see `Loop.train_only`
-        self.tables = Tables(self)
-        self.updater.deferred = self.tables.deferred
         self.tracked.check(self.trainable_variables)
         self.statistics = Statistics(
             self.tracked.layer,
@@ -257,7 +262,7 @@ class TrainStep(BaseStep):
             "model": [v.value for v in self.model.variables],
             "step": self.tracked.extra_variables,
             "replicas": self.per_replica_variables.saved,
-            "rows": [v for one in self.tables.deferred.values() for v in one.variables],
+            "rows": [v for one in self.tables.deferred for v in one.variables],
             **self.updater.state(),
         }
         of = {"model": self.model.variables, "ema": self.updater.averaged_variables}

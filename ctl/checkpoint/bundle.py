@@ -134,6 +134,7 @@ def write(prefix: str, tensors: dict[str, list[tf.Tensor]]) -> None:
 
 def read(prefix: str, variables: Mapping[str, list[tf.Variable]]) -> dict[str, list[tf.Tensor]]:
     """Reads one tensor for each of ``variables``, of its shape and dtype, into the host's memory.
+    Of one with an attribute ``slice``, such as "300 4 0,150:-", it reads that part.
 
     Raises:
         durable.Damaged: one is missing, unreadable, or of another shape or dtype.
@@ -150,9 +151,15 @@ def read(prefix: str, variables: Mapping[str, list[tf.Variable]]) -> dict[str, l
                 fits = v.shape.is_compatible_with(shapes.get(name, ()))
                 if dtypes.get(name) != v.dtype or not fits:
                     raise durable.Damaged(f"{name} is not what the manifest says")
-            whole = {"shape_and_slices": [""] * len(group), "dtypes": [v.dtype for v in group]}
+            # A worker reads those rows of a table that it holds.
+            parts = [getattr(v, "slice", "") for v in group]
             with tf.device("/cpu:0"):  # a variable on the CPU takes over the buffer
-                values[key] += tf.raw_ops.RestoreV2(prefix=path, tensor_names=names, **whole)
+                values[key] += tf.raw_ops.RestoreV2(
+                    prefix=path,
+                    tensor_names=names,
+                    shape_and_slices=parts,
+                    dtypes=[v.dtype for v in group],
+                )
         return values
 
 

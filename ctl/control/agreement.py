@@ -23,7 +23,7 @@ from ctl.step import TrainStep
 # Arguments of a step on which its result depends.
 _SETTINGS = (
     *("clip_norm", "accumulate_steps", "ema_decay", "loss_scale", "on_nan"),
-    *("bytes_per_pack", "jit_compile", "jit_update", "sparse_rows"),
+    *("bytes_per_pack", "jit_compile", "jit_update", "sparse_rows", "embedding_plan"),
 )
 
 

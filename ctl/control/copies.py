@@ -29,9 +29,10 @@ class CompareReplicas:
         ctl.Loop(..., actions=[ctl.Every(ctl.CompareReplicas(step), steps=100)])
 
     It compares the variables of a checkpoint (`TrainStep.state`), except those that may differ:
-    seeds of Dropout, per-replica variables of the step, and `BaseStep.unsynchronized_variables`. A
-    checksum is the sum of the bits of a variable, read as integers. It is exact in any order, and
-    one flipped bit changes it. Actions run in their order: put this one before actions that save.
+    seeds of Dropout, per-replica variables of the step, `BaseStep.unsynchronized_variables`, and
+    tables that are split. A checksum is the sum of the bits of a variable, read as integers. It is
+    exact in any order, and one flipped bit changes it. Actions run in their order: put this one
+    before actions that save.
     Every worker needs it, at the same steps.
 
     Args:
@@ -152,6 +153,7 @@ def _equal_variables(step: TrainStep) -> list[Any]:
     differ = {id(v) for v in replicas.dropout_seeds(step.tracked.layer)}
     differ |= {id(v) for v in step.per_replica_variables.saved}
     differ |= {id(v) for v in step.unsynchronized_variables()}
+    differ |= step.tables.parts.keys()
     return [v for group in step.state().values() for v in group if id(v) not in differ]
 
 

@@ -13,9 +13,9 @@ from ctl.checkpoint import bundle
 from ctl.checkpoint.manager import CheckpointManager, Saved
 from ctl.control import jit
 from ctl.data.dataset import Dataset
-from ctl.distributed import replicas
+from ctl.distributed import replicas, workers
 from ctl.errors import CheckpointError
-from ctl.phases.deferred import Deferred
+from ctl.phases.sparse_rows import Table
 from ctl.schedule.patience import with_memory
 from ctl.step import TrainStep
 
@@ -47,8 +47,10 @@ class TrainState:
     def collect(self) -> None:
         """Brings up to date what is saved: variables that differ between replicas, and averages of
         weights that were loaded. All workers must call it."""
-        self._step.per_replica_variables.collect(self._step.strategy)
-        self._step.updater.renew_copies()
+        step = self._step
+        step.per_replica_variables.collect(step.strategy)
+        step.tables.gather(keep=workers.is_chief(step.strategy))
+        step.updater.renew_copies()
 
     def restore(
         self, checkpoints: CheckpointManager, changed: bool = True
@@ -90,7 +92,7 @@ class TrainState:
         rows = _rows_of(step)
         step.tables.restored()
         if _ROWS not in saved.variables:  # of a training with dense gradients
-            for deferred in step.tables.deferred.values():
+            for deferred in step.tables.deferred:
                 deferred.reset()
             return
         ours = [[*variable.shape] for variable in rows]
@@ -101,16 +103,16 @@ class TrainState:
             )
         for variable, value in zip(rows, _read(saved, _ROWS, rows), strict=True):
             variable.assign(value)
-        for deferred in step.tables.deferred.values():
+        for deferred in step.tables.deferred:
             deferred.check_restored()
 
     def read_best(self, checkpoints: CheckpointManager) -> Saved | None:
         """Gives the model, its averages, the layers of the step and the step count the values of
         the best checkpoint, and returns it; None if there is none. Raises `CheckpointError` as
         `CheckpointManager.read` does."""
-        state = self._step.state()
-        for deferred in self._step.tables.deferred.values():
-            deferred.bring_up_to_date()  # the slots, of which the best checkpoint's are not read
+        for table in self._step.tables:
+            table.bring_up_to_date()  # the slots, of which the best checkpoint's are not read
+        state = _with_whole_tables(self._step)
         evaluated = {g: state[g] for g in state if g.partition("_")[0] in _EVALUATED}
         return checkpoints.read(evaluated, "best")
 
@@ -127,38 +129,39 @@ def _read(saved: Saved, group: str, variables: list[Any]) -> list[tf.Tensor]:
 
 
 def _with_whole_tables(step: TrainStep) -> dict[str, list[Any]]:
-    """The state of ``step``. All rows of tables are up to date, for whoever reads them; another
-    group has the tables as they are, from which a resume goes on."""
+    """The state of ``step``. All rows of tables are there and up to date, for whoever reads them;
+    another group has the tables as they are, from which a resume goes on."""
     state: dict[str, list[Any]] = step.state()
-    whole = {id(d.table.value): _Whole(d) for d in step.tables.deferred.values()}
+    whole = {id(t.variable.value): t.whole or _Whole(t) for t in step.tables if t.is_special}
+    rows, stands_for = _rows_of(step), {**step.tables.parts, **whole}
     for group in state:
-        state[group] = [whole.get(id(variable), variable) for variable in state[group]]
-    if rows := _rows_of(step):
+        state[group] = [stands_for.get(id(variable), variable) for variable in state[group]]
+    if rows:
         state[_ROWS] = rows
     return state
 
 
-def _rows_of(step: TrainStep) -> list[tf.Variable]:
-    deferred = step.tables.deferred.values()
-    return [v for one in deferred for v in (one.table.value, *one.variables)]
+def _rows_of(step: TrainStep) -> list[Any]:
+    deferred, parts = step.tables.deferred, step.tables.parts
+    variables = [v for one in deferred for v in (one.table.value, *one.variables)]
+    return [parts.get(id(variable), variable) for variable in variables]
 
 
 class _Whole:
     """Stands for a table in a state, with all its rows up to date."""
 
-    def __init__(self, deferred: Deferred):
-        self._deferred, self._variable = deferred, deferred.table.value
-        self.name, self.dtype = self._variable.name, self._variable.dtype
-        self.shape = self._variable.shape
+    def __init__(self, table: Table):
+        self._table, variable = table, table.variable.value
+        self.name, self.dtype, self.shape = variable.name, variable.dtype, variable.shape
 
     def value(self) -> tf.Tensor:
-        return self._deferred.value()
+        return self._table.value()
 
     def numpy(self) -> np.ndarray:
         return self.value().numpy()
 
     def assign(self, value: tf.Tensor) -> None:
-        self._variable.assign(value)
+        self._table.variable.value.assign(value)
 
 
 class _Setting(NamedTuple):

@@ -488,6 +488,14 @@ def define_step_flags() -> None:
             "on: all of them, whose other rows are brought up to date when they are read; or an "
             "error.",
         )
+        flags.DEFINE_enum(
+            "embedding_plan",
+            "replicated",
+            names.EMBEDDING_PLANS,
+            "Where the tables that are trained by rows are. replicated: whole on every replica. "
+            "sharded: split over all replicas, so that each holds a part of the rows and of their "
+            "optimizer's variables; lookups take two more gathers for each table.",
+        )
         define(
             "bytes_per_pack",
             0,

@@ -442,6 +442,7 @@ def make_loop(prepared: Prepared, checkpoints: Any = None) -> Loop:
             jit_compile={"on": True, "off": False}.get(flags.jit_compile),  # else by rule
             jit_update=False if placement.heartbeats else None,  # XLA works within one process
             sparse_rows=flags.sparse_rows,
+            embedding_plan=flags.embedding_plan,
             random_seed=flags.seed,
         )
         eval_step = make_eval_step(flags, model)

@@ -20,7 +20,6 @@ from ctl.base.autograph import with_autograph
 from ctl.distributed import replicas
 from ctl.errors import UsageError
 from ctl.phases import shared_programs
-from ctl.phases.deferred import Deferred
 from ctl.phases.optimizers import (
     Group,
     Optimizers,
@@ -30,9 +29,7 @@ from ctl.phases.optimizers import (
     is_decayed,
     is_plain,
     make_groups,
-    read_rows,
     slots_of,
-    update_rows,
     update_variable,
     with_rate,
 )
@@ -143,7 +140,7 @@ class Updater:
         self.global_step = _counter("global_step", 0, tf.int64)
         self.skipped = _counter("skipped", 0, tf.int64)
         self.loss_scale = LossScale() if loss_scale else None
-        self.deferred: dict[int, Deferred] = {}  # tables, by id: see `ctl.phases.sparse_rows`
+        self.tables: Any = {}  # those that are trained by rows, see `ctl.phases.sparse_rows`
         self.ema = [replicas.average_like(v) for v in self.averaged_variables]
         copied = [(e, v.value) for v, e in zip(self.averaged_variables, self.ema, strict=True)]
         self._copies = [
@@ -300,12 +297,10 @@ class Updater:
                 group=False,
             )
         for index in by_rows:
-            rate = rates[self._group_of[id(self.variables[index])]]
+            variable, number = self.variables[index], self._group_of[id(self.variables[index])]
+            update = functools.partial(self._update_rows, variable, self.groups[number].optimizer)
             strategy.extended.update(
-                self.variables[index].value,
-                functools.partial(self._update_rows, self.variables[index]),
-                args=(gradients[index], rate),
-                group=False,
+                variable.value, update, args=(gradients[index], rates[number]), group=False
             )
         # Not Keras's own increment: it reads and then assigns, so concurrent workers lose counts.
         for number in sorted(trained):  # Adam corrects by the number of its own updates
@@ -358,14 +353,14 @@ class Updater:
                 average.assign(momentum * average + (1.0 - momentum) * tf.cast(value, decay.dtype))
 
     def _update_rows(
-        self, table: keras.Variable, _: Any, gradient: tf.IndexedSlices, rate: tf.Tensor
+        self,
+        variable: keras.Variable,
+        optimizer: keras.optimizers.Optimizer,
+        value: tf.Variable,
+        gradient: tf.IndexedSlices,
+        rate: tf.Tensor,
     ) -> None:
-        optimizer, numbers = self.group_of(table).optimizer, gradient.indices
-        deferred = self.deferred.get(id(table))
-        rows = deferred.read(numbers) if deferred else read_rows(table, optimizer, numbers)
-        update_rows(with_rate(optimizer, rate), table, gradient, *rows)
-        if deferred:
-            deferred.note_update(numbers, rate)
+        self.tables[variable.value].update(with_rate(optimizer, rate), gradient)
 
     def _skip(self) -> None:
         self.skipped.assign_add(1)

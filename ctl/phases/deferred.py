@@ -187,6 +187,7 @@ class Deferred:
 
     Attributes:
         table: the table.
+        last: of each row, by which update it was last brought up to date, int32 [n].
         variables: what a checkpoint holds beside the table and its slots.
     """
 
@@ -198,18 +199,18 @@ class Deferred:
         strategy: tf.distribute.Strategy,
     ):
         self.table, self._optimizer, self._rule = table, optimizer, rule
-        self._strategy = strategy
+        self._strategy, self._rows = strategy, table.shape[0]
         self._settings = _settings_of(optimizer, table)
         # Updates since all rows were up to date; of each row, which of them was its last.
         self._updates = self._variable("updates", tf.zeros([], tf.int32))
-        self._last = self._variable("last", tf.zeros(table.shape[:1], tf.int32))
+        self.last = self._variable("last", tf.zeros(table.shape[:1], tf.int32))
         # For rows whose last update was the i-th: what decay has left of the row, and the sums of
         # the coefficients.
         self._history = self._variable("history", self._nothing_missed())
         # Those of the rule, by which a checkpoint of other ones is known.
         constants = [float(value or 0) for value in self._settings.values()]
         self._constants = self._variable("settings", tf.constant(constants, tf.float64))
-        self.variables = [self._updates, self._last, self._history, self._constants]
+        self.variables = [self._updates, self.last, self._history, self._constants]
 
     def check(self) -> None:
         """Raises `UsageError` if the optimizer has other settings than the rule."""
@@ -244,7 +245,7 @@ class Deferred:
     def read(self, numbers: tf.Tensor) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
         """Returns rows ``numbers`` [m] of the table, and of its slots by name, up to date."""
         row, slots = read_rows(self.table, self._optimizer, numbers)
-        last = copy_here(self._last).sparse_read(numbers)
+        last = copy_here(self.last).sparse_read(numbers)
         history = tf.cast(copy_here(self._history).sparse_read(last), row.dtype)
         kept, *sums = tf.split(history, 1 + self._rule.terms, axis=1)  # each [m, 1]
         row = self._rule.moved(kept * row, slots, sums)
@@ -285,12 +286,12 @@ class Deferred:
             rows += tf.pad(more, [[updates - tf.size(missed), 0], [1, 0]])
         history.scatter_update(tf.IndexedSlices(rows, tf.range(updates)))
         last = tf.fill(tf.shape(numbers), updates)
-        copy_here(self._last).scatter_update(tf.IndexedSlices(last, numbers))
+        copy_here(self.last).scatter_update(tf.IndexedSlices(last, numbers))
         self._updates.assign(updates)
 
     def reset(self) -> None:
         """Notes that all rows are up to date."""
-        self._last.assign(tf.zeros_like(self._last))
+        self.last.assign(tf.zeros_like(self.last))
         self._history.assign(self._nothing_missed())
         self._updates.assign(0)
 
@@ -302,18 +303,19 @@ class Deferred:
             write_rows(self.table, self._optimizer, numbers, *self.read(numbers))
             return (first + _ROWS_AT_A_TIME,)
 
-        rows = self.table.shape[0]
-        tf.while_loop(lambda first: first < rows, some, [tf.constant(0)], parallel_iterations=1)
+        tf.while_loop(
+            lambda first: first < self._rows, some, [tf.constant(0)], parallel_iterations=1
+        )
         self.reset()
 
     def _numbers(self, first: Any) -> tf.Tensor:
-        return tf.range(first, tf.minimum(first + _ROWS_AT_A_TIME, self.table.shape[0]))
+        return tf.range(first, tf.minimum(first + _ROWS_AT_A_TIME, self._rows))
 
     def value(self) -> tf.Tensor:
         """Returns the whole table, up to date; writes nothing."""
         if not tf.executing_eagerly():
-            return self.read(tf.range(self.table.shape[0]))[0]
-        firsts = range(0, self.table.shape[0], _ROWS_AT_A_TIME)
+            return self.read(tf.range(self._rows))[0]
+        firsts = range(0, self._rows, _ROWS_AT_A_TIME)
         return tf.concat([self.read(self._numbers(first))[0] for first in firsts], axis=0)
 
     def bring_up_to_date(self) -> None:

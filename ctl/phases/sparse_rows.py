@@ -8,7 +8,7 @@ backward pass, the all-reduce and the update.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -22,6 +22,8 @@ from ctl.base.units import size_text
 from ctl.distributed import replicas, workers
 from ctl.errors import UsageError
 from ctl.phases.deferred import Deferred, Rule, rule_of
+from ctl.phases.optimizers import read_rows, slots_of, update_rows
+from ctl.phases.shards import Shards, Split
 from ctl.reduce import densify, sum_rows
 
 # Of a smaller table, a dense gradient costs less than to find the rows (benchmarks/README.md).
@@ -34,6 +36,111 @@ _OF_GRADIENTS = (
 )
 
 
+class Table:
+    """An embedding table that is trained by rows.
+
+    Args:
+        variable: of Keras; of a table that is split, with the rows of a replica.
+        optimizer: of the variable, which is built.
+        deferred: what its rows have missed; None if the optimizer moves no row without a gradient.
+        shards: how its rows are split over the replicas; None if each has all of them.
+
+    Attributes:
+        rows: number of rows of the whole table.
+        parts: what a checkpoint holds for each variable of which a replica has a part, by its id.
+        whole: of a table that is split, the same for the table, with all rows up to date.
+    """
+
+    def __init__(
+        self,
+        variable: keras.Variable,
+        optimizer: keras.optimizers.Optimizer,
+        deferred: Deferred | None,
+        shards: Shards | None,
+    ):
+        self.variable, self._optimizer = variable, optimizer
+        self.deferred, self.shards = deferred, shards
+        self.rows = shards.rows if shards else variable.shape[0]
+        self.parts: dict[int, Split] = {}
+        self.whole: Split | None = None
+        if shards:
+            self.whole = Split(shards, variable.value, self.read if deferred else None)
+            self._from_outside = shards.from_outside(self.look_up)
+            split = [variable.value, *slots_of(optimizer, variable)]
+            split += [deferred.last] if deferred else []
+            self.parts = {id(part): Split(shards, part) for part in split}
+        if self.is_special:
+            variable.__class__ = _Variable
+            variable._table, variable._shape = self, (self.rows, *variable.shape[1:])
+
+    @property
+    def is_special(self) -> bool:
+        """Whether the rows of the variable are not those that a reader means."""
+        return bool(self.deferred or self.shards)
+
+    def read(self, places: tf.Tensor) -> tf.Tensor:
+        """Rows of this replica's variable by their places in it, up to date."""
+        if self.deferred:
+            return self.deferred.read(places)[0]
+        return copy_here(self.variable._value).sparse_read(places)
+
+    def look_up(self, numbers: tf.Tensor) -> tf.Tensor:
+        """Returns rows ``numbers`` [m] of the table, none of which is there twice. Of a table that
+        is split, all replicas must call it."""
+        if not self.shards:
+            rows = self.read(numbers)
+        elif _in_replica():
+            rows = self.shards.look_up(tf.cast(numbers, tf.int64), self.read)
+        else:
+            return self._from_outside(tf.cast(numbers, tf.int64))
+        return _with_rows(copy_here(self.variable._value), numbers, rows)
+
+    def update(self, optimizer: Any, gradient: tf.IndexedSlices) -> None:
+        """Updates the rows of ``gradient``, none of which is there twice, with ``optimizer`` of
+        `optimizers.with_rate`. Call it in an update context."""
+        gradient = self.shards.own(gradient) if self.shards else gradient
+        places, table = gradient.indices, self.variable
+        if not self.deferred:
+            update_rows(optimizer, table, gradient, *read_rows(table, self._optimizer, places))
+            return
+        update_rows(optimizer, table, gradient, *self.deferred.read(places))
+        self.deferred.note_update(places, optimizer.learning_rate)
+
+    def value(self) -> tf.Tensor:
+        """All rows, up to date; writes nothing.
+
+        Raises:
+            UsageError: other workers hold some of them, or it is called in a step, where other
+                replicas do.
+        """
+        if not self.whole:
+            return self.deferred.value() if self.deferred else self.variable.value.value()
+        if _in_replica():
+            raise UsageError(
+                f"{self.variable.path} is used other than by lookups, and split over the replicas: "
+                "leave embedding_plan=sharded (--embedding_plan=sharded) out"
+            )
+        return self.whole.all_rows()
+
+    def bring_up_to_date(self) -> None:
+        """Makes up for what rows have missed. Call it outside of a graph, on all workers."""
+        if self.deferred:
+            self.deferred.bring_up_to_date()
+
+    def assign(self, value: tf.Tensor) -> None:
+        """Sets all rows. All workers must call it."""
+        self.bring_up_to_date()
+        value = tf.cast(value, self.variable.value.dtype)
+        (self.whole or self.variable.value).assign(value)
+
+    def release(self) -> None:
+        """Makes the variable again what Keras made. All workers must call it."""
+        self.bring_up_to_date()
+        self.variable.__class__ = keras.Variable
+        if self.shards:
+            self.shards.unsplit(self.variable)
+
+
 class Tables:
     """The embedding tables of a step whose gradients are rows. Their layers read only the rows that
     are looked up. Logs how each table of at least `LEAST_BYTES` is trained.
@@ -42,51 +149,77 @@ class Tables:
         step: a `ctl.TrainStep` whose updater is made. By its ``sparse_rows``, tables of at least
             `LEAST_BYTES` are trained by rows if their optimizer moves no other row (``"auto"``),
             all are (``"on"``), or none is (``"off"``).
-
-    Attributes:
-        deferred: tables of which rows without a gradient move, by the id of their Keras variable.
+        shards: of the tables that are split, by the id of their Keras variable, see `split_tables`.
 
     Raises:
-        UsageError: ``sparse_rows`` is ``"on"``, and a table cannot be trained by rows.
+        UsageError: ``sparse_rows`` is ``"on"``, and a table cannot be trained by rows; or one that
+            is split.
     """
 
-    def __init__(self, step: Any):
-        self.deferred: dict[int, Deferred] = {}
+    def __init__(self, step: Any, shards: Mapping[int, Shards]):
         self._room = 0  # steps for which all histories have room, at least
-        self._by_id: dict[int, tf.Variable] = {}
+        self._of: dict[int, Table] = {}  # by the id of their tf.Variable
         self._over_workers = workers.is_multi_worker(step.strategy)
-        by_way: dict[str, list[keras.Variable]] = {}
-        for table, layers in _tables_of(step):
-            small = _bytes_of(table) < LEAST_BYTES and step.sparse_rows == "auto"
-            if step.sparse_rows == "off" or small:
+        by_way: dict[str, list[tuple[str, int]]] = {}
+        for variable, layers in _tables_of(step):
+            parts = shards.get(id(variable))
+            if not parts and not _is_wanted(step, variable):
                 continue
-            optimizer = step.updater.group_of(table).optimizer
-            rule = _why_dense(step, table, layers) or rule_of(optimizer, table)
+            optimizer = step.updater.group_of(variable).optimizer
+            size = _bytes_of(variable) if parts is None else parts.bytes
+            rule = _why_dense(step, variable, layers) or rule_of(optimizer, variable)
             if isinstance(rule, Rule) and step.sparse_rows == "auto":
                 rule = (
                     f"{type(optimizer).__name__} moves rows that have no gradient, which "
                     "sparse_rows=on defers (--sparse_rows=on)"
                 )
-            if isinstance(rule, str) and step.sparse_rows == "on":
+            if isinstance(rule, str) and (parts or step.sparse_rows == "on"):
+                setting = "embedding_plan=sharded" if parts else "sparse_rows=on"
                 raise UsageError(
                     f"layer {layers[0].name} cannot be trained by rows, because {rule}: leave "
-                    "sparse_rows=on (--sparse_rows=on) out, so that its gradient is dense"
+                    f"{setting} (--{setting}) out"
                 )
             way = f"dense, because {rule}" if isinstance(rule, str) else "by rows"
-            by_way.setdefault(way, []).append(table)
+            way += ", split over the replicas" if parts else ""
+            by_way.setdefault(way, []).append((variable.path, size))
             if isinstance(rule, str):
                 continue
-            self._by_id[id(table.value)] = table.value
-            if rule:
-                with step.strategy.scope():
-                    deferred = Deferred(table, optimizer, rule, step.strategy)
-                self.deferred[id(table)] = table._deferred = deferred
-                table.__class__ = _DeferredVariable
+            with step.strategy.scope():
+                deferred = Deferred(variable, optimizer, rule, step.strategy) if rule else None
+            table = Table(variable, optimizer, deferred, parts)
+            self._of[id(variable.value)] = table
             for layer in layers:
                 vars(layer)["call"] = _Lookup(layer)
         for way, tables in by_way.items():
-            names, size = names_of([t.path for t in tables]), sum(map(_bytes_of, tables))
+            names, size = names_of([path for path, _ in tables]), sum(n for _, n in tables)
             logging.info("embeddings %s, %s: %s", names, size_text(size), way)
+
+    @property
+    def deferred(self) -> list[Deferred]:
+        """Of the tables of which rows without a gradient move."""
+        return [table.deferred for table in self if table.deferred]
+
+    def __iter__(self) -> Iterator[Table]:
+        return iter(self._of.values())
+
+    def __contains__(self, variable: tf.Variable) -> bool:
+        return id(variable) in self._of
+
+    def __getitem__(self, variable: tf.Variable) -> Table:
+        return self._of[id(variable)]
+
+    @property
+    def parts(self) -> dict[int, Split]:
+        """What a checkpoint holds for each variable of which a replica has a part, by its id."""
+        return {key: part for table in self for key, part in table.parts.items()}
+
+    def gather(self, keep: bool) -> None:
+        """Gathers the tables of which other workers hold rows, for a checkpoint or an export, if
+        ``keep``. All workers must call it. Raises `PeerError`."""
+        for table in self if self._over_workers else ():
+            for part in [table.whole, *table.parts.values()]:
+                if part:
+                    part.gather(keep)
 
     def reserve(self, most: int) -> int:
         """Returns how many steps the next call may run, ``most`` at most. Call it before each call:
@@ -95,19 +228,19 @@ class Tables:
         Raises:
             UsageError: a step that was built later has taken a table over.
         """
-        for deferred in self.deferred.values():
-            table: Any = deferred.table
-            if not isinstance(table, _DeferredVariable) or table._deferred is not deferred:
+        for table in self:
+            owner: Any = table.variable
+            if table.is_special and vars(owner).get("_table") is not table:
                 raise UsageError(
-                    f"{table.path} belongs to a step that was made later: make a new step and loop "
+                    f"{owner.path} belongs to a step that was made later: make a new step and loop "
                     "for this model, or leave sparse_rows=on out"
                 )
-        if self._by_id and self._over_workers:  # they gather another number of rows in each step
+        if self._of and self._over_workers:  # they gather another number of rows in each step
             most = 1  # and a collective of TensorFlow keeps the shape of its first run in a call
         if not self.deferred:
             return most
         if self._room < 1:
-            self._room = min(deferred.make_room() for deferred in self.deferred.values())
+            self._room = min(deferred.make_room() for deferred in self.deferred)
         most = min(most, self._room)
         self._room -= most
         return most
@@ -119,16 +252,13 @@ class Tables:
     def check(self, jit_compile: bool | None) -> None:
         """Raises `UsageError` if something was changed since the step was built with which a table
         cannot be trained by rows."""
-        for deferred in self.deferred.values():
+        for deferred in self.deferred:
             deferred.check()
-        if jit_compile and self._by_id:
+        if jit_compile and self._of:
             raise UsageError(
                 "embedding tables are trained by rows, which XLA cannot compile: give jit_compile "
                 "before the first step, or sparse_rows=off (--sparse_rows=off)"
             )
-
-    def __contains__(self, variable: tf.Variable) -> bool:
-        return id(variable) in self._by_id
 
     def gradients(self, gradients: Sequence[Any], variables: Sequence[tf.Variable]) -> list[Any]:
         """Returns each gradient as rows if it is that of such a table, else as a dense tensor. Of a
@@ -168,24 +298,75 @@ class Tables:
         """Returns ``gradients`` of ``variables``, with the rows summed over all replicas."""
         pairs = zip(gradients, variables, strict=True)
         tables = {i: v for i, (g, v) in enumerate(pairs) if isinstance(g, tf.IndexedSlices)}
-        sums = sum_rows([gradients[i] for i in tables], [*tables.values()], options=options)
+        shapes = [(self[v].rows, v.shape[1]) for v in tables.values()]
+        sums = sum_rows([gradients[i] for i in tables], shapes, options=options)
         of_table = dict(zip(tables, sums, strict=True))
         return [of_table.get(i, gradient) for i, gradient in enumerate(gradients)]
+
+
+@contextlib.contextmanager
+def split_tables(step: Any) -> Iterator[dict[int, Shards]]:
+    """Takes over the tables of ``step``'s model from an earlier step. With
+    ``embedding_plan="sharded"``, splits those that ``sparse_rows`` wants by rows over the replicas.
+    If something is raised inside, they become whole again. All workers must call it.
+
+    Yields:
+        how a table is split, by the id of its Keras variable.
+
+    Raises:
+        UsageError: such a table cannot be split.
+    """
+    for layer in replicas.layers_of(step.tracked.layer):
+        if isinstance(layer, keras.layers.Embedding) and layer.built:
+            _release(layer)
+    shards: dict[int, Shards] = {}
+    tables = _tables_of(step) if step.embedding_plan == "sharded" else []
+    several = step.strategy.num_replicas_in_sync > 1
+    for variable, layers in tables if several else []:
+        if not _is_wanted(step, variable):
+            continue
+        if why := _why_dense(step, variable, layers) or _why_whole(step):
+            raise UsageError(
+                f"layer {layers[0].name} cannot be split over the replicas, because {why}: leave "
+                "embedding_plan=sharded (--embedding_plan=sharded) out"
+            )
+        shards[id(variable)] = Shards(variable, step.strategy)
+    try:
+        yield shards
+    except BaseException:
+        for variable, _ in tables:
+            if parts := shards.get(id(variable)):
+                variable.__class__ = keras.Variable
+                parts.unsplit(variable)
+        raise
+
+
+def gathers_over_workers(model: keras.Model, strategy: tf.distribute.Strategy) -> bool:
+    """Whether ``model`` gathers rows of tables from other workers when it is called. Their number
+    varies, so a call may run one step, see `Tables.reserve`."""
+    calls = (vars(layer).get("call") for layer in replicas.layers_of(model))
+    split = any(isinstance(call, _Lookup) and call.is_split for call in calls)
+    return split and workers.is_multi_worker(strategy)
 
 
 def _bytes_of(table: keras.Variable) -> int:
     return table.value.shape.num_elements() * table.value.dtype.size
 
 
+def _is_wanted(step: Any, table: keras.Variable) -> bool:
+    """Whether ``sparse_rows`` wants ``table`` to be trained by rows, if it can be."""
+    large = _bytes_of(table) >= LEAST_BYTES
+    return step.sparse_rows == "on" or (large and step.sparse_rows == "auto")
+
+
 def _tables_of(step: Any) -> list[tuple[keras.Variable, list[keras.layers.Embedding]]]:
-    """The tables that ``step`` trains, with their layers, without what an earlier step did."""
-    trained = {id(variable) for variable in step.updater.trainable_variables}
+    """The tables that ``step`` trains, with their layers."""
+    trained = {id(variable) for variable in step.model.trainable_variables}
     found: dict[int, list[keras.layers.Embedding]] = {}
     for layer in replicas.layers_of(step.tracked.layer):
-        if isinstance(layer, keras.layers.Embedding) and layer.built:
-            _release(layer)
-            if id(layer._embeddings) in trained:
-                found.setdefault(id(layer._embeddings), []).append(layer)
+        embeds = isinstance(layer, keras.layers.Embedding) and layer.built
+        if embeds and id(layer._embeddings) in trained:
+            found.setdefault(id(layer._embeddings), []).append(layer)
     return [(layers[0]._embeddings, layers) for layers in found.values()]
 
 
@@ -193,9 +374,21 @@ def _release(layer: keras.layers.Embedding) -> None:
     """Makes a layer, and its table, again what Keras made them."""
     if isinstance(vars(layer).get("call"), _Lookup):
         del vars(layer)["call"]
-    if isinstance(table := layer._embeddings, _DeferredVariable):
-        table._deferred.bring_up_to_date()
-        table.__class__ = keras.Variable
+    if isinstance(variable := layer._embeddings, _Variable):
+        variable._table.release()
+
+
+def _why_whole(step: Any) -> str | None:
+    """Why no table can be split; None if it can."""
+    if step.accumulate_steps > 1:
+        return "micro-batches run in a loop, in which TensorFlow has no collectives of replicas"
+    optimizers = step.optimizer
+    if isinstance(optimizers, keras.optimizers.Optimizer):
+        optimizers = [(optimizers,)]
+    groups = optimizers.values() if isinstance(optimizers, Mapping) else optimizers
+    if any(group[0].built for group in groups):
+        return "its optimizer was built before the step, with the whole table"
+    return None
 
 
 def _why_dense(
@@ -231,23 +424,31 @@ class _Lookup:
     def __init__(self, layer: keras.layers.Embedding):
         self._layer, self._call = layer, layer.call
 
+    @property
+    def _table(self) -> Table | None:
+        """The table, if its variable has not the rows that a reader means."""
+        return vars(self._layer._embeddings).get("_table")
+
+    @property
+    def is_split(self) -> bool:
+        return self._table is not None and self._table.shards is not None
+
     @contextlib.contextmanager
     def plain(self) -> Iterator[None]:
         """While inside, the layer and its table are as Keras made them, with all rows up to date.
-        Call it outside of a graph."""
-        table, raw = self._layer._embeddings, None
-        if isinstance(table, _DeferredVariable):
-            raw = table.value.read_value()
-            table.value.assign(table._deferred.value())
-            table.__class__ = keras.Variable
+        Call it outside of a graph. Raises `UsageError` as `Table.value` does."""
+        variable, table = self._layer._embeddings, self._table
+        kept = variable._value
+        if table:
+            variable._value = tf.Variable(table.value(), name=kept.name.removesuffix(":0"))
+            variable.__class__ = keras.Variable
         del vars(self._layer)["call"]
         try:
             yield
         finally:
             vars(self._layer)["call"] = self
-            if raw is not None:
-                table.__class__ = _DeferredVariable
-                table.value.assign(raw)
+            if table:
+                variable.__class__, variable._value = _Variable, kept
 
     def __call__(self, inputs: Any, *args: Any, **options: Any) -> Any:
         plain = isinstance(inputs, tf.Tensor | tf.RaggedTensor)  # no symbols, no sparse tensors
@@ -259,15 +460,19 @@ class _Lookup:
         layer, variable = self._layer, self._layer._embeddings
         ids = ids if ids.dtype in (tf.int32, tf.int64) else tf.cast(ids, tf.int32)
         ids = tf.where(ids < 0, ids + layer.input_dim, ids)  # as Keras
-        table = copy_here(variable._value)  # whose `value` is cast where Keras casts by itself
-        if not isinstance(variable, _DeferredVariable):
-            return tf.cast(table.sparse_read(ids), layer.compute_dtype)
+        if self._table is None:
+            # Keras casts the public `value` where it casts by itself.
+            return tf.cast(copy_here(variable._value).sparse_read(ids), layer.compute_dtype)
         numbers, places = tf.unique(tf.reshape(ids, [-1]))
-        rows = _with_value(table.sparse_read(numbers), variable._deferred.read(numbers)[0])
-        rows = tf.gather(rows, places)
-        rows = tf.reshape(rows, tf.concat([tf.shape(ids), table.shape[1:]], 0))
-        rows = tf.ensure_shape(rows, [*ids.shape, *table.shape[1:]])
+        rows = tf.gather(self._table.look_up(numbers), places)
+        rows = tf.reshape(rows, tf.concat([tf.shape(ids), variable._value.shape[1:]], 0))
+        rows = tf.ensure_shape(rows, [*ids.shape, *variable._value.shape[1:]])
         return tf.cast(rows, layer.compute_dtype)
+
+
+def _in_replica() -> bool:
+    """Whether this is the code of a replica of a strategy."""
+    return tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()
 
 
 def _in_stateless_scope() -> bool:
@@ -276,20 +481,38 @@ def _in_stateless_scope() -> bool:
         return scope.original_scope is not None
 
 
+def _with_rows(variable: tf.Variable, numbers: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
+    """Returns ``rows``, whose gradient is that of rows ``numbers`` of ``variable``."""
+
+    @tf.custom_gradient
+    def with_gradient(numbers: tf.Tensor, rows: tf.Tensor) -> tuple[tf.Tensor, Any]:
+        variable.sparse_read([0])  # by this, TensorFlow knows the variable
+
+        def gradient(upstream: Any, variables: Sequence[tf.Variable]) -> Any:
+            if isinstance(upstream, tf.IndexedSlices):  # of those that a gather has read
+                of = tf.gather(numbers, upstream.indices)
+                return (None, None), [tf.IndexedSlices(upstream.values, of)]
+            return (None, None), [tf.IndexedSlices(upstream, numbers)]
+
+        return tf.identity(rows), gradient
+
+    return with_gradient(numbers, rows)
+
+
 @tf.custom_gradient
-def _with_value(rows: tf.Tensor, value: tf.Tensor) -> tuple[tf.Tensor, Any]:
-    """Returns ``value``, and gives its gradient to ``rows``."""
+def _with_value(table: tf.Tensor, value: tf.Tensor) -> tuple[tf.Tensor, Any]:
+    """Returns ``value``, and gives its gradient to ``table``."""
     return value, lambda upstream: (upstream, None)
 
 
-class _DeferredVariable(keras.Variable):
-    """A table, all of whose rows are up to date for whoever reads it as a whole. Its ``value`` is
-    the `tf.Variable`, whose rows are not."""
+class _Variable(keras.Variable):
+    """A table whose rows are up to date, and all there, for whoever reads it as a whole. Those of
+    its ``value``, the `tf.Variable`, may not be."""
 
-    _deferred: Deferred
+    _table: Table
 
     def numpy(self) -> np.ndarray:
-        return self._deferred.value().numpy()
+        return self._table.value().numpy()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return self.numpy() if dtype is None else self.numpy().astype(dtype)
@@ -297,9 +520,10 @@ class _DeferredVariable(keras.Variable):
     def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> tf.Tensor:
         if _in_stateless_scope():
             return super().__tf_tensor__(dtype, name)
-        value = _with_value(tf.convert_to_tensor(self._value), self._deferred.value())
+        value = self._table.value()
+        if not self._table.shards:
+            value = _with_value(tf.convert_to_tensor(self._value), value)
         return tf.cast(value, dtype or self.dtype, name=name)
 
     def _direct_assign(self, value: Any) -> None:
-        self._deferred.bring_up_to_date()
-        super()._direct_assign(value)
+        self._table.assign(value)

@@ -340,7 +340,7 @@ def _values(loop: Loop) -> dict[str, np.ndarray]:
     values = {f"trainable {v.path}": v.numpy() for v in model.trainable_variables}
     values |= {f"state {v.path}": v.numpy() for v in model.non_trainable_variables}
     with preserved(loop.step):
-        for table in loop.step.tables.deferred.values():
+        for table in loop.step.tables.deferred:
             table.bring_up_to_date()
         values |= oracle.slots_of(loop.step.optimizer)
     values |= {f"ema {i}": v.numpy() for i, v in enumerate(updater.ema)}

@@ -59,14 +59,41 @@ def three_lookups() -> keras.Model:
     return keras.Model(inputs, keras.layers.Dense(CLASSES)(keras.layers.Concatenate()(parts)))
 
 
-def trained(strategy: tf.distribute.Strategy, optimizer: str, rows: str) -> list[np.ndarray]:
+def make(
+    strategy: tf.distribute.Strategy, optimizer: str, rows: str, plan: str = "replicated", **options
+) -> ctl.Loop:
     keras.utils.set_random_seed(1)
     with strategy.scope():
         model = three_lookups()
-        step = ctl.TrainStep(model, OPTIMIZERS[optimizer](), sparse_rows=rows)
-    ctl.Loop(step, batches(), strategy=strategy, steps_per_loop=4).train(STEPS)
+        kind = OPTIMIZERS[optimizer]()
+        step = ctl.TrainStep(model, kind, sparse_rows=rows, embedding_plan=plan)
+        evaluation = ctl.EvalStep(model)
+    test = ctl.data.InMemory(examples(41), global_batch_size=16, training=False)
+    evaluator = ctl.Evaluator(evaluation, test, strategy=strategy)
+    return ctl.Loop(
+        step, batches(), strategy=strategy, evaluator=evaluator, steps_per_loop=4, **options
+    )
+
+
+def trained(
+    strategy: tf.distribute.Strategy, optimizer: str, rows: str, plan: str = "replicated"
+) -> list[np.ndarray]:
+    loop = make(strategy, optimizer, rows, plan)
+    loop.train(STEPS)
     with watchdog.host("the weights"):
-        return model.get_weights()
+        return loop.step.model.get_weights()
+
+
+def train_shards(strategy: tf.distribute.Strategy, optimizer: str, directory: Path) -> float:
+    """Trains tables that are split over the workers, saves, goes on, and saves again. Returns the
+    loss of an evaluation."""
+    for stop in (7, STEPS):
+        loop = make(strategy, optimizer, "on", "sharded", checkpoints=str(directory))
+        loop.restore()
+        loop.train(stop)
+        loop.save(wait=True)
+        loop.checkpoints.close()
+    return loop.evaluate()["loss"]
 
 
 def main() -> None:
@@ -75,6 +102,8 @@ def main() -> None:
     strategy = make_multi_worker(me, collective_timeout=60, startup_timeout=60).strategy
     for optimizer in OPTIMIZERS:
         np.savez(out / f"{optimizer} {me.index}.npz", *trained(strategy, optimizer, "on"))
+        loss = train_shards(strategy, optimizer, out / f"{optimizer} shards")
+        np.save(out / f"{optimizer} loss {me.index}.npy", loss)
     ctl.workers.leave_together(strategy)
 
 

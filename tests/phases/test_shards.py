@@ -1,0 +1,201 @@
+"""Embedding tables that are split over the replicas: equal to whole ones, on any number of them."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import keras
+import numpy as np
+import pytest
+import tables_worker
+import tensorflow as tf
+from paths import SUPPORT
+from tables_worker import IDS, ROWS, STEPS, examples, make
+from test_sparse_rows import assert_close, tied
+from worker_jobs import run_job
+
+from ctl.checkpoint.export import export_model
+from ctl.checkpoint.reader import Reader
+from ctl.errors import UsageError
+from ctl.loop import Loop
+from ctl.step import TrainStep
+
+OPTIMIZERS = [*tables_worker.OPTIMIZERS]
+
+
+@pytest.fixture(scope="module")
+def dense():
+    """The weights after ``STEPS`` steps with dense gradients, on one replica."""
+    strategy = tf.distribute.OneDeviceStrategy("/cpu:0")
+    return {kind: tables_worker.trained(strategy, kind, "off") for kind in OPTIMIZERS}
+
+
+@pytest.mark.parametrize("replicas", [2, 4])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_equals_whole_tables(mirrored, dense, optimizer, replicas):
+    """On shares of any size, some of which have no examples."""
+    assert_close(
+        tables_worker.trained(mirrored(replicas), optimizer, "on", "sharded"), dense[optimizer]
+    )
+
+
+@pytest.mark.slow
+def test_equals_them_on_two_workers(mirrored, dense, job, tmp_path):
+    """Through a resume. A checkpoint of two workers is read by one, whole."""
+    run_job(job, tmp_path, program=SUPPORT / "tables_worker.py")
+    for optimizer, want in dense.items():
+        directory = tmp_path / f"{optimizer} shards"
+        reader = Reader(directory)
+        assert_close([reader[name] for name in list(reader)[: len(want)]], want)
+        loop = make(mirrored(1), optimizer, "on", checkpoints=str(directory))
+        loop.restore()
+        assert_close(loop.step.model.get_weights(), want)
+        for index in range(2):
+            loss = float(np.load(tmp_path / f"{optimizer} loss {index}.npy"))
+            np.testing.assert_allclose(loss, loop.evaluate()["loss"], rtol=1e-5)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_checkpoint_of_any_number_of_replicas_goes_on_with_any_other(
+    mirrored, dense, tmp_path, optimizer
+):
+    plans = (2, "sharded", 3), (4, "sharded", 7), (1, "replicated", 9), (2, "sharded", STEPS)
+    for replicas, plan, stop in plans:
+        loop = make(mirrored(replicas), optimizer, "on", plan, checkpoints=str(tmp_path))
+        loop.restore()
+        loop.train(stop)
+        loop.save(wait=True)
+        loop.checkpoints.close()
+    assert_close(loop.step.model.get_weights(), dense[optimizer])
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_resume_changes_no_bit(mirrored, tmp_path, optimizer):
+    def variables(loop):
+        return [v.numpy() for group in loop.state.variables().values() for v in group]
+
+    whole = make(mirrored(2), optimizer, "on", "sharded")
+    whole.train(STEPS)
+    for stop in (5, STEPS):
+        part = make(mirrored(2), optimizer, "on", "sharded", checkpoints=str(tmp_path))
+        part.restore()
+        part.train(stop)
+        part.save(wait=True)
+        part.checkpoints.close()
+    for one, other in zip(variables(part), variables(whole), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_replica_holds_its_part_of_the_tables_and_of_their_slots(mirrored):
+    strategy = mirrored(4)
+    with strategy.scope():
+        model = tables_worker.three_lookups()
+        tables = [v for v in model.trainable_variables if "embedding" in v.path]
+        before = [weakref.ref(v.value) for v in tables]
+        optimizer = keras.optimizers.Adam(0.01)
+        step = TrainStep(model, optimizer, sparse_rows="on", embedding_plan="sharded")
+    loop = Loop(step, tables_worker.batches(), strategy=strategy)
+    loop.train(2)
+    most = -(-(ROWS + 7) // 4)
+    for table in tables:
+        slots = [v for v in optimizer.variables if v.path.endswith(table.path.replace("/", "_"))]
+        assert len(slots) == 2
+        for variable in (table, *slots):
+            copies = strategy.experimental_local_results(variable.value)
+            assert {copy.shape[0] for copy in copies} <= {most, ROWS // 4}
+    gc.collect()
+    assert [whole() for whole in before] == [None] * 3
+
+
+def test_who_reads_a_table_finds_all_rows(mirrored, dense, tmp_path):
+    loop = make(mirrored(2), "adamw", "on", "sharded")
+    loop.train(STEPS)
+    model, want = loop.step.model, dense["adamw"]
+    plain = tables_worker.three_lookups()
+    plain.set_weights(want)
+    ids = tf.constant(examples()[0][:4])
+    assert_close(model.get_weights(), want)
+    assert_close([table.numpy() for table in model.trainable_variables], want)
+    assert [tuple(v.shape) for v in model.trainable_variables] == [w.shape for w in want]
+    for outputs in (model(ids), tf.function(model)(ids)):
+        np.testing.assert_allclose(outputs, plain(ids), rtol=1e-4, atol=1e-5)
+    keras_file, saved_model = export_model(model, tmp_path / "export")
+    assert_close(keras.models.load_model(keras_file).get_weights(), want)
+    loaded = tf.saved_model.load(str(saved_model))
+    np.testing.assert_allclose(loaded.serve(ids), plain(ids), rtol=1e-4, atol=1e-5)
+    model.set_weights([w + 1 for w in want])
+    assert_close(model.get_weights(), [w + 1 for w in want])
+
+
+def test_another_step_takes_the_model_over_whole(mirrored, dense):
+    loop = make(mirrored(2), "adamw", "on", "sharded")
+    loop.train(STEPS)
+    model = loop.step.model
+    with mirrored(2).scope():
+        step = TrainStep(model, "sgd", sparse_rows="off")
+    Loop(step, tables_worker.batches(), strategy=mirrored(2))
+    assert_close([v.value.numpy() for v in model.trainable_variables], dense["adamw"])
+    with pytest.raises(UsageError, match="belongs to a step that was made later"):
+        loop.train(STEPS + 1)
+
+
+def accumulates(model):
+    return TrainStep(model, "sgd", accumulate_steps=2, sparse_rows="on", embedding_plan="sharded")
+
+
+def is_built(model):
+    optimizer = keras.optimizers.SGD(0.1)
+    optimizer.build(model.trainable_variables)
+    return TrainStep(model, optimizer, sparse_rows="on", embedding_plan="sharded")
+
+
+def moves_all(model):
+    return TrainStep(model, "lamb", sparse_rows="on", embedding_plan="sharded")
+
+
+@pytest.mark.parametrize(
+    "make_step, reason",
+    [
+        (accumulates, "because micro-batches run in a loop"),
+        (is_built, "because its optimizer was built before the step"),
+        (moves_all, "because Lamb moves rows that have no gradient"),
+    ],
+)
+def test_what_cannot_be_split_is_refused_and_stays_whole(mirrored, make_step, reason):
+    with mirrored(2).scope():
+        model = tables_worker.three_lookups()
+        step = make_step(model)
+    before = model.get_weights()
+    with pytest.raises(UsageError, match=reason):
+        Loop(step, tables_worker.batches(), strategy=mirrored(2))
+    for variable, value in zip(model.trainable_variables, before, strict=True):
+        np.testing.assert_array_equal(variable.value.numpy(), value)
+    assert {type(variable) for variable in model.trainable_variables} == {keras.Variable}
+
+
+def test_a_table_that_is_not_only_looked_up_is_refused(mirrored):
+    with mirrored(2).scope():
+        step = TrainStep(tied(), "sgd", sparse_rows="on", embedding_plan="sharded")
+    ids, labels = examples(24)
+    loop = Loop(step, (ids, labels), global_batch_size=8, strategy=mirrored(2))
+    with pytest.raises(UsageError, match="is used other than by lookups"):
+        loop.train(1)
+
+
+def test_an_id_outside_of_a_table_is_named(mirrored):
+    with mirrored(2).scope():
+        model = keras.Sequential(
+            [
+                keras.layers.Lambda(lambda ids: ids + 2),
+                keras.layers.Embedding(ROWS, 4),
+                keras.layers.Flatten(),
+                keras.layers.Dense(3),
+            ]
+        )
+        model.build([None, IDS])
+        step = TrainStep(model, "sgd", sparse_rows="on", embedding_plan="sharded")
+    ids = np.full([8, IDS], ROWS - 1, "int32")
+    loop = Loop(step, (ids, np.zeros(8, "int32")), global_batch_size=8, strategy=mirrored(2))
+    with pytest.raises(UsageError, match=f"index {ROWS + 1} is outside of a table of {ROWS} rows"):
+        loop.train(1)
