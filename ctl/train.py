@@ -166,6 +166,8 @@ def _train(model_dir: Path, ledger: outputs.LedgerFile | None = None) -> None:
             signals.unwind("all steps are saved; the same command exports")
         else:
             signals.decided()
+        if FLAGS.export:
+            loop.step.tables.gather(keep=chief, slots=False)
         # The others need not wait for what only the chief does, however long it takes.
         leave_together(placement.strategy)
         checkpoints.wait()

@@ -375,10 +375,8 @@ def from_name(optimizer: Any, model: Any = None) -> Any:
         return _of_models(optimizer, model)
     if isinstance(optimizer, str):
         known = {kind.__name__.lower(): kind for kind in PROVEN}
-        try:
-            return keras.optimizers.get(optimizer)
-        except ValueError:
-            check_name("optimizer", optimizer.lower(), known)
+        check_name("optimizer", optimizer.lower(), known)
+        return known[optimizer.lower()]()
     if not isinstance(optimizer, keras.optimizers.Optimizer | Sequence):
         raise UsageError(
             f"{str(optimizer)[:80]} is not an optimizer: give an object such as "

@@ -137,6 +137,7 @@ class Table:
         """Makes the variable again what Keras made. All workers must call it."""
         self.bring_up_to_date()
         self.variable.__class__ = keras.Variable
+        del self.variable._table
         if self.shards:
             self.shards.unsplit(self.variable)
 
@@ -213,11 +214,11 @@ class Tables:
         """What a checkpoint holds for each variable of which a replica has a part, by its id."""
         return {key: part for table in self for key, part in table.parts.items()}
 
-    def gather(self, keep: bool) -> None:
-        """Gathers the tables of which other workers hold rows, for a checkpoint or an export, if
-        ``keep``. All workers must call it. Raises `PeerError`."""
-        for table in self if self._over_workers else ():
-            for part in [table.whole, *table.parts.values()]:
+    def gather(self, keep: bool, slots: bool = True) -> None:
+        """Gathers the tables of which other workers hold rows, and their ``slots``, for a
+        checkpoint or an export, if ``keep``. All workers must call it. Raises `PeerError`."""
+        for table in self:
+            for part in [table.whole, *(table.parts.values() if slots else [])]:
                 if part:
                     part.gather(keep)
 
@@ -335,8 +336,9 @@ def split_tables(step: Any) -> Iterator[dict[int, Shards]]:
         yield shards
     except BaseException:
         for variable, _ in tables:
-            if parts := shards.get(id(variable)):
-                variable.__class__ = keras.Variable
+            if isinstance(variable, _Variable):
+                variable._table.release()
+            elif parts := shards.get(id(variable)):
                 parts.unsplit(variable)
         raise
 

@@ -135,6 +135,7 @@ class Case:
     schedule: str = ""  # decay, cosine
     bytes_per_pack: int = 0
     by_rows: bool = False  # small embedding tables, too
+    sharded: bool = False  # their rows are split over the replicas
     steps_per_loop: int | None = None
 
     change: str = ""  # one of `CHANGES`
@@ -222,6 +223,11 @@ def valid(case: Case) -> Case:
         changes |= {"change": ""}
     if case.features not in ("ids", "two", "ragged") or case.twice or case.change == "scale":
         changes |= {"by_rows": False}  # there is no table, or the step has phases of its own
+    split = changes.get("by_rows", case.by_rows) and changes.get("replicas", case.replicas) > 1
+    split &= case.strategy == "mirrored" and case.optimizer in ("SGD", "Adagrad")
+    split &= (case.accumulate_steps, case.ema_decay, case.weight_decay) == (1, None, None)
+    if not split or case.jit_compile or case.frozen or case.penalty:
+        changes |= {"sharded": False}  # the table is not trained by rows, or in a loop
     changes |= {"pause": min(case.pause, case.steps - 1), "fault_row": case.fault_row % rows}
     changes |= {"change_step": max(1, min(case.change_step, case.steps - 1))}
     if case.steps == 1:
@@ -330,6 +336,7 @@ def cases(draw: st.DrawFn) -> Case:
         schedule=choice("", "", "decay", "cosine"),
         bytes_per_pack=choice(0, 0, 1, 64),
         by_rows=choice(False, True),
+        sharded=choice(False, True),
         steps_per_loop=choice(None, 1, 2),
         change=choice(*CHANGES) if rarely(4) else "",
         change_step=draw(st.integers(1, 3)),

@@ -10,6 +10,7 @@ Without micro-batches, the variance includes that between the means of the repli
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import keras
@@ -370,13 +371,16 @@ class _Training:
         return values | {"skipped": np.int64(len(self.skipped))}
 
 
-def slots_of(optimizer: keras.optimizers.Optimizer) -> dict[str, np.ndarray]:
-    """The state of ``optimizer`` by name, without the learning rate."""
+def slots_of(
+    optimizer: keras.optimizers.Optimizer, parts: Mapping[int, Any] | None = None
+) -> dict[str, np.ndarray]:
+    """The state of ``optimizer`` by name, without the learning rate. ``parts`` stand for variables
+    that are split, by their ids."""
     variables = [v for v in optimizer.variables if not v.path.endswith("learning_rate")]
     # Keras numbers the product of Nadam, which has no name.
     names = [v.name.rstrip("_0123456789") for v in variables]
     return {
-        f"slot {i} {name}": v.numpy()
+        f"slot {i} {name}": (parts or {}).get(id(v.value), v).numpy()
         for i, (name, v) in enumerate(zip(names, variables, strict=True))
     }
 

@@ -215,6 +215,7 @@ def _make_loop(case: Case, dataset: Any, strategy: tf.distribute.Strategy, direc
             "ema_decay": case.ema_decay,
             "on_nan": case.on_nan,
             "bytes_per_pack": case.bytes_per_pack,
+            "embedding_plan": "sharded" if case.sharded else "replicated",
         }
         wrong = _wrong(case)
         kind = Scaled if case.change == "scale" else Plain if case.by_rows else Step
@@ -342,7 +343,7 @@ def _values(loop: Loop) -> dict[str, np.ndarray]:
     with preserved(loop.step):
         for table in loop.step.tables.deferred:
             table.bring_up_to_date()
-        values |= oracle.slots_of(loop.step.optimizer)
+        values |= oracle.slots_of(loop.step.optimizer, loop.step.tables.parts)
     values |= {f"ema {i}": v.numpy() for i, v in enumerate(updater.ema)}
     if updater.loss_scale:
         values["loss scale"] = updater.loss_scale.scale.numpy().astype(np.float64)
@@ -350,10 +351,13 @@ def _values(loop: Loop) -> dict[str, np.ndarray]:
 
 
 def _bits(loop: Loop) -> dict[str, list[bytes]]:
-    """Every variable of the state, on every replica."""
+    """Every variable of the state, on every replica; of a table that is split, all rows once."""
+    parts = loop.step.tables.parts
+    copies = loop.strategy.experimental_local_results
     return {
         f"{key}[{i}] {variable.name}": [
-            copy.numpy().tobytes() for copy in loop.strategy.experimental_local_results(variable)
+            copy.numpy().tobytes()
+            for copy in ([parts[id(variable)]] if id(variable) in parts else copies(variable))
         ]
         for key, variables in loop.step.state().items()
         for i, variable in enumerate(variables)

@@ -19,6 +19,7 @@ from ctl.checkpoint.export import export_model
 from ctl.checkpoint.reader import Reader
 from ctl.errors import UsageError
 from ctl.loop import Loop
+from ctl.phases.optimizers import slots_of
 from ctl.step import TrainStep
 
 OPTIMIZERS = [*tables_worker.OPTIMIZERS]
@@ -43,7 +44,7 @@ def test_equals_whole_tables(mirrored, dense, optimizer, replicas):
 @pytest.mark.slow
 def test_equals_them_on_two_workers(mirrored, dense, job, tmp_path):
     """Through a resume. A checkpoint of two workers is read by one, whole."""
-    run_job(job, tmp_path, program=SUPPORT / "tables_worker.py")
+    run_job(job, tmp_path, "sharded", program=SUPPORT / "tables_worker.py")
     for optimizer, want in dense.items():
         directory = tmp_path / f"{optimizer} shards"
         reader = Reader(directory)
@@ -99,10 +100,10 @@ def test_a_replica_holds_its_part_of_the_tables_and_of_their_slots(mirrored):
     loop.train(2)
     most = -(-(ROWS + 7) // 4)
     for table in tables:
-        slots = [v for v in optimizer.variables if v.path.endswith(table.path.replace("/", "_"))]
+        slots = slots_of(optimizer, table)
         assert len(slots) == 2
-        for variable in (table, *slots):
-            copies = strategy.experimental_local_results(variable.value)
+        for variable in (table.value, *slots):
+            copies = strategy.experimental_local_results(variable)
             assert {copy.shape[0] for copy in copies} <= {most, ROWS // 4}
     gc.collect()
     assert [whole() for whole in before] == [None] * 3
@@ -151,7 +152,7 @@ def is_built(model):
 
 
 def moves_all(model):
-    return TrainStep(model, "lamb", sparse_rows="on", embedding_plan="sharded")
+    return TrainStep(model, keras.optimizers.Lamb(), sparse_rows="on", embedding_plan="sharded")
 
 
 @pytest.mark.parametrize(

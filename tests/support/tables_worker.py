@@ -1,6 +1,6 @@
-"""What one of two workers runs: trains embedding tables by rows.
+"""What one of two workers runs: trains embedding tables by rows, whole or split over the workers.
 
-python tables_worker.py OUT
+python tables_worker.py OUT [sharded]
 """
 
 from __future__ import annotations
@@ -101,9 +101,11 @@ def main() -> None:
     me = cluster.resolve(None, None)
     strategy = make_multi_worker(me, collective_timeout=60, startup_timeout=60).strategy
     for optimizer in OPTIMIZERS:
-        np.savez(out / f"{optimizer} {me.index}.npz", *trained(strategy, optimizer, "on"))
-        loss = train_shards(strategy, optimizer, out / f"{optimizer} shards")
-        np.save(out / f"{optimizer} loss {me.index}.npy", loss)
+        if "sharded" in sys.argv:
+            loss = train_shards(strategy, optimizer, out / f"{optimizer} shards")
+            np.save(out / f"{optimizer} loss {me.index}.npy", loss)
+        else:
+            np.savez(out / f"{optimizer} {me.index}.npz", *trained(strategy, optimizer, "on"))
     ctl.workers.leave_together(strategy)
 
 
