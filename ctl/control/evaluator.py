@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -67,8 +68,12 @@ class Evaluator:
         self._iterator: Any = None
         self._resident: Any = None
         self._pace = Pace()
-        self._guards = TraceGuards(step)
         self.others = {name: self.on(dataset) for name, dataset in (others or {}).items()}
+
+    @functools.cached_property
+    def _guards(self) -> TraceGuards:
+        """Made for the first trace: until then, a loop may change how tables are looked up."""
+        return TraceGuards(self.step)
 
     @property
     def datasets(self) -> list[Any]:

@@ -9,6 +9,7 @@ import tensorflow as tf
 from helpers import make_loop
 from paths import ROOT
 
+from ctl.phases.sparse_rows import Tables
 from ctl.schedule.patience import EarlyStopping
 from ctl.step import TrainStep
 
@@ -33,9 +34,9 @@ def groups_of_the_page() -> list[str]:
     return re.findall(r"^\| `(\w+)`", table, re.MULTILINE)
 
 
-def test_the_page_has_every_group(mirrored):
+def test_the_page_has_every_group(mirrored, monkeypatch):
     loop = make_loop(mirrored(2), step_class=HasAll)
-    loop.step.tables.deferred = {0: Late()}
+    monkeypatch.setattr(Tables, "deferred", [Late()])
     loop.eval_actions.append(EarlyStopping("loss", patience=3))
     loop.train_only([loop.step.model.layers[-1]])
     loop.step.jit_compile = True

@@ -56,7 +56,7 @@ def _table(title: str, collectives: tuple[Collective, ...]) -> Table:
             size_text(c.bytes),
             size_text(c.wire_bytes),
             _share(c),
-            escape(", ".join(map(_last, c.after))),
+            escape(", ".join(dict.fromkeys(map(_last, c.after)))),
             style="bold" if c.purpose == "gradients" else "",
         )
         for member in c.members[:_MOST_MEMBERS] if c.purpose == "gradients" else ():
