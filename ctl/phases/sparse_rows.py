@@ -491,10 +491,10 @@ def _with_rows(variable: tf.Variable, numbers: tf.Tensor, rows: tf.Tensor) -> tf
         variable.sparse_read([0])  # by this, TensorFlow knows the variable
 
         def gradient(upstream: Any, variables: Sequence[tf.Variable]) -> Any:
-            of = numbers
+            of, shape = numbers, variable.shape.as_list()
             if isinstance(upstream, tf.IndexedSlices):  # of those that a gather has read
                 upstream, of = upstream.values, tf.gather(numbers, upstream.indices)
-            return (None, None), [tf.IndexedSlices(upstream, of, tf.constant(variable.shape))]
+            return (None, None), [tf.IndexedSlices(upstream, of, tf.constant(shape))]
 
         return tf.identity(rows), gradient
 
