@@ -18,6 +18,7 @@ import tensorflow as tf
 from ctl.base.ledger import LEDGER
 from ctl.distributed import workers
 from ctl.distributed.cluster import external_watchdog
+from ctl.distributed.cluster.addresses import split
 from ctl.distributed.cluster.external_watchdog import ask_grpc
 from ctl.distributed.cluster.members import Cluster, Tasks
 from ctl.distributed.cluster.rendezvous import meet
@@ -340,11 +341,11 @@ def _require_grpc(address: str) -> None:
 def _wait_for_chief(cluster: Cluster, timeout: float) -> None:
     """Returns when TensorFlow listens on the chief. A gRPC client that connects earlier may wait
     for 20 s before it tries again."""
-    host, _, port = cluster.workers[0].rpartition(":")
+    host, port = split(cluster.workers[0])
     deadline = time.monotonic() + timeout
     while True:
         try:
-            return ask_grpc(host, int(port), 1.0)
+            return ask_grpc(host, port, 1.0)
         except OSError as error:
             if time.monotonic() > deadline:
                 raise PeerError(

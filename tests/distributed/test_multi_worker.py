@@ -8,6 +8,7 @@ import random
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -81,6 +82,15 @@ def test_equals_one_device(job, tmp_path, reference):
         # TensorFlow's own time limit would be a thread for every step, which outlives it; some are
         # left of how the strategy began.
         assert (saved["threads"] == "collective_ops").sum() < 10 < len(saved["threads"])
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
+def test_ipv6_addresses_equal_one_device(job, tmp_path, reference):
+    """The workers hear the beats of each other, too."""
+    names = (address.rpartition(":")[2] for address in launch.cluster(2)["worker"])
+    run_job(job, tmp_path, addresses=[f"[::1]:{port}" for port in names])
+    assert_equal(tmp_path, 2, reference)
+    assert "cannot use the UDP port" not in said(tmp_path, 0)
 
 
 def test_files_of_ones_own_equal_one_device(job, tmp_path, mirrored):

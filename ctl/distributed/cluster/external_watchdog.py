@@ -114,9 +114,9 @@ def _silent(peers: Mapping[str, str], patient: bool, missed: dict[str, int]) -> 
     """
 
     def ask(name: str, address: str) -> OSError | None:
-        host, _, port = address.rpartition(":")
+        host, _, port = address.rpartition(":")  # this program imports nothing of ctl
         try:
-            ask_grpc(host, int(port), _ANSWER_SECONDS)
+            ask_grpc(host.strip("[]"), int(port), _ANSWER_SECONDS)
         except OSError as error:
             return error
         return None

@@ -19,6 +19,7 @@ import socket
 import time
 from collections.abc import Collection
 
+from ctl.distributed.cluster import addresses
 from ctl.distributed.cluster.secret import VARIABLE, sign, verified
 from ctl.errors import PeerError, UsageError
 
@@ -149,8 +150,7 @@ def handshake(address: str, peer: str, name: str, fingerprint: str) -> socket.so
         OSError: nobody listens there, or what answers is no task of this job.
         UsageError: it has other addresses, or is another task.
     """
-    host, _, port = address.rpartition(":")
-    connection = socket.create_connection((host, int(port)), timeout=1.0)
+    connection = socket.create_connection(addresses.split(address), timeout=1.0)
     try:
         connection.settimeout(_GREETING_SECONDS)
         connection.sendall(sign(f"hello {fingerprint} {name}") + b"\n")
@@ -198,23 +198,13 @@ def check_free(address: str, name: str) -> None:
 
 
 def _bound(address: str, name: str, *, listens: bool) -> socket.socket:
-    host, _, port = address.rpartition(":")
-    listener = socket.socket()
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((interface(host), int(port)))
+        listener = addresses.bound(address, socket.SOCK_STREAM)
         if listens:
             listener.listen()
-        listener.setblocking(False)
     except OSError as error:
-        listener.close()
         raise PeerError(
             f"{name} cannot listen on {address}: {error.strerror}; choose another port, or free it"
         ) from error
+    listener.setblocking(False)
     return listener
-
-
-def interface(host: str) -> str:
-    """Returns the interface to listen on: loopback or all, since the address of another host name
-    need not be one to bind to."""
-    return "127.0.0.1" if host in ("localhost", "127.0.0.1") else ""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import ipaddress
 import json
 import os
 import re
@@ -223,12 +224,11 @@ def _check_addresses(addresses: Sequence[Any], source: str) -> None:
     seen: dict[tuple[str, int], str] = {}
     for address in map(str, addresses):
         host, _, port = address.rpartition(":")
-        if host.startswith("[") or host.count(":") > 1:
+        if host.count(":") > 1 and not (host.startswith("[") and host.endswith("]")):
             raise UsageError(
-                f"{source}: {address!r} is an IPv6 address, which ctl does not support: give a "
-                "host name or an IPv4 address"
+                f"{source}: {address!r} has an IPv6 address without brackets: write [ADDRESS]:PORT"
             )
-        valid = _HOST.fullmatch(host) and _PORT.fullmatch(port)
+        valid = (_is_ipv6(host) or _HOST.fullmatch(host)) and _PORT.fullmatch(port)
         if not valid or not 0 < int(port) < 65536:
             raise UsageError(f"{source}: {address!r} is not HOST:PORT")
         place = (_machine(host), int(port))
@@ -237,8 +237,21 @@ def _check_addresses(addresses: Sequence[Any], source: str) -> None:
         seen[place] = address
 
 
+def _is_ipv6(host: str) -> bool:
+    """Whether ``host`` is an IPv6 address in brackets. One with the name of an interface is not:
+    other machines have other names."""
+    try:
+        socket.inet_pton(socket.AF_INET6, host[1:-1])
+    except OSError:
+        return False
+    return host[0] + host[-1] == "[]"
+
+
 def _machine(host: str) -> str:
     """Returns the same for two spellings of a host, as far as no name server need be asked."""
+    if _is_ipv6(host):
+        address = ipaddress.IPv6Address(host[1:-1])
+        host = str(address.ipv4_mapped or ("127.0.0.1" if address.is_loopback else address))
     name = host.lower().removesuffix(".")
     try:
         name = socket.inet_ntoa(socket.inet_aton(name))  # it also reads 127.1

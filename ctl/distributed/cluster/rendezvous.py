@@ -8,6 +8,7 @@ import time
 
 from absl import logging
 
+from ctl.distributed.cluster.addresses import split
 from ctl.distributed.cluster.handshake import HandshakeServer, handshake
 from ctl.distributed.cluster.members import Cluster
 from ctl.errors import PeerError, UsageError
@@ -109,10 +110,9 @@ def unreachable(cluster: Cluster, patience: float = 0.0) -> dict[int, str]:
 def _not_listening(cluster: Cluster) -> dict[int, str]:
     why = {}
     for index, address in enumerate(cluster.workers):
-        host, _, port = address.rpartition(":")
         if index != cluster.index:
             try:
-                socket.create_connection((host, int(port)), timeout=1.0).close()
+                socket.create_connection(split(address), timeout=1.0).close()
             except OSError as error:
                 why[index] = f"{address}: {error.strerror or error}"
     return why

@@ -22,7 +22,7 @@ from typing import Any
 
 from absl import logging
 
-from ctl.distributed.cluster.handshake import interface
+from ctl.distributed.cluster import addresses
 from ctl.distributed.cluster.members import Cluster
 from ctl.distributed.cluster.secret import sign, verified
 
@@ -84,19 +84,21 @@ class Beats:
             for index, address in enumerate(cluster.workers)
             if index != cluster.index
         }
-        self._resolved: dict[int, tuple[str, int]] = {}
+        self._resolved: dict[int, Any] = {}
         self._heard: dict[int, tuple[Beat, float]] = {}  # and when, by `time.monotonic`
         self._sent = -self.interval
         self._last: tuple[int, str, str] | None = None
-        self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-        self._socket.setblocking(False)
-        host, _, port = cluster.workers[cluster.index].rpartition(":")
+        address = cluster.workers[cluster.index]
         try:
-            self._socket.bind((interface(host), int(port)))
+            self._socket = addresses.bound(address, socket.SOCK_DGRAM)
         except OSError as error:
             logging.warning(
-                "cannot use UDP port %s, so flight records lack the other workers: %s", port, error
+                "cannot use the UDP port of %s, so flight records lack the other workers: %s",
+                address,
+                error,
             )
+            self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        self._socket.setblocking(False)
 
     @property
     def peers(self) -> dict[int, Peer]:
@@ -125,8 +127,7 @@ class Beats:
         for index, address in self._others.items():
             with contextlib.suppress(OSError):  # no listener or a full buffer
                 if index not in self._resolved:
-                    host, _, port = address.rpartition(":")
-                    self._resolved[index] = (socket.gethostbyname(host), int(port))
+                    self._resolved[index] = addresses.resolve(address, self._socket)
                 self._socket.sendto(datagram, self._resolved[index])
 
     def _receive(self) -> None:

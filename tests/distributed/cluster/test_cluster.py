@@ -39,7 +39,7 @@ def test_tf_config():
 
 
 def test_one_host_may_have_several_ports():
-    workers = ("localhost:1", "127.0.0.1:2", "host0:2", "host1:2", "10.0.0.1:2")
+    workers = ("localhost:1", "127.0.0.1:2", "host0:2", "host1:2", "10.0.0.1:2", "[fd00::1]:2")
     assert resolve(workers, 4, {}).workers == workers
 
 
@@ -64,8 +64,12 @@ def test_a_chief_is_the_first_worker(chief):
         (("a b:1", "b:2"), 0, {}, "'a b:1' is not HOST:PORT"),
         (("a..b:1", "b:2"), 0, {}, "'a..b:1' is not HOST:PORT"),
         (("grpc://a:1", "b:2"), 0, {}, "'grpc://a:1' is not HOST:PORT"),
-        (("[::1]:1", "[::1]:2"), 0, {}, "'[::1]:1' is an IPv6 address"),
-        (("fe80::1:2", "b:2"), 0, {}, "'fe80::1:2' is an IPv6 address"),
+        (("fe80::1:2", "b:2"), 0, {}, "'fe80::1:2' has an IPv6 address without brackets"),
+        (("[fe80::1%eth0]:1", "b:2"), 0, {}, "'[fe80::1%eth0]:1' is not HOST:PORT"),
+        (("[::g]:1", "b:2"), 0, {}, "'[::g]:1' is not HOST:PORT"),
+        (("[::1]:1", "[0:0::1]:1"), 0, {}, "twice: [::1]:1 and [0:0::1]:1"),
+        (("127.0.0.1:1", "[::1]:1"), 0, {}, "twice: 127.0.0.1:1 and [::1]:1"),
+        (("10.0.0.1:1", "[::ffff:10.0.0.1]:1"), 0, {}, "twice: 10.0.0.1:1 and [::ffff:10.0.0.1]:1"),
         (("localhost:1", "127.0.0.1:1"), 0, {}, "twice: localhost:1 and 127.0.0.1:1"),
         (("127.0.0.2:1", "0.0.0.0:1"), 0, {}, "twice: 127.0.0.2:1 and 0.0.0.0:1"),
         (("10.0.1:01", "10.0.0.1:1"), 0, {}, "twice: 10.0.1:01 and 10.0.0.1:1"),
