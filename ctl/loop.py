@@ -53,6 +53,7 @@ from ctl.control.eager import check_eager, without_graphs
 from ctl.control.evaluator import Evaluator, OnProgress
 from ctl.control.flight import attach_progress_marks, watched_call
 from ctl.control.input_wait import InputWait
+from ctl.control.kept import Kept
 from ctl.control.keras_callbacks import calling
 from ctl.control.pace import Pace
 from ctl.control.scalars import Scalars, run_actions, status_of, steps_until_due
@@ -65,7 +66,7 @@ from ctl.data.feed import Block, Feed, batch_of, next_block, open_feed, waiting_
 from ctl.data.global_batches import comparable
 from ctl.distributed import local_batch, workers
 from ctl.distributed.watch import watchdog
-from ctl.errors import Preempted, UsageError
+from ctl.errors import PeerError, Preempted, UsageError
 from ctl.logs.history import History
 from ctl.logs.progress import showing
 from ctl.phases import freezing, noinline
@@ -267,7 +268,7 @@ class Loop:
             check_evaluator(step, self.dataset, evaluator)
         check_watched(self.eval_actions, evaluator, getattr(checkpoints, "selects_by", None))
         if checkpoints:
-            watchdog.finish_first(checkpoints.wait)
+            watchdog.finish_first(self._finish_saving)
             fingerprint = comparable(self.dataset)
             checkpoints.begin_run(self.state.variables(), source_hash.identity(step), fingerprint)
         self.signals = Signals()
@@ -277,6 +278,7 @@ class Loop:
         scalars = self.scalars = Scalars(step, size)
         self.history = History(lambda: scalars.latest, reads=not self._several_workers)
         self._watchers: list[Any] = [self.history]  # and a progress bar before it
+        self._kept = Kept(step, self.state, checkpoints)
         self._divergence = Divergence(step, self.dataset, checkpoints)
         self._input_wait = InputWait(self.dataset)
         self._is_chief = workers.is_chief(self.strategy)
@@ -505,6 +507,7 @@ class Loop:
             if not status.final:
                 status = dataclasses.replace(status, until=step, final=True)
                 run_actions([*self.actions, *self._watchers], status)
+        self._kept.keep(step)
         return status.scalars() if status.final else {}
 
     def _stop(self, step: int) -> None:
@@ -567,6 +570,7 @@ class Loop:
             self._evaluated = results or None
             self.stopped, self._asked_to_end = saved.stopped, False
             self.scalars.reset()
+            self._kept.forget()
             self.history.rewind(saved.step)
             if results:
                 self.history.evaluated(saved.step, results)
@@ -702,8 +706,16 @@ class Loop:
                 yield
         except StopRequested:
             raise self._saved_at_stop() from None
+        except PeerError:
+            self._kept.save()
+            raise
         finally:
             self._doing = before
+
+    def _finish_saving(self) -> None:
+        """What the watchdog does before it ends this process."""
+        self._checkpoints().wait()
+        self._kept.save()
 
     def _saved_at_stop(self) -> Preempted | KeyboardInterrupt:
         step, name = self.global_step, self.signals.name

@@ -148,7 +148,7 @@ def _train(model_dir: Path, ledger: outputs.LedgerFile | None = None) -> None:
             loop, model_dir if saved else None, prepared.total_steps - loop.global_step
         )
         if chief:
-            _write_config(model_dir, prepared, chosen, checkpoints.code, saved)
+            _write_config(model_dir, prepared, chosen, loop, saved)
         outputs.add_scalars(loop, FLAGS.log_also, ledger)
         log, on_progress, sinks = outputs.add_actions(
             loop, prepared, stack, model_dir, chief, saved
@@ -224,16 +224,20 @@ def _restore(loop: Loop, model_dir: Path) -> Saved | None:
 
 
 def _write_config(
-    model_dir: Path, prepared: Prepared, chosen: dict[str, Any], code: Any, saved: Saved | None
+    model_dir: Path, prepared: Prepared, chosen: dict[str, Any], loop: Loop, saved: Saved | None
 ) -> None:
+    from ctl.distributed.workers import number_of
+
+    assert loop.checkpoints
     train, evaluation = prepared.train.info, prepared.evaluation.info
     config.write(
         model_dir,
         grouped_flags(),
         chosen=chosen | {"train_split": train.split, "eval_split": evaluation.split},
-        code=code,
+        code=loop.checkpoints.code,
         step=saved.step if saved else None,
         found=prepared.found,
+        workers=number_of(loop.strategy),
     )
 
 

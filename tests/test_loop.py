@@ -22,7 +22,8 @@ from pretended import Pretend
 import ctl.loop
 from ctl.base.actions import Every
 from ctl.control.pace import Pace
-from ctl.data import InMemory
+from ctl.data import GlobalBatches, InMemory
+from ctl.distributed.cluster import elastic
 from ctl.errors import UsageError
 from ctl.loop import Loop
 from ctl.step import TrainStep
@@ -315,3 +316,22 @@ def test_the_calls_that_lead_from_train_to_the_collective(mirrored, monkeypatch,
         if name == "all_reduce":
             assert [name for _, name in outer] == path
     assert [name for _, name in outer][4:] == ["apply", "__call__", "_update_device"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("size", "most", "accumulate", "stream"), [(16, 3, 2, False), (5, 4, 1, False), (5, 4, 1, True)]
+)
+def test_an_elastic_job_shares_any_batch(mirrored, monkeypatch, size, most, accumulate, stream):
+    """Of 16 examples, three replicas have 6, 6 and 4; of 5, four have 2, 2, 1 and 0."""
+    monkeypatch.setenv(elastic.VARIABLE, "-1")
+    weights = []
+    for replicas in (1, most):
+        data = InMemory(examples(100), global_batch_size=size)
+        if stream:
+            single = tf.data.Dataset.from_tensor_slices(examples(100)).repeat()
+            data = GlobalBatches(single.batch(size, drop_remainder=True))
+        loop = make_loop(mirrored(replicas), data=data, seed=1, accumulate_steps=accumulate)
+        loop.train(12)
+        weights.append(loop.step.model.get_weights())
+    assert largest_difference(*weights) < 2e-6

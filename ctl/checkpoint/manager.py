@@ -48,6 +48,9 @@ _VERSIONS = {"tensorflow": tf.__version__, "keras": keras.__version__, "numpy": 
 # A quota and a limit on file sizes have the same remedy as a full disk.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
+# Seconds that a worker waits for the end of one that was lost. The launcher kills a frozen one.
+_SUCCESSION_SECONDS = 25.0
+
 _WHAT = {"step": "the variables of the step's own", "memory": "what evaluations have left"}
 _RESIZED = (
     ", one value for each replica: resume on as many, or make the variable with on_resize='sum' or "
@@ -237,6 +240,25 @@ class CheckpointManager:
                 f"{self.directory} holds a run up to step {self.unrestored.step}: call restore() "
                 "to continue it, or choose another directory"
             )
+
+    def succeed(self) -> None:
+        """Becomes the writer of this run in place of a worker that was lost: what that has written
+        is of its history. Waits until the worker has ended, which frees its lock.
+
+        Raises:
+          CheckpointError: it has not ended in time, or the directory cannot be written.
+        """
+        deadline = time.monotonic() + _SUCCESSION_SECONDS
+        while self._lock is None:
+            try:
+                self._require_writer()
+            except CheckpointError:
+                if time.monotonic() >= deadline:
+                    raise
+                time.sleep(0.1)
+            else:
+                latest = self.latest()
+                self._committed, self.unrestored = latest.step if latest else -1, None
 
     def begin_run(
         self, state: State, code: Mapping[str, Any], fingerprint: Callable[[], Mapping[str, Any]]

@@ -164,7 +164,7 @@ class _Whole:
         self._table.variable.value.assign(value)
 
 
-class _Setting(NamedTuple):
+class Value(NamedTuple):
     """Stands for a variable in a state. In the strategy's scope, making a variable waits for all
     workers, but only the chief saves."""
 
@@ -179,7 +179,12 @@ class _Setting(NamedTuple):
     def numpy(self) -> np.ndarray:
         return self.tensor.numpy()
 
+    @classmethod
+    def of(cls, variable: Any, tensor: tf.Tensor) -> Value:
+        """Stands for ``variable`` when it had the value ``tensor``."""
+        return cls(variable.name, tensor.dtype, tensor.shape, tensor)
 
-def _setting(values: Sequence[bool]) -> _Setting:
+
+def _setting(values: Sequence[bool]) -> Value:
     tensor = tf.constant([int(one) for one in values], tf.int32)
-    return _Setting("Variable", tensor.dtype, tensor.shape, tensor)
+    return Value("Variable", tensor.dtype, tensor.shape, tensor)

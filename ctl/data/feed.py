@@ -62,7 +62,8 @@ def open_feed(
     ``resident``: the result of `Dataset.resident`.
     """
     size = getattr(dataset, "steps_per_element", 1)
-    if size == 1:
+    # Blocks need equal shares: the shape of the first position, of no block, is that of all.
+    if size == 1 or (dataset.global_batch_size or 0) % strategy.num_replicas_in_sync:
         return Feed(open_batches(dataset, strategy, start_step), resident)
     batches = dataset.batches(start_step)
     options = batches.options()

@@ -14,7 +14,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
+from absl import logging
 
+from ctl.distributed.cluster import elastic
 from ctl.errors import UsageError
 
 # Messages for users, by the name of the check that fails in the graph.
@@ -57,13 +59,19 @@ _MESSAGES = {
 
 def check_sizes(global_batch_size: int | None, replicas: int, accumulate_steps: int) -> None:
     """Raises `UsageError` if replicas would get unequal shares, or fewer examples than
-    ``accumulate_steps``. Checks nothing if ``global_batch_size`` is None."""
+    ``accumulate_steps``. Checks nothing if ``global_batch_size`` is None. In an elastic job, shares
+    may be unequal: its number of workers changes."""
     if not global_batch_size:
         return
     share = global_batch_size // replicas
     if global_batch_size % replicas:
-        raise UsageError(
-            f"the global batch size {global_batch_size} is not divisible by {replicas} replicas"
+        if not elastic.is_elastic():
+            raise UsageError(
+                f"the global batch size {global_batch_size} is not divisible by {replicas} replicas"
+            )
+        most = -(-global_batch_size // replicas)
+        logging.info(
+            "the replicas share %d examples unequally: %d at most", global_batch_size, most
         )
     if accumulate_steps > share:
         raise UsageError(

@@ -198,6 +198,11 @@ def drawing_alike(model: keras.Model, parts: int | tf.Tensor, most: int) -> Iter
         seed.assign(old + drawn * tf.cast(most, seed.dtype))
 
 
+def seed_offset(replica: int | tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    """By what the seed of ``replica`` differs from that of replica 0, of ``dtype`` [2]."""
+    return tf.cast([_SEED_STRIDE, 0], dtype) * tf.cast(replica, dtype)
+
+
 def offset_dropout_seeds(strategy: tf.distribute.Strategy, model: keras.Model) -> None:
     """Gives each replica its own Dropout seeds, derived from those of replica 0. A second call
     changes nothing."""
@@ -206,7 +211,7 @@ def offset_dropout_seeds(strategy: tf.distribute.Strategy, model: keras.Model) -
     def shift() -> None:
         replica = tf.distribute.get_replica_context().replica_id_in_sync_group
         for seed in seeds:
-            seed.assign_add(tf.cast([_SEED_STRIDE, 0], seed.dtype) * tf.cast(replica, seed.dtype))
+            seed.assign_add(seed_offset(replica, seed.dtype))
 
     if seeds and strategy.num_replicas_in_sync > 1:
         for seed in seeds:

@@ -54,6 +54,11 @@ def cluster_of(strategy: tf.distribute.MultiWorkerMirroredStrategy) -> Cluster:
     return Cluster(tuple(addresses), resolver.task_id or 0, "the strategy")
 
 
+def number_of(strategy: tf.distribute.Strategy) -> int:
+    """The number of workers that train; 1 unless `is_multi_worker`."""
+    return len(cluster_of(strategy).workers) if is_multi_worker(strategy) else 1
+
+
 def is_chief(strategy: tf.distribute.Strategy) -> bool:
     """Whether this process writes checkpoints and logs: worker 0, or the only process."""
     return not is_multi_worker(strategy) or cluster_of(strategy).is_chief
@@ -90,7 +95,7 @@ def naming_lost_peers(
 def watch(strategy: tf.distribute.Strategy, **options: Any) -> bool:
     """Returns whether there are several workers. If so, starts `ctl.distributed.watch.watchdog`
     with ``options``, unless it runs already."""
-    several = is_multi_worker(strategy) and len(cluster_of(strategy).workers) > 1
+    several = number_of(strategy) > 1
     if several:
         watchdog.start(cluster_of(strategy), **options)
     return several

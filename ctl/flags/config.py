@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from absl import flags
+from absl import flags, logging
 
 from ctl.base import durable
 from ctl.base.best import known_mode
@@ -82,12 +82,14 @@ def write(
     code: Mapping[str, Any] | None = None,
     step: int | None = None,
     found: Mapping[str, Any] | None = None,
+    workers: int = 1,
 ) -> None:
     """Writes the flags ``names``, the values ``chosen`` for flags that leave a choice, the ``code``
     of the step (`ctl.control.source_hash.identity`), what was ``found`` in files of the user's, the
     hash of the tokenizer, and versions of packages. If the run resumes at ``step``, flags that have
-    changed are added to its ``history``. Also writes the flags as a file for ``--flagfile``, and
-    keeps a copy of the tokenizer. Deletes unfinished files of killed runs in ``model_dir``.
+    changed are added to its ``history``, and a number of ``workers`` that has changed to its
+    ``workers``. Also writes the flags as a file for ``--flagfile``, and keeps a copy of the
+    tokenizer. Deletes unfinished files of killed runs in ``model_dir``.
 
     Only for the run that holds the lock.
 
@@ -108,6 +110,7 @@ def write(
         "command": sys.argv,
         "flags": {name: _stored(values[name]) for name in names},
         "history": history,
+        "workers": _workers(before, step or 0, workers),
         "chosen": dict(chosen or {}),
         "data": dict(found or {}),
         # The checkpoints hold the settings of its layers.
@@ -129,6 +132,20 @@ def write(
             f"cannot write {model_dir / FILE}: {error.strerror}; make room, or choose another "
             "--model_dir"
         ) from error
+
+
+def _workers(before: Mapping[str, Any], step: int, workers: int) -> list[dict[str, Any]]:
+    """How many workers have trained from which steps on, up to now: ``before`` and ``workers``."""
+    found = before.get("workers")  # a run of old has none
+    found = found if isinstance(found, list) else []
+    found = [entry for entry in found if isinstance(entry, dict) and "count" in entry]
+    if found and found[-1]["count"] == workers:
+        return found
+    if found:
+        logging.info(
+            "from step %d on, %d workers train (were %s)", step, workers, found[-1]["count"]
+        )
+    return [*found, {"step": step, "time": time.time(), "count": workers}]
 
 
 def _flagfile(names: Iterable[str], values: flags.FlagValues) -> str:

@@ -10,6 +10,7 @@ reading:
 - `attempt.py`: starts the tasks of an attempt, disturbs them, and notes what happens.
 - `judge.py`: what must hold after an attempt, by what the pages of ctl promise.
 - `run.py`: the command.
+- `elastic.py`: another command: does a job go on without the workers that it loses?
 - `hang.py`: another one: does `python -m ctl.inspect hang` name the worker that hangs, and where?
 - `test_chaos.py`: what is drawn and judged, and six schedules.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import json
 
 import pytest
 from absl import flags
@@ -58,6 +59,20 @@ def test_flags_of_any_kind_are_adopted_and_compared(tmp_path):
     config.check_resumable(stored, flag_values(*GIVEN))
     with pytest.raises(UsageError, match=r"--widths was \[.6., .5.\], is \[.8.\]; .*RED"):
         config.check_resumable(stored, flag_values(*GIVEN[:2], *GIVEN[3:5]))
+
+
+def test_the_file_tells_each_number_of_workers(tmp_path):
+    def write(**facts) -> list[tuple[int, int]]:
+        config.write(tmp_path, ["rate"], flag_values(), **facts)
+        entries = json.loads((tmp_path / config.FILE).read_text())["workers"]
+        return [(entry["step"], entry["count"]) for entry in entries]
+
+    assert write(workers=4) == [(0, 4)]
+    assert write(workers=4, step=50) == [(0, 4)]
+    assert write(workers=3, step=120) == [(0, 4), (120, 3)]
+    hostile = json.loads((tmp_path / config.FILE).read_text()) | {"workers": ["x", {"step": 1}]}
+    (tmp_path / config.FILE).write_text(json.dumps(hostile))
+    assert write(workers=2, step=130) == [(130, 2)]
 
 
 def test_a_run_keeps_its_tokenizer_and_takes_no_other(tmp_path):

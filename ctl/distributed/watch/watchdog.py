@@ -23,6 +23,7 @@ from typing import Any
 from absl import logging
 
 from ctl.base.console import last_line, leave, within
+from ctl.distributed.cluster import elastic
 from ctl.distributed.cluster.external_watchdog import LINGER_SECONDS
 from ctl.distributed.cluster.members import Cluster
 from ctl.distributed.cluster.rendezvous import unreachable
@@ -190,6 +191,7 @@ class Watchdog:
         """Writes the record of a collective that failed (``why``: see `Record`), and tells the
         other workers. ``step`` is the last global step that was finished; None keeps the one that
         is known. Returns the workers that this one waits for, as far as it can know."""
+        elastic.tell(elastic.LOST)
         section = self._section()
         if step is not None:
             section.step = step

@@ -1,0 +1,23 @@
+"""What a worker of an elastic job tells the launcher that started it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+# Set by the launcher: the file descriptor of a pipe to it.
+VARIABLE = "CTL_ELASTIC"
+
+TRAINED, LOST = b"t", b"l"  # this worker has finished a call; it has lost another worker
+
+
+def is_elastic() -> bool:
+    """Whether the launcher goes on without a worker that is lost."""
+    return VARIABLE in os.environ
+
+
+def tell(what: bytes) -> None:
+    """Tells the launcher ``what``, `TRAINED` or `LOST`. Has no effect in other jobs."""
+    # The launcher may have been killed, or a program between it and this one has closed the pipe.
+    with contextlib.suppress(OSError, ValueError):
+        os.write(int(os.environ.get(VARIABLE, "-1")), what)

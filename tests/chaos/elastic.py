@@ -1,0 +1,294 @@
+"""Does an elastic job go on when workers are lost, and lose nothing that need not be lost?
+
+    python -m tests.chaos.elastic                            # 3 losses
+    python -m tests.chaos.elastic --losses=50 --seconds=60 --steps=200000
+    python -m tests.chaos.elastic --workers=3..3             # the set stays: equal bits
+
+Starts `python -m ctl.launch --workers=2..4` with a `ctl.train`, whose only checkpoints are those
+that survivors and stops make. While it trains, a worker drawn at random, also the chief, is killed,
+freezes, hangs, or raises an error; lost ones are tried again after a while. Checked is:
+
+- the job ends with 0, whatever was lost, and each loss costs the steps of a call at most;
+- `metrics.jsonl` has each step once, but for one that the chief had no time to log, and
+  `config.json` has each number of workers;
+- the last weights are those of an undisturbed job of two workers up to rounding. The global batch,
+  50, is shared unequally by three and by four, and BatchNorm normalizes over all replicas. If the
+  number of workers does not change, weights have equal bits, with Dropout and a BatchNorm of each
+  replica, too.
+
+Prints the seconds from each loss to the next logged step, the largest difference of a weight, and
+the part of the time in which steps were trained that count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from absl import flags
+
+from ctl.errors import CtlError
+from ctl.flags.parsing import group, run_command
+
+FLAGS = flags.FLAGS
+
+# What a worker gets: the last two make it hang, and raise an error, between two calls.
+KINDS = {
+    "kill": signal.SIGKILL,
+    "freeze": signal.SIGSTOP,
+    "hang": signal.SIGUSR1,
+    "raise": signal.SIGUSR2,
+}
+_LOG_EVERY, _CALL = 20, 5  # steps
+_ROUNDING = 1e-3  # what it may have become after all steps
+_LONGEST = 600.0  # seconds without a step after which a job hangs
+
+
+def make(shape: tuple[int, ...], classes: int) -> object:
+    """A model whose result does not depend on the number of replicas."""
+    import keras
+
+    return _model(shape, classes, [keras.layers.BatchNormalization(synchronized=True)])
+
+
+def make_of_each(shape: tuple[int, ...], classes: int) -> object:
+    """A model in which each replica normalizes its share, and draws its own masks."""
+    import keras
+
+    return _model(shape, classes, [keras.layers.BatchNormalization(), keras.layers.Dropout(0.5)])
+
+
+def _model(shape: tuple[int, ...], classes: int, layers: list) -> object:
+    import keras
+
+    signal.signal(signal.SIGUSR1, lambda *_: time.sleep(1000.0))
+    signal.signal(signal.SIGUSR2, lambda *_: 1 / 0)  # type: ignore[arg-type]
+    first = [keras.Input(shape), keras.layers.Flatten(), keras.layers.Dense(32, "relu")]
+    return keras.Sequential([*first, *layers, keras.layers.Dense(classes)])
+
+
+@dataclasses.dataclass
+class Loss:
+    """A worker that was lost: how, its rank, the last step that was logged before and the first
+    that was logged after, and the seconds in between."""
+
+    kind: str
+    rank: int
+    workers: int
+    before: int
+    seconds: float = 0.0
+    resumed: int = 0
+
+
+class Job:
+    """A launcher that runs, and what it says."""
+
+    def __init__(self, workers: str, model: str, model_dir: Path, steps: int, join_every: float):
+        data = ["--dataset=synthetic", "--num_examples=650", "--global_batch_size=50"]
+        rate = ["--optimizer=momentum", "--learning_rate=0.01", "--schedule=constant"]
+        length = [
+            f"--train_steps={steps}",
+            f"--evaluate_every={steps}",
+            f"--steps_per_loop={_CALL}",
+        ]
+        writes = [f"--log_every={_LOG_EVERY}", f"--checkpoint_every={10 * steps}", "--noexport"]
+        training = [
+            *(sys.executable, "-m", "ctl.train", "--strategy=multi_worker", "--notensorboard"),
+            "--collective_timeout=10",
+            *(f"--model_dir={model_dir}", f"--model={model}", *data, *rate, *length, *writes),
+        ]
+        launcher = [sys.executable, "-m", "ctl.launch", f"--workers={workers}"]
+        launcher += [f"--max_restarts={FLAGS.losses}"]  # none is too many
+        self.process = subprocess.Popen(
+            [*launcher, f"--join_every={join_every}", "--", *training],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=Path(__file__).parents[2],
+        )
+        self.steps: list[tuple[float, int]] = []  # when which step was logged
+        self.resumed: list[int] = []
+        self.said: list[str] = []
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stdout
+        for line in self.process.stdout:
+            self.said.append(line.rstrip())
+            if found := re.search(r"\[worker 0\] step\s+(\d+)/", line):
+                self.steps.append((time.monotonic(), int(found[1])))
+            if found := re.search(r"\[worker 0\] resuming at step (\d+)", line):
+                self.resumed.append(int(found[1]))
+            if FLAGS.verbose or line.startswith("[launch]"):
+                print(f"  {line.rstrip()}", flush=True)
+
+    def workers(self) -> dict[int, int]:
+        """The process of each rank that runs."""
+        found = {}
+        for entry in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                if parent == self.process.pid:
+                    texts = (entry / "environ").read_text().split("\0")
+                    environ = dict(text.split("=", 1) for text in texts if text)
+                    found[json.loads(environ["TF_CONFIG"])["task"]["index"]] = int(entry.name)
+        return found
+
+    def wait_for_step(self, after: float) -> tuple[float, int] | None:
+        """The first step that was logged ``after``; None if the job has ended.
+
+        Raises:
+            CtlError: there is none.
+        """
+        while self.process.poll() is None:
+            for at, step in self.steps:
+                if at > after:
+                    return at, step
+            if time.monotonic() - after > _LONGEST:
+                raise CtlError("no step for too long:\n" + "\n".join(self.said[-40:]))
+            time.sleep(0.05)
+        return None
+
+
+@contextlib.contextmanager
+def job(*arguments: object) -> Iterator[Job]:
+    started = Job(*arguments)  # type: ignore[arg-type]
+    try:
+        yield started
+    finally:
+        started.process.kill()  # whose guard kills the workers
+        started.process.wait()
+
+
+def disturb(running: Job, losses: int, seconds: float, randoms: random.Random) -> list[Loss]:
+    """Makes so many ``losses``, each of them ``seconds`` on average after the job has gone on."""
+    made: list[Loss] = []
+    since = time.monotonic()
+    while len(made) < losses:
+        if (found := running.wait_for_step(since)) is None:
+            break
+        time.sleep(randoms.uniform(0.2, 1.8) * seconds)
+        workers = running.workers()
+        if len(workers) < 2 or running.process.poll() is not None:
+            since = time.monotonic()
+            continue
+        rank = randoms.choice(sorted(workers))
+        loss = Loss(randoms.choice(FLAGS.kinds), rank, len(workers), running.steps[-1][1])
+        count, since = len(running.resumed), time.monotonic()
+        os.kill(workers[rank], KINDS[loss.kind])
+        # Steps that were computed before may still be on their way to here.
+        while len(running.resumed) == count and running.process.poll() is None:
+            time.sleep(0.05)
+            if time.monotonic() - since > _LONGEST:
+                raise CtlError("not resumed:\n" + "\n".join(running.said[-40:]))
+        began = time.monotonic()
+        if (found := running.wait_for_step(began)) is None:
+            break
+        loss.seconds, loss.resumed = found[0] - since, running.resumed[-1]
+        made.append(loss)
+        print(
+            f"{loss.kind:<6} worker {loss.rank} of {loss.workers}: the last step seen was "
+            f"{loss.before}, resumed at {loss.resumed} after {began - since:.1f} s, "
+            f"a step after {loss.seconds:.1f} s",
+            flush=True,
+        )
+    return made
+
+
+def goodput(running: Job) -> float:
+    """The part of the time from the first step to the last in which steps were trained that are in
+    the final history."""
+    counted, starts = 0.0, [0, *running.resumed]
+    steps = running.steps
+    for (one, first), (other, second) in zip(steps, steps[1:], strict=False):
+        if 0 < second - first <= _LOG_EVERY and not any(first < s <= second for s in starts):
+            counted += other - one
+    return counted / (steps[-1][0] - steps[0][0])
+
+
+def weights(model_dir: Path, step: int) -> dict[str, object]:
+    import tensorflow as tf
+
+    reader = tf.train.load_checkpoint(str(model_dir / f"checkpoints/step-{step:010d}/variables"))
+    names = [n for n in reader.get_variable_to_shape_map() if n.startswith(("model", "optimizer"))]
+    return {name: reader.get_tensor(name) for name in names}
+
+
+def check(disturbed: Path, other: Path, losses: list[Loss], steps: int) -> float:
+    """Checks what must hold in the end. Returns the largest difference of a weight.
+
+    Raises:
+        CtlError: something does not hold.
+    """
+    import numpy as np
+
+    for loss in losses:
+        if loss.resumed < loss.before - _CALL:
+            raise CtlError(f"{loss} lost more than a call")
+    lines = [json.loads(line) for line in (disturbed / "metrics.jsonl").read_text().splitlines()]
+    logged = [line["step"] for line in lines if line["phase"] == "train"]
+    lacks = {*range(_LOG_EVERY, steps + 1, _LOG_EVERY)} - {*logged}
+    of_chief = {loss.resumed for loss in losses if loss.rank == 0}  # which had not yet logged it
+    if logged != sorted({*logged}) or not lacks <= of_chief:
+        raise CtlError(f"metrics.jsonl lacks {lacks}, or has a step twice: {logged}")
+    counts = json.loads((disturbed / "config.json").read_text())["workers"]
+    print("workers, by config.json:", ", ".join(f"{c['count']} from {c['step']}" for c in counts))
+    numbers = {loss.workers for loss in losses}
+    if not numbers <= {count["count"] for count in counts}:
+        raise CtlError(f"config.json does not have all of {numbers}")
+    ours, theirs = weights(disturbed, steps), weights(other, steps)
+    return max(float(np.abs(ours[n] - theirs[n]).max()) for n in theirs)  # type: ignore[operator]
+
+
+def main() -> None:
+    randoms = random.Random(FLAGS.seed)
+    with tempfile.TemporaryDirectory(prefix="ctl-elastic-") as name:
+        directory = Path(name)
+        directories = directory / "run", directory / "other"
+        least, _, most = FLAGS.workers.partition("..")
+        fixed = least == most
+        model = f"tests.chaos.elastic:{'make_of_each' if fixed else 'make'}"
+        alone = f"{least}..{least}", model, directories[1], FLAGS.steps, FLAGS.join_every
+        with job(*alone) as undisturbed:
+            if code := undisturbed.process.wait():
+                raise CtlError(f"the undisturbed job ended with {code}:\n{undisturbed.said[-9:]}")
+        with job(FLAGS.workers, model, directories[0], FLAGS.steps, FLAGS.join_every) as running:
+            losses = disturb(running, FLAGS.losses, FLAGS.seconds, randoms)
+            if code := running.process.wait():
+                raise CtlError(f"ended with {code}:\n" + "\n".join(running.said[-40:]))
+            largest = check(*directories, losses, FLAGS.steps)
+            print(f"{len(losses)} losses, {len(running.resumed)} changes of the set")
+            if losses:
+                longest = max(loss.seconds for loss in losses)
+                print(f"the longest time from a loss to a step: {longest:.1f} s")
+            print(f"goodput: {goodput(running):.0%}")
+            print(f"largest difference of a weight: {largest:.2g}")
+            if largest > (0.0 if fixed else _ROUNDING):
+                raise CtlError("the weights are not those of an undisturbed job")
+            if len(losses) < FLAGS.losses:
+                raise CtlError(f"the job ended before {FLAGS.losses} losses: give more --steps")
+
+
+if __name__ == "__main__":
+    with group("Elastic chaos"):
+        flags.DEFINE_string("workers", "2..4", "Least and most number of workers.")
+        flags.DEFINE_integer("losses", 3, "How many workers are lost.")
+        flags.DEFINE_float("seconds", 5.0, "Mean seconds of training before a loss.")
+        flags.DEFINE_integer("steps", 4000, "Steps of the job.")
+        flags.DEFINE_float("join_every", 60.0, "Seconds until a lost worker is tried again.")
+        flags.DEFINE_integer("seed", 1, "Seed of what is drawn.")
+        flags.DEFINE_list("kinds", [*KINDS], "Which losses are drawn.")
+        flags.DEFINE_bool("verbose", False, "Whether to print all that the job says.")
+    run_command(main, __doc__ or "")

@@ -1,0 +1,156 @@
+"""ctl.launch --workers=LEAST..MOST with processes that only say what a worker would say."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from ctl.errors import UsageError
+from ctl.launch import launch
+
+# A worker that tells what the text `does` makes of its `rank` and the `attempt`, from 0. Rank 0
+# writes the attempts to a file.
+WORKER = """
+import json, os, signal, sys, time
+config = json.loads(os.environ["TF_CONFIG"])
+rank, peers, file = config["task"]["index"], config["cluster"]["worker"], sys.argv[1]
+tell = lambda what: os.write(int(os.environ["CTL_ELASTIC"]), what)
+me = f"{len(peers)} {peers[0]}\\n"
+if rank == 0:
+    with open(file, "a") as opened:
+        opened.write(me)
+while not os.path.exists(file) or me not in (lines := open(file).readlines()):
+    time.sleep(0.05)
+attempt = lines.index(me)
+saves = lambda *_: os._exit(42)
+signal.signal(signal.SIGTERM, saves)
+def survive():
+    tell(b"l")
+    time.sleep(0.3)
+    os._exit(5)
+"""
+
+
+def run(tmp_path, does: str, *options: str, workers: str = "2..4") -> tuple[int, list[int], str]:
+    """Returns the exit code, the number of workers of each attempt, and what the launcher said."""
+    file = tmp_path / "attempts"
+    command = [sys.executable, "-c", WORKER + does, str(file)]
+    options = (f"--workers={workers}", "--backoff=0.1", "--grace=5", *options)
+    done = subprocess.run(
+        [sys.executable, "-m", "ctl.launch", *options, "--", *command],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    counts = [int(line.split()[0]) for line in file.read_text().splitlines()]
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.returncode, counts, done.stderr
+
+
+DIES = "os.kill(os.getpid(), 9) if rank == {} else survive()"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_worker_that_dies_is_done_without(tmp_path, rank):
+    code, counts, said = run(tmp_path, f"if attempt == 0: {DIES.format(rank)}")
+    assert (code, counts) == (0, [4, 3])
+    assert "; the others save and end" in said
+    goes_on = f"goes on with 3 workers without slots {rank}, for 300 s"
+    assert f"worker {rank} died of SIGKILL: {goes_on}" in said
+
+
+@pytest.mark.slow
+def test_a_frozen_worker_is_killed_while_the_others_wait_for_what_it_holds(tmp_path):
+    """The others wait for its end, as for the lock of a frozen chief: nobody has ended before."""
+    does = """
+if attempt == 0 and rank == 1:
+    open(file + ".pid", "w").write(str(os.getpid()))
+    os.kill(os.getpid(), signal.SIGSTOP)
+if attempt == 0:
+    while not os.path.exists(file + ".pid"):
+        time.sleep(0.1)
+    time.sleep(0.5)
+    tell(b"l")
+    frozen = int(open(file + ".pid").read())
+    while os.path.exists(f"/proc/{frozen}"):
+        time.sleep(0.1)
+    os._exit(5)
+"""
+    code, counts, said = run(tmp_path, does, "--grace=30")
+    assert (code, counts) == (0, [4, 3])
+    assert "has lost another; the others save and end" in said
+    assert "worker 1 has not ended: killed" in said and said.count("killed") == 1
+    assert "worker 1 is frozen: goes on with 3 workers without slots 1" in said
+
+
+@pytest.mark.slow
+def test_a_lost_slot_is_tried_again(tmp_path):
+    """The workers are stopped for that, with SIGTERM, and go on with the one that came back."""
+    does = f"if attempt == 0: {DIES.format(1)}\nif attempt == 1: time.sleep(100)"
+    code, counts, said = run(tmp_path, does, "--join_every=2")
+    assert (code, counts) == (0, [4, 3, 4])
+    assert "a slot is tried again: the workers are asked to save and end" in said
+    assert "goes on with 4 workers: slots 1 are tried again" in said
+
+
+@pytest.mark.slow
+def test_fewer_than_the_least_start_again_a_bounded_number_of_times(tmp_path):
+    code, counts, said = run(tmp_path, DIES.format(1), "--max_restarts=2", workers="2..2")
+    assert (code, counts) == (137, [2, 2, 2])
+    few = "worker 1 died of SIGKILL: 1 remain, at least 2 are needed: restart 1 of 2 in 0.1 s"
+    assert few in said
+
+
+@pytest.mark.slow
+def test_a_bug_of_all_workers_ends_the_job(tmp_path):
+    """Also after they have trained."""
+    code, counts, _ = run(tmp_path, "tell(b't'); sys.exit(7)", "--max_restarts=1")
+    assert (code, counts) == (7, [4, 4])
+
+
+@pytest.mark.slow
+def test_a_full_disk_is_not_tried_again_without_end(tmp_path):
+    """And nobody is away for it."""
+    does = "tell(b't'); sys.exit(4) if rank == 0 else survive()"
+    code, counts, said = run(tmp_path, does, "--max_restarts=1")
+    assert (code, counts) == (4, [4, 4])
+    assert "restart 1 of 1 in 0.1 s" in said and "without" not in said
+
+
+@pytest.mark.slow
+def test_workers_that_lost_each_other_are_all_there(tmp_path):
+    """As after a cut of the network: none is blamed. It costs no restart if they have trained."""
+    code, counts, said = run(tmp_path, "if attempt == 0: tell(b't'); survive()", "--max_restarts=0")
+    assert (code, counts) == (0, [4, 4])
+    assert "none is lost: goes on with 4 workers" in said
+    (tmp_path / "attempts").unlink()
+    assert run(tmp_path, "survive()", "--max_restarts=0")[:2] == (5, [4])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("final", [2, 3, 42])
+def test_final_codes_end_it(tmp_path, final):
+    code, counts, _ = run(tmp_path, f"sys.exit({final}) if rank == 1 else survive()")
+    assert (code, counts) == (final, [4])
+
+
+@pytest.mark.parametrize("workers", ["0", "0..2", "4..2", "2..", "two", "2...4", "-1"])
+def test_a_wrong_number_of_workers_is_one_line(workers):
+    command = [sys.executable, "-m", "ctl.launch", f"--workers={workers}", "--", "true"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    assert "is neither a number from 1 nor LEAST..MOST, as in 2..4" in done.stderr
+
+
+def test_a_return_to_a_fixed_number_is_refused():
+    command = [sys.executable, "-m", "ctl.launch", "--workers=2", "--join_every=5", "--", "true"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "has no effect without --workers=LEAST..MOST" in done.stderr
+
+
+def test_parameter_servers_have_a_fixed_number_of_workers():
+    with pytest.raises(UsageError, match="give --workers=N, not LEAST..MOST"):
+        launch(["true"], workers=(1, 2), ps=1)
