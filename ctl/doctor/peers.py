@@ -17,7 +17,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, BinaryIO
 
-from ctl.distributed.cluster.handshake import HandshakeServer, handshake, interface
+from ctl.distributed.cluster.addresses import interface, split
+from ctl.distributed.cluster.handshake import HandshakeServer, handshake
 from ctl.distributed.cluster.members import Cluster
 from ctl.distributed.cluster.secret import sign, verified
 from ctl.doctor.program import say
@@ -66,10 +67,10 @@ class Peers:
         address = cluster.workers[cluster.index]
         names = {_name(i) for i in self.others}
         self._door = HandshakeServer(address, _name(cluster.index), cluster.fingerprint, names)
-        host, _, port = address.rpartition(":")
+        host, port = split(address)
         self._datagrams = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         try:
-            self._datagrams.bind((interface(host), int(port)))
+            self._datagrams.bind((interface(host), port))
         except OSError as error:
             self._door.__exit__()
             raise PeerError(f"UDP port {port} cannot be used: {error.strerror}") from error

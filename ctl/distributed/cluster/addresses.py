@@ -14,16 +14,21 @@ def split(address: str) -> tuple[str, int]:
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
+def interface(host: str) -> str:
+    """Returns the interface to listen on: one of loopback or all, since the address of another host
+    name need not be one to bind to."""
+    return {"localhost": "127.0.0.1", "127.0.0.1": "127.0.0.1", "::1": "::1"}.get(host, "")
+
+
 def bound(address: str, kind: socket.SocketKind) -> socket.socket:
     """Returns a socket of this ``kind`` that is bound to the port of an ``address`` of this
-    machine: on loopback if the address is one of loopback, else on all interfaces, since the
-    address of another host name need not be one to bind to.
+    machine, on its `interface`; all are those of IPv4 and IPv6.
 
     Raises:
         OSError: the port is taken.
     """
     host, port = split(address)
-    loopback = {"localhost": "127.0.0.1", "127.0.0.1": "127.0.0.1", "::1": "::1"}.get(host)
+    loopback = interface(host)
     both = not loopback and socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both or loopback == "::1" else socket.AF_INET
     made = socket.socket(family, kind)
@@ -32,7 +37,7 @@ def bound(address: str, kind: socket.SocketKind) -> socket.socket:
             made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if both:
             made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        made.bind((loopback or "", port))
+        made.bind((loopback, port))
     except BaseException:
         made.close()
         raise
