@@ -547,9 +547,11 @@ class Loop:
         on disk. Call it on all workers; the chief writes. Raises `CheckpointError` if a save
         failed, `UsageError` if the loop has no checkpoints; also as `check_copies` does."""
         checkpoints = self._checkpoints()
-        with LEDGER.spend("saving"), watchdog.host("saving", self.global_step):
+        with LEDGER.spend("saving"):
             self.state.collect()
-            if self._is_chief:
+            if not self._is_chief:
+                return
+            with watchdog.host("saving", self.global_step):
                 check_copies(self.step, this_worker=True)
                 state, changed = self.state.variables(), self.step.trace_guards.changed(self.step)
                 checkpoints.save(self.global_step, state, metrics, changed=changed, wait=wait)

@@ -599,14 +599,14 @@ def _made(
     return make(strategy_over(replicas), checkpoints)
 
 
-def _variables(loop: Loop) -> Iterator[tuple[str, str, tf.Variable]]:
+def _variables(loop: Loop) -> Iterator[tuple[str, str, Any]]:
     """Yields the label, a name that two loops share (Keras numbers its own), and each variable of
-    the state."""
+    the state, or what stands for one that the replicas share out."""
     loop.state.collect()
     for group, variables in loop.state.variables().items():
         for number, variable in enumerate(variables):
-            if not isinstance(variable, tf.Variable):
-                continue  # a setting, such as whether XLA compiles the step
+            if isinstance(variable, tuple):
+                continue  # `ctl.control.state.Value`: whether XLA compiles the step, for instance
             name = f"{group} {number}"
             yield f"{name} ({variable.name.removesuffix(':0')})", name, variable
 

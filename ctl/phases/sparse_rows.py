@@ -322,17 +322,13 @@ def split_tables(step: Any) -> Iterator[dict[int, Shards]]:
             _release(layer)
     shards: dict[int, Shards] = {}
     tables = _tables_of(step) if step.embedding_plan == "sharded" else []
-    several = step.strategy.num_replicas_in_sync > 1
-    for variable, layers in tables if several else []:
-        if not _is_wanted(step, variable):
-            continue
-        if why := _why_dense(step, variable, layers) or _why_whole(step):
-            raise UsageError(
-                f"layer {layers[0].name} cannot be split over the replicas, because {why}: leave "
-                "embedding_plan=sharded (--embedding_plan=sharded) out"
-            )
-        shards[id(variable)] = Shards(variable, step.strategy)
     try:
+        for variable, layers in tables:
+            if step.strategy.num_replicas_in_sync > 1 and _is_wanted(step, variable):
+                _check_splits(step, variable, layers)
+                shards[id(variable)] = Shards(variable, step.strategy)
+        if step.embedding_plan == "sharded" and not shards:
+            logging.warning("embedding_plan=sharded splits no table: %s", _why_none(step, tables))
         yield shards
     except BaseException:
         for variable, _ in tables:
@@ -380,17 +376,31 @@ def _release(layer: keras.layers.Embedding) -> None:
         variable._table.release()
 
 
-def _why_whole(step: Any) -> str | None:
-    """Why no table can be split; None if it can."""
-    if step.accumulate_steps > 1:
-        return "micro-batches run in a loop, in which TensorFlow has no collectives of replicas"
+def _check_splits(step: Any, table: keras.Variable, layers: Sequence[Any]) -> None:
+    """Raises `UsageError` if ``table`` of ``layers`` cannot be split."""
     optimizers = step.optimizer
     if isinstance(optimizers, keras.optimizers.Optimizer):
         optimizers = [(optimizers,)]
     groups = optimizers.values() if isinstance(optimizers, Mapping) else optimizers
-    if any(group[0].built for group in groups):
-        return "its optimizer was built before the step, with the whole table"
-    return None
+    why = _why_dense(step, table, layers)
+    if step.accumulate_steps > 1:
+        why = "micro-batches run in a loop, in which TensorFlow has no collectives of replicas"
+    elif any(group[0].built for group in groups):
+        why = "its optimizer was built before the step, with the whole table"
+    if why:
+        raise UsageError(
+            f"layer {layers[0].name} cannot be split over the replicas, because {why}: leave "
+            "embedding_plan=sharded (--embedding_plan=sharded) out"
+        )
+
+
+def _why_none(step: Any, tables: Sequence[Any]) -> str:
+    if step.strategy.num_replicas_in_sync == 1:
+        return "there is one replica"
+    if not tables or step.sparse_rows == "off":
+        return "none is trained by rows"
+    least = size_text(LEAST_BYTES)
+    return f"none has {least}; sparse_rows=on (--sparse_rows=on) takes smaller ones, too"
 
 
 def _why_dense(

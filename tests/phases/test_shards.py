@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tables_worker
 import tensorflow as tf
+import test_sparse_rows
 from paths import SUPPORT
 from tables_worker import IDS, ROWS, STEPS, examples, make
 from test_sparse_rows import assert_close, tied
@@ -21,6 +22,7 @@ from ctl.errors import UsageError
 from ctl.loop import Loop
 from ctl.phases.optimizers import slots_of
 from ctl.step import TrainStep
+from ctl.testing import check_step
 
 OPTIMIZERS = [*tables_worker.OPTIMIZERS]
 
@@ -173,6 +175,27 @@ def test_what_cannot_be_split_is_refused_and_stays_whole(mirrored, make_step, re
     for variable, value in zip(model.trainable_variables, before, strict=True):
         np.testing.assert_array_equal(variable.value.numpy(), value)
     assert {type(variable) for variable in model.trainable_variables} == {keras.Variable}
+
+
+@pytest.mark.parametrize(
+    "replicas, rows, reason",
+    [
+        (1, "on", "there is one replica"),
+        (2, "auto", "none has 4.0 MiB; sparse_rows=on"),
+        (2, "off", "none is trained by rows"),
+    ],
+)
+def test_a_plan_that_splits_nothing_says_so(mirrored, warnings_of, replicas, rows, reason):
+    make(mirrored(replicas), "adagrad", rows, "sharded")
+    assert any(reason in warning for warning in warnings_of())
+
+
+@pytest.mark.slow
+def test_the_checks_of_a_step_hold():
+    def make_loop(strategy, checkpoints):
+        return test_sparse_rows.make(strategy, embedding_plan="sharded", checkpoints=checkpoints)
+
+    check_step(make_loop)
 
 
 def test_a_table_that_is_not_only_looked_up_is_refused(mirrored):
