@@ -84,16 +84,17 @@ class InMemory:
         indices = self._shuffled(start_step) if self.training else self._in_order(start_step)
         return indices.prefetch(_PREFETCH).with_options(distribution_options())
 
+    def permutation(self, epoch: tf.Tensor) -> tf.Tensor:
+        """The indices of all examples, int64 [num_examples], in the order of ``epoch``."""
+        # The permutations of index_shuffle are correlated in consecutive epochs.
+        return tf.random.experimental.stateless_shuffle(
+            tf.range(self.num_examples, dtype=tf.int64),
+            seed=tf.stack([tf.constant(self.seed, tf.int64), epoch]),
+            alg="philox",
+        )
+
     def _shuffled(self, start_step: int) -> tf.data.Dataset:
         count, batch = self.num_examples, self.global_batch_size
-
-        def permutation(epoch: tf.Tensor) -> tf.Tensor:
-            # The permutations of index_shuffle are correlated in consecutive epochs.
-            return tf.random.experimental.stateless_shuffle(
-                tf.range(count, dtype=tf.int64),
-                seed=tf.stack([tf.constant(self.seed, tf.int64), epoch]),
-                alg="philox",
-            )
 
         def batches_ending_in(epoch: tf.Tensor) -> tf.Tensor:
             # Batch k is examples [k * batch, (k + 1) * batch) of the concatenated permutations. It
@@ -101,17 +102,11 @@ class InMemory:
             first = tf.maximum(epoch * count // batch, start_step)
             last = (epoch + 1) * count // batch
             begin = (epoch - 1) * count
-            two_epochs = tf.concat([permutation(epoch - 1), permutation(epoch)], axis=0)
+            two_epochs = tf.concat([self.permutation(epoch - 1), self.permutation(epoch)], axis=0)
             return tf.reshape(two_epochs[first * batch - begin : last * batch - begin], [-1, batch])
 
         first_epoch = ((start_step + 1) * batch - 1) // count
-        return (
-            tf.data.Dataset.range(first_epoch, tf.int64.max)
-            .map(batches_ending_in)
-            .prefetch(1)  # shuffles the next epoch during the current one
-            .flat_map(tf.data.Dataset.from_tensor_slices)
-            .apply(tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY))
-        )
+        return endless(tf.data.Dataset.range(first_epoch, tf.int64.max).map(batches_ending_in))
 
     def _in_order(self, start_step: int) -> tf.data.Dataset:
         count, batch = self.num_examples, self.global_batch_size
@@ -146,6 +141,15 @@ class InMemory:
     def fingerprint(self) -> dict[str, Any]:
         """Returns what identifies the examples and their order; reads all examples once."""
         return fingerprint(self, content_hash(self.arrays))
+
+
+def endless(chunks: tf.data.Dataset) -> tf.data.Dataset:
+    """The batches of endless ``chunks``, each int64 [batches, global_batch_size]."""
+    return (
+        chunks.prefetch(1)  # shuffles the next one during the current one
+        .flat_map(tf.data.Dataset.from_tensor_slices)
+        .apply(tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY))
+    )
 
 
 # TensorFlow gathers these dtypes on a CPU only, so on a GPU every step would copy all data to the

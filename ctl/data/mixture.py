@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from ctl.data.dataset import DatasetInfo
-from ctl.data.in_memory import InMemory
+from ctl.data.in_memory import InMemory, endless
 from ctl.data.sources import Arrays
 from ctl.data.streaming import Streaming
 from ctl.errors import UsageError
@@ -83,6 +83,14 @@ class Interleave:
         parts = self._parts[rests]
         return parts, periods * np.array(self._numbers)[parts] + self._before[rests, parts]
 
+    def locate_tensor(self, positions: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """The same for tensors."""
+        rests = positions % self._period
+        parts = tf.gather(self._parts, rests)
+        before = tf.gather(self._before, rests), parts
+        numbers = tf.gather(tf.constant(self._numbers, tf.int64), parts)
+        return parts, positions // self._period * numbers + tf.gather(*before, batch_dims=1)
+
     def merge(self, start: int, parts: Sequence[tf.data.Dataset]) -> tf.data.Dataset:
         """The elements of endless ``parts`` from position ``start`` on; each part must begin at its
         number in `counts`."""
@@ -109,16 +117,30 @@ class Mixture(InMemory):
         self.description += f", mixed: {_shares(parts)}"
 
     def _shuffled(self, start_step: int) -> tf.data.Dataset:
-        start = start_step * self.global_batch_size
-        streams, first = [], 0
-        for dataset, begin in zip(self.parts, self._interleave.counts(start), strict=True):
-            one_by_one = InMemory(dataset.arrays, global_batch_size=1, seed=dataset.seed)
-            offset = tf.constant(first, tf.int64)
-            indices = one_by_one.batches(begin).unbatch()
-            streams.append(indices.map(lambda index, offset=offset: index + offset))
-            first += dataset.num_examples
-        mixed = self._interleave.merge(start, streams)
-        return mixed.batch(self.global_batch_size, drop_remainder=True)
+        batch = self.global_batch_size
+        steps = max(1, self.num_examples // batch)  # about an epoch: a chunk permutes whole epochs
+
+        def rows_of(part: int, numbers: tf.Tensor) -> tf.Tensor:
+            """The examples of a part at its positions ``numbers``, which follow each other."""
+            dataset = self.parts[part]
+            epochs, _ = tf.unique(numbers // dataset.num_examples)
+            rows = tf.reshape(tf.map_fn(dataset.permutation, epochs), [-1])
+            first = tf.reduce_min(epochs) * dataset.num_examples
+            return tf.gather(rows, numbers - first)
+
+        def batches_from(step: tf.Tensor) -> tf.Tensor:
+            positions = step * batch + tf.range(steps * batch, dtype=tf.int64)
+            parts, numbers = self._interleave.locate_tensor(positions)
+            places, rows, first = [], [], 0
+            for part, dataset in enumerate(self.parts):
+                here = parts == part
+                places.append(tf.where(here)[:, 0])
+                rows.append(first + rows_of(part, tf.boolean_mask(numbers, here)))
+                first += dataset.num_examples
+            order = tf.argsort(tf.concat(places, 0))
+            return tf.reshape(tf.gather(tf.concat(rows, 0), order), [steps, batch])
+
+        return endless(tf.data.Dataset.range(start_step, tf.int64.max, steps).map(batches_from))
 
     def fingerprint(self) -> dict[str, Any]:
         """See `Dataset.fingerprint`."""

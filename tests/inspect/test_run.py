@@ -172,7 +172,7 @@ def test_windows_now_and_then(mirrored, monkeypatch):
 class Windows:
     """The windows of two workers, 20 seconds after one another."""
 
-    steps = 20
+    steps, worker = 20, 0
 
     def __init__(self):
         self.compared, self.age = 0, 0.0

@@ -403,7 +403,7 @@ def test_a_resume_with_another_momentum_is_refused(mirrored, tmp_path):
     loop.checkpoints.close()
     other = make(mirrored(1), optimizer="momentum", checkpoints=str(tmp_path))
     other.step.optimizer.momentum = 0.5
-    for table in other.step.tables.deferred.values():
+    for table in other.step.tables.deferred:
         table._settings["momentum"] = 0.5
     with pytest.raises(CheckpointError, match=r"saved with SGD\(momentum=0.9\), which is 0.5 now"):
         other.restore()

@@ -63,7 +63,11 @@ def input_parts(loop: Loop) -> dict[str, float]:
     # As the loop iterates over its data, which it reads in blocks where these are small.
     made_before, size = _again(share), getattr(dataset, "steps_per_element", 1)
     how = "shares" if hasattr(dataset, "undecoded") else "batches"
-    same: Any = SimpleNamespace(**{how: lambda *_: made_before}, steps_per_element=size)
+    same: Any = SimpleNamespace(
+        **{how: lambda *_: made_before},
+        steps_per_element=size,
+        global_batch_size=dataset.global_batch_size,
+    )
     feed: Any = open_feed(same, strategy, 0)
     parts["handing over"] = _seconds(feed.iterator) / size
     if hasattr(dataset, "operations") or hasattr(dataset, "arrays"):
