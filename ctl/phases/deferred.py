@@ -12,6 +12,7 @@ that had their last update together. With Ftrl, a row is a function of its slots
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -321,13 +322,16 @@ class Deferred:
     def bring_up_to_date(self) -> None:
         """Brings all rows up to date. Call it outside of a graph, before another value is assigned
         to the table."""
+        if int(self._updates.numpy()):
+            with watchdog.host("the rows of an embedding table"), self._strategy.scope():
+                self._bring()
 
-        @tf.function
+    @functools.cached_property
+    def _bring(self) -> Callable[[], None]:
+        @tf.function(autograph=False)
         def bring() -> None:
             self._strategy.extended.update(
                 self.table.value, lambda _: self._bring_all(), group=False
             )
 
-        if int(self._updates.numpy()):
-            with watchdog.host("the rows of an embedding table"), self._strategy.scope():
-                bring()
+        return bring

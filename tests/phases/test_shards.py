@@ -34,8 +34,15 @@ def dense():
     return {kind: tables_worker.trained(strategy, kind, "off") for kind in OPTIMIZERS}
 
 
-@pytest.mark.parametrize("replicas", [2, 4])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "optimizer, replicas",
+    [
+        ("adagrad", 2),
+        pytest.param("adagrad", 4, marks=pytest.mark.slow),
+        pytest.param("adamw", 2, marks=pytest.mark.slow),
+        pytest.param("adamw", 4, marks=pytest.mark.slow),
+    ],
+)
 def test_equals_whole_tables(mirrored, dense, optimizer, replicas):
     """On shares of any size, some of which have no examples."""
     assert_close(
@@ -59,6 +66,7 @@ def test_equals_them_on_two_workers(mirrored, dense, job, tmp_path):
             np.testing.assert_allclose(loss, loop.evaluate()["loss"], rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_checkpoint_of_any_number_of_replicas_goes_on_with_any_other(
     mirrored, dense, tmp_path, optimizer
@@ -73,6 +81,7 @@ def test_a_checkpoint_of_any_number_of_replicas_goes_on_with_any_other(
     assert_close(loop.step.model.get_weights(), dense[optimizer])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_resume_changes_no_bit(mirrored, tmp_path, optimizer):
     def variables(loop):
@@ -90,6 +99,7 @@ def test_a_resume_changes_no_bit(mirrored, tmp_path, optimizer):
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.slow
 def test_a_replica_holds_its_part_of_the_tables_and_of_their_slots(mirrored):
     strategy = mirrored(4)
     with strategy.scope():
@@ -111,6 +121,7 @@ def test_a_replica_holds_its_part_of_the_tables_and_of_their_slots(mirrored):
     assert [whole() for whole in before] == [None] * 3
 
 
+@pytest.mark.slow
 def test_who_reads_a_table_finds_all_rows(mirrored, dense, tmp_path):
     loop = make(mirrored(2), "adamw", "on", "sharded")
     loop.train(STEPS)
@@ -131,6 +142,7 @@ def test_who_reads_a_table_finds_all_rows(mirrored, dense, tmp_path):
     assert_close(model.get_weights(), [w + 1 for w in want])
 
 
+@pytest.mark.slow
 def test_another_step_takes_the_model_over_whole(mirrored, dense):
     loop = make(mirrored(2), "adamw", "on", "sharded")
     loop.train(STEPS)

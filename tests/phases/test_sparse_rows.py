@@ -439,6 +439,7 @@ def test_trials_end_where_a_history_is_full(mirrored, monkeypatch):
     monkeypatch.setattr(deferred, "HISTORY", 4)
     loop = make(mirrored(2), optimizer="momentum")
     monkeypatch.setattr(trials, "candidates", lambda tensors: [0, 64])
+    monkeypatch.setattr(trials, "_MOST_STEPS", 10)
     trials.tune_packs(loop)
     loop.train(6)
     want = trained(mirrored(1), "off", 6, optimizer="momentum")
