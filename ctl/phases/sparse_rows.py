@@ -64,11 +64,12 @@ class Table:
         self.parts: dict[int, Split] = {}
         self.whole: Split | None = None
         if shards:
-            self.whole = Split(shards, variable.value, self.read if deferred else None)
             self._from_outside = shards.from_outside(self.look_up)
             split = [variable.value, *slots_of(optimizer, variable)]
             split += [deferred.last] if deferred else []
             self.parts = {id(part): Split(shards, part) for part in split}
+            as_it_is = self.parts[id(variable.value)]
+            self.whole = Split(shards, variable.value, self.read) if deferred else as_it_is
         if self.is_special:
             variable.__class__ = _Variable
             variable._table, variable._shape = self, (self.rows, *variable.shape[1:])
@@ -218,7 +219,7 @@ class Tables:
         """Gathers the tables of which other workers hold rows, and their ``slots``, for a
         checkpoint or an export, if ``keep``. All workers must call it. Raises `PeerError`."""
         for table in self:
-            for part in [table.whole, *(table.parts.values() if slots else [])]:
+            for part in dict.fromkeys([table.whole, *(table.parts.values() if slots else [])]):
                 if part:
                     part.gather(keep)
 
