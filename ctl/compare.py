@@ -6,11 +6,11 @@ import dataclasses
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from absl import flags
 
+from ctl.base import stores
 from ctl.base.console import write_file
 from ctl.base.svg import printable
 from ctl.base.units import time_text
@@ -58,7 +58,7 @@ def main(directories: Sequence[str]) -> None:
     runs, notes = [], []
     for directory in dict.fromkeys(directories):
         try:
-            found = read(Path(directory))
+            found = dataclasses.replace(read(stores.local(directory)), name=directory)
         except UsageError as error:
             notes.append(str(error))
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import shlex
 import time
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from absl import flags, logging
 
-from ctl.base import console, durable, names
+from ctl.base import console, durable, names, stores
 from ctl.errors import CheckpointError, UsageError
 from ctl.flags import config, devices, groups, training
 from ctl.flags.parsing import (
@@ -111,7 +112,8 @@ def _check(
     if not model_dir and not model:
         raise UsageError("give --model_dir=DIR of a run, or --model=FILE.keras")
     several = model and any(Path(model).glob("*/model.keras"))  # of an export
-    if model and not model_dir and not several and not Path(model).is_file():
+    is_there = several or stores.is_url(model or "") or Path(model or "").is_file()
+    if model and not model_dir and not is_there:
         raise UsageError(f"--model={model}: no such file")
     if not math.isfinite(watch_timeout):
         raise UsageError(f"--watch_timeout={watch_timeout} must be finite")
@@ -168,7 +170,11 @@ def _found() -> dict[str, Any]:
     """What the training data of the model hold, if they were files."""
     from ctl.checkpoint.export import found_beside
 
-    return config.found(Path(FLAGS.model_dir)) if FLAGS.model_dir else found_beside(FLAGS.model)
+    return (
+        config.found(stores.local(FLAGS.model_dir))
+        if FLAGS.model_dir
+        else found_beside(FLAGS.model)
+    )
 
 
 def _make_evaluator(dataset: Any, strategy: tf.distribute.Strategy, frozen: list[str]) -> Evaluator:
@@ -224,7 +230,7 @@ def _evaluate_checkpoints(evaluator: Evaluator, averaged: bool, best: dict[str, 
         _show(evaluator, saved)
 
     with CheckpointManager(
-        Path(FLAGS.model_dir) / "checkpoints", **best, read_only=True
+        stores.join(FLAGS.model_dir, "checkpoints"), **best, read_only=True
     ) as checkpoints:
         wanted = FLAGS.checkpoint
         saved = checkpoints.restore(state, int(wanted) if wanted.isdecimal() else wanted)
@@ -260,7 +266,7 @@ def _averages(model: keras.Model) -> list[tuple[keras.Variable, Any]]:
 def _warn_of_selection(info: Any) -> None:
     if FLAGS.checkpoint != "best":
         return
-    if config.chosen(Path(FLAGS.model_dir), "eval_split", str) == info.split:
+    if config.chosen(stores.local(FLAGS.model_dir), "eval_split", str) == info.split:
         logging.warning(
             "the best checkpoint was selected on these data, %s, so its result is too good: to "
             "select on other data, train with --keep_best=1 and without --eval_split",
@@ -282,19 +288,28 @@ def _check_given() -> None:
         check_without_effect(["watch_timeout"], "without --watch: add --watch, or leave this out")
 
 
+def _stored_flags() -> dict[str, Any] | None:
+    """The flags of the run, as they are now; None if there is none."""
+    with contextlib.suppress(stores.NothingThere):
+        return config.read(stores.local(FLAGS.model_dir, again=True))
+    return None
+
+
 def _adopt_run() -> tuple[bool, list[str], dict[str, Any]]:
     """Adopts the flags of the run; returns whether it averages weights, what it froze, and its
     ``best_metric`` and ``best_mode``."""
-    model_dir = Path(FLAGS.model_dir)
-    stored = config.read(model_dir)
+    stored = _stored_flags()
     if stored is None and FLAGS.watch:
-        logging.info("waiting for a run of ctl.train in %s", model_dir)
+        logging.info("waiting for a run of ctl.train in %s", FLAGS.model_dir)
         deadline = time.monotonic() + FLAGS.watch_timeout
         while stored is None and time.monotonic() < deadline:
             time.sleep(min(_POLL_SECONDS, FLAGS.watch_timeout))
-            stored = config.read(model_dir)
+            stored = _stored_flags()
     if stored is None:
-        raise UsageError(f"--model_dir={model_dir} holds no run of ctl.train: no {config.FILE}")
+        raise UsageError(
+            f"--model_dir={FLAGS.model_dir} holds no run of ctl.train: no {config.FILE}"
+        )
+    model_dir = stores.local(FLAGS.model_dir)
     # Importing a module runs it, so a name in a file is not enough to import one.
     again = [
         f"--{name}={shlex.quote(str(stored.get(name)))}"
@@ -339,12 +354,17 @@ def write_report(evaluator: Evaluator, results: dict[str, float], saved: Saved |
 
 def _print(results: dict[str, float], saved: Saved | None) -> None:
     if FLAGS.json:
-        head = {"step": saved.step, "path": str(saved.path)} if saved else {"path": FLAGS.model}
+        head = {"step": saved.step, "path": _where(saved)} if saved else {"path": FLAGS.model}
         print(to_json({**head, **results}), flush=True)
         return
     scores = [f"{name} {value:.6f}" for name, value in results.items()]
-    where = f"step {saved.step} ({saved.path})" if saved else FLAGS.model
+    where = f"step {saved.step} ({_where(saved)})" if saved else FLAGS.model
     print(console.filled(scores, f"{where}: "), flush=True)
+
+
+def _where(saved: Saved) -> str:
+    """Where the user knows the checkpoint."""
+    return stores.join(FLAGS.model_dir, f"checkpoints/{saved.path.name}")
 
 
 if __name__ == "__main__":

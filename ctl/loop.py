@@ -716,7 +716,7 @@ class Loop:
 
     def _finish_saving(self) -> None:
         """What the watchdog does before it ends this process."""
-        self._checkpoints().wait()
+        self._checkpoints().flush()
         self._kept.save()
 
     def _saved_at_stop(self) -> Preempted | KeyboardInterrupt:
@@ -734,7 +734,7 @@ class Loop:
             )
         self.save(wait=True)
         saved = self.checkpoints.latest() if self._is_chief else None
-        path = saved.path if saved else self.checkpoints.directory
+        path = self.checkpoints.shown(saved.path if saved else self.checkpoints.directory)
         return Preempted(f"{name}: saved step {step} in {path}; the same command resumes")
 
     def stop_on_signals(self) -> contextlib.AbstractContextManager[None]:

@@ -18,6 +18,7 @@ from absl import flags, logging
 
 from ctl.base import cache, console
 from ctl.base.names import NAMING, is_function_name, paths_by_name
+from ctl.base.stores import is_url, join
 from ctl.base.streams import native_stderr_held
 from ctl.checkpoint import manifest
 from ctl.distributed import cluster
@@ -75,7 +76,11 @@ def main() -> None:
         raise UsageError(
             f"--momentum has no effect with --optimizer={FLAGS.optimizer}: use momentum or nesterov"
         )
-    model_dir = Path(FLAGS.model_dir)
+    with outputs.run_directory(FLAGS, not (FLAGS.dry_run or FLAGS.precompile)) as model_dir:
+        _main(model_dir)
+
+
+def _main(model_dir: Path) -> None:
     stored = config.read(model_dir)
     # Without a checkpoint, flags may change: the earlier attempt trained nothing that was saved.
     if manifest.paths(model_dir / "checkpoints"):
@@ -90,7 +95,7 @@ def main() -> None:
         config.check_tokenizer(model_dir)
     elif FLAGS.init_from:
         for path in paths_by_name(FLAGS.init_from).values():
-            if not any(Path(path + end).exists() for end in ("", ".index")):
+            if not is_url(path) and not any(Path(path + end).exists() for end in ("", ".index")):
                 raise UsageError(f"--init_from={path}: no such file or directory")
     if FLAGS.dry_run or FLAGS.precompile:
         FLAGS["download"].value = False
@@ -172,6 +177,7 @@ def _train(model_dir: Path, ledger: outputs.LedgerFile | None = None) -> None:
         leave_together(placement.strategy)
         checkpoints.wait()
         exported = _export(loop, model_dir, prepared.found) if exports else []
+        checkpoints.flush()
         signals.decided()
         best = checkpoints.best() if FLAGS.keep_best else None
     if FLAGS.precompile and programs:
@@ -371,6 +377,7 @@ def _summarize(
     ]
     named = {name: FLAGS[name].value or "" for name in NAMING}
     again = [f" --{n}={shlex.quote(code)}" for n, code in named.items() if is_function_name(code)]
+    places = [path.relative_to(model_dir).as_posix() for path in exported]
     earlier = []
     if best and best.step < total_steps:
         used = best.step if FLAGS.restore_best_weights else total_steps
@@ -380,17 +387,17 @@ def _summarize(
         "",
         f"done: {total_steps} steps, {steps} of them now in {seconds:.1f} s",
         *scores,
-        f"  checkpoints  {model_dir / 'checkpoints'}",
-        f"  log          {model_dir / 'metrics.jsonl'}",
+        f"  checkpoints  {join(FLAGS.model_dir, 'checkpoints')}",
+        f"  log          {join(FLAGS.model_dir, 'metrics.jsonl')}",
         *([console.filled(ledger.pieces(), "  time         ")] if ledger else []),
-        *(f"  exported     {path}" for path in exported),
+        *(f"  exported     {join(FLAGS.model_dir, path)}" for path in places),
         *earlier,
         "next:",
-        f"  {console.python()} -m ctl.evaluate --model_dir={shlex.quote(str(model_dir))}"
+        f"  {console.python()} -m ctl.evaluate --model_dir={shlex.quote(FLAGS.model_dir)}"
         f"{''.join(again)}{' --checkpoint=best' if FLAGS.keep_best else ''}",
     ]
     if FLAGS.tensorboard:
-        logdir = shlex.quote(str(model_dir))
+        logdir = shlex.quote(FLAGS.model_dir)
         lines.append(f"  {console.python()} -m tensorboard.main --logdir={logdir}")
     print("\n".join(lines))
 

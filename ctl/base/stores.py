@@ -12,12 +12,16 @@ is cached, so a list is as fresh as the store's.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
 import functools
+import logging
 import os
 import random
 import re
+import shutil
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -62,6 +66,10 @@ class StoreError(CheckpointError):
         self.lasting = lasting
 
 
+class NothingThere(UsageError):
+    """There is nothing at a URL."""
+
+
 def is_url(path: str | os.PathLike[str]) -> bool:
     """Whether ``path`` is a URL of a store, ``scheme://…``."""
     found = _URL.fullmatch(os.fspath(path))
@@ -101,6 +109,8 @@ def open_store(url: str | os.PathLike[str]) -> Store:
         filesystem, root = fsspec.core.url_to_fs(url, **options)
     except (ImportError, ValueError, TypeError, OSError) as error:
         raise UsageError(f"{url}: {_first_line(error)}") from error
+    for name in ("botocore", "aiobotocore"):  # which tell where they found what they need
+        logging.getLogger(name).setLevel(logging.WARNING)
     if extra in ("s3", "gcs"):
         filesystem.retries = 2  # of a part of an upload, where this module can only begin again
     return Store(url.rstrip("/"), filesystem, root.rstrip("/"))
@@ -121,12 +131,16 @@ class Store:
         self.requests = 0
         self._fs, self._root = filesystem, root
 
-    def list(self, prefix: str = "") -> dict[str, int]:
-        """The names of all objects below the folder ``prefix``, with their sizes in bytes."""
+    def list(self, prefix: str = "", deep: bool = True) -> dict[str, int]:
+        """The names of all objects below the folder ``prefix``, with their sizes in bytes; without
+        ``deep``, of those directly in it."""
         place = self._place(prefix)
 
         def find() -> dict[str, int]:
             self._fs.invalidate_cache()
+            if not deep:
+                infos = self._fs.ls(place, detail=True)
+                return {one["name"]: one["size"] for one in infos if one["type"] == "file"}
             if getattr(self._fs, "async_impl", False):
                 found = self._fs.find(place, detail=True)
                 return {name: info["size"] for name, info in found.items()}
@@ -372,3 +386,89 @@ def _reason(error: Exception) -> str:
 def _first_line(error: BaseException) -> str:
     text = getattr(error, "strerror", None) or str(error) or type(error).__name__
     return (str(text).strip().partition("\n")[0] or type(error).__name__)[:200]
+
+
+# What a reader of a run does not need: weights, and what is large and only for people.
+_LARGE = re.compile(r"(.*/)?(variables\.|events\.out\.)|export/|(.*/)?plugins/|owner/")
+_LARGEST = 64 << 20  # bytes
+
+_local: dict[tuple[int, str], Path] = {}  # by process (a forked one has its own) and URL
+
+
+def local(path: str | os.PathLike[str], *, again: bool = False, whole: bool = False) -> Path:
+    """Where the files at ``path`` are on this machine: ``path`` itself, if it is no URL. Else they
+    are copied to a temporary directory of this process, which is deleted at its end: what is small,
+    or all with ``whole``. A later call gives the same files, unless it copies ``again``.
+
+    Raises:
+        NothingThere: at the URL, a `UsageError`; or one that names a missing package.
+        StoreError: it cannot be read.
+    """
+    if not is_url(path):
+        return Path(path)
+    url = os.fspath(path).rstrip("/")
+    key = os.getpid(), url
+    if key in _local and not again:
+        return _local[key]
+    store = open_store(url)
+    names = {name: size for name, size in store.list().items() if name}
+    target = _local[key] if key in _local else temporary(url)
+    if not names:
+        parent, _, last = url.rpartition("/")
+        beside = open_store(parent)
+        starts = last + ".index", last + ".data-"  # of the checkpoint of another program
+        found = [n for n in beside.list(deep=False) if n == last or n.startswith(starts)]
+        if not found:
+            raise NothingThere(f"{url}: there is nothing")
+        copy(beside, found, target.parent)
+    else:
+        wanted = [name for name, size in names.items() if whole or is_small(name, size)]
+        copy(store, wanted, target)
+    return _local.setdefault(key, target)
+
+
+def send(url: str | os.PathLike[str], name: str) -> str:
+    """Writes the file ``name`` of the directory ``local(url)`` to ``url``, if it is a URL. Returns
+    where the file is."""
+    if is_url(url):
+        open_store(url).upload(name, local(url) / name)
+    return join(os.fspath(url), name)
+
+
+def is_small(name: str, size: int) -> bool:
+    """Whether readers of runs need the object ``name`` of ``size`` bytes, other than weights."""
+    return size <= _LARGEST and not _LARGE.match(name)
+
+
+def use(url: str, directory: Path | None) -> None:
+    """From now on, `local` gives ``directory`` for ``url``; with None, it copies again."""
+    _local.pop((os.getpid(), url.rstrip("/")), None)
+    if directory:
+        _local[os.getpid(), url.rstrip("/")] = directory
+
+
+def temporary(url: str) -> Path:
+    """A path of the name of ``url`` in a new directory, which is deleted with this process."""
+    folder = Path(tempfile.mkdtemp(prefix="ctl-store-"))
+    atexit.register(_delete, folder, os.getpid())
+    return folder / (url.rstrip("/").rpartition("/")[2] or "store")
+
+
+def _delete(folder: Path, process: int) -> None:
+    if process == os.getpid():  # not a fork of it
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def copy(store: Store, names: Iterable[str], directory: Path) -> None:
+    """Downloads the objects ``names`` to ``directory``, some at once. Passes over those that were
+    deleted meanwhile, and over names that would leave the directory."""
+
+    def one(name: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            store.download(name, directory / name)
+
+    directory.mkdir(parents=True, exist_ok=True)
+    safe = [name for name in names if not {"", ".", ".."}.intersection(name.split("/"))]
+    with ThreadPoolExecutor(_DOWNLOADS, "ctl-copy") as threads:
+        for _ in threads.map(one, safe):
+            pass

@@ -18,7 +18,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ctl.base import durable
+from ctl.base import durable, stores
 from ctl.base.models import Models, by_name
 from ctl.errors import CheckpointError, UsageError
 
@@ -115,6 +115,9 @@ def found_beside(model: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         UsageError: the file is damaged.
     """
+    if stores.is_url(model):
+        parent, _, last = os.fspath(model).rstrip("/").rpartition("/")
+        model = stores.local(parent) / last if last.endswith(".keras") else stores.local(model)
     path = Path(model) if exported_models(model) else Path(model).parent
     path /= DATA_FILE
     try:
@@ -144,6 +147,7 @@ def load_model(
     """
     if path is None:
         raise UsageError(f"--{flag} is missing: give the .keras file of a trained model")
+    path = stores.local(path, whole=True)
     try:
         if files := exported_models(path):
             return Models({f.parent.name: keras.saving.load_model(f, compile=False) for f in files})

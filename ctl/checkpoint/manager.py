@@ -34,13 +34,14 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from ctl.base import durable
+from ctl.base import durable, stores
 from ctl.base.best import Mode, mode_of
 from ctl.base.differences import differences, first_three
 from ctl.base.ledger import LEDGER
 from ctl.checkpoint import bundle, manifest
 from ctl.checkpoint.bundle import State
 from ctl.checkpoint.manifest import Saved
+from ctl.checkpoint.mirror import KEEP_TRYING, Mirror, mirror_of
 from ctl.errors import CheckpointError, CtlError, UsageError
 
 _VERSIONS = {"tensorflow": tf.__version__, "keras": keras.__version__, "numpy": np.__version__}
@@ -96,6 +97,7 @@ class CheckpointManager:
         fingerprint: Mapping[str, Any] | None = None,
         soft_keys: Sequence[str] = ("tensorflow",),
         read_only: bool = False,
+        keep_trying: float = KEEP_TRYING,
         clock: Callable[[], float] = time.time,
     ):
         """Opens ``directory``. A writer creates it and deletes unfinished files of dead writers.
@@ -105,7 +107,8 @@ class CheckpointManager:
         writer when it is asked to `save`.
 
         Args:
-          directory: on a POSIX file system.
+          directory: on a POSIX file system, or the URL of one in a store, see
+            `ctl.checkpoint.mirror`. The attribute is its directory on this machine.
           keep: number of latest checkpoints to keep, at least 1.
           keep_best: number of best ones by ``best_metric`` to keep too; of equals, the earlier.
           best_metric: name of a metric given to `save` or `annotate`.
@@ -117,6 +120,7 @@ class CheckpointManager:
             those of its data.
           soft_keys: keys of the fingerprint that may differ; `restore` then logs a warning.
           read_only: for evaluators and exporters. Creates, locks and deletes nothing.
+          keep_trying: seconds for which training goes on though the store fails.
           clock: returns seconds since the epoch.
 
         Raises:
@@ -124,17 +128,18 @@ class CheckpointManager:
           CheckpointError: the directory cannot be written, or another process writes it.
         """
         self.code: Mapping[str, Any] | None = None
-        self.directory = Path(directory)
-        if "://" in os.fspath(directory):
-            raise UsageError(
-                f"Checkpoints need a POSIX file system, not {directory}; mount it or choose "
-                "another --model_dir"
-            )
         if keep < 1 or keep_best < 0 or (keep_every_hours is not None and keep_every_hours <= 0):
             raise UsageError(
                 "A checkpoint manager needs keep >= 1, keep_best >= 0 and keep_every_hours > 0, "
                 f"not {keep}, {keep_best} and {keep_every_hours}"
             )
+        self._own_mirror: Mirror | None = None
+        if stores.is_url(directory):
+            url = os.fspath(directory)
+            self._own_mirror = Mirror(url, keep_trying=keep_trying, writes=not read_only)
+            directory = self._own_mirror.directory
+        self.directory = Path(directory)
+        self._mirror = mirror_of(self.directory)
         self._best = (best_metric, mode_of(best_metric, best_mode))
         self._retention: dict[str, Any] = {"best_metric": best_metric, "best_mode": self._best[1]}
         self._retention |= {"keep": keep, "keep_best": keep_best}
@@ -173,13 +178,15 @@ class CheckpointManager:
     def close(self) -> None:
         """Waits for the write in progress, raises its error, and frees the lock."""
         try:
-            self.wait()
+            self.flush()
         finally:
             self._executor.shutdown()
             self._writes = False
             if self._lock:
                 self._lock.release()
                 self._lock = None
+            if self._own_mirror:
+                self._own_mirror.close()
 
     # Writing.
 
@@ -296,7 +303,9 @@ class CheckpointManager:
         self._submit(self._annotate, operator.index(step), results, stopped)
 
     def check(self) -> None:
-        """Raises the error of a write that has ended; does not wait."""
+        """Raises the error of a write that has ended, or of a store; does not wait."""
+        if self._mirror:
+            self._mirror.check()
         if any(write.done() and write.exception() for write in self._pending):
             self.wait()
 
@@ -307,10 +316,21 @@ class CheckpointManager:
             for write in pending:
                 write.result()
 
+    def flush(self) -> None:
+        """As `wait`, and until the store has what was written, if the directory is of one."""
+        self.wait()
+        if self._mirror and self._lock:
+            with LEDGER.spend("saving"):
+                self._mirror.flush()
+
+    def shown(self, path: Path) -> str:
+        """``path`` as the user knows it: in a store, its URL."""
+        return self._mirror.url_of(path) if self._mirror else str(path)
+
     def _submit(self, write: Callable[..., None], *args: Any, wait: bool = False) -> None:
         self._pending.append(self._executor.submit(write, *args))
         if wait or not self._asynchronous:
-            self.wait()
+            self.flush()
 
     def _take_over(self) -> None:
         """Closes an earlier manager of this process that writes the directory."""
@@ -362,6 +382,12 @@ class CheckpointManager:
                 durable.sweep(self.directory)
             except OSError as error:
                 raise self._failure("open the checkpoints for writing", error) from error
+            if self._mirror:
+                try:
+                    self._mirror.own()
+                except BaseException:
+                    lock.release()
+                    raise
             self._lock = lock
             if self._committed < 0:  # meanwhile, another may have written
                 self.unrestored = self.latest()
@@ -391,6 +417,7 @@ class CheckpointManager:
                     durable.discard(path)
             self._committed = saved.step
             self._apply_retention()
+            self._copy_to_store()
         except (OSError, tf.errors.OpError) as error:
             shutil.rmtree(unfinished, ignore_errors=True)
             doing = f"save the checkpoint of step {saved.step}"
@@ -411,9 +438,14 @@ class CheckpointManager:
             saved = replace(saved, metrics=metrics, evaluated=names, stopped=stopped)
             manifest.dump(saved, saved.path, via=self.directory)
             self._apply_retention()
+            self._copy_to_store()
         except OSError as error:
             doing = f"add metrics to the checkpoint of step {step}"
             raise self._failure(doing, error) from error
+
+    def _copy_to_store(self) -> None:
+        if self._mirror:
+            self._mirror.changed()
 
     def _apply_retention(self) -> None:
         past = [s for s in self.all() if s.step <= self._committed]
@@ -426,11 +458,13 @@ class CheckpointManager:
 
     def all(self) -> list[Saved]:
         """Every checkpoint with a valid manifest, in ascending order of steps."""
+        self._refresh()
         return manifest.load_all(self.directory)
 
     def latest(self) -> Saved | None:
         """The last one with a valid manifest, see `manifest.newest_first`; ``None`` without one.
         Reads no other file, so `restore` may pass over it."""
+        self._refresh()
         steps = functools.partial(manifest.newest_first, self.directory)
         return manifest.first_intact(self.directory, steps, manifest.load, quiet=True)
 
@@ -442,6 +476,7 @@ class CheckpointManager:
     def best(self) -> Saved | None:
         """The one with the best ``best_metric``, see `manifest.best_first`; ``None`` if none has
         it."""
+        self._refresh()
         return next(iter(manifest.best_first(self.directory, *self._best)), None)
 
     def restore(
@@ -491,6 +526,8 @@ class CheckpointManager:
         variables = bundle.unwrap(state)
 
         def read(path: Path) -> tuple[Saved, dict[str, list[tf.Tensor]]]:
+            if self._mirror:
+                self._mirror.fetch(path)
             saved = manifest.load(path)
             with durable.verifying(path, saved.files):
                 self._require_fingerprint(saved)
@@ -522,6 +559,7 @@ class CheckpointManager:
 
     def _steps(self, wanted: int | Literal["latest", "best"] | None) -> list[int]:
         """The steps to try, in their order."""
+        self._refresh()
         if wanted is None or wanted == "latest":
             return manifest.newest_first(self.directory)
         steps = list(manifest.paths(self.directory))
@@ -539,6 +577,11 @@ class CheckpointManager:
                 f"{', '.join(map(str, steps)) or '(none)'}"
             )
         return [operator.index(wanted)]
+
+    def _refresh(self) -> None:
+        """A reader of a store sees what is there now."""
+        if self._mirror and not self._writes:
+            self._mirror.refresh()
 
     def _identity(self) -> Mapping[str, Any] | None:
         """The fingerprint, as it is read back: JSON turns tuples into lists."""

@@ -14,6 +14,7 @@ from ctl.base import durable
 from ctl.base.names import check_name, numbered
 from ctl.checkpoint import bundle, foreign, manifest
 from ctl.checkpoint.manifest import Saved
+from ctl.checkpoint.mirror import bring
 from ctl.errors import CheckpointError, UsageError
 
 
@@ -42,7 +43,7 @@ class Reader(Mapping[str, np.ndarray]):
             which the last checkpoint is read: the one from which the run would resume. That is the
             highest intact step up to the one that ``latest.json`` names, else the highest intact
             one. A damaged one is passed over with a warning. Or a checkpoint of others, see
-            `ctl.checkpoint.foreign.find`.
+            `ctl.checkpoint.foreign.find`. Each may be the URL of one in a store.
 
     Attributes:
         saved: the step, time and metrics of the checkpoint, see `ctl.checkpoint.Saved`; None for a
@@ -55,7 +56,7 @@ class Reader(Mapping[str, np.ndarray]):
     """
 
     def __init__(self, path: str | os.PathLike[str]):
-        self._path = Path(path)
+        self._path = bring(path)
         self.saved: Saved | None = None
         self.tensors: dict[str, Tensor] = {}
         if prefix := foreign.find(self._path):

@@ -17,6 +17,7 @@ from ctl.base.models import Models, layers_of
 from ctl.base.names import check_name, numbered
 from ctl.checkpoint import foreign, manifest
 from ctl.checkpoint.export import KERAS_FILE, exported_models, load_model
+from ctl.checkpoint.mirror import bring
 from ctl.checkpoint.reader import Reader
 from ctl.errors import CtlError, UsageError
 
@@ -62,7 +63,7 @@ def load_weights(
             (``step.model``), each gets the weights of its name.
         path: a ``.keras`` or ``.weights.h5`` file, a SavedModel, or what `ctl.checkpoint.Reader`
             reads; also an export of several models. For several models, also a dict with a path for
-            each of some of them; the others keep their weights.
+            each of some of them; the others keep their weights. Each may be a URL of a store.
         reinit: names of layers that keep the weights they have, such as a new head; of several
             models, also their names.
         name: which model to read, if there are several at ``path``.
@@ -85,7 +86,7 @@ def load_weights(
         return _load_each(model, path, reinit)
     if isinstance(path, Mapping):
         raise UsageError(f"the weights of model {model.name} are one path, not a dict: it is one")
-    path, fresh = Path(path), {id(v) for part in reinit for v in layers[part].weights}
+    path, fresh = bring(path), {id(v) for part in reinit for v in layers[part].weights}
     if exported := exported_models(path):
         if name is None:
             raise UsageError(f"{path} holds several models: give one, such as {exported[0]}")
@@ -252,7 +253,7 @@ def _load_each(model: Models, path: Any, reinit: Sequence[str]) -> dict[str, np.
     for name in paths:
         check_name("model to load", name, model.keys())
     if not isinstance(path, Mapping):
-        _require_several(Path(path), model)
+        _require_several(bring(path), model)
     before = [v.numpy() for v in model.weights]
     given: dict[str, np.ndarray] = {}
     try:

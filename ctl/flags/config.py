@@ -41,6 +41,7 @@ _FREE = frozenset(
         *("workers", "worker_index", "communication", "startup_timeout"),
         "worker_timeout",
         *("bytes_per_pack", "steps_per_loop", "evaluate_every", "checkpoint_every", "keep"),
+        "keep_trying",
         *("keep_best", "best_metric", "best_mode", "restore_best_weights"),
         *("metrics", "keep_every_hours"),
         *("async_checkpoints", "log_every", "log_also", "also_evaluate"),

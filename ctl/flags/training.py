@@ -11,7 +11,7 @@ from typing import Any
 
 from absl import flags
 
-from ctl.base import names
+from ctl.base import names, stores
 from ctl.base.actions import parse_window
 from ctl.base.best import Mode, known_mode
 from ctl.errors import UsageError
@@ -123,8 +123,10 @@ def _check_model_dir(model_dir: str | None, *, required: bool) -> None:
         if not required:
             return
         raise UsageError("--model_dir is required: the directory of the run, e.g. /tmp/ctl-run")
+    if stores.is_url(model_dir):  # asked when it is opened
+        return
     if "://" in model_dir:
-        raise UsageError(f"--model_dir={model_dir}: mount it, runs need a POSIX file system")
+        raise UsageError(f"--model_dir={model_dir}: give a directory, or the URL of a store")
     path = Path(model_dir)
     try:
         if path.is_symlink() and not path.exists():
@@ -212,6 +214,13 @@ def _define_checkpoint_flags() -> None:
             "METRIC:PATIENCE:max or :min (default: never).",
         )
         flags.DEFINE_integer("keep", 3, "Number of most recent checkpoints to keep.", lower_bound=1)
+        flags.DEFINE_float(
+            "keep_trying",
+            600.0,
+            "Seconds for which training goes on though the store of --model_dir=s3://... fails or "
+            "is full. It tries again all the time. After that, exit code 4.",
+            lower_bound=0,
+        )
         flags.DEFINE_integer(
             "keep_best",
             0,

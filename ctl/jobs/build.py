@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from absl import logging
 from absl.flags import FLAGS, FlagValues
 
-from ctl.base import console, signals
+from ctl.base import console, signals, stores
 from ctl.base.names import NUMBERS, OPTIMIZERS, is_function_name, is_path, loss_of, paths_by_name
 from ctl.distributed import cluster
 from ctl.distributed.watch import watchdog
@@ -240,7 +239,7 @@ def _place(flags: FlagValues) -> Placement:
         communication=flags.communication,
         collective_timeout=flags.collective_timeout,
         startup_timeout=flags.startup_timeout,
-        record_dir=Path(flags.model_dir) / "inspect" if flags.model_dir else None,
+        record_dir=stores.local(flags.model_dir) / "inspect" if flags.model_dir else None,
     )
     of_a_worker = {"worker_index", "data_dir", "download"}  # all others must be equal on each
     of_the_job = [name for name in grouped_flags() if name not in of_a_worker]

@@ -7,10 +7,9 @@ import resource
 import textwrap
 import time
 from collections.abc import Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ctl.base import console
+from ctl.base import console, stores
 from ctl.checkpoint import manifest
 from ctl.jobs.build import Prepared, make_loop, prepare
 
@@ -36,7 +35,7 @@ def main(flags: FlagValues) -> None:
 
     from ctl.checkpoint.manager import CheckpointManager
 
-    prepared, model_dir = prepare(flags), Path(flags.model_dir)
+    prepared, model_dir = prepare(flags), stores.local(flags.model_dir)
     checkpoints = None
     if manifest.paths(model_dir / "checkpoints"):
         fingerprint = prepared.train.fingerprint()

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from absl import logging
 
+from ctl.base import stores
 from ctl.base.actions import parse_window
 from ctl.base.ledger import process_age
+from ctl.checkpoint.mirror import Mirror
 from ctl.errors import UsageError
 from ctl.flags.parsing import grouped_flags
 from ctl.logs.ledger import LedgerFile as LedgerFile
@@ -25,6 +28,30 @@ if TYPE_CHECKING:
     from ctl.control.evaluator import OnProgress
     from ctl.jobs.build import Prepared
     from ctl.loop import Loop
+
+
+@contextlib.contextmanager
+def run_directory(flags: FlagValues, writes: bool = True) -> Iterator[Path]:
+    """The directory of the run on this machine: ``--model_dir``, or the mirror of that URL, from
+    which what a command ``writes`` is copied to the store.
+
+    Raises:
+        UsageError: ``--keep_trying`` has no effect.
+        CheckpointError: the store cannot be used.
+    """
+    url = flags.model_dir
+    if not stores.is_url(url):
+        if flags["keep_trying"].present:
+            raise UsageError("--keep_trying is for a --model_dir in a store: leave it out")
+        yield Path(url)
+        return
+    with Mirror(url, keep_trying=flags.keep_trying, writes=writes) as mirror:
+        stores.use(url, mirror.directory)
+        try:
+            mirror.bring_last()
+            yield mirror.directory
+        finally:
+            stores.use(url, None)
 
 
 def ledger_file(model_dir: Path, worker: int = 0, workers: int = 1) -> LedgerFile:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from ctl.base import stores
 from ctl.base.console import for_terminal
 from ctl.distributed.watch.hang import places, summary, suspects
 from ctl.distributed.watch.record import SAME_HANG_SECONDS, Record, read
@@ -112,4 +113,4 @@ def main(arguments: Sequence[str]) -> None:
     """
     if len(arguments) != 1:
         raise UsageError("name one directory: python -m ctl.inspect hang /tmp/run")
-    print(for_terminal(report(Path(arguments[0])), sys.stdout))
+    print(for_terminal(report(stores.local(arguments[0])), sys.stdout))

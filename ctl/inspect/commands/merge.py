@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from absl import flags
 
-from ctl.base import durable
+from ctl.base import durable, stores
 from ctl.errors import UsageError
 from ctl.flags.parsing import group, run_command
 
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 FLAGS = flags.FLAGS
 flags.disclaim_key_flags()
+
+_WRITTEN = "report.html", "trace.json"
 
 _USAGE = """
 Joins the files that `ctl.inspect run` wrote on each worker, model_dir/inspect/worker-I.json.
@@ -51,8 +53,10 @@ def main(arguments: Sequence[str]) -> None:
     from ctl.inspect.measure.timeline import join
     from ctl.inspect.measure.window import read_all
 
-    directory = Path(arguments[0])
+    directory = stores.local(arguments[0])
     show(join(read_all(directory)), FLAGS.bandwidth, directory)
+    if stores.is_url(arguments[0]):
+        print("in the store:", *(stores.send(arguments[0], name) for name in _WRITTEN))
 
 
 def define_bandwidth_flag() -> None:
@@ -115,7 +119,7 @@ def show(
         return
     page = make_page(timeline, lines, plan=plan, measured=measured)
     trace = json.dumps(make_trace(timeline), allow_nan=False, separators=(",", ":"))
-    for name, text in (("report.html", page), ("trace.json", trace)):
+    for name, text in zip(_WRITTEN, (page, trace), strict=True):
         with durable.writing(directory / name):
             directory.mkdir(parents=True, exist_ok=True)
             durable.write_text(directory / name, text, via=directory)

@@ -13,7 +13,7 @@ from ctl.flags import training
 from ctl.flags.parsing import group, run_command
 from ctl.inspect import measure
 from ctl.inspect.commands.merge import define_bandwidth_flag, show
-from ctl.jobs import build
+from ctl.jobs import build, outputs
 
 if TYPE_CHECKING:
     from ctl.inspect.measure.timeline import Timeline
@@ -67,6 +67,13 @@ def run() -> None:
 def main() -> None:
     """Warms up, measures some steps and shows them. Without marks, prints the step time only."""
     console.log_to_terminal()
+    if not FLAGS.model_dir:
+        return _main(None)
+    with outputs.run_directory(FLAGS) as directory:
+        _main(directory)
+
+
+def _main(directory: Path | None) -> None:
     console.load_tensorflow()
 
     from ctl.base import tf_internals
@@ -79,7 +86,7 @@ def main() -> None:
         logging.warning("%s", reason)
         _time(loop)
     else:
-        _look(loop)
+        _look(loop, directory and directory / measure.FOLDER)
     if FLAGS.ablate:
         result = ablate(loop, steps=FLAGS.steps)
         if workers.is_chief(loop.strategy):
@@ -87,7 +94,7 @@ def main() -> None:
     workers.leave_together(loop.strategy)
 
 
-def _look(loop: Loop) -> None:
+def _look(loop: Loop, directory: Path | None) -> None:
     from ctl.distributed import workers
     from ctl.inspect.measure import window
     from ctl.inspect.measure.profile import profiled
@@ -98,7 +105,6 @@ def _look(loop: Loop) -> None:
         loop.train(FLAGS.warm_up, progress=False)
         with profiled(FLAGS.profile) as seen.traces:
             loop.train(FLAGS.warm_up + FLAGS.steps + 1, progress=False)
-    directory = Path(FLAGS.model_dir) / measure.FOLDER if FLAGS.model_dir else None
     if directory:
         multi_worker = workers.is_multi_worker(loop.strategy)
         mine = workers.cluster_of(loop.strategy).index if multi_worker else 0

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from absl import flags
 
-from ctl.base import durable
+from ctl.base import durable, stores
 from ctl.base.svg import printable
 from ctl.base.units import time_text
 from ctl.errors import UsageError
@@ -48,7 +47,7 @@ def main(arguments: Sequence[str]) -> None:
     """
     if len(arguments) != 1:
         raise UsageError("name one directory: python -m ctl.inspect time /tmp/run")
-    directory = Path(arguments[0])
+    directory = stores.local(arguments[0])
     workers = read(directory)
     total = spent(workers[0])
     if FLAGS.json:
@@ -69,7 +68,7 @@ def main(arguments: Sequence[str]) -> None:
     with durable.writing(page):
         page.parent.mkdir(exist_ok=True)
         durable.write_text(page, make_page(printable(directory), workers), via=page.parent)
-    print(f"page: {page}")
+    print(f"page: {stores.send(arguments[0], f'{FOLDER}/{page.name}')}")
 
 
 def _to_json(workers: Mapping[int, Sequence[Start]]) -> dict[str, Any]:
