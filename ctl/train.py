@@ -175,7 +175,6 @@ def _train(model_dir: Path, ledger: outputs.LedgerFile | None = None) -> None:
             loop.step.tables.gather(keep=chief, slots=False)
         # The others need not wait for what only the chief does, however long it takes.
         leave_together(placement.strategy)
-        checkpoints.wait()
         exported = _export(loop, model_dir, prepared.found) if exports else []
         checkpoints.flush()
         signals.decided()

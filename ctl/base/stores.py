@@ -222,9 +222,10 @@ class Store:
                         _within(_SECONDS, target.write, data)
                 _within(_SECONDS, target.close)
             except BaseException:
-                target.closed = True  # so that what is there of it is not made an object
                 with contextlib.suppress(Exception):
                     _within(_SECONDS, target.discard)
+                with contextlib.suppress(AttributeError):
+                    target.closed = True  # else its end would make an object of what is there
                 raise
 
         self._call(f"write {self._url(name)}", put, bounded=False)

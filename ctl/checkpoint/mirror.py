@@ -186,7 +186,9 @@ class Mirror:
             if path.is_dir() and not path.is_symlink():
                 with contextlib.suppress(OSError):  # it is not empty
                     path.rmdir()
-            elif path.parent not in kept:
+            elif path.parent not in kept and (
+                path.relative_to(self.directory).as_posix() not in self._sent
+            ):
                 path.unlink()
         stores.copy(self._store, self._small(names), self.directory)
         for name, path in self._files():
@@ -196,13 +198,23 @@ class Mirror:
         """Returns the directories of the checkpoints. Deletes local ones that the store has not, or
         has with other files."""
         found = {m[1] + m[2] for name in names if (m := _STEP.fullmatch(name))}
-        self._leftovers = {place for place in found if f"{place}/manifest.json" not in names}
-        committed = {}
-        for place in found - self._leftovers:
+        for folder in ("checkpoints/", ""):  # a list may lack what is new
+            with contextlib.suppress(FileNotFoundError):
+                pointer = self._store.read(f"{folder}latest.json")
+                found |= {folder + step for step in _pointed(pointer)}
+                path = self.directory / folder
+                path.mkdir(parents=True, exist_ok=True)
+                durable.write_bytes(path / "latest.json", pointer, via=path)
+                self._sent[f"{folder}latest.json"] = _stamp(path / "latest.json")
+        committed, self._leftovers = {}, set()
+        for place in found:
             path = self.directory / place
             try:
                 data = self._store.read(f"{place}/manifest.json")
-            except FileNotFoundError:  # deleted meanwhile
+            except FileNotFoundError:
+                data = b""
+            if not _files_of(data):
+                self._leftovers.add(place)
                 continue
             committed[place] = data
             if _content(path / "manifest.json") != data:
@@ -221,7 +233,8 @@ class Mirror:
         return [
             name
             for name, size in names.items()
-            if not _STEP.fullmatch(name) and stores.is_small(name, size)
+            if not (_STEP.fullmatch(name) or name.endswith("latest.json"))
+            and stores.is_small(name, size)
         ]
 
     def _steps(self) -> list[Path]:
@@ -261,11 +274,7 @@ class Mirror:
                 break
             time.sleep(min(1.0, LEASE / 10))
         # What another has written since the start is of this run, too.
-        self._bring_manifests(names := self._store.list())
-        for name in names:
-            if name.endswith("latest.json"):
-                stores.copy(self._store, [name], self.directory)
-                self._sent[name] = _stamp(self.directory / name)
+        self._bring_manifests(self._store.list())
         threading.Thread(target=self._renew, name="ctl-owner", daemon=True).start()
 
     def _owner(self) -> tuple[int, bytes]:
@@ -423,7 +432,7 @@ class Mirror:
                 continue
             if _files_of(self._committed.get(place)) == _files_of(data):  # with metrics
                 self._require_owner()
-                self._store.write(f"{place}/manifest.json", data)
+                self._put(f"{place}/manifest.json", data)
             elif not self._commit(place, path, data):
                 continue
             self._committed[place] = data
@@ -454,12 +463,19 @@ class Mirror:
                         f"{files[name]['size']}"
                     )
         self._require_owner()
-        try:
-            self._store.write(f"{place}/manifest.json", data, only_new=True)
-        except FileExistsError:
-            if self._store.read(f"{place}/manifest.json") != data:  # else an answer was lost
-                raise stores.StoreError(f"{self.url}/{place} was written meanwhile") from None
+        self._put(f"{place}/manifest.json", data, only_new=True)
         return True
+
+    def _put(self, name: str, data: bytes, only_new: bool = False) -> None:
+        """Writes an object that others rely on, and reads it again: it may be cut short; or, if it
+        was to be new, it is there already, of another process or because an answer was lost."""
+        with contextlib.suppress(FileExistsError):
+            self._store.write(name, data, only_new)
+        if self._store.read(name) != data:
+            if only_new:
+                self._require_owner()
+                self._store.delete([name])
+            raise stores.StoreError(f"{self.url}/{name} has not what was written")
 
     def _delete(self, place: str) -> None:
         """Deletes a checkpoint, its manifest first: without it, it is none."""
@@ -473,15 +489,17 @@ class Mirror:
         with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
             stamp = _stamp(path)
             if self._sent.get(name) != stamp:
-                self._store.upload(name, path)
+                if name.endswith("latest.json"):
+                    self._require_owner()
+                    self._put(name, path.read_bytes())
+                else:
+                    self._store.upload(name, path)
                 self._sent[name] = stamp
 
     def _may_follow(self, name: str, path: Path) -> bool:
         """Whether the checkpoint that ``latest.json`` names is in the store."""
-        with contextlib.suppress(durable.Damaged):
-            step = durable.read_json(path).get("directory")
-            return name.removesuffix("latest.json") + str(step) in self._committed
-        return False
+        folder = name.removesuffix("latest.json")
+        return any(folder + step in self._committed for step in _pointed(_content(path)))
 
     def _files(self) -> Iterator[tuple[str, Path]]:
         """What is not of a checkpoint: names and paths."""
@@ -551,6 +569,15 @@ def _files_of(data: bytes | None) -> Any:
         return json.loads(data or b"{}").get("files")
     except (ValueError, AttributeError):
         return None
+
+
+def _pointed(data: bytes) -> list[str]:
+    """The name of the directory in a ``latest.json``."""
+    try:
+        name = json.loads(data)["directory"]
+    except (ValueError, KeyError, TypeError):
+        return []
+    return [name] if isinstance(name, str) and re.fullmatch(r"step-\d{10,}", name) else []
 
 
 def _stamp(path: Path) -> tuple[int, int]:
