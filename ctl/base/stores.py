@@ -101,10 +101,13 @@ def open_store(url: str | os.PathLike[str]) -> Store:
         raise UsageError(f"{url} needs a package: {error}") from None
     except ValueError:
         raise UsageError(f"{url}: fsspec knows no {protocol}://") from None
-    options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
+    options: dict[str, Any] = {"use_listings_cache": False}
     if extra == "s3":  # retries are those of this module
         limits = {"connect_timeout": 10, "read_timeout": 30}
         options["config_kwargs"] = {**limits, "retries": {"total_max_attempts": 1}}
+        for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"):  # fsspec keeps a client for each
+            if name in os.environ:
+                options.setdefault("endpoint_url", os.environ[name])
     try:
         filesystem, root = fsspec.core.url_to_fs(url, **options)
     except (ImportError, ValueError, TypeError, OSError) as error:

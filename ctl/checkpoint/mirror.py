@@ -165,6 +165,13 @@ class Mirror:
             for name in files:
                 (path / name).unlink(missing_ok=True)
             stores.copy(self._store, [f"{place}/{name}" for name in files], self.directory)
+            try:
+                durable.verify(path, files)
+            except durable.Damaged:  # so it is copied again, if it is written again
+                self._committed.pop(place, None)
+                self._leftovers.add(place)
+                for name in files:
+                    (path / name).unlink(missing_ok=True)
 
     def bring_last(self) -> Saved | None:
         """Brings the weights of the last checkpoint that is intact, and returns it."""
@@ -524,6 +531,8 @@ def bring(path: str | os.PathLike[str]) -> Path:
     if not stores.is_url(path):
         return Path(path)
     found = stores.local(path)
+    if found.is_file():
+        return found
     run = next((one for one in (found / "checkpoints", found) if manifest.paths(one)), None)
     if run is None:
         return stores.local(path, again=True, whole=True)

@@ -1,0 +1,236 @@
+"""Checkpoints in object stores: the promises of a disk."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from paths import ROOT
+from object_stores import s3_server
+
+from ctl.base import stores
+from ctl.base.stores import NothingThere, open_store
+from ctl.checkpoint import CheckpointManager, Reader, load_weights, mirror
+from ctl.checkpoint.mirror import Mirror
+from ctl.errors import CheckpointError
+
+pytest.importorskip("fsspec")
+sys.path.insert(0, str(ROOT))
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[None]:
+    with s3_server():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def quick(tmp_path, monkeypatch) -> None:
+    """No pauses, and a cache of the test's own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "cache").mkdir(mode=0o700)
+    monkeypatch.setattr(stores, "_FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(mirror, "_LONGEST_PAUSE", 0.02)
+
+
+@pytest.fixture(params=["memory", "s3"])
+def url(request, tmp_path) -> str:
+    if request.param == "s3":
+        request.getfixturevalue("s3")
+    return f"{'memory:/' if request.param == 'memory' else 's3://runs'}/{tmp_path.name}/run"
+
+
+@pytest.fixture
+def state() -> dict[str, list[tf.Variable]]:
+    return {"model": [tf.Variable(tf.random.normal([50, 3]))], "counters": [tf.Variable(0)]}
+
+
+def forget_cache(tmp_path: Path) -> None:
+    """As on another machine."""
+    shutil.rmtree(tmp_path / "cache/ctl", ignore_errors=True)
+
+
+def change(state: dict[str, list[tf.Variable]], step: int) -> np.ndarray:
+    state["model"][0].assign(tf.fill([50, 3], float(step)) / 3)
+    state["counters"][0].assign(step)
+    return state["model"][0].numpy()
+
+
+def test_another_machine_goes_on_and_retention_deletes(url, state, tmp_path):
+    values = {}
+    with CheckpointManager(url, keep=2, keep_best=1) as manager:
+        for step, accuracy in ((1, 0.5), (2, 0.9), (3, 0.7), (4, 0.6)):
+            values[step] = change(state, step)
+            manager.save(step, state)
+            manager.annotate(step, {"accuracy": accuracy})
+            assert manager.shown(manager.directory / "x") == f"{url}/x"
+    names = open_store(url).list()
+    assert {n.split("/")[0] for n in names if n.startswith("step-")} == {
+        f"step-{step:010d}" for step in (2, 3, 4)
+    }
+    forget_cache(tmp_path)
+    state["model"][0].assign(tf.zeros([50, 3]))
+    with CheckpointManager(url, keep=2, keep_best=1) as manager:
+        saved = manager.restore(state)
+        assert saved.step == 4 and saved.metrics["accuracy"] == 0.6
+        np.testing.assert_array_equal(state["model"][0].numpy(), values[4])
+        assert not list(manager.directory.glob("step-0000000003/variables*"))  # not needed
+        manager.read(state, "best")
+        np.testing.assert_array_equal(state["model"][0].numpy(), values[2])
+        change(state, 5)
+        manager.save(5, state, wait=True)
+        assert "step-0000000005/manifest.json" in open_store(url).list()
+    steps = {n.split("/")[0] for n in open_store(url).list() if n.startswith("step-")}
+    assert steps == {f"step-{step:010d}" for step in (2, 4, 5)}
+
+
+def test_readers_take_urls(url, state, tmp_path):
+    with CheckpointManager(f"{url}/checkpoints") as manager:
+        expected = change(state, 7)
+        manager.save(7, state)
+        change(state, 8)
+        manager.save(8, state)
+    forget_cache(tmp_path)
+    for place in (f"{url}/checkpoints/step-0000000007", f"{url}/checkpoints/step-0000000007/"):
+        reader = Reader(place)
+        np.testing.assert_array_equal(reader[next(iter(reader))], expected)
+    assert Reader(url).saved.step == Reader(f"{url}/checkpoints").saved.step == 8
+    with CheckpointManager(f"{url}/checkpoints", read_only=True) as manager:
+        assert manager.latest().step == 8 and manager.wait_for_new(8, 0) is None
+    with pytest.raises(NothingThere, match="there is nothing"):
+        Reader(f"{url}/nothing")
+    # As on a disk, and so a copy of the store is one.
+    stores.copy(open_store(url), open_store(url).list(), tmp_path / "copy")
+    assert Reader(tmp_path / "copy").saved.step == 8
+
+
+@pytest.mark.parametrize("url", ["memory"], indirect=True)
+def test_weights_of_a_file(url, tmp_path):
+    model = keras.Sequential([keras.Input([3]), keras.layers.Dense(2)])
+    model.save(tmp_path / "model.keras")
+    open_store(url).upload("export/model.keras", tmp_path / "model.keras")
+    other = keras.Sequential([keras.Input([3]), keras.layers.Dense(2)])
+    load_weights(other, f"{url}/export/model.keras")
+    np.testing.assert_array_equal(other.get_weights()[0], model.get_weights()[0])
+
+
+@pytest.mark.parametrize("url", ["memory"], indirect=True)
+def test_a_damaged_checkpoint_is_passed_over(url, state, tmp_path):
+    with CheckpointManager(url) as manager:
+        for step in (1, 2):
+            expected = change(state, 1)
+            manager.save(step, state)
+    store, name = open_store(url), "step-0000000002/variables.data-00000-of-00001"
+    data = store.read(name)
+    store.write(name, bytes([data[0] ^ 1]) + data[1:])
+    forget_cache(tmp_path)
+    assert Reader(url).saved.step == 1
+    with CheckpointManager(url) as manager:
+        assert manager.restore(state).step == 1
+        np.testing.assert_array_equal(state["model"][0].numpy(), expected)
+        manager.save(2, state)
+    assert Reader(url).saved.step == 2
+
+
+@pytest.mark.parametrize("url", ["memory"], indirect=True)
+def test_what_the_cache_has_besides_is_of_no_run(url, state):
+    with CheckpointManager(url) as manager:
+        manager.save(1, state)
+    shutil.copytree(manager.directory / "step-0000000001", manager.directory / "step-0000000009")
+    requests = []
+    with CheckpointManager(url) as manager:
+        requests.append(manager._mirror._store.requests)
+        assert manager.restore(state).step == 1
+        assert [path.name for path in manager.directory.glob("step-*")] == ["step-0000000001"]
+        assert manager._mirror._store.requests - requests[0] <= 1  # the cache has the weights
+
+
+def test_one_process_writes(url, state, monkeypatch):
+    monkeypatch.setattr(mirror, "LEASE", 1.0)
+    monkeypatch.setattr(mirror, "_has_left", lambda data: b'"left": true' in data)
+    with Mirror(url) as first:
+        first.own()
+        with Mirror(url) as other:
+            with pytest.raises(CheckpointError, match="is being written by process .*; stop that"):
+                other.own()
+            first._renew = None  # as if frozen: its thread goes on, its object does not
+            store = first._store
+            monkeypatch.setattr(first, "_is_owner", lambda: False)
+            threading.Event().wait(0.5)
+            other.own()  # after the lease
+            monkeypatch.undo()
+            assert store is first._store
+            folder = first.directory
+            (folder / "step-0000000001").mkdir()
+            (folder / "step-0000000001/variables.index").write_bytes(b"x")
+            (folder / "step-0000000001/manifest.json").write_text(
+                json.dumps({"files": {"variables.index": {"size": 1}}})
+            )
+            with pytest.raises(CheckpointError, match="is being written by process"):
+                first.flush()
+            assert not [n for n in open_store(url).list() if n.startswith("step-")]
+
+
+@pytest.mark.parametrize("url", ["memory"], indirect=True)
+def test_training_goes_on_until_keep_trying_ends(url, state, monkeypatch):
+    failing = OSError(28, "No space left on device")
+
+    def fail(*arguments, **keywords):
+        if failing:
+            raise failing
+
+    with CheckpointManager(url, keep_trying=1e4) as manager:
+        filesystem = manager._mirror._store._fs
+        write = filesystem.pipe_file
+        monkeypatch.setattr(filesystem, "pipe_file", fail)
+        for step in (1, 2, 3):
+            manager.save(step, state)
+            manager.check()
+        while manager._mirror._failing_since is None:
+            threading.Event().wait(0.01)
+        assert "step-0000000003/manifest.json" not in open_store(url).list()
+        monkeypatch.setattr(filesystem, "pipe_file", write)
+        manager.flush()
+        assert "step-0000000003/manifest.json" in open_store(url).list()
+        manager._mirror._keep_trying = 0.05
+        monkeypatch.setattr(filesystem, "pipe_file", fail)
+        with pytest.raises(CheckpointError, match=r"No space left .*\(--keep_trying\). What the"):
+            manager.save(4, state, wait=True)
+        with pytest.raises(CheckpointError, match="keep_trying"):
+            manager.check()
+        monkeypatch.setattr(filesystem, "pipe_file", write)
+        with pytest.raises(CheckpointError, match="keep_trying"):
+            manager.close()
+    assert Reader(url).saved.step == 3
+
+
+@pytest.mark.parametrize("url", ["memory"], indirect=True)
+def test_saving_does_not_wait_for_the_store(url, state, monkeypatch):
+    gate = threading.Event()
+    with CheckpointManager(url, keep=1) as manager:
+        filesystem = manager._mirror._store._fs
+        write = filesystem.pipe_file
+        monkeypatch.setattr(
+            filesystem, "pipe_file", lambda *a, **k: (gate.wait(), write(*a, **k))
+        )
+        for step in range(1, 6):  # retention deletes what is being copied
+            manager.save(step, state)
+            manager.wait()
+        gate.set()
+    names = open_store(url).list()
+    assert {n.split("/")[0] for n in names if n.startswith("step-")} == {"step-0000000005"}
+
+
+def test_faults_of_a_store():
+    from tests.chaos import stores as chaos
+
+    said, failures = chaos.run(faults=30, cases=None, seed=5)
+    assert not failures, said
