@@ -302,6 +302,7 @@ class Mirror:
                 "token": self._token,
                 "host": socket.gethostname(),
                 "process": os.getpid(),
+                "started": _started(os.getpid()),
                 "boot": _boot(),
                 "time": time.time(),
                 "left": left,
@@ -609,15 +610,22 @@ def _token(data: bytes) -> object:
 def _has_left(data: bytes) -> bool:
     """Whether the owner says so, or was a process of this machine that has ended."""
     of = _owner_of(data)
-    if of.get("boot") == _boot() and of.get("host") == socket.gethostname():
-        pid = of.get("process")
-        return bool(of.get("left")) or not (type(pid) is int and Path(f"/proc/{pid}").exists())
-    return bool(of.get("left"))
+    pid, place = of.get("process"), (of.get("boot"), of.get("host"))
+    ended = place == (_boot(), socket.gethostname()) and of.get("started") != _started(pid)
+    return bool(of.get("left")) or ended
 
 
 def _name(data: bytes) -> str:
     of = _owner_of(data)
     return f"process {of.get('process')} on {of.get('host')}"
+
+
+def _started(pid: Any) -> str:
+    """When the process ``pid`` of this machine started, by its kernel; empty if it has ended."""
+    with contextlib.suppress(OSError, ValueError):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return "" if fields[0] in "ZX" else fields[19]
+    return ""
 
 
 def _boot() -> str:

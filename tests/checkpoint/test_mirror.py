@@ -13,8 +13,8 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from paths import ROOT
 from object_stores import s3_server
+from paths import ROOT
 
 from ctl.base import stores
 from ctl.base.stores import NothingThere, open_store
@@ -218,9 +218,7 @@ def test_saving_does_not_wait_for_the_store(url, state, monkeypatch):
     with CheckpointManager(url, keep=1) as manager:
         filesystem = manager._mirror._store._fs
         write = filesystem.pipe_file
-        monkeypatch.setattr(
-            filesystem, "pipe_file", lambda *a, **k: (gate.wait(), write(*a, **k))
-        )
+        monkeypatch.setattr(filesystem, "pipe_file", lambda *a, **k: (gate.wait(), write(*a, **k)))
         for step in range(1, 6):  # retention deletes what is being copied
             manager.save(step, state)
             manager.wait()

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from unittest import mock
 
 import pytest
 
 
+@dataclass(frozen=True)
+class S3:
+    """A server: the environment with which processes reach it, and what stops it."""
+
+    environment: dict[str, str]
+    stop: Callable[[], None]
+
+
 @contextlib.contextmanager
-def s3_server() -> Iterator[dict[str, str]]:
-    """Runs a server of S3 in a thread, with the bucket ``runs``. Gives the environment with which
-    this process and others reach it; this process has it inside."""
+def s3_server() -> Iterator[S3]:
+    """Runs a server of S3 in a thread, with the bucket ``runs``. This process reaches it, too."""
     pytest.importorskip("s3fs")
     threaded = pytest.importorskip("moto.server").ThreadedMotoServer
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
     import botocore.session
 
     server = threaded(ip_address="127.0.0.1", port=0, verbose=False)
@@ -33,6 +43,6 @@ def s3_server() -> Iterator[dict[str, str]]:
             client = botocore.session.Session().create_client("s3")
             client.create_bucket(Bucket="runs")
             client.close()
-            yield environment
+            yield S3(environment, server.stop)
     finally:
         server.stop()
