@@ -20,9 +20,9 @@ from ctl.checkpoint import Reader
 pytestmark = pytest.mark.slow  # starts processes
 
 TRAIN = "ctl.train"
-STEPS = 4000
+STEPS = 2000
 FLAGS = [
-    *("--model=dense", f"--train_steps={STEPS}", "--evaluate_every=1000", "--checkpoint_every=50"),
+    *("--model=dense", f"--train_steps={STEPS}", "--evaluate_every=1000", "--checkpoint_every=100"),
     *("--steps_per_loop=5", "--optimizer=momentum", "--noexport"),
 ]
 
@@ -71,7 +71,7 @@ def assert_same_end(url: str, reference: Path) -> None:
 def test_killed_while_it_copies_and_resumed_on_other_machines(zygote, machine, on_a_disk):
     url = "s3://runs/killed"
     drawn = random.Random(5)
-    for kills in range(3):
+    for kills in range(2):
         command = zygote.start(TRAIN, f"--model_dir={url}", *FLAGS, **machine())
         before, deadline = committed(url), time.monotonic() + 60
         while committed(url) == before and not zygote.ended(command):

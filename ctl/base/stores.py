@@ -91,7 +91,7 @@ def open_store(url: str | os.PathLike[str]) -> Store:
     url = os.fspath(url)
     protocol = url.partition("://")[0]
     extra = _EXTRAS.get(protocol)
-    install = f"pip install 'ctl[{extra}]'" if extra else "pip install fsspec"
+    install = f"pip install 'ctl[{extra or 'stores'}]'"
     try:
         import fsspec.core
 

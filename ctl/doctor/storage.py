@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import secrets
 import shutil
 import threading
 import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from ctl.base import console, durable
+from ctl.base import console, durable, stores
 from ctl.base.units import size_text
 from ctl.doctor.report import Finding, fine, not_fine, skipped
-from ctl.errors import CheckpointError
+from ctl.errors import CheckpointError, UsageError
 
 _SECONDS = 1.0  # of reading a file that is replaced meanwhile
 _MOST_SECONDS = 30.0  # for all checks of a model_dir
@@ -35,10 +36,9 @@ def check_model_dir(path: str | None) -> Finding:
     """Checkpoints can be written there: files, their renames, and a lock."""
     if not path:
         return skipped("model_dir", "give --model_dir")
-    if "://" in path:
-        return skipped("model_dir", f"{path} is not a directory")
+    check = _stored if stores.is_url(path) else _written
     found: list[Finding] = []
-    console.within(_MOST_SECONDS, lambda: found.append(_written(path)))
+    console.within(_MOST_SECONDS, lambda: found.append(check(path)))
     silent = f"{path}: no answer after {_MOST_SECONDS:.0f} s"
     return found[0] if found else not_fine("model_dir", silent, _SILENT)
 
@@ -64,6 +64,29 @@ def _written(path: str) -> Finding:
     return fine("model_dir", f"{path}: can be written, atomic, {size_text(free)} free")
 
 
+def _stored(url: str) -> Finding:
+    """A run needs of a store: writes, reads of what was just written, and a conditional put."""
+    name = f"doctor-{secrets.token_hex(4)}"
+    try:
+        store = stores.open_store(url)
+        started = time.monotonic()
+        store.write(name, b"1", only_new=True)
+        seconds = time.monotonic() - started
+        try:
+            with contextlib.suppress(FileExistsError):
+                store.write(name, b"2", only_new=True)
+                return not_fine("model_dir", f"{url}: two writers can take one name", _NO_PUT)
+            if store.read(name) != b"1" or name not in store.list():
+                return not_fine("model_dir", f"{url}: what was written is not there", _LATE)
+        finally:
+            store.delete([name])
+    except (CheckpointError, UsageError, FileExistsError, FileNotFoundError) as error:
+        return not_fine("model_dir", str(error), "Mend that, or choose another --model_dir.")
+    return fine("model_dir", f"{url}: can be written, {seconds * 1e3:.0f} ms for a small object")
+
+
+_NO_PUT = "Give it a store with conditional puts, or see that only one job writes there."
+_LATE = "Choose a store that shows at once what was written."
 _TORN = (
     "A rename is not atomic there, so a kill may cost a checkpoint. Choose a --model_dir on a disk "
     "or an NFS."

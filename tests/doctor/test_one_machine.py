@@ -18,6 +18,7 @@ from networks import two_namespaces
 from paths import SUPPORT
 from waiting import wait_until
 
+from ctl.base import stores
 from ctl.doctor import machine, program, storage
 from ctl.doctor.report import FINE, NOT_FINE, SKIPPED
 
@@ -91,8 +92,19 @@ def test_a_file_where_the_directory_should_be(tmp_path):
     assert found.state == NOT_FINE and found.remedy.startswith("A file is in the way")
 
 
-def test_an_object_store_is_not_judged():
-    assert storage.check_model_dir("gs://bucket/run").state == SKIPPED
+def test_an_object_store(tmp_path, monkeypatch):
+    pytest.importorskip("fsspec")
+    url = f"memory://{tmp_path}/run"
+    found = storage.check_model_dir(url)
+    assert found.state == FINE and found.seen.startswith(f"{url}: can be written")
+    assert not stores.open_store(url).list()
+    write = stores.Store.write
+    monkeypatch.setattr(
+        stores.Store, "write", lambda self, name, data, only_new: write(self, name, data)
+    )
+    found = storage.check_model_dir(url)
+    assert found.state == NOT_FINE and "two writers can take one name" in found.seen
+    assert "needs a package" in storage.check_model_dir("az://bucket/run").seen
 
 
 def test_a_file_that_is_not_replaced_by_a_rename_is_met_in_part(tmp_path):

@@ -34,7 +34,7 @@ WRONG = [
     (("--resident_limit_mib=1e999",), "--resident_limit_mib=inf must be a finite number"),
     (("--log_every=1e999",), "'1e999' is not a duration"),
     (("--warmup=1e999ep",), "'1e999ep' is not a duration"),
-    (("--model_dir=gs://bucket/run",), "runs need a POSIX file system"),
+    (("--model_dir=nothing://run",), "fsspec knows no nothing://"),
     (("--model_dir=/dev/null/run",), "/dev/null is a file, not a directory"),
     (("--model_dir=" + "x" * 300,), "File name too long"),
     (("--modle=dense",), "Unknown command line flag 'modle'. Did you mean: model"),
