@@ -135,7 +135,9 @@ class CheckpointManager:
             )
         self._own_mirror: Mirror | None = None
         if stores.is_url(directory):
-            url = os.fspath(directory)
+            url = os.fspath(directory).rstrip("/")
+            if not (read_only or _is_later_worker()):
+                self._take_over(url)
             self._own_mirror = Mirror(url, keep_trying=keep_trying, writes=not read_only)
             directory = self._own_mirror.directory
         self.directory = Path(directory)
@@ -158,7 +160,8 @@ class CheckpointManager:
         # before the run went back to an earlier step. `save` deletes it when it passes its step.
         self._committed = -1
         if self._writes and not _is_later_worker():
-            self._take_over()
+            if not self._own_mirror:
+                self._take_over(os.path.realpath(self.directory))
             self._require_writer()
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="ctl-checkpoint")
         self.unrestored = self.latest()
@@ -332,14 +335,14 @@ class CheckpointManager:
         if wait or not self._asynchronous:
             self.flush()
 
-    def _take_over(self) -> None:
-        """Closes an earlier manager of this process that writes the directory."""
-        place = os.getpid(), os.path.realpath(self.directory)
+    def _take_over(self, directory: str) -> None:
+        """Closes an earlier manager of this process that writes the directory, or the URL."""
+        place = os.getpid(), directory
         if (earlier := _writers.pop(place, None)) and earlier._lock:
             logging.warning(
                 "%s was open in this process: a new CheckpointManager takes it over, and the "
                 "earlier one is closed",
-                self.directory,
+                directory,
             )
             earlier._why_not = "a later CheckpointManager has taken it over; use that, and its loop"
             try:

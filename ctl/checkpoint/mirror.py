@@ -316,14 +316,9 @@ class Mirror:
                     self._store.write(f"owner/{self._number:08d}.json", self._says())
 
     def _is_owner(self) -> bool:
-        """Whether no other process has taken the run."""
-        try:
-            mine = self._store.read(f"owner/{self._number:08d}.json")
-        except FileNotFoundError:
-            return False
-        return _token(mine) == self._token and not self._store.exists(
-            f"owner/{self._number + 1:08d}.json"
-        )
+        """Whether no other process has taken the run, and it was not deleted."""
+        mine, next_one = (f"owner/{self._number + more:08d}.json" for more in (0, 1))
+        return self._store.exists(mine) and not self._store.exists(next_one)
 
     def _require_owner(self) -> None:
         if not self._is_owner():
@@ -331,6 +326,8 @@ class Mirror:
             raise self._taken(self._owner()[1])
 
     def _taken(self, data: bytes) -> CheckpointError:
+        if not data:
+            return _Taken(f"{self.url} was deleted meanwhile; choose another --model_dir")
         return _Taken(
             f"{self.url} is being written by {_name(data)}; stop that one or choose another "
             "--model_dir"
@@ -421,6 +418,7 @@ class Mirror:
         """Makes the store that of the directory: checkpoints, the pointer to the last, retention,
         then all else."""
         if self._number:
+            self._require_owner()
             self._copy_checkpoints()
         here = dict(self._files())
         for name, path in here.items():

@@ -58,7 +58,8 @@ def _define_run_flags(training: bool = True) -> None:
             "model_dir",
             None,
             "Directory of the run: checkpoints, logs, TensorBoard, exported model. The same "
-            "command with the same directory resumes the run." + (" Required." if training else ""),
+            "command with the same directory resumes the run. Also the URL of an object store, "
+            "such as s3://bucket/run." + (" Required." if training else ""),
         )
         flags.DEFINE_float("epochs", None, "Passes over the training data (default: 12).")
         flags.DEFINE_integer(

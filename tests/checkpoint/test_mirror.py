@@ -153,6 +153,30 @@ def test_what_the_cache_has_besides_is_of_no_run(url, state):
         assert manager._mirror._store.requests - requests[0] <= 1  # the cache has the weights
 
 
+@pytest.mark.parametrize("url", ["memory"], indirect=True)
+def test_a_later_manager_of_the_process_takes_over(url, state):
+    first = CheckpointManager(url)
+    first.save(1, state)
+    with CheckpointManager(url) as second:
+        assert second.restore(state).step == 1
+        with pytest.raises(CheckpointError, match="a later CheckpointManager has taken it over"):
+            first.save(2, state)
+        second.save(2, state)
+    assert Reader(url).saved.step == 2
+
+
+@pytest.mark.parametrize("url", ["memory"], indirect=True)
+def test_a_run_that_is_deleted_is_not_written_on(url, state):
+    manager, store = CheckpointManager(url), open_store(url)
+    manager.save(1, state, wait=True)
+    store.delete(store.list())
+    with pytest.raises(CheckpointError, match="was deleted meanwhile"):
+        manager.save(2, state, wait=True)
+    with pytest.raises(CheckpointError, match="was deleted meanwhile"):
+        manager.close()
+    assert not open_store(url).list()
+
+
 def test_one_process_writes(url, state, monkeypatch):
     monkeypatch.setattr(mirror, "LEASE", 1.0)
     monkeypatch.setattr(mirror, "_has_left", lambda data: b'"left": true' in data)
