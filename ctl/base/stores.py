@@ -35,6 +35,7 @@ from ctl.errors import CheckpointError, UsageError
 T = TypeVar("T")
 
 _URL = re.compile(r"([a-z][a-z0-9+.-]*)://.*", re.DOTALL)
+_CUT = re.compile(r"([a-z][a-z0-9+.-]+):/[^/]")
 _TENSORFLOWS = ("ram", "grpc")  # in the memory of TensorFlow alone; an address
 
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
@@ -72,7 +73,10 @@ class NothingThere(UsageError):
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
-    """Whether ``path`` is a URL of a store, ``scheme://…``."""
+    """Whether ``path`` is a URL of a store, ``scheme://…``. Raises `UsageError` for one that
+    `pathlib` has changed: it takes the second slash away."""
+    if cut := _CUT.match(os.fspath(path)):
+        raise UsageError(f"{path} was a URL, before pathlib changed it: give {cut[1]}://… as text")
     found = _URL.fullmatch(os.fspath(path))
     return bool(found) and found[1] not in _TENSORFLOWS  # type: ignore[index]
 

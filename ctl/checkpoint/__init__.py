@@ -7,13 +7,22 @@ from typing import TYPE_CHECKING
 from ctl.base.lazy import load_lazily
 
 if TYPE_CHECKING:
+    from ctl.base.stores import local
     from ctl.checkpoint.export import export_model, load_model
     from ctl.checkpoint.manager import CheckpointManager
     from ctl.checkpoint.manifest import Saved
     from ctl.checkpoint.reader import Reader
     from ctl.checkpoint.weights import load_weights
 
-__all__ = ["CheckpointManager", "Reader", "Saved", "export_model", "load_model", "load_weights"]
+__all__ = [
+    "CheckpointManager",
+    "Reader",
+    "Saved",
+    "export_model",
+    "load_model",
+    "load_weights",
+    "local",
+]
 
 __getattr__, __dir__ = load_lazily(
     __name__,
@@ -25,5 +34,6 @@ __getattr__, __dir__ = load_lazily(
         "export_model": "ctl.checkpoint.export",
         "load_model": "ctl.checkpoint.export",
         "load_weights": "ctl.checkpoint.weights",
+        "local": "ctl.base.stores",
     },
 )

@@ -35,6 +35,8 @@ def run() -> None:
 
 def main() -> None:
     """Trains the population, prints the table, or exits with the code of the run that failed."""
+    if "://" in (FLAGS.model_dir or ""):
+        raise UsageError("a population writes runs to a directory: --model_dir cannot be a URL")
     with tempfile.TemporaryDirectory() as scratch:
         results: dict[int, dict[str, float]] = {}
         for seed in range(FLAGS.seed, FLAGS.seed + FLAGS.seeds):

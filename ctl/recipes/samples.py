@@ -25,7 +25,7 @@ class Sampling(ctl.EvalStep):
         super().__init__(*args, **options)
         values: Any = flags.FLAGS
         if samples is None and "model_dir" in values and values["model_dir"].value:
-            samples = f"{values['model_dir'].value}/samples.png"
+            samples = str(ctl.checkpoint.local(values["model_dir"].value) / "samples.png")
         # All workers evaluate, and one writes.
         self.samples = samples if ctl.workers.is_chief(tf.distribute.get_strategy()) else None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from object_stores import s3_server
@@ -33,6 +34,8 @@ def store(request, tmp_path, monkeypatch) -> Store:
 
 def test_urls():
     assert is_url("s3://bucket/run") and is_url("memory://x") and is_url("file:///tmp/x")
+    with pytest.raises(UsageError, match="give s3://… as text"):
+        is_url(Path("s3://bucket/run"))
     assert not any(map(is_url, ["/tmp/run", "run", "C:/run", "ram://run", "a b://", ""]))
 
 
