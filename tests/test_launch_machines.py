@@ -1,9 +1,7 @@
-"""ctl.launch --rendezvous: launchers as on several machines, with processes that only do what a
-worker would do when others are lost or stopped."""
+"""ctl.launch --rendezvous."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -12,112 +10,20 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 
 import pytest
+from launchers import Launcher, fake_worker, launchers, until
 
 from ctl.distributed.cluster.board import AWAY, LEFT, RUNS, WAITS, Machine, Plan, ServedBoard
 from ctl.distributed.cluster.machines import View, next_plan, verdict
 from ctl.distributed.cluster.secret import sign
 
-# Ends with 0 when there is a file `end`; with 42 when a worker of its attempt has got SIGTERM; with
-# 5 when one has died. Says its rank, how many there are, and its process.
-WORKER = """
-import json, os, pathlib, signal, sys, time
-config, top = json.loads(os.environ["TF_CONFIG"]), pathlib.Path(sys.argv[1])
-workers, rank = config["cluster"]["worker"], config["task"]["index"]
-attempt = top / ("attempt " + " ".join(workers))
-attempt.mkdir(exist_ok=True)
-tell = lambda what: os.write(int(os.environ["CTL_ELASTIC"]), what)
-def runs(pid):
-    try:
-        return open(f"/proc/{pid}/stat").read().rpartition(") ")[2][0] not in "TZ"
-    except OSError:
-        return False
-signal.signal(signal.SIGTERM, lambda *_: (attempt / "stop").touch())
-(attempt / f"{rank}.new").write_text(str(os.getpid()))
-(attempt / f"{rank}.new").rename(attempt / f"{rank}.pid")
-while len(files := [*attempt.glob("*.pid")]) < len(workers):
-    time.sleep(0.02)
-print("rank", rank, "of", len(workers), "is", os.getpid(), flush=True)
-tell(b"t")
-while not (top / "end").exists():
-    if (attempt / "stop").exists():
-        sys.exit(42)
-    if not all(runs(file.read_text()) for file in files):
-        if (attempt / "stop").exists():
-            continue
-        tell(b"l")
-        time.sleep(0.3)
-        sys.exit(5)
-    time.sleep(0.02)
-"""
 
-
-class Launcher:
-    """The launcher of one machine."""
-
-    def __init__(self, directory: Path, rendezvous: str, *options: str):
-        command = [sys.executable, "-m", "ctl.launch", "--workers=2..3", "--grace=5"]
-        command += [f"--rendezvous={rendezvous}", "--address=127.0.0.1", "--last_call=2", *options]
-        self.process = subprocess.Popen(
-            [*command, "--", sys.executable, "-c", WORKER, str(directory)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={**os.environ, "CTL_JOB_SECRET": "of this test"},
-        )
-        self.lines: list[str] = []
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self.process.stdout
-        for line in self.process.stdout:
-            self.lines.append(line)
-
-    @property
-    def said(self) -> str:
-        return "".join(self.lines)
-
-    def attempts(self) -> list[tuple[int, int, int]]:
-        """Of each attempt so far, the rank, the number of workers, and the process."""
-        found = re.findall(r"rank (\d+) of (\d+) is (\d+)", self.said)
-        return [(int(rank), int(count), int(pid)) for rank, count, pid in found]
-
-    def sizes(self) -> list[int]:
-        return [count for _, count, _ in self.attempts()]
-
-    def code(self) -> int:
-        code = self.process.wait(60)
-        self._reader.join()
-        assert "Traceback" not in self.said, self.said
-        return code
-
-
-def until(what, seconds: float = 90.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < deadline, "not in time"
-        time.sleep(0.05)
-
-
-@contextlib.contextmanager
-def launchers(directory: Path, rendezvous: str, count: int, *options: str):
-    """The launchers, in the order of the ranks, when all workers have started."""
-    made = [Launcher(directory, rendezvous, *options) for _ in range(count)]
-    try:
-        until(lambda: all(one.sizes() == [count] for one in made))
-        made.sort(key=lambda one: one.attempts()[0])
-        yield made
-    except AssertionError as error:
-        raise AssertionError("\n\n".join(one.said for one in made)) from error
-    finally:
-        for one in made:
-            one.process.kill()  # whose guard kills the worker
-            one.process.wait()
+def command(directory: Path, rendezvous: str, *options: str) -> list[str]:
+    launch = [sys.executable, "-m", "ctl.launch", "--workers=2..3", "--grace=5", "--last_call=2"]
+    where = [f"--rendezvous={rendezvous}", "--address=127.0.0.1"]
+    return [*launch, *where, *options, "--", *fake_worker(directory)]
 
 
 def end(directory: Path, left: list[Launcher]) -> None:
@@ -135,12 +41,12 @@ def at_a_port() -> str:
 def test_a_machine_that_is_lost_is_done_without_and_one_that_comes_joins(tmp_path):
     """The first, since the board is a directory."""
     board = f"{tmp_path}/board"
-    with launchers(tmp_path, board, 3, "--join_every=1") as three:
+    with launchers([command(tmp_path, board, "--join_every=1")] * 3) as three:
         gone = three.pop(0)
         gone.process.kill()
         until(lambda: all(one.sizes() == [3, 2] for one in three))
         assert [one.attempts()[1][0] for one in three] == [0, 1]  # in the order of before
-        came = Launcher(tmp_path, board)
+        came = Launcher(command(tmp_path, board))
         three.append(came)
         until(lambda: came.sizes() == [3])
         assert [one.attempts()[-1][:2] for one in three] == [(0, 3), (1, 3), (2, 3)]
@@ -154,7 +60,7 @@ def test_a_machine_that_is_lost_is_done_without_and_one_that_comes_joins(tmp_pat
 )
 def test_a_worker_that_is_lost_leaves_its_machine_away_for_a_while(tmp_path, how, says):
     """The launcher of one that is frozen hears of it from the others."""
-    with launchers(tmp_path, at_a_port(), 3, "--join_every=3") as three:
+    with launchers([command(tmp_path, at_a_port(), "--join_every=3")] * 3) as three:
         os.kill(three[1].attempts()[0][2], how)
         until(lambda: three[1].sizes() == [3, 3])
         assert three[0].sizes() == three[2].sizes() == [3, 2, 3]
@@ -164,7 +70,7 @@ def test_a_worker_that_is_lost_leaves_its_machine_away_for_a_while(tmp_path, how
 
 @pytest.mark.slow
 def test_a_machine_that_is_stopped_leaves_and_the_others_go_on(tmp_path):
-    with launchers(tmp_path, at_a_port(), 3) as three:
+    with launchers([command(tmp_path, at_a_port())] * 3) as three:
         three[2].process.send_signal(signal.SIGTERM)
         assert three[2].code() == 42
         until(lambda: three[0].sizes() == three[1].sizes() == [3, 2])
@@ -175,7 +81,7 @@ def test_a_machine_that_is_stopped_leaves_and_the_others_go_on(tmp_path):
 
 @pytest.mark.slow
 def test_too_few_wait_for_others_and_give_up(tmp_path):
-    with launchers(tmp_path, f"{tmp_path}/board", 2, "--join_timeout=3") as two:
+    with launchers([command(tmp_path, f"{tmp_path}/board", "--join_timeout=3")] * 2) as two:
         two[0].process.kill()
         assert two[1].code() == 5
         assert re.search(r"1 of at least 2 machines came: \S+; start the launchers", two[1].said)
@@ -185,10 +91,10 @@ def test_too_few_wait_for_others_and_give_up(tmp_path):
 def test_a_board_that_another_job_has_used(tmp_path):
     """Its plans and machines are not taken for those of this job."""
     board = f"{tmp_path}/board"
-    with launchers(tmp_path, board, 2) as two:
+    with launchers([command(tmp_path, board)] * 2) as two:
         end(tmp_path, two)
     (tmp_path / "end").unlink()
-    with launchers(tmp_path, board, 3) as three:
+    with launchers([command(tmp_path, board)] * 3) as three:
         end(tmp_path, three)
 
 
