@@ -102,32 +102,6 @@ def run() -> None:
             "them. It is stopped for that after a step, which it saves.",
             lower_bound=0,
         )
-        flags.DEFINE_string(
-            "rendezvous",
-            None,
-            "Where the launchers of several machines find each other, each of which starts one "
-            "worker: a directory that all machines see, or HOST:PORT of the machine that is there "
-            "all the time.",
-        )
-        flags.DEFINE_string(
-            "address",
-            None,
-            "HOST or HOST:PORT by which the other machines of --rendezvous reach the worker of "
-            "this one. By default, the address that --rendezvous is reached from, or the name of "
-            "this machine, with a port that is free.",
-        )
-        flags.DEFINE_float(
-            "last_call",
-            30.0,
-            "Seconds that the first machines of --rendezvous wait for more than LEAST.",
-            lower_bound=0,
-        )
-        flags.DEFINE_float(
-            "join_timeout",
-            600.0,
-            "Seconds that fewer machines of --rendezvous than LEAST wait for others.",
-            lower_bound=0,
-        )
         flags.DEFINE_integer(
             "ps",
             0,
@@ -155,8 +129,39 @@ def run() -> None:
             "arrived, before they are killed.",
             lower_bound=0,
         )
+    with group("Several machines"):
+        _define_rendezvous()
     FLAGS.set_gnu_getopt(False)  # the command may follow without --
     run_command(_main, _USAGE, takes_command=True, output_is_log=True)
+
+
+def _define_rendezvous() -> None:
+    flags.DEFINE_string(
+        "rendezvous",
+        None,
+        "Where the launchers of several machines find each other, each of which starts one "
+        "worker: a directory that all machines see, or HOST:PORT of the machine that is there "
+        "all the time.",
+    )
+    flags.DEFINE_string(
+        "address",
+        None,
+        "HOST or HOST:PORT by which the other machines of --rendezvous reach the worker of "
+        "this one. By default, the address that --rendezvous is reached from, or the name of "
+        "this machine, with a port that is free.",
+    )
+    flags.DEFINE_float(
+        "last_call",
+        30.0,
+        "Seconds that the first machines of --rendezvous wait for more than LEAST.",
+        lower_bound=0,
+    )
+    flags.DEFINE_float(
+        "join_timeout",
+        600.0,
+        "Seconds that fewer machines of --rendezvous than LEAST wait for others.",
+        lower_bound=0,
+    )
 
 
 def _main(command: Sequence[str]) -> None:
