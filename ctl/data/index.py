@@ -22,6 +22,7 @@ import numpy as np
 from absl import logging
 
 from ctl.base import cache, durable
+from ctl.base.remote import AnyPath, PathLike, opened
 from ctl.errors import UsageError
 
 # An index that was made sooner is not kept, and shows no progress bar.
@@ -33,18 +34,8 @@ _MAGIC = "ctl index 1"
 _OPEN_FILES = 256
 
 
-def local(path: str | os.PathLike[str]) -> Path:
-    """``path``, with ``~`` as the home directory. Raises `UsageError` for one of remote storage."""
-    if not isinstance(path, str | os.PathLike):
-        raise UsageError(f"{path!r:.100} is no path: give a str or a pathlib.Path")
-    text = os.fspath(path)
-    if "://" in text:
-        raise UsageError(f"{text}: mount it, or copy the files; data need a POSIX file system")
-    return Path(text).expanduser()
-
-
 @contextlib.contextmanager
-def readable(path: str | os.PathLike[str]) -> Iterator[None]:
+def readable(path: PathLike) -> Iterator[None]:
     """Turns an `OSError` inside into a `UsageError` that names the file; ``path`` if it does not
     say which."""
     try:
@@ -57,16 +48,17 @@ def readable(path: str | os.PathLike[str]) -> Iterator[None]:
         raise UsageError(f"{error.filename or path} cannot be read: {what}") from error
 
 
-def opener(paths: Sequence[Path]) -> Callable[[int], Any]:
-    """Returns a function that opens a file of ``paths`` by its number, and keeps 256 of them open.
+def opener(paths: Sequence[AnyPath]) -> Callable[[int], Any]:
+    """Returns a function that opens a file of ``paths`` by its number, see
+    `ctl.base.remote.opened`, and keeps 256 of them open.
 
     A file that it lets go is closed when the last thread has read from it.
     """
-    return functools.lru_cache(_OPEN_FILES)(lambda number: open(paths[number], "rb"))  # noqa: SIM115
+    return functools.lru_cache(_OPEN_FILES)(lambda number: opened(paths[number]))
 
 
 def offsets(
-    paths: Sequence[Path], walk: Callable[[Path], Iterator[np.ndarray]], kind: str
+    paths: Sequence[AnyPath], walk: Callable[[AnyPath], Iterator[np.ndarray]], kind: str
 ) -> list[np.ndarray]:
     """Returns where the records of each file begin, and where the last one ends.
 
@@ -103,7 +95,7 @@ def offsets(
     return result
 
 
-def _identity(path: Path) -> tuple[str, int, int]:
+def _identity(path: AnyPath) -> tuple[str, int, int]:
     with readable(path):
         found = path.stat()
     return str(path.resolve()), found.st_size, found.st_mtime_ns

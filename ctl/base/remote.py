@@ -1,0 +1,497 @@
+"""Files of a disk, or of an object store, read in the same way: by ranges, and one after the other.
+
+Of a store, a `StorePath` has what is used of `pathlib.Path`. What it says of a file, its size and
+its version, is what the store said first, so that all that is read is of one version; where the
+store has another one by then, reading says so. With a cache, see `ctl.base.block_cache`, parts of
+files are kept on the disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import gzip
+import hashlib
+import io
+import itertools
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import datetime
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, BinaryIO, NamedTuple, cast
+
+from ctl.base import block_cache
+from ctl.errors import UsageError
+
+# Requests at the same time. Threads wait for the store most of that time.
+_REQUESTS = 32
+
+# Parts of a file that are read before they are needed, if it is read from one end to the other.
+_AHEAD = 8
+_PART = 4 << 20  # bytes of them, without a cache
+
+# A file that is read by ranges is compared with what it was after one request of so many.
+_COMPARED = 16
+
+# What stores call what changes with a file. The last ones are times.
+_VERSIONS = (
+    *("ETag", "etag", "generation", "md5Hash", "mtime", "LastModified", "last_modified"),
+    *("updated", "created"),
+)
+
+
+class _Info(NamedTuple):
+    """What a store says of a name."""
+
+    size: int
+    version: str
+    is_dir: bool
+
+
+class StorePath:
+    """A file or a folder of an object store, for ``--dataset``, ``data_dir`` and sources of data.
+
+    It has these methods of `pathlib.Path`, for reading only. `stat` has ``st_size``, and
+    ``st_mtime_ns``, a number that is another one where the file is.
+
+    Args:
+        url: such as ``s3://bucket/photos``, of any store that fsspec knows.
+        cache: ``DIRECTORY:SIZE``, such as ``/tmp/cache:20GiB``, where what was read is kept. All
+            processes of a machine may share it. By default, all is read from the store each time.
+
+    Raises:
+        UsageError: the package of this kind of store is missing, or the cache cannot be made.
+    """
+
+    def __init__(self, url: str, cache: str | block_cache.BlockCache | None = None):
+        self._url = url.rstrip("/") if not url.endswith("://") else url
+        self._store = _Store(self._url, cache)
+        self._path = self._store.root
+
+    def _at(self, name: str) -> StorePath:
+        other = object.__new__(StorePath)
+        other._store = self._store
+        other._url = f"{self._url.rstrip('/')}/{name}"
+        other._path = f"{self._path.rstrip('/')}/{name}"
+        return other
+
+    def __truediv__(self, name: str | os.PathLike[str]) -> StorePath:
+        return functools.reduce(StorePath._at, filter(None, os.fspath(name).split("/")), self)
+
+    def __str__(self) -> str:
+        return self._url
+
+    def __repr__(self) -> str:
+        return f"StorePath({self._url!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, StorePath) and self._url == other._url
+
+    def __hash__(self) -> int:
+        return hash(self._url)
+
+    def __lt__(self, other: StorePath) -> bool:
+        return self._url < other._url
+
+    @property
+    def path(self) -> str:
+        """The URL, as `os.DirEntry` has a path."""
+        return self._url
+
+    @property
+    def name(self) -> str:
+        """The last part of the URL."""
+        return self._url.rpartition("/")[2]
+
+    @property
+    def suffix(self) -> str:
+        """The end of the name, with its dot."""
+        return os.path.splitext(self.name)[1]
+
+    @property
+    def parent(self) -> StorePath:
+        """The folder."""
+        return StorePath(self._url.rpartition("/")[0], self._store.cache)
+
+    def resolve(self) -> StorePath:
+        """The path itself: a store has no links."""
+        return self
+
+    def relative_to(self, other: StorePath) -> Path:
+        """What follows the URL of ``other``."""
+        return Path(self._url.removeprefix(other._url).lstrip("/"))
+
+    def stat(self) -> SimpleNamespace:
+        """The size, and what tells versions apart. Raises `FileNotFoundError`."""
+        info = self._store.info(self)
+        number = int(hashlib.sha256(info.version.encode()).hexdigest()[:15], 16)
+        return SimpleNamespace(st_size=info.size, st_mtime_ns=number)
+
+    def exists(self) -> bool:
+        """Whether there is such a file or folder."""
+        return self.is_file() or self.is_dir()
+
+    def is_dir(self) -> bool:
+        """Whether it is a folder: a name before others."""
+        with contextlib.suppress(FileNotFoundError):
+            return self._store.info(self).is_dir
+        return False
+
+    def is_file(self) -> bool:
+        """Whether it is a file."""
+        with contextlib.suppress(FileNotFoundError):
+            return not self._store.info(self).is_dir
+        return False
+
+    def iterdir(self) -> Iterator[StorePath]:
+        """What is in a folder, in any order."""
+        for name in self._store.entries(self):
+            yield self._at(name)
+
+    def rglob(self, pattern: str) -> Iterator[StorePath]:
+        """All below a folder; ``pattern`` is ``*``."""
+        assert pattern == "*", pattern
+        for entry in self.iterdir():
+            yield entry
+            if entry.is_dir():
+                yield from entry.rglob(pattern)
+
+    def open(self, mode: str = "rb", buffering: int = -1) -> io.BufferedReader:
+        """Opens a file to read bytes from one end to the other; it can be sought."""
+        assert mode == "rb", mode
+        return io.BufferedReader(_Reader(_File(self, self._store)), 1 << 17)
+
+    def read_bytes(self) -> bytes:
+        """All bytes of a file."""
+        file = _File(self, self._store)
+        return file.pread(file.size, 0)
+
+    def copied(self) -> Path:
+        """The file in the cache, whole, where it stays until the process ends.
+
+        Raises:
+            UsageError: there is no cache, or no room in it.
+        """
+        file = _File(self, self._store)
+        if file.cache is None:
+            raise UsageError(
+                f"{self} is of a format that is read from a disk only: give a --data_cache, to "
+                "which it is copied"
+            )
+
+        def fill(descriptor: int) -> None:
+            with self.open() as source:
+                while part := source.read(1 << 20):
+                    os.write(descriptor, part)
+
+        return file.cache.whole(file.block_name(0), file.size, fill)
+
+
+AnyPath = Path | StorePath
+PathLike = str | os.PathLike[str] | StorePath
+
+
+def is_url(path: object) -> bool:
+    """Whether ``path`` names a file of a store."""
+    return isinstance(path, StorePath) or (isinstance(path, str) and "://" in path)
+
+
+def located(path: PathLike, cache: str | None = None) -> AnyPath:
+    """``path`` as a `StorePath` if it is a URL; else as a `Path`, with ``~`` as the home directory.
+
+    Args:
+        path: of a file or a folder.
+        cache: of what is read from a store, ``DIRECTORY:SIZE``.
+
+    Raises:
+        UsageError: it is neither, or as `StorePath` raises.
+    """
+    if isinstance(path, StorePath):
+        return path
+    if not isinstance(path, str | os.PathLike):
+        raise UsageError(f"{path!r:.100} is no path: give a str or a pathlib.Path")
+    text = os.fspath(path)
+    return StorePath(text, cache) if is_url(text) else Path(text).expanduser()
+
+
+def scandir(folder: AnyPath) -> Iterable[Any]:
+    """What is in a folder, with the ``name``, ``path``, ``is_dir()`` and ``is_file()`` of each."""
+    return folder.iterdir() if isinstance(folder, StorePath) else os.scandir(folder)
+
+
+def inside(folder: AnyPath) -> list[AnyPath]:
+    """What is in a folder, in order."""
+    return [folder / name for name in sorted(entry.name for entry in scandir(folder))]
+
+
+def unzipped(file: BinaryIO, name: str) -> BinaryIO:
+    """``file``, or what is compressed in it if its ``name`` ends in ``.gz``."""
+    zipped = name.lower().endswith(".gz")
+    return cast(BinaryIO, gzip.GzipFile(fileobj=file)) if zipped else file
+
+
+class _OnDisk:
+    """A file of a disk, of which several threads read."""
+
+    def __init__(self, path: Path):
+        self._file = open(path, "rb")  # noqa: SIM115 - it is closed when nobody holds it
+
+    @property
+    def size(self) -> int:
+        return os.fstat(self._file.fileno()).st_size
+
+    def pread(self, size: int, begin: int, keep: bool = True) -> bytes:
+        return os.pread(self._file.fileno(), size, begin)
+
+    def will_read(self, size: int, begin: int) -> None:
+        os.posix_fadvise(self._file.fileno(), begin, size, os.POSIX_FADV_WILLNEED)
+
+
+def opened(path: AnyPath) -> Any:
+    """A file with a ``size`` and ``pread(size, begin)``, which several threads may call. It is
+    closed when nobody holds it. With ``keep=False``, `pread` adds nothing to the cache."""
+    return _File(path, path._store) if isinstance(path, StorePath) else _OnDisk(path)
+
+
+def read_spans(spans: Sequence[tuple[Any, int, int]]) -> list[bytes]:
+    """The bytes of several ``(file, size, begin)``, with files as `opened` gives them. The disk, or
+    the store, works on all of them at the same time."""
+    for file, size, begin in spans:
+        if isinstance(file, _OnDisk):
+            file.will_read(size, begin)
+    if len(spans) < 2 or all(isinstance(file, _OnDisk) for file, _, _ in spans):
+        return [file.pread(size, begin) for file, size, begin in spans]
+    return [*_threads().map(lambda span: span[0].pread(*span[1:]), spans)]
+
+
+def map_of(path: AnyPath) -> Callable[..., Iterable[Any]]:
+    """``map``; for files of a store, one that calls the function in several threads."""
+    return _threads().map if isinstance(path, StorePath) else map
+
+
+@contextlib.contextmanager
+def on_disk(path: AnyPath) -> Iterator[Path]:
+    """A file on the disk: ``path``, or a copy, which is deleted afterwards."""
+    if not isinstance(path, StorePath):
+        yield path
+        return
+    with tempfile.NamedTemporaryFile(suffix=path.name[-64:]) as copy:
+        with path.open() as file:
+            shutil.copyfileobj(file, copy, _PART)
+        copy.flush()
+        yield Path(copy.name)
+
+
+@functools.cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(_REQUESTS, "ctl-store")
+
+
+class _Store:
+    """The store of a path, and what it has said of the files at and below it.
+
+    Attributes:
+        root: the path in the store.
+        cache: None for none.
+    """
+
+    def __init__(self, url: str, cache: str | block_cache.BlockCache | None):
+        self._url = url
+        self.cache = block_cache.from_text(cache) if isinstance(cache, str) else cache
+        self.files, self.root = _file_system(url)
+        self._infos: dict[str, _Info] = {}
+        self._listed: dict[str, list[str]] = {}
+        self._bytes = 0
+        self.requests = itertools.count(1)
+        self.lock = threading.Lock()
+        self.loading: dict[str, Future[bytes]] = {}
+
+    def info(self, path: StorePath) -> _Info:
+        """What the store said first of a file or a folder. Raises `FileNotFoundError`."""
+        if found := self._infos.get(path._path):
+            return found
+        return self._note(path._path, self.info_now(path))
+
+    def info_now(self, path: StorePath) -> _Info:
+        """What the store says now. Raises `FileNotFoundError`."""
+        self.files.invalidate_cache()
+        return _info_of(_asked(path._url, self.files.info, path._path))
+
+    def _note(self, path: str, info: _Info) -> _Info:
+        self._infos[path] = info
+        self._bytes += info.size
+        if self.cache:
+            self.cache.announce(self._url, self._bytes, len(self._infos))
+        return info
+
+    def entries(self, path: StorePath) -> list[str]:
+        """The names of what is in a folder. Raises `FileNotFoundError`, `NotADirectoryError`."""
+        if path._path not in self._listed:
+            if not self.info(path).is_dir:
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path._url)
+            self.files.invalidate_cache()
+            names = []
+            for entry in _asked(path._url, self.files.ls, path._path, detail=True):
+                name = entry["name"].rstrip("/").rpartition("/")[2]
+                if name and entry["name"].rstrip("/") != path._path.rstrip("/"):  # its own mark
+                    names.append(name)
+                    self._note(f"{path._path.rstrip('/')}/{name}", _info_of(entry))
+            self._listed[path._path] = names
+        return self._listed[path._path]
+
+
+class _File:
+    """A file of a store, of which several threads read.
+
+    Attributes:
+        size: in bytes.
+        part: bytes that are read, and kept, at once.
+        cache: None for none.
+    """
+
+    def __init__(self, path: StorePath, store: _Store):
+        self._path, self._store, self.cache = path, store, store.cache
+        self._info = store.info(path)
+        if self._info.is_dir:
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path._url)
+        self.size = self._info.size
+        self.part = self.cache.block if self.cache else _PART
+        about = f"{path._url}\0{self._info.version}\0{self.size}\0{self.part}"
+        self._about = hashlib.sha256(about.encode())
+
+    def block_name(self, number: int) -> str:
+        """The name of a part in the cache."""
+        name = self._about.copy()
+        name.update(f"\0{number}".encode())
+        return name.hexdigest()[:32]
+
+    def pread(self, size: int, begin: int, keep: bool = True) -> bytes:
+        """As `os.pread`. Raises `UsageError` if the store fails, or the file has changed."""
+        end, found = min(begin + size, self.size), []
+        while begin < end:
+            number, first = divmod(begin, self.part)
+            count = min(end - begin, self.part - first)
+            found.append(self._of_part(number, first, count, keep))
+            begin += count
+        return found[0] if len(found) == 1 else b"".join(found)
+
+    def _of_part(self, number: int, first: int, count: int, keep: bool) -> bytes:
+        if self.cache:
+            name = self.block_name(number)
+            if (data := self.cache.get(name, first, count)) is not None:
+                return data
+            if keep and self.cache.keeps(name):
+                return self._kept(name, number)[first : first + count]
+        return self._asked(number * self.part + first, count)
+
+    def load(self, number: int) -> bytes:
+        """A whole part."""
+        return self.pread(self.part, number * self.part)
+
+    def _kept(self, name: str, number: int) -> bytes:
+        """A part that is read from the store and kept. Threads that need the same one wait."""
+        with self._store.lock:
+            future = self._store.loading.get(name)
+            if mine := future is None:
+                future = self._store.loading[name] = Future()
+        if not mine:
+            return future.result()
+        assert self.cache
+        try:
+            begin = number * self.part
+            data = self._asked(begin, min(self.part, self.size - begin), whole=True)
+            self.cache.put(name, data)
+            future.set_result(data)
+        except BaseException as error:
+            future.set_exception(error)
+            raise
+        finally:
+            with self._store.lock:
+                del self._store.loading[name]
+        return data
+
+    def _asked(self, begin: int, size: int, whole: bool = False) -> bytes:
+        """A range, from the store. A part of a larger file is not kept unless the file is the same
+        after it was read."""
+        path, end = self._path, begin + size
+        data = _asked(path._url, self._store.files.cat_file, path._path, start=begin, end=end)
+        is_part = whole and size < self.size
+        if len(data) != size or is_part or not next(self._store.requests) % _COMPARED:
+            with contextlib.suppress(FileNotFoundError):
+                if self._store.info_now(path) == self._info and len(data) == size:
+                    return data
+            raise UsageError(
+                f"{path} has changed in the store since this run began: start again, and leave the "
+                "files as they are while a run reads them"
+            )
+        return data
+
+
+class _Reader(io.RawIOBase):
+    """The bytes of a file, one after the other: parts are read before they are needed."""
+
+    def __init__(self, file: _File):
+        self._file, self._at, self._last, self._width = file, 0, -1, 1
+        self._loading: dict[int, Future[bytes]] = {}
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._file.size}[whence]
+        self._at = max(0, base + offset)
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        size, part = self._file.size, self._file.part
+        if self._at >= size:
+            return 0
+        number, first = divmod(self._at, part)
+        if number != self._last:
+            in_order = number == self._last + 1
+            self._width = min(2 * self._width, _AHEAD) if in_order else 1
+            wanted = range(number, min(number + self._width, -(-size // part)))
+            self._loading = {
+                n: self._loading.get(n) or _threads().submit(self._file.load, n) for n in wanted
+            }
+            self._last = number
+        data = self._loading[number].result()
+        count = min(len(buffer), len(data) - first)
+        buffer[:count] = data[first : first + count]
+        self._at += count
+        return count
+
+
+def _info_of(found: dict[str, Any]) -> _Info:
+    """The parts of what fsspec says."""
+    is_dir = found["type"] == "directory"
+    version = next((found[name] for name in _VERSIONS if found.get(name)), "")
+    if isinstance(version, datetime):  # where a list has a number
+        version = version.timestamp()
+    if isinstance(version, float):
+        version = f"{version:.3f}"
+    return _Info(0 if is_dir else int(found["size"] or 0), "" if is_dir else str(version), is_dir)
+
+
+def _file_system(url: str) -> tuple[Any, str]:
+    try:
+        import fsspec
+    except ImportError as error:
+        raise UsageError(f"{url} needs a package: pip install 'ctl[stores]'") from error
+    return fsspec.core.url_to_fs(url)
+
+
+def _asked(url: str, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    return call(*arguments, **options)
