@@ -110,7 +110,7 @@ class BlockCache:
         try:
             now = time.monotonic()
             if name not in self._touched:
-                data = os.pread(descriptor, self.block + _SUM, 0)
+                data = os.pread(descriptor, self.block + _SUM + 1, 0)
                 if zlib.crc32(data[:-_SUM]) != int.from_bytes(data[-_SUM:], "little"):
                     return None
             if now - self._touched.get(name, -_TOUCH_SECONDS) >= _TOUCH_SECONDS:

@@ -16,9 +16,11 @@ import hashlib
 import io
 import itertools
 import os
+import random
 import shutil
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import datetime
@@ -30,7 +32,10 @@ from ctl.base import block_cache
 from ctl.errors import UsageError
 
 # Requests at the same time. Threads wait for the store most of that time.
-_REQUESTS = 32
+_REQUESTS = 64
+
+# How often a request is made that fails, and the seconds between the first two, which double.
+_TRIES, _FIRST_WAIT = 9, 0.2
 
 # Parts of a file that are read before they are needed, if it is read from one end to the other.
 _AHEAD = 8
@@ -249,6 +254,8 @@ class _OnDisk:
     def pread(self, size: int, begin: int, keep: bool = True) -> bytes:
         return os.pread(self._file.fileno(), size, begin)
 
+    at_hand = pread
+
     def will_read(self, size: int, begin: int) -> None:
         os.posix_fadvise(self._file.fileno(), begin, size, os.POSIX_FADV_WILLNEED)
 
@@ -265,9 +272,17 @@ def read_spans(spans: Sequence[tuple[Any, int, int]]) -> list[bytes]:
     for file, size, begin in spans:
         if isinstance(file, _OnDisk):
             file.will_read(size, begin)
-    if len(spans) < 2 or all(isinstance(file, _OnDisk) for file, _, _ in spans):
-        return [file.pread(size, begin) for file, size, begin in spans]
-    return [*_threads().map(lambda span: span[0].pread(*span[1:]), spans)]
+    found = [file.at_hand(size, begin) for file, size, begin in spans]
+    missing = [row for row, data in enumerate(found) if data is None]
+    asked = _threads().map if len(missing) > 1 else map
+
+    def read(row: int) -> bytes:
+        file, size, begin = spans[row]
+        return file.pread(size, begin)
+
+    for row, data in zip(missing, asked(read, missing), strict=True):
+        found[row] = data
+    return found
 
 
 def map_of(path: AnyPath) -> Callable[..., Iterable[Any]]:
@@ -364,12 +379,22 @@ class _File:
         self.part = self.cache.block if self.cache else _PART
         about = f"{path._url}\0{self._info.version}\0{self.size}\0{self.part}"
         self._about = hashlib.sha256(about.encode())
+        self._names: dict[int, str] = {}
 
     def block_name(self, number: int) -> str:
         """The name of a part in the cache."""
-        name = self._about.copy()
-        name.update(f"\0{number}".encode())
-        return name.hexdigest()[:32]
+        if (found := self._names.get(number)) is None:
+            name = self._about.copy()
+            name.update(f"\0{number}".encode())
+            found = self._names[number] = name.hexdigest()[:32]
+        return found
+
+    def at_hand(self, size: int, begin: int) -> bytes | None:
+        """As `pread`, if it is in one part, which is in the cache; else None."""
+        number, first = divmod(begin, self.part)
+        if self.cache is None or first + size > self.part:
+            return None
+        return self.cache.get(self.block_name(number), first, size)
 
     def pread(self, size: int, begin: int, keep: bool = True) -> bytes:
         """As `os.pread`. Raises `UsageError` if the store fails, or the file has changed."""
@@ -486,12 +511,69 @@ def _info_of(found: dict[str, Any]) -> _Info:
 
 
 def _file_system(url: str) -> tuple[Any, str]:
+    """The file system of fsspec that a URL is of, and the path there."""
     try:
         import fsspec
+
+        return fsspec.core.url_to_fs(url)
     except ImportError as error:
-        raise UsageError(f"{url} needs a package: pip install 'ctl[stores]'") from error
-    return fsspec.core.url_to_fs(url)
+        package = str(error).partition("Install ")[2].partition(" ")[0] or "fsspec"
+        raise UsageError(f"{url} needs a package: pip install {package}") from error
+    except ValueError as error:
+        raise UsageError(f"{url}: {str(error)[:200]}") from error
 
 
 def _asked(url: str, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    return call(*arguments, **options)
+    """What a store answers. What may pass is tried again, after longer and longer, random waits.
+
+    Raises:
+        UsageError: the store refuses, or does not answer.
+        OSError: there is no such file, or it is a folder.
+    """
+    for tried in itertools.count(1):
+        try:
+            return call(*arguments, **options)
+        except (IsADirectoryError, NotADirectoryError, FileNotFoundError) as error:
+            raise type(error)(error.errno, os.strerror(error.errno or 0), url) from error
+        except Exception as error:  # each store has its own
+            what = f"{type(error).__name__}: {error}".partition("\n")[0][:200]
+            if _is_refusal(error):
+                raise UsageError(
+                    f"{url} cannot be read, the store refuses it ({what}): check or renew the "
+                    "credentials of this store"
+                ) from error
+            if not _may_pass(error):
+                raise
+            if tried >= _TRIES:
+                raise UsageError(
+                    f"{url} cannot be read, also not by {tried} tries ({what}): when the store "
+                    "answers, run the same command again"
+                ) from error
+            time.sleep(_FIRST_WAIT * 2 ** (tried - 1) * random.uniform(0.5, 1.0))
+
+
+def _status(error: BaseException) -> int:
+    """The status of HTTP that an error has; 0 for none."""
+    response = getattr(error, "response", None)
+    if isinstance(response, dict):  # of botocore
+        response = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    for found in (response, *(getattr(error, n, 0) for n in ("status", "code", "status_code"))):
+        if isinstance(found, int) or (isinstance(found, str) and found.isdigit()):
+            return int(found)
+    return 0
+
+
+def _is_refusal(error: BaseException) -> bool:
+    if isinstance(error, PermissionError) or _status(error) in (401, 403):
+        return True
+    return any(word in f"{type(error).__name__} {error}" for word in ("Credential", "Expired"))
+
+
+def _may_pass(error: BaseException) -> bool:
+    """Whether another try may succeed: of what the network or an overloaded store does."""
+    if _status(error):
+        return _status(error) in (408, 429) or _status(error) >= 500
+    known = ("aiohttp", "botocore", "aiobotocore", "google", "azure", "requests", "urllib3")
+    return isinstance(error, OSError | TimeoutError | EOFError) or type(
+        error
+    ).__module__.startswith(known)

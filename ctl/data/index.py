@@ -15,6 +15,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ import numpy as np
 from absl import logging
 
 from ctl.base import cache, durable
-from ctl.base.remote import AnyPath, PathLike, opened
+from ctl.base.remote import AnyPath, PathLike, StorePath, opened
 from ctl.errors import UsageError
 
 # An index that was made sooner is not kept, and shows no progress bar.
@@ -32,6 +33,7 @@ _SHOW_SECONDS, _KEEP_SECONDS = 2.0, 1.0
 _MAGIC = "ctl index 1"
 
 _OPEN_FILES = 256
+_WALKS = 4  # files of a store that are read at once
 
 
 @contextlib.contextmanager
@@ -82,14 +84,21 @@ def offsets(
     result = []
     with contextlib.closing(_Bar(f"indexing {len(paths)} files of {paths[0].parent}")) as bar:
         done, total = 0, sum(size for _, size, _ in files)
-        for path, (_, size, _) in zip(paths, files, strict=True):
+
+        def of_file(path: AnyPath) -> np.ndarray:
             parts = []
             with readable(path):
                 for part in walk(path):
                     parts.append(part)
                     bar.show((done + abs(int(part[-1]))) / max(1, total))
-            done += size
-            result.append(np.concatenate(parts))
+            return np.concatenate(parts)
+
+        with ThreadPoolExecutor(_WALKS) as threads:
+            in_store = isinstance(paths[0], StorePath)
+            walked = (threads.map if in_store else map)(of_file, paths)
+            for found_here, (_, size, _) in zip(walked, files, strict=True):
+                done += size
+                result.append(found_here)
     if time.monotonic() - started >= _KEEP_SECONDS:
         _keep(kept, files, result)
     return result
