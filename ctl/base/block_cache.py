@@ -74,7 +74,7 @@ class BlockCache:
         self.directory = Path(directory).expanduser().absolute()
         self.limit = limit
         # Of few blocks, those of one batch would push out one another.
-        self.block = min(_LARGEST_BLOCK, limit // 64 // _PAGE * _PAGE)
+        self.block = min(_LARGEST_BLOCK, limit // 64 // _PAGE * _PAGE) - _SUM
         self._sizes: dict[str, int] = {}
         self._touched: dict[str, float] = {}  # the blocks that this process has checked
         self._pinned: dict[str, int] = {}  # descriptors of whole files

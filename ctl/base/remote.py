@@ -37,12 +37,20 @@ _REQUESTS = 64
 # How often a request is made that fails, and the seconds between the first two, which double.
 _TRIES, _FIRST_WAIT = 9, 0.2
 
+# Errors that need no other try.
+_NAMES = {
+    FileNotFoundError: errno.ENOENT,
+    NotADirectoryError: errno.ENOTDIR,
+    IsADirectoryError: errno.EISDIR,
+}
+
 # Parts of a file that are read before they are needed, if it is read from one end to the other.
 _AHEAD = 8
 _PART = 4 << 20  # bytes of them, without a cache
 
-# A file that is read by ranges is compared with what it was after one request of so many.
-_COMPARED = 16
+# A file is compared with what it was after one request of so many, and after each for a part of a
+# larger one.
+_COMPARED, _LARGER = 16, 1 << 20
 
 # What stores call what changes with a file. The last ones are times.
 _VERSIONS = (
@@ -399,21 +407,29 @@ class _File:
     def pread(self, size: int, begin: int, keep: bool = True) -> bytes:
         """As `os.pread`. Raises `UsageError` if the store fails, or the file has changed."""
         end, found = min(begin + size, self.size), []
+        asked = begin  # from there to `begin`, neither is in the cache nor will be
         while begin < end:
             number, first = divmod(begin, self.part)
             count = min(end - begin, self.part - first)
-            found.append(self._of_part(number, first, count, keep))
+            if (data := self._of_cache(number, first, count, keep)) is not None:
+                if asked < begin:
+                    found.append(self._asked(asked, begin - asked))
+                found.append(data)
+                asked = begin + count
             begin += count
+        if asked < begin:
+            found.append(self._asked(asked, begin - asked))
         return found[0] if len(found) == 1 else b"".join(found)
 
-    def _of_part(self, number: int, first: int, count: int, keep: bool) -> bytes:
-        if self.cache:
-            name = self.block_name(number)
-            if (data := self.cache.get(name, first, count)) is not None:
-                return data
-            if keep and self.cache.keeps(name):
-                return self._kept(name, number)[first : first + count]
-        return self._asked(number * self.part + first, count)
+    def _of_cache(self, number: int, first: int, count: int, keep: bool) -> bytes | None:
+        """Bytes of a part that is in the cache, or comes into it."""
+        if self.cache is None:
+            return None
+        name = self.block_name(number)
+        data = self.cache.get(name, first, count)
+        if data is None and keep and self.cache.keeps(name):
+            data = self._kept(name, number)[first : first + count]
+        return data
 
     def load(self, number: int) -> bytes:
         """A whole part."""
@@ -442,11 +458,10 @@ class _File:
         return data
 
     def _asked(self, begin: int, size: int, whole: bool = False) -> bytes:
-        """A range, from the store. A part of a larger file is not kept unless the file is the same
-        after it was read."""
+        """A range, from the store. A part of a larger file, to be kept, is of its version."""
         path, end = self._path, begin + size
         data = _asked(path._url, self._store.files.cat_file, path._path, start=begin, end=end)
-        is_part = whole and size < self.size
+        is_part = whole and (size < self.size or size > _LARGER)
         if len(data) != size or is_part or not next(self._store.requests) % _COMPARED:
             with contextlib.suppress(FileNotFoundError):
                 if self._store.info_now(path) == self._info and len(data) == size:
@@ -533,8 +548,9 @@ def _asked(url: str, call: Callable[..., Any], *arguments: Any, **options: Any) 
     for tried in itertools.count(1):
         try:
             return call(*arguments, **options)
-        except (IsADirectoryError, NotADirectoryError, FileNotFoundError) as error:
-            raise type(error)(error.errno, os.strerror(error.errno or 0), url) from error
+        except tuple(_NAMES) as error:
+            kind = next(kind for kind in _NAMES if isinstance(error, kind))
+            raise kind(_NAMES[kind], os.strerror(_NAMES[kind]), url) from error
         except Exception as error:  # each store has its own
             what = f"{type(error).__name__}: {error}".partition("\n")[0][:200]
             if _is_refusal(error):

@@ -3,6 +3,7 @@ of its name, again and again."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import random
@@ -26,10 +27,8 @@ def in_use(cache: BlockCache) -> int:
     names = [entry.path for entry in os.scandir(cache.directory) if entry.name not in ("lock",)]
     total = 0
     for name in names:
-        try:
+        with contextlib.suppress(FileNotFoundError):  # it was renamed or deleted meanwhile
             total += os.stat(name).st_blocks * 512
-        except FileNotFoundError:  # it was renamed or deleted meanwhile
-            pass
     return total
 
 
