@@ -17,6 +17,7 @@ import io
 import itertools
 import os
 import random
+import re
 import shutil
 import tempfile
 import threading
@@ -532,8 +533,9 @@ def _file_system(url: str) -> tuple[Any, str]:
 
         return fsspec.core.url_to_fs(url)
     except ImportError as error:
-        package = str(error).partition("Install ")[2].partition(" ")[0] or "fsspec"
-        raise UsageError(f"{url} needs a package: pip install {package}") from error
+        package = re.search(r"(?i)install (\w+)", str(error))
+        name = package[1] if package else "fsspec"
+        raise UsageError(f"{url} needs a package: pip install {name}") from error
     except ValueError as error:
         raise UsageError(f"{url}: {str(error)[:200]}") from error
 

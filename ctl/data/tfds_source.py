@@ -129,8 +129,7 @@ def _of_store(name: str, place: StorePath) -> tfds.core.DatasetBuilder:
         builder = _builder(name, copies) if about else None
         if builder is None or not pathlib.Path(builder.data_dir, "dataset_info.json").is_file():
             raise UsageError(
-                f"{place} has no prepared dataset {name!r}: prepare it on a disk, and copy its "
-                f"folder to {folder}"
+                f"{place} has no dataset {name!r}: prepare it on a disk, and copy its folder there"
             )
         _FOLDERS[builder] = place / os.path.relpath(builder.data_dir, copies)
     return builder

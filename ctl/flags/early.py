@@ -175,7 +175,14 @@ def check_dataset(name: str, data_dir: str | None) -> None:
     Only names of a plain form are looked for, and only if TFDS has the layout that is known."""
     _check_no_text(name)
     short = re.split("[/:]", name)[0]
-    if not short.isidentifier() or ":" in name or is_url(data_dir):
+    if data_dir and is_url(data_dir):
+        if not (located(data_dir) / short).is_dir():
+            raise UsageError(
+                f"{data_dir} has no dataset {short!r}: prepare it on a disk, and copy its folder "
+                "there"
+            )
+        return
+    if not short.isidentifier() or ":" in name:
         return
     if "tensorflow_datasets" in sys.modules:  # code of the user's may have added datasets to it
         return

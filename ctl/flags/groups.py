@@ -228,8 +228,8 @@ def check_data_flags() -> None:
             early.check_data_dir(dataset, data_dir)
     check_without_effect(unused, f"with --dataset={dataset}: {remedy}")
     if not any(map(is_url, (dataset, data_dir))):
-        remedy = "it keeps what is read from a store, and neither --dataset nor --data_dir is a URL"
-        check_without_effect(["data_cache"], remedy)
+        why = "without a URL as --dataset or --data_dir: it keeps what is read from a store"
+        check_without_effect(["data_cache"], why)
     if names.suffix(dataset) != names.RECORDS and not (
         names.has_table(dataset) and located(dataset).is_dir()
     ):

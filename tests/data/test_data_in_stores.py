@@ -302,7 +302,7 @@ def test_of_a_larger_file_nothing_is_kept_that_is_not_of_it(cache, change):
 def test_what_is_missing(cache):
     with pytest.raises(UsageError, match="^faulty://none is missing: give another path"):
         Files("faulty://none")
-    with pytest.raises(UsageError, match="^faulty://data has no prepared dataset 'mnist': prepare"):
+    with pytest.raises(UsageError, match="^faulty://data has no dataset 'mnist': prepare it"):
         load("mnist", data_dir="faulty://data", global_batch_size=8)
     with pytest.raises(UsageError, match="^nosuch://a: .*nosuch"):
         Files("nosuch://a")
