@@ -132,6 +132,7 @@ class BlockCache:
                 os.pwrite(descriptor, data, 0)
                 os.pwrite(descriptor, zlib.crc32(data).to_bytes(_SUM, "little"), len(data))
                 self._publish(unfinished, name)
+                self._touched[name] = time.monotonic()
         except OSError as error:
             if not self._warned:
                 self._warned = True
