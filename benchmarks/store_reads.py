@@ -112,23 +112,20 @@ def epoch(data_dir: Any, block: int, requests: list[str]) -> dict[str, float]:
 
 def show(answers: dict[str, list[dict[str, float]]]) -> None:
     """Medians, and ratios to the disk in the same round."""
-    print(
-        f"{'':30}{'start s':>8}{'images/s':>10}  {'over disk':18}{'epoch over disk':18}{'per CPU s':18}requests"
-    )
+    titles = "".join(f"{title:18}" for title in ("over disk", "epoch over disk", "per CPU second"))
+    print(f"{'':30}{'start s':>8}{'images/s':>10}  {titles}requests")
     for name, rounds in answers.items():
         base = answers["disk, blocks of 16" if "16" in name else "disk"]
-        ratios = [
-            summary([one[key] / other[key] for one, other in zip(rounds, base, strict=True)])
-            for key in ("steps", "epoch", "cpu")
-        ]
-        texts = [f"{r['median']:.2f} ({r['min']:.2f}-{r['max']:.2f})" for r in ratios]
+        texts = []
+        for key in ("steps", "epoch", "cpu"):
+            ratio = summary([a[key] / b[key] for a, b in zip(rounds, base, strict=True)])
+            texts.append(f"{ratio['median']:.2f} ({ratio['min']:.2f}-{ratio['max']:.2f})")
         start, rate, requests = (
             summary([one[key] for one in rounds])["median"]
             for key in ("start", "steps", "requests")
         )
-        print(
-            f"{name:30}{start:8.2f}{rate:10.0f}  {''.join(f'{text:18}' for text in texts)}{requests:.0f}"
-        )
+        ratios = "".join(f"{text:18}" for text in texts)
+        print(f"{name:30}{start:8.2f}{rate:10.0f}  {ratios}{requests:.0f}")
 
 
 def main() -> None:

@@ -73,6 +73,7 @@ class BlockCache:
         """
         self.directory = Path(directory).expanduser().absolute()
         self.limit = limit
+        self._most = limit - _PAGE  # without `lock`
         # Of few blocks, those of one batch would push out one another.
         self.block = min(_LARGEST_BLOCK, limit // 64 // _PAGE * _PAGE) - _SUM
         self._sizes: dict[str, int] = {}
@@ -99,7 +100,7 @@ class BlockCache:
         """Whether a block is one of those to keep. Of data that are larger than the cache, these
         are always the same ones: of the blocks that were used last, an epoch would find none."""
         total = sum(self._sizes.values()) * (1 + _SUM / self.block) + 1
-        return int(name[:8], 16) / 2**32 < self.limit * (1 - 2 * _ROOM) / total
+        return int(name[:8], 16) / 2**32 < self._most * (1 - 2 * _ROOM) / total
 
     def get(self, name: str, begin: int, size: int) -> bytes | None:
         """``size`` bytes of a block from ``begin`` on; None if it is not there, or torn."""
@@ -193,9 +194,9 @@ class BlockCache:
         needed = _on_disk(size)
         with self._locked() as lock:
             used = _number(os.pread(lock, 32, 0))
-            if used is None or used + needed > self.limit:
+            if used is None or used + needed > self._most:
                 used = self._make_room(needed)
-            if used + needed > self.limit:
+            if used + needed > self._most:
                 _write_number(lock, used)
                 yield None, -1
                 return
@@ -231,7 +232,7 @@ class BlockCache:
                 about = entry.stat()
                 found.append((about.st_mtime, _on_disk(about.st_size), entry))
         used = sum(size for _, size, _ in found)
-        enough = self.limit * (1 - _ROOM) - needed
+        enough = self._most * (1 - _ROOM) - needed
         for _, size, entry in sorted(found, key=lambda one: one[0]):
             unfinished = entry.name.startswith("tmp-")
             if used <= enough and not unfinished:

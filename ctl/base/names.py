@@ -15,7 +15,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ctl.base.remote import is_url, located, opened, scandir
+from ctl.base.remote import located, opened, scandir
+from ctl.base.stores import is_url
 from ctl.errors import UsageError
 
 MODELS = ("convnet", "dense", "dlrm", "resnet20", "tiny_transformer")

@@ -16,34 +16,21 @@ import hashlib
 import io
 import itertools
 import os
-import random
-import re
 import shutil
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, BinaryIO, NamedTuple, cast
+from typing import Any, BinaryIO, cast
 
 from ctl.base import block_cache
+from ctl.base.stores import About, StoreError, is_url, join, open_store
 from ctl.errors import UsageError
 
 # Requests at the same time. Threads wait for the store most of that time.
 _REQUESTS = 64
-
-# How often a request is made that fails, and the seconds between the first two, which double.
-_TRIES, _FIRST_WAIT = 9, 0.2
-
-# Errors that need no other try.
-_NAMES = {
-    FileNotFoundError: errno.ENOENT,
-    NotADirectoryError: errno.ENOTDIR,
-    IsADirectoryError: errno.EISDIR,
-}
 
 # Parts of a file that are read before they are needed, if it is read from one end to the other.
 _AHEAD = 8
@@ -52,20 +39,7 @@ _PART = 4 << 20  # bytes of them, without a cache
 # A file is compared with what it was after one request of so many, and after each for a part of a
 # larger one.
 _COMPARED, _LARGER = 16, 1 << 20
-
-# What stores call what changes with a file. The last ones are times.
-_VERSIONS = (
-    *("ETag", "etag", "generation", "md5Hash", "mtime", "LastModified", "last_modified"),
-    *("updated", "created"),
-)
-
-
-class _Info(NamedTuple):
-    """What a store says of a name."""
-
-    size: int
-    version: str
-    is_dir: bool
+_requests = itertools.count(1)
 
 
 class StorePath:
@@ -86,13 +60,13 @@ class StorePath:
     def __init__(self, url: str, cache: str | block_cache.BlockCache | None = None):
         self._url = url.rstrip("/") if not url.endswith("://") else url
         self._store = _Store(self._url, cache)
-        self._path = self._store.root
+        self._name = ""  # below the URL of the store
 
     def _at(self, name: str) -> StorePath:
         other = object.__new__(StorePath)
         other._store = self._store
-        other._url = f"{self._url.rstrip('/')}/{name}"
-        other._path = f"{self._path.rstrip('/')}/{name}"
+        other._url = join(self._url, name)
+        other._name = f"{self._name}/{name}".lstrip("/")
         return other
 
     def __truediv__(self, name: str | os.PathLike[str]) -> StorePath:
@@ -143,9 +117,9 @@ class StorePath:
 
     def stat(self) -> SimpleNamespace:
         """The size, and what tells versions apart. Raises `FileNotFoundError`."""
-        info = self._store.info(self)
-        number = int(hashlib.sha256(info.version.encode()).hexdigest()[:15], 16)
-        return SimpleNamespace(st_size=info.size, st_mtime_ns=number)
+        about = self._store.about(self)
+        number = int(hashlib.sha256(about.version.encode()).hexdigest()[:15], 16)
+        return SimpleNamespace(st_size=about.size, st_mtime_ns=number)
 
     def exists(self) -> bool:
         """Whether there is such a file or folder."""
@@ -154,13 +128,13 @@ class StorePath:
     def is_dir(self) -> bool:
         """Whether it is a folder: a name before others."""
         with contextlib.suppress(FileNotFoundError):
-            return self._store.info(self).is_dir
+            return self._store.about(self).is_folder
         return False
 
     def is_file(self) -> bool:
         """Whether it is a file."""
         with contextlib.suppress(FileNotFoundError):
-            return not self._store.info(self).is_dir
+            return not self._store.about(self).is_folder
         return False
 
     def iterdir(self) -> Iterator[StorePath]:
@@ -209,11 +183,6 @@ class StorePath:
 
 AnyPath = Path | StorePath
 PathLike = str | os.PathLike[str] | StorePath
-
-
-def is_url(path: object) -> bool:
-    """Whether ``path`` names a file of a store."""
-    return isinstance(path, StorePath) or (isinstance(path, str) and "://" in path)
 
 
 def located(path: PathLike, cache: str | None = None) -> AnyPath:
@@ -321,53 +290,68 @@ class _Store:
     """The store of a path, and what it has said of the files at and below it.
 
     Attributes:
-        root: the path in the store.
         cache: None for none.
     """
 
     def __init__(self, url: str, cache: str | block_cache.BlockCache | None):
-        self._url = url
+        self._url, self._store = url, open_store(url)
         self.cache = block_cache.from_text(cache) if isinstance(cache, str) else cache
-        self.files, self.root = _file_system(url)
-        self._infos: dict[str, _Info] = {}
-        self._listed: dict[str, list[str]] = {}
+        self._about: dict[str, About] = {}
+        self._entries: dict[str, list[str]] = {}
         self._bytes = 0
-        self.requests = itertools.count(1)
         self.lock = threading.Lock()
         self.loading: dict[str, Future[bytes]] = {}
 
-    def info(self, path: StorePath) -> _Info:
+    def about(self, path: StorePath) -> About:
         """What the store said first of a file or a folder. Raises `FileNotFoundError`."""
-        if found := self._infos.get(path._path):
+        if found := self._about.get(path._name):
             return found
-        return self._note(path._path, self.info_now(path))
+        return self._note(path._name, self.about_now(path))
 
-    def info_now(self, path: StorePath) -> _Info:
+    def about_now(self, path: StorePath) -> About:
         """What the store says now. Raises `FileNotFoundError`."""
-        self.files.invalidate_cache()
-        return _info_of(_asked(path._url, self.files.info, path._path))
+        with _explained(path):
+            return self._store.about(path._name)
 
-    def _note(self, path: str, info: _Info) -> _Info:
-        self._infos[path] = info
-        self._bytes += info.size
+    def _note(self, name: str, about: About) -> About:
+        self._about[name] = about
+        self._bytes += about.size
         if self.cache:
-            self.cache.announce(self._url, self._bytes, len(self._infos))
-        return info
+            self.cache.announce(self._url, self._bytes, len(self._about))
+        return about
 
     def entries(self, path: StorePath) -> list[str]:
         """The names of what is in a folder. Raises `FileNotFoundError`, `NotADirectoryError`."""
-        if path._path not in self._listed:
-            if not self.info(path).is_dir:
+        if (names := self._entries.get(path._name)) is None:
+            if not self.about(path).is_folder:
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path._url)
-            self.files.invalidate_cache()
-            names = []
-            for entry in _asked(path._url, self.files.ls, path._path, detail=True):
-                name = entry["name"].rstrip("/").rpartition("/")[2]
-                if name and entry["name"].rstrip("/") != path._path.rstrip("/"):  # its own mark
-                    names.append(name)
-                    self._note(f"{path._path.rstrip('/')}/{name}", _info_of(entry))
-            self._listed[path._path] = names
-        return self._listed[path._path]
+            with _explained(path):
+                found = self._store.entries(path._name)
+            for name, about in found.items():
+                self._note(f"{path._name}/{name}".lstrip("/"), about)
+            names = self._entries[path._name] = [*found]
+        return names
+
+    def read(self, path: StorePath, begin: int, end: int) -> bytes:
+        """A range of a file. Raises `FileNotFoundError`."""
+        with _explained(path):
+            return self._store.read(path._name, begin, end)
+
+
+@contextlib.contextmanager
+def _explained(path: StorePath) -> Iterator[None]:
+    """Names ``path`` in the errors of its store.
+
+    Raises:
+        UsageError: the store refuses, or does not answer.
+        FileNotFoundError: there is no such file.
+    """
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path._url) from error
+    except StoreError as error:
+        raise UsageError(str(error)) from error
 
 
 class _File:
@@ -381,12 +365,12 @@ class _File:
 
     def __init__(self, path: StorePath, store: _Store):
         self._path, self._store, self.cache = path, store, store.cache
-        self._info = store.info(path)
-        if self._info.is_dir:
+        self._as_first = store.about(path)
+        if self._as_first.is_folder:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path._url)
-        self.size = self._info.size
+        self.size = self._as_first.size
         self.part = self.cache.block if self.cache else _PART
-        about = f"{path._url}\0{self._info.version}\0{self.size}\0{self.part}"
+        about = f"{path._url}\0{self._as_first.version}\0{self.size}\0{self.part}"
         self._about = hashlib.sha256(about.encode())
         self._names: dict[int, str] = {}
 
@@ -460,12 +444,12 @@ class _File:
 
     def _asked(self, begin: int, size: int, whole: bool = False) -> bytes:
         """A range, from the store. A part of a larger file, to be kept, is of its version."""
-        path, end = self._path, begin + size
-        data = _asked(path._url, self._store.files.cat_file, path._path, start=begin, end=end)
+        path = self._path
+        data = self._store.read(path, begin, begin + size)
         is_part = whole and (size < self.size or size > _LARGER)
-        if len(data) != size or is_part or not next(self._store.requests) % _COMPARED:
+        if len(data) != size or is_part or not next(_requests) % _COMPARED:
             with contextlib.suppress(FileNotFoundError):
-                if self._store.info_now(path) == self._info and len(data) == size:
+                if self._store.about_now(path) == self._as_first and len(data) == size:
                     return data
             raise UsageError(
                 f"{path} has changed in the store since this run began: start again, and leave the "
@@ -513,85 +497,3 @@ class _Reader(io.RawIOBase):
         buffer[:count] = data[first : first + count]
         self._at += count
         return count
-
-
-def _info_of(found: dict[str, Any]) -> _Info:
-    """The parts of what fsspec says."""
-    is_dir = found["type"] == "directory"
-    version = next((found[name] for name in _VERSIONS if found.get(name)), "")
-    if isinstance(version, datetime):  # where a list has a number
-        version = version.timestamp()
-    if isinstance(version, float):
-        version = f"{version:.3f}"
-    return _Info(0 if is_dir else int(found["size"] or 0), "" if is_dir else str(version), is_dir)
-
-
-def _file_system(url: str) -> tuple[Any, str]:
-    """The file system of fsspec that a URL is of, and the path there."""
-    try:
-        import fsspec
-
-        return fsspec.core.url_to_fs(url)
-    except ImportError as error:
-        package = re.search(r"(?i)install (\w+)", str(error))
-        name = package[1] if package else "fsspec"
-        raise UsageError(f"{url} needs a package: pip install {name}") from error
-    except ValueError as error:
-        raise UsageError(f"{url}: {str(error)[:200]}") from error
-
-
-def _asked(url: str, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """What a store answers. What may pass is tried again, after longer and longer, random waits.
-
-    Raises:
-        UsageError: the store refuses, or does not answer.
-        OSError: there is no such file, or it is a folder.
-    """
-    for tried in itertools.count(1):
-        try:
-            return call(*arguments, **options)
-        except tuple(_NAMES) as error:
-            kind = next(kind for kind in _NAMES if isinstance(error, kind))
-            raise kind(_NAMES[kind], os.strerror(_NAMES[kind]), url) from error
-        except Exception as error:  # each store has its own
-            what = f"{type(error).__name__}: {error}".partition("\n")[0][:200]
-            if _is_refusal(error):
-                raise UsageError(
-                    f"{url} cannot be read, the store refuses it ({what}): check or renew the "
-                    "credentials of this store"
-                ) from error
-            if not _may_pass(error):
-                raise
-            if tried >= _TRIES:
-                raise UsageError(
-                    f"{url} cannot be read, also not by {tried} tries ({what}): when the store "
-                    "answers, run the same command again"
-                ) from error
-            time.sleep(_FIRST_WAIT * 2 ** (tried - 1) * random.uniform(0.5, 1.0))
-
-
-def _status(error: BaseException) -> int:
-    """The status of HTTP that an error has; 0 for none."""
-    response = getattr(error, "response", None)
-    if isinstance(response, dict):  # of botocore
-        response = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-    for found in (response, *(getattr(error, n, 0) for n in ("status", "code", "status_code"))):
-        if isinstance(found, int) or (isinstance(found, str) and found.isdigit()):
-            return int(found)
-    return 0
-
-
-def _is_refusal(error: BaseException) -> bool:
-    if isinstance(error, PermissionError) or _status(error) in (401, 403):
-        return True
-    return any(word in f"{type(error).__name__} {error}" for word in ("Credential", "Expired"))
-
-
-def _may_pass(error: BaseException) -> bool:
-    """Whether another try may succeed: of what the network or an overloaded store does."""
-    if _status(error):
-        return _status(error) in (408, 429) or _status(error) >= 500
-    known = ("aiohttp", "botocore", "aiobotocore", "google", "azure", "requests", "urllib3")
-    return isinstance(error, OSError | TimeoutError | EOFError) or type(
-        error
-    ).__module__.startswith(known)

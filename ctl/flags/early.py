@@ -28,7 +28,8 @@ from ctl.base.names import (
     is_click_text,
     suffix,
 )
-from ctl.base.remote import is_url, located, scandir, unzipped
+from ctl.base.remote import located, scandir, unzipped
+from ctl.base.stores import is_url
 from ctl.errors import UsageError
 
 _EMBEDDED = Path(__file__).parents[1] / "data" / "datasets"

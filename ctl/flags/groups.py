@@ -13,7 +13,8 @@ from absl import flags
 from ctl.base import names
 from ctl.base.block_cache import parsed
 from ctl.base.bounds import BOUNDS, checked
-from ctl.base.remote import is_url, located
+from ctl.base.remote import located
+from ctl.base.stores import is_url
 from ctl.errors import UsageError
 from ctl.flags import defaults, durations, early
 from ctl.flags.parsing import (
@@ -227,7 +228,7 @@ def check_data_flags() -> None:
         if not any("@" in other for other in others):
             early.check_data_dir(dataset, data_dir)
     check_without_effect(unused, f"with --dataset={dataset}: {remedy}")
-    if not any(map(is_url, (dataset, data_dir))):
+    if not is_url(dataset) and not (data_dir and is_url(data_dir)):
         why = "without a URL as --dataset or --data_dir: it keeps what is read from a store"
         check_without_effect(["data_cache"], why)
     if names.suffix(dataset) != names.RECORDS and not (

@@ -15,7 +15,8 @@ from absl.flags import FLAGS, FlagValues
 
 from ctl.base import console, signals
 from ctl.base.names import NUMBERS, OPTIMIZERS, is_function_name, is_path, loss_of, paths_by_name
-from ctl.base.remote import StorePath, is_url, located
+from ctl.base.remote import StorePath, located
+from ctl.base.stores import is_url
 from ctl.distributed import cluster
 from ctl.distributed.watch import watchdog
 from ctl.errors import UsageError
@@ -161,7 +162,7 @@ def _own_data(flags: FlagValues) -> tuple[Dataset, Dataset]:
 def _data_dir(flags: FlagValues) -> str | StorePath | None:
     """``--data_dir``; of a store, with the cache."""
     path = flags.data_dir
-    return StorePath(path, flags.data_cache) if is_url(path) else path
+    return StorePath(path, flags.data_cache) if path and is_url(path) else path
 
 
 def open_files(

@@ -17,8 +17,9 @@ import tensorflow as tf
 
 pytest.importorskip("fsspec")
 from faulty_store import FaultyStore, upload
+from object_stores import s3_server
 
-from ctl.base import remote
+from ctl.base import remote, stores
 from ctl.base.remote import StorePath
 from ctl.data import Files, Streaming, load, text
 from ctl.data.records import TFRecords
@@ -40,7 +41,7 @@ def store(root, monkeypatch):
     """The same files in a store, whose clients wait only shortly before they try again."""
     FaultyStore.reset()
     upload(root, "data")
-    monkeypatch.setattr(remote, "_FIRST_WAIT", 0.001)
+    monkeypatch.setattr(stores, "_FIRST_PAUSE", 0.001)
     yield FaultyStore
     FaultyStore.reset()
 
@@ -207,8 +208,7 @@ def test_a_cache_that_is_smaller_than_the_data(store, tmp_path):
             used = sum(entry.stat().st_size for entry in Path(tmp_path / "cache").iterdir())
             assert used <= 1 << 20
         per_epoch.append(store.requests.count("cat_file"))
-    assert per_epoch[1] == per_epoch[2] < 0.9 * 400
-    assert per_epoch[2] > 0.6 * 400  # about a quarter is in the cache
+    assert all(0.6 * 400 < count < 0.95 * 400 for count in per_epoch[1:])  # has about a quarter
 
 
 def test_requests_overlap(root, store):
@@ -224,18 +224,20 @@ def test_faults_that_pass_are_tried_again(root, store, cache):
     draw = random.Random(0)
 
     class Unavailable(Exception):
+        __module__ = "aiohttp"
         status = 503
 
     faults = (Unavailable("slow down"), ConnectionResetError(104, "reset"), TimeoutError("late"))
 
     def fault(_: int) -> None:
-        if draw.random() < 0.4:
+        if draw.random() < 0.2:
             raise draw.choice(faults)
 
-    store.fault = fault
+    store.fault, state = fault, random.getstate()
     for kind in ("tfrecord", "folder", "tar"):
         for with_cache in (None, cache):
             check_equal(rows(in_store(kind, with_cache)), rows(source(root, kind)))
+    assert random.getstate() == state  # weights are drawn from it
 
 
 def test_a_store_that_does_not_come_back(store):
@@ -246,19 +248,19 @@ def test_a_store_that_does_not_come_back(store):
     store.fault = fault
     with pytest.raises(
         UsageError,
-        match=r"^faulty://data/folder/class0/00.png cannot be read, also"
-        r" not by 9 tries \(ConnectionResetError.*same command again$",
+        match="^cannot read faulty://data/folder/class0/00.png: Connection reset by peer; ",
     ):
         stored.read(np.arange(1))
-    assert len(store.requests) > 9
+    assert store.requests.count("cat_file") == stores._TRIES
 
 
 def test_expired_credentials_are_named_at_once(store):
     class ClientError(Exception):
-        response = {"ResponseMetadata": {"HTTPStatusCode": 400}}
+        __module__ = "botocore"
+        response = {"Error": {"Code": "ExpiredToken"}}
 
     stored = in_store("folder")
-    for error in (PermissionError(13, "Access Denied"), ClientError("(ExpiredToken) too old")):
+    for error in (PermissionError(13, "Access Denied"), ClientError("too old")):
         store.forget()
 
         def fault(_: int, error: Exception = error) -> None:
@@ -266,7 +268,7 @@ def test_expired_credentials_are_named_at_once(store):
 
         store.fault = fault
         for skip in ("stop", "skip"):  # is no bad record
-            with pytest.raises(UsageError, match="check or renew the credentials of this store$"):
+            with pytest.raises(UsageError, match="check or renew the credentials of the store$"):
                 Streaming(stored, global_batch_size=8, on_bad_record=skip)
         assert len(store.requests) == 2
 
@@ -308,3 +310,26 @@ def test_what_is_missing(cache):
         Files("nosuch://a")
     with pytest.raises(UsageError, match="of a format that is read from a disk only: give a --da"):
         in_store("mapped")
+
+
+def test_a_run_on_s3_is_that_on_the_disk(root, zygote, tmp_path):
+    """A real server of S3: the weights have the same bits, also if another run goes on, whose data
+    are in the cache."""
+    with s3_server() as environment:
+        place = stores.open_store("s3://runs/photos")
+        for path in (root / "folder").rglob("*.png"):
+            place.write(str(path.relative_to(root / "folder")), path.read_bytes())
+        flags = ["--global_batch_size=8", "--resident_limit_mib=0", "--model=dense", "--noexport"]
+        cached = ["--dataset=s3://runs/photos", f"--data_cache={tmp_path / 'cache'}:8MiB"]
+        runs = {
+            "disk": [([f"--dataset={root / 'folder'}"], 12)],
+            "store": [(cached, 5), ([*cached, "--extend"], 12)],
+        }
+        weights = {}
+        for name, parts in runs.items():
+            for data, steps in parts:
+                run = [f"--model_dir={tmp_path / name}", f"--train_steps={steps}", *data, *flags]
+                zygote.run("ctl.train", *run, "--schedule=constant", **environment)
+            (file,) = (tmp_path / name).glob("checkpoints/step-0000000012/variables.data*")
+            weights[name] = file.read_bytes()
+    assert weights["disk"] == weights["store"]

@@ -166,7 +166,7 @@ WRONG = [
     (("--flagfile=/nonexistent/no",), "/nonexistent/no"),
     (
         ("--dataset=mnist", "--data_dir=none://bucket/data"),
-        "none://bucket/data: Protocol not known",
+        "none://bucket/data: fsspec knows no",
     ),
     (("--dataset=mnist", "--data_dir=memory://tfds"), "memory://tfds has no dataset 'mnist': prep"),
     (("--dataset=memory://none.csv",), "memory://none.csv: there is no such file or folder"),
@@ -541,7 +541,7 @@ def test_own_files_are_looked_for_early(zygote_without_tensorflow, tmp_path):
         ("./none.csv", f"--dataset={Path.cwd()}/none.csv: there is no such file or folder"),
         ("none.npz", f"--dataset={Path.cwd()}/none.npz: there is no such file or folder"),
         (f"{tmp_path}/notes.doc", "is no file that ctl reads: give a file .csv, "),
-        ("none://bucket/t.csv", "none://bucket/t.csv: Protocol not known: none"),
+        ("none://bucket/t.csv", "none://bucket/t.csv: fsspec knows no none://"),
         ("tests", "there is no dataset 'tests' of TFDS: for the files of that name here, give --d"),
     ):
         assert says in one_line(
