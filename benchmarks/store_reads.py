@@ -39,6 +39,7 @@ ROWS: dict[str, tuple[float | None, int]] = {
     "store, second epoch": (2.0, 1),
     "store, cache for half": (0.5, 1),
     "disk, blocks of 16": (None, 16),
+    "store, half, blocks of 16": (0.5, 16),
     "store, no cache, blocks of 16": (None, 16),
 }
 
@@ -142,18 +143,20 @@ def main() -> None:
 
         size = sum(path.stat().st_size for path in data.glob("ctl_images/*/*"))
         epoch(data, 1, requests)  # warms up
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         for number in range(_ROUNDS.value):
             for name, (part, block) in ROWS.items():
                 progress(f"round {number + 1}/{_ROUNDS.value}: {name}")
                 place: Any = data
                 if name.startswith("store"):
-                    kept = f"{folder}/{name[:5]}{part}-{number}:{(part or 0) * size / 2**20:.1f}MiB"
+                    kept = f"{folder}/{part}-{block}-{number}:{(part or 0) * size / 2**20:.1f}MiB"
                     place = StorePath(f"late://{data}", kept if part else None)
                 answers[name].append(epoch(place, block, requests))
                 write(_JSON.value, {"machine": about, "rows": answers}, say=False)
         progress("")
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        print(f"{_IMAGES.value} images, {size / 2**20:.0f} MiB; peak memory {peak:.0f} MiB")
+        print(f"{_IMAGES.value} images, {size / 2**20:.0f} MiB")
+        print(f"peak memory {peak:.0f} MiB; {before:.0f} MiB after an epoch of the disk")
     show(answers)
 
 

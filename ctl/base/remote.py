@@ -58,7 +58,7 @@ class StorePath:
     """
 
     def __init__(self, url: str, cache: str | block_cache.BlockCache | None = None):
-        self._url = url.rstrip("/") if not url.endswith("://") else url
+        self._url = without_slash(url)
         self._store = _Store(self._url, cache)
         self._name = ""  # below the URL of the store
 
@@ -85,7 +85,7 @@ class StorePath:
         return hash(self._url)
 
     def __lt__(self, other: StorePath) -> bool:
-        return self._url < other._url
+        return self._url.split("/") < other._url.split("/")  # as paths of a disk
 
     @property
     def path(self) -> str:
@@ -104,8 +104,9 @@ class StorePath:
 
     @property
     def parent(self) -> StorePath:
-        """The folder."""
-        return StorePath(self._url.rpartition("/")[0], self._store.cache)
+        """The folder; of the top of a store, itself."""
+        folder = self._url.rpartition("/")[0]
+        return self if folder.endswith("/") else StorePath(folder, self._store.cache)
 
     def resolve(self) -> StorePath:
         """The path itself: a store has no links."""
@@ -179,6 +180,11 @@ class StorePath:
                     os.write(descriptor, part)
 
         return file.cache.whole(file.block_name(0), file.size, fill)
+
+
+def without_slash(url: str) -> str:
+    """``url`` without a slash at its end, unless it is the top of a store."""
+    return url if url.endswith("://") else url.rstrip("/")
 
 
 AnyPath = Path | StorePath

@@ -13,7 +13,7 @@ from absl import flags
 from ctl.base import names
 from ctl.base.block_cache import parsed
 from ctl.base.bounds import BOUNDS, checked
-from ctl.base.remote import located
+from ctl.base.remote import located, without_slash
 from ctl.base.stores import is_url
 from ctl.errors import UsageError
 from ctl.flags import defaults, durations, early
@@ -177,7 +177,7 @@ _OF_OWN_FILES = ("oversample",)
 def _absolute(dataset: str) -> str:
     """A path of another folder, as another command would not find it; names as they are."""
     if is_url(dataset):
-        return dataset.rstrip("/")
+        return without_slash(dataset)
     if not names.is_path(dataset):
         return dataset
     return os.path.abspath(os.path.expanduser(dataset))
@@ -208,6 +208,7 @@ def _check_record_schema(record_schema: str | None) -> None:
 def check_data_flags() -> None:
     """Raises `UsageError` if a flag is given that has no effect on the data of ``--dataset``."""
     dataset, data_dir = flags.FLAGS.dataset, flags.FLAGS.data_dir
+    more = flags.FLAGS.also_evaluate if "also_evaluate" in flags.FLAGS else []
     unused: tuple[str, ...] = (*_OF_SYNTHETIC, *_OF_OWN_FILES)
     remedy = "leave it out"
     if names.is_function_name(dataset):
@@ -223,12 +224,10 @@ def check_data_flags() -> None:
                 unused += ("on_bad_record",)
         elif names.has_table(dataset):
             unused += ("image_shape", "on_bad_record")
-    elif data_dir and flags.FLAGS["data_dir"].present:
-        others = flags.FLAGS.also_evaluate if "also_evaluate" in flags.FLAGS else []
-        if not any("@" in other for other in others):
-            early.check_data_dir(dataset, data_dir)
+    elif data_dir and flags.FLAGS["data_dir"].present and not any("@" in one for one in more):
+        early.check_data_dir(dataset, data_dir)
     check_without_effect(unused, f"with --dataset={dataset}: {remedy}")
-    if not is_url(dataset) and not (data_dir and is_url(data_dir)):
+    if not any(map(is_url, (dataset, data_dir or "", *more))):
         why = "without a URL as --dataset or --data_dir: it keeps what is read from a store"
         check_without_effect(["data_cache"], why)
     if names.suffix(dataset) != names.RECORDS and not (

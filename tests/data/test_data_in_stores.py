@@ -170,8 +170,9 @@ def test_files_of_users_are_those_of_a_disk(root, tmp_path, cache):
 
 
 def test_text_is_that_of_a_disk(tmp_path):
-    for number in range(3):
-        (tmp_path / f"{number}.txt").write_text(f"text {number}\n" * 200)
+    for name in ("a.b", "a/b", "a-b/c", "train"):  # in the order of paths
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / f"{name}.txt").write_text(f"text {name}\n" * 200)
     upload(tmp_path, "text")
     found = [
         text.files(path, 16, global_batch_size=4)[0].arrays for path in ("faulty://text", tmp_path)
